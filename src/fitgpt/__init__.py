@@ -1,0 +1,24 @@
+"""fitgpt trains small GPTs on the card you have. `GPT` and `GPTConfig` load torch only when asked for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .engine.model import GPT
+    from .nouns import GPTConfig
+
+__version__ = "0.1.0"
+__all__ = ["GPT", "GPTConfig", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "GPT":
+        from .engine.model import GPT
+
+        return GPT
+    if name == "GPTConfig":
+        from .nouns import GPTConfig
+
+        return GPTConfig
+    raise AttributeError(f"module 'fitgpt' has no attribute {name!r}")

@@ -1,0 +1,62 @@
+"""Bytes, counts and times, to and from the words people use. GiB is 2**30 and lives only here and in show/."""
+
+from __future__ import annotations
+
+import re
+
+from .errors import UsageError
+
+KiB, MiB, GiB, TiB = 2**10, 2**20, 2**30, 2**40
+
+_BYTE_UNITS = {"": 1, "b": 1, "k": KiB, "kb": 10**3, "kib": KiB, "m": MiB, "mb": 10**6, "mib": MiB,
+               "g": GiB, "gb": 10**9, "gib": GiB, "t": TiB, "tb": 10**12, "tib": TiB}
+_COUNT_UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
+_QUANTITY = re.compile(r"\s*([0-9][0-9_,]*(?:\.[0-9]+)?|\.[0-9]+)\s*([A-Za-z]*)\s*\Z")
+
+
+def parse_bytes(text: str) -> int:
+    """'11.5GiB', '2118 MiB', '12GB', '8G' (= GiB) or plain bytes."""
+    return _parse(text, _BYTE_UNITS, "a size such as 11.5GiB or 2118MiB")
+
+
+def parse_count(text: str) -> int:
+    """'10B', '500M', '1_000_000' or a plain whole number."""
+    return _parse(text, _COUNT_UNITS, "a count such as 10B, 500M or 20000")
+
+
+def _parse(text: str, units: dict[str, int], wanted: str) -> int:
+    match = _QUANTITY.match(text)
+    unit = units.get(match[2].lower()) if match else None
+    if match is None or unit is None:
+        raise UsageError(f"{text!r} is not {wanted}.")
+    return round(float(match[1].replace("_", "").replace(",", "")) * unit)
+
+
+def show_bytes(nbytes: int) -> str:
+    """The unit that leaves one to four digits before the point: 512 B, 33.5 MiB, 11.46 GiB."""
+    for unit, name in ((TiB, "TiB"), (GiB, "GiB"), (MiB, "MiB"), (KiB, "KiB")):
+        if abs(nbytes) >= unit:
+            return f"{nbytes / unit:.2f} {name}" if unit >= GiB else f"{nbytes / unit:.1f} {name}"
+    return f"{nbytes} B"
+
+
+def show_count(count: float) -> str:
+    """123.59M, 10.0B, 412."""
+    for unit, name, digits in ((10**12, "T", 2), (10**9, "B", 2), (10**6, "M", 2), (10**3, "k", 1)):
+        if abs(count) >= unit:
+            return f"{count / unit:.{digits}f}{name}"
+    return f"{count:g}"
+
+
+def show_seconds(seconds: float) -> str:
+    """0.4 s, 59 s, 3 min 20 s, 7 h 05 min, 3 d 4 h."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    if whole < 48 * 3600:
+        return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+    return f"{whole // 86400} d {whole % 86400 // 3600} h"

@@ -1,0 +1,184 @@
+"""The training loop, as you would tell it: evaluate when it is time, keep what is worth keeping, take a step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..config import RunConfig
+from ..errors import Interrupted, NumericsError, SystemFault
+from ..nouns import Evaluation, RunFacts, SplitLoss, StepReport
+from .device import read_memory
+from .feed import Feed
+from .meter import Meter, flops_a_token
+from .model import GPT
+from .optim import Scaler, optimizer_step
+
+SAVES_THAT_MAY_FAIL = 3  # in a row, before a run stops rather than go on unsaved
+
+
+@dataclass
+class Training:
+    """All that training changes. A checkpoint holds exactly this, and a resume restores it."""
+
+    model: GPT
+    optimizer: torch.optim.Optimizer
+    scaler: Scaler
+    step: int = 0                         # steps completed
+    best: SplitLoss | None = None         # the best validation loss so far, and the block it was taken at
+    evaluated_at: int = -1                # the step of the last evaluation
+    saved_at: int = -1                    # the step of the last checkpoint
+
+
+class Rim(Protocol):
+    """What the loop asks of the world around it: to look, to keep, to tell."""
+
+    def evaluate(self, step: int) -> Evaluation: ...
+    def save(self, training: Training, *, is_best: bool) -> None: ...
+    def advanced(self, step: int) -> None: ...
+    def reported(self, report: StepReport) -> None: ...
+    def evaluated(self, evaluation: Evaluation, *, is_best: bool) -> None: ...
+    def warn(self, sentence: str) -> None: ...
+
+
+def train(training: Training, config: RunConfig, facts: RunFacts, feed: Feed, rim: Rim,
+          stop_asked: Callable[[], bool]) -> None:
+    """Trains to `max_iters` steps, or until asked to stop: then it saves, and raises Interrupted."""
+    meter = Meter(config.tokens_per_step)
+    keep = _Keeper(training, rim, meter)
+    while True:
+        if is_evaluation_due(training, config):
+            with meter.paused():
+                evaluation = rim.evaluate(training.step)
+            is_best = improves(training.best, evaluation.of("val"))
+            training.best = evaluation.of("val") if is_best else training.best
+            training.evaluated_at = training.step
+            rim.evaluated(evaluation, is_best=is_best)
+            if training.step > 0 and not config.eval_only and (is_best or config.always_save_checkpoint):
+                keep.save(is_best=is_best)
+        elif config.save_interval and training.step % config.save_interval == 0:
+            keep.save()
+        if config.eval_only or training.step >= config.max_iters:
+            break
+
+        learning_rate = learning_rate_at(training.step, config)
+        result = train_step(training, config, feed, learning_rate, stop_asked)
+        if result is None:
+            keep.save()
+            raise Interrupted(f"stopped at step {training.step}, as asked; the run is saved")
+        training.step += 1
+        meter.stepped()
+        rim.advanced(training.step)
+        if (training.step - 1) % config.log_interval == 0 or training.step == config.max_iters:
+            report = make_report(training, config, facts, meter, result, learning_rate)
+            rim.reported(report)
+            check_numerics(training, config)
+    if not config.eval_only:
+        keep.save()
+
+
+def train_step(training: Training, config: RunConfig, feed: Feed, learning_rate: float,
+               stop_asked: Callable[[], bool]) -> tuple[Tensor, Tensor] | None:
+    """One optimizer step over all its micro-batches: (mean loss, gradient norm), still on the device.
+
+    None if a stop was asked for: the unfinished step is dropped, as if it had never begun.
+    """
+    model, scaler, pieces = training.model, training.scaler, config.gradient_accumulation_steps
+    scale = scaler.scale / pieces
+    loss_sum = torch.zeros((), device=scale.device)
+    for micro in range(pieces):
+        number = training.step * pieces + micro
+        if config.dropout:
+            seed_dropout(config.seed, number)
+        inputs, targets = feed.get(number)
+        loss = model.loss(inputs, targets, scale)
+        loss.backward()  # type: ignore[no-untyped-call]
+        loss_sum += loss.detach()
+        if stop_asked():
+            training.optimizer.zero_grad(set_to_none=True)
+            return None
+    mean_loss = loss_sum / scaler.scale
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    norm = optimizer_step(training.optimizer, gradients, scaler, learning_rate, config.grad_clip)
+    training.optimizer.zero_grad(set_to_none=True)
+    return mean_loss, norm
+
+
+def seed_dropout(seed: int, micro_batch: int) -> None:
+    """Dropout's masks are a function of the micro-batch's number: a resumed or repeated step draws the same."""
+    torch.manual_seed((seed * 2**40 + micro_batch) % 2**63)
+
+
+def learning_rate_at(step: int, config: RunConfig) -> float:
+    """Linear warm-up, cosine decay, then the floor: nanoGPT's schedule."""
+    if not config.decay_lr:
+        return config.learning_rate
+    if step < config.warmup_iters:
+        return config.learning_rate * (step + 1) / (config.warmup_iters + 1)
+    if step > config.lr_decay_iters:
+        return config.min_lr
+    progress = (step - config.warmup_iters) / max(config.lr_decay_iters - config.warmup_iters, 1)
+    return config.min_lr + 0.5 * (1 + math.cos(math.pi * progress)) * (config.learning_rate - config.min_lr)
+
+
+def is_evaluation_due(training: Training, config: RunConfig) -> bool:
+    """Every eval_interval steps and at the end, but never twice at one step (a resume begins where it saved)."""
+    due = training.step % config.eval_interval == 0 or training.step >= config.max_iters or config.eval_only
+    return due and training.evaluated_at != training.step
+
+
+def improves(best: SplitLoss | None, new: SplitLoss) -> bool:
+    """Losses taken at different blocks are not comparable: after a change of block, the first is the best."""
+    return math.isfinite(new.mean) and (best is None or best.block != new.block or new.mean < best.mean)
+
+
+def make_report(training: Training, config: RunConfig, facts: RunFacts, meter: Meter,
+                result: tuple[Tensor, Tensor], learning_rate: float) -> StepReport:
+    """Reads the step's figures off the device: the only place where the host waits for it."""
+    loss, norm = (figure.item() for figure in result)
+    seconds, tokens_per_s = meter.lap()
+    flops = flops_a_token(training.model.config, config.block_size)
+    return StepReport(
+        step=training.step - 1, loss=loss, lr=learning_rate, grad_norm=norm, seconds=seconds,
+        tokens_per_s=tokens_per_s, mfu=tokens_per_s * flops / facts.peak_flops if facts.peak_flops else None,
+        skipped=int(training.scaler.skipped.item()), loss_scale=training.scaler.scale.item(),
+        memory=read_memory(facts.device), seconds_left=meter.time_left(config.max_iters - training.step))
+
+
+def check_numerics(training: Training, config: RunConfig) -> None:
+    in_a_row = int(training.scaler.skipped_in_a_row.item())
+    if in_a_row >= config.max_skipped_steps:
+        raise NumericsError(
+            f"{in_a_row} steps in a row had gradients that are not finite and were skipped; the limit is "
+            f"max_skipped_steps = {config.max_skipped_steps}. The weights are those of step "
+            f"{training.step - in_a_row}.",
+            "Go back to the last checkpoint with a lower --learning_rate, or with --dtype=bfloat16 or float32.")
+
+
+class _Keeper:
+    """Saves, and forgives a failed save until there have been too many: older checkpoints stay as they are."""
+
+    def __init__(self, training: Training, rim: Rim, meter: Meter) -> None:
+        self._training, self._rim, self._meter = training, rim, meter
+        self._failures = 0
+
+    def save(self, *, is_best: bool = False) -> None:
+        if self._training.saved_at == self._training.step:
+            return
+        try:
+            with self._meter.paused():
+                self._rim.save(self._training, is_best=is_best)
+        except SystemFault as fault:
+            self._failures += 1
+            if self._failures >= SAVES_THAT_MAY_FAIL:
+                raise
+            self._rim.warn(f"The checkpoint of step {self._training.step} could not be saved ({fault.what}). "
+                           "Training goes on and tries again at the next interval.")
+        else:
+            self._failures = 0
+            self._training.saved_at = self._training.step

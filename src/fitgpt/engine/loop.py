@@ -60,7 +60,7 @@ def train(training: Training, config: RunConfig, facts: RunFacts, feed: Feed, ri
             training.evaluated_at = training.step
             rim.evaluated(evaluation, is_best=is_best)
             if training.step > 0 and not config.eval_only and (is_best or config.always_save_checkpoint):
-                keep.save(is_best=is_best)
+                keep.save(is_best=is_best, forgiving=training.step < config.max_iters)
         elif config.save_interval and training.step % config.save_interval == 0:
             keep.save()
         if config.eval_only or training.step >= config.max_iters:
@@ -69,7 +69,7 @@ def train(training: Training, config: RunConfig, facts: RunFacts, feed: Feed, ri
         learning_rate = learning_rate_at(training.step, config)
         result = train_step(training, config, feed, learning_rate, stop_asked)
         if result is None:
-            keep.save()
+            keep.save(forgiving=False)
             raise Interrupted(f"stopped at step {training.step}, as asked; the run is saved")
         training.step += 1
         meter.stepped()
@@ -78,8 +78,6 @@ def train(training: Training, config: RunConfig, facts: RunFacts, feed: Feed, ri
             report = make_report(training, config, facts, meter, result, learning_rate)
             rim.reported(report)
             check_numerics(training, config)
-    if not config.eval_only:
-        keep.save()
 
 
 def train_step(training: Training, config: RunConfig, feed: Feed, learning_rate: float,
@@ -167,7 +165,7 @@ class _Keeper:
         self._training, self._rim, self._meter = training, rim, meter
         self._failures = 0
 
-    def save(self, *, is_best: bool = False) -> None:
+    def save(self, *, is_best: bool = False, forgiving: bool = True) -> None:
         if self._training.saved_at == self._training.step:
             return
         try:
@@ -175,7 +173,7 @@ class _Keeper:
                 self._rim.save(self._training, is_best=is_best)
         except SystemFault as fault:
             self._failures += 1
-            if self._failures >= SAVES_THAT_MAY_FAIL:
+            if not forgiving or self._failures >= SAVES_THAT_MAY_FAIL:
                 raise
             self._rim.warn(f"The checkpoint of step {self._training.step} could not be saved ({fault.what}). "
                            "Training goes on and tries again at the next interval.")

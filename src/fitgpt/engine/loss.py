@@ -28,9 +28,8 @@ def head_loss(hidden: Tensor, weight: Tensor, targets: Tensor, scale: Tensor | f
 def token_losses(hidden: Tensor, weight: Tensor, targets: Tensor, piece: int) -> Tensor:
     """Cross-entropy of each token, in float32, with no gradient: what evaluation needs. Shape [N]."""
     head = weight.to(hidden.dtype)
-    losses = [_softmax_(_wide(hidden_piece @ head.t()), targets_piece)[0]
-              for hidden_piece, targets_piece in zip(hidden.split(piece), targets.split(piece), strict=True)]
-    return torch.cat(losses)
+    pieces = [slice(start, start + piece) for start in range(0, len(hidden), piece)]
+    return torch.cat([_softmax_(_wide(hidden[rows] @ head.t()), targets[rows])[0] for rows in pieces])
 
 
 class _HeadLoss(torch.autograd.Function):

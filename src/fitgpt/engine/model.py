@@ -67,7 +67,7 @@ def block_forward(x: Tensor, w: BlockWeights, heads: int, dropout: float, dtype:
         return F.linear(inputs.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
 
     qkv = linear(F.layer_norm(x, (C,), w.ln_1, w.ln_1_bias), w.c_attn, w.c_attn_bias)
-    q, k, v = (part.view(B, T, heads, C // heads).transpose(1, 2) for part in qkv.split(C, dim=2))
+    q, k, v = (part.view(B, T, heads, C // heads).transpose(1, 2) for part in qkv.chunk(3, dim=2))
     if cache is not None:
         k, v = cache.extend(k, v)
     mixed = attention(q, k, v, dropout).transpose(1, 2).reshape(B, T, C)

@@ -1,0 +1,28 @@
+# make demo: trains, evaluates and samples a small GPT on what this machine has.
+# make test: everything CI checks.
+# Both build .venv from constraints.txt; PYTHON=… chooses the Python, and keeps a torch it already has.
+PYTHON ?= python3
+BIN := .venv/bin
+INGREDIENTS := pyproject.toml constraints.txt tools/venv.py
+
+.PHONY: demo test clean
+demo: .venv/has-train
+	$(BIN)/fitgpt demo
+
+test: .venv/has-dev
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest
+
+.venv/has-train: $(INGREDIENTS)
+	@echo "Installing into .venv (torch is large: the first time takes a few minutes) …"
+	$(PYTHON) tools/venv.py train
+	@touch $@
+
+.venv/has-dev: $(INGREDIENTS)
+	@echo "Installing into .venv (torch is large: the first time takes a few minutes) …"
+	$(PYTHON) tools/venv.py train,parquet,dev
+	@touch $@ .venv/has-train
+
+clean:
+	rm -rf .venv build dist

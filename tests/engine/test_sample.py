@@ -18,7 +18,7 @@ def model() -> GPT:
 
 def test_the_cache_changes_nothing_within_a_block() -> None:
     gpt, prompt = model(), [1, 2, 3]
-    sampled = list(generate(gpt, prompt, 20, Taste(temperature=0), seed=0))
+    sampled = list(generate(gpt, prompt, 29, Taste(temperature=0), seed=0))
     seen = list(prompt)
     for token in sampled:
         assert int(gpt.next_logits(torch.tensor([seen]))[0].argmax()) == token
@@ -28,6 +28,10 @@ def test_the_cache_changes_nothing_within_a_block() -> None:
 def test_it_goes_on_past_the_block_size() -> None:
     tokens = list(generate(model(), list(range(40)), 100, Taste(), seed=0))
     assert len(tokens) == 100
+
+
+def test_tokens_of_the_padding_are_never_drawn() -> None:
+    assert max(generate(model(), [1], 200, Taste(temperature=5.0, top_k=0), seed=0, vocab_size=9)) == 8
 
 
 def test_the_same_seed_draws_the_same_text_and_another_does_not() -> None:

@@ -21,11 +21,12 @@ Progress = Callable[[int, int, str], None]             # windows done, windows i
 
 @torch.no_grad()
 def evaluate(model: GPT, splits: Mapping[str, tuple[ReadWindows, int]], *, batch: int, block: int, step: int,
-             progress: Progress = lambda done, total, split: None) -> Evaluation:
+             progress: Progress = lambda done, total, split: None,
+             stop_asked: Callable[[], bool] = lambda: False) -> Evaluation | None:
     """`splits` maps a name to its reader and how many windows to take: always the first ones of a fixed order.
 
     Each window's mean loss is kept apart and averaged in float64 at the end, so that `batch` only says how many
-    are computed at once.
+    are computed at once. None if a stop was asked for before it was done.
     """
     was_training = model.training
     model.eval()
@@ -34,7 +35,10 @@ def evaluate(model: GPT, splits: Mapping[str, tuple[ReadWindows, int]], *, batch
     try:
         for split, (read, windows) in splits.items():
             means = _window_losses(model, read, windows, batch,
-                                   lambda n, split=split, before=done: progress(before + n, total, split))  # type: ignore[misc]
+                                   lambda n, split=split, before=done: progress(before + n, total, split),  # type: ignore[misc]
+                                   stop_asked)
+            if means is None:
+                return None
             losses.append(_summary(split, means, block))
             done += windows
     finally:
@@ -44,7 +48,7 @@ def evaluate(model: GPT, splits: Mapping[str, tuple[ReadWindows, int]], *, batch
 
 
 def _window_losses(model: GPT, read: ReadWindows, windows: int, batch: int,
-                   progress: Callable[[int], None]) -> Tensor:
+                   progress: Callable[[int], None], stop_asked: Callable[[], bool]) -> Tensor | None:
     """The mean loss of each window, on the host. The last batch is filled up, so that all have one shape."""
     def read_batch(k: int) -> Any:
         return read(np.minimum(np.arange(k * batch, (k + 1) * batch), windows - 1))
@@ -57,6 +61,8 @@ def _window_losses(model: GPT, read: ReadWindows, windows: int, batch: int,
             inputs, targets = feed.get(k)
             means[k * batch:(k + 1) * batch] = model.token_losses(inputs, targets).mean(dim=1)
             progress(min((k + 1) * batch, windows))
+            if stop_asked():
+                return None
     finally:
         feed.close()
     return means[:windows].cpu()

@@ -38,7 +38,7 @@ class Training:
 class Rim(Protocol):
     """What the loop asks of the world around it: to look, to keep, to tell."""
 
-    def evaluate(self, step: int) -> Evaluation: ...
+    def evaluate(self, step: int) -> Evaluation | None: ...
     def save(self, training: Training, *, is_best: bool) -> None: ...
     def advanced(self, step: int) -> None: ...
     def reported(self, report: StepReport) -> None: ...
@@ -55,6 +55,8 @@ def train(training: Training, config: RunConfig, facts: RunFacts, feed: Feed, ri
         if is_evaluation_due(training, config):
             with meter.paused():
                 evaluation = rim.evaluate(training.step)
+            if evaluation is None:
+                raise keep.stopped()
             is_best = improves(training.best, evaluation.of("val"))
             training.best = evaluation.of("val") if is_best else training.best
             training.evaluated_at = training.step
@@ -69,8 +71,7 @@ def train(training: Training, config: RunConfig, facts: RunFacts, feed: Feed, ri
         learning_rate = learning_rate_at(training.step, config)
         result = train_step(training, config, feed, learning_rate, stop_asked)
         if result is None:
-            keep.save(forgiving=False)
-            raise Interrupted(f"stopped at step {training.step}, as asked; the run is saved")
+            raise keep.stopped()
         training.step += 1
         meter.stepped()
         rim.advanced(training.step)
@@ -164,6 +165,11 @@ class _Keeper:
     def __init__(self, training: Training, rim: Rim, meter: Meter) -> None:
         self._training, self._rim, self._meter = training, rim, meter
         self._failures = 0
+
+    def stopped(self) -> Interrupted:
+        """The run's end on request: everything up to the last whole step is kept."""
+        self.save(forgiving=False)
+        return Interrupted(f"Stopped at step {self._training.step}, as asked; the run is saved.")
 
     def save(self, *, is_best: bool = False, forgiving: bool = True) -> None:
         if self._training.saved_at == self._training.step:

@@ -8,7 +8,7 @@ pure function of tensors, so that compiling it once serves every layer.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -36,31 +36,44 @@ class BlockWeights(NamedTuple):
     mlp_proj_bias: Tensor | None
 
 
-class LayerCache:
-    """Keys and values of one layer for the tokens seen so far, for sampling. Shape [B, H, T, C/H]."""
+class LayerCache(NamedTuple):
+    """Keys and values of one layer for every position of the block, for sampling. Shape [B, H, T, C/H]."""
 
-    def __init__(self, batch: int, heads: int, block: int, head_width: int, dtype: torch.dtype,
-                 device: torch.device) -> None:
-        self.keys = torch.empty(batch, heads, block, head_width, dtype=dtype, device=device)
-        self.values = torch.empty_like(self.keys)
-        self.length = 0
-
-    def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        end = self.length + keys.shape[2]
-        self.keys[:, :, self.length:end] = keys
-        self.values[:, :, self.length:end] = values
-        self.length = end
-        return self.keys[:, :, :end], self.values[:, :, :end]
+    keys: Tensor
+    values: Tensor
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
     """Causal self-attention, by whichever kernel torch has for this card, dtype and head width."""
-    return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=q.shape[2] > 1)
+    return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
 
 
 def block_forward(x: Tensor, w: BlockWeights, heads: int, dropout: float, dtype: torch.dtype,
                   cache: LayerCache | None = None) -> Tensor:
-    """One transformer block: x [B, T, C] in float32 → the same."""
+    """One transformer block over whole sequences: x [B, T, C] in float32 → the same. Fills the cache's first T."""
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if cache is not None:
+            cache.keys[:, :, :k.shape[2]] = k
+            cache.values[:, :, :v.shape[2]] = v
+        return attention(q, k, v, dropout)
+
+    return _block(x, w, heads, dropout, dtype, attend)
+
+
+def block_next(x: Tensor, w: BlockWeights, heads: int, dtype: torch.dtype, cache: LayerCache,
+               position: Tensor) -> Tensor:
+    """The block for one more token, x [B, 1, C], at `position` [1]: every shape stays the same from token to token."""
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        cache.keys.index_copy_(2, position, k)
+        cache.values.index_copy_(2, position, v)
+        seen = torch.arange(cache.keys.shape[2], device=x.device) <= position
+        return F.scaled_dot_product_attention(q, cache.keys, cache.values, attn_mask=seen)
+
+    return _block(x, w, heads, 0.0, dtype, attend)
+
+
+def _block(x: Tensor, w: BlockWeights, heads: int, dropout: float, dtype: torch.dtype,
+           attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
     B, T, C = x.shape
 
     def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -68,9 +81,7 @@ def block_forward(x: Tensor, w: BlockWeights, heads: int, dropout: float, dtype:
 
     qkv = linear(F.layer_norm(x, (C,), w.ln_1, w.ln_1_bias), w.c_attn, w.c_attn_bias)
     q, k, v = (part.view(B, T, heads, C // heads).transpose(1, 2) for part in qkv.chunk(3, dim=2))
-    if cache is not None:
-        k, v = cache.extend(k, v)
-    mixed = attention(q, k, v, dropout).transpose(1, 2).reshape(B, T, C)
+    mixed = attend(q, k, v).transpose(1, 2).reshape(B, T, C)
     x = x + F.dropout(linear(mixed, w.attn_proj, w.attn_proj_bias), dropout, dropout > 0)
 
     wide = F.gelu(linear(F.layer_norm(x, (C,), w.ln_2, w.ln_2_bias), w.c_fc, w.c_fc_bias))
@@ -129,6 +140,7 @@ class GPT(nn.Module):
         self.loss_chunk = 0
         self.grad_checkpoint = config.grad_checkpoint
         self._block: Callable[..., Tensor] = block_forward
+        self._block_next: Callable[..., Tensor] = block_next
         self.transformer = nn.ModuleDict({
             "wte": nn.Embedding(config.vocab_size, config.n_embd),
             "wpe": nn.Embedding(config.block_size, config.n_embd),
@@ -167,18 +179,32 @@ class GPT(nn.Module):
         return losses.view_as(targets)
 
     def next_logits(self, idx: Tensor, cache: list[LayerCache] | None = None) -> Tensor:
-        """Logits [B, V] in float32 for the token after the last one of `idx`."""
-        last = self.hidden(idx, cache)[:, -1]
-        return F.linear(last, self.lm_head.weight.to(last.dtype)).float()
+        """Logits [B, V] in float32 for the token after the last one of `idx`; fills an empty cache on the way."""
+        return self._head(self.hidden(idx, cache)[:, -1])
+
+    def logits_after(self, token: Tensor, position: Tensor, cache: list[LayerCache]) -> Tensor:
+        """Logits [B, V] after one more token [B, 1] at `position` [1], all earlier ones being in the cache."""
+        x = self._embedding("wte")(token) + self._embedding("wpe")(position)
+        for block, layer in zip(self.blocks(), cache, strict=True):
+            x = self._block_next(x, block.weights(), self.config.n_head, self.compute_dtype, layer, position)
+        return self._head(self._final_norm(x)[:, -1])
+
+    def new_cache(self, batch: int) -> list[LayerCache]:
+        config = self.config
+        shape = (batch, config.n_head, config.block_size, config.n_embd // config.n_head)
+
+        def zeros() -> Tensor:
+            return torch.zeros(shape, dtype=self.compute_dtype, device=self.lm_head.weight.device)
+
+        return [LayerCache(zeros(), zeros()) for _ in range(config.n_layer)]
 
     def hidden(self, idx: Tensor, cache: list[LayerCache] | None = None) -> Tensor:
         """Token ids [B, T] → normalised hidden states [B, T, C] in the compute dtype, ready for the head."""
         config, dropout = self.config, self.config.dropout if self.training else 0.0
-        first = cache[0].length if cache else 0
-        if first + idx.shape[1] > config.block_size:
-            raise ValueError(f"{first + idx.shape[1]} tokens do not fit a block_size of {config.block_size}")
-        positions = self._embedding("wpe").weight[first:first + idx.shape[1]]
-        x = F.dropout(self._embedding("wte")(idx) + positions, dropout, dropout > 0)
+        if idx.shape[1] > config.block_size:
+            raise ValueError(f"{idx.shape[1]} tokens do not fit a block_size of {config.block_size}")
+        x = self._embedding("wte")(idx) + self._embedding("wpe").weight[:idx.shape[1]]
+        x = F.dropout(x, dropout, dropout > 0)
         recompute = self.grad_checkpoint and self.training and torch.is_grad_enabled()
         for layer, block in enumerate(self.blocks()):
             arguments = (x, block.weights(), config.n_head, dropout, self.compute_dtype)
@@ -188,17 +214,12 @@ class GPT(nn.Module):
                 x = checkpoint(self._block, *arguments, use_reentrant=False, preserve_rng_state=dropout > 0)
             else:
                 x = self._block(*arguments)
-        final = cast(LayerNorm, self.transformer["ln_f"])
-        return F.layer_norm(x, (config.n_embd,), final.weight, final.bias).to(self.compute_dtype)
-
-    def new_cache(self, batch: int) -> list[LayerCache]:
-        config, weight = self.config, self.lm_head.weight
-        return [LayerCache(batch, config.n_head, config.block_size, config.n_embd // config.n_head,
-                           self.compute_dtype, weight.device) for _ in range(config.n_layer)]
+        return self._final_norm(x)
 
     def compile_blocks(self) -> None:
         """One compiled function for all layers: it starts several times sooner than compiling the model."""
         self._block = torch.compile(block_forward, fullgraph=True, dynamic=False)
+        self._block_next = torch.compile(block_next, fullgraph=True, dynamic=False)
 
     def gradient_checkpointing_enable(self) -> None:
         """From the next forward on, each block keeps its input only and is computed again in the backward pass."""
@@ -219,13 +240,31 @@ class GPT(nn.Module):
         return {name: parameter.detach() for name, parameter in self.named_parameters()}
 
     @torch.no_grad()
-    def load_weight_tensors(self, tensors: dict[str, Tensor]) -> None:
+    def load_weight_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Copies weights in place; names and shapes were checked where they were read."""
         for name, parameter in self.named_parameters():
             parameter.copy_(tensors[name])
+
+    def _final_norm(self, x: Tensor) -> Tensor:
+        norm = cast(LayerNorm, self.transformer["ln_f"])
+        return F.layer_norm(x, (self.config.n_embd,), norm.weight, norm.bias).to(self.compute_dtype)
+
+    def _head(self, last: Tensor) -> Tensor:
+        return F.linear(last, self.lm_head.weight.to(last.dtype)).float()
 
     def _embedding(self, name: str) -> nn.Embedding:
         return cast(nn.Embedding, self.transformer[name])
 
     def _piece(self, tokens: int) -> int:
         return loss_piece_tokens(tokens, self.config.vocab_size, self.loss_chunk)
+
+
+def build_model(config: GPTConfig, device: torch.device, seed: int) -> GPT:
+    """A model with fresh weights, made where it will live: each tensor exists once, from the start."""
+    with torch.device("meta"):
+        model = GPT(config)
+    model.to_empty(device=device)
+    model.lm_head.weight = model._embedding("wte").weight  # to_empty unties what shared one tensor
+    torch.manual_seed(seed)
+    model.reset_parameters()
+    return model

@@ -21,21 +21,26 @@ class Taste:
 
 
 @torch.no_grad()
-def generate(model: GPT, prompt: list[int], max_new_tokens: int, taste: Taste, seed: int) -> Iterator[int]:
-    """Yields token ids after `prompt`. Past the block size, the window starts again from its newer half."""
+def generate(model: GPT, prompt: list[int], max_new_tokens: int, taste: Taste, seed: int,
+             vocab_size: int | None = None) -> Iterator[int]:
+    """Yields token ids after `prompt`, below `vocab_size` (a model's own may be padded).
+
+    When the block is full, the window starts again from its newer half.
+    """
     model.eval()
     device, block = model.lm_head.weight.device, model.config.block_size
     dice = torch.Generator(device=device).manual_seed(seed)
-    seen = list(prompt)
-    unread, cache = seen[-block:], model.new_cache(batch=1)
+    seen, cache, length = list(prompt), model.new_cache(batch=1), 0  # `length`: positions in the cache
     for _ in range(max_new_tokens):
-        if cache[0].length + len(unread) > block:
-            unread, cache = seen[-(block + 1) // 2:], model.new_cache(batch=1)
-        logits = model.next_logits(torch.tensor([unread], device=device), cache)[0]
-        token = draw(logits, taste, dice)
-        seen.append(token)
-        unread = [token]
-        yield token
+        if length in (0, block):
+            window = seen[-block:] if length == 0 else seen[-((block + 1) // 2):]
+            logits, length = model.next_logits(torch.tensor([window], device=device), cache), len(window)
+        else:
+            newest = torch.tensor([[seen[-1]]], device=device)
+            logits = model.logits_after(newest, torch.tensor([length], device=device), cache)
+            length += 1
+        seen.append(draw(logits[0, :vocab_size], taste, dice))
+        yield seen[-1]
 
 
 def draw(logits: Tensor, taste: Taste, dice: torch.Generator) -> int:

@@ -1,0 +1,144 @@
+"""How a file or a folder gets onto the disk whole or not at all, and how a JSON file knows it is whole."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import math
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from .errors import SystemFault
+
+_WINDOWS_PATIENCE_S = 2.5  # a virus scanner holds a fresh file for about this long at worst
+
+_REMEDIES = {
+    errno.ENOSPC: "Free some space on that disk, or choose another with --out_dir.",
+    errno.EDQUOT: "Your quota on that disk is used up: remove something, or choose another with --out_dir.",
+    errno.EACCES: "Make it writable for this user, or choose another folder with --out_dir.",
+    errno.EPERM: "Make it writable for this user, or choose another folder with --out_dir.",
+    errno.EROFS: "That disk is mounted read-only: choose another with --out_dir.",
+    errno.EIO: "The disk reports a fault: look at `dmesg`, and choose another disk with --out_dir.",
+    errno.EMFILE: "Raise the limit of open files: ulimit -n 4096",
+}
+
+
+@contextmanager
+def disk_faults(doing: str, path: Path) -> Iterator[None]:
+    """Any OSError inside becomes a SystemFault that says what was being done to which path."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        fix = _REMEDIES.get(error.errno or 0, "Choose another folder with --out_dir.")
+        raise SystemFault(f"Cannot {doing} {path}: {reason}.", fix) from error
+
+
+def write_atomically(path: Path, content: bytes | str) -> None:
+    """After a crash at any moment, `path` holds the old content or the new, never a mixture."""
+    data = content.encode() if isinstance(content, str) else content
+    temporary = path.with_name(f".tmp-{path.name}-{os.getpid()}")
+    with disk_faults("write", path):
+        try:
+            with open(temporary, "wb") as file:
+                file.write(data)
+                os.fsync(file.fileno())
+            patiently_rename(temporary, path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        sync_folder(path.parent)
+
+
+@contextmanager
+def folder_atomically(target: Path, temporary: Path) -> Iterator[Path]:
+    """Yields `temporary` (beside `target`) to fill; then every file is synced and the folder renamed.
+
+    If anything fails inside, the temporary folder is removed and `target` never appears.
+    """
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        yield temporary
+        for file in temporary.iterdir():
+            with open(file, "rb+") as opened:
+                os.fsync(opened.fileno())
+        sync_folder(temporary)
+        patiently_rename(temporary, target)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    sync_folder(target.parent)
+
+
+def patiently_rename(source: Path, target: Path) -> None:
+    """os.replace; on Windows a scanner that has the file open is waited for."""
+    deadline = time.monotonic() + _WINDOWS_PATIENCE_S
+    while True:
+        try:
+            os.replace(source, target)
+            return
+        except PermissionError:
+            if sys.platform != "win32" or time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes a rename or a new name in `folder` survive a power cut; Windows has no such call."""
+    if sys.platform == "win32":
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network disks cannot sync a folder
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def seal_json(document: dict[str, Any]) -> str:
+    """Valid JSON that carries the checksum of its own content; infinities and NaN survive the round trip."""
+    body = _tag_nonfinite(document)
+    return json.dumps({**body, "checksum": _checksum(body)}, indent=1, allow_nan=False) + "\n"
+
+
+def unseal_json(text: str | bytes) -> dict[str, Any]:
+    """The document `seal_json` was given; ValueError if a single character of its content differs."""
+    sealed = json.loads(text)
+    if not isinstance(sealed, dict) or sealed.pop("checksum", None) != _checksum(sealed):
+        raise ValueError("its content does not match its own checksum")
+    document: dict[str, Any] = _untag_nonfinite(sealed)
+    return document
+
+
+def _checksum(body: Any) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def _tag_nonfinite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"float": repr(value)}
+    if isinstance(value, dict):
+        return {str(key): _tag_nonfinite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_tag_nonfinite(item) for item in value]
+    return value
+
+
+def _untag_nonfinite(value: Any) -> Any:
+    if isinstance(value, dict):
+        if set(value) == {"float"} and value["float"] in ("inf", "-inf", "nan"):
+            return float(value["float"])
+        return {key: _untag_nonfinite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_untag_nonfinite(item) for item in value]
+    return value

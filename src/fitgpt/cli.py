@@ -1,0 +1,230 @@
+"""argv → verb → exit code. The only place that prints an error.
+
+    0 ok · 1 does not fit · 2 usage or config · 3 data · 4 checkpoint · 5 device · 6 numerics · 7 disk or system
+    70 a bug of ours · 75 stopped on request, resumable · 130 stopped at once · 141 nobody reads our output
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from . import __version__
+from .errors import STOPPED_AT_ONCE, DeviceError, FitError, SystemFault, UsageError
+from .knobs import Options, build, help_text, knobs_of, nearest, walk
+
+OUTPUT_CLOSED = 141  # what a shell reports for a program ended by SIGPIPE
+OUR_BUG = 70
+
+
+@dataclass(frozen=True)
+class Verb:
+    name: str
+    summary: str
+    options: str               # "module:Class", imported when the verb is called
+    target: str                # "module:function"
+    usage: str
+    examples: tuple[str, ...]
+    config_files: bool = False  # a .py argument is a config file
+    raw: bool = False           # the target takes the assignments in order, not the options they amount to
+
+
+VERBS = {verb.name: verb for verb in (
+    Verb("prepare", "Turn text into tokens to train on.", "options:PrepareOptions", "data.prepare:prepare",
+         "fitgpt prepare [FILE or FOLDER ...] [--knob=value ...]",
+         ("fitgpt prepare my_texts/ --name=mine",
+          "fitgpt prepare --hub=HuggingFaceFW/fineweb --hub_config=sample-10BT --max_tokens=1B",
+          "fitgpt prepare --embedded --tokenizer=bytes")),
+    Verb("train", "Train a GPT, or go on with one.", "config:RunConfig", "supervise:train",
+         "fitgpt train [config.py ...] [--knob=value ...]",
+         ("fitgpt train config/train_fineweb.py",
+          "fitgpt train config/train_fineweb.py --batch_size=8 --no-compile",
+          "fitgpt train config/train_fineweb.py --resume"), config_files=True, raw=True),
+    Verb("sample", "Let a trained model write.", "options:SampleOptions", "verbs:sample",
+         "fitgpt sample [RUN] [config.py ...] [--knob=value ...]",
+         ("fitgpt sample runs/demo --start='def '", "fitgpt sample --init_from=gpt2-xl --num_samples=5"),
+         config_files=True),
+    Verb("eval", "Measure the loss of a checkpoint.", "options:EvalOptions", "verbs:evaluate",
+         "fitgpt eval RUN [--knob=value ...]",
+         ("fitgpt eval runs/demo", "fitgpt eval runs/demo --split=val --eval_iters=500 --json")),
+    Verb("export", "Write a checkpoint as a folder that transformers opens.", "options:ExportOptions",
+         "verbs:export", "fitgpt export RUN -o FOLDER [--knob=value ...]",
+         ("fitgpt export runs/fineweb -o my-gpt", "fitgpt export runs/fineweb -o my-gpt --which=last")),
+    Verb("demo", "From nothing to a small trained GPT, in minutes and without a download.", "options:DemoOptions",
+         "demo:demo", "fitgpt demo [--knob=value ...]", ("fitgpt demo", "fitgpt demo --steps=100 --device=cpu")),
+)}
+
+# What a missing package means to the user: the extra that brings it.
+EXTRAS = {"torch": "train", "numpy": "train", "safetensors": "train", "tiktoken": "train", "pyarrow": "parquet",
+          "huggingface_hub": "hub", "datasets": "datasets", "wandb": "wandb"}
+FIXES = {errno.ENOSPC: "Free some space, or write to another disk.", errno.EDQUOT: "Your quota there is used up.",
+         errno.EACCES: "Give yourself the right to it, or choose another place.",
+         errno.EROFS: "That disk is mounted read-only: choose another place.",
+         errno.EMFILE: "Raise the limit of open files: ulimit -n 4096"}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(AttributeError, OSError, ValueError):  # no stream, or one that is no text file
+            stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    argv = list(sys.argv[1:] if argv is None else argv)
+    try:
+        code = run(argv)
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        _drop_stdout()
+        return OUTPUT_CLOSED
+    except KeyboardInterrupt:
+        _complain("stopped.")
+        return STOPPED_AT_ONCE
+    except Exception as error:
+        told = told_to_the_user(error)
+        if told is None:
+            return _report_bug(error, argv)
+        if isinstance(error, OSError):
+            _drop_stdout()  # it may be stdout that cannot be written
+        _complain(told.what, told.fix)
+        if os.environ.get("FITGPT_DEBUG"):
+            _show_traceback(error)
+        return told.exit_code
+
+
+def run(argv: list[str]) -> int:
+    """Everything but the errors."""
+    first, rest = (argv[0], argv[1:]) if argv else ("help", [])
+    if first in ("help", "--help", "-h"):
+        named = [word for word in rest if not word.startswith("-")]
+        print(verb_help(find_verb(named[0])) if named else overview(), end="")
+        return 0
+    if first in ("--version", "-V"):
+        print(f"fitgpt {__version__}")
+        return 0
+    verb = find_verb(first)
+    flags = rest[:rest.index("--")] if "--" in rest else rest
+    if "--help" in flags or "-h" in flags:
+        print(verb_help(verb), end="")
+        return 0
+    return int(call(verb, rest) or 0)
+
+
+def call(verb: Verb, argv: list[str]) -> Any:
+    def others() -> list[type[Options]]:
+        return [options_of(other) for other in VERBS.values() if other is not verb]
+
+    options = options_of(verb)
+    borrowed = () if verb.raw else {name for other in others() for name in knobs_of(other)}
+    assignments = walk(argv, options, config_files=verb.config_files, borrowed=borrowed, elsewhere=others)
+    told = assignments if verb.raw else build(options, assignments)
+    return _load(verb.target)(told)
+
+
+def find_verb(name: str) -> Verb:
+    if name in VERBS:
+        return VERBS[name]
+    if name.endswith(".py") or name.startswith("-"):
+        fix = f"fitgpt train {name}" if name.endswith(".py") else f"Flags follow the verb: fitgpt train {name}"
+        raise UsageError(f"{name!r} is not a verb of fitgpt.", fix)
+    near = nearest(name, VERBS)
+    raise UsageError(f"{name!r} is not a verb of fitgpt. The verbs: {', '.join(VERBS)}.",
+                     f"Did you mean fitgpt {near[0]}?" if near else "fitgpt --help")
+
+
+def options_of(verb: Verb) -> type[Options]:
+    found: type[Options] = _load(verb.options)
+    return found
+
+
+def _load(place: str) -> Any:
+    module, _, name = place.partition(":")
+    return getattr(import_module(f"fitgpt.{module}"), name)
+
+
+def overview() -> str:
+    verbs = "\n".join(f"  {verb.name:<10}{verb.summary}" for verb in VERBS.values())
+    return (f"fitgpt {__version__} trains small GPTs on the card you have.\n\nusage: fitgpt VERB ...\n\n{verbs}\n\n"
+            "  fitgpt VERB --help   what a verb takes\n"
+            "  fitgpt --version\n\nTo see it work: fitgpt demo\n")
+
+
+def verb_help(verb: Verb) -> str:
+    return help_text(options_of(verb), verb.usage, verb.summary, verb.examples)
+
+
+# ---- errors
+
+
+def told_to_the_user(error: Exception) -> FitError | None:
+    """The error as one that says what to do; None if it is a bug of ours."""
+    if isinstance(error, FitError):
+        return error
+    if isinstance(error, ImportError):
+        package = (error.name or "").partition(".")[0]
+        if isinstance(error, ModuleNotFoundError) and package in EXTRAS:
+            return UsageError(f"This needs the package {package}, which is not installed for {sys.executable}.",
+                              f"pip install 'fitgpt[{EXTRAS[package]}]'")
+        if package in EXTRAS:
+            return DeviceError(f"The package {package} is installed but does not load: {error}.",
+                               f"pip install --force-reinstall {package}")
+        return None
+    if isinstance(error, MemoryError):
+        return SystemFault("The computer ran out of memory (RAM, not the GPU's).", "Close other programs.")
+    if isinstance(error, OSError):
+        where = f"{error.filename}: " if error.filename else ""
+        return SystemFault(f"{where}{error.strerror or error}.", FIXES.get(error.errno or 0, ""))
+    return None
+
+
+def _complain(what: str, fix: str = "") -> None:
+    """One paragraph to stderr, the fix below it."""
+    indented = "".join(f"\n  {line}" for line in fix.splitlines())
+    _to_stderr(f"fitgpt: {what}{indented}\n")
+
+
+def _to_stderr(text: str) -> None:
+    with suppress(OSError, ValueError):  # nowhere left to say it
+        if sys.stderr is not None:
+            sys.stderr.write(text)
+            sys.stderr.flush()
+
+
+def _show_traceback(error: Exception) -> None:
+    import traceback
+
+    _to_stderr("".join(traceback.format_exception(error)))
+
+
+def _report_bug(error: Exception, argv: list[str]) -> int:
+    import platform
+    import tempfile
+    import traceback
+
+    story = "".join(traceback.format_exception(error))
+    try:
+        with tempfile.NamedTemporaryFile("w", encoding="utf-8", errors="backslashreplace", prefix="fitgpt-bug-",
+                                         suffix=".txt", delete=False) as file:
+            file.write(f"fitgpt {__version__}, Python {platform.python_version()}, {platform.platform()}\n"
+                       f"argv: {argv!r}\n\n{story}")
+        where, show = f"The details are in {file.name}", bool(os.environ.get("FITGPT_DEBUG"))
+    except OSError:
+        where, show = "The details are below", True
+    last_line = " ".join(traceback.format_exception_only(error)[-1].split())
+    _complain(f"this is a bug of ours, not a mistake of yours: {last_line}. {where}; please report it with them.")
+    if show:
+        _to_stderr(story)
+    return OUR_BUG
+
+
+def _drop_stdout() -> None:
+    """Point stdout nowhere, so that Python does not fail again when it flushes at exit."""
+    with suppress(OSError, ValueError, AttributeError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)

@@ -1,0 +1,291 @@
+"""RunConfig: everything a training run can be told, each knob once, and every refusal of a value.
+
+The names and defaults are nanoGPT's, so that its config files and flags mean here what they mean there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
+from functools import partial
+from os.path import isdir
+from re import fullmatch
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from .errors import CheckpointError, UsageError
+from .knobs import (
+    Assignment,
+    Options,
+    between,
+    fraction,
+    knob,
+    nearest,
+    non_negative,
+    path_like,
+    positive,
+    shown,
+)
+
+if TYPE_CHECKING:
+    from .nouns import GPTConfig
+
+DEFAULT_VOCAB = 50304  # GPT-2's 50257 rounded up to a multiple of 64, as nanoGPT has it
+
+gpt2_shapes: dict[str, dict[str, Any]] = {
+    name: dict(n_layer=layers, n_head=heads, n_embd=width, bias=True, vocab_size=50257)
+    for name, layers, heads, width in (("gpt2", 12, 12, 768), ("gpt2-medium", 24, 16, 1024),
+                                       ("gpt2-large", 36, 20, 1280), ("gpt2-xl", 48, 25, 1600))
+}
+GPT2_BLOCK = 1024  # the positions those models have learned
+
+
+def device_name(value: str) -> str | None:
+    return None if fullmatch(r"auto|cpu|mps|cuda(:[0-9]{1,3})?", value) else (
+        "must be auto, cpu, cuda, cuda:N (the Nth GPU, from 0) or mps")
+
+
+def kept(value: int) -> str | None:
+    return None if 2 <= value <= 10_000 else (
+        "must be at least 2 (and at most 10,000): while one checkpoint is being written, one must survive")
+
+
+_io = partial(knob, group="run")
+_eval = partial(knob, group="evaluation")
+_data = partial(knob, group="data and batch")
+_model = partial(knob, group="model")
+_optim = partial(knob, group="optimizer")
+_system = partial(knob, group="device and memory")
+_wandb = partial(knob, group="wandb")
+
+_count = between(1, 2**31 - 1)
+_count_or_0 = between(0, 2**31 - 1)
+
+
+@dataclass(frozen=True)
+class RunConfig(Options):
+    """A training run. An instance that exists is valid, except for what only the disk or the device can say."""
+
+    verb: ClassVar[str] = "train"
+
+    out_dir: str = _io("out", "the run's folder", rule=path_like, also=("output_dir", "out", "output"))
+    init_from: str = _io("scratch", "where the weights come from: scratch, resume, gpt2, gpt2-medium, gpt2-large, "
+                         "gpt2-xl, or a folder in Hugging Face format", rule=path_like,
+                         switches={"resume": "resume"}, also=("model", "pretrained", "init"))
+    seed: int = _io(1337, "of the first weights, the data order and dropout", rule=non_negative)
+    max_iters: int = _io(600_000, "steps to train", rule=_count_or_0,
+                         also=("steps", "max_steps", "iters", "epochs", "num_steps"))
+    log_interval: int = _io(1, "steps between two log lines", rule=_count)
+    always_save_checkpoint: bool = _io(True, "save after every evaluation; if False, only after one that improves")
+    save_interval: int = _io(0, "steps between checkpoints, besides those at evaluations; 0 = only there",
+                             rule=_count_or_0, also=("save_steps", "checkpoint_interval"))
+    keep_last: int = _io(2, "checkpoints kept besides the best one", rule=kept, also=("save_total_limit",))
+    max_skipped_steps: int = _io(100, "non-finite steps in a row before the run stops", rule=_count)
+
+    eval_interval: int = _eval(2000, "steps between two evaluations", rule=_count, also=("eval_steps",))
+    eval_iters: int = _eval(200, "an evaluation covers eval_iters × batch_size windows of each split", rule=_count)
+    eval_only: bool = _eval(False, "evaluate once and stop")
+    eval_batch_size: int = _eval(0, "windows evaluated at once; 0 = batch_size; the loss is the same for any",
+                                 rule=_count_or_0)
+    eval_block_size: int = _eval(0, "tokens of an evaluation window; 0 = block_size", rule=_count_or_0)
+
+    dataset: str = _data("openwebtext", "a name under data/, or a path", rule=path_like, also=("data", "data_dir"))
+    gradient_accumulation_steps: int = _data(5 * 8, "micro-batches in a step", rule=_count,
+                                             also=("grad_accum", "accumulation", "grad_accum_steps", "accum"))
+    batch_size: int = _data(12, "sequences in a micro-batch", rule=_count,
+                            also=("bs", "micro_batch_size", "device_batch_size"))
+    block_size: int = _data(1024, "tokens in a sequence", rule=_count, also=(
+        "seq_len", "context_length", "sequence_length", "max_seq_len", "n_ctx", "n_positions", "context"))
+
+    n_layer: int = _model(12, "blocks", rule=between(1, 10_000), also=("layers", "num_layers", "depth"))
+    n_head: int = _model(12, "attention heads of a block", rule=between(1, 2**20), also=("heads", "num_heads"))
+    n_embd: int = _model(768, "width; a multiple of n_head", rule=between(1, 2**20), also=(
+        "hidden_size", "d_model", "width", "dim", "embed_dim"))
+    dropout: float = _model(0.0, "share of activations dropped in training", rule=fraction)
+    bias: bool = _model(False, "biases in the linear layers and norms, as GPT-2 has them")
+    vocab_size: int = _model(0, "rows of the embedding; 0 = the data's, or 50304 where the data does not say",
+                             rule=_count_or_0)
+
+    learning_rate: float = _optim(6e-4, "the highest learning rate", rule=positive, also=("lr", "max_lr"))
+    weight_decay: float = _optim(1e-1, "of the matrices; vectors have none", rule=non_negative, also=("wd",))
+    beta1: float = _optim(0.9, "AdamW's first decay", rule=fraction)
+    beta2: float = _optim(0.95, "AdamW's second decay", rule=fraction)
+    grad_clip: float = _optim(1.0, "largest norm of the gradient; 0 = no clipping", rule=non_negative,
+                              also=("max_grad_norm", "clip"))
+    decay_lr: bool = _optim(True, "warm up, then fall to min_lr along a cosine; if False, learning_rate throughout")
+    warmup_iters: int = _optim(2000, "steps of rising learning rate", rule=_count_or_0,
+                               also=("warmup", "warmup_steps"))
+    lr_decay_iters: int = _optim(600_000, "the step that reaches min_lr; usually max_iters", rule=_count)
+    min_lr: float = _optim(6e-5, "the learning rate at the end; usually a tenth of the highest", rule=non_negative)
+
+    device: str = _system("auto", "auto, cpu, cuda, cuda:N or mps", rule=device_name)
+    dtype: str = _system("auto", "of the arithmetic; auto is bfloat16 where the device has it", also=("precision",),
+                         choices=("auto", "float32", "bfloat16", "float16"))
+    compile: bool | Literal["auto"] = _system("auto", "torch.compile the model; auto: where that works")
+    grad_checkpoint: bool = _system(False, "keep only the blocks' inputs for backward and compute the rest again: "
+                                    "less memory, about a third more time",
+                                    also=("gradient_checkpointing", "activation_checkpointing", "checkpointing"))
+    loss_chunk: int = _system(0, "tokens whose logits exist at once; 0 = chosen for the model", rule=_count_or_0)
+    backend: str = _system("nccl", "of torch.distributed", choices=("nccl", "gloo"))
+
+    wandb_log: bool = _wandb(False, "also log to Weights & Biases, if it is installed")
+    wandb_project: str = _wandb("owt", "its project")
+    wandb_run_name: str = _wandb("gpt2", "its name for the run")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.n_embd % self.n_head:
+            raise _width_error(self.n_embd, self.n_head)
+        if self.eval_block_size > self.block_size:
+            raise UsageError(f"eval_block_size={self.eval_block_size} is larger than block_size={self.block_size}: "
+                             "the model has learned no positions beyond its block.",
+                             f"--eval_block_size={self.block_size} or less, or 0 for the same as block_size.")
+        if self.decay_lr and self.min_lr > self.learning_rate:
+            raise UsageError(f"min_lr={self.min_lr:g} is above learning_rate={self.learning_rate:g}, so the "
+                             "learning rate would rise where it should decay.",
+                             f"--min_lr={self.learning_rate / 10:g}, or --decay_lr=False to keep it constant.")
+        if self.decay_lr and self.warmup_iters > self.lr_decay_iters:
+            raise UsageError(f"warmup_iters={self.warmup_iters} is above lr_decay_iters={self.lr_decay_iters}: "
+                             "the decay would be over before the warm-up is.",
+                             f"--warmup_iters={self.lr_decay_iters // 20}, or --decay_lr=False.")
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.gradient_accumulation_steps * self.batch_size * self.block_size
+
+    @property
+    def eval_batch(self) -> int:
+        return self.eval_batch_size or self.batch_size
+
+    @property
+    def eval_block(self) -> int:
+        return self.eval_block_size or self.block_size
+
+    def gpt_config(self, vocab_size: int | None = None) -> GPTConfig:
+        """The model's shape; `vocab_size` is the data's, used where the config leaves it open."""
+        from .nouns import GPTConfig  # only here: reading a config should cost milliseconds
+
+        return GPTConfig(block_size=self.block_size, vocab_size=self.vocab_size or vocab_size or DEFAULT_VOCAB,
+                         n_layer=self.n_layer, n_head=self.n_head, n_embd=self.n_embd, dropout=self.dropout,
+                         bias=self.bias, grad_checkpoint=self.grad_checkpoint)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, recorded: Mapping[str, Any]) -> RunConfig:
+        """A config written by to_dict, or nanoGPT's own; keys it lacks have their defaults."""
+        unknown = sorted(set(recorded) - {f.name for f in fields(cls)})
+        if unknown:
+            raise CheckpointError(f"The recorded config has {', '.join(unknown)}, which this version of fitgpt "
+                                  "does not know: a newer one wrote it.", "pip install --upgrade fitgpt")
+        try:
+            return cls(**recorded)
+        except UsageError as error:
+            raise CheckpointError(f"The recorded config is not valid: {error.what}") from None
+
+
+def _width_error(width: int, heads: int) -> UsageError:
+    """Names the nearest shapes that work, and the nearest widths whose heads are a multiple of 8 wide."""
+    plain = _multiples_near(width, heads)
+    aligned = [w for w in _multiples_near(width, 8 * heads) if abs(w - width) <= 64 and w not in plain]
+    counts = _heads_near(width, heads)
+    unpadded = f" (with {_either(aligned)} attention needs no padding)" if aligned else ""
+    return UsageError(f"n_embd={width} is not a multiple of n_head={heads}: every head has the same width. Nearest "
+                      f"head counts for width {width}: {_either(counts)}. Nearest widths for {heads} heads: "
+                      f"{_either(plain)}{unpadded}.",
+                      " or ".join([f"--n_head={n}" for n in counts] + [f"--n_embd={w}" for w in aligned or plain]))
+
+
+def _either(numbers: Iterable[int]) -> str:
+    return " or ".join(map(str, numbers))
+
+
+def _multiples_near(number: int, of: int) -> list[int]:
+    below = number - number % of
+    return [n for n in (below, below + of) if n > 0]
+
+
+def _heads_near(width: int, heads: int) -> list[int]:
+    """The divisors of a width next below and next above a head count, those with heads a multiple of 8 first."""
+    divisors = [n for n in range(1, width + 1) if width % n == 0]
+    aligned = [n for n in divisors if width // n % 8 == 0] or divisors
+    return [n for n in aligned if n < heads][-1:] + [n for n in aligned if n > heads][:1]
+
+
+# ---- from what the user said to a config
+
+
+def resolve(assignments: Iterable[Assignment],
+            base: Mapping[str, Any] | None = None) -> tuple[RunConfig, list[str]]:
+    """A resumed run's recorded config, if any, then the assignments in order, then what init_from implies.
+
+    With it come notes, each a sentence: what the user asked for and does not get.
+    """
+    assignments = list(assignments)
+    values = RunConfig.from_dict(base).to_dict() if base else {}
+    for key, value, _ in assignments:
+        if not (base and value == _AS_RECORDED.get(key)):
+            values[key] = value
+    init_from = str(values.get("init_from", RunConfig.init_from))
+    _check_init_from(init_from, assignments)
+    shape = gpt2_shapes.get(init_from, {})
+    if shape and values.get("block_size", GPT2_BLOCK) > GPT2_BLOCK:
+        raise UsageError(f"block_size={values['block_size']} with init_from={init_from}: that model has learned "
+                         f"{GPT2_BLOCK} positions.", f"--block_size={GPT2_BLOCK} or less.")
+    said = {each.key: each for each in assignments}
+    notes = [f"{said[key].source}: {key} is {value} here, not {said[key].value}, because init_from={init_from}."
+             for key, value in shape.items() if key in said and said[key].value != value]
+    return RunConfig(**(values | shape)), notes
+
+
+_AS_RECORDED = {"dtype": "auto", "vocab_size": 0}  # values that leave the choice open: a resumed run has made it
+
+
+def _check_init_from(init_from: str, assignments: list[Assignment]) -> None:
+    if any(each.source == "--resume" for each in assignments) and init_from != "resume":
+        later = next(each for each in reversed(assignments) if each.key == "init_from")
+        raise UsageError(f"--resume, and after it {later.source} says init_from={init_from}: they contradict.",
+                         "Put --resume last.")
+    names = ["scratch", "resume", *gpt2_shapes]
+    if init_from not in names and not isdir(init_from):
+        near = nearest(init_from, names)
+        raise UsageError(f"init_from={init_from!r} is none of {', '.join(names)}, and there is no such folder.",
+                         f"Did you mean --init_from={near[0]}?" if near else "")
+
+
+# ---- resuming
+
+FROZEN_ON_RESUME = frozenset(
+    {"n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size", "seed", "dtype", "beta1", "beta2"})
+TOGETHER_ON_RESUME = frozenset({"batch_size", "gradient_accumulation_steps"})  # if their product stays
+# `dataset` may change its name or place: whether it is the same data, its fingerprint says.
+RESUMABLE_CHANGES = frozenset(f.name for f in fields(RunConfig)) - FROZEN_ON_RESUME - TOGETHER_ON_RESUME
+
+
+def diff(a: RunConfig, b: RunConfig) -> list[tuple[str, Any, Any]]:
+    ours, theirs = a.to_dict(), b.to_dict()
+    return [(key, ours[key], theirs[key]) for key in ours if ours[key] != theirs[key]]
+
+
+def check_resume(recorded: Mapping[str, Any], wanted: Mapping[str, Any],
+                 explicit_keys: Collection[str] | None = None) -> None:
+    """Refuses what would make the rest of the run another run. With explicit_keys, only those count as wanted."""
+    before = RunConfig.from_dict(recorded)
+    changes = {key: (was, now) for key, was, now in diff(before, RunConfig.from_dict(wanted))
+               if explicit_keys is None or key in explicit_keys}
+    frozen = {key: change for key, change in changes.items()
+              if key in FROZEN_ON_RESUME and change[1] != _AS_RECORDED.get(key)}
+    if frozen:
+        told = "; ".join(f"{key}={shown(now)} (it was {shown(was)})" for key, (was, now) in frozen.items())
+        back = " ".join(f"--{key}={shown(was)}" for key, (was, _) in frozen.items())
+        raise CheckpointError(f"The run in {before.out_dir} cannot be resumed with {told}: it would be another run.",
+                              f"{back} goes on with it; another --out_dir without --resume starts a new one.")
+    batch, steps = (changes[key][1] if key in changes else getattr(before, key)
+                    for key in ("batch_size", "gradient_accumulation_steps"))
+    sequences = before.batch_size * before.gradient_accumulation_steps
+    if batch * steps != sequences:
+        works = batch if sequences % batch == 0 else before.batch_size
+        raise CheckpointError(
+            f"batch_size={batch} × gradient_accumulation_steps={steps} is {batch * steps} sequences a step, and the "
+            f"run in {before.out_dir} has {sequences}. A resumed run may split its steps otherwise, but not change "
+            "their size.", f"--batch_size={works} --gradient_accumulation_steps={sequences // works}")

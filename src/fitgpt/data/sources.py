@@ -1,0 +1,286 @@
+"""Where does the text come from? Files, folders, tables, the hub, or Python's own standard library.
+
+A source lists what it will read before it reads, always in the same order, and hands out documents by number,
+so that a stopped preparation can go on from any of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+import sysconfig
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from ..errors import DataError, UsageError
+from ..units import KiB, show_bytes
+from .tables import Parquet, count_lines, read_hub, read_jsonl
+from .text import PIECE_BYTES, Piece, pieces_of
+
+EMBEDDED_BYTES = 8_000_000   # of the standard library: enough to learn from, prepared in a second or two
+_SNIFF_BYTES = 8 * KiB
+_JSONL, _PARQUET = (".jsonl", ".ndjson"), (".parquet", ".pq")
+_PACKED = (".gz", ".zip", ".zst", ".xz", ".bz2", ".7z", ".rar", ".tar", ".tgz")
+_UTF16 = (b"\xff\xfe", b"\xfe\xff")
+_NOT_PROSE = frozenset({  # of the standard library: tests, other people's packages, generated tables
+    "__pycache__", "test", "tests", "idle_test", "site-packages", "dist-packages", "idlelib", "turtledemo",
+    "lib2to3", "ensurepip", "encodings", "pydoc_data", "lib-dynload"})
+
+
+class Choice(Protocol):
+    """The part of PrepareOptions that says what to read."""
+
+    @property
+    def input(self) -> tuple[str, ...]: ...
+    @property
+    def text_column(self) -> str: ...
+    @property
+    def hub(self) -> str: ...
+    @property
+    def hub_config(self) -> str: ...
+    @property
+    def embedded(self) -> bool: ...
+
+
+class Source(Protocol):
+    @property
+    def description(self) -> str: ...
+    @property
+    def text_bytes(self) -> int | None:
+        """About how much text there is; None where only reading it can tell."""
+        ...
+    @property
+    def digest(self) -> str:
+        """Changes when the list of what will be read does: names and sizes."""
+        ...
+    @property
+    def newest_ns(self) -> int: ...
+    @property
+    def skipped(self) -> dict[str, int]: ...
+    def pieces(self, first: int) -> Iterator[Piece]:
+        """The pieces of every document from number `first` on."""
+        ...
+
+
+def open_source(choice: Choice) -> Source:
+    chosen = [bool(choice.input), bool(choice.hub), choice.embedded]
+    if sum(chosen) != 1:
+        raise UsageError("`prepare` takes exactly one source: files or folders, --hub, or --embedded.",
+                         "fitgpt prepare FILE_OR_FOLDER --name=NAME")
+    if choice.hub:
+        return Hub(choice.hub, choice.hub_config, choice.text_column)
+    if choice.embedded:
+        return _embedded()
+    return _files(choice.input, choice.text_column)
+
+
+@dataclass(frozen=True)
+class Hub:
+    name: str
+    config: str
+    column: str
+    text_bytes: int | None = None
+    newest_ns: int = 0
+
+    @property
+    def description(self) -> str:
+        return f"hub dataset {self.name}" + (f" ({self.config})" if self.config else "")
+
+    @property
+    def digest(self) -> str:
+        return ""
+
+    @property
+    def skipped(self) -> dict[str, int]:
+        return {}
+
+    def pieces(self, first: int) -> Iterator[Piece]:
+        return read_hub(self.name, self.config, self.column, first)
+
+
+# ---- files
+
+@dataclass(frozen=True)
+class Item:
+    """One file to read. `name` is relative to what the user gave, so that the digest does not depend on where it is."""
+
+    path: Path
+    name: str
+    kind: str   # "text", "jsonl", "parquet"
+    size: int
+    mtime_ns: int
+
+
+@dataclass(frozen=True)
+class Files:
+    description: str
+    items: tuple[Item, ...]
+    column: str
+    skipped: dict[str, int]
+    text_bytes: int | None
+
+    @property
+    def digest(self) -> str:
+        listing = hashlib.sha256()
+        for item in self.items:
+            listing.update(os.fsencode(f"{item.name}\0{item.size}\n"))
+        return listing.hexdigest()
+
+    @property
+    def newest_ns(self) -> int:
+        return max(item.mtime_ns for item in self.items)
+
+    def pieces(self, first: int) -> Iterator[Piece]:
+        before, skip = 0, first
+        for item in self.items:
+            documents = _documents_in(item, self.column) if skip or item.kind != "text" else 1
+            if skip >= documents:
+                skip -= documents
+            else:
+                try:
+                    yield from _read(item, self.column, before, skip)
+                except OSError as error:
+                    raise _unreadable(item.path, error) from error
+                skip = 0
+            before += documents
+
+
+def _documents_in(item: Item, column: str) -> int:
+    if item.kind == "jsonl":
+        return count_lines(item.path)
+    return Parquet(item.path, column).rows if item.kind == "parquet" else 1
+
+
+def _read(item: Item, column: str, first_document: int, skip: int) -> Iterator[Piece]:
+    if item.kind == "jsonl":
+        return read_jsonl(item.path, column, first_document, skip)
+    if item.kind == "parquet":
+        return Parquet(item.path, column).read(first_document, skip)
+    return pieces_of(first_document, _chunks(item.path), bom=True)
+
+
+def _chunks(path: Path) -> Iterator[bytes]:
+    with open(path, "rb") as file:
+        while chunk := file.read(PIECE_BYTES):
+            yield chunk
+
+
+def _files(inputs: tuple[str, ...], column: str) -> Files:
+    items: list[Item] = []
+    skipped: Counter[str] = Counter()
+    for given in inputs:
+        path = Path(given)
+        try:
+            status = path.stat()
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "the name holds a NUL"
+            raise DataError(f"The input {given!r} cannot be read: {reason}.",
+                            "Check the path: fitgpt prepare FILE_OR_FOLDER --name=NAME") from error
+        if stat.S_ISDIR(status.st_mode):
+            items += _walk(path, skipped)
+        else:
+            items.append(_given(path, status))
+    if not items:
+        left_out = ", ".join(f"{count} {what.replace('_', ' ')}" for what, count in sorted(skipped.items()))
+        raise DataError(f"There is no text in {', '.join(inputs)}" + (f": {left_out}." if left_out else "."),
+                        "Give text, .jsonl or .parquet files, or a folder that holds some.")
+    text_bytes = sum(Parquet(item.path, column).text_bytes if item.kind == "parquet" else item.size for item in items)
+    return Files(", ".join(inputs), tuple(items), column, dict(skipped), text_bytes)
+
+
+def _given(path: Path, status: os.stat_result) -> Item:
+    """A file the user named is read whatever its suffix, unless it cannot be text."""
+    if not stat.S_ISREG(status.st_mode):
+        raise DataError(f"The input {path} is neither a file nor a folder.", "Write the text to a file first.")
+    if path.suffix.lower() in _PACKED:
+        raise DataError(f"The input {path} is packed ({path.suffix}).", "Unpack it first, and give what was in it.")
+    try:
+        with open(path, "rb") as file:
+            start = file.read(2)
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    if start in _UTF16:
+        raise DataError(f"The input {path} is UTF-16; text must be UTF-8.",
+                        f"iconv -f UTF-16 -t UTF-8 {path} > {path.stem}.utf8{path.suffix}")
+    return Item(path, path.name, _kind(path), status.st_size, status.st_mtime_ns)
+
+
+def _walk(root: Path, skipped: Counter[str]) -> list[Item]:
+    """Every file below `root` that can be text, sorted by its path. What is left out is counted."""
+    items = []
+    for folder, inner, names in os.walk(root):
+        hidden = [name for name in inner if name.startswith(".")]
+        skipped["hidden_files_or_folders_skipped"] += len(hidden)
+        inner[:] = [name for name in inner if not name.startswith(".")]
+        for name in names:
+            path = Path(folder, name)
+            item = None if (reason := _unfit(path)) else _item(path, path.relative_to(root).as_posix())
+            if item:
+                items.append(item)
+            else:
+                skipped[reason or "unreadable_files_skipped"] += 1
+    skipped += Counter()  # drops what was counted zero times
+    return sorted(items, key=lambda item: os.fsencode(item.name))
+
+
+def _item(path: Path, name: str) -> Item | None:
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return Item(path, name, _kind(path), status.st_size, status.st_mtime_ns)
+
+
+def _unfit(path: Path) -> str:
+    """Why a file met in a folder is left out; empty if it is not."""
+    if path.name.startswith("."):
+        return "hidden_files_or_folders_skipped"
+    try:
+        if not path.is_file():  # a pipe or a socket would be waited for for ever
+            return "special_files_skipped"
+        with open(path, "rb") as file:
+            start = file.read(_SNIFF_BYTES)
+    except OSError:
+        return "unreadable_files_skipped"
+    if _kind(path) == "text" and (b"\0" in start or path.suffix.lower() in _PACKED):
+        return "binary_files_skipped"
+    return ""
+
+
+def _kind(path: Path) -> str:
+    suffix = path.suffix.lower()
+    return "jsonl" if suffix in _JSONL else "parquet" if suffix in _PARQUET else "text"
+
+
+def _unreadable(path: Path, error: OSError) -> DataError:
+    return DataError(f"{path} cannot be read: {error.strerror or error}.",
+                     "Make it readable for this user, or leave it out; what is done is kept.")
+
+
+# ---- the embedded corpus
+
+def _embedded() -> Files:
+    root = Path(sysconfig.get_path("stdlib"))
+    items: list[Item] = []
+    for folder, inner, names in os.walk(root):
+        inner[:] = [name for name in inner if name not in _NOT_PROSE and not name.startswith(("config-", "."))]
+        for name in names:
+            # _sysconfigdata_… is this machine's build settings.
+            if name.endswith(".py") and not name.startswith("_sysconfigdata"):
+                path = Path(folder, name)
+                item = _item(path, path.relative_to(root).as_posix())
+                items += [item] if item and item.size else []
+    items.sort(key=lambda item: os.fsencode(item.name))
+    total, kept = 0, 0
+    while kept < len(items) and total < EMBEDDED_BYTES:
+        total += items[kept].size
+        kept += 1
+    if not kept:
+        raise DataError(f"This Python keeps no source text of its standard library in {root}.",
+                        "Give text of your own: fitgpt prepare FILE_OR_FOLDER --name=NAME --tokenizer=bytes")
+    description = f"Python's standard library in {root}, the first {show_bytes(total)} of its source text"
+    return Files(description, tuple(items[:kept]), "", {}, total)

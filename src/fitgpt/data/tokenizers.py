@@ -1,0 +1,190 @@
+"""Text to tokens and back: `bytes`, GPT-2's byte pairs through tiktoken, and the characters of a nanoGPT meta.pkl."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import DataError
+from . import manifest, meta
+from .header import find, padded_vocab
+
+END_OF_TEXT = "<|endoftext|>"
+NAMES = ("gpt2", "bytes")      # those `prepare` can be asked for
+_UNKNOWN = "\ufffd".encode()   # a token of the model's padding, which no text has
+
+_GPT2_FILES = (
+    "The vocabulary is two small files that tiktoken fetches once. On a machine with a network run\n"
+    "  TIKTOKEN_CACHE_DIR=gpt2-files python -c \"import tiktoken; tiktoken.get_encoding('gpt2')\"\n"
+    "then copy the folder gpt2-files here and set TIKTOKEN_CACHE_DIR to it, or use --tokenizer=bytes.")
+
+
+class Tokenizer(Protocol):
+    @property
+    def name(self) -> str: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def padded_vocab(self) -> int: ...
+    @property
+    def end_of_text(self) -> int | None: ...
+    def encode(self, text: str, *, special: bool = False) -> list[int]:
+        """With `special`, the text <|endoftext|> is that token, as nanoGPT's sample.py has it."""
+        ...
+    def encode_utf8(self, data: bytes) -> NDArray[np.uint16]:
+        """Valid UTF-8 to tokens, the fast way, for `prepare`."""
+        ...
+    def token_bytes(self, token: int) -> bytes: ...
+    def decode(self, tokens: Iterable[int]) -> str: ...
+
+
+def get(name: str) -> Tokenizer:
+    if name == "bytes":
+        return Bytes()
+    if name == "gpt2":
+        return GPT2()
+    raise DataError(f"There is no tokenizer {name!r}; there are {' and '.join(NAMES)}.", "--tokenizer=gpt2")
+
+
+def for_dataset(dataset: str) -> Tokenizer:
+    """The tokenizer a dataset was made with. A headerless .bin alone does not say: GPT-2's, as nanoGPT assumes."""
+    folder = find(dataset)
+    if (folder / manifest.NAME).is_file():
+        return get(manifest.read(folder).tokenizer)
+    if (folder / "meta.pkl").is_file():
+        return Chars(folder / "meta.pkl")
+    return get("gpt2")
+
+
+class Decoder:
+    """Tokens to text as they come: a character that spans tokens appears when it is complete."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def feed(self, token: int) -> str:
+        return self._utf8.decode(self._tokenizer.token_bytes(token))
+
+    def finish(self) -> str:
+        """What is left of a character that never became complete: U+FFFD, or nothing."""
+        return self._utf8.decode(b"", final=True)
+
+
+class _Common:
+    name = ""
+    vocab_size = 0
+    end_of_text: int | None = None
+
+    @property
+    def padded_vocab(self) -> int:
+        return padded_vocab(self.name, self.vocab_size)
+
+    def token_bytes(self, token: int) -> bytes:
+        raise NotImplementedError
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        return b"".join(map(self.token_bytes, tokens)).decode("utf-8", "replace")
+
+    def _with_specials(self, text: str, ordinary: Callable[[str], list[int]]) -> list[int]:
+        if self.end_of_text is None:
+            return ordinary(text)
+        first, *rest = text.split(END_OF_TEXT)
+        tokens = ordinary(first)
+        for part in rest:
+            tokens += [self.end_of_text, *ordinary(part)]
+        return tokens
+
+
+class Bytes(_Common):
+    """Token b is byte b of the UTF-8 text; 256 ends a document."""
+
+    name = "bytes"
+    vocab_size = 257
+    end_of_text = 256
+
+    def encode(self, text: str, *, special: bool = False) -> list[int]:
+        if special:
+            return self._with_specials(text, self.encode)
+        return list(text.encode("utf-8", "replace"))
+
+    def encode_utf8(self, data: bytes) -> NDArray[np.uint16]:
+        return np.frombuffer(data, dtype=np.uint8).astype(np.uint16)
+
+    def token_bytes(self, token: int) -> bytes:
+        if token == self.end_of_text:
+            return END_OF_TEXT.encode()
+        return bytes([token]) if 0 <= token < 256 else _UNKNOWN
+
+
+class GPT2(_Common):
+    name = "gpt2"
+    vocab_size = 50257
+    end_of_text = 50256
+
+    def __init__(self) -> None:
+        self._encoding = _load_gpt2()
+
+    def encode(self, text: str, *, special: bool = False) -> list[int]:
+        if special:
+            return self._with_specials(text, self.encode)
+        tokens: list[int] = self._encoding.encode_ordinary(text)
+        return tokens
+
+    def encode_utf8(self, data: bytes) -> NDArray[np.uint16]:
+        return np.array(self._encoding.encode_ordinary(data.decode()), dtype=np.uint16)
+
+    def token_bytes(self, token: int) -> bytes:
+        if not 0 <= token < self.vocab_size:
+            return _UNKNOWN
+        text: bytes = self._encoding.decode_single_token_bytes(token)
+        return text
+
+
+def _load_gpt2() -> Any:
+    try:
+        import tiktoken
+    except ImportError as error:
+        raise DataError("The tokenizer gpt2 needs the package tiktoken, which is not installed.",
+                        "pip install tiktoken, or use --tokenizer=bytes") from error
+    try:
+        return tiktoken.get_encoding("gpt2")
+    except Exception as error:  # whatever the network, the cache folder or the hash check throws
+        raise DataError(f"tiktoken could not load GPT-2's vocabulary: {type(error).__name__}: {error}.",
+                        _GPT2_FILES) from error
+
+
+class Chars(_Common):
+    """One token a character, as nanoGPT's shakespeare_char has it; there is no end-of-text token."""
+
+    name = "chars"
+
+    def __init__(self, path: Path) -> None:
+        found = meta.read(path)
+        if not found.itos:
+            raise DataError(f"{path} holds a vocabulary size but no characters ('itos' and 'stoi').",
+                            "Write it again with nanoGPT's data/shakespeare_char/prepare.py.")
+        self._path = path
+        self._itos = found.itos
+        self._stoi = {character: token for token, character in enumerate(found.itos)}
+        self.vocab_size = found.vocab_size
+
+    def encode(self, text: str, *, special: bool = False) -> list[int]:
+        missing = sorted(set(text) - self._stoi.keys())
+        if missing:
+            raise DataError(
+                f"The characters of {self._path} do not include {', '.join(map(repr, missing[:10]))}"
+                f"{' …' if len(missing) > 10 else ''}; this tokenizer knows only the {self.vocab_size} characters "
+                "of its training text.", "Use only characters that occur in the training text.")
+        return [self._stoi[character] for character in text]
+
+    def encode_utf8(self, data: bytes) -> NDArray[np.uint16]:
+        return np.array(self.encode(data.decode()), dtype=np.uint16)
+
+    def token_bytes(self, token: int) -> bytes:
+        return self._itos[token].encode("utf-8", "replace") if 0 <= token < self.vocab_size else _UNKNOWN

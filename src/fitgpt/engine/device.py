@@ -1,0 +1,413 @@
+"""Which device a run uses, in which precision, compiled or not, and why; and what its memory counters say.
+
+Everything a choice depends on is read once into a `Host`; `choose` is a pure function of it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import re
+import shlex
+import shutil
+import sys
+import sysconfig
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from .. import cards, driver
+from ..errors import DeviceError, UsageError
+from ..nouns import MemoryReading
+from ..units import MiB
+
+TESTED = ((2, 11), (2, 13))  # the first and the last torch we run and measure
+DTYPES = ("float32", "bfloat16", "float16")
+
+Capability = tuple[int, int]
+BF16_FROM: Capability = (8, 0)    # Ampere
+TRITON_FROM: Capability = (7, 0)  # Volta
+
+# CUDA's own table: a toolkit's major version → the first driver branch that runs it.
+_DRIVER_NEEDED = {11: 450, 12: 525, 13: 580}
+# What the wheels of torch 2.11 to 2.13 are built for: the default one (CUDA 13), and the one for CUDA 12.6.
+_DEFAULT_WHEEL_FROM: Capability = (7, 5)
+_OLDEST_WHEEL_FROM: Capability = (5, 0)
+_BLACKWELL: Capability = (10, 0)  # not in the CUDA 12.6 wheel
+
+
+@dataclass(frozen=True)
+class TorchBuild:
+    version: str                  # "2.13.0+cpu"
+    cuda: str | None = None       # the CUDA it was built with, "13.0"; None: a build without
+    hip: str | None = None
+    archs: tuple[str, ...] = ()   # ("sm_75", …, "compute_120")
+
+
+@dataclass(frozen=True)
+class CudaDevice:
+    """A GPU that torch can open."""
+
+    index: int
+    name: str
+    capability: Capability
+    total_bytes: int
+    uuid: str = ""
+
+    @property
+    def label(self) -> str:
+        return f"cuda:{self.index} ({self.name})"
+
+
+@dataclass(frozen=True)
+class Tools:
+    """What torch.compile needs besides torch."""
+
+    triton: bool = False
+    c_compiler: bool = False
+    cxx_compiler: bool = False
+    python_headers: bool = False
+
+
+_NO_GPU, _NO_TOOLS = driver.Survey(), Tools()
+
+
+@dataclass(frozen=True)
+class Host:
+    build: TorchBuild
+    opened: tuple[CudaDevice, ...] = ()
+    refusal: str = ""             # torch's own words, where CUDA did not start
+    mps: bool = False
+    cpu: str = "CPU"
+    survey: driver.Survey = _NO_GPU
+    visible_devices: str | None = None  # CUDA_VISIBLE_DEVICES
+    tools: Tools = _NO_TOOLS
+    platform: str = "linux"
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """The driver sees a GPU that this torch cannot use: why, and what mends it."""
+
+    gpu: str
+    why: str
+    fix: str
+
+
+@dataclass(frozen=True)
+class DeviceChoice:
+    device: str                   # "cuda:0", "cpu", "mps"
+    name: str                     # "NVIDIA H200"
+    dtype: str
+    compile: bool
+    notes: tuple[str, ...]        # what was decided for the user, each a sentence
+    card: cards.Card | None
+    mismatch: Mismatch | None     # only where --device=cpu leaves such a GPU unused
+
+
+def resolve_device(config_device: str, config_dtype: str, config_compile: bool | str) -> DeviceChoice:
+    """Settle what was left on auto, and refuse what this machine cannot do (DeviceError)."""
+    return choose(config_device, config_dtype, config_compile, read_host(lenient=config_device == "cpu"))
+
+
+def choose(device: str, dtype: str, compile: bool | str, host: Host) -> DeviceChoice:
+    mismatch = unusable_gpu_reason(host.build, host.survey, host.opened, host.refusal, host.platform)
+    kind, gpu, why = _place(device, host, mismatch)
+    if kind == "cuda":
+        assert gpu is not None
+        card = cards.match_device(gpu.name, gpu.total_bytes // MiB)
+        place, name = f"cuda:{gpu.index}", gpu.name
+    else:
+        card, place, name = None, kind, {"cpu": host.cpu, "mps": "Apple GPU"}[kind]
+    capability = gpu.capability if gpu else None
+    settled_dtype, dtype_note = _dtype(dtype, kind, name, capability)
+    compiled, compile_note = _compile(compile, kind, capability, host)
+    unused = (f"{mismatch.why} It stays unused, because --device=cpu was given. {mismatch.fix}" if mismatch else "")
+    notes = (_version_note(host.build.version), unused, why, dtype_note, compile_note)
+    return DeviceChoice(place, name, settled_dtype, compiled, tuple(note for note in notes if note), card, mismatch)
+
+
+def _place(device: str, host: Host, mismatch: Mismatch | None) -> tuple[str, CudaDevice | None, str]:
+    """(kind, the GPU, why)."""
+    if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", device):
+        raise UsageError(f"device={device!r} must be auto, cpu, cuda, cuda:N or mps.", "--device=auto")
+    if device == "cpu":
+        return "cpu", None, ""
+    if device == "mps":
+        if not host.mps:
+            raise DeviceError("device=mps asks for an Apple GPU, and this torch sees none.", "--device=auto")
+        return "mps", None, ""
+    if mismatch:
+        raise DeviceError(mismatch.why, f"{mismatch.fix}\nOr train without the GPU: --device=cpu")
+    usable = [gpu for gpu in host.opened if host.build.hip or runs_on(gpu.capability, host.build.archs)]
+    if device.startswith("cuda"):
+        return "cuda", _asked_for(device, usable, host), ""
+    if usable:
+        return "cuda", *_roomiest(usable, host.survey)
+    if (host.visible_devices or "").strip() not in driver.HIDES_ALL:
+        raise DeviceError(f"CUDA_VISIBLE_DEVICES={host.visible_devices!r} names a GPU, and none is here: "
+                          f"{host.survey.reason or 'torch sees none'}.",
+                          "unset CUDA_VISIBLE_DEVICES, or train without a GPU: --device=cpu")
+    if host.mps:
+        return "mps", None, "device: mps, the GPU of this Mac."
+    return "cpu", None, f"device: cpu, because {host.survey.reason or 'torch sees no GPU'}."
+
+
+def _asked_for(device: str, usable: Sequence[CudaDevice], host: Host) -> CudaDevice:
+    index = int(device.partition(":")[2] or 0)
+    found = next((gpu for gpu in usable if gpu.index == index), None)
+    if found:
+        return found
+    if any(gpu.index == index for gpu in host.opened):
+        gpu = host.opened[index]
+        unfit = _unfit_arch(gpu, host.build, _driver_branch(host.survey), host.platform)
+        raise DeviceError(unfit.why, unfit.fix)
+    if not usable:
+        reason = host.survey.reason or "torch sees none"
+        raise DeviceError(f"device={device} asks for a GPU, and there is none here: {reason}.", "--device=cpu")
+    raise DeviceError(f"device={device} is not here. Torch sees {', '.join(gpu.label for gpu in usable)}.",
+                      f"--device=cuda:{usable[0].index}")
+
+
+def _roomiest(usable: Sequence[CudaDevice], survey: driver.Survey) -> tuple[CudaDevice, str]:
+    """Free memory as the driver gives it: asking torch would open a context on every card."""
+    if len(usable) == 1:
+        return usable[0], f"device: {usable[0].label}."
+    free = {_bare(gpu.uuid): gpu.free_bytes for gpu in survey.gpus if gpu.uuid and gpu.free_bytes is not None}
+    known = [gpu for gpu in usable if _bare(gpu.uuid) in free]
+    if not known:
+        return usable[0], f"device: {usable[0].label}, the first of {len(usable)}."
+    best = max(known, key=lambda gpu: free[_bare(gpu.uuid)])
+    return best, f"device: {best.label}, which has the most free memory of {len(usable)}."
+
+
+def _bare(uuid: str) -> str:
+    return uuid.removeprefix("GPU-").lower()
+
+
+# Precision and compilation.
+
+def _dtype(dtype: str, kind: str, name: str, capability: Capability | None) -> tuple[str, str]:
+    if dtype not in ("auto", *DTYPES):
+        raise UsageError(f"dtype={dtype!r} must be auto, float32, bfloat16 or float16.", "--dtype=auto")
+    if capability is None:
+        if dtype == "auto":
+            return "float32", ""
+        slow = kind == "cpu" and dtype != "float32"
+        return dtype, f"dtype: {dtype} as asked, though on most CPUs it is slower than float32." if slow else ""
+    has_bf16, shown = capability >= BF16_FROM, "{}.{}".format(*capability)
+    if dtype == "auto":
+        which = "has" if has_bf16 else "lacks bfloat16 and has"
+        picked = "bfloat16" if has_bf16 else "float16"
+        return picked, f"dtype: {picked}, because compute capability {shown} {which} it."
+    if dtype == "bfloat16" and not has_bf16:
+        raise DeviceError(f"dtype=bfloat16 needs compute capability 8.0 or higher; {name} has {shown}.",
+                          "--dtype=float16")
+    return dtype, ""
+
+
+def _compile(asked: bool | str, kind: str, capability: Capability | None, host: Host) -> tuple[bool, str]:
+    lacks = {"cuda": _gpu_compile_lacks, "cpu": _cpu_compile_lacks, "mps": lambda *_: ""}[kind](host.tools, capability)
+    if asked == "auto":
+        if kind != "cuda":
+            return False, "compile: off, because it pays only on CUDA GPUs."
+        return not lacks, f"compile: off, because {lacks}." if lacks else "compile: on, because triton can run here."
+    if asked and lacks:
+        raise DeviceError(f"compile=True cannot work here: {lacks}.", "--compile=False")
+    return bool(asked), ""
+
+
+def _gpu_compile_lacks(tools: Tools, capability: Capability | None) -> str:
+    if capability is not None and capability < TRITON_FROM:
+        return "triton needs compute capability 7.0 or higher, and this card has {}.{}".format(*capability)
+    if not tools.triton:
+        return "triton is not installed"
+    if not tools.c_compiler:
+        return "triton needs a C compiler, and there is no gcc or clang (Debian, Ubuntu: apt install gcc)"
+    if not tools.python_headers:
+        return "triton needs Python.h, which is not installed (Debian, Ubuntu: apt install python3-dev)"
+    return ""
+
+
+def _cpu_compile_lacks(tools: Tools, capability: Capability | None) -> str:
+    if not tools.cxx_compiler:
+        return "on a CPU torch.compile needs a C++ compiler, and there is none (Debian, Ubuntu: apt install g++)"
+    if not tools.python_headers:
+        return "on a CPU torch.compile needs Python.h, which is not installed (Debian, Ubuntu: apt install python3-dev)"
+    return ""
+
+
+def _version_note(version: str) -> str:
+    found = re.match(r"(\d+)\.(\d+)", version)
+    release = (int(found[1]), int(found[2])) if found else TESTED[0]
+    tested = "tested are {}.{} to {}.{}".format(*TESTED[0], *TESTED[1])
+    if release < TESTED[0]:
+        return f"torch: {version} is not supported; {tested}."
+    return f"torch: {version} is not measured; {tested}." if release > TESTED[1] else ""
+
+
+# A GPU that is there, and that this torch cannot use.
+
+def unusable_gpu_reason(build: TorchBuild, survey: driver.Survey, opened: Sequence[CudaDevice] = (),
+                        refusal: str = "", platform: str = "linux") -> Mismatch | None:
+    """Why none of the GPUs the driver sees can be used, and what mends it; None if one can, or there is none."""
+    if opened and (build.hip or any(runs_on(gpu.capability, build.archs) for gpu in opened)):
+        return None
+    branch = _driver_branch(survey)
+    if opened:
+        return _unfit_arch(opened[0], build, branch, platform)
+    if survey.faulty:
+        return Mismatch("a GPU", f"An NVIDIA driver is installed, but does not work: {survey.reason}.",
+                        "Restart the machine (or the container), until nvidia-smi shows the GPU.")
+    if survey.hidden and not survey.gpus:
+        return Mismatch(survey.hidden[0].name, f"CUDA_VISIBLE_DEVICES hides {survey.hidden[0].name} from this process.",
+                        "unset CUDA_VISIBLE_DEVICES")
+    if not survey.gpus:
+        return None
+    gpu = survey.gpus[0]
+    seen, fix = f"The driver sees {gpu.name}, but", wheel_fix(build.version, _capability(gpu.cc), branch, platform)
+    if build.cuda is None:
+        target = "AMD GPUs" if build.hip else "CPUs only"
+        return Mismatch(gpu.name, f"{seen} this torch ({build.version}) is a build for {target}.", fix)
+    needed = _DRIVER_NEEDED.get(int(build.cuda.split(".")[0]), 0)
+    if branch is not None and branch < needed:
+        return Mismatch(gpu.name, f"{seen} its driver {gpu.driver_version} is too old: this torch ({build.version}) is "
+                                  f"built for CUDA {build.cuda}, which needs driver {needed} or newer.", fix)
+    words = refusal or "it does not say why"
+    return Mismatch(gpu.name, f"{seen} this torch ({build.version}) cannot open it: {words}.",
+                    'See what torch says: python -c "import torch; torch.cuda.init()"')
+
+
+def runs_on(capability: Capability, archs: Sequence[str]) -> bool:
+    """Machine code runs on its own major version from its minor on; PTX on anything newer. No list: not known."""
+    return not archs or any(_arch_runs(arch, capability) for arch in archs)
+
+
+def _arch_runs(arch: str, capability: Capability) -> bool:
+    found = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", arch)
+    if not found:
+        return False
+    built = (int(found[2]), int(found[3]))
+    if found[4] == "a":  # architecture-specific: that one alone
+        return built == capability
+    return built <= capability and (found[1] == "compute" or built[0] == capability[0])
+
+
+def _unfit_arch(gpu: CudaDevice, build: TorchBuild, branch: int | None, platform: str) -> Mismatch:
+    shown = "sm_{}{}".format(*gpu.capability)
+    return Mismatch(gpu.name, f"{gpu.name} is {shown}, and this torch ({build.version}) is built for "
+                              f"{', '.join(build.archs)}.", wheel_fix(build.version, gpu.capability, branch, platform))
+
+
+def wheel_fix(version: str, capability: Capability | None, branch: int | None, platform: str) -> str:
+    """What to install for a card under a driver branch; where one is not known, as for a new one."""
+    capability, branch = capability or _DEFAULT_WHEEL_FROM, branch or _DRIVER_NEEDED[13]
+    default = (f"pip install --force-reinstall torch=={version.partition('+')[0]}  (the default Linux wheel has CUDA)"
+               if platform.startswith("linux")
+               else "Install the CUDA build of torch: the install selector on pytorch.org gives the line.")
+    older = "Install the CUDA 12.6 build of torch: the install selector on pytorch.org gives the line."
+    update = f"Update the NVIDIA driver to {_DRIVER_NEEDED[13]} or newer."
+    if capability < _OLDEST_WHEEL_FROM:
+        return "No torch that fitgpt supports runs on this card."
+    if branch < _DRIVER_NEEDED[12] or (branch < _DRIVER_NEEDED[13] and capability >= _BLACKWELL):
+        return f"{update} Then: {older if capability < _DEFAULT_WHEEL_FROM else default}"
+    return default if branch >= _DRIVER_NEEDED[13] and capability >= _DEFAULT_WHEEL_FROM else older
+
+
+def _driver_branch(survey: driver.Survey) -> int | None:
+    """580 of 580.65.06."""
+    versions = [gpu.driver_version for gpu in survey.gpus if gpu.driver_version]
+    head = versions[0].split(".")[0] if versions else ""
+    return int(head) if head.isdecimal() else None
+
+
+def _capability(cc: str | None) -> Capability | None:
+    found = re.fullmatch(r"(\d+)\.(\d+)", cc or "")
+    return (int(found[1]), int(found[2])) if found else None
+
+
+# Reading the machine.
+
+def read_host(*, lenient: bool = False) -> Host:
+    """`lenient`: a wrong CUDA_VISIBLE_DEVICES is no error, since no GPU was asked for."""
+    try:
+        survey = driver.survey()
+    except DeviceError as error:
+        if not lenient:
+            raise
+        survey = driver.Survey(reason=error.what)
+    build = TorchBuild(torch.__version__, torch.version.cuda, torch.version.hip, tuple(torch.cuda.get_arch_list()))
+    opened, refusal = _open_gpus(build)
+    return Host(build, opened, refusal, torch.backends.mps.is_available(), cpu_name(), survey,
+                os.environ.get("CUDA_VISIBLE_DEVICES"), read_tools(), sys.platform)
+
+
+def _open_gpus(build: TorchBuild) -> tuple[tuple[CudaDevice, ...], str]:
+    if build.cuda is None and build.hip is None:
+        return (), ""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own warnings about drivers and cards: we say it in one sentence
+        try:
+            torch.cuda.init()  # type: ignore[no-untyped-call]
+            return tuple(_opened(index) for index in range(torch.cuda.device_count())), ""
+        except (RuntimeError, AssertionError) as error:
+            return (), str(error).strip().split("\n")[0].rstrip(".")
+
+
+def _opened(index: int) -> CudaDevice:
+    properties = torch.cuda.get_device_properties(index)
+    return CudaDevice(index, properties.name, (properties.major, properties.minor), properties.total_memory,
+                      str(getattr(properties, "uuid", "")))
+
+
+def read_tools() -> Tools:
+    # triton looks for CC, else gcc, else clang; torch's CPU compiler for CXX, else the platform's own
+    cxx = {"darwin": "clang++", "win32": "cl"}.get(sys.platform, "g++")
+    return Tools(
+        triton=importlib.util.find_spec("triton") is not None,
+        c_compiler=_is_program(os.environ.get("CC")) if os.environ.get("CC") else (
+            _is_program("gcc") or _is_program("clang")),
+        cxx_compiler=_is_program(os.environ.get("CXX") or cxx),
+        python_headers=Path(sysconfig.get_path("include"), "Python.h").exists())
+
+
+def _is_program(command: str | None) -> bool:
+    words = shlex.split(command or "")
+    return bool(words) and shutil.which(words[0]) is not None
+
+
+def cpu_name() -> str:
+    threads = torch.get_num_threads()
+    try:
+        listed = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        listed = ""
+    model = re.search(r"model name\s*: *(.+)", listed)
+    name = model[1].strip() if model else platform.processor() or "CPU"
+    return f"{name}, {threads} thread{'s' if threads > 1 else ''}"
+
+
+def read_memory(device: str) -> MemoryReading:
+    if device.startswith("cuda"):
+        counted = torch.cuda.memory_stats(device)  # one call: each single counter would build this whole table
+        return MemoryReading(*(counted.get(f"{kind}_bytes.all.{when}", 0)
+                               for when in ("current", "peak") for kind in ("allocated", "reserved")))
+    if device.startswith("mps"):
+        return MemoryReading(torch.mps.current_allocated_memory(), torch.mps.driver_allocated_memory())
+    return MemoryReading()
+
+
+def reset_peaks(device: str) -> None:
+    if device.startswith("cuda"):
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def synchronize(device: str) -> None:
+    if device.startswith("cuda"):
+        torch.cuda.synchronize(device)
+    elif device.startswith("mps"):
+        torch.mps.synchronize()

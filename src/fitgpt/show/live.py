@@ -1,0 +1,270 @@
+"""What a person sees while a run trains: a live bar on a terminal, nanoGPT's lines anywhere else.
+
+Only ever writes: no terminal attribute is touched, so a run may sit in a background process group.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Protocol, TextIO, cast
+
+from ..nouns import Evaluation, RunFacts, StepReport
+from ..units import show_bytes, show_seconds
+from . import text
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderableType
+
+REFRESHES_PER_SECOND = 4  # each takes a few milliseconds of the host, which also feeds the device
+_CURVE_POINTS = 512       # losses kept for the sparkline; then every other one is dropped
+
+
+class Display(Protocol):
+    def start(self, facts: RunFacts) -> None: ...
+    def advance(self, step: int) -> None:
+        """So many steps are done. Called at every step: must cost nothing."""
+    def step(self, report: StepReport) -> None: ...
+    def eval_progress(self, done: int, total: int, split: str) -> None: ...
+    def evaluated(self, evaluation: Evaluation, best: bool) -> None: ...
+    def saved(self, path: str, seconds: float, nbytes: int) -> None: ...
+    def note(self, sentence: str) -> None: ...
+    def warn(self, sentence: str) -> None: ...
+    def close(self) -> None:
+        """Leave the terminal as it was. May be called twice."""
+
+
+def open_display(facts: RunFacts, *, terminal: bool) -> Display:
+    """A display that has said what the run is. `terminal`: whether a person watches standard output."""
+    stream = Unbreakable(sys.stdout)
+    moving = terminal and os.environ.get("TERM") not in ("dumb", "unknown")
+    display: Display = RichDisplay(stream) if moving else PlainDisplay(stream)
+    display.start(facts)
+    return display
+
+
+class Unbreakable:
+    """A stream that no reader can break: once it is closed or its reader is gone, what is written is dropped."""
+
+    def __init__(self, stream: TextIO | None) -> None:
+        self._stream = stream
+        self.encoding = getattr(stream, "encoding", None) or "utf-8"
+
+    def write(self, words: str) -> int:
+        if self._stream is not None:
+            try:
+                self._stream.write(words.encode(self.encoding, "replace").decode(self.encoding))
+            except (OSError, ValueError):
+                self._give_up()
+        return len(words)
+
+    def flush(self) -> None:
+        if self._stream is not None:
+            try:
+                self._stream.flush()
+            except (OSError, ValueError):
+                self._give_up()
+
+    def isatty(self) -> bool:
+        return self._stream is not None and not self._stream.closed and self._stream.isatty()
+
+    def fileno(self) -> int:
+        if self._stream is None:
+            raise OSError("the stream is closed")
+        return self._stream.fileno()
+
+    def _give_up(self) -> None:
+        stream, self._stream = self._stream, None
+        try:  # what the buffer still holds must go somewhere, or Python complains of it when it exits
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, cast(TextIO, stream).fileno())
+            os.close(nowhere)
+        except (OSError, ValueError):
+            pass
+
+
+class PlainDisplay:
+    """One line a report, in nanoGPT's shape."""
+
+    def __init__(self, stream: Unbreakable) -> None:
+        self._stream = stream
+
+    def start(self, facts: RunFacts) -> None:
+        self._say(text.run_header(facts))
+
+    def advance(self, step: int) -> None:
+        pass
+
+    def step(self, report: StepReport) -> None:
+        self._say(text.iter_line(report))
+
+    def eval_progress(self, done: int, total: int, split: str) -> None:
+        pass
+
+    def evaluated(self, evaluation: Evaluation, best: bool) -> None:
+        self._say(text.eval_line(evaluation) + (" best so far" if best else ""))
+
+    def saved(self, path: str, seconds: float, nbytes: int) -> None:
+        self._say(text.saved_line(path, seconds, nbytes))
+
+    def note(self, sentence: str) -> None:
+        self._say(sentence)
+
+    def warn(self, sentence: str) -> None:
+        self._say(f"warning: {sentence}")
+
+    def close(self) -> None:
+        self._stream.flush()
+
+    def _say(self, words: str) -> None:
+        self._stream.write(words + "\n")
+        self._stream.flush()
+
+
+class RichDisplay:
+    """A bar that moves between reports, with evaluations and checkpoints as lines above it."""
+
+    def __init__(self, stream: Unbreakable) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        self._console = Console(file=cast(TextIO, stream), force_terminal=True, highlight=False, markup=False)
+        self._gauge = _Gauge()
+        self._live = Live(self._gauge, console=self._console, refresh_per_second=REFRESHES_PER_SECOND)
+
+    def start(self, facts: RunFacts) -> None:
+        from rich.table import Table
+
+        rows = Table.grid(padding=(0, 2))
+        for label, words in text.header_rows(facts):
+            rows.add_row(f"[cyan]{label}[/]", _escaped(words))
+        self._console.print(rows, markup=True)
+        self._gauge.begin(facts)
+        self._live.start()
+        self._console.show_cursor(True)  # rich hides it, and a run that is killed could not bring it back
+
+    def advance(self, step: int) -> None:
+        self._gauge.steps_done = step
+
+    def step(self, report: StepReport) -> None:
+        self._gauge.take(report)
+
+    def eval_progress(self, done: int, total: int, split: str) -> None:
+        self._gauge.evaluating = (done, total, split)
+
+    def evaluated(self, evaluation: Evaluation, best: bool) -> None:
+        self._gauge.evaluating = None
+        self._console.print(text.eval_line(evaluation) + (" best so far" if best else ""),
+                            style="bold green" if best else "bold")
+
+    def saved(self, path: str, seconds: float, nbytes: int) -> None:
+        self._console.print(text.saved_line(path, seconds, nbytes), style="dim")
+
+    def note(self, sentence: str) -> None:
+        self._console.print(sentence)
+
+    def warn(self, sentence: str) -> None:
+        self._console.print(f"warning: {sentence}", style="yellow")
+
+    def close(self) -> None:
+        self._gauge.evaluating = None
+        self._live.stop()
+
+
+class _Gauge:
+    """The moving lines: a bar, the figures of the last report, and a bar of the evaluation while one runs.
+
+    Written by the training thread, drawn by rich's: each field is replaced whole, so neither waits for the other.
+    """
+
+    def __init__(self) -> None:
+        self.steps_done = 0
+        self.evaluating: tuple[int, int, str] | None = None
+        self._facts: RunFacts | None = None
+        self._report: StepReport | None = None
+        self._losses: tuple[float, ...] = ()
+        self._every = 1  # one report in so many is kept for the curve
+        self._reports = 0
+        self._since = time.monotonic()
+
+    def begin(self, facts: RunFacts) -> None:
+        self._facts, self.steps_done, self._since = facts, facts.start_step, time.monotonic()
+
+    def take(self, report: StepReport) -> None:
+        if self._reports % self._every == 0:
+            self._losses += (report.loss,)
+        self._reports += 1
+        if len(self._losses) > _CURVE_POINTS:
+            self._losses, self._every = self._losses[::2], self._every * 2
+        self.steps_done = max(self.steps_done, report.step + 1)
+        self._report, self._since = report, time.monotonic()
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        if self._facts is None:
+            return
+        width = max(options.max_width, 16)
+        unicode = not options.ascii_only
+        yield self._bar_line(self._facts, width)
+        yield self._figures_line(self._facts, width, unicode)
+        if (evaluating := self.evaluating) is not None:
+            done, total, split = evaluating
+            yield _line(width, f"evaluating {split}", done, total, [(0, f"{done:,}/{total:,}")], "green")
+
+    def _bar_line(self, facts: RunFacts, width: int) -> RenderableType:
+        done, total = self.steps_done, facts.max_iters
+        figures = [(0, f"{done:,}/{total:,}"), (2, f"{done / total:.0%}" if total else "")]
+        if self._report is not None and math.isfinite(self._report.seconds_left):
+            left = max(self._report.seconds_left - (time.monotonic() - self._since), 0.0)
+            figures.append((1, f"{show_seconds(left)} left" if done < total else "done"))
+        return _line(width, "training", done, total, figures, "cyan")
+
+    def _figures_line(self, facts: RunFacts, width: int, unicode: bool) -> RenderableType:
+        from rich.text import Text
+
+        report = self._report
+        if report is None:
+            first = "compiling and running the first steps" if facts.compiled else "running the first steps"
+            return Text(f"{first}, {show_seconds(time.monotonic() - self._since)}", style="dim", no_wrap=True)
+        memory = report.memory
+        counted = text.has_counters(memory)
+        curve = text.sparkline(self._losses, 12 if width < 100 else 24) if unicode else ""
+        parts = [(0, "bold", f"loss {report.loss:.4f}"),
+                 (3, "cyan", curve),
+                 (1, "green", f"{report.tokens_per_s:,.0f} tok/s"),
+                 (4, "", f"mfu {text.show_mfu(report.mfu)}"),
+                 (2, "", f"mem {show_bytes(memory.allocated)}" if counted else ""),
+                 (5, "", f"peak {show_bytes(memory.peak_allocated)}" if counted else ""),
+                 (2, "yellow", f"skipped {report.skipped}" if report.skipped else "")]
+        shown = text.fit_parts([(rank, words) for rank, _, words in parts if words], width)
+        styles = [style for _, style, words in parts if words]
+        return Text("  ", no_wrap=True).join(
+            Text(words, style=style) for words, style in zip(shown, styles, strict=True) if words)
+
+
+def _line(width: int, label: str, done: int, total: int, figures: list[tuple[int, str]], style: str) -> RenderableType:
+    """A label, a bar over the room that is left, figures; the label goes first where there is little room."""
+    from rich.progress_bar import ProgressBar
+    from rich.table import Table
+
+    bar = 10  # below this a bar says nothing
+    shown = [words for words in text.fit_parts([*figures, (9, label)], width - bar - 2) if words]
+    named = label in shown
+    shown = [words for words in shown if words != label]
+    room = width - sum(len(words) + 2 for words in shown) - (len(label) + 2 if named else 0)
+    row = Table.grid(padding=(0, 2, 0, 0))
+    cells: list[RenderableType] = [label] if named else []
+    cells.append(ProgressBar(total=max(total, 1), completed=min(done, total), width=room, complete_style=style,
+                             finished_style=style))
+    for _ in (*cells, *shown):
+        row.add_column(no_wrap=True)
+    row.add_row(*cells, *shown)
+    return row
+
+
+def _escaped(words: str) -> str:
+    from rich.markup import escape
+
+    return escape(words)

@@ -1,0 +1,172 @@
+"""`fitgpt train`'s parent process: it never loads torch. It settles what can be settled without a GPU, puts the
+allocator's environment in place, starts the process that trains, forwards signals to it, and turns however that
+process ends into a sentence and an exit code.
+
+Orders go to the child as one line of JSON on its standard input, which then stays open: if this process dies, the
+child reads the end of it, saves and stops. The child's last words come back in a file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from .config import RunConfig, check_resume, notes_on, resolve
+from .data.header import summarise
+from .driver import check_allocator_env
+from .engine.parallel import require_one_process
+from .errors import (
+    STOPPED_AT_ONCE,
+    CheckpointError,
+    DataError,
+    DeviceError,
+    FitError,
+    Interrupted,
+    NumericsError,
+    SystemFault,
+    UsageError,
+)
+from .knobs import Assignment
+from .runfolder import recorded_config, step_folders
+
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch 2.9 honours only the second
+ALLOCATOR_DEFAULT = "expandable_segments:True"  # one growing range a pool: far less lost between blocks
+RESTARTS = 3  # after a fault of the device that only a new process can clear
+_ERRORS = {kind.exit_code: kind for kind in
+           (UsageError, DataError, CheckpointError, DeviceError, NumericsError, SystemFault, Interrupted)}
+
+
+@dataclass(frozen=True)
+class Orders:
+    """What the child is told."""
+
+    config: dict[str, Any]
+    notes: list[str]
+    words: str = ""  # the file its last words go to
+
+
+def train(assignments: Sequence[Assignment]) -> int:
+    require_one_process(os.environ)
+    check_allocator_env(os.environ)
+    config, notes = settle(assignments)
+    for attempt in range(RESTARTS + 1):
+        code, words = run_child(Orders(config.to_dict(), notes))
+        if not words.get("restart") or attempt == RESTARTS or not can_resume(config.out_dir):
+            break
+        print(f"fitgpt: {words['what']} Starting again from the last checkpoint "
+              f"({attempt + 1} of at most {RESTARTS} times).", file=sys.stderr)
+        config = replace(config, init_from="resume")
+    return conclude(code, words, config)
+
+
+def settle(assignments: Sequence[Assignment]) -> tuple[RunConfig, list[str]]:
+    """The config this run will have, from its flags and files and, on a resume, from what the run recorded."""
+    said = {each.key: each.value for each in assignments}
+    recorded = None
+    if said.get("init_from") == "resume":
+        out_dir = str(said.get("out_dir", RunConfig.out_dir))
+        recorded = recorded_config(out_dir)
+        if recorded is None and not can_resume(out_dir):
+            raise CheckpointError(
+                f"There is nothing to resume in {out_dir}: it holds neither a run of fitgpt nor nanoGPT's ckpt.pt.",
+                "Name the run's folder with --out_dir=…, or start one: leave --init_from=resume out.")
+    config = resolve(assignments, recorded)
+    if recorded is not None:
+        check_resume(RunConfig.from_dict(recorded), config, said)
+    summarise(config.dataset)  # a missing dataset is said now, not after torch has loaded
+    return config, list(notes_on(assignments, config))
+
+
+def can_resume(out_dir: str) -> bool:
+    folder = Path(out_dir)
+    return bool(step_folders(folder / "checkpoints")) or (folder / "ckpt.pt").is_file()
+
+
+def run_child(orders: Orders) -> tuple[int, dict[str, Any]]:
+    """Starts the process that trains and waits for it: (its exit code, its last words)."""
+    with tempfile.TemporaryDirectory(prefix="fitgpt-") as folder:
+        words = Path(folder) / "words.json"
+        # A process group of its own: Ctrl-C reaches the child once, from here, and not twice.
+        apart: dict[str, Any] = {"process_group": 0} if os.name == "posix" else {}
+        child = subprocess.Popen([sys.executable, "-m", "fitgpt.child"], stdin=subprocess.PIPE,
+                                 env=child_environment(os.environ), **apart)
+        assert child.stdin is not None
+        with forwarded_signals(child):
+            try:
+                child.stdin.write(json.dumps({**orders.__dict__, "words": str(words)}).encode() + b"\n")
+                child.stdin.flush()
+            except BrokenPipeError:
+                pass  # it died before it could listen: its exit code says how
+            code = child.wait()
+            try:
+                child.stdin.close()
+            except BrokenPipeError:
+                pass
+        return code, json.loads(words.read_text()) if words.exists() else {}
+
+
+def child_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """The allocator's settings must be there before torch loads; the user's own are left alone."""
+    result = dict(environment)
+    if not any(result.get(name) for name in ALLOCATOR_VARIABLES):
+        result.update({name: ALLOCATOR_DEFAULT for name in ALLOCATOR_VARIABLES})
+    return result
+
+
+@contextmanager
+def forwarded_signals(child: subprocess.Popen[bytes]) -> Iterator[None]:
+    """What is asked of this process is passed on; Ctrl-Z stops both and `fg` wakes both."""
+    if os.name != "posix":  # the console gives Ctrl-C to both: this one has only to live on
+        previous = {signal.SIGINT: signal.signal(signal.SIGINT, signal.SIG_IGN)}
+    else:
+        def forward(number: int, frame: object) -> None:
+            child.send_signal(number)
+
+        def suspend(number: int, frame: object) -> None:
+            child.send_signal(signal.SIGSTOP)
+            os.kill(os.getpid(), signal.SIGSTOP)
+            child.send_signal(signal.SIGCONT)
+
+        handlers = {signal.SIGINT: forward, signal.SIGTERM: forward, signal.SIGHUP: forward, signal.SIGTSTP: suspend}
+        previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def conclude(code: int, words: Mapping[str, Any], config: RunConfig) -> int:
+    """The child's end as this process's: its exit code, or the error that it left words about."""
+    if code in (0, STOPPED_AT_ONCE):
+        return code
+    resume = f"fitgpt train --init_from=resume --out_dir={config.out_dir}"
+    if words:
+        fix = words["fix"] or (resume if code == Interrupted.exit_code else "")
+        kind = _ERRORS.get(code, FitError)
+        raise kind(words["what"], fix)
+    fix = f"To go on from the last checkpoint: {resume}" if can_resume(config.out_dir) else ""
+    raise death_in_words(code, fix)
+
+
+def death_in_words(code: int, fix: str) -> FitError:
+    if code == -signal.SIGKILL:
+        return SystemFault(
+            "The system killed the training process (signal 9). Nearly always that means the machine's RAM, not the "
+            "card's memory, ran out; `dmesg | tail` says so.", fix)
+    if code == -getattr(signal, "SIGBUS", 0):
+        return DataError("The training process died of a bus error (signal 7): a data file was cut short or its disk "
+                         "went away while it was being read.", fix)
+    if code < 0:
+        return FitError(f"The training process died of signal {-code} ({signal.Signals(-code).name}) inside a native "
+                        "library: torch, the driver or a kernel.", fix)
+    return FitError(f"The training process ended with exit code {code} and no last words.", fix)

@@ -1,0 +1,153 @@
+"""`fitgpt sample`, `fitgpt eval` and `fitgpt export`: what can be done with weights once they are there."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .config import RunConfig
+from .errors import DataError, UsageError
+from .options import EvalOptions, ExportOptions, SampleOptions
+from .runfolder import recorded_config
+from .supervise import child_environment
+
+if TYPE_CHECKING:  # torch loads when a verb runs, after the allocator's environment is in place
+    from .data.tokenizers import Tokenizer
+    from .engine.device import DeviceChoice
+    from .engine.model import GPT
+    from .weights import Source
+
+
+def sample(options: SampleOptions) -> int:
+    source = _open(options.out_dir if options.init_from == "resume" else options.init_from, options.which)
+    from .data.tokenizers import Decoder
+    from .engine.sample import Taste, generate
+
+    tokenizer = _tokenizer(source)
+    prompt = tokenizer.encode(_prompt(options.start), special=True)
+    if not prompt:
+        end = tokenizer.end_of_text
+        prompt = [end if end is not None else 0]
+    model, _ = _place(source, options.device, options.dtype, options.compile)
+    taste = Taste(options.temperature, options.top_k, options.top_p)
+    started, tokens = time.perf_counter(), 0
+    for number in range(options.num_samples):
+        decoder = Decoder(tokenizer)
+        print("".join(decoder.feed(token) for token in prompt), end="", flush=True)
+        for token in generate(model, prompt, options.max_new_tokens, taste, options.seed + number,
+                              tokenizer.vocab_size):
+            print(decoder.feed(token), end="", flush=True)
+            tokens += 1
+        print(decoder.finish(), "---------------", sep="\n", flush=True)
+    seconds = time.perf_counter() - started
+    print(f"{tokens} tokens in {seconds:.1f} s, {tokens / seconds:.0f} a second", file=sys.stderr)
+    return 0
+
+
+def evaluate(options: EvalOptions) -> int:
+    source = _open(options.run, options.which)
+    from .data.shards import check_tokens, open_dataset
+    from .engine.evaluate import evaluate as measure
+    from .run import evaluation_splits
+    from .show.text import eval_line
+
+    known = {key: value for key, value in source.config.items() if key in RunConfig.__dataclass_fields__}
+    recorded = RunConfig.from_dict(known)
+    if not options.dataset and not known:
+        raise UsageError(f"{options.run} does not say which data to evaluate on.", "Add --dataset=NAME or a path.")
+    dataset = open_dataset(options.dataset or recorded.dataset)
+    block = options.block_size or min(recorded.eval_block, source.gpt.block_size)
+    if block > source.gpt.block_size:
+        raise UsageError(f"--block_size={block}: the model has learned {source.gpt.block_size} positions.",
+                         f"--block_size={source.gpt.block_size} or less.")
+    names = ("train", "val") if options.split == "both" else (options.split,)
+    for name in names:
+        check_tokens(dataset.split(name), source.gpt.vocab_size)
+    batch = options.batch_size or recorded.batch_size
+    windows = (options.eval_iters or recorded.eval_iters) * batch
+    model, choice = _place(source, options.device, options.dtype, options.compile)
+    splits = evaluation_splits(dataset, names, windows=windows, block=block, seed=recorded.seed)
+    result = measure(model, splits, batch=options.eval_batch_size or options.batch_size or recorded.eval_batch,
+                     block=block, step=int(source.state.get("step", 0)))
+    assert result is not None
+    if options.json:
+        print(json.dumps({"schema": 1, "checkpoint": source.place, "dtype": choice.dtype, **asdict(result)}))
+    else:
+        print(eval_line(result))
+    return 0
+
+
+def export(options: ExportOptions) -> int:
+    source = _open(options.run, options.which)
+    from .interop import hf
+
+    hf.write_folder(Path(options.out), source.gpt, source.weights, dtype=options.dtype,
+                    tokenizer=source.state.get("tokenizer", "unknown"))
+    print(f"{options.out}: opens with transformers.GPT2LMHeadModel.from_pretrained({options.out!r})")
+    return 0
+
+
+def _open(place: str, which: str) -> Source:
+    """The weights the user means; without a word on which, those nanoGPT would have in its ckpt.pt."""
+    os.environ.update(child_environment(os.environ))
+    from .weights import open_any
+
+    if not which:
+        recorded = recorded_config(place) if Path(place).is_dir() else None
+        which = "last" if (recorded or {}).get("always_save_checkpoint", True) else "best"
+    source = open_any(place, int(which) if which.isdecimal() else which)
+    for note in source.notes:
+        print(f"fitgpt: {note}", file=sys.stderr)
+    return source
+
+
+def _place(source: Source, device: str, dtype: str, compile: bool) -> tuple[GPT, DeviceChoice]:
+    """The model on its device, in evaluation mode."""
+    import torch
+
+    from . import weights
+    from .engine.device import resolve_device
+    from .engine.model import build_model
+    from .run import DTYPES
+
+    choice = resolve_device(device, dtype, compile)
+    if choice.mismatch:
+        print(f"fitgpt: {choice.mismatch.why} {choice.mismatch.fix}", file=sys.stderr)
+    model = build_model(replace(source.gpt, dropout=0.0), torch.device(choice.device), seed=0)
+    weights.fill(model, source.weights, source.place)
+    model.compute_dtype = DTYPES[choice.dtype]
+    if choice.compile:
+        model.compile_blocks()
+    return model.eval(), choice
+
+
+def _tokenizer(source: Source) -> Tokenizer:
+    from .data import tokenizers
+
+    name = source.state.get("tokenizer", "")
+    if name in ("gpt2", "bytes"):
+        return tokenizers.get(name)
+    try:
+        return tokenizers.for_dataset(str(source.config["dataset"]))
+    except KeyError:  # weights from elsewhere: GPT-2's vocabulary is what such weights have
+        return tokenizers.get("gpt2")
+    except DataError as error:
+        if name == "chars":
+            raise
+        print(f"fitgpt: {error.what} GPT-2's tokens are assumed.", file=sys.stderr)
+        return tokenizers.get("gpt2")
+
+
+def _prompt(start: str) -> str:
+    if not start.startswith("FILE:"):
+        return start
+    path = Path(start.removeprefix("FILE:"))
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"The prompt file {path} cannot be read: {error}.", "--start='some text'") from error

@@ -1,0 +1,93 @@
+"""Where weights come from: a run of fitgpt, nanoGPT's ckpt.pt, a Hugging Face folder, or a GPT-2 by its name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from .config import gpt2_shapes
+from .engine import checkpoint
+from .engine.model import GPT
+from .errors import CheckpointError
+from .interop import hf, nanogpt
+from .nouns import GPTConfig
+
+_DIFFERENCES_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class Source:
+    """Weights and what came with them."""
+
+    gpt: GPTConfig
+    weights: dict[str, Tensor]
+    optimizer: dict[str, Tensor] = field(default_factory=dict)  # empty: none came
+    state: dict[str, Any] = field(default_factory=dict)         # of the training; empty: weights alone
+    config: dict[str, Any] = field(default_factory=dict)        # of the run, under RunConfig's names
+    place: str = ""
+    notes: tuple[str, ...] = ()
+
+
+def from_run(out_dir: Path, which: str | int = "last", *, weights_only: bool = False) -> Source:
+    loaded = checkpoint.load(out_dir / "checkpoints", which, weights_only=weights_only)
+    return Source(GPTConfig(**loaded.state["gpt"]), loaded.model, loaded.optimizer, loaded.state,
+                  loaded.state["config"], str(loaded.path), loaded.notes)
+
+
+def from_nanogpt(path: Path) -> Source:
+    gpt, weights, optimizer, state = nanogpt.read_ckpt(path)
+    return Source(gpt, weights, optimizer or {}, state, state.get("config", {}), str(path))
+
+
+def from_hugging_face(path: Path) -> Source:
+    gpt, weights = hf.read_folder(path)
+    return Source(gpt, weights, place=str(path))
+
+
+def holds_run(folder: Path) -> bool:
+    return bool(checkpoint.step_folders(folder / "checkpoints"))
+
+
+def open_any(place: str, which: str | int) -> Source:
+    """Weights alone, from whatever the user names: a run's folder, a ckpt.pt or its folder, a GPT-2."""
+    path = Path(place)
+    if place in gpt2_shapes and not path.exists():
+        return from_hugging_face(hf.find_gpt2(place))
+    if path.suffix == ".pt":
+        return from_nanogpt(path)
+    if holds_run(path):
+        return from_run(path, which, weights_only=True)
+    if (path / "ckpt.pt").is_file():
+        return from_nanogpt(path / "ckpt.pt")
+    if (path / "config.json").is_file():
+        return from_hugging_face(path)
+    raise CheckpointError(
+        f"{place} holds no weights: no checkpoint of fitgpt, no ckpt.pt of nanoGPT, no Hugging Face model.",
+        "Name the folder of a run (its --out_dir), a ckpt.pt, or gpt2, gpt2-medium, gpt2-large, gpt2-xl.")
+
+
+def cropped(source: Source, block_size: int) -> Source:
+    """The same weights with fewer learned positions, as nanoGPT's crop_block_size does."""
+    if block_size >= source.gpt.block_size:
+        return source
+    name = "transformer.wpe.weight"
+    return replace(source, gpt=replace(source.gpt, block_size=block_size),
+                   weights={**source.weights, name: source.weights[name][:block_size]})
+
+
+def fill(model: GPT, weights: Mapping[str, Tensor], place: str) -> None:
+    """Copies weights into a model, after every name and shape has been compared."""
+    wanted = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    found = {name: tuple(t.shape) for name, t in weights.items()}
+    differences = [f"{name} is {found.get(name, 'missing')}, not {wanted.get(name, 'expected')}"
+                   for name in sorted({*wanted, *found}) if wanted.get(name) != found.get(name)]
+    if differences:
+        more = len(differences) - _DIFFERENCES_SHOWN
+        raise CheckpointError(
+            f"The weights in {place} are not of this model: " + "; ".join(differences[:_DIFFERENCES_SHOWN])
+            + (f"; and {more} more." if more > 0 else "."))
+    model.load_weight_tensors(weights)

@@ -30,6 +30,7 @@ from fitgpt.engine.checkpoint import (  # noqa: E402
     write_safetensors,
 )
 from fitgpt.errors import CheckpointError, SystemFault, UsageError  # noqa: E402
+from fitgpt.runfolder import step_folders  # noqa: E402
 
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
 
@@ -430,6 +431,7 @@ def test_a_death_at_any_disk_operation_of_a_save_loses_nothing(tmp_path: Path, n
     template = tmp_path / "template"
     for step in (1, 2, 3):
         save_step(template, step, best=step == 1, keep_last=2)
+    before = {slot.path.name for slot in step_folders(template)}
     for deadly in range(1, 200):
         folder = tmp_path / f"death-{deadly}"
         shutil.copytree(template, folder)
@@ -447,13 +449,16 @@ def test_a_death_at_any_disk_operation_of_a_save_loses_nothing(tmp_path: Path, n
             fsync = os.fsync
             os.fsync = lambda descriptor: (count("fsync", ()), fsync(descriptor))[1]  # not an audited event
             sys.addaudithook(count)
-            save_step(folder, next_step, keep_last=2)
+            save_step(folder, next_step, keep_last=2, new=True)
 
         _, status = os.waitpid(in_a_child(save_until_death), 0)
         loaded = load(folder)
         assert loaded.notes == ()
-        # either the state before, or the new one: never another, also when the run went back
-        assert loaded.step in (3, next_step)
+        # from the rename on it is the new one, also when the run went back; until then the one before
+        there = step_folders(folder)
+        renamed = any(slot.path.name not in before for slot in there)
+        assert (loaded.step, loaded.state.get("new", False)) == ((next_step, True) if renamed else (3, False))
+        assert all(load(folder, slot.step).notes == () for slot in there)
         assert load(folder, "best").step == 1
         exit_code = os.waitstatus_to_exitcode(status)
         assert exit_code in (0, 9)
@@ -465,6 +470,35 @@ def test_a_death_at_any_disk_operation_of_a_save_loses_nothing(tmp_path: Path, n
         shutil.rmtree(folder)
     assert exit_code == 0
     assert deadly > 20  # the hook did count
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="folders cannot be synced there")
+def test_everything_is_on_the_disk_before_the_name_is_and_the_name_before_anything_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (1, 2):
+        save_step(tmp_path, step, keep_last=2)
+    happened: list[str] = []
+    fsync, replace = os.fsync, os.replace
+    inodes: dict[int, str] = {}
+
+    def watch_fsync(descriptor: int) -> None:
+        for path in tmp_path.parent.rglob("*"):
+            inodes[path.stat().st_ino] = path.name
+        happened.append(f"sync {inodes[os.fstat(descriptor).st_ino]}")
+        fsync(descriptor)
+
+    def watch_replace(source: Path, target: Path) -> None:
+        happened.append(f"rename {source.name} {target.name}")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", watch_fsync)
+    monkeypatch.setattr(os, "replace", watch_replace)
+    save_step(tmp_path, 3, keep_last=2)
+    mine = f".tmp-3-{os.getpid()}"
+    assert sorted(happened[:3]) == ["sync model.safetensors", "sync optimizer.safetensors", "sync state.json"]
+    assert happened[3:] == [f"sync {mine}", f"rename {mine} step-00000003", f"sync {tmp_path.name}",
+                            f"rename step-00000001 .tmp-step-00000001-{os.getpid()}"]
 
 
 def test_state_is_plain_json_for_other_tools(tmp_path: Path) -> None:

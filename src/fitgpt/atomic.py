@@ -61,8 +61,9 @@ def write_atomically(path: Path, content: bytes | str) -> None:
 def folder_atomically(target: Path, temporary: Path) -> Iterator[Path]:
     """Yields `temporary` (beside `target`) to fill; then every file is synced and the folder renamed.
 
-    If anything fails inside, the temporary folder is removed and `target` never appears.
+    If anything fails inside, the temporary folder is removed and `target` stays as it was, or absent.
     """
+    displaced = temporary.with_name(f"{temporary.name}-old")
     try:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
@@ -71,11 +72,16 @@ def folder_atomically(target: Path, temporary: Path) -> Iterator[Path]:
             with open(file, "rb+") as opened:
                 os.fsync(opened.fileno())
         sync_folder(temporary)
+        if target.exists():
+            patiently_rename(target, displaced)
         patiently_rename(temporary, target)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
+        if displaced.exists() and not target.exists():
+            patiently_rename(displaced, target)
         raise
     sync_folder(target.parent)
+    shutil.rmtree(displaced, ignore_errors=True)
 
 
 def patiently_rename(source: Path, target: Path) -> None:

@@ -11,7 +11,7 @@ import traceback
 from pathlib import Path
 from typing import IO, Any
 
-from .errors import STOPPED_AT_ONCE, DeviceError, FitError
+from .errors import STOPPED_AT_ONCE, DeviceError, FitError, UsageError
 
 
 class StopRequest:
@@ -51,11 +51,9 @@ def main() -> int:
         run(orders["config"], orders["notes"], stop)
     except FitError as error:
         return leave_words(orders["words"], error, restart=False)
-    except ModuleNotFoundError as missing:
-        error = FitError(f"Training needs {missing.name}, which is not installed here.",
-                         "pip install 'fitgpt[train]'")
-        leave_words(orders["words"], error, restart=False)
-        return 2
+    except ModuleNotFoundError as error:
+        needed = UsageError(f"Training needs {error.name}, which is not installed here.", "pip install 'fitgpt[train]'")
+        return leave_words(orders["words"], needed, restart=False)
     except Exception as error:
         return leave_words(orders["words"], *described(error))
     return 0

@@ -59,11 +59,16 @@ def free_folder(wanted: str) -> str:
 def closing(out_dir: str) -> str:
     return f"""The run is in {out_dir}: metrics.jsonl, and its checkpoints. What to type next:
 
-  fitgpt sample {out_dir} --start='class '               let it write more
-  fitgpt train --resume --out_dir={out_dir} --max_iters=800   train it further
-  fitgpt eval {out_dir}                                  measure it again
-  fitgpt export {out_dir} -o my-gpt                      open it in transformers
-  fitgpt prepare YOUR_TEXTS/ --name=mine                     then: fitgpt train config/train_fineweb.py --dataset=mine"""
+  fitgpt sample {out_dir} --start='class '
+      lets it write more
+  fitgpt train --resume --out_dir={out_dir} --max_iters=800
+      trains it further
+  fitgpt eval {out_dir}
+      measures it again
+  fitgpt export {out_dir} -o my-gpt
+      makes a folder that opens in transformers
+  fitgpt prepare YOUR_TEXTS/ --name=mine && fitgpt train config/train_fineweb.py --dataset=mine
+      trains on your own text"""
 
 
 def _assignments(settings: dict[str, Any]) -> list[Assignment]:

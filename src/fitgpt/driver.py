@@ -38,6 +38,13 @@ class GpuReading:
     reserved_bytes: int | None = None  # the driver's own share, counted in neither free nor used
     processes: tuple[GpuProcess, ...] = ()
 
+    @property
+    def usable_bytes(self) -> int | None:
+        """What CUDA gives of the card: on an H200 the difference is exact to the byte."""
+        if self.total_bytes is None or self.reserved_bytes is None:
+            return None
+        return self.total_bytes - self.reserved_bytes
+
 
 @dataclass(frozen=True)
 class Survey:
@@ -47,6 +54,7 @@ class Survey:
     hidden: tuple[GpuReading, ...] = ()
     reason: str = ""      # why there are no readings at all
     faulty: bool = False  # a driver is installed and does not answer: not the same as no GPU
+    chosen: str | None = None  # CUDA_VISIBLE_DEVICES
 
 
 def gpus(env: Mapping[str, str] | None = None) -> list[GpuReading]:
@@ -59,11 +67,12 @@ def survey(env: Mapping[str, str] | None = None) -> Survey:
     everything = _ask_nvml()
     if everything is None:
         everything = _ask_smi()
-    if not everything.gpus:
-        return everything  # nothing to judge CUDA_VISIBLE_DEVICES by: it may mean another vendor's GPUs
     chosen = (os.environ if env is None else env).get("CUDA_VISIBLE_DEVICES")
+    if not everything.gpus:
+        return replace(everything, chosen=chosen)  # nothing to judge it by: it may mean another vendor's GPUs
     seen = visible(everything.gpus, chosen)
-    return replace(everything, gpus=seen, hidden=tuple(gpu for gpu in everything.gpus if gpu not in seen))
+    hidden = tuple(gpu for gpu in everything.gpus if gpu not in seen)
+    return replace(everything, gpus=seen, hidden=hidden, chosen=chosen)
 
 
 HIDES_ALL = ("", "-1", "NoDevFiles")  # the usual values of CUDA_VISIBLE_DEVICES that leave none; the last is Slurm's
@@ -196,7 +205,7 @@ def _run_smi(smi: str, fields: str) -> str | None:
 
 def parse_smi(answer: str) -> tuple[GpuReading, ...]:
     """nvidia-smi's csv lines, in the order of _SMI_FIELDS; a line that is not of that shape is left out."""
-    rows = [[cell.strip() for cell in row] for row in csv.reader(io.StringIO(answer))]
+    rows = [[cell.strip() for cell in row] for row in csv.reader(io.StringIO(answer), skipinitialspace=True)]
     return tuple(
         GpuReading(index=int(row[0]), name=row[1], uuid=_known(row[2]), driver_version=_known(row[3]),
                    total_bytes=_mib(row[4]), free_bytes=_mib(row[5]), used_bytes=_mib(row[6]),
@@ -216,11 +225,12 @@ def _mib(cell: str) -> int | None:
 
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 _BOOLEAN = ("expandable_segments", "pinned_use_background_threads", "pinned_use_cuda_host_register",
-            "release_lock_on_cudamalloc", "release_lock_on_hipmalloc", "graph_capture_record_stream_reuse",
-            "throw_on_cudamalloc_oom")
+            "pinned_use_hip_host_register", "release_lock_on_cudamalloc", "release_lock_on_hipmalloc",
+            "graph_capture_record_stream_reuse", "throw_on_cudamalloc_oom")
 _WHOLE = ("max_split_size_mb", "max_non_split_rounding_mb", "large_segment_size_mb", "pinned_num_register_threads",
           "pinned_reserve_segment_size_mb", "pinned_max_round_threshold_mb", "pinned_max_cached_size_mb")
-_OTHER = ("roundup_power2_divisions", "garbage_collection_threshold", "per_process_memory_fraction", "backend")
+_OTHER = ("roundup_power2_divisions", "garbage_collection_threshold", "per_process_memory_fraction", "backend",
+          "pinned_free_catch_all")
 
 
 def check_allocator_env(env: Mapping[str, str]) -> None:

@@ -333,8 +333,11 @@ def _unknown(typed: str, name: str, cls: type[Options], elsewhere: Elsewhere,
              dashes: str) -> UsageError:
     """Which knob was meant: one known by another name, one of another verb, or the nearest in spelling."""
     what = f"{typed} is not a knob of `fitgpt {cls.verb}`."
-    meant = [each.name for each in knobs_of(cls).values() if name.lower() in each.also]
-    near = meant or nearest(name, [*knobs_of(cls), *(s for k in knobs_of(cls).values() for s in k.switches)])
+    knobs = knobs_of(cls).values()
+    meant = [each.name for each in knobs if name.lower() in each.also]
+    words = [word for each in knobs for word in (each.name, *each.switches)]
+    words += [f"no_{each.name}" for each in knobs if each.kind in ("bool", "auto") and dashes]
+    near = meant or nearest(name, words)
     owner = next((other for other in elsewhere() if name in knobs_of(other)), None)
     if owner is not None and not meant:
         return UsageError(what, f"It is one of `fitgpt {owner.verb}`.")

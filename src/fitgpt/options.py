@@ -41,6 +41,10 @@ def _which(text: str) -> str | None:
     return None if fullmatch(r"best|last|[0-9]{1,12}", text) else "must be best, last, or the number of a step"
 
 
+def _optional_which(text: str) -> str | None:
+    return _which(text) if text else None
+
+
 def _optional_path(text: str) -> str | None:
     return path_like(text) if text else None
 
@@ -100,6 +104,8 @@ class SampleOptions(Options):
 
     out_dir: str = knob("out", "a run folder or a checkpoint; may stand alone, without --out_dir=", positional=True,
                         rule=path_like)
+    which: str = knob("", "its checkpoint: best, last, or the number of a step; by default the last, or the best "
+                      "where the run kept only improvements", rule=_optional_which)
     init_from: str = knob("resume", "resume: the run in out_dir; or gpt2, gpt2-medium, gpt2-large, gpt2-xl, or a "
                           "folder in Hugging Face format", rule=path_like)
     start: str = knob("\n", "the prompt, or FILE:prompt.txt", also=("prompt",))
@@ -122,6 +128,8 @@ class EvalOptions(Options):
     verb: ClassVar[str] = "eval"
 
     run: str = knob("", "a run folder, or one of its checkpoints", positional=True, required=True, rule=path_like)
+    which: str = knob("", "its checkpoint: best, last, or the number of a step; by default the last, or the best "
+                      "where the run kept only improvements", rule=_optional_which)
     dataset: str = knob("", "a name under data/, or a path; by default the run's", rule=_optional_path)
     split: str = knob("both", "which part of the data", choices=("both", "train", "val"))
     eval_iters: int = knob(0, "eval_iters × batch_size windows of each split; 0 = the run's", rule=_count_or_0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -24,14 +25,14 @@ from .engine.evaluate import ReadWindows, evaluate
 from .engine.feed import Feed
 from .engine.loop import Training, train
 from .engine.model import GPT, build_model
-from .engine.optim import AdamWSettings, Scaler, load_optimizer_tensors, make_optimizer, optimizer_tensors
+from .engine.optim import AdamW, AdamWSettings, Scaler
 from .engine.parallel import Ranks
 from .errors import CheckpointError, DataError
 from .interop import hf
 from .nouns import Evaluation, GPTConfig, RunFacts, SplitLoss, StepReport
 from .runfolder import RunFolder, need_disk, open_run
 from .show.live import Display, open_display
-from .wandb import open_wandb
+from .wandb import Log, open_wandb
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -53,20 +54,22 @@ def run(config_dict: Mapping[str, Any], notes: Sequence[str], stop_asked: Callab
         training = build_training(config, choice)
         if source is not None:
             restore(training, source, everything=resuming)
+        wandb, wandb_note = open_wandb(config, folder.path)
         facts = gather_facts(config, choice, dataset, training.step, [
-            *notes, *choice.notes, *shape_notes, *leftovers, *folder.notes, *dataset.notes,
+            *notes, *choice.notes, *wandb_note, *shape_notes, *leftovers, *folder.notes, *dataset.notes,
             *(source.notes if source else ())])
         source = None  # its copies of the weights and optimizer states are no longer needed
-        run_loop(config, facts, dataset, folder, training, stop_asked)
+        run_loop(config, facts, dataset, folder, training, wandb, stop_asked)
+    if choice.mismatch:
+        print(f"fitgpt: {choice.mismatch.why} {choice.mismatch.fix}", file=sys.stderr)
 
 
 def run_loop(config: RunConfig, facts: RunFacts, dataset: Dataset, folder: RunFolder, training: Training,
-             stop_asked: Callable[[], bool]) -> None:
-    display = open_display(facts)
-    desk = Desk(config, facts, dataset, folder, training.model, display, stop_asked)
+             wandb: Log | None, stop_asked: Callable[[], bool]) -> None:
+    display = open_display(facts, terminal=sys.stdout.isatty())
+    desk = Desk(config, facts, dataset, folder, training.model, display, wandb, stop_asked)
     feed = training_feed(config, dataset, torch.device(facts.device), Ranks())
     try:
-        display.start(facts)
         folder.append_metrics({"kind": "run", **asdict(facts)})
         train(training, config, facts, feed, desk, stop_asked)
     finally:
@@ -123,8 +126,7 @@ def build_training(config: RunConfig, choice: DeviceChoice) -> Training:
     model.loss_chunk = config.loss_chunk
     if choice.compile:
         model.compile_blocks()
-    optimizer = make_optimizer(model, AdamWSettings(config.learning_rate, config.beta1, config.beta2,
-                                                    config.weight_decay))
+    optimizer = AdamW(model, AdamWSettings(config.beta1, config.beta2, config.weight_decay))
     return Training(model, optimizer, Scaler(device, scaling=choice.dtype == "float16"))
 
 
@@ -133,14 +135,15 @@ def restore(training: Training, source: weights.Source, *, everything: bool) -> 
     weights.fill(training.model, source.weights, source.place)
     if not everything:
         return
-    wrong = load_optimizer_tensors(training.model, training.optimizer, source.optimizer)
+    wrong = training.optimizer.load_tensors(source.optimizer)
     if wrong:
         raise CheckpointError(f"{source.place} has no optimizer state that fits: {', '.join(wrong[:5])} "
                               f"{'and others ' if len(wrong) > 5 else ''}missing or of another shape.",
                               "To start a new run from its weights alone, export them and name that folder: "
                               f"fitgpt export {source.place} -o FOLDER, then --init_from=FOLDER.")
     state = source.state
-    training.step = training.saved_at = state["step"]
+    training.step = state["step"]
+    training.saved_at = state["step"] if "data" in state else -1  # nanoGPT's checkpoint is not one of ours
     training.evaluated_at = state.get("evaluated_at", -1)
     training.best = SplitLoss(**state["best"]) if state.get("best") else None
     if state.get("scaler"):
@@ -192,16 +195,14 @@ class Desk:
     """Evaluates, saves and tells: the loop's rim."""
 
     def __init__(self, config: RunConfig, facts: RunFacts, dataset: Dataset, folder: RunFolder, model: GPT,
-                 display: Display, stop_asked: Callable[[], bool]) -> None:
+                 display: Display, wandb: Log | None, stop_asked: Callable[[], bool]) -> None:
         self._config, self._facts, self._folder, self._model = config, facts, folder, model
         self._display, self._stop_asked = display, stop_asked
-        self._fingerprint = dataset.summary.fingerprint
+        self._fingerprint, self._tokenizer = dataset.summary.fingerprint, dataset.summary.tokenizer
         self._splits = evaluation_splits(dataset, ("train", "val"), windows=config.eval_iters * config.batch_size,
                                          block=config.eval_block, seed=config.seed)
-        self._wandb, note = open_wandb(config, folder.path)
+        self._wandb = wandb
         self._last_report: StepReport | None = None
-        if note:
-            display.note(note)
 
     def evaluate(self, step: int) -> Evaluation | None:
         return evaluate(self._model, self._splits, batch=self._config.eval_batch, block=self._config.eval_block,
@@ -211,10 +212,11 @@ class Desk:
         started = time.perf_counter()
         state = {"step": training.step, "evaluated_at": training.evaluated_at,
                  "best": asdict(training.best) if training.best else None, "scaler": training.scaler.to_dict(),
-                 "config": self._config.to_dict(), "gpt": asdict(training.model.config), "data": self._fingerprint}
+                 "config": self._config.to_dict(), "gpt": asdict(training.model.config), "data": self._fingerprint,
+                 "tokenizer": self._tokenizer}
         saved = checkpoint.save(
             self._folder.checkpoints, training.step, training.model.weight_tensors(),
-            optimizer_tensors(training.model, training.optimizer), state, best=is_best,
+            training.optimizer.tensors(), state, best=is_best,
             keep_last=self._config.keep_last)
         for note in saved.notes:
             self._display.note(note)

@@ -15,12 +15,12 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from .config import RunConfig, check_resume, notes_on, resolve
+from .config import RunConfig, check_resume, resolve
 from .data.header import summarise
 from .driver import check_allocator_env
 from .engine.parallel import require_one_process
@@ -79,11 +79,11 @@ def settle(assignments: Sequence[Assignment]) -> tuple[RunConfig, list[str]]:
             raise CheckpointError(
                 f"There is nothing to resume in {out_dir}: it holds neither a run of fitgpt nor nanoGPT's ckpt.pt.",
                 "Name the run's folder with --out_dir=…, or start one: leave --init_from=resume out.")
-    config = resolve(assignments, recorded)
+    config, notes = resolve(assignments, recorded)
     if recorded is not None:
-        check_resume(RunConfig.from_dict(recorded), config, said)
+        check_resume(recorded, config.to_dict(), said)
     summarise(config.dataset)  # a missing dataset is said now, not after torch has loaded
-    return config, list(notes_on(assignments, config))
+    return config, notes
 
 
 def can_resume(out_dir: str) -> bool:
@@ -101,16 +101,12 @@ def run_child(orders: Orders) -> tuple[int, dict[str, Any]]:
                                  env=child_environment(os.environ), **apart)
         assert child.stdin is not None
         with forwarded_signals(child):
-            try:
+            with suppress(BrokenPipeError):  # it died before it could listen: its exit code says how
                 child.stdin.write(json.dumps({**orders.__dict__, "words": str(words)}).encode() + b"\n")
                 child.stdin.flush()
-            except BrokenPipeError:
-                pass  # it died before it could listen: its exit code says how
             code = child.wait()
-            try:
+            with suppress(BrokenPipeError):
                 child.stdin.close()
-            except BrokenPipeError:
-                pass
         return code, json.loads(words.read_text()) if words.exists() else {}
 
 

@@ -85,9 +85,10 @@ def evaluate(options: EvalOptions) -> int:
 def export(options: ExportOptions) -> int:
     source = _open(options.run, options.which)
     from .interop import hf
+    from .run import DTYPES
 
-    hf.write_folder(Path(options.out), source.gpt, source.weights, dtype=options.dtype,
-                    tokenizer=source.state.get("tokenizer", "unknown"))
+    weights = {name: tensor.to(DTYPES[options.dtype]) for name, tensor in source.weights.items()}
+    hf.write_folder(options.out, source.gpt, weights, tokenizer=source.state.get("tokenizer", "unknown"))
     print(f"{options.out}: opens with transformers.GPT2LMHeadModel.from_pretrained({options.out!r})")
     return 0
 
@@ -106,7 +107,7 @@ def _open(place: str, which: str) -> Source:
     return source
 
 
-def _place(source: Source, device: str, dtype: str, compile: bool) -> tuple[GPT, DeviceChoice]:
+def _place(source: Source, device: str, dtype: str, compile: bool | str) -> tuple[GPT, DeviceChoice]:
     """The model on its device, in evaluation mode."""
     import torch
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,8 @@ from .engine import checkpoint
 from .engine.model import GPT
 from .errors import CheckpointError
 from .interop import hf, nanogpt
-from .nouns import GPTConfig
-
-_DIFFERENCES_SHOWN = 5
+from .nouns import GPTConfig, SplitLoss
+from .runfolder import step_folders
 
 
 @dataclass(frozen=True)
@@ -39,17 +39,21 @@ def from_run(out_dir: Path, which: str | int = "last", *, weights_only: bool = F
 
 
 def from_nanogpt(path: Path) -> Source:
-    gpt, weights, optimizer, state = nanogpt.read_ckpt(path)
-    return Source(gpt, weights, optimizer or {}, state, state.get("config", {}), str(path))
+    gpt, weights, optimizer, theirs = nanogpt.read_ckpt(path)
+    best = SplitLoss("val", theirs["best_val_loss"], math.inf, 0, gpt.block_size)
+    notes = (f"Going on from nanoGPT's {path} at step {theirs['step']}. It keeps no float16 loss scale, so that "
+             "starts afresh; data comes in fitgpt's own order.",)
+    state = {"step": theirs["step"], "best": asdict(best)}
+    return Source(gpt, weights, optimizer or {}, state, theirs["config"], str(path), notes)
 
 
 def from_hugging_face(path: Path) -> Source:
-    gpt, weights = hf.read_folder(path)
-    return Source(gpt, weights, place=str(path))
+    gpt, weights, notes = hf.read_folder(path)
+    return Source(gpt, weights, place=str(path), notes=notes)
 
 
 def holds_run(folder: Path) -> bool:
-    return bool(checkpoint.step_folders(folder / "checkpoints"))
+    return bool(step_folders(folder / "checkpoints"))
 
 
 def open_any(place: str, which: str | int) -> Source:
@@ -81,13 +85,5 @@ def cropped(source: Source, block_size: int) -> Source:
 
 def fill(model: GPT, weights: Mapping[str, Tensor], place: str) -> None:
     """Copies weights into a model, after every name and shape has been compared."""
-    wanted = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    found = {name: tuple(t.shape) for name, t in weights.items()}
-    differences = [f"{name} is {found.get(name, 'missing')}, not {wanted.get(name, 'expected')}"
-                   for name in sorted({*wanted, *found}) if wanted.get(name) != found.get(name)]
-    if differences:
-        more = len(differences) - _DIFFERENCES_SHOWN
-        raise CheckpointError(
-            f"The weights in {place} are not of this model: " + "; ".join(differences[:_DIFFERENCES_SHOWN])
-            + (f"; and {more} more." if more > 0 else "."))
+    nanogpt.refuse_differences(model.config, weights, place, CheckpointError)
     model.load_weight_tensors(weights)

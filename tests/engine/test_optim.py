@@ -10,15 +10,13 @@ from torch import Tensor, nn
 from fitgpt.engine.optim import (
     FIRST_SCALE,
     GROWTH_INTERVAL,
+    AdamW,
     AdamWSettings,
     Scaler,
-    load_optimizer_tensors,
-    make_optimizer,
-    optimizer_step,
-    optimizer_tensors,
+    apply_gradients,
 )
 
-SETTINGS = AdamWSettings(learning_rate=1e-2, beta1=0.9, beta2=0.95, weight_decay=0.1)
+SETTINGS = AdamWSettings(beta1=0.9, beta2=0.95, weight_decay=0.1)
 CPU = torch.device("cpu")
 
 
@@ -36,13 +34,14 @@ def set_gradients(model: nn.Module, seed: int, scale: float = 1.0) -> list[Tenso
 
 def test_clipping_unscaling_and_updating_equal_the_three_separate_passes() -> None:
     ours, plain = module(), module()
-    optimizer, scaler = make_optimizer(ours, SETTINGS), Scaler(CPU, scaling=True)
+    optimizer, scaler = AdamW(ours, SETTINGS), Scaler(CPU, scaling=True)
     reference = torch.optim.AdamW(
         [{"params": [p for p in plain.parameters() if p.dim() >= 2], "weight_decay": 0.1},
          {"params": [p for p in plain.parameters() if p.dim() < 2], "weight_decay": 0.0}],
         lr=1e-2, betas=(0.9, 0.95))
     for step in range(5):
-        norm = optimizer_step(optimizer, set_gradients(ours, step, FIRST_SCALE), scaler, 1e-2, grad_clip=1.0)
+        set_gradients(ours, step, FIRST_SCALE)
+        norm = apply_gradients(ours, optimizer, scaler, 1e-2, grad_clip=1.0)
         set_gradients(plain, step)
         plain_norm = nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
         reference.step()
@@ -54,15 +53,16 @@ def test_clipping_unscaling_and_updating_equal_the_three_separate_passes() -> No
 def test_a_step_with_a_nan_or_infinite_gradient_changes_nothing_and_is_counted() -> None:
     for poison in (math.nan, math.inf):
         model = module()
-        optimizer, scaler = make_optimizer(model, SETTINGS), Scaler(CPU, scaling=False)
-        optimizer_step(optimizer, set_gradients(model, 0), scaler, 1e-2, 1.0)
-        before = {k: v.clone() for k, v in optimizer_tensors(model, optimizer).items()}
+        optimizer, scaler = AdamW(model, SETTINGS), Scaler(CPU, scaling=False)
+        set_gradients(model, 0)
+        apply_gradients(model, optimizer, scaler, 1e-2, 1.0)
+        before = {k: v.clone() for k, v in optimizer.tensors().items()}
         weights = [p.detach().clone() for p in model.parameters()]
         gradients = set_gradients(model, 1)
         gradients[0][0, 0] = poison
-        optimizer_step(optimizer, gradients, scaler, 1e-2, 1.0)
+        apply_gradients(model, optimizer, scaler, 1e-2, 1.0)
         assert all(torch.equal(a, b) for a, b in zip(weights, model.parameters(), strict=True))
-        assert all(torch.equal(before[k], v) for k, v in optimizer_tensors(model, optimizer).items())
+        assert all(torch.equal(before[k], v) for k, v in optimizer.tensors().items())
         assert scaler.to_dict()["skipped"] == 1
 
 
@@ -92,12 +92,13 @@ def test_the_loss_scale_never_falls_to_zero() -> None:
 
 def test_state_exists_before_the_first_step_and_survives_a_round_trip() -> None:
     model = module()
-    optimizer = make_optimizer(model, SETTINGS)
-    assert len(optimizer_tensors(model, optimizer)) == 3 * 4
-    optimizer_step(optimizer, set_gradients(model, 0), Scaler(CPU, scaling=False), 1e-2, 0.0)
-    stored = {k: v.clone() for k, v in optimizer_tensors(model, optimizer).items()}
-    fresh = make_optimizer(model, SETTINGS)
-    assert load_optimizer_tensors(model, fresh, stored) == []
-    assert all(torch.equal(stored[k], v) for k, v in optimizer_tensors(model, fresh).items())
+    optimizer = AdamW(model, SETTINGS)
+    assert len(optimizer.tensors()) == 3 * 4
+    set_gradients(model, 0)
+    apply_gradients(model, optimizer, Scaler(CPU, scaling=False), 1e-2, 0.0)
+    stored = {k: v.clone() for k, v in optimizer.tensors().items()}
+    fresh = AdamW(model, SETTINGS)
+    assert fresh.load_tensors(stored) == []
+    assert all(torch.equal(stored[k], v) for k, v in fresh.tensors().items())
     stored.pop("0.weight.exp_avg")
-    assert load_optimizer_tensors(model, fresh, stored) == ["0.weight.exp_avg"]
+    assert fresh.load_tensors(stored) == ["0.weight.exp_avg"]

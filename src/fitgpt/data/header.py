@@ -158,20 +158,20 @@ def take_inventory(dataset: str) -> Inventory:
 
 def find(dataset: str) -> Path:
     """data/NAME if there is such a folder, else the path itself."""
-    try:
-        for folder in (Path("data") / dataset, Path(dataset)):
-            if dataset and folder.is_dir():
-                return folder
-    except ValueError:  # a NUL in the name
-        pass
-    present = sorted(path.name for path in Path("data").glob("*") if path.is_dir()) if os.path.isdir("data") else []
+    for folder in (Path("data") / dataset, Path(dataset)):
+        if dataset and os.path.isdir(folder):  # False, too, for a name that no file can have
+            return folder
+    present = sorted(entry.name for entry in os.scandir("data") if entry.is_dir()) if os.path.isdir("data") else []
     listing = f" data/ holds: {', '.join(present[:20])}{' …' if len(present) > 20 else ''}." if present else ""
-    raise DataError(f"There is no dataset {dataset!r}: neither the folder data/{dataset} nor a folder of that path."
-                    f"{listing}".replace("\0", "␀"), f"Make it: {_recipe(dataset)}")
+    shown = repr(dataset if len(dataset) < 200 else dataset[:200] + "…")
+    raise DataError(f"There is no dataset {shown}: neither a folder of that name in data/ nor a folder of that path."
+                    f"{listing}", f"Make it: {_recipe(dataset)}")
 
 
 def _recipe(dataset: str) -> str:
-    name = Path(dataset.replace("\0", "")).name or "NAME"
+    name = Path(dataset).name
+    if not name.isprintable() or not 0 < len(name) < 100:
+        name = "NAME"
     if name == "stdlib":
         return "fitgpt prepare --embedded --name=stdlib --tokenizer=bytes"
     if name.startswith("fineweb"):
@@ -220,12 +220,13 @@ def _listed_shard(folder: Path, entry: manifest.ShardEntry, listed: manifest.Man
 
 
 def _headerless(folder: Path) -> Inventory:
-    shards = {split: (_headerless_shard(folder / f"{split}.bin"),) for split in manifest.SPLITS}
+    shards: dict[str, tuple[ShardFile, ...]] = {
+        split: (_headerless_shard(folder / f"{split}.bin"),) for split in manifest.SPLITS}
     vocabulary = meta.read(folder / "meta.pkl") if (folder / "meta.pkl").is_file() else None
     digest = hashlib.sha256()
-    for split, (shard,) in shards.items():
-        digest.update(f"{split} {shard.size}\n".encode())
-        digest.update(_edges(shard))
+    for split in manifest.SPLITS:
+        digest.update(f"{split} {shards[split][0].size}\n".encode())
+        digest.update(_edges(shards[split][0]))
     if vocabulary:
         digest.update(f"{vocabulary.vocab_size} {''.join(vocabulary.itos)!r}".encode())
     summary = DataSummary(

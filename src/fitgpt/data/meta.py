@@ -58,7 +58,7 @@ def read(path: Path) -> Meta:
 def plain_value(data: bytes) -> Any:
     """The dict, list, str or int that a pickle describes; _Refused, ValueError or IndexError for any other."""
     stack: list[Any] = []
-    memo: dict[int, Any] = {}
+    memo: dict[Any, Any] = {}
     for instruction, argument, _ in pickletools.genops(io.BytesIO(data)):
         name = instruction.name
         if name in _CONSTANTS:
@@ -86,11 +86,11 @@ def plain_value(data: bytes) -> Any:
         elif name == "APPENDS":
             _extend(stack, _since_mark(stack))
         elif name in _REMEMBER:
-            memo[len(memo) if name == "MEMOIZE" else int(argument)] = stack[-1]
+            memo[len(memo) if name == "MEMOIZE" else argument] = stack[-1]
         elif name in _RECALL:
-            if int(argument) not in memo:
+            if argument not in memo:
                 raise ValueError("it recalls what it never stored")
-            stack.append(memo[int(argument)])
+            stack.append(memo[argument])
         elif name not in ("PROTO", "FRAME", "STOP"):
             raise _Refused(f"it holds something other than dict, list, str and int (instruction {name})")
     if len(stack) != 1:

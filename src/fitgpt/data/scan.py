@@ -8,6 +8,7 @@ import os
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +17,7 @@ from ..errors import DataError
 from ..units import GiB, MiB, show_bytes
 from .header import ITEM_BYTES, ShardFile
 
-NUMPY_DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+NUMPY_DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 
 _CHUNK_BYTES = 8 * MiB
 _WORTH_SAYING_BYTES = 1 * GiB   # a scan that may be felt

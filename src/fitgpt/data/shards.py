@@ -198,7 +198,7 @@ class _OpenFiles:
 
     def read_into(self, number: int, offset: int, row: NDArray[np.unsignedinteger]) -> int:
         """The number of bytes read: fewer than asked for only at the end of the file."""
-        target = memoryview(row.view(np.uint8))
+        target = row.view(np.uint8).data
         got = 0
         try:
             with self._lock:

@@ -14,12 +14,15 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from ..errors import DataError, UsageError
-from ..units import KiB, show_bytes
+from ..errors import DataError
+from ..units import KiB
 from .tables import Parquet, count_lines, read_hub, read_jsonl
-from .text import PIECE_BYTES, Piece, pieces_of
+from .text import PIECE_BYTES, Pieces, pieces_of
+
+if TYPE_CHECKING:
+    from ..options import PrepareOptions
 
 EMBEDDED_BYTES = 8_000_000   # of the standard library: enough to learn from, prepared in a second or two
 _SNIFF_BYTES = 8 * KiB
@@ -29,21 +32,6 @@ _UTF16 = (b"\xff\xfe", b"\xfe\xff")
 _NOT_PROSE = frozenset({  # of the standard library: tests, other people's packages, generated tables
     "__pycache__", "test", "tests", "idle_test", "site-packages", "dist-packages", "idlelib", "turtledemo",
     "lib2to3", "ensurepip", "encodings", "pydoc_data", "lib-dynload"})
-
-
-class Choice(Protocol):
-    """The part of PrepareOptions that says what to read."""
-
-    @property
-    def input(self) -> tuple[str, ...]: ...
-    @property
-    def text_column(self) -> str: ...
-    @property
-    def hub(self) -> str: ...
-    @property
-    def hub_config(self) -> str: ...
-    @property
-    def embedded(self) -> bool: ...
 
 
 class Source(Protocol):
@@ -61,21 +49,17 @@ class Source(Protocol):
     def newest_ns(self) -> int: ...
     @property
     def skipped(self) -> dict[str, int]: ...
-    def pieces(self, first: int) -> Iterator[Piece]:
+    def pieces(self, first: int) -> Pieces:
         """The pieces of every document from number `first` on."""
         ...
 
 
-def open_source(choice: Choice) -> Source:
-    chosen = [bool(choice.input), bool(choice.hub), choice.embedded]
-    if sum(chosen) != 1:
-        raise UsageError("`prepare` takes exactly one source: files or folders, --hub, or --embedded.",
-                         "fitgpt prepare FILE_OR_FOLDER --name=NAME")
-    if choice.hub:
-        return Hub(choice.hub, choice.hub_config, choice.text_column)
-    if choice.embedded:
+def open_source(options: PrepareOptions) -> Source:
+    if options.hub:
+        return Hub(options.hub, options.hub_config, options.text_column)
+    if options.embedded:
         return _embedded()
-    return _files(choice.input, choice.text_column)
+    return _files(options.input, options.text_column)
 
 
 @dataclass(frozen=True)
@@ -98,7 +82,7 @@ class Hub:
     def skipped(self) -> dict[str, int]:
         return {}
 
-    def pieces(self, first: int) -> Iterator[Piece]:
+    def pieces(self, first: int) -> Pieces:
         return read_hub(self.name, self.config, self.column, first)
 
 
@@ -134,19 +118,20 @@ class Files:
     def newest_ns(self) -> int:
         return max(item.mtime_ns for item in self.items)
 
-    def pieces(self, first: int) -> Iterator[Piece]:
+    def pieces(self, first: int) -> Pieces:
         before, skip = 0, first
         for item in self.items:
-            documents = _documents_in(item, self.column) if skip or item.kind != "text" else 1
-            if skip >= documents:
-                skip -= documents
-            else:
-                try:
-                    yield from _read(item, self.column, before, skip)
-                except OSError as error:
-                    raise _unreadable(item.path, error) from error
-                skip = 0
-            before += documents
+            try:
+                if skip and skip >= (documents := _documents_in(item, self.column)):
+                    before, skip = before + documents, skip - documents
+                    continue
+                after = before
+                for piece in _read(item, self.column, before, skip):
+                    after = piece.document + 1
+                    yield piece
+            except OSError as error:
+                raise _unreadable(item.path, error) from error
+            before, skip = after, 0
 
 
 def _documents_in(item: Item, column: str) -> int:
@@ -155,7 +140,7 @@ def _documents_in(item: Item, column: str) -> int:
     return Parquet(item.path, column).rows if item.kind == "parquet" else 1
 
 
-def _read(item: Item, column: str, first_document: int, skip: int) -> Iterator[Piece]:
+def _read(item: Item, column: str, first_document: int, skip: int) -> Pieces:
     if item.kind == "jsonl":
         return read_jsonl(item.path, column, first_document, skip)
     if item.kind == "parquet":
@@ -282,5 +267,5 @@ def _embedded() -> Files:
     if not kept:
         raise DataError(f"This Python keeps no source text of its standard library in {root}.",
                         "Give text of your own: fitgpt prepare FILE_OR_FOLDER --name=NAME --tokenizer=bytes")
-    description = f"Python's standard library in {root}, the first {show_bytes(total)} of its source text"
+    description = f"the source text of Python's standard library in {root}"
     return Files(description, tuple(items[:kept]), "", {}, total)

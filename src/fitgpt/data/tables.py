@@ -9,7 +9,7 @@ from typing import Any
 
 from ..errors import DataError
 from ..units import GiB, MiB, show_bytes
-from .text import Piece, pieces_of, utf8_of
+from .text import Pieces, pieces_of, utf8_of
 
 MAX_LINE_BYTES = 256 * MiB
 MAX_EXPANSION = 1000             # text is packed 20 times smaller at best; beyond this a file is built to explode
@@ -30,7 +30,7 @@ def count_lines(path: Path) -> int:
     return lines + (last != b"\n")
 
 
-def read_jsonl(path: Path, column: str, first_document: int, skip: int) -> Iterator[Piece]:
+def read_jsonl(path: Path, column: str, first_document: int, skip: int) -> Pieces:
     with open(path, "rb") as file:
         number = 0
         while line := file.readline(MAX_LINE_BYTES + 1):
@@ -69,7 +69,7 @@ def _checked(row: dict[str, Any], column: str, where: str) -> tuple[bytes, int]:
     return utf8_of(value)
 
 
-def _row(document: int, data: bytes, surrogates: int = 0) -> Iterator[Piece]:
+def _row(document: int, data: bytes, surrogates: int = 0) -> Pieces:
     for piece in pieces_of(document, (data,)):
         if surrogates and not piece.part:
             piece.counts["lone_surrogates_replaced"] = surrogates
@@ -99,7 +99,7 @@ class Parquet:
         self.rows: int = self._file.metadata.num_rows
         self.text_bytes = self._check_sizes()
 
-    def read(self, first_document: int, skip: int) -> Iterator[Piece]:
+    def read(self, first_document: int, skip: int) -> Pieces:
         """Row groups before row `skip` are passed over unread."""
         row, total = 0, 0
         for group in range(self._file.metadata.num_row_groups):
@@ -143,13 +143,12 @@ class Parquet:
 
     def _check_sizes(self) -> int:
         """The text's size as the file claims it; a claim beyond reason is refused before anything is unpacked."""
-        position = self._file.schema_arrow.get_field_index(self._column)
         total = 0
         for group in range(self._file.metadata.num_row_groups):
             chunks = self._file.metadata.row_group(group)
-            wanted = [chunks.column(index) for index in range(chunks.num_columns)
-                      if chunks.column(index).path_in_schema == self._column] or [chunks.column(position)]
-            unpacked = sum(chunk.total_uncompressed_size for chunk in wanted)
+            columns = (chunks.column(index) for index in range(chunks.num_columns))
+            unpacked = sum(column.total_uncompressed_size for column in columns
+                           if column.path_in_schema == self._column)
             if not 0 <= unpacked <= _MAX_ROW_GROUP_BYTES:
                 raise DataError(
                     f"{self._path}: row group {group} claims {unpacked:,} bytes of text; the limit is "
@@ -166,7 +165,8 @@ class Parquet:
             "Leave this file out, or write it again from its source.")
 
     def _unreadable(self, error: Exception) -> DataError:
-        return DataError(f"{self._path} cannot be read as parquet: {str(error).splitlines()[0] if str(error) else error!r}",
+        first = str(error).splitlines()[0] if str(error) else repr(error)
+        return DataError(f"{self._path} cannot be read as parquet: {first}",
                          "Copy or download it again; if it is not parquet, give it another suffix.")
 
 
@@ -182,7 +182,7 @@ def _pyarrow() -> tuple[Any, Any]:
 
 # ---- the hub
 
-def read_hub(name: str, config: str, column: str, skip: int) -> Iterator[Piece]:
+def read_hub(name: str, config: str, column: str, skip: int) -> Pieces:
     """The train split, streamed. Code that a dataset may bring along is not run."""
     try:
         import datasets

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from dataclasses import dataclass, field
 
 from ..units import MiB
@@ -32,7 +32,10 @@ class Piece:
     counts: dict[str, int] = field(default_factory=dict)   # what was mended here
 
 
-def pieces_of(document: int, chunks: Iterable[bytes], *, bom: bool = False) -> Iterator[Piece]:
+Pieces = Generator[Piece, None, None]
+
+
+def pieces_of(document: int, chunks: Iterable[bytes], *, bom: bool = False) -> Pieces:
     """The pieces of one document whose raw bytes come in chunks."""
     part, buffer = 0, b""
     counts: dict[str, int] = {}

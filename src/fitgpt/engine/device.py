@@ -84,7 +84,6 @@ class Host:
     mps: bool = False
     cpu: str = "CPU"
     survey: driver.Survey = _NO_GPU
-    visible_devices: str | None = None  # CUDA_VISIBLE_DEVICES
     tools: Tools = _NO_TOOLS
     platform: str = "linux"
 
@@ -144,17 +143,28 @@ def _place(device: str, host: Host, mismatch: Mismatch | None) -> tuple[str, Cud
     if mismatch:
         raise DeviceError(mismatch.why, f"{mismatch.fix}\nOr train without the GPU: --device=cpu")
     usable = [gpu for gpu in host.opened if host.build.hip or runs_on(gpu.capability, host.build.archs)]
+    if not usable and (fault := _environment_fault(host.survey)):
+        raise DeviceError(fault, "unset CUDA_VISIBLE_DEVICES, or train without a GPU: --device=cpu")
     if device.startswith("cuda"):
         return "cuda", _asked_for(device, usable, host), ""
     if usable:
         return "cuda", *_roomiest(usable, host.survey)
-    if (host.visible_devices or "").strip() not in driver.HIDES_ALL:
-        raise DeviceError(f"CUDA_VISIBLE_DEVICES={host.visible_devices!r} names a GPU, and none is here: "
-                          f"{host.survey.reason or 'torch sees none'}.",
-                          "unset CUDA_VISIBLE_DEVICES, or train without a GPU: --device=cpu")
     if host.mps:
         return "mps", None, "device: mps, the GPU of this Mac."
-    return "cpu", None, f"device: cpu, because {host.survey.reason or 'torch sees no GPU'}."
+    return "cpu", None, f"device: cpu, because {_why_none(host.survey)}."
+
+
+def _environment_fault(survey: driver.Survey) -> str:
+    """Where no GPU can be used: whether the environment is at odds with that."""
+    if survey.hidden:
+        return f"CUDA_VISIBLE_DEVICES={survey.chosen!r} hides {survey.hidden[0].name} from this run."
+    if (survey.chosen or "").strip() not in driver.HIDES_ALL:
+        return f"CUDA_VISIBLE_DEVICES={survey.chosen!r} names a GPU, and none is here: {_why_none(survey)}."
+    return ""
+
+
+def _why_none(survey: driver.Survey) -> str:
+    return survey.reason or "torch sees no GPU"
 
 
 def _asked_for(device: str, usable: Sequence[CudaDevice], host: Host) -> CudaDevice:
@@ -167,8 +177,8 @@ def _asked_for(device: str, usable: Sequence[CudaDevice], host: Host) -> CudaDev
         unfit = _unfit_arch(gpu, host.build, _driver_branch(host.survey), host.platform)
         raise DeviceError(unfit.why, unfit.fix)
     if not usable:
-        reason = host.survey.reason or "torch sees none"
-        raise DeviceError(f"device={device} asks for a GPU, and there is none here: {reason}.", "--device=cpu")
+        raise DeviceError(f"device={device} asks for a GPU, and there is none here: {_why_none(host.survey)}.",
+                          "--device=cpu")
     raise DeviceError(f"device={device} is not here. Torch sees {', '.join(gpu.label for gpu in usable)}.",
                       f"--device=cuda:{usable[0].index}")
 
@@ -200,10 +210,10 @@ def _dtype(dtype: str, kind: str, name: str, capability: Capability | None) -> t
         slow = kind == "cpu" and dtype != "float32"
         return dtype, f"dtype: {dtype} as asked, though on most CPUs it is slower than float32." if slow else ""
     has_bf16, shown = capability >= BF16_FROM, "{}.{}".format(*capability)
+    if dtype == "auto" and has_bf16:
+        return "bfloat16", f"dtype: bfloat16, because compute capability {shown} has it."
     if dtype == "auto":
-        which = "has" if has_bf16 else "lacks bfloat16 and has"
-        picked = "bfloat16" if has_bf16 else "float16"
-        return picked, f"dtype: {picked}, because compute capability {shown} {which} it."
+        return "float16", f"dtype: float16, because compute capability {shown} has no bfloat16."
     if dtype == "bfloat16" and not has_bf16:
         raise DeviceError(f"dtype=bfloat16 needs compute capability 8.0 or higher; {name} has {shown}.",
                           "--dtype=float16")
@@ -227,7 +237,7 @@ def _gpu_compile_lacks(tools: Tools, capability: Capability | None) -> str:
     if not tools.triton:
         return "triton is not installed"
     if not tools.c_compiler:
-        return "triton needs a C compiler, and there is no gcc or clang (Debian, Ubuntu: apt install gcc)"
+        return "triton needs a C compiler, and neither CC, gcc nor clang is one (Debian, Ubuntu: apt install gcc)"
     if not tools.python_headers:
         return "triton needs Python.h, which is not installed (Debian, Ubuntu: apt install python3-dev)"
     return ""
@@ -263,9 +273,6 @@ def unusable_gpu_reason(build: TorchBuild, survey: driver.Survey, opened: Sequen
     if survey.faulty:
         return Mismatch("a GPU", f"An NVIDIA driver is installed, but does not work: {survey.reason}.",
                         "Restart the machine (or the container), until nvidia-smi shows the GPU.")
-    if survey.hidden and not survey.gpus:
-        return Mismatch(survey.hidden[0].name, f"CUDA_VISIBLE_DEVICES hides {survey.hidden[0].name} from this process.",
-                        "unset CUDA_VISIBLE_DEVICES")
     if not survey.gpus:
         return None
     gpu = survey.gpus[0]
@@ -342,8 +349,8 @@ def read_host(*, lenient: bool = False) -> Host:
         survey = driver.Survey(reason=error.what)
     build = TorchBuild(torch.__version__, torch.version.cuda, torch.version.hip, tuple(torch.cuda.get_arch_list()))
     opened, refusal = _open_gpus(build)
-    return Host(build, opened, refusal, torch.backends.mps.is_available(), cpu_name(), survey,
-                os.environ.get("CUDA_VISIBLE_DEVICES"), read_tools(), sys.platform)
+    return Host(build, opened, refusal, mps=torch.backends.mps.is_available(), cpu=cpu_name(), survey=survey,
+                tools=read_tools(), platform=sys.platform)
 
 
 def _open_gpus(build: TorchBuild) -> tuple[tuple[CudaDevice, ...], str]:

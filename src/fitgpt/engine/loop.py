@@ -17,7 +17,7 @@ from .device import read_memory
 from .feed import Feed
 from .meter import Meter, flops_a_token
 from .model import GPT
-from .optim import Scaler, optimizer_step
+from .optim import AdamW, Scaler, apply_gradients
 
 SAVES_THAT_MAY_FAIL = 3  # in a row, before a run stops rather than go on unsaved
 
@@ -27,7 +27,7 @@ class Training:
     """All that training changes. A checkpoint holds exactly this, and a resume restores it."""
 
     model: GPT
-    optimizer: torch.optim.Optimizer
+    optimizer: AdamW
     scaler: Scaler
     step: int = 0                         # steps completed
     best: SplitLoss | None = None         # the best validation loss so far, and the block it was taken at
@@ -99,13 +99,10 @@ def train_step(training: Training, config: RunConfig, feed: Feed, learning_rate:
         loss.backward()  # type: ignore[no-untyped-call]
         loss_sum += loss.detach()
         if stop_asked():
-            training.optimizer.zero_grad(set_to_none=True)
+            model.zero_grad(set_to_none=True)
             return None
     mean_loss = loss_sum / scaler.scale
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    norm = optimizer_step(training.optimizer, gradients, scaler, learning_rate, config.grad_clip)
-    training.optimizer.zero_grad(set_to_none=True)
-    return mean_loss, norm
+    return mean_loss, apply_gradients(model, training.optimizer, scaler, learning_rate, config.grad_clip)
 
 
 def seed_dropout(seed: int, micro_batch: int) -> None:

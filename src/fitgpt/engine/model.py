@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -67,7 +67,7 @@ def block_next(x: Tensor, w: BlockWeights, heads: int, dtype: torch.dtype, cache
         cache.keys.index_copy_(2, position, k)
         cache.values.index_copy_(2, position, v)
         seen = torch.arange(cache.keys.shape[2], device=x.device) <= position
-        return F.scaled_dot_product_attention(q, cache.keys, cache.values, attn_mask=seen)
+        return F.scaled_dot_product_attention(q, cache.keys, cache.values, attn_mask=seen.unsqueeze(0))
 
     return _block(x, w, heads, 0.0, dtype, attend)
 
@@ -88,35 +88,52 @@ def _block(x: Tensor, w: BlockWeights, heads: int, dropout: float, dtype: torch.
     return x + F.dropout(linear(wide, w.mlp_proj, w.mlp_proj_bias), dropout, dropout > 0)
 
 
-class LayerNorm(nn.Module):
-    """Only holds the parameters, under nanoGPT's names: the arithmetic is in `block_forward`."""
+class Linear(nn.Module):
+    """Only holds parameters, under nanoGPT's names and not yet filled: the arithmetic is in `_block`."""
+
+    def __init__(self, inputs: int, outputs: int, bias: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(outputs, inputs))
+        self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
+
+
+class Vector(nn.Module):
+    """A layer norm's parameters."""
 
     def __init__(self, width: int, bias: bool) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-        self.bias = nn.Parameter(torch.zeros(width)) if bias else None
+        self.weight = nn.Parameter(torch.empty(width))
+        self.bias = nn.Parameter(torch.empty(width)) if bias else None
+
+
+class Table(nn.Module):
+    """An embedding's parameters."""
+
+    def __init__(self, rows: int, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(rows, width))
 
 
 class Attention(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
-        self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
+        self.c_attn = Linear(config.n_embd, 3 * config.n_embd, config.bias)
+        self.c_proj = Linear(config.n_embd, config.n_embd, config.bias)
 
 
 class MLP(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
-        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
+        self.c_fc = Linear(config.n_embd, 4 * config.n_embd, config.bias)
+        self.c_proj = Linear(4 * config.n_embd, config.n_embd, config.bias)
 
 
 class Block(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.ln_1 = LayerNorm(config.n_embd, config.bias)
+        self.ln_1 = Vector(config.n_embd, config.bias)
         self.attn = Attention(config)
-        self.ln_2 = LayerNorm(config.n_embd, config.bias)
+        self.ln_2 = Vector(config.n_embd, config.bias)
         self.mlp = MLP(config)
 
     def weights(self) -> BlockWeights:
@@ -125,6 +142,15 @@ class Block(nn.Module):
             self.attn.c_attn.weight, self.attn.c_attn.bias, self.attn.c_proj.weight, self.attn.c_proj.bias,
             self.ln_2.weight, self.ln_2.bias,
             self.mlp.c_fc.weight, self.mlp.c_fc.bias, self.mlp.c_proj.weight, self.mlp.c_proj.bias)
+
+
+class Transformer(nn.Module):
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.wte = Table(config.vocab_size, config.n_embd)
+        self.wpe = Table(config.block_size, config.n_embd)
+        self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+        self.ln_f = Vector(config.n_embd, config.bias)
 
 
 class GPT(nn.Module):
@@ -141,14 +167,8 @@ class GPT(nn.Module):
         self.grad_checkpoint = config.grad_checkpoint
         self._block: Callable[..., Tensor] = block_forward
         self._block_next: Callable[..., Tensor] = block_next
-        self.transformer = nn.ModuleDict({
-            "wte": nn.Embedding(config.vocab_size, config.n_embd),
-            "wpe": nn.Embedding(config.block_size, config.n_embd),
-            "h": nn.ModuleList(Block(config) for _ in range(config.n_layer)),
-            "ln_f": LayerNorm(config.n_embd, config.bias),
-        })
-        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
-        self.lm_head.weight = self._embedding("wte").weight
+        self.transformer = Transformer(config)
+        self.lm_head = self.transformer.wte  # tied: one table under two names
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -184,7 +204,7 @@ class GPT(nn.Module):
 
     def logits_after(self, token: Tensor, position: Tensor, cache: list[LayerCache]) -> Tensor:
         """Logits [B, V] after one more token [B, 1] at `position` [1], all earlier ones being in the cache."""
-        x = self._embedding("wte")(token) + self._embedding("wpe")(position)
+        x = F.embedding(token, self.transformer.wte.weight) + F.embedding(position, self.transformer.wpe.weight)
         for block, layer in zip(self.blocks(), cache, strict=True):
             x = self._block_next(x, block.weights(), self.config.n_head, self.compute_dtype, layer, position)
         return self._head(self._final_norm(x)[:, -1])
@@ -203,7 +223,7 @@ class GPT(nn.Module):
         config, dropout = self.config, self.config.dropout if self.training else 0.0
         if idx.shape[1] > config.block_size:
             raise ValueError(f"{idx.shape[1]} tokens do not fit a block_size of {config.block_size}")
-        x = self._embedding("wte")(idx) + self._embedding("wpe").weight[:idx.shape[1]]
+        x = F.embedding(idx, self.transformer.wte.weight) + self.transformer.wpe.weight[:idx.shape[1]]
         x = F.dropout(x, dropout, dropout > 0)
         recompute = self.grad_checkpoint and self.training and torch.is_grad_enabled()
         for layer, block in enumerate(self.blocks()):
@@ -233,7 +253,7 @@ class GPT(nn.Module):
         return self.config.count_params(positions=not non_embedding)
 
     def blocks(self) -> Iterator[Block]:
-        return iter(cast(Any, self.transformer["h"]))
+        return cast("Iterator[Block]", iter(self.transformer.h))
 
     def weight_tensors(self) -> dict[str, Tensor]:
         """Every weight once, under nanoGPT's names; the tied head is wte."""
@@ -246,25 +266,18 @@ class GPT(nn.Module):
             parameter.copy_(tensors[name])
 
     def _final_norm(self, x: Tensor) -> Tensor:
-        norm = cast(LayerNorm, self.transformer["ln_f"])
+        norm = self.transformer.ln_f
         return F.layer_norm(x, (self.config.n_embd,), norm.weight, norm.bias).to(self.compute_dtype)
 
     def _head(self, last: Tensor) -> Tensor:
         return F.linear(last, self.lm_head.weight.to(last.dtype)).float()
-
-    def _embedding(self, name: str) -> nn.Embedding:
-        return cast(nn.Embedding, self.transformer[name])
 
     def _piece(self, tokens: int) -> int:
         return loss_piece_tokens(tokens, self.config.vocab_size, self.loss_chunk)
 
 
 def build_model(config: GPTConfig, device: torch.device, seed: int) -> GPT:
-    """A model with fresh weights, made where it will live: each tensor exists once, from the start."""
-    with torch.device("meta"):
-        model = GPT(config)
-    model.to_empty(device=device)
-    model.lm_head.weight = model._embedding("wte").weight  # to_empty unties what shared one tensor
+    """A model with fresh weights, made where it will live: no tensor exists twice."""
     torch.manual_seed(seed)
-    model.reset_parameters()
-    return model
+    with device:
+        return GPT(config)

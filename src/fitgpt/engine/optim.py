@@ -6,11 +6,13 @@ the device. Clipping is a division too, so it rides along: after the norm, one p
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torch.optim.adamw import adamw
 
 # float16's loss scale moves as torch.amp.GradScaler's does: its published defaults.
 FIRST_SCALE, GROWTH, BACKOFF, GROWTH_INTERVAL = 2.0**16, 2.0, 0.5, 2000
@@ -18,49 +20,55 @@ FIRST_SCALE, GROWTH, BACKOFF, GROWTH_INTERVAL = 2.0**16, 2.0, 0.5, 2000
 
 @dataclass(frozen=True)
 class AdamWSettings:
-    learning_rate: float
     beta1: float
     beta2: float
     weight_decay: float
 
 
-def make_optimizer(model: nn.Module, settings: AdamWSettings) -> torch.optim.AdamW:
-    """AdamW with its state allocated at once, so that the first step asks for nothing new.
+class AdamW:
+    """AdamW whose state is allocated at once, so that the first step asks for nothing new.
 
-    Matrices decay and vectors do not, in nanoGPT's order, so that its optimizer state maps onto ours.
+    As in nanoGPT, matrices decay and vectors do not. It calls torch's own fused kernel, but not torch.optim's
+    classes: those load the compiler (two seconds) even where nothing is compiled.
     """
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    groups = [{"params": [p for p in parameters if p.dim() >= 2], "weight_decay": settings.weight_decay},
-              {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=settings.learning_rate, betas=(settings.beta1, settings.beta2),
-                                  fused=True)
-    for parameter in parameters:
-        optimizer.state[parameter] = {
-            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-            "exp_avg": torch.zeros_like(parameter),
-            "exp_avg_sq": torch.zeros_like(parameter),
-        }
-    return optimizer
 
+    def __init__(self, model: nn.Module, settings: AdamWSettings) -> None:
+        self._settings = settings
+        self._parameters = dict(model.named_parameters())
+        self._state = {name: {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p),
+                              "step": torch.zeros((), dtype=torch.float32, device=p.device)}
+                       for name, p in self._parameters.items()}
 
-def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The optimizer's state as flat tensors, `<parameter>.<state>`: what a checkpoint stores."""
-    return {f"{name}.{key}": value for name, parameter in model.named_parameters()
-            for key, value in optimizer.state[parameter].items()}
+    @torch.no_grad()
+    def step(self, learning_rate: float, grad_scale: Tensor, found_inf: Tensor) -> None:
+        """Divides the gradients by `grad_scale` and applies them, or does nothing where `found_inf` is 1."""
+        for decays in (True, False):
+            names = [name for name, p in self._parameters.items() if (p.dim() >= 2) == decays and p.grad is not None]
+            if not names:
+                continue
+            states = [self._state[name] for name in names]
+            parameters = [self._parameters[name] for name in names]
+            adamw(cast("list[Tensor]", parameters), [cast(Tensor, p.grad) for p in parameters],
+                  [s["exp_avg"] for s in states], [s["exp_avg_sq"] for s in states], [], [s["step"] for s in states],
+                  fused=True, grad_scale=grad_scale, found_inf=found_inf, amsgrad=False, maximize=False, eps=1e-8,
+                  lr=learning_rate, beta1=self._settings.beta1, beta2=self._settings.beta2,
+                  weight_decay=self._settings.weight_decay if decays else 0.0)
 
+    def tensors(self) -> dict[str, Tensor]:
+        """The state as flat tensors, `<parameter>.<state>`: what a checkpoint stores."""
+        return {f"{name}.{key}": value for name, state in self._state.items() for key, value in state.items()}
 
-@torch.no_grad()
-def load_optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer,
-                           tensors: Mapping[str, Tensor]) -> list[str]:
-    """Copies a checkpoint's optimizer state in place; returns the names that were missing or of another shape."""
-    wrong = []
-    for name, held in optimizer_tensors(model, optimizer).items():
-        stored = tensors.get(name)
-        if stored is None or stored.shape != held.shape:
-            wrong.append(name)
-        else:
-            held.copy_(stored)
-    return wrong
+    @torch.no_grad()
+    def load_tensors(self, tensors: Mapping[str, Tensor]) -> list[str]:
+        """Copies a checkpoint's state in place; returns the names that were missing or of another shape."""
+        wrong = []
+        for name, held in self.tensors().items():
+            stored = tensors.get(name)
+            if stored is None or stored.shape != held.shape:
+                wrong.append(name)
+            else:
+                held.copy_(stored)
+        return wrong
 
 
 class Scaler:
@@ -99,17 +107,14 @@ class Scaler:
 
 
 @torch.no_grad()
-def optimizer_step(optimizer: torch.optim.Optimizer, gradients: Iterable[Tensor], scaler: Scaler,
-                   learning_rate: float, grad_clip: float) -> Tensor:
-    """Applies the accumulated (scaled) gradients, or skips them where they are not finite. Returns their norm."""
-    norm = torch.nn.utils.get_total_norm(list(gradients)) / scaler.scale
+def apply_gradients(model: nn.Module, optimizer: AdamW, scaler: Scaler, learning_rate: float,
+                    grad_clip: float) -> Tensor:
+    """Applies the accumulated (scaled) gradients, or skips them where they are not finite; returns their norm."""
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    norm = torch.nn.utils.get_total_norm(gradients) / scaler.scale
     found_inf = (~torch.isfinite(norm)).float()
     too_long = (norm / grad_clip).clamp_(min=1.0) if grad_clip else torch.ones_like(norm)
-    for group in optimizer.param_groups:
-        group["lr"] = learning_rate
-    # The two attributes through which torch.amp.GradScaler hands a fused optimizer its figures.
-    optimizer.grad_scale = scaler.scale * too_long  # type: ignore[attr-defined]
-    optimizer.found_inf = found_inf  # type: ignore[attr-defined]
-    optimizer.step()
+    optimizer.step(learning_rate, scaler.scale * too_long, found_inf)
     scaler.update(found_inf)
+    model.zero_grad(set_to_none=True)
     return norm

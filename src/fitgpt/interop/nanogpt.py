@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,6 +20,8 @@ DIFFERENCES_SHOWN = 5
 _PREFIXES = ("_orig_mod.", "module.")  # torch.compile's and DistributedDataParallel's
 _MASK_BUFFER = ".attn.bias"            # before torch 2.0 nanoGPT kept its causal mask as a buffer
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+_FIX_DIFFERENT = "Use a file that matches: this one was changed after it was written, or is of another model."
+_FIX = "Name a ckpt.pt as nanoGPT's train.py wrote it."
 
 
 class Imported(NamedTuple):
@@ -35,15 +38,14 @@ def read_ckpt(path: Path | str) -> Imported:
     missing = [key for key, kind in wanted.items()
                if not isinstance(ckpt, dict) or not isinstance(ckpt.get(key), kind)]
     if missing:
-        raise CheckpointError(f"{path} is no checkpoint of nanoGPT: it lacks {', '.join(missing)}.",
-                              "Name the ckpt.pt that nanoGPT's train.py wrote.")
+        raise CheckpointError(f"{path} is no checkpoint of nanoGPT: it lacks {', '.join(missing)}.", _FIX)
     try:
         best = float(ckpt["best_val_loss"])
     except (KeyError, TypeError, ValueError, RuntimeError):
-        raise CheckpointError(f"{path} is no checkpoint of nanoGPT: it lacks best_val_loss.") from None
+        raise CheckpointError(f"{path} is no checkpoint of nanoGPT: it lacks best_val_loss.", _FIX) from None
     model = _model(ckpt["model"], path)
     config = _config(ckpt["model_args"], model, path)
-    refuse_differences(param_shapes(config), model, path, CheckpointError)
+    refuse_differences(config, model, path, CheckpointError)
     return Imported(config, {name: model[name].float() for name in param_shapes(config)},
                     _optimizer(ckpt["optimizer"], config, path),
                     {"step": ckpt["iter_num"], "best_val_loss": best, "config": ckpt["config"]})
@@ -68,9 +70,12 @@ def param_shapes(config: GPTConfig) -> dict[str, tuple[int, ...]]:
 
 
 def refuse_differences(
-    expected: Mapping[str, tuple[int, ...]], found: Mapping[str, Tensor], where: object, refusal: type[FitError]
+    config: GPTConfig, found: Mapping[str, Tensor], where: object, refusal: type[FitError]
 ) -> None:
-    """Raises, naming the first few, unless `found` is exactly the floating-point tensors expected."""
+    """Raises, naming the first few, unless `found` is exactly the parameters of this GPT."""
+    if config.n_layer > len(found):  # before a list is made as long as a damaged file says
+        raise refusal(f"{where} says n_layer={config.n_layer} and holds {len(found)} tensors.", _FIX_DIFFERENT)
+    expected = param_shapes(config)
     wrong = [f"{name} is missing" for name in expected if name not in found]
     wrong += [f"{name} is no parameter of this shape of GPT" for name in found if name not in expected]
     for name in (name for name in expected if name in found):
@@ -81,7 +86,7 @@ def refuse_differences(
     if wrong:
         more = f"; and {len(wrong) - DIFFERENCES_SHOWN} more" if len(wrong) > DIFFERENCES_SHOWN else ""
         raise refusal(f"{where} does not match its own configuration: {'; '.join(wrong[:DIFFERENCES_SHOWN])}{more}.",
-                      "Use a file that matches: this one was changed after it was written, or is of another model.")
+                      _FIX_DIFFERENT)
 
 
 def unpickle_tensors(path: Path, refusal: type[FitError]) -> Any:
@@ -89,10 +94,12 @@ def unpickle_tensors(path: Path, refusal: type[FitError]) -> Any:
     if not path.is_file():
         raise refusal(f"There is no file {path}.", "Check the path.")
     try:
-        # only the zip form can be mapped; the older form is read
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    except OSError as error:
-        raise refusal(f"Cannot read {path}: {error.strerror or error}.", "Make it readable for this user.") from error
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's advice to developers is none to users
+            # only the zip form can be mapped; the older form is read
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except PermissionError as error:
+        raise refusal(f"Cannot read {path}: {error.strerror}.", "Make it readable for this user.") from error
     except Exception as error:  # a damaged or hostile pickle can raise anything at all
         asked = re.search(r"GLOBAL (\S+)", str(error))
         if asked:
@@ -110,9 +117,9 @@ def _model(stored: Mapping[Any, Any], path: object) -> dict[str, Tensor]:
         while name.startswith(_PREFIXES):
             name = name.split(".", 1)[1]
         if name in model:
-            raise CheckpointError(f"{path} holds {name} twice, under different prefixes.")
+            raise CheckpointError(f"{path} holds {name} twice, under different prefixes.", _FIX)
         if not isinstance(tensor, Tensor):
-            raise CheckpointError(f"{path} holds no tensor as {name}.")
+            raise CheckpointError(f"{path} holds no tensor as {name}.", _FIX)
         if not name.endswith(_MASK_BUFFER):
             model[name] = tensor
     refuse_untied_head(model, path, CheckpointError)
@@ -123,12 +130,15 @@ def _model(stored: Mapping[Any, Any], path: object) -> dict[str, Tensor]:
 def refuse_untied_head(model: Mapping[str, Tensor], where: object, refusal: type[FitError]) -> None:
     head, tied_to = model.get(TIED_HEAD), model.get(TIED_TO)
     if head is not None and tied_to is not None and not torch.equal(head, tied_to):
-        raise refusal(f"{where} has a {TIED_HEAD} that differs from {TIED_TO}; in this GPT they are one tensor.")
+        raise refusal(f"{where} has a {TIED_HEAD} that differs from {TIED_TO}; in this GPT they are one tensor.",
+                      "Use weights whose head is tied, as GPT-2's and nanoGPT's are.")
 
 
 def _config(args: Mapping[str, Any], model: Mapping[str, Tensor], path: object) -> GPTConfig:
-    sizes = {key: args.get(key) for key in ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")}
+    sizes: dict[str, Any] = {key: args.get(key) for key in ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")}
     odd = [f"{key}={value!r}" for key, value in sizes.items() if type(value) is not int or value < 1]
+    if not odd and sizes["n_embd"] % sizes["n_head"]:
+        odd.append(f"n_embd={sizes['n_embd']} is no multiple of n_head={sizes['n_head']}")
     bias = args.get("bias", "transformer.ln_f.bias" in model)  # its first versions had no such choice
     dropout = args.get("dropout", 0.0)
     if type(bias) is not bool:
@@ -136,12 +146,8 @@ def _config(args: Mapping[str, Any], model: Mapping[str, Tensor], path: object) 
     if type(dropout) not in (int, float) or not 0 <= dropout < 1:
         odd.append(f"dropout={dropout!r}")
     if odd:
-        raise CheckpointError(f"{path} has model_args that no GPT has: {', '.join(odd)}.")
-    config = GPTConfig(**sizes, dropout=float(dropout), bias=bias)
-    if config.n_embd % config.n_head or config.n_layer > len(model):
-        raise CheckpointError(f"{path} has model_args that do not fit its tensors: n_embd={config.n_embd}, "
-                              f"n_head={config.n_head}, n_layer={config.n_layer}.")
-    return config
+        raise CheckpointError(f"{path} has model_args that no GPT has: {', '.join(odd)}.", _FIX)
+    return GPTConfig(**sizes, dropout=float(dropout), bias=bias)
 
 
 def _optimizer(stored: Mapping[str, Any], config: GPTConfig, path: object) -> dict[str, Tensor] | None:
@@ -169,7 +175,7 @@ def _optimizer(stored: Mapping[str, Any], config: GPTConfig, path: object) -> di
                 raise ValueError(f"{name} has {', '.join(map(str, entry))}")
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise CheckpointError(
-            f"The optimizer in {path} is not the AdamW that nanoGPT makes for this model ({error!s}).",
+            f"The optimizer in {path} is not the AdamW that nanoGPT makes for this model ({error}).", _FIX
         ) from error
     return flat
 
@@ -178,7 +184,7 @@ def _param_order(shapes: Mapping[str, tuple[int, ...]], group_sizes: Sequence[in
     """Which parameter has which number. The sizes of the two groups tell nanoGPT's two ways apart."""
     decayed = [name for name, shape in shapes.items() if len(shape) >= 2]
     others = [name for name, shape in shapes.items() if len(shape) < 2]
-    # until July 2023 embeddings were not decayed and the names were sorted
+    # until May 2023 embeddings were not decayed and the names were sorted
     old_decayed = sorted(name for name in decayed if name not in (TIED_TO, "transformer.wpe.weight"))
     old_others = sorted(set(shapes) - set(old_decayed))
     for first, second in ((decayed, others), (old_decayed, old_others)):

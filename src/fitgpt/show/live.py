@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -132,6 +133,8 @@ class RichDisplay:
         from rich.live import Live
 
         self._console = Console(file=cast(TextIO, stream), force_terminal=True, highlight=False, markup=False)
+        if min(self._console.size) < 1:  # COLUMNS=0: rich takes it at its word, the standard library asks the terminal
+            self._console.size = shutil.get_terminal_size()
         self._gauge = _Gauge()
         self._live = Live(self._gauge, console=self._console, refresh_per_second=REFRESHES_PER_SECOND)
 
@@ -157,21 +160,25 @@ class RichDisplay:
 
     def evaluated(self, evaluation: Evaluation, best: bool) -> None:
         self._gauge.evaluating = None
-        self._console.print(text.eval_line(evaluation) + (" best so far" if best else ""),
-                            style="bold green" if best else "bold")
+        self._say(text.eval_line(evaluation) + (" best so far" if best else ""), "bold green" if best else "bold")
 
     def saved(self, path: str, seconds: float, nbytes: int) -> None:
-        self._console.print(text.saved_line(path, seconds, nbytes), style="dim")
+        self._say(text.saved_line(path, seconds, nbytes), "dim")
 
     def note(self, sentence: str) -> None:
-        self._console.print(sentence)
+        self._say(sentence)
 
     def warn(self, sentence: str) -> None:
-        self._console.print(f"warning: {sentence}", style="yellow")
+        self._say(f"warning: {sentence}", "yellow")
 
     def close(self) -> None:
         self._gauge.evaluating = None
         self._live.stop()
+
+    def _say(self, words: str, style: str = "") -> None:
+        from rich.text import Text
+
+        self._console.print(Text(words, style))  # a style given to print would colour the bar below, too
 
 
 class _Gauge:
@@ -200,7 +207,7 @@ class _Gauge:
         if len(self._losses) > _CURVE_POINTS:
             self._losses, self._every = self._losses[::2], self._every * 2
         self.steps_done = max(self.steps_done, report.step + 1)
-        self._report, self._since = report, time.monotonic()
+        self._report = report
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         if self._facts is None:
@@ -208,8 +215,10 @@ class _Gauge:
         width = max(options.max_width, 16)
         unicode = not options.ascii_only
         yield self._bar_line(self._facts, width)
-        yield self._figures_line(self._facts, width, unicode)
-        if (evaluating := self.evaluating) is not None:
+        evaluating = self.evaluating
+        if self._report is not None or evaluating is None:
+            yield self._figures_line(self._facts, width, unicode)
+        if evaluating is not None:
             done, total, split = evaluating
             yield _line(width, f"evaluating {split}", done, total, [(0, f"{done:,}/{total:,}")], "green")
 
@@ -217,7 +226,8 @@ class _Gauge:
         done, total = self.steps_done, facts.max_iters
         figures = [(0, f"{done:,}/{total:,}"), (2, f"{done / total:.0%}" if total else "")]
         if self._report is not None and math.isfinite(self._report.seconds_left):
-            left = max(self._report.seconds_left - (time.monotonic() - self._since), 0.0)
+            since = done - (self._report.step + 1)
+            left = max(self._report.seconds_left - since * self._report.seconds, 0.0)
             figures.append((1, f"{show_seconds(left)} left" if done < total else "done"))
         return _line(width, "training", done, total, figures, "cyan")
 
@@ -226,8 +236,8 @@ class _Gauge:
 
         report = self._report
         if report is None:
-            first = "compiling and running the first steps" if facts.compiled else "running the first steps"
-            return Text(f"{first}, {show_seconds(time.monotonic() - self._since)}", style="dim", no_wrap=True)
+            waited = show_seconds(time.monotonic() - self._since)
+            return Text(f"first step{', compiling' if facts.compiled else ''}: {waited}", style="dim", no_wrap=True)
         memory = report.memory
         counted = text.has_counters(memory)
         curve = text.sparkline(self._losses, 12 if width < 100 else 24) if unicode else ""

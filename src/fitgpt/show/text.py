@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 
 from ..nouns import Evaluation, MemoryReading, RunFacts, SplitLoss, StepReport
 from ..units import show_bytes, show_count, show_seconds
@@ -49,16 +50,11 @@ def iter_line(report: StepReport) -> str:
 
 
 def eval_line(evaluation: Evaluation) -> str:
-    """nanoGPT's line, then how far to trust it."""
+    """nanoGPT's line, then how far to trust it. Losses taken at different blocks do not compare, so blocks are said."""
     losses = ", ".join(f"{loss.split} loss {loss.mean:.4f}" for loss in evaluation.losses)
     errors = ", ".join(f"± {loss.stderr:.4f}" for loss in evaluation.losses)
-    return f"step {evaluation.step}: {losses} ({errors}; {_basis(evaluation.losses)}; {evaluation.tokens_per_s:,.0f} tok/s)"
-
-
-def _basis(losses: Sequence[SplitLoss]) -> str:
-    """The windows behind each loss: said once where all have the same."""
-    kinds = list(dict.fromkeys(f"{loss.windows:,} windows of {loss.block}" for loss in losses))
-    return " and ".join(kinds)
+    blocks = " and ".join(dict.fromkeys(str(loss.block) for loss in evaluation.losses))
+    return f"step {evaluation.step}: {losses} ({errors}, block {blocks}, {evaluation.tokens_per_s:,.0f} tok/s)"
 
 
 def saved_line(path: str, seconds: float, nbytes: int) -> str:
@@ -87,7 +83,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
         return ""
     cells = min(width, len(finite))
     cuts = [round(cell * len(finite) / cells) for cell in range(cells + 1)]
-    means = [sum(finite[start:end]) / (end - start) for start, end in zip(cuts, cuts[1:], strict=False)]
+    means = [sum(finite[start:end]) / (end - start) for start, end in pairwise(cuts)]
     low, span = min(means), max(means) - min(means)
     return "".join("▁▂▃▄▅▆▇█"[round(7 * (mean - low) / span) if span else 0] for mean in means)
 

@@ -1,0 +1,26 @@
+# GPT-2 XL (1558M), from random weights, for a 48 GB card.
+# To start from OpenAI's weights instead: --init_from=gpt2-xl
+
+out_dir = 'runs/gpt2_1558m'
+dataset = 'fineweb'
+
+n_layer = 48
+n_head = 25
+n_embd = 1600
+block_size = 1024
+
+batch_size = 4
+gradient_accumulation_steps = 120  # 4 * 1024 * 120 = 491,520 tokens a step
+
+max_iters = 600000
+lr_decay_iters = max_iters
+warmup_iters = 2000
+learning_rate = 2e-4
+min_lr = learning_rate / 10
+
+eval_interval = 1000
+eval_iters = 200
+eval_batch_size = 4
+log_interval = 10
+
+grad_checkpoint = True

@@ -1,0 +1,245 @@
+"""GPTs to and from the folders that Hugging Face transformers opens as GPT2LMHeadModel."""
+
+from __future__ import annotations
+
+import json
+import os
+import textwrap
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from .. import __version__
+from ..atomic import disk_faults, folder_atomically
+from ..engine.checkpoint import TIED_HEAD, TIED_TO, write_safetensors
+from ..errors import DataError, UsageError
+from ..nouns import GPTConfig
+from .nanogpt import param_shapes, refuse_differences, refuse_untied_head, unpickle_tensors
+
+GPT2_NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
+GPT2_END_OF_TEXT = 50256
+
+_CONFIG, _GENERATION, _WEIGHTS = "config.json", "generation_config.json", "model.safetensors"
+_WEIGHT_FILES = (_WEIGHTS, "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+_OURS = "fitgpt_version"  # a key in config.json that marks a folder as an export of ours
+# GPT-2 keeps these four matrices input-first (its Conv1D); nanoGPT's Linear keeps them output-first
+_TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
+_MASK_BUFFERS = (".attn.bias", ".attn.masked_bias")
+_LAYER_NORM_EPSILON = 1e-5
+_TANH_GELUS = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
+
+
+class Pretrained(NamedTuple):
+    config: GPTConfig
+    model: dict[str, Tensor]  # without the tied head
+    notes: tuple[str, ...]
+
+
+# ---- out
+
+def to_hf(config: GPTConfig, model: Mapping[str, Tensor], *, tokenizer: str = "unknown"
+          ) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """config.json and tensors under GPT-2's names; where the model has no biases they are zero."""
+    end_of_text = GPT2_END_OF_TEXT if tokenizer == "gpt2" else None
+    described = {
+        "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", _OURS: __version__,
+        # nanoGPT's nn.GELU() is the exact one; GPT-2's own default is an approximation by tanh
+        "activation_function": "gelu",
+        "n_layer": config.n_layer, "n_head": config.n_head, "n_embd": config.n_embd, "n_inner": None,
+        "n_positions": config.block_size, "n_ctx": config.block_size, "vocab_size": config.vocab_size,
+        "attn_pdrop": config.dropout, "embd_pdrop": config.dropout, "resid_pdrop": config.dropout,
+        "layer_norm_epsilon": _LAYER_NORM_EPSILON, "initializer_range": 0.02,
+        "scale_attn_weights": True, "tie_word_embeddings": True, "use_cache": True,
+        "bos_token_id": end_of_text, "eos_token_id": end_of_text,
+        "torch_dtype": str(model[TIED_TO].dtype).removeprefix("torch."),
+    }
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in model.items():
+        if name == TIED_HEAD:
+            continue
+        tensors[name] = tensor.t() if name.endswith(_TRANSPOSED) else tensor
+        if not config.bias and not name.endswith(("wte.weight", "wpe.weight")):
+            tensors[name.removesuffix("weight") + "bias"] = tensor.new_zeros(tensor.shape[0])
+    return described, tensors
+
+
+def write_folder(out: Path | str, config: GPTConfig, model: Mapping[str, Tensor], *,
+                 tokenizer: str = "unknown") -> Path:
+    """Writes the export, whole or not at all; an earlier export of ours in its place is replaced."""
+    _refuse_to_overwrite(Path(out))
+    out = Path(os.path.abspath(out))  # so that '.' has a name too
+    described, tensors = to_hf(config, model, tokenizer=tokenizer)
+    temporary = out.with_name(f".tmp-{out.name}-{os.getpid()}")
+    with disk_faults("write the export", out), folder_atomically(out, temporary) as folder:
+        _write_json(folder / _CONFIG, described)
+        write_safetensors(folder / _WEIGHTS, tensors, {"format": "pt"})
+        if tokenizer == "gpt2":
+            _write_json(folder / _GENERATION, {"bos_token_id": GPT2_END_OF_TEXT, "eos_token_id": GPT2_END_OF_TEXT})
+    return out
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _refuse_to_overwrite(out: Path) -> None:
+    """Only nothing, an empty folder and an export of ours may be written over."""
+    with disk_faults("look at", out):
+        try:
+            os.lstat(out)
+        except FileNotFoundError:
+            return
+        except ValueError as error:
+            raise UsageError(f"{str(out)!r} is not a name a file system accepts: {error}.",
+                             "Choose another folder with -o.") from error
+        names = {path.name for path in out.iterdir()} if out.is_dir() else {""}
+    ours = names <= {_CONFIG, _GENERATION, _WEIGHTS} and _OURS in _read_json_or_empty(out / _CONFIG)
+    if names and not ours:
+        raise UsageError(f"{out} exists and is not an earlier export: it is not overwritten.",
+                         "Choose another folder with -o.")
+
+
+def _read_json_or_empty(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+# ---- in
+
+def read_folder(path: Path | str) -> Pretrained:
+    """A GPT-2 folder: config.json and safetensors or pytorch_model.bin, in one file or several."""
+    path = Path(path)
+    config, notes = _read_config(path / _CONFIG)
+    model: dict[str, Tensor] = {}
+    for stored_name, tensor in _tensors_in(path):
+        name = str(stored_name)
+        if not name.startswith("transformer.") and name != TIED_HEAD:
+            name = f"transformer.{name}"
+        if not name.endswith(_MASK_BUFFERS):
+            model[name] = tensor.t() if name.endswith(_TRANSPOSED) and tensor.dim() == 2 else tensor
+    refuse_untied_head(model, path, DataError)
+    model.pop(TIED_HEAD, None)
+    refuse_differences(config, model, path, DataError)
+    return Pretrained(config, {name: model[name].float().contiguous() for name in param_shapes(config)}, notes)
+
+
+def _read_config(file: Path) -> tuple[GPTConfig, tuple[str, ...]]:
+    told = _read_json_or_empty(file)
+    if not told:
+        raise DataError(f"{file} is missing or is no JSON object.",
+                        "Name a folder that transformers' save_pretrained wrote.")
+    if told.get("model_type") != "gpt2":
+        raise DataError(f"{file} does not describe a GPT-2: model_type is {told.get('model_type')!r}.",
+                        "Name a folder that transformers opens as GPT2LMHeadModel.")
+    # a knob that the file leaves out has the value of transformers' GPT2Config
+    sizes: dict[str, Any] = {
+        "n_layer": told.get("n_layer", 12), "n_head": told.get("n_head", 12), "n_embd": told.get("n_embd", 768),
+        "block_size": told.get("n_positions", told.get("n_ctx", 1024)),
+        "vocab_size": told.get("vocab_size", 50257),
+    }
+    odd = [f"{key}={value!r}" for key, value in sizes.items() if type(value) is not int or not 0 < value < 2**31]
+    if not odd and sizes["n_embd"] % sizes["n_head"]:
+        odd.append(f"n_embd={sizes['n_embd']} is no multiple of n_head={sizes['n_head']}")
+    activation = told.get("activation_function", "gelu_new")
+    accepted = {
+        "activation_function": ("gelu", *_TANH_GELUS),
+        "n_inner": (None, 4 * sizes["n_embd"] if not odd else None),
+        "layer_norm_epsilon": (_LAYER_NORM_EPSILON,),
+        "scale_attn_weights": (True,),
+        "scale_attn_by_inverse_layer_idx": (False,),
+        "add_cross_attention": (False,),
+        "tie_word_embeddings": (True,),
+    }
+    odd += [f"{key}={told[key]!r}" for key, values in accepted.items() if key in told and told[key] not in values]
+    if odd:
+        raise DataError(f"{file} describes a model that nanoGPT's GPT is not: {', '.join(odd)}.",
+                        "Use a GPT-2 without these changes.")
+    notes = () if activation == "gelu" else (
+        f"These weights were trained with {activation}, an approximation by tanh; as in nanoGPT they run with the "
+        "exact GELU, and outputs differ slightly.",)
+    return GPTConfig(**sizes, bias=True), notes
+
+
+def _tensors_in(path: Path) -> Iterator[tuple[str, Tensor]]:
+    for file in _weight_files(path):
+        if file.suffix == ".safetensors":
+            try:
+                with safe_open(file, framework="pt") as opened:
+                    for name in opened.keys():  # noqa: SIM118
+                        yield name, opened.get_tensor(name)
+            except (OSError, SafetensorError) as error:
+                raise DataError(f"{file} cannot be read as safetensors: {error}.", "Fetch it again.") from error
+        else:
+            stored = unpickle_tensors(file, DataError)
+            if not isinstance(stored, dict) or not all(isinstance(tensor, Tensor) for tensor in stored.values()):
+                raise DataError(f"{file} does not hold named tensors.", "Fetch it again.")
+            yield from stored.items()
+
+
+def _weight_files(path: Path) -> list[Path]:
+    """The one weight file, or all that the index names."""
+    first = next((path / name for name in _WEIGHT_FILES if (path / name).is_file()), None)
+    if first is None:
+        raise DataError(f"{path} holds no weights: none of {', '.join(_WEIGHT_FILES)} is there.",
+                        "Name a folder that transformers' save_pretrained wrote.")
+    if first.suffix != ".json":
+        return [first]
+    index = _read_json_or_empty(first).get("weight_map")
+    names = sorted({str(name) for name in index.values()}) if isinstance(index, dict) else []
+    strays = [name for name in names if Path(name).name != name or not (path / name).is_file()]
+    if not names or strays:
+        raise DataError(f"{first} names {strays[0]!r}, which is not in {path}." if strays
+                        else f"{first} names no files.", "Fetch the folder again.")
+    return [path / name for name in names]
+
+
+# ---- GPT-2 by name
+
+def find_gpt2(name: str) -> Path:
+    """The folder of OpenAI's weights: here, in ./models, in the hub's cache, or fetched from the hub."""
+    if name not in GPT2_NAMES:
+        raise UsageError(f"{name!r} is none of {', '.join(GPT2_NAMES)}.", "--init_from=gpt2")
+    for folder in _likely_places(name):
+        if (folder / _CONFIG).is_file() and any((folder / file).is_file() for file in _WEIGHT_FILES):
+            return folder
+    by_hand = (f"On a machine with a connection: hf download openai-community/{name} {_CONFIG} {_WEIGHTS} "
+               f"--local-dir {name}   then put the folder here as ./{name}")
+    try:
+        import huggingface_hub
+    except ImportError:
+        raise DataError(f"The weights of {name} are not on this machine.",
+                        f"pip install 'fitgpt[hub]' and run this again to fetch them. {by_hand}") from None
+    try:
+        return Path(huggingface_hub.snapshot_download(
+            f"openai-community/{name}", allow_patterns=[_CONFIG, _WEIGHTS]))
+    except Exception as error:  # whatever the hub's client raises, the user needs the same sentence
+        reason = textwrap.shorten(str(error).strip().split("\n")[0], 300)
+        raise DataError(f"The weights of {name} are not on this machine, and fetching them failed: {reason}",
+                        by_hand) from error
+
+
+def _likely_places(name: str) -> Iterator[Path]:
+    yield Path(name)
+    yield Path("models") / name
+    for repository in (f"models--openai-community--{name}", f"models--{name}"):
+        cached = _hub_cache() / repository
+        current = cached / "refs" / "main"
+        if current.is_file():
+            yield cached / "snapshots" / current.read_text().strip()
+        yield from sorted((cached / "snapshots").glob("*"))
+
+
+def _hub_cache() -> Path:
+    """Where huggingface_hub keeps its files, by its own variables."""
+    for variable in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
+        if os.environ.get(variable):
+            return Path(os.environ[variable]).expanduser()
+    if os.environ.get("HF_HOME"):
+        return Path(os.environ["HF_HOME"]).expanduser() / "hub"
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "huggingface" / "hub"

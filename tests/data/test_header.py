@@ -1,0 +1,265 @@
+"""What headers, manifests and headerless files say, and every way they can lie."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import subprocess
+import sys
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fitgpt.data import header
+from fitgpt.data.header import HEADER_BYTES, ShardHeader, pack, padded_vocab, read_header, summarise
+from fitgpt.errors import DataError
+
+Make = Callable[..., Path]
+GOOD = ShardHeader("uint16", 4, 257, 9, "bytes", "ab" * 32)
+PAYLOAD = struct.pack("<4H", 1, 9, 2, 3)
+
+
+def refuse(path: Path) -> DataError:
+    with pytest.raises(DataError) as refused:
+        read_header(path)
+    assert str(path) in refused.value.what
+    assert refused.value.fix
+    return refused.value
+
+
+def shard(content: bytes) -> Path:
+    path = Path("train-00000.shard")
+    path.write_bytes(content)
+    return path
+
+
+def resealed(raw: bytes) -> bytes:
+    """A header whose checksum is right whatever else is wrong with it."""
+    return raw[:HEADER_BYTES - 4] + struct.pack("<I", zlib.crc32(raw[:HEADER_BYTES - 4]))
+
+
+def test_what_is_packed_is_read_back() -> None:
+    found, file = read_header(shard(pack(GOOD) + PAYLOAD))
+    assert found == GOOD
+    assert (file.tokens, file.dtype, file.start, file.max_token, file.size) == (4, "uint16", 256, 9, 264)
+
+
+def test_the_layout_is_these_bytes_for_ever() -> None:
+    raw = pack(GOOD)
+    assert len(raw) == HEADER_BYTES == 256
+    assert raw[:40].hex() == ("464954475054" "0d0a" "0d0c0b0a" "01000000" "02000000" "01010000"
+                              "0900000000000000" "0400000000000000")
+    assert raw[40:45] == b"bytes"
+    assert raw[72:104].hex() == "ab" * 32
+
+
+def test_an_empty_shard_is_named() -> None:
+    assert "is empty (0 bytes)" in refuse(shard(b"")).what
+
+
+def test_a_truncated_or_longer_shard_is_named_with_both_sizes() -> None:
+    for content, word in ((PAYLOAD[:-1], "truncated"), (b"", "truncated"), (PAYLOAD + b"\0", "too long")):
+        message = refuse(shard(pack(GOOD) + content)).what
+        assert word in message
+        assert "264 bytes" in message
+        assert f"{256 + len(content):,} bytes" in message
+    assert "only 100 bytes" in refuse(shard(pack(GOOD)[:100])).what
+
+
+def test_a_wrong_magic_is_shown() -> None:
+    assert "starts with b'PK" in refuse(shard(b"PK\x03\x04" + bytes(300))).what
+
+
+def test_a_big_endian_shard_and_a_newer_version_are_said_so() -> None:
+    raw = pack(GOOD)
+    swapped = resealed(raw[:8] + raw[8:12][::-1] + raw[12:])
+    assert "big-endian" in refuse(shard(swapped + PAYLOAD)).what
+    newer = resealed(raw[:12] + struct.pack("<I", 2) + raw[16:])
+    assert "version 2" in refuse(shard(newer + PAYLOAD)).what
+
+
+@pytest.mark.parametrize("tokens", [2**40, 2**62, -1, -(2**63), 0])
+def test_a_claimed_count_is_compared_and_never_allocated(tokens: int) -> None:
+    raw = pack(GOOD)
+    claim = resealed(raw[:32] + struct.pack("<q", tokens) + raw[40:])
+    assert f"{tokens:,}" in refuse(shard(claim + PAYLOAD)).what
+
+
+def test_other_fields_beyond_reason_are_refused() -> None:
+    raw = pack(GOOD)
+    for offset, layout, value in ((16, "<I", 3), (24, "<q", 257), (24, "<q", -1), (20, "<I", 0), (8, "<I", 7)):
+        size = struct.calcsize(layout)
+        refuse(shard(resealed(raw[:offset] + struct.pack(layout, value) + raw[offset + size:]) + PAYLOAD))
+
+
+def test_any_flipped_bit_of_a_header_is_noticed() -> None:
+    raw = pack(GOOD)
+    for place in range(HEADER_BYTES):
+        damaged = bytearray(raw)
+        damaged[place] ^= 4
+        refuse(shard(bytes(damaged) + PAYLOAD))
+
+
+# ---- datasets
+
+def test_a_prepared_dataset_is_summarised_by_name_and_by_path(make_shards: Make) -> None:
+    folder = make_shards(np.arange(2500) % 200, np.arange(300) % 200)
+    summary = summarise("made")
+    assert summary == summarise(str(folder)) == summarise(str(folder) + "/")
+    assert (summary.tokenizer, summary.vocab_size, summary.train_tokens, summary.val_tokens) == ("bytes", 65536, 2500, 300)
+
+
+def test_the_fingerprint_changes_with_the_data_and_not_with_its_place(make_shards: Make, make_bins: Make) -> None:
+    one = make_shards(np.arange(2500) % 200, np.arange(300), name="one")
+    assert summarise("one").fingerprint == summarise(str(one.absolute())).fingerprint
+    make_shards(np.arange(2500) % 199, np.arange(300), name="two")
+    assert summarise("one").fingerprint != summarise("two").fingerprint
+    tokens = np.arange(200_000) % 50_000
+    make_bins(tokens, tokens[:999], name="three")
+    before = summarise("three").fingerprint
+    for place in (0, -1):
+        changed = tokens.copy()
+        changed[place] += 1
+        make_bins(changed, tokens[:999], name="three")
+        assert summarise("three").fingerprint != before
+    make_bins(tokens, tokens[:999], name="three", characters="ab")
+    assert summarise("three").fingerprint != before
+
+
+def test_nanogpt_files_are_summarised_with_and_without_meta(make_bins: Make) -> None:
+    make_bins(np.zeros(100), np.zeros(10))
+    summary = summarise("nano")
+    assert (summary.tokenizer, summary.vocab_size, summary.train_tokens, summary.val_tokens) == ("unknown", None, 100, 10)
+    make_bins(np.zeros(100), np.zeros(10), characters="abc")
+    assert (summarise("nano").tokenizer, summarise("nano").vocab_size) == ("chars", 3)
+
+
+@pytest.mark.parametrize(("size", "word"), [(0, "empty (0 bytes)"), (7, "7 bytes")])
+def test_an_empty_or_odd_bin_is_named_with_size_and_rule(make_bins: Make, size: int, word: str) -> None:
+    folder = make_bins(np.zeros(100), np.zeros(10))
+    (folder / "val.bin").write_bytes(bytes(size))
+    with pytest.raises(DataError) as refused:
+        summarise("nano")
+    assert refused.value.exit_code == 3
+    assert "val.bin" in refused.value.what
+    assert word in refused.value.what
+    assert "uint16" in refused.value.what
+
+
+@pytest.mark.parametrize("missing", ["train", "val"])
+def test_a_missing_split_is_named(make_bins: Make, make_shards: Make, missing: str) -> None:
+    (make_bins(np.zeros(100), np.zeros(10)) / f"{missing}.bin").unlink()
+    with pytest.raises(DataError, match=rf"{missing}\.bin is missing"):
+        summarise("nano")
+    (make_shards(np.arange(100), np.arange(100)) / f"{missing}-00000.shard").unlink()
+    with pytest.raises(DataError, match=rf"{missing}-00000\.shard cannot be read: No such file"):
+        summarise("made")
+
+
+def test_a_missing_dataset_says_what_is_there_and_how_to_make_it(make_bins: Make) -> None:
+    make_bins(np.zeros(10), np.zeros(10), name="shakespeare")
+    with pytest.raises(DataError) as refused:
+        summarise("mine")
+    assert "data/ holds: shakespeare" in refused.value.what
+    assert "fitgpt prepare FILE_OR_FOLDER --name=mine" in refused.value.fix
+    with pytest.raises(DataError) as refused:
+        summarise("stdlib")
+    assert "fitgpt prepare --embedded --name=stdlib --tokenizer=bytes" in refused.value.fix
+
+
+@pytest.mark.parametrize("dataset", ["", "no\0such", "x" * 5000, "../../nowhere", "🙂", "data/../nothing"])
+def test_a_strange_dataset_name_is_only_not_there(dataset: str) -> None:
+    with pytest.raises(DataError) as refused:
+        summarise(dataset)
+    assert "\0" not in str(refused.value)
+
+
+def test_a_folder_without_data_points_to_the_script_that_makes_it() -> None:
+    folder = Path("data/openwebtext")
+    folder.mkdir(parents=True)
+    with pytest.raises(DataError, match="holds no dataset"):
+        summarise("openwebtext")
+    (folder / "prepare.py").touch()
+    with pytest.raises(DataError) as refused:
+        summarise("openwebtext")
+    assert "python data/openwebtext/prepare.py" in refused.value.fix
+
+
+def test_an_unfinished_preparation_is_not_taken_for_a_dataset() -> None:
+    Path("data/half").mkdir(parents=True)
+    Path("data/half/progress.json").touch()
+    with pytest.raises(DataError, match="not finished"):
+        summarise("half")
+
+
+def test_one_of_our_shards_under_nanogpts_name_is_not_read_as_tokens(make_shards: Make) -> None:
+    folder = make_shards(np.arange(100), np.arange(100))
+    Path("data/moved").mkdir()
+    for split in ("train", "val"):
+        (folder / f"{split}-00000.shard").rename(f"data/moved/{split}.bin")
+    with pytest.raises(DataError, match=r"without its manifest\.json"):
+        summarise("moved")
+
+
+def test_a_shard_of_another_dataset_is_noticed(make_shards: Make) -> None:
+    folder = make_shards(np.arange(100), np.arange(100))
+    other = make_shards(np.arange(100) + 1, np.arange(100), name="other")
+    (other / "train-00000.shard").rename(folder / "train-00000.shard")
+    with pytest.raises(DataError) as refused:
+        summarise("made")
+    assert "does not belong" in refused.value.what
+    assert "fitgpt prepare x --name=made --overwrite" in refused.value.fix
+
+
+@pytest.mark.parametrize("change", [
+    {"schema": 2}, {"schema": None}, {"tokenizer": 5}, {"vocab_size": -1}, {"vocab_size": "257"}, {"splits": []},
+    {"splits": {"train": {}}}, {"counts": {"a": "b"}}, {"dtype": None}, {"settings": 3},
+], ids=str)
+def test_a_manifest_with_a_wrong_field_is_refused(make_shards: Make, change: dict[str, Any]) -> None:
+    path = make_shards(np.arange(100), np.arange(100)) / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(DataError, match=r"manifest\.json"):
+        summarise("made")
+
+
+@pytest.mark.parametrize("row", [
+    {"file": "../../etc/passwd"}, {"file": "/etc/passwd"}, {"file": ".."}, {"file": ""}, {"file": "a\\b"},
+    {"file": "a\0b"}, {"tokens": -5}, {"tokens": 1e9}, {"tokens": True}, {"sha256": None},
+], ids=str)
+def test_a_manifest_cannot_name_files_elsewhere_nor_impossible_counts(make_shards: Make, row: dict[str, Any]) -> None:
+    path = make_shards(np.arange(100), np.arange(100)) / "manifest.json"
+    document = json.loads(path.read_text())
+    document["splits"]["train"]["shards"][0] |= row
+    path.write_text(json.dumps(document))
+    with pytest.raises(DataError, match="damaged"):
+        summarise("made")
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe", b"[" * 100_000, b'{"schema": NaN}'])
+def test_a_manifest_that_is_no_json_is_refused(make_shards: Make, content: bytes) -> None:
+    path = make_shards(np.arange(100), np.arange(100)) / "manifest.json"
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=r"manifest\.json"):
+        summarise("made")
+
+
+def test_half_a_terabyte_is_counted_without_being_read(make_bins: Make) -> None:
+    path = make_bins(np.zeros(10), np.zeros(10)) / "train.bin"
+    os.truncate(path, 500 * 10**9)  # sparse
+    assert summarise("nano").train_tokens == 250 * 10**9
+
+
+def test_reading_headers_loads_neither_numpy_nor_torch() -> None:
+    code = "import sys, fitgpt.data.header; sys.exit(bool({'numpy', 'torch', 'tiktoken'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_the_models_vocabulary_is_nanogpts() -> None:
+    assert padded_vocab("gpt2", 50257) == padded_vocab("unknown", None) == 50304
+    assert (padded_vocab("chars", 65), padded_vocab("bytes", 257)) == (65, 257)
+    assert header.MAGIC == b"FITGPT\r\n"

@@ -1,0 +1,149 @@
+"""A name finds its card, the figures agree with each other, and nothing uncertain goes unmarked."""
+
+from __future__ import annotations
+
+import pytest
+
+from fitgpt import cards
+from fitgpt.errors import UsageError
+
+SOURCES = {"", "seen", "vendor", "formula", "recalled"}
+
+
+@pytest.mark.parametrize(("asked", "meant"), [
+    ("4070", "RTX 4070"),
+    ("RTX 4070", "RTX 4070"),
+    ("rtx4070ti", "RTX 4070 Ti"),
+    ("NVIDIA GeForce RTX 4070", "RTX 4070"),
+    ("rtx-4070-ti-super", "RTX 4070 Ti SUPER"),
+    ("4070tisuper", "RTX 4070 Ti SUPER"),
+    ("4060 laptop", "RTX 4060 Laptop"),
+    ("NVIDIA GeForce RTX 4060 Laptop GPU", "RTX 4060 Laptop"),
+    ("4060 Ti", "RTX 4060 Ti 8GB"),
+    ("4060 ti 16 GB", "RTX 4060 Ti 16GB"),
+    ("h200", "H200"),
+    ("NVIDIA H200", "H200"),
+    ("a100", "A100 40GB"),
+    ("A100-SXM4-80GB", "A100 SXM 80GB"),
+    ("NVIDIA A100 80GB PCIe", "A100 PCIe 80GB"),
+    ("NVIDIA H100 80GB HBM3", "H100 SXM"),
+    ("NVIDIA H100 PCIe", "H100 PCIe"),
+    ("Tesla T4", "T4"),
+    ("Tesla V100-PCIE-32GB", "V100 PCIe 32GB"),
+    ("NVIDIA RTX 6000 Ada Generation", "RTX 6000 Ada"),
+    ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "RTX PRO 6000 Blackwell"),
+    ("AMD Radeon RX 7900 XTX", "RX 7900 XTX"),
+    ("titan rtx", "TITAN RTX"),
+])
+def test_a_name_finds_the_card_it_means(asked: str, meant: str) -> None:
+    assert cards.find(asked).name == meant
+
+
+def test_every_card_is_found_by_its_own_name_and_as_a_driver_would_say_it() -> None:
+    for card in cards.load():
+        assert cards.find(card.name) is card
+        assert cards.match_device(f"NVIDIA GeForce {card.name}", card.driver_mib) is card
+
+
+@pytest.mark.parametrize("asked", ["4071", "RTX 6000", "geforce", "", "RTX 4090 D", "7900", "A100 7GB"])
+def test_an_unknown_card_is_refused_with_the_nearest_names(asked: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        cards.find(asked)
+    assert repr(asked) in refused.value.what
+    named = refused.value.fix.removeprefix("The nearest it knows: ").removesuffix(".").split(", ")
+    assert all(cards.find(name).name == name for name in named)
+
+
+def test_the_nearest_names_are_near() -> None:
+    with pytest.raises(UsageError, match="RTX 4070"):
+        cards.find("rtx 4071")
+
+
+@pytest.mark.parametrize(("name", "total_mib", "meant"), [
+    ("NVIDIA GeForce RTX 4060 Ti", 16380, "RTX 4060 Ti 16GB"),
+    ("NVIDIA GeForce RTX 4060 Ti", 8188, "RTX 4060 Ti 8GB"),
+    ("NVIDIA GeForce RTX 3080", 12288, "RTX 3080 12GB"),
+    ("NVIDIA GeForce RTX 3080", 9900, "RTX 3080 10GB"),
+    ("NVIDIA RTX 6000 Ada Generation", 49140, "RTX 6000 Ada"),  # ECC off
+    ("NVIDIA GeForce RTX 4070", None, "RTX 4070"),
+])
+def test_memory_tells_twins_apart(name: str, total_mib: int | None, meant: str) -> None:
+    found = cards.match_device(name, total_mib)
+    assert found is not None
+    assert found.name == meant
+
+
+@pytest.mark.parametrize(("name", "total_mib"), [
+    ("NVIDIA GeForce GTX 1060 3GB", 3072),
+    ("NVIDIA GeForce RTX 4070", 24564),
+    ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", 9728),
+    ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", 97887),
+    ("llvmpipe", None),
+])
+def test_a_device_that_is_not_in_the_table_is_not_taken_for_another(name: str, total_mib: int | None) -> None:
+    assert cards.match_device(name, total_mib) is None
+
+
+def test_usable_lies_below_the_drivers_figure_and_that_near_the_box() -> None:
+    for card in cards.load():
+        if card.vendor == "nvidia":
+            assert card.driver_mib is not None
+            assert card.usable_mib is not None
+            assert card.memory_gb is not None
+            assert 0.94 * card.driver_mib < card.usable_mib < card.driver_mib, card.name
+            assert 0.92 < card.driver_mib / (card.memory_gb * 1024) <= 1.01, card.name
+
+
+def test_what_was_seen_agrees_with_the_rules() -> None:
+    """The rules stand in for cards nobody has read: they must be near where someone has."""
+    for card in cards.load():
+        if card.usable_src == "seen" and card.name != "H200":  # beyond the rule's 80 GB
+            assert card.driver_mib is not None
+            assert card.usable_mib is not None
+            assert abs(cards.usable_by_rule(card.driver_mib) - card.usable_mib) <= 120, card.name
+        if card.outside_src == "seen" and card.name != "H200":  # measured with more kernels loaded than the others
+            assert card.sms is not None
+            assert card.outside_mib is not None
+            assert abs(cards.outside_by_rule(card.sms) - card.outside_mib) <= 120, card.name
+
+
+def test_tensor_rates_are_multiprocessors_times_clock_times_a_known_width() -> None:
+    for card in cards.load():
+        if card.tflops and card.sms and card.boost_mhz:
+            width = card.tflops * 1e6 / (card.sms * card.boost_mhz)
+            assert any(abs(width / known - 1) < 0.015 for known in (128, 256, 512, 1024, 2048, 4096)), card.name
+        elif card.tflops_src == "formula":
+            pytest.fail(f"{card.name}: a formula needs its terms")
+
+
+def test_bf16_is_what_the_compute_capability_says() -> None:
+    for card in cards.load():
+        if card.vendor == "nvidia":
+            assert card.capability is not None
+            assert card.bf16 is (card.capability >= (8, 0)), card.name
+
+
+def test_every_uncertain_figure_says_where_it_is_from() -> None:
+    for card in cards.load():
+        for figure, source in ((card.driver_mib, card.driver_src), (card.usable_mib, card.usable_src),
+                               (card.outside_mib, card.outside_src), (card.tflops, card.tflops_src)):
+            assert source in SOURCES, card.name
+            assert (figure is None) == (source == ""), card.name
+
+
+def test_names_are_unique() -> None:
+    names = [card.name for card in cards.load()]
+    assert len(names) == len(set(names))
+
+
+def test_the_4090s_peak_counts_float32_accumulation() -> None:
+    peak, source = cards.peak_flops(cards.find("4090"), "bfloat16")
+    assert peak == 165.2e12
+    assert source == "RTX 4090, 165.2 TFLOP/s dense half precision (vendor)"
+
+
+def test_no_peak_is_invented() -> None:
+    assert cards.peak_flops(None, "bfloat16")[0] is None
+    assert cards.peak_flops(cards.find("4090"), "float32")[0] is None
+    assert cards.peak_flops(cards.find("Apple M4 Max"), "float32")[0] is None
+    assert cards.peak_flops(cards.find("1080 ti"), "float32")[0] == 11.3e12

@@ -1,0 +1,333 @@
+"""The device, the precision and compilation are chosen by rule, each with its reason; what cannot work is refused
+before it starts, with what mends it. No GPU is needed: a machine is a value."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fitgpt.driver import GpuReading, Survey
+from fitgpt.engine import device
+from fitgpt.engine.device import CudaDevice, Host, Mismatch, Tools, TorchBuild, choose, runs_on, unusable_gpu_reason
+from fitgpt.errors import DeviceError, UsageError
+from fitgpt.nouns import MemoryReading
+from fitgpt.units import GiB, MiB
+
+DEFAULT_WHEEL = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120")
+CUDA_BUILD = TorchBuild("2.13.0+cu130", cuda="13.0", archs=DEFAULT_WHEEL)
+CPU_BUILD = TorchBuild("2.13.0+cpu")
+ALL_TOOLS = Tools(triton=True, c_compiler=True, cxx_compiler=True, python_headers=True)
+RTX_4070 = CudaDevice(0, "NVIDIA GeForce RTX 4070", (8, 9), 11930 * MiB, "aa-1")
+RTX_2060 = CudaDevice(0, "NVIDIA GeForce RTX 2060", (7, 5), 5928 * MiB, "cc-3")
+GTX_1060 = CudaDevice(0, "NVIDIA GeForce GTX 1060 6GB", (6, 1), 5838 * MiB, "dd-4")
+
+
+def seen(gpu: CudaDevice, driver_version: str = "580.65.06", free: int = 10 * GiB) -> GpuReading:
+    return GpuReading(gpu.index, gpu.name, f"GPU-{gpu.uuid}", "{}.{}".format(*gpu.capability), driver_version,
+                      free_bytes=free)
+
+
+def machine(*gpus: CudaDevice, build: TorchBuild = CUDA_BUILD, tools: Tools = ALL_TOOLS) -> Host:
+    return Host(build, gpus, survey=Survey(tuple(seen(gpu) for gpu in gpus)), tools=tools)
+
+
+NO_GPU = Host(CPU_BUILD, survey=Survey(reason="no NVIDIA driver is installed or loaded"), tools=ALL_TOOLS)
+
+
+# The choice.
+
+def test_auto_takes_the_gpu_in_bfloat16_and_compiled_and_says_so() -> None:
+    choice = choose("auto", "auto", "auto", machine(RTX_4070))
+    assert (choice.device, choice.name, choice.dtype, choice.compile) == (
+        "cuda:0", "NVIDIA GeForce RTX 4070", "bfloat16", True)
+    assert choice.card is not None
+    assert choice.card.name == "RTX 4070"
+    assert [note.split(":")[0] for note in choice.notes] == ["device", "dtype", "compile"]
+
+
+def test_auto_takes_float16_before_ampere() -> None:
+    choice = choose("auto", "auto", "auto", machine(RTX_2060))
+    assert choice.dtype == "float16"
+    assert "dtype: float16, because compute capability 7.5 has no bfloat16." in choice.notes
+
+
+def test_without_a_gpu_auto_takes_the_cpu_in_float32_eager_and_says_why() -> None:
+    choice = choose("auto", "auto", "auto", NO_GPU)
+    assert (choice.device, choice.dtype, choice.compile) == ("cpu", "float32", False)
+    assert "device: cpu, because no NVIDIA driver is installed or loaded." in choice.notes
+
+
+def test_a_mac_gets_its_gpu_in_float32_eager() -> None:
+    choice = choose("auto", "auto", "auto", replace(NO_GPU, mps=True, platform="darwin"))
+    assert (choice.device, choice.dtype, choice.compile) == ("mps", "float32", False)
+
+
+def test_of_two_cards_auto_takes_the_one_with_more_free_memory() -> None:
+    second = replace(RTX_4070, index=1, uuid="bb-2")
+    survey = Survey((seen(RTX_4070, free=1 * GiB), seen(second, free=9 * GiB)))
+    choice = choose("auto", "auto", "auto", replace(machine(RTX_4070, second), survey=survey))
+    assert choice.device == "cuda:1"
+    assert "device: cuda:1 (NVIDIA GeForce RTX 4070), which has the most free memory of 2." in choice.notes
+
+
+def test_of_two_cards_auto_never_takes_one_this_torch_cannot_run() -> None:
+    old = replace(GTX_1060, index=1, uuid="bb-2")
+    survey = Survey((seen(RTX_4070, free=1 * GiB), seen(old, free=6 * GiB)))
+    assert choose("auto", "auto", "auto", replace(machine(RTX_4070, old), survey=survey)).device == "cuda:0"
+
+
+def test_where_free_memory_is_unknown_the_first_card_is_taken_without_a_claim() -> None:
+    second = replace(RTX_4070, index=1, uuid="bb-2")
+    choice = choose("auto", "auto", "auto", replace(machine(RTX_4070, second), survey=Survey()))
+    assert choice.device == "cuda:0"
+    assert not any("most free" in note for note in choice.notes)
+
+
+def test_what_was_asked_for_is_given_without_comment() -> None:
+    choice = choose("cuda", "float32", False, machine(RTX_4070))
+    assert (choice.device, choice.dtype, choice.compile, choice.notes) == ("cuda:0", "float32", False, ())
+
+
+def test_bfloat16_on_turing_is_refused_with_the_flag_that_works() -> None:
+    with pytest.raises(DeviceError) as refused:
+        choose("auto", "bfloat16", "auto", machine(RTX_2060))
+    assert "NVIDIA GeForce RTX 2060 has 7.5" in refused.value.what
+    assert refused.value.fix == "--dtype=float16"
+    assert choose("auto", "float16", "auto", machine(RTX_2060)).dtype == "float16"
+
+
+def test_a_card_that_is_not_there_is_refused_with_those_that_are() -> None:
+    with pytest.raises(DeviceError) as refused:
+        choose("cuda:3", "auto", "auto", machine(RTX_4070))
+    assert "cuda:0 (NVIDIA GeForce RTX 4070)" in refused.value.what
+    assert refused.value.fix == "--device=cuda:0"
+
+
+@pytest.mark.parametrize("asked", ["cuda", "cuda:0", "mps"])
+def test_a_gpu_asked_for_where_there_is_none_is_refused(asked: str) -> None:
+    with pytest.raises(DeviceError, match=f"device={asked}"):
+        choose(asked, "auto", "auto", NO_GPU)
+
+
+@pytest.mark.parametrize(("asked", "dtype"), [("gpu", "auto"), ("cuda:x", "auto"), ("auto", "bf16")])
+def test_words_that_mean_nothing_are_usage_errors(asked: str, dtype: str) -> None:
+    with pytest.raises(UsageError):
+        choose(asked, dtype, "auto", machine(RTX_4070))
+
+
+def test_half_precision_on_a_cpu_is_allowed_with_a_note() -> None:
+    choice = choose("cpu", "float16", "auto", NO_GPU)
+    assert choice.dtype == "float16"
+    assert any("slower" in note for note in choice.notes)
+
+
+@pytest.mark.parametrize(("tools", "lacking"), [
+    (replace(ALL_TOOLS, triton=False), "triton is not installed"),
+    (replace(ALL_TOOLS, c_compiler=False), "C compiler"),
+    (replace(ALL_TOOLS, python_headers=False), "Python.h"),
+])
+def test_without_what_compiling_needs_auto_runs_eager_and_true_is_refused(tools: Tools, lacking: str) -> None:
+    host = machine(RTX_4070, tools=tools)
+    choice = choose("auto", "auto", "auto", host)
+    assert choice.compile is False
+    assert any(note.startswith("compile: off, because") and lacking in note for note in choice.notes)
+    with pytest.raises(DeviceError, match=lacking):
+        choose("auto", "auto", True, host)
+
+
+def test_a_card_too_old_for_triton_runs_eager() -> None:
+    build = replace(CUDA_BUILD, archs=("sm_50", "sm_60", "sm_70"))
+    choice = choose("auto", "auto", "auto", machine(GTX_1060, build=build))
+    assert choice.compile is False
+    assert any("this card has 6.1" in note for note in choice.notes)
+
+
+def test_compiling_on_a_cpu_is_honoured_where_there_is_a_compiler() -> None:
+    assert choose("cpu", "auto", True, NO_GPU).compile is True
+    with pytest.raises(DeviceError, match="C\\+\\+ compiler"):
+        choose("cpu", "auto", True, replace(NO_GPU, tools=replace(ALL_TOOLS, cxx_compiler=False)))
+
+
+@pytest.mark.parametrize(("version", "said"), [
+    ("2.10.1+cu128", "not supported"), ("2.11.0+cu130", ""), ("2.13.0", ""), ("2.14.0a0+git1", "not measured"),
+    ("3.0.0", "not measured"),
+])
+def test_a_torch_we_have_not_tested_is_said(version: str, said: str) -> None:
+    notes = [note for note in choose("cpu", "auto", "auto", replace(NO_GPU, build=TorchBuild(version))).notes
+             if note.startswith("torch:")]
+    assert bool(notes) is bool(said)
+    assert all(said in note and "2.11 to 2.13" in note for note in notes)
+
+
+# A GPU that this torch cannot use.
+
+def mismatch(gpu: CudaDevice, build: TorchBuild, driver_version: str = "580.65.06", *, opened: bool = False,
+             platform: str = "linux", refusal: str = "") -> Mismatch:
+    survey = Survey((seen(gpu, driver_version),))
+    found = unusable_gpu_reason(build, survey, (gpu,) if opened else (), refusal, platform)
+    assert found is not None
+    return found
+
+
+def test_a_cpu_build_beside_a_gpu_is_named_with_the_line_that_mends_it() -> None:
+    found = mismatch(RTX_4070, CPU_BUILD)
+    assert found.gpu == "NVIDIA GeForce RTX 4070"
+    assert found.why == "The driver sees NVIDIA GeForce RTX 4070, but this torch (2.13.0+cpu) is a build for CPUs only."
+    assert found.fix.startswith("pip install --force-reinstall torch==2.13.0 ")
+
+
+def test_the_default_wheel_is_not_advised_where_it_has_no_cuda() -> None:
+    assert "pip install" not in mismatch(RTX_4070, CPU_BUILD, platform="win32").fix
+
+
+@pytest.mark.parametrize(("gpu", "driver_version"), [(GTX_1060, "580.65.06"), (RTX_4070, "535.183.01")])
+def test_the_default_wheel_is_not_advised_where_it_would_not_run_either(gpu: CudaDevice, driver_version: str) -> None:
+    assert "CUDA 12.6" in mismatch(gpu, CPU_BUILD, driver_version).fix
+
+
+def test_a_driver_too_old_is_named_with_the_one_it_takes() -> None:
+    found = mismatch(RTX_4070, CUDA_BUILD, "535.183.01")
+    assert "driver 535.183.01 is too old" in found.why
+    assert "needs driver 580 or newer" in found.why
+    assert "CUDA 12.6" in found.fix
+
+
+@pytest.mark.parametrize("gpu", [replace(RTX_4070, capability=(12, 0)), RTX_4070])
+def test_a_driver_no_build_supports_must_be_updated(gpu: CudaDevice) -> None:
+    version = "570.86.10" if gpu.capability == (12, 0) else "515.43.04"
+    assert "Update the NVIDIA driver to 580" in mismatch(gpu, CUDA_BUILD, version).fix
+
+
+def test_a_card_too_old_for_the_build_is_named_with_both_architectures() -> None:
+    found = mismatch(GTX_1060, CUDA_BUILD, opened=True)
+    assert "is sm_61" in found.why
+    assert "sm_75, sm_80" in found.why
+    assert "CUDA 12.6" in found.fix
+
+
+def test_a_card_too_new_for_the_build_is_told_to_take_the_default_wheel() -> None:
+    build = TorchBuild("2.11.0+cu126", cuda="12.6", archs=("sm_70", "sm_80", "sm_90"))
+    found = mismatch(replace(RTX_4070, capability=(12, 0)), build, opened=True)
+    assert "is sm_120" in found.why
+    assert "torch==2.11.0" in found.fix
+
+
+def test_a_card_no_torch_runs_on_is_told_so() -> None:
+    assert "No torch" in mismatch(replace(GTX_1060, capability=(3, 5)), CPU_BUILD).fix
+
+
+def test_a_build_for_amd_is_named() -> None:
+    assert "a build for AMD GPUs" in mismatch(RTX_4070, TorchBuild("2.13.0+rocm7", hip="7.0")).why
+
+
+def test_what_nobody_can_explain_is_told_in_torchs_words() -> None:
+    found = mismatch(RTX_4070, CUDA_BUILD, refusal="CUDA unknown error")
+    assert "cannot open it: CUDA unknown error." in found.why
+    assert "torch.cuda.init()" in found.fix
+
+
+def test_a_driver_that_does_not_work_is_not_taken_for_no_gpu() -> None:
+    survey = Survey(reason="the NVIDIA driver answers: Driver/library version mismatch", faulty=True)
+    found = unusable_gpu_reason(CUDA_BUILD, survey)
+    assert found is not None
+    assert "Driver/library version mismatch" in found.why
+
+
+@pytest.mark.parametrize("asked", ["auto", "cuda"])
+def test_a_hidden_gpu_stops_the_run_with_the_value_that_hides_it(asked: str) -> None:
+    host = Host(CUDA_BUILD, survey=Survey(hidden=(seen(RTX_4070),), chosen=""))
+    with pytest.raises(DeviceError, match="CUDA_VISIBLE_DEVICES='' hides NVIDIA GeForce RTX 4070"):
+        choose(asked, "auto", "auto", host)
+    assert choose("cpu", "auto", "auto", host).mismatch is None
+
+
+@pytest.mark.parametrize("host", [machine(RTX_4070), NO_GPU, Host(CUDA_BUILD)])
+def test_there_is_no_mismatch_where_the_gpu_works_or_none_is_there(host: Host) -> None:
+    assert unusable_gpu_reason(host.build, host.survey, host.opened) is None
+
+
+@pytest.mark.parametrize("asked", ["auto", "cuda", "cuda:0"])
+def test_an_unusable_gpu_stops_the_run_unless_the_cpu_is_asked_for(asked: str) -> None:
+    host = replace(machine(RTX_4070, build=CPU_BUILD), opened=())
+    with pytest.raises(DeviceError) as refused:
+        choose(asked, "auto", "auto", host)
+    assert refused.value.exit_code == 5
+    assert "CPUs only" in refused.value.what
+    assert "pip install" in refused.value.fix
+    assert "--device=cpu" in refused.value.fix
+    choice = choose("cpu", "auto", "auto", host)
+    assert choice.device == "cpu"
+    assert choice.mismatch is not None
+    assert any("It stays unused" in note and "pip install" in note for note in choice.notes)
+
+
+def test_an_unusable_card_asked_for_by_number_is_explained_though_another_works() -> None:
+    old = replace(GTX_1060, index=1)
+    with pytest.raises(DeviceError, match="is sm_61"):
+        choose("cuda:1", "auto", "auto", machine(RTX_4070, old))
+
+
+def test_a_gpu_named_in_the_environment_where_there_is_none_is_refused_with_the_value() -> None:
+    def without_gpus(chosen: str | None) -> Host:
+        return replace(NO_GPU, survey=replace(NO_GPU.survey, chosen=chosen))
+    with pytest.raises(DeviceError, match="CUDA_VISIBLE_DEVICES='7'"):
+        choose("auto", "auto", "auto", without_gpus("7"))
+    for quiet in (None, "", "-1"):
+        assert choose("auto", "auto", "auto", without_gpus(quiet)).device == "cpu"
+    assert choose("cpu", "auto", "auto", without_gpus("7")).device == "cpu"
+
+
+@pytest.mark.parametrize(("capability", "archs", "runs"), [
+    ((8, 9), ("sm_80", "sm_86"), True),         # same major, later minor
+    ((8, 0), ("sm_86",), False),                # an earlier minor
+    ((9, 0), ("sm_80", "sm_86"), False),        # another major
+    ((9, 0), ("sm_80", "compute_80"), True),    # PTX is compiled by the driver
+    ((7, 5), ("compute_80",), False),           # PTX for newer cards
+    ((9, 0), ("sm_90a",), True),
+    ((10, 0), ("sm_90a",), False),
+    ((12, 0), ("sm_100", "sm_120"), True),
+    ((10, 3), ("sm_100f",), True),
+    ((6, 1), ("sm_50", "sm_60"), True),
+    ((6, 1), (), True),                         # not known: not refused
+])
+def test_compiled_code_runs_by_cudas_rules(capability: tuple[int, int], archs: tuple[str, ...], runs: bool) -> None:
+    assert runs_on(capability, archs) is runs
+
+
+# This machine, whatever it is.
+
+def test_reading_this_machine_never_fails_and_is_enough_to_train_on_its_cpu() -> None:
+    choice = device.resolve_device("cpu", "auto", "auto")
+    assert (choice.device, choice.dtype, choice.compile) == ("cpu", "float32", False)
+    assert "thread" in choice.name
+
+
+def test_a_wrong_environment_does_not_stop_a_run_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> Survey:
+        raise DeviceError("CUDA_VISIBLE_DEVICES='7' names no GPU")
+    monkeypatch.setattr("fitgpt.driver.survey", refuse)
+    assert device.resolve_device("cpu", "auto", False).device == "cpu"
+    with pytest.raises(DeviceError):
+        device.resolve_device("auto", "auto", False)
+
+
+def test_a_cpu_has_no_memory_counters() -> None:
+    assert device.read_memory("cpu") == MemoryReading()
+    device.reset_peaks("cpu")
+    device.synchronize("cpu")
+
+
+def test_memory_counters_are_read_under_their_own_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = {"allocated_bytes.all.current": 1, "reserved_bytes.all.current": 2,
+               "allocated_bytes.all.peak": 3, "reserved_bytes.all.peak": 4}
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: counted)
+    assert device.read_memory("cuda:0") == MemoryReading(allocated=1, reserved=2, peak_allocated=3, peak_reserved=4)
+
+
+def test_a_compiler_named_in_the_environment_counts_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", "no-such-compiler -O2")
+    assert device.read_tools().c_compiler is False
+    monkeypatch.setenv("CC", "sh -c")
+    assert device.read_tools().c_compiler is True

@@ -1,0 +1,195 @@
+"""A run does what a plain training loop does, and says so in metrics.jsonl."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from fitgpt.config import RunConfig
+from fitgpt.data.order import positions_for
+from fitgpt.data.shards import open_dataset
+from fitgpt.engine.model import GPT, build_model
+from fitgpt.errors import CheckpointError, DataError, Interrupted, NumericsError, UsageError
+from fitgpt.run import run
+from fitgpt.runfolder import read_metrics
+from helpers import tiny_config
+
+
+def train(config: RunConfig, stop_after: int | None = None) -> list[dict]:
+    asked = iter(range(10**9))
+    run(config.to_dict(), [], lambda: stop_after is not None and next(asked) >= stop_after)
+    return read_metrics(Path(config.out_dir) / "metrics.jsonl")
+
+
+def losses(rows: list[dict]) -> list[float]:
+    return [row["loss"] for row in rows if row["kind"] == "step"]
+
+
+def plain_losses(config: RunConfig) -> list[float]:
+    """The whole of training, written a second time with nothing but torch: full logits, AdamW, clip_grad_norm_."""
+    model = build_model(config.gpt_config(), torch.device("cpu"), config.seed)
+    matrices = [p for p in model.parameters() if p.dim() >= 2]
+    vectors = [p for p in model.parameters() if p.dim() < 2]
+    optimizer = torch.optim.AdamW([{"params": matrices, "weight_decay": config.weight_decay},
+                                   {"params": vectors, "weight_decay": 0.0}],
+                                  lr=config.learning_rate, betas=(config.beta1, config.beta2))
+    data = open_dataset(config.dataset).split("train")
+    curve = []
+    for step in range(config.max_iters):
+        total = 0.0
+        for micro in range(config.gradient_accumulation_steps):
+            samples = positions_for(step, micro, batch_size=config.batch_size,
+                                    accumulation=config.gradient_accumulation_steps)
+            tokens = torch.from_numpy(data.read(samples, config.block_size, config.seed))
+            logits = model.hidden(tokens[:, :-1]) @ model.lm_head.weight.t()
+            loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+            (loss / config.gradient_accumulation_steps).backward()
+            total += loss.item() / config.gradient_accumulation_steps
+        torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip)
+        if step < config.warmup_iters:
+            rate = config.learning_rate * (step + 1) / (config.warmup_iters + 1)
+        else:
+            ratio = (step - config.warmup_iters) / (config.lr_decay_iters - config.warmup_iters)
+            rate = config.min_lr + 0.5 * (1 + math.cos(math.pi * ratio)) * (config.learning_rate - config.min_lr)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.step()
+        optimizer.zero_grad()
+        curve.append(total)
+    return curve
+
+
+def test_twenty_steps_have_the_loss_curve_of_a_plain_loop(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path)
+    ours = losses(train(config))
+    plain = plain_losses(config)
+    assert len(ours) == 20
+    assert ours == pytest.approx(plain, rel=1e-4)
+    assert ours[-1] < ours[0] - 0.5
+
+
+def test_the_split_of_a_step_into_micro_batches_changes_only_rounding(tmp_path: Path) -> None:
+    one = losses(train(tiny_config(tmp_path / "a", batch_size=8, gradient_accumulation_steps=1)))
+    eight = losses(train(tiny_config(tmp_path / "b", batch_size=1, gradient_accumulation_steps=8)))
+    assert one == pytest.approx(eight, rel=1e-4)
+
+
+def test_knobs_that_only_save_memory_change_only_rounding(tmp_path: Path) -> None:
+    plain = losses(train(tiny_config(tmp_path / "a")))
+    small = losses(train(tiny_config(tmp_path / "b", grad_checkpoint=True, loss_chunk=5, eval_batch_size=1)))
+    assert plain == pytest.approx(small, rel=1e-5)
+
+
+def test_the_first_line_of_the_record_says_what_is_run_and_where(tmp_path: Path) -> None:
+    rows = train(tiny_config(tmp_path, max_iters=2))
+    assert rows[0]["kind"] == "run"
+    assert rows[0]["config"]["n_embd"] == 32
+    assert rows[0]["config"]["dtype"] == "float32"  # as resolved, not "auto"
+    assert rows[0]["versions"]["torch"] == torch.__version__
+    kinds = [row["kind"] for row in rows]
+    assert kinds == ["run", "eval", "step", "step", "eval", "save"]
+
+
+def test_evaluation_uses_its_own_batch_and_block(tmp_path: Path) -> None:
+    def first_eval(**changes: int) -> dict:
+        folder = tmp_path / "-".join(f"{k}{v}" for k, v in changes.items())
+        rows = train(tiny_config(folder, max_iters=1, **changes))
+        return next(row for row in rows if row["kind"] == "eval")
+
+    whole, small = first_eval(eval_batch_size=0), first_eval(eval_batch_size=3)
+    assert [s["mean"] for s in small["losses"]] == pytest.approx([s["mean"] for s in whole["losses"]], rel=1e-6)
+    assert whole["losses"][1]["windows"] == 2 * 4
+    assert first_eval(eval_block_size=8)["losses"][1]["block"] == 8
+
+
+def test_eval_only_evaluates_once_and_trains_nothing(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, eval_only=True)
+    assert [row["kind"] for row in train(config)] == ["run", "eval"]
+    assert not (tmp_path / "out" / "checkpoints").exists()
+
+
+def test_without_always_save_only_improvements_are_kept(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, always_save_checkpoint=False, max_iters=30, eval_interval=1, learning_rate=0.5,
+                         min_lr=0.5, grad_clip=0.0, warmup_iters=0)
+    rows = train(config)
+    evals = {row["step"]: row["best"] for row in rows if row["kind"] == "eval" and row["step"] > 0}
+    assert {row["step"] for row in rows if row["kind"] == "save"} == {step for step, best in evals.items() if best}
+    assert not all(evals.values())  # a learning rate this wild does not improve every time
+
+
+def test_a_stop_drops_the_unfinished_step_and_the_rest_is_bit_identical(tmp_path: Path) -> None:
+    whole = tiny_config(tmp_path / "whole", dropout=0.2)
+    train(whole)
+    config = tiny_config(tmp_path / "halves", dropout=0.2)
+    with pytest.raises(Interrupted, match="Stopped at step 7"):
+        train(config, stop_after=7 * 2 + 1 + 4)  # in the middle of step 7; the evaluation at 0 asks four times
+    train(replace(config, init_from="resume"))
+    assert weights(config) == weights(whole)
+
+
+def weights(config: RunConfig) -> bytes:
+    return (Path(config.out_dir) / "checkpoints" / "step-00000020" / "model.safetensors").read_bytes()
+
+
+def test_a_resume_with_another_split_into_micro_batches_goes_on(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, max_iters=10)
+    train(config)
+    rows = train(replace(config, init_from="resume", max_iters=20, batch_size=2, gradient_accumulation_steps=4))
+    whole = losses(train(tiny_config(tmp_path / "whole", max_iters=20)))
+    assert losses(rows) == pytest.approx(whole, rel=1e-3)
+
+
+def test_a_folder_that_holds_a_run_is_not_started_over(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, max_iters=2)
+    train(config)
+    with pytest.raises(UsageError, match="already holds a run"):
+        train(replace(config, n_layer=3))
+
+
+def test_other_data_on_resume_is_refused(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, max_iters=2)
+    train(config)
+    from helpers import write_dataset
+
+    other = write_dataset(tmp_path / "other", tokens=7000)
+    with pytest.raises(DataError, match="not the data this run was trained on"):
+        train(replace(config, init_from="resume", max_iters=4, dataset=other))
+
+
+def test_a_token_beyond_the_vocabulary_is_refused_before_training(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="vocabulary"):
+        train(tiny_config(tmp_path, vocab_size=40))
+
+
+def test_a_checkpoint_without_its_optimizer_is_never_resumed_afresh(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, max_iters=2)
+    train(config)
+    for folder in (tmp_path / "out" / "checkpoints").iterdir():
+        (folder / "optimizer.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="missing"):
+        train(replace(config, init_from="resume", max_iters=4))
+
+
+def test_steps_that_are_never_finite_stop_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain_loss = GPT.loss
+    monkeypatch.setattr(GPT, "loss", lambda *given: plain_loss(*given) * math.nan)
+    config = tiny_config(tmp_path, max_skipped_steps=5)
+    with pytest.raises(NumericsError, match="5 steps in a row"):
+        train(config)
+    rows = read_metrics(Path(config.out_dir) / "metrics.jsonl")
+    assert [row["skipped"] for row in rows if row["kind"] == "step"] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_trains_and_resumes_exactly(tmp_path: Path, dtype: str) -> None:
+    whole, config = (tiny_config(tmp_path / name, dtype=dtype) for name in ("whole", "halves"))
+    curve = losses(train(whole))
+    assert curve[-1] < curve[0] - 0.5
+    train(replace(config, max_iters=10))
+    train(replace(config, init_from="resume"))
+    assert weights(config) == weights(whole)

@@ -112,8 +112,9 @@ def test_a_tied_head_is_not_stored_and_an_untied_one_is_refused(tmp_path: Path) 
 def test_loaded_tensors_do_not_depend_on_the_file(tmp_path: Path) -> None:
     save_step(tmp_path, 1)
     loaded = load(tmp_path)
+    size = (loaded.path / "model.safetensors").stat().st_size
     with open(loaded.path / "model.safetensors", "r+b") as file:
-        file.write(b"\0" * 100)
+        file.write(b"\0" * size)
     assert torch.equal(loaded.model["transformer.wte.weight"], torch.full((16, 4), 1.0))
 
 
@@ -469,7 +470,7 @@ def test_a_death_at_any_disk_operation_of_a_save_loses_nothing(tmp_path: Path, n
         assert load(folder).step == next_step + 1
         shutil.rmtree(folder)
     assert exit_code == 0
-    assert deadly > 20  # the hook did count
+    assert deadly > 15  # the hook did count
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="folders cannot be synced there")
@@ -483,7 +484,7 @@ def test_everything_is_on_the_disk_before_the_name_is_and_the_name_before_anythi
     inodes: dict[int, str] = {}
 
     def watch_fsync(descriptor: int) -> None:
-        for path in tmp_path.parent.rglob("*"):
+        for path in (tmp_path, *tmp_path.rglob("*")):
             inodes[path.stat().st_ino] = path.name
         happened.append(f"sync {inodes[os.fstat(descriptor).st_ino]}")
         fsync(descriptor)

@@ -69,6 +69,14 @@ def test_a_verb_explains_itself_even_among_broken_flags(verb: str, capsys: pytes
     assert len(set(texts)) == 1
 
 
+def test_after_two_dashes_help_is_a_file_like_any_other(called: dict[str, Any],
+                                                        capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["prepare", "--", "--help"]) == 0
+    assert called["prepare"].input == ("--help",)
+    assert main(["prepare", "--help", "--", "x"]) == 0
+    assert capsys.readouterr().out.startswith("usage: ")
+
+
 @pytest.mark.parametrize("verb", VERBS)
 def test_the_examples_in_the_help_are_valid(verb: str, called: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     import shlex

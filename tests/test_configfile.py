@@ -116,7 +116,7 @@ def test_arithmetic_that_fails_is_a_sentence(tmp_path: Path, expression: str, wh
 
 @pytest.mark.parametrize("text", [
     "x = " + "(" * 5000 + "1" + ")" * 5000, "x = " + "-" * 100_000 + "1", "x = " + "+".join(["1"] * 20_000),
-    "x = " + "not " * 50_000 + "1", "x = " + "[" * 150 + "]" * 150,
+    "x = " + "not " * 50_000 + "1", "x = " + "[" * 150 + "]" * 150, "x = " + "+".join(["1"] * 600),
 ])
 def test_deep_nesting_is_refused_and_does_not_crash(tmp_path: Path, text: str) -> None:
     with pytest.raises(UsageError):

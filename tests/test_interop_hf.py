@@ -279,7 +279,8 @@ def test_damaged_and_missing_files_are_named(tmp_path: Path) -> None:
     weights.unlink()
     with pytest.raises(DataError, match="holds no weights"):
         read_folder(folder)
-    for index in ({"weight_map": {"a": "../../secret"}}, {"weight_map": {"a": "gone.safetensors"}}, {}, []):
+    (tmp_path / "secret.safetensors").write_bytes(whole)
+    for index in ({"weight_map": {"a": "../secret.safetensors"}}, {"weight_map": {"a": "gone.safetensors"}}, {}, []):
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
         with pytest.raises(DataError, match=r"index\.json names"):
             read_folder(folder)

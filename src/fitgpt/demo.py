@@ -25,7 +25,7 @@ CONFIG: dict[str, Any] = dict(
 
 
 def demo(options: DemoOptions) -> int:
-    prepare(PrepareOptions(embedded=True, name=DATASET, tokenizer="bytes"))
+    prepare(PrepareOptions(embedded=True, name=DATASET, tokenizer="bytes", val_fraction=0.05))
     out_dir = free_folder(options.out_dir)
     settings = {**CONFIG, "out_dir": out_dir, "device": options.device}
     if options.steps:

@@ -55,16 +55,6 @@ class SplitLoss:
 
 
 @dataclass(frozen=True)
-class Evaluation:
-    step: int
-    losses: tuple[SplitLoss, ...]
-    tokens_per_s: float
-
-    def of(self, split: str) -> SplitLoss:
-        return next(loss for loss in self.losses if loss.split == split)
-
-
-@dataclass(frozen=True)
 class MemoryReading:
     """Bytes as the allocator counts them; zeros where the device has no such counters."""
 
@@ -72,6 +62,17 @@ class MemoryReading:
     reserved: int = 0
     peak_allocated: int = 0
     peak_reserved: int = 0
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    step: int
+    losses: tuple[SplitLoss, ...]
+    tokens_per_s: float
+    memory: MemoryReading  # its peaks are those of this evaluation
+
+    def of(self, split: str) -> SplitLoss:
+        return next(loss for loss in self.losses if loss.split == split)
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ class StepReport:
     mfu: float | None      # of `RunFacts.peak_flops`; None where the card's peak is unknown
     skipped: int           # non-finite steps skipped since the start
     loss_scale: float      # 1.0 except in float16
-    memory: MemoryReading
+    memory: MemoryReading  # its peaks are those of training since the last evaluation
     seconds_left: float
 
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shlex
 import struct
 import zlib
 from dataclasses import dataclass
@@ -172,6 +173,7 @@ def _recipe(dataset: str) -> str:
     name = Path(dataset).name
     if not name.isprintable() or not 0 < len(name) < 100:
         name = "NAME"
+    name = shlex.quote(name)
     if name == "stdlib":
         return "fitgpt prepare --embedded --name=stdlib --tokenizer=bytes"
     if name.startswith("fineweb"):

@@ -12,7 +12,7 @@ import shlex
 import shutil
 import sys
 import time
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -135,6 +135,8 @@ def _is_there(job: Job) -> bool:
     found = manifest.read(job.folder)
     _refuse_differences(job, found.settings, "holds a dataset made")
     summary = summarise(str(job.folder))
+    with suppress(OSError):  # a dataset that others may only read
+        remove_leftovers(job.folder, found)
     print(f"{job.folder} is already prepared, from the same source and with the same settings: "
           f"{summary.train_tokens:,} train and {summary.val_tokens:,} val tokens.")
     return True
@@ -288,14 +290,14 @@ def _finish(job: Job, progress: Progress, writers: dict[str, SplitWriter]) -> No
                       {split: tuple(writers[split].shards) for split in SPLITS}, progress.documents,
                       dict(sorted(progress.counts.items())), job.settings, job.source.description, job.command)
     put(job.folder / manifest.NAME, manifest.to_json(result).encode())
-    remove_leftovers(job.folder, {shard.file for split in SPLITS for shard in writers[split].shards})
+    remove_leftovers(job.folder, result)
 
 
 def _balance(job: Job, progress: Progress, writers: dict[str, SplitWriter]) -> bool:
     """With few documents chance can give val nothing, or far too much: then the end of one side is moved over."""
     total, have = _total(writers), writers["val"].tokens
     wanted = min(max(1, round(total * job.val_fraction)), total - 1)
-    if wanted / 2 <= have <= wanted * 2:
+    if wanted / 2 <= have <= min(2 * wanted, (wanted + total) / 2):  # each side has at least half of its share
         return False
     rich, poor, surplus = ("train", "val", wanted - have) if have < wanted else ("val", "train", have - wanted)
     tail = writers[rich].take_tail(2 * surplus)

@@ -191,8 +191,9 @@ def remove_ours(folder: Path) -> None:
             path.unlink()
 
 
-def remove_leftovers(folder: Path, kept: set[str]) -> None:
-    """What a finished dataset does not need."""
+def remove_leftovers(folder: Path, finished: manifest.Manifest) -> None:
+    """What a finished dataset does not need: the record of progress, and shards it does not name."""
+    kept = {shard.file for shards in finished.shards.values() for shard in shards}
     for path in folder.iterdir():
         if _LEFTOVER.fullmatch(path.name) and path.name not in kept:
             path.unlink()

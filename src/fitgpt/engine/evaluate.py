@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..nouns import Evaluation, SplitLoss
+from .device import read_memory, reset_peaks
 from .feed import Feed
 from .model import GPT
 
@@ -28,8 +29,9 @@ def evaluate(model: GPT, splits: Mapping[str, tuple[ReadWindows, int]], *, batch
     Each window's mean loss is kept apart and averaged in float64 at the end, so that `batch` only says how many
     are computed at once. None if a stop was asked for before it was done.
     """
-    was_training = model.training
+    was_training, device = model.training, str(model.lm_head.weight.device)
     model.eval()
+    reset_peaks(device)
     total = sum(windows for _, windows in splits.values())
     started, done, losses = time.perf_counter(), 0, []
     try:
@@ -43,8 +45,9 @@ def evaluate(model: GPT, splits: Mapping[str, tuple[ReadWindows, int]], *, batch
             done += windows
     finally:
         model.train(was_training)
-    seconds = time.perf_counter() - started
-    return Evaluation(step=step, losses=tuple(losses), tokens_per_s=total * block / seconds)
+    seconds, memory = time.perf_counter() - started, read_memory(device)
+    reset_peaks(device)
+    return Evaluation(step=step, losses=tuple(losses), tokens_per_s=total * block / seconds, memory=memory)
 
 
 def _window_losses(model: GPT, read: ReadWindows, windows: int, batch: int,

@@ -113,7 +113,10 @@ def _read_json_or_empty(path: Path) -> dict[str, Any]:
 # ---- in
 
 def read_folder(path: Path | str) -> Pretrained:
-    """A GPT-2 folder: config.json and safetensors or pytorch_model.bin, in one file or several."""
+    """A GPT-2 folder: config.json and safetensors or pytorch_model.bin, in one file or several.
+
+    Tensors may be views of the mapped files: copy them before those go.
+    """
     path = Path(path)
     config, notes = _read_config(path / _CONFIG)
     model: dict[str, Tensor] = {}

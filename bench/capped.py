@@ -1,0 +1,97 @@
+"""Do the runs of the notes train and evaluate on a 12 GB card? Each runs in a process of its own, under an allocator
+cap that plays the card: what CUDA gives of it, less what a process holds outside the allocator.
+
+    python bench/capped.py --gpu 4070 --dataset data/stdlib-gpt2 -o bench/results/capped_4070_on_h200.json
+
+Needs a CUDA card with at least that much memory. The processes run side by side: nothing here is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "src"))
+
+from fitgpt import __version__  # noqa: E402
+from fitgpt.cards import find  # noqa: E402
+from fitgpt.config import resolve  # noqa: E402
+from fitgpt.knobs import walk  # noqa: E402
+from fitgpt.supervise import child_environment  # noqa: E402
+from fitgpt.units import MiB, show_bytes  # noqa: E402
+
+RUNS = ("config/notes_77m.py", "config/notes_30m.py")
+SHORT = ["--max_iters=6", "--eval_interval=3", "--eval_iters=4", "--log_interval=1", "--gradient_accumulation_steps=4"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpu", default="4070")
+    parser.add_argument("--dataset", required=True)
+    parser.add_argument("-o", "--out", required=True)
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        return child(json.loads(options.child))
+    card = find(options.gpu)
+    assert card.usable_mib is not None and card.outside_mib is not None
+    cap = (card.usable_mib - card.outside_mib) * MiB
+    cases = [dict(config=config, dtype=dtype, compile=compiled, cap=cap, dataset=options.dataset)
+             for config, dtype, compiled in product(RUNS, ("float16", "bfloat16"), (False, True))]
+    with ThreadPoolExecutor(len(cases)) as pool:
+        rows = list(pool.map(measure, cases))
+    Path(options.out).write_text(json.dumps(
+        {"what": "peaks in bytes of short runs under an allocator cap", "card": card.name, "cap_bytes": cap,
+         "fitgpt": __version__, "command": " ".join(["python", *sys.argv]), "rows": rows}, indent=1) + "\n")
+    for row in rows:
+        print(f"{row['config']:24} {row['dtype']:9} {'compiled' if row['compile'] else 'eager':9}",
+              row.get("error") or f"train {show_bytes(row['train_reserved'])} eval {show_bytes(row['eval_reserved'])}"
+              f" reserved, of {show_bytes(cap)}; val loss {row['val_loss']:.3f}")
+
+
+def measure(case: dict[str, Any]) -> dict[str, Any]:
+    """Runs one case in its own process; returns its peaks, or how it failed."""
+    with tempfile.TemporaryDirectory() as folder:
+        order = json.dumps({**case, "out_dir": str(Path(folder) / "out")})
+        environment = child_environment({**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "2"})
+        done = subprocess.run([sys.executable, __file__, "--dataset=", "-o=", "--child", order], env=environment,
+                              capture_output=True, text=True, cwd=ROOT)
+        metrics = Path(folder) / "out" / "metrics.jsonl"
+        if done.returncode:
+            return {**case, "error": done.stderr.strip().splitlines()[-1] if done.stderr.strip() else "no words"}
+        rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    steps, evals = ([row for row in rows if row["kind"] == kind] for kind in ("step", "eval"))
+    return {**case, "versions": rows[0]["versions"], "device_name": rows[0]["device_name"],
+            "train_allocated": max(row["memory"]["peak_allocated"] for row in steps),
+            "train_reserved": max(row["memory"]["peak_reserved"] for row in steps),
+            "first_eval_allocated": evals[0]["memory"]["peak_allocated"],
+            "first_eval_reserved": evals[0]["memory"]["peak_reserved"],
+            "eval_allocated": max(row["memory"]["peak_allocated"] for row in evals),
+            "eval_reserved": max(row["memory"]["peak_reserved"] for row in evals),
+            "losses": [row["loss"] for row in steps], "val_loss": evals[-1]["losses"][1]["mean"]}
+
+
+def child(case: dict[str, Any]) -> None:
+    import torch
+
+    from fitgpt.run import run
+
+    torch.cuda.set_per_process_memory_fraction(case["cap"] / torch.cuda.get_device_properties(0).total_memory)
+    flags = [f"--{key}={case[key]}" for key in ("dtype", "compile", "dataset", "out_dir")]
+    from fitgpt.config import RunConfig
+
+    config, notes = resolve(walk([str(ROOT / case["config"]), *SHORT, *flags], RunConfig))
+    run(config.to_dict(), notes, lambda: False)
+
+
+if __name__ == "__main__":
+    main()

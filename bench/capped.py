@@ -14,6 +14,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
@@ -51,7 +52,7 @@ def main() -> None:
         rows = list(pool.map(measure, cases))
     Path(options.out).write_text(json.dumps(
         {"what": "peaks in bytes of short runs under an allocator cap", "card": card.name, "cap_bytes": cap,
-         "fitgpt": __version__, "command": " ".join(["python", *sys.argv]), "rows": rows}, indent=1) + "\n")
+         "date": time.strftime("%Y-%m-%d"), "fitgpt": __version__, "command": " ".join(["python", *sys.argv]), "rows": rows}, indent=1) + "\n")
     for row in rows:
         print(f"{row['config']:24} {row['dtype']:9} {'compiled' if row['compile'] else 'eager':9}",
               row.get("error") or f"train {show_bytes(row['train_reserved'])} eval {show_bytes(row['eval_reserved'])}"

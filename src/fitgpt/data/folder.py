@@ -81,7 +81,9 @@ def stop_asked() -> Iterator[Callable[[], bool]]:
         print("\nStopping; once more stops at once.", file=sys.stderr, flush=True)
 
     numbers = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
-    before = {number: signal.signal(number, remember) for number in numbers}
+    # What was to be ignored from the start stays ignored: nohup, or a script's background job.
+    before = {number: signal.signal(number, remember) for number in numbers
+              if signal.getsignal(number) is not signal.SIG_IGN}
     try:
         yield asked.is_set
     finally:

@@ -155,7 +155,8 @@ def _load_gpt2() -> Any:
     try:
         return tiktoken.get_encoding("gpt2")
     except Exception as error:  # whatever the network, the cache folder or the hash check throws
-        raise DataError(f"tiktoken could not load GPT-2's vocabulary: {type(error).__name__}: {error}.",
+        reason = str(error) if len(str(error)) < 200 else f"{str(error)[:200]}…"
+        raise DataError(f"tiktoken could not load GPT-2's vocabulary: {type(error).__name__}: {reason}.",
                         _GPT2_FILES) from error
 
 

@@ -1,12 +1,17 @@
-"""A tiny dataset in nanoGPT's format and a tiny run over it, shared by the tests that train."""
+"""What several tests share: a tiny dataset in nanoGPT's format, a tiny run over it, and a GPT-2 for reference."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
 
+from fitgpt import GPT
 from fitgpt.config import RunConfig
 
 TINY: dict[str, Any] = dict(
@@ -29,3 +34,32 @@ def write_dataset(folder: Path, tokens: int = 6000, vocab: int = 64) -> str:
 def tiny_config(tmp_path: Path, **changes: Any) -> RunConfig:
     dataset = write_dataset(tmp_path / "data")
     return RunConfig(**{**TINY, "dataset": dataset, "out_dir": str(tmp_path / "out"), **changes})
+
+
+def reference_loss(model: GPT, idx: Tensor, targets: Tensor) -> Tensor:
+    """GPT-2 written out a second time, with attention by hand, from the parameters' names alone."""
+    w = dict(model.named_parameters())
+    C, H = model.config.n_embd, model.config.n_head
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        centred = x - x.mean(-1, keepdim=True)
+        out = centred / (centred.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * w[f"{name}.weight"]
+        return out + w[f"{name}.bias"] if f"{name}.bias" in w else out
+
+    def linear(x: Tensor, name: str) -> Tensor:
+        out = x @ w[f"{name}.weight"].t()
+        return out + w[f"{name}.bias"] if f"{name}.bias" in w else out
+
+    B, T = idx.shape
+    x = w["transformer.wte.weight"][idx] + w["transformer.wpe.weight"][:T]
+    for i in range(model.config.n_layer):
+        h = f"transformer.h.{i}"
+        q, k, v = (part.view(B, T, H, C // H).transpose(1, 2)
+                   for part in linear(norm(x, f"{h}.ln_1"), f"{h}.attn.c_attn").split(C, -1))
+        scores = q @ k.transpose(-1, -2) / math.sqrt(C // H)
+        scores = scores.masked_fill(torch.ones(T, T).triu(1).bool(), -math.inf)
+        x = x + linear((scores.softmax(-1) @ v).transpose(1, 2).reshape(B, T, C), f"{h}.attn.c_proj")
+        up = linear(norm(x, f"{h}.ln_2"), f"{h}.mlp.c_fc")
+        x = x + linear(up * 0.5 * (1 + torch.erf(up / math.sqrt(2))), f"{h}.mlp.c_proj")
+    logits = norm(x, "transformer.ln_f") @ w["transformer.wte.weight"].t()
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())

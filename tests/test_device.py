@@ -10,7 +10,8 @@ import torch
 
 from fitgpt.driver import GpuReading, Survey
 from fitgpt.engine import device
-from fitgpt.engine.device import CudaDevice, Host, Mismatch, Tools, TorchBuild, choose, runs_on, unusable_gpu_reason
+from fitgpt.engine.device import Host, Tools, choose
+from fitgpt.engine.mismatch import CudaDevice, Mismatch, TorchBuild, runs_on, unusable_gpu_reason
 from fitgpt.errors import DeviceError, UsageError
 from fitgpt.nouns import MemoryReading
 from fitgpt.units import GiB, MiB

@@ -10,14 +10,13 @@ import pytest
 
 from fitgpt.config import RunConfig
 from fitgpt.errors import UsageError
+from fitgpt.knobhelp import help_text, markdown_table
 from fitgpt.knobs import (
     Options,
     between,
     build,
-    help_text,
     knob,
     knobs_of,
-    markdown_table,
     parse_value,
     path_like,
     plain_name,

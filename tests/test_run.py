@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.nn import functional as F
 
 from fitgpt.config import RunConfig
 from fitgpt.data.order import positions_for
@@ -17,7 +16,7 @@ from fitgpt.engine.model import GPT, build_model
 from fitgpt.errors import CheckpointError, DataError, Interrupted, NumericsError, UsageError
 from fitgpt.run import run
 from fitgpt.runfolder import read_metrics
-from helpers import tiny_config
+from helpers import reference_loss, tiny_config
 
 
 def train(config: RunConfig, stop_after: int | None = None) -> list[dict]:
@@ -46,8 +45,7 @@ def plain_losses(config: RunConfig) -> list[float]:
             samples = positions_for(step, micro, batch_size=config.batch_size,
                                     accumulation=config.gradient_accumulation_steps)
             tokens = torch.from_numpy(data.read(samples, config.block_size, config.seed))
-            logits = model.hidden(tokens[:, :-1]) @ model.lm_head.weight.t()
-            loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+            loss = reference_loss(model, tokens[:, :-1], tokens[:, 1:])
             (loss / config.gradient_accumulation_steps).backward()
             total += loss.item() / config.gradient_accumulation_steps
         torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip)
@@ -176,8 +174,9 @@ def test_a_checkpoint_without_its_optimizer_is_never_resumed_afresh(tmp_path: Pa
 
 
 def test_steps_that_are_never_finite_stop_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain_loss = GPT.loss
-    monkeypatch.setattr(GPT, "loss", lambda *given: plain_loss(*given) * math.nan)
+    finite = GPT.accumulate
+    monkeypatch.setattr(GPT, "accumulate", lambda self, *batch_and_scale: finite(
+        self, *batch_and_scale[:2], batch_and_scale[2] * math.nan))
     config = tiny_config(tmp_path, max_skipped_steps=5)
     with pytest.raises(NumericsError, match="5 steps in a row"):
         train(config)

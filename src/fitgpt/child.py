@@ -9,13 +9,22 @@ import sys
 import threading
 import traceback
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from .errors import STOPPED_AT_ONCE, DeviceError, FitError, UsageError
+from .errors import STOPPED_AT_ONCE, DeviceError, FitError, Interrupted, SystemFault, UsageError
+
+_OUT_OF_CARD = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED")  # as torch, the driver and cuBLAS say it
+_OUT_OF_RAM = "DefaultCPUAllocator"                             # torch's words where malloc gave nothing
+
+
+def stop_signals() -> list[signal.Signals]:
+    """What asks a run to save and stop; but what was ignored when we began stays so, as `nohup` needs."""
+    known = (getattr(signal, name, None) for name in ("SIGINT", "SIGTERM", "SIGHUP"))
+    return [number for number in known if number and signal.getsignal(number) is not signal.SIG_IGN]
 
 
 class StopRequest:
-    """Set by the first signal, or by the supervisor's death; a second signal ends the process on the spot."""
+    """Set by a signal, or by the supervisor's death; a second Ctrl-C ends the process on the spot."""
 
     def __init__(self) -> None:
         self._asked = False
@@ -23,28 +32,34 @@ class StopRequest:
     def __call__(self) -> bool:
         return self._asked
 
-    def listen(self, lifeline: IO[str]) -> None:
-        for name in ("SIGINT", "SIGTERM", "SIGHUP"):
-            if hasattr(signal, name):
-                signal.signal(getattr(signal, name), self._on_signal)
+    def listen(self, lifeline: int) -> None:
+        """`lifeline`: a file descriptor of which the supervisor alone holds the other end."""
+        heard = stop_signals()
+        for number in heard:
+            signal.signal(number, self._on_signal)
+        if os.name == "posix":
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, heard)  # the supervisor held them back until now
+            signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # of a terminal that stops background groups that write
         threading.Thread(target=self._on_end_of, args=(lifeline,), daemon=True).start()
 
     def _on_signal(self, number: int, frame: object) -> None:
-        if self._asked:
+        if self._asked and number == signal.SIGINT:
             os._exit(STOPPED_AT_ONCE)  # checkpoints are renamed into place: there is nothing to tear
         self._asked = True
-        # Written past Python's buffers, which the interrupted code may be holding.
-        os.write(2, b"\nStopping: finishing what is under way, then saving. Once more stops at once.\n")
 
-    def _on_end_of(self, lifeline: IO[str]) -> None:
-        lifeline.read()
+    def _on_end_of(self, lifeline: int) -> None:
+        while os.read(lifeline, 4096):
+            pass
         self._asked = True
 
 
 def main() -> int:
-    orders = json.loads(sys.stdin.readline())
+    line = sys.stdin.readline()
+    if not line:  # the supervisor is gone already
+        return Interrupted.exit_code
+    orders = json.loads(line)
     stop = StopRequest()
-    stop.listen(sys.stdin)
+    stop.listen(sys.stdin.fileno())
     try:
         from .run import run
 
@@ -63,12 +78,19 @@ def described(error: Exception) -> tuple[FitError, bool]:
     """An error nobody foresaw, in words; and whether a new process may get further."""
     import torch
 
-    if isinstance(error, torch.OutOfMemoryError):
-        return DeviceError(f"The card's memory ran out: {str(error).splitlines()[0]}",
+    said = str(error)
+    if isinstance(error, MemoryError) or _OUT_OF_RAM in said:
+        return SystemFault("The machine's RAM ran out, not the card's memory.",
+                           "Close other programs, or try a smaller --batch_size."), False
+    if isinstance(error, RuntimeError) and any(words in said for words in _OUT_OF_CARD):
+        return DeviceError(f"The card's memory ran out: {said.splitlines()[0]}",
                            "Try a smaller --batch_size with more --gradient_accumulation_steps, --loss_chunk=512, "
                            "or --grad_checkpoint."), False
     if isinstance(error, torch.AcceleratorError):
         return DeviceError(f"The GPU reported a fault that only a new process can clear: {error}"), True
+    if isinstance(error, OSError):
+        where = f"{error.filename}: " if error.filename else ""
+        return SystemFault(f"{where}{error.strerror or said}."), False
     return FitError("fitgpt has a bug, or torch does:\n" + "".join(traceback.format_exception(error))), False
 
 

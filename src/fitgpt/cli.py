@@ -17,7 +17,7 @@ from typing import Any
 
 from . import __version__
 from .errors import STOPPED_AT_ONCE, DeviceError, FitError, SystemFault, UsageError
-from .knobs import Options, build, help_text, knobs_of, nearest, walk
+from .knobs import Options, build, knobs_of, nearest, walk
 
 OUTPUT_CLOSED = 141  # what a shell reports for a program ended by SIGPIPE
 OUR_BUG = 70
@@ -155,6 +155,8 @@ def overview() -> str:
 
 
 def verb_help(verb: Verb) -> str:
+    from .knobhelp import help_text
+
     return help_text(options_of(verb), verb.usage, verb.summary, verb.examples)
 
 

@@ -27,7 +27,7 @@ from .engine.loop import Training, train
 from .engine.model import GPT, build_model
 from .engine.optim import AdamW, AdamWSettings, Scaler
 from .engine.parallel import Ranks
-from .errors import CheckpointError, DataError
+from .errors import CheckpointError, DataError, Interrupted
 from .interop import hf
 from .nouns import Evaluation, GPTConfig, RunFacts, SplitLoss, StepReport
 from .runfolder import RunFolder, need_disk, open_run
@@ -66,6 +66,8 @@ def run(config_dict: Mapping[str, Any], notes: Sequence[str], stop_asked: Callab
 
 def run_loop(config: RunConfig, facts: RunFacts, dataset: Dataset, folder: RunFolder, training: Training,
              wandb: Log | None, stop_asked: Callable[[], bool]) -> None:
+    if stop_asked():  # while torch was loading
+        raise Interrupted("Stopped before training began, as asked.")
     display = open_display(facts, terminal=sys.stdout.isatty())
     desk = Desk(config, facts, dataset, folder, training.model, display, wandb, stop_asked)
     feed = training_feed(config, dataset, torch.device(facts.device), Ranks())
@@ -125,7 +127,7 @@ def build_training(config: RunConfig, choice: DeviceChoice) -> Training:
     model.compute_dtype = DTYPES[choice.dtype]
     model.loss_chunk = config.loss_chunk
     if choice.compile:
-        model.compile_blocks()
+        model.compile()
     optimizer = AdamW(model, AdamWSettings(config.beta1, config.beta2, config.weight_decay))
     return Training(model, optimizer, Scaler(device, scaling=choice.dtype == "float16"))
 

@@ -4,16 +4,26 @@ from __future__ import annotations
 
 from .units import MiB
 
-# The loss is computed in pieces of this many bytes, counting the piece's logits in the compute dtype
-# (2 bytes) and their float32 copy (4). At GPT-2's vocabulary that is 2048 tokens: enough for the matrix
-# product to run at full rate on every card of cards.csv, little enough to stay under a block's activations.
-LOSS_PIECE_BYTES = 640 * MiB
-_BYTES_A_LOGIT = 6
+# What a block keeps between the forward and the backward pass, besides its input. Nested: each level keeps less
+# than the one before and computes more again. The names are those of engine/block.py.
+KEEPS: dict[str, frozenset[str]] = {
+    "all": frozenset({"h1", "qkv", "att", "proj", "h2", "fc", "g"}),
+    "products": frozenset({"qkv", "att", "proj", "fc"}),          # matrix products and attention
+    "no_wide": frozenset({"qkv", "att", "proj"}),                 # the same without the one of width 4C
+    "attention_projection": frozenset({"att", "proj"}),
+    "attention": frozenset({"att"}),
+    "input": frozenset(),
+}
+LEVELS = tuple(KEEPS)
+
+# The loss is computed in pieces of this many bytes of logits. At GPT-2's vocabulary and in half precision that is
+# 2048 tokens: enough for the matrix product to run at full rate, little enough to stay under the activations.
+LOSS_PIECE_BYTES = 208 * MiB
 
 
 def loss_piece_tokens(tokens: int, vocab_size: int, asked: int = 0) -> int:
     """How many of a micro-batch's tokens the loss handles at once: as asked, else the power of two that fits."""
     if asked:
         return min(asked, tokens)
-    piece = 1 << max(0, (LOSS_PIECE_BYTES // (_BYTES_A_LOGIT * vocab_size)).bit_length() - 1)
+    piece = 1 << max(0, (LOSS_PIECE_BYTES // (2 * vocab_size)).bit_length() - 1)
     return min(max(piece, 128), tokens)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from .child import stop_signals
 from .config import RunConfig, check_resume, resolve
 from .data.header import summarise
 from .driver import check_allocator_env
@@ -75,10 +77,11 @@ def settle(assignments: Sequence[Assignment]) -> tuple[RunConfig, list[str]]:
     if said.get("init_from") == "resume":
         out_dir = str(said.get("out_dir", RunConfig.out_dir))
         recorded = recorded_config(out_dir)
-        if recorded is None and not can_resume(out_dir):
-            raise CheckpointError(
-                f"There is nothing to resume in {out_dir}: it holds neither a run of fitgpt nor nanoGPT's ckpt.pt.",
-                "Name the run's folder with --out_dir=…, or start one: leave --init_from=resume out.")
+        if not can_resume(out_dir):
+            why = ("it holds neither a run of fitgpt nor nanoGPT's ckpt.pt" if recorded is None
+                   else "its run was stopped before its first checkpoint")
+            raise CheckpointError(f"There is nothing to resume in {out_dir}: {why}.",
+                                  "Name the run's folder with --out_dir=…, or start one: leave --init_from=resume out.")
     config, notes = resolve(assignments, recorded)
     if recorded is not None:
         check_resume(recorded, config.to_dict(), said)
@@ -95,18 +98,24 @@ def run_child(orders: Orders) -> tuple[int, dict[str, Any]]:
     """Starts the process that trains and waits for it: (its exit code, its last words)."""
     with tempfile.TemporaryDirectory(prefix="fitgpt-") as folder:
         words = Path(folder) / "words.json"
-        # A process group of its own: Ctrl-C reaches the child once, from here, and not twice.
-        apart: dict[str, Any] = {"process_group": 0} if os.name == "posix" else {}
-        child = subprocess.Popen([sys.executable, "-m", "fitgpt.child"], stdin=subprocess.PIPE,
-                                 env=child_environment(os.environ), **apart)
+        with held_signals():  # until both processes can take them: the child inherits this, and lets them in itself
+            # A process group of its own: Ctrl-C reaches the child once, from here, and not twice.
+            apart: dict[str, Any] = {"process_group": 0} if os.name == "posix" else {}
+            child = subprocess.Popen([sys.executable, "-m", "fitgpt.child"], stdin=subprocess.PIPE,
+                                     env=child_environment(os.environ), **apart)
+            relay = Relay(child)
         assert child.stdin is not None
-        with forwarded_signals(child):
+        with relay:
             with suppress(BrokenPipeError):  # it died before it could listen: its exit code says how
                 child.stdin.write(json.dumps({**orders.__dict__, "words": str(words)}).encode() + b"\n")
                 child.stdin.flush()
             code = child.wait()
             with suppress(BrokenPipeError):
                 child.stdin.close()
+        if code < 0:
+            show_cursor()
+        if relay.killed and code < 0:
+            return STOPPED_AT_ONCE, {}
         return code, json.loads(words.read_text()) if words.exists() else {}
 
 
@@ -119,50 +128,92 @@ def child_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 @contextmanager
-def forwarded_signals(child: subprocess.Popen[bytes]) -> Iterator[None]:
-    """What is asked of this process is passed on; Ctrl-Z stops both and `fg` wakes both."""
-    if os.name != "posix":  # the console gives Ctrl-C to both: this one has only to live on
-        previous = {signal.SIGINT: signal.signal(signal.SIGINT, signal.SIG_IGN)}
-    else:
-        def forward(number: int, frame: object) -> None:
-            child.send_signal(number)
-
-        def suspend(number: int, frame: object) -> None:
-            child.send_signal(signal.SIGSTOP)
-            os.kill(os.getpid(), signal.SIGSTOP)
-            child.send_signal(signal.SIGCONT)
-
-        handlers = {signal.SIGINT: forward, signal.SIGTERM: forward, signal.SIGHUP: forward, signal.SIGTSTP: suspend}
-        previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+def held_signals() -> Iterator[None]:
+    """Requests to stop that come meanwhile wait until the end of it."""
+    if os.name != "posix":
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, stop_signals())
     try:
         yield
     finally:
-        for number, handler in previous.items():
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+class Relay:
+    """Passes on to the child what is asked of this process, until it is closed.
+
+    The first request to stop is the child's to obey. A second Ctrl-C ends it on the spot, even where it cannot
+    listen: checkpoints are renamed into place, so there is nothing to tear. A second SIGTERM or SIGHUP is no such
+    wish: when a terminal closes, both the shell and the kernel send one.
+    """
+
+    def __init__(self, child: subprocess.Popen[bytes]) -> None:
+        self.killed = False
+        self._child = child
+        self._asked = False
+        if os.name == "posix":
+            handlers = {**dict.fromkeys(stop_signals(), self._stop), signal.SIGTSTP: self._suspend}
+            self._previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+        else:  # the console gives Ctrl-C to both: this process has only to live on
+            self._previous = {signal.SIGINT: signal.signal(signal.SIGINT, signal.SIG_IGN)}
+
+    def __enter__(self) -> Relay:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._previous.items():
             signal.signal(number, handler)
+
+    def _stop(self, number: int, frame: object) -> None:
+        if self._asked and number == signal.SIGINT:
+            self.killed = True
+            with suppress(ProcessLookupError):
+                os.killpg(self._child.pid, signal.SIGKILL)
+            return
+        if not self._asked:
+            self._asked = True
+            with suppress(OSError):  # the terminal may be what has gone
+                # Written past Python's buffers, which the interrupted code may be holding.
+                os.write(2, b"\nStopping: finishing what is under way, then saving. Ctrl-C once more stops at once.\n")
+        self._child.send_signal(number)
+
+    def _suspend(self, number: int, frame: object) -> None:
+        """Ctrl-Z stops both, and `fg` or `bg` wakes both."""
+        self._child.send_signal(signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        self._child.send_signal(signal.SIGCONT)
+
+
+def show_cursor() -> None:
+    """A live display that is killed leaves the terminal's cursor hidden."""
+    if sys.stdout.isatty() and os.environ.get("TERM") not in ("dumb", "unknown"):
+        print("\x1b[?25h", end="", flush=True)
 
 
 def conclude(code: int, words: Mapping[str, Any], config: RunConfig) -> int:
     """The child's end as this process's: its exit code, or the error that it left words about."""
     if code in (0, STOPPED_AT_ONCE):
         return code
-    resume = f"fitgpt train --init_from=resume --out_dir={config.out_dir}"
-    if words:
-        fix = words["fix"] or (resume if code == Interrupted.exit_code else "")
-        kind = _ERRORS.get(code, FitError)
-        raise kind(words["what"], fix)
-    fix = f"To go on from the last checkpoint: {resume}" if can_resume(config.out_dir) else ""
-    raise death_in_words(code, fix)
+    fix = f"To go on from the last checkpoint: {resume_command(config.out_dir)}" if can_resume(config.out_dir) else ""
+    if not words:
+        raise death_in_words(code, fix)
+    raise _ERRORS.get(code, FitError)(words["what"], words["fix"] or fix)
+
+
+def resume_command(out_dir: str) -> str:
+    return shlex.join(["fitgpt", "train", "--init_from=resume", f"--out_dir={out_dir}"])
 
 
 def death_in_words(code: int, fix: str) -> FitError:
-    if code == -signal.SIGKILL:
+    if code >= 0:
+        return FitError(f"The training process ended with exit code {code} and no last words.", fix)
+    name = next((known.name for known in signal.Signals if known == -code), f"signal {-code}")
+    if name == "SIGKILL":
         return SystemFault(
             "The system killed the training process (signal 9). Nearly always that means the machine's RAM, not the "
             "card's memory, ran out; `dmesg | tail` says so.", fix)
-    if code == -getattr(signal, "SIGBUS", 0):
+    if name == "SIGBUS":
         return DataError("The training process died of a bus error (signal 7): a data file was cut short or its disk "
                          "went away while it was being read.", fix)
-    if code < 0:
-        return FitError(f"The training process died of signal {-code} ({signal.Signals(-code).name}) inside a native "
-                        "library: torch, the driver or a kernel.", fix)
-    return FitError(f"The training process ended with exit code {code} and no last words.", fix)
+    return FitError(f"The training process died of {name} inside a native library: torch, the driver or a kernel.", fix)

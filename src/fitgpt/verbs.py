@@ -123,7 +123,7 @@ def _place(source: Source, device: str, dtype: str, compile: bool | str) -> tupl
     weights.fill(model, source.weights, source.place)
     model.compute_dtype = DTYPES[choice.dtype]
     if choice.compile:
-        model.compile_blocks()
+        model.compile()
     return model.eval(), choice
 
 

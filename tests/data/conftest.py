@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import hashlib
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -33,9 +33,8 @@ def gpt2_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def gpt2(gpt2_files: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def gpt2(gpt2_files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(gpt2_files))
-    yield
 
 
 @pytest.fixture

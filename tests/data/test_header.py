@@ -111,7 +111,8 @@ def test_a_prepared_dataset_is_summarised_by_name_and_by_path(make_shards: Make)
     folder = make_shards(np.arange(2500) % 200, np.arange(300) % 200)
     summary = summarise("made")
     assert summary == summarise(str(folder)) == summarise(str(folder) + "/")
-    assert (summary.tokenizer, summary.vocab_size, summary.train_tokens, summary.val_tokens) == ("bytes", 65536, 2500, 300)
+    assert (summary.tokenizer, summary.vocab_size) == ("bytes", 65536)
+    assert (summary.train_tokens, summary.val_tokens) == (2500, 300)
 
 
 def test_the_fingerprint_changes_with_the_data_and_not_with_its_place(make_shards: Make, make_bins: Make) -> None:
@@ -134,7 +135,8 @@ def test_the_fingerprint_changes_with_the_data_and_not_with_its_place(make_shard
 def test_nanogpt_files_are_summarised_with_and_without_meta(make_bins: Make) -> None:
     make_bins(np.zeros(100), np.zeros(10))
     summary = summarise("nano")
-    assert (summary.tokenizer, summary.vocab_size, summary.train_tokens, summary.val_tokens) == ("unknown", None, 100, 10)
+    assert (summary.tokenizer, summary.vocab_size) == ("unknown", None)
+    assert (summary.train_tokens, summary.val_tokens) == (100, 10)
     make_bins(np.zeros(100), np.zeros(10), characters="abc")
     assert (summarise("nano").tokenizer, summarise("nano").vocab_size) == ("chars", 3)
 
@@ -208,7 +210,7 @@ def test_one_of_our_shards_under_nanogpts_name_is_not_read_as_tokens(make_shards
 
 def test_a_shard_of_another_dataset_is_noticed(make_shards: Make) -> None:
     folder = make_shards(np.arange(100), np.arange(100))
-    other = make_shards(np.arange(100) + 1, np.arange(100), name="other")
+    other = make_shards(np.arange(100)[::-1], np.arange(100), name="other")
     (other / "train-00000.shard").rename(folder / "train-00000.shard")
     with pytest.raises(DataError) as refused:
         summarise("made")

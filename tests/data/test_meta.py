@@ -87,8 +87,9 @@ def test_no_way_to_name_code_is_admitted(content: bytes) -> None:
     np.int64(65), 65.0, True, None, b"65", (65,), {65}, -1, 0, 2**40, "65", [],
 ], ids=repr)
 def test_a_vocab_size_that_is_no_count_is_refused(value: Any) -> None:
-    with pytest.raises(DataError):
-        meta.read(write(pickle.dumps({"vocab_size": value})))
+    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+        with pytest.raises(DataError):
+            meta.read(write(pickle.dumps({"vocab_size": value}, protocol)))
 
 
 @pytest.mark.parametrize("change", [
@@ -122,7 +123,8 @@ def test_every_truncation_and_every_flipped_byte_ends_in_a_sentence_or_a_value()
                 continue
 
 
-@pytest.mark.parametrize("content", [b"", b"not a pickle at all", b".", b"\x80\x04N.", b"((((.", b"}(.", b"0.", b"h\x05."])
+@pytest.mark.parametrize("content", [
+    b"", b"not a pickle at all", b".", b"\x80\x04N.", b"((((.", b"}(.", b"0.", b"h\x05."])
 def test_what_is_no_pickle_is_refused(content: bytes) -> None:
     with pytest.raises(DataError, match="refused"):
         meta.read(write(content))

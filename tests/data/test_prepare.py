@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -91,8 +92,6 @@ def test_shards_have_the_size_asked_for_and_true_headers() -> None:
         header, file = read_header(Path("data/mine", shard.file))
         tokens = np.fromfile(file.path, "<u2", offset=file.start)
         assert header.max_token == tokens.max()
-        import hashlib
-
         assert header.sha256 == hashlib.sha256(tokens.tobytes()).hexdigest() == shard.sha256
     assert sum(made.documents.values()) == 200
 
@@ -235,7 +234,7 @@ def test_other_settings_or_input_need_overwrite_or_another_name() -> None:
     with pytest.raises(UsageError, match="the input files changed"):
         run("texts", val_fraction=0.1)
     run("texts", val_fraction=0.2, shard_tokens="5k", overwrite=True)
-    assert any("new" == text for text in documents_of("train") + documents_of("val"))
+    assert any(text == "new" for text in documents_of("train") + documents_of("val"))
 
 
 def test_overwriting_leaves_nothing_of_the_old_and_touches_nothing_else() -> None:

@@ -188,18 +188,25 @@ def test_a_stop_within_a_long_document_goes_on_within_it(monkeypatch: pytest.Mon
     assert contents(Path("data/texts")) == expected
 
 
+def prepare_until_shard(number: int, **changes: Any) -> None:
+    """Stopped dead when a split is about to write the shard of that number."""
+    real = writing.SplitWriter._write
+
+    def stop(self: writing.SplitWriter, tokens: Any) -> None:
+        if len(self.shards) == number:
+            raise Killed
+        real(self, tokens)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(writing.SplitWriter, "_write", stop)
+        with pytest.raises(Killed):
+            prepare(options(**changes))
+
+
 def test_max_tokens_is_the_same_after_a_stop() -> None:
     expected = uninterrupted(max_tokens="20k")
-
-    def stop(*arguments: Any) -> None:
-        raise Killed
-
-    real = writing.SplitWriter._write
     for shard in (2, 5):
-        with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
-            patch.setattr(writing.SplitWriter, "_write",
-                          lambda self, tokens, shard=shard: stop() if len(self.shards) == shard else real(self, tokens))
-            prepare(options(max_tokens="20k"))
+        prepare_until_shard(shard, max_tokens="20k")
     prepare(options(max_tokens="20k"))
     assert contents(Path("data/texts")) == expected
     summary = summarise("texts")
@@ -207,17 +214,8 @@ def test_max_tokens_is_the_same_after_a_stop() -> None:
 
 
 @pytest.fixture
-def stopped(monkeypatch: pytest.MonkeyPatch) -> Path:
-    real = writing.SplitWriter._write
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
-
-        def stop(self: Any, tokens: Any) -> None:
-            if len(self.shards) == 4:
-                raise Killed
-            real(self, tokens)
-
-        patch.setattr(writing.SplitWriter, "_write", stop)
-        prepare(options())
+def stopped() -> Path:
+    prepare_until_shard(4)
     assert Path("data/texts/progress.json").exists()
     return Path("data/texts")
 

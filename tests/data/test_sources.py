@@ -211,7 +211,8 @@ def test_lone_surrogates_are_replaced_and_counted_and_pairs_are_characters() -> 
 
 
 @pytest.mark.parametrize(("line", "word"), [
-    ('{"text": "a"', "line 2 is not JSON"), ("[1]", "no JSON object but list"), ('{"body": "a", "id": 1}', "'body', 'id'"),
+    ('{"text": "a"', "line 2 is not JSON"), ("[1]", "no JSON object but list"),
+    ('{"body": "a", "id": 1}', "'body', 'id'"),
     ('{"text": ["a"]}', "holds list"), ('{"text": 5}', "holds int"), ("[" * 100_000, "line 2"),
     ('{"n": ' + "9" * 5000 + "}", "line 2"),
 ], ids=["cut", "list", "column", "nested", "int", "deep", "long number"])

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import math
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from fitgpt import GPT, GPTConfig
+from fitgpt.engine import block, pointwise
+from fitgpt.savers import LEVELS
+from helpers import reference_loss
 
 TINY = GPTConfig(n_layer=3, n_head=2, n_embd=32, vocab_size=67, block_size=16, bias=True)
 
@@ -27,35 +29,6 @@ def batch(config: GPTConfig = TINY) -> tuple[Tensor, Tensor]:
     torch.manual_seed(2)
     tokens = torch.randint(config.vocab_size, (4, config.block_size + 1))
     return tokens[:, :-1], tokens[:, 1:]
-
-
-def reference_loss(model: GPT, idx: Tensor, targets: Tensor) -> Tensor:
-    """GPT-2 written out a second time, with attention by hand, from the parameters' names alone."""
-    w = dict(model.named_parameters())
-    C, H = model.config.n_embd, model.config.n_head
-
-    def norm(x: Tensor, name: str) -> Tensor:
-        centred = x - x.mean(-1, keepdim=True)
-        out = centred / (centred.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * w[f"{name}.weight"]
-        return out + w[f"{name}.bias"] if f"{name}.bias" in w else out
-
-    def linear(x: Tensor, name: str) -> Tensor:
-        out = x @ w[f"{name}.weight"].t()
-        return out + w[f"{name}.bias"] if f"{name}.bias" in w else out
-
-    B, T = idx.shape
-    x = w["transformer.wte.weight"][idx] + w["transformer.wpe.weight"][:T]
-    for i in range(model.config.n_layer):
-        h = f"transformer.h.{i}"
-        q, k, v = (part.view(B, T, H, C // H).transpose(1, 2)
-                   for part in linear(norm(x, f"{h}.ln_1"), f"{h}.attn.c_attn").split(C, -1))
-        scores = q @ k.transpose(-1, -2) / math.sqrt(C // H)
-        scores = scores.masked_fill(torch.ones(T, T).triu(1).bool(), -math.inf)
-        x = x + linear((scores.softmax(-1) @ v).transpose(1, 2).reshape(B, T, C), f"{h}.attn.c_proj")
-        up = linear(norm(x, f"{h}.ln_2"), f"{h}.mlp.c_fc")
-        x = x + linear(up * 0.5 * (1 + torch.erf(up / math.sqrt(2))), f"{h}.mlp.c_proj")
-    logits = norm(x, "transformer.ln_f") @ w["transformer.wte.weight"].t()
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 @pytest.mark.parametrize(("shape", "printed"), [((6, 6, 384, 512), 29.94), ((12, 12, 576, 1024), 76.77),
@@ -102,21 +75,67 @@ def test_recomputing_blocks_gives_bit_identical_gradients_and_can_be_switched_mi
         assert torch.equal(a, c)
 
 
-def test_recomputing_keeps_less_for_backward() -> None:
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("bias", [True, False])
+def test_every_recompute_level_gives_gpt2s_gradients_in_float64(level: str, bias: bool) -> None:
+    model = build(replace(TINY, bias=bias), torch.float64).double()
+    model.levels = [level] * 3
     idx, targets = batch()
+    ours = torch.autograd.grad(model(idx, targets)[1], list(model.parameters()))
+    theirs = torch.autograd.grad(reference_loss(model, idx, targets), list(model.parameters()))
+    for a, b in zip(ours, theirs, strict=True):
+        assert (a - b).abs().max() < 1e-10
 
-    def saved_bytes(config: GPTConfig) -> int:
-        held: dict[int, int] = {}
-        model = build(config)
-        with torch.autograd.graph.saved_tensors_hooks(
-                lambda t: (held.__setitem__(t.untyped_storage().data_ptr(), t.untyped_storage().nbytes()), t)[1],
-                lambda t: t):
-            model(idx, targets)
-        return sum(held.values())
 
-    plain = saved_bytes(TINY)
-    checkpointed = saved_bytes(GPTConfig(**{**TINY.__dict__, "grad_checkpoint": True}))
-    assert checkpointed < plain / 2
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("level", LEVELS)
+def test_in_half_precision_the_gradients_error_stays_within_that_of_autocast(level: str, dtype: torch.dtype) -> None:
+    """Against a float64 reference, beside the error of the plain computation: autocast over the written-out GPT-2."""
+    model = build(replace(TINY, n_embd=64))
+    idx, targets = batch()
+    parameters = list(model.parameters())
+    with torch.autocast("cpu", dtype):
+        plain = torch.autograd.grad(reference_loss(model, idx, targets) * 64, parameters)
+    exact = build(replace(TINY, n_embd=64)).double()
+    truth = torch.autograd.grad(reference_loss(exact, idx, targets) * 64, list(exact.parameters()))
+    model.compute_dtype, model.levels = dtype, [level] * 3
+    model.accumulate(idx, targets, torch.tensor(64.0))
+
+    def error(gradients: list[Tensor]) -> float:
+        return sum((g.double() - t).square().sum().item() for g, t in zip(gradients, truth, strict=True)) ** 0.5
+
+    assert error([p.grad for p in parameters]) <= 1.5 * error(list(plain))
+
+
+def test_each_level_keeps_less_than_the_one_before() -> None:
+    def kept_bytes(level: str) -> int:
+        model = build(dtype=torch.bfloat16)
+        x = torch.randn(4, 16, 32)
+        _, kept = block.forward(x, next(model.blocks()).weights(), model._manner(), level)
+        return sum(t.nbytes for t in kept.tensors.values()) + (kept.attended.out.nbytes if kept.attended else 0)
+
+    rows = 4 * 16 * 32
+    sizes = {level: kept_bytes(level) // rows for level in LEVELS}
+    assert sizes == {"all": 30, "products": 18, "no_wide": 10, "attention_projection": 4, "attention": 2, "input": 0}
+
+
+def test_accumulating_twice_adds_up() -> None:
+    model, (idx, targets) = build(), batch()
+    model.accumulate(idx, targets, torch.tensor(1.0))
+    once = [p.grad.clone() for p in model.parameters()]
+    model.accumulate(idx, targets, torch.tensor(2.0))
+    for first, p in zip(once, model.parameters(), strict=True):
+        assert torch.allclose(p.grad, 3 * first, rtol=1e-4, atol=1e-6)
+
+
+def test_layers_may_keep_different_things() -> None:
+    model, (idx, targets) = build(), batch()
+    model.accumulate(idx, targets, torch.tensor(1.0))
+    same = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    model.levels = ["input", "no_wide", "all"]
+    model.accumulate(idx, targets, torch.tensor(1.0))
+    assert all(torch.allclose(a, p.grad, rtol=1e-5, atol=1e-7) for a, p in zip(same, model.parameters(), strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -143,21 +162,26 @@ def test_a_sequence_longer_than_the_block_is_refused() -> None:
         build()(torch.zeros(1, 17, dtype=torch.long))
 
 
-def test_compiled_blocks_share_one_graph_and_give_the_same_loss() -> None:
+def test_compiled_functions_make_one_graph_a_shape_whatever_the_number_of_layers() -> None:
     import torch._dynamo
     from torch._dynamo.testing import CompileCounterWithBackend
 
-    import fitgpt.engine.model as model_file
-
     counter = CompileCounterWithBackend("aot_eager")
-    model = build()
-    expected = model(*batch())[1]
+    model, plain, (idx, targets) = build(), build(), batch()
     torch._dynamo.reset()
-    model._block = torch.compile(model_file.block_forward, fullgraph=True, dynamic=False, backend=counter)
-    loss = model(*batch())[1]
-    loss.backward()
+    model.ops = pointwise.Pointwise(*(torch.compile(f, fullgraph=True, dynamic=False, backend=counter)
+                                      for f in pointwise.EAGER))
+    for _ in range(3):
+        loss = model.accumulate(idx, targets, torch.tensor(1.0))
+        expected = plain.accumulate(idx, targets, torch.tensor(1.0))
     assert torch.allclose(loss, expected)
-    assert counter.frame_count == 1  # three layers, one graph
+    for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(a.grad, b.grad, rtol=1e-4, atol=1e-6)
+    # norm, norm_of_sum, add_both, gelu, gelu_backward_, norm_backward_ with and without a sum
+    assert counter.frame_count == 7
+    model.eval().token_losses(idx[:2], targets[:2])
+    model.token_losses(idx[:2], targets[:2])
+    assert counter.frame_count == 7 + 4  # another shape: the four forward functions once more
 
 
 def test_the_names_import_without_torch_until_the_model_is_asked_for() -> None:

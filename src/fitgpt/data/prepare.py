@@ -143,9 +143,8 @@ def _is_there(job: Job) -> bool:
 
 
 def _refuse_differences(job: Job, found: dict[str, Any], state: str) -> None:
-    words = {"listing": "the input files"}
     differences = [
-        f"{words.get(key, key)} changed" if key == "listing" else f"{key} {found.get(key)!r} then, {value!r} now"
+        "the input files changed" if key == "listing" else f"{key} {found.get(key)!r} then, {value!r} now"
         for key, value in job.settings.items() if found.get(key) != value]
     if differences:
         raise UsageError(f"{job.folder} {state} otherwise: {'; '.join(differences)}.",

@@ -134,9 +134,7 @@ class Parquet:
             raise _no_column(str(self._path), self._column, list(schema.names))
         kind, types = schema.field(self._column).type, self._arrow.types
         inner = kind.value_type if types.is_dictionary(kind) else kind
-        if isinstance(kind, self._arrow.BaseExtensionType) or not (
-            types.is_string(inner) or types.is_large_string(inner)
-        ):
+        if not (types.is_string(inner) or types.is_large_string(inner)):  # neither is true of an extension type
             columns = ", ".join(f"{field.name} ({field.type})" for field in schema)
             raise DataError(f"{self._path}: the column {self._column!r} is {kind}, not text. Columns: {columns}.",
                             "Name the column that holds strings: --text_column=NAME")

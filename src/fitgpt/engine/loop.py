@@ -95,9 +95,7 @@ def train_step(training: Training, config: RunConfig, feed: Feed, learning_rate:
         if config.dropout:
             seed_dropout(config.seed, number)
         inputs, targets = feed.get(number)
-        loss = model.loss(inputs, targets, scale)
-        loss.backward()  # type: ignore[no-untyped-call]
-        loss_sum += loss.detach()
+        loss_sum += model.accumulate(inputs, targets, scale)
         if stop_asked():
             model.zero_grad(set_to_none=True)
             return None

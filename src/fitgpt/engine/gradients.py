@@ -1,0 +1,83 @@
+"""Where gradients go as they are made. The engine hands each one over once and keeps nothing."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Gradients(Protocol):
+    def product(self, parameter: Tensor, d_out: Tensor, inputs: Tensor) -> None:
+        """Takes d_outᵀ @ inputs, the gradient of a matrix, given as the factors [N, out] and [N, in]."""
+
+    def vector(self, parameter: Tensor, gradient: Tensor | None) -> None:
+        """Takes the gradient of a norm or of a bias; None where there is no such parameter."""
+
+    def rows(self, parameter: Tensor, indices: Tensor, gradient: Tensor) -> None:
+        """Takes the gradient of some rows [n, C] of a table; a row may come several times."""
+
+
+class IntoGrad:
+    """Adds straight into `.grad`, in the parameter's own precision: no gradient exists twice."""
+
+    def product(self, parameter: Tensor, d_out: Tensor, inputs: Tensor) -> None:
+        if parameter.grad is None:
+            parameter.grad = _product(d_out, inputs, parameter.dtype)
+        else:
+            add_product_(parameter.grad, d_out, inputs)
+
+    def vector(self, parameter: Tensor, gradient: Tensor | None) -> None:
+        if gradient is None:
+            return
+        if parameter.grad is None:
+            parameter.grad = gradient.to(parameter.dtype)
+        else:
+            parameter.grad += gradient
+
+    def rows(self, parameter: Tensor, indices: Tensor, gradient: Tensor) -> None:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        parameter.grad.index_add_(0, indices, gradient)
+
+
+class Collected:
+    """Keeps gradients apart from `.grad`, for callers that want them as values."""
+
+    def __init__(self) -> None:
+        self.of: dict[int, Tensor] = {}  # by the parameter's id
+
+    def product(self, parameter: Tensor, d_out: Tensor, inputs: Tensor) -> None:
+        self._add(parameter, _product(d_out, inputs, parameter.dtype))
+
+    def vector(self, parameter: Tensor, gradient: Tensor | None) -> None:
+        if gradient is not None:
+            self._add(parameter, gradient.to(parameter.dtype))
+
+    def rows(self, parameter: Tensor, indices: Tensor, gradient: Tensor) -> None:
+        self._add(parameter, torch.zeros_like(parameter).index_add_(0, indices, gradient))
+
+    def _add(self, parameter: Tensor, gradient: Tensor) -> None:
+        known = self.of.get(id(parameter))
+        self.of[id(parameter)] = gradient if known is None else known.add_(gradient)
+
+
+def _product(d_out: Tensor, inputs: Tensor, dtype: torch.dtype) -> Tensor:
+    if _accumulates_wider(d_out, dtype):
+        return torch.mm(d_out.t(), inputs, out_dtype=dtype)
+    return (d_out.t() @ inputs).to(dtype)
+
+
+def add_product_(total: Tensor, d_out: Tensor, inputs: Tensor) -> None:
+    """total += d_outᵀ @ inputs; on CUDA the product of half-precision factors is summed and added in float32."""
+    if d_out.dtype == total.dtype:
+        total.addmm_(d_out.t(), inputs)
+    elif _accumulates_wider(d_out, total.dtype):
+        torch.addmm(total, d_out.t(), inputs, out_dtype=total.dtype, out=total)
+    else:
+        total += d_out.t() @ inputs
+
+
+def _accumulates_wider(factor: Tensor, dtype: torch.dtype) -> bool:
+    return factor.device.type == "cuda" and factor.dtype != dtype and dtype == torch.float32

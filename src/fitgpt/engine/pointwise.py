@@ -1,0 +1,75 @@
+"""Everything between two matrix products, each a function that compiles into one kernel.
+
+All work on rows [N, C]. A trailing underscore: the function writes its result over its arguments. Compiled or not,
+they allocate the same results; eager ones also make the temporaries that a fused kernel keeps in registers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+EPSILON = 1e-5  # of the layer norms, as in GPT-2
+
+
+def norm(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Layer norm in the residual stream's precision, rounded to the matrix products'."""
+    return F.layer_norm(x, weight.shape, weight, bias, EPSILON).to(dtype)
+
+
+def norm_of_sum(x: Tensor, added: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    return norm(x + added, weight, bias, dtype)
+
+
+def add_both(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    """The residual stream after a block."""
+    return x + first + second
+
+
+def gelu(fc: Tensor) -> Tensor:
+    return F.gelu(fc)
+
+
+def gelu_backward_(fc: Tensor, d_gelu: Tensor) -> None:
+    """fc becomes gelu(fc), and the gradient of gelu's output becomes that of its input: no byte is added."""
+    torch.ops.aten.gelu_backward.grad_input(d_gelu, fc, grad_input=d_gelu)
+    torch.ops.aten.gelu_(fc)
+
+
+def norm_backward_(d_x: Tensor, d_norm: Tensor, x: Tensor, added: Tensor | None, weight: Tensor, has_bias: bool,
+                   dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Adds to d_x the gradient that comes back through norm(x + added).
+
+    Returns d_x rounded for the next matrix product, and the gradients of the norm's weight and bias.
+    """
+    summed = x if added is None else x + added
+    variance, mean = torch.var_mean(summed, dim=-1, correction=0, keepdim=True)
+    steepness = (variance + EPSILON).rsqrt()
+    normal = (summed - mean) * steepness
+    d_wide = d_norm.to(summed.dtype)
+    d_normal = d_wide * weight
+    d_x += steepness * (d_normal - d_normal.mean(-1, keepdim=True)
+                        - normal * (d_normal * normal).mean(-1, keepdim=True))
+    return d_x.to(dtype), (d_wide * normal).sum(0), d_wide.sum(0) if has_bias else None
+
+
+class Pointwise(NamedTuple):
+    norm: Callable[..., Tensor] = norm
+    norm_of_sum: Callable[..., Tensor] = norm_of_sum
+    add_both: Callable[..., Tensor] = add_both
+    gelu: Callable[..., Tensor] = gelu
+    gelu_backward_: Callable[..., None] = gelu_backward_
+    norm_backward_: Callable[..., tuple[Tensor, Tensor, Tensor | None]] = norm_backward_
+
+
+EAGER = Pointwise()
+
+
+def compiled() -> Pointwise:
+    """Each function compiled once for each shape it meets, and reused by every layer."""
+    functions: Any = [torch.compile(function, fullgraph=True, dynamic=False) for function in EAGER]
+    return Pointwise(*functions)

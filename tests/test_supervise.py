@@ -1,0 +1,354 @@
+"""Real processes: what signals, deaths and bad circumstances do to `fitgpt train`, and what it says of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fitgpt import supervise
+from fitgpt.child import described
+from fitgpt.config import RunConfig
+from fitgpt.engine import checkpoint
+from fitgpt.errors import DataError, DeviceError, FitError, Interrupted, SystemFault
+from fitgpt.knobs import Assignment
+from fitgpt.run import run
+from fitgpt.runfolder import read_metrics, step_folders
+from fitgpt.supervise import child_environment, conclude, death_in_words
+from helpers import TINY, write_dataset
+
+pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals as POSIX has them")
+
+PATIENCE_S = 60.0
+FOREVER = dict(max_iters=10_000_000, lr_decay_iters=10_000_000, eval_interval=10_000_000)
+
+
+class Run:
+    """`fitgpt train`, started and not waited for; everything it says goes to one file."""
+
+    def __init__(self, folder: Path, *flags: str, ignoring: signal.Signals | None = None, **knobs: Any) -> None:
+        self.out = folder / "a run"  # the space must survive into the command that resumes
+        settings = {**TINY, "dataset": write_dataset(folder / "data"), "out_dir": self.out, **knobs}
+        self._start(folder, ["train", *(f"--{key}={value}" for key, value in settings.items()), *flags], ignoring)
+
+    def _start(self, folder: Path, argv: list[str], ignoring: signal.Signals | None = None) -> None:
+        self._folder = folder
+        self._log = folder / f"log-{len(list(folder.glob('log-*')))}"
+
+        def dispositions() -> None:  # a shell's background job would come with SIGINT ignored
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                signal.signal(number, signal.SIG_IGN if number == ignoring else signal.SIG_DFL)
+
+        with open(self._log, "wb") as log:
+            self.process = subprocess.Popen([sys.executable, "-m", "fitgpt", *argv], stdout=log,
+                                            stderr=subprocess.STDOUT, preexec_fn=dispositions)
+
+    def resumed_as_told(self) -> None:
+        """Types the very command that the last process ended with."""
+        told = re.search(r"fitgpt (train .*)", self.said)
+        assert told, self.said
+        self._start(self._folder, shlex.split(told[1]))
+
+    @property
+    def said(self) -> str:
+        return self._log.read_text()
+
+    @property
+    def child(self) -> int:
+        pid: int = json.loads((self.out / "lock").read_text())["pid"]
+        return pid
+
+    @property
+    def last_step(self) -> int:
+        rows = read_metrics(self.out / "metrics.jsonl")
+        return max((row["step"] for row in rows if row["kind"] == "step"), default=-1)
+
+    def wait_for(self, happened: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while not happened():
+            assert self.process.poll() is None, self.said
+            assert time.monotonic() < deadline, self.said
+            time.sleep(0.01)
+
+    def wait_for_steps(self, count: int = 3) -> None:
+        before = self.last_step
+        self.wait_for(lambda: self.last_step >= before + count)
+
+    def send(self, *signals: signal.Signals) -> None:
+        for number in signals:
+            self.process.send_signal(number)
+            time.sleep(0.02)  # two of a kind at the same moment are one
+
+    def exit_code(self) -> int:
+        return self.process.wait(PATIENCE_S)
+
+    def end(self) -> None:
+        if self.process.poll() is None:
+            os.kill(self.child, signal.SIGKILL)
+            self.process.kill()
+            self.process.wait()
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
+    runs: list[Run] = []
+
+    def begin(*flags: str, **more: Any) -> Run:
+        runs.append(Run(tmp_path, *flags, **more))
+        return runs[-1]
+
+    yield begin
+    for each in runs:
+        each.end()
+
+
+def state_of(pid: int) -> str:
+    """'T' stopped, 'R' or 'S' alive, 'Z' ended, '' gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return ""
+
+
+def short_command(*flags: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A `fitgpt train` that fails before it starts anything."""
+    return subprocess.run([sys.executable, "-X", "importtime", "-m", "fitgpt", "train", *flags], text=True,
+                          capture_output=True, timeout=PATIENCE_S, env={**os.environ, **environment})
+
+
+def assert_torch_was_not_loaded(ended: subprocess.CompletedProcess[str]) -> None:
+    assert "fitgpt.supervise" in ended.stderr  # the list of imports is there
+    assert not re.search(r"\|\s+(torch|numpy)$", ended.stderr, re.MULTILINE)
+
+
+# ---- asked to stop
+
+
+def test_every_request_to_stop_saves_and_the_command_it_prints_goes_on_bit_for_bit(
+        tmp_path: Path, start: Callable[..., Run]) -> None:
+    length = dict(max_iters=1500, lr_decay_iters=1500, eval_interval=1000, dropout=0.1)
+    stopped = start(**length)
+    # a closing terminal sends SIGHUP twice, and a job system SIGTERM: neither is a second Ctrl-C
+    for requests in ([signal.SIGINT], [signal.SIGTERM, signal.SIGTERM], [signal.SIGHUP, signal.SIGHUP]):
+        stopped.wait_for_steps()
+        stopped.send(*requests)
+        assert stopped.exit_code() == 75, stopped.said
+        saved = step_folders(stopped.out / "checkpoints")[-1].step
+        assert f"Stopped at step {saved}, as asked" in stopped.said
+        assert saved == stopped.last_step + 1  # every whole step, and no part of another
+        assert stopped.said.count("Stopping: ") == 1
+        stopped.resumed_as_told()
+    assert stopped.exit_code() == 0, stopped.said
+
+    whole = RunConfig(**{**TINY, **length, "dataset": str(tmp_path / "data"), "out_dir": str(tmp_path / "whole")})
+    run(whole.to_dict(), [], lambda: False)
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        ours, theirs = (out / "checkpoints" / "step-00001500" / name for out in (stopped.out, tmp_path / "whole"))
+        assert ours.read_bytes() == theirs.read_bytes()
+
+
+def test_a_second_ctrl_c_stops_at_once_and_tears_nothing(start: Callable[..., Run]) -> None:
+    slow = start(n_layer=4, n_embd=256, block_size=128, batch_size=96, gradient_accumulation_steps=1, eval_iters=1,
+                 save_interval=1, **FOREVER)
+    slow.wait_for(lambda: bool(step_folders(slow.out / "checkpoints")))
+    slow.send(signal.SIGINT)
+    slow.wait_for(lambda: "Ctrl-C once more stops at once" in slow.said)
+    again = time.monotonic()
+    slow.send(signal.SIGINT)
+    assert slow.exit_code() == 130, slow.said
+    assert time.monotonic() - again < 2
+    assert state_of(slow.child) == ""
+    assert "Traceback" not in slow.said
+    assert checkpoint.load(slow.out / "checkpoints", "last").state["step"] >= 1
+
+
+def test_a_request_that_comes_before_the_child_can_listen_is_not_lost(start: Callable[..., Run]) -> None:
+    early = start(**FOREVER)
+    children = Path(f"/proc/{early.process.pid}/task/{early.process.pid}/children")
+    early.wait_for(lambda: bool(children.read_text().strip()))
+    early.send(signal.SIGINT)
+    assert early.exit_code() == 75, early.said
+    assert "Stopped before training began, as asked." in early.said
+    assert "Traceback" not in early.said
+    assert "resume" not in early.said  # there is nothing to resume
+
+
+def test_ctrl_z_stops_both_processes_and_fg_wakes_both(endless: Run) -> None:
+    pids = endless.process.pid, endless.child
+    endless.send(signal.SIGTSTP)
+    endless.wait_for(lambda: [state_of(pid) for pid in pids] == ["T", "T"])
+    endless.send(signal.SIGCONT)
+    endless.wait_for(lambda: all(state_of(pid) in "RS" for pid in pids))
+    endless.wait_for_steps()
+
+
+def test_what_nohup_ignores_stays_ignored(endless: Run) -> None:
+    endless.send(signal.SIGHUP)
+    endless.wait_for_steps()
+    assert "Stopping" not in endless.said
+
+
+def test_a_second_trainer_in_the_same_folder_is_told_who_is_there(endless: Run) -> None:
+    second = short_command("--device=cpu", f"--out_dir={endless.out}", f"--dataset={endless.out.parent / 'data'}")
+    assert second.returncode == 7
+    assert f"is being trained in by process {endless.child} on " in second.stderr
+    endless.wait_for_steps()
+
+
+# ---- deaths
+
+
+def test_a_child_that_the_system_kills_is_reported_as_lack_of_ram_with_the_command_that_resumes(endless: Run) -> None:
+    endless.wait_for(lambda: bool(step_folders(endless.out / "checkpoints")))
+    os.kill(endless.child, signal.SIGKILL)
+    assert endless.exit_code() == 7
+    assert "the machine's RAM, not the card's memory, ran out" in endless.said
+    assert f"fitgpt train --init_from=resume '--out_dir={endless.out}'" in endless.said
+
+
+@pytest.fixture(scope="module")
+def endless(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    """One run under `nohup` for all tests that leave it running; the last of them ends it."""
+    running = Run(tmp_path_factory.mktemp("endless"), ignoring=signal.SIGHUP, save_interval=500, **FOREVER)
+    running.wait_for_steps()
+    yield running
+    running.end()
+
+
+def test_a_child_whose_supervisor_dies_saves_and_ends_by_itself(start: Callable[..., Run]) -> None:
+    orphan = start(**FOREVER)
+    orphan.wait_for_steps()
+    orphan.process.kill()
+    orphan.process.wait()
+    deadline = time.monotonic() + 10
+    while state_of(orphan.child) not in ("", "Z"):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert checkpoint.load(orphan.out / "checkpoints", "last").state["step"] == orphan.last_step + 1
+
+
+@pytest.mark.parametrize(("number", "kind", "words"), [
+    (signal.SIGKILL, SystemFault, "RAM"),
+    (signal.SIGBUS, DataError, "a data file was cut short or its disk went away"),
+    (signal.SIGSEGV, FitError, "died of SIGSEGV inside a native library"),
+    (50, FitError, "died of signal 50"),
+])
+def test_each_death_has_its_words(number: int, kind: type[FitError], words: str) -> None:
+    error = death_in_words(-number, "the fix")
+    assert type(error) is kind
+    assert words in error.what
+    assert error.fix == "the fix"
+
+
+def test_an_end_without_last_words_is_named_by_its_exit_code() -> None:
+    with pytest.raises(FitError, match="exit code 3 and no last words"):
+        conclude(3, {}, RunConfig(out_dir="nowhere"))
+
+
+@pytest.mark.parametrize(("error", "kind", "again"), [
+    (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), DeviceError, False),
+    (torch.AcceleratorError("CUDA error: out of memory"), DeviceError, False),
+    (torch.AcceleratorError("CUDA error: device-side assert triggered"), DeviceError, True),
+    (RuntimeError("DefaultCPUAllocator: can't allocate memory"), SystemFault, False),
+    (MemoryError(), SystemFault, False),
+    (PermissionError(13, "Permission denied", "x"), SystemFault, False),
+    (KeyError("x"), FitError, False),
+])
+def test_only_a_fault_that_a_new_process_clears_is_tried_again(error: Exception, kind: type, again: bool) -> None:
+    told, restart = described(error)
+    assert type(told) is kind
+    assert restart is again
+
+
+def test_a_fault_of_the_device_is_resumed_three_times_and_then_reported(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "out" / "checkpoints" / "step-00000005").mkdir(parents=True)
+    starts: list[str] = []
+
+    def broken(orders: supervise.Orders) -> tuple[int, dict[str, Any]]:
+        starts.append(orders.config["init_from"])
+        return 5, {"what": "The GPU fell off the bus.", "fix": "", "restart": True}
+
+    monkeypatch.setattr(supervise, "run_child", broken)
+    said = {"dataset": write_dataset(tmp_path / "data"), "out_dir": str(tmp_path / "out")}
+    with pytest.raises(DeviceError, match="fell off the bus") as raised:
+        supervise.train([Assignment(key, value, "") for key, value in said.items()])
+    assert starts == ["scratch", "resume", "resume", "resume"]
+    assert "fitgpt train --init_from=resume" in raised.value.fix
+    assert capsys.readouterr().err.count("Starting again from the last checkpoint") == 3
+
+
+def test_a_stop_without_a_checkpoint_promises_no_resume(tmp_path: Path) -> None:
+    with pytest.raises(Interrupted) as raised:
+        conclude(75, {"what": "Stopped.", "fix": "", "restart": False}, RunConfig(out_dir=str(tmp_path)))
+    assert raised.value.fix == ""
+
+
+# ---- circumstances
+
+
+def test_more_than_one_process_is_refused_before_torch_loads() -> None:
+    ended = short_command(WORLD_SIZE="2")
+    assert ended.returncode == 2
+    assert "WORLD_SIZE is 2: fitgpt trains with one process on one card" in ended.stderr
+    assert_torch_was_not_loaded(ended)
+
+
+def test_a_malformed_allocator_setting_is_shown_before_torch_loads() -> None:
+    ended = short_command(PYTORCH_CUDA_ALLOC_CONF="max_split_size_mb=banana")
+    assert ended.returncode == 5
+    assert "max_split_size_mb=banana" in ended.stderr
+    assert_torch_was_not_loaded(ended)
+
+
+def test_a_missing_dataset_comes_with_the_command_that_makes_it(tmp_path: Path) -> None:
+    ended = short_command("--dataset=nowhere", f"--out_dir={tmp_path / 'out'}")
+    assert ended.returncode == 3
+    assert "fitgpt prepare FILE_OR_FOLDER --name=nowhere" in ended.stderr
+    assert not (tmp_path / "out").exists()
+    assert_torch_was_not_loaded(ended)
+
+
+def test_an_empty_folder_cannot_be_resumed(tmp_path: Path) -> None:
+    ended = short_command("--init_from=resume", f"--out_dir={tmp_path}")
+    assert ended.returncode == 4
+    assert f"There is nothing to resume in {tmp_path}" in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert_torch_was_not_loaded(ended)
+
+
+def test_another_shape_on_resume_is_refused_with_the_difference(endless: Run) -> None:
+    ended = short_command("--init_from=resume", f"--out_dir={endless.out}", "--n_layer=3")
+    assert ended.returncode == 4
+    assert "n_layer=3 (it was 2)" in ended.stderr
+    assert_torch_was_not_loaded(ended)
+
+
+def test_a_reader_that_leaves_breaks_nothing(tmp_path: Path) -> None:
+    settings = {**TINY, "dataset": write_dataset(tmp_path / "data"), "out_dir": tmp_path / "out", "max_iters": 3}
+    command = shlex.join([sys.executable, "-m", "fitgpt", "train", *(f"--{k}={v}" for k, v in settings.items())])
+    ended = subprocess.run(["bash", "-c", f"set -o pipefail; {command} | head -1"], capture_output=True, text=True,
+                           timeout=PATIENCE_S)
+    assert ended.stdout.count("\n") == 1
+    assert ended.stderr == ""
+    assert ended.returncode == 0
+    assert checkpoint.load(tmp_path / "out" / "checkpoints", "last").state["step"] == 3
+
+
+def test_the_allocator_may_grow_its_segments_unless_the_user_said_otherwise() -> None:
+    ours = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    assert child_environment({"HOME": "/"}) == {"HOME": "/", **ours}
+    for name in ours:
+        theirs = {name: "max_split_size_mb:128"}
+        assert child_environment(theirs) == theirs

@@ -1,5 +1,6 @@
 # A 0.8M GPT on bytes that learns to write Python, from the standard library's own source: no GPU needed.
-# Data: fitgpt prepare --embedded --tokenizer=bytes --name=stdlib      Or all of it at once: fitgpt demo
+# Data: fitgpt prepare --embedded --name=stdlib --tokenizer=bytes --val_fraction=0.05
+# Or all of it at once: fitgpt demo
 
 out_dir = 'runs/demo'
 dataset = 'stdlib'

@@ -42,6 +42,11 @@ class StopRequest:
             signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # of a terminal that stops background groups that write
         threading.Thread(target=self._on_end_of, args=(lifeline,), daemon=True).start()
 
+    def close(self) -> None:
+        """Nothing that is asked from now on matters, but Python's own shutdown would die of it."""
+        for number in stop_signals():
+            signal.signal(number, signal.SIG_IGN)
+
     def _on_signal(self, number: int, frame: object) -> None:
         if self._asked and number == signal.SIGINT:
             os._exit(STOPPED_AT_ONCE)  # checkpoints are renamed into place: there is nothing to tear
@@ -71,6 +76,8 @@ def main() -> int:
         return leave_words(orders["words"], needed, restart=False)
     except Exception as error:
         return leave_words(orders["words"], *described(error))
+    finally:
+        stop.close()
     return 0
 
 

@@ -121,6 +121,8 @@ class RunConfig(Options):
     dtype: str = _system("auto", "of the arithmetic; auto is bfloat16 where the device has it", also=("precision",),
                          choices=("auto", "float32", "bfloat16", "float16"))
     compile: bool | Literal["auto"] = _system("auto", "torch.compile the model; auto: where that works")
+    cuda_graphs: bool | Literal["auto"] = _system("auto", "record the card's work once and replay it, so that the host "
+                                                  "never holds it up; auto: with compile, where dropout is 0")
     grad_checkpoint: bool = _system(False, "keep only the blocks' inputs for backward and compute the rest again: "
                                     "less memory, about a third more time",
                                     also=("gradient_checkpointing", "activation_checkpointing", "checkpointing"))

@@ -24,10 +24,10 @@ from .engine.device import DeviceChoice, resolve_device
 from .engine.evaluate import ReadWindows, evaluate
 from .engine.feed import Feed
 from .engine.loop import Training, train
-from .engine.model import GPT, build_model
+from .engine.model import build_model
 from .engine.optim import AdamW, AdamWSettings, Scaler
 from .engine.parallel import Ranks
-from .errors import CheckpointError, DataError, Interrupted
+from .errors import CheckpointError, DataError, DeviceError, Interrupted
 from .interop import hf
 from .nouns import Evaluation, GPTConfig, RunFacts, SplitLoss, StepReport
 from .runfolder import RunFolder, need_disk, open_run
@@ -69,7 +69,7 @@ def run_loop(config: RunConfig, facts: RunFacts, dataset: Dataset, folder: RunFo
     if stop_asked():  # while torch was loading
         raise Interrupted("Stopped before training began, as asked.")
     display = open_display(facts, terminal=sys.stdout.isatty())
-    desk = Desk(config, facts, dataset, folder, training.model, display, wandb, stop_asked)
+    desk = Desk(config, facts, dataset, folder, training, display, wandb, stop_asked)
     feed = training_feed(config, dataset, torch.device(facts.device), Ranks())
     try:
         folder.append_metrics({"kind": "run", **asdict(facts)})
@@ -129,7 +129,20 @@ def build_training(config: RunConfig, choice: DeviceChoice) -> Training:
     if choice.compile:
         model.compile()
     optimizer = AdamW(model, AdamWSettings(config.beta1, config.beta2, config.weight_decay))
-    return Training(model, optimizer, Scaler(device, scaling=choice.dtype == "float16"))
+    training = Training(model, optimizer, Scaler(device, scaling=choice.dtype == "float16"))
+    if records_gpu_work(config, choice):
+        training.record_gpu_work()
+    return training
+
+
+def records_gpu_work(config: RunConfig, choice: DeviceChoice) -> bool:
+    """Dropout rolls its dice again when a block is computed again, which recorded work cannot do."""
+    if config.cuda_graphs == "auto":
+        return choice.compile and choice.device.startswith("cuda") and config.dropout == 0
+    if config.cuda_graphs and (config.dropout or not choice.device.startswith("cuda")):
+        why = f"dropout={config.dropout}" if config.dropout else f"device={choice.device}"
+        raise DeviceError(f"cuda_graphs=True does not work with {why}.", "--cuda_graphs=False")
+    return bool(config.cuda_graphs)
 
 
 def restore(training: Training, source: weights.Source, *, everything: bool) -> None:
@@ -196,9 +209,9 @@ def evaluation_splits(dataset: Dataset, names: Sequence[str], *, windows: int, b
 class Desk:
     """Evaluates, saves and tells: the loop's rim."""
 
-    def __init__(self, config: RunConfig, facts: RunFacts, dataset: Dataset, folder: RunFolder, model: GPT,
+    def __init__(self, config: RunConfig, facts: RunFacts, dataset: Dataset, folder: RunFolder, training: Training,
                  display: Display, wandb: Log | None, stop_asked: Callable[[], bool]) -> None:
-        self._config, self._facts, self._folder, self._model = config, facts, folder, model
+        self._config, self._facts, self._folder, self._training = config, facts, folder, training
         self._display, self._stop_asked = display, stop_asked
         self._fingerprint, self._tokenizer = dataset.summary.fingerprint, dataset.summary.tokenizer
         self._splits = evaluation_splits(dataset, ("train", "val"), windows=config.eval_iters * config.batch_size,
@@ -207,8 +220,9 @@ class Desk:
         self._last_report: StepReport | None = None
 
     def evaluate(self, step: int) -> Evaluation | None:
-        return evaluate(self._model, self._splits, batch=self._config.eval_batch, block=self._config.eval_block,
-                        step=step, progress=self._display.eval_progress, stop_asked=self._stop_asked)
+        return evaluate(self._training.model, self._splits, batch=self._config.eval_batch,
+                        block=self._config.eval_block, step=step, token_losses=self._training.token_losses,
+                        progress=self._display.eval_progress, stop_asked=self._stop_asked)
 
     def save(self, training: Training, *, is_best: bool) -> None:
         started = time.perf_counter()

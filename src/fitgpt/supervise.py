@@ -163,7 +163,7 @@ class Relay:
 
     def __exit__(self, *error: object) -> None:
         for number, handler in self._previous.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_IGN if self._asked else handler)  # this process is about to end as asked
 
     def _stop(self, number: int, frame: object) -> None:
         if self._asked and number == signal.SIGINT:

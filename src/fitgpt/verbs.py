@@ -128,6 +128,15 @@ def _place(source: Source, device: str, dtype: str, compile: bool | str) -> tupl
 
 
 def _tokenizer(source: Source) -> Tokenizer:
+    found, known = _likely_tokenizer(source), source.gpt.vocab_size
+    if found.vocab_size > known:
+        raise DataError(f"The model in {source.place} knows {known} tokens, and the tokenizer {found.name} has "
+                        f"{found.vocab_size}: these are not the tokens it was trained on.",
+                        "Sample from the run that trained it: its folder says how text becomes tokens.")
+    return found
+
+
+def _likely_tokenizer(source: Source) -> Tokenizer:
     from .data import tokenizers
 
     name = source.state.get("tokenizer", "")

@@ -175,7 +175,7 @@ def _recipe(dataset: str) -> str:
         name = "NAME"
     name = shlex.quote(name)
     if name == "stdlib":
-        return "fitgpt prepare --embedded --name=stdlib --tokenizer=bytes"
+        return "fitgpt prepare --embedded --name=stdlib --tokenizer=bytes --val_fraction=0.05"
     if name.startswith("fineweb"):
         return (f"fitgpt prepare --hub=HuggingFaceFW/fineweb-edu --hub_config=sample-10BT --name={name} "
                 "--tokenizer=gpt2 --max_tokens=1B")

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend
 
 _aten = torch.ops.aten
 HEAD_MULTIPLE = 8  # the CUDA kernels want heads a multiple of this wide: others are padded with zeros
@@ -30,9 +31,9 @@ class Kernel(NamedTuple):
 
 def attend(qkv: Tensor, heads: int, dropout: float) -> Attended:
     """qkv [B, T, 3C] → the heads' outputs side by side [B, T, C]."""
-    kernel, scale = kernel_for(qkv, dropout), _scale(qkv, heads)
+    scale = _scale(qkv, heads)
     q, k, v = _padded(_heads(qkv, heads), qkv.device.type)
-    out, *state = kernel.forward(q, k, v, dropout, scale)
+    out, *state = kernel_for(q, k, v, dropout).forward(q, k, v, dropout, scale)
     width = qkv.shape[2] // 3 // heads
     return Attended(out[..., :width].transpose(1, 2).reshape(*qkv.shape[:2], heads * width), tuple(state))
 
@@ -41,20 +42,19 @@ def attend_backward(d_out: Tensor, qkv: Tensor, attended: Attended, heads: int, 
     """The gradient with respect to qkv, [B, T, 3C]."""
     B, T, C = d_out.shape
     width = C // heads
-    kernel, scale = kernel_for(qkv, dropout), _scale(qkv, heads)
-
     def by_head(flat: Tensor) -> Tensor:
         return flat.view(B, T, heads, width).transpose(1, 2)
 
     q, k, v, d, out = _padded((*_heads(qkv, heads), by_head(d_out), by_head(attended.out)), qkv.device.type)
-    gradients = kernel.backward(d, q, k, v, out, attended.state, dropout, scale)
+    gradients = kernel_for(q, k, v, dropout).backward(d, q, k, v, out, attended.state, dropout, _scale(qkv, heads))
     return torch.stack([g[..., :width].transpose(1, 2) for g in gradients], dim=2).view(B, T, 3 * C)
 
 
-def kernel_for(qkv: Tensor, dropout: float) -> Kernel:
-    if qkv.device.type in ("cuda", "meta"):
-        return FLASH if qkv.dtype in (torch.float16, torch.bfloat16) else EFFICIENT
-    if qkv.device.type == "cpu" and dropout == 0:
+def kernel_for(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Kernel:
+    """torch's own choice for this card, dtype and shape; by hand where it has none."""
+    if q.device.type == "cuda":
+        return _ON_CUDA.get(torch._fused_sdp_choice(q, k, v, None, dropout, True), PLAIN)
+    if q.device.type == "cpu" and dropout == 0:
         return FLASH_ON_CPU
     return PLAIN
 
@@ -65,7 +65,7 @@ def _heads(qkv: Tensor, heads: int) -> tuple[Tensor, ...]:
 
 
 def _padded(parts: tuple[Tensor, ...], device_type: str) -> tuple[Tensor, ...]:
-    missing = -parts[0].shape[-1] % HEAD_MULTIPLE if device_type in ("cuda", "meta") else 0
+    missing = -parts[0].shape[-1] % HEAD_MULTIPLE if device_type == "cuda" else 0
     return tuple(F.pad(part, (0, missing)) for part in parts) if missing else parts
 
 
@@ -95,6 +95,17 @@ def _efficient_backward(d: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
     lse, seed, offset = state
     return _aten._scaled_dot_product_efficient_attention_backward(  # type: ignore[no-any-return]
         d, q, k, v, None, out, lse, seed, offset, dropout, [True, True, True, False], True, scale=scale)[:3]
+
+
+def _cudnn(q: Tensor, k: Tensor, v: Tensor, dropout: float, scale: float) -> tuple[Any, ...]:
+    return _aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, dropout, True, False, scale=scale)[:8]  # type: ignore[no-any-return]
+
+
+def _cudnn_backward(d: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, state: tuple[Any, ...], dropout: float,
+                    scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    lse, cum_q, cum_k, max_q, max_k, seed, offset = state
+    return _aten._scaled_dot_product_cudnn_attention_backward(  # type: ignore[no-any-return]
+        d, q, k, v, out, lse, seed, offset, None, cum_q, cum_k, max_q, max_k, dropout, True, scale=scale)
 
 
 def _flash_on_cpu(q: Tensor, k: Tensor, v: Tensor, dropout: float, scale: float) -> tuple[Any, ...]:
@@ -137,4 +148,7 @@ def _probabilities(q: Tensor, k: Tensor, scale: float) -> Tensor:
 FLASH = Kernel(_flash, _flash_backward)
 EFFICIENT = Kernel(_efficient, _efficient_backward)
 FLASH_ON_CPU = Kernel(_flash_on_cpu, _flash_on_cpu_backward)
+CUDNN = Kernel(_cudnn, _cudnn_backward)
 PLAIN = Kernel(_plain, _plain_backward)
+_ON_CUDA = {SDPBackend.FLASH_ATTENTION.value: FLASH, SDPBackend.EFFICIENT_ATTENTION.value: EFFICIENT,
+            SDPBackend.CUDNN_ATTENTION.value: CUDNN}

@@ -4,7 +4,7 @@ Triton comes with every CUDA build of torch. One program handles one row; the se
 card's cache, since a row is about 100 KB and few are in flight.
 """
 
-from typing import Any
+from __future__ import annotations
 
 import torch
 import triton
@@ -28,9 +28,9 @@ def fused_cross_entropy_(logits: Tensor, targets: Tensor, a_token: Tensor | None
     return losses
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _cross_entropy(logits: Any, logits_stride: Any, targets: Any, targets_stride: Any, losses: Any, a_token: Any,
-                   width: Any, ignored: tl.constexpr, with_gradient: tl.constexpr, columns: tl.constexpr) -> None:
+@triton.jit
+def _cross_entropy(logits, logits_stride, targets, targets_stride, losses, a_token, width, ignored: tl.constexpr,
+                   with_gradient: tl.constexpr, columns: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(targets + row * targets_stride)
     start = logits + row * logits_stride

@@ -15,6 +15,7 @@ from ..errors import Interrupted, NumericsError, SystemFault
 from ..nouns import Evaluation, RunFacts, SplitLoss, StepReport
 from .device import read_memory
 from .feed import Feed
+from .graphs import Recorder
 from .meter import Meter, flops_a_token
 from .model import GPT
 from .optim import AdamW, Scaler, apply_gradients
@@ -33,6 +34,20 @@ class Training:
     best: SplitLoss | None = None         # the best validation loss so far, and the block it was taken at
     evaluated_at: int = -1                # the step of the last evaluation
     saved_at: int = -1                    # the step of the last checkpoint
+
+    def __post_init__(self) -> None:
+        self.accumulate: Callable[[Tensor, Tensor, Tensor], Tensor] = self.model.accumulate
+        self.token_losses: Callable[[Tensor, Tensor], Tensor] = self.model.token_losses
+        self.gradients_stay = False
+
+    def record_gpu_work(self) -> None:
+        """From the second micro-step and evaluation batch on, what the card does is replayed: see graphs.py."""
+        recorder = Recorder()
+        self.accumulate = recorder.replaying(self.model.accumulate)
+        self.token_losses = recorder.replaying(self.model.token_losses)
+        self.gradients_stay = True
+        for parameter in self.model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
 
 
 class Rim(Protocol):
@@ -95,12 +110,13 @@ def train_step(training: Training, config: RunConfig, feed: Feed, learning_rate:
         if config.dropout:
             seed_dropout(config.seed, number)
         inputs, targets = feed.get(number)
-        loss_sum += model.accumulate(inputs, targets, scale)
+        loss_sum += training.accumulate(inputs, targets, scale)
         if stop_asked():
-            model.zero_grad(set_to_none=True)
+            model.zero_grad(set_to_none=not training.gradients_stay)
             return None
     mean_loss = loss_sum / scaler.scale
-    return mean_loss, apply_gradients(model, training.optimizer, scaler, learning_rate, config.grad_clip)
+    return mean_loss, apply_gradients(model, training.optimizer, scaler, learning_rate, config.grad_clip,
+                                      stay=training.gradients_stay)
 
 
 def seed_dropout(seed: int, micro_batch: int) -> None:

@@ -107,14 +107,17 @@ class Scaler:
 
 
 @torch.no_grad()
-def apply_gradients(model: nn.Module, optimizer: AdamW, scaler: Scaler, learning_rate: float,
-                    grad_clip: float) -> Tensor:
-    """Applies the accumulated (scaled) gradients, or skips them where they are not finite; returns their norm."""
+def apply_gradients(model: nn.Module, optimizer: AdamW, scaler: Scaler, learning_rate: float, grad_clip: float,
+                    *, stay: bool = False) -> Tensor:
+    """Applies the accumulated (scaled) gradients, or skips them where they are not finite; returns their norm.
+
+    Then they are freed; if they are to `stay` (recorded work knows their addresses), they are zeroed instead.
+    """
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     norm = torch.nn.utils.get_total_norm(gradients) / scaler.scale
     found_inf = (~torch.isfinite(norm)).float()
     too_long = (norm / grad_clip).clamp_(min=1.0) if grad_clip else torch.ones_like(norm)
     optimizer.step(learning_rate, scaler.scale * too_long, found_inf)
     scaler.update(found_inf)
-    model.zero_grad(set_to_none=True)
+    model.zero_grad(set_to_none=not stay)
     return norm

@@ -1,0 +1,194 @@
+"""The map of the code, as its import statements draw it: arrows point one way, and torch stays where it is needed."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+import fitgpt
+from helpers import write_dataset
+
+ROOT = Path(fitgpt.__file__).parent
+FILES = sorted(ROOT.rglob("*.py"))
+LONGEST_FILE = 450
+
+# From the bottom up; a part imports what is below it, and what stands on the same line only if it is no folder.
+LEVELS: tuple[tuple[str, ...], ...] = (
+    ("errors", "units"),
+    ("nouns", "knobs", "knobhelp", "configfile", "config", "options", "cards", "driver", "savers", "atomic",
+     "runfolder"),
+    ("engine", "data", "show"),
+    ("interop",),
+    ("weights", "run", "verbs", "demo", "wandb", "child", "supervise"),
+    ("cli", "__main__"),
+)
+LEVEL_OF = {part: level for level, parts in enumerate(LEVELS) for part in parts}
+FOLDERS = {"engine", "data", "show", "interop"}  # siblings that do not know of each other
+
+# Packages from outside the standard library: who may import them at once, and who only inside a function.
+AT_ONCE = {
+    "engine": {"torch", "numpy", "safetensors"},
+    "data": {"numpy"},
+    "interop": {"torch", "safetensors"},
+    "weights": {"torch"},
+    "run": {"torch", "numpy"},
+}
+WHEN_CALLED = {
+    "driver": {"pynvml"},
+    "engine": {"triton"},
+    "data": {"rich", "tiktoken", "pyarrow", "datasets"},
+    "interop": {"huggingface_hub"},
+    "show": {"rich"},
+    "verbs": {"torch"},
+    "child": {"torch"},
+}
+LATE = {"engine.kernels"}  # imported inside functions only, so that what it imports counts as imported there
+
+
+class Import(NamedTuple):
+    module: str   # "engine.loop"
+    target: str   # "errors" of ours, or "torch"
+    ours: bool
+    at_once: bool  # when the module itself is imported
+    line: int
+
+    @property
+    def part(self) -> str:
+        return self.module.partition(".")[0]
+
+    def __str__(self) -> str:
+        return f"{self.module} line {self.line}: imports {self.target}"
+
+
+def module_name(file: Path) -> str:
+    """'engine.loop'; a folder's __init__ is the folder."""
+    parts = file.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
+
+
+MODULES = {module_name(file) for file in FILES}
+
+
+def imports_of(file: Path) -> list[Import]:
+    module = module_name(file)
+    is_package = file.name == "__init__.py"
+    package = [] if module == "__init__" else module.split(".") if is_package else module.split(".")[:-1]
+
+    def targets(node: ast.Import | ast.ImportFrom) -> Iterator[tuple[str, bool]]:
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, False) for alias in node.names)
+        elif node.level == 0:
+            yield node.module or "", False
+        else:
+            base = package[:len(package) - (node.level - 1)] + (node.module.split(".") if node.module else [])
+            for alias in node.names:  # `from . import weights` is a module, `from .errors import FitError` is not
+                named = ".".join([*base, alias.name])
+                yield (named if named in MODULES else ".".join(base) or "__init__"), True
+
+    def walk(node: ast.AST, at_once: bool) -> Iterator[Import]:
+        for child in ast.iter_child_nodes(node):
+            later = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) or is_for_types(child)
+            if isinstance(child, ast.Import | ast.ImportFrom):
+                yield from (Import(module, name, ours, at_once, child.lineno) for name, ours in targets(child))
+            else:
+                yield from walk(child, at_once and not later)
+
+    return list(walk(ast.parse(file.read_text(encoding="utf-8")), True))
+
+
+def is_for_types(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+
+
+IMPORTS = [each for file in FILES for each in imports_of(file)]
+INNER = [each for each in IMPORTS if each.ours and "__init__" not in (each.module, each.target)]
+OUTER = [each for each in IMPORTS if not each.ours
+         and each.target.partition(".")[0] not in {*sys.stdlib_module_names, "__future__"}]
+
+
+def test_every_module_has_its_place() -> None:
+    assert {module.partition(".")[0] for module in MODULES} - {"__init__"} == set(LEVEL_OF)
+
+
+def test_the_reader_of_imports_sees_them_all() -> None:
+    """Known imports of each form, so that the tests below cannot pass by seeing nothing."""
+    seen = {(each.module, each.target, each.at_once) for each in IMPORTS}
+    assert {("run", "weights", True), ("run", "engine.checkpoint", True), ("engine.loop", "nouns", True),
+            ("cli", "__init__", True), ("show.live", "show.text", True), ("run", "torch", True),
+            ("verbs", "torch", False), ("verbs", "engine.model", False), ("child", "run", False)} <= seen
+
+
+def test_no_arrow_points_back() -> None:
+    def wrong(each: Import) -> bool:
+        target = each.target.partition(".")[0]
+        if each.part == target:
+            return False
+        below = LEVEL_OF[target] < LEVEL_OF[each.part]
+        beside = LEVEL_OF[target] == LEVEL_OF[each.part] and not {each.part, target} & FOLDERS
+        return not (below or beside)
+
+    assert [str(each) for each in INNER if wrong(each)] == []
+
+
+def test_what_is_shown_is_made_of_nouns_and_units_alone() -> None:
+    assert {each.target.partition(".")[0] for each in INNER if each.part == "show"} == {"show", "nouns", "units"}
+
+
+def test_imports_never_go_in_a_circle() -> None:
+    arrows: dict[str, set[str]] = {}
+    for each in INNER:
+        if each.at_once:
+            arrows.setdefault(each.module, set()).add(each.target)
+    while leaves := set().union(*arrows.values()) - arrows.keys() if arrows else set():
+        arrows = {module: targets - leaves for module, targets in arrows.items()}
+        arrows = {module: targets for module, targets in arrows.items() if targets}
+    assert arrows == {}  # what is left has no end: a circle, and whatever leads to it
+
+
+def test_each_part_imports_only_the_packages_it_may() -> None:
+    def wrong(each: Import) -> bool:
+        package, at_once = each.target.partition(".")[0], AT_ONCE.get(each.part, set())
+        strict = each.at_once and each.module not in LATE
+        return package not in (at_once if strict else at_once | WHEN_CALLED.get(each.part, set()))
+
+    assert [str(each) for each in OUTER if wrong(each)] == []
+    assert [str(each) for each in INNER if each.at_once and each.target in LATE] == []
+
+
+@pytest.mark.parametrize("call", [
+    "fitgpt.cli.main(['--help'])",
+    "fitgpt.cli.main(['train', '--help'])",
+    "fitgpt.cli.main(['train', '--no_such_knob=1'])",
+    "fitgpt.data.header.summarise(sys.argv[1])",
+    "fitgpt.supervise.settle([fitgpt.knobs.Assignment('dataset', sys.argv[1], '')])",
+])
+def test_help_config_and_data_headers_need_neither_torch_nor_numpy(tmp_path: Path, call: str) -> None:
+    script = (f"import sys, fitgpt.cli, fitgpt.data.header, fitgpt.supervise\n{call}\n"
+              "assert not {'torch', 'numpy', 'rich'} & set(sys.modules)")
+    ended = subprocess.run([sys.executable, "-c", script, write_dataset(tmp_path)], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_the_heart_of_the_package_is_a_name_until_it_is_used() -> None:
+    script = ("import sys, fitgpt\nassert 'torch' not in sys.modules\nfitgpt.GPTConfig\n"
+              "assert 'torch' not in sys.modules\nfitgpt.GPT\nassert 'torch' in sys.modules")
+    assert subprocess.run([sys.executable, "-c", script]).returncode == 0
+
+
+def test_nothing_a_user_brings_is_ever_executed() -> None:
+    forbidden = re.compile(r"(?<![\w.])(exec|eval)\(|pickle\.loads?\(|\bcPickle\b|weights_only=False")
+    assert [f"{module_name(file)} line {number}" for file in FILES
+            for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1)
+            if forbidden.search(line)] == []
+
+
+def test_no_file_is_too_long_to_be_read_at_once() -> None:
+    lengths = {module_name(file): len(file.read_text(encoding="utf-8").splitlines()) for file in FILES}
+    assert {module: length for module, length in lengths.items() if length > LONGEST_FILE} == {}

@@ -1,0 +1,274 @@
+"""As a user would type it: texts, tokens, a trained model, its loss, its words, and the same model in transformers."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import random
+import re
+import string
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fitgpt import GPTConfig
+from fitgpt.cli import main
+from fitgpt.config import RunConfig
+from fitgpt.data import tokenizers
+from fitgpt.data.order import positions_for
+from fitgpt.data.shards import open_dataset
+from fitgpt.engine import checkpoint
+from fitgpt.engine.loop import learning_rate_at
+from fitgpt.engine.model import GPT, build_model
+from fitgpt.interop.nanogpt import param_shapes
+from fitgpt.runfolder import read_metrics
+from fitgpt.weights import fill, from_run
+from helpers import reference_loss
+
+SMALL: dict[str, Any] = dict(
+    n_layer=2, n_head=2, n_embd=32, block_size=32, batch_size=4, gradient_accumulation_steps=2, learning_rate=1e-2,
+    min_lr=1e-3, warmup_iters=2, max_iters=8, lr_decay_iters=8, eval_interval=8, eval_iters=3, device="cpu")
+
+
+def flags(**knobs: Any) -> list[str]:
+    return [f"--{key}={value}" for key, value in knobs.items()]
+
+
+@contextmanager
+def inside(folder: Path) -> Iterator[Path]:
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        yield folder
+    finally:
+        os.chdir(before)
+
+
+@pytest.fixture(scope="module")
+def desk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder to work in, with data/mine made from texts, and two trained runs: runs/plain and runs/biased."""
+    with inside(tmp_path_factory.mktemp("desk")) as folder:
+        (folder / "texts").mkdir()
+        for number in range(40):
+            words = " ".join(f"the {animal} says so" for animal in random.Random(number).choices("abcdef", k=20))
+            (folder / "texts" / f"{number}.txt").write_text(f"Nº {number}: {words}\n", encoding="utf-8")
+        assert main(["prepare", "texts", "--name=mine", "--tokenizer=bytes", "--val_fraction=0.2",
+                     "--processes=1"]) == 0
+        for name, bias in (("plain", False), ("biased", True)):
+            assert main(["train", *flags(**SMALL, dataset="mine", out_dir=f"runs/{name}", bias=bias)]) == 0
+        yield folder
+
+
+@pytest.fixture(autouse=True)
+def at_the_desk(desk: Path) -> Iterator[None]:
+    with inside(desk):
+        yield
+
+
+# ---- texts → tokens → a model
+
+
+def test_every_byte_of_the_texts_is_a_token_and_every_text_has_an_end(desk: Path) -> None:
+    texts = [file.read_bytes() for file in (desk / "texts").iterdir()]
+    summary = open_dataset("mine").summary
+    assert (summary.tokenizer, summary.vocab_size) == ("bytes", 257)
+    assert summary.train_tokens + summary.val_tokens == sum(map(len, texts)) + len(texts)
+    assert summary.val_tokens > 500
+
+
+def test_training_learns_and_leaves_its_record(desk: Path) -> None:
+    rows = read_metrics(desk / "runs/plain/metrics.jsonl")
+    losses = [row["loss"] for row in rows if row["kind"] == "step"]
+    assert len(losses) == 8
+    assert losses[0] == pytest.approx(np.log(257), abs=0.3)
+    assert losses[-1] < losses[0] - 1
+
+
+def test_eval_measures_what_training_measured(desk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["eval", "runs/plain", "--json", "--device=cpu"]) == 0
+    measured = json.loads(capsys.readouterr().out)
+    recorded = [row for row in read_metrics(desk / "runs/plain/metrics.jsonl") if row["kind"] == "eval"][-1]
+    assert measured["step"] == 8
+    assert [loss["split"] for loss in measured["losses"]] == ["train", "val"]
+    for ours, theirs in zip(measured["losses"], recorded["losses"], strict=True):
+        assert {**ours, "mean": 0, "stderr": 0} == {**theirs, "mean": 0, "stderr": 0}
+        assert (ours["mean"], ours["stderr"]) == pytest.approx((theirs["mean"], theirs["stderr"]), rel=1e-6)
+
+
+def test_eval_without_json_is_one_line_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["eval", "runs/plain", "--split=val", "--eval_iters=1", "--device=cpu"]) == 0
+    assert re.fullmatch(r"step 8: val loss \d\.\d+ \(± .*, block 32, .*\)\n", capsys.readouterr().out)
+
+
+# ---- words
+
+
+def test_sample_takes_nanogpts_flags_and_a_prompt_from_a_file(desk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (desk / "prompt.txt").write_text("Nº 7: the", encoding="utf-8")
+    asked = ["sample", "--out_dir=runs/plain", "--start=FILE:prompt.txt", "--num_samples=2", "--max_new_tokens=40",
+             "--device=cpu", "--seed=5"]
+    assert main(asked) == 0
+    first = capsys.readouterr().out
+    samples = first.split("\n---------------\n")
+    assert len(samples) == 3
+    assert samples[2] == ""
+    assert all(sample.startswith("Nº 7: the") and len(sample) > 20 for sample in samples[:2])
+    assert samples[0] != samples[1]
+    assert main(asked) == 0
+    assert capsys.readouterr().out == first  # the same seed, the same words
+
+
+def test_a_prompt_file_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sample", "runs/plain", "--start=FILE:nowhere.txt", "--device=cpu"]) == 2
+    assert "nowhere.txt" in capsys.readouterr().err
+
+
+def test_words_of_another_tokenizer_are_refused_before_the_model_sees_them(
+        monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """An exported folder does not say that its tokens are bytes, and GPT-2's do not fit into 257 rows."""
+    monkeypatch.setattr(tokenizers, "_load_gpt2", lambda: None)  # its files may not be here, nor are they needed
+    assert main(["export", "runs/plain", "-o", "silent"]) == 0
+    assert main(["sample", "--init_from=silent", "--start=hello", "--num_samples=1", "--device=cpu"]) == 3
+    assert "knows 257 tokens, and the tokenizer gpt2 has 50257" in capsys.readouterr().err
+
+
+# ---- the same model elsewhere
+
+
+def our_logits(model: GPT, tokens: torch.Tensor) -> torch.Tensor:
+    """[T, V]: the engine gives only the last position's, so every prefix is asked for."""
+    return torch.stack([model.next_logits(tokens[None, :end], model.new_cache(batch=1))[0]
+                        for end in range(1, len(tokens) + 1)])
+
+
+@pytest.mark.parametrize("name", ["plain", "biased"])
+@torch.no_grad()
+def test_an_export_has_the_same_logits_in_transformers(desk: Path, name: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    assert main(["export", f"runs/{name}", "-o", f"hf-{name}", "--which=last"]) == 0
+    theirs = transformers.GPT2LMHeadModel.from_pretrained(f"hf-{name}").eval()
+    source = from_run(desk / "runs" / name)
+    ours = build_model(source.gpt, torch.device("cpu"), seed=0).eval()
+    fill(ours, source.weights, source.place)
+    tokens = torch.from_numpy(open_dataset("mine").split("val").read_fixed(np.arange(1), 31, 1)[0].astype(np.int64))
+    expected = our_logits(ours, tokens)
+    assert expected.abs().max() > 1
+    torch.testing.assert_close(theirs(tokens[None]).logits[0], expected, atol=1e-4, rtol=0)
+
+
+def test_training_starts_from_a_folder_of_transformers(desk: Path) -> None:
+    """Cropped to a shorter block, as nanoGPT does; the loss before the first step is transformers' own."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config(
+        n_layer=2, n_head=2, n_embd=32, n_positions=64, vocab_size=257, activation_function="gelu",
+        initializer_range=0.2, bos_token_id=None, eos_token_id=None)).eval()
+    theirs.save_pretrained("their-gpt")
+    assert main(["train", *flags(**{**SMALL, "max_iters": 1}, dataset="mine", out_dir="runs/from-hf",
+                                 init_from="their-gpt")]) == 0
+    evaluation = next(row for row in read_metrics(desk / "runs/from-hf/metrics.jsonl") if row["kind"] == "eval")
+    windows = open_dataset("mine").split("val").read_fixed(np.arange(12), 32, RunConfig.seed).astype(np.int64)
+    tokens = torch.from_numpy(windows)
+    with torch.no_grad():
+        logits = theirs(tokens[:, :-1]).logits
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).item()
+    assert expected > 5.6  # no fresh weights would be that wrong
+    assert evaluation["losses"][1]["mean"] == pytest.approx(expected, rel=1e-4)
+    assert from_run(desk / "runs/from-hf").gpt.block_size == 32
+
+
+@pytest.mark.parametrize("verb", ["train", "sample"])
+def test_gpt2_that_is_not_here_comes_with_the_command_that_fetches_it(
+        verb: str, desk: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("HF_HOME", str(desk / "empty"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    more = flags(dataset="mine", out_dir="runs/none") if verb == "train" else []
+    assert main([verb, "--init_from=gpt2", "--device=cpu", *more]) == 3
+    error = capfd.readouterr().err
+    assert "hf download openai-community/gpt2 " in error
+    assert "Traceback" not in error
+
+
+# ---- coming from nanoGPT
+
+CHARACTERS = sorted(set(string.ascii_lowercase + " \n"))
+STEP = 5
+
+
+@pytest.fixture(scope="module")
+def nanogpt(desk: Path) -> tuple[GPT, torch.optim.AdamW]:
+    """data/letters as nanoGPT's prepare.py writes it, and out/ckpt.pt as its train.py does, compiled, at step 5."""
+    (desk / "data" / "letters").mkdir(parents=True)
+    dice = np.random.default_rng(1)
+    for split, count in (("train", 4000), ("val", 800)):
+        dice.integers(0, len(CHARACTERS), count).astype(np.uint16).tofile(desk / "data" / "letters" / f"{split}.bin")
+    meta = {"vocab_size": len(CHARACTERS), "itos": dict(enumerate(CHARACTERS)),
+            "stoi": {character: number for number, character in enumerate(CHARACTERS)}}
+    (desk / "data" / "letters" / "meta.pkl").write_bytes(pickle.dumps(meta))
+
+    gpt = GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=32, vocab_size=len(CHARACTERS), bias=False)
+    model = build_model(gpt, torch.device("cpu"), seed=3)
+    named = dict(model.named_parameters())
+    order = list(param_shapes(gpt))  # nanoGPT numbers first the matrices, then the vectors
+    groups = [[named[name] for name in order if named[name].dim() >= 2],
+              [named[name] for name in order if named[name].dim() < 2]]
+    optimizer = torch.optim.AdamW([{"params": groups[0], "weight_decay": 0.1}, {"params": groups[1],
+                                   "weight_decay": 0.0}], lr=1e-3, betas=(0.9, 0.95))
+    torch.manual_seed(4)
+    for _ in range(STEP):
+        for parameter in named.values():
+            parameter.grad = torch.randn_like(parameter) * 0.1
+        optimizer.step()
+    optimizer.zero_grad()
+    state = {name: named[name].detach().clone() for name in order}
+    state["lm_head.weight"] = state["transformer.wte.weight"]
+    (desk / "out").mkdir()
+    torch.save({
+        "model": {f"_orig_mod.{name}": tensor for name, tensor in state.items()},
+        "optimizer": optimizer.state_dict(),
+        "model_args": dict(n_layer=2, n_head=2, n_embd=32, block_size=32, bias=False, vocab_size=len(CHARACTERS),
+                           dropout=0.0),
+        "iter_num": STEP, "best_val_loss": torch.tensor(2.5),
+        "config": {**SMALL, "dataset": "letters", "out_dir": "out", "init_from": "scratch", "device": "cuda"},
+    }, desk / "out" / "ckpt.pt")
+    return model, optimizer
+
+
+def test_a_nanogpt_checkpoint_writes(nanogpt: object, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sample", "--out_dir=out", "--start=a b", "--num_samples=1", "--max_new_tokens=30",
+                 "--device=cpu"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("a b")
+    assert set(out.partition("\n---------------")[0]) <= set(CHARACTERS)
+
+
+def test_a_nanogpt_checkpoint_is_trained_further_with_its_own_optimizer_state(
+        desk: Path, nanogpt: tuple[GPT, torch.optim.AdamW], capfd: pytest.CaptureFixture[str]) -> None:
+    """One step of ours against one step of torch's own AdamW, which goes on from the very state in the file."""
+    config = RunConfig(**{**SMALL, "dataset": "letters", "out_dir": "out", "max_iters": STEP + 1, "beta2": 0.95})
+    assert main(["train", *flags(**config.to_dict() | {"init_from": "resume"})]) == 0
+    assert f"from step {STEP} to {STEP + 1}" in capfd.readouterr().out
+
+    model, optimizer = nanogpt
+    split = open_dataset("letters").split("train")
+    for micro in range(2):
+        samples = positions_for(STEP, micro, batch_size=4, accumulation=2)
+        tokens = torch.from_numpy(split.read(samples, 32, config.seed).astype(np.int64))
+        (reference_loss(model, tokens[:, :-1], tokens[:, 1:]) / 2).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip)
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate_at(STEP, config)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    optimizer.step()
+
+    ours = checkpoint.load(desk / "out" / "checkpoints", "last")
+    assert ours.state["step"] == STEP + 1
+    for name, parameter in model.named_parameters():
+        assert not torch.equal(parameter, before[name])
+        torch.testing.assert_close(ours.model[name], parameter.detach(), atol=1e-6, rtol=1e-5)

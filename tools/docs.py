@@ -1,0 +1,260 @@
+"""The parts of the docs that come from the code, from recorded results and from real runs, kept equal to them.
+
+    python tools/docs.py --check             says which pages differ, and fails if any does
+    python tools/docs.py --write             brings them up to date
+    python tools/docs.py --record [NAME …]   runs the commands of docs/transcripts/NAME.txt again, then writes
+
+A page marks such a part with `<!-- generated: KIND ARGUMENTS -->` and `<!-- /generated -->`; the kinds are in PARTS.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Callable, Iterator
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "src"))
+
+from fitgpt.cli import VERBS, find_verb, options_of, overview, verb_help  # noqa: E402
+from fitgpt.knobhelp import markdown_table  # noqa: E402
+from fitgpt.nouns import GPTConfig  # noqa: E402
+from fitgpt.savers import loss_piece_tokens  # noqa: E402
+from fitgpt.units import MiB, show_bytes  # noqa: E402
+
+DOCS = ROOT / "docs"
+TRANSCRIPTS = DOCS / "transcripts"
+RESULTS = ROOT / "bench" / "results"
+COLUMNS = "80"
+MARKED = re.compile(r"(<!-- generated: (\w+)([^\n]*?) -->\n).*?(<!-- /generated -->)", re.DOTALL)
+
+
+def pages() -> list[Path]:
+    return sorted([*ROOT.glob("*.md"), *DOCS.glob("*.md")])
+
+
+def rendered(page: str) -> str:
+    """The page with each of its generated parts as it should be."""
+    return MARKED.sub(lambda found: f"{found[1]}{PARTS[found[2]](*found[3].split())}{found[4]}", page)
+
+
+def stale() -> list[Path]:
+    return [path for path in pages() if rendered(text := path.read_text(encoding="utf-8")) != text]
+
+
+# ---- from the code
+
+def fenced(text: str) -> str:
+    return f"```text\n{text.rstrip()}\n```\n"
+
+
+def help_part(verb: str = "") -> str:
+    os.environ["COLUMNS"] = COLUMNS
+    return fenced(verb_help(find_verb(verb)) if verb else overview())
+
+
+def knobs_part(verb: str) -> str:
+    return markdown_table(options_of(VERBS[verb]))
+
+
+def tree_part() -> str:
+    """Every file of the package with the first sentence of its docstring."""
+    package = ROOT / "src" / "fitgpt"
+    lines = ["src/fitgpt/"]
+    folders = [package, *sorted(path for path in package.iterdir() if (path / "__init__.py").is_file())]
+    for folder in folders:
+        depth = "  " if folder == package else "    "
+        if folder != package:
+            lines.append(_tree_line("  ", f"{folder.name}/", folder / "__init__.py"))
+        files = [path for path in sorted(folder.glob("*.py")) if not path.name.startswith("__")]
+        lines += [_tree_line(depth, path.name, path) for path in files]
+    return fenced("\n".join(lines))
+
+
+def _tree_line(indent: str, name: str, file: Path) -> str:
+    docstring = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
+    paragraph = " ".join(docstring.split("\n\n")[0].split())
+    sentence = re.split(r"(?<=[.?])\s", paragraph)[0].removesuffix(".")
+    return f"{indent}{name}".ljust(22) + sentence
+
+
+def configs_part() -> str:
+    rows = [f"| [`{path.relative_to(ROOT)}`](../{path.relative_to(ROOT)}) | {_first_comment(path)} |"
+            for path in sorted((ROOT / "config").glob("*.py"))]
+    return "\n".join(["| file | what it trains |", "|---|---|", *rows]) + "\n"
+
+
+def _first_comment(path: Path) -> str:
+    return path.read_text(encoding="utf-8").split("\n", 1)[0].removeprefix("#").strip()
+
+
+# ---- from recorded results
+
+def read_rows(name: str) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = json.loads((RESULTS / name).read_text(encoding="utf-8"))["rows"]
+    return rows
+
+
+def memory_part() -> str:
+    """nanoGPT's runs and ours of the same shapes, under the cap that plays the card."""
+    theirs = {row["name"]: row for row in read_rows("nanogpt_h200.json")}
+    cap = json.loads((RESULTS / "capped_4070_on_h200.json").read_text(encoding="utf-8"))["cap_bytes"]
+    lines = ["| run | trainer | training, allocated | training, reserved | evaluation, allocated | "
+             f"within {show_bytes(cap)} |", "|---|---|---|---|---|---|"]
+    for size, shape in (("77m", "77M, batch 16 × 1024"), ("30m", "30M, batch 16 × 512")):
+        for compiled in (False, True):
+            how = "compiled" if compiled else "eager"
+            row = theirs[f"{size.upper()} {how}"]
+            lines.append(_memory_line(f"{shape}, {how}", "nanoGPT", row["train_peak"], row["train_reserved"],
+                                      row["eval_peak"], cap))
+            for ours in read_rows("capped_4070_on_h200.json"):
+                if (ours["config"], ours["dtype"], ours["compile"]) == (f"config/notes_{size}.py", "float16", compiled):
+                    lines.append(_memory_line("", "**fitgpt**", ours["train_allocated"], ours["train_reserved"],
+                                              ours["eval_allocated"], cap))
+    return "\n".join(lines) + "\n"
+
+
+def _memory_line(run: str, trainer: str, allocated: int, reserved: int, evaluation: int, cap: int) -> str:
+    """Reserved under the cap: it fits. Allocated above it: it cannot. Between the two the allocator may yet manage."""
+    fits = "yes" if reserved <= cap else "no" if allocated > cap else "perhaps"
+    figures = " | ".join(show_bytes(nbytes) for nbytes in (allocated, reserved, evaluation))
+    return f"| {run} | {trainer} | {figures} | {fits} |"
+
+
+def nanogpt_part() -> str:
+    rows = [f"| {row['name']} | {row['config']['batch_size']} × {row['config']['block_size']} | "
+            f"{row['config']['dtype']} | "
+            + " | ".join(show_bytes(row[key]) for key in ("train_peak", "train_reserved", "eval_peak")) + " |"
+            for row in read_rows("nanogpt_h200.json")]
+    return "\n".join(["| run | batch × block | dtype | training, allocated | training, reserved | "
+                      "evaluation, allocated |", "|---|---|---|---|---|---|", *rows]) + "\n"
+
+
+def owners_part(*name: str) -> str:
+    """Whose bytes an eager run of nanoGPT holds at its peak: the formula, and the recorded peak under it."""
+    row = next(row for row in read_rows("nanogpt_h200.json") if row["name"] == " ".join(name))
+    owners = nanogpt_owners(row["config"])
+    total, peak = sum(nbytes for _, _, nbytes in owners), row["train_peak"]
+    lines = ["| whose | formula | MiB | share |", "|---|---|---|---|"]
+    lines += [f"| {owner} | {formula} | {nbytes / MiB:,.0f} | {nbytes / total:.1%} |"
+              for owner, formula, nbytes in sorted(owners, key=lambda each: -each[2])]
+    lines.append(f"| **sum** | | **{total / MiB:,.0f}** | |")
+    lines.append(f"| recorded peak | | {peak / MiB:,.0f} | the sum is {total / peak - 1:+.2%} off |")
+    return "\n".join(lines) + "\n"
+
+
+def nanogpt_owners(config: dict[str, Any]) -> list[tuple[str, str, int]]:
+    """(owner, formula, bytes) of nanoGPT's eager training peak, inside the backward pass of the loss."""
+    B, T, C, H, L, V = (config[key] for key in ("batch_size", "block_size", "n_embd", "n_head", "n_layer",
+                                                "vocab_size"))
+    P = GPTConfig(block_size=T, vocab_size=V, n_layer=L, n_head=H, n_embd=C, bias=config["bias"]).count_params()
+    N = B * T
+    return [
+        ("logits and what the loss makes of them", "12·N·V", 12 * N * V),
+        ("activations kept by the blocks", "L·(36·N·C + 16·N + 4·N·H)", L * (36 * N * C + 16 * N + 4 * N * H)),
+        ("AdamW's two moments", "8·P", 8 * P),
+        ("weights", "4·P", 4 * P),
+        ("gradients, while accumulating", "4·P", 4 * P),
+        ("half-precision copies of the weights", "2·(12·L·C² + V·C)", 2 * (12 * L * C * C + V * C)),
+        ("cuBLAS workspaces", "2 × 32 MiB", 2 * 32 * MiB),
+        ("embeddings, last norm, the batch", "6·N·C + 40·N", 6 * N * C + 40 * N),
+    ]
+
+
+def piece_part() -> str:
+    """The logits of one piece beside all of them, for the 77M run."""
+    tokens, vocab = 16 * 1024, 50304
+    piece = loss_piece_tokens(tokens, vocab)
+    return (f"For the 77M run a piece is {piece:,} tokens: {show_bytes(2 * piece * vocab)} of half-precision logits at "
+            f"a time, where all {tokens:,} tokens would take {show_bytes(2 * tokens * vocab)} in half precision and "
+            f"{show_bytes(12 * tokens * vocab)} with nanoGPT's chain.\n")
+
+
+# ---- from real runs
+
+def transcript_part(name: str, short: str = "") -> str:
+    text = (TRANSCRIPTS / f"{name}.txt").read_text(encoding="utf-8")
+    return fenced("\n".join(_shortened(text.splitlines())) if short else text)
+
+
+def _shortened(lines: list[str]) -> Iterator[str]:
+    """Of several log lines in a row, the first and the last."""
+    for is_log, group in groupby(lines, key=lambda line: line.startswith("iter ")):
+        found = list(group)
+        yield from [found[0], "…", found[-1]] if is_log and len(found) > 3 else found
+
+
+def record(names: list[str]) -> None:
+    """Runs each `$ command` of the transcripts in one new folder, in order, and keeps what it printed."""
+    with tempfile.TemporaryDirectory() as folder:
+        home = Path(folder)
+        (home / "config").symlink_to(ROOT / "config")
+        (home / "my_texts").mkdir()
+        for page in pages():
+            shutil.copy(page, home / "my_texts" / f"{page.stem}.txt")
+        for name in names:
+            file = TRANSCRIPTS / f"{name}.txt"
+            commands = [line for line in file.read_text(encoding="utf-8").splitlines() if line.startswith("$ ")]
+            blocks = [f"{command}\n{_output(command[2:], home)}".rstrip() for command in commands]
+            file.write_text("\n\n".join(blocks) + "\n", encoding="utf-8")
+            print(f"recorded {file.relative_to(ROOT)}", flush=True)
+
+
+def _output(command: str, home: Path) -> str:
+    """What it prints, and how it ends if not well. `# Ctrl-C after 8 s` in a command is done."""
+    environment = {**os.environ, "COLUMNS": COLUMNS, "PYTHONPATH": str(ROOT / "src"),
+                   "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    running = subprocess.Popen(["bash", "-c", f"exec 2>&1; {command}"], cwd=home, env=environment, text=True,
+                               stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, start_new_session=True)
+    asked = re.search(r"# Ctrl-C after (\d+) s", command)
+    try:
+        printed, _ = running.communicate(timeout=int(asked[1]) if asked else 600)
+    except subprocess.TimeoutExpired:
+        os.killpg(running.pid, signal.SIGINT)
+        printed, _ = running.communicate(timeout=60)
+    ending = f"(exit code {running.returncode})\n" if running.returncode else ""
+    return printed.replace(sysconfig.get_config_var("prefix"), "/usr") + ending
+
+
+PARTS: dict[str, Callable[..., str]] = {
+    "help": help_part, "knobs": knobs_part, "tree": tree_part, "configs": configs_part, "memory": memory_part,
+    "nanogpt": nanogpt_part, "owners": owners_part, "piece": piece_part, "transcript": transcript_part,
+}
+# In the order in which they are recorded: later ones use what earlier ones made.
+TRANSCRIPT_ORDER = ("prepare", "demo", "train", "sample", "eval", "export", "errors")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    action = parser.add_mutually_exclusive_group(required=True)
+    action.add_argument("--check", action="store_true")
+    action.add_argument("--write", action="store_true")
+    action.add_argument("--record", nargs="*", metavar="NAME", choices=TRANSCRIPT_ORDER)
+    options = parser.parse_args()
+    if options.record is not None:
+        record(options.record or list(TRANSCRIPT_ORDER))
+    found = stale()
+    if options.check:
+        for path in found:
+            print(f"{path.relative_to(ROOT)} is not what the code and the results say: python tools/docs.py --write")
+        return int(bool(found))
+    for path in found:
+        path.write_text(rendered(path.read_text(encoding="utf-8")), encoding="utf-8")
+        print(f"wrote {path.relative_to(ROOT)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

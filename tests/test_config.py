@@ -240,7 +240,8 @@ def test_the_difference_of_two_configs_is_listed_in_order() -> None:
 def _other(key: str) -> Any:
     one = knobs_of(RunConfig)[key]
     special = {"dtype": "float16", "n_head": 6, "n_embd": 1536, "device": "cpu", "backend": "gloo", "keep_last": 3,
-               "block_size": 2048, "init_from": "resume", "min_lr": 1e-6, "learning_rate": 1e-3, "compile": False}
+               "block_size": 2048, "init_from": "resume", "min_lr": 1e-6, "learning_rate": 1e-3, "compile": False,
+               "cuda_graphs": False, "recompute": "input"}
     if key in special:
         return special[key]
     another = {"bool": lambda: not one.default, "text": lambda: one.default + "x", "int": lambda: one.default + 1,

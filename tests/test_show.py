@@ -23,7 +23,7 @@ FACTS = RunFacts(
     notes=("compile: on, because [triton] can run here.",))
 REPORT = StepReport(
     step=100, loss=2.34561, lr=1e-3, grad_norm=1.0, seconds=0.12345, tokens_per_s=98304.4, mfu=0.1234, skipped=0,
-    loss_scale=1.0, memory=MemoryReading(int(3.21 * GiB), 4 * GiB, int(4.56 * GiB), 5 * GiB), seconds_left=200.0)
+    loss_scale=1.0, memory=MemoryReading(3 * GiB, int(3.21 * GiB), 4 * GiB, int(4.56 * GiB)), seconds_left=200.0)
 EVALUATION = Evaluation(500, (SplitLoss("train", 1.23454, 0.0021, 1600, 1024),
                               SplitLoss("val", 1.34561, 0.0034, 1600, 1024)), 412345.0, MemoryReading())
 

@@ -34,25 +34,30 @@ PATIENCE_S = 60.0
 FOREVER = dict(max_iters=10_000_000, lr_decay_iters=10_000_000, eval_interval=10_000_000)
 
 
+# Becomes `fitgpt …` with the signal named first ignored, as under nohup, and the others not: a shell's background
+# job would come with SIGINT ignored.
+LAUNCHER = """
+import os, signal, sys
+for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+    signal.signal(getattr(signal, name), signal.SIG_IGN if name == sys.argv[1] else signal.SIG_DFL)
+os.execv(sys.executable, [sys.executable, "-m", "fitgpt", *sys.argv[2:]])
+"""
+
+
 class Run:
     """`fitgpt train`, started and not waited for; everything it says goes to one file."""
 
-    def __init__(self, folder: Path, *flags: str, ignoring: signal.Signals | None = None, **knobs: Any) -> None:
+    def __init__(self, folder: Path, *flags: str, ignoring: str = "none", **knobs: Any) -> None:
         self.out = folder / "a run"  # the space must survive into the command that resumes
         settings = {**TINY, "dataset": write_dataset(folder / "data"), "out_dir": self.out, **knobs}
         self._start(folder, ["train", *(f"--{key}={value}" for key, value in settings.items()), *flags], ignoring)
 
-    def _start(self, folder: Path, argv: list[str], ignoring: signal.Signals | None = None) -> None:
+    def _start(self, folder: Path, argv: list[str], ignoring: str = "none") -> None:
         self._folder = folder
         self._log = folder / f"log-{len(list(folder.glob('log-*')))}"
-
-        def dispositions() -> None:  # a shell's background job would come with SIGINT ignored
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-                signal.signal(number, signal.SIG_IGN if number == ignoring else signal.SIG_DFL)
-
         with open(self._log, "wb") as log:
-            self.process = subprocess.Popen([sys.executable, "-m", "fitgpt", *argv], stdout=log,
-                                            stderr=subprocess.STDOUT, preexec_fn=dispositions)
+            self.process = subprocess.Popen([sys.executable, "-c", LAUNCHER, ignoring, *argv], stdout=log,
+                                            stderr=subprocess.STDOUT)
 
     def resumed_as_told(self) -> None:
         """Types the very command that the last process ended with."""
@@ -137,7 +142,7 @@ def assert_torch_was_not_loaded(ended: subprocess.CompletedProcess[str]) -> None
 
 def test_every_request_to_stop_saves_and_the_command_it_prints_goes_on_bit_for_bit(
         tmp_path: Path, start: Callable[..., Run]) -> None:
-    length = dict(max_iters=200, lr_decay_iters=200, eval_interval=1000, dropout=0.1)
+    length = dict(max_iters=150, lr_decay_iters=150, eval_interval=1000, dropout=0.1)
     stopped = start(**length)
     # a closing terminal sends SIGHUP twice, and a job system SIGTERM: neither is a second Ctrl-C
     for requests in ([signal.SIGINT], [signal.SIGTERM, signal.SIGTERM], [signal.SIGHUP, signal.SIGHUP]):
@@ -154,16 +159,16 @@ def test_every_request_to_stop_saves_and_the_command_it_prints_goes_on_bit_for_b
     whole = RunConfig(**{**TINY, **length, "dataset": str(tmp_path / "data"), "out_dir": str(tmp_path / "whole")})
     run(whole.to_dict(), [], lambda: False)
     for name in ("model.safetensors", "optimizer.safetensors"):
-        ours, theirs = (out / "checkpoints" / "step-00000200" / name for out in (stopped.out, tmp_path / "whole"))
+        ours, theirs = (out / "checkpoints" / "step-00000150" / name for out in (stopped.out, tmp_path / "whole"))
         assert ours.read_bytes() == theirs.read_bytes()
 
 
 def test_a_second_ctrl_c_stops_at_once_and_tears_nothing(start: Callable[..., Run]) -> None:
-    slow = start(n_layer=4, n_embd=256, block_size=128, batch_size=64, gradient_accumulation_steps=1, eval_iters=1,
+    slow = start(n_layer=4, n_embd=256, block_size=128, batch_size=48, gradient_accumulation_steps=1, eval_iters=1,
                  save_interval=1, **FOREVER)
     slow.wait_for(lambda: bool(step_folders(slow.out / "checkpoints")))
     slow.send(signal.SIGINT)
-    slow.wait_for(lambda: "Ctrl-C once more stops at once" in slow.said)
+    slow.wait_for(lambda: "Ctrl-C again stops at once" in slow.said)
     again = time.monotonic()
     slow.send(signal.SIGINT)
     assert slow.exit_code() == 130, slow.said
@@ -220,7 +225,7 @@ def test_a_child_that_the_system_kills_is_reported_as_lack_of_ram_with_the_comma
 @pytest.fixture(scope="module")
 def endless(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     """One run under `nohup` for all tests that leave it running; the last of them ends it."""
-    running = Run(tmp_path_factory.mktemp("endless"), ignoring=signal.SIGHUP, save_interval=500, **FOREVER)
+    running = Run(tmp_path_factory.mktemp("endless"), ignoring="SIGHUP", save_interval=500, **FOREVER)
     running.wait_for_steps()
     yield running
     running.end()
@@ -251,6 +256,13 @@ def test_each_death_has_its_words(number: int, kind: type[FitError], words: str)
     assert error.fix == "the fix"
 
 
+def test_last_words_count_even_if_the_process_dies_of_saying_them() -> None:
+    with pytest.raises(DataError, match="The shard is gone") as raised:
+        conclude(-signal.SIGSEGV, {"code": 3, "what": "The shard is gone.", "fix": "Copy it again.", "restart": False},
+                 RunConfig(out_dir="nowhere"))
+    assert raised.value.fix == "Copy it again."
+
+
 def test_an_end_without_last_words_is_named_by_its_exit_code() -> None:
     with pytest.raises(FitError, match="exit code 3 and no last words"):
         conclude(3, {}, RunConfig(out_dir="nowhere"))
@@ -278,7 +290,7 @@ def test_a_fault_of_the_device_is_resumed_three_times_and_then_reported(
 
     def broken(orders: supervise.Orders) -> tuple[int, dict[str, Any]]:
         starts.append(orders.config["init_from"])
-        return 5, {"what": "The GPU fell off the bus.", "fix": "", "restart": True}
+        return 5, {"code": 5, "what": "The GPU fell off the bus.", "fix": "", "restart": True}
 
     monkeypatch.setattr(supervise, "run_child", broken)
     said = {"dataset": write_dataset(tmp_path / "data"), "out_dir": str(tmp_path / "out")}
@@ -291,7 +303,7 @@ def test_a_fault_of_the_device_is_resumed_three_times_and_then_reported(
 
 def test_a_stop_without_a_checkpoint_promises_no_resume(tmp_path: Path) -> None:
     with pytest.raises(Interrupted) as raised:
-        conclude(75, {"what": "Stopped.", "fix": "", "restart": False}, RunConfig(out_dir=str(tmp_path)))
+        conclude(75, {"code": 75, "what": "Stopped.", "fix": "", "restart": False}, RunConfig(out_dir=str(tmp_path)))
     assert raised.value.fix == ""
 
 

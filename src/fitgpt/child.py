@@ -102,7 +102,7 @@ def described(error: Exception) -> tuple[FitError, bool]:
 
 
 def leave_words(path: str, error: FitError, restart: bool) -> int:
-    words: dict[str, Any] = {"what": error.what, "fix": error.fix, "restart": restart}
+    words: dict[str, Any] = {"code": error.exit_code, "what": error.what, "fix": error.fix, "restart": restart}
     Path(path).write_text(json.dumps(words))
     return error.exit_code
 

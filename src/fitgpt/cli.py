@@ -86,6 +86,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         _complain("stopped.")
         return STOPPED_AT_ONCE
     except Exception as error:
+        if isinstance(error.__cause__, KeyboardInterrupt):  # Python wraps one that comes while a class is being made
+            _complain("stopped.")
+            return STOPPED_AT_ONCE
         told = told_to_the_user(error)
         if told is None:
             return _report_bug(error, argv)

@@ -21,6 +21,7 @@ from .knobs import (
     knob,
     nearest,
     non_negative,
+    not_empty,
     path_like,
     positive,
     shown,
@@ -28,6 +29,7 @@ from .knobs import (
 
 if TYPE_CHECKING:
     from .nouns import GPTConfig
+from .savers import parse_levels
 
 DEFAULT_VOCAB = 50304  # GPT-2's 50257 rounded up to a multiple of 64, as nanoGPT has it
 
@@ -123,6 +125,9 @@ class RunConfig(Options):
     compile: bool | Literal["auto"] = _system("auto", "torch.compile the model; auto: where that works")
     cuda_graphs: bool | Literal["auto"] = _system("auto", "record the card's work once and replay it, so that the host "
                                                   "never holds it up; auto: with compile, where dropout is 0")
+    recompute: str = _system("products", "what each layer keeps for the backward pass, the rest is computed again: "
+                             "all, products, no_wide, attention_projection, attention, input; or by layer, from the "
+                             "first: 7*no_wide,5*products", rule=not_empty)
     grad_checkpoint: bool = _system(False, "keep only the blocks' inputs for backward and compute the rest again: "
                                     "less memory, about a third more time",
                                     also=("gradient_checkpointing", "activation_checkpointing", "checkpointing"))
@@ -137,6 +142,9 @@ class RunConfig(Options):
         super().__post_init__()
         if self.n_embd % self.n_head:
             raise _width_error(self.n_embd, self.n_head)
+        levels = parse_levels(self.recompute, self.n_layer)
+        if isinstance(levels, str):
+            raise UsageError(f"recompute={self.recompute!r} {levels}.", "--recompute=products is the default.")
         if self.eval_block_size > self.block_size:
             raise UsageError(f"eval_block_size={self.eval_block_size} is larger than block_size={self.block_size}: "
                              "the model has learned no positions beyond its block.",
@@ -149,6 +157,11 @@ class RunConfig(Options):
             raise UsageError(f"warmup_iters={self.warmup_iters} is above lr_decay_iters={self.lr_decay_iters}: "
                              "the decay would be over before the warm-up is.",
                              f"--warmup_iters={self.lr_decay_iters // 20}, or --decay_lr=False.")
+
+    @property
+    def levels(self) -> tuple[str, ...]:
+        """What each layer keeps: see savers.KEEPS."""
+        return tuple(parse_levels("input" if self.grad_checkpoint else self.recompute, self.n_layer))
 
     @property
     def tokens_per_step(self) -> int:

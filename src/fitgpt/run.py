@@ -125,7 +125,7 @@ def build_training(config: RunConfig, choice: DeviceChoice) -> Training:
     torch.set_float32_matmul_precision("high")  # TF32 where float32 is asked for, as nanoGPT has it
     model = build_model(config.gpt_config(), device, config.seed)
     model.compute_dtype = DTYPES[choice.dtype]
-    model.loss_chunk = config.loss_chunk
+    model.loss_chunk, model.levels = config.loss_chunk, list(config.levels)
     if choice.compile:
         model.compile()
     optimizer = AdamW(model, AdamWSettings(config.beta1, config.beta2, config.weight_decay))

@@ -174,8 +174,8 @@ class Relay:
         if not self._asked:
             self._asked = True
             with suppress(OSError):  # the terminal may be what has gone
-                # Written past Python's buffers, which the interrupted code may be holding.
-                os.write(2, b"\nStopping: finishing what is under way, then saving. Ctrl-C once more stops at once.\n")
+                # Past Python's buffers, which the interrupted code may hold; a live bar draws over the blank line.
+                os.write(2, b"\nStopping: finishing what is under way, then saving. Ctrl-C again stops at once.\n\n")
         self._child.send_signal(number)
 
     def _suspend(self, number: int, frame: object) -> None:
@@ -198,7 +198,7 @@ def conclude(code: int, words: Mapping[str, Any], config: RunConfig) -> int:
     fix = f"To go on from the last checkpoint: {resume_command(config.out_dir)}" if can_resume(config.out_dir) else ""
     if not words:
         raise death_in_words(code, fix)
-    raise _ERRORS.get(code, FitError)(words["what"], words["fix"] or fix)
+    raise _ERRORS.get(words["code"], FitError)(words["what"], words["fix"] or fix)
 
 
 def resume_command(out_dir: str) -> str:

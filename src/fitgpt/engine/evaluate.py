@@ -29,7 +29,8 @@ def evaluate(model: GPT, splits: Mapping[str, tuple[ReadWindows, int]], *, batch
     """`splits` maps a name to its reader and how many windows to take: always the first ones of a fixed order.
 
     Each window's mean loss is kept apart and averaged in float64 at the end, so that `batch` only says how many
-    are computed at once. `token_losses` stands in for the model's own where that is recorded. None if a stop was asked for before it was done.
+    are computed at once. `token_losses` stands in for the model's own where that is recorded. The result is None
+    if a stop was asked for before it was done.
     """
     was_training, device = model.training, model.lm_head.weight.device
     model.eval()

@@ -245,8 +245,8 @@ class _Gauge:
                  (3, "cyan", curve),
                  (1, "green", f"{report.tokens_per_s:,.0f} tok/s"),
                  (4, "", f"mfu {text.show_mfu(report.mfu)}"),
-                 (2, "", f"mem {show_bytes(memory.allocated)}" if counted else ""),
-                 (5, "", f"peak {show_bytes(memory.peak_allocated)}" if counted else ""),
+                 (2, "", f"mem {show_bytes(memory.reserved)}" if counted else ""),
+                 (5, "", f"peak {show_bytes(memory.peak_reserved)}" if counted else ""),
                  (2, "yellow", f"skipped {report.skipped}" if report.skipped else "")]
         shown = text.fit_parts([(rank, words) for rank, _, words in parts if words], width)
         styles = [style for _, style, words in parts if words]

@@ -39,7 +39,7 @@ def iter_line(report: StepReport) -> str:
     parts = [f"iter {report.step}: loss {report.loss:.4f}", f"time {report.seconds * 1000:.2f}ms",
              f"mfu {show_mfu(report.mfu)}", f"{report.tokens_per_s:,.0f} tok/s"]
     if has_counters(report.memory):
-        parts.append(f"mem {show_bytes(report.memory.allocated)} peak {show_bytes(report.memory.peak_allocated)}")
+        parts.append(f"mem {show_bytes(report.memory.reserved)} peak {show_bytes(report.memory.peak_reserved)}")
     if report.skipped:
         parts.append(f"skipped {report.skipped}")
     if report.loss_scale != 1.0:

@@ -1,0 +1,219 @@
+"""The pages say what the code does: generated parts, links, commands, messages and exit codes."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shlex
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fitgpt import cli, errors
+from fitgpt.cli import OUR_BUG, OUTPUT_CLOSED, VERBS, main
+from fitgpt.config import RunConfig
+from fitgpt.errors import STOPPED_AT_ONCE, FitError, UsageError
+from fitgpt.knobs import build, walk
+
+ROOT = Path(__file__).parent.parent
+NANOGPT_CONFIGS = ("train_gpt2", "train_shakespeare_char", "finetune_shakespeare", "eval_gpt2", "eval_gpt2_medium",
+                   "eval_gpt2_large", "eval_gpt2_xl")
+
+
+def load_tool() -> Any:
+    spec = importlib.util.spec_from_file_location("docs_tool", ROOT / "tools" / "docs.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["docs_tool"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+tool = load_tool()
+PAGES: dict[str, str] = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in tool.pages()}
+TRANSCRIPTS = {path.name: path.read_text(encoding="utf-8") for path in sorted(tool.TRANSCRIPTS.glob("*.txt"))}
+
+
+@pytest.fixture
+def parse_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Commands stop where they would begin to work. Around them: our configs and, by name, nanoGPT's."""
+    real = cli._load
+    targets = {verb.target: verb for verb in VERBS.values()}
+
+    def load(place: str) -> Any:
+        if place not in targets:
+            return real(place)
+        return (lambda told: build(RunConfig, told) and 0) if targets[place].raw else (lambda told: 0)
+
+    monkeypatch.setattr(cli, "_load", load)
+    shutil.copytree(ROOT / "config", tmp_path / "config")
+    for name in NANOGPT_CONFIGS:
+        (tmp_path / "config" / f"{name}.py").touch()
+    monkeypatch.chdir(tmp_path)
+
+
+# ---- generated parts
+
+
+def test_generated_parts_are_what_the_code_and_the_results_say() -> None:
+    assert [str(path.relative_to(ROOT)) for path in tool.stale()] == []
+
+
+def test_a_part_that_drifted_is_seen_and_mended() -> None:
+    page = f"Before.\n<!-- generated: help demo -->\n{tool.help_part('demo')}<!-- /generated -->\nAfter.\n"
+    assert tool.rendered(page) == page
+    drifted = page.replace("--steps", "--stops")
+    assert drifted != page
+    assert tool.rendered(drifted) == page
+
+
+def test_every_part_is_closed_and_of_a_known_kind() -> None:
+    for name, page in PAGES.items():
+        opened = re.findall(r"^<!-- generated: (\w+)", page, re.MULTILINE)
+        assert len(opened) == page.count("<!-- /generated -->") == len(tool.MARKED.findall(page)), name
+        assert set(opened) <= set(tool.PARTS), name
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_has_a_page_with_its_help_and_a_table_of_its_knobs(verb: str) -> None:
+    assert f"<!-- generated: help {verb} -->" in PAGES[f"docs/{verb}.md"]
+    assert f"<!-- generated: knobs {verb} -->" in PAGES["docs/config.md"]
+    assert f"(docs/{verb}.md)" in PAGES["README.md"]
+
+
+def test_every_transcript_is_recorded_and_shown() -> None:
+    assert {f"{name}.txt" for name in tool.TRANSCRIPT_ORDER} == set(TRANSCRIPTS)
+    shown = set(re.findall(r"<!-- generated: transcript (\w+)", "".join(PAGES.values())))
+    assert shown == set(tool.TRANSCRIPT_ORDER)
+
+
+def test_the_owners_of_nanogpts_peak_add_up_to_the_recorded_one() -> None:
+    """The formula in docs/memory.md holds for every eager run on record, not only for the one shown."""
+    eager = [row for row in tool.read_rows("nanogpt_h200.json") if not row["config"]["compile"]]
+    assert len(eager) == 3
+    for row in eager:
+        total = sum(nbytes for _, _, nbytes in tool.nanogpt_owners(row["config"]))
+        assert abs(total / row["train_peak"] - 1) < 0.0015, row["name"]
+
+
+# ---- links
+
+
+def slug(heading: str) -> str:
+    return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
+
+
+def links() -> Iterator[tuple[str, str]]:
+    for name, page in PAGES.items():
+        for target in re.findall(r"\]\(([^)\s]+)\)", page):
+            if "://" not in target:
+                yield name, target
+
+
+def test_every_link_leads_to_a_file_and_a_heading_that_are_there() -> None:
+    broken = []
+    for name, target in links():
+        path, _, anchor = target.partition("#")
+        file = ((ROOT / name).parent / path).resolve() if path else ROOT / name
+        headings = {slug(line.lstrip("# ")) for line in PAGES.get(_page_name(file), "").splitlines()
+                    if line.startswith("#")}
+        if not file.exists() or (anchor and anchor not in headings):
+            broken.append(f"{name}: {target}")
+    assert broken == []
+    assert sum(1 for _ in links()) > 30
+
+
+def _page_name(file: Path) -> str:
+    return str(file.relative_to(ROOT)) if file.is_relative_to(ROOT) else ""
+
+
+# ---- commands
+
+
+FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+
+
+def commands_in(text: str) -> list[list[str]]:
+    """Every `fitgpt verb …` of a page, in a block or among words. With … in it, it is no command; a verb by itself
+    is a name, and only its help is asked for."""
+    lines = [part.strip().removeprefix("$ ") for block in FENCED.findall(text) for line in block.splitlines()
+             for part in line.split("&&")]
+    lines += [" ".join(found.split()) for found in re.findall(r"`([^`]+)`", FENCED.sub("", text))]
+    typed = [shlex.split(line, comments=True)[1:] for line in lines
+             if re.match(r"fitgpt [a-z-]", line) and "…" not in line]
+    return [argv if len(argv) > 1 else [*argv, "--help"] for argv in typed]
+
+
+def test_every_command_in_the_pages_would_be_accepted(parse_only: None, capsys: pytest.CaptureFixture[str]) -> None:
+    found = 0
+    for name, page in PAGES.items():
+        for argv in commands_in(tool.MARKED.sub("", page)):
+            found += 1
+            assert main(argv) == 0, f"{name}: fitgpt {shlex.join(argv)}\n{capsys.readouterr().err}"
+    assert found > 15
+
+
+def test_a_mistake_in_a_transcript_is_still_answered_as_it_shows(parse_only: None,
+                                                                  capsys: pytest.CaptureFixture[str]) -> None:
+    mistakes = 0
+    for name, text in TRANSCRIPTS.items():
+        for line in re.findall(r"^\$ (fitgpt .*)$", text, re.MULTILINE):
+            capsys.readouterr()
+            if main(shlex.split(line, comments=True)[1:]) != 0:
+                mistakes += 1
+                assert capsys.readouterr().err in text, f"{name}: {line}"
+    assert mistakes >= 3
+
+
+def test_no_transcript_shows_a_place_of_the_machine_it_was_made_on() -> None:
+    for text in TRANSCRIPTS.values():
+        assert not re.search(r"/tmp/|/root/|/home/", text)
+        assert "Traceback" not in text
+
+
+# ---- config files, as docs/config.md has them
+
+
+def marked(name: str) -> str:
+    found = re.search(rf"<!-- {name} -->(.*?)<!-- /{name} -->", PAGES["docs/config.md"], re.DOTALL)
+    assert found is not None
+    return found[1]
+
+
+def test_the_config_file_shown_is_read_and_means_what_it_says(tmp_path: Path) -> None:
+    file = tmp_path / "shown.py"
+    file.write_text(marked("accepted").replace("```python", "").replace("```", ""), encoding="utf-8")
+    config = build(RunConfig, walk([str(file)], RunConfig))
+    assert (config.batch_size, config.max_iters, config.warmup_iters, config.min_lr) == (16, 9536, 476, 6e-4 / 10)
+    assert config.wandb_run_name.startswith("run-16")
+
+
+def test_the_lines_shown_as_refused_are_refused(tmp_path: Path) -> None:
+    lines = re.findall(r"^\| `(.+?)` \|", marked("refused"), re.MULTILINE)
+    assert len(lines) == 8
+    for line in lines:
+        file = tmp_path / "refused.py"
+        file.write_text(f"{line}\n", encoding="utf-8")
+        with pytest.raises(UsageError) as caught:
+            walk([str(file)], RunConfig)
+        assert "refused.py:1" in caught.value.what, line
+
+
+# ---- exit codes
+
+
+def exit_codes() -> set[int]:
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, FitError)]
+    return {0, OUR_BUG, OUTPUT_CLOSED, STOPPED_AT_ONCE, *(kind.exit_code for kind in kinds)}
+
+
+def test_every_exit_code_is_in_both_tables_and_no_other() -> None:
+    table = re.findall(r"^\| (\d+) \|", PAGES["docs/errors.md"], re.MULTILINE)
+    assert sorted(map(int, table)) == sorted(exit_codes())
+    section = PAGES["README.md"].split("## Exit codes")[1].split("\n## ")[0]
+    assert set(map(int, re.findall(r"\| (\d+) (?=\|)", section))) == exit_codes()

@@ -1,0 +1,38 @@
+"""The savers' table: nested levels, and the words that choose them."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from fitgpt.config import RunConfig
+from fitgpt.errors import UsageError
+from fitgpt.savers import KEEPS, LEVELS, parse_levels
+
+
+def test_each_level_keeps_a_part_of_what_the_one_before_keeps() -> None:
+    for more, less in pairwise(LEVELS):
+        assert KEEPS[less] < KEEPS[more]
+
+
+@pytest.mark.parametrize(("text", "levels"), [
+    ("products", ["products"] * 3), (" input ", ["input"] * 3), ("1*input,2*all", ["input", "all", "all"]),
+    ("2 * no_wide, 1*attention", ["no_wide", "no_wide", "attention"]), ("3*all", ["all"] * 3)])
+def test_levels_are_named_for_all_layers_or_counted(text: str, levels: list[str]) -> None:
+    assert parse_levels(text, 3) == levels
+
+
+@pytest.mark.parametrize(("text", "says"), [
+    ("produkts", "must be one of all, products"), ("2*input", "names 2 layers, and there are 3"),
+    ("x*input", "must be one of"), ("input,all", "must be one of"), ("-1*input,4*all", "must be one of"),
+    ("2*input,2*all", "names 4 layers")])
+def test_words_that_make_no_sense_are_refused(text: str, says: str) -> None:
+    with pytest.raises(UsageError, match="recompute") as refusal:
+        RunConfig(n_layer=3, n_head=1, n_embd=8, recompute=text)
+    assert says in refusal.value.what
+
+
+def test_grad_checkpoint_means_that_every_layer_keeps_its_input_only() -> None:
+    assert RunConfig(grad_checkpoint=True).levels == ("input",) * 12
+    assert RunConfig().levels == ("products",) * 12

@@ -23,7 +23,7 @@ class OurTrainer:
         self.model.levels = [levels] * config.n_layer
         if compiled:
             self.model.compile()
-        self.training = Training(self.model, AdamW(self.model, AdamWSettings(0.9, 0.95, 0.1)),
+        self.training = Training(self.model, AdamW(dict(self.model.named_parameters()), AdamWSettings(0.9, 0.95, 0.1)),
                                  Scaler(device, scaling=dtype == "float16"))
         if graphs:
             self.training.record_gpu_work()

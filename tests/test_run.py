@@ -192,3 +192,31 @@ def test_half_precision_trains_and_resumes_exactly(tmp_path: Path, dtype: str) -
     train(replace(config, max_iters=10))
     train(replace(config, init_from="resume"))
     assert weights(config) == weights(whole)
+
+
+SAVERS = {  # name → what it changes, and how far its last loss may lie from the exact one's
+    "no_wide": (dict(recompute="no_wide"), 1e-3),
+    "mixed levels": (dict(recompute="1*input,1*all"), 1e-3),
+    "offload": (dict(offload="optimizer"), 1e-3),
+    "offloaded gradients": (dict(offload="gradients"), 1e-3),
+    "bfloat16 residual": (dict(residual="bfloat16", dtype="bfloat16"), 0.05),
+    "bfloat16 weights": (dict(weights="bfloat16", dtype="bfloat16"), 0.05),
+    "adam8bit": (dict(optimizer="adam8bit"), 0.05),
+    "all lossy": (dict(optimizer="adam8bit", weights="bfloat16", residual="bfloat16", dtype="bfloat16"), 0.1),
+    "muon": (dict(optimizer="muon"), 1.0),  # another optimizer: it must train, not agree
+    "step in backward": (dict(step_in_backward=True, gradient_accumulation_steps=1, batch_size=8, grad_clip=0.0), 0.3),
+}
+
+
+@pytest.mark.parametrize("name", SAVERS)
+def test_every_saver_trains_and_resumes_exactly(tmp_path: Path, name: str) -> None:
+    changes, distance = SAVERS[name]
+    exact = losses(train(tiny_config(tmp_path / "exact")))
+    whole = tiny_config(tmp_path / "whole", **changes)
+    curve = losses(train(whole))
+    assert curve[-1] < curve[0] - 0.5
+    assert abs(curve[-1] - exact[-1]) <= distance
+    halves = tiny_config(tmp_path / "halves", **changes)
+    train(replace(halves, max_iters=10))
+    train(replace(halves, init_from="resume"))
+    assert weights(halves) == weights(whole)

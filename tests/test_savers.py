@@ -6,9 +6,10 @@ from itertools import pairwise
 
 import pytest
 
-from fitgpt.config import RunConfig
+from fitgpt.config import RunConfig, resolve
 from fitgpt.errors import UsageError
-from fitgpt.savers import KEEPS, LEVELS, parse_levels
+from fitgpt.knobs import walk
+from fitgpt.savers import KEEPS, LEVELS, SAVERS, parse_levels
 
 
 def test_each_level_keeps_a_part_of_what_the_one_before_keeps() -> None:
@@ -36,3 +37,13 @@ def test_words_that_make_no_sense_are_refused(text: str, says: str) -> None:
 def test_grad_checkpoint_means_that_every_layer_keeps_its_input_only() -> None:
     assert RunConfig(grad_checkpoint=True).levels == ("input",) * 12
     assert RunConfig().levels == ("products",) * 12
+
+
+def test_every_saver_is_a_flag_that_train_takes() -> None:
+    for saver in SAVERS:
+        assignments = walk([saver.flag, *SUITS.get(saver.flag, ())], RunConfig)
+        config, _ = resolve(assignments)
+        assert config != RunConfig()
+
+
+SUITS = {"--step_in_backward": ("--gradient_accumulation_steps=1", "--grad_clip=0")}

@@ -168,7 +168,7 @@ def test_a_second_ctrl_c_stops_at_once_and_tears_nothing(start: Callable[..., Ru
                  save_interval=1, **FOREVER)
     slow.wait_for(lambda: bool(step_folders(slow.out / "checkpoints")))
     slow.send(signal.SIGINT)
-    slow.wait_for(lambda: "Ctrl-C again stops at once" in slow.said)
+    slow.wait_for(lambda: "Ctrl-C once more stops at once" in slow.said)
     again = time.monotonic()
     slow.send(signal.SIGINT)
     assert slow.exit_code() == 130, slow.said

@@ -131,6 +131,16 @@ class RunConfig(Options):
     grad_checkpoint: bool = _system(False, "keep only the blocks' inputs for backward and compute the rest again: "
                                     "less memory, about a third more time",
                                     also=("gradient_checkpointing", "activation_checkpointing", "checkpointing"))
+    weights: str = _system("float32", "of the matrices; bfloat16 is lossy: rounded by chance at every step, gradients "
+                           "in bfloat16 too", choices=("float32", "bfloat16"))
+    residual: str = _system("float32", "of the stream between blocks; bfloat16 is lossy",
+                            choices=("float32", "bfloat16"))
+    optimizer: str = _optim("adamw", "adam8bit: states of one byte (lossy); muon: Muon for the blocks' matrices",
+                            choices=("adamw", "adam8bit", "muon"))
+    offload: str = _optim("none", "what lives in the host's memory: optimizer (AdamW's state), or gradients too",
+                          choices=("none", "optimizer", "gradients"))
+    step_in_backward: bool = _optim(False, "apply each gradient as it is made, so that they never all exist; needs "
+                                    "gradient_accumulation_steps=1 and grad_clip=0")
     loss_chunk: int = _system(0, "tokens whose logits exist at once; 0 = chosen for the model", rule=_count_or_0)
     backend: str = _system("nccl", "of torch.distributed", choices=("nccl", "gloo"))
 
@@ -145,6 +155,7 @@ class RunConfig(Options):
         levels = parse_levels(self.recompute, self.n_layer)
         if isinstance(levels, str):
             raise UsageError(f"recompute={self.recompute!r} {levels}.", "--recompute=products is the default.")
+        self._check_savers()
         if self.eval_block_size > self.block_size:
             raise UsageError(f"eval_block_size={self.eval_block_size} is larger than block_size={self.block_size}: "
                              "the model has learned no positions beyond its block.",
@@ -157,6 +168,26 @@ class RunConfig(Options):
             raise UsageError(f"warmup_iters={self.warmup_iters} is above lr_decay_iters={self.lr_decay_iters}: "
                              "the decay would be over before the warm-up is.",
                              f"--warmup_iters={self.lr_decay_iters // 20}, or --decay_lr=False.")
+
+    def _check_savers(self) -> None:
+        """Each saver excludes some others: said here, with what would make it work."""
+        wrong = {
+            "step_in_backward needs gradient_accumulation_steps=1": (
+                self.step_in_backward and self.gradient_accumulation_steps > 1),
+            "step_in_backward needs grad_clip=0, since it never sees all gradients together": (
+                self.step_in_backward and self.grad_clip != 0),
+            "step_in_backward needs dtype=bfloat16 or float32, since float16 must be able to skip a step": (
+                self.step_in_backward and self.dtype == "float16"),
+            "step_in_backward works with optimizer=adamw or adam8bit": (
+                self.step_in_backward and self.optimizer == "muon"),
+            "step_in_backward works with offload=none": self.step_in_backward and self.offload != "none",
+            f"offload={self.offload} works with optimizer=adamw": self.offload != "none" and self.optimizer != "adamw",
+            "weights=bfloat16 works with optimizer=adamw or adam8bit": (
+                self.weights == "bfloat16" and self.optimizer == "muon"),
+        }
+        broken = [rule for rule, applies in wrong.items() if applies]
+        if broken:
+            raise UsageError("; ".join(broken) + ".", "Change one of the two knobs named.")
 
     @property
     def levels(self) -> tuple[str, ...]:
@@ -271,7 +302,8 @@ def _check_init_from(init_from: str, assignments: list[Assignment]) -> None:
 # ---- resuming
 
 FROZEN_ON_RESUME = frozenset(
-    {"n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size", "seed", "dtype", "beta1", "beta2"})
+    {"n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size", "seed", "dtype", "beta1", "beta2", "weights",
+     "residual", "optimizer", "step_in_backward"})
 TOGETHER_ON_RESUME = frozenset({"batch_size", "gradient_accumulation_steps"})  # if their product stays
 # `dataset` may change its name or place: whether it is the same data, its fingerprint says.
 RESUMABLE_CHANGES = frozenset(f.name for f in fields(RunConfig)) - FROZEN_ON_RESUME - TOGETHER_ON_RESUME

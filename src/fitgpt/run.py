@@ -24,9 +24,12 @@ from .engine.device import DeviceChoice, resolve_device
 from .engine.evaluate import ReadWindows, evaluate
 from .engine.feed import Feed
 from .engine.loop import Training, train
-from .engine.model import build_model
-from .engine.optim import AdamW, AdamWSettings, Scaler
+from .engine.model import GPT, build_model
+from .engine.muon import Muon
+from .engine.offload import HostAdamW
+from .engine.optim import AdamW, AdamWSettings, Optimizer, Scaler
 from .engine.parallel import Ranks
+from .engine.rounded import AdamWInBackward, RoundedAdamW
 from .errors import CheckpointError, DataError, DeviceError, Interrupted
 from .interop import hf
 from .nouns import Evaluation, GPTConfig, RunFacts, SplitLoss, StepReport
@@ -128,19 +131,37 @@ def build_training(config: RunConfig, choice: DeviceChoice) -> Training:
     model.loss_chunk, model.levels = config.loss_chunk, list(config.levels)
     if choice.compile:
         model.compile()
-    optimizer = AdamW(model, AdamWSettings(config.beta1, config.beta2, config.weight_decay))
+    model.residual_dtype = DTYPES[config.residual]
+    model.round_matrices(DTYPES[config.weights])
+    optimizer = make_optimizer(config, model, compiled=choice.compile)
     training = Training(model, optimizer, Scaler(device, scaling=choice.dtype == "float16"))
     if records_gpu_work(config, choice):
         training.record_gpu_work()
     return training
 
 
+def make_optimizer(config: RunConfig, model: GPT, *, compiled: bool) -> Optimizer:
+    settings = AdamWSettings(config.beta1, config.beta2, config.weight_decay)
+    parameters = dict(model.named_parameters())
+    if config.optimizer == "muon":
+        return Muon(parameters, settings)
+    if config.offload != "none":
+        return HostAdamW(parameters, settings, stream=config.offload == "gradients")
+    if config.step_in_backward or config.optimizer == "adam8bit" or config.weights == "bfloat16":
+        kind = AdamWInBackward if config.step_in_backward else RoundedAdamW
+        return kind(parameters, settings, eight_bit=config.optimizer == "adam8bit", compiled=compiled,
+                    seed=config.seed)
+    return AdamW(parameters, settings)
+
+
 def records_gpu_work(config: RunConfig, choice: DeviceChoice) -> bool:
-    """Dropout rolls its dice again when a block is computed again, which recorded work cannot do."""
+    """Recorded work cannot roll dice again when a block is computed again, nor talk to the host in its middle."""
+    hindrances = {f"dropout={config.dropout}": config.dropout, f"device={choice.device}": choice.device[:4] != "cuda",
+                  "step_in_backward": config.step_in_backward, "offload=gradients": config.offload == "gradients"}
+    why = ", ".join(words for words, hinders in hindrances.items() if hinders)
     if config.cuda_graphs == "auto":
-        return choice.compile and choice.device.startswith("cuda") and config.dropout == 0
-    if config.cuda_graphs and (config.dropout or not choice.device.startswith("cuda")):
-        why = f"dropout={config.dropout}" if config.dropout else f"device={choice.device}"
+        return choice.compile and not why
+    if config.cuda_graphs and why:
         raise DeviceError(f"cuda_graphs=True does not work with {why}.", "--cuda_graphs=False")
     return bool(config.cuda_graphs)
 

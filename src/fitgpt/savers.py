@@ -2,7 +2,46 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from .units import MiB
+
+
+@dataclass(frozen=True)
+class Saver:
+    """A way to hold less. Exact: the same arithmetic up to rounding order. Letters: see nouns.py; P parameters."""
+
+    flag: str       # how it is switched on, alone
+    exact: bool
+    saves: str      # what is not held
+    costs: str
+    needs: str = "" # what must hold for it to work
+
+
+SAVERS = (
+    Saver("--loss_chunk=1024", True, "all logits but those of 1024 tokens: the default, 0, chooses the piece",
+          "nothing measurable down to about 1024 tokens"),
+    Saver("--recompute=no_wide", True, "8 bytes × tokens × C in each layer: the MLP's wide product",
+          "one of a block's four products again"),
+    Saver("--recompute=attention_projection", True, "14 bytes × tokens × C in each layer: also q, k and v",
+          "two of the four products again"),
+    Saver("--recompute=input", True, "18 bytes × tokens × C in each layer: everything but the block's input; the "
+          "same as --grad_checkpoint", "the whole forward pass again: a third more arithmetic"),
+    Saver("--offload=optimizer", True, "8P: AdamW's moments live in the host's memory (16P there)",
+          "a copy of gradients and weights over the bus at every step, and AdamW on the CPU", "optimizer=adamw"),
+    Saver("--offload=gradients", True, "12P: gradients too, each leaves the card as it is made",
+          "the same at every micro-step; no recorded GPU work", "optimizer=adamw"),
+    Saver("--weights=bfloat16", False, "4P: matrices and their gradients in 2 bytes, rounded by chance at every step",
+          "nothing: it is faster", "optimizer=adamw or adam8bit"),
+    Saver("--residual=bfloat16", False, "2 bytes × tokens × C in each layer: the stream between blocks",
+          "nothing: it is faster"),
+    Saver("--optimizer=adam8bit", False, "6P: AdamW's moments in one byte each", "little", "offload=none"),
+    Saver("--optimizer=muon", False, "4 bytes for each of the blocks' weights: one momentum instead of two moments",
+          "five small products for each matrix at every step", "weights=float32, offload=none"),
+    Saver("--step_in_backward", False, "nearly all gradients: each is applied as it is made",
+          "no clipping, no accumulation, no skipping of a step that is not finite",
+          "gradient_accumulation_steps=1, grad_clip=0, dtype other than float16"),
+)
 
 # What a block keeps between the forward and the backward pass, besides its input. Nested: each level keeps less
 # than the one before and computes more again. The names are those of engine/block.py.

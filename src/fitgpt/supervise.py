@@ -42,6 +42,8 @@ from .runfolder import recorded_config, step_folders
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch 2.9 honours only the second
 ALLOCATOR_DEFAULT = "expandable_segments:True"  # one growing range a pool: far less lost between blocks
+# The blank line is for a live bar to draw over.
+STOPPING = b"\nStopping: finishing what is under way, then saving. Ctrl-C once more stops at once.\n\n"
 RESTARTS = 3  # after a fault of the device that only a new process can clear
 _ERRORS = {kind.exit_code: kind for kind in
            (UsageError, DataError, CheckpointError, DeviceError, NumericsError, SystemFault, Interrupted)}
@@ -174,8 +176,7 @@ class Relay:
         if not self._asked:
             self._asked = True
             with suppress(OSError):  # the terminal may be what has gone
-                # Past Python's buffers, which the interrupted code may hold; a live bar draws over the blank line.
-                os.write(2, b"\nStopping: finishing what is under way, then saving. Ctrl-C again stops at once.\n\n")
+                os.write(2, STOPPING)  # past Python's buffers, which the interrupted code may be holding
         self._child.send_signal(number)
 
     def _suspend(self, number: int, frame: object) -> None:

@@ -34,7 +34,7 @@ def set_gradients(model: nn.Module, seed: int, scale: float = 1.0) -> list[Tenso
 
 def test_clipping_unscaling_and_updating_equal_the_three_separate_passes() -> None:
     ours, plain = module(), module()
-    optimizer, scaler = AdamW(ours, SETTINGS), Scaler(CPU, scaling=True)
+    optimizer, scaler = AdamW(dict(ours.named_parameters()), SETTINGS), Scaler(CPU, scaling=True)
     reference = torch.optim.AdamW(
         [{"params": [p for p in plain.parameters() if p.dim() >= 2], "weight_decay": 0.1},
          {"params": [p for p in plain.parameters() if p.dim() < 2], "weight_decay": 0.0}],
@@ -53,7 +53,7 @@ def test_clipping_unscaling_and_updating_equal_the_three_separate_passes() -> No
 def test_a_step_with_a_nan_or_infinite_gradient_changes_nothing_and_is_counted() -> None:
     for poison in (math.nan, math.inf):
         model = module()
-        optimizer, scaler = AdamW(model, SETTINGS), Scaler(CPU, scaling=False)
+        optimizer, scaler = AdamW(dict(model.named_parameters()), SETTINGS), Scaler(CPU, scaling=False)
         set_gradients(model, 0)
         apply_gradients(model, optimizer, scaler, 1e-2, 1.0)
         before = {k: v.clone() for k, v in optimizer.tensors().items()}
@@ -92,12 +92,12 @@ def test_the_loss_scale_never_falls_to_zero() -> None:
 
 def test_state_exists_before_the_first_step_and_survives_a_round_trip() -> None:
     model = module()
-    optimizer = AdamW(model, SETTINGS)
+    optimizer = AdamW(dict(model.named_parameters()), SETTINGS)
     assert len(optimizer.tensors()) == 3 * 4
     set_gradients(model, 0)
     apply_gradients(model, optimizer, Scaler(CPU, scaling=False), 1e-2, 0.0)
     stored = {k: v.clone() for k, v in optimizer.tensors().items()}
-    fresh = AdamW(model, SETTINGS)
+    fresh = AdamW(dict(model.named_parameters()), SETTINGS)
     assert fresh.load_tensors(stored) == []
     assert all(torch.equal(stored[k], v) for k, v in fresh.tensors().items())
     stored.pop("0.weight.exp_avg")

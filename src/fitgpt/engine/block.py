@@ -126,17 +126,16 @@ def backward(d_y: Tensor, d_y_rounded: Tensor, kept: Kept, w: BlockWeights, mann
     ops.gelu_backward_(fc, d_fc)
     add_linear(gradients, w.mlp_proj, w.mlp_proj_bias, d_down, fc if g is None else g)
     del d_down, fc, g
+    d_h2 = d_fc @ w.c_fc.to(dtype)  # before its gradient is handed over: whoever takes it may change the weight
     add_linear(gradients, w.c_fc, w.c_fc_bias, d_fc, h2)
-    del h2
-    d_h2 = d_fc @ w.c_fc.to(dtype)
-    del d_fc
+    del h2, d_fc
     d_proj, d_weight, d_bias = ops.norm_backward_(d_y, d_h2, rows, proj, w.ln_2, w.ln_2_bias is not None, dtype)
     add_norm(gradients, w.ln_2, w.ln_2_bias, d_weight, d_bias)
     del d_h2, proj
 
     d_proj = drop_again(d_proj, "proj", manner, kept)
-    add_linear(gradients, w.attn_proj, w.attn_proj_bias, d_proj, att)
     d_att = d_proj @ w.attn_proj.to(dtype)
+    add_linear(gradients, w.attn_proj, w.attn_proj_bias, d_proj, att)
     del d_proj, att
     if qkv is None:
         h1, qkv = again_qkv(kept, w, manner)
@@ -145,10 +144,9 @@ def backward(d_y: Tensor, d_y_rounded: Tensor, kept: Kept, w: BlockWeights, mann
     del d_att, qkv, attended
     kept.attended = None
     h1 = ops.norm(rows, w.ln_1, w.ln_1_bias, dtype) if h1 is None else h1
-    add_linear(gradients, w.c_attn, w.c_attn_bias, d_qkv, h1)
-    del h1
     d_h1 = d_qkv @ w.c_attn.to(dtype)
-    del d_qkv
+    add_linear(gradients, w.c_attn, w.c_attn_bias, d_qkv, h1)
+    del h1, d_qkv
     d_x_rounded, d_weight, d_bias = ops.norm_backward_(d_y, d_h1, rows, None, w.ln_1, w.ln_1_bias is not None, dtype)
     add_norm(gradients, w.ln_1, w.ln_1_bias, d_weight, d_bias)
     return d_y, d_x_rounded

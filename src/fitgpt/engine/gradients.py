@@ -24,7 +24,7 @@ class IntoGrad:
 
     def product(self, parameter: Tensor, d_out: Tensor, inputs: Tensor) -> None:
         if parameter.grad is None:
-            parameter.grad = _product(d_out, inputs, parameter.dtype)
+            parameter.grad = product_of(d_out, inputs, parameter.dtype)
         else:
             add_product_(parameter.grad, d_out, inputs)
 
@@ -39,7 +39,7 @@ class IntoGrad:
     def rows(self, parameter: Tensor, indices: Tensor, gradient: Tensor) -> None:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        parameter.grad.index_add_(0, indices, gradient)
+        add_rows_(parameter.grad, indices, gradient)
 
 
 class Collected:
@@ -49,21 +49,23 @@ class Collected:
         self.of: dict[int, Tensor] = {}  # by the parameter's id
 
     def product(self, parameter: Tensor, d_out: Tensor, inputs: Tensor) -> None:
-        self._add(parameter, _product(d_out, inputs, parameter.dtype))
+        self._add(parameter, product_of(d_out, inputs, parameter.dtype))
 
     def vector(self, parameter: Tensor, gradient: Tensor | None) -> None:
         if gradient is not None:
             self._add(parameter, gradient.to(parameter.dtype))
 
     def rows(self, parameter: Tensor, indices: Tensor, gradient: Tensor) -> None:
-        self._add(parameter, torch.zeros_like(parameter).index_add_(0, indices, gradient))
+        total = torch.zeros_like(parameter)
+        add_rows_(total, indices, gradient)
+        self._add(parameter, total)
 
     def _add(self, parameter: Tensor, gradient: Tensor) -> None:
         known = self.of.get(id(parameter))
         self.of[id(parameter)] = gradient if known is None else known.add_(gradient)
 
 
-def _product(d_out: Tensor, inputs: Tensor, dtype: torch.dtype) -> Tensor:
+def product_of(d_out: Tensor, inputs: Tensor, dtype: torch.dtype) -> Tensor:
     if _accumulates_wider(d_out, dtype):
         return torch.mm(d_out.t(), inputs, out_dtype=dtype)
     return (d_out.t() @ inputs).to(dtype)
@@ -77,6 +79,14 @@ def add_product_(total: Tensor, d_out: Tensor, inputs: Tensor) -> None:
         torch.addmm(total, d_out.t(), inputs, out_dtype=total.dtype, out=total)
     else:
         total += d_out.t() @ inputs
+
+
+def add_rows_(total: Tensor, indices: Tensor, gradient: Tensor) -> None:
+    """Row i of `gradient` is added to row indices[i]. In half precision, the rows that meet are summed in float32."""
+    if total.dtype in (torch.float32, torch.float64):
+        total.index_add_(0, indices, gradient.to(total.dtype))
+    else:
+        total += torch.ops.aten.embedding_dense_backward(gradient.to(total.dtype), indices, len(total), -1, False)
 
 
 def _accumulates_wider(factor: Tensor, dtype: torch.dtype) -> bool:

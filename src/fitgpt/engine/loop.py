@@ -18,7 +18,7 @@ from .feed import Feed
 from .graphs import Recorder
 from .meter import Meter, flops_a_token
 from .model import GPT
-from .optim import AdamW, Scaler, apply_gradients
+from .optim import Optimizer, Scaler, apply_gradients
 
 SAVES_THAT_MAY_FAIL = 3  # in a row, before a run stops rather than go on unsaved
 
@@ -28,7 +28,7 @@ class Training:
     """All that training changes. A checkpoint holds exactly this, and a resume restores it."""
 
     model: GPT
-    optimizer: AdamW
+    optimizer: Optimizer
     scaler: Scaler
     step: int = 0                         # steps completed
     best: SplitLoss | None = None         # the best validation loss so far, and the block it was taken at
@@ -36,7 +36,7 @@ class Training:
     saved_at: int = -1                    # the step of the last checkpoint
 
     def __post_init__(self) -> None:
-        self.accumulate: Callable[[Tensor, Tensor, Tensor], Tensor] = self.model.accumulate
+        self.accumulate: Callable[..., Tensor] = self.model.accumulate
         self.token_losses: Callable[[Tensor, Tensor], Tensor] = self.model.token_losses
         self.gradients_stay = False
 
@@ -103,6 +103,9 @@ def train_step(training: Training, config: RunConfig, feed: Feed, learning_rate:
     None if a stop was asked for: the unfinished step is dropped, as if it had never begun.
     """
     model, scaler, pieces = training.model, training.scaler, config.gradient_accumulation_steps
+    sink = getattr(training.optimizer, "sink", None)  # where gradients go, if not into .grad
+    if hasattr(training.optimizer, "begin"):
+        training.optimizer.begin(learning_rate)
     scale = scaler.scale / pieces
     loss_sum = torch.zeros((), device=scale.device)
     for micro in range(pieces):
@@ -110,7 +113,7 @@ def train_step(training: Training, config: RunConfig, feed: Feed, learning_rate:
         if config.dropout:
             seed_dropout(config.seed, number)
         inputs, targets = feed.get(number)
-        loss_sum += training.accumulate(inputs, targets, scale)
+        loss_sum += training.accumulate(inputs, targets, scale, *([sink] if sink else []))
         if stop_asked():
             model.zero_grad(set_to_none=not training.gradients_stay)
             return None

@@ -99,7 +99,8 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.config = config
-        self.compute_dtype = torch.float32
+        self.compute_dtype = torch.float32   # of the matrix products
+        self.residual_dtype: torch.dtype | None = None  # of the stream between blocks; None: the weights' own
         self.loss_chunk = 0
         self.ops = pointwise.EAGER
         self._block_next = one_block.next_token
@@ -142,6 +143,7 @@ class GPT(nn.Module):
         if idx.shape[1] > self.config.block_size:
             raise ValueError(f"{idx.shape[1]} tokens do not fit a block_size of {self.config.block_size}")
         x = F.embedding(idx, self.transformer.wte.weight) + self.transformer.wpe.weight[:idx.shape[1]]
+        x = x.to(self.residual_dtype or self.transformer.ln_f.weight.dtype)
         return cast("tuple[Tensor, Tensor]", torch.ops.aten.native_dropout(x, dropout, True)) if dropout else (x, None)
 
     def _head_backward(self, rows: Tensor, targets: Tensor, scale: Tensor,
@@ -159,8 +161,8 @@ class GPT(nn.Module):
         if mask is not None:
             d_x = d_x * mask.flatten(0, 1) * (1 / (1 - self.config.dropout))
         gradients.rows(self.transformer.wte.weight, idx.reshape(-1), d_x)
-        positions = torch.arange(idx.shape[1], device=idx.device)
-        gradients.rows(self.transformer.wpe.weight, positions, d_x.view(*idx.shape, -1).sum(0))
+        positions, wide = torch.arange(idx.shape[1], device=idx.device), self.transformer.ln_f.weight.dtype
+        gradients.rows(self.transformer.wpe.weight, positions, d_x.view(*idx.shape, -1).sum(0, dtype=wide))
 
     # ---- as a torch module
 
@@ -214,6 +216,12 @@ class GPT(nn.Module):
         return [LayerCache(zeros(), zeros()) for _ in range(config.n_layer)]
 
     # ---- how it computes
+
+    def round_matrices(self, dtype: torch.dtype) -> None:
+        """Matrices and tables in another precision; the norms' vectors stay in theirs. Before the optimizer is made."""
+        for parameter in self.parameters():
+            if parameter.dim() >= 2:
+                parameter.data = parameter.data.to(dtype)
 
     def compile(self, *_: Any, **__: Any) -> None:
         """Compiles what lies between matrix products: one kernel a function and shape, shared by all layers."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import cast
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,26 @@ class AdamWSettings:
     weight_decay: float
 
 
+class Optimizer(Protocol):
+    """What the loop asks of an optimizer. Its state is flat tensors, so that a checkpoint stores any of them alike."""
+
+    def step(self, learning_rate: float, grad_scale: Tensor, found_inf: Tensor) -> None:
+        """Divides the gradients by `grad_scale` and applies them, or does nothing where `found_inf` is 1."""
+
+    def tensors(self) -> dict[str, Tensor]: ...
+
+    def load_tensors(self, tensors: Mapping[str, Tensor]) -> list[str]:
+        """Takes a checkpoint's state; returns the names that did not fit."""
+
+
+class Elsewhere(Protocol):
+    """An optimizer's `sink`: a place for gradients that are not to stay in `.grad`."""
+
+    def gradients(self) -> list[Tensor]: ...
+
+    def clear(self) -> None: ...
+
+
 class AdamW:
     """AdamW whose state is allocated at once, so that the first step asks for nothing new.
 
@@ -32,43 +52,45 @@ class AdamW:
     classes: those load the compiler (two seconds) even where nothing is compiled.
     """
 
-    def __init__(self, model: nn.Module, settings: AdamWSettings) -> None:
+    def __init__(self, parameters: Mapping[str, Tensor], settings: AdamWSettings) -> None:
         self._settings = settings
-        self._parameters = dict(model.named_parameters())
+        self._parameters = dict(parameters)
         self._state = {name: {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p),
                               "step": torch.zeros((), dtype=torch.float32, device=p.device)}
                        for name, p in self._parameters.items()}
 
     @torch.no_grad()
     def step(self, learning_rate: float, grad_scale: Tensor, found_inf: Tensor) -> None:
-        """Divides the gradients by `grad_scale` and applies them, or does nothing where `found_inf` is 1."""
         for decays in (True, False):
             names = [name for name, p in self._parameters.items() if (p.dim() >= 2) == decays and p.grad is not None]
             if not names:
                 continue
             states = [self._state[name] for name in names]
             parameters = [self._parameters[name] for name in names]
-            adamw(cast("list[Tensor]", parameters), [cast(Tensor, p.grad) for p in parameters],
+            adamw(parameters, [cast(Tensor, p.grad) for p in parameters],
                   [s["exp_avg"] for s in states], [s["exp_avg_sq"] for s in states], [], [s["step"] for s in states],
                   fused=True, grad_scale=grad_scale, found_inf=found_inf, amsgrad=False, maximize=False, eps=1e-8,
                   lr=learning_rate, beta1=self._settings.beta1, beta2=self._settings.beta2,
                   weight_decay=self._settings.weight_decay if decays else 0.0)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The state as flat tensors, `<parameter>.<state>`: what a checkpoint stores."""
         return {f"{name}.{key}": value for name, state in self._state.items() for key, value in state.items()}
 
-    @torch.no_grad()
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> list[str]:
-        """Copies a checkpoint's state in place; returns the names that were missing or of another shape."""
-        wrong = []
-        for name, held in self.tensors().items():
-            stored = tensors.get(name)
-            if stored is None or stored.shape != held.shape:
-                wrong.append(name)
-            else:
-                held.copy_(stored)
-        return wrong
+        return copy_tensors(self.tensors(), tensors)
+
+
+@torch.no_grad()
+def copy_tensors(held: Mapping[str, Tensor], stored: Mapping[str, Tensor]) -> list[str]:
+    """Copies a checkpoint's tensors into place; returns the names that were missing or of another shape or type."""
+    wrong = []
+    for name, place in held.items():
+        found = stored.get(name)
+        if found is None or found.shape != place.shape or found.dtype != place.dtype:
+            wrong.append(name)
+        else:
+            place.copy_(found)
+    return wrong
 
 
 class Scaler:
@@ -107,17 +129,20 @@ class Scaler:
 
 
 @torch.no_grad()
-def apply_gradients(model: nn.Module, optimizer: AdamW, scaler: Scaler, learning_rate: float, grad_clip: float,
+def apply_gradients(model: nn.Module, optimizer: Optimizer, scaler: Scaler, learning_rate: float, grad_clip: float,
                     *, stay: bool = False) -> Tensor:
     """Applies the accumulated (scaled) gradients, or skips them where they are not finite; returns their norm.
 
     Then they are freed; if they are to `stay` (recorded work knows their addresses), they are zeroed instead.
     """
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    norm = torch.nn.utils.get_total_norm(gradients) / scaler.scale
+    elsewhere: Elsewhere | None = getattr(optimizer, "sink", None)
+    gradients = elsewhere.gradients() if elsewhere else [p.grad for p in model.parameters() if p.grad is not None]
+    norm = torch.nn.utils.get_total_norm(gradients).to(scaler.scale.device) / scaler.scale
     found_inf = (~torch.isfinite(norm)).float()
     too_long = (norm / grad_clip).clamp_(min=1.0) if grad_clip else torch.ones_like(norm)
     optimizer.step(learning_rate, scaler.scale * too_long, found_inf)
     scaler.update(found_inf)
     model.zero_grad(set_to_none=not stay)
+    if elsewhere:
+        elsewhere.clear()
     return norm

@@ -17,17 +17,17 @@ EPSILON = 1e-5  # of the layer norms, as in GPT-2
 
 
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Layer norm in the residual stream's precision, rounded to the matrix products'."""
-    return F.layer_norm(x, weight.shape, weight, bias, EPSILON).to(dtype)
+    """Layer norm in the weight's precision (at least float32), rounded to the matrix products'."""
+    return F.layer_norm(x.to(weight.dtype), weight.shape, weight, bias, EPSILON).to(dtype)
 
 
 def norm_of_sum(x: Tensor, added: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    return norm(x + added, weight, bias, dtype)
+    return norm(x.to(weight.dtype) + added, weight, bias, dtype)
 
 
 def add_both(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
-    """The residual stream after a block."""
-    return x + first + second
+    """The residual stream after a block, rounded once to its own precision."""
+    return (first.to(_wide(x)) + second + x).to(x.dtype)
 
 
 def gelu(fc: Tensor) -> Tensor:
@@ -46,15 +46,19 @@ def norm_backward_(d_x: Tensor, d_norm: Tensor, x: Tensor, added: Tensor | None,
 
     Returns d_x rounded for the next matrix product, and the gradients of the norm's weight and bias.
     """
-    summed = x if added is None else x + added
+    summed = x.to(weight.dtype) if added is None else x.to(weight.dtype) + added
     variance, mean = torch.var_mean(summed, dim=-1, correction=0, keepdim=True)
     steepness = (variance + EPSILON).rsqrt()
     normal = (summed - mean) * steepness
     d_wide = d_norm.to(summed.dtype)
     d_normal = d_wide * weight
-    d_x += steepness * (d_normal - d_normal.mean(-1, keepdim=True)
-                        - normal * (d_normal * normal).mean(-1, keepdim=True))
+    d_x.copy_(d_x + steepness * (d_normal - d_normal.mean(-1, keepdim=True)
+                                 - normal * (d_normal * normal).mean(-1, keepdim=True)))
     return d_x.to(dtype), (d_wide * normal).sum(0), d_wide.sum(0) if has_bias else None
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return x.dtype if x.dtype == torch.float64 else torch.float32
 
 
 class Pointwise(NamedTuple):

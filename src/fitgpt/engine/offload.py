@@ -1,0 +1,82 @@
+"""AdamW in the host's memory: the card holds weights and activations, and neither moments nor master weights.
+
+With `stream`, gradients do not stay on the card either: each goes to the host as it is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from .gradients import add_rows_, product_of
+from .optim import AdamW, AdamWSettings
+
+
+class HostAdamW:
+    """Exact: the same float32 arithmetic, on the CPU. The host needs 16 bytes a parameter."""
+
+    def __init__(self, parameters: Mapping[str, Tensor], settings: AdamWSettings, *, stream: bool) -> None:
+        self._parameters = dict(parameters)
+        self._masters = {name: _on_host(p) for name, p in parameters.items()}
+        self._adamw = AdamW(self._masters, settings)
+        self.sink = ToHost({id(p): self._masters[name] for name, p in parameters.items()}) if stream else None
+
+    @torch.no_grad()
+    def step(self, learning_rate: float, grad_scale: Tensor, found_inf: Tensor) -> None:
+        for name, parameter in self._parameters.items():
+            if parameter.grad is not None:
+                master = self._masters[name]
+                master.grad = parameter.grad.to("cpu", master.dtype)
+        self._adamw.step(learning_rate, grad_scale.cpu(), found_inf.cpu())
+        for name, parameter in self._parameters.items():
+            self._masters[name].grad = None
+            parameter.copy_(self._masters[name], non_blocking=True)
+
+    def tensors(self) -> dict[str, Tensor]:
+        return self._adamw.tensors()
+
+    @torch.no_grad()
+    def load_tensors(self, tensors: Mapping[str, Tensor]) -> list[str]:
+        """Called after the weights were loaded: the masters follow them."""
+        for name, parameter in self._parameters.items():
+            self._masters[name].copy_(parameter)
+        return self._adamw.load_tensors(tensors)
+
+
+def _on_host(parameter: Tensor) -> Tensor:
+    master = torch.empty(parameter.shape, dtype=torch.float32, pin_memory=parameter.device.type == "cuda")
+    return master.copy_(parameter.detach())
+
+
+class ToHost:
+    """Gradients that leave the card one by one: each exists there only until it is copied."""
+
+    def __init__(self, masters: dict[int, Tensor]) -> None:
+        self._masters = masters
+
+    def product(self, parameter: Tensor, d_out: Tensor, inputs: Tensor) -> None:
+        self._add(parameter, product_of(d_out, inputs, torch.float32))
+
+    def vector(self, parameter: Tensor, gradient: Tensor | None) -> None:
+        if gradient is not None:
+            self._add(parameter, gradient)
+
+    def rows(self, parameter: Tensor, indices: Tensor, gradient: Tensor) -> None:
+        master = self._masters[id(parameter)]
+        if master.grad is None:
+            master.grad = torch.zeros_like(master)
+        add_rows_(master.grad, indices.cpu(), gradient.cpu())
+
+    def gradients(self) -> list[Tensor]:
+        return [master.grad for master in self._masters.values() if master.grad is not None]
+
+    def clear(self) -> None:
+        for master in self._masters.values():
+            master.grad = None
+
+    def _add(self, parameter: Tensor, gradient: Tensor) -> None:
+        master = self._masters[id(parameter)]
+        on_host = gradient.to("cpu", master.dtype)
+        master.grad = on_host if master.grad is None else master.grad.add_(on_host)

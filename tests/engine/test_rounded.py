@@ -1,0 +1,125 @@
+"""Rounded states and weights train like exact ones, within stated distances."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from fitgpt.engine.optim import AdamW, AdamWSettings
+from fitgpt.engine.rounded import (
+    GROUP,
+    RoundedAdamW,
+    read_first,
+    read_second,
+    round_by_chance,
+    write_first,
+    write_second,
+)
+
+SETTINGS = AdamWSettings(beta1=0.9, beta2=0.95, weight_decay=0.1)
+ONE, ZERO = torch.tensor(1.0), torch.tensor(0.0)
+
+
+def model(dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(100, 130), nn.Linear(130, 50)).to(dtype)
+
+
+def set_gradients(module: nn.Module, seed: int) -> None:
+    torch.manual_seed(seed)
+    for p in module.parameters():
+        p.grad = (torch.randn(p.shape) * torch.rand(p.shape[:1] + (1,) * (p.dim() - 1))).to(p.dtype)
+
+
+def test_a_first_moment_survives_its_byte_within_a_percent_of_its_groups_largest() -> None:
+    values = torch.randn(1000) * torch.logspace(-6, 0, 1000)
+    back = read_first(write_first(values))
+    scale = values.abs().max()
+    assert (back - values).abs().max() < 0.01 * scale
+    big = values.abs() > 0.01 * scale  # a share s of the largest is read back within 1 / (127 √s)
+    assert ((back - values).abs() / values.abs())[big].max() < 1 / (127 * 0.01**0.5)
+
+
+def test_a_second_moment_is_never_read_back_smaller_than_it_was() -> None:
+    values = torch.rand(3 * GROUP + 17).pow(8)
+    back = read_second(write_second(values))
+    assert (back >= values * (1 - 1e-5)).all()
+    assert (back - values).abs().max() < 0.02
+
+
+def test_rounding_by_chance_is_exact_in_the_mean_and_keeps_what_is_representable() -> None:
+    torch.manual_seed(0)
+    x = torch.full((200_000,), 1.0 + 2**-9)  # a quarter of the way between two bfloat16 numbers
+    rounded = round_by_chance(x).float()
+    assert set(rounded.unique().tolist()) == {1.0, 1.0 + 2**-7}
+    assert rounded.mean().item() == pytest.approx(1.0 + 2**-9, abs=1e-4)
+    exact = torch.tensor([1.0, -2.5, 0.0, 1e-30]).bfloat16()
+    assert torch.equal(round_by_chance(exact.float()), exact)
+
+
+def test_with_float32_states_and_weights_it_is_adamw() -> None:
+    ours, theirs = model(), model()
+    a = RoundedAdamW(dict(ours.named_parameters()), SETTINGS, eight_bit=False, compiled=False, seed=0)
+    b = AdamW(dict(theirs.named_parameters()), SETTINGS)
+    for step in range(5):
+        set_gradients(ours, step)
+        set_gradients(theirs, step)
+        a.step(1e-2, ONE * 2, ZERO)
+        b.step(1e-2, ONE * 2, ZERO)
+    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.allclose(p, q, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_eight_bit_states_move_the_weights_nearly_as_exact_ones_do(dtype: torch.dtype) -> None:
+    ours, theirs, start = model(dtype), model(), model()
+    a = RoundedAdamW(dict(ours.named_parameters()), SETTINGS, eight_bit=True, compiled=False, seed=0)
+    b = AdamW(dict(theirs.named_parameters()), SETTINGS)
+    for step in range(20):
+        set_gradients(ours, step)
+        set_gradients(theirs, step)
+        a.step(1e-2, ONE, ZERO)
+        b.step(1e-2, ONE, ZERO)
+    for p, q, s in zip(ours.parameters(), theirs.parameters(), start.parameters(), strict=True):
+        if p.numel() >= 4096:
+            assert ((p.float() - q).norm() / (q - s).norm()).item() < 0.1
+
+
+def test_the_states_take_one_byte_a_number() -> None:
+    optimizer = RoundedAdamW(dict(model().named_parameters()), SETTINGS, eight_bit=True, compiled=False, seed=0)
+    assert sum(t.nbytes for name, t in optimizer.tensors().items() if name.startswith("0.weight")) == \
+        2 * 13000 + 2 * 4 * -(-13000 // GROUP)
+
+
+def test_a_step_that_is_not_finite_changes_nothing() -> None:
+    module = model(torch.bfloat16)
+    optimizer = RoundedAdamW(dict(module.named_parameters()), SETTINGS, eight_bit=True, compiled=False, seed=0)
+    set_gradients(module, 0)
+    optimizer.step(1e-2, ONE, ZERO)
+    before = {k: v.clone() for k, v in optimizer.tensors().items() if k != "calls"}
+    weights = [p.clone() for p in module.parameters()]
+    set_gradients(module, 1)
+    next(module.parameters()).grad[0, 0] = float("nan")
+    optimizer.step(1e-2, ONE, ONE)
+    assert all(torch.equal(a, b) for a, b in zip(weights, module.parameters(), strict=True))
+    assert all(torch.equal(v, optimizer.tensors()[k]) for k, v in before.items())
+
+
+def test_after_a_resume_it_rounds_the_same() -> None:
+    def after(stop: int | None) -> list[torch.Tensor]:
+        module = model(torch.bfloat16)
+        def make() -> RoundedAdamW:
+            return RoundedAdamW(dict(module.named_parameters()), SETTINGS, eight_bit=True, compiled=False, seed=7)
+
+        optimizer = make()
+        for step in range(6):
+            if step == stop:
+                stored = {k: v.clone() for k, v in optimizer.tensors().items()}
+                optimizer = make()
+                assert optimizer.load_tensors(stored) == []
+            set_gradients(module, step)
+            optimizer.step(1e-2, ONE, ZERO)
+        return list(module.parameters())
+
+    assert all(torch.equal(a, b) for a, b in zip(after(None), after(3), strict=True))

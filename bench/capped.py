@@ -25,38 +25,52 @@ sys.path.insert(0, str(ROOT / "src"))
 
 from fitgpt import __version__  # noqa: E402
 from fitgpt.cards import find  # noqa: E402
-from fitgpt.config import resolve  # noqa: E402
+from fitgpt.config import RunConfig, resolve  # noqa: E402
 from fitgpt.knobs import walk  # noqa: E402
 from fitgpt.supervise import child_environment  # noqa: E402
-from fitgpt.units import MiB, show_bytes  # noqa: E402
+from fitgpt.units import MiB, parse_bytes, show_bytes  # noqa: E402
 
-RUNS = ("config/notes_77m.py", "config/notes_30m.py")
 SHORT = ["--max_iters=6", "--eval_interval=3", "--eval_iters=4", "--log_interval=1", "--gradient_accumulation_steps=4"]
+LOSSY = ["--weights=bfloat16", "--residual=bfloat16", "--optimizer=adam8bit", "--recompute=input"]
+XL = ["--dtype=bfloat16", "--max_iters=3", "--eval_interval=2", "--eval_iters=1", "--eval_batch_size=1",
+      "--gradient_accumulation_steps=2"]
+CASES: dict[str, list[dict[str, Any]]] = {
+    "notes": [dict(config=config, flags=[*SHORT, f"--dtype={dtype}", f"--compile={compiled}"])
+              for config, dtype, compiled in product(("config/notes_77m.py", "config/notes_30m.py"),
+                                                     ("float16", "bfloat16"), (False, True))],
+    # saves, and resumes from what it saved: a second part goes on to step 4
+    "xl": [dict(config="config/gpt2_1558m.py", flags=[*XL, *LOSSY, f"--batch_size={batch}"], resume=batch == 2)
+           for batch in (2, 8)],
+    "xl-exact": [dict(config="config/gpt2_1558m.py", flags=[*XL, "--offload=gradients", "--recompute=input",
+                                                            "--batch_size=2", "--always_save_checkpoint=False"])],
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpu", default="4070")
+    parser.add_argument("--cases", choices=CASES, default="notes")
+    parser.add_argument("--cap", default="", help="the allocator's, such as 11.3GiB; default: what the card leaves it")
     parser.add_argument("--dataset", required=True)
     parser.add_argument("-o", "--out", required=True)
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
-        return child(json.loads(options.child))
+        child(json.loads(options.child))
+        return
     card = find(options.gpu)
     assert card.usable_mib is not None and card.outside_mib is not None
-    cap = (card.usable_mib - card.outside_mib) * MiB
-    cases = [dict(config=config, dtype=dtype, compile=compiled, cap=cap, dataset=options.dataset)
-             for config, dtype, compiled in product(RUNS, ("float16", "bfloat16"), (False, True))]
-    with ThreadPoolExecutor(len(cases)) as pool:
+    cap = parse_bytes(options.cap) if options.cap else (card.usable_mib - card.outside_mib) * MiB
+    cases = [{**case, "cap": cap, "dataset": options.dataset} for case in CASES[options.cases]]
+    with ThreadPoolExecutor(len(cases) if options.cases == "notes" else 1) as pool:
         rows = list(pool.map(measure, cases))
     Path(options.out).write_text(json.dumps(
         {"what": "peaks in bytes of short runs under an allocator cap", "card": card.name, "cap_bytes": cap,
          "date": time.strftime("%Y-%m-%d"), "fitgpt": __version__, "command": " ".join(["python", *sys.argv]), "rows": rows}, indent=1) + "\n")
     for row in rows:
-        print(f"{row['config']:24} {row['dtype']:9} {'compiled' if row['compile'] else 'eager':9}",
-              row.get("error") or f"train {show_bytes(row['train_reserved'])} eval {show_bytes(row['eval_reserved'])}"
-              f" reserved, of {show_bytes(cap)}; val loss {row['val_loss']:.3f}")
+        print(f"{row['config']:24} {' '.join(row['flags'][-3:])}", row.get("error") or f"train {show_bytes(row['train_reserved'])} eval {show_bytes(row['eval_reserved'])}"
+              f" reserved, of {show_bytes(cap)}; val loss {row['val_loss']:.3f}; steps {row['steps']}; "
+              f"{row['tokens_per_s']:,.0f} tok/s")
 
 
 def measure(case: dict[str, Any]) -> dict[str, Any]:
@@ -66,6 +80,10 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
         environment = child_environment({**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "2"})
         done = subprocess.run([sys.executable, __file__, "--dataset=", "-o=", "--child", order], env=environment,
                               capture_output=True, text=True, cwd=ROOT)
+        if not done.returncode and case.get("resume"):
+            done = subprocess.run([sys.executable, __file__, "--dataset=", "-o=", "--child", json.dumps(
+                {**json.loads(order), "flags": [*case["flags"], "--init_from=resume", "--max_iters=4"]})],
+                env=environment, capture_output=True, text=True, cwd=ROOT)
         metrics = Path(folder) / "out" / "metrics.jsonl"
         if done.returncode:
             return {**case, "error": done.stderr.strip().splitlines()[-1] if done.stderr.strip() else "no words"}
@@ -78,7 +96,8 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
             "first_eval_reserved": evals[0]["memory"]["peak_reserved"],
             "eval_allocated": max(row["memory"]["peak_allocated"] for row in evals),
             "eval_reserved": max(row["memory"]["peak_reserved"] for row in evals),
-            "losses": [row["loss"] for row in steps], "val_loss": evals[-1]["losses"][1]["mean"]}
+            "losses": [row["loss"] for row in steps], "steps": [row["step"] for row in steps],
+            "tokens_per_s": max(row["tokens_per_s"] for row in steps), "val_loss": evals[-1]["losses"][1]["mean"]}
 
 
 def child(case: dict[str, Any]) -> None:
@@ -87,10 +106,8 @@ def child(case: dict[str, Any]) -> None:
     from fitgpt.run import run
 
     torch.cuda.set_per_process_memory_fraction(case["cap"] / torch.cuda.get_device_properties(0).total_memory)
-    flags = [f"--{key}={case[key]}" for key in ("dtype", "compile", "dataset", "out_dir")]
-    from fitgpt.config import RunConfig
-
-    config, notes = resolve(walk([str(ROOT / case["config"]), *SHORT, *flags], RunConfig))
+    flags = [*case["flags"], f"--dataset={case['dataset']}", f"--out_dir={case['out_dir']}"]
+    config, notes = resolve(walk([str(ROOT / case["config"]), *flags], RunConfig))
     run(config.to_dict(), notes, lambda: False)
 
 

@@ -31,23 +31,30 @@ CASES: dict[str, dict[str, Any]] = {
     "77m": dict(n_layer=12, n_head=12, n_embd=576, block_size=1024, batch_size=16, accumulation=4, dtype="float16"),
     "30m": dict(n_layer=6, n_head=6, n_embd=384, block_size=512, batch_size=16, accumulation=4, dtype="float16"),
 }
+LOSSY = dict(weights="bfloat16", residual="bfloat16", optimizer="adam8bit")
+OURS: dict[str, dict[str, Any]] = {
+    "exact": dict(),
+    "exact small": dict(recompute="no_wide"),
+    "exact smallest": dict(recompute="input"),
+    "exact eager": dict(compile=False),
+    "exact unrecorded": dict(cuda_graphs=False),
+    "exact all": dict(recompute="all"),
+    "lossy": LOSSY,
+    "lossy small": {**LOSSY, "recompute": "no_wide"},
+    "lossy smallest": {**LOSSY, "recompute": "input"},
+}
 CONTENDERS: dict[str, dict[str, Any]] = {
     "plain": dict(kind="plain", compiled=True),
     "plain eager": dict(kind="plain", compiled=False),
     "transformers": dict(kind="transformers", compiled=True),
-    "ours": dict(kind="ours", compiled=True, levels="products"),
-    "ours eager": dict(kind="ours", compiled=False, graphs=False, levels="products"),
-    "ours unrecorded": dict(kind="ours", compiled=True, graphs=False, levels="products"),
-    "ours all": dict(kind="ours", compiled=True, levels="all"),
-    "ours no_wide": dict(kind="ours", compiled=True, levels="no_wide"),
-    "ours input": dict(kind="ours", compiled=True, levels="input"),
+    **{name: dict(kind="ours", knobs=knobs) for name, knobs in OURS.items()},
 }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", choices=CASES, default="124m")
-    parser.add_argument("--contenders", default="plain,ours,ours no_wide")
+    parser.add_argument("--contenders", default="plain,exact,exact small,lossy,lossy small")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("-o", "--out", default="")
@@ -115,8 +122,10 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     for _ in range(10):
         trainer.evaluate(*batches[0])
     torch.cuda.synchronize()
+    evaluation_s = time.perf_counter() - begun
     return {"tokens_per_s": speed, "allocated": allocated, "reserved": reserved, "first_step_s": first_step,
-            "eval_tokens_per_s": 10 * tokens_a_step / case["accumulation"] / (time.perf_counter() - begun),
+            "eval_tokens_per_s": 10 * tokens_a_step / case["accumulation"] / evaluation_s,
+            "reserved_with_eval": torch.cuda.max_memory_reserved(),
             "mfu": speed * flops_a_token(config, case["block_size"]) / 989e12,  # H200's dense bf16 rate, its vendor's
             "device": torch.cuda.get_device_name(), "torch": torch.__version__}
 
@@ -125,7 +134,8 @@ def summary(name: str, runs: list[dict[str, Any]], plain: list[dict[str, Any]] |
     failed = [run["error"] for run in runs if "error" in run]
     if failed:
         return {"contender": name, "error": failed[0]}
-    middle = {key: statistics.median(run[key] for run in runs) for key in runs[0] if isinstance(runs[0][key], float | int)}
+    figures = [key for key, value in runs[0].items() if isinstance(value, float | int)]
+    middle = {key: statistics.median(run[key] for run in runs) for key in figures}
     base = [run["tokens_per_s"] for run in plain or [] if "error" not in run]
     ratio = middle["tokens_per_s"] / statistics.median(base) if base else None
     return {"contender": name, **middle, "ratio_to_plain": ratio, "device": runs[0]["device"],
@@ -139,9 +149,9 @@ def show(case: str, rows: list[dict[str, Any]]) -> None:
             print(f"{row['contender']:16} {row['error']}")
             continue
         ratio = f"{row['ratio_to_plain']:.3f}" if row["ratio_to_plain"] else "-"
-        print(f"{row['contender']:16} {row['tokens_per_s']:>9,.0f} tok/s  × {ratio}  allocated {row['allocated'] / GiB:.2f} "
-              f"reserved {row['reserved'] / GiB:.2f} GiB  mfu {100 * row['mfu']:.1f} %  first step {row['first_step_s']:.1f} s  "
-              f"eval {row['eval_tokens_per_s']:,.0f} tok/s")
+        print(f"{row['contender']:16} {row['tokens_per_s']:>9,.0f} tok/s  × {ratio}  reserved {row['reserved'] / GiB:.2f} "
+              f"after evaluation {row['reserved_with_eval'] / GiB:.2f} GiB  mfu {100 * row['mfu']:.1f} %  "
+              f"first step {row['first_step_s']:.1f} s  eval {row['eval_tokens_per_s']:,.0f} tok/s")
 
 
 def _quoted(word: str) -> str:

@@ -29,9 +29,10 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "src"))
 
 from fitgpt.cli import VERBS, find_verb, options_of, overview, verb_help  # noqa: E402
+from fitgpt.config import FROZEN_ON_RESUME  # noqa: E402
 from fitgpt.knobhelp import markdown_table  # noqa: E402
 from fitgpt.nouns import GPTConfig  # noqa: E402
-from fitgpt.savers import loss_piece_tokens  # noqa: E402
+from fitgpt.savers import SAVERS, loss_piece_tokens  # noqa: E402
 from fitgpt.units import MiB, show_bytes  # noqa: E402
 
 DOCS = ROOT / "docs"
@@ -98,6 +99,16 @@ def configs_part() -> str:
 
 def _first_comment(path: Path) -> str:
     return path.read_text(encoding="utf-8").split("\n", 1)[0].removeprefix("#").strip()
+
+
+def savers_part() -> str:
+    rows = [f"| `{one.flag}` | {'exact' if one.exact else 'lossy'} | {one.saves} | {one.costs} | {one.needs or '–'} |"
+            for one in SAVERS]
+    return "\n".join(["| flag | | what is not held | what it costs | needs |", "|---|---|---|---|---|", *rows]) + "\n"
+
+
+def frozen_part() -> str:
+    return ", ".join(f"`{name}`" for name in sorted(FROZEN_ON_RESUME)) + ".\n"
 
 
 # ---- from recorded results
@@ -229,8 +240,9 @@ def _output(command: str, home: Path) -> str:
 
 
 PARTS: dict[str, Callable[..., str]] = {
-    "help": help_part, "knobs": knobs_part, "tree": tree_part, "configs": configs_part, "memory": memory_part,
-    "nanogpt": nanogpt_part, "owners": owners_part, "piece": piece_part, "transcript": transcript_part,
+    "help": help_part, "knobs": knobs_part, "tree": tree_part, "configs": configs_part, "savers": savers_part,
+    "frozen": frozen_part, "memory": memory_part, "nanogpt": nanogpt_part, "owners": owners_part, "piece": piece_part,
+    "transcript": transcript_part,
 }
 # In the order in which they are recorded: later ones use what earlier ones made.
 TRANSCRIPT_ORDER = ("prepare", "demo", "train", "sample", "eval", "export", "errors")

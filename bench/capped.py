@@ -59,18 +59,29 @@ def main() -> None:
         child(json.loads(options.child))
         return
     card = find(options.gpu)
-    assert card.usable_mib is not None and card.outside_mib is not None
+    assert card.usable_mib is not None
+    assert card.outside_mib is not None
     cap = parse_bytes(options.cap) if options.cap else (card.usable_mib - card.outside_mib) * MiB
     cases = [{**case, "cap": cap, "dataset": options.dataset} for case in CASES[options.cases]]
     with ThreadPoolExecutor(len(cases) if options.cases == "notes" else 1) as pool:
         rows = list(pool.map(measure, cases))
     Path(options.out).write_text(json.dumps(
-        {"what": "peaks in bytes of short runs under an allocator cap", "card": card.name, "cap_bytes": cap,
-         "date": time.strftime("%Y-%m-%d"), "fitgpt": __version__, "command": " ".join(["python", *sys.argv]), "rows": rows}, indent=1) + "\n")
+        {"what": "peaks in bytes of short runs under an allocator cap", "date": time.strftime("%Y-%m-%d"),
+         "card": card.name, "cap_bytes": cap, "fitgpt": __version__, "command": command(), "rows": rows},
+        indent=1) + "\n")
     for row in rows:
-        print(f"{row['config']:24} {' '.join(row['flags'][-3:])}", row.get("error") or f"train {show_bytes(row['train_reserved'])} eval {show_bytes(row['eval_reserved'])}"
-              f" reserved, of {show_bytes(cap)}; val loss {row['val_loss']:.3f}; steps {row['steps']}; "
-              f"{row['tokens_per_s']:,.0f} tok/s")
+        print(f"{row['config']:24} {' '.join(row['flags'][-3:])}", row.get("error") or told(row, cap))
+
+
+def command() -> str:
+    """As typed, but for the folder the result goes to: that is the same for everybody."""
+    words = [f"bench/results/{Path(word).name}" if word.endswith(".json") else word for word in sys.argv[1:]]
+    return " ".join(["python", "bench/capped.py", *words])
+
+
+def told(row: dict[str, Any], cap: int) -> str:
+    return (f"train {show_bytes(row['train_reserved'])} eval {show_bytes(row['eval_reserved'])} reserved, of "
+            f"{show_bytes(cap)}; val loss {row['val_loss']:.3f}; steps {row['steps']}; {row['tokens_per_s']:,.0f} tok/s")
 
 
 def measure(case: dict[str, Any]) -> dict[str, Any]:

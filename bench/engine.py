@@ -74,7 +74,7 @@ def main() -> None:
         Path(options.out).write_text(json.dumps(
             {"what": "training speed and memory, medians of interleaved repeats", "case": CASES[options.case],
              "date": time.strftime("%Y-%m-%d"), "fitgpt": __version__, "repeats": options.repeats,
-             "command": " ".join(["python", "bench/engine.py", *map(_quoted, sys.argv[1:])]), "rows": summaries},
+             "command": " ".join(["python", "bench/engine.py", *map(_as_typed, sys.argv[1:])]), "rows": summaries},
             indent=1) + "\n")
 
 
@@ -149,12 +149,14 @@ def show(case: str, rows: list[dict[str, Any]]) -> None:
             print(f"{row['contender']:16} {row['error']}")
             continue
         ratio = f"{row['ratio_to_plain']:.3f}" if row["ratio_to_plain"] else "-"
-        print(f"{row['contender']:16} {row['tokens_per_s']:>9,.0f} tok/s  × {ratio}  reserved {row['reserved'] / GiB:.2f} "
-              f"after evaluation {row['reserved_with_eval'] / GiB:.2f} GiB  mfu {100 * row['mfu']:.1f} %  "
+        print(f"{row['contender']:16} {row['tokens_per_s']:>9,.0f} tok/s  × {ratio}  "
+              f"reserved {row['reserved'] / GiB:.2f}, after evaluation {row['reserved_with_eval'] / GiB:.2f} GiB  mfu {100 * row['mfu']:.1f} %  "
               f"first step {row['first_step_s']:.1f} s  eval {row['eval_tokens_per_s']:,.0f} tok/s")
 
 
-def _quoted(word: str) -> str:
+def _as_typed(word: str) -> str:
+    if word.endswith(".json"):
+        return f"bench/results/{Path(word).name}"
     return f"'{word}'" if " " in word else word
 
 

@@ -8,18 +8,18 @@ dataset = 'stdlib'
 n_layer = 4
 n_head = 4
 n_embd = 128
-block_size = 128
+block_size = 64
 
-batch_size = 16
+batch_size = 12
 gradient_accumulation_steps = 1
 
-max_iters = 400
-lr_decay_iters = max_iters
-warmup_iters = 20
+max_iters = 1400
+lr_decay_iters = 1400
+warmup_iters = 100
 learning_rate = 2e-3
-min_lr = 2e-4
+min_lr = 1e-4
 beta2 = 0.99
 
-eval_interval = 100
-eval_iters = 10
-log_interval = 10
+eval_interval = 350
+eval_iters = 40
+log_interval = 50

@@ -1,4 +1,5 @@
-# A 76.8M GPT in float16, batch 16 × 1024: the run that nanoGPT cannot hold on a 12 GB card.
+# A 76.8M GPT in float16, batch 16 × 1024: the run that nanoGPT fits on a 12 GB card
+# only compiled, and only while nothing else is on it.
 # Meant for a 12 GB card. On one that has bfloat16 (RTX 30 and later), --dtype=bfloat16 needs no loss scaling.
 
 out_dir = 'runs/notes-77m'

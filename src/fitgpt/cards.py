@@ -85,7 +85,7 @@ def match_device(name: str, total_mib: int | None = None) -> Card | None:
 def peak_flops(card: Card | None, dtype: str) -> tuple[float | None, str]:
     """The FLOP/s that MFU is measured against, and whose figure it is; None where no figure fits the dtype."""
     if card is None:
-        return None, "no figure: the card is not in the table"
+        return None, "no figure for this device"
     if card.tflops is None:
         return None, f"no figure for the {card.name}"
     if dtype == "float32" and card.has_matrix_units:

@@ -72,7 +72,7 @@ def main() -> int:
     except FitError as error:
         return leave_words(orders["words"], error, restart=False)
     except ModuleNotFoundError as error:
-        needed = UsageError(f"Training needs {error.name}, which is not installed here.", "pip install 'fitgpt[train]'")
+        needed = UsageError(f"Training needs {error.name}, which is not installed here.", "pip install -e '.[train]'")
         return leave_words(orders["words"], needed, restart=False)
     except Exception as error:
         return leave_words(orders["words"], *described(error))

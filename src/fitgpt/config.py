@@ -142,7 +142,7 @@ class RunConfig(Options):
     step_in_backward: bool = _optim(False, "apply each gradient as it is made, so that they never all exist; needs "
                                     "gradient_accumulation_steps=1 and grad_clip=0")
     loss_chunk: int = _system(0, "tokens whose logits exist at once; 0 = chosen for the model", rule=_count_or_0)
-    backend: str = _system("nccl", "of torch.distributed", choices=("nccl", "gloo"))
+    backend: str = _system("nccl", "of torch.distributed; one process, as now, uses none", choices=("nccl", "gloo"))
 
     wandb_log: bool = _wandb(False, "also log to Weights & Biases, if it is installed")
     wandb_project: str = _wandb("owt", "its project")
@@ -270,7 +270,7 @@ def resolve(assignments: Iterable[Assignment],
     assignments = list(assignments)
     values = RunConfig.from_dict(base).to_dict() if base else {}
     for key, value, _ in assignments:
-        if not (base and value == _AS_RECORDED.get(key)):
+        if not (base and value == AS_RECORDED.get(key)):
             values[key] = value
     init_from = str(values.get("init_from", RunConfig.init_from))
     _check_init_from(init_from, assignments)
@@ -284,7 +284,7 @@ def resolve(assignments: Iterable[Assignment],
     return RunConfig(**(values | shape)), notes
 
 
-_AS_RECORDED = {"dtype": "auto", "vocab_size": 0}  # values that leave the choice open: a resumed run has made it
+AS_RECORDED = {"dtype": "auto", "vocab_size": 0}  # values that leave the choice open: a resumed run has made it
 
 
 def _check_init_from(init_from: str, assignments: list[Assignment]) -> None:
@@ -321,7 +321,7 @@ def check_resume(recorded: Mapping[str, Any], wanted: Mapping[str, Any],
     changes = {key: (was, now) for key, was, now in diff(before, RunConfig.from_dict(wanted))
                if explicit_keys is None or key in explicit_keys}
     frozen = {key: change for key, change in changes.items()
-              if key in FROZEN_ON_RESUME and change[1] != _AS_RECORDED.get(key)}
+              if key in FROZEN_ON_RESUME and change[1] != AS_RECORDED.get(key)}
     if frozen:
         told = "; ".join(f"{key}={shown(now)} (it was {shown(was)})" for key, (was, now) in frozen.items())
         back = " ".join(f"--{key}={shown(was)}" for key, (was, _) in frozen.items())

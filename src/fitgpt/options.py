@@ -150,7 +150,8 @@ class ExportOptions(Options):
 
     run: str = knob("", "a run folder, or one of its checkpoints", positional=True, required=True, rule=path_like)
     out: str = knob("", "the folder to write", short="o", required=True, rule=path_like)
-    which: str = knob("best", "best, last, or the number of a step", rule=_which)
+    which: str = knob("", "its checkpoint: best, last, or the number of a step; by default the last, or the best "
+                      "where the run kept only improvements", rule=_optional_which)
     dtype: str = knob("float32", "of the weights written", choices=_DTYPES[1:])
 
 

@@ -35,6 +35,7 @@ from .interop import hf
 from .nouns import Evaluation, GPTConfig, RunFacts, SplitLoss, StepReport
 from .runfolder import RunFolder, need_disk, open_run
 from .show.live import Display, open_display
+from .show.text import closing
 from .wandb import Log, open_wandb
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -62,7 +63,10 @@ def run(config_dict: Mapping[str, Any], notes: Sequence[str], stop_asked: Callab
             *notes, *choice.notes, *wandb_note, *shape_notes, *leftovers, *folder.notes, *dataset.notes,
             *(source.notes if source else ())])
         source = None  # its copies of the weights and optimizer states are no longer needed
+        started = time.perf_counter()
         run_loop(config, facts, dataset, folder, training, wandb, stop_asked)
+        print(closing(config.out_dir, training.step - facts.start_step, time.perf_counter() - started, training.best,
+                      [f"fitgpt sample {config.out_dir}", f"fitgpt export {config.out_dir} -o my-gpt"]), flush=True)
     if choice.mismatch:
         print(f"fitgpt: {choice.mismatch.why} {choice.mismatch.fix}", file=sys.stderr)
 
@@ -91,7 +95,10 @@ def find_source(config: RunConfig, folder: RunFolder) -> weights.Source | None:
     if config.init_from == "resume":
         if weights.holds_run(folder.path):
             return weights.from_run(folder.path)
-        return weights.from_nanogpt(folder.path / "ckpt.pt")
+        source = weights.from_nanogpt(folder.path / "ckpt.pt")
+        note = (f"Going on from nanoGPT's {source.place} at step {source.state['step']}. It keeps no float16 loss "
+                "scale, so that starts afresh; data comes in fitgpt's own order.")
+        return replace(source, notes=(note,))
     place = hf.find_gpt2(config.init_from) if config.init_from in gpt2_shapes else Path(config.init_from)
     return weights.cropped(weights.from_hugging_face(place), config.block_size)
 

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 from . import __version__
 from .atomic import disk_faults, seal_json, sync_folder, unseal_json, write_atomically
+from .config import AS_RECORDED
 from .errors import CheckpointError, SystemFault, UsageError
 from .units import show_bytes
 
@@ -211,7 +212,8 @@ def _refuse_another_run(path: Path, config: Mapping[str, Any]) -> None:
         recorded = recorded_config(path)
     except CheckpointError:
         recorded = None
-    differences = config_differences(recorded or {}, config)
+    settled = {key: value for key, value in config.items() if value != AS_RECORDED.get(key)}
+    differences = config_differences(recorded or {}, {**(recorded or {}), **settled})
     if recorded is None:
         comparison = "Its config cannot be read."
     elif not differences:

@@ -41,10 +41,8 @@ def from_run(out_dir: Path, which: str | int = "last", *, weights_only: bool = F
 def from_nanogpt(path: Path) -> Source:
     gpt, weights, optimizer, theirs = nanogpt.read_ckpt(path)
     best = SplitLoss("val", theirs["best_val_loss"], math.inf, 0, gpt.block_size)
-    notes = (f"Going on from nanoGPT's {path} at step {theirs['step']}. It keeps no float16 loss scale, so that "
-             "starts afresh; data comes in fitgpt's own order.",)
     state = {"step": theirs["step"], "best": asdict(best)}
-    return Source(gpt, weights, optimizer or {}, state, theirs["config"], str(path), notes)
+    return Source(gpt, weights, optimizer or {}, state, theirs["config"], str(path))
 
 
 def from_hugging_face(path: Path) -> Source:
@@ -61,6 +59,8 @@ def open_any(place: str, which: str | int) -> Source:
     path = Path(place)
     if place in gpt2_shapes and not path.exists():
         return from_hugging_face(hf.find_gpt2(place))
+    if (path / checkpoint.STATE).is_file():
+        return from_run(path.parent.parent, int(path.name.split("-")[1]), weights_only=True)
     if path.suffix == ".pt":
         return from_nanogpt(path)
     if holds_run(path):

@@ -181,8 +181,9 @@ def _recipe(dataset: str) -> str:
     if name == "stdlib":
         return "fitgpt prepare --embedded --name=stdlib --tokenizer=bytes --val_fraction=0.05"
     if name.startswith("fineweb"):
-        return (f"fitgpt prepare --hub=HuggingFaceFW/fineweb-edu --hub_config=sample-10BT --name={name} "
-                "--tokenizer=gpt2 --max_tokens=1B")
+        return f"fitgpt prepare --hub=HuggingFaceFW/fineweb --hub_config=sample-10BT --name={name} --max_tokens=6B"
+    if name == "shakespeare_char":
+        return f"fitgpt prepare input.txt --name={name} --tokenizer=bytes  (or nanoGPT's data/{name}/prepare.py)"
     if name == "openwebtext":
         return f"fitgpt prepare --hub=Skylion007/openwebtext --name={name} --tokenizer=gpt2"
     return f"fitgpt prepare FILE_OR_FOLDER --name={name} --tokenizer=gpt2"

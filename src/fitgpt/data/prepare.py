@@ -51,6 +51,7 @@ _SAVE_EVERY_S = 1.0              # at most; and only when a shard was finished
 _SAMPLE_BYTES = 256 * KiB        # tokenized first, to know how many tokens the text will make
 _LARGE_DOWNLOAD_TOKENS = 5 * 10**9   # some 20 GB of text
 _SMALL_VAL_TOKENS = 4096         # below this a val loss is mostly chance
+_ENOUGH_FOR_A_REAL_RUN = 20_000_000  # tokens; below, a GPT of tens of millions of weights learns it by heart
 
 
 @dataclass(frozen=True)
@@ -336,8 +337,10 @@ def _report(job: Job) -> None:
         print(f"Note: {note}")
     if made.tokens("val") < _SMALL_VAL_TOKENS:
         print(f"Note: val has only {made.tokens('val'):,} tokens; a larger --val_fraction gives a steadier val loss.")
-    print(f"The dataset is in {job.folder}. To train on it:\n  fitgpt train --dataset={shlex.quote(job.dataset)}",
-          flush=True)
+    enough = made.tokens("train") >= _ENOUGH_FOR_A_REAL_RUN and made.tokenizer == "gpt2"
+    config = "config/train_fineweb.py" if enough else "config/demo.py"
+    print(f"The dataset is in {job.folder}. To train on it:\n  fitgpt train {config} "
+          f"--dataset={shlex.quote(job.dataset)} --out_dir=runs/{shlex.quote(job.folder.name)}", flush=True)
 
 
 def _plural(count: int, noun: str) -> str:

@@ -125,8 +125,8 @@ class Split:
                 f"the longest of the {len(self.shards):,} {self.name} shards has {longest:,}"
             raise DataError(
                 f"block_size = {block:,} needs {block:,} + 1 = {block + 1:,} tokens in a row, and {where}.",
-                f"--block_size={longest - 1}" if longest > 1 else "Prepare more text." if self.name == "train"
-                else "Prepare the data again with a larger --val_fraction.")
+                (f"--block_size={longest - 1}" if longest > 1 else "Prepare more text") if self.name == "train"
+                else f"Prepare the data again with a larger --val_fraction, or --eval_block_size={max(longest - 1, 1)}")
         return ends
 
     def _locate(self, windows: I64, ends: I64) -> tuple[I64, I64]:

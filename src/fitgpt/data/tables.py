@@ -174,7 +174,7 @@ def _pyarrow() -> tuple[Any, Any]:
         from pyarrow import parquet
     except ImportError as error:
         raise DataError("Reading parquet needs the package pyarrow, which is not installed.",
-                        "pip install 'fitgpt[parquet]'") from error
+                        "pip install -e '.[parquet]'") from error
     return pyarrow, parquet
 
 
@@ -186,7 +186,7 @@ def read_hub(name: str, config: str, column: str, skip: int) -> Pieces:
         import datasets
     except ImportError as error:
         raise DataError("Streaming a dataset from the hub needs the package datasets, which is not installed.",
-                        "pip install 'fitgpt[datasets]'") from error
+                        "pip install -e '.[datasets]'") from error
     try:
         rows = datasets.load_dataset(name, name=config or None, split="train", streaming=True)
         document = skip

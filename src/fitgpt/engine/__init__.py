@@ -1,0 +1,1 @@
+"""What trains: torch lives here. Importable with torch, numpy and safetensors alone."""

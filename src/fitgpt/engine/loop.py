@@ -170,7 +170,15 @@ def check_numerics(training: Training, config: RunConfig) -> None:
             f"{in_a_row} steps in a row had gradients that are not finite and were skipped; the limit is "
             f"max_skipped_steps = {config.max_skipped_steps}. The weights are those of step "
             f"{training.step - in_a_row}.",
-            "Go back to the last checkpoint with a lower --learning_rate, or with --dtype=bfloat16 or float32.")
+            gentler(training, config))
+
+
+def gentler(training: Training, config: RunConfig) -> str:
+    """A command that has a chance: the dtype of a run cannot change, its learning rate can."""
+    flags = f"--learning_rate={config.learning_rate / 3:.1g} --min_lr={config.min_lr / 3:.1g}"
+    if training.saved_at > 0:
+        return f"fitgpt train --init_from=resume --out_dir={config.out_dir} {flags}"
+    return f"Start again with {flags}, or with --dtype=bfloat16 or float32."
 
 
 class _Keeper:

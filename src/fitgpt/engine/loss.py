@@ -7,9 +7,12 @@ the 12 bytes a logit of the plain way, and the backward pass has nothing left to
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
+from .device import TRITON_FROM, read_tools
 from .gradients import Gradients
 
 IGNORED = -1  # a target that counts for nothing: nanoGPT's ignore_index
@@ -51,11 +54,19 @@ def token_losses(hidden: Tensor, weight: Tensor, targets: Tensor, piece: int) ->
 
 def cross_entropy_(logits: Tensor, targets: Tensor, a_token: Tensor | None) -> Tensor:
     """Each row's loss. With `a_token`, the logits become the gradient of a_token × the losses' sum, in place."""
-    if logits.device.type == "cuda":
+    if logits.device.type == "cuda" and triton_works():
         from .kernels import fused_cross_entropy_
 
         return fused_cross_entropy_(logits, targets, a_token)
     return plain_cross_entropy_(logits, targets, a_token)
+
+
+@lru_cache(maxsize=1)
+def triton_works() -> bool:
+    """Triton builds a small C library when it first runs: without a compiler the plain path must do."""
+    tools = read_tools()
+    return (tools.triton and tools.c_compiler and tools.python_headers
+            and torch.cuda.get_device_capability() >= TRITON_FROM)
 
 
 def plain_cross_entropy_(logits: Tensor, targets: Tensor, a_token: Tensor | None) -> Tensor:

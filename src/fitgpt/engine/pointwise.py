@@ -47,14 +47,11 @@ def norm_backward_(d_x: Tensor, d_norm: Tensor, x: Tensor, added: Tensor | None,
     Returns d_x rounded for the next matrix product, and the gradients of the norm's weight and bias.
     """
     summed = x.to(weight.dtype) if added is None else x.to(weight.dtype) + added
-    variance, mean = torch.var_mean(summed, dim=-1, correction=0, keepdim=True)
-    steepness = (variance + EPSILON).rsqrt()
-    normal = (summed - mean) * steepness
-    d_wide = d_norm.to(summed.dtype)
-    d_normal = d_wide * weight
-    d_x.copy_(d_x + steepness * (d_normal - d_normal.mean(-1, keepdim=True)
-                                 - normal * (d_normal * normal).mean(-1, keepdim=True)))
-    return d_x.to(dtype), (d_wide * normal).sum(0), d_wide.sum(0) if has_bias else None
+    _, mean, steepness = torch.native_layer_norm(summed, weight.shape, None, None, EPSILON)
+    d_summed, d_weight, d_bias = torch.ops.aten.native_layer_norm_backward(
+        d_norm.to(summed.dtype), summed, weight.shape, mean, steepness, weight, weight, [True, True, has_bias])
+    d_x.copy_(d_x + d_summed)
+    return d_x.to(dtype), d_weight, d_bias if has_bias else None
 
 
 def _wide(x: Tensor) -> torch.dtype:

@@ -1,0 +1,1 @@
+"""nanoGPT's checkpoints and Hugging Face's folders, in and out."""

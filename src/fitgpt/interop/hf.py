@@ -217,7 +217,7 @@ def find_gpt2(name: str) -> Path:
         import huggingface_hub
     except ImportError:
         raise DataError(f"The weights of {name} are not on this machine.",
-                        f"pip install 'fitgpt[hub]' and run this again to fetch them. {by_hand}") from None
+                        f"pip install -e '.[hub]' and run this again to fetch them. {by_hand}") from None
     try:
         return Path(huggingface_hub.snapshot_download(
             f"openai-community/{name}", allow_patterns=[_CONFIG, _WEIGHTS]))

@@ -1,0 +1,1 @@
+"""What people see: nouns in, text and pictures out."""

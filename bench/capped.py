@@ -100,7 +100,8 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
             return {**case, "error": done.stderr.strip().splitlines()[-1] if done.stderr.strip() else "no words"}
         rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     steps, evals = ([row for row in rows if row["kind"] == kind] for kind in ("step", "eval"))
-    return {**case, "versions": rows[0]["versions"], "device_name": rows[0]["device_name"],
+    return {**case, "dtype": rows[0]["dtype"], "compile": rows[0]["compiled"], "versions": rows[0]["versions"],
+            "device_name": rows[0]["device_name"],
             "train_allocated": max(row["memory"]["peak_allocated"] for row in steps),
             "train_reserved": max(row["memory"]["peak_reserved"] for row in steps),
             "first_eval_allocated": evals[0]["memory"]["peak_allocated"],

@@ -144,6 +144,20 @@ def _memory_line(run: str, trainer: str, allocated: int, reserved: int, evaluati
     return f"| {run} | {trainer} | {figures} | {fits} |"
 
 
+def engine_part() -> str:
+    """Speed and memory beside the plain baseline, from bench/engine.py's results."""
+    lines = ["| run | trainer | tokens/s | × plain | reserved in training | with evaluation | first step |",
+             "|---|---|---|---|---|---|---|"]
+    for case, shape in (("124m", "124M, 4 × 12 × 1024, bfloat16"), ("77m", "77M, 4 × 16 × 1024, float16"),
+                        ("30m", "30M, 4 × 16 × 512, float16")):
+        for row in read_rows(f"engine_{case}_h200.json"):
+            name = row["contender"] if row["contender"] == "plain" else f"**{row['contender']}**"
+            lines.append(f"| {shape if row['contender'] == 'plain' else ''} | {name} | {row['tokens_per_s']:,.0f} | "
+                         f"{row['ratio_to_plain']:.2f} | {show_bytes(row['reserved'])} | "
+                         f"{show_bytes(row['reserved_with_eval'])} | {row['first_step_s']:.0f} s |")
+    return "\n".join(lines) + "\n"
+
+
 def nanogpt_part() -> str:
     rows = [f"| {row['name']} | {row['config']['batch_size']} × {row['config']['block_size']} | "
             f"{row['config']['dtype']} | "
@@ -241,7 +255,7 @@ def _output(command: str, home: Path) -> str:
 
 PARTS: dict[str, Callable[..., str]] = {
     "help": help_part, "knobs": knobs_part, "tree": tree_part, "configs": configs_part, "savers": savers_part,
-    "frozen": frozen_part, "memory": memory_part, "nanogpt": nanogpt_part, "owners": owners_part, "piece": piece_part,
+    "frozen": frozen_part, "memory": memory_part, "engine": engine_part, "nanogpt": nanogpt_part, "owners": owners_part, "piece": piece_part,
     "transcript": transcript_part,
 }
 # In the order in which they are recorded: later ones use what earlier ones made.

@@ -3,7 +3,7 @@
 # Both build .venv from constraints.txt; PYTHON=… chooses the Python, and keeps a torch it already has.
 PYTHON ?= python3
 BIN := .venv/bin
-INGREDIENTS := pyproject.toml constraints.txt tools/venv.py
+INGREDIENTS := pyproject.toml constraints.txt tools/make_venv.py
 
 .PHONY: demo test clean
 demo: .venv/has-train
@@ -16,12 +16,12 @@ test: .venv/has-dev
 
 .venv/has-train: $(INGREDIENTS)
 	@echo "Installing into .venv (torch is large: the first time takes a few minutes) …"
-	$(PYTHON) tools/venv.py train
+	$(PYTHON) tools/make_venv.py train
 	@touch $@
 
 .venv/has-dev: $(INGREDIENTS)
 	@echo "Installing into .venv (torch is large: the first time takes a few minutes) …"
-	$(PYTHON) tools/venv.py train,parquet,dev
+	$(PYTHON) tools/make_venv.py train,parquet,dev
 	@touch $@ .venv/has-train
 
 clean:

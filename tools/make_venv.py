@@ -1,4 +1,4 @@
-"""Builds .venv and installs fitgpt into it: `python tools/venv.py train` or `… train,dev`.
+"""Builds .venv and installs fitgpt into it: `python tools/make_venv.py train` or `… train,dev`.
 
 Versions come from constraints.txt. Where the Python that runs this already has a torch we support, that torch is
 kept: .venv then looks into that Python's packages too, and only what is missing is installed.

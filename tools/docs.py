@@ -255,8 +255,8 @@ def _output(command: str, home: Path) -> str:
 
 PARTS: dict[str, Callable[..., str]] = {
     "help": help_part, "knobs": knobs_part, "tree": tree_part, "configs": configs_part, "savers": savers_part,
-    "frozen": frozen_part, "memory": memory_part, "engine": engine_part, "nanogpt": nanogpt_part, "owners": owners_part, "piece": piece_part,
-    "transcript": transcript_part,
+    "frozen": frozen_part, "memory": memory_part, "engine": engine_part, "nanogpt": nanogpt_part,
+    "owners": owners_part, "piece": piece_part, "transcript": transcript_part,
 }
 # In the order in which they are recorded: later ones use what earlier ones made.
 TRANSCRIPT_ORDER = ("prepare", "demo", "train", "sample", "eval", "export", "errors")

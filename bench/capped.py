@@ -81,7 +81,8 @@ def command() -> str:
 
 def told(row: dict[str, Any], cap: int) -> str:
     return (f"train {show_bytes(row['train_reserved'])} eval {show_bytes(row['eval_reserved'])} reserved, of "
-            f"{show_bytes(cap)}; val loss {row['val_loss']:.3f}; steps {row['steps']}; {row['tokens_per_s']:,.0f} tok/s")
+            f"{show_bytes(cap)}; val loss {row['val_loss']:.3f}; steps {row['steps']}; "
+            f"{row['tokens_per_s']:,.0f} tok/s")
 
 
 def measure(case: dict[str, Any]) -> dict[str, Any]:

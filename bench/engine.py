@@ -151,7 +151,8 @@ def show(case: str, rows: list[dict[str, Any]]) -> None:
         ratio = f"{row['ratio_to_plain']:.3f}" if row["ratio_to_plain"] else "-"
         print(f"{row['contender']:16} {row['tokens_per_s']:>9,.0f} tok/s  × {ratio}  "
               f"reserved {row['reserved'] / GiB:.2f}, after evaluation {row['reserved_with_eval'] / GiB:.2f} GiB  "
-              f"mfu {100 * row['mfu']:.1f} %  first step {row['first_step_s']:.1f} s  eval {row['eval_tokens_per_s']:,.0f} tok/s")
+              f"mfu {100 * row['mfu']:.1f} %  first step {row['first_step_s']:.1f} s  "
+              f"eval {row['eval_tokens_per_s']:,.0f} tok/s")
 
 
 def _as_typed(word: str) -> str:

@@ -195,7 +195,7 @@ def test_a_missing_package_is_answered_with_the_extra_that_brings_it(
         monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], package: str) -> None:
     target_raises(monkeypatch, ModuleNotFoundError("No module", name=f"{package}.sub"))
     assert main(["demo"]) == 2
-    assert f"pip install 'fitgpt[{EXTRAS[package]}]'" in capsys.readouterr().err
+    assert f"pip install -e '.[{EXTRAS[package]}]'" in capsys.readouterr().err
 
 
 def test_the_extras_named_are_those_the_package_has() -> None:

@@ -343,7 +343,7 @@ def test_the_current_snapshot_is_preferred_and_a_half_fetched_one_passed_over(ba
 def test_without_weights_and_hub_library_the_command_is_told(bare_machine: Path) -> None:
     with pytest.raises(DataError, match="gpt2-medium are not on this machine") as refusal:
         find_gpt2("gpt2-medium")
-    assert "pip install 'fitgpt[hub]'" in refusal.value.fix
+    assert "pip install -e '.[hub]'" in refusal.value.fix
     assert "hf download openai-community/gpt2-medium config.json model.safetensors" in refusal.value.fix
 
 

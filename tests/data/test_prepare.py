@@ -78,7 +78,7 @@ def test_the_result_says_its_counts_and_what_to_type_next(capsys: pytest.Capture
     assert "on disk" in said.splitlines()[1]
     assert f"{summary.train_tokens:,} tokens" in said
     assert f"{summary.val_tokens:,} tokens" in said
-    assert said.rstrip().endswith("fitgpt train --dataset=mine")
+    assert said.rstrip().endswith("fitgpt train config/demo.py --dataset=mine --out_dir=runs/mine")
     assert not Path("data/mine/.prepare.lock").exists()
 
 

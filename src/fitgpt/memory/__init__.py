@@ -1,0 +1,1 @@
+"""What a run will hold in GPU memory, computed from its config alone: no torch, no numpy, milliseconds."""

@@ -1,0 +1,237 @@
+"""Replays a tape by the rules of PyTorch's CUDA caching allocator (2.9 to 2.13): what is allocated, what is reserved.
+
+The rules, as its source has them: sizes round up to 512 bytes; up to 1 MiB a block comes from the small pool, cut out
+of 2 MiB segments; larger ones from the large pool, cut out of 20 MiB segments below 10 MiB and of segments of their own
+size, rounded up to 2 MiB, from there on. A free block is taken by best fit, lowest address first; what is left of it
+becomes a free block, unless it is too small to be worth it. Freed blocks merge with free neighbours and stay with the
+process. Only when the cap refuses a new segment are the wholly free ones given back, and the request tried once more.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+from .tape import Event, Tape
+
+MiB = 2**20
+ROUND = 512
+SMALL = MiB               # the largest request of the small pool, and the least rest the large pool splits off, exclusive
+SMALL_SEGMENT = 2 * MiB
+LARGE_SEGMENT = 20 * MiB
+OWN_SEGMENT = 10 * MiB    # from here on a request that finds no block gets a segment of its own
+ROUND_SEGMENT = 2 * MiB
+
+
+class Block:
+    """A piece of a segment, taken or free; neighbours are of the same segment."""
+
+    __slots__ = ("address", "after", "before", "free", "mapped", "size", "small")
+
+    def __init__(self, address: int, size: int, small: bool) -> None:
+        self.address, self.size, self.small = address, size, small
+        self.free, self.mapped = True, True
+        self.before: Block | None = None
+        self.after: Block | None = None
+
+
+Pool = list[tuple[int, int, Block]]  # free blocks by size, then address
+
+
+@dataclass(frozen=True)
+class PhasePeak:
+    phase: str
+    allocated: int   # the most that lay in blocks while the phase lasted, as memory_allocated counts it
+    reserved: int    # the most held from the driver since the run began
+    event: int       # the number of the event that reached `allocated`
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A replayed tape. `changes[i]` is what event i did to the bytes allocated; `failed` the event that was refused."""
+
+    tape: Tape
+    changes: list[int]
+    segments: list[tuple[int, int]]  # (event, bytes reserved from then on)
+    failed: int | None
+
+    @cached_property
+    def allocated(self) -> list[int]:
+        return list(accumulate(self.changes))
+
+    @property
+    def reserved(self) -> int:
+        """The most that was reserved at any time."""
+        return max((held for _, held in self.segments), default=0)
+
+    @property
+    def refused(self) -> Event | None:
+        return None if self.failed is None else self.tape.events[self.failed]
+
+    def peaks(self) -> dict[str, PhasePeak]:
+        """The highest point of each phase, over all of its stretches; a phase begins with what is there already."""
+        found: dict[str, PhasePeak] = {}
+        steps = iter([*self.segments, (len(self.changes) + 1, 0)])
+        (at, held), reserved = next(steps), 0
+        for phase, start, end in self.tape.spans():
+            if start > len(self.changes):
+                break
+            end = min(end, len(self.changes))
+            while at < end:
+                reserved = max(reserved, held)
+                at, held = next(steps)
+            first = max(start - 1, 0)
+            stretch = self.allocated[first:end]
+            most = max(stretch, default=0)
+            event = first + stretch.index(most) if stretch else first
+            before = found.get(phase)
+            if before is not None and before.allocated >= most:
+                most, event = before.allocated, before.event
+            found[phase] = PhasePeak(phase, most, reserved, event)
+        return found
+
+    def owners_at(self, event: int) -> dict[str, int]:
+        """Whose the bytes are right after an event; their sum is what is allocated then."""
+        owners: dict[str, int] = {}
+        for entry, change in zip(self.tape.events[:event + 1], self.changes, strict=False):
+            owners[entry.owner] = owners.get(entry.owner, 0) + change
+        return {owner: nbytes for owner, nbytes in owners.items() if nbytes}
+
+    def alive_at(self, event: int) -> dict[str, int]:
+        """The blocks that are taken right after an event, by name."""
+        alive: dict[str, int] = {}
+        for entry, change in zip(self.tape.events[:event + 1], self.changes, strict=False):
+            if entry.alloc:
+                alive[entry.name] = change
+            else:
+                del alive[entry.name]
+        return alive
+
+
+class Allocator:
+    """The caching allocator's bookkeeping, without the memory. One stream; `cap` counts segments, as torch's does."""
+
+    def __init__(self, cap: int | None = None) -> None:
+        self.cap = cap
+        self.reserved = 0
+        self._pools: tuple[Pool, Pool] = ([], [])  # large, small
+        self._next_address = 0
+
+    def alloc(self, nbytes: int) -> Block | None:
+        """A block of at least that size, or None: out of memory."""
+        size = max(-(-nbytes // ROUND) * ROUND, ROUND)
+        small = size <= SMALL
+        pool = self._pools[small]
+        at = bisect_left(pool, (size,))  # type: ignore[arg-type]  # a shorter tuple sorts before its extensions
+        if at < len(pool):
+            block = pool.pop(at)[2]
+        else:
+            wanted = segment_size(size)
+            if not self._fits(wanted):
+                self._release()
+                if not self._fits(wanted):
+                    return None
+            block = Block(self._next_address, wanted, small)
+            self._next_address += wanted
+            self.reserved += wanted
+        rest = block.size - size
+        if rest >= ROUND if small else rest > SMALL:
+            self._split(block, size, pool)
+        block.free = False
+        return block
+
+    def free(self, block: Block) -> None:
+        pool = self._pools[block.small]
+        before, after = block.before, block.after
+        if before is not None and before.free:
+            _remove(pool, before)
+            before.size += block.size
+            before.after = after
+            if after is not None:
+                after.before = before
+            block = before
+        if after is not None and after.free:
+            _remove(pool, after)
+            block.size += after.size
+            block.after = after.after
+            if after.after is not None:
+                after.after.before = block
+        block.free = True
+        insort(pool, (block.size, block.address, block))
+
+    def _fits(self, nbytes: int) -> bool:
+        return self.cap is None or self.reserved + nbytes <= self.cap
+
+    def _split(self, block: Block, size: int, pool: Pool) -> None:
+        rest = Block(block.address + size, block.size - size, block.small)
+        rest.before, rest.after = block, block.after
+        if block.after is not None:
+            block.after.before = rest
+        block.size, block.after = size, rest
+        insort(pool, (rest.size, rest.address, rest))
+
+    def _release(self) -> None:
+        """Gives wholly free segments back to the driver."""
+        for pool in self._pools:
+            whole = [entry for entry in pool if entry[2].before is None and entry[2].after is None]
+            self.reserved -= sum(entry[0] for entry in whole)
+            pool[:] = [entry for entry in pool if entry[2].before is not None or entry[2].after is not None]
+
+
+def segment_size(size: int) -> int:
+    """What is asked of the driver for a block that no free one can give."""
+    if size <= SMALL:
+        return SMALL_SEGMENT
+    if size < OWN_SEGMENT:
+        return LARGE_SEGMENT
+    return -(-size // ROUND_SEGMENT) * ROUND_SEGMENT
+
+
+def _remove(pool: Pool, block: Block) -> None:
+    del pool[bisect_left(pool, (block.size, block.address))]  # type: ignore[arg-type]
+
+
+def replay(tape: Tape, cap: int | None = None) -> Timeline:
+    """The tape, to its end or to the event that the cap refuses."""
+    allocator = Allocator(cap)
+    blocks: dict[str, Block] = {}
+    changes: list[int] = []
+    segments: list[tuple[int, int]] = []
+    held = 0
+    alloc, free = allocator.alloc, allocator.free
+    for number, (is_alloc, name, _, nbytes) in enumerate(tape.events):
+        if not is_alloc:
+            block = blocks.pop(name)
+            changes.append(-block.size)
+            free(block)
+            continue
+        taken = alloc(nbytes)
+        if taken is None:
+            return Timeline(tape, changes, segments, number)
+        blocks[name] = taken
+        changes.append(taken.size)
+        if allocator.reserved != held:
+            held = allocator.reserved
+            segments.append((number, held))
+    return Timeline(tape, changes, segments, None)
+
+
+def needs(tape: Tape) -> int:
+    """The smallest cap under which the tape replays to its end, segments given back on the way included.
+
+    Segments are whole multiples of 2 MiB, so caps between two of them are equal. What a successful replay reserved is
+    itself such a cap, which shortens the search.
+    """
+    free_run = replay(tape)
+    enough = free_run.reserved
+    too_little = max(free_run.allocated, default=0) // ROUND_SEGMENT * ROUND_SEGMENT - ROUND_SEGMENT
+    while enough - too_little > ROUND_SEGMENT:
+        cap = (enough + too_little) // 2 // ROUND_SEGMENT * ROUND_SEGMENT
+        tried = replay(tape, cap)
+        if tried.failed is None:
+            enough = tried.reserved
+        else:
+            too_little = cap
+    return enough

@@ -1,0 +1,99 @@
+"""What a run allocates and frees, in order: events, the tape they are written on, and the pen that writes them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple
+
+OWNERS = ("weights", "gradients", "optimizer", "casts", "activations", "logits", "workspace", "data", "other")
+PHASES = ("load", "first_eval", "first_train", "train", "step", "eval", "save", "sample")
+
+
+class Event(NamedTuple):
+    """One allocation, or the free of an earlier one; `nbytes` is what the tensor asked for, before any rounding."""
+
+    alloc: bool
+    name: str
+    owner: str
+    nbytes: int
+
+
+class Mark(NamedTuple):
+    """`phase` lasts from event number `start` to the next mark."""
+
+    phase: str
+    start: int
+
+
+@dataclass(frozen=True)
+class Tape:
+    """All events of a run. Names are unique among what is alive, and may come back after a free."""
+
+    events: tuple[Event, ...]
+    marks: tuple[Mark, ...]
+
+    def spans(self) -> Iterator[tuple[str, int, int]]:
+        """Each phase with the numbers of its first event and of the one after its last."""
+        ends = [mark.start for mark in self.marks[1:]] + [len(self.events)]
+        for mark, end in zip(self.marks, ends, strict=True):
+            yield mark.phase, mark.start, end
+
+    def alive_at_end(self) -> dict[str, Event]:
+        alive: dict[str, Event] = {}
+        for event in self.events:
+            if event.alloc:
+                alive[event.name] = event
+            else:
+                del alive[event.name]
+        return alive
+
+
+class Writer:
+    """Writes a tape. It refuses what cannot happen: an unknown owner or phase, a second free, a name taken twice."""
+
+    def __init__(self) -> None:
+        self._events: list[Event] = []
+        self._marks: list[Mark] = []
+        self._alive: dict[str, Event] = {}
+
+    def phase(self, name: str) -> None:
+        if name not in PHASES:
+            raise ValueError(f"{name!r} is not a phase: {', '.join(PHASES)}")
+        self._marks.append(Mark(name, len(self._events)))
+
+    def alloc(self, name: str, owner: str, nbytes: int) -> str:
+        """Returns the name, so that a tensor can be passed on by it."""
+        if name in self._alive:
+            raise ValueError(f"{name!r} is already alive")
+        if owner not in OWNERS:
+            raise ValueError(f"{owner!r} is not an owner: {', '.join(OWNERS)}")
+        event = Event(True, name, owner, nbytes)
+        self._alive[name] = event
+        self._events.append(event)
+        return name
+
+    def free(self, *names: str) -> None:
+        for name in names:
+            event = self._alive.pop(name, None)
+            if event is None:
+                raise ValueError(f"{name!r} is not alive")
+            self._events.append(Event(False, name, event.owner, event.nbytes))
+
+    def free_if_alive(self, *names: str) -> None:
+        self.free(*(name for name in names if name in self._alive))
+
+    def alive(self, name: str) -> bool:
+        return name in self._alive
+
+    @contextmanager
+    def held(self, name: str, owner: str, nbytes: int) -> Iterator[str]:
+        """Alive for the length of a `with`: a kernel's scratch."""
+        yield self.alloc(name, owner, nbytes)
+        self.free(name)
+
+    def tape(self) -> Tape:
+        if not self._marks or self._marks[0].start != 0:
+            raise ValueError("a tape begins with a phase")
+        return Tape(tuple(self._events), tuple(self._marks))

@@ -174,7 +174,7 @@ def told_to_the_user(error: Exception) -> FitError | None:
         package = (error.name or "").partition(".")[0]
         if isinstance(error, ModuleNotFoundError) and package in EXTRAS:
             return UsageError(f"This needs the package {package}, which is not installed for {sys.executable}.",
-                              f"pip install 'fitgpt[{EXTRAS[package]}]'")
+                              f"pip install -e '.[{EXTRAS[package]}]'")
         if package in EXTRAS:
             return DeviceError(f"The package {package} is installed but does not load: {error}.",
                                f"pip install --force-reinstall {package}")

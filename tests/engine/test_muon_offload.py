@@ -68,7 +68,7 @@ def test_a_skipped_step_changes_nothing_in_either() -> None:
         optimizer = make(dict(gpt.named_parameters()))
         scaler = Scaler(torch.device("cpu"), scaling=False)
         before = [p.clone() for p in gpt.parameters()]
-        gpt.accumulate(*batch(0), ONE * float("nan"), getattr(optimizer, "sink", None))
+        gpt.accumulate(*batch(0), ONE * float("nan"), optimizer.sink)
         apply_gradients(gpt, optimizer, scaler, 1e-2, 1.0)
         assert all(torch.equal(a, p) for a, p in zip(before, gpt.parameters(), strict=True))
         assert scaler.skipped == 1

@@ -103,9 +103,8 @@ def train_step(training: Training, config: RunConfig, feed: Feed, learning_rate:
     None if a stop was asked for: the unfinished step is dropped, as if it had never begun.
     """
     model, scaler, pieces = training.model, training.scaler, config.gradient_accumulation_steps
-    sink = getattr(training.optimizer, "sink", None)  # where gradients go, if not into .grad
-    if hasattr(training.optimizer, "begin"):
-        training.optimizer.begin(learning_rate)
+    training.optimizer.begin(learning_rate)
+    sink = [training.optimizer.sink] if training.optimizer.sink else []
     scale = scaler.scale / pieces
     loss_sum = torch.zeros((), device=scale.device)
     for micro in range(pieces):
@@ -113,7 +112,7 @@ def train_step(training: Training, config: RunConfig, feed: Feed, learning_rate:
         if config.dropout:
             seed_dropout(config.seed, number)
         inputs, targets = feed.get(number)
-        loss_sum += training.accumulate(inputs, targets, scale, *([sink] if sink else []))
+        loss_sum += training.accumulate(inputs, targets, scale, *sink)
         if stop_asked():
             model.zero_grad(set_to_none=not training.gradients_stay)
             return None

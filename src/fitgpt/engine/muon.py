@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from .optim import AdamW, AdamWSettings, copy_tensors
+from .optim import AdamW, AdamWSettings, Optimizer
 
 MOMENTUM = 0.95
 # Newton–Schulz: five rounds of this quintic bring every singular value between about 0.7 and 1.2 (Jordan 2024).
@@ -20,7 +20,7 @@ COEFFICIENTS, ROUNDS = (3.4445, -4.7750, 2.0315), 5
 ADAMW_SIZE = 0.2  # the root mean square of AdamW's updates, as measured by Moonshot (2025)
 
 
-class Muon:
+class Muon(Optimizer):
     def __init__(self, parameters: Mapping[str, Tensor], settings: AdamWSettings) -> None:
         self._settings = settings
         self._matrices = {name: p for name, p in parameters.items() if ".h." in name and p.dim() == 2}
@@ -43,9 +43,6 @@ class Muon:
 
     def tensors(self) -> dict[str, Tensor]:
         return self._rest.tensors() | {f"{name}.momentum": each for name, each in self._momentum.items()}
-
-    def load_tensors(self, tensors: Mapping[str, Tensor]) -> list[str]:
-        return copy_tensors(self.tensors(), tensors)
 
 
 def orthogonal(matrix: Tensor) -> Tensor:

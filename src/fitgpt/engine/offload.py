@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from .gradients import add_rows_, product_of
-from .optim import AdamW, AdamWSettings
+from .optim import AdamW, AdamWSettings, Optimizer
 
 
-class HostAdamW:
+class HostAdamW(Optimizer):
     """Exact: the same float32 arithmetic, on the CPU. The host needs 16 bytes a parameter."""
 
     def __init__(self, parameters: Mapping[str, Tensor], settings: AdamWSettings, *, stream: bool) -> None:

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
+from .gradients import Gradients
+
 # float16's loss scale moves as torch.amp.GradScaler's does: its published defaults.
 FIRST_SCALE, GROWTH, BACKOFF, GROWTH_INTERVAL = 2.0**16, 2.0, 0.5, 2000
 
@@ -25,27 +27,36 @@ class AdamWSettings:
     weight_decay: float
 
 
-class Optimizer(Protocol):
-    """What the loop asks of an optimizer. Its state is flat tensors, so that a checkpoint stores any of them alike."""
+class Sink(Gradients, Protocol):
+    """A place for gradients that are not to stay in `.grad`."""
 
-    def step(self, learning_rate: float, grad_scale: Tensor, found_inf: Tensor) -> None:
-        """Divides the gradients by `grad_scale` and applies them, or does nothing where `found_inf` is 1."""
-
-    def tensors(self) -> dict[str, Tensor]: ...
-
-    def load_tensors(self, tensors: Mapping[str, Tensor]) -> list[str]:
-        """Takes a checkpoint's state; returns the names that did not fit."""
-
-
-class Elsewhere(Protocol):
-    """An optimizer's `sink`: a place for gradients that are not to stay in `.grad`."""
-
-    def gradients(self) -> list[Tensor]: ...
+    def gradients(self) -> list[Tensor]:
+        """Those that are there, to take the norm of."""
 
     def clear(self) -> None: ...
 
 
-class AdamW:
+class Optimizer:
+    """What the loop asks of an optimizer. Its state is flat tensors, so that a checkpoint stores any of them alike."""
+
+    sink: Sink | None = None  # where gradients go; None: into `.grad`
+
+    def begin(self, learning_rate: float) -> None:
+        """A step begins, before its first gradient is made."""
+
+    def step(self, learning_rate: float, grad_scale: Tensor, found_inf: Tensor) -> None:
+        """Divides the gradients by `grad_scale` and applies them, or does nothing where `found_inf` is 1."""
+        raise NotImplementedError
+
+    def tensors(self) -> dict[str, Tensor]:
+        raise NotImplementedError
+
+    def load_tensors(self, tensors: Mapping[str, Tensor]) -> list[str]:
+        """Takes a checkpoint's state; returns the names that did not fit."""
+        return copy_tensors(self.tensors(), tensors)
+
+
+class AdamW(Optimizer):
     """AdamW whose state is allocated at once, so that the first step asks for nothing new.
 
     As in nanoGPT, matrices decay and vectors do not. It calls torch's own fused kernel, but not torch.optim's
@@ -75,9 +86,6 @@ class AdamW:
 
     def tensors(self) -> dict[str, Tensor]:
         return {f"{name}.{key}": value for name, state in self._state.items() for key, value in state.items()}
-
-    def load_tensors(self, tensors: Mapping[str, Tensor]) -> list[str]:
-        return copy_tensors(self.tensors(), tensors)
 
 
 @torch.no_grad()
@@ -135,14 +143,14 @@ def apply_gradients(model: nn.Module, optimizer: Optimizer, scaler: Scaler, lear
 
     Then they are freed; if they are to `stay` (recorded work knows their addresses), they are zeroed instead.
     """
-    elsewhere: Elsewhere | None = getattr(optimizer, "sink", None)
-    gradients = elsewhere.gradients() if elsewhere else [p.grad for p in model.parameters() if p.grad is not None]
+    sink = optimizer.sink
+    gradients = sink.gradients() if sink else [p.grad for p in model.parameters() if p.grad is not None]
     norm = torch.nn.utils.get_total_norm(gradients).to(scaler.scale.device) / scaler.scale
     found_inf = (~torch.isfinite(norm)).float()
     too_long = (norm / grad_clip).clamp_(min=1.0) if grad_clip else torch.ones_like(norm)
     optimizer.step(learning_rate, scaler.scale * too_long, found_inf)
     scaler.update(found_inf)
     model.zero_grad(set_to_none=not stay)
-    if elsewhere:
-        elsewhere.clear()
+    if sink:
+        sink.clear()
     return norm

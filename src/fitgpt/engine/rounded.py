@@ -9,13 +9,14 @@ largest, the least second moment 2.4e-10.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from .gradients import Collected, product_of
-from .optim import AdamWSettings, copy_tensors
+from .optim import AdamWSettings, Optimizer
 
 GROUP = 256               # numbers that share a scale, as in the papers on 8-bit optimizers
 SMALLEST_ROUNDED = 4096   # smaller parameters (norms, biases) keep float32 states: they weigh nothing
@@ -23,7 +24,7 @@ AT_ONCE = 2**22           # numbers updated at once: bounds what an eager update
 EPSILON = 1e-8
 
 
-class RoundedAdamW:
+class RoundedAdamW(Optimizer):
     """`eight_bit`: states of one byte. bfloat16 parameters are rounded stochastically in either case."""
 
     def __init__(self, parameters: Mapping[str, Tensor], settings: AdamWSettings, *, eight_bit: bool, compiled: bool,
@@ -68,7 +69,7 @@ class RoundedAdamW:
         return {**flat, "steps": self._steps, "calls": torch.tensor(self._calls)}
 
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> list[str]:
-        wrong = copy_tensors(self.tensors(), tensors)
+        wrong = super().load_tensors(tensors)
         if not wrong:
             self._calls = int(tensors["calls"])
         return wrong
@@ -81,13 +82,13 @@ class AdamWInBackward(RoundedAdamW):
     The token table is used twice, by the head and by the embedding, so its gradient waits for both.
     """
 
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self.sink = self
+
     def begin(self, learning_rate: float) -> None:
         one = torch.ones_like(self._steps)
         self._figures, self._waiting = self._begin(learning_rate, one, torch.zeros_like(one)), Collected()
-
-    @property
-    def sink(self) -> AdamWInBackward:
-        return self
 
     def step(self, learning_rate: float, grad_scale: Tensor, found_inf: Tensor) -> None:
         """All is done by now."""

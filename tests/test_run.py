@@ -125,7 +125,7 @@ def test_a_stop_drops_the_unfinished_step_and_the_rest_is_bit_identical(tmp_path
     train(whole)
     config = tiny_config(tmp_path / "halves", dropout=0.2)
     with pytest.raises(Interrupted, match="Stopped at step 7"):
-        train(config, stop_after=7 * 2 + 1 + 4)  # in the middle of step 7; the evaluation at 0 asks four times
+        train(config, stop_after=4 + 7 * 2)  # in the middle of step 7; the evaluation at 0 asks four times
     train(replace(config, init_from="resume"))
     assert weights(config) == weights(whole)
 
@@ -220,3 +220,13 @@ def test_every_saver_trains_and_resumes_exactly(tmp_path: Path, name: str) -> No
     train(replace(halves, max_iters=10))
     train(replace(halves, init_from="resume"))
     assert weights(halves) == weights(whole)
+
+
+@pytest.mark.parametrize("name", ["offloaded gradients", "step in backward"])
+def test_a_stop_neither_repeats_nor_loses_a_step_where_gradients_go_elsewhere(tmp_path: Path, name: str) -> None:
+    whole, config = (tiny_config(tmp_path / part, **SAVERS[name][0]) for part in ("whole", "halves"))
+    train(whole)
+    with pytest.raises(Interrupted):
+        train(config, stop_after=15)
+    train(replace(config, init_from="resume"))
+    assert weights(config) == weights(whole)

@@ -94,6 +94,8 @@ def train(training: Training, config: RunConfig, facts: RunFacts, feed: Feed, ri
             report = make_report(training, config, facts, meter, result, learning_rate)
             rim.reported(report)
             check_numerics(training, config)
+        if stop_asked():
+            raise keep.stopped()
 
 
 def train_step(training: Training, config: RunConfig, feed: Feed, learning_rate: float,
@@ -113,12 +115,18 @@ def train_step(training: Training, config: RunConfig, feed: Feed, learning_rate:
             seed_dropout(config.seed, number)
         inputs, targets = feed.get(number)
         loss_sum += training.accumulate(inputs, targets, scale, *sink)
-        if stop_asked():
-            model.zero_grad(set_to_none=not training.gradients_stay)
+        if micro + 1 < pieces and stop_asked():
+            drop_gradients(training)
             return None
     mean_loss = loss_sum / scaler.scale
     return mean_loss, apply_gradients(model, training.optimizer, scaler, learning_rate, config.grad_clip,
                                       stay=training.gradients_stay)
+
+
+def drop_gradients(training: Training) -> None:
+    training.model.zero_grad(set_to_none=not training.gradients_stay)
+    if training.optimizer.sink:
+        training.optimizer.sink.clear()
 
 
 def seed_dropout(seed: int, micro_batch: int) -> None:

@@ -143,7 +143,7 @@ def build_training(config: RunConfig, choice: DeviceChoice) -> Training:
     optimizer = make_optimizer(config, model, compiled=choice.compile)
     training = Training(model, optimizer, Scaler(device, scaling=choice.dtype == "float16"))
     if records_gpu_work(config, choice):
-        training.record_gpu_work()
+        training.record_gpu_work(lambda sentence: print(f"fitgpt: {sentence}", file=sys.stderr))
     return training
 
 

@@ -13,26 +13,32 @@ import torch
 from torch import Tensor
 
 Shapes = tuple[tuple[int, ...], ...]
+Recording = tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...], Tensor]  # where it reads, and where its result appears
 
 
 class Recorder:
     """Makes replaying versions of functions of tensors that always read and write the same places."""
 
-    def __init__(self) -> None:
+    def __init__(self, warn: Callable[[str], None]) -> None:
         self._pool: Any = torch.cuda.graph_pool_handle()
+        self._warn = warn
+        self._gave_up = False
 
     def replaying(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """The first call of a shape runs as it is (kernels compile, libraries wake up), the second records."""
         met: set[Shapes] = set()
-        recorded: dict[Shapes, tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...], Tensor]] = {}
+        recorded: dict[Shapes, Recording] = {}
 
         def call(*inputs: Tensor) -> Tensor:
             shapes = tuple(tuple(each.shape) for each in inputs)
-            if shapes not in met:
+            if shapes not in met or self._gave_up:
                 met.add(shapes)
                 return function(*inputs)
             if shapes not in recorded:
-                recorded[shapes] = self._record(function, inputs)
+                recording = self._record(function, inputs)
+                if recording is None:
+                    return function(*inputs)
+                recorded[shapes] = recording
             graph, places, result = recorded[shapes]
             for place, value in zip(places, inputs, strict=True):
                 place.copy_(value, non_blocking=True)
@@ -41,10 +47,16 @@ class Recorder:
 
         return call
 
-    def _record(self, function: Callable[..., Tensor],
-                inputs: tuple[Tensor, ...]) -> tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...], Tensor]:
+    def _record(self, function: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> Recording | None:
+        """None where it does not work: recording runs nothing, so the same call can still be made as it is."""
         places = tuple(each.clone() for each in inputs)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):  # which first gives unused memory back to the card
-            result = function(*places)
+        try:
+            with torch.cuda.graph(graph, pool=self._pool):  # which first gives unused memory back to the card
+                result = function(*places)
+        except RuntimeError as error:
+            self._gave_up = True
+            self._warn(f"The card's work could not be recorded ({str(error).splitlines()[0]}); it is launched piece by "
+                       "piece instead, which may be slower. To say so from the start: --cuda_graphs=False")
+            return None
         return graph, places, result

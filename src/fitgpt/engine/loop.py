@@ -40,9 +40,9 @@ class Training:
         self.token_losses: Callable[[Tensor, Tensor], Tensor] = self.model.token_losses
         self.gradients_stay = False
 
-    def record_gpu_work(self) -> None:
+    def record_gpu_work(self, warn: Callable[[str], None]) -> None:
         """From the second micro-step and evaluation batch on, what the card does is replayed: see graphs.py."""
-        recorder = Recorder()
+        recorder = Recorder(warn)
         self.accumulate = recorder.replaying(self.model.accumulate)
         self.token_losses = recorder.replaying(self.model.token_losses)
         self.gradients_stay = True

@@ -24,13 +24,13 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("errors", "units"),
     ("nouns", "knobs", "knobhelp", "configfile", "config", "options", "cards", "driver", "savers", "atomic",
      "runfolder"),
-    ("engine", "data", "show"),
+    ("engine", "data", "memory", "show"),
     ("interop",),
     ("weights", "run", "verbs", "demo", "wandb", "child", "supervise"),
     ("cli", "__main__"),
 )
 LEVEL_OF = {part: level for level, parts in enumerate(LEVELS) for part in parts}
-FOLDERS = {"engine", "data", "show", "interop"}  # siblings that do not know of each other
+FOLDERS = {"engine", "data", "memory", "show", "interop"}  # siblings that do not know of each other
 
 # Packages from outside the standard library: who may import them at once, and who only inside a function.
 AT_ONCE = {

@@ -135,7 +135,7 @@ def test_words_of_another_tokenizer_are_refused_before_the_model_sees_them(
     monkeypatch.setattr(tokenizers, "_load_gpt2", lambda: None)  # its files may not be here, nor are they needed
     assert main(["export", "runs/plain", "-o", "silent"]) == 0
     assert main(["sample", "--init_from=silent", "--start=hello", "--num_samples=1", "--device=cpu"]) == 3
-    assert "knows 320 tokens, and the tokenizer gpt2 has 50257" in capsys.readouterr().err
+    assert "has a vocabulary of 320, not GPT-2's 50,257" in capsys.readouterr().err
 
 
 # ---- the same model elsewhere

@@ -83,8 +83,8 @@ def test_a_header_needs_no_config_beyond_the_facts() -> None:
 def test_the_closing_says_where_the_run_is_and_what_to_type() -> None:
     said = text.closing("out/demo", 5000, 200.0, EVALUATION.of("val"), ["fitgpt sample out/demo"])
     assert said == ("5,000 steps in 3 min 20 s; best val loss 1.3456 ± 0.0034 at block 1024\n"
-                    "The run is in out/demo. Next:\n  fitgpt sample out/demo")
-    assert text.closing("out", 1, 1.0, None, []).startswith("1 steps in 1.0 s\n")
+                    "The run is in out/demo.\nfitgpt sample out/demo")
+    assert text.closing("out", 1, 1.0, None, []).startswith("1 step in 1.0 s\n")
 
 
 @pytest.mark.parametrize(("values", "width", "drawn"), [

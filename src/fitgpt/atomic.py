@@ -19,13 +19,14 @@ from .errors import SystemFault
 
 _WINDOWS_PATIENCE_S = 2.5  # a virus scanner holds a fresh file for about this long at worst
 
+_ELSEWHERE = "Choose another folder (--out_dir; for prepare and export, -o)."
 _REMEDIES = {
-    errno.ENOSPC: "Free some space on that disk, or choose another with --out_dir.",
-    errno.EDQUOT: "Your quota on that disk is used up: remove something, or choose another with --out_dir.",
-    errno.EACCES: "Make it writable for this user, or choose another folder with --out_dir.",
-    errno.EPERM: "Make it writable for this user, or choose another folder with --out_dir.",
-    errno.EROFS: "That disk is mounted read-only: choose another with --out_dir.",
-    errno.EIO: "The disk reports a fault: look at `dmesg`, and choose another disk with --out_dir.",
+    errno.ENOSPC: "Free some space on that disk, or choose another.",
+    errno.EDQUOT: "Your quota on that disk is used up: remove something, or choose another.",
+    errno.EACCES: "Make it writable for this user, or choose another folder.",
+    errno.EPERM: "Make it writable for this user, or choose another folder.",
+    errno.EROFS: "That disk is mounted read-only: choose another.",
+    errno.EIO: "The disk reports a fault: look at `dmesg`, and choose another disk.",
     errno.EMFILE: "Raise the limit of open files: ulimit -n 4096",
 }
 
@@ -37,7 +38,7 @@ def disk_faults(doing: str, path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         reason = error.strerror or str(error)
-        fix = _REMEDIES.get(error.errno or 0, "Choose another folder with --out_dir.")
+        fix = _REMEDIES.get(error.errno or 0, _ELSEWHERE)
         raise SystemFault(f"Cannot {doing} {path}: {reason}.", fix) from error
 
 

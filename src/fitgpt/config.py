@@ -160,34 +160,30 @@ class RunConfig(Options):
             raise UsageError(f"eval_block_size={self.eval_block_size} is larger than block_size={self.block_size}: "
                              "the model has learned no positions beyond its block.",
                              f"--eval_block_size={self.block_size} or less, or 0 for the same as block_size.")
-        if self.decay_lr and self.min_lr > self.learning_rate:
-            raise UsageError(f"min_lr={self.min_lr:g} is above learning_rate={self.learning_rate:g}, so the "
-                             "learning rate would rise where it should decay.",
-                             f"--min_lr={self.learning_rate / 10:g}, or --decay_lr=False to keep it constant.")
-        if self.decay_lr and self.warmup_iters > self.lr_decay_iters:
-            raise UsageError(f"warmup_iters={self.warmup_iters} is above lr_decay_iters={self.lr_decay_iters}: "
-                             "the decay would be over before the warm-up is.",
-                             f"--warmup_iters={self.lr_decay_iters // 20}, or --decay_lr=False.")
 
     def _check_savers(self) -> None:
         """Each saver excludes some others: said here, with what would make it work."""
-        wrong = {
-            "step_in_backward needs gradient_accumulation_steps=1": (
-                self.step_in_backward and self.gradient_accumulation_steps > 1),
-            "step_in_backward needs grad_clip=0, since it never sees all gradients together": (
-                self.step_in_backward and self.grad_clip != 0),
-            "step_in_backward needs dtype=bfloat16 or float32, since float16 must be able to skip a step": (
-                self.step_in_backward and self.dtype == "float16"),
-            "step_in_backward works with optimizer=adamw or adam8bit": (
-                self.step_in_backward and self.optimizer == "muon"),
-            "step_in_backward works with offload=none": self.step_in_backward and self.offload != "none",
-            f"offload={self.offload} works with optimizer=adamw": self.offload != "none" and self.optimizer != "adamw",
-            "weights=bfloat16 works with optimizer=adamw or adam8bit": (
-                self.weights == "bfloat16" and self.optimizer == "muon"),
-        }
-        broken = [rule for rule, applies in wrong.items() if applies]
+        at_once, clip = self.step_in_backward, self.grad_clip != 0
+        rules = (  # what is wrong, whether it is, and what to type
+            ("step_in_backward needs gradient_accumulation_steps=1", at_once and self.gradient_accumulation_steps > 1,
+             "--gradient_accumulation_steps=1"),
+            ("step_in_backward never sees all gradients together, so it needs grad_clip=0", at_once and clip,
+             "--grad_clip=0"),
+            ("step_in_backward cannot skip a step, which float16 must be able to", at_once and self.dtype == "float16",
+             "--dtype=bfloat16"),
+            ("step_in_backward works with optimizer=adamw or adam8bit", at_once and self.optimizer == "muon",
+             "--optimizer=adamw"),
+            ("step_in_backward works with offload=none", at_once and self.offload != "none", "--offload=none"),
+            (f"offload={self.offload} works with optimizer=adamw", self.offload != "none" and self.optimizer != "adamw",
+             "--optimizer=adamw"),
+            ("weights=bfloat16 works with optimizer=adamw or adam8bit",
+             self.weights == "bfloat16" and self.optimizer == "muon", "--optimizer=adam8bit"),
+            (f"grad_checkpoint keeps the inputs only, and recompute={self.recompute} asks for something else",
+             self.grad_checkpoint and self.recompute not in ("products", "input"), "--grad_checkpoint=False"),
+        )
+        broken = [(what, fix) for what, applies, fix in rules if applies]
         if broken:
-            raise UsageError("; ".join(broken) + ".", "Change one of the two knobs named.")
+            raise UsageError("; ".join(what for what, _ in broken) + ".", " ".join(fix for _, fix in broken))
 
     @property
     def levels(self) -> tuple[str, ...]:
@@ -281,7 +277,20 @@ def resolve(assignments: Iterable[Assignment],
     said = {each.key: each for each in assignments}
     notes = [f"{said[key].source}: {key} is {value} here, not {said[key].value}, because init_from={init_from}."
              for key, value in shape.items() if key in said and said[key].value != value]
-    return RunConfig(**(values | shape)), notes
+    config = RunConfig(**(values | shape))
+    return config, notes + _odd_schedule(config)
+
+
+def _odd_schedule(config: RunConfig) -> list[str]:
+    """Learning rates that nanoGPT takes without a word, and that are rarely meant."""
+    odd = []
+    if config.decay_lr and config.min_lr > config.learning_rate:
+        odd.append(f"min_lr={config.min_lr:g} is above learning_rate={config.learning_rate:g}: the learning rate will "
+                   f"rise where it should decay. Meant: --min_lr={config.learning_rate / 10:g}?")
+    if config.decay_lr and config.warmup_iters > config.lr_decay_iters:
+        odd.append(f"warmup_iters={config.warmup_iters} is above lr_decay_iters={config.lr_decay_iters}: the learning "
+                   f"rate only warms up. Meant: --warmup_iters={config.lr_decay_iters // 20}?")
+    return odd
 
 
 AS_RECORDED = {"dtype": "auto", "vocab_size": 0}  # values that leave the choice open: a resumed run has made it

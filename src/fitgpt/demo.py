@@ -66,7 +66,7 @@ def next_commands(out_dir: str, steps: int) -> list[str]:
         (f"fitgpt eval {run}", "measures it again"),
         (f"fitgpt export {run} -o my-gpt", "makes a folder that opens in transformers"),
         ("fitgpt prepare YOUR_TEXTS/ --name=mine", "makes tokens of your own text"),
-        ("fitgpt train config/train_fineweb.py --dataset=mine", "trains on them"),
+        ("fitgpt train config/train_fineweb.py --dataset=mine --out_dir=runs/mine", "trains on them"),
     )
     width = max(len(command) for command, _ in told)
     return [f"{command:<{width}}  # {what}" for command, what in told]

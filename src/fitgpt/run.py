@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import shlex
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -62,13 +63,25 @@ def run(config_dict: Mapping[str, Any], notes: Sequence[str], stop_asked: Callab
         facts = gather_facts(config, choice, dataset, training.step, [
             *notes, *choice.notes, *wandb_note, *shape_notes, *leftovers, *folder.notes, *dataset.notes,
             *(source.notes if source else ())])
+        if resuming and training.step >= config.max_iters:
+            facts = replace(facts, notes=(*facts.notes, f"The run is at step {training.step} already, and max_iters is "
+                                          f"{config.max_iters}: a higher --max_iters trains it further."))
         source = None  # its copies of the weights and optimizer states are no longer needed
         started = time.perf_counter()
         run_loop(config, facts, dataset, folder, training, wandb, stop_asked)
         print(closing(config.out_dir, training.step - facts.start_step, time.perf_counter() - started, training.best,
-                      [f"fitgpt sample {config.out_dir}", f"fitgpt export {config.out_dir} -o my-gpt"]), flush=True)
+                      last_words(config, training)), flush=True)
     if choice.mismatch:
         print(f"fitgpt: {choice.mismatch.why} {choice.mismatch.fix}", file=sys.stderr)
+
+
+def last_words(config: RunConfig, training: Training) -> list[str]:
+    """What is worth saying at the end: what was not kept, and what can be done with what was."""
+    saved = weights.holds_run(Path(config.out_dir))
+    unsaved = training.saved_at != training.step and not config.eval_only and training.step > 0
+    words = {"Its last steps are not saved: always_save_checkpoint=False keeps improvements only.": unsaved,
+             f"Let it write: fitgpt sample {shlex.quote(config.out_dir)}": saved}
+    return [sentence for sentence, applies in words.items() if applies]
 
 
 def run_loop(config: RunConfig, facts: RunFacts, dataset: Dataset, folder: RunFolder, training: Training,

@@ -40,7 +40,8 @@ SAVERS = (
           "five small products for each matrix at every step", "weights=float32, offload=none"),
     Saver("--step_in_backward", False, "nearly all gradients: each is applied as it is made",
           "no clipping, no accumulation, no skipping of a step that is not finite",
-          "gradient_accumulation_steps=1, grad_clip=0, dtype other than float16"),
+          "gradient_accumulation_steps=1, grad_clip=0, dtype other than float16, optimizer=adamw or adam8bit, "
+          "offload=none"),
 )
 
 # What a block keeps between the forward and the backward pass, besides its input. Nested: each level keeps less

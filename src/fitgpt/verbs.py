@@ -16,6 +16,8 @@ from .options import EvalOptions, ExportOptions, SampleOptions
 from .runfolder import recorded_config
 from .supervise import child_environment
 
+GPT2_VOCAB = 50257
+
 if TYPE_CHECKING:  # torch loads when a verb runs, after the allocator's environment is in place
     from .data.tokenizers import Tokenizer
     from .engine.device import DeviceChoice
@@ -65,6 +67,11 @@ def evaluate(options: EvalOptions) -> int:
     if block > source.gpt.block_size:
         raise UsageError(f"--block_size={block}: the model has learned {source.gpt.block_size} positions.",
                          f"--block_size={source.gpt.block_size} or less.")
+    trained_on, given = source.state.get("tokenizer", ""), dataset.summary.tokenizer
+    if given != trained_on and "unknown" not in (given, trained_on) and trained_on:
+        raise DataError(f"{options.dataset or recorded.dataset} is made of {given} tokens, and {options.run} was "
+                        f"trained on {trained_on} tokens: the same numbers mean other text.",
+                        f"Prepare the text again with --tokenizer={trained_on}.")
     names = ("train", "val") if options.split == "both" else (options.split,)
     for name in names:
         check_tokens(dataset.split(name), source.gpt.vocab_size)
@@ -145,6 +152,10 @@ def _likely_tokenizer(source: Source) -> Tokenizer:
     try:
         return tokenizers.for_dataset(str(source.config["dataset"]))
     except KeyError:  # weights from elsewhere: GPT-2's vocabulary is what such weights have
+        if source.gpt.vocab_size < GPT2_VOCAB:
+            raise DataError(f"{source.place} has a vocabulary of {source.gpt.vocab_size:,}, not GPT-2's "
+                            f"{GPT2_VOCAB:,}, and does not say which tokens those are.",
+                            "Sample from the run it came from.") from None
         return tokenizers.get("gpt2")
     except DataError as error:
         if name == "chars":

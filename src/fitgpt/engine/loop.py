@@ -153,8 +153,11 @@ def is_evaluation_due(training: Training, config: RunConfig) -> bool:
 
 
 def improves(best: SplitLoss | None, new: SplitLoss) -> bool:
-    """Losses taken at different blocks are not comparable: after a change of block, the first is the best."""
-    return math.isfinite(new.mean) and (best is None or best.block != new.block or new.mean < best.mean)
+    """Losses over other windows, or other blocks, do not compare: after such a change the first is the best."""
+    if not math.isfinite(new.mean):
+        return False
+    comparable = best is not None and (best.block, best.windows or new.windows) == (new.block, new.windows)
+    return best is None or not comparable or new.mean < best.mean
 
 
 def make_report(training: Training, config: RunConfig, facts: RunFacts, meter: Meter,

@@ -98,6 +98,8 @@ class GPT(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
+        if config.n_embd % config.n_head:
+            raise ValueError(f"n_embd={config.n_embd} is not a multiple of n_head={config.n_head}")
         self.config = config
         self.compute_dtype = torch.float32   # of the matrix products
         self.residual_dtype: torch.dtype | None = None  # of the stream between blocks; None: the weights' own

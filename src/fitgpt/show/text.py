@@ -61,11 +61,11 @@ def saved_line(path: str, seconds: float, nbytes: int) -> str:
     return f"saved {path} ({show_bytes(nbytes)} in {show_seconds(seconds)})"
 
 
-def closing(run_dir: str, steps: int, seconds: float, best: SplitLoss | None, next_lines: Sequence[str]) -> str:
-    """How it ended, where it is, and what to type next."""
+def closing(run_dir: str, steps: int, seconds: float, best: SplitLoss | None, more: Sequence[str]) -> str:
+    """How it ended, where it is, and what else there is to say."""
     loss = f"; best {best.split} loss {best.mean:.4f} ± {best.stderr:.4f} at block {best.block}" if best else ""
-    return "\n".join([f"{steps:,} steps in {show_seconds(seconds)}{loss}", f"The run is in {run_dir}. Next:",
-                      *(f"  {line}" for line in next_lines)])
+    plural = "" if steps == 1 else "s"
+    return "\n".join([f"{steps:,} step{plural} in {show_seconds(seconds)}{loss}", f"The run is in {run_dir}.", *more])
 
 
 def show_mfu(mfu: float | None) -> str:

@@ -120,7 +120,7 @@ def test_evaluation_cannot_see_further_than_the_model() -> None:
 @pytest.mark.parametrize(("flags", "says"), [
     (["--learning_rate=3e-5"], "min_lr=6e-05 is above learning_rate=3e-05"),
     (["--lr_decay_iters=1000"], "warmup_iters=2000 is above lr_decay_iters=1000")])
-def test_a_learning_rate_that_is_rarely_meant_is_taken_as_nanogpt_takes_it_and_said(flags: list[str], says: str) -> None:
+def test_a_learning_rate_rarely_meant_is_taken_as_nanogpt_takes_it_and_said(flags: list[str], says: str) -> None:
     _, notes = resolve(walk(flags, RunConfig))
     assert [says in note for note in notes] == [True]
     assert resolve(walk([*flags, "--decay_lr=False"], RunConfig))[1] == []

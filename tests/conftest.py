@@ -2,4 +2,6 @@ from __future__ import annotations
 
 import os
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests are small: more threads only fight each other
+# One thread, here and in every process a test starts: sums then come out in one order, so that runs can be compared
+# bit for bit; and tests are small, more threads would only fight each other.
+os.environ["OMP_NUM_THREADS"] = "1"

@@ -14,27 +14,16 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
+from ..units import MiB
+from .blocks import ROUND, ROUND_SEGMENT, SMALL, Block, rounded, segment_size
+from .expandable import ExpandableAllocator
 from .tape import Event, Tape
 
-MiB = 2**20
-ROUND = 512
-SMALL = MiB               # the largest request of the small pool, and the least rest the large pool splits off, exclusive
-SMALL_SEGMENT = 2 * MiB
-LARGE_SEGMENT = 20 * MiB
-OWN_SEGMENT = 10 * MiB    # from here on a request that finds no block gets a segment of its own
-ROUND_SEGMENT = 2 * MiB
-
-
-class Block:
-    """A piece of a segment, taken or free; neighbours are of the same segment."""
-
-    __slots__ = ("address", "after", "before", "free", "mapped", "size", "small")
-
-    def __init__(self, address: int, size: int, small: bool) -> None:
-        self.address, self.size, self.small = address, size, small
-        self.free, self.mapped = True, True
-        self.before: Block | None = None
-        self.after: Block | None = None
+# Where the driver puts segments: small ones one above the other, from here on each below the last. No document says so:
+# of the orders tried it is the one under which recorded eager runs replay to the byte (and any bound of 21 to 512 MiB
+# does). Addresses only decide between free blocks of one size.
+DESCENDING = 32 * MiB
+ALWAYS_ASCENDING = 2**62
 
 
 Pool = list[tuple[int, int, Block]]  # free blocks by size, then address
@@ -113,18 +102,20 @@ class Timeline:
 class Allocator:
     """The caching allocator's bookkeeping, without the memory. One stream; `cap` counts segments, as torch's does."""
 
-    def __init__(self, cap: int | None = None) -> None:
+    def __init__(self, cap: int | None = None, descending: int = DESCENDING) -> None:
         self.cap = cap
         self.reserved = 0
+        self._descending = descending
         self._pools: tuple[Pool, Pool] = ([], [])  # large, small
-        self._next_address = 0
+        self._above = 0   # where the next low segment begins, and where the last high one did
+        self._below = 0
 
     def alloc(self, nbytes: int) -> Block | None:
         """A block of at least that size, or None: out of memory."""
-        size = max(-(-nbytes // ROUND) * ROUND, ROUND)
+        size = rounded(nbytes)
         small = size <= SMALL
         pool = self._pools[small]
-        at = bisect_left(pool, (size,))  # type: ignore[arg-type]  # a shorter tuple sorts before its extensions
+        at = bisect_left(pool, (size,))  # a shorter tuple sorts before its extensions
         if at < len(pool):
             block = pool.pop(at)[2]
         else:
@@ -133,8 +124,7 @@ class Allocator:
                 self._release()
                 if not self._fits(wanted):
                     return None
-            block = Block(self._next_address, wanted, small)
-            self._next_address += wanted
+            block = Block(self._address(wanted), wanted, small)
             self.reserved += wanted
         rest = block.size - size
         if rest >= ROUND if small else rest > SMALL:
@@ -164,6 +154,14 @@ class Allocator:
     def _fits(self, nbytes: int) -> bool:
         return self.cap is None or self.reserved + nbytes <= self.cap
 
+    def _address(self, nbytes: int) -> int:
+        """Only the order matters: it decides between free blocks of one size."""
+        if nbytes < self._descending:
+            self._above += nbytes
+            return self._above - nbytes
+        self._below -= nbytes
+        return self._below
+
     def _split(self, block: Block, size: int, pool: Pool) -> None:
         rest = Block(block.address + size, block.size - size, block.small)
         rest.before, rest.after = block, block.after
@@ -180,22 +178,13 @@ class Allocator:
             pool[:] = [entry for entry in pool if entry[2].before is not None or entry[2].after is not None]
 
 
-def segment_size(size: int) -> int:
-    """What is asked of the driver for a block that no free one can give."""
-    if size <= SMALL:
-        return SMALL_SEGMENT
-    if size < OWN_SEGMENT:
-        return LARGE_SEGMENT
-    return -(-size // ROUND_SEGMENT) * ROUND_SEGMENT
-
-
 def _remove(pool: Pool, block: Block) -> None:
-    del pool[bisect_left(pool, (block.size, block.address))]  # type: ignore[arg-type]
+    del pool[bisect_left(pool, (block.size, block.address))]
 
 
-def replay(tape: Tape, cap: int | None = None) -> Timeline:
+def replay(tape: Tape, cap: int | None = None, *, expandable: bool = False, descending: int = DESCENDING) -> Timeline:
     """The tape, to its end or to the event that the cap refuses."""
-    allocator = Allocator(cap)
+    allocator: Allocator | ExpandableAllocator = ExpandableAllocator(cap) if expandable else Allocator(cap, descending)
     blocks: dict[str, Block] = {}
     changes: list[int] = []
     segments: list[tuple[int, int]] = []
@@ -218,20 +207,31 @@ def replay(tape: Tape, cap: int | None = None) -> Timeline:
     return Timeline(tape, changes, segments, None)
 
 
-def needs(tape: Tape) -> int:
+def reserved_range(tape: Tape) -> tuple[int, int]:
+    """The least and the most that is reserved over the orders in which a driver may hand out addresses.
+
+    One block in another place can move what is reserved by gigabytes: where the two differ, no single number is sure.
+    """
+    found = [replay(tape, descending=bound).reserved for bound in (0, DESCENDING, ALWAYS_ASCENDING)]
+    return min(found), max(found)
+
+
+def needs(tape: Tape, *, expandable: bool = False) -> int:
     """The smallest cap under which the tape replays to its end, segments given back on the way included.
 
     Segments are whole multiples of 2 MiB, so caps between two of them are equal. What a successful replay reserved is
-    itself such a cap, which shortens the search.
+    itself such a cap, which shortens the search; not so with expandable segments, which ask for more than they map.
     """
-    free_run = replay(tape)
+    free_run = replay(tape, expandable=expandable)
     enough = free_run.reserved
+    if expandable:
+        enough += max((segment_size(rounded(event.nbytes)) for event in tape.events), default=0)
     too_little = max(free_run.allocated, default=0) // ROUND_SEGMENT * ROUND_SEGMENT - ROUND_SEGMENT
     while enough - too_little > ROUND_SEGMENT:
         cap = (enough + too_little) // 2 // ROUND_SEGMENT * ROUND_SEGMENT
-        tried = replay(tape, cap)
-        if tried.failed is None:
-            enough = tried.reserved
-        else:
+        tried = replay(tape, cap, expandable=expandable)
+        if tried.failed is not None:
             too_little = cap
+        else:
+            enough = cap if expandable else tried.reserved
     return enough

@@ -1,0 +1,153 @@
+"""The caching allocator with expandable segments, as PyTorch's source describes it; not yet compared with a real run.
+
+Each pool has one range of addresses, so long that it never ends, and maps memory into it page by page: 2 MiB a page in
+the small pool, 20 MiB in the large. Blocks split down to 512 bytes in both. When the cap refuses more, the pages that
+are wholly free are unmapped, wherever they lie, and the request is tried once more. The cap is asked for what a segment
+of the plain kind would take, whatever has to be mapped.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from dataclasses import dataclass, field
+
+from .blocks import LARGE_SEGMENT, ROUND, SMALL, SMALL_SEGMENT, Block, rounded, segment_size
+
+ENDLESS = 2**60
+
+
+@dataclass
+class Range:
+    """A pool: its free mapped blocks by size and address, its unmapped ones by address."""
+
+    page: int
+    free: list[tuple[int, int, Block]] = field(default_factory=list)
+    unmapped: list[tuple[int, Block]] = field(default_factory=list)
+
+
+class ExpandableAllocator:
+    def __init__(self, cap: int | None = None) -> None:
+        self.cap = cap
+        self.reserved = 0
+        self._ranges = (Range(LARGE_SEGMENT), Range(SMALL_SEGMENT))
+        for small, pool in enumerate(self._ranges):
+            block = Block(0, ENDLESS // LARGE_SEGMENT * LARGE_SEGMENT, bool(small))
+            block.mapped = False
+            pool.unmapped.append((0, block))
+
+    def alloc(self, nbytes: int) -> Block | None:
+        size = rounded(nbytes)
+        pool = self._ranges[size <= SMALL]
+        at = bisect_left(pool.free, (size,))
+        if at < len(pool.free):
+            block = pool.free.pop(at)[2]
+        else:
+            wanted = segment_size(size)
+            if not self._fits(wanted):
+                self._release()
+                if not self._fits(wanted):
+                    return None
+            block = self._map(pool, size)
+        if block.size - size >= ROUND:
+            rest = _cut(block, size)
+            insort(pool.free, (rest.size, rest.address, rest))
+        block.free = False
+        return block
+
+    def free(self, block: Block) -> None:
+        block.free = True
+        self._keep(self._ranges[block.small], block)
+
+    def _fits(self, nbytes: int) -> bool:
+        return self.cap is None or self.reserved + nbytes <= self.cap
+
+    def _map(self, pool: Range, size: int) -> Block:
+        """Maps pages after the first free block that ends where unmapped addresses begin and has room behind it."""
+        for _, unmapped in pool.unmapped:
+            first = unmapped
+            if first.before is not None and first.before.free:
+                first = first.before
+            room, block = 0, first
+            while room < size and block is not None and block.free:
+                room, block = room + block.size, block.after  # type: ignore[assignment]
+            if room >= size:
+                break
+        if not first.mapped:
+            first = self._map_block(pool, first, size)
+        while first.size < size:
+            assert first.after is not None  # there is room
+            first = self._map_block(pool, first.after, size - first.size)
+        _take(pool.free, first)
+        return first
+
+    def _map_block(self, pool: Range, block: Block, size: int) -> Block:
+        """Maps the first `size` bytes of an unmapped block, whole pages, and joins them to free neighbours."""
+        del pool.unmapped[bisect_left(pool.unmapped, (block.address,))]
+        pages = -(-min(size, block.size) // pool.page) * pool.page
+        if block.size > pages:
+            rest = _cut(block, pages)
+            rest.mapped = False
+            insort(pool.unmapped, (rest.address, rest))
+        block.mapped = True
+        self.reserved += pages
+        return self._keep(pool, block)
+
+    def _keep(self, pool: Range, block: Block) -> Block:
+        """Joins a free mapped block to its free mapped neighbours and puts it where the next request looks."""
+        if (before := block.before) is not None and before.free and before.mapped:
+            _take(pool.free, before)
+            _join(before, block)
+            block = before
+        if (after := block.after) is not None and after.free and after.mapped:
+            _take(pool.free, after)
+            _join(block, after)
+        insort(pool.free, (block.size, block.address, block))
+        return block
+
+    def _release(self) -> None:
+        """Unmaps every page that no block uses."""
+        for pool in self._ranges:
+            for _, _, block in list(pool.free):
+                begin = -(-block.address // pool.page) * pool.page
+                end = (block.address + block.size) // pool.page * pool.page
+                if end <= begin:
+                    continue
+                _take(pool.free, block)
+                if begin > block.address:
+                    middle = _cut(block, begin - block.address)
+                    insort(pool.free, (block.size, block.address, block))
+                    block = middle
+                if block.address + block.size > end:
+                    rest = _cut(block, end - begin)
+                    insort(pool.free, (rest.size, rest.address, rest))
+                self.reserved -= block.size
+                block.mapped = False
+                for neighbour in (block.before, block.after):
+                    if neighbour is not None and not neighbour.mapped:
+                        del pool.unmapped[bisect_left(pool.unmapped, (neighbour.address,))]
+                        low, high = sorted((block, neighbour), key=lambda each: each.address)
+                        _join(low, high)
+                        block = low
+                insort(pool.unmapped, (block.address, block))
+
+
+def _cut(block: Block, size: int) -> Block:
+    """Shortens a block to `size` and returns the rest, free and as mapped as it was."""
+    rest = Block(block.address + size, block.size - size, block.small)
+    rest.mapped = block.mapped
+    rest.before, rest.after = block, block.after
+    if block.after is not None:
+        block.after.before = rest
+    block.size, block.after = size, rest
+    return rest
+
+
+def _join(block: Block, after: Block) -> None:
+    block.size += after.size
+    block.after = after.after
+    if after.after is not None:
+        after.after.before = block
+
+
+def _take(free: list[tuple[int, int, Block]], block: Block) -> None:
+    del free[bisect_left(free, (block.size, block.address))]

@@ -43,7 +43,7 @@ def demo(options: DemoOptions) -> int:
     if code:
         return code
     print("\nWhat it writes now, having read a little Python:\n", flush=True)
-    sample(SampleOptions(out_dir=out_dir, start="def ", num_samples=2, max_new_tokens=250, temperature=0.7,
+    sample(SampleOptions(out_dir=out_dir, start="def ", num_samples=2, max_new_tokens=250, temperature=0.7, seed=1338,
                          device="cpu" if unusable else options.device))
     print("\nWhat to type next:", *next_commands(out_dir, steps), sep="\n  ", flush=True)
     if unusable:

@@ -16,7 +16,7 @@ import pytest
 
 from fitgpt.data import manifest
 from fitgpt.data.header import read_header, summarise
-from fitgpt.data.prepare import prepare, prepare_embedded
+from fitgpt.data.prepare import prepare
 from fitgpt.data.shards import Split, open_dataset
 from fitgpt.data.tokenizers import get
 from fitgpt.data.workers import cores
@@ -195,7 +195,7 @@ def test_gpt2_tokens_are_the_same_from_one_process_and_from_two(gpt2: None) -> N
 
 
 def test_the_embedded_corpus_needs_nothing_and_can_be_trained_on() -> None:
-    assert prepare_embedded(Path("data/stdlib")) == 0
+    assert prepare(PrepareOptions(embedded=True, out="data/stdlib", tokenizer="bytes")) == 0
     split: Split = open_dataset("stdlib").split("train")
     assert split.windows(128) > 10_000
     assert open_dataset("stdlib").split("val").windows(128) > 100

@@ -345,10 +345,3 @@ def _report(job: Job) -> None:
 
 def _plural(count: int, noun: str) -> str:
     return f"{count:,} {noun}" + ("" if count == 1 else "s")
-
-
-def prepare_embedded(out: Path, tokenizer: str = "bytes") -> int:
-    """The embedded corpus, for those who have no text at hand."""
-    from ..options import PrepareOptions
-
-    return prepare(PrepareOptions(embedded=True, out=str(out), tokenizer=tokenizer))

@@ -1,4 +1,4 @@
-# GPT-2 small (124M), from random weights, for a 12 GB card.
+# GPT-2 small (124M), from random weights, meant for a 12 GB card (by arithmetic: not run there).
 # To start from OpenAI's weights instead: --init_from=gpt2
 
 out_dir = 'runs/gpt2_124m'

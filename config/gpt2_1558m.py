@@ -1,4 +1,4 @@
-# GPT-2 XL (1558M), from random weights, for a 48 GB card.
+# GPT-2 XL (1558M), from random weights, meant for a 48 GB card (by arithmetic: not run there).
 # To start from OpenAI's weights instead: --init_from=gpt2-xl
 
 out_dir = 'runs/gpt2_1558m'

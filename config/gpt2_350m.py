@@ -1,4 +1,4 @@
-# GPT-2 medium (350M), from random weights, for a 24 GB card.
+# GPT-2 medium (350M), from random weights, meant for a 24 GB card (by arithmetic: not run there).
 # On a 12 GB card: --batch_size=4 --gradient_accumulation_steps=120 --grad_checkpoint
 # To start from OpenAI's weights instead: --init_from=gpt2-medium
 

@@ -1,4 +1,4 @@
-# GPT-2 large (774M), from random weights, for a 24 GB card.
+# GPT-2 large (774M), from random weights, meant for a 24 GB card (by arithmetic: not run there).
 # To start from OpenAI's weights instead: --init_from=gpt2-large
 
 out_dir = 'runs/gpt2_774m'

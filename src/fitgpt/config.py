@@ -129,7 +129,7 @@ class RunConfig(Options):
                              "all, products, no_wide, attention_projection, attention, input; or by layer, from the "
                              "first: 7*no_wide,5*products", rule=not_empty)
     grad_checkpoint: bool = _system(False, "keep only the blocks' inputs for backward and compute the rest again: "
-                                    "less memory, about a third more time",
+                                    "less memory, a third more arithmetic",
                                     also=("gradient_checkpointing", "activation_checkpointing", "checkpointing"))
     weights: str = _system("float32", "of the matrices; bfloat16 is lossy: rounded by chance at every step, gradients "
                            "in bfloat16 too", choices=("float32", "bfloat16"))

@@ -20,7 +20,7 @@ class Saver:
 
 SAVERS = (
     Saver("--loss_chunk=1024", True, "all logits but those of 1024 tokens: the default, 0, chooses the piece",
-          "nothing measurable down to about 1024 tokens"),
+          "smaller matrix products: not measured"),
     Saver("--recompute=no_wide", True, "8 bytes × tokens × C in each layer: the MLP's wide product",
           "one of a block's four products again"),
     Saver("--recompute=attention_projection", True, "14 bytes × tokens × C in each layer: also q, k and v",
@@ -32,10 +32,11 @@ SAVERS = (
     Saver("--offload=gradients", True, "12P: gradients too, each leaves the card as it is made",
           "the same at every micro-step; no recorded GPU work", "optimizer=adamw"),
     Saver("--weights=bfloat16", False, "4P: matrices and their gradients in 2 bytes, rounded by chance at every step",
-          "nothing: it is faster", "optimizer=adamw or adam8bit"),
+          "not measured alone", "optimizer=adamw or adam8bit"),
     Saver("--residual=bfloat16", False, "2 bytes × tokens × C in each layer: the stream between blocks",
-          "nothing: it is faster"),
-    Saver("--optimizer=adam8bit", False, "6P: AdamW's moments in one byte each", "little", "offload=none"),
+          "not measured alone"),
+    Saver("--optimizer=adam8bit", False, "6P: AdamW's moments in one byte each", "not measured alone",
+          "offload=none"),
     Saver("--optimizer=muon", False, "4 bytes for each of the blocks' weights: one momentum instead of two moments",
           "five small products for each matrix at every step", "weights=float32, offload=none"),
     Saver("--step_in_backward", False, "nearly all gradients: each is applied as it is made",
@@ -71,7 +72,7 @@ def parse_levels(text: str, layers: int) -> list[str] | str:
     return levels
 
 # The loss is computed in pieces of this many bytes of logits. At GPT-2's vocabulary and in half precision that is
-# 2048 tokens: enough for the matrix product to run at full rate, little enough to stay under the activations.
+# 2048 tokens: less than the activations of any run in config/; other sizes have not been timed.
 LOSS_PIECE_BYTES = 208 * MiB
 
 

@@ -45,17 +45,23 @@ def disk_faults(doing: str, path: Path) -> Iterator[None]:
 def write_atomically(path: Path, content: bytes | str) -> None:
     """After a crash at any moment, `path` holds the old content or the new, never a mixture."""
     data = content.encode() if isinstance(content, str) else content
-    temporary = path.with_name(f".tmp-{path.name}-{os.getpid()}")
     with disk_faults("write", path):
-        try:
-            with open(temporary, "wb") as file:
-                file.write(data)
-                os.fsync(file.fileno())
-            patiently_rename(temporary, path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
-        sync_folder(path.parent)
+        replace_file(path, path.with_name(f".tmp-{path.name}-{os.getpid()}"), data)
+
+
+def replace_file(path: Path, temporary: Path, *parts: bytes | memoryview) -> None:
+    """Writes `temporary` beside `path`, makes it durable, and only then lets it take the name."""
+    try:
+        with open(temporary, "wb") as file:
+            for part in parts:
+                file.write(part)
+            file.flush()  # fsync sees only what has left Python's buffer
+            os.fsync(file.fileno())
+        patiently_rename(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
 
 
 @contextmanager

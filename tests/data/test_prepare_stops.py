@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fitgpt import atomic
 from fitgpt.data import prepare as module
 from fitgpt.data import text, writing
 from fitgpt.data.header import summarise
@@ -131,7 +132,7 @@ def test_stopped_at_every_single_write_it_ends_with_the_same_bytes(
     if documents == 1:
         Path("texts/00000.txt").write_text(" ".join(map(str, range(2000))))
     expected = uninterrupted()
-    real_rename, real_unlink = writing.patiently_rename, Path.unlink
+    real_rename, real_unlink = atomic.patiently_rename, Path.unlink
     operations = 0
     stop_at = 0
 
@@ -144,7 +145,7 @@ def test_stopped_at_every_single_write_it_ends_with_the_same_bytes(
             return act(*arguments, **named)
         return perhaps
 
-    monkeypatch.setattr(writing, "patiently_rename", operation(real_rename))
+    monkeypatch.setattr(atomic, "patiently_rename", operation(real_rename))
     monkeypatch.setattr(Path, "unlink", operation(real_unlink))
     for number in range(1, 1000):
         operations, stop_at = 0, number

@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
-import os
 import re
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -18,7 +17,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from ..atomic import patiently_rename, sync_folder
+from ..atomic import replace_file
 from ..errors import DataError, SystemFault
 from . import manifest
 from .header import HEADER_BYTES, PROGRESS_NAME, ShardHeader, pack, read_header
@@ -33,19 +32,8 @@ _LEFTOVER = re.compile(r"\.tmp-.*|(?:train|val)-\d{5,}\.shard|carry-\d+\.bin|pro
 
 def put(path: Path, *parts: bytes | memoryview) -> None:
     """The whole file, or the one that was there before."""
-    temporary = path.with_name(f".tmp-{path.name}")
     try:
-        try:
-            with open(temporary, "wb") as file:
-                for part in parts:
-                    file.write(part)
-                file.flush()
-                os.fsync(file.fileno())
-            patiently_rename(temporary, path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
-        sync_folder(path.parent)
+        replace_file(path, path.with_name(f".tmp-{path.name}"), *parts)
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         raise SystemFault(

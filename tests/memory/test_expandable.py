@@ -71,7 +71,7 @@ def test_no_two_blocks_ever_overlap(kind: type[Allocator] | type[ExpandableAlloc
         block = allocator.alloc(event.nbytes)
         assert block is not None
         assert block.size >= event.nbytes
-        assert not any(each.small == block.small and each.address < block.address + block.size
+        assert not any(each.home is block.home and each.address < block.address + block.size
                        and block.address < each.address + each.size for each in blocks.values())
         blocks[event.name] = block
         assert sum(each.size for each in blocks.values()) <= allocator.reserved

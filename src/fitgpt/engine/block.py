@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from ..savers import KEEPS
 from .attention import Attended, attend, attend_backward
-from .gradients import Gradients
+from .gradients import Gradients, column_sums
 from .pointwise import EAGER, Pointwise
 
 
@@ -169,7 +169,7 @@ def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def add_linear(gradients: Gradients, weight: Tensor, bias: Tensor | None, d_out: Tensor, inputs: Tensor) -> None:
     gradients.product(weight, d_out, inputs)
     if bias is not None:
-        gradients.vector(bias, d_out.sum(0, dtype=bias.dtype))
+        gradients.vector(bias, column_sums(d_out, bias.dtype))
 
 
 def add_norm(gradients: Gradients, weight: Tensor, bias: Tensor | None, d_weight: Tensor,

@@ -52,7 +52,8 @@ class Recorder:
         places = tuple(each.clone() for each in inputs)
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, pool=self._pool):  # which first gives unused memory back to the card
+            # Recording first gives unused memory back to the card. Other threads may go on meanwhile: one pins batches.
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 result = function(*places)
         except RuntimeError as error:
             self._gave_up = True

@@ -135,7 +135,7 @@ class GPT(nn.Module):
             x, what_it_keeps = one_block.forward(x, block.weights(), manner, self.levels[layer])
             kept.append(cast(one_block.Kept, what_it_keeps))
         loss, d_x, d_x_rounded = self._head_backward(x.flatten(0, 1), targets.reshape(-1), scale, gradients)
-        del x
+        del x, what_it_keeps  # from here on the list alone holds what the blocks kept
         for block in reversed(list(self.blocks())):
             d_x, d_x_rounded = one_block.backward(d_x, d_x_rounded, kept.pop(), block.weights(), manner, gradients)
         self._embed_backward(d_x, idx, mask, gradients)

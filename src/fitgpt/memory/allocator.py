@@ -17,7 +17,7 @@ from itertools import accumulate
 from ..units import MiB
 from .blocks import ROUND, ROUND_SEGMENT, SMALL, Block, rounded, segment_size
 from .expandable import ExpandableAllocator
-from .tape import Event, Tape
+from .tape import ORDINARY, RECORDED, RELEASE, Event, Tape
 
 # Where the driver puts segments: small ones one above the other, from here on each below the last. No document says so:
 # of the orders tried it is the one under which recorded eager runs replay to the byte (and any bound of 21 to 512 MiB
@@ -26,7 +26,12 @@ DESCENDING = 32 * MiB
 ALWAYS_ASCENDING = 2**62
 
 
-Pool = list[tuple[int, int, Block]]  # free blocks by size, then address
+class Pool(list[tuple[int, int, Block]]):
+    """Free blocks by size, then address."""
+
+    def __init__(self, *, recorded: bool) -> None:
+        super().__init__()
+        self.recorded = recorded
 
 
 @dataclass(frozen=True)
@@ -94,7 +99,7 @@ class Timeline:
         for entry, change in zip(self.tape.events[:event + 1], self.changes, strict=False):
             if entry.alloc:
                 alive[entry.name] = change
-            else:
+            elif entry.name != RELEASE:
                 del alive[entry.name]
         return alive
 
@@ -106,25 +111,27 @@ class Allocator:
         self.cap = cap
         self.reserved = 0
         self._descending = descending
-        self._pools: tuple[Pool, Pool] = ([], [])  # large, small
+        self._pools = {(kind, small): Pool(recorded=kind == RECORDED)
+                       for kind in range(3) for small in (False, True)}
         self._above = 0   # where the next low segment begins, and where the last high one did
         self._below = 0
 
-    def alloc(self, nbytes: int) -> Block | None:
+    def alloc(self, nbytes: int, kind: int = ORDINARY) -> Block | None:
         """A block of at least that size, or None: out of memory."""
         size = rounded(nbytes)
         small = size <= SMALL
-        pool = self._pools[small]
+        pool = self._pools[kind, small]
         at = bisect_left(pool, (size,))  # a shorter tuple sorts before its extensions
         if at < len(pool):
             block = pool.pop(at)[2]
         else:
             wanted = segment_size(size)
             if not self._fits(wanted):
-                self._release()
+                if not pool.recorded:  # while work is recorded, nothing is given back
+                    self.release()
                 if not self._fits(wanted):
                     return None
-            block = Block(self._address(wanted), wanted, small)
+            block = Block(self._address(wanted), wanted, pool)
             self.reserved += wanted
         rest = block.size - size
         if rest >= ROUND if small else rest > SMALL:
@@ -133,7 +140,7 @@ class Allocator:
         return block
 
     def free(self, block: Block) -> None:
-        pool = self._pools[block.small]
+        pool = block.home
         before, after = block.before, block.after
         if before is not None and before.free:
             _remove(pool, before)
@@ -163,16 +170,18 @@ class Allocator:
         return self._below
 
     def _split(self, block: Block, size: int, pool: Pool) -> None:
-        rest = Block(block.address + size, block.size - size, block.small)
+        rest = Block(block.address + size, block.size - size, pool)
         rest.before, rest.after = block, block.after
         if block.after is not None:
             block.after.before = rest
         block.size, block.after = size, rest
         insort(pool, (rest.size, rest.address, rest))
 
-    def _release(self) -> None:
-        """Gives wholly free segments back to the driver."""
-        for pool in self._pools:
+    def release(self) -> None:
+        """Gives wholly free segments back to the driver; those of recorded work stay, for a replay writes there."""
+        for pool in self._pools.values():
+            if pool.recorded:
+                continue
             whole = [entry for entry in pool if entry[2].before is None and entry[2].after is None]
             self.reserved -= sum(entry[0] for entry in whole)
             pool[:] = [entry for entry in pool if entry[2].before is not None or entry[2].after is not None]
@@ -190,13 +199,19 @@ def replay(tape: Tape, cap: int | None = None, *, expandable: bool = False, desc
     segments: list[tuple[int, int]] = []
     held = 0
     alloc, free = allocator.alloc, allocator.free
-    for number, (is_alloc, name, _, nbytes) in enumerate(tape.events):
+    for number, (is_alloc, name, _, nbytes, kind) in enumerate(tape.events):
         if not is_alloc:
+            if name == RELEASE:
+                allocator.release()
+                held = allocator.reserved
+                changes.append(0)
+                segments.append((number, held))
+                continue
             block = blocks.pop(name)
             changes.append(-block.size)
             free(block)
             continue
-        taken = alloc(nbytes)
+        taken = alloc(nbytes, kind)
         if taken is None:
             return Timeline(tape, changes, segments, number)
         blocks[name] = taken

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ..units import MiB
 
 ROUND = 512
@@ -15,10 +17,10 @@ ROUND_SEGMENT = 2 * MiB
 class Block:
     """A piece of a segment, taken or free; neighbours are of the same segment."""
 
-    __slots__ = ("address", "after", "before", "free", "mapped", "size", "small")
+    __slots__ = ("address", "after", "before", "free", "home", "mapped", "size")
 
-    def __init__(self, address: int, size: int, small: bool) -> None:
-        self.address, self.size, self.small = address, size, small
+    def __init__(self, address: int, size: int, home: Any) -> None:
+        self.address, self.size, self.home = address, size, home  # `home`: the pool it belongs to
         self.free, self.mapped = True, True
         self.before: Block | None = None
         self.after: Block | None = None

@@ -1,7 +1,8 @@
 """The caching allocator with expandable segments, as PyTorch's source describes it; not yet compared with a real run.
 
 Each pool has one range of addresses, so long that it never ends, and maps memory into it page by page: 2 MiB a page in
-the small pool, 20 MiB in the large. Blocks split down to 512 bytes in both. When the cap refuses more, the pages that
+the small pool, 20 MiB in the large. Blocks split down to 512 bytes in both, and
+the one that could grow into unmapped addresses is taken last. When the cap refuses more, the pages that
 are wholly free are unmapped, wherever they lie, and the request is tried once more. The cap is asked for what a segment
 of the plain kind would take, whatever has to be mapped.
 """
@@ -12,6 +13,7 @@ from bisect import bisect_left, insort
 from dataclasses import dataclass, field
 
 from .blocks import LARGE_SEGMENT, ROUND, SMALL, SMALL_SEGMENT, Block, rounded, segment_size
+from .tape import ORDINARY, RECORDED
 
 ENDLESS = 2**60
 
@@ -21,6 +23,7 @@ class Range:
     """A pool: its free mapped blocks by size and address, its unmapped ones by address."""
 
     page: int
+    recorded: bool  # of recorded work, whose pages stay mapped: a replay will write there
     free: list[tuple[int, int, Block]] = field(default_factory=list)
     unmapped: list[tuple[int, Block]] = field(default_factory=list)
 
@@ -29,22 +32,28 @@ class ExpandableAllocator:
     def __init__(self, cap: int | None = None) -> None:
         self.cap = cap
         self.reserved = 0
-        self._ranges = (Range(LARGE_SEGMENT), Range(SMALL_SEGMENT))
-        for small, pool in enumerate(self._ranges):
-            block = Block(0, ENDLESS // LARGE_SEGMENT * LARGE_SEGMENT, bool(small))
-            block.mapped = False
-            pool.unmapped.append((0, block))
+        self._ranges = {(kind, small): self._new_range(kind, small) for kind in range(3) for small in (False, True)}
 
-    def alloc(self, nbytes: int) -> Block | None:
+    def _new_range(self, kind: int, small: bool) -> Range:
+        pool = Range(SMALL_SEGMENT if small else LARGE_SEGMENT, kind == RECORDED)
+        block = Block(0, ENDLESS // LARGE_SEGMENT * LARGE_SEGMENT, pool)
+        block.mapped = False
+        pool.unmapped.append((0, block))
+        return pool
+
+    def alloc(self, nbytes: int, kind: int = ORDINARY) -> Block | None:
         size = rounded(nbytes)
-        pool = self._ranges[size <= SMALL]
+        pool = self._ranges[kind, size <= SMALL]
         at = bisect_left(pool.free, (size,))
         if at < len(pool.free):
+            while at + 1 < len(pool.free) and _could_grow_to(pool.free[at + 1][2]) < _could_grow_to(pool.free[at][2]):
+                at += 1
             block = pool.free.pop(at)[2]
         else:
             wanted = segment_size(size)
             if not self._fits(wanted):
-                self._release()
+                if not pool.recorded:  # while work is recorded, nothing is given back
+                    self.release()
                 if not self._fits(wanted):
                     return None
             block = self._map(pool, size)
@@ -56,7 +65,7 @@ class ExpandableAllocator:
 
     def free(self, block: Block) -> None:
         block.free = True
-        self._keep(self._ranges[block.small], block)
+        self._keep(block.home, block)
 
     def _fits(self, nbytes: int) -> bool:
         return self.cap is None or self.reserved + nbytes <= self.cap
@@ -104,9 +113,11 @@ class ExpandableAllocator:
         insort(pool.free, (block.size, block.address, block))
         return block
 
-    def _release(self) -> None:
+    def release(self) -> None:
         """Unmaps every page that no block uses."""
-        for pool in self._ranges:
+        for pool in self._ranges.values():
+            if pool.recorded:
+                continue
             for _, _, block in list(pool.free):
                 begin = -(-block.address // pool.page) * pool.page
                 end = (block.address + block.size) // pool.page * pool.page
@@ -131,9 +142,15 @@ class ExpandableAllocator:
                 insort(pool.unmapped, (block.address, block))
 
 
+def _could_grow_to(block: Block) -> int:
+    """A block that unmapped addresses follow counts as large as it could grow: it is taken last."""
+    after = block.after
+    return block.size if after is None or after.mapped else block.size + after.size
+
+
 def _cut(block: Block, size: int) -> Block:
     """Shortens a block to `size` and returns the rest, free and as mapped as it was."""
-    rest = Block(block.address + size, block.size - size, block.small)
+    rest = Block(block.address + size, block.size - size, block.home)
     rest.mapped = block.mapped
     rest.before, rest.after = block, block.after
     if block.after is not None:

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 OWNERS = ("weights", "gradients", "optimizer", "casts", "activations", "logits", "workspace", "data", "other")
-PHASES = ("load", "first_eval", "first_train", "train", "step", "eval", "save", "sample")
+RELEASE = "empty the cache"  # the name of an event that gives unused memory back to the driver
+ORDINARY, RECORDED, SIDE = range(3)  # pools: of the default stream, of recorded work, of the stream it is recorded on
+PHASES = ("load", "first_eval", "first_train", "train", "step", "eval", "save", "resume", "sample")
 
 
 class Event(NamedTuple):
@@ -18,6 +20,7 @@ class Event(NamedTuple):
     name: str
     owner: str
     nbytes: int
+    pool: int = ORDINARY
 
 
 class Mark(NamedTuple):
@@ -45,7 +48,7 @@ class Tape:
         for event in self.events:
             if event.alloc:
                 alive[event.name] = event
-            else:
+            elif event.name != RELEASE:
                 del alive[event.name]
         return alive
 
@@ -54,6 +57,7 @@ class Writer:
     """Writes a tape. It refuses what cannot happen: an unknown owner or phase, a second free, a name taken twice."""
 
     def __init__(self) -> None:
+        self.pool = ORDINARY  # where allocations come from
         self._events: list[Event] = []
         self._marks: list[Mark] = []
         self._alive: dict[str, Event] = {}
@@ -69,7 +73,7 @@ class Writer:
             raise ValueError(f"{name!r} is already alive")
         if owner not in OWNERS:
             raise ValueError(f"{owner!r} is not an owner: {', '.join(OWNERS)}")
-        event = Event(True, name, owner, nbytes)
+        event = Event(True, name, owner, nbytes, self.pool)
         self._alive[name] = event
         self._events.append(event)
         return name
@@ -79,7 +83,10 @@ class Writer:
             event = self._alive.pop(name, None)
             if event is None:
                 raise ValueError(f"{name!r} is not alive")
-            self._events.append(Event(False, name, event.owner, event.nbytes))
+            self._events.append(Event(False, name, event.owner, event.nbytes, event.pool))
+
+    def release(self) -> None:
+        self._events.append(Event(False, RELEASE, "other", 0))
 
     def free_if_alive(self, *names: str) -> None:
         self.free(*(name for name in names if name in self._alive))

@@ -1,0 +1,191 @@
+"""What short runs of the engine really hold, phase by phase: the truth that forecasts are compared with.
+
+    python bench/record.py tests/golden/cases.json -o tests/golden/h200.json
+
+Each case (a name, knobs of RunConfig, and perhaps a `cap` in bytes) runs in a process of its own, with the allocator's
+environment that `fitgpt train` sets: load, evaluation, three iterations, evaluation, a checkpoint; then, in another
+process, sampling. Nothing is timed, so the processes run side by side. With `--events FOLDER` every allocation and free is kept too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "src"))
+
+from fitgpt import __version__  # noqa: E402
+from fitgpt.config import RunConfig  # noqa: E402
+from fitgpt.supervise import child_environment  # noqa: E402
+
+ITERATIONS = 3
+EVAL_BATCHES = 2  # of each split
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases")
+    parser.add_argument("-o", "--out", default="")
+    parser.add_argument("--events", default="", help="a folder for every allocation and free of each case")
+    parser.add_argument("--at_once", type=int, default=6)
+    parser.add_argument("--seconds", type=int, default=150, help="after which a case is given up")
+    parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.one:
+        print(json.dumps(one(json.loads(options.cases), options.events)))
+        return
+    cases = json.loads(Path(options.cases).read_text(encoding="utf-8"))["cases"]
+    started = time.time()
+    with ThreadPoolExecutor(options.at_once) as pool:
+        rows = list(pool.map(lambda case: in_own_process(case, options.events, options.seconds), cases))
+    about = next((row.pop("about") for row in rows if "about" in row), {})
+    for row in rows:
+        row.pop("about", None)
+    Path(options.out).write_text(json.dumps(
+        {"what": "peaks in bytes of each phase of short runs", "date": time.strftime("%Y-%m-%d"), **about,
+         "fitgpt": __version__, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+    failed = [row for row in rows if "error" in row]
+    print(f"{len(rows)} cases in {time.time() - started:.0f} s, {len(failed)} failed")
+    for row in failed:
+        print(row["name"], row["error"][-700:])
+
+
+def in_own_process(case: dict[str, Any], events: str, seconds: int) -> dict[str, Any]:
+    environment = child_environment(os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "2", "OMP_NUM_THREADS": "2"})
+    if case.get("native"):
+        environment = {name: value for name, value in environment.items() if not name.endswith("ALLOC_CONF")}
+    command = [sys.executable, __file__, json.dumps(case), "--one", "--events", events]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=seconds)
+    except subprocess.TimeoutExpired:
+        return {**case, "error": f"not done after {seconds} s"}
+    if done.returncode:
+        return {**case, "error": done.stderr[-1500:]}
+    return {**case, **json.loads(done.stdout.splitlines()[-1])}
+
+
+def one(case: dict[str, Any], events: str) -> dict[str, Any]:
+    """The phases of one run, with the engine's own parts in `fitgpt train`'s own order."""
+    import numpy as np
+    import torch
+
+    from fitgpt.engine import checkpoint
+    from fitgpt.engine.device import resolve_device
+    from fitgpt.engine.evaluate import evaluate
+    from fitgpt.engine.feed import Feed
+    from fitgpt.engine.loop import learning_rate_at, train_step
+    from fitgpt.engine.sample import Taste, generate
+    from fitgpt.run import build_training
+
+    config = RunConfig(**case["config"])
+    choice = resolve_device("cuda", config.dtype, config.compile)
+    if "cap" in case:
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(case["cap"] / total)
+    watch = Watch(bool(events))
+    dice = np.random.default_rng(0)
+
+    def read(number: int) -> Any:
+        return dice.integers(0, config.vocab_size, (config.batch_size, config.block_size + 1))
+
+    def read_windows(numbers: Any) -> Any:
+        return dice.integers(0, config.vocab_size, (len(numbers), config.eval_block + 1))
+
+    result: dict[str, Any] = {}
+    try:
+        with watch.phase("load"):
+            training = build_training(config, choice)
+        splits = {split: (read_windows, EVAL_BATCHES * config.eval_batch) for split in ("train", "val")}
+        feed = Feed(read, torch.device(choice.device), last=ITERATIONS * config.gradient_accumulation_steps - 1)
+
+        def look(step: int) -> None:
+            evaluate(training.model, splits, batch=config.eval_batch, block=config.eval_block, step=step,
+                     token_losses=training.token_losses)
+
+        with watch.phase("first_eval"):
+            look(0)
+        for step in range(ITERATIONS):
+            with watch.phase("first_train" if step == 0 else "train"):
+                train_step(training, config, feed, learning_rate_at(step, config), lambda: False)
+                training.step += 1
+        with watch.phase("eval"):
+            look(ITERATIONS)
+        with watch.phase("save"), tempfile.TemporaryDirectory() as folder:
+            if case.get("save", True):
+                checkpoint.save(Path(folder), 1, training.model.weight_tensors(), training.optimizer.tensors(), {},
+                                best=True, keep_last=2)
+        feed.close()
+    except torch.OutOfMemoryError as error:
+        result["out_of_memory"] = {"phase": watch.now, "message": str(error).splitlines()[0]}
+    result["phases"] = watch.peaks
+    if case.get("sample"):
+        del training
+        torch.cuda.empty_cache()
+        from fitgpt.engine.model import build_model
+        with watch.phase("sample"):
+            model = build_model(config.gpt_config(), torch.device("cuda"), 0)
+            model.compute_dtype = getattr(torch, choice.dtype)
+            list(generate(model, [1] * 5, 40, Taste(), 0))
+    if events:
+        with gzip.open(Path(events) / f"{case['name'].replace(' ', '_')}.json.gz", "wt") as file:
+            json.dump(watch.events, file)
+    result["about"] = {"card": torch.cuda.get_device_name(), "torch": torch.__version__}
+    return result
+
+
+class Watch:
+    """Peaks of each phase, and with `keeps_events` what was allocated and freed in it."""
+
+    def __init__(self, keeps_events: bool) -> None:
+        self.keeps_events = keeps_events
+        self.now = ""
+        self.peaks: dict[str, dict[str, int]] = {}
+        self.events: list[dict[str, Any]] = []
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        import torch
+
+        self.now = name
+        torch.cuda.reset_peak_memory_stats()
+        if self.keeps_events:
+            torch.cuda.memory._record_memory_history("all", context="alloc", stacks="python", max_entries=2_000_000)
+        try:
+            yield
+        finally:
+            torch.cuda.synchronize()
+            stats = torch.cuda.memory_stats()
+            before = self.peaks.get(name, {})
+            self.peaks[name] = {
+                "allocated": max(stats["allocated_bytes.all.peak"], before.get("allocated", 0)),
+                "reserved": max(stats["reserved_bytes.all.peak"], before.get("reserved", 0)),
+                "left_allocated": stats["allocated_bytes.all.current"],
+                "left_reserved": stats["reserved_bytes.all.current"]}
+            if self.keeps_events:
+                trace = torch.cuda.memory._snapshot()["device_traces"][0]
+                torch.cuda.memory._record_memory_history(None)
+                self.events.append({"phase": name, "events": [
+                    [each["action"], each["addr"], each["size"], each["stream"], where(each)] for each in trace]})
+
+
+def where(entry: dict[str, Any]) -> str:
+    """The innermost lines of ours behind an event."""
+    ours = [f"{Path(frame['filename']).name}:{frame['line']}" for frame in entry.get("frames", [])
+            if "fitgpt" in frame["filename"] or "torchinductor" in frame["filename"]]
+    return " < ".join(ours[:3])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,232 @@
+"""Which single changes would make a run smaller, and what does each one save?
+
+A change is a config beside the one it changes; its flags are the difference between the two, so they cannot disagree.
+Changes of one family are in order: each saves more than the one before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from ..config import DEFAULT_VOCAB, RunConfig, diff
+from ..errors import UsageError
+from ..knobs import parse_value, shown
+from ..nouns import Budget
+from ..savers import LEVELS, SAVERS, loss_piece_tokens
+from .allocator import needs, replay
+from .forecast import settled, tape_of
+from .setting import Setting
+from .tape import Tape
+
+SMALLEST_PIECE = 128  # savers.loss_piece_tokens goes no lower by itself
+
+
+@dataclass(frozen=True)
+class Change:
+    """One thing to do otherwise. Exact: the same arithmetic up to rounding order."""
+
+    flags: tuple[str, ...]   # what to add to the command
+    what: str
+    exact: bool
+    comparable: bool         # whether a loss still means the same: windows of the same length
+    slower: str              # what it costs
+    family: str              # "batch", "recompute" …
+    trainer: str             # the trainer it leaves or leads to
+
+
+class Option(NamedTuple):
+    change: Change
+    config: RunConfig
+
+
+class Holdings(NamedTuple):
+    """What a run holds, without the words: bytes allocated in each phase, and the smallest cap that will do."""
+
+    phases: dict[str, int]
+    needs: int
+
+
+@dataclass(frozen=True)
+class PricedChange:
+    change: Change
+    saved: dict[str, int]    # bytes allocated less, by phase; negative: more
+    needs: int               # after it
+    headroom: int
+
+    @property
+    def fits(self) -> bool:
+        return self.headroom >= 0
+
+
+# ---- the changes
+
+
+def single_changes(config: RunConfig, trainer: str = "fitgpt") -> tuple[Option, ...]:
+    """All that apply to this config, the exact ones first."""
+    found = _of_nanogpt(config) if trainer == "nanogpt" else _of_fitgpt(config)
+    options = [option for option in found if option is not None]
+    return tuple(sorted(options, key=lambda option: not option.change.exact))  # a stable sort: families stay together
+
+
+Found = Iterator[Option | None]
+
+
+def _of_fitgpt(config: RunConfig) -> Found:
+    yield from _batches(config, "fitgpt")
+    yield from _recompute(config)
+    yield from _evaluation(config)
+    yield from _pieces(config)
+    if config.compile is False:
+        yield _option(config, "compile", "fused kernels instead of one temporary after another", "a slower start",
+                      compile=True)
+    for saver in SAVERS:
+        knob, _, text = saver.flag.removeprefix("--").partition("=")
+        if knob not in ("recompute", "loss_chunk"):
+            knobs = {knob: parse_value(RunConfig, knob, text or "True"), **_conditions(config, knob)}
+            yield _option(config, knob, saver.saves, saver.costs, exact=saver.exact, **knobs)
+    yield from _blocks(config, "fitgpt")
+
+
+def _of_nanogpt(config: RunConfig) -> Found:
+    yield from _batches(config, "nanogpt")
+    if not config.compile:
+        yield _option(config, "compile", "no float32 copies of logits and norms", "a slower start",
+                      trainer="nanogpt", compile=True)
+    yield Option(Change(("--trainer=fitgpt",), "train it with fitgpt: the logits of a few thousand tokens at a time, "
+                        "and less kept in each layer", True, True, "nothing: faster", "trainer", "fitgpt"), config)
+    yield _option(config, "accumulation", "no second set of gradients beside the first",
+                  f"steps of {config.gradient_accumulation_steps} times fewer tokens", exact=False, trainer="nanogpt",
+                  gradient_accumulation_steps=1)
+    yield from _blocks(config, "nanogpt")
+
+
+def _batches(config: RunConfig, trainer: str) -> Found:
+    """The same tokens a step and the same evaluation, in smaller pieces. Dropout's masks are drawn for a micro-batch,
+    so they change."""
+    batch = config.batch_size
+    for smaller in _divided(batch):
+        times = batch // smaller
+        yield _option(config, "batch", f"1/{times} of the activations at a time", "smaller matrix products",
+                      exact=not config.dropout, trainer=trainer, batch_size=smaller,
+                      gradient_accumulation_steps=config.gradient_accumulation_steps * times,
+                      eval_iters=config.eval_iters * times)
+
+
+def _recompute(config: RunConfig) -> Found:
+    told = {saver.flag: saver for saver in SAVERS}
+    most_kept = min(LEVELS.index(level) for level in config.levels)
+    for level in LEVELS[most_kept + 1:]:
+        saver = told.get(f"--recompute={level}")
+        yield _option(config, "recompute", saver.saves if saver else "what another level keeps besides its inputs",
+                      saver.costs if saver else "more of the forward pass again", recompute=level,
+                      grad_checkpoint=False)
+
+
+def _evaluation(config: RunConfig) -> Found:
+    for smaller in _divided(config.eval_batch):
+        yield _option(config, "evaluation", f"evaluates {smaller} windows at once; the loss is the same",
+                      "a slower evaluation", eval_batch_size=smaller)
+
+
+def _pieces(config: RunConfig) -> Found:
+    piece = loss_piece_tokens(config.batch_size * config.block_size, config.vocab_size or DEFAULT_VOCAB,
+                              config.loss_chunk)
+    for smaller in (piece // 2, piece // 4):
+        if smaller >= SMALLEST_PIECE:
+            yield _option(config, "loss", f"all logits but those of {smaller:,} tokens", "smaller matrix products",
+                          loss_chunk=smaller)
+
+
+def _blocks(config: RunConfig, trainer: str) -> Found:
+    """Attention sees half as far: another model, and another loss."""
+    half = config.block_size // 2
+    if half:
+        yield _option(config, "block", "half the context: another model", "nothing", exact=False, comparable=False,
+                      trainer=trainer, block_size=half, eval_block_size=min(config.eval_block_size, half),
+                      gradient_accumulation_steps=2 * config.gradient_accumulation_steps)
+
+
+def _conditions(config: RunConfig, knob: str) -> dict[str, Any]:
+    """What a saver needs besides its own flag."""
+    if knob == "step_in_backward":
+        return {"gradient_accumulation_steps": 1, "grad_clip": 0.0}
+    return {}
+
+
+def _divided(number: int) -> list[int]:
+    """12 → 6, 3, 1: by its smallest factor, again and again."""
+    found = []
+    while number > 1:
+        number //= next(factor for factor in range(2, number + 1) if number % factor == 0)
+        found.append(number)
+    return found
+
+
+def _option(config: RunConfig, family: str, what: str, slower: str, *, exact: bool = True, comparable: bool = True,
+            trainer: str = "fitgpt", **knobs: Any) -> Option | None:
+    """None where the knobs change nothing, or where other knobs rule the change out."""
+    try:
+        changed = replace(config, **knobs)
+    except UsageError:
+        return None
+    flags = tuple(f"--{key}={shown(now)}" for key, _, now in diff(config, changed))
+    return Option(Change(flags, what, exact, comparable, slower, family, trainer), changed) if flags else None
+
+
+# ---- their price
+
+
+def holdings(config: RunConfig, setting: Setting, trainer: str = "fitgpt") -> Holdings:
+    tape, expandable = _tape(config, setting, trainer)
+    peaks = replay(tape, expandable=expandable).peaks()
+    return Holdings({phase: peak.allocated for phase, peak in peaks.items()}, needs(tape, expandable=expandable))
+
+
+def priced(option: Option, before: Holdings, setting: Setting, budget: Budget) -> PricedChange:
+    """What a change saves against what the run holds without it."""
+    after = holdings(option.config, setting, option.change.trainer)
+    saved = {phase: held - after.phases[phase] for phase, held in before.phases.items() if phase in after.phases}
+    return PricedChange(option.change, saved, after.needs, budget.reserve_limit - after.needs)
+
+
+def fits(config: RunConfig, setting: Setting, budget: Budget, trainer: str = "fitgpt") -> bool:
+    """The same answer as `needs` gives, for the price of one replay."""
+    tape, expandable = _tape(config, setting, trainer)
+    cap = budget.reserve_limit
+    return _asked_at_most(tape) <= cap and replay(tape, cap, expandable=expandable).failed is None
+
+
+def smallest_that_fit(config: RunConfig, setting: Setting, budget: Budget, trainer: str = "fitgpt",
+                      most: int = 3) -> tuple[Change, ...]:
+    """Of each family the smallest change that makes the run fit, the exact ones first, and no more than `most`."""
+    families: dict[str, list[Option]] = {}
+    for option in single_changes(config, trainer):
+        families.setdefault(option.change.family, []).append(option)
+    found: list[Change] = []
+    for family in families.values():
+        if len(found) == most:
+            break
+        if fits(family[-1].config, setting, budget, family[-1].change.trainer):
+            found.append(next((option.change for option in family[:-1]
+                               if fits(option.config, setting, budget, option.change.trainer)), family[-1].change))
+    return tuple(found)
+
+
+def _tape(config: RunConfig, setting: Setting, trainer: str) -> tuple[Tape, bool]:
+    """The tape, and whether its segments expand."""
+    return tape_of(settled(config, setting), setting, trainer), setting.expandable and trainer == "fitgpt"
+
+
+def _asked_at_most(tape: Tape) -> int:
+    """The most that is asked for at one time: no cap below it can do."""
+    held = most = 0
+    for alloc, _, _, nbytes, _ in tape.events:
+        if alloc:
+            held += nbytes
+            if held > most:
+                most = held
+        else:
+            held -= nbytes
+    return most

@@ -1,0 +1,74 @@
+"""RunConfig and card → Forecast: what each phase holds, who owns the bytes at the peak, and whether it fits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..cards import Card
+from ..config import DEFAULT_VOCAB, RunConfig
+from ..nouns import Budget, Forecast, MemoryPlan, PhaseForecast
+from ..units import MiB
+from . import gpt, nanogpt, words
+from .allocator import Timeline, needs, replay, reserved_range
+from .nanorun import NanoGPTRun
+from .setting import Setting
+from .tape import Tape
+
+TRAINERS = ("fitgpt", "nanogpt")
+
+
+def tape_of(config: RunConfig, setting: Setting, trainer: str = "fitgpt") -> Tape:
+    """All that the run allocates and frees. `config.vocab_size` 0 means GPT-2's, padded."""
+    if trainer == "nanogpt":
+        return nanogpt.write(nanogpt_run(config), workspace=setting.workspace)
+    return gpt.write(config, setting)
+
+
+def forecast(config: RunConfig, setting: Setting, trainer: str = "fitgpt") -> Forecast:
+    config = settled(config, setting)
+    tape, expandable = tape_of(config, setting, trainer), setting.expandable and trainer == "fitgpt"
+    timeline = replay(tape, expandable=expandable)
+    peaks = timeline.peaks()
+    highest = max(peaks.values(), key=lambda peak: peak.allocated)
+    return Forecast(
+        trainer=trainer, params=config.gpt_config().count_params(),
+        phases={phase: PhaseForecast(peak.allocated, peak.reserved) for phase, peak in peaks.items()},
+        peak_phase=highest.phase, owners_at_peak=words.owners(config, trainer, timeline, highest.event),
+        needs=needs(tape, expandable=expandable),
+        reserved_range=(timeline.reserved, timeline.reserved) if expandable else reserved_range(tape),
+        assumes=setting.in_words(config, trainer), host_bytes=gpt.host_bytes(config),
+        checkpoint_bytes=gpt.checkpoint_bytes(config))
+
+
+def plan(config: RunConfig, setting: Setting, budget: Budget, trainer: str = "fitgpt") -> MemoryPlan:
+    return MemoryPlan(forecast(config, setting, trainer), budget)
+
+
+def timeline_of(config: RunConfig, setting: Setting, trainer: str = "fitgpt") -> Timeline:
+    """The run replayed: what draws the tape over time."""
+    config = settled(config, setting)
+    return replay(tape_of(config, setting, trainer), expandable=setting.expandable and trainer == "fitgpt")
+
+
+def settled(config: RunConfig, setting: Setting) -> RunConfig:
+    """The config with what `auto` will mean on that card, and with a vocabulary."""
+    dtype = config.dtype if config.dtype != "auto" else "bfloat16" if setting.has_bf16 else "float16"
+    compiled = config.compile if config.compile != "auto" else setting.compiles
+    return replace(config, dtype=dtype, compile=compiled, vocab_size=config.vocab_size or DEFAULT_VOCAB)
+
+
+def budget_for(card: Card, *, others: int = 0, budget: int | None = None) -> Budget:
+    """What a process may hold of a card that is not here: the table's figures, and the user's."""
+    assert card.usable_mib is not None and card.outside_mib is not None  # every NVIDIA row has them
+    usable, outside = card.usable_mib * MiB, card.outside_mib * MiB
+    sources = (f"CUDA gives {card.usable_mib} MiB of a {card.name} ({card.usable_src}).",
+               f"A training process holds {card.outside_mib} MiB outside PyTorch's allocator ({card.outside_src}).")
+    return Budget(card.name, usable, others, usable - others if budget is None else budget, outside, sources)
+
+
+def nanogpt_run(config: RunConfig) -> NanoGPTRun:
+    return NanoGPTRun(
+        n_layer=config.n_layer, n_head=config.n_head, n_embd=config.n_embd, batch_size=config.batch_size,
+        block_size=config.block_size, vocab_size=config.vocab_size,
+        gradient_accumulation_steps=config.gradient_accumulation_steps, dtype=config.dtype, dropout=config.dropout,
+        bias=config.bias, compile=bool(config.compile), grad_clip=config.grad_clip)

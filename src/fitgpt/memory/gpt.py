@@ -1,0 +1,195 @@
+"""RunConfig → the tape of our own engine: load, evaluation, iterations, a later evaluation, a checkpoint.
+
+The run is here, as engine/loop.py and run.py have it; what the passes do is in passes.py, what an optimizer holds in
+optimizers.py. With recorded GPU work, the first call of a kind runs as it is; the second is recorded, in a pool of its
+own, after unused memory was given back; later ones allocate nothing.
+"""
+
+from __future__ import annotations
+
+
+from ..config import RunConfig
+from . import optimizers
+from .parts import SCALAR, Sizes, piece_of
+from .passes import Passes
+from .setting import Setting
+from .tape import ORDINARY, RECORDED, SIDE, Tape, Writer
+
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+EVAL_BATCHES, ITERATIONS, MICRO_STEPS = 2, 2, 2  # written of each: more change nothing
+
+
+def write(config: RunConfig, setting: Setting) -> Tape:
+    """Wants a config whose dtype, compile and vocabulary are settled: see forecast.settled."""
+    return Run(config, setting).write()
+
+
+def parameters(config: RunConfig) -> list[tuple[str, int, bool]]:
+    """(name, numbers, is a matrix or table), in the model's order; the head is the token table."""
+    c, bias = config.n_embd, config.bias
+    found = [("wte", config.vocab_size * c, True), ("wpe", config.block_size * c, True)]
+
+    def vector(name: str, numbers: int) -> None:
+        found.append((f"{name}.weight", numbers, False))
+        if bias:
+            found.append((f"{name}.bias", numbers, False))
+
+    def matrix(name: str, inputs: int, outputs: int) -> None:
+        found.append((name, inputs * outputs, True))
+        if bias:
+            found.append((f"{name}.bias", outputs, False))
+
+    for layer in range(config.n_layer):
+        vector(f"{layer}.ln_1", c)
+        matrix(f"{layer}.c_attn", c, 3 * c)
+        matrix(f"{layer}.attn_proj", c, c)
+        vector(f"{layer}.ln_2", c)
+        matrix(f"{layer}.c_fc", c, 4 * c)
+        matrix(f"{layer}.mlp_proj", 4 * c, c)
+    vector("ln_f", c)
+    return found
+
+
+def records(config: RunConfig) -> bool:
+    """Whether GPU work is recorded: run.records_gpu_work's rule."""
+    if config.cuda_graphs == "auto":
+        return bool(config.compile) and not (config.dropout or config.step_in_backward
+                                             or config.offload == "gradients")
+    return bool(config.cuda_graphs)
+
+
+def sizes(config: RunConfig, setting: Setting, batch: int, block: int, *, training: bool) -> Sizes:
+    return Sizes(
+        b=batch, t=block, c=config.n_embd, heads=config.n_head, vocab=config.vocab_size, layers=config.n_layer,
+        product=BYTES[config.dtype], residual=BYTES[config.residual], matrix=BYTES[config.weights], bias=config.bias,
+        dropout=training and config.dropout > 0, compiled=bool(config.compile), kernel=setting.attention(config),
+        triton=setting.compiles, workspace=setting.workspace,
+        piece=piece_of(batch * block, config.vocab_size, config.loss_chunk))
+
+
+class Run:
+    def __init__(self, config: RunConfig, setting: Setting) -> None:
+        self.config, self.w = config, Writer()
+        self.records = records(config)
+        self.parameters = parameters(config)
+        self.levels = config.levels
+        self.training = Passes(self.w, sizes(config, setting, config.batch_size, config.block_size, training=True))
+        self.looking = Passes(self.w, sizes(config, setting, config.eval_batch, config.eval_block, training=False))
+        self.training.positions = config.block_size
+        self.training.sink = {"gradients": "host"}.get(config.offload, "step" if config.step_in_backward else "grad")
+        self.optimizer = optimizers.of(config, self.parameters, self.w)
+        self.calls: dict[str, int] = {}
+
+    def write(self) -> Tape:
+        w = self.w
+        w.phase("load")
+        self.load()
+        w.phase("first_eval")
+        self.evaluate()
+        for iteration in range(ITERATIONS):
+            first = iteration == 0
+            w.phase("first_train" if first else "train")
+            self.micro_steps()
+            w.phase("first_train" if first else "step")
+            self.step()
+        w.phase("eval")
+        self.evaluate()
+        w.phase("save")  # tensor by tensor, through the host
+        w.phase("resume")  # into what `load` made
+        return w.tape()
+
+    def load(self) -> None:
+        w, config = self.w, self.config
+        for name, numbers, _ in self.parameters:
+            w.alloc(f"{name}.float32" if self.rounds(name) else name, "weights", 4 * numbers)
+        for name, numbers, _ in self.parameters:
+            if self.rounds(name):
+                w.alloc(name, "weights", BYTES[config.weights] * numbers)
+                w.free(f"{name}.float32")
+        self.optimizer.load()
+        for name in ("scale", "good steps", "skipped", "skipped in a row"):
+            w.alloc(name, "other", SCALAR)
+        if self.records:
+            for name, numbers, is_matrix in self.parameters:
+                w.alloc(f"{name}.grad", "gradients", (BYTES[config.weights] if is_matrix else 4) * numbers)
+
+    def rounds(self, name: str) -> bool:
+        return self.config.weights != "float32" and next(matrix for each, _, matrix in self.parameters if each == name)
+
+    # ---- work that may be recorded
+
+    def called(self, kind: str, passes: Passes, result: str, batch: str) -> None:
+        """One micro-step or evaluation batch: as it is, being recorded, or replayed."""
+        w, s = self.w, passes.s
+        calls = self.calls[kind] = self.calls.get(kind, 0) + 1
+        if not self.records or calls == 1:
+            self.work(kind, passes, result, batch)
+            return
+        if calls == 2:
+            for place in ("inputs", "targets"):
+                w.alloc(f"{kind} {place}.place", "data", 8 * s.n)
+            w.release()
+            w.pool = SIDE
+            if not w.alive("dice of recorded work"):
+                w.alloc("dice of recorded work", "other", 2 * 8)
+            w.pool = RECORDED
+            self.work(kind, passes, f"recorded {result}", f"{kind}.place")
+            w.pool = ORDINARY
+
+    def work(self, kind: str, passes: Passes, result: str, batch: str) -> None:
+        if kind == "eval":
+            passes.hidden_losses(batch, result)
+        else:
+            passes.accumulate(batch, self.levels, result)
+
+    def evaluate(self) -> None:
+        w, s = self.w, self.looking.s
+        for split in ("train", "val"):
+            w.alloc("means", "other", 4 * s.b * EVAL_BATCHES)
+            batch = ""
+            for _ in range(EVAL_BATCHES):
+                before, batch = batch, self.fetch(s)
+                if before:
+                    w.free(before)
+                self.called("eval", self.looking, "token losses", batch)
+                w.free_if_alive("token losses")
+            w.free("means", batch)
+
+    def fetch(self, s: Sizes) -> str:
+        """Inputs and targets are windows of one tensor of B × (T + 1) tokens."""
+        self.calls["fetch"] = self.calls.get("fetch", 0) + 1
+        return self.w.alloc(f"batch {self.calls['fetch']}", "data", 8 * s.b * (s.t + 1))
+
+    def micro_steps(self) -> None:
+        w, s = self.w, self.training.s
+        w.alloc("micro scale", "other", SCALAR)
+        w.alloc("loss sum", "other", SCALAR)
+        self.optimizer.begin()
+        self.batch = ""
+        for _ in range(min(self.config.gradient_accumulation_steps, MICRO_STEPS)):
+            before, self.batch = self.batch, self.fetch(s)
+            if before:
+                w.free(before)
+            self.called("train", self.training, "loss", self.batch)
+            w.free_if_alive("loss")
+
+    def step(self) -> None:
+        w = self.w
+        gradients = [name for name, _, _ in self.parameters if w.alive(f"{name}.grad")]
+        norms = [w.alloc(f"{name}.norm", "other", SCALAR) for name in gradients]
+        w.free(*norms)
+        self.optimizer.step()
+        if not self.records:
+            w.free(*(f"{name}.grad" for name in gradients))
+        w.free("micro scale", "loss sum", self.batch)
+
+
+def host_bytes(config: RunConfig) -> int:
+    """AdamW's moments, the weights it works on and the gradients it is given, where they live in the host's memory."""
+    return 0 if config.offload == "none" else 16 * config.gpt_config().count_params()
+
+
+def checkpoint_bytes(config: RunConfig) -> int:
+    """Weights and the optimizer's state, as they are held."""
+    weights = sum(numbers * (BYTES[config.weights] if matrix else 4) for _, numbers, matrix in parameters(config))
+    return weights + optimizers.of(config, parameters(config), Writer()).nbytes()

@@ -1,0 +1,300 @@
+"""What our model's passes allocate and free: forward with what each level keeps, the loss in pieces, backward.
+
+As engine/model.py and engine/block.py have it, in their order and under their names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..savers import KEEPS
+from .parts import SCALAR, Parts
+
+VECTORS = ("weight", "bias")
+
+
+class Passes(Parts):
+    """The gradients go where `sink` says: into `.grad` ("grad"), to the host ("host"), or to the optimizer at once."""
+
+    sink = "grad"
+    positions = 0  # rows of the position table
+
+    # ---- forward
+
+    def embed(self, idx: str) -> None:
+        """Leaves `0.x`, and `mask` where there is dropout."""
+        w, s = self.w, self.s
+        nbytes = s.n * s.c
+        if not idx.endswith(".place"):
+            w.alloc("idx", "data", 8 * s.n)  # a window of the batch, made contiguous
+        w.alloc("tokens", "activations", s.matrix * nbytes)
+        if not idx.endswith(".place"):
+            w.free("idx")
+        x = w.alloc("0.x" if s.matrix == s.residual and not s.dropout else "embedded", "activations",
+                    s.matrix * nbytes)
+        w.free("tokens")
+        if s.matrix != s.residual:
+            w.alloc("0.x" if not s.dropout else "embedded.cast", "activations", s.residual * nbytes)
+            w.free(x)
+            x = "embedded.cast"
+        if s.dropout:
+            w.alloc("mask", "activations", nbytes)
+            w.alloc("0.x", "activations", s.residual * nbytes)
+            w.free(x)
+
+    def forward(self, layer: int, level: str | None) -> None:
+        """From `{layer}.x` to the next one's; without a level nothing is kept, not even the input."""
+        w, s, p = self.w, self.s, f"{layer}."
+        keeps = KEEPS[level] if level else frozenset()
+        matrix, nbytes = s.c * s.c, s.product * s.n * s.c
+        self.norm(f"{p}h1", f"{p}x")
+        self.product(f"{p}qkv", f"{p}c_attn", 3 * matrix, 3 * nbytes, bias=3 * s.c if s.bias else 0)
+        self.drop_unless("h1", keeps, p)
+        state = self.attend(p)
+        self.drop_unless("qkv", keeps, p)
+        self.dropped_product(f"{p}proj", f"{p}attn_proj", matrix)
+        if "att" not in keeps:
+            w.free(*reversed(state), f"{p}att")
+        self.norm_of_sum(f"{p}h2", f"{p}x")
+        self.product(f"{p}fc", f"{p}c_fc", 4 * matrix, 4 * nbytes, bias=4 * s.c if s.bias else 0)
+        self.drop_unless("h2", keeps, p)
+        w.alloc(f"{p}g", "activations", 4 * nbytes)
+        self.drop_unless("fc", keeps, p)
+        self.dropped_product(f"{p}down", f"{p}mlp_proj", 4 * matrix)
+        self.drop_unless("g", keeps, p)
+        self.add_both(f"{layer + 1}.x")
+        self.drop_unless("proj", keeps, p)
+        w.free(f"{p}down")
+        if level is None:
+            w.free(f"{p}x")
+
+    def drop_unless(self, name: str, keeps: frozenset[str], prefix: str) -> None:
+        if name not in keeps:
+            self.w.free(prefix + name)
+
+    def dropped_product(self, out: str, weight: str, numbers: int) -> None:
+        """A product of width C, and in training its dropout, which leaves a mask of a byte a number."""
+        w, s = self.w, self.s
+        nbytes, bias = s.product * s.n * s.c, s.c if s.bias else 0
+        if not s.dropout:
+            self.product(out, weight, numbers, nbytes, bias=bias)
+            return
+        self.product("undropped", weight, numbers, nbytes, bias=bias)
+        w.alloc(f"{out}.mask", "activations", s.n * s.c)
+        w.alloc(out, "activations", nbytes)
+        w.free("undropped")
+
+    def drop_again(self, out: str) -> str:
+        """A tensor of width C under the mask of the forward pass: multiplied twice."""
+        w, nbytes = self.w, self.s.product * self.s.n * self.s.c
+        w.alloc("masked", "activations", nbytes)
+        w.alloc(out, "activations", nbytes)
+        w.free("masked")
+        return out
+
+    def hidden_losses(self, idx: str, out: str) -> None:
+        """token_losses: forward without gradients, then each token's loss, a piece of logits at a time."""
+        w, s = self.w, self.s
+        self.embed(idx)
+        for layer in range(s.layers):
+            self.forward(layer, None)
+        self.norm("hidden", f"{s.layers}.x")
+        w.free(f"{s.layers}.x")
+        if not idx.endswith(".place"):
+            w.alloc("targets", "data", 8 * s.n)
+        head = self.cast("wte", s.vocab * s.c)
+        w.alloc("logits", "logits", s.product * s.piece * s.vocab)
+        w.alloc(out, "other", 4 * s.n)
+        self.wake_cublas()
+        for start in range(0, s.n, s.piece):
+            self.cross_entropy(min(s.piece, s.n - start), gradient=False)
+        w.free(*([head] if head else []), "logits")
+        if not idx.endswith(".place"):
+            w.free("targets")
+        w.free("hidden")
+
+    def cross_entropy(self, rows: int, *, gradient: bool) -> None:
+        w, s = self.w, self.s
+        if s.triton:
+            w.alloc("losses", "other", 4 * rows)
+        else:
+            self._plain_cross_entropy(rows, gradient=gradient)
+        if gradient:
+            w.alloc("losses.sum", "other", SCALAR)
+        w.free("losses")
+        if gradient:
+            w.free("losses.sum")
+
+    def _plain_cross_entropy(self, rows: int, *, gradient: bool) -> None:
+        """In float32: a copy of the piece where logits are rounded."""
+        w, s = self.w, self.s
+        if s.product < 4:
+            w.alloc("logits.wide", "logits", 4 * rows * s.vocab)
+        w.alloc("losses", "other", 4 * rows)
+        if s.product < 4:
+            w.free("logits.wide")
+
+    # ---- training
+
+    def accumulate(self, idx: str, levels: Sequence[str], loss: str) -> None:
+        """One micro-step: forward, loss, backward. Leaves the loss, and the gradients where they go."""
+        w, s = self.w, self.s
+        self.embed(idx)
+        for layer in range(s.layers):
+            self.forward(layer, levels[layer])
+        copied = not idx.endswith(".place")
+        if copied:
+            w.alloc("targets", "data", 8 * s.n)
+        self.head_backward(loss, copied)
+        w.free(f"{s.layers}.x")
+        for layer in reversed(range(s.layers)):
+            self.backward(layer, levels[layer])
+        self.embed_backward(idx)
+        w.free("d_x", *([self.rounded] if self.rounded != "d_x" else []), *(["mask"] if s.dropout else []))
+
+    def head_backward(self, loss: str, copied: bool) -> None:
+        w, s = self.w, self.s
+        self.norm("hidden", f"{s.layers}.x")
+        head = self.cast("wte", s.vocab * s.c)
+        w.alloc("counted", "other", s.n)
+        w.alloc("count", "other", 8)
+        w.free(w.alloc("count scratch", "workspace", 8 * s.n), "counted")
+        w.alloc("a token", "other", SCALAR)
+        w.free("count")
+        w.alloc("logits", "logits", s.product * s.piece * s.vocab)
+        w.alloc("total", "other", SCALAR)
+        self.wake_cublas()
+        for start in range(0, s.n, s.piece):
+            self.cross_entropy(min(s.piece, s.n - start), gradient=True)
+            self.give_product("wte", s.vocab * s.c)
+        w.alloc(loss, "other", SCALAR)
+        w.free(*([head] if head else []), "a token", "total", "logits")
+        w.alloc("d_x", "activations", s.residual * s.n * s.c)
+        vectors = self.vectors("ln_f")
+        self.rounded = self.norm_backward("d_x.rounded", f"{s.layers}.x", added=False, vectors=vectors)
+        self.give_vectors(*vectors)
+        if copied:
+            w.free("targets")
+        w.free("hidden")
+
+    def backward(self, layer: int, level: str) -> None:
+        """From the gradient of the block's output to that of its input, computing again what was not kept."""
+        w, s, p = self.w, self.s, f"{layer}."
+        keeps, matrix, nbytes = KEEPS[level], s.c * s.c, s.product * s.n * s.c
+        h1 = "h1" in keeps
+        if "att" not in keeps:
+            h1 = self.again_qkv(p, keeps)
+            state = self.attend(p)
+        else:
+            state = self.state_names(p)
+        if "proj" not in keeps:
+            self.product("undropped" if s.dropout else f"{p}proj", f"{p}attn_proj", matrix, nbytes,
+                         bias=s.c if s.bias else 0)
+            if s.dropout:
+                self.drop_again(f"{p}proj")
+                w.free("undropped")
+        if "h2" not in keeps:
+            self.norm_of_sum(f"{p}h2", f"{p}x")
+        if "fc" not in keeps:
+            self.product(f"{p}fc", f"{p}c_fc", 4 * matrix, 4 * nbytes, bias=4 * s.c if s.bias else 0)
+        if s.dropout:
+            self.drop_again("d_down")
+        self.product("d_fc", f"{p}mlp_proj", 4 * matrix, 4 * nbytes)
+        self.give_linear(f"{p}mlp_proj", 4 * matrix, s.c)
+        w.free(*(["d_down"] if s.dropout else []), f"{p}fc", *([f"{p}g"] if "g" in keeps else []))
+        self.product("d_h2", f"{p}c_fc", 4 * matrix, nbytes)
+        self.give_linear(f"{p}c_fc", 4 * matrix, 4 * s.c)
+        w.free(f"{p}h2", "d_fc")
+        vectors = self.vectors(f"{p}ln_2")
+        d_proj = self.norm_backward("d_proj", f"{p}x", added=True, vectors=vectors)
+        self.give_vectors(*vectors)
+        w.free("d_h2", f"{p}proj")
+        if s.dropout:
+            self.drop_again("d_proj.dropped")
+            if d_proj != "d_x":
+                w.free(d_proj)
+            d_proj = "d_proj.dropped"
+        self.product("d_att", f"{p}attn_proj", matrix, nbytes)
+        self.give_linear(f"{p}attn_proj", matrix, s.c)
+        if d_proj != "d_x":
+            w.free(d_proj)
+        if not w.alive(f"{p}qkv"):
+            h1 = self.again_qkv(p, keeps)
+        self.attend_backward("d_qkv")
+        w.free("d_att", f"{p}qkv", *reversed(state), f"{p}att")
+        if not h1:
+            self.norm(f"{p}h1", f"{p}x")
+        self.product("d_h1", f"{p}c_attn", 3 * matrix, nbytes)
+        self.give_linear(f"{p}c_attn", 3 * matrix, 3 * s.c)
+        w.free(f"{p}h1", "d_qkv")
+        vectors = self.vectors(f"{p}ln_1")
+        before = self.rounded
+        self.rounded = self.norm_backward(f"{p}d_x.rounded", f"{p}x", added=False, vectors=vectors)
+        self.give_vectors(*vectors)
+        w.free(f"{p}x", *([f"{p}proj.mask", f"{p}down.mask"] if s.dropout else []), "d_h1")
+        if before != "d_x":
+            w.free(before)
+
+    def state_names(self, prefix: str) -> list[str]:
+        return [name for name in (f"{prefix}lse", f"{prefix}seed", f"{prefix}offset") if self.w.alive(name)]
+
+    def again_qkv(self, prefix: str, keeps: frozenset[str]) -> bool:
+        """qkv, computed again where it was not kept; whether h1 is there too."""
+        s = self.s
+        if "qkv" in keeps:
+            return "h1" in keeps
+        self.norm(f"{prefix}h1", f"{prefix}x")
+        self.product(f"{prefix}qkv", f"{prefix}c_attn", 3 * s.c * s.c, 3 * s.product * s.n * s.c,
+                     bias=3 * s.c if s.bias else 0)
+        return True
+
+    def embed_backward(self, idx: str) -> None:
+        w, s = self.w, self.s
+        copied = not idx.endswith(".place")
+        if s.dropout:
+            for each in ("d_x.masked", "d_x.dropped"):
+                w.alloc(each, "activations", s.residual * s.n * s.c)
+            w.free("d_x.masked")
+        if copied:
+            w.alloc("idx", "data", 8 * s.n)
+        self.give_rows("wte", s.vocab * s.c)
+        if copied:
+            w.free("idx")
+        w.alloc("positions", "data", 8 * s.t)
+        w.alloc("d_positions", "activations", 4 * s.t * s.c)
+        self.give_rows("wpe", self.positions * s.c)
+        w.free("d_positions", "positions", *(["d_x.dropped"] if s.dropout else []))
+
+    # ---- where gradients go
+
+    def vectors(self, norm: str) -> tuple[str, ...]:
+        return tuple(self.fresh(f"{norm}.{part}") for part in VECTORS[:2 if self.s.bias else 1])
+
+    def fresh(self, parameter: str) -> str:
+        """The first gradient of a step becomes the parameter's own; a later one is added to it and dropped."""
+        own = f"{parameter}.grad"
+        return f"{parameter}.fresh" if self.sink != "grad" or self.w.alive(own) else own
+
+    def give_vectors(self, *names: str) -> None:
+        self.w.free(*(name for name in names if name.endswith(".fresh")))
+
+    def give_product(self, parameter: str, numbers: int) -> None:
+        """On CUDA a product is added straight to what is there already."""
+        w, s = self.w, self.s
+        if self.sink == "host":
+            w.free(w.alloc(f"{parameter}.fresh", "gradients", 4 * numbers))
+        elif not w.alive(f"{parameter}.grad"):
+            w.alloc(f"{parameter}.grad", "gradients", s.matrix * numbers)
+
+    def give_linear(self, weight: str, numbers: int, outputs: int) -> None:
+        w, s = self.w, self.s
+        self.give_product(weight, numbers)
+        if s.bias:
+            w.alloc("ones", "activations", s.product * s.n)
+            bias = w.alloc(self.fresh(f"{weight}.bias"), "gradients", 4 * outputs)
+            w.free("ones")
+            self.give_vectors(bias)
+
+    def give_rows(self, parameter: str, numbers: int) -> None:
+        if self.sink == "grad" and not self.w.alive(f"{parameter}.grad"):
+            self.w.alloc(f"{parameter}.grad", "gradients", self.s.matrix * numbers)

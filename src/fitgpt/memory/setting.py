@@ -1,0 +1,62 @@
+"""Where a run takes place, as far as its memory goes: the architecture, torch's version, the allocator's kind."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..cards import Card
+from ..config import RunConfig
+from ..units import MiB
+
+MEASURED_TORCH = ("2.11",)   # with which runs were recorded
+KNOWN_TORCH = ("2.11", "2.12", "2.13")
+DEFAULT_TORCH = "2.13"
+
+# cuBLAS's workspace, one for each thread's handle: 32 MiB where torch's CUDABlas.cpp says so, else two pieces of 4 MiB
+# and eight of 16 KiB.
+BIG_WORKSPACE, WORKSPACE = 32 * MiB, 8_519_680
+CUDNN_PREFERRED = ((9, 0), (10, 0), (10, 3))  # where torch tries cuDNN's attention first
+
+
+@dataclass(frozen=True)
+class Setting:
+    capability: tuple[int, int] = (9, 0)
+    torch: str = DEFAULT_TORCH
+    expandable: bool = True   # fitgpt's own runs: not on Windows, whose torch has none
+    compiles: bool = True     # whether compile=auto will compile
+
+    @property
+    def has_bf16(self) -> bool:
+        return self.capability >= (8, 0)
+
+    @property
+    def workspace(self) -> int:
+        return BIG_WORKSPACE if self.capability >= (9, 0) else WORKSPACE
+
+    def attention(self, config: RunConfig, trainer: str = "fitgpt") -> str:
+        """torch's choice among its kernels: cudnn, flash, efficient or math. fitgpt pads heads before it asks."""
+        head = config.n_embd // config.n_head
+        if trainer == "fitgpt":
+            head += -head % 8
+        if config.dtype == "float32":
+            return "efficient"
+        if self.capability < (7, 5):
+            return "efficient" if self.capability >= (5, 0) else "math"
+        if self.capability < (8, 0):
+            return "efficient"   # flash attention wants Ampere
+        if self.capability in CUDNN_PREFERRED and head <= 128 and head % 8 == 0:
+            return "cudnn"
+        return "flash" if head <= 256 else "efficient"
+
+    def in_words(self, config: RunConfig, trainer: str) -> dict[str, str]:
+        measured = self.torch in MEASURED_TORCH
+        return {
+            "torch": self.torch if measured else f"{self.torch} (recorded runs are of {MEASURED_TORCH[0]})",
+            "attention": self.attention(config, trainer),
+            "compile": "compiled" if config.compile else "eager",
+            "allocator": "expandable segments" if self.expandable and trainer == "fitgpt" else "native"}
+
+
+def setting_for(card: Card, *, torch: str = DEFAULT_TORCH, windows: bool = False) -> Setting:
+    capability = card.capability or (9, 0)
+    return Setting(capability, torch, expandable=not windows, compiles=capability >= (7, 0) and not windows)

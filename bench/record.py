@@ -4,7 +4,8 @@
 
 Each case (a name, knobs of RunConfig, and perhaps a `cap` in bytes) runs in a process of its own, with the allocator's
 environment that `fitgpt train` sets: load, evaluation, three iterations, evaluation, a checkpoint; then, in another
-process, sampling. Nothing is timed, so the processes run side by side. With `--events FOLDER` every allocation and free is kept too.
+process, sampling. Nothing is timed, so the processes run side by side. With `--events FOLDER` every allocation and free
+is kept too.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def main() -> None:
     cases = json.loads(Path(options.cases).read_text(encoding="utf-8"))["cases"]
     started = time.time()
     with ThreadPoolExecutor(options.at_once) as pool:
-        rows = list(pool.map(lambda case: in_own_process(case, options.events, options.seconds), cases))
+        rows = list(pool.map(lambda case: measured(case, options.events, options.seconds), cases))
     about = next((row.pop("about") for row in rows if "about" in row), {})
     for row in rows:
         row.pop("about", None)
@@ -60,6 +61,13 @@ def main() -> None:
     print(f"{len(rows)} cases in {time.time() - started:.0f} s, {len(failed)} failed")
     for row in failed:
         print(row["name"], row["error"][-700:])
+
+
+def measured(case: dict[str, Any], events: str, seconds: int) -> dict[str, Any]:
+    row = in_own_process(case, events, seconds)
+    if case.get("sample") and "phases" in row:
+        row["phases"] |= in_own_process({**case, "only": "sample"}, "", seconds).get("phases", {})
+    return row
 
 
 def in_own_process(case: dict[str, Any], events: str, seconds: int) -> dict[str, Any]:
@@ -73,7 +81,10 @@ def in_own_process(case: dict[str, Any], events: str, seconds: int) -> dict[str,
         return {**case, "error": f"not done after {seconds} s"}
     if done.returncode:
         return {**case, "error": done.stderr[-1500:]}
-    return {**case, **json.loads(done.stdout.splitlines()[-1])}
+    row = {**case, **json.loads(done.stdout.splitlines()[-1])}
+    if "could not be recorded" in done.stderr:
+        row["recording_failed"] = True
+    return row
 
 
 def one(case: dict[str, Any], events: str) -> dict[str, Any]:
@@ -86,11 +97,12 @@ def one(case: dict[str, Any], events: str) -> dict[str, Any]:
     from fitgpt.engine.evaluate import evaluate
     from fitgpt.engine.feed import Feed
     from fitgpt.engine.loop import learning_rate_at, train_step
-    from fitgpt.engine.sample import Taste, generate
     from fitgpt.run import build_training
 
     config = RunConfig(**case["config"])
     choice = resolve_device("cuda", config.dtype, config.compile)
+    if case.get("only") == "sample":
+        return sampling(config, choice.dtype)
     if "cap" in case:
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(case["cap"] / total)
@@ -111,8 +123,11 @@ def one(case: dict[str, Any], events: str) -> dict[str, Any]:
         feed = Feed(read, torch.device(choice.device), last=ITERATIONS * config.gradient_accumulation_steps - 1)
 
         def look(step: int) -> None:
-            evaluate(training.model, splits, batch=config.eval_batch, block=config.eval_block, step=step,
-                     token_losses=training.token_losses)
+            """An evaluation starts its peaks afresh when it is done, and says what they were."""
+            evaluation = evaluate(training.model, splits, batch=config.eval_batch, block=config.eval_block, step=step,
+                                  token_losses=training.token_losses)
+            assert evaluation is not None
+            watch.seen(evaluation.memory.peak_allocated, evaluation.memory.peak_reserved)
 
         with watch.phase("first_eval"):
             look(0)
@@ -130,19 +145,26 @@ def one(case: dict[str, Any], events: str) -> dict[str, Any]:
     except torch.OutOfMemoryError as error:
         result["out_of_memory"] = {"phase": watch.now, "message": str(error).splitlines()[0]}
     result["phases"] = watch.peaks
-    if case.get("sample"):
-        del training
-        torch.cuda.empty_cache()
-        from fitgpt.engine.model import build_model
-        with watch.phase("sample"):
-            model = build_model(config.gpt_config(), torch.device("cuda"), 0)
-            model.compute_dtype = getattr(torch, choice.dtype)
-            list(generate(model, [1] * 5, 40, Taste(), 0))
     if events:
         with gzip.open(Path(events) / f"{case['name'].replace(' ', '_')}.json.gz", "wt") as file:
             json.dump(watch.events, file)
     result["about"] = {"card": torch.cuda.get_device_name(), "torch": torch.__version__}
     return result
+
+
+def sampling(config: RunConfig, dtype: str) -> dict[str, Any]:
+    """As `fitgpt sample` does it: 40 tokens after a short prompt."""
+    import torch
+
+    from fitgpt.engine.model import build_model
+    from fitgpt.engine.sample import Taste, generate
+
+    watch = Watch(False)
+    with watch.phase("sample"):
+        model = build_model(config.gpt_config(), torch.device("cuda"), 0)
+        model.compute_dtype = getattr(torch, dtype)
+        list(generate(model, [1] * 16, 40, Taste(), 0))
+    return {"phases": watch.peaks}
 
 
 class Watch:
@@ -153,6 +175,12 @@ class Watch:
         self.now = ""
         self.peaks: dict[str, dict[str, int]] = {}
         self.events: list[dict[str, Any]] = []
+
+    def seen(self, allocated: int, reserved: int) -> None:
+        """Peaks that the phase reached before something reset the counters."""
+        before = self.peaks.get(self.now, {})
+        self.peaks[self.now] = {"allocated": max(allocated, before.get("allocated", 0)),
+                                "reserved": max(reserved, before.get("reserved", 0))}
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -167,12 +195,7 @@ class Watch:
         finally:
             torch.cuda.synchronize()
             stats = torch.cuda.memory_stats()
-            before = self.peaks.get(name, {})
-            self.peaks[name] = {
-                "allocated": max(stats["allocated_bytes.all.peak"], before.get("allocated", 0)),
-                "reserved": max(stats["reserved_bytes.all.peak"], before.get("reserved", 0)),
-                "left_allocated": stats["allocated_bytes.all.current"],
-                "left_reserved": stats["reserved_bytes.all.current"]}
+            self.seen(stats["allocated_bytes.all.peak"], stats["reserved_bytes.all.peak"])
             if self.keeps_events:
                 trace = torch.cuda.memory._snapshot()["device_traces"][0]
                 torch.cuda.memory._record_memory_history(None)

@@ -8,7 +8,7 @@ from ..cards import Card
 from ..config import DEFAULT_VOCAB, RunConfig
 from ..nouns import Budget, Forecast, MemoryPlan, PhaseForecast
 from ..units import MiB
-from . import gpt, nanogpt, words
+from . import gpt, nanogpt, sampling, words
 from .allocator import Timeline, needs, replay, reserved_range
 from .nanorun import NanoGPTRun
 from .setting import Setting
@@ -30,14 +30,26 @@ def forecast(config: RunConfig, setting: Setting, trainer: str = "fitgpt") -> Fo
     timeline = replay(tape, expandable=expandable)
     peaks = timeline.peaks()
     highest = max(peaks.values(), key=lambda peak: peak.allocated)
+    phases = {phase: PhaseForecast(peak.allocated, peak.reserved) for phase, peak in peaks.items()}
     return Forecast(
         trainer=trainer, params=config.gpt_config().count_params(),
-        phases={phase: PhaseForecast(peak.allocated, peak.reserved) for phase, peak in peaks.items()},
+        phases=phases | _apart(config, setting, trainer, phases),
         peak_phase=highest.phase, owners_at_peak=words.owners(config, trainer, timeline, highest.event),
         needs=needs(tape, expandable=expandable),
         reserved_range=(timeline.reserved, timeline.reserved) if expandable else reserved_range(tape),
         assumes=setting.in_words(config, trainer), host_bytes=gpt.host_bytes(config),
         checkpoint_bytes=gpt.checkpoint_bytes(config))
+
+
+def _apart(config: RunConfig, setting: Setting, trainer: str,
+           phases: dict[str, PhaseForecast]) -> dict[str, PhaseForecast]:
+    """Phases of other processes. A resume begins like the run itself, its checkpoint being read on the host; nanoGPT
+    reads its own onto the card, weights and moments, beside the model it has made."""
+    if trainer == "nanogpt":
+        held = phases["load"].allocated + 12 * config.gpt_config().count_params()
+        return {"save": phases["eval"], "resume": PhaseForecast(held, max(held, phases["load"].reserved))}
+    sampled = replay(sampling.write(config, setting), expandable=setting.expandable).peaks()["sample"]
+    return {"resume": phases["load"], "sample": PhaseForecast(sampled.allocated, sampled.reserved)}
 
 
 def plan(config: RunConfig, setting: Setting, budget: Budget, trainer: str = "fitgpt") -> MemoryPlan:
@@ -59,7 +71,8 @@ def settled(config: RunConfig, setting: Setting) -> RunConfig:
 
 def budget_for(card: Card, *, others: int = 0, budget: int | None = None) -> Budget:
     """What a process may hold of a card that is not here: the table's figures, and the user's."""
-    assert card.usable_mib is not None and card.outside_mib is not None  # every NVIDIA row has them
+    assert card.usable_mib is not None  # every NVIDIA row has them
+    assert card.outside_mib is not None
     usable, outside = card.usable_mib * MiB, card.outside_mib * MiB
     sources = (f"CUDA gives {card.usable_mib} MiB of a {card.name} ({card.usable_src}).",
                f"A training process holds {card.outside_mib} MiB outside PyTorch's allocator ({card.outside_src}).")

@@ -7,7 +7,6 @@ own, after unused memory was given back; later ones allocate nothing.
 
 from __future__ import annotations
 
-
 from ..config import RunConfig
 from . import optimizers
 from .parts import SCALAR, Sizes, piece_of
@@ -16,6 +15,7 @@ from .setting import Setting
 from .tape import ORDINARY, RECORDED, SIDE, Tape, Writer
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+NORM_CHUNK = 65536  # numbers that one block of a foreach norm sums
 EVAL_BATCHES, ITERATIONS, MICRO_STEPS = 2, 2, 2  # written of each: more change nothing
 
 
@@ -61,9 +61,11 @@ def records(config: RunConfig) -> bool:
 def sizes(config: RunConfig, setting: Setting, batch: int, block: int, *, training: bool) -> Sizes:
     return Sizes(
         b=batch, t=block, c=config.n_embd, heads=config.n_head, vocab=config.vocab_size, layers=config.n_layer,
-        product=BYTES[config.dtype], residual=BYTES[config.residual], matrix=BYTES[config.weights], bias=config.bias,
+        product=BYTES[config.dtype], residual=BYTES[config.residual], matrix=BYTES[config.weights],
+        casts=config.weights != config.dtype, rounds=config.residual != config.dtype,
+        widens=config.weights != config.residual, bias=config.bias,
         dropout=training and config.dropout > 0, compiled=bool(config.compile), kernel=setting.attention(config),
-        triton=setting.compiles, workspace=setting.workspace,
+        triton=setting.compiles, workspace=setting.workspace, sms=setting.sms,
         piece=piece_of(batch * block, config.vocab_size, config.loss_chunk))
 
 
@@ -77,7 +79,8 @@ class Run:
         self.looking = Passes(self.w, sizes(config, setting, config.eval_batch, config.eval_block, training=False))
         self.training.positions = config.block_size
         self.training.sink = {"gradients": "host"}.get(config.offload, "step" if config.step_in_backward else "grad")
-        self.optimizer = optimizers.of(config, self.parameters, self.w)
+        self.optimizer = optimizers.of(config, self.parameters, self.w, fused=setting.compiles)
+        self.training.optimizer = self.optimizer
         self.calls: dict[str, int] = {}
 
     def write(self) -> Tape:
@@ -95,7 +98,6 @@ class Run:
         w.phase("eval")
         self.evaluate()
         w.phase("save")  # tensor by tensor, through the host
-        w.phase("resume")  # into what `load` made
         return w.tape()
 
     def load(self) -> None:
@@ -144,7 +146,7 @@ class Run:
 
     def evaluate(self) -> None:
         w, s = self.w, self.looking.s
-        for split in ("train", "val"):
+        for _ in ("train", "val"):
             w.alloc("means", "other", 4 * s.b * EVAL_BATCHES)
             batch = ""
             for _ in range(EVAL_BATCHES):
@@ -164,7 +166,6 @@ class Run:
         w, s = self.w, self.training.s
         w.alloc("micro scale", "other", SCALAR)
         w.alloc("loss sum", "other", SCALAR)
-        self.optimizer.begin()
         self.batch = ""
         for _ in range(min(self.config.gradient_accumulation_steps, MICRO_STEPS)):
             before, self.batch = self.batch, self.fetch(s)
@@ -176,8 +177,11 @@ class Run:
     def step(self) -> None:
         w = self.w
         gradients = [name for name, _, _ in self.parameters if w.alive(f"{name}.grad")]
-        norms = [w.alloc(f"{name}.norm", "other", SCALAR) for name in gradients]
-        w.free(*norms)
+        if gradients:
+            longest = max(numbers for name, numbers, _ in self.parameters if w.alive(f"{name}.grad"))
+            w.alloc("norms.partial", "workspace", SCALAR * len(gradients) * -(-longest // NORM_CHUNK))
+            norms = [w.alloc(f"{name}.norm", "other", SCALAR) for name in gradients]
+            w.free("norms.partial", *norms)
         self.optimizer.step()
         if not self.records:
             w.free(*(f"{name}.grad" for name in gradients))

@@ -10,14 +10,17 @@ from .tape import Writer
 Parameters = Sequence[tuple[str, int, bool]]
 
 GROUP, SMALLEST_ROUNDED = 256, 4096  # as engine/rounded.py has them
+MUON_ROUNDS = 5  # engine/muon.py's
+AT_ONCE = 2**22  # numbers that plain torch updates at once, where there is no fused kernel
+PLAIN_COPIES = 10  # float32 tensors of that length beside each other in rounded.update_
 SCALAR = 4
 
 
 class Held:
     """An optimizer's state: for each parameter, tensors with their bytes, in the order they are made."""
 
-    def __init__(self, writer: Writer, parameters: Parameters, config: RunConfig) -> None:
-        self.w, self.parameters, self.config = writer, parameters, config
+    def __init__(self, writer: Writer, parameters: Parameters, config: RunConfig, *, fused: bool) -> None:
+        self.w, self.parameters, self.config, self.fused = writer, parameters, config, fused
 
     def state(self, numbers: int, matrix: bool, name: str) -> list[tuple[str, int]]:
         return [("exp_avg", 4 * numbers), ("exp_avg_sq", 4 * numbers), ("step", SCALAR)]
@@ -31,11 +34,11 @@ class Held:
             for part, nbytes in self.state(numbers, matrix, name):
                 self.w.alloc(f"{name}.{part}", "optimizer", nbytes)
 
-    def begin(self) -> None:
-        """Before the first gradient of a step is made."""
-
     def step(self) -> None:
         """AdamW's fused kernel works in place."""
+
+    def apply(self, name: str, numbers: int) -> None:
+        """One parameter's update, where gradients are applied as they are made."""
 
 
 class Rounded(Held):
@@ -49,7 +52,18 @@ class Rounded(Held):
 
     def load(self) -> None:
         self.w.alloc("steps", "optimizer", SCALAR)
+        self.w.alloc("dice", "optimizer", 2 * SCALAR)
         super().load()
+
+    def step(self) -> None:
+        if not self.config.step_in_backward:
+            for name, numbers, _ in self.parameters:
+                self.apply(name, numbers)
+
+    def apply(self, name: str, numbers: int) -> None:
+        """In place where there is Triton; else piece by piece in plain torch."""
+        if not self.fused:
+            self.w.free(self.w.alloc("update", "optimizer", 4 * PLAIN_COPIES * min(numbers, AT_ONCE)))
 
 
 class Muon(Held):
@@ -71,17 +85,45 @@ class Muon(Held):
                         self.w.alloc(f"{name}.{part}", "optimizer", nbytes)
 
     def step(self) -> None:
-        """Matrix by matrix, the gradient, the moved momentum and the orthogonal update exist beside each other."""
-        w = self.w
+        """Matrix by matrix; a variable keeps its tensor until the next matrix's takes its place."""
+        w, bound = self.w, dict[str, str]()
+
+        def bind(variable: str, tensor: str) -> None:
+            if variable in bound:
+                w.free(bound[variable])
+            bound[variable] = tensor
+
         for name, numbers, matrix in self.parameters:
             if not self.is_momentum(name, matrix):
                 continue
-            w.alloc("gradient", "optimizer", 4 * numbers)
-            w.alloc("moved", "optimizer", 4 * numbers)
-            w.alloc("update", "optimizer", 4 * numbers)
-            w.alloc("stepped", "optimizer", 4 * numbers)
-            w.alloc("chosen", "optimizer", 4 * numbers)
-            w.free("gradient", "moved", "update", "stepped", "chosen")
+            wide, rounded = 4 * numbers, 2 * numbers
+            for variable in ("gradient", "moved"):
+                bind(variable, w.alloc(f"{name}.{variable}", "optimizer", wide))
+            w.alloc("ahead", "optimizer", wide)
+            bind("update", self.orthogonal(name, rounded))
+            w.alloc("decayed", "optimizer", wide)
+            w.alloc("scaled update", "optimizer", rounded)
+            stepped = w.alloc(f"{name}.stepped", "optimizer", wide)
+            w.free("decayed", "scaled update")
+            bind("stepped", stepped)
+            for chosen in ("weights", "momentum"):
+                w.free(w.alloc(f"chosen {chosen}", "optimizer", wide))
+        w.free(*bound.values())
+
+    def orthogonal(self, name: str, nbytes: int) -> str:
+        w, gram = self.w, 2 * self.config.n_embd**2  # the short side of every block matrix is C
+        w.alloc("x", "optimizer", nbytes)
+        x = w.alloc(f"{name}.x0", "optimizer", nbytes)
+        w.free("x")
+        for number in range(1, MUON_ROUNDS + 1):
+            w.alloc(f"gram {number}", "optimizer", gram)
+            w.free_if_alive(f"gram {number - 1}")
+            w.alloc("polynomial", "optimizer", gram)
+            new = w.alloc(f"{name}.x{number}", "optimizer", nbytes)
+            w.free("polynomial", x)
+            x = new
+        w.free("ahead", f"gram {MUON_ROUNDS}")
+        return x
 
 
 class OnHost(Held):
@@ -91,7 +133,8 @@ class OnHost(Held):
         pass
 
 
-def of(config: RunConfig, parameters: Parameters, writer: Writer) -> Held:
+def of(config: RunConfig, parameters: Parameters, writer: Writer, *, fused: bool = True) -> Held:
+    """run.make_optimizer's choice; `fused`: whether Triton is there."""
     kind: type[Held] = Held
     if config.optimizer == "muon":
         kind = Muon
@@ -99,4 +142,4 @@ def of(config: RunConfig, parameters: Parameters, writer: Writer) -> Held:
         kind = OnHost
     elif config.step_in_backward or config.optimizer == "adam8bit" or config.weights == "bfloat16":
         kind = Rounded
-    return kind(writer, parameters, config)
+    return kind(writer, parameters, config, fused=fused)

@@ -1,7 +1,7 @@
 """What each part of our engine allocates and frees: a cast, a product, a norm, attention, the loss.
 
-Each method stands for a function of engine/pointwise.py, attention.py, block.py, gradients.py or loss.py, and writes its
-events in the order in which that function makes them. Names are the engine's own; a tensor is passed on by its name.
+Each method stands for a function of engine/pointwise.py, attention.py, block.py, gradients.py or loss.py, and writes
+its events in the order in which that function makes them. Names are the engine's own; a tensor goes by its name.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ DICE = 8              # attention kernels keep a seed and an offset, 8 bytes eac
 CUDNN_SCRATCH = 256   # seen in every recorded run
 EFFICIENT_COUNTERS = 128  # bytes a head and sequence, seen in recorded runs
 HEAD_MULTIPLE = 8     # engine/attention.py pads heads to it
-ROWS_A_PARTIAL = 128  # a compiled norm's backward sums so many rows at a time (seen from 4,096 to 12,288 rows)
+CUBLASLT = 2**20      # the workspace of products with a bias
+NUMBERS_A_TURN = {4: 2048, 2: 1024}  # engine/kernels.py's norm_backward_: by the stream's bytes a number …
+PROGRAMS_A_MULTIPROCESSOR = 8        # … and how many of its programs run at once
 
 
 @dataclass(frozen=True)
@@ -32,12 +34,16 @@ class Sizes:
     product: int     # bytes of a number in the matrix products
     residual: int    # … in the stream between blocks
     matrix: int      # … in a matrix or table of weights
+    casts: bool      # whether a matrix is cast for a product
+    rounds: bool     # whether the stream is
+    widens: bool     # whether a table's rows are, on their way into the stream
     bias: bool
     dropout: bool    # where masks are made: in training only
     compiled: bool
     kernel: str      # attention's
     triton: bool     # whether the loss has its fused kernel
     workspace: int   # cuBLAS's
+    sms: int         # multiprocessors of the card
     piece: int       # tokens whose logits exist at once
 
     @property
@@ -113,34 +119,27 @@ class Parts:
             w.free(summed)
         return out
 
-    def norm_backward(self, rounded: str, x: str, *, added: bool, vectors: tuple[str, ...]) -> str:
-        """d_x changes in place; leaves it rounded, and the gradients of the norm's vectors as `vectors`.
+    def norm_backward(self, rounded: str, x: str, *, added: bool, vectors: tuple[str, ...], again: str = "") -> str:
+        """d_x changes in place; leaves it rounded, the gradients of the norm's vectors, and its output if `again`.
 
         Returns the name of the rounded gradient: the stream's own where the two precisions are one.
         """
         w, s = self.w, self.s
-        nbytes, wide = s.n * s.c, 4 * s.n * s.c
+        numbers, wide = s.n * s.c, 4 * s.n * s.c
         if s.compiled:
-            w.alloc("mean", "activations", 4 * s.n)
-            w.alloc("steepness", "activations", 4 * s.n)
-            if s.product != s.residual:
-                w.alloc(rounded, "activations", s.product * nbytes)
-            partials = [w.alloc(f"{each}.partial", "workspace", 4 * s.c * -(-s.n // ROWS_A_PARTIAL))
-                        for each in vectors]
-            w.free("mean", "steepness")
-            for vector, partial in zip(vectors, partials, strict=True):
-                w.alloc(vector, "gradients", 4 * s.c)
-                w.free(partial)
-            return rounded if s.product != s.residual else "d_x"
+            return self._norm_backward_in_one_pass(rounded, vectors, again)
         cast = self.widened(x)
         if added:
             w.alloc("sum", "activations", wide)
             if cast:
                 w.free(cast)
-        w.alloc("normed", "activations", wide)
+        normed = again if again and s.product == 4 else "normed"
+        w.alloc(normed, "activations", wide)
         w.alloc("mean", "activations", 4 * s.n)
         w.alloc("steepness", "activations", 4 * s.n)
         if s.product < 4:
+            if again:
+                w.alloc(again, "activations", s.product * numbers)
             w.alloc("d_norm.wide", "activations", wide)
         w.alloc("d_sum", "activations", wide)
         for vector in vectors:
@@ -148,17 +147,33 @@ class Parts:
         if s.product < 4:
             w.free("d_norm.wide")
         w.free(w.alloc("d_x+d_sum", "activations", wide))
-        if s.product != s.residual:
-            w.alloc(rounded, "activations", s.product * nbytes)
-        w.free(*(("sum",) if added else (cast,) if cast else ()), "normed", "mean", "steepness", "d_sum")
-        return rounded if s.product != s.residual else "d_x"
+        if s.rounds:
+            w.alloc(rounded, "activations", s.product * numbers)
+        w.free(*(("sum",) if added else (cast,) if cast else ()), *(("normed",) if normed == "normed" else ()),
+               "mean", "steepness", "d_sum")
+        return rounded if s.rounds else "d_x"
+
+    def _norm_backward_in_one_pass(self, rounded: str, vectors: tuple[str, ...], again: str) -> str:
+        """engine/kernels.py's: partial sums a program; the vectors' gradients are views of one tensor."""
+        w, s = self.w, self.s
+        rows_a_turn = max(1, NUMBERS_A_TURN[s.residual] // (1 << (s.c - 1).bit_length()))
+        programs = min(-(-s.n // rows_a_turn), PROGRAMS_A_MULTIPROCESSOR * s.sms)
+        count = 2 if s.bias else 1
+        w.alloc("norm sums", "workspace", 4 * count * programs * s.c)
+        if s.rounds:
+            w.alloc(rounded, "activations", s.product * s.n * s.c)
+        if again:
+            w.alloc(again, "activations", s.product * s.n * s.c)
+        w.alloc(vectors[0], "gradients", 4 * count * s.c)
+        w.free("norm sums")
+        return rounded if s.rounds else "d_x"
 
     # ---- matrix products
 
     def cast(self, weight: str, numbers: int) -> str | None:
         """The weight in the products' precision, for as long as one product takes."""
         s = self.s
-        return self.w.alloc(f"{weight}.cast", "casts", s.product * numbers) if s.matrix != s.product else None
+        return self.w.alloc(f"{weight}.cast", "casts", s.product * numbers) if s.casts else None
 
     def product(self, out: str, weight: str, numbers: int, nbytes: int, *, bias: int = 0,
                 owner: str = "activations") -> str:
@@ -168,15 +183,16 @@ class Parts:
         if bias and s.product < 4:
             casts.append(w.alloc(f"{weight}.bias.cast", "casts", s.product * bias))
         w.alloc(out, owner, nbytes)
-        self.wake_cublas()
+        self.wake_cublas(with_bias=bias > 0)
         w.free(*(each for each in casts if each))
         return out
 
-    def wake_cublas(self) -> None:
-        """One workspace for each stream that multiplies: recorded work has a stream of its own."""
-        name = "cublas of recorded work" if self.w.pool == RECORDED else "cublas"
-        if not self.w.alive(name):
-            self.w.alloc(name, "workspace", self.s.workspace)
+    def wake_cublas(self, *, with_bias: bool = False) -> None:
+        """Workspaces for each stream that multiplies: recorded work has a stream of its own."""
+        of = " of recorded work" if self.w.pool == RECORDED else ""
+        for name, nbytes, needed in (("cublas", self.s.workspace, True), ("cublaslt", CUBLASLT, with_bias)):
+            if needed and not self.w.alive(name + of):
+                self.w.alloc(name + of, "workspace", nbytes)
 
     # ---- attention
 

@@ -8,16 +8,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..savers import KEEPS
+from .eager import SIMPLE_EMBEDDING
+from .optimizers import Held
 from .parts import SCALAR, Parts
 
 VECTORS = ("weight", "bias")
 
 
 class Passes(Parts):
-    """The gradients go where `sink` says: into `.grad` ("grad"), to the host ("host"), or to the optimizer at once."""
+    """Gradients go where `sink` says: into `.grad` ("grad"), to the host ("host"), or into the weights ("step")."""
 
     sink = "grad"
-    positions = 0  # rows of the position table
+    positions = 0    # rows of the position table
+    optimizer: Held  # that takes them where they are applied at once
 
     # ---- forward
 
@@ -30,10 +33,9 @@ class Passes(Parts):
         w.alloc("tokens", "activations", s.matrix * nbytes)
         if not idx.endswith(".place"):
             w.free("idx")
-        x = w.alloc("0.x" if s.matrix == s.residual and not s.dropout else "embedded", "activations",
-                    s.matrix * nbytes)
+        x = w.alloc("embedded" if s.widens or s.dropout else "0.x", "activations", s.matrix * nbytes)
         w.free("tokens")
-        if s.matrix != s.residual:
+        if s.widens:
             w.alloc("0.x" if not s.dropout else "embedded.cast", "activations", s.residual * nbytes)
             w.free(x)
             x = "embedded.cast"
@@ -150,7 +152,7 @@ class Passes(Parts):
         for layer in reversed(range(s.layers)):
             self.backward(layer, levels[layer])
         self.embed_backward(idx)
-        w.free("d_x", *([self.rounded] if self.rounded != "d_x" else []), *(["mask"] if s.dropout else []))
+        w.free(*(["mask"] if s.dropout else []), "d_x", *([self.rounded] if self.rounded != "d_x" else []))
 
     def head_backward(self, loss: str, copied: bool) -> None:
         w, s = self.w, self.s
@@ -172,10 +174,10 @@ class Passes(Parts):
         w.alloc("d_x", "activations", s.residual * s.n * s.c)
         vectors = self.vectors("ln_f")
         self.rounded = self.norm_backward("d_x.rounded", f"{s.layers}.x", added=False, vectors=vectors)
-        self.give_vectors(*vectors)
         if copied:
             w.free("targets")
         w.free("hidden")
+        self.drop_fresh(*vectors)
 
     def backward(self, layer: int, level: str) -> None:
         """From the gradient of the block's output to that of its input, computing again what was not kept."""
@@ -193,9 +195,11 @@ class Passes(Parts):
             if s.dropout:
                 self.drop_again(f"{p}proj")
                 w.free("undropped")
-        if "h2" not in keeps:
-            self.norm_of_sum(f"{p}h2", f"{p}x")
+        h2 = "h2" in keeps
         if "fc" not in keeps:
+            if not h2:
+                self.norm_of_sum(f"{p}h2", f"{p}x")
+            h2 = True
             self.product(f"{p}fc", f"{p}c_fc", 4 * matrix, 4 * nbytes, bias=4 * s.c if s.bias else 0)
         if s.dropout:
             self.drop_again("d_down")
@@ -203,12 +207,11 @@ class Passes(Parts):
         self.give_linear(f"{p}mlp_proj", 4 * matrix, s.c)
         w.free(*(["d_down"] if s.dropout else []), f"{p}fc", *([f"{p}g"] if "g" in keeps else []))
         self.product("d_h2", f"{p}c_fc", 4 * matrix, nbytes)
+        ln_2 = self.vectors(f"{p}ln_2")
+        d_proj = self.norm_backward("d_proj", f"{p}x", added=True, vectors=ln_2, again="" if h2 else f"{p}h2")
+        w.free("d_h2", f"{p}proj")
         self.give_linear(f"{p}c_fc", 4 * matrix, 4 * s.c)
         w.free(f"{p}h2", "d_fc")
-        vectors = self.vectors(f"{p}ln_2")
-        d_proj = self.norm_backward("d_proj", f"{p}x", added=True, vectors=vectors)
-        self.give_vectors(*vectors)
-        w.free("d_h2", f"{p}proj")
         if s.dropout:
             self.drop_again("d_proj.dropped")
             if d_proj != "d_x":
@@ -222,16 +225,15 @@ class Passes(Parts):
             h1 = self.again_qkv(p, keeps)
         self.attend_backward("d_qkv")
         w.free("d_att", f"{p}qkv", *reversed(state), f"{p}att")
-        if not h1:
-            self.norm(f"{p}h1", f"{p}x")
         self.product("d_h1", f"{p}c_attn", 3 * matrix, nbytes)
+        ln_1, before = self.vectors(f"{p}ln_1"), self.rounded
+        self.rounded = self.norm_backward(f"{p}d_x.rounded", f"{p}x", added=False, vectors=ln_1,
+                                          again="" if h1 else f"{p}h1")
+        self.drop_fresh(*ln_2)
+        w.free("d_h1")
         self.give_linear(f"{p}c_attn", 3 * matrix, 3 * s.c)
-        w.free(f"{p}h1", "d_qkv")
-        vectors = self.vectors(f"{p}ln_1")
-        before = self.rounded
-        self.rounded = self.norm_backward(f"{p}d_x.rounded", f"{p}x", added=False, vectors=vectors)
-        self.give_vectors(*vectors)
-        w.free(f"{p}x", *([f"{p}proj.mask", f"{p}down.mask"] if s.dropout else []), "d_h1")
+        w.free(f"{p}h1", "d_qkv", *([f"{p}proj.mask", f"{p}down.mask"] if s.dropout else []), f"{p}x")
+        self.drop_fresh(*ln_1)
         if before != "d_x":
             w.free(before)
 
@@ -257,34 +259,49 @@ class Passes(Parts):
             w.free("d_x.masked")
         if copied:
             w.alloc("idx", "data", 8 * s.n)
-        self.give_rows("wte", s.vocab * s.c)
+        self.give_rows("wte", s.vocab, s.n, cast=s.widens)
         if copied:
             w.free("idx")
         w.alloc("positions", "data", 8 * s.t)
         w.alloc("d_positions", "activations", 4 * s.t * s.c)
-        self.give_rows("wpe", self.positions * s.c)
-        w.free("d_positions", "positions", *(["d_x.dropped"] if s.dropout else []))
+        self.give_rows("wpe", self.positions, s.t, cast=s.matrix < 4)
+        w.free("d_positions", *(["d_x.dropped"] if s.dropout else []), "positions")
 
     # ---- where gradients go
 
     def vectors(self, norm: str) -> tuple[str, ...]:
-        return tuple(self.fresh(f"{norm}.{part}") for part in VECTORS[:2 if self.s.bias else 1])
+        """The names of a norm's gradients; a fused kernel makes them as one tensor."""
+        both = self.s.bias and not self.s.compiled
+        return tuple(self.fresh(f"{norm}.{part}") for part in VECTORS[:2 if both else 1])
 
     def fresh(self, parameter: str) -> str:
         """The first gradient of a step becomes the parameter's own; a later one is added to it and dropped."""
         own = f"{parameter}.grad"
         return f"{parameter}.fresh" if self.sink != "grad" or self.w.alive(own) else own
 
-    def give_vectors(self, *names: str) -> None:
+    def drop_fresh(self, *names: str) -> None:
         self.w.free(*(name for name in names if name.endswith(".fresh")))
 
     def give_product(self, parameter: str, numbers: int) -> None:
-        """On CUDA a product is added straight to what is there already."""
-        w, s = self.w, self.s
+        """On CUDA a product is added straight to what is there already, if the two precisions allow it."""
+        w, s, grad = self.w, self.s, f"{parameter}.grad"
         if self.sink == "host":
             w.free(w.alloc(f"{parameter}.fresh", "gradients", 4 * numbers))
-        elif not w.alive(f"{parameter}.grad"):
-            w.alloc(f"{parameter}.grad", "gradients", s.matrix * numbers)
+            return
+        waits = self.sink == "grad" or parameter == "wte"  # the token table's gradient waits for the embedding's
+        there = w.alive(grad)
+        new = grad if waits and not there else f"{parameter}.fresh"
+        apart = s.matrix < 4 and s.casts  # bfloat16 weights, products in another precision
+        if apart:
+            w.alloc(f"{parameter}.product", "gradients", s.product * numbers)
+        if not there or self.sink == "step":
+            w.alloc(new, "gradients", s.matrix * numbers)
+        if apart:
+            w.free(f"{parameter}.product")
+        if not waits:
+            self.optimizer.apply(parameter, numbers)
+        if w.alive(f"{parameter}.fresh"):
+            w.free(f"{parameter}.fresh")
 
     def give_linear(self, weight: str, numbers: int, outputs: int) -> None:
         w, s = self.w, self.s
@@ -293,8 +310,43 @@ class Passes(Parts):
             w.alloc("ones", "activations", s.product * s.n)
             bias = w.alloc(self.fresh(f"{weight}.bias"), "gradients", 4 * outputs)
             w.free("ones")
-            self.give_vectors(bias)
+            self.drop_fresh(bias)
 
-    def give_rows(self, parameter: str, numbers: int) -> None:
-        if self.sink == "grad" and not self.w.alive(f"{parameter}.grad"):
-            self.w.alloc(f"{parameter}.grad", "gradients", self.s.matrix * numbers)
+    def give_rows(self, table: str, rows: int, indices: int, *, cast: bool) -> None:
+        """Rows of a table's gradient, `indices` of them, `cast` to its precision first."""
+        w, s = self.w, self.s
+        if self.sink == "host":
+            return
+        grad, nbytes = f"{table}.grad", s.matrix * rows * s.c
+        total = f"{table}.rows" if self.sink == "step" else grad
+        if not w.alive(total):
+            w.alloc(total, "gradients", nbytes)
+        if cast:
+            w.alloc("rows.cast", "casts", s.matrix * indices * s.c)
+        if s.matrix < 4:
+            self._summed_rows(rows, indices)
+        if cast:
+            w.free("rows.cast")
+        if s.matrix < 4:
+            w.free("rows.sum")
+        if self.sink == "step":
+            waiting = w.alive(grad)
+            if waiting:
+                w.free(total)
+            self.optimizer.apply(table, rows * s.c)
+            w.free(grad if waiting else total)
+
+    def _summed_rows(self, rows: int, indices: int) -> None:
+        """torch's embedding backward: many indices are sorted, and sums of ten rows of equal ones kept apart."""
+        w, c = self.w, self.s.c
+        scratch = []
+        if indices > SIMPLE_EMBEDDING:
+            scratch = [w.alloc(f"rows.{part}", "workspace", 8 * indices) for part in ("sorted", "order")]
+        w.alloc("rows.sum", "gradients", self.s.matrix * rows * c)
+        if indices > SIMPLE_EMBEDDING:
+            partial = indices // 10 + min(indices, rows)
+            scratch += [w.alloc(f"rows.{part}", "workspace", 8 * indices)
+                        for part in ("segments", "partials", "partial offsets")]
+            scratch.append(w.alloc("rows.offsets", "workspace", 8 * partial))
+            scratch.append(w.alloc("rows.sums", "workspace", 4 * partial * c))
+        w.free(*reversed(scratch))

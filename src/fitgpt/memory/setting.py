@@ -24,6 +24,7 @@ class Setting:
     torch: str = DEFAULT_TORCH
     expandable: bool = True   # fitgpt's own runs: not on Windows, whose torch has none
     compiles: bool = True     # whether compile=auto will compile
+    sms: int = 132            # multiprocessors
 
     @property
     def has_bf16(self) -> bool:
@@ -59,4 +60,5 @@ class Setting:
 
 def setting_for(card: Card, *, torch: str = DEFAULT_TORCH, windows: bool = False) -> Setting:
     capability = card.capability or (9, 0)
-    return Setting(capability, torch, expandable=not windows, compiles=capability >= (7, 0) and not windows)
+    return Setting(capability, torch, expandable=not windows, compiles=capability >= (7, 0) and not windows,
+                   sms=card.sms or Setting.sms)

@@ -48,19 +48,27 @@ def main() -> None:
         print(json.dumps(one(json.loads(options.cases), options.events)))
         return
     cases = json.loads(Path(options.cases).read_text(encoding="utf-8"))["cases"]
-    started = time.time()
+    started, rows = time.time(), dict[str, dict[str, Any]]()
+
+    def record(case: dict[str, Any]) -> None:
+        """Written after each case, so that what is there counts if time runs out."""
+        rows[case["name"]] = measured(case, options.events, options.seconds)
+        write(Path(options.out), [rows[each["name"]] for each in cases if each["name"] in rows])
+
     with ThreadPoolExecutor(options.at_once) as pool:
-        rows = list(pool.map(lambda case: measured(case, options.events, options.seconds), cases))
-    about = next((row.pop("about") for row in rows if "about" in row), {})
-    for row in rows:
-        row.pop("about", None)
-    Path(options.out).write_text(json.dumps(
-        {"what": "peaks in bytes of each phase of short runs", "date": time.strftime("%Y-%m-%d"), **about,
-         "fitgpt": __version__, "rows": rows}, indent=1) + "\n", encoding="utf-8")
-    failed = [row for row in rows if "error" in row]
+        list(pool.map(record, cases))
+    failed = [row for row in rows.values() if "error" in row]
     print(f"{len(rows)} cases in {time.time() - started:.0f} s, {len(failed)} failed")
     for row in failed:
         print(row["name"], row["error"][-700:])
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> None:
+    about = next((row["about"] for row in rows if "about" in row), {})
+    path.write_text(json.dumps(
+        {"what": "peaks in bytes of each phase of short runs", "date": time.strftime("%Y-%m-%d"), **about,
+         "fitgpt": __version__, "rows": [{key: row[key] for key in row if key != "about"} for row in rows]},
+        indent=1) + "\n", encoding="utf-8")
 
 
 def measured(case: dict[str, Any], events: str, seconds: int) -> dict[str, Any]:
@@ -101,6 +109,10 @@ def one(case: dict[str, Any], events: str) -> dict[str, Any]:
 
     config = RunConfig(**case["config"])
     choice = resolve_device("cuda", config.dtype, config.compile)
+    if "kernel" in case:
+        torch.backends.cuda.enable_cudnn_sdp(False)
+        torch.backends.cuda.enable_flash_sdp(case["kernel"] == "flash")
+        torch.backends.cuda.enable_mem_efficient_sdp(case["kernel"] == "efficient")
     if case.get("only") == "sample":
         return sampling(config, choice.dtype)
     if "cap" in case:

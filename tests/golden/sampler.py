@@ -2,6 +2,7 @@
 
     python tests/golden/sampler.py tests/golden/cases.json          the runs
     python tests/golden/sampler.py tests/golden/caps.json --caps    some of them under caps around what they need
+    python tests/golden/sampler.py tests/golden/kernels.json --kernels     each attention kernel, not drawn but chosen
 
 What is drawn is what is kept: no case is left out because of what it showed. A draw that RunConfig refuses is drawn
 again, and so is one that would hold more than 40 GiB or compute for minutes.
@@ -36,9 +37,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out")
     parser.add_argument("--caps", action="store_true")
+    parser.add_argument("--kernels", action="store_true")
     options = parser.parse_args()
-    cases = capped() if options.caps else draw()
+    cases = capped() if options.caps else kernels() if options.kernels else draw()
     Path(options.out).write_text(json.dumps({"seed": SEED, "cases": cases}, indent=1) + "\n", encoding="utf-8")
+
+
+KERNELS = (  # attention kernels that the H200 would not choose, but other cards do: forced on it
+    ("flash", dict(compile=True)), ("flash", dict(compile=False, n_head=8, n_embd=640)),
+    ("flash", dict(compile=False, n_head=6, n_embd=252, dtype="float16")), ("flash", dict(compile=False, dropout=0.1)),
+    ("flash", dict(compile=False, block_size=500)),
+    ("efficient", dict(compile=False)), ("efficient", dict(compile=True, dtype="float16", block_size=500)),
+    ("efficient", dict(compile=False, n_head=6, n_embd=252, recompute="input")),
+    ("math", dict(compile=False)), ("math", dict(compile=True, dtype="float32", block_size=256)),
+    ("math", dict(compile=False, n_head=6, n_embd=252)))
+
+
+def kernels() -> list[dict[str, Any]]:
+    base = dict(n_layer=4, n_head=8, n_embd=512, batch_size=8, block_size=512, vocab_size=50304,
+                gradient_accumulation_steps=2, dtype="bfloat16")
+    return [{"name": f"{kernel} {number}", "kernel": kernel, "config": {**base, **knobs}}
+            for number, (kernel, knobs) in enumerate(KERNELS)]
 
 
 def draw() -> list[dict[str, Any]]:

@@ -1,6 +1,8 @@
-"""Forecast beside measurement: the written tape of nanoGPT's train.py against recorded runs of it.
+"""Forecast beside measurement: the written tapes against recorded runs, nanoGPT's and our own.
 
-    python -m fitgpt.memory.accuracy bench/results/nanogpt_h200.json
+    python -m fitgpt.memory.accuracy bench/results/nanogpt_h200.json    nanoGPT's train.py, one line a figure
+    python -m fitgpt.memory.accuracy tests/golden/h200.json             our engine, one line a run
+    python -m fitgpt.memory.accuracy --basis FILE … > src/fitgpt/memory/basis.json    what `plan` quotes as its basis
 """
 
 from __future__ import annotations
@@ -8,12 +10,19 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .allocator import replay
+from ..config import RunConfig
+from . import gpt, sampling
+from .allocator import PhasePeak, replay
+from .forecast import settled
 from .nanogpt import write
 from .nanorun import NanoGPTRun
+from .setting import Setting
+
+PHASES = ("load", "first_eval", "first_train", "train", "eval", "save")  # of a recorded run; train includes its step
 
 
 class Figure(NamedTuple):
@@ -32,6 +41,8 @@ class Figure(NamedTuple):
     def percent(self) -> float:
         return 100 * self.off / self.measured
 
+
+# ---- nanoGPT's runs
 
 def predict(run: NanoGPTRun) -> dict[str, int]:
     """The recorded figures of a run, under the record's own names; training includes the optimizer's step."""
@@ -53,6 +64,32 @@ def compare(rows: Iterable[dict[str, Any]]) -> list[Figure]:
             for name, predicted in predict(NanoGPTRun(**row["config"])).items()]
 
 
+# ---- our own
+
+def compare_own(rows: Iterable[dict[str, Any]], setting: Setting) -> list[Figure]:
+    """Allocated and reserved of every phase; reserved is the most since the run began."""
+    return [figure for row in rows if "phases" in row for figure in _of_one_run(row, setting)]
+
+
+def _of_one_run(row: dict[str, Any], setting: Setting) -> Iterable[Figure]:
+    setting = replace(setting, kernel=row.get("kernel", ""))
+    config = settled(RunConfig(**row["config"]), setting)
+    peaks = replay(gpt.write(config, setting), expandable=setting.expandable).peaks()
+    step, train = peaks["step"], peaks["train"]
+    peaks["train"] = PhasePeak("train", max(train.allocated, step.allocated), step.reserved, 0)
+    if "sample" in row["phases"]:
+        peaks |= replay(sampling.write(config, setting), expandable=setting.expandable).peaks()
+    reserved = 0
+    for phase in (*PHASES, "sample"):
+        if phase in row["phases"]:
+            seen = row["phases"][phase]
+            reserved = seen["reserved"] if phase == "sample" else max(reserved, seen["reserved"])
+            yield Figure(row["name"], f"{phase} allocated", peaks[phase].allocated, seen["allocated"])
+            yield Figure(row["name"], f"{phase} reserved", peaks[phase].reserved, reserved)
+
+
+# ---- in words
+
 def table(figures: Iterable[Figure]) -> str:
     """Markdown, one line a figure."""
     lines = ["| run | figure | predicted | measured | off | % |", "|---|---|--:|--:|--:|--:|"]
@@ -62,5 +99,59 @@ def table(figures: Iterable[Figure]) -> str:
     return "\n".join(lines)
 
 
+def by_run(figures: Iterable[Figure], configs: dict[str, dict[str, Any]]) -> str:
+    """Markdown, one line a run: the figure that its forecast misses by most, and how many it meets to the byte."""
+    runs: dict[str, list[Figure]] = {}
+    for each in figures:
+        runs.setdefault(each.run, []).append(each)
+    lines = ["| run | settings | reserved | figures | to the byte | farthest off | % |",
+             "|---|---|--:|--:|--:|---|--:|"]
+    for name, found in runs.items():
+        worst = max(found, key=lambda each: abs(each.percent))
+        most = max(each.measured for each in found if each.name.endswith("reserved"))
+        lines.append(f"| {name} | {_told(configs[name])} | {most:,} | {len(found)} | "
+                     f"{sum(not each.off for each in found)} | {worst.name if worst.off else ''} | "
+                     f"{f'{worst.percent:+.3f}' if worst.off else 0} |")
+    return "\n".join(lines)
+
+
+def _told(config: dict[str, Any]) -> str:
+    c = dict(config)
+    shape = f"{c.pop('n_layer')}/{c.pop('n_head')}/{c.pop('n_embd')}"
+    batch = f"{c.pop('batch_size')}×{c.pop('block_size')}×{c.pop('gradient_accumulation_steps')}"
+    compiled = "compiled" if c.pop("compile") else "eager"
+    rest = [f"{key}={value}" for key, value in c.items() if key not in ("dtype", "vocab_size") and value]
+    return ", ".join([shape, batch, f"V {c['vocab_size']}", c["dtype"], compiled, *rest])
+
+
+def basis(figures: Iterable[Figure], trainer: str, card: str, torch: str) -> list[dict[str, Any]]:
+    """One row a recorded run: the figure that its forecast misses by most."""
+    runs: dict[str, list[float]] = {}
+    for each in figures:
+        runs.setdefault(each.run, []).append(each.percent)
+    worst = {name: max((abs(error), error) for error in errors)[1] for name, errors in runs.items()}
+    return [{"trainer": trainer, "card": card, "torch": torch, "name": name, "figures": len(runs[name]),
+             "worst_percent": round(error, 3)} for name, error in worst.items()]
+
+
+def of_file(path: str) -> tuple[str, list[Figure], dict[str, dict[str, Any]]]:
+    """Whose runs a record holds, its figures, and the runs' configs."""
+    rows = json.loads(Path(path).read_text(encoding="utf-8"))["rows"]
+    configs = {row["name"]: row["config"] for row in rows}
+    if any("phases" in row for row in rows):
+        return "fitgpt", compare_own(rows, Setting((9, 0), "2.11")), configs
+    return "nanogpt", compare(rows), configs
+
+
+def main(words: list[str]) -> None:
+    if words[0] == "--basis":
+        runs = [row for path in words[1:] for trainer, figures, _ in [of_file(path)]
+                for row in basis(figures, trainer, "H200", "2.11")]
+        print(json.dumps({"schema": 1, "runs": runs}, indent=1))
+        return
+    trainer, figures, configs = of_file(words[0])
+    print(table(figures) if trainer == "nanogpt" else by_run(figures, configs))
+
+
 if __name__ == "__main__":
-    print(table(compare(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))["rows"])))
+    main(sys.argv[1:])

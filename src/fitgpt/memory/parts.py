@@ -12,9 +12,6 @@ from ..savers import loss_piece_tokens
 from .tape import RECORDED, Writer
 
 SCALAR = 4
-DICE = 8              # attention kernels keep a seed and an offset, 8 bytes each, whether they drop or not
-CUDNN_SCRATCH = 256   # seen in every recorded run
-EFFICIENT_COUNTERS = 128  # bytes a head and sequence, seen in recorded runs
 HEAD_MULTIPLE = 8     # engine/attention.py pads heads to it
 CUBLASLT = 2**20      # the workspace of products with a bias
 NUMBERS_A_TURN = {4: 2048, 2: 1024}  # engine/kernels.py's norm_backward_: by the stream's bytes a number …
@@ -193,74 +190,3 @@ class Parts:
         for name, nbytes, needed in (("cublas", self.s.workspace, True), ("cublaslt", CUBLASLT, with_bias)):
             if needed and not self.w.alive(name + of):
                 self.w.alloc(name + of, "workspace", nbytes)
-
-    # ---- attention
-
-    def attend(self, layer: str) -> list[str]:
-        """Leaves `att` and the kernel's small state; returns the state's names."""
-        w, s = self.w, self.s
-        out = s.product * s.n * (s.padded or s.c)
-        parts = [w.alloc(f"{layer}{part}.padded", "activations", out) for part in "qkv"] if s.padded else []
-        att = f"{layer}att.padded" if s.padded else f"{layer}att"
-        lse = 4 * s.n * s.heads
-        if s.kernel == "math":
-            return self._attend_by_hand(layer)
-        if s.kernel == "efficient":
-            w.alloc(att, "activations", out)
-            state = [w.alloc(f"{layer}lse", "activations", 4 * s.b * s.heads * (-(-s.t // 32) * 32))]
-        else:
-            state = [w.alloc(f"{layer}seed", "activations", DICE), w.alloc(f"{layer}offset", "activations", DICE)]
-            w.alloc(att, "activations", out)
-            state = [w.alloc(f"{layer}lse", "activations", lse), *state]
-        if s.kernel == "cudnn":
-            w.free(w.alloc("attention scratch", "workspace", CUDNN_SCRATCH))
-        if s.padded:
-            w.alloc(f"{layer}att", "activations", s.product * s.n * s.c)
-            w.free(att, *parts)
-        return state
-
-    def _attend_by_hand(self, layer: str) -> list[str]:
-        """engine/attention._plain: scores, their wide copy, the masked ones and the softmax, each T² a head."""
-        w, s = self.w, self.s
-        scores = s.b * s.heads * s.t * s.t
-        w.alloc("future", "activations", s.t * s.t)
-        w.alloc("scores", "activations", s.product * scores)
-        w.alloc("scores.scaled", "activations", s.product * scores)
-        w.free("scores")
-        wide = "scores.scaled"
-        if s.product < 4:
-            wide = w.alloc("scores.wide", "activations", 4 * scores)
-        w.alloc("scores.masked", "activations", 4 * scores)
-        w.alloc("probabilities", "activations", 4 * scores)
-        w.free("scores.masked", *{wide, "scores.scaled"}, "future")
-        if s.product < 4:
-            w.alloc("probabilities.rounded", "activations", s.product * scores)
-        w.alloc(f"{layer}att.heads", "activations", s.product * s.n * s.c)
-        if s.product < 4:
-            w.free("probabilities.rounded")
-        w.free("probabilities")
-        w.alloc(f"{layer}att", "activations", s.product * s.n * s.c)
-        w.free(f"{layer}att.heads")
-        return []
-
-    def attend_backward(self, out: str) -> None:
-        """Three gradients, beside the kernel's scratch, gathered into `out`."""
-        w, s = self.w, self.s
-        nbytes = s.product * s.n * (s.padded or s.c)
-        padded = [w.alloc(f"{part}.padded", "activations", nbytes) for part in ("q", "k", "v", "d", "out")
-                  ] if s.padded else []
-        if s.kernel == "efficient":
-            rows = 4 * s.n * s.heads
-            parts = [w.alloc(f"d_{part}", "activations", nbytes) for part in "qkv"]
-            w.alloc("d × out", "workspace", nbytes)
-            w.alloc("delta.sum", "workspace", rows)
-            w.alloc("delta", "workspace", rows)
-            w.free("delta.sum", "d × out")
-            accumulator = 4 * s.n * (s.padded or s.c) + EFFICIENT_COUNTERS * s.b * s.heads
-            w.free("delta", w.alloc("attention scratch", "workspace", accumulator))
-        else:
-            parts = [w.alloc(f"d_{part}", "activations", nbytes) for part in "qkv"]
-            scratch = 4 * s.n * ((s.padded or s.c) + s.heads) + (CUDNN_SCRATCH if s.kernel == "cudnn" else 0)
-            w.free(w.alloc("attention scratch", "workspace", scratch))
-        w.alloc(out, "activations", 3 * s.product * s.n * s.c)
-        w.free(*padded, *reversed(parts))

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..savers import KEEPS
+from .attention import attend, attend_backward
 from .eager import SIMPLE_EMBEDDING
 from .optimizers import Held
 from .parts import SCALAR, Parts
@@ -52,7 +53,7 @@ class Passes(Parts):
         self.norm(f"{p}h1", f"{p}x")
         self.product(f"{p}qkv", f"{p}c_attn", 3 * matrix, 3 * nbytes, bias=3 * s.c if s.bias else 0)
         self.drop_unless("h1", keeps, p)
-        state = self.attend(p)
+        state = attend(self.w, self.s, p)
         self.drop_unless("qkv", keeps, p)
         self.dropped_product(f"{p}proj", f"{p}attn_proj", matrix)
         if "att" not in keeps:
@@ -186,7 +187,7 @@ class Passes(Parts):
         h1 = "h1" in keeps
         if "att" not in keeps:
             h1 = self.again_qkv(p, keeps)
-            state = self.attend(p)
+            state = attend(self.w, self.s, p)
         else:
             state = self.state_names(p)
         if "proj" not in keeps:
@@ -223,7 +224,7 @@ class Passes(Parts):
             w.free(d_proj)
         if not w.alive(f"{p}qkv"):
             h1 = self.again_qkv(p, keeps)
-        self.attend_backward("d_qkv")
+        attend_backward(w, s, "d_qkv")
         w.free("d_att", f"{p}qkv", *reversed(state), f"{p}att")
         self.product("d_h1", f"{p}c_attn", 3 * matrix, nbytes)
         ln_1, before = self.vectors(f"{p}ln_1"), self.rounded

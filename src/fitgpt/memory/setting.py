@@ -25,6 +25,7 @@ class Setting:
     expandable: bool = True   # fitgpt's own runs: not on Windows, whose torch has none
     compiles: bool = True     # whether compile=auto will compile
     sms: int = 132            # multiprocessors
+    kernel: str = ""          # of attention; "": torch's choice
 
     @property
     def has_bf16(self) -> bool:
@@ -36,6 +37,8 @@ class Setting:
 
     def attention(self, config: RunConfig, trainer: str = "fitgpt") -> str:
         """torch's choice among its kernels: cudnn, flash, efficient or math. fitgpt pads heads before it asks."""
+        if self.kernel:
+            return self.kernel
         head = config.n_embd // config.n_head
         if trainer == "fitgpt":
             head += -head % 8

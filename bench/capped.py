@@ -32,17 +32,17 @@ from fitgpt.units import MiB, parse_bytes, show_bytes  # noqa: E402
 
 SHORT = ["--max_iters=6", "--eval_interval=3", "--eval_iters=4", "--log_interval=1", "--gradient_accumulation_steps=4"]
 LOSSY = ["--weights=bfloat16", "--residual=bfloat16", "--optimizer=adam8bit", "--recompute=input"]
-XL = ["--dtype=bfloat16", "--max_iters=3", "--eval_interval=2", "--eval_iters=1", "--eval_batch_size=1",
-      "--gradient_accumulation_steps=2"]
+XL = ["--dtype=bfloat16", "--max_iters=3", "--eval_interval=3", "--eval_iters=1", "--eval_batch_size=1",
+      "--log_interval=1", "--gradient_accumulation_steps=2"]
 CASES: dict[str, list[dict[str, Any]]] = {
     "notes": [dict(config=config, flags=[*SHORT, f"--dtype={dtype}", f"--compile={compiled}"])
               for config, dtype, compiled in product(("config/notes_77m.py", "config/notes_30m.py"),
                                                      ("float16", "bfloat16"), (False, True))],
-    # saves, and resumes from what it saved: a second part goes on to step 4
-    "xl": [dict(config="config/gpt2_1558m.py", flags=[*XL, *LOSSY, f"--batch_size={batch}"], resume=batch == 2)
+    # each evaluates, trains, evaluates, saves, and resumes from what it saved: a second process goes on to step 4
+    "xl": [dict(config="config/gpt2_1558m.py", flags=[*XL, *LOSSY, f"--batch_size={batch}"], resume=True)
            for batch in (2, 8)],
     "xl-exact": [dict(config="config/gpt2_1558m.py", flags=[*XL, "--offload=gradients", "--recompute=input",
-                                                            "--batch_size=2", "--always_save_checkpoint=False"])],
+                                                            "--batch_size=2"], resume=True)],
 }
 
 
@@ -52,6 +52,7 @@ def main() -> None:
     parser.add_argument("--cases", choices=CASES, default="notes")
     parser.add_argument("--cap", default="", help="the allocator's, such as 11.3GiB; default: what the card leaves it")
     parser.add_argument("--dataset", required=True)
+    parser.add_argument("--folder", help="where the runs' folders go, for a while: GPT-2 XL's checkpoints are large")
     parser.add_argument("-o", "--out", required=True)
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -62,7 +63,8 @@ def main() -> None:
     assert card.usable_mib is not None
     assert card.outside_mib is not None
     cap = parse_bytes(options.cap) if options.cap else (card.usable_mib - card.outside_mib) * MiB
-    cases = [{**case, "cap": cap, "dataset": options.dataset} for case in CASES[options.cases]]
+    common = {"cap": cap, "dataset": options.dataset, "folder": options.folder}
+    cases = [{**case, **common} for case in CASES[options.cases]]
     with ThreadPoolExecutor(len(cases) if options.cases == "notes" else 1) as pool:
         rows = list(pool.map(measure, cases))
     Path(options.out).write_text(json.dumps(
@@ -82,27 +84,29 @@ def command() -> str:
 def told(row: dict[str, Any], cap: int) -> str:
     return (f"train {show_bytes(row['train_reserved'])} eval {show_bytes(row['eval_reserved'])} reserved, of "
             f"{show_bytes(cap)}; val loss {row['val_loss']:.3f}; steps {row['steps']}; "
-            f"{row['tokens_per_s']:,.0f} tok/s")
+            f"{row['tokens_per_s']:,.0f} tok/s; " + " + ".join(f"{each:.0f} s" for each in row["seconds"]))
 
 
 def measure(case: dict[str, Any]) -> dict[str, Any]:
-    """Runs one case in its own process; returns its peaks, or how it failed."""
-    with tempfile.TemporaryDirectory() as folder:
-        order = json.dumps({**case, "out_dir": str(Path(folder) / "out")})
-        environment = child_environment({**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "2"})
-        done = subprocess.run([sys.executable, __file__, "--dataset=", "-o=", "--child", order], env=environment,
-                              capture_output=True, text=True, cwd=ROOT)
-        if not done.returncode and case.get("resume"):
-            done = subprocess.run([sys.executable, __file__, "--dataset=", "-o=", "--child", json.dumps(
-                {**json.loads(order), "flags": [*case["flags"], "--init_from=resume", "--max_iters=4"]})],
-                env=environment, capture_output=True, text=True, cwd=ROOT)
-        metrics = Path(folder) / "out" / "metrics.jsonl"
-        if done.returncode:
-            return {**case, "error": done.stderr.strip().splitlines()[-1] if done.stderr.strip() else "no words"}
-        rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    """Runs one case, each part in its own process; returns its peaks, or how it failed."""
+    parts = [case["flags"], [*case["flags"], "--init_from=resume", "--max_iters=4"]][:1 + case.get("resume", False)]
+    seconds = []
+    with tempfile.TemporaryDirectory(dir=case["folder"]) as folder:
+        for flags in parts:
+            order = json.dumps({**case, "flags": flags, "out_dir": str(Path(folder) / "out")})
+            started = time.perf_counter()
+            done = subprocess.run([sys.executable, __file__, "--dataset=", "-o=", "--child", order], cwd=ROOT,
+                                  env=child_environment({**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "2"}),
+                                  capture_output=True, text=True)
+            seconds.append(time.perf_counter() - started)
+            if done.returncode:
+                print(done.stdout[-3000:], done.stderr[-3000:], sep="\n", file=sys.stderr)
+                return {**case, "error": done.stderr.strip().splitlines()[-1] if done.stderr.strip() else "no words"}
+        rows = [json.loads(line) for line in (Path(folder) / "out" / "metrics.jsonl").read_text().splitlines()]
     steps, evals = ([row for row in rows if row["kind"] == kind] for kind in ("step", "eval"))
-    return {**case, "dtype": rows[0]["dtype"], "compile": rows[0]["compiled"], "versions": rows[0]["versions"],
-            "device_name": rows[0]["device_name"],
+    return {**case, "seconds": seconds, "save_s": [row["seconds"] for row in rows if row["kind"] == "save"],
+            "step_s": [row["seconds"] for row in steps], "dtype": rows[0]["dtype"], "compile": rows[0]["compiled"],
+            "versions": rows[0]["versions"], "device_name": rows[0]["device_name"],
             "train_allocated": max(row["memory"]["peak_allocated"] for row in steps),
             "train_reserved": max(row["memory"]["peak_reserved"] for row in steps),
             "first_eval_allocated": evals[0]["memory"]["peak_allocated"],

@@ -1,5 +1,5 @@
-"""How fast and how small is the engine, beside a plain one? On one CUDA card, in one run, interleaved and repeated,
-each contender in a process of its own:
+"""How fast and how small is the engine, beside a plain one? On one CUDA card, in one run, each contender in a process
+of its own with an empty compile cache of its own; all are started once, then take turns, round after round:
 
     python bench/engine.py --case 124m -o bench/results/engine_124m_h200.json
 
@@ -15,9 +15,10 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO, cast
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "bench")]
@@ -31,6 +32,7 @@ CASES: dict[str, dict[str, Any]] = {
     "77m": dict(n_layer=12, n_head=12, n_embd=576, block_size=1024, batch_size=16, accumulation=4, dtype="float16"),
     "30m": dict(n_layer=6, n_head=6, n_embd=384, block_size=512, batch_size=16, accumulation=4, dtype="float16"),
 }
+PEAK_FLOPS = 989e12  # H200's dense bfloat16 rate, its vendor's
 LOSSY = dict(weights="bfloat16", residual="bfloat16", optimizer="adam8bit")
 OURS: dict[str, dict[str, Any]] = {
     "exact": dict(),
@@ -40,6 +42,7 @@ OURS: dict[str, dict[str, Any]] = {
     "exact unrecorded": dict(cuda_graphs=False),
     "exact all": dict(recompute="all"),
     "lossy": LOSSY,
+    "lossy all": {**LOSSY, "recompute": "all"},
     "lossy small": {**LOSSY, "recompute": "no_wide"},
     "lossy smallest": {**LOSSY, "recompute": "input"},
 }
@@ -55,40 +58,79 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", choices=CASES, default="124m")
     parser.add_argument("--contenders", default="plain,exact,exact small,lossy,lossy small")
-    parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--repeats", type=int, default=5, help="rounds in which every contender has its turn")
+    parser.add_argument("--steps", type=int, default=15, help="of a turn, each timed; its median counts")
+    parser.add_argument("--profile", default="", help="a folder for what each contender's kernels took")
     parser.add_argument("-o", "--out", default="")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
-        print(json.dumps(run(json.loads(options.child))))
+        serve(json.loads(options.child))
         return
-    names = options.contenders.split(",")
-    rows: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
-    for _ in range(options.repeats):
-        for name in names:
-            rows[name].append(measure({**CASES[options.case], **CONTENDERS[name], "steps": options.steps}))
-    summaries = [summary(name, rows[name], rows.get("plain")) for name in names]
+    with tempfile.TemporaryDirectory() as caches:
+        names = options.contenders.split(",")
+        started = {name: Contender({**CASES[options.case], **CONTENDERS[name], "steps": options.steps},
+                                   Path(caches) / name.replace(" ", "_")) for name in names}
+        turns = [{name: each.ask("train") for name, each in started.items()} for _ in range(options.repeats)]
+        summaries = [summary(name, each, [turn[name] for turn in turns]) for name, each in started.items()]
+        for row in summaries if "exact" in names else []:
+            if row["contender"] == "exact":
+                alone = Contender({**CASES[options.case], **CONTENDERS["exact"], "alone": True}, Path(caches) / "exact")
+                row["evaluation_alone"] = alone.first
+                alone.close()
+        for name in names if options.profile else []:
+            (Path(options.profile) / f"{options.case}_{name.replace(' ', '_')}.json").write_text(
+                json.dumps(started[name].ask("profile"), indent=1))
+        for each in started.values():
+            each.close()
+    compare(summaries)
     show(options.case, summaries)
     if options.out:
         Path(options.out).write_text(json.dumps(
-            {"what": "training speed and memory, medians of interleaved repeats", "case": CASES[options.case],
+            {"what": "training speed and memory: medians over rounds in which the contenders took turns; every "
+             "process began with an empty compile cache", "case": CASES[options.case],
              "date": time.strftime("%Y-%m-%d"), "fitgpt": __version__, "repeats": options.repeats,
+             "steps": options.steps,
              "command": " ".join(["python", "bench/engine.py", *map(_as_typed, sys.argv[1:])]), "rows": summaries},
             indent=1) + "\n")
 
 
-def measure(case: dict[str, Any]) -> dict[str, Any]:
-    environment = child_environment({**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'bench'}"})
-    done = subprocess.run([sys.executable, __file__, "--child", json.dumps(case)], env=environment,
-                          capture_output=True, text=True)
-    if done.returncode:
-        return {"error": done.stderr.strip().splitlines()[-1][:300] if done.stderr.strip() else "no words"}
-    return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
+class Contender:
+    """A process that has made its first step, and waits for its turns."""
+
+    def __init__(self, case: dict[str, Any], cache: Path) -> None:
+        environment = child_environment({
+            **os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'bench'}",
+            "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"), "TRITON_CACHE_DIR": str(cache / "triton")})
+        self._words = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed with the process)
+        self._process = subprocess.Popen([sys.executable, __file__, "--child", json.dumps(case)], env=environment,
+                                         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._words, text=True)
+        self.first = self._answer()
+
+    def ask(self, what: str) -> dict[str, Any]:
+        if "error" in self.first:
+            return self.first
+        pipe = cast(TextIO, self._process.stdin)
+        pipe.write(what + "\n")
+        pipe.flush()
+        return self._answer()
+
+    def close(self) -> None:
+        cast(TextIO, self._process.stdin).close()
+        self._process.wait()
+
+    def _answer(self) -> dict[str, Any]:
+        for line in cast(TextIO, self._process.stdout):
+            if line.startswith("{"):
+                return json.loads(line)  # type: ignore[no-any-return]
+        self._words.seek(0)
+        said = self._words.read().strip().splitlines()
+        self.first = {"error": said[-1][:300] if said else "no words"}
+        return self.first
 
 
-def run(case: dict[str, Any]) -> dict[str, Any]:
-    """In the child: warms up, times steps one by one, then evaluates."""
+def serve(case: dict[str, Any]) -> None:
+    """In the child: a first step, then whatever is asked, one answer a line."""
     import torch
     from contenders import make_trainer
 
@@ -96,50 +138,80 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
 
     started = time.perf_counter()
     trainer, config = make_trainer(case)
+    flops = flops_a_token(config, case["block_size"])
     torch.manual_seed(0)
-    tokens = torch.randint(config.vocab_size, (8, case["batch_size"], case["block_size"] + 1)).cuda()
-    batches = [(tokens[i % 8, :, :-1], tokens[i % 8, :, 1:]) for i in range(case["accumulation"])]
+    tokens = torch.randint(config.vocab_size, (case["accumulation"], case["batch_size"], case["block_size"] + 1)).cuda()
+    batches = [(each[:, :-1], each[:, 1:]) for each in tokens]
+    if case.get("alone"):
+        resident = torch.cuda.memory_allocated()
+        print(json.dumps({"resident": resident, **evaluate_turn(trainer, batches[0])}), flush=True)
+        return
     trainer.step(batches)
     torch.cuda.synchronize()
-    first_step = time.perf_counter() - started
+    print(json.dumps({"first_step_s": time.perf_counter() - started, "device": torch.cuda.get_device_name(),
+                      "torch": torch.__version__, "flops_a_token": flops}), flush=True)
     for _ in range(4):
         trainer.step(batches)
+    torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
+    for line in sys.stdin:
+        if line.strip() == "train":
+            answer = train_turn(trainer, batches, case["steps"])
+        elif line.strip() == "evaluate":
+            answer = evaluate_turn(trainer, batches[0])
+        else:
+            from profiled import profile
+
+            answer = profile(lambda: trainer.step(batches))
+        print(json.dumps(answer), flush=True)
+
+
+def train_turn(trainer: Any, batches: list[Any], steps: int) -> dict[str, Any]:
+    import torch
+
     seconds = []
-    for _ in range(case["steps"]):
+    trainer.step(batches)  # the card comes from another process
+    for _ in range(steps):
         torch.cuda.synchronize()
         begun = time.perf_counter()
         trainer.step(batches)
         torch.cuda.synchronize()
         seconds.append(time.perf_counter() - begun)
-    allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-    tokens_a_step = case["accumulation"] * case["batch_size"] * case["block_size"]
-    speed = tokens_a_step / statistics.median(seconds)
+    return {"tokens_per_s": sum(idx.numel() for idx, _ in batches) / statistics.median(seconds),
+            "allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
+
+
+def evaluate_turn(trainer: Any, batch: tuple[Any, Any]) -> dict[str, Any]:
+    import torch
+
     for _ in range(3):
-        trainer.evaluate(*batches[0])
+        trainer.evaluate(*batch)
     torch.cuda.synchronize()
     begun = time.perf_counter()
     for _ in range(10):
-        trainer.evaluate(*batches[0])
+        trainer.evaluate(*batch)
     torch.cuda.synchronize()
-    evaluation_s = time.perf_counter() - begun
-    return {"tokens_per_s": speed, "allocated": allocated, "reserved": reserved, "first_step_s": first_step,
-            "eval_tokens_per_s": 10 * tokens_a_step / case["accumulation"] / evaluation_s,
-            "reserved_with_eval": torch.cuda.max_memory_reserved(),
-            "mfu": speed * flops_a_token(config, case["block_size"]) / 989e12,  # H200's dense bf16 rate, its vendor's
-            "device": torch.cuda.get_device_name(), "torch": torch.__version__}
+    return {"eval_tokens_per_s": 10 * batch[0].numel() / (time.perf_counter() - begun),
+            "reserved_with_eval": torch.cuda.max_memory_reserved()}
 
 
-def summary(name: str, runs: list[dict[str, Any]], plain: list[dict[str, Any]] | None) -> dict[str, Any]:
-    failed = [run["error"] for run in runs if "error" in run]
+def summary(name: str, contender: Contender, turns: list[dict[str, Any]]) -> dict[str, Any]:
+    evaluation = contender.ask("evaluate")
+    failed = [each["error"] for each in (contender.first, *turns, evaluation) if "error" in each]
     if failed:
         return {"contender": name, "error": failed[0]}
-    figures = [key for key, value in runs[0].items() if isinstance(value, float | int)]
-    middle = {key: statistics.median(run[key] for run in runs) for key in figures}
-    base = [run["tokens_per_s"] for run in plain or [] if "error" not in run]
-    ratio = middle["tokens_per_s"] / statistics.median(base) if base else None
-    return {"contender": name, **middle, "ratio_to_plain": ratio, "device": runs[0]["device"],
-            "torch": runs[0]["torch"], "runs": runs}
+    middle = {key: statistics.median(turn[key] for turn in turns) for key in ("tokens_per_s", "allocated", "reserved")}
+    return {"contender": name, **middle, "mfu": middle["tokens_per_s"] * contender.first["flops_a_token"] / PEAK_FLOPS,
+            **contender.first, **evaluation, "turns": [turn["tokens_per_s"] for turn in turns]}
+
+
+def compare(rows: list[dict[str, Any]]) -> None:
+    """The ratio to plain is the median of the rounds' own ratios: what slows a whole round cancels."""
+    plain = next((row for row in rows if row["contender"] == "plain" and "turns" in row), None)
+    for row in rows:
+        if "turns" in row:
+            row["ratio_to_plain"] = plain and statistics.median(
+                ours / theirs for ours, theirs in zip(row["turns"], plain["turns"], strict=True))
 
 
 def show(case: str, rows: list[dict[str, Any]]) -> None:
@@ -153,6 +225,9 @@ def show(case: str, rows: list[dict[str, Any]]) -> None:
               f"reserved {row['reserved'] / GiB:.2f}, after evaluation {row['reserved_with_eval'] / GiB:.2f} GiB  "
               f"mfu {100 * row['mfu']:.1f} %  first step {row['first_step_s']:.1f} s  "
               f"eval {row['eval_tokens_per_s']:,.0f} tok/s")
+        if alone := row.get("evaluation_alone"):
+            print(f"{'':16} evaluation alone: {(alone['reserved_with_eval'] - alone['resident']) / GiB:.2f} GiB above "
+                  "what is resident" if "resident" in alone else alone)
 
 
 def _as_typed(word: str) -> str:

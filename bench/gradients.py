@@ -40,13 +40,14 @@ def main() -> None:
     options = parser.parse_args()
     device = torch.device(options.device)
     rows = [row for name, shape in SHAPES.items() for row in gradient_errors(name, *shape, device)]
-    kernel = kernel_errors(device) if device.type == "cuda" and triton_works() else []
-    for row in [*rows, *kernel]:
+    kernel, others = (kernel_errors(device), other_kernels(device)) if device.type == "cuda" and triton_works() \
+        else ([], [])
+    for row in [*rows, *kernel, *others]:
         print(row)
     if options.out:
         Path(options.out).write_text(json.dumps(
             {"what": "relative errors of all gradients against float64", "date": time.strftime("%Y-%m-%d"),
-             "fitgpt": __version__, "torch": torch.__version__, "rows": rows, "kernel": kernel,
+             "fitgpt": __version__, "torch": torch.__version__, "rows": rows, "kernel": kernel, "others": others,
              "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
              "command": f"python bench/gradients.py -o bench/results/{Path(options.out).name}"}, indent=1) + "\n")
 
@@ -110,6 +111,42 @@ def kernel_errors(device: torch.device) -> list[dict[str, Any]]:
             rows.append({"dtype": dtype, "width": width, "loss": (losses[0] - losses[1]).abs().max().item(),
                          "gradient": ((plain.float() - fused.float()).norm() / plain.float().norm()).item()})
     return rows
+
+
+def other_kernels(device: torch.device) -> list[dict[str, Any]]:
+    """The norm's backward and the rounded AdamW, each beside plain torch: the largest relative difference."""
+    from fitgpt.engine import kernels, pointwise, rounded
+
+    torch.manual_seed(0)
+    rows = []
+    for stream in (torch.float32, torch.bfloat16):
+        for width, bias in ((768, None), (1600, torch.randn(1600, device=device)), (100, None)):
+            x, d_x, d_norm, added = (torch.randn(1000, width, device=device).to(dtype) for dtype in
+                                     (stream, stream, torch.bfloat16, torch.bfloat16))
+            given, copy = (d_norm, x, added, torch.randn(width, device=device), bias, torch.bfloat16, True), d_x.clone()
+            plain, ours = pointwise.norm_backward_(d_x, *given), kernels.norm_backward_(copy, *given)
+            rows.append({"kernel": "norm_backward_", "stream": str(stream), "width": width, "difference": max(
+                different(a, b) for a, b in zip((d_x, *plain), (copy, *ours), strict=True) if a is not None)})
+    for eight_bit in (True, False):
+        weights, gradient = torch.randn(100_000, device=device), torch.randn(100_000, device=device)
+        figures = torch.tensor([1e-3, 1 / (1 - 0.9), 1 / (1 - 0.95), 0.5, 0.0], device=device)
+        states = [rounded._new_state(weights, eight_bit) for _ in range(2)]
+        copy = weights.clone()
+        rounded.update_(weights, gradient, states[0], figures, 0.1, 0.9, 0.95)
+        kernels.rounded_adamw_(copy, gradient, states[1], figures, torch.tensor(7, device=device), 3, 0.1, 0.9, 0.95)
+        rows.append({"kernel": "rounded_adamw_", "eight_bit": eight_bit, "difference": max(
+            different(a, b) for a, b in zip((weights, *states[0].values()), (copy, *states[1].values()), strict=True))})
+    ones = torch.ones(200_000, dtype=torch.bfloat16, device=device)  # to be moved a quarter of a step of bfloat16
+    figures = torch.tensor([2**-9, 1.0, 1.0, 1.0, 0.0], device=device)
+    kernels.rounded_adamw_(ones, torch.zeros_like(ones), rounded._new_state(ones, True), figures,
+                           torch.tensor(7, device=device), 3, -1.0, 0.9, 0.95)
+    rows.append({"kernel": "rounded_adamw_ by chance", "difference": abs(ones.double().mean().item() - 1 - 2**-9)})
+    return rows
+
+
+def different(a: Tensor, b: Tensor | None) -> float:
+    assert b is not None
+    return ((a.double() - b.double()).norm() / a.double().norm().clamp(min=1e-30)).item()
 
 
 if __name__ == "__main__":

@@ -26,14 +26,16 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "src"))
+sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tools")]
+
+import memory_page  # noqa: E402
 
 from fitgpt.cli import VERBS, find_verb, options_of, overview, verb_help  # noqa: E402
 from fitgpt.config import FROZEN_ON_RESUME  # noqa: E402
 from fitgpt.knobhelp import markdown_table  # noqa: E402
-from fitgpt.nouns import GPTConfig  # noqa: E402
-from fitgpt.savers import SAVERS, loss_piece_tokens  # noqa: E402
-from fitgpt.units import MiB, show_bytes  # noqa: E402
+from fitgpt.options import PlanQuestions  # noqa: E402
+from fitgpt.savers import SAVERS  # noqa: E402
+from fitgpt.units import show_bytes  # noqa: E402
 
 DOCS = ROOT / "docs"
 TRANSCRIPTS = DOCS / "transcripts"
@@ -67,7 +69,7 @@ def help_part(verb: str = "") -> str:
 
 
 def knobs_part(verb: str) -> str:
-    return markdown_table(options_of(VERBS[verb]))
+    return markdown_table(PlanQuestions if verb == "plan" else options_of(VERBS[verb]))  # plan's others are train's
 
 
 def tree_part() -> str:
@@ -118,32 +120,6 @@ def read_rows(name: str) -> list[dict[str, Any]]:
     return rows
 
 
-def memory_part() -> str:
-    """nanoGPT's runs and ours of the same shapes, under the cap that plays the card."""
-    theirs = {row["name"]: row for row in read_rows("nanogpt_h200.json")}
-    cap = json.loads((RESULTS / "capped_4070_on_h200.json").read_text(encoding="utf-8"))["cap_bytes"]
-    lines = ["| run | trainer | training, allocated | training, reserved | evaluation, allocated | "
-             f"within {show_bytes(cap)} |", "|---|---|---|---|---|---|"]
-    for size, shape in (("77m", "77M, batch 16 × 1024"), ("30m", "30M, batch 16 × 512")):
-        for compiled in (False, True):
-            how = "compiled" if compiled else "eager"
-            row = theirs[f"{size.upper()} {how}"]
-            lines.append(_memory_line(f"{shape}, {how}", "nanoGPT", row["train_peak"], row["train_reserved"],
-                                      row["eval_peak"], cap))
-            for ours in read_rows("capped_4070_on_h200.json"):
-                if (ours["config"], ours["dtype"], ours["compile"]) == (f"config/notes_{size}.py", "float16", compiled):
-                    lines.append(_memory_line("", "**fitgpt**", ours["train_allocated"], ours["train_reserved"],
-                                              ours["eval_allocated"], cap))
-    return "\n".join(lines) + "\n"
-
-
-def _memory_line(run: str, trainer: str, allocated: int, reserved: int, evaluation: int, cap: int) -> str:
-    """Reserved under the cap: it fits. Allocated above it: it cannot. Between the two the allocator may yet manage."""
-    fits = "yes" if reserved <= cap else "no" if allocated > cap else "perhaps"
-    figures = " | ".join(show_bytes(nbytes) for nbytes in (allocated, reserved, evaluation))
-    return f"| {run} | {trainer} | {figures} | {fits} |"
-
-
 def engine_part() -> str:
     """Speed and memory beside the plain baseline, from bench/engine.py's results."""
     lines = ["| run | trainer | tokens/s | × plain | reserved in training | with evaluation | first step |",
@@ -151,60 +127,11 @@ def engine_part() -> str:
     for case, shape in (("124m", "124M, 4 × 12 × 1024, bfloat16"), ("77m", "77M, 4 × 16 × 1024, float16"),
                         ("30m", "30M, 4 × 16 × 512, float16")):
         for row in read_rows(f"engine_{case}_h200.json"):
-            name = row["contender"] if row["contender"] == "plain" else f"**{row['contender']}**"
+            name = row["contender"] if row["contender"] in ("plain", "transformers") else f"**{row['contender']}**"
             lines.append(f"| {shape if row['contender'] == 'plain' else ''} | {name} | {row['tokens_per_s']:,.0f} | "
                          f"{row['ratio_to_plain']:.2f} | {show_bytes(row['reserved'])} | "
                          f"{show_bytes(row['reserved_with_eval'])} | {row['first_step_s']:.0f} s |")
     return "\n".join(lines) + "\n"
-
-
-def nanogpt_part() -> str:
-    rows = [f"| {row['name']} | {row['config']['batch_size']} × {row['config']['block_size']} | "
-            f"{row['config']['dtype']} | "
-            + " | ".join(show_bytes(row[key]) for key in ("train_peak", "train_reserved", "eval_peak")) + " |"
-            for row in read_rows("nanogpt_h200.json")]
-    return "\n".join(["| run | batch × block | dtype | training, allocated | training, reserved | "
-                      "evaluation, allocated |", "|---|---|---|---|---|---|", *rows]) + "\n"
-
-
-def owners_part(*name: str) -> str:
-    """Whose bytes an eager run of nanoGPT holds at its peak: the formula, and the recorded peak under it."""
-    row = next(row for row in read_rows("nanogpt_h200.json") if row["name"] == " ".join(name))
-    owners = nanogpt_owners(row["config"])
-    total, peak = sum(nbytes for _, _, nbytes in owners), row["train_peak"]
-    lines = ["| whose | formula | MiB | share |", "|---|---|---|---|"]
-    lines += [f"| {owner} | {formula} | {nbytes / MiB:,.0f} | {nbytes / total:.1%} |"
-              for owner, formula, nbytes in sorted(owners, key=lambda each: -each[2])]
-    lines.append(f"| **sum** | | **{total / MiB:,.0f}** | |")
-    lines.append(f"| recorded peak | | {peak / MiB:,.0f} | the sum is {total / peak - 1:+.2%} off |")
-    return "\n".join(lines) + "\n"
-
-
-def nanogpt_owners(config: dict[str, Any]) -> list[tuple[str, str, int]]:
-    """(owner, formula, bytes) of nanoGPT's eager training peak, inside the backward pass of the loss."""
-    B, T, C, H, L, V = (config[key] for key in ("batch_size", "block_size", "n_embd", "n_head", "n_layer",
-                                                "vocab_size"))
-    P = GPTConfig(block_size=T, vocab_size=V, n_layer=L, n_head=H, n_embd=C, bias=config["bias"]).count_params()
-    N = B * T
-    return [
-        ("logits and what the loss makes of them", "12·N·V", 12 * N * V),
-        ("activations kept by the blocks", "L·(36·N·C + 16·N + 4·N·H)", L * (36 * N * C + 16 * N + 4 * N * H)),
-        ("AdamW's two moments", "8·P", 8 * P),
-        ("weights", "4·P", 4 * P),
-        ("gradients, while accumulating", "4·P", 4 * P),
-        ("half-precision copies of the weights", "2·(12·L·C² + V·C)", 2 * (12 * L * C * C + V * C)),
-        ("cuBLAS workspaces", "2 × 32 MiB", 2 * 32 * MiB),
-        ("embeddings, last norm, the batch", "6·N·C + 40·N", 6 * N * C + 40 * N),
-    ]
-
-
-def piece_part() -> str:
-    """The logits of one piece beside all of them, for the 77M run."""
-    tokens, vocab = 16 * 1024, 50304
-    piece = loss_piece_tokens(tokens, vocab)
-    return (f"For the 77M run a piece is {piece:,} tokens: {show_bytes(2 * piece * vocab)} of half-precision logits at "
-            f"a time, where all {tokens:,} tokens would take {show_bytes(2 * tokens * vocab)} in half precision and "
-            f"{show_bytes(12 * tokens * vocab)} with nanoGPT's chain.\n")
 
 
 # ---- from real runs
@@ -255,11 +182,10 @@ def _output(command: str, home: Path) -> str:
 
 PARTS: dict[str, Callable[..., str]] = {
     "help": help_part, "knobs": knobs_part, "tree": tree_part, "configs": configs_part, "savers": savers_part,
-    "frozen": frozen_part, "memory": memory_part, "engine": engine_part, "nanogpt": nanogpt_part,
-    "owners": owners_part, "piece": piece_part, "transcript": transcript_part,
+    "frozen": frozen_part, "engine": engine_part, "transcript": transcript_part, **memory_page.PARTS,
 }
 # In the order in which they are recorded: later ones use what earlier ones made.
-TRANSCRIPT_ORDER = ("prepare", "demo", "train", "sample", "eval", "export", "errors")
+TRANSCRIPT_ORDER = ("plan", "plan_options", "cards", "prepare", "demo", "train", "sample", "eval", "export", "errors")
 
 
 def main() -> int:

@@ -19,7 +19,7 @@ class FakeGraph:
 
 def test_where_recording_fails_the_work_is_done_as_it_is_and_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
     @contextmanager
-    def refusing(graph: object, pool: object) -> object:
+    def refusing(graph: object, **how: object) -> object:
         yield
         raise RuntimeError("operation not permitted when stream is capturing\nand more")
 
@@ -40,7 +40,7 @@ def test_the_first_call_of_a_shape_runs_the_second_records_and_later_ones_replay
     runs: list[str] = []
 
     @contextmanager
-    def recording(graph: FakeGraph, pool: object) -> object:
+    def recording(graph: FakeGraph, **how: object) -> object:
         runs.append("record")
         yield
         graph.rerun = lambda: runs.append("replay")  # type: ignore[attr-defined]

@@ -79,8 +79,8 @@ def test_applied_in_the_backward_pass_it_is_the_same_update(eight_bit: bool) -> 
     from fitgpt.engine.rounded import AdamWInBackward, RoundedAdamW
 
     ours, theirs = model(), model()
-    at_once = AdamWInBackward(dict(ours.named_parameters()), SETTINGS, eight_bit=eight_bit, compiled=False, seed=0)
-    later = RoundedAdamW(dict(theirs.named_parameters()), SETTINGS, eight_bit=eight_bit, compiled=False, seed=0)
+    at_once = AdamWInBackward(dict(ours.named_parameters()), SETTINGS, eight_bit=eight_bit, fused=False, seed=0)
+    later = RoundedAdamW(dict(theirs.named_parameters()), SETTINGS, eight_bit=eight_bit, fused=False, seed=0)
     for step in range(3):
         at_once.begin(1e-3)
         ours.accumulate(*batch(step), ONE, at_once)

@@ -60,7 +60,7 @@ def test_rounding_by_chance_is_exact_in_the_mean_and_keeps_what_is_representable
 
 def test_with_float32_states_and_weights_it_is_adamw() -> None:
     ours, theirs = model(), model()
-    a = RoundedAdamW(dict(ours.named_parameters()), SETTINGS, eight_bit=False, compiled=False, seed=0)
+    a = RoundedAdamW(dict(ours.named_parameters()), SETTINGS, eight_bit=False, fused=False, seed=0)
     b = AdamW(dict(theirs.named_parameters()), SETTINGS)
     for step in range(5):
         set_gradients(ours, step)
@@ -74,7 +74,7 @@ def test_with_float32_states_and_weights_it_is_adamw() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_eight_bit_states_move_the_weights_nearly_as_exact_ones_do(dtype: torch.dtype) -> None:
     ours, theirs, start = model(dtype), model(), model()
-    a = RoundedAdamW(dict(ours.named_parameters()), SETTINGS, eight_bit=True, compiled=False, seed=0)
+    a = RoundedAdamW(dict(ours.named_parameters()), SETTINGS, eight_bit=True, fused=False, seed=0)
     b = AdamW(dict(theirs.named_parameters()), SETTINGS)
     for step in range(20):
         set_gradients(ours, step)
@@ -87,14 +87,14 @@ def test_eight_bit_states_move_the_weights_nearly_as_exact_ones_do(dtype: torch.
 
 
 def test_the_states_take_one_byte_a_number() -> None:
-    optimizer = RoundedAdamW(dict(model().named_parameters()), SETTINGS, eight_bit=True, compiled=False, seed=0)
+    optimizer = RoundedAdamW(dict(model().named_parameters()), SETTINGS, eight_bit=True, fused=False, seed=0)
     assert sum(t.nbytes for name, t in optimizer.tensors().items() if name.startswith("0.weight")) == \
         2 * 13000 + 2 * 4 * -(-13000 // GROUP)
 
 
 def test_a_step_that_is_not_finite_changes_nothing() -> None:
     module = model(torch.bfloat16)
-    optimizer = RoundedAdamW(dict(module.named_parameters()), SETTINGS, eight_bit=True, compiled=False, seed=0)
+    optimizer = RoundedAdamW(dict(module.named_parameters()), SETTINGS, eight_bit=True, fused=False, seed=0)
     set_gradients(module, 0)
     optimizer.step(1e-2, ONE, ZERO)
     before = {k: v.clone() for k, v in optimizer.tensors().items() if k != "calls"}
@@ -110,7 +110,7 @@ def test_after_a_resume_it_rounds_the_same() -> None:
     def after(stop: int | None) -> list[torch.Tensor]:
         module = model(torch.bfloat16)
         def make() -> RoundedAdamW:
-            return RoundedAdamW(dict(module.named_parameters()), SETTINGS, eight_bit=True, compiled=False, seed=7)
+            return RoundedAdamW(dict(module.named_parameters()), SETTINGS, eight_bit=True, fused=False, seed=7)
 
         optimizer = make()
         for step in range(6):

@@ -114,11 +114,9 @@ def backward(d_y: Tensor, d_y_rounded: Tensor, kept: Kept, w: BlockWeights, mann
     proj = tensors.pop("proj", None)
     if proj is None:
         proj = drop_again(linear(att, w.attn_proj, w.attn_proj_bias), "proj", manner, kept)
-    h2 = tensors.pop("h2", None)
-    if h2 is None:
-        h2 = ops.norm_of_sum(rows, proj, w.ln_2, w.ln_2_bias, dtype)
-    fc, g = tensors.pop("fc", None), tensors.pop("g", None)
+    h2, fc, g = (tensors.pop(name, None) for name in ("h2", "fc", "g"))
     if fc is None:
+        h2 = ops.norm_of_sum(rows, proj, w.ln_2, w.ln_2_bias, dtype) if h2 is None else h2
         fc = linear(h2, w.c_fc, w.c_fc_bias)
 
     d_down = drop_again(d_y_rounded, "down", manner, kept)
@@ -127,11 +125,11 @@ def backward(d_y: Tensor, d_y_rounded: Tensor, kept: Kept, w: BlockWeights, mann
     add_linear(gradients, w.mlp_proj, w.mlp_proj_bias, d_down, fc if g is None else g)
     del d_down, fc, g
     d_h2 = d_fc @ w.c_fc.to(dtype)  # before its gradient is handed over: whoever takes it may change the weight
-    add_linear(gradients, w.c_fc, w.c_fc_bias, d_fc, h2)
-    del h2, d_fc
-    d_proj, d_weight, d_bias = ops.norm_backward_(d_y, d_h2, rows, proj, w.ln_2, w.ln_2_bias is not None, dtype)
-    add_norm(gradients, w.ln_2, w.ln_2_bias, d_weight, d_bias)
+    d_proj, again, d_weight, d_bias = ops.norm_backward_(d_y, d_h2, rows, proj, w.ln_2, w.ln_2_bias, dtype, h2 is None)
     del d_h2, proj
+    add_linear(gradients, w.c_fc, w.c_fc_bias, d_fc, cast(Tensor, again if h2 is None else h2))
+    del h2, again, d_fc
+    add_norm(gradients, w.ln_2, w.ln_2_bias, d_weight, d_bias)
 
     d_proj = drop_again(d_proj, "proj", manner, kept)
     d_att = d_proj @ w.attn_proj.to(dtype)
@@ -143,11 +141,12 @@ def backward(d_y: Tensor, d_y_rounded: Tensor, kept: Kept, w: BlockWeights, mann
                             manner.dropout).flatten(0, 1)
     del d_att, qkv, attended
     kept.attended = None
-    h1 = ops.norm(rows, w.ln_1, w.ln_1_bias, dtype) if h1 is None else h1
     d_h1 = d_qkv @ w.c_attn.to(dtype)
-    add_linear(gradients, w.c_attn, w.c_attn_bias, d_qkv, h1)
-    del h1, d_qkv
-    d_x_rounded, d_weight, d_bias = ops.norm_backward_(d_y, d_h1, rows, None, w.ln_1, w.ln_1_bias is not None, dtype)
+    d_x_rounded, again, d_weight, d_bias = ops.norm_backward_(d_y, d_h1, rows, None, w.ln_1, w.ln_1_bias, dtype,
+                                                              h1 is None)
+    del d_h1
+    add_linear(gradients, w.c_attn, w.c_attn_bias, d_qkv, cast(Tensor, again if h1 is None else h1))
+    del h1, again, d_qkv
     add_norm(gradients, w.ln_1, w.ln_1_bias, d_weight, d_bias)
     return d_y, d_x_rounded
 

@@ -21,7 +21,7 @@ from . import block as one_block
 from . import pointwise
 from .block import BlockWeights, LayerCache, Manner
 from .gradients import Collected, Gradients, IntoGrad
-from .loss import loss_and_gradient_, token_losses
+from .loss import loss_and_gradient_, token_losses, triton_works
 
 
 class Linear(nn.Module):
@@ -154,8 +154,8 @@ class GPT(nn.Module):
         hidden = self.ops.norm(rows, norm.weight, norm.bias, dtype)
         loss = loss_and_gradient_(hidden, self.lm_head.weight, targets, scale, self._piece(len(rows)), gradients)
         d_rows = torch.zeros_like(rows)
-        d_rounded, d_weight, d_bias = self.ops.norm_backward_(d_rows, hidden, rows, None, norm.weight,
-                                                              norm.bias is not None, dtype)
+        d_rounded, _, d_weight, d_bias = self.ops.norm_backward_(d_rows, hidden, rows, None, norm.weight, norm.bias,
+                                                                 dtype, False)
         one_block.add_norm(gradients, norm.weight, norm.bias, d_weight, d_bias)
         return loss, d_rows, d_rounded
 
@@ -227,7 +227,7 @@ class GPT(nn.Module):
 
     def compile(self, *_: Any, **__: Any) -> None:
         """Compiles what lies between matrix products: one kernel a function and shape, shared by all layers."""
-        self.ops = pointwise.compiled()
+        self.ops = pointwise.compiled(fused=self.lm_head.weight.device.type == "cuda" and triton_works())
         self._block_next = torch.compile(one_block.next_token, fullgraph=True, dynamic=False)
 
     def gradient_checkpointing_enable(self) -> None:

@@ -21,17 +21,17 @@ class HostAdamW(Optimizer):
         self._parameters = dict(parameters)
         self._masters = {name: _on_host(p) for name, p in parameters.items()}
         self._adamw = AdamW(self._masters, settings)
-        self.sink = ToHost({id(p): self._masters[name] for name, p in parameters.items()}) if stream else None
+        self._arrived = ToHost({id(p): self._masters[name] for name, p in parameters.items()})
+        self.sink = self._arrived if stream else None
 
     @torch.no_grad()
     def step(self, learning_rate: float, grad_scale: Tensor, found_inf: Tensor) -> None:
-        for name, parameter in self._parameters.items():
+        for parameter in self._parameters.values():
             if parameter.grad is not None:
-                master = self._masters[name]
-                master.grad = parameter.grad.to("cpu", master.dtype)
+                self._arrived.vector(parameter, parameter.grad)
         self._adamw.step(learning_rate, grad_scale.cpu(), found_inf.cpu())
+        self._arrived.clear()
         for name, parameter in self._parameters.items():
-            self._masters[name].grad = None
             parameter.copy_(self._masters[name], non_blocking=True)
 
     def tensors(self) -> dict[str, Tensor]:
@@ -51,22 +51,33 @@ def _on_host(parameter: Tensor) -> Tensor:
 
 
 class ToHost:
-    """Gradients that leave the card one by one: each exists there only until it is copied."""
+    """Gradients that leave the card one by one: each exists there only until it is copied.
+
+    They land in one pinned buffer, which the card writes many times faster than ordinary memory, and are summed in
+    places that stay from step to step: to touch fresh memory costs the host more than to add.
+    """
 
     def __init__(self, masters: dict[int, Tensor]) -> None:
         self._masters = masters
+        self._places: dict[int, Tensor] = {}
+        self._landing: Tensor | None = None
 
     def product(self, parameter: Tensor, d_out: Tensor, inputs: Tensor) -> None:
-        self._add(parameter, product_of(d_out, inputs, torch.float32))
+        self.vector(parameter, product_of(d_out, inputs, torch.float32))
 
     def vector(self, parameter: Tensor, gradient: Tensor | None) -> None:
-        if gradient is not None:
-            self._add(parameter, gradient)
+        if gradient is None:
+            return
+        master, landed = self._masters[id(parameter)], self._land(gradient)
+        if master.grad is None:
+            master.grad = self._place(parameter).copy_(landed)
+        else:
+            master.grad += landed
 
     def rows(self, parameter: Tensor, indices: Tensor, gradient: Tensor) -> None:
         master = self._masters[id(parameter)]
         if master.grad is None:
-            master.grad = torch.zeros_like(master)
+            master.grad = self._place(parameter).zero_()
         add_rows_(master.grad, indices.cpu(), gradient.cpu())
 
     def gradients(self) -> list[Tensor]:
@@ -76,7 +87,19 @@ class ToHost:
         for master in self._masters.values():
             master.grad = None
 
-    def _add(self, parameter: Tensor, gradient: Tensor) -> None:
-        master = self._masters[id(parameter)]
-        on_host = gradient.to("cpu", master.dtype)
-        master.grad = on_host if master.grad is None else master.grad.add_(on_host)
+    def _place(self, parameter: Tensor) -> Tensor:
+        key = id(parameter)
+        if key not in self._places:
+            self._places[key] = torch.empty(parameter.shape, dtype=torch.float32)
+        return self._places[key]
+
+    def _land(self, gradient: Tensor) -> Tensor:
+        """On the host until the next one lands."""
+        if gradient.device.type != "cuda":
+            return gradient.float()
+        if self._landing is None:
+            most = max(master.numel() for master in self._masters.values())
+            self._landing = torch.empty(most, dtype=torch.float32, pin_memory=True)
+        landed = self._landing[:gradient.numel()].view(gradient.shape).copy_(gradient, non_blocking=True)
+        torch.cuda.current_stream(gradient.device).synchronize()
+        return landed

@@ -40,18 +40,20 @@ def gelu_backward_(fc: Tensor, d_gelu: Tensor) -> None:
     torch.ops.aten.gelu_(fc)
 
 
-def norm_backward_(d_x: Tensor, d_norm: Tensor, x: Tensor, added: Tensor | None, weight: Tensor, has_bias: bool,
-                   dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
+def norm_backward_(d_x: Tensor, d_norm: Tensor, x: Tensor, added: Tensor | None, weight: Tensor, bias: Tensor | None,
+                   dtype: torch.dtype, again: bool) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
     """Adds to d_x the gradient that comes back through norm(x + added).
 
-    Returns d_x rounded for the next matrix product, and the gradients of the norm's weight and bias.
+    Returns d_x rounded for the next matrix product (d_x itself where that is its precision), the norm's output if it
+    is wanted `again`, and the gradients of the norm's weight and bias.
     """
     summed = x.to(weight.dtype) if added is None else x.to(weight.dtype) + added
-    _, mean, steepness = torch.native_layer_norm(summed, weight.shape, None, None, EPSILON)
+    normed, mean, steepness = torch.native_layer_norm(summed, weight.shape, weight, bias, EPSILON)
+    output = normed.to(dtype) if again else None
     d_summed, d_weight, d_bias = torch.ops.aten.native_layer_norm_backward(
-        d_norm.to(summed.dtype), summed, weight.shape, mean, steepness, weight, weight, [True, True, has_bias])
+        d_norm.to(summed.dtype), summed, weight.shape, mean, steepness, weight, bias, [True, True, bias is not None])
     d_x.copy_(d_x + d_summed)
-    return d_x.to(dtype), d_weight, d_bias if has_bias else None
+    return d_x.to(dtype), output, d_weight, d_bias if bias is not None else None
 
 
 def _wide(x: Tensor) -> torch.dtype:
@@ -64,13 +66,30 @@ class Pointwise(NamedTuple):
     add_both: Callable[..., Tensor] = add_both
     gelu: Callable[..., Tensor] = gelu
     gelu_backward_: Callable[..., None] = gelu_backward_
-    norm_backward_: Callable[..., tuple[Tensor, Tensor, Tensor | None]] = norm_backward_
+    norm_backward_: Callable[..., tuple[Tensor, Tensor | None, Tensor, Tensor | None]] = norm_backward_
 
 
 EAGER = Pointwise()
+# The compiler would time several shapes of each kernel at its first call, which takes seconds, 60 MiB and a copy of
+# whatever the kernel overwrites: a first step that needs more memory than all later ones.
+NOT_TIMED: dict[str, Any] = {"triton.autotune_pointwise": False}
 
 
-def compiled() -> Pointwise:
-    """Each function compiled once for each shape it meets, and reused by every layer."""
-    functions: Any = [torch.compile(function, fullgraph=True, dynamic=False) for function in EAGER]
-    return Pointwise(*functions)
+def compiled(*, fused: bool) -> Pointwise:
+    """Each function compiled once for each shape it meets, and reused by every layer.
+
+    `fused`: on a card, the way back through a norm is a kernel of ours: the compiler makes two passes of it.
+    """
+    functions: Any = [torch.compile(function, fullgraph=True, dynamic=False, options=NOT_TIMED) for function in EAGER]
+    ops = Pointwise(*functions)
+    return ops._replace(norm_backward_=_norm_backward_in_one_pass(ops.norm_backward_)) if fused else ops
+
+
+def _norm_backward_in_one_pass(otherwise: Callable[..., Any]) -> Callable[..., Any]:
+    from . import kernels
+
+    def norm_backward_(d_x: Tensor, d_norm: Tensor, x: Tensor, added: Tensor | None, weight: Tensor, *rest: Any) -> Any:
+        function = kernels.norm_backward_ if kernels.norm_fits(x, weight) else otherwise
+        return function(d_x, d_norm, x, added, weight, *rest)
+
+    return norm_backward_

@@ -8,7 +8,7 @@ largest, the least second moment 2.4e-10.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,23 +20,27 @@ from .optim import AdamWSettings, Optimizer
 
 GROUP = 256               # numbers that share a scale, as in the papers on 8-bit optimizers
 SMALLEST_ROUNDED = 4096   # smaller parameters (norms, biases) keep float32 states: they weigh nothing
-AT_ONCE = 2**22           # numbers updated at once: bounds what an eager update needs besides
+AT_ONCE = 2**22           # numbers updated at once in plain torch: bounds what that needs besides
 EPSILON = 1e-8
 
 
 class RoundedAdamW(Optimizer):
-    """`eight_bit`: states of one byte. bfloat16 parameters are rounded stochastically in either case."""
+    """`eight_bit`: states of one byte. bfloat16 parameters are rounded stochastically in either case.
 
-    def __init__(self, parameters: Mapping[str, Tensor], settings: AdamWSettings, *, eight_bit: bool, compiled: bool,
+    `fused`: one Triton kernel a parameter. Otherwise the same in plain torch, which rolls other dice.
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor], settings: AdamWSettings, *, eight_bit: bool, fused: bool,
                  seed: int) -> None:
-        self._settings, self._seed = settings, seed
+        self._settings, self._seed, self._fused = settings, seed, fused
         self._parameters = dict(parameters)
         self._names = {id(p): name for name, p in parameters.items()}
+        self._numbers = {name: number for number, name in enumerate(parameters)}
         device = next(iter(parameters.values())).device
         self._steps = torch.zeros((), device=device)  # that were applied
         self._calls = 0                               # seeds the rounding, so that a resumed run rounds the same
+        self._dice = torch.zeros((), dtype=torch.int64, device=device)
         self._state = {name: _new_state(p, eight_bit) for name, p in self._parameters.items()}
-        self._update: Callable[..., None] = torch.compile(update_, dynamic=True) if compiled else update_
 
     @torch.no_grad()
     def step(self, learning_rate: float, grad_scale: Tensor, found_inf: Tensor) -> None:
@@ -49,20 +53,31 @@ class RoundedAdamW(Optimizer):
         """What all parameters' updates of this step share."""
         beta1, beta2 = self._settings.beta1, self._settings.beta2
         self._calls += 1
-        torch.manual_seed((self._seed * 2**40 + 2**39 + self._calls) % 2**63)
+        seed = (self._seed * 2**40 + 2**39 + self._calls) % 2**63
+        if self._fused:
+            self._dice.fill_(seed)
+        else:
+            torch.manual_seed(seed)
         self._steps += 1 - found_inf
         return torch.stack([torch.full_like(self._steps, learning_rate), 1 / (1 - beta1**self._steps),
                             1 / (1 - beta2**self._steps), 1 / grad_scale, found_inf])
 
     def _apply(self, parameter: Tensor, gradient: Tensor) -> None:
         decay = self._settings.weight_decay if parameter.dim() >= 2 else 0.0
-        flat, gradient, state = parameter.data.view(-1), gradient.reshape(-1), self._state[self._names[id(parameter)]]
+        name = self._names[id(parameter)]
+        flat, gradient, state = parameter.data.view(-1), gradient.reshape(-1), self._state[name]
+        if self._fused:
+            from .kernels import rounded_adamw_
+
+            rounded_adamw_(flat, gradient, state, self._figures, self._dice, self._numbers[name], decay,
+                           self._settings.beta1, self._settings.beta2)
+            return
         for start in range(0, flat.numel(), AT_ONCE):
             part = slice(start, start + AT_ONCE)
             groups = slice(start // GROUP, (start + AT_ONCE) // GROUP)
             held = {key: each[groups if key.endswith("scale") else part] for key, each in state.items()}
-            self._update(flat[part], gradient[part], held, self._figures, decay, self._settings.beta1,
-                         self._settings.beta2)
+            update_(flat[part], gradient[part], held, self._figures, decay, self._settings.beta1,
+                    self._settings.beta2)
 
     def tensors(self) -> dict[str, Tensor]:
         flat = {f"{name}.{key}": each for name, state in self._state.items() for key, each in state.items()}

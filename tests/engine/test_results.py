@@ -1,0 +1,86 @@
+"""What was measured on a card, as recorded in bench/results: the figures that the docs and the issues rest on."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fitgpt.savers import LEVELS
+from fitgpt.units import GiB
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def recorded(name: str) -> dict[str, Any]:
+    return json.loads((ROOT / "bench" / "results" / name).read_text())  # type: ignore[no-any-return]
+
+
+def test_gradients_in_every_dtype_and_at_every_level_are_as_near_to_float64_as_plain_ones() -> None:
+    rows = recorded("gradients_h200.json")["rows"]
+    assert {row["dtype"] for row in rows} == {"bfloat16", "float16", "float32"}
+    for row in rows:
+        assert set(row["ours"]) == {*LEVELS, *(f"{level}, compiled" for level in LEVELS)}
+        for level, error in row["ours"].items():
+            assert error <= 1.5 * row["plain"], (row["shape"], row["dtype"], level)
+
+
+def test_the_cards_own_kernels_agree_with_plain_torch() -> None:
+    found = recorded("gradients_h200.json")
+    assert {row["kernel"].split()[0] for row in found["others"]} == {"norm_backward_", "rounded_adamw_"}
+    assert max(row["difference"] for row in found["others"]) < 1e-4
+    assert all(row["loss"] < 1e-5 and row["gradient"] < 1e-4 for row in found["kernel"])
+
+
+def mean_of_last(losses: list[float], steps: int = 50) -> float:
+    return sum(losses[-steps:]) / steps
+
+
+def test_after_five_hundred_steps_on_real_text_exact_is_where_plain_is_and_lossy_near_it() -> None:
+    curves = recorded("curves_h200.json")["curves"]
+    assert {len(curve["losses"]) for curve in curves.values()} == {500}
+    plain = curves["plain"]
+    assert plain["losses"][0] > mean_of_last(plain["losses"]) + 5
+    # The stated distances, in nats a token.
+    for name, train, val in (("exact", 0.02, 0.01), ("lossy", 0.06, 0.03)):
+        assert abs(mean_of_last(curves[name]["losses"]) - mean_of_last(plain["losses"])) < train
+        assert abs(curves[name]["val_loss"] - plain["val_loss"]) < val
+
+
+def test_the_picture_of_the_curves_is_what_the_results_say() -> None:
+    done = subprocess.run([sys.executable, ROOT / "tools" / "curves.py", "--check"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize(("case", "contender", "reserved", "ratio"), [
+    ("124m", "exact", 5.0, 1.00), ("124m", "lossy", 3.6, 1.05), ("124m", "lossy small", 2.6, 1.05),
+    ("77m", "exact", 4.5, 1.00), ("30m", "exact", 1.5, 1.00)])
+def test_the_engine_is_smaller_than_asked_and_no_slower_than_plain(case: str, contender: str, reserved: float,
+                                                                  ratio: float) -> None:
+    row = next(row for row in recorded(f"engine_{case}_h200.json")["rows"] if row["contender"] == contender)
+    assert row["reserved_with_eval"] <= reserved * GiB
+    assert row["ratio_to_plain"] >= ratio
+    assert row["first_step_s"] < 20
+
+
+def test_evaluation_is_no_slower_than_plain_and_needs_little_above_what_is_resident() -> None:
+    rows = {row["contender"]: row for row in recorded("engine_124m_h200.json")["rows"]}
+    assert rows["exact"]["eval_tokens_per_s"] >= rows["plain"]["eval_tokens_per_s"]
+    alone = rows["exact"]["evaluation_alone"]
+    assert alone["reserved_with_eval"] - alone["resident"] <= 1.5 * GiB
+
+
+def test_gpt2_xl_trains_evaluates_saves_and_resumes_under_a_12_gb_cards_cap() -> None:
+    found = recorded("capped_xl_on_h200.json")
+    assert found["cap_bytes"] <= 11.3 * GiB + 1
+    for batch, row in zip((2, 8), found["rows"], strict=True):
+        assert f"--batch_size={batch}" in row["flags"]
+        assert "error" not in row
+        assert row["steps"] == [0, 1, 2, 3]        # the last one after a resume
+        assert len(row["save_s"]) == 2
+        assert max(row["train_reserved"], row["eval_reserved"]) <= found["cap_bytes"]
+        assert row["losses"] == sorted(row["losses"], reverse=True)

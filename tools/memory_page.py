@@ -1,0 +1,210 @@
+"""The generated parts of docs/memory.md: from recorded runs, from the planner, and from the formulas people use."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from fitgpt.cards import find
+from fitgpt.config import RunConfig, resolve
+from fitgpt.knobs import walk
+from fitgpt.memory.allocator import replay
+from fitgpt.memory.forecast import budget_for, forecast, settled, tape_of
+from fitgpt.memory.setting import setting_for
+from fitgpt.nouns import Forecast, GPTConfig
+from fitgpt.savers import loss_piece_tokens
+from fitgpt.units import GiB, MiB, show_bytes
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "bench" / "results"
+CARD = find("4070")
+SETTING = setting_for(CARD, torch="2.11")
+OUTSIDE = budget_for(CARD).outside
+
+
+def read_rows(name: str) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = json.loads((RESULTS / name).read_text(encoding="utf-8"))["rows"]
+    return rows
+
+
+def markdown(head: list[str], rows: list[list[str]]) -> str:
+    return "\n".join(["| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head), *rows)]) + "\n"
+
+
+# ---- from recorded runs
+
+def memory_part() -> str:
+    """nanoGPT's runs and ours of the same shapes, under the cap that plays the card."""
+    theirs = {row["name"]: row for row in read_rows("nanogpt_h200.json")}
+    cap = json.loads((RESULTS / "capped_4070_on_h200.json").read_text(encoding="utf-8"))["cap_bytes"]
+    rows = []
+    for size, shape in (("77m", "77M, batch 16 × 1024"), ("30m", "30M, batch 16 × 512")):
+        for compiled in (False, True):
+            how = "compiled" if compiled else "eager"
+            row = theirs[f"{size.upper()} {how}"]
+            rows.append(_memory_line(f"{shape}, {how}", "nanoGPT", row["train_peak"], row["train_reserved"],
+                                     row["eval_peak"], cap))
+            for ours in read_rows("capped_4070_on_h200.json"):
+                if (ours["config"], ours["dtype"], ours["compile"]) == (f"config/notes_{size}.py", "float16", compiled):
+                    rows.append(_memory_line("", "**fitgpt**", ours["train_allocated"], ours["train_reserved"],
+                                             ours["eval_allocated"], cap))
+    return markdown(["run", "trainer", "training, allocated", "training, reserved", "evaluation, allocated",
+                     f"within {show_bytes(cap)}"], rows)
+
+
+def _memory_line(run: str, trainer: str, allocated: int, reserved: int, evaluation: int, cap: int) -> list[str]:
+    """Reserved under the cap: it fits. Allocated above it: it cannot. Between the two the allocator may yet manage."""
+    fits = "yes" if reserved <= cap else "no" if allocated > cap else "perhaps"
+    return [run, trainer, *(show_bytes(nbytes) for nbytes in (allocated, reserved, evaluation)), fits]
+
+
+def nanogpt_part() -> str:
+    return markdown(
+        ["run", "batch × block", "dtype", "training, allocated", "training, reserved", "evaluation, allocated"],
+        [[row["name"], f"{row['config']['batch_size']} × {row['config']['block_size']}", row["config"]["dtype"],
+          *(show_bytes(row[key]) for key in ("train_peak", "train_reserved", "eval_peak"))]
+         for row in read_rows("nanogpt_h200.json")])
+
+
+def owners_part(*name: str) -> str:
+    """Whose bytes an eager run of nanoGPT holds at its peak: the formula, and the recorded peak under it."""
+    row = next(row for row in read_rows("nanogpt_h200.json") if row["name"] == " ".join(name))
+    owners = nanogpt_owners(row["config"])
+    total, peak = sum(nbytes for _, _, nbytes in owners), row["train_peak"]
+    rows = [[owner, formula, f"{nbytes / MiB:,.0f}", f"{nbytes / total:.1%}"]
+            for owner, formula, nbytes in sorted(owners, key=lambda each: -each[2])]
+    rows.append(["**sum**", "", f"**{total / MiB:,.0f}**", ""])
+    rows.append(["recorded peak", "", f"{peak / MiB:,.0f}", f"the sum is {total / peak - 1:+.2%} off"])
+    return markdown(["whose", "formula", "MiB", "share"], rows)
+
+
+def nanogpt_owners(config: dict[str, Any]) -> list[tuple[str, str, int]]:
+    """(owner, formula, bytes) of nanoGPT's eager training peak, inside the backward pass of the loss."""
+    B, T, C, H, L, V = (config[key] for key in ("batch_size", "block_size", "n_embd", "n_head", "n_layer",
+                                                "vocab_size"))
+    P = parameters(config)
+    N = B * T
+    return [
+        ("logits and what the loss makes of them", "12·N·V", 12 * N * V),
+        ("activations kept by the blocks", "L·(36·N·C + 16·N + 4·N·H)", L * (36 * N * C + 16 * N + 4 * N * H)),
+        ("AdamW's two moments", "8·P", 8 * P),
+        ("weights", "4·P", 4 * P),
+        ("gradients, while accumulating", "4·P", 4 * P),
+        ("half-precision copies of the weights", "2·(12·L·C² + V·C)", 2 * (12 * L * C * C + V * C)),
+        ("cuBLAS workspaces", "2 × 32 MiB", 2 * 32 * MiB),
+        ("embeddings, last norm, the batch", "6·N·C + 40·N", 6 * N * C + 40 * N),
+    ]
+
+
+def parameters(config: dict[str, Any]) -> int:
+    return GPTConfig(block_size=config["block_size"], vocab_size=config["vocab_size"], n_layer=config["n_layer"],
+                     n_head=config["n_head"], n_embd=config["n_embd"], bias=config["bias"]).count_params()
+
+
+def piece_part() -> str:
+    """The logits of one piece beside all of them, for the 77M run."""
+    tokens, vocab = 16 * 1024, 50304
+    piece = loss_piece_tokens(tokens, vocab)
+    return (f"For the 77M run a piece is {piece:,} tokens: {show_bytes(2 * piece * vocab)} of half-precision logits at "
+            f"a time, where all {tokens:,} tokens would take {show_bytes(2 * tokens * vocab)} in half precision and "
+            f"{show_bytes(12 * tokens * vocab)} with nanoGPT's chain.\n")
+
+
+# ---- from the planner, for a 4070
+
+def run_of(name: str, *flags: str) -> RunConfig:
+    """The notes' run with some changes; its vocabulary is GPT-2's, whatever data lies around."""
+    return resolve(walk([str(ROOT / "config" / f"{name}.py"), "--vocab_size=50304", *flags], RunConfig))[0]
+
+
+def process_part(name: str, trainer: str) -> str:
+    """The process as nvidia-smi shows it while it trains, owner by owner."""
+    found = forecast(replace(run_of(name), compile=True), SETTING, trainer)
+    rows = [[each.owner, each.formula, f"{each.nbytes / MiB:,.0f}"] for each in found.owners_at_peak
+            if each.nbytes >= MiB]
+    rest = sum(each.nbytes for each in found.owners_at_peak if each.nbytes < MiB)
+    rows.append(["reserved, in no tensor at the peak", "what earlier moments left, and rounding",
+                 f"{(found.reserved - found.allocated + rest) / MiB:,.0f}"])
+    rows.append(["outside the allocator", f"context and kernels on a 4070 ({CARD.outside_src})",
+                 f"{OUTSIDE / MiB:,.0f}"])
+    rows.append(["**the process**", "", f"**{(found.reserved + OUTSIDE) / MiB:,.0f}**"])
+    return markdown(["whose", "where it comes from", "MiB"], rows)
+
+
+WAYS = (  # what the notes propose, as flags; which trainer obeys them
+    ("as it is", (), True),
+    ("`eval_batch_size = 4`", ("--eval_batch_size=4",), False),
+    ("`eval_block_size = 512`", ("--eval_block_size=512",), False),
+    ("`eval_iters = 100` instead of 200", ("--eval_iters=100",), True),
+    ("narrower: `n_embd = 512`, with 8 heads", ("--n_embd=512", "--n_head=8"), True),
+    ("`grad_checkpoint = True`", ("--grad_checkpoint=True",), False),
+    ("expandable segments", (), True),
+    ("batch 8, accumulation doubled", ("--batch_size=8", "--gradient_accumulation_steps=64"), True),
+    ("block 256", ("--block_size=256",), True),
+)
+
+
+def ways_part(name: str) -> str:
+    """Each of the notes' proposals for one of its runs: what the process takes then, under either trainer."""
+    rows = []
+    for words, flags, nanogpt_obeys in WAYS:
+        config = replace(run_of(name, *flags), compile=True)
+        nanogpt = nanogpt_process(config, expandable=words.startswith("expandable"))
+        ours = forecast(config, SETTING)
+        rows.append([words, f"{nanogpt / MiB:,.0f} MiB" if nanogpt_obeys else "ignored: as it is",
+                     "is the default" if words.startswith("expandable") else
+                     f"{(ours.reserved + OUTSIDE) / MiB:,.0f} MiB"])
+    return markdown(["proposal", "nanoGPT's process", "fitgpt's process"], rows)
+
+
+def nanogpt_process(config: RunConfig, *, expandable: bool) -> int:
+    tape = tape_of(settled(config, SETTING), SETTING, "nanogpt")
+    return replay(tape, expandable=expandable).reserved + OUTSIDE
+
+
+def needs_part(name: str) -> str:
+    """The least each trainer needs of the allocator, and what the card leaves it."""
+    def told(trainer: str, found: Forecast) -> list[str]:
+        limit = budget_for(CARD).reserve_limit
+        beside = budget_for(CARD, others=2118 * MiB).reserve_limit
+        return [trainer, show_bytes(found.needs), "yes" if found.needs <= limit else "no",
+                "yes" if found.needs <= beside else "no"]
+
+    config = run_of(name)
+    rows = [told(f"{trainer}, {'compiled' if compiled else 'eager'}",
+                 forecast(replace(config, compile=compiled), SETTING, trainer))
+            for trainer in ("nanogpt", "fitgpt") for compiled in (False, True)]
+    return markdown(["trainer", "needs", "fits a 4070", "fits beside 2118 MiB of other programs"], rows)
+
+
+# ---- the formulas people use
+
+def calculators_part() -> str:
+    """Published rules of thumb for the 77M run, beside what was measured."""
+    measured = {row["name"]: row for row in read_rows("nanogpt_h200.json")}
+    config = measured["77M eager"]["config"]
+    B, T, C, H, L = (config[key] for key in ("batch_size", "block_size", "n_embd", "n_head", "n_layer"))
+    P, wide = parameters(config), B * T * C * L
+    said = [
+        ("four times the float32 weights: weights, gradients, Adam's moments", 16 * P),
+        ("the same, and activations of 34·B·T·C·L (Korthikanti and others, 2022, attention computed again)",
+         16 * P + 34 * wide),
+        ("the same, with attention's scores kept: B·T·C·L·(34 + 5·H·T/C)", 16 * P + 34 * wide + 5 * B * T * T * H * L),
+        ("the notes' own: 160·B·T·C·L × 2 bytes", 320 * wide),
+    ]
+    tape = {how: replay(tape_of(RunConfig(**{**config, "compile": how == "compiled"}),
+                                replace(SETTING, capability=(9, 0)), "nanogpt")).reserved
+            for how in ("eager", "compiled")}
+    rows = [[words, f"{nbytes / GiB:.2f} GiB", *(f"{nbytes / measured[f'77M {how}']['train_reserved'] - 1:+.0%}"
+                                                 for how in ("eager", "compiled"))] for words, nbytes in said]
+    rows.append(["`fitgpt plan --trainer nanogpt`", " / ".join(f"{each / GiB:.2f}" for each in tape.values()) + " GiB",
+                 *(f"{tape[how] / measured[f'77M {how}']['train_reserved'] - 1:+.1%}" for how in tape)])
+    rows.append(["**measured: reserved**", " / ".join(
+        f"{measured[f'77M {how}']['train_reserved'] / GiB:.2f}" for how in tape) + " GiB", "", ""])
+    return markdown(["rule", "says", "against 77M eager", "against 77M compiled"], rows)
+
+
+PARTS = {"memory": memory_part, "nanogpt": nanogpt_part, "owners": owners_part, "piece": piece_part,
+         "process": process_part, "ways": ways_part, "needs": needs_part, "calculators": calculators_part}

@@ -1,7 +1,41 @@
 from __future__ import annotations
 
 import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
 
 # One thread, here and in every process a test starts: sums then come out in one order, so that runs can be compared
 # bit for bit; and tests are small, more threads would only fight each other.
 os.environ["OMP_NUM_THREADS"] = "1"
+
+PICTURES = Path(__file__).parent.parent / "docs" / "pictures"
+CHROMIUMS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+# No window, no GPU, and nothing asked of the world outside.
+CHROMIUM_FLAGS = ("--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update",
+                  "--disable-sync", "--no-first-run")
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    """A real Chromium, driven by playwright. Skipped, saying so, only where there is none."""
+    program = next(filter(None, map(shutil.which, CHROMIUMS)), None)
+    if program is None:
+        pytest.skip(f"no Chromium is installed (looked for {', '.join(CHROMIUMS)})")
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        opened = playwright.chromium.launch(executable_path=program, args=list(CHROMIUM_FLAGS))
+        yield opened
+        opened.close()
+
+
+@pytest.fixture
+def picture(tmp_path: Path) -> Callable[[str], Path]:
+    """Where a screenshot called so goes: into the docs if FITGPT_PICTURES is set, else nowhere that lasts."""
+    folder = PICTURES if os.environ.get("FITGPT_PICTURES") else tmp_path
+    folder.mkdir(exist_ok=True)
+    return lambda name: folder / f"{name}.png"

@@ -23,10 +23,11 @@ LONGEST_FILE = 450
 LEVELS: tuple[tuple[str, ...], ...] = (
     ("errors", "units"),
     ("nouns", "knobs", "knobhelp", "configfile", "config", "options", "cards", "driver", "savers", "atomic",
-     "runfolder"),
+     "runfolder", "runrecord", "counters"),
     ("engine", "data", "memory", "show"),
     ("interop",),
-    ("weights", "run", "verbs", "demo", "wandb", "child", "supervise"),
+    ("weights", "run", "verbs", "demo", "wandb", "child", "supervise", "watch", "doctor", "asktorch", "report",
+     "planner", "asked", "place", "outlook"),
     ("cli", "__main__"),
 )
 LEVEL_OF = {part: level for level, parts in enumerate(LEVELS) for part in parts}
@@ -42,6 +43,8 @@ AT_ONCE = {
 }
 WHEN_CALLED = {
     "driver": {"pynvml"},
+    "counters": {"pynvml"},
+    "asktorch": {"torch"},
     "engine": {"triton"},
     "data": {"rich", "tiktoken", "pyarrow", "datasets"},
     "interop": {"huggingface_hub"},

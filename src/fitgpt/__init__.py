@@ -1,4 +1,4 @@
-"""fitgpt trains small GPTs on the card you have. `GPT` and `GPTConfig` load torch only when asked for."""
+"""fitgpt trains small GPTs on the card you have. `plan` says what a run will hold; `GPT` loads torch when asked for."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .engine.model import GPT
     from .nouns import GPTConfig
+    from .planner import plan
 
 __version__ = "0.1.0"
-__all__ = ["GPT", "GPTConfig", "__version__"]
+__all__ = ["GPT", "GPTConfig", "__version__", "plan"]
 
 
 def __getattr__(name: str) -> Any:
@@ -21,4 +22,8 @@ def __getattr__(name: str) -> Any:
         from .nouns import GPTConfig
 
         return GPTConfig
+    if name == "plan":
+        from .planner import plan
+
+        return plan
     raise AttributeError(f"module 'fitgpt' has no attribute {name!r}")

@@ -7,10 +7,10 @@ from functools import partial
 from re import fullmatch
 from typing import ClassVar, Literal
 
-from .config import device_name
+from .config import RunConfig, device_name
 from .errors import UsageError
 from .knobs import Options, between, knob, non_negative, path_like, plain_name
-from .units import parse_count
+from .units import parse_bytes, parse_count
 
 _count = between(1, 2**31 - 1)
 _count_or_0 = between(0, 2**31 - 1)
@@ -165,3 +165,127 @@ class DemoOptions(Options):
     device: str = knob("auto", "auto, cpu, cuda, cuda:N or mps", rule=device_name)
     steps: int = knob(0, "steps to train; 0 = as many as the demo's config says", rule=_count_or_0,
                       also=("max_iters",))
+
+
+@dataclass(frozen=True)
+class WatchOptions(Options):
+    """A run or a card, looked at again and again."""
+
+    verb: ClassVar[str] = "watch"
+
+    target: str = knob("", "a run folder, or the number of a GPU; may stand alone, without --target=; by default the "
+                       "newest run that is running in this folder or in runs/, else the GPUs", positional=True,
+                       rule=_optional_path)
+    interval: float = knob(1.0, "seconds between two looks", rule=between(0.1, 3600))
+    once: bool = knob(False, "look once")
+    json: bool = knob(False, "print JSON, one object a look")
+
+
+@dataclass(frozen=True)
+class DoctorOptions(Options):
+    """What is here, what is wrong, and what mends it."""
+
+    verb: ClassVar[str] = "doctor"
+
+    json: bool = knob(False, "print JSON")
+
+
+@dataclass(frozen=True)
+class ReportOptions(Options):
+    """One run's page, or several runs on one page."""
+
+    verb: ClassVar[str] = "report"
+
+    runs: tuple[str, ...] = knob((), "a run folder, or several to compare", positional=True, required=True,
+                                 rule=lambda paths: next(filter(None, map(path_like, paths)), None))
+    out: str = knob("report.html", "the file to write", short="o", rule=path_like)
+
+
+def _size(text: str, least: int) -> str | None:
+    try:
+        nbytes = parse_bytes(text) if text else least
+    except UsageError:
+        return "takes a size such as 11.5GiB or 2118MiB"
+    return None if nbytes >= least else "must be above 0"
+
+
+def _torch_version(text: str) -> str | None:
+    return None if fullmatch(r"([0-9]{1,3}(\.[0-9]{1,4}){1,2})?", text) else "takes a version such as 2.11"
+
+
+_plan = partial(knob, group="the plan")
+
+
+@dataclass(frozen=True)
+class PlanQuestions(Options):
+    """What `plan` takes besides everything that `train` takes."""
+
+    verb: ClassVar[str] = "plan"
+
+    gpu: str = _plan("", "the card to plan for: 4070, \"RTX 3060 12GB\", h200 (`fitgpt cards` lists them); by default "
+                     "the one that is here, with what is free of it now", also=("card", "device_name"))
+    budget: str = _plan("", "what the process may hold in all, as nvidia-smi shows it, context included: 11.5GiB; by "
+                        "default what the card has and others leave", rule=partial(_size, least=1),
+                        also=("memory", "limit", "vram"))
+    others: str = _plan("", "what other processes hold of the card: 2118MiB; by default what they hold now, or nothing "
+                        "where the card is not here", rule=partial(_size, least=0))
+    trainer: str = _plan("fitgpt", "whose training: fitgpt's, or that of nanoGPT's own train.py",
+                         choices=("fitgpt", "nanogpt"))
+    torch: str = _plan("", "the version of torch; by default the one installed here, else 2.13", rule=_torch_version)
+    all_cards: bool = _plan(False, "one row for every card that is known")
+    options: bool = _plan(False, "what every single change would save")
+    tokens: str = _plan("", "train on so many, such as 10B: sets max_iters and lr_decay_iters",
+                        rule=lambda text: some_tokens(text) if text else None)
+    epochs: float = _plan(0.0, "the same, in rounds through the training data", rule=between(0, 1_000_000))
+    hours: float = _plan(0.0, "the same, in hours, once the card's speed is known", rule=between(0, 1_000_000))
+    timeline: str = _plan("", "write a page that draws one step's memory, by owner, to this file",
+                          rule=_optional_path)
+    json: bool = _plan(False, "print JSON")
+
+
+@dataclass(frozen=True)
+class PlanOptions(RunConfig, PlanQuestions):
+    """Both: the plan's own first."""
+
+    verb: ClassVar[str] = "plan"
+
+
+@dataclass(frozen=True)
+class CardsOptions(Options):
+    """The table of cards."""
+
+    verb: ClassVar[str] = "cards"
+
+    filter: str = knob("", "only cards with this in their names, such as 4070; may stand alone, without --filter=",
+                       positional=True)
+    json: bool = knob(False, "print JSON")
+
+
+_explain = partial(knob, group="what to explain")
+
+
+@dataclass(frozen=True)
+class ExplainQuestions(Options):
+    """What `explain` takes besides everything that `train` takes."""
+
+    verb: ClassVar[str] = "explain"
+
+    target: str = _explain("", "a file with a message or an nvidia-smi screen, a run folder, a plan.json, or - for "
+                           "standard input; may stand alone, without --target=", positional=True, rule=_optional_path)
+    config: str = _explain("", "the run's config file, or its folder; a config file may also stand alone",
+                           rule=_optional_path)
+    reading: str = _explain("", "what nvidia-smi shows as used of the card: 6582MiB", rule=partial(_size, least=1))
+    process: str = _explain("", "what it shows for the run's own process: 4464MiB", rule=partial(_size, least=1))
+    gpu: str = _explain("", "the card it happened on: 4070, \"RTX 3060 12GB\" (`fitgpt cards` lists them); by default "
+                        "the one that the figures name, or the one that is here", also=("card", "device_name"))
+    others: str = _explain("", "what other processes hold of the card: 2118MiB", rule=partial(_size, least=0))
+    trainer: str = _explain("auto", "whose training it was; auto: as traceback and sizes show, else fitgpt's",
+                            choices=("auto", "fitgpt", "nanogpt"))
+    json: bool = _explain(False, "print JSON")
+
+
+@dataclass(frozen=True)
+class ExplainOptions(RunConfig, ExplainQuestions):
+    """Both: the questions first."""
+
+    verb: ClassVar[str] = "explain"

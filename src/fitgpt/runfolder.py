@@ -291,12 +291,11 @@ def read_metrics(path: Path | str) -> list[dict[str, Any]]:
     kept: dict[object, dict[str, Any]] = {}
     for number, line in enumerate(Path(path).read_bytes().split(b"\n")):
         try:
-            row = json.loads(line)
+            row = _hear_nonfinite(json.loads(line))
         except (ValueError, RecursionError):
             continue
         if not isinstance(row, dict):
             continue
-        row = _hear_nonfinite(row)
         start = row.get("start_step")
         if isinstance(start, int):
             kept = {key: other for key, other in kept.items() if _step_of(other) <= start}

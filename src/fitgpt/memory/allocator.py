@@ -177,6 +177,10 @@ class Allocator:
         block.size, block.after = size, rest
         insort(pool, (rest.size, rest.address, rest))
 
+    def releasable(self) -> int:
+        return sum(size for pool in self._pools.values() if not pool.recorded for size, _, block in pool
+                   if block.before is None and block.after is None)
+
     def release(self) -> None:
         """Gives wholly free segments back to the driver; those of recorded work stay, for a replay writes there."""
         for pool in self._pools.values():
@@ -231,22 +235,61 @@ def reserved_range(tape: Tape) -> tuple[int, int]:
     return min(found), max(found)
 
 
-def needs(tape: Tape, *, expandable: bool = False) -> int:
+def needs(tape: Tape, *, expandable: bool = False, free_run: Timeline | None = None) -> int:
     """The smallest cap under which the tape replays to its end, segments given back on the way included.
 
     Segments are whole multiples of 2 MiB, so caps between two of them are equal. What a successful replay reserved is
     itself such a cap, which shortens the search; not so with expandable segments, which ask for more than they map.
+    `free_run` is the replay without a cap, where there is one already.
     """
-    free_run = replay(tape, expandable=expandable)
+    free_run = free_run or replay(tape, expandable=expandable)
+    never_refused = _asked_of_the_driver(free_run)  # under such a cap the run is the free one: no need to try
+    hopeless = [] if expandable else _hopeless(tape)
     enough = free_run.reserved
     if expandable:
         enough += max((segment_size(rounded(event.nbytes)) for event in tape.events), default=0)
     too_little = max(free_run.allocated, default=0) // ROUND_SEGMENT * ROUND_SEGMENT - ROUND_SEGMENT
     while enough - too_little > ROUND_SEGMENT:
         cap = (enough + too_little) // 2 // ROUND_SEGMENT * ROUND_SEGMENT
-        tried = replay(tape, cap, expandable=expandable)
+        if any(low <= cap < high for low, high in hopeless):
+            too_little = cap
+            continue
+        tried = free_run if cap >= never_refused else replay(tape, cap, expandable=expandable)
         if tried.failed is not None:
             too_little = cap
         else:
             enough = cap if expandable else tried.reserved
     return enough
+
+
+def _asked_of_the_driver(free_run: Timeline) -> int:
+    """The most that is reserved together with what is asked for: no cap from there on refuses anything."""
+    most = before = 0
+    for number, held in free_run.segments:
+        event = free_run.tape.events[number]
+        if event.alloc:
+            most = max(most, before + segment_size(rounded(event.nbytes)))
+        before = held
+    return most
+
+
+def _hopeless(tape: Tape) -> list[tuple[int, int]]:
+    """Ranges of caps that need no trying. Up to its first refusal a run is the free one, so what it can give back then
+    is known; where that is not enough, it ends there."""
+    allocator, blocks, asked_before, found = Allocator(), dict[str, Block](), 0, []
+    for is_alloc, name, _, nbytes, kind in tape.events:
+        if name == RELEASE:
+            allocator.release()
+        elif not is_alloc:
+            allocator.free(blocks.pop(name))
+        else:
+            held = allocator.reserved
+            block = allocator.alloc(nbytes, kind)
+            assert block is not None  # there is no cap
+            blocks[name] = block
+            wanted = allocator.reserved - held
+            if wanted and held + wanted > asked_before:
+                given_back = 0 if kind == RECORDED else allocator.releasable()
+                found.append((asked_before, min(held + wanted, held - given_back + wanted)))
+                asked_before = held + wanted
+    return found

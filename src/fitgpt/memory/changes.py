@@ -1,25 +1,30 @@
 """Which single changes would make a run smaller, and what does each one save?
 
-A change is a config beside the one it changes; its flags are the difference between the two, so they cannot disagree.
+A change is a config beside the one it changes; its flags are the difference between the two.
 Changes of one family are in order: each saves more than the one before it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from ..config import DEFAULT_VOCAB, RunConfig, diff
+from ..config import DEFAULT_VOCAB, RunConfig
 from ..errors import UsageError
 from ..knobs import parse_value, shown
 from ..nouns import Budget
-from ..savers import LEVELS, SAVERS, loss_piece_tokens
+from ..savers import LEVELS, SAVERS, Saver, loss_piece_tokens
 from .allocator import needs, replay
 from .forecast import settled, tape_of
 from .setting import Setting
 from .tape import Tape
 
+TRAINING, EVALUATION = ("first_train", "train", "step"), ("first_eval", "eval")
+# The one level that is not among the savers: between attention_projection and input.
+ATTENTION_ONLY = Saver("--recompute=attention", True, "16 bytes × tokens × C in each layer: also attention's "
+                       "projection", "three of the four products again")
 SMALLEST_PIECE = 128  # savers.loss_piece_tokens goes no lower by itself
 
 
@@ -28,7 +33,7 @@ class Change:
     """One thing to do otherwise. Exact: the same arithmetic up to rounding order."""
 
     flags: tuple[str, ...]   # what to add to the command
-    what: str
+    what: str                # that is no longer held
     exact: bool
     comparable: bool         # whether a loss still means the same: windows of the same length
     slower: str              # what it costs
@@ -47,11 +52,18 @@ class Holdings(NamedTuple):
     phases: dict[str, int]
     needs: int
 
+    def most_in(self, phases: tuple[str, ...]) -> int:
+        return max((held for phase, held in self.phases.items() if phase in phases), default=0)
+
 
 @dataclass(frozen=True)
 class PricedChange:
+    """What is saved is bytes that are not allocated; below 0: more are."""
+
     change: Change
-    saved: dict[str, int]    # bytes allocated less, by phase; negative: more
+    saved: dict[str, int]    # by phase
+    saved_in_training: int   # at its highest, the first step included
+    saved_in_evaluation: int
     needs: int               # after it
     headroom: int
 
@@ -79,24 +91,26 @@ def _of_fitgpt(config: RunConfig) -> Found:
     yield from _evaluation(config)
     yield from _pieces(config)
     if config.compile is False:
-        yield _option(config, "compile", "fused kernels instead of one temporary after another", "a slower start",
+        yield _option(config, "compile", "the temporaries between two products", "a slower start",
                       compile=True)
     for saver in SAVERS:
         knob, _, text = saver.flag.removeprefix("--").partition("=")
         if knob not in ("recompute", "loss_chunk"):
             knobs = {knob: parse_value(RunConfig, knob, text or "True"), **_conditions(config, knob)}
-            yield _option(config, knob, saver.saves, saver.costs, exact=saver.exact, **knobs)
+            family = text if knob == "optimizer" else knob  # of two optimizers neither is more of the other
+            yield _option(config, family, _a_parameter(saver.saves), saver.costs, exact=saver.exact, **knobs)
     yield from _blocks(config, "fitgpt")
 
 
 def _of_nanogpt(config: RunConfig) -> Found:
     yield from _batches(config, "nanogpt")
     if not config.compile:
-        yield _option(config, "compile", "no float32 copies of logits and norms", "a slower start",
+        yield _option(config, "compile", "float32 copies of logits and norms", "a slower start",
                       trainer="nanogpt", compile=True)
-    yield Option(Change(("--trainer=fitgpt",), "train it with fitgpt: the logits of a few thousand tokens at a time, "
-                        "and less kept in each layer", True, True, "nothing: faster", "trainer", "fitgpt"), config)
-    yield _option(config, "accumulation", "no second set of gradients beside the first",
+    yield Option(Change(("--trainer=fitgpt",), "all logits but those of a few tokens, and half of what each layer "
+                        "keeps: the same model and precision, the data in another order", True, True, "nothing",
+                        "trainer", "fitgpt"), config)
+    yield _option(config, "accumulation", "a second set of gradients beside the first",
                   f"steps of {config.gradient_accumulation_steps} times fewer tokens", exact=False, trainer="nanogpt",
                   gradient_accumulation_steps=1)
     yield from _blocks(config, "nanogpt")
@@ -108,7 +122,7 @@ def _batches(config: RunConfig, trainer: str) -> Found:
     batch = config.batch_size
     for smaller in _divided(batch):
         times = batch // smaller
-        yield _option(config, "batch", f"1/{times} of the activations at a time", "smaller matrix products",
+        yield _option(config, "batch", "the activations of the other sequences", "smaller matrix products",
                       exact=not config.dropout, trainer=trainer, batch_size=smaller,
                       gradient_accumulation_steps=config.gradient_accumulation_steps * times,
                       eval_iters=config.eval_iters * times)
@@ -118,15 +132,13 @@ def _recompute(config: RunConfig) -> Found:
     told = {saver.flag: saver for saver in SAVERS}
     most_kept = min(LEVELS.index(level) for level in config.levels)
     for level in LEVELS[most_kept + 1:]:
-        saver = told.get(f"--recompute={level}")
-        yield _option(config, "recompute", saver.saves if saver else "what another level keeps besides its inputs",
-                      saver.costs if saver else "more of the forward pass again", recompute=level,
-                      grad_checkpoint=False)
+        saver = told.get(f"--recompute={level}", ATTENTION_ONLY)
+        yield _option(config, "recompute", saver.saves, saver.costs, recompute=level, grad_checkpoint=False)
 
 
 def _evaluation(config: RunConfig) -> Found:
     for smaller in _divided(config.eval_batch):
-        yield _option(config, "evaluation", f"evaluates {smaller} windows at once; the loss is the same",
+        yield _option(config, "evaluation", "what the other windows of an evaluation hold",
                       "a slower evaluation", eval_batch_size=smaller)
 
 
@@ -135,7 +147,7 @@ def _pieces(config: RunConfig) -> Found:
                               config.loss_chunk)
     for smaller in (piece // 2, piece // 4):
         if smaller >= SMALLEST_PIECE:
-            yield _option(config, "loss", f"all logits but those of {smaller:,} tokens", "smaller matrix products",
+            yield _option(config, "loss", "the logits of the other tokens", "smaller matrix products",
                           loss_chunk=smaller)
 
 
@@ -143,9 +155,10 @@ def _blocks(config: RunConfig, trainer: str) -> Found:
     """Attention sees half as far: another model, and another loss."""
     half = config.block_size // 2
     if half:
-        yield _option(config, "block", "half the context: another model", "nothing", exact=False, comparable=False,
-                      trainer=trainer, block_size=half, eval_block_size=min(config.eval_block_size, half),
-                      gradient_accumulation_steps=2 * config.gradient_accumulation_steps)
+        yield _option(config, "block", "half of the activations: the model sees half as far", "nothing", exact=False,
+                      comparable=False, trainer=trainer, block_size=half,
+                      gradient_accumulation_steps=2 * config.gradient_accumulation_steps,
+                      eval_block_size=min(config.eval_block_size, half))
 
 
 def _conditions(config: RunConfig, knob: str) -> dict[str, Any]:
@@ -153,6 +166,11 @@ def _conditions(config: RunConfig, knob: str) -> dict[str, Any]:
     if knob == "step_in_backward":
         return {"gradient_accumulation_steps": 1, "grad_clip": 0.0}
     return {}
+
+
+def _a_parameter(words: str) -> str:
+    """savers.py's '8P', for readers who have not seen its letters explained."""
+    return re.sub(r"\b(\d+)P\b", r"\1 bytes a parameter", words)
 
 
 def _divided(number: int) -> list[int]:
@@ -171,7 +189,8 @@ def _option(config: RunConfig, family: str, what: str, slower: str, *, exact: bo
         changed = replace(config, **knobs)
     except UsageError:
         return None
-    flags = tuple(f"--{key}={shown(now)}" for key, _, now in diff(config, changed))
+    flags = tuple(f"--{key}={shown(getattr(changed, key))}" for key in knobs
+                  if getattr(changed, key) != getattr(config, key))
     return Option(Change(flags, what, exact, comparable, slower, family, trainer), changed) if flags else None
 
 
@@ -180,19 +199,22 @@ def _option(config: RunConfig, family: str, what: str, slower: str, *, exact: bo
 
 def holdings(config: RunConfig, setting: Setting, trainer: str = "fitgpt") -> Holdings:
     tape, expandable = _tape(config, setting, trainer)
-    peaks = replay(tape, expandable=expandable).peaks()
-    return Holdings({phase: peak.allocated for phase, peak in peaks.items()}, needs(tape, expandable=expandable))
+    timeline = replay(tape, expandable=expandable)
+    return Holdings({phase: peak.allocated for phase, peak in timeline.peaks().items()},
+                    needs(tape, expandable=expandable, free_run=timeline))
 
 
 def priced(option: Option, before: Holdings, setting: Setting, budget: Budget) -> PricedChange:
     """What a change saves against what the run holds without it."""
     after = holdings(option.config, setting, option.change.trainer)
     saved = {phase: held - after.phases[phase] for phase, held in before.phases.items() if phase in after.phases}
-    return PricedChange(option.change, saved, after.needs, budget.reserve_limit - after.needs)
+    in_training, in_evaluation = (before.most_in(phases) - after.most_in(phases) for phases in (TRAINING, EVALUATION))
+    return PricedChange(option.change, saved, in_training, in_evaluation, after.needs,
+                        budget.reserve_limit - after.needs)
 
 
 def fits(config: RunConfig, setting: Setting, budget: Budget, trainer: str = "fitgpt") -> bool:
-    """The same answer as `needs` gives, for the price of one replay."""
+    """One replay at the cap itself: the answer that `needs` gives, unless more memory happens to be worse."""
     tape, expandable = _tape(config, setting, trainer)
     cap = budget.reserve_limit
     return _asked_at_most(tape) <= cap and replay(tape, cap, expandable=expandable).failed is None
@@ -208,10 +230,19 @@ def smallest_that_fit(config: RunConfig, setting: Setting, budget: Budget, train
     for family in families.values():
         if len(found) == most:
             break
-        if fits(family[-1].config, setting, budget, family[-1].change.trainer):
-            found.append(next((option.change for option in family[:-1]
-                               if fits(option.config, setting, budget, option.change.trainer)), family[-1].change))
+        smallest = _smallest(family, lambda option: fits(option.config, setting, budget, option.change.trainer))
+        found += [smallest.change] if smallest else []
     return tuple(found)
+
+
+def _smallest(family: list[Option], enough: Callable[[Option], bool]) -> Option | None:
+    """The first that is enough. If the last is not, none is: each saves more than the one before it."""
+    first, *others = family
+    if enough(first):
+        return first
+    if not others or not enough(others[-1]):
+        return None
+    return next((option for option in others[:-1] if enough(option)), others[-1])
 
 
 def _tape(config: RunConfig, setting: Setting, trainer: str) -> tuple[Tape, bool]:

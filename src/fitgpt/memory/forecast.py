@@ -33,21 +33,22 @@ def forecast(config: RunConfig, setting: Setting, trainer: str = "fitgpt") -> Fo
     phases = {phase: PhaseForecast(peak.allocated, peak.reserved) for phase, peak in peaks.items()}
     return Forecast(
         trainer=trainer, params=config.gpt_config().count_params(),
-        phases=phases | _apart(config, setting, trainer, phases),
+        phases=phases | _apart(config, setting, trainer, timeline, phases),
         peak_phase=highest.phase, owners_at_peak=words.owners(config, trainer, timeline, highest.event),
-        needs=needs(tape, expandable=expandable),
+        needs=needs(tape, expandable=expandable, free_run=timeline),
         reserved_range=(timeline.reserved, timeline.reserved) if expandable else reserved_range(tape),
         assumes=setting.in_words(config, trainer), host_bytes=gpt.host_bytes(config),
         checkpoint_bytes=gpt.checkpoint_bytes(config))
 
 
-def _apart(config: RunConfig, setting: Setting, trainer: str,
+def _apart(config: RunConfig, setting: Setting, trainer: str, timeline: Timeline,
            phases: dict[str, PhaseForecast]) -> dict[str, PhaseForecast]:
-    """Phases of other processes. A resume begins like the run itself, its checkpoint being read on the host; nanoGPT
-    reads its own onto the card, weights and moments, beside the model it has made."""
+    """Phases that are not on the tape. A resume begins like the run itself, its checkpoint being read on the host;
+    nanoGPT reads its own onto the card, weights and moments, beside the model it has made."""
     if trainer == "nanogpt":
         held = phases["load"].allocated + 12 * config.gpt_config().count_params()
-        return {"save": phases["eval"], "resume": PhaseForecast(held, max(held, phases["load"].reserved))}
+        return {"save": PhaseForecast(timeline.allocated[-1], timeline.reserved),
+                "resume": PhaseForecast(held, max(held, phases["load"].reserved))}
     sampled = replay(sampling.write(config, setting), expandable=setting.expandable).peaks()["sample"]
     return {"resume": phases["load"], "sample": PhaseForecast(sampled.allocated, sampled.reserved)}
 
@@ -74,7 +75,7 @@ def budget_for(card: Card, *, others: int = 0, budget: int | None = None) -> Bud
     assert card.usable_mib is not None  # every NVIDIA row has them
     assert card.outside_mib is not None
     usable, outside = card.usable_mib * MiB, card.outside_mib * MiB
-    sources = (f"CUDA gives {card.usable_mib} MiB of a {card.name} ({card.usable_src}).",
+    sources = (f"CUDA gives {card.usable_mib} MiB of this card, the {card.name} ({card.usable_src}).",
                f"A training process holds {card.outside_mib} MiB outside PyTorch's allocator ({card.outside_src}).")
     return Budget(card.name, usable, others, usable - others if budget is None else budget, outside, sources)
 

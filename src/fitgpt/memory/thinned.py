@@ -2,24 +2,37 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 from ..nouns import OwnerTimeline
 from .allocator import Timeline
 from .tape import OWNERS
 
 MOST_POINTS = 800  # about a pixel each
+NOTHING = ("", 0, 0)
+
+Stretch = tuple[int, int, tuple[tuple[str, int], ...]]  # its first event, the one after its last, where phases begin
 
 
 def one_step(timeline: Timeline, most: int = MOST_POINTS) -> OwnerTimeline:
-    """The training step that reaches highest, the optimizer's part included; where none trains, the highest phase."""
+    """The training step that reaches highest, the optimizer's part included; where none trains, the highest phase.
+
+    Where work is recorded, that is the first one: later ones allocate nothing.
+    """
     spans = [span for span in timeline.tape.spans() if span[1] < len(timeline.changes)]
-    steps = [(start, after, (("train", start), ("step", middle)))
-             for (phase, start, middle), (following, _, after) in pairwise(spans) if (phase, following) == ("train",
-                                                                                                           "step")]
-    steps = steps or [(start, end, ((phase, start),)) for phase, start, end in spans if end > start]
-    start, end, phases = max(steps, key=lambda each: max(timeline.allocated[each[0]:each[1]]))
+    steps = _steps(spans) or [(start, end, ((phase, start),)) for phase, start, end in spans if end > start]
+    start, end, phases = max(reversed(steps), key=lambda each: max(timeline.allocated[each[0]:each[1]], default=0))
     return thinned(timeline, start, end, phases, most)
+
+
+def _steps(spans: list[tuple[str, int, int]]) -> list[Stretch]:
+    """Micro-batches and the optimizer's part after them; a first step may be written in one piece."""
+    steps: list[Stretch] = []
+    for (before, _, _), (phase, start, middle), (after, _, end) in zip([NOTHING, *spans], spans, [*spans[1:], NOTHING],
+                                                                      strict=False):
+        if (phase, after) in (("first_train", "first_train"), ("train", "step")):
+            steps.append((start, end, (("training", start), ("step", middle))))
+        elif phase == "first_train" and before != "first_train":
+            steps.append((start, middle, (("training", start),)))
+    return steps
 
 
 def thinned(timeline: Timeline, start: int, end: int, phases: tuple[tuple[str, int], ...],

@@ -13,12 +13,14 @@ from typing import NamedTuple
 
 from ..config import DEFAULT_VOCAB, RunConfig
 from ..nouns import OwnerShare
-from ..units import KiB, show_bytes, show_count
+from ..units import MiB, show_bytes, show_count
 from .allocator import Timeline
 from .tape import RELEASE
 
 MOST_TERMS = 3
 SMALL = 0.01       # of an owner's bytes: what is below it is a small thing
+PIECE = MiB        # what is sized by no formula is named from there on
+UNSAID = 0.002     # of an owner's bytes: what is below it is not worth words
 _LAYER = re.compile(r"x?(\d+)(?:\.|$)")  # "3.qkv", "x3": of layer 3
 _HALVES = (".half", ".raw")              # what half precision's products make of weights and gradients
 
@@ -68,9 +70,11 @@ def formula(owner: str, tensors: Sequence[Alive], sizes: Sizes) -> str:
     if not named:
         return f"{show_bytes(rest)} of small things"
     words = " + ".join(term.words for term in named)
-    if rest < max(KiB, total / 2000):
+    if rest < UNSAID * total:
         return words
-    return f"{words}, and {show_bytes(rest)} {'more' if rest > 3 * SMALL * total else 'of small things'}"
+    slack = total - sum(each.nbytes for each in tensors)
+    what = "of rounding" if slack > rest / 2 else "of small things" if rest < 3 * SMALL * total else "more"
+    return f"{words}, and {show_bytes(rest)} {what}"
 
 
 # ---- an owner's tensors as a sum of products
@@ -118,15 +122,15 @@ def _of_tokens(tensors: Sequence[Alive], sizes: Sizes) -> list[Term]:
 
 def _of_logits(tensors: Sequence[Alive], sizes: Sizes) -> list[Term]:
     """All tokens' logits, however many arrays of them there are; a piece's for themselves."""
-    whole = sizes.tokens * sizes.vocab
-    wide = sum(each.nbytes // whole for each in tensors if each.nbytes % whole == 0)
+    whole, number = sizes.tokens * sizes.vocab, sizes.product
+    wide = sum(each.nbytes // whole for each in tensors if each.nbytes % (whole * number) == 0)
     terms = [Term(whole * wide, f"{sizes.batch:,} × {sizes.block:,} × {sizes.vocab:,} × {wide} bytes")] if wide else []
-    pieces = Counter(each.nbytes for each in tensors if each.nbytes % whole)
+    pieces = Counter(each.nbytes for each in tensors if each.nbytes % (whole * number))
     for nbytes, count in pieces.items():
-        rows, left = divmod(nbytes, sizes.vocab * sizes.product)
+        rows, left = divmod(nbytes, sizes.vocab * number)
         if not left:
             times = f"{count} × " if count > 1 else ""
-            terms.append(Term(count * nbytes, f"{times}{rows:,} × {sizes.vocab:,} × {sizes.product} bytes"))
+            terms.append(Term(count * nbytes, f"{times}{rows:,} × {sizes.vocab:,} × {number} bytes"))
     return terms
 
 
@@ -150,7 +154,7 @@ def _of_copies(tensors: Sequence[Alive], sizes: Sizes) -> list[Term]:
 
 def _pieces(tensors: Sequence[Alive], sizes: Sizes) -> list[Term]:
     return [Term(count * nbytes, f"{f'{count} × ' if count > 1 else ''}{show_bytes(nbytes)}")
-            for nbytes, count in Counter(each.nbytes for each in tensors).items()]
+            for nbytes, count in Counter(each.nbytes for each in tensors).items() if nbytes >= PIECE]
 
 
 _TERMS: dict[str, Callable[[Sequence[Alive], Sizes], list[Term]]] = {

@@ -1,0 +1,115 @@
+"""What is to be planned: the run that `train` would make of the same words, with its data's vocabulary.
+
+Standard library only, and most of it only where it is needed: a config without data costs milliseconds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from . import place
+from .config import DEFAULT_VOCAB, RunConfig, gpt2_shapes, resolve
+from .errors import DataError, UsageError
+from .knobs import Assignment, build, knobs_of
+from .nouns import DataSummary
+from .options import PlanQuestions
+from .place import Place
+from .units import parse_bytes
+
+# Knobs that nanoGPT's train.py does not have: a config file that sets them is read there, and nothing happens.
+NOT_NANOGPTS = ("eval_batch_size", "eval_block_size", "grad_checkpoint", "recompute", "weights", "residual",
+                "optimizer", "offload", "step_in_backward", "loss_chunk")
+
+
+class Question(NamedTuple):
+    """What is to be planned, and of what."""
+
+    asked: PlanQuestions
+    config: RunConfig
+    data: DataSummary | None
+    missing: str             # why there is no data
+    notes: tuple[str, ...]
+
+
+def question_of(assignments: Sequence[Assignment]) -> Question:
+    own = knobs_of(PlanQuestions)
+    asked = build(PlanQuestions, [each for each in assignments if each.key in own])
+    told = [each for each in assignments if each.key not in own]
+    counted = next((each.source for each in told if each.key == "max_iters" and each.source.startswith("--")), "")
+    if counted and (asked.tokens or asked.epochs or asked.hours):
+        raise UsageError(f"{counted}, and --tokens, --epochs or --hours: both say how long the run is.",
+                         "Give one of them.")
+    config, notes = run_of(told)
+    config, data, missing, more = with_data(config)
+    if asked.trainer == "nanogpt":
+        more += _ignored_by_nanogpt(config)
+    return Question(asked, config, data, missing, (*notes, *more))
+
+
+def run_of(assignments: Sequence[Assignment]) -> tuple[RunConfig, list[str]]:
+    """The config that `train` would have."""
+    if {each.key: each.value for each in assignments}.get("init_from") == "resume":
+        from .supervise import settle
+
+        return settle(assignments)
+    return resolve(assignments)
+
+
+def with_data(config: RunConfig) -> tuple[RunConfig, DataSummary | None, str, list[str]]:
+    """The config with the vocabulary that its data or its weights have; the data; or why there is none; and notes."""
+    data, missing = _data_of(config.dataset)
+    if config.init_from not in ("scratch", "resume", *gpt2_shapes):
+        config = _with_shape_of(Path(config.init_from), config)
+    if config.vocab_size:
+        return config, data, missing, []
+    if data is None:
+        return (replace(config, vocab_size=DEFAULT_VOCAB), None, missing,
+                [f"{missing} The vocabulary is taken to be {DEFAULT_VOCAB:,}."])
+    from .data.header import padded_vocab
+
+    return replace(config, vocab_size=padded_vocab(data.tokenizer, data.vocab_size)), data, missing, []
+
+
+def _data_of(dataset: str) -> tuple[DataSummary | None, str]:
+    if not os.path.isdir(os.path.join("data", dataset)) and not os.path.isdir(dataset):
+        return None, f"There is no dataset {dataset!r} here."
+    from .data.header import summarise
+
+    try:
+        return summarise(dataset), ""
+    except DataError as error:
+        return None, error.what
+
+
+def _with_shape_of(folder: Path, config: RunConfig) -> RunConfig:
+    """A folder in Hugging Face format has its shape in config.json; what is wrong there, `train` says."""
+    try:
+        told = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        shape: dict[str, Any] = {name: int(told[name]) for name in ("n_layer", "n_head", "n_embd", "vocab_size")}
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        raise UsageError(f"init_from={folder}: its config.json does not say the model's shape.",
+                         "Name a folder that transformers' save_pretrained wrote.") from None
+    return replace(config, **shape, bias=True)
+
+
+def _ignored_by_nanogpt(config: RunConfig) -> list[str]:
+    knobs = knobs_of(RunConfig)
+    unheard = ", ".join(f"{name}={getattr(config, name)}" for name in NOT_NANOGPTS
+                        if getattr(config, name) != knobs[name].default)
+    return [f"nanoGPT's train.py does not know {unheard}: it trains as if that were not there."] if unheard else []
+
+
+def place_of(asked: PlanQuestions, device: str) -> Place:
+    others, budget = size(asked.others), size(asked.budget)
+    if asked.gpu:
+        return place.named(asked.gpu, others=others, budget=budget, torch=asked.torch)
+    return place.here(device, others=others, budget=budget, torch=asked.torch)
+
+
+def size(text: str) -> int | None:
+    return parse_bytes(text) if text else None

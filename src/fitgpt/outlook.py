@@ -1,0 +1,61 @@
+"""How long a run will be: in steps, tokens, rounds through the data and hours."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from .cards import Card
+from .config import RunConfig
+from .errors import UsageError
+from .nouns import DataSummary, Forecast
+from .options import PlanQuestions
+from .show.planning import Outlook
+from .units import parse_count, show_count
+
+MOST_STEPS = 2**31 - 1  # as RunConfig has it
+
+
+def tokens_per_s(config: RunConfig, card: Card | None) -> tuple[float, float] | None:
+    """The lowest and the highest speed to expect; None where there is no estimate."""
+    return None
+
+
+def of_length(config: RunConfig, asked: PlanQuestions, data: DataSummary | None, missing: str,
+              card: Card | None) -> tuple[RunConfig, list[str]]:
+    """The config with as many steps as --tokens, --epochs or --hours ask for, and a sentence that says so.
+
+    `missing`: why there is no data to count epochs of.
+    """
+    given = [flag for flag, said in (("--tokens", asked.tokens), ("--epochs", asked.epochs), ("--hours", asked.hours))
+             if said]
+    if not given:
+        return config, []
+    if len(given) > 1:
+        raise UsageError(f"{' and '.join(given)} all say how long the run is.", "Give one of them.")
+    if asked.tokens:
+        tokens, words = float(parse_count(asked.tokens)), f"{show_count(parse_count(asked.tokens))} tokens"
+    elif asked.epochs:
+        if data is None:
+            raise UsageError(f"--epochs={asked.epochs:g}: of what? {missing}", "--tokens 10B needs no data.")
+        tokens, words = asked.epochs * data.train_tokens, f"{asked.epochs:g} × {show_count(data.train_tokens)} tokens"
+    else:
+        speed = tokens_per_s(config, card)
+        if speed is None:
+            raise UsageError(f"--hours={asked.hours:g}: there is no estimate of the speed here, so hours cannot be "
+                             "turned into steps.", "--tokens 10B, or --max_iters=10000")
+        tokens = 3600 * asked.hours * speed[0]
+        words = f"{asked.hours:g} hours at {show_count(speed[0])} tokens a second"
+    steps = max(-(-round(tokens) // config.tokens_per_step), 1)
+    if steps > MOST_STEPS:
+        raise UsageError(f"{words} are {steps:,} steps, and a run has at most {MOST_STEPS:,}.", "--tokens 10B")
+    longer = replace(config, max_iters=steps, lr_decay_iters=steps)
+    return longer, [f"{words} are {steps:,} steps: max_iters={steps} lr_decay_iters={steps}."]
+
+
+def outlook(config: RunConfig, forecast: Forecast, data: DataSummary | None, card: Card | None) -> Outlook:
+    tokens = config.max_iters * config.tokens_per_step
+    speed = tokens_per_s(config, card)
+    return Outlook(tokens_per_step=config.tokens_per_step, steps=config.max_iters, tokens=tokens,
+                   params=forecast.params, epochs=tokens / data.train_tokens if data else None,
+                   checkpoint_bytes=forecast.checkpoint_bytes, host_bytes=forecast.host_bytes,
+                   hours=(tokens / speed[1] / 3600, tokens / speed[0] / 3600) if speed else None)

@@ -1,0 +1,253 @@
+"""`fitgpt plan`, `fitgpt cards` and `fitgpt.plan(...)`: what a run will hold in GPU memory, and whether it fits.
+
+Neither torch nor numpy is loaded, and what only some answers need is imported where they are given.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from . import cards, place
+from .asked import Question, place_of, question_of, run_of, size, with_data
+from .config import RunConfig
+from .errors import UsageError
+from .knobs import Assignment, knobs_of, walk
+from .memory import forecast, gpt
+from .memory.changes import Change, PricedChange, holdings, priced, single_changes, smallest_that_fit
+from .memory.setting import Setting
+from .nouns import MemoryPlan
+from .options import CardsOptions, PlanQuestions
+from .outlook import of_length, outlook
+from .place import Place
+from .show import planning as show
+from .units import MiB, show_bytes
+
+SCHEMA = 1
+BASIS = Path(__file__).parent / "memory" / "basis.json"
+
+# ---- the verb
+
+
+def verb(assignments: Sequence[Assignment]) -> int:
+    question = question_of(assignments)
+    if question.asked.all_cards:
+        return _all_cards(question)
+    found = place_of(question.asked, question.config.device)
+    place.check_runs(question.config, found, question.asked.trainer)
+    config, length = of_length(question.config, question.asked, question.data, question.missing, found.card)
+    question = question._replace(config=config, notes=(*question.notes, *found.notes, *length,
+                                                       *_replays(config, found.setting, question.asked.trainer)))
+    plan = forecast.plan(config, found.setting, found.budget, question.asked.trainer)
+    _print_plan(question, found, plan)
+    if question.asked.timeline:
+        _write_timeline(Path(question.asked.timeline), question, found, plan)
+    return 0 if plan.fits else 1
+
+
+def _print_plan(question: Question, found: Place, plan: MemoryPlan) -> None:
+    asked, config = question.asked, question.config
+    changes = () if plan.fits else smallest_that_fit(forecast.settled(config, found.setting), found.setting,
+                                                     found.budget, asked.trainer)
+    options = _priced(config, found, asked.trainer) if asked.options else None
+    run, basis = outlook(config, plan.forecast, question.data, found.card), basis_of(plan)
+    if asked.json:
+        print(json.dumps({**document(plan, found.setting), "run": _run_document(run),
+                          "formulas": {share.owner: share.formula for share in plan.forecast.owners_at_peak},
+                          "changes": [asdict(change) for change in changes],
+                          "options": options and [asdict(each) for each in options],
+                          "notes": list(question.notes), "sources": list(found.budget.sources)}, indent=1,
+                         ensure_ascii=False))
+        return
+    width = min(max(shutil.get_terminal_size().columns, 40), 100)
+    model = _in_words(forecast.settled(config, found.setting))
+    print(show.plan_text(plan, run, basis, model=model, suggestions=[_shown(change) for change in changes],
+                         neighbours=found.neighbours, notes=question.notes, width=width, colour=_colours()), end="")
+    if options is not None:
+        rows = [show.Priced(_shown(each.change), each.saved_in_training, each.saved_in_evaluation, each.needs,
+                            each.headroom) for each in options]
+        print("\n" + show.option_table(rows, plan.forecast.needs, plan.budget.reserve_limit, width), end="")
+
+
+def _priced(config: RunConfig, found: Place, trainer: str) -> list[PricedChange]:
+    config = forecast.settled(config, found.setting)
+    before = holdings(config, found.setting, trainer)
+    return [priced(option, before, found.setting, found.budget) for option in single_changes(config, trainer)]
+
+
+def _write_timeline(path: Path, question: Question, found: Place, plan: MemoryPlan) -> None:
+    from .atomic import write_atomically
+    from .memory.thinned import one_step
+
+    drawn = one_step(forecast.timeline_of(question.config, found.setting, question.asked.trainer))
+    write_atomically(path, show.timeline_page(plan, drawn))
+    print(f"The step is drawn in {path}.", file=sys.stderr if question.asked.json else sys.stdout)
+
+
+def _all_cards(question: Question) -> int:
+    asked = question.asked
+    clashes = [flag for flag, said in (("--gpu", asked.gpu), ("--budget", asked.budget), ("--options", asked.options),
+                                       ("--timeline", asked.timeline)) if said]
+    if clashes:
+        raise UsageError(f"--all-cards plans for every card, and {' and '.join(clashes)} for one.",
+                         "Leave one of them out.")
+    config, _ = of_length(question.config, asked, question.data, question.missing, None)
+    rows = card_verdicts(config, asked.trainer, size(asked.others) or 0, asked.torch)
+    if asked.json:
+        print(json.dumps({"schema": SCHEMA, "trainer": asked.trainer, "cards": [
+            {"card": each.name, "usable_bytes": each.usable, "needs_bytes": None if each.problem else each.needs,
+             "headroom_bytes": None if each.problem else each.headroom, "fits": each.fits, "problem": each.problem}
+            for each in rows]}, indent=1, ensure_ascii=False))
+    else:
+        print(show.all_cards_table(rows), end="")
+    return 0 if any(each.fits for each in rows) else 1
+
+
+def card_verdicts(config: RunConfig, trainer: str = "fitgpt", others: int = 0,
+                  torch: str = "") -> list[show.CardVerdict]:
+    """One verdict a card. Cards on which the tape is the same are replayed once."""
+    known: dict[tuple[Any, ...], int] = {}
+    rows = []
+    for card in cards.load():
+        usable = card.usable_mib * MiB if card.usable_mib else None
+        if card.vendor != "nvidia" or usable is None:
+            rows.append(show.CardVerdict(card.name, usable, 0, 0, "not known"))
+            continue
+        if others >= usable:
+            rows.append(show.CardVerdict(card.name, usable, 0, 0, "nothing left by others"))
+            continue
+        found = place.on_card(card, others=others, torch=torch)
+        try:
+            place.check_runs(config, found, trainer)
+        except UsageError as error:
+            rows.append(show.CardVerdict(card.name, usable, 0, 0, f"needs {error.fix}"))
+            continue
+        kind = same_tape(config, found.setting)
+        if kind not in known:
+            known[kind] = holdings(config, found.setting, trainer).needs
+        rows.append(show.CardVerdict(card.name, usable, known[kind], found.budget.reserve_limit - known[kind]))
+    return rows
+
+
+def same_tape(config: RunConfig, setting: Setting) -> tuple[Any, ...]:
+    """What a tape depends on: where two settings agree in it, so do their tapes."""
+    settled = forecast.settled(config, setting)
+    return (settled.dtype, settled.compile, setting.workspace, setting.attention(settled), setting.torch,
+            setting.expandable)
+
+
+def _replays(config: RunConfig, setting: Setting, trainer: str) -> list[str]:
+    if trainer != "fitgpt" or not gpt.records(forecast.settled(config, setting)):
+        return []
+    return ["The GPU's work is recorded in the first step and replayed in memory that stays reserved: from then on "
+            "next to nothing is allocated."]
+
+
+# ---- the answer
+
+
+def document(plan: MemoryPlan, setting: Setting) -> dict[str, Any]:
+    """The plan as JSON, schema 1. Every key is always there; a phase that the tape has not is null."""
+    forecast_, budget, basis = plan.forecast, plan.budget, basis_of(plan)
+    phases = {phase: {"allocated_bytes": held.allocated, "reserved_bytes": held.reserved}
+              for phase, held in forecast_.phases.items()}
+    if "train" in phases and "step" in phases:  # a training iteration ends with its optimizer's step
+        phases["train"] = {key: max(phases[each][key] for each in ("train", "step")) for key in phases["train"]}
+    return {
+        "schema": SCHEMA, "trainer": forecast_.trainer, "card": budget.card or None, "torch": setting.torch,
+        "params": forecast_.params, "usable_bytes": budget.usable, "others_bytes": budget.others,
+        "budget_bytes": budget.budget, "outside_bytes": budget.outside, "reserve_limit_bytes": budget.reserve_limit,
+        "needs_bytes": forecast_.needs, "headroom_bytes": plan.headroom, "fits": plan.fits,
+        "process_bytes": plan.process_bytes, "card_bytes": plan.process_bytes + budget.others,
+        "phases": {phase: phases.get(phase) for phase in show.PHASES},
+        "peak_phase": forecast_.peak_phase,
+        "owners_at_peak": {share.owner: share.nbytes for share in forecast_.owners_at_peak},
+        "reserved_range_bytes": list(forecast_.reserved_range), "assumes": forecast_.assumes,
+        "basis": {"recorded_runs_on_this_card": basis.on_card, "recorded_runs_in_all": basis.in_all,
+                  "worst_error_percent": basis.worst_percent},
+    }
+
+
+def _run_document(run: show.Outlook) -> dict[str, Any]:
+    return {**run._asdict(), "tokens_per_param": run.tokens / run.params}
+
+
+def basis_of(plan: MemoryPlan) -> show.Basis:
+    """The recorded runs of that trainer, and the worst of all their forecasts; see memory/accuracy.py."""
+    rows = [row for row in json.loads(BASIS.read_text(encoding="utf-8"))["runs"]
+            if row["trainer"] == plan.forecast.trainer]
+    errors = [row["worst_percent"] for row in rows]
+    return show.Basis(sum(row["card"] == plan.budget.card for row in rows), len(rows),
+                      max(errors, key=abs) if errors else None)
+
+
+def _in_words(config: RunConfig) -> str:
+    layers = f"{config.n_layer} layer{'s' if config.n_layer > 1 else ''}"
+    return (f"{layers} of width {config.n_embd:,}, batch {config.batch_size:,} × {config.block_size:,}, "
+            f"{config.dtype}, {'compiled' if config.compile else 'eager'}")
+
+
+def _shown(change: Change) -> show.Suggestion:
+    return show.Suggestion(change.flags, change.what, change.exact, change.comparable, change.slower)
+
+
+def _colours() -> bool:
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") not in ("dumb", "unknown")
+
+
+# ---- for other programs
+
+
+def plan(config: str | os.PathLike[str] | Mapping[str, Any] | RunConfig, gpu: str = "", *,
+         budget: int | str | None = None, others: int | str | None = None, trainer: str = "fitgpt",
+         torch: str = "") -> MemoryPlan:
+    """What a run will hold, and whether it fits. `config`: a config file, a dict of knobs, or a RunConfig.
+
+    `gpu` is a name such as "4070"; without one, the card that is here. Sizes are bytes, or "11.5GiB".
+    """
+    asked = PlanQuestions(gpu=gpu, budget="" if budget is None else str(budget), trainer=trainer, torch=torch,
+                          others="" if others is None else str(others))
+    if isinstance(config, Mapping):
+        config = run_of([Assignment(key, value, f"{key}={value!r}") for key, value in _known(config).items()])[0]
+    elif not isinstance(config, RunConfig):
+        config = run_of(walk([os.fspath(config)], RunConfig))[0]
+    config = with_data(config)[0]
+    found = place_of(asked, config.device)
+    place.check_runs(config, found, trainer)
+    return forecast.plan(config, found.setting, found.budget, trainer)
+
+
+def _known(told: Mapping[str, Any]) -> Mapping[str, Any]:
+    unknown = [key for key in told if key not in knobs_of(RunConfig)]
+    if unknown:
+        from .knobs import nearest
+
+        near = nearest(str(unknown[0]), knobs_of(RunConfig))
+        raise UsageError(f"{unknown[0]!r} is not a knob of `fitgpt train`.",
+                         f"Did you mean {near[0]}?" if near else "fitgpt train --help lists them all.")
+    return told
+
+
+# ---- fitgpt cards
+
+
+def list_cards(options: CardsOptions) -> int:
+    words = options.filter.lower().split()
+    found = [card for card in cards.load() if all(word in card.name.lower() for word in words)]
+    found = found or [cards.find(options.filter)]  # another spelling; or an error with the nearest names
+    if options.json:
+        print(json.dumps({"schema": SCHEMA, "cards": [asdict(card) for card in found]}, indent=1, ensure_ascii=False))
+        return 0
+    known = {True: "yes", False: "no", None: "?"}
+    rows = [(card.name, f"{card.memory_gb} GB" if card.memory_gb else "shared",
+             show_bytes(card.usable_mib * MiB) if card.usable_mib else "?", known[card.bf16],
+             f"{card.tflops:g}" if card.tflops else "?", f"{card.usable_src or '–'}, {card.tflops_src or '–'}")
+            for card in found]
+    print(show.card_table(rows), end="")
+    return 0

@@ -1,0 +1,291 @@
+"""What `fitgpt plan` and `fitgpt cards` say, as plain text that is good at 80 columns."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from ..nouns import MemoryPlan, OwnerTimeline
+from ..units import MiB, show_bytes, show_count, show_seconds
+
+PHASES = {"load": "load", "first_eval": "first evaluation", "first_train": "first step", "train": "training",
+          "step": "optimizer's step", "eval": "evaluation", "save": "saving", "resume": "resuming",
+          "sample": "sampling"}
+TRAINERS = {"fitgpt": "fitgpt", "nanogpt": "nanoGPT's train.py"}
+CARDS_NOTE = """
+
+Usable is what CUDA gives of the memory; TFLOP/s are dense, half precision. How
+each of the two is known: seen on such a card, printed by the vendor, worked out
+by a formula, or recalled and to be checked. --json has every figure.
+"""
+LABEL = 9  # columns of the words on the left
+
+
+class Suggestion(NamedTuple):
+    """A single change, and what it does."""
+
+    flags: tuple[str, ...]
+    what: str
+    exact: bool
+    comparable: bool
+    slower: str
+
+
+class Priced(NamedTuple):
+    """A single change and its price. Bytes."""
+
+    change: Suggestion
+    saved_in_training: int
+    saved_in_evaluation: int
+    needs: int
+    headroom: int
+
+
+class Outlook(NamedTuple):
+    """The run, not only the step."""
+
+    tokens_per_step: int
+    steps: int
+    tokens: int
+    params: int
+    epochs: float | None               # None: there is no data to say
+    checkpoint_bytes: int
+    host_bytes: int
+    hours: tuple[float, float] | None  # None: the card's speed is not known
+
+
+class Basis(NamedTuple):
+    """What was measured of forecasts like this one."""
+
+    on_card: int
+    in_all: int
+    worst_percent: float | None
+
+
+class CardVerdict(NamedTuple):
+    """One row of `--all-cards`; a problem in place of figures where the run cannot be planned there."""
+
+    name: str
+    usable: int | None
+    needs: int
+    headroom: int
+    problem: str = ""
+
+    @property
+    def fits(self) -> bool:
+        return not self.problem and self.headroom >= 0
+
+
+# ---- the plan
+
+
+def plan_text(plan: MemoryPlan, outlook: Outlook, basis: Basis, *, model: str = "",
+              suggestions: Sequence[Suggestion] = (), neighbours: str = "", notes: Sequence[str] = (), width: int = 80,
+              colour: bool = False) -> str:
+    """`model`: its shape and batch, in words."""
+    forecast, budget = plan.forecast, plan.budget
+    where = f" on {_article(budget.card)} {budget.card}" if budget.card else ""
+    title = f"{TRAINERS[forecast.trainer]}{where}: {show_count(forecast.params)} parameters"
+    parts = [_wrapped(f"{title}, {model}" if model else title, width), phase_table(plan), owner_table(plan, width),
+             _verdict_paragraph(plan, neighbours, width, colour)]
+    if not plan.fits:
+        parts.append(suggestion_lines(suggestions, width))
+    rows = [("run", run_words(outlook)), ("assumes", assumption_words(plan)), ("basis", basis_words(plan, basis)),
+            ("card", " ".join(budget.sources)), *(("note", note) for note in notes)]
+    parts.append("\n".join(line for label, words in rows for line in _labelled(label, words, width)))
+    return "\n\n".join(parts) + "\n"
+
+
+def phase_table(plan: MemoryPlan) -> str:
+    """What each phase holds; the peak is marked. Reserved is the most since the process began."""
+    rows = [("", "allocated", "reserved", "process", "")]
+    for phase, words in PHASES.items():
+        held = plan.forecast.phases.get(phase)
+        if held is not None:
+            rows.append((words, show_bytes(held.allocated), show_bytes(held.reserved),
+                         show_bytes(held.reserved + plan.budget.outside),
+                         "← peak" if phase == plan.forecast.peak_phase else ""))
+    return table(rows, left=(0, 4))
+
+
+def owner_table(plan: MemoryPlan, width: int) -> str:
+    forecast = plan.forecast
+    total = sum(share.nbytes for share in forecast.owners_at_peak)
+    lines = [f"At the peak, {show_bytes(total)} allocated:"]
+    for share in forecast.owners_at_peak:
+        start = f"{share.owner:<12}{show_bytes(share.nbytes):>10}{share.nbytes / total:>7.1%}  "
+        lines += textwrap.wrap(share.formula, max(width, len(start) + 20), initial_indent=start,
+                               subsequent_indent=" " * len(start))
+    return "\n".join(lines)
+
+
+def _verdict_paragraph(plan: MemoryPlan, neighbours: str, width: int, colour: bool) -> str:
+    word = "Fits" if plan.fits else "Does not fit"
+    paragraph = _wrapped(f"{word}: {verdict(plan, neighbours)}", width)
+    return f"\x1b[1;{32 if plan.fits else 31}m{word}\x1b[0m{paragraph[len(word):]}" if colour else paragraph
+
+
+def verdict(plan: MemoryPlan, neighbours: str = "") -> str:
+    """needs against what may be reserved, and how much the neighbours may hold."""
+    forecast, budget = plan.forecast, plan.budget
+    may = f"may reserve {show_bytes(budget.reserve_limit)}"
+    if budget.budget == budget.usable - budget.others:
+        may += f" ({show_bytes(budget.usable)} usable"
+        may += f", {show_bytes(budget.others)} of others" if budget.others else ""
+    else:
+        may += f" (a budget of {show_bytes(budget.budget)}"
+    may += f", {show_bytes(budget.outside)} outside the allocator)"
+    words = [f"needs {show_bytes(forecast.needs)}, {may}: "
+             + (f"headroom {show_bytes(plan.headroom)}." if plan.fits else f"{show_bytes(-plan.headroom)} too much.")]
+    room = budget.usable - budget.outside - forecast.needs
+    if budget.budget == budget.usable - budget.others:
+        if plan.fits:
+            words.append(f"It fits while everything else on the card stays under {show_bytes(room)}.")
+        elif room > 0:
+            words.append(f"It would fit if everything else on the card stayed under {show_bytes(room)}.")
+    if neighbours:
+        words.append(neighbours)
+    low, high = forecast.reserved_range
+    if low != high:
+        words.append(f"Reserved may end anywhere between {show_bytes(low)} and {show_bytes(high)}: it depends on where "
+                     "the driver puts a segment.")
+    return " ".join(words)
+
+
+def suggestion_lines(suggestions: Sequence[Suggestion], width: int) -> str:
+    if not suggestions:
+        return "No single change makes it fit. What each would save: --options"
+    lines = ["Any one of these makes it fit:"]
+    for each in suggestions:
+        lines += textwrap.wrap(" ".join(each.flags), width, initial_indent="  ", subsequent_indent="    ",
+                               break_long_words=False, break_on_hyphens=False)
+        lines += textwrap.wrap(f"{_kind(each)}; saves {each.what}; cost: {each.slower}", width, initial_indent="      ",
+                               subsequent_indent="      ")
+    return "\n".join(lines)
+
+
+def run_words(outlook: Outlook) -> str:
+    parts = [f"{outlook.tokens_per_step:,} tokens a step × {outlook.steps:,} steps = {show_count(outlook.tokens)} "
+             f"tokens, {outlook.tokens / outlook.params:.3g} a parameter"]
+    if outlook.epochs is not None:
+        parts.append(f"{outlook.epochs:.3g} epochs of the data")
+    parts.append(f"a checkpoint takes {show_bytes(outlook.checkpoint_bytes)} on disk")
+    if outlook.host_bytes:
+        parts.append(f"{show_bytes(outlook.host_bytes)} of the host's memory")
+    if outlook.hours is not None:
+        low, high = (show_seconds(3600 * hours) for hours in outlook.hours)
+        parts.append(low if low == high else f"{low} to {high}")
+    return ", ".join(parts)
+
+
+def assumption_words(plan: MemoryPlan) -> str:
+    told = plan.forecast.assumes
+    return f"torch {told['torch']}, {told['attention']} attention, {told['compile']}, allocator: {told['allocator']}"
+
+
+def basis_words(plan: MemoryPlan, basis: Basis) -> str:
+    trainer = TRAINERS[plan.forecast.trainer]
+    if not basis.in_all or basis.worst_percent is None:
+        return f"no recorded runs of {trainer}: this forecast has not been compared with a measurement"
+    here = f"{basis.on_card or 'none'} on this card"
+    return (f"{basis.in_all} recorded runs of {trainer}, {here}; the worst figure was {abs(basis.worst_percent):.2f} % "
+            f"{'above' if basis.worst_percent > 0 else 'below'} what was measured")
+
+
+# ---- tables
+
+
+def option_table(priced: Sequence[Priced], needs_now: int, may_reserve: int, width: int = 80) -> str:
+    """Every single change: what it saves in training and in evaluation, what the run then needs, what it costs."""
+    priced = sorted(priced, key=lambda one: one.needs)
+    rows = [("", "training", "eval", "needs", "", "")]
+    rows += [(each.change.flags[0], _less(each.saved_in_training), _less(each.saved_in_evaluation),
+              show_bytes(each.needs), _kind(each.change), "fits" if each.headroom >= 0 else "") for each in priced]
+    lines = [_wrapped(f"Single changes, from {show_bytes(needs_now)} needed now, where {show_bytes(may_reserve)} may "
+                      "be reserved:", width), table(rows, left=(0, 4, 5)), ""]
+    if any(not each.change.comparable for each in priced):
+        lines.append("other: a loss at another block size does not compare with this run's.")
+    told: dict[str, list[Suggestion]] = {}
+    for each in priced:
+        told.setdefault(f"saves {each.change.what}; cost: {each.change.slower}.", []).append(each.change)
+    for words, changes in told.items():
+        first = changes[0].flags if len(changes) == 1 else [_without_value(flag) for flag in changes[0].flags]
+        lines += textwrap.wrap(f"{' '.join(first)}: {words}", width, subsequent_indent="  ", break_long_words=False,
+                               break_on_hyphens=False)
+    return "\n".join(lines) + "\n"
+
+
+def all_cards_table(verdicts: Sequence[CardVerdict], speeds: Mapping[str, tuple[float, float]] | None = None) -> str:
+    rows = [("card", "usable", "needs", "headroom", "", *(("tokens/s",) if speeds else ()))]
+    for each in verdicts:
+        figures = (("", "", each.problem) if each.problem else
+                   (show_bytes(each.needs), _signed(each.headroom), "fits" if each.fits else "does not fit"))
+        usable = show_bytes(each.usable) if each.usable is not None else "not known"
+        speed = (_speed(speeds.get(each.name)),) if speeds else ()
+        rows.append((each.name, usable, *figures, *speed))
+    return table(rows, left=(0, 4)) + "\n"
+
+
+def card_table(rows: Iterable[tuple[str, ...]]) -> str:
+    head = ("card", "memory", "usable", "bf16", "TFLOP/s", "known")
+    return table([head, *rows], left=(0, 5)) + CARDS_NOTE
+
+
+def table(rows: Sequence[tuple[str, ...]], left: tuple[int, ...] = (0,)) -> str:
+    """Columns as wide as their widest cell, the `left` ones flush left, the others flush right."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = ("  ".join(cell.ljust(width) if column in left else cell.rjust(width)
+                       for column, (cell, width) in enumerate(zip(row, widths, strict=True))) for row in rows)
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _kind(change: Suggestion) -> str:
+    return "exact" if change.exact else "lossy" if change.comparable else "other"
+
+
+def _without_value(flag: str) -> str:
+    return f"{flag.partition('=')[0]}=…"
+
+
+def _less(nbytes: int) -> str:
+    return "0" if abs(nbytes) < MiB else f"{'−' if nbytes > 0 else '+'}{show_bytes(abs(nbytes))}"
+
+
+def _signed(nbytes: int) -> str:
+    return f"{'−' if nbytes < 0 else ''}{show_bytes(abs(nbytes))}"
+
+
+def _speed(range_: tuple[float, float] | None) -> str:
+    return "" if range_ is None else f"{show_count(range_[0])} to {show_count(range_[1])}"
+
+
+def _labelled(label: str, words: str, width: int) -> list[str]:
+    return textwrap.wrap(words, width, initial_indent=label.ljust(LABEL), subsequent_indent=" " * LABEL,
+                         break_long_words=False)
+
+
+def _article(name: str) -> str:
+    """Before letters that are spelled out: an RTX, an A100, a GTX, a T4."""
+    return "an" if name[0] in "AEFHILMNORSX" else "a"
+
+
+def _wrapped(words: str, width: int) -> str:
+    return "\n".join(textwrap.wrap(words, width))
+
+
+# ---- a page
+
+
+def timeline_page(plan: MemoryPlan, drawn: OwnerTimeline) -> str:
+    """One step's memory by owner, zoomable, with the peak and what may be reserved, in a file of its own."""
+    from .charts import page, stacked, text
+
+    forecast, budget = plan.forecast, plan.budget
+    title = f"{TRAINERS[forecast.trainer]}, {show_count(forecast.params)} parameters: one step"
+    chart = stacked(drawn, title="Allocated, by owner", limit=budget.reserve_limit, limit_name="may be reserved",
+                    note="A few micro-batches, one after another, then the optimizer's step; more repeat the last.")
+    said = text(f"{'Fits' if plan.fits else 'Does not fit'}: {verdict(plan)}")
+    owners = "".join(f"<tr><td>{text(share.owner)}</td><td>{show_bytes(share.nbytes)}</td><td>{text(share.formula)}"
+                     "</td></tr>" for share in forecast.owners_at_peak)
+    return page(title, f"<h1>{text(title)}</h1>\n<p>{said}</p>\n{chart}\n<h2>At the peak</h2>\n<table>{owners}</table>")

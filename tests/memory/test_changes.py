@@ -1,0 +1,131 @@
+"""Single changes: each is what its flags say, is priced by the same replay as the plan, and the smallest come first."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from fitgpt.config import RunConfig
+from fitgpt.knobs import build, walk
+from fitgpt.memory.changes import Option, fits, holdings, priced, single_changes, smallest_that_fit
+from fitgpt.memory.forecast import forecast
+from fitgpt.memory.setting import Setting
+from fitgpt.nouns import Budget
+from fitgpt.savers import SAVERS
+from fitgpt.units import GiB, MiB
+
+SETTING = Setting((8, 9))
+SMALL = RunConfig(n_layer=3, n_head=4, n_embd=256, batch_size=12, block_size=256, vocab_size=50304, dtype="bfloat16",
+                  compile=True, gradient_accumulation_steps=4)
+
+
+def budget_of(limit: int) -> Budget:
+    return Budget("a card", limit, 0, limit, 0)
+
+
+def family(name: str, config: RunConfig = SMALL, trainer: str = "fitgpt") -> list[Option]:
+    return [option for option in single_changes(config, trainer) if option.change.family == name]
+
+
+def first_flags(config: RunConfig, trainer: str = "fitgpt") -> set[str]:
+    return {option.change.flags[0] for option in single_changes(config, trainer)}
+
+
+@pytest.mark.parametrize("trainer", ["fitgpt", "nanogpt"])
+@pytest.mark.parametrize("config", [SMALL, replace(SMALL, compile=False, dropout=0.1, batch_size=7),
+                                    replace(SMALL, dtype="float16", recompute="1*all,2*input", eval_block_size=200)])
+def test_the_flags_of_a_change_are_all_that_it_changes(trainer: str, config: RunConfig) -> None:
+    told = [f"--{key}={value}" for key, value in config.to_dict().items()]
+    for change, changed in single_changes(config, trainer):
+        flags = [flag for flag in change.flags if not flag.startswith("--trainer")]
+        assert build(RunConfig, walk([*told, *flags], RunConfig)) == changed
+        assert change.flags
+
+
+def test_a_smaller_batch_trains_on_the_same_tokens_and_evaluates_the_same_windows() -> None:
+    assert [option.config.batch_size for option in family("batch")] == [6, 3, 1]
+    for option in family("batch"):
+        assert option.config.tokens_per_step == SMALL.tokens_per_step
+        assert option.config.eval_iters * option.config.batch_size == SMALL.eval_iters * SMALL.batch_size
+        assert option.change.exact
+
+
+def test_dropout_draws_other_masks_for_other_batches() -> None:
+    assert not any(option.change.exact for option in family("batch", replace(SMALL, dropout=0.1)))
+
+
+def test_every_saver_is_offered_where_it_applies() -> None:
+    config = replace(SMALL, gradient_accumulation_steps=1, batch_size=16)
+    assert {saver.flag.replace("--step_in_backward", "--step_in_backward=True") for saver in SAVERS} <= (
+        first_flags(config) | {"--loss_chunk=1024"})
+    exact = {saver.flag: saver.exact for saver in SAVERS}
+    for option in single_changes(config):
+        if option.change.flags[0] in exact:
+            assert option.change.exact == exact[option.change.flags[0]]
+
+
+def test_what_other_knobs_rule_out_is_not_offered() -> None:
+    offered = first_flags(replace(SMALL, dtype="float16"))
+    assert "--step_in_backward=True" not in offered
+    assert "--optimizer=adam8bit" not in first_flags(replace(SMALL, offload="optimizer"))
+    assert not family("recompute", replace(SMALL, recompute="input"))
+    assert not family("batch", replace(SMALL, batch_size=1))
+
+
+def test_nanogpt_is_offered_what_it_knows_and_fitgpt() -> None:
+    assert first_flags(replace(SMALL, compile=False), "nanogpt") == {
+        "--batch_size=6", "--batch_size=3", "--batch_size=1", "--compile=True", "--trainer=fitgpt",
+        "--gradient_accumulation_steps=1", "--block_size=128"}
+
+
+def test_only_another_block_makes_losses_incomparable() -> None:
+    assert {option.change.family for option in single_changes(SMALL) if not option.change.comparable} == {"block"}
+
+
+@pytest.mark.parametrize("name", ["batch", "recompute", "loss", "offload"])
+def test_a_family_saves_more_from_one_change_to_the_next(name: str) -> None:
+    before = holdings(SMALL, SETTING)
+    saved = [priced(option, before, SETTING, budget_of(GiB)).saved_in_training for option in family(name)]
+    assert len(saved) > 1
+    assert all(less < more for less, more in pairwise([0, *saved]))
+
+
+@pytest.mark.parametrize("trainer", ["fitgpt", "nanogpt"])
+def test_a_price_is_the_difference_between_two_plans(trainer: str) -> None:
+    """Whatever a change leads to: forecast by itself it has the figures that the price says."""
+    before = holdings(SMALL, SETTING, trainer)
+    for option in single_changes(SMALL, trainer)[:6]:
+        price = priced(option, before, SETTING, budget_of(GiB))
+        after = forecast(option.config, SETTING, option.change.trainer)
+        assert (price.needs, price.headroom) == (after.needs, GiB - after.needs)
+        assert price.saved["train"] == before.phases["train"] - after.phases["train"].allocated
+
+
+@pytest.mark.parametrize("trainer", ["fitgpt", "nanogpt"])
+def test_one_replay_decides_as_the_smallest_cap_does(trainer: str) -> None:
+    needs = holdings(SMALL, SETTING, trainer).needs
+    assert fits(SMALL, SETTING, budget_of(needs), trainer)
+    assert not fits(SMALL, SETTING, budget_of(needs - 2 * MiB), trainer)
+
+
+def test_the_smallest_change_of_each_family_that_fits_is_found() -> None:
+    least = holdings(family("batch")[1].config, SETTING).needs
+    found = smallest_that_fit(SMALL, SETTING, budget_of(least), most=20)
+    assert found[0].flags[0] == "--batch_size=3"
+    by_flags = {option.change.flags: option for option in single_changes(SMALL)}
+    for change in found:
+        assert fits(by_flags[change.flags].config, SETTING, budget_of(least))
+    assert [change.exact for change in found] == sorted((change.exact for change in found), reverse=True)
+
+
+def test_no_family_mixes_what_is_not_more_of_the_same() -> None:
+    sizes: dict[str, int] = {}
+    for option in single_changes(replace(SMALL, gradient_accumulation_steps=1)):
+        sizes[option.change.family] = sizes.get(option.change.family, 0) + 1
+    assert {name for name, size in sizes.items() if size > 1} == {"batch", "recompute", "evaluation", "loss", "offload"}
+
+
+def test_where_no_single_change_is_enough_none_is_named() -> None:
+    assert smallest_that_fit(SMALL, SETTING, budget_of(16 * MiB)) == ()

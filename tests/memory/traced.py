@@ -1,0 +1,283 @@
+"""The tape that the real engine writes of itself, on a machine without a GPU: what `memory/gpt.py` is compared with.
+
+The engine runs on torch's `meta` device, where tensors have sizes and no numbers. Two modes lie around it: in one the
+device calls itself `cuda`, so that the engine takes the branches it takes on a card; the other notes each storage that
+comes and goes. Where the host is asked for numbers it gets zeros.
+
+Not run for real: Triton's kernels and compiled functions. The Python around Triton's launches does run; a compiled
+function is taken to allocate its results and nothing else.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fitgpt import engine
+from fitgpt.config import RunConfig
+from fitgpt.memory.gpt import EVAL_BATCHES, ITERATIONS
+from fitgpt.memory.setting import Setting
+
+CARD, STAND_IN, HOST = torch.device("cuda", 0), torch.device("meta"), torch.device("cpu")
+aten = torch.ops.aten
+
+
+class Seen(NamedTuple):
+    """A storage that came, or went."""
+
+    alloc: bool
+    nbytes: int
+    maker: str  # the operation it came from, and the engine's line
+
+
+def trace(config: RunConfig, setting: Setting, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Seen]]:
+    """The run that gpt.write writes, from build_training to the second evaluation, by phase; `train` has its steps."""
+    with monkeypatch.context() as patch:
+        watch = Watch()
+        steer(patch, setting, config, watch)
+        with torch.no_grad(), CallsItselfCuda(), watch:
+            run(config, watch)
+        return watch.phases
+
+
+def run(config: RunConfig, watch: Watch) -> None:
+    from fitgpt.engine.device import DeviceChoice
+    from fitgpt.engine.evaluate import evaluate
+    from fitgpt.engine.feed import Feed
+    from fitgpt.engine.loop import learning_rate_at, train_step
+    from fitgpt.run import build_training
+
+    def read(number: int) -> Any:
+        return np.zeros((config.batch_size, config.block_size + 1), dtype=np.int64)
+
+    def read_windows(numbers: Any) -> Any:
+        return np.zeros((len(numbers), config.eval_block + 1), dtype=np.int64)
+
+    def look() -> None:
+        evaluate(training.model, {split: (read_windows, EVAL_BATCHES * config.eval_batch) for split in ("train", "val")},
+                 batch=config.eval_batch, block=config.eval_block, step=0, token_losses=training.token_losses)
+
+    watch.phase("load")
+    training = build_training(config, DeviceChoice(device=str(CARD), name="", dtype=config.dtype,
+                                                   compile=bool(config.compile), notes=(), card=None, mismatch=None))
+    watch.phase("first_eval")
+    look()
+    feed = Feed(read, CARD, last=ITERATIONS * config.gradient_accumulation_steps - 1)
+    for step in range(ITERATIONS):
+        watch.phase("first_train" if step == 0 else "train")
+        train_step(training, config, feed, learning_rate_at(step, config), lambda: False)
+        training.step += 1
+    feed.close()
+    watch.phase("eval")
+    look()
+    watch.phase("")
+
+
+# ---- the two modes
+
+class CallsItselfCuda(TorchFunctionMode):
+    """Tensors on the stand-in say that they are on the card, and what is asked for on the card is made there."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = {key: _stand_in(value) for key, value in (kwargs or {}).items() if key != "pin_memory"}
+        result = func(*map(_stand_in, args), **kwargs)
+        return CARD if isinstance(result, torch.device) and result == STAND_IN else result
+
+
+def _stand_in(value: Any) -> Any:
+    return STAND_IN if isinstance(value, torch.device) and value.type == CARD.type else value
+
+
+# The order in which CUDA's kernel makes its results, where it is not the order in which it returns them.
+MADE_IN_ORDER: dict[Any, tuple[int, ...]] = {aten.native_dropout.default: (1, 0)}
+
+
+class Watch(TorchDispatchMode):
+    """Notes every storage of the stand-in that comes and goes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phases: dict[str, list[Seen]] = {}
+        self._alive: dict[int, Any] = {}
+        self._paused = False
+        self.phase("")
+
+    def phase(self, name: str) -> None:
+        self._now = self.phases.setdefault(name, [])
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is aten.embedding.default:  # on CUDA a selection of rows by flat indices: ATen's Embedding.cpp
+            with self:
+                return _embedding(*args[:2])
+        if func is aten.copy_.default and args[0].is_meta != args[1].is_meta:
+            self._crosses_the_bus(*args)
+        result = computed(func, args, kwargs or {})
+        if not self._paused:
+            self.note(result, str(func), MADE_IN_ORDER.get(func))
+        return result
+
+    def _crosses_the_bus(self, to: Tensor, source: Tensor, non_blocking: bool = False) -> None:
+        """A copy nobody waits for changes precision on the card, in a copy of what the host has: ATen's Copy.cu."""
+        if non_blocking and to.dtype != source.dtype:
+            on_host = source if to.is_meta else to
+            self.note(torch.empty(on_host.shape, dtype=on_host.dtype, device=STAND_IN), "copy_ in another precision")
+
+    def note(self, result: Any, maker: str, order: tuple[int, ...] | None = None) -> None:
+        results = result if isinstance(result, tuple | list) else (result,)
+        for each in results if order is None else [results[place] for place in order]:
+            if isinstance(each, Tensor) and each.is_meta:
+                storage = each.untyped_storage()
+                if storage._cdata not in self._alive:
+                    self._comes(storage, maker)
+
+    def _comes(self, storage: torch.UntypedStorage, maker: str) -> None:
+        key, nbytes, maker = storage._cdata, storage.nbytes(), f"{maker} {_line()}"
+        self._now.append(Seen(True, nbytes, maker))
+
+        def goes(_: Any) -> None:
+            del self._alive[key]
+            self._now.append(Seen(False, nbytes, maker))
+
+        self._alive[key] = weakref.ref(storage, goes)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        self._paused = True
+        yield
+        self._paused = False
+
+
+def _embedding(weight: Tensor, indices: Tensor) -> Tensor:
+    return weight.index_select(0, indices.reshape(-1)).view(*indices.shape, -1)
+
+
+def computed(func: Any, args: Any, kwargs: Any) -> Any:
+    """What the operation gives. What is written over has no numbers, so nothing is done; the host gets zeros."""
+    written = [given for argument, given in _given(func, args, kwargs) if argument.is_write]
+    if any(_on_card(each) for each in written):
+        return written[0] if func._schema.returns else None
+    if func is aten._to_copy.default and args[0].is_meta and kwargs.get("device") == HOST:
+        return torch.zeros(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
+    if func is aten.copy_.default and args[1].is_meta:
+        return args[0]
+    return remembered(func, args, kwargs) if any(map(_on_card, args)) else func(*args, **kwargs)
+
+
+def _given(func: Any, args: Any, kwargs: Any) -> list[tuple[Any, Any]]:
+    arguments = func._schema.arguments
+    return [*zip(arguments, args, strict=False),
+            *((argument, kwargs[argument.name]) for argument in arguments if argument.name in kwargs)]
+
+
+def _on_card(given: Any) -> bool:
+    return any(map(_on_card, given)) if isinstance(given, tuple | list) else isinstance(given, Tensor) and given.is_meta
+
+
+class Shape(NamedTuple):
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+_known: dict[Any, Any] = {}
+
+
+def remembered(func: Any, args: Any, kwargs: Any) -> Any:
+    """torch works out a result's shape in Python, which takes long: it is asked once, unless it gives a view."""
+    key = func, repr(_shapes((args, tuple(kwargs.items()))))  # 1 and 1.0 are not the same
+    if key in _known:
+        return _made(_known[key])
+    result = func(*args, **kwargs)
+    if not func.is_view and func is not aten._unsafe_view.default:
+        _known[key] = _shapes(result)
+    return result
+
+
+def _shapes(given: Any) -> Any:
+    if isinstance(given, Tensor):
+        return Shape(tuple(given.shape), given.stride(), given.dtype)
+    return tuple(map(_shapes, given)) if isinstance(given, tuple | list) else given
+
+
+def _made(shapes: Any) -> Any:
+    if isinstance(shapes, Shape):
+        return torch.empty_strided(shapes.size, shapes.stride, dtype=shapes.dtype, device=STAND_IN)
+    return tuple(map(_made, shapes)) if isinstance(shapes, tuple) else shapes
+
+
+def _line() -> str:
+    """Where in the engine that is."""
+    frame: Any = sys._getframe(1)
+    while frame and "/fitgpt/" not in frame.f_code.co_filename:
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}" if frame else ""
+
+
+# ---- what a card would decide
+
+def steer(patch: pytest.MonkeyPatch, setting: Setting, config: RunConfig, watch: Watch) -> None:
+    from fitgpt import run
+    from fitgpt.engine import attention, loss, model
+
+    kernels = {"cudnn": attention.CUDNN, "flash": attention.FLASH, "efficient": attention.EFFICIENT,
+               "math": attention.PLAIN}
+    patch.setattr(attention, "kernel_for", lambda *_: kernels[setting.attention(config)])
+    for module in (run, loss, model):
+        patch.setattr(module, "triton_works", lambda: setting.compiles)
+    patch.setattr(torch, "compile", lambda function, **_: in_one_kernel(function, watch))
+    patch.setattr(torch.cuda, "get_rng_state", lambda _=None: torch.get_rng_state())
+    patch.setattr(torch.cuda, "set_rng_state", lambda state, _=None: torch.set_rng_state(state))
+    patch.setattr(torch.cuda, "current_stream", lambda _=None: SimpleNamespace(synchronize=lambda: None))
+    patch.setattr(torch.cuda, "memory_stats", lambda _=None: {})
+    patch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _=None: None)
+    patch.setattr(torch, "set_float32_matmul_precision", lambda _: None)  # a setting of the whole process
+    patch.setattr(Tensor, "pin_memory", lambda tensor: tensor)
+    patch.setattr(without_launches(patch), "_multiprocessors", lambda _: setting.sms)
+
+
+def in_one_kernel(function: Callable[..., Any], watch: Watch) -> Callable[..., Any]:
+    def compiled(*args: Any) -> Any:
+        with watch.paused():
+            result = function(*args)
+        watch.note(result, f"compiled {function.__name__}")
+        return result
+
+    return compiled
+
+
+class Kernel:
+    """Of Triton's: to launch it does nothing."""
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        return lambda *_, **__: None
+
+
+def without_launches(patch: pytest.MonkeyPatch) -> Any:
+    """engine/kernels.py, imported beside a Triton that compiles and launches nothing."""
+    triton: Any = ModuleType("triton")
+    triton.language = ModuleType("triton.language")
+    triton.jit = lambda function=None, **_: Kernel() if function else lambda _: Kernel()
+    triton.cdiv = lambda a, b: -(-a // b)
+    triton.next_power_of_2 = lambda n: 1 << (n - 1).bit_length()
+    spec = importlib.util.find_spec("fitgpt.engine.kernels")
+    assert spec and spec.loader
+    kernels = importlib.util.module_from_spec(spec)
+    with patch.context() as meanwhile:  # torch looks for Triton too, and would take this one
+        meanwhile.setitem(sys.modules, "triton", triton)
+        meanwhile.setitem(sys.modules, "triton.language", triton.language)
+        spec.loader.exec_module(kernels)
+    patch.setitem(sys.modules, spec.name, kernels)
+    patch.setattr(engine, "kernels", kernels, raising=False)
+    return kernels

@@ -1,0 +1,438 @@
+"""`fitgpt plan`, `fitgpt cards` and `fitgpt.plan`: the verdict, its figures, its words, and all that is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import re
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fitgpt
+from fitgpt import cards, driver, place, planner
+from fitgpt.cli import main
+from fitgpt.config import RunConfig
+from fitgpt.driver import GpuProcess, GpuReading, Survey
+from fitgpt.errors import UsageError
+from fitgpt.memory import forecast
+from fitgpt.memory.accuracy import basis, compare
+from fitgpt.runfolder import open_run
+from fitgpt.units import GiB, MiB
+
+ROOT = Path(__file__).parent.parent
+CONFIG = ROOT / "config"
+NOTES_77M = [str(CONFIG / "notes_77m.py"), "--trainer=nanogpt", "--compile=True"]
+SMALL = ["--n_layer=2", "--n_head=4", "--n_embd=256", "--batch_size=8", "--block_size=256", "--max_iters=100"]
+KEYS = ["schema", "trainer", "card", "torch", "params", "usable_bytes", "others_bytes", "budget_bytes", "outside_bytes",
+        "reserve_limit_bytes", "needs_bytes", "headroom_bytes", "fits", "process_bytes", "card_bytes", "phases",
+        "owners_at_peak", "reserved_range_bytes", "assumes", "basis"]
+PHASES = ["load", "first_eval", "first_train", "train", "step", "eval", "save", "resume", "sample"]
+
+
+class Answer:
+    def __init__(self, code: int, out: str, err: str) -> None:
+        self.code, self.out, self.err = code, out, err
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+@pytest.fixture
+def ask(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """fitgpt plan, in an empty folder, on a machine without a GPU."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(driver, "survey", lambda env=None: Survey(reason="no NVIDIA driver is installed or loaded"))
+
+    def ask(*argv: str, verb: str = "plan") -> Answer:
+        code = main([verb, *argv])
+        return Answer(code, *capsys.readouterr())
+
+    return ask
+
+
+# ---- the verdict
+
+
+def test_nanogpts_77m_fits_a_4070_alone_and_not_beside_two_gigabytes(ask: Any) -> None:
+    alone, beside = (ask(*NOTES_77M, "--gpu=4070", f"--others={others}") for others in ("0", "2118MiB"))
+    assert (alone.code, beside.code) == (0, 1)
+    assert "\nFits: needs " in alone.out
+    assert "\nDoes not fit: needs " in beside.out
+    room = re.search(r"everything\s+else\s+on\s+the\s+card\s+stays\s+under\s+([\d.]+ \w+)", alone.out)
+    assert room is not None
+    assert " ".join(f"stayed under {room[1]}".split()) in " ".join(beside.out.split())
+
+
+def test_json_has_every_key_and_its_figures_agree(ask: Any) -> None:
+    for trainer in ("fitgpt", "nanogpt"):
+        told = ask(*SMALL, f"--trainer={trainer}", "--gpu=4070", "--others=1GiB", "--json").json
+        assert [key for key in KEYS if key not in told] == []
+        assert list(told["phases"]) == PHASES
+        held = {phase: each for phase, each in told["phases"].items() if each}
+        assert all(set(each) == {"allocated_bytes", "reserved_bytes"} for each in held.values())
+        assert {"load", "first_eval", "first_train", "train", "step", "eval"} <= set(held)
+        assert sum(told["owners_at_peak"].values()) == max(each["allocated_bytes"] for each in held.values())
+        assert held["train"]["allocated_bytes"] >= held["step"]["allocated_bytes"]
+        reserved = max(each["reserved_bytes"] for each in held.values())
+        assert told["process_bytes"] == reserved + told["outside_bytes"]
+        assert told["card_bytes"] == told["process_bytes"] + GiB
+        assert told["budget_bytes"] == told["usable_bytes"] - GiB
+        assert told["reserve_limit_bytes"] == told["budget_bytes"] - told["outside_bytes"]
+        assert told["headroom_bytes"] == told["reserve_limit_bytes"] - told["needs_bytes"]
+        assert told["fits"] is (told["headroom_bytes"] >= 0)
+        assert set(told["assumes"]) == {"torch", "attention", "compile", "allocator"}
+        assert (told["schema"], told["card"], told["trainer"]) == (1, "RTX 4070", trainer)
+        assert told["params"] == RunConfig(n_layer=2, n_head=4, n_embd=256, block_size=256).gpt_config().count_params()
+
+
+def test_a_budget_is_what_the_process_may_hold_its_context_included(ask: Any) -> None:
+    told = ask(*SMALL, "--gpu=4070", "--budget=2GiB", "--json").json
+    assert told["budget_bytes"] == 2 * GiB
+    assert told["reserve_limit_bytes"] == 2 * GiB - told["outside_bytes"]
+    exact = told["needs_bytes"] + told["outside_bytes"]
+    assert ask(*SMALL, "--gpu=4070", f"--budget={exact}").code == 0
+    assert ask(*SMALL, "--gpu=4070", f"--budget={exact - 1}").code == 1
+
+
+def test_what_would_make_it_fit_does(ask: Any) -> None:
+    roomy = ask(*SMALL, "--n_layer=6", "--gpu=4070", "--json").json
+    budget = roomy["needs_bytes"] + roomy["outside_bytes"] - 20 * MiB
+    tight = [*SMALL, "--n_layer=6", "--gpu=4070", f"--budget={budget}"]
+    answer = ask(*tight, "--json")
+    changes = answer.json["changes"]
+    assert answer.code == 1
+    assert len(changes) == 3
+    for change in changes:
+        assert ask(*tight, *change["flags"]).code == 0
+        assert change["flags"][0] in ask(*tight).out
+
+
+def test_where_no_single_change_is_enough_it_says_so(ask: Any) -> None:
+    answer = ask(*SMALL, "--gpu=4070", "--budget=300MiB")
+    assert answer.code == 1
+    assert "No single change makes it fit." in answer.out
+
+
+def test_options_price_every_change_and_the_price_is_true(ask: Any) -> None:
+    told = ask(*SMALL, "--gpu=4070", "--options", "--json").json
+    flags = {each["change"]["flags"][0]: each for each in told["options"]}
+    assert {"--batch_size=4", "--recompute=input", "--offload=optimizer", "--weights=bfloat16"} <= set(flags)
+    changed = ask(*SMALL, "--gpu=4070", "--recompute=input", "--json").json
+    assert flags["--recompute=input"]["needs"] == changed["needs_bytes"]
+    shown = ask(*SMALL, "--gpu=4070", "--options").out
+    assert all(flag in shown for flag in flags)
+
+
+def test_every_line_is_at_most_eighty_columns_wide(ask: Any) -> None:
+    for argv in ([*SMALL, "--trainer=nanogpt", "--gpu=4070", "--budget=700MiB", "--options"],
+                 [*SMALL, "--gpu=RTX PRO 6000 Blackwell", "--options"], [*SMALL, "--all-cards"]):
+        lines = ask(*argv).out.splitlines()
+        assert [line for line in lines if len(line) > 80] == []
+        assert len(lines) > 20
+    assert "\x1b" not in "".join(lines)
+
+
+def test_fits_is_coloured_only_on_a_terminal(ask: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planner, "_colours", lambda: True)
+    assert "\x1b[1;32mFits\x1b[0m: " in ask(*SMALL, "--gpu=4070").out
+    assert "\x1b[1;31mDoes not fit\x1b[0m: " in ask(*SMALL, "--gpu=4070", "--budget=300MiB").out
+
+
+# ---- the run
+
+
+def test_the_run_is_told_in_tokens_and_epochs(ask: Any, tmp_path: Path) -> None:
+    write_chars(tmp_path / "data" / "letters", train=81_920)
+    told = ask(*SMALL, "--gpu=4070", "--dataset=letters", "--gradient_accumulation_steps=2", "--json").json["run"]
+    assert (told["tokens_per_step"], told["steps"], told["tokens"]) == (2 * 8 * 256, 100, 409_600)
+    assert told["epochs"] == 5
+    assert told["tokens_per_param"] == told["tokens"] / told["params"]
+    assert told["checkpoint_bytes"] > 12 * told["params"]
+
+
+def test_tokens_and_epochs_become_steps(ask: Any, tmp_path: Path) -> None:
+    write_chars(tmp_path / "data" / "letters", train=81_921)
+    argv = [*SMALL[:-1], "--gpu=4070", "--dataset=letters", "--gradient_accumulation_steps=1"]
+    counted = ask(*argv, "--tokens=1M")
+    assert "are 489 steps: max_iters=489 lr_decay_iters=489." in " ".join(counted.out.split())
+    assert ask(*argv, "--epochs=2", "--json").json["run"]["steps"] == 81  # 80 whole steps and a token
+
+
+def test_the_vocabulary_is_the_datas_if_there_is_any(ask: Any, tmp_path: Path) -> None:
+    def params(*argv: str) -> int:
+        return int(ask(*SMALL, "--gpu=4070", "--json", *argv).json["params"])
+
+    write_chars(tmp_path / "data" / "letters", train=1000)
+    shape = dict(n_layer=2, n_head=4, n_embd=256, block_size=256)
+    for vocab, argv in ((65, ["--dataset=letters"]), (50304, ["--dataset=nowhere"]),
+                        (777, ["--dataset=letters", "--vocab_size=777"])):
+        assert params(*argv) == RunConfig(**shape, vocab_size=vocab).gpt_config().count_params()  # type: ignore[arg-type]
+    assert "There is no dataset 'nowhere' here." in ask(*SMALL, "--gpu=4070", "--dataset=nowhere").out
+
+
+def test_damaged_data_is_said_and_planned_without(ask: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "data" / "torn"
+    folder.mkdir(parents=True)
+    (folder / "train.bin").write_bytes(b"abc")
+    (folder / "val.bin").write_bytes(b"abcd")
+    answer = ask(*SMALL, "--gpu=4070", "--dataset=torn")
+    assert answer.code == 0
+    assert "an odd number" in " ".join(answer.out.split())
+
+
+def test_weights_to_start_from_give_their_shape(ask: Any, tmp_path: Path) -> None:
+    assert ask("--init_from=gpt2", "--gpu=4090", "--json").json["params"] == 124_439_808
+    shape = {"n_layer": 3, "n_head": 2, "n_embd": 64, "vocab_size": 300}
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "config.json").write_text(json.dumps(shape))
+    told = ask("--init_from=mine", "--gpu=4070", "--json").json
+    assert told["params"] == RunConfig(**shape, bias=True).gpt_config().count_params()  # type: ignore[arg-type]
+
+
+def test_a_run_to_resume_is_planned_as_it_was_recorded(ask: Any, tmp_path: Path) -> None:
+    write_chars(tmp_path / "data" / "letters", train=1000)
+    config = RunConfig(n_layer=2, n_head=2, n_embd=64, dataset="letters", out_dir="runs/a", vocab_size=65)
+    with open_run("runs/a", config.to_dict(), resume=False) as folder:
+        folder.record(config.to_dict())
+    (tmp_path / "runs" / "a" / "checkpoints" / "step-00000010").mkdir(parents=True)
+    told = ask("--resume", "--out_dir=runs/a", "--gpu=4070", "--json").json
+    assert told["params"] == config.gpt_config().count_params()
+
+
+def test_nanogpt_does_not_know_what_we_added(ask: Any) -> None:
+    words = " ".join(ask(*SMALL, "--trainer=nanogpt", "--gpu=4070", "--eval_batch_size=2").out.split())
+    assert "nanoGPT's train.py does not know eval_batch_size=2" in words
+
+
+# ---- the place
+
+
+def gpu(**more: Any) -> GpuReading:
+    figures = dict(index=0, name="NVIDIA GeForce RTX 4070", cc="8.9", total_bytes=12282 * MiB, used_bytes=2 * GiB,
+                   free_bytes=9 * GiB, reserved_bytes=400 * MiB, processes=(GpuProcess(812, "/usr/bin/Xorg", GiB),))
+    return GpuReading(**{**figures, **more})  # type: ignore[arg-type]
+
+
+def test_the_card_here_is_planned_with_what_others_hold_now(ask: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "survey", lambda env=None: Survey((gpu(),)))
+    told = ask(*SMALL, "--json").json
+    assert told["card"] == "RTX 4070"
+    assert told["usable_bytes"] == (12282 - 400) * MiB
+    assert told["others_bytes"] == 2 * GiB
+    words = " ".join(ask(*SMALL).out.split())
+    assert "Others hold 2.00 GiB of it now: Xorg 1.00 GiB." in words
+    assert ask(*SMALL, "--others=1GiB", "--json").json["others_bytes"] == GiB
+
+
+def test_of_several_cards_the_one_with_most_room_or_the_one_asked_for(ask: Any,
+                                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    both = (gpu(), gpu(index=1, name="NVIDIA GeForce RTX 3090", total_bytes=24576 * MiB, free_bytes=23 * GiB))
+    monkeypatch.setattr(driver, "survey", lambda env=None: Survey(both))
+    assert ask(*SMALL, "--json").json["card"] == "RTX 3090"
+    assert ask(*SMALL, "--device=cuda:0", "--json").json["card"] == "RTX 4070"
+    answer = ask(*SMALL, "--device=cuda:2")
+    assert answer.code == 2
+    assert "cuda:1 (NVIDIA GeForce RTX 3090)" in answer.err
+
+
+def test_a_card_that_is_in_no_table_is_planned_with_care(ask: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "survey", lambda env=None: Survey((gpu(name="NVIDIA Odd 9", cc="9.9"),)))
+    answer = ask(*SMALL, "--json").json
+    assert answer["card"] == "NVIDIA Odd 9"
+    known = [card.outside_mib for card in cards.load() if card.usable_mib and card.usable_mib < 12000]
+    assert answer["outside_bytes"] == max(mib for mib in known if mib) * MiB
+
+
+def test_without_a_gpu_a_name_or_a_budget_is_asked_for(ask: Any) -> None:
+    answer = ask(*SMALL)
+    assert answer.code == 2
+    assert "--gpu 4070" in answer.err
+    assert "--budget" in answer.err
+    alone = ask(*SMALL, "--budget=6GiB", "--json")
+    assert (alone.code, alone.json["card"], alone.json["budget_bytes"]) == (0, None, 6 * GiB)
+
+
+def test_of_other_vendors_it_is_said_what_is_not_known(ask: Any) -> None:
+    amd = ask(*SMALL, "--gpu=mi300x")
+    assert amd.code == 2
+    assert "has not been measured" in amd.err
+    assert ask(*SMALL, "--gpu=mi300x", "--budget=100GiB").code == 0
+    apple = ask(*SMALL, "--gpu=Apple M1", "--budget=8GiB")
+    assert (apple.code, "allocator for Apple GPUs" in apple.err) == (2, True)
+
+
+def test_the_torch_is_the_one_installed_unless_another_is_asked_for(ask: Any) -> None:
+    installed = ".".join(version("torch").split(".")[:2])
+    assert ask(*SMALL, "--gpu=4070", "--json").json["torch"] == installed
+    asked = ask(*SMALL, "--gpu=4070", "--torch=2.9.1", "--json").json
+    assert asked["torch"] == "2.9"
+    assert "recorded runs are of" in asked["assumes"]["torch"]
+
+
+def test_the_users_own_allocator_settings_are_kept(ask: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "survey", lambda env=None: Survey((gpu(),)))
+    assert ask(*SMALL, "--json").json["assumes"]["allocator"] == "expandable segments"
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:128")
+    assert ask(*SMALL, "--json").json["assumes"]["allocator"] != "expandable segments"
+
+
+# ---- all cards
+
+
+def test_all_cards_says_of_each_what_its_own_plan_says(ask: Any) -> None:
+    argv = [*SMALL, "--n_embd=1024", "--batch_size=32"]
+    answer = ask(*argv, "--all-cards", "--json")
+    rows = {row["card"]: row for row in answer.json["cards"]}
+    assert list(rows) == [card.name for card in cards.load()]
+    assert {row["fits"] for row in rows.values()} == {True, False}
+    for name in ("RTX 4070", "T4", "H200", "RTX 5060", "GTX 1080"):
+        one = ask(*argv, f"--gpu={name}", "--json").json
+        assert (rows[name]["needs_bytes"], rows[name]["fits"]) == (one["needs_bytes"], one["fits"])
+    assert rows["MI300X"]["problem"] == "not known"
+
+
+def test_cards_that_share_a_replay_have_the_same_tape() -> None:
+    config = RunConfig(n_layer=1, n_head=2, n_embd=64, batch_size=2, block_size=64, vocab_size=64)
+    seen: dict[Any, Any] = {}
+    for card in cards.load():
+        if card.vendor == "nvidia":
+            setting = place.on_card(card, torch="2.11").setting
+            for trainer in ("fitgpt", "nanogpt"):
+                tape = forecast.tape_of(forecast.settled(config, setting), setting, trainer)
+                assert seen.setdefault((trainer, planner.same_tape(config, setting)), tape) == tape
+    assert len(seen) > 4
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize(("argv", "words"), [
+    (["--gpu=nonsense"], "'nonsense' is not a card"),
+    (["--gpu=4070", "--budget=0"], "must be above 0"),
+    (["--gpu=4070", "--budget=-3GiB"], "takes a size"),
+    (["--gpu=4070", "--budget=lots"], "takes a size"),
+    (["--gpu=4070", "--budget=nan"], "takes a size"),
+    (["--gpu=4070", "--budget=40GiB"], "is more than the 11.65 GiB"),
+    (["--gpu=4070", "--others=12GiB"], "leaves nothing"),
+    (["--gpu=4070", "--others=-1"], "takes a size"),
+    (["--gpu=4070", "--others=6GiB", "--budget=8GiB"], "together more than"),
+    (["--gpu=4070", "--tokens=1B", "--epochs=1"], "--tokens and --epochs"),
+    (["--gpu=4070", "--tokens=1B", "--max_iters=5"], "--max_iters=5"),
+    (["--gpu=4070", "--tokens=0"], "must be above 0"),
+    (["--gpu=4070", "--tokens=some"], "takes a count"),
+    (["--gpu=4070", "--tokens=900000T"], "at most 2,147,483,647"),
+    (["--gpu=4070", "--epochs=1"], "There is no dataset"),
+    (["--gpu=4070", "--epochs=-1"], "must be at least 0"),
+    (["--gpu=4070", "--epochs=inf"], "finite"),
+    (["--gpu=4070", "--hours=8"], "no estimate of the speed"),
+    (["--gpu=4070", "--trainer=karpathy"], "one of fitgpt, nanogpt"),
+    (["--gpu=4070", "--torch=new"], "a version such as 2.11"),
+    (["--gpu=4070", "--all-cards"], "--all-cards"),
+    (["--gpu=4070", "--n_embd=513"], "not a multiple"),
+    (["--gpu=4070", "--batchsize=3"], "--batchsize is not a knob"),
+    (["--gpu=t4", "--dtype=bfloat16"], "compute capability 8.0"),
+    (["--gpu=4070", "nowhere.py"], "There is no config file"),
+    (["--gpu=4070", "odd.py"], "batch_sise"),
+    (["--gpu=4070", "--init_from=empty"], "does not say the model's shape"),
+    (["--device=cpu"], "device=cpu"),
+])
+def test_a_mistake_is_answered_with_a_sentence_and_a_fix(ask: Any, tmp_path: Path, argv: list[str],
+                                                        words: str) -> None:
+    (tmp_path / "odd.py").write_text("batch_sise = 8\n")
+    (tmp_path / "empty").mkdir()
+    answer = ask(*argv)
+    assert (answer.code, answer.out) == (2, "")
+    assert words in answer.err
+    what, *fix = answer.err.splitlines()
+    assert what.startswith("fitgpt: ")
+    assert fix
+
+
+def test_a_page_that_cannot_be_written_is_said(ask: Any) -> None:
+    answer = ask(*SMALL, "--gpu=4070", "--timeline=no/such/folder/x.html")
+    assert answer.code == 7
+    assert "no/such/folder/x.html" in answer.err
+
+
+# ---- the page
+
+
+def test_a_step_is_drawn_on_a_page_of_its_own(ask: Any, tmp_path: Path) -> None:
+    answer = ask(*SMALL, "--gpu=4070", "--timeline=step.html", "--json")
+    page = (tmp_path / "step.html").read_text()
+    assert answer.json["schema"] == 1  # the sentence about the page goes elsewhere
+    assert "step.html" in answer.err
+    assert "<svg" in page
+    assert "peak " in page
+    assert "×" in page  # the formulas
+
+
+# ---- for other programs
+
+
+def test_the_call_takes_a_file_a_dict_or_a_config(ask: Any, tmp_path: Path) -> None:
+    shape: dict[str, Any] = dict(n_layer=2, n_head=4, n_embd=256, batch_size=8, block_size=256, max_iters=100)
+    (tmp_path / "mine.py").write_text("".join(f"{key} = {value}\n" for key, value in shape.items()))
+    needs = ask(*SMALL, "--gpu=4070", "--json").json["needs_bytes"]
+    for config in ("mine.py", tmp_path / "mine.py", shape, RunConfig(**shape)):
+        found = fitgpt.plan(config, gpu="4070")
+        assert found.forecast.needs == needs
+        assert found.fits
+    assert not fitgpt.plan(shape, gpu="4070", budget="300MiB").fits
+    assert fitgpt.plan(shape, gpu="4070", others=GiB).budget.others == GiB
+    with pytest.raises(UsageError, match="batch_sise"):
+        fitgpt.plan({"batch_sise": 3}, gpu="4070")
+
+
+def test_neither_torch_nor_numpy_nor_rich_is_loaded(tmp_path: Path) -> None:
+    script = ("import sys, fitgpt\nfitgpt.plan(sys.argv[1], gpu='4070')\nfrom fitgpt.cli import main\n"
+              "main(['plan', sys.argv[1], '--gpu=4070', '--options', '--timeline=x.html'])\n"
+              "main(['plan', sys.argv[1], '--budget=100MiB'])\nmain(['cards'])\n"
+              "assert callable(fitgpt.plan)\nassert not {'torch', 'numpy', 'rich'} & set(sys.modules)")
+    ended = subprocess.run([sys.executable, "-c", script, str(CONFIG / "shakespeare_char.py")], cwd=tmp_path,
+                           env={**os.environ, "PYTHONPATH": str(ROOT / "src")}, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_the_basis_is_what_the_recorded_runs_give(ask: Any) -> None:
+    record = ROOT / "bench" / "results" / "nanogpt_h200.json"
+    rows = basis(compare(json.loads(record.read_text())["rows"]), "nanogpt", "H200", "2.11")
+    kept = json.loads(planner.BASIS.read_text())["runs"]
+    assert [row for row in kept if row["trainer"] == "nanogpt"] == rows
+    worst = max((row["worst_percent"] for row in rows), key=abs)
+    told = ask(*SMALL, "--gpu=h200", "--trainer=nanogpt", "--json").json["basis"]
+    assert told == {"recorded_runs_on_this_card": 7, "recorded_runs_in_all": 7, "worst_error_percent": worst}
+
+
+# ---- cards
+
+
+def test_cards_are_listed_and_filtered(ask: Any) -> None:
+    everything = ask(verb="cards").out
+    assert all(card.name in everything for card in cards.load())
+    assert "the vendor" in everything
+    some = ask("4070", verb="cards").out
+    assert "RTX 4070 Ti SUPER" in some
+    assert "4090" not in some
+    assert [row["name"] for row in ask("rtx4070ti", "--json", verb="cards").json["cards"]] == ["RTX 4070 Ti"]
+    nothing = ask("geforce 9999", verb="cards")
+    assert nothing.code == 2
+    assert "The nearest" in nothing.err
+
+
+def write_chars(folder: Path, train: int) -> None:
+    """nanoGPT's letters: 65 of them."""
+    folder.mkdir(parents=True)
+    (folder / "train.bin").write_bytes(bytes(2 * train))
+    (folder / "val.bin").write_bytes(bytes(2000))
+    letters = [chr(33 + number) for number in range(65)]
+    (folder / "meta.pkl").write_bytes(pickle.dumps({
+        "vocab_size": 65, "itos": dict(enumerate(letters)), "stoi": {letter: n for n, letter in enumerate(letters)}}))

@@ -7,7 +7,7 @@ import difflib
 import re
 from dataclasses import dataclass
 from functools import cache
-from importlib import resources
+from pathlib import Path
 
 from .errors import UsageError
 
@@ -60,7 +60,7 @@ def outside_by_rule(sms: int) -> int:
 @cache
 def load() -> tuple[Card, ...]:
     """Every card we know, in the order of the table."""
-    text = resources.files("fitgpt").joinpath("cards.csv").read_text(encoding="utf-8")
+    text = Path(__file__).with_name("cards.csv").read_text(encoding="utf-8")
     rows = csv.DictReader(line for line in text.splitlines() if not line.startswith("#"))
     return tuple(_card(row) for row in rows)
 

@@ -80,11 +80,17 @@ VERBS = {verb.name: verb for verb in (
     Verb("report", "Make one page of a run, or of several side by side.", "options:ReportOptions", "report:report",
          "fitgpt report RUN [RUN ...] [-o FILE]",
          ("fitgpt report runs/demo -o report.html", "fitgpt report runs/a runs/b -o both.html")),
+    Verb("serve", "Plan in a web page on this machine, and see a run live.", "options:ServeOptions", "web.serve:serve",
+         "fitgpt serve [RUN] [--knob=value ...]", ("fitgpt serve", "fitgpt serve --no-browser --port=9000")),
+    Verb("completion", "Print what lets a shell complete verbs and flags.", "options:CompletionOptions",
+         "completion:completion", "fitgpt completion [bash|zsh|fish]",
+         ("source <(fitgpt completion bash)", "fitgpt completion fish > ~/.config/fish/completions/fitgpt.fish")),
 )}
 
 # What a missing package means to the user: the extra that brings it.
 EXTRAS = {"torch": "train", "numpy": "train", "safetensors": "train", "tiktoken": "train", "pyarrow": "parquet",
-          "huggingface_hub": "hub", "datasets": "datasets", "wandb": "wandb"}
+          "huggingface_hub": "hub", "datasets": "datasets", "wandb": "wandb",
+          "starlette": "web", "uvicorn": "web"}
 FIXES = {errno.ENOSPC: "Free some space, or write to another disk.", errno.EDQUOT: "Your quota there is used up.",
          errno.EACCES: "Give yourself the right to it, or choose another place.",
          errno.EROFS: "That disk is mounted read-only: choose another place.",

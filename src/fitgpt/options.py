@@ -289,3 +289,37 @@ class ExplainOptions(RunConfig, ExplainQuestions):
     """Both: the questions first."""
 
     verb: ClassVar[str] = "explain"
+
+
+@dataclass(frozen=True)
+class CompletionOptions(Options):
+    """Flags and verbs, completed by the shell."""
+
+    verb: ClassVar[str] = "completion"
+
+    shell: str = knob("bash", "the shell; may stand alone, without --shell=", choices=("bash", "zsh", "fish"),
+                      positional=True)
+
+
+def _own_address(text: str) -> str | None:
+    import ipaddress
+
+    try:
+        return None if text == "localhost" or ipaddress.ip_address(text) else None
+    except ValueError:
+        return "must be an address of this machine, such as 127.0.0.1 or 0.0.0.0, or localhost"
+
+
+@dataclass(frozen=True)
+class ServeOptions(Options):
+    """The planner as a page on this machine."""
+
+    verb: ClassVar[str] = "serve"
+
+    run: str = knob("", "a run folder for the live tab; may stand alone, without --run=; by default the newest that is "
+                    "running in this folder or in runs/", positional=True, rule=_optional_path)
+    port: int = knob(8765, "where it listens; 0 = any port that is free. If it is taken, one of the next is",
+                     rule=between(0, 65535))
+    host: str = knob("127.0.0.1", "the address it listens on. One that others can reach, such as 0.0.0.0, needs the "
+                     "token that is printed", rule=_own_address)
+    browser: bool = knob(True, "open the page in a browser; --no-browser does not")

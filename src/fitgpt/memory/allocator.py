@@ -12,7 +12,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, chain
 
 from ..units import MiB
 from .blocks import ROUND, ROUND_SEGMENT, SMALL, Block, rounded, segment_size
@@ -111,16 +111,15 @@ class Allocator:
         self.cap = cap
         self.reserved = 0
         self._descending = descending
-        self._pools = {(kind, small): Pool(recorded=kind == RECORDED)
-                       for kind in range(3) for small in (False, True)}
+        self._pools = tuple((Pool(recorded=kind == RECORDED), Pool(recorded=kind == RECORDED)) for kind in range(3))
         self._above = 0   # where the next low segment begins, and where the last high one did
         self._below = 0
 
     def alloc(self, nbytes: int, kind: int = ORDINARY) -> Block | None:
         """A block of at least that size, or None: out of memory."""
-        size = rounded(nbytes)
+        size = -(-nbytes // ROUND) * ROUND or ROUND
         small = size <= SMALL
-        pool = self._pools[kind, small]
+        pool = self._pools[kind][small]
         at = bisect_left(pool, (size,))  # a shorter tuple sorts before its extensions
         if at < len(pool):
             block = pool.pop(at)[2]
@@ -143,14 +142,14 @@ class Allocator:
         pool = block.home
         before, after = block.before, block.after
         if before is not None and before.free:
-            _remove(pool, before)
+            del pool[bisect_left(pool, (before.size, before.address))]
             before.size += block.size
             before.after = after
             if after is not None:
                 after.before = before
             block = before
         if after is not None and after.free:
-            _remove(pool, after)
+            del pool[bisect_left(pool, (after.size, after.address))]
             block.size += after.size
             block.after = after.after
             if after.after is not None:
@@ -178,21 +177,17 @@ class Allocator:
         insort(pool, (rest.size, rest.address, rest))
 
     def releasable(self) -> int:
-        return sum(size for pool in self._pools.values() if not pool.recorded for size, _, block in pool
+        return sum(size for pool in chain(*self._pools) if not pool.recorded for size, _, block in pool
                    if block.before is None and block.after is None)
 
     def release(self) -> None:
         """Gives wholly free segments back to the driver; those of recorded work stay, for a replay writes there."""
-        for pool in self._pools.values():
+        for pool in chain(*self._pools):
             if pool.recorded:
                 continue
             whole = [entry for entry in pool if entry[2].before is None and entry[2].after is None]
             self.reserved -= sum(entry[0] for entry in whole)
             pool[:] = [entry for entry in pool if entry[2].before is not None or entry[2].after is not None]
-
-
-def _remove(pool: Pool, block: Block) -> None:
-    del pool[bisect_left(pool, (block.size, block.address))]
 
 
 def replay(tape: Tape, cap: int | None = None, *, expandable: bool = False, descending: int = DESCENDING) -> Timeline:
@@ -226,12 +221,14 @@ def replay(tape: Tape, cap: int | None = None, *, expandable: bool = False, desc
     return Timeline(tape, changes, segments, None)
 
 
-def reserved_range(tape: Tape) -> tuple[int, int]:
+def reserved_range(tape: Tape, free_run: Timeline | None = None) -> tuple[int, int]:
     """The least and the most that is reserved over the orders in which a driver may hand out addresses.
 
     One block in another place can move what is reserved by gigabytes: where the two differ, no single number is sure.
+    `free_run` is the replay in the usual order, where there is one already.
     """
-    found = [replay(tape, descending=bound).reserved for bound in (0, DESCENDING, ALWAYS_ASCENDING)]
+    found = [replay(tape, descending=bound).reserved for bound in (0, ALWAYS_ASCENDING)]
+    found.append((free_run or replay(tape)).reserved)
     return min(found), max(found)
 
 

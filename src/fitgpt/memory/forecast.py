@@ -36,7 +36,7 @@ def forecast(config: RunConfig, setting: Setting, trainer: str = "fitgpt") -> Fo
         phases=phases | _apart(config, setting, trainer, timeline, phases),
         peak_phase=highest.phase, owners_at_peak=words.owners(config, trainer, timeline, highest.event),
         needs=needs(tape, expandable=expandable, free_run=timeline),
-        reserved_range=(timeline.reserved, timeline.reserved) if expandable else reserved_range(tape),
+        reserved_range=(timeline.reserved, timeline.reserved) if expandable else reserved_range(tape, timeline),
         assumes=setting.in_words(config, trainer), host_bytes=gpt.host_bytes(config),
         checkpoint_bytes=gpt.checkpoint_bytes(config))
 

@@ -1,0 +1,64 @@
+"""`fitgpt completion`: what a shell needs to complete verbs and flags, printed as a script for it."""
+
+from __future__ import annotations
+
+from .knobs import Knob, knobs_of
+from .options import CompletionOptions
+
+BASH = """\
+_fitgpt() {{
+    local word="${{COMP_WORDS[COMP_CWORD]}}" words=""
+    if [ "$COMP_CWORD" -eq 1 ]; then
+        COMPREPLY=($(compgen -W "{verbs}" -- "$word"))
+        return
+    fi
+    case "${{COMP_WORDS[1]}}" in
+{cases}
+    esac
+    case "$word" in
+        -*) COMPREPLY=($(compgen -W "$words" -- "$word"))
+            case "${{COMPREPLY[0]}}" in *=) compopt -o nospace 2>/dev/null ;; esac ;;
+        *) COMPREPLY=($(compgen -f -- "$word")) ;;
+    esac
+}}
+complete -o filenames -F _fitgpt fitgpt
+"""
+ZSH = "autoload -U +X bashcompinit && bashcompinit\n"  # it reads bash's own
+
+
+def completion(options: CompletionOptions) -> int:
+    print({"bash": bash, "zsh": lambda: ZSH + bash(), "fish": fish}[options.shell](), end="")
+    return 0
+
+
+def bash() -> str:
+    flags = _flags()
+    cases = "\n".join(f"        {verb}) words=\"{' '.join(_words(knobs))}\" ;;" for verb, (_, knobs) in flags.items())
+    return BASH.format(verbs=" ".join(flags), cases=cases)
+
+
+def fish() -> str:
+    lines = ["complete -c fitgpt -e"]
+    for verb, (summary, knobs) in _flags().items():
+        lines.append(f"complete -c fitgpt -n __fish_use_subcommand -f -a {verb} -d {_quoted(summary)}")
+        for knob in knobs:
+            choices = f" -a {_quoted(' '.join(knob.choices))}" if knob.choices else ""
+            value = "" if knob.kind == "bool" else f" -r{choices}"
+            lines.append(f"complete -c fitgpt -n '__fish_seen_subcommand_from {verb}' -l {knob.name}{value} "
+                         f"-d {_quoted(knob.help)}")
+    return "\n".join(lines) + "\n"
+
+
+def _flags() -> dict[str, tuple[str, list[Knob]]]:
+    """Each verb with its summary and what it can be told."""
+    from .cli import VERBS, options_of  # cli imports what it runs, so this waits until it is asked
+
+    return {name: (verb.summary, list(knobs_of(options_of(verb)).values())) for name, verb in VERBS.items()}
+
+
+def _words(knobs: list[Knob]) -> list[str]:
+    return [f"--{knob.name}" if knob.kind == "bool" else f"--{knob.name}=" for knob in knobs] + ["--help"]
+
+
+def _quoted(text: str) -> str:
+    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"

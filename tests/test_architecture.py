@@ -26,12 +26,13 @@ LEVELS: tuple[tuple[str, ...], ...] = (
      "runfolder", "runrecord", "counters"),
     ("engine", "data", "memory", "show"),
     ("interop",),
+    ("fit", "explain"),
     ("weights", "run", "verbs", "demo", "wandb", "child", "supervise", "watch", "doctor", "asktorch", "report",
-     "planner", "asked", "place", "outlook"),
+     "planner", "asked", "place", "outlook", "explaining"),
     ("cli", "__main__"),
 )
 LEVEL_OF = {part: level for level, parts in enumerate(LEVELS) for part in parts}
-FOLDERS = {"engine", "data", "memory", "show", "interop"}  # siblings that do not know of each other
+FOLDERS = {"engine", "data", "memory", "show", "interop", "fit", "explain"}  # siblings that do not know of each other
 
 # Packages from outside the standard library: who may import them at once, and who only inside a function.
 AT_ONCE = {

@@ -32,8 +32,11 @@ import memory_page  # noqa: E402
 
 from fitgpt.cli import VERBS, find_verb, options_of, overview, verb_help  # noqa: E402
 from fitgpt.config import FROZEN_ON_RESUME  # noqa: E402
+from fitgpt.explain.facts import Facts  # noqa: E402
+from fitgpt.explain.rules import RULES, SMALLER  # noqa: E402
 from fitgpt.knobhelp import markdown_table  # noqa: E402
-from fitgpt.options import PlanQuestions  # noqa: E402
+from fitgpt.nouns import OutOfMemory  # noqa: E402
+from fitgpt.options import ExplainQuestions, PlanQuestions  # noqa: E402
 from fitgpt.savers import SAVERS  # noqa: E402
 from fitgpt.units import show_bytes  # noqa: E402
 
@@ -69,7 +72,8 @@ def help_part(verb: str = "") -> str:
 
 
 def knobs_part(verb: str) -> str:
-    return markdown_table(PlanQuestions if verb == "plan" else options_of(VERBS[verb]))  # plan's others are train's
+    own = {"plan": PlanQuestions, "explain": ExplainQuestions}  # their others are train's
+    return markdown_table(own.get(verb) or options_of(VERBS[verb]))
 
 
 def tree_part() -> str:
@@ -107,6 +111,18 @@ def savers_part() -> str:
     rows = [f"| `{one.flag}` | {'exact' if one.exact else 'lossy'} | {one.saves} | {one.costs} | {one.needs or '–'} |"
             for one in SAVERS]
     return "\n".join(["| flag | | what is not held | what it costs | needs |", "|---|---|---|---|---|", *rows]) + "\n"
+
+
+def rules_part() -> str:
+    """A section for each cause that `fitgpt explain` knows, with what it calls for besides a smaller micro-batch."""
+    nothing_known, usual = Facts(OutOfMemory("cuda", "", "")), {todo for todo, _ in SMALLER}
+    sections = []
+    for rule in RULES:
+        todo = "".join(f"- **{each.todo}**: {each.effect}.\n" for each in rule.remedies(nothing_known)
+                       if each.todo not in usual)
+        sections.append(f"### {rule.code} {rule.title}\n\n*Shown by*: {rule.shown_by}.\n\n{rule.about}\n"
+                        + (f"\n{todo}" if todo else ""))
+    return "\n".join(sections)
 
 
 def frozen_part() -> str:
@@ -153,6 +169,7 @@ def record(names: list[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder)
         (home / "config").symlink_to(ROOT / "config")
+        (home / "examples").symlink_to(DOCS / "examples")
         (home / "my_texts").mkdir()
         for page in pages():
             shutil.copy(page, home / "my_texts" / f"{page.stem}.txt")
@@ -182,10 +199,12 @@ def _output(command: str, home: Path) -> str:
 
 PARTS: dict[str, Callable[..., str]] = {
     "help": help_part, "knobs": knobs_part, "tree": tree_part, "configs": configs_part, "savers": savers_part,
-    "frozen": frozen_part, "engine": engine_part, "transcript": transcript_part, **memory_page.PARTS,
+    "frozen": frozen_part, "rules": rules_part, "engine": engine_part, "transcript": transcript_part,
+    **memory_page.PARTS,
 }
 # In the order in which they are recorded: later ones use what earlier ones made.
-TRANSCRIPT_ORDER = ("plan", "plan_options", "cards", "prepare", "demo", "train", "sample", "eval", "export", "errors")
+TRANSCRIPT_ORDER = ("plan", "plan_options", "cards", "explain", "explain_reading", "explain_short", "prepare", "demo",
+                    "train", "sample", "eval", "export", "errors")
 
 
 def main() -> int:

@@ -10,6 +10,7 @@ from typing import Any
 from fitgpt.cards import find
 from fitgpt.config import RunConfig, resolve
 from fitgpt.knobs import walk
+from fitgpt.memory.accuracy import Figure, of_file
 from fitgpt.memory.allocator import replay
 from fitgpt.memory.forecast import budget_for, forecast, settled, tape_of
 from fitgpt.memory.setting import setting_for
@@ -206,5 +207,25 @@ def calculators_part() -> str:
     return markdown(["rule", "says", "against 77M eager", "against 77M compiled"], rows)
 
 
-PARTS = {"memory": memory_part, "nanogpt": nanogpt_part, "owners": owners_part, "piece": piece_part,
+def accuracy_part() -> str:
+    """How far forecasts are from recorded runs: one line for each kind of run."""
+    found: list[tuple[str, list[Figure]]] = []
+    for how in ("eager", "compiled"):
+        figures = [figure for path in sorted(RESULTS.glob("nanogpt*_h200.json"))
+                   for figure in of_file(str(path))[1] if figure.run.endswith(how)]
+        found.append((f"nanoGPT's `train.py`, {how}", figures))
+    _, ours, _ = of_file(str(ROOT / "tests" / "golden" / "h200_kernels.json"))
+    found.append(("fitgpt, eager and compiled, with each attention kernel", ours))
+    rows = []
+    for words, figures in found:
+        off = sorted(abs(figure.percent) for figure in figures)
+        rows.append([words, str(len({figure.run for figure in figures})), str(len(figures)),
+                     str(sum(not figure.off for figure in figures)), f"{off[len(off) // 2]:.3f} %", f"{off[-1]:.2f} %",
+                     f"{min(figure.percent for figure in figures):+.2f} %"])
+    return markdown(["recorded on an H200", "runs", "figures", "to the byte", "median off", "farthest off",
+                     "farthest below"], rows)
+
+
+PARTS = {"accuracy": accuracy_part, "memory": memory_part, "nanogpt": nanogpt_part, "owners": owners_part,
+         "piece": piece_part,
          "process": process_part, "ways": ways_part, "needs": needs_part, "calculators": calculators_part}

@@ -6,7 +6,10 @@ Shape letters are the same everywhere: B batch, T block, C width, H heads, L lay
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .config import RunConfig
 
 
 @dataclass(frozen=True)
@@ -414,3 +417,54 @@ class RunRecord:
     reserve_limit: int | None                  # what the allocator may hold at most
     timeline: OwnerTimeline | None             # one step of the plan's tape
     unreadable: tuple[str, ...]                # what of the folder could not be read, each a sentence
+
+
+@dataclass(frozen=True)
+class SpeedEstimate:
+    """Tokens a second to expect of a run; the two are equal where that very run was measured."""
+
+    low: float
+    high: float
+    basis: str  # what it is based on
+
+
+@dataclass(frozen=True)
+class Standing:
+    """A config that was tried for a card: what it needs there, and how fast it should be."""
+
+    config: RunConfig
+    flags: tuple[str, ...]        # what makes it of the config that was asked for
+    permission: str               # what it took: free, places, lossy, context, model
+    needs: int
+    headroom: int                 # what may be reserved, less what it needs
+    speed: SpeedEstimate | None   # None: the card's figures are not known
+    measured: float | None = None # tokens a second, if it was timed
+    exact: bool = True            # whether `needs` is of a replay; else it is at most that
+
+    @property
+    def fits(self) -> bool:
+        return self.headroom >= 0
+
+
+@dataclass(frozen=True)
+class Decision:
+    """One thing that is done otherwise than asked for."""
+
+    knobs: dict[str, tuple[Any, Any]]  # what it was, what it is now
+    why: str
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """The fastest settings that fit, how they differ from what was asked for and why; or that there are none."""
+
+    budget: Budget
+    asked: Standing
+    chosen: Standing | None                 # None: nothing fits
+    decisions: tuple[Decision, ...] = ()
+    runners_up: tuple[Standing, ...] = ()   # these fit too
+    frontier: tuple[tuple[int, float], ...] = ()  # (bytes, tokens a second): the fastest there is in so much memory
+    least: Standing | None = None           # the least memory the run can live in, where that was asked or nothing fits
+    considered: int = 0                     # candidates
+    replayed: int = 0                       # of them whose tape was replayed
+    notes: tuple[str, ...] = ()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
@@ -179,7 +180,7 @@ def _of_another_vendor(card: Card, *, others: int | None, budget: int | None, to
                          "of, and their memory is the system's.", "fitgpt cards lists the cards that can be planned.")
     if budget is None:
         raise UsageError(f"{card.name}: what ROCm gives{memory} and what a process holds outside PyTorch's allocator "
-                         "there has not been measured.", f"Say what the run may hold: --gpu {card.name.split()[-1]} "
+                         "there has not been measured.", f"Say what the run may hold: --gpu {shlex.quote(card.name)} "
                          f"--budget {max((card.memory_gb or 12) - 2, 1)}GiB")
     place = unnamed(others=others, budget=budget, torch=torch)
     note = (f"{card.name}: workspaces and kernels of ROCm have not been measured; the plan is that of an NVIDIA card "

@@ -1,20 +1,23 @@
 """The tape that the real engine writes of itself, on a machine without a GPU: what `memory/gpt.py` is compared with.
 
-The engine runs on torch's `meta` device, where tensors have sizes and no numbers. Two modes lie around it: in one the
+The engine runs on torch's `meta` device, where tensors have a size and no numbers. Two modes lie around it: in one the
 device calls itself `cuda`, so that the engine takes the branches it takes on a card; the other notes each storage that
-comes and goes. Where the host is asked for numbers it gets zeros.
+comes and goes. Where the host asks for numbers it gets zeros.
 
-Not run for real: Triton's kernels and compiled functions. The Python around Triton's launches does run; a compiled
-function is taken to allocate its results and nothing else.
+Not run for real: Triton's kernels, compiled functions and recorded work. The Python around a kernel's launch does run;
+a compiled function is taken to allocate its results and nothing else; a recording runs when it is made.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import cache
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -31,6 +34,7 @@ from fitgpt.memory.gpt import EVAL_BATCHES, ITERATIONS
 from fitgpt.memory.setting import Setting
 
 CARD, STAND_IN, HOST = torch.device("cuda", 0), torch.device("meta"), torch.device("cpu")
+PACKAGE = str(Path(engine.__file__).parents[1])
 aten = torch.ops.aten
 
 
@@ -39,20 +43,21 @@ class Seen(NamedTuple):
 
     alloc: bool
     nbytes: int
-    maker: str  # the operation it came from, and the engine's line
+    maker: str  # the operation it came from, and where in fitgpt that was
 
 
 def trace(config: RunConfig, setting: Setting, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Seen]]:
-    """The run that gpt.write writes, from build_training to the second evaluation, by phase; `train` has its steps."""
-    with monkeypatch.context() as patch:
-        watch = Watch()
+    """The run that gpt.write writes, from build_training to the second evaluation, by phase; `train` has its step."""
+    watch = Watch()
+    with monkeypatch.context() as patch, torch.random.fork_rng(devices=[]):
         steer(patch, setting, config, watch)
-        with torch.no_grad(), CallsItselfCuda(), watch:
+        with CallsItselfCuda(), watch:
             run(config, watch)
-        return watch.phases
+    return watch.phases
 
 
 def run(config: RunConfig, watch: Watch) -> None:
+    """As bench/record.py runs it on a card."""
     from fitgpt.engine.device import DeviceChoice
     from fitgpt.engine.evaluate import evaluate
     from fitgpt.engine.feed import Feed
@@ -66,7 +71,8 @@ def run(config: RunConfig, watch: Watch) -> None:
         return np.zeros((len(numbers), config.eval_block + 1), dtype=np.int64)
 
     def look() -> None:
-        evaluate(training.model, {split: (read_windows, EVAL_BATCHES * config.eval_batch) for split in ("train", "val")},
+        windows = EVAL_BATCHES * config.eval_batch
+        evaluate(training.model, {split: (read_windows, windows) for split in ("train", "val")},
                  batch=config.eval_batch, block=config.eval_block, step=0, token_losses=training.token_losses)
 
     watch.phase("load")
@@ -82,7 +88,7 @@ def run(config: RunConfig, watch: Watch) -> None:
     feed.close()
     watch.phase("eval")
     look()
-    watch.phase("")
+    watch.phase("after")
 
 
 # ---- the two modes
@@ -112,38 +118,31 @@ class Watch(TorchDispatchMode):
         self.phases: dict[str, list[Seen]] = {}
         self._alive: dict[int, Any] = {}
         self._paused = False
-        self.phase("")
 
     def phase(self, name: str) -> None:
-        self._now = self.phases.setdefault(name, [])
+        self._now = self.phases[name] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is aten.embedding.default:  # on CUDA a selection of rows by flat indices: ATen's Embedding.cpp
+        if func is aten.embedding.default:
             with self:
                 return _embedding(*args[:2])
         if func is aten.copy_.default and args[0].is_meta != args[1].is_meta:
             self._crosses_the_bus(*args)
         result = computed(func, args, kwargs or {})
         if not self._paused:
-            self.note(result, str(func), MADE_IN_ORDER.get(func))
+            self.note(result, func, MADE_IN_ORDER.get(func))
         return result
 
-    def _crosses_the_bus(self, to: Tensor, source: Tensor, non_blocking: bool = False) -> None:
-        """A copy nobody waits for changes precision on the card, in a copy of what the host has: ATen's Copy.cu."""
-        if non_blocking and to.dtype != source.dtype:
-            on_host = source if to.is_meta else to
-            self.note(torch.empty(on_host.shape, dtype=on_host.dtype, device=STAND_IN), "copy_ in another precision")
-
-    def note(self, result: Any, maker: str, order: tuple[int, ...] | None = None) -> None:
+    def note(self, result: Any, maker: Any, order: tuple[int, ...] | None = None) -> None:
         results = result if isinstance(result, tuple | list) else (result,)
         for each in results if order is None else [results[place] for place in order]:
             if isinstance(each, Tensor) and each.is_meta:
                 storage = each.untyped_storage()
                 if storage._cdata not in self._alive:
-                    self._comes(storage, maker)
+                    self._comes(storage, f"{maker} {_line()}")
 
     def _comes(self, storage: torch.UntypedStorage, maker: str) -> None:
-        key, nbytes, maker = storage._cdata, storage.nbytes(), f"{maker} {_line()}"
+        key, nbytes = storage._cdata, storage.nbytes()
         self._now.append(Seen(True, nbytes, maker))
 
         def goes(_: Any) -> None:
@@ -151,6 +150,12 @@ class Watch(TorchDispatchMode):
             self._now.append(Seen(False, nbytes, maker))
 
         self._alive[key] = weakref.ref(storage, goes)
+
+    def _crosses_the_bus(self, to: Tensor, source: Tensor, non_blocking: bool = False) -> None:
+        """A copy that nobody waits for changes precision on the card, in a copy of the host's: ATen's Copy.cu."""
+        if non_blocking and to.dtype != source.dtype:
+            on_host = source if to.is_meta else to
+            self.note(torch.empty(on_host.shape, dtype=on_host.dtype, device=STAND_IN), "copy_ in another precision")
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -160,13 +165,24 @@ class Watch(TorchDispatchMode):
 
 
 def _embedding(weight: Tensor, indices: Tensor) -> Tensor:
+    """On CUDA, rows selected by flat indices: ATen's Embedding.cpp."""
     return weight.index_select(0, indices.reshape(-1)).view(*indices.shape, -1)
 
 
+def _line() -> str:
+    frame: Any = sys._getframe(1)
+    while frame and not frame.f_code.co_filename.startswith(PACKAGE):
+        frame = frame.f_back
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}" if frame else ""
+
+
+# ---- what an operation gives
+
 def computed(func: Any, args: Any, kwargs: Any) -> Any:
-    """What the operation gives. What is written over has no numbers, so nothing is done; the host gets zeros."""
-    written = [given for argument, given in _given(func, args, kwargs) if argument.is_write]
-    if any(_on_card(each) for each in written):
+    """What is written over has no numbers, so nothing is done; the host gets zeros."""
+    overwrites = _overwritten(func)
+    written = [args[place] if place < len(args) else kwargs[name] for place, name in overwrites]
+    if any(map(_on_card, written)):
         return written[0] if func._schema.returns else None
     if func is aten._to_copy.default and args[0].is_meta and kwargs.get("device") == HOST:
         return torch.zeros(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
@@ -175,10 +191,9 @@ def computed(func: Any, args: Any, kwargs: Any) -> Any:
     return remembered(func, args, kwargs) if any(map(_on_card, args)) else func(*args, **kwargs)
 
 
-def _given(func: Any, args: Any, kwargs: Any) -> list[tuple[Any, Any]]:
-    arguments = func._schema.arguments
-    return [*zip(arguments, args, strict=False),
-            *((argument, kwargs[argument.name]) for argument in arguments if argument.name in kwargs)]
+@cache
+def _overwritten(func: Any) -> list[tuple[int, str]]:
+    return [(place, each.name) for place, each in enumerate(func._schema.arguments) if each.is_write]
 
 
 def _on_card(given: Any) -> bool:
@@ -217,15 +232,7 @@ def _made(shapes: Any) -> Any:
     return tuple(map(_made, shapes)) if isinstance(shapes, tuple) else shapes
 
 
-def _line() -> str:
-    """Where in the engine that is."""
-    frame: Any = sys._getframe(1)
-    while frame and "/fitgpt/" not in frame.f_code.co_filename:
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}" if frame else ""
-
-
-# ---- what a card would decide
+# ---- what a card would decide or do
 
 def steer(patch: pytest.MonkeyPatch, setting: Setting, config: RunConfig, watch: Watch) -> None:
     from fitgpt import run
@@ -236,15 +243,21 @@ def steer(patch: pytest.MonkeyPatch, setting: Setting, config: RunConfig, watch:
     patch.setattr(attention, "kernel_for", lambda *_: kernels[setting.attention(config)])
     for module in (run, loss, model):
         patch.setattr(module, "triton_works", lambda: setting.compiles)
+    patch.setattr(without_launches(patch), "_multiprocessors", lambda _: setting.sms)
     patch.setattr(torch, "compile", lambda function, **_: in_one_kernel(function, watch))
-    patch.setattr(torch.cuda, "get_rng_state", lambda _=None: torch.get_rng_state())
-    patch.setattr(torch.cuda, "set_rng_state", lambda state, _=None: torch.set_rng_state(state))
-    patch.setattr(torch.cuda, "current_stream", lambda _=None: SimpleNamespace(synchronize=lambda: None))
-    patch.setattr(torch.cuda, "memory_stats", lambda _=None: {})
-    patch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _=None: None)
     patch.setattr(torch, "set_float32_matmul_precision", lambda _: None)  # a setting of the whole process
     patch.setattr(Tensor, "pin_memory", lambda tensor: tensor)
-    patch.setattr(without_launches(patch), "_multiprocessors", lambda _: setting.sms)
+    for name, stands_in in {
+        "get_rng_state": lambda _=None: torch.get_rng_state(),
+        "set_rng_state": lambda state, _=None: torch.set_rng_state(state),
+        "current_stream": lambda _=None: SimpleNamespace(synchronize=lambda: None),
+        "memory_stats": lambda _=None: {},
+        "reset_peak_memory_stats": lambda _=None: None,
+        "graph_pool_handle": lambda: None,
+        "CUDAGraph": lambda: SimpleNamespace(replay=lambda: None),
+        "graph": lambda *_, **__: nullcontext(),
+    }.items():
+        patch.setattr(torch.cuda, name, stands_in)
 
 
 def in_one_kernel(function: Callable[..., Any], watch: Watch) -> Callable[..., Any]:
@@ -272,7 +285,8 @@ def without_launches(patch: pytest.MonkeyPatch) -> Any:
     triton.cdiv = lambda a, b: -(-a // b)
     triton.next_power_of_2 = lambda n: 1 << (n - 1).bit_length()
     spec = importlib.util.find_spec("fitgpt.engine.kernels")
-    assert spec and spec.loader
+    assert spec
+    assert spec.loader
     kernels = importlib.util.module_from_spec(spec)
     with patch.context() as meanwhile:  # torch looks for Triton too, and would take this one
         meanwhile.setitem(sys.modules, "triton", triton)

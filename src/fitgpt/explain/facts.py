@@ -1,0 +1,49 @@
+"""All that is known of a case when the rules are asked: the message, how the card was filled, and the run if named."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..nouns import MemoryPlan, OutOfMemory
+from .about import Run
+from .filling import Filling
+from .match import Match
+
+
+@dataclass(frozen=True)
+class Facts:
+    message: OutOfMemory
+    phase: str = ""               # load, eval, forward, backward or step, by the traceback; empty: not known
+    fill: Filling | None = None
+    match: Match | None = None    # the event of the run's tape that asked
+    run: Run | None = None
+    plan: MemoryPlan | None = None  # the run within what the message leaves it
+
+    @property
+    def asked(self) -> int:
+        return self.message.asked or 0
+
+    @property
+    def missing(self) -> int:
+        """What was asked for and not free."""
+        return max(self.asked - (self.fill.free if self.fill else 0), 0)
+
+    @property
+    def unallocated(self) -> int:
+        return (self.fill.unallocated if self.fill else None) or 0
+
+    @property
+    def reserved(self) -> int:
+        return (self.fill.reserved if self.fill else None) or 0
+
+    @property
+    def in_phase(self) -> str:
+        return self.match.phase if self.match else self.phase
+
+    @property
+    def owner(self) -> str:
+        return self.match.event.owner if self.match else ""
+
+    @property
+    def of_nanogpt(self) -> bool:
+        return self.run is not None and self.run.trainer == "nanogpt"

@@ -1,0 +1,153 @@
+"""An out-of-memory message, and the run's config where it is known → why it ran out, and what would fit."""
+
+from __future__ import annotations
+
+from ..cards import Card
+from ..nouns import Cause, Diagnosis, OutOfMemory, Remedy
+from ..units import show_bytes, show_count
+from .about import Run, card_with
+from .facts import Facts
+from .filling import budget_of, filling, shares_of
+from .frames import phase_of, users_line
+from .match import asks, guess, match, says_nothing
+from .names import PHASES, name_in_words, product
+from .remedies import remedies, savings
+from .rules import Rule, applying
+
+FAR_OFF = 0.1  # of what is allocated: beyond that, tape and message are not of the same run
+NO_CARD = ("killed", "host", "mps")
+
+
+def diagnose(message: OutOfMemory, run: Run | None = None, card: Card | None = None) -> Diagnosis:
+    facts = gather(message, run, card)
+    rules = applying(facts)
+    return Diagnosis(
+        subject="message", title=title(message), what=asked(facts), phase=facts.in_phase,
+        shares=shares_of(facts.fill, message) if facts.fill else (), shares_of=_whose(facts),
+        causes=tuple(Cause(rule.code, rule.cause(facts)) for rule in rules),
+        remedies=ranked(facts, rules), needed=needed(facts), notes=notes(facts))
+
+
+def knows(message: OutOfMemory, run: Run) -> bool:
+    """Whether the run's tape has an allocation of the size that was asked for."""
+    return message.asked is not None and any(event.alloc and asks(event.nbytes, message) for event in run.tape.events)
+
+
+def gather(message: OutOfMemory, run: Run | None, card: Card | None) -> Facts:
+    fill, phase = filling(message), phase_of(message.frames)
+    if message.kind in NO_CARD or run is None:
+        return Facts(message, phase, fill, run=run)
+    budget = budget_of(fill, card or card_with(fill.total), message.allowed) if fill else None
+    found = match(message, run, phase, budget.reserve_limit if budget else None)
+    return Facts(message, phase, fill, found, run, run.plan(budget) if budget else None)
+
+
+# ---- in words
+
+
+def title(message: OutOfMemory) -> str:
+    if message.kind in ("killed", "host"):
+        return "The machine's RAM ran out, not the card's memory."
+    if message.asked is None:
+        return "The card's memory ran out."
+    free = "" if message.free is None else f"; {show_bytes(message.free)} were free"
+    where = "" if message.gpu is None else f" on GPU {message.gpu}"
+    return f"{show_bytes(message.asked)} were asked for{where}{free}."
+
+
+def asked(facts: Facts) -> str:
+    """What was asked for, by what and in which phase, as surely as it is known."""
+    message = facts.message
+    parts = []
+    if message.shape:
+        shape = " × ".join(f"{side:,}" for side in message.shape)
+        parts.append(f"Compiled code asked for a {message.dtype} tensor of {shape}.")
+    if facts.match is not None:
+        parts.append(_matched(facts))
+    elif message.asked is not None and says_nothing(message):
+        parts.append(f"{show_bytes(message.asked)} is the segment PyTorch asks for whenever a tensor of "
+                     f"{'1 to 10 MiB' if message.asked > 2 * 2**20 else 'up to 1 MiB'} finds no room: the size says "
+                     "nothing of the tensor. The card was full before it.")
+    elif facts.run is not None and message.asked is not None:
+        parts.append(f"No allocation of this config, as {_whose_run(facts.run)} makes them, has that size: it is not "
+                     "the run the message comes from, or not the same version.")
+    elif not message.shape:
+        parts.append(guess(message))
+    line = users_line(message.frames)
+    if line is not None and facts.match is None:
+        at = f"{line.file}, line {line.line}" if line.line else line.file
+        parts.append(f"The program was at {at}{f': {line.code}' if line.code else ''}")
+    return " ".join(part for part in parts if part)
+
+
+def _matched(facts: Facts) -> str:
+    found, run, message = facts.match, facts.run, facts.message
+    assert found is not None
+    assert run is not None
+    half = ", backward" if found.backward else ", forward" if found.phase in ("first_train", "train") else ""
+    sized = product(found.event.nbytes, run, found.phase)
+    if says_nothing(message):
+        sized = f"{sized}, out of a new segment of {show_bytes(message.asked or 0)}"
+    what = f"{sized}: {name_in_words(found.event)}, {PHASES[found.phase]}{half}."
+    if found.refused:
+        return f"{what} Replayed within the same limit, this config's tape is refused at that very allocation."
+    if message.allocated is None:
+        return what
+    off = abs(found.allocated - message.allocated)
+    if off <= FAR_OFF * message.allocated:
+        return (f"{what} {show_bytes(found.allocated)} are allocated then on the tape, "
+                f"{show_bytes(message.allocated)} by the message.")
+    return (f"{what} But {show_bytes(found.allocated)} are allocated then on the tape and "
+            f"{show_bytes(message.allocated)} by the message: the run was not quite this config, or another version "
+            "of the trainer.")
+
+
+def _whose(facts: Facts) -> str:
+    if facts.fill is None:
+        return ""
+    gpu = "the card" if facts.message.gpu is None else f"GPU {facts.message.gpu}"
+    if facts.fill.spilled:
+        return f"held, where {gpu} has {show_bytes(facts.fill.total)}"
+    return f"{show_bytes(facts.fill.total)} of {gpu}"
+
+
+def _whose_run(run: Run) -> str:
+    return "nanoGPT's train.py" if run.trainer == "nanogpt" else "fitgpt"
+
+
+def ranked(facts: Facts, rules: tuple[Rule, ...]) -> tuple[Remedy, ...]:
+    """What the causes that decide call for, then what the forecast says of changes, then the rest."""
+    found = [remedy for rule in rules if rule.decides(facts) for remedy in rule.remedies(facts)]
+    if facts.plan is not None and facts.run is not None:
+        found += savings(facts.run) if facts.plan.fits else remedies(facts.run, facts.plan.budget)
+    found += [remedy for rule in rules if not rule.decides(facts) for remedy in rule.remedies(facts)]
+    return tuple({remedy.todo: remedy for remedy in reversed(found)}.values())[::-1]
+
+
+def needed(facts: Facts) -> tuple[str, ...]:
+    """What would tell more."""
+    message = facts.message
+    if message.kind in NO_CARD:
+        return ()
+    wanted = []
+    if facts.run is None and message.kind in ("cuda", "hip"):
+        wanted.append("the run's config, fitgpt explain FILE config.py: which tensor it was, what each change saves")
+    if not message.frames and facts.match is None:
+        wanted.append("the traceback above the message: in which phase it happened")
+    if message.kind in ("library", "driver") or (facts.fill is not None and facts.fill.others is None):
+        wanted.append("nvidia-smi's screen at that moment: who holds the card")
+    return tuple(wanted)
+
+
+def notes(facts: Facts) -> tuple[str, ...]:
+    message = facts.message
+    found = []
+    if message.more:
+        found.append(f"More messages like it follow: {message.more}. The first is the one that counts.")
+    if facts.run is not None and facts.plan is not None:
+        forecast = (f"By its forecast this run ({show_count(facts.run.forecast.params)} parameters, "
+                    f"{_whose_run(facts.run)}) needs {show_bytes(facts.run.forecast.needs)}, and "
+                    f"PyTorch could reserve {show_bytes(facts.plan.budget.reserve_limit)}")
+        found.append(f"{forecast}." if not facts.plan.fits else f"{forecast}: it would have fitted. The program that "
+                     "ran out holds more than this config does here, so the figures after a change are not its own.")
+    return tuple(found)

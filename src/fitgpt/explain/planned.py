@@ -1,0 +1,155 @@
+"""A plan, or a run with its record → why it holds this much, what dominates, what would change it, and how it came."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ..nouns import (
+    Budget,
+    Diagnosis,
+    Forecast,
+    MemoryPlan,
+    MemoryShare,
+    OwnerShare,
+    PhaseForecast,
+    Remedy,
+)
+from ..units import show_bytes, show_count
+from .about import Run
+from .names import PHASES
+from .remedies import remedies, savings
+
+
+def explain_plan(plan: MemoryPlan, run: Run | None = None, rows: Iterable[Mapping[str, Any]] = ()) -> Diagnosis:
+    """`rows`: the run's record, where there is one."""
+    measured = compared(plan, rows)
+    return Diagnosis(subject="run" if measured else "plan", title=_title(plan), what=_why(plan),
+                     phase=plan.forecast.peak_phase, shares=_shares(plan),
+                     shares_of=_whole_card(plan),
+                     remedies=_changes(plan, run), notes=measured)
+
+
+def _title(plan: MemoryPlan) -> str:
+    needs, limit = show_bytes(plan.forecast.needs), show_bytes(plan.budget.reserve_limit)
+    if plan.fits:
+        return (f"The run fits: PyTorch needs {needs} of the {limit} it may reserve, {show_bytes(plan.headroom)} to "
+                "spare.")
+    return f"The run does not fit: PyTorch needs {needs} and may reserve {limit}, {show_bytes(-plan.headroom)} short."
+
+
+def _why(plan: MemoryPlan) -> str:
+    forecast = plan.forecast
+    largest = max(forecast.owners_at_peak, key=lambda share: share.nbytes, default=None)
+    told = (f"It holds most {PHASES.get(forecast.peak_phase, forecast.peak_phase)}: {show_bytes(forecast.allocated)} "
+            f"in tensors, for {show_count(forecast.params)} parameters.")
+    if largest is None:
+        return told
+    formula = f" ({largest.formula})" if largest.formula else ""
+    share = largest.nbytes / forecast.allocated if forecast.allocated else 0
+    return f"{told} {share:.0%} of that is {largest.owner}{formula}."
+
+
+def _whole_card(plan: MemoryPlan) -> str:
+    budget = plan.budget
+    over = plan.forecast.needs + budget.outside + budget.others - budget.usable
+    card = f"{show_bytes(budget.usable)} of the {budget.card}"
+    return card if over <= 0 else f"{show_bytes(over)} more than the {card}"
+
+
+def _shares(plan: MemoryPlan) -> tuple[MemoryShare, ...]:
+    forecast, budget = plan.forecast, plan.budget
+    shares = [MemoryShare(share.owner, share.nbytes, share.formula) for share in forecast.owners_at_peak]
+    pieces = max(forecast.needs - sum(share.nbytes for share in shares), 0)
+    shares.append(MemoryShare("more that PyTorch must reserve", pieces, "what lies between blocks"))
+    shares.append(MemoryShare("this process outside PyTorch", budget.outside, "context and kernels"))
+    if budget.others:
+        shares.append(MemoryShare("other processes", budget.others))
+    left = budget.usable - sum(share.nbytes for share in shares)
+    if left >= 0:
+        return (*shares, MemoryShare("free", left))
+    return tuple(shares)
+
+
+def _changes(plan: MemoryPlan, run: Run | None) -> tuple[Remedy, ...]:
+    if run is None:
+        return ()
+    return savings(run) if plan.fits else remedies(run, plan.budget)
+
+
+def plan_from(document: Any) -> MemoryPlan | None:
+    """A plan as plan.json and `fitgpt plan --json` have it (schema 1); None where it is none, or lacks what matters."""
+    try:
+        phases = {phase: PhaseForecast(int(held["allocated_bytes"]), int(held["reserved_bytes"]))
+                  for phase, held in document["phases"].items() if held}
+        formulas = document.get("formulas") or {}
+        owners = tuple(OwnerShare(owner, int(nbytes), str(formulas.get(owner, "")))
+                       for owner, nbytes in document["owners_at_peak"].items())
+        low, high = document.get("reserved_range_bytes") or (0, 0)
+        forecast = Forecast(
+            str(document["trainer"]), int(document["params"]), phases, str(document["peak_phase"]), owners,
+            int(document["needs_bytes"]), (int(low), int(high)), dict(document["assumes"]), host_bytes=0,
+            checkpoint_bytes=0)
+        usable, others, whole, outside = (int(document[f"{name}_bytes"])
+                                          for name in ("usable", "others", "budget", "outside"))
+        budget = Budget(str(document["card"] or "card"), usable, others, whole, outside)
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return None
+    return MemoryPlan(forecast, budget) if phases and owners else None
+
+
+# ---- predicted against measured
+
+
+def compared(plan: MemoryPlan, rows: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
+    """A line for each phase that the run's record has figures of; none where its device counts no memory.
+
+    What the run planned at its start counts, where it wrote that down; else the forecast of now.
+    """
+    rows = list(rows)
+    planned = _told(rows, "plan") or {phase: (held.allocated, held.reserved)
+                                      for phase, held in plan.forecast.phases.items()}
+    measured = _told(rows, "plan_measured") or _seen(rows)
+    lines = []
+    for phase, (allocated, reserved) in measured.items():
+        foreseen = [planned[name] for name in _TOGETHER.get(phase, (phase,)) if name in planned]
+        if allocated and foreseen:
+            lines.append(f"{_PHASE.get(phase, phase)}: " + "; ".join(
+                _beside(what, max(held[place] for held in foreseen), seen)
+                for place, (what, seen) in enumerate((("allocated", allocated), ("reserved", reserved)))) + ".")
+    return tuple(lines)
+
+
+Peaks = dict[str, tuple[int, int]]  # of a phase: allocated, reserved
+_PHASE = {"load": "Loading", "first_eval": "First evaluation", "first_train": "First iteration", "train": "Training",
+          "eval": "Evaluation", "save": "Saving"}
+_TOGETHER = {"train": ("first_train", "train", "step"), "eval": ("first_eval", "eval")}  # as steps and evaluations tell
+
+
+def _told(rows: Iterable[Mapping[str, Any]], kind: str) -> Peaks:
+    """The phases of the last row of a kind."""
+    row: Mapping[str, Any] = next((row for row in reversed(list(rows)) if row.get("kind") == kind), {})
+    phases = row.get("phases")
+    return {str(phase): (_whole(held.get("allocated_bytes")), _whole(held.get("reserved_bytes")))
+            for phase, held in phases.items() if isinstance(held, Mapping)} if isinstance(phases, Mapping) else {}
+
+
+def _seen(rows: Iterable[Mapping[str, Any]]) -> Peaks:
+    """The highest that the reports of steps and evaluations have."""
+    peaks: Peaks = {}
+    for row in rows:
+        phase, memory = {"step": "train", "eval": "eval"}.get(str(row.get("kind"))), row.get("memory")
+        if phase and isinstance(memory, Mapping):
+            before = peaks.get(phase, (0, 0))
+            peaks[phase] = (max(before[0], _whole(memory.get("peak_allocated"))),
+                            max(before[1], _whole(memory.get("peak_reserved"))))
+    return peaks
+
+
+def _beside(what: str, predicted: int, measured: int) -> str:
+    off = f" ({measured / predicted - 1:+.1%})" if predicted and measured else ""
+    return f"{what} {show_bytes(predicted)} predicted, {show_bytes(measured)} measured{off}"
+
+
+def _whole(value: Any) -> int:
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**60 else 0

@@ -1,0 +1,159 @@
+"""A reading of nvidia-smi, two figures or a whole screen → where each MiB of the card is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from ..cards import Card, match_device
+from ..nouns import Diagnosis, MemoryShare
+from ..units import MiB
+from .about import Run
+from .names import PHASES
+from .screen import ScreenGpu, ScreenProcess
+
+CLOSE = 0.05   # a forecast this near to a reading is of the same run, at that point
+HOLDS = {"first_eval": "in its first evaluation, before it trains", "first_train": "in its first iteration",
+         "train": "once it trains", "load": "with its weights loaded and nothing computed yet"}
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What is read of a card. Bytes; None: not read."""
+
+    used: int | None          # of the card, by all
+    process: int | None       # of the run's process, its context included
+    total: int | None = None
+    processes: tuple[ScreenProcess, ...] = ()  # the others, where a screen lists them
+    notes: tuple[str, ...] = ()
+
+
+def from_screen(gpu: ScreenGpu, process: int | None = None) -> Reading:
+    """The run is the Python process; of several, the one that holds most."""
+    runs = sorted((each for each in gpu.processes if each.computes), key=lambda each: -(each.nbytes or 0))
+    notes = []
+    if process is None and runs:
+        process = runs[0].nbytes
+        if process is None:
+            notes.append("The driver gives no figure for single processes here (WSL and Windows print N/A).")
+        elif len(runs) > 1:
+            notes.append(f"{len(runs)} Python processes are on the card; the largest, {runs[0].pid}, is taken for the "
+                         "run. --process=… says otherwise.")
+    others = tuple(each for each in gpu.processes if not runs or each is not runs[0])
+    return Reading(gpu.used, process, gpu.total, others, tuple(notes))
+
+
+def card_of(gpu: ScreenGpu) -> Card | None:
+    return match_device(gpu.name, round(gpu.total / MiB))
+
+
+def explain_reading(reading: Reading, run: Run | None = None, card: Card | None = None) -> Diagnosis:
+    used, process = reading.used, reading.process
+    if process is None and run is not None and card is not None and used is not None:
+        forecast = run.forecast.reserved + _outside(card)
+        if forecast <= used:
+            reading = replace(reading, process=forecast, notes=(
+                *reading.notes, "The process's own figure was not given: it is taken to be what the config's forecast "
+                "says. --process=… tells it."))
+            process = forecast
+    shares = tuple(_shares(reading, run, card))
+    return Diagnosis(
+        subject="reading", title=_title(used, process), what=_where_the_run_is(reading, run, card), shares=shares,
+        shares_of="the whole card" if reading.total is not None else "what is taken",
+        needed=_needed(reading, run, card), notes=reading.notes)
+
+
+def _title(used: int | None, process: int | None) -> str:
+    if used is None:
+        return f"This process holds {(process or 0) / MiB:,.0f} MiB of the card."
+    if process is None:
+        return f"{used / MiB:,.0f} MiB of the card are taken."
+    return (f"{used / MiB:,.0f} MiB of the card are taken: {process / MiB:,.0f} by this process, "
+            f"{max(used - process, 0) / MiB:,.0f} by others.")
+
+
+def _shares(reading: Reading, run: Run | None, card: Card | None) -> Iterator[MemoryShare]:
+    used, process = reading.used, reading.process
+    if process is not None:
+        yield from _of_the_process(process, run, card)
+    if used is not None:
+        rest = used - (process or 0)
+        listed = [each for each in reading.processes if each.nbytes is not None]
+        for each in listed:
+            yield MemoryShare(f"process {each.pid}", each.nbytes or 0, each.name)
+        left = rest - sum(each.nbytes or 0 for each in listed)
+        if left > 0:
+            what = "other processes" if process is not None else "all processes"
+            yield MemoryShare(f"{what} and the driver" if listed else what, left,
+                              "" if listed else "desktop, browser, other runs")
+        if reading.total is not None:
+            yield MemoryShare("free", max(reading.total - used, 0))
+
+
+def _of_the_process(process: int, run: Run | None, card: Card | None) -> Iterator[MemoryShare]:
+    if run is None or card is None:
+        outside = _outside(card)
+        if outside and process > outside:
+            yield MemoryShare("PyTorch, in tensors or reserved", process - outside)
+            yield MemoryShare("this process outside PyTorch", outside, _about_outside(card))
+        else:
+            yield MemoryShare("this process", process, "PyTorch, and its context of a few hundred MiB")
+        return
+    outside = _outside(card)
+    phase, _ = _nearest(process - outside, run)
+    peak = run.timeline.peaks()[phase]
+    owners = sorted(run.timeline.owners_at(peak.event).items(), key=lambda each: -each[1])
+    held = sum(nbytes for _, nbytes in owners)
+    if held > process - outside:  # less than the forecast: shares of a sum that is not there would mislead
+        yield MemoryShare("PyTorch, in tensors or reserved", max(process - outside, 0))
+    else:
+        formulas = {share.owner: share.formula for share in run.forecast.owners_at_peak} \
+            if phase == run.forecast.peak_phase else {}
+        for owner, nbytes in owners:
+            yield MemoryShare(owner, nbytes, formulas.get(owner, ""))
+        yield MemoryShare("reserved by PyTorch, in no tensor then", process - outside - held)
+    yield MemoryShare("this process outside PyTorch", outside, _about_outside(card))
+
+
+def _where_the_run_is(reading: Reading, run: Run | None, card: Card | None) -> str:
+    """The forecast beside the reading, and what phase it agrees with."""
+    if run is None or card is None or reading.process is None:
+        return ""
+    reserved = reading.process - _outside(card)
+    phase, forecast = _nearest(reserved, run)
+    off = (reserved - forecast) / forecast
+    whose = "nanoGPT's train.py" if run.trainer == "nanogpt" else "fitgpt"
+    told = f"{forecast / MiB:,.0f} MiB reserved and {_outside(card) / MiB:,.0f} outside"
+    if abs(off) <= CLOSE:
+        return (f"That is this config under {whose} {HOLDS.get(phase, PHASES[phase])}: forecast "
+                f"{(forecast + _outside(card)) / MiB:,.0f} MiB, {told}; read {reading.process / MiB:,.0f}, "
+                f"{off:+.1%}. The owners below are those of its highest point there.")
+    return (f"By its forecast this config under {whose} holds {told}: {abs(off):.0%} {'less' if off > 0 else 'more'} "
+            "than was read. The run is another config or trainer, or stands at a point between two phases.")
+
+
+def _nearest(reserved: int, run: Run) -> tuple[str, int]:
+    phases = run.forecast.phases
+    return min(((phase, held.reserved) for phase, held in phases.items()
+                if phase in HOLDS or held.reserved == run.forecast.reserved),
+               key=lambda each: abs(each[1] - reserved))
+
+
+def _needed(reading: Reading, run: Run | None, card: Card | None) -> tuple[str, ...]:
+    wanted = []
+    if reading.process is None:
+        wanted.append("--process=…: the figure beside the run's own process, in nvidia-smi's lower table")
+    if run is None:
+        wanted.append("the run's config, fitgpt explain … config.py: whose the process's MiB are")
+    if card is None:
+        wanted.append("--gpu=…, the card's name: what a process holds outside PyTorch there")
+    return tuple(wanted)
+
+
+def _outside(card: Card | None) -> int:
+    return (card.outside_mib or 0) * MiB if card else 0
+
+
+def _about_outside(card: Card | None) -> str:
+    source = {"seen": "as seen on such a card", "formula": "by the number of its multiprocessors"}
+    return f"context and kernels; {source.get(card.outside_src, card.outside_src)}" if card else ""

@@ -1,0 +1,230 @@
+"""`fitgpt explain`: takes a message, a reading, a plan or a run from wherever it is, and prints what it means."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from io import BytesIO
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from . import place
+from .asked import run_of as config_of_words
+from .asked import with_data
+from .cards import Card, find, match_device
+from .config import RunConfig
+from .driver import gpus
+from .errors import DeviceError, UsageError
+from .explain.about import Run
+from .explain.frames import trainer_of
+from .explain.message import COUNTED, from_excerpt, is_message
+from .explain.oom import diagnose, knows
+from .explain.pasted import Excerpt, excerpt
+from .explain.planned import explain_plan, plan_from
+from .explain.reading import Reading, card_of, explain_reading, from_screen
+from .explain.screen import parse_screen
+from .knobs import Assignment, build, knobs_of, walk
+from .memory.setting import Setting, setting_for
+from .nouns import Diagnosis, OutOfMemory
+from .options import ExplainQuestions
+from .runfolder import read_metrics, recorded_config
+from .show.diagnosis import diagnosis_text
+from .units import MiB, parse_bytes
+
+NOT_RECOGNISED = 1
+WANTED = ("the whole message, from `CUDA out of memory` to its last figure, with the traceback above it",
+          "or nvidia-smi's screen, a plan.json, or a run folder",
+          "or two figures: fitgpt explain --reading 6582MiB --process 4464MiB config.py")
+RESUMED = ("init_from", "resume")  # holds what a run from scratch does, as far as a tape goes
+NARROWEST, WIDEST = 40, 80
+
+
+def explain(assignments: Sequence[Assignment]) -> int:
+    own = knobs_of(ExplainQuestions)
+    asked = build(ExplainQuestions, [each for each in assignments if each.key in own])
+    said = [each for each in assignments if each.key not in own]
+    told = answer(asked, said)
+    if asked.json:
+        print(json.dumps(asdict(told), ensure_ascii=False, indent=1))
+    else:
+        columns = shutil.get_terminal_size((WIDEST, 24)).columns
+        print(diagnosis_text(told, min(max(columns, NARROWEST), WIDEST)))
+    return NOT_RECOGNISED if told.subject == "unknown" else 0
+
+
+def answer(asked: ExplainQuestions, said: Sequence[Assignment]) -> Diagnosis:
+    folder = Path(asked.target) if asked.target and Path(asked.target).is_dir() else None
+    config, name, notes = config_of(asked, said, folder)
+    if asked.reading or (asked.process and not asked.target):
+        card = find(asked.gpu) if asked.gpu else card_here()
+        reading = Reading(_bytes(asked.reading), _bytes(asked.process), notes=notes)
+        return explain_reading(reading, run_of(config, name, asked.trainer, card), card)
+    seen = look(asked, folder)
+    if seen is not None and seen.text.strip():
+        found = explain_text(seen, asked, config, name)
+        if found is not None:
+            return replace(found, notes=(*found.notes, *notes))
+        if folder is None:
+            return Diagnosis("unknown", f"Nothing in {_source(asked)} is a message about memory, a reading or a plan "
+                             "that fitgpt knows, and it does not guess.", needed=WANTED)
+    if config is None:
+        raise UsageError("`fitgpt explain` needs something to explain: a file, a run folder, a config or piped text.",
+                         "fitgpt explain oom.txt config.py, or paste it: fitgpt explain - < oom.txt")
+    return explain_run(asked, config, name, notes, folder)
+
+
+# ---- where it comes from
+
+
+def look(asked: ExplainQuestions, folder: Path | None) -> Excerpt | None:
+    """The text to explain: the file, or what is piped; None where there is none."""
+    if asked.target and folder is None and asked.target != "-":
+        try:
+            with open(asked.target, "rb") as file:
+                return _skim(file)
+        except FileNotFoundError:
+            raise UsageError(f"There is no file or folder {asked.target!r}.",
+                             "fitgpt explain - < oom.txt reads what is piped.") from None
+    piped = sys.stdin is not None and not sys.stdin.closed and not sys.stdin.isatty()
+    if asked.target == "-" or piped:
+        return _skim(getattr(sys.stdin, "buffer", None) or BytesIO(sys.stdin.read().encode()))
+    return None
+
+
+def _skim(stream: BinaryIO) -> Excerpt:
+    return excerpt(stream, lambda text: is_message(text) or bool(parse_screen(text)), set(COUNTED.values()))
+
+
+def config_of(asked: ExplainQuestions, said: Sequence[Assignment],
+              folder: Path | None) -> tuple[RunConfig | None, str, tuple[str, ...]]:
+    """The run's config, the words that name it, and notes: flags over files over what a run folder recorded."""
+    assignments, base, name = list(said), None, ""
+    if asked.config and Path(asked.config).is_dir():
+        folder = Path(asked.config)
+    elif asked.config:
+        assignments = [*walk([asked.config], RunConfig, config_files=True), *assignments]
+    if folder is None and asked.target not in ("", "-") and not assignments:
+        folder = Path(asked.target).parent  # a log that lies in its run's folder
+        folder = folder if (folder / "run.json").is_file() else None
+    if folder is not None:
+        base, name = recorded_config(folder), f"--out_dir={folder} --init_from=resume"
+        if base is None and not assignments:
+            raise UsageError(f"{folder} holds no run of fitgpt: no run.json, which has its config.",
+                             f"fitgpt explain {folder} --config=config.py")
+    if not assignments and base is None:
+        return None, "", ()
+    words = dict.fromkeys(each.source if each.source.startswith("-") else each.source.rpartition(":")[0]
+                          for each in assignments)
+    known = RunConfig.from_dict(base).to_dict() if base else {}
+    recorded = [Assignment(key, value, str(folder)) for key, value in known.items()]
+    config, _ = config_of_words([each for each in (*recorded, *assignments) if (each.key, each.value) != RESUMED])
+    config, _, _, notes = with_data(config)
+    return config, name if base else " ".join(words), tuple(notes)
+
+
+def run_of(config: RunConfig | None, name: str, trainer: str, card: Card | None) -> Run | None:
+    if config is None:
+        return None
+    return Run(config, "fitgpt" if trainer == "auto" else trainer, setting_for(card) if card else Setting((8, 6)), name)
+
+
+# ---- what it is
+
+
+def explain_text(seen: Excerpt, asked: ExplainQuestions, config: RunConfig | None, name: str) -> Diagnosis | None:
+    """A message, a screen or a plan; None: none of them."""
+    card = find(asked.gpu) if asked.gpu else None
+    message = from_excerpt(seen)
+    if message is not None:
+        run = run_of(config, name, asked.trainer, card)
+        return explain_message(with_others(message, asked), asked.trainer, run, card)
+    screen = parse_screen(seen.text)
+    if screen:
+        gpu = max(screen, key=lambda each: (any(process.computes for process in each.processes), each.used or 0))
+        card = card or card_of(gpu)
+        return explain_reading(from_screen(gpu, _bytes(asked.process)), run_of(config, name, asked.trainer, card), card)
+    return explain_document(_json(seen.text), asked, config, name) if seen.text.lstrip().startswith("{") else None
+
+
+def explain_document(document: Any, asked: ExplainQuestions, config: RunConfig | None, name: str) -> Diagnosis | None:
+    """A plan as `plan --json` prints it, or the file of a run's plan, which has its config; None: neither."""
+    plan = plan_from(document)
+    if plan is not None:
+        return explain_plan(plan, run_of(config, name, asked.trainer, find(asked.gpu or plan.budget.card)))
+    told = document.get("config") if isinstance(document, dict) else None
+    if not isinstance(told, dict) or not set(told) <= set(knobs_of(RunConfig)):
+        return None
+    card = document.get("card")
+    named = asked.gpu or str(card.get("name", "") if isinstance(card, dict) else card or "")
+    return explain_run(replace(asked, gpu=named), RunConfig.from_dict(told), name, (), None)
+
+
+def explain_message(message: OutOfMemory, trainer: str, run: Run | None, card: Card | None) -> Diagnosis:
+    """With trainer=auto, the one whose traceback it is, or whose tape has an allocation of that size."""
+    if run is not None and trainer == "auto":
+        other = replace(run, trainer=trainer_of(message.frames) or "nanogpt")
+        if trainer_of(message.frames) or (knows(message, other) and not knows(message, run)):
+            run = other
+    return diagnose(message, run, card)
+
+
+def with_others(message: OutOfMemory, asked: ExplainQuestions) -> OutOfMemory:
+    """What the user knows of other processes and the message does not say."""
+    others = _bytes(asked.others)
+    if others is None or message.others or message.process is not None or message.total is None or message.free is None:
+        return message
+    return replace(message, process=max(message.total - message.free - others, 0))
+
+
+def explain_run(asked: ExplainQuestions, config: RunConfig, name: str, notes: tuple[str, ...],
+                folder: Path | None) -> Diagnosis:
+    """What a config holds on a card, or a run: by its own plan where it kept one."""
+    rows: list[dict[str, Any]] = read_metrics(folder / "metrics.jsonl") if folder else []
+    where = place_of(asked, config, rows, folder)
+    run = Run(config, "fitgpt" if asked.trainer == "auto" else asked.trainer, where.setting, name)
+    kept = folder / "plan.json" if folder and not asked.gpu else None
+    planned = plan_from(_json(kept.read_text("utf-8", "replace"))) if kept and kept.is_file() else None
+    told = explain_plan(planned or run.plan(where.budget), run, rows)
+    return replace(told, notes=(*told.notes, *notes, *where.notes))
+
+
+def place_of(asked: ExplainQuestions, config: RunConfig, rows: Sequence[dict[str, Any]],
+             folder: Path | None) -> place.Place:
+    """The card named, the one the run was on, or the one that is here."""
+    facts = next((row for row in rows if row.get("kind") == "run"), {})
+    others = _bytes(asked.others)
+    if asked.gpu:
+        return place.named(asked.gpu, others=others, budget=None)
+    if str(facts.get("device", "")).startswith("cpu"):
+        raise UsageError(f"The run in {folder} trained on the CPU: it held no GPU memory to explain.",
+                         "--gpu=4070 explains what it would hold there.")
+    card = match_device(str(facts.get("device_name", "")))
+    if card is not None and card.vendor == "nvidia":
+        return place.on_card(card, others=others or 0)
+    return place.here(config.device, others=others, budget=None)
+
+
+def card_here() -> Card | None:
+    try:
+        found = [match_device(gpu.name, round((gpu.total_bytes or 0) / MiB)) for gpu in gpus()]
+    except DeviceError:
+        return None
+    return found[0] if found else None
+
+
+def _bytes(text: str) -> int | None:
+    return parse_bytes(text) if text else None
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _source(asked: ExplainQuestions) -> str:
+    return asked.target if asked.target not in ("", "-") else "what was piped"

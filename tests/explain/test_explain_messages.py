@@ -1,0 +1,165 @@
+"""Real messages, from public threads, and what is said of each: the parser's figures, the causes, the tensor."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fitgpt import cards
+from fitgpt.config import RunConfig
+from fitgpt.explain.about import Run
+from fitgpt.explain.message import parse, read_message
+from fitgpt.explain.oom import diagnose
+from fitgpt.explain.rules import ALONE, RULES
+from fitgpt.memory.setting import setting_for
+from fitgpt.nouns import Diagnosis, OutOfMemory
+from fitgpt.units import GiB, MiB
+
+FOLDER = Path(__file__).parent / "messages"
+INDEX: dict[str, dict[str, Any]] = json.loads((FOLDER / "index.json").read_text(encoding="utf-8"))["messages"]
+WITH_CONFIG = [name for name, told in INDEX.items() if "config" in told]
+
+
+def read(name: str) -> OutOfMemory:
+    with open(FOLDER / f"{name}.txt", "rb") as file:
+        found = read_message(file)
+    assert found is not None
+    return found
+
+
+def with_its_config(name: str) -> Diagnosis:
+    told = INDEX[name]
+    card = cards.find(told["card"])
+    return diagnose(read(name), Run(RunConfig(**told["config"]), told["trainer"], setting_for(card), "x.py"), card)
+
+
+def test_there_are_dozens_of_them_and_each_cites_its_thread() -> None:
+    assert {path.stem for path in FOLDER.glob("*.txt")} == set(INDEX)
+    assert len(INDEX) >= 12
+    assert all(told["url"].startswith("https://github.com/") and told["why"] for told in INDEX.values())
+    assert len({read(name).wording for name in INDEX}) >= 8
+
+
+@pytest.mark.parametrize("name", INDEX)
+def test_each_is_diagnosed_from_its_own_words(name: str) -> None:
+    assert [cause.code for cause in diagnose(read(name)).causes] == INDEX[name]["without"]
+
+
+@pytest.mark.parametrize("name", WITH_CONFIG)
+def test_with_the_threads_config_the_tensor_is_named(name: str) -> None:
+    told = with_its_config(name)
+    assert [cause.code for cause in told.causes] == INDEX[name]["with"]
+    assert told.what.startswith(INDEX[name]["asked"])
+    assert told.remedies
+    assert all("fitgpt train …" not in remedy.todo for remedy in told.remedies)  # the exact command, not a pattern
+
+
+@pytest.mark.parametrize(("name", "sizes"), [
+    ("pytorch-16417", {"asked": 12.5 * MiB, "total": 10.92 * GiB, "allocated": 8.57 * MiB, "free": 9.28 * GiB,
+                       "unallocated": 4.68 * MiB}),
+    ("residualmasking-15", {"asked": 36 * MiB, "total": 10.76 * GiB, "allocated": 996.23 * MiB, "free": 8.81 * MiB,
+                            "unallocated": (1010 - 996.23) * MiB}),
+    ("minimind-48", {"asked": 88 * MiB, "total": 7.75 * GiB, "free": 49.56 * MiB, "process": 7.43 * GiB,
+                     "allocated": 7.16 * GiB, "unallocated": 4.62 * MiB}),
+    ("therock-2118", {"asked": 2 * MiB, "allowed": 1.05 * GiB, "private": 17 * MiB, "allocated": 1017.01 * MiB}),
+    ("nanochat-443", {"asked": 8 * GiB, "total": 79.19 * GiB, "free": 6.68 * GiB, "process": 72.48 * GiB,
+                      "allocated": None}),
+    ("efficient-cross-entropy-9", {"asked": 17.37 * GiB, "process": None}),   # "0 bytes": not known
+    ("wsl-11050", {"total": 15.99 * GiB, "free": 0, "process": None, "allocated": 30 * GiB}),  # "17179869184.00 GiB"
+    ("audioldm2-20", {"asked": 4.5 * MiB, "allocated": 18.02 * GiB, "allowed": 18.13 * GiB}),
+    ("vrt-49", {"asked": 116813856768}),
+])
+def test_every_figure_is_read(name: str, sizes: dict[str, float | None]) -> None:
+    found = read(name)
+    assert {size: getattr(found, size) for size in sizes} == {
+        size: None if value is None else round(value) for size, value in sizes.items()}
+
+
+@pytest.mark.parametrize(("name", "wording"), [
+    ("transformers-1819", "PyTorch 1.0 to 1.3"), ("transformers-3360", "PyTorch 1.4 to 1.9"),
+    ("nanogpt-88", "PyTorch 1.10 to 2.0"), ("minimind-48", "PyTorch 2.1"), ("sd-scripts-2029", "PyTorch 2.2 to 2.9"),
+    ("trl-5207", "PyTorch 2.10 or later"), ("qwen3-873", "cuBLAS"), ("aitextgen-188", "Windows")])
+def test_whose_words_they_are_is_known(name: str, wording: str) -> None:
+    assert read(name).wording == wording
+
+
+def test_traceback_and_shape_come_with_the_message() -> None:
+    frames = read("transformers-1819").frames
+    assert [(frame.function, frame.line) for frame in frames][:3] == [("<module>", 551), ("main", 503), ("train", 240)]
+    assert frames[2].code == "loss.backward()"
+    compiled = read("nanochat-443")
+    assert (compiled.shape, compiled.dtype) == ((65536, 65536), "bfloat16")
+    assert "65,536 × 65,536" in diagnose(compiled).what
+    assert read("attentionlens-25").frames[-1].function == "_multi_tensor_adam"
+
+
+def test_of_several_messages_the_first_counts_and_the_rest_are_counted() -> None:
+    assert read("sd-scripts-2029").more == 1
+    assert any("More messages like it follow: 1." in note for note in diagnose(read("sd-scripts-2029")).notes)
+
+
+def test_a_process_that_a_container_hides_is_found_among_those_listed() -> None:
+    told = diagnose(read("trl-5207"))
+    shares = {share.what: share.nbytes for share in told.shares}
+    assert shares["other processes"] == pytest.approx((284 + 258 + 3.4 * 1024) * MiB, abs=20 * MiB)
+    assert 100 * MiB < shares["this process outside PyTorch"] < 200 * MiB
+    assert "kill 21222" in [remedy.todo for remedy in told.remedies]
+
+
+@pytest.mark.parametrize("name", INDEX)
+def test_the_shares_of_a_card_add_up_to_it(name: str) -> None:
+    message = read(name)
+    told = diagnose(message)
+    if message.total is None or message.free is None or told.causes[0].code == "OOM-SPILL":
+        return
+    assert sum(share.nbytes for share in told.shares) == pytest.approx(message.total, abs=0.02 * GiB)
+
+
+def test_every_rule_has_a_real_message_or_a_made_one() -> None:
+    shown = {code for told in INDEX.values() for code in (*told["without"], *told.get("with", ()))}
+    made = {"OOM-CUT", "OOM-AT-LOAD", "OOM-EVAL", "OOM-ACTIVATIONS"}  # test_explain_oom.py
+    assert {rule.code for rule in RULES} == shown | made
+    assert shown | made >= ALONE
+
+
+# ---- wordings that no thread above has
+
+
+@pytest.mark.parametrize(("text", "kind"), [
+    ("RuntimeError: cuda runtime error (2) : out of memory at /pytorch/aten/src/THC/THCStorage.cu:58", "driver"),
+    ("torch.AcceleratorError: CUDA error: out of memory", "driver"),
+    ("RuntimeError: HIP error: out of memory", "driver"),
+    ("cuDNN error: CUDNN_STATUS_ALLOC_FAILED", "library"),
+    ("RuntimeError: CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`", "library"),
+    ("torch.OutOfMemoryError: XPU out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 15.00 GiB",
+     "xpu"),
+    ("[ 8242.1] Out of memory: Killed process 4711 (python) total-vm:41234568kB, anon-rss:30123456kB", "killed"),
+    ("slurmstepd: error: Detected 1 oom_kill event in StepId=42.batch.", "killed"),
+    ("the container ended with exit code 137", "killed"),
+    ("numpy.core._exceptions.MemoryError: Unable to allocate 74.5 GiB for an array with shape (10000000000,)", "host"),
+    ("RuntimeError: $ Torch: not enough memory: you tried to allocate 2GB. Buy new RAM!", "host"),
+    ("MPS backend out of memory (MPS allocated: 9.57 GiB, other allocations: 17.35 GiB, max allowed: 27.20 GiB). Tried "
+     "to allocate 292.50 MiB on private pool.", "mps"),
+    ("fitgpt: The machine's RAM ran out, not the card's memory.", "host"),
+    ("fitgpt: The system killed the training process (signal 9).", "killed"),
+])
+def test_other_wordings_are_recognised_for_what_they_are(text: str, kind: str) -> None:
+    found = parse(text)
+    assert found is not None
+    assert found.kind == kind
+    assert diagnose(found).causes
+
+
+def test_the_warning_of_newer_releases_gives_the_exact_bytes() -> None:
+    found = parse(
+        "[W801 09:08:57.499362929 CUDACachingAllocator.cpp:3933] memory allocation failed with OOM on device 0 while "
+        "trying to allocate 580911104 bytes (free: 191430656, total: 42405855232).\n"
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 554.00 MiB. GPU 0 has a total capacity of 39.49 "
+        "GiB of which 182.56 MiB is free. Including non-PyTorch memory, this process has 39.31 GiB memory in use. Of "
+        "the allocated memory 38.33 GiB is allocated by PyTorch, and 499.39 MiB is reserved by PyTorch but unallocated")
+    assert found is not None
+    assert (found.asked, found.within, found.free, found.total) == (580911104, 0, 191430656, 42405855232)
+    assert found.allocated == round(38.33 * GiB)

@@ -1,0 +1,217 @@
+"""Messages worked out from a replay: the diagnosis must find the allocation that was refused, and what would fit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch_words import Refused, refused
+
+from fitgpt import cards
+from fitgpt.config import RunConfig
+from fitgpt.explain.about import Run, card_with
+from fitgpt.explain.filling import filling
+from fitgpt.explain.match import guess, says_nothing
+from fitgpt.explain.message import parse
+from fitgpt.explain.oom import diagnose, gather
+from fitgpt.knobs import build, walk
+from fitgpt.memory.changes import fits
+from fitgpt.memory.forecast import budget_for
+from fitgpt.memory.setting import setting_for
+from fitgpt.nouns import Budget, Diagnosis, OutOfMemory
+from fitgpt.units import MiB
+
+ROOT = Path(__file__).parent.parent.parent
+CARD = cards.find("4070")
+SETTING = setting_for(CARD)
+
+
+def notes_77m(trainer: str = "nanogpt", *flags: str) -> Run:
+    """The run of the notes: 12 layers, width 576, batch 16 × 1024, float16."""
+    path = str(ROOT / "config" / "notes_77m.py")
+    return Run(build(RunConfig, walk([path, *flags], RunConfig)), trainer, SETTING, "config/notes_77m.py")
+
+
+def message(text: str) -> OutOfMemory:
+    found = parse(text)
+    assert found is not None
+    return found
+
+
+def run_out(run: Run, others_mib: int = 0) -> tuple[Refused, Budget]:
+    budget = budget_for(CARD, others=others_mib * MiB)
+    found = refused(run, budget)
+    assert found is not None
+    return found, budget
+
+
+def codes(told: Diagnosis) -> list[str]:
+    return [cause.code for cause in told.causes]
+
+
+# ---- the notes: 77M on a 4070, in evaluation
+
+
+def test_nanogpts_77m_run_out_in_evaluation_is_told_to_the_tensor() -> None:
+    run = notes_77m("nanogpt", "--compile=False")
+    found, _ = run_out(run, others_mib=2118)
+    told = diagnose(message(found.text), run, CARD)
+    assert told.what.startswith("16 × 1,024 × 50,304 × 4 bytes: the float32 copy of the log-probabilities")
+    assert "in the evaluation before the first step" in told.what
+    assert "refused at that very allocation" in told.what
+    assert codes(told) == ["OOM-EVAL", "OOM-LOGITS", "OOM-FRAGMENTED", "OOM-NEIGHBOUR"]  # those that decide first
+    assert told.causes[-1].what.endswith("hold 2.07 GiB of the card. Without them the run would still not fit.")
+    assert {share.what: round(share.nbytes / MiB, -1) for share in told.shares}["other processes"] == 2120
+
+
+def test_its_fixes_fit_and_are_worked_out_with_their_flags() -> None:
+    run = notes_77m("nanogpt", "--compile=False")
+    found, budget = run_out(run, others_mib=2118)
+    told = diagnose(message(found.text), run, CARD)
+    computed = {remedy.todo: remedy for remedy in told.remedies if remedy.fits}
+    assert "fitgpt train config/notes_77m.py" in computed
+    smaller = next(todo for todo in computed if todo.startswith("--batch_size"))
+    again = notes_77m("nanogpt", "--compile=False", *smaller.split())
+    assert fits(again.config, SETTING, budget, "nanogpt")
+    assert again.config.tokens_per_step == run.config.tokens_per_step
+    assert "less" in computed[smaller].effect
+
+
+def test_compiled_it_runs_out_for_its_neighbours_alone() -> None:
+    run = notes_77m()
+    found, _ = run_out(run, others_mib=2118)
+    told = diagnose(message(found.text), run, CARD)
+    assert codes(told)[0] == "OOM-NEIGHBOUR"
+    assert "Without them the run would fit." in told.causes[0].what
+    assert "With expandable segments the run would still not fit." in told.causes[-1].what
+    assert refused(run, budget_for(CARD)) is None
+
+
+def test_without_the_config_the_size_is_a_guess_and_says_so() -> None:
+    found, _ = run_out(notes_77m("nanogpt", "--compile=False"), others_mib=2118)
+    told = diagnose(message(found.text))
+    assert told.what.startswith("A guess: ")
+    assert "16,384 tokens in float32 (16,384 × 50,304 × 4 bytes)" in told.what
+    assert any("config" in each for each in told.needed)
+
+
+# ---- any run, any card
+
+
+@pytest.mark.parametrize(("trainer", "shape", "gpu", "others"), [
+    ("nanogpt", dict(n_embd=768, batch_size=12, compile=False), "3060", 0),
+    ("nanogpt", dict(n_embd=768, batch_size=12, compile=True), "4060", 0),
+    ("nanogpt", dict(n_embd=768, batch_size=12, compile=False, dtype="float32"), "4070", 0),
+    ("nanogpt", dict(n_layer=24, n_head=16, n_embd=1024, batch_size=8, compile=True), "4070", 2118),
+    ("fitgpt", dict(n_layer=24, n_head=16, n_embd=1024, batch_size=16, compile=False), "4060", 0),
+    ("fitgpt", dict(n_layer=24, n_head=16, n_embd=1024, batch_size=32, compile=True), "4070", 0),
+])
+def test_the_allocation_that_was_refused_is_found(trainer: str, shape: dict[str, Any], gpu: str, others: int) -> None:
+    card = cards.find(gpu)
+    run = Run(RunConfig(**{"gradient_accumulation_steps": 4, "dtype": "float16", **shape}), trainer, setting_for(card))
+    found = refused(run, budget_for(card, others=others * MiB))
+    assert found is not None
+    for text in (found.text, found.old_text):  # with and without the process's own figure
+        facts = gather(message(text), run, card)
+        assert facts.match is not None
+        assert (facts.match.event.name, facts.match.phase) == (found.event.name, found.phase)
+        assert facts.plan is not None
+        assert not facts.plan.fits
+
+
+def test_no_fix_is_promised_that_does_not_fit() -> None:
+    run = notes_77m("fitgpt", "--batch_size=128", "--compile=False")
+    found, budget = run_out(run)
+    told = diagnose(message(found.text), run, CARD)
+    promised = [remedy for remedy in told.remedies if remedy.fits]
+    assert len(promised) >= 2
+    for remedy in promised:
+        again = notes_77m("fitgpt", "--batch_size=128", "--compile=False", *remedy.todo.split())
+        assert fits(again.config, SETTING, budget, "fitgpt"), remedy.todo
+
+
+def test_a_message_of_another_run_is_not_explained_by_this_one() -> None:
+    found, _ = run_out(notes_77m("nanogpt", "--compile=False"), others_mib=2118)
+    told = diagnose(message(found.text.replace("3.07 GiB", "3.33 GiB")), notes_77m("nanogpt", "--compile=False"), CARD)
+    assert "No allocation of this config" in told.what
+    assert "OOM-LOGITS" not in codes(told)
+
+
+def test_a_run_that_should_have_fitted_is_not_blamed_on_its_config() -> None:
+    """The message is of a program that holds more than the config's tape: said, and nothing promised."""
+    run = notes_77m("nanogpt", "--batch_size=2", "--compile=False")
+    found, _ = run_out(notes_77m("nanogpt", "--compile=False"))
+    told = diagnose(message(found.text), run, CARD)
+    assert any("would have fitted" in note for note in told.notes)
+    assert all(remedy.fits is None for remedy in told.remedies)
+
+
+# ---- rules that no message of a thread shows
+
+
+ALMOST_FULL = ("CUDA out of memory. Tried to allocate {asked} (GPU 0; 11.65 GiB total capacity; 11.20 GiB already "
+               "allocated; 10.00 MiB free; 11.30 GiB reserved in total by PyTorch)")
+
+
+def test_a_message_without_figures_asks_for_them() -> None:
+    assert codes(diagnose(message("RuntimeError: CUDA out of memory."))) == ["OOM-CUT"]
+
+
+def test_running_out_while_the_model_is_loaded_is_not_blamed_on_the_batch() -> None:
+    text = f'''Traceback (most recent call last):
+  File "train.py", line 190, in <module>
+    model.to(device)
+  File "/x/torch/nn/modules/module.py", line 1343, in to
+    return self._apply(convert)
+torch.OutOfMemoryError: {ALMOST_FULL.format(asked="148.00 MiB")}'''
+    assert codes(diagnose(message(text))) == ["OOM-AT-LOAD"]
+
+
+def test_the_traceback_of_an_evaluation_is_enough_to_name_it() -> None:
+    text = f'''Traceback (most recent call last):
+  File "train.py", line 264, in <module>
+    losses = estimate_loss()
+torch.OutOfMemoryError: {ALMOST_FULL.format(asked="148.00 MiB")}'''
+    told = diagnose(message(text))
+    assert (codes(told), told.phase) == (["OOM-EVAL"], "eval")
+
+
+def test_an_activation_is_named_with_its_layer() -> None:
+    run = Run(RunConfig(n_layer=24, n_head=16, n_embd=1024, batch_size=32, compile=True, dtype="float16"), "fitgpt",
+              SETTING)
+    found, _ = run_out(run)
+    told = diagnose(message(found.text), run, CARD)
+    assert codes(told) == ["OOM-ACTIVATIONS"]
+    assert "layer" in told.what
+    assert "32 × 1,024 × 1,024 × " in told.what
+
+
+@pytest.mark.parametrize(("asked", "words"), [("20.00 MiB", "1 to 10 MiB"), ("2.00 MiB", "up to 1 MiB")])
+def test_the_size_of_a_shared_segment_is_not_taken_for_a_tensors(asked: str, words: str) -> None:
+    found = message(ALMOST_FULL.format(asked=asked))
+    assert says_nothing(found)
+    assert words in diagnose(found).what
+    assert gather(found, notes_77m("nanogpt", "--compile=False"), CARD).match is None
+
+
+@pytest.mark.parametrize("asked", ["384.00 MiB", "512.00 MiB", "1.53 GiB", "17.37 GiB", "88.00 MiB", "246.00 MiB"])
+def test_sizes_that_are_not_gpt2s_logits_are_not_guessed_to_be(asked: str) -> None:
+    """Attention scores, and shapes of other models, as threads have them."""
+    told = guess(message(ALMOST_FULL.format(asked=asked)))
+    assert told == "" or asked == "1.53 GiB"  # 8 × 1024 × 50257 × 4 bytes: it is
+
+
+def test_the_rest_of_a_card_is_not_called_others_while_it_may_be_the_context() -> None:
+    fill = filling(message(ALMOST_FULL.format(asked="148.00 MiB")))
+    assert fill is not None
+    assert fill.others is None
+    assert fill.others_at_least == 0
+    assert fill.beside == pytest.approx((11.65 - 11.30) * 1024 * MiB - 10 * MiB, abs=MiB)
+
+
+def test_a_card_is_known_by_what_cuda_gives_of_it_only_where_no_other_gives_the_same() -> None:
+    usable = {card.name: card.usable_mib for card in cards.load() if card.usable_mib}
+    assert card_with(usable["T4"] * MiB) == cards.find("T4")
+    assert card_with(usable["RTX 4070"] * MiB) is None  # the Ti and the SUPER have as much
+    assert card_with(3 * MiB) is None

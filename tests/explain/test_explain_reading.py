@@ -1,0 +1,161 @@
+"""A reading of nvidia-smi: where each MiB is, with the config and without."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fitgpt import cards
+from fitgpt.config import RunConfig
+from fitgpt.explain.about import Run
+from fitgpt.explain.reading import Reading, card_of, explain_reading, from_screen
+from fitgpt.explain.screen import parse_screen
+from fitgpt.knobs import build, walk
+from fitgpt.memory.setting import setting_for
+from fitgpt.units import MiB
+
+ROOT = Path(__file__).parent.parent.parent
+CARD = cards.find("4070")
+
+
+def notes_30m(trainer: str = "nanogpt", *flags: str) -> Run:
+    path = str(ROOT / "config" / "notes_30m.py")
+    return Run(build(RunConfig, walk([path, *flags], RunConfig)), trainer, setting_for(CARD), "config/notes_30m.py")
+
+
+# The shape of the screen as driver 550 prints it; the figures of the notes, on the card of the notes.
+SCREEN = """Sat Nov 15 10:00:00 2025
++-----------------------------------------------------------------------------------------+
+| NVIDIA-SMI 550.163.01             Driver Version: 550.163.01     CUDA Version: 12.4     |
+|-----------------------------------------+------------------------+----------------------+
+| GPU  Name                 Persistence-M | Bus-Id          Disp.A | Volatile Uncorr. ECC |
+| Fan  Temp   Perf          Pwr:Usage/Cap |           Memory-Usage | GPU-Util  Compute M. |
+|                                         |                        |               MIG M. |
+|=========================================+========================+======================|
+|   0  NVIDIA GeForce RTX 4070        Off |   00000000:01:00.0  On |                  N/A |
+| 40%   62C    P2            187W /  200W |    6582MiB /  12282MiB |     98%      Default |
+|                                         |                        |                  N/A |
++-----------------------------------------+------------------------+----------------------+
+
++-----------------------------------------------------------------------------------------+
+| Processes:                                                                              |
+|  GPU   GI   CI        PID   Type   Process name                              GPU Memory |
+|        ID   ID                                                               Usage      |
+|=========================================================================================|
+|    0   N/A  N/A      2163      G   /usr/lib/xorg/Xorg                            642MiB |
+|    0   N/A  N/A      2391      G   /usr/bin/gnome-shell                          120MiB |
+|    0   N/A  N/A      4711      C   .../envs/gpt/bin/python                      4464MiB |
+|    0   N/A  N/A      5822    C+G   ...irefox/5889/usr/lib/firefox/firefox       1310MiB |
++-----------------------------------------------------------------------------------------+
+"""
+# From github.com/karpathy/minGPT/issues/1, an older driver.
+OLD_SCREEN = """+-----------------------------------------------------------------------------+
+| NVIDIA-SMI 450.57       Driver Version: 418.67       CUDA Version: 10.1     |
+|-------------------------------+----------------------+----------------------+
+| GPU  Name        Persistence-M| Bus-Id        Disp.A | Volatile Uncorr. ECC |
+| Fan  Temp  Perf  Pwr:Usage/Cap|         Memory-Usage | GPU-Util  Compute M. |
+|                               |                      |               MIG M. |
+|===============================+======================+======================|
+|   0  Tesla P100-PCIE...  Off  | 00000000:00:04.0 Off |                    0 |
+| N/A   38C    P0    31W / 250W |  16273MiB / 16280MiB |      0%      Default |
+|                               |                      |                 ERR! |
++-------------------------------+----------------------+----------------------+
+"""
+
+
+# ---- the notes: 30M, 6582 MiB on the card, 4464 by the process
+
+
+def test_the_notes_reading_is_explained_to_the_mib() -> None:
+    told = explain_reading(Reading(6582 * MiB, 4464 * MiB), notes_30m(), CARD)
+    shares = {share.what: share.nbytes for share in told.shares}
+    assert sum(shares.values()) == 6582 * MiB
+    assert shares["other processes"] == 2118 * MiB
+    assert shares["this process outside PyTorch"] == CARD.outside_mib * MiB  # type: ignore[operator]
+    assert shares["logits"] == 16 * 512 * 50304 * 6
+    assert max((owner for owner in shares if owner != "other processes"), key=lambda owner: shares[owner]) == "logits"
+    assert "nanoGPT's train.py once it trains" in told.what
+
+
+def test_an_eager_run_of_the_same_config_is_told_apart() -> None:
+    told = explain_reading(Reading(6582 * MiB, 4464 * MiB), notes_30m("nanogpt", "--compile=False"), CARD)
+    assert "The run is another config or trainer" in told.what
+
+
+def test_a_run_that_has_only_evaluated_yet_is_recognised() -> None:
+    run = notes_30m()
+    held = run.forecast.phases["first_eval"].reserved + 196 * MiB
+    told = explain_reading(Reading(held, held), run, CARD)
+    assert "in its first evaluation" in told.what
+    assert sum(share.nbytes for share in told.shares) == held
+
+
+def test_less_than_the_forecast_is_not_cut_into_owners() -> None:
+    told = explain_reading(Reading(4000 * MiB, 3000 * MiB), notes_30m(), CARD)
+    assert "logits" not in {share.what for share in told.shares}
+    assert sum(share.nbytes for share in told.shares) == 4000 * MiB
+
+
+def test_without_a_config_two_figures_still_say_something() -> None:
+    told = explain_reading(Reading(6582 * MiB, 4464 * MiB))
+    assert [(share.what, round(share.nbytes / MiB)) for share in told.shares] == [
+        ("this process", 4464), ("other processes", 2118)]
+    assert len(told.needed) == 2
+
+
+def test_without_the_process_the_forecast_stands_for_it_and_says_so() -> None:
+    told = explain_reading(Reading(6582 * MiB, None), notes_30m(), CARD)
+    assert any("taken to be what the config's forecast says" in note for note in told.notes)
+    assert sum(share.nbytes for share in told.shares) == 6582 * MiB
+
+
+# ---- screens
+
+
+def test_a_screen_says_who_holds_what() -> None:
+    gpu = parse_screen(SCREEN)[0]
+    assert (gpu.name, gpu.used, gpu.total) == ("NVIDIA GeForce RTX 4070", 6582 * MiB, 12282 * MiB)
+    assert [(each.pid, each.nbytes and each.nbytes // MiB) for each in gpu.processes] == [
+        (2163, 642), (2391, 120), (4711, 4464), (5822, 1310)]
+    assert card_of(gpu) == CARD
+    told = explain_reading(from_screen(gpu), notes_30m(), card_of(gpu))
+    shares = {share.what: share.nbytes // MiB for share in told.shares}
+    assert shares["process 5822"] == 1310
+    assert shares["free"] == 12282 - 6582
+    assert sum(share.nbytes for share in told.shares) == 12282 * MiB
+
+
+def test_an_older_screen_with_a_cut_name_is_read() -> None:
+    gpu = parse_screen(OLD_SCREEN)[0]
+    assert (gpu.name, gpu.used, gpu.total) == ("Tesla P100-PCIE...", 16273 * MiB, 16280 * MiB)
+    card = card_of(gpu)
+    assert card is not None
+    assert card.name == "P100 PCIe 16GB"
+
+
+def test_wsl_shows_no_figure_for_a_process_and_that_is_said() -> None:
+    gpu = parse_screen(SCREEN.replace("4464MiB", "    N/A").replace("642MiB", "   N/A"))[0]
+    reading = from_screen(gpu)
+    assert reading.process is None
+    assert any("WSL" in note for note in reading.notes)
+    assert explain_reading(reading).shares
+
+
+def test_of_several_python_processes_the_largest_is_taken_and_that_is_said() -> None:
+    second = "|    0   N/A  N/A      9999      C   python                                        100MiB |"
+    gpu = parse_screen(SCREEN.rstrip("+-\n") + "\n" + second + "\n")[0]
+    reading = from_screen(gpu)
+    assert reading.process == 4464 * MiB
+    assert any("2 Python processes" in note for note in reading.notes)
+
+
+def test_of_a_screen_that_is_repeated_the_first_counts() -> None:
+    again = SCREEN.replace("6582MiB", "9999MiB")
+    assert parse_screen(SCREEN + again)[0].used == 6582 * MiB
+
+
+@pytest.mark.parametrize("text", ["", "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.",
+                                  "| a | b |", "0 1 2 3 MiB / 4 MiB"])
+def test_what_is_no_screen_is_none(text: str) -> None:
+    assert parse_screen(text) == ()

@@ -1,0 +1,264 @@
+"""`fitgpt explain` as it is typed: what it takes, what it prints, how it ends."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_explain_oom import CARD, ROOT, notes_77m, run_out
+from test_explain_reading import SCREEN
+
+from fitgpt.cli import main
+from fitgpt.config import RunConfig
+from fitgpt.explain.planned import compared, explain_plan, plan_from
+from fitgpt.explain.rules import RULES
+from fitgpt.memory.forecast import budget_for
+from fitgpt.nouns import Diagnosis, MemoryShare
+from fitgpt.runfolder import RunFolder, open_run
+from fitgpt.show.diagnosis import diagnosis_text
+from fitgpt.units import GiB, MiB
+
+CONFIG = str(ROOT / "config" / "notes_77m.py")
+MESSAGES = Path(__file__).parent / "messages"
+
+
+@pytest.fixture
+def no_stdin(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"")))
+
+
+def piped(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+
+
+def told(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    answer: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return answer
+
+
+@pytest.fixture
+def eager_message() -> str:
+    return run_out(notes_77m("nanogpt", "--compile=False"), others_mib=2118)[0].text
+
+
+def test_a_file_and_a_config_give_the_tensor(tmp_path: Path, capsys: pytest.CaptureFixture[str],
+                                             eager_message: str) -> None:
+    (tmp_path / "oom.txt").write_text(eager_message)
+    file = str(tmp_path / "oom.txt")
+    assert main(["explain", file, CONFIG, "--compile=False", "--trainer=nanogpt", "--gpu=4070"]) == 0
+    printed = capsys.readouterr().out
+    assert "16 × 1,024 × 50,304 × 4 bytes" in printed
+    assert "OOM-LOGITS" in printed
+    assert max(map(len, printed.splitlines())) <= 80
+
+
+def test_the_trainer_is_found_by_the_size_where_it_is_not_said(tmp_path: Path, capsys: pytest.CaptureFixture[str],
+                                                              eager_message: str) -> None:
+    """fitgpt never allocates all logits at once, so a message about 3.07 GiB of them is nanoGPT's."""
+    (tmp_path / "oom.txt").write_text(eager_message)
+    assert main(["explain", str(tmp_path / "oom.txt"), f"--config={CONFIG}", "--compile=False", "--json"]) == 0
+    assert "nanoGPT's train.py" in json.dumps(told(capsys), ensure_ascii=False)
+
+
+def test_what_is_piped_is_read(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    text = (MESSAGES / "trl-5207.txt").read_text()
+    for argv in (["explain"], ["explain", "-"]):
+        piped(monkeypatch, text)
+        assert main([*argv, "--json"]) == 0
+        assert told(capsys)["causes"][0]["code"] == "OOM-NEIGHBOUR"
+
+
+def test_text_it_does_not_know_is_said_to_be_so(monkeypatch: pytest.MonkeyPatch,
+                                                capsys: pytest.CaptureFixture[str]) -> None:
+    piped(monkeypatch, "Segmentation fault (core dumped)\n")
+    assert main(["explain"]) == 1
+    printed = capsys.readouterr().out
+    assert "does not guess" in printed
+    assert "the whole message" in printed
+
+
+def test_nothing_to_explain_is_a_usage_error(no_stdin: None, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain"]) == 2
+    assert main(["explain", "no/such/file"]) == 2
+    assert main(["explain", "--reading=lots"]) == 2
+    assert main(["explain", "--trainer=keras"]) == 2
+
+
+def test_a_reading_needs_two_figures_and_no_file(no_stdin: None, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["explain", "--reading", "6582MiB", "--process", "4464MiB", "--gpu", "4070",
+            str(ROOT / "config" / "notes_30m.py"), "--trainer=nanogpt"]
+    assert main(argv) == 0
+    printed = capsys.readouterr().out
+    assert "4,464 by this process, 2,118 by others" in printed
+    assert main([*argv, "--json"]) == 0
+    assert sum(share["nbytes"] for share in told(capsys)["shares"]) == 6582 * MiB
+
+
+def test_a_screen_is_recognised_as_one(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    piped(monkeypatch, SCREEN)
+    assert main(["explain", str(ROOT / "config" / "notes_30m.py"), "--trainer=nanogpt", "--json"]) == 0
+    assert told(capsys)["subject"] == "reading"
+
+
+def test_a_config_alone_is_explained_on_a_card(no_stdin: None, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", CONFIG, "--gpu=4070", "--trainer=nanogpt", "--others=2118MiB", "--compile=False"]) == 0
+    printed = capsys.readouterr().out
+    assert "does not fit" in printed
+    assert "64% of that is logits" in printed
+    assert "fitgpt train" in printed
+
+
+def test_what_a_message_does_not_say_of_others_the_user_can(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = str(MESSAGES / "nanogpt-208.txt")
+    assert main(["explain", file, "--others=1.5GiB", "--json"]) == 0
+    shares = {share["what"]: share["nbytes"] for share in told(capsys)["shares"]}
+    assert shares["other processes"] == pytest.approx(1.5 * 1024 * MiB, abs=20 * MiB)
+
+
+# ---- run folders and plans
+
+
+def make_run(folder: Path, **facts: Any) -> RunFolder:
+    config = notes_77m("fitgpt").settled
+    run = open_run(folder, config.to_dict(), resume=False)
+    run.record(config.to_dict())
+    run.append_metrics({"kind": "run", "device": "cuda:0", "device_name": "NVIDIA GeForce RTX 4070", "start_step": 0,
+                        **facts})
+    return run
+
+
+def test_a_run_folder_is_explained_predicted_beside_measured(tmp_path: Path, no_stdin: None,
+                                                             capsys: pytest.CaptureFixture[str]) -> None:
+    with make_run(tmp_path / "run") as run:
+        for kind, held in (("step", 4 * GiB), ("eval", GiB)):
+            run.append_metrics({"kind": kind, "step": 5, "memory": {"peak_allocated": held, "peak_reserved": 5 * GiB}})
+    assert main(["explain", str(tmp_path / "run")]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "The run fits" in printed
+    assert "Training: allocated" in printed
+    assert "predicted, 4.00 GiB measured" in printed
+    assert "Evaluation: allocated" in printed
+
+
+def test_the_config_of_a_log_is_found_in_the_run_folder_it_lies_in(tmp_path: Path,
+                                                                   capsys: pytest.CaptureFixture[str]) -> None:
+    make_run(tmp_path / "run").close()
+    found, _ = run_out(notes_77m("fitgpt", "--batch_size=64"))
+    (tmp_path / "run" / "log.txt").write_text(found.text)
+    assert main(["explain", str(tmp_path / "run" / "log.txt"), "--json"]) == 0
+    assert any("By its forecast this run" in note for note in told(capsys)["notes"])
+
+
+def test_a_piped_message_is_explained_by_the_run_that_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                               capsys: pytest.CaptureFixture[str],
+                                                               eager_message: str) -> None:
+    make_run(tmp_path / "run").close()
+    piped(monkeypatch, eager_message)
+    assert main(["explain", str(tmp_path / "run"), "--trainer=nanogpt", "--compile=False", "--json"]) == 0
+    assert told(capsys)["what"].startswith("16 × 1,024 × 50,304 × 4 bytes")
+
+
+def test_a_run_on_the_cpu_has_nothing_to_explain_but_what_it_would_hold(tmp_path: Path, no_stdin: None,
+                                                                       capsys: pytest.CaptureFixture[str]) -> None:
+    make_run(tmp_path / "run", device="cpu", device_name="AMD EPYC").close()
+    assert main(["explain", str(tmp_path / "run")]) == 2
+    assert main(["explain", str(tmp_path / "run"), "--gpu=4070"]) == 0
+    assert main(["explain", str(tmp_path)]) == 2  # a folder that holds no run
+
+
+def test_a_plan_on_disk_is_explained(tmp_path: Path, no_stdin: None, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", CONFIG, "--gpu=4070", "--trainer=nanogpt", "--json"]) in (0, 1)
+    (tmp_path / "plan.json").write_text(capsys.readouterr().out)
+    assert main(["explain", str(tmp_path / "plan.json"), "--json"]) == 0
+    answer = told(capsys)
+    assert answer["subject"] == "plan"
+    assert {"logits", "activations", "weights"} <= {share["what"] for share in answer["shares"]}
+
+
+@pytest.mark.parametrize("document", [
+    None, 3, [], {}, {"phases": {}}, {"phases": {"train": {"allocated_bytes": "x", "reserved_bytes": 1}}},
+    {"schema": 1, "phases": None}])
+def test_a_plan_that_is_none_is_not_taken_for_one(document: Any) -> None:
+    assert plan_from(document) is None
+
+
+def test_the_plan_file_of_a_run_is_explained_by_the_config_in_it(tmp_path: Path, no_stdin: None,
+                                                                 capsys: pytest.CaptureFixture[str]) -> None:
+    config = notes_77m("fitgpt").settled.to_dict()
+    (tmp_path / "plan.json").write_text(json.dumps({"schema": 1, "config": config, "card": "RTX 4070", "ladder": []}))
+    assert main(["explain", str(tmp_path / "plan.json"), "--json"]) == 0
+    assert told(capsys)["subject"] == "plan"
+
+
+def test_what_the_run_planned_and_measured_itself_counts_first() -> None:
+    rows = [{"kind": "plan", "phases": {"train": {"allocated_bytes": 100 * MiB, "reserved_bytes": 120 * MiB}}},
+            {"kind": "plan_measured", "phases": {"train": {"allocated_bytes": 101 * MiB, "reserved_bytes": 120 * MiB}}}]
+    assert compared(notes_77m("fitgpt").plan(budget_for(CARD)), rows) == (
+        "Training: allocated 100.0 MiB predicted, 101.0 MiB measured (+1.0%); reserved 120.0 MiB predicted, "
+        "120.0 MiB measured (+0.0%).",)
+
+
+def test_a_broken_plan_file_is_not_recognised(tmp_path: Path, no_stdin: None) -> None:
+    (tmp_path / "plan.json").write_text('{"phases": ')
+    assert main(["explain", str(tmp_path / "plan.json")]) == 1
+
+
+def test_the_shares_of_a_plan_add_up_to_the_card() -> None:
+    run = notes_77m("fitgpt")
+    plan = run.plan(budget_for(CARD, others=2118 * MiB))
+    assert sum(share.nbytes for share in explain_plan(plan).shares) == plan.budget.usable
+
+
+@pytest.mark.parametrize("row", [{}, {"kind": "step"}, {"kind": "step", "memory": 3}, {"kind": "eval", "memory": {}},
+                                 {"kind": "step", "memory": {"peak_allocated": "NaN"}}, {"kind": 7}])
+def test_a_record_without_figures_compares_nothing(row: dict[str, Any]) -> None:
+    assert compared(notes_77m("fitgpt").plan(budget_for(CARD)), [row]) == ()
+
+
+# ---- on the screen
+
+
+def test_no_line_is_wider_than_the_screen_but_what_is_to_be_typed() -> None:
+    long = Diagnosis("message", "word " * 40, what="word " * 60, shares=(MemoryShare("a", 3 * MiB, "word " * 30),),
+                     needed=("word " * 30,), notes=("word " * 30,))
+    for width in (40, 60, 80):
+        assert max(map(len, diagnosis_text(long, width).splitlines())) <= width
+
+
+def test_every_message_is_printed_within_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    for file in sorted(MESSAGES.glob("*.txt")):
+        assert main(["explain", str(file)]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert max(map(len, lines)) <= 80 or any("NVIDIA Control Panel" in line for line in lines)
+
+
+def test_it_loads_neither_torch_nor_numpy() -> None:
+    script = ("import sys\nfrom fitgpt.cli import main\n"
+              f"code = main(['explain', {str(MESSAGES / 'nanogpt-88.txt')!r}, {CONFIG!r}])\n"
+              "assert code == 0 and not {'torch', 'numpy', 'rich'} & set(sys.modules)")
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_the_example_of_the_page_is_what_the_replay_gives(eager_message: str) -> None:
+    assert (ROOT / "docs" / "examples" / "oom_77m.txt").read_text(encoding="utf-8") == eager_message + "\n"
+    thread = (MESSAGES / "residualmasking-15.txt").read_text(encoding="utf-8")
+    assert (ROOT / "docs" / "examples" / "oom_neighbour.txt").read_text(encoding="utf-8") == thread
+
+
+def test_every_rule_has_its_section_in_the_page() -> None:
+    page = (ROOT / "docs" / "explain.md").read_text(encoding="utf-8")
+    assert [line.split()[1] for line in page.splitlines() if line.startswith("### OOM-")] == [
+        rule.code for rule in RULES]
+
+
+def test_a_config_it_cannot_read_is_refused_before_anything_else(no_stdin: None,
+                                                                 capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", str(MESSAGES / "nanogpt-88.txt"), "no_such_config.py"]) == 2
+    assert main(["explain", str(MESSAGES / "nanogpt-88.txt"), "--no_such_knob=1"]) == 2
+    assert RunConfig().vocab_size == 0

@@ -1,0 +1,65 @@
+"""What PyTorch would print: the message of a run that is refused by a cap, its figures taken from the replay."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from fitgpt.explain.about import Run
+from fitgpt.memory.allocator import Allocator
+from fitgpt.memory.blocks import Block, rounded, segment_size
+from fitgpt.memory.expandable import ExpandableAllocator
+from fitgpt.memory.tape import RELEASE, Event
+from fitgpt.nouns import Budget
+from fitgpt.units import GiB, KiB, MiB
+
+BY_PROCESS = "Including non-PyTorch memory, this process has {process} memory in use. "
+TEXT = ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate {asked}. GPU 0 has a total capacity of {total} "
+        "of which {free} is free. {by_process}Of the allocated memory {allocated} is allocated by PyTorch, and "
+        "{unallocated} is reserved by PyTorch but unallocated. If reserved but unallocated memory is large try setting "
+        "PYTORCH_ALLOC_CONF=expandable_segments:True to avoid fragmentation.  See documentation for Memory Management  "
+        "(https://docs.pytorch.org/docs/stable/notes/cuda.html#optimizing-memory-usage-with-pytorch-cuda-alloc-conf)")
+OLD_TEXT = ("RuntimeError: CUDA out of memory. Tried to allocate {asked} (GPU 0; {total} total capacity; {allocated} "
+            "already allocated; {free} free; {reserved} reserved in total by PyTorch)")
+
+
+class Refused(NamedTuple):
+    event: Event
+    phase: str
+    text: str
+    old_text: str
+    reserved: int
+    allocated: int
+
+
+def printed(nbytes: int) -> str:
+    """As torch's format_size."""
+    if nbytes <= KiB:
+        return f"{nbytes} bytes"
+    for unit, name in ((KiB, "KiB"), (MiB, "MiB")):
+        if nbytes <= unit * KiB:
+            return f"{nbytes / unit:.2f} {name}"
+    return f"{nbytes / GiB:.2f} GiB"
+
+
+def refused(run: Run, budget: Budget) -> Refused | None:
+    """None where the run fits."""
+    cap = budget.reserve_limit
+    allocator = ExpandableAllocator(cap) if run.expandable else Allocator(cap)
+    blocks: dict[str, Block] = {}
+    for number, event in enumerate(run.tape.events):
+        if event.name == RELEASE:
+            allocator.release()
+        elif not event.alloc:
+            allocator.free(blocks.pop(event.name))
+        elif (block := allocator.alloc(event.nbytes, event.pool)) is not None:
+            blocks[event.name] = block
+        else:
+            phase = next(phase for phase, start, end in run.tape.spans() if start <= number < end)
+            allocated, reserved = sum(block.size for block in blocks.values()), allocator.reserved
+            sizes = {"asked": segment_size(rounded(event.nbytes)), "total": budget.usable, "free": cap - reserved,
+                     "allocated": allocated, "unallocated": reserved - allocated, "reserved": reserved,
+                     "process": reserved + budget.outside}
+            words = {name: printed(size) for name, size in sizes.items()}
+            words["by_process"] = BY_PROCESS.format(**words)
+            return Refused(event, phase, TEXT.format(**words), OLD_TEXT.format(**words), reserved, allocated)
+    return None

@@ -1,0 +1,199 @@
+"""The written tape against the real engine's own: every allocation and every free, in order and to the byte."""
+
+from __future__ import annotations
+
+from itertools import zip_longest
+from typing import Any
+
+import pytest
+import torch
+from traced import Seen, trace
+
+from fitgpt.config import RunConfig
+from fitgpt.engine import block
+from fitgpt.memory import gpt
+from fitgpt.memory.optimizers import GROUP
+from fitgpt.memory.passes import Passes
+from fitgpt.memory.setting import Setting
+from fitgpt.memory.tape import RELEASE, Event
+
+# No two sizes are alike by chance: the width is no power of two, the block no multiple of anything, and the last of the
+# loss's pieces is a short one.
+SHAPE: dict[str, Any] = {
+    "n_layer": 2, "n_head": 5, "n_embd": 320, "vocab_size": 1013, "batch_size": 3, "block_size": 257, "loss_chunk": 300,
+    "gradient_accumulation_steps": 2, "bias": True, "dtype": "bfloat16", "compile": False, "eval_batch_size": 2}
+PADDED = {"n_head": 7, "n_embd": 294}  # heads of 42 numbers
+IN_BACKWARD = {"step_in_backward": True, "grad_clip": 0.0, "gradient_accumulation_steps": 1}
+
+H200, ADA, TURING = Setting((9, 0)), Setting((8, 9)), Setting((7, 5))  # cuDNN's attention, flash, memory-efficient
+WINDOWS = Setting((8, 9), compiles=False)
+BY_HAND = Setting(kernel="math")
+
+CASES: dict[str, tuple[Setting, dict[str, Any]]] = {
+    "bfloat16": (H200, {}),
+    "float16, no bias, dropout": (H200, {"dtype": "float16", "bias": False, "dropout": 0.1}),
+    "float32": (H200, {"dtype": "float32"}),
+    "float32, no bias, dropout, padded": (H200, {"dtype": "float32", "dropout": 0.1, "bias": False, **PADDED}),
+    "padded, dropout": (H200, {"dropout": 0.1, **PADDED}),
+    "flash, padded": (ADA, PADDED),
+    "flash, dropout": (ADA, {"dropout": 0.1}),
+    "efficient, float16, padded": (TURING, {"dtype": "float16", **PADDED}),
+    "by hand, padded": (BY_HAND, PADDED),
+    "by hand, dropout": (BY_HAND, {"dropout": 0.1}),
+    "by hand, float32, dropout, recompute": (BY_HAND, {"dtype": "float32", "dropout": 0.1, "recompute": "input"}),
+    **{f"recompute {level}": (H200, {"recompute": level})
+       for level in ("all", "no_wide", "attention_projection", "attention", "input", "1*all,1*attention")},
+    "recompute all, float32": (H200, {"recompute": "all", "dtype": "float32"}),
+    "recompute attention, dropout, padded": (H200, {"recompute": "attention", "dropout": 0.1, **PADDED}),
+    "grad_checkpoint, dropout": (H200, {"grad_checkpoint": True, "dropout": 0.1}),
+    "bfloat16 weights": (H200, {"weights": "bfloat16"}),
+    "bfloat16 residual, dropout": (H200, {"residual": "bfloat16", "dropout": 0.1}),
+    "bfloat16 weights and residual": (H200, {"weights": "bfloat16", "residual": "bfloat16"}),
+    "bfloat16 weights, float16": (H200, {"weights": "bfloat16", "dtype": "float16", "recompute": "input"}),
+    "bfloat16 weights and residual, float32": (H200, {"weights": "bfloat16", "residual": "bfloat16",
+                                                      "dtype": "float32", "dropout": 0.1}),
+    "bfloat16 weights, embedding's rows sorted": (H200, {"weights": "bfloat16", "batch_size": 13}),
+    "one piece of loss, no accumulation": (H200, {"loss_chunk": 0, "gradient_accumulation_steps": 1}),
+    "a larger evaluation of shorter blocks": (H200, {"eval_batch_size": 7, "eval_block_size": 190}),
+    "muon": (H200, {"optimizer": "muon"}),
+    "muon, float32, no bias": (H200, {"optimizer": "muon", "dtype": "float32", "bias": False}),
+    "adam8bit": (H200, {"optimizer": "adam8bit"}),
+    "offload optimizer": (H200, {"offload": "optimizer"}),
+    "offload optimizer, bfloat16 weights": (H200, {"offload": "optimizer", "weights": "bfloat16"}),
+    "offload gradients": (H200, {"offload": "gradients"}),
+    "offload gradients, bfloat16 weights": (H200, {"offload": "gradients", "weights": "bfloat16"}),
+    "step in backward": (H200, IN_BACKWARD),
+    "step in backward, bfloat16 weights": (H200, {**IN_BACKWARD, "weights": "bfloat16"}),
+    "no Triton": (WINDOWS, {}),
+    "no Triton, float32": (WINDOWS, {"dtype": "float32", "bias": False}),
+    "no Triton, adam8bit": (WINDOWS, {"optimizer": "adam8bit", "weights": "bfloat16"}),
+    # Where compiled functions allocate their results only, and recorded work what it allocates when it is recorded:
+    "compiled": (H200, {"compile": True, "cuda_graphs": False}),
+    "compiled, dropout, recompute": (H200, {"compile": True, "dropout": 0.1, "recompute": "1*input,1*no_wide"}),
+    "compiled, no bias, bfloat16 all through": (H200, {"compile": True, "cuda_graphs": False, "bias": False,
+                                                       "weights": "bfloat16", "residual": "bfloat16"}),
+    "compiled, recorded": (H200, {"compile": True}),
+    "recorded": (H200, {"cuda_graphs": True}),
+}
+
+# What no trace of torch's operations can see, because it lives and dies inside one of them.
+UNSEEN = {
+    # the libraries' workspaces
+    "cublas", "cublaslt", "cublas of recorded work", "cublaslt of recorded work",
+    # the scratch of attention's backward kernels, and copies that some of them make of arguments in another layout
+    "attention scratch", "attention delta", "attention sums", "d × out", "delta.sum", "d.relaid", "out.relaid",
+    # partial results of a sum, and of a norm over all gradients
+    "count scratch", "norms.partial",
+    # what embedding_dense_backward sorts and sums by
+    "rows.sorted", "rows.order", "rows.segments", "rows.partials", "rows.partial offsets", "rows.offsets", "rows.sums",
+    # without Triton: the fifty temporaries of rounded.update_, for which the tape has one block (it has its own test)
+    "update",
+}
+SMALLEST = 513  # up to 512 bytes the allocator gives the same block: the tape leaves out most scalars
+
+Step = tuple[bool, int, str]  # an allocation or a free, its bytes, and whose they are
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_engine_allocates_and_frees_what_is_written_in_that_order(case: str,
+                                                                      monkeypatch: pytest.MonkeyPatch) -> None:
+    setting, knobs = CASES[case]
+    config = RunConfig(**SHAPE | knobs)
+    written, seen = written_steps(config, setting), seen_steps(config, setting, monkeypatch)
+    assert written.keys() == seen.keys()
+    for phase in seen:
+        assert not difference(written[phase], seen[phase]), f"{phase}:\n{difference(written[phase], seen[phase])}"
+
+
+@pytest.mark.parametrize("knobs", [{"weights": "bfloat16"}, {"optimizer": "adam8bit"},
+                                   {"optimizer": "adam8bit", "weights": "bfloat16"}, IN_BACKWARD],
+                         ids=["bfloat16", "8 bit", "8 bit and bfloat16", "float32"])
+def test_an_update_without_triton_holds_at_most_what_is_written(knobs: dict[str, Any],
+                                                                monkeypatch: pytest.MonkeyPatch) -> None:
+    config = RunConfig(**SHAPE | knobs | {"vocab_size": 32 * GROUP})
+    alive = highest = 0
+    for event in trace(config, WINDOWS, monkeypatch)["first_train"]:
+        if "rounded.py" in event.maker and event.nbytes >= SMALLEST:
+            alive += event.nbytes if event.alloc else -event.nbytes
+            highest = max(highest, alive)
+    assert highest == max(event.nbytes for event in gpt.write(config, WINDOWS).events if event.name == "update")
+
+
+def test_a_tensor_that_lives_too_long_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, held, linear = RunConfig(**SHAPE), list[torch.Tensor](), block.linear
+
+    def holding(inputs: torch.Tensor, *rest: Any) -> torch.Tensor:
+        held[:] = [inputs]
+        return linear(inputs, *rest)
+
+    monkeypatch.setattr(block, "linear", holding)
+    seen = seen_steps(config, H200, monkeypatch)
+    assert "h1" in difference(written_steps(config, H200)["first_eval"], seen["first_eval"])
+
+
+def test_an_allocation_of_another_size_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, norm = RunConfig(**SHAPE), Passes.norm
+    seen = seen_steps(config, H200, monkeypatch)
+
+    def forgetting_to_round(self: Passes, out: str, x: str) -> str:
+        return self.w.alloc(out, "activations", 4 * self.s.n * self.s.c) if out == "hidden" else norm(self, out, x)
+
+    monkeypatch.setattr(Passes, "norm", forgetting_to_round)
+    written = written_steps(config, H200)
+    assert {phase for phase in seen if difference(written[phase], seen[phase])} == seen.keys() - {"load"}
+
+
+def test_whatever_is_left_out_is_on_some_tape() -> None:
+    tapes = [gpt.write(RunConfig(**SHAPE | knobs), setting) for setting, knobs in CASES.values()]
+    assert {event.name for tape in tapes for event in tape.events} >= UNSEEN
+
+
+# ---- both sides, as steps that can be compared
+
+def written_steps(config: RunConfig, setting: Setting) -> dict[str, list[Step]]:
+    tape, phases = gpt.write(config, setting), dict[str, list[Step]]()
+    for phase, first, end in tape.spans():
+        if phase not in ("save", "resume", "sample"):
+            phases.setdefault("train" if phase == "step" else phase, []).extend(
+                (event.alloc, event.nbytes, event.name) for event in tape.events[first:end] if is_seen(event))
+    return phases
+
+
+def is_seen(event: Event) -> bool:
+    return event.nbytes >= SMALLEST and event.name not in UNSEEN and event.name != RELEASE
+
+
+def seen_steps(config: RunConfig, setting: Setting, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Step]]:
+    def in_plain_update(phase: str, event: Seen) -> bool:
+        return not setting.compiles and phase != "load" and "rounded.py" in event.maker
+
+    return {phase: [(event.alloc, event.nbytes, event.maker) for event in events
+                    if event.nbytes >= SMALLEST and not in_plain_update(phase, event)]
+            for phase, events in trace(config, setting, monkeypatch).items() if phase != "after"}
+
+
+def difference(written: list[Step], seen: list[Step]) -> str:
+    """Where the two first part, side by side; empty: nowhere."""
+    pairs = list(zip_longest(in_one_order(written), in_one_order(seen), fillvalue=(False, 0, "nothing")))
+    parts = next((place for place, (ours, theirs) in enumerate(pairs) if ours[:2] != theirs[:2]), None)
+    if parts is None:
+        return ""
+    lines = [f"{told(ours):45} | {told(theirs)}" for ours, theirs in pairs[max(0, parts - 5):parts + 10]]
+    return "\n".join(["written, and seen:", *lines])
+
+
+def in_one_order(steps: list[Step]) -> list[Step]:
+    """Frees with no allocation between them, smallest first: whichever goes first, the same memory is free after."""
+    ordered, freed = list[Step](), list[Step]()
+    for step in [*steps, (True, 0, "end")]:
+        if step[0]:
+            ordered += [*sorted(freed, key=lambda each: each[1]), step]
+            freed = []
+        else:
+            freed.append(step)
+    return ordered[:-1]
+
+
+def told(step: Step) -> str:
+    alloc, nbytes, name = step
+    return f"{'+' if alloc else '-'} {nbytes:>11,} {name}"

@@ -1,0 +1,60 @@
+"""src/fitgpt/fit/recorded.json: the runs of our engine whose speed was measured, as the speed estimate reads them.
+
+    python tools/recorded.py     after new results in bench/results/
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "src"), str(ROOT / "bench")]
+
+from engine import OURS  # noqa: E402
+from fitgpt.cards import match_device  # noqa: E402
+from fitgpt.config import RunConfig  # noqa: E402
+from fitgpt.knobs import build, walk  # noqa: E402
+
+RESULTS, TARGET = ROOT / "bench" / "results", ROOT / "src" / "fitgpt" / "fit" / "recorded.json"
+SHORT_RUNS = ("capped_xl_on_h200.json",)  # whose last steps are steady enough to count as a measurement
+
+
+def main() -> None:
+    runs = [run for path in sorted(RESULTS.glob("engine_*.json")) for run in from_engine(path)]
+    runs += [run for name in SHORT_RUNS if (RESULTS / name).is_file() for run in from_short_runs(RESULTS / name)]
+    TARGET.write_text(json.dumps({"schema": 1, "runs": runs}, indent=1) + "\n", encoding="utf-8")
+    print(f"wrote {TARGET.relative_to(ROOT)}: {len(runs)} runs")
+
+
+def from_engine(path: Path) -> list[dict[str, Any]]:
+    told = json.loads(path.read_text(encoding="utf-8"))
+    case = dict(told["case"])
+    case["gradient_accumulation_steps"] = case.pop("accumulation")
+    return [row_of({**case, "vocab_size": 50304, **OURS[row["contender"]]}, row["device"], row["tokens_per_s"],
+                   path, row["contender"]) for row in told["rows"] if row["contender"] in OURS and "error" not in row]
+
+
+def from_short_runs(path: Path) -> list[dict[str, Any]]:
+    found = []
+    for row in json.loads(path.read_text(encoding="utf-8"))["rows"]:
+        config = build(RunConfig, walk([str(ROOT / row["config"]), *row["flags"]], RunConfig))
+        knobs = {key: value for key, value in config.to_dict().items() if value != getattr(RunConfig, key)}
+        for key in ("out_dir", "dataset"):
+            knobs.pop(key, None)
+        found.append(row_of({**knobs, "vocab_size": config.vocab_size or 50304}, row["device_name"],
+                            row["tokens_per_s"], path, Path(row["config"]).stem))
+    return found
+
+
+def row_of(knobs: dict[str, Any], device: str, tokens_per_s: float, path: Path, name: str) -> dict[str, Any]:
+    card = match_device(device)
+    return {"card": card.name if card else re.sub("^NVIDIA ", "", device), "tokens_per_s": round(tokens_per_s),
+            "source": f"{path.relative_to(ROOT)}, {name}", "knobs": knobs}
+
+
+if __name__ == "__main__":
+    main()

@@ -77,7 +77,7 @@ def _flash(w: Writer, s: Sizes, layer: str, out: str, nbytes: int) -> list[str]:
 
 def _flash_backward(w: Writer, s: Sizes, nbytes: int) -> list[str]:
     """The queries' gradient is summed in float32. Padded heads have another layout: two arguments are copied."""
-    copies = [w.alloc(f"{part}.copy", "activations", nbytes) for part in ("d", "out")] if s.padded else []
+    copies = [w.alloc(f"{part}.relaid", "activations", nbytes) for part in ("d", "out")] if s.padded else []
     gradients = _gradients(w, nbytes)
     rows = 4 * s.b * s.heads * _up_to(s.t, FLASH_TOKENS)
     w.alloc("attention delta", "workspace", rows)
@@ -94,7 +94,7 @@ def _efficient(w: Writer, s: Sizes, layer: str, out: str, nbytes: int) -> list[s
 
 
 def _efficient_backward(w: Writer, s: Sizes, nbytes: int) -> list[str]:
-    copies = [w.alloc("d.copy", "activations", nbytes)] if s.padded else []
+    copies = [w.alloc("d.relaid", "activations", nbytes)] if s.padded else []
     gradients, rows = _gradients(w, nbytes), 4 * s.n * s.heads
     if s.product == 4:  # in half precision the kernel computes this sum itself
         w.alloc("d × out", "workspace", nbytes)
@@ -112,57 +112,35 @@ def _efficient_backward(w: Writer, s: Sizes, nbytes: int) -> list[str]:
 
 # ---- by hand, where no kernel fits: scores of T² a head
 
-def _probabilities(w: Writer, s: Sizes, nbytes: int) -> None:
-    scores = s.b * s.heads * s.t * s.t
-    w.alloc("ones", "activations", s.t * s.t)
-    w.alloc("future", "activations", s.t * s.t)
-    w.free("ones")
-    w.alloc("q.copy", "activations", nbytes)
-    w.alloc("k.copy", "activations", nbytes)
-    w.alloc("scores", "activations", s.product * scores)
-    w.free("q.copy", "k.copy")
-    w.alloc("scores.scaled", "activations", s.product * scores)
-    w.free("scores")
-    if s.product < 4:
-        w.alloc("scores.wide", "activations", 4 * scores)
-    w.alloc("scores.masked", "activations", 4 * scores)
-    w.alloc("probabilities", "activations", 4 * scores)
-    w.free("scores.masked", "future", "scores.scaled", *(["scores.wide"] if s.product < 4 else []))
-
-
 def _by_hand(w: Writer, s: Sizes, layer: str, out: str, nbytes: int) -> list[str]:
-    scores = s.b * s.heads * s.t * s.t
+    scores, spent, kept = s.b * s.heads * s.t * s.t, ["probabilities"], []
     _probabilities(w, s, nbytes)
+    if s.dropout:
+        kept = [w.alloc(f"{layer}att.mask", "activations", scores)]
+        spent.append(w.alloc("probabilities.dropped", "activations", 4 * scores))
     if s.product < 4:
-        w.alloc("probabilities.rounded", "activations", s.product * scores)
-    w.alloc("v.copy", "activations", nbytes)
-    w.alloc(out, "activations", nbytes)
-    w.free("v.copy", *(["probabilities.rounded"] if s.product < 4 else []), "probabilities")
-    return []
+        spent.append(w.alloc("probabilities.rounded", "activations", s.product * scores))
+    _product(w, s, out, nbytes, nbytes, "v.copy")
+    w.free(*reversed(spent))
+    return kept
 
 
 def _by_hand_backward(w: Writer, s: Sizes, nbytes: int) -> list[str]:
     scores, rows = s.b * s.heads * s.t * s.t, 4 * s.n * s.heads
     _probabilities(w, s, nbytes)
 
-    def product(out: str, size: int, *copies: str) -> str:
-        for copy in copies:
-            w.alloc(copy, "activations", nbytes)
-        w.alloc(out, "activations", size)
-        w.free(*copies)
-        return out
-
     def replaced(old: str, new: str, width: int) -> str:
         w.alloc(new, "activations", width * scores)
         w.free(old)
         return new
 
+    spent = [w.alloc("mask.scaled", "activations", 4 * scores)] if s.dropout else []
     kept = w.alloc("probabilities.kept", "activations", 4 * scores)
     if s.product < 4:
         kept = replaced(kept, "probabilities.rounded", s.product)
-    product("d_v", nbytes, "d.copy")
+    _product(w, s, "d_v", nbytes, nbytes, "d.copy")
     w.free(kept)
-    d_probabilities = product("d_probabilities", s.product * scores, "d.copy", "v.copy")
+    d_probabilities = _product(w, s, "d_probabilities", s.product * scores, nbytes, "d.copy", "v.copy")
     if s.product < 4:
         d_probabilities = replaced(d_probabilities, "d_probabilities.wide", 4)
     d_probabilities = replaced(d_probabilities, "d_probabilities.kept", 4)
@@ -176,10 +154,33 @@ def _by_hand_backward(w: Writer, s: Sizes, nbytes: int) -> list[str]:
     if s.product < 4:
         scaled = replaced(scaled, "d_scores", s.product)
     w.free(d_scores)
-    product("d_q", nbytes, "k.copy")
-    product("d_k", nbytes, "q.copy")
-    w.free("probabilities", d_probabilities, scaled)
+    _product(w, s, "d_q", nbytes, nbytes, "k.copy")
+    _product(w, s, "d_k", nbytes, nbytes, "q.copy")
+    w.free("probabilities", *spent, d_probabilities, scaled)
     return ["d_q", "d_k", "d_v"]
+
+
+def _probabilities(w: Writer, s: Sizes, nbytes: int) -> None:
+    scores = s.b * s.heads * s.t * s.t
+    w.alloc("ones", "activations", s.t * s.t)
+    w.alloc("future", "activations", s.t * s.t)
+    w.free("ones")
+    _product(w, s, "scores", s.product * scores, nbytes, "q.copy", "k.copy")
+    w.alloc("scores.scaled", "activations", s.product * scores)
+    w.free("scores")
+    if s.product < 4:
+        w.alloc("scores.wide", "activations", 4 * scores)
+    w.alloc("scores.masked", "activations", 4 * scores)
+    w.alloc("probabilities", "activations", 4 * scores)
+    w.free("scores.masked", "future", "scores.scaled", *(["scores.wide"] if s.product < 4 else []))
+
+
+def _product(w: Writer, s: Sizes, out: str, size: int, nbytes: int, *copies: str) -> str:
+    """Head by head: parts of qkv are copied for it, of `nbytes` each, unless padding has done so already."""
+    made = [w.alloc(copy, "activations", nbytes) for copy in copies if not s.padded]
+    w.alloc(out, "activations", size)
+    w.free(*made)
+    return out
 
 
 _FORWARD = {"cudnn": _cudnn, "flash": _flash, "efficient": _efficient, "math": _by_hand}

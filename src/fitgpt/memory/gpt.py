@@ -184,7 +184,7 @@ class Run:
             w.free("norms.partial", *norms)
         self.optimizer.step()
         if not self.records:
-            w.free(*(f"{name}.grad" for name in gradients))
+            w.free(*(f"{name}.grad" for name in reversed(gradients)))  # as a list lets go of them
         w.free("micro scale", "loss sum", self.batch)
 
 

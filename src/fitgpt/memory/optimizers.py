@@ -12,7 +12,8 @@ Parameters = Sequence[tuple[str, int, bool]]
 GROUP, SMALLEST_ROUNDED = 256, 4096  # as engine/rounded.py has them
 MUON_ROUNDS = 5  # engine/muon.py's
 AT_ONCE = 2**22  # numbers that plain torch updates at once, where there is no fused kernel
-PLAIN_COPIES = 10  # float32 tensors of that length beside each other in rounded.update_
+# … and the bytes that rounded.update_ needs for each of them at its fullest, by whether weights and states are rounded.
+PLAIN_UPDATE = {(False, False): 24, (True, False): 36, (False, True): 36, (True, True): 42}
 SCALAR = 4
 
 
@@ -45,7 +46,7 @@ class Rounded(Held):
     """8-bit states, or float32 ones for bfloat16 weights, updated in place by one kernel a parameter."""
 
     def state(self, numbers: int, matrix: bool, name: str) -> list[tuple[str, int]]:
-        if self.config.optimizer != "adam8bit" or numbers < SMALLEST_ROUNDED:
+        if not self.eight_bit(numbers):
             return [("exp_avg", 4 * numbers), ("exp_avg_sq", 4 * numbers)]
         groups = -(-numbers // GROUP)
         return [("first", numbers), ("first_scale", 4 * groups), ("second", numbers), ("second_scale", 4 * groups)]
@@ -62,8 +63,15 @@ class Rounded(Held):
 
     def apply(self, name: str, numbers: int) -> None:
         """In place where there is Triton; else piece by piece in plain torch."""
-        if not self.fused:
-            self.w.free(self.w.alloc("update", "optimizer", 4 * PLAIN_COPIES * min(numbers, AT_ONCE)))
+        if self.fused:
+            return
+        rounded = self.config.weights == "bfloat16" and (name, numbers, True) in self.parameters
+        at_once, eight_bit = min(numbers, AT_ONCE), self.eight_bit(numbers)
+        scales = 4 * -(-at_once // GROUP) if eight_bit else 0
+        self.w.free(self.w.alloc("update", "optimizer", PLAIN_UPDATE[rounded, eight_bit] * at_once + scales))
+
+    def eight_bit(self, numbers: int) -> bool:
+        return self.config.optimizer == "adam8bit" and numbers >= SMALLEST_ROUNDED
 
 
 class Muon(Held):
@@ -127,10 +135,18 @@ class Muon(Held):
 
 
 class OnHost(Held):
-    """Nothing on the card."""
+    """Nothing that stays on the card. bfloat16 crosses the bus as float32: torch widens and rounds it on the card."""
 
     def load(self) -> None:
         pass
+
+    def step(self) -> None:
+        if self.config.weights == "float32":
+            return
+        for what in ("gradient", "weights") if self.config.offload == "optimizer" else ("weights",):
+            for name, numbers, matrix in self.parameters:
+                if matrix:
+                    self.w.free(self.w.alloc(f"{name}.{what}.wide", "optimizer", 4 * numbers))
 
 
 def of(config: RunConfig, parameters: Parameters, writer: Writer, *, fused: bool = True) -> Held:

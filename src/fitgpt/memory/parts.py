@@ -190,3 +190,34 @@ class Parts:
         for name, nbytes, needed in (("cublas", self.s.workspace, True), ("cublaslt", CUBLASLT, with_bias)):
             if needed and not self.w.alive(name + of):
                 self.w.alloc(name + of, "workspace", nbytes)
+
+    # ---- the loss
+
+    def cross_entropy(self, rows: int, *, gradient: bool) -> None:
+        w, s = self.w, self.s
+        if s.triton:
+            w.alloc("losses", "other", 4 * rows)
+        else:
+            self._plain_cross_entropy(rows, gradient=gradient)
+        if gradient:
+            w.alloc("losses.sum", "other", SCALAR)
+        w.free("losses")
+        if gradient:
+            w.free("losses.sum")
+
+    def _plain_cross_entropy(self, rows: int, *, gradient: bool) -> None:
+        """loss.plain_cross_entropy_: in float32, in a copy of the piece where logits are rounded."""
+        w, s = self.w, self.s
+        spent = [w.alloc("logits.wide", "logits", 4 * rows * s.vocab)] if s.product < 4 else []
+        spent += [w.alloc("counted", "other", rows), w.alloc("chosen", "other", 8 * rows)]
+        w.free(w.alloc("highest", "other", 4 * rows))
+        spent += [w.alloc(name, "other", 4 * rows) for name in ("target logits", "exp sums")]
+        if gradient:
+            spent.append(w.alloc("weight", "other", 4 * rows))
+            for each in ("weight / sums", "-weight"):
+                w.free(w.alloc(each, "other", 4 * rows))
+        w.alloc("log", "other", 4 * rows)
+        w.alloc("difference", "other", 4 * rows)
+        w.free("log")
+        w.alloc("losses", "other", 4 * rows)
+        w.free("difference", *spent)

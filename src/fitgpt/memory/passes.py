@@ -116,27 +116,6 @@ class Passes(Parts):
             w.free("targets")
         w.free("hidden")
 
-    def cross_entropy(self, rows: int, *, gradient: bool) -> None:
-        w, s = self.w, self.s
-        if s.triton:
-            w.alloc("losses", "other", 4 * rows)
-        else:
-            self._plain_cross_entropy(rows, gradient=gradient)
-        if gradient:
-            w.alloc("losses.sum", "other", SCALAR)
-        w.free("losses")
-        if gradient:
-            w.free("losses.sum")
-
-    def _plain_cross_entropy(self, rows: int, *, gradient: bool) -> None:
-        """In float32: a copy of the piece where logits are rounded."""
-        w, s = self.w, self.s
-        if s.product < 4:
-            w.alloc("logits.wide", "logits", 4 * rows * s.vocab)
-        w.alloc("losses", "other", 4 * rows)
-        if s.product < 4:
-            w.free("logits.wide")
-
     # ---- training
 
     def accumulate(self, idx: str, levels: Sequence[str], loss: str) -> None:
@@ -239,7 +218,8 @@ class Passes(Parts):
             w.free(before)
 
     def state_names(self, prefix: str) -> list[str]:
-        return [name for name in (f"{prefix}lse", f"{prefix}seed", f"{prefix}offset") if self.w.alive(name)]
+        return [name for name in (f"{prefix}{part}" for part in ("lse", "seed", "offset", "att.mask"))
+                if self.w.alive(name)]
 
     def again_qkv(self, prefix: str, keeps: frozenset[str]) -> bool:
         """qkv, computed again where it was not kept; whether h1 is there too."""

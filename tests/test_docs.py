@@ -97,7 +97,7 @@ def test_the_owners_of_nanogpts_peak_add_up_to_the_recorded_one() -> None:
     eager = [row for row in tool.read_rows("nanogpt_h200.json") if not row["config"]["compile"]]
     assert len(eager) == 3
     for row in eager:
-        total = sum(nbytes for _, _, nbytes in tool.nanogpt_owners(row["config"]))
+        total = sum(nbytes for _, _, nbytes in tool.memory_page.nanogpt_owners(row["config"]))
         assert abs(total / row["train_peak"] - 1) < 0.0015, row["name"]
 
 

@@ -47,6 +47,12 @@ VERBS = {verb.name: verb for verb in (
           "fitgpt plan config/train_fineweb.py --gpu 4070 --others 2.1GiB --batch_size=32",
           "fitgpt plan config/notes_77m.py --gpu 4070 --trainer nanogpt --options",
           "fitgpt plan config/gpt2_124m.py --all-cards --tokens 10B"), config_files=True, raw=True),
+    Verb("fit", "Find the fastest settings that fit a card, and say why.", "options:FitOptions", "fitting:fit",
+         "fitgpt fit [config.py ...] [--gpu NAME] [--allow WHAT] [-o FILE] [--knob=value ...]",
+         ("fitgpt fit config/train_fineweb.py --gpu 4070",
+          "fitgpt fit config/gpt2_350m.py --gpu 4070 --allow lossy -o config/my_4070.py",
+          "fitgpt fit config/gpt2_124m.py --gpu 3060 --goal largest-model",
+          "fitgpt fit config/train_fineweb.py --measure"), config_files=True, raw=True),
     Verb("cards", "List the cards that can be planned for.", "options:CardsOptions", "planner:list_cards",
          "fitgpt cards [NAME] [--json]", ("fitgpt cards", "fitgpt cards 4070")),
     Verb("train", "Train a GPT, or go on with one.", "config:RunConfig", "supervise:train",
@@ -73,7 +79,7 @@ VERBS = {verb.name: verb for verb in (
     Verb("explain", "Say why memory ran out, or where it is, and what would change it.", "options:ExplainOptions",
          "explaining:explain", "fitgpt explain [FILE or RUN or -] [config.py ...] [--knob=value ...]",
          ("fitgpt explain oom.txt config/train_fineweb.py",
-          "python train.py config/x.py 2>&1 | fitgpt explain config/x.py --trainer=nanogpt",
+          "fitgpt explain - config/notes_77m.py --trainer=nanogpt",
           "fitgpt explain --reading 6582MiB --process 4464MiB --gpu 4070 config/notes_30m.py",
           "fitgpt explain runs/fineweb"), config_files=True, raw=True),
     Verb("watch", "See what a card and the run on it are doing.", "options:WatchOptions", "watch:watch",
@@ -88,7 +94,7 @@ VERBS = {verb.name: verb for verb in (
          "fitgpt serve [RUN] [--knob=value ...]", ("fitgpt serve", "fitgpt serve --no-browser --port=9000")),
     Verb("completion", "Print what lets a shell complete verbs and flags.", "options:CompletionOptions",
          "completion:completion", "fitgpt completion [bash|zsh|fish]",
-         ("source <(fitgpt completion bash)", "fitgpt completion fish > ~/.config/fish/completions/fitgpt.fish")),
+         ("fitgpt completion bash", "fitgpt completion fish")),
 )}
 
 # What a missing package means to the user: the extra that brings it.
@@ -183,7 +189,7 @@ def _load(place: str) -> Any:
 
 
 def overview() -> str:
-    verbs = "\n".join(f"  {verb.name:<10}{verb.summary}" for verb in VERBS.values())
+    verbs = "\n".join(f"  {verb.name:<12}{verb.summary}" for verb in VERBS.values())
     return (f"fitgpt {__version__} trains small GPTs on the card you have.\n\nusage: fitgpt VERB ...\n\n{verbs}\n\n"
             "  fitgpt VERB --help   what a verb takes\n"
             "  fitgpt --version\n\nTo see it work: fitgpt demo\n")

@@ -136,10 +136,11 @@ def card_verdicts(config: RunConfig, trainer: str = "fitgpt", others: int = 0,
 
 
 def same_tape(config: RunConfig, setting: Setting) -> tuple[Any, ...]:
-    """What a tape depends on: where two settings agree in it, so do their tapes."""
+    """What a tape depends on: where two settings agree in it, so do their tapes, but for a norm's partial sums, a few
+    MiB that grow with the number of multiprocessors."""
     settled = forecast.settled(config, setting)
     return (settled.dtype, settled.compile, setting.workspace, setting.attention(settled), setting.torch,
-            setting.expandable)
+            setting.expandable, setting.cache)
 
 
 def _replays(config: RunConfig, setting: Setting, trainer: str) -> list[str]:

@@ -10,8 +10,11 @@ from dataclasses import replace
 import pytest
 
 from fitgpt.memory.allocator import needs, replay, reserved_range
+from fitgpt.memory.aten import H200, Gpu, norm_partials, sum_over_rows
+from fitgpt.memory.inductor import Graph, Kernel, Made, Step, plan
 from fitgpt.memory.nanogpt import write
 from fitgpt.memory.nanorun import NanoGPTRun
+from fitgpt.memory.setting import Setting
 from fitgpt.nouns import GPTConfig
 
 SMALL = NanoGPTRun(n_layer=2, n_head=4, n_embd=64, batch_size=4, block_size=32, vocab_size=512,
@@ -42,7 +45,8 @@ def test_every_run_ends_with_what_train_py_keeps(dtype: str, bias: bool, dropout
     tape = write(run)
     kept = {(name.split(" ")[0].rstrip("'0123456789"), event.owner) for name, event in tape.alive_at_end().items()
             if event.owner not in ("weights", "optimizer")}
-    assert kept == {("cublas", "workspace"), ("logits", "logits"), ("loss", "other"), ("X", "data")}
+    workspaces = {("cublas", "workspace")} | ({("cublaslt", "workspace")} if bias else set())
+    assert kept == workspaces | {("logits", "logits"), ("loss", "other"), ("X", "data")}
     weights = sum(numbers for _, numbers, _ in run.parameters())
     end = bytes_by_owner(run, len(tape.events))
     assert end["weights"] == 4 * weights
@@ -103,8 +107,9 @@ def test_dropout_keeps_a_byte_a_number_for_each_mask() -> None:
     assert mask_bytes(replace(SMALL, dropout=0.1)) == (2 * L + 1) * N * C
 
 
-def test_a_12_layer_replay_takes_at_most_20_ms_of_processor_time() -> None:
-    tape = write(NanoGPTRun(compile=False), eval_batches=2, iterations=2, micro_steps=2)
+@pytest.mark.parametrize(("compiled", "micro_steps"), [(False, 2), (True, 4)])
+def test_a_12_layer_replay_takes_at_most_20_ms_of_processor_time(compiled: bool, micro_steps: int) -> None:
+    tape = write(NanoGPTRun(compile=compiled), eval_batches=2, iterations=2, micro_steps=micro_steps)
     best = math.inf
     for _ in range(60):  # the best of many, spread over seconds: a shared machine has slow spells
         start = time.process_time()
@@ -138,3 +143,132 @@ def test_what_is_reserved_is_a_range_where_the_order_of_addresses_decides() -> N
     low, high = reserved_range(tape)
     assert low == replay(tape).reserved
     assert high - low > 2 * 10**9
+
+
+# ---- torch's own kernels
+
+@pytest.mark.parametrize(("rows", "columns", "nbytes"), [
+    (8192, 768, 50_331_648), (8192, 3072, 138_412_032), (8192, 2304, 139_198_464), (1024, 576, 4_718_592)])
+def test_a_sum_over_rows_has_the_scratch_that_was_recorded(rows: int, columns: int, nbytes: int) -> None:
+    assert sum_over_rows(rows, columns, H200)[0] == nbytes
+
+
+def test_a_sum_over_few_rows_has_no_scratch() -> None:
+    assert sum_over_rows(512, 768, H200) == []
+
+
+def test_a_card_with_fewer_multiprocessors_splits_a_wide_sum_among_fewer_blocks() -> None:
+    small = Gpu(sms=46, threads=1536)
+    assert sum_over_rows(8192, 3072, small)[0] < sum_over_rows(8192, 3072, H200)[0]
+
+
+def test_norms_of_all_gradients_have_as_many_partial_sums_each_as_the_largest() -> None:
+    assert norm_partials([50304 * 256, *[1] * 20]) == 16_548  # as recorded
+
+
+@pytest.mark.parametrize(("capability", "sms", "true_mib"), [
+    pytest.param((8, 6), 28, 3, id="RTX 3060"), pytest.param((8, 6), 82, 6, id="RTX 3090"),
+    pytest.param((8, 9), 24, 24, id="RTX 4060"), pytest.param((8, 9), 46, 36, id="RTX 4070"),
+    pytest.param((8, 9), 128, 72, id="RTX 4090"), pytest.param((12, 0), 170, 96, id="RTX 5090"),
+    pytest.param((8, 0), 108, 40, id="A100"), pytest.param((9, 0), 132, 60, id="H200")])
+def test_a_cards_cache_is_never_taken_for_smaller_than_it_is(capability: tuple[int, int], sms: int,
+                                                             true_mib: int) -> None:
+    assert Setting(capability, sms=sms).cache >= true_mib * 2**20
+
+
+def test_the_defaults_are_an_h200s() -> None:
+    setting = Setting((9, 0), sms=132)
+    assert (setting.workspace, setting.sms, setting.threads, setting.cache) == (
+        H200.workspace, H200.sms, H200.threads, H200.cache)
+
+
+# ---- the compiler's plan
+
+def half(name: str, nbytes: int = 100) -> Made:
+    return Made(name, "activations", nbytes, "half")
+
+
+def chain(*kernels: Kernel, keeps: str = "end") -> list[Step]:
+    """A plan of kernels before which, and after which, nothing else is alive."""
+    return plan(Graph(kernels, frozenset({keeps}))).steps
+
+
+def test_an_output_overwrites_an_input_that_nobody_reads_any_more() -> None:
+    steps = chain(Kernel((half("up"),)), Kernel((half("gelu"),), ("up",), over={"gelu": ("up",)}),
+                  Kernel((half("end", 8),), ("gelu",)))
+    assert [(step.do, step.name) for step in steps] == [("alloc", "up"), ("alloc", "end"), ("free", "up")]
+
+
+def test_an_output_does_not_overwrite_an_input_that_is_read_later() -> None:
+    steps = chain(Kernel((half("up"),)), Kernel((half("gelu"),), ("up",), over={"gelu": ("up",)}),
+                  Kernel((half("end", 8),), ("gelu", "up")))
+    assert [step.name for step in steps if step.do == "alloc"] == ["up", "gelu", "end"]
+
+
+def waiting(last: int) -> list[Step]:
+    """a is spent two kernels before c, its like, is made; `last` bytes are alive at the end beside what is kept."""
+    return chain(Kernel((half("a"),)), Kernel((half("b", 8),), ("a",)), Kernel((half("b2", 8),), ("b",)),
+                 Kernel((half("c"),), ("b2",)), Kernel((half("d", last),), ("c",)), Kernel((half("end", 8),), ("d",)))
+
+
+def test_a_spent_buffer_is_taken_by_its_like_where_the_wait_does_not_raise_the_peak() -> None:
+    assert [step.name for step in waiting(300) if step.do == "alloc"].count("c") == 0
+    assert Step("alloc", "c", "activations", 100) in waiting(4)
+
+
+def test_a_graph_that_hands_out_much_reuses_little() -> None:
+    """What it hands out is taken for freed at the start: beside large logits, nothing before seems to be a peak."""
+    def steps(handed_out: int) -> list[Step]:
+        return chain(Kernel((half("early", 300),)), Kernel((half("a"),), ("early",)), Kernel((half("b", 8),), ("a",)),
+                     Kernel((half("b2", 8),), ("b",)), Kernel((half("c"),), ("b2",)), Kernel((half("d", 8),), ("c",)),
+                     Kernel((half("end", handed_out),), ("d",)))
+
+    assert Step("alloc", "c", "activations", 100) not in steps(8)
+    assert Step("alloc", "c", "activations", 100) in steps(10**6)
+
+
+def test_a_block_goes_by_the_name_of_what_is_handed_out_in_it() -> None:
+    steps = chain(Kernel((half("x"),)), Kernel((half("end"),), ("x",), over={"end": ("x",)}))
+    assert steps == [Step("alloc", "end", "activations", 100)]
+
+
+def test_a_gradient_may_end_up_in_a_block_that_attention_allocated() -> None:
+    """In float32 and with one sequence, the positions' gradient is as large as a value's."""
+    run = replace(SMALL, compile=True, dtype="float32", batch_size=1)
+    assert replay(write(run)).failed is None
+
+
+def test_kernels_are_timed_only_when_they_first_run() -> None:
+    """The buffer that empties the card's cache passes by at first calls, and never in a later step."""
+    tape = write(replace(SMALL, compile=True))
+    phases = {phase for phase, start, end in tape.spans()
+              if any(event.name == "timing" for event in tape.events[start:end])}
+    assert phases == {"first_eval", "first_train"}
+
+
+@pytest.mark.parametrize(("batch", "kept"), [(2, {"0.ln_1.normed"}), (3, {"tok_emb", "pos_emb", "0.ln_1.mean"})])
+def test_what_the_first_norm_keeps_depends_on_how_many_sequences_share_positions(batch: int, kept: set[str]) -> None:
+    names = {event.name for event in write(replace(SMALL, compile=True, batch_size=batch)).events}
+    assert names & {"0.ln_1.normed", "tok_emb", "pos_emb", "0.ln_1.mean"} == kept
+
+
+def test_a_compiled_float32_run_keeps_the_logits_gradient_through_the_whole_backward_pass() -> None:
+    """Their product with the head's input is added to the embedding's gradient, which comes last."""
+    def position(dtype: str) -> tuple[int, int]:
+        events = write(replace(SMALL, compile=True, dtype=dtype), iterations=1, micro_steps=1).events
+        freed = next(i for i, event in enumerate(events) if event.name == "d logits" and not event.alloc)
+        return freed, next(i for i, event in enumerate(events) if event.name == "0.qkv.weight.grad" and event.alloc)
+
+    freed, first_layer = position("float32")
+    assert freed > first_layer
+    freed, first_layer = position("bfloat16")
+    assert freed < first_layer
+
+
+def test_compiled_code_pads_a_vocabulary_to_a_multiple_of_eight_in_half_precision() -> None:
+    def logits(vocab: int, dtype: str) -> int:
+        events = write(replace(SMALL, compile=True, dtype=dtype, vocab_size=vocab)).events
+        return next(event.nbytes for event in events if event.name.startswith("logits of "))
+
+    assert logits(65, "bfloat16") == 2 * N * 72
+    assert logits(65, "float32") == 4 * N * 65

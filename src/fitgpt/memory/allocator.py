@@ -19,11 +19,11 @@ from .blocks import ROUND, ROUND_SEGMENT, SMALL, Block, rounded, segment_size
 from .expandable import ExpandableAllocator
 from .tape import ORDINARY, RECORDED, RELEASE, Event, Tape
 
-# Where the driver puts segments: small ones one above the other, from here on each below the last. No document says so:
-# of the orders tried it is the one under which recorded eager runs replay to the byte (and any bound of 21 to 512 MiB
-# does). Addresses only decide between free blocks of one size.
-DESCENDING = 32 * MiB
-ALWAYS_ASCENDING = 2**62
+# Where the driver puts segments: from this size on each below the last, smaller ones one above the other. No document
+# says so: recorded runs show large segments going down and others filling gaps, and replay best with all going down.
+# Addresses only decide between free blocks of one size.
+DESCENDING = 0
+HALF_ASCENDING, ALWAYS_ASCENDING = 32 * MiB, 2**62  # other orders that a driver may have
 
 
 class Pool(list[tuple[int, int, Block]]):
@@ -227,7 +227,7 @@ def reserved_range(tape: Tape, free_run: Timeline | None = None) -> tuple[int, i
     One block in another place can move what is reserved by gigabytes: where the two differ, no single number is sure.
     `free_run` is the replay in the usual order, where there is one already.
     """
-    found = [replay(tape, descending=bound).reserved for bound in (0, ALWAYS_ASCENDING)]
+    found = [replay(tape, descending=bound).reserved for bound in (HALF_ASCENDING, ALWAYS_ASCENDING)]
     found.append((free_run or replay(tape)).reserved)
     return min(found), max(found)
 

@@ -8,19 +8,22 @@ copy, so a logit costs 8 bytes forward and 12 inside nll_loss's backward.
 
 from __future__ import annotations
 
-from .nanorun import SCALAR, NanoGPTRun, padded_width
+from . import aten
+from .aten import CUBLASLT, Attention, Gpu
+from .nanorun import SCALAR, NanoGPTRun
 from .tape import Writer
 
-SIMPLE_EMBEDDING = 3072  # up to so many indices the embedding's backward sorts nothing
+SIMPLE_EMBEDDING = aten.SIMPLE_EMBEDDING
 
 
 class EagerGPT:
-    def __init__(self, run: NanoGPTRun, writer: Writer, workspace: int) -> None:
-        self.r, self.w, self.workspace = run, writer, workspace
+    def __init__(self, run: NanoGPTRun, writer: Writer, gpu: Gpu) -> None:
+        self.r, self.w, self.gpu = run, writer, gpu
         self.n, self.c = run.tokens, run.n_embd
         self.half = run.dtype != "float32"
         self.width = 2 if self.half else 4  # bytes of a number where autocast lowers
-        self.padded = padded_width(run)
+        self.attend = Attention(run, writer, gpu)
+        self.padded = self.attend.padded
         self.casts: list[tuple[str, bool]] = []   # name, and whether a product saves it
         self.accumulate = False                   # whether this backward finds gradients to add to
         self.raw: list[tuple[str, int]] = []      # gradients of the last product, not yet with their parameters
@@ -111,28 +114,20 @@ class EagerGPT:
             self.cast_input(source, inputs)
         self.w.alloc(name, "activations", self.width * self.n * outputs)
         if not self.w.alive("cublas"):
-            self.w.alloc("cublas", "workspace", self.workspace)
+            self.w.alloc("cublas", "workspace", self.gpu.workspace)
+            if self.r.bias:
+                self.w.alloc("cublaslt", "workspace", CUBLASLT)
 
     def attention(self, i: int, grad: bool) -> None:
-        """cuDNN's, which torch prefers on sm_90 and sm_100: two scalars for dropout, the output, and a number a row.
-
-        Heads that are no multiple of 8 wide go to flash attention instead, which pads queries, keys and values, and
-        whose padded output is then copied to its own width; no recorded eager run does.
-        """
-        w, n = self.w, self.n
-        wide = self.width * n * self.padded
-        if wide:
-            for part in "qkv":
-                w.alloc(f"{i}.{part}", "activations", wide)
-        w.alloc(f"{i}.seed", "activations", 8)
-        w.alloc(f"{i}.offset", "activations", 8)
-        w.alloc(f"{i}.attention.wide" if wide else f"{i}.attention", "activations", wide or self.width * n * self.c)
-        if grad:
-            w.alloc(f"{i}.lse", "activations", 4 * n * self.r.n_head)
-        else:
-            w.free(f"{i}.seed", f"{i}.offset", *self.padded_inputs(i))
-        if wide:
-            w.alloc(f"{i}.attention", "activations", self.width * n * self.c)
+        """Heads that are no multiple of 8 wide are padded before, and the output copied to its own width after."""
+        w = self.w
+        for part in self.padded_inputs(i):
+            w.alloc(part, "activations", self.attend.out)
+        self.attend.forward(i, {}, grad=grad)
+        if self.padded:
+            if not grad:
+                w.free(*self.padded_inputs(i))
+            w.alloc(f"{i}.attention", "activations", self.width * self.n * self.c)
             if not grad:
                 w.free(f"{i}.attention.wide")
 
@@ -191,6 +186,7 @@ class EagerGPT:
         w.free("d pos_emb", "positions")
         self.embedding_backward("wte", n)
         w.free(dx, inputs)
+        self.tie()
 
     def block_backward(self, i: int) -> None:
         w, n, c = self.w, self.n, self.c
@@ -201,7 +197,8 @@ class EagerGPT:
         self.linear_backward(f"{i}.up", "d up", f"{i}.ln_2.out", c, 4 * c)
         self.norm_backward(f"{i}.ln_2", f"{i}.x", c, f"{i}.up")
 
-        self.linear_backward(f"{i}.proj", self.branch_gradient(f"{i}.proj"), None, c, c)
+        self.linear_backward(f"{i}.proj", self.branch_gradient(f"{i}.proj"), f"{i}.attention" if self.padded else None,
+                             c, c)
         self.settle(f"{i}.proj")
         self.attention_backward(i)
         self.linear_backward(f"{i}.qkv", "d qkv", f"{i}.ln_1.out", c, 3 * c)
@@ -232,9 +229,13 @@ class EagerGPT:
             w.alloc("d input", "activations", self.width * self.n * inputs)
             raw.append((f"{name}.bias", outputs))
         for each, numbers in raw:
-            w.alloc(f"{each}.raw" if self.half else self.fresh(each), "gradients", self.width * numbers)
-        if not w.alive("cublas of backward"):
-            w.alloc("cublas of backward", "workspace", self.workspace)
+            w.alloc(f"{each}.raw" if self.half or name == "wte" else self.fresh(each), "gradients",
+                    self.width * numbers)
+            if each.endswith(".bias"):
+                sums = enumerate(aten.sum_over_rows(self.n, outputs, self.gpu))
+                w.free(*[w.alloc(f"sum over rows {at}", "workspace", nbytes) for at, nbytes in sums])
+            elif not w.alive("cublas of backward"):
+                w.alloc("cublas of backward", "workspace", self.gpu.workspace)
         if len(raw) == 1:
             w.alloc("d input", "activations", self.width * self.n * inputs)
         if incoming != "dx":
@@ -279,40 +280,37 @@ class EagerGPT:
             w.free(*gradients)
 
     def attention_backward(self, i: int) -> None:
-        """Three gradients, gathered into one; the queries' are summed in float32, beside a number a row and head."""
-        w, r, n = self.w, self.r, self.n
-        wide = self.width * n * (self.padded or self.c)
-        spent = [f"{i}.{part}" for part in ("lse", "seed", "offset", "attention")]
-        spent += [f"{i}.attention.wide", *self.padded_inputs(i)] if self.padded else [f"{i}.qkv"]
+        """Three gradients, gathered into one; padded ones are first cut to their own width, then laid out anew."""
+        w, narrow = self.w, self.width * self.n * self.c
+        spent = [name for name, _ in self.attend.made(i)]
+        spent += self.padded_inputs(i) if self.padded else [f"{i}.qkv"]
         incoming = "d input"
         if self.padded:
-            incoming = w.alloc("d attention.wide", "activations", wide)
+            incoming = w.alloc("d attention.wide", "activations", self.attend.out)
             w.free("d input")
-        parts = [w.alloc(f"d {part}", "activations", wide) for part in "qkv"]
-        w.free(w.alloc("attention scratch", "workspace", 4 * n * (self.c + r.n_head)))
+        parts = self.attend.backward(i, {})
         w.free(incoming, *spent)
-        w.alloc("d qkv", "activations", 3 * self.width * n * self.c)
+        if self.padded:
+            for suffix in (".narrow", ".relaid"):
+                for at, part in reversed(list(enumerate(parts))):
+                    parts[at] = w.alloc(f"d {'qkv'[at]}{suffix}", "activations", narrow)
+                    w.free(part)
+        w.alloc("d qkv", "activations", 3 * narrow)
         w.free(*parts)
 
     def embedding_backward(self, name: str, indices: int) -> None:
-        """Many indices are sorted first, and sums of ten rows of equal ones kept apart before they are added up."""
         w, r = self.w, self.r
-        rows = r.vocab_size if name == "wte" else r.block_size
         gradient = "wte.embedding" if name == "wte" else self.fresh(name)
-        if indices > SIMPLE_EMBEDDING:
-            segments = min(indices, rows)
-            partial = indices // 10 + segments
-            scratch = [w.alloc(f"{name}.{part}", "workspace", 8 * indices) for part in ("sorted", "order", "range")]
-            w.free(w.alloc(f"{name}.sort", "workspace", 16 * indices), scratch.pop())
-            w.alloc(gradient, "gradients", 4 * rows * self.c)
-            scratch += [w.alloc(f"{name}.{part}", "workspace", 8 * numbers) for part, numbers in (
-                ("segments", indices), ("partials", segments), ("partial offsets", segments), ("offsets", partial))]
-            scratch.append(w.alloc(f"{name}.sums", "workspace", 4 * partial * self.c))
-            w.free(*scratch)
-        else:
-            w.alloc(gradient, "gradients", 4 * rows * self.c)
-        if name == "wte":
-            w.free(gradient)  # added in place to the head's
-            gradient = self.fresh(name)
+        aten.embedding_backward(w, name, gradient, indices, r.vocab_size if name == "wte" else r.block_size, self.c)
+        if self.accumulate and name != "wte":
+            w.free(gradient)
+
+    def tie(self) -> None:
+        """The embedding's gradient is added in place to the head's; in float32, where that one is transposed, anew."""
+        w, gradient = self.w, self.fresh("wte")
+        if not self.half:
+            w.alloc(gradient, "gradients", 4 * self.r.vocab_size * self.c)
+            w.free("wte.raw")
+        w.free("wte.embedding")
         if self.accumulate:
             w.free(gradient)

@@ -10,6 +10,7 @@ from ..nouns import Budget, Forecast, MemoryPlan, PhaseForecast
 from ..units import MiB
 from . import gpt, nanogpt, sampling, words
 from .allocator import Timeline, needs, replay, reserved_range
+from .aten import Gpu
 from .nanorun import NanoGPTRun
 from .setting import Setting
 from .tape import Tape
@@ -20,7 +21,8 @@ TRAINERS = ("fitgpt", "nanogpt")
 def tape_of(config: RunConfig, setting: Setting, trainer: str = "fitgpt") -> Tape:
     """All that the run allocates and frees. `config.vocab_size` 0 means GPT-2's, padded."""
     if trainer == "nanogpt":
-        return nanogpt.write(nanogpt_run(config), workspace=setting.workspace)
+        gpu = Gpu(setting.workspace, setting.sms, setting.threads, setting.cache, setting.attention(config, trainer))
+        return nanogpt.write(nanogpt_run(config), gpu=gpu)
     return gpt.write(config, setting)
 
 

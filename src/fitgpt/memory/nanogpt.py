@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from ..units import MiB
+from .aten import H200, Gpu, norm_partials
 from .compiled import CompiledGPT
 from .eager import EagerGPT
 from .nanorun import SCALAR, NanoGPTRun
@@ -26,19 +26,19 @@ class Model(Protocol):
     def backward(self, inputs: str, targets: str, *, accumulate: bool) -> None: ...
 
 
-def write(run: NanoGPTRun, *, workspace: int = 32 * MiB, eval_batches: int = 2, iterations: int = 2,
+def write(run: NanoGPTRun, *, gpu: Gpu = H200, eval_batches: int = 2, iterations: int = 0,
           micro_steps: int = 4) -> Tape:
     """The tape of a run with `eval_batches` of each split and that many iterations between two evaluations.
 
-    `workspace` is cuBLAS's, 32 MiB on sm_90 and 8,519,680 bytes on older cards; the main thread has one and autograd's
-    another. `micro_steps` is the most that are written of an iteration: beyond four, only odd or even was seen to
-    matter. Two iterations reach the recorded figures; three are wanted to see whether `reserved_range` is a range.
+    `micro_steps` is the most that are written of an iteration: beyond four, only odd or even was seen to matter. Of
+    iterations, three, or four of single steps: what is reserved was seen to grow until the third, and whether the last
+    one is even or odd to matter.
     """
     writer = Writer()
-    model = (CompiledGPT if run.compile else EagerGPT)(run, writer, workspace)
+    model = (CompiledGPT if run.compile else EagerGPT)(run, writer, gpu)
     asked = run.gradient_accumulation_steps
     written = asked if asked <= micro_steps else micro_steps - (asked - micro_steps) % 2
-    return Loop(run, writer, model, max(written, 1)).run(eval_batches, iterations)
+    return Loop(run, writer, model, max(written, 1)).run(eval_batches, iterations or (3 if written > 1 else 4))
 
 
 class Loop:
@@ -124,19 +124,46 @@ class Loop:
                 w.free("scaled loss")
 
     def step(self, *, first: bool) -> None:
-        """Clipping's norms are a few KiB; fused AdamW makes its state at the first step, the decayed matrices first."""
+        """Fused AdamW makes its state at the first step, the decayed matrices first."""
         w = self.w
         if self.scaled:
-            w.alloc("found_inf", "optimizer", SCALAR)
+            self.unscale()
         if self.r.grad_clip:
-            for name, _, _ in self.parameters:
-                w.alloc(f"{name}.norm", "other", SCALAR)
-            w.free(*(f"{name}.norm" for name, _, _ in self.parameters))
+            self.clip()
+        if self.scaled:
+            w.alloc("found_inf of all", "other", SCALAR)
         if first:
             for name, numbers, _ in sorted(self.parameters, key=lambda each: not each[2]):
                 w.alloc(f"{name}.step", "optimizer", SCALAR)
                 w.alloc(f"{name}.exp_avg", "optimizer", 4 * numbers)
                 w.alloc(f"{name}.exp_avg_sq", "optimizer", 4 * numbers)
         if self.scaled:
-            w.free("found_inf")
+            w.free("found_inf of all", "found_inf")
         w.free(*(f"{name}.grad" for name, _, _ in self.parameters))
+
+    def unscale(self) -> None:
+        """Scalars: the scale's inverse, and whether a gradient is not finite."""
+        w = self.w
+        w.alloc("inverse.wide", "other", 2 * SCALAR)
+        w.alloc("scale.wide", "other", 2 * SCALAR)
+        w.free("scale.wide")
+        w.alloc("found_inf", "other", SCALAR)
+        w.free("inverse.wide")
+        w.free(*[w.alloc(f"unscale {at}", "other", SCALAR) for at in range(3)])
+
+    def clip(self) -> None:
+        """Partial sums of all gradients' squares, a norm each, then their norm and what it scales by."""
+        w, names = self.w, [f"{name}.norm" for name, _, _ in self.parameters]
+        w.alloc("partial norms", "other", norm_partials([numbers for _, numbers, _ in self.parameters]))
+        for name in names:
+            w.alloc(name, "other", SCALAR)
+        w.free("partial norms")
+        w.alloc("all norms", "other", SCALAR * len(names))
+        w.alloc("norm", "other", SCALAR)
+        w.free("all norms", *names)
+        w.alloc("norm + 1e-6", "other", SCALAR)
+        w.alloc("1 / norm", "other", SCALAR)
+        w.alloc("coefficient", "other", SCALAR)
+        w.free("1 / norm", "norm + 1e-6")
+        w.alloc("clamped", "other", SCALAR)
+        w.free("coefficient", "clamped", "norm")

@@ -35,6 +35,23 @@ class Setting:
     def workspace(self) -> int:
         return BIG_WORKSPACE if self.capability >= (9, 0) else WORKSPACE
 
+    @property
+    def threads(self) -> int:
+        """That a multiprocessor holds at once: the CUDA programming guide's table."""
+        if self.capability == (7, 5):
+            return 1024
+        return 2048 if self.capability in ((6, 0), (7, 0), (8, 0), (9, 0), (10, 0), (10, 3)) else 1536
+
+    @property
+    def cache(self) -> int:
+        """The card's second-level cache, or more: the largest of its kind, so that a plan is never too low for it.
+
+        Spec sheets, MiB: RTX 3060 3, 3090 6; 4060 24, 4070 36, 4070 Ti 48, 4090 72, L40 96; 5070 48, 5090 96; A100 40,
+        B200 126. The H200's was seen.
+        """
+        known = {(8, 0): 40, (9, 0): 60, (10, 0): 126, (10, 3): 126}.get(self.capability)
+        return (known or (6 if self.capability < (8, 9) else 48 if self.sms <= 60 else 96)) * MiB
+
     def attention(self, config: RunConfig, trainer: str = "fitgpt") -> str:
         """torch's choice among its kernels: cudnn, flash, efficient or math. fitgpt pads heads before it asks."""
         if self.kernel:

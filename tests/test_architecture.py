@@ -28,11 +28,13 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("interop",),
     ("fit", "explain"),
     ("weights", "run", "verbs", "demo", "wandb", "child", "supervise", "watch", "doctor", "asktorch", "report",
-     "planner", "asked", "place", "outlook", "explaining"),
+     "planner", "asked", "place", "outlook", "explaining", "fitting", "timing"),
+    ("web",),
     ("cli", "__main__"),
 )
 LEVEL_OF = {part: level for level, parts in enumerate(LEVELS) for part in parts}
-FOLDERS = {"engine", "data", "memory", "show", "interop", "fit", "explain"}  # siblings that do not know of each other
+# Siblings that do not know of each other.
+FOLDERS = {"engine", "data", "memory", "show", "interop", "fit", "explain", "web"}
 
 # Packages from outside the standard library: who may import them at once, and who only inside a function.
 AT_ONCE = {
@@ -52,8 +54,11 @@ WHEN_CALLED = {
     "show": {"rich"},
     "verbs": {"torch"},
     "child": {"torch"},
+    "timing": {"torch"},
+    "web": {"starlette", "uvicorn"},
 }
-LATE = {"engine.kernels"}  # imported inside functions only, so that what it imports counts as imported there
+# Imported inside functions only, so that what they import counts as imported there.
+LATE = {"engine.kernels", "web.app", "web.serving"}
 
 
 class Import(NamedTuple):

@@ -36,7 +36,7 @@ from fitgpt.explain.facts import Facts  # noqa: E402
 from fitgpt.explain.rules import RULES, SMALLER  # noqa: E402
 from fitgpt.knobhelp import markdown_table  # noqa: E402
 from fitgpt.nouns import OutOfMemory  # noqa: E402
-from fitgpt.options import ExplainQuestions, PlanQuestions  # noqa: E402
+from fitgpt.options import ExplainQuestions, FitQuestions, PlanQuestions  # noqa: E402
 from fitgpt.savers import SAVERS  # noqa: E402
 from fitgpt.units import show_bytes  # noqa: E402
 
@@ -72,7 +72,7 @@ def help_part(verb: str = "") -> str:
 
 
 def knobs_part(verb: str) -> str:
-    own = {"plan": PlanQuestions, "explain": ExplainQuestions}  # their others are train's
+    own = {"plan": PlanQuestions, "fit": FitQuestions, "explain": ExplainQuestions}  # their others are train's
     return markdown_table(own.get(verb) or options_of(VERBS[verb]))
 
 
@@ -203,8 +203,8 @@ PARTS: dict[str, Callable[..., str]] = {
     **memory_page.PARTS,
 }
 # In the order in which they are recorded: later ones use what earlier ones made.
-TRANSCRIPT_ORDER = ("plan", "plan_options", "cards", "explain", "explain_reading", "explain_short", "prepare", "demo",
-                    "train", "sample", "eval", "export", "errors")
+TRANSCRIPT_ORDER = ("plan", "plan_options", "fit", "fit_lossy", "fit_goal", "cards", "explain", "explain_reading",
+                    "explain_short", "prepare", "demo", "train", "sample", "eval", "export", "errors")
 
 
 def main() -> int:

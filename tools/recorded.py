@@ -24,10 +24,14 @@ SHORT_RUNS = ("capped_xl_on_h200.json",)  # whose last steps are steady enough t
 
 
 def main() -> None:
-    runs = [run for path in sorted(RESULTS.glob("engine_*.json")) for run in from_engine(path)]
-    runs += [run for name in SHORT_RUNS if (RESULTS / name).is_file() for run in from_short_runs(RESULTS / name)]
+    runs = recorded_runs()
     TARGET.write_text(json.dumps({"schema": 1, "runs": runs}, indent=1) + "\n", encoding="utf-8")
     print(f"wrote {TARGET.relative_to(ROOT)}: {len(runs)} runs")
+
+
+def recorded_runs() -> list[dict[str, Any]]:
+    runs = [run for path in sorted(RESULTS.glob("engine_*.json")) for run in from_engine(path)]
+    return runs + [run for name in SHORT_RUNS if (RESULTS / name).is_file() for run in from_short_runs(RESULTS / name)]
 
 
 def from_engine(path: Path) -> list[dict[str, Any]]:

@@ -13,8 +13,7 @@ from typing import Any
 
 from .errors import STOPPED_AT_ONCE, DeviceError, FitError, Interrupted, SystemFault, UsageError
 
-_OUT_OF_CARD = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED")  # as torch, the driver and cuBLAS say it
-_OUT_OF_RAM = "DefaultCPUAllocator"                             # torch's words where malloc gave nothing
+_OUT_OF_RAM = "DefaultCPUAllocator"  # torch's words where malloc gave nothing
 
 
 def stop_signals() -> list[signal.Signals]:
@@ -66,9 +65,17 @@ def main() -> int:
     stop = StopRequest()
     stop.listen(sys.stdin.fileno())
     try:
-        from .run import run
+        from .fit.ladder import Rung
 
-        run(orders["config"], orders["notes"], stop)
+        rungs = [Rung(**rung) for rung in orders["rungs"]] if orders["rungs"] is not None else None
+        if orders["rehearsal"]:
+            from .rehearse import rehearse_here
+
+            rehearse_here(orders["config"], orders["notes"], orders["others"], orders["rehearsal"])
+        else:
+            from .run import run
+
+            run(orders["config"], orders["notes"], stop, others=orders["others"], rungs=rungs)
     except FitError as error:
         return leave_words(orders["words"], error, restart=False)
     except ModuleNotFoundError as error:
@@ -85,11 +92,13 @@ def described(error: Exception) -> tuple[FitError, bool]:
     """An error nobody foresaw, in words; and whether a new process may get further."""
     import torch
 
+    from .engine.oom import is_out_of_memory
+
     said = str(error)
     if isinstance(error, MemoryError) or _OUT_OF_RAM in said:
         return SystemFault("The machine's RAM ran out, not the card's memory.",
                            "Close other programs, or try a smaller --batch_size."), False
-    if isinstance(error, RuntimeError) and any(words in said for words in _OUT_OF_CARD):
+    if is_out_of_memory(error):
         return DeviceError(f"The card's memory ran out: {said.splitlines()[0]}",
                            "Try a smaller --batch_size with more --gradient_accumulation_steps, --loss_chunk=512, "
                            "or --grad_checkpoint."), False

@@ -30,6 +30,7 @@ from .knobs import (
 if TYPE_CHECKING:
     from .nouns import GPTConfig
 from .savers import parse_levels
+from .units import parse_bytes
 
 DEFAULT_VOCAB = 50304  # GPT-2's 50257 rounded up to a multiple of 64, as nanoGPT has it
 
@@ -51,12 +52,20 @@ def kept(value: int) -> str | None:
         "must be at least 2 (and at most 10,000): while one checkpoint is being written, one must survive")
 
 
+def size_like(text: str) -> str | None:
+    try:
+        return None if not text or parse_bytes(text) > 0 else "must be above 0"
+    except UsageError:
+        return "takes a size such as 11.5GiB or 2118MiB"
+
+
 _io = partial(knob, group="run")
 _eval = partial(knob, group="evaluation")
 _data = partial(knob, group="data and batch")
 _model = partial(knob, group="model")
 _optim = partial(knob, group="optimizer")
 _system = partial(knob, group="device and memory")
+_neighbour = partial(knob, group="memory of the card, beside others")
 _wandb = partial(knob, group="wandb")
 
 _count = between(1, 2**31 - 1)
@@ -143,6 +152,18 @@ class RunConfig(Options):
                                     "gradient_accumulation_steps=1 and grad_clip=0")
     loss_chunk: int = _system(0, "tokens whose logits exist at once; 0 = chosen for the model", rule=_count_or_0)
     backend: str = _system("nccl", "of torch.distributed; one process, as now, uses none", choices=("nccl", "gloo"))
+
+    budget: str = _neighbour("", "what the process may hold of the card in all, as nvidia-smi shows it, context "
+                             "included: 11.5GiB; by default what the card has and others leave", rule=size_like,
+                             also=("memory", "limit", "vram"))
+    leave: str = _neighbour("", "keep so much of the card free for others: 6GiB", rule=size_like)
+    wait: bool = _neighbour(False, "if the run does not fit beside what is on the card now, wait until it does")
+    step_up: bool = _neighbour(False, "after memory ran out and the run went on in less: take more again when there "
+                               "is room")
+    rehearse: bool | Literal["auto"] = _neighbour("auto", "before the first step, do everything once at full size, "
+                                                  "leaving no trace; auto: on a CUDA card")
+    plan: str = _neighbour("", "a plan.json that `fitgpt fit` wrote: run exactly that, or say what differs",
+                           rule=lambda text: path_like(text) if text else None)
 
     wandb_log: bool = _wandb(False, "also log to Weights & Biases, if it is installed")
     wandb_project: str = _wandb("owt", "its project")

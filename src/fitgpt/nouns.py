@@ -425,7 +425,8 @@ class SpeedEstimate:
 
     low: float
     high: float
-    basis: str  # what it is based on
+    likely: float
+    basis: str    # what it is based on
 
 
 @dataclass(frozen=True)

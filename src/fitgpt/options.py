@@ -305,9 +305,10 @@ def _own_address(text: str) -> str | None:
     import ipaddress
 
     try:
-        return None if text == "localhost" or ipaddress.ip_address(text) else None
+        ipaddress.ip_address("127.0.0.1" if text == "localhost" else text)
     except ValueError:
         return "must be an address of this machine, such as 127.0.0.1 or 0.0.0.0, or localhost"
+    return None
 
 
 @dataclass(frozen=True)
@@ -323,3 +324,44 @@ class ServeOptions(Options):
     host: str = knob("127.0.0.1", "the address it listens on. One that others can reach, such as 0.0.0.0, needs the "
                      "token that is printed", rule=_own_address)
     browser: bool = knob(True, "open the page in a browser; --no-browser does not")
+
+
+_fit = partial(knob, group="the fit")
+
+
+@dataclass(frozen=True)
+class FitQuestions(Options):
+    """What `fit` takes besides everything that `train` takes."""
+
+    verb: ClassVar[str] = "fit"
+
+    gpu: str = _fit("", "the card to fit: 4070, \"RTX 3060 12GB\", h200 (`fitgpt cards` lists them); by default the "
+                    "one that is here, with what is free of it now", also=("card", "device_name"))
+    budget: str = _fit("", "what the process may hold in all, as nvidia-smi shows it, context included: 11.5GiB; by "
+                       "default what the card has and others leave", rule=partial(_size, least=1),
+                       also=("memory", "limit", "vram"))
+    others: str = _fit("", "what other processes hold of the card: 2118MiB; by default what they hold now, or nothing "
+                       "where the card is not here", rule=partial(_size, least=0))
+    torch: str = _fit("", "the version of torch; by default the one installed here, else 2.13", rule=_torch_version)
+    allow: str = _fit("", "what may be changed beyond what leaves the training as it is: lossy (adam8bit, weights, "
+                      "residual), any of those by name, muon, step_in_backward, context, model; several with commas")
+    goal: str = _fit("fastest", "what to look for: the fastest settings that fit, the largest GPT-2 shape or the "
+                     "longest block that trains there at all, or the least memory this run can live in",
+                     choices=("fastest", "largest-model", "longest-context", "smallest-memory"))
+    tokens: str = _fit("", "train on so many, such as 10B: sets max_iters and lr_decay_iters",
+                       rule=lambda text: some_tokens(text) if text else None)
+    epochs: float = _fit(0.0, "the same, in rounds through the training data", rule=between(0, 1_000_000))
+    hours: float = _fit(0.0, "the same, in hours at the speed to expect as asked", rule=between(0, 1_000_000))
+    measure: bool = _fit(False, "time the best candidates on the GPU that is here, a few seconds each, and take the "
+                         "fastest")
+    out: str = _fit("", "write a config that `train` takes to this file, and plan.json beside it; or only the plan, if "
+                    "it ends in .json", short="o", rule=_optional_path)
+    html: str = _fit("", "write a page with the picture of speed against memory to this file", rule=_optional_path)
+    json: bool = _fit(False, "print JSON")
+
+
+@dataclass(frozen=True)
+class FitOptions(RunConfig, FitQuestions):
+    """Both: the fit's own first."""
+
+    verb: ClassVar[str] = "fit"

@@ -15,9 +15,12 @@ from .units import parse_count, show_count
 MOST_STEPS = 2**31 - 1  # as RunConfig has it
 
 
-def tokens_per_s(config: RunConfig, card: Card | None) -> tuple[float, float] | None:
-    """The lowest and the highest speed to expect; None where there is no estimate."""
-    return None
+def tokens_per_s(config: RunConfig, card: Card | None, trainer: str = "fitgpt") -> tuple[float, float] | None:
+    """The lowest and the highest speed to expect; None where there is no estimate: of nanoGPT there is none."""
+    from .fit.speed import estimate
+
+    speed = estimate(config, card) if trainer == "fitgpt" else None
+    return (speed.low, speed.high) if speed else None
 
 
 def of_length(config: RunConfig, asked: PlanQuestions, data: DataSummary | None, missing: str,
@@ -39,7 +42,7 @@ def of_length(config: RunConfig, asked: PlanQuestions, data: DataSummary | None,
             raise UsageError(f"--epochs={asked.epochs:g}: of what? {missing}", "--tokens 10B needs no data.")
         tokens, words = asked.epochs * data.train_tokens, f"{asked.epochs:g} × {show_count(data.train_tokens)} tokens"
     else:
-        speed = tokens_per_s(config, card)
+        speed = tokens_per_s(config, card, asked.trainer)
         if speed is None:
             raise UsageError(f"--hours={asked.hours:g}: there is no estimate of the speed here, so hours cannot be "
                              "turned into steps.", "--tokens 10B, or --max_iters=10000")
@@ -54,7 +57,7 @@ def of_length(config: RunConfig, asked: PlanQuestions, data: DataSummary | None,
 
 def outlook(config: RunConfig, forecast: Forecast, data: DataSummary | None, card: Card | None) -> Outlook:
     tokens = config.max_iters * config.tokens_per_step
-    speed = tokens_per_s(config, card)
+    speed = tokens_per_s(config, card, forecast.trainer)
     return Outlook(tokens_per_step=config.tokens_per_step, steps=config.max_iters, tokens=tokens,
                    params=forecast.params, epochs=tokens / data.train_tokens if data else None,
                    checkpoint_bytes=forecast.checkpoint_bytes, host_bytes=forecast.host_bytes,

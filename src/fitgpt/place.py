@@ -71,7 +71,7 @@ def here(device: str, *, others: int | None, budget: int | None, torch: str = ""
         raise UsageError(f"device={device}: what is planned is the memory of an NVIDIA GPU.", WITHOUT_A_GPU)
     seen = survey()
     if seen.gpus:
-        return on_device(_chosen(seen, device), others=others, budget=budget, torch=torch)
+        return on_device(chosen(seen, device), others=others, budget=budget, torch=torch)
     if budget is not None:
         return unnamed(others=others, budget=budget, torch=torch)
     why = f"CUDA_VISIBLE_DEVICES={seen.chosen!r} hides all of them" if seen.hidden else seen.reason
@@ -148,7 +148,7 @@ def _expandable(windows: bool) -> bool:
 # ---- the GPUs here
 
 
-def _chosen(seen: Survey, device: str) -> GpuReading:
+def chosen(seen: Survey, device: str) -> GpuReading:
     """cuda:N is the Nth that CUDA_VISIBLE_DEVICES leaves; auto the one with the most free memory, as in `train`."""
     if device == "auto":
         return max(seen.gpus, key=lambda gpu: gpu.free_bytes or 0)

@@ -20,29 +20,40 @@ from .config import RunConfig, gpt2_shapes
 from .data.header import padded_vocab
 from .data.order import positions_for
 from .data.shards import Dataset, check_tokens, check_vocab, open_dataset
+from .desk import Desk
 from .engine import checkpoint
-from .engine.device import DeviceChoice, resolve_device
-from .engine.evaluate import ReadWindows, evaluate
+from .engine.device import DeviceChoice, read_memory, resolve_device
+from .engine.evaluate import ReadWindows
 from .engine.feed import Feed
+from .engine.guard import Guard
 from .engine.loop import Training, train
+from .engine.loss import triton_works
 from .engine.model import GPT, build_model
 from .engine.muon import Muon
 from .engine.offload import HostAdamW
-from .engine.optim import AdamW, AdamWSettings, Optimizer, Scaler
+from .engine.oom import release
+from .engine.optim import FIRST_SCALE, AdamW, AdamWSettings, Optimizer, Scaler
 from .engine.parallel import Ranks
+from .engine.rehearsal import Peaks, rehearse
 from .engine.rounded import AdamWInBackward, RoundedAdamW
 from .errors import CheckpointError, DataError, DeviceError, Interrupted
+from .fit.ladder import Rung
 from .interop import hf
-from .nouns import Evaluation, GPTConfig, RunFacts, SplitLoss, StepReport
+from .nouns import GPTConfig, RunFacts, SplitLoss
+from .onboard import NOT_PLANNED, Onboard, board
+from .preflight import in_bytes, phases_of, plan_row, since_the_start
 from .runfolder import RunFolder, need_disk, open_run
 from .show.live import Display, open_display
-from .show.text import closing
+from .show.text import closing, memory_plan, plan_beside_measured
+from .units import show_seconds
 from .wandb import Log, open_wandb
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def run(config_dict: Mapping[str, Any], notes: Sequence[str], stop_asked: Callable[[], bool]) -> None:
+def run(config_dict: Mapping[str, Any], notes: Sequence[str], stop_asked: Callable[[], bool], *,
+        others: Mapping[str, int] | None = None, rungs: Sequence[Rung] | None = None) -> None:
+    """`others`: what others held of each card before this process came; `rungs`: smaller plans, made before."""
     config = RunConfig.from_dict(config_dict)
     dataset = open_dataset(config.dataset)
     choice = resolve_device(config.device, config.dtype, config.compile)
@@ -54,6 +65,7 @@ def run(config_dict: Mapping[str, Any], notes: Sequence[str], stop_asked: Callab
         config = replace(config, dtype=choice.dtype)
         check_data(config, dataset, source)
         need_disk(config.out_dir, checkpoint_bytes(config.gpt_config()) * 2)
+        onboard = board(config, choice, others, rungs)
         folder.record(config.to_dict())
 
         training = build_training(config, choice)
@@ -61,14 +73,14 @@ def run(config_dict: Mapping[str, Any], notes: Sequence[str], stop_asked: Callab
             restore(training, source, everything=resuming)
         wandb, wandb_note = open_wandb(config, folder.path)
         facts = gather_facts(config, choice, dataset, training.step, [
-            *notes, *choice.notes, *wandb_note, *shape_notes, *leftovers, *folder.notes, *dataset.notes,
-            *(source.notes if source else ())])
+            *notes, *choice.notes, *([] if onboard.plan else [NOT_PLANNED]), *wandb_note, *shape_notes, *leftovers,
+            *folder.notes, *dataset.notes, *(source.notes if source else ())])
         if resuming and training.step >= config.max_iters:
             facts = replace(facts, notes=(*facts.notes, f"The run is at step {training.step} already, and max_iters is "
                                           f"{config.max_iters}: a higher --max_iters trains it further."))
         source = None  # its copies of the weights and optimizer states are no longer needed
         started = time.perf_counter()
-        run_loop(config, facts, dataset, folder, training, wandb, stop_asked)
+        run_loop(config, facts, choice, dataset, folder, training, onboard, wandb, stop_asked)
         print(closing(config.out_dir, training.step - facts.start_step, time.perf_counter() - started, training.best,
                       last_words(config, training)), flush=True)
     if choice.mismatch:
@@ -84,19 +96,54 @@ def last_words(config: RunConfig, training: Training) -> list[str]:
     return [sentence for sentence, applies in words.items() if applies]
 
 
-def run_loop(config: RunConfig, facts: RunFacts, dataset: Dataset, folder: RunFolder, training: Training,
-             wandb: Log | None, stop_asked: Callable[[], bool]) -> None:
+def run_loop(config: RunConfig, facts: RunFacts, choice: DeviceChoice, dataset: Dataset, folder: RunFolder,
+             training: Training, onboard: Onboard, wandb: Log | None, stop_asked: Callable[[], bool]) -> None:
     if stop_asked():  # while torch was loading
         raise Interrupted("Stopped before training began, as asked.")
+    peaks = Peaks(training.device)
+    peaks.seen("load", read_memory(facts.device))
+    splits = evaluation_splits(dataset, ("train", "val"), windows=config.eval_iters * config.batch_size,
+                               block=config.eval_block, seed=config.seed)
     display = open_display(facts, terminal=sys.stdout.isatty())
-    desk = Desk(config, facts, dataset, folder, training, display, wandb, stop_asked)
-    feed = training_feed(config, dataset, torch.device(facts.device), Ranks())
+    desk = Desk(config, facts, splits, dataset.summary, folder, training, display, wandb, stop_asked, peaks=peaks,
+                card_bytes=onboard.card_bytes)
+    ways = RunWays(config, choice, dataset, folder, training, desk, onboard)
+    guard = Guard(training, config, ways, desk, step_up=config.step_up)
     try:
         folder.append_metrics({"kind": "run", **asdict(facts)})
-        train(training, config, facts, feed, desk, stop_asked)
+        if onboard.plan:
+            folder.append_metrics(plan_row(onboard.plan, onboard.ladder()))
+            display.note(memory_plan(onboard.plan))
+        if wants_rehearsal(config, training, onboard):
+            go_through(guard, ways, desk, training, display, onboard)
+            if stop_asked():
+                raise Interrupted("Stopped before training began, as asked.")
+        train(training, config, facts, guard, desk, stop_asked)
     finally:
-        feed.close()
+        guard.close()
         display.close()
+        if onboard.plan and "train" in peaks.of:
+            print(plan_beside_measured(phases_of(onboard.plan.forecast), since_the_start(peaks.of)), flush=True)
+            folder.append_metrics({"kind": "plan_measured", "phases": in_bytes(since_the_start(peaks.of))})
+
+
+def wants_rehearsal(config: RunConfig, training: Training, onboard: Onboard) -> bool:
+    something_to_do = training.step < config.max_iters or config.eval_only
+    return something_to_do and (config.rehearse is True or (config.rehearse == "auto" and onboard.plan is not None))
+
+
+def go_through(guard: Guard, ways: RunWays, desk: Desk, training: Training, display: Display,
+               onboard: Onboard) -> None:
+    """The rehearsal: all of it before the first step, so that what would run out of memory in hours does so now."""
+    started, asked = time.perf_counter(), guard.config
+    done = guard.protected(lambda: rehearse(training, guard.config, ways.feed, desk.glance, desk.peaks))
+    if isinstance(done, DeviceError):
+        raise done
+    seconds, measured = show_seconds(time.perf_counter() - started), since_the_start(desk.peaks.of)
+    desk.tell({"kind": "rehearsal", "step": training.step, "phases": in_bytes(measured), "text":
+               f"rehearsed in {seconds}: evaluation, two iterations and a checkpoint's copy, at full size."})
+    if onboard.plan and guard.config == asked:
+        display.note(plan_beside_measured(phases_of(onboard.plan.forecast), measured))
 
 
 # ---- where it starts
@@ -153,14 +200,14 @@ def build_training(config: RunConfig, choice: DeviceChoice) -> Training:
         model.compile()
     model.residual_dtype = DTYPES[config.residual]
     model.round_matrices(DTYPES[config.weights])
-    optimizer = make_optimizer(config, model, compiled=choice.compile)
+    optimizer = make_optimizer(config, model)
     training = Training(model, optimizer, Scaler(device, scaling=choice.dtype == "float16"))
     if records_gpu_work(config, choice):
         training.record_gpu_work(lambda sentence: print(f"fitgpt: {sentence}", file=sys.stderr))
     return training
 
 
-def make_optimizer(config: RunConfig, model: GPT, *, compiled: bool) -> Optimizer:
+def make_optimizer(config: RunConfig, model: GPT) -> Optimizer:
     settings = AdamWSettings(config.beta1, config.beta2, config.weight_decay)
     parameters = dict(model.named_parameters())
     if config.optimizer == "muon":
@@ -169,7 +216,8 @@ def make_optimizer(config: RunConfig, model: GPT, *, compiled: bool) -> Optimize
         return HostAdamW(parameters, settings, stream=config.offload == "gradients")
     if config.step_in_backward or config.optimizer == "adam8bit" or config.weights == "bfloat16":
         kind = AdamWInBackward if config.step_in_backward else RoundedAdamW
-        return kind(parameters, settings, eight_bit=config.optimizer == "adam8bit", compiled=compiled,
+        on_card = next(iter(parameters.values())).device.type == "cuda"
+        return kind(parameters, settings, eight_bit=config.optimizer == "adam8bit", fused=on_card and triton_works(),
                     seed=config.seed)
     return AdamW(parameters, settings)
 
@@ -214,9 +262,12 @@ def gather_facts(config: RunConfig, choice: DeviceChoice, dataset: Dataset, star
         device_name=choice.name, dtype=choice.dtype, compiled=choice.compile, peak_flops=flops, peak_source=source,
         tokens_per_step=config.tokens_per_step, train_tokens=dataset.summary.train_tokens,
         val_tokens=dataset.summary.val_tokens, start_step=start_step, max_iters=config.max_iters,
-        versions={"fitgpt": __version__, "torch": torch.__version__, "python": platform.python_version(),
-                  "cuda": torch.version.cuda or "none"},
-        notes=tuple(notes))
+        versions=versions(), notes=tuple(notes))
+
+
+def versions() -> dict[str, str]:
+    return {"fitgpt": __version__, "torch": torch.__version__, "python": platform.python_version(),
+            "cuda": torch.version.cuda or "none"}
 
 
 # ---- data for the loop
@@ -245,62 +296,66 @@ def evaluation_splits(dataset: Dataset, names: Sequence[str], *, windows: int, b
     return {name: (reader(name), min(windows, dataset.split(name).windows(block))) for name in names}
 
 
-# ---- what the loop asks of the world
+# ---- how it may compute otherwise, should memory run out
 
-class Desk:
-    """Evaluates, saves and tells: the loop's rim."""
+class RunWays:
+    """What guard.py asks for: see its Ways."""
 
-    def __init__(self, config: RunConfig, facts: RunFacts, dataset: Dataset, folder: RunFolder, training: Training,
-                 display: Display, wandb: Log | None, stop_asked: Callable[[], bool]) -> None:
-        self._config, self._facts, self._folder, self._training = config, facts, folder, training
-        self._display, self._stop_asked = display, stop_asked
-        self._fingerprint, self._tokenizer = dataset.summary.fingerprint, dataset.summary.tokenizer
-        self._splits = evaluation_splits(dataset, ("train", "val"), windows=config.eval_iters * config.batch_size,
-                                         block=config.eval_block, seed=config.seed)
-        self._wandb = wandb
-        self._last_report: StepReport | None = None
+    def __init__(self, config: RunConfig, choice: DeviceChoice, dataset: Dataset, folder: RunFolder,
+                 training: Training, desk: Desk, onboard: Onboard) -> None:
+        self._config, self._choice, self._dataset, self._folder = config, choice, dataset, folder
+        self._training, self._desk, self._onboard = training, desk, onboard
+        self._now = config
+        self.needs = onboard.plan.forecast.needs if onboard.plan else None
 
-    def evaluate(self, step: int) -> Evaluation | None:
-        return evaluate(self._training.model, self._splits, batch=self._config.eval_batch,
-                        block=self._config.eval_block, step=step, token_losses=self._training.token_losses,
-                        progress=self._display.eval_progress, stop_asked=self._stop_asked)
+    def ladder(self) -> Sequence[Rung]:
+        return self._onboard.ladder()
 
-    def save(self, training: Training, *, is_best: bool) -> None:
-        started = time.perf_counter()
-        state = {"step": training.step, "evaluated_at": training.evaluated_at,
-                 "best": asdict(training.best) if training.best else None, "scaler": training.scaler.to_dict(),
-                 "config": self._config.to_dict(), "gpt": asdict(training.model.config), "data": self._fingerprint,
-                 "tokenizer": self._tokenizer}
-        saved = checkpoint.save(
-            self._folder.checkpoints, training.step, training.model.weight_tensors(),
-            training.optimizer.tensors(), state, best=is_best,
-            keep_last=self._config.keep_last)
-        for note in saved.notes:
-            self._display.note(note)
-        seconds, nbytes = time.perf_counter() - started, checkpoint_bytes(training.model.config)
-        self._folder.append_metrics({"kind": "save", "step": training.step, "best": is_best, "seconds": seconds})
-        self._display.saved(str(saved.path), seconds, nbytes)
+    def room(self) -> int | None:
+        return self._onboard.room()
 
-    def advanced(self, step: int) -> None:
-        self._display.advance(step)
+    def feed(self, config: RunConfig) -> Feed:
+        return training_feed(config, self._dataset, self._training.device, Ranks())
 
-    def reported(self, report: StepReport) -> None:
-        self._last_report = report
-        self._folder.append_metrics({"kind": "step", **asdict(report)})
-        self._display.step(report)
+    def adopt(self, config: RunConfig) -> None:
+        training = self._training
+        training.forget_recorded_work()
+        training.model.levels, training.model.loss_chunk = list(config.levels), config.loss_chunk
+        if config.offload != self._now.offload:
+            moved = make_optimizer(config, training.model)
+            moved.load_tensors(training.optimizer.tensors())
+            training.optimizer = moved
+            release(training.device)
+        self._now = config
+        self._desk.eval_batch = min(self._desk.eval_batch, config.eval_batch)
+        if records_gpu_work(config, self._choice):
+            training.record_gpu_work(lambda sentence: print(f"fitgpt: {sentence}", file=sys.stderr))
 
-    def evaluated(self, evaluation: Evaluation, *, is_best: bool) -> None:
-        self._folder.append_metrics({"kind": "eval", "best": is_best, **asdict(evaluation)})
-        self._display.evaluated(evaluation, is_best)
-        if self._wandb:
-            last = self._last_report
-            self._wandb({"iter": evaluation.step, "train/loss": evaluation.of("train").mean,
-                         "val/loss": evaluation.of("val").mean, "lr": last.lr if last else 0.0,
-                         "mfu": 100 * (last.mfu or 0.0) if last else 0.0})
+    def go_back(self) -> None:
+        """To the last checkpoint, or to where the run began."""
+        training, saved = self._training, weights.holds_run(self._folder.path)
+        source = weights.from_run(self._folder.path) if saved else find_source(self._config, self._folder)
+        if self._now.offload != "none":  # it may be in the middle of taking gradients over
+            training.optimizer = make_optimizer(self._now, training.model)
+        if source is None:
+            begin_again(training, self._config)
+        else:
+            restore(training, source, everything=saved or self._config.init_from == "resume")
+        if not saved and self._config.init_from != "resume":
+            nothing = {name: torch.zeros_like(each, device="cpu")
+                       for name, each in training.optimizer.tensors().items()}
+            training.optimizer.load_tensors(nothing)
+            training.scaler.load_dict(dict(scale=FIRST_SCALE, good_steps=0.0, skipped=0.0, skipped_in_a_row=0.0))
+            training.step, training.evaluated_at, training.saved_at, training.best = 0, -1, -1, None
 
-    def warn(self, sentence: str) -> None:
-        self._folder.append_metrics({"kind": "warning", "text": sentence})
-        self._display.warn(sentence)
+
+def begin_again(training: Training, config: RunConfig) -> None:
+    """Fresh weights, the same as build_training made, in their place."""
+    for parameter in training.model.parameters():
+        parameter.data = parameter.data.float()
+    torch.manual_seed(config.seed)
+    training.model.reset_parameters()
+    training.model.round_matrices(DTYPES[config.weights])
 
 
 def checkpoint_bytes(config: GPTConfig) -> int:

@@ -17,10 +17,11 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from . import planfile, preflight
 from .child import stop_signals
 from .config import RunConfig, check_resume, resolve
 from .data.header import summarise
@@ -31,6 +32,7 @@ from .errors import (
     CheckpointError,
     DataError,
     DeviceError,
+    DoesNotFit,
     FitError,
     Interrupted,
     NumericsError,
@@ -46,7 +48,7 @@ ALLOCATOR_DEFAULT = "expandable_segments:True"  # one growing range a pool: far 
 STOPPING = b"\nStopping: finishing what is under way, then saving. Ctrl-C once more stops at once.\n\n"
 RESTARTS = 3  # after a fault of the device that only a new process can clear
 _ERRORS = {kind.exit_code: kind for kind in
-           (UsageError, DataError, CheckpointError, DeviceError, NumericsError, SystemFault, Interrupted)}
+           (DoesNotFit, UsageError, DataError, CheckpointError, DeviceError, NumericsError, SystemFault, Interrupted)}
 
 
 @dataclass(frozen=True)
@@ -56,14 +58,21 @@ class Orders:
     config: dict[str, Any]
     notes: list[str]
     words: str = ""  # the file its last words go to
+    others: dict[str, int] = field(default_factory=dict)   # what others hold of each card, by its uuid
+    rungs: list[dict[str, Any]] | None = None              # smaller plans, where a plan.json has them
+    rehearsal: str = ""                                    # only rehearse, and write this file
 
 
 def train(assignments: Sequence[Assignment]) -> int:
     require_one_process(os.environ)
     check_allocator_env(os.environ)
     config, notes = settle(assignments)
+    planned = planfile.read(config.plan) if config.plan else None
+    checked = preflight.check(config, planned)
+    config = replace(config, plan="")  # what it says is in the config now
+    rungs = [asdict(rung) for rung in planned.rungs] if planned and planned.rungs is not None else None
     for attempt in range(RESTARTS + 1):
-        code, words = run_child(Orders(config.to_dict(), notes))
+        code, words = run_child(Orders(config.to_dict(), notes, others=checked.others, rungs=rungs))
         if not words.get("restart") or attempt == RESTARTS or not can_resume(config.out_dir):
             break
         print(f"fitgpt: {words['what']} Starting again from the last checkpoint "
@@ -74,6 +83,7 @@ def train(assignments: Sequence[Assignment]) -> int:
 
 def settle(assignments: Sequence[Assignment]) -> tuple[RunConfig, list[str]]:
     """The config this run will have, from its flags and files and, on a resume, from what the run recorded."""
+    assignments = planfile.with_plan(assignments)
     said = {each.key: each.value for each in assignments}
     recorded = None
     if said.get("init_from") == "resume":

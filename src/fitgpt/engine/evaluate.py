@@ -1,10 +1,14 @@
-"""The loss over fixed windows of each split, without gradients: the same for any evaluation batch."""
+"""The loss over fixed windows of each split, without gradients: the same for any evaluation batch.
+
+So where memory runs out, the batch is made smaller and the evaluation goes on from the window it had come to.
+"""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,17 +19,20 @@ from ..nouns import Evaluation, SplitLoss
 from .device import read_memory, reset_peaks
 from .feed import Feed
 from .model import GPT
+from .oom import NoRoom, Refusal, attempt, release
 
 ReadWindows = Callable[["np.ndarray[Any, Any]"], Any]  # numbers of windows [n] → token ids [n, T + 1]
 TokenLosses = Callable[[Tensor, Tensor], Tensor]       # inputs and targets [B, T] → losses [B, T]
 Progress = Callable[[int, int, str], None]             # windows done, windows in all, split
+Shrunk = Callable[[int, Refusal], None]                # the batch from now on, and why
 
 
 @torch.no_grad()
 def evaluate(model: GPT, splits: Mapping[str, tuple[ReadWindows, int]], *, batch: int, block: int, step: int,
              token_losses: TokenLosses | None = None,
              progress: Progress = lambda done, total, split: None,
-             stop_asked: Callable[[], bool] = lambda: False) -> Evaluation | None:
+             stop_asked: Callable[[], bool] = lambda: False,
+             shrunk: Shrunk = lambda batch, why: None) -> Evaluation | None:
     """`splits` maps a name to its reader and how many windows to take: always the first ones of a fixed order.
 
     Each window's mean loss is kept apart and averaged in float64 at the end, so that `batch` only says how many
@@ -39,12 +46,19 @@ def evaluate(model: GPT, splits: Mapping[str, tuple[ReadWindows, int]], *, batch
     started, done, losses = time.perf_counter(), 0, []
     try:
         for split, (read, windows) in splits.items():
-            means = _window_losses(token_losses or model.token_losses, device, read, windows, batch,
-                                   lambda n, split=split, before=done: progress(before + n, total, split),  # type: ignore[misc]
-                                   stop_asked)
-            if means is None:
+            work = _Windows(token_losses or model.token_losses, device, read, windows,
+                            lambda n, split=split, before=done: progress(before + n, total, split),  # type: ignore[misc]
+                            stop_asked)
+            while isinstance(loss := attempt(partial(work.loss, split, batch, block)), Refusal):
+                release(device)
+                if batch == 1:
+                    raise NoRoom(f"There was no memory to evaluate a single window of {block} tokens: {loss.short}.",
+                                 "Close other programs on the card, or try a smaller --eval_block_size.")
+                batch = -(-batch // 2)
+                shrunk(batch, loss)
+            if loss is None:
                 return None
-            losses.append(_summary(split, means, block))
+            losses.append(loss)
             done += windows
     finally:
         model.train(was_training)
@@ -53,25 +67,46 @@ def evaluate(model: GPT, splits: Mapping[str, tuple[ReadWindows, int]], *, batch
     return Evaluation(step=step, losses=tuple(losses), tokens_per_s=total * block / seconds, memory=memory)
 
 
-def _window_losses(token_losses: TokenLosses, device: torch.device, read: ReadWindows, windows: int, batch: int,
-                   progress: Callable[[int], None], stop_asked: Callable[[], bool]) -> Tensor | None:
-    """The mean loss of each window, on the host. The last batch is filled up, so that all have one shape."""
-    def read_batch(k: int) -> Any:
-        return read(np.minimum(np.arange(k * batch, (k + 1) * batch), windows - 1))
+class _Windows:
+    """The windows of one split, on their way to a mean loss each; what is done stays done if memory runs out."""
 
-    batches = math.ceil(windows / batch)
-    means = torch.empty(batches * batch, device=device)
-    feed = Feed(read_batch, device, last=batches - 1)
-    try:
-        for k in range(batches):
-            inputs, targets = feed.get(k)
-            means[k * batch:(k + 1) * batch] = token_losses(inputs, targets).mean(dim=1)
-            progress(min((k + 1) * batch, windows))
-            if stop_asked():
-                return None
-    finally:
-        feed.close()
-    return means[:windows].cpu()
+    def __init__(self, token_losses: TokenLosses, device: torch.device, read: ReadWindows, windows: int,
+                 progress: Callable[[int], None], stop_asked: Callable[[], bool]) -> None:
+        self._token_losses, self._device, self._read, self._windows = token_losses, device, read, windows
+        self._progress, self._stop_asked = progress, stop_asked
+        self._means: Tensor | None = None
+        self._done = 0
+
+    def loss(self, split: str, batch: int, block: int) -> SplitLoss | None:
+        """None if a stop was asked for."""
+        means = self._losses(batch)
+        return None if means is None else _summary(split, means, block)
+
+    def _losses(self, batch: int) -> Tensor | None:
+        """The mean loss of each window, on the host. The last batch is filled up, so that all have one shape."""
+        windows, first = self._windows, self._done
+
+        def read_batch(k: int) -> Any:
+            return self._read(np.minimum(np.arange(first + k * batch, first + (k + 1) * batch), windows - 1))
+
+        batches = math.ceil((windows - first) / batch)
+        if self._means is None:
+            self._means = torch.empty(batches * batch, device=self._device)
+        means = self._means
+        feed = Feed(read_batch, self._device, last=batches - 1)
+        try:
+            for k in range(batches):
+                inputs, targets = feed.get(k)
+                end = min(self._done + batch, windows)
+                means[self._done:end] = self._token_losses(inputs, targets).mean(dim=1)[:end - self._done]
+                self._done = end
+                self._progress(self._done)
+                if self._stop_asked():
+                    return None
+        finally:
+            feed.close()
+        self._means = means[:windows].cpu()
+        return self._means
 
 
 def _summary(split: str, means: Tensor, block: int) -> SplitLoss:

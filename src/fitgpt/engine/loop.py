@@ -5,19 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ..config import RunConfig
-from ..errors import Interrupted, NumericsError, SystemFault
+from ..errors import DeviceError, Interrupted, NumericsError, SystemFault
 from ..nouns import Evaluation, RunFacts, SplitLoss, StepReport
 from .device import read_memory
 from .feed import Feed
 from .graphs import Recorder
 from .meter import Meter, flops_a_token
 from .model import GPT
+from .oom import Refusal, attempt, release
 from .optim import Optimizer, Scaler, apply_gradients
 
 SAVES_THAT_MAY_FAIL = 3  # in a row, before a run stops rather than go on unsaved
@@ -39,6 +40,11 @@ class Training:
         self.accumulate: Callable[..., Tensor] = self.model.accumulate
         self.token_losses: Callable[[Tensor, Tensor], Tensor] = self.model.token_losses
         self.gradients_stay = False
+        self.half_done = False  # the optimizer has begun to change the weights, and is not through
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.lm_head.weight.device
 
     def record_gpu_work(self, warn: Callable[[str], None]) -> None:
         """From the second micro-step and evaluation batch on, what the card does is replayed: see graphs.py."""
@@ -49,19 +55,42 @@ class Training:
         for parameter in self.model.parameters():
             parameter.grad = torch.zeros_like(parameter)
 
+    def forget_recorded_work(self) -> None:
+        """Lets go of recordings, of their pool of memory and of all gradients."""
+        self.accumulate, self.token_losses = self.model.accumulate, self.model.token_losses
+        self.gradients_stay = False
+        drop_gradients(self)
+
+
+@dataclass(frozen=True)
+class WentBack:
+    """No step was taken: the training is where it was last known to be whole."""
+
+
+Taken = tuple[Tensor, Tensor]  # a step's mean loss and gradient norm, still on the device
+
+
+class Steps(Protocol):
+    """Who takes the steps: guard.py."""
+
+    def take(self, learning_rate: float, stop_asked: Callable[[], bool]) -> Taken | WentBack | DeviceError | None:
+        """None: a stop was asked for. DeviceError: there is no memory for a step, however small."""
+
 
 class Rim(Protocol):
     """What the loop asks of the world around it: to look, to keep, to tell."""
 
-    def evaluate(self, step: int) -> Evaluation | None: ...
+    def evaluate(self, step: int) -> Evaluation | Refusal | None: ...
     def save(self, training: Training, *, is_best: bool) -> None: ...
     def advanced(self, step: int) -> None: ...
     def reported(self, report: StepReport) -> None: ...
     def evaluated(self, evaluation: Evaluation, *, is_best: bool) -> None: ...
     def warn(self, sentence: str) -> None: ...
+    def tell(self, row: dict[str, Any]) -> None:
+        """Something happened: a row for the record, its `text` for the user."""
 
 
-def train(training: Training, config: RunConfig, facts: RunFacts, feed: Feed, rim: Rim,
+def train(training: Training, config: RunConfig, facts: RunFacts, steps: Steps, rim: Rim,
           stop_asked: Callable[[], bool]) -> None:
     """Trains to `max_iters` steps, or until asked to stop: then it saves, and raises Interrupted."""
     meter = Meter(config.tokens_per_step)
@@ -72,10 +101,11 @@ def train(training: Training, config: RunConfig, facts: RunFacts, feed: Feed, ri
                 evaluation = rim.evaluate(training.step)
             if evaluation is None:
                 raise keep.stopped()
-            is_best = improves(training.best, evaluation.of("val"))
-            training.best = evaluation.of("val") if is_best else training.best
-            training.evaluated_at = training.step
-            rim.evaluated(evaluation, is_best=is_best)
+            training.evaluated_at, is_best = training.step, False
+            if not isinstance(evaluation, Refusal):
+                is_best = improves(training.best, evaluation.of("val"))
+                training.best = evaluation.of("val") if is_best else training.best
+                rim.evaluated(evaluation, is_best=is_best)
             if training.step > 0 and not config.eval_only and (is_best or config.always_save_checkpoint):
                 keep.save(is_best=is_best, forgiving=training.step < config.max_iters)
         elif config.save_interval and training.step % config.save_interval == 0:
@@ -84,9 +114,14 @@ def train(training: Training, config: RunConfig, facts: RunFacts, feed: Feed, ri
             break
 
         learning_rate = learning_rate_at(training.step, config)
-        result = train_step(training, config, feed, learning_rate, stop_asked)
+        result = steps.take(learning_rate, stop_asked)
         if result is None:
             raise keep.stopped()
+        if isinstance(result, WentBack):
+            continue
+        if isinstance(result, DeviceError):
+            keep.save(forgiving=False)
+            raise result
         training.step += 1
         meter.stepped()
         rim.advanced(training.step)
@@ -99,12 +134,13 @@ def train(training: Training, config: RunConfig, facts: RunFacts, feed: Feed, ri
 
 
 def train_step(training: Training, config: RunConfig, feed: Feed, learning_rate: float,
-               stop_asked: Callable[[], bool]) -> tuple[Tensor, Tensor] | None:
+               stop_asked: Callable[[], bool]) -> Taken | None:
     """One optimizer step over all its micro-batches: (mean loss, gradient norm), still on the device.
 
     None if a stop was asked for: the unfinished step is dropped, as if it had never begun.
     """
     model, scaler, pieces = training.model, training.scaler, config.gradient_accumulation_steps
+    training.half_done = isinstance(training.optimizer.sink, Optimizer)  # it applies gradients as they are made
     training.optimizer.begin(learning_rate)
     sink = [training.optimizer.sink] if training.optimizer.sink else []
     scale = scaler.scale / pieces
@@ -119,8 +155,21 @@ def train_step(training: Training, config: RunConfig, feed: Feed, learning_rate:
             drop_gradients(training)
             return None
     mean_loss = loss_sum / scaler.scale
-    return mean_loss, apply_gradients(model, training.optimizer, scaler, learning_rate, config.grad_clip,
-                                      stay=training.gradients_stay)
+    norm = apply_gradients(model, _Noted(training), scaler, learning_rate, config.grad_clip,
+                           stay=training.gradients_stay)
+    training.half_done = False
+    return mean_loss, norm
+
+
+class _Noted(Optimizer):
+    """The training's optimizer. Its step is noted as begun: what fails before has changed nothing yet."""
+
+    def __init__(self, training: Training) -> None:
+        self._training, self.sink = training, training.optimizer.sink
+
+    def step(self, learning_rate: float, grad_scale: Tensor, found_inf: Tensor) -> None:
+        self._training.half_done = True
+        self._training.optimizer.step(learning_rate, grad_scale, found_inf)
 
 
 def drop_gradients(training: Training) -> None:
@@ -208,7 +257,7 @@ class _Keeper:
             return
         try:
             with self._meter.paused():
-                self._rim.save(self._training, is_best=is_best)
+                self._save(is_best)
         except SystemFault as fault:
             self._failures += 1
             if not forgiving or self._failures >= SAVES_THAT_MAY_FAIL:
@@ -218,3 +267,14 @@ class _Keeper:
         else:
             self._failures = 0
             self._training.saved_at = self._training.step
+
+    def _save(self, is_best: bool) -> None:
+        """A save asks the card for nothing; the host's memory may run out, and be there a moment later."""
+        def save() -> None:
+            self._rim.save(self._training, is_best=is_best)
+
+        if isinstance(attempt(save), Refusal):
+            release(self._training.device)
+            refused = attempt(save)
+            if isinstance(refused, Refusal):
+                raise SystemFault(f"memory ran out: {refused.words}")

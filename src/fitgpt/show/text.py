@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
-from ..nouns import Evaluation, MemoryReading, RunFacts, SplitLoss, StepReport
+from ..nouns import Evaluation, MemoryPlan, MemoryReading, PhaseForecast, RunFacts, SplitLoss, StepReport
 from ..units import show_bytes, show_count, show_seconds
+from .planning import PHASES, phase_table, table, verdict
 
 
 def run_header(facts: RunFacts) -> str:
@@ -32,6 +33,26 @@ def header_rows(facts: RunFacts) -> list[tuple[str, str]]:
     if facts.peak_flops:
         rows.append(("mfu", f"of {facts.peak_source}"))
     return rows + [("note", note) for note in facts.notes]
+
+
+def memory_plan(plan: MemoryPlan) -> str:
+    """What each phase will hold, and what there is."""
+    return f"memory  {verdict(plan)}\n{phase_table(plan)}"
+
+
+def plan_beside_measured(planned: Mapping[str, PhaseForecast], measured: Mapping[str, PhaseForecast]) -> str:
+    """Phase by phase, what was foreseen and what was seen; '=' where they agree to the byte."""
+    rows = [("", "allocated", "foreseen", "", "reserved", "foreseen", "")]
+    for phase, seen in measured.items():
+        if phase in planned:
+            rows.append((PHASES.get(phase, phase), *_beside(seen.allocated, planned[phase].allocated),
+                         *_beside(seen.reserved, planned[phase].reserved)))
+    return "memory, measured beside foreseen\n" + table(rows)
+
+
+def _beside(seen: int, foreseen: int) -> tuple[str, str, str]:
+    off = "=" if seen == foreseen else f"{100 * (seen / foreseen - 1):+.2f} %" if foreseen else ""
+    return show_bytes(seen), show_bytes(foreseen), off
 
 
 def iter_line(report: StepReport) -> str:

@@ -1,0 +1,158 @@
+"""What happens to a run when another process really takes the card's memory in the middle of it?
+
+    python bench/neighbour.py -o bench/results/neighbour_h200.json
+
+The same short run of GPT-2 124M twice: alone, and beside a process that waits for some steps and then takes all that is
+free but for a little, and whatever the run gives back, for as long as it stays. A run that has all it will ever need
+does not notice such a neighbour: PyTorch keeps what it once had. So this one is resumed without a rehearsal, its GPU
+work is not recorded, and its evaluations need more than its training: at the first of them it must ask for memory that
+is gone, and gives back what training will want again.
+
+It passes if both runs end well, memory ran out at least once in a training step, every step was taken once, and the
+losses of the two agree but for rounding.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "src"))
+
+from fitgpt import __version__  # noqa: E402
+from fitgpt.units import GiB, MiB, parse_bytes, show_bytes  # noqa: E402
+
+RUN = ["--n_layer=12", "--n_head=12", "--n_embd=768", "--block_size=1024", "--batch_size=16", "--dtype=bfloat16",
+       "--gradient_accumulation_steps=2", "--eval_batch_size=384", "--eval_iters=24", "--eval_interval=20",
+       "--log_interval=1", "--warmup_iters=10", "--lr_decay_iters=200", "--vocab_size=50304", "--cuda_graphs=False",
+       "--step_up"]
+ALONE_FIRST = 20  # steps of a first process, which nobody disturbs; its last evaluation is not repeated by the second
+PIECE = 64 * MiB
+AGREE = 0.02  # of the loss: in bfloat16 another split of a step rounds otherwise, and steps add up
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--after", type=int, default=24, help="steps before the neighbour comes")
+    parser.add_argument("--stays_s", type=float, default=10.0)
+    parser.add_argument("--leaves", default="2.5GiB", help="what it leaves free")
+    parser.add_argument("-o", "--out", default="")
+    parser.add_argument("--neighbour", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.neighbour:
+        be_the_neighbour(Path(options.neighbour), options)
+        return 0
+    with tempfile.TemporaryDirectory() as folder:
+        write_tokens(Path(folder) / "data")
+        alone = run(Path(folder), "alone", options.steps)
+        beside = run(Path(folder), "beside", options.steps, neighbour=options)
+    verdict = judge(alone, beside, options.steps)
+    result = {"what": "GPT-2 124M, 2 × 16 × 1024, alone and beside a process that takes the card's memory",
+              "date": time.strftime("%Y-%m-%d"), "fitgpt": __version__,
+              "command": " ".join(["python", "bench/neighbour.py", *sys.argv[1:]]), **verdict, "alone": alone,
+              "beside": beside}
+    if options.out:
+        Path(options.out).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(verdict, indent=1))
+    return 0 if verdict["passed"] else 1
+
+
+def write_tokens(folder: Path) -> None:
+    """Tokens with structure enough that a loss falls."""
+    import numpy as np
+
+    folder.mkdir()
+    dice = np.random.default_rng(0)
+    tokens = (np.cumsum(dice.integers(1, 40, size=6_000_000)) % 50_000).astype(np.uint16)
+    tokens[:5_500_000].tofile(folder / "train.bin")
+    tokens[5_500_000:].tofile(folder / "val.bin")
+
+
+def run(folder: Path, name: str, steps: int, neighbour: argparse.Namespace | None = None) -> dict[str, Any]:
+    """`fitgpt train` as a user types it, and its record."""
+    out = folder / name
+    command = [sys.executable, "-m", "fitgpt", "train", *RUN, f"--dataset={folder / 'data'}", f"--out_dir={out}"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    subprocess.run([*command, f"--max_iters={ALONE_FIRST}"], env=environment, stdout=sys.stderr, check=True)
+    training = subprocess.Popen([*command, "--resume", "--rehearse=False", f"--max_iters={steps}"], env=environment,
+                                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+    other = None
+    if neighbour is not None:
+        other = subprocess.Popen([sys.executable, __file__, "--neighbour", str(out / "metrics.jsonl"), "--after",
+                                  str(neighbour.after), "--stays_s", str(neighbour.stays_s), "--leaves",
+                                  neighbour.leaves], stdout=subprocess.PIPE, text=True, env=environment)
+    said, _ = training.communicate()
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    found: dict[str, Any] = {
+        "exit_code": training.returncode, "last_words": said.strip().splitlines()[-4:],
+        "device_name": rows[0]["device_name"], "versions": rows[0]["versions"],
+        "losses": {row["step"]: row["loss"] for row in rows if row["kind"] == "step"},
+        "val_losses": {row["step"]: row["losses"][1]["mean"] for row in rows if row["kind"] == "eval"},
+        "events": [row for row in rows if row["kind"] in ("oom", "step_down", "step_up", "warning", "note")],
+        "steps_in_order": [row["step"] for row in rows if row["kind"] == "step"],
+        "plan": next((row for row in rows if row["kind"] == "plan"), None)}
+    if other is not None:
+        told, _ = other.communicate(timeout=120)
+        found["neighbour"] = json.loads(told.strip().splitlines()[-1]) if told.strip() else {}
+    return found
+
+
+def be_the_neighbour(metrics: Path, options: argparse.Namespace) -> None:
+    """Waits for the run, then takes what is free, piece by piece and again and again."""
+    import torch
+
+    torch.empty(1, device="cuda")  # a context, before it counts
+    leaves, held, most = parse_bytes(options.leaves), [], 0
+    while steps_done(metrics) < options.after:
+        time.sleep(0.02)
+    end = time.monotonic() + options.stays_s
+    while time.monotonic() < end:
+        free, _ = torch.cuda.mem_get_info()
+        try:
+            if free > leaves + GiB + PIECE:  # quickly at first, then carefully
+                held.append(torch.empty(GiB, dtype=torch.uint8, device="cuda"))
+            elif free > leaves + PIECE:
+                held.append(torch.empty(PIECE, dtype=torch.uint8, device="cuda"))
+            else:
+                time.sleep(0.002)
+        except torch.OutOfMemoryError:
+            time.sleep(0.002)
+        most = max(most, sum(map(len, held)))
+    print(json.dumps({"took_bytes": most, "took": show_bytes(most), "stayed_s": options.stays_s,
+                      "run_was_at_step": steps_done(metrics)}), flush=True)
+
+
+def steps_done(metrics: Path) -> int:
+    try:
+        rows = metrics.read_text().splitlines()
+    except OSError:
+        return 0
+    return sum('"kind": "step"' in row for row in rows)
+
+
+def judge(alone: dict[str, Any], beside: dict[str, Any], steps: int) -> dict[str, Any]:
+    differences = [abs(beside["losses"][step] / loss - 1) for step, loss in alone["losses"].items()
+                   if step in beside["losses"]]
+    ran_out = {phase: sum(row["kind"] == "oom" and row.get("phase") == phase for row in beside["events"])
+               for phase in ("train", "step", "eval")}
+    ended = alone["exit_code"] == beside["exit_code"] == 0
+    once = beside["steps_in_order"] == list(range(steps))
+    return {"passed": ended and once and ran_out["train"] > 0 and max(differences, default=1.0) < AGREE,
+            "both_ended_well": ended, "every_step_taken_once": once, "ran_out": ran_out,
+            "stepped_down": [row["text"] for row in beside["events"] if row["kind"] == "step_down"],
+            "stepped_up": [row["text"] for row in beside["events"] if row["kind"] == "step_up"],
+            "largest_difference_of_a_loss": max(differences, default=None),
+            "neighbour": beside.get("neighbour")}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

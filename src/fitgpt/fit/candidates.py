@@ -1,0 +1,182 @@
+"""Every setting that could be chosen, each with what it would hold and how long a step would take: by closed forms.
+
+What differs between candidates: the savers, whether GPU work is recorded, the micro-batch, the piece of the loss, the
+evaluation's batch, and how many layers keep how much. The tokens of a step and their order are always the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from .. import cards
+from ..cards import Card
+from ..config import RunConfig
+from ..memory import gpt
+from ..memory.setting import Setting
+from ..savers import LEVELS, loss_piece_tokens
+from ..units import MiB
+from .closed import Mix, Shape
+from .folded import Folded, draft
+from .permission import Way
+from .speed import Cost, cost, has_figures, reach_of
+
+PIECES = (256, 512, 1024, 2048, 4096, 8192)  # tokens whose logits exist at once …
+MOST_PIECES = 64                             # … and into how many a micro-batch is cut at most
+EVALUATED = 4096                             # tokens that keep a card busy in evaluation
+MOST_MIXES = 24                              # of two levels that are tried
+BIN = 32 * MiB                               # of the frontier
+PAIRS = tuple((few, many) for few in range(len(LEVELS)) for many in range(few))
+LEAST_FIRST = tuple(reversed(range(len(LEVELS))))
+STAND_IN = "RTX 4070"                        # where a card's figures are not known, its proportions rank candidates
+
+
+class Stem(NamedTuple):
+    """A candidate but for its levels."""
+
+    config: RunConfig   # a draft: not checked, its levels mean nothing
+    way: Way
+    changes: int        # how many things it changes of what was asked for
+    shape: Shape
+    cost: Cost
+
+    def seconds(self, mix: Mix) -> float:
+        """Of a step."""
+        return self.cost.seconds(self.config.gradient_accumulation_steps,
+                                 sum(layers * self.cost.layers[level] for level, layers in mix))
+
+
+class Candidate(NamedTuple):
+    seconds: float      # of a step
+    mapped: int         # bytes: what it cannot do without
+    stem: Stem
+    mix: Mix
+
+
+@dataclass
+class Scanned:
+    """The fastest of each stem within the limit, and what is fastest in each bin of memory."""
+
+    limit: int
+    considered: int = 0
+    fastest: list[Candidate] = field(default_factory=list)
+    bins: dict[int, float] = field(default_factory=dict)
+
+    def scan(self, stem: Stem) -> None:
+        """All mixes of at most two levels, the layers that keep less first: their transients meet fewer kept ones."""
+        layers, shape, told = stem.config.n_layer, stem.shape, stem.cost
+        micro_steps, bins, limit = stem.config.gradient_accumulation_steps, self.bins, self.limit
+        best: tuple[float, int, Mix] | None = None
+        for level in range(len(LEVELS)):
+            mix: Mix = ((level, layers),)
+            held, seconds = shape.mapped(mix), stem.seconds(mix)
+            if held <= limit and (best is None or seconds < best[0]):
+                best = seconds, held, mix
+            if seconds < bins.get(held // BIN, 1e30):
+                bins[held // BIN] = seconds
+        self.considered += len(LEVELS)
+        stride = -(-layers // MOST_MIXES)  # of a deep model not every number: what is chosen is settled layer by layer
+        numbers = range(1, layers, stride)
+        for few, many in PAIRS:
+            each, more = layers * told.layers[many], told.layers[few] - told.layers[many]
+            for k, held in zip(numbers, shape.mapped_along(few, many, layers, stride), strict=True):
+                seconds = micro_steps * max(told.fixed + each + k * more, told.host) + told.step
+                if held <= limit and (best is None or seconds < best[0]):
+                    best = seconds, held, ((few, k), (many, layers - k))
+                place = held // BIN
+                if place not in bins or seconds < bins[place]:
+                    bins[place] = seconds
+        self.considered += len(PAIRS) * len(numbers)
+        if best is not None:
+            self.fastest.append(Candidate(best[0], best[1], stem, best[2]))
+
+    def frontier(self) -> list[tuple[int, float]]:
+        """(bytes, seconds): more memory only where it is faster."""
+        found: list[tuple[int, float]] = []
+        for place, seconds in sorted(self.bins.items()):
+            if not found or seconds < found[-1][1] * 0.999:
+                found.append(((place + 1) * BIN, seconds))
+        return found
+
+
+class Field:
+    """All candidates for one config in one setting."""
+
+    def __init__(self, config: RunConfig, setting: Setting, card: Card | None, most_batch: int | None = None) -> None:
+        self.config, self.setting = config, setting
+        self.card = card if card is not None and has_figures(card) else cards.find(STAND_IN)
+        self.folded = Folded(setting)
+        self.most_batch = most_batch or config.batch_size * config.gradient_accumulation_steps
+        self.too_large = 0  # candidates of which that was clear at once
+
+    def stems(self, way: Way, limit: int | None = None, *, batches: Sequence[int] | None = None,
+              worth: Callable[[Way, int, float], bool] | None = None) -> Iterator[Stem]:
+        """Those that could fit `limit`, smaller micro-batches first, and that are `worth` it: given the way, how many
+        things it changes, and the seconds of a step if every layer keeps all."""
+        for recording in self.recordings(way):
+            for batch in batches or self.batches(way):
+                fits = False
+                for config, told in self._of_batch(way, recording, batch):
+                    changes = self.changes(config, way)
+                    fastest = told.seconds(config.gradient_accumulation_steps, config.n_layer * min(told.layers))
+                    if worth is not None and not worth(way, changes, fastest):
+                        fits = True  # for all that is known
+                        continue
+                    shape = self.folded.shape(config)
+                    if limit is None or any(shape.mapped(((level, config.n_layer),)) <= limit for level in LEAST_FIRST):
+                        fits = True
+                        yield Stem(config, way, changes, shape, told)
+                    else:
+                        self.too_large += len(LEVELS)
+                if not fits:
+                    break  # larger ones hold more
+
+    def _of_batch(self, way: Way, recording: dict[str, Any], batch: int) -> Iterator[tuple[RunConfig, Cost]]:
+        sequences = self.config.batch_size * self.config.gradient_accumulation_steps
+        knobs = {**way.knobs, **recording, "batch_size": batch, "gradient_accumulation_steps": sequences // batch}
+        for piece in self.pieces(batch):
+            sized = draft(self.config, **{**knobs, "loss_chunk": piece})
+            told = cost(sized, self.card, self.setting, reach_of(self.card))
+            for windows in self.evaluations(batch):
+                yield draft(sized, eval_batch_size=windows), told
+
+    def recordings(self, way: Way) -> list[dict[str, Any]]:
+        """As asked, and without recording where that makes a difference; compiled where that works."""
+        asked = self.config
+        compiled = [asked.compile] if asked.compile or not self.setting.compiles else [False, True]
+        found = []
+        for each in compiled:
+            knobs = {"compile": each, "cuda_graphs": asked.cuda_graphs}
+            found.append(knobs)
+            if gpt.records(draft(asked, **way.knobs, **knobs)):
+                found.append({**knobs, "cuda_graphs": False})
+        return found
+
+    def batches(self, way: Way) -> list[int]:
+        """The micro-batches that divide a step's sequences."""
+        sequences = self.config.batch_size * self.config.gradient_accumulation_steps
+        if way.knobs.get("step_in_backward", self.config.step_in_backward):
+            return [sequences]
+        return [size for size in range(1, self.most_batch + 1) if sequences % size == 0]
+
+    def pieces(self, batch: int) -> list[int]:
+        """As `loss_chunk` has them: 0 is the engine's own choice."""
+        tokens = batch * self.config.block_size
+        usual = loss_piece_tokens(tokens, self.config.vocab_size)
+        sizes = {size for size in PIECES if size < tokens and tokens <= MOST_PIECES * size and size != usual}
+        asked = self.config.loss_chunk
+        return sorted({0, *sizes, *({asked} if asked < tokens else ())}, key=lambda size: size or usual)
+
+    def evaluations(self, batch: int) -> list[int]:
+        """As `eval_batch_size` has them: as asked, as many windows as keep the card busy, and one."""
+        asked = self.config.eval_batch
+        busy = max(EVALUATED // self.config.eval_block, 1)
+        sizes = {asked, *(size for size in (busy, 1) if size < asked)}
+        return sorted(0 if size == batch and not self.config.eval_batch_size else size for size in sizes)
+
+    def changes(self, config: RunConfig, way: Way) -> int:
+        """How many things are not as they were asked for."""
+        asked = self.config
+        same = ("batch_size", "eval_batch", "loss_chunk", "cuda_graphs", "compile", *way.knobs)
+        return sum(getattr(config, name) != getattr(asked, name) for name in same)

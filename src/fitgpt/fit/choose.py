@@ -1,0 +1,137 @@
+"""A run, a card and what may be changed → the fastest settings that fit; or the least that the run could live in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+from ..cards import Card
+from ..config import RunConfig
+from ..memory.setting import Setting
+from ..nouns import Budget, Decision, Fitted, Standing
+from ..units import show_bytes
+from . import shapes
+from .permission import ROUNDING, in_words, permitted, refused
+from .reasons import decisions
+from .search import Finalist, Search, flags
+
+NOTHING_ELSE = "nothing of the shape asked for fits"
+SMALLEST_TRIED = 8  # of the candidates that hold least, before a shape is given up
+Variant = tuple[str, RunConfig]  # what it takes: "context" or "model"
+
+
+class Here(NamedTuple):
+    """Where a run is to be fitted."""
+
+    setting: Setting
+    budget: Budget
+    card: Card | None = None
+    most_batch: int | None = None   # where others compute on the card: never more than was asked for
+    host_bytes: int | None = None   # None: not known
+
+    def search(self, config: RunConfig, allow: frozenset[str]) -> Search:
+        return Search(config, self.setting, self.budget, self.card, allow, self.most_batch, self.host_bytes)
+
+
+def fit_config(config: RunConfig, setting: Setting, budget: Budget, allow: frozenset[str] = frozenset(), *,
+               card: Card | None = None, most_batch: int | None = None, host_bytes: int | None = None) -> Fitted:
+    """The fastest settings that fit. `config` needs a vocabulary; `allow`: see permission.parse_allow."""
+    return fit(config, Here(setting, budget, card, most_batch, host_bytes), allow)
+
+
+def fit(config: RunConfig, here: Here, allow: frozenset[str] = frozenset()) -> Fitted:
+    may = permitted(config, allow)
+    search = here.search(config, may)
+    finalists = search.finalists()
+    if finalists:
+        return fitted(config, search, finalists, allow)
+    for permission, variant in _variants(config, may):
+        smaller = here.search(variant, may)
+        if could_fit(smaller) and (finalists := smaller.finalists()):
+            return fitted(config, smaller, finalists, allow, permission)
+    return nothing(config, search, here, allow)
+
+
+def fitted(said: RunConfig, search: Search, finalists: list[Finalist], allow: frozenset[str], permission: str = "",
+           why: str = NOTHING_ELSE) -> Fitted:
+    """The first of the finalists, with what is known of it; `said`: what was asked for before the shape changed, and
+    `why` it was."""
+    best, *others = finalists
+
+    def told(standing: Standing) -> Standing:
+        changed = flags(said, standing.config)
+        return replace(standing, flags=changed, permission=(permission if changed else "") or standing.permission)
+
+    chosen = search.standing(best.config, best.stem.way.permission)
+    return Fitted(search.budget, told(search.standing(said, "free")), told(chosen),
+                  decisions(search, said, best.config, why),
+                  tuple(told(search.runner_up(other)) for other in others), search.frontier(),
+                  considered=search.considered, replayed=search.replays, notes=_notes(said, allow))
+
+
+def because(said: RunConfig, chosen: RunConfig, here: Here) -> tuple[Decision, ...]:
+    """Why each thing is done otherwise, of a config that was chosen by other means: by a clock."""
+    return decisions(here.search(chosen, frozenset()), said, chosen, NOTHING_ELSE)
+
+
+def smallest(config: RunConfig, here: Here, allow: frozenset[str]) -> Fitted:
+    """The least memory that the run can live in, whatever its speed."""
+    search = here.search(config, permitted(config, allow))
+    search.scan()
+    least, permission = search.least()
+    told = search.standing(least, permission)
+    return Fitted(search.budget, search.standing(config, "free"), told if told.fits else None,
+                  decisions(search, config, least, "") if told.fits else (), frontier=search.frontier(), least=told,
+                  considered=search.considered, replayed=search.replays, notes=_notes(config, allow))
+
+
+def could_fit(search: Search) -> bool:
+    """Whether the smallest candidates do, by replays."""
+    return any(search.fits(search.config_of(one.stem, one.mix)) for one in search.small_enough()[:SMALLEST_TRIED])
+
+
+def nothing(config: RunConfig, search: Search, here: Here, allow: frozenset[str]) -> Fitted:
+    """What the run would need at least, and what would help."""
+    config_of_least, permission = search.least()
+    least = search.standing(config_of_least, permission)
+    return Fitted(search.budget, search.standing(config, "free"), None, least=least, frontier=search.frontier(),
+                  considered=search.considered, replayed=search.replays,
+                  notes=(*_notes(config, allow), *_would_help(config, here, allow)))
+
+
+def _variants(config: RunConfig, allow: frozenset[str]) -> Iterator[Variant]:
+    """A shorter block first, then a smaller model, then both."""
+    if "context" in allow:
+        yield from (("context", each) for each in shapes.shorter(config))
+    if "model" in allow:
+        yield from (("model", each) for each in shapes.narrower(config))
+    if {"context", "model"} <= allow:
+        yield from (("model", small) for short in shapes.shorter(config) for small in shapes.narrower(short))
+
+
+def _would_help(config: RunConfig, here: Here, allow: frozenset[str]) -> Iterator[str]:
+    """The first thing that could be allowed besides and that helps: each is tried."""
+    tried: dict[str, Iterable[RunConfig]] = {
+        "lossy": [config], "context": shapes.shorter(config), "model": shapes.narrower(config)}
+    for word, configs in tried.items():
+        more = permitted(config, allow | (frozenset(ROUNDING) if word == "lossy" else {word}))
+        if more != permitted(config, allow) and any(could_fit(here.search(each, more)) for each in configs):
+            yield f"With --allow {in_words(allow | {word})} something would fit."
+            return
+    everything = permitted(config, frozenset({"context", "model", *ROUNDING}))
+    yield ("All that may be allowed is: another card is needed." if everything <= allow else
+           "No single permission makes it fit: --allow lossy,context,model allows everything.")
+
+
+def _notes(config: RunConfig, allow: frozenset[str]) -> tuple[str, ...]:
+    told = refused(config, allow)
+    return (told,) if told else ()
+
+
+def too_small(fitted_one: Fitted) -> str:
+    """Why there is no plan, in a sentence."""
+    least, budget = fitted_one.least, fitted_one.budget
+    assert least is not None  # it is always worked out where nothing fits
+    return (f"Nothing fits: the least memory this run can live in is {show_bytes(least.needs)}, and "
+            f"{show_bytes(budget.reserve_limit)} may be reserved.")

@@ -1,0 +1,213 @@
+"""What would a run need with other levels of recomputing? A sum for each moment at which it may peak.
+
+A micro-step goes up the layers and down again, and layers of one level are alike: each leaves so many bytes behind and
+reaches so high above its start. So the peak of any number of layers at any mix of levels is the highest of a few sums,
+equal to what the tape says, to the byte. What the allocator loses between blocks is bounded, not known: a run that is
+to be chosen is replayed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+from typing import NamedTuple
+
+from ..memory.blocks import LARGE_SEGMENT
+from ..savers import LEVELS
+from ..units import MiB
+
+Mix = tuple[tuple[int, int], ...]  # (the number of a level in LEVELS, layers), from the first layer to the last
+
+# A cap is asked for what is needed, in steps of 2 MiB; what is then mapped into an expandable segment are whole pages.
+PAGE = LARGE_SEGMENT
+
+
+class Lost(NamedTuple):
+    """What the allocator loses between blocks: bytes, tensors of a micro-batch's [N, C], and a share of all."""
+
+    pages: int
+    tensors: int
+    share: float
+
+
+# Bounds: above what 3,300 random runs lost at most (1,000 of plain segments), of expandable segments and of plain ones.
+MOST_LOST = {True: Lost(80 * MiB, 7, 0.03), False: Lost(384 * MiB, 14, 0.10)}
+# As most runs have it: half of those lost less, half more.
+USUALLY_LOST = {True: Lost(20 * MiB, 0, 0.01), False: Lost(20 * MiB, 0, 0.05)}
+
+
+def mix_of(levels: tuple[str, ...]) -> Mix:
+    return tuple((LEVELS.index(level), len(list(run))) for level, run in groupby(levels))
+
+
+def in_words(mix: Mix) -> str:
+    """As `recompute` takes it."""
+    return LEVELS[mix[0][0]] if len(mix) == 1 else ",".join(f"{layers}*{LEVELS[level]}" for level, layers in mix)
+
+
+def with_usual_loss(mapped: int, expandable: bool) -> int:
+    usual = USUALLY_LOST[expandable]
+    return mapped + usual.pages + int(usual.share * mapped)
+
+
+def within_usual_loss(limit: int, expandable: bool) -> int:
+    """What may be mapped, if the rest of a limit is for what is usually lost."""
+    usual = USUALLY_LOST[expandable]
+    return int((limit - usual.pages) / (1 + usual.share))
+
+
+class Part(NamedTuple):
+    """A stretch of a tape: the bytes that it leaves behind, and the most it holds above its start."""
+
+    net: int
+    peak: int
+
+
+class Line(NamedTuple):
+    slope: int
+    start: int
+
+
+class MicroStep(NamedTuple):
+    """One micro-step, in parts; those of a layer in the order of LEVELS."""
+
+    recorded: bool           # whether it lies in recorded work's pool
+    beside: int              # bytes elsewhere when it begins, beyond what evaluation leaves, without gradients
+    again: bool              # whether all gradients are there already
+    embed: Part
+    up: tuple[Part, ...]     # forward, one layer
+    turn: Part               # the head and the loss
+    down: tuple[Part, ...]   # backward, one layer
+    rest: Part               # the embedding's gradients
+
+    @property
+    def leaves(self) -> int:
+        """What stays, where gradients were there before: its loss."""
+        return self.embed.net + self.turn.net + self.rest.net
+
+    def peak(self, mix: Mix) -> int:
+        """The most it holds above its start. Along layers of one level all is linear: the ends of a run decide."""
+        at, most = self.embed
+        for level, layers in mix:
+            net, peak = self.up[level]
+            at += layers * net
+            if at - net + peak > most:
+                most = at - net + peak
+        net, peak = self.turn
+        if at + peak > most:
+            most = at + peak
+        at += net
+        for level, layers in reversed(mix):
+            net, peak = self.down[level]
+            if at + peak > most:
+                most = at + peak
+            at += layers * net
+            if at - net + peak > most:
+                most = at - net + peak
+        return max(most, at + self.rest.peak)
+
+
+    def lines(self, few: int, many: int, layers: int) -> list[Line]:
+        """The same for 0 < k < layers layers at level `few`, the others at `many`: the highest of these lines at k."""
+        up, down, before, behind = self.up[few], self.down[few], self.up[many], self.down[many]
+        start, full, turned = self.embed.net, layers * before.net, self.embed.net + self.turn.net
+        grows, left = up.net - before.net, layers * (before.net + behind.net)
+        falls = grows - behind.net  # once the layers at `many` are behind us
+        return [
+            Line(0, self.embed.peak),
+            Line(up.net, start - up.net + up.peak),
+            Line(grows, start + full - before.net + before.peak),
+            Line(grows, start + full + self.turn.peak),
+            Line(grows, turned + full + behind.peak),
+            Line(falls, turned + left - behind.net + behind.peak),
+            Line(falls, turned + left + down.peak),
+            Line(falls + down.net, turned + left - down.net + down.peak),
+            Line(falls + down.net, turned + left + self.rest.peak),
+        ]
+
+
+class Home(NamedTuple):
+    """What is there before the first batch."""
+
+    resident: int
+    loading: int       # the most while it is loaded
+    step: int          # what the optimizer's step adds
+
+
+class Looking(NamedTuple):
+    """Evaluation: its peaks in the ordinary pool and in recorded work's, and what it leaves in each."""
+
+    peak: int
+    recorded_peak: int
+    beside: int        # bytes in the ordinary pool while it is recorded
+    leaves: int
+    leaves_recorded: int
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A run but for the mix of its levels."""
+
+    home: Home
+    looking: Looking
+    steps: tuple[MicroStep, ...]
+    gradients: int     # of all parameters, where they come and go
+    tensor: int        # bytes of a micro-batch's [N, C] in the products' precision
+    expandable: bool   # the allocator's segments
+
+    def allocated(self, mix: Mix) -> int:
+        """The most that lies in blocks at any moment: what the tape says, to the byte."""
+        home, look = self.home.resident, self.looking
+        after = home + look.leaves + look.leaves_recorded
+        beside = [after + step.beside + (self.gradients if step.again else 0) for step in self.steps]
+        left = sum(step.leaves for step in self.steps if step.recorded)
+        return max(self.home.loading, home + look.peak, home + look.beside + look.recorded_peak,
+                   self._at_step + look.leaves_recorded + left,
+                   *(there + step.peak(mix) for there, step in zip(beside, self.steps, strict=True)))
+
+    def could_fit(self, mix: Mix, limit: int) -> bool:
+        """False only where a replay under that cap fails for certain."""
+        return self.mapped(mix) - (PAGE if self.expandable else 0) <= limit
+
+    def mapped(self, mix: Mix) -> int:
+        """What must be held from the driver if nothing is lost between blocks."""
+        return max(self._floor, *(beside + step.peak(mix) for beside, step in self._beside))
+
+    def mapped_along(self, few: int, many: int, layers: int, stride: int = 1) -> list[int]:
+        """The same with 1, 1 + stride … of the layers at level `few` and the others at `many`."""
+        last, ruling, highest = layers - 1, list[Line](), self._floor
+        lines = [(slope, start + beside) for beside, step in self._beside
+                 for slope, start in step.lines(few, many, layers)]
+        ends = sorted(((start + slope, start + slope * last, slope, start) for slope, start in lines), reverse=True)
+        for _, at_last, slope, start in ends:  # a line below another at both ends is below it all along
+            if at_last > highest or not ruling:
+                ruling.append(Line(slope, start))
+                highest = max(highest, at_last)
+        return [max(self._floor, *[start + slope * k for slope, start in ruling]) for k in range(1, layers, stride)]
+
+    def needs(self, mix: Mix) -> int:
+        """On the safe side of what a replay says."""
+        mapped, most = self.mapped(mix), MOST_LOST[self.expandable]
+        return mapped + most.pages + most.tensors * self.tensor + int(most.share * mapped)
+
+    @cached_property
+    def _floor(self) -> int:
+        """What is held whatever the levels. Recorded work keeps what the evaluation's recording mapped."""
+        home, look = self.home.resident, self.looking
+        return max(self.home.loading, home + look.peak, home + look.beside + look.recorded_peak,
+                   self._at_step + look.recorded_peak,
+                   *(home + look.leaves + step.beside + look.recorded_peak for step in self.steps))
+
+    @cached_property
+    def _beside(self) -> tuple[tuple[int, MicroStep], ...]:
+        """Each micro-step with what is held besides it: in the ordinary pool by what recorded work keeps, in recorded
+        work's by the optimizer's step later."""
+        after, look = self.home.resident + self.looking.leaves, self.looking
+        return tuple((max(after + step.beside, self._at_step) + look.leaves_recorded if step.recorded else
+                      after + step.beside + (self.gradients if step.again else 0) + look.recorded_peak, step)
+                     for step in self.steps)
+
+    @property
+    def _at_step(self) -> int:
+        return (self.home.resident + self.looking.leaves + self.steps[-1].beside + self.gradients + self.home.step)

@@ -1,0 +1,219 @@
+"""The parts of a run's tape, read off the tape's own writer: it writes a few layers with a pen that only weighs.
+
+One layer of each level is enough, and parts that two runs share are read once: see closed.py for what is made of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from operator import attrgetter
+from typing import Any, NamedTuple, TypeVar
+
+from ..config import RunConfig
+from ..memory import gpt
+from ..memory.blocks import rounded
+from ..memory.passes import Passes
+from ..memory.setting import Setting
+from ..memory.tape import ORDINARY, RECORDED, Writer
+from ..savers import LEVELS
+from .closed import Home, Looking, MicroStep, Part, Shape, mix_of
+
+ONE_OF_EACH = ",".join(f"1*{level}" for level in LEVELS)
+
+
+class Weigher(Writer):
+    """Keeps only how many bytes lie in recorded work's pool and elsewhere: now, and at most since a part began."""
+
+    def __init__(self) -> None:
+        self.pool = ORDINARY
+        self.sizes: dict[str, tuple[bool, int]] = {}
+        self.now, self.most = [0, 0], [0, 0]
+
+    def phase(self, name: str) -> None:
+        pass
+
+    def release(self) -> None:
+        pass
+
+    def alloc(self, name: str, owner: str, nbytes: int) -> str:
+        place, size = self.pool == RECORDED, rounded(nbytes)
+        self.sizes[name] = place, size
+        now = self.now[place] = self.now[place] + size
+        if now > self.most[place]:
+            self.most[place] = now
+        return name
+
+    def free(self, *names: str) -> None:
+        for name in names:
+            place, size = self.sizes.pop(name)
+            self.now[place] -= size
+
+    def free_if_alive(self, *names: str) -> None:
+        self.free(*(name for name in names if name in self.sizes))
+
+    def alive(self, name: str) -> bool:
+        return name in self.sizes
+
+    def begin(self, place: int) -> Callable[[], Part]:
+        """Begins a part; what it returns ends it."""
+        before = self.most[place] = self.now[place]
+        return lambda: Part(self.now[place] - before, self.most[place] - before)
+
+    def gradients(self, prefix: str = "") -> int:
+        return sum(size for name, (_, size) in self.sizes.items() if name.endswith(".grad") and name.startswith(prefix))
+
+
+def _weighing(config: RunConfig, setting: Setting) -> tuple[gpt.Run, Weigher]:
+    """The tape's writer with that pen."""
+    run, pen = gpt.Run(config, setting), Weigher()
+    run.w = run.training.w = run.looking.w = run.optimizer.w = pen
+    return run, pen
+
+
+# ---- read off the tape's writer
+
+_key = attrgetter("block_size", "n_head", "n_embd", "vocab_size", "bias", "dropout", "dtype", "compile", "cuda_graphs",
+                  "weights", "residual", "optimizer", "offload", "step_in_backward")
+Found = TypeVar("Found")
+
+
+class Folded:
+    """Shapes of runs in one setting. Parts that do not depend on what differs between two runs are read once."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        self._known: dict[tuple[Any, ...], Any] = {}
+
+    def shape(self, config: RunConfig) -> Shape:
+        """Wants a settled config: see memory.forecast. Its levels do not matter."""
+        key, accumulates = _key(config), config.gradient_accumulation_steps > 1
+        home = self._once(_home, config, key, config.n_layer)
+        looking = self._once(_looking, config, key, config.eval_batch, config.eval_block, config.loss_chunk)
+        steps, a_layer, others = self._once(_micro_steps, config, key, config.batch_size, accumulates)
+        turns = self._once(_turns, config, key, config.batch_size, accumulates, config.loss_chunk)
+        return Shape(home, looking, tuple(step._replace(turn=turn) for step, turn in zip(steps, turns, strict=True)),
+                     config.n_layer * a_layer + others,
+                     gpt.BYTES[config.dtype] * config.batch_size * config.block_size * config.n_embd,
+                     self.setting.expandable)
+
+    def _once(self, read: Callable[[RunConfig, Setting], Found], config: RunConfig, *key: Any) -> Found:
+        found: Found | None = self._known.get((read, *key))
+        if found is None:
+            found = self._known[(read, *key)] = read(config, self.setting)
+        return found
+
+
+def needs(config: RunConfig, setting: Setting) -> int:
+    """At least what memory.allocator.needs says of the config's tape, without writing it."""
+    return Folded(setting).shape(config).needs(mix_of(config.levels))
+
+
+def _home(config: RunConfig, setting: Setting) -> Home:
+    run, pen = _weighing(config, setting)
+    run.load()
+    resident, loading = pen.now[0], pen.most[0]
+    if not run.records and run.training.sink == "grad":
+        for name, numbers, is_matrix in run.parameters:
+            pen.alloc(f"{name}.grad", "gradients", (gpt.BYTES[config.weights] if is_matrix else 4) * numbers)
+    run.batch = pen.alloc("batch", "data", 0)
+    for name in ("micro scale", "loss sum"):
+        pen.alloc(name, "other", 0)
+    ended = pen.begin(0)
+    run.step()
+    return Home(resident, loading, ended().peak)
+
+
+def _looking(config: RunConfig, setting: Setting) -> Looking:
+    run, pen = _weighing(_of_layers(config, 1, "input"), setting)
+    run.load()
+    base, beside, write = pen.now[0], 0, run.work
+    ordinary, recorded = pen.begin(0), pen.begin(1)
+
+    def work(kind: str, passes: Passes, result: str, batch: str) -> None:
+        nonlocal beside
+        if pen.pool == RECORDED:
+            beside = pen.now[0] - base
+        write(kind, passes, result, batch)
+
+    run.work = work  # type: ignore[method-assign]
+    run.evaluate()
+    return Looking(ordinary().peak, recorded().peak, beside, ordinary().net, recorded().net)
+
+
+class _Seen(NamedTuple):
+    """A micro-step as it was observed: the cuts are before and after each layer's pass."""
+
+    recorded: bool
+    beside: int
+    again: bool
+    parts: list[Part]
+
+
+def _micro_steps(config: RunConfig, setting: Setting) -> tuple[tuple[MicroStep, ...], int, int]:
+    """The micro-steps that differ, as `_observed` has them; then the bytes of gradients: a layer's, and all others'."""
+    seen, a_layer, in_all = _observed(config, setting, ONE_OF_EACH)
+    layers, steps = len(LEVELS), []
+    for recorded, beside, again, parts in seen:
+        up, down = parts[1:2 * layers:2], parts[2 * layers + 1:4 * layers:2]
+        steps.append(MicroStep(recorded, beside, again, parts[0], tuple(up), parts[2 * layers], tuple(reversed(down)),
+                               parts[-1]))
+    return tuple(steps), a_layer, in_all - layers * a_layer
+
+
+def _turns(config: RunConfig, setting: Setting) -> tuple[Part, ...]:
+    """The part between the two passes, of each of those micro-steps."""
+    return tuple(each.parts[2] for each in _observed(config, setting, "1*input")[0])
+
+
+def _observed(config: RunConfig, setting: Setting, levels: str) -> tuple[list[_Seen], int, int]:
+    """The first micro-step, and the next if it is recorded or finds gradients; bytes of gradients that come and go."""
+    run, pen = _weighing(_of_layers(config, levels.count("*"), levels), setting)
+    comes_and_goes = not run.records and run.training.sink == "grad"
+    run.load()
+    run.evaluate()
+    base, found, write = pen.now[0], list[_Seen](), run.work
+    cut: Callable[[], None]
+
+    def work(kind: str, passes: Passes, result: str, batch: str) -> None:
+        nonlocal cut
+        place, parts = int(pen.pool == RECORDED), list[Part]()
+        grads = pen.gradients() if comes_and_goes else 0
+        found.append(_Seen(bool(place), pen.now[0] - base - grads, grads > 0, parts))
+        end = pen.begin(place)
+
+        def cut() -> None:
+            nonlocal end
+            parts.append(end())
+            end = pen.begin(place)
+
+        write(kind, passes, result, batch)
+        cut()
+
+    def cutting(layer_pass: Callable[[int, str | None], None]) -> Callable[..., None]:
+        def cut_before_and_after(layer: int, level: str | None) -> None:
+            cut()
+            layer_pass(layer, level)
+            cut()
+
+        return cut_before_and_after
+
+    run.work = work  # type: ignore[method-assign]
+    run.training.forward = cutting(run.training.forward)  # type: ignore[method-assign]
+    run.training.backward = cutting(run.training.backward)  # type: ignore[method-assign,arg-type]
+    run.micro_steps()
+    gradients = (pen.gradients("0."), pen.gradients()) if comes_and_goes else (0, 0)
+    if run.records and len(found) == 1:  # the next micro-step is another step's
+        run.step()
+        run.micro_steps()
+    return found, *gradients
+
+
+def _of_layers(config: RunConfig, layers: int, levels: str) -> RunConfig:
+    return draft(config, n_layer=layers, recompute=levels, grad_checkpoint=False)
+
+
+def draft(config: RunConfig, **knobs: Any) -> RunConfig:
+    """A config with other knobs, unchecked: to check sixty knobs takes longer than all else here."""
+    made: RunConfig = object.__new__(RunConfig)
+    made.__dict__.update(config.__dict__, **knobs)
+    return made

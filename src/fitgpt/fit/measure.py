@@ -1,0 +1,44 @@
+"""Which of a few candidates is really the fastest? Each is timed, one after another, under the same cap."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from ..config import RunConfig
+from ..nouns import Fitted, Standing
+
+Timer = Callable[[RunConfig, int], "float | str"]  # a config, the allocator's cap → tokens a second, or what went wrong
+SECONDS_EACH = 4.0
+NOISE = 0.005  # two that lie closer are as fast as each other: then the estimate decides
+
+
+def measured(fitted: Fitted, timer: Timer, say: Callable[[str], None] = lambda words: None) -> Fitted:
+    """The same answer, with the fastest as timed in its first place. Those that could not be timed come last."""
+    if fitted.chosen is None:
+        return fitted
+    unchanged = (fitted.asked,) if fitted.asked.fits and fitted.chosen.flags else ()
+    timed, failed, notes = [], [], []
+    for standing in (fitted.chosen, *fitted.runners_up, *unchanged):
+        found = timer(standing.config, fitted.budget.reserve_limit)
+        if isinstance(found, str):
+            failed.append(standing)
+            notes.append(f"{_name(standing)} could not be timed: {found}")
+        else:
+            timed.append(replace(standing, measured=found))
+            say(f"{_name(standing)}: {found:,.0f} tokens/s")
+    if not timed:
+        return replace(fitted, notes=(*fitted.notes, *notes))
+    best = fastest(timed)
+    others = sorted((each for each in timed if each is not best), key=lambda each: -(each.measured or 0))
+    return replace(fitted, chosen=best, runners_up=(*others, *failed), notes=(*fitted.notes, *notes))
+
+
+def fastest(timed: Sequence[Standing]) -> Standing:
+    """The first of those that are as fast as any."""
+    most = max(each.measured or 0 for each in timed)
+    return next(each for each in timed if (each.measured or 0) >= (1 - NOISE) * most)
+
+
+def _name(standing: Standing) -> str:
+    return " ".join(standing.flags) or "as asked"

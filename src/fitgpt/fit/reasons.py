@@ -1,0 +1,89 @@
+"""Why is each thing done otherwise than asked for? By what would happen if it alone were left as it was."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from ..config import RunConfig
+from ..errors import UsageError
+from ..knobs import shown
+from ..memory import gpt
+from ..memory.forecast import settled
+from ..nouns import Decision
+from ..units import show_bytes
+from .search import Search
+from .speed import modelled, reach_of
+
+# What belongs together, and what to say of it besides the figures.
+GROUPS: tuple[tuple[tuple[str, ...], str], ...] = (
+    (("n_layer", "n_head", "n_embd"), "another model: its loss is not that of the one asked for"),
+    (("block_size", "eval_block_size"), "the model sees less far: a loss at another block does not compare"),
+    (("batch_size", "gradient_accumulation_steps", "eval_iters"), "the same sequences in every step, in their order"),
+    (("recompute", "grad_checkpoint"), "the same arithmetic"),
+    (("loss_chunk",), "the same loss, in other pieces"),
+    (("eval_batch_size",), "the same loss, in other batches"),
+    (("compile",), "the same arithmetic in fewer kernels"),
+    (("cuda_graphs",), "the same kernels, launched one by one"),
+    (("offload",), "the same arithmetic, on the host"),
+    (("optimizer",), "lossy: its states are rounded"),
+    (("weights",), "lossy: weights are rounded at every step"),
+    (("residual",), "lossy: the stream between blocks is rounded"),
+    (("step_in_backward", "grad_clip"), "another rule: gradients are applied as they are made, and not clipped"),
+)
+OF_THE_SHAPE = (GROUPS[0][0], GROUPS[1][0])
+WORTH_SAYING = 0.001  # of speed
+
+
+def decisions(search: Search, said: RunConfig, chosen: RunConfig, shape: str) -> tuple[Decision, ...]:
+    """`said`: what the user asked for, before anything was changed; `shape`: why it has another one, if it has."""
+    found = []
+    for knobs, besides in GROUPS:
+        changed = {knob: (getattr(said, knob), getattr(chosen, knob)) for knob in knobs
+                   if getattr(said, knob) != getattr(chosen, knob)}
+        if changed:
+            why = (shape if knobs in OF_THE_SHAPE else
+                   _counterfactual(search, chosen, {knob: was for knob, (was, _) in changed.items()}))
+            if "recompute" in knobs and not search.may_keep_more(chosen):
+                why += "; as little as fits: if any one layer kept more, it would not"
+            found.append(Decision(changed, f"{why}; {_besides(said, chosen, knobs, besides)}"))
+    return tuple(found)
+
+
+def _counterfactual(search: Search, chosen: RunConfig, was: dict[str, Any]) -> str:
+    before = _words(was)
+    try:
+        other = replace(chosen, **was)
+    except UsageError:
+        return f"{before} does not go with the rest"
+    needs = search.about(other)
+    if not search.fits(other):
+        return f"with {before} it would need about {show_bytes(needs)}, and {show_bytes(search.limit)} may be reserved"
+    faster = _speed(search, chosen) / _speed(search, other) - 1
+    if faster > WORTH_SAYING:
+        return f"{100 * faster:.1f} % faster than with {before}"
+    less = needs - search.about(chosen)
+    return f"{show_bytes(less)} less than with {before}" if less > 0 else f"no slower than with {before}"
+
+
+def _besides(said: RunConfig, chosen: RunConfig, knobs: tuple[str, ...], words: str) -> str:
+    if "batch_size" in knobs and chosen.dropout:
+        words += ", under other dropout masks"
+    if "eval_iters" in knobs:
+        before, now = (each.eval_iters * each.batch_size for each in (said, chosen))
+        words += f"; evaluations cover {now:,} windows instead of {before:,}" if now != before else ""
+    if "offload" in knobs and chosen.offload != "none":
+        words += f", in {show_bytes(gpt.host_bytes(chosen))} of its memory"
+    return words
+
+
+def _speed(search: Search, config: RunConfig) -> float:
+    card = search.field.card
+    return modelled(settled(config, search.setting), card, search.setting, reach_of(card))
+
+
+def _words(knobs: dict[str, Any]) -> str:
+    if knobs.get("grad_checkpoint"):
+        return "grad_checkpoint=True"
+    first = next(iter(knobs))
+    return f"{first}={shown(knobs[first])}"

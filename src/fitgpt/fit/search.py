@@ -1,0 +1,269 @@
+"""The fastest settings that fit, and why. Closed forms rank every candidate; the first few are replayed, exactly."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from ..cards import Card
+from ..config import RunConfig, diff
+from ..knobs import shown
+from ..memory import gpt
+from ..memory.changes import fits as replay_fits
+from ..memory.changes import holdings
+from ..memory.forecast import settled
+from ..memory.setting import Setting
+from ..nouns import Budget, Standing
+from ..savers import LEVELS
+from .candidates import Candidate, Field, Scanned, Stem
+from .closed import Mix, in_words, mix_of, with_usual_loss, within_usual_loss
+from .folded import draft
+from .permission import Way, ways
+from .speed import estimate
+
+FINALISTS = 4      # of different savers, micro-batches or recordings: these are replayed
+LEAST_TRIES = 4    # so many of the smallest are replayed to say what is the least memory
+LAST_TRIES = 12    # where nothing surely fits: so many of the smallest are replayed before that is said
+# How much faster a candidate must be to be taken: for each thing that it changes, for a lossy saver, and for what it
+# keeps in the host's memory, whose speed is assumed.
+WORTH_A_CHANGE, WORTH_A_LOSS, WORTH_THE_HOST = 0.002, 0.05, 0.05
+
+
+class Finalist(NamedTuple):
+    """A candidate whose levels were settled by replays."""
+
+    stem: Stem
+    mix: Mix
+    config: RunConfig
+    seconds: float
+
+    @property
+    def score(self) -> float:
+        return score(self.stem.way, self.stem.changes, self.seconds)
+
+
+def score(way: Way, changes: int, seconds: float) -> float:
+    """Seconds, and what a candidate's changes must be worth: the lowest is taken."""
+    return (seconds * (1 + WORTH_A_CHANGE * changes) * (1 + WORTH_A_LOSS * (way.permission == "lossy"))
+            * (1 + WORTH_THE_HOST * way.elsewhere))
+
+
+def score_of(candidate: Candidate) -> float:
+    return score(candidate.stem.way, candidate.stem.changes, candidate.seconds)
+
+
+@dataclass
+class Search:
+    """For one shape of model. `asked` may leave to the device what it leaves to `auto`."""
+
+    asked: RunConfig
+    setting: Setting
+    budget: Budget
+    card: Card | None
+    allow: frozenset[str]
+    most_batch: int | None = None   # a micro-batch is never larger
+    host_bytes: int | None = None   # of the host's memory, as far as it is known
+
+    def __post_init__(self) -> None:
+        self.config = settled(self.asked, self.setting)
+        self.limit = self.budget.reserve_limit
+        self.field = Field(self.config, self.setting, self.card, self.most_batch)
+        there = gpt.host_bytes(draft(self.config, offload="optimizer"))
+        self.ways = [way for way in ways(self.config, self.setting, self.allow)
+                     if way.knobs["offload"] == "none" or self.host_bytes is None or there <= self.host_bytes]
+        self.scanned = Scanned(within_usual_loss(self.limit, self.setting.expandable))
+        self._replayed: dict[RunConfig, bool] = {}
+
+    @property
+    def replays(self) -> int:
+        return len(self._replayed)
+
+    @property
+    def considered(self) -> int:
+        return self.scanned.considered + self.field.too_large
+
+    # ---- candidates
+
+    def finalists(self) -> list[Finalist]:
+        """The best first; empty: nothing fits."""
+        self.scan()
+        found = []
+        for candidate in self._different(sorted(self.scanned.fastest, key=score_of)):
+            settled_one = self._settle(candidate)
+            if settled_one is not None:
+                found.append(settled_one)
+            if len(found) == FINALISTS:
+                break
+        if not found:
+            found = [finalist for candidate in self.small_enough()[:LAST_TRIES]
+                     if (finalist := self._settle(candidate)) is not None][:1]
+        return sorted(found, key=lambda one: one.score)
+
+    def smallest(self) -> list[Candidate]:
+        """Of each set of savers, with the smallest micro-batch: what holds least, the smallest first."""
+        found = []
+        for way in self.ways:
+            for stem in self.field.stems(way, batches=self.field.batches(way)[:1]):
+                mixes: list[Mix] = [((level, self.config.n_layer),) for level in range(len(LEVELS))]
+                mapped, mix = min((stem.shape.mapped(mix), mix) for mix in mixes)
+                found.append(Candidate(stem.seconds(mix), mapped, stem, mix))
+        return sorted(found, key=lambda one: (one.mapped, one.stem.changes))
+
+    def small_enough(self) -> list[Candidate]:
+        """The smallest of each kind that could fit."""
+        found = [one for one in self.smallest() if one.stem.shape.could_fit(one.mix, self.limit)]
+        return list(self._different(found, "cuda_graphs", "eval_batch_size"))
+
+    def least(self) -> tuple[RunConfig, str]:
+        """The config that needs least, and the permission that takes: of the smallest by closed forms, by replays."""
+        smallest = list(self._different(self.smallest(), "cuda_graphs"))[:LEAST_TRIES]
+        configs = {self.config_of(one.stem, one.mix): one.stem.way.permission for one in smallest}
+        return min(((holdings(config, self.setting).needs, config, permission)
+                    for config, permission in configs.items()), key=lambda told: told[0])[1:]
+
+    def fits(self, config: RunConfig) -> bool:
+        if config not in self._replayed:
+            self._replayed[config] = replay_fits(config, self.setting, self.budget)
+        return self._replayed[config]
+
+    def config_of(self, stem: Stem, mix: Mix) -> RunConfig:
+        """A checked config that changes what it must of the one asked for, and nothing else."""
+        asked, chosen = self.asked, stem.config
+        knobs: dict[str, Any] = {
+            name: getattr(chosen, name) for name in ("batch_size", "gradient_accumulation_steps", "eval_batch_size",
+                                                     "loss_chunk", "cuda_graphs", *stem.way.knobs)}
+        if chosen.compile != self.config.compile:
+            knobs["compile"] = chosen.compile
+        if chosen.batch_size != asked.batch_size:  # the same windows are evaluated
+            knobs["eval_iters"] = -(-asked.eval_iters * asked.batch_size // chosen.batch_size)
+        if mix != mix_of(asked.levels):
+            knobs |= {"recompute": in_words(mix), "grad_checkpoint": False}
+        return replace(asked, **knobs)
+
+    def standing(self, config: RunConfig, permission: str, *, at_most: int | None = None) -> Standing:
+        """`at_most`: a bound on what it needs, where it is not worth the replays."""
+        needs = holdings(config, self.setting).needs if at_most is None else at_most
+        return Standing(config, flags(self.asked, config), permission, needs, self.limit - needs,
+                        estimate(config, self.card, self.setting), exact=at_most is None)
+
+    def runner_up(self, finalist: Finalist) -> Standing:
+        """It fits, so it needs no more than there is."""
+        return self.standing(finalist.config, finalist.stem.way.permission,
+                             at_most=min(finalist.stem.shape.needs(finalist.mix), self.limit))
+
+    def frontier(self) -> tuple[tuple[int, float], ...]:
+        """(bytes, tokens a second), as the candidates have it."""
+        tokens = self.config.tokens_per_step
+        return tuple((self.with_loss(mapped), tokens / seconds) for mapped, seconds in self.scanned.frontier())
+
+    def about(self, config: RunConfig) -> int:
+        """What a config needs, as most do."""
+        told = settled(config, self.setting)
+        return self.with_loss(self.field.folded.shape(told).mapped(mix_of(told.levels)))
+
+    def may_keep_more(self, config: RunConfig) -> bool:
+        """Whether any single layer of it could keep more, and it would still fit."""
+        told = settled(config, self.setting)
+        shape = self.field.folded.shape(told)
+        could = [mix for mix in raised(mix_of(told.levels)) if shape.could_fit(mix, self.limit)]
+        return any(self.fits(replace(config, recompute=in_words(mix), grad_checkpoint=False)) for mix in could)
+
+    def with_loss(self, mapped: int) -> int:
+        """And what is usually lost between blocks."""
+        return with_usual_loss(mapped, self.setting.expandable)
+
+    # ---- how
+
+    def scan(self) -> None:
+        """All candidates of the ways that need no lossy saver, and of the one that uses them all; of the others only
+        what could still win."""
+        limit, scanned = self.scanned.limit, self.scanned
+        in_full = [way for way in self.ways if way.permission != "lossy"] + _most_lossy(self.ways)
+        for way in in_full:
+            for stem in self.field.stems(way, limit):
+                scanned.scan(stem)
+        best = min(map(score_of, scanned.fastest), default=float("inf"))
+        for way in self.ways:
+            if way not in in_full:
+                for stem in self.field.stems(way, limit, worth=lambda *told: score(*told) < best):
+                    scanned.scan(stem)
+
+    def _different(self, candidates: Sequence[Candidate], *knobs: str) -> Iterator[Candidate]:
+        """The first of each kind: those that differ in savers, micro-batch, compiling, or in these knobs."""
+        seen = set()
+        for candidate in candidates:
+            config, savers = candidate.stem.config, tuple(candidate.stem.way.knobs.items())
+            kind = (savers, *(getattr(config, knob) for knob in ("batch_size", "compile", *knobs)))
+            if kind not in seen:
+                seen.add(kind)
+                yield candidate
+
+    def _settle(self, candidate: Candidate) -> Finalist | None:
+        """As few layers recomputed as really fit: down until it fits, then up while any single layer may keep more."""
+        stem, way_down = candidate.stem, [candidate.mix]
+        for mix in descent(candidate.mix):  # a level that keeps less may hold more, where little is kept at all
+            if stem.shape.mapped(mix) < stem.shape.mapped(way_down[-1]):
+                way_down.append(mix)
+        place = bisect_left(way_down, True, key=lambda mix: self.fits(self.config_of(stem, mix)))
+        if place == len(way_down):
+            return None
+        mix = way_down[place]
+        while higher := next((more for more in self._raised(stem, mix) if self.fits(self.config_of(stem, more))), None):
+            mix = higher
+        return Finalist(stem, mix, self.config_of(stem, mix), stem.seconds(mix))
+
+    def _raised(self, stem: Stem, mix: Mix) -> list[Mix]:
+        """One layer at a level that keeps more, the fastest first; what cannot fit is not among them."""
+        found = [more for more in raised(mix) if stem.shape.could_fit(more, self.limit)]
+        return sorted(found, key=lambda one: sum(layers * stem.cost.layers[level] for level, layers in one))
+
+
+def _most_lossy(found: list[Way]) -> list[Way]:
+    """The way with the most rounding, on the card."""
+    lossy = [way for way in found if way.permission == "lossy" and way.knobs["offload"] == "none"]
+    return [max(lossy, key=lambda way: len(way.knobs))] if lossy else []
+
+
+FIRST = ("n_layer", "n_head", "n_embd", "block_size", "batch_size", "gradient_accumulation_steps", "recompute")
+
+
+def flags(asked: RunConfig, config: RunConfig) -> tuple[str, ...]:
+    """What to add to a command, what matters most first."""
+    changed = {key: now for key, _, now in diff(asked, config)}
+    order = [*(key for key in FIRST if key in changed), *(key for key in changed if key not in FIRST)]
+    return tuple(f"--{key}={changed[key] if '*' in str(changed[key]) else shown(changed[key])}" for key in order)
+
+
+# ---- mixes
+
+
+def raised(mix: Mix) -> list[Mix]:
+    """The mixes in which one layer keeps more."""
+    counts = dict(mix)
+    return [_ordered({**counts, level: counts[level] - 1, more: counts.get(more, 0) + 1})
+            for level in counts for more in range(level)]
+
+
+def lowered(mix: Mix) -> Mix | None:
+    """One layer of those that keep most goes to the level of those that keep least, or to the next."""
+    counts = dict(mix)
+    most, least = min(counts), max(counts)
+    less = least if least > most else least + 1
+    if less == len(LEVELS):
+        return None
+    return _ordered({**counts, most: counts[most] - 1, less: counts.get(less, 0) + 1})
+
+
+def descent(mix: Mix) -> list[Mix]:
+    """From a mix, layer by layer, to the one that keeps nothing but inputs."""
+    found = [mix]
+    while (lower := lowered(found[-1])) is not None:
+        found.append(lower)
+    return found
+
+
+def _ordered(counts: dict[int, int]) -> Mix:
+    """The layers that keep least come first."""
+    return tuple((level, layers) for level, layers in sorted(counts.items(), reverse=True) if layers)

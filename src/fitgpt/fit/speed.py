@@ -1,0 +1,208 @@
+"""How many tokens a second will a run train? A roofline from the card's matrix rate and bandwidth.
+
+A micro-step is matrix products, attention, kernels that only move bytes, and gaps between kernels; a step adds the
+optimizer's bytes. What share of the card's figures each kind reaches was read off profiles and runs of our engine on an
+H200 (docs/log.md, bench/results); recorded.json has those runs, and tests hold the estimate against them. Good enough
+to rank settings; on other cards the shares are assumed, so an estimate there is a range.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from importlib import resources
+from typing import Any, NamedTuple
+
+from ..cards import Card
+from ..config import RunConfig
+from ..memory import gpt
+from ..memory.forecast import settled
+from ..memory.setting import Setting, setting_for
+from ..nouns import SpeedEstimate
+from ..savers import KEEPS, LEVELS, loss_piece_tokens
+
+BYTES = gpt.BYTES
+
+
+class Reach(NamedTuple):
+    """The share of a card's own figures that our kernels reach."""
+
+    products: float   # of its matrix rate, where a product fills the card
+    attention: float
+    bytes: float      # of its bandwidth
+
+
+# GPT-2 124M, 4 × 12 × 1024: products 54.5 ms, attention 13.8 ms, pointwise, loss, casts and AdamW 24 ms (docs/log.md).
+HOPPER = Reach(0.715, 0.24, 0.70)
+# Elsewhere nothing was recorded. The matrix rates of the table are lower in proportion to bandwidth there, which is
+# easier to reach, and flash attention was made for those cards: between what the H200 reaches and nearly all.
+LEAST, LIKELY, MOST = Reach(0.70, 0.30, 0.65), Reach(0.80, 0.45, 0.80), Reach(0.92, 0.60, 0.92)
+
+TILE = 128                # rows and columns of a product that one multiprocessor works on at once …
+LAST_WAVE = 0.25          # … and the share of a round of them that is lost at a product's end
+KERNEL_GAP_S = 3e-6       # between two recorded kernels …
+LAUNCH_GAP_S = 5e-6       # … and between two that are launched one by one: assumed
+KERNELS_A_LAYER = 45      # forward and backward
+KERNELS_A_PIECE = 6       # of the loss
+HOST_A_LAYER_S = 2.8e-3   # to launch those one by one: 124M unrecorded at 327k tokens/s, 77M and 30M eager alike
+HOST_A_PIECE_S = 0.2e-3
+EAGER = 2.5               # how many times a fused kernel's bytes its eager parts move
+PCIE_BYTES_S = 12e9       # assumed: a consumer board's 4.0 × 16 at half its figure, as copies of many tensors see it
+HOST_ADAMW_BYTES_S = 15e9 # assumed: two channels of memory, a few cores
+
+
+class Cost(NamedTuple):
+    """Seconds. A step is `micro_steps` × (`fixed` + each layer's) + `step`."""
+
+    fixed: float                 # of a micro-step, without the layers
+    layers: tuple[float, ...]    # one layer, forward and backward, in the order of LEVELS
+    host: float                  # the least a micro-step takes on the host, where its work is not recorded
+    step: float                  # the optimizer's part
+
+    def seconds(self, micro_steps: int, in_layers: float) -> float:
+        return micro_steps * max(self.fixed + in_layers, self.host) + self.step
+
+
+def has_figures(card: Card | None) -> bool:
+    return card is not None and bool(card.tflops and card.bandwidth_gbs)
+
+
+def cost(config: RunConfig, card: Card, setting: Setting, reach: Reach) -> Cost:
+    """Wants a settled config, and a card whose figures are known. The config's levels do not matter."""
+    rate, bandwidth = _matrix_rate(card, config.dtype), 1e9 * (card.bandwidth_gbs or 0) * reach.bytes
+    n, c, t, v = config.batch_size * config.block_size, config.n_embd, config.block_size, config.vocab_size
+    p, r, m = BYTES[config.dtype], BYTES[config.residual], BYTES[config.weights]
+
+    filled = n * c / TILE**2 / (card.sms or setting.sms)
+    products = rate * reach.products * filled / (filled + LAST_WAVE)
+    attention = rate * reach.attention
+
+    gap = KERNEL_GAP_S if gpt.records(config) else LAUNCH_GAP_S
+
+    def product(outputs: int, inputs: int) -> float:
+        """One of the three products of a matrix, with its weight's cast."""
+        return 2 * n * outputs * inputs / products + (_cast(config) * outputs * inputs) / bandwidth
+
+    def moved(in_products: float, in_stream: float) -> float:
+        """Pointwise: so many numbers a token and C in the products' precision, so many in the stream's."""
+        return (EAGER if not config.compile else 1.0) * n * c * (in_products * p + in_stream * r) / bandwidth
+
+    qkv, proj, up, down = ((3 * c, c), (c, c), (4 * c, c), (c, 4 * c))
+    forward = sum(product(*each) for each in (qkv, proj, up, down)) + 2 * n * t * c / attention + moved(13, 4)
+    # Two products for each matrix; the weight's gradient is added to what is there: read and written once.
+    backward = (sum(2 * product(*each) for each in (qkv, proj, up, down)) + 5 * n * t * c / attention
+                + moved(29 if p != r else 27, 6) + 12 * c * c * (2 * m - _cast(config)) / bandwidth)
+    dropout = 3 * moved(2.5, 0) if config.dropout else 0.0
+    again = {"h1": moved(-1, 0), "h2": moved(-1, 0), "g": 0.0}  # kept: one number less to write on the way back
+    lost = {"fc": product(*up) + moved(1, 1), "proj": product(*proj), "qkv": product(*qkv) + moved(1, 1),
+            "att": 2 * n * t * c / attention}
+    layers = []
+    for level in LEVELS:
+        keeps = KEEPS[level]
+        extra = sum(again.get(name, 0.0) for name in keeps) + sum(lost[name] for name in lost if name not in keeps)
+        layers.append(forward + backward + dropout + extra + gap * KERNELS_A_LAYER)
+
+    piece = loss_piece_tokens(n, v, config.loss_chunk)
+    pieces = -(-n // piece)
+    head_fill = piece * v / TILE**2 / (card.sms or setting.sms)
+    head = 6 * n * v * c / (rate * reach.products * head_fill / (head_fill + LAST_WAVE))
+    loss = (3 if setting.compiles else 12) * p * n * v / bandwidth
+    fixed = (head + loss + (pieces * 2 * m + _cast(config)) * v * c / bandwidth + moved(3, 12)
+             + pieces * KERNELS_A_PIECE * gap)
+    host = 0.0 if gpt.records(config) else config.n_layer * HOST_A_LAYER_S + pieces * HOST_A_PIECE_S
+    sent, step = _optimizer_seconds(config, bandwidth, rate * reach.products)
+    return Cost(fixed + sent, tuple(layers), host, step)
+
+
+def _cast(config: RunConfig) -> int:
+    """Bytes read and written to round a matrix's number for one product."""
+    return 0 if config.weights == config.dtype else BYTES[config.weights] + BYTES[config.dtype]
+
+
+def _matrix_rate(card: Card, dtype: str) -> float:
+    """FLOP/s. float32 products run as TF32, at half the rate, from Ampere on; before it on the ordinary units."""
+    slower = 1 if dtype != "float32" or not card.has_matrix_units else 2 if (card.capability or (8, 0)) >= (8, 0) else 8
+    return 1e12 * (card.tflops or 0) / slower
+
+
+def _optimizer_seconds(config: RunConfig, bandwidth: float, products: float) -> tuple[float, float]:
+    """(of a micro-step, of a step): gradients that leave the card, and the update itself."""
+    numbers, w = config.gpt_config().count_params(), BYTES[config.weights]
+    if config.offload != "none":
+        update = 28 * numbers / HOST_ADAMW_BYTES_S + 4 * numbers / PCIE_BYTES_S
+        sent = 4 * numbers / PCIE_BYTES_S + 12 * numbers / HOST_ADAMW_BYTES_S
+        return (sent, update) if config.offload == "gradients" else (0.0, update + 4 * numbers / PCIE_BYTES_S)
+    state = 2.0 if config.optimizer == "adam8bit" else 8.0
+    seconds = numbers * (3 * w + 2 * state + 2 * w) / bandwidth  # read and write both; the norm and zeroing after it
+    if config.optimizer == "muon":  # five rounds of three products for each matrix of a block
+        seconds += 5 * 56 * config.n_embd**3 * config.n_layer / products
+    return 0.0, seconds
+
+
+# ---- estimates
+
+
+class Recorded(NamedTuple):
+    card: str
+    config: RunConfig
+    tokens_per_s: float
+    source: str
+
+
+@cache
+def recorded() -> tuple[Recorded, ...]:
+    """Runs of our engine whose speed was measured: fit/recorded.json, which tools/recorded.py writes."""
+    told = json.loads(resources.files("fitgpt.fit").joinpath("recorded.json").read_text(encoding="utf-8"))
+    return tuple(Recorded(row["card"], RunConfig(**row["knobs"]), row["tokens_per_s"], row["source"])
+                 for row in told["runs"])
+
+
+def reach_of(card: Card) -> Reach:
+    return HOPPER if card.capability == (9, 0) else LIKELY
+
+
+def modelled(config: RunConfig, card: Card, setting: Setting, reach: Reach) -> float:
+    """Tokens a second by the roofline alone."""
+    told = cost(config, card, setting, reach)
+    in_layers = sum(told.layers[LEVELS.index(level)] for level in config.levels)
+    return config.tokens_per_step / told.seconds(config.gradient_accumulation_steps, in_layers)
+
+
+def estimate(config: RunConfig, card: Card | None, setting: Setting | None = None) -> SpeedEstimate | None:
+    """What to expect of a run, and what that is based on; None where the card's figures are not known."""
+    if card is None or not has_figures(card):
+        return None
+    setting = setting or setting_for(card)
+    config = settled(config, setting)
+    here = [run for run in recorded() if run.card == card.name]
+    same = next((run for run in here if speed_key(settled(run.config, setting)) == speed_key(config)), None)
+    if same is not None:
+        return SpeedEstimate(same.tokens_per_s, same.tokens_per_s, same.tokens_per_s, f"measured: {same.source}")
+    likely = modelled(config, card, setting, reach_of(card))
+    if here:
+        off = worst_error(card)
+        return SpeedEstimate((1 - off) * likely, (1 + off) * likely, likely,
+                             f"a roofline that is within {100 * off:.0f} % of {len(here)} runs recorded on this card")
+    low, high = (modelled(config, card, setting, reach) for reach in (LEAST, MOST))
+    return SpeedEstimate(low, high, likely, f"a roofline of {card.tflops:g} TFLOP/s and {card.bandwidth_gbs:g} GB/s, "
+                         "calibrated on runs of an H200; nothing was recorded on this card")
+
+
+@cache
+def worst_error(card: Card) -> float:
+    """How far the roofline is off at most, of the runs recorded on a card; at least 5 %."""
+    setting, errors = setting_for(card), [0.05]
+    for run in recorded():
+        if run.card == card.name:
+            told = modelled(settled(run.config, setting), card, setting, reach_of(card))
+            errors.append(abs(told / run.tokens_per_s - 1))
+    return max(errors)
+
+
+def speed_key(config: RunConfig) -> tuple[Any, ...]:
+    """What a run's speed depends on: where two configs agree in it, one measurement is the other's."""
+    piece = loss_piece_tokens(config.batch_size * config.block_size, config.vocab_size, config.loss_chunk)
+    return (config.n_layer, config.n_head, config.n_embd, config.vocab_size, config.block_size, config.batch_size,
+            config.gradient_accumulation_steps, config.bias, config.dropout, config.dtype, bool(config.compile),
+            gpt.records(config), config.levels, config.weights, config.residual, config.optimizer, config.offload,
+            config.step_in_backward, piece, config.grad_clip > 0)

@@ -1,0 +1,231 @@
+"""`fitgpt fit`: the fastest settings that fit a card, and why; or the largest model, the longest block, the least.
+
+Neither torch nor numpy is loaded; with --measure, child processes load them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from . import place, timing
+from .asked import place_of, run_of, with_data
+from .atomic import disk_faults, write_atomically
+from .config import RunConfig
+from .errors import DeviceError, UsageError
+from .fit import written
+from .fit.choose import Here, because
+from .fit.goals import reach
+from .fit.ladder import ladder
+from .fit.measure import SECONDS_EACH, measured
+from .fit.permission import parse_allow
+from .knobs import Assignment, build, knobs_of, shown
+from .memory import forecast
+from .nouns import Fitted
+from .options import FitQuestions, PlanQuestions
+from .outlook import of_length
+from .place import Place
+from .preflight import beside
+from .show import fitting as show
+
+HOST_SHARE = 0.8  # of the machine's memory that may hold what is kept out of the card
+
+
+class Question(NamedTuple):
+    """What is to be fitted, and where."""
+
+    asked: FitQuestions
+    said: RunConfig           # as the user has it
+    config: RunConfig         # with the vocabulary of its data
+    found: Place
+    notes: tuple[str, ...]
+
+
+def fit(assignments: Sequence[Assignment]) -> int:
+    question = question_of(assignments)
+    asked, here, notes = question.asked, here_of(question), list(question.notes)
+    if here.most_batch is not None:
+        notes.append(f"Somebody else computes on this card: the micro-batch stays at {here.most_batch} or below. "
+                     "--budget says what this run may hold instead.")
+    fitted = reach(asked.goal, question.config, here, parse_allow(asked.allow))
+    if asked.measure and fitted.chosen is not None:
+        fitted = by_the_clock(fitted, question.config, here)
+    run = name_of(assignments)
+    files = write_files(fitted, question, run) if fitted.chosen is not None else []
+    if asked.json:
+        print(json.dumps({**show.document(fitted, asked.goal), "notes": [*fitted.notes, *notes], "wrote": files},
+                         indent=1, ensure_ascii=False))
+    else:
+        width = min(max(shutil.get_terminal_size().columns, 40), 100)
+        print(show.fit_text(fitted, run, width=width, notes=notes, todo=next_step(fitted, asked, assignments, files)),
+              end="")
+    return 0 if fitted.chosen is not None else 1
+
+
+def question_of(assignments: Sequence[Assignment]) -> Question:
+    own = knobs_of(FitQuestions)
+    asked = build(FitQuestions, [each for each in assignments if each.key in own])
+    said, notes = run_of([each for each in assignments if each.key not in own or each.key == "budget"])
+    config, data, missing, more = with_data(said)
+    where = PlanQuestions(gpu=asked.gpu, budget=asked.budget, others=asked.others, torch=asked.torch,
+                          tokens=asked.tokens, epochs=asked.epochs, hours=asked.hours)
+    _check_measure(asked)
+    found = place_of(where, config.device)
+    found = found._replace(budget=beside(config, found.budget))
+    place.check_runs(config, found, "fitgpt")
+    longer, length = of_length(config, where, data, missing, found.card)
+    said = replace(said, max_iters=longer.max_iters, lr_decay_iters=longer.lr_decay_iters)
+    return Question(asked, said, longer, found, (*notes, *more, *found.notes, *length))
+
+
+def _check_measure(asked: FitQuestions) -> None:
+    if not asked.measure:
+        return
+    if asked.gpu:
+        raise UsageError(f"--measure times candidates on the GPU that is here, and --gpu {asked.gpu} names a card that "
+                         "need not be.", "Leave out one of them.")
+    from .driver import survey
+
+    seen = survey()
+    if not seen.gpus:
+        raise DeviceError(f"There is no GPU here to measure on: {seen.reason or 'the driver shows none'}.",
+                          "Leave out --measure: without it the speed is estimated.")
+
+
+# ---- where
+
+
+def here_of(question: Question) -> Here:
+    asked, config, found = question.asked, question.config, question.found
+    is_here = not asked.gpu
+    keep_small = is_here and not asked.budget and someone_computes(config.device)
+    return Here(found.setting, found.budget, found.card, config.batch_size if keep_small else None,
+                host_memory() if is_here else None)
+
+
+def someone_computes(device: str) -> bool:
+    """Whether another user's program, other than the screen's, is on the card that a run would take."""
+    from .counters import programs
+    from .driver import survey
+
+    seen = survey()
+    if not seen.gpus:
+        return False
+    reading = place.chosen(seen, device)
+    return any(each.kind == "other" and not is_own(each.pid) for each in programs(reading.processes,
+                                                                                  reading.total_bytes))
+
+
+def is_own(pid: int) -> bool:
+    """Whether a process is this user's; one that cannot be seen from here is not."""
+    try:
+        return os.stat(f"/proc/{pid}").st_uid == os.getuid()
+    except (OSError, AttributeError):  # gone, in another container, or no such thing on this system
+        return False
+
+
+def host_memory() -> int | None:
+    try:
+        return int(HOST_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    except (ValueError, OSError, AttributeError):
+        return None
+
+
+# ---- by the clock
+
+
+def by_the_clock(fitted: Fitted, config: RunConfig, here: Here) -> Fitted:
+    def timer(candidate: RunConfig, cap: int) -> float | str:
+        return timing.in_child(candidate, cap, SECONDS_EACH)
+
+    found = measured(fitted, timer, lambda words: print(f"fitgpt: {words}", file=sys.stderr, flush=True))
+    if found.chosen is None or fitted.chosen is None or found.chosen.config == fitted.chosen.config:
+        return found
+    exact = replace(found.chosen, exact=True)
+    if not found.chosen.exact:
+        needs = forecast.forecast(found.chosen.config, here.setting).needs
+        exact = replace(exact, needs=needs, headroom=here.budget.reserve_limit - needs)
+    return replace(found, chosen=exact, decisions=because(config, found.chosen.config, here))
+
+
+# ---- files
+
+
+def write_files(fitted: Fitted, question: Question, run: str) -> list[str]:
+    """What was written, each with whether it replaced something."""
+    asked, files = question.asked, []
+    assert fitted.chosen is not None  # only a plan that exists is written
+    as_said = replace(fitted.chosen, config=replace(fitted.chosen.config, vocab_size=question.said.vocab_size))
+    told = replace(fitted, chosen=as_said)
+    if asked.out:
+        out = Path(asked.out)
+        plan = out if out.suffix == ".json" else out.with_name("plan.json")
+        if plan is not out:
+            _refuse_foreign(out)
+            files.append(_write(out, written.config_text(told, run)))
+        files.append(_write(plan, plan_text(told, question)))
+    if asked.html:
+        files.append(_write(Path(asked.html), show.page(fitted, run)))
+    return files
+
+
+def plan_text(fitted: Fitted, question: Question) -> str:
+    from .planner import document
+
+    assert fitted.chosen is not None
+    setting, budget = question.found.setting, fitted.budget
+    config = replace(fitted.chosen.config, vocab_size=question.config.vocab_size)
+    plan = forecast.plan(config, setting, budget)
+    return json.dumps(written.plan_document(document(plan, setting), fitted.chosen, budget, ladder(config, setting),
+                                            show.speed_document(fitted.chosen)), indent=1) + "\n"
+
+
+def _write(path: Path, text: str) -> str:
+    replaced = path.exists()
+    with disk_faults("make the folder of", path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, text)
+    return f"{path} (it replaced the one that was there)" if replaced else str(path)
+
+
+def _refuse_foreign(path: Path) -> None:
+    """A config that somebody wrote by hand is not replaced."""
+    if not path.exists():
+        return
+    with disk_faults("read", path):
+        ours = path.is_file() and written.is_ours(path.read_text(encoding="utf-8", errors="replace"))
+    if not ours:
+        raise UsageError(f"{path} is there already, and `fitgpt fit` did not write it.",
+                         f"Choose another name: -o {shlex.quote(str(path.with_name(f'{path.stem}_fitted.py')))}")
+
+
+# ---- words
+
+
+def name_of(assignments: Sequence[Assignment]) -> str:
+    """The config files that were named, or the run."""
+    return ", ".join(_files(assignments)) or "the run"
+
+
+def _files(assignments: Sequence[Assignment]) -> list[str]:
+    named = (each.source.rpartition(":")[0] for each in assignments if not each.source.startswith("-"))
+    return list(dict.fromkeys(file for file in named if file))
+
+
+def next_step(fitted: Fitted, asked: FitQuestions, assignments: Sequence[Assignment], files: Sequence[str]) -> str:
+    if fitted.chosen is None:
+        return ""
+    lines = [f"Wrote {file}." for file in files]
+    if asked.out.endswith(".py"):
+        return "\n".join([*lines, f"To train it: fitgpt train {shlex.quote(asked.out)}"])
+    flags = [f"--{each.key}={shown(each.value)}" for each in assignments if each.source.startswith("-")
+             and each.key not in ("out", "html", "json")]
+    command = shlex.join(["fitgpt", "fit", *_files(assignments), *flags, "-o", "config/my_run.py"])
+    return "\n".join([*lines, f"To write a config that trains so: {command}"])

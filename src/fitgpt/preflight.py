@@ -1,0 +1,161 @@
+"""Before a run starts: what is really free on the card, who holds the rest, and whether the run fits beside them.
+
+Standard library only: the process that asks has not loaded torch, and where it refuses nobody has waited for that.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from . import driver, place
+from .asked import with_data
+from .config import RunConfig
+from .errors import DeviceError, UsageError
+from .fit.ladder import Rung
+from .memory import forecast
+from .memory.changes import smallest_that_fit
+from .memory.setting import Setting
+from .nouns import Budget, Forecast, MemoryPlan, PhaseForecast
+from .place import Place
+from .planfile import PlanFile
+from .units import parse_bytes, show_bytes
+
+LOOK_EVERY_S = 5.0
+SAY_EVERY_S = 60.0
+TOO_FAR = 0.01  # of a forecast: a phase that holds more by so much was not foreseen
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What the process that trains should know: what others held of each card, by its uuid, before it came."""
+
+    others: dict[str, int] = field(default_factory=dict)
+
+
+def check(config: RunConfig, planned: PlanFile | None = None, *, sleep: Callable[[float], None] = time.sleep,
+          say: Callable[[str], None] = lambda words: print(words, file=sys.stderr, flush=True)) -> Checked:
+    """Waits, if that is allowed, and refuses (DeviceError) what cannot fit. Where there is no NVIDIA GPU, or only
+    torch can say which, nothing is checked."""
+    last_said, waited = -SAY_EVERY_S, 0.0
+    known: dict[Setting, Forecast] = {}
+    while True:
+        seen = driver.survey() if config.device not in ("cpu", "mps") else driver.Survey()
+        found = _place(config, seen)
+        if found is None:
+            if planned is not None:
+                planned.refuse_elsewhere()
+            return Checked()
+        if config.eval_only:
+            return Checked(_others(seen))
+        if found.setting not in known:
+            known[found.setting] = forecast.forecast(with_data(config)[0], found.setting)
+        plan = MemoryPlan(known[found.setting], found.budget)
+        if planned is not None:
+            planned.compare(found, plan)
+        if plan.fits:
+            return Checked(_others(seen))
+        could_fit = replace(plan, budget=beside(config, replace(found.budget, others=0))).fits
+        if not config.wait or not could_fit:
+            raise does_not_fit(config, found, plan, could_wait=could_fit)
+        if waited - last_said >= SAY_EVERY_S:
+            last_said = waited
+            say(f"fitgpt: waiting for memory of {_card(found)}: the run needs {show_bytes(plan.forecast.needs)}, and "
+                f"{show_bytes(found.budget.reserve_limit)} could be had. {found.neighbours}".rstrip())
+        sleep(LOOK_EVERY_S)
+        waited += LOOK_EVERY_S
+
+
+def _place(config: RunConfig, seen: driver.Survey) -> Place | None:
+    if not seen.gpus:
+        return None
+    try:
+        found = place.here(config.device, others=None, budget=None)
+    except UsageError:  # a card that is not there: whoever loads torch says it best
+        return None
+    return found._replace(budget=beside(config, found.budget))
+
+
+def beside(config: RunConfig, budget: Budget) -> Budget:
+    """The budget that others leave, that --leave keeps free, and that --budget allows."""
+    if config.budget and parse_bytes(config.budget) > budget.usable:
+        raise UsageError(f"--budget {config.budget} is more than the {show_bytes(budget.usable)} that CUDA gives of "
+                         f"{budget.card or 'the card'}.", "Leave it out, or say less.")
+    left = budget.usable - budget.others - (parse_bytes(config.leave) if config.leave else 0)
+    said = parse_bytes(config.budget) if config.budget else left
+    return replace(budget, budget=max(min(said, left), 0))
+
+
+def does_not_fit(config: RunConfig, found: Place, plan: MemoryPlan, *, could_wait: bool) -> DeviceError:
+    """What is needed, what there is and who has the rest; and the changes that would do."""
+    budget, settled = found.budget, forecast.settled(with_data(config)[0], found.setting)
+    parts = [f"{show_bytes(budget.usable)} usable"]
+    parts += [f"{show_bytes(budget.others)} held by others"] if budget.others else []
+    parts += [f"{config.leave} to be left free"] if config.leave else []
+    parts += [f"a budget of {config.budget}"] if config.budget else []
+    parts += [f"{show_bytes(budget.outside)} outside the allocator"]
+    changes = smallest_that_fit(settled, found.setting, budget)
+    fixes = ["Add " + "; or ".join(" ".join(change.flags) for change in changes) + "."] if changes else []
+    fixes += ["Add --wait to start when others have left."] if could_wait and not config.wait else []
+    fixes += [] if changes else ["`fitgpt plan` with the same words and --options shows what each change would save."]
+    return DeviceError(
+        f"The run does not fit {_card(found)}: it needs {show_bytes(plan.forecast.needs)}, and may reserve "
+        f"{show_bytes(budget.reserve_limit)} ({', '.join(parts)}). {found.neighbours}".rstrip(), "\n".join(fixes))
+
+
+def _card(found: Place) -> str:
+    return f"the {found.budget.card}" if found.budget.card else "the card"
+
+
+def _others(seen: driver.Survey) -> dict[str, int]:
+    return {gpu.uuid: gpu.used_bytes for gpu in seen.gpus if gpu.uuid and gpu.used_bytes is not None}
+
+
+# ---- forecast and measurement, phase by phase
+
+
+def phases_of(planned: Forecast) -> dict[str, PhaseForecast]:
+    """As they can be measured: an iteration ends with its optimizer's step, and a run neither resumes nor samples."""
+    phases = {phase: held for phase, held in planned.phases.items() if phase not in ("step", "resume", "sample")}
+    if "step" in planned.phases and "train" in phases:
+        train, step = planned.phases["train"], planned.phases["step"]
+        phases["train"] = PhaseForecast(max(train.allocated, step.allocated), max(train.reserved, step.reserved))
+    return phases
+
+
+def since_the_start(measured: Mapping[str, PhaseForecast]) -> dict[str, PhaseForecast]:
+    """Reserved as forecasts mean it: the most since the run began."""
+    most, found = 0, {}
+    for phase in ("load", "first_eval", "first_train", "train", "eval", "save"):
+        if phase in measured:
+            most = max(most, measured[phase].reserved)
+            found[phase] = PhaseForecast(measured[phase].allocated, most)
+    return found
+
+
+def exceeding(planned: Mapping[str, PhaseForecast], measured: Mapping[str, PhaseForecast]) -> list[str]:
+    """A sentence for each phase that held more than was foreseen."""
+    found = []
+    for phase, held in measured.items():
+        for kind in ("allocated", "reserved"):
+            foreseen, seen = (getattr(each, kind) for each in (planned.get(phase, PhaseForecast(0, 0)), held))
+            if phase in planned and seen > foreseen * (1 + TOO_FAR):
+                found.append(f"{phase}: {show_bytes(seen)} {kind} where {show_bytes(foreseen)} were foreseen, "
+                             f"{seen / foreseen - 1:.1%} more.")
+    return found
+
+
+def plan_row(plan: MemoryPlan, rungs: Sequence[Rung]) -> dict[str, Any]:
+    """As metrics.jsonl has it."""
+    return {"kind": "plan", "needs_bytes": plan.forecast.needs, "reserve_limit_bytes": plan.budget.reserve_limit,
+            "phases": in_bytes(phases_of(plan.forecast)), "peak_phase": plan.forecast.peak_phase,
+            "owners_at_peak": [asdict(share) for share in plan.forecast.owners_at_peak],
+            "ladder": [{"changes": rung.changes, "needs_bytes": rung.needs, "why": rung.why} for rung in rungs]}
+
+
+def in_bytes(phases: Mapping[str, PhaseForecast]) -> dict[str, dict[str, int]]:
+    return {phase: {"allocated_bytes": held.allocated, "reserved_bytes": held.reserved}
+            for phase, held in phases.items()}

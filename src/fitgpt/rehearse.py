@@ -1,0 +1,104 @@
+"""`fitgpt rehearse`: what a run really holds of the card, phase by phase, beside what was foreseen, without training.
+
+`rehearse` settles what can be settled without torch; `rehearse_here` runs in a process of its own, as training does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+from . import preflight
+from .asked import with_data
+from .atomic import write_atomically
+from .config import RunConfig
+from .driver import check_allocator_env
+from .errors import DoesNotFit
+from .knobs import Assignment, knob, knobs_of, path_like
+from .supervise import Orders, conclude, run_child, settle
+
+SCHEMA = 1
+NO_COUNTERS = ("There is no plan to compare with: what is planned is the memory of an NVIDIA GPU, and only there does "
+               "PyTorch count it.")
+
+
+@dataclass(frozen=True)
+class RehearseOptions(RunConfig):
+    """Everything that `train` takes, and where the result goes."""
+
+    verb: ClassVar[str] = "rehearse"
+
+    out: str = knob("rehearsal.json", "the file to write", group="the rehearsal", short="o", rule=path_like)
+
+
+def rehearse(assignments: Sequence[Assignment]) -> int:
+    check_allocator_env(os.environ)
+    config, notes = settle([each for each in assignments if each.key in knobs_of(RunConfig)])
+    out = {each.key: each.value for each in assignments}.get("out", RehearseOptions.out)
+    checked = preflight.check(config)
+    config = replace(with_data(config)[0], init_from="scratch", plan="")  # of the weights only the shape matters
+    code, words = run_child(Orders(config.to_dict(), notes, others=checked.others, rehearsal=str(out)))
+    return conclude(code, words, config)
+
+
+def rehearse_here(config_dict: Mapping[str, Any], notes: Sequence[str], others: Mapping[str, int], out: str) -> None:
+    """Prints what was measured and writes it down. DoesNotFit where a phase held more than was foreseen."""
+    from . import run as parts
+    from .data.shards import open_dataset
+    from .desk import glance
+    from .engine import oom, rehearsal
+    from .engine.device import read_memory, resolve_device
+    from .engine.parallel import Ranks
+    from .onboard import board
+    from .show.text import memory_plan, plan_beside_measured
+    from .units import show_seconds
+
+    config = RunConfig.from_dict(config_dict)
+    dataset = open_dataset(config.dataset)
+    choice = resolve_device(config.device, config.dtype, config.compile)
+    config = replace(parts.take_shape(config, None, dataset)[0], dtype=choice.dtype)
+    parts.check_data(config, dataset, None)
+    onboard = board(config, choice, others)
+    for note in (*notes, *choice.notes):
+        print(f"note    {note}")
+    if onboard.plan:
+        print(memory_plan(onboard.plan), flush=True)
+
+    started, refused = time.perf_counter(), list[str]()
+    training = parts.build_training(config, choice)
+    peaks = rehearsal.Peaks(training.device)
+    peaks.seen("load", read_memory(choice.device))
+    splits = parts.evaluation_splits(dataset, ("train", "val"), windows=config.eval_iters * config.batch_size,
+                                     block=config.eval_block, seed=config.seed)
+    done = oom.attempt(lambda: rehearsal.rehearse(
+        training, config, lambda short: parts.training_feed(short, dataset, training.device, Ranks()),
+        lambda: glance(training, splits, config.eval_batch, config.eval_block,
+                       lambda batch, why: refused.append(f"evaluation: {why.short}.")), peaks))
+    if isinstance(done, oom.Refusal):
+        refused.append(f"training: {done.short}.")
+    seconds, measured = time.perf_counter() - started, preflight.since_the_start(peaks.of)
+    foreseen = preflight.phases_of(onboard.plan.forecast) if onboard.plan else {}
+    beyond = preflight.exceeding(foreseen, measured)
+    write_atomically(Path(out), json.dumps({
+        "schema": SCHEMA, "versions": parts.versions(), "device": choice.device, "device_name": choice.name,
+        "seconds": seconds, "config": config.to_dict(), "foreseen": preflight.in_bytes(foreseen),
+        "measured": preflight.in_bytes(measured), "exceeding": beyond, "out_of_memory": refused,
+    }, indent=1, ensure_ascii=False) + "\n")
+    print(plan_beside_measured(foreseen, measured) if onboard.plan else NO_COUNTERS)
+    print(f"rehearsed in {show_seconds(seconds)}: evaluation, two iterations and a checkpoint's copy, at full size. "
+          f"The figures are in {out}.", flush=True)
+    _judge(refused, beyond)
+
+
+def _judge(refused: Sequence[str], beyond: Sequence[str]) -> None:
+    if refused:
+        raise DoesNotFit(f"Memory ran out in the rehearsal. {' '.join(refused)}",
+                         "`fitgpt plan` with the same words and --options shows what each change would save.")
+    if beyond:
+        raise DoesNotFit(f"More was held than was foreseen. {' '.join(beyond)}",
+                         "Please report it, with the file: forecasts are meant to hold to 1 %.")

@@ -1,0 +1,243 @@
+"""What `fitgpt fit` says: the chosen plan beside the one asked for, why, the runners-up, and speed against memory."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from typing import Any
+
+from ..nouns import Decision, Fitted, SpeedEstimate, Standing
+from ..units import GiB, show_bytes, show_count
+from .planning import table
+
+ROWS, MARGIN = 9, 8          # of the picture, and the columns of its figures
+PICTURE = 64                 # columns of it, at most
+BEYOND = 1.15                # how far it goes beyond what may be reserved
+CHOSEN, ASKED, LINE, LIMIT = "●", "○", "·", "│"
+PERMISSIONS = {"free": "nothing that is trained changes", "places": "part of it in the host's memory",
+               "lossy": "lossy savers", "context": "another block", "model": "another model"}
+
+
+def fit_text(fitted: Fitted, run: str, *, width: int = 80, notes: Sequence[str] = (), todo: str = "") -> str:
+    """`run`: what was asked for, in words; `todo`: what to type next."""
+    chosen, budget = fitted.chosen, fitted.budget
+    where = f" on {_article(budget.card)} {budget.card}" if budget.card else ""
+    parts = [_wrapped(f"{run}{where}: {verdict(fitted)}", width)]
+    if chosen is not None:
+        parts.append(beside_each_other(fitted, width))
+        if fitted.decisions:
+            parts.append("Why\n" + "\n".join(_decision_lines(fitted.decisions, width)))
+    elif fitted.least is not None:
+        parts.append(_wrapped(f"The least: {_flags(fitted.least) or 'as asked'}", width))
+    if fitted.runners_up:
+        parts.append("Runners-up\n" + "\n".join(_runner_lines(fitted.runners_up, width)))
+    if len(fitted.frontier) > 1:
+        parts.append(picture(fitted, min(width - MARGIN - 2, PICTURE)))
+    told = _last_lines(fitted, notes)
+    parts.append("\n".join(line for label, words in told for line in _labelled(label, words, width)))
+    if todo:
+        parts.append(todo)
+    return "\n\n".join(parts) + "\n"
+
+
+def verdict(fitted: Fitted) -> str:
+    chosen, limit = fitted.chosen, show_bytes(fitted.budget.reserve_limit)
+    if chosen is None:
+        least = fitted.least
+        needs = f": the least memory it can live in is {show_bytes(least.needs)}" if least else ""
+        return f"nothing fits{needs}, and {limit} may be reserved."
+    if not chosen.flags:
+        return "as asked is the fastest found."
+    if fitted.least is chosen:
+        return f"the least memory it can live in is {show_bytes(chosen.needs)}."
+    was = "fits as asked; these changes make it faster" if fitted.asked.fits else (
+        "does not fit as asked; with these changes it does")
+    return f"{was} ({PERMISSIONS[chosen.permission]})."
+
+
+def beside_each_other(fitted: Fitted, width: int) -> str:
+    """What was asked for and what was chosen, in columns."""
+    asked, chosen = fitted.asked, fitted.chosen
+    assert chosen is not None  # only called where something was
+    rows = [(knob, str(was), str(now)) for each in fitted.decisions for knob, (was, now) in each.knobs.items()]
+    rows += [("needs", show_bytes(asked.needs), show_bytes(chosen.needs)),
+             ("headroom", _signed(asked.headroom), _signed(chosen.headroom)),
+             ("tokens/s", _speed(asked.speed), _speed(chosen.speed))]
+    if chosen.measured is not None:
+        before = next((each.measured for each in fitted.runners_up if each.config == asked.config), None)
+        rows.append(("measured", f"{before:,.0f}" if before else "", f"{chosen.measured:,.0f}"))
+    first, second = (max(len(row[column]) for row in [("", "asked", ""), *rows]) for column in (0, 1))
+    lines = [f"{'':{first}}  {'asked':>{second}}  chosen"]
+    for name, was, now in rows:
+        start = f"{name:{first}}  {was:>{second}}  "
+        lines += textwrap.wrap(now.replace(",", ", ") if "*" in now else now, max(width, len(start) + 20),
+                               initial_indent=start, subsequent_indent=" " * len(start)) or [start.rstrip()]
+    return "\n".join(lines)
+
+
+def _decision_lines(decisions: Sequence[Decision], width: int) -> list[str]:
+    lines = []
+    for each in decisions:
+        what = ", ".join(f"{knob} {was} → {now}" for knob, (was, now) in each.knobs.items())
+        lines += textwrap.wrap(what, width, initial_indent="  ", subsequent_indent="    ")
+        lines += textwrap.wrap(f"{each.why}.", width, initial_indent="      ", subsequent_indent="      ")
+    return lines
+
+
+def _runner_lines(standings: Sequence[Standing], width: int) -> list[str]:
+    rows = [("", "needs", "tokens/s")]
+    rows += [(f"{number}", f"{'' if each.exact else '≤ '}{show_bytes(each.needs)}",
+              f"{each.measured:,.0f} measured" if each.measured else _speed(each.speed))
+             for number, each in enumerate(standings, 1)]
+    head, *lines = table(rows, left=(0,)).splitlines()
+    found = [f"  {head}"]
+    for line, each in zip(lines, standings, strict=True):
+        found += textwrap.wrap(_flags(each) or "as asked", width, initial_indent=f"  {line}  ", break_long_words=False,
+                               subsequent_indent=" " * (len(line) + 4), break_on_hyphens=False)
+    return found
+
+
+def _last_lines(fitted: Fitted, notes: Sequence[str]) -> list[tuple[str, str]]:
+    speed = (fitted.chosen or fitted.asked).speed
+    rows = [("speed", speed.basis + "." if speed else "the card's figures are not known, so candidates were ranked by "
+             "the proportions of another.")]
+    rows += [("looked", f"{fitted.considered:,} candidates by closed forms, {fitted.replayed:,} by replay.")]
+    return rows + [("note", note) for note in (*fitted.notes, *notes)]
+
+
+# ---- speed against memory
+
+
+def picture(fitted: Fitted, columns: int) -> str:
+    """The fastest that there is in so much memory, in characters."""
+    limit = fitted.budget.reserve_limit
+    width = BEYOND * limit  # of memory
+    points = [(needs, speed) for needs, speed in fitted.frontier if needs <= width]
+    speeds = [_fastest_within(points, width * (column + 1) / columns) for column in range(columns)]
+    drawn = [speed for speed in speeds if speed is not None]
+    low, top = min(drawn, default=0.0), max(drawn, default=1.0)
+    grid = [[" "] * columns for _ in range(ROWS)]
+    for row in grid:
+        row[int(limit / width * columns)] = LIMIT
+    for column, speed in enumerate(speeds):
+        if speed is not None:
+            grid[_row(speed, low, top)][column] = LINE
+    for mark, standing in ((ASKED, fitted.asked), (CHOSEN, fitted.chosen)):
+        if standing is not None and standing.needs < width:
+            column = int(standing.needs / width * columns)
+            grid[_row(_middle(standing, speeds[column] or low), low, top)][column] = mark
+    figures = {0: show_count(round(top)), ROWS - 1: show_count(round(low))}
+    lines = [f"{figures.get(row, ''):>{MARGIN - 1}} ┤{''.join(cells)}".rstrip() for row, cells in enumerate(grid)]
+    axis = f"{'':{MARGIN}}└{'─' * columns}"
+    scale = f"{'':{MARGIN + 1}}0".ljust(MARGIN + columns - 8) + show_bytes(int(width))
+    keys = f"{LINE} the fastest in so much memory, tokens/s  {ASKED} asked  {CHOSEN} chosen  {LIMIT} may be reserved"
+    return "\n".join([*lines, axis, scale, keys])
+
+
+def _row(speed: float, low: float, top: float) -> int:
+    share = (top - speed) / (top - low) if top > low else 0.0
+    return min(max(round((ROWS - 1) * share), 0), ROWS - 1)
+
+
+def _fastest_within(points: Sequence[tuple[int, float]], nbytes: float) -> float | None:
+    return max((speed for needs, speed in points if needs <= nbytes), default=None)
+
+
+def _middle(standing: Standing, otherwise: float) -> float:
+    if standing.measured:
+        return standing.measured
+    return standing.speed.likely if standing.speed else otherwise
+
+
+def page(fitted: Fitted, run: str) -> str:
+    """The same in a file of its own."""
+    from . import charts
+
+    chosen, limit = fitted.chosen, fitted.budget.reserve_limit
+    title = f"{run} on {fitted.budget.card or 'a card'}"
+    marks = [charts.Mark(limit / GiB, f"may be reserved: {show_bytes(limit)}")]
+    marks += [charts.Mark(each.needs / GiB, f"{name}: {show_bytes(each.needs)}, {_speed(each.speed)} tokens/s")
+              for name, each in (("asked", fitted.asked), ("chosen", chosen)) if each is not None]
+    drawn = [(needs / GiB, speed) for needs, speed in fitted.frontier if needs <= BEYOND * limit]
+    series = [charts.Series("the fastest in so much memory", drawn, style="dotted"),
+              *(charts.Series(name, [(each.needs / GiB, _middle(each, 0.0))], colour=colour, style="dotted")
+                for colour, (name, each) in enumerate((("asked", fitted.asked), ("chosen", chosen)), 1)
+                if each is not None)]
+    chart = charts.line_chart("Tokens a second against memory, GiB", series, unit="count", x_name="GiB", marks=marks,
+                              from_zero=True, wide=True, empty="Nothing fits.",
+                              note="By closed forms and a roofline. Lines mark what was asked, chosen, may be held.")
+    rows = "".join(f"<tr><td>{charts.text(knob)}</td><td>{charts.text(was)}</td><td>{charts.text(now)}</td>"
+                   f"<td>{'' if number else charts.text(each.why)}</td></tr>"
+                   for each in fitted.decisions for number, (knob, (was, now)) in enumerate(each.knobs.items()))
+    figures = "".join(f"<tr><td>{name}</td><td>{before}</td><td>{after}</td><td></td></tr>"
+                      for name, before, after in _figures(fitted))
+    head = "<tr><th></th><th>asked</th><th>chosen</th><th>why</th></tr>"
+    return charts.page(title, f"<h1>{charts.text(title)}</h1>\n<p>{charts.text(verdict(fitted).capitalize())}</p>\n"
+                       f"{chart}\n<table>{head}{rows}{figures}</table>")
+
+
+def _figures(fitted: Fitted) -> list[tuple[str, str, str]]:
+    asked, chosen = fitted.asked, fitted.chosen
+    return [("needs", show_bytes(asked.needs), show_bytes(chosen.needs) if chosen else ""),
+            ("headroom", _signed(asked.headroom), _signed(chosen.headroom) if chosen else ""),
+            ("tokens/s", _speed(asked.speed), _speed(chosen.speed) if chosen else "")]
+
+
+# ---- as JSON
+
+
+def document(fitted: Fitted, goal: str) -> dict[str, Any]:
+    budget = fitted.budget
+    return {"schema": 1, "goal": goal, "fits": fitted.chosen is not None, "card": budget.card or None,
+            "reserve_limit_bytes": budget.reserve_limit, "asked": _standing(fitted.asked),
+            "chosen": fitted.chosen and _standing(fitted.chosen), "least": fitted.least and _standing(fitted.least),
+            "decisions": [{"changes": {knob: {"was": was, "now": now} for knob, (was, now) in each.knobs.items()},
+                           "why": each.why} for each in fitted.decisions],
+            "runners_up": [_standing(each) for each in fitted.runners_up],
+            "frontier": [{"bytes": needs, "tokens_per_s": round(speed, 1)} for needs, speed in fitted.frontier],
+            "considered": fitted.considered, "replayed": fitted.replayed, "notes": list(fitted.notes)}
+
+
+def _standing(standing: Standing) -> dict[str, Any]:
+    return {"config": standing.config.to_dict(), "flags": list(standing.flags), "permission": standing.permission,
+            "needs_bytes": standing.needs, "needs_exact": standing.exact, "headroom_bytes": standing.headroom,
+            "fits": standing.fits, "tokens_per_s": speed_document(standing)}
+
+
+def speed_document(standing: Standing) -> dict[str, Any] | None:
+    speed = standing.speed
+    if speed is None and standing.measured is None:
+        return None
+    return {"low": speed and round(speed.low, 1), "high": speed and round(speed.high, 1),
+            "likely": speed and round(speed.likely, 1), "basis": speed and speed.basis, "measured": standing.measured}
+
+
+# ---- words
+
+
+def _speed(speed: SpeedEstimate | None) -> str:
+    if speed is None:
+        return "not known"
+    low, high = show_count(round(speed.low)), show_count(round(speed.high))
+    return low if low == high else f"{low} to {high}"
+
+
+def _flags(standing: Standing) -> str:
+    return " ".join(standing.flags)
+
+
+def _signed(nbytes: int) -> str:
+    return f"{'−' if nbytes < 0 else ''}{show_bytes(abs(nbytes))}"
+
+
+def _article(name: str) -> str:
+    """Before letters that are spelled out: an RTX, an A100, a GTX, a T4."""
+    return "an" if name[0] in "AEFHILMNORSX" else "a"
+
+
+def _labelled(label: str, words: str, width: int) -> list[str]:
+    return textwrap.wrap(words, width, initial_indent=label.ljust(8), subsequent_indent=" " * 8, break_long_words=False)
+
+
+def _wrapped(words: str, width: int) -> str:
+    return "\n".join(textwrap.wrap(words, width, break_long_words=False, break_on_hyphens=False))

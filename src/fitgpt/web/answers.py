@@ -1,0 +1,238 @@
+"""What the page is told: the plan at once, from one replay of the tape; then the step, the exact needs and the cards.
+
+Every answer is a dict that becomes JSON. Bytes are plain numbers, and whatever is a sentence is made here.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+from .. import cards, place
+from ..config import RunConfig
+from ..errors import UsageError
+from ..fit.speed import estimate
+from ..memory import forecast
+from ..memory.allocator import Timeline, replay
+from ..memory.blocks import LARGE_SEGMENT, rounded, segment_size
+from ..memory.setting import Setting
+from ..memory.thinned import one_step
+from ..nouns import Budget, SpeedEstimate
+from ..outlook import outlook
+from ..planner import basis_of, same_tape
+from ..show import planning as show
+from ..show.charts import stacked
+from ..units import MiB, show_bytes, show_count
+from .settings import Asked, command, config_file, plan_command
+
+Answer = dict[str, Any]
+
+BARS = ("load", "first_eval", "first_train", "train", "step", "eval")  # phases of the run itself, in their order
+HEADS, WIDTHS = range(1, 129), range(8, 8193)
+NARROWEST_HEAD, WIDEST_HEAD = 8, 256
+
+
+# ---- one replay, kept
+
+
+@lru_cache(maxsize=8)
+def replayed(config: RunConfig, setting: Setting, trainer: str) -> Timeline:
+    """The whole run without a cap. `config` is settled."""
+    return replay(forecast.tape_of(config, setting, trainer), expandable=_expands(setting, trainer))
+
+
+@lru_cache(maxsize=256)
+def fits(config: RunConfig, setting: Setting, trainer: str, limit: int) -> bool:
+    """What `needs` would say of that limit; where one replay without it tells enough, no second is made."""
+    timeline, expandable = replayed(config, setting, trainer), _expands(setting, trainer)
+    if peak_of(timeline) > limit:
+        return False
+    largest = max(event.nbytes for event in timeline.tape.events)
+    slack = max(segment_size(rounded(largest)), LARGE_SEGMENT) if expandable else 0
+    if timeline.reserved + slack <= limit:
+        return True
+    return replay(timeline.tape, limit, expandable=expandable).failed is None
+
+
+def peak_of(timeline: Timeline) -> int:
+    return max(timeline.allocated)
+
+
+def _expands(setting: Setting, trainer: str) -> bool:
+    return setting.expandable and trainer == "fitgpt"
+
+
+def of(asked: Asked) -> tuple[RunConfig, Timeline]:
+    config = forecast.settled(asked.config, asked.place.setting)
+    return config, replayed(config, asked.place.setting, asked.trainer)
+
+
+# ---- at once
+
+
+def plan(asked: Asked) -> Answer:
+    config, timeline = of(asked)
+    budget = asked.place.budget
+    fitting = fits(config, asked.place.setting, asked.trainer, budget.reserve_limit)
+    title = _title(asked, config)
+    words = _at_once(timeline, budget, fitting)
+    verdict = "Fits" if fitting else "Does not fit"
+    return {
+        "fits": fitting, "verdict": verdict, "words": words, "title": title, "trainer": asked.trainer,
+        "peak": peak_of(timeline), "bars": _bars(timeline, budget),
+        "command": command(asked), "plan_command": plan_command(asked),
+        "config_file": config_file(asked, f"{title}. {verdict}: {words}"),
+        "means": {"dtype": config.dtype, "compile": str(config.compile), "torch": asked.place.setting.torch,
+                  "others": budget.others, "budget": budget.budget},
+        "values": {"n_head": _head_counts(config.n_embd), "n_embd": _widths(config.n_head)},
+        "notes": [*asked.passed_over, *asked.place.notes],
+    }
+
+
+def _title(asked: Asked, config: RunConfig) -> str:
+    budget, layers = asked.place.budget, f"{config.n_layer} layer{'s' if config.n_layer > 1 else ''}"
+    where = f" on the {budget.card}" if budget.card else ""
+    return (f"{show.TRAINERS[asked.trainer]}{where}: {show_count(config.gpt_config().count_params())} parameters, "
+            f"{layers} of width {config.n_embd:,}, batch {config.batch_size:,} × {config.block_size:,}, "
+            f"{config.dtype}, {'compiled' if config.compile else 'eager'}")
+
+
+def _at_once(timeline: Timeline, budget: Budget, fitting: bool) -> str:
+    """What one replay tells: bounds, until the exact figure comes."""
+    limit, peak, reserved = budget.reserve_limit, peak_of(timeline), timeline.reserved
+    if fitting and reserved <= limit:
+        return f"at least {show_bytes(limit - reserved)} to spare."
+    if fitting:
+        return f"tightly: of {show_bytes(limit)} it would like {show_bytes(reserved)}, and gets by with less."
+    if peak > limit:
+        return f"tensors alone take {show_bytes(peak)}, {show_bytes(peak - limit)} more than may be reserved."
+    return (f"tensors take {show_bytes(peak)} of the {show_bytes(limit)} that may be reserved, but there are too many "
+            "gaps between them.")
+
+
+def _bars(timeline: Timeline, budget: Budget) -> Answer:
+    """Whose bytes lie on the card at the highest point of each phase."""
+    peaks = {phase: peak for phase, peak in timeline.peaks().items() if phase in BARS}
+    owners = owners_at(timeline, {peak.event for peak in peaks.values()})
+    highest = max(peaks.values(), key=lambda peak: peak.allocated).phase
+    rows = [{"phase": phase, "name": show.PHASES[phase], "owners": owners[peaks[phase].event],
+             "allocated": peaks[phase].allocated, "reserved": peaks[phase].reserved, "peak": phase == highest}
+            for phase in BARS if phase in peaks]
+    whole = budget.budget == budget.usable - budget.others
+    name = f"{budget.card or 'the card'}: {show_bytes(budget.usable)} usable" if whole else (
+        f"a budget of {show_bytes(budget.budget)}")
+    return {"limit": budget.budget + budget.others, "limit_name": name, "others": budget.others,
+            "outside": budget.outside, "rows": rows}
+
+
+def owners_at(timeline: Timeline, events: set[int]) -> dict[int, dict[str, int]]:
+    """Whose the bytes are right after each of some events, in one pass."""
+    held: dict[str, int] = {}
+    found: dict[int, dict[str, int]] = {}
+    for number, (event, change) in enumerate(zip(timeline.tape.events, timeline.changes, strict=False)):
+        held[event.owner] = held.get(event.owner, 0) + change
+        if number in events:
+            found[number] = {owner: nbytes for owner, nbytes in held.items() if nbytes}
+    return found
+
+
+def _head_counts(width: int) -> list[int]:
+    """Those that divide a width into heads of a usual size; all that divide it where none does."""
+    dividing = [heads for heads in HEADS if width % heads == 0]
+    usual = [heads for heads in dividing if NARROWEST_HEAD <= width // heads <= WIDEST_HEAD and width // heads % 8 == 0]
+    return usual or dividing
+
+
+def _widths(heads: int) -> list[int]:
+    """Multiples of the head count, with heads a multiple of 8 wide, as wide as heads usually are."""
+    step = 8 * heads
+    widths = list(range(step, heads * WIDEST_HEAD + 1, step))
+    return [width for width in widths if width in WIDTHS] or [heads]
+
+
+# ---- soon after
+
+
+def step(asked: Asked) -> Answer:
+    """One training step drawn over time."""
+    timeline, budget = of(asked)[1], asked.place.budget
+    note = "A few micro-batches, one after another, then the optimizer's step; more repeat the last."
+    return {"html": stacked(one_step(timeline), title="One training step, by owner", limit=budget.reserve_limit,
+                            limit_name="may be reserved", note=note)}
+
+
+def exact(asked: Asked) -> Answer:
+    """As `fitgpt plan` has it: the smallest cap that will do takes some ten replays more."""
+    config, found = asked.config, asked.place
+    told = forecast.plan(config, found.setting, found.budget, asked.trainer)
+    run, speed = outlook(config, told.forecast, None, found.card), _speed(asked, config, found)
+    facts = [("assumes", show.assumption_words(told)), ("basis", show.basis_words(told, basis_of(told))),
+             ("card", " ".join(found.budget.sources)), ("step", f"{run.tokens_per_step:,} tokens a step; a checkpoint "
+              f"takes {show_bytes(run.checkpoint_bytes)} on disk"
+              + (f"; {show_bytes(run.host_bytes)} of the host's memory" if run.host_bytes else "")),
+             *([("speed", f"{_tokens(speed)} tokens/s, by {speed.basis}")] if speed else [])]
+    return {
+        "fits": told.fits, "verdict": "Fits" if told.fits else "Does not fit",
+        "words": show.verdict(told, found.neighbours), "needs": told.forecast.needs, "headroom": told.headroom,
+        "short": f"{show_bytes(abs(told.headroom))} {'to spare' if told.fits else 'too much'}",
+        "speed": _tokens(speed),
+        "phases": [{"name": show.PHASES[phase], "allocated": held.allocated, "reserved": held.reserved,
+                    "process": held.reserved + found.budget.outside, "peak": phase == told.forecast.peak_phase}
+                   for phase in show.PHASES if (held := told.forecast.phases.get(phase))],
+        "owners": [{"owner": share.owner, "nbytes": share.nbytes, "formula": share.formula}
+                   for share in told.forecast.owners_at_peak],
+        "facts": facts,
+    }
+
+
+def _speed(asked: Asked, config: RunConfig, found: place.Place) -> SpeedEstimate | None:
+    """None where there is none: of nanoGPT's train.py, and of cards whose figures are not known."""
+    return estimate(config, found.card, found.setting) if asked.trainer == "fitgpt" else None
+
+
+def _tokens(speed: SpeedEstimate | None) -> str:
+    """37k–52k, or one figure where that very run was measured."""
+    if speed is None:
+        return ""
+    low, high = _short(speed.low), _short(speed.high)
+    return low if low == high else f"{low}–{high}"
+
+
+def _short(number: float) -> str:
+    """Two digits or three: 560, 5.6k, 56k, 1.3M."""
+    for unit, letter in ((10**6, "M"), (1000, "k")):
+        if number >= unit:
+            return f"{number / unit:.{int(number < 10 * unit)}f}{letter}"
+    return f"{number:.0f}"
+
+
+def all_cards(asked: Asked) -> Answer:
+    """Every card side by side. Those on which the tape is the same are replayed once, for the largest of them."""
+    others = asked.place.budget.others if asked.questions.others else 0
+    rows = [_on(card, asked, others) for card in cards.load() if card.vendor == "nvidia" and card.usable_mib]
+    largest: dict[Any, Setting] = {}
+    for _, found in rows:
+        if found is not None:
+            kind = same_tape(asked.config, found.setting)
+            largest[kind] = max(largest.get(kind, found.setting), found.setting, key=lambda setting: setting.sms)
+    return {"cards": [row if found is None else row | _planned(asked, found, largest) for row, found in rows]}
+
+
+def _on(card: cards.Card, asked: Asked, others: int) -> tuple[Answer, place.Place | None]:
+    """A card's row, and the place to plan for; None where the run cannot be there."""
+    usable = (card.usable_mib or 0) * MiB
+    row: Answer = {"name": card.name, "memory": f"{card.memory_gb} GB", "usable": usable, "others": others,
+                   "outside": 0, "peak": 0, "fits": False, "problem": "", "speed": ""}
+    try:
+        found = place.on_card(card, others=others, torch=asked.questions.torch)
+        place.check_runs(asked.config, found, asked.trainer)
+    except UsageError as error:
+        return row | {"problem": f"needs {error.fix}" if others < usable else "nothing left by others"}, None
+    return row, found
+
+
+def _planned(asked: Asked, found: place.Place, largest: dict[Any, Setting]) -> Answer:
+    setting = largest[same_tape(asked.config, found.setting)]
+    config, limit = forecast.settled(asked.config, setting), found.budget.reserve_limit
+    return {"outside": found.budget.outside, "peak": peak_of(replayed(config, setting, asked.trainer)),
+            "speed": _tokens(_speed(asked, config, found)), "fits": fits(config, setting, asked.trainer, limit)}

@@ -1,0 +1,83 @@
+"""The run that is going on here, as the page's second tab shows it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict
+from typing import Any
+
+from ..errors import FitError
+from ..nouns import CardState, RunState, Track, WatchFrame
+from ..show.charts import Level, Mark, Series, line_chart
+from ..show.text import show_mfu
+from ..units import show_bytes, show_seconds
+from ..watch import Watcher, as_document, is_over
+
+UNKNOWN = "–"
+
+
+class Live:
+    """Keeps a watcher, which remembers; when its run is over it looks for another."""
+
+    def __init__(self, target: str = "") -> None:
+        self._target = target
+        self._watcher: Watcher | None = None
+
+    def look(self) -> dict[str, Any]:
+        try:
+            watcher = self._watcher or Watcher(self._target)
+            frame = watcher.look()
+        except FitError as error:
+            self._watcher = None
+            return {"run": None, "why": error.what}
+        self._watcher = None if is_over(frame.run) and not self._target else watcher
+        return seen(frame)
+
+
+def seen(frame: WatchFrame) -> dict[str, Any]:
+    run, card = frame.run, frame.cards[0] if frame.cards else None
+    if run is None:
+        return {"run": None, "why": "No run is in the folder that fitgpt serve was started in, or in its runs/."}
+    return {"run": as_document(frame)["run"], "tiles": tiles(run, card, frame.no_card),
+            "charts": charts(run, frame.track),
+            "programs": [asdict(each) for each in card.programs] if card else [],
+            "progress": run.step / run.max_iters if run.max_iters else None, "going": not is_over(run)}
+
+
+def tiles(run: RunState, card: CardState | None, no_card: str) -> list[tuple[str, str, str]]:
+    """(what, its figure, and more of it); what is not known is left out."""
+    memory = run.memory
+    found = [
+        ("steps", f"{run.step:,}", f"of {run.max_iters:,}" if run.max_iters else ""),
+        ("loss", _figure(run.loss), f"validation {_figure(run.val_loss)}" if run.val_loss is not None else ""),
+        ("speed", f"{run.tokens_per_s:,.0f}" if run.tokens_per_s and math.isfinite(run.tokens_per_s) else UNKNOWN,
+         "tokens a second" + (f", MFU {show_mfu(run.mfu)}" if run.mfu is not None else "")),
+        ("time left", show_seconds(run.seconds_left) if run.seconds_left is not None else UNKNOWN, run.phase or ""),
+        ("reserved", show_bytes(memory.reserved) if memory else UNKNOWN,
+         f"planned {show_bytes(run.planned_bytes)}" if run.planned_bytes else "" if memory else "not counted here"),
+        ("headroom", show_bytes(run.headroom_bytes) if run.headroom_bytes is not None else UNKNOWN, ""),
+    ]
+    found = [each for each in found if each[1] != UNKNOWN]
+    if card is None:
+        return [*found, ("device", run.device_name or UNKNOWN, no_card)]
+    percent = "" if card.utilisation is None else f"{card.utilisation} % busy"
+    warm = "" if card.celsius is None else f"{card.celsius} °C"
+    power = "" if card.watts is None else f"{card.watts:.0f} W"
+    held = (f"{show_bytes(card.used_bytes)} of {show_bytes(card.total_bytes)}"
+            if card.used_bytes is not None and card.total_bytes is not None else UNKNOWN)
+    return [*found, (card.name, held, ", ".join(filter(None, (percent, warm, power))))]
+
+
+def charts(run: RunState, track: Track) -> str:
+    steps = max(run.step - 1, 0) / max(len(run.losses) - 1, 1)  # the losses are evenly spaced over the steps done
+    losses = [Series("loss", [(place * steps, loss) for place, loss in enumerate(run.losses)])] if run.losses else []
+    held = [Series("memory", list(enumerate(track.values)))] if track.values else []
+    planned = [Level("planned", run.planned_bytes, 5)] if run.planned_bytes else []
+    return (line_chart("Loss", losses, empty="No step has been reported yet.")
+            + line_chart("Memory", held, unit="bytes", x_name="look", levels=planned, from_zero=True,
+                         marks=[Mark(place, f"a spike in {phase}") for place, phase in track.marks],
+                         empty="No memory has been counted yet: a CPU has no such counters."))
+
+
+def _figure(value: float | None) -> str:
+    return UNKNOWN if value is None else f"{value:.4f}" if math.isfinite(value) else str(value)

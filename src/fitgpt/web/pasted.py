@@ -1,0 +1,34 @@
+"""What was pasted into the page, explained: an out-of-memory message, an nvidia-smi screen, a plan."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from io import BytesIO
+from typing import Any
+
+from ..explain.message import COUNTED, is_message
+from ..explain.pasted import excerpt
+from ..explain.screen import parse_screen
+from ..explaining import WANTED, explain_text
+from ..nouns import Diagnosis
+from ..options import ExplainQuestions
+from .settings import flags_in, read
+
+
+def explain(text: str, query: str | None) -> dict[str, Any]:
+    """`query`: the settings of the plan, if the run that ran out is the one planned there."""
+    seen = excerpt(BytesIO(text.encode("utf-8", "replace")), lambda part: is_message(part) or bool(parse_screen(part)),
+                   set(COUNTED.values()))
+    asked = read(query) if query is not None else None
+    questions = ExplainQuestions(trainer=asked.trainer if asked else "auto",
+                                 others=asked.questions.others if asked else "")
+    told = explain_text(seen, questions, asked.config if asked else None, "") if seen.text.strip() else None
+    if told is None:
+        nothing = "Nothing was pasted." if not text.strip() else ("This is no message about memory that fitgpt knows, "
+                                                                  "and it does not guess.")
+        told = Diagnosis("unknown", nothing, needed=WANTED[:2])
+    document = asdict(told)
+    for remedy in document["remedies"]:
+        remedy["settings"] = flags_in(remedy["todo"]) or ({"trainer": "fitgpt"} if asked and asked.trainer == "nanogpt"
+                                                          and remedy["todo"].startswith("fitgpt train") else {})
+    return document

@@ -1,0 +1,115 @@
+// One stacked bar a phase: other programs, what lies outside the allocator, each owner, what is reserved and in no tensor.
+import { byId, bytes, drawn, made } from "./words.js";
+
+const OWNERS = ["weights", "gradients", "optimizer", "casts", "activations", "logits", "workspace", "data", "other"];
+const PARTS = ["others", "outside", ...OWNERS, "rest"];
+const NAMES = { others: "other programs", outside: "outside the allocator", rest: "reserved, in no tensor" };
+const GIB = 2 ** 30;
+
+export function draw(bars, before) {
+  const root = byId("bars");
+  const most = 1.02 * Math.max(bars.limit, ...bars.rows.map((row) => end(bars, row)), ...(before || []).map(([, at]) => at));
+  const share = (nbytes) => `${(100 * nbytes / most).toFixed(3)}%`;
+  const wanted = bars.rows.map((row) => row.phase).join();
+  if (root.dataset.phases !== wanted) rebuild(root, bars.rows, wanted);
+  for (const row of bars.rows) fill(root.querySelector(`[data-phase="${row.phase}"]`), bars, row, share, before);
+  drawEnds(root, bars, share, most);
+  legend(bars);
+  if (before) byId("bars-legend").append(made("li", {}, "┆", made("span", {}, "before")));
+}
+
+// Where each phase's bar ends, for the marks that show what a change did.
+export const ends = (bars) => bars.rows.map((row) => [row.phase, bars.others + bars.outside + row.allocated]);
+
+export function markNeeds(bars, needs) {
+  const root = byId("bars");
+  const most = Number(root.dataset.most);
+  const at = bars.others + bars.outside + needs;
+  document.querySelectorAll(".needs").forEach((old) => old.remove());
+  byId("bars-legend").append(made("li", { class: "needs" }, "▲", made("span", {}, "what it needs"), made("b", {}, bytes(needs))));
+  if (at > most) return;
+  const x = 100 * at / most;
+  const place = root.querySelector(".ends.below svg");
+  place.append(drawn("svg", { x: `${x}%`, width: 1, height: 1, overflow: "visible", class: "needs" },
+    drawn("path", { d: "M0,-5 l4,6 h-8 z" }), drawn("title", {}, `needs ${bytes(needs)}, with all else on the card ${bytes(at)}`)));
+}
+
+function rebuild(root, rows, wanted) {
+  root.dataset.phases = wanted;
+  const hatch = drawn("svg", { width: 0, height: 0, "aria-hidden": "true" }, drawn("defs", {},
+    drawn("pattern", { id: "hatch", width: 5, height: 5, patternUnits: "userSpaceOnUse" }, drawn("path", { d: "M-1,6 L6,-1" }))));
+  const line = (kind, phase) => made("div", { class: `line ${kind}`, "data-phase": phase }, made("span"),
+    drawn("svg", phase ? { role: "img" } : { "aria-hidden": "true" }, ...(phase
+      ? [...PARTS.map((part) => drawn("rect", { class: part === "rest" ? "rest" : `o-${part}`, "data-part": part, height: "100%" }, drawn("title"))),
+        drawn("line", { class: "limit-line", y1: -4, y2: "100%" }), drawn("line", { class: "ghost", y1: -3, y2: "112%" })] : [])),
+    made("span"));
+  root.replaceChildren(hatch, line("ends above"), ...rows.map((row) => line("phase-line", row.phase)), line("ends below"));
+  hatch.classList.add("hidden-defs");
+}
+
+function held(bars, row) {
+  return { others: bars.others, outside: bars.outside, ...row.owners, rest: Math.max(row.reserved - row.allocated, 0) };
+}
+
+const end = (bars, row) => bars.others + bars.outside + Math.max(row.reserved, row.allocated);
+
+function fill(line, bars, row, share, before) {
+  const parts = held(bars, row);
+  const [name, picture, figure] = line.children;
+  name.textContent = row.name;
+  figure.textContent = bytes(row.allocated);
+  line.classList.toggle("peak", row.peak);
+  let at = 0;
+  for (const rect of picture.querySelectorAll("rect")) {
+    const nbytes = parts[rect.dataset.part] || 0;
+    rect.setAttribute("x", share(at));
+    rect.setAttribute("width", share(nbytes));
+    rect.firstChild.textContent = `${NAMES[rect.dataset.part] || rect.dataset.part} ${bytes(nbytes)}`;
+    at += nbytes;
+  }
+  across(picture.querySelector(".limit-line"), share(bars.limit));
+  const ghost = picture.querySelector(".ghost");
+  const was = before?.find(([phase]) => phase === row.phase);
+  ghost.setAttribute("visibility", was ? "visible" : "hidden");
+  if (was) across(ghost, share(was[1]));
+  picture.setAttribute("aria-label", `${row.name}: ${bytes(row.allocated)} allocated, of which `
+    + Object.entries(row.owners).sort((a, b) => b[1] - a[1]).slice(0, 4).map(([owner, nbytes]) => `${owner} ${bytes(nbytes)}`).join(", "));
+}
+
+function across(line, x) {
+  line.setAttribute("x1", x);
+  line.setAttribute("x2", x);
+}
+
+function drawEnds(root, bars, share, most) { // above: the limit's name; below: a scale
+  root.dataset.most = most;
+  const place = 100 * bars.limit / most;
+  root.querySelector(".ends.above svg").replaceChildren(drawn("text", { class: "limit-name", x: `${place}%`, y: 13,
+    "text-anchor": place > 45 ? "end" : "start" }, bars.limit_name));
+  const step = [0.25, 0.5, 1, 2, 4, 8, 16, 32, 64, 128].find((gib) => most / GIB / gib <= 7) || 256;
+  const marks = [];
+  for (let gib = 0; gib * GIB <= most; gib += step) {
+    marks.push(drawn("text", { x: share(gib * GIB), y: 13, "text-anchor": gib ? "middle" : "start" }, String(gib)));
+  }
+  root.querySelector(".ends.below svg").replaceChildren(...marks);
+  root.querySelector(".ends.below").lastChild.textContent = "GiB";
+}
+
+function legend(bars) {
+  const row = bars.rows.find((each) => each.peak);
+  const parts = held(bars, row);
+  const shown = PARTS.filter((part) => bars.rows.some((each) => (held(bars, each)[part] || 0) >= 2 ** 20));
+  const root = byId("bars");
+  byId("bars-legend").replaceChildren(...shown.map((part) => {
+    const key = made("li", { class: part === "rest" ? "rest" : `o-${part}` }, made("i"),
+      made("span", {}, NAMES[part] || part), made("b", {}, bytes(parts[part] || 0)));
+    key.addEventListener("pointerenter", () => pick(root, part));
+    key.addEventListener("pointerleave", () => pick(root, null));
+    return key;
+  }));
+}
+
+function pick(root, part) {
+  root.classList.toggle("pick", part !== null);
+  for (const rect of root.querySelectorAll("rect")) rect.classList.toggle("picked", rect.dataset.part === part);
+}

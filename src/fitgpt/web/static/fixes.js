@@ -1,0 +1,51 @@
+// The fix buttons: one for each way to hold less, asked for one after another, in a fixed order.
+import { ask } from "./ask.js";
+import { tryOut } from "./plan.js";
+import * as settings from "./settings.js";
+import { byId, made } from "./words.js";
+
+export function start() {
+  byId("fit").addEventListener("click", fit);
+}
+
+async function fit() {
+  const button = byId("fit"), note = byId("fit-note"), query = settings.query();
+  button.disabled = true;
+  note.textContent = "Looking among thousands of settings …";
+  const found = await ask("fit", query);
+  button.disabled = false;
+  if (found.problem) {
+    note.textContent = `${found.problem.what} ${found.problem.fix}`;
+  } else if (query === settings.query()) { // nobody has changed anything meanwhile
+    const changed = Object.keys(found.settings).length > 0;
+    note.textContent = changed ? `The best of ${found.considered.toLocaleString("en")}.` : "It is the fastest that fits as it is.";
+    if (changed) tryOut("fit it for me", found.settings, found.why);
+  }
+}
+
+export async function price(query, signal) {
+  const place = byId("fix-buttons");
+  place.classList.add("stale");
+  const list = await ask("fixes", query, signal);
+  if (!list || list.problem) return;
+  const found = [];
+  for (const family of list.families) {
+    const answer = await ask("fix", `family=${encodeURIComponent(family)}&${query}`, signal);
+    if (signal.aborted || !answer) return;
+    if (!answer.fix) continue;
+    found.push(button(answer.fix));
+    if (!place.contains(document.activeElement)) place.replaceChildren(...found);
+    place.classList.remove("stale");
+  }
+  place.classList.remove("stale");
+  if (!place.contains(document.activeElement) || !found.length) place.replaceChildren(...found);
+  byId("no-fix").hidden = found.length > 0;
+}
+
+function button(fix) {
+  const made_ = made("button", { type: "button", class: `${fix.kind}${fix.fits ? " enough" : ""}`, title: `saves ${fix.saves}`, "data-family": fix.family },
+    made("b", {}, fix.label), made("span", { class: "effect" }, fix.effect + (fix.fits ? ", fits" : "")),
+    made("span", { class: "costs" }, `costs: ${fix.costs}`));
+  made_.addEventListener("click", () => { made_.blur(); tryOut(fix.label, fix.settings); byId("results").focus({ preventScroll: true }); });
+  return made_;
+}

@@ -1,0 +1,287 @@
+"""What fit chooses: it fits, nothing faster of its kind was left out, and nothing was changed without permission."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+
+from fitgpt import cards
+from fitgpt.config import RunConfig, diff
+from fitgpt.errors import UsageError
+from fitgpt.fit import choose, search
+from fitgpt.fit.choose import Here, fit, fit_config
+from fitgpt.fit.closed import in_words, mix_of
+from fitgpt.fit.permission import in_words as in_allow
+from fitgpt.fit.permission import parse_allow, ways
+from fitgpt.fit.search import Search, lowered, raised
+from fitgpt.memory.changes import fits, holdings
+from fitgpt.memory.forecast import settled
+from fitgpt.memory.setting import Setting, setting_for
+from fitgpt.nouns import Budget, Fitted
+from fitgpt.savers import LEVELS
+from fitgpt.units import MiB
+
+CARD = cards.find("4070")
+SETTING = setting_for(CARD)
+SMALL = RunConfig(n_layer=4, n_head=4, n_embd=256, block_size=256, batch_size=8, gradient_accumulation_steps=4,
+                  vocab_size=5000, eval_iters=6, dtype="bfloat16", compile=True)
+TRAINED = ("n_layer", "n_head", "n_embd", "block_size", "weights", "residual", "optimizer", "dtype", "seed", "dataset",
+           "learning_rate", "grad_clip", "step_in_backward", "bias", "dropout", "vocab_size", "eval_block_size")
+
+
+def budget_of(limit: int) -> Budget:
+    return Budget("RTX 4070", limit, 0, limit, 0)
+
+
+@cache
+def fitted(limit_mib: int, config: RunConfig = SMALL, allow: str = "", **told: Any) -> Fitted:
+    return fit_config(config, SETTING, budget_of(limit_mib * MiB), parse_allow(allow), card=CARD, **told)
+
+
+@pytest.mark.parametrize("limit", [90, 120, 160, 220, 900])
+def test_the_chosen_plan_fits_trains_the_same_and_spends_what_is_there(limit: int) -> None:
+    """As `Per-layer recompute` promises: if any one layer kept more, the run would not fit."""
+    found = fitted(limit)
+    assert found.chosen is not None
+    chosen, budget = found.chosen.config, budget_of(limit * MiB)
+    assert fits(chosen, SETTING, budget)
+    assert found.chosen.needs == holdings(chosen, SETTING).needs <= limit * MiB
+    assert found.chosen.headroom == limit * MiB - found.chosen.needs
+    assert chosen.batch_size * chosen.gradient_accumulation_steps == 32
+    assert {knob for knob, _, _ in diff(SMALL, chosen)} & set(TRAINED) == set()
+    for level in set(chosen.levels):
+        for more in LEVELS[:LEVELS.index(level)]:
+            levels = list(chosen.levels)
+            levels.remove(level)
+            kept = sorted([*levels, more], key=LEVELS.index, reverse=True)  # those that keep least come first
+            less = replace(chosen, recompute=",".join(f"1*{each}" for each in kept), grad_checkpoint=False)
+            assert not fits(less, SETTING, budget), (level, more)
+
+
+def test_more_memory_is_never_slower() -> None:
+    speeds = [found.chosen.speed.high for limit in (90, 160, 220, 900)
+              if (found := fitted(limit)).chosen and found.chosen.speed]
+    assert len(speeds) == 4
+    assert speeds == sorted(speeds)
+
+
+def test_no_other_micro_batch_at_its_own_best_levels_is_faster_by_a_percent() -> None:
+    limit = budget_of(220 * MiB)
+    found = fitted(220)
+    assert found.chosen is not None
+    assert found.chosen.speed is not None
+    for batch in (1, 2, 4, 8, 16, 32):
+        for level in LEVELS:
+            other = replace(SMALL, batch_size=batch, gradient_accumulation_steps=32 // batch, recompute=level,
+                            eval_batch_size=1)
+            if fits(other, SETTING, limit):
+                told = choose.Here(SETTING, limit, CARD).search(other, frozenset()).standing(other, "free", at_most=0)
+                assert told.speed is not None
+                assert told.speed.high <= 1.01 * found.chosen.speed.high
+
+
+def test_a_run_that_is_best_as_it_is_stays_so() -> None:
+    first = fitted(220)
+    assert first.chosen is not None
+    again = fitted(220, first.chosen.config)
+    assert again.chosen is not None
+    assert again.chosen.flags == ()
+    assert again.decisions == ()
+
+
+def test_evaluation_covers_the_same_windows_or_says_that_it_does_not() -> None:
+    for eval_iters in (6, 5):
+        config = replace(SMALL, eval_iters=eval_iters)
+        found = fitted(900, config)
+        assert found.chosen is not None
+        assert found.chosen.config.batch_size > 8
+        now, before = (each.eval_iters * each.batch_size for each in (found.chosen.config, config))
+        words = " ".join(decision.why for decision in found.decisions)
+        assert now >= before
+        assert (f"{now:,} windows instead of {before:,}" in words) == (now != before)
+
+
+def test_every_change_is_a_decision_with_its_reason() -> None:
+    found = fitted(120)
+    assert found.chosen is not None
+    told = {knob: pair for decision in found.decisions for knob, pair in decision.knobs.items()}
+    assert told == {knob: (was, now) for knob, was, now in diff(SMALL, found.chosen.config)}
+    assert all(decision.why for decision in found.decisions)
+    assert any("it would need about" in decision.why for decision in found.decisions)
+
+
+def test_what_lives_on_the_host_is_tried_only_where_there_is_room_for_it() -> None:
+    tight = fitted(70)
+    assert tight.chosen is not None
+    assert tight.chosen.permission == "places"
+    assert tight.chosen.config.offload != "none"
+    without = fitted(70, host_bytes=1000)
+    assert without.chosen is None or without.chosen.config.offload == "none"
+
+
+def test_lossy_savers_are_used_only_if_allowed_and_only_those() -> None:
+    assert fitted(42).chosen is None
+    found = fitted(60, allow="lossy")
+    assert found.chosen is not None
+    assert found.chosen.permission == "lossy"
+    named = fitted(55, allow="residual")
+    assert named.chosen is not None
+    assert named.chosen.config.weights == "float32"
+    assert named.chosen.config.optimizer == "adamw"
+
+
+def test_a_lossy_saver_is_not_used_where_it_gains_little() -> None:
+    found = fitted(900, allow="adam8bit")
+    assert found.chosen is not None
+    assert found.chosen.config.optimizer == "adamw"
+
+
+def test_savers_that_train_by_another_rule_are_used_only_by_their_name() -> None:
+    one_step = replace(SMALL, gradient_accumulation_steps=1)
+    lossy = {knob for way in ways(one_step, SETTING, parse_allow("lossy")) for knob in way.knobs}
+    assert "step_in_backward" not in lossy
+    named = [way.knobs for way in ways(one_step, SETTING, parse_allow("step_in_backward,muon"))]
+    assert any(knobs.get("step_in_backward") for knobs in named)
+    assert any(knobs.get("optimizer") == "muon" for knobs in named)
+    for knobs in named:
+        replace(one_step, **knobs)  # no two that exclude each other
+
+
+def test_without_bfloat16_nothing_is_rounded_to_it() -> None:
+    knobs = [way.knobs for way in ways(replace(SMALL, dtype="float16"), Setting((7, 5)), parse_allow("lossy"))]
+    assert any(each.get("optimizer") == "adam8bit" for each in knobs)
+    assert not any("weights" in each or "residual" in each for each in knobs)
+
+
+def test_a_shorter_block_or_a_smaller_model_comes_only_if_allowed_and_needed() -> None:
+    shorter = fitted(38, allow="weights,context")
+    assert shorter.chosen is not None
+    assert shorter.chosen.permission == "context"
+    assert shorter.chosen.config.block_size < SMALL.block_size
+    assert shorter.chosen.config.tokens_per_step == SMALL.tokens_per_step
+    smaller = fitted(38, allow="model")
+    assert smaller.chosen is not None
+    assert smaller.chosen.permission == "model"
+    assert smaller.chosen.config.n_embd < SMALL.n_embd
+    assert smaller.chosen.config.n_embd // smaller.chosen.config.n_head == 64
+    roomy = fitted(220, allow="context,model")
+    assert roomy.chosen is not None
+    assert roomy.chosen.config.n_embd == SMALL.n_embd
+    assert roomy.chosen.config.block_size == SMALL.block_size
+
+
+def test_where_nothing_fits_the_least_is_named_and_what_would_help() -> None:
+    found = fitted(42)
+    assert found.chosen is None
+    assert found.least is not None
+    assert found.least.needs == holdings(found.least.config, SETTING).needs > 42 * MiB
+    assert found.notes == ("With --allow lossy something would fit.",)
+    assert not fits(found.least.config, SETTING, budget_of(42 * MiB))
+    tiny = replace(SMALL, n_layer=1, n_head=1, n_embd=64, block_size=64, batch_size=1, gradient_accumulation_steps=1)
+    assert fitted(3, tiny, "context").notes == (
+        "No single permission makes it fit: --allow lossy,context,model allows everything.",)
+    assert fitted(3, tiny, "lossy,context,model").notes == ("All that may be allowed is: another card is needed.",)
+
+
+def test_the_least_is_below_whatever_else_was_tried() -> None:
+    found = fitted(42)
+    assert found.least is not None
+    for changes in (dict(recompute="input"), dict(offload="gradients"), dict(offload="gradients", recompute="input"),
+                    dict(offload="gradients", recompute="input", loss_chunk=128)):
+        other = replace(SMALL, batch_size=1, gradient_accumulation_steps=32, eval_batch_size=1, **changes)  # type: ignore[arg-type]
+        assert found.least.needs <= holdings(other, SETTING).needs
+
+
+def test_a_neighbours_card_is_not_filled() -> None:
+    found = fitted(900, most_batch=8)
+    assert found.chosen is not None
+    assert found.chosen.config.batch_size <= 8
+
+
+def test_a_resumed_run_may_be_split_otherwise_but_stays_what_it_was() -> None:
+    resumed = replace(SMALL, init_from="resume")
+    found = fitted(900, resumed, allow="lossy,context")
+    assert found.chosen is not None
+    assert {knob for knob, _, _ in diff(resumed, found.chosen.config)} & set(TRAINED) == set()
+    assert any("stays what it was" in note for note in found.notes)
+
+
+def test_grad_checkpoint_is_lifted_where_there_is_room() -> None:
+    config = replace(SMALL, grad_checkpoint=True)
+    found = fitted(900, config)
+    assert found.chosen is not None
+    assert not found.chosen.config.grad_checkpoint
+    assert set(found.chosen.config.levels) == {"all"}
+
+
+def test_an_eager_run_is_compiled_where_that_works_and_only_there() -> None:
+    eager = replace(SMALL, compile=False)
+    found = fitted(220, eager)
+    assert found.chosen is not None
+    assert found.chosen.config.compile is True
+    windows = fit_config(eager, replace(SETTING, compiles=False, expandable=False), budget_of(900 * MiB), card=CARD)
+    assert windows.chosen is not None
+    assert windows.chosen.config.compile is False
+
+
+def test_the_frontier_rises_and_the_runners_up_fit_too() -> None:
+    found = fitted(220)
+    needs, speeds = zip(*found.frontier, strict=True)
+    assert list(needs) == sorted(needs)
+    assert list(speeds) == sorted(speeds)
+    assert found.runners_up
+    for each in found.runners_up:
+        assert fits(each.config, SETTING, budget_of(220 * MiB))
+        assert not each.exact
+        assert holdings(each.config, SETTING).needs <= each.needs <= 220 * MiB
+
+
+def test_a_card_without_figures_is_fitted_too() -> None:
+    found = fit(SMALL, Here(SETTING, budget_of(220 * MiB)))
+    assert found.chosen is not None
+    assert found.chosen.speed is None
+
+
+def test_lossy_candidates_that_were_skipped_could_not_have_won(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = fitted(60, allow="lossy")
+    fitted.cache_clear()
+    monkeypatch.setattr(search, "_most_lossy", lambda found: [way for way in found if way.permission == "lossy"])
+    in_full = fitted(60, allow="lossy")
+    assert found.chosen is not None
+    assert in_full.chosen is not None
+    assert found.chosen.config == in_full.chosen.config
+
+
+@pytest.mark.parametrize(("typed", "short"), [
+    ("lossy", "lossy"), ("weights,adam8bit,residual", "lossy"), ("adam8bit", "adam8bit"), ("", ""),
+    ("model lossy", "lossy,model")])
+def test_what_is_allowed_is_said_as_it_could_be_typed(typed: str, short: str) -> None:
+    assert in_allow(parse_allow(typed)) == short
+    assert parse_allow(short) == parse_allow(typed)
+
+
+@pytest.mark.parametrize("text", ["losy", "lossy,8bit", "everything"])
+def test_what_cannot_be_allowed_is_said(text: str) -> None:
+    with pytest.raises(UsageError, match="is none of lossy"):
+        parse_allow(text)
+
+
+def test_mixes_go_up_and_down_one_layer_at_a_time() -> None:
+    mix = ((5, 2), (1, 2))
+    assert set(raised(mix)) == {((5, 1), (more, 1), (1, 2)) for more in (4, 3, 2)} | {
+        ((5, 1), (1, 3)), ((5, 1), (1, 2), (0, 1)), ((5, 2), (1, 1), (0, 1))}
+    assert lowered(mix) == ((5, 3), (1, 1))
+    assert lowered(((5, 4),)) is None
+    assert lowered(((1, 4),)) == ((2, 1), (1, 3))
+    assert raised(((0, 4),)) == []
+    assert all(sum(layers for _, layers in each) == 4 for each in raised(mix))
+
+
+def test_a_settled_finalist_is_what_its_config_says() -> None:
+    looked = Search(SMALL, SETTING, budget_of(160 * MiB), CARD, frozenset())
+    best = looked.finalists()[0]
+    assert settled(best.config, SETTING).levels == settled(replace(SMALL, recompute=in_words(best.mix)), SETTING).levels
+    assert mix_of(best.config.levels) == best.mix

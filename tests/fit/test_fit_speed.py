@@ -1,0 +1,117 @@
+"""The speed estimate: within a few percent of what was recorded, and in the right order everywhere else."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from fitgpt import cards, outlook
+from fitgpt.config import RunConfig
+from fitgpt.fit import speed
+from fitgpt.memory.forecast import settled
+from fitgpt.memory.setting import setting_for
+from fitgpt.savers import LEVELS
+
+H200, CARD = cards.find("h200"), cards.find("4070")
+GPT2 = RunConfig(n_layer=12, n_head=12, n_embd=768, vocab_size=50304, batch_size=8, gradient_accumulation_steps=4)
+
+
+def middle(config: RunConfig, card: cards.Card = CARD) -> float:
+    setting = setting_for(card)
+    return speed.modelled(settled(config, setting), card, setting, speed.reach_of(card))
+
+
+@pytest.mark.parametrize("run", speed.recorded(), ids=lambda run: run.source)
+def test_every_recorded_run_is_within_ten_percent_of_the_roofline(run: speed.Recorded) -> None:
+    assert middle(run.config, cards.find(run.card)) == pytest.approx(run.tokens_per_s, rel=0.10)
+
+
+def test_the_recorded_runs_are_those_of_the_results() -> None:
+    """After new results: python tools/recorded.py"""
+    path = Path(__file__).parents[2] / "tools" / "recorded.py"
+    spec = importlib.util.spec_from_file_location("recorded_tool", path)
+    assert spec is not None
+    assert spec.loader is not None
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    assert json.loads(tool.TARGET.read_text())["runs"] == tool.recorded_runs()
+
+
+def test_recorded_levels_of_one_model_come_in_the_order_that_was_measured() -> None:
+    runs = [run for run in speed.recorded() if "engine_124m" in run.source]
+    assert len(runs) >= 4
+    by_measurement = sorted(runs, key=lambda run: run.tokens_per_s)
+    for slower, faster in pairwise(by_measurement):
+        if faster.tokens_per_s > 1.02 * slower.tokens_per_s:
+            assert middle(faster.config, H200) > middle(slower.config, H200)
+
+
+def test_a_run_that_was_measured_on_that_card_has_one_figure() -> None:
+    run = speed.recorded()[0]
+    told = speed.estimate(run.config, cards.find(run.card))
+    assert told is not None
+    assert told.low == told.high == run.tokens_per_s
+    assert run.source in told.basis
+
+
+def test_other_settings_of_a_recorded_card_have_a_narrow_range_and_other_cards_a_wide_one() -> None:
+    here = speed.estimate(replace(GPT2, batch_size=3), H200)
+    there = speed.estimate(GPT2, CARD)
+    assert here is not None
+    assert there is not None
+    assert 1 < here.high / here.low < 1.3 < there.high / there.low < 2
+    assert "recorded on this card" in here.basis
+    assert "nothing was recorded on this card" in there.basis
+    assert there.low < there.likely == middle(GPT2) < there.high
+
+
+def test_a_card_without_figures_has_no_estimate() -> None:
+    assert speed.estimate(GPT2, None) is None
+    assert speed.estimate(GPT2, replace(CARD, tflops=None)) is None
+
+
+def test_each_level_that_keeps_less_is_slower() -> None:
+    speeds = [middle(replace(GPT2, recompute=level)) for level in LEVELS]
+    assert speeds == sorted(speeds, reverse=True)
+
+
+@pytest.mark.parametrize(("slower", "faster"), [
+    (dict(batch_size=1, gradient_accumulation_steps=32), dict(batch_size=8)),
+    (dict(loss_chunk=256), dict(loss_chunk=2048)),
+    (dict(compile=False), dict(compile=True)),
+    (dict(offload="gradients"), dict(offload="optimizer")),
+    (dict(offload="optimizer"), dict(offload="none")),
+    (dict(optimizer="muon"), dict(optimizer="adamw")),
+    (dict(weights="float32"), dict(weights="bfloat16", optimizer="adam8bit")),
+    (dict(residual="float32"), dict(residual="bfloat16")),
+    (dict(dtype="float32"), dict(dtype="bfloat16")),
+    (dict(dropout=0.1), dict(dropout=0.0)),
+])
+def test_what_costs_time_is_slower(slower: dict[str, object], faster: dict[str, object]) -> None:
+    assert middle(replace(GPT2, **slower)) < middle(replace(GPT2, **faster))  # type: ignore[arg-type]
+
+
+def test_unrecorded_work_is_held_up_by_the_host_only_where_the_card_is_faster_than_it() -> None:
+    unrecorded = replace(GPT2, cuda_graphs=False)
+    assert middle(unrecorded, H200) < 0.9 * middle(GPT2, H200)
+    assert middle(unrecorded, CARD) == pytest.approx(middle(GPT2, CARD), rel=0.01)
+    assert middle(unrecorded, CARD) < middle(GPT2, CARD)
+
+
+def test_a_card_with_twice_of_everything_is_twice_as_fast_but_for_the_gaps() -> None:
+    assert CARD.tflops is not None
+    assert CARD.bandwidth_gbs is not None
+    twice = replace(CARD, tflops=2 * CARD.tflops, bandwidth_gbs=2 * CARD.bandwidth_gbs)
+    assert 1.9 < middle(GPT2, twice) / middle(GPT2, CARD) < 2
+
+
+def test_plan_tells_the_same_speed_and_none_of_nanogpt() -> None:
+    told = speed.estimate(GPT2, CARD)
+    assert told is not None
+    assert outlook.tokens_per_s(GPT2, CARD) == (told.low, told.high)
+    assert outlook.tokens_per_s(GPT2, CARD, "nanogpt") is None

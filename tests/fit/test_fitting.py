@@ -1,0 +1,235 @@
+"""`fitgpt fit` as it is typed: what it prints, what it writes, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from fitgpt import cli, driver, fitting, planfile, timing
+from fitgpt.cards import find
+from fitgpt.config import RunConfig
+from fitgpt.driver import GpuProcess, GpuReading, Survey
+from fitgpt.knobs import build, walk
+from fitgpt.memory.changes import holdings
+from fitgpt.memory.setting import setting_for
+from fitgpt.units import GiB, MiB
+
+SMALL = """# A small run.
+out_dir = 'runs/small'
+dataset = 'none'
+n_layer = 2
+n_head = 4
+n_embd = 256
+block_size = 256
+batch_size = 4
+gradient_accumulation_steps = 4
+vocab_size = 5000
+eval_iters = 6
+learning_rate = 1e-3
+"""
+TIGHT = ["run.py", "--gpu", "4070", "--budget", "300MiB"]
+
+
+class Said(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+    @property
+    def words(self) -> str:
+        return " ".join(self.out.split())
+
+
+@pytest.fixture
+def say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    Path("run.py").write_text(SMALL)
+
+    def say(*argv: str) -> Said:
+        code = cli.main(["fit", *argv])
+        told = capsys.readouterr()
+        return Said(code, told.out, told.err)
+
+    return say
+
+
+def test_the_chosen_plan_stands_beside_the_one_asked_for_with_reasons_and_a_picture(say: Any) -> None:
+    told = say(*TIGHT)
+    assert told.code == 0
+    for words in ("does not fit as asked; with these changes it does", "asked chosen", "headroom", "tokens/s", "Why",
+                  "Runners-up", "the fastest in so much memory", "nothing was recorded on this card", "candidates by closed forms",
+                  "fitgpt fit run.py --gpu=4070 --budget=300MiB -o config/my_run.py"):
+        assert words in told.words
+    assert "●" in told.out
+    assert [line for line in told.out.splitlines() if len(line) > 100] == []
+
+
+def test_a_written_config_trains_what_was_chosen_and_says_why(say: Any) -> None:
+    told = say(*TIGHT, "-o", "config/mine.py")
+    assert "Wrote config/mine.py." in told.out
+    assert "To train it: fitgpt train config/mine.py" in told.out
+    text = Path("config/mine.py").read_text()
+    config = build(RunConfig, walk(["config/mine.py"], RunConfig))
+    asked = build(RunConfig, walk(["run.py"], RunConfig))
+    assert config.tokens_per_step == asked.tokens_per_step
+    assert config.learning_rate == asked.learning_rate
+    assert config.out_dir == "runs/small"
+    assert config.budget == "300MiB"
+    assert holdings(config, setting_for(find("4070"))).needs <= 300 * MiB - 196 * MiB
+    assert "eval_batch_size = 1  # was 0" in text
+    assert text.startswith("# Fitted by `fitgpt fit` for RTX 4070, from run.py.")
+
+
+def test_the_plan_beside_it_is_one_that_train_takes_with_its_ladder(say: Any) -> None:
+    say(*TIGHT, "-o", "config/mine.py")
+    document = json.loads(Path("config/plan.json").read_text())
+    assert {"schema", "config", "card", "budget", "forecast", "tokens_per_s", "ladder"} <= document.keys()
+    assert document["schema"] == 1
+    assert document["budget"]["budget"] == 300 * MiB
+    assert set(document["ladder"][0]) == {"changes", "needs_bytes", "why"}
+    needs = [rung["needs_bytes"] for rung in document["ladder"]]
+    assert needs == sorted(needs, reverse=True)
+    assert needs[0] < document["forecast"]["needs_bytes"]
+    read = planfile.read("config/plan.json")
+    assert read.card == "RTX 4070"
+    assert read.needs == document["forecast"]["needs_bytes"] <= document["reserve_limit_bytes"]
+    assert read.knobs["batch_size"] == document["config"]["batch_size"]
+    assert read.rungs is not None
+    assert len(read.rungs) == len(needs)
+
+
+def test_only_the_plan_is_written_where_a_json_file_is_named(say: Any) -> None:
+    say(*TIGHT, "-o", "p.json")
+    assert sorted(path.name for path in Path().iterdir()) == ["p.json", "run.py"]
+
+
+def test_a_file_of_its_own_is_replaced_and_said_so_and_one_of_somebody_else_is_not(say: Any) -> None:
+    say(*TIGHT, "-o", "mine.py")
+    assert "Wrote mine.py (it replaced the one that was there)." in say(*TIGHT, "-o", "mine.py").out
+    told = say(*TIGHT, "-o", "run.py")
+    assert told.code == 2
+    assert "did not write it" in told.err
+    assert "-o run_fitted.py" in told.err
+    assert Path("run.py").read_text() == SMALL
+
+
+def test_nothing_fits_ends_with_1_and_says_the_least_and_what_to_allow(say: Any) -> None:
+    told = say("run.py", "--gpu", "4070", "--budget", "230MiB", "-o", "mine.py")
+    assert told.code == 1
+    assert "nothing fits: the least memory it can live in is" in told.words
+    assert "--allow" in told.words
+    assert not Path("mine.py").exists()
+
+
+def test_json_has_everything_that_is_printed(say: Any) -> None:
+    told = json.loads(say(*TIGHT, "--json", "-o", "mine.py").out)
+    assert told["fits"]
+    assert told["wrote"] == ["mine.py", "plan.json"]
+    assert told["chosen"]["needs_bytes"] + told["chosen"]["headroom_bytes"] == told["reserve_limit_bytes"]
+    assert not told["asked"]["fits"]
+    assert told["decisions"][0].keys() == {"changes", "why"}
+    assert told["frontier"][0].keys() == {"bytes", "tokens_per_s"}
+    assert told["considered"] > 500
+    refused = say("run.py", "--gpu", "4070", "--budget", "230MiB", "--json")
+    assert refused.code == 1
+    assert json.loads(refused.out)["chosen"] is None
+    assert json.loads(refused.out)["least"]["needs_bytes"] > 34 * MiB
+
+
+def test_the_page_draws_the_frontier_and_holds_no_markup_of_the_users(say: Any) -> None:
+    Path("<b>x.py").write_text(SMALL)
+    assert say("<b>x.py", *TIGHT[1:], "--html", "page.html").code == 0
+    page = Path("page.html").read_text()
+    assert page.startswith("<!doctype html>")
+    assert "Tokens a second against memory" in page
+    assert "<b>x.py" not in page
+    assert "&lt;b&gt;x.py" in page
+
+
+@pytest.mark.parametrize(("argv", "code", "words"), [
+    (["run.py", "--gpu", "4070", "--allow", "losy"], 2, "Did you mean --allow lossy?"),
+    (["run.py", "--gpu", "4070", "--goal", "fast"], 2, "goal is one of"),
+    (["run.py", "--gpu", "4070", "--measure"], 2, "Leave out one of them"),
+    (["run.py", "--measure"], 5, "There is no GPU here to measure on"),
+    (["run.py"], 2, "There is no GPU here"),
+    (["run.py", "--gpu", "4070", "--budget", "100GiB"], 2, "is more than the"),
+    (["run.py", "--gpu", "4070", "--html", "nowhere/\n"], 2, "no path should"),
+    (["missing.py", "--gpu", "4070"], 2, "missing.py"),
+])
+def test_mistakes_end_with_a_sentence(say: Any, monkeypatch: pytest.MonkeyPatch, argv: list[str], code: int,
+                                      words: str) -> None:
+    monkeypatch.setattr(driver, "survey", lambda env=None: Survey(reason="no driver"))
+    told = say(*argv)
+    assert told.code == code
+    assert words in told.err
+    assert "Traceback" not in told.err
+
+
+def test_goals_are_reached(say: Any) -> None:
+    told = say(*TIGHT, "--goal", "smallest-memory")
+    assert told.code == 0
+    assert "the least memory it can live in is" in told.words
+
+
+def test_leave_keeps_so_much_free(say: Any) -> None:
+    told = json.loads(say("run.py", "--gpu", "4070", "--leave", "11GiB", "--json").out)
+    assert told["reserve_limit_bytes"] == (11930 - 11 * 1024 - 196) * MiB
+
+
+def reading(*processes: GpuProcess) -> GpuReading:
+    return GpuReading(0, "NVIDIA GeForce RTX 4070", "GPU-1", "8.9", total_bytes=12282 * MiB, free_bytes=11 * GiB,
+                      used_bytes=GiB, reserved_bytes=352 * MiB, processes=processes)
+
+
+@pytest.mark.parametrize(("owner", "name", "keeps_small"), [
+    ("another", "python3.11", True), ("own", "python3.11", False), ("another", "Xorg", False)])
+def test_beside_another_users_program_the_micro_batch_is_not_raised(
+        say: Any, monkeypatch: pytest.MonkeyPatch, owner: str, name: str, keeps_small: bool) -> None:
+    seen = Survey((reading(GpuProcess(77, name, GiB)),))
+    monkeypatch.setattr(driver, "survey", lambda env=None: seen)
+    monkeypatch.setattr(fitting, "is_own", lambda pid: owner == "own")
+    told = json.loads(say("run.py", "--json").out)
+    assert (told["chosen"]["config"]["batch_size"] <= 4) == keeps_small
+    assert any("Somebody else computes" in note for note in told["notes"]) == keeps_small
+    assert told["chosen"]["config"]["gradient_accumulation_steps"] * told["chosen"]["config"]["batch_size"] == 16
+    if keeps_small:
+        with_budget = json.loads(say("run.py", "--budget", "9GiB", "--json").out)
+        assert with_budget["chosen"]["config"]["batch_size"] > 4
+
+
+def test_own_processes_are_told_from_others() -> None:
+    import os
+
+    assert fitting.is_own(os.getpid())
+    assert not fitting.is_own(2**22 + 1)
+
+
+def test_measuring_takes_the_fastest_by_the_clock(say: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "survey", lambda env=None: Survey((reading(),)))
+    caps = []
+
+    def timed(config: RunConfig, cap: int, seconds: float) -> float | str:
+        caps.append(cap)
+        return 1000.0 * (2 if config.batch_size == 4 else 1)
+
+    monkeypatch.setattr(timing, "in_child", timed)
+    told = json.loads(say("run.py", "--measure", "--json").out)
+    assert told["chosen"]["config"]["batch_size"] == 4
+    assert told["chosen"]["tokens_per_s"]["measured"] == 2000.0
+    assert told["chosen"]["needs_exact"]
+    assert {knob for decision in told["decisions"] for knob in decision["changes"]} == {
+        flag.partition("=")[0].removeprefix("--") for flag in told["chosen"]["flags"]}
+    assert set(caps) == {told["reserve_limit_bytes"]}
+
+
+def test_neither_torch_nor_numpy_is_loaded(say: Any) -> None:
+    script = ("import sys, fitgpt.cli\nassert fitgpt.cli.main(['fit', *sys.argv[1:]]) == 0\n"
+              "assert not {'torch', 'numpy', 'rich'} & set(sys.modules)")
+    ended = subprocess.run([sys.executable, "-c", script, *TIGHT], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr

@@ -1,0 +1,263 @@
+"""Before torch loads: what is free on the card and who has the rest decide whether a run may start."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fitgpt import driver, planfile, preflight, supervise
+from fitgpt import onboard as onboard_module
+from fitgpt.config import RunConfig, check_resume
+from fitgpt.driver import GpuProcess, GpuReading, Survey
+from fitgpt.engine import oom
+from fitgpt.engine.device import DeviceChoice
+from fitgpt.errors import DeviceError, UsageError
+from fitgpt.fit.ladder import Rung
+from fitgpt.knobs import Assignment, walk
+from fitgpt.memory import forecast
+from fitgpt.onboard import Onboard
+from fitgpt.options import PlanOptions
+from fitgpt.place import on_device
+from fitgpt.preflight import check
+from fitgpt.units import GiB, MiB, parse_bytes
+from helpers import TINY, write_dataset
+
+TOTAL, RESERVED = 12282 * MiB, 302 * MiB
+NEEDS_5_7 = dict(batch_size=16, gradient_accumulation_steps=32, dataset="nowhere", vocab_size=50304)
+
+
+def reading(used: int = 0, index: int = 0, *processes: GpuProcess) -> GpuReading:
+    return GpuReading(index, "NVIDIA GeForce RTX 4070", f"GPU-{index}", "8.9", "580.65", TOTAL,
+                      TOTAL - RESERVED - used, used, RESERVED, processes)
+
+
+@pytest.fixture
+def cards(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """What the driver says, look after look; the last answer stays. Each look reads it twice."""
+    def seen(*looks: tuple[GpuReading, ...]) -> None:
+        answers = [Survey(look) for look in looks for _ in range(2)]
+        monkeypatch.setattr(driver, "survey", lambda env=None: answers.pop(0) if len(answers) > 1 else answers[0])
+
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    return seen
+
+
+def test_a_run_that_fits_starts_and_the_child_is_told_what_others_hold(cards: Callable[..., None]) -> None:
+    cards((reading(2 * GiB), reading(GiB, 1)))
+    assert check(RunConfig(**NEEDS_5_7)).others == {"GPU-0": 2 * GiB, "GPU-1": GiB}
+
+
+def test_one_that_does_not_fit_is_refused_with_who_is_there_and_a_change_that_does(cards: Callable[..., None]) -> None:
+    held = reading(9 * GiB, 0, GpuProcess(77, "/usr/bin/blender", 9 * GiB))
+    cards((held,))
+    with pytest.raises(DeviceError) as raised:
+        check(RunConfig(**NEEDS_5_7))
+    said = raised.value
+    assert said.exit_code == 5
+    assert "does not fit the RTX 4070: it needs 5." in said.what
+    assert "9.00 GiB held by others" in said.what
+    assert "blender 9.00 GiB" in said.what
+    assert "Add --wait" in said.fix
+    flags = said.fix.removeprefix("Add ").partition(";")[0].partition(".\n")[0].split()
+    changed = replace(RunConfig(**NEEDS_5_7), **{each.key: each.value for each in walk(flags, RunConfig)})
+    assert changed.tokens_per_step == RunConfig(**NEEDS_5_7).tokens_per_step
+    check(changed)  # what it says works
+
+
+def test_a_run_that_no_emptier_card_would_hold_is_not_waited_for(cards: Callable[..., None]) -> None:
+    cards((reading(),))
+    with pytest.raises(DeviceError) as raised:
+        check(RunConfig(**{**NEEDS_5_7, "batch_size": 64, "recompute": "all"}, wait=True))
+    assert "--wait" not in raised.value.fix
+
+
+def test_leave_and_budget_make_the_card_smaller(cards: Callable[..., None]) -> None:
+    cards((reading(),))
+    check(RunConfig(**NEEDS_5_7, leave="5GiB"))
+    with pytest.raises(DeviceError, match="6GiB to be left free"):
+        check(RunConfig(**NEEDS_5_7, leave="6GiB"))
+    check(RunConfig(**NEEDS_5_7, budget="7GiB"))
+    with pytest.raises(DeviceError, match="a budget of 5GiB"):
+        check(RunConfig(**NEEDS_5_7, budget="5GiB"))
+    with pytest.raises(UsageError, match=r"more than the 11.70 GiB that CUDA gives"):
+        check(RunConfig(**NEEDS_5_7, budget="13GiB"))
+
+
+def test_waiting_says_so_once_a_minute_and_ends_when_there_is_room(cards: Callable[..., None]) -> None:
+    cards(*[(reading(9 * GiB),)] * 30, (reading(),))
+    slept: list[float] = []
+    said: list[str] = []
+    check(RunConfig(**NEEDS_5_7, wait=True), sleep=slept.append, say=said.append)
+    assert sum(slept) == 150.0
+    assert len(said) == 3  # at 0, 60 and 120 s
+    assert "waiting for memory of the RTX 4070: the run needs 5." in said[0]
+    assert "Others hold 9.00 GiB" in said[0]
+
+
+def test_the_emptiest_card_is_planned_for(cards: Callable[..., None]) -> None:
+    cards((reading(9 * GiB), reading(GiB, 1)))
+    check(RunConfig(**NEEDS_5_7))
+    with pytest.raises(DeviceError):
+        check(RunConfig(**NEEDS_5_7, device="cuda:0"))
+    check(RunConfig(**NEEDS_5_7, device="cuda:1"))
+
+
+@pytest.mark.parametrize("config", [dict(device="cpu"), dict(eval_only=True), dict(device="cuda:7")])
+def test_what_only_torch_can_judge_is_left_to_it(cards: Callable[..., None], config: dict[str, Any]) -> None:
+    cards((reading(11 * GiB),))
+    check(RunConfig(**NEEDS_5_7, **config))
+
+
+def test_manners_are_no_part_of_what_a_run_is() -> None:
+    before = RunConfig().to_dict()
+    check_resume(before, {**before, "budget": "8GiB", "leave": "2GiB", "wait": True, "step_up": True,
+                          "rehearse": False})
+    for wrong in ("banana", "0GiB"):
+        with pytest.raises(UsageError, match="leave"):
+            RunConfig(leave=wrong)
+    assert {each.key: each.value for each in walk(["--budget=8GiB"], PlanOptions)} == {"budget": "8GiB"}
+
+
+def test_the_cap_counts_what_the_allocator_may_hold(cards: Callable[..., None]) -> None:
+    found = on_device(reading(GiB))
+    budget = preflight.beside(RunConfig(leave="2GiB"), found.budget)
+    assert budget.budget == TOTAL - RESERVED - 3 * GiB
+    assert budget.reserve_limit == budget.budget - budget.outside
+    assert preflight.beside(RunConfig(budget="4GiB", leave="2GiB"), found.budget).budget == parse_bytes("4GiB")
+
+
+def test_no_room_is_known_without_a_card() -> None:
+    assert oom.room("cpu") is None
+
+
+# ---- plan.json
+
+
+@pytest.fixture
+def plan(tmp_path: Path, cards: Callable[..., None]) -> Callable[..., str]:
+    """A plan.json for an RTX 4070, as `fit` writes them."""
+    cards((reading(),))
+    config = RunConfig(**{**TINY, "dataset": write_dataset(tmp_path / "data"), "out_dir": str(tmp_path / "out"),
+                          "device": "auto"})
+    found = on_device(reading())
+
+    def write(**changes: Any) -> str:
+        document = {"schema": 1, "config": config.to_dict(), "card": "RTX 4070", "budget": asdict(found.budget),
+                    "forecast": {"needs": forecast.forecast(config, found.setting).needs},
+                    "ladder": [{"changes": {"batch_size": 2, "gradient_accumulation_steps": 4}, "needs": 5,
+                                "why": "smaller"}], **changes}
+        (tmp_path / "plan.json").write_text(json.dumps(document))
+        return str(tmp_path / "plan.json")
+
+    return write
+
+
+def started(monkeypatch: pytest.MonkeyPatch, *flags: str) -> supervise.Orders:
+    given: list[supervise.Orders] = []
+    monkeypatch.setattr(supervise, "run_child", lambda orders: (given.append(orders), (0, {}))[1])
+    assert supervise.train(walk(list(flags), RunConfig)) == 0
+    return given[0]
+
+
+def test_a_plan_is_run_as_it_is_with_its_own_ladder(plan: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    orders = started(monkeypatch, f"--plan={plan()}", "--max_iters=7")
+    assert orders.config["batch_size"] == TINY["batch_size"]
+    assert orders.config["max_iters"] == 7
+    assert orders.config["plan"] == ""  # a resumed run needs no file
+    assert orders.rungs == [asdict(Rung({"batch_size": 2, "gradient_accumulation_steps": 4}, 5, "smaller"))]
+
+
+@pytest.mark.parametrize(("changes", "flags", "words"), [
+    ({}, ["--batch_size=8"], "batch_size=4 there, and --batch_size=8 says 8"),
+    ({"card": "RTX 3060 12GB"}, [], "made for an RTX 3060 12GB, and here is an RTX 4070"),
+    ({"forecast": {"needs": 123 * MiB}}, [], "by it the run needs 123.0 MiB, and here"),
+    ({}, ["--device=cpu"], "the run is not on an NVIDIA GPU"),
+])
+def test_what_is_not_as_planned_is_refused_by_name(plan: Callable[..., str], monkeypatch: pytest.MonkeyPatch,
+                                                   changes: dict[str, Any], flags: list[str], words: str) -> None:
+    with pytest.raises(DeviceError) as raised:
+        started(monkeypatch, f"--plan={plan(**changes)}", *flags)
+    assert words in raised.value.what
+    assert raised.value.exit_code == 5
+
+
+@pytest.mark.parametrize(("text", "words"), [
+    ("{", "is no plan"), ("[]", "has no config"), ('{"schema": 2, "config": {}}', "schema 2"),
+    ('{"config": {"batch_size": -3}}', "batch_size"), ("[" * 100_000, "is no plan"),
+])
+def test_a_file_that_is_no_plan_is_said_to_be_none(tmp_path: Path, text: str, words: str) -> None:
+    (tmp_path / "plan.json").write_text(text)
+    with pytest.raises(UsageError, match=words):
+        planfile.read(str(tmp_path / "plan.json"))
+    with pytest.raises(UsageError, match="No such file"):
+        planfile.read(str(tmp_path / "none.json"))
+
+
+def test_of_a_plan_only_the_config_must_be_there(tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text(json.dumps({"config": {"batch_size": 3, "not_a_knob": 1}, "ladder": ["?"]}))
+    read = planfile.read(str(tmp_path / "plan.json"))
+    assert (read.knobs, read.card, read.needs, read.rungs) == ({"batch_size": 3}, "", None, None)
+    said = [Assignment("plan", read.path, "--plan"), Assignment("learning_rate", 1.0, "--learning_rate=1")]
+    assert [each.key for each in planfile.with_plan(said)] == ["batch_size", "plan", "learning_rate"]
+
+
+def test_nothing_of_this_loads_torch() -> None:
+    script = "import sys, fitgpt.preflight, fitgpt.planfile, fitgpt.rehearse, fitgpt.supervise\n" \
+             "assert not {'torch', 'numpy'} & set(sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script]).returncode == 0
+
+
+# ---- in the process that trains: the card as torch sees it
+
+
+@pytest.fixture
+def boarded(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Onboard, list[int]]]:
+    """A run on an RTX 4070 that torch sees, of which others held 2 GiB before; and the caps that were set."""
+    def run(spills: bool = False, **knobs: Any) -> tuple[Onboard, list[int]]:
+        caps: list[int] = []
+        monkeypatch.setattr(oom, "is_nvidia", lambda device: True)
+        monkeypatch.setattr(oom, "card_reading", lambda device, others: (reading(others["GPU-0"]), 46))
+        monkeypatch.setattr(oom, "cap_memory", lambda device, nbytes: caps.append(nbytes))
+        monkeypatch.setattr(onboard_module, "triton_works", lambda: True)
+        monkeypatch.setattr(onboard_module, "may_spill", lambda: spills)
+        choice = DeviceChoice("cuda:0", "NVIDIA GeForce RTX 4070", "bfloat16", True, (), None, None)
+        config = RunConfig(**{**NEEDS_5_7, "dtype": "bfloat16"}, **knobs)
+        return onboard_module.board(config, choice, {"GPU-0": 2 * GiB}), caps
+
+    return run
+
+
+def test_the_allocator_is_capped_where_it_was_asked_for_and_where_a_run_would_spill(
+        boarded: Callable[..., tuple[Onboard, list[int]]]) -> None:
+    free, caps = boarded()
+    assert caps == []
+    assert free.plan is not None
+    assert free.plan.budget.others == 2 * GiB
+    outside = free.plan.budget.outside
+    assert boarded(budget="8GiB")[1] == [8 * GiB - outside]
+    assert boarded(leave="1GiB")[1] == [TOTAL - RESERVED - 3 * GiB - outside]
+    assert boarded(spills=True)[1] == [TOTAL - RESERVED - 2 * GiB - outside]
+
+
+def test_what_does_not_fit_as_torch_sees_it_is_refused_there_too(
+        boarded: Callable[..., tuple[Onboard, list[int]]]) -> None:
+    with pytest.raises(DeviceError, match="does not fit the RTX 4070"):
+        boarded(leave="5GiB")
+    assert boarded(leave="5GiB", eval_only=True)[0].plan is not None  # which trains nothing
+
+
+def test_room_leaves_what_is_to_be_left_and_stays_under_the_cap(
+        boarded: Callable[..., tuple[Onboard, list[int]]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(oom, "room", lambda device: 7 * GiB)
+    assert boarded()[0].room() == 7 * GiB
+    assert boarded(leave="1GiB")[0].room() == 6 * GiB
+    capped, (cap,) = boarded(budget="6.5GiB")
+    assert capped.room() == cap < 7 * GiB

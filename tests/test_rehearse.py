@@ -1,0 +1,230 @@
+"""A rehearsal shows what a run holds and leaves no trace; a plan is told at the start and judged at the end."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fitgpt.run as run_module
+from fitgpt import preflight, rehearse
+from fitgpt.config import RunConfig
+from fitgpt.engine import rehearsal
+from fitgpt.engine.optim import AdamW
+from fitgpt.errors import DoesNotFit, Interrupted
+from fitgpt.knobs import Assignment
+from fitgpt.memory import forecast
+from fitgpt.memory.setting import Setting
+from fitgpt.nouns import Budget, MemoryReading, PhaseForecast
+from fitgpt.onboard import Onboard
+from fitgpt.runfolder import read_metrics
+from fitgpt.show.text import plan_beside_measured
+from fitgpt.supervise import Orders
+from fitgpt.units import GiB, MiB
+from helpers import tiny_config
+
+SAVERS: dict[str, dict[str, Any]] = {
+    "plain": {}, "dropout": dict(dropout=0.2), "float16": dict(dtype="float16", dropout=0.1),
+    "muon": dict(optimizer="muon"), "adam8bit": dict(optimizer="adam8bit"),
+    "bfloat16 weights": dict(weights="bfloat16", residual="bfloat16", dtype="bfloat16"),
+    "offload": dict(offload="optimizer"), "offloaded gradients": dict(offload="gradients"),
+    "at once": dict(step_in_backward=True, gradient_accumulation_steps=1, batch_size=8, grad_clip=0.0),
+    "at once, rounded": dict(step_in_backward=True, gradient_accumulation_steps=1, batch_size=8, grad_clip=0.0,
+                             optimizer="adam8bit", weights="bfloat16", dtype="bfloat16", dropout=0.1),
+}
+
+
+def bits(config: RunConfig) -> list[bytes]:
+    last = sorted((Path(config.out_dir) / "checkpoints").glob("step-*"))[-1]
+    return [(last / name).read_bytes() for name in ("model.safetensors", "optimizer.safetensors")]
+
+
+def losses(config: RunConfig) -> list[float]:
+    rows = read_metrics(Path(config.out_dir) / "metrics.jsonl")
+    return [row["loss"] for row in rows if row["kind"] == "step"]
+
+
+def train(config: RunConfig) -> None:
+    run_module.run(config.to_dict(), [], lambda: False)
+
+
+# ---- no trace
+
+
+@pytest.mark.parametrize("name", SAVERS)
+def test_with_and_without_a_rehearsal_all_is_the_same_bit_for_bit(tmp_path: Path, name: str) -> None:
+    """Weights, moments, the count that seeds rounding, the loss scale, the data: at the start and after a resume."""
+    plain, rehearsed = (tiny_config(tmp_path / part, max_iters=3, eval_interval=2, **SAVERS[name])
+                        for part in ("plain", "rehearsed"))
+    for config in (plain, replace(rehearsed, rehearse=True)):
+        train(config)
+        train(replace(config, init_from="resume", max_iters=6))
+    assert losses(rehearsed) == losses(plain)
+    assert bits(rehearsed) == bits(plain)
+    assert any(row["kind"] == "rehearsal" for row in read_metrics(Path(rehearsed.out_dir) / "metrics.jsonl"))
+
+
+def test_a_rehearsal_puts_the_dice_back_and_leaves_no_gradient(tmp_path: Path) -> None:
+    config = replace(tiny_config(tmp_path, dropout=0.3), dtype="float32")
+    training = run_module.build_training(config, run_module.resolve_device("cpu", "float32", False))
+    torch.manual_seed(7)
+    before, scaler = torch.get_rng_state(), training.scaler.to_dict()
+    dataset = run_module.open_dataset(config.dataset)
+    rehearsal.rehearse(training, config, lambda short: run_module.training_feed(
+        short, dataset, training.device, run_module.Ranks()), lambda: None, rehearsal.Peaks(training.device))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert training.scaler.to_dict() == scaler
+    assert training.step == 0
+    assert all(parameter.grad is None for parameter in training.model.parameters())
+
+
+def test_what_is_rehearsed_is_really_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two iterations of two micro-steps at full size, both with the optimizer's step, and evaluation around them."""
+    done: list[str] = []
+    steps = AdamW.step
+    monkeypatch.setattr(AdamW, "step", lambda self, *given: (done.append("step"), steps(self, *given))[1])
+    shapes = run_module.GPT.accumulate
+    monkeypatch.setattr(run_module.GPT, "accumulate", lambda self, idx, *rest: (
+        done.append(f"micro-step {tuple(idx.shape)}"), shapes(self, idx, *rest))[1])
+    looks = run_module.GPT.token_losses
+    monkeypatch.setattr(run_module.GPT, "token_losses", lambda self, idx, *rest: (
+        done.append(f"look {tuple(idx.shape)}"), looks(self, idx, *rest))[1])
+    monkeypatch.setattr(run_module, "train", lambda *loop: None)
+    train(tiny_config(tmp_path, rehearse=True, gradient_accumulation_steps=5))
+    iteration, looking = ["micro-step (4, 16)"] * 2 + ["step"], ["look (4, 16)"] * 4
+    assert done == [*looking, *iteration, *iteration, *looking]
+
+
+def test_out_of_memory_in_a_rehearsal_leaves_no_trace_either(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, refused = tiny_config(tmp_path / "a", max_iters=3), tiny_config(tmp_path / "b", max_iters=3, rehearse=True)
+    train(plain)
+    real, calls = run_module.GPT.accumulate, iter(range(1000))
+
+    def fails_once(self: Any, *batch: Any) -> Any:
+        if next(calls) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return real(self, *batch)
+
+    monkeypatch.setattr(run_module.GPT, "accumulate", fails_once)
+    train(refused)
+    assert bits(refused) == bits(plain)
+    kinds = [row["kind"] for row in read_metrics(Path(refused.out_dir) / "metrics.jsonl")]
+    assert kinds[:3] == ["run", "oom", "rehearsal"]
+
+
+# ---- the verb, on a CPU
+
+
+def test_the_verb_hands_over_the_settled_config_and_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Orders] = []
+    monkeypatch.setattr(rehearse, "run_child", lambda orders: (given.append(orders), (0, {}))[1])
+    config = tiny_config(tmp_path)
+    said = {"dataset": config.dataset, "device": "cpu", "batch_size": 8, "out": str(tmp_path / "r.json")}
+    assert rehearse.rehearse([Assignment(key, value, "") for key, value in said.items()]) == 0
+    order, = given
+    assert (order.config["batch_size"], order.rehearsal) == (8, str(tmp_path / "r.json"))
+    assert not Path("out").exists()
+
+
+def test_on_a_cpu_it_says_that_nothing_is_counted_and_writes_the_file(
+        tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config, out = tiny_config(tmp_path), tmp_path / "rehearsal.json"
+    rehearse.rehearse_here(config.to_dict(), ["a note"], {}, str(out))
+    said = capsys.readouterr().out
+    assert "note    a note" in said
+    assert "There is no plan to compare with" in said
+    document = json.loads(out.read_text())
+    assert (document["schema"], document["measured"], document["exceeding"]) == (1, {}, [])
+    assert document["config"]["batch_size"] == 4
+    assert not (tmp_path / "out").exists()
+
+
+# ---- on a card: what the counters say is played
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """A CPU that calls itself an RTX 4070, whose counters show what was foreseen, times a factor."""
+    def pretend(factor: float) -> None:
+        held: list[PhaseForecast] = []
+
+        def board(config: RunConfig, choice: Any, others: Any = None, rungs: Any = None) -> Onboard:
+            plan = forecast.plan(replace(config, dtype="float32", compile=False), Setting((8, 9)),
+                                 Budget("RTX 4070", 12 * GiB, GiB, 11 * GiB, 300 * MiB))
+            phases = preflight.phases_of(plan.forecast)
+            held[:] = [phases[phase] for phase in ("load", "first_eval", "first_train", "train", "eval", "save")]
+            return Onboard(config, "cpu", plan, rungs=())
+
+        def read(device: str) -> MemoryReading:
+            now = held.pop(0) if len(held) > 1 else held[0]
+            return MemoryReading(now.allocated, now.reserved, int(now.allocated * factor), int(now.reserved * factor))
+
+        for module in ("run", "desk", "engine.rehearsal", "engine.evaluate", "engine.loop", "engine.device"):
+            monkeypatch.setattr(f"fitgpt.{module}.read_memory", read)
+        for module in ("run", "onboard"):
+            monkeypatch.setattr(f"fitgpt.{module}.board", board)
+
+    return pretend
+
+
+def test_train_tells_its_plan_rehearses_it_and_ends_with_what_was_measured(
+        tmp_path: Path, card: Callable[[float], None], capsys: pytest.CaptureFixture[str]) -> None:
+    card(1.0)
+    train(tiny_config(tmp_path, max_iters=2))
+    said = capsys.readouterr().out
+    assert "memory  needs" in said
+    assert "of others" in said
+    assert "rehearsed in" in said
+    assert said.count("memory, measured beside foreseen") == 2  # after the rehearsal, and at the end
+    rows = read_metrics(tmp_path / "out" / "metrics.jsonl")
+    plan = next(row for row in rows if row["kind"] == "plan")
+    assert plan["phases"]["train"]["allocated_bytes"] > 0
+    assert plan["owners_at_peak"][0]["nbytes"] > 0
+    measured = rows[-1]
+    assert measured["kind"] == "plan_measured"
+    assert measured["phases"]["first_eval"] == plan["phases"]["first_eval"]
+    assert rows[1]["kind"] == "plan"
+
+
+def test_the_plan_is_judged_even_where_the_run_is_stopped(tmp_path: Path, card: Callable[[float], None]) -> None:
+    card(1.0)
+    config, asked = tiny_config(tmp_path), iter(range(100))
+    with pytest.raises(Interrupted):
+        run_module.run(config.to_dict(), [], lambda: next(asked) > 8)
+    assert read_metrics(tmp_path / "out" / "metrics.jsonl")[-1]["kind"] == "plan_measured"
+
+
+def test_a_phase_that_exceeds_its_forecast_fails_the_rehearsal(tmp_path: Path, card: Callable[[float], None],
+                                                               capsys: pytest.CaptureFixture[str]) -> None:
+    config, out = tiny_config(tmp_path), tmp_path / "rehearsal.json"
+    card(1.005)
+    rehearse.rehearse_here(config.to_dict(), [], {}, str(out))
+    card(1.02)
+    with pytest.raises(DoesNotFit, match=r"More was held than was foreseen. load: .* 2.0% more.") as raised:
+        rehearse.rehearse_here(config.to_dict(), [], {}, str(out))
+    assert raised.value.exit_code == 1
+    assert "+2.00 %" in capsys.readouterr().out
+    assert json.loads(out.read_text())["exceeding"]
+
+
+def test_out_of_memory_fails_the_rehearsal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(*batch: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has …")
+
+    monkeypatch.setattr(run_module.GPT, "accumulate", refuses)
+    with pytest.raises(DoesNotFit, match=r"Tried to allocate 2.00 GiB") as raised:
+        rehearse.rehearse_here(tiny_config(tmp_path).to_dict(), [], {}, str(tmp_path / "r.json"))
+    assert "--options" in raised.value.fix
+
+
+def test_the_table_says_where_they_agree_to_the_byte() -> None:
+    planned = {"load": PhaseForecast(GiB, GiB), "train": PhaseForecast(2 * GiB, 3 * GiB)}
+    lines = plan_beside_measured(planned, {"load": PhaseForecast(GiB, GiB), "train": PhaseForecast(
+        int(1.98 * GiB), 3 * GiB)}).splitlines()
+    assert lines[2].split() == ["load", "1.00", "GiB", "1.00", "GiB", "=", "1.00", "GiB", "1.00", "GiB", "="]
+    assert "-1.00 %" in lines[3]

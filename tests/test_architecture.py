@@ -22,15 +22,16 @@ LONGEST_FILE = 450
 # From the bottom up; a part imports what is below it, and what stands on the same line only if it is no folder.
 LEVELS: tuple[tuple[str, ...], ...] = (
     ("errors", "units"),
-    ("nouns", "knobs", "knobhelp", "configfile", "config", "options", "cards", "driver", "savers", "atomic",
+    ("nouns", "sights", "knobs", "knobhelp", "configfile", "config", "options", "cards", "driver", "savers", "atomic",
      "runfolder", "runrecord", "counters"),
     ("engine", "data", "memory", "show"),
     ("interop",),
     ("fit", "explain"),
     ("weights", "run", "verbs", "demo", "wandb", "child", "supervise", "watch", "doctor", "asktorch", "report",
-     "planner", "asked", "place", "outlook", "explaining", "fitting", "timing"),
+     "planner", "asked", "place", "outlook", "explaining", "fitting", "timing", "desk", "onboard", "planfile",
+     "preflight", "rehearse"),
     ("web",),
-    ("cli", "__main__"),
+    ("cli", "completion", "__main__"),
 )
 LEVEL_OF = {part: level for level, parts in enumerate(LEVELS) for part in parts}
 # Siblings that do not know of each other.
@@ -147,7 +148,7 @@ def test_no_arrow_points_back() -> None:
 
 
 def test_what_is_shown_is_made_of_nouns_and_units_alone() -> None:
-    assert {each.target.partition(".")[0] for each in INNER if each.part == "show"} == {"show", "nouns", "units"}
+    assert {each.target.partition(".")[0] for each in INNER if each.part == "show"} == {"show", "nouns", "sights", "units"}
 
 
 def test_imports_never_go_in_a_circle() -> None:

@@ -48,7 +48,8 @@ def parse_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def load(place: str) -> Any:
         if place not in targets:
             return real(place)
-        return (lambda told: build(cli.options_of(targets[place]), told) and 0) if targets[place].raw else (lambda told: 0)
+        options = cli.options_of(targets[place])
+        return (lambda told: build(options, told) and 0) if targets[place].raw else (lambda told: 0)
 
     monkeypatch.setattr(cli, "_load", load)
     shutil.copytree(ROOT / "config", tmp_path / "config")

@@ -20,8 +20,8 @@ from fitgpt.cli import main
 from fitgpt.doctor import Machine
 from fitgpt.driver import GpuReading, Survey
 from fitgpt.errors import DeviceError
-from fitgpt.nouns import CardState, Finding, Program
 from fitgpt.show.watching import finding_lines
+from fitgpt.sights import CardState, Finding, Program
 from fitgpt.units import GiB, MiB
 from test_driver import FakeNvml
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from fitgpt import driver, planfile, preflight, supervise
+from fitgpt import driver, place, planfile, supervise
 from fitgpt import onboard as onboard_module
 from fitgpt.config import RunConfig, check_resume
 from fitgpt.driver import GpuProcess, GpuReading, Survey
@@ -128,10 +128,10 @@ def test_manners_are_no_part_of_what_a_run_is() -> None:
 
 def test_the_cap_counts_what_the_allocator_may_hold(cards: Callable[..., None]) -> None:
     found = on_device(reading(GiB))
-    budget = preflight.beside(RunConfig(leave="2GiB"), found.budget)
+    budget = place.beside(RunConfig(leave="2GiB"), found.budget)
     assert budget.budget == TOTAL - RESERVED - 3 * GiB
     assert budget.reserve_limit == budget.budget - budget.outside
-    assert preflight.beside(RunConfig(budget="4GiB", leave="2GiB"), found.budget).budget == parse_bytes("4GiB")
+    assert place.beside(RunConfig(budget="4GiB", leave="2GiB"), found.budget).budget == parse_bytes("4GiB")
 
 
 def test_no_room_is_known_without_a_card() -> None:

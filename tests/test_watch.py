@@ -30,10 +30,11 @@ from fitgpt.config import RunConfig
 from fitgpt.driver import GpuProcess
 from fitgpt.errors import DeviceError, UsageError
 from fitgpt.knobs import build, walk
-from fitgpt.nouns import CardState, MemoryReading, Program, RunState, Spike, Track, WatchFrame
+from fitgpt.nouns import MemoryReading
 from fitgpt.runfolder import open_run
 from fitgpt.runrecord import FollowedRun, Owner, lock_owner
 from fitgpt.show.watching import frame_lines
+from fitgpt.sights import CardState, Program, RunState, Spike, Track, WatchFrame
 from fitgpt.units import GiB, MiB
 from helpers import tiny_config
 from test_driver import FakeNvml

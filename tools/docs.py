@@ -35,9 +35,9 @@ from fitgpt.config import FROZEN_ON_RESUME  # noqa: E402
 from fitgpt.explain.facts import Facts  # noqa: E402
 from fitgpt.explain.rules import RULES, SMALLER  # noqa: E402
 from fitgpt.knobhelp import markdown_table  # noqa: E402
-from fitgpt.nouns import OutOfMemory  # noqa: E402
 from fitgpt.options import ExplainQuestions, FitQuestions, PlanQuestions  # noqa: E402
 from fitgpt.savers import SAVERS  # noqa: E402
+from fitgpt.sights import OutOfMemory  # noqa: E402
 from fitgpt.units import show_bytes  # noqa: E402
 
 DOCS = ROOT / "docs"

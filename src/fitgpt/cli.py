@@ -219,6 +219,9 @@ def told_to_the_user(error: Exception) -> FitError | None:
         return None
     if isinstance(error, MemoryError):
         return SystemFault("The computer ran out of memory (RAM, not the GPU's).", "Close other programs.")
+    if type(error).__name__ == "OutOfMemoryError":  # torch's, which is not to be loaded for this
+        return DeviceError(f"The card ran out of memory: {str(error).partition('. ')[0]}.",
+                           "fitgpt explain reads the whole message, and fitgpt doctor says who holds the card.")
     if isinstance(error, OSError):
         where = f"{error.filename}: " if error.filename else ""
         return SystemFault(f"{where}{error.strerror or error}.", FIXES.get(error.errno or 0, ""))

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from .driver import GpuProcess, GpuReading, survey
-from .nouns import CardState, Program
+from .sights import CardState, Program
 from .units import MiB
 
 # NVML's bits of what holds a card's clocks down. Bit 0x1, an idle card, is no throttling.

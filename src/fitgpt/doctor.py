@@ -23,8 +23,9 @@ from .config import RunConfig
 from .counters import read_cards
 from .driver import GpuReading, Survey, check_allocator_env, survey
 from .errors import DeviceError
-from .nouns import CardState, Finding, GPTConfig, Program
+from .nouns import GPTConfig
 from .options import DoctorOptions
+from .sights import CardState, Finding, Program
 from .supervise import ALLOCATOR_DEFAULT, ALLOCATOR_VARIABLES
 from .units import GiB, MiB, show_bytes
 

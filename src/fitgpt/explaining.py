@@ -28,10 +28,10 @@ from .explain.reading import Reading, card_of, explain_reading, from_screen
 from .explain.screen import parse_screen
 from .knobs import Assignment, build, knobs_of, walk
 from .memory.setting import Setting, setting_for
-from .nouns import Diagnosis, OutOfMemory
 from .options import ExplainQuestions
 from .runfolder import read_metrics, recorded_config
 from .show.diagnosis import diagnosis_text
+from .sights import Diagnosis, OutOfMemory
 from .units import MiB, parse_bytes
 
 NOT_RECOGNISED = 1

@@ -31,11 +31,12 @@ from .memory import forecast
 from .nouns import Fitted
 from .options import FitQuestions, PlanQuestions
 from .outlook import of_length
-from .place import Place
-from .preflight import beside
+from .place import Place, beside
 from .show import fitting as show
+from .units import GiB, show_bytes
 
-HOST_SHARE = 0.8  # of the machine's memory that may hold what is kept out of the card
+HOST_SHARE = 0.8         # of the machine's memory that may hold what is kept out of the card
+ASSUMED_HOST = 32 * GiB  # of a machine that is not here
 
 
 class Question(NamedTuple):
@@ -55,6 +56,9 @@ def fit(assignments: Sequence[Assignment]) -> int:
         notes.append(f"Somebody else computes on this card: the micro-batch stays at {here.most_batch} or below. "
                      "--budget says what this run may hold instead.")
     fitted = reach(asked.goal, question.config, here, parse_allow(asked.allow))
+    if asked.gpu and fitted.chosen is not None and fitted.chosen.config.offload != "none":
+        notes.append(f"The host is taken to have {show_bytes(ASSUMED_HOST)} of memory, {HOST_SHARE:.0%} of it for "
+                     "this.")
     if asked.measure and fitted.chosen is not None:
         fitted = by_the_clock(fitted, question.config, here)
     run = name_of(assignments)
@@ -107,7 +111,7 @@ def here_of(question: Question) -> Here:
     is_here = not asked.gpu
     keep_small = is_here and not asked.budget and someone_computes(config.device)
     return Here(found.setting, found.budget, found.card, config.batch_size if keep_small else None,
-                host_memory() if is_here else None)
+                host_memory() if is_here else int(HOST_SHARE * ASSUMED_HOST))
 
 
 def someone_computes(device: str) -> bool:

@@ -15,8 +15,8 @@ from .fit.ladder import Rung, ladder
 from .memory import forecast
 from .memory.setting import Setting
 from .nouns import MemoryPlan
-from .place import Place
-from .preflight import beside, does_not_fit
+from .place import Place, beside
+from .preflight import does_not_fit
 from .units import parse_bytes
 
 NOT_PLANNED = "memory: not planned, because the run is not on an NVIDIA GPU."

@@ -25,7 +25,7 @@ from .memory.setting import Setting
 from .nouns import MemoryPlan
 from .options import CardsOptions, PlanQuestions
 from .outlook import of_length, outlook
-from .place import Place
+from .place import Place, beside
 from .show import planning as show
 from .units import MiB, show_bytes
 
@@ -40,6 +40,8 @@ def verb(assignments: Sequence[Assignment]) -> int:
     if question.asked.all_cards:
         return _all_cards(question)
     found = place_of(question.asked, question.config.device)
+    if question.config.leave:
+        found = found._replace(budget=beside(question.config, found.budget))
     place.check_runs(question.config, found, question.asked.trainer)
     config, length = of_length(question.config, question.asked, question.data, question.missing, found.card)
     question = question._replace(config=config, notes=(*question.notes, *found.notes, *length,

@@ -19,10 +19,10 @@ from .fit.ladder import Rung
 from .memory import forecast
 from .memory.changes import smallest_that_fit
 from .memory.setting import Setting
-from .nouns import Budget, Forecast, MemoryPlan, PhaseForecast
-from .place import Place
+from .nouns import Forecast, MemoryPlan, PhaseForecast
+from .place import Place, beside
 from .planfile import PlanFile
-from .units import parse_bytes, show_bytes
+from .units import show_bytes
 
 LOOK_EVERY_S = 5.0
 SAY_EVERY_S = 60.0
@@ -77,16 +77,6 @@ def _place(config: RunConfig, seen: driver.Survey) -> Place | None:
     except UsageError:  # a card that is not there: whoever loads torch says it best
         return None
     return found._replace(budget=beside(config, found.budget))
-
-
-def beside(config: RunConfig, budget: Budget) -> Budget:
-    """The budget that others leave, that --leave keeps free, and that --budget allows."""
-    if config.budget and parse_bytes(config.budget) > budget.usable:
-        raise UsageError(f"--budget {config.budget} is more than the {show_bytes(budget.usable)} that CUDA gives of "
-                         f"{budget.card or 'the card'}.", "Leave it out, or say less.")
-    left = budget.usable - budget.others - (parse_bytes(config.leave) if config.leave else 0)
-    said = parse_bytes(config.budget) if config.budget else left
-    return replace(budget, budget=max(min(said, left), 0))
 
 
 def does_not_fit(config: RunConfig, found: Place, plan: MemoryPlan, *, could_wait: bool) -> DeviceError:

@@ -17,21 +17,11 @@ from .knobs import knobs_of
 from .memory.forecast import timeline_of
 from .memory.setting import DEFAULT_TORCH, setting_for
 from .memory.thinned import one_step
-from .nouns import (
-    Evaluation,
-    MemoryReading,
-    OwnerTimeline,
-    PhaseForecast,
-    RunEvent,
-    RunFacts,
-    RunRecord,
-    RunSample,
-    SplitLoss,
-    StepReport,
-)
+from .nouns import Evaluation, MemoryReading, OwnerTimeline, PhaseForecast, RunFacts, SplitLoss, StepReport
 from .options import ReportOptions
 from .runfolder import read_metrics, recorded_config
 from .show.report import MOST_RUNS, report_page
+from .sights import RunEvent, RunRecord, RunSample
 from .units import show_bytes
 
 OURS = b'<meta name="generator" content="fitgpt">'

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .nouns import MemoryReading, RunState, Spike, Track
+from .nouns import MemoryReading
 from .runfolder import step_folders
+from .sights import RunState, Spike, Track
 from .units import MiB
 
 SPIKE_BYTES, SPIKE_SHARE = 64 * MiB, 0.03  # a rise at once of this much, and of this share of what was there

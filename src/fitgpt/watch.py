@@ -15,7 +15,6 @@ from typing import Any
 
 from .counters import read_cards
 from .errors import DeviceError, UsageError
-from .nouns import CardState, Program, RunState, Spike, Track, WatchFrame
 from .options import WatchOptions
 from .runrecord import (
     SPIKES_KEPT,
@@ -27,6 +26,7 @@ from .runrecord import (
     lock_owner,
     runs_here,
 )
+from .sights import CardState, Program, RunState, Spike, Track, WatchFrame
 
 SCHEMA = 1
 SAMPLES = 600  # of the card's memory: ten minutes at one a second

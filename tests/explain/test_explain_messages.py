@@ -15,7 +15,7 @@ from fitgpt.explain.message import parse, read_message
 from fitgpt.explain.oom import diagnose
 from fitgpt.explain.rules import ALONE, RULES
 from fitgpt.memory.setting import setting_for
-from fitgpt.nouns import Diagnosis, OutOfMemory
+from fitgpt.sights import Diagnosis, OutOfMemory
 from fitgpt.units import GiB, MiB
 
 FOLDER = Path(__file__).parent / "messages"

@@ -19,7 +19,8 @@ from fitgpt.knobs import build, walk
 from fitgpt.memory.changes import fits
 from fitgpt.memory.forecast import budget_for
 from fitgpt.memory.setting import setting_for
-from fitgpt.nouns import Budget, Diagnosis, OutOfMemory
+from fitgpt.nouns import Budget
+from fitgpt.sights import Diagnosis, OutOfMemory
 from fitgpt.units import MiB
 
 ROOT = Path(__file__).parent.parent.parent

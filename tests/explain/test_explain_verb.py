@@ -18,9 +18,9 @@ from fitgpt.config import RunConfig
 from fitgpt.explain.planned import compared, explain_plan, plan_from
 from fitgpt.explain.rules import RULES
 from fitgpt.memory.forecast import budget_for
-from fitgpt.nouns import Diagnosis, MemoryShare
 from fitgpt.runfolder import RunFolder, open_run
 from fitgpt.show.diagnosis import diagnosis_text
+from fitgpt.sights import Diagnosis, MemoryShare
 from fitgpt.units import GiB, MiB
 
 CONFIG = str(ROOT / "config" / "notes_77m.py")

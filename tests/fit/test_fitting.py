@@ -63,7 +63,8 @@ def test_the_chosen_plan_stands_beside_the_one_asked_for_with_reasons_and_a_pict
     told = say(*TIGHT)
     assert told.code == 0
     for words in ("does not fit as asked; with these changes it does", "asked chosen", "headroom", "tokens/s", "Why",
-                  "Runners-up", "the fastest in so much memory", "nothing was recorded on this card", "candidates by closed forms",
+                  "Runners-up", "the fastest in so much memory", "nothing was recorded on this card",
+                  "candidates by closed forms",
                   "fitgpt fit run.py --gpu=4070 --budget=300MiB -o config/my_run.py"):
         assert words in told.words
     assert "●" in told.out
@@ -175,6 +176,13 @@ def test_goals_are_reached(say: Any) -> None:
     told = say(*TIGHT, "--goal", "smallest-memory")
     assert told.code == 0
     assert "the least memory it can live in is" in told.words
+
+
+def test_the_largest_model_stays_within_the_hosts_memory_too(say: Any) -> None:
+    told = say("run.py", "--gpu", "4070", "--budget", "260MiB", "--goal", "largest-model")
+    assert told.code == 0
+    assert "the largest model that trains there." in told.words
+    assert "The host is taken to have 32.00 GiB of memory" in told.words
 
 
 def test_leave_keeps_so_much_free(say: Any) -> None:

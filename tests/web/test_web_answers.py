@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shlex
 from dataclasses import fields, replace
@@ -22,10 +23,11 @@ from fitgpt.knobs import walk
 from fitgpt.memory import forecast
 from fitgpt.memory.changes import single_changes
 from fitgpt.memory.setting import Setting
+from fitgpt.nouns import MemoryReading
 from fitgpt.options import PlanOptions
-from fitgpt.units import MiB
-from fitgpt.web import answers, fitted, fixes, form, pasted, worker
-from fitgpt.web.live import Live
+from fitgpt.sights import CardState, Program, RunState, Track, WatchFrame
+from fitgpt.units import GiB, MiB
+from fitgpt.web import answers, fitted, fixes, form, live, pasted, worker
 from fitgpt.web.presets import PRESETS
 from fitgpt.web.settings import CARRIED, KNOBS, QUESTIONS, Asked, command, config_file, flags_in, plan_command, read
 
@@ -283,7 +285,22 @@ def test_a_mistake_is_a_problem_and_a_crash_is_called_a_bug(capfd: pytest.Captur
     assert "AttributeError" in capfd.readouterr().err
 
 
+def test_a_run_is_shown_with_its_card_its_memory_and_its_neighbours() -> None:
+    run = RunState("runs/x", "running", "process 5", 1.0, "RTX 4070", "train", 10, 100, math.nan, 2.5, 5e4, 0.41, 60.0,
+                   MemoryReading(GiB, 2 * GiB, GiB, 2 * GiB), 3 * GiB, GiB, losses=(3.0, math.nan, 2.0))
+    card = CardState(0, "RTX 4070", 9 * GiB, 2 * GiB, 11 * GiB, 97, 180.0, 200.0, 71,
+                     programs=(Program(5, "python", 8 * GiB, "run"), Program(6, "Xorg", GiB)))
+    told = live.seen(WatchFrame(0.0, (card,), "", run, Track((GiB, 8 * GiB), ((1, "train"),))))
+    tiles = {what: (figure, more) for what, figure, more in told["tiles"]}
+    assert tiles["loss"] == ("nan", "validation 2.5000")
+    assert tiles["reserved"] == ("2.00 GiB", "planned 3.00 GiB")
+    assert tiles["RTX 4070"] == ("9.00 GiB of 11.00 GiB", "97 % busy, 71 °C, 180 W")
+    assert [each["name"] for each in told["programs"]] == ["python", "Xorg"]
+    assert "a spike in train" in told["charts"]
+    assert json.dumps(told, allow_nan=False)
+
+
 def test_without_a_run_the_live_tab_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert Live("").look()["run"] is None
-    assert Live("").look()["why"]
+    assert live.Live("").look()["run"] is None
+    assert live.Live("").look()["why"]

@@ -73,18 +73,21 @@ def width(page: Any, phase: str, part: str) -> float:
     return float(page.get_attribute(f'[data-phase="{phase}"] rect[data-part="{part}"]', "width").rstrip("%"))
 
 
-def taken(page: Any, where: Path, **how: Any) -> None:
+def taken(what: Any, where: Path) -> None:
+    """A picture of the page, or of a part of it."""
+    page = getattr(what, "page", what)
     page.mouse.move(0, 0)
     page.wait_for_timeout(350)  # bars glide
-    page.screenshot(path=str(where), **how)
+    what.screenshot(path=str(where))
     assert where.stat().st_size < LARGEST_PICTURE
 
 
 # ---- loading
 
 
-def test_the_page_loads_and_answers_with_nothing_from_outside(shown: Callable[..., Any]) -> None:
-    with shown() as page:
+def test_the_page_loads_and_answers_with_nothing_from_outside(
+        shown: Callable[..., Any], picture: Callable[[str], Path]) -> None:
+    with shown("gpu=RTX+4070") as page:
         assert "Fits" in verdict(page, "fits")
         assert "to spare" in page.inner_text("#short")
         assert page.locator(".phase-line").count() == 6
@@ -94,6 +97,7 @@ def test_the_page_loads_and_answers_with_nothing_from_outside(shown: Callable[..
         assert page.get_attribute('#cards [data-card="RTX 4070"]', "aria-current") == "true"
         assert page.text_content("#phases").count("GiB") > 5
         assert "fitgpt train" in page.inner_text("#command")
+        taken(page.locator("#step figure"), picture("timeline"))
         page.focus("#step .frame")
         page.keyboard.press("ArrowRight")
         assert "activations" in page.inner_text("#step .readout")
@@ -147,7 +151,7 @@ def test_the_notes_run_turns_green_with_fitgpt_or_without_other_programs(
         page.wait_for_selector('#fix-buttons [data-family="block"]')
         page.wait_for_selector("#step figure[data-live]")
         page.wait_for_selector("#cards button")
-        taken(page, picture("serve"))
+        taken(page, picture("page"))
         page.click("text=train it with fitgpt")
         assert "Fits" in verdict(page, "fits")
         assert re.search(r"train it with fitgpt: 9\.\d+ GiB → 3\.\d+ GiB at the peak", page.inner_text("#difference"))
@@ -190,7 +194,7 @@ def test_a_fix_changes_the_run_in_the_dark(shown: Callable[..., Any], picture: C
         assert label in page.inner_text("#difference")
         page.wait_for_selector('#fix-buttons [data-family="muon"]')
         page.wait_for_selector("#cards button")
-        taken(page, picture("serve_dark"))
+        taken(page, picture("page_dark"))
 
 
 def test_fitting_it_finds_settings_that_fit_and_says_why(shown: Callable[..., Any]) -> None:
@@ -254,7 +258,7 @@ def test_a_pasted_message_is_explained(shown: Callable[..., Any], picture: Calla
         page.wait_for_selector("#diagnosis section")
         told = page.inner_text("#diagnosis")
         assert "16 × 1,024 × 50,304 × 4" in told
-        taken(page, picture("serve_explain"))
+        taken(page, picture("page_explain"))
         page.click("#diagnosis button >> nth=0")
         assert page.is_visible("#verdict")
         page.wait_for_selector("#difference:not([hidden])")
@@ -279,7 +283,7 @@ def test_the_run_that_goes_on_here_is_shown_live(shown: Callable[..., Any], pict
         assert "211" in page.inner_text("#live-tiles")
         assert "running" in page.inner_text("#live-status")
         assert float(page.get_attribute("#live-progress", "value")) == pytest.approx(211 / 400)
-        taken(page, picture("serve_live"))
+        taken(page, picture("page_live"))
         with open(run / "metrics.jsonl", "a", encoding="utf-8") as file:  # a run may write anything
             file.write(json.dumps({"kind": "warning", "text": HOSTILE}) + "\n")
         page.wait_for_selector("#live-status:has-text('<b>bold</b>')")
@@ -309,7 +313,7 @@ def test_it_fits_a_phone_whatever_it_says(shown: Callable[..., Any], picture: Ca
         if query == NOTES:
             verdict(page, "full")
             page.wait_for_selector("#cards button")
-            taken(page, picture("serve_phone"))
+            taken(page, picture("page_phone"))
         for tab in ("plan", "explain", "live"):
             page.evaluate(f"document.getElementById('tab-{tab}').click()")
             page.wait_for_timeout(50)

@@ -14,8 +14,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from fitgpt.units import GiB
-
 NOTES = ("gpu=RTX+4070&others=2118MiB&trainer=nanogpt&n_layer=12&n_head=12&n_embd=576&batch_size=16"
          "&gradient_accumulation_steps=32&dtype=float16")  # the 77M run of the notes
 RUN = "runs/fineweb"
@@ -50,11 +48,10 @@ def run_going_on(folder: Path) -> Iterator[Path]:
     """A run that this process seems to train: it holds the folder's lock."""
     run = folder / RUN
     run.mkdir(parents=True)
-    memory = dict(allocated=2 * GiB, reserved=3 * GiB, peak_allocated=3 * GiB, peak_reserved=3 * GiB)
     rows: list[dict[str, Any]] = [
         dict(kind="run", config={}, device="cpu", device_name="A computer", max_iters=400, start_step=0, params=10**6),
-        *(dict(kind="step", step=step, loss=8 / (1 + step / 40), tokens_per_s=51_200.0, seconds=0.5, seconds_left=94.0,
-               memory=memory) for step in range(0, 211, 10))]
+        *(dict(kind="step", step=step, loss=8 / (1 + step / 40), tokens_per_s=51_200.0, seconds=0.5, seconds_left=94.0)
+          for step in range(0, 211, 10))]
     with open(run / "lock", "w", encoding="utf-8") as lock:
         lock.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "started": ""}))
         lock.flush()

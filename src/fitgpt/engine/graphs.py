@@ -55,6 +55,8 @@ class Recorder:
             # Recording first gives unused memory back to the card. Other threads may go on meanwhile: one pins batches.
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 result = function(*places)
+        except torch.OutOfMemoryError:
+            raise  # a matter for whoever guards the run: with less memory in use it may work
         except RuntimeError as error:
             self._gave_up = True
             self._warn(f"The card's work could not be recorded ({str(error).splitlines()[0]}); it is launched piece by "

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..nouns import MemoryPlan, OutOfMemory
+from ..nouns import MemoryPlan
+from ..sights import OutOfMemory
 from .about import Run
 from .filling import Filling
 from .match import Match

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..cards import Card
-from ..nouns import Budget, MemoryShare, OutOfMemory
+from ..nouns import Budget
+from ..sights import MemoryShare, OutOfMemory
 from ..units import GiB, MiB
 
 # What a process holds outside PyTorch's allocator, context and kernels: 109 to 767 MiB were seen (cards.csv). Where a

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from ..nouns import CodeLine
+from ..sights import CodeLine
 
 _PYTHON = re.compile(r'^\s*File "([^"\n]+)", line (\d+)(?:, in (\S+))?')
 _NOTEBOOK = re.compile(r"^\s*((?:[~\w./\\:+-]+\.py|<ipython-input-[^>]+>)) in (<?\w[\w ]*>?)")

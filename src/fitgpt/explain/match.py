@@ -7,7 +7,7 @@ from typing import NamedTuple
 from ..memory.allocator import replay
 from ..memory.blocks import LARGE_SEGMENT, SMALL_SEGMENT, rounded, segment_size
 from ..memory.tape import Event
-from ..nouns import OutOfMemory
+from ..sights import OutOfMemory
 from ..units import MiB
 from .about import Run
 from .names import is_backward

@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 from typing import Any, BinaryIO, NamedTuple
 
-from ..nouns import OutOfMemory
+from ..sights import OutOfMemory
 from ..units import GiB, KiB, MiB, TiB
 from .frames import dtype_and_shape, frames_before
 from .pasted import Excerpt, cleaned, excerpt, squashed

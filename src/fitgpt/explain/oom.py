@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..cards import Card
-from ..nouns import Cause, Diagnosis, OutOfMemory, Remedy
+from ..sights import Cause, Diagnosis, OutOfMemory, Remedy
 from ..units import show_bytes, show_count
 from .about import Run, card_with
 from .facts import Facts

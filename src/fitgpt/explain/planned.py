@@ -5,16 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ..nouns import (
-    Budget,
-    Diagnosis,
-    Forecast,
-    MemoryPlan,
-    MemoryShare,
-    OwnerShare,
-    PhaseForecast,
-    Remedy,
-)
+from ..nouns import Budget, Forecast, MemoryPlan, OwnerShare, PhaseForecast
+from ..sights import Diagnosis, MemoryShare, Remedy
 from ..units import show_bytes, show_count
 from .about import Run
 from .names import PHASES

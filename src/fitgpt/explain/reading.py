@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from ..cards import Card, match_device
-from ..nouns import Diagnosis, MemoryShare
+from ..sights import Diagnosis, MemoryShare
 from ..units import MiB
 from .about import Run
 from .names import PHASES

@@ -11,7 +11,8 @@ from ..knobs import shown
 from ..memory.allocator import replay
 from ..memory.changes import Change, Option, fits, single_changes
 from ..memory.forecast import settled, tape_of
-from ..nouns import Budget, Remedy
+from ..nouns import Budget
+from ..sights import Remedy
 from ..units import show_bytes
 from .about import Run, peak_of
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..nouns import Remedy
+from ..sights import Remedy
 from ..units import GiB, show_bytes
 from . import causes
 from .facts import Facts

@@ -26,6 +26,7 @@ PIECES = (256, 512, 1024, 2048, 4096, 8192)  # tokens whose logits exist at once
 MOST_PIECES = 64                             # … and into how many a micro-batch is cut at most
 EVALUATED = 4096                             # tokens that keep a card busy in evaluation
 MOST_MIXES = 24                              # of two levels that are tried
+MOST_SEQUENCES = 4096                        # of a micro-batch: larger ones are no faster
 BIN = 32 * MiB                               # of the frontier
 PAIRS = tuple((few, many) for few in range(len(LEVELS)) for many in range(few))
 LEAST_FIRST = tuple(reversed(range(len(LEVELS))))
@@ -155,10 +156,12 @@ class Field:
 
     def batches(self, way: Way) -> list[int]:
         """The micro-batches that divide a step's sequences."""
-        sequences = self.config.batch_size * self.config.gradient_accumulation_steps
+        asked = self.config.batch_size
+        sequences = asked * self.config.gradient_accumulation_steps
         if way.knobs.get("step_in_backward", self.config.step_in_backward):
             return [sequences]
-        return [size for size in range(1, self.most_batch + 1) if sequences % size == 0]
+        sizes = range(1, min(self.most_batch, MOST_SEQUENCES) + 1)
+        return [size for size in sizes if sequences % size == 0] + [asked] * (asked > MOST_SEQUENCES)
 
     def pieces(self, batch: int) -> list[int]:
         """As `loss_chunk` has them: 0 is the engine's own choice."""

@@ -64,9 +64,7 @@ class Part(NamedTuple):
     peak: int
 
 
-class Line(NamedTuple):
-    slope: int
-    start: int
+Line = tuple[int, int]  # its slope and its start
 
 
 class MicroStep(NamedTuple):
@@ -107,7 +105,6 @@ class MicroStep(NamedTuple):
                 most = at - net + peak
         return max(most, at + self.rest.peak)
 
-
     def lines(self, few: int, many: int, layers: int) -> list[Line]:
         """The same for 0 < k < layers layers at level `few`, the others at `many`: the highest of these lines at k."""
         up, down, before, behind = self.up[few], self.down[few], self.up[many], self.down[many]
@@ -115,15 +112,15 @@ class MicroStep(NamedTuple):
         grows, left = up.net - before.net, layers * (before.net + behind.net)
         falls = grows - behind.net  # once the layers at `many` are behind us
         return [
-            Line(0, self.embed.peak),
-            Line(up.net, start - up.net + up.peak),
-            Line(grows, start + full - before.net + before.peak),
-            Line(grows, start + full + self.turn.peak),
-            Line(grows, turned + full + behind.peak),
-            Line(falls, turned + left - behind.net + behind.peak),
-            Line(falls, turned + left + down.peak),
-            Line(falls + down.net, turned + left - down.net + down.peak),
-            Line(falls + down.net, turned + left + self.rest.peak),
+            (0, self.embed.peak),
+            (up.net, start - up.net + up.peak),
+            (grows, start + full - before.net + before.peak),
+            (grows, start + full + self.turn.peak),
+            (grows, turned + full + behind.peak),
+            (falls, turned + left - behind.net + behind.peak),
+            (falls, turned + left + down.peak),
+            (falls + down.net, turned + left - down.net + down.peak),
+            (falls + down.net, turned + left + self.rest.peak),
         ]
 
 
@@ -182,7 +179,7 @@ class Shape:
         ends = sorted(((start + slope, start + slope * last, slope, start) for slope, start in lines), reverse=True)
         for _, at_last, slope, start in ends:  # a line below another at both ends is below it all along
             if at_last > highest or not ruling:
-                ruling.append(Line(slope, start))
+                ruling.append((slope, start))
                 highest = max(highest, at_last)
         return [max(self._floor, *[start + slope * k for slope, start in ruling]) for k in range(1, layers, stride)]
 

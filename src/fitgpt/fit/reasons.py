@@ -44,7 +44,7 @@ def decisions(search: Search, said: RunConfig, chosen: RunConfig, shape: str) ->
         if changed:
             why = (shape if knobs in OF_THE_SHAPE else
                    _counterfactual(search, chosen, {knob: was for knob, (was, _) in changed.items()}))
-            if "recompute" in knobs and not search.may_keep_more(chosen):
+            if "recompute" in knobs and search.spends_all(chosen):
                 why += "; as little as fits: if any one layer kept more, it would not"
             found.append(Decision(changed, f"{why}; {_besides(said, chosen, knobs, besides)}"))
     return tuple(found)

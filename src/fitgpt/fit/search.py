@@ -163,12 +163,13 @@ class Search:
         told = settled(config, self.setting)
         return self.with_loss(self.field.folded.shape(told).mapped(mix_of(told.levels)))
 
-    def may_keep_more(self, config: RunConfig) -> bool:
-        """Whether any single layer of it could keep more, and it would still fit."""
+    def spends_all(self, config: RunConfig) -> bool:
+        """Whether it has layers that could keep more, and would not fit if any single one of them did."""
         told = settled(config, self.setting)
-        shape = self.field.folded.shape(told)
-        could = [mix for mix in raised(mix_of(told.levels)) if shape.could_fit(mix, self.limit)]
-        return any(self.fits(replace(config, recompute=in_words(mix), grad_checkpoint=False)) for mix in could)
+        shape, higher = self.field.folded.shape(told), raised(mix_of(told.levels))
+        could = [mix for mix in higher if shape.could_fit(mix, self.limit)]
+        return bool(higher) and not any(
+            self.fits(replace(config, recompute=in_words(mix), grad_checkpoint=False)) for mix in could)
 
     def with_loss(self, mapped: int) -> int:
         """And what is usually lost between blocks."""

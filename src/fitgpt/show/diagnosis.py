@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator
 
-from ..nouns import Diagnosis, MemoryShare, Remedy
+from ..sights import Diagnosis, MemoryShare, Remedy
 from ..units import MiB
 
 LABEL = 8

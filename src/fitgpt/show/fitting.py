@@ -12,10 +12,11 @@ from .planning import table
 
 ROWS, MARGIN = 9, 8          # of the picture, and the columns of its figures
 PICTURE = 64                 # columns of it, at most
+OFF_THE_SCALE = 1.2
 BEYOND = 1.15                # how far it goes beyond what may be reserved
 CHOSEN, ASKED, LINE, LIMIT = "●", "○", "·", "│"
 PERMISSIONS = {"free": "nothing that is trained changes", "places": "part of it in the host's memory",
-               "lossy": "lossy savers", "context": "another block", "model": "another model"}
+               "lossy": "lossy savers"}
 
 
 def fit_text(fitted: Fitted, run: str, *, width: int = 80, notes: Sequence[str] = (), todo: str = "") -> str:
@@ -50,6 +51,11 @@ def verdict(fitted: Fitted) -> str:
         return "as asked is the fastest found."
     if fitted.least is chosen:
         return f"the least memory it can live in is {show_bytes(chosen.needs)}."
+    if chosen.permission in ("model", "context"):
+        what = {"model": "model", "context": "block"}[chosen.permission]
+        wanted = any(note.startswith("The largest") for note in fitted.notes)
+        return (f"the largest {what} that trains there." if wanted else
+                f"does not fit as asked; with a smaller {what} it does.")
     was = "fits as asked; these changes make it faster" if fitted.asked.fits else (
         "does not fit as asked; with these changes it does")
     return f"{was} ({PERMISSIONS[chosen.permission]})."
@@ -125,7 +131,9 @@ def picture(fitted: Fitted, columns: int) -> str:
     for mark, standing in ((ASKED, fitted.asked), (CHOSEN, fitted.chosen)):
         if standing is not None and standing.needs < width:
             column = int(standing.needs / width * columns)
-            grid[_row(_middle(standing, speeds[column] or low), low, top)][column] = mark
+            speed = _middle(standing, speeds[column] or low)
+            if speed <= OFF_THE_SCALE * top:  # a model of another size has another scale
+                grid[_row(speed, low, top)][column] = mark
     figures = {0: show_count(round(top)), ROWS - 1: show_count(round(low))}
     lines = [f"{figures.get(row, ''):>{MARGIN - 1}} ┤{''.join(cells)}".rstrip() for row, cells in enumerate(grid)]
     axis = f"{'':{MARGIN}}└{'─' * columns}"

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from ..nouns import CardState, Finding, Program, RunState, Spike, Track, WatchFrame
+from ..sights import CardState, Finding, Program, RunState, Spike, Track, WatchFrame
 from ..units import show_bytes, show_seconds
 from .text import show_mfu, sparkline
 

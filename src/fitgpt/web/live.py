@@ -7,9 +7,9 @@ from dataclasses import asdict
 from typing import Any
 
 from ..errors import FitError
-from ..nouns import CardState, RunState, Track, WatchFrame
 from ..show.charts import Level, Mark, Series, line_chart
 from ..show.text import show_mfu
+from ..sights import CardState, RunState, Track, WatchFrame
 from ..units import show_bytes, show_seconds
 from ..watch import Watcher, as_document, is_over
 

@@ -10,8 +10,8 @@ from ..explain.message import COUNTED, is_message
 from ..explain.pasted import excerpt
 from ..explain.screen import parse_screen
 from ..explaining import WANTED, explain_text
-from ..nouns import Diagnosis
 from ..options import ExplainQuestions
+from ..sights import Diagnosis
 from .settings import flags_in, read
 
 

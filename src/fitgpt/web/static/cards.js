@@ -15,7 +15,7 @@ export async function cards(query, signal) {
 }
 
 export function mark() { // the one that is planned for
-  for (const one of byId("cards").children) one.setAttribute("aria-current", String(one.dataset.card === settings.value("gpu")));
+  for (const each of byId("cards").children) each.setAttribute("aria-current", String(each.dataset.card === settings.value("gpu")));
 }
 
 function button(card) {
@@ -27,8 +27,8 @@ function button(card) {
     drawn("rect", { class: "room", width: "100%", height: "100%", rx: 2.5 }),
     drawn("rect", { class: kind, width: card.problem ? 0 : share(held), height: "100%", rx: 2.5 }),
     drawn("rect", { class: "o-others", width: share(card.others), height: "100%", rx: 2.5 }));
-  const made_ = made("button", { type: "button", "data-card": card.name, title: card.problem ? "" : `${bytes(held)} of ${bytes(card.usable)}` },
+  const one = made("button", { type: "button", "data-card": card.name, title: card.problem ? "" : `${bytes(held)} of ${bytes(card.usable)}` },
     made("span", {}, card.name), made("span", { class: kind }, card.fits && card.speed ? `✓ ${card.speed} tok/s` : verdict), picture);
-  made_.addEventListener("click", () => settings.change({ gpu: card.name }, { step: true }));
-  return made_;
+  one.addEventListener("click", () => settings.change({ gpu: card.name }, { step: true }));
+  return one;
 }

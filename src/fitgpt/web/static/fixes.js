@@ -43,9 +43,9 @@ export async function price(query, signal) {
 }
 
 function button(fix) {
-  const made_ = made("button", { type: "button", class: `${fix.kind}${fix.fits ? " enough" : ""}`, title: `saves ${fix.saves}`, "data-family": fix.family },
+  const one = made("button", { type: "button", class: `${fix.kind}${fix.fits ? " enough" : ""}`, title: `saves ${fix.saves}`, "data-family": fix.family },
     made("b", {}, fix.label), made("span", { class: "effect" }, fix.effect + (fix.fits ? ", fits" : "")),
     made("span", { class: "costs" }, `costs: ${fix.costs}`));
-  made_.addEventListener("click", () => { made_.blur(); tryOut(fix.label, fix.settings); byId("results").focus({ preventScroll: true }); });
-  return made_;
+  one.addEventListener("click", () => { one.blur(); tryOut(fix.label, fix.settings); byId("results").focus({ preventScroll: true }); });
+  return one;
 }

@@ -194,7 +194,9 @@ def _output(command: str, home: Path) -> str:
         os.killpg(running.pid, signal.SIGINT)
         printed, _ = running.communicate(timeout=60)
     ending = f"(exit code {running.returncode})\n" if running.returncode else ""
-    return printed.replace(sysconfig.get_config_var("prefix"), "/usr") + ending
+    for prefix in (sys.prefix, sysconfig.get_config_var("prefix")):  # a virtual environment's, and its Python's
+        printed = printed.replace(prefix, "/usr")
+    return printed + ending
 
 
 PARTS: dict[str, Callable[..., str]] = {
@@ -204,7 +206,8 @@ PARTS: dict[str, Callable[..., str]] = {
 }
 # In the order in which they are recorded: later ones use what earlier ones made.
 TRANSCRIPT_ORDER = ("plan", "plan_options", "fit", "fit_lossy", "fit_goal", "cards", "explain", "explain_reading",
-                    "explain_short", "prepare", "demo", "train", "sample", "eval", "export", "errors")
+                    "explain_short", "prepare", "demo", "watch", "doctor", "train", "sample", "eval", "export",
+                    "errors")
 
 
 def main() -> int:

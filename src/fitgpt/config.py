@@ -162,6 +162,8 @@ class RunConfig(Options):
                                "is room")
     rehearse: bool | Literal["auto"] = _neighbour("auto", "before the first step, do everything once at full size, "
                                                   "leaving no trace; auto: on a CUDA card")
+    fit: bool = _neighbour(False, "first choose the fastest settings that fit the card, as `fitgpt fit` does; what is "
+                           "trained stays as asked")
     plan: str = _neighbour("", "a plan.json that `fitgpt fit` wrote: run exactly that, or say what differs",
                            rule=lambda text: path_like(text) if text else None)
 

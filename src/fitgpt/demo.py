@@ -29,7 +29,7 @@ def demo(options: DemoOptions) -> int:
     prepare(DATA)
     print(flush=True)
     out_dir, steps = free_folder(options.out_dir), options.steps or CONFIG["max_iters"]
-    settings = {**CONFIG, "out_dir": out_dir, "device": options.device, "max_iters": steps,
+    settings = {**CONFIG, "out_dir": out_dir, "device": options.device, "max_iters": steps, "fit": True,
                 "lr_decay_iters": max(steps, CONFIG["warmup_iters"])}
     unusable = ""
     try:

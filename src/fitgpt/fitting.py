@@ -19,22 +19,23 @@ from . import place, timing
 from .asked import place_of, run_of, with_data
 from .atomic import disk_faults, write_atomically
 from .config import RunConfig
-from .errors import DeviceError, UsageError
+from .errors import DeviceError, DoesNotFit, UsageError
 from .fit import written
-from .fit.choose import Here, because
+from .fit.choose import Here, because, fit_config, too_small
 from .fit.goals import reach
 from .fit.ladder import ladder
 from .fit.measure import SECONDS_EACH, measured
 from .fit.permission import parse_allow
 from .knobs import Assignment, build, knobs_of, shown
 from .memory import forecast
-from .nouns import Fitted
+from .nouns import Budget, Fitted
 from .options import FitQuestions, PlanQuestions
 from .outlook import of_length
 from .place import Place, beside
 from .show import fitting as show
-from .units import GiB, show_bytes
+from .units import GiB, MiB, show_bytes
 
+UNSURE = 128 * MiB  # what cards.outside_by_rule may be off by: most messages it was drawn through lie within 110 MiB
 HOST_SHARE = 0.8         # of the machine's memory that may hold what is kept out of the card
 ASSUMED_HOST = 32 * GiB  # of a machine that is not here
 
@@ -110,8 +111,40 @@ def here_of(question: Question) -> Here:
     asked, config, found = question.asked, question.config, question.found
     is_here = not asked.gpu
     keep_small = is_here and not asked.budget and someone_computes(config.device)
-    return Here(found.setting, found.budget, found.card, config.batch_size if keep_small else None,
+    budget = found.budget if asked.budget or config.leave else with_a_margin(found)
+    return Here(found.setting, budget, found.card, config.batch_size if keep_small else None,
                 host_memory() if is_here else int(HOST_SHARE * ASSUMED_HOST))
+
+
+def with_a_margin(found: Place) -> Budget:
+    """What a plan may fill where nobody said. What a process holds outside the allocator is known by rule for most
+    cards, not to the MiB: filled to the brim, such a card would run out."""
+    if found.card is not None and found.card.outside_src == "seen":
+        return found.budget
+    return replace(found.budget, outside=found.budget.outside + UNSURE, sources=(
+        *found.budget.sources, f"{show_bytes(UNSURE)} are left free, because that figure is a rule's."))
+
+
+def for_train(said: RunConfig) -> tuple[RunConfig, list[str]]:
+    """`train --fit`: the run as it will go on the card that is here, and why; as asked where there is no card."""
+    from .driver import survey
+
+    said = replace(said, fit=False)
+    if said.device in ("cpu", "mps") or not survey().gpus:
+        return said, ["fit: nothing to choose, because there is no NVIDIA GPU here."]
+    config = with_data(said)[0]
+    found = place.here(config.device, others=None, budget=None)
+    found = found._replace(budget=beside(config, found.budget))
+    crowded = not config.budget and someone_computes(config.device)
+    budget = found.budget if config.budget or config.leave else with_a_margin(found)
+    fitted = fit_config(config, found.setting, budget, card=found.card, host_bytes=host_memory(),
+                        most_batch=config.batch_size if crowded else None)
+    if fitted.chosen is None:
+        raise DoesNotFit(too_small(fitted), "fitgpt fit with the same words, and --allow lossy, looks further.")
+    chosen = replace(fitted.chosen.config, vocab_size=said.vocab_size)
+    notes = [f"fit: {', '.join(f'{knob}={shown(now)}' for knob, (_, now) in each.knobs.items())}, {each.why}"
+             for each in fitted.decisions]
+    return chosen, notes or ["fit: the settings asked for are the fastest that fit."]
 
 
 def someone_computes(device: str) -> bool:

@@ -67,6 +67,11 @@ def train(assignments: Sequence[Assignment]) -> int:
     require_one_process(os.environ)
     check_allocator_env(os.environ)
     config, notes = settle(assignments)
+    if config.fit:
+        from .fitting import for_train  # only here: it brings the search with it
+
+        config, why = for_train(config)
+        notes = [*notes, *why]
     planned = planfile.read(config.plan) if config.plan else None
     checked = preflight.check(config, planned)
     config = replace(config, plan="")  # what it says is in the config now

@@ -92,7 +92,7 @@ def test_the_bound_is_a_few_percent_above_what_a_run_of_gigabytes_needs() -> Non
     config = settled(RunConfig(n_layer=12, n_head=12, n_embd=768, batch_size=8, vocab_size=50304), SETTINGS[0])
     exact = needs(gpt.write(config, SETTINGS[0]), expandable=True)
     assert exact <= folded.needs(config, SETTINGS[0]) <= 1.08 * exact
-    assert MOST_LOST[True] == Lost(80 * MiB, 7, 0.03)
+    assert MOST_LOST[True] == Lost(80 * MiB, 7, 0.03, 0.06)
 
 
 def test_a_row_of_mixes_is_each_of_them_alone(runs: list[tuple[RunConfig, Setting, Tape]]) -> None:

@@ -241,3 +241,30 @@ def test_neither_torch_nor_numpy_is_loaded(say: Any) -> None:
               "assert not {'torch', 'numpy', 'rich'} & set(sys.modules)")
     ended = subprocess.run([sys.executable, "-c", script, *TIGHT], capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
+
+
+def test_train_fits_itself_where_it_is_asked_to(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(driver, "survey", lambda env=None: Survey((reading(),)))
+    monkeypatch.chdir(tmp_path)
+    said = RunConfig(fit=True, batch_size=4, gradient_accumulation_steps=120, vocab_size=50304)
+    chosen, notes = fitting.for_train(said)
+    assert not chosen.fit
+    assert chosen.batch_size > 4
+    assert chosen.batch_size * chosen.gradient_accumulation_steps == 480
+    assert any("batch_size=" in note and "faster" in note for note in notes)
+
+
+def test_train_without_a_card_goes_as_it_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "survey", lambda env=None: Survey(reason="no driver"))
+    said = RunConfig(fit=True, batch_size=4)
+    chosen, notes = fitting.for_train(said)
+    assert chosen == RunConfig(batch_size=4)
+    assert "no NVIDIA GPU" in notes[0]
+
+
+def test_a_card_known_by_rule_is_not_filled_to_the_brim() -> None:
+    found = fitting.place.named("4070", others=None, budget=None)
+    assert found.card.outside_src != "seen"
+    assert fitting.with_a_margin(found).reserve_limit == found.budget.reserve_limit - fitting.UNSURE
+    seen = fitting.place.named("h200", others=None, budget=None)
+    assert fitting.with_a_margin(seen) == seen.budget

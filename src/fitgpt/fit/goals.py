@@ -57,9 +57,11 @@ def _largest(config: RunConfig, runs: Runs, here: Here, allow: frozenset[str], p
         return could_fit(here.search(runs.make(number), may))
 
     low = bisect_left(range(runs.how_many), True, key=lambda number: not fits(number))
-    while (next_one := next((number for number in range(low, min(low + LOOK_AHEAD, runs.how_many)) if fits(number)), None)
-           ) is not None:  # pages make steps: a slightly larger run may need no more
-        low = next_one + 1
+    while True:  # pages make steps: a slightly larger run may need no more
+        further = next((number for number in range(low, min(low + LOOK_AHEAD, runs.how_many)) if fits(number)), None)
+        if further is None:
+            break
+        low = further + 1
     for number in reversed(range(low)):
         run = runs.make(number)
         search = here.search(run, may)

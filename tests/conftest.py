@@ -19,7 +19,7 @@ CHROMIUM_FLAGS = ("--no-sandbox", "--disable-gpu", "--disable-background-network
                   "--disable-sync", "--no-first-run")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # while it is open, its event loop is this thread's: others could not have one
 def browser() -> Iterator[Any]:
     """A real Chromium, driven by playwright. Skipped, saying so, only where there is none."""
     program = next(filter(None, map(shutil.which, CHROMIUMS)), None)

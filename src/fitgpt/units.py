@@ -15,8 +15,12 @@ _QUANTITY = re.compile(r"\s*([0-9][0-9_,]*(?:\.[0-9]+)?|\.[0-9]+)\s*([A-Za-z]*)\
 
 
 def parse_bytes(text: str) -> int:
-    """'11.5GiB', '2118 MiB', '12GB', '8G' (= GiB) or plain bytes."""
-    return _parse(text, _BYTE_UNITS, "a size such as 11.5GiB or 2118MiB")
+    """'11.5GiB', '2118 MiB', '12GB', '8G' (= GiB) or plain bytes; '8' and '2118' are not taken for bytes."""
+    nbytes = _parse(text, _BYTE_UNITS, "a size such as 11.5GiB or 2118MiB")
+    if 0 < nbytes < MiB and text.strip()[-1].isdigit():
+        likely = "GiB" if nbytes < 512 else "MiB"
+        raise UsageError(f"{text!r} is a size without a unit.", f"{text.strip()}{likely}, for instance.")
+    return nbytes
 
 
 def parse_count(text: str) -> int:
@@ -59,4 +63,4 @@ def show_seconds(seconds: float) -> str:
         return f"{whole // 60} min {whole % 60:02d} s"
     if whole < 48 * 3600:
         return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
-    return f"{whole // 86400} d {whole % 86400 // 3600} h"
+    return f"{whole // 86400} d {whole % 86400 // 3600} h" if whole < 100 * 86400 else f"{whole // 86400:,} d"

@@ -15,8 +15,10 @@ from test_explain_reading import SCREEN
 
 from fitgpt.cli import main
 from fitgpt.config import RunConfig
+from fitgpt.driver import Survey
 from fitgpt.explain.planned import compared, explain_plan, plan_from
 from fitgpt.explain.rules import RULES
+from fitgpt.explaining import as_planned
 from fitgpt.memory.forecast import budget_for
 from fitgpt.runfolder import RunFolder, open_run
 from fitgpt.show.diagnosis import diagnosis_text
@@ -145,6 +147,33 @@ def test_a_run_folder_is_explained_predicted_beside_measured(tmp_path: Path, no_
     assert "Evaluation: allocated" in printed
 
 
+def test_a_run_is_explained_by_the_plan_in_its_record(tmp_path: Path, no_stdin: None,
+                                                      capsys: pytest.CaptureFixture[str]) -> None:
+    with make_run(tmp_path / "run") as run:
+        for needs in (9 * GiB, 3 * GiB):  # it was resumed
+            run.append_metrics({
+                "kind": "plan", "needs_bytes": needs, "reserve_limit_bytes": 8 * GiB, "peak_phase": "train",
+                "phases": {"train": {"allocated_bytes": 2 * GiB, "reserved_bytes": 3 * GiB}}, "ladder": [],
+                "owners_at_peak": [{"owner": "weights", "nbytes": 2 * GiB, "formula": "4 bytes a parameter"}]})
+    (tmp_path / "run" / "plan.json").write_text("{}")  # nothing of the run's
+    folder = str(tmp_path / "run")
+    assert main(["explain", folder, "--json"]) == 0
+    answer = told(capsys)
+    assert "PyTorch needs 3.00 GiB of the 8.00 GiB it may reserve" in answer["title"]
+    assert answer["shares"][0] == {"what": "weights", "nbytes": 2 * GiB, "note": "4 bytes a parameter"}
+    for other in (["--batch_size=4"], ["--gpu=4070"]):  # what it would be, no longer what it was
+        assert main(["explain", folder, "--json", *other]) == 0
+        assert "3.00 GiB of the 8.00" not in told(capsys)["title"]
+
+
+@pytest.mark.parametrize("row", [{}, {"phases": 3}, {"phases": {}, "owners_at_peak": [], "needs_bytes": 1,
+                                                     "reserve_limit_bytes": 1, "peak_phase": "x"},
+                                 {"phases": {"train": 1}, "owners_at_peak": None}])
+def test_a_plan_in_the_record_that_cannot_be_read_is_made_again(row: dict[str, Any]) -> None:
+    plan = notes_77m("fitgpt").plan(budget_for(CARD))
+    assert as_planned(plan, [{"kind": "plan", **row}]) == plan
+
+
 def test_the_config_of_a_log_is_found_in_the_run_folder_it_lies_in(tmp_path: Path,
                                                                    capsys: pytest.CaptureFixture[str]) -> None:
     make_run(tmp_path / "run").close()
@@ -178,6 +207,23 @@ def test_a_plan_on_disk_is_explained(tmp_path: Path, no_stdin: None, capsys: pyt
     answer = told(capsys)
     assert answer["subject"] == "plan"
     assert {"logits", "activations", "weights"} <= {share["what"] for share in answer["shares"]}
+
+
+@pytest.mark.parametrize("config", [[], [CONFIG]])
+def test_a_plan_for_a_budget_alone_is_explained_too(monkeypatch: pytest.MonkeyPatch, config: list[str],
+                                                    capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("fitgpt.driver.survey", lambda env=None: Survey(reason="no driver"))
+    assert main(["plan", CONFIG, "--budget=11GiB", "--json"]) == 0
+    piped(monkeypatch, capsys.readouterr().out)
+    assert main(["explain", "-", *config, "--json"]) == 0
+    assert told(capsys)["subject"] == "plan"
+
+
+def test_a_card_that_nobody_knows_is_still_refused_where_it_is_named(tmp_path: Path, no_stdin: None,
+                                                                     capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", CONFIG, "--gpu=4070", "--json"]) == 0
+    (tmp_path / "plan.json").write_text(capsys.readouterr().out)
+    assert main(["explain", str(tmp_path / "plan.json"), "--gpu=4o70"]) == 2
 
 
 @pytest.mark.parametrize("document", [
@@ -262,3 +308,10 @@ def test_a_config_it_cannot_read_is_refused_before_anything_else(no_stdin: None,
     assert main(["explain", str(MESSAGES / "nanogpt-88.txt"), "no_such_config.py"]) == 2
     assert main(["explain", str(MESSAGES / "nanogpt-88.txt"), "--no_such_knob=1"]) == 2
     assert RunConfig().vocab_size == 0
+
+
+def test_a_process_larger_than_its_card_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    from fitgpt.cli import main
+
+    assert main(["explain", "--reading=6582MiB", "--process=9000MiB"]) == 2
+    assert "more than --reading" in capsys.readouterr().err

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from ..cards import Card, match_device
+from ..errors import UsageError
 from ..sights import Diagnosis, MemoryShare
-from ..units import MiB
+from ..units import MiB, show_bytes
 from .about import Run
 from .names import PHASES
 from .screen import ScreenGpu, ScreenProcess
@@ -49,6 +50,10 @@ def card_of(gpu: ScreenGpu) -> Card | None:
 
 def explain_reading(reading: Reading, run: Run | None = None, card: Card | None = None) -> Diagnosis:
     used, process = reading.used, reading.process
+    if used is not None and process is not None and process > used:
+        raise UsageError(f"--process {show_bytes(process)} is more than --reading {show_bytes(used)}: the card's figure "
+                         "includes every process's.", f"--reading={process // MiB}MiB --process={used // MiB}MiB, the "
+                         "other way round?")
     if process is None and run is not None and card is not None and used is not None:
         forecast = run.forecast.reserved + _outside(card)
         if forecast <= used:

@@ -220,7 +220,7 @@ RULES = (
          "in pieces of a few thousand tokens."),
     Rule("OOM-BACKWARD", "In the backward pass", "the traceback passes through `.backward()`", in_backward,
          causes.backward, "Recomputing what a layer would keep (`--recompute`, `--grad_checkpoint`) shrinks what this "
-         "pass begins with."),
+         "pass begins with.", unpriced=SMALLER),
     Rule("OOM-ACTIVATIONS", "What the layers keep", "with the config: the size is a layer's output",
          lambda facts: facts.owner == "activations" and not in_backward(facts), causes.activations,
          "Eager PyTorch keeps about 36 bytes × tokens × width in each layer of nanoGPT's model."),

@@ -14,6 +14,7 @@ from .optimizers import Held
 from .parts import SCALAR, Parts
 
 VECTORS = ("weight", "bias")
+MOST_PIECES = 64  # of the loss, that are written one by one
 
 
 class Passes(Parts):
@@ -109,12 +110,18 @@ class Passes(Parts):
         w.alloc("logits", "logits", s.product * s.piece * s.vocab)
         w.alloc(out, "other", 4 * s.n)
         self.wake_cublas()
-        for start in range(0, s.n, s.piece):
-            self.cross_entropy(min(s.piece, s.n - start), gradient=False)
+        for rows in self.pieces():
+            self.cross_entropy(rows, gradient=False)
         w.free(*([head] if head else []), "logits")
         if not idx.endswith(".place"):
             w.free("targets")
         w.free("hidden")
+
+    def pieces(self) -> list[int]:
+        """Rows of each piece of the loss. Whole pieces repeat what the one before did: of many, a few are written."""
+        s = self.s
+        whole, last = divmod(s.n, s.piece)
+        return [s.piece] * min(whole, MOST_PIECES) + ([last] if last else [])
 
     # ---- training
 
@@ -146,8 +153,8 @@ class Passes(Parts):
         w.alloc("logits", "logits", s.product * s.piece * s.vocab)
         w.alloc("total", "other", SCALAR)
         self.wake_cublas()
-        for start in range(0, s.n, s.piece):
-            self.cross_entropy(min(s.piece, s.n - start), gradient=True)
+        for rows in self.pieces():
+            self.cross_entropy(rows, gradient=True)
             self.give_product("wte", s.vocab * s.c)
         w.alloc(loss, "other", SCALAR)
         w.free(*([head] if head else []), "a token", "total", "logits")

@@ -165,11 +165,15 @@ def suggestion_lines(suggestions: Sequence[Suggestion], width: int) -> str:
     return "\n".join(lines)
 
 
+def _few_digits(number: float) -> str:
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
+
+
 def run_words(outlook: Outlook) -> str:
     parts = [f"{outlook.tokens_per_step:,} tokens a step × {outlook.steps:,} steps = {show_count(outlook.tokens)} "
-             f"tokens, {outlook.tokens / outlook.params:.3g} a parameter"]
+             f"tokens, {_few_digits(outlook.tokens / outlook.params)} a parameter"]
     if outlook.epochs is not None:
-        parts.append(f"{outlook.epochs:.3g} epochs of the data")
+        parts.append(f"{_few_digits(outlook.epochs)} epochs of the data")
     parts.append(f"a checkpoint takes {show_bytes(outlook.checkpoint_bytes)} on disk")
     if outlook.host_bytes:
         parts.append(f"{show_bytes(outlook.host_bytes)} of the host's memory")

@@ -22,8 +22,8 @@ LONGEST_FILE = 450
 # From the bottom up; a part imports what is below it, and what stands on the same line only if it is no folder.
 LEVELS: tuple[tuple[str, ...], ...] = (
     ("errors", "units"),
-    ("nouns", "sights", "knobs", "knobhelp", "configfile", "config", "options", "cards", "driver", "savers", "atomic",
-     "runfolder", "runrecord", "counters"),
+    ("nouns", "sights", "knobs", "knobhelp", "configfile", "config", "options", "cards", "driver", "host", "savers",
+     "atomic", "runfolder", "runrecord", "counters"),
     ("engine", "data", "memory", "show"),
     ("interop",),
     ("fit", "explain"),

@@ -14,7 +14,7 @@ from fitgpt import demo
 from fitgpt.cli import VERBS, options_of
 from fitgpt.config import RunConfig, resolve
 from fitgpt.data.header import find
-from fitgpt.errors import DataError, DeviceError
+from fitgpt.errors import DataError, DeviceError, DoesNotFit
 from fitgpt.knobs import Assignment, build, walk
 from fitgpt.options import DemoOptions, PrepareOptions
 from fitgpt.runfolder import read_metrics, step_folders
@@ -100,6 +100,23 @@ def test_a_gpu_that_cannot_be_used_is_named_first_and_last_and_the_demo_goes_on_
     assert demo.demo(DemoOptions(out_dir=str(tmp_path / "demo"))) == 0
     assert trained == ["auto", "cpu", "sample on cpu"]
     assert len(re.findall(r"torch cannot use\.\npip install another-torch\n", capsys.readouterr().err)) == 2
+
+
+def test_a_card_that_is_too_full_is_named_and_the_demo_goes_on_without(
+        tmp_path: Path, trained: list[str], monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str]) -> None:
+    def train(assignments: list[Assignment]) -> int:
+        trained.append(next(each.value for each in assignments if each.key == "device"))
+        if trained[-1] != "cpu":
+            raise DoesNotFit("Nothing fits: the least memory this run can live in is more.", "fitgpt doctor")
+        return 0
+
+    monkeypatch.setattr(demo, "train", train)
+    assert demo.demo(DemoOptions(out_dir=str(tmp_path / "demo"))) == 0
+    assert trained == ["auto", "cpu", "sample on cpu"]
+    assert capsys.readouterr().err.count("Nothing fits") == 2
+    with pytest.raises(DoesNotFit):
+        demo.demo(DemoOptions(out_dir=str(tmp_path / "demo"), device="cuda"))
 
 
 def test_a_gpu_that_was_asked_for_by_name_is_not_replaced(tmp_path: Path, trained: list[str]) -> None:

@@ -8,6 +8,7 @@ import pickle
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from fitgpt.driver import GpuProcess, GpuReading, Survey
 from fitgpt.errors import UsageError
 from fitgpt.memory import forecast
 from fitgpt.memory.accuracy import basis, of_file
+from fitgpt.memory.setting import Setting
 from fitgpt.runfolder import open_run
 from fitgpt.units import GiB, MiB
 
@@ -373,6 +375,25 @@ def test_a_step_is_drawn_on_a_page_of_its_own(ask: Any, tmp_path: Path) -> None:
     assert "<svg" in page
     assert "peak " in page
     assert "×" in page  # the formulas
+
+
+def test_a_card_that_is_here_is_planned_with_its_own_multiprocessors() -> None:
+    card = cards.find("RTX 3060 12GB")
+    seen = GpuReading(0, "NVIDIA GeForce RTX 3060", "GPU-1", "8.6", total_bytes=12288 * MiB, used_bytes=0)
+    assert place.on_device(seen).setting.sms == card.sms == place.on_card(card).setting.sms
+    assert place.on_device(replace(seen, name="NVIDIA Nonesuch")).setting.sms == Setting.sms
+
+
+def test_only_a_page_of_its_own_is_drawn_over(ask: Any, tmp_path: Path) -> None:
+    (tmp_path / "mine.html").write_text("<!doctype html>\n<p>by hand</p>")
+    answer = ask(*SMALL, "--gpu=4070", "--timeline=mine.html")
+    assert (answer.code, answer.out) == (2, "")
+    assert "--timeline mine_plan.html" in answer.err
+    assert "by hand" in (tmp_path / "mine.html").read_text()
+    assert "replaced" not in ask(*SMALL, "--gpu=4070", "--timeline=step.html").out
+    again = ask(*SMALL, "--gpu=4070", "--timeline=step.html")
+    assert again.code == 0
+    assert "step.html (it replaced the one that was there)" in again.out
 
 
 # ---- for other programs

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import random
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -40,9 +42,9 @@ def reading(used: int = 0, index: int = 0, *processes: GpuProcess) -> GpuReading
 
 @pytest.fixture
 def cards(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """What the driver says, look after look; the last answer stays. Each look reads it twice."""
+    """What the driver says, look after look; the last answer stays. Each look reads it once."""
     def seen(*looks: tuple[GpuReading, ...]) -> None:
-        answers = [Survey(look) for look in looks for _ in range(2)]
+        answers = [Survey(look) for look in looks]
         monkeypatch.setattr(driver, "survey", lambda env=None: answers.pop(0) if len(answers) > 1 else answers[0])
 
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
@@ -102,6 +104,12 @@ def test_waiting_says_so_once_a_minute_and_ends_when_there_is_room(cards: Callab
     assert "Others hold 9.00 GiB" in said[0]
 
 
+def test_what_is_judged_is_what_the_child_is_told(cards: Callable[..., None]) -> None:
+    """One look at the driver says both: another a moment later may say something else."""
+    cards((reading(2 * GiB),), (reading(11 * GiB),))
+    assert check(RunConfig(**NEEDS_5_7)).others == {"GPU-0": 2 * GiB}
+
+
 def test_the_emptiest_card_is_planned_for(cards: Callable[..., None]) -> None:
     cards((reading(9 * GiB), reading(GiB, 1)))
     check(RunConfig(**NEEDS_5_7))
@@ -132,6 +140,18 @@ def test_the_cap_counts_what_the_allocator_may_hold(cards: Callable[..., None]) 
     assert budget.budget == TOTAL - RESERVED - 3 * GiB
     assert budget.reserve_limit == budget.budget - budget.outside
     assert place.beside(RunConfig(budget="4GiB", leave="2GiB"), found.budget).budget == parse_bytes("4GiB")
+
+
+def test_a_cap_is_never_below_what_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch is told a fraction, and makes bytes of it again."""
+    total, fractions, dice = TOTAL - RESERVED, list[float](), random.Random(0)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: SimpleNamespace(total_memory=total))
+    monkeypatch.setattr("torch.cuda.set_per_process_memory_fraction", lambda share, device: fractions.append(share))
+    sizes = [*(dice.randrange(1, total) for _ in range(500)), total]
+    for nbytes in sizes:
+        oom.cap_memory("cuda:0", nbytes)
+    assert [nbytes for nbytes, share in zip(sizes, fractions, strict=True)
+            if not nbytes <= int(share * total) <= min(nbytes + 512, total)] == []
 
 
 def test_no_room_is_known_without_a_card() -> None:
@@ -201,6 +221,22 @@ def test_a_file_that_is_no_plan_is_said_to_be_none(tmp_path: Path, text: str, wo
         planfile.read(str(tmp_path / "none.json"))
 
 
+@pytest.mark.parametrize(("changes", "words"), [
+    ({"batch_size": "two"}, "a rung: batch_size='two': batch_size takes a whole number"),
+    ({"batch_size": 0}, "batch_size"), ({"offload": "cloud"}, "offload is one of"),
+    ({"n_layer": 1}, "a rung changes n_layer"), ({"weights": "bfloat16"}, "a rung changes weights"),
+    ({"recompute": "3*input"}, "recompute"), ({"offload": "gradients", "cuda_graphs": True}, "offload=gradients"),
+    ({"batch_size": 2}, "64 tokens in a step, and the run has 128"),
+])
+def test_a_rung_that_could_not_be_taken_is_refused_before_the_run(
+        plan: Callable[..., str], monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], words: str) -> None:
+    path = plan(ladder=[{"changes": changes, "needs": 5, "why": "smaller"}])
+    with pytest.raises(UsageError) as raised:
+        started(monkeypatch, f"--plan={path}")
+    assert words in raised.value.what
+    assert path in raised.value.what
+
+
 def test_of_a_plan_only_the_config_must_be_there(tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text(json.dumps({"config": {"batch_size": 3, "not_a_knob": 1}, "ladder": ["?"]}))
     read = planfile.read(str(tmp_path / "plan.json"))
@@ -261,3 +297,11 @@ def test_room_leaves_what_is_to_be_left_and_stays_under_the_cap(
     assert boarded(leave="1GiB")[0].room() == 6 * GiB
     capped, (cap,) = boarded(budget="6.5GiB")
     assert capped.room() == cap < 7 * GiB
+
+
+@pytest.mark.parametrize(("there", "offloads"), [(None, True), (64 * GiB, True), (GiB, False)])
+def test_its_ladder_leans_on_the_host_only_where_that_has_memory(
+        boarded: Callable[..., tuple[Onboard, list[int]]], monkeypatch: pytest.MonkeyPatch, there: int | None,
+        offloads: bool) -> None:
+    monkeypatch.setattr(onboard_module, "available_memory", lambda: there)
+    assert any("offload" in rung.changes for rung in boarded()[0].ladder()) is offloads

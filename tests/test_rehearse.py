@@ -16,13 +16,13 @@ from fitgpt import preflight, rehearse
 from fitgpt.config import RunConfig
 from fitgpt.engine import rehearsal
 from fitgpt.engine.optim import AdamW
-from fitgpt.errors import DoesNotFit, Interrupted
+from fitgpt.errors import DeviceError, DoesNotFit, Interrupted, SystemFault, UsageError
 from fitgpt.knobs import Assignment
 from fitgpt.memory import forecast
 from fitgpt.memory.setting import Setting
 from fitgpt.nouns import Budget, MemoryReading, PhaseForecast
 from fitgpt.onboard import Onboard
-from fitgpt.runfolder import read_metrics
+from fitgpt.runfolder import RunFolder, read_metrics
 from fitgpt.show.text import plan_beside_measured
 from fitgpt.supervise import Orders
 from fitgpt.units import GiB, MiB
@@ -117,6 +117,31 @@ def test_out_of_memory_in_a_rehearsal_leaves_no_trace_either(tmp_path: Path, mon
     assert kinds[:3] == ["run", "oom", "rehearsal"]
 
 
+def test_a_rehearsal_without_room_to_evaluate_goes_on_without_it(tmp_path: Path,
+                                                                 monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_room(*look: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run_module, "train", lambda *loop: None)
+        patch.setattr(run_module.GPT, "token_losses", no_room)
+        train(tiny_config(tmp_path, rehearse=True))
+    rows = read_metrics(tmp_path / "out" / "metrics.jsonl")
+    assert rows[-1]["kind"] == "rehearsal"
+    assert "no memory to evaluate a single window" in next(row["text"] for row in rows if row["kind"] == "warning")
+
+
+def test_a_rehearsal_that_cannot_fit_promises_no_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_room(*batch: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(run_module.GPT, "accumulate", no_room)
+    with pytest.raises(DeviceError, match="no smaller plan") as raised:
+        run_module.run(tiny_config(tmp_path, rehearse=True).to_dict(), [], lambda: False, rungs=())
+    assert "saved" not in raised.value.what
+    assert not (tmp_path / "out" / "checkpoints").exists()
+
+
 # ---- the verb, on a CPU
 
 
@@ -129,6 +154,25 @@ def test_the_verb_hands_over_the_settled_config_and_the_file(tmp_path: Path, mon
     order, = given
     assert (order.config["batch_size"], order.rehearsal) == (8, str(tmp_path / "r.json"))
     assert not Path("out").exists()
+
+
+def test_only_an_earlier_rehearsal_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                               capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(rehearse, "run_child", lambda orders: (0, {}))
+    config, out = tiny_config(tmp_path), tmp_path / "r.json"
+    said = [Assignment(key, value, "") for key, value in (("dataset", config.dataset), ("device", "cpu"),
+                                                          ("out", str(out)))]
+    out.write_text('{"mine": 1}')
+    with pytest.raises(UsageError, match="did not write it") as refused:
+        rehearse.rehearse(said)
+    assert "-o " in refused.value.fix
+    assert out.read_text() == '{"mine": 1}'
+    out.unlink()
+    rehearse.rehearse_here(config.to_dict(), [], {}, str(out))
+    assert "replaced" not in capsys.readouterr().out
+    assert rehearse.rehearse(said) == 0
+    rehearse.rehearse_here(config.to_dict(), [], {}, str(out))
+    assert "(it replaced the one that was there)" in capsys.readouterr().out
 
 
 def test_on_a_cpu_it_says_that_nothing_is_counted_and_writes_the_file(
@@ -197,6 +241,21 @@ def test_the_plan_is_judged_even_where_the_run_is_stopped(tmp_path: Path, card: 
     with pytest.raises(Interrupted):
         run_module.run(config.to_dict(), [], lambda: next(asked) > 8)
     assert read_metrics(tmp_path / "out" / "metrics.jsonl")[-1]["kind"] == "plan_measured"
+
+
+def test_a_full_disk_at_the_end_does_not_hide_why_the_run_ended(tmp_path: Path, card: Callable[[float], None],
+                                                                monkeypatch: pytest.MonkeyPatch) -> None:
+    card(1.0)
+    real, asked = RunFolder.append_metrics, iter(range(100))
+
+    def full(self: RunFolder, row: Any) -> None:
+        if row["kind"] == "plan_measured":
+            raise SystemFault("No space left on device.")
+        real(self, row)
+
+    monkeypatch.setattr(RunFolder, "append_metrics", full)
+    with pytest.raises(Interrupted):
+        run_module.run(tiny_config(tmp_path).to_dict(), [], lambda: next(asked) > 8)
 
 
 def test_a_phase_that_exceeds_its_forecast_fails_the_rehearsal(tmp_path: Path, card: Callable[[float], None],

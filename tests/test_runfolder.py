@@ -242,19 +242,31 @@ def test_an_append_cut_short_by_a_full_disk_harms_no_other_line(
 def test_reading_lets_the_resumed_run_have_the_last_word(tmp_path: Path) -> None:
     rows: list[dict[str, Any]] = [
         {"kind": "start", "start_step": 0},
-        *({"kind": "train", "step": step, "loss": 1} for step in range(5)),
+        *({"kind": "step", "step": step, "loss": 1} for step in range(5)),
         {"kind": "eval", "step": 2, "loss": 1},
         {"kind": "start", "start_step": 2},
-        {"kind": "train", "step": 2, "loss": 2},
-        {"kind": "train", "step": 3, "loss": 2},
+        {"kind": "step", "step": 2, "loss": 2},
+        {"kind": "step", "step": 3, "loss": 2},
     ]
     path = tmp_path / "m.jsonl"
     path.write_text("\n".join(["not json", *map(json.dumps, rows), "[1]", ""]))
     assert [(row["kind"], row.get("step"), row.get("loss")) for row in read_metrics(path)] == [
-        ("start", None, None), ("train", 0, 1), ("train", 1, 1), ("eval", 2, 1), ("start", None, None),
-        ("train", 2, 2), ("train", 3, 2),
+        ("start", None, None), ("step", 0, 1), ("step", 1, 1), ("eval", 2, 1), ("start", None, None),
+        ("step", 2, 2), ("step", 3, 2),
     ]
     assert read_metrics(tmp_path / "none.jsonl") == []
+
+
+def test_what_happened_is_not_undone_by_going_back_nor_by_the_same_happening_again(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [
+        *({"kind": "step", "step": step} for step in range(5)),
+        {"kind": "oom", "step": 5, "text": "Memory ran out."},
+        {"kind": "oom", "step": 5},
+        {"kind": "went_back", "start_step": 3},
+    ]
+    path = tmp_path / "m.jsonl"
+    path.write_text("\n".join(map(json.dumps, [*rows, {"kind": ["oom"], "step": 1}])))
+    assert read_metrics(path) == [*rows[:3], *rows[5:], {"kind": ["oom"], "step": 1}]
 
 
 # ---- disk

@@ -301,6 +301,22 @@ def test_a_fault_of_the_device_is_resumed_three_times_and_then_reported(
     assert capsys.readouterr().err.count("Starting again from the last checkpoint") == 3
 
 
+def test_each_start_is_told_what_others_hold_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "out" / "checkpoints" / "step-00000005").mkdir(parents=True)
+    held, told = iter((1, 2, 3, 4)), list[dict[str, int]]()
+
+    def broken(orders: supervise.Orders) -> tuple[int, dict[str, Any]]:
+        told.append(orders.others)
+        return 5, {"code": 5, "what": "The GPU fell off the bus.", "fix": "", "restart": True}
+
+    monkeypatch.setattr(supervise, "run_child", broken)
+    monkeypatch.setattr(supervise.preflight, "check", lambda *run: supervise.preflight.Checked({"GPU-0": next(held)}))
+    said = {"dataset": write_dataset(tmp_path / "data"), "out_dir": str(tmp_path / "out")}
+    with pytest.raises(DeviceError, match="fell off the bus"):
+        supervise.train([Assignment(key, value, "") for key, value in said.items()])
+    assert told == [{"GPU-0": 1}, {"GPU-0": 2}, {"GPU-0": 3}, {"GPU-0": 4}]
+
+
 def test_a_stop_without_a_checkpoint_promises_no_resume(tmp_path: Path) -> None:
     with pytest.raises(Interrupted) as raised:
         conclude(75, {"code": 75, "what": "Stopped.", "fix": "", "restart": False}, RunConfig(out_dir=str(tmp_path)))

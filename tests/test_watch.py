@@ -358,6 +358,22 @@ def test_a_resume_undoes_what_lay_beyond_its_start(tmp_path: Path) -> None:
     assert (state.loss, state.val_loss) == (None, None)
 
 
+def test_going_back_undoes_steps_and_leaves_the_run_what_it_is(tmp_path: Path) -> None:
+    write_run(tmp_path, FACTS, evaluation(0), *(step(number, loss=float(number)) for number in range(10)),
+              {"kind": "went_back", "start_step": 5, "text": "The training goes back to step 5."},
+              lock={"pid": 7, "host": "fast-box"})
+    state = state_of(tmp_path)
+    assert (state.step, state.losses, state.max_iters) == (5, (0.0, 1.0, 2.0, 3.0, 4.0), 1000)
+    assert (state.phase, state.device_name) == ("train", "NVIDIA H200")
+
+
+def test_memory_that_ran_out_is_the_warning_until_there_is_another(tmp_path: Path) -> None:
+    write_run(tmp_path, FACTS, {"kind": "oom", "step": 3, "text": "Memory ran out."}, {"kind": "oom", "step": 3})
+    assert state_of(tmp_path).warning == "Memory ran out."
+    write_run(tmp_path, FACTS, {"kind": "oom", "step": 3}, {"kind": "step_down", "step": 3, "text": "Going on."})
+    assert state_of(tmp_path).warning == "Going on."
+
+
 def test_another_file_in_its_place_is_read_from_its_start(tmp_path: Path) -> None:
     write_run(tmp_path, FACTS, *(step(number) for number in range(50)))
     followed = FollowedRun(tmp_path)
@@ -645,7 +661,8 @@ with open_run(sys.argv[1], {}, resume=False) as run:
 
 @pytest.fixture
 def writer(tmp_path: Path) -> Any:
-    process = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path / "run"), json.dumps(FACTS)],
+    process = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path / "run"),
+                                json.dumps({**FACTS, "max_iters": 10**9})],
                                stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stdout.readline() == "writing\n"

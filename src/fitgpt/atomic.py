@@ -7,17 +7,22 @@ import hashlib
 import json
 import math
 import os
+import shlex
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 
-from .errors import SystemFault
+from .errors import SystemFault, UsageError
 
 _WINDOWS_PATIENCE_S = 2.5  # a virus scanner holds a fresh file for about this long at worst
+
+PAGE_MARK = '<meta name="generator" content="fitgpt">'  # in the head of every page that show.charts makes
+_LONGEST_OWN = 16 * 2**20  # characters: no file that is written here is longer
 
 _ELSEWHERE = "Choose another folder (--out_dir; for prepare and export, -o)."
 _REMEDIES = {
@@ -47,6 +52,43 @@ def write_atomically(path: Path, content: bytes | str) -> None:
     data = content.encode() if isinstance(content, str) else content
     with disk_faults("write", path):
         replace_file(path, path.with_name(f".tmp-{path.name}-{os.getpid()}"), data)
+
+
+def write_over(path: Path, content: str) -> str:
+    """The file's name, in words that say whether it replaced another. What may be replaced, `refuse_foreign` says."""
+    replaced = path.exists()
+    write_atomically(path, content)
+    return f"{path} (it replaced the one that was there)" if replaced else str(path)
+
+
+def refuse_foreign(path: Path, is_ours: Callable[[str], bool], verb: str, flag: str, said: Path | None = None) -> None:
+    """What somebody else wrote is not replaced. `said`: the name after the flag, where the file is called after it."""
+    with disk_faults("look at", path):
+        if not path.exists():
+            return
+        ours = False
+        if path.is_file():
+            with open(path, encoding="utf-8", errors="replace") as file:
+                ours = is_ours(file.read(_LONGEST_OWN))
+    if not ours:
+        named = said or path
+        others = (named.with_name(f"{named.stem}_{verb}{number or ''}{named.suffix}") for number in count())
+        free = next(name for name in others if not name.exists())
+        raise UsageError(f"{path} is there already, and `fitgpt {verb}` did not write it.",
+                         f"Choose another name: {flag} {shlex.quote(str(free))}")
+
+
+def is_own_page(text: str) -> bool:
+    return PAGE_MARK in text[:4096]
+
+
+def is_own_json(text: str, *keys: str) -> bool:
+    """Whether it is a document with a schema and these keys."""
+    try:
+        told = json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(told, dict) and {"schema", *keys} <= told.keys()
 
 
 def replace_file(path: Path, temporary: Path, *parts: bytes | memoryview) -> None:

@@ -164,7 +164,7 @@ class RunConfig(Options):
                                                   "leaving no trace; auto: on a CUDA card")
     fit: bool = _neighbour(False, "first choose the fastest settings that fit the card, as `fitgpt fit` does; what is "
                            "trained stays as asked")
-    plan: str = _neighbour("", "a plan.json that `fitgpt fit` wrote: run exactly that, or say what differs",
+    plan: str = _neighbour("", "a plan that `fitgpt fit` wrote: run exactly that, or say what differs",
                            rule=lambda text: path_like(text) if text else None)
 
     wandb_log: bool = _wandb(False, "also log to Weights & Biases, if it is installed")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .data.prepare import prepare
-from .errors import DeviceError
+from .errors import DeviceError, DoesNotFit
 from .knobs import Assignment
 from .options import DemoOptions, PrepareOptions, SampleOptions
 from .supervise import train
@@ -34,7 +34,7 @@ def demo(options: DemoOptions) -> int:
     unusable = ""
     try:
         code = train(_assignments(settings))
-    except DeviceError as error:
+    except (DeviceError, DoesNotFit) as error:
         if options.device != "auto":
             raise
         unusable = str(error)

@@ -49,7 +49,11 @@ class Desk:
             return Refusal(error.what)
 
     def glance(self) -> Evaluation | None:
-        return glance(self._training, self._splits, self.eval_batch, self._config.eval_block, self._shrunk)
+        try:
+            return glance(self._training, self._splits, self.eval_batch, self._config.eval_block, self._shrunk)
+        except NoRoom as error:
+            self.warn(f"{error.what} The rehearsal goes on without an evaluation.")
+            return None
 
     def _shrunk(self, batch: int, why: Refusal) -> None:
         self.eval_batch = batch
@@ -105,7 +109,7 @@ class Desk:
     def tell(self, row: dict[str, Any]) -> None:
         self._folder.append_metrics(row)
         if row.get("text"):
-            show = self._display.warn if row["kind"] in ("oom", "step_down") else self._display.note
+            show = self._display.warn if row["kind"] in ("oom", "went_back", "step_down") else self._display.note
             show(row["text"])
 
 

@@ -11,10 +11,9 @@ import platform
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 from . import __version__
@@ -23,6 +22,7 @@ from .config import RunConfig
 from .counters import read_cards
 from .driver import GpuReading, Survey, check_allocator_env, survey
 from .errors import DeviceError
+from .host import available_memory, or_none
 from .nouns import GPTConfig
 from .options import DoctorOptions
 from .sights import CardState, Finding, Program
@@ -109,9 +109,9 @@ def read_machine() -> Machine:
     return Machine(
         environment=dict(os.environ), survey=seen, misnamed=misnamed, cards=read_cards()[0], platform=sys.platform,
         wsl=is_wsl(platform.uname().release, os.environ), python=sys.version_info[:2],
-        disk_free=_or_none(lambda: shutil.disk_usage(".").free), can_write=os.access(".", os.W_OK),
-        shm=_or_none(lambda: shutil.disk_usage("/dev/shm").total), open_files=_limit("RLIMIT_NOFILE"),
-        address_space=_limit("RLIMIT_AS"), ram=_ram())
+        disk_free=or_none(lambda: shutil.disk_usage(".").free), can_write=os.access(".", os.W_OK),
+        shm=or_none(lambda: shutil.disk_usage("/dev/shm").total), open_files=_limit("RLIMIT_NOFILE"),
+        address_space=_limit("RLIMIT_AS"), ram=available_memory())
 
 
 def is_wsl(kernel: str, environment: Mapping[str, str]) -> bool:
@@ -126,27 +126,6 @@ def _limit(name: str) -> int | None:
         return None
     soft, _ = resource.getrlimit(getattr(resource, name))
     return None if soft == resource.RLIM_INFINITY else soft
-
-
-def _ram() -> int | None:
-    """What is available, or less where a container may take less."""
-    def available() -> int:
-        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-
-    def allowed() -> int:
-        group = Path("/sys/fs/cgroup")
-        return int((group / "memory.max").read_text()) - int((group / "memory.current").read_text())
-
-    known = [nbytes for nbytes in (_or_none(available), _or_none(allowed)) if nbytes is not None]
-    return min(known, default=None)
-
-
-def _or_none(ask: Callable[[], int]) -> int | None:
-    try:
-        return ask()
-    except (OSError, ValueError, StopIteration, IndexError):
-        return None
 
 
 # ---- the system and its cards

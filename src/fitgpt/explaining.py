@@ -27,7 +27,9 @@ from .explain.planned import explain_plan, plan_from
 from .explain.reading import Reading, card_of, explain_reading, from_screen
 from .explain.screen import parse_screen
 from .knobs import Assignment, build, knobs_of, walk
+from .memory import forecast
 from .memory.setting import Setting, setting_for
+from .nouns import MemoryPlan, OwnerShare, PhaseForecast
 from .options import ExplainQuestions
 from .runfolder import read_metrics, recorded_config
 from .show.diagnosis import diagnosis_text
@@ -36,7 +38,7 @@ from .units import MiB, parse_bytes
 
 NOT_RECOGNISED = 1
 WANTED = ("the whole message, from `CUDA out of memory` to its last figure, with the traceback above it",
-          "or nvidia-smi's screen, a plan.json, or a run folder",
+          "or nvidia-smi's screen, a plan in JSON, or a run folder",
           "or two figures: fitgpt explain --reading 6582MiB --process 4464MiB config.py")
 RESUMED = ("init_from", "resume")  # holds what a run from scratch does, as far as a tape goes
 NARROWEST, WIDEST = 40, 80
@@ -153,7 +155,8 @@ def explain_document(document: Any, asked: ExplainQuestions, config: RunConfig |
     """A plan as `plan --json` prints it, or the file of a run's plan, which has its config; None: neither."""
     plan = plan_from(document)
     if plan is not None:
-        return explain_plan(plan, run_of(config, name, asked.trainer, find(asked.gpu or plan.budget.card)))
+        card = find(asked.gpu) if asked.gpu else match_device(plan.budget.card)  # None: a plan for a budget alone
+        return explain_plan(plan, run_of(config, name, asked.trainer, card))
     told = document.get("config") if isinstance(document, dict) else None
     if not isinstance(told, dict) or not set(told) <= set(knobs_of(RunConfig)):
         return None
@@ -181,14 +184,41 @@ def with_others(message: OutOfMemory, asked: ExplainQuestions) -> OutOfMemory:
 
 def explain_run(asked: ExplainQuestions, config: RunConfig, name: str, notes: tuple[str, ...],
                 folder: Path | None) -> Diagnosis:
-    """What a config holds on a card, or a run: by its own plan where it kept one."""
+    """What a config holds on a card, or a run: by the plan that it made itself, where its record has one."""
     rows: list[dict[str, Any]] = read_metrics(folder / "metrics.jsonl") if folder else []
     where = place_of(asked, config, rows, folder)
     run = Run(config, "fitgpt" if asked.trainer == "auto" else asked.trainer, where.setting, name)
-    kept = folder / "plan.json" if folder and not asked.gpu else None
-    planned = plan_from(_json(kept.read_text("utf-8", "replace"))) if kept and kept.is_file() else None
-    told = explain_plan(planned or run.plan(where.budget), run, rows)
+    plan = forecast.plan(config, where.setting, where.budget, run.trainer)
+    if folder and not asked.gpu and run.trainer == "fitgpt" and is_as_recorded(config, folder):
+        plan = as_planned(plan, rows)
+    told = explain_plan(plan, run, rows)
     return replace(told, notes=(*told.notes, *notes, *where.notes))
+
+
+def is_as_recorded(config: RunConfig, folder: Path) -> bool:
+    """Whether it is the run of that folder, and no flag makes it another."""
+    recorded = recorded_config(folder)
+    if recorded is None:
+        return False
+    told = RunConfig.from_dict(recorded)
+    return replace(config, init_from=told.init_from) == replace(told, vocab_size=told.vocab_size or config.vocab_size)
+
+
+def as_planned(plan: MemoryPlan, rows: Sequence[dict[str, Any]]) -> MemoryPlan:
+    """The plan with what the run itself wrote into its record when it began last; as it is, where there is nothing."""
+    row: dict[str, Any] = next((row for row in reversed(rows) if row.get("kind") == "plan"), {})
+    try:
+        phases = {str(phase): PhaseForecast(int(held["allocated_bytes"]), int(held["reserved_bytes"]))
+                  for phase, held in row["phases"].items()}
+        owners = tuple(OwnerShare(str(share["owner"]), int(share["nbytes"]), str(share["formula"]))
+                       for share in row["owners_at_peak"])
+        needs, limit, peak = int(row["needs_bytes"]), int(row["reserve_limit_bytes"]), str(row["peak_phase"])
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return plan
+    if not phases or not owners:
+        return plan
+    return MemoryPlan(replace(plan.forecast, phases=phases, owners_at_peak=owners, needs=needs, peak_phase=peak),
+                      replace(plan.budget, budget=limit + plan.budget.outside))
 
 
 def place_of(asked: ExplainQuestions, config: RunConfig, rows: Sequence[dict[str, Any]],

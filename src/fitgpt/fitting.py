@@ -17,17 +17,19 @@ from typing import NamedTuple
 
 from . import place, timing
 from .asked import place_of, run_of, with_data
-from .atomic import disk_faults, write_atomically
+from .atomic import disk_faults, is_own_json, is_own_page, refuse_foreign, write_over
 from .config import RunConfig
 from .errors import DeviceError, DoesNotFit, UsageError
 from .fit import written
-from .fit.choose import Here, because, fit_config, too_small
+from .fit.choose import Here, because, too_small
+from .fit.choose import fit as fit_there
 from .fit.goals import reach
 from .fit.ladder import ladder
 from .fit.measure import SECONDS_EACH, measured
 from .fit.permission import parse_allow
+from .host import available_memory
 from .knobs import Assignment, build, knobs_of, shown
-from .memory import forecast
+from .memory import forecast, gpt
 from .nouns import Budget, Fitted
 from .options import FitQuestions, PlanQuestions
 from .outlook import of_length
@@ -36,7 +38,7 @@ from .show import fitting as show
 from .units import GiB, MiB, show_bytes
 
 UNSURE = 128 * MiB  # what cards.outside_by_rule may be off by: most messages it was drawn through lie within 110 MiB
-HOST_SHARE = 0.8         # of the machine's memory that may hold what is kept out of the card
+HOST_SHARE = 0.8         # of the host's memory that is available: so much may hold what is kept out of the card
 ASSUMED_HOST = 32 * GiB  # of a machine that is not here
 
 
@@ -52,10 +54,10 @@ class Question(NamedTuple):
 
 def fit(assignments: Sequence[Assignment]) -> int:
     question = question_of(assignments)
-    asked, here, notes = question.asked, here_of(question), list(question.notes)
-    if here.most_batch is not None:
-        notes.append(f"Somebody else computes on this card: the micro-batch stays at {here.most_batch} or below. "
-                     "--budget says what this run may hold instead.")
+    asked = question.asked
+    refuse_foreign_files(asked)
+    here = here_for(question.found, question.config, is_here=not asked.gpu)
+    notes = [*question.notes, *crowded(here)]
     fitted = reach(asked.goal, question.config, here, parse_allow(asked.allow))
     if asked.gpu and fitted.chosen is not None and fitted.chosen.config.offload != "none":
         notes.append(f"The host is taken to have {show_bytes(ASSUMED_HOST)} of memory, {HOST_SHARE:.0%} of it for "
@@ -63,7 +65,7 @@ def fit(assignments: Sequence[Assignment]) -> int:
     if asked.measure and fitted.chosen is not None:
         fitted = by_the_clock(fitted, question.config, here)
     run = name_of(assignments)
-    files = write_files(fitted, question, run) if fitted.chosen is not None else []
+    files = write_files(fitted, question, here, run) if fitted.chosen is not None else []
     if asked.json:
         print(json.dumps({**show.document(fitted, asked.goal), "notes": [*fitted.notes, *notes], "wrote": files},
                          indent=1, ensure_ascii=False))
@@ -107,13 +109,20 @@ def _check_measure(asked: FitQuestions) -> None:
 # ---- where
 
 
-def here_of(question: Question) -> Here:
-    asked, config, found = question.asked, question.config, question.found
-    is_here = not asked.gpu
-    keep_small = is_here and not asked.budget and someone_computes(config.device)
-    budget = found.budget if asked.budget or config.leave else with_a_margin(found)
+def here_for(found: Place, config: RunConfig, *, is_here: bool) -> Here:
+    """A place and its limits: `fit`, `train --fit` and the page have the same. `is_here`: no card was named."""
+    keep_small = is_here and not config.budget and someone_computes(config.device)
+    budget = found.budget if config.budget or config.leave else with_a_margin(found)
     return Here(found.setting, budget, found.card, config.batch_size if keep_small else None,
                 host_memory() if is_here else int(HOST_SHARE * ASSUMED_HOST))
+
+
+def crowded(here: Here) -> list[str]:
+    """A note, where the micro-batch is kept small."""
+    if here.most_batch is None:
+        return []
+    return [f"Somebody else computes on this card: the micro-batch stays at {here.most_batch} or below. --budget says "
+            "what this run may hold instead."]
 
 
 def with_a_margin(found: Place) -> Budget:
@@ -135,10 +144,7 @@ def for_train(said: RunConfig) -> tuple[RunConfig, list[str]]:
     config = with_data(said)[0]
     found = place.here(config.device, others=None, budget=None)
     found = found._replace(budget=beside(config, found.budget))
-    crowded = not config.budget and someone_computes(config.device)
-    budget = found.budget if config.budget or config.leave else with_a_margin(found)
-    fitted = fit_config(config, found.setting, budget, card=found.card, host_bytes=host_memory(),
-                        most_batch=config.batch_size if crowded else None)
+    fitted = fit_there(config, here_for(found, config, is_here=True))
     if fitted.chosen is None:
         raise DoesNotFit(too_small(fitted), "fitgpt fit with the same words, and --allow lossy, looks further.")
     chosen = replace(fitted.chosen.config, vocab_size=said.vocab_size)
@@ -169,10 +175,8 @@ def is_own(pid: int) -> bool:
 
 
 def host_memory() -> int | None:
-    try:
-        return int(HOST_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    except (ValueError, OSError, AttributeError):
-        return None
+    available = available_memory()
+    return None if available is None else int(HOST_SHARE * available)
 
 
 # ---- by the clock
@@ -187,7 +191,7 @@ def by_the_clock(fitted: Fitted, config: RunConfig, here: Here) -> Fitted:
         return found
     exact = replace(found.chosen, exact=True)
     if not found.chosen.exact:
-        needs = forecast.forecast(found.chosen.config, here.setting).needs
+        needs = forecast.forecast(found.chosen.config, here.setting, limit=here.budget.reserve_limit).needs
         exact = replace(exact, needs=needs, headroom=here.budget.reserve_limit - needs)
     return replace(found, chosen=exact, decisions=because(config, found.chosen.config, here))
 
@@ -195,52 +199,66 @@ def by_the_clock(fitted: Fitted, config: RunConfig, here: Here) -> Fitted:
 # ---- files
 
 
-def write_files(fitted: Fitted, question: Question, run: str) -> list[str]:
+class Files(NamedTuple):
+    """Where things go; None: nowhere."""
+
+    config: Path | None
+    plan: Path | None
+    page: Path | None
+
+
+def files_of(asked: FitQuestions) -> Files:
+    """The plan has its config's name, so that two of them can lie in one folder."""
+    out, page = Path(asked.out), Path(asked.html) if asked.html else None
+    if not asked.out:
+        return Files(None, None, page)
+    return Files(None, out, page) if out.suffix == ".json" else Files(out, out.with_suffix(".plan.json"), page)
+
+
+def refuse_foreign_files(asked: FitQuestions) -> None:
+    """Before anything is looked for: what somebody wrote by hand is not replaced."""
+    config, plan, page = files_of(asked)
+    if config:
+        refuse_foreign(config, written.is_ours, "fit", "-o")
+    if plan:
+        refuse_foreign(plan, lambda text: is_own_json(text, "config", "forecast", "ladder"), "fit", "-o", config)
+    if page:
+        refuse_foreign(page, is_own_page, "fit", "--html")
+
+
+def write_files(fitted: Fitted, question: Question, here: Here, run: str) -> list[str]:
     """What was written, each with whether it replaced something."""
-    asked, files = question.asked, []
+    config, plan, page = files_of(question.asked)
+    files = []
     assert fitted.chosen is not None  # only a plan that exists is written
     as_said = replace(fitted.chosen, config=replace(fitted.chosen.config, vocab_size=question.said.vocab_size))
     told = replace(fitted, chosen=as_said)
-    if asked.out:
-        out = Path(asked.out)
-        plan = out if out.suffix == ".json" else out.with_name("plan.json")
-        if plan is not out:
-            _refuse_foreign(out)
-            files.append(_write(out, written.config_text(told, run)))
-        files.append(_write(plan, plan_text(told, question)))
-    if asked.html:
-        files.append(_write(Path(asked.html), show.page(fitted, run)))
+    if config:
+        files.append(_write(config, written.config_text(told, run)))
+    if plan:
+        files.append(_write(plan, plan_text(told, question, here)))
+    if page:
+        files.append(_write(page, show.page(fitted, run)))
     return files
 
 
-def plan_text(fitted: Fitted, question: Question) -> str:
+def plan_text(fitted: Fitted, question: Question, here: Here) -> str:
     from .planner import document
 
     assert fitted.chosen is not None
     setting, budget = question.found.setting, fitted.budget
     config = replace(fitted.chosen.config, vocab_size=question.config.vocab_size)
     plan = forecast.plan(config, setting, budget)
-    return json.dumps(written.plan_document(document(plan, setting), fitted.chosen, budget, ladder(config, setting),
+    on_host = None if here.host_bytes is None else max(here.host_bytes - gpt.host_bytes(config), 0)
+    rungs = ladder(config, setting, host_bytes=on_host)
+    return json.dumps(written.plan_document(document(plan, setting), fitted.chosen, budget, rungs,
                                             show.speed_document(fitted.chosen)), indent=1) + "\n"
 
 
 def _write(path: Path, text: str) -> str:
-    replaced = path.exists()
     with disk_faults("make the folder of", path):
         path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, text)
-    return f"{path} (it replaced the one that was there)" if replaced else str(path)
-
-
-def _refuse_foreign(path: Path) -> None:
-    """A config that somebody wrote by hand is not replaced."""
-    if not path.exists():
-        return
-    with disk_faults("read", path):
-        ours = path.is_file() and written.is_ours(path.read_text(encoding="utf-8", errors="replace"))
-    if not ours:
-        raise UsageError(f"{path} is there already, and `fitgpt fit` did not write it.",
-                         f"Choose another name: -o {shlex.quote(str(path.with_name(f'{path.stem}_fitted.py')))}")
+    return write_over(path, text)
 
 
 # ---- words

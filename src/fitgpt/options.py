@@ -270,7 +270,7 @@ class ExplainQuestions(Options):
 
     verb: ClassVar[str] = "explain"
 
-    target: str = _explain("", "a file with a message or an nvidia-smi screen, a run folder, a plan.json, or - for "
+    target: str = _explain("", "a file with a message or an nvidia-smi screen, a run folder, a plan, or - for "
                            "standard input; may stand alone, without --target=", positional=True, rule=_optional_path)
     config: str = _explain("", "the run's config file, or its folder; a config file may also stand alone",
                            rule=_optional_path)
@@ -354,8 +354,8 @@ class FitQuestions(Options):
     hours: float = _fit(0.0, "the same, in hours at the speed to expect as asked", rule=between(0, 1_000_000))
     measure: bool = _fit(False, "time the best candidates on the GPU that is here, a few seconds each, and take the "
                          "fastest")
-    out: str = _fit("", "write a config that `train` takes to this file, and plan.json beside it; or only the plan, if "
-                    "it ends in .json", short="o", rule=_optional_path)
+    out: str = _fit("", "write a config that `train` takes to this file, and its plan beside it, as NAME.plan.json; or "
+                    "only the plan, if it ends in .json", short="o", rule=_optional_path)
     html: str = _fit("", "write a page with the picture of speed against memory to this file", rule=_optional_path)
     json: bool = _fit(False, "print JSON")
 

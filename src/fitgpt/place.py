@@ -101,7 +101,8 @@ def on_device(reading: GpuReading, *, others: int | None = None, budget: int | N
     major, _, minor = (reading.cc or "8.9").partition(".")
     windows = sys.platform == "win32"
     setting = Setting((int(major), int(minor or 0)), torch_version(torch), expandable=_expandable(windows),
-                      compiles=(int(major), int(minor or 0)) >= (7, 0) and not windows)
+                      compiles=(int(major), int(minor or 0)) >= (7, 0) and not windows,
+                      sms=card.sms if card and card.sms else Setting.sms)
     said = _neighbours(reading) if others is None else ""
     return Place(setting, found, card, said)
 

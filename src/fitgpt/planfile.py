@@ -8,19 +8,20 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from .config import RunConfig
 from .errors import DeviceError, UsageError
-from .fit.ladder import Rung
+from .fit.ladder import MAY_CHANGE, Rung
 from .knobs import Assignment, checked, knobs_of, shown
 from .nouns import MemoryPlan
 from .place import Place
 from .units import show_bytes
 
 SCHEMA = 1
+PLAN_AGAIN = "Plan again: fitgpt fit; or train without --plan."
 LARGEST = 64 * 2**20  # bytes; a plan has some kilobytes
 SAME = 0.01           # of what is needed: a plan made elsewhere for this card may know its figures less well
 # What a run's memory depends on: the plan has decided these.
@@ -60,6 +61,22 @@ class PlanFile:
         if differences:
             raise self._differs(differences)
 
+    def rungs_of(self, config: RunConfig) -> tuple[Rung, ...]:
+        """Smaller plans of this run; UsageError where one could not be taken up when memory runs out."""
+        for rung in self.rungs or ():
+            where = f"--plan {self.path}: the rung {rung.why or rung.changes}"
+            try:
+                smaller = replace(config, **rung.changes)
+            except UsageError as error:
+                raise UsageError(f"{where}: {error.what}", PLAN_AGAIN) from error
+            if smaller.cuda_graphs is True and (config.cuda_graphs is not True or smaller.offload == "gradients"):
+                raise UsageError(f"{where}: cuda_graphs=True is no way to need less, and works with no "
+                                 "offload=gradients.", PLAN_AGAIN)
+            if smaller.tokens_per_step != config.tokens_per_step:
+                raise UsageError(f"{where} has {smaller.tokens_per_step:,} tokens in a step, and the run has "
+                                 f"{config.tokens_per_step:,}.", PLAN_AGAIN)
+        return self.rungs or ()
+
     def _differs(self, differences: Sequence[str]) -> DeviceError:
         return DeviceError(f"This is not the run that {self.path} plans: {'; '.join(differences)}.",
                            "Plan again for what you have: fitgpt fit; or train without --plan.")
@@ -90,7 +107,7 @@ def read(path: str) -> PlanFile:
         raise UsageError(f"--plan {path} has schema {document['schema']!r}, and this fitgpt knows {SCHEMA}.",
                          f"Plan again: fitgpt fit -o {shlex.quote(path)}")
     return PlanFile(path, _knobs(path, document["config"]), _card(document), _needs(document.get("forecast")),
-                    _rungs(document.get("ladder")))
+                    _rungs(path, document.get("ladder")))
 
 
 def _knobs(path: str, told: dict[str, Any]) -> dict[str, Any]:
@@ -112,15 +129,18 @@ def _needs(forecast: Any) -> int | None:
     return next((each for each in told if isinstance(each, int) and not isinstance(each, bool)), None)
 
 
-def _rungs(told: Any) -> tuple[Rung, ...] | None:
-    """None where the file has no ladder that can be read: then one is made."""
+def _rungs(path: str, told: Any) -> tuple[Rung, ...] | None:
+    """None where the file has no ladder that can be read: then one is made. Values are checked as a flag would be."""
     rungs: list[Rung] = []
     for each in told if isinstance(told, list) else []:
         needs = _needs(each)
         if needs is None or not isinstance(each.get("changes"), dict):
             return None
-        rungs.append(Rung({key: value for key, value in each["changes"].items() if key in DECIDED}, needs,
-                          str(each.get("why", ""))))
+        changes = each["changes"]
+        if other := sorted(changes.keys() - MAY_CHANGE):
+            raise UsageError(f"--plan {path}: a rung changes {', '.join(other)}; smaller plans of the same run differ "
+                             f"in {', '.join(sorted(MAY_CHANGE))}.", PLAN_AGAIN)
+        rungs.append(Rung(_knobs(f"{path}: a rung", changes), needs, str(each.get("why", ""))))
     return tuple(rungs) if isinstance(told, list) else None
 
 

@@ -9,13 +9,14 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from . import cards, place
 from .asked import Question, place_of, question_of, run_of, size, with_data
+from .atomic import is_own_page, refuse_foreign, write_over
 from .config import RunConfig
 from .errors import UsageError
 from .knobs import Assignment, knobs_of, walk
@@ -46,6 +47,8 @@ def verb(assignments: Sequence[Assignment]) -> int:
     config, length = of_length(question.config, question.asked, question.data, question.missing, found.card)
     question = question._replace(config=config, notes=(*question.notes, *found.notes, *length,
                                                        *_replays(config, found.setting, question.asked.trainer)))
+    if question.asked.timeline:
+        refuse_foreign(Path(question.asked.timeline), is_own_page, "plan", "--timeline")
     plan = forecast.plan(config, found.setting, found.budget, question.asked.trainer)
     _print_plan(question, found, plan)
     if question.asked.timeline:
@@ -84,12 +87,11 @@ def _priced(config: RunConfig, found: Place, trainer: str) -> list[PricedChange]
 
 
 def _write_timeline(path: Path, question: Question, found: Place, plan: MemoryPlan) -> None:
-    from .atomic import write_atomically
     from .memory.thinned import one_step
 
     drawn = one_step(forecast.timeline_of(question.config, found.setting, question.asked.trainer))
-    write_atomically(path, show.timeline_page(plan, drawn))
-    print(f"The step is drawn in {path}.", file=sys.stderr if question.asked.json else sys.stdout)
+    wrote = write_over(path, show.timeline_page(plan, drawn))
+    print(f"The step is drawn in {wrote}.", file=sys.stderr if question.asked.json else sys.stdout)
 
 
 def _all_cards(question: Question) -> int:
@@ -114,7 +116,7 @@ def _all_cards(question: Question) -> int:
 def card_verdicts(config: RunConfig, trainer: str = "fitgpt", others: int = 0,
                   torch: str = "") -> list[show.CardVerdict]:
     """One verdict a card. Cards on which the tape is the same are replayed once."""
-    known: dict[tuple[Any, ...], int] = {}
+    known: dict[tuple[Any, ...], Callable[[int], int]] = {}
     rows = []
     for card in cards.load():
         usable = card.usable_mib * MiB if card.usable_mib else None
@@ -132,8 +134,9 @@ def card_verdicts(config: RunConfig, trainer: str = "fitgpt", others: int = 0,
             continue
         kind = same_tape(config, found.setting)
         if kind not in known:
-            known[kind] = holdings(config, found.setting, trainer).needs
-        rows.append(show.CardVerdict(card.name, usable, known[kind], found.budget.reserve_limit - known[kind]))
+            known[kind] = forecast.needs_by_limit(config, found.setting, trainer)
+        needs = known[kind](found.budget.reserve_limit)
+        rows.append(show.CardVerdict(card.name, usable, needs, found.budget.reserve_limit - needs))
     return rows
 
 

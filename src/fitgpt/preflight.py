@@ -73,7 +73,7 @@ def _place(config: RunConfig, seen: driver.Survey) -> Place | None:
     if not seen.gpus:
         return None
     try:
-        found = place.here(config.device, others=None, budget=None)
+        found = place.on_device(place.chosen(seen, config.device))
     except UsageError:  # a card that is not there: whoever loads torch says it best
         return None
     return found._replace(budget=beside(config, found.budget))

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 from . import preflight
 from .asked import with_data
-from .atomic import write_atomically
+from .atomic import is_own_json, refuse_foreign, write_over
 from .config import RunConfig
 from .driver import check_allocator_env
 from .errors import DoesNotFit
@@ -40,6 +40,7 @@ def rehearse(assignments: Sequence[Assignment]) -> int:
     check_allocator_env(os.environ)
     config, notes = settle([each for each in assignments if each.key in knobs_of(RunConfig)])
     out = {each.key: each.value for each in assignments}.get("out", RehearseOptions.out)
+    refuse_foreign(Path(str(out)), lambda text: is_own_json(text, "foreseen", "measured"), "rehearse", "-o")
     checked = preflight.check(config)
     config = replace(with_data(config)[0], init_from="scratch", plan="")  # of the weights only the shape matters
     code, words = run_child(Orders(config.to_dict(), notes, others=checked.others, rehearsal=str(out)))
@@ -84,14 +85,14 @@ def rehearse_here(config_dict: Mapping[str, Any], notes: Sequence[str], others: 
     seconds, measured = time.perf_counter() - started, preflight.since_the_start(peaks.of)
     foreseen = preflight.phases_of(onboard.plan.forecast) if onboard.plan else {}
     beyond = preflight.exceeding(foreseen, measured)
-    write_atomically(Path(out), json.dumps({
+    wrote = write_over(Path(out), json.dumps({
         "schema": SCHEMA, "versions": parts.versions(), "device": choice.device, "device_name": choice.name,
         "seconds": seconds, "config": config.to_dict(), "foreseen": preflight.in_bytes(foreseen),
         "measured": preflight.in_bytes(measured), "exceeding": beyond, "out_of_memory": refused,
     }, indent=1, ensure_ascii=False) + "\n")
     print(plan_beside_measured(foreseen, measured) if onboard.plan else NO_COUNTERS)
     print(f"rehearsed in {show_seconds(seconds)}: evaluation, two iterations and a checkpoint's copy, at full size. "
-          f"The figures are in {out}.", flush=True)
+          f"The figures are in {wrote}.", flush=True)
     _judge(refused, beyond)
 
 

@@ -7,6 +7,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -36,10 +37,11 @@ from .engine.optim import FIRST_SCALE, AdamW, AdamWSettings, Optimizer, Scaler
 from .engine.parallel import Ranks
 from .engine.rehearsal import Peaks, rehearse
 from .engine.rounded import AdamWInBackward, RoundedAdamW
-from .errors import CheckpointError, DataError, DeviceError, Interrupted
+from .errors import CheckpointError, DataError, DeviceError, Interrupted, SystemFault
 from .fit.ladder import Rung
 from .interop import hf
-from .nouns import GPTConfig, RunFacts, SplitLoss
+from .memory.gpt import checkpoint_bytes
+from .nouns import RunFacts, SplitLoss
 from .onboard import NOT_PLANNED, Onboard, board
 from .preflight import in_bytes, phases_of, plan_row, since_the_start
 from .runfolder import RunFolder, need_disk, open_run
@@ -64,7 +66,7 @@ def run(config_dict: Mapping[str, Any], notes: Sequence[str], stop_asked: Callab
         config, shape_notes = take_shape(config, source, dataset)
         config = replace(config, dtype=choice.dtype)
         check_data(config, dataset, source)
-        need_disk(config.out_dir, checkpoint_bytes(config.gpt_config()) * 2)
+        need_disk(config.out_dir, checkpoint_bytes(config) * 2)
         onboard = board(config, choice, others, rungs)
         folder.record(config.to_dict())
 
@@ -124,7 +126,8 @@ def run_loop(config: RunConfig, facts: RunFacts, choice: DeviceChoice, dataset: 
         display.close()
         if onboard.plan and "train" in peaks.of:
             print(plan_beside_measured(phases_of(onboard.plan.forecast), since_the_start(peaks.of)), flush=True)
-            folder.append_metrics({"kind": "plan_measured", "phases": in_bytes(since_the_start(peaks.of))})
+            with suppress(SystemFault):  # a full disk, say: that must not hide why the run ended
+                folder.append_metrics({"kind": "plan_measured", "phases": in_bytes(since_the_start(peaks.of))})
 
 
 def wants_rehearsal(config: RunConfig, training: Training, onboard: Onboard) -> bool:
@@ -323,7 +326,11 @@ class RunWays:
         training.model.levels, training.model.loss_chunk = list(config.levels), config.loss_chunk
         if config.offload != self._now.offload:
             moved = make_optimizer(config, training.model)
-            moved.load_tensors(training.optimizer.tensors())
+            wrong = moved.load_tensors(training.optimizer.tensors())
+            if wrong:
+                raise CheckpointError(f"The optimizer's state cannot go on with offload={config.offload}: "
+                                      f"{', '.join(wrong[:5])} {'and others ' if len(wrong) > 5 else ''}do not fit.",
+                                      "Resume without a --plan that says so.")
             training.optimizer = moved
             release(training.device)
         self._now = config
@@ -334,16 +341,17 @@ class RunWays:
     def go_back(self) -> None:
         """To the last checkpoint, or to where the run began."""
         training, saved = self._training, weights.holds_run(self._folder.path)
+        has_state = saved or self._config.init_from == "resume"
         source = weights.from_run(self._folder.path) if saved else find_source(self._config, self._folder)
         if self._now.offload != "none":  # it may be in the middle of taking gradients over
             training.optimizer = make_optimizer(self._now, training.model)
         if source is None:
             begin_again(training, self._config)
         else:
-            restore(training, source, everything=saved or self._config.init_from == "resume")
-        if not saved and self._config.init_from != "resume":
-            nothing = {name: torch.zeros_like(each, device="cpu")
-                       for name, each in training.optimizer.tensors().items()}
+            restore(training, source, everything=has_state)
+        if not has_state:
+            nothing = {name: torch.zeros_like(each, device="cpu")  # but for masters, which are weights
+                       for name, each in training.optimizer.tensors().items() if not name.endswith(".master")}
             training.optimizer.load_tensors(nothing)
             training.scaler.load_dict(dict(scale=FIRST_SCALE, good_steps=0.0, skipped=0.0, skipped_in_a_row=0.0))
             training.step, training.evaluated_at, training.saved_at, training.best = 0, -1, -1, None
@@ -357,7 +365,3 @@ def begin_again(training: Training, config: RunConfig) -> None:
     training.model.reset_parameters()
     training.model.round_matrices(DTYPES[config.weights])
 
-
-def checkpoint_bytes(config: GPTConfig) -> int:
-    """float32 weights and AdamW's two moments; step counters and headers are noise."""
-    return 12 * config.count_params()

@@ -36,6 +36,7 @@ _LOCK_OFFSET = 2**30           # Windows forbids reading locked bytes: lock one 
 _HELD_BY_ANOTHER = {errno.EAGAIN, errno.EACCES, errno.EDEADLK}
 _NO_LOCKS_HERE = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}  # some network disks
 _STEP_FOLDER = re.compile(r"step-(\d{8,})(?:-(\d+))?")
+_PROGRESS = ("step", "eval", "save")  # kinds of rows that going back undoes
 _NONFINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
@@ -283,8 +284,9 @@ def _already_locked(path: Path, descriptor: int) -> SystemFault:
 def read_metrics(path: Path | str) -> list[dict[str, Any]]:
     """The rows as the run now stands, in file order. Lines that are no JSON object are passed over.
 
-    A row with `start_step` begins a part of the run: what an earlier part did beyond that step was undone
-    by the resume. Of rows of the same `kind` and `step` the last one counts.
+    A row with `start_step` begins a part of the run, which was resumed or went back: the steps, evaluations
+    and saves that lay beyond were undone; other things happened nevertheless. Of two such rows of the same
+    step the later one counts.
     """
     if not Path(path).exists():
         return []
@@ -298,17 +300,18 @@ def read_metrics(path: Path | str) -> list[dict[str, Any]]:
             continue
         start = row.get("start_step")
         if isinstance(start, int):
-            kept = {key: other for key, other in kept.items() if _step_of(other) <= start}
-        step = row.get("step")
-        key = (row.get("kind"), step) if isinstance(step, int) else number
+            kept = {key: other for key, other in kept.items() if not _undone(other, start)}
+        kind, step = row.get("kind"), row.get("step")
+        key = (kind, step) if kind in _PROGRESS and isinstance(step, int) else number
         kept.pop(key, None)
         kept[key] = row
     return list(kept.values())
 
 
-def _step_of(row: Mapping[str, Any]) -> int:
-    step = row.get("step")
-    return step if isinstance(step, int) else -1
+def _undone(row: Mapping[str, Any], start: int) -> bool:
+    """Step 7 leads from 7 steps done to 8; an evaluation or a save at 7 is of 7 steps done."""
+    kind, step = row.get("kind"), row.get("step")
+    return kind in _PROGRESS and isinstance(step, int) and (step >= start if kind == "step" else step > start)
 
 
 def _speak_nonfinite(value: Any) -> Any:

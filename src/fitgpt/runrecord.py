@@ -182,6 +182,7 @@ class Record:
     def __init__(self) -> None:
         self.facts: dict[str, Any] = {}
         self.last_kind = ""
+        self._start = 0  # where the run began, was resumed or went back to, whichever came last
         self.step_row: dict[str, Any] = {}
         self.eval_row: dict[str, Any] = {}
         self.warning = ""
@@ -195,7 +196,9 @@ class Record:
     def take(self, row: dict[str, Any]) -> None:
         kind, step = row.get("kind"), whole(row.get("step"))
         if kind == "run":
-            self._begin(row)
+            self.facts = row
+        if kind == "run" or whole(row.get("start_step")) is not None:
+            self._begin(whole(row.get("start_step")) or 0)
         elif kind == "step" and step is not None:
             self.step_row = row
             if (loss := number(row.get("loss"))) is not None:
@@ -207,8 +210,8 @@ class Record:
         elif kind == "plan":
             self.planned = None  # a resume plans anew
             self.plan(row)
-        elif kind == "warning":
-            self.warning = str(row.get("text", ""))
+        elif kind in ("warning", "oom", "step_down"):
+            self.warning = str(row.get("text") or self.warning)
         if kind in ("run", "step", "eval", "save"):
             self.last_kind = kind
 
@@ -236,7 +239,7 @@ class Record:
     @property
     def steps_done(self) -> int:
         reported = whole(self.step_row.get("step"))
-        return max(whole(self.facts.get("start_step")) or 0, whole(self.eval_row.get("step")) or 0,
+        return max(self._start, whole(self.eval_row.get("step")) or 0,
                    0 if reported is None else reported + 1)
 
     def config(self, name: str) -> Any:
@@ -248,13 +251,13 @@ class Record:
                       if is_spike(held[place - 1].nbytes, held[place].nbytes))
         return Track(tuple(each.nbytes for each in held), marks)
 
-    def _begin(self, facts: dict[str, Any]) -> None:
-        """A resume undid what an earlier part of the run did beyond its start."""
-        self.facts, start = facts, whole(facts.get("start_step")) or 0
+    def _begin(self, start: int) -> None:
+        """What was done beyond the start was undone."""
+        self._start, self.last_kind = start, "run"
         self._losses.keep(lambda point: point[0] < start)
         self._held.keep(lambda held: held.step <= start)
         self.spikes = [spike for spike in self.spikes if spike.step <= start]
-        self._last_held = None  # another process, which begins with nothing
+        self._last_held = None  # another process, or one that let go of all: it begins with nothing
         if (whole(self.step_row.get("step")) or 0) >= start:
             self.step_row = {}
         if (whole(self.eval_row.get("step")) or 0) > start:

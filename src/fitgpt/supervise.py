@@ -73,10 +73,10 @@ def train(assignments: Sequence[Assignment]) -> int:
         config, why = for_train(config)
         notes = [*notes, *why]
     planned = planfile.read(config.plan) if config.plan else None
-    checked = preflight.check(config, planned)
     config = replace(config, plan="")  # what it says is in the config now
-    rungs = [asdict(rung) for rung in planned.rungs] if planned and planned.rungs is not None else None
+    rungs = [asdict(rung) for rung in planned.rungs_of(config)] if planned and planned.rungs is not None else None
     for attempt in range(RESTARTS + 1):
+        checked = preflight.check(config, planned)  # each time: what others hold may be another after hours
         code, words = run_child(Orders(config.to_dict(), notes, others=checked.others, rungs=rungs))
         if not words.get("restart") or attempt == RESTARTS or not can_resume(config.out_dir):
             break

@@ -7,7 +7,7 @@ import gc
 import json
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,12 +22,15 @@ from fitgpt.config import RunConfig
 from fitgpt.desk import Signs
 from fitgpt.engine import guard as guard_module
 from fitgpt.engine.loop import Training, train_step
+from fitgpt.engine.muon import Muon
+from fitgpt.engine.offload import HostAdamW
 from fitgpt.engine.oom import Dice, Refusal, attempt, is_out_of_memory
 from fitgpt.engine.signs import fragmentation, in_pieces, spill
-from fitgpt.errors import DeviceError
+from fitgpt.errors import CheckpointError, DeviceError
 from fitgpt.fit.ladder import Rung
 from fitgpt.nouns import MemoryReading, StepReport
 from fitgpt.onboard import Onboard
+from fitgpt.runfolder import read_metrics
 from fitgpt.units import GiB
 from helpers import tiny_config
 
@@ -202,8 +205,74 @@ def test_a_step_left_half_done_goes_back_to_where_the_training_was_whole(trained
     part, count = whole.steps()[1]
     half_done = trained([count - 5], part, optimizer="muon")
     assert half_done.rows("oom")[0]["phase"] == "step"
-    assert "goes back to step 1, where it was whole" in half_done.rows("oom")[0]["text"]
+    assert half_done.rows("oom")[0]["text"].startswith("Memory ran out in step 1: ")
+    back, = half_done.rows("went_back")
+    assert (back["start_step"], back["text"]) == (1, "The training goes back to step 1, where it was whole.")
     assert half_done.bits() == whole.bits()
+
+
+@pytest.mark.parametrize(("save_interval", "refusals", "downs"), [(0, 2, 1), (0, 3, 2), (15, 2, 0)])
+def test_going_back_twice_to_one_checkpoint_takes_the_training_down(
+        trained: Callable[..., Ended], monkeypatch: pytest.MonkeyPatch, save_interval: int, refusals: int,
+        downs: int) -> None:
+    """However many steps lie between: the same plan would go back for ever. A checkpoint between them is headway."""
+    calls = (4, 5 + 16, 5 + 17 + 5)  # steps 4, 16 and 5, from the beginning each
+    monkeypatch.setattr(Muon, "step", refused_at(calls[:refusals], Muon.step))
+    rungs = (RUNGS[0], Rung({**RUNGS[0].changes, "loss_chunk": 3}, 2 * GiB, "smaller still"))
+    ended = trained(optimizer="muon", max_iters=20, eval_interval=100, save_interval=save_interval, rungs=rungs)
+    assert len(ended.rows("went_back")) == refusals
+    assert len(ended.rows("step_down")) == downs
+    assert ended.steps_applied() == {20.0}
+
+
+def test_the_record_of_a_run_that_went_back_has_each_step_once(trained: Callable[..., Ended],
+                                                               monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Muon, "step", refused_at([3], Muon.step))
+    ended = trained(optimizer="muon", max_iters=4, eval_interval=4, save_interval=0)
+    whole = (ended.out / "metrics.jsonl").read_text()
+    just_back = whole[:whole.index("\n", whole.index('"went_back"')) + 1]
+
+    def kept(record: str) -> list[tuple[str, int | None]]:
+        (ended.out / "record.jsonl").write_text(record)
+        return [(row["kind"], row.get("step")) for row in read_metrics(ended.out / "record.jsonl")]
+
+    assert just_back.count('"kind": "step"') == 3
+    assert kept(just_back) == [("run", None), ("eval", 0), ("oom", 3), ("went_back", None)]
+    assert kept(whole) == [("run", None), ("oom", 3), ("went_back", None), ("eval", 0),
+                           *(("step", number) for number in range(4)), ("eval", 4), ("save", 4)]
+
+
+def refused_at(numbers: Sequence[int], real: Callable[..., None]) -> Callable[..., None]:
+    """An optimizer's step that does all its work, and then, some times by number, runs out of memory."""
+    calls = iter(range(1000))
+
+    def step(self: Any, *figures: Any) -> None:
+        real(self, *figures)
+        if next(calls) in numbers:
+            raise torch.OutOfMemoryError(WORDS)
+
+    return step
+
+
+def test_going_back_to_the_beginning_gives_rounded_weights_their_masters_again(
+        trained: Callable[..., Ended], monkeypatch: pytest.MonkeyPatch) -> None:
+    changes = dict(weights="bfloat16", dtype="bfloat16", offload="optimizer", save_interval=0)
+    whole = trained(**changes)
+    monkeypatch.setattr(HostAdamW, "step", refused_at([1], HostAdamW.step))
+    assert trained(**changes).bits() == whole.bits()
+
+
+def test_a_rung_whose_optimizer_cannot_take_the_state_over_is_refused_in_words(trained: Callable[..., Ended]) -> None:
+    rungs = (Rung({"offload": "optimizer"}, GiB, "optimizer in the host's memory"),)
+    with pytest.raises(CheckpointError, match="cannot go on with offload=optimizer"):
+        trained([40, 41], part=1, rungs=rungs, weights="bfloat16", dtype="bfloat16")
+
+
+@pytest.mark.parametrize(("dropout", "words"), [(0.0, "batch 1 × 4: the same steps, on the same data."),
+                                                (0.2, "batch 1 × 4: steps of the same data.")])
+def test_a_smaller_micro_batch_is_called_the_same_step_only_without_dropout(
+        trained: Callable[..., Ended], dropout: float, words: str) -> None:
+    assert trained([40, 41], part=1, dropout=dropout).rows("step_down")[0]["text"].endswith(words)
 
 
 def test_adamws_step_allocates_nothing_once_it_has_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

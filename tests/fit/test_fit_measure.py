@@ -82,9 +82,26 @@ def test_a_config_is_really_timed_in_a_child() -> None:
     """On the CPU, where there is no cap to set."""
     tiny = RunConfig(n_layer=1, n_head=2, n_embd=16, block_size=8, vocab_size=32, batch_size=2,
                      gradient_accumulation_steps=3, device="cpu", compile=False, dtype="float32")
-    found = timing.in_child(tiny, 0, 0.05)
+    found = timing.in_child(tiny, 0, 0.3)
     assert isinstance(found, float)
     assert 1 < found < 1e7
+
+
+@pytest.mark.parametrize("two", [0.5, 0.999, 1.0, 1.001, 1.09])
+def test_a_micro_step_that_is_lost_in_noise_is_not_timed(two: float) -> None:
+    """480 of them: a thousandth of a step too little would be a run twice as fast, or one that goes backwards."""
+    told = timing.rate(RunConfig(batch_size=1, gradient_accumulation_steps=480), 1.0, two)
+    assert told.keys() == {"error"}
+    assert "too noisy" in told["error"]
+
+
+def test_a_rate_is_of_all_micro_steps_and_one_optimizer_step() -> None:
+    config = RunConfig(batch_size=2, block_size=100, gradient_accumulation_steps=5)
+    assert timing.rate(config, 1.0, 1.5) == {"tokens_per_s": pytest.approx(1000 / 3)}
+    single = RunConfig(batch_size=2, block_size=100, gradient_accumulation_steps=1)
+    assert timing.rate(single, 0.5, 0.5) == {"tokens_per_s": pytest.approx(400)}
+    beside_the_host = RunConfig(batch_size=2, block_size=100, gradient_accumulation_steps=5, offload="optimizer")
+    assert timing.rate(beside_the_host, 1.0, 1.05).keys() == {"tokens_per_s"}  # its optimizer takes most of a step
 
 
 def test_orders_are_one_line_of_json(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,7 +89,7 @@ def test_a_written_config_trains_what_was_chosen_and_says_why(say: Any) -> None:
 
 def test_the_plan_beside_it_is_one_that_train_takes_with_its_ladder(say: Any) -> None:
     say(*TIGHT, "-o", "config/mine.py")
-    document = json.loads(Path("config/plan.json").read_text())
+    document = json.loads(Path("config/mine.plan.json").read_text())
     assert {"schema", "config", "card", "budget", "forecast", "tokens_per_s", "ladder"} <= document.keys()
     assert document["schema"] == 1
     assert document["budget"]["budget"] == 300 * MiB
@@ -97,7 +97,7 @@ def test_the_plan_beside_it_is_one_that_train_takes_with_its_ladder(say: Any) ->
     needs = [rung["needs_bytes"] for rung in document["ladder"]]
     assert needs == sorted(needs, reverse=True)
     assert needs[0] < document["forecast"]["needs_bytes"]
-    read = planfile.read("config/plan.json")
+    read = planfile.read("config/mine.plan.json")
     assert read.card == "RTX 4070"
     assert read.needs == document["forecast"]["needs_bytes"] <= document["reserve_limit_bytes"]
     assert read.knobs["batch_size"] == document["config"]["batch_size"]
@@ -116,8 +116,42 @@ def test_a_file_of_its_own_is_replaced_and_said_so_and_one_of_somebody_else_is_n
     told = say(*TIGHT, "-o", "run.py")
     assert told.code == 2
     assert "did not write it" in told.err
-    assert "-o run_fitted.py" in told.err
+    assert "-o run_fit.py" in told.err
     assert Path("run.py").read_text() == SMALL
+
+
+def test_two_fits_into_one_folder_keep_a_plan_each(say: Any) -> None:
+    say(*TIGHT, "-o", "config/one.py")
+    say("run.py", "--gpu", "4070", "--budget", "2GiB", "-o", "config/two.py")
+    assert sorted(path.name for path in Path("config").iterdir()) == [
+        "one.plan.json", "one.py", "two.plan.json", "two.py"]
+    budgets = [json.loads(Path(f"config/{name}.plan.json").read_text())["budget"]["budget"] for name in ("one", "two")]
+    assert budgets == [300 * MiB, 2 * GiB]
+
+
+@pytest.mark.parametrize(("file", "flags", "fix"), [
+    ("mine.plan.json", ["-o", "mine.py"], "-o mine_fit.py"), ("p.json", ["-o", "p.json"], "-o p_fit.json"),
+    ("page.html", ["--html", "page.html"], "--html page_fit.html")])
+@pytest.mark.parametrize("content", ["", "not ours", '{"schema": 1}', "[" * 100_000, "<!doctype html>\n<p>mine</p>"],
+                         ids=lambda text: text[:8])
+def test_no_file_that_somebody_else_wrote_is_replaced_be_it_the_plan_or_the_page(
+        say: Any, monkeypatch: pytest.MonkeyPatch, file: str, flags: list[str], fix: str, content: str) -> None:
+    monkeypatch.setattr(fitting, "reach", lambda *asked: pytest.fail("it is refused before anything is looked for"))
+    Path(file).write_text(content)
+    told = say(*TIGHT, *flags)
+    assert (told.code, told.out) == (2, "")
+    assert f"{file} is there already, and `fitgpt fit` did not write it" in told.err
+    assert fix in told.err
+    assert Path(file).read_text() == content
+    assert not Path("mine.py").exists()
+
+
+def test_its_own_plan_and_page_are_replaced_and_said_so(say: Any) -> None:
+    words = [*TIGHT, "-o", "mine.py", "--html", "page.html"]
+    say(*words)
+    out = say(*words).out
+    for file in ("mine.py", "mine.plan.json", "page.html"):
+        assert f"Wrote {file} (it replaced the one that was there)." in out
 
 
 def test_nothing_fits_ends_with_1_and_says_the_least_and_what_to_allow(say: Any) -> None:
@@ -131,7 +165,7 @@ def test_nothing_fits_ends_with_1_and_says_the_least_and_what_to_allow(say: Any)
 def test_json_has_everything_that_is_printed(say: Any) -> None:
     told = json.loads(say(*TIGHT, "--json", "-o", "mine.py").out)
     assert told["fits"]
-    assert told["wrote"] == ["mine.py", "plan.json"]
+    assert told["wrote"] == ["mine.py", "mine.plan.json"]
     assert told["chosen"]["needs_bytes"] + told["chosen"]["headroom_bytes"] == told["reserve_limit_bytes"]
     assert not told["asked"]["fits"]
     assert told["decisions"][0].keys() == {"changes", "why"}
@@ -183,6 +217,27 @@ def test_the_largest_model_stays_within_the_hosts_memory_too(say: Any) -> None:
     assert told.code == 0
     assert "the largest model that trains there." in told.words
     assert "The host is taken to have 32.00 GiB of memory" in told.words
+
+
+def test_of_the_hosts_memory_only_what_is_available_is_counted_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fitting, "available_memory", lambda: 10 * GiB)
+    found = fitting.place.named("4070", others=None, budget=None)
+    assert fitting.here_for(found, RunConfig(budget="9GiB"), is_here=True).host_bytes == 8 * GiB
+    named = fitting.here_for(found, RunConfig(), is_here=False)
+    assert named.host_bytes == int(fitting.HOST_SHARE * fitting.ASSUMED_HOST)
+    monkeypatch.setattr(fitting, "available_memory", lambda: None)
+    assert fitting.here_for(found, RunConfig(budget="9GiB"), is_here=True).host_bytes is None
+
+
+def test_a_ladder_keeps_to_the_hosts_memory(say: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def offloading() -> list[Any]:
+        say("run.py", "--gpu", "4070", "--budget", "9GiB", "-o", "p.json")
+        rungs = json.loads(Path("p.json").read_text())["ladder"]
+        return [rung for rung in rungs if rung["changes"].get("offload", "none") != "none"]
+
+    assert offloading()
+    monkeypatch.setattr(fitting, "ASSUMED_HOST", 1 * MiB)
+    assert not offloading()
 
 
 def test_leave_keeps_so_much_free(say: Any) -> None:

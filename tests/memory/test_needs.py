@@ -1,58 +1,114 @@
-"""The smallest cap is found with few replays; the shortcuts change nothing of the answer."""
+"""The smallest cap is found with few replays, and what is said of a limit is what a replay at that limit does."""
 
 from __future__ import annotations
+
+from functools import cache
+from typing import Any
 
 import pytest
 
 from fitgpt.config import RunConfig
-from fitgpt.memory import allocator
-from fitgpt.memory.allocator import needs, replay
+from fitgpt.memory import allocator, forecast
+from fitgpt.memory.allocator import needs, needs_under, replay
 from fitgpt.memory.blocks import ROUND_SEGMENT, rounded, segment_size
 from fitgpt.memory.forecast import settled, tape_of
 from fitgpt.memory.setting import Setting
 from fitgpt.memory.tape import Tape
+from fitgpt.nouns import Budget
+from fitgpt.units import MiB
 
-SMALL = dict(n_layer=3, n_head=4, n_embd=128, batch_size=4, block_size=128, vocab_size=50304)
+SMALL: dict[str, Any] = dict(n_layer=2, n_head=4, n_embd=128, batch_size=4, block_size=128, vocab_size=5000)
+SETTING = Setting((8, 9))
+# Runs of which a random search found that more memory can be worse, or less enough.
+UPSIDE_DOWN = {
+    "refused at 2 MiB more": dict(n_layer=2, n_head=8, n_embd=384, block_size=64, compile=True),
+    "refused at 4 and 6 MiB more": dict(n_layer=1, n_head=8, n_embd=512, batch_size=12, vocab_size=512, compile=True,
+                                        dtype="float32"),
+    "enough with 14 MiB less": dict(n_layer=3, n_head=8, n_embd=512, batch_size=6, vocab_size=512, compile=True,
+                                    dropout=0.1),
+}
 
 
-def by_trying_every_cap(tape: Tape, expandable: bool) -> int:
-    """The same bisection, with a replay for each cap."""
+def run(**knobs: Any) -> RunConfig:
+    return settled(RunConfig(**{**SMALL, **knobs}), SETTING)
+
+
+def tape(trainer: str, **knobs: Any) -> Tape:
+    return tape_of(run(**knobs), SETTING, trainer)
+
+
+def replays_at_every_cap(tape: Tape, expandable: bool) -> dict[int, bool]:
+    """Of every cap that could matter, whether the tape replays to its end under it: nothing is skipped."""
     free_run = replay(tape, expandable=expandable)
-    enough = free_run.reserved
-    if expandable:
-        enough += max(segment_size(rounded(event.nbytes)) for event in tape.events)
-    too_little = max(free_run.allocated) // ROUND_SEGMENT * ROUND_SEGMENT - ROUND_SEGMENT
-    while enough - too_little > ROUND_SEGMENT:
-        cap = (enough + too_little) // 2 // ROUND_SEGMENT * ROUND_SEGMENT
-        tried = replay(tape, cap, expandable=expandable)
-        if tried.failed is not None:
-            too_little = cap
-        else:
-            enough = cap if expandable else tried.reserved
-    return enough
-
-
-def tape(trainer: str, **knobs: object) -> Tape:
-    config, setting = RunConfig(**{**SMALL, **knobs}), Setting((8, 9))  # type: ignore[arg-type]
-    return tape_of(settled(config, setting), setting, trainer)
+    largest = max(segment_size(rounded(event.nbytes)) for event in tape.events)
+    first = max(free_run.allocated) // ROUND_SEGMENT * ROUND_SEGMENT
+    caps = range(first, free_run.reserved + (largest if expandable else 0) + ROUND_SEGMENT, ROUND_SEGMENT)
+    return {cap: replay(tape, cap, expandable=expandable).failed is None for cap in caps}
 
 
 @pytest.mark.parametrize("expandable", [True, False])
 @pytest.mark.parametrize("trainer", ["fitgpt", "nanogpt"])
-@pytest.mark.parametrize("knobs", [dict(compile=True), dict(compile=False), dict(compile=False, dropout=0.1, n_layer=6),
+@pytest.mark.parametrize("knobs", [dict(compile=True), dict(compile=False), dict(compile=False, dropout=0.1, n_layer=3),
                                    dict(dtype="float32", recompute="input"), dict(batch_size=16, vocab_size=64)],
                          ids=str)
-def test_the_smallest_cap_is_the_one_that_trying_them_finds(expandable: bool, trainer: str,
-                                                           knobs: dict[str, object]) -> None:
+def test_of_an_ordinary_run_it_is_the_smallest_cap_of_all_and_every_larger_one_will_do(
+        expandable: bool, trainer: str, knobs: dict[str, Any]) -> None:
     written = tape(trainer, **knobs)
-    assert needs(written, expandable=expandable) == by_trying_every_cap(written, expandable)
+    found, seen = needs(written, expandable=expandable), replays_at_every_cap(written, expandable)
+    assert {cap: found <= cap for cap in seen} == seen
 
 
-def test_most_caps_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    tried = []
+@cache
+def upside_down(name: str) -> tuple[Tape, dict[int, bool]]:
+    written = tape("nanogpt", **UPSIDE_DOWN[name])
+    return written, replays_at_every_cap(written, expandable=False)
+
+
+@pytest.mark.parametrize("name", UPSIDE_DOWN)
+def test_what_is_needed_under_a_limit_is_within_it_just_where_a_replay_at_it_ends_well(name: str) -> None:
+    written, seen = upside_down(name)
+    free_run, usual = replay(written), needs(written)
+    assert {cap: usual <= cap for cap in seen} != seen  # it is one of those runs
+    told = {cap: needs_under(cap, written, usual, free_run=free_run) for cap in seen}
+    assert {cap: needed <= cap for cap, needed in told.items()} == seen
+    assert all(seen[needed // ROUND_SEGMENT * ROUND_SEGMENT] for needed in told.values())
+
+
+@pytest.mark.parametrize("name", UPSIDE_DOWN)
+def test_a_plan_says_fits_just_where_its_own_replay_does_not_run_out(name: str) -> None:
+    written, seen = upside_down(name)
+    usual = needs(written)
+    contradicting = {cap: enough for cap, enough in seen.items() if enough != (usual <= cap)}
+    assert contradicting
+    for cap, enough in contradicting.items():
+        budget = Budget("a card", cap + MiB, 0, cap + MiB, MiB)
+        assert forecast.plan(run(**UPSIDE_DOWN[name]), SETTING, budget, "nanogpt").fits == enough, cap // MiB
+    by_limit = forecast.needs_by_limit(run(**UPSIDE_DOWN[name]), SETTING, "nanogpt")  # of every card, in one table
+    assert {cap: by_limit(cap) <= cap for cap in seen} == seen
+
+
+@pytest.fixture
+def tried(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
+    """The caps of all replays."""
+    caps: list[int | None] = []
     monkeypatch.setattr(allocator, "replay",
-                        lambda tape, cap=None, **more: tried.append(cap) or replay(tape, cap, **more))
-    written = tape("nanogpt", compile=False, batch_size=16)
+                        lambda tape, cap=None, **more: caps.append(cap) or replay(tape, cap, **more))
+    return caps
+
+
+def test_most_caps_are_not_tried(tried: list[int | None]) -> None:
+    written = tape("nanogpt", compile=False, batch_size=16, vocab_size=50304)
     by_trying = sum(1 for _ in range(ROUND_SEGMENT, replay(written).reserved, ROUND_SEGMENT)).bit_length()
     needs(written)
     assert len(tried) < by_trying / 2
+
+
+def test_a_limit_costs_one_replay_more_at_most_and_none_where_there_is_plenty_or_far_too_little(
+        tried: list[int | None]) -> None:
+    written = tape("fitgpt", compile=False)
+    free_run = replay(written, expandable=True)
+    usual = needs(written, expandable=True, free_run=free_run)
+    for limit, replays in ((2 * usual, 0), (usual // 2, 0), (usual, 1)):
+        tried.clear()
+        assert needs_under(limit, written, usual, free_run=free_run, expandable=True) == usual
+        assert len(tried) <= replays

@@ -15,10 +15,11 @@ from urllib.parse import urlencode
 import pytest
 from web_server import NOTES
 
-from fitgpt import planner
+from fitgpt import fitting, planner
 from fitgpt.cli import VERBS, options_of
 from fitgpt.config import RunConfig
 from fitgpt.errors import DoesNotFit, UsageError
+from fitgpt.fit.choose import fit
 from fitgpt.knobs import walk
 from fitgpt.memory import forecast
 from fitgpt.memory.changes import single_changes
@@ -226,9 +227,9 @@ def test_as_few_layers_are_recomputed_as_make_it_fit() -> None:
     count = int(re.match(r"recompute (\d+) layers?", button["label"])[1])  # type: ignore[index]
     level = re.search(r"\*(\w+),", button["settings"]["recompute"])[1]  # type: ignore[index]
     assert not answers.plan(read(query))["fits"]
-    for layers, fitting in ((count, True), (count - 1, False)):
+    for layers, enough in ((count, True), (count - 1, False)):
         fewer = f"{layers}*{level},{12 - layers}*products" if layers else "products"
-        assert answers.plan(read(f"{query}&recompute={fewer}"))["fits"] == fitting
+        assert answers.plan(read(f"{query}&recompute={fewer}"))["fits"] == enough
 
 
 def test_the_notes_run_is_offered_fitgpt_first() -> None:
@@ -254,6 +255,26 @@ def test_fitting_gives_settings_that_fit_with_their_reasons() -> None:
     assert any("batch_size 24 →" in why for why in found["why"])
     with pytest.raises(DoesNotFit, match="least memory"):
         fitted.fitted(asked(budget="600MiB", n_layer=2))
+
+
+def test_fitting_keeps_to_the_limits_that_fit_keeps_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The margin of a card known by rule, the host's memory, and a small micro-batch beside somebody else's program."""
+    heres: list[Any] = []
+    monkeypatch.setattr(fitted, "fit", lambda config, here: (heres.append(here), fit(config, here))[1])
+    question = asked(**SMALL)
+    fitted.fitted(question)
+    assert heres[0].budget.reserve_limit == question.place.budget.reserve_limit - fitting.UNSURE
+    assert heres[0].host_bytes == int(fitting.HOST_SHARE * fitting.ASSUMED_HOST)
+    assert heres[0].most_batch is None
+    fitted.fitted(asked(**SMALL, budget="2GiB"))
+    assert heres[1].budget.reserve_limit == asked(**SMALL, budget="2GiB").place.budget.reserve_limit
+
+    monkeypatch.setattr(fitting, "someone_computes", lambda device: True)
+    monkeypatch.setattr(fitting, "available_memory", lambda: 10 * GiB)
+    here = question._replace(questions=replace(question.questions, gpu=""))
+    told = fitted.fitted(here)
+    assert (heres[2].most_batch, heres[2].host_bytes) == (4, 8 * GiB)
+    assert "Somebody else computes" in told["why"][0]
 
 
 def test_a_speed_is_given_for_fitgpt_on_cards_whose_figures_are_known() -> None:

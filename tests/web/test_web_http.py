@@ -353,12 +353,31 @@ def test_whoever_comes_from_elsewhere_needs_the_token_and_only_once() -> None:
 
 
 def test_a_server_for_others_prints_its_token_and_one_for_this_machine_has_none() -> None:
-    assert address_of("127.0.0.1", Door(80)) == address_of("localhost", Door(80)) == "http://127.0.0.1:80/"
-    assert address_of("0.0.0.0", Door(80, "secret")) == f"http://{socket.gethostname()}:80/?token=secret"
-    assert address_of("::1", Door(80)) == "http://[::1]:80/"
+    assert address_of(Door(80)) == "http://127.0.0.1:80/"
+    for host in ("0.0.0.0", "::"):
+        assert address_of(Door(80, "secret", host)) == f"http://{socket.gethostname()}:80/?token=secret"
+    assert address_of(Door(80, host="0:0::1")) == "http://[::1]:80/"
     for host in ("example.com", "", "1.2.3", "0.0.0.0/0"):
         with pytest.raises(UsageError, match="address of this machine"):
             ServeOptions(host=host)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere 127.0.0.1 is the only one of its kind")
+def test_another_address_of_this_machine_is_the_one_that_is_named_and_taken(tmp_path: Path) -> None:
+    with serving(tmp_path, "--host=127.0.0.2") as (address, _):
+        there = re.fullmatch(r"http://127\.0\.0\.2:(\d+)/", address)
+        assert there
+        connection = http.client.HTTPConnection("127.0.0.2", int(there[1]), timeout=30)
+        for host, status in ((f"127.0.0.2:{there[1]}", 200), (f"127.0.0.3:{there[1]}", 421)):
+            connection.request("GET", "/", headers={"Host": host})
+            reply = connection.getresponse()
+            assert (reply.status, b"http://127.0.0.2" in reply.read()) == (status, status == 421)
+        connection.close()
+
+
+@pytest.mark.parametrize(("host", "status"), [("127.0.0.2:80", 200), ("localhost:80", 200), ("127.0.0.3:80", 421)])
+def test_the_address_it_listens_on_is_among_its_own_names(host: str, status: int) -> None:
+    assert through(Door(80, host="127.0.0.2"), "/", host=host).status == status
 
 
 # ---- beginning and end

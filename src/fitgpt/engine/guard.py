@@ -2,13 +2,15 @@
 
 First as it was: what others took may be free again, and what lay between blocks is. Then down the ladder, to the first
 smaller plan that fits what is free now. A step's samples are the same however it is split, dropout's dice are seeded by
-the micro-batch's number, and the random generators are put back, so a step that is taken again is the same step.
+the micro-batch's number, and the random generators are put back, so a step that is taken again is the same step; only
+dropout's masks are others where its micro-batches are.
 
 No step is applied twice or half. Until the optimizer's own step begins nothing has changed, and the gradients are
 simply made again. From there on AdamW's step allocates nothing: its state is there from the start, its kernel works in
 place, and so do the counters of the loss scale (float16's make a few scalars, into blocks that the gradients' norm has
 just freed). Optimizers that do allocate on the way (Muon, rounded states without Triton) or that apply gradients as
-they are made may be left half done: then the training goes back to its last checkpoint, or to its beginning.
+they are made may be left half done: then the training goes back to its last checkpoint, or to its beginning. If that
+happens again before a new checkpoint, the same plan would never get beyond it: the next smaller one is taken at once.
 """
 
 from __future__ import annotations
@@ -69,6 +71,7 @@ class Guard:
         self._feed = ways.feed(config)
         self._adopted = True
         self._refused_at: int | None = None   # the step
+        self._back_at: int | None = None      # the checkpoint it went back to last, by its step
         self._look_again_at = 0
 
     def close(self) -> None:
@@ -101,13 +104,17 @@ class Guard:
     def _recover(self, refusal: Refusal) -> WentBack | DeviceError | None:
         training, step = self._training, self._training.step
         half_done = training.half_done
+        no_headway = half_done and self._back_at == training.saved_at
         self._let_go()
-        if half_done:
-            self._ways.go_back()
-        new_story = self._refused_at is None or not 0 <= step - self._refused_at < SETTLED
+        new_story = not no_headway and (self._refused_at is None or not 0 <= step - self._refused_at < SETTLED)
         self._refused_at = step
         self._rim.tell({"kind": "oom", "step": step, "phase": "step" if half_done else "train",
                         "words": refusal.words, **({"text": self._told(refusal, half_done)} if new_story else {})})
+        if half_done:
+            self._ways.go_back()
+            self._back_at = training.saved_at
+            self._rim.tell({"kind": "went_back", "start_step": training.step,
+                            "text": f"The training goes back to step {training.step}, where it was whole."})
         if not new_story and not self._descend(refusal):
             return self._no_way_down(refusal)
         return WentBack() if half_done else None
@@ -119,9 +126,8 @@ class Guard:
         release(self._training.device)
 
     def _told(self, refusal: Refusal, half_done: bool) -> str:
-        again = (f"the training goes back to step {self._training.step}, where it was whole"
-                 if half_done else "the same step is taken again")
-        return f"Memory ran out in step {self._refused_at}: {refusal.short}. All is let go of, and {again}." \
+        again = "" if half_done else ", and the same step is taken again"
+        return f"Memory ran out in step {self._refused_at}: {refusal.short}. All is let go of{again}." \
                f"{in_pieces(refusal.words)}"
 
     def _descend(self, refusal: Refusal) -> bool:
@@ -140,7 +146,7 @@ class Guard:
         figures = (f" The smallest plan needs {show_bytes(least)}, and {show_bytes(room)} could be had."
                    if room is not None and least is not None else "")
         return DeviceError(f"Memory ran out in step {self._training.step}, and there is no smaller plan to go on with: "
-                           f"{refusal.short}.{figures} What was trained is saved.")
+                           f"{refusal.short}.{figures}")
 
     # ---- up and down
 
@@ -158,8 +164,10 @@ class Guard:
         self._look_again_at = self._training.step + LOOK_EVERY
         how = rungs[place].why if place >= 0 else "the plan as it was asked for"
         needing = f" (needs {show_bytes(needs)})" if needs is not None and self._ways.room() is not None else ""
+        other_masks = self.config.dropout > 0 and before.batch_size != self.config.batch_size
+        same = "steps of the same data" if other_masks else "the same steps, on the same data"
         self._rim.tell({"kind": kind, "step": self._training.step, "changes": changes, "needs_bytes": needs,
-                        "text": f"{why}. Going on with {how}{needing}: the same steps, on the same data."})
+                        "text": f"{why}. Going on with {how}{needing}: {same}."})
 
     def _rise(self) -> None:
         if not self._may_rise or self._place < 0 or self._training.step < self._look_again_at:

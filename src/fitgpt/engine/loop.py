@@ -121,7 +121,7 @@ def train(training: Training, config: RunConfig, facts: RunFacts, steps: Steps, 
             continue
         if isinstance(result, DeviceError):
             keep.save(forgiving=False)
-            raise result
+            raise DeviceError(f"{result.what} What was trained is saved.", result.fix)
         training.step += 1
         meter.stepped()
         rim.advanced(training.step)

@@ -11,15 +11,20 @@ import torch
 from torch import Tensor
 
 from .gradients import add_rows_, product_of
-from .optim import AdamW, AdamWSettings, Optimizer
+from .optim import AdamW, AdamWSettings, Optimizer, copy_tensors
 
 
 class HostAdamW(Optimizer):
-    """Exact: the same float32 arithmetic, on the CPU. The host needs 16 bytes a parameter."""
+    """Exact: the same float32 arithmetic, on the CPU. The host needs 16 bytes a parameter.
+
+    Masters of rounded weights are state of their own: the weights do not say what was rounded away.
+    """
 
     def __init__(self, parameters: Mapping[str, Tensor], settings: AdamWSettings, *, stream: bool) -> None:
         self._parameters = dict(parameters)
         self._masters = {name: _on_host(p) for name, p in parameters.items()}
+        self._finer = {f"{name}.master": master for name, master in self._masters.items()
+                       if parameters[name].dtype != master.dtype}
         self._adamw = AdamW(self._masters, settings)
         self._arrived = ToHost({id(p): self._masters[name] for name, p in parameters.items()})
         self.sink = self._arrived if stream else None
@@ -35,14 +40,17 @@ class HostAdamW(Optimizer):
             parameter.copy_(self._masters[name], non_blocking=True)
 
     def tensors(self) -> dict[str, Tensor]:
-        return self._adamw.tensors()
+        return {**self._adamw.tensors(), **self._finer}
 
     @torch.no_grad()
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> list[str]:
-        """Called after the weights were loaded: the masters follow them."""
+        """Called after the weights were loaded: masters follow them, unless finer ones were kept (nanoGPT keeps none).
+        """
+        kept = {name: master for name, master in self._finer.items() if name in tensors}
         for name, parameter in self._parameters.items():
-            self._masters[name].copy_(parameter)
-        return self._adamw.load_tensors(tensors)
+            if f"{name}.master" not in kept:
+                self._masters[name].copy_(parameter)
+        return [*self._adamw.load_tensors(tensors), *copy_tensors(kept, tensors)]
 
 
 def _on_host(parameter: Tensor) -> Tensor:

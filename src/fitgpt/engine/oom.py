@@ -18,6 +18,8 @@ from ..errors import DeviceError
 # nothing. A run on a CPU lives in the host's memory, so that counts too.
 SAID = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "DefaultCPUAllocator")
 
+SMALLEST = 512  # bytes of a block of the allocator: less than that more or less changes nothing
+
 Result = TypeVar("Result")
 
 
@@ -78,7 +80,8 @@ def room(device: str) -> int | None:
 def cap_memory(device: str, nbytes: int) -> None:
     """From now on the allocator refuses to hold more, whatever is free."""
     total = torch.cuda.get_device_properties(device).total_memory
-    torch.cuda.set_per_process_memory_fraction(min(nbytes / total, 1.0), device)
+    # Torch makes bytes of the fraction again, and cuts them off: the allocator's smallest unit more is never one less.
+    torch.cuda.set_per_process_memory_fraction(min((nbytes + SMALLEST) / total, 1.0), device)
 
 
 def is_nvidia(device: str) -> bool:

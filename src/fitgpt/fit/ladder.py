@@ -1,7 +1,8 @@
 """Which smaller plans are kept ready, should memory run out? Each trains the same thing, in less memory and more time.
 
 A rung changes how a step is computed, never what it computes: the same samples in the same order, the same arithmetic
-up to rounding order. Of all such plans the rungs are those that nothing faster undercuts.
+up to rounding order. One exception: masks of dropout are drawn for a micro-batch, so a smaller one draws others; such
+rungs come last, and say so. Of all such plans the rungs are those that nothing faster undercuts.
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ MOST_RUNGS = 6        # each takes a tenth of a second to forecast
 WORTH_A_RUNG = 0.9    # of what the one before needs, by estimate
 WORTH_A_PIECE = 0.04  # of what is needed: a smaller piece of the loss must save as much
 STOPS = ("no_wide", "attention_projection", "input")  # levels of recompute that a ladder halts at
+# What a rung may change, as plan.json's reader has to know too.
+MAY_CHANGE = frozenset(("batch_size", "gradient_accumulation_steps", "eval_batch_size", "recompute", "loss_chunk",
+                        "cuda_graphs", "offload"))
 HOST_UNKNOWN = 1.25   # how much slower than the roofline says a plan is taken to be that leans on an unknown host
 
 
@@ -41,12 +45,15 @@ class Rung:
     why: str
 
 
-def ladder(config: RunConfig, setting: Setting) -> tuple[Rung, ...]:
-    """From the plan that costs least speed to the one that needs least; each needs less than the one before it."""
+def ladder(config: RunConfig, setting: Setting, *, host_bytes: int | None = None) -> tuple[Rung, ...]:
+    """From the plan that costs least speed to the one that needs least; each needs less than the one before it.
+
+    `host_bytes`: what may be taken of the host's memory, besides what the run as it is holds there; None: no limit.
+    """
     config = settled(config, setting)
     least = needs_of(config, setting)
     rungs: list[Rung] = []
-    for smaller in _thinned(_frontier(config, setting, least)):
+    for smaller in _thinned(_frontier(config, setting, least, host_bytes)):
         needed = needs_of(smaller, setting)
         if needed < least:
             rungs.append(Rung(_difference(config, smaller), needed, in_words(config, smaller)))
@@ -66,7 +73,12 @@ def in_words(config: RunConfig, smaller: RunConfig) -> str:
         "recompute": f"recompute {smaller.recompute}", "loss_chunk": f"loss in pieces of {smaller.loss_chunk}",
         "cuda_graphs": "GPU work not recorded", "offload": f"{smaller.offload} in the host's memory"}
     changed = _difference(config, smaller)
-    return ", ".join(said for knob, said in words.items() if knob in changed)
+    said = [words[knob] for knob in words if knob in changed]
+    return ", ".join([*said, *(["under other dropout masks"] if draws_other_masks(config, smaller) else [])])
+
+
+def draws_other_masks(config: RunConfig, smaller: RunConfig) -> bool:
+    return config.dropout > 0 and smaller.batch_size != config.batch_size
 
 
 def _difference(config: RunConfig, smaller: RunConfig) -> dict[str, Any]:
@@ -82,15 +94,18 @@ def _thinned(path: list[RunConfig]) -> list[RunConfig]:
     return [*first, *(rest[round((place + 1) * len(rest) / kept) - 1] for place in range(kept))]
 
 
-def _frontier(config: RunConfig, setting: Setting, needed: int) -> list[RunConfig]:
-    """The fastest first; each undercuts all that are faster. Sizes are estimates: they only choose."""
+def _frontier(config: RunConfig, setting: Setting, needed: int, host_bytes: int | None) -> list[RunConfig]:
+    """The fastest first, those with other masks of dropout last; each undercuts all before it. Sizes are estimates:
+    they only choose."""
     card, folded = card_like(setting), Folded(setting)
 
     def size(each: RunConfig) -> int:
         return folded.shape(each).needs(mix_of(each.levels))
 
     least, found = float(size(config)), list[RunConfig]()
-    everything = sorted(_smaller(config, needed), key=lambda each: seconds_a_token(each, card, setting))
+    there = None if host_bytes is None else host_bytes + gpt.host_bytes(config)
+    everything = sorted((each for each in _smaller(config, needed) if there is None or gpt.host_bytes(each) <= there),
+                        key=lambda each: (draws_other_masks(config, each), seconds_a_token(each, card, setting)))
     for each in everything:
         if (estimate := size(each)) < WORTH_A_RUNG * least:
             least = estimate

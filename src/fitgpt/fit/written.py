@@ -39,7 +39,7 @@ def config_text(fitted: Fitted, run: str) -> str:
 
 def plan_document(forecast: dict[str, Any], chosen: Standing, budget: Budget, rungs: Sequence[Rung],
                   speed: dict[str, Any] | None) -> dict[str, Any]:
-    """plan.json, schema 1. `forecast`: the plan as `fitgpt plan --json` has it, whose keys are here too."""
+    """The file of a plan, schema 1. `forecast`: as `fitgpt plan --json` has it, whose keys are here too."""
     held = {"card": budget.card, "usable": budget.usable, "others": budget.others, "budget": budget.budget,
             "outside": budget.outside}
     return {**forecast, "config": chosen.config.to_dict(), "card": budget.card, "budget": held, "forecast": forecast,

@@ -232,12 +232,14 @@ def reserved_range(tape: Tape, free_run: Timeline | None = None) -> tuple[int, i
     return min(found), max(found)
 
 
-def needs(tape: Tape, *, expandable: bool = False, free_run: Timeline | None = None) -> int:
-    """The smallest cap under which the tape replays to its end, segments given back on the way included.
+def needs(tape: Tape, *, expandable: bool = False, free_run: Timeline | None = None, above: int = 0) -> int:
+    """A cap under which the tape replays to its end, segments given back on the way included, and under which, with
+    2 MiB less, it does not; found by halving, above a cap that is known to be refused.
 
     Segments are whole multiples of 2 MiB, so caps between two of them are equal. What a successful replay reserved is
     itself such a cap, which shortens the search; not so with expandable segments, which ask for more than they map.
-    `free_run` is the replay without a cap, where there is one already.
+    `free_run` is the replay without a cap, where there is one already. Mostly all larger caps do too, and no smaller
+    one: where that matters, ask `needs_under`.
     """
     free_run = free_run or replay(tape, expandable=expandable)
     never_refused = _asked_of_the_driver(free_run)  # under such a cap the run is the free one: no need to try
@@ -246,6 +248,7 @@ def needs(tape: Tape, *, expandable: bool = False, free_run: Timeline | None = N
     if expandable:
         enough += max((segment_size(rounded(event.nbytes)) for event in tape.events), default=0)
     too_little = max(free_run.allocated, default=0) // ROUND_SEGMENT * ROUND_SEGMENT - ROUND_SEGMENT
+    too_little = max(too_little, above // ROUND_SEGMENT * ROUND_SEGMENT)
     while enough - too_little > ROUND_SEGMENT:
         cap = (enough + too_little) // 2 // ROUND_SEGMENT * ROUND_SEGMENT
         if any(low <= cap < high for low, high in hopeless):
@@ -257,6 +260,20 @@ def needs(tape: Tape, *, expandable: bool = False, free_run: Timeline | None = N
         else:
             enough = cap if expandable else tried.reserved
     return enough
+
+
+def needs_under(limit: int, tape: Tape, usual: int, *, free_run: Timeline, expandable: bool = False) -> int:
+    """What `needs` says (`usual`), made true of one limit: within it just where the tape replays to its end there.
+
+    What is given back, and when, depends on the cap, so a little more memory can be worse. Where the run without a cap
+    does not tell, one replay at the limit does; only if that contradicts is there more to try.
+    """
+    if limit >= _asked_of_the_driver(free_run) or limit < max(free_run.allocated, default=0):
+        return usual
+    enough = replay(tape, limit, expandable=expandable).failed is None
+    if enough == (usual <= limit):
+        return usual
+    return limit if enough else needs(tape, expandable=expandable, free_run=free_run, above=limit)
 
 
 def _asked_of_the_driver(free_run: Timeline) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from ..cards import Card
@@ -9,7 +10,7 @@ from ..config import DEFAULT_VOCAB, RunConfig
 from ..nouns import Budget, Forecast, MemoryPlan, PhaseForecast
 from ..units import MiB
 from . import gpt, nanogpt, sampling, words
-from .allocator import Timeline, needs, replay, reserved_range
+from .allocator import Timeline, needs, needs_under, replay, reserved_range
 from .aten import Gpu
 from .nanorun import NanoGPTRun
 from .setting import Setting
@@ -26,18 +27,22 @@ def tape_of(config: RunConfig, setting: Setting, trainer: str = "fitgpt") -> Tap
     return gpt.write(config, setting)
 
 
-def forecast(config: RunConfig, setting: Setting, trainer: str = "fitgpt") -> Forecast:
+def forecast(config: RunConfig, setting: Setting, trainer: str = "fitgpt", limit: int | None = None) -> Forecast:
+    """`limit`: what the allocator may reserve, if that is known: then what is needed is true of it, too."""
     config = settled(config, setting)
     tape, expandable = tape_of(config, setting, trainer), setting.expandable and trainer == "fitgpt"
     timeline = replay(tape, expandable=expandable)
     peaks = timeline.peaks()
+    needed = needs(tape, expandable=expandable, free_run=timeline)
+    if limit is not None:
+        needed = needs_under(limit, tape, needed, free_run=timeline, expandable=expandable)
     highest = max(peaks.values(), key=lambda peak: peak.allocated)
     phases = {phase: PhaseForecast(peak.allocated, peak.reserved) for phase, peak in peaks.items()}
     return Forecast(
         trainer=trainer, params=config.gpt_config().count_params(),
         phases=phases | _apart(config, setting, trainer, timeline, phases),
         peak_phase=highest.phase, owners_at_peak=words.owners(config, trainer, timeline, highest.event),
-        needs=needs(tape, expandable=expandable, free_run=timeline),
+        needs=needed,
         reserved_range=(timeline.reserved, timeline.reserved) if expandable else reserved_range(tape, timeline),
         assumes=setting.in_words(config, trainer), host_bytes=gpt.host_bytes(config),
         checkpoint_bytes=gpt.checkpoint_bytes(config))
@@ -56,7 +61,15 @@ def _apart(config: RunConfig, setting: Setting, trainer: str, timeline: Timeline
 
 
 def plan(config: RunConfig, setting: Setting, budget: Budget, trainer: str = "fitgpt") -> MemoryPlan:
-    return MemoryPlan(forecast(config, setting, trainer), budget)
+    return MemoryPlan(forecast(config, setting, trainer, budget.reserve_limit), budget)
+
+
+def needs_by_limit(config: RunConfig, setting: Setting, trainer: str = "fitgpt") -> Callable[[int], int]:
+    """What a run needs, as true of each limit that is then asked about; the tape is written and searched once."""
+    tape, expandable = tape_of(settled(config, setting), setting, trainer), setting.expandable and trainer == "fitgpt"
+    free_run = replay(tape, expandable=expandable)
+    usual = needs(tape, expandable=expandable, free_run=free_run)
+    return lambda limit: needs_under(limit, tape, usual, free_run=free_run, expandable=expandable)
 
 
 def timeline_of(config: RunConfig, setting: Setting, trainer: str = "fitgpt") -> Timeline:

@@ -194,6 +194,7 @@ def host_bytes(config: RunConfig) -> int:
 
 
 def checkpoint_bytes(config: RunConfig) -> int:
-    """Weights and the optimizer's state, as they are held."""
-    weights = sum(numbers * (BYTES[config.weights] if matrix else 4) for _, numbers, matrix in parameters(config))
+    """Weights and the optimizer's state, as they are held; in the host's memory that has masters of rounded weights."""
+    matrix = BYTES[config.weights] + (4 if config.offload != "none" and config.weights != "float32" else 0)
+    weights = sum(numbers * (matrix if is_matrix else 4) for _, numbers, is_matrix in parameters(config))
     return weights + optimizers.of(config, parameters(config), Writer()).nbytes()

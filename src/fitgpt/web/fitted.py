@@ -6,20 +6,22 @@ from dataclasses import replace
 
 from ..config import DEFAULT_VOCAB
 from ..errors import DoesNotFit
-from ..fit.choose import fit_config, too_small
+from ..fit.choose import fit, too_small
+from ..fitting import crowded, here_for
 from .answers import Answer
 from .settings import Asked, as_settings
 
 
 def fitted(asked: Asked) -> Answer:
-    """With fitgpt, and nothing lossy. Raises DoesNotFit where no settings do."""
-    config = replace(asked.config, vocab_size=asked.config.vocab_size or DEFAULT_VOCAB)
-    found = fit_config(config, asked.place.setting, asked.place.budget, card=asked.place.card)
+    """As `fitgpt fit` does it, with nothing lossy. Raises DoesNotFit where no settings do."""
+    config = replace(asked.config, vocab_size=asked.config.vocab_size or DEFAULT_VOCAB, budget=asked.questions.budget)
+    here = here_for(asked.place, config, is_here=not asked.questions.gpu)
+    found = fit(config, here)
     if found.chosen is None:
         raise DoesNotFit(too_small(found), " ".join(found.notes))
     settings = as_settings(config, found.chosen.config)
     if asked.trainer != "fitgpt":
         settings["trainer"] = "fitgpt"
-    return {"settings": settings, "considered": found.considered,
-            "why": [f"{', '.join(f'{knob} {was} → {now}' for knob, (was, now) in each.knobs.items())}: {each.why}."
-                    for each in found.decisions]}
+    why = [f"{', '.join(f'{knob} {was} → {now}' for knob, (was, now) in each.knobs.items())}: {each.why}."
+           for each in found.decisions]
+    return {"settings": settings, "considered": found.considered, "why": [*crowded(here), *why]}

@@ -10,8 +10,10 @@ import hmac
 import re
 from collections.abc import Sequence
 from http.cookies import CookieError, SimpleCookie
+from ipaddress import ip_address
 from typing import NamedTuple
 
+# What a browser may call an address that only this machine reaches, besides that address itself.
 OWN_NAMES = ("127.0.0.1", "localhost", "[::1]")
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9._-]{1,253})(?::([0-9]{1,5}))?")
 
@@ -38,6 +40,12 @@ class Door(NamedTuple):
 
     port: int
     token: str = ""
+    host: str = "127.0.0.1"
+
+    @property
+    def name(self) -> str:
+        """As it stands in an address."""
+        return f"[{ip_address(self.host).compressed}]" if ":" in self.host else self.host
 
     @property
     def cookie(self) -> str:
@@ -49,9 +57,9 @@ def refusal(door: Door, path: str, headers: Sequence[tuple[bytes, bytes]]) -> Re
     hosts = _all(headers, b"host")
     if len(hosts) != 1 or not (named := _HOST.fullmatch(hosts[0])):
         return Refusal(400, "A request names one host, and this one does not.")
-    if not door.token and (named[1].lower() not in OWN_NAMES or int(named[2] or 80) != door.port):
-        return Refusal(421, f"This server is http://127.0.0.1:{door.port}, and was asked as {hosts[0]!r}.",
-                       f"http://127.0.0.1:{door.port}/")
+    if not door.token and (named[1].lower() not in (*OWN_NAMES, door.name) or int(named[2] or 80) != door.port):
+        return Refusal(421, f"This server is http://{door.name}:{door.port}, and was asked as {hosts[0]!r}.",
+                       f"http://{door.name}:{door.port}/")
     origins, sites = _all(headers, b"origin"), _all(headers, b"sec-fetch-site")
     if any(origin != f"http://{hosts[0]}" for origin in origins):
         return Refusal(403, "Another site's page asked for this.")

@@ -33,7 +33,8 @@ def serve(options: ServeOptions) -> int:
     from .serving import make_server  # before anything is said: a missing package is
 
     listening = listen(options.host, options.port)
-    door = Door(listening.getsockname()[1], "" if _is_loopback(options.host) else secrets.token_urlsafe(18))
+    host, port = listening.getsockname()[:2]
+    door = Door(port, "" if _is_loopback(host) else secrets.token_urlsafe(18), host)
     with suppress(KeyboardInterrupt):
         address = _announced(options, door)
         if options.browser and _has_screen():
@@ -46,7 +47,7 @@ def _announced(options: ServeOptions, door: Door) -> str:
     """The address, once it is said."""
     if options.port and door.port != options.port:
         print(f"Port {options.port} is taken: {door.port} it is.")
-    address = address_of(options.host, door)
+    address = address_of(door)
     print(f"The planner is at {address}\nCtrl-C ends it.", flush=True)
     if door.token:
         print("Whoever has this address can open it, and it goes over the network in plain text. Safer: fitgpt serve "
@@ -96,16 +97,14 @@ def _bound(host: str, port: int) -> socket.socket:
     return sock
 
 
-def address_of(host: str, door: Door) -> str:
+def address_of(door: Door) -> str:
     """One that can be opened: 0.0.0.0 is every address of this machine, and its name is one of them."""
-    name = "127.0.0.1" if _is_loopback(host) and ":" not in host else f"[{host}]" if ":" in host else host
-    if host in ("0.0.0.0", "::"):
-        name = socket.gethostname()
+    name = socket.gethostname() if ipaddress.ip_address(door.host).is_unspecified else door.name
     return f"http://{name}:{door.port}/" + (f"?token={door.token}" if door.token else "")
 
 
 def _is_loopback(host: str) -> bool:
-    return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    return ipaddress.ip_address(host).is_loopback
 
 
 def _has_screen() -> bool:

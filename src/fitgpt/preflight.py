@@ -41,7 +41,7 @@ def check(config: RunConfig, planned: PlanFile | None = None, *, sleep: Callable
     """Waits, if that is allowed, and refuses (DeviceError) what cannot fit. Where there is no NVIDIA GPU, or only
     torch can say which, nothing is checked."""
     last_said, waited = -SAY_EVERY_S, 0.0
-    known: dict[Setting, Forecast] = {}
+    known: dict[tuple[Setting, int], Forecast] = {}
     while True:
         seen = driver.survey() if config.device not in ("cpu", "mps") else driver.Survey()
         found = _place(config, seen)
@@ -51,9 +51,10 @@ def check(config: RunConfig, planned: PlanFile | None = None, *, sleep: Callable
             return Checked()
         if config.eval_only:
             return Checked(_others(seen))
-        if found.setting not in known:
-            known[found.setting] = forecast.forecast(with_data(config)[0], found.setting)
-        plan = MemoryPlan(known[found.setting], found.budget)
+        here = (found.setting, found.budget.reserve_limit)
+        if here not in known:
+            known[here] = forecast.forecast(with_data(config)[0], found.setting, limit=found.budget.reserve_limit)
+        plan = MemoryPlan(known[here], found.budget)
         if planned is not None:
             planned.compare(found, plan)
         if plan.fits:

@@ -52,8 +52,8 @@ def explain_reading(reading: Reading, run: Run | None = None, card: Card | None 
     used, process = reading.used, reading.process
     if used is not None and process is not None and process > used:
         raise UsageError(f"--process {show_bytes(process)} is more than --reading {show_bytes(used)}: the card's "
-                         "figure includes every process's.", f"--reading={process // MiB}MiB --process={used // MiB}MiB, the "
-                         "other way round?")
+                         "figure includes every process's.",
+                         f"--reading={process // MiB}MiB --process={used // MiB}MiB, the other way round?")
     if process is None and run is not None and card is not None and used is not None:
         forecast = run.forecast.reserved + _outside(card)
         if forecast <= used:

@@ -193,8 +193,10 @@ def basis_words(plan: MemoryPlan, basis: Basis) -> str:
     if not basis.in_all or basis.worst_percent is None:
         return f"no recorded runs of {trainer}: this forecast has not been compared with a measurement"
     here = f"{basis.on_card or 'none'} on this card"
-    return (f"{basis.in_all} recorded runs of {trainer}, {here}; the worst figure was {abs(basis.worst_percent):.2f} % "
-            f"{'above' if basis.worst_percent > 0 else 'below'} what was measured")
+    off = abs(basis.worst_percent)
+    worst = "no figure was 0.01 % off" if off < 0.01 else (
+        f"the worst figure was {off:.2f} % {'above' if basis.worst_percent > 0 else 'below'} what was measured")
+    return f"{basis.in_all} recorded runs of {trainer}, {here}; {worst}"
 
 
 # ---- tables

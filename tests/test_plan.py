@@ -461,3 +461,13 @@ def write_chars(folder: Path, train: int) -> None:
     letters = [chr(33 + number) for number in range(65)]
     (folder / "meta.pkl").write_bytes(pickle.dumps({
         "vocab_size": 65, "itos": dict(enumerate(letters)), "stoi": {letter: n for n, letter in enumerate(letters)}}))
+
+
+def test_every_card_that_fits_has_a_speed_where_there_is_an_estimate(ask: Any) -> None:
+    lines = ask(*SMALL, "--all-cards").out.splitlines()
+    assert all("tok/s" in line for line in lines if "  fits" in line)
+    told = ask(*SMALL, "--all-cards", "--json").json["cards"]
+    low, high = next(card["tokens_per_s"] for card in told if card["card"] == "RTX 4070")
+    assert 0 < low <= high
+    assert all(card["tokens_per_s"] is None for card in ask(*SMALL, "--all-cards", "--json",
+                                                            "--trainer=nanogpt").json["cards"])

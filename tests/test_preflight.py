@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from fitgpt import driver, place, planfile, supervise
+from fitgpt import driver, host, place, planfile, supervise
 from fitgpt import onboard as onboard_module
 from fitgpt.config import RunConfig, check_resume
 from fitgpt.driver import GpuProcess, GpuReading, Survey
@@ -303,5 +303,5 @@ def test_room_leaves_what_is_to_be_left_and_stays_under_the_cap(
 def test_its_ladder_leans_on_the_host_only_where_that_has_memory(
         boarded: Callable[..., tuple[Onboard, list[int]]], monkeypatch: pytest.MonkeyPatch, there: int | None,
         offloads: bool) -> None:
-    monkeypatch.setattr(onboard_module, "available_memory", lambda: there)
+    monkeypatch.setattr(host, "available_memory", lambda: there)
     assert any("offload" in rung.changes for rung in boarded()[0].ladder()) is offloads

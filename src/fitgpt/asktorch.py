@@ -16,9 +16,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from .driver import check_allocator_env
+from .driver import ALLOCATOR_VARIABLES, check_allocator_env
 from .errors import DeviceError, FitError
-from .supervise import ALLOCATOR_VARIABLES, child_environment
+from .supervise import child_environment
 
 TORCH_TIMEOUT_S = 180      # a first import from a slow disk takes minutes
 COMPILER_TIMEOUT_S = 60

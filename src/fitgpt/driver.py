@@ -223,7 +223,7 @@ def _mib(cell: str) -> int | None:
 
 # The allocator's environment. torch reads it when it loads, and answers a mistake with an internal assertion.
 
-_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch 2.9 honours only the second
 _BOOLEAN = ("expandable_segments", "pinned_use_background_threads", "pinned_use_cuda_host_register",
             "pinned_use_hip_host_register", "release_lock_on_cudamalloc", "release_lock_on_hipmalloc",
             "graph_capture_record_stream_reuse", "throw_on_cudamalloc_oom")
@@ -235,7 +235,7 @@ _OTHER = ("roundup_power2_divisions", "garbage_collection_threshold", "per_proce
 
 def check_allocator_env(env: Mapping[str, str]) -> None:
     """Refuse what torch 2.11 to 2.13 could not read. An option it may know and we do not is let through."""
-    for variable in _ALLOCATOR_VARIABLES:
+    for variable in (*ALLOCATOR_VARIABLES, "PYTORCH_HIP_ALLOC_CONF"):
         if value := env.get(variable, ""):
             wrong = _allocator_fault(value)
             if wrong:

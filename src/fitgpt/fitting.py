@@ -27,7 +27,7 @@ from .fit.goals import reach
 from .fit.ladder import ladder
 from .fit.measure import SECONDS_EACH, measured
 from .fit.permission import parse_allow
-from .host import available_memory
+from .host import SHARE, spare_memory
 from .knobs import Assignment, build, knobs_of, shown
 from .memory import forecast, gpt
 from .nouns import Budget, Fitted
@@ -38,7 +38,6 @@ from .show import fitting as show
 from .units import GiB, MiB, show_bytes
 
 UNSURE = 128 * MiB  # what cards.outside_by_rule may be off by: most messages it was drawn through lie within 110 MiB
-HOST_SHARE = 0.8         # of the host's memory that is available: so much may hold what is kept out of the card
 ASSUMED_HOST = 32 * GiB  # of a machine that is not here
 
 
@@ -60,7 +59,7 @@ def fit(assignments: Sequence[Assignment]) -> int:
     notes = [*question.notes, *crowded(here)]
     fitted = reach(asked.goal, question.config, here, parse_allow(asked.allow))
     if asked.gpu and fitted.chosen is not None and fitted.chosen.config.offload != "none":
-        notes.append(f"The host is taken to have {show_bytes(ASSUMED_HOST)} of memory, {HOST_SHARE:.0%} of it for "
+        notes.append(f"The host is taken to have {show_bytes(ASSUMED_HOST)} of memory, {SHARE:.0%} of it for "
                      "this.")
     if asked.measure and fitted.chosen is not None:
         fitted = by_the_clock(fitted, question.config, here)
@@ -114,7 +113,7 @@ def here_for(found: Place, config: RunConfig, *, is_here: bool) -> Here:
     keep_small = is_here and not config.budget and someone_computes(config.device)
     budget = found.budget if config.budget or config.leave else with_a_margin(found)
     return Here(found.setting, budget, found.card, config.batch_size if keep_small else None,
-                host_memory() if is_here else int(HOST_SHARE * ASSUMED_HOST))
+                spare_memory() if is_here else int(SHARE * ASSUMED_HOST))
 
 
 def crowded(here: Here) -> list[str]:
@@ -172,11 +171,6 @@ def is_own(pid: int) -> bool:
         return os.stat(f"/proc/{pid}").st_uid == os.getuid()
     except (OSError, AttributeError):  # gone, in another container, or no such thing on this system
         return False
-
-
-def host_memory() -> int | None:
-    available = available_memory()
-    return None if available is None else int(HOST_SHARE * available)
 
 
 # ---- by the clock

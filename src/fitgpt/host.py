@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+SHARE = 0.8
 MEMINFO, CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 
 
@@ -25,6 +26,12 @@ def available_memory(meminfo: Path = MEMINFO, group: Path = CGROUP) -> int | Non
 
     known = [nbytes for nbytes in (or_none(available), or_none(allowed)) if nbytes is not None]
     return min(known, default=None)
+
+
+def spare_memory() -> int | None:
+    """What a run may keep there: a share, because others will want some too."""
+    available = available_memory()
+    return None if available is None else int(SHARE * available)
 
 
 def or_none(ask: Callable[[], int]) -> int | None:

@@ -12,7 +12,7 @@ from .engine.device import DeviceChoice
 from .engine.loss import triton_works
 from .engine.signs import may_spill
 from .fit.ladder import Rung, ladder
-from .host import available_memory
+from .host import spare_memory
 from .memory import forecast
 from .memory.setting import Setting
 from .nouns import MemoryPlan
@@ -21,7 +21,6 @@ from .preflight import does_not_fit
 from .units import parse_bytes
 
 NOT_PLANNED = "memory: not planned, because the run is not on an NVIDIA GPU."
-HOST_SHARE = 0.8  # of the host's memory that is available, as for `fit`
 
 
 @dataclass
@@ -41,9 +40,8 @@ class Onboard:
 
     def ladder(self) -> Sequence[Rung]:
         if self.rungs is None:
-            there = available_memory()
             self.rungs = ladder(self.config, self.found.setting if self.found else Setting(),
-                                host_bytes=None if there is None else int(HOST_SHARE * there))
+                                host_bytes=spare_memory())
         return self.rungs
 
     def room(self) -> int | None:

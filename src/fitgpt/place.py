@@ -24,7 +24,6 @@ from .units import MiB, parse_bytes, show_bytes
 if TYPE_CHECKING:
     from .driver import GpuReading, Survey
 
-ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 WITHOUT_A_GPU = "fitgpt plan --gpu 4070 plans for a card that is not here; fitgpt cards lists them."
 NEIGHBOURS_NAMED = 3
 
@@ -142,6 +141,8 @@ def _installed_torch() -> str:
 
 def _expandable(windows: bool) -> bool:
     """`train` asks for expandable segments, unless the user's environment says something else."""
+    from .driver import ALLOCATOR_VARIABLES  # asked for late: it loads what plans for other cards never need
+
     told = [value for name in ALLOCATOR_VARIABLES if (value := os.environ.get(name))]
     return not windows and all("expandable_segments:true" in value.replace(" ", "").lower() for value in told)
 

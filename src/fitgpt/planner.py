@@ -25,7 +25,7 @@ from .memory.changes import Change, PricedChange, holdings, priced, single_chang
 from .memory.setting import Setting
 from .nouns import MemoryPlan
 from .options import CardsOptions, PlanQuestions
-from .outlook import of_length, outlook
+from .outlook import of_length, outlook, tokens_per_s
 from .place import Place, beside
 from .show import planning as show
 from .units import MiB, show_bytes
@@ -103,13 +103,17 @@ def _all_cards(question: Question) -> int:
                          "Leave one of them out.")
     config, _ = of_length(question.config, asked, question.data, question.missing, None)
     rows = card_verdicts(config, asked.trainer, size(asked.others) or 0, asked.torch)
+    speeds = {card.name: speed for card in cards.load() if card.vendor == "nvidia"
+              and (speed := tokens_per_s(config, card, asked.trainer)) is not None}
     if asked.json:
         print(json.dumps({"schema": SCHEMA, "trainer": asked.trainer, "cards": [
-            {"card": each.name, "usable_bytes": each.usable, "needs_bytes": None if each.problem else each.needs,
+            {"card": each.name, "tokens_per_s": speeds.get(each.name), "usable_bytes": each.usable,
+             "needs_bytes": None if each.problem else each.needs,
              "headroom_bytes": None if each.problem else each.headroom, "fits": each.fits, "problem": each.problem}
             for each in rows]}, indent=1, ensure_ascii=False))
     else:
-        print(show.all_cards_table(rows), end="")
+        print(show.all_cards_table(rows, {each.name: speeds[each.name] for each in rows
+                                          if each.fits and each.name in speeds}), end="")
     return 0 if any(each.fits for each in rows) else 1
 
 

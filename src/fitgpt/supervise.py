@@ -25,7 +25,7 @@ from . import planfile, preflight
 from .child import stop_signals
 from .config import RunConfig, check_resume, resolve
 from .data.header import summarise
-from .driver import check_allocator_env
+from .driver import ALLOCATOR_VARIABLES, check_allocator_env
 from .engine.parallel import require_one_process
 from .errors import (
     STOPPED_AT_ONCE,
@@ -42,7 +42,6 @@ from .errors import (
 from .knobs import Assignment
 from .runfolder import recorded_config, step_folders
 
-ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch 2.9 honours only the second
 ALLOCATOR_DEFAULT = "expandable_segments:True"  # one growing range a pool: far less lost between blocks
 # The blank line is for a live bar to draw over.
 STOPPING = b"\nStopping: finishing what is under way, then saving. Ctrl-C once more stops at once.\n\n"

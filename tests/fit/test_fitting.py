@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from fitgpt import cli, driver, fitting, planfile, timing
+from fitgpt import cli, driver, fitting, host, planfile, timing
 from fitgpt.cards import find
 from fitgpt.config import RunConfig
 from fitgpt.driver import GpuProcess, GpuReading, Survey
@@ -220,12 +220,12 @@ def test_the_largest_model_stays_within_the_hosts_memory_too(say: Any) -> None:
 
 
 def test_of_the_hosts_memory_only_what_is_available_is_counted_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fitting, "available_memory", lambda: 10 * GiB)
+    monkeypatch.setattr(host, "available_memory", lambda: 10 * GiB)
     found = fitting.place.named("4070", others=None, budget=None)
     assert fitting.here_for(found, RunConfig(budget="9GiB"), is_here=True).host_bytes == 8 * GiB
     named = fitting.here_for(found, RunConfig(), is_here=False)
-    assert named.host_bytes == int(fitting.HOST_SHARE * fitting.ASSUMED_HOST)
-    monkeypatch.setattr(fitting, "available_memory", lambda: None)
+    assert named.host_bytes == int(host.SHARE * fitting.ASSUMED_HOST)
+    monkeypatch.setattr(host, "available_memory", lambda: None)
     assert fitting.here_for(found, RunConfig(budget="9GiB"), is_here=True).host_bytes is None
 
 

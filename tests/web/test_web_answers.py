@@ -15,7 +15,7 @@ from urllib.parse import urlencode
 import pytest
 from web_server import NOTES
 
-from fitgpt import fitting, planner
+from fitgpt import fitting, host, planner
 from fitgpt.cli import VERBS, options_of
 from fitgpt.config import RunConfig
 from fitgpt.errors import DoesNotFit, UsageError
@@ -264,13 +264,13 @@ def test_fitting_keeps_to_the_limits_that_fit_keeps_to(monkeypatch: pytest.Monke
     question = asked(**SMALL)
     fitted.fitted(question)
     assert heres[0].budget.reserve_limit == question.place.budget.reserve_limit - fitting.UNSURE
-    assert heres[0].host_bytes == int(fitting.HOST_SHARE * fitting.ASSUMED_HOST)
+    assert heres[0].host_bytes == int(host.SHARE * fitting.ASSUMED_HOST)
     assert heres[0].most_batch is None
     fitted.fitted(asked(**SMALL, budget="2GiB"))
     assert heres[1].budget.reserve_limit == asked(**SMALL, budget="2GiB").place.budget.reserve_limit
 
     monkeypatch.setattr(fitting, "someone_computes", lambda device: True)
-    monkeypatch.setattr(fitting, "available_memory", lambda: 10 * GiB)
+    monkeypatch.setattr(host, "available_memory", lambda: 10 * GiB)
     here = question._replace(questions=replace(question.questions, gpu=""))
     told = fitted.fitted(here)
     assert (heres[2].most_batch, heres[2].host_bytes) == (4, 8 * GiB)

@@ -27,7 +27,7 @@ class Run:
 
     @property
     def expandable(self) -> bool:
-        return self.setting.expandable and self.trainer == "fitgpt"
+        return self.setting.expands(self.trainer)
 
     @cached_property
     def settled(self) -> RunConfig:

@@ -232,7 +232,6 @@ RULES = (
          "The plain case: the run is larger than the card. The config tells what it holds, and what each change saves.",
          unpriced=SMALLER),
 )
-BY_CODE = {rule.code: rule for rule in RULES}
 ALONE = {"OOM-KILLED", "OOM-CPU", "OOM-MPS", "OOM-CUBLAS", "OOM-DRIVER", "OOM-CUT"}  # nothing more can be known
 
 

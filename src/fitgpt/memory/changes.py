@@ -247,7 +247,7 @@ def _smallest(family: list[Option], enough: Callable[[Option], bool]) -> Option 
 
 def _tape(config: RunConfig, setting: Setting, trainer: str) -> tuple[Tape, bool]:
     """The tape, and whether its segments expand."""
-    return tape_of(settled(config, setting), setting, trainer), setting.expandable and trainer == "fitgpt"
+    return tape_of(settled(config, setting), setting, trainer), setting.expands(trainer)
 
 
 def _asked_at_most(tape: Tape) -> int:

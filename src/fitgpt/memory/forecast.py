@@ -30,7 +30,7 @@ def tape_of(config: RunConfig, setting: Setting, trainer: str = "fitgpt") -> Tap
 def forecast(config: RunConfig, setting: Setting, trainer: str = "fitgpt", limit: int | None = None) -> Forecast:
     """`limit`: what the allocator may reserve, if that is known: then what is needed is true of it, too."""
     config = settled(config, setting)
-    tape, expandable = tape_of(config, setting, trainer), setting.expandable and trainer == "fitgpt"
+    tape, expandable = tape_of(config, setting, trainer), setting.expands(trainer)
     timeline = replay(tape, expandable=expandable)
     peaks = timeline.peaks()
     needed = needs(tape, expandable=expandable, free_run=timeline)
@@ -66,7 +66,7 @@ def plan(config: RunConfig, setting: Setting, budget: Budget, trainer: str = "fi
 
 def needs_by_limit(config: RunConfig, setting: Setting, trainer: str = "fitgpt") -> Callable[[int], int]:
     """What a run needs, as true of each limit that is then asked about; the tape is written and searched once."""
-    tape, expandable = tape_of(settled(config, setting), setting, trainer), setting.expandable and trainer == "fitgpt"
+    tape, expandable = tape_of(settled(config, setting), setting, trainer), setting.expands(trainer)
     free_run = replay(tape, expandable=expandable)
     usual = needs(tape, expandable=expandable, free_run=free_run)
     return lambda limit: needs_under(limit, tape, usual, free_run=free_run, expandable=expandable)
@@ -75,7 +75,7 @@ def needs_by_limit(config: RunConfig, setting: Setting, trainer: str = "fitgpt")
 def timeline_of(config: RunConfig, setting: Setting, trainer: str = "fitgpt") -> Timeline:
     """The run replayed: what draws the tape over time."""
     config = settled(config, setting)
-    return replay(tape_of(config, setting, trainer), expandable=setting.expandable and trainer == "fitgpt")
+    return replay(tape_of(config, setting, trainer), expandable=setting.expands(trainer))
 
 
 def settled(config: RunConfig, setting: Setting) -> RunConfig:

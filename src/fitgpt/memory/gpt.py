@@ -8,8 +8,9 @@ own, after unused memory was given back; later ones allocate nothing.
 from __future__ import annotations
 
 from ..config import RunConfig
+from ..savers import loss_piece_tokens
 from . import optimizers
-from .parts import SCALAR, Sizes, piece_of
+from .parts import SCALAR, Sizes
 from .passes import Passes
 from .setting import Setting
 from .tape import ORDINARY, RECORDED, SIDE, Tape, Writer
@@ -66,7 +67,7 @@ def sizes(config: RunConfig, setting: Setting, batch: int, block: int, *, traini
         widens=config.weights != config.residual, bias=config.bias,
         dropout=training and config.dropout > 0, compiled=bool(config.compile), kernel=setting.attention(config),
         triton=setting.compiles, workspace=setting.workspace, sms=setting.sms,
-        piece=piece_of(batch * block, config.vocab_size, config.loss_chunk))
+        piece=loss_piece_tokens(batch * block, config.vocab_size, config.loss_chunk))
 
 
 class Run:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..savers import loss_piece_tokens
 from .tape import RECORDED, Writer
 
 SCALAR = 4
@@ -52,10 +51,6 @@ class Sizes:
         """C once every head is as wide as the kernels want it; 0 where nothing is padded."""
         head = self.c // self.heads
         return 0 if head % HEAD_MULTIPLE == 0 else -(-head // HEAD_MULTIPLE) * HEAD_MULTIPLE * self.heads
-
-
-def piece_of(tokens: int, vocab: int, asked: int) -> int:
-    return loss_piece_tokens(tokens, vocab, asked)
 
 
 class Parts:

@@ -69,13 +69,17 @@ class Setting:
             return "cudnn"
         return "flash" if head <= 256 else "efficient"
 
+    def expands(self, trainer: str) -> bool:
+        """Whether a run's segments are expandable: fitgpt asks for them, nanoGPT does not."""
+        return self.expandable and trainer == "fitgpt"
+
     def in_words(self, config: RunConfig, trainer: str) -> dict[str, str]:
         measured = self.torch in MEASURED_TORCH
         return {
             "torch": self.torch if measured else f"{self.torch} (recorded runs are of {MEASURED_TORCH[0]})",
             "attention": self.attention(config, trainer),
             "compile": "compiled" if config.compile else "eager",
-            "allocator": "expandable segments" if self.expandable and trainer == "fitgpt" else "native"}
+            "allocator": "expandable segments" if self.expands(trainer) else "native"}
 
 
 def setting_for(card: Card, *, torch: str = DEFAULT_TORCH, windows: bool = False) -> Setting:

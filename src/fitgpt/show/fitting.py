@@ -8,7 +8,7 @@ from typing import Any
 
 from ..nouns import Decision, Fitted, SpeedEstimate, Standing
 from ..units import GiB, show_bytes, show_count
-from .planning import table
+from .planning import article, signed, table
 
 ROWS, MARGIN = 9, 8          # of the picture, and the columns of its figures
 PICTURE = 64                 # columns of it, at most
@@ -22,7 +22,7 @@ PERMISSIONS = {"free": "nothing that is trained changes", "places": "part of it 
 def fit_text(fitted: Fitted, run: str, *, width: int = 80, notes: Sequence[str] = (), todo: str = "") -> str:
     """`run`: what was asked for, in words; `todo`: what to type next."""
     chosen, budget = fitted.chosen, fitted.budget
-    where = f" on {_article(budget.card)} {budget.card}" if budget.card else ""
+    where = f" on {article(budget.card)} {budget.card}" if budget.card else ""
     parts = [_wrapped(f"{run}{where}: {verdict(fitted)}", width)]
     if chosen is not None:
         parts.append(beside_each_other(fitted, width))
@@ -67,7 +67,7 @@ def beside_each_other(fitted: Fitted, width: int) -> str:
     assert chosen is not None  # only called where something was
     rows = [(knob, str(was), str(now)) for each in fitted.decisions for knob, (was, now) in each.knobs.items()]
     rows += [("needs", show_bytes(asked.needs), show_bytes(chosen.needs)),
-             ("headroom", _signed(asked.headroom), _signed(chosen.headroom)),
+             ("headroom", signed(asked.headroom), signed(chosen.headroom)),
              ("tokens/s", _speed(asked.speed), _speed(chosen.speed))]
     if chosen.measured is not None:
         before = next((each.measured for each in fitted.runners_up if each.config == asked.config), None)
@@ -187,7 +187,7 @@ def page(fitted: Fitted, run: str) -> str:
 def _figures(fitted: Fitted) -> list[tuple[str, str, str]]:
     asked, chosen = fitted.asked, fitted.chosen
     return [("needs", show_bytes(asked.needs), show_bytes(chosen.needs) if chosen else ""),
-            ("headroom", _signed(asked.headroom), _signed(chosen.headroom) if chosen else ""),
+            ("headroom", signed(asked.headroom), signed(chosen.headroom) if chosen else ""),
             ("tokens/s", _speed(asked.speed), _speed(chosen.speed) if chosen else "")]
 
 
@@ -232,15 +232,6 @@ def _speed(speed: SpeedEstimate | None) -> str:
 
 def _flags(standing: Standing) -> str:
     return " ".join(standing.flags)
-
-
-def _signed(nbytes: int) -> str:
-    return f"{'−' if nbytes < 0 else ''}{show_bytes(abs(nbytes))}"
-
-
-def _article(name: str) -> str:
-    """Before letters that are spelled out: an RTX, an A100, a GTX, a T4."""
-    return "an" if name[0] in "AEFHILMNORSX" else "a"
 
 
 def _labelled(label: str, words: str, width: int) -> list[str]:

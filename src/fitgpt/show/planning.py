@@ -85,7 +85,7 @@ def plan_text(plan: MemoryPlan, outlook: Outlook, basis: Basis, *, model: str = 
               colour: bool = False) -> str:
     """`model`: its shape and batch, in words."""
     forecast, budget = plan.forecast, plan.budget
-    where = f" on {_article(budget.card)} {budget.card}" if budget.card else ""
+    where = f" on {article(budget.card)} {budget.card}" if budget.card else ""
     title = f"{TRAINERS[forecast.trainer]}{where}: {show_count(forecast.params)} parameters"
     parts = [_wrapped(f"{title}, {model}" if model else title, width), phase_table(plan), owner_table(plan, width),
              _verdict_paragraph(plan, neighbours, width, colour)]
@@ -222,14 +222,13 @@ def option_table(priced: Sequence[Priced], needs_now: int, may_reserve: int, wid
     return "\n".join(lines) + "\n"
 
 
-def all_cards_table(verdicts: Sequence[CardVerdict], speeds: Mapping[str, tuple[float, float]] | None = None) -> str:
-    rows = [("card", "usable", "needs", "headroom", "", *(("tokens/s",) if speeds else ()))]
+def all_cards_table(verdicts: Sequence[CardVerdict], speeds: Mapping[str, tuple[float, float]]) -> str:
+    """A line a card; `speeds` of those that have an estimate."""
+    rows = [("card", "usable", "needs", "headroom", "")]
     for each in verdicts:
-        figures = (("", "", each.problem) if each.problem else
-                   (show_bytes(each.needs), _signed(each.headroom), "fits" if each.fits else "does not fit"))
-        usable = show_bytes(each.usable) if each.usable is not None else "not known"
-        speed = (_speed(speeds.get(each.name)),) if speeds else ()
-        rows.append((each.name, usable, *figures, *speed))
+        verdict = f"fits  {_speed(speeds.get(each.name))}".rstrip() if each.fits else "does not fit"
+        figures = ("", "", each.problem) if each.problem else (show_bytes(each.needs), signed(each.headroom), verdict)
+        rows.append((each.name, show_bytes(each.usable) if each.usable is not None else "not known", *figures))
     return table(rows, left=(0, 4)) + "\n"
 
 
@@ -258,12 +257,12 @@ def _less(nbytes: int) -> str:
     return "0" if abs(nbytes) < MiB else f"{'−' if nbytes > 0 else '+'}{show_bytes(abs(nbytes))}"
 
 
-def _signed(nbytes: int) -> str:
+def signed(nbytes: int) -> str:
     return f"{'−' if nbytes < 0 else ''}{show_bytes(abs(nbytes))}"
 
 
 def _speed(range_: tuple[float, float] | None) -> str:
-    return "" if range_ is None else f"{show_count(range_[0])} to {show_count(range_[1])}"
+    return "" if range_ is None else f"{_few_digits(range_[0] / 1000)}–{_few_digits(range_[1] / 1000)}k tok/s"
 
 
 def _labelled(label: str, words: str, width: int) -> list[str]:
@@ -271,7 +270,7 @@ def _labelled(label: str, words: str, width: int) -> list[str]:
                          break_long_words=False)
 
 
-def _article(name: str) -> str:
+def article(name: str) -> str:
     """Before letters that are spelled out: an RTX, an A100, a GTX, a T4."""
     return "an" if name[0] in "AEFHILMNORSX" else "a"
 

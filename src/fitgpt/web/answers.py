@@ -59,7 +59,7 @@ def peak_of(timeline: Timeline) -> int:
 
 
 def _expands(setting: Setting, trainer: str) -> bool:
-    return setting.expandable and trainer == "fitgpt"
+    return setting.expands(trainer)
 
 
 def of(asked: Asked) -> tuple[RunConfig, Timeline]:

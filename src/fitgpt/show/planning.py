@@ -224,7 +224,7 @@ def option_table(priced: Sequence[Priced], needs_now: int, may_reserve: int, wid
 
 def all_cards_table(verdicts: Sequence[CardVerdict], speeds: Mapping[str, tuple[float, float]]) -> str:
     """A line a card; `speeds` of those that have an estimate."""
-    rows = [("card", "usable", "needs", "headroom", "")]
+    rows = [("card", "usable", "needs", "headroom", "      tok/s" if speeds else "")]
     for each in verdicts:
         verdict = f"fits  {_speed(speeds.get(each.name))}".rstrip() if each.fits else "does not fit"
         figures = ("", "", each.problem) if each.problem else (show_bytes(each.needs), signed(each.headroom), verdict)
@@ -262,7 +262,7 @@ def signed(nbytes: int) -> str:
 
 
 def _speed(range_: tuple[float, float] | None) -> str:
-    return "" if range_ is None else f"{_few_digits(range_[0] / 1000)}–{_few_digits(range_[1] / 1000)}k tok/s"
+    return "" if range_ is None else f"{_few_digits(range_[0] / 1000)}–{_few_digits(range_[1] / 1000)}k"
 
 
 def _labelled(label: str, words: str, width: int) -> list[str]:

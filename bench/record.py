@@ -74,7 +74,7 @@ def write(path: Path, rows: list[dict[str, Any]]) -> None:
 def measured(case: dict[str, Any], events: str, seconds: int) -> dict[str, Any]:
     row = in_own_process(case, events, seconds)
     if case.get("sample") and "phases" in row:
-        row["phases"] |= in_own_process({**case, "only": "sample"}, "", seconds).get("phases", {})
+        row["phases"] |= in_own_process({**case, "only": "sample"}, events, seconds).get("phases", {})
     return row
 
 
@@ -114,7 +114,7 @@ def one(case: dict[str, Any], events: str) -> dict[str, Any]:
         torch.backends.cuda.enable_flash_sdp(case["kernel"] == "flash")
         torch.backends.cuda.enable_mem_efficient_sdp(case["kernel"] == "efficient")
     if case.get("only") == "sample":
-        return sampling(config, choice.dtype)
+        return sampling(config, choice.dtype, case["name"], events)
     if "cap" in case:
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(case["cap"] / total)
@@ -157,25 +157,24 @@ def one(case: dict[str, Any], events: str) -> dict[str, Any]:
     except torch.OutOfMemoryError as error:
         result["out_of_memory"] = {"phase": watch.now, "message": str(error).splitlines()[0]}
     result["phases"] = watch.peaks
-    if events:
-        with gzip.open(Path(events) / f"{case['name'].replace(' ', '_')}.json.gz", "wt") as file:
-            json.dump(watch.events, file)
+    watch.keep_events(events, case["name"])
     result["about"] = {"card": torch.cuda.get_device_name(), "torch": torch.__version__}
     return result
 
 
-def sampling(config: RunConfig, dtype: str) -> dict[str, Any]:
+def sampling(config: RunConfig, dtype: str, name: str, events: str) -> dict[str, Any]:
     """As `fitgpt sample` does it: 40 tokens after a short prompt."""
     import torch
 
     from fitgpt.engine.model import build_model
     from fitgpt.engine.sample import Taste, generate
 
-    watch = Watch(False)
+    watch = Watch(bool(events))
     with watch.phase("sample"):
         model = build_model(config.gpt_config(), torch.device("cuda"), 0)
         model.compute_dtype = getattr(torch, dtype)
         list(generate(model, [1] * 16, 40, Taste(), 0))
+    watch.keep_events(events, f"{name} sample")
     return {"phases": watch.peaks}
 
 
@@ -193,6 +192,11 @@ class Watch:
         before = self.peaks.get(self.now, {})
         self.peaks[self.now] = {"allocated": max(allocated, before.get("allocated", 0)),
                                 "reserved": max(reserved, before.get("reserved", 0))}
+
+    def keep_events(self, folder: str, name: str) -> None:
+        if folder:
+            with gzip.open(Path(folder) / f"{name.replace(' ', '_')}.json.gz", "wt") as file:
+                json.dump(self.events, file)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

@@ -89,7 +89,7 @@ class Desk:
         self.peaks.seen("train" if "first_train" in self.peaks.of else "first_train", report.memory)
         self._folder.append_metrics({"kind": "step", **asdict(report)})
         self._display.step(report)
-        for note in self._signs.of(report):
+        for note in self._signs.of(report, self.peaks.most_allocated):
             self.tell({"kind": "note", "step": report.step, "text": note})
 
     def evaluated(self, evaluation: Evaluation, *, is_best: bool) -> None:
@@ -128,8 +128,8 @@ class Signs:
         self._said: set[str] = set()
         self._usual_seconds = 0.0  # the shortest step so far
 
-    def of(self, report: StepReport) -> list[str]:
-        notes = {"fragmentation": fragmentation(report.memory)}
+    def of(self, report: StepReport, most_allocated: int) -> list[str]:
+        notes = {"fragmentation": fragmentation(report.memory.peak_reserved, most_allocated)}
         if self._may_spill and self._card_bytes:
             notes["spill"] = spill(report.memory, self._card_bytes, report.seconds, self._usual_seconds)
         self._usual_seconds = min(self._usual_seconds or report.seconds, report.seconds)

@@ -434,17 +434,24 @@ def test_memory_in_pieces_is_named() -> None:
     assert in_pieces(message) == " (3.10 GiB were held and lay unused, but in pieces too small.)"
     assert in_pieces(message.replace("3.10 GiB", "1.10 GiB")) == ""
     assert in_pieces("DefaultCPUAllocator: can't allocate memory") == ""
-    assert "the rest lies between blocks" in fragmentation(MemoryReading(0, 0, 4 * GiB, 8 * GiB))
-    assert fragmentation(MemoryReading(0, 0, 7 * GiB, 8 * GiB)) == ""
-    assert fragmentation(MemoryReading(0, 0, GiB // 4, GiB)) == ""
+    assert "the rest lies between blocks" in fragmentation(8 * GiB, 4 * GiB)
+    assert fragmentation(8 * GiB, 7 * GiB) == ""
+    assert fragmentation(GiB, GiB // 4) == ""
 
 
 def test_each_sign_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fitgpt.desk.may_spill", lambda: True)
     signs, memory = Signs(card_bytes=12 * GiB), MemoryReading(0, 13 * GiB, 5 * GiB, 13 * GiB)
     report = StepReport(0, 1.0, 1.0, 1.0, 1.0, 1.0, None, 0, 1.0, memory, 1.0)
-    assert [note.split(":")[0] for note in signs.of(report)] == ["memory", "memory"]
-    assert signs.of(report) == []
+    assert [note.split(":")[0] for note in signs.of(report, 5 * GiB)] == ["memory", "memory"]
+    assert signs.of(report, 5 * GiB) == []
+
+
+def test_a_step_that_is_replayed_from_a_recording_is_no_memory_in_pieces() -> None:
+    """Its tensors are counted only while it is recorded."""
+    replayed = MemoryReading(0, 5 * GiB, 2 * GiB, 5 * GiB)
+    report = StepReport(0, 1.0, 1.0, 1.0, 1.0, 1.0, None, 0, 1.0, replayed, 1.0)
+    assert Signs(card_bytes=12 * GiB).of(report, most_allocated=int(4.5 * GiB)) == []
 
 
 def test_a_spill_into_the_hosts_memory_is_named() -> None:

@@ -42,6 +42,10 @@ class Peaks:
             self.of[phase] = PhaseForecast(max(before.allocated, memory.peak_allocated),
                                            max(before.reserved, memory.peak_reserved))
 
+    @property
+    def most_allocated(self) -> int:
+        return max((each.allocated for each in self.of.values()), default=0)
+
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
         reset_peaks(self._device)

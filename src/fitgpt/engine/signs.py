@@ -25,13 +25,13 @@ def in_pieces(message: str) -> str:
     return f" ({unused[1]} were held and lay unused, but in pieces too small.)"
 
 
-def fragmentation(memory: MemoryReading) -> str:
-    """A note where far more is held from the driver than ever lay in tensors."""
-    lost = memory.peak_reserved - memory.peak_allocated
-    if lost < MUCH or memory.peak_reserved < FAR_ABOVE * memory.peak_allocated:
+def fragmentation(held: int, most_in_tensors: int) -> str:
+    """A note where far more is held from the driver than lay in tensors at any time since the start. Of a step alone it
+    would be no sign: PyTorch counts a recorded step's tensors only while it is recorded."""
+    if held - most_in_tensors < MUCH or held < FAR_ABOVE * most_in_tensors:
         return ""
-    return (f"memory: {show_bytes(memory.peak_reserved)} are held from the driver where at most "
-            f"{show_bytes(memory.peak_allocated)} lay in tensors: the rest lies between blocks. Expandable segments "
+    return (f"memory: {show_bytes(held)} are held from the driver where at most {show_bytes(most_in_tensors)} "
+            "lay in tensors: the rest lies between blocks. Expandable segments "
             "lose least (unset PYTORCH_ALLOC_CONF and PYTORCH_CUDA_ALLOC_CONF); a smaller --batch_size helps.")
 
 

@@ -4,7 +4,11 @@ of its own with an empty compile cache of its own; all are started once, then ta
     python bench/engine.py --case 124m -o bench/results/engine_124m_h200.json
 
 `plain` is a baseline of ours that does what nanoGPT does (bench/plain.py); `transformers` runs where it is installed.
-A contender's settings are knobs of `fitgpt train`, so what is measured here can be run there.
+A contender's settings are knobs of `fitgpt train`, so what is measured here can be run there. With `--cap 11.3GiB`
+every process may reserve so much and no more; `fitted` is then what `fitgpt fit` chooses for it, and `plain@13` plain
+with another batch:
+
+    python bench/engine.py --case 124m --cap 11.3GiB --contenders plain@14,plain@13,plain,fitted
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO, cast
 
@@ -24,8 +29,12 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "bench")]
 
 from fitgpt import __version__  # noqa: E402
+from fitgpt.cards import find  # noqa: E402
+from fitgpt.config import RunConfig  # noqa: E402
+from fitgpt.fit.choose import fit_config  # noqa: E402
+from fitgpt.place import on_card  # noqa: E402
 from fitgpt.supervise import child_environment  # noqa: E402
-from fitgpt.units import GiB  # noqa: E402
+from fitgpt.units import GiB, parse_bytes  # noqa: E402
 
 CASES: dict[str, dict[str, Any]] = {
     "124m": dict(n_layer=12, n_head=12, n_embd=768, block_size=1024, batch_size=12, accumulation=4, dtype="bfloat16"),
@@ -60,6 +69,7 @@ def main() -> None:
     parser.add_argument("--contenders", default="plain,exact,exact small,lossy,lossy small")
     parser.add_argument("--repeats", type=int, default=5, help="rounds in which every contender has its turn")
     parser.add_argument("--steps", type=int, default=15, help="of a turn, each timed; its median counts")
+    parser.add_argument("--cap", default="", help="of each process's allocator")
     parser.add_argument("--profile", default="", help="a folder for what each contender's kernels took")
     parser.add_argument("-o", "--out", default="")
     parser.add_argument("--child", help=argparse.SUPPRESS)
@@ -69,7 +79,8 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as caches:
         names = options.contenders.split(",")
-        started = {name: Contender({**CASES[options.case], **CONTENDERS[name], "steps": options.steps},
+        cap = parse_bytes(options.cap) if options.cap else None
+        started = {name: Contender({**case_of(options.case, name, cap), "steps": options.steps, "cap": cap},
                                    Path(caches) / name.replace(" ", "_")) for name in names}
         turns = [{name: each.ask("train") for name, each in started.items()} for _ in range(options.repeats)]
         summaries = [summary(name, each, [turn[name] for turn in turns]) for name, each in started.items()]
@@ -90,9 +101,33 @@ def main() -> None:
             {"what": "training speed and memory: medians over rounds in which the contenders took turns; every "
              "process began with an empty compile cache", "case": CASES[options.case],
              "date": time.strftime("%Y-%m-%d"), "fitgpt": __version__, "repeats": options.repeats,
-             "steps": options.steps,
+             "steps": options.steps, "cap_bytes": cap,
              "command": " ".join(["python", "bench/engine.py", *map(_as_typed, sys.argv[1:])]), "rows": summaries},
             indent=1) + "\n")
+
+
+def case_of(case: str, name: str, cap: int | None) -> dict[str, Any]:
+    base = CASES[case]
+    if name == "fitted":
+        assert cap
+        return fitted(base, cap)
+    known, _, batch = name.partition("@")
+    return {**base, **CONTENDERS[known], **({"batch_size": int(batch)} if batch else {})}
+
+
+def fitted(base: dict[str, Any], cap: int) -> dict[str, Any]:
+    """What `fit` makes of the case under an allocator's cap, on this card."""
+    asked = RunConfig(**{key: value for key, value in base.items() if key != "accumulation"}, vocab_size=50304,
+                      gradient_accumulation_steps=base["accumulation"])
+    place = on_card(find("H200"), torch="2.11")
+    budget = replace(place.budget, budget=cap + place.budget.outside)
+    chosen = fit_config(asked, place.setting, budget, card=place.card).chosen
+    assert chosen
+    changed = {key: value for key, value in chosen.config.to_dict().items() if value != asked.to_dict()[key]}
+    print("fitted:", changed, file=sys.stderr)
+    batch, accumulation = changed.pop("batch_size", base["batch_size"]), changed.pop("gradient_accumulation_steps",
+                                                                                    base["accumulation"])
+    return {**base, "kind": "ours", "batch_size": batch, "accumulation": accumulation, "knobs": changed}
 
 
 class Contender:
@@ -102,6 +137,7 @@ class Contender:
         environment = child_environment({
             **os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'bench'}",
             "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"), "TRITON_CACHE_DIR": str(cache / "triton")})
+        self.case = case
         self._words = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed with the process)
         self._process = subprocess.Popen([sys.executable, __file__, "--child", json.dumps(case)], env=environment,
                                          stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._words, text=True)
@@ -135,7 +171,10 @@ def serve(case: dict[str, Any]) -> None:
     from contenders import make_trainer
 
     from fitgpt.engine.meter import flops_a_token
+    from fitgpt.engine.oom import cap_memory
 
+    if case.get("cap"):
+        cap_memory("cuda", case["cap"])
     started = time.perf_counter()
     trainer, config = make_trainer(case)
     flops = flops_a_token(config, case["block_size"])
@@ -197,17 +236,20 @@ def evaluate_turn(trainer: Any, batch: tuple[Any, Any]) -> dict[str, Any]:
 
 def summary(name: str, contender: Contender, turns: list[dict[str, Any]]) -> dict[str, Any]:
     evaluation = contender.ask("evaluate")
+    told = {key: contender.case[key] for key in ("batch_size", "accumulation", "knobs") if key in contender.case}
     failed = [each["error"] for each in (contender.first, *turns, evaluation) if "error" in each]
     if failed:
-        return {"contender": name, "error": failed[0]}
+        return {"contender": name, **told, "error": failed[0]}
     middle = {key: statistics.median(turn[key] for turn in turns) for key in ("tokens_per_s", "allocated", "reserved")}
-    return {"contender": name, **middle, "mfu": middle["tokens_per_s"] * contender.first["flops_a_token"] / PEAK_FLOPS,
-            **contender.first, **evaluation, "turns": [turn["tokens_per_s"] for turn in turns]}
+    mfu = middle["tokens_per_s"] * contender.first["flops_a_token"] / PEAK_FLOPS
+    return {"contender": name, **told, **middle, "mfu": mfu, **contender.first, **evaluation,
+            "turns": [turn["tokens_per_s"] for turn in turns]}
 
 
 def compare(rows: list[dict[str, Any]]) -> None:
-    """The ratio to plain is the median of the rounds' own ratios: what slows a whole round cancels."""
-    plain = next((row for row in rows if row["contender"] == "plain" and "turns" in row), None)
+    """The ratio to plain is the median of the rounds' own ratios: what slows a whole round cancels. Of several plain
+    ones the first that ran counts: under a cap, the largest batch."""
+    plain = next((row for row in rows if row["contender"].split("@")[0] == "plain" and "turns" in row), None)
     for row in rows:
         if "turns" in row:
             row["ratio_to_plain"] = plain and statistics.median(

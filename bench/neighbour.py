@@ -58,7 +58,8 @@ def main() -> int:
     verdict = judge(alone, beside, options.steps)
     result = {"what": "GPT-2 124M, 2 × 16 × 1024, alone and beside a process that takes the card's memory",
               "date": time.strftime("%Y-%m-%d"), "fitgpt": __version__,
-              "command": "python bench/neighbour.py", "steps": options.steps, "leaves": options.leaves, **verdict, "alone": alone,
+              "command": "python bench/neighbour.py", "steps": options.steps, "leaves": options.leaves,
+              **verdict, "alone": alone,
               "beside": beside}
     if options.out:
         Path(options.out).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

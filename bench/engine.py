@@ -70,6 +70,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5, help="rounds in which every contender has its turn")
     parser.add_argument("--steps", type=int, default=15, help="of a turn, each timed; its median counts")
     parser.add_argument("--cap", default="", help="of each process's allocator")
+    parser.add_argument("--together", action="store_true", help="start all at once: first steps then say nothing")
     parser.add_argument("--profile", default="", help="a folder for what each contender's kernels took")
     parser.add_argument("-o", "--out", default="")
     parser.add_argument("--child", help=argparse.SUPPRESS)
@@ -80,14 +81,21 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as caches:
         names = options.contenders.split(",")
         cap = parse_bytes(options.cap) if options.cap else None
-        started = {name: Contender({**case_of(options.case, name, cap), "steps": options.steps, "cap": cap},
-                                   Path(caches) / name.replace(" ", "_")) for name in names}
+        started = dict[str, Contender]()
+        for name in names:
+            case = {**case_of(options.case, name, cap), "steps": options.steps, "cap": cap}
+            started[name] = Contender(case, Path(caches) / name.replace(" ", "_"))
+            if not options.together:
+                started[name].wait()
+        for each in started.values():
+            each.wait()
         turns = [{name: each.ask("train") for name, each in started.items()} for _ in range(options.repeats)]
         summaries = [summary(name, each, [turn[name] for turn in turns]) for name, each in started.items()]
         for row in summaries if "exact" in names else []:
             if row["contender"] == "exact":
-                alone = Contender({**CASES[options.case], **CONTENDERS["exact"], "alone": True}, Path(caches) / "exact")
-                row["evaluation_alone"] = alone.first
+                alone = Contender({**case_of(options.case, "exact", cap), "cap": cap, "alone": True},
+                                  Path(caches) / "exact")
+                row["evaluation_alone"] = alone.wait()
                 alone.close()
         for name in names if options.profile else []:
             (Path(options.profile) / f"{options.case}_{name.replace(' ', '_')}.json").write_text(
@@ -101,7 +109,7 @@ def main() -> None:
             {"what": "training speed and memory: medians over rounds in which the contenders took turns; every "
              "process began with an empty compile cache", "case": CASES[options.case],
              "date": time.strftime("%Y-%m-%d"), "fitgpt": __version__, "repeats": options.repeats,
-             "steps": options.steps, "cap_bytes": cap,
+             "steps": options.steps, "cap_bytes": cap, "together": options.together,
              "command": " ".join(["python", "bench/engine.py", *map(_as_typed, sys.argv[1:])]), "rows": summaries},
             indent=1) + "\n")
 
@@ -141,7 +149,12 @@ class Contender:
         self._words = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed with the process)
         self._process = subprocess.Popen([sys.executable, __file__, "--child", json.dumps(case)], env=environment,
                                          stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._words, text=True)
-        self.first = self._answer()
+        self.first: dict[str, Any] = {}
+
+    def wait(self) -> dict[str, Any]:
+        """For its first step."""
+        self.first = self.first or self._answer()
+        return self.first
 
     def ask(self, what: str) -> dict[str, Any]:
         if "error" in self.first:

@@ -2,11 +2,11 @@
 
     python bench/neighbour.py -o bench/results/neighbour_h200.json
 
-The same short run of GPT-2 124M twice: alone, and beside a process that waits for some steps and then takes all that is
-free but for a little, and whatever the run gives back, for as long as it stays. A run that has all it will ever need
-does not notice such a neighbour: PyTorch keeps what it once had. So this one is resumed without a rehearsal, its GPU
-work is not recorded, and its evaluations need more than its training: at the first of them it must ask for memory that
-is gone, and gives back what training will want again.
+The same short run of GPT-2 124M, begun once and gone on with twice: alone, and beside a process that waits for some
+steps and then takes all that is free but for a little, and whatever the run gives back, for as long as it stays. A run
+that has all it will ever need does not notice such a neighbour: PyTorch keeps what it once had. So this one is resumed
+without a rehearsal, its GPU work is not recorded, and its evaluations need more than its training: at the first of them
+it must ask for memory that is gone, and gives back what training will want again.
 
 It passes if both runs end well, memory ran out at least once in a training step, every step was taken once, and the
 losses of the two agree but for rounding.
@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -34,14 +35,15 @@ RUN = ["--n_layer=12", "--n_head=12", "--n_embd=768", "--block_size=1024", "--ba
        "--gradient_accumulation_steps=2", "--eval_batch_size=384", "--eval_iters=24", "--eval_interval=20",
        "--log_interval=1", "--warmup_iters=10", "--lr_decay_iters=200", "--vocab_size=50304", "--cuda_graphs=False",
        "--step_up"]
-ALONE_FIRST = 20  # steps of a first process, which nobody disturbs; its last evaluation is not repeated by the second
+ALONE_FIRST = 20  # steps of a first process; its last evaluation is not repeated by the others
 PIECE = 64 * MiB
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])}
 AGREE = 0.02  # of the loss: in bfloat16 another split of a step rounds otherwise, and steps add up
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--after", type=int, default=24, help="steps before the neighbour comes")
     parser.add_argument("--stays_s", type=float, default=10.0)
     parser.add_argument("--leaves", default="2.5GiB", help="what it leaves free")
@@ -53,14 +55,14 @@ def main() -> int:
         return 0
     with tempfile.TemporaryDirectory() as folder:
         write_tokens(Path(folder) / "data")
+        begin(Path(folder))
         alone = run(Path(folder), "alone", options.steps)
         beside = run(Path(folder), "beside", options.steps, neighbour=options)
     verdict = judge(alone, beside, options.steps)
     result = {"what": "GPT-2 124M, 2 × 16 × 1024, alone and beside a process that takes the card's memory",
               "date": time.strftime("%Y-%m-%d"), "fitgpt": __version__,
               "command": "python bench/neighbour.py", "steps": options.steps, "leaves": options.leaves,
-              **verdict, "alone": alone,
-              "beside": beside}
+              **verdict, "alone": alone, "beside": beside}
     if options.out:
         Path(options.out).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(verdict, indent=1))
@@ -78,23 +80,33 @@ def write_tokens(folder: Path) -> None:
     tokens[5_500_000:].tofile(folder / "val.bin")
 
 
+def begin(folder: Path) -> None:
+    """The steps that nobody disturbs."""
+    subprocess.run([*command(folder, "begun"), f"--max_iters={ALONE_FIRST}"], env=ENVIRONMENT, stdout=sys.stderr,
+                   check=True)
+
+
+def command(folder: Path, name: str) -> list[str]:
+    """`fitgpt train` as a user types it."""
+    return [sys.executable, "-m", "fitgpt", "train", *RUN, f"--dataset={folder / 'data'}", f"--out_dir={folder / name}"]
+
+
 def run(folder: Path, name: str, steps: int, neighbour: argparse.Namespace | None = None) -> dict[str, Any]:
-    """`fitgpt train` as a user types it, and its record."""
+    """The rest of the run, and its record."""
     out = folder / name
-    command = [sys.executable, "-m", "fitgpt", "train", *RUN, f"--dataset={folder / 'data'}", f"--out_dir={out}"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    subprocess.run([*command, f"--max_iters={ALONE_FIRST}"], env=environment, stdout=sys.stderr, check=True)
-    training = subprocess.Popen([*command, "--resume", "--rehearse=False", f"--max_iters={steps}"], env=environment,
-                                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+    shutil.copytree(folder / "begun", out)
+    training = subprocess.Popen([*command(folder, name), "--resume", "--rehearse=False", f"--max_iters={steps}"],
+                                env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                                errors="replace")
     other = None
     if neighbour is not None:
         other = subprocess.Popen([sys.executable, __file__, "--neighbour", str(out / "metrics.jsonl"), "--after",
                                   str(neighbour.after), "--stays_s", str(neighbour.stays_s), "--leaves",
-                                  neighbour.leaves], stdout=subprocess.PIPE, text=True, env=environment)
+                                  neighbour.leaves], stdout=subprocess.PIPE, text=True, env=ENVIRONMENT)
     said, _ = training.communicate()
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     found: dict[str, Any] = {
-        "exit_code": training.returncode, "last_words": said.strip().splitlines()[-4:],
+        "exit_code": training.returncode, "last_words": said.replace(str(folder), "…").strip().splitlines()[-4:],
         "device_name": rows[0]["device_name"], "versions": rows[0]["versions"],
         "losses": {row["step"]: row["loss"] for row in rows if row["kind"] == "step"},
         "val_losses": {row["step"]: row["losses"][1]["mean"] for row in rows if row["kind"] == "eval"},

@@ -21,7 +21,7 @@ from .config import RunConfig
 from .errors import UsageError
 from .knobs import Assignment, knobs_of, walk
 from .memory import forecast, gpt
-from .memory.changes import Change, PricedChange, holdings, priced, single_changes, smallest_that_fit
+from .memory.changes import Change, Option, PricedChange, holdings, priced, single_changes, smallest_that_fit
 from .memory.setting import Setting
 from .nouns import MemoryPlan
 from .options import CardsOptions, PlanQuestions
@@ -58,8 +58,7 @@ def verb(assignments: Sequence[Assignment]) -> int:
 
 def _print_plan(question: Question, found: Place, plan: MemoryPlan) -> None:
     asked, config = question.asked, question.config
-    changes = () if plan.fits else smallest_that_fit(forecast.settled(config, found.setting), found.setting,
-                                                     found.budget, asked.trainer)
+    changes = () if plan.fits else _changes(config, found, asked.trainer)
     options = _priced(config, found, asked.trainer) if asked.options else None
     run, basis = outlook(config, plan.forecast, question.data, found.card), basis_of(plan)
     if asked.json:
@@ -78,6 +77,21 @@ def _print_plan(question: Question, found: Place, plan: MemoryPlan) -> None:
         rows = [show.Priced(_shown(each.change), each.saved_in_training, each.saved_in_evaluation, each.needs,
                             each.headroom) for each in options]
         print("\n" + show.option_table(rows, plan.forecast.needs, plan.budget.reserve_limit, width), end="")
+
+
+def _changes(config: RunConfig, found: Place, trainer: str) -> tuple[Change, ...]:
+    """That make it fit. Most are ruled out by what a run must map at least, which needs no tape."""
+    from .fit.closed import mix_of
+    from .fit.folded import Folded
+
+    folded, limit = Folded(found.setting), found.budget.reserve_limit
+
+    def could_fit(option: Option) -> bool:
+        return option.change.trainer != "fitgpt" or folded.shape(option.config).could_fit(
+            mix_of(option.config.levels), limit)
+
+    return smallest_that_fit(forecast.settled(config, found.setting), found.setting, found.budget, trainer,
+                             could_fit=could_fit)
 
 
 def _priced(config: RunConfig, found: Place, trainer: str) -> list[PricedChange]:

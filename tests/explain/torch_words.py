@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from by_the_book import Allocator, Block, ExpandableAllocator
 from fitgpt.explain.about import Run
-from fitgpt.memory.allocator import Allocator
-from fitgpt.memory.blocks import Block, rounded, segment_size
-from fitgpt.memory.expandable import ExpandableAllocator
+from fitgpt.memory.blocks import rounded, segment_size
 from fitgpt.memory.tape import RELEASE, Event
 from fitgpt.nouns import Budget
 from fitgpt.units import GiB, KiB, MiB

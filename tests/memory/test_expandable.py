@@ -8,8 +8,8 @@ from itertools import accumulate
 import pytest
 from tape_script import tape
 
-from fitgpt.memory.allocator import Allocator, needs, replay
-from fitgpt.memory.expandable import ExpandableAllocator
+from by_the_book import Allocator, ExpandableAllocator
+from fitgpt.memory.allocator import needs, replay
 from fitgpt.memory.tape import Tape, Writer
 from fitgpt.units import MiB
 

@@ -5,7 +5,7 @@ One layer of each level is enough, and parts that two runs share are read once: 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
 
@@ -53,6 +53,9 @@ class Weigher(Writer):
 
     def alive(self, name: str) -> bool:
         return name in self.sizes
+
+    def part(self, kind: Hashable, names: tuple[str, ...], write: Callable[[], object]) -> None:
+        write()
 
     def begin(self, place: int) -> Callable[[], Part]:
         """Begins a part; what it returns ends it."""

@@ -1,37 +1,18 @@
-"""Replays a tape by the rules of PyTorch's CUDA caching allocator (2.9 to 2.13): what is allocated, what is reserved.
+"""Replays a tape by the rules of PyTorch's CUDA caching allocator: what is allocated, what is reserved, what is needed.
 
-The rules, as its source has them: sizes round up to 512 bytes; up to 1 MiB a block comes from the small pool, cut out
-of 2 MiB segments; larger ones from the large pool, cut out of 20 MiB segments below 10 MiB and of segments of their own
-size, rounded up to 2 MiB, from there on. A free block is taken by best fit, lowest address first; what is left of it
-becomes a free block, unless it is too small to be worth it. Freed blocks merge with free neighbours and stay with the
-process. Only when the cap refuses a new segment are the wholly free ones given back, and the request tried once more.
+The rules are in native.py and expandable.py; here is what is asked of them.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, chain
+from itertools import accumulate
 
-from ..units import MiB
-from .blocks import ROUND, ROUND_SEGMENT, SMALL, Block, rounded, segment_size
-from .expandable import ExpandableAllocator
-from .tape import ORDINARY, RECORDED, RELEASE, Event, Tape
-
-# Where the driver puts segments: from this size on each below the last, smaller ones one above the other. No document
-# says so: recorded runs show large segments going down and others filling gaps, and replay best with all going down.
-# Addresses only decide between free blocks of one size.
-DESCENDING = 0
-HALF_ASCENDING, ALWAYS_ASCENDING = 32 * MiB, 2**62  # other orders that a driver may have
-
-
-class Pool(list[tuple[int, int, Block]]):
-    """Free blocks by size, then address."""
-
-    def __init__(self, *, recorded: bool) -> None:
-        super().__init__()
-        self.recorded = recorded
+from .blocks import ROUND_SEGMENT, rounded, segment_size
+from .expandable import Expandable
+from .native import ALWAYS_ASCENDING, DESCENDING, HALF_ASCENDING, Native
+from .tape import RELEASE, Event, Tape
 
 
 @dataclass(frozen=True)
@@ -104,121 +85,13 @@ class Timeline:
         return alive
 
 
-class Allocator:
-    """The caching allocator's bookkeeping, without the memory. One stream; `cap` counts segments, as torch's does."""
-
-    def __init__(self, cap: int | None = None, descending: int = DESCENDING) -> None:
-        self.cap = cap
-        self.reserved = 0
-        self._descending = descending
-        self._pools = tuple((Pool(recorded=kind == RECORDED), Pool(recorded=kind == RECORDED)) for kind in range(3))
-        self._above = 0   # where the next low segment begins, and where the last high one did
-        self._below = 0
-
-    def alloc(self, nbytes: int, kind: int = ORDINARY) -> Block | None:
-        """A block of at least that size, or None: out of memory."""
-        size = -(-nbytes // ROUND) * ROUND or ROUND
-        small = size <= SMALL
-        pool = self._pools[kind][small]
-        at = bisect_left(pool, (size,))  # a shorter tuple sorts before its extensions
-        if at < len(pool):
-            block = pool.pop(at)[2]
-        else:
-            wanted = segment_size(size)
-            if not self._fits(wanted):
-                if not pool.recorded:  # while work is recorded, nothing is given back
-                    self.release()
-                if not self._fits(wanted):
-                    return None
-            block = Block(self._address(wanted), wanted, pool)
-            self.reserved += wanted
-        rest = block.size - size
-        if rest >= ROUND if small else rest > SMALL:
-            self._split(block, size, pool)
-        block.free = False
-        return block
-
-    def free(self, block: Block) -> None:
-        pool = block.home
-        before, after = block.before, block.after
-        if before is not None and before.free:
-            del pool[bisect_left(pool, (before.size, before.address))]
-            before.size += block.size
-            before.after = after
-            if after is not None:
-                after.before = before
-            block = before
-        if after is not None and after.free:
-            del pool[bisect_left(pool, (after.size, after.address))]
-            block.size += after.size
-            block.after = after.after
-            if after.after is not None:
-                after.after.before = block
-        block.free = True
-        insort(pool, (block.size, block.address, block))
-
-    def _fits(self, nbytes: int) -> bool:
-        return self.cap is None or self.reserved + nbytes <= self.cap
-
-    def _address(self, nbytes: int) -> int:
-        """Only the order matters: it decides between free blocks of one size."""
-        if nbytes < self._descending:
-            self._above += nbytes
-            return self._above - nbytes
-        self._below -= nbytes
-        return self._below
-
-    def _split(self, block: Block, size: int, pool: Pool) -> None:
-        rest = Block(block.address + size, block.size - size, pool)
-        rest.before, rest.after = block, block.after
-        if block.after is not None:
-            block.after.before = rest
-        block.size, block.after = size, rest
-        insort(pool, (rest.size, rest.address, rest))
-
-    def releasable(self) -> int:
-        return sum(size for pool in chain(*self._pools) if not pool.recorded for size, _, block in pool
-                   if block.before is None and block.after is None)
-
-    def release(self) -> None:
-        """Gives wholly free segments back to the driver; those of recorded work stay, for a replay writes there."""
-        for pool in chain(*self._pools):
-            if pool.recorded:
-                continue
-            whole = [entry for entry in pool if entry[2].before is None and entry[2].after is None]
-            self.reserved -= sum(entry[0] for entry in whole)
-            pool[:] = [entry for entry in pool if entry[2].before is not None or entry[2].after is not None]
-
-
 def replay(tape: Tape, cap: int | None = None, *, expandable: bool = False, descending: int = DESCENDING) -> Timeline:
     """The tape, to its end or to the event that the cap refuses."""
-    allocator: Allocator | ExpandableAllocator = ExpandableAllocator(cap) if expandable else Allocator(cap, descending)
-    blocks: dict[str, Block] = {}
     changes: list[int] = []
     segments: list[tuple[int, int]] = []
-    held = 0
-    alloc, free = allocator.alloc, allocator.free
-    for number, (is_alloc, name, _, nbytes, kind) in enumerate(tape.events):
-        if not is_alloc:
-            if name == RELEASE:
-                allocator.release()
-                held = allocator.reserved
-                changes.append(0)
-                segments.append((number, held))
-                continue
-            block = blocks.pop(name)
-            changes.append(-block.size)
-            free(block)
-            continue
-        taken = alloc(nbytes, kind)
-        if taken is None:
-            return Timeline(tape, changes, segments, number)
-        blocks[name] = taken
-        changes.append(taken.size)
-        if allocator.reserved != held:
-            held = allocator.reserved
-            segments.append((number, held))
-    return Timeline(tape, changes, segments, None)
+    allocator = Expandable() if expandable else Native(descending)
+    failed = allocator.follow(tape.events, 0, cap, changes, segments)
+    return Timeline(tape, changes, segments, failed)
 
 
 def reserved_range(tape: Tape, free_run: Timeline | None = None) -> tuple[int, int]:
@@ -243,23 +116,47 @@ def needs(tape: Tape, *, expandable: bool = False, free_run: Timeline | None = N
     """
     free_run = free_run or replay(tape, expandable=expandable)
     never_refused = _asked_of_the_driver(free_run)  # under such a cap the run is the free one: no need to try
-    hopeless = [] if expandable else _hopeless(tape)
     enough = free_run.reserved
     if expandable:
         enough += max((segment_size(rounded(event.nbytes)) for event in tape.events), default=0)
     too_little = max(free_run.allocated, default=0) // ROUND_SEGMENT * ROUND_SEGMENT - ROUND_SEGMENT
     too_little = max(too_little, above // ROUND_SEGMENT * ROUND_SEGMENT)
+    begun = Begun(tape, Expandable() if expandable else Native())
     while enough - too_little > ROUND_SEGMENT:
         cap = (enough + too_little) // 2 // ROUND_SEGMENT * ROUND_SEGMENT
-        if any(low <= cap < high for low, high in hopeless):
-            too_little = cap
+        if cap >= never_refused:
+            enough = cap if expandable else free_run.reserved
             continue
-        tried = free_run if cap >= never_refused else replay(tape, cap, expandable=expandable)
-        if tried.failed is not None:
-            too_little = cap
-        else:
+        begun.go_on(too_little, gives_back=False)  # once: from then on it stands there
+        tried = begun.copy()
+        ended = tried.go_on(cap, gives_back=False)
+        first_refusal = tried.copy()
+        if ended or tried.go_on(cap):
             enough = cap if expandable else tried.reserved
+        else:
+            too_little, begun = cap, first_refusal
     return enough
+
+
+class Begun:
+    """A replay that can stop, be copied and go on. Up to its first refusal a run is the free one, so replays under one
+    cap after another have their beginning in common."""
+
+    def __init__(self, tape: Tape, allocator: Native | Expandable, at: int = 0, reserved: int = 0) -> None:
+        self._tape, self._allocator = tape, allocator
+        self._at = at             # the next event
+        self.reserved = reserved  # the most so far
+
+    def copy(self) -> Begun:
+        return Begun(self._tape, self._allocator.copy(), self._at, self.reserved)
+
+    def go_on(self, cap: int, *, gives_back: bool = True) -> bool:
+        """To the end, or to the event that the cap refuses; without giving anything back, to the first such event."""
+        segments: list[tuple[int, int]] = []
+        refused = self._allocator.follow(self._tape.events, self._at, cap, [], segments, gives_back=gives_back)
+        self.reserved = max(self.reserved, max((held for _, held in segments), default=0))
+        self._at = len(self._tape.events) if refused is None else refused
+        return refused is None
 
 
 def needs_under(limit: int, tape: Tape, usual: int, *, free_run: Timeline, expandable: bool = False) -> int:
@@ -285,25 +182,3 @@ def _asked_of_the_driver(free_run: Timeline) -> int:
             most = max(most, before + segment_size(rounded(event.nbytes)))
         before = held
     return most
-
-
-def _hopeless(tape: Tape) -> list[tuple[int, int]]:
-    """Ranges of caps that need no trying. Up to its first refusal a run is the free one, so what it can give back then
-    is known; where that is not enough, it ends there."""
-    allocator, blocks, asked_before, found = Allocator(), dict[str, Block](), 0, []
-    for is_alloc, name, _, nbytes, kind in tape.events:
-        if name == RELEASE:
-            allocator.release()
-        elif not is_alloc:
-            allocator.free(blocks.pop(name))
-        else:
-            held = allocator.reserved
-            block = allocator.alloc(nbytes, kind)
-            assert block is not None  # there is no cap
-            blocks[name] = block
-            wanted = allocator.reserved - held
-            if wanted and held + wanted > asked_before:
-                given_back = 0 if kind == RECORDED else allocator.releasable()
-                found.append((asked_before, min(held + wanted, held - given_back + wanted)))
-                asked_before = held + wanted
-    return found

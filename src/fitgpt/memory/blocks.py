@@ -1,8 +1,6 @@
-"""What both kinds of the caching allocator share: its sizes, how a request is rounded, and a block."""
+"""What both kinds of the caching allocator share: its sizes, and how a request is rounded."""
 
 from __future__ import annotations
-
-from typing import Any
 
 from ..units import MiB
 
@@ -13,17 +11,10 @@ LARGE_SEGMENT = 20 * MiB
 OWN_SEGMENT = 10 * MiB    # from here on a request that finds no block gets a segment of its own
 ROUND_SEGMENT = 2 * MiB
 
-
-class Block:
-    """A piece of a segment, taken or free; neighbours are of the same segment."""
-
-    __slots__ = ("address", "after", "before", "free", "home", "mapped", "size")
-
-    def __init__(self, address: int, size: int, home: Any) -> None:
-        self.address, self.size, self.home = address, size, home  # `home`: the pool it belongs to
-        self.free, self.mapped = True, True
-        self.before: Block | None = None
-        self.after: Block | None = None
+# A free block is one number: its size above so many bits, its address below them. No run that can be asked for has
+# addresses beyond.
+SPLIT = 96
+ADDRESS = (1 << SPLIT) - 1
 
 
 def rounded(nbytes: int) -> int:

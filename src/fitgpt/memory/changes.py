@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from math import isqrt
 from typing import Any, NamedTuple
 
 from ..config import DEFAULT_VOCAB, RunConfig
@@ -16,6 +17,7 @@ from ..errors import UsageError
 from ..knobs import parse_value, shown
 from ..nouns import Budget
 from ..savers import LEVELS, SAVERS, Saver, loss_piece_tokens
+from . import gpt
 from .allocator import needs, replay
 from .forecast import settled, tape_of
 from .setting import Setting
@@ -177,7 +179,7 @@ def _divided(number: int) -> list[int]:
     """12 → 6, 3, 1: by its smallest factor, again and again."""
     found = []
     while number > 1:
-        number //= next(factor for factor in range(2, number + 1) if number % factor == 0)
+        number //= next((factor for factor in range(2, isqrt(number) + 1) if number % factor == 0), number)
         found.append(number)
     return found
 
@@ -220,17 +222,33 @@ def fits(config: RunConfig, setting: Setting, budget: Budget, trainer: str = "fi
     return _asked_at_most(tape) <= cap and replay(tape, cap, expandable=expandable).failed is None
 
 
-def smallest_that_fit(config: RunConfig, setting: Setting, budget: Budget, trainer: str = "fitgpt",
-                      most: int = 3) -> tuple[Change, ...]:
-    """Of each family the smallest change that makes the run fit, the exact ones first, and no more than `most`."""
+def held_at_least(config: RunConfig, setting: Setting, trainer: str = "fitgpt") -> int:
+    """What any optimizer's step holds at once, whatever the batch: weights, state and gradients. No tape is written."""
+    if trainer == "nanogpt":
+        return 16 * config.gpt_config().count_params()
+    return gpt.held_at_a_step(settled(config, setting))
+
+
+def smallest_that_fit(config: RunConfig, setting: Setting, budget: Budget, trainer: str = "fitgpt", most: int = 3,
+                      could_fit: Callable[[Option], bool] = lambda option: True) -> tuple[Change, ...]:
+    """Of each family the smallest change that makes the run fit, the exact ones first, and no more than `most`.
+
+    `could_fit` says no only of what does not, in less time than a replay takes.
+    """
     families: dict[str, list[Option]] = {}
     for option in single_changes(config, trainer):
         families.setdefault(option.change.family, []).append(option)
     found: list[Change] = []
+
+    def enough(option: Option) -> bool:
+        if held_at_least(option.config, setting, option.change.trainer) > budget.reserve_limit:
+            return False
+        return could_fit(option) and fits(option.config, setting, budget, option.change.trainer)
+
     for family in families.values():
         if len(found) == most:
             break
-        smallest = _smallest(family, lambda option: fits(option.config, setting, budget, option.change.trainer))
+        smallest = _smallest(family, enough)
         found += [smallest.change] if smallest else []
     return tuple(found)
 

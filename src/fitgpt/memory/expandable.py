@@ -10,161 +10,216 @@ mapped.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from itertools import islice
 
-from .blocks import LARGE_SEGMENT, ROUND, SMALL, SMALL_SEGMENT, Block, rounded, segment_size
-from .tape import ORDINARY, RECORDED
+from .blocks import ADDRESS, LARGE_SEGMENT, ROUND, SMALL, SMALL_SEGMENT, SPLIT, segment_size
+from .tape import RECORDED, RELEASE, Event
 
-ENDLESS = 2**60
+ENDLESS = 2**90 // LARGE_SEGMENT * LARGE_SEGMENT
 
 
-@dataclass
 class Range:
-    """A pool: its free mapped blocks by size and address, its unmapped ones by address."""
+    """A pool. Its free mapped blocks are as in native.py: numbers, a size above an address."""
 
-    page: int
-    recorded: bool  # of recorded work, whose pages stay mapped: a replay will write there
-    free: list[tuple[int, int, Block]] = field(default_factory=list)
-    unmapped: list[tuple[int, Block]] = field(default_factory=list)
+    __slots__ = ("ends", "free", "page", "starts", "unmapped")
 
+    def __init__(self, page: int) -> None:
+        self.page = page
+        self.free: list[int] = []
+        self.starts: dict[int, int] = {}       # the size of the free mapped block that begins at an address
+        self.ends: dict[int, int] = {}         # … and where the one begins that ends there
+        self.unmapped = {0: ENDLESS}           # sizes by address, the lowest first
 
-class ExpandableAllocator:
-    def __init__(self, cap: int | None = None) -> None:
-        self.cap = cap
-        self.reserved = 0
-        self._ranges = {(kind, small): self._new_range(kind, small) for kind in range(3) for small in (False, True)}
+    def copy(self) -> Range:
+        other = Range(self.page)
+        other.free, other.starts, other.ends = self.free.copy(), self.starts.copy(), self.ends.copy()
+        other.unmapped = self.unmapped.copy()
+        return other
 
-    def _new_range(self, kind: int, small: bool) -> Range:
-        pool = Range(SMALL_SEGMENT if small else LARGE_SEGMENT, kind == RECORDED)
-        block = Block(0, ENDLESS // LARGE_SEGMENT * LARGE_SEGMENT, pool)
-        block.mapped = False
-        pool.unmapped.append((0, block))
-        return pool
+    def take(self, address: int) -> int:
+        """Out of the free blocks; its size."""
+        size = self.starts.pop(address)
+        del self.ends[address + size]
+        del self.free[bisect_left(self.free, size << SPLIT | address)]
+        return size
 
-    def alloc(self, nbytes: int, kind: int = ORDINARY) -> Block | None:
-        size = rounded(nbytes)
-        pool = self._ranges[kind, size <= SMALL]
-        at = bisect_left(pool.free, (size,))
-        if at < len(pool.free):
-            while at + 1 < len(pool.free) and _could_grow_to(pool.free[at + 1][2]) < _could_grow_to(pool.free[at][2]):
-                at += 1
-            block = pool.free.pop(at)[2]
-        else:
-            wanted = segment_size(size)
-            if not self._fits(wanted):
-                if not pool.recorded:  # while work is recorded, nothing is given back
-                    self.release()
-                if not self._fits(wanted):
-                    return None
-            block = self._map(pool, size)
-        if block.size - size >= ROUND:
-            rest = _cut(block, size)
-            insort(pool.free, (rest.size, rest.address, rest))
-        block.free = False
-        return block
+    def keep(self, address: int, size: int) -> int:
+        """Among the free blocks, joined to its free neighbours; where it then begins."""
+        if address + size in self.starts:
+            size += self.take(address + size)
+        if address in self.ends:
+            before = self.ends[address]
+            size += self.take(before)
+            address = before
+        self.put(address, size)
+        return address
 
-    def free(self, block: Block) -> None:
-        block.free = True
-        self._keep(block.home, block)
+    def put(self, address: int, size: int) -> None:
+        self.starts[address] = size
+        self.ends[address + size] = address
+        insort(self.free, size << SPLIT | address)
 
-    def _fits(self, nbytes: int) -> bool:
-        return self.cap is None or self.reserved + nbytes <= self.cap
+    def could_grow_to(self, block: int) -> int:
+        """A block that unmapped addresses follow counts as large as it could grow: it is taken last."""
+        size = block >> SPLIT
+        return size + self.unmapped.get((block & ADDRESS) + size, 0)
 
-    def _map(self, pool: Range, size: int) -> Block:
-        """Maps pages after the first free block that ends where unmapped addresses begin and has room behind it."""
-        for _, unmapped in pool.unmapped:
-            first = unmapped
-            if first.before is not None and first.before.free:
-                first = first.before
-            room, block = 0, first
-            while room < size and block is not None and block.free:
-                room, block = room + block.size, block.after  # type: ignore[assignment]
-            if room >= size:
+    def map(self, size: int) -> tuple[int, int]:
+        """Maps pages after the first free block that ends where unmapped addresses begin and has room behind it. The
+        free block that is then large enough, and how much was mapped for it."""
+        for first in self.unmapped:
+            first = self.ends.get(first, first)
+            if self._room(first, size) >= size:
                 break
-        if not first.mapped:
-            first = self._map_block(pool, first, size)
-        while first.size < size:
-            assert first.after is not None  # there is room
-            first = self._map_block(pool, first.after, size - first.size)
-        _take(pool.free, first)
-        return first
+        mapped = 0
+        if first in self.unmapped:
+            mapped = self._map_at(first, size)
+            first = self.keep(first, mapped)
+        while self.starts[first] < size:
+            there = self.starts[first]
+            more = self._map_at(first + there, size - there)
+            self.keep(first + there, more)
+            mapped += more
+        return first, mapped
 
-    def _map_block(self, pool: Range, block: Block, size: int) -> Block:
-        """Maps the first `size` bytes of an unmapped block, whole pages, and joins them to free neighbours."""
-        del pool.unmapped[bisect_left(pool.unmapped, (block.address,))]
-        pages = -(-min(size, block.size) // pool.page) * pool.page
-        if block.size > pages:
-            rest = _cut(block, pages)
-            rest.mapped = False
-            insort(pool.unmapped, (rest.address, rest))
-        block.mapped = True
-        self.reserved += pages
-        return self._keep(pool, block)
+    def _room(self, address: int, enough: int) -> int:
+        """Of free addresses, mapped or not, from one on."""
+        room = 0
+        while room < enough:
+            size = self.starts.get(address + room) or self.unmapped.get(address + room)
+            if size is None:
+                break
+            room += size
+        return room
 
-    def _keep(self, pool: Range, block: Block) -> Block:
-        """Joins a free mapped block to its free mapped neighbours and puts it where the next request looks."""
-        if (before := block.before) is not None and before.free and before.mapped:
-            _take(pool.free, before)
-            _join(before, block)
-            block = before
-        if (after := block.after) is not None and after.free and after.mapped:
-            _take(pool.free, after)
-            _join(block, after)
-        insort(pool.free, (block.size, block.address, block))
-        return block
+    def _map_at(self, address: int, size: int) -> int:
+        """Whole pages at the beginning of an unmapped block: how much that is."""
+        there = self.unmapped.pop(address)
+        pages = -(-min(size, there) // self.page) * self.page
+        if there > pages:
+            self.unmapped[address + pages] = there - pages
+            self._in_order()
+        return pages
+
+    def unmap(self) -> int:
+        """Every page that no block uses; how much that is."""
+        given_back = 0
+        for block in self.free.copy():
+            address, end = block & ADDRESS, (block & ADDRESS) + (block >> SPLIT)
+            begin, stop = -(-address // self.page) * self.page, end // self.page * self.page
+            if stop <= begin:
+                continue
+            self.take(address)
+            if begin > address:
+                self.put(address, begin - address)
+            if end > stop:
+                self.put(stop, end - stop)
+            self.unmapped[begin] = stop - begin
+            given_back += stop - begin
+        if given_back:
+            self._join_unmapped()
+        return given_back
+
+    def _join_unmapped(self) -> None:
+        joined: dict[int, int] = {}
+        begin = end = -1
+        for address, size in sorted(self.unmapped.items()):
+            if address != end:
+                begin, joined[address] = address, 0
+            joined[begin] += size
+            end = address + size
+        self.unmapped = joined
+
+    def _in_order(self) -> None:
+        if len(self.unmapped) > 1:
+            self.unmapped = dict(sorted(self.unmapped.items()))
+
+
+class Expandable:
+    """The bookkeeping, without the memory. One stream; a cap counts what is mapped, as torch's does."""
+
+    def __init__(self) -> None:
+        self.reserved = 0
+        self._ranges = [Range(page) for _ in range(3) for page in (LARGE_SEGMENT, SMALL_SEGMENT)]  # two for each kind
+        self._taken: dict[str, tuple[int, int, int]] = {}  # by name: address, size, range
+
+    def copy(self) -> Expandable:
+        other = Expandable()
+        other.reserved, other._taken = self.reserved, self._taken.copy()
+        other._ranges = [each.copy() for each in self._ranges]
+        return other
+
+    def follow(self, events: Sequence[Event], begin: int, cap: int | None, changes: list[int],
+               segments: list[tuple[int, int]], *, gives_back: bool = True) -> int | None:
+        """As Native.follow."""
+        ranges, taken, note = self._ranges, self._taken, changes.append
+        for is_alloc, name, _, nbytes, kind in islice(events, begin, None) if begin else events:
+            if is_alloc:
+                size = -(-nbytes // ROUND) * ROUND or ROUND
+                home = kind + kind + (size <= SMALL)
+                pool = ranges[home]
+                free, starts = pool.free, pool.starts
+                at = bisect_left(free, size << SPLIT)
+                if at < len(free):
+                    found = free[at]
+                    address, whole = found & ADDRESS, found >> SPLIT
+                    if address + whole in pool.unmapped:
+                        while at + 1 < len(free) and pool.could_grow_to(free[at + 1]) < pool.could_grow_to(free[at]):
+                            at += 1
+                        address, whole = free[at] & ADDRESS, free[at] >> SPLIT
+                    del free[at], starts[address]
+                else:
+                    wanted, held = segment_size(size), self.reserved
+                    if cap is not None and held + wanted > cap:
+                        if kind == RECORDED or not gives_back:  # while work is recorded, nothing is given back
+                            return begin + len(changes)
+                        self.release()
+                        if self.reserved + wanted > cap:
+                            return begin + len(changes)
+                    address, mapped = pool.map(size)
+                    whole = pool.starts[address]
+                    self.reserved += mapped
+                    if self.reserved != held:
+                        segments.append((begin + len(changes), self.reserved))
+                    at = bisect_left(free, whole << SPLIT | address)
+                    del free[at], starts[address]
+                if whole > size:
+                    start = address + size
+                    rest = whole - size
+                    starts[start] = rest
+                    pool.ends[start + rest] = start
+                    insort(free, rest << SPLIT | start, 0, at)
+                else:
+                    del pool.ends[address + whole]
+                taken[name] = address, size, home
+                note(size)
+                continue
+            if name == RELEASE:
+                self.release()
+                segments.append((begin + len(changes), self.reserved))
+                note(0)
+                continue
+            address, size, home = taken.pop(name)
+            pool = ranges[home]
+            free, starts, ends = pool.free, pool.starts, pool.ends
+            note(-size)
+            end = address + size
+            if end in starts:
+                after = starts.pop(end)
+                del free[bisect_left(free, after << SPLIT | end)]
+                end += after
+            if address in ends:
+                before = ends.pop(address)
+                del free[bisect_left(free, address - before << SPLIT | before)]
+                address = before
+            starts[address] = size = end - address
+            ends[end] = address
+            insort(free, size << SPLIT | address)
+        return None
 
     def release(self) -> None:
-        """Unmaps every page that no block uses."""
-        for pool in self._ranges.values():
-            if pool.recorded:
-                continue
-            for _, _, block in list(pool.free):
-                begin = -(-block.address // pool.page) * pool.page
-                end = (block.address + block.size) // pool.page * pool.page
-                if end <= begin:
-                    continue
-                _take(pool.free, block)
-                if begin > block.address:
-                    middle = _cut(block, begin - block.address)
-                    insort(pool.free, (block.size, block.address, block))
-                    block = middle
-                if block.address + block.size > end:
-                    rest = _cut(block, end - begin)
-                    insort(pool.free, (rest.size, rest.address, rest))
-                self.reserved -= block.size
-                block.mapped = False
-                for neighbour in (block.before, block.after):
-                    if neighbour is not None and not neighbour.mapped:
-                        del pool.unmapped[bisect_left(pool.unmapped, (neighbour.address,))]
-                        low, high = sorted((block, neighbour), key=lambda each: each.address)
-                        _join(low, high)
-                        block = low
-                insort(pool.unmapped, (block.address, block))
-
-
-def _could_grow_to(block: Block) -> int:
-    """A block that unmapped addresses follow counts as large as it could grow: it is taken last."""
-    after = block.after
-    return block.size if after is None or after.mapped else block.size + after.size
-
-
-def _cut(block: Block, size: int) -> Block:
-    """Shortens a block to `size` and returns the rest, free and as mapped as it was."""
-    rest = Block(block.address + size, block.size - size, block.home)
-    rest.mapped = block.mapped
-    rest.before, rest.after = block, block.after
-    if block.after is not None:
-        block.after.before = rest
-    block.size, block.after = size, rest
-    return rest
-
-
-def _join(block: Block, after: Block) -> None:
-    block.size += after.size
-    block.after = after.after
-    if after.after is not None:
-        after.after.before = block
-
-
-def _take(free: list[tuple[int, int, Block]], block: Block) -> None:
-    del free[bisect_left(free, (block.size, block.address))]
+        """Unmaps every page that no block uses; those of recorded work stay, for a replay will write there."""
+        for number, each in enumerate(self._ranges):
+            if number // 2 != RECORDED:
+                self.reserved -= each.unmap()

@@ -7,6 +7,8 @@ own, after unused memory was given back; later ones allocate nothing.
 
 from __future__ import annotations
 
+from functools import partial
+
 from ..config import RunConfig
 from ..savers import loss_piece_tokens
 from . import optimizers
@@ -95,7 +97,7 @@ class Run:
             w.phase("first_train" if first else "train")
             self.micro_steps()
             w.phase("first_train" if first else "step")
-            self.step()
+            w.part("step", (self.batch,), self.step)
         w.phase("eval")
         self.evaluate()
         w.phase("save")  # tensor by tensor, through the host
@@ -140,10 +142,11 @@ class Run:
             w.pool = ORDINARY
 
     def work(self, kind: str, passes: Passes, result: str, batch: str) -> None:
-        if kind == "eval":
-            passes.hidden_losses(batch, result)
-        else:
-            passes.accumulate(batch, self.levels, result)
+        w = self.w
+        there = tuple(w.alive(name) for name in ("cublas", "cublaslt", "wte.grad"))
+        write = (partial(passes.hidden_losses, batch, result) if kind == "eval" else
+                 partial(passes.accumulate, batch, self.levels, result))
+        w.part((kind, w.pool, there), (), write)
 
     def evaluate(self) -> None:
         w, s = self.w, self.looking.s
@@ -187,6 +190,14 @@ class Run:
         if not self.records:
             w.free(*(f"{name}.grad" for name in reversed(gradients)))  # as a list lets go of them
         w.free("micro scale", "loss sum", self.batch)
+
+
+def held_at_a_step(config: RunConfig) -> int:
+    """What is on the card when the optimizer takes its step: weights, gradients where they wait for it, its state."""
+    found = parameters(config)
+    weights = sum(numbers * (BYTES[config.weights] if is_matrix else 4) for _, numbers, is_matrix in found)
+    waiting = 0 if config.step_in_backward or config.offload == "gradients" else weights
+    return weights + waiting + (optimizers.of(config, found, Writer()).nbytes() if config.offload == "none" else 0)
 
 
 def host_bytes(config: RunConfig) -> int:

@@ -7,6 +7,7 @@ its own: `logits` outlives its step, the next batch is on the card before the ba
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Protocol
 
 from .aten import H200, Gpu, norm_partials
@@ -57,9 +58,9 @@ class Loop:
         w.phase("load")
         for name, numbers, _ in self.parameters:
             w.alloc(name, "weights", 4 * numbers)
-        self.batch = self.get_batch()
+        self.batch = self.get_batch(self.next_batch())
         w.phase("first_eval")
-        self.evaluate(eval_batches)
+        self.evaluate(eval_batches, first=True)
         w.phase("first_train")
         self.micro_batches()
         self.step(first=True)
@@ -67,61 +68,76 @@ class Loop:
             w.phase("train")
             self.micro_batches()
             w.phase("step")
-            self.step(first=False)
+            w.part("step", (), partial(self.step, first=False))
         w.phase("eval")
-        self.evaluate(eval_batches)
+        self.evaluate(eval_batches, first=False)
         return w.tape()
 
-    def get_batch(self) -> str:
-        """Inputs and targets, 8 bytes a token each."""
+    def next_batch(self) -> str:
         self.fetched += 1
-        name = f"X{self.fetched}"
+        return f"X{self.fetched}"
+
+    def get_batch(self, name: str) -> str:
+        """Inputs and targets, 8 bytes a token each."""
         for each in (name, f"{name}'"):
             self.w.alloc(each, "data", 8 * self.r.tokens)
         return name
 
-    def evaluate(self, batches: int) -> None:
+    def evaluate(self, batches: int, *, first: bool) -> None:
         """estimate_loss: its variables live until the next batch replaces them, and to the end of the function."""
         w, batch = self.w, ""
         bound: tuple[str, ...] = ()
         for _ in range(2 * batches):
-            before, batch = batch, self.get_batch()
-            if before:
-                w.free(before, f"{before}'")
+            before, batch = batch, self.next_batch()
             outputs = (f"logits of {batch}", f"loss of {batch}")
-            self.model.forward(*outputs, grad=False)
-            w.free(*bound)
+            spent = (*((before, f"{before}'") if before else ()), *bound)
+            w.part(("evaluation", bool(before), first and not before), (batch, f"{batch}'", *outputs, *spent),
+                   partial(self.evaluate_batch, batch, outputs, before, bound))
             bound = outputs
-            self.model.leave_autocast(grad=False)
         w.free(batch, f"{batch}'", *bound)
 
-    def micro_batches(self) -> None:
+    def evaluate_batch(self, batch: str, outputs: tuple[str, str], before: str, bound: tuple[str, ...]) -> None:
         w = self.w
+        self.get_batch(batch)
+        if before:
+            w.free(before, f"{before}'")
+        self.model.forward(*outputs, grad=False)
+        w.free(*bound)
+        self.model.leave_autocast(grad=False)
+
+    def micro_batches(self) -> None:
         for micro_step in range(self.micro_steps):
-            batch = self.batch
-            logits, loss = f"logits of {batch}", f"loss of {batch}"
-            self.model.forward(logits, "mean loss", grad=True)
-            w.free(*self.bound)
-            w.alloc(loss, "other", SCALAR)
-            w.free("mean loss")
-            self.bound = (logits, loss)
-            self.model.leave_autocast(grad=True)
-            self.batch = self.get_batch()
-            if self.scaled:
-                if not w.alive("scale"):
-                    w.alloc("scale", "optimizer", SCALAR)
-                    w.alloc("growth tracker", "optimizer", SCALAR)
-                w.alloc("scaled loss", "other", SCALAR)
-            w.alloc("d root", "other", SCALAR)
-            if self.scaled:
-                w.alloc("d scaled", "other", SCALAR)
-            w.alloc("d loss", "other", SCALAR)
-            if self.scaled:
-                w.free("d scaled")
-            self.model.backward(batch, f"{batch}'", accumulate=micro_step > 0)
-            w.free("d root")
-            if self.scaled:
-                w.free("scaled loss")
+            batch, following, bound = self.batch, self.next_batch(), self.bound
+            outputs = (f"logits of {batch}", f"loss of {batch}")
+            names = (batch, f"{batch}'", following, f"{following}'", *outputs, *bound)
+            self.w.part(("micro-batch", micro_step > 0, bool(bound)), names,
+                        partial(self.micro_batch, batch, following, outputs, bound, accumulate=micro_step > 0))
+            self.batch, self.bound = following, outputs
+
+    def micro_batch(self, batch: str, following: str, outputs: tuple[str, str], bound: tuple[str, ...], *,
+                    accumulate: bool) -> None:
+        w, (logits, loss) = self.w, outputs
+        self.model.forward(logits, "mean loss", grad=True)
+        w.free(*bound)
+        w.alloc(loss, "other", SCALAR)
+        w.free("mean loss")
+        self.model.leave_autocast(grad=True)
+        self.get_batch(following)
+        if self.scaled:
+            if not w.alive("scale"):
+                w.alloc("scale", "optimizer", SCALAR)
+                w.alloc("growth tracker", "optimizer", SCALAR)
+            w.alloc("scaled loss", "other", SCALAR)
+        w.alloc("d root", "other", SCALAR)
+        if self.scaled:
+            w.alloc("d scaled", "other", SCALAR)
+        w.alloc("d loss", "other", SCALAR)
+        if self.scaled:
+            w.free("d scaled")
+        self.model.backward(batch, f"{batch}'", accumulate=accumulate)
+        w.free("d root")
+        if self.scaled:
+            w.free("scaled loss")
 
     def step(self, *, first: bool) -> None:
         """Fused AdamW makes its state at the first step, the decayed matrices first."""

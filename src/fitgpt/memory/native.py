@@ -1,0 +1,139 @@
+"""PyTorch's CUDA caching allocator (2.9 to 2.13) with segments of its ordinary kind.
+
+The rules, as its source has them: sizes round up to 512 bytes; up to 1 MiB a block comes from the small pool, cut out
+of 2 MiB segments; larger ones from the large pool, cut out of 20 MiB segments below 10 MiB and of segments of their own
+size, rounded up to 2 MiB, from there on. A free block is taken by best fit, lowest address first; what is left of it
+becomes a free block, unless it is too small to be worth it. Freed blocks merge with free neighbours and stay with the
+process. Only when the cap refuses a new segment are the wholly free ones given back, and the request tried once more.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from itertools import islice
+
+from ..units import MiB
+from .blocks import ADDRESS, ROUND, SMALL, SPLIT, segment_size
+from .tape import RECORDED, RELEASE, Event
+
+# Where the driver puts segments: from this size on each below the last, smaller ones one above the other. No document
+# says so: recorded runs show large segments going down and others filling gaps, and replay best with all going down.
+# Addresses only decide between free blocks of one size.
+DESCENDING = 0
+HALF_ASCENDING, ALWAYS_ASCENDING = 32 * MiB, 2**62  # other orders that a driver may have
+
+
+class Native:
+    """The bookkeeping, without the memory. One stream; a cap counts segments, as torch's does.
+
+    A free block is one number, its size above its address, so a sorted list of them is in the order of best fit.
+    """
+
+    def __init__(self, descending: int = DESCENDING) -> None:
+        self.reserved = 0
+        self._descending = descending
+        self._pools: list[list[int]] = [[] for _ in range(6)]  # two for each kind of work: large blocks, small ones
+        self._starts: dict[int, int] = {}    # the size of the free block that begins at an address
+        self._ends: dict[int, int] = {}      # … and where the one begins that ends there
+        self._segments: dict[int, int] = {}  # by address
+        self._taken: dict[str, tuple[int, int, int]] = {}  # by name: address, size, pool
+        self._above = self._below = ADDRESS // 2  # where the next low segment begins, and where the last high one did
+
+    def copy(self) -> Native:
+        other = Native(self._descending)
+        other.reserved, other._above, other._below = self.reserved, self._above, self._below
+        other._pools = [pool.copy() for pool in self._pools]
+        other._starts, other._ends, other._segments = self._starts.copy(), self._ends.copy(), self._segments.copy()
+        other._taken = self._taken.copy()
+        return other
+
+    def follow(self, events: Sequence[Event], begin: int, cap: int | None, changes: list[int],
+               segments: list[tuple[int, int]], *, gives_back: bool = True) -> int | None:
+        """Events from `begin` on, to the end (None) or to the one that the cap refuses.
+
+        Notes what each did to the bytes allocated, and what is reserved from it on where that changed. One loop and no
+        calls: this is what a plan takes its time for.
+        """
+        pools, starts, ends, taken, note = self._pools, self._starts, self._ends, self._taken, changes.append
+        for is_alloc, name, _, nbytes, kind in islice(events, begin, None) if begin else events:
+            if is_alloc:
+                size = -(-nbytes // ROUND) * ROUND or ROUND
+                small = size <= SMALL
+                home = kind + kind + small
+                pool = pools[home]
+                at = bisect_left(pool, size << SPLIT)
+                if at < len(pool):
+                    found = pool.pop(at)
+                    address, whole = found & ADDRESS, found >> SPLIT
+                    del starts[address]
+                else:
+                    whole, held = segment_size(size), self.reserved
+                    if cap is not None and held + whole > cap:
+                        if kind == RECORDED or not gives_back:  # while work is recorded, nothing is given back
+                            return begin + len(changes)
+                        self.release()
+                        at = len(pool)
+                        if self.reserved + whole > cap:
+                            return begin + len(changes)
+                    address = self._segment(whole)
+                    if self.reserved != held:
+                        segments.append((begin + len(changes), self.reserved))
+                rest = whole - size
+                if (rest and small) or rest > SMALL:
+                    start = address + size
+                    insort(pool, rest << SPLIT | start, 0, at)
+                    starts[start] = rest
+                    ends[start + rest] = start
+                else:
+                    size = whole
+                    ends.pop(address + whole, None)
+                taken[name] = address, size, home
+                note(size)
+                continue
+            if name == RELEASE:
+                self.release()
+                segments.append((begin + len(changes), self.reserved))
+                note(0)
+                continue
+            address, size, home = taken.pop(name)
+            pool = pools[home]
+            note(-size)
+            end = address + size
+            if end in starts:
+                after = starts.pop(end)
+                del pool[bisect_left(pool, after << SPLIT | end)]
+                end += after
+            if address in ends:
+                before = ends.pop(address)
+                del pool[bisect_left(pool, address - before << SPLIT | before)]
+                address = before
+            starts[address] = size = end - address
+            ends[end] = address
+            insort(pool, size << SPLIT | address)
+        return None
+
+    def _segment(self, nbytes: int) -> int:
+        """The address of a new one. Only their order matters; a gap keeps blocks of two segments from merging."""
+        if nbytes < self._descending:
+            address = self._above
+            self._above += nbytes + ROUND
+        else:
+            address = self._below = self._below - nbytes - ROUND
+        self._segments[address] = nbytes
+        self.reserved += nbytes
+        return address
+
+    def release(self) -> None:
+        """Gives wholly free segments back to the driver; those of recorded work stay, for a replay writes there."""
+        for number, pool in enumerate(self._pools):
+            if number // 2 == RECORDED:
+                continue
+            whole = [block for block in pool if self._segments.get(block & ADDRESS) == block >> SPLIT]
+            for block in whole:
+                address, nbytes = block & ADDRESS, block >> SPLIT
+                del self._starts[address], self._ends[address + nbytes], self._segments[address]
+                self.reserved -= nbytes
+            if whole:
+                gone = set(whole)
+                pool[:] = [block for block in pool if block not in gone]

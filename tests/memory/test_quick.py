@@ -1,0 +1,100 @@
+"""What is quick says what the slow way says: replays to the byte, copied parts of a tape event by event."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Hashable
+from functools import partial
+from typing import Any
+
+import pytest
+
+import by_the_book
+from fitgpt.config import RunConfig
+from fitgpt.memory.allocator import replay
+from fitgpt.memory.forecast import TRAINERS, settled, tape_of
+from fitgpt.memory.native import ALWAYS_ASCENDING, DESCENDING, HALF_ASCENDING
+from fitgpt.memory.setting import Setting
+from fitgpt.memory.tape import RECORDED, Tape, Writer
+from fitgpt.units import MiB
+
+SMALL: dict[str, Any] = dict(n_layer=3, n_head=4, n_embd=256, batch_size=8, block_size=256, vocab_size=5000)
+RUNS: dict[str, dict[str, Any]] = {
+    "compiled": dict(compile=True), "eager": dict(compile=False), "one micro-step": dict(gradient_accumulation_steps=1),
+    "three micro-steps, eager": dict(compile=False, gradient_accumulation_steps=3),
+    "float16, with dropout": dict(dtype="float16", dropout=0.1, compile=False),
+    "float32, biased": dict(dtype="float32", bias=True, compile=False),
+    "odd heads": dict(n_head=3, n_embd=255, compile=False), "recompute": dict(recompute="input", compile=False),
+    "muon": dict(optimizer="muon", compile=False), "8 bits": dict(optimizer="adam8bit", weights="bfloat16"),
+    "offload": dict(offload="gradients"),
+    "step in backward": dict(step_in_backward=True, gradient_accumulation_steps=1, grad_clip=0.0, compile=False),
+}
+
+
+def written(knobs: dict[str, Any], trainer: str) -> Tape:
+    setting = Setting((8, 9))
+    config = RunConfig(**{"gradient_accumulation_steps": 8, **SMALL, **knobs})
+    return tape_of(settled(config, setting), setting, trainer)
+
+
+def both(tape: Tape, cap: int | None = None, **kind: Any) -> None:
+    quick = replay(tape, cap, **kind)
+    assert (quick.changes, quick.segments, quick.failed) == by_the_book.replay(tape, cap, **kind)
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+@pytest.mark.parametrize("name", RUNS)
+def test_a_replay_does_what_the_book_says_with_and_without_a_cap(name: str, trainer: str) -> None:
+    tape = written(RUNS[name], trainer)
+    for expandable in (True, False):
+        both(tape, expandable=expandable)
+        free_run = replay(tape, expandable=expandable)
+        least, most = max(free_run.allocated), free_run.reserved
+        for cap in (least - MiB, least + 2 * MiB, (least + most) // 2, most - MiB):
+            both(tape, cap, expandable=expandable)
+    for descending in (DESCENDING, HALF_ASCENDING, ALWAYS_ASCENDING):
+        both(tape, descending=descending)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_so_it_does_where_sizes_pools_and_releases_come_by_chance(seed: int) -> None:
+    chance, writer = random.Random(seed), Writer()
+    alive: list[str] = []
+    writer.phase("train")
+    for number in range(1500):
+        writer.pool = chance.choice((0, 0, 0, RECORDED, 2))
+        if chance.random() < 0.005:
+            writer.release()
+        elif alive and chance.random() < 0.49:
+            writer.free(alive.pop(chance.randrange(len(alive))))
+        else:
+            alive.append(writer.alloc(str(number), "other", int(2 ** chance.uniform(6, 26))))
+    tape = writer.tape()
+    for expandable in (True, False):
+        both(tape, expandable=expandable)
+        most = replay(tape, expandable=expandable).reserved
+        for share in (0.5, 0.7, 0.8, 0.85, 0.9, 0.95):
+            both(tape, int(share * most), expandable=expandable)
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+@pytest.mark.parametrize("name", RUNS)
+def test_parts_that_are_copied_are_what_would_be_written(name: str, trainer: str,
+                                                         monkeypatch: pytest.MonkeyPatch) -> None:
+    copied = written(RUNS[name], trainer)
+
+    def always_write(self: Writer, kind: Hashable, names: tuple[str, ...], write: Callable[[], object]) -> None:
+        write()
+
+    monkeypatch.setattr(Writer, "part", always_write)
+    assert copied == written(RUNS[name], trainer)
+
+
+def test_a_copied_part_has_its_own_names_and_leaves_alive_what_it_allocates() -> None:
+    writer = Writer()
+    writer.phase("train")
+    for batch in ("first", "second"):
+        writer.part("batch", (batch,), partial(writer.alloc, batch, "data", 5))
+    assert [event.name for event in writer.tape().events] == ["first", "second"]
+    assert writer.alive("first")
+    assert writer.alive("second")

@@ -3,8 +3,8 @@
     python bench/record.py tests/golden/cases.json -o tests/golden/h200.json
 
 Each case (a name, knobs of RunConfig, and perhaps a `cap` in bytes) runs in a process of its own, with the allocator's
-environment that `fitgpt train` sets: load, evaluation, three iterations, evaluation, a checkpoint; then, in another
-process, sampling. Nothing is timed, so the processes run side by side. With `--events FOLDER` every allocation and free
+environment that `fitgpt train` sets: load, evaluation, three iterations, evaluation, one more iteration, a checkpoint;
+then, in another process, sampling. Nothing is timed, so the processes run side by side. With `--events FOLDER` every allocation and free
 is kept too.
 """
 
@@ -132,7 +132,7 @@ def one(case: dict[str, Any], events: str) -> dict[str, Any]:
         with watch.phase("load"):
             training = build_training(config, choice)
         splits = {split: (read_windows, EVAL_BATCHES * config.eval_batch) for split in ("train", "val")}
-        feed = Feed(read, torch.device(choice.device), last=ITERATIONS * config.gradient_accumulation_steps - 1)
+        feed = Feed(read, torch.device(choice.device), last=(ITERATIONS + 1) * config.gradient_accumulation_steps - 1)
 
         def look(step: int) -> None:
             """An evaluation starts its peaks afresh when it is done, and says what they were."""
@@ -143,12 +143,16 @@ def one(case: dict[str, Any], events: str) -> dict[str, Any]:
 
         with watch.phase("first_eval"):
             look(0)
-        for step in range(ITERATIONS):
-            with watch.phase("first_train" if step == 0 else "train"):
-                train_step(training, config, feed, learning_rate_at(step, config), lambda: False)
+        def iterate(phase: str) -> None:
+            with watch.phase(phase):
+                train_step(training, config, feed, learning_rate_at(training.step, config), lambda: False)
                 training.step += 1
+
+        for step in range(ITERATIONS):
+            iterate("first_train" if step == 0 else "train")
         with watch.phase("eval"):
             look(ITERATIONS)
+        iterate("train")
         with watch.phase("save"), tempfile.TemporaryDirectory() as folder:
             if case.get("save", True):
                 checkpoint.save(Path(folder), 1, training.model.weight_tensors(), training.optimizer.tensors(), {},

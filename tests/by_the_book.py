@@ -42,6 +42,7 @@ class Allocator:
     def __init__(self, cap: int | None = None, descending: int = DESCENDING) -> None:
         self.cap = cap
         self.reserved = 0
+        self._recorded = 0  # blocks of recorded work that are taken
         self._descending = descending
         self._pools = tuple((Pool(recorded=kind == RECORDED), Pool(recorded=kind == RECORDED)) for kind in range(3))
         self._above = 0   # where the next low segment begins, and where the last high one did
@@ -68,10 +69,12 @@ class Allocator:
         if rest >= ROUND if small else rest > SMALL:
             self._split(block, size, pool)
         block.free = False
+        self._recorded += pool.recorded
         return block
 
     def free(self, block: Block) -> None:
         pool = block.home
+        self._recorded -= pool.recorded
         before, after = block.before, block.after
         if before is not None and before.free:
             del pool[bisect_left(pool, (before.size, before.address))]
@@ -109,9 +112,10 @@ class Allocator:
         insort(pool, (rest.size, rest.address, rest))
 
     def release(self) -> None:
-        """Gives wholly free segments back to the driver; those of recorded work stay, for a replay writes there."""
+        """Gives wholly free segments back to the driver; those of recorded work stay, for a replay writes there, until
+        nothing of it is left."""
         for pool in chain(*self._pools):
-            if pool.recorded:
+            if pool.recorded and self._recorded:
                 continue
             whole = [entry for entry in pool if entry[2].before is None and entry[2].after is None]
             self.reserved -= sum(entry[0] for entry in whole)
@@ -137,6 +141,7 @@ class ExpandableAllocator:
     def __init__(self, cap: int | None = None) -> None:
         self.cap = cap
         self.reserved = 0
+        self._recorded = 0  # blocks of recorded work that are taken
         self._ranges = {(kind, small): self._new_range(kind, small) for kind in range(3) for small in (False, True)}
 
     def _new_range(self, kind: int, small: bool) -> Range:
@@ -166,10 +171,12 @@ class ExpandableAllocator:
             rest = _cut(block, size)
             insort(pool.free, (rest.size, rest.address, rest))
         block.free = False
+        self._recorded += pool.recorded
         return block
 
     def free(self, block: Block) -> None:
         block.free = True
+        self._recorded -= block.home.recorded
         self._keep(block.home, block)
 
     def _fits(self, nbytes: int) -> bool:
@@ -219,9 +226,9 @@ class ExpandableAllocator:
         return block
 
     def release(self) -> None:
-        """Unmaps every page that no block uses."""
+        """Unmaps every page that no block uses; recorded work's when nothing of it is left."""
         for pool in self._ranges.values():
-            if pool.recorded:
+            if pool.recorded and self._recorded:
                 continue
             for _, _, block in list(pool.free):
                 begin = -(-block.address // pool.page) * pool.page

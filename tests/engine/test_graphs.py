@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import contextmanager
 
 import pytest
 import torch
+from torch import Tensor
 
 from fitgpt.engine.graphs import Recorder
 
@@ -48,8 +50,45 @@ def test_the_first_call_of_a_shape_runs_the_second_records_and_later_ones_replay
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
     monkeypatch.setattr(torch.cuda, "graph", recording)
+    forgets(monkeypatch, runs)
     double = Recorder(runs.append).replaying(lambda x: 2 * x)
     for _ in range(4):
         double(torch.ones(3))
     double(torch.ones(5))
-    assert runs == ["record", "replay", "replay", "replay"]
+    assert runs == ["record", "replay", "replay", "replay", "give back"]
+
+
+def test_what_is_new_finds_nothing_recorded_and_what_was_known_is_recorded_again_without_a_run_as_it_is(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[str] = []
+
+    @contextmanager
+    def recording(graph: FakeGraph, *, pool: int, **how: object) -> object:
+        runs.append(f"record in pool {pool}")
+        yield
+        graph.rerun = lambda: None  # type: ignore[attr-defined]
+
+    pools = iter(range(9))
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(pools))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
+    monkeypatch.setattr(torch.cuda, "graph", recording)
+    forgets(monkeypatch, runs)
+    recorder = Recorder(runs.append)
+
+    def named(name: str) -> Callable[[Tensor], Tensor]:
+        def work(x: Tensor) -> Tensor:
+            runs.append(name)
+            return x
+        return recorder.replaying(work)
+
+    look, step = named("look"), named("step")
+    for each in (look, look, step, step, look, step):
+        each(torch.ones(3))
+    assert runs == ["look", "record in pool 0", "look", "give back", "step", "record in pool 1", "step",
+                    "record in pool 1", "look"]
+
+
+def forgets(monkeypatch: pytest.MonkeyPatch, runs: list[str]) -> None:
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: runs.append("give back"))

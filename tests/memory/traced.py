@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fitgpt import engine
 from fitgpt.config import RunConfig
-from fitgpt.memory.gpt import EVAL_BATCHES, ITERATIONS
+from fitgpt.memory.gpt import EVAL_BATCHES, ITERATIONS, records
 from fitgpt.memory.setting import Setting
 
 CARD, STAND_IN, HOST = torch.device("cuda", 0), torch.device("meta"), torch.device("cpu")
@@ -80,14 +80,20 @@ def run(config: RunConfig, watch: Watch) -> None:
                                                    compile=bool(config.compile), notes=(), card=None, mismatch=None))
     watch.phase("first_eval")
     look()
-    feed = Feed(read, CARD, last=ITERATIONS * config.gradient_accumulation_steps - 1)
-    for step in range(ITERATIONS):
-        watch.phase("first_train" if step == 0 else "train")
-        train_step(training, config, feed, learning_rate_at(step, config), lambda: False)
+    feed = Feed(read, CARD, last=(ITERATIONS + 1) * config.gradient_accumulation_steps - 1)
+
+    def iterate(phase: str) -> None:
+        watch.phase(phase)
+        train_step(training, config, feed, learning_rate_at(training.step, config), lambda: False)
         training.step += 1
-    feed.close()
+
+    for step in range(ITERATIONS):
+        iterate("first_train" if step == 0 else "train")
     watch.phase("eval")
     look()
+    if records(config):
+        iterate("train")
+    feed.close()
     watch.phase("after")
 
 
@@ -120,7 +126,7 @@ class Watch(TorchDispatchMode):
         self._paused = False
 
     def phase(self, name: str) -> None:
-        self._now = self.phases[name] = []
+        self._now = self.phases.setdefault(name, [])
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is aten.embedding.default:
@@ -253,11 +259,14 @@ def steer(patch: pytest.MonkeyPatch, setting: Setting, config: RunConfig, watch:
         "current_stream": lambda _=None: SimpleNamespace(synchronize=lambda: None),
         "memory_stats": lambda _=None: {},
         "reset_peak_memory_stats": lambda _=None: None,
+        "synchronize": lambda _=None: None,
+        "empty_cache": lambda: None,
         "graph_pool_handle": lambda: None,
         "CUDAGraph": lambda: SimpleNamespace(replay=lambda: None),
         "graph": lambda *_, **__: nullcontext(),
     }.items():
         patch.setattr(torch.cuda, name, stands_in)
+    patch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)
 
 
 def in_one_kernel(function: Callable[..., Any], watch: Watch) -> Callable[..., Any]:

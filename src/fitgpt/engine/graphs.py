@@ -1,7 +1,9 @@
 """GPU work recorded once and replayed: the host then launches one thing a micro-step instead of hundreds.
 
 All recordings share one pool of memory. That is safe because they never run at the same time, and because a result
-is read before the next replay overwrites it.
+is read before the next replay overwrites it. The pool is of no use to work that runs as it is, and the first training
+step does, after an evaluation was recorded: so what is recorded is forgotten before anything new, and recorded again
+when it is next wanted, beside the rest.
 """
 
 from __future__ import annotations
@@ -23,16 +25,21 @@ class Recorder:
         self._pool: Any = torch.cuda.graph_pool_handle()
         self._warn = warn
         self._gave_up = False
+        self._made: list[dict[Shapes, Recording]] = []  # by each function
 
     def replaying(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """The first call of a shape runs as it is (kernels compile, libraries wake up), the second records."""
         met: set[Shapes] = set()
         recorded: dict[Shapes, Recording] = {}
+        self._made.append(recorded)
 
         def call(*inputs: Tensor) -> Tensor:
             shapes = tuple(tuple(each.shape) for each in inputs)
-            if shapes not in met or self._gave_up:
+            if shapes not in met:
                 met.add(shapes)
+                self._forget()
+                return function(*inputs)
+            if self._gave_up:
                 return function(*inputs)
             if shapes not in recorded:
                 recording = self._record(function, inputs)
@@ -46,6 +53,16 @@ class Recorder:
             return result
 
         return call
+
+    def _forget(self) -> None:
+        """All recordings at once, with the workspaces they write to: one that stayed might lose its own to another's."""
+        if any(self._made):
+            torch.cuda.synchronize()
+            for recorded in self._made:
+                recorded.clear()
+            self._pool = torch.cuda.graph_pool_handle()
+            torch._C._cuda_clearCublasWorkspaces()
+            torch.cuda.empty_cache()
 
     def _record(self, function: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> Recording | None:
         """None where it does not work: recording runs nothing, so the same call can still be made as it is."""

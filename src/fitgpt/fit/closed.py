@@ -75,7 +75,7 @@ class MicroStep(NamedTuple):
     recorded: bool           # whether it lies in recorded work's pool
     beside: int              # bytes elsewhere when it begins, beyond what evaluation leaves, without gradients
     again: bool              # whether all gradients are there already
-    embed: Part
+    embed: Part              # with the workspaces, if products wake up in it
     up: tuple[Part, ...]     # forward, one layer
     turn: Part               # the head and the loss
     down: tuple[Part, ...]   # backward, one layer
@@ -83,7 +83,7 @@ class MicroStep(NamedTuple):
 
     @property
     def leaves(self) -> int:
-        """What stays, where gradients were there before: its loss."""
+        """What stays, where gradients were there before: workspaces that it woke, and its loss."""
         return self.embed.net + self.turn.net + self.rest.net
 
     def peak(self, mix: Mix) -> int:
@@ -135,13 +135,16 @@ class Home(NamedTuple):
 
 
 class Looking(NamedTuple):
-    """Evaluation: its peaks in the ordinary pool and in recorded work's, and what it leaves in each."""
+    """Evaluation: its peaks in the ordinary pool and in recorded work's, and what training finds of it. When a later
+    one is recorded, the products' workspaces are there already."""
 
     peak: int
     recorded_peak: int
     beside: int        # bytes in the ordinary pool while it is recorded
     leaves: int
-    leaves_recorded: int
+    recorded_again: int
+    leaves_again: int
+    places: int        # bytes of the ordinary pool that a recording reads from
 
 
 @dataclass(frozen=True)
@@ -152,17 +155,16 @@ class Shape:
     looking: Looking
     steps: tuple[MicroStep, ...]
     gradients: int     # of all parameters, where they come and go
+    places: int        # bytes of the ordinary pool that a recorded micro-step reads from
     tensor: int        # bytes of a micro-batch's [N, C] in the products' precision
     expandable: bool   # the allocator's segments
 
     def allocated(self, mix: Mix) -> int:
         """The most that lies in blocks at any moment: what the tape says, to the byte."""
         home, look = self.home.resident, self.looking
-        after = home + look.leaves + look.leaves_recorded
-        beside = [after + step.beside + (self.gradients if step.again else 0) for step in self.steps]
-        left = sum(step.leaves for step in self.steps if step.recorded)
-        return max(self.home.loading, home + look.peak, home + look.beside + look.recorded_peak,
-                   self._at_step + look.leaves_recorded + left,
+        beside = [home + look.leaves + step.beside + (self.gradients if step.again else 0) for step in self.steps]
+        return max(self.home.loading, home + look.peak, home + look.beside + look.recorded_peak, self._later_look,
+                   self._at_step + look.places + look.leaves_again + self._left,
                    *(there + step.peak(mix) for there, step in zip(beside, self.steps, strict=True)))
 
     def could_fit(self, mix: Mix, limit: int) -> bool:
@@ -193,21 +195,30 @@ class Shape:
 
     @cached_property
     def _floor(self) -> int:
-        """What is held whatever the levels. Recorded work keeps what the evaluation's recording mapped."""
+        """What is held whatever the levels."""
         home, look = self.home.resident, self.looking
-        return max(self.home.loading, home + look.peak, home + look.beside + look.recorded_peak,
-                   self._at_step + look.recorded_peak,
-                   *(home + look.leaves + step.beside + look.recorded_peak for step in self.steps))
+        return max(self.home.loading, home + look.peak, home + look.beside + look.recorded_peak, self._later_look,
+                   self._at_step + look.places + (look.recorded_again + self._left if look.places else 0))
 
     @cached_property
     def _beside(self) -> tuple[tuple[int, MicroStep], ...]:
-        """Each micro-step with what is held besides it: in the ordinary pool by what recorded work keeps, in recorded
-        work's by the optimizer's step later."""
+        """Each micro-step with what is held besides it. Recorded work's pool stays for good: the optimizer's step finds
+        it, after a later evaluation, whose recording reads from places of its own."""
         after, look = self.home.resident + self.looking.leaves, self.looking
-        return tuple((max(after + step.beside, self._at_step) + look.leaves_recorded if step.recorded else
-                      after + step.beside + (self.gradients if step.again else 0) + look.recorded_peak, step)
-                     for step in self.steps)
+        return tuple((max(after + step.beside, self._at_step + look.places) if step.recorded else
+                      after + step.beside + (self.gradients if step.again else 0), step) for step in self.steps)
+
+    @property
+    def _later_look(self) -> int:
+        """The evaluation that is recorded after the micro-step was; the one before was forgotten."""
+        look = self.looking
+        return self.home.resident + look.beside + self.places + look.recorded_again + self._left if look.places else 0
+
+    @property
+    def _left(self) -> int:
+        """What a recorded micro-step keeps in its pool: workspaces and its loss."""
+        return sum(step.leaves for step in self.steps if step.recorded)
 
     @property
     def _at_step(self) -> int:
-        return (self.home.resident + self.looking.leaves + self.steps[-1].beside + self.gradients + self.home.step)
+        return self.home.resident + self.looking.leaves + self.steps[-1].beside + self.gradients + self.home.step

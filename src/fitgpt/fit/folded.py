@@ -95,7 +95,7 @@ class Folded:
         steps, a_layer, others = self._once(_micro_steps, config, key, config.batch_size, accumulates)
         turns = self._once(_turns, config, key, config.batch_size, accumulates, config.loss_chunk)
         return Shape(home, looking, tuple(step._replace(turn=turn) for step, turn in zip(steps, turns, strict=True)),
-                     config.n_layer * a_layer + others,
+                     config.n_layer * a_layer + others, _places(config, config.batch_size * config.block_size),
                      gpt.BYTES[config.dtype] * config.batch_size * config.block_size * config.n_embd,
                      self.setting.expandable)
 
@@ -140,7 +140,14 @@ def _looking(config: RunConfig, setting: Setting) -> Looking:
 
     run.work = work  # type: ignore[method-assign]
     run.evaluate()
-    return Looking(ordinary().peak, recorded().peak, beside, ordinary().net, recorded().net)
+    awake = sum(pen.sizes[name][1] for name in gpt.WORKSPACES if name in pen.sizes and pen.sizes[name][0])
+    return Looking(ordinary().peak, recorded().peak, beside, 0 if run.records else ordinary().net,
+                   recorded().peak - awake, recorded().net - awake, _places(config, config.eval_batch * config.eval_block))
+
+
+def _places(config: RunConfig, tokens: int) -> int:
+    """Of inputs and targets."""
+    return 2 * rounded(8 * tokens) if gpt.records(config) else 0
 
 
 class _Seen(NamedTuple):
@@ -173,7 +180,8 @@ def _observed(config: RunConfig, setting: Setting, levels: str) -> tuple[list[_S
     run, pen = _weighing(_of_layers(config, levels.count("*"), levels), setting)
     comes_and_goes = not run.records and run.training.sink == "grad"
     run.load()
-    run.evaluate()
+    if not run.records:  # else all of it is forgotten before training begins
+        run.evaluate()
     base, found, write = pen.now[0], list[_Seen](), run.work
     cut: Callable[[], None]
 
@@ -183,6 +191,7 @@ def _observed(config: RunConfig, setting: Setting, levels: str) -> tuple[list[_S
         grads = pen.gradients() if comes_and_goes else 0
         found.append(_Seen(bool(place), pen.now[0] - base - grads, grads > 0, parts))
         end = pen.begin(place)
+        passes.wake_cublas(with_bias=config.bias)  # the first layer does: here it is not one like the others
 
         def cut() -> None:
             nonlocal end

@@ -2,7 +2,8 @@
 
 The run is here, as engine/loop.py and run.py have it; what the passes do is in passes.py, what an optimizer holds in
 optimizers.py. With recorded GPU work, the first call of a kind runs as it is; the second is recorded, in a pool of its
-own, after unused memory was given back; later ones allocate nothing.
+own, after unused memory was given back; later ones allocate nothing. The evaluation before the first step is recorded
+and, when that step comes, forgotten: a later one is recorded again, and a last iteration shows what is then held.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from .tape import ORDINARY, RECORDED, SIDE, Tape, Writer
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 NORM_CHUNK = 65536  # numbers that one block of a foreach norm sums
 EVAL_BATCHES, ITERATIONS, MICRO_STEPS = 2, 2, 2  # written of each: more change nothing
+DICE = "dice of recorded work"
+WORKSPACES = ("cublas", "cublaslt", "cublas of recorded work", "cublaslt of recorded work")
 
 
 def write(config: RunConfig, setting: Setting) -> Tape:
@@ -84,7 +87,9 @@ class Run:
         self.training.sink = {"gradients": "host"}.get(config.offload, "step" if config.step_in_backward else "grad")
         self.optimizer = optimizers.of(config, self.parameters, self.w, fused=setting.compiles)
         self.training.optimizer = self.optimizer
-        self.calls: dict[str, int] = {}
+        self.fetched = 0
+        self.met: set[str] = set()          # kinds of work that have run as they are
+        self.recorded: dict[str, str] = {}  # kinds that are recorded, and where the result appears
 
     def write(self) -> Tape:
         w = self.w
@@ -92,16 +97,22 @@ class Run:
         self.load()
         w.phase("first_eval")
         self.evaluate()
-        for iteration in range(ITERATIONS):
-            first = iteration == 0
-            w.phase("first_train" if first else "train")
-            self.micro_steps()
-            w.phase("first_train" if first else "step")
-            w.part("step", (self.batch,), self.step)
+        self.iterate("first_train", "first_train")
+        for _ in range(ITERATIONS - 1):
+            self.iterate("train", "step")
         w.phase("eval")
         self.evaluate()
+        if self.records:
+            self.iterate("train", "step")
         w.phase("save")  # tensor by tensor, through the host
         return w.tape()
+
+    def iterate(self, *phases: str) -> None:
+        micro_steps, step = phases
+        self.w.phase(micro_steps)
+        self.micro_steps()
+        self.w.phase(step)
+        self.w.part("step", (self.batch,), self.step)
 
     def load(self) -> None:
         w, config = self.w, self.config
@@ -124,26 +135,43 @@ class Run:
     # ---- work that may be recorded
 
     def called(self, kind: str, passes: Passes, result: str, batch: str) -> None:
-        """One micro-step or evaluation batch: as it is, being recorded, or replayed."""
-        w, s = self.w, passes.s
-        calls = self.calls[kind] = self.calls.get(kind, 0) + 1
-        if not self.records or calls == 1:
+        """One micro-step or evaluation batch: as it is, being recorded, or replayed. See engine/graphs.py."""
+        if not self.records:
             self.work(kind, passes, result, batch)
-            return
-        if calls == 2:
-            for place in ("inputs", "targets"):
-                w.alloc(f"{kind} {place}.place", "data", 8 * s.n)
+        elif kind not in self.met:
+            self.met.add(kind)
+            self.forget()
+            self.work(kind, passes, result, batch)
+        elif kind not in self.recorded:
+            self.recorded[kind] = f"recorded {result}"
+            self.record(kind, passes)
+
+    def record(self, kind: str, passes: Passes) -> None:
+        w = self.w
+        for place in ("inputs", "targets"):
+            w.alloc(f"{kind} {place}.place", "data", 8 * passes.s.n)
+        w.release()
+        w.pool = SIDE
+        if not w.alive(DICE):
+            w.alloc(DICE, "other", 2 * 8)
+        w.pool = RECORDED
+        self.work(kind, passes, self.recorded[kind], f"{kind}.place")
+        w.pool = ORDINARY
+
+    def forget(self) -> None:
+        """What is recorded, its pool, and the products' workspaces with it."""
+        w = self.w
+        if self.recorded:
+            for kind, result in self.recorded.items():
+                w.free(f"{kind} inputs.place", f"{kind} targets.place", result)
+            w.free(DICE)
+            w.free_if_alive(*WORKSPACES)
             w.release()
-            w.pool = SIDE
-            if not w.alive("dice of recorded work"):
-                w.alloc("dice of recorded work", "other", 2 * 8)
-            w.pool = RECORDED
-            self.work(kind, passes, f"recorded {result}", f"{kind}.place")
-            w.pool = ORDINARY
+            self.recorded.clear()
 
     def work(self, kind: str, passes: Passes, result: str, batch: str) -> None:
         w = self.w
-        there = tuple(w.alive(name) for name in ("cublas", "cublaslt", "wte.grad"))
+        there = tuple(w.alive(name) for name in (*WORKSPACES, "wte.grad"))
         write = (partial(passes.hidden_losses, batch, result) if kind == "eval" else
                  partial(passes.accumulate, batch, self.levels, result))
         w.part((kind, w.pool, there), (), write)
@@ -163,8 +191,8 @@ class Run:
 
     def fetch(self, s: Sizes) -> str:
         """Inputs and targets are windows of one tensor of B × (T + 1) tokens."""
-        self.calls["fetch"] = self.calls.get("fetch", 0) + 1
-        return self.w.alloc(f"batch {self.calls['fetch']}", "data", 8 * s.b * (s.t + 1))
+        self.fetched += 1
+        return self.w.alloc(f"batch {self.fetched}", "data", 8 * s.b * (s.t + 1))
 
     def micro_steps(self) -> None:
         w, s = self.w, self.training.s

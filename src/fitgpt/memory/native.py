@@ -125,9 +125,11 @@ class Native:
         return address
 
     def release(self) -> None:
-        """Gives wholly free segments back to the driver; those of recorded work stay, for a replay writes there."""
+        """Gives wholly free segments back to the driver; those of recorded work stay while there is any: a replay
+        writes there."""
+        is_recorded = any(home // 2 == RECORDED for _, _, home in self._taken.values())
         for number, pool in enumerate(self._pools):
-            if number // 2 == RECORDED:
+            if number // 2 == RECORDED and is_recorded:
                 continue
             whole = [block for block in pool if self._segments.get(block & ADDRESS) == block >> SPLIT]
             for block in whole:

@@ -26,8 +26,8 @@ sys.path.insert(0, str(ROOT / "src"))
 from fitgpt import __version__  # noqa: E402
 from fitgpt.cards import find  # noqa: E402
 from fitgpt.config import RunConfig, resolve  # noqa: E402
+from fitgpt.driver import child_environment  # noqa: E402
 from fitgpt.knobs import walk  # noqa: E402
-from fitgpt.supervise import child_environment  # noqa: E402
 from fitgpt.units import MiB, parse_bytes, show_bytes  # noqa: E402
 
 SHORT = ["--max_iters=6", "--eval_interval=3", "--eval_iters=4", "--log_interval=1", "--gradient_accumulation_steps=4"]

@@ -31,9 +31,9 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT / "bench")]
 from fitgpt import __version__  # noqa: E402
 from fitgpt.cards import find  # noqa: E402
 from fitgpt.config import RunConfig  # noqa: E402
+from fitgpt.driver import child_environment  # noqa: E402
 from fitgpt.fit.choose import fit_config  # noqa: E402
 from fitgpt.place import on_card  # noqa: E402
-from fitgpt.supervise import child_environment  # noqa: E402
 from fitgpt.units import GiB, parse_bytes  # noqa: E402
 
 CASES: dict[str, dict[str, Any]] = {

@@ -29,7 +29,7 @@ sys.path.insert(0, str(ROOT / "src"))
 
 from fitgpt import __version__  # noqa: E402
 from fitgpt.config import RunConfig  # noqa: E402
-from fitgpt.supervise import child_environment  # noqa: E402
+from fitgpt.driver import child_environment  # noqa: E402
 
 ITERATIONS = 3
 EVAL_BATCHES = 2  # of each split

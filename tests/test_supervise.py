@@ -20,12 +20,13 @@ import torch
 from fitgpt import supervise
 from fitgpt.child import described
 from fitgpt.config import RunConfig
+from fitgpt.driver import child_environment
 from fitgpt.engine import checkpoint
 from fitgpt.errors import DataError, DeviceError, FitError, Interrupted, SystemFault
 from fitgpt.knobs import Assignment
 from fitgpt.run import run
 from fitgpt.runfolder import read_metrics, step_folders
-from fitgpt.supervise import child_environment, conclude, death_in_words
+from fitgpt.supervise import conclude, death_in_words
 from helpers import TINY, write_dataset
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals as POSIX has them")

@@ -1,4 +1,4 @@
-"""What is to be planned: the run that `train` would make of the same words, with its data's vocabulary.
+"""Which run is meant: the one that `train` would make of the same words, with the vocabulary of its data.
 
 Standard library only, and most of it only where it is needed: a config without data costs milliseconds.
 """
@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from . import place
-from .config import DEFAULT_VOCAB, RunConfig, gpt2_shapes, resolve
-from .errors import DataError, UsageError
+from .config import DEFAULT_VOCAB, RunConfig, check_resume, gpt2_shapes, resolve
+from .errors import CheckpointError, DataError, UsageError
 from .knobs import Assignment, build, knobs_of
 from .nouns import DataSummary
 from .options import PlanQuestions
@@ -52,12 +52,34 @@ def question_of(assignments: Sequence[Assignment]) -> Question:
 
 
 def run_of(assignments: Sequence[Assignment]) -> tuple[RunConfig, list[str]]:
-    """The config that `train` would have."""
+    """The config that `train` would have, though its data may not be here yet."""
     if {each.key: each.value for each in assignments}.get("init_from") == "resume":
-        from .supervise import settle
-
         return settle(assignments)
     return resolve(assignments)
+
+
+def settle(assignments: Sequence[Assignment]) -> tuple[RunConfig, list[str]]:
+    """The config this run will have, from its flags and files and, on a resume, from what the run recorded."""
+    from .data.header import summarise
+    from .planfile import with_plan
+    from .runfolder import can_resume, recorded_config
+
+    assignments = with_plan(assignments)
+    said = {each.key: each.value for each in assignments}
+    recorded = None
+    if said.get("init_from") == "resume":
+        out_dir = str(said.get("out_dir", RunConfig.out_dir))
+        recorded = recorded_config(out_dir)
+        if not can_resume(out_dir):
+            why = ("it holds neither a run of fitgpt nor nanoGPT's ckpt.pt" if recorded is None
+                   else "its run was stopped before its first checkpoint")
+            raise CheckpointError(f"There is nothing to resume in {out_dir}: {why}.",
+                                  "Name the run's folder with --out_dir=…, or start one: leave --init_from=resume out.")
+    config, notes = resolve(assignments, recorded)
+    if recorded is not None:
+        check_resume(recorded, config.to_dict(), said)
+    summarise(config.dataset)  # a missing dataset is said now, not after torch has loaded
+    return config, notes
 
 
 def with_data(config: RunConfig) -> tuple[RunConfig, DataSummary | None, str, list[str]]:

@@ -16,9 +16,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from .driver import ALLOCATOR_VARIABLES, check_allocator_env
+from .driver import ALLOCATOR_VARIABLES, check_allocator_env, child_environment
 from .errors import DeviceError, FitError
-from .supervise import child_environment
 
 TORCH_TIMEOUT_S = 180      # a first import from a slow disk takes minutes
 COMPILER_TIMEOUT_S = 60

@@ -12,14 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from .errors import STOPPED_AT_ONCE, DeviceError, FitError, Interrupted, SystemFault, UsageError
+from .signals import stop_signals
 
 _OUT_OF_RAM = "DefaultCPUAllocator"  # torch's words where malloc gave nothing
-
-
-def stop_signals() -> list[signal.Signals]:
-    """What asks a run to save and stop; but what was ignored when we began stays so, as `nohup` needs."""
-    known = (getattr(signal, name, None) for name in ("SIGINT", "SIGTERM", "SIGHUP"))
-    return [number for number in known if number and signal.getsignal(number) is not signal.SIG_IGN]
 
 
 class StopRequest:

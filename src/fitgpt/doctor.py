@@ -20,13 +20,12 @@ from . import __version__
 from .asktorch import ABSENT, ask_torch, try_compiler
 from .config import RunConfig
 from .counters import read_cards
-from .driver import ALLOCATOR_VARIABLES, GpuReading, Survey, check_allocator_env, survey
+from .driver import ALLOCATOR_DEFAULT, ALLOCATOR_VARIABLES, GpuReading, Survey, check_allocator_env, survey
 from .errors import DeviceError
 from .host import available_memory, or_none
 from .nouns import GPTConfig
 from .options import DoctorOptions
 from .sights import CardState, Finding, Program
-from .supervise import ALLOCATOR_DEFAULT
 from .units import GiB, MiB, show_bytes
 
 SCHEMA = 1

@@ -224,6 +224,7 @@ def _mib(cell: str) -> int | None:
 # The allocator's environment. torch reads it when it loads, and answers a mistake with an internal assertion.
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch 2.9 honours only the second
+ALLOCATOR_DEFAULT = "expandable_segments:True"  # one growing range a pool: far less lost between blocks
 _BOOLEAN = ("expandable_segments", "pinned_use_background_threads", "pinned_use_cuda_host_register",
             "pinned_use_hip_host_register", "release_lock_on_cudamalloc", "release_lock_on_hipmalloc",
             "graph_capture_record_stream_reuse", "throw_on_cudamalloc_oom")
@@ -231,6 +232,14 @@ _WHOLE = ("max_split_size_mb", "max_non_split_rounding_mb", "large_segment_size_
           "pinned_reserve_segment_size_mb", "pinned_max_round_threshold_mb", "pinned_max_cached_size_mb")
 _OTHER = ("roundup_power2_divisions", "garbage_collection_threshold", "per_process_memory_fraction", "backend",
           "pinned_free_catch_all")
+
+
+def child_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """The allocator's settings must be there before torch loads; the user's own are left alone."""
+    result = dict(environment)
+    if not any(result.get(name) for name in ALLOCATOR_VARIABLES):
+        result.update({name: ALLOCATOR_DEFAULT for name in ALLOCATOR_VARIABLES})
+    return result
 
 
 def check_allocator_env(env: Mapping[str, str]) -> None:

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from . import preflight
-from .asked import with_data
+from .asked import settle, with_data
 from .atomic import is_own_json, refuse_foreign, write_over
 from .config import RunConfig
 from .driver import check_allocator_env
 from .errors import DoesNotFit
 from .knobs import Assignment, knob, knobs_of, path_like
-from .supervise import Orders, conclude, run_child, settle
+from .supervise import Orders, conclude, run_child
 
 SCHEMA = 1
 NO_COUNTERS = ("There is no plan to compare with: what is planned is the memory of an NVIDIA GPU, and only there does "

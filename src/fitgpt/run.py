@@ -44,7 +44,7 @@ from .memory.gpt import checkpoint_bytes
 from .nouns import RunFacts, SplitLoss
 from .onboard import NOT_PLANNED, Onboard, board
 from .preflight import in_bytes, phases_of, plan_row, since_the_start
-from .runfolder import RunFolder, need_disk, open_run
+from .runfolder import RunFolder, holds_run, need_disk, open_run
 from .show.live import Display, open_display
 from .show.text import closing, memory_plan, plan_beside_measured
 from .units import show_seconds
@@ -91,7 +91,7 @@ def run(config_dict: Mapping[str, Any], notes: Sequence[str], stop_asked: Callab
 
 def last_words(config: RunConfig, training: Training) -> list[str]:
     """What is worth saying at the end: what was not kept, and what can be done with what was."""
-    saved = weights.holds_run(Path(config.out_dir))
+    saved = holds_run(Path(config.out_dir))
     unsaved = training.saved_at != training.step and not config.eval_only and training.step > 0
     words = {"Its last steps are not saved: always_save_checkpoint=False keeps improvements only.": unsaved,
              f"Let it write: fitgpt sample {shlex.quote(config.out_dir)}": saved}
@@ -156,7 +156,7 @@ def find_source(config: RunConfig, folder: RunFolder) -> weights.Source | None:
     if config.init_from == "scratch":
         return None
     if config.init_from == "resume":
-        if weights.holds_run(folder.path):
+        if holds_run(folder.path):
             return weights.from_run(folder.path)
         source = weights.from_nanogpt(folder.path / "ckpt.pt")
         note = (f"Going on from nanoGPT's {source.place} at step {source.state['step']}. It keeps no float16 loss "
@@ -340,7 +340,7 @@ class RunWays:
 
     def go_back(self) -> None:
         """To the last checkpoint, or to where the run began."""
-        training, saved = self._training, weights.holds_run(self._folder.path)
+        training, saved = self._training, holds_run(self._folder.path)
         has_state = saved or self._config.init_from == "resume"
         source = weights.from_run(self._folder.path) if saved else find_source(self._config, self._folder)
         if self._now.offload != "none":  # it may be in the middle of taking gradients over

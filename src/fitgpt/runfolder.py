@@ -62,6 +62,14 @@ def step_folders(checkpoints: Path) -> list[StepFolder]:
     return sorted(StepFolder(int(match[2] or 1), int(match[1]), path) for match, path in named if match)
 
 
+def holds_run(out_dir: Path | str) -> bool:
+    return bool(step_folders(Path(out_dir) / "checkpoints"))
+
+
+def can_resume(out_dir: Path | str) -> bool:
+    return holds_run(out_dir) or (Path(out_dir) / "ckpt.pt").is_file()
+
+
 def recorded_config(out_dir: Path | str) -> dict[str, Any] | None:
     """The config that `record` wrote; None where there is none."""
     path = Path(out_dir) / "run.json"

@@ -74,6 +74,7 @@ def parse_levels(text: str, layers: int) -> list[str] | str:
         return f"names {len(levels)} layers, and there are {layers}"
     return levels
 
+
 # The loss is computed in pieces of this many bytes of logits. At GPT-2's vocabulary and in half precision that is
 # 2048 tokens: less than the activations of any run in config/; other sizes have not been timed.
 LOSS_PIECE_BYTES = 208 * MiB
@@ -85,3 +86,10 @@ def loss_piece_tokens(tokens: int, vocab_size: int, asked: int = 0) -> int:
         return min(asked, tokens)
     piece = 1 << max(0, (LOSS_PIECE_BYTES // (2 * vocab_size)).bit_length() - 1)
     return min(max(piece, 128), tokens)
+
+
+# Optimizers that keep less.
+GROUP = 256              # numbers that share a scale, as in the papers on 8-bit optimizers
+SMALLEST_ROUNDED = 4096  # smaller parameters (norms, biases) keep float32 states: they weigh nothing
+AT_ONCE = 2**22          # numbers updated at once where there is no fused kernel: bounds what that needs besides
+MUON_ROUNDS = 5          # of Newton–Schulz

@@ -15,17 +15,16 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from . import planfile, preflight
-from .child import stop_signals
-from .config import RunConfig, check_resume, resolve
-from .data.header import summarise
-from .driver import ALLOCATOR_VARIABLES, check_allocator_env
+from .asked import settle
+from .config import RunConfig
+from .driver import check_allocator_env, child_environment
 from .engine.parallel import require_one_process
 from .errors import (
     STOPPED_AT_ONCE,
@@ -40,9 +39,9 @@ from .errors import (
     UsageError,
 )
 from .knobs import Assignment
-from .runfolder import recorded_config, step_folders
+from .runfolder import can_resume
+from .signals import held_signals, stop_signals
 
-ALLOCATOR_DEFAULT = "expandable_segments:True"  # one growing range a pool: far less lost between blocks
 # The blank line is for a live bar to draw over.
 STOPPING = b"\nStopping: finishing what is under way, then saving. Ctrl-C once more stops at once.\n\n"
 RESTARTS = 3  # after a fault of the device that only a new process can clear
@@ -85,31 +84,6 @@ def train(assignments: Sequence[Assignment]) -> int:
     return conclude(code, words, config)
 
 
-def settle(assignments: Sequence[Assignment]) -> tuple[RunConfig, list[str]]:
-    """The config this run will have, from its flags and files and, on a resume, from what the run recorded."""
-    assignments = planfile.with_plan(assignments)
-    said = {each.key: each.value for each in assignments}
-    recorded = None
-    if said.get("init_from") == "resume":
-        out_dir = str(said.get("out_dir", RunConfig.out_dir))
-        recorded = recorded_config(out_dir)
-        if not can_resume(out_dir):
-            why = ("it holds neither a run of fitgpt nor nanoGPT's ckpt.pt" if recorded is None
-                   else "its run was stopped before its first checkpoint")
-            raise CheckpointError(f"There is nothing to resume in {out_dir}: {why}.",
-                                  "Name the run's folder with --out_dir=…, or start one: leave --init_from=resume out.")
-    config, notes = resolve(assignments, recorded)
-    if recorded is not None:
-        check_resume(recorded, config.to_dict(), said)
-    summarise(config.dataset)  # a missing dataset is said now, not after torch has loaded
-    return config, notes
-
-
-def can_resume(out_dir: str) -> bool:
-    folder = Path(out_dir)
-    return bool(step_folders(folder / "checkpoints")) or (folder / "ckpt.pt").is_file()
-
-
 def run_child(orders: Orders) -> tuple[int, dict[str, Any]]:
     """Starts the process that trains and waits for it: (its exit code, its last words)."""
     with tempfile.TemporaryDirectory(prefix="fitgpt-") as folder:
@@ -133,27 +107,6 @@ def run_child(orders: Orders) -> tuple[int, dict[str, Any]]:
         if relay.killed and code < 0:
             return STOPPED_AT_ONCE, {}
         return code, json.loads(words.read_text()) if words.exists() else {}
-
-
-def child_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """The allocator's settings must be there before torch loads; the user's own are left alone."""
-    result = dict(environment)
-    if not any(result.get(name) for name in ALLOCATOR_VARIABLES):
-        result.update({name: ALLOCATOR_DEFAULT for name in ALLOCATOR_VARIABLES})
-    return result
-
-
-@contextmanager
-def held_signals() -> Iterator[None]:
-    """Requests to stop that come meanwhile wait until the end of it."""
-    if os.name != "posix":
-        yield
-        return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, stop_signals())
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class Relay:

@@ -17,6 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 from .config import RunConfig
+from .driver import child_environment
 
 STARTS_WITHIN_S = 300  # compiling a large model takes a minute or two
 WARM_UP = 2            # steps before the clock runs: the first compiles, the second is recorded
@@ -27,8 +28,6 @@ LEAST_SHARE, LEAST_BESIDE_THE_HOST = 0.1, 0.01
 
 def in_child(config: RunConfig, cap: int, seconds: float) -> float | str:
     """Tokens a second under an allocator's cap; or, in words, why there are none."""
-    from .supervise import child_environment
-
     order = {"config": config.to_dict(), "cap": cap, "seconds": seconds}
     try:
         ended = subprocess.run([sys.executable, "-m", "fitgpt.timing"], input=json.dumps(order), text=True,

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .config import RunConfig
+from .driver import child_environment
 from .errors import DataError, UsageError
 from .options import EvalOptions, ExportOptions, SampleOptions
 from .runfolder import recorded_config
-from .supervise import child_environment
 
 GPT2_VOCAB = 50257
 

@@ -16,7 +16,7 @@ from .engine.model import GPT
 from .errors import CheckpointError
 from .interop import hf, nanogpt
 from .nouns import GPTConfig, SplitLoss
-from .runfolder import step_folders
+from .runfolder import holds_run
 
 
 @dataclass(frozen=True)
@@ -48,10 +48,6 @@ def from_nanogpt(path: Path) -> Source:
 def from_hugging_face(path: Path) -> Source:
     gpt, weights, notes = hf.read_folder(path)
     return Source(gpt, weights, place=str(path), notes=notes)
-
-
-def holds_run(folder: Path) -> bool:
-    return bool(step_folders(folder / "checkpoints"))
 
 
 def open_any(place: str, which: str | int) -> Source:

@@ -15,9 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .loss import IGNORED
-from .pointwise import EPSILON as NORM_EPSILON
-from .rounded import EPSILON, GROUP
+from ..savers import GROUP
+from .constants import ADAMW_EPSILON, IGNORED, NORM_EPSILON
 
 _COLUMNS, _WARPS = 8192, 8  # of a row, read at once by a program; the fastest of seven that were timed on an H200
 _GROUPS = 8                  # of numbers that share a scale, updated by one program: 8 numbers a thread
@@ -79,7 +78,7 @@ def rounded_adamw_(parameter: Tensor, gradient: Tensor, state: Mapping[str, Tens
     first, second = (state["first"], state["second"]) if eight_bit else (state["exp_avg"], state["exp_avg_sq"])
     scales = (state["first_scale"], state["second_scale"]) if eight_bit else (figures, figures)
     _rounded_adamw[(triton.cdiv(count, _GROUPS * GROUP),)](
-        parameter, gradient, first, second, *scales, figures, dice, number, count, decay, beta1, beta2, EPSILON,
+        parameter, gradient, first, second, *scales, figures, dice, number, count, decay, beta1, beta2, ADAMW_EPSILON,
         eight_bit, parameter.dtype == torch.bfloat16, GROUP, _GROUPS, num_warps=8)
 
 

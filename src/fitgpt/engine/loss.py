@@ -12,10 +12,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from .constants import IGNORED
 from .device import TRITON_FROM, read_tools
 from .gradients import Gradients
-
-IGNORED = -1  # a target that counts for nothing: nanoGPT's ignore_index
 
 
 @torch.no_grad()

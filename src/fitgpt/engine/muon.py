@@ -12,11 +12,12 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from ..savers import MUON_ROUNDS
 from .optim import AdamW, AdamWSettings, Optimizer
 
 MOMENTUM = 0.95
 # Newton–Schulz: five rounds of this quintic bring every singular value between about 0.7 and 1.2 (Jordan 2024).
-COEFFICIENTS, ROUNDS = (3.4445, -4.7750, 2.0315), 5
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ADAMW_SIZE = 0.2  # the root mean square of AdamW's updates, as measured by Moonshot (2025)
 
 
@@ -51,7 +52,7 @@ def orthogonal(matrix: Tensor) -> Tensor:
     tall = matrix.shape[0] > matrix.shape[1]
     x = (matrix.t() if tall else matrix).bfloat16()
     x = x / x.norm().clamp(min=1e-7)
-    for _ in range(ROUNDS):
+    for _ in range(MUON_ROUNDS):
         gram = x @ x.t()
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.t() if tall else x

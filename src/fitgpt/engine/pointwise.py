@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-EPSILON = 1e-5  # of the layer norms, as in GPT-2
+from .constants import NORM_EPSILON
 
 
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Layer norm in the weight's precision (at least float32), rounded to the matrix products'."""
-    return F.layer_norm(x.to(weight.dtype), weight.shape, weight, bias, EPSILON).to(dtype)
+    return F.layer_norm(x.to(weight.dtype), weight.shape, weight, bias, NORM_EPSILON).to(dtype)
 
 
 def norm_of_sum(x: Tensor, added: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -48,7 +48,7 @@ def norm_backward_(d_x: Tensor, d_norm: Tensor, x: Tensor, added: Tensor | None,
     is wanted `again`, and the gradients of the norm's weight and bias.
     """
     summed = x.to(weight.dtype) if added is None else x.to(weight.dtype) + added
-    normed, mean, steepness = torch.native_layer_norm(summed, weight.shape, weight, bias, EPSILON)
+    normed, mean, steepness = torch.native_layer_norm(summed, weight.shape, weight, bias, NORM_EPSILON)
     output = normed.to(dtype) if again else None
     d_summed, d_weight, d_bias = torch.ops.aten.native_layer_norm_backward(
         d_norm.to(summed.dtype), summed, weight.shape, mean, steepness, weight, bias, [True, True, bias is not None])

@@ -15,13 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..savers import AT_ONCE, GROUP, SMALLEST_ROUNDED
+from .constants import ADAMW_EPSILON
 from .gradients import Collected, product_of
 from .optim import AdamWSettings, Optimizer
-
-GROUP = 256               # numbers that share a scale, as in the papers on 8-bit optimizers
-SMALLEST_ROUNDED = 4096   # smaller parameters (norms, biases) keep float32 states: they weigh nothing
-AT_ONCE = 2**22           # numbers updated at once in plain torch: bounds what that needs besides
-EPSILON = 1e-8
 
 
 class RoundedAdamW(Optimizer):
@@ -146,7 +143,7 @@ def update_(parameter: Tensor, gradient: Tensor, state: dict[str, Tensor], figur
     g = gradient.float() * unscale
     first = beta1 * (read_first(state) if "first" in state else state["exp_avg"]) + (1 - beta1) * g
     second = beta2 * (read_second(state) if "first" in state else state["exp_avg_sq"]) + (1 - beta2) * g * g
-    step = first * correct1 / ((second * correct2).sqrt() + EPSILON)
+    step = first * correct1 / ((second * correct2).sqrt() + ADAMW_EPSILON)
     weights = parameter.float()
     stepped = weights - learning_rate * (step + decay * weights)
     rounded = round_by_chance(stepped) if parameter.dtype == torch.bfloat16 else stepped.to(parameter.dtype)

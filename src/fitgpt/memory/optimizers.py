@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..config import RunConfig
+from ..savers import AT_ONCE, GROUP, MUON_ROUNDS, SMALLEST_ROUNDED
 from .tape import Writer
 
 Parameters = Sequence[tuple[str, int, bool]]
 
-GROUP, SMALLEST_ROUNDED = 256, 4096  # as engine/rounded.py has them
-MUON_ROUNDS = 5  # engine/muon.py's
-AT_ONCE = 2**22  # numbers that plain torch updates at once, where there is no fused kernel
-# … and the bytes that rounded.update_ needs for each of them at its fullest, by whether weights and states are rounded.
+# The bytes that rounded.update_ needs for each number at its fullest, by whether weights and states are rounded.
 PLAIN_UPDATE = {(False, False): 24, (True, False): 36, (False, True): 36, (True, True): 42}
 SCALAR = 4
 

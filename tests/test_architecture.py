@@ -47,7 +47,6 @@ AT_ONCE = {
 }
 WHEN_CALLED = {
     "driver": {"pynvml"},
-    "counters": {"pynvml"},
     "asktorch": {"torch"},
     "engine": {"triton"},
     "data": {"rich", "tiktoken", "pyarrow", "datasets"},

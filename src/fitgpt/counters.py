@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import re
 import shutil
-import subprocess
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from .driver import GpuProcess, GpuReading, survey
+from .driver import GpuProcess, GpuReading, ask_nvml, or_none, run_smi, smi_rows, survey
 from .sights import CardState, Program
 from .units import MiB
 
@@ -43,7 +40,8 @@ _APPS = """
 def read_cards() -> tuple[tuple[CardState, ...], str]:
     """Every card the driver shows, whatever CUDA_VISIBLE_DEVICES hides; and why there is none. Never raises."""
     found = survey({})
-    counted = _ask_nvml(found.gpus)
+    counted = ask_nvml(lambda nvml: {gpu.index: _count(nvml, gpu.index) for gpu in found.gpus},
+                       lambda nvml, error: {})  # survey has said why
     if counted is None:
         counted = _ask_smi(found.gpus)
     return tuple(_state(gpu, counted.get(gpu.index, {})) for gpu in found.gpus), found.reason
@@ -89,37 +87,21 @@ def _name_here(pid: int) -> str:
 
 # ---- NVML
 
-def _ask_nvml(gpus: Iterable[GpuReading]) -> dict[int, dict[str, Any]] | None:
-    """By GPU number; None where the Python library is not installed."""
-    try:
-        import pynvml
-    except ImportError:
-        return None
-    try:
-        pynvml.nvmlInit()
-    except Exception:  # survey has said why
-        return {}
-    try:
-        return {gpu.index: _count(pynvml, gpu.index) for gpu in gpus}
-    finally:
-        _or_none(lambda: pynvml.nvmlShutdown())
-
-
 def _count(nvml: Any, index: int) -> dict[str, Any]:
     """Each counter by itself: cards, drivers and versions of the library each lack others."""
-    handle = _or_none(lambda: nvml.nvmlDeviceGetHandleByIndex(index))
+    handle = or_none(lambda: nvml.nvmlDeviceGetHandleByIndex(index))
     if handle is None:
         return {}
-    reasons = _or_none(lambda: nvml.nvmlDeviceGetCurrentClocksEventReasons(handle))
+    reasons = or_none(lambda: nvml.nvmlDeviceGetCurrentClocksEventReasons(handle))
     if reasons is None:  # the name before driver 535
-        reasons = _or_none(lambda: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle))
+        reasons = or_none(lambda: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle))
     return {
-        "utilisation": _or_none(lambda: int(nvml.nvmlDeviceGetUtilizationRates(handle).gpu)),
-        "watts": _or_none(lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1000),
-        "watt_limit": _or_none(lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1000),
-        "celsius": _or_none(lambda: int(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU))),
-        "clock_mhz": _or_none(lambda: int(nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM))),
-        "top_clock_mhz": _or_none(lambda: int(nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_SM))),
+        "utilisation": or_none(lambda: int(nvml.nvmlDeviceGetUtilizationRates(handle).gpu)),
+        "watts": or_none(lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1000),
+        "watt_limit": or_none(lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1000),
+        "celsius": or_none(lambda: int(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU))),
+        "clock_mhz": or_none(lambda: int(nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM))),
+        "top_clock_mhz": or_none(lambda: int(nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_SM))),
         "throttled": throttling(reasons),
     }
 
@@ -132,13 +114,6 @@ def throttling(bits: int | None) -> tuple[str, ...] | None:
     return (*named, f"reason {unnamed:#x}") if unnamed else named
 
 
-def _or_none(ask: Callable[[], Any]) -> Any:
-    try:
-        return ask()
-    except Exception:  # a counter that is not there must not cost the others
-        return None
-
-
 # ---- nvidia-smi
 
 _FIELDS = "index,utilization.gpu,power.draw,enforced.power.limit,temperature.gpu,clocks.sm,clocks.max.sm"
@@ -149,8 +124,8 @@ def _ask_smi(gpus: tuple[GpuReading, ...]) -> dict[int, dict[str, Any]]:
     smi = shutil.which("nvidia-smi") if gpus else None
     if smi is None:
         return {}
-    counted = parse_counters(_run_smi(smi, "--query-gpu", _FIELDS + _reason_field(smi)) or "")
-    processes = parse_processes(_run_smi(smi, "--query-compute-apps", "gpu_uuid,pid,used_memory,process_name") or "")
+    counted = parse_counters(run_smi(smi, "--query-gpu", _FIELDS + _reason_field(smi)) or "")
+    processes = parse_processes(run_smi(smi, "--query-compute-apps", "gpu_uuid,pid,used_memory,process_name") or "")
     for gpu in gpus:
         counted.setdefault(gpu.index, {})["processes"] = processes.get(gpu.uuid or "", ())
     return counted
@@ -159,16 +134,7 @@ def _ask_smi(gpus: tuple[GpuReading, ...]) -> dict[int, dict[str, Any]]:
 @cache
 def _reason_field(smi: str) -> str:
     """nvidia-smi refuses a question with one field in it that it does not know."""
-    return next((field for field in _REASON_FIELDS if _run_smi(smi, "--query-gpu", _FIELDS + field) is not None), "")
-
-
-def _run_smi(smi: str, question: str, fields: str) -> str | None:
-    try:
-        done = subprocess.run([smi, f"{question}={fields}", "--format=csv,noheader,nounits"], capture_output=True,
-                              text=True, errors="replace", timeout=20, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout if done.returncode == 0 else None
+    return next((field for field in _REASON_FIELDS if run_smi(smi, "--query-gpu", _FIELDS + field) is not None), "")
 
 
 def parse_counters(answer: str) -> dict[int, dict[str, Any]]:
@@ -181,20 +147,16 @@ def parse_counters(answer: str) -> dict[int, dict[str, Any]]:
         "utilisation": whole(row[1]), "watts": _number(row[2]), "watt_limit": _number(row[3]), "celsius": whole(row[4]),
         "clock_mhz": whole(row[5]), "top_clock_mhz": whole(row[6]),
         "throttled": throttling(_bits(row[7])) if len(row) > 7 else None}
-        for row in _rows(answer) if len(row) >= 7 and row[0].isdecimal()}
+        for row in smi_rows(answer) if len(row) >= 7 and row[0].isdecimal()}
 
 
 def parse_processes(answer: str) -> dict[str, tuple[GpuProcess, ...]]:
     found: dict[str, tuple[GpuProcess, ...]] = {}
-    for row in _rows(answer):
+    for row in smi_rows(answer):
         if len(row) >= 4 and row[1].isdecimal():
             nbytes = int(row[2]) * MiB if row[2].isdecimal() else None
             found[row[0]] = (*found.get(row[0], ()), GpuProcess(int(row[1]), ", ".join(row[3:]), nbytes))
     return found
-
-
-def _rows(answer: str) -> list[list[str]]:
-    return [[cell.strip() for cell in row] for row in csv.reader(io.StringIO(answer), skipinitialspace=True)]
 
 
 def _bits(cell: str) -> int | None:

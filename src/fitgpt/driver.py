@@ -10,7 +10,7 @@ import shutil
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from .errors import DeviceError
 from .units import MiB
@@ -64,7 +64,7 @@ def gpus(env: Mapping[str, str] | None = None) -> list[GpuReading]:
 
 def survey(env: Mapping[str, str] | None = None) -> Survey:
     """Ask NVML, or nvidia-smi where its Python library is missing. Raises DeviceError only for the environment."""
-    everything = _ask_nvml()
+    everything = ask_nvml(_read_all, _no_answer)
     if everything is None:
         everything = _ask_smi()
     chosen = (os.environ if env is None else env).get("CUDA_VISIBLE_DEVICES")
@@ -113,8 +113,12 @@ def _not_there(chosen: str, wrong: str, readings: Sequence[GpuReading]) -> Devic
 
 # NVML, through nvidia-ml-py.
 
-def _ask_nvml() -> Survey | None:
-    """None where the Python library itself is not installed."""
+Answer = TypeVar("Answer")
+
+
+def ask_nvml(read: Callable[[Any], Answer], silent: Callable[[Any, Any], Answer]) -> Answer | None:
+    """What `read` finds in the library while it is open, or what `silent` makes of the error where the driver does not
+    answer; None where the Python library itself is not installed."""
     try:
         import pynvml
     except ImportError:
@@ -122,17 +126,20 @@ def _ask_nvml() -> Survey | None:
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
-        return _no_answer(error, pynvml)
+        return silent(pynvml, error)
     try:
-        count = _or_none(pynvml.nvmlDeviceGetCount)
-        readings = (_read_nvml(pynvml, index) for index in range(count or 0))
-        found = tuple(reading for reading in readings if reading is not None)
-        return Survey(found, reason="" if found else "the NVIDIA driver shows no GPU")
+        return read(pynvml)
     finally:
-        _or_none(pynvml.nvmlShutdown)
+        or_none(pynvml.nvmlShutdown)
 
 
-def _no_answer(error: Any, pynvml: Any) -> Survey:
+def _read_all(pynvml: Any) -> Survey:
+    readings = (_read_nvml(pynvml, index) for index in range(or_none(pynvml.nvmlDeviceGetCount) or 0))
+    found = tuple(reading for reading in readings if reading is not None)
+    return Survey(found, reason="" if found else "the NVIDIA driver shows no GPU")
+
+
+def _no_answer(pynvml: Any, error: Any) -> Survey:
     absent = (pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, pynvml.NVML_ERROR_DRIVER_NOT_LOADED)
     if error.value in absent:
         return Survey(reason="no NVIDIA driver is installed or loaded")
@@ -140,35 +147,35 @@ def _no_answer(error: Any, pynvml: Any) -> Survey:
 
 
 def _read_nvml(pynvml: Any, index: int) -> GpuReading | None:
-    handle = _or_none(pynvml.nvmlDeviceGetHandleByIndex, index)
+    handle = or_none(pynvml.nvmlDeviceGetHandleByIndex, index)
     if handle is None:
         return None
-    cc = _or_none(pynvml.nvmlDeviceGetCudaComputeCapability, handle)
+    cc = or_none(pynvml.nvmlDeviceGetCudaComputeCapability, handle)
     # version 2 tells the driver's own share from what processes use
-    memory = _or_none(lambda: pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2))
+    memory = or_none(lambda: pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2))
     if memory is None:
-        memory = _or_none(pynvml.nvmlDeviceGetMemoryInfo, handle)
+        memory = or_none(pynvml.nvmlDeviceGetMemoryInfo, handle)
     running = {process.pid: process
                for ask in (pynvml.nvmlDeviceGetGraphicsRunningProcesses, pynvml.nvmlDeviceGetComputeRunningProcesses)
-               for process in _or_none(ask, handle) or ()}
+               for process in or_none(ask, handle) or ()}
     return GpuReading(
         index=index,
-        name=_text(_or_none(pynvml.nvmlDeviceGetName, handle)) or "an unnamed GPU",
-        uuid=_text(_or_none(pynvml.nvmlDeviceGetUUID, handle)),
+        name=_text(or_none(pynvml.nvmlDeviceGetName, handle)) or "an unnamed GPU",
+        uuid=_text(or_none(pynvml.nvmlDeviceGetUUID, handle)),
         cc=f"{cc[0]}.{cc[1]}" if cc else None,
-        driver_version=_text(_or_none(pynvml.nvmlSystemGetDriverVersion)),
+        driver_version=_text(or_none(pynvml.nvmlSystemGetDriverVersion)),
         total_bytes=getattr(memory, "total", None), free_bytes=getattr(memory, "free", None),
         used_bytes=getattr(memory, "used", None), reserved_bytes=getattr(memory, "reserved", None),
         processes=tuple(
-            GpuProcess(pid, _text(_or_none(pynvml.nvmlSystemGetProcessName, pid)), process.usedGpuMemory)
+            GpuProcess(pid, _text(or_none(pynvml.nvmlSystemGetProcessName, pid)), process.usedGpuMemory)
             for pid, process in sorted(running.items())),
     )
 
 
-def _or_none(ask: Callable[..., Any], *args: Any) -> Any:
+def or_none(ask: Callable[..., Any], *args: Any) -> Any:
     try:
         return ask(*args)
-    except Exception:  # NVML refuses single questions on single cards, each binding in its own way
+    except Exception:  # NVML refuses single questions on single cards, each binding in its own way: ask the others
         return None
 
 
@@ -185,19 +192,20 @@ def _ask_smi() -> Survey:
     smi = shutil.which("nvidia-smi")
     if smi is None:
         return Survey(reason="no NVIDIA driver was found: neither nvidia-ml-py nor nvidia-smi is here")
-    answer = _run_smi(smi, _SMI_FIELDS)
-    if answer is None:
-        answer = _run_smi(smi, _SMI_FIELDS.removesuffix(",compute_cap"))  # drivers before 510 do not know it
+    answer = run_smi(smi, "--query-gpu", _SMI_FIELDS)
+    if answer is None:  # drivers before 510 do not know the last field
+        answer = run_smi(smi, "--query-gpu", _SMI_FIELDS.removesuffix(",compute_cap"))
     if answer is None:
         return Survey(reason="nvidia-smi is installed and does not answer", faulty=True)
     found = parse_smi(answer)
     return Survey(found, reason="" if found else "the NVIDIA driver shows no GPU")
 
 
-def _run_smi(smi: str, fields: str) -> str | None:
+def run_smi(smi: str, question: str, fields: str) -> str | None:
+    """None where it does not answer."""
     try:
-        done = subprocess.run([smi, f"--query-gpu={fields}", "--format=csv,noheader,nounits"],
-                              capture_output=True, text=True, errors="replace", timeout=20, check=False)
+        done = subprocess.run([smi, f"{question}={fields}", "--format=csv,noheader,nounits"], capture_output=True,
+                              text=True, errors="replace", timeout=20, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout if done.returncode == 0 else None
@@ -205,12 +213,15 @@ def _run_smi(smi: str, fields: str) -> str | None:
 
 def parse_smi(answer: str) -> tuple[GpuReading, ...]:
     """nvidia-smi's csv lines, in the order of _SMI_FIELDS; a line that is not of that shape is left out."""
-    rows = [[cell.strip() for cell in row] for row in csv.reader(io.StringIO(answer), skipinitialspace=True)]
     return tuple(
         GpuReading(index=int(row[0]), name=row[1], uuid=_known(row[2]), driver_version=_known(row[3]),
                    total_bytes=_mib(row[4]), free_bytes=_mib(row[5]), used_bytes=_mib(row[6]),
                    cc=_known(row[7]) if len(row) > 7 else None)
-        for row in rows if len(row) >= 7 and row[0].isdecimal())
+        for row in smi_rows(answer) if len(row) >= 7 and row[0].isdecimal())
+
+
+def smi_rows(answer: str) -> list[list[str]]:
+    return [[cell.strip() for cell in row] for row in csv.reader(io.StringIO(answer), skipinitialspace=True)]
 
 
 def _known(cell: str) -> str | None:

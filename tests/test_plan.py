@@ -23,6 +23,7 @@ from fitgpt.driver import GpuProcess, GpuReading, Survey
 from fitgpt.errors import UsageError
 from fitgpt.memory import forecast
 from fitgpt.memory.accuracy import basis, of_file
+from fitgpt.memory.basis import FILE as BASIS
 from fitgpt.memory.setting import Setting
 from fitgpt.runfolder import open_run
 from fitgpt.units import GiB, MiB
@@ -428,7 +429,7 @@ def test_the_basis_is_what_the_recorded_runs_give(ask: Any) -> None:
                ROOT / "tests" / "golden" / "h200_kernels.json"]
     rows = [row for record in records for trainer, figures, _ in [of_file(str(record))]
             for row in basis(figures, trainer, "H200", "2.11")]
-    kept = json.loads(planner.BASIS.read_text())["runs"]
+    kept = json.loads(BASIS.read_text())["runs"]
     assert kept == rows
     for trainer in ("nanogpt", "fitgpt"):
         errors = [row["worst_percent"] for row in rows if row["trainer"] == trainer]

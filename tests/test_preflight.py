@@ -21,9 +21,9 @@ from fitgpt.driver import GpuProcess, GpuReading, Survey
 from fitgpt.engine import oom
 from fitgpt.engine.device import DeviceChoice
 from fitgpt.errors import DeviceError, UsageError
-from fitgpt.fit.ladder import Rung
 from fitgpt.knobs import Assignment, walk
 from fitgpt.memory import forecast
+from fitgpt.nouns import Rung
 from fitgpt.onboard import Onboard
 from fitgpt.options import PlanOptions
 from fitgpt.place import on_device
@@ -171,8 +171,8 @@ def plan(tmp_path: Path, cards: Callable[..., None]) -> Callable[..., str]:
 
     def write(**changes: Any) -> str:
         document = {"schema": 1, "config": config.to_dict(), "card": "RTX 4070", "budget": asdict(found.budget),
-                    "forecast": {"needs": forecast.forecast(config, found.setting).needs},
-                    "ladder": [{"changes": {"batch_size": 2, "gradient_accumulation_steps": 4}, "needs": 5,
+                    "forecast": {"needs_bytes": forecast.forecast(config, found.setting).needs},
+                    "ladder": [{"changes": {"batch_size": 2, "gradient_accumulation_steps": 4}, "needs_bytes": 5,
                                 "why": "smaller"}], **changes}
         (tmp_path / "plan.json").write_text(json.dumps(document))
         return str(tmp_path / "plan.json")
@@ -198,7 +198,7 @@ def test_a_plan_is_run_as_it_is_with_its_own_ladder(plan: Callable[..., str], mo
 @pytest.mark.parametrize(("changes", "flags", "words"), [
     ({}, ["--batch_size=8"], "batch_size=4 there, and --batch_size=8 says 8"),
     ({"card": "RTX 3060 12GB"}, [], "made for an RTX 3060 12GB, and here is an RTX 4070"),
-    ({"forecast": {"needs": 123 * MiB}}, [], "by it the run needs 123.0 MiB, and here"),
+    ({"forecast": {"needs_bytes": 123 * MiB}}, [], "by it the run needs 123.0 MiB, and here"),
     ({}, ["--device=cpu"], "the run is not on an NVIDIA GPU"),
 ])
 def test_what_is_not_as_planned_is_refused_by_name(plan: Callable[..., str], monkeypatch: pytest.MonkeyPatch,
@@ -230,7 +230,7 @@ def test_a_file_that_is_no_plan_is_said_to_be_none(tmp_path: Path, text: str, wo
 ])
 def test_a_rung_that_could_not_be_taken_is_refused_before_the_run(
         plan: Callable[..., str], monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], words: str) -> None:
-    path = plan(ladder=[{"changes": changes, "needs": 5, "why": "smaller"}])
+    path = plan(ladder=[{"changes": changes, "needs_bytes": 5, "why": "smaller"}])
     with pytest.raises(UsageError) as raised:
         started(monkeypatch, f"--plan={path}")
     assert words in raised.value.what

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import STOPPED_AT_ONCE, DeviceError, FitError, Interrupted, SystemFault, UsageError
+from .nouns import Rung
 from .signals import stop_signals
 
 _OUT_OF_RAM = "DefaultCPUAllocator"  # torch's words where malloc gave nothing
@@ -60,8 +61,6 @@ def main() -> int:
     stop = StopRequest()
     stop.listen(sys.stdin.fileno())
     try:
-        from .fit.ladder import Rung
-
         rungs = [Rung(**rung) for rung in orders["rungs"]] if orders["rungs"] is not None else None
         if orders["rehearsal"]:
             from .rehearse import rehearse_here

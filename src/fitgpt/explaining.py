@@ -23,14 +23,15 @@ from .explain.frames import trainer_of
 from .explain.message import COUNTED, from_excerpt, is_message
 from .explain.oom import diagnose, knows
 from .explain.pasted import Excerpt, excerpt
-from .explain.planned import explain_plan, plan_from
+from .explain.planned import explain_plan
 from .explain.reading import Reading, card_of, explain_reading, from_screen
 from .explain.screen import parse_screen
 from .knobs import Assignment, build, knobs_of, walk
 from .memory import forecast
 from .memory.setting import Setting, setting_for
-from .nouns import MemoryPlan, OwnerShare, PhaseForecast
+from .nouns import MemoryPlan, OwnerShare
 from .options import ExplainQuestions
+from .planfile import phases_from, plan_from
 from .runfolder import read_metrics, recorded_config
 from .show.diagnosis import diagnosis_text
 from .sights import Diagnosis, OutOfMemory
@@ -160,8 +161,7 @@ def explain_document(document: Any, asked: ExplainQuestions, config: RunConfig |
     told = document.get("config") if isinstance(document, dict) else None
     if not isinstance(told, dict) or not set(told) <= set(knobs_of(RunConfig)):
         return None
-    card = document.get("card")
-    named = asked.gpu or str(card.get("name", "") if isinstance(card, dict) else card or "")
+    named = asked.gpu or str(document.get("card") or "")
     return explain_run(replace(asked, gpu=named), RunConfig.from_dict(told), name, (), None)
 
 
@@ -208,8 +208,7 @@ def as_planned(plan: MemoryPlan, rows: Sequence[dict[str, Any]]) -> MemoryPlan:
     """The plan with what the run itself wrote into its record when it began last; as it is, where there is nothing."""
     row: dict[str, Any] = next((row for row in reversed(rows) if row.get("kind") == "plan"), {})
     try:
-        phases = {str(phase): PhaseForecast(int(held["allocated_bytes"]), int(held["reserved_bytes"]))
-                  for phase, held in row["phases"].items()}
+        phases = phases_from(row["phases"])
         owners = tuple(OwnerShare(str(share["owner"]), int(share["nbytes"]), str(share["formula"]))
                        for share in row["owners_at_peak"])
         needs, limit, peak = int(row["needs_bytes"]), int(row["reserve_limit_bytes"]), str(row["peak_phase"])

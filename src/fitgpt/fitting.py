@@ -15,9 +15,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from . import place, timing
+from . import place, planfile, timing
 from .asked import place_of, run_of, with_data
-from .atomic import disk_faults, is_own_json, is_own_page, refuse_foreign, write_over
+from .atomic import disk_faults, is_own_page, refuse_foreign, write_over
 from .config import RunConfig
 from .errors import DeviceError, DoesNotFit, UsageError
 from .fit import written
@@ -30,6 +30,7 @@ from .fit.permission import parse_allow
 from .host import SHARE, spare_memory
 from .knobs import Assignment, build, knobs_of, shown
 from .memory import forecast, gpt
+from .memory.basis import basis_of
 from .nouns import Budget, Fitted
 from .options import FitQuestions, PlanQuestions
 from .outlook import of_length
@@ -215,7 +216,7 @@ def refuse_foreign_files(asked: FitQuestions) -> None:
     if config:
         refuse_foreign(config, written.is_ours, "fit", "-o")
     if plan:
-        refuse_foreign(plan, lambda text: is_own_json(text, "config", "forecast", "ladder"), "fit", "-o", config)
+        refuse_foreign(plan, planfile.is_of_fit, "fit", "-o", config)
     if page:
         refuse_foreign(page, is_own_page, "fit", "--html")
 
@@ -237,16 +238,14 @@ def write_files(fitted: Fitted, question: Question, here: Here, run: str) -> lis
 
 
 def plan_text(fitted: Fitted, question: Question, here: Here) -> str:
-    from .planner import document
-
     assert fitted.chosen is not None
     setting, budget = question.found.setting, fitted.budget
     config = replace(fitted.chosen.config, vocab_size=question.config.vocab_size)
     plan = forecast.plan(config, setting, budget)
     on_host = None if here.host_bytes is None else max(here.host_bytes - gpt.host_bytes(config), 0)
     rungs = ladder(config, setting, host_bytes=on_host)
-    return json.dumps(written.plan_document(document(plan, setting), fitted.chosen, budget, rungs,
-                                            show.speed_document(fitted.chosen)), indent=1) + "\n"
+    return planfile.text_of_fit(planfile.document(plan, setting.torch, basis_of(plan)), fitted.chosen.config, budget,
+                                rungs, show.speed_document(fitted.chosen))
 
 
 def _write(path: Path, text: str) -> str:

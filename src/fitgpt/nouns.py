@@ -196,6 +196,83 @@ class MemoryPlan:
 
 
 @dataclass(frozen=True)
+class Basis:
+    """What was measured of forecasts like this one."""
+
+    on_card: int                  # recorded runs
+    in_all: int
+    worst_percent: float | None   # of all their figures; None: there are none
+
+
+@dataclass(frozen=True)
+class CardVerdict:
+    """Whether a run fits a card; a problem in place of figures where it cannot be planned there."""
+
+    name: str
+    usable: int | None
+    needs: int = 0
+    headroom: int = 0
+    problem: str = ""
+
+    @property
+    def fits(self) -> bool:
+        return not self.problem and self.headroom >= 0
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """The run, not only the step."""
+
+    tokens_per_step: int
+    steps: int
+    tokens: int
+    params: int
+    epochs: float | None               # None: there is no data to say
+    checkpoint_bytes: int
+    host_bytes: int
+    hours: tuple[float, float] | None  # None: the card's speed is not known
+
+
+@dataclass(frozen=True)
+class Change:
+    """One thing to do otherwise. Exact: the same arithmetic up to rounding order."""
+
+    flags: tuple[str, ...]   # what to add to the command
+    what: str                # that is no longer held
+    exact: bool
+    comparable: bool         # whether a loss still means the same: windows of the same length
+    slower: str              # what it costs
+    family: str              # "batch", "recompute" …
+    trainer: str             # the trainer it leaves or leads to
+
+
+@dataclass(frozen=True)
+class PricedChange:
+    """What is saved is bytes that are not allocated; below 0: more are."""
+
+    change: Change
+    saved: dict[str, int]    # by phase
+    saved_in_training: int   # at its highest, the first step included
+    saved_in_evaluation: int
+    needs: int               # after it
+    headroom: int
+
+    @property
+    def fits(self) -> bool:
+        return self.headroom >= 0
+
+
+@dataclass(frozen=True)
+class Rung:
+    """A smaller plan of the same run: the knobs to set otherwise, the smallest cap of the allocator that it runs under,
+    in words."""
+
+    changes: dict[str, Any]
+    needs: int
+    why: str
+
+
+@dataclass(frozen=True)
 class OwnerTimeline:
     """Bytes by owner along a stretch of a tape, thinned to what a picture can show."""
 

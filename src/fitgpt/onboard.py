@@ -11,11 +11,11 @@ from .engine import oom
 from .engine.device import DeviceChoice
 from .engine.loss import triton_works
 from .engine.signs import may_spill
-from .fit.ladder import Rung, ladder
+from .fit.ladder import ladder
 from .host import spare_memory
 from .memory import forecast
 from .memory.setting import Setting
-from .nouns import MemoryPlan
+from .nouns import MemoryPlan, Rung
 from .place import Place, beside
 from .preflight import does_not_fit
 from .units import parse_bytes

@@ -7,9 +7,8 @@ from dataclasses import replace
 from .cards import Card
 from .config import RunConfig
 from .errors import UsageError
-from .nouns import DataSummary, Forecast
+from .nouns import DataSummary, Forecast, Outlook
 from .options import PlanQuestions
-from .show.planning import Outlook
 from .units import parse_count, show_count
 
 MOST_STEPS = 2**31 - 1  # as RunConfig has it

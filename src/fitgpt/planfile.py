@@ -1,26 +1,26 @@
-"""plan.json, as `train --plan` reads it: the run that `fit` decided on, and whether this is that run.
+"""A plan in JSON, written and read here alone: as `plan --json` prints it, and as `fit` writes it for `train --plan`.
 
-Read leniently: what is missing is not compared. What is there must hold, or the run is refused.
+`train --plan` reads leniently: what is missing is not compared. What is there must hold, or the run is refused.
 """
 
 from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from .atomic import is_own_json
 from .config import RunConfig
 from .errors import DeviceError, UsageError
-from .fit.ladder import MAY_CHANGE, Rung
 from .knobs import Assignment, checked, knobs_of, shown
-from .nouns import MemoryPlan
-from .place import Place
+from .nouns import Basis, Budget, Forecast, MemoryPlan, OwnerShare, PhaseForecast, Rung
 from .units import show_bytes
 
 SCHEMA = 1
+PHASES = ("load", "first_eval", "first_train", "train", "step", "eval", "save", "resume", "sample")
 PLAN_AGAIN = "Plan again: fitgpt fit; or train without --plan."
 LARGEST = 64 * 2**20  # bytes; a plan has some kilobytes
 SAME = 0.01           # of what is needed: a plan made elsewhere for this card may know its figures less well
@@ -28,10 +28,92 @@ SAME = 0.01           # of what is needed: a plan made elsewhere for this card m
 DECIDED = ("batch_size", "gradient_accumulation_steps", "block_size", "n_layer", "n_head", "n_embd", "dropout", "bias",
            "vocab_size", "dtype", "compile", "cuda_graphs", "recompute", "grad_checkpoint", "weights", "residual",
            "optimizer", "offload", "step_in_backward", "loss_chunk", "eval_batch_size", "eval_block_size")
+# What a smaller plan of the same run may do otherwise: see fit/ladder.py.
+MAY_CHANGE = frozenset(("batch_size", "gradient_accumulation_steps", "eval_batch_size", "recompute", "loss_chunk",
+                        "cuda_graphs", "offload"))
+
+
+# ---- written
+
+
+def document(plan: MemoryPlan, torch: str, basis: Basis) -> dict[str, Any]:
+    """As `plan --json` has it. Every key is always there; a phase that the tape has not is null."""
+    forecast, budget, phases = plan.forecast, plan.budget, in_bytes(plan.forecast.phases)
+    if "train" in phases and "step" in phases:  # a training iteration ends with its optimizer's step
+        phases["train"] = {key: max(phases[each][key] for each in ("train", "step")) for key in phases["train"]}
+    return {
+        "schema": SCHEMA, "trainer": forecast.trainer, "card": budget.card or None, "torch": torch,
+        "params": forecast.params, "usable_bytes": budget.usable, "others_bytes": budget.others,
+        "budget_bytes": budget.budget, "outside_bytes": budget.outside, "reserve_limit_bytes": budget.reserve_limit,
+        "needs_bytes": forecast.needs, "headroom_bytes": plan.headroom, "fits": plan.fits,
+        "process_bytes": plan.process_bytes, "card_bytes": plan.process_bytes + budget.others,
+        "phases": {phase: phases.get(phase) for phase in PHASES},
+        "peak_phase": forecast.peak_phase,
+        "owners_at_peak": {share.owner: share.nbytes for share in forecast.owners_at_peak},
+        "reserved_range_bytes": list(forecast.reserved_range), "assumes": forecast.assumes,
+        "basis": {"recorded_runs_on_this_card": basis.on_card, "recorded_runs_in_all": basis.in_all,
+                  "worst_error_percent": basis.worst_percent},
+    }
+
+
+def text_of_fit(forecast: dict[str, Any], config: RunConfig, budget: Budget, rungs: Sequence[Rung],
+                speed: dict[str, Any] | None) -> str:
+    """As `fit` writes it. `forecast`: the `document` of the plan, whose keys are here too; `config`: as it was said."""
+    held = {"card": budget.card, "usable": budget.usable, "others": budget.others, "budget": budget.budget,
+            "outside": budget.outside}
+    return json.dumps({**forecast, "config": config.to_dict(), "card": budget.card, "budget": held,
+                       "forecast": forecast, "tokens_per_s": speed, "ladder": in_rows(rungs)}, indent=1) + "\n"
+
+
+def is_of_fit(text: str) -> bool:
+    return is_own_json(text, "config", "forecast", "ladder")
+
+
+def in_bytes(phases: Mapping[str, PhaseForecast]) -> dict[str, dict[str, int]]:
+    return {phase: {"allocated_bytes": held.allocated, "reserved_bytes": held.reserved}
+            for phase, held in phases.items()}
+
+
+def in_rows(rungs: Sequence[Rung]) -> list[dict[str, Any]]:
+    return [{"changes": rung.changes, "needs_bytes": rung.needs, "why": rung.why} for rung in rungs]
+
+
+# ---- read by `explain`
+
+
+def plan_from(document: Any) -> MemoryPlan | None:
+    """Of either kind; None where it is none, or lacks what matters."""
+    try:
+        phases = phases_from(document["phases"])
+        formulas = document.get("formulas") or {}
+        owners = tuple(OwnerShare(owner, int(nbytes), str(formulas.get(owner, "")))
+                       for owner, nbytes in document["owners_at_peak"].items())
+        low, high = document.get("reserved_range_bytes") or (0, 0)
+        forecast = Forecast(
+            str(document["trainer"]), int(document["params"]), phases, str(document["peak_phase"]), owners,
+            int(document["needs_bytes"]), (int(low), int(high)), dict(document["assumes"]), host_bytes=0,
+            checkpoint_bytes=0)
+        usable, others, whole, outside = (int(document[f"{name}_bytes"])
+                                          for name in ("usable", "others", "budget", "outside"))
+        budget = Budget(str(document["card"] or "card"), usable, others, whole, outside)
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return None
+    return MemoryPlan(forecast, budget) if phases and owners else None
+
+
+def phases_from(told: Any) -> dict[str, PhaseForecast]:
+    """What `in_bytes` wrote; KeyError, TypeError, ValueError or AttributeError where it is something else."""
+    return {str(phase): PhaseForecast(int(held["allocated_bytes"]), int(held["reserved_bytes"]))
+            for phase, held in told.items() if held}
+
+
+# ---- read by `train --plan`
 
 
 @dataclass(frozen=True)
 class PlanFile:
+    """The run that `fit` decided on, as far as the file says."""
+
     path: str
     knobs: dict[str, Any]
     card: str = ""
@@ -42,14 +124,14 @@ class PlanFile:
         if self.card:
             raise self._differs([f"it was made for {_article(self.card)}, and the run is not on an NVIDIA GPU"])
 
-    def compare(self, found: Place, plan: MemoryPlan) -> None:
-        """DeviceError, naming what is not as planned."""
-        here, differences = found.budget.card, []
+    def compare(self, plan: MemoryPlan) -> None:
+        """DeviceError, naming what is not as planned here."""
+        here, differences = plan.budget.card, []
         if self.card and here and self.card != here:
             differences.append(f"it was made for {_article(self.card)}, and here is {_article(here)}")
         if self.needs is not None and abs(plan.forecast.needs - self.needs) > SAME * self.needs:
             differences.append(f"by it the run needs {show_bytes(self.needs)}, and here, with torch "
-                               f"{found.setting.torch}, {show_bytes(plan.forecast.needs)}")
+                               f"{plan.forecast.assumes['torch']}, {show_bytes(plan.forecast.needs)}")
         if differences:
             raise self._differs(differences)
 
@@ -106,8 +188,9 @@ def read(path: str) -> PlanFile:
     if document.get("schema", SCHEMA) != SCHEMA:
         raise UsageError(f"--plan {path} has schema {document['schema']!r}, and this fitgpt knows {SCHEMA}.",
                          f"Plan again: fitgpt fit -o {shlex.quote(path)}")
-    return PlanFile(path, _knobs(path, document["config"]), _card(document), _needs(document.get("forecast")),
-                    _rungs(path, document.get("ladder")))
+    card = document.get("card")
+    return PlanFile(path, _knobs(path, document["config"]), card if isinstance(card, str) else "",
+                    _needs(document.get("forecast")), _rungs(path, document.get("ladder")))
 
 
 def _knobs(path: str, told: dict[str, Any]) -> dict[str, Any]:
@@ -117,16 +200,10 @@ def _knobs(path: str, told: dict[str, Any]) -> dict[str, Any]:
             if key in known and key != "plan"}
 
 
-def _card(document: dict[str, Any]) -> str:
-    told = document.get("card")
-    if isinstance(told, dict):
-        told = told.get("name")
-    return told if isinstance(told, str) else ""
-
-
-def _needs(forecast: Any) -> int | None:
-    told = [forecast.get(key) for key in ("needs", "needs_bytes")] if isinstance(forecast, dict) else []
-    return next((each for each in told if isinstance(each, int) and not isinstance(each, bool)), None)
+def _needs(told: Any) -> int | None:
+    """Of a forecast or of a rung."""
+    needs = told.get("needs_bytes") if isinstance(told, dict) else None
+    return needs if isinstance(needs, int) and not isinstance(needs, bool) else None
 
 
 def _rungs(path: str, told: Any) -> tuple[Rung, ...] | None:

@@ -21,17 +21,19 @@ from .config import RunConfig
 from .errors import UsageError
 from .knobs import Assignment, knobs_of, walk
 from .memory import forecast, gpt
-from .memory.changes import Change, Option, PricedChange, holdings, priced, single_changes, smallest_that_fit
+from .memory.basis import basis_of
+from .memory.changes import Option, holdings, priced, single_changes, smallest_that_fit
 from .memory.setting import Setting
-from .nouns import MemoryPlan
+from .nouns import CardVerdict, Change, MemoryPlan, Outlook, PricedChange
 from .options import CardsOptions, PlanQuestions
 from .outlook import of_length, outlook, tokens_per_s
 from .place import Place, beside
+from .planfile import document
 from .show import planning as show
 from .units import MiB, show_bytes
 
-SCHEMA = 1
-BASIS = Path(__file__).parent / "memory" / "basis.json"
+SCHEMA = 1  # of lists of cards; of a plan, see planfile.py
+
 
 # ---- the verb
 
@@ -62,7 +64,7 @@ def _print_plan(question: Question, found: Place, plan: MemoryPlan) -> None:
     options = _priced(config, found, asked.trainer) if asked.options else None
     run, basis = outlook(config, plan.forecast, question.data, found.card), basis_of(plan)
     if asked.json:
-        print(json.dumps({**document(plan, found.setting), "run": _run_document(run),
+        print(json.dumps({**document(plan, found.setting.torch, basis), "run": _run_document(run),
                           "formulas": {share.owner: share.formula for share in plan.forecast.owners_at_peak},
                           "changes": [asdict(change) for change in changes],
                           "options": options and [asdict(each) for each in options],
@@ -71,12 +73,10 @@ def _print_plan(question: Question, found: Place, plan: MemoryPlan) -> None:
         return
     width = min(max(shutil.get_terminal_size().columns, 40), 100)
     model = _in_words(forecast.settled(config, found.setting))
-    print(show.plan_text(plan, run, basis, model=model, suggestions=[_shown(change) for change in changes],
+    print(show.plan_text(plan, run, basis, model=model, suggestions=changes,
                          neighbours=found.neighbours, notes=question.notes, width=width, colour=_colours()), end="")
     if options is not None:
-        rows = [show.Priced(_shown(each.change), each.saved_in_training, each.saved_in_evaluation, each.needs,
-                            each.headroom) for each in options]
-        print("\n" + show.option_table(rows, plan.forecast.needs, plan.budget.reserve_limit, width), end="")
+        print("\n" + show.option_table(options, plan.forecast.needs, plan.budget.reserve_limit, width), end="")
 
 
 def _changes(config: RunConfig, found: Place, trainer: str) -> tuple[Change, ...]:
@@ -131,30 +131,29 @@ def _all_cards(question: Question) -> int:
     return 0 if any(each.fits for each in rows) else 1
 
 
-def card_verdicts(config: RunConfig, trainer: str = "fitgpt", others: int = 0,
-                  torch: str = "") -> list[show.CardVerdict]:
+def card_verdicts(config: RunConfig, trainer: str = "fitgpt", others: int = 0, torch: str = "") -> list[CardVerdict]:
     """One verdict a card. Cards on which the tape is the same are replayed once."""
     known: dict[tuple[Any, ...], Callable[[int], int]] = {}
     rows = []
     for card in cards.load():
         usable = card.usable_mib * MiB if card.usable_mib else None
         if card.vendor != "nvidia" or usable is None:
-            rows.append(show.CardVerdict(card.name, usable, 0, 0, "not known"))
+            rows.append(CardVerdict(card.name, usable, problem="not known"))
             continue
         if others >= usable:
-            rows.append(show.CardVerdict(card.name, usable, 0, 0, "nothing left by others"))
+            rows.append(CardVerdict(card.name, usable, problem="nothing left by others"))
             continue
         found = place.on_card(card, others=others, torch=torch)
         try:
             place.check_runs(config, found, trainer)
         except UsageError as error:
-            rows.append(show.CardVerdict(card.name, usable, 0, 0, f"needs {error.fix}"))
+            rows.append(CardVerdict(card.name, usable, problem=f"needs {error.fix}"))
             continue
         kind = same_tape(config, found.setting)
         if kind not in known:
             known[kind] = forecast.needs_by_limit(config, found.setting, trainer)
         needs = known[kind](found.budget.reserve_limit)
-        rows.append(show.CardVerdict(card.name, usable, needs, found.budget.reserve_limit - needs))
+        rows.append(CardVerdict(card.name, usable, needs, found.budget.reserve_limit - needs))
     return rows
 
 
@@ -173,52 +172,14 @@ def _replays(config: RunConfig, setting: Setting, trainer: str) -> list[str]:
             "next to nothing is allocated."]
 
 
-# ---- the answer
-
-
-def document(plan: MemoryPlan, setting: Setting) -> dict[str, Any]:
-    """The plan as JSON, schema 1. Every key is always there; a phase that the tape has not is null."""
-    forecast_, budget, basis = plan.forecast, plan.budget, basis_of(plan)
-    phases = {phase: {"allocated_bytes": held.allocated, "reserved_bytes": held.reserved}
-              for phase, held in forecast_.phases.items()}
-    if "train" in phases and "step" in phases:  # a training iteration ends with its optimizer's step
-        phases["train"] = {key: max(phases[each][key] for each in ("train", "step")) for key in phases["train"]}
-    return {
-        "schema": SCHEMA, "trainer": forecast_.trainer, "card": budget.card or None, "torch": setting.torch,
-        "params": forecast_.params, "usable_bytes": budget.usable, "others_bytes": budget.others,
-        "budget_bytes": budget.budget, "outside_bytes": budget.outside, "reserve_limit_bytes": budget.reserve_limit,
-        "needs_bytes": forecast_.needs, "headroom_bytes": plan.headroom, "fits": plan.fits,
-        "process_bytes": plan.process_bytes, "card_bytes": plan.process_bytes + budget.others,
-        "phases": {phase: phases.get(phase) for phase in show.PHASES},
-        "peak_phase": forecast_.peak_phase,
-        "owners_at_peak": {share.owner: share.nbytes for share in forecast_.owners_at_peak},
-        "reserved_range_bytes": list(forecast_.reserved_range), "assumes": forecast_.assumes,
-        "basis": {"recorded_runs_on_this_card": basis.on_card, "recorded_runs_in_all": basis.in_all,
-                  "worst_error_percent": basis.worst_percent},
-    }
-
-
-def _run_document(run: show.Outlook) -> dict[str, Any]:
-    return {**run._asdict(), "tokens_per_param": run.tokens / run.params}
-
-
-def basis_of(plan: MemoryPlan) -> show.Basis:
-    """The recorded runs of that trainer, and the worst of all their forecasts; see memory/accuracy.py."""
-    rows = [row for row in json.loads(BASIS.read_text(encoding="utf-8"))["runs"]
-            if row["trainer"] == plan.forecast.trainer]
-    errors = [row["worst_percent"] for row in rows]
-    return show.Basis(sum(row["card"] == plan.budget.card for row in rows), len(rows),
-                      max(errors, key=abs) if errors else None)
+def _run_document(run: Outlook) -> dict[str, Any]:
+    return {**asdict(run), "tokens_per_param": run.tokens / run.params}
 
 
 def _in_words(config: RunConfig) -> str:
     layers = f"{config.n_layer} layer{'s' if config.n_layer > 1 else ''}"
     return (f"{layers} of width {config.n_embd:,}, batch {config.batch_size:,} × {config.block_size:,}, "
             f"{config.dtype}, {'compiled' if config.compile else 'eager'}")
-
-
-def _shown(change: Change) -> show.Suggestion:
-    return show.Suggestion(change.flags, change.what, change.exact, change.comparable, change.slower)
 
 
 def _colours() -> bool:

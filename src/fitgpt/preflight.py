@@ -15,13 +15,12 @@ from . import driver, place
 from .asked import with_data
 from .config import RunConfig
 from .errors import DeviceError, UsageError
-from .fit.ladder import Rung
 from .memory import forecast
 from .memory.changes import smallest_that_fit
 from .memory.setting import Setting
-from .nouns import Forecast, MemoryPlan, PhaseForecast
+from .nouns import Forecast, MemoryPlan, PhaseForecast, Rung
 from .place import Place, beside
-from .planfile import PlanFile
+from .planfile import PlanFile, in_bytes, in_rows
 from .units import show_bytes
 
 LOOK_EVERY_S = 5.0
@@ -56,7 +55,7 @@ def check(config: RunConfig, planned: PlanFile | None = None, *, sleep: Callable
             known[here] = forecast.forecast(with_data(config)[0], found.setting, limit=found.budget.reserve_limit)
         plan = MemoryPlan(known[here], found.budget)
         if planned is not None:
-            planned.compare(found, plan)
+            planned.compare(plan)
         if plan.fits:
             return Checked(_others(seen))
         could_fit = replace(plan, budget=beside(config, replace(found.budget, others=0))).fits
@@ -144,9 +143,4 @@ def plan_row(plan: MemoryPlan, rungs: Sequence[Rung]) -> dict[str, Any]:
     return {"kind": "plan", "needs_bytes": plan.forecast.needs, "reserve_limit_bytes": plan.budget.reserve_limit,
             "phases": in_bytes(phases_of(plan.forecast)), "peak_phase": plan.forecast.peak_phase,
             "owners_at_peak": [asdict(share) for share in plan.forecast.owners_at_peak],
-            "ladder": [{"changes": rung.changes, "needs_bytes": rung.needs, "why": rung.why} for rung in rungs]}
-
-
-def in_bytes(phases: Mapping[str, PhaseForecast]) -> dict[str, dict[str, int]]:
-    return {phase: {"allocated_bytes": held.allocated, "reserved_bytes": held.reserved}
-            for phase, held in phases.items()}
+            "ladder": in_rows(rungs)}

@@ -20,6 +20,7 @@ from .config import RunConfig
 from .driver import check_allocator_env
 from .errors import DoesNotFit
 from .knobs import Assignment, knob, knobs_of, path_like
+from .planfile import in_bytes
 from .supervise import Orders, conclude, run_child
 
 SCHEMA = 1
@@ -87,8 +88,8 @@ def rehearse_here(config_dict: Mapping[str, Any], notes: Sequence[str], others: 
     beyond = preflight.exceeding(foreseen, measured)
     wrote = write_over(Path(out), json.dumps({
         "schema": SCHEMA, "versions": parts.versions(), "device": choice.device, "device_name": choice.name,
-        "seconds": seconds, "config": config.to_dict(), "foreseen": preflight.in_bytes(foreseen),
-        "measured": preflight.in_bytes(measured), "exceeding": beyond, "out_of_memory": refused,
+        "seconds": seconds, "config": config.to_dict(), "foreseen": in_bytes(foreseen),
+        "measured": in_bytes(measured), "exceeding": beyond, "out_of_memory": refused,
     }, indent=1, ensure_ascii=False) + "\n")
     print(plan_beside_measured(foreseen, measured) if onboard.plan else NO_COUNTERS)
     print(f"rehearsed in {show_seconds(seconds)}: evaluation, two iterations and a checkpoint's copy, at full size. "

@@ -27,8 +27,7 @@ from fitgpt.engine.offload import HostAdamW
 from fitgpt.engine.oom import Dice, Refusal, attempt, is_out_of_memory
 from fitgpt.engine.signs import fragmentation, in_pieces, spill
 from fitgpt.errors import CheckpointError, DeviceError
-from fitgpt.fit.ladder import Rung
-from fitgpt.nouns import MemoryReading, StepReport
+from fitgpt.nouns import MemoryReading, Rung, StepReport
 from fitgpt.onboard import Onboard
 from fitgpt.runfolder import read_metrics
 from fitgpt.units import GiB

@@ -16,10 +16,11 @@ from test_explain_reading import SCREEN
 from fitgpt.cli import main
 from fitgpt.config import RunConfig
 from fitgpt.driver import Survey
-from fitgpt.explain.planned import compared, explain_plan, plan_from
+from fitgpt.explain.planned import compared, explain_plan
 from fitgpt.explain.rules import RULES
 from fitgpt.explaining import as_planned
 from fitgpt.memory.forecast import budget_for
+from fitgpt.planfile import plan_from
 from fitgpt.runfolder import RunFolder, open_run
 from fitgpt.show.diagnosis import diagnosis_text
 from fitgpt.sights import Diagnosis, MemoryShare

@@ -12,11 +12,12 @@ import pytest
 
 from fitgpt.config import RunConfig
 from fitgpt.data.order import positions_for
-from fitgpt.fit.ladder import MOST_RUNGS, Rung, card_like, ladder, needs_of, seconds_a_token
+from fitgpt.fit.ladder import MOST_RUNGS, card_like, ladder, needs_of, seconds_a_token
 from fitgpt.memory.allocator import replay
 from fitgpt.memory.forecast import settled, tape_of
 from fitgpt.memory.gpt import host_bytes
 from fitgpt.memory.setting import Setting
+from fitgpt.nouns import Rung
 
 HERE = Setting((8, 9), "2.13", sms=46)  # an RTX 4070
 FREE = {"batch_size", "gradient_accumulation_steps", "eval_batch_size", "recompute", "loss_chunk", "cuda_graphs",

@@ -17,10 +17,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from ..config import RunConfig
 from ..errors import DeviceError
+from ..nouns import Rung
 from ..units import show_bytes
 from .feed import Feed
 from .loop import Rim, Taken, Training, WentBack, train_step
@@ -32,17 +33,6 @@ LOOK_EVERY = 50  # steps between two looks whether there is room to step up agai
 TO_SPARE = 1.05  # of what a larger plan needs must be there before it is taken up again
 
 Result = TypeVar("Result")
-
-
-class Rung(Protocol):
-    """A smaller plan: fit/ladder.py."""
-
-    @property
-    def changes(self) -> dict[str, Any]: ...
-    @property
-    def needs(self) -> int: ...
-    @property
-    def why(self) -> str: ...
 
 
 class Ways(Protocol):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ..nouns import Budget, Forecast, MemoryPlan, OwnerShare, PhaseForecast
+from ..nouns import MemoryPlan
 from ..sights import Diagnosis, MemoryShare, Remedy
 from ..units import show_bytes, show_count
 from .about import Run
@@ -67,27 +67,6 @@ def _changes(plan: MemoryPlan, run: Run | None) -> tuple[Remedy, ...]:
     if run is None:
         return ()
     return savings(run) if plan.fits else remedies(run, plan.budget)
-
-
-def plan_from(document: Any) -> MemoryPlan | None:
-    """A plan as plan.json and `fitgpt plan --json` have it (schema 1); None where it is none, or lacks what matters."""
-    try:
-        phases = {phase: PhaseForecast(int(held["allocated_bytes"]), int(held["reserved_bytes"]))
-                  for phase, held in document["phases"].items() if held}
-        formulas = document.get("formulas") or {}
-        owners = tuple(OwnerShare(owner, int(nbytes), str(formulas.get(owner, "")))
-                       for owner, nbytes in document["owners_at_peak"].items())
-        low, high = document.get("reserved_range_bytes") or (0, 0)
-        forecast = Forecast(
-            str(document["trainer"]), int(document["params"]), phases, str(document["peak_phase"]), owners,
-            int(document["needs_bytes"]), (int(low), int(high)), dict(document["assumes"]), host_bytes=0,
-            checkpoint_bytes=0)
-        usable, others, whole, outside = (int(document[f"{name}_bytes"])
-                                          for name in ("usable", "others", "budget", "outside"))
-        budget = Budget(str(document["card"] or "card"), usable, others, whole, outside)
-    except (KeyError, TypeError, ValueError, AttributeError):
-        return None
-    return MemoryPlan(forecast, budget) if phases and owners else None
 
 
 # ---- predicted against measured

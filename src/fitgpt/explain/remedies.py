@@ -9,9 +9,9 @@ from ..config import RunConfig, diff
 from ..errors import UsageError
 from ..knobs import shown
 from ..memory.allocator import replay
-from ..memory.changes import Change, Option, fits, single_changes
+from ..memory.changes import Option, fits, single_changes
 from ..memory.forecast import settled, tape_of
-from ..nouns import Budget
+from ..nouns import Budget, Change
 from ..sights import Remedy
 from ..units import show_bytes
 from .about import Run, peak_of

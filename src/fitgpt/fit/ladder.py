@@ -8,7 +8,7 @@ rungs come last, and say so. Of all such plans the rungs are those that nothing 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from itertools import groupby, product
 from typing import Any
@@ -21,6 +21,7 @@ from ..memory import gpt
 from ..memory.allocator import needs
 from ..memory.forecast import settled, tape_of
 from ..memory.setting import Setting
+from ..nouns import Rung
 from ..savers import LEVELS, loss_piece_tokens
 from . import speed
 from .closed import mix_of
@@ -30,19 +31,7 @@ MOST_RUNGS = 6        # each takes a tenth of a second to forecast
 WORTH_A_RUNG = 0.9    # of what the one before needs, by estimate
 WORTH_A_PIECE = 0.04  # of what is needed: a smaller piece of the loss must save as much
 STOPS = ("no_wide", "attention_projection", "input")  # levels of recompute that a ladder halts at
-# What a rung may change, as plan.json's reader has to know too.
-MAY_CHANGE = frozenset(("batch_size", "gradient_accumulation_steps", "eval_batch_size", "recompute", "loss_chunk",
-                        "cuda_graphs", "offload"))
 HOST_UNKNOWN = 1.25   # how much slower than the roofline says a plan is taken to be that leans on an unknown host
-
-
-@dataclass(frozen=True)
-class Rung:
-    """A smaller plan: the knobs to set otherwise, the smallest cap of the allocator that it runs under, in words."""
-
-    changes: dict[str, Any]
-    needs: int
-    why: str
 
 
 def ladder(config: RunConfig, setting: Setting, *, host_bytes: int | None = None) -> tuple[Rung, ...]:

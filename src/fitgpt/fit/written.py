@@ -1,16 +1,13 @@
-"""What a fit leaves on the disk: a config that `train` takes, with the reasons beside its knobs, and a plan."""
+"""What a fit leaves on the disk: a config that `train` takes, with the reasons beside its knobs."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
-from typing import Any
 
 from ..config import RunConfig
 from ..knobs import knobs_of
-from ..nouns import Budget, Fitted, Standing
+from ..nouns import Fitted, Standing
 from ..units import show_bytes, show_count
-from .ladder import Rung
 
 MARK = "# Fitted by `fitgpt fit`"  # how a file that was written here begins: it may be replaced
 WIDTH = 110
@@ -35,16 +32,6 @@ def config_text(fitted: Fitted, run: str) -> str:
         lines += ["", *_comment(decision.why)]
         lines += [f"{knob} = {now!r}  # was {was!r}" for knob, (was, now) in decision.knobs.items()]
     return "\n".join(lines) + "\n"
-
-
-def plan_document(forecast: dict[str, Any], chosen: Standing, budget: Budget, rungs: Sequence[Rung],
-                  speed: dict[str, Any] | None) -> dict[str, Any]:
-    """The file of a plan, schema 1. `forecast`: as `fitgpt plan --json` has it, whose keys are here too."""
-    held = {"card": budget.card, "usable": budget.usable, "others": budget.others, "budget": budget.budget,
-            "outside": budget.outside}
-    return {**forecast, "config": chosen.config.to_dict(), "card": budget.card, "budget": held, "forecast": forecast,
-            "tokens_per_s": speed,
-            "ladder": [{"changes": rung.changes, "needs_bytes": rung.needs, "why": rung.why} for rung in rungs]}
 
 
 def is_ours(text: str) -> bool:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import isqrt
 from typing import Any, NamedTuple
 
 from ..config import DEFAULT_VOCAB, RunConfig
 from ..errors import UsageError
 from ..knobs import parse_value, shown
-from ..nouns import Budget
+from ..nouns import Budget, Change, PricedChange
 from ..savers import LEVELS, SAVERS, Saver, loss_piece_tokens
 from . import gpt
 from .allocator import needs, replay
@@ -28,19 +28,6 @@ TRAINING, EVALUATION = ("first_train", "train", "step"), ("first_eval", "eval")
 ATTENTION_ONLY = Saver("--recompute=attention", True, "16 bytes × tokens × C in each layer: also attention's "
                        "projection", "three of the four products again")
 SMALLEST_PIECE = 128  # savers.loss_piece_tokens goes no lower by itself
-
-
-@dataclass(frozen=True)
-class Change:
-    """One thing to do otherwise. Exact: the same arithmetic up to rounding order."""
-
-    flags: tuple[str, ...]   # what to add to the command
-    what: str                # that is no longer held
-    exact: bool
-    comparable: bool         # whether a loss still means the same: windows of the same length
-    slower: str              # what it costs
-    family: str              # "batch", "recompute" …
-    trainer: str             # the trainer it leaves or leads to
 
 
 class Option(NamedTuple):
@@ -56,22 +43,6 @@ class Holdings(NamedTuple):
 
     def most_in(self, phases: tuple[str, ...]) -> int:
         return max((held for phase, held in self.phases.items() if phase in phases), default=0)
-
-
-@dataclass(frozen=True)
-class PricedChange:
-    """What is saved is bytes that are not allocated; below 0: more are."""
-
-    change: Change
-    saved: dict[str, int]    # by phase
-    saved_in_training: int   # at its highest, the first step included
-    saved_in_evaluation: int
-    needs: int               # after it
-    headroom: int
-
-    @property
-    def fits(self) -> bool:
-        return self.headroom >= 0
 
 
 # ---- the changes

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
 
-from ..nouns import MemoryPlan, OwnerTimeline
+from ..nouns import Basis, CardVerdict, Change, MemoryPlan, Outlook, OwnerTimeline, PricedChange
 from ..units import MiB, show_bytes, show_count, show_seconds
 
 PHASES = {"load": "load", "first_eval": "first evaluation", "first_train": "first step", "train": "training",
@@ -22,66 +21,11 @@ by a formula, or recalled and to be checked. --json has every figure.
 LABEL = 9  # columns of the words on the left
 
 
-class Suggestion(NamedTuple):
-    """A single change, and what it does."""
-
-    flags: tuple[str, ...]
-    what: str
-    exact: bool
-    comparable: bool
-    slower: str
-
-
-class Priced(NamedTuple):
-    """A single change and its price. Bytes."""
-
-    change: Suggestion
-    saved_in_training: int
-    saved_in_evaluation: int
-    needs: int
-    headroom: int
-
-
-class Outlook(NamedTuple):
-    """The run, not only the step."""
-
-    tokens_per_step: int
-    steps: int
-    tokens: int
-    params: int
-    epochs: float | None               # None: there is no data to say
-    checkpoint_bytes: int
-    host_bytes: int
-    hours: tuple[float, float] | None  # None: the card's speed is not known
-
-
-class Basis(NamedTuple):
-    """What was measured of forecasts like this one."""
-
-    on_card: int
-    in_all: int
-    worst_percent: float | None
-
-
-class CardVerdict(NamedTuple):
-    """One row of `--all-cards`; a problem in place of figures where the run cannot be planned there."""
-
-    name: str
-    usable: int | None
-    needs: int
-    headroom: int
-    problem: str = ""
-
-    @property
-    def fits(self) -> bool:
-        return not self.problem and self.headroom >= 0
-
-
 # ---- the plan
 
 
 def plan_text(plan: MemoryPlan, outlook: Outlook, basis: Basis, *, model: str = "",
-              suggestions: Sequence[Suggestion] = (), neighbours: str = "", notes: Sequence[str] = (), width: int = 80,
+              suggestions: Sequence[Change] = (), neighbours: str = "", notes: Sequence[str] = (), width: int = 80,
               colour: bool = False) -> str:
     """`model`: its shape and batch, in words."""
     forecast, budget = plan.forecast, plan.budget
@@ -153,7 +97,7 @@ def verdict(plan: MemoryPlan, neighbours: str = "") -> str:
     return " ".join(words)
 
 
-def suggestion_lines(suggestions: Sequence[Suggestion], width: int) -> str:
+def suggestion_lines(suggestions: Sequence[Change], width: int) -> str:
     if not suggestions:
         return "No single change makes it fit. What each would save: --options"
     lines = ["Any one of these makes it fit:"]
@@ -202,17 +146,17 @@ def basis_words(plan: MemoryPlan, basis: Basis) -> str:
 # ---- tables
 
 
-def option_table(priced: Sequence[Priced], needs_now: int, may_reserve: int, width: int = 80) -> str:
+def option_table(priced: Sequence[PricedChange], needs_now: int, may_reserve: int, width: int = 80) -> str:
     """Every single change: what it saves in training and in evaluation, what the run then needs, what it costs."""
     priced = sorted(priced, key=lambda one: one.needs)
     rows = [("", "training", "eval", "needs", "", "")]
     rows += [(each.change.flags[0], _less(each.saved_in_training), _less(each.saved_in_evaluation),
-              show_bytes(each.needs), _kind(each.change), "fits" if each.headroom >= 0 else "") for each in priced]
+              show_bytes(each.needs), _kind(each.change), "fits" if each.fits else "") for each in priced]
     lines = [_wrapped(f"Single changes, from {show_bytes(needs_now)} needed now, where {show_bytes(may_reserve)} may "
                       "be reserved:", width), table(rows, left=(0, 4, 5)), ""]
     if any(not each.change.comparable for each in priced):
         lines.append("other: a loss at another block size does not compare with this run's.")
-    told: dict[str, list[Suggestion]] = {}
+    told: dict[str, list[Change]] = {}
     for each in priced:
         told.setdefault(f"saves {each.change.what}; cost: {each.change.slower}.", []).append(each.change)
     for words, changes in told.items():
@@ -245,7 +189,7 @@ def table(rows: Sequence[tuple[str, ...]], left: tuple[int, ...] = (0,)) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def _kind(change: Suggestion) -> str:
+def _kind(change: Change) -> str:
     return "exact" if change.exact else "lossy" if change.comparable else "other"
 
 

@@ -14,12 +14,13 @@ from ..errors import UsageError
 from ..fit.speed import estimate
 from ..memory import forecast
 from ..memory.allocator import Timeline, replay
+from ..memory.basis import basis_of
 from ..memory.blocks import LARGE_SEGMENT, rounded, segment_size
 from ..memory.setting import Setting
 from ..memory.thinned import one_step
 from ..nouns import Budget, SpeedEstimate
 from ..outlook import outlook
-from ..planner import basis_of, same_tape
+from ..planner import same_tape
 from ..show import planning as show
 from ..show.charts import stacked
 from ..units import MiB, show_bytes, show_count

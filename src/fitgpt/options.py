@@ -213,6 +213,17 @@ def _torch_version(text: str) -> str | None:
     return None if fullmatch(r"([0-9]{1,3}(\.[0-9]{1,4}){1,2})?", text) else "takes a version such as 2.11"
 
 
+# What `plan` and `fit` ask alike.
+_budget = partial(knob, "", "what the process may hold in all, as nvidia-smi shows it, context included: 11.5GiB; by "
+                  "default what the card has and others leave", rule=partial(_size, least=1),
+                  also=("memory", "limit", "vram"))
+_others = partial(knob, "", "what other processes hold of the card: 2118MiB; by default what they hold now, or nothing "
+                  "where the card is not here", rule=partial(_size, least=0))
+_torch = partial(knob, "", "the version of torch; by default the one installed here, else 2.13", rule=_torch_version)
+_tokens = partial(knob, "", "train on so many, such as 10B: sets max_iters and lr_decay_iters",
+                  rule=lambda text: some_tokens(text) if text else None)
+_epochs = partial(knob, 0.0, "the same, in rounds through the training data", rule=between(0, 1_000_000))
+
 _plan = partial(knob, group="the plan")
 
 
@@ -224,19 +235,15 @@ class PlanQuestions(Options):
 
     gpu: str = _plan("", "the card to plan for: 4070, \"RTX 3060 12GB\", h200 (`fitgpt cards` lists them); by default "
                      "the one that is here, with what is free of it now", also=("card", "device_name"))
-    budget: str = _plan("", "what the process may hold in all, as nvidia-smi shows it, context included: 11.5GiB; by "
-                        "default what the card has and others leave", rule=partial(_size, least=1),
-                        also=("memory", "limit", "vram"))
-    others: str = _plan("", "what other processes hold of the card: 2118MiB; by default what they hold now, or nothing "
-                        "where the card is not here", rule=partial(_size, least=0))
+    budget: str = _budget(group="the plan")
+    others: str = _others(group="the plan")
     trainer: str = _plan("fitgpt", "whose training: fitgpt's, or that of nanoGPT's own train.py",
                          choices=("fitgpt", "nanogpt"))
-    torch: str = _plan("", "the version of torch; by default the one installed here, else 2.13", rule=_torch_version)
+    torch: str = _torch(group="the plan")
     all_cards: bool = _plan(False, "one row for every card that is known")
     options: bool = _plan(False, "what every single change would save")
-    tokens: str = _plan("", "train on so many, such as 10B: sets max_iters and lr_decay_iters",
-                        rule=lambda text: some_tokens(text) if text else None)
-    epochs: float = _plan(0.0, "the same, in rounds through the training data", rule=between(0, 1_000_000))
+    tokens: str = _tokens(group="the plan")
+    epochs: float = _epochs(group="the plan")
     hours: float = _plan(0.0, "the same, in hours, once the card's speed is known", rule=between(0, 1_000_000))
     timeline: str = _plan("", "write a page that draws one step's memory, by owner, to this file",
                           rule=_optional_path)
@@ -337,20 +344,16 @@ class FitQuestions(Options):
 
     gpu: str = _fit("", "the card to fit: 4070, \"RTX 3060 12GB\", h200 (`fitgpt cards` lists them); by default the "
                     "one that is here, with what is free of it now", also=("card", "device_name"))
-    budget: str = _fit("", "what the process may hold in all, as nvidia-smi shows it, context included: 11.5GiB; by "
-                       "default what the card has and others leave", rule=partial(_size, least=1),
-                       also=("memory", "limit", "vram"))
-    others: str = _fit("", "what other processes hold of the card: 2118MiB; by default what they hold now, or nothing "
-                       "where the card is not here", rule=partial(_size, least=0))
-    torch: str = _fit("", "the version of torch; by default the one installed here, else 2.13", rule=_torch_version)
+    budget: str = _budget(group="the fit")
+    others: str = _others(group="the fit")
+    torch: str = _torch(group="the fit")
     allow: str = _fit("", "what may be changed beyond what leaves the training as it is: lossy (adam8bit, weights, "
                       "residual), any of those by name, muon, step_in_backward, context, model; several with commas")
     goal: str = _fit("fastest", "what to look for: the fastest settings that fit, the largest GPT-2 shape or the "
                      "longest block that trains there at all, or the least memory this run can live in",
                      choices=("fastest", "largest-model", "longest-context", "smallest-memory"))
-    tokens: str = _fit("", "train on so many, such as 10B: sets max_iters and lr_decay_iters",
-                       rule=lambda text: some_tokens(text) if text else None)
-    epochs: float = _fit(0.0, "the same, in rounds through the training data", rule=between(0, 1_000_000))
+    tokens: str = _tokens(group="the fit")
+    epochs: float = _epochs(group="the fit")
     hours: float = _fit(0.0, "the same, in hours at the speed to expect as asked", rule=between(0, 1_000_000))
     measure: bool = _fit(False, "time the best candidates on the GPU that is here, a few seconds each, and take the "
                          "fastest")

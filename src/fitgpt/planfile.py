@@ -17,7 +17,7 @@ from .config import RunConfig
 from .errors import DeviceError, UsageError
 from .knobs import Assignment, checked, knobs_of, shown
 from .nouns import Basis, Budget, Forecast, MemoryPlan, OwnerShare, PhaseForecast, Rung
-from .units import show_bytes
+from .units import show_bytes, with_article
 
 SCHEMA = 1
 PHASES = ("load", "first_eval", "first_train", "train", "step", "eval", "save", "resume", "sample")
@@ -122,13 +122,13 @@ class PlanFile:
 
     def refuse_elsewhere(self) -> None:
         if self.card:
-            raise self._differs([f"it was made for {_article(self.card)}, and the run is not on an NVIDIA GPU"])
+            raise self._differs([f"it was made for {with_article(self.card)}, and the run is not on an NVIDIA GPU"])
 
     def compare(self, plan: MemoryPlan) -> None:
         """DeviceError, naming what is not as planned here."""
         here, differences = plan.budget.card, []
         if self.card and here and self.card != here:
-            differences.append(f"it was made for {_article(self.card)}, and here is {_article(here)}")
+            differences.append(f"it was made for {with_article(self.card)}, and here is {with_article(here)}")
         if self.needs is not None and abs(plan.forecast.needs - self.needs) > SAME * self.needs:
             differences.append(f"by it the run needs {show_bytes(self.needs)}, and here, with torch "
                                f"{plan.forecast.assumes['torch']}, {show_bytes(plan.forecast.needs)}")
@@ -219,7 +219,3 @@ def _rungs(path: str, told: Any) -> tuple[Rung, ...] | None:
                              f"in {', '.join(sorted(MAY_CHANGE))}.", PLAN_AGAIN)
         rungs.append(Rung(_knobs(f"{path}: a rung", changes), needs, str(each.get("why", ""))))
     return tuple(rungs) if isinstance(told, list) else None
-
-
-def _article(name: str) -> str:
-    return f"{'an' if name[0] in 'AEFHILMNORSX' else 'a'} {name}"

@@ -1,4 +1,4 @@
-"""Bytes, counts and times, to and from the words people use. GiB is 2**30 and lives only here and in show/."""
+"""Bytes, counts, times and names, to and from the words people use. GiB is 2**30 and lives only here and in show/."""
 
 from __future__ import annotations
 
@@ -64,3 +64,8 @@ def show_seconds(seconds: float) -> str:
     if whole < 48 * 3600:
         return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
     return f"{whole // 86400} d {whole % 86400 // 3600} h" if whole < 100 * 86400 else f"{whole // 86400:,} d"
+
+
+def with_article(name: str) -> str:
+    """Before letters that are spelled out: an RTX 4070, an A100, a GTX 1080, a T4."""
+    return f"{'an' if name[0] in 'AEFHILMNORSX' else 'a'} {name}"

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..nouns import Decision, Fitted, SpeedEstimate, Standing
-from ..units import GiB, show_bytes, show_count
-from .planning import article, signed, table
+from ..units import GiB, show_bytes, show_count, with_article
+from .planning import signed, table
 
 ROWS, MARGIN = 9, 8          # of the picture, and the columns of its figures
 PICTURE = 64                 # columns of it, at most
@@ -22,7 +22,7 @@ PERMISSIONS = {"free": "nothing that is trained changes", "places": "part of it 
 def fit_text(fitted: Fitted, run: str, *, width: int = 80, notes: Sequence[str] = (), todo: str = "") -> str:
     """`run`: what was asked for, in words; `todo`: what to type next."""
     chosen, budget = fitted.chosen, fitted.budget
-    where = f" on {article(budget.card)} {budget.card}" if budget.card else ""
+    where = f" on {with_article(budget.card)}" if budget.card else ""
     parts = [_wrapped(f"{run}{where}: {verdict(fitted)}", width)]
     if chosen is not None:
         parts.append(beside_each_other(fitted, width))

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 
 from ..nouns import Basis, CardVerdict, Change, MemoryPlan, Outlook, OwnerTimeline, PricedChange
-from ..units import MiB, show_bytes, show_count, show_seconds
+from ..units import MiB, show_bytes, show_count, show_seconds, with_article
 
 PHASES = {"load": "load", "first_eval": "first evaluation", "first_train": "first step", "train": "training",
           "step": "optimizer's step", "eval": "evaluation", "save": "saving", "resume": "resuming",
@@ -29,7 +29,7 @@ def plan_text(plan: MemoryPlan, outlook: Outlook, basis: Basis, *, model: str = 
               colour: bool = False) -> str:
     """`model`: its shape and batch, in words."""
     forecast, budget = plan.forecast, plan.budget
-    where = f" on {article(budget.card)} {budget.card}" if budget.card else ""
+    where = f" on {with_article(budget.card)}" if budget.card else ""
     title = f"{TRAINERS[forecast.trainer]}{where}: {show_count(forecast.params)} parameters"
     parts = [_wrapped(f"{title}, {model}" if model else title, width), phase_table(plan), owner_table(plan, width),
              _verdict_paragraph(plan, neighbours, width, colour)]
@@ -212,11 +212,6 @@ def _speed(range_: tuple[float, float] | None) -> str:
 def _labelled(label: str, words: str, width: int) -> list[str]:
     return textwrap.wrap(words, width, initial_indent=label.ljust(LABEL), subsequent_indent=" " * LABEL,
                          break_long_words=False)
-
-
-def article(name: str) -> str:
-    """Before letters that are spelled out: an RTX, an A100, a GTX, a T4."""
-    return "an" if name[0] in "AEFHILMNORSX" else "a"
 
 
 def _wrapped(words: str, width: int) -> str:

@@ -447,20 +447,17 @@ def test_a_new_process_begins_with_nothing_which_is_no_spike() -> None:
     assert record.spikes == []
 
 
-@pytest.mark.parametrize("in_file", [True, False])
-def test_the_planned_peak_is_the_highest_phase_of_the_plan(tmp_path: Path, no_gpu: None, in_file: bool) -> None:
-    phases = {"train": {"allocated": 2 * GiB, "reserved": 3 * GiB}, "eval": {"allocated": GiB, "reserved": GiB}}
-    plan = {"forecast": {"phases": phases}, "budget": {"budget": 6 * GiB, "outside": GiB}}
-    write_run(tmp_path, FACTS, *([] if in_file else [{"kind": "plan", **plan}]), step(0, memory=memory(2 * GiB)),
-              lock={"pid": 1, "host": "fast-box"})
-    if in_file:
-        (tmp_path / "plan.json").write_text(json.dumps(plan), encoding="utf-8")
+def test_the_planned_peak_is_the_highest_phase_of_the_plan(tmp_path: Path, no_gpu: None) -> None:
+    phases = {"train": {"allocated_bytes": 2 * GiB, "reserved_bytes": 3 * GiB},
+              "eval": {"allocated_bytes": GiB, "reserved_bytes": GiB}}
+    write_run(tmp_path, FACTS, {"kind": "plan", "phases": phases, "reserve_limit_bytes": 5 * GiB},
+              step(0, memory=memory(2 * GiB)), lock={"pid": 1, "host": "fast-box"})
     run = watch.Watcher(str(tmp_path)).look().run
     assert run is not None
     assert (run.planned_bytes, run.headroom_bytes) == (3 * GiB, 3 * GiB)  # a cap of 5 GiB, of which 2 are reserved
 
 
-def test_a_plan_may_tell_the_cap_itself_and_the_last_plan_counts() -> None:
+def test_the_last_plan_counts() -> None:
     first = {"kind": "plan", "phases": {"train": {"reserved_bytes": 50}}}
     last = {"kind": "plan", "phases": {"train": {"reserved_bytes": 5}, "eval": {"reserved_bytes": 7}},
             "reserve_limit_bytes": 9}

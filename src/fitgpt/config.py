@@ -26,11 +26,11 @@ from .knobs import (
     positive,
     shown,
 )
+from .savers import parse_levels
+from .units import parse_bytes
 
 if TYPE_CHECKING:
     from .nouns import GPTConfig
-from .savers import parse_levels
-from .units import parse_bytes
 
 DEFAULT_VOCAB = 50304  # GPT-2's 50257 rounded up to a multiple of 64, as nanoGPT has it
 
@@ -225,11 +225,11 @@ class RunConfig(Options):
     def eval_block(self) -> int:
         return self.eval_block_size or self.block_size
 
-    def gpt_config(self, vocab_size: int | None = None) -> GPTConfig:
-        """The model's shape; `vocab_size` is the data's, used where the config leaves it open."""
+    def gpt_config(self) -> GPTConfig:
+        """The model's shape."""
         from .nouns import GPTConfig  # only here: reading a config should cost milliseconds
 
-        return GPTConfig(block_size=self.block_size, vocab_size=self.vocab_size or vocab_size or DEFAULT_VOCAB,
+        return GPTConfig(block_size=self.block_size, vocab_size=self.vocab_size or DEFAULT_VOCAB,
                          n_layer=self.n_layer, n_head=self.n_head, n_embd=self.n_embd, dropout=self.dropout,
                          bias=self.bias, grad_checkpoint=self.grad_checkpoint)
 
@@ -338,7 +338,6 @@ FROZEN_ON_RESUME = frozenset(
      "residual", "optimizer", "step_in_backward"})
 TOGETHER_ON_RESUME = frozenset({"batch_size", "gradient_accumulation_steps"})  # if their product stays
 # `dataset` may change its name or place: whether it is the same data, its fingerprint says.
-RESUMABLE_CHANGES = frozenset(f.name for f in fields(RunConfig)) - FROZEN_ON_RESUME - TOGETHER_ON_RESUME
 
 
 def diff(a: RunConfig, b: RunConfig) -> list[tuple[str, Any, Any]]:

@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .config import RunConfig
 
+# Of a run. The first evaluation and the first step are phases of their own: they hold other things than later ones.
+PHASES = ("load", "first_eval", "first_train", "train", "step", "eval", "save", "resume", "sample")
+
 
 @dataclass(frozen=True)
 class GPTConfig:
@@ -139,7 +142,7 @@ class Forecast:
 
     trainer: str                           # "fitgpt", "nanogpt"
     params: int                            # all of them, the tied head once
-    phases: dict[str, PhaseForecast]       # load, first_eval, first_train, train, step, eval, save, resume, sample
+    phases: dict[str, PhaseForecast]       # of PHASES, those that it has
     peak_phase: str                        # the one that allocates most
     owners_at_peak: tuple[OwnerShare, ...] # sum: what is allocated then
     needs: int                             # the smallest cap under which the run gets through

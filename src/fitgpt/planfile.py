@@ -16,11 +16,10 @@ from .atomic import is_own_json
 from .config import RunConfig
 from .errors import DeviceError, UsageError
 from .knobs import Assignment, checked, knobs_of, shown
-from .nouns import Basis, Budget, Forecast, MemoryPlan, OwnerShare, PhaseForecast, Rung
+from .nouns import PHASES, Basis, Budget, Forecast, MemoryPlan, OwnerShare, PhaseForecast, Rung
 from .units import show_bytes, with_article
 
 SCHEMA = 1
-PHASES = ("load", "first_eval", "first_train", "train", "step", "eval", "save", "resume", "sample")
 PLAN_AGAIN = "Plan again: fitgpt fit; or train without --plan."
 LARGEST = 64 * 2**20  # bytes; a plan has some kilobytes
 SAME = 0.01           # of what is needed: a plan made elsewhere for this card may know its figures less well

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from . import __version__, cards
-from .atomic import disk_faults, write_atomically
+from .atomic import disk_faults, is_own_page, write_atomically
 from .config import RunConfig
 from .errors import CheckpointError, FitError, UsageError
 from .knobs import knobs_of
@@ -24,7 +24,6 @@ from .show.report import MOST_RUNS, report_page
 from .sights import RunEvent, RunRecord, RunSample
 from .units import show_bytes
 
-OURS = b'<meta name="generator" content="fitgpt">'
 LARGEST = 2**63            # bytes and steps beyond it are no measurement
 DEEPEST = 500              # layers; the tape of more takes seconds to write, and no such model is trained here
 _NOT_EVENTS = {"run", "step", "eval", "save", "plan", "plan_measured", "sample"}
@@ -64,7 +63,7 @@ def _refuse_to_replace(target: Path) -> None:
             raise UsageError(f"-o {target}: there is no folder {target.parent}.", "-o report.html")
         if not target.exists():
             return
-        ours = target.is_file() and OURS in target.open("rb").read(4096)
+        ours = target.is_file() and is_own_page(target.open("rb").read(4096).decode(errors="replace"))
     if not ours:
         raise UsageError(f"-o {target} is there already, and it is no report of fitgpt.", "-o report.html")
 

@@ -119,7 +119,7 @@ class RunFolder:
 
     def append_metrics(self, row: Mapping[str, Any]) -> None:
         """One line, in one write; valid JSON whatever the numbers are."""
-        line = (json.dumps(_speak_nonfinite(dict(row)), allow_nan=False) + "\n").encode()
+        line = (json.dumps(speak_nonfinite(dict(row)), allow_nan=False) + "\n").encode()
         if self._torn:
             line = b"\n" + line
         with disk_faults("append to", self.path / "metrics.jsonl"):
@@ -322,13 +322,14 @@ def _undone(row: Mapping[str, Any], start: int) -> bool:
     return kind in _PROGRESS and isinstance(step, int) and (step >= start if kind == "step" else step > start)
 
 
-def _speak_nonfinite(value: Any) -> Any:
+def speak_nonfinite(value: Any) -> Any:
+    """NaN and infinity as words: JSON has neither."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, dict):
-        return {str(key): _speak_nonfinite(item) for key, item in value.items()}
+        return {str(key): speak_nonfinite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_speak_nonfinite(item) for item in value]
+        return [speak_nonfinite(item) for item in value]
     return value
 
 

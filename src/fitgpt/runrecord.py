@@ -141,8 +141,6 @@ class FollowedRun:
                     if isinstance(row, dict):
                         self.record.take(row)
             written = stat.st_mtime
-        if self.record.planned is None:
-            self.record.plan(_read_json(self.folder / "plan.json"))
         return written
 
 
@@ -208,25 +206,18 @@ class Record:
             self.eval_row = row
             self._hold(row, step, "eval")
         elif kind == "plan":
-            self.planned = None  # a resume plans anew
-            self.plan(row)
+            self._plan(row)
         elif kind in ("warning", "oom", "step_down"):
             self.warning = str(row.get("text") or self.warning)
         if kind in ("run", "step", "eval", "save"):
             self.last_kind = kind
 
-    def plan(self, told: Any) -> None:
-        """Of a plan, in a line of the record or in plan.json: the highest reserved of its phases, and the allocator's
-        cap, told or as what a budget leaves beside what lies outside the allocator."""
-        forecast = _part(told, "forecast") or told
-        phases = _part(forecast, "phases")
-        for phase in phases.values() if isinstance(phases, dict) else ():
-            peak = whole(_part(phase, "reserved_bytes")) or whole(_part(phase, "reserved")) or 0
-            self.planned = max(self.planned or 0, peak) or None
-        budget, outside = (whole(_part(_part(told, "budget"), name)) for name in ("budget", "outside"))
-        if budget is not None and outside is not None:
-            self.reserve_limit = max(budget - outside, 0)
-        self.reserve_limit = whole(_part(told, "reserve_limit_bytes")) or self.reserve_limit
+    def _plan(self, row: Mapping[str, Any]) -> None:
+        """The highest reserved of its phases, and the allocator's cap; a resume plans anew."""
+        phases = row.get("phases")
+        held = phases.values() if isinstance(phases, dict) else ()
+        self.planned = max((whole(_part(each, "reserved_bytes")) or 0 for each in held), default=0) or None
+        self.reserve_limit = whole(row.get("reserve_limit_bytes")) or self.reserve_limit
 
     @property
     def highest(self) -> int | None:
@@ -361,10 +352,3 @@ def validation_loss(row: Mapping[str, Any]) -> float | None:
 
 def _part(value: Any, name: str) -> Any:
     return value.get(name) if isinstance(value, dict) else None
-
-
-def _read_json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return None

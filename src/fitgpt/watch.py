@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 import time
 from collections import deque
@@ -16,6 +15,7 @@ from typing import Any
 from .counters import read_cards
 from .errors import DeviceError, UsageError
 from .options import WatchOptions
+from .runfolder import speak_nonfinite
 from .runrecord import (
     SPIKES_KEPT,
     FollowedRun,
@@ -64,14 +64,8 @@ def as_document(frame: WatchFrame) -> dict[str, Any]:
     del document["track"]
     if document["run"] is not None:
         del document["run"]["losses"]
-        document["run"] = {name: _spoken(value) for name, value in document["run"].items()}
+        document["run"] = speak_nonfinite(document["run"])
     return document
-
-
-def _spoken(value: Any) -> Any:
-    if not isinstance(value, float) or math.isfinite(value):
-        return value
-    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
 class Watcher:

@@ -7,10 +7,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from ..nouns import PHASES
+
 OWNERS = ("weights", "gradients", "optimizer", "casts", "activations", "logits", "workspace", "data", "other")
 RELEASE = "empty the cache"  # the name of an event that gives unused memory back to the driver
 ORDINARY, RECORDED, SIDE = range(3)  # pools: of the default stream, of recorded work, of the stream it is recorded on
-PHASES = ("load", "first_eval", "first_train", "train", "step", "eval", "save", "resume", "sample")
 
 
 class Event(NamedTuple):

@@ -109,12 +109,13 @@ def sparkline(values: Sequence[float], width: int) -> str:
     return "".join("▁▂▃▄▅▆▇█"[round(7 * (mean - low) / span) if span else 0] for mean in means)
 
 
-def fit_parts(parts: Sequence[tuple[int, str]], width: int, gap: int = 2) -> list[str]:
-    """Of (rank, words) pairs, in their order, as many as the width holds, those of the lowest rank first."""
+def fit_parts(parts: Sequence[tuple[int, str]], width: int) -> list[str]:
+    """Of (rank, words) pairs, in their order, as many as the width holds with two blanks between them, those of the
+    lowest rank first."""
     kept: set[int] = set()
     left = width
     for place in sorted(range(len(parts)), key=lambda place: parts[place][0]):
-        needed = len(parts[place][1]) + (gap if kept else 0)
+        needed = len(parts[place][1]) + (2 if kept else 0)
         if needed <= left:
             kept.add(place)
             left -= needed

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from fake_nvml import FakeNvml
 from fitgpt import asktorch, doctor
 from fitgpt.cli import main
 from fitgpt.doctor import Machine
@@ -23,7 +24,6 @@ from fitgpt.errors import DeviceError
 from fitgpt.show.watching import finding_lines
 from fitgpt.sights import CardState, Finding, Program
 from fitgpt.units import GiB, MiB
-from test_driver import FakeNvml
 
 GPU = GpuReading(0, "NVIDIA GeForce RTX 4070", "GPU-1", "8.9", "580.65", 12282 * MiB, 9882 * MiB, 2118 * MiB, 282 * MiB)
 DESKTOP = (Program(11, "Xorg", 500 * MiB, "desktop"), Program(12, "chrome", 300 * MiB, "app"),

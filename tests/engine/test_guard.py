@@ -4,94 +4,27 @@ did not. Refused is every single allocation of a small run on the CPU, one a run
 from __future__ import annotations
 
 import gc
-import json
 import os
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from torch.utils._python_dispatch import TorchDispatchMode
+from refusing import RUNGS, SMALL, WORDS, Ended, Parts, Refusing
 
 import fitgpt.run as run_module
 from fitgpt.config import RunConfig
-from fitgpt.desk import Signs
 from fitgpt.engine import guard as guard_module
 from fitgpt.engine.loop import Training, train_step
 from fitgpt.engine.muon import Muon
 from fitgpt.engine.offload import HostAdamW
-from fitgpt.engine.oom import Dice, Refusal, attempt, is_out_of_memory
-from fitgpt.engine.signs import fragmentation, in_pieces, spill
 from fitgpt.errors import CheckpointError, DeviceError
-from fitgpt.nouns import MemoryReading, Rung, StepReport
+from fitgpt.nouns import Rung
 from fitgpt.onboard import Onboard
 from fitgpt.runfolder import read_metrics
 from fitgpt.units import GiB
 from helpers import tiny_config
-
-WORDS = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 11.50 GiB of which …"
-SMALL: dict[str, Any] = dict(n_layer=1, n_embd=8, n_head=1, block_size=4, batch_size=2, gradient_accumulation_steps=2,
-                             max_iters=2, eval_interval=2, eval_iters=1, save_interval=1)
-# One window at a time; then also less kept, and the optimizer elsewhere.
-RUNGS = (Rung({"batch_size": 1, "gradient_accumulation_steps": 4}, 3 * GiB, "batch 1 × 4"),
-         Rung({"batch_size": 1, "gradient_accumulation_steps": 4, "recompute": "input", "loss_chunk": 3,
-               "offload": "optimizer"}, 2 * GiB, "batch 1 × 4, recompute input, optimizer in the host's memory"))
-
-
-class Refusing(TorchDispatchMode):
-    """Counts operations that return new memory, and refuses some of them, by number, before anything is computed."""
-
-    def __init__(self, refused: Iterable[int] = ()) -> None:
-        super().__init__()
-        self.count = 0
-        self._refused = set(refused)
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled here, and the wrapper would take a third of the time
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if allocates(func):
-            self.count += 1
-            if self.count in self._refused:
-                raise torch.OutOfMemoryError(WORDS)
-        return func(*args, **(kwargs or {}))
-
-
-class Parts:
-    """The loop's evaluations, steps and saves, numbered as they come. In one of them some allocations are refused;
-    only that one is watched, since watching is slow. Without one, all are watched and counted."""
-
-    def __init__(self, watched: int | None, refused: Iterable[int]) -> None:
-        self.counts: list[tuple[str, int]] = []
-        self._watched, self._refused = watched, tuple(refused)
-        self._begun = 0
-
-    def of(self, kind: str, work: Callable[..., Any]) -> Callable[..., Any]:
-        def part(*given: Any, **named: Any) -> Any:
-            number, self._begun = self._begun, self._begun + 1
-            if self._watched not in (None, number):
-                return work(*given, **named)
-            with Refusing(self._refused) as mode:
-                done = work(*given, **named)
-            self.counts.append((kind, mode.count))
-            return done
-
-        return part
-
-
-_known: dict[Any, bool] = {torch.ops.aten._unsafe_view.default: False}  # a view, though its schema does not say so
-
-
-def allocates(func: Any) -> bool:
-    """By its schema: a tensor is returned that is none of the arguments."""
-    if func not in _known:
-        _known[func] = any(each.alias_info is None and "Tensor" in str(each.type) for each in func._schema.returns)
-    return _known[func]
 
 
 @pytest.fixture
@@ -120,39 +53,6 @@ def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 
     yield train
     gc.unfreeze()
-
-
-class Ended:
-    """`parts`: what the loop did, and how many allocations each took."""
-
-    def __init__(self, config: RunConfig, parts: list[tuple[str, int]]) -> None:
-        self.config, self.parts = config, parts
-        self.out = Path(config.out_dir)
-
-    def steps(self) -> list[tuple[int, int]]:
-        """(the number of the part, its allocations)."""
-        return [(number, count) for number, (kind, count) in enumerate(self.parts) if kind == "step"]
-
-    @property
-    def last(self) -> Path:
-        return sorted((self.out / "checkpoints").glob("step-*"))[-1]
-
-    def bits(self) -> tuple[bytes, bytes]:
-        """Weights, moments and the optimizer's count of its steps."""
-        return (self.last / "model.safetensors").read_bytes(), (self.last / "optimizer.safetensors").read_bytes()
-
-    def rows(self, *kinds: str) -> list[dict[str, Any]]:
-        lines = (self.out / "metrics.jsonl").read_text().splitlines()
-        return [row for row in map(json.loads, lines) if row["kind"] in kinds]
-
-    def steps_applied(self) -> set[float]:
-        found = load_file(self.last / "optimizer.safetensors")
-        return {each.item() for name, each in found.items() if name.endswith((".step", "steps"))}
-
-    def farthest(self, other: Ended) -> float:
-        """The largest difference of a weight, relative to the largest weight of its tensor."""
-        ours, theirs = (load_file(each.last / "model.safetensors") for each in (self, other))
-        return max(((ours[name] - theirs[name]).abs().max() / theirs[name].abs().max()).item() for name in theirs)
 
 
 # ---- refused once
@@ -374,88 +274,3 @@ def test_an_evaluation_without_any_room_is_left_out_and_costs_training_nothing(t
     assert [row["step"] for row in ended.rows("eval")] == [2]
     assert "The evaluation of step 0 is left out; training goes on." in ended.rows("warning")[0]["text"]
     assert ended.bits() == whole.bits()
-
-
-# ---- letting go
-
-
-def test_an_attempt_that_is_refused_leaves_no_tensor_behind() -> None:
-    kept: list[weakref.ref[Any]] = []
-
-    def inner() -> None:
-        tensor = torch.zeros(1000)
-        kept.append(weakref.ref(tensor))
-        try:
-            raise ValueError("first")
-        finally:
-            raise torch.OutOfMemoryError(WORDS)
-
-    assert attempt(inner) == Refusal(WORDS)
-    assert kept[0]() is None
-    assert Refusal(WORDS).short == "CUDA out of memory. Tried to allocate 2.00 GiB"
-
-
-def test_only_a_lack_of_memory_is_forgiven() -> None:
-    def broken() -> None:
-        raise RuntimeError("size mismatch")
-
-    with pytest.raises(RuntimeError, match="size mismatch"):
-        attempt(broken)
-    assert is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"))
-    assert is_out_of_memory(RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"))
-    assert not is_out_of_memory(ValueError("out of memory"))
-
-
-def test_the_dice_are_put_back() -> None:
-    dice = Dice(torch.device("cpu"))
-    first = torch.rand(3)
-    dice.put_back()
-    assert torch.equal(torch.rand(3), first)
-
-
-def test_recorded_work_is_forgotten_with_its_gradients(tmp_path: Path) -> None:
-    config = replace(tiny_config(tmp_path, **SMALL), dtype="float32", vocab_size=64)
-    training = run_module.build_training(config, run_module.resolve_device("cpu", "float32", False))
-    training.accumulate, training.gradients_stay = (lambda *batch: torch.zeros(())), True  # as if it were recorded
-    for parameter in training.model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    training.forget_recorded_work()
-    assert training.accumulate == training.model.accumulate
-    assert all(parameter.grad is None for parameter in training.model.parameters())
-
-
-# ---- signs
-
-
-def test_memory_in_pieces_is_named() -> None:
-    message = (f"{WORDS} Of the allocated memory 5.00 GiB is allocated by PyTorch, and 3.10 GiB is reserved by "
-               "PyTorch but unallocated.")
-    assert in_pieces(message) == " (3.10 GiB were held and lay unused, but in pieces too small.)"
-    assert in_pieces(message.replace("3.10 GiB", "1.10 GiB")) == ""
-    assert in_pieces("DefaultCPUAllocator: can't allocate memory") == ""
-    assert "the rest lies between blocks" in fragmentation(8 * GiB, 4 * GiB)
-    assert fragmentation(8 * GiB, 7 * GiB) == ""
-    assert fragmentation(GiB, GiB // 4) == ""
-
-
-def test_each_sign_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fitgpt.desk.may_spill", lambda: True)
-    signs, memory = Signs(card_bytes=12 * GiB), MemoryReading(0, 13 * GiB, 5 * GiB, 13 * GiB)
-    report = StepReport(0, 1.0, 1.0, 1.0, 1.0, 1.0, None, 0, 1.0, memory, 1.0)
-    assert [note.split(":")[0] for note in signs.of(report, 5 * GiB)] == ["memory", "memory"]
-    assert signs.of(report, 5 * GiB) == []
-
-
-def test_a_step_that_is_replayed_from_a_recording_is_no_memory_in_pieces() -> None:
-    """Its tensors are counted only while it is recorded."""
-    replayed = MemoryReading(0, 5 * GiB, 2 * GiB, 5 * GiB)
-    report = StepReport(0, 1.0, 1.0, 1.0, 1.0, 1.0, None, 0, 1.0, replayed, 1.0)
-    assert Signs(card_bytes=12 * GiB).of(report, most_allocated=int(4.5 * GiB)) == []
-
-
-def test_a_spill_into_the_hosts_memory_is_named() -> None:
-    card = 12 * GiB
-    assert "13.00 GiB are held, and the card has 12.00 GiB" in spill(MemoryReading(0, 13 * GiB), card, 1.0, 1.0)
-    assert "4.0 times as long" in spill(MemoryReading(0, 11 * GiB), card, 4.0, 1.0)
-    assert spill(MemoryReading(0, 11 * GiB), card, 1.1, 1.0) == ""   # full, and as fast as ever
-    assert spill(MemoryReading(0, 6 * GiB), card, 9.0, 1.0) == ""    # slow for another reason

@@ -4,61 +4,28 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import re
 import subprocess
 import sys
-from dataclasses import replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
+from asking import CONFIG, NOTES_77M, ROOT, SMALL, write_chars
 
 import fitgpt
-from fitgpt import cards, driver, place, planner
-from fitgpt.cli import main
+from fitgpt import planner
 from fitgpt.config import RunConfig
-from fitgpt.driver import GpuProcess, GpuReading, Survey
 from fitgpt.errors import UsageError
-from fitgpt.memory import forecast
 from fitgpt.memory.accuracy import basis, of_file
 from fitgpt.memory.basis import FILE as BASIS
-from fitgpt.memory.setting import Setting
 from fitgpt.runfolder import open_run
 from fitgpt.units import GiB, MiB
 
-ROOT = Path(__file__).parent.parent
-CONFIG = ROOT / "config"
-NOTES_77M = [str(CONFIG / "notes_77m.py"), "--trainer=nanogpt", "--compile=True"]
-SMALL = ["--n_layer=2", "--n_head=4", "--n_embd=256", "--batch_size=8", "--block_size=256", "--max_iters=100"]
 KEYS = ["schema", "trainer", "card", "torch", "params", "usable_bytes", "others_bytes", "budget_bytes", "outside_bytes",
         "reserve_limit_bytes", "needs_bytes", "headroom_bytes", "fits", "process_bytes", "card_bytes", "phases",
         "owners_at_peak", "reserved_range_bytes", "assumes", "basis"]
 PHASES = ["load", "first_eval", "first_train", "train", "step", "eval", "save", "resume", "sample"]
-
-
-class Answer:
-    def __init__(self, code: int, out: str, err: str) -> None:
-        self.code, self.out, self.err = code, out, err
-
-    @property
-    def json(self) -> Any:
-        return json.loads(self.out)
-
-
-@pytest.fixture
-def ask(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """fitgpt plan, in an empty folder, on a machine without a GPU."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setattr(driver, "survey", lambda env=None: Survey(reason="no NVIDIA driver is installed or loaded"))
-
-    def ask(*argv: str, verb: str = "plan") -> Answer:
-        code = main([verb, *argv])
-        return Answer(code, *capsys.readouterr())
-
-    return ask
 
 
 # ---- the verdict
@@ -215,105 +182,6 @@ def test_nanogpt_does_not_know_what_we_added(ask: Any) -> None:
     assert "nanoGPT's train.py does not know eval_batch_size=2" in words
 
 
-# ---- the place
-
-
-def gpu(**more: Any) -> GpuReading:
-    figures = dict(index=0, name="NVIDIA GeForce RTX 4070", cc="8.9", total_bytes=12282 * MiB, used_bytes=2 * GiB,
-                   free_bytes=9 * GiB, reserved_bytes=400 * MiB, processes=(GpuProcess(812, "/usr/bin/Xorg", GiB),))
-    return GpuReading(**{**figures, **more})  # type: ignore[arg-type]
-
-
-def test_the_card_here_is_planned_with_what_others_hold_now(ask: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver, "survey", lambda env=None: Survey((gpu(),)))
-    told = ask(*SMALL, "--json").json
-    assert told["card"] == "RTX 4070"
-    assert told["usable_bytes"] == (12282 - 400) * MiB
-    assert told["others_bytes"] == 2 * GiB
-    words = " ".join(ask(*SMALL).out.split())
-    assert "Others hold 2.00 GiB of it now: Xorg 1.00 GiB." in words
-    assert ask(*SMALL, "--others=1GiB", "--json").json["others_bytes"] == GiB
-
-
-def test_of_several_cards_the_one_with_most_room_or_the_one_asked_for(ask: Any,
-                                                                     monkeypatch: pytest.MonkeyPatch) -> None:
-    both = (gpu(), gpu(index=1, name="NVIDIA GeForce RTX 3090", total_bytes=24576 * MiB, free_bytes=23 * GiB))
-    monkeypatch.setattr(driver, "survey", lambda env=None: Survey(both))
-    assert ask(*SMALL, "--json").json["card"] == "RTX 3090"
-    assert ask(*SMALL, "--device=cuda:0", "--json").json["card"] == "RTX 4070"
-    answer = ask(*SMALL, "--device=cuda:2")
-    assert answer.code == 2
-    assert "cuda:1 (NVIDIA GeForce RTX 3090)" in answer.err
-
-
-def test_a_card_that_is_in_no_table_is_planned_with_care(ask: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver, "survey", lambda env=None: Survey((gpu(name="NVIDIA Odd 9", cc="9.9"),)))
-    answer = ask(*SMALL, "--json").json
-    assert answer["card"] == "NVIDIA Odd 9"
-    known = [card.outside_mib for card in cards.load() if card.usable_mib and card.usable_mib < 12000]
-    assert answer["outside_bytes"] == max(mib for mib in known if mib) * MiB
-
-
-def test_without_a_gpu_a_name_or_a_budget_is_asked_for(ask: Any) -> None:
-    answer = ask(*SMALL)
-    assert answer.code == 2
-    assert "--gpu 4070" in answer.err
-    assert "--budget" in answer.err
-    alone = ask(*SMALL, "--budget=6GiB", "--json")
-    assert (alone.code, alone.json["card"], alone.json["budget_bytes"]) == (0, None, 6 * GiB)
-
-
-def test_of_other_vendors_it_is_said_what_is_not_known(ask: Any) -> None:
-    amd = ask(*SMALL, "--gpu=mi300x")
-    assert amd.code == 2
-    assert "has not been measured" in amd.err
-    assert ask(*SMALL, "--gpu=mi300x", "--budget=100GiB").code == 0
-    apple = ask(*SMALL, "--gpu=Apple M1", "--budget=8GiB")
-    assert (apple.code, "allocator for Apple GPUs" in apple.err) == (2, True)
-
-
-def test_the_torch_is_the_one_installed_unless_another_is_asked_for(ask: Any) -> None:
-    installed = ".".join(version("torch").split(".")[:2])
-    assert ask(*SMALL, "--gpu=4070", "--json").json["torch"] == installed
-    asked = ask(*SMALL, "--gpu=4070", "--torch=2.9.1", "--json").json
-    assert asked["torch"] == "2.9"
-    assert "recorded runs are of" in asked["assumes"]["torch"]
-
-
-def test_the_users_own_allocator_settings_are_kept(ask: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver, "survey", lambda env=None: Survey((gpu(),)))
-    assert ask(*SMALL, "--json").json["assumes"]["allocator"] == "expandable segments"
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:128")
-    assert ask(*SMALL, "--json").json["assumes"]["allocator"] != "expandable segments"
-
-
-# ---- all cards
-
-
-def test_all_cards_says_of_each_what_its_own_plan_says(ask: Any) -> None:
-    argv = [*SMALL, "--n_embd=1024", "--batch_size=32"]
-    answer = ask(*argv, "--all-cards", "--json")
-    rows = {row["card"]: row for row in answer.json["cards"]}
-    assert list(rows) == [card.name for card in cards.load()]
-    assert {row["fits"] for row in rows.values()} == {True, False}
-    for name in ("RTX 4070", "T4", "H200", "RTX 5060", "GTX 1080"):
-        one = ask(*argv, f"--gpu={name}", "--json").json
-        assert (rows[name]["needs_bytes"], rows[name]["fits"]) == (one["needs_bytes"], one["fits"])
-    assert rows["MI300X"]["problem"] == "not known"
-
-
-def test_cards_that_share_a_replay_have_the_same_tape() -> None:
-    config = RunConfig(n_layer=1, n_head=2, n_embd=64, batch_size=2, block_size=64, vocab_size=64)
-    seen: dict[Any, Any] = {}
-    for card in cards.load():
-        if card.vendor == "nvidia":
-            setting = place.on_card(card, torch="2.11").setting
-            for trainer in ("fitgpt", "nanogpt"):
-                tape = forecast.tape_of(forecast.settled(config, setting), setting, trainer)
-                assert seen.setdefault((trainer, planner.same_tape(config, setting)), tape) == tape
-    assert len(seen) > 4
-
-
 # ---- what is refused
 
 
@@ -378,13 +246,6 @@ def test_a_step_is_drawn_on_a_page_of_its_own(ask: Any, tmp_path: Path) -> None:
     assert "×" in page  # the formulas
 
 
-def test_a_card_that_is_here_is_planned_with_its_own_multiprocessors() -> None:
-    card = cards.find("RTX 3060 12GB")
-    seen = GpuReading(0, "NVIDIA GeForce RTX 3060", "GPU-1", "8.6", total_bytes=12288 * MiB, used_bytes=0)
-    assert place.on_device(seen).setting.sms == card.sms == place.on_card(card).setting.sms
-    assert place.on_device(replace(seen, name="NVIDIA Nonesuch")).setting.sms == Setting.sms
-
-
 def test_only_a_page_of_its_own_is_drawn_over(ask: Any, tmp_path: Path) -> None:
     (tmp_path / "mine.html").write_text("<!doctype html>\n<p>by hand</p>")
     answer = ask(*SMALL, "--gpu=4070", "--timeline=mine.html")
@@ -436,40 +297,3 @@ def test_the_basis_is_what_the_recorded_runs_give(ask: Any) -> None:
         told = ask(*SMALL, "--gpu=h200", f"--trainer={trainer}", "--json").json["basis"]
         assert told == {"recorded_runs_on_this_card": len(errors), "recorded_runs_in_all": len(errors),
                         "worst_error_percent": max(errors, key=abs)}
-
-
-# ---- cards
-
-
-def test_cards_are_listed_and_filtered(ask: Any) -> None:
-    everything = ask(verb="cards").out
-    assert all(card.name in everything for card in cards.load())
-    assert "the vendor" in everything
-    some = ask("4070", verb="cards").out
-    assert "RTX 4070 Ti SUPER" in some
-    assert "4090" not in some
-    assert [row["name"] for row in ask("rtx4070ti", "--json", verb="cards").json["cards"]] == ["RTX 4070 Ti"]
-    nothing = ask("geforce 9999", verb="cards")
-    assert nothing.code == 2
-    assert "The nearest" in nothing.err
-
-
-def write_chars(folder: Path, train: int) -> None:
-    """nanoGPT's letters: 65 of them."""
-    folder.mkdir(parents=True)
-    (folder / "train.bin").write_bytes(bytes(2 * train))
-    (folder / "val.bin").write_bytes(bytes(2000))
-    letters = [chr(33 + number) for number in range(65)]
-    (folder / "meta.pkl").write_bytes(pickle.dumps({
-        "vocab_size": 65, "itos": dict(enumerate(letters)), "stoi": {letter: n for n, letter in enumerate(letters)}}))
-
-
-def test_every_card_that_fits_has_a_speed_where_there_is_an_estimate(ask: Any) -> None:
-    lines = ask(*SMALL, "--all-cards").out.splitlines()
-    assert "tok/s" in lines[0]
-    assert all(line.endswith("k") for line in lines if "  fits" in line)
-    told = ask(*SMALL, "--all-cards", "--json").json["cards"]
-    low, high = next(card["tokens_per_s"] for card in told if card["card"] == "RTX 4070")
-    assert 0 < low <= high
-    assert all(card["tokens_per_s"] is None for card in ask(*SMALL, "--all-cards", "--json",
-                                                            "--trainer=nanogpt").json["cards"])

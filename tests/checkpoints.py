@@ -1,0 +1,28 @@
+"""Small checkpoints, written and listed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fitgpt.engine.checkpoint import (
+    list_checkpoints,
+    save,
+)
+
+
+def tensors(step: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    model = {"transformer.wte.weight": torch.full((16, 4), float(step)), "transformer.ln_f.weight": torch.ones(4)}
+    optimizer = {f"{name}.{part}": torch.full_like(value, step + 0.5)
+                 for name, value in model.items() for part in ("exp_avg", "exp_avg_sq")}
+    return model, optimizer | {"transformer.wte.weight.step": torch.tensor(float(step))}
+
+
+def save_step(folder: Path, step: int, *, best: bool = False, keep_last: int = 3, **state: Any) -> Any:
+    return save(folder, step, *tensors(step), {"of": step, **state}, best=best, keep_last=keep_last)
+
+
+def steps(folder: Path) -> list[int]:
+    return [found.step for found in list_checkpoints(folder)]

@@ -1,0 +1,221 @@
+"""A report's page works in a browser: on any screen, by pointer, fingers or keys alone, and without scripts."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fitgpt.options import ReportOptions
+from fitgpt.report import report
+from fitgpt.runfolder import read_metrics
+from report_rows import FACTS, PLAN, evaluation, step, write_run
+from test_charts import HOSTILE
+
+# ---- in a browser
+
+PHONE, DESKTOP = 390, 1200
+
+
+@pytest.fixture(scope="module")
+def real_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny GPT trained on a CPU, stopped halfway and resumed."""
+    from dataclasses import replace
+
+    from fitgpt.run import run
+    from helpers import tiny_config
+
+    folder = tmp_path_factory.mktemp("real")
+    config = tiny_config(folder, out_dir=str(folder / "tiny"), max_iters=60, lr_decay_iters=120, warmup_iters=12,
+                         eval_interval=20, eval_iters=4)
+    run(config.to_dict(), [], lambda: False)
+    run(replace(config, max_iters=120, init_from="resume").to_dict(), [], lambda: False)
+    return folder / "tiny"
+
+
+@pytest.fixture(scope="module")
+def reports(real_run: Path) -> dict[str, Path]:
+    """Pages to open: a real run; one with a plan, a tape, spikes and hostile words; the two together."""
+    dice = random.Random(1)
+    config = dict(n_layer=4, n_head=4, n_embd=256, block_size=256, batch_size=8, gradient_accumulation_steps=2,
+                  vocab_size=4096, dtype="bfloat16", compile=False, dataset="<img src=x onerror=hacked()>")
+    facts = FACTS | dict(device="cuda:0", device_name="NVIDIA GeForce RTX 4070", config=config)
+    steps = [step(n, loss=3 + 4 * math.exp(-n / 50) + dice.gauss(0, 0.05)) for n in range(400)]
+    steps[250]["loss"], steps[300]["loss"] = 900.0, math.nan
+    hostile = [{"kind": "warning", "step": 20 * n, "text": words} for n, words in enumerate(HOSTILE)]
+    evaluations = [evaluation(n) for n in range(0, 401, 50)]
+    gpu = write_run(real_run.parent / "gpu", [facts, PLAN, *evaluations, *steps, *hostile])
+    made = {"real": (real_run,), "gpu": (gpu,), "both": (real_run, gpu)}
+    for name, runs in made.items():
+        report(ReportOptions(runs=tuple(map(str, runs)), out=str(real_run.parent / f"{name}.html")))
+    return {name: real_run.parent / f"{name}.html" for name in made}
+
+
+def opened(browser: Any, path: Path, width: int = DESKTOP, **more: Any) -> tuple[Any, list[str]]:
+    """The page, and what it said or asked for that it should not have."""
+    tab = browser.new_page(viewport={"width": width, "height": 900}, **more)
+    wrong: list[str] = []
+    tab.on("console", lambda message: wrong.append(message.text))
+    tab.on("pageerror", lambda error: wrong.append(str(error)))
+    tab.on("dialog", lambda dialog: wrong.append(dialog.message))
+    tab.on("request", lambda request: wrong.append(request.url) if request.url != path.as_uri() else None)
+    tab.goto(path.as_uri())
+    tab.wait_for_function("document.fonts.ready.then(() => true)")
+    return tab, wrong
+
+
+@pytest.mark.parametrize("name", ["real", "gpu", "both"])
+def test_a_page_fits_its_screen_asks_for_nothing_and_says_no_error(browser: Any, reports: dict[str, Path],
+                                                                   name: str) -> None:
+    tab, wrong = opened(browser, reports[name])
+    labels = ("[...document.querySelectorAll('.plot text')].filter(one => one.checkVisibility({visibilityProperty: true"
+              "})).map(one => one.getBoundingClientRect()).map(box => [box.right, box.height])")
+    for width in (DESKTOP, PHONE):
+        tab.set_viewport_size({"width": width, "height": 900})
+        tab.wait_for_timeout(50)  # charts are laid out again
+        assert tab.evaluate("document.documentElement.scrollWidth") <= width
+        rights, heights = zip(*tab.evaluate(labels), strict=True)
+        assert max(rights) <= width
+        assert min(heights) >= 12  # text is not shrunk with the chart
+    grounds = []
+    for scheme in ("light", "dark"):
+        tab.emulate_media(color_scheme=scheme)
+        grounds.append(tab.evaluate("getComputedStyle(document.body).backgroundColor"))
+    assert grounds == ["rgb(247, 247, 245)", "rgb(18, 20, 24)"]
+    assert wrong == []
+    tab.close()
+
+
+def test_pointing_at_a_curve_shows_its_values(browser: Any, reports: dict[str, Path]) -> None:
+    tab, _ = opened(browser, reports["gpu"])
+    box = tab.locator(".plot").first.bounding_box()
+    tab.mouse.move(box["x"] + box["width"] / 2, box["y"] + 50)
+    told = tab.locator(".readout").first.inner_text()
+    assert "training" in told
+    assert "validation" in told
+    assert "3.5000" in told
+    tab.mouse.move(5, 5)
+    assert not tab.locator(".readout").first.is_visible()
+    tab.close()
+
+
+def ticks_of(tab: Any, place: int = 0) -> list[str]:
+    found: list[str] = tab.locator(".plot").nth(place).locator(".axis.x text").all_text_contents()
+    return found
+
+
+def test_dragging_zooms_in_and_the_button_shows_everything_again(browser: Any, reports: dict[str, Path]) -> None:
+    tab, _ = opened(browser, reports["gpu"])
+    whole = ticks_of(tab)
+    box = tab.locator(".plot").first.bounding_box()
+    tab.mouse.move(box["x"] + box["width"] * 0.5, box["y"] + 50)
+    tab.mouse.down()
+    tab.mouse.move(box["x"] + box["width"] * 0.6, box["y"] + 60)
+    tab.mouse.up()
+    zoomed = [int(label) for label in ticks_of(tab)]
+    assert min(zoomed) >= 200
+    assert max(zoomed) <= 245
+    tab.locator(".reset").first.click()
+    assert ticks_of(tab) == whole
+    assert not tab.locator(".reset").first.is_visible()
+    tab.close()
+
+
+def test_the_wheel_zooms_only_a_chart_that_was_chosen(browser: Any, reports: dict[str, Path]) -> None:
+    tab, _ = opened(browser, reports["gpu"])
+    whole = ticks_of(tab)
+    box = tab.locator(".plot").first.bounding_box()
+    tab.mouse.move(box["x"] + box["width"] / 2, box["y"] + 50)
+    tab.mouse.wheel(0, -200)
+    assert ticks_of(tab) == whole
+    tab.evaluate("scrollTo(0, 0)")
+    tab.mouse.click(box["x"] + box["width"] / 2, box["y"] + 50)
+    tab.mouse.wheel(0, -600)
+    tab.wait_for_function("document.querySelector('.zoomed')")
+    assert ticks_of(tab) != whole
+    tab.close()
+
+
+def test_keys_alone_show_values_zoom_and_go_back(browser: Any, reports: dict[str, Path]) -> None:
+    tab, _ = opened(browser, reports["gpu"])
+    whole = ticks_of(tab)
+    tab.keyboard.press("Tab")
+    tab.keyboard.press("End")
+    assert "step\n400" in tab.locator(".readout").first.inner_text()
+    tab.keyboard.press("ArrowLeft")
+    assert "step\n399" in tab.locator(".readout").first.inner_text()
+    tab.keyboard.press("+")
+    assert ticks_of(tab) != whole
+    tab.keyboard.press("0")
+    assert ticks_of(tab) == whole
+    tab.close()
+
+
+def test_the_tape_shows_owners_under_the_pointer_and_zooms(browser: Any, reports: dict[str, Path]) -> None:
+    tab, wrong = opened(browser, reports["gpu"])
+    chart = tab.locator("[data-chart=stacked]")
+    chart.scroll_into_view_if_needed()
+    box = chart.locator(".plot").bounding_box()
+    tab.mouse.move(box["x"] + box["width"] * 0.3, box["y"] + 50)
+    told = chart.locator(".readout").inner_text()
+    assert told.startswith("training")
+    assert {"weights", "activations", "optimizer"} <= set(told.split("\n"))
+    before = chart.locator(".inner").get_attribute("viewBox")
+    tab.mouse.down()
+    tab.mouse.move(box["x"] + box["width"] * 0.5, box["y"] + 50)
+    tab.mouse.up()
+    assert chart.locator(".inner").get_attribute("viewBox") != before
+    assert wrong == []
+    tab.close()
+
+
+def test_fingers_show_values_and_pinch(browser: Any, reports: dict[str, Path]) -> None:
+    tab, wrong = opened(browser, reports["gpu"], PHONE, has_touch=True)
+    plot = tab.locator(".plot").first
+    plot.scroll_into_view_if_needed()
+    box = plot.bounding_box()
+    tab.touchscreen.tap(box["x"] + 150, box["y"] + 50)
+    assert tab.locator(".readout").first.is_visible()
+    whole = ticks_of(tab)
+    session, middle = tab.context.new_cdp_session(tab), box["x"] + 150
+
+    def touch(kind: str, apart: float) -> None:
+        places = [middle - apart, middle + apart] if kind != "touchEnd" else []
+        points = [{"x": x, "y": box["y"] + 50, "id": number} for number, x in enumerate(places)]
+        session.send("Input.dispatchTouchEvent", {"type": kind, "touchPoints": points})
+
+    touch("touchStart", 20)
+    for apart in (40, 60, 80):
+        touch("touchMove", apart)
+    touch("touchEnd", 0)
+    assert ticks_of(tab) != whole
+    assert wrong == []
+    tab.close()
+
+
+def test_without_scripts_the_curves_and_figures_are_there(browser: Any, reports: dict[str, Path]) -> None:
+    tab = browser.new_context(java_script_enabled=False).new_page()
+    tab.goto(reports["gpu"].as_uri())
+    assert tab.locator(".plot").count() == 6
+    assert tab.locator(".curve").first.bounding_box()["width"] > 300
+    assert tab.get_by_text("peak ", exact=False).first.is_visible()
+    assert len(tab.locator(".plot").first.locator(".axis.x text").all_text_contents()) >= 3
+    tab.close()
+
+
+def test_the_picture_in_the_docs_is_of_a_real_run(browser: Any, real_run: Path, reports: dict[str, Path],
+                                                  picture: Callable[[str], Path]) -> None:
+    """FITGPT_PICTURES=1 python -m pytest tests/test_report.py -k picture writes it anew."""
+    rows = read_metrics(real_run / "metrics.jsonl")
+    assert sum(row["kind"] == "step" for row in rows) == 120
+    tab, _ = opened(browser, reports["real"], 1080)
+    box = tab.locator(".plot").first.bounding_box()
+    tab.mouse.move(box["x"] + box["width"] * 0.55, box["y"] + 60)
+    tab.screenshot(path=picture("report"))
+    tab.close()
+    assert picture("report").stat().st_size > 20_000
+    assert (Path(__file__).parent.parent / "docs" / "pictures" / "report.png").stat().st_size < 200_000

@@ -1,0 +1,203 @@
+"""`fitgpt watch` shows what the driver and the run's folder say, whatever either leaves out, and changes nothing."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import socket
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from watched import CARD, FACTS, FRAME, RUN, state_of, step, words_of, write_run
+
+from fake_nvml import CountingNvml
+from fitgpt import watch
+from fitgpt.cli import main
+from fitgpt.config import RunConfig
+from fitgpt.errors import DeviceError, UsageError
+from fitgpt.knobs import build, walk
+from fitgpt.runfolder import open_run
+from fitgpt.runrecord import Owner
+from fitgpt.show.watching import frame_lines
+from fitgpt.sights import CardState, Program, Spike, Track, WatchFrame
+from fitgpt.units import GiB, MiB
+from helpers import tiny_config
+
+# ---- run and card together
+
+
+def test_the_card_is_the_one_the_runs_process_is_on(nvml: CountingNvml, tmp_path: Path) -> None:
+    cards = (CardState(0, "A"), CardState(1, "A", programs=(Program(7, "python", GiB),)), CardState(2, "B"))
+    here = socket.gethostname()
+
+    def chosen(facts: dict[str, Any], pid: int) -> int | None:
+        card, _ = watch.card_of(facts, Owner(pid, here, 0.0, True), cards, "")
+        return card.index if card else None
+
+    assert chosen({"device": "cuda:0", "device_name": "A"}, 7) == 1   # CUDA_VISIBLE_DEVICES renumbers
+    assert chosen({"device": "cuda:1", "device_name": "A"}, 99) == 1  # the driver shows no processes
+    assert chosen({"device": "cuda:0", "device_name": "B"}, 99) == 2
+    assert chosen({"device": "cuda:0", "device_name": "C"}, 99) is None
+    assert chosen({"device": "cpu"}, 7) is None
+
+
+def test_headroom_is_what_is_free_on_the_card(nvml: CountingNvml, tmp_path: Path) -> None:
+    with open_run(tmp_path, {}, resume=False) as run:
+        run.append_metrics(FACTS)
+        frame = watch.Watcher(str(tmp_path)).look()
+        assert frame.cards[0].index == 0
+        assert frame.run is not None
+        assert frame.run.headroom_bytes == 60 * MiB
+
+
+def test_another_programs_spike_is_named_and_put_in_the_runs_phase() -> None:
+    def sample(phase: str, mine: int, theirs: int) -> watch.Sample:
+        programs = (Program(7, "python", mine, "run"), Program(6, "chrome", theirs, "app"))
+        return watch.Sample(mine + theirs, phase, 50, 7, programs)
+
+    samples = [sample("train", GiB, GiB), sample("train", 4 * GiB, GiB), sample("eval", 4 * GiB, 2 * GiB)]
+    assert watch.spikes_of_others(samples) == (Spike("eval", 50, GiB, 2 * GiB, "chrome"),)
+
+
+def test_the_graph_is_of_the_cards_memory_once_it_was_looked_at_twice(nvml: CountingNvml,
+                                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    watcher = watch.Watcher("0")
+    watcher.look()
+    used = SimpleNamespace(total=900 * MiB, free=500 * MiB, used=300 * MiB, reserved=10 * MiB)
+    monkeypatch.setattr(CountingNvml, "nvmlDeviceGetMemoryInfo", lambda *_, **__: used)
+    assert watcher.look().track == Track((30 * MiB, 300 * MiB), ((1, ""),))
+
+
+# ---- what is shown
+
+
+def test_everything_the_card_and_the_run_say_is_shown() -> None:
+    words = words_of(FRAME)
+    for figure in ("GPU 0", "RTX 4070", "9.00 GiB of 12.00 GiB, 75%", "utilisation 97%", "power 187 of 200 W", "71 °C",
+                   "2,475 of 2,550 MHz", "power limit", "Xorg 300.0 MiB (desktop)", "chrome 200.0 MiB (desktop)",
+                   "ollama N/A", "runs/a", "running: process 7", "1,240 of 9,536", "13%", "eval", "5 h 12 min left",
+                   "3.8123", "validation 3.9000", "41,234 tokens/s", "MFU 41.20%", "allocated 7.00 GiB",
+                   "reserved 8.00 GiB", "planned peak 9.00 GiB", "headroom 2.00 GiB", "a warning",
+                   "+3.00 GiB to 8.00 GiB in eval at step 1,000", "in train at step 1,100 (chrome)", "5.00 GiB to"):
+        assert figure in words, figure
+    assert "python" not in words  # the run itself is no other program
+    assert words.index("GPU 0") < words.index("runs/a")
+
+
+@pytest.mark.parametrize("width", [40, 80])
+def test_the_graph_has_the_phase_under_its_spike(width: int) -> None:
+    lines = words_of(FRAME, width).splitlines()
+    graph = next(place for place, line in enumerate(lines) if "▁█" in line)
+    assert lines[graph + 1].index("↑eval") == lines[graph].index("▁█") + 1
+
+
+@pytest.mark.parametrize("width", [0, 7, 20, 40, 41, 80, 300])
+def test_no_line_is_longer_than_the_terminal_is_wide(width: int) -> None:
+    longest = max(len(line.words) for line in frame_lines(FRAME, width))
+    assert longest <= max(width, 20)
+    if width >= 40:
+        squeezed = re.sub(r"\s+", " ", words_of(FRAME, width))
+        for figure in ("headroom 2.00 GiB", "2,475 of 2,550 MHz", "5 h 12 min left", "ollama N/A"):
+            assert figure in squeezed
+
+
+def test_a_run_without_a_plan_shows_a_dash_for_it() -> None:
+    assert "planned peak —" in words_of(replace(FRAME, run=replace(RUN, planned_bytes=None)))
+
+
+def test_what_others_named_cannot_steer_the_terminal() -> None:
+    evil = "a\x1b[2Jb\x07\n\x9b31mc"
+    run = replace(RUN, folder=evil, warning=evil, spikes=(Spike(evil, 1, GiB, GiB, evil),))
+    card = replace(CARD, name=evil, programs=(Program(1, evil, 5),))
+    for line in frame_lines(WatchFrame(0.0, (card,), evil, run, FRAME.track), 80):
+        assert line.words.isprintable()
+
+
+def test_a_terminal_without_unicode_gets_ascii() -> None:
+    assert all(line.words.isascii() for line in frame_lines(FRAME, 80, unicode=False))
+
+
+def test_json_is_for_scripts(tmp_path: Path, nvml: CountingNvml, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(tmp_path, FACTS, step(5, loss="NaN", seconds_left="Infinity"))
+    assert main(["watch", str(tmp_path), "--once", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert told["schema"] == 1
+    assert (told["run"]["step"], told["run"]["loss"], told["run"]["status"]) == (6, "NaN", "stopped")
+    assert told["cards"][0]["throttled"] == ["power limit", "heat"]
+    assert told["cards"][0]["programs"][0] == {"pid": 7, "name": "python", "nbytes": 20 * MiB, "kind": "other"}
+
+
+def test_every_key_of_the_json_is_in_its_page() -> None:
+    def keys(value: Any) -> set[str]:
+        inner = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list | tuple) else []
+        return (set(value) if isinstance(value, dict) else set()).union(*map(keys, inner))
+
+    page = (Path(__file__).parents[2] / "docs" / "watch.md").read_text(encoding="utf-8")
+    assert keys(watch.as_document(FRAME)) - set(re.findall(r"`([a-z_]+)`", page.split("## For scripts")[1])) == set()
+
+
+def test_a_real_run_that_has_finished_is_read_whole(tmp_path: Path, no_gpu: None,
+                                                    capsys: pytest.CaptureFixture[str]) -> None:
+    from fitgpt.run import run
+
+    config = tiny_config(tmp_path, max_iters=4, eval_interval=2)
+    run(config.to_dict(), [], lambda: False)
+    capsys.readouterr()
+    assert main(["watch", config.out_dir]) == 0  # it does not wait for a run that has ended
+    words = capsys.readouterr().out
+    assert re.search(r"run +\S+ +finished|run +.*\n +finished", words)
+    assert re.search(r"step +4 of 4 +100%", words)
+    assert re.search(r"loss +\d\.\d{4} +validation \d\.\d{4}", words)
+    assert "none: the run trains on the CPU" in words
+
+
+def test_a_stopped_run_says_the_command_that_goes_on_with_it(tmp_path: Path, no_gpu: None) -> None:
+    write_run(tmp_path / "my run", FACTS, step(5))
+    assert state_of(tmp_path / "my run").hint == "It left no checkpoint."
+    (tmp_path / "my run" / "checkpoints" / "step-00000005").mkdir(parents=True)
+    told = shlex.split(state_of(tmp_path / "my run").hint.partition(": ")[2])
+    assert told[:2] == ["fitgpt", "train"]
+    config = build(RunConfig, walk(told[2:], RunConfig))
+    assert (config.init_from, config.out_dir) == ("resume", str(tmp_path / "my run"))
+
+
+# ---- mistakes
+
+
+def test_nothing_to_watch_is_said_with_the_reason(tmp_path: Path, no_gpu: None,
+                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match="no NVIDIA driver"):
+        watch.Watcher("").look()
+
+
+def test_a_gpu_that_is_not_there_is_refused_with_those_that_are(nvml: CountingNvml) -> None:
+    with pytest.raises(DeviceError, match=r"GPU 7 is not here.*0 \(NVIDIA H200\), 1"):
+        watch.Watcher("7").look()
+    assert [card.index for card in watch.Watcher("cuda:1").look().cards] == [1]
+
+
+def test_a_folder_without_a_run_is_refused_with_those_near_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_run(tmp_path / "runs" / "good", FACTS)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").touch()
+    for target, why in (("empty", "holds no run"), ("nowhere", "does not exist"), ("file", "is not a folder")):
+        with pytest.raises(UsageError, match=f"{target} {why}.*runs/good"):
+            watch.Watcher(target)
+
+
+def test_a_folder_called_like_a_number_is_a_folder(tmp_path: Path, no_gpu: None,
+                                                   monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_run(tmp_path / "0", FACTS, step(5))
+    assert watch.Watcher("0").look().run is not None
+
+
+@pytest.mark.parametrize("flag", ["--interval=0", "--interval=nan", "--interval=-1", "--nonce"])
+def test_a_wrong_flag_is_a_usage_error(flag: str) -> None:
+    assert main(["watch", flag]) == 2

@@ -18,9 +18,11 @@ import pytest
 from fake_nvml import FakeNvml
 from fitgpt import asktorch, doctor
 from fitgpt.cli import main
+from fitgpt.config import RunConfig
 from fitgpt.doctor import Machine
 from fitgpt.driver import GpuReading, Survey
 from fitgpt.errors import DeviceError
+from fitgpt.knobs import walk
 from fitgpt.show.watching import finding_lines
 from fitgpt.sights import CardState, Finding, Program
 from fitgpt.units import GiB, MiB
@@ -164,6 +166,12 @@ def test_little_room_is_noted_with_its_figure_and_a_command(changes: dict[str, A
     assert [finding.subject for finding in noted] == [subject]
     assert words in noted[0].what
     assert noted[0].fix
+
+
+def test_what_is_advised_where_the_disk_is_small_is_what_train_takes() -> None:
+    (finding,) = told(doctor.about_room(replace(HERE, disk_free=GiB)))["disk"]
+    flags = [word for word in finding.fix.split() if word.startswith("--")]
+    assert [each.key for each in walk(flags, RunConfig)] == ["out_dir"]
 
 
 # ---- torch

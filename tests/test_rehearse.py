@@ -12,11 +12,12 @@ import pytest
 import torch
 
 import fitgpt.run as run_module
-from fitgpt import preflight, rehearse
+from fitgpt import rehearse
 from fitgpt.config import RunConfig
 from fitgpt.engine import rehearsal
 from fitgpt.engine.optim import AdamW
 from fitgpt.errors import DeviceError, DoesNotFit, Interrupted, SystemFault, UsageError
+from fitgpt.foreseen import phases_of
 from fitgpt.knobs import Assignment
 from fitgpt.memory import forecast
 from fitgpt.memory.setting import Setting
@@ -200,7 +201,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
         def board(config: RunConfig, choice: Any, others: Any = None, rungs: Any = None) -> Onboard:
             plan = forecast.plan(replace(config, dtype="float32", compile=False), Setting((8, 9)),
                                  Budget("RTX 4070", 12 * GiB, GiB, 11 * GiB, 300 * MiB))
-            phases = preflight.phases_of(plan.forecast)
+            phases = phases_of(plan.forecast)
             held[:] = [phases[phase] for phase in ("load", "first_eval", "first_train", "train", "eval", "save")]
             return Onboard(config, "cpu", plan, rungs=())
 

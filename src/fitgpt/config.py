@@ -52,9 +52,9 @@ def kept(value: int) -> str | None:
         "must be at least 2 (and at most 10,000): while one checkpoint is being written, one must survive")
 
 
-def size_like(text: str) -> str | None:
+def size_like(text: str, least: int = 1) -> str | None:
     try:
-        return None if not text or parse_bytes(text) > 0 else "must be above 0"
+        return None if not text or parse_bytes(text) >= least else "must be above 0"
     except UsageError:
         return "takes a size such as 11.5GiB or 2118MiB"
 

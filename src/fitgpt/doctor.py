@@ -242,7 +242,7 @@ def about_room(machine: Machine) -> Iterator[Finding]:
         words = (f"{show_bytes(machine.disk_free)} are free on this folder's disk; a checkpoint of GPT-2 124M takes "
                  f"{show_bytes(checkpoint)}, and a run holds up to {kept}")
         yield Finding("ok" if enough else "note", "disk", words + ("" if enough else ": too little for that."),
-                      "" if enough else "fitgpt train … --out_dir=FOLDER  on a larger disk, or --keep_last=1")
+                      "" if enough else "fitgpt train … --out_dir=FOLDER  on a larger disk")
     if machine.ram is not None:
         little = machine.ram < LITTLE_RAM
         yield Finding("note" if little else "ok", "RAM", f"{show_bytes(machine.ram)} are available",

@@ -7,10 +7,10 @@ from functools import partial
 from re import fullmatch
 from typing import ClassVar, Literal
 
-from .config import RunConfig, device_name
+from .config import RunConfig, device_name, size_like
 from .errors import UsageError
 from .knobs import Options, between, knob, non_negative, path_like, plain_name
-from .units import parse_bytes, parse_count
+from .units import parse_count
 
 _count = between(1, 2**31 - 1)
 _count_or_0 = between(0, 2**31 - 1)
@@ -201,24 +201,16 @@ class ReportOptions(Options):
     out: str = knob("report.html", "the file to write", short="o", rule=path_like)
 
 
-def _size(text: str, least: int) -> str | None:
-    try:
-        nbytes = parse_bytes(text) if text else least
-    except UsageError:
-        return "takes a size such as 11.5GiB or 2118MiB"
-    return None if nbytes >= least else "must be above 0"
-
-
 def _torch_version(text: str) -> str | None:
     return None if fullmatch(r"([0-9]{1,3}(\.[0-9]{1,4}){1,2})?", text) else "takes a version such as 2.11"
 
 
 # What `plan` and `fit` ask alike.
 _budget = partial(knob, "", "what the process may hold in all, as nvidia-smi shows it, context included: 11.5GiB; by "
-                  "default what the card has and others leave", rule=partial(_size, least=1),
+                  "default what the card has and others leave", rule=size_like,
                   also=("memory", "limit", "vram"))
 _others = partial(knob, "", "what other processes hold of the card: 2118MiB; by default what they hold now, or nothing "
-                  "where the card is not here", rule=partial(_size, least=0))
+                  "where the card is not here", rule=partial(size_like, least=0))
 _torch = partial(knob, "", "the version of torch; by default the one installed here, else 2.13", rule=_torch_version)
 _tokens = partial(knob, "", "train on so many, such as 10B: sets max_iters and lr_decay_iters",
                   rule=lambda text: some_tokens(text) if text else None)
@@ -281,11 +273,11 @@ class ExplainQuestions(Options):
                            "standard input; may stand alone, without --target=", positional=True, rule=_optional_path)
     config: str = _explain("", "the run's config file, or its folder; a config file may also stand alone",
                            rule=_optional_path)
-    reading: str = _explain("", "what nvidia-smi shows as used of the card: 6582MiB", rule=partial(_size, least=1))
-    process: str = _explain("", "what it shows for the run's own process: 4464MiB", rule=partial(_size, least=1))
+    reading: str = _explain("", "what nvidia-smi shows as used of the card: 6582MiB", rule=size_like)
+    process: str = _explain("", "what it shows for the run's own process: 4464MiB", rule=size_like)
     gpu: str = _explain("", "the card it happened on: 4070, \"RTX 3060 12GB\" (`fitgpt cards` lists them); by default "
                         "the one that the figures name, or the one that is here", also=("card", "device_name"))
-    others: str = _explain("", "what other processes hold of the card: 2118MiB", rule=partial(_size, least=0))
+    others: str = _explain("", "what other processes hold of the card: 2118MiB", rule=partial(size_like, least=0))
     trainer: str = _explain("auto", "whose training it was; auto: as traceback and sizes show, else fitgpt's",
                             choices=("auto", "fitgpt", "nanogpt"))
     json: bool = _explain(False, "print JSON")

@@ -106,6 +106,16 @@ def on_device(reading: GpuReading, *, others: int | None = None, budget: int | N
     return Place(setting, found, card, said)
 
 
+def beside(config: RunConfig, budget: Budget) -> Budget:
+    """The budget that others leave, that --leave keeps free, and that --budget allows."""
+    if config.budget and parse_bytes(config.budget) > budget.usable:
+        raise UsageError(f"--budget {config.budget} is more than the {show_bytes(budget.usable)} that CUDA gives of "
+                         f"{budget.card or 'the card'}.", "Leave it out, or say less.")
+    left = budget.usable - budget.others - (parse_bytes(config.leave) if config.leave else 0)
+    said = parse_bytes(config.budget) if config.budget else left
+    return replace(budget, budget=max(min(said, left), 0))
+
+
 def check_runs(config: RunConfig, place: Place, trainer: str) -> None:
     """What `train` would refuse on that card is refused here."""
     name, (major, minor) = place.budget.card or "the card", place.setting.capability
@@ -208,13 +218,3 @@ def _check_sizes(found: Budget, others: int | None, budget: int | None) -> None:
     if budget is not None and others is not None and budget + others > found.usable:
         raise UsageError(f"--budget {show_bytes(budget)} and --others {show_bytes(others)} are together more than the "
                          f"{show_bytes(found.usable)} that CUDA gives of {card}.", "Leave one of them out.")
-
-
-def beside(config: RunConfig, budget: Budget) -> Budget:
-    """The budget that others leave, that --leave keeps free, and that --budget allows."""
-    if config.budget and parse_bytes(config.budget) > budget.usable:
-        raise UsageError(f"--budget {config.budget} is more than the {show_bytes(budget.usable)} that CUDA gives of "
-                         f"{budget.card or 'the card'}.", "Leave it out, or say less.")
-    left = budget.usable - budget.others - (parse_bytes(config.leave) if config.leave else 0)
-    said = parse_bytes(config.budget) if config.budget else left
-    return replace(budget, budget=max(min(said, left), 0))

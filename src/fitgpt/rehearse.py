@@ -19,6 +19,7 @@ from .atomic import is_own_json, refuse_foreign, write_over
 from .config import RunConfig
 from .driver import check_allocator_env
 from .errors import DoesNotFit
+from .foreseen import exceeding, phases_of, since_the_start
 from .knobs import Assignment, knob, knobs_of, path_like
 from .planfile import in_bytes
 from .supervise import Orders, conclude, run_child
@@ -83,9 +84,9 @@ def rehearse_here(config_dict: Mapping[str, Any], notes: Sequence[str], others: 
                        lambda batch, why: refused.append(f"evaluation: {why.short}.")), peaks))
     if isinstance(done, oom.Refusal):
         refused.append(f"training: {done.short}.")
-    seconds, measured = time.perf_counter() - started, preflight.since_the_start(peaks.of)
-    foreseen = preflight.phases_of(onboard.plan.forecast) if onboard.plan else {}
-    beyond = preflight.exceeding(foreseen, measured)
+    seconds, measured = time.perf_counter() - started, since_the_start(peaks.of)
+    foreseen = phases_of(onboard.plan.forecast) if onboard.plan else {}
+    beyond = exceeding(foreseen, measured)
     wrote = write_over(Path(out), json.dumps({
         "schema": SCHEMA, "versions": parts.versions(), "device": choice.device, "device_name": choice.name,
         "seconds": seconds, "config": config.to_dict(), "foreseen": in_bytes(foreseen),

@@ -38,12 +38,12 @@ from .engine.parallel import Ranks
 from .engine.rehearsal import Peaks, rehearse
 from .engine.rounded import AdamWInBackward, RoundedAdamW
 from .errors import CheckpointError, DataError, DeviceError, Interrupted, SystemFault
+from .foreseen import phases_of, plan_row, since_the_start
 from .interop import hf
 from .memory.gpt import checkpoint_bytes
 from .nouns import RunFacts, Rung, SplitLoss
 from .onboard import NOT_PLANNED, Onboard, board
 from .planfile import in_bytes
-from .preflight import phases_of, plan_row, since_the_start
 from .runfolder import RunFolder, holds_run, need_disk, open_run
 from .show.live import Display, open_display
 from .show.text import closing, memory_plan, plan_beside_measured

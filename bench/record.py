@@ -4,8 +4,8 @@
 
 Each case (a name, knobs of RunConfig, and perhaps a `cap` in bytes) runs in a process of its own, with the allocator's
 environment that `fitgpt train` sets: load, evaluation, three iterations, evaluation, one more iteration, a checkpoint;
-then, in another process, sampling. Nothing is timed, so the processes run side by side. With `--events FOLDER` every allocation and free
-is kept too.
+then, in another process, sampling. Nothing is timed, so the processes run side by side. With `--events FOLDER` every
+allocation and free is kept too.
 """
 
 from __future__ import annotations

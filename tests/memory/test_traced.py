@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from traced import Seen, trace
+from traced import Seen, trace, trace_sampling
 
 from fitgpt.config import RunConfig
 from fitgpt.engine import block
-from fitgpt.memory import gpt
+from fitgpt.memory import gpt, sampling
 from fitgpt.memory.optimizers import GROUP
 from fitgpt.memory.passes import Passes
 from fitgpt.memory.setting import Setting
@@ -77,6 +77,19 @@ CASES: dict[str, tuple[Setting, dict[str, Any]]] = {
     "recorded": (H200, {"cuda_graphs": True}),
 }
 
+# Keys of a block that is no multiple of anything, and the vocabularies on both sides of topk's two ways.
+SAMPLED: dict[str, tuple[Setting, dict[str, Any]]] = {
+    "bfloat16": (H200, {}),
+    "float16, no bias, many tokens": (H200, {"dtype": "float16", "bias": False, "vocab_size": 20011}),
+    "float32": (H200, {"dtype": "float32"}),
+    "padded": (H200, PADDED),
+    "float32, padded": (H200, {"dtype": "float32", **PADDED}),
+    "flash": (ADA, {}),
+    "efficient, float32, padded": (TURING, {"dtype": "float32", **PADDED}),
+    "trained compiled, in bfloat16": (H200, {"compile": True, "weights": "bfloat16", "residual": "bfloat16"}),
+    "fewer tokens than are kept": (H200, {"vocab_size": 150}),
+}
+
 # What no trace of torch's operations can see, because it lives and dies inside one of them.
 UNSEEN = {
     # the libraries' workspaces
@@ -87,6 +100,10 @@ UNSEEN = {
     "count scratch", "norms.partial",
     # what embedding_dense_backward sorts and sums by
     "rows.sorted", "rows.order", "rows.segments", "rows.partials", "rows.partial offsets", "rows.offsets", "rows.sums",
+    # what a softmax finds wholly masked rows by, and topk its numbers
+    "masked scores",
+    "top k.value", "top k.rank", "top k.digits", "top k.counts", "top k.sums", "top k.above", "top k.equal",
+    "top k.scan",
     # without Triton: the fifty temporaries of rounded.update_, for which the tape has one block (it has its own test)
     "update",
 }
@@ -104,6 +121,17 @@ def test_the_engine_allocates_and_frees_what_is_written_in_that_order(case: str,
     assert written.keys() == seen.keys()
     for phase in seen:
         assert not difference(written[phase], seen[phase]), f"{phase}:\n{difference(written[phase], seen[phase])}"
+
+
+@pytest.mark.parametrize("case", SAMPLED)
+def test_sampling_allocates_and_frees_what_is_written_in_that_order(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    setting, knobs = SAMPLED[case]
+    config = RunConfig(**SHAPE | {"block_size": 701} | knobs)
+    written = [(event.alloc, event.nbytes, event.name) for event in sampling.write(config, setting).events
+               if is_seen(event)]
+    seen = [(event.alloc, event.nbytes, event.maker)
+            for event in trace_sampling(config, setting, sampling.TOKENS, monkeypatch) if event.nbytes >= SMALLEST]
+    assert not difference(written, seen), difference(written, seen)
 
 
 @pytest.mark.parametrize("knobs", [{"weights": "bfloat16"}, {"optimizer": "adam8bit"},
@@ -146,6 +174,7 @@ def test_an_allocation_of_another_size_is_noticed(monkeypatch: pytest.MonkeyPatc
 
 def test_whatever_is_left_out_is_on_some_tape() -> None:
     tapes = [gpt.write(RunConfig(**SHAPE | knobs), setting) for setting, knobs in CASES.values()]
+    tapes += [sampling.write(RunConfig(**SHAPE | knobs), setting) for setting, knobs in SAMPLED.values()]
     assert {event.name for tape in tapes for event in tape.events} >= UNSEEN
 
 

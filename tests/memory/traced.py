@@ -30,7 +30,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fitgpt import engine
 from fitgpt.config import RunConfig
-from fitgpt.memory.gpt import EVAL_BATCHES, ITERATIONS, records
+from fitgpt.memory.gpt import EVAL_BATCHES, ITERATIONS, records, sizes
+from fitgpt.memory.sampling import MASK_MULTIPLE, PROMPT, kernel_of_a_step
 from fitgpt.memory.setting import Setting
 
 CARD, STAND_IN, HOST = torch.device("cuda", 0), torch.device("meta"), torch.device("cpu")
@@ -54,6 +55,26 @@ def trace(config: RunConfig, setting: Setting, monkeypatch: pytest.MonkeyPatch) 
         with CallsItselfCuda(), watch:
             run(config, watch)
     return watch.phases
+
+
+def trace_sampling(config: RunConfig, setting: Setting, tokens: int, monkeypatch: pytest.MonkeyPatch) -> list[Seen]:
+    """The run that sampling.write writes: a model, a prompt and its first token, and so many tokens more."""
+    from fitgpt.engine.model import build_model
+    from fitgpt.engine.sample import Taste, generate
+
+    watch = Watch()
+    with monkeypatch.context() as patch, torch.random.fork_rng(devices=[]):
+        steer(patch, setting, config, watch)
+        steer_sampling(patch, setting, config)
+        with CallsItselfCuda(), watch:
+            watch.phase("sample")
+            model = build_model(config.gpt_config(), CARD, 0)
+            model.compute_dtype = getattr(torch, config.dtype)
+            for number, _ in enumerate(generate(model, [0] * PROMPT, tokens + 2, Taste(), 0)):
+                if number == tokens:
+                    watch.phase("after")
+                    break
+    return watch.phases["sample"]
 
 
 def run(config: RunConfig, watch: Watch) -> None:
@@ -194,6 +215,8 @@ def computed(func: Any, args: Any, kwargs: Any) -> Any:
         return torch.zeros(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
     if func is aten.copy_.default and args[1].is_meta:
         return args[0]
+    if func is aten._local_scalar_dense.default and args[0].is_meta:
+        return 0
     return remembered(func, args, kwargs) if any(map(_on_card, args)) else func(*args, **kwargs)
 
 
@@ -267,6 +290,36 @@ def steer(patch: pytest.MonkeyPatch, setting: Setting, config: RunConfig, watch:
     }.items():
         patch.setattr(torch.cuda, name, stands_in)
     patch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)
+
+
+def steer_sampling(patch: pytest.MonkeyPatch, setting: Setting, config: RunConfig) -> None:
+    """Attention with a mask, which would be by hand on the stand-in: as torch's attention.cpp has it on a card."""
+    kernel = kernel_of_a_step(sizes(config, setting, 1, 1, training=False), setting)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor) -> Tensor:
+        mask = torch.empty(attn_mask.shape, dtype=q.dtype, device=STAND_IN)
+        if kernel == "math":
+            wide_q, wide_k, wide_v = q.float(), k.float(), v.float()
+            scaled = wide_q * 1.0
+            scores = scaled @ (wide_k.transpose(-2, -1) * 1.0)
+            scores = scores.softmax(-1)
+            rounded = scores.to(q.dtype)
+            return (scores @ wide_v).to(rounded.dtype)
+        if kernel == "cudnn":
+            return aten._scaled_dot_product_cudnn_attention(q, k, v, mask, False)[0]  # type: ignore[no-any-return]
+        if missing := -mask.shape[1] % MASK_MULTIPLE:
+            mask = torch.nn.functional.pad(mask, (0, missing))
+        return aten._scaled_dot_product_efficient_attention(q, k, v, mask, False)[0]  # type: ignore[no-any-return]
+
+    patch.setattr(torch.nn.functional, "scaled_dot_product_attention", attend)
+    patch.setattr(torch, "Generator", HostsDice)
+
+
+class HostsDice(torch.Generator):
+    """In place of the card's."""
+
+    def __new__(cls, device: torch.device) -> HostsDice:
+        return super().__new__(cls)
 
 
 def in_one_kernel(function: Callable[..., Any], watch: Watch) -> Callable[..., Any]:

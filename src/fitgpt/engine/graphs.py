@@ -55,7 +55,7 @@ class Recorder:
         return call
 
     def _forget(self) -> None:
-        """All recordings at once, with the workspaces they write to: one that stayed might lose its own to another's."""
+        """All recordings at once, and the workspaces they write to: torch may free these with any one of them."""
         if any(self._made):
             torch.cuda.synchronize()
             for recorded in self._made:

@@ -142,7 +142,8 @@ def _looking(config: RunConfig, setting: Setting) -> Looking:
     run.evaluate()
     awake = sum(pen.sizes[name][1] for name in gpt.WORKSPACES if name in pen.sizes and pen.sizes[name][0])
     return Looking(ordinary().peak, recorded().peak, beside, 0 if run.records else ordinary().net,
-                   recorded().peak - awake, recorded().net - awake, _places(config, config.eval_batch * config.eval_block))
+                   recorded().peak - awake, recorded().net - awake,
+                   _places(config, config.eval_batch * config.eval_block))
 
 
 def _places(config: RunConfig, tokens: int) -> int:

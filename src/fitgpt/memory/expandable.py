@@ -219,7 +219,7 @@ class Expandable:
         return None
 
     def release(self) -> None:
-        """Unmaps every page that no block uses; those of recorded work stay while there is any: a replay writes there."""
+        """Unmaps every page that no block uses; recorded work's stay while there is any: a replay writes there."""
         is_recorded = any(home // 2 == RECORDED for _, _, home in self._taken.values())
         for number, each in enumerate(self._ranges):
             if number // 2 != RECORDED or not is_recorded:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import math
 import os
@@ -176,6 +175,8 @@ def unseal_json(text: str | bytes) -> dict[str, Any]:
 
 
 def _checksum(body: Any) -> str:
+    import hashlib  # here: it takes a while to load, and a plan never asks for it
+
     return hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from functools import cache
-from importlib import resources
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..cards import Card
@@ -152,7 +152,7 @@ class Recorded(NamedTuple):
 @cache
 def recorded() -> tuple[Recorded, ...]:
     """Runs of our engine whose speed was measured: fit/recorded.json, which tools/recorded.py writes."""
-    told = json.loads(resources.files("fitgpt.fit").joinpath("recorded.json").read_text(encoding="utf-8"))
+    told = json.loads(Path(__file__).with_name("recorded.json").read_text(encoding="utf-8"))
     return tuple(Recorded(row["card"], RunConfig(**row["knobs"]), row["tokens_per_s"], row["source"])
                  for row in told["runs"])
 

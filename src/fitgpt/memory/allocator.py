@@ -5,7 +5,7 @@ The rules are in native.py and expandable.py; here is what is asked of them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 
@@ -31,6 +31,7 @@ class Timeline:
     changes: list[int]
     segments: list[tuple[int, int]]  # (event, bytes reserved from then on)
     failed: int | None
+    begun: Begun | None = field(default=None, compare=False, repr=False)  # where the first cap that matters refuses
 
     @cached_property
     def allocated(self) -> list[int]:
@@ -87,11 +88,19 @@ class Timeline:
 
 def replay(tape: Tape, cap: int | None = None, *, expandable: bool = False, descending: int = DESCENDING) -> Timeline:
     """The tape, to its end or to the event that the cap refuses."""
+    allocator = Expandable() if expandable else Native(descending)
     changes: list[int] = []
     segments: list[tuple[int, int]] = []
-    allocator = Expandable() if expandable else Native(descending)
-    failed = allocator.follow(tape.events, 0, cap, changes, segments)
-    return Timeline(tape, changes, segments, failed)
+    if cap is not None or descending != DESCENDING:
+        return Timeline(tape, changes, segments, allocator.follow(tape.events, 0, cap, changes, segments))
+    least = tape.asked_at_most // ROUND_SEGMENT * ROUND_SEGMENT
+    at = allocator.follow(tape.events, 0, least, changes, segments, gives_back=False)
+    if at is None:
+        return Timeline(tape, changes, segments, None)
+    begun = Begun(tape, allocator.copy(), at, max((held for _, held in segments), default=0))
+    more: list[int] = []
+    allocator.follow(tape.events, at, None, more, segments)
+    return Timeline(tape, changes + more, segments, None, begun)
 
 
 def reserved_range(tape: Tape, free_run: Timeline | None = None) -> tuple[int, int]:
@@ -118,10 +127,10 @@ def needs(tape: Tape, *, expandable: bool = False, free_run: Timeline | None = N
     never_refused = _asked_of_the_driver(free_run)  # under such a cap the run is the free one: no need to try
     enough = free_run.reserved
     if expandable:
-        enough += max((segment_size(rounded(event.nbytes)) for event in tape.events), default=0)
+        enough += max((segment_size(rounded(nbytes)) for nbytes in {event[3] for event in tape.events}), default=0)
     too_little = max(free_run.allocated, default=0) // ROUND_SEGMENT * ROUND_SEGMENT - ROUND_SEGMENT
     too_little = max(too_little, above // ROUND_SEGMENT * ROUND_SEGMENT)
-    begun = Begun(tape, Expandable() if expandable else Native())
+    begun = begun_of(free_run, expandable)
     while enough - too_little > ROUND_SEGMENT:
         cap = (enough + too_little) // 2 // ROUND_SEGMENT * ROUND_SEGMENT
         if cap >= never_refused:
@@ -159,6 +168,13 @@ class Begun:
         return refused is None
 
 
+def begun_of(free_run: Timeline, expandable: bool) -> Begun:
+    """The replay up to where a cap that could be enough may first refuse: it is the same under all of them."""
+    if free_run.begun is not None:
+        return free_run.begun.copy()
+    return Begun(free_run.tape, Expandable() if expandable else Native())
+
+
 def needs_under(limit: int, tape: Tape, usual: int, *, free_run: Timeline, expandable: bool = False) -> int:
     """What `needs` says (`usual`), made true of one limit: within it just where the tape replays to its end there.
 
@@ -167,7 +183,7 @@ def needs_under(limit: int, tape: Tape, usual: int, *, free_run: Timeline, expan
     """
     if limit >= _asked_of_the_driver(free_run) or limit < max(free_run.allocated, default=0):
         return usual
-    enough = replay(tape, limit, expandable=expandable).failed is None
+    enough = begun_of(free_run, expandable).go_on(limit)
     if enough == (usual <= limit):
         return usual
     return limit if enough else needs(tape, expandable=expandable, free_run=free_run, above=limit)

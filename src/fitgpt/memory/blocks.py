@@ -5,6 +5,7 @@ from __future__ import annotations
 from ..units import MiB
 
 ROUND = 512
+LAST = ROUND - 1
 SMALL = MiB               # the largest request of the small pool; the large pool splits off more than that or nothing
 SMALL_SEGMENT = 2 * MiB
 LARGE_SEGMENT = 20 * MiB

@@ -190,7 +190,7 @@ def fits(config: RunConfig, setting: Setting, budget: Budget, trainer: str = "fi
     """One replay at the cap itself: the answer that `needs` gives, unless more memory happens to be worse."""
     tape, expandable = _tape(config, setting, trainer)
     cap = budget.reserve_limit
-    return _asked_at_most(tape) <= cap and replay(tape, cap, expandable=expandable).failed is None
+    return tape.asked_at_most <= cap and replay(tape, cap, expandable=expandable).failed is None
 
 
 def held_at_least(config: RunConfig, setting: Setting, trainer: str = "fitgpt") -> int:
@@ -237,16 +237,3 @@ def _smallest(family: list[Option], enough: Callable[[Option], bool]) -> Option 
 def _tape(config: RunConfig, setting: Setting, trainer: str) -> tuple[Tape, bool]:
     """The tape, and whether its segments expand."""
     return tape_of(settled(config, setting), setting, trainer), setting.expands(trainer)
-
-
-def _asked_at_most(tape: Tape) -> int:
-    """The most that is asked for at one time: no cap below it can do."""
-    held = most = 0
-    for alloc, _, _, nbytes, _ in tape.events:
-        if alloc:
-            held += nbytes
-            if held > most:
-                most = held
-        else:
-            held -= nbytes
-    return most

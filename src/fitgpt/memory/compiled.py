@@ -6,8 +6,6 @@ times its kernels beside it.
 
 from __future__ import annotations
 
-from itertools import accumulate
-
 from .aten import CUBLASLT, Attention, Gpu, sum_over_rows
 from .backwardgraph import BackwardGraph
 from .forwardgraph import ForwardGraph, Shapes
@@ -28,6 +26,7 @@ class CompiledGPT:
         self.backprop = plan(BackwardGraph(self.shapes, self.attend, forward).graph())
         self.fresh = {f"{name}.grad": f"{name}.fresh" for name, _, _ in run.parameters()}
         self.timed = set[tuple[str, str]]()
+        self.weighed = self.held = self.most = 0  # events that were looked at; bytes after them, and at most
 
     def forward(self, logits: str, loss: str, *, grad: bool) -> None:
         if self.shapes.wide_v > self.shapes.v:
@@ -110,8 +109,11 @@ class CompiledGPT:
 
     def room(self) -> int:
         """How far below its highest peak the run is."""
-        held = list(accumulate(event.nbytes if event.alloc else -event.nbytes for event in self.w.tape().events))
-        return max(held) - held[-1]
+        for alloc, _, _, nbytes, _ in self.w.events_since(self.weighed):
+            self.held += nbytes if alloc else -nbytes
+            self.most = max(self.most, self.held)
+            self.weighed += 1
+        return self.most - self.held
 
     def weigh_padding(self, graph: str) -> None:
         """Before it pads a vocabulary, the compiler times the products as they are and padded."""

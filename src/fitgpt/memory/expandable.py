@@ -13,7 +13,7 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence
 from itertools import islice
 
-from .blocks import ADDRESS, LARGE_SEGMENT, ROUND, SMALL, SMALL_SEGMENT, SPLIT, segment_size
+from .blocks import ADDRESS, LARGE_SEGMENT, LAST, ROUND, SMALL, SMALL_SEGMENT, SPLIT, segment_size
 from .tape import RECORDED, RELEASE, Event
 
 ENDLESS = 2**90 // LARGE_SEGMENT * LARGE_SEGMENT
@@ -64,6 +64,13 @@ class Range:
         """A block that unmapped addresses follow counts as large as it could grow: it is taken last."""
         size = block >> SPLIT
         return size + self.unmapped.get((block & ADDRESS) + size, 0)
+
+    def passing_over(self, at: int) -> int:
+        """Of the free blocks that are large enough, from the one at that place on, the one to take."""
+        free = self.free
+        while at + 1 < len(free) and self.could_grow_to(free[at + 1]) < self.could_grow_to(free[at]):
+            at += 1
+        return at
 
     def map(self, size: int) -> tuple[int, int]:
         """Maps pages after the first free block that ends where unmapped addresses begin and has room behind it. The
@@ -156,19 +163,18 @@ class Expandable:
         ranges, taken, note = self._ranges, self._taken, changes.append
         for is_alloc, name, _, nbytes, kind in islice(events, begin, None) if begin else events:
             if is_alloc:
-                size = -(-nbytes // ROUND) * ROUND or ROUND
+                size = (nbytes + LAST) & -ROUND or ROUND
                 home = kind + kind + (size <= SMALL)
                 pool = ranges[home]
                 free, starts = pool.free, pool.starts
                 at = bisect_left(free, size << SPLIT)
                 if at < len(free):
-                    found = free[at]
-                    address, whole = found & ADDRESS, found >> SPLIT
-                    if address + whole in pool.unmapped:
-                        while at + 1 < len(free) and pool.could_grow_to(free[at + 1]) < pool.could_grow_to(free[at]):
-                            at += 1
-                        address, whole = free[at] & ADDRESS, free[at] >> SPLIT
-                    del free[at], starts[address]
+                    address = free[at] & ADDRESS
+                    if address + starts[address] in pool.unmapped:
+                        at = pool.passing_over(at)
+                        address = free[at] & ADDRESS
+                    del free[at]
+                    whole = starts.pop(address)
                 else:
                     wanted, held = segment_size(size), self.reserved
                     if cap is not None and held + wanted > cap:
@@ -178,17 +184,16 @@ class Expandable:
                         if self.reserved + wanted > cap:
                             return begin + len(changes)
                     address, mapped = pool.map(size)
-                    whole = pool.starts[address]
                     self.reserved += mapped
                     if self.reserved != held:
                         segments.append((begin + len(changes), self.reserved))
+                    whole = starts.pop(address)
                     at = bisect_left(free, whole << SPLIT | address)
-                    del free[at], starts[address]
+                    del free[at]
                 if whole > size:
-                    start = address + size
-                    rest = whole - size
+                    start, rest = address + size, whole - size
                     starts[start] = rest
-                    pool.ends[start + rest] = start
+                    pool.ends[address + whole] = start
                     insort(free, rest << SPLIT | start, 0, at)
                 else:
                     del pool.ends[address + whole]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -35,7 +36,7 @@ class Kernel:
     timed: str = ""                # names its code, if variants of it are timed when it first runs
     within: int = 0                # bytes that exist only while it runs, and only in the estimate
 
-    @property
+    @cached_property
     def results(self) -> tuple[Made, ...]:
         return self.makes + self.gets
 
@@ -86,8 +87,7 @@ class GraphWriter:
 
 def plan(graph: Graph) -> Plan:
     """What the compiled graph does to memory, in order."""
-    kernels = _ordered(graph)
-    usage = _usage(graph, kernels)
+    kernels, usage = _ordered(graph)
     peak = max(0, *usage)
     last = graph.last_reads(kernels)
     spent_after: dict[int, list[str]] = {}
@@ -169,10 +169,11 @@ def _usage(graph: Graph, kernels: Sequence[Kernel]) -> list[int]:
     return list(accumulate(change))
 
 
-def _ordered(graph: Graph) -> list[Kernel]:
-    """The two of the compiler's four orders that recorded runs have shown, the first where both peak alike."""
-    candidates = [list(graph.kernels), _depth_first(graph)]
-    return min(candidates, key=lambda order: max(0, *_usage(graph, order)))
+def _ordered(graph: Graph) -> tuple[list[Kernel], list[int]]:
+    """The one of two orders that peaks lower, and its estimate: of the compiler's four orders, those that recorded runs
+    have shown, the first where both peak alike."""
+    orders = [list(graph.kernels), _depth_first(graph)]
+    return min(((order, _usage(graph, order)) for order in orders), key=lambda each: max(0, *each[1]))
 
 
 def _depth_first(graph: Graph) -> list[Kernel]:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from itertools import islice
 
 from ..units import MiB
-from .blocks import ADDRESS, ROUND, SMALL, SPLIT, segment_size
+from .blocks import ADDRESS, LAST, ROUND, SMALL, SPLIT, segment_size
 from .tape import RECORDED, RELEASE, Event
 
 # Where the driver puts segments: from this size on each below the last, smaller ones one above the other. No document
@@ -58,15 +58,14 @@ class Native:
         pools, starts, ends, taken, note = self._pools, self._starts, self._ends, self._taken, changes.append
         for is_alloc, name, _, nbytes, kind in islice(events, begin, None) if begin else events:
             if is_alloc:
-                size = -(-nbytes // ROUND) * ROUND or ROUND
+                size = (nbytes + LAST) & -ROUND or ROUND
                 small = size <= SMALL
                 home = kind + kind + small
                 pool = pools[home]
                 at = bisect_left(pool, size << SPLIT)
                 if at < len(pool):
-                    found = pool.pop(at)
-                    address, whole = found & ADDRESS, found >> SPLIT
-                    del starts[address]
+                    address = pool.pop(at) & ADDRESS
+                    whole = starts.pop(address)
                 else:
                     whole, held = segment_size(size), self.reserved
                     if cap is not None and held + whole > cap:
@@ -84,7 +83,7 @@ class Native:
                     start = address + size
                     insort(pool, rest << SPLIT | start, 0, at)
                     starts[start] = rest
-                    ends[start + rest] = start
+                    ends[address + whole] = start
                 else:
                     size = whole
                     ends.pop(address + whole, None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from ..nouns import PHASES
@@ -43,6 +44,19 @@ class Tape:
         ends = [mark.start for mark in self.marks[1:]] + [len(self.events)]
         for mark, end in zip(self.marks, ends, strict=True):
             yield mark.phase, mark.start, end
+
+    @cached_property
+    def asked_at_most(self) -> int:
+        """The most that is asked for at one time: no cap below it can do."""
+        held = most = 0
+        for alloc, _, _, nbytes, _ in self.events:
+            if alloc:
+                held += nbytes
+                if held > most:
+                    most = held
+            else:
+                held -= nbytes
+        return most
 
     def alive_at_end(self) -> dict[str, Event]:
         alive: dict[str, Event] = {}
@@ -116,6 +130,9 @@ class Writer:
 
     def free_if_alive(self, *names: str) -> None:
         self.free(*(name for name in names if name in self._alive))
+
+    def events_since(self, number: int) -> list[Event]:
+        return self._events[number:]
 
     def alive(self, name: str) -> bool:
         return name in self._alive

@@ -15,7 +15,7 @@ from ..config import DEFAULT_VOCAB, RunConfig
 from ..nouns import OwnerShare
 from ..units import MiB, show_bytes, show_count
 from .allocator import Timeline
-from .tape import RELEASE
+from .tape import RELEASE, Event
 
 MOST_TERMS = 3
 SMALL = 0.01       # of an owner's bytes: what is below it is a small thing
@@ -168,15 +168,16 @@ _TERMS: dict[str, Callable[[Sequence[Alive], Sizes], list[Term]]] = {
 
 def _held(timeline: Timeline, event: int) -> dict[str, list[Alive]]:
     """The tensors that are alive right after an event, by owner."""
-    alive: dict[str, tuple[str, Alive]] = {}
+    alive: dict[str, tuple[Event, int]] = {}
     for entry, change in zip(timeline.tape.events[:event + 1], timeline.changes, strict=False):
-        if entry.alloc:
-            alive[entry.name] = entry.owner, Alive(entry.name, entry.nbytes, change)
-        elif entry.name != RELEASE:
-            del alive[entry.name]
+        alloc, name = entry[:2]
+        if alloc:
+            alive[name] = entry, change
+        elif name != RELEASE:
+            del alive[name]
     held: dict[str, list[Alive]] = {}
-    for owner, each in alive.values():
-        held.setdefault(owner, []).append(each)
+    for entry, change in alive.values():
+        held.setdefault(entry.owner, []).append(Alive(entry.name, entry.nbytes, change))
     return held
 
 

@@ -13,7 +13,7 @@ from ..config import RunConfig
 from ..errors import UsageError
 from ..fit.speed import estimate
 from ..memory import forecast
-from ..memory.allocator import Timeline, replay
+from ..memory.allocator import Timeline, begun_of, replay
 from ..memory.basis import basis_of
 from ..memory.blocks import LARGE_SEGMENT, rounded, segment_size
 from ..memory.setting import Setting
@@ -52,7 +52,7 @@ def fits(config: RunConfig, setting: Setting, trainer: str, limit: int) -> bool:
     slack = max(segment_size(rounded(largest)), LARGE_SEGMENT) if expandable else 0
     if timeline.reserved + slack <= limit:
         return True
-    return replay(timeline.tape, limit, expandable=expandable).failed is None
+    return begun_of(timeline, expandable).go_on(limit)
 
 
 def peak_of(timeline: Timeline) -> int:

@@ -13,6 +13,7 @@ import pytest
 from fitgpt import cards, outlook
 from fitgpt.config import RunConfig
 from fitgpt.fit import speed
+from fitgpt.fit.reach import kind_of
 from fitgpt.memory.forecast import settled
 from fitgpt.memory.setting import setting_for
 from fitgpt.savers import LEVELS
@@ -106,8 +107,53 @@ def test_unrecorded_work_is_held_up_by_the_host_only_where_the_card_is_faster_th
 def test_a_card_with_twice_of_everything_is_twice_as_fast_but_for_the_gaps() -> None:
     assert CARD.tflops is not None
     assert CARD.bandwidth_gbs is not None
-    twice = replace(CARD, tflops=2 * CARD.tflops, bandwidth_gbs=2 * CARD.bandwidth_gbs)
+    assert CARD.boost_mhz is not None
+    twice = replace(CARD, tflops=2 * CARD.tflops, boost_mhz=2 * CARD.boost_mhz, bandwidth_gbs=2 * CARD.bandwidth_gbs)
     assert 1.9 < middle(GPT2, twice) / middle(GPT2, CARD) < 2
+
+
+NANOGPTS = RunConfig(n_layer=12, n_head=12, n_embd=768, vocab_size=50304, batch_size=12, gradient_accumulation_steps=40)
+
+
+@pytest.mark.parametrize(("card", "tokens_per_s"), [("4090", 106_000), ("4090", 110_000)])
+def test_public_figures_of_gpt2_lie_within_the_range(card: str, tokens_per_s: int) -> None:
+    """Of a compiled nanoGPT; we are a few percent faster than it. Sources: fit/reach.py."""
+    told = speed.estimate(NANOGPTS, cards.find(card))
+    assert told is not None
+    assert told.low < tokens_per_s < told.high
+
+
+@pytest.mark.parametrize(("card", "tflops"), [("T4", 24), ("V100 SXM 16GB", 62.4), ("GTX 1080 Ti", 11.3 * 0.72)])
+def test_no_card_before_ampere_is_expected_to_do_more_than_others_reached_there(card: str, tflops: float) -> None:
+    """T4: cuBLAS alone. V100: Megatron-LM. 1080 Ti: not near all of its ordinary units, eager and without flash."""
+    told = speed.estimate(NANOGPTS, cards.find(card))
+    assert told is not None
+    flops_a_token = 6 * NANOGPTS.gpt_config().count_params() + 12 * 12 * 768 * 1024
+    assert told.likely * flops_a_token < 0.9e12 * tflops
+    assert told.low < told.likely < told.high
+
+
+def test_without_flash_attention_a_card_of_the_same_figures_is_slower_and_less_sure() -> None:
+    turing = speed.estimate(NANOGPTS, replace(CARD, cc="7.5"))
+    ada = speed.estimate(NANOGPTS, CARD)
+    assert turing is not None
+    assert ada is not None
+    assert turing.likely < 0.85 * ada.likely
+    assert turing.high / turing.low > ada.high / ada.low
+    assert "Turing, without flash attention" in turing.basis
+
+
+def test_every_card_has_a_kind_and_a_range_that_holds_what_is_likely() -> None:
+    for card in cards.load():
+        kind = kind_of(card)
+        for least, likely, most in zip(kind.least, kind.likely, kind.most, strict=True):
+            assert 0 < least < likely < most < 1
+
+
+def test_float32_runs_on_turings_ordinary_units() -> None:
+    """RTX 2080 Ti: 13.4 TFLOP/s by its spec sheet."""
+    assert speed._matrix_rate(cards.find("2080ti"), "float32") == pytest.approx(13.4e12, rel=0.01)
+    assert speed._matrix_rate(cards.find("3090"), "float32") == pytest.approx(35.5e12, rel=0.01)
 
 
 def test_plan_tells_the_same_speed_and_none_of_nanogpt() -> None:

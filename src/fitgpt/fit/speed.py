@@ -1,9 +1,9 @@
 """How many tokens a second will a run train? A roofline from the card's matrix rate and bandwidth.
 
 A micro-step is matrix products, attention, kernels that only move bytes, and gaps between kernels; a step adds the
-optimizer's bytes. What share of the card's figures each kind reaches was read off profiles and runs of our engine on an
-H200 (docs/log.md, bench/results); recorded.json has those runs, and tests hold the estimate against them. Good enough
-to rank settings; on other cards the shares are assumed, so an estimate there is a range.
+optimizer's bytes. What share of the card's figures each kind reaches (reach.py) was read off profiles and runs of our
+engine on an H200 (docs/log.md, bench/results); recorded.json has those runs, and tests hold the estimate against them.
+Good enough to rank settings; on other cards the shares are assumed, so an estimate there is a range.
 """
 
 from __future__ import annotations
@@ -20,23 +20,9 @@ from ..memory.forecast import settled
 from ..memory.setting import Setting, setting_for
 from ..nouns import SpeedEstimate
 from ..savers import KEEPS, LEVELS, loss_piece_tokens
+from .reach import Reach, kind_of
 
 BYTES = gpt.BYTES
-
-
-class Reach(NamedTuple):
-    """The share of a card's own figures that our kernels reach."""
-
-    products: float   # of its matrix rate, where a product fills the card
-    attention: float
-    bytes: float      # of its bandwidth
-
-
-# GPT-2 124M, 4 × 12 × 1024: products 54.5 ms, attention 13.8 ms, pointwise, loss, casts and AdamW 24 ms (docs/log.md).
-HOPPER = Reach(0.715, 0.24, 0.70)
-# Elsewhere nothing was recorded. The matrix rates of the table are lower in proportion to bandwidth there, which is
-# easier to reach, and flash attention was made for those cards: between what the H200 reaches and nearly all.
-LEAST, LIKELY, MOST = Reach(0.70, 0.30, 0.65), Reach(0.80, 0.45, 0.80), Reach(0.92, 0.60, 0.92)
 
 TILE = 128                # rows and columns of a product that one multiprocessor works on at once …
 LAST_WAVE = 0.25          # … and the share of a round of them that is lost at a product's end
@@ -48,6 +34,7 @@ HOST_A_LAYER_S = 2.8e-3   # to launch those one by one: 124M unrecorded at 327k 
 HOST_A_PIECE_S = 0.2e-3
 EAGER = 2.5               # how many times a fused kernel's bytes its eager parts move
 PCIE_BYTES_S = 12e9       # assumed: a consumer board's 4.0 × 16 at half its figure, as copies of many tensors see it
+FLOAT32_A_CLOCK = 128     # FLOP of Volta's and Turing's ordinary units, for each multiprocessor
 HOST_ADAMW_BYTES_S = 15e9 # assumed: two channels of memory, a few cores
 
 
@@ -121,8 +108,11 @@ def _cast(config: RunConfig) -> int:
 
 def _matrix_rate(card: Card, dtype: str) -> float:
     """FLOP/s. float32 products run as TF32, at half the rate, from Ampere on; before it on the ordinary units."""
-    slower = 1 if dtype != "float32" or not card.has_matrix_units else 2 if (card.capability or (8, 0)) >= (8, 0) else 8
-    return 1e12 * (card.tflops or 0) / slower
+    if dtype == "float32" and card.has_matrix_units:
+        if card.capability and card.capability < (8, 0) and card.sms and card.boost_mhz:
+            return 1e6 * FLOAT32_A_CLOCK * card.sms * card.boost_mhz
+        return 0.5e12 * (card.tflops or 0)
+    return 1e12 * (card.tflops or 0)
 
 
 def _optimizer_seconds(config: RunConfig, bandwidth: float, products: float) -> tuple[float, float]:
@@ -158,7 +148,7 @@ def recorded() -> tuple[Recorded, ...]:
 
 
 def reach_of(card: Card) -> Reach:
-    return HOPPER if card.capability == (9, 0) else LIKELY
+    return kind_of(card).likely
 
 
 def modelled(config: RunConfig, card: Card, setting: Setting, reach: Reach) -> float:
@@ -183,9 +173,11 @@ def estimate(config: RunConfig, card: Card | None, setting: Setting | None = Non
         off = worst_error(card)
         return SpeedEstimate((1 - off) * likely, (1 + off) * likely, likely,
                              f"a roofline that is within {100 * off:.0f} % of {len(here)} runs recorded on this card")
-    low, high = (modelled(config, card, setting, reach) for reach in (LEAST, MOST))
+    kind = kind_of(card)
+    low, high = (modelled(config, card, setting, reach) for reach in (kind.least, kind.most))
     return SpeedEstimate(low, high, likely, f"a roofline of {card.tflops:g} TFLOP/s and {card.bandwidth_gbs:g} GB/s, "
-                         "calibrated on runs of an H200; nothing was recorded on this card")
+                         f"calibrated on runs of an H200, at shares assumed for {kind.words}; nothing was recorded on "
+                         "this card")
 
 
 @cache

@@ -129,3 +129,13 @@ def test_no_family_mixes_what_is_not_more_of_the_same() -> None:
 
 def test_where_no_single_change_is_enough_none_is_named() -> None:
     assert smallest_that_fit(SMALL, SETTING, budget_of(16 * MiB)) == ()
+
+
+def test_a_saver_that_rules_out_accumulation_says_what_becomes_of_a_step() -> None:
+    def costs(accumulation: int) -> str:
+        config = RunConfig(gradient_accumulation_steps=accumulation, vocab_size=50304, dtype="bfloat16")
+        return next(each.change.slower for each in single_changes(config)
+                    if "--step_in_backward=True" in each.change.flags)
+
+    assert "steps of 40 times fewer tokens, unless batch_size grows as much" in costs(40)
+    assert "fewer tokens" not in costs(1)

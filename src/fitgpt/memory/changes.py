@@ -71,7 +71,8 @@ def _of_fitgpt(config: RunConfig) -> Found:
         if knob not in ("recompute", "loss_chunk"):
             knobs = {knob: parse_value(RunConfig, knob, text or "True"), **_conditions(config, knob)}
             family = text if knob == "optimizer" else knob  # of two optimizers neither is more of the other
-            yield _option(config, family, _a_parameter(saver.saves), saver.costs, exact=saver.exact, **knobs)
+            costs = f"{saver.costs}{_other_steps(config, knobs)}"
+            yield _option(config, family, _a_parameter(saver.saves), costs, exact=saver.exact, **knobs)
     yield from _blocks(config, "fitgpt")
 
 
@@ -139,6 +140,13 @@ def _conditions(config: RunConfig, knob: str) -> dict[str, Any]:
     if knob == "step_in_backward":
         return {"gradient_accumulation_steps": 1, "grad_clip": 0.0}
     return {}
+
+
+def _other_steps(config: RunConfig, knobs: dict[str, Any]) -> str:
+    """A saver that rules out accumulation changes what a step is, unless the micro-batch takes all of it."""
+    times = config.gradient_accumulation_steps // knobs.get("gradient_accumulation_steps",
+                                                            config.gradient_accumulation_steps)
+    return f"; steps of {times} times fewer tokens, unless batch_size grows as much" if times > 1 else ""
 
 
 def _a_parameter(words: str) -> str:

@@ -21,7 +21,7 @@ from .atomic import disk_faults, is_own_page, refuse_foreign, write_over
 from .config import RunConfig
 from .errors import DeviceError, DoesNotFit, UsageError
 from .fit import written
-from .fit.choose import Here, because, too_small
+from .fit.choose import UNSURE, Here, because, too_small, ways_out_in_words
 from .fit.choose import fit as fit_there
 from .fit.goals import reach
 from .fit.ladder import ladder
@@ -36,9 +36,8 @@ from .options import FitQuestions, PlanQuestions
 from .outlook import of_length
 from .place import Place, beside
 from .show import fitting as show
-from .units import GiB, MiB, show_bytes
+from .units import GiB, show_bytes
 
-UNSURE = 128 * MiB  # what cards.outside_by_rule may be off by: most messages it was drawn through lie within 110 MiB
 ASSUMED_HOST = 32 * GiB  # of a machine that is not here
 
 
@@ -130,8 +129,7 @@ def with_a_margin(found: Place) -> Budget:
     cards, not to the MiB: filled to the brim, such a card would run out."""
     if found.card is not None and found.card.outside_src == "seen":
         return found.budget
-    return replace(found.budget, outside=found.budget.outside + UNSURE, sources=(
-        *found.budget.sources, f"{show_bytes(UNSURE)} are left free, because that figure is a rule's."))
+    return replace(found.budget, margin=UNSURE)
 
 
 def for_train(said: RunConfig) -> tuple[RunConfig, list[str]]:
@@ -146,7 +144,8 @@ def for_train(said: RunConfig) -> tuple[RunConfig, list[str]]:
     found = found._replace(budget=beside(config, found.budget))
     fitted = fit_there(config, here_for(found, config, is_here=True))
     if fitted.chosen is None:
-        raise DoesNotFit(too_small(fitted), "fitgpt fit with the same words, and --allow lossy, looks further.")
+        raise DoesNotFit(too_small(fitted), f"{ways_out_in_words(fitted)} `fitgpt fit` with the same words, that flag "
+                         "and -o config/my_run.py writes a config that trains so.")
     chosen = replace(fitted.chosen.config, vocab_size=said.vocab_size)
     notes = [f"fit: {', '.join(f'{knob}={shown(now)}' for knob, (_, now) in each.knobs.items())}, {each.why}"
              for each in fitted.decisions]
@@ -269,11 +268,17 @@ def _files(assignments: Sequence[Assignment]) -> list[str]:
 
 def next_step(fitted: Fitted, asked: FitQuestions, assignments: Sequence[Assignment], files: Sequence[str]) -> str:
     if fitted.chosen is None:
-        return ""
+        return f"This fits: {command_with(fitted.ways_out[0].flags, assignments)}" if fitted.ways_out else ""
     lines = [f"Wrote {file}." for file in files]
     if asked.out.endswith(".py"):
         return "\n".join([*lines, f"To train it: fitgpt train {shlex.quote(asked.out)}"])
-    flags = [f"--{each.key}={shown(each.value)}" for each in assignments if each.source.startswith("-")
-             and each.key not in ("out", "html", "json")]
-    command = shlex.join(["fitgpt", "fit", *_files(assignments), *flags, "-o", "config/my_run.py"])
-    return "\n".join([*lines, f"To write a config that trains so: {command}"])
+    return "\n".join([*lines, f"To write a config that trains so: {command_with((), assignments)}"])
+
+
+def command_with(more: Sequence[str], assignments: Sequence[Assignment]) -> str:
+    """What was typed, with more flags; of a flag that is there already, the new one counts."""
+    told = [f"--{each.key}={each.value if isinstance(each.value, str) else shown(each.value)}" for each in assignments
+            if each.source.startswith("-") and each.key not in ("out", "html", "json")]
+    names = [flag.partition("=")[0] for flag in more]
+    kept = [flag for flag in told if flag.partition("=")[0] not in names]
+    return shlex.join(["fitgpt", "fit", *_files(assignments), *kept, *more, "-o", "config/my_run.py"])

@@ -170,11 +170,12 @@ class Budget:
     budget: int            # usable − others, or what the user says
     outside: int           # of this process, outside the allocator: context and kernels
     sources: tuple[str, ...] = ()  # where the figures come from, each a sentence
+    margin: int = 0        # left free, where `outside` is known by a rule only
 
     @property
     def reserve_limit(self) -> int:
         """The allocator's cap."""
-        return max(self.budget - self.outside, 0)
+        return max(self.budget - self.outside - self.margin, 0)
 
 
 @dataclass(frozen=True)
@@ -301,7 +302,7 @@ class Standing:
 
     config: RunConfig
     flags: tuple[str, ...]        # what makes it of the config that was asked for
-    permission: str               # what it took: free, places, lossy, context, model
+    permission: str               # what it took: free, places, lossy, rules, context, model
     needs: int
     headroom: int                 # what may be reserved, less what it needs
     speed: SpeedEstimate | None   # None: the card's figures are not known
@@ -322,6 +323,15 @@ class Decision:
 
 
 @dataclass(frozen=True)
+class WayOut:
+    """What to say besides, where nothing fits: with it something does."""
+
+    flags: tuple[str, ...]        # "--allow=lossy"
+    least: int                    # what the run can live in then
+    words: str                    # what that means for it
+
+
+@dataclass(frozen=True)
 class Fitted:
     """The fastest settings that fit, how they differ from what was asked for and why; or that there are none."""
 
@@ -332,6 +342,7 @@ class Fitted:
     runners_up: tuple[Standing, ...] = ()   # these fit too
     frontier: tuple[tuple[int, float], ...] = ()  # (bytes, tokens a second): the fastest there is in so much memory
     least: Standing | None = None           # the least memory the run can live in, where that was asked or nothing fits
+    ways_out: tuple[WayOut, ...] = ()       # where nothing fits: what would, what changes least first
     considered: int = 0                     # candidates
     replayed: int = 0                       # of them whose tape was replayed
     notes: tuple[str, ...] = ()

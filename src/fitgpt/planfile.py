@@ -59,7 +59,7 @@ def text_of_fit(forecast: dict[str, Any], config: RunConfig, budget: Budget, run
                 speed: dict[str, Any] | None) -> str:
     """As `fit` writes it. `forecast`: the `document` of the plan, whose keys are here too; `config`: as it was said."""
     held = {"card": budget.card, "usable": budget.usable, "others": budget.others, "budget": budget.budget,
-            "outside": budget.outside}
+            "outside": budget.outside, "margin": budget.margin}
     return json.dumps({**forecast, "config": config.to_dict(), "card": budget.card, "budget": held,
                        "forecast": forecast, "tokens_per_s": speed, "ladder": in_rows(rungs)}, indent=1) + "\n"
 

@@ -15,7 +15,7 @@ from fitgpt.fit.goals import reach
 from fitgpt.memory.changes import fits, holdings
 from fitgpt.memory.setting import setting_for
 from fitgpt.nouns import Budget
-from fitgpt.units import MiB
+from fitgpt.units import MiB, show_bytes
 
 CARD = cards.find("4070")
 SETTING = setting_for(CARD)
@@ -47,7 +47,27 @@ def test_the_largest_model_fits_and_the_next_size_does_not() -> None:
     config = found.chosen.config
     beyond = sizes[sizes.index(shapes.Size(config.n_layer, config.n_head, config.n_embd)) + 1]
     assert not could_fit(place.search(shapes.of_size(ASKED, beyond), frozenset()))
-    assert "The largest that trains there" in found.notes[-1]
+    assert "The largest that trains there" in found.notes[0]
+    assert "tokens/s, 20 tokens a parameter" in found.notes[0]
+
+
+def test_where_the_largest_leans_on_the_host_the_largest_that_does_not_is_told_too() -> None:
+    found = reach("largest-model", ASKED, here(70), frozenset())
+    assert found.chosen is not None
+    assert found.chosen.config.offload != "none"
+    assert found.notes[1].startswith("The largest that stays on the card: ")
+    alone = reach("largest-model", ASKED, here(70)._replace(host_bytes=0), frozenset())
+    assert alone.chosen is not None
+    assert alone.chosen.config.offload == "none"
+    assert f"{alone.chosen.config.n_layer} layers" in found.notes[1]
+    assert len(alone.notes) == 1
+
+
+def test_it_is_said_whether_the_card_or_the_host_ends_it() -> None:
+    card = reach("largest-model", ASKED, here(70), frozenset())
+    assert "parameters does not fit." in card.notes[0]
+    host = reach("largest-model", ASKED, here(70)._replace(host_bytes=20 * MiB), frozenset())
+    assert "of the host's memory." in host.notes[0]
 
 
 def test_the_longest_block_fits_and_128_tokens_more_do_not() -> None:
@@ -69,6 +89,10 @@ def test_the_least_memory_is_less_than_the_run_as_asked_and_is_what_it_says() ->
     assert found.chosen.needs == holdings(found.chosen.config, SETTING).needs < holdings(ASKED, SETTING).needs
     assert found.decisions
     assert found.chosen.config.tokens_per_step == ASKED.tokens_per_step
+    alone = reach("smallest-memory", ASKED, here(900)._replace(host_bytes=0), frozenset())
+    assert alone.least is not None
+    assert found.notes == (f"With nothing more in the host's memory: {show_bytes(alone.least.needs)}, by "
+                           f"{' '.join(alone.least.flags)}.",)
 
 
 def test_the_fastest_is_the_goal_unless_another_is_named() -> None:

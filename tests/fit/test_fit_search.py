@@ -186,12 +186,66 @@ def test_where_nothing_fits_the_least_is_named_and_what_would_help() -> None:
     assert found.chosen is None
     assert found.least is not None
     assert found.least.needs == holdings(found.least.config, SETTING).needs > 42 * MiB
-    assert found.notes == ("With --allow lossy something would fit.",)
+    assert [way.flags for way in found.ways_out][:2] == [("--allow=lossy",), ("--allow=model",)]
+    assert found.ways_out[-1].flags[0].startswith("--gpu=")
     assert not fits(found.least.config, SETTING, budget_of(42 * MiB))
     tiny = replace(SMALL, n_layer=1, n_head=1, n_embd=64, block_size=64, batch_size=1, gradient_accumulation_steps=1)
-    assert fitted(3, tiny, "context").notes == (
-        "No single permission makes it fit: --allow lossy,context,model allows everything.",)
-    assert fitted(3, tiny, "lossy,context,model").notes == ("All that may be allowed is: another card is needed.",)
+    assert [way.flags[0][:6] for way in fitted(3, tiny, "lossy,context,model").ways_out] == ["--gpu="]
+
+
+@pytest.mark.parametrize("allow", ["", "context", "adam8bit"])
+def test_every_way_out_makes_something_fit_in_the_memory_it_names(allow: str) -> None:
+    found = fitted(42, allow=allow)
+    if found.chosen is None:
+        assert found.ways_out
+    for way in found.ways_out:
+        flag, _, value = way.flags[0].partition("=")
+        if flag == "--allow":
+            helped = fitted(42, allow=value)
+            assert helped.chosen is not None
+            assert way.least <= 42 * MiB
+        assert way.words
+
+
+def test_a_run_kept_from_the_card_by_its_budget_is_told_how_much_it_wants() -> None:
+    config = replace(SMALL, budget="42MiB")
+    found = fit_config(config, SETTING, Budget("RTX 4070", 900 * MiB, 0, 42 * MiB, 0), card=CARD)
+    flag = found.ways_out[0].flags[0]
+    assert flag.startswith("--budget=")
+    assert flag.endswith("MiB")
+    more = int(flag.removeprefix("--budget=").removesuffix("MiB")) * MiB
+    again = fit_config(config, SETTING, Budget("RTX 4070", 900 * MiB, 0, more, 0), card=CARD)
+    assert again.chosen is not None
+    leaving = fit_config(replace(SMALL, leave="858MiB"), SETTING, Budget("RTX 4070", 900 * MiB, 0, 42 * MiB, 0),
+                         card=CARD)
+    assert leaving.ways_out[0].flags[0].startswith("--leave=")
+
+
+def test_of_plans_about_as_fast_the_one_that_changes_least_is_taken_and_the_run_as_it_is_before_all() -> None:
+    looked = Search(SMALL, SETTING, budget_of(900 * MiB), CARD, frozenset())
+    taken, *others = looked.finalists()
+    best = min(one.score for one in (taken, *others))
+    assert taken.score <= (1 + search.ALIKE) * best
+    for one in others:
+        if one.score <= (1 + search.ALIKE) * best:
+            assert (taken.stem.changes, taken.bother) <= (one.stem.changes, one.bother)
+    nearly = replace(taken.config, recompute="products")  # half a percent slower, in less memory
+    assert fitted(900, nearly).decisions == ()
+    assert fitted(900, nearly).runners_up
+
+
+def test_step_in_backward_never_changes_a_steps_tokens_nor_a_neighbours_share() -> None:
+    for config in (SMALL, replace(SMALL, gradient_accumulation_steps=1)):
+        for limit in (60, 900):
+            found = fitted(limit, config, allow="step_in_backward")
+            for standing in (found.chosen, *found.runners_up):
+                if standing is not None:
+                    assert standing.config.tokens_per_step == config.tokens_per_step
+    beside = Search(SMALL, SETTING, budget_of(900 * MiB), CARD, parse_allow("step_in_backward"), most_batch=8)
+    ways_at_once = [way for way in beside.ways if way.knobs.get("step_in_backward")]
+    assert ways_at_once
+    assert all(beside.field.batches(way) == [] for way in ways_at_once)
+    assert all(way.permission == "rules" for way in ways_at_once)
 
 
 def test_the_least_is_below_whatever_else_was_tried() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from fitgpt import cli, driver, fitting, host, planfile, timing
 from fitgpt.cards import find
 from fitgpt.config import RunConfig
 from fitgpt.driver import GpuProcess, GpuReading, Survey
+from fitgpt.errors import DoesNotFit
 from fitgpt.knobs import build, walk
 from fitgpt.memory.changes import holdings
 from fitgpt.memory.setting import setting_for
@@ -317,9 +319,42 @@ def test_train_without_a_card_goes_as_it_was_asked_for(monkeypatch: pytest.Monke
     assert "no NVIDIA GPU" in notes[0]
 
 
+def test_the_margin_is_shown_and_what_takes_it_too(say: Any) -> None:
+    told = say("run.py", "--gpu", "4070")
+    assert "margin 128.0 MiB of the card are left free, besides the headroom" in told.words
+    assert "--budget=11930MiB takes them too" in told.words
+    document = json.loads(say("run.py", "--gpu", "4070", "--json").out)
+    assert document["margin_bytes"] == 128 * MiB
+    assert document["reserve_limit_bytes"] == (11930 - 128) * MiB - document["outside_bytes"]
+    budgeted = say("run.py", "--gpu", "4070", "--budget", "11930MiB")
+    assert "margin" not in budgeted.words
+    assert json.loads(say("run.py", "--gpu", "4070", "--budget", "11930MiB", "--json").out)["margin_bytes"] == 0
+
+
+def test_the_command_that_a_refusal_names_is_accepted(say: Any) -> None:
+    told = say("run.py", "--gpu", "RTX 4070", "--budget", "230MiB")
+    assert told.code == 1
+    command = told.out.splitlines()[-1].removeprefix("This fits: ")
+    again = say(*shlex.split(command)[2:])
+    assert again.code == 0
+    assert Path("config/my_run.py").exists()
+
+
+def test_train_fit_says_what_would_do_where_nothing_does(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(driver, "survey", lambda env=None: Survey((reading(),)))
+    monkeypatch.chdir(tmp_path)
+    said = RunConfig(fit=True, vocab_size=50304, budget="800MiB")
+    with pytest.raises(DoesNotFit) as refused:
+        fitting.for_train(said)
+    assert "the least memory this run can live in is" in str(refused.value.what)
+    assert "Something fits with --budget=" in str(refused.value.fix)
+
+
 def test_a_card_known_by_rule_is_not_filled_to_the_brim() -> None:
     found = fitting.place.named("4070", others=None, budget=None)
     assert found.card.outside_src != "seen"
-    assert fitting.with_a_margin(found).reserve_limit == found.budget.reserve_limit - fitting.UNSURE
+    margined = fitting.with_a_margin(found)
+    assert margined.reserve_limit == found.budget.reserve_limit - fitting.UNSURE
+    assert margined.outside == found.budget.outside
     seen = fitting.place.named("h200", others=None, budget=None)
     assert fitting.with_a_margin(seen) == seen.budget

@@ -158,8 +158,8 @@ class Field:
         """The micro-batches that divide a step's sequences."""
         asked = self.config.batch_size
         sequences = asked * self.config.gradient_accumulation_steps
-        if way.knobs.get("step_in_backward", self.config.step_in_backward):
-            return [sequences]
+        if way.knobs.get("step_in_backward", self.config.step_in_backward):  # it cannot accumulate: all at once
+            return [sequences] if sequences <= max(self.most_batch, asked) else []
         sizes = range(1, min(self.most_batch, MOST_SEQUENCES) + 1)
         return [size for size in sizes if sequences % size == 0] + [asked] * (asked > MOST_SEQUENCES)
 

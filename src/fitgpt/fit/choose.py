@@ -6,18 +6,23 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
+from .. import cards
 from ..cards import Card
 from ..config import RunConfig
+from ..memory.changes import holdings
+from ..memory.forecast import budget_for
 from ..memory.setting import Setting
-from ..nouns import Budget, Decision, Fitted, Standing
-from ..units import show_bytes
+from ..nouns import Budget, Decision, Fitted, Standing, WayOut
+from ..units import MiB, show_bytes
 from . import shapes
 from .permission import ROUNDING, in_words, permitted, refused
 from .reasons import decisions
 from .search import Finalist, Search, flags
 
 NOTHING_ELSE = "nothing of the shape asked for fits"
+UNSURE = 128 * MiB  # what cards.outside_by_rule may be off by: most messages it was drawn through lie within 110 MiB
 SMALLEST_TRIED = 8  # of the candidates that hold least, before a shape is given up
+EVERYTHING = frozenset({"context", "model", *ROUNDING})
 Variant = tuple[str, RunConfig]  # what it takes: "context" or "model"
 
 
@@ -97,7 +102,7 @@ def nothing(config: RunConfig, search: Search, here: Here, allow: frozenset[str]
     least = search.standing(config_of_least, permission)
     return Fitted(search.budget, search.standing(config, "free"), None, least=least, frontier=search.frontier(),
                   considered=search.considered, replayed=search.replays,
-                  notes=(*_notes(config, allow), *_would_help(config, here, allow)))
+                  ways_out=tuple(_ways_out(config, least.needs, here, allow)), notes=_notes(config, allow))
 
 
 def _variants(config: RunConfig, allow: frozenset[str]) -> Iterator[Variant]:
@@ -110,23 +115,66 @@ def _variants(config: RunConfig, allow: frozenset[str]) -> Iterator[Variant]:
         yield from (("model", small) for short in shapes.shorter(config) for small in shapes.narrower(short))
 
 
-def _would_help(config: RunConfig, here: Here, allow: frozenset[str]) -> Iterator[str]:
-    """The first thing that could be allowed besides and that helps: each is tried."""
-    tried: dict[str, Iterable[RunConfig]] = {
-        "lossy": [config], "context": shapes.shorter(config), "model": shapes.narrower(config)}
-    for word, configs in tried.items():
+def _ways_out(config: RunConfig, least: int, here: Here, allow: frozenset[str]) -> Iterator[WayOut]:
+    """What could be said besides so that something fits, each tried: more of the card, one permission more, or all of
+    them, another card."""
+    yield from _more_of_the_card(config, least, here.budget)
+    permissions = list(_permissions(config, here, allow))
+    yield from permissions
+    everything = permitted(config, EVERYTHING)
+    if not permissions and everything != permitted(config, allow):
+        variants = (variant for _, variant in _variants(config, everything))
+        yield from _permission("lossy,context,model", variants, here, everything, "a smaller model")
+    if not (config.budget or config.leave):
+        yield from _another_card(least)
+
+
+def _another_card(least: int) -> Iterator[WayOut]:
+    room = [card for card in cards.load() if card.capability and card.capability >= (8, 0) and card.memory_gb
+            and "Laptop" not in card.name and budget_for(card).reserve_limit - UNSURE >= least]
+    if room:
+        smallest_one = min(room, key=lambda card: card.memory_gb or 0)
+        yield WayOut((f"--gpu={smallest_one.name}",), least, "as allowed: the smallest card of the table with the room")
+
+
+def _more_of_the_card(config: RunConfig, least: int, budget: Budget) -> Iterator[WayOut]:
+    """Where the user keeps the run from memory that is there."""
+    there, needed = budget.usable - budget.others, least + budget.outside
+    if budget.budget < there >= needed:
+        budgeted = min(needed + UNSURE, there)
+        flag = f"--leave={(there - budgeted) // MiB}MiB" if config.leave else f"--budget={-(-budgeted // MiB)}MiB"
+        yield WayOut((flag,), least, "as allowed, in more of the card")
+
+
+def _permissions(config: RunConfig, here: Here, allow: frozenset[str]) -> Iterator[WayOut]:
+    tried: dict[str, tuple[Iterable[RunConfig], str]] = {
+        "lossy": ([config], "the same model and block, with lossy savers"),
+        "context": (shapes.shorter(config), "a shorter block"), "model": (shapes.narrower(config), "a smaller model")}
+    for word, (variants, words) in tried.items():
         more = permitted(config, allow | (frozenset(ROUNDING) if word == "lossy" else {word}))
-        if more != permitted(config, allow) and any(could_fit(here.search(each, more)) for each in configs):
-            yield f"With --allow {in_words(allow | {word})} something would fit."
+        if more != permitted(config, allow):
+            yield from _permission(in_words(allow | {word}), variants, here, more, words)
+
+
+def _permission(typed: str, variants: Iterable[RunConfig], here: Here, may: frozenset[str], words: str
+                ) -> Iterator[WayOut]:
+    for variant in variants:
+        search = here.search(variant, may)
+        if could_fit(search):
+            shape = "" if words.startswith("the same") else f": {shapes.words(variant)}"
+            yield WayOut((f"--allow={typed}",), holdings(search.least()[0], here.setting).needs, f"{words}{shape}")
             return
-    everything = permitted(config, frozenset({"context", "model", *ROUNDING}))
-    yield ("All that may be allowed is: another card is needed." if everything <= allow else
-           "No single permission makes it fit: --allow lossy,context,model allows everything.")
 
 
 def _notes(config: RunConfig, allow: frozenset[str]) -> tuple[str, ...]:
     told = refused(config, allow)
     return (told,) if told else ()
+
+
+def ways_out_in_words(fitted_one: Fitted) -> str:
+    """What would fit, each as a flag and what it means; a sentence."""
+    told = [f"{' '.join(way.flags)} ({way.words})" for way in fitted_one.ways_out]
+    return f"Something fits with {'; or with '.join(told)}." if told else "Nothing that may be allowed makes it fit."
 
 
 def too_small(fitted_one: Fitted) -> str:

@@ -9,12 +9,14 @@ from typing import NamedTuple
 
 from ..config import RunConfig
 from ..errors import UsageError
-from ..nouns import Fitted
-from ..units import show_count
+from ..nouns import Fitted, Standing
+from ..units import show_bytes, show_count
 from . import shapes
 from .choose import Here, could_fit, fit, fitted, nothing, smallest
 from .permission import permitted
+from .search import Finalist, Search
 
+TOKENS_A_PARAMETER = 20  # of a model that is trained as long as its size is worth: Hoffmann et al. 2022
 LOOK_AHEAD = 2  # runs beyond the first that does not fit
 
 
@@ -52,7 +54,54 @@ def _largest(config: RunConfig, runs: Runs, here: Here, allow: frozenset[str], p
              words: Callable[[RunConfig], str]) -> Fitted:
     """The last of the runs that fits."""
     may = permitted(config, allow)
+    number, finalists, search = _last_that_fits(runs, here, may)
+    if not finalists:
+        return nothing(runs.make(0), search, here, allow)
+    run = runs.make(number)
+    found = fitted(config, search, finalists, allow, permission, "the largest that trains there")
+    beyond = f"; {words(runs.make(number + 1))} {_why_not(runs, number + 1, here, may)}" if (
+        number + 1 < runs.how_many) else ""
+    notes = [f"The largest that trains there: {words(run)}{beyond}."]
+    if found.chosen is not None:
+        notes[0] += how_long(found.chosen)
+        if found.chosen.config.offload != config.offload:
+            notes += _on_the_card(runs, here, may, words)
+    return replace(found, notes=(*found.notes, *notes))
 
+
+def _why_not(runs: Runs, number: int, here: Here, may: frozenset[str]) -> str:
+    """Whether it is the card's memory or the host's that ends it."""
+    unlimited = here._replace(host_bytes=None)
+    host = here.host_bytes is not None and could_fit(unlimited.search(runs.make(number), may))
+    return f"wants more than {show_bytes(here.host_bytes or 0)} of the host's memory" if host else "does not fit"
+
+
+def _on_the_card(runs: Runs, here: Here, may: frozenset[str], words: Callable[[RunConfig], str]) -> list[str]:
+    """The largest that needs nothing of the host's memory: smaller, and often many times faster."""
+    _, finalists, search = _last_that_fits(runs, here._replace(host_bytes=0), may)
+    if not finalists:
+        return []
+    best = search.standing(finalists[0].config, "free", at_most=0)
+    return [f"The largest that stays on the card: {words(best.config)}.{how_long(best)}"]
+
+
+def how_long(standing: Standing) -> str:
+    """What a training of the usual length would take: a sentence."""
+    if standing.speed is None:
+        return ""
+    config = standing.config
+    seen = config.gpt_config().count_params() - config.block_size * config.n_embd  # positions are no use of more text
+    tokens = TOKENS_A_PARAMETER * seen
+    hours = [tokens / speed / 3600 for speed in (standing.speed.high, standing.speed.low)]
+    unit, of = ("days", 24) if hours[1] > 48 else ("hours", 1)
+    least, most = (f"{each / of:,.0f}" if each / of >= 10 else f"{each / of:.1f}" for each in hours)
+    low, high = (show_count(round(speed)) for speed in (standing.speed.low, standing.speed.high))
+    return (f" At {low} to {high} tokens/s, {TOKENS_A_PARAMETER} tokens a parameter ({show_count(tokens)}, about what "
+            f"its size is worth) take {least} to {most} {unit}.")
+
+
+def _last_that_fits(runs: Runs, here: Here, may: frozenset[str]) -> tuple[int, list[Finalist], Search]:
+    """Its number and finalists; no finalists: not even the first fits."""
     def fits(number: int) -> bool:
         return could_fit(here.search(runs.make(number), may))
 
@@ -63,13 +112,21 @@ def _largest(config: RunConfig, runs: Runs, here: Here, allow: frozenset[str], p
             break
         low = further + 1
     for number in reversed(range(low)):
-        run = runs.make(number)
-        search = here.search(run, may)
+        search = here.search(runs.make(number), may)
         if finalists := search.finalists():
-            found = fitted(config, search, finalists, allow, permission, "the largest that trains there")
-            beyond = f"; {words(runs.make(low))} does not fit" if low < runs.how_many else ""
-            return replace(found, notes=(*found.notes, f"The largest that trains there: {words(run)}{beyond}."))
-    return nothing(runs.make(0), here.search(runs.make(0), may), here, allow)
+            return number, finalists, search
+    return 0, [], here.search(runs.make(0), may)
+
+
+def least_memory(config: RunConfig, here: Here, allow: frozenset[str]) -> Fitted:
+    """And how little without the host's memory, where that takes some of it."""
+    found = smallest(config, here, allow)
+    if found.least is None or found.least.config.offload == config.offload:
+        return found
+    alone = smallest(config, here._replace(host_bytes=0), allow).least
+    notes = [] if alone is None else [f"With nothing more in the host's memory: {show_bytes(alone.needs)}, by "
+                                      f"{' '.join(alone.flags) or 'what was asked for'}."]
+    return replace(found, notes=(*found.notes, *notes))
 
 
 def _from_scratch(config: RunConfig, goal: str) -> None:
@@ -79,4 +136,4 @@ def _from_scratch(config: RunConfig, goal: str) -> None:
 
 
 _SEARCHES: dict[str, Callable[[RunConfig, Here, frozenset[str]], Fitted]] = {
-    "fastest": fit, "largest-model": largest_model, "longest-context": longest_context, "smallest-memory": smallest}
+    "fastest": fit, "largest-model": largest_model, "longest-context": longest_context, "smallest-memory": least_memory}

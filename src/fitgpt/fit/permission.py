@@ -12,7 +12,8 @@ from ..errors import UsageError
 from ..knobs import nearest
 from ..memory.setting import Setting
 
-PERMISSIONS = ("free", "places", "lossy", "context", "model")  # from what nobody minds to what only the user may say
+# From what nobody minds to what only the user may say.
+PERMISSIONS = ("free", "places", "lossy", "rules", "context", "model")
 
 # Savers that round: `--allow lossy` means all of them, and each may be allowed by its name.
 ROUNDING: dict[str, dict[str, Any]] = {
@@ -80,7 +81,8 @@ def ways(config: RunConfig, setting: Setting, allow: frozenset[str]) -> list[Way
                          "gradient_accumulation_steps": 1}
             if _goes_together(config, told):
                 dearer = PLACES.index(place) > PLACES.index(config.offload)
-                found.append(Way("lossy" if names else "places" if dearer else "free", told, dearer))
+                saver = "rules" if set(names) & set(OTHER_RULES) else "lossy" if names else ""
+                found.append(Way(saver or ("places" if dearer else "free"), told, dearer))
     return sorted(found, key=lambda way: PERMISSIONS.index(way.permission))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any, NamedTuple
 
 from ..cards import Card
@@ -18,17 +19,19 @@ from ..memory.setting import Setting
 from ..nouns import Budget, Standing
 from ..savers import LEVELS
 from .candidates import Candidate, Field, Scanned, Stem
-from .closed import Mix, in_words, mix_of, with_usual_loss, within_usual_loss
+from .closed import PAGE, Mix, in_words, mix_of, with_usual_loss, within_usual_loss
 from .folded import draft
 from .permission import Way, ways
-from .speed import estimate
+from .speed import cost, estimate, reach_of
 
 FINALISTS = 4      # of different savers, micro-batches or recordings: these are replayed
-LEAST_TRIES = 4    # so many of the smallest are replayed to say what is the least memory
+LEAST_TRIES = 12   # so many of the smallest are replayed at most to say what is the least memory
 LAST_TRIES = 12    # where nothing surely fits: so many of the smallest are replayed before that is said
 # How much faster a candidate must be to be taken: for each thing that it changes, for a lossy saver, and for what it
 # keeps in the host's memory, whose speed is assumed.
 WORTH_A_CHANGE, WORTH_A_LOSS, WORTH_THE_HOST = 0.002, 0.05, 0.05
+LOSSY = ("lossy", "rules")
+ALIKE = 0.01       # nearer than the estimate can tell: then fewer changes decide, and more headroom after them
 
 
 class Finalist(NamedTuple):
@@ -43,10 +46,15 @@ class Finalist(NamedTuple):
     def score(self) -> float:
         return score(self.stem.way, self.stem.changes, self.seconds)
 
+    @property
+    def bother(self) -> tuple[int, int]:
+        """What one would rather have less of: changes, then memory."""
+        return self.stem.changes, self.stem.shape.mapped(self.mix)
+
 
 def score(way: Way, changes: int, seconds: float) -> float:
     """Seconds, and what a candidate's changes must be worth: the lowest is taken."""
-    return (seconds * (1 + WORTH_A_CHANGE * changes) * (1 + WORTH_A_LOSS * (way.permission == "lossy"))
+    return (seconds * (1 + WORTH_A_CHANGE * changes) * (1 + WORTH_A_LOSS * (way.permission in LOSSY))
             * (1 + WORTH_THE_HOST * way.elsewhere))
 
 
@@ -87,19 +95,37 @@ class Search:
     # ---- candidates
 
     def finalists(self) -> list[Finalist]:
-        """The best first; empty: nothing fits."""
+        """The one to take first, then the fastest others; empty: nothing fits. Of those that are about as fast as any,
+        the one that changes least is taken: the run as it is, if it is one of them."""
         self.scan()
-        found = []
-        for candidate in self._different(sorted(self.scanned.fastest, key=score_of)):
-            settled_one = self._settle(candidate)
-            if settled_one is not None:
-                found.append(settled_one)
-            if len(found) == FINALISTS:
-                break
+        ranked = sorted(self.scanned.fastest, key=score_of)
+        found = [*self._first_to_settle(alike(ranked), 1), *self._first_to_settle(ranked, FINALISTS)]
         if not found:
-            found = [finalist for candidate in self.small_enough()[:LAST_TRIES]
-                     if (finalist := self._settle(candidate)) is not None][:1]
-        return sorted(found, key=lambda one: one.score)
+            found = self._first_to_settle(self.small_enough()[:LAST_TRIES], 1)
+        if (asked := self.as_asked()) is not None:
+            found.append(asked)
+        if not found:
+            return []
+        best = min(one.score for one in found)
+        taken = min((one for one in found if one.score <= (1 + ALIKE) * best), key=lambda one: one.bother)
+        others = {one.config: one for one in sorted(found, key=lambda one: one.score)
+                  if one.config not in (taken.config, self.asked)}
+        return [taken, *list(others.values())[:FINALISTS - 1]]
+
+    def as_asked(self) -> Finalist | None:
+        """The run with nothing changed, where that fits."""
+        unchanged = next((way for way in self.ways if not way.elsewhere
+                          and all(getattr(self.config, knob) == value for knob, value in way.knobs.items())), None)
+        if unchanged is None or not self.fits(self.asked):  # without a way there is no room on the host
+            return None
+        told = cost(self.config, self.field.card, self.setting, reach_of(self.field.card))
+        stem = Stem(self.config, unchanged, 0, self.field.folded.shape(self.config), told)
+        mix = mix_of(self.asked.levels)
+        return Finalist(stem, mix, self.asked, stem.seconds(mix))
+
+    def _first_to_settle(self, candidates: Sequence[Candidate], how_many: int) -> list[Finalist]:
+        settled_ones = (self._settle(candidate) for candidate in self._different(candidates))
+        return list(islice((one for one in settled_ones if one is not None), how_many))
 
     def smallest(self) -> list[Candidate]:
         """Of each set of savers, with the smallest micro-batch: what holds least, the smallest first."""
@@ -117,11 +143,19 @@ class Search:
         return list(self._different(found, "cuda_graphs", "eval_batch_size"))
 
     def least(self) -> tuple[RunConfig, str]:
-        """The config that needs least, and the permission that takes: of the smallest by closed forms, by replays."""
-        smallest = list(self._different(self.smallest(), "cuda_graphs"))[:LEAST_TRIES]
-        configs = {self.config_of(one.stem, one.mix): one.stem.way.permission for one in smallest}
-        return min(((holdings(config, self.setting).needs, config, permission)
-                    for config, permission in configs.items()), key=lambda told: told[0])[1:]
+        """The config that needs least, and the permission that takes: the smallest by closed forms are replayed, until
+        the next cannot need less."""
+        first, *others = islice(self._different(self.smallest(), "cuda_graphs"), LEAST_TRIES)
+        best, least = first, self._needs(first)
+        for one in others:
+            if one.mapped - PAGE >= least:
+                break
+            if (needs := self._needs(one)) < least:
+                best, least = one, needs
+        return self.config_of(best.stem, best.mix), best.stem.way.permission
+
+    def _needs(self, candidate: Candidate) -> int:
+        return holdings(self.config_of(candidate.stem, candidate.mix), self.setting).needs
 
     def fits(self, config: RunConfig) -> bool:
         if config not in self._replayed:
@@ -181,14 +215,14 @@ class Search:
         """All candidates of the ways that need no lossy saver, and of the one that uses them all; of the others only
         what could still win."""
         limit, scanned = self.scanned.limit, self.scanned
-        in_full = [way for way in self.ways if way.permission != "lossy"] + _most_lossy(self.ways)
+        in_full = [way for way in self.ways if way.permission not in LOSSY] + _most_lossy(self.ways)
         for way in in_full:
             for stem in self.field.stems(way, limit):
                 scanned.scan(stem)
         best = min(map(score_of, scanned.fastest), default=float("inf"))
         for way in self.ways:
             if way not in in_full:
-                for stem in self.field.stems(way, limit, worth=lambda *told: score(*told) < best):
+                for stem in self.field.stems(way, limit, worth=lambda *told: score(*told) < (1 + ALIKE) * best):
                     scanned.scan(stem)
 
     def _different(self, candidates: Sequence[Candidate], *knobs: str) -> Iterator[Candidate]:
@@ -221,9 +255,15 @@ class Search:
         return sorted(found, key=lambda one: sum(layers * stem.cost.layers[level] for level, layers in one))
 
 
+def alike(ranked: Sequence[Candidate]) -> list[Candidate]:
+    """Those about as fast as the first, the ones that change and hold least first."""
+    near = [one for one in ranked if score_of(one) <= (1 + ALIKE) * score_of(ranked[0])]
+    return sorted(near, key=lambda one: (one.stem.changes, one.mapped))
+
+
 def _most_lossy(found: list[Way]) -> list[Way]:
     """The way with the most rounding, on the card."""
-    lossy = [way for way in found if way.permission == "lossy" and way.knobs["offload"] == "none"]
+    lossy = [way for way in found if way.permission in LOSSY and way.knobs["offload"] == "none"]
     return [max(lossy, key=lambda way: len(way.knobs))] if lossy else []
 
 

@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from ..config import RunConfig
+from ..units import show_count
 
 HEAD = 64               # the width of GPT-2's heads, whatever its size
 GPT2 = ((1, 1), (12, 12), (16, 24), (20, 36), (25, 48), (64, 142))  # (heads, layers): its sizes, and lines between
@@ -21,6 +22,12 @@ class Size(NamedTuple):
     n_layer: int
     n_head: int
     n_embd: int
+
+
+def words(config: RunConfig) -> str:
+    params = show_count(config.gpt_config().count_params())
+    return (f"n_layer {config.n_layer}, n_head {config.n_head}, n_embd {config.n_embd}, block_size "
+            f"{config.block_size}, {params} parameters")
 
 
 def gpt2_sizes() -> list[Size]:

@@ -6,8 +6,8 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from ..nouns import Decision, Fitted, SpeedEstimate, Standing
-from ..units import GiB, show_bytes, show_count, with_article
+from ..nouns import Decision, Fitted, SpeedEstimate, Standing, WayOut
+from ..units import GiB, MiB, show_bytes, show_count, with_article
 from .planning import signed, table
 
 ROWS, MARGIN = 9, 8          # of the picture, and the columns of its figures
@@ -16,7 +16,8 @@ OFF_THE_SCALE = 1.2
 BEYOND = 1.15                # how far it goes beyond what may be reserved
 CHOSEN, ASKED, LINE, LIMIT = "●", "○", "·", "│"
 PERMISSIONS = {"free": "nothing that is trained changes", "places": "part of it in the host's memory",
-               "lossy": "lossy savers"}
+               "lossy": "lossy savers", "rules": "trained by another rule"}
+ALIKE = 1  # percent of speed that an estimate cannot tell
 
 
 def fit_text(fitted: Fitted, run: str, *, width: int = 80, notes: Sequence[str] = (), todo: str = "") -> str:
@@ -30,6 +31,8 @@ def fit_text(fitted: Fitted, run: str, *, width: int = 80, notes: Sequence[str] 
             parts.append("Why\n" + "\n".join(_decision_lines(fitted.decisions, width)))
     elif fitted.least is not None:
         parts.append(_wrapped(f"The least: {_flags(fitted.least) or 'as asked'}", width))
+        if fitted.ways_out:
+            parts.append("What would fit\n" + "\n".join(_way_out_lines(fitted.ways_out, width)))
     if fitted.runners_up:
         parts.append("Runners-up\n" + "\n".join(_runner_lines(fitted.runners_up, width)))
     if len(fitted.frontier) > 1:
@@ -45,10 +48,12 @@ def verdict(fitted: Fitted) -> str:
     chosen, limit = fitted.chosen, show_bytes(fitted.budget.reserve_limit)
     if chosen is None:
         least = fitted.least
-        needs = f": the least memory it can live in is {show_bytes(least.needs)}" if least else ""
+        took = f" ({PERMISSIONS.get(least.permission, least.permission)})" if least else ""
+        needs = f": the least memory it can live in is {show_bytes(least.needs)}{took}" if least else ""
         return f"nothing fits{needs}, and {limit} may be reserved."
     if not chosen.flags:
-        return "as asked is the fastest found."
+        return (f"fits as asked, and nothing found is {ALIKE} % faster: leave it as it is." if fitted.asked.fits else
+                "as asked.")
     if fitted.least is chosen:
         return f"the least memory it can live in is {show_bytes(chosen.needs)}."
     if chosen.permission in ("model", "context"):
@@ -56,9 +61,15 @@ def verdict(fitted: Fitted) -> str:
         wanted = any(note.startswith("The largest") for note in fitted.notes)
         return (f"the largest {what} that trains there." if wanted else
                 f"does not fit as asked; with a smaller {what} it does.")
-    was = "fits as asked; these changes make it faster" if fitted.asked.fits else (
+    was = f"fits as asked; these changes make it {_faster(fitted)}faster" if fitted.asked.fits else (
         "does not fit as asked; with these changes it does")
     return f"{was} ({PERMISSIONS[chosen.permission]})."
+
+
+def _faster(fitted: Fitted) -> str:
+    """'2.9 % ', by estimate."""
+    before, now = fitted.asked.speed, fitted.chosen.speed if fitted.chosen else None
+    return f"{100 * (now.likely / before.likely - 1):.1f} % " if before and now and now.likely > before.likely else ""
 
 
 def beside_each_other(fitted: Fitted, width: int) -> str:
@@ -103,10 +114,27 @@ def _runner_lines(standings: Sequence[Standing], width: int) -> list[str]:
     return found
 
 
+def _way_out_lines(ways_out: Sequence[WayOut], width: int) -> list[str]:
+    """The flag, the least that the run can live in with it, and what it means."""
+    rows = [(" ".join(way.flags), show_bytes(way.least)) for way in ways_out]
+    first, second = (max(len(row[column]) for row in rows) for column in (0, 1))
+    found = []
+    for (flag, least), way in zip(rows, ways_out, strict=True):
+        start = f"  {flag:{first}}  {least:>{second}}  "
+        found += textwrap.wrap(way.words, max(width, len(start) + 20), initial_indent=start,
+                               subsequent_indent=" " * len(start))
+    return found
+
+
 def _last_lines(fitted: Fitted, notes: Sequence[str]) -> list[tuple[str, str]]:
-    speed = (fitted.chosen or fitted.asked).speed
-    rows = [("speed", speed.basis + "." if speed else "the card's figures are not known, so candidates were ranked by "
-             "the proportions of another.")]
+    speed, rows = (fitted.chosen or fitted.asked).speed, []
+    if fitted.chosen is not None:
+        rows.append(("speed", speed.basis + "." if speed else "the card's figures are not known, so candidates were "
+                     "ranked by the proportions of another."))
+    if fitted.budget.margin:
+        rows.append(("margin", f"{show_bytes(fitted.budget.margin)} of the card are left free, besides the headroom: "
+                     "what a process holds outside PyTorch's allocator is known by a rule here, not to the MiB. "
+                     f"--budget={fitted.budget.budget // MiB}MiB takes them too."))
     rows += [("looked", f"{fitted.considered:,} candidates by closed forms, {fitted.replayed:,} by replay.")]
     return rows + [("note", note) for note in (*fitted.notes, *notes)]
 
@@ -197,12 +225,15 @@ def _figures(fitted: Fitted) -> list[tuple[str, str, str]]:
 def document(fitted: Fitted, goal: str) -> dict[str, Any]:
     budget = fitted.budget
     return {"schema": 1, "goal": goal, "fits": fitted.chosen is not None, "card": budget.card or None,
-            "reserve_limit_bytes": budget.reserve_limit, "asked": _standing(fitted.asked),
+            "reserve_limit_bytes": budget.reserve_limit, "outside_bytes": budget.outside,
+            "margin_bytes": budget.margin, "asked": _standing(fitted.asked),
             "chosen": fitted.chosen and _standing(fitted.chosen), "least": fitted.least and _standing(fitted.least),
             "decisions": [{"changes": {knob: {"was": was, "now": now} for knob, (was, now) in each.knobs.items()},
                            "why": each.why} for each in fitted.decisions],
             "runners_up": [_standing(each) for each in fitted.runners_up],
             "frontier": [{"bytes": needs, "tokens_per_s": round(speed, 1)} for needs, speed in fitted.frontier],
+            "ways_out": [{"flags": list(each.flags), "least_bytes": each.least, "why": each.words}
+                         for each in fitted.ways_out],
             "considered": fitted.considered, "replayed": fitted.replayed, "notes": list(fitted.notes)}
 
 

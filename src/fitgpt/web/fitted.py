@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from ..config import DEFAULT_VOCAB
 from ..errors import DoesNotFit
-from ..fit.choose import fit, too_small
+from ..fit.choose import fit, too_small, ways_out_in_words
 from ..fitting import crowded, here_for
 from .answers import Answer
 from .settings import Asked, as_settings
@@ -18,7 +18,7 @@ def fitted(asked: Asked) -> Answer:
     here = here_for(asked.place, config, is_here=not asked.questions.gpu)
     found = fit(config, here)
     if found.chosen is None:
-        raise DoesNotFit(too_small(found), " ".join(found.notes))
+        raise DoesNotFit(too_small(found), " ".join([ways_out_in_words(found), *found.notes]))
     settings = as_settings(config, found.chosen.config)
     if asked.trainer != "fitgpt":
         settings["trainer"] = "fitgpt"

@@ -117,7 +117,7 @@ def test_a_plan_says_that_it_spends_all_only_where_a_layer_could_keep_more() -> 
     def why(found: Fitted) -> str:
         return next(decision.why for decision in found.decisions if "recompute" in decision.knobs)
 
-    assert "as little as fits" in why(fitted(90))
+    assert "as little as fits" in why(fitted(81))
     assert "as little as fits" not in why(fitted(900))
 
 

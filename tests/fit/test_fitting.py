@@ -85,7 +85,7 @@ def test_a_written_config_trains_what_was_chosen_and_says_why(say: Any) -> None:
     assert config.out_dir == "runs/small"
     assert config.budget == "300MiB"
     assert holdings(config, setting_for(find("4070"))).needs <= 300 * MiB - 196 * MiB
-    assert "eval_batch_size = 1  # was 0" in text
+    assert "offload = 'optimizer'  # was 'none'" in text
     assert text.startswith("# Fitted by `fitgpt fit` for RTX 4070, from run.py.")
 
 

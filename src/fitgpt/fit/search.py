@@ -31,7 +31,8 @@ LAST_TRIES = 12    # where nothing surely fits: so many of the smallest are repl
 # keeps in the host's memory, whose speed is assumed.
 WORTH_A_CHANGE, WORTH_A_LOSS, WORTH_THE_HOST = 0.002, 0.05, 0.05
 LOSSY = ("lossy", "rules")
-ALIKE = 0.01       # nearer than the estimate can tell: then fewer changes decide, and more headroom after them
+ALIKE = 0.01       # nearer than the estimate can tell: then fewer changes and more headroom decide …
+A_CHANGE = 1 / 3   # … of which one change is worth so much of the memory there is
 
 
 class Finalist(NamedTuple):
@@ -45,11 +46,6 @@ class Finalist(NamedTuple):
     @property
     def score(self) -> float:
         return score(self.stem.way, self.stem.changes, self.seconds)
-
-    @property
-    def bother(self) -> tuple[int, int]:
-        """What one would rather have less of: changes, then memory."""
-        return self.stem.changes, self.stem.shape.mapped(self.mix)
 
 
 def score(way: Way, changes: int, seconds: float) -> float:
@@ -99,18 +95,22 @@ class Search:
         the one that changes least is taken: the run as it is, if it is one of them."""
         self.scan()
         ranked = sorted(self.scanned.fastest, key=score_of)
-        found = [*self._first_to_settle(alike(ranked), 1), *self._first_to_settle(ranked, FINALISTS)]
+        found = [*self._first_to_settle(self._alike(ranked), 1), *self._first_to_settle(ranked, FINALISTS)]
         if not found:
             found = self._first_to_settle(self.small_enough()[:LAST_TRIES], 1)
         if (asked := self.as_asked()) is not None:
             found.append(asked)
         if not found:
             return []
-        best = min(one.score for one in found)
-        taken = min((one for one in found if one.score <= (1 + ALIKE) * best), key=lambda one: one.bother)
+        near = [one for one in found if one.score <= (1 + ALIKE) * min(one.score for one in found)]
+        taken = asked if asked in near else min(near, key=self.bother)
         others = {one.config: one for one in sorted(found, key=lambda one: one.score)
                   if one.config not in (taken.config, self.asked)}
         return [taken, *list(others.values())[:FINALISTS - 1]]
+
+    def bother(self, one: Candidate | Finalist) -> float:
+        """What one would rather have less of: changes and memory."""
+        return A_CHANGE * one.stem.changes + one.stem.shape.mapped(one.mix) / max(self.limit, 1)
 
     def as_asked(self) -> Finalist | None:
         """The run with nothing changed, where that fits."""
@@ -122,6 +122,10 @@ class Search:
         stem = Stem(self.config, unchanged, 0, self.field.folded.shape(self.config), told)
         mix = mix_of(self.asked.levels)
         return Finalist(stem, mix, self.asked, stem.seconds(mix))
+
+    def _alike(self, ranked: Sequence[Candidate]) -> list[Candidate]:
+        """Those about as fast as the first, the least bother first."""
+        return sorted((one for one in ranked if score_of(one) <= (1 + ALIKE) * score_of(ranked[0])), key=self.bother)
 
     def _first_to_settle(self, candidates: Sequence[Candidate], how_many: int) -> list[Finalist]:
         settled_ones = (self._settle(candidate) for candidate in self._different(candidates))
@@ -253,12 +257,6 @@ class Search:
         """One layer at a level that keeps more, the fastest first; what cannot fit is not among them."""
         found = [more for more in raised(mix) if stem.shape.could_fit(more, self.limit)]
         return sorted(found, key=lambda one: sum(layers * stem.cost.layers[level] for level, layers in one))
-
-
-def alike(ranked: Sequence[Candidate]) -> list[Candidate]:
-    """Those about as fast as the first, the ones that change and hold least first."""
-    near = [one for one in ranked if score_of(one) <= (1 + ALIKE) * score_of(ranked[0])]
-    return sorted(near, key=lambda one: (one.stem.changes, one.mapped))
 
 
 def _most_lossy(found: list[Way]) -> list[Way]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import math
+import os
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,11 +15,13 @@ import torch
 from fitgpt.config import RunConfig
 from fitgpt.data.order import positions_for
 from fitgpt.data.shards import open_dataset
+from fitgpt.engine import checkpoint
 from fitgpt.engine.model import GPT, build_model
 from fitgpt.errors import CheckpointError, DataError, Interrupted, NumericsError, UsageError
 from fitgpt.memory.gpt import checkpoint_bytes
 from fitgpt.run import run
 from fitgpt.runfolder import read_metrics
+from fitgpt.show.live import PlainDisplay
 from helpers import reference_loss, tiny_config
 
 
@@ -70,6 +75,30 @@ def test_twenty_steps_have_the_loss_curve_of_a_plain_loop(tmp_path: Path) -> Non
     assert len(ours) == 20
     assert ours == pytest.approx(plain, rel=1e-4)
     assert ours[-1] < ours[0] - 0.5
+
+
+def test_a_reader_that_leaves_before_the_last_line_breaks_nothing(tmp_path: Path,
+                                                                 monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, writer = os.pipe()
+    close = PlainDisplay.close
+
+    def leave(display: PlainDisplay) -> None:
+        close(display)
+        os.close(reader)
+
+    monkeypatch.setattr(PlainDisplay, "close", leave)
+    monkeypatch.setattr(sys, "stdout", open(writer, "w"))  # noqa: SIM115
+    train(tiny_config(tmp_path, max_iters=2))
+    sys.stdout.close()
+    assert checkpoint.load(tmp_path / "out" / "checkpoints", "last").state["step"] == 2
+
+
+def test_the_closing_words_come_in_the_letters_that_the_terminal_has(tmp_path: Path,
+                                                                    monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
+    train(tiny_config(tmp_path, max_iters=2))
+    assert b"Let it write: fitgpt sample" in raw.getvalue()
 
 
 def test_the_split_of_a_step_into_micro_batches_changes_only_rounding(tmp_path: Path) -> None:

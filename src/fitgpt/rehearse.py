@@ -58,6 +58,7 @@ def rehearse_here(config_dict: Mapping[str, Any], notes: Sequence[str], others: 
     from .engine.device import read_memory, resolve_device
     from .engine.parallel import Ranks
     from .onboard import board
+    from .show.live import say
     from .show.text import memory_plan, plan_beside_measured
     from .units import show_seconds
 
@@ -68,9 +69,9 @@ def rehearse_here(config_dict: Mapping[str, Any], notes: Sequence[str], others: 
     parts.check_data(config, dataset, None)
     onboard = board(config, choice, others)
     for note in (*notes, *choice.notes):
-        print(f"note    {note}")
+        say(f"note    {note}")
     if onboard.plan:
-        print(memory_plan(onboard.plan), flush=True)
+        say(memory_plan(onboard.plan))
 
     started, refused = time.perf_counter(), list[str]()
     training = parts.build_training(config, choice)
@@ -92,9 +93,9 @@ def rehearse_here(config_dict: Mapping[str, Any], notes: Sequence[str], others: 
         "seconds": seconds, "config": config.to_dict(), "foreseen": in_bytes(foreseen),
         "measured": in_bytes(measured), "exceeding": beyond, "out_of_memory": refused,
     }, indent=1, ensure_ascii=False) + "\n")
-    print(plan_beside_measured(foreseen, measured) if onboard.plan else NO_COUNTERS)
-    print(f"rehearsed in {show_seconds(seconds)}: evaluation, two iterations and a checkpoint's copy, at full size. "
-          f"The figures are in {wrote}.", flush=True)
+    say(plan_beside_measured(foreseen, measured) if onboard.plan else NO_COUNTERS)
+    say(f"rehearsed in {show_seconds(seconds)}: evaluation, two iterations and a checkpoint's copy, at full size. "
+        f"The figures are in {wrote}.")
     _judge(refused, beyond)
 
 

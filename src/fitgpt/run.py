@@ -45,7 +45,7 @@ from .nouns import RunFacts, Rung, SplitLoss
 from .onboard import NOT_PLANNED, Onboard, board
 from .planfile import in_bytes
 from .runfolder import RunFolder, holds_run, need_disk, open_run
-from .show.live import Display, open_display
+from .show.live import Display, open_display, say
 from .show.text import closing, memory_plan, plan_beside_measured
 from .units import show_seconds
 from .wandb import Log, open_wandb
@@ -83,10 +83,14 @@ def run(config_dict: Mapping[str, Any], notes: Sequence[str], stop_asked: Callab
         source = None  # its copies of the weights and optimizer states are no longer needed
         started = time.perf_counter()
         run_loop(config, facts, choice, dataset, folder, training, onboard, wandb, stop_asked)
-        print(closing(config.out_dir, training.step - facts.start_step, time.perf_counter() - started, training.best,
-                      last_words(config, training)), flush=True)
+        say(closing(config.out_dir, training.step - facts.start_step, time.perf_counter() - started, training.best,
+                    last_words(config, training)))
     if choice.mismatch:
-        print(f"fitgpt: {choice.mismatch.why} {choice.mismatch.fix}", file=sys.stderr)
+        warn(f"{choice.mismatch.why} {choice.mismatch.fix}")
+
+
+def warn(sentence: str) -> None:
+    say(f"fitgpt: {sentence}", warning=True)
 
 
 def last_words(config: RunConfig, training: Training) -> list[str]:
@@ -125,7 +129,7 @@ def run_loop(config: RunConfig, facts: RunFacts, choice: DeviceChoice, dataset: 
         guard.close()
         display.close()
         if onboard.plan and "train" in peaks.of:
-            print(plan_beside_measured(phases_of(onboard.plan.forecast), since_the_start(peaks.of)), flush=True)
+            say(plan_beside_measured(phases_of(onboard.plan.forecast), since_the_start(peaks.of)))
             with suppress(SystemFault):  # a full disk, say: that must not hide why the run ended
                 folder.append_metrics({"kind": "plan_measured", "phases": in_bytes(since_the_start(peaks.of))})
 
@@ -206,7 +210,7 @@ def build_training(config: RunConfig, choice: DeviceChoice) -> Training:
     optimizer = make_optimizer(config, model)
     training = Training(model, optimizer, Scaler(device, scaling=choice.dtype == "float16"))
     if records_gpu_work(config, choice):
-        training.record_gpu_work(lambda sentence: print(f"fitgpt: {sentence}", file=sys.stderr))
+        training.record_gpu_work(warn)
     return training
 
 
@@ -336,7 +340,7 @@ class RunWays:
         self._now = config
         self._desk.eval_batch = min(self._desk.eval_batch, config.eval_batch)
         if records_gpu_work(config, self._choice):
-            training.record_gpu_work(lambda sentence: print(f"fitgpt: {sentence}", file=sys.stderr))
+            training.record_gpu_work(warn)
 
     def go_back(self) -> None:
         """To the last checkpoint, or to where the run began."""

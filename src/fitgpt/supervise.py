@@ -40,6 +40,7 @@ from .errors import (
 )
 from .knobs import Assignment
 from .runfolder import can_resume
+from .show.live import say
 from .signals import held_signals, stop_signals
 
 # The blank line is for a live bar to draw over.
@@ -78,8 +79,8 @@ def train(assignments: Sequence[Assignment]) -> int:
         code, words = run_child(Orders(config.to_dict(), notes, others=checked.others, rungs=rungs))
         if not words.get("restart") or attempt == RESTARTS or not can_resume(config.out_dir):
             break
-        print(f"fitgpt: {words['what']} Starting again from the last checkpoint "
-              f"({attempt + 1} of at most {RESTARTS} times).", file=sys.stderr)
+        say(f"fitgpt: {words['what']} Starting again from the last checkpoint ({attempt + 1} of at most {RESTARTS} "
+            "times).", warning=True)
         config = replace(config, init_from="resume")
     return conclude(code, words, config)
 

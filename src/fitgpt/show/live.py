@@ -87,6 +87,13 @@ class Unbreakable:
             pass
 
 
+def say(words: str, *, warning: bool = False) -> None:
+    """Words beside a display: to standard output, or as a warning to standard error, as long as somebody reads it."""
+    stream = Unbreakable(sys.stderr if warning else sys.stdout)
+    stream.write(words + "\n")
+    stream.flush()
+
+
 class PlainDisplay:
     """One line a report, in nanoGPT's shape."""
 

@@ -19,9 +19,8 @@ from .config import RunConfig
 from .driver import gpus
 from .errors import DeviceError, UsageError
 from .explain.about import Run
-from .explain.frames import trainer_of
 from .explain.message import COUNTED, from_excerpt, is_message
-from .explain.oom import diagnose, knows
+from .explain.oom import diagnose
 from .explain.pasted import Excerpt, excerpt
 from .explain.planned import explain_plan
 from .explain.reading import Reading, card_of, explain_reading, from_screen
@@ -143,7 +142,7 @@ def explain_text(seen: Excerpt, asked: ExplainQuestions, config: RunConfig | Non
     message = from_excerpt(seen)
     if message is not None:
         run = run_of(config, name, asked.trainer, card)
-        return explain_message(with_others(message, asked), asked.trainer, run, card)
+        return diagnose(with_others(message, asked), run, card, asked.trainer)
     screen = parse_screen(seen.text)
     if screen:
         gpu = max(screen, key=lambda each: (any(process.computes for process in each.processes), each.used or 0))
@@ -163,15 +162,6 @@ def explain_document(document: Any, asked: ExplainQuestions, config: RunConfig |
         return None
     named = asked.gpu or str(document.get("card") or "")
     return explain_run(replace(asked, gpu=named), RunConfig.from_dict(told), name, (), None)
-
-
-def explain_message(message: OutOfMemory, trainer: str, run: Run | None, card: Card | None) -> Diagnosis:
-    """With trainer=auto, the one whose traceback it is, or whose tape has an allocation of that size."""
-    if run is not None and trainer == "auto":
-        other = replace(run, trainer=trainer_of(message.frames) or "nanogpt")
-        if trainer_of(message.frames) or (knows(message, other) and not knows(message, run)):
-            run = other
-    return diagnose(message, run, card)
 
 
 def with_others(message: OutOfMemory, asked: ExplainQuestions) -> OutOfMemory:

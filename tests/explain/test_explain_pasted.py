@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from fitgpt.explain.frames import frames_before, phase_of, trainer_of, users_line
+from fitgpt.explain.frames import compiled_of, frames_before, phase_of, trainer_of, users_line
 from fitgpt.explain.message import is_message, parse, read_message
 from fitgpt.explain.pasted import AFTER, CHUNK, WHOLE, cleaned, excerpt
 from fitgpt.explain.screen import parse_screen
+from fitgpt.sights import CodeLine
 from fitgpt.units import GiB, MiB
 
 QUOTED = (Path(__file__).parent / "messages" / "minimind-48.txt").read_text(encoding="utf-8").splitlines()
@@ -203,6 +204,10 @@ def test_the_phase_and_the_trainer_are_read_off_a_traceback() -> None:
     frames = frames_before(NANOGPT)
     assert phase_of(frames) == "eval"
     assert trainer_of(frames) == "nanogpt"
+    assert compiled_of(frames) is False
+    inside = CodeLine("/tmp/torchinductor_me/ab/cab.py", 12, "call")
+    assert compiled_of((*frames, inside)) is True
+    assert compiled_of(frames[:1]) is None
     line = users_line(frames)
     assert line is not None
     assert (line.file, line.line, line.function) == ("/home/me/nanoGPT/model.py", 187, "forward")

@@ -68,6 +68,28 @@ def test_the_trainer_is_found_by_the_size_where_it_is_not_said(tmp_path: Path, c
     assert "nanoGPT's train.py" in json.dumps(told(capsys), ensure_ascii=False)
 
 
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("trainer", ["fitgpt", "nanogpt"])
+def test_how_it_ran_is_found_where_it_is_not_said(trainer: str, compiled: bool, tmp_path: Path,
+                                                  capsys: pytest.CaptureFixture[str]) -> None:
+    other_programs = {"fitgpt": 9200, "nanogpt": 5600}[trainer]
+    refused, _ = run_out(notes_77m(trainer, f"--compile={compiled}"), other_programs)
+    (tmp_path / "oom.txt").write_text(refused.text)
+    assert main(["explain", str(tmp_path / "oom.txt"), f"--config={CONFIG}", "--gpu=4070", "--json"]) == 0
+    found = told(capsys)
+    assert "Replayed within the same limit, this config's tape is refused at that very allocation" in found["what"]
+    assert any(f"(--trainer={trainer} --compile={compiled}) explains the message" in note for note in found["notes"])
+
+
+def test_what_was_said_of_how_it_ran_is_believed(tmp_path: Path, capsys: pytest.CaptureFixture[str],
+                                                 eager_message: str) -> None:
+    (tmp_path / "oom.txt").write_text(eager_message)
+    assert main(["explain", str(tmp_path / "oom.txt"), CONFIG, "--compile=True", "--gpu=4070", "--json"]) == 0
+    assert "as compiled fitgpt or compiled nanoGPT makes them" in told(capsys)["what"]
+    assert main(["explain", str(tmp_path / "oom.txt"), CONFIG, "--trainer=fitgpt", "--gpu=4070", "--json"]) == 0
+    assert "as compiled fitgpt or eager fitgpt makes them" in told(capsys)["what"]
+
+
 def test_what_is_piped_is_read(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     text = (MESSAGES / "trl-5207.txt").read_text()
     for argv in (["explain"], ["explain", "-"]):

@@ -9,6 +9,7 @@ from ..sights import OutOfMemory
 from .about import Run
 from .filling import Filling
 from .match import Match
+from .unsaid import Tried
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,7 @@ class Facts:
     match: Match | None = None    # the event of the run's tape that asked
     run: Run | None = None
     plan: MemoryPlan | None = None  # the run within what the message leaves it
+    tried: tuple[Tried, ...] = ()   # ways in which it may have been run; `run` is the one of them that explains best
 
     @property
     def asked(self) -> int:

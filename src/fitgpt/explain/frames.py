@@ -13,6 +13,7 @@ _PYTEST = re.compile(r"^\s*(\S+\.py):(\d+):? in (\w+)")
 _BEGIN = re.compile(r"Traceback \(most recent call last\)")
 _SHAPE = re.compile(r"empty_strided(?:_\w+)?\(\(([\d, ]+)\),.*?torch\.(\w+)")
 _TORCH = re.compile(r"[/\\]torch[/\\]")
+_COMPILED = re.compile(r"torchinductor|[/\\]torch[/\\]_(?:dynamo|inductor|functorch)[/\\]")
 _MOST = 100
 
 
@@ -73,6 +74,13 @@ def users_line(frames: tuple[CodeLine, ...]) -> CodeLine | None:
     """The innermost line that is not PyTorch's own: the one a user knows."""
     own = [frame for frame in frames if not _TORCH.search(frame.file)]
     return own[-1] if own else None
+
+
+def compiled_of(frames: tuple[CodeLine, ...]) -> bool | None:
+    """Whether torch.compile's code was running; None: the traceback does not show it."""
+    if any(_COMPILED.search(frame.file) for frame in frames):
+        return True
+    return False if any(frame.function in ("forward", "_call_impl") for frame in frames) else None
 
 
 def trainer_of(frames: tuple[CodeLine, ...]) -> str:

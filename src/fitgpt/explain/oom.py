@@ -9,17 +9,19 @@ from .about import Run, card_with
 from .facts import Facts
 from .filling import budget_of, filling, shares_of
 from .frames import phase_of, users_line
-from .match import asks, guess, match, says_nothing
+from .match import guess, says_nothing
 from .names import PHASES, name_in_words, product
 from .remedies import remedies, savings
 from .rules import Rule, applying
+from .unsaid import FAR_OFF, how, likeliest, ways, which
 
-FAR_OFF = 0.1  # of what is allocated: beyond that, tape and message are not of the same run
 NO_CARD = ("killed", "host", "mps")
 
 
-def diagnose(message: OutOfMemory, run: Run | None = None, card: Card | None = None) -> Diagnosis:
-    facts = gather(message, run, card)
+def diagnose(message: OutOfMemory, run: Run | None = None, card: Card | None = None,
+             trainer: str = "") -> Diagnosis:
+    """`trainer`: the one that was said, or auto; by default the run's."""
+    facts = gather(message, run, card, trainer)
     rules = applying(facts)
     return Diagnosis(
         subject="message", title=title(message), what=asked(facts), phase=facts.in_phase,
@@ -28,18 +30,14 @@ def diagnose(message: OutOfMemory, run: Run | None = None, card: Card | None = N
         remedies=ranked(facts, rules), needed=needed(facts), notes=notes(facts))
 
 
-def knows(message: OutOfMemory, run: Run) -> bool:
-    """Whether the run's tape has an allocation of the size that was asked for."""
-    return message.asked is not None and any(event.alloc and asks(event.nbytes, message) for event in run.tape.events)
-
-
-def gather(message: OutOfMemory, run: Run | None, card: Card | None) -> Facts:
+def gather(message: OutOfMemory, run: Run | None, card: Card | None, trainer: str = "") -> Facts:
     fill, phase = filling(message), phase_of(message.frames)
     if message.kind in NO_CARD or run is None:
         return Facts(message, phase, fill, run=run)
     budget = budget_of(fill, card or card_with(fill.total), message.allowed) if fill else None
-    found = match(message, run, phase, budget.reserve_limit if budget else None)
-    return Facts(message, phase, fill, found, run, run.plan(budget) if budget else None)
+    best, tried = likeliest(message, ways(message, run, trainer or run.trainer), phase,
+                            budget.reserve_limit if budget else None)
+    return Facts(message, phase, fill, best.found, best.run, best.run.plan(budget) if budget else None, tuple(tried))
 
 
 # ---- in words
@@ -69,8 +67,9 @@ def asked(facts: Facts) -> str:
                      f"{'1 to 10 MiB' if message.asked > 2 * 2**20 else 'up to 1 MiB'} finds no room: the size says "
                      "nothing of the tensor. The card was full before it.")
     elif facts.run is not None and message.asked is not None:
-        parts.append(f"No allocation of this config, as {_whose_run(facts.run)} makes them, has that size: it is not "
-                     "the run the message comes from, or not the same version.")
+        makers = " or ".join(how(each.run) for each in facts.tried)
+        parts.append(f"No allocation of this config, as {makers} makes them, has that size: it is not the run the "
+                     "message comes from, or not the same version.")
     elif not message.shape:
         parts.append(guess(message))
     line = users_line(message.frames)
@@ -150,4 +149,6 @@ def notes(facts: Facts) -> tuple[str, ...]:
                     f"PyTorch could reserve {show_bytes(facts.plan.budget.reserve_limit)}")
         found.append(f"{forecast}." if not facts.plan.fits else f"{forecast}: it would have fitted. The program that "
                      "ran out holds more than this config does here, so the figures after a change are not its own.")
+    if settled := next((which(each, facts.tried) for each in facts.tried if each.run is facts.run), ""):
+        found.append(settled)
     return tuple(found)

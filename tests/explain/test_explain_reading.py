@@ -91,6 +91,19 @@ def test_a_run_that_has_only_evaluated_yet_is_recognised() -> None:
     assert sum(share.nbytes for share in told.shares) == held
 
 
+@pytest.mark.parametrize("run", [notes_30m("fitgpt"), notes_30m("fitgpt", "--compile=False", "--cuda_graphs=False")])
+def test_a_reading_that_two_phases_explain_is_of_the_one_where_a_run_stays(run: Run) -> None:
+    phases = run.forecast.phases
+    assert phases["first_train"].reserved == phases["train"].reserved
+    held = phases["train"].reserved + 196 * MiB
+    told = explain_reading(Reading(held + 3 * MiB, held + 3 * MiB), run, CARD)
+    assert "under fitgpt once it trains" in told.what
+    assert "about as much in its first iteration" in told.what
+    shares = {share.what: share.nbytes for share in told.shares}
+    assert shares["logits"] > 0  # recorded work holds them in memory that stays reserved
+    assert sum(shares.values()) == held + 3 * MiB
+
+
 def test_less_than_the_forecast_is_not_cut_into_owners() -> None:
     told = explain_reading(Reading(4000 * MiB, 3000 * MiB), notes_30m(), CARD)
     assert "logits" not in {share.what for share in told.shares}

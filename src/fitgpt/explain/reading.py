@@ -14,8 +14,11 @@ from .names import PHASES
 from .screen import ScreenGpu, ScreenProcess
 
 CLOSE = 0.05   # a forecast this near to a reading is of the same run, at that point
-HOLDS = {"first_eval": "in its first evaluation, before it trains", "first_train": "in its first iteration",
-         "train": "once it trains", "load": "with its weights loaded and nothing computed yet"}
+AS_WELL = 0.02  # two forecasts this near to it explain it equally well
+# What a run holds for most of its time comes first.
+HOLDS = {"train": "once it trains", "first_train": "in its first iteration",
+         "first_eval": "in its first evaluation, before it trains",
+         "load": "with its weights loaded and nothing computed yet"}
 
 
 @dataclass(frozen=True)
@@ -105,7 +108,7 @@ def _of_the_process(process: int, run: Run | None, card: Card | None) -> Iterato
             yield MemoryShare("this process", process, "PyTorch, and its context of a few hundred MiB")
         return
     outside = _outside(card)
-    phase, _ = _nearest(process - outside, run)
+    phase = _fullest(_likeliest(process - outside, run), run)
     peak = run.timeline.peaks()[phase]
     owners = sorted(run.timeline.owners_at(peak.event).items(), key=lambda each: -each[1])
     held = sum(nbytes for _, nbytes in owners)
@@ -125,23 +128,53 @@ def _where_the_run_is(reading: Reading, run: Run | None, card: Card | None) -> s
     if run is None or card is None or reading.process is None:
         return ""
     reserved = reading.process - _outside(card)
-    phase, forecast = _nearest(reserved, run)
+    phase = _likeliest(reserved, run)
+    forecast = run.forecast.phases[phase].reserved
     off = (reserved - forecast) / forecast
     whose = "nanoGPT's train.py" if run.trainer == "nanogpt" else "fitgpt"
     told = f"{forecast / MiB:,.0f} MiB reserved and {_outside(card) / MiB:,.0f} outside"
     if abs(off) <= CLOSE:
         return (f"That is this config under {whose} {HOLDS.get(phase, PHASES[phase])}: forecast "
                 f"{(forecast + _outside(card)) / MiB:,.0f} MiB, {told}; read {reading.process / MiB:,.0f}, "
-                f"{off:+.1%}. The owners below are those of its highest point there.")
+                f"{off:+.1%}.{_or_else(phase, reserved, run)} The owners below are those of its highest point "
+                f"{_there(phase, run)}.")
     return (f"By its forecast this config under {whose} holds {told}: {abs(off):.0%} {'less' if off > 0 else 'more'} "
             "than was read. The run is another config or trainer, or stands at a point between two phases.")
 
 
-def _nearest(reserved: int, run: Run) -> tuple[str, int]:
+def _likeliest(reserved: int, run: Run) -> str:
+    """The phase with nearly that much reserved; of several, the one in which a run stays longest."""
+    return min(_candidates(run), key=lambda phase: _distance(phase, reserved, run))
+
+
+def _candidates(run: Run) -> list[str]:
     phases = run.forecast.phases
-    return min(((phase, held.reserved) for phase, held in phases.items()
-                if phase in HOLDS or held.reserved == run.forecast.reserved),
-               key=lambda each: abs(each[1] - reserved))
+    later = [phase for phase, held in phases.items() if phase not in HOLDS and held.reserved == run.forecast.reserved]
+    return [*(phase for phase in HOLDS if phase in phases), *later]
+
+
+def _distance(phase: str, reserved: int, run: Run) -> float:
+    off = abs(reserved / run.forecast.phases[phase].reserved - 1)
+    return off if off > AS_WELL else 0.0
+
+
+def _or_else(likeliest: str, reserved: int, run: Run) -> str:
+    """The other phases that such a reading may come from."""
+    others = [HOLDS[phase] for phase in _candidates(run) if phase in HOLDS and phase != likeliest
+              and _distance(phase, reserved, run) <= CLOSE]
+    return f" It would show about as much {' and '.join(others)}." if others else ""
+
+
+def _fullest(phase: str, run: Run) -> str:
+    """Where the memory that is reserved in a phase was filled most: there, or before it with no more reserved."""
+    peaks, order = run.timeline.peaks(), list(run.timeline.peaks())
+    before = [each for each in order[:order.index(phase) + 1] if peaks[each].reserved == peaks[phase].reserved]
+    return max(before, key=lambda each: peaks[each].allocated)
+
+
+def _there(phase: str, run: Run) -> str:
+    fullest = _fullest(phase, run)
+    return "there" if fullest == phase else f"{PHASES[fullest]}, for which it was reserved, and stays so"
 
 
 def _needed(reading: Reading, run: Run | None, card: Card | None) -> tuple[str, ...]:

@@ -183,6 +183,18 @@ def test_training_starts_from_a_folder_of_transformers(desk: Path) -> None:
     assert from_run(desk / "runs/from-hf").gpt.block_size == 32
 
 
+def test_a_new_run_starts_from_the_weights_of_another(desk: Path) -> None:
+    """With its shape, and its loss before the first step."""
+    assert main(["train", *flags(**SMALL, dataset="mine", out_dir="runs/first", bias=False)]) == 0
+    assert main(["train", *flags(**{**SMALL, "max_iters": 1, "n_layer": 3}, dataset="mine", out_dir="runs/second",
+                                 init_from="runs/first")]) == 0
+    first, second = ([row for row in read_metrics(desk / "runs" / name / "metrics.jsonl") if row["kind"] == "eval"]
+                     for name in ("first", "second"))
+    assert second[0]["step"] == 0
+    assert second[0]["losses"][1]["mean"] == pytest.approx(first[-1]["losses"][1]["mean"], rel=1e-5)
+    assert from_run(desk / "runs/second").gpt == from_run(desk / "runs/first").gpt
+
+
 @pytest.mark.parametrize("verb", ["train", "sample"])
 def test_gpt2_that_is_not_here_comes_with_the_command_that_fetches_it(
         verb: str, desk: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:

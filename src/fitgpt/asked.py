@@ -5,12 +5,11 @@ Standard library only, and most of it only where it is needed: a config without 
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from . import place
 from .config import DEFAULT_VOCAB, RunConfig, check_resume, gpt2_shapes, resolve
@@ -85,16 +84,17 @@ def settle(assignments: Sequence[Assignment]) -> tuple[RunConfig, list[str]]:
 def with_data(config: RunConfig) -> tuple[RunConfig, DataSummary | None, str, list[str]]:
     """The config with the vocabulary that its data or its weights have; the data; or why there is none; and notes."""
     data, missing = _data_of(config.dataset)
+    notes: list[str] = []
     if config.init_from not in ("scratch", "resume", *gpt2_shapes):
-        config = _with_shape_of(Path(config.init_from), config)
+        config, notes = _with_shape_of(Path(config.init_from), config)
     if config.vocab_size:
-        return config, data, missing, []
+        return config, data, missing, notes
     if data is None:
         return (replace(config, vocab_size=DEFAULT_VOCAB), None, missing,
-                [f"{missing} The vocabulary is taken to be {DEFAULT_VOCAB:,}."])
+                [*notes, f"{missing} The vocabulary is taken to be {DEFAULT_VOCAB:,}."])
     from .data.header import padded_vocab
 
-    return replace(config, vocab_size=padded_vocab(data.tokenizer, data.vocab_size)), data, missing, []
+    return replace(config, vocab_size=padded_vocab(data.tokenizer, data.vocab_size)), data, missing, notes
 
 
 def _data_of(dataset: str) -> tuple[DataSummary | None, str]:
@@ -108,15 +108,17 @@ def _data_of(dataset: str) -> tuple[DataSummary | None, str]:
         return None, error.what
 
 
-def _with_shape_of(folder: Path, config: RunConfig) -> RunConfig:
-    """A folder in Hugging Face format has its shape in config.json; what is wrong there, `train` says."""
-    try:
-        told = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        shape: dict[str, Any] = {name: int(told[name]) for name in ("n_layer", "n_head", "n_embd", "vocab_size")}
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        raise UsageError(f"init_from={folder}: its config.json does not say the model's shape.",
-                         "Name a folder that transformers' save_pretrained wrote.") from None
-    return replace(config, **shape, bias=True)
+def _with_shape_of(folder: Path, config: RunConfig) -> tuple[RunConfig, list[str]]:
+    """As run.py takes it: the model's own shape, cropped to a shorter block if that is asked for."""
+    from .pretrained import shape_in
+
+    shape = shape_in(folder)
+    if not shape:
+        return config, [f"The model's shape is in {folder / 'ckpt.pt'}, which only `train` can read: planned is what "
+                        "the flags say."]
+    shape["block_size"] = min(shape["block_size"], config.block_size)
+    told = ", ".join(f"{knob}={value}" for knob, value in shape.items() if getattr(config, knob) not in (value, 0))
+    return replace(config, **shape), [f"As in {folder}: {told}."] if told else []
 
 
 def _ignored_by_nanogpt(config: RunConfig) -> list[str]:

@@ -80,7 +80,7 @@ class RunConfig(Options):
 
     out_dir: str = _io("out", "the run's folder", rule=path_like, also=("output_dir", "out", "output"))
     init_from: str = _io("scratch", "where the weights come from: scratch, resume, gpt2, gpt2-medium, gpt2-large, "
-                         "gpt2-xl, or a folder in Hugging Face format", rule=path_like,
+                         "gpt2-xl, or a folder: a run's, or one in Hugging Face format", rule=path_like,
                          switches={"resume": "resume"}, also=("model", "pretrained", "init"))
     seed: int = _io(1337, "of the first weights, the data order and dropout", rule=non_negative)
     max_iters: int = _io(600_000, "steps to train", rule=_count_or_0,

@@ -166,8 +166,11 @@ def find_source(config: RunConfig, folder: RunFolder) -> weights.Source | None:
         note = (f"Going on from nanoGPT's {source.place} at step {source.state['step']}. It keeps no float16 loss "
                 "scale, so that starts afresh; data comes in fitgpt's own order.")
         return replace(source, notes=(note,))
-    place = hf.find_gpt2(config.init_from) if config.init_from in gpt2_shapes else Path(config.init_from)
-    return weights.cropped(weights.from_hugging_face(place), config.block_size)
+    if config.init_from in gpt2_shapes:
+        source = weights.from_hugging_face(hf.find_gpt2(config.init_from))
+    else:
+        source = weights.open_any(config.init_from, "last")
+    return weights.cropped(source, config.block_size)
 
 
 def take_shape(config: RunConfig, source: weights.Source | None, dataset: Dataset) -> tuple[RunConfig, list[str]]:

@@ -162,9 +162,42 @@ def test_weights_to_start_from_give_their_shape(ask: Any, tmp_path: Path) -> Non
     assert ask("--init_from=gpt2", "--gpu=4090", "--json").json["params"] == 124_439_808
     shape = {"n_layer": 3, "n_head": 2, "n_embd": 64, "vocab_size": 300}
     (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "config.json").write_text(json.dumps(shape))
-    told = ask("--init_from=mine", "--gpu=4070", "--json").json
-    assert told["params"] == RunConfig(**shape, bias=True).gpt_config().count_params()  # type: ignore[arg-type]
+    (tmp_path / "mine" / "config.json").write_text(json.dumps({"model_type": "gpt2", "n_positions": 96, **shape}))
+    for block, flags in ((96, ()), (96, ("--block_size=512",)), (64, ("--block_size=64",))):
+        told = ask("--init_from=mine", "--gpu=4070", "--json", *flags).json
+        expected = RunConfig(**shape, block_size=block, bias=True)  # type: ignore[arg-type]
+        assert told["params"] == expected.gpt_config().count_params()
+        assert told["needs_bytes"] == fitgpt.plan(expected, "4070").forecast.needs
+
+
+def test_a_run_to_start_from_gives_its_shape(ask: Any, tmp_path: Path) -> None:
+    first = RunConfig(n_layer=2, n_head=2, n_embd=64, block_size=96, vocab_size=65, bias=True, out_dir="runs/a")
+    with open_run("runs/a", first.to_dict(), resume=False) as folder:
+        folder.record(first.to_dict())
+    checkpoint = tmp_path / "runs" / "a" / "checkpoints" / "step-00000010"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "state.json").write_text("{}")
+    for named in ("runs/a", "runs/a/checkpoints/step-00000010"):
+        told = ask(f"--init_from={named}", "--n_layer=12", "--gpu=4070", "--json").json
+        assert told["params"] == first.gpt_config().count_params()
+        assert any("n_layer=2, n_head=2, n_embd=64, block_size=96" in note for note in told["notes"])
+
+
+def test_a_folder_without_weights_is_no_start(ask: Any, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "llama").mkdir()
+    (tmp_path / "llama" / "config.json").write_text('{"model_type": "llama", "n_layer": 3}')
+    for name, words in (("empty", "holds no weights to start from"), ("llama", "does not describe a GPT-2")):
+        answer = ask(f"--init_from={name}", "--gpu=4070")
+        assert (answer.code, answer.out) == (3, "")
+        assert words in answer.err
+
+
+def test_the_shape_in_nanogpts_checkpoint_is_said_to_be_unknown(ask: Any, tmp_path: Path) -> None:
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "ckpt.pt").write_bytes(b"")
+    told = ask(*SMALL, "--init_from=theirs", "--gpu=4070", "--json").json
+    assert any("only `train` can read" in note for note in told["notes"])
 
 
 def test_a_run_to_resume_is_planned_as_it_was_recorded(ask: Any, tmp_path: Path) -> None:
@@ -212,7 +245,6 @@ def test_nanogpt_does_not_know_what_we_added(ask: Any) -> None:
     (["--gpu=t4", "--dtype=bfloat16"], "compute capability 8.0"),
     (["--gpu=4070", "nowhere.py"], "There is no config file"),
     (["--gpu=4070", "odd.py"], "batch_sise"),
-    (["--gpu=4070", "--init_from=empty"], "does not say the model's shape"),
     (["--device=cpu"], "device=cpu"),
 ])
 def test_a_mistake_is_answered_with_a_sentence_and_a_fix(ask: Any, tmp_path: Path, argv: list[str],

@@ -17,6 +17,7 @@ from ..atomic import disk_faults, folder_atomically
 from ..engine.checkpoint import TIED_HEAD, TIED_TO, write_safetensors
 from ..errors import DataError, UsageError
 from ..nouns import GPTConfig
+from ..pretrained import LAYER_NORM_EPSILON, hugging_face_shape, read_object
 from .nanogpt import param_shapes, refuse_differences, refuse_untied_head, unpickle_tensors
 
 GPT2_NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
@@ -28,8 +29,6 @@ _OURS = "fitgpt_version"  # a key in config.json that marks a folder as an expor
 # GPT-2 keeps these four matrices input-first (its Conv1D); nanoGPT's Linear keeps them output-first
 _TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
 _MASK_BUFFERS = (".attn.bias", ".attn.masked_bias")
-_LAYER_NORM_EPSILON = 1e-5
-_TANH_GELUS = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
 
 
 class Pretrained(NamedTuple):
@@ -51,7 +50,7 @@ def to_hf(config: GPTConfig, model: Mapping[str, Tensor], *, tokenizer: str = "u
         "n_layer": config.n_layer, "n_head": config.n_head, "n_embd": config.n_embd, "n_inner": None,
         "n_positions": config.block_size, "n_ctx": config.block_size, "vocab_size": config.vocab_size,
         "attn_pdrop": config.dropout, "embd_pdrop": config.dropout, "resid_pdrop": config.dropout,
-        "layer_norm_epsilon": _LAYER_NORM_EPSILON, "initializer_range": 0.02,
+        "layer_norm_epsilon": LAYER_NORM_EPSILON, "initializer_range": 0.02,
         "scale_attn_weights": True, "tie_word_embeddings": True, "use_cache": True,
         "bos_token_id": end_of_text, "eos_token_id": end_of_text,
         "torch_dtype": str(model[TIED_TO].dtype).removeprefix("torch."),
@@ -96,18 +95,10 @@ def _refuse_to_overwrite(out: Path) -> None:
             raise UsageError(f"{str(out)!r} is not a name a file system accepts: {error}.",
                              "Choose another folder with -o.") from error
         names = {path.name for path in out.iterdir()} if out.is_dir() else {""}
-    ours = names <= {_CONFIG, _GENERATION, _WEIGHTS} and _OURS in _read_json_or_empty(out / _CONFIG)
+    ours = names <= {_CONFIG, _GENERATION, _WEIGHTS} and _OURS in read_object(out / _CONFIG)
     if names and not ours:
         raise UsageError(f"{out} exists and is not an earlier export: it is not overwritten.",
                          "Choose another folder with -o.")
-
-
-def _read_json_or_empty(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 # ---- in
@@ -118,7 +109,7 @@ def read_folder(path: Path | str) -> Pretrained:
     Tensors may be views of the mapped files: copy them before those go.
     """
     path = Path(path)
-    config, notes = _read_config(path / _CONFIG)
+    config, notes = hugging_face_shape(path / _CONFIG)
     model: dict[str, Tensor] = {}
     for stored_name, tensor in _tensors_in(path):
         name = str(stored_name)
@@ -130,43 +121,6 @@ def read_folder(path: Path | str) -> Pretrained:
     model.pop(TIED_HEAD, None)
     refuse_differences(config, model, path, DataError)
     return Pretrained(config, {name: model[name].float().contiguous() for name in param_shapes(config)}, notes)
-
-
-def _read_config(file: Path) -> tuple[GPTConfig, tuple[str, ...]]:
-    told = _read_json_or_empty(file)
-    if not told:
-        raise DataError(f"{file} is missing or is no JSON object.",
-                        "Name a folder that transformers' save_pretrained wrote.")
-    if told.get("model_type") != "gpt2":
-        raise DataError(f"{file} does not describe a GPT-2: model_type is {told.get('model_type')!r}.",
-                        "Name a folder that transformers opens as GPT2LMHeadModel.")
-    # a knob that the file leaves out has the value of transformers' GPT2Config
-    sizes: dict[str, Any] = {
-        "n_layer": told.get("n_layer", 12), "n_head": told.get("n_head", 12), "n_embd": told.get("n_embd", 768),
-        "block_size": told.get("n_positions", told.get("n_ctx", 1024)),
-        "vocab_size": told.get("vocab_size", 50257),
-    }
-    odd = [f"{key}={value!r}" for key, value in sizes.items() if type(value) is not int or not 0 < value < 2**31]
-    if not odd and sizes["n_embd"] % sizes["n_head"]:
-        odd.append(f"n_embd={sizes['n_embd']} is no multiple of n_head={sizes['n_head']}")
-    activation = told.get("activation_function", "gelu_new")
-    accepted = {
-        "activation_function": ("gelu", *_TANH_GELUS),
-        "n_inner": (None, 4 * sizes["n_embd"] if not odd else None),
-        "layer_norm_epsilon": (_LAYER_NORM_EPSILON,),
-        "scale_attn_weights": (True,),
-        "scale_attn_by_inverse_layer_idx": (False,),
-        "add_cross_attention": (False,),
-        "tie_word_embeddings": (True,),
-    }
-    odd += [f"{key}={told[key]!r}" for key, values in accepted.items() if key in told and told[key] not in values]
-    if odd:
-        raise DataError(f"{file} describes a model that nanoGPT's GPT is not: {', '.join(odd)}.",
-                        "Use a GPT-2 without these changes.")
-    notes = () if activation == "gelu" else (
-        f"These weights were trained with {activation}, an approximation by tanh; as in nanoGPT they run with the "
-        "exact GELU, and outputs differ slightly.",)
-    return GPTConfig(**sizes, bias=True), notes
 
 
 def _tensors_in(path: Path) -> Iterator[tuple[str, Tensor]]:
@@ -193,7 +147,7 @@ def _weight_files(path: Path) -> list[Path]:
                         "Name a folder that transformers' save_pretrained wrote.")
     if first.suffix != ".json":
         return [first]
-    index = _read_json_or_empty(first).get("weight_map")
+    index = read_object(first).get("weight_map")
     names = sorted({str(name) for name in index.values()}) if isinstance(index, dict) else []
     strays = [name for name in names if Path(name).name != name or not (path / name).is_file()]
     if not names or strays:

@@ -171,6 +171,19 @@ def test_what_was_mended_and_skipped_is_counted_and_said(capsys: pytest.CaptureF
     assert sum(manifest.read(Path("data/mine")).documents.values()) in (31, 32)
 
 
+def test_what_holds_no_text_leaves_nothing_behind() -> None:
+    Path("empty.txt").write_bytes(b"")
+    Path("blank.jsonl").write_bytes(b'{"text": ""}\n')
+    for source in ("empty.txt", "blank.jsonl"):
+        with pytest.raises(DataError, match="no text"):
+            run(source)
+        assert not Path("data").exists()
+    Path("data").mkdir()
+    with pytest.raises(DataError, match="no text"):
+        run("blank.jsonl")
+    assert list(Path("data").iterdir()) == []
+
+
 def test_an_overlap_of_val_and_train_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     """Two copies of one text, and nothing else: some of it has to be on both sides."""
     text = " ".join(map(str, np.random.default_rng(0).integers(0, 10**6, 3000)))
@@ -332,7 +345,7 @@ def test_text_that_is_all_empty_is_refused_and_leaves_nothing() -> None:
     Path("texts").mkdir()
     for number in range(3):
         Path(f"texts/{number}.txt").touch()
-    with pytest.raises(DataError, match="3 empty ones"):
+    with pytest.raises(DataError, match="all 3 files are empty"):
         run("texts")
     assert not list(Path("data/mine").glob("*.json"))
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -187,6 +188,37 @@ def test_files_that_cannot_be_text_are_refused_when_named() -> None:
     assert "neither a file nor a folder" in refuse("pipe").what
     assert "No such file" in refuse("missing.txt").what
     refuse("a\0b")
+
+
+NOISE = np.random.default_rng(1).bytes(20_000)
+RUSSIAN = "Все счастливые семьи похожи друг на друга. ".encode("cp1251") * 50
+
+
+@pytest.mark.parametrize("data", [NOISE, RUSSIAN, b"\x7fELF" + NOISE.replace(b"a", b"\0\0\0")])
+def test_bytes_that_are_no_utf8_text_are_refused_with_a_way_through(data: bytes) -> None:
+    error = refuse(write("my file.txt", data))
+    assert "not text in UTF-8" in error.what
+    bytewise = error.fix.splitlines()[1].partition(": ")[2]
+    assert bytewise == "iconv -f LATIN1 -t UTF-8 'my file.txt' > 'my file.utf8.txt'"
+    subprocess.run(bytewise, shell=True, check=True)
+    [piece] = files("my file.utf8.txt").pieces(0)
+    assert piece.data.decode().encode("latin-1") == data
+    write("texts/noise.dat", data)
+    assert "1 binary files skipped" in refuse("texts").what
+
+
+@pytest.mark.parametrize("data", [
+    "日本語 ".encode() * 3000, "Longtemps, je me suis couché à la même heure. ".encode("latin-1") * 400])
+def test_prose_is_no_noise(data: bytes) -> None:
+    [piece] = files(write("a.txt", data)).pieces(0)
+    assert len(piece.data) >= len(data)
+
+
+def test_empty_files_hold_no_text() -> None:
+    write("texts/a.txt", b"")
+    assert "empty" in refuse("texts/a.txt").what
+    write("texts/b.txt", b"")
+    assert "all 2 files are empty" in refuse("texts").what
 
 
 def test_a_folder_without_text_says_what_was_left_out() -> None:

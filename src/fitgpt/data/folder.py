@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
@@ -24,12 +24,22 @@ def check_free_of_others(folder: Path) -> None:
                              "only what it wrote itself.", "Give the new dataset another --name.")
 
 
-def make(folder: Path) -> None:
+def make(folder: Path) -> list[Path]:
+    """The folders that had to be made, the innermost first."""
+    missing = [each for each in (folder, *folder.parents) if not each.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        return missing
     except OSError as error:
         raise SystemFault(f"The folder {folder} cannot be made: {error.strerror}.",
                           "Choose another with --out=FOLDER or --name=NAME.") from error
+
+
+def unmake(folders: list[Path]) -> None:
+    """Of those that were made, what holds nothing goes again."""
+    with suppress(OSError):
+        for folder in folders:
+            folder.rmdir()
 
 
 @contextmanager
@@ -45,8 +55,10 @@ def locked(folder: Path) -> Iterator[None]:
         _lock(descriptor, folder)
         os.truncate(descriptor, 0)
         os.write(descriptor, f"{os.getpid()}\n".encode())
-        yield
-        path.unlink(missing_ok=True)
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
     finally:
         os.close(descriptor)
 

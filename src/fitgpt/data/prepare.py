@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..errors import DataError, Interrupted, SystemFault, UsageError
+from ..errors import DataError, FitError, Interrupted, SystemFault, UsageError
 from ..knobs import plain_name
 from ..units import KiB, parse_count, show_bytes, show_count
 from . import manifest
-from .folder import check_free_of_others, locked, make, stop_asked
+from .folder import check_free_of_others, locked, make, stop_asked, unmake
 from .header import ITEM_BYTES, PROGRESS_NAME, summarise
 from .manifest import SPLITS, Manifest
 from .progress import Pace, shown
@@ -75,19 +75,27 @@ def prepare(options: PrepareOptions) -> int:
         return 0
     check_free_of_others(job.folder)
     _announce(job, options)
-    make(job.folder)
-    with locked(job.folder):
-        if options.overwrite:
-            remove_ours(job.folder)
-        elif _is_there(job):  # another process made it meanwhile
-            return 0
-        writers = {split: SplitWriter(job.folder, split, job.tokenizer.name, job.tokenizer.vocab_size,
-                                      job.shard_tokens) for split in SPLITS}
-        progress = _begin(job, writers)
-        _tokenize(job, progress, writers)
-        _finish(job, progress, writers)
+    made = make(job.folder)
+    try:
+        with locked(job.folder):
+            if options.overwrite:
+                remove_ours(job.folder)
+            elif _is_there(job):  # another process made it meanwhile
+                return 0
+            _make_dataset(job)
+    except FitError:
+        unmake(made)
+        raise
     _report(job)
     return 0
+
+
+def _make_dataset(job: Job) -> None:
+    writers = {split: SplitWriter(job.folder, split, job.tokenizer.name, job.tokenizer.vocab_size, job.shard_tokens)
+               for split in SPLITS}
+    progress = _begin(job, writers)
+    _tokenize(job, progress, writers)
+    _finish(job, progress, writers)
 
 
 def _job(options: PrepareOptions) -> Job:

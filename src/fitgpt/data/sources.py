@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shlex
 import stat
 import sysconfig
 from collections import Counter
@@ -19,13 +20,14 @@ from typing import TYPE_CHECKING, Protocol
 from ..errors import DataError
 from ..units import KiB
 from .tables import Parquet, count_lines, read_hub, read_jsonl
-from .text import PIECE_BYTES, Pieces, pieces_of
+from .text import PIECE_BYTES, Pieces, foreign_share, pieces_of
 
 if TYPE_CHECKING:
     from ..options import PrepareOptions
 
 EMBEDDED_BYTES = 8_000_000   # of the standard library: enough to learn from, prepared in a second or two
 _SNIFF_BYTES = 8 * KiB
+_FOREIGN = 0.1  # of a file's beginning: Latin-1 prose, which is read and mended, has half of that
 _JSONL, _PARQUET = (".jsonl", ".ndjson"), (".parquet", ".pq")
 _PACKED = (".gz", ".zip", ".zst", ".xz", ".bz2", ".7z", ".rar", ".tar", ".tgz")
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
@@ -174,6 +176,10 @@ def _files(inputs: tuple[str, ...], column: str) -> Files:
         raise DataError(f"There is no text in {', '.join(inputs)}" + (f": {left_out}." if left_out else "."),
                         "Give text, .jsonl or .parquet files, or a folder that holds some.")
     text_bytes = sum(Parquet(item.path, column).text_bytes if item.kind == "parquet" else item.size for item in items)
+    if not any(item.size for item in items):
+        raise DataError(f"There is no text in {', '.join(inputs)}: "
+                        f"{'it is empty' if len(items) == 1 else f'all {len(items)} files are empty'}.",
+                        "Give files that hold text: fitgpt prepare FILE_OR_FOLDER --name=NAME")
     return Files(", ".join(inputs), tuple(items), column, dict(skipped), text_bytes)
 
 
@@ -185,12 +191,17 @@ def _given(path: Path, status: os.stat_result) -> Item:
         raise DataError(f"The input {path} is packed ({path.suffix}).", "Unpack it first, and give what was in it.")
     try:
         with open(path, "rb") as file:
-            start = file.read(2)
+            start = file.read(_SNIFF_BYTES)
     except OSError as error:
         raise _unreadable(path, error) from error
-    if start in _UTF16:
-        raise DataError(f"The input {path} is UTF-16; text must be UTF-8.",
-                        f"iconv -f UTF-16 -t UTF-8 {path} > {path.stem}.utf8{path.suffix}")
+    converted = f"-t UTF-8 {shlex.quote(str(path))} > {shlex.quote(f'{path.stem}.utf8{path.suffix}')}"
+    if start[:2] in _UTF16:
+        raise DataError(f"The input {path} is UTF-16; text must be UTF-8.", f"iconv -f UTF-16 {converted}")
+    if _kind(path) == "text" and (foreign := foreign_share(start)) > _FOREIGN:
+        raise DataError(f"The input {path} is not text in UTF-8: {foreign:.0%} of its beginning is what no such text "
+                        "holds. It is binary, or text in another encoding.",
+                        f"If it is text, say in which: iconv -f WINDOWS-1252 {converted}\n"
+                        f"If each byte is to count as it is: iconv -f LATIN1 {converted}")
     return Item(path, path.name, _kind(path), status.st_size, status.st_mtime_ns)
 
 
@@ -231,7 +242,7 @@ def _unfit(path: Path) -> str:
             start = file.read(_SNIFF_BYTES)
     except OSError:
         return "unreadable_files_skipped"
-    if _kind(path) == "text" and (b"\0" in start or path.suffix.lower() in _PACKED):
+    if _kind(path) == "text" and (b"\0" in start or path.suffix.lower() in _PACKED or foreign_share(start) > _FOREIGN):
         return "binary_files_skipped"
     return ""
 

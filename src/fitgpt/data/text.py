@@ -17,6 +17,7 @@ from ..units import MiB
 
 PIECE_BYTES = 1 * MiB
 _BOM = b"\xef\xbb\xbf"
+_A_FEW = 16
 _REPLACEMENT = "\ufffd".encode()
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -48,6 +49,12 @@ def pieces_of(document: int, chunks: Iterable[bytes], *, bom: bool = False) -> P
             yield _clean(document, part, False, buffer[:cut], counts)
             part, buffer, counts = part + 1, buffer[cut:], {}
     yield _clean(document, part, True, buffer, counts)
+
+
+def foreign_share(start: bytes) -> float:
+    """How much of a file's first bytes no UTF-8 text holds, NULs among them included. A few of them prove nothing."""
+    invalid = start.decode("utf-8", "replace").count("\ufffd") - start.count(_REPLACEMENT)
+    return (invalid + start.count(0)) / len(start) if invalid >= _A_FEW else 0.0
 
 
 def utf8_of(text: str) -> tuple[bytes, int]:

@@ -101,6 +101,13 @@ def test_the_closing_words_come_in_the_letters_that_the_terminal_has(tmp_path: P
     assert b"Let it write: fitgpt sample" in raw.getvalue()
 
 
+def test_every_micro_step_is_told_to_the_display(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[float] = []
+    monkeypatch.setattr(PlainDisplay, "advance", lambda display, steps: told.append(steps))
+    train(tiny_config(tmp_path, max_iters=2, gradient_accumulation_steps=4, log_interval=10))
+    assert told == [0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0]
+
+
 def test_the_split_of_a_step_into_micro_batches_changes_only_rounding(tmp_path: Path) -> None:
     one = losses(train(tiny_config(tmp_path / "a", batch_size=8, gradient_accumulation_steps=1)))
     eight = losses(train(tiny_config(tmp_path / "b", batch_size=1, gradient_accumulation_steps=8)))

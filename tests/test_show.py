@@ -175,15 +175,45 @@ def drawn(gauge: live._Gauge) -> str:
     return stream.getvalue()
 
 
-def test_the_bar_moves_between_reports_and_the_time_left_with_it() -> None:
+def test_the_bar_moves_between_reports_and_the_time_left_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr("fitgpt.show.live.time.monotonic", lambda: now)
     gauge = live._Gauge()
     gauge.begin(FACTS)
     assert "first step, compiling" in drawn(gauge)
+    gauge.take(replace(REPORT, step=0))
     gauge.take(REPORT)
     assert "101/5,000" in drawn(gauge)
-    gauge.steps_done = 101 + 810
+    gauge.handed_over = 101 + 810
+    now += 810 * REPORT.seconds + 0.01
     assert "911/5,000" in drawn(gauge)
     assert "1 min 40 s left" in drawn(gauge)
+
+
+def test_a_slow_step_moves_the_bar_while_it_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host is many steps ahead of the device, and nobody asks the device; or it is not, and no step is invented."""
+    now = 1000.0
+    monkeypatch.setattr("fitgpt.show.live.time.monotonic", lambda: now)
+    gauge = live._Gauge()
+    gauge.begin(FACTS)
+    gauge.take(replace(REPORT, step=0, seconds=60.0))  # the first: kernels were compiled
+    gauge.handed_over = 3 + 8 / 32
+    now += 5
+    assert "3/5,000" in drawn(gauge)
+    assert "this step 25%" in drawn(gauge)
+    assert "5.0 s ago" in drawn(gauge)
+    gauge.take(replace(REPORT, seconds=10.0))
+    gauge.handed_over = 110
+    now += 4
+    assert "101/5,000" in drawn(gauge)
+    assert "this step 40%" in drawn(gauge)
+    now += 12
+    assert "102/5,000" in drawn(gauge)
+    assert "this step 60%" in drawn(gauge)
+    gauge.handed_over = 102 + 3 / 32
+    now += 60
+    assert "102/5,000" in drawn(gauge)
+    assert "this step 12%" in drawn(gauge)  # 4 of 32 micro-steps: the last one is under way
 
 
 def test_an_evaluation_has_a_bar_of_its_own_while_it_runs() -> None:

@@ -81,8 +81,8 @@ class Desk:
         self._folder.append_metrics({"kind": "save", "step": training.step, "best": is_best, "seconds": seconds})
         self._display.saved(str(saved.path), seconds, nbytes)
 
-    def advanced(self, step: int) -> None:
-        self._display.advance(step)
+    def advanced(self, steps: float) -> None:
+        self._display.advance(steps)
 
     def reported(self, report: StepReport) -> None:
         self._last_report = report

@@ -69,7 +69,8 @@ class Guard:
 
     def take(self, learning_rate: float, stop_asked: Callable[[], bool]) -> Taken | WentBack | DeviceError | None:
         self._rise()
-        return self.protected(lambda: train_step(self._training, self.config, self._feed, learning_rate, stop_asked))
+        return self.protected(lambda: train_step(self._training, self.config, self._feed, learning_rate, stop_asked,
+                                                 self._rim.advanced))
 
     def protected(self, work: Callable[[], Result]) -> Result | WentBack | DeviceError:
         """Does the work, again and in less memory until there is enough of it."""

@@ -82,7 +82,8 @@ class Rim(Protocol):
 
     def evaluate(self, step: int) -> Evaluation | Refusal | None: ...
     def save(self, training: Training, *, is_best: bool) -> None: ...
-    def advanced(self, step: int) -> None: ...
+    def advanced(self, steps: float) -> None:
+        """So many steps are handed to the device, whole ones and the share of one: called at every micro-step."""
     def reported(self, report: StepReport) -> None: ...
     def evaluated(self, evaluation: Evaluation, *, is_best: bool) -> None: ...
     def warn(self, sentence: str) -> None: ...
@@ -124,7 +125,6 @@ def train(training: Training, config: RunConfig, facts: RunFacts, steps: Steps, 
             raise DeviceError(f"{result.what} What was trained is saved.", result.fix)
         training.step += 1
         meter.stepped()
-        rim.advanced(training.step)
         if (training.step - 1) % config.log_interval == 0 or training.step == config.max_iters:
             report = make_report(training, config, facts, meter, result, learning_rate)
             rim.reported(report)
@@ -134,7 +134,7 @@ def train(training: Training, config: RunConfig, facts: RunFacts, steps: Steps, 
 
 
 def train_step(training: Training, config: RunConfig, feed: Feed, learning_rate: float,
-               stop_asked: Callable[[], bool]) -> Taken | None:
+               stop_asked: Callable[[], bool], advanced: Callable[[float], None] = lambda steps: None) -> Taken | None:
     """One optimizer step over all its micro-batches: (mean loss, gradient norm), still on the device.
 
     None if a stop was asked for: the unfinished step is dropped, as if it had never begun.
@@ -151,6 +151,7 @@ def train_step(training: Training, config: RunConfig, feed: Feed, learning_rate:
             seed_dropout(config.seed, number)
         inputs, targets = feed.get(number)
         loss_sum += training.accumulate(inputs, targets, scale, *sink)
+        advanced(training.step + (micro + 1) / pieces)
         if micro + 1 < pieces and stop_asked():
             drop_gradients(training)
             return None

@@ -21,13 +21,15 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
 
 REFRESHES_PER_SECOND = 4  # each takes a few milliseconds of the host, which also feeds the device
+SLOW_STEP_S = 1.0         # a step that takes longer shows how far it is
+OLD_FIGURES_S = 3.0       # figures that are older say so
 _CURVE_POINTS = 512       # losses kept for the sparkline; then every other one is dropped
 
 
 class Display(Protocol):
     def start(self, facts: RunFacts) -> None: ...
-    def advance(self, step: int) -> None:
-        """So many steps are done. Called at every step: must cost nothing."""
+    def advance(self, steps: float) -> None:
+        """So many steps are handed to the device. Called at every micro-step: must cost nothing."""
     def step(self, report: StepReport) -> None: ...
     def eval_progress(self, done: int, total: int, split: str) -> None: ...
     def evaluated(self, evaluation: Evaluation, best: bool) -> None: ...
@@ -103,7 +105,7 @@ class PlainDisplay:
     def start(self, facts: RunFacts) -> None:
         self._say(text.run_header(facts))
 
-    def advance(self, step: int) -> None:
+    def advance(self, steps: float) -> None:
         pass
 
     def step(self, report: StepReport) -> None:
@@ -156,8 +158,8 @@ class RichDisplay:
         self._live.start()
         self._console.show_cursor(True)  # rich hides it, and a run that is killed could not bring it back
 
-    def advance(self, step: int) -> None:
-        self._gauge.steps_done = step
+    def advance(self, steps: float) -> None:
+        self._gauge.handed_over = steps
 
     def step(self, report: StepReport) -> None:
         self._gauge.take(report)
@@ -195,17 +197,17 @@ class _Gauge:
     """
 
     def __init__(self) -> None:
-        self.steps_done = 0
+        self.handed_over = 0.0  # steps, to the device
         self.evaluating: tuple[int, int, str] | None = None
         self._facts: RunFacts | None = None
         self._report: StepReport | None = None
         self._losses: tuple[float, ...] = ()
         self._every = 1  # one report in so many is kept for the curve
         self._reports = 0
-        self._since = time.monotonic()
+        self._since = time.monotonic()  # the run's start, then the last report
 
     def begin(self, facts: RunFacts) -> None:
-        self._facts, self.steps_done, self._since = facts, facts.start_step, time.monotonic()
+        self._facts, self.handed_over, self._since = facts, facts.start_step, time.monotonic()
 
     def take(self, report: StepReport) -> None:
         if self._reports % self._every == 0:
@@ -213,8 +215,19 @@ class _Gauge:
         self._reports += 1
         if len(self._losses) > _CURVE_POINTS:
             self._losses, self._every = self._losses[::2], self._every * 2
-        self.steps_done = max(self.steps_done, report.step + 1)
-        self._report = report
+        self.handed_over = max(self.handed_over, report.step + 1)
+        self._report, self._since = report, time.monotonic()
+
+    def steps_done(self, facts: RunFacts) -> float:
+        """As many as the last report's pace makes likely by now, but no more than the host has handed over and the
+        micro-step after that: only the device knows, and to ask it would make it wait. The first report's pace is that
+        of kernels being compiled, and says nothing."""
+        report = self._report
+        if report is None or report.seconds <= 0 or self._reports < 2:
+            return self.handed_over
+        by_now = report.step + 1 + (time.monotonic() - self._since) / report.seconds
+        under_way = 0 if self.evaluating else 1 / max(int(facts.config.get("gradient_accumulation_steps", 1)), 1)
+        return min(by_now, self.handed_over + under_way, facts.max_iters)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         if self._facts is None:
@@ -230,11 +243,14 @@ class _Gauge:
             yield _line(width, f"evaluating {split}", done, total, [(0, f"{done:,}/{total:,}")], "green")
 
     def _bar_line(self, facts: RunFacts, width: int) -> RenderableType:
-        done, total = self.steps_done, facts.max_iters
-        figures = [(0, f"{done:,}/{total:,}"), (2, f"{done / total:.0%}" if total else "")]
-        if self._report is not None and math.isfinite(self._report.seconds_left):
-            since = done - (self._report.step + 1)
-            left = max(self._report.seconds_left - since * self._report.seconds, 0.0)
+        done, total, report = self.steps_done(facts), facts.max_iters, self._report
+        whole = int(done)
+        figures = [(0, f"{whole:,}/{total:,}"), (3, f"{done / total:.0%}" if total else "")]
+        if report is not None and report.seconds >= SLOW_STEP_S and done < total:
+            figures.append((2, f"this step {done - whole:>3.0%}"))
+        if report is not None and math.isfinite(report.seconds_left):
+            since = done - (report.step + 1)
+            left = max(report.seconds_left - since * report.seconds, 0.0)
             figures.append((1, f"{show_seconds(left)} left" if done < total else "done"))
         return _line(width, "training", done, total, figures, "cyan")
 
@@ -245,7 +261,7 @@ class _Gauge:
         if report is None:
             waited = show_seconds(time.monotonic() - self._since)
             return Text(f"first step{', compiling' if facts.compiled else ''}: {waited}", style="dim", no_wrap=True)
-        memory = report.memory
+        memory, age = report.memory, time.monotonic() - self._since
         counted = text.has_counters(memory)
         curve = text.sparkline(self._losses, 12 if width < 100 else 24) if unicode else ""
         parts = [(0, "bold", f"loss {report.loss:.4f}"),
@@ -254,14 +270,16 @@ class _Gauge:
                  (4, "", f"mfu {text.show_mfu(report.mfu)}"),
                  (2, "", f"mem {show_bytes(memory.reserved)}" if counted else ""),
                  (5, "", f"peak {show_bytes(memory.peak_reserved)}" if counted else ""),
-                 (2, "yellow", f"skipped {report.skipped}" if report.skipped else "")]
+                 (2, "yellow", f"skipped {report.skipped}" if report.skipped else ""),
+                 (6, "dim", f"{show_seconds(age)} ago" if age > OLD_FIGURES_S else "")]
         shown = text.fit_parts([(rank, words) for rank, _, words in parts if words], width)
         styles = [style for _, style, words in parts if words]
         return Text("  ", no_wrap=True).join(
             Text(words, style=style) for words, style in zip(shown, styles, strict=True) if words)
 
 
-def _line(width: int, label: str, done: int, total: int, figures: list[tuple[int, str]], style: str) -> RenderableType:
+def _line(width: int, label: str, done: float, total: int, figures: list[tuple[int, str]],
+          style: str) -> RenderableType:
     """A label, a bar over the room that is left, figures; the label goes first where there is little room."""
     from rich.progress_bar import ProgressBar
     from rich.table import Table

@@ -34,6 +34,7 @@ SOURCES = {"", "seen", "vendor", "formula", "recalled"}
     ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "RTX PRO 6000 Blackwell"),
     ("AMD Radeon RX 7900 XTX", "RX 7900 XTX"),
     ("titan rtx", "TITAN RTX"),
+    ("m1", "Apple M1"),
 ])
 def test_a_name_finds_the_card_it_means(asked: str, meant: str) -> None:
     assert cards.find(asked).name == meant
@@ -45,7 +46,7 @@ def test_every_card_is_found_by_its_own_name_and_as_a_driver_would_say_it() -> N
         assert cards.match_device(f"NVIDIA GeForce {card.name}", card.driver_mib) is card
 
 
-@pytest.mark.parametrize("asked", ["4071", "RTX 6000", "geforce", "", "RTX 4090 D", "7900", "A100 7GB"])
+@pytest.mark.parametrize("asked", ["4071", "RTX 4090 D", "A100 7GB"])
 def test_an_unknown_card_is_refused_with_the_nearest_names(asked: str) -> None:
     with pytest.raises(UsageError) as refused:
         cards.find(asked)
@@ -54,9 +55,45 @@ def test_an_unknown_card_is_refused_with_the_nearest_names(asked: str) -> None:
     assert all(cards.find(name).name == name for name in named)
 
 
+@pytest.mark.parametrize(("asked", "may_be"), [
+    ("RTX 6000", ["RTX 6000 Ada", "RTX PRO 6000 Blackwell"]),
+    ("7900", ["RX 7900 XTX"]),
+    ("h1", ["H100 SXM", "H100 PCIe"]),
+    ("a1", ["A10", "A10G", "A100 40GB", "A100 SXM 80GB", "A100 PCIe 80GB"]),
+    ("laptop 30", ["RTX 3060 Laptop", "RTX 3070 Laptop"]),
+])
+def test_a_part_of_a_name_is_refused_with_the_cards_it_may_mean(asked: str, may_be: list[str]) -> None:
+    with pytest.raises(UsageError) as refused:
+        cards.find(asked)
+    assert refused.value.fix == f"One of: {', '.join(may_be)}."
+
+
+def test_of_many_cards_that_may_be_meant_some_are_named_and_the_rest_counted() -> None:
+    with pytest.raises(UsageError) as refused:
+        cards.find("rtx")
+    assert "fitgpt cards rtx lists" in refused.value.fix
+    assert refused.value.fix.count(",") == cards.MOST_NAMED - 1
+
+
+@pytest.mark.parametrize("asked", ["", "geforce", "xx", "?", "m2"])
+def test_a_name_that_is_like_none_is_sent_to_the_list(asked: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        cards.find(asked)
+    assert "fitgpt cards lists" in refused.value.fix
+
+
+def test_words_of_a_name_list_the_cards_that_have_them() -> None:
+    assert [card.name for card in cards.named_like("m1")] == ["Apple M1"]
+    assert {card.name for card in cards.named_like("ti")} >= {"RTX 4070 Ti", "GTX 1080 Ti"}
+    assert "TITAN RTX" not in {card.name for card in cards.named_like("ti")}
+    assert len(cards.named_like("4070")) == 5
+    assert cards.named_like("") == list(cards.load())
+
+
 def test_the_nearest_names_are_near() -> None:
-    with pytest.raises(UsageError, match="RTX 4070"):
-        cards.find("rtx 4071")
+    with pytest.raises(UsageError) as refused:
+        cards.find("rtx 407O")
+    assert refused.value.fix == "The nearest it knows: RTX 4070."
 
 
 @pytest.mark.parametrize(("name", "total_mib", "meant"), [

@@ -70,8 +70,16 @@ def find(name: str) -> Card:
     the smallest, unless the name says which."""
     found = _candidates(name)
     if not found:
-        raise UsageError(f"{name!r} is not a card fitgpt knows.", f"The nearest it knows: {', '.join(_nearest(name))}.")
+        raise _unknown(name)
     return min(found, key=lambda card: card.memory_gb or 0)
+
+
+def named_like(words: str) -> list[Card]:
+    """Every card with these words in its name; where there is none, those with words that begin so."""
+    asked = _words(words)
+    whole = [card for card in load() if all(word in _words(card.name) for word in asked)]
+    return whole or [card for card in load()
+                     if all(any(known.startswith(word) for known in _words(card.name)) for word in asked)]
 
 
 def match_device(name: str, total_mib: int | None = None) -> Card | None:
@@ -96,11 +104,12 @@ def peak_flops(card: Card | None, dtype: str) -> tuple[float | None, str]:
 
 # Names. A card's key is what must agree; memory and form (SXM, PCIe) only choose among cards of one key.
 
-_NOISE = {"nvidia", "geforce", "tesla", "quadro", "amd", "radeon", "rtx", "gtx", "rx", "gpu", "graphics", "blackwell",
-          "generation", "edition", "workstation", "server", "hbm2", "hbm2e"}
+_NOISE = {"nvidia", "geforce", "tesla", "quadro", "amd", "radeon", "apple", "rtx", "gtx", "rx", "gpu", "graphics",
+          "blackwell", "generation", "edition", "workstation", "server", "hbm2", "hbm2e"}
 _FORMS = {"sxm": "sxm", "sxm2": "sxm", "sxm4": "sxm", "sxm5": "sxm", "hbm3": "sxm", "pcie": "pcie"}
 _GLUED = re.compile(r"\b(rtx|gtx|rx)(?=\d)|(?<=\d{4})(?=ti|super|xt|laptop)|(?<=ti)(?=super)")
 _MEMORY = re.compile(r"(\d+)gb\Z")
+MOST_NAMED = 8
 _SAME_SIZE = 0.12  # above what ECC takes (7 %) and CUDA's own share (5 %), below 10 against 12 GB
 
 
@@ -112,8 +121,13 @@ class _Name:
 
 
 @cache
+def _words(name: str) -> tuple[str, ...]:
+    return tuple(re.findall(r"[a-z0-9]+", _GLUED.sub(r"\1 ", re.sub(r"(\d) +gb\b", r"\1gb", name.lower()))))
+
+
+@cache
 def _parse(name: str) -> _Name:
-    words = re.findall(r"[a-z0-9]+", _GLUED.sub(r"\1 ", re.sub(r"(\d) +gb\b", r"\1gb", name.lower())))
+    words = _words(name)
     sizes = [int(size[1]) for word in words if (size := _MEMORY.match(word))]
     forms = [_FORMS[word] for word in words if word in _FORMS]
     key = frozenset(word for word in words if word not in _NOISE | _FORMS.keys() and not _MEMORY.match(word))
@@ -136,10 +150,24 @@ def _same_size(driver_mib: int, total_mib: int) -> bool:
     return abs(driver_mib - total_mib) <= _SAME_SIZE * driver_mib
 
 
+def _unknown(name: str) -> UsageError:
+    """With the cards that the name may mean: those it is a part of, or those that are spelled nearly so."""
+    like = [card.name for card in named_like(name)] if _words(name) else []
+    if like:
+        left = len(like) - MOST_NAMED
+        more = f"; fitgpt cards {' '.join(_words(name))} lists {left} more" if left > 0 else ""
+        return UsageError(f"{name!r} does not say which card: {len(like)} may be meant." if len(like) > 1
+                          else f"{name!r} is not the whole name of a card.",
+                          f"One of: {', '.join(like[:MOST_NAMED])}{more}.")
+    near = _nearest(name)
+    return UsageError(f"{name!r} is not a card fitgpt knows.", f"The nearest it knows: {', '.join(near)}." if near
+                      else f"fitgpt cards lists the {len(load())} it knows, such as RTX 4070.")
+
+
 def _nearest(name: str) -> list[str]:
     by_words = {" ".join(sorted(_parse(card.name).key)): card.name for card in reversed(load())}
-    close = difflib.get_close_matches(" ".join(sorted(_parse(name).key)), by_words, n=3, cutoff=0.5)
-    return [by_words[words] for words in close] or ["RTX 3060 12GB", "RTX 4070", "RTX 4090"]
+    close = difflib.get_close_matches(" ".join(sorted(_parse(name).key)), by_words, n=3, cutoff=0.6)
+    return [by_words[words] for words in close]
 
 
 # The table's cells.

@@ -242,9 +242,7 @@ def _known(told: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def list_cards(options: CardsOptions) -> int:
-    words = options.filter.lower().split()
-    found = [card for card in cards.load() if all(word in card.name.lower() for word in words)]
-    found = found or [cards.find(options.filter)]  # another spelling; or an error with the nearest names
+    found = cards.named_like(options.filter) or [cards.find(options.filter)]  # another spelling; or the nearest names
     if options.json:
         print(json.dumps({"schema": SCHEMA, "cards": [asdict(card) for card in found]}, indent=1, ensure_ascii=False))
         return 0

@@ -143,7 +143,8 @@ def test_cards_are_listed_and_filtered(ask: Any) -> None:
     some = ask("4070", verb="cards").out
     assert "RTX 4070 Ti SUPER" in some
     assert "4090" not in some
-    assert [row["name"] for row in ask("rtx4070ti", "--json", verb="cards").json["cards"]] == ["RTX 4070 Ti"]
+    assert [row["name"] for row in ask("rtx4070ti", "--json", verb="cards").json["cards"]] == [
+        "RTX 4070 Ti", "RTX 4070 Ti SUPER"]
     nothing = ask("geforce 9999", verb="cards")
     assert nothing.code == 2
-    assert "The nearest" in nothing.err
+    assert "fitgpt cards lists" in nothing.err

@@ -15,10 +15,12 @@ import pytest
 torch = pytest.importorskip("torch")
 from torch.nn import functional as F  # noqa: E402
 
+from fitgpt.engine.model import build_model  # noqa: E402
 from fitgpt.errors import DataError, SystemFault, UsageError  # noqa: E402
 from fitgpt.interop.hf import find_gpt2, read_folder, to_hf, write_folder  # noqa: E402
 from fitgpt.interop.nanogpt import param_shapes  # noqa: E402
 from fitgpt.nouns import GPTConfig  # noqa: E402
+from fitgpt.weights import fill  # noqa: E402
 
 SHAPE = GPTConfig(block_size=16, vocab_size=40, n_layer=2, n_head=2, n_embd=8)
 TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6], [39, 0, 11, 7, 7, 7, 30, 2]])
@@ -224,9 +226,16 @@ def test_the_hubs_own_names_in_a_bin_file_come_in(tmp_path: Path, gpt2: Any) -> 
         assert torch.allclose(logits(SHAPE, got.model, TOKENS, gelu="tanh"), gpt2(TOKENS).logits, atol=1e-4, rtol=0)
 
 
-def test_half_precision_weights_become_float32(tmp_path: Path, gpt2: Any) -> None:
+def test_half_precision_weights_become_float32_in_the_model_and_take_no_more_room_before(tmp_path: Path,
+                                                                                          gpt2: Any) -> None:
     bin_folder(tmp_path, gpt2, **{name: tensor.half() for name, tensor in the_hubs_names(gpt2).items()})
-    assert {tensor.dtype for tensor in read_folder(tmp_path).model.values()} == {torch.float32}
+    config, tensors, _ = read_folder(tmp_path)
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.float16}
+    model = build_model(config, torch.device("cpu"), 0)
+    fill(model, tensors, "")
+    for name, parameter in model.named_parameters():
+        assert parameter.dtype == torch.float32
+        assert torch.equal(parameter, tensors[name].float())
 
 
 @pytest.mark.parametrize(("changes", "said"), [

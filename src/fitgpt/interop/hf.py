@@ -33,7 +33,7 @@ _MASK_BUFFERS = (".attn.bias", ".attn.masked_bias")
 
 class Pretrained(NamedTuple):
     config: GPTConfig
-    model: dict[str, Tensor]  # without the tied head
+    model: dict[str, Tensor]  # without the tied head; as precise as they are stored
     notes: tuple[str, ...]
 
 
@@ -120,7 +120,7 @@ def read_folder(path: Path | str) -> Pretrained:
     refuse_untied_head(model, path, DataError)
     model.pop(TIED_HEAD, None)
     refuse_differences(config, model, path, DataError)
-    return Pretrained(config, {name: model[name].float().contiguous() for name in param_shapes(config)}, notes)
+    return Pretrained(config, {name: model[name].contiguous() for name in param_shapes(config)}, notes)
 
 
 def _tensors_in(path: Path) -> Iterator[tuple[str, Tensor]]:

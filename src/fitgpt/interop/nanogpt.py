@@ -26,7 +26,7 @@ _FIX = "Name a ckpt.pt as nanoGPT's train.py wrote it."
 
 class Imported(NamedTuple):
     config: GPTConfig
-    model: dict[str, Tensor]             # without the tied head
+    model: dict[str, Tensor]             # without the tied head; as precise as they are stored
     optimizer: dict[str, Tensor] | None  # <param>.exp_avg, <param>.exp_avg_sq, <param>.step; None: not stepped yet
     state: dict[str, Any]                # step, best_val_loss, config: nanoGPT's own
 
@@ -46,7 +46,7 @@ def read_ckpt(path: Path | str) -> Imported:
     model = _model(ckpt["model"], path)
     config = _config(ckpt["model_args"], model, path)
     refuse_differences(config, model, path, CheckpointError)
-    return Imported(config, {name: model[name].float() for name in param_shapes(config)},
+    return Imported(config, {name: model[name] for name in param_shapes(config)},
                     _optimizer(ckpt["optimizer"], config, path),
                     {"step": ckpt["iter_num"], "best_val_loss": best, "config": ckpt["config"]})
 

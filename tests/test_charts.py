@@ -29,7 +29,7 @@ from fitgpt.show.charts import (
 from fitgpt.show.scales import TALL, WIDE, Scale, corners, line, shown, thinned, tick_labels, ticks
 from fitgpt.units import GiB, MiB
 
-VOID = {"meta", "link", "br", "line", "path", "rect", "circle"}
+VOID = {"meta", "link", "br", "wbr", "line", "path", "rect", "circle"}
 STEP = OwnerTimeline(owners=("weights", "activations", "logits", "surprise"),
                      points=((GiB, 0, 0, 0), (GiB, 2 * GiB, 0, 0), (GiB, 2 * GiB, 3 * GiB, MiB), (GiB, 0, 0, 0)),
                      marks=((0, "forward"), (2, "backward")), peak=2)

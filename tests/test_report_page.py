@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from fitgpt.cli import main
 from fitgpt.options import ReportOptions
 from fitgpt.report import report
 from fitgpt.runfolder import read_metrics
@@ -86,6 +87,40 @@ def test_a_page_fits_its_screen_asks_for_nothing_and_says_no_error(browser: Any,
         tab.emulate_media(color_scheme=scheme)
         grounds.append(tab.evaluate("getComputedStyle(document.body).backgroundColor"))
     assert grounds == ["rgb(247, 247, 245)", "rgb(18, 20, 24)"]
+    assert wrong == []
+    tab.close()
+
+
+# Words of up to 16 letters that stand on two lines: their first and their last letter are not at one height.
+BROKEN_WORDS = """() => {
+  const broken = [], walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  for (let node; node = walker.nextNode();) {
+    if (!node.parentElement.checkVisibility() || node.parentElement.closest('script, style, svg')) continue;
+    for (const word of node.textContent.matchAll(/(?<![^\\s/_-])[^\\s/_-]{2,16}(?![^\\s/_-])/g)) {
+      const range = document.createRange(), heights = [word.index, word.index + word[0].length - 1].map(place => {
+        range.setStart(node, place); range.setEnd(node, place + 1);
+        return range.getBoundingClientRect().top; });
+      if (Math.abs(heights[0] - heights[1]) > 4) broken.push(word[0]);
+    }
+  }
+  return broken;
+}"""
+
+
+@pytest.fixture(scope="module")
+def pages(reports: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("pages")
+    config = Path(__file__).parent.parent / "config" / "gpt2_124m.py"
+    assert main(["plan", str(config), "--gpu=4070", f"--timeline={folder / 'timeline.html'}"]) == 0
+    assert main(["fit", str(config), "--gpu=4070", f"--html={folder / 'fit.html'}"]) == 0
+    return {**reports, "timeline": folder / "timeline.html", "fit": folder / "fit.html"}
+
+
+@pytest.mark.parametrize("name", ["real", "gpu", "both", "timeline", "fit"])
+def test_no_word_is_broken_on_a_phone(browser: Any, pages: dict[str, Path], name: str) -> None:
+    tab, wrong = opened(browser, pages[name], PHONE)
+    assert tab.evaluate("document.documentElement.scrollWidth") <= PHONE
+    assert tab.evaluate(BROKEN_WORDS) == []
     assert wrong == []
     tab.close()
 

@@ -11,6 +11,7 @@ import base64
 import hashlib
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -336,6 +337,11 @@ def style() -> str:
 
 def script() -> str:
     return (STATIC / "charts.js").read_text(encoding="utf-8")
+
+
+def breakable(words: str) -> str:
+    """Text that may go on in the next line after a slash, a hyphen or an underscore, and so is not broken elsewhere."""
+    return re.sub(r"([/_-])(?=.)", r"\1<wbr>", text(words))
 
 
 def page(title: str, body: str) -> str:

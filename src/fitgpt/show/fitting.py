@@ -202,14 +202,16 @@ def page(fitted: Fitted, run: str) -> str:
     chart = charts.line_chart("Tokens a second against memory, GiB", series, unit="count", x_name="GiB", marks=marks,
                               from_zero=True, wide=True, empty="Nothing fits.",
                               note="By closed forms and a roofline. Lines mark what was asked, chosen, may be held.")
-    rows = "".join(f"<tr><td>{charts.text(knob)}</td><td>{charts.text(was)}</td><td>{charts.text(now)}</td>"
-                   f"<td>{'' if number else charts.text(each.why)}</td></tr>"
+    rows = "".join(f'<tr><th scope="row">{charts.breakable(knob)}</th><td>{charts.text(was)}</td>'
+                   f"<td>{charts.text(now)}</td>"
+                   f"<td>{'' if number else charts.breakable(each.why)}</td></tr>"
                    for each in fitted.decisions for number, (knob, (was, now)) in enumerate(each.knobs.items()))
-    figures = "".join(f"<tr><td>{name}</td><td>{before}</td><td>{after}</td><td></td></tr>"
+    figures = "".join(f'<tr><th scope="row">{name}</th><td>{before}</td><td>{after}</td><td></td></tr>'
                       for name, before, after in _figures(fitted))
     head = "<tr><th></th><th>asked</th><th>chosen</th><th>why</th></tr>"
-    return charts.page(title, f"<h1>{charts.text(title)}</h1>\n<p>{charts.text(verdict(fitted).capitalize())}</p>\n"
-                       f"{chart}\n<table>{head}{rows}{figures}</table>")
+    return charts.page(title, f"<h1>{charts.breakable(title)}</h1>\n<p>{charts.text(verdict(fitted).capitalize())}</p>"
+                       f'\n{chart}\n<h2>What was chosen</h2>\n<div class="card"><table class="whole">'
+                       f"{head}{rows}{figures}</table></div>")
 
 
 def _figures(fitted: Fitted) -> list[tuple[str, str, str]]:

@@ -230,6 +230,7 @@ def timeline_page(plan: MemoryPlan, drawn: OwnerTimeline) -> str:
     chart = stacked(drawn, title="Allocated, by owner", limit=budget.reserve_limit, limit_name="may be reserved",
                     note="A few micro-batches, one after another, then the optimizer's step; more repeat the last.")
     said = text(f"{'Fits' if plan.fits else 'Does not fit'}: {verdict(plan)}")
-    owners = "".join(f"<tr><td>{text(share.owner)}</td><td>{show_bytes(share.nbytes)}</td><td>{text(share.formula)}"
-                     "</td></tr>" for share in forecast.owners_at_peak)
-    return page(title, f"<h1>{text(title)}</h1>\n<p>{said}</p>\n{chart}\n<h2>At the peak</h2>\n<table>{owners}</table>")
+    owners = "".join(f'<tr><th scope="row">{text(share.owner)}</th><td class="figure">{show_bytes(share.nbytes)}</td>'
+                     f"<td>{text(share.formula)}</td></tr>" for share in forecast.owners_at_peak)
+    return page(title, f"<h1>{text(title)}</h1>\n<p>{said}</p>\n{chart}\n<h2>At the peak</h2>\n"
+                f'<div class="card"><table class="whole">{owners}</table></div>')

@@ -10,7 +10,7 @@ from itertools import pairwise
 from ..nouns import Evaluation, SplitLoss
 from ..sights import RunEvent, RunRecord
 from ..units import show_bytes, show_count, show_seconds
-from .charts import SERIES_COLOURS, Level, Mark, Series, line_chart, owner_bar, page, stacked, text
+from .charts import SERIES_COLOURS, Level, Mark, Series, breakable, line_chart, owner_bar, page, stacked, text
 from .text import show_mfu
 
 MOST_RUNS = SERIES_COLOURS
@@ -287,7 +287,7 @@ def events(records: Sequence[RunRecord]) -> str:
 
 
 def event_row(event: RunEvent, records: Sequence[RunRecord], place: int) -> str:
-    which = f"<td>{text(clipped(records[place].name))}</td>" if len(records) > 1 else ""
+    which = f'<td class="run">{breakable(clipped(records[place].name))}</td>' if len(records) > 1 else ""
     alert = "" if event.kind in {*_QUIET, "resumed"} else " alert"
     return (f'<tr><td class="figure">{event.step:,}</td>{which}<td class="kind{alert}">'
             f"{text(clipped(event.kind))}</td><td>{text(clipped(event.text))}</td></tr>")
@@ -332,9 +332,10 @@ def knob_list(record: RunRecord, keys: Iterable[str]) -> str:
 
 def differences(records: Sequence[RunRecord], keys: Sequence[str]) -> str:
     rows = "".join(f"<tr><th>{text(clipped(key))}</th>"
-                   + "".join(f"<td>{text(value_of(record, key))}</td>" for record in records) + "</tr>"
+                   + "".join(f"<td>{breakable(value_of(record, key))}</td>" for record in records) + "</tr>"
                    for key in keys[:MOST_KNOBS])
-    return f"<table><thead><tr><th></th>{run_heads(records)}</tr></thead><tbody>{rows}</tbody></table>" if rows else ""
+    head = f"<thead><tr><th></th>{run_heads(records)}</tr></thead>"
+    return f'<table class="whole">{head}<tbody>{rows}</tbody></table>' if rows else ""
 
 
 def value_of(record: RunRecord, key: str) -> str:

@@ -90,7 +90,7 @@ def _print_plan(question: Question, found: Place, plan: MemoryPlan) -> None:
                           "notes": list(question.notes), "sources": list(found.budget.sources)}, indent=1,
                          ensure_ascii=False))
         return
-    width = min(max(shutil.get_terminal_size().columns, 40), 100)
+    width = _width()
     model = _in_words(forecast.settled(config, found.setting))
     print(show.plan_text(plan, run, basis, model=model, suggestions=changes,
                          neighbours=found.neighbours, notes=question.notes, width=width, colour=_colours()), end="")
@@ -146,7 +146,7 @@ def _all_cards(question: Question) -> int:
             for each in rows]}, indent=1, ensure_ascii=False))
     else:
         print(show.all_cards_table(rows, {each.name: speeds[each.name] for each in rows
-                                          if each.fits and each.name in speeds}), end="")
+                                          if each.fits and each.name in speeds}, _width()), end="")
     return 0 if any(each.fits for each in rows) else 1
 
 
@@ -201,6 +201,10 @@ def _in_words(config: RunConfig) -> str:
             f"{config.dtype}, {'compiled' if config.compile else 'eager'}")
 
 
+def _width() -> int:
+    return min(max(shutil.get_terminal_size().columns, 40), 100)
+
+
 def _colours() -> bool:
     return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") not in ("dumb", "unknown")
 
@@ -251,5 +255,5 @@ def list_cards(options: CardsOptions) -> int:
              show_bytes(card.usable_mib * MiB) if card.usable_mib else "?", known[card.bf16],
              f"{card.tflops:g}" if card.tflops else "?", f"{card.usable_src or '–'}, {card.tflops_src or '–'}")
             for card in found]
-    print(show.card_table(rows), end="")
+    print(show.card_table(rows, _width()), end="")
     return 0

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -148,3 +150,25 @@ def test_cards_are_listed_and_filtered(ask: Any) -> None:
     nothing = ask("geforce 9999", verb="cards")
     assert nothing.code == 2
     assert "fitgpt cards lists" in nothing.err
+
+
+@pytest.mark.parametrize("columns", [40, 60])
+@pytest.mark.parametrize(("verb", "argv"), [
+    ("plan", ["--gpu=4070", "--options"]), ("plan", ["--all-cards"]), ("cards", []),
+    ("plan", ["--gpu=4070", "--batch_size=64", "--trainer=nanogpt"]), ("fit", ["--gpu=4070"])])
+def test_a_narrow_terminal_is_not_overrun(ask: Any, monkeypatch: pytest.MonkeyPatch, columns: int, verb: str,
+                                          argv: list[str]) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    config = [] if verb == "cards" else [str(Path(__file__).parents[2] / "config" / "gpt2_124m.py")]
+    told = ask(*config, *argv, verb=verb).out.partition("To write a config")[0]  # a command is to be copied whole
+    assert told
+    flags = re.compile(r" +--\S+")  # one that is longer than the line is not broken
+    assert [line for line in told.splitlines() if len(line) > columns and not flags.fullmatch(line)] == []
+
+
+def test_a_narrow_table_keeps_what_matters(ask: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    told = ask(*SMALL, "--gpu=4070").out
+    assert re.search(r"^ +reserved +process$", told, re.MULTILINE)
+    assert re.search(r"^RTX 4070\n? .*fits", ask(*SMALL, "--all-cards").out, re.MULTILINE)
+    assert re.search(r"^RTX 4070  .* 11.65 GiB$", ask("4070", verb="cards").out, re.MULTILINE)

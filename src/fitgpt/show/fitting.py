@@ -8,11 +8,12 @@ from typing import Any
 
 from ..nouns import Decision, Fitted, SpeedEstimate, Standing, WayOut
 from ..units import GiB, MiB, show_bytes, show_count, with_article
-from .planning import signed, table
+from .planning import SHORTEST, signed, table
 
 ROWS, MARGIN = 9, 8          # of the picture, and the columns of its figures
 PICTURE = 64                 # columns of it, at most
 OFF_THE_SCALE = 1.2
+LONG_FLAG = 36               # columns that flags beside figures need; with fewer they go below
 BEYOND = 1.15                # how far it goes beyond what may be reserved
 CHOSEN, ASKED, LINE, LIMIT = "●", "○", "·", "│"
 PERMISSIONS = {"free": "nothing that is trained changes", "places": "part of it in the host's memory",
@@ -84,11 +85,14 @@ def beside_each_other(fitted: Fitted, width: int) -> str:
         before = next((each.measured for each in fitted.runners_up if each.config == asked.config), None)
         rows.append(("measured", f"{before:,.0f}" if before else "", f"{chosen.measured:,.0f}"))
     first, second = (max(len(row[column]) for row in [("", "asked", ""), *rows]) for column in (0, 1))
+    if first + second + 4 + SHORTEST > width:
+        return "\n".join(line for name, was, now in rows for line in [
+            name, *textwrap.wrap(f"{was} → {now}", width, initial_indent="  ", subsequent_indent="    ")])
     lines = [f"{'':{first}}  {'asked':>{second}}  chosen"]
     for name, was, now in rows:
         start = f"{name:{first}}  {was:>{second}}  "
-        lines += textwrap.wrap(now.replace(",", ", ") if "*" in now else now, max(width, len(start) + 20),
-                               initial_indent=start, subsequent_indent=" " * len(start)) or [start.rstrip()]
+        lines += textwrap.wrap(now.replace(",", ", ") if "*" in now else now, width, initial_indent=start,
+                               subsequent_indent=" " * len(start)) or [start.rstrip()]
     return "\n".join(lines)
 
 
@@ -109,8 +113,11 @@ def _runner_lines(standings: Sequence[Standing], width: int) -> list[str]:
     head, *lines = table(rows, left=(0,)).splitlines()
     found = [f"  {head}"]
     for line, each in zip(lines, standings, strict=True):
-        found += textwrap.wrap(_flags(each) or "as asked", width, initial_indent=f"  {line}  ", break_long_words=False,
-                               subsequent_indent=" " * (len(line) + 4), break_on_hyphens=False)
+        beside = len(line) + LONG_FLAG <= width
+        found += [] if beside else [f"  {line}"]
+        found += textwrap.wrap(_flags(each) or "as asked", width, break_long_words=False, break_on_hyphens=False,
+                               initial_indent=f"  {line}  " if beside else " " * 6,
+                               subsequent_indent=" " * (len(line) + 4 if beside else 6))
     return found
 
 
@@ -167,7 +174,7 @@ def picture(fitted: Fitted, columns: int) -> str:
     axis = f"{'':{MARGIN}}└{'─' * columns}"
     scale = f"{'':{MARGIN + 1}}0".ljust(MARGIN + columns - 8) + show_bytes(int(width))
     keys = f"{LINE} the fastest in so much memory, tokens/s  {ASKED} asked  {CHOSEN} chosen  {LIMIT} may be reserved"
-    return "\n".join([*lines, axis, scale, keys])
+    return "\n".join([*lines, axis, scale, _wrapped(keys, max(columns + MARGIN + 2, 40))])
 
 
 def _row(speed: float, low: float, top: float) -> int:

@@ -12,13 +12,11 @@ PHASES = {"load": "load", "first_eval": "first evaluation", "first_train": "firs
           "step": "optimizer's step", "eval": "evaluation", "save": "saving", "resume": "resuming",
           "sample": "sampling"}
 TRAINERS = {"fitgpt": "fitgpt", "nanogpt": "nanoGPT's train.py"}
-CARDS_NOTE = """
-
-Usable is what CUDA gives of the memory; TFLOP/s are dense, half precision. How
+CARDS_NOTE = """Usable is what CUDA gives of the memory; TFLOP/s are dense, half precision. How
 each of the two is known: seen on such a card, printed by the vendor, worked out
-by a formula, or recalled and to be checked. --json has every figure.
-"""
-LABEL = 9  # columns of the words on the left
+by a formula, or recalled and to be checked. --json has every figure."""
+LABEL = 9      # columns of the words on the left
+SHORTEST = 20  # columns that words beside figures need; with fewer they go below
 
 
 # ---- the plan
@@ -31,8 +29,8 @@ def plan_text(plan: MemoryPlan, outlook: Outlook, basis: Basis, *, model: str = 
     forecast, budget = plan.forecast, plan.budget
     where = f" on {with_article(budget.card)}" if budget.card else ""
     title = f"{TRAINERS[forecast.trainer]}{where}: {show_count(forecast.params)} parameters"
-    parts = [_wrapped(f"{title}, {model}" if model else title, width), phase_table(plan), owner_table(plan, width),
-             _verdict_paragraph(plan, neighbours, width, colour)]
+    parts = [_wrapped(f"{title}, {model}" if model else title, width), phase_table(plan, width),
+             owner_table(plan, width), _verdict_paragraph(plan, neighbours, width, colour)]
     if not plan.fits:
         parts.append(suggestion_lines(suggestions, width))
     rows = [("run", run_words(outlook)), ("assumes", assumption_words(plan)), ("basis", basis_words(plan, basis)),
@@ -41,7 +39,7 @@ def plan_text(plan: MemoryPlan, outlook: Outlook, basis: Basis, *, model: str = 
     return "\n\n".join(parts) + "\n"
 
 
-def phase_table(plan: MemoryPlan) -> str:
+def phase_table(plan: MemoryPlan, width: int = 80) -> str:
     """What each phase holds; the peak is marked. Reserved is the most since the process began."""
     rows = [("", "allocated", "reserved", "process", "")]
     for phase, words in PHASES.items():
@@ -50,7 +48,7 @@ def phase_table(plan: MemoryPlan) -> str:
             rows.append((words, show_bytes(held.allocated), show_bytes(held.reserved),
                          show_bytes(held.reserved + plan.budget.outside),
                          "← peak" if phase == plan.forecast.peak_phase else ""))
-    return table(rows, left=(0, 4))
+    return table(rows, left=(0, 4), width=width, spare=(1, 4, 3))
 
 
 def owner_table(plan: MemoryPlan, width: int) -> str:
@@ -59,8 +57,10 @@ def owner_table(plan: MemoryPlan, width: int) -> str:
     lines = [f"At the peak, {show_bytes(total)} allocated:"]
     for share in forecast.owners_at_peak:
         start = f"{share.owner:<12}{show_bytes(share.nbytes):>10}{share.nbytes / total:>7.1%}  "
-        lines += textwrap.wrap(share.formula, max(width, len(start) + 20), initial_indent=start,
-                               subsequent_indent=" " * len(start))
+        if len(start) + SHORTEST > width:
+            lines += [start.rstrip(), *textwrap.wrap(share.formula, width, initial_indent="  ", subsequent_indent="  ")]
+        else:
+            lines += textwrap.wrap(share.formula, width, initial_indent=start, subsequent_indent=" " * len(start))
     return "\n".join(lines)
 
 
@@ -153,9 +153,9 @@ def option_table(priced: Sequence[PricedChange], needs_now: int, may_reserve: in
     rows += [(each.change.flags[0], _less(each.saved_in_training), _less(each.saved_in_evaluation),
               show_bytes(each.needs), _kind(each.change), "fits" if each.fits else "") for each in priced]
     lines = [_wrapped(f"Single changes, from {show_bytes(needs_now)} needed now, where {show_bytes(may_reserve)} may "
-                      "be reserved:", width), table(rows, left=(0, 4, 5)), ""]
+                      "be reserved:", width), table(rows, left=(0, 4, 5), width=width, spare=(2, 1, 4)), ""]
     if any(not each.change.comparable for each in priced):
-        lines.append("other: a loss at another block size does not compare with this run's.")
+        lines.append(_wrapped("other: a loss at another block size does not compare with this run's.", width))
     told: dict[str, list[Change]] = {}
     for each in priced:
         told.setdefault(f"saves {each.change.what}; cost: {each.change.slower}.", []).append(each.change)
@@ -166,27 +166,48 @@ def option_table(priced: Sequence[PricedChange], needs_now: int, may_reserve: in
     return "\n".join(lines) + "\n"
 
 
-def all_cards_table(verdicts: Sequence[CardVerdict], speeds: Mapping[str, tuple[float, float]]) -> str:
+def all_cards_table(verdicts: Sequence[CardVerdict], speeds: Mapping[str, tuple[float, float]],
+                    width: int = 80) -> str:
     """A line a card; `speeds` of those that have an estimate."""
     rows = [("card", "usable", "needs", "headroom", "      tok/s" if speeds else "")]
     for each in verdicts:
         verdict = f"fits  {_speed(speeds.get(each.name))}".rstrip() if each.fits else "does not fit"
         figures = ("", "", each.problem) if each.problem else (show_bytes(each.needs), signed(each.headroom), verdict)
         rows.append((each.name, show_bytes(each.usable) if each.usable is not None else "not known", *figures))
-    return table(rows, left=(0, 4)) + "\n"
+    return table(rows, left=(0, 4), width=width, spare=(1, 2, 3)) + "\n"
 
 
-def card_table(rows: Iterable[tuple[str, ...]]) -> str:
+def card_table(rows: Iterable[tuple[str, ...]], width: int = 80) -> str:
     head = ("card", "memory", "usable", "bf16", "TFLOP/s", "known")
-    return table([head, *rows], left=(0, 5)) + CARDS_NOTE
+    return f"{table([head, *rows], left=(0, 5), width=width, spare=(5, 3, 4, 1))}\n\n{_wrapped(CARDS_NOTE, width)}\n"
 
 
-def table(rows: Sequence[tuple[str, ...]], left: tuple[int, ...] = (0,)) -> str:
-    """Columns as wide as their widest cell, the `left` ones flush left, the others flush right."""
+def table(rows: Sequence[tuple[str, ...]], left: tuple[int, ...] = (0,), *, width: int = 0,
+          spare: Sequence[int] = ()) -> str:
+    """Columns as wide as their widest cell, the `left` ones flush left, the others flush right.
+
+    Where that is wider than `width`, `spare` columns are left out, in that order, until it is not. If it is so without
+    all of them, the first column stands on lines of its own, and the others below it.
+    """
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = ("  ".join(cell.ljust(width) if column in left else cell.rjust(width)
-                       for column, (cell, width) in enumerate(zip(row, widths, strict=True))) for row in rows)
-    return "\n".join(line.rstrip() for line in lines)
+
+    def as_many_as_fit(kept: list[int]) -> tuple[list[int], bool]:
+        for column in (-1, *spare):
+            kept = [each for each in kept if each != column]
+            if not width or sum(widths[each] + 2 for each in kept) - 2 <= width:
+                return kept, True
+        return kept, False
+
+    def line(row: tuple[str, ...], kept: Sequence[int]) -> str:
+        return "  ".join(row[column].ljust(widths[column]) if column in left else row[column].rjust(widths[column])
+                         for column in kept).rstrip()
+
+    kept, fits = as_many_as_fit(list(range(len(widths))))
+    if fits:
+        return "\n".join(line(row, kept) for row in rows)
+    widths[0] = 0
+    below = as_many_as_fit(list(range(len(widths))))[0][1:]
+    return "\n".join(f"{row[0]}\n  {line(row, below)}".strip("\n") for row in rows)
 
 
 def _kind(change: Change) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Any
@@ -11,12 +12,15 @@ import pytest
 
 import by_the_book
 from fitgpt.config import RunConfig
+from fitgpt.memory import forecast
 from fitgpt.memory.allocator import replay
-from fitgpt.memory.forecast import TRAINERS, settled, tape_of
+from fitgpt.memory.changes import smallest_that_fit
+from fitgpt.memory.forecast import TRAINERS, held_at_least, settled, tape_of
 from fitgpt.memory.native import ALWAYS_ASCENDING, DESCENDING, HALF_ASCENDING
 from fitgpt.memory.setting import Setting
 from fitgpt.memory.tape import RECORDED, Tape, Writer
-from fitgpt.units import MiB
+from fitgpt.nouns import Budget
+from fitgpt.units import GiB, MiB
 
 SMALL: dict[str, Any] = dict(n_layer=3, n_head=4, n_embd=256, batch_size=8, block_size=256, vocab_size=5000)
 RUNS: dict[str, dict[str, Any]] = {
@@ -90,6 +94,15 @@ def test_parts_that_are_copied_are_what_would_be_written(name: str, trainer: str
     assert copied == written(RUNS[name], trainer)
 
 
+@pytest.mark.parametrize("trainer", TRAINERS)
+@pytest.mark.parametrize("name", RUNS)
+def test_what_is_held_at_least_is_never_more_than_the_tape_asks_for_and_most_of_it(name: str, trainer: str) -> None:
+    setting = Setting((8, 9))
+    config = settled(RunConfig(**{"gradient_accumulation_steps": 8, **SMALL, **RUNS[name]}), setting)
+    least, asked = held_at_least(config, setting, trainer), tape_of(config, setting, trainer).asked_at_most
+    assert 0.1 * asked < least <= asked
+
+
 def test_a_copied_part_has_its_own_names_and_leaves_alive_what_it_allocates() -> None:
     writer = Writer()
     writer.phase("train")
@@ -98,3 +111,18 @@ def test_a_copied_part_has_its_own_names_and_leaves_alive_what_it_allocates() ->
     assert [event.name for event in writer.tape().events] == ["first", "second"]
     assert writer.alive("first")
     assert writer.alive("second")
+
+
+def test_gpt2_xl_is_planned_within_a_second_of_processor_time_changes_included() -> None:
+    """The best of some, with twice the time that it takes: the machine may be shared, and have slow spells."""
+    config = RunConfig(n_layer=48, n_head=25, n_embd=1600, batch_size=4, compile=False, dtype="bfloat16")
+    setting, budget = Setting((8, 9)), Budget("a card", 24 * GiB, 0, 24 * GiB, 500 * MiB)
+    seconds = []
+    for _ in range(4):
+        started = time.process_time()
+        assert not forecast.plan(config, setting, budget, "nanogpt").fits
+        smallest_that_fit(settled(config, setting), setting, budget, "nanogpt")
+        seconds.append(time.process_time() - started)
+        if seconds[-1] < 1:
+            break
+    assert min(seconds) < 1

@@ -17,9 +17,8 @@ from ..errors import UsageError
 from ..knobs import parse_value, shown
 from ..nouns import Budget, Change, PricedChange
 from ..savers import LEVELS, SAVERS, Saver, loss_piece_tokens
-from . import gpt
 from .allocator import needs, replay
-from .forecast import settled, tape_of
+from .forecast import held_at_least, settled, tape_of
 from .setting import Setting
 from .tape import Tape
 
@@ -201,13 +200,6 @@ def fits(config: RunConfig, setting: Setting, budget: Budget, trainer: str = "fi
     return tape.asked_at_most <= cap and replay(tape, cap, expandable=expandable).failed is None
 
 
-def held_at_least(config: RunConfig, setting: Setting, trainer: str = "fitgpt") -> int:
-    """What any optimizer's step holds at once, whatever the batch: weights, state and gradients. No tape is written."""
-    if trainer == "nanogpt":
-        return 16 * config.gpt_config().count_params()
-    return gpt.held_at_a_step(settled(config, setting))
-
-
 def smallest_that_fit(config: RunConfig, setting: Setting, budget: Budget, trainer: str = "fitgpt", most: int = 3,
                       could_fit: Callable[[Option], bool] = lambda option: True) -> tuple[Change, ...]:
     """Of each family the smallest change that makes the run fit, the exact ones first, and no more than `most`.
@@ -220,7 +212,8 @@ def smallest_that_fit(config: RunConfig, setting: Setting, budget: Budget, train
     found: list[Change] = []
 
     def enough(option: Option) -> bool:
-        if held_at_least(option.config, setting, option.change.trainer) > budget.reserve_limit:
+        least = held_at_least(settled(option.config, setting), setting, option.change.trainer)
+        if least > budget.reserve_limit:
             return False
         return could_fit(option) and fits(option.config, setting, budget, option.change.trainer)
 

@@ -22,9 +22,19 @@ TRAINERS = ("fitgpt", "nanogpt")
 def tape_of(config: RunConfig, setting: Setting, trainer: str = "fitgpt") -> Tape:
     """All that the run allocates and frees. `config.vocab_size` 0 means GPT-2's, padded."""
     if trainer == "nanogpt":
-        gpu = Gpu(setting.workspace, setting.sms, setting.threads, setting.cache, setting.attention(config, trainer))
-        return nanogpt.write(nanogpt_run(config), gpu=gpu)
+        return nanogpt.write(nanogpt_run(config), gpu=_gpu(config, setting))
     return gpt.write(config, setting)
+
+
+def held_at_least(config: RunConfig, setting: Setting, trainer: str = "fitgpt") -> int:
+    """No more than the tape of a settled config holds at its highest, in much less time than to write it takes."""
+    if trainer == "nanogpt":
+        return nanogpt.held_at_least(nanogpt_run(config), _gpu(config, setting))
+    return gpt.held_at_a_step(config)
+
+
+def _gpu(config: RunConfig, setting: Setting) -> Gpu:
+    return Gpu(setting.workspace, setting.sms, setting.threads, setting.cache, setting.attention(config, "nanogpt"))
 
 
 def forecast(config: RunConfig, setting: Setting, trainer: str = "fitgpt", limit: int | None = None) -> Forecast:

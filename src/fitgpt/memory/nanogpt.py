@@ -7,12 +7,14 @@ its own: `logits` outlives its step, the next batch is on the card before the ba
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
-from .aten import H200, Gpu, norm_partials
+from .aten import H200, Attention, Gpu, norm_partials
 from .compiled import CompiledGPT
 from .eager import EagerGPT
+from .forwardgraph import ForwardGraph, Shapes
 from .nanorun import SCALAR, NanoGPTRun
 from .tape import Tape, Writer
 
@@ -40,6 +42,32 @@ def write(run: NanoGPTRun, *, gpu: Gpu = H200, eval_batches: int = 2, iterations
     asked = run.gradient_accumulation_steps
     written = asked if asked <= micro_steps else micro_steps - (asked - micro_steps) % 2
     return Loop(run, writer, model, max(written, 1)).run(eval_batches, iterations or (3 if written > 1 else 4))
+
+
+def held_at_least(run: NanoGPTRun, gpu: Gpu = H200) -> int:
+    """What the tape holds at some moment, without writing it: at the optimizer's step, or between the two passes."""
+    params = sum(numbers for _, numbers, _ in run.parameters())
+    gradients = 4 * params if run.gradient_accumulation_steps > 1 else 0
+    kept = _kept_compiled(run, gpu) if run.compile else _kept_eager(run, gpu)
+    return max(16 * params, 12 * params + gradients + kept)
+
+
+def _kept_compiled(run: NanoGPTRun, gpu: Gpu) -> int:
+    graph = ForwardGraph(Shapes(run, gpu), Attention(run, Writer(), gpu), grad=True).graph()
+    return sum(made.nbytes for kernel in graph.kernels for made in kernel.results if made.name in graph.keeps)
+
+
+def _kept_eager(run: NanoGPTRun, gpu: Gpu) -> int:
+    """Every layer keeps what the one before it does."""
+    def kept(layers: int) -> int:
+        writer = Writer()
+        writer.phase("train")
+        model = EagerGPT(replace(run, n_layer=layers), writer, gpu)
+        model.forward("logits", "loss", grad=True)
+        model.leave_autocast(grad=True)
+        return sum(event.nbytes for event in writer.tape().alive_at_end().values())
+
+    return kept(1) + (run.n_layer - 1) * (kept(2) - kept(1))
 
 
 class Loop:

@@ -22,8 +22,8 @@ class CompiledGPT:
         self.attend, self.shapes = Attention(run, writer, gpu), Shapes(run, gpu)
         forward = ForwardGraph(self.shapes, self.attend, grad=True).graph()
         self.evaluation = plan(ForwardGraph(self.shapes, self.attend, grad=False).graph())
-        self.training = plan(forward)
         self.backprop = plan(BackwardGraph(self.shapes, self.attend, forward).graph())
+        self.training = plan(forward).calling(self.backprop.taken)  # a gradient may end up in what forward kept
         self.fresh = {f"{name}.grad": f"{name}.fresh" for name, _, _ in run.parameters()}
         self.timed = set[tuple[str, str]]()
         self.weighed = self.held = self.most = 0  # events that were looked at; bytes after them, and at most
@@ -33,7 +33,7 @@ class CompiledGPT:
             self.weigh_padding("training" if grad else "evaluation")
         names = {"logits": logits, "loss": loss}
         if grad:
-            self.follow(self.training, "training", names)
+            self.follow(self.training, "training", names | (self.fresh if self.w.alive("wte.grad") else {}))
         else:
             self.follow(self.evaluation, "evaluation", names)
 

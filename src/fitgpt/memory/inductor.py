@@ -53,6 +53,13 @@ class Step(NamedTuple):
 class Plan(NamedTuple):
     steps: list[Step]
     names: dict[str, str]   # what blocks that calls allocate are to be called, where another buffer ends up in them
+    taken: dict[str, Made]  # blocks it was handed in which something ends up that it hands out
+
+    def calling(self, blocks: Mapping[str, Made]) -> Plan:
+        """The same, but blocks that it allocates go by the names of what they hold in the end."""
+        return self._replace(steps=[
+            step._replace(name=blocks[step.name].name, owner=step.owner and blocks[step.name].owner)
+            if step.name in blocks else step for step in self.steps])
 
 
 @dataclass(frozen=True)
@@ -147,10 +154,9 @@ def _renamed(graph: Graph, steps: list[Step], home: dict[str, str]) -> Plan:
     """A block goes by the name of what it holds in the end, if that is handed out."""
     made = {each.name: each for kernel in graph.kernels for each in kernel.results}
     final = {home[name]: made[name] for name in sorted(graph.keeps) if name in home and home[name] != name}
-    renamed = [step._replace(name=final[step.name].name, owner=step.owner and final[step.name].owner)
-               if step.name in final else step for step in steps]
     called = {each.name for kernel in graph.kernels for each in kernel.gets}
-    return Plan(renamed, {block: held.name for block, held in final.items() if block in called})
+    return Plan(steps, {block: held.name for block, held in final.items() if block in called},
+                {block: held for block, held in final.items() if block in graph.inputs}).calling(final)
 
 
 def _usage(graph: Graph, kernels: Sequence[Kernel]) -> list[int]:

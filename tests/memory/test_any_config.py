@@ -1,0 +1,94 @@
+"""Any config has a tape: of either trainer, on every kind of card, with sizes that are odd or that coincide."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from fitgpt.cards import Card, load
+from fitgpt.config import RunConfig
+from fitgpt.memory.allocator import replay
+from fitgpt.memory.forecast import forecast, settled, tape_of
+from fitgpt.memory.setting import KNOWN_TORCH, Setting, setting_for
+from fitgpt.memory.tape import RELEASE, Event, Tape
+
+CONFIGS = 100
+ONE_OF_EACH_KIND = list({card.cc: card for card in load() if card.vendor == "nvidia"}.values())
+
+
+def sizes(dice: Random) -> dict[str, int]:
+    """Half of them are odd; of the others, a batch's rows are a few times as many as a row's numbers, so that
+    activations are as large as weights and one may take another's memory."""
+    if dice.random() < 0.5:
+        heads = dice.choice((1, 2, 3, 5, 12))
+        return {"n_head": heads, "n_embd": heads * dice.choice((1, 3, 8, 33, 64, 136, 264)),
+                "batch_size": dice.randint(1, 5), "block_size": dice.choice((1, 2, 7, 33, 128, 1000, 4096)),
+                "vocab_size": dice.choice((65, 72, 257, 50257, 50304, 100277))}
+    width, batch, times = dice.choice((16, 32, 192, 768)), dice.choice((1, 4, 8, 16)), dice.choice((1, 3, 4))
+    return {"n_head": dice.choice((1, 2, 4)), "n_embd": width, "batch_size": batch,
+            "block_size": max(width * times // batch, 1), "vocab_size": dice.choice((65, 4 * width))}
+
+
+def config_of(dice: Random, card: Card) -> RunConfig:
+    """One that the card can run."""
+    setting = setting_for(card)
+    return RunConfig(
+        **sizes(dice), n_layer=dice.randint(1, 4), dropout=dice.choice((0.0, 0.1)), bias=dice.random() < 0.5,
+        gradient_accumulation_steps=dice.randint(1, 5), grad_clip=dice.choice((0.0, 1.0)),
+        dtype=dice.choice(("auto", "float32", "float16", *(("bfloat16",) if setting.has_bf16 else ()))),
+        compile=setting.compiles and dice.random() < 0.75)
+
+
+def check(tape: Tape) -> dict[str, Event]:
+    """What is alive at the end. Copied parts of a tape are not looked at by the writer."""
+    alive: dict[str, Event] = {}
+    for event in tape.events:
+        if event.alloc:
+            assert event.name not in alive
+            assert event.nbytes >= 0
+            alive[event.name] = event
+        elif event.name != RELEASE:
+            assert alive.pop(event.name)[1:] == event[1:]
+    return alive
+
+
+@pytest.mark.parametrize("number", range(CONFIGS))
+def test_every_config_has_a_tape_that_frees_what_is_alive_and_only_that(number: int) -> None:
+    dice = Random(number)
+    card, trainer = dice.choice(ONE_OF_EACH_KIND), "fitgpt" if number % 4 == 0 else "nanogpt"
+    setting = setting_for(card, torch=dice.choice(KNOWN_TORCH), windows=dice.random() < 0.1)
+    config = settled(config_of(dice, card), setting)
+    tape = tape_of(config, setting, trainer)
+    alive = check(tape)
+    timeline = replay(tape, expandable=setting.expands(trainer))
+    assert timeline.failed is None
+    assert min(timeline.allocated) >= 0
+    if trainer == "nanogpt":
+        assert not {"activations", "casts", "gradients"} & {event.owner for event in alive.values()}
+    if number % 4 < 2:
+        found = forecast(config, setting, trainer)
+        assert sum(share.nbytes for share in found.owners_at_peak) == found.phases[found.peak_phase].allocated
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize(("batch", "block", "gradient"), [(16, 1, "0.proj.weight.grad"), (16, 3, "0.qkv.weight.grad")])
+def test_a_gradient_may_end_up_in_what_the_forward_pass_kept(batch: int, block: int, gradient: str,
+                                                             accumulation: int) -> None:
+    """With dropout the first norm's input is computed again over the kept rows of the tokens' table; where those are as
+    large as a weight, its gradient takes the place next, and outlives the step."""
+    config = RunConfig(n_layer=2, n_head=2, n_embd=16, batch_size=batch, block_size=block, vocab_size=65, bias=True,
+                       dtype="float16", dropout=0.1, compile=True, gradient_accumulation_steps=accumulation)
+    tape = tape_of(config, Setting(), "nanogpt")
+    check(tape)
+    assert "tok_emb" not in {event.name for event in tape.events}  # the block goes by what it holds in the end
+    gradients = 0
+    for phase, start, end in tape.spans():
+        if phase == "step":
+            break
+        gradients += sum((event.nbytes if event.alloc else -event.nbytes) for event in tape.events[start:end]
+                         if event.owner == "gradients")
+    assert gradients == 4 * config.gpt_config().count_params()
+    made = next(at for at, event in enumerate(tape.events) if event.name == gradient)
+    backward = next(at for at, event in enumerate(tape.events) if event.name == "zeros for logits")
+    assert made < backward

@@ -216,6 +216,16 @@ def test_a_slow_step_moves_the_bar_while_it_is_under_way(monkeypatch: pytest.Mon
     assert "this step 12%" in drawn(gauge)  # 4 of 32 micro-steps: the last one is under way
 
 
+def test_a_bar_that_is_left_standing_says_what_was_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    display, stream = rich_screen(monkeypatch, 80)
+    display.start(FACTS)
+    for done in (1, 2):
+        display.step(replace(REPORT, step=done - 1, seconds=3600.0))
+    display.advance(7.25)  # a quarter of a step that was then dropped
+    display.close()
+    assert "7/5,000" in lines_of(stream)[-3]
+
+
 def test_an_evaluation_has_a_bar_of_its_own_while_it_runs() -> None:
     gauge = live._Gauge()
     gauge.begin(FACTS)

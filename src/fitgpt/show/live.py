@@ -181,7 +181,7 @@ class RichDisplay:
         self._say(f"warning: {sentence}", "yellow")
 
     def close(self) -> None:
-        self._gauge.evaluating = None
+        self._gauge.evaluating, self._gauge.settled = None, True
         self._live.stop()
 
     def _say(self, words: str, style: str = "") -> None:
@@ -198,6 +198,7 @@ class _Gauge:
 
     def __init__(self) -> None:
         self.handed_over = 0.0  # steps, to the device
+        self.settled = False    # the device has done them all
         self.evaluating: tuple[int, int, str] | None = None
         self._facts: RunFacts | None = None
         self._report: StepReport | None = None
@@ -223,7 +224,7 @@ class _Gauge:
         micro-step after that: only the device knows, and to ask it would make it wait. The first report's pace is that
         of kernels being compiled, and says nothing."""
         report = self._report
-        if report is None or report.seconds <= 0 or self._reports < 2:
+        if self.settled or report is None or report.seconds <= 0 or self._reports < 2:
             return self.handed_over
         by_now = report.step + 1 + (time.monotonic() - self._since) / report.seconds
         under_way = 0 if self.evaluating else 1 / max(int(facts.config.get("gradient_accumulation_steps", 1)), 1)

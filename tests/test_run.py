@@ -17,10 +17,10 @@ from fitgpt.data.order import positions_for
 from fitgpt.data.shards import open_dataset
 from fitgpt.engine import checkpoint
 from fitgpt.engine.model import GPT, build_model
-from fitgpt.errors import CheckpointError, DataError, Interrupted, NumericsError, UsageError
+from fitgpt.errors import CheckpointError, DataError, Interrupted, NumericsError, SystemFault, UsageError
 from fitgpt.memory.gpt import checkpoint_bytes
 from fitgpt.run import run
-from fitgpt.runfolder import read_metrics
+from fitgpt.runfolder import RunFolder, read_metrics
 from fitgpt.show.live import PlainDisplay
 from helpers import reference_loss, tiny_config
 
@@ -106,6 +106,21 @@ def test_every_micro_step_is_told_to_the_display(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(PlainDisplay, "advance", lambda display, steps: told.append(steps))
     train(tiny_config(tmp_path, max_iters=2, gradient_accumulation_steps=4, log_interval=10))
     assert told == [0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0]
+
+
+def test_a_disk_that_is_full_for_a_while_costs_no_step_and_no_line_of_the_record(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    real, calls = RunFolder.append_metrics, iter(range(1000))
+
+    def full_for_a_while(self: RunFolder, row: dict) -> None:
+        if 4 <= next(calls) < 9:
+            raise SystemFault("Cannot append to metrics.jsonl: No space left on device.")
+        real(self, row)
+
+    monkeypatch.setattr(RunFolder, "append_metrics", full_for_a_while)
+    rows = train(tiny_config(tmp_path, max_iters=12))
+    assert [row["step"] for row in rows if row["kind"] == "step"] == list(range(12))
+    assert capsys.readouterr().out.count("waits until there is room") == 1
 
 
 def test_the_split_of_a_step_into_micro_batches_changes_only_rounding(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
@@ -15,11 +16,13 @@ from .engine.loop import Training
 from .engine.oom import NoRoom, Refusal
 from .engine.rehearsal import Peaks
 from .engine.signs import fragmentation, may_spill, spill
+from .errors import SystemFault
 from .nouns import DataSummary, Evaluation, MemoryReading, RunFacts, StepReport
 from .runfolder import RunFolder
 from .show.live import Display
 from .wandb import Log
 
+ROWS_THAT_WAIT = 100_000  # some 50 MB of the host's memory; then the oldest are lost
 GLANCE = 2  # batches of each split: where work is recorded, the first runs as it is and the second is recorded
 
 Splits = Mapping[str, tuple[ReadWindows, int]]
@@ -37,6 +40,7 @@ class Desk:
         self.peaks = peaks
         self.eval_batch = config.eval_batch  # becomes smaller where memory runs out
         self._last_report: StepReport | None = None
+        self._waiting: deque[dict[str, Any]] = deque(maxlen=ROWS_THAT_WAIT)  # for the record
         self._signs = Signs(card_bytes)
 
     def evaluate(self, step: int) -> Evaluation | Refusal | None:
@@ -78,7 +82,7 @@ class Desk:
             self._display.note(note)
         seconds = time.perf_counter() - started
         nbytes = sum(each.numel() * each.element_size() for part in (weights, moments) for each in part.values())
-        self._folder.append_metrics({"kind": "save", "step": training.step, "best": is_best, "seconds": seconds})
+        self._record({"kind": "save", "step": training.step, "best": is_best, "seconds": seconds})
         self._display.saved(str(saved.path), seconds, nbytes)
 
     def advanced(self, steps: float) -> None:
@@ -87,14 +91,14 @@ class Desk:
     def reported(self, report: StepReport) -> None:
         self._last_report = report
         self.peaks.seen("train" if "first_train" in self.peaks.of else "first_train", report.memory)
-        self._folder.append_metrics({"kind": "step", **asdict(report)})
+        self._record({"kind": "step", **asdict(report)})
         self._display.step(report)
         for note in self._signs.of(report, self.peaks.most_allocated):
             self.tell({"kind": "note", "step": report.step, "text": note})
 
     def evaluated(self, evaluation: Evaluation, *, is_best: bool) -> None:
         self.peaks.seen("eval" if "first_eval" in self.peaks.of else "first_eval", evaluation.memory)
-        self._folder.append_metrics({"kind": "eval", "best": is_best, **asdict(evaluation)})
+        self._record({"kind": "eval", "best": is_best, **asdict(evaluation)})
         self._display.evaluated(evaluation, is_best)
         if self._wandb:
             last = self._last_report
@@ -102,12 +106,23 @@ class Desk:
                          "val/loss": evaluation.of("val").mean, "lr": last.lr if last else 0.0,
                          "mfu": 100 * (last.mfu or 0.0) if last else 0.0})
 
+    def _record(self, row: dict[str, Any]) -> None:
+        """A full disk stops no training: rows wait here, in their order, until there is room for them."""
+        self._waiting.append(row)
+        try:
+            while self._waiting:
+                self._folder.append_metrics(self._waiting[0])
+                self._waiting.popleft()
+        except SystemFault as fault:
+            if len(self._waiting) == 1:
+                self._display.warn(f"{fault.what} Training goes on; what is to be recorded waits until there is room.")
+
     def warn(self, sentence: str) -> None:
-        self._folder.append_metrics({"kind": "warning", "text": sentence})
+        self._record({"kind": "warning", "text": sentence})
         self._display.warn(sentence)
 
     def tell(self, row: dict[str, Any]) -> None:
-        self._folder.append_metrics(row)
+        self._record(row)
         if row.get("text"):
             show = self._display.warn if row["kind"] in ("oom", "went_back", "step_down") else self._display.note
             show(row["text"])

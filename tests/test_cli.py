@@ -97,6 +97,7 @@ def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None
     (["trian"], "fitgpt train"), (["smaple"], "fitgpt sample"), (["xyzzy"], "--help"), (["help", "evl"], "fitgpt eval"),
     (["config/x.py"], "fitgpt train config/x.py"), (["--batch_size=8"], "fitgpt train --batch_size=8"),
     ([""], "--help"),
+    (["resume", "runs/a"], "fitgpt train --resume --out_dir=RUN?"), (["generate"], "fitgpt sample"),
 ])
 def test_an_unknown_verb_is_answered_with_the_nearest(argv: list[str], fix: str,
                                                       capsys: pytest.CaptureFixture[str]) -> None:

@@ -100,6 +100,10 @@ VERBS = {verb.name: verb for verb in (
          ("fitgpt completion bash", "fitgpt completion fish")),
 )}
 
+# Words that other programs have for it.
+MEANT = {"resume": "train --resume --out_dir=RUN", "finetune": "train --init_from=gpt2", "generate": "sample",
+         "memory": "plan", "estimate": "plan", "oom": "explain", "gpus": "cards"}
+
 # What a missing package means to the user: the extra that brings it.
 EXTRAS = {"torch": "train", "numpy": "train", "safetensors": "train", "tiktoken": "train", "pyarrow": "parquet",
           "huggingface_hub": "hub", "datasets": "datasets", "wandb": "wandb",
@@ -191,7 +195,7 @@ def find_verb(name: str) -> Verb:
     if name.endswith(".py") or name.startswith("-"):
         fix = f"fitgpt train {name}" if name.endswith(".py") else f"Flags follow the verb: fitgpt train {name}"
         raise UsageError(f"{name!r} is not a verb of fitgpt.", fix)
-    near = nearest(name, VERBS)
+    near = [MEANT[name]] if name in MEANT else nearest(name, VERBS)
     raise UsageError(f"{name!r} is not a verb of fitgpt. The verbs: {', '.join(VERBS)}.",
                      f"Did you mean fitgpt {near[0]}?" if near else "fitgpt --help")
 

@@ -187,7 +187,7 @@ def serve(case: dict[str, Any]) -> None:
     from fitgpt.engine.oom import cap_memory
 
     if case.get("cap"):
-        cap_memory("cuda", case["cap"])
+        cap_memory("cuda:0", case["cap"])
     started = time.perf_counter()
     trainer, config = make_trainer(case)
     flops = flops_a_token(config, case["block_size"])

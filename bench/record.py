@@ -17,6 +17,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -48,12 +49,14 @@ def main() -> None:
         print(json.dumps(one(json.loads(options.cases), options.events)))
         return
     cases = json.loads(Path(options.cases).read_text(encoding="utf-8"))["cases"]
-    started, rows = time.time(), dict[str, dict[str, Any]]()
+    started, rows, writing = time.time(), dict[str, dict[str, Any]](), threading.Lock()
 
     def record(case: dict[str, Any]) -> None:
         """Written after each case, so that what is there counts if time runs out."""
-        rows[case["name"]] = measured(case, options.events, options.seconds)
-        write(Path(options.out), [rows[each["name"]] for each in cases if each["name"] in rows])
+        row = measured(case, options.events, options.seconds)
+        with writing:
+            rows[case["name"]] = row
+            write(Path(options.out), [rows[each["name"]] for each in cases if each["name"] in rows])
 
     with ThreadPoolExecutor(options.at_once) as pool:
         list(pool.map(record, cases))

@@ -21,6 +21,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -56,21 +57,23 @@ def main() -> int:
     parser.add_argument("--dataset", default="data/stdlib-gpt2")
     parser.add_argument("--at_once", type=int, default=10)
     parser.add_argument("--first", type=int, default=ACCEPTED + REFUSED, help="only so many of them")
-    parser.add_argument("--folders", default="", help="where runs' folders go in turn, for a while, separated by commas")
+    parser.add_argument("--folders", default="", help="where runs are kept for a while, in turn: some, by commas")
     parser.add_argument("-o", "--out", default="")
     options = parser.parse_args()
     if options.draw:
         Path(options.draw).write_text(json.dumps({"seed": SEED, "triples": draw()}, indent=1) + "\n", encoding="utf-8")
         return 0
     triples = json.loads(Path(options.triples).read_text(encoding="utf-8"))["triples"][:options.first]
-    folders = itertools.cycle(options.folders.split(","))
+    folders, writing = itertools.cycle(options.folders.split(",")), threading.Lock()
     started, rows = time.time(), dict[str, dict[str, Any]]()
 
     def go(triple: dict[str, Any]) -> None:
         """Written after each, so that what is there counts if time runs out."""
-        rows[triple["name"]] = accepted(triple, options.dataset, next(folders)) if triple["accepted"] else refused(triple)
-        if options.out:
-            write(Path(options.out), [rows[each["name"]] for each in triples if each["name"] in rows])
+        row = accepted(triple, options.dataset, next(folders)) if triple["accepted"] else refused(triple)
+        with writing:
+            rows[triple["name"]] = row
+            if options.out:
+                write(Path(options.out), [rows[each["name"]] for each in triples if each["name"] in rows])
 
     with ThreadPoolExecutor(options.at_once) as pool:
         list(pool.map(go, triples))

@@ -200,7 +200,7 @@ def test_a_plan_in_the_record_that_cannot_be_read_is_made_again(row: dict[str, A
 def test_the_config_of_a_log_is_found_in_the_run_folder_it_lies_in(tmp_path: Path,
                                                                    capsys: pytest.CaptureFixture[str]) -> None:
     make_run(tmp_path / "run").close()
-    found, _ = run_out(notes_77m("fitgpt", "--batch_size=64"))
+    found, _ = run_out(notes_77m("fitgpt", "--batch_size=96"))
     (tmp_path / "run" / "log.txt").write_text(found.text)
     assert main(["explain", str(tmp_path / "run" / "log.txt"), "--json"]) == 0
     assert any("By its forecast this run" in note for note in told(capsys)["notes"])

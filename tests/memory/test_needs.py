@@ -10,7 +10,7 @@ import pytest
 from fitgpt.config import RunConfig
 from fitgpt.memory import allocator, forecast
 from fitgpt.memory.allocator import needs, needs_under, replay
-from fitgpt.memory.blocks import ROUND_SEGMENT, rounded, segment_size
+from fitgpt.memory.blocks import LARGE_SEGMENT, ROUND_SEGMENT, rounded, segment_size
 from fitgpt.memory.forecast import settled, tape_of
 from fitgpt.memory.setting import Setting
 from fitgpt.memory.tape import Tape
@@ -112,3 +112,17 @@ def test_a_limit_costs_one_replay_more_at_most_and_none_where_there_is_plenty_or
         tried.clear()
         assert needs_under(limit, written, usual, free_run=free_run, expandable=True) == usual
         assert len(tried) <= replays
+
+
+@pytest.mark.parametrize("trainer", ["fitgpt", "nanogpt"])
+def test_a_run_that_gets_by_with_less_than_it_would_like_is_told_as_it_gets_by(trainer: str) -> None:
+    config = run(compile=False, n_layer=3, n_head=8, n_embd=512, batch_size=6, vocab_size=50304)
+    free = forecast.forecast(config, SETTING, trainer)
+    assert free.needs < free.phases["train"].reserved
+    tight = forecast.forecast(config, SETTING, trainer, limit=free.needs)
+    page = LARGE_SEGMENT if trainer == "fitgpt" else 0  # of an expandable segment: the cap is asked for less than that
+    assert max(phase.reserved for phase in tight.phases.values()) <= free.needs + page
+    assert tight.reserved_range[1] == tight.phases["train"].reserved < free.phases["train"].reserved
+    assert tight.phases["train"].allocated <= free.phases["train"].allocated
+    loose = forecast.forecast(config, SETTING, trainer, limit=2 * free.needs)
+    assert loose == free

@@ -38,22 +38,26 @@ def _gpu(config: RunConfig, setting: Setting) -> Gpu:
 
 
 def forecast(config: RunConfig, setting: Setting, trainer: str = "fitgpt", limit: int | None = None) -> Forecast:
-    """`limit`: what the allocator may reserve, if that is known: then what is needed is true of it, too."""
+    """`limit`: what the allocator may reserve, if that is known: then what is needed is true of it, and a run that would
+    like to reserve more and gets by with less is told as it gets by."""
     config = settled(config, setting)
     tape, expandable = tape_of(config, setting, trainer), setting.expands(trainer)
     timeline = replay(tape, expandable=expandable)
-    peaks = timeline.peaks()
     needed = needs(tape, expandable=expandable, free_run=timeline)
+    reserved = (timeline.reserved, timeline.reserved) if expandable else reserved_range(tape, timeline)
     if limit is not None:
         needed = needs_under(limit, tape, needed, free_run=timeline, expandable=expandable)
+        if needed <= limit < timeline.reserved:
+            timeline = replay(tape, limit, expandable=expandable)
+            reserved = min(reserved[0], timeline.reserved), timeline.reserved
+    peaks = timeline.peaks()
     highest = max(peaks.values(), key=lambda peak: peak.allocated)
     phases = {phase: PhaseForecast(peak.allocated, peak.reserved) for phase, peak in peaks.items()}
     return Forecast(
         trainer=trainer, params=config.gpt_config().count_params(),
         phases=phases | _apart(config, setting, trainer, timeline, phases),
         peak_phase=highest.phase, owners_at_peak=words.owners(config, trainer, timeline, highest.event),
-        needs=needed,
-        reserved_range=(timeline.reserved, timeline.reserved) if expandable else reserved_range(tape, timeline),
+        needs=needed, reserved_range=reserved,
         assumes=setting.in_words(config, trainer), host_bytes=gpt.host_bytes(config),
         checkpoint_bytes=gpt.checkpoint_bytes(config))
 

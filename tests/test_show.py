@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import os
 import re
 import subprocess
@@ -93,6 +94,13 @@ def test_the_closing_says_where_the_run_is_and_what_to_type() -> None:
 ])
 def test_a_sparkline_falls_as_the_loss_does(values: list[float], width: int, drawn: str) -> None:
     assert text.sparkline(values, width) == drawn
+
+
+def test_of_one_window_no_error_is_told() -> None:
+    one = SplitLoss("val", 1.5, math.inf, 1, 1024)
+    assert text.eval_line(Evaluation(5, (one,), 100.0, MemoryReading())) == (
+        "step 5: val loss 1.5000 (block 1024, 100 tok/s)")
+    assert "best val loss 1.5000 at block 1024" in text.closing("out", 5, 1.0, one, [])
 
 
 def test_a_narrow_line_keeps_what_ranks_first_in_its_own_order() -> None:

@@ -73,9 +73,14 @@ def iter_line(report: StepReport) -> str:
 def eval_line(evaluation: Evaluation) -> str:
     """nanoGPT's line, then how far to trust it. Losses taken at different blocks do not compare, so blocks are said."""
     losses = ", ".join(f"{loss.split} loss {loss.mean:.4f}" for loss in evaluation.losses)
-    errors = ", ".join(f"± {loss.stderr:.4f}" for loss in evaluation.losses)
     blocks = " and ".join(dict.fromkeys(str(loss.block) for loss in evaluation.losses))
-    return f"step {evaluation.step}: {losses} ({errors}, block {blocks}, {evaluation.tokens_per_s:,.0f} tok/s)"
+    more = [*filter(None, map(_error, evaluation.losses)), f"block {blocks}", f"{evaluation.tokens_per_s:,.0f} tok/s"]
+    return f"step {evaluation.step}: {losses} ({', '.join(more)})"
+
+
+def _error(loss: SplitLoss) -> str:
+    """Of one window nothing tells how far it is off."""
+    return f"± {loss.stderr:.4f}" if math.isfinite(loss.stderr) else ""
 
 
 def saved_line(path: str, seconds: float, nbytes: int) -> str:
@@ -84,7 +89,7 @@ def saved_line(path: str, seconds: float, nbytes: int) -> str:
 
 def closing(run_dir: str, steps: int, seconds: float, best: SplitLoss | None, more: Sequence[str]) -> str:
     """How it ended, where it is, and what else there is to say."""
-    loss = f"; best {best.split} loss {best.mean:.4f} ± {best.stderr:.4f} at block {best.block}" if best else ""
+    loss = f"; best {best.split} loss {best.mean:.4f} {_error(best)} at block {best.block}".replace("  ", " ") if best else ""
     plural = "" if steps == 1 else "s"
     return "\n".join([f"{steps:,} step{plural} in {show_seconds(seconds)}{loss}", f"The run is in {run_dir}.", *more])
 

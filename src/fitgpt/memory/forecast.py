@@ -38,8 +38,8 @@ def _gpu(config: RunConfig, setting: Setting) -> Gpu:
 
 
 def forecast(config: RunConfig, setting: Setting, trainer: str = "fitgpt", limit: int | None = None) -> Forecast:
-    """`limit`: what the allocator may reserve, if that is known: then what is needed is true of it, and a run that would
-    like to reserve more and gets by with less is told as it gets by."""
+    """`limit`: what the allocator may reserve, if that is known: then what is needed is true of it, and a run that
+    would like to reserve more and gets by with less is told as it gets by."""
     config = settled(config, setting)
     tape, expandable = tape_of(config, setting, trainer), setting.expands(trainer)
     timeline = replay(tape, expandable=expandable)

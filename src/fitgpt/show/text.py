@@ -78,9 +78,9 @@ def eval_line(evaluation: Evaluation) -> str:
     return f"step {evaluation.step}: {losses} ({', '.join(more)})"
 
 
-def _error(loss: SplitLoss) -> str:
+def _error(loss: SplitLoss, before: str = "") -> str:
     """Of one window nothing tells how far it is off."""
-    return f"± {loss.stderr:.4f}" if math.isfinite(loss.stderr) else ""
+    return f"{before}± {loss.stderr:.4f}" if math.isfinite(loss.stderr) else ""
 
 
 def saved_line(path: str, seconds: float, nbytes: int) -> str:
@@ -89,7 +89,7 @@ def saved_line(path: str, seconds: float, nbytes: int) -> str:
 
 def closing(run_dir: str, steps: int, seconds: float, best: SplitLoss | None, more: Sequence[str]) -> str:
     """How it ended, where it is, and what else there is to say."""
-    loss = f"; best {best.split} loss {best.mean:.4f} {_error(best)} at block {best.block}".replace("  ", " ") if best else ""
+    loss = f"; best {best.split} loss {best.mean:.4f}{_error(best, ' ')} at block {best.block}" if best else ""
     plural = "" if steps == 1 else "s"
     return "\n".join([f"{steps:,} step{plural} in {show_seconds(seconds)}{loss}", f"The run is in {run_dir}.", *more])
 

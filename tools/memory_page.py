@@ -212,7 +212,8 @@ def accuracy_part() -> str:
     found: list[tuple[str, list[Figure]]] = []
     for how in ("eager", "compiled"):
         figures = [figure for path in sorted(RESULTS.glob("nanogpt*_h200.json"))
-                   for figure in of_file(str(path))[1] if figure.run.endswith(how)]
+                   for _, found_there, configs in [of_file(str(path))] for figure in found_there
+                   if configs[figure.run]["compile"] == (how == "compiled")]
         found.append((f"nanoGPT's `train.py`, {how}", figures))
     for name, words in (("h200.json", "fitgpt, drawn at random, eager and compiled"),
                         ("h200_kernels.json", "fitgpt with each attention kernel")):

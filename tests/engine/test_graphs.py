@@ -88,6 +88,31 @@ def test_what_is_new_finds_nothing_recorded_and_what_was_known_is_recorded_again
                     "record in pool 1", "look"]
 
 
+def test_where_memory_runs_out_while_recording_the_next_try_has_a_pool_of_its_own(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[str] = []
+
+    @contextmanager
+    def recording(graph: FakeGraph, *, pool: int, **how: object) -> object:
+        runs.append(f"record in pool {pool}")
+        yield
+        if pool == 0:
+            raise torch.OutOfMemoryError("no room")
+        graph.rerun = lambda: None  # type: ignore[attr-defined]
+
+    pools = iter(range(9))
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(pools))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
+    monkeypatch.setattr(torch.cuda, "graph", recording)
+    forgets(monkeypatch, runs)
+    double = Recorder(runs.append).replaying(lambda x: 2 * x)
+    double(torch.ones(3))
+    with pytest.raises(torch.OutOfMemoryError):
+        double(torch.ones(3))
+    assert double(torch.ones(3)).tolist() == [2.0, 2.0, 2.0]
+    assert runs == ["record in pool 0", "give back", "record in pool 1"]
+
+
 def forgets(monkeypatch: pytest.MonkeyPatch, runs: list[str]) -> None:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)

@@ -37,7 +37,8 @@ class Recorder:
             shapes = tuple(tuple(each.shape) for each in inputs)
             if shapes not in met:
                 met.add(shapes)
-                self._forget()
+                if any(self._made):
+                    self._forget()
                 return function(*inputs)
             if self._gave_up:
                 return function(*inputs)
@@ -56,13 +57,12 @@ class Recorder:
 
     def _forget(self) -> None:
         """All recordings at once, and the workspaces they write to: torch may free these with any one of them."""
-        if any(self._made):
-            torch.cuda.synchronize()
-            for recorded in self._made:
-                recorded.clear()
-            self._pool = torch.cuda.graph_pool_handle()
-            torch._C._cuda_clearCublasWorkspaces()
-            torch.cuda.empty_cache()
+        torch.cuda.synchronize()
+        for recorded in self._made:
+            recorded.clear()
+        self._pool = torch.cuda.graph_pool_handle()
+        torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()
 
     def _record(self, function: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> Recording | None:
         """None where it does not work: recording runs nothing, so the same call can still be made as it is."""
@@ -73,7 +73,8 @@ class Recorder:
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 result = function(*places)
         except torch.OutOfMemoryError:
-            raise  # a matter for whoever guards the run: with less memory in use it may work
+            self._forget()  # a pool in which a recording broke off is of no more use
+            raise           # a matter for whoever guards the run: with less memory in use it may work
         except RuntimeError as error:
             self._gave_up = True
             self._warn(f"The card's work could not be recorded ({str(error).splitlines()[0]}); it is launched piece by "

@@ -32,7 +32,7 @@ from fitgpt.units import GiB, MiB, parse_bytes
 from helpers import TINY, write_dataset
 
 TOTAL, RESERVED = 12282 * MiB, 302 * MiB
-NEEDS_5_7 = dict(batch_size=16, gradient_accumulation_steps=32, dataset="nowhere", vocab_size=50304)
+NEEDS_5_3 = dict(batch_size=16, gradient_accumulation_steps=32, dataset="nowhere", vocab_size=50304)
 
 
 def reading(used: int = 0, index: int = 0, *processes: GpuProcess) -> GpuReading:
@@ -54,14 +54,14 @@ def cards(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 def test_a_run_that_fits_starts_and_the_child_is_told_what_others_hold(cards: Callable[..., None]) -> None:
     cards((reading(2 * GiB), reading(GiB, 1)))
-    assert check(RunConfig(**NEEDS_5_7)).others == {"GPU-0": 2 * GiB, "GPU-1": GiB}
+    assert check(RunConfig(**NEEDS_5_3)).others == {"GPU-0": 2 * GiB, "GPU-1": GiB}
 
 
 def test_one_that_does_not_fit_is_refused_with_who_is_there_and_a_change_that_does(cards: Callable[..., None]) -> None:
     held = reading(9 * GiB, 0, GpuProcess(77, "/usr/bin/blender", 9 * GiB))
     cards((held,))
     with pytest.raises(DeviceError) as raised:
-        check(RunConfig(**NEEDS_5_7))
+        check(RunConfig(**NEEDS_5_3))
     said = raised.value
     assert said.exit_code == 5
     assert "does not fit the RTX 4070: it needs 5." in said.what
@@ -69,35 +69,35 @@ def test_one_that_does_not_fit_is_refused_with_who_is_there_and_a_change_that_do
     assert "blender 9.00 GiB" in said.what
     assert "Add --wait" in said.fix
     flags = said.fix.removeprefix("Add ").partition(";")[0].partition(".\n")[0].split()
-    changed = replace(RunConfig(**NEEDS_5_7), **{each.key: each.value for each in walk(flags, RunConfig)})
-    assert changed.tokens_per_step == RunConfig(**NEEDS_5_7).tokens_per_step
+    changed = replace(RunConfig(**NEEDS_5_3), **{each.key: each.value for each in walk(flags, RunConfig)})
+    assert changed.tokens_per_step == RunConfig(**NEEDS_5_3).tokens_per_step
     check(changed)  # what it says works
 
 
 def test_a_run_that_no_emptier_card_would_hold_is_not_waited_for(cards: Callable[..., None]) -> None:
     cards((reading(),))
     with pytest.raises(DeviceError) as raised:
-        check(RunConfig(**{**NEEDS_5_7, "batch_size": 64, "recompute": "all"}, wait=True))
+        check(RunConfig(**{**NEEDS_5_3, "batch_size": 64, "recompute": "all"}, wait=True))
     assert "--wait" not in raised.value.fix
 
 
 def test_leave_and_budget_make_the_card_smaller(cards: Callable[..., None]) -> None:
     cards((reading(),))
-    check(RunConfig(**NEEDS_5_7, leave="5GiB"))
-    with pytest.raises(DeviceError, match="6GiB to be left free"):
-        check(RunConfig(**NEEDS_5_7, leave="6GiB"))
-    check(RunConfig(**NEEDS_5_7, budget="7GiB"))
+    check(RunConfig(**NEEDS_5_3, leave="5GiB"))
+    with pytest.raises(DeviceError, match="7GiB to be left free"):
+        check(RunConfig(**NEEDS_5_3, leave="7GiB"))
+    check(RunConfig(**NEEDS_5_3, budget="7GiB"))
     with pytest.raises(DeviceError, match="a budget of 5GiB"):
-        check(RunConfig(**NEEDS_5_7, budget="5GiB"))
+        check(RunConfig(**NEEDS_5_3, budget="5GiB"))
     with pytest.raises(UsageError, match=r"more than the 11.70 GiB that CUDA gives"):
-        check(RunConfig(**NEEDS_5_7, budget="13GiB"))
+        check(RunConfig(**NEEDS_5_3, budget="13GiB"))
 
 
 def test_waiting_says_so_once_a_minute_and_ends_when_there_is_room(cards: Callable[..., None]) -> None:
     cards(*[(reading(9 * GiB),)] * 30, (reading(),))
     slept: list[float] = []
     said: list[str] = []
-    check(RunConfig(**NEEDS_5_7, wait=True), sleep=slept.append, say=said.append)
+    check(RunConfig(**NEEDS_5_3, wait=True), sleep=slept.append, say=said.append)
     assert sum(slept) == 150.0
     assert len(said) == 3  # at 0, 60 and 120 s
     assert "waiting for memory of the RTX 4070: the run needs 5." in said[0]
@@ -107,21 +107,21 @@ def test_waiting_says_so_once_a_minute_and_ends_when_there_is_room(cards: Callab
 def test_what_is_judged_is_what_the_child_is_told(cards: Callable[..., None]) -> None:
     """One look at the driver says both: another a moment later may say something else."""
     cards((reading(2 * GiB),), (reading(11 * GiB),))
-    assert check(RunConfig(**NEEDS_5_7)).others == {"GPU-0": 2 * GiB}
+    assert check(RunConfig(**NEEDS_5_3)).others == {"GPU-0": 2 * GiB}
 
 
 def test_the_emptiest_card_is_planned_for(cards: Callable[..., None]) -> None:
     cards((reading(9 * GiB), reading(GiB, 1)))
-    check(RunConfig(**NEEDS_5_7))
+    check(RunConfig(**NEEDS_5_3))
     with pytest.raises(DeviceError):
-        check(RunConfig(**NEEDS_5_7, device="cuda:0"))
-    check(RunConfig(**NEEDS_5_7, device="cuda:1"))
+        check(RunConfig(**NEEDS_5_3, device="cuda:0"))
+    check(RunConfig(**NEEDS_5_3, device="cuda:1"))
 
 
 @pytest.mark.parametrize("config", [dict(device="cpu"), dict(eval_only=True), dict(device="cuda:7")])
 def test_what_only_torch_can_judge_is_left_to_it(cards: Callable[..., None], config: dict[str, Any]) -> None:
     cards((reading(11 * GiB),))
-    check(RunConfig(**NEEDS_5_7, **config))
+    check(RunConfig(**NEEDS_5_3, **config))
 
 
 def test_manners_are_no_part_of_what_a_run_is() -> None:
@@ -265,7 +265,7 @@ def boarded(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Onboard, lis
         monkeypatch.setattr(onboard_module, "triton_works", lambda: True)
         monkeypatch.setattr(onboard_module, "may_spill", lambda: spills)
         choice = DeviceChoice("cuda:0", "NVIDIA GeForce RTX 4070", "bfloat16", True, (), None, None)
-        config = RunConfig(**{**NEEDS_5_7, "dtype": "bfloat16"}, **knobs)
+        config = RunConfig(**{**NEEDS_5_3, "dtype": "bfloat16"}, **knobs)
         return onboard_module.board(config, choice, {"GPU-0": 2 * GiB}), caps
 
     return run

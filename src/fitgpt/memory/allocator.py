@@ -92,14 +92,14 @@ def replay(tape: Tape, cap: int | None = None, *, expandable: bool = False, desc
     changes: list[int] = []
     segments: list[tuple[int, int]] = []
     if cap is not None or descending != DESCENDING:
-        return Timeline(tape, changes, segments, allocator.follow(tape.events, 0, cap, changes, segments))
+        return Timeline(tape, changes, segments, allocator.follow(tape.steps, 0, cap, changes, segments))
     least = tape.asked_at_most // ROUND_SEGMENT * ROUND_SEGMENT
-    at = allocator.follow(tape.events, 0, least, changes, segments, gives_back=False)
+    at = allocator.follow(tape.steps, 0, least, changes, segments, gives_back=False)
     if at is None:
         return Timeline(tape, changes, segments, None)
     begun = Begun(tape, allocator.copy(), at, max((held for _, held in segments), default=0))
     more: list[int] = []
-    allocator.follow(tape.events, at, None, more, segments)
+    allocator.follow(tape.steps, at, None, more, segments)
     return Timeline(tape, changes + more, segments, None, begun)
 
 
@@ -162,7 +162,7 @@ class Begun:
     def go_on(self, cap: int, *, gives_back: bool = True) -> bool:
         """To the end, or to the event that the cap refuses; without giving anything back, to the first such event."""
         segments: list[tuple[int, int]] = []
-        refused = self._allocator.follow(self._tape.events, self._at, cap, [], segments, gives_back=gives_back)
+        refused = self._allocator.follow(self._tape.steps, self._at, cap, [], segments, gives_back=gives_back)
         self.reserved = max(self.reserved, max((held for _, held in segments), default=0))
         self._at = len(self._tape.events) if refused is None else refused
         return refused is None

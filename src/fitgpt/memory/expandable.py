@@ -13,8 +13,8 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence
 from itertools import islice
 
-from .blocks import ADDRESS, LARGE_SEGMENT, LAST, ROUND, SMALL, SMALL_SEGMENT, SPLIT, segment_size
-from .tape import RECORDED, RELEASE, Event
+from .blocks import ADDRESS, LARGE_SEGMENT, SMALL_SEGMENT, SPLIT, segment_size
+from .tape import NONE_SERVES, RECORDED, Step
 
 ENDLESS = 2**90 // LARGE_SEGMENT * LARGE_SEGMENT
 
@@ -27,7 +27,7 @@ class Range:
     def __init__(self, page: int) -> None:
         self.page = page
         self.free: list[int] = []
-        self.starts: dict[int, int] = {}       # the size of the free mapped block that begins at an address
+        self.starts: dict[int, int] = {}       # where the free mapped block ends that begins at an address
         self.ends: dict[int, int] = {}         # … and where the one begins that ends there
         self.unmapped = {0: ENDLESS}           # sizes by address, the lowest first
 
@@ -39,10 +39,10 @@ class Range:
 
     def take(self, address: int) -> int:
         """Out of the free blocks; its size."""
-        size = self.starts.pop(address)
-        del self.ends[address + size]
-        del self.free[bisect_left(self.free, size << SPLIT | address)]
-        return size
+        end = self.starts.pop(address)
+        del self.ends[end]
+        del self.free[bisect_left(self.free, end - address << SPLIT | address)]
+        return end - address
 
     def keep(self, address: int, size: int) -> int:
         """Among the free blocks, joined to its free neighbours; where it then begins."""
@@ -56,7 +56,7 @@ class Range:
         return address
 
     def put(self, address: int, size: int) -> None:
-        self.starts[address] = size
+        self.starts[address] = address + size
         self.ends[address + size] = address
         insort(self.free, size << SPLIT | address)
 
@@ -83,22 +83,23 @@ class Range:
         if first in self.unmapped:
             mapped = self._map_at(first, size)
             first = self.keep(first, mapped)
-        while self.starts[first] < size:
-            there = self.starts[first]
-            more = self._map_at(first + there, size - there)
-            self.keep(first + there, more)
+        while (end := self.starts[first]) - first < size:
+            more = self._map_at(end, first + size - end)
+            self.keep(end, more)
             mapped += more
         return first, mapped
 
     def _room(self, address: int, enough: int) -> int:
         """Of free addresses, mapped or not, from one on."""
-        room = 0
-        while room < enough:
-            size = self.starts.get(address + room) or self.unmapped.get(address + room)
-            if size is None:
+        end = address
+        while end - address < enough:
+            if end in self.starts:
+                end = self.starts[end]
+            elif end in self.unmapped:
+                end += self.unmapped[end]
+            else:
                 break
-            room += size
-        return room
+        return end - address
 
     def _map_at(self, address: int, size: int) -> int:
         """Whole pages at the beginning of an unmapped block: how much that is."""
@@ -149,7 +150,7 @@ class Expandable:
     def __init__(self) -> None:
         self.reserved = 0
         self._ranges = [Range(page) for _ in range(3) for page in (LARGE_SEGMENT, SMALL_SEGMENT)]  # two for each kind
-        self._taken: dict[str, tuple[int, int, int]] = {}  # by name: address, size, range
+        self._taken: dict[int, tuple[int, int, int]] = {}  # by tensor: address, end, range
 
     def copy(self) -> Expandable:
         other = Expandable()
@@ -157,28 +158,34 @@ class Expandable:
         other._ranges = [each.copy() for each in self._ranges]
         return other
 
-    def follow(self, events: Sequence[Event], begin: int, cap: int | None, changes: list[int],
+    def follow(self, steps: Sequence[Step], begin: int, cap: int | None, changes: list[int],
                segments: list[tuple[int, int]], *, gives_back: bool = True) -> int | None:
         """As Native.follow."""
         ranges, taken, note = self._ranges, self._taken, changes.append
-        for is_alloc, name, _, nbytes, kind in islice(events, begin, None) if begin else events:
-            if is_alloc:
-                size = (nbytes + LAST) & -ROUND or ROUND
-                home = kind + kind + (size <= SMALL)
-                pool = ranges[home]
-                free, starts = pool.free, pool.starts
-                at = bisect_left(free, size << SPLIT)
+        for asks, cut, tensor, home in islice(steps, begin, None) if begin else steps:
+            pool = ranges[home]
+            free, starts, ends = pool.free, pool.starts, pool.ends
+            if asks:
+                at = bisect_left(free, asks)
                 if at < len(free):
-                    address = free[at] & ADDRESS
-                    if address + starts[address] in pool.unmapped:
+                    block = free[at]
+                    address = block & ADDRESS
+                    if starts[address] in pool.unmapped:
                         at = pool.passing_over(at)
-                        address = free[at] & ADDRESS
+                        block = free[at]
+                        address = block & ADDRESS
                     del free[at]
-                    whole = starts.pop(address)
+                    end = starts.pop(address)
+                elif asks == NONE_SERVES:
+                    self.release()
+                    segments.append((begin + len(changes), self.reserved))
+                    note(0)
+                    continue
                 else:
-                    wanted, held = segment_size(size), self.reserved
+                    size, held = asks >> SPLIT, self.reserved
+                    wanted = segment_size(size)
                     if cap is not None and held + wanted > cap:
-                        if kind == RECORDED or not gives_back:  # while work is recorded, nothing is given back
+                        if home // 2 == RECORDED or not gives_back:  # while work is recorded, nothing is given back
                             return begin + len(changes)
                         self.release()
                         if self.reserved + wanted > cap:
@@ -187,40 +194,34 @@ class Expandable:
                     self.reserved += mapped
                     if self.reserved != held:
                         segments.append((begin + len(changes), self.reserved))
-                    whole = starts.pop(address)
-                    at = bisect_left(free, whole << SPLIT | address)
+                    end = starts.pop(address)
+                    block = end - address << SPLIT | address
+                    at = bisect_left(free, block)
                     del free[at]
-                if whole > size:
-                    start, rest = address + size, whole - size
-                    starts[start] = rest
-                    pool.ends[address + whole] = start
-                    insort(free, rest << SPLIT | start, 0, at)
+                rest = block - cut
+                if rest >> SPLIT:
+                    ends[end] = start = rest & ADDRESS
+                    starts[start] = end
+                    insort(free, rest, 0, at)
+                    end = start
                 else:
-                    del pool.ends[address + whole]
-                taken[name] = address, size, home
-                note(size)
+                    del ends[end]
+                taken[tensor] = address, end, home
+                note(end - address)
                 continue
-            if name == RELEASE:
-                self.release()
-                segments.append((begin + len(changes), self.reserved))
-                note(0)
-                continue
-            address, size, home = taken.pop(name)
-            pool = ranges[home]
-            free, starts, ends = pool.free, pool.starts, pool.ends
-            note(-size)
-            end = address + size
+            address, end, _ = taken.pop(tensor)
+            note(address - end)
             if end in starts:
                 after = starts.pop(end)
-                del free[bisect_left(free, after << SPLIT | end)]
-                end += after
+                del free[bisect_left(free, after - end << SPLIT | end)]
+                end = after
             if address in ends:
                 before = ends.pop(address)
                 del free[bisect_left(free, address - before << SPLIT | before)]
                 address = before
-            starts[address] = size = end - address
+            starts[address] = end
             ends[end] = address
-            insort(free, size << SPLIT | address)
+            insort(free, end - address << SPLIT | address)
         return None
 
     def release(self) -> None:

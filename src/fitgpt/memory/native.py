@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from itertools import islice
 
 from ..units import MiB
-from .blocks import ADDRESS, LAST, ROUND, SMALL, SPLIT, segment_size
-from .tape import RECORDED, RELEASE, Event
+from .blocks import ADDRESS, ROUND, SMALL, SPLIT, segment_size
+from .tape import NONE_SERVES, RECORDED, Step
 
 # Where the driver puts segments: from this size on each below the last, smaller ones one above the other. No document
 # says so: recorded runs show large segments going down and others filling gaps, and replay best with all going down.
@@ -23,21 +23,23 @@ from .tape import RECORDED, RELEASE, Event
 DESCENDING = 0
 HALF_ASCENDING, ALWAYS_ASCENDING = 32 * MiB, 2**62  # other orders that a driver may have
 
+WORTH_KEEPING = (SMALL + 1 << SPLIT, 1 << SPLIT) * 3  # in each pool: the least that is left of a block as one of its own
+
 
 class Native:
     """The bookkeeping, without the memory. One stream; a cap counts segments, as torch's does.
 
-    A free block is one number, its size above its address, so a sorted list of them is in the order of best fit.
+    Free blocks are numbers, a size above an address, so a sorted list of them is in the order of best fit.
     """
 
     def __init__(self, descending: int = DESCENDING) -> None:
         self.reserved = 0
         self._descending = descending
-        self._pools: list[list[int]] = [[] for _ in range(6)]  # two for each kind of work: large blocks, small ones
-        self._starts: dict[int, int] = {}    # the size of the free block that begins at an address
+        self._pools: list[list[int]] = [[] for _ in range(6)]  # free blocks
+        self._starts: dict[int, int] = {}    # where the free block ends that begins at an address
         self._ends: dict[int, int] = {}      # … and where the one begins that ends there
         self._segments: dict[int, int] = {}  # by address
-        self._taken: dict[str, tuple[int, int, int]] = {}  # by name: address, size, pool
+        self._taken: dict[int, tuple[int, int, int]] = {}  # by tensor: address, end, pool
         self._above = self._below = ADDRESS // 2  # where the next low segment begins, and where the last high one did
 
     def copy(self) -> Native:
@@ -48,68 +50,64 @@ class Native:
         other._taken = self._taken.copy()
         return other
 
-    def follow(self, events: Sequence[Event], begin: int, cap: int | None, changes: list[int],
+    def follow(self, steps: Sequence[Step], begin: int, cap: int | None, changes: list[int],
                segments: list[tuple[int, int]], *, gives_back: bool = True) -> int | None:
-        """Events from `begin` on, to the end (None) or to the one that the cap refuses.
+        """Steps from `begin` on, to the end (None) or to the one that the cap refuses.
 
         Notes what each did to the bytes allocated, and what is reserved from it on where that changed. One loop and no
         calls: this is what a plan takes its time for.
         """
         pools, starts, ends, taken, note = self._pools, self._starts, self._ends, self._taken, changes.append
-        for is_alloc, name, _, nbytes, kind in islice(events, begin, None) if begin else events:
-            if is_alloc:
-                size = (nbytes + LAST) & -ROUND or ROUND
-                small = size <= SMALL
-                home = kind + kind + small
-                pool = pools[home]
-                at = bisect_left(pool, size << SPLIT)
+        for asks, cut, tensor, home in islice(steps, begin, None) if begin else steps:
+            pool = pools[home]
+            if asks:
+                at = bisect_left(pool, asks)
                 if at < len(pool):
-                    address = pool.pop(at) & ADDRESS
-                    whole = starts.pop(address)
+                    block = pool.pop(at)
+                    address = block & ADDRESS
+                    end = starts.pop(address)
+                elif asks == NONE_SERVES:
+                    self.release()
+                    segments.append((begin + len(changes), self.reserved))
+                    note(0)
+                    continue
                 else:
-                    whole, held = segment_size(size), self.reserved
+                    whole, held = segment_size(asks >> SPLIT), self.reserved
                     if cap is not None and held + whole > cap:
-                        if kind == RECORDED or not gives_back:  # while work is recorded, nothing is given back
+                        if home // 2 == RECORDED or not gives_back:  # while work is recorded, nothing is given back
                             return begin + len(changes)
                         self.release()
                         at = len(pool)
                         if self.reserved + whole > cap:
                             return begin + len(changes)
                     address = self._segment(whole)
+                    block, end = whole << SPLIT | address, address + whole
                     if self.reserved != held:
                         segments.append((begin + len(changes), self.reserved))
-                rest = whole - size
-                if (rest and small) or rest > SMALL:
-                    start = address + size
-                    insort(pool, rest << SPLIT | start, 0, at)
-                    starts[start] = rest
-                    ends[address + whole] = start
+                rest = block - cut
+                if rest >= WORTH_KEEPING[home]:
+                    ends[end] = start = rest & ADDRESS
+                    starts[start] = end
+                    insort(pool, rest, 0, at)
+                    end = start
                 else:
-                    size = whole
-                    ends.pop(address + whole, None)
-                taken[name] = address, size, home
-                note(size)
+                    ends.pop(end, None)
+                taken[tensor] = address, end, home
+                note(end - address)
                 continue
-            if name == RELEASE:
-                self.release()
-                segments.append((begin + len(changes), self.reserved))
-                note(0)
-                continue
-            address, size, home = taken.pop(name)
-            pool = pools[home]
-            note(-size)
-            end = address + size
+            address, end, _ = taken.pop(tensor)
+            note(address - end)
             if end in starts:
                 after = starts.pop(end)
-                del pool[bisect_left(pool, after << SPLIT | end)]
-                end += after
+                del pool[bisect_left(pool, after - end << SPLIT | end)]
+                end = after
             if address in ends:
                 before = ends.pop(address)
                 del pool[bisect_left(pool, address - before << SPLIT | before)]
                 address = before
-            starts[address] = size = end - address
+            starts[address] = end
             ends[end] = address
-            insort(pool, size << SPLIT | address)
+            insort(pool, end - address << SPLIT | address)
         return None
 
     def _segment(self, nbytes: int) -> int:

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from ..nouns import PHASES
+from .blocks import SMALL, SPLIT, rounded
 
 OWNERS = ("weights", "gradients", "optimizer", "casts", "activations", "logits", "workspace", "data", "other")
 RELEASE = "empty the cache"  # the name of an event that gives unused memory back to the driver
@@ -23,6 +24,22 @@ class Event(NamedTuple):
     owner: str
     nbytes: int
     pool: int = ORDINARY
+
+
+class Step(NamedTuple):
+    """An event as the allocator meets it, all that does not depend on its state worked out beforehand.
+
+    A free block is one number, its size above its address (see blocks.py): one of `asks` or more can serve the request,
+    and without `cut` it is what is left of it.
+    """
+
+    asks: int    # 0: a free
+    cut: int
+    tensor: int  # one number a name; RELEASE has none
+    home: int    # two pools for each kind of work: large blocks, small ones
+
+
+NONE_SERVES = 1 << 2 * SPLIT  # what a release asks for
 
 
 class Mark(NamedTuple):
@@ -46,6 +63,10 @@ class Tape:
             yield mark.phase, mark.start, end
 
     @cached_property
+    def steps(self) -> tuple[Step, ...]:
+        return tuple(map(_Steps().__getitem__, self.events))
+
+    @cached_property
     def asked_at_most(self) -> int:
         """The most that is asked for at one time: no cap below it can do."""
         held = most = 0
@@ -66,6 +87,23 @@ class Tape:
             elif event.name != RELEASE:
                 del alive[event.name]
         return alive
+
+
+class _Steps(dict[Event, Step]):
+    """Worked out once for events that are equal: a tape repeats itself."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[str, int] = {}
+
+    def __missing__(self, event: Event) -> Step:
+        is_alloc, name, _, nbytes, pool = event
+        size = rounded(nbytes)
+        asks = (size << SPLIT) if is_alloc else 0
+        step = Step(asks, asks - size, self._tensors.setdefault(name, len(self._tensors)), 2 * pool + (size <= SMALL))
+        if name == RELEASE:
+            step = Step(NONE_SERVES, 0, -1, 0)
+        self[event] = step
+        return step
 
 
 _made = tuple.__new__  # an Event in a third of the time

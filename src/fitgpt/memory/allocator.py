@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 
-from .blocks import ROUND_SEGMENT, rounded, segment_size
+from .blocks import ROUND_SEGMENT, Caps, rounded, segment_size
 from .expandable import Expandable
 from .native import ALWAYS_ASCENDING, DESCENDING, HALF_ASCENDING, Native
 from .tape import RELEASE, Event, Tape
@@ -116,7 +116,8 @@ def reserved_range(tape: Tape, free_run: Timeline | None = None) -> tuple[int, i
 
 def needs(tape: Tape, *, expandable: bool = False, free_run: Timeline | None = None, above: int = 0) -> int:
     """A cap under which the tape replays to its end, segments given back on the way included, and under which, with
-    2 MiB less, it does not; found by halving, above a cap that is known to be refused.
+    2 MiB less, it does not; found by halving, above a cap that is known to be refused. One replay often answers for
+    many caps: for all under which it would have been the same.
 
     Segments are whole multiples of 2 MiB, so caps between two of them are equal. What a successful replay reserved is
     itself such a cap, which shortens the search; not so with expandable segments, which ask for more than they map.
@@ -124,8 +125,8 @@ def needs(tape: Tape, *, expandable: bool = False, free_run: Timeline | None = N
     one: where that matters, ask `needs_under`.
     """
     free_run = free_run or replay(tape, expandable=expandable)
-    never_refused = _asked_of_the_driver(free_run)  # under such a cap the run is the free one: no need to try
-    enough = free_run.reserved
+    will_do, will_not = Caps(_asked_of_the_driver(free_run)), Caps(below=0)  # for these caps there is no need to try
+    enough = reserved = free_run.reserved
     if expandable:
         enough += max((segment_size(rounded(nbytes)) for nbytes in {event[3] for event in tape.events}), default=0)
     too_little = max(free_run.allocated, default=0) // ROUND_SEGMENT * ROUND_SEGMENT - ROUND_SEGMENT
@@ -133,17 +134,19 @@ def needs(tape: Tape, *, expandable: bool = False, free_run: Timeline | None = N
     begun = begun_of(free_run, expandable)
     while enough - too_little > ROUND_SEGMENT:
         cap = (enough + too_little) // 2 // ROUND_SEGMENT * ROUND_SEGMENT
-        if cap >= never_refused:
-            enough = cap if expandable else free_run.reserved
-            continue
-        begun.go_on(too_little, gives_back=False)  # once: from then on it stands there
-        tried = begun.copy()
-        ended = tried.go_on(cap, gives_back=False)
-        first_refusal = tried.copy()
-        if ended or tried.go_on(cap):
-            enough = cap if expandable else tried.reserved
+        if cap not in will_do and cap not in will_not:
+            begun.go_on(too_little, gives_back=False)  # once: from then on it stands there
+            tried = begun.copy()
+            ended = tried.go_on(cap, gives_back=False)
+            first_refusal = tried.copy()
+            if ended or tried.go_on(cap):
+                will_do, reserved = tried.caps, tried.reserved
+            else:
+                will_not, begun = tried.caps, first_refusal
+        if cap in will_do:
+            enough = cap if expandable else reserved
         else:
-            too_little, begun = cap, first_refusal
+            too_little = cap
     return enough
 
 
@@ -155,6 +158,10 @@ class Begun:
         self._tape, self._allocator = tape, allocator
         self._at = at             # the next event
         self.reserved = reserved  # the most so far
+
+    @property
+    def caps(self) -> Caps:
+        return self._allocator.caps
 
     def copy(self) -> Begun:
         return Begun(self._tape, self._allocator.copy(), self._at, self.reserved)

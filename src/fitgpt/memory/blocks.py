@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass, replace
+
 from ..units import MiB
 
 ROUND = 512
@@ -29,3 +32,24 @@ def segment_size(size: int) -> int:
     if size < OWN_SEGMENT:
         return LARGE_SEGMENT
     return -(-size // ROUND_SEGMENT) * ROUND_SEGMENT
+
+
+@dataclass
+class Caps:
+    """Under which caps a replay would have gone just as it did: it has asked the cap nothing but whether so many bytes
+    may be reserved."""
+
+    least: int = 0                 # what was granted at most
+    below: int | float = math.inf  # what was refused at least
+
+    def granted(self, nbytes: int) -> None:
+        self.least = max(self.least, nbytes)
+
+    def refused(self, nbytes: int) -> None:
+        self.below = min(self.below, nbytes)
+
+    def copy(self) -> Caps:
+        return replace(self)
+
+    def __contains__(self, cap: int) -> bool:
+        return self.least <= cap < self.below

@@ -211,22 +211,25 @@ def smallest_that_fit(config: RunConfig, setting: Setting, budget: Budget, train
         families.setdefault(option.change.family, []).append(option)
     found: list[Change] = []
 
-    def enough(option: Option) -> bool:
+    def possible(option: Option) -> bool:
         least = held_at_least(settled(option.config, setting), setting, option.change.trainer)
-        if least > budget.reserve_limit:
-            return False
-        return could_fit(option) and fits(option.config, setting, budget, option.change.trainer)
+        return least <= budget.reserve_limit and could_fit(option)
+
+    def enough(option: Option) -> bool:
+        return fits(option.config, setting, budget, option.change.trainer)
 
     for family in families.values():
         if len(found) == most:
             break
-        smallest = _smallest(family, enough)
+        smallest = _smallest([option for option in family if possible(option)], enough)
         found += [smallest.change] if smallest else []
     return tuple(found)
 
 
 def _smallest(family: list[Option], enough: Callable[[Option], bool]) -> Option | None:
     """The first that is enough. If the last is not, none is: each saves more than the one before it."""
+    if not family:
+        return None
     first, *others = family
     if enough(first):
         return first

@@ -13,7 +13,7 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence
 from itertools import islice
 
-from .blocks import ADDRESS, LARGE_SEGMENT, SMALL_SEGMENT, SPLIT, segment_size
+from .blocks import ADDRESS, LARGE_SEGMENT, SMALL_SEGMENT, SPLIT, Caps, segment_size
 from .tape import NONE_SERVES, RECORDED, Step
 
 ENDLESS = 2**90 // LARGE_SEGMENT * LARGE_SEGMENT
@@ -149,12 +149,13 @@ class Expandable:
 
     def __init__(self) -> None:
         self.reserved = 0
+        self.caps = Caps()
         self._ranges = [Range(page) for _ in range(3) for page in (LARGE_SEGMENT, SMALL_SEGMENT)]  # two for each kind
         self._taken: dict[int, tuple[int, int, int]] = {}  # by tensor: address, end, range
 
     def copy(self) -> Expandable:
         other = Expandable()
-        other.reserved, other._taken = self.reserved, self._taken.copy()
+        other.reserved, other.caps, other._taken = self.reserved, self.caps.copy(), self._taken.copy()
         other._ranges = [each.copy() for each in self._ranges]
         return other
 
@@ -185,11 +186,16 @@ class Expandable:
                     size, held = asks >> SPLIT, self.reserved
                     wanted = segment_size(size)
                     if cap is not None and held + wanted > cap:
-                        if home // 2 == RECORDED or not gives_back:  # while work is recorded, nothing is given back
+                        if not gives_back:
+                            return begin + len(changes)
+                        self.caps.refused(held + wanted)
+                        if home // 2 == RECORDED:  # while work is recorded, nothing is given back
                             return begin + len(changes)
                         self.release()
                         if self.reserved + wanted > cap:
+                            self.caps.refused(self.reserved + wanted)
                             return begin + len(changes)
+                    self.caps.granted(self.reserved + wanted)
                     address, mapped = pool.map(size)
                     self.reserved += mapped
                     if self.reserved != held:

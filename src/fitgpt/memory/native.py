@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from itertools import islice
 
 from ..units import MiB
-from .blocks import ADDRESS, ROUND, SMALL, SPLIT, segment_size
+from .blocks import ADDRESS, ROUND, SMALL, SPLIT, Caps, segment_size
 from .tape import NONE_SERVES, RECORDED, Step
 
 # Where the driver puts segments: from this size on each below the last, smaller ones one above the other. No document
@@ -23,7 +23,7 @@ from .tape import NONE_SERVES, RECORDED, Step
 DESCENDING = 0
 HALF_ASCENDING, ALWAYS_ASCENDING = 32 * MiB, 2**62  # other orders that a driver may have
 
-WORTH_KEEPING = (SMALL + 1 << SPLIT, 1 << SPLIT) * 3  # in each pool: the least that is left of a block as one of its own
+WORTH_KEEPING = (SMALL + 1 << SPLIT, 1 << SPLIT) * 3  # in each pool: the least that becomes a block of its own
 
 
 class Native:
@@ -34,6 +34,7 @@ class Native:
 
     def __init__(self, descending: int = DESCENDING) -> None:
         self.reserved = 0
+        self.caps = Caps()
         self._descending = descending
         self._pools: list[list[int]] = [[] for _ in range(6)]  # free blocks
         self._starts: dict[int, int] = {}    # where the free block ends that begins at an address
@@ -47,7 +48,7 @@ class Native:
         other.reserved, other._above, other._below = self.reserved, self._above, self._below
         other._pools = [pool.copy() for pool in self._pools]
         other._starts, other._ends, other._segments = self._starts.copy(), self._ends.copy(), self._segments.copy()
-        other._taken = self._taken.copy()
+        other._taken, other.caps = self._taken.copy(), self.caps.copy()
         return other
 
     def follow(self, steps: Sequence[Step], begin: int, cap: int | None, changes: list[int],
@@ -74,12 +75,17 @@ class Native:
                 else:
                     whole, held = segment_size(asks >> SPLIT), self.reserved
                     if cap is not None and held + whole > cap:
-                        if home // 2 == RECORDED or not gives_back:  # while work is recorded, nothing is given back
+                        if not gives_back:
+                            return begin + len(changes)
+                        self.caps.refused(held + whole)
+                        if home // 2 == RECORDED:  # while work is recorded, nothing is given back
                             return begin + len(changes)
                         self.release()
                         at = len(pool)
                         if self.reserved + whole > cap:
+                            self.caps.refused(self.reserved + whole)
                             return begin + len(changes)
+                    self.caps.granted(self.reserved + whole)
                     address = self._segment(whole)
                     block, end = whole << SPLIT | address, address + whole
                     if self.reserved != held:

@@ -106,6 +106,27 @@ class _Steps(dict[Event, Step]):
         return step
 
 
+class _Part(NamedTuple):
+    """What was written once and can be copied, with what a copy changes: the names that differ, and what is alive."""
+
+    events: list[Event]
+    names: tuple[str, ...]
+    differ: tuple[int, ...]  # the numbers of the events that have such a name
+    frees: tuple[str, ...]   # names that were alive before
+    leaves: tuple[int, ...]  # the numbers of the events whose names are alive afterwards
+
+    @classmethod
+    def of(cls, events: list[Event], names: tuple[str, ...]) -> _Part:
+        frees, leaves = list[str](), dict[str, int]()
+        for number, (is_alloc, name, *_) in enumerate(events):
+            if is_alloc:
+                leaves[name] = number
+            elif leaves.pop(name, None) is None:
+                frees.append(name)
+        differ = [number for number, event in enumerate(events) if event[1] in names] if names else []
+        return cls(events, names, tuple(differ), tuple(frees), tuple(leaves.values()))
+
+
 _made = tuple.__new__  # an Event in a third of the time
 
 
@@ -117,7 +138,7 @@ class Writer:
         self._events: list[Event] = []
         self._marks: list[Mark] = []
         self._alive: dict[str, Event] = {}
-        self._parts: dict[Hashable, tuple[int, int, tuple[str, ...]]] = {}  # first event, last, names that differ
+        self._parts: dict[Hashable, _Part] = {}
 
     def phase(self, name: str) -> None:
         if name not in PHASES:
@@ -148,20 +169,18 @@ class Writer:
         if kind not in self._parts:
             start = len(self._events)
             write()
-            self._parts[kind] = start, len(self._events), names
+            self._parts[kind] = _Part.of(self._events[start:], names)
             return
-        start, end, before = self._parts[kind]
-        renamed, alive, events = dict(zip(before, names, strict=True)), self._alive, self._events
-        for event in events[start:end]:
-            name = event[1]
-            if name in renamed:
-                name = renamed[name]
-                event = event._replace(name=name)
-            if event[0]:
-                alive[name] = event
-            else:
-                del alive[name]
-            events.append(event)
+        part = self._parts[kind]
+        renamed, events = dict(zip(part.names, names, strict=True)), part.events.copy()
+        for at in part.differ:
+            event = events[at]
+            events[at] = event._replace(name=renamed[event.name])
+        for name in part.frees:
+            del self._alive[renamed.get(name, name)]
+        for at in part.leaves:
+            self._alive[events[at].name] = events[at]
+        self._events += events
 
     def release(self) -> None:
         self._events.append(Event(False, RELEASE, "other", 0))

@@ -170,11 +170,10 @@ def _held(timeline: Timeline, event: int) -> dict[str, list[Alive]]:
     """The tensors that are alive right after an event, by owner."""
     alive: dict[str, tuple[Event, int]] = {}
     for entry, change in zip(timeline.tape.events[:event + 1], timeline.changes, strict=False):
-        alloc, name = entry[:2]
-        if alloc:
-            alive[name] = entry, change
-        elif name != RELEASE:
-            del alive[name]
+        if entry[0]:
+            alive[entry[1]] = entry, change
+        elif entry[1] != RELEASE:
+            del alive[entry[1]]
     held: dict[str, list[Alive]] = {}
     for entry, change in alive.values():
         held.setdefault(entry.owner, []).append(Alive(entry.name, entry.nbytes, change))

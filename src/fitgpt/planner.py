@@ -99,18 +99,20 @@ def _print_plan(question: Question, found: Place, plan: MemoryPlan) -> None:
 
 
 def _changes(config: RunConfig, found: Place, trainer: str) -> tuple[Change, ...]:
-    """That make it fit. Most are ruled out by what a run must map at least, which needs no tape."""
+    """That make it fit. Most are settled without a tape: by what a run must map at least, or by what none exceeds."""
     from .fit.closed import mix_of
     from .fit.folded import Folded
 
     folded, limit = Folded(found.setting), found.budget.reserve_limit
 
-    def could_fit(option: Option) -> bool:
-        return option.change.trainer != "fitgpt" or folded.shape(option.config).could_fit(
-            mix_of(option.config.levels), limit)
+    def known(option: Option) -> bool | None:
+        if option.change.trainer != "fitgpt":
+            return None
+        shape, mix = folded.shape(option.config), mix_of(option.config.levels)
+        return shape.could_fit(mix, limit) and (shape.needs(mix) <= limit or None)
 
     return smallest_that_fit(forecast.settled(config, found.setting), found.setting, found.budget, trainer,
-                             could_fit=could_fit)
+                             known=known)
 
 
 def _priced(config: RunConfig, found: Place, trainer: str) -> list[PricedChange]:

@@ -201,10 +201,10 @@ def fits(config: RunConfig, setting: Setting, budget: Budget, trainer: str = "fi
 
 
 def smallest_that_fit(config: RunConfig, setting: Setting, budget: Budget, trainer: str = "fitgpt", most: int = 3,
-                      could_fit: Callable[[Option], bool] = lambda option: True) -> tuple[Change, ...]:
+                      known: Callable[[Option], bool | None] = lambda option: None) -> tuple[Change, ...]:
     """Of each family the smallest change that makes the run fit, the exact ones first, and no more than `most`.
 
-    `could_fit` says no only of what does not, in less time than a replay takes.
+    `known` says of some whether they fit, in less time than a replay takes.
     """
     families: dict[str, list[Option]] = {}
     for option in single_changes(config, trainer):
@@ -213,10 +213,10 @@ def smallest_that_fit(config: RunConfig, setting: Setting, budget: Budget, train
 
     def possible(option: Option) -> bool:
         least = held_at_least(settled(option.config, setting), setting, option.change.trainer)
-        return least <= budget.reserve_limit and could_fit(option)
+        return least <= budget.reserve_limit and known(option) is not False
 
     def enough(option: Option) -> bool:
-        return fits(option.config, setting, budget, option.change.trainer)
+        return known(option) or fits(option.config, setting, budget, option.change.trainer)
 
     for family in families.values():
         if len(found) == most:

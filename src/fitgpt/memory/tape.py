@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
@@ -26,19 +26,10 @@ class Event(NamedTuple):
     pool: int = ORDINARY
 
 
-class Step(NamedTuple):
-    """An event as the allocator meets it, all that does not depend on its state worked out beforehand.
-
-    A free block is one number, its size above its address (see blocks.py): one of `asks` or more can serve the request,
-    and without `cut` it is what is left of it.
-    """
-
-    asks: int    # 0: a free
-    cut: int
-    tensor: int  # one number a name; RELEASE has none
-    home: int    # two pools for each kind of work: large blocks, small ones
-
-
+# An event as the allocator meets it: what it asks for, what that cuts off, the tensor's number, and its pool.
+# A free block is one number, its size above its address (see blocks.py): one of at least what is asked serves, and less
+# what is cut off it is what remains. A free asks for nothing. A plain tuple: a named one takes longer to take apart.
+Step = tuple[int, int, int, int]
 NONE_SERVES = 1 << 2 * SPLIT  # what a release asks for
 
 
@@ -49,12 +40,22 @@ class Mark(NamedTuple):
     start: int
 
 
+class Copy(NamedTuple):
+    """So many events from `start` on are those from `source` on, but for names at some places, counted from there."""
+
+    start: int
+    length: int
+    source: int
+    differ: tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class Tape:
     """All events of a run. Names are unique among what is alive, and may come back after a free."""
 
     events: tuple[Event, ...]
     marks: tuple[Mark, ...]
+    copies: tuple[Copy, ...] = field(default=(), compare=False, repr=False)  # how it was written, in order
 
     def spans(self) -> Iterator[tuple[str, int, int]]:
         """Each phase with the numbers of its first event and of the one after its last."""
@@ -64,7 +65,16 @@ class Tape:
 
     @cached_property
     def steps(self) -> tuple[Step, ...]:
-        return tuple(map(_Steps().__getitem__, self.events))
+        step_of = _Steps().__getitem__
+        steps: list[Step] = []
+        for start, length, source, differ in self.copies:
+            steps += map(step_of, self.events[len(steps):start])
+            copied = steps[source:source + length]
+            for at in differ:
+                copied[at] = step_of(self.events[start + at])
+            steps += copied
+        steps += map(step_of, self.events[len(steps):])
+        return tuple(steps)
 
     @cached_property
     def asked_at_most(self) -> int:
@@ -98,33 +108,35 @@ class _Steps(dict[Event, Step]):
     def __missing__(self, event: Event) -> Step:
         is_alloc, name, _, nbytes, pool = event
         size = rounded(nbytes)
-        asks = (size << SPLIT) if is_alloc else 0
-        step = Step(asks, asks - size, self._tensors.setdefault(name, len(self._tensors)), 2 * pool + (size <= SMALL))
-        if name == RELEASE:
-            step = Step(NONE_SERVES, 0, -1, 0)
-        self[event] = step
+        asks = size << SPLIT if is_alloc else NONE_SERVES if name == RELEASE else 0
+        number = self._tensors.setdefault(name, len(self._tensors))
+        step = self[event] = asks, asks - size, number, 2 * pool + (size <= SMALL)  # two pools for each kind of work
         return step
 
 
-class _Part(NamedTuple):
-    """What was written once and can be copied, with what a copy changes: the names that differ, and what is alive."""
+@dataclass(frozen=True)
+class _Part:
+    """What was written once and can be copied, with what a copy has to look at: other names, and what is alive."""
 
+    start: int
     events: list[Event]
     names: tuple[str, ...]
-    differ: tuple[int, ...]  # the numbers of the events that have such a name
-    frees: tuple[str, ...]   # names that were alive before
-    leaves: tuple[int, ...]  # the numbers of the events whose names are alive afterwards
 
-    @classmethod
-    def of(cls, events: list[Event], names: tuple[str, ...]) -> _Part:
+    @cached_property
+    def differ(self) -> tuple[int, ...]:
+        """The places of events whose names another part has others for."""
+        return tuple(at for at, event in enumerate(self.events) if event[1] in self.names) if self.names else ()
+
+    @cached_property
+    def frees_and_leaves(self) -> tuple[list[str], list[int]]:
+        """Names that were alive before; the places of the events whose names are alive afterwards."""
         frees, leaves = list[str](), dict[str, int]()
-        for number, (is_alloc, name, *_) in enumerate(events):
-            if is_alloc:
-                leaves[name] = number
-            elif leaves.pop(name, None) is None:
-                frees.append(name)
-        differ = [number for number, event in enumerate(events) if event[1] in names] if names else []
-        return cls(events, names, tuple(differ), tuple(frees), tuple(leaves.values()))
+        for at, event in enumerate(self.events):
+            if event[0]:
+                leaves[event[1]] = at
+            elif leaves.pop(event[1], None) is None:
+                frees.append(event[1])
+        return frees, list(leaves.values())
 
 
 _made = tuple.__new__  # an Event in a third of the time
@@ -139,6 +151,7 @@ class Writer:
         self._marks: list[Mark] = []
         self._alive: dict[str, Event] = {}
         self._parts: dict[Hashable, _Part] = {}
+        self._copies: list[Copy] = []
 
     def phase(self, name: str) -> None:
         if name not in PHASES:
@@ -169,17 +182,19 @@ class Writer:
         if kind not in self._parts:
             start = len(self._events)
             write()
-            self._parts[kind] = _Part.of(self._events[start:], names)
+            self._parts[kind] = _Part(start, self._events[start:], names)
             return
         part = self._parts[kind]
         renamed, events = dict(zip(part.names, names, strict=True)), part.events.copy()
         for at in part.differ:
             event = events[at]
             events[at] = event._replace(name=renamed[event.name])
-        for name in part.frees:
+        frees, leaves = part.frees_and_leaves
+        for name in frees:
             del self._alive[renamed.get(name, name)]
-        for at in part.leaves:
+        for at in leaves:
             self._alive[events[at].name] = events[at]
+        self._copies.append(Copy(len(self._events), len(events), part.start, part.differ))
         self._events += events
 
     def release(self) -> None:
@@ -203,4 +218,4 @@ class Writer:
     def tape(self) -> Tape:
         if not self._marks or self._marks[0].start != 0:
             raise ValueError("a tape begins with a phase")
-        return Tape(tuple(self._events), tuple(self._marks))
+        return Tape(tuple(self._events), tuple(self._marks), tuple(self._copies))

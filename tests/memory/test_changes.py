@@ -9,6 +9,7 @@ import pytest
 
 from fitgpt.config import RunConfig
 from fitgpt.knobs import build, walk
+from fitgpt.memory import changes
 from fitgpt.memory.changes import Option, fits, holdings, priced, single_changes, smallest_that_fit
 from fitgpt.memory.forecast import forecast
 from fitgpt.memory.setting import Setting
@@ -118,6 +119,14 @@ def test_the_smallest_change_of_each_family_that_fits_is_found() -> None:
     for change in found:
         assert fits(by_flags[change.flags].config, SETTING, budget_of(least))
     assert [change.exact for change in found] == sorted((change.exact for change in found), reverse=True)
+
+
+def test_what_is_known_of_a_change_is_not_asked_of_a_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(changes, "fits", lambda *_: pytest.fail("replayed"))
+    families = dict.fromkeys(option.change.family for option in single_changes(SMALL))
+    found = smallest_that_fit(SMALL, SETTING, budget_of(GiB), most=20, known=lambda option: True)
+    assert [change.family for change in found] == list(families)
+    assert smallest_that_fit(SMALL, SETTING, budget_of(GiB), known=lambda option: False) == ()
 
 
 def test_no_family_mixes_what_is_not_more_of_the_same() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Callable, Hashable
@@ -13,10 +14,11 @@ import pytest
 import by_the_book
 from fitgpt.config import RunConfig
 from fitgpt.memory import forecast
-from fitgpt.memory.allocator import replay
+from fitgpt.memory.allocator import Begun, replay
 from fitgpt.memory.changes import smallest_that_fit
+from fitgpt.memory.expandable import Expandable
 from fitgpt.memory.forecast import TRAINERS, held_at_least, settled, tape_of
-from fitgpt.memory.native import ALWAYS_ASCENDING, DESCENDING, HALF_ASCENDING
+from fitgpt.memory.native import ALWAYS_ASCENDING, DESCENDING, HALF_ASCENDING, Native
 from fitgpt.memory.setting import Setting
 from fitgpt.memory.tape import RECORDED, Tape, Writer
 from fitgpt.nouns import Budget
@@ -81,6 +83,23 @@ def test_so_it_does_where_sizes_pools_and_releases_come_by_chance(seed: int) -> 
             both(tape, int(share * most), expandable=expandable)
 
 
+@pytest.mark.parametrize("expandable", [True, False])
+@pytest.mark.parametrize("trainer", TRAINERS)
+@pytest.mark.parametrize("name", ["compiled", "eager", "float16, with dropout"])
+def test_a_replay_is_the_same_under_every_cap_that_it_answers_for(name: str, trainer: str, expandable: bool) -> None:
+    tape = written(RUNS[name], trainer)
+    free_run = replay(tape, expandable=expandable)
+    least, most = max(free_run.allocated), free_run.reserved
+    for cap in range(least - 4 * MiB, most, max((most - least) // 6, MiB)):
+        begun = Begun(tape, Expandable() if expandable else Native())
+        begun.go_on(cap)
+        assert cap in begun.caps
+        assert begun.caps.below < math.inf
+        outcome = replay(tape, cap, expandable=expandable)
+        for same in (begun.caps.least, int(begun.caps.below) - 1):
+            assert replay(tape, same, expandable=expandable) == outcome
+
+
 @pytest.mark.parametrize("trainer", TRAINERS)
 @pytest.mark.parametrize("name", RUNS)
 def test_parts_that_are_copied_are_what_would_be_written(name: str, trainer: str,
@@ -91,7 +110,11 @@ def test_parts_that_are_copied_are_what_would_be_written(name: str, trainer: str
         write()
 
     monkeypatch.setattr(Writer, "part", always_write)
-    assert copied == written(RUNS[name], trainer)
+    as_written = written(RUNS[name], trainer)
+    assert copied == as_written
+    assert copied.copies
+    assert not as_written.copies
+    assert copied.steps == as_written.steps
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)

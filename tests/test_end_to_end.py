@@ -27,6 +27,7 @@ from fitgpt.engine import checkpoint
 from fitgpt.engine.loop import learning_rate_at
 from fitgpt.engine.model import GPT, build_model
 from fitgpt.interop.nanogpt import param_shapes
+from fitgpt.report import read_run
 from fitgpt.runfolder import read_metrics
 from fitgpt.weights import fill, from_run
 from helpers import reference_loss
@@ -122,6 +123,9 @@ def test_sample_takes_nanogpts_flags_and_a_prompt_from_a_file(desk: Path, capsys
     assert samples[0] != samples[1]
     assert main(asked) == 0
     assert capsys.readouterr().out == first  # the same seed, the same words
+    kept = read_run("runs/plain").samples
+    assert [each.text for each in kept[-4:]] == samples[:2] * 2
+    assert kept[-1].step > 0
 
 
 def test_a_prompt_file_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -85,7 +85,7 @@ def read_run(place: str, name: str = "") -> RunRecord:
     with disk_faults("read", metrics):
         unreadable = [*_broken_lines(metrics)]
         try:
-            rows = read_metrics(metrics) if metrics.is_file() else []
+            rows = [row for file in (metrics, folder / "samples.jsonl") if file.is_file() for row in read_metrics(file)]
         except RecursionError:
             rows, unreadable = [], [*unreadable, f"{metrics.name} nests values too deep to be read."]
     try:

@@ -3,6 +3,7 @@
     OUT/lock            held by the one process that trains here; says which
     OUT/run.json        the resolved config of the run
     OUT/metrics.jsonl   one JSON object a line
+    OUT/samples.jsonl   what `fitgpt sample` let the model write, likewise
     OUT/checkpoints/    step-00000500/ … (contents: engine/checkpoint.py)
 """
 
@@ -18,6 +19,7 @@ import socket
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -288,6 +290,12 @@ def _already_locked(path: Path, descriptor: int) -> SystemFault:
 
 
 # ---- metrics
+
+def keep_sample(out_dir: Path | str, step: int, text: str) -> None:
+    """For the report. A folder that cannot be written to costs the sample nothing."""
+    with suppress(OSError), (Path(out_dir) / "samples.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps({"kind": "sample", "step": step, "text": text}) + "\n")
+
 
 def read_metrics(path: Path | str) -> list[dict[str, Any]]:
     """The rows as the run now stands, in file order. Lines that are no JSON object are passed over.

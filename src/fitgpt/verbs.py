@@ -14,7 +14,7 @@ from .config import RunConfig
 from .driver import child_environment
 from .errors import DataError, UsageError
 from .options import EvalOptions, ExportOptions, SampleOptions
-from .runfolder import recorded_config
+from .runfolder import holds_run, keep_sample, recorded_config
 
 GPT2_VOCAB = 50257
 
@@ -40,12 +40,17 @@ def sample(options: SampleOptions) -> int:
     started, tokens = time.perf_counter(), 0
     for number in range(options.num_samples):
         decoder = Decoder(tokenizer)
-        print("".join(decoder.feed(token) for token in prompt), end="", flush=True)
+        words = ["".join(decoder.feed(token) for token in prompt)]
+        print(words[0], end="", flush=True)
         for token in generate(model, prompt, options.max_new_tokens, taste, options.seed + number,
                               tokenizer.vocab_size):
-            print(decoder.feed(token), end="", flush=True)
+            words.append(decoder.feed(token))
+            print(words[-1], end="", flush=True)
             tokens += 1
-        print(decoder.finish(), "---------------", sep="\n", flush=True)
+        words.append(decoder.finish())
+        print(words[-1], "---------------", sep="\n", flush=True)
+        if options.init_from == "resume" and holds_run(options.out_dir):
+            keep_sample(options.out_dir, int(source.state.get("step", 0)), "".join(words))
     seconds = time.perf_counter() - started
     print(f"{tokens} tokens in {seconds:.1f} s, {tokens / seconds:.0f} a second", file=sys.stderr)
     return 0

@@ -78,15 +78,18 @@ def test_an_earlier_demo_is_never_overwritten(tmp_path: Path) -> None:
     assert demo.free_folder(wanted) == f"{wanted}-3"
 
 
+CANNOT_USE = DeviceError("The driver sees a GPU that this torch cannot use.", "pip install another-torch")
+
+
 @pytest.fixture
-def trained(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The devices that the demo tries to train on, of which all but the CPU are broken."""
+def trained(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> list[str]:
+    """The devices that the demo tries to train on: all but the CPU refuse, with the error that is asked for."""
     devices: list[str] = []
 
     def train(assignments: list[Assignment]) -> int:
         devices.append(next(each.value for each in assignments if each.key == "device"))
         if devices[-1] != "cpu":
-            raise DeviceError("The driver sees a GPU that this torch cannot use.", "pip install another-torch")
+            raise getattr(request, "param", CANNOT_USE)
         return 0
 
     monkeypatch.setattr(demo, "train", train)
@@ -102,16 +105,10 @@ def test_a_gpu_that_cannot_be_used_is_named_first_and_last_and_the_demo_goes_on_
     assert len(re.findall(r"torch cannot use\.\npip install another-torch\n", capsys.readouterr().err)) == 2
 
 
+@pytest.mark.parametrize("trained", [DoesNotFit("Nothing fits: the least memory this run can live in is more.",
+                                                "fitgpt doctor")], indirect=True)
 def test_a_card_that_is_too_full_is_named_and_the_demo_goes_on_without(
-        tmp_path: Path, trained: list[str], monkeypatch: pytest.MonkeyPatch,
-        capsys: pytest.CaptureFixture[str]) -> None:
-    def train(assignments: list[Assignment]) -> int:
-        trained.append(next(each.value for each in assignments if each.key == "device"))
-        if trained[-1] != "cpu":
-            raise DoesNotFit("Nothing fits: the least memory this run can live in is more.", "fitgpt doctor")
-        return 0
-
-    monkeypatch.setattr(demo, "train", train)
+        tmp_path: Path, trained: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert demo.demo(DemoOptions(out_dir=str(tmp_path / "demo"))) == 0
     assert trained == ["auto", "cpu", "sample on cpu"]
     assert capsys.readouterr().err.count("Nothing fits") == 2

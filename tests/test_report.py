@@ -69,9 +69,9 @@ def test_kinds_of_lines_nobody_foresaw_are_shown_as_they_are() -> None:
 
 def test_what_the_model_wrote_is_shown() -> None:
     html = page_of([FACTS, {"kind": "sample", "step": 5, "text": "Once <upon>"},
-                    {"kind": "sample", "step": 6, "texts": ["a", "b"]}])
+                    {"kind": "sample", "step": 6, "text": "a"}, {"kind": "sample", "text": 7}])
     assert "Once &lt;upon&gt;" in html
-    assert html.count('<pre class="sample">') == 3
+    assert html.count('<pre class="sample">') == 2
 
 
 def test_memory_is_shown_against_the_plan() -> None:

@@ -137,8 +137,8 @@ def record_of(name: str, rows: Sequence[Row], config: dict[str, Any] | None,
         steps=steps, evaluations=evaluations,
         saves=tuple(_count(row["step"]) for row in _of_kind(rows, "save")),
         events=tuple(_events(rows, steps)),
-        samples=tuple(RunSample(_count(row.get("step")), words) for row in rows if row.get("kind") == "sample"
-                      for words in _texts(row.get("text", row.get("texts")))),
+        samples=tuple(RunSample(_count(row.get("step")), row["text"]) for row in rows
+                      if row.get("kind") == "sample" and isinstance(row.get("text"), str)),
         planned=_phases(plan), measured=_phases(measured) or _read_phases(steps, evaluations),
         owners_at_peak=_owners(plan),
         reserve_limit=_count(plan.get("reserve_limit_bytes")) or None, timeline=planned_step(facts, config),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import contextmanager
+from itertools import count
+from typing import Any
 
 import pytest
 import torch
@@ -19,15 +21,22 @@ class FakeGraph:
         self.rerun()  # type: ignore[attr-defined]
 
 
+def card(monkeypatch: pytest.MonkeyPatch, recording: Callable[..., Any], runs: list[str]) -> None:
+    """Pools have numbers; that memory is given back is noted among the runs."""
+    pools = count()
+    for name, stands_in in {"graph_pool_handle": lambda: next(pools), "CUDAGraph": FakeGraph, "graph": recording,
+                            "synchronize": lambda: None, "empty_cache": lambda: runs.append("give back")}.items():
+        monkeypatch.setattr(torch.cuda, name, stands_in)
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)
+
+
 def test_where_recording_fails_the_work_is_done_as_it_is_and_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
     @contextmanager
     def refusing(graph: object, **how: object) -> object:
         yield
         raise RuntimeError("operation not permitted when stream is capturing\nand more")
 
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
-    monkeypatch.setattr(torch.cuda, "graph", refusing)
+    card(monkeypatch, refusing, [])
     said: list[str] = []
     double = Recorder(said.append).replaying(lambda x: 2 * x)
     for value in (1.0, 2.0, 3.0):
@@ -47,10 +56,7 @@ def test_the_first_call_of_a_shape_runs_the_second_records_and_later_ones_replay
         yield
         graph.rerun = lambda: runs.append("replay")  # type: ignore[attr-defined]
 
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
-    monkeypatch.setattr(torch.cuda, "graph", recording)
-    forgets(monkeypatch, runs)
+    card(monkeypatch, recording, runs)
     double = Recorder(runs.append).replaying(lambda x: 2 * x)
     for _ in range(4):
         double(torch.ones(3))
@@ -68,11 +74,7 @@ def test_what_is_new_finds_nothing_recorded_and_what_was_known_is_recorded_again
         yield
         graph.rerun = lambda: None  # type: ignore[attr-defined]
 
-    pools = iter(range(9))
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(pools))
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
-    monkeypatch.setattr(torch.cuda, "graph", recording)
-    forgets(monkeypatch, runs)
+    card(monkeypatch, recording, runs)
     recorder = Recorder(runs.append)
 
     def named(name: str) -> Callable[[Tensor], Tensor]:
@@ -100,20 +102,10 @@ def test_where_memory_runs_out_while_recording_the_next_try_has_a_pool_of_its_ow
             raise torch.OutOfMemoryError("no room")
         graph.rerun = lambda: None  # type: ignore[attr-defined]
 
-    pools = iter(range(9))
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(pools))
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
-    monkeypatch.setattr(torch.cuda, "graph", recording)
-    forgets(monkeypatch, runs)
+    card(monkeypatch, recording, runs)
     double = Recorder(runs.append).replaying(lambda x: 2 * x)
     double(torch.ones(3))
     with pytest.raises(torch.OutOfMemoryError):
         double(torch.ones(3))
     assert double(torch.ones(3)).tolist() == [2.0, 2.0, 2.0]
     assert runs == ["record in pool 0", "give back", "record in pool 1"]
-
-
-def forgets(monkeypatch: pytest.MonkeyPatch, runs: list[str]) -> None:
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: runs.append("give back"))

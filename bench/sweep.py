@@ -14,6 +14,7 @@ import argparse
 import fcntl
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -31,13 +32,13 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT / "bench")]
 from fitgpt import __version__  # noqa: E402
 from fitgpt.cards import find  # noqa: E402
 from fitgpt.config import RunConfig  # noqa: E402
+from fitgpt.driver import child_environment  # noqa: E402
 from fitgpt.fit.choose import fit_config  # noqa: E402
 from fitgpt.fit.permission import parse_allow  # noqa: E402
 from fitgpt.fitting import with_a_margin  # noqa: E402
 from fitgpt.memory.forecast import forecast  # noqa: E402
 from fitgpt.place import on_card  # noqa: E402
 from fitgpt.savers import LEVELS  # noqa: E402
-from fitgpt.supervise import child_environment  # noqa: E402
 from fitgpt.units import GiB  # noqa: E402
 
 SWEEPS, CELLS = 10, 12     # and the chosen one
@@ -51,6 +52,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file")
     parser.add_argument("--draw", default="", help="the file to write, of triples")
+    parser.add_argument("--limit_s", type=float, default=3600, help="after which what was timed must do")
     parser.add_argument("-o", "--out", default="")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -65,7 +67,8 @@ def main() -> None:
     started = time.time()
     with tempfile.NamedTemporaryFile() as lock:
         running = [start(sweep, lock.name) for sweep in sweeps]
-        rows = [summary(sweep, process.communicate()[0]) for sweep, process in zip(sweeps, running, strict=True)]
+        rows = [summary(sweep, said_by(process, words, started + options.limit_s))
+                for sweep, (process, words) in zip(sweeps, running, strict=True)]
     for row in rows:
         print(row["name"], f"{row['share_of_best']:.3f} of the best of {row['timed']}" if "share_of_best" in row else
               json.dumps(row["cells"])[:800])
@@ -130,15 +133,26 @@ def spread(cells: list[RunConfig], fits: Any) -> Iterator[RunConfig]:
 # ---- timing
 
 
-def start(sweep: dict[str, Any], lock: str) -> subprocess.Popen[str]:
+def start(sweep: dict[str, Any], lock: str) -> tuple[subprocess.Popen[str], IO[str]]:
+    """A process of the sweep's own, and the file it writes to."""
+    words = tempfile.TemporaryFile("w+")  # noqa: SIM115 (gone with the process)
     process = subprocess.Popen([sys.executable, __file__, "", "--child", lock], stdin=subprocess.PIPE, text=True,
-                               stdout=subprocess.PIPE, env=child_environment({
+                               stdout=words, start_new_session=True, env=child_environment({
                                    **os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "2", "OMP_NUM_THREADS": "2"}))
     assert process.stdin
     process.stdin.write(json.dumps([{**sweep["config"], "vocab_size": 50304, **cell} for cell in sweep["cells"]]))
     process.stdin.close()
-    process.stdin = None
-    return process
+    return process, words
+
+
+def said_by(process: subprocess.Popen[str], words: IO[str], until: float) -> str:
+    try:
+        process.wait(max(0.0, until - time.time()))
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    words.seek(0)
+    return words.read()
 
 
 def time_cells(cells: list[dict[str, Any]], lock: Path) -> None:
@@ -204,9 +218,10 @@ def summary(sweep: dict[str, Any], said: str) -> dict[str, Any]:
              for cell, each in zip(sweep["cells"], found, strict=False)]
     row = {**{key: sweep[key] for key in ("name", "config", "allow", "budget")}, "cells": cells,
            "about": next((each["about"] for each in found if "about" in each), {})}
-    chosen = [each["tokens_per_s"] for each in (cells[:1] + cells[-1:]) if "tokens_per_s" in each]
-    others_ = [each["tokens_per_s"] for each in cells[1:-1] if "tokens_per_s" in each]
-    if chosen and others_ and len(found) == len(sweep["cells"]):
+    last = len(sweep["cells"]) - 1
+    chosen = [each["tokens_per_s"] for at, each in enumerate(cells) if at in (0, last) and "tokens_per_s" in each]
+    others_ = [each["tokens_per_s"] for at, each in enumerate(cells) if at not in (0, last) and "tokens_per_s" in each]
+    if chosen and len(others_) + 1 >= CELLS:
         rate = statistics.mean(chosen)
         row |= {"timed": len(others_) + 1, "chosen_tokens_per_s": rate, "best_tokens_per_s": max(rate, *others_),
                 "share_of_best": rate / max(rate, *others_)}

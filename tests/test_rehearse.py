@@ -236,6 +236,33 @@ def test_train_tells_its_plan_rehearses_it_and_ends_with_what_was_measured(
     assert rows[1]["kind"] == "plan"
 
 
+def test_a_resumed_run_meets_memory_in_the_planned_order(tmp_path: Path, card: Callable[[float], None],
+                                                         monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan is of an evaluation first: a run that goes straight on to train may not find room where one that has
+    evaluated does."""
+    card(1.0)
+    config = tiny_config(tmp_path, max_iters=2, eval_interval=2, rehearse=False)
+    train(config)
+    first, losses_before = bits(config), losses(config)
+    done: list[str] = []
+    for name in ("token_losses", "accumulate"):
+        real = getattr(run_module.GPT, name)
+        monkeypatch.setattr(run_module.GPT, name, lambda self, *given, _name=name, _real=real: (
+            done.append(_name), _real(self, *given))[1])
+    card(1.0)
+    train(replace(config, init_from="resume", max_iters=4))
+    assert done[0] == "token_losses"
+    assert "accumulate" in done
+    rows = read_metrics(Path(config.out_dir) / "metrics.jsonl")
+    assert rows[-1]["kind"] == "plan_measured"
+    assert {"first_eval", "first_train", "eval"} <= set(rows[-1]["phases"])
+    assert [row["step"] for row in rows if row["kind"] == "eval"] == [0, 2, 4]  # a look is no evaluation
+    whole = tiny_config(tmp_path / "whole", max_iters=4, eval_interval=2, rehearse=False)
+    train(whole)
+    assert bits(whole) == bits(config) != first
+    assert losses(whole) == losses(config) != losses_before
+
+
 def test_the_plan_is_judged_even_where_the_run_is_stopped(tmp_path: Path, card: Callable[[float], None]) -> None:
     card(1.0)
     config, asked = tiny_config(tmp_path), iter(range(100))

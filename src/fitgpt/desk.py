@@ -56,7 +56,7 @@ class Desk:
         try:
             return glance(self._training, self._splits, self.eval_batch, self._config.eval_block, self._shrunk)
         except NoRoom as error:
-            self.warn(f"{error.what} The rehearsal goes on without an evaluation.")
+            self.warn(f"{error.what} It goes on without this look at the data.")
             return None
 
     def _shrunk(self, batch: int, why: Refusal) -> None:

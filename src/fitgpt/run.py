@@ -27,7 +27,7 @@ from .engine.device import DeviceChoice, read_memory, resolve_device
 from .engine.evaluate import ReadWindows
 from .engine.feed import Feed
 from .engine.guard import Guard
-from .engine.loop import Training, train
+from .engine.loop import Training, is_evaluation_due, train
 from .engine.loss import triton_works
 from .engine.model import GPT, build_model
 from .engine.muon import Muon
@@ -124,6 +124,8 @@ def run_loop(config: RunConfig, facts: RunFacts, choice: DeviceChoice, dataset: 
             go_through(guard, ways, desk, training, display, onboard)
             if stop_asked():
                 raise Interrupted("Stopped before training began, as asked.")
+        if onboard.plan and goes_straight_to_training(config, training):
+            look_first(desk)
         train(training, config, facts, guard, desk, stop_asked)
     finally:
         guard.close()
@@ -137,6 +139,17 @@ def run_loop(config: RunConfig, facts: RunFacts, choice: DeviceChoice, dataset: 
 def wants_rehearsal(config: RunConfig, training: Training, onboard: Onboard) -> bool:
     something_to_do = training.step < config.max_iters or config.eval_only
     return something_to_do and (config.rehearse is True or (config.rehearse == "auto" and onboard.plan is not None))
+
+
+def goes_straight_to_training(config: RunConfig, training: Training) -> bool:
+    return training.step < config.max_iters and not is_evaluation_due(training, config)
+
+
+def look_first(desk: Desk) -> None:
+    """A resumed run looks at a few windows where a new one has its first evaluation. What comes first decides where the
+    rest finds room: the plan is of that order, and in another a run that just fits may want some megabytes more."""
+    if seen := desk.glance():
+        desk.peaks.seen("first_eval", seen.memory)
 
 
 def go_through(guard: Guard, ways: RunWays, desk: Desk, training: Training, display: Display,

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from fitgpt.config import RunConfig
 from fitgpt.units import GiB
 
@@ -39,3 +41,62 @@ def test_the_largest_model_for_12_gb_trained_for_twenty_steps_under_that_budget(
     assert len(found["losses"]) == 20
     assert found["losses"][0] > 10 > 7 > found["losses"][-1]
     assert found["ran_out"] == []
+
+
+def test_sixty_random_runs_that_fit_accepts_trained_saved_and_resumed_without_running_out() -> None:
+    found = read("results/triples_h200.json")
+    drawn = [triple for triple in read("triples.json")["triples"] if triple["accepted"]]
+    rows = found["rows"]
+    assert [(row["config"], row["budget"]) for row in rows] == [(each["config"], each["budget"]) for each in drawn]
+    assert len(rows) == 60
+    for row in rows:
+        assert row["passed"], row["name"]
+        assert row["exit_codes"] == [0, 0, 0]
+        assert row["ran_out"] == []
+        assert len(row["losses"]) == 6
+        assert row["needs"] <= row["cap"] < row["budget"] <= 12 * GiB
+    assert all(row["looks_first"] for row in rows if row["name"] in {each["name"] for each in found["first_round"]})
+
+
+def test_what_the_accepted_runs_reserved_is_what_was_foreseen() -> None:
+    errors = [row["foreseen"][phase][figure] / measured - 1 for row in read("results/triples_h200.json")["rows"]
+              for phase, figures in row["measured"].items() for figure, measured in figures.items()]
+    assert len(errors) > 600
+    assert max(errors) < 0.001
+    assert min(errors) > -0.005
+    assert sorted(map(abs, errors))[len(errors) // 2] < 1e-5
+
+
+def test_what_fit_chooses_is_within_5_percent_of_the_best_of_a_measured_sweep() -> None:
+    rows = read("results/sweeps_h200.json")["rows"]
+    assert len(rows) == 10
+    for row in rows:
+        assert row["timed"] >= 12
+        others = [cell["tokens_per_s"] for cell in row["cells"][1:-1]]
+        chosen = (row["cells"][0]["tokens_per_s"] + row["cells"][-1]["tokens_per_s"]) / 2
+        assert chosen >= 0.95 * max(others), row["name"]
+    assert sum(row["share_of_best"] >= 0.98 for row in rows) >= 9
+
+
+@pytest.mark.parametrize("case", ["124m", "77m"])
+def test_under_a_12_gb_card_s_cap_the_fitted_run_is_faster_than_plain_at_any_batch_that_fits(case: str) -> None:
+    found = read(f"results/fitted_{case}_h200.json")
+    assert found["cap_bytes"] <= 11.3 * GiB
+    rates = {row["contender"]: row["tokens_per_s"] for row in found["rows"]}
+    plain = [rate for contender, rate in rates.items() if contender.startswith("plain")]
+    assert len(plain) == 3
+    assert rates["fitted"] >= 1.10 * max(plain)
+    assert all(row["reserved_with_eval"] <= found["cap_bytes"] for row in found["rows"])
+
+
+def test_a_run_goes_on_when_another_process_takes_the_card_s_memory() -> None:
+    found = read("results/neighbour_h200.json")
+    beside = found["beside"]
+    assert beside["exit_code"] == 0
+    assert beside["neighbour"]["took_bytes"] > 130 * GiB
+    assert beside["steps_in_order"] == list(range(found["steps"]))
+    refused = [row["phase"] for row in beside["events"] if row["kind"] == "oom"]
+    assert refused.count("train") >= 1
+    assert refused.count("eval") >= 1
+    assert [row["kind"] for row in beside["events"] if row["kind"].startswith("step_")] == ["step_down", "step_up"]
+    assert found["largest_difference_of_a_loss_after"] < 1.5 * found["largest_difference_of_a_loss_before"]

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import json
 import os
 import re
 import shutil
@@ -23,11 +22,11 @@ import tempfile
 from collections.abc import Callable, Iterator
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tools")]
 
+import bench_tables  # noqa: E402
 import memory_page  # noqa: E402
 
 from fitgpt.cli import VERBS, find_verb, options_of, overview, verb_help  # noqa: E402
@@ -38,7 +37,6 @@ from fitgpt.knobhelp import markdown_table  # noqa: E402
 from fitgpt.options import ExplainQuestions, FitQuestions, PlanQuestions  # noqa: E402
 from fitgpt.savers import SAVERS  # noqa: E402
 from fitgpt.sights import OutOfMemory  # noqa: E402
-from fitgpt.units import show_bytes  # noqa: E402
 
 DOCS = ROOT / "docs"
 TRANSCRIPTS = DOCS / "transcripts"
@@ -129,27 +127,6 @@ def frozen_part() -> str:
     return ", ".join(f"`{name}`" for name in sorted(FROZEN_ON_RESUME)) + ".\n"
 
 
-# ---- from recorded results
-
-def read_rows(name: str) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = json.loads((RESULTS / name).read_text(encoding="utf-8"))["rows"]
-    return rows
-
-
-def engine_part() -> str:
-    """Speed and memory beside the plain baseline, from bench/engine.py's results."""
-    lines = ["| run | trainer | tokens/s | × plain | reserved in training | with evaluation | first step |",
-             "|---|---|---|---|---|---|---|"]
-    for case, shape in (("124m", "124M, 4 × 12 × 1024, bfloat16"), ("77m", "77M, 4 × 16 × 1024, float16"),
-                        ("30m", "30M, 4 × 16 × 512, float16")):
-        for row in read_rows(f"engine_{case}_h200.json"):
-            name = row["contender"] if row["contender"] in ("plain", "transformers") else f"**{row['contender']}**"
-            lines.append(f"| {shape if row['contender'] == 'plain' else ''} | {name} | {row['tokens_per_s']:,.0f} | "
-                         f"{row['ratio_to_plain']:.2f} | {show_bytes(row['reserved'])} | "
-                         f"{show_bytes(row['reserved_with_eval'])} | {row['first_step_s']:.0f} s |")
-    return "\n".join(lines) + "\n"
-
-
 # ---- from real runs
 
 def transcript_part(name: str, short: str = "") -> str:
@@ -201,8 +178,8 @@ def _output(command: str, home: Path) -> str:
 
 PARTS: dict[str, Callable[..., str]] = {
     "help": help_part, "knobs": knobs_part, "tree": tree_part, "configs": configs_part, "savers": savers_part,
-    "frozen": frozen_part, "rules": rules_part, "engine": engine_part, "transcript": transcript_part,
-    **memory_page.PARTS,
+    "frozen": frozen_part, "rules": rules_part, "transcript": transcript_part,
+    **memory_page.PARTS, **bench_tables.PARTS,
 }
 # In the order in which they are recorded: later ones use what earlier ones made.
 TRANSCRIPT_ORDER = ("plan", "plan_options", "fit", "fit_lossy", "fit_goal", "cards", "explain", "explain_reading",

@@ -1,0 +1,64 @@
+"""The tables of the docs that say how fast: the engine beside a plain one, what fit chooses beside what it did not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from memory_page import markdown, read_rows
+
+from fitgpt.config import RunConfig
+from fitgpt.units import GiB, show_bytes
+
+CASES = {"124m": "124M, 4 × 12 × 1024, bfloat16", "77m": "77M, 4 × 16 × 1024, float16",
+         "30m": "30M, 4 × 16 × 512, float16"}
+
+
+def engine_part() -> str:
+    """Speed and memory beside the plain baseline, from bench/engine.py's results."""
+    rows = []
+    for case, shape in CASES.items():
+        for row in read_rows(f"engine_{case}_h200.json"):
+            name = row["contender"] if row["contender"] in ("plain", "transformers") else f"**{row['contender']}**"
+            rows.append([shape if row["contender"] == "plain" else "", name, f"{row['tokens_per_s']:,.0f}",
+                         f"{row['ratio_to_plain']:.2f}", show_bytes(row["reserved"]),
+                         show_bytes(row["reserved_with_eval"]), f"{row['first_step_s']:.0f} s"])
+    return markdown(["run", "trainer", "tokens/s", "× plain", "reserved in training", "with evaluation", "first step"],
+                    rows)
+
+
+def fitted_part() -> str:
+    """Under the cap of a 12 GB card: plain at the largest batches that fit, and what `fit` makes of the same run."""
+    rows = []
+    for case in ("124m", "77m"):
+        found = read_rows(f"fitted_{case}_h200.json")
+        best = max(row["tokens_per_s"] for row in found if row["contender"] != "fitted")
+        for at, row in enumerate(found):
+            name = "**fitted**" if row["contender"] == "fitted" else "plain"
+            rows.append([CASES[case].partition(",")[0] if not at else "", name,
+                         f"{row['accumulation']} × {row['batch_size']}", row.get("knobs", {}).get("recompute", ""),
+                         f"{row['tokens_per_s']:,.0f}", f"{row['tokens_per_s'] / best:.2f}",
+                         show_bytes(row["reserved_with_eval"])])
+    return markdown(["run", "trainer", "micro-batches", "recompute", "tokens/s", "× best plain", "reserved"], rows)
+
+
+def sweeps_part() -> str:
+    """What `fit` chose beside the best of the others that fit, from bench/sweep.py's results."""
+    rows = []
+    for row in read_rows("sweeps_h200.json"):
+        config = RunConfig(**row["config"], vocab_size=50304)
+        others = [cell for cell in row["cells"][1:-1] if "tokens_per_s" in cell]
+        best = max(others, key=lambda cell: cell["tokens_per_s"])
+        rows.append([f"{config.gpt_config().count_params() / 1e6:.0f}M, {config.n_layer} × {config.n_embd}, "
+                     f"block {config.block_size}", f"{row['budget'] / GiB:.1f} GiB", _cell(row["cells"][0]),
+                     f"{row['chosen_tokens_per_s']:,.0f}", _cell(best), f"{best['tokens_per_s']:,.0f}",
+                     f"{row['chosen_tokens_per_s'] / best['tokens_per_s']:.2f}"])
+    return markdown(["model", "budget", "chosen", "tokens/s", f"best of {len(others)} others", "tokens/s", "ratio"],
+                    rows)
+
+
+def _cell(cell: dict[str, Any]) -> str:
+    return f"{cell['gradient_accumulation_steps']} × {cell['batch_size']}, {cell['recompute'].replace(',', ' ')}"
+
+
+PARTS: dict[str, Callable[..., str]] = {"engine": engine_part, "fitted": fitted_part, "sweeps": sweeps_part}

@@ -95,7 +95,7 @@ def test_every_transcript_is_recorded_and_shown() -> None:
 
 def test_the_owners_of_nanogpts_peak_add_up_to_the_recorded_one() -> None:
     """The formula in docs/memory.md holds for every eager run on record, not only for the one shown."""
-    eager = [row for row in tool.read_rows("nanogpt_h200.json") if not row["config"]["compile"]]
+    eager = [row for row in tool.memory_page.read_rows("nanogpt_h200.json") if not row["config"]["compile"]]
     assert len(eager) == 3
     for row in eager:
         total = sum(nbytes for _, _, nbytes in tool.memory_page.nanogpt_owners(row["config"]))

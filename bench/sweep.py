@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -74,7 +74,7 @@ def main() -> None:
               json.dumps(row["cells"])[:800])
     print(f"{time.time() - started:.0f} s")
     if options.out:
-        about = next((row["about"] for row in rows if "about" in row), {})
+        about: dict[str, str] = next((row["about"] for row in rows if "about" in row), {})
         Path(options.out).write_text(json.dumps(
             {"what": "tokens a second of the chosen plan and of others that fit, each timed alone",
              "date": time.strftime("%Y-%m-%d"), **about, "fitgpt": __version__,
@@ -97,10 +97,14 @@ def planned(triples: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
             continue  # an optimizer on the host is timed by the host
         chosen = found.chosen.config
 
-        def fits(config: RunConfig, place: Any = place, limit: int = budget.reserve_limit) -> bool:
-            return forecast(config, place.setting).needs <= limit
+        def as_it_fits(config: RunConfig, place: Any = place, limit: int = budget.reserve_limit) -> RunConfig | None:
+            """Recorded, where there is room for that: an unrecorded one is no match for it."""
+            for each in (replace(config, cuda_graphs="auto"), replace(config, cuda_graphs=False)):
+                if forecast(each, place.setting).needs <= limit:
+                    return each
+            return None
 
-        fitting = list(spread([each for each in others(chosen) if each != chosen], fits))
+        fitting = [each for each in spread(others(chosen), as_it_fits) if each != chosen][:CELLS]
         if len(fitting) >= CELLS:
             wanted -= 1
             cells = [{key: getattr(each, key) for key in KNOBS} for each in (chosen, *fitting, chosen)]
@@ -118,16 +122,15 @@ def others(chosen: RunConfig) -> Iterator[RunConfig]:
                               eval_batch_size=min(chosen.eval_batch, batch))
 
 
-def spread(cells: list[RunConfig], fits: Any) -> Iterator[RunConfig]:
-    """The first that fit, a few of each micro-batch, then more of each, until there are enough."""
+def spread(cells: Iterator[RunConfig], as_it_fits: Callable[[RunConfig], RunConfig | None]) -> list[RunConfig]:
+    """The first that fit, a few of each micro-batch, then more of each."""
     fitting: dict[int, list[RunConfig]] = {}
     for cell in cells:
-        have = fitting.get(cell.batch_size, [])
-        if sum(min(len(each), OF_A_BATCH) for each in fitting.values()) < CELLS + OF_A_BATCH and fits(cell):
-            fitting[cell.batch_size] = [*have, cell]
-    first = [cell for each in fitting.values() for cell in each[:OF_A_BATCH]]
-    rest = [cell for each in fitting.values() for cell in each[OF_A_BATCH:]]
-    yield from (first + rest)[:CELLS]
+        enough = sum(min(len(each), OF_A_BATCH) for each in fitting.values()) >= CELLS + OF_A_BATCH
+        if not enough and (fits := as_it_fits(cell)):
+            fitting.setdefault(cell.batch_size, []).append(fits)
+    return [cell for each in fitting.values() for cell in each[:OF_A_BATCH]] + \
+           [cell for each in fitting.values() for cell in each[OF_A_BATCH:]]
 
 
 # ---- timing

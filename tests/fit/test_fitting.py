@@ -85,7 +85,11 @@ def test_a_written_config_trains_what_was_chosen_and_says_why(say: Any) -> None:
     assert config.out_dir == "runs/small"
     assert config.budget == "300MiB"
     assert holdings(config, setting_for(find("4070"))).needs <= 300 * MiB - 196 * MiB
-    assert "offload = 'optimizer'  # was 'none'" in text
+    changed = {key: value for key, value in config.to_dict().items()
+               if key in ("batch_size", "loss_chunk", "recompute", "offload") and value != asked.to_dict()[key]}
+    assert changed
+    for key, value in changed.items():
+        assert f"{key} = {value!r}  # was {asked.to_dict()[key]!r}" in text
     assert text.startswith("# Fitted by `fitgpt fit` for RTX 4070, from run.py.")
 
 

@@ -25,9 +25,11 @@ from .reach import Reach, kind_of
 BYTES = gpt.BYTES
 
 TILE = 128                # rows and columns of a product that one multiprocessor works on at once …
+WITH_BIAS = 1.3           # times as long: such products run in cuBLASLt, which is slower on an H200
+SCORE = 128               # columns of a head that a score's softmax costs as much as
 LAST_WAVE = 0.25          # … and the share of a round of them that is lost at a product's end
-KERNEL_GAP_S = 3e-6       # between two recorded kernels …
-LAUNCH_GAP_S = 5e-6       # … and between two that are launched one by one: assumed
+KERNEL_GAP_S = 1.5e-6     # between two recorded kernels …
+LAUNCH_GAP_S = 3e-6       # … and between two that are launched one by one: assumed
 KERNELS_A_LAYER = 45      # forward and backward
 KERNELS_A_PIECE = 6       # of the loss
 HOST_A_LAYER_S = 2.8e-3   # to launch those one by one: 124M unrecorded at 327k tokens/s, 77M and 30M eager alike
@@ -62,7 +64,7 @@ def cost(config: RunConfig, card: Card, setting: Setting, reach: Reach) -> Cost:
 
     filled = n * c / TILE**2 / (card.sms or setting.sms)
     products = rate * reach.products * filled / (filled + LAST_WAVE)
-    attention = rate * reach.attention
+    attention = rate * reach.attention / _head_cost(config)
 
     gap = KERNEL_GAP_S if gpt.records(config) else LAUNCH_GAP_S
 
@@ -75,13 +77,18 @@ def cost(config: RunConfig, card: Card, setting: Setting, reach: Reach) -> Cost:
         return (EAGER if not config.compile else 1.0) * n * c * (in_products * p + in_stream * r) / bandwidth
 
     qkv, proj, up, down = ((3 * c, c), (c, c), (4 * c, c), (c, 4 * c))
-    forward = sum(product(*each) for each in (qkv, proj, up, down)) + 2 * n * t * c / attention + moved(13, 4)
+    biased = WITH_BIAS if config.bias else 1.0
+    forward = (biased * sum(product(*each) for each in (qkv, proj, up, down)) + 2 * n * t * c / attention
+               + moved(13, 4))
     # Two products for each matrix; the weight's gradient is added to what is there: read and written once.
     backward = (sum(2 * product(*each) for each in (qkv, proj, up, down)) + 5 * n * t * c / attention
                 + moved(29 if p != r else 27, 6) + 12 * c * c * (2 * m - _cast(config)) / bandwidth)
     dropout = 3 * moved(2.5, 0) if config.dropout else 0.0
+    if config.bias:
+        backward += moved(9, 0)  # its gradient: a sum over what the weight's product reads
     again = {"h1": moved(-1, 0), "h2": moved(-1, 0), "g": 0.0}  # kept: one number less to write on the way back
-    lost = {"fc": product(*up) + moved(1, 1), "proj": product(*proj), "qkv": product(*qkv) + moved(1, 1),
+    lost = {"fc": biased * product(*up) + moved(1, 1), "proj": biased * product(*proj),
+            "qkv": biased * product(*qkv) + moved(1, 1),
             "att": 2 * n * t * c / attention}
     layers = []
     for level in LEVELS:
@@ -99,6 +106,13 @@ def cost(config: RunConfig, card: Card, setting: Setting, reach: Reach) -> Cost:
     host = 0.0 if gpt.records(config) else config.n_layer * HOST_A_LAYER_S + pieces * HOST_A_PIECE_S
     sent, step = _optimizer_seconds(config, bandwidth, rate * reach.products)
     return Cost(fixed + sent, tuple(layers), host, step)
+
+
+def _head_cost(config: RunConfig) -> float:
+    """What attention takes with heads of this width, where 1 is with heads of 64: kernels work on whole 64 columns, and
+    a score costs as much as SCORE of them, whatever the width."""
+    width = config.n_embd // config.n_head
+    return (-(-width // 64) * 64 + SCORE) / width * 64 / (64 + SCORE)
 
 
 def _cast(config: RunConfig) -> int:

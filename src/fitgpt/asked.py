@@ -45,6 +45,9 @@ def question_of(assignments: Sequence[Assignment]) -> Question:
                          "Give one of them.")
     config, notes = run_of(told)
     config, data, missing, more = with_data(config)
+    if config.fit:
+        more.append("--fit: `train` will choose other settings if that is faster. Planned is what is asked for; "
+                    "`fitgpt fit` with the same words shows what it would choose.")
     if asked.trainer == "nanogpt":
         more += _ignored_by_nanogpt(config)
     return Question(asked, config, data, missing, (*notes, *more))
@@ -54,7 +57,9 @@ def run_of(assignments: Sequence[Assignment]) -> tuple[RunConfig, list[str]]:
     """The config that `train` would have, though its data may not be here yet."""
     if {each.key: each.value for each in assignments}.get("init_from") == "resume":
         return settle(assignments)
-    return resolve(assignments)
+    from .planfile import with_plan
+
+    return resolve(with_plan(assignments))
 
 
 def settle(assignments: Sequence[Assignment]) -> tuple[RunConfig, list[str]]:

@@ -202,7 +202,9 @@ class ReportOptions(Options):
 
 
 def _torch_version(text: str) -> str | None:
-    return None if fullmatch(r"([0-9]{1,3}(\.[0-9]{1,4}){1,2})?", text) else "takes a version such as 2.11"
+    """As torch itself writes it, too: 2.13.0+cu130, 2.12.0a0+git1234abc."""
+    known = fullmatch(r"([0-9]{1,3}(\.[0-9]{1,4}){1,2}([a-z]+[0-9]*|\.dev[0-9]*)?(\+[\w.]*)?)?", text)
+    return None if known else "takes a version such as 2.11"
 
 
 # What `plan` and `fit` ask alike.

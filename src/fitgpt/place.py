@@ -47,7 +47,9 @@ def named(gpu: str, *, others: int | None, budget: int | None, torch: str = "") 
 def on_card(card: Card, *, others: int = 0, budget: int | None = None, torch: str = "") -> Place:
     found = budget_for(card, others=others, budget=budget)
     _check_sizes(found, others if others else None, budget)
-    return Place(setting_for(card, torch=torch_version(torch), windows=sys.platform == "win32"), found, card)
+    windows = sys.platform == "win32"
+    setting = setting_for(card, torch=torch_version(torch), windows=windows)
+    return Place(_with_allocator(setting, windows), found, card)
 
 
 def unnamed(*, others: int | None, budget: int, torch: str = "") -> Place:
@@ -56,10 +58,10 @@ def unnamed(*, others: int | None, budget: int, torch: str = "") -> Place:
     outside = _outside_of_any(usable)
     sources = (f"No card is named: a process is taken to hold {show_bytes(outside)} outside PyTorch's allocator, as "
                "much as on any card of that size, and the run to be on compute capability 8.9.",)
-    setting = Setting((8, 9), torch_version(torch), expandable=sys.platform != "win32",
-                      compiles=sys.platform != "win32")
+    windows = sys.platform == "win32"
+    setting = Setting((8, 9), torch_version(torch), compiles=not windows)
     found = Budget("", usable, others or 0, budget, outside, sources)
-    return Place(setting, found, None)
+    return Place(_with_allocator(setting, windows), found, None)
 
 
 def here(device: str, *, others: int | None, budget: int | None, torch: str = "") -> Place:
@@ -99,11 +101,11 @@ def on_device(reading: GpuReading, *, others: int | None = None, budget: int | N
     _check_sizes(found, others, budget)
     major, _, minor = (reading.cc or "8.9").partition(".")
     windows = sys.platform == "win32"
-    setting = Setting((int(major), int(minor or 0)), torch_version(torch), expandable=_expandable(windows),
+    setting = Setting((int(major), int(minor or 0)), torch_version(torch),
                       compiles=(int(major), int(minor or 0)) >= (7, 0) and not windows,
                       sms=card.sms if card and card.sms else Setting.sms)
     said = _neighbours(reading) if others is None else ""
-    return Place(setting, found, card, said)
+    return Place(_with_allocator(setting, windows), found, card, said)
 
 
 def beside(config: RunConfig, budget: Budget) -> Budget:
@@ -149,12 +151,16 @@ def _installed_torch() -> str:
         return ""
 
 
-def _expandable(windows: bool) -> bool:
-    """`train` asks for expandable segments, unless the user's environment says something else."""
+def _with_allocator(setting: Setting, windows: bool) -> Setting:
+    """`train` asks for expandable segments, unless the user's environment says something else; nanoGPT goes by that
+    alone. torch has none on Windows."""
+    if windows or not any("ALLOC_CONF" in name for name in os.environ):
+        return replace(setting, expandable=not windows)
     from .driver import ALLOCATOR_VARIABLES  # asked for late: it loads what plans for other cards never need
 
-    told = [value for name in ALLOCATOR_VARIABLES if (value := os.environ.get(name))]
-    return not windows and all("expandable_segments:true" in value.replace(" ", "").lower() for value in told)
+    told = [value.replace(" ", "").lower() for name in ALLOCATOR_VARIABLES if (value := os.environ.get(name))]
+    expands = all("expandable_segments:true" in value for value in told)
+    return replace(setting, expandable=expands, asked_to_expand=expands and bool(told))
 
 
 # ---- the GPUs here

@@ -23,6 +23,7 @@ class Setting:
     capability: tuple[int, int] = (9, 0)
     torch: str = DEFAULT_TORCH
     expandable: bool = True   # fitgpt's own runs: not on Windows, whose torch has none
+    asked_to_expand: bool = False  # by the environment, which nanoGPT's runs go by
     compiles: bool = True     # whether compile=auto will compile
     sms: int = 132            # multiprocessors
     kernel: str = ""          # of attention; "": torch's choice
@@ -70,13 +71,14 @@ class Setting:
         return "flash" if head <= 256 else "efficient"
 
     def expands(self, trainer: str) -> bool:
-        """Whether a run's segments are expandable: fitgpt asks for them, nanoGPT does not."""
-        return self.expandable and trainer == "fitgpt"
+        """Whether a run's segments are expandable: fitgpt asks for them, nanoGPT leaves it to the environment."""
+        return self.expandable and (trainer == "fitgpt" or self.asked_to_expand)
 
     def in_words(self, config: RunConfig, trainer: str) -> dict[str, str]:
-        measured = self.torch in MEASURED_TORCH
+        told = ("" if self.torch in MEASURED_TORCH else f" (recorded runs are of {MEASURED_TORCH[0]})"
+                if self.torch in KNOWN_TORCH else f" (not measured: recorded runs are of {MEASURED_TORCH[0]})")
         return {
-            "torch": self.torch if measured else f"{self.torch} (recorded runs are of {MEASURED_TORCH[0]})",
+            "torch": f"{self.torch}{told}",
             "attention": self.attention(config, trainer),
             "compile": "compiled" if config.compile else "eager",
             "allocator": "expandable segments" if self.expands(trainer) else "native"}

@@ -203,10 +203,20 @@ class RunConfig(Options):
              self.weights == "bfloat16" and self.optimizer == "muon", "--optimizer=adam8bit"),
             (f"grad_checkpoint keeps the inputs only, and recompute={self.recompute} asks for something else",
              self.grad_checkpoint and self.recompute not in ("products", "input"), "--grad_checkpoint=False"),
+            (f"cuda_graphs=True does not work with {' and '.join(self.not_recorded)}",
+             self.cuda_graphs is True and self.not_recorded, "--cuda_graphs=auto"),
         )
         broken = [(what, fix) for what, applies, fix in rules if applies]
         if broken:
             raise UsageError("; ".join(what for what, _ in broken) + ".", " ".join(fix for _, fix in broken))
+
+    @property
+    def not_recorded(self) -> tuple[str, ...]:
+        """What keeps the card's work from being recorded: a recording can neither roll dice again when a block is
+        computed again, nor talk to the host in its middle."""
+        hinders = {f"dropout={self.dropout:g}": self.dropout, "step_in_backward": self.step_in_backward,
+                   "offload=gradients": self.offload == "gradients"}
+        return tuple(words for words, applies in hinders.items() if applies)
 
     @property
     def levels(self) -> tuple[str, ...]:

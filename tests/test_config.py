@@ -317,7 +317,8 @@ def test_the_recommended_run_for_twelve_gigabytes_is_what_it_is_said_to_be() -> 
     (dict(step_in_backward=True, gradient_accumulation_steps=1), "grad_clip=0"),
     (dict(step_in_backward=True, gradient_accumulation_steps=1, grad_clip=0.0, dtype="float16"), "float16"),
     (dict(optimizer="muon", weights="bfloat16"), "weights=bfloat16 works with optimizer"),
-    (dict(optimizer="adam8bit", offload="optimizer"), "offload=optimizer works with optimizer=adamw")])
+    (dict(optimizer="adam8bit", offload="optimizer"), "offload=optimizer works with optimizer=adamw"),
+    (dict(cuda_graphs=True, dropout=0.1, offload="gradients"), "does not work with dropout=0.1 and offload=gradients")])
 def test_savers_that_exclude_each_other_are_refused_in_words(changes: dict[str, Any], says: str) -> None:
     with pytest.raises(UsageError) as refusal:
         RunConfig(**changes)

@@ -16,10 +16,11 @@ from fitgpt.config import RunConfig
 from fitgpt.data.order import positions_for
 from fitgpt.data.shards import open_dataset
 from fitgpt.engine import checkpoint
+from fitgpt.engine.device import DeviceChoice
 from fitgpt.engine.model import GPT, build_model
 from fitgpt.errors import CheckpointError, DataError, Interrupted, NumericsError, SystemFault, UsageError
 from fitgpt.memory.gpt import checkpoint_bytes
-from fitgpt.run import run
+from fitgpt.run import build_training, run
 from fitgpt.runfolder import RunFolder, read_metrics
 from fitgpt.show.live import PlainDisplay
 from helpers import reference_loss, tiny_config
@@ -161,6 +162,24 @@ def test_eval_only_evaluates_once_and_trains_nothing(tmp_path: Path) -> None:
     config = tiny_config(tmp_path, eval_only=True)
     assert [row["kind"] for row in train(config)] == ["run", "eval"]
     assert not (tmp_path / "out" / "checkpoints").exists()
+
+
+def test_a_finished_run_can_be_evaluated_once_more_and_is_left_as_it_was(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path)
+    train(config)
+    before = weights(config)
+    rows = train(replace(config, init_from="resume", eval_only=True))
+    assert [row["kind"] for row in rows][-2:] == ["run", "eval"]
+    with pytest.raises(Interrupted, match=r"as asked\.$"):
+        train(replace(config, init_from="resume", eval_only=True, save_interval=1), stop_after=1)
+    assert weights(config) == before
+
+
+def test_a_run_that_only_evaluates_has_neither_optimizer_nor_gradients(tmp_path: Path) -> None:
+    training = build_training(tiny_config(tmp_path, eval_only=True),
+                              DeviceChoice("cpu", "", "float32", compile=False, notes=(), card=None, mismatch=None))
+    assert training.optimizer.tensors() == {}
+    assert not any(parameter.grad is not None for parameter in training.model.parameters())
 
 
 def test_without_always_save_only_improvements_are_kept(tmp_path: Path) -> None:

@@ -55,9 +55,10 @@ def of_length(config: RunConfig, asked: PlanQuestions, data: DataSummary | None,
 
 
 def outlook(config: RunConfig, forecast: Forecast, data: DataSummary | None, card: Card | None) -> Outlook:
-    tokens = config.max_iters * config.tokens_per_step
+    steps = 0 if config.eval_only else config.max_iters
+    tokens = steps * config.tokens_per_step
     speed = tokens_per_s(config, card, forecast.trainer)
-    return Outlook(tokens_per_step=config.tokens_per_step, steps=config.max_iters, tokens=tokens,
+    return Outlook(tokens_per_step=config.tokens_per_step, steps=steps, tokens=tokens,
                    params=forecast.params, epochs=tokens / data.train_tokens if data else None,
                    checkpoint_bytes=forecast.checkpoint_bytes, host_bytes=forecast.host_bytes,
                    hours=(tokens / speed[1] / 3600, tokens / speed[0] / 3600) if speed else None)

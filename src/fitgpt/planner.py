@@ -106,7 +106,7 @@ def _changes(config: RunConfig, found: Place, trainer: str) -> tuple[Change, ...
     folded, limit = Folded(found.setting), found.budget.reserve_limit
 
     def known(option: Option) -> bool | None:
-        if option.change.trainer != "fitgpt":
+        if option.change.trainer != "fitgpt" or option.config.eval_only:
             return None
         shape, mix = folded.shape(option.config), mix_of(option.config.levels)
         return shape.could_fit(mix, limit) and (shape.needs(mix) <= limit or None)
@@ -187,7 +187,7 @@ def same_tape(config: RunConfig, setting: Setting) -> tuple[Any, ...]:
 
 
 def _replays(config: RunConfig, setting: Setting, trainer: str) -> list[str]:
-    if trainer != "fitgpt" or not gpt.records(forecast.settled(config, setting)):
+    if trainer != "fitgpt" or config.eval_only or not gpt.records(forecast.settled(config, setting)):
         return []
     return ["The GPU's work is recorded in the first step and replayed in memory that stays reserved: from then on "
             "next to nothing is allocated."]

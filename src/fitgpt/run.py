@@ -33,7 +33,7 @@ from .engine.model import GPT, build_model
 from .engine.muon import Muon
 from .engine.offload import HostAdamW
 from .engine.oom import release
-from .engine.optim import FIRST_SCALE, AdamW, AdamWSettings, Optimizer, Scaler
+from .engine.optim import FIRST_SCALE, AdamW, AdamWSettings, NoOptimizer, Optimizer, Scaler
 from .engine.parallel import Ranks
 from .engine.rehearsal import Peaks, rehearse
 from .engine.rounded import AdamWInBackward, RoundedAdamW
@@ -223,10 +223,10 @@ def build_training(config: RunConfig, choice: DeviceChoice) -> Training:
         model.compile()
     model.residual_dtype = DTYPES[config.residual]
     model.round_matrices(DTYPES[config.weights])
-    optimizer = make_optimizer(config, model)
+    optimizer = NoOptimizer() if config.eval_only else make_optimizer(config, model)
     training = Training(model, optimizer, Scaler(device, scaling=choice.dtype == "float16"))
     if records_gpu_work(config, choice):
-        training.record_gpu_work(warn)
+        training.record_gpu_work(warn, trains=not config.eval_only)
     return training
 
 
@@ -246,15 +246,12 @@ def make_optimizer(config: RunConfig, model: GPT) -> Optimizer:
 
 
 def records_gpu_work(config: RunConfig, choice: DeviceChoice) -> bool:
-    """Recorded work cannot roll dice again when a block is computed again, nor talk to the host in its middle."""
-    hindrances = {f"dropout={config.dropout}": config.dropout, f"device={choice.device}": choice.device[:4] != "cuda",
-                  "step_in_backward": config.step_in_backward, "offload=gradients": config.offload == "gradients"}
-    why = ", ".join(words for words, hinders in hindrances.items() if hinders)
+    on_cuda = choice.device.startswith("cuda")
     if config.cuda_graphs == "auto":
-        return choice.compile and not why
-    if config.cuda_graphs and why:
-        raise DeviceError(f"cuda_graphs=True does not work with {why}.", "--cuda_graphs=False")
-    return bool(config.cuda_graphs)
+        return choice.compile and on_cuda and not config.not_recorded
+    if config.cuda_graphs and not on_cuda:
+        raise DeviceError(f"cuda_graphs=True does not work with device={choice.device}.", "--cuda_graphs=auto")
+    return config.cuda_graphs
 
 
 def restore(training: Training, source: weights.Source, *, everything: bool) -> None:

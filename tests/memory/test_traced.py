@@ -75,6 +75,9 @@ CASES: dict[str, tuple[Setting, dict[str, Any]]] = {
                                                        "weights": "bfloat16", "residual": "bfloat16"}),
     "compiled, recorded": (H200, {"compile": True}),
     "recorded": (H200, {"cuda_graphs": True}),
+    "only an evaluation": (H200, {"eval_only": True}),
+    "only an evaluation, recorded, bfloat16 weights": (H200, {"eval_only": True, "compile": True,
+                                                              "weights": "bfloat16"}),
 }
 
 # Keys of a block that is no multiple of anything, and the vocabularies on both sides of topk's two ways.

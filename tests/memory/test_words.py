@@ -56,6 +56,11 @@ def test_logits_are_a_product_of_batch_block_and_vocabulary() -> None:
     assert shares["logits"].formula == "4 × 128 × 50,304 × 12 bytes"
 
 
+def test_logits_that_compiled_code_pads_are_told_as_it_pads_them() -> None:
+    _, shares = at_the_peak("nanogpt", compile=True, vocab_size=50257)
+    assert shares["logits"].formula.startswith("4 × 128 × 50,264 × 4 bytes + 4 × 128 × 50,257 × 4 bytes")
+
+
 def test_a_piece_of_the_logits_is_told_from_all_of_them() -> None:
     _, shares = at_the_peak("fitgpt", loss_chunk=256, vocab_size=50304)
     assert shares["logits"].formula == "256 × 50,304 × 2 bytes"

@@ -101,6 +101,9 @@ def run(config: RunConfig, watch: Watch) -> None:
                                                    compile=bool(config.compile), notes=(), card=None, mismatch=None))
     watch.phase("first_eval")
     look()
+    if config.eval_only:
+        watch.phase("after")
+        return
     feed = Feed(read, CARD, last=(ITERATIONS + 1) * config.gradient_accumulation_steps - 1)
 
     def iterate(phase: str) -> None:

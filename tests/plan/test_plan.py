@@ -131,8 +131,9 @@ def test_the_run_is_told_in_tokens_and_epochs(ask: Any, tmp_path: Path) -> None:
 def test_tokens_and_epochs_become_steps(ask: Any, tmp_path: Path) -> None:
     write_chars(tmp_path / "data" / "letters", train=81_921)
     argv = [*SMALL[:-1], "--gpu=4070", "--dataset=letters", "--gradient_accumulation_steps=1"]
-    counted = ask(*argv, "--tokens=1M")
-    assert "are 489 steps: max_iters=489 lr_decay_iters=489." in " ".join(counted.out.split())
+    for million in ("1M", "1e6", "1_000_000"):
+        counted = ask(*argv, f"--tokens={million}")
+        assert "are 489 steps: max_iters=489 lr_decay_iters=489." in " ".join(counted.out.split())
     assert ask(*argv, "--epochs=2", "--json").json["run"]["steps"] == 81  # 80 whole steps and a token
 
 
@@ -210,6 +211,58 @@ def test_a_run_to_resume_is_planned_as_it_was_recorded(ask: Any, tmp_path: Path)
     assert told["params"] == config.gpt_config().count_params()
 
 
+def test_where_sampling_holds_most_the_owners_are_those_of_sampling(ask: Any) -> None:
+    """It takes float32 weights onto the card, which a run with rounded weights and all else on the host does not."""
+    told = ask(*SMALL, "--vocab_size=65", "--n_layer=8", "--block_size=16", "--batch_size=1", "--weights=bfloat16",
+               "--offload=gradients", "--recompute=input", "--gpu=4070", "--json").json
+    assert told["peak_phase"] == "sample"
+    assert sum(told["owners_at_peak"].values()) == told["phases"]["sample"]["allocated_bytes"]
+    assert told["formulas"]["weights"].endswith(" × 4 bytes")
+    assert told["formulas"]["activations"].startswith("7 layers × 16 tokens × 256 × 4 bytes")
+
+
+@pytest.mark.parametrize("trainer", ["fitgpt", "nanogpt"])
+def test_a_run_that_only_evaluates_holds_no_optimizer_and_no_gradients(ask: Any, trainer: str) -> None:
+    flags = [*SMALL, f"--trainer={trainer}", "--gpu=4070", "--eval_only"]
+    told = ask(*flags, "--json").json
+    assert [phase for phase, held in told["phases"].items() if held] == ["load", "first_eval"]
+    assert not {"optimizer", "gradients"} & set(told["owners_at_peak"])
+    assert told["run"]["steps"] == 0
+    assert "evaluates once, and trains nothing" in ask(*flags).out
+    tight = ask(*flags, f"--budget={told['needs_bytes'] + told['outside_bytes'] - MiB}", "--options", "--json")
+    assert tight.code == 1
+    assert tight.json["changes"]
+
+
+def test_a_plan_that_fit_wrote_is_what_is_planned(ask: Any, tmp_path: Path) -> None:
+    knobs = RunConfig(n_layer=2, n_head=4, n_embd=256, batch_size=2, block_size=128).to_dict()
+    (tmp_path / "my.plan.json").write_text(json.dumps({"schema": 1, "config": knobs}))
+    told, asked = (ask(*flags, "--gpu=4070", "--json").json for flags in (
+        ["--plan=my.plan.json"], ["--n_layer=2", "--n_head=4", "--n_embd=256", "--batch_size=2", "--block_size=128"]))
+    assert told["needs_bytes"] == asked["needs_bytes"]
+    assert ask("--plan=nowhere.json", "--gpu=4070").code == 2
+    assert "`fitgpt fit` with the same words" in " ".join(ask(*SMALL, "--gpu=4070", "--fit").out.split())
+
+
+def test_the_allocator_is_the_one_that_the_environment_asks_for(ask: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = {}
+    for said in ("", "expandable_segments:True", "expandable_segments:False", "max_split_size_mb:128"):
+        monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", said)
+        kinds[said] = [ask(*SMALL, "--gpu=4070", f"--trainer={trainer}", "--json").json["assumes"]["allocator"]
+                       for trainer in ("fitgpt", "nanogpt")]
+    expandable, native = "expandable segments", "native"
+    assert list(kinds.values()) == [[expandable, native], [expandable] * 2, [native] * 2, [native] * 2]
+
+
+@pytest.mark.parametrize(("version", "words"), [
+    ("2.11", "2.11"), ("2.11.0+cu130", "2.11"), ("2.13.0", "2.13 (recorded runs are of 2.11)"),
+    ("2.14.0a0+git12ab", "2.14 (not measured: recorded runs are of 2.11)"),
+    ("9.9", "9.9 (not measured: recorded runs are of 2.11)")])
+def test_a_version_of_torch_is_said_as_torch_says_it_and_one_that_is_not_measured_is_said_to_be(
+        ask: Any, version: str, words: str) -> None:
+    assert ask(*SMALL, "--gpu=4070", f"--torch={version}", "--json").json["assumes"]["torch"] == words
+
+
 def test_nanogpt_does_not_know_what_we_added(ask: Any) -> None:
     words = " ".join(ask(*SMALL, "--trainer=nanogpt", "--gpu=4070", "--eval_batch_size=2").out.split())
     assert "nanoGPT's train.py does not know eval_batch_size=2" in words
@@ -239,6 +292,7 @@ def test_nanogpt_does_not_know_what_we_added(ask: Any) -> None:
     (["--gpu=4070", "--trainer=nanogpt", "--hours=8"], "no estimate of the speed"),
     (["--gpu=4070", "--trainer=karpathy"], "one of fitgpt, nanogpt"),
     (["--gpu=4070", "--torch=new"], "a version such as 2.11"),
+    (["--gpu=4070", "--dropout=0.1", "--cuda_graphs=True"], "cuda_graphs=True does not work with dropout=0.1"),
     (["--gpu=4070", "--all-cards"], "--all-cards"),
     (["--gpu=4070", "--n_embd=513"], "not a multiple"),
     (["--gpu=4070", "--batchsize=3"], "--batchsize is not a knob"),

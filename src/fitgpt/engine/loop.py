@@ -46,13 +46,14 @@ class Training:
     def device(self) -> torch.device:
         return self.model.lm_head.weight.device
 
-    def record_gpu_work(self, warn: Callable[[str], None]) -> None:
-        """From the second micro-step and evaluation batch on, what the card does is replayed: see graphs.py."""
+    def record_gpu_work(self, warn: Callable[[str], None], *, trains: bool = True) -> None:
+        """From the second micro-step and evaluation batch on, what the card does is replayed: see graphs.py. Where
+        nothing trains there are no gradients to have a place."""
         recorder = Recorder(warn)
         self.accumulate = recorder.replaying(self.model.accumulate)
         self.token_losses = recorder.replaying(self.model.token_losses)
-        self.gradients_stay = True
-        for parameter in self.model.parameters():
+        self.gradients_stay = trains
+        for parameter in self.model.parameters() if trains else ():
             parameter.grad = torch.zeros_like(parameter)
 
     def forget_recorded_work(self) -> None:
@@ -95,7 +96,7 @@ def train(training: Training, config: RunConfig, facts: RunFacts, steps: Steps, 
           stop_asked: Callable[[], bool]) -> None:
     """Trains to `max_iters` steps, or until asked to stop: then it saves, and raises Interrupted."""
     meter = Meter(config.tokens_per_step)
-    keep = _Keeper(training, rim, meter)
+    keep = _Keeper(training, rim, meter, keeps=not config.eval_only)
     while True:
         if is_evaluation_due(training, config):
             with meter.paused():
@@ -107,7 +108,7 @@ def train(training: Training, config: RunConfig, facts: RunFacts, steps: Steps, 
                 is_best = improves(training.best, evaluation.of("val"))
                 training.best = evaluation.of("val") if is_best else training.best
                 rim.evaluated(evaluation, is_best=is_best)
-            if training.step > 0 and not config.eval_only and (is_best or config.always_save_checkpoint):
+            if training.step > 0 and (is_best or config.always_save_checkpoint):
                 keep.save(is_best=is_best, forgiving=training.step < config.max_iters)
         elif config.save_interval and training.step % config.save_interval == 0:
             keep.save()
@@ -198,8 +199,8 @@ def learning_rate_at(step: int, config: RunConfig) -> float:
 
 def is_evaluation_due(training: Training, config: RunConfig) -> bool:
     """Every eval_interval steps and at the end, but never twice at one step (a resume begins where it saved)."""
-    due = training.step % config.eval_interval == 0 or training.step >= config.max_iters or config.eval_only
-    return due and training.evaluated_at != training.step
+    due = training.step % config.eval_interval == 0 or training.step >= config.max_iters
+    return config.eval_only or (due and training.evaluated_at != training.step)
 
 
 def improves(best: SplitLoss | None, new: SplitLoss) -> bool:
@@ -244,17 +245,19 @@ def gentler(training: Training, config: RunConfig) -> str:
 class _Keeper:
     """Saves, and forgives a failed save until there have been too many: older checkpoints stay as they are."""
 
-    def __init__(self, training: Training, rim: Rim, meter: Meter) -> None:
+    def __init__(self, training: Training, rim: Rim, meter: Meter, *, keeps: bool = True) -> None:
         self._training, self._rim, self._meter = training, rim, meter
+        self._keeps = keeps  # a run that only evaluates has nothing of its own to save
         self._failures = 0
 
     def stopped(self) -> Interrupted:
         """The run's end on request: everything up to the last whole step is kept."""
         self.save(forgiving=False)
-        return Interrupted(f"Stopped at step {self._training.step}, as asked; the run is saved.")
+        kept = "; the run is saved" if self._keeps else ""
+        return Interrupted(f"Stopped at step {self._training.step}, as asked{kept}.")
 
     def save(self, *, is_best: bool = False, forgiving: bool = True) -> None:
-        if self._training.saved_at == self._training.step:
+        if not self._keeps or self._training.saved_at == self._training.step:
             return
         try:
             with self._meter.paused():

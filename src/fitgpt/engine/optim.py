@@ -56,6 +56,13 @@ class Optimizer:
         return copy_tensors(self.tensors(), tensors)
 
 
+class NoOptimizer(Optimizer):
+    """Of a run that only evaluates: it holds nothing, and is never asked for a step."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {}
+
+
 class AdamW(Optimizer):
     """AdamW whose state is allocated at once, so that the first step asks for nothing new.
 

@@ -28,6 +28,8 @@ def tape_of(config: RunConfig, setting: Setting, trainer: str = "fitgpt") -> Tap
 
 def held_at_least(config: RunConfig, setting: Setting, trainer: str = "fitgpt") -> int:
     """No more than the tape of a settled config holds at its highest, in much less time than to write it takes."""
+    if config.eval_only:
+        return 0
     if trainer == "nanogpt":
         return nanogpt.held_at_least(nanogpt_run(config), _gpu(config, setting))
     return gpt.held_at_a_step(config)
@@ -53,25 +55,31 @@ def forecast(config: RunConfig, setting: Setting, trainer: str = "fitgpt", limit
     peaks = timeline.peaks()
     highest = max(peaks.values(), key=lambda peak: peak.allocated)
     phases = {phase: PhaseForecast(peak.allocated, peak.reserved) for phase, peak in peaks.items()}
+    if config.eval_only:
+        pass  # that is all
+    elif trainer == "nanogpt":
+        phases |= _apart_of_nanogpt(config, timeline, phases)
+    else:  # a resume begins like the run itself, its checkpoint being read on the host; sampling is another process
+        sampled = replay(sampling.write(config, setting), expandable=expandable)
+        sample = sampled.peaks()["sample"]
+        phases |= {"resume": phases["load"], "sample": PhaseForecast(sample.allocated, sample.reserved)}
+        if sample.allocated > highest.allocated:
+            highest, timeline = sample, sampled
     return Forecast(
-        trainer=trainer, params=config.gpt_config().count_params(),
-        phases=phases | _apart(config, setting, trainer, timeline, phases),
+        trainer=trainer, params=config.gpt_config().count_params(), phases=phases,
         peak_phase=highest.phase, owners_at_peak=words.owners(config, trainer, timeline, highest.event),
         needs=needed, reserved_range=reserved,
         assumes=setting.in_words(config, trainer), host_bytes=gpt.host_bytes(config),
         checkpoint_bytes=gpt.checkpoint_bytes(config))
 
 
-def _apart(config: RunConfig, setting: Setting, trainer: str, timeline: Timeline,
-           phases: dict[str, PhaseForecast]) -> dict[str, PhaseForecast]:
-    """Phases that are not on the tape. A resume begins like the run itself, its checkpoint being read on the host;
-    nanoGPT reads its own onto the card, weights and moments, beside the model it has made."""
-    if trainer == "nanogpt":
-        held = phases["load"].allocated + 12 * config.gpt_config().count_params()
-        return {"save": PhaseForecast(timeline.allocated[-1], timeline.reserved),
-                "resume": PhaseForecast(held, max(held, phases["load"].reserved))}
-    sampled = replay(sampling.write(config, setting), expandable=setting.expandable).peaks()["sample"]
-    return {"resume": phases["load"], "sample": PhaseForecast(sampled.allocated, sampled.reserved)}
+def _apart_of_nanogpt(config: RunConfig, timeline: Timeline,
+                      phases: dict[str, PhaseForecast]) -> dict[str, PhaseForecast]:
+    """Phases that are not on the tape: a resume reads the checkpoint onto the card, weights and moments, beside the
+    model it has made."""
+    held = phases["load"].allocated + 12 * config.gpt_config().count_params()
+    return {"save": PhaseForecast(timeline.allocated[-1], timeline.reserved),
+            "resume": PhaseForecast(held, max(held, phases["load"].reserved))}
 
 
 def plan(config: RunConfig, setting: Setting, budget: Budget, trainer: str = "fitgpt") -> MemoryPlan:
@@ -114,4 +122,4 @@ def nanogpt_run(config: RunConfig) -> NanoGPTRun:
         n_layer=config.n_layer, n_head=config.n_head, n_embd=config.n_embd, batch_size=config.batch_size,
         block_size=config.block_size, vocab_size=config.vocab_size,
         gradient_accumulation_steps=config.gradient_accumulation_steps, dtype=config.dtype, dropout=config.dropout,
-        bias=config.bias, compile=bool(config.compile), grad_clip=config.grad_clip)
+        bias=config.bias, compile=bool(config.compile), grad_clip=config.grad_clip, eval_only=config.eval_only)

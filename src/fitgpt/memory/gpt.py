@@ -58,10 +58,7 @@ def parameters(config: RunConfig) -> list[tuple[str, int, bool]]:
 
 def records(config: RunConfig) -> bool:
     """Whether GPU work is recorded: run.records_gpu_work's rule."""
-    if config.cuda_graphs == "auto":
-        return bool(config.compile) and not (config.dropout or config.step_in_backward
-                                             or config.offload == "gradients")
-    return bool(config.cuda_graphs)
+    return bool(config.compile) and not config.not_recorded if config.cuda_graphs == "auto" else config.cuda_graphs
 
 
 def sizes(config: RunConfig, setting: Setting, batch: int, block: int, *, training: bool) -> Sizes:
@@ -97,6 +94,8 @@ class Run:
         self.load()
         w.phase("first_eval")
         self.evaluate()
+        if self.config.eval_only:
+            return w.tape()
         self.iterate("first_train", "first_train")
         for _ in range(ITERATIONS - 1):
             self.iterate("train", "step")
@@ -122,10 +121,11 @@ class Run:
             if self.rounds(name):
                 w.alloc(name, "weights", BYTES[config.weights] * numbers)
                 w.free(f"{name}.float32")
-        self.optimizer.load()
+        if not config.eval_only:
+            self.optimizer.load()
         for name in ("scale", "good steps", "skipped", "skipped in a row"):
             w.alloc(name, "other", SCALAR)
-        if self.records:
+        if self.records and not config.eval_only:
             for name, numbers, is_matrix in self.parameters:
                 w.alloc(f"{name}.grad", "gradients", (BYTES[config.weights] if is_matrix else 4) * numbers)
 

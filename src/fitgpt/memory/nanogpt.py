@@ -89,6 +89,8 @@ class Loop:
         self.batch = self.get_batch(self.next_batch())
         w.phase("first_eval")
         self.evaluate(eval_batches, first=True)
+        if self.r.eval_only:
+            return w.tape()
         w.phase("first_train")
         self.micro_batches()
         self.step(first=True)

@@ -23,6 +23,7 @@ class NanoGPTRun:
     bias: bool = False
     compile: bool = True
     grad_clip: float = 1.0
+    eval_only: bool = False
 
     @property
     def tokens(self) -> int:

@@ -23,6 +23,8 @@ PIECE = MiB        # what is sized by no formula is named from there on
 UNSAID = 0.002     # of an owner's bytes: what is below it is not worth words
 _LAYER = re.compile(r"x?(\d+)(?:\.|$)")  # "3.qkv", "x3": of layer 3
 _HALVES = (".half", ".raw")              # what half precision's products make of weights and gradients
+_WHOLE = ".float32"                      # a weight before it is rounded
+PADDED = 8                               # compiled code pads a vocabulary to a multiple of it
 
 
 class Alive(NamedTuple):
@@ -122,13 +124,16 @@ def _of_tokens(tensors: Sequence[Alive], sizes: Sizes) -> list[Term]:
 
 def _of_logits(tensors: Sequence[Alive], sizes: Sizes) -> list[Term]:
     """All tokens' logits, however many arrays of them there are; a piece's for themselves."""
-    whole, number = sizes.tokens * sizes.vocab, sizes.product
-    wide = sum(each.nbytes // whole for each in tensors if each.nbytes % (whole * number) == 0)
-    terms = [Term(whole * wide, f"{sizes.batch:,} × {sizes.block:,} × {sizes.vocab:,} × {wide} bytes")] if wide else []
-    pieces = Counter(each.nbytes for each in tensors if each.nbytes % (whole * number))
-    for nbytes, count in pieces.items():
-        rows, left = divmod(nbytes, sizes.vocab * number)
-        if not left:
+    number, terms, left = sizes.product, list[Term](), list(tensors)
+    for vocab in (sizes.vocab, sizes.vocab + -sizes.vocab % PADDED):
+        whole = sizes.tokens * vocab
+        wide = sum(each.nbytes // whole for each in left if each.nbytes % (whole * number) == 0)
+        left = [each for each in left if each.nbytes % (whole * number)]
+        if wide:
+            terms.append(Term(whole * wide, f"{sizes.batch:,} × {sizes.block:,} × {vocab:,} × {wide} bytes"))
+    for nbytes, count in Counter(each.nbytes for each in left).items():
+        rows, rest = divmod(nbytes, sizes.vocab * number)
+        if not rest:
             times = f"{count} × " if count > 1 else ""
             terms.append(Term(count * nbytes, f"{times}{rows:,} × {sizes.vocab:,} × {number} bytes"))
     return terms
@@ -137,9 +142,10 @@ def _of_logits(tensors: Sequence[Alive], sizes: Sizes) -> list[Term]:
 def _of_parameters(tensors: Sequence[Alive], sizes: Sizes) -> list[Term]:
     """So many numbers of so many bytes: those of the products apart from those that are kept."""
     halves = sum(each.nbytes for each in tensors if each.name.endswith(_HALVES))
-    kept = sum(each.nbytes for each in tensors) - halves
+    whole = sum(each.nbytes for each in tensors if each.name.endswith(_WHOLE))
+    kept = sum(each.nbytes for each in tensors) - halves - whole
     return [Term(nbytes, f"{show_count(nbytes // width)} × {width} bytes")
-            for nbytes, width in ((kept, sizes.weight), (halves, sizes.product)) if nbytes]
+            for nbytes, width in ((kept, sizes.weight), (halves, sizes.product), (whole, 4)) if nbytes]
 
 
 def _of_every_parameter(tensors: Sequence[Alive], sizes: Sizes) -> list[Term]:
@@ -188,8 +194,9 @@ def _sizes(config: RunConfig, trainer: str, phase: str) -> Sizes:
     """nanoGPT's train.py evaluates at the batch and block it trains at, whatever a config says."""
     evaluating = trainer == "fitgpt" and phase.endswith("eval")
     shape = config.gpt_config()
-    return Sizes(batch=config.eval_batch if evaluating else config.batch_size,
+    batch = config.eval_batch if evaluating else 1 if phase == "sample" else config.batch_size
+    return Sizes(batch=batch,
                  block=config.eval_block if evaluating else config.block_size, width=config.n_embd,
                  layers=config.n_layer, vocab=config.vocab_size or DEFAULT_VOCAB, params=shape.count_params(),
                  product=4 if config.dtype == "float32" else 2,
-                 weight=2 if trainer == "fitgpt" and config.weights == "bfloat16" else 4)
+                 weight=2 if trainer == "fitgpt" and config.weights == "bfloat16" and phase != "sample" else 4)

@@ -114,6 +114,8 @@ def _few_digits(number: float) -> str:
 
 
 def run_words(outlook: Outlook) -> str:
+    if not outlook.steps:
+        return "evaluates once, and trains nothing"
     parts = [f"{outlook.tokens_per_step:,} tokens a step × {outlook.steps:,} steps = {show_count(outlook.tokens)} "
              f"tokens, {_few_digits(outlook.tokens / outlook.params)} a parameter"]
     if outlook.epochs is not None:

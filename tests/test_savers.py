@@ -9,7 +9,7 @@ import pytest
 from fitgpt.config import RunConfig, resolve
 from fitgpt.errors import UsageError
 from fitgpt.knobs import walk
-from fitgpt.savers import KEEPS, LEVELS, SAVERS, parse_levels
+from fitgpt.savers import KEEPS, LEVELS, SAVERS, Saver, parse_levels
 
 
 def test_each_level_keeps_a_part_of_what_the_one_before_keeps() -> None:
@@ -40,10 +40,35 @@ def test_grad_checkpoint_means_that_every_layer_keeps_its_input_only() -> None:
 
 
 def test_every_saver_is_a_flag_that_train_takes() -> None:
+    without = RunConfig(recompute="all")
     for saver in SAVERS:
-        assignments = walk([saver.flag, *SUITS.get(saver.flag, ())], RunConfig)
-        config, _ = resolve(assignments)
-        assert config != RunConfig()
+        assert taken(saver.flag, *SUITS.get(saver.flag, ())) != without
+        assert saver.saves
+        assert saver.costs
+
+
+def test_every_level_that_keeps_less_is_a_saver() -> None:
+    told = [saver.flag for saver in SAVERS if "recompute" in saver.flag]
+    assert told == [f"--recompute={level}" for level in LEVELS[1:]]
+
+
+@pytest.mark.parametrize("saver", [saver for saver in SAVERS if saver.needs], ids=lambda saver: saver.flag)
+def test_what_a_saver_needs_is_asked_for_and_the_fix_that_is_named_will_do(saver: Saver) -> None:
+    for condition in saver.needs.split(", "):
+        knob = condition.replace("=", " ").split()[0]
+        flags = [saver.flag, *(each for each in SUITS.get(saver.flag, ()) if knob not in each), OTHERWISE[knob]]
+        allowed = condition.partition("=")[2].split(" or ")
+        assert OTHERWISE[knob].partition("=")[2] not in allowed
+        with pytest.raises(UsageError) as refusal:
+            taken(*flags)
+        taken(*flags, *refusal.value.fix.split())
+
+
+def taken(*flags: str) -> RunConfig:
+    return resolve(walk(flags, RunConfig))[0]
 
 
 SUITS = {"--step_in_backward": ("--gradient_accumulation_steps=1", "--grad_clip=0")}
+OTHERWISE = {"optimizer": "--optimizer=muon", "offload": "--offload=optimizer", "weights": "--weights=bfloat16",
+             "dtype": "--dtype=float16", "gradient_accumulation_steps": "--gradient_accumulation_steps=2",
+             "grad_clip": "--grad_clip=1"}

@@ -124,6 +124,9 @@ def check_runs(config: RunConfig, place: Place, trainer: str) -> None:
     if trainer == "fitgpt" and config.dtype == "bfloat16" and not place.setting.has_bf16:
         raise UsageError(f"dtype=bfloat16 needs compute capability 8.0 or higher; {name} has {major}.{minor}.",
                          "--dtype=float16")
+    if trainer == "fitgpt" and config.step_in_backward and config.dtype == "auto" and not place.setting.has_bf16:
+        raise UsageError(f"step_in_backward cannot skip a step, which float16 must be able to, and {name} has no "
+                         "bfloat16.", "--dtype=float32")
     if config.compile is True and (major, minor) < (7, 0):
         raise UsageError(f"compile=True needs compute capability 7.0 or higher; {name} has {major}.{minor}.",
                          "--compile=False")

@@ -138,7 +138,8 @@ def _all_cards(question: Question) -> int:
                          "Leave one of them out.")
     config, _ = of_length(question.config, asked, question.data, question.missing, None)
     rows = card_verdicts(config, asked.trainer, size(asked.others) or 0, asked.torch)
-    speeds = {card.name: speed for card in cards.load() if card.vendor == "nvidia"
+    planned = {each.name for each in rows if not each.problem}
+    speeds = {card.name: speed for card in cards.load() if card.name in planned
               and (speed := tokens_per_s(config, card, asked.trainer)) is not None}
     if asked.json:
         print(json.dumps({"schema": SCHEMA, "trainer": asked.trainer, "cards": [

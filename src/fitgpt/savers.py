@@ -21,10 +21,14 @@ class Saver:
 SAVERS = (
     Saver("--loss_chunk=1024", True, "all logits but those of 1024 tokens: the default, 0, chooses the piece",
           "smaller matrix products: not measured"),
+    Saver("--recompute=products", True, "12 bytes × tokens × C in each layer against --recompute=all: the norms' and "
+          "GELU's results; the default", "norms and GELU again: not measured alone"),
     Saver("--recompute=no_wide", True, "8 bytes × tokens × C in each layer: the MLP's wide product",
           "one of a block's four products again: 5 % of the speed (GPT-2 124M on an H200)"),
     Saver("--recompute=attention_projection", True, "14 bytes × tokens × C in each layer: also q, k and v",
           "two of the four products again"),
+    Saver("--recompute=attention", True, "16 bytes × tokens × C in each layer: also attention's projection",
+          "three of the four products again"),
     Saver("--recompute=input", True, "18 bytes × tokens × C in each layer: everything but the block's input; the "
           "same as --grad_checkpoint", "the whole forward pass again: a third more arithmetic"),
     Saver("--offload=optimizer", True, "8P: AdamW's moments live in the host's memory (16P there)",
@@ -46,6 +50,16 @@ SAVERS = (
           "no clipping, no accumulation, no skipping of a step that is not finite",
           "gradient_accumulation_steps=1, grad_clip=0, dtype other than float16, optimizer=adamw or adam8bit, "
           "offload=none"),
+)
+
+# Exact ones that cost too little to be switched: there is no run without them.
+ALWAYS = (
+    Saver("", True, "half-precision copies of all weights: one lives as long as the product that needs it",
+          "each is made twice a micro-step, forward and backward"),
+    Saver("", True, "gradients of activations: each goes, or is overwritten, where the next one is made; a weight's in "
+          "half precision goes once it is added to the float32 one", "nothing"),
+    Saver("", True, "a first step that asks for more than later ones: the optimizer's state is allocated before it",
+          "nothing"),
 )
 
 # What a block keeps between the forward and the backward pass, besides its input. Nested: each level keeps less

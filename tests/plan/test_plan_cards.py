@@ -112,6 +112,16 @@ def test_all_cards_says_of_each_what_its_own_plan_says(ask: Any) -> None:
     assert rows["MI300X"]["problem"] == "not known"
 
 
+def test_a_card_that_cannot_run_it_is_said_what_it_needs_and_the_others_are_planned(ask: Any) -> None:
+    flags = ["--step_in_backward", "--gradient_accumulation_steps=1", "--grad_clip=0"]
+    told = ask(*SMALL, *flags, "--all-cards", "--json").json
+    rows = {row["card"]: row for row in told["cards"]}
+    assert rows["T4"]["problem"] == "needs --dtype=float32"
+    assert rows["RTX 4070"]["fits"]
+    assert ask(*SMALL, *flags, "--gpu=t4").code == 2
+    assert ask(*SMALL, *flags, "--gpu=t4", "--dtype=float32").code == 0
+
+
 def test_cards_that_share_a_replay_have_the_same_tape() -> None:
     config = RunConfig(n_layer=1, n_head=2, n_embd=64, batch_size=2, block_size=64, vocab_size=64)
     seen: dict[Any, Any] = {}

@@ -16,16 +16,13 @@ from ..config import DEFAULT_VOCAB, RunConfig
 from ..errors import UsageError
 from ..knobs import parse_value, shown
 from ..nouns import Budget, Change, PricedChange
-from ..savers import LEVELS, SAVERS, Saver, loss_piece_tokens
+from ..savers import LEVELS, SAVERS, loss_piece_tokens
 from .allocator import needs, replay
 from .forecast import held_at_least, settled, tape_of
 from .setting import Setting
 from .tape import Tape
 
 TRAINING, EVALUATION = ("first_train", "train", "step"), ("first_eval", "eval")
-# The one level that is not among the savers: between attention_projection and input.
-ATTENTION_ONLY = Saver("--recompute=attention", True, "16 bytes × tokens × C in each layer: also attention's "
-                       "projection", "three of the four products again")
 SMALLEST_PIECE = 128  # savers.loss_piece_tokens goes no lower by itself
 
 
@@ -105,7 +102,7 @@ def _recompute(config: RunConfig) -> Found:
     told = {saver.flag: saver for saver in SAVERS}
     most_kept = min(LEVELS.index(level) for level in config.levels)
     for level in LEVELS[most_kept + 1:]:
-        saver = told.get(f"--recompute={level}", ATTENTION_ONLY)
+        saver = told[f"--recompute={level}"]
         yield _option(config, "recompute", saver.saves, saver.costs, recompute=level, grad_checkpoint=False)
 
 

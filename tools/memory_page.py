@@ -134,30 +134,39 @@ def process_part(name: str, trainer: str) -> str:
     return markdown(["whose", "where it comes from", "MiB"], rows)
 
 
-WAYS = (  # what the notes propose, as flags; which trainer obeys them
-    ("as it is", (), True),
-    ("`eval_batch_size = 4`", ("--eval_batch_size=4",), False),
-    ("`eval_block_size = 512`", ("--eval_block_size=512",), False),
-    ("`eval_iters = 100` instead of 200", ("--eval_iters=100",), True),
-    ("narrower: `n_embd = 512`, with 8 heads", ("--n_embd=512", "--n_head=8"), True),
-    ("`grad_checkpoint = True`", ("--grad_checkpoint=True",), False),
-    ("expandable segments", (), True),
-    ("batch 8, accumulation doubled", ("--batch_size=8", "--gradient_accumulation_steps=64"), True),
-    ("block 256", ("--block_size=256",), True),
-)
+EVALUATES, BELOW = "the evaluation no longer runs out", "below 4 GB"
+WAYS = {  # what the notes propose for each run: in words, what they say of it, as flags, whether nanoGPT obeys
+    "notes_77m": (
+        ("`eval_batch_size = 4`", EVALUATES, ("--eval_batch_size=4",), False),
+        ("`eval_block_size = 512`", EVALUATES, ("--eval_block_size=512",), False),
+        ("`eval_iters = 100` instead of 200", EVALUATES, ("--eval_iters=100",), True),
+        ("narrower: `n_embd = 512`, with 8 heads", EVALUATES, ("--n_embd=512", "--n_head=8"), True),
+        ("`grad_checkpoint = True`", EVALUATES, ("--grad_checkpoint=True",), False),
+        ("expandable segments", EVALUATES, (), True)),
+    "notes_30m": (
+        ("batch 8, accumulation 8", BELOW, ("--batch_size=8", "--gradient_accumulation_steps=8"), True),
+        ("block 256", BELOW, ("--block_size=256",), True),
+        ("`grad_checkpoint = True`", BELOW, ("--grad_checkpoint=True",), False)),
+}
 
 
 def ways_part(name: str) -> str:
-    """Each of the notes' proposals for one of its runs: what the process takes then, under either trainer."""
-    rows = []
-    for words, flags, nanogpt_obeys in WAYS:
+    """Each of the notes' proposals for one of its runs: what they say of it, and what the process takes then."""
+    def processes(*flags: str, expandable: bool = False) -> tuple[int, int]:
         config = replace(run_of(name, *flags), compile=True)
-        nanogpt = nanogpt_process(config, expandable=words.startswith("expandable"))
-        ours = forecast(config, SETTING)
-        rows.append([words, f"{nanogpt / MiB:,.0f} MiB" if nanogpt_obeys else "ignored: as it is",
-                     "is the default" if words.startswith("expandable") else
-                     f"{(ours.reserved + OUTSIDE) / MiB:,.0f} MiB"])
-    return markdown(["proposal", "nanoGPT's process", "fitgpt's process"], rows)
+        return nanogpt_process(config, expandable=expandable), forecast(config, SETTING).reserved + OUTSIDE
+
+    def told(nbytes: int, before: int) -> str:
+        return f"{nbytes / MiB:,.0f} MiB ({nbytes / before - 1:+.0%})".replace("-", "−").replace("+0", "±0")
+
+    plain = processes()
+    rows = [["as it is", "", *(f"{each / MiB:,.0f} MiB" for each in plain)]]
+    for words, claimed, flags, nanogpt_obeys in WAYS[name]:
+        expandable = words.startswith("expandable")
+        after = processes(*flags, expandable=expandable)
+        rows.append([words, claimed, told(after[0], plain[0]) if nanogpt_obeys else "ignored: as it is",
+                     "is the default" if expandable else told(after[1], plain[1])])
+    return markdown(["proposal", "claimed", "nanoGPT's process", "fitgpt's process"], rows)
 
 
 def nanogpt_process(config: RunConfig, *, expandable: bool) -> int:
@@ -177,6 +186,8 @@ def needs_part(name: str) -> str:
     rows = [told(f"{trainer}, {'compiled' if compiled else 'eager'}",
                  forecast(replace(config, compile=compiled), SETTING, trainer))
             for trainer in ("nanogpt", "fitgpt") for compiled in (False, True)]
+    rows.insert(2, told("nanogpt, compiled, expandable segments",
+                        forecast(replace(config, compile=True), replace(SETTING, asked_to_expand=True), "nanogpt")))
     return markdown(["trainer", "needs", "fits a 4070", "fits beside 2118 MiB of other programs"], rows)
 
 
@@ -189,8 +200,10 @@ def calculators_part() -> str:
     B, T, C, H, L = (config[key] for key in ("batch_size", "block_size", "n_embd", "n_head", "n_layer"))
     P, wide = parameters(config), B * T * C * L
     said = [
-        ("four times the float32 weights: weights, gradients, Adam's moments", 16 * P),
-        ("the same, and activations of 34·B·T·C·L (Korthikanti and others, 2022, attention computed again)",
+        ("Hugging Face's calculator (`accelerate estimate-memory`) in its row for float16, with Adam: 8·P", 8 * P),
+        ("the same calculator in its row for float32, four times the weights: 16·P", 16 * P),
+        ("40 bytes a parameter, for Adam and mixed precision (the NAIRR Pilot's guide)", 40 * P),
+        ("16·P, and activations of 34·B·T·C·L (Korthikanti and others, 2022, attention computed again)",
          16 * P + 34 * wide),
         ("the same, with attention's scores kept: B·T·C·L·(34 + 5·H·T/C)", 16 * P + 34 * wide + 5 * B * T * T * H * L),
         ("the notes' own: 160·B·T·C·L × 2 bytes", 320 * wide),
@@ -221,7 +234,7 @@ def accuracy_part() -> str:
     rows = []
     for words, figures in found:
         off = sorted(abs(figure.percent) for figure in figures)
-        rows.append([words, str(len({figure.run for figure in figures})), str(len(figures)),
+        rows.append([words, str(sum(figure.name == figures[0].name for figure in figures)), str(len(figures)),
                      str(sum(not figure.off for figure in figures)), f"{off[len(off) // 2]:.3f} %", f"{off[-1]:.2f} %",
                      f"{min(figure.percent for figure in figures):+.2f} %"])
     return markdown(["recorded on an H200", "runs", "figures", "to the byte", "median off", "farthest off",

@@ -96,6 +96,9 @@ def described(error: Exception) -> tuple[FitError, bool]:
         return DeviceError(f"The card's memory ran out: {said.splitlines()[0]}",
                            "Try a smaller --batch_size with more --gradient_accumulation_steps, --loss_chunk=512, "
                            "or --grad_checkpoint."), False
+    if type(error).__name__ == "FailOnRecompileLimitHit":
+        return DeviceError("torch's compiler reached its limit of graphs for one function: too many shapes were met.",
+                           "Go on without it: --resume --compile=False"), False
     if isinstance(error, torch.AcceleratorError):
         return DeviceError(f"The GPU reported a fault that only a new process can clear: {error}"), True
     if isinstance(error, OSError):

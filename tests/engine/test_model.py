@@ -184,6 +184,30 @@ def test_compiled_functions_make_one_graph_a_shape_whatever_the_number_of_layers
     assert counter.frame_count == 8 + 4  # another shape: the four forward functions once more
 
 
+def test_the_limit_of_graphs_is_ours_and_an_error_not_a_fall_to_eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that steps down to smaller plans when memory runs out meets more shapes than torch's own limit, 8."""
+    import torch._dynamo
+    from torch._dynamo.exc import FailOnRecompileLimitHit
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    from fitgpt.child import described
+
+    assert pointwise.MOST_GRAPHS > 8
+    monkeypatch.setattr(pointwise, "MOST_GRAPHS", 10)
+    counter = CompileCounterWithBackend("aot_eager")
+    torch._dynamo.reset()
+    pointwise.compiled(fused=False)  # sets the limit
+    gelu = torch.compile(pointwise.gelu, fullgraph=True, dynamic=False, backend=counter)
+    for rows in range(1, 11):
+        gelu(torch.zeros(rows, 4))
+    assert counter.frame_count == 10
+    with pytest.raises(FailOnRecompileLimitHit) as limit:
+        gelu(torch.zeros(11, 4))
+    told, _ = described(limit.value)
+    assert told.exit_code == 5
+    assert "--compile=False" in told.fix
+
+
 def test_the_names_import_without_torch_until_the_model_is_asked_for() -> None:
     code = ("import sys, fitgpt; fitgpt.GPTConfig(); assert 'torch' not in sys.modules; "
             "fitgpt.GPT; assert 'torch' in sys.modules")

@@ -73,6 +73,9 @@ EAGER = Pointwise()
 # The compiler would time several shapes of each kernel at its first call, which takes seconds, 60 MiB and a copy of
 # whatever the kernel overwrites: a first step that needs more memory than all later ones.
 NOT_TIMED: dict[str, Any] = {"triton.autotune_pointwise": False}
+# Of one function: a training shape has up to three, and so has each smaller plan that a run steps down to when memory
+# runs out; torch's own limit, 8, would end such a run. Beyond this one `fullgraph` raises: nothing falls back to eager.
+MOST_GRAPHS = 64
 
 
 def compiled(*, fused: bool) -> Pointwise:
@@ -80,6 +83,9 @@ def compiled(*, fused: bool) -> Pointwise:
 
     `fused`: on a card, the way back through a norm is a kernel of ours: the compiler makes two passes of it.
     """
+    import torch._dynamo
+
+    torch._dynamo.config.recompile_limit = MOST_GRAPHS
     functions: Any = [torch.compile(function, fullgraph=True, dynamic=False, options=NOT_TIMED) for function in EAGER]
     ops = Pointwise(*functions)
     return ops._replace(norm_backward_=_norm_backward_in_one_pass(ops.norm_backward_)) if fused else ops

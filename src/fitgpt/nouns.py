@@ -260,6 +260,7 @@ class PricedChange:
     saved_in_evaluation: int
     needs: int               # after it
     headroom: int
+    speed: float | None = None  # times that of the run without it, as far as there is an estimate
 
     @property
     def fits(self) -> bool:

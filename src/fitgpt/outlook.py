@@ -22,6 +22,18 @@ def tokens_per_s(config: RunConfig, card: Card | None, trainer: str = "fitgpt") 
     return (speed.low, speed.high) if speed else None
 
 
+def likely_speed(config: RunConfig, card: Card | None, trainer: str = "fitgpt") -> float | None:
+    """By the roofline alone, to compare two configs: a measured figure of one says nothing of the other."""
+    from .fit.speed import has_figures, modelled, reach_of
+    from .memory.forecast import settled
+    from .memory.setting import setting_for
+
+    if card is None or not has_figures(card) or trainer != "fitgpt" or config.eval_only:
+        return None
+    setting = setting_for(card)
+    return modelled(settled(config, setting), card, setting, reach_of(card))
+
+
 def of_length(config: RunConfig, asked: PlanQuestions, data: DataSummary | None, missing: str,
               card: Card | None) -> tuple[RunConfig, list[str]]:
     """The config with as many steps as --tokens, --epochs or --hours ask for, and a sentence that says so.

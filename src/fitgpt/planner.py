@@ -12,7 +12,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from .memory.changes import Option, holdings, priced, single_changes, smallest_t
 from .memory.setting import Setting
 from .nouns import CardVerdict, Change, MemoryPlan, Outlook, PricedChange
 from .options import CardsOptions, PlanQuestions
-from .outlook import of_length, outlook, tokens_per_s
+from .outlook import likely_speed, of_length, outlook, tokens_per_s
 from .place import Place, beside
 from .planfile import document
 from .show import planning as show
@@ -118,7 +118,14 @@ def _changes(config: RunConfig, found: Place, trainer: str) -> tuple[Change, ...
 def _priced(config: RunConfig, found: Place, trainer: str) -> list[PricedChange]:
     config = forecast.settled(config, found.setting)
     before = holdings(config, found.setting, trainer)
-    return [priced(option, before, found.setting, found.budget) for option in single_changes(config, trainer)]
+    now = likely_speed(config, found.card, trainer)
+
+    def speed(option: Option) -> float | None:
+        after = likely_speed(option.config, found.card, option.change.trainer)
+        return after / now if after and now else None
+
+    return [replace(priced(option, before, found.setting, found.budget), speed=speed(option))
+            for option in single_changes(config, trainer)]
 
 
 def _write_timeline(path: Path, question: Question, found: Place, plan: MemoryPlan) -> None:

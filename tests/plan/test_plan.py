@@ -99,6 +99,12 @@ def test_options_price_every_change_and_the_price_is_true(ask: Any) -> None:
     assert flags["--recompute=input"]["needs"] == changed["needs_bytes"]
     shown = ask(*SMALL, "--gpu=4070", "--options").out
     assert all(flag in shown for flag in flags)
+    levels = ("no_wide", "attention_projection", "attention", "input")
+    speeds = [flags[f"--recompute={level}"]["speed"] for level in levels]
+    assert 1 > speeds[0] > speeds[1] > speeds[2] > speeds[3] > 0.5
+    assert f"{speeds[3]:.2f}  exact  ✓" in shown
+    of_nanogpt = ask(*SMALL, "--gpu=4070", "--trainer=nanogpt", "--options", "--json").json["options"]
+    assert {each["speed"] for each in of_nanogpt} == {None}
 
 
 def test_every_line_is_at_most_eighty_columns_wide(ask: Any) -> None:

@@ -151,11 +151,15 @@ def basis_words(plan: MemoryPlan, basis: Basis) -> str:
 def option_table(priced: Sequence[PricedChange], needs_now: int, may_reserve: int, width: int = 80) -> str:
     """Every single change: what it saves in training and in evaluation, what the run then needs, what it costs."""
     priced = sorted(priced, key=lambda one: one.needs)
-    rows = [("", "training", "eval", "needs", "", "")]
+    has_speeds = any(each.speed is not None for each in priced)
+    rows = [("", "training", "eval", "needs", "speed" if has_speeds else "", "", "")]
     rows += [(each.change.flags[0], _less(each.saved_in_training), _less(each.saved_in_evaluation),
-              show_bytes(each.needs), _kind(each.change), "fits" if each.fits else "") for each in priced]
+              show_bytes(each.needs), "" if each.speed is None else f"{each.speed:.2f}", _kind(each.change),
+              "✓" if each.fits else "") for each in priced]
     lines = [_wrapped(f"Single changes, from {show_bytes(needs_now)} needed now, where {show_bytes(may_reserve)} may "
-                      "be reserved:", width), table(rows, left=(0, 4, 5), width=width, spare=(2, 1, 4)), ""]
+                      "be reserved:", width), table(rows, left=(0, 5, 6), width=width, spare=(2, 4, 1, 5)), ""]
+    speeds = "; speed: times what is to be expected now, by a roofline (docs/fit.md)" if has_speeds else ""
+    lines.append(_wrapped(f"✓: fits{speeds}.", width))
     if any(not each.change.comparable for each in priced):
         lines.append(_wrapped("other: a loss at another block size does not compare with this run's.", width))
     told: dict[str, list[Change]] = {}
@@ -221,7 +225,9 @@ def _without_value(flag: str) -> str:
 
 
 def _less(nbytes: int) -> str:
-    return "0" if abs(nbytes) < MiB else f"{'−' if nbytes > 0 else '+'}{show_bytes(abs(nbytes))}"
+    size = abs(nbytes)
+    shown = f"{size / MiB:.0f} MiB" if 10 * MiB <= size < 1000 * MiB else show_bytes(size)
+    return "0" if size < MiB else f"{'−' if nbytes > 0 else '+'}{shown}"
 
 
 def signed(nbytes: int) -> str:

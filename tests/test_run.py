@@ -21,7 +21,7 @@ from fitgpt.engine.model import GPT, build_model
 from fitgpt.errors import CheckpointError, DataError, Interrupted, NumericsError, SystemFault, UsageError
 from fitgpt.memory.gpt import checkpoint_bytes
 from fitgpt.run import build_training, run
-from fitgpt.runfolder import RunFolder, read_metrics
+from fitgpt.runfolder import RunFolder, read_metrics, recorded_config
 from fitgpt.show.live import PlainDisplay
 from helpers import reference_loss, tiny_config
 
@@ -173,6 +173,9 @@ def test_a_finished_run_can_be_evaluated_once_more_and_is_left_as_it_was(tmp_pat
     with pytest.raises(Interrupted, match=r"as asked\.$"):
         train(replace(config, init_from="resume", eval_only=True, save_interval=1), stop_after=1)
     assert weights(config) == before
+    recorded = recorded_config(config.out_dir)
+    assert recorded is not None
+    assert not recorded["eval_only"]  # so that a resume trains
 
 
 def test_a_run_that_only_evaluates_has_neither_optimizer_nor_gradients(tmp_path: Path) -> None:

@@ -68,7 +68,8 @@ def run(config_dict: Mapping[str, Any], notes: Sequence[str], stop_asked: Callab
         check_data(config, dataset, source)
         need_disk(config.out_dir, checkpoint_bytes(config) * 2)
         onboard = board(config, choice, others, rungs)
-        folder.record(config.to_dict())
+        if not (resuming and config.eval_only):  # else whoever goes on with the run would only evaluate
+            folder.record(config.to_dict())
 
         training = build_training(config, choice)
         if source is not None:

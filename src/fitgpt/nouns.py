@@ -174,8 +174,8 @@ class Budget:
 
     @property
     def reserve_limit(self) -> int:
-        """The allocator's cap."""
-        return max(self.budget - self.outside - self.margin, 0)
+        """The allocator's cap; below 0 where not even what is outside it has room."""
+        return self.budget - self.outside - self.margin
 
 
 @dataclass(frozen=True)

@@ -72,6 +72,24 @@ def test_a_budget_is_what_the_process_may_hold_its_context_included(ask: Any) ->
     assert ask(*SMALL, "--gpu=4070", f"--budget={exact - 1}").code == 1
 
 
+def test_a_budget_below_what_is_outside_the_allocator_is_short_by_both(ask: Any) -> None:
+    argv = [*SMALL, "--gpu=h200", "--budget=500MiB"]
+    told = ask(*argv, "--json").json
+    assert told["reserve_limit_bytes"] == told["budget_bytes"] - told["outside_bytes"] < 0
+    assert told["headroom_bytes"] == told["reserve_limit_bytes"] - told["needs_bytes"]
+    answer = ask(*argv)
+    assert answer.code == 1
+    assert "may reserve nothing (a budget of 500.0 MiB" in " ".join(answer.out.split())
+
+
+def test_what_is_reserved_never_falls_from_one_phase_of_a_run_to_the_next(ask: Any) -> None:
+    """With recorded work the tape trains once more after its evaluation, which may map a little more."""
+    told = ask("--n_head=5", "--n_embd=480", "--n_layer=6", "--batch_size=16", "--block_size=100", "--vocab_size=1",
+               "--residual=bfloat16", "--optimizer=muon", "--bias", "--eval_batch_size=3", "--gpu=4070", "--json").json
+    reserved = [told["phases"][phase]["reserved_bytes"] for phase in PHASES[:7]]
+    assert reserved == sorted(reserved)
+
+
 def test_what_would_make_it_fit_does(ask: Any) -> None:
     roomy = ask(*SMALL, "--n_layer=6", "--gpu=4070", "--json").json
     budget = roomy["needs_bytes"] + roomy["outside_bytes"] - 20 * MiB

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import accumulate
 
 from ..cards import Card
 from ..config import DEFAULT_VOCAB, RunConfig
@@ -54,7 +55,9 @@ def forecast(config: RunConfig, setting: Setting, trainer: str = "fitgpt", limit
             reserved = min(reserved[0], timeline.reserved), timeline.reserved
     peaks = timeline.peaks()
     highest = max(peaks.values(), key=lambda peak: peak.allocated)
-    phases = {phase: PhaseForecast(peak.allocated, peak.reserved) for phase, peak in peaks.items()}
+    most = accumulate((peak.reserved for peak in peaks.values()), max)  # what comes again comes after all the others
+    phases = {phase: PhaseForecast(peak.allocated, reserved)
+              for (phase, peak), reserved in zip(peaks.items(), most, strict=True)}
     if config.eval_only:
         pass  # that is all
     elif trainer == "nanogpt":

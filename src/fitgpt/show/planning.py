@@ -73,7 +73,7 @@ def _verdict_paragraph(plan: MemoryPlan, neighbours: str, width: int, colour: bo
 def verdict(plan: MemoryPlan, neighbours: str = "") -> str:
     """needs against what may be reserved, and how much the neighbours may hold."""
     forecast, budget = plan.forecast, plan.budget
-    may = f"may reserve {show_bytes(budget.reserve_limit)}"
+    may = f"may reserve {show_bytes(budget.reserve_limit) if budget.reserve_limit > 0 else 'nothing'}"
     if budget.budget == budget.usable - budget.others:
         may += f" ({show_bytes(budget.usable)} usable"
         may += f", {show_bytes(budget.others)} of others" if budget.others else ""

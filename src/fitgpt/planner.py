@@ -61,9 +61,7 @@ def _verb(assignments: Sequence[Assignment]) -> int:
     question = question_of(assignments)
     if question.asked.all_cards:
         return _all_cards(question)
-    found = place_of(question.asked, question.config.device)
-    if question.config.leave:
-        found = found._replace(budget=beside(question.config, found.budget))
+    found = _found(question.asked, question.config)
     place.check_runs(question.config, found, question.asked.trainer)
     config, length = of_length(question.config, question.asked, question.data, question.missing, found.card)
     question = question._replace(config=config, notes=(*question.notes, *found.notes, *length,
@@ -75,6 +73,11 @@ def _verb(assignments: Sequence[Assignment]) -> int:
     if question.asked.timeline:
         _write_timeline(Path(question.asked.timeline), question, found, plan)
     return 0 if plan.fits else 1
+
+
+def _found(asked: PlanQuestions, config: RunConfig) -> Place:
+    found = place_of(asked, config.device)
+    return found._replace(budget=beside(config, found.budget)) if config.leave else found
 
 
 def _print_plan(question: Question, found: Place, plan: MemoryPlan) -> None:
@@ -144,7 +147,8 @@ def _all_cards(question: Question) -> int:
         raise UsageError(f"--all-cards plans for every card, and {' and '.join(clashes)} for one.",
                          "Leave one of them out.")
     config, _ = of_length(question.config, asked, question.data, question.missing, None)
-    rows = card_verdicts(config, asked.trainer, size(asked.others) or 0, asked.torch)
+    kept_free = (size(asked.others) or 0) + (size(config.leave) or 0)
+    rows = card_verdicts(config, asked.trainer, kept_free, asked.torch)
     planned = {each.name for each in rows if not each.problem}
     speeds = {card.name: speed for card in cards.load() if card.name in planned
               and (speed := tokens_per_s(config, card, asked.trainer)) is not None}
@@ -229,14 +233,14 @@ def plan(config: str | os.PathLike[str] | Mapping[str, Any] | RunConfig, gpu: st
 
     `gpu` is a name such as "4070"; without one, the card that is here. Sizes are bytes, or "11.5GiB".
     """
-    asked = PlanQuestions(gpu=gpu, budget="" if budget is None else str(budget), trainer=trainer, torch=torch,
-                          others="" if others is None else str(others))
     if isinstance(config, Mapping):
         config = run_of([Assignment(key, value, f"{key}={value!r}") for key, value in _known(config).items()])[0]
     elif not isinstance(config, RunConfig):
         config = run_of(walk([os.fspath(config)], RunConfig))[0]
     config = with_data(config)[0]
-    found = place_of(asked, config.device)
+    asked = PlanQuestions(gpu=gpu, budget=config.budget if budget is None else str(budget), trainer=trainer,
+                          torch=torch, others="" if others is None else str(others))
+    found = _found(asked, config)
     place.check_runs(config, found, trainer)
     return forecast.plan(config, found.setting, found.budget, trainer)
 

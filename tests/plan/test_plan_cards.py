@@ -112,6 +112,11 @@ def test_all_cards_says_of_each_what_its_own_plan_says(ask: Any) -> None:
     assert rows["MI300X"]["problem"] == "not known"
 
 
+def test_what_is_to_be_left_free_is_left_free_on_every_card(ask: Any) -> None:
+    rows = [ask(*SMALL, flag, "--all-cards", "--json").json["cards"] for flag in ("--others=6GiB", "--leave=6GiB")]
+    assert rows[0] == rows[1]
+
+
 def test_a_card_that_cannot_run_it_is_said_what_it_needs_and_the_others_are_planned(ask: Any) -> None:
     flags = ["--step_in_backward", "--gradient_accumulation_steps=1", "--grad_clip=0"]
     told = ask(*SMALL, *flags, "--all-cards", "--json").json

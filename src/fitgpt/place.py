@@ -24,7 +24,7 @@ from .units import MiB, parse_bytes, show_bytes
 if TYPE_CHECKING:
     from .driver import GpuReading, Survey
 
-WITHOUT_A_GPU = "fitgpt plan --gpu 4070 plans for a card that is not here; fitgpt cards lists them."
+WITHOUT_A_GPU = "--gpu 4070 names a card that is not here; `fitgpt cards` lists them."
 NEIGHBOURS_NAMED = 3
 
 

@@ -347,3 +347,18 @@ def test_a_settled_finalist_is_what_its_config_says() -> None:
     best = looked.finalists()[0]
     assert settled(best.config, SETTING).levels == settled(replace(SMALL, recompute=in_words(best.mix)), SETTING).levels
     assert mix_of(best.config.levels) == best.mix
+
+
+def test_where_not_even_the_smallest_model_fits_the_others_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[Search] = []
+    really = choose.could_fit
+
+    def noted(one: Search) -> bool:
+        tried.append(one)
+        return really(one)
+
+    monkeypatch.setattr(choose, "could_fit", noted)
+    for allow in ("", "lossy,context,model"):
+        deep = replace(SMALL, n_head=16, n_layer=16)
+        assert fit_config(deep, SETTING, budget_of(MiB), parse_allow(allow), card=CARD).chosen is None
+    assert len(tried) < 8

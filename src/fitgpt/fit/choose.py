@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import NamedTuple
 
 from .. import cards
@@ -51,10 +52,11 @@ def fit(config: RunConfig, here: Here, allow: frozenset[str] = frozenset()) -> F
     finalists = search.finalists()
     if finalists:
         return fitted(config, search, finalists, allow)
-    for permission, variant in _variants(config, may):
-        smaller = here.search(variant, may)
-        if could_fit(smaller) and (finalists := smaller.finalists()):
-            return fitted(config, smaller, finalists, allow, permission)
+    variants = list(_variants(config, may))
+    words = {variant: permission for permission, variant in variants}
+    for smaller in those_that_could_fit([variant for _, variant in variants], here, may):
+        if finalists := smaller.finalists():
+            return fitted(config, smaller, finalists, allow, words[smaller.asked])
     return nothing(config, search, here, allow)
 
 
@@ -96,6 +98,12 @@ def could_fit(search: Search) -> bool:
     return any(search.fits(search.config_of(one.stem, one.mix)) for one in search.small_enough()[:SMALLEST_TRIED])
 
 
+def those_that_could_fit(variants: Sequence[RunConfig], here: Here, may: frozenset[str]) -> Iterator[Search]:
+    """In their order, the smallest being the last: where not even that one could, none is looked at."""
+    if variants and could_fit(here.search(variants[-1], may)):
+        yield from (search for search in (here.search(variant, may) for variant in variants) if could_fit(search))
+
+
 def nothing(config: RunConfig, search: Search, here: Here, allow: frozenset[str]) -> Fitted:
     """What the run would need at least, and what would help."""
     config_of_least, permission = search.least()
@@ -123,7 +131,7 @@ def _ways_out(config: RunConfig, least: int, here: Here, allow: frozenset[str]) 
     yield from permissions
     everything = permitted(config, EVERYTHING)
     if not permissions and everything != permitted(config, allow):
-        variants = (variant for _, variant in _variants(config, everything))
+        variants = [variant for _, variant in _variants(config, everything)]
         yield from _permission("lossy,context,model", variants, here, everything, "a smaller model")
     if not (config.budget or config.leave):
         yield from _another_card(least)
@@ -158,12 +166,9 @@ def _permissions(config: RunConfig, here: Here, allow: frozenset[str]) -> Iterat
 
 def _permission(typed: str, variants: Iterable[RunConfig], here: Here, may: frozenset[str], words: str
                 ) -> Iterator[WayOut]:
-    for variant in variants:
-        search = here.search(variant, may)
-        if could_fit(search):
-            shape = "" if words.startswith("the same") else f": {shapes.words(variant)}"
-            yield WayOut((f"--allow={typed}",), holdings(search.least()[0], here.setting).needs, f"{words}{shape}")
-            return
+    for search in islice(those_that_could_fit(list(variants), here, may), 1):
+        shape = "" if words.startswith("the same") else f": {shapes.words(search.asked)}"
+        yield WayOut((f"--allow={typed}",), holdings(search.least()[0], here.setting).needs, f"{words}{shape}")
 
 
 def _notes(config: RunConfig, allow: frozenset[str]) -> tuple[str, ...]:

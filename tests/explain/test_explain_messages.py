@@ -144,6 +144,13 @@ def test_every_rule_has_a_real_message_or_a_made_one() -> None:
     ("MPS backend out of memory (MPS allocated: 9.57 GiB, other allocations: 17.35 GiB, max allowed: 27.20 GiB). Tried "
      "to allocate 292.50 MiB on private pool.", "mps"),
     ("fitgpt: The machine's RAM ran out, not the card's memory.", "host"),
+    ("RuntimeError: CUDA driver error: out of memory", "driver"),
+    ("RuntimeError: Triton Error [CUDA]: out of memory", "driver"),
+    ("ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure 2 'out of memory'", "driver"),
+    ("RuntimeError: [enforce fail at CPUAllocator.cpp:56] posix_memalign(&data, gAlignment, nbytes) == 0. 12 vs 0",
+     "host"),
+    ("RuntimeError: DataLoader worker (pid 22323) is killed by signal: Killed.", "killed"),
+    ("iter 144: loss 0.58\n\n**Killed**\n", "killed"),
     ("fitgpt: The system killed the training process (signal 9).", "killed"),
 ])
 def test_other_wordings_are_recognised_for_what_they_are(text: str, kind: str) -> None:
@@ -151,6 +158,28 @@ def test_other_wordings_are_recognised_for_what_they_are(text: str, kind: str) -
     assert found is not None
     assert found.kind == kind
     assert diagnose(found).causes
+
+
+def test_figures_with_a_decimal_comma_are_read_as_they_are_meant() -> None:
+    found = parse("CUDA out of memory. Tried to allocate 20,00 MiB (GPU 0; 7,79 GiB total capacity; 6,64 GiB already "
+                  "allocated; 21,00 MiB free; 6,70 GiB reserved in total by PyTorch)")
+    assert found is not None
+    assert (found.asked, found.total, found.free) == (20 * MiB, round(7.79 * GiB), 21 * MiB)
+    assert found.reserved == pytest.approx(6.70 * GiB, abs=1)
+
+
+def test_a_card_with_room_is_not_said_to_be_full() -> None:
+    assert "The card was full" not in diagnose(read("pytorch-175431")).what
+    assert "The card was full" in diagnose(read("nanogpt-236")).what
+    assert "not this run's own tensors" in diagnose(read("ipex-846")).causes[0].what
+    assert "neither free nor PyTorch's" in diagnose(read("backgroundmatting-142")).causes[0].what
+
+
+def test_a_library_that_could_not_begin_is_not_surely_out_of_memory() -> None:
+    told = diagnose(read("hcvae-7"))
+    assert told.title.startswith("Most likely")
+    assert "Most often" in told.causes[0].what
+    assert not diagnose(read("qwen3-873")).title.startswith("Most likely")
 
 
 def test_the_warning_of_newer_releases_gives_the_exact_bytes() -> None:

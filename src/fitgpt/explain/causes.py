@@ -38,8 +38,13 @@ def mps(facts: Facts) -> str:
 
 
 def library(facts: Facts) -> str:
-    return (f"{facts.message.wording} could not get memory for itself. It asks the driver, not PyTorch's allocator, so "
-            "there are no figures: the card was full, or nearly, when it was first used.")
+    library = facts.message.wording
+    if "NOT_INITIALIZED" in facts.message.words:
+        return (f"{library} could not begin to work. Most often it found no memory for itself: it asks the driver, not "
+                "PyTorch's allocator, so there are no figures. Otherwise it does not suit the driver, or an earlier "
+                "kernel failed.")
+    return (f"{library} could not get memory for itself. It asks the driver, not PyTorch's allocator, so there are no "
+            "figures: the card was full, or nearly, when it was first used.")
 
 
 def driver(facts: Facts) -> str:
@@ -159,9 +164,18 @@ def context(facts: Facts) -> str:
 
 
 def full(facts: Facts) -> str:
-    fill = facts.fill
+    fill, message = facts.fill, facts.message
+    if fill is None and message.total is not None and message.reserved is not None:
+        others = (": it is not this run's own tensors that fill the card" if message.total - message.reserved
+                  >= facts.asked else "")
+        return (f"PyTorch held {show_bytes(message.reserved)} of the card's {show_bytes(message.total)}, and the "
+                f"message does not say how much was free{others}.")
     if fill is None:
         return "The card's memory ran out, and the message does not say how it was filled."
+    if fill.reserved is not None and fill.beside > fill.reserved:
+        return (f"{show_bytes(fill.beside)} of {show_bytes(fill.total)} are neither free nor PyTorch's: this process's "
+                f"context and other processes leave too little for a run that has {show_bytes(fill.reserved)} and "
+                f"wanted {show_bytes(facts.asked)} more.")
     held, what = (fill.process or 0, "holds") if fill.allocated is None else (fill.allocated, "has in tensors")
     return (f"The run itself fills the card: this process {what} {show_bytes(held)} of {show_bytes(fill.total)}, and "
             f"wanted {show_bytes(facts.asked)} more.")

@@ -13,7 +13,7 @@ from .pasted import Excerpt, cleaned, excerpt, squashed
 
 _UNITS = {"bytes": 1, "KiB": KiB, "MiB": MiB, "GiB": GiB, "TiB": TiB,
           "B": 1, "KB": KiB, "MB": MiB, "GB": GiB, "TB": TiB}  # MPS says GB and means GiB
-_SIZE = r"(\d+(?:\.\d+)?)(bytes|[KMGT]i?B|B)"
+_SIZE = r"(?<!\d)(?<!\d[.,])(\d+(?:[.,]\d+)?)(bytes|[KMGT]i?B|B)"  # 7,79 where the system writes numbers so
 _ABSURD = 2**50     # no card has that: torch 2.1 prints -1 as 17179869184.00 GiB where the driver gives no figure
 _LONGEST = 2000     # characters of a message, without white space
 
@@ -25,19 +25,22 @@ _WARNED = re.compile(r"memoryallocationfailedwithOOMondevice(\d+)whiletryingtoal
 _MPS = re.compile(rf"MPSbackendoutofmemory(?:\(MPSallocated:{_SIZE},otherallocations:{_SIZE},maxallowed:{_SIZE}\)"
                   rf"\.?Triedtoallocate{_SIZE})?")
 _LIBRARY = re.compile(r"(CUBLAS|CUDNN|CUSOLVER|CUSPARSE|CUFFT|HIPBLAS|ROCBLAS)_STATUS_(ALLOC_FAILED|NOT_INITIALIZED)")
-_DRIVER = re.compile(r"(?:CUDA|HIP)error:outofmemory|cudaruntimeerr(?:or)?\(2\):outofmemory|CUDA_ERROR_OUT_OF_MEMORY"
-                     r"|cudaErrorMemoryAllocation|hipErrorOutOfMemory", re.IGNORECASE)
+_DRIVER = re.compile(r"(?:CUDA|HIP)(?:driver)?error:outofmemory|cudaruntimeerr(?:or)?\(2\):outofmemory"
+                     r"|CUDA_ERROR_OUT_OF_MEMORY|cudaErrorMemoryAllocation|hipErrorOutOfMemory"
+                     r"|TritonError\[\w+\]:outofmemory|Cudafailure(?:2|\(2\))?'outofmemory'", re.IGNORECASE)
 _HOST = re.compile(r"DefaultCPUAllocator:[\w']{1,40}memory:youtriedtoallocate(\d+)bytes"
                    r"|notenoughmemory:youtriedtoallocate(\d+(?:\.\d+)?)([KMGT]?B)"
                    rf"|Unabletoallocate{_SIZE}foranarray"
+                   r"|posix_memalign\(&data,gAlignment,nbytes\)==0\.12vs0"
                    r"|WinError1455|pagingfileistoosmall|std::bad_alloc|Cannotallocatememory|(?<!OutOf)MemoryError"
                    r"|RAMranout,notthecard", re.IGNORECASE)
 _KILLED = re.compile(r"Outofmemory:Kill(?:ed)?process|oom[-_]kill|OOMKilled|exit(?:ed)?(?:with)?(?:code|status):?=?137"
-                     r"|exitcode:-9|returncode=-9|killedthetrainingprocess\(signal9\)|signal9\(SIGKILL\)",
+                     r"|exitcode:-9|returncode=-9|killedthetrainingprocess\(signal9\)|signal9\(SIGKILL\)"
+                     r"|Signals\.SIGKILL:9|killedbysignal:Killed",
                      re.IGNORECASE)
 _KINDS = (("cuda", _ALLOCATOR), ("warned", _WARNED), ("mps", _MPS), ("library", _LIBRARY), ("driver", _DRIVER),
           ("host", _HOST), ("killed", _KILLED))
-_KILLED_LINE = re.compile(r"(?m)^(?:.*[\s\]])?Killed[ \t]*$")  # the shell's word, of the text with its line breaks
+_KILLED_LINE = re.compile(r"(?m)^(?:.*[\s\]])?\**Killed\**[ \t]*$")  # the shell's word, where lines still are
 _LIBRARIES = {"CUBLAS": "cuBLAS", "CUDNN": "cuDNN", "CUSOLVER": "cuSOLVER", "CUSPARSE": "cuSPARSE", "CUFFT": "cuFFT",
               "HIPBLAS": "hipBLAS", "ROCBLAS": "rocBLAS"}
 
@@ -172,6 +175,7 @@ _READERS = {"cuda": _allocator, "warned": _warned, "mps": _mps, "host": _host, "
 
 def _sized(number: str, unit: str) -> tuple[int, int]:
     """The bytes of a printed size, and how far they may be off."""
+    number = number.replace(",", ".")
     digits = len(number.partition(".")[2])
     of = _UNITS[unit]
     return round(float(number) * of), 0 if of == 1 else -(-of // (2 * 10**digits))  # half of the last digit

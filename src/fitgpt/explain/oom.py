@@ -12,7 +12,7 @@ from .frames import phase_of, users_line
 from .match import guess, says_nothing
 from .names import PHASES, name_in_words, product
 from .remedies import remedies, savings
-from .rules import Rule, applying
+from .rules import Rule, applying, had_room
 from .unsaid import FAR_OFF, how, likeliest, ways, which
 
 NO_CARD = ("killed", "host", "mps")
@@ -47,7 +47,8 @@ def title(message: OutOfMemory) -> str:
     if message.kind in ("killed", "host"):
         return "The machine's RAM ran out, not the card's memory."
     if message.asked is None:
-        return "The card's memory ran out."
+        return "Most likely the card's memory ran out." if "NOT_INITIALIZED" in message.words else (
+            "The card's memory ran out.")
     free = "" if message.free is None else f"; {show_bytes(message.free)} were free"
     where = "" if message.gpu is None else f" on GPU {message.gpu}"
     return f"{show_bytes(message.asked)} were asked for{where}{free}."
@@ -65,7 +66,7 @@ def asked(facts: Facts) -> str:
     elif message.asked is not None and says_nothing(message):
         parts.append(f"{show_bytes(message.asked)} is the segment PyTorch asks for whenever a tensor of "
                      f"{'1 to 10 MiB' if message.asked > 2 * 2**20 else 'up to 1 MiB'} finds no room: the size says "
-                     "nothing of the tensor. The card was full before it.")
+                     f"nothing of the tensor.{'' if had_room(facts) else ' The card was full before it.'}")
     elif facts.run is not None and message.asked is not None:
         makers = " or ".join(how(each.run) for each in facts.tried)
         parts.append(f"No allocation of this config, as {makers} makes them, has that size: it is not the run the "

@@ -124,7 +124,8 @@ def against_neighbours(facts: Facts) -> Advice:
 
 RULES = (
     Rule("OOM-KILLED", "The system ended the process",
-         "`Killed`, exit code 137 or -9, the kernel's `Out of memory: Killed process`, `oom_kill`",
+         "`Killed`, `died with <Signals.SIGKILL: 9>`, exit code 137 or -9, the kernel's `Out of memory: Killed "
+         "process`, `oom_kill`",
          of_kind("killed"), causes.killed,
          "Linux ends the process that holds most once RAM and swap are used up; containers and job schedulers do it at "
          "the limit they were given. Nothing is printed but `Killed`, or nothing at all.",
@@ -149,7 +150,8 @@ RULES = (
          "index out of range in an earlier kernel can end in the same code.",
          (WHO_IS_THERE, ("CUDA_LAUNCH_BLOCKING=1", "if the card has room: shows the kernel that failed")), SMALLER),
     Rule("OOM-DRIVER", "The driver refused, without figures",
-         "`CUDA error: out of memory`, `cuda runtime error (2)`, `CUDA_ERROR_OUT_OF_MEMORY`",
+         "`CUDA error: out of memory`, `cuda runtime error (2)`, `CUDA_ERROR_OUT_OF_MEMORY`, `Triton Error [CUDA]: out "
+         "of memory`, NCCL's `Cuda failure 'out of memory'`",
          of_kind("driver"), causes.driver,
          "Not PyTorch's allocator but the driver itself: at start, when a context is made on a card that others have "
          "filled; for kernels; or for pinned host memory, which WSL limits to a share of its RAM.",

@@ -172,3 +172,34 @@ def test_of_a_screen_that_is_repeated_the_first_counts() -> None:
                                   "| a | b |", "0 1 2 3 MiB / 4 MiB"])
 def test_what_is_no_screen_is_none(text: str) -> None:
     assert parse_screen(text) == ()
+
+
+# As driver 580 prints a card that MIG has cut: the card's own figure does not count what its parts hold.
+CUT = """|   0  NVIDIA A100-SXM4-40GB          On  |   00000000:00:04.0 Off |                   On |
+| N/A   30C    P0             45W /  400W |      87MiB /  40960MiB |     N/A      Default |
+|                                         |                        |              Enabled |
+| MIG devices:                                                                            |
+| GPU  GI  CI  MIG |              Shared Memory-Usage |        Vol|        Shared         |
+|==================+==================================+===========+=======================|
+|  0    7   0   0  |            4500MiB /  4864MiB    | 14      0 |  1   0    0    0    0 |
+|                  |                 0MiB /  8191MiB  |           |                       |
+|  0    8   0   1  |              12MiB /  4864MiB    | 14      0 |  1   0    0    0    0 |
+| Processes:                                                                              |
+|    0    7    0    123456      C   python                                       4464MiB |
+"""
+
+
+def test_of_a_card_that_is_cut_the_part_with_the_process_is_read() -> None:
+    first, second = parse_screen(CUT)
+    assert (first.used, first.total, [each.pid for each in first.processes]) == (4500 * MiB, 4864 * MiB, [123456])
+    assert (second.part, second.processes) == (8, ())
+    told = explain_reading(from_screen(first), notes_30m(), card_of(first))
+    assert told.title == "4,500 MiB of the card are taken: 4,464 by this process, 36 by others."
+    assert any("GPU instance 7" in note for note in told.notes)
+
+
+def test_a_forecast_is_never_told_as_a_figure_that_was_read() -> None:
+    told = explain_reading(Reading(6582 * MiB, None), notes_30m(), CARD)
+    assert "if it is as forecast" in told.title
+    assert "read 4" not in told.what
+    assert told.what.startswith("By its forecast")

@@ -30,6 +30,7 @@ class Reading:
     total: int | None = None
     processes: tuple[ScreenProcess, ...] = ()  # the others, where a screen lists them
     notes: tuple[str, ...] = ()
+    forecast: bool = False    # `process` was not read: it is the config's forecast
 
 
 def from_screen(gpu: ScreenGpu, process: int | None = None) -> Reading:
@@ -43,12 +44,14 @@ def from_screen(gpu: ScreenGpu, process: int | None = None) -> Reading:
         elif len(runs) > 1:
             notes.append(f"{len(runs)} Python processes are on the card; the largest, {runs[0].pid}, is taken for the "
                          "run. --process=… says otherwise.")
+    if gpu.part is not None:
+        notes.append(f"The card is cut into parts (MIG); this is the one of GPU instance {gpu.part}.")
     others = tuple(each for each in gpu.processes if not runs or each is not runs[0])
     return Reading(gpu.used, process, gpu.total, others, tuple(notes))
 
 
 def card_of(gpu: ScreenGpu) -> Card | None:
-    return match_device(gpu.name, round(gpu.total / MiB))
+    return match_device(gpu.name, round(gpu.total / MiB) if gpu.part is None else None)
 
 
 def explain_reading(reading: Reading, run: Run | None = None, card: Card | None = None) -> Diagnosis:
@@ -60,23 +63,24 @@ def explain_reading(reading: Reading, run: Run | None = None, card: Card | None 
     if process is None and run is not None and card is not None and used is not None:
         forecast = run.forecast.reserved + _outside(card)
         if forecast <= used:
-            reading = replace(reading, process=forecast, notes=(
+            reading = replace(reading, process=forecast, forecast=True, notes=(
                 *reading.notes, "The process's own figure was not given: it is taken to be what the config's forecast "
                 "says. --process=… tells it."))
             process = forecast
     shares = tuple(_shares(reading, run, card))
     return Diagnosis(
-        subject="reading", title=_title(used, process), what=_where_the_run_is(reading, run, card), shares=shares,
+        subject="reading", title=_title(used, process, reading.forecast), what=_where_the_run_is(reading, run, card), shares=shares,
         shares_of="the whole card" if reading.total is not None else "what is taken",
         needed=_needed(reading, run, card), notes=reading.notes)
 
 
-def _title(used: int | None, process: int | None) -> str:
+def _title(used: int | None, process: int | None, forecast: bool) -> str:
     if used is None:
         return f"This process holds {(process or 0) / MiB:,.0f} MiB of the card."
     if process is None:
         return f"{used / MiB:,.0f} MiB of the card are taken."
-    return (f"{used / MiB:,.0f} MiB of the card are taken: {process / MiB:,.0f} by this process, "
+    whose = "by this process, if it is as forecast" if forecast else "by this process"
+    return (f"{used / MiB:,.0f} MiB of the card are taken: {process / MiB:,.0f} {whose}, "
             f"{max(used - process, 0) / MiB:,.0f} by others.")
 
 
@@ -133,6 +137,9 @@ def _where_the_run_is(reading: Reading, run: Run | None, card: Card | None) -> s
     off = (reserved - forecast) / forecast
     whose = "nanoGPT's train.py" if run.trainer == "nanogpt" else "fitgpt"
     told = f"{forecast / MiB:,.0f} MiB reserved and {_outside(card) / MiB:,.0f} outside"
+    if reading.forecast:
+        return (f"By its forecast this config under {whose} holds {reading.process / MiB:,.0f} MiB, {told}. The owners "
+                f"below are those of its highest point {_there(phase, run)}.")
     if abs(off) <= CLOSE:
         return (f"That is this config under {whose} {HOLDS.get(phase, PHASES[phase])}: forecast "
                 f"{(forecast + _outside(card)) / MiB:,.0f} MiB, {told}; read {reading.process / MiB:,.0f}, "

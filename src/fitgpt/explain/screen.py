@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..units import MiB
 from .pasted import cleaned
@@ -11,7 +11,9 @@ from .pasted import cleaned
 LONGEST_LINE = 200  # nvidia-smi's are under 100 characters
 _NAME = re.compile(r"^\W*(\d+)\s+(\S.*?)\s+(?:On|Off|N/A|TCC|WDDM|MCDM)\s*[|│]\s*[0-9A-Fa-f]{4,8}:")
 _USED = re.compile(r"(\d+|N/A)\s*(?:MiB)?\s*/\s*(\d+)\s*MiB")
-_PROCESS = re.compile(r"^\W*(\d+)\s+(?:(?:N/A|\d+)\s+(?:N/A|\d+)\s+)?(\d+)\s+(?:C\+G|M\+C|C|G)\s+(\S.*?)\s+"
+# A part of a card that MIG has cut: | GPU  GI  CI  MIG |  used / total  |
+_PART = re.compile(r"^\W*(\d+)\s+(\d+)\s+\d+\s+\d+\s*[|│]\s*(\d+)\s*MiB\s*/\s*(\d+)\s*MiB")
+_PROCESS = re.compile(r"^\W*(\d+)\s+(?:(N/A|\d+)\s+(?:N/A|\d+)\s+)?(\d+)\s+(?:C\+G|M\+C|C|G)\s+(\S.*?)\s+"
                       r"(\d+\s*MiB|N/A)\W*$")
 
 
@@ -34,12 +36,15 @@ class ScreenGpu:
     used: int | None
     total: int
     processes: tuple[ScreenProcess, ...] = ()
+    part: int | None = None  # of a card that MIG has cut: the number of its GPU instance
 
 
 def parse_screen(text: str) -> tuple[ScreenGpu, ...]:
-    """The GPUs of the first screen in a text; none where there is no such screen."""
+    """The GPUs of the first screen in a text, or the parts that MIG has cut them into; none where there is no such
+    screen."""
     gpus: dict[int, ScreenGpu] = {}
-    processes: dict[int, list[ScreenProcess]] = {}
+    parts: dict[tuple[int, int], ScreenGpu] = {}
+    processes: dict[tuple[int, int | None], list[ScreenProcess]] = {}
     named: tuple[int, str] | None = None
     for line in (line for line in cleaned(text).split("\n") if len(line) < LONGEST_LINE):
         if found := _NAME.match(line):
@@ -51,8 +56,13 @@ def parse_screen(text: str) -> tuple[ScreenGpu, ...]:
             gpus[index] = ScreenGpu(index, name, None if found[1] == "N/A" else int(found[1]) * MiB,
                                     int(found[2]) * MiB)
             named = None
+        elif (found := _PART.match(line)) and int(found[1]) in gpus:
+            index, part = int(found[1]), int(found[2])
+            parts[index, part] = ScreenGpu(index, gpus[index].name, int(found[3]) * MiB, int(found[4]) * MiB, (), part)
         elif found := _PROCESS.match(line):
-            size = None if found[4] == "N/A" else int(re.sub(r"\D", "", found[4])) * MiB
-            processes.setdefault(int(found[1]), []).append(ScreenProcess(int(found[2]), found[3].strip(), size))
-    return tuple(ScreenGpu(gpu.index, gpu.name, gpu.used, gpu.total, tuple(processes.get(gpu.index, ())))
-                 for gpu in gpus.values())
+            size = None if found[5] == "N/A" else int(re.sub(r"\D", "", found[5])) * MiB
+            whose = int(found[1]), int(found[2]) if (found[2] or "").isdigit() else None
+            processes.setdefault(whose, []).append(ScreenProcess(int(found[3]), found[4].strip(), size))
+    whole = (gpu for gpu in gpus.values() if all(index != gpu.index for index, _ in parts))
+    return tuple(replace(gpu, processes=tuple(processes.get((gpu.index, gpu.part), ())))
+                 for gpu in (*whole, *parts.values()))

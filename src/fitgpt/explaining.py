@@ -154,14 +154,17 @@ def explain_text(seen: Excerpt, asked: ExplainQuestions, config: RunConfig | Non
 def explain_document(document: Any, asked: ExplainQuestions, config: RunConfig | None, name: str) -> Diagnosis | None:
     """A plan as `plan --json` prints it, or the file of a run's plan, which has its config; None: neither."""
     plan = plan_from(document)
+    told = document.get("config") if isinstance(document, dict) else None
+    planned = RunConfig.from_dict(told) if isinstance(told, dict) and set(told) <= set(knobs_of(RunConfig)) else None
     if plan is not None:
         card = find(asked.gpu) if asked.gpu else match_device(plan.budget.card)  # None: a plan for a budget alone
+        if config is None and planned is not None:
+            config = with_data(planned)[0]
         return explain_plan(plan, run_of(config, name, asked.trainer, card))
-    told = document.get("config") if isinstance(document, dict) else None
-    if not isinstance(told, dict) or not set(told) <= set(knobs_of(RunConfig)):
+    if planned is None:
         return None
     named = asked.gpu or str(document.get("card") or "")
-    return explain_run(replace(asked, gpu=named), RunConfig.from_dict(told), name, (), None)
+    return explain_run(replace(asked, gpu=named), planned, name, (), None)
 
 
 def with_others(message: OutOfMemory, asked: ExplainQuestions) -> OutOfMemory:

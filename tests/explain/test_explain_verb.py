@@ -264,6 +264,16 @@ def test_the_plan_file_of_a_run_is_explained_by_the_config_in_it(tmp_path: Path,
     assert told(capsys)["subject"] == "plan"
 
 
+def test_a_plan_that_has_its_config_is_told_what_would_change_it_and_by_how_much(
+        tmp_path: Path, no_stdin: None, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fit", CONFIG, "--gpu=4070", "--recompute=all", "-o", str(tmp_path / "plan.json")]) == 0
+    capsys.readouterr()
+    assert main(["explain", str(tmp_path / "plan.json"), "--json"]) == 0
+    changes = told(capsys)["remedies"]
+    assert len(changes) == 4
+    assert not any(each["effect"].endswith(" 0 B less") for each in changes)
+
+
 def test_what_the_run_planned_and_measured_itself_counts_first() -> None:
     rows = [{"kind": "plan", "phases": {"train": {"allocated_bytes": 100 * MiB, "reserved_bytes": 120 * MiB}}},
             {"kind": "plan_measured", "phases": {"train": {"allocated_bytes": 101 * MiB, "reserved_bytes": 120 * MiB}}}]

@@ -69,8 +69,8 @@ def explain_reading(reading: Reading, run: Run | None = None, card: Card | None 
             process = forecast
     shares = tuple(_shares(reading, run, card))
     return Diagnosis(
-        subject="reading", title=_title(used, process, reading.forecast), what=_where_the_run_is(reading, run, card), shares=shares,
-        shares_of="the whole card" if reading.total is not None else "what is taken",
+        subject="reading", title=_title(used, process, reading.forecast), what=_where_the_run_is(reading, run, card),
+        shares=shares, shares_of="the whole card" if reading.total is not None else "what is taken",
         needed=_needed(reading, run, card), notes=reading.notes)
 
 

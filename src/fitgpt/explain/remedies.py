@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 from ..config import RunConfig, diff
@@ -41,8 +42,8 @@ def remedies(run: Run, budget: Budget) -> tuple[Remedy, ...]:
 def savings(run: Run) -> tuple[Remedy, ...]:
     """What the first step of each family saves, where nothing has to be made to fit."""
     first = [family[0] for family in _families(run) if family[0].change.exact]
-    found = [_remedy(option, run, fits=None) for option in _cheapest(first)[:MOST]]
-    return tuple(remedy for remedy in found if remedy.effect.endswith("less"))
+    helping = (option for option in _cheapest(first) if _peak_after(option, run) < peak_of(run.tape))
+    return tuple(_remedy(option, run, fits=None) for option in islice(helping, MOST))
 
 
 def _families(run: Run) -> list[list[Option]]:
@@ -89,10 +90,13 @@ def _several(config: RunConfig, knobs: dict[str, Any]) -> Option | None:
 
 
 def _remedy(option: Option, run: Run, *, fits: bool | None) -> Remedy:
-    after = peak_of(tape_of(settled(option.config, run.setting), run.setting, option.change.trainer))
     lossy = "" if option.change.exact else "lossy; "
-    return Remedy(_typed(option.change, run), effect(peak_of(run.tape), after), fits,
+    return Remedy(_typed(option.change, run), effect(peak_of(run.tape), _peak_after(option, run)), fits,
                   f"{lossy}{option.change.slower}")
+
+
+def _peak_after(option: Option, run: Run) -> int:
+    return peak_of(tape_of(settled(option.config, run.setting), run.setting, option.change.trainer))
 
 
 def _expanded(run: Run, budget: Budget) -> tuple[Remedy, ...]:

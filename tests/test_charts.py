@@ -19,6 +19,7 @@ from fitgpt.show.charts import (
     Level,
     Mark,
     Series,
+    breakable,
     embedded,
     line_chart,
     owner_bar,
@@ -381,3 +382,9 @@ def test_a_page_asks_nothing_of_the_world_and_runs_no_script_but_ours() -> None:
     (policy,) = [tag["content"] for tag in Outline(html).named("meta") if "http-equiv" in tag]
     assert re.fullmatch(r"default-src 'none'; img-src data:; style-src 'sha256-[\w+/=]+'; "
                         r"script-src 'sha256-[\w+/=]+'", policy or "")
+
+
+def test_long_flags_break_where_words_join_and_never_after_their_dashes() -> None:
+    assert breakable("--recompute=1*no_wide,2*all x-y a_b") == (
+        "--recompute=<wbr>1*no_<wbr>wide,<wbr>2*all x-<wbr>y a_<wbr>b")
+    assert breakable("<a=b>") == "&lt;a=<wbr>b&gt;"

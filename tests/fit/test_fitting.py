@@ -188,7 +188,9 @@ def test_the_page_draws_the_frontier_and_holds_no_markup_of_the_users(say: Any) 
     assert say("<b>x.py", *TIGHT[1:], "--html", "page.html").code == 0
     page = Path("page.html").read_text()
     assert page.startswith("<!doctype html>")
-    assert "Tokens a second against memory" in page
+    assert "Tokens a second against memory, MiB" in page  # a run of less than 2 GiB
+    assert "<h2>Runners-up</h2>" in page
+    assert "may be reserved: the line" in page
     assert "<b>x.py" not in page
     assert "&lt;b&gt;x.py" in page
 

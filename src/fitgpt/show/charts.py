@@ -340,8 +340,8 @@ def script() -> str:
 
 
 def breakable(words: str) -> str:
-    """Text that may go on in the next line after a slash, a hyphen or an underscore, and so is not broken elsewhere."""
-    return re.sub(r"([/_-])(?=.)", r"\1<wbr>", text(words))
+    """Text that may go on in the next line after what joins words in it, and so is not broken elsewhere."""
+    return re.sub(r"([/_=,]|(?<=\w)-)(?=\S)", r"\1<wbr>", text(words))
 
 
 def page(title: str, body: str) -> str:

@@ -198,17 +198,19 @@ def page(fitted: Fitted, run: str) -> str:
 
     chosen, limit = fitted.chosen, fitted.budget.reserve_limit
     title = f"{run} on {fitted.budget.card or 'a card'}"
-    marks = [charts.Mark(limit / GiB, f"may be reserved: {show_bytes(limit)}")]
-    marks += [charts.Mark(each.needs / GiB, f"{name}: {show_bytes(each.needs)}, {_speed(each.speed)} tokens/s")
-              for name, each in (("asked", fitted.asked), ("chosen", chosen)) if each is not None]
-    drawn = [(needs / GiB, speed) for needs, speed in fitted.frontier if needs <= BEYOND * limit]
-    series = [charts.Series("the fastest in so much memory", drawn, style="dotted"),
-              *(charts.Series(name, [(each.needs / GiB, _middle(each, 0.0))], colour=colour, style="dotted")
-                for colour, (name, each) in enumerate((("asked", fitted.asked), ("chosen", chosen)), 1)
-                if each is not None)]
-    chart = charts.line_chart("Tokens a second against memory, GiB", series, unit="count", x_name="GiB", marks=marks,
+    frontier = [(needs, speed) for needs, speed in fitted.frontier if needs <= BEYOND * limit]
+    standings = [(name, each) for name, each in (("asked", fitted.asked), ("chosen", chosen)) if each is not None]
+    most = max([needs for needs, _ in frontier] + [each.needs for _, each in standings])
+    size, unit = (GiB, "GiB") if most >= 2 * GiB else (MiB, "MiB")
+    series = [charts.Series("the fastest in so much memory", [(needs / size, speed) for needs, speed in frontier],
+                            style="dotted"),
+              *(charts.Series(name, [(each.needs / size, _middle(each, 0.0))], colour=colour, style="dotted")
+                for colour, (name, each) in enumerate(standings, 1))]
+    where = "the line" if most >= limit else "beyond the edge"
+    chart = charts.line_chart(f"Tokens a second against memory, {unit}", series, unit="count", x_name=unit,
+                              marks=[charts.Mark(limit / size, f"may be reserved: {show_bytes(limit)}")],
                               from_zero=True, wide=True, empty="Nothing fits.",
-                              note="By closed forms and a roofline. Lines mark what was asked, chosen, may be held.")
+                              note=f"By closed forms and a roofline. {show_bytes(limit)} may be reserved: {where}.")
     rows = "".join(f'<tr><th scope="row">{charts.breakable(knob)}</th><td>{charts.text(was)}</td>'
                    f"<td>{charts.text(now)}</td>"
                    f"<td>{'' if number else charts.breakable(each.why)}</td></tr>"
@@ -216,9 +218,14 @@ def page(fitted: Fitted, run: str) -> str:
     figures = "".join(f'<tr><th scope="row">{name}</th><td>{before}</td><td>{after}</td><td></td></tr>'
                       for name, before, after in _figures(fitted))
     head = "<tr><th></th><th>asked</th><th>chosen</th><th>why</th></tr>"
+    others = "".join(f'<tr><th scope="row">{number}</th><td>{"" if each.exact else "≤ "}{show_bytes(each.needs)}</td>'
+                     f"<td>{_speed(each.speed)}</td><td>{charts.breakable(_flags(each))}</td></tr>"
+                     for number, each in enumerate(fitted.runners_up, 1))
+    beside = (f'\n<h2>Runners-up</h2>\n<div class="card"><table class="whole"><tr><th></th><th>needs</th>'
+              f"<th>tokens/s</th><th>instead of what was asked</th></tr>{others}</table></div>" if others else "")
     return charts.page(title, f"<h1>{charts.breakable(title)}</h1>\n<p>{charts.text(verdict(fitted).capitalize())}</p>"
                        f'\n{chart}\n<h2>What was chosen</h2>\n<div class="card"><table class="whole">'
-                       f"{head}{rows}{figures}</table></div>")
+                       f"{head}{rows}{figures}</table></div>{beside}")
 
 
 def _figures(fitted: Fitted) -> list[tuple[str, str, str]]:

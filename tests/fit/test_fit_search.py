@@ -92,6 +92,18 @@ def test_a_run_that_is_best_as_it_is_stays_so() -> None:
     assert again.decisions == ()
 
 
+def test_memory_that_a_run_leaves_because_it_gains_nothing_is_said() -> None:
+    def said(config: RunConfig) -> bool:
+        found = fitted(4000, config)
+        assert found.chosen is not None
+        return any("spends the spare memory" in note for note in found.notes)
+
+    best = fitted(4000).chosen
+    assert best is not None
+    assert not said(best.config)  # nothing is recomputed
+    assert said(replace(best.config, recompute="1*products,3*all"))
+
+
 def test_evaluation_covers_the_same_windows_or_says_that_it_does_not() -> None:
     for eval_iters in (6, 5):
         config = replace(SMALL, eval_iters=eval_iters)

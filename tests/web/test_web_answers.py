@@ -253,6 +253,8 @@ def test_fitting_gives_settings_that_fit_with_their_reasons() -> None:
     assert answers.exact(after)["fits"]
     assert after.config.tokens_per_step == question.config.tokens_per_step
     assert any("batch_size 24 →" in why for why in found["why"])
+    assert not any("left free" in why for why in found["why"])  # a budget is taken as it was said
+    assert "128.0 MiB of the card are left free" in fitted.fitted(asked(n_layer=2))["why"][-1]
     with pytest.raises(DoesNotFit, match="least memory"):
         fitted.fitted(asked(budget="600MiB", n_layer=2))
 

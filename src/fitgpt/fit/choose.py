@@ -14,6 +14,7 @@ from ..memory.changes import holdings
 from ..memory.forecast import budget_for
 from ..memory.setting import Setting
 from ..nouns import Budget, Decision, Fitted, Standing, WayOut
+from ..savers import LEVELS
 from ..units import MiB, show_bytes
 from . import shapes
 from .permission import ROUNDING, in_words, permitted, refused
@@ -74,7 +75,16 @@ def fitted(said: RunConfig, search: Search, finalists: list[Finalist], allow: fr
     return Fitted(search.budget, told(search.standing(said, "free")), told(chosen),
                   decisions(search, said, best.config, why),
                   tuple(told(search.runner_up(other)) for other in others), search.frontier(),
-                  considered=search.considered, replayed=search.replays, notes=_notes(said, allow))
+                  considered=search.considered, replayed=search.replays,
+                  notes=(*_notes(said, allow), *_left_unspent(said, best.config, search)))
+
+
+def _left_unspent(said: RunConfig, chosen: RunConfig, search: Search) -> list[str]:
+    """A run that stays as it was asked for may leave memory that its layers could use."""
+    if chosen != said or set(said.levels) == {LEVELS[0]} or search.spends_all(said):
+        return []
+    return ["Its layers could keep more, and it would still fit; by the estimate nothing that spends the spare memory "
+            "is 1 % faster."]
 
 
 def because(said: RunConfig, chosen: RunConfig, here: Here) -> tuple[Decision, ...]:

@@ -8,6 +8,7 @@ from ..config import DEFAULT_VOCAB
 from ..errors import DoesNotFit
 from ..fit.choose import fit, too_small, ways_out_in_words
 from ..fitting import crowded, here_for
+from ..units import show_bytes
 from .answers import Answer
 from .settings import Asked, as_settings
 
@@ -24,4 +25,6 @@ def fitted(asked: Asked) -> Answer:
         settings["trainer"] = "fitgpt"
     why = [f"{', '.join(f'{knob} {was} → {now}' for knob, (was, now) in each.knobs.items())}: {each.why}."
            for each in found.decisions]
-    return {"settings": settings, "considered": found.considered, "why": [*crowded(here), *why]}
+    margin = [f"{show_bytes(here.budget.margin)} of the card are left free besides: what a process holds outside "
+              "PyTorch's allocator is known by a rule here, not to the MiB."] if here.budget.margin else []
+    return {"settings": settings, "considered": found.considered, "why": [*crowded(here), *why, *margin]}

@@ -74,6 +74,21 @@ def test_one_that_does_not_fit_is_refused_with_who_is_there_and_a_change_that_do
     check(changed)  # what it says works
 
 
+def test_where_no_single_change_is_enough_several_that_are_are_named(cards: Callable[..., None]) -> None:
+    cards((reading(10 * GiB),))
+    config = RunConfig(**NEEDS_5_3)
+    with pytest.raises(DeviceError) as raised:
+        check(config)
+    flags = next(line for line in raised.value.fix.splitlines() if line.startswith("Add --batch_size")).removeprefix(
+        "Add ").removesuffix(".").split()
+    assert len(flags) > 3
+    check(replace(config, **{each.key: each.value for each in walk(flags, RunConfig)}))  # what it says works
+    cards((reading(11 * GiB + 300 * MiB),))
+    with pytest.raises(DeviceError) as raised:
+        check(config)
+    assert "`fitgpt fit` with the same words, that flag and -o" in raised.value.fix
+
+
 def test_a_run_that_no_emptier_card_would_hold_is_not_waited_for(cards: Callable[..., None]) -> None:
     cards((reading(),))
     with pytest.raises(DeviceError) as raised:

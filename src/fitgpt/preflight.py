@@ -14,6 +14,7 @@ from . import driver, place
 from .asked import with_data
 from .config import RunConfig
 from .errors import DeviceError, UsageError
+from .host import spare_memory
 from .memory import forecast
 from .memory.changes import smallest_that_fit
 from .memory.setting import Setting
@@ -88,10 +89,21 @@ def does_not_fit(config: RunConfig, found: Place, plan: MemoryPlan, *, could_wai
     changes = smallest_that_fit(settled, found.setting, budget)
     fixes = ["Add " + "; or ".join(" ".join(change.flags) for change in changes) + "."] if changes else []
     fixes += ["Add --wait to start when others have left."] if could_wait and not config.wait else []
-    fixes += [] if changes else ["`fitgpt plan` with the same words and --options shows what each change would save."]
+    fixes += [] if changes else [_several_changes(with_data(config)[0], found)]
     return DeviceError(
         f"The run does not fit {_card(found)}: it needs {show_bytes(plan.forecast.needs)}, and may reserve "
         f"{show_bytes(budget.reserve_limit)} ({', '.join(parts)}). {found.neighbours}".rstrip(), "\n".join(fixes))
+
+
+def _several_changes(config: RunConfig, found: Place) -> str:
+    """Where no single change is enough: those that `fit` finds, or what would have to be allowed."""
+    from .fit.choose import fit_config, ways_out_in_words
+
+    fitted = fit_config(config, found.setting, found.budget, card=found.card, host_bytes=spare_memory())
+    if fitted.chosen is not None:
+        return f"Add {' '.join(fitted.chosen.flags)}."
+    how = " `fitgpt fit` with the same words, that flag and -o config/my_run.py writes a config that trains so."
+    return ways_out_in_words(fitted) + (how if fitted.ways_out else "")
 
 
 def _card(found: Place) -> str:

@@ -88,6 +88,13 @@ def test_what_the_guard_measured_goes_before_what_the_log_says() -> None:
     assert "+0.00%" in page_of([FACTS, PLAN, measured, step(0)])
 
 
+def test_a_knob_that_a_config_worked_out_is_shown_as_it_was_meant() -> None:
+    page = page_of([{**FACTS, "config": {"min_lr": 6e-4 / 10, "dropout": 0.0}}, step(0)])
+    assert "6e-05" in page
+    assert "5.99999" not in page
+    assert "<dd>0.0</dd>" in page
+
+
 def test_owners_may_come_as_a_list() -> None:
     plan = {"kind": "plan", "owners_at_peak": [{"owner": "casts", "nbytes": 7}, {"owner": "data"}, 5, None]}
     assert record_of("x", [plan], None).owners_at_peak == {"casts": 7}

@@ -11,7 +11,9 @@ KiB, MiB, GiB, TiB = 2**10, 2**20, 2**30, 2**40
 _BYTE_UNITS = {"": 1, "b": 1, "k": KiB, "kb": 10**3, "kib": KiB, "m": MiB, "mb": 10**6, "mib": MiB,
                "g": GiB, "gb": 10**9, "gib": GiB, "t": TiB, "tb": 10**12, "tib": TiB}
 _COUNT_UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
-_QUANTITY = re.compile(r"\s*([0-9][0-9_,]*(?:\.[0-9]+)?(?:[eE]\+?[0-9]{1,2})?|\.[0-9]+)\s*([A-Za-z]*)\s*\Z")
+# A comma parts thousands and nothing else: 11,5GiB is refused, not taken for 115.
+_QUANTITY = re.compile(r"\s*((?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9][0-9_]*)(?:\.[0-9]+)?(?:[eE]\+?[0-9]{1,2})?|\.[0-9]+)"
+                       r"\s*([A-Za-z]*)\s*\Z")
 
 
 def parse_bytes(text: str) -> int:

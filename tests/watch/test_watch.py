@@ -75,6 +75,11 @@ def test_the_graph_is_of_the_cards_memory_once_it_was_looked_at_twice(nvml: Coun
 # ---- what is shown
 
 
+def test_a_run_is_at_100_percent_only_at_its_end() -> None:
+    assert FRAME.run is not None
+    assert " 99%" in words_of(replace(FRAME, run=replace(FRAME.run, step=9_535, max_iters=9_536)))
+
+
 def test_everything_the_card_and_the_run_say_is_shown() -> None:
     words = words_of(FRAME)
     for figure in ("GPU 0", "RTX 4070", "9.00 GiB of 12.00 GiB, 75%", "utilisation 97%", "power 187 of 200 W", "71 °C",

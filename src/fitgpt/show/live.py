@@ -246,7 +246,7 @@ class _Gauge:
     def _bar_line(self, facts: RunFacts, width: int) -> RenderableType:
         done, total, report = self.steps_done(facts), facts.max_iters, self._report
         whole = int(done)
-        figures = [(0, f"{whole:,}/{total:,}"), (3, f"{done / total:.0%}" if total else "")]
+        figures = [(0, f"{whole:,}/{total:,}"), (3, f"{int(100 * done / total)}%" if total else "")]
         if report is not None and report.seconds >= SLOW_STEP_S and done < total:
             figures.append((2, f"this step {done - whole:>3.0%}"))
         if report is not None and math.isfinite(report.seconds_left):

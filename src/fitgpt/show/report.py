@@ -339,7 +339,12 @@ def differences(records: Sequence[RunRecord], keys: Sequence[str]) -> str:
 
 
 def value_of(record: RunRecord, key: str) -> str:
-    return clipped(str(record.config[key]) or "''") if key in record.config else "–"
+    if key not in record.config:
+        return "–"
+    value = record.config[key]
+    if isinstance(value, float):
+        value = float(f"{value:.12g}")  # a tenth of 6e-4 is 6e-05, not 5.9999999999999995e-05
+    return clipped(str(value) or "''")
 
 
 def versions(records: Sequence[RunRecord]) -> str:

@@ -68,7 +68,7 @@ def card_lines(card: CardState, width: int) -> list[Line]:
 
 def run_lines(run: RunState, track: Track, width: int, unicode: bool) -> list[Line]:
     total = f" of {run.max_iters:,}" if run.max_iters is not None else ""
-    share = f"{run.step / run.max_iters:.0%}" if run.max_iters else ""
+    share = f"{100 * run.step // run.max_iters}%" if run.max_iters else ""  # 100% is the end, and not before
     left = run.seconds_left
     mfu = NOT_TOLD if run.mfu is None else show_mfu(run.mfu)
     return [

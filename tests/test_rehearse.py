@@ -157,6 +157,24 @@ def test_the_verb_hands_over_the_settled_config_and_the_file(tmp_path: Path, mon
     assert not Path("out").exists()
 
 
+def test_a_file_that_could_not_be_written_is_told_before_the_rehearsal(tmp_path: Path,
+                                                                      monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Orders] = []
+    monkeypatch.setattr(rehearse, "run_child", lambda orders: (started.append(orders), (0, {}))[1])
+    config = tiny_config(tmp_path)
+
+    def said(out: Path) -> list[Assignment]:
+        return [Assignment(key, value, "") for key, value in (("dataset", config.dataset), ("device", "cpu"),
+                                                              ("out", str(out)))]
+
+    with pytest.raises(UsageError, match="is a folder") as refused:
+        rehearse.rehearse(said(tmp_path))
+    assert refused.value.fix == f"-o {tmp_path / 'rehearse.json'}"
+    assert not started
+    assert rehearse.rehearse(said(tmp_path / "new" / "r.json")) == 0
+    assert (tmp_path / "new").is_dir()
+
+
 def test_only_an_earlier_rehearsal_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                                capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(rehearse, "run_child", lambda orders: (0, {}))

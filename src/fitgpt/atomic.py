@@ -65,6 +65,10 @@ def refuse_foreign(path: Path, is_ours: Callable[[str], bool], verb: str, flag: 
     with disk_faults("look at", path):
         if not path.exists():
             return
+        if path.is_dir():
+            inside = path / f"{verb}{'.json' if flag == '-o' else '.html'}"
+            raise UsageError(f"{flag} {path} is a folder, and `fitgpt {verb}` writes a file.",
+                             f"{flag} {shlex.quote(str(inside))}")
         ours = False
         if path.is_file():
             with open(path, encoding="utf-8", errors="replace") as file:

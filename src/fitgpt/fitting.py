@@ -206,12 +206,17 @@ def files_of(asked: FitQuestions) -> Files:
     out, page = Path(asked.out), Path(asked.html) if asked.html else None
     if not asked.out:
         return Files(None, None, page)
+    if out.suffix not in (".py", ".json"):
+        raise UsageError(f"-o {asked.out}: a config that `train` takes ends in .py, a plan alone in .json.",
+                         f"-o {shlex.quote(str(out / 'my_run.py' if out.is_dir() else out.with_suffix('.py')))}")
     return Files(None, out, page) if out.suffix == ".json" else Files(out, out.with_suffix(".plan.json"), page)
 
 
 def refuse_foreign_files(asked: FitQuestions) -> None:
     """Before anything is looked for: what somebody wrote by hand is not replaced."""
     config, plan, page = files_of(asked)
+    if page is not None and page.absolute() in {each.absolute() for each in (config, plan) if each is not None}:
+        raise UsageError(f"-o and --html both write {page}.", "--html page.html")
     if config:
         refuse_foreign(config, written.is_ours, "fit", "-o")
     if plan:
@@ -272,6 +277,8 @@ def next_step(fitted: Fitted, asked: FitQuestions, assignments: Sequence[Assignm
     lines = [f"Wrote {file}." for file in files]
     if asked.out.endswith(".py"):
         return "\n".join([*lines, f"To train it: fitgpt train {shlex.quote(asked.out)}"])
+    if asked.out:
+        return "\n".join([*lines, f"To train it: fitgpt train --plan {shlex.quote(asked.out)}"])
     return "\n".join([*lines, f"To write a config that trains so: {command_with((), assignments)}"])
 
 

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 from . import preflight
 from .asked import settle, with_data
-from .atomic import is_own_json, refuse_foreign, write_over
+from .atomic import disk_faults, is_own_json, refuse_foreign, write_over
 from .config import RunConfig
 from .driver import check_allocator_env
 from .errors import DoesNotFit
@@ -43,6 +43,8 @@ def rehearse(assignments: Sequence[Assignment]) -> int:
     config, notes = settle([each for each in assignments if each.key in knobs_of(RunConfig)])
     out = {each.key: each.value for each in assignments}.get("out", RehearseOptions.out)
     refuse_foreign(Path(str(out)), lambda text: is_own_json(text, "foreseen", "measured"), "rehearse", "-o")
+    with disk_faults("make the folder of", Path(str(out))):  # before minutes of work that would have nowhere to go
+        Path(str(out)).parent.mkdir(parents=True, exist_ok=True)
     checked = preflight.check(config)
     config = replace(with_data(config)[0], init_from="scratch", plan="")  # of the weights only the shape matters
     code, words = run_child(Orders(config.to_dict(), notes, others=checked.others, rehearsal=str(out)))

@@ -204,6 +204,10 @@ def test_the_page_draws_the_frontier_and_holds_no_markup_of_the_users(say: Any) 
     (["run.py", "--gpu", "4070", "--budget", "100GiB"], 2, "is more than the"),
     (["run.py", "--gpu", "4070", "--html", "nowhere/\n"], 2, "no path should"),
     (["missing.py", "--gpu", "4070"], 2, "missing.py"),
+    (["run.py", "--gpu", "4070", "-o", "."], 2, "-o my_run.py"),
+    (["run.py", "--gpu", "4070", "-o", "mine"], 2, "-o mine.py"),
+    (["run.py", "--gpu", "4070", "--html", "."], 2, "--html . is a folder"),
+    (["run.py", "--gpu", "4070", "-o", "mine.py", "--html", "./mine.py"], 2, "-o and --html both write mine.py"),
 ])
 def test_mistakes_end_with_a_sentence(say: Any, monkeypatch: pytest.MonkeyPatch, argv: list[str], code: int,
                                       words: str) -> None:

@@ -175,6 +175,11 @@ def test_a_card_with_room_is_not_said_to_be_full() -> None:
     assert "neither free nor PyTorch's" in diagnose(read("backgroundmatting-142")).causes[0].what
 
 
+def test_a_process_that_was_ended_did_not_surely_run_out() -> None:
+    assert "most likely" in diagnose(read("kohya-1065")).title
+    assert "most likely" not in diagnose(read("vrt-49")).title
+
+
 def test_a_library_that_could_not_begin_is_not_surely_out_of_memory() -> None:
     told = diagnose(read("hcvae-7"))
     assert told.title.startswith("Most likely")

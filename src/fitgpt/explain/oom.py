@@ -44,7 +44,9 @@ def gather(message: OutOfMemory, run: Run | None, card: Card | None, trainer: st
 
 
 def title(message: OutOfMemory) -> str:
-    if message.kind in ("killed", "host"):
+    if message.kind == "killed":
+        return "The process was ended, most likely because the machine's RAM ran out, not the card's memory."
+    if message.kind == "host":
         return "The machine's RAM ran out, not the card's memory."
     if message.asked is None:
         return "Most likely the card's memory ran out." if "NOT_INITIALIZED" in message.words else (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import difflib
 import re
 from dataclasses import dataclass
 from functools import cache
@@ -165,6 +164,8 @@ def _unknown(name: str) -> UsageError:
 
 
 def _nearest(name: str) -> list[str]:
+    import difflib
+
     by_words = {" ".join(sorted(_parse(card.name).key)): card.name for card in reversed(load())}
     close = difflib.get_close_matches(" ".join(sorted(_parse(name).key)), by_words, n=3, cutoff=0.6)
     return [by_words[words] for words in close]

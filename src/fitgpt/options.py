@@ -244,7 +244,11 @@ class PlanQuestions(Options):
     json: bool = _plan(False, "print JSON")
 
 
-@dataclass(frozen=True)
+# Classes of a run's knobs and a verb's own are asked for their knobs alone, and never built: to write what an instance
+# needs would take every command 15 ms.
+
+
+@dataclass(frozen=True, init=False, repr=False, eq=False)  # only ever a list of knobs
 class PlanOptions(RunConfig, PlanQuestions):
     """Both: the plan's own first."""
 
@@ -285,7 +289,7 @@ class ExplainQuestions(Options):
     json: bool = _explain(False, "print JSON")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False, repr=False, eq=False)  # only ever a list of knobs
 class ExplainOptions(RunConfig, ExplainQuestions):
     """Both: the questions first."""
 
@@ -357,7 +361,7 @@ class FitQuestions(Options):
     json: bool = _fit(False, "print JSON")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False, repr=False, eq=False)  # only ever a list of knobs
 class FitOptions(RunConfig, FitQuestions):
     """Both: the fit's own first."""
 

@@ -6,7 +6,7 @@ import json
 import math
 import re
 import shlex
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from fitgpt.memory import forecast
 from fitgpt.memory.changes import single_changes
 from fitgpt.memory.setting import Setting
 from fitgpt.nouns import MemoryReading
-from fitgpt.options import PlanOptions
+from fitgpt.options import PlanQuestions
 from fitgpt.sights import CardState, Program, RunState, Track, WatchFrame
 from fitgpt.units import GiB, MiB
 from fitgpt.web import answers, fitted, fixes, form, live, pasted, worker
@@ -189,7 +189,8 @@ def test_the_command_and_the_config_file_mean_the_config_shown(told: dict[str, A
     words = shlex.split(plan_command(question))[2:]
     found = {each.key: each.value for each in walk(words, options_of(VERBS["plan"]))}
     told_of_the_place = {key: getattr(question.questions, key) for key in QUESTIONS}
-    assert PlanOptions(**found) == PlanOptions(**(question.config.to_dict() | told_of_the_place))
+    defaults = RunConfig().to_dict() | asdict(PlanQuestions())
+    assert defaults | found == defaults | question.config.to_dict() | told_of_the_place
     file = tmp_path / "x.py"
     file.write_text(config_file(question, "a comment"), encoding="utf-8")
     for typed in (shlex.split(command(question))[2:], [str(file)]):

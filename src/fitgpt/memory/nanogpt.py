@@ -48,8 +48,10 @@ def held_at_least(run: NanoGPTRun, gpu: Gpu = H200) -> int:
     """What the tape holds at some moment, without writing it: at the optimizer's step, or between the two passes."""
     params = sum(numbers for _, numbers, _ in run.parameters())
     gradients = 4 * params if run.gradient_accumulation_steps > 1 else 0
-    kept = _kept_compiled(run, gpu) if run.compile else _kept_eager(run, gpu)
-    return max(16 * params, 12 * params + gradients + kept)
+    kept = _kept_compiled if run.compile else _kept_eager
+    of_one, of_two = (kept(replace(run, n_layer=layers), gpu) for layers in (1, 2))
+    all_kept = of_one + (run.n_layer - 1) * (of_two - of_one)  # every layer keeps what the one before it does
+    return max(16 * params, 12 * params + gradients + all_kept)
 
 
 def _kept_compiled(run: NanoGPTRun, gpu: Gpu) -> int:
@@ -58,16 +60,12 @@ def _kept_compiled(run: NanoGPTRun, gpu: Gpu) -> int:
 
 
 def _kept_eager(run: NanoGPTRun, gpu: Gpu) -> int:
-    """Every layer keeps what the one before it does."""
-    def kept(layers: int) -> int:
-        writer = Writer()
-        writer.phase("train")
-        model = EagerGPT(replace(run, n_layer=layers), writer, gpu)
-        model.forward("logits", "loss", grad=True)
-        model.leave_autocast(grad=True)
-        return sum(event.nbytes for event in writer.tape().alive_at_end().values())
-
-    return kept(1) + (run.n_layer - 1) * (kept(2) - kept(1))
+    writer = Writer()
+    writer.phase("train")
+    model = EagerGPT(run, writer, gpu)
+    model.forward("logits", "loss", grad=True)
+    model.leave_autocast(grad=True)
+    return sum(event.nbytes for event in writer.tape().alive_at_end().values())
 
 
 class Loop:

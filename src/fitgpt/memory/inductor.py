@@ -11,8 +11,6 @@ Three rules of Inductor, as recorded runs of torch 2.11 show them; the source of
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -26,17 +24,16 @@ class Made(NamedTuple):
     kind: str
 
 
-@dataclass(frozen=True)
-class Kernel:
+class Kernel(NamedTuple):
     makes: tuple[Made, ...]
     reads: tuple[str, ...] = ()
-    over: Mapping[str, Sequence[str]] = field(default_factory=dict)  # outputs, and inputs they may overwrite
+    over: Mapping[str, Sequence[str]] = {}  # outputs, and inputs they may overwrite
     calls: str = ""                # an op of torch's that it is, or that comes after it …
     gets: tuple[Made, ...] = ()    # … and what that one allocates itself
     timed: str = ""                # names its code, if variants of it are timed when it first runs
     within: int = 0                # bytes that exist only while it runs, and only in the estimate
 
-    @cached_property
+    @property
     def results(self) -> tuple[Made, ...]:
         return self.makes + self.gets
 
@@ -62,17 +59,17 @@ class Plan(NamedTuple):
             if step.name in blocks else step for step in self.steps])
 
 
-@dataclass(frozen=True)
-class Graph:
+class Graph(NamedTuple):
     kernels: Sequence[Kernel]
-    keeps: frozenset[str]                                     # what it hands out
-    inputs: Mapping[str, int] = field(default_factory=dict)   # what it is handed and may free
-    lent: frozenset[str] = frozenset()                        # those of its inputs that are not its own to free
+    keeps: frozenset[str]             # what it hands out
+    inputs: Mapping[str, int] = {}    # what it is handed and may free
+    lent: frozenset[str] = frozenset()  # those of its inputs that are not its own to free
 
-    def last_reads(self, kernels: Sequence[Kernel]) -> dict[str, int]:
-        """The number of the kernel after which a buffer is spent."""
-        last = {made.name: at for at, kernel in enumerate(kernels) for made in kernel.results}
-        return last | {name: at for at, kernel in enumerate(kernels) for name in kernel.reads}
+
+class Order(NamedTuple):
+    kernels: Sequence[Kernel]
+    last: dict[str, int]  # the number of the kernel after which a buffer is spent
+    usage: list[int]      # the compiler's estimate of the bytes in use while each kernel runs
 
 
 class GraphWriter:
@@ -94,9 +91,8 @@ class GraphWriter:
 
 def plan(graph: Graph) -> Plan:
     """What the compiled graph does to memory, in order."""
-    kernels, usage = _ordered(graph)
+    kernels, last, usage = _ordered(graph)
     peak = max(0, *usage)
-    last = graph.last_reads(kernels)
     spent_after: dict[int, list[str]] = {}
     for name, at in last.items():
         if name not in graph.keeps and name not in graph.lent:
@@ -159,34 +155,34 @@ def _renamed(graph: Graph, steps: list[Step], home: dict[str, str]) -> Plan:
                 {block: held for block, held in final.items() if block in graph.inputs}).calling(final)
 
 
-def _usage(graph: Graph, kernels: Sequence[Kernel]) -> list[int]:
-    """The compiler's estimate of the bytes in use while each kernel runs."""
+def _ordered(graph: Graph) -> Order:
+    """The one of two orders that is estimated to peak lower: of the compiler's four orders, those that recorded runs
+    have shown, the first where both peak alike."""
+    return min((_estimated(graph, order) for order in (graph.kernels, _depth_first(graph))),
+               key=lambda each: max(0, *each.usage))
+
+
+def _estimated(graph: Graph, kernels: Sequence[Kernel]) -> Order:
+    last = {made.name: at for at, kernel in enumerate(kernels) for made in kernel.results}
+    last |= {name: at for at, kernel in enumerate(kernels) for name in kernel.reads}
     change = [0] * (len(kernels) + 1)
-    last = graph.last_reads(kernels)
     for name, nbytes in graph.inputs.items():
         change[0] += nbytes
         change[last.get(name, -1) + 1] -= nbytes
     for at, kernel in enumerate(kernels):
         change[at] += kernel.within
         change[at + 1] -= kernel.within
-        for made in kernel.results:
-            change[at] += made.nbytes
-            change[0 if made.name in graph.keeps else last[made.name] + 1] -= made.nbytes
-    return list(accumulate(change))
-
-
-def _ordered(graph: Graph) -> tuple[list[Kernel], list[int]]:
-    """The one of two orders that peaks lower, and its estimate: of the compiler's four orders, those that recorded runs
-    have shown, the first where both peak alike."""
-    orders = [list(graph.kernels), _depth_first(graph)]
-    return min(((order, _usage(graph, order)) for order in orders), key=lambda each: max(0, *each[1]))
+        for name, _, nbytes, _ in kernel.results:
+            change[at] += nbytes
+            change[0 if name in graph.keeps else last[name] + 1] -= nbytes
+    return Order(kernels, last, list(accumulate(change)))
 
 
 def _depth_first(graph: Graph) -> list[Kernel]:
     """The lightest kernel first, and before it what it needs, the lightest of it first; a mere call weighs nothing."""
     maker = {made.name: at for at, kernel in enumerate(graph.kernels) for made in kernel.results}
     nbytes = {made.name: made.nbytes for kernel in graph.kernels for made in kernel.results} | dict(graph.inputs)
-    weights = [sum(made.nbytes for made in kernel.makes) + sum(nbytes.get(name, 0) for name in kernel.reads)
+    weights = [sum([made.nbytes for made in kernel.makes]) + sum([nbytes.get(name, 0) for name in kernel.reads])
                if kernel.makes else 0 for kernel in graph.kernels]
     order: list[Kernel] = []
     seen = set[int]()

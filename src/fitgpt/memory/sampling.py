@@ -8,6 +8,7 @@ after its top k: that fits where the divided logits were, and goes before the ne
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from ..config import RunConfig
 from .attention import CUDNN_SCRATCH, DICE
@@ -58,7 +59,8 @@ def write(config: RunConfig, setting: Setting) -> Tape:
     draw(w, s)
     kernel = kernel_of_a_step(s, setting)
     for number in range(1, TOKENS + 1):
-        step(token, kernel, block, number)
+        names = tuple(f"{what} {each}" for what in ("token", "logits") for each in (number, number - 1))
+        w.part(("token", number > 1), names, partial(step, token, kernel, block, number))
         draw(w, s)
     return w.tape()
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
 from ..nouns import PHASES
@@ -79,15 +80,7 @@ class Tape:
     @cached_property
     def asked_at_most(self) -> int:
         """The most that is asked for at one time: no cap below it can do."""
-        held = most = 0
-        for alloc, _, _, nbytes, _ in self.events:
-            if alloc:
-                held += nbytes
-                if held > most:
-                    most = held
-            else:
-                held -= nbytes
-        return most
+        return max(accumulate([event[3] if event[0] else -event[3] for event in self.events]), default=0)
 
     def alive_at_end(self) -> dict[str, Event]:
         alive: dict[str, Event] = {}

@@ -28,7 +28,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("interop",),
     ("fit", "explain"),
     ("weights", "run", "verbs", "demo", "wandb", "child", "supervise", "watch", "doctor", "asktorch", "report",
-     "planner", "foreseen", "asked", "place", "outlook", "explaining", "fitting", "timing", "desk", "onboard",
+     "planner", "aside", "foreseen", "asked", "place", "outlook", "explaining", "fitting", "timing", "desk", "onboard",
      "preflight", "rehearse"),
     ("web",),
     ("cli", "completion", "__main__"),

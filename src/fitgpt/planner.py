@@ -12,11 +12,13 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, astuple, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from . import cards, place
+from .aside import aside
 from .asked import Question, place_of, question_of, run_of, size, with_data
 from .atomic import is_own_page, refuse_foreign, write_over
 from .config import RunConfig
@@ -33,6 +35,8 @@ from .place import Place, beside
 from .planfile import document
 from .show import planning as show
 from .units import MiB, show_bytes
+
+Fields = tuple[tuple[Any, ...], ...]  # of some changes: what one process can tell another
 
 SCHEMA = 1  # of lists of cards; of a plan, see planfile.py
 
@@ -68,8 +72,12 @@ def _verb(assignments: Sequence[Assignment]) -> int:
                                                        *_replays(config, found.setting, question.asked.trainer)))
     if question.asked.timeline:
         refuse_foreign(Path(question.asked.timeline), is_own_page, "plan", "--timeline")
-    plan = forecast.plan(config, found.setting, found.budget, question.asked.trainer)
-    _print_plan(question, found, plan)
+    trainer = question.asked.trainer
+    find_changes: Callable[[], Fields] = partial(_changes, config, found, trainer)
+    if _cannot_fit(config, found, trainer):
+        find_changes = aside(find_changes)
+    plan = forecast.plan(config, found.setting, found.budget, trainer, aside)
+    _print_plan(question, found, plan, find_changes)
     if question.asked.timeline:
         _write_timeline(Path(question.asked.timeline), question, found, plan)
     return 0 if plan.fits else 1
@@ -80,9 +88,9 @@ def _found(asked: PlanQuestions, config: RunConfig) -> Place:
     return found._replace(budget=beside(config, found.budget)) if config.leave else found
 
 
-def _print_plan(question: Question, found: Place, plan: MemoryPlan) -> None:
+def _print_plan(question: Question, found: Place, plan: MemoryPlan, find_changes: Callable[[], Fields]) -> None:
     asked, config = question.asked, question.config
-    changes = () if plan.fits else _changes(config, found, asked.trainer)
+    changes = () if plan.fits else tuple(Change(*fields) for fields in find_changes())
     options = _priced(config, found, asked.trainer) if asked.options else None
     run, basis = outlook(config, plan.forecast, question.data, found.card), basis_of(plan)
     if asked.json:
@@ -101,7 +109,13 @@ def _print_plan(question: Question, found: Place, plan: MemoryPlan) -> None:
         print("\n" + show.option_table(options, plan.forecast.needs, plan.budget.reserve_limit, width), end="")
 
 
-def _changes(config: RunConfig, found: Place, trainer: str) -> tuple[Change, ...]:
+def _cannot_fit(config: RunConfig, found: Place, trainer: str) -> bool:
+    """Whether that is plain already; if not, the plan will tell."""
+    least = forecast.held_at_least(forecast.settled(config, found.setting), found.setting, trainer)
+    return least > found.budget.reserve_limit
+
+
+def _changes(config: RunConfig, found: Place, trainer: str) -> Fields:
     """That make it fit. Most are settled without a tape: by what a run must map at least, or by what none exceeds."""
     from .fit.closed import mix_of
     from .fit.folded import Folded
@@ -114,8 +128,9 @@ def _changes(config: RunConfig, found: Place, trainer: str) -> tuple[Change, ...
         shape, mix = folded.shape(option.config), mix_of(option.config.levels)
         return shape.could_fit(mix, limit) and (shape.needs(mix) <= limit or None)
 
-    return smallest_that_fit(forecast.settled(config, found.setting), found.setting, found.budget, trainer,
-                             known=known)
+    changes = smallest_that_fit(forecast.settled(config, found.setting), found.setting, found.budget, trainer,
+                                known=known)
+    return tuple(astuple(change) for change in changes)
 
 
 def _priced(config: RunConfig, found: Place, trainer: str) -> list[PricedChange]:

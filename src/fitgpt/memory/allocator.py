@@ -103,15 +103,12 @@ def replay(tape: Tape, cap: int | None = None, *, expandable: bool = False, desc
     return Timeline(tape, changes + more, segments, None, begun)
 
 
-def reserved_range(tape: Tape, free_run: Timeline | None = None) -> tuple[int, int]:
-    """The least and the most that is reserved over the orders in which a driver may hand out addresses.
+def reserved_in_other_orders(tape: Tape) -> tuple[int, ...]:
+    """What is reserved where a driver hands out addresses in other orders than the usual.
 
-    One block in another place can move what is reserved by gigabytes: where the two differ, no single number is sure.
-    `free_run` is the replay in the usual order, where there is one already.
+    One block in another place can move what is reserved by gigabytes: where they differ, no single number is sure.
     """
-    found = [replay(tape, descending=bound).reserved for bound in (HALF_ASCENDING, ALWAYS_ASCENDING)]
-    found.append((free_run or replay(tape)).reserved)
-    return min(found), max(found)
+    return tuple(replay(tape, descending=bound).reserved for bound in (HALF_ASCENDING, ALWAYS_ASCENDING))
 
 
 def needs(tape: Tape, *, expandable: bool = False, free_run: Timeline | None = None, above: int = 0) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache, partial
 from itertools import accumulate
 
 from ..cards import Card
@@ -11,13 +12,20 @@ from ..config import DEFAULT_VOCAB, RunConfig
 from ..nouns import Budget, Forecast, MemoryPlan, PhaseForecast
 from ..units import MiB
 from . import gpt, nanogpt, sampling, words
-from .allocator import Timeline, needs, needs_under, replay, reserved_range
+from .allocator import PhasePeak, Timeline, needs, needs_under, replay, reserved_in_other_orders
 from .aten import Gpu
 from .nanorun import NanoGPTRun
 from .setting import Setting
 from .tape import Tape
 
 TRAINERS = ("fitgpt", "nanogpt")
+
+Work = Callable[[], tuple[int, ...]]
+
+
+def in_turn(work: Work) -> Work:
+    """To be done when its result is asked for."""
+    return work
 
 
 def tape_of(config: RunConfig, setting: Setting, trainer: str = "fitgpt") -> Tape:
@@ -40,24 +48,26 @@ def _gpu(config: RunConfig, setting: Setting) -> Gpu:
     return Gpu(setting.workspace, setting.sms, setting.threads, setting.cache, setting.attention(config, "nanogpt"))
 
 
-def forecast(config: RunConfig, setting: Setting, trainer: str = "fitgpt", limit: int | None = None) -> Forecast:
+def forecast(config: RunConfig, setting: Setting, trainer: str = "fitgpt", limit: int | None = None,
+             aside: Callable[[Work], Work] = in_turn) -> Forecast:
     """`limit`: what the allocator may reserve, if that is known: then what is needed is true of it, and a run that
-    would like to reserve more and gets by with less is told as it gets by."""
+    would like to reserve more and gets by with less is told as it gets by. `aside`: who does a part of the work."""
     config = settled(config, setting)
-    tape, expandable = tape_of(config, setting, trainer), setting.expands(trainer)
-    timeline = replay(tape, expandable=expandable)
-    needed = needs(tape, expandable=expandable, free_run=timeline)
-    reserved = (timeline.reserved, timeline.reserved) if expandable else reserved_range(tape, timeline)
+    expandable = setting.expands(trainer)
+    written = cache(partial(tape_of, config, setting, trainer))
+    others = in_turn(tuple) if expandable else aside(lambda: reserved_in_other_orders(written()))
+    tape = written()
+    free_run = timeline = replay(tape, expandable=expandable)
+    needed = needs(tape, expandable=expandable, free_run=free_run)
     if limit is not None:
-        needed = needs_under(limit, tape, needed, free_run=timeline, expandable=expandable)
-        if needed <= limit < timeline.reserved:
+        needed = needs_under(limit, tape, needed, free_run=free_run, expandable=expandable)
+        if needed <= limit < free_run.reserved:
             timeline = replay(tape, limit, expandable=expandable)
-            reserved = min(reserved[0], timeline.reserved), timeline.reserved
     peaks = timeline.peaks()
     highest = max(peaks.values(), key=lambda peak: peak.allocated)
-    most = accumulate((peak.reserved for peak in peaks.values()), max)  # what comes again comes after all the others
-    phases = {phase: PhaseForecast(peak.allocated, reserved)
-              for (phase, peak), reserved in zip(peaks.items(), most, strict=True)}
+    phases = _by_phase(peaks)
+    reserved = free_run.reserved, *others()
+    most = max(reserved) if timeline is free_run else timeline.reserved
     if config.eval_only:
         pass  # that is all
     elif trainer == "nanogpt":
@@ -71,9 +81,16 @@ def forecast(config: RunConfig, setting: Setting, trainer: str = "fitgpt", limit
     return Forecast(
         trainer=trainer, params=config.gpt_config().count_params(), phases=phases,
         peak_phase=highest.phase, owners_at_peak=words.owners(config, trainer, timeline, highest.event),
-        needs=needed, reserved_range=reserved,
+        needs=needed, reserved_range=(min(*reserved, most), most),
         assumes=setting.in_words(config, trainer), host_bytes=gpt.host_bytes(config),
         checkpoint_bytes=gpt.checkpoint_bytes(config))
+
+
+def _by_phase(peaks: dict[str, PhasePeak]) -> dict[str, PhaseForecast]:
+    """Reserved as it is at most since the start: a phase that comes again comes after all the others."""
+    reserved = accumulate((peak.reserved for peak in peaks.values()), max)
+    return {phase: PhaseForecast(peak.allocated, most)
+            for (phase, peak), most in zip(peaks.items(), reserved, strict=True)}
 
 
 def _apart_of_nanogpt(config: RunConfig, timeline: Timeline,
@@ -85,8 +102,9 @@ def _apart_of_nanogpt(config: RunConfig, timeline: Timeline,
             "resume": PhaseForecast(held, max(held, phases["load"].reserved))}
 
 
-def plan(config: RunConfig, setting: Setting, budget: Budget, trainer: str = "fitgpt") -> MemoryPlan:
-    return MemoryPlan(forecast(config, setting, trainer, budget.reserve_limit), budget)
+def plan(config: RunConfig, setting: Setting, budget: Budget, trainer: str = "fitgpt",
+         aside: Callable[[Work], Work] = in_turn) -> MemoryPlan:
+    return MemoryPlan(forecast(config, setting, trainer, budget.reserve_limit, aside), budget)
 
 
 def needs_by_limit(config: RunConfig, setting: Setting, trainer: str = "fitgpt") -> Callable[[int], int]:

@@ -48,11 +48,14 @@ def fits(config: RunConfig, setting: Setting, trainer: str, limit: int) -> bool:
     timeline, expandable = replayed(config, setting, trainer), _expands(setting, trainer)
     if peak_of(timeline) > limit:
         return False
-    largest = max(event.nbytes for event in timeline.tape.events)
-    slack = max(segment_size(rounded(largest)), LARGE_SEGMENT) if expandable else 0
-    if timeline.reserved + slack <= limit:
+    if timeline.reserved + (_most_asked(timeline) if expandable else 0) <= limit:
         return True
     return begun_of(timeline, expandable).go_on(limit)
+
+
+def _most_asked(timeline: Timeline) -> int:
+    """Of the driver at once: with expandable segments more than is mapped."""
+    return max(segment_size(rounded(max(event.nbytes for event in timeline.tape.events))), LARGE_SEGMENT)
 
 
 def peak_of(timeline: Timeline) -> int:

@@ -17,6 +17,8 @@ SOON = 1.0         # seconds
 # more is dropped.
 LANES = {"form": "quick", "plan": "quick", "step": "quick", "exact": "slow", "cards": "slow", "fixes": "fixes",
          "fix": "fixes", "fit": "long", "explain": "long", "live": "live"}
+AT_ONCE = ("quick", "live")
+STANDING_BACK = 10  # how nice the other lanes' workers are: there are more of them than cores
 
 
 class Busy(Exception):
@@ -30,8 +32,8 @@ class TooLong(Exception):
 class Lane:
     """One worker, started when it is first asked; its questions are answered one after another."""
 
-    def __init__(self, seconds: float, run: str = "") -> None:
-        self._seconds, self._run = seconds, run
+    def __init__(self, seconds: float, run: str = "", niceness: int = 0) -> None:
+        self._seconds, self._run, self._niceness = seconds, run, niceness
         self._turn = asyncio.Lock()
         self._waiting = 0
         self._worker: asyncio.subprocess.Process | None = None
@@ -80,9 +82,10 @@ class Lane:
         return reply
 
     async def _start(self) -> asyncio.subprocess.Process:
-        apart: dict[str, Any] = {"start_new_session": True} if os.name == "posix" else {}  # Ctrl-C is the server's
+        # Ctrl-C is the server's; in another session than its own, Linux would not look at how nice a worker is.
+        apart: dict[str, Any] = {"process_group": 0} if os.name == "posix" else {}
         self._worker = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "fitgpt.web.worker", self._run, stdin=asyncio.subprocess.PIPE,
+            sys.executable, "-m", "fitgpt.web.worker", self._run, str(self._niceness), stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE, limit=LONGEST_REPLY, **apart)
         return self._worker
 
@@ -97,7 +100,8 @@ class Lane:
 
 class Lanes:
     def __init__(self, seconds: float, run: str = "") -> None:
-        self._lanes = {name: Lane(seconds, run) for name in dict.fromkeys(LANES.values())}
+        self._lanes = {name: Lane(seconds, run, 0 if name in AT_ONCE else STANDING_BACK)
+                       for name in dict.fromkeys(LANES.values())}
 
     async def ask(self, question: Mapping[str, Any]) -> bytes:
         return await self._lanes[LANES[question["ask"]]].ask(question)

@@ -89,10 +89,13 @@ def work(questions: BinaryIO, replies: BinaryIO, run: str) -> None:
 
 
 def main() -> None:
+    run, niceness = sys.argv[1:]
     _limit_memory()
+    if hasattr(os, "nice"):
+        os.nice(int(niceness))
     replies = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever else prints does not come between the answers
-    work(sys.stdin.buffer, replies, sys.argv[1] if len(sys.argv) > 1 else "")
+    work(sys.stdin.buffer, replies, run)
 
 
 def _limit_memory() -> None:

@@ -8,6 +8,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from fitgpt import cli, errors
 from fitgpt.cli import OUR_BUG, OUTPUT_CLOSED, VERBS, main
 from fitgpt.config import RunConfig
 from fitgpt.errors import STOPPED_AT_ONCE, FitError, UsageError
-from fitgpt.knobs import build, walk
+from fitgpt.knobs import Assignment, Options, build, knobs_of, walk
 
 ROOT = Path(__file__).parent.parent
 NANOGPT_CONFIGS = ("train_gpt2", "train_shakespeare_char", "finetune_shakespeare", "eval_gpt2", "eval_gpt2_medium",
@@ -49,7 +50,12 @@ def parse_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         if place not in targets:
             return real(place)
         options = cli.options_of(targets[place])
-        return (lambda told: build(options, told) and 0) if targets[place].raw else (lambda told: 0)
+        parts = (options,) if options.__bases__ == (Options,) else options.__bases__
+        return partial(check, parts) if targets[place].raw else (lambda told: 0)
+
+    def check(parts: tuple[type[Options], ...], told: list[Assignment]) -> None:
+        for part in parts:
+            build(part, [each for each in told if each.key in knobs_of(part)])
 
     monkeypatch.setattr(cli, "_load", load)
     shutil.copytree(ROOT / "config", tmp_path / "config")

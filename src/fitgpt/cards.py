@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 from .errors import UsageError
 
@@ -112,8 +113,7 @@ MOST_NAMED = 8
 _SAME_SIZE = 0.12  # above what ECC takes (7 %) and CUDA's own share (5 %), below 10 against 12 GB
 
 
-@dataclass(frozen=True)
-class _Name:
+class _Name(NamedTuple):
     key: frozenset[str]
     memory_gb: int | None
     form: str | None

@@ -12,9 +12,8 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 from . import __version__
 from .errors import STOPPED_AT_ONCE, DeviceError, FitError, SystemFault, UsageError
@@ -26,8 +25,7 @@ PLAIN_SIGNS = {"×": "x", "·": ".", "←": "<-", "→": "->", "±": "+-", "−"
                "≤": "<=", "≥": ">=", "│": "|", "┤": "|", "└": "+", "─": "-", "●": "*", "○": "o", "✓": "ok"}
 
 
-@dataclass(frozen=True)
-class Verb:
+class Verb(NamedTuple):
     name: str
     summary: str
     options: str               # "module:Class", imported when the verb is called

@@ -12,8 +12,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from .errors import UsageError
 
@@ -39,15 +38,13 @@ READ_NOT_RUN = ("Config files are read, not run: they may set names to literals,
                 "names set above, and to str(), int(), float() or time.time()")
 
 
-@dataclass(frozen=True)
-class Setting:
+class Setting(NamedTuple):
     name: str
     value: object
     line: int
 
 
-@dataclass(frozen=True)
-class ConfigFile:
+class ConfigFile(NamedTuple):
     path: str
     settings: tuple[Setting, ...]
     helpers: frozenset[str]  # names some line reads, so that they need not be knobs

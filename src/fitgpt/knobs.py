@@ -9,7 +9,6 @@ import ast
 import dataclasses
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, get_type_hints
 
 from .configfile import read_config
@@ -37,8 +36,7 @@ class Assignment(NamedTuple):
     source: str  # "--batch_size=8", "config/x.py:12"
 
 
-@dataclass(frozen=True)
-class Knob:
+class Knob(NamedTuple):
     name: str
     kind: str
     default: Any

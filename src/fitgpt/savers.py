@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from .units import MiB
 
 
-@dataclass(frozen=True)
-class Saver:
+class Saver(NamedTuple):
     """A way to hold less. Exact: the same arithmetic up to rounding order. Letters: see nouns.py; P parameters."""
 
     flag: str       # how it is switched on, alone

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
+from typing import NamedTuple
 
 from .blocks import ROUND_SEGMENT, Caps, rounded, segment_size
 from .expandable import Expandable
@@ -15,8 +16,7 @@ from .native import ALWAYS_ASCENDING, DESCENDING, HALF_ASCENDING, Native
 from .tape import RELEASE, Event, Tape
 
 
-@dataclass(frozen=True)
-class PhasePeak:
+class PhasePeak(NamedTuple):
     phase: str
     allocated: int   # the most that lay in blocks while the phase lasted, as memory_allocated counts it
     reserved: int    # the most held from the driver since the run began

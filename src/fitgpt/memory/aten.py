@@ -6,7 +6,7 @@ Read off recorded runs, event by event: attention, sums over rows, the sort in a
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..units import MiB
 from .attention import (
@@ -31,8 +31,7 @@ SCAN = 1279                         # of a scan or a search for unique keys
 CUBLASLT = MiB                      # the workspace of products with a bias
 
 
-@dataclass(frozen=True)
-class Gpu:
+class Gpu(NamedTuple):
     """What of a GPU the tape depends on; an H200's. `attention` is torch's choice of kernel there."""
 
     workspace: int = 32 * MiB  # cuBLAS's, of each thread that multiplies

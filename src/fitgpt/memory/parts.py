@@ -6,7 +6,7 @@ its events in the order in which that function makes them. Names are the engine'
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from .tape import RECORDED, Writer
 
@@ -17,8 +17,7 @@ NUMBERS_A_TURN = {4: 2048, 2: 1024}  # engine/kernels.py's norm_backward_: by th
 PROGRAMS_A_MULTIPROCESSOR = 8        # … and how many of its programs run at once
 
 
-@dataclass(frozen=True)
-class Sizes:
+class Sizes(NamedTuple):
     """The run's shape letters, and the bytes of a number of each kind."""
 
     b: int

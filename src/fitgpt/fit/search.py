@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from ..cards import Card
 from ..config import RunConfig, diff
@@ -23,6 +23,8 @@ from .closed import PAGE, Mix, in_words, mix_of, with_usual_loss, within_usual_l
 from .folded import draft
 from .permission import Way, ways
 from .speed import cost, estimate, reach_of
+
+Item = TypeVar("Item")
 
 FINALISTS = 4      # of different savers, micro-batches or recordings: these are replayed
 LEAST_TRIES = 12   # so many of the smallest are replayed at most to say what is the least memory
@@ -245,7 +247,7 @@ class Search:
         for mix in descent(candidate.mix):  # a level that keeps less may hold more, where little is kept at all
             if stem.shape.mapped(mix) < stem.shape.mapped(way_down[-1]):
                 way_down.append(mix)
-        place = bisect_left(way_down, True, key=lambda mix: self.fits(self.config_of(stem, mix)))
+        place = first_true(way_down, lambda mix: self.fits(self.config_of(stem, mix)))
         if place == len(way_down):
             return None
         mix = way_down[place]
@@ -273,6 +275,14 @@ def flags(asked: RunConfig, config: RunConfig) -> tuple[str, ...]:
     changed = {key: now for key, _, now in diff(asked, config)}
     order = [*(key for key in FIRST if key in changed), *(key for key in changed if key not in FIRST)]
     return tuple(f"--{key}={changed[key] if '*' in str(changed[key]) else shown(changed[key])}" for key in order)
+
+
+def first_true(items: Sequence[Item], holds: Callable[[Item], bool]) -> int:
+    """Where bisect_left would find it, but looked for from the beginning on, in ever longer strides: it is near."""
+    last_false, at, stride = -1, 0, 1
+    while at < len(items) and not holds(items[at]):
+        last_false, at, stride = at, at + stride, 2 * stride
+    return bisect_left(items, True, last_false + 1, min(at, len(items)), key=holds)
 
 
 # ---- mixes

@@ -115,10 +115,11 @@ class Run:
 
     def load(self) -> None:
         w, config = self.w, self.config
-        for name, numbers, _ in self.parameters:
-            w.alloc(f"{name}.float32" if self.rounds(name) else name, "weights", 4 * numbers)
-        for name, numbers, _ in self.parameters:
-            if self.rounds(name):
+        rounds = config.weights != "float32"
+        for name, numbers, is_matrix in self.parameters:
+            w.alloc(f"{name}.float32" if rounds and is_matrix else name, "weights", 4 * numbers)
+        for name, numbers, is_matrix in self.parameters:
+            if rounds and is_matrix:
                 w.alloc(name, "weights", BYTES[config.weights] * numbers)
                 w.free(f"{name}.float32")
         if not config.eval_only:
@@ -128,9 +129,6 @@ class Run:
         if self.records and not config.eval_only:
             for name, numbers, is_matrix in self.parameters:
                 w.alloc(f"{name}.grad", "gradients", (BYTES[config.weights] if is_matrix else 4) * numbers)
-
-    def rounds(self, name: str) -> bool:
-        return self.config.weights != "float32" and next(matrix for each, _, matrix in self.parameters if each == name)
 
     # ---- work that may be recorded
 

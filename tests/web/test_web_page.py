@@ -97,6 +97,7 @@ def test_the_page_loads_and_answers_with_nothing_from_outside(
         assert page.get_attribute('#cards [data-card="RTX 4070"]', "aria-current") == "true"
         assert page.text_content("#phases").count("GiB") > 5
         assert "fitgpt train" in page.inner_text("#command")
+        page.wait_for_selector("#fix-buttons button")  # they come late, and move what is below them
         taken(page.locator("#step figure"), picture("timeline"))
         page.focus("#step .frame")
         page.keyboard.press("ArrowRight")

@@ -23,23 +23,30 @@ async function fit() {
   }
 }
 
+// Each stays where it is, faded, until its successor has come: nothing below jumps.
 export async function price(query, signal) {
   const place = byId("fix-buttons");
   place.classList.add("stale");
   const list = await ask("fixes", query, signal);
   if (!list || list.problem) return;
-  const found = [];
+  const shown = new Map([...place.children].map((one) => [one.dataset.family, one]));
+  place.classList.remove("stale");
+  for (const one of shown.values()) one.classList.add("stale");
   for (const family of list.families) {
     const answer = await ask("fix", `family=${encodeURIComponent(family)}&${query}`, signal);
     if (signal.aborted || !answer) return;
-    if (!answer.fix) continue;
-    found.push(button(answer.fix));
-    if (!place.contains(document.activeElement)) place.replaceChildren(...found);
-    place.classList.remove("stale");
+    if (answer.fix) shown.set(family, button(answer.fix));
+    else shown.delete(family);
+    show(place, list.families, shown);
   }
-  place.classList.remove("stale");
-  if (!place.contains(document.activeElement) || !found.length) place.replaceChildren(...found);
-  byId("no-fix").hidden = found.length > 0;
+  show(place, list.families, shown);
+  byId("no-fix").hidden = place.children.length > 0;
+}
+
+function show(place, families, shown) {
+  const focused = place.contains(document.activeElement) ? document.activeElement.dataset.family : null;
+  place.replaceChildren(...families.map((family) => shown.get(family)).filter(Boolean));
+  shown.get(focused)?.focus({ preventScroll: true });
 }
 
 function button(fix) {

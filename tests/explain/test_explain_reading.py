@@ -163,6 +163,39 @@ def test_of_several_python_processes_the_largest_is_taken_and_that_is_said() -> 
     assert any("2 Python processes" in note for note in reading.notes)
 
 
+def test_what_nvidia_smi_is_asked_for_as_csv_is_read_in_any_order() -> None:
+    told = """index, name, memory.total [MiB], utilization.gpu [%], memory.used [MiB]
+0, NVIDIA GeForce RTX 4070, 12282 MiB, 97 %, 6582 MiB
+1, NVIDIA GeForce RTX 3060, 12288 MiB, 0 %, [N/A]
+"""
+    first, second = parse_screen(told)
+    assert (first.name, first.used, first.total) == ("NVIDIA GeForce RTX 4070", 6582 * MiB, 12282 * MiB)
+    assert (second.index, second.used) == (1, None)
+    bare, = parse_screen("memory.used, memory.total\n6582, 12282\n6600, 12282\n".replace("6600, 12282", "later"))
+    assert (bare.used, bare.name) == (6582 * MiB, "")
+    assert parse_screen("memory.used and memory.total\nare explained, below\n") == ()
+
+
+def test_gpustat_is_read_with_its_processes() -> None:
+    told = """host  Sun Nov 15 20:00:00 2026  550.54
+[0] NVIDIA GeForce RTX 4070 | 61'C,  97 % |  6582 / 12282 MB | alice:python/2211(4464M) alice:Xorg/977(642M)
+"""
+    gpu, = parse_screen(told)
+    assert gpu.used == 6582 * MiB
+    assert [(each.pid, each.name, each.nbytes) for each in gpu.processes] == [
+        (2211, "python", 4464 * MiB), (977, "Xorg", 642 * MiB)]
+    answer = explain_reading(from_screen(gpu), notes_30m(), card_of(gpu))
+    assert sum(share.nbytes for share in answer.shares) == 12282 * MiB
+    assert 642 * MiB in [share.nbytes for share in answer.shares]
+    assert parse_screen(told.replace("alice:python/2211", "alice"))[0].processes[0].pid == 977
+
+
+def test_where_the_run_is_not_known_among_the_processes_nothing_is_counted_twice() -> None:
+    gpu = parse_screen(SCREEN.replace("python", "trains"))[0]
+    answer = explain_reading(from_screen(gpu), notes_30m(), card_of(gpu))
+    assert sum(share.nbytes for share in answer.shares) == 12282 * MiB
+
+
 def test_of_a_screen_that_is_repeated_the_first_counts() -> None:
     again = SCREEN.replace("6582MiB", "9999MiB")
     assert parse_screen(SCREEN + again)[0].used == 6582 * MiB

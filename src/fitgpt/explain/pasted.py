@@ -19,7 +19,7 @@ HINTS = (b"out of memory", b"outofmemory", b"tried to allocate", b"total capac",
          b"winerror 1455", b"memoryerror", b"bad_alloc", b"killed", b"oom-kill", b"oom_kill", b"code 137",
          b"status 137", b"code: 137", b"exitcode: -9", b"exitcode : -9", b"code = -9", b"signal 9", b"sigkill",
          b"posix_memalign", b"ram ran out", b"cannot allocate memory", b"error_out_of_memory", b"errormemoryallocation",
-         b"nvidia-smi")
+         b"nvidia-smi", b"memory.used")
 
 
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[@-Z\\-_]")

@@ -91,6 +91,8 @@ def _shares(reading: Reading, run: Run | None, card: Card | None) -> Iterator[Me
     if used is not None:
         rest = used - (process or 0)
         listed = [each for each in reading.processes if each.nbytes is not None]
+        if sum(each.nbytes or 0 for each in listed) > rest:  # the run is one of them, but which is not known
+            listed = []
         for each in listed:
             yield MemoryShare(f"process {each.pid}", each.nbytes or 0, each.name)
         left = rest - sum(each.nbytes or 0 for each in listed)

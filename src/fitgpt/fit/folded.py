@@ -181,8 +181,10 @@ def _observed(config: RunConfig, setting: Setting, levels: str) -> tuple[list[_S
     run, pen = _weighing(_of_layers(config, levels.count("*"), levels), setting)
     comes_and_goes = not run.records and run.training.sink == "grad"
     run.load()
-    if not run.records:  # else all of it is forgotten before training begins
-        run.evaluate()
+    if not run.records:  # else all of it is forgotten before training begins; one batch leaves behind what all do
+        batch = run.fetch(run.looking.s)
+        run.work("eval", run.looking, "token losses", batch)
+        pen.free("token losses", batch)
     base, found, write = pen.now[0], list[_Seen](), run.work
     cut: Callable[[], None]
 

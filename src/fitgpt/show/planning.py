@@ -99,7 +99,8 @@ def verdict(plan: MemoryPlan, neighbours: str = "") -> str:
 
 def suggestion_lines(suggestions: Sequence[Change], width: int) -> str:
     if not suggestions:
-        return "No single change makes it fit. What each would save: --options"
+        return textwrap.fill("No single change makes it fit. What each would save: --options. Several together: "
+                             "fitgpt fit, with the same words.", width)
     lines = ["Any one of these makes it fit:"]
     for each in suggestions:
         lines += textwrap.wrap(" ".join(each.flags), width, initial_indent="  ", subsequent_indent="    ",

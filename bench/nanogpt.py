@@ -1,0 +1,216 @@
+"""What does nanoGPT's own train.py hold, phase by phase? Run as it is, with readings taken where it calls torch.
+
+    python bench/nanogpt.py --draw bench/nanogpt_cases.json     no GPU: the notes' remedies, and runs drawn at random
+    python bench/nanogpt.py bench/nanogpt_cases.json --nanogpt ../nanoGPT -o bench/results/nanogpt_cases_h200.json
+
+`--nanogpt` is a checkout of it (the forecasts are of commit 3adf61e1). Each case runs in a process of its own, on
+random tokens: load, evaluation (4 batches of each split), 8 iterations, evaluation, 8 iterations, evaluation. An
+evaluation begins and ends where the model's mode changes, an iteration ends where gradients are let go of. Nothing is
+timed, so the processes run side by side.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import runpy
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "src"))
+
+from fitgpt.atomic import write_over  # noqa: E402
+from fitgpt.memory.accuracy import predict  # noqa: E402
+from fitgpt.memory.nanorun import NanoGPTRun  # noqa: E402
+from fitgpt.units import GiB  # noqa: E402
+
+SEED, DRAWN = 20261116, 16
+LARGEST = 40 * GiB  # of a drawn run: several share the card
+SCHEDULE = ["--eval_iters=4", "--eval_interval=8", "--max_iters=16", "--log_interval=100", "--wandb_log=False"]
+TOKENS = 400_000
+NOTES_77M = dict(n_layer=12, n_head=12, n_embd=576, batch_size=16, block_size=1024, gradient_accumulation_steps=4,
+                 dtype="float16", dropout=0.0, bias=False, compile=True, vocab_size=50304)
+NOTES_30M = {**NOTES_77M, "n_layer": 6, "n_head": 6, "n_embd": 384, "block_size": 512}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="?", default="")
+    parser.add_argument("--draw", default="")
+    parser.add_argument("--nanogpt", default="", help="the folder with its train.py")
+    parser.add_argument("--at_once", type=int, default=8)
+    parser.add_argument("-o", "--out", default="")
+    parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.draw:
+        Path(options.draw).write_text(json.dumps({"seed": SEED, "cases": [*remedies(), *drawn()]}, indent=1) + "\n")
+        return 0
+    if options.one:
+        print(json.dumps(one(json.loads(options.cases), Path(options.nanogpt))))
+        return 0
+    cases = json.loads(Path(options.cases).read_text(encoding="utf-8"))["cases"]
+    rows, writing = dict[str, dict[str, Any]](), threading.Lock()
+
+    def record(case: dict[str, Any]) -> None:
+        """Written after each case, so that what is there counts if time runs out."""
+        row = in_own_process(case, options.nanogpt)
+        with writing:
+            rows[case["name"]] = row
+            if options.out:
+                write(Path(options.out), [rows[each["name"]] for each in cases if each["name"] in rows])
+
+    with ThreadPoolExecutor(options.at_once) as pool:
+        list(pool.map(record, sorted(cases, key=lambda case: not case["config"]["compile"])))
+    for row in rows.values():
+        print(row["name"], row.get("error") or f"{row['train_reserved'] / GiB:.3f} GiB reserved")
+    return int(any("error" in row for row in rows.values()))
+
+
+# ---- which
+
+
+def remedies() -> list[dict[str, Any]]:
+    """What the notes propose (docs/memory.md), of the runs they propose it for."""
+    return [{"name": "30M, batch 8", "config": {**NOTES_30M, "batch_size": 8, "gradient_accumulation_steps": 8}},
+            {"name": "30M, block 256", "config": {**NOTES_30M, "block_size": 256}},
+            {"name": "77M, width 512", "config": {**NOTES_77M, "n_embd": 512, "n_head": 8}},
+            {"name": "77M, expandable segments", "config": NOTES_77M, "expandable": True}]
+
+
+def drawn() -> list[dict[str, Any]]:
+    dice, found = random.Random(SEED), list[dict[str, Any]]()
+    while len(found) < DRAWN:
+        heads = dice.choice([2, 4, 6, 8, 12, 16])
+        config = dict(
+            n_layer=dice.choice([1, 2, 4, 6, 8, 12, 16, 24]), n_head=heads,
+            n_embd=heads * dice.choice([24, 48, 64, 64, 80]),
+            batch_size=dice.choice([1, 2, 4, 8, 12, 16, 32]), block_size=dice.choice([128, 256, 512, 1024, 2048]),
+            gradient_accumulation_steps=dice.choice([1, 2, 3, 4, 5, 8]), dropout=dice.choice([0.0, 0.0, 0.1]),
+            dtype=dice.choice(["bfloat16", "float16", "float32"]), bias=dice.random() < 0.3,
+            compile=dice.random() < 0.6, vocab_size=dice.choice([65, 8192, *[50304] * 4]))
+        if predict(NanoGPTRun(**config))["train_reserved"] <= LARGEST:
+            found.append({"name": f"drawn {len(found):02}", "config": config})
+    return found
+
+
+# ---- running
+
+
+def in_own_process(case: dict[str, Any], nanogpt: str) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as caches:
+        environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "2", "OMP_NUM_THREADS": "2",
+                       "TORCHINDUCTOR_CACHE_DIR": caches}
+        if case.get("expandable"):
+            environment["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+        done = subprocess.run([sys.executable, __file__, json.dumps(case), "--one", "--nanogpt", nanogpt],
+                              capture_output=True, text=True, env=environment, check=False)
+    told = done.stdout.strip().splitlines()
+    return {**case, **(json.loads(told[-1]) if done.returncode == 0 and told else {"error": done.stderr[-600:]})}
+
+
+def one(case: dict[str, Any], nanogpt: Path) -> dict[str, Any]:
+    """In the child: train.py from its first line to its last."""
+    import torch
+
+    nanogpt, readings = nanogpt.resolve(), Readings()
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+        write_tokens(Path("data") / "drawn", case["config"]["vocab_size"])
+        Path("configurator.py").symlink_to(nanogpt / "configurator.py")
+        sys.path.insert(0, str(nanogpt))
+        take(readings)
+        knobs = {key: value for key, value in case["config"].items() if key != "vocab_size"}
+        sys.argv = ["train.py", "--dataset=drawn", f"--out_dir={folder}/out", *SCHEDULE,
+                    *(f"--{key}={value}" for key, value in knobs.items())]
+        with redirect_stdout(sys.stderr):
+            runpy.run_path(str(nanogpt / "train.py"), run_name="__main__")
+        os.chdir("/")
+    return {**readings.row, "torch": torch.__version__, "device": torch.cuda.get_device_name()}
+
+
+def write_tokens(folder: Path, vocab_size: int) -> None:
+    import pickle
+
+    import numpy as np
+
+    folder.mkdir(parents=True)
+    dice = np.random.default_rng(0)
+    for split in ("train", "val"):
+        dice.integers(0, vocab_size, TOKENS, dtype=np.uint16).tofile(folder / f"{split}.bin")
+    if vocab_size != 50304:  # else train.py takes GPT-2's, padded
+        (folder / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": vocab_size}))
+
+
+class Readings:
+    """Peaks between two moments, under the names that bench/results/nanogpt_h200.json has."""
+
+    def __init__(self) -> None:
+        self.row: dict[str, int] = {}
+        self.evaluations = self.iterations = 0
+
+    def at(self, moment: str) -> None:
+        import torch
+
+        torch.cuda.synchronize()
+        stats, row = torch.cuda.memory_stats(), self.row
+        allocated, reserved = stats["allocated_bytes.all.peak"], stats["reserved_bytes.all.peak"]
+        if moment == "an evaluation begins" and self.evaluations:
+            row["idle"] = stats["allocated_bytes.all.current"]
+        elif moment == "an evaluation ends":
+            if self.evaluations:
+                row["eval_peak"] = max(row.get("eval_peak", 0), allocated)
+            else:
+                row |= {"eval_first_peak": allocated, "eval_first_reserved": reserved}
+            self.evaluations += 1
+        elif moment == "an iteration ends":
+            if self.iterations:
+                row["train_peak"] = max(row.get("train_peak", 0), allocated)
+                row["train_reserved"] = max(row.get("train_reserved", 0), reserved)
+            else:
+                row["train_first_peak"] = allocated
+            self.iterations += 1
+        torch.cuda.reset_peak_memory_stats()
+
+
+def take(readings: Readings) -> None:
+    """Where nanoGPT's loop calls what is torch's or its model's; nothing is saved, for that takes minutes of disk."""
+    import model  # type: ignore[import-not-found]
+    import torch
+
+    change_mode, let_go = model.GPT.train, torch.optim.AdamW.zero_grad
+
+    def train(self: Any, mode: bool = True) -> Any:
+        if self.training != mode:
+            readings.at("an evaluation ends" if mode else "an evaluation begins")
+        return change_mode(self, mode)
+
+    def zero_grad(self: Any, set_to_none: bool = True) -> None:
+        let_go(self, set_to_none)
+        readings.at("an iteration ends")
+
+    model.GPT.train, torch.optim.AdamW.zero_grad = train, zero_grad
+    torch.save = lambda *_, **__: None
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> None:
+    write_over(path, json.dumps(
+        {"what": "nanoGPT's own train.py (commit 3adf61e1), run as it is, on one card; bytes; order of a run: load, "
+         "evaluation (4 batches of each split), 8 iterations, evaluation, 8 iterations, evaluation",
+         "date": time.strftime("%Y-%m-%d"), "torch": next((row["torch"] for row in rows if "torch" in row), None),
+         "card": next((row["device"] for row in rows if "device" in row), None),
+         "command": "python bench/nanogpt.py bench/nanogpt_cases.json --nanogpt FOLDER", "rows": rows},
+        indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

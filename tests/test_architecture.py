@@ -129,6 +129,13 @@ def test_every_module_has_its_place() -> None:
     assert {module.partition(".")[0] for module in MODULES} - {"__init__"} == set(LEVEL_OF)
 
 
+def test_the_map_in_the_docs_has_every_module_on_its_level() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "architecture.md").read_text(encoding="utf-8")
+    drawn = page.partition("## Imports point one way")[2].split("```")[1].removeprefix("text").split("↑")
+    parts_drawn = [{word for word in level.replace("|", " ").split() if word in LEVEL_OF} for level in drawn]
+    assert parts_drawn == [set(parts) for parts in LEVELS]
+
+
 def test_the_reader_of_imports_sees_them_all() -> None:
     """Known imports of each form, so that the tests below cannot pass by seeing nothing."""
     seen = {(each.module, each.target, each.at_once) for each in IMPORTS}

@@ -96,7 +96,7 @@ def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None
 @pytest.mark.parametrize(("argv", "fix"), [
     (["trian"], "fitgpt train"), (["smaple"], "fitgpt sample"), (["xyzzy"], "--help"), (["help", "evl"], "fitgpt eval"),
     (["config/x.py"], "fitgpt train config/x.py"), (["--batch_size=8"], "fitgpt train --batch_size=8"),
-    ([""], "--help"),
+    ([""], "--help"), (["train.py", "config/x.py"], "fitgpt train and the same flags"),
     (["resume", "runs/a"], "fitgpt train --resume --out_dir=RUN?"), (["generate"], "fitgpt sample"),
 ])
 def test_an_unknown_verb_is_answered_with_the_nearest(argv: list[str], fix: str,

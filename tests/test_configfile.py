@@ -154,6 +154,28 @@ def test_a_missing_file_is_answered_with_the_nearest(tmp_path: Path, monkeypatch
         assert caught.value.fix == "Did you mean config/train_fineweb.py?"
 
 
+@pytest.mark.parametrize("file", ["run.json", "ckpt.pt"])
+def test_a_run_in_place_of_a_config_file_is_answered_with_the_way_to_go_on_with_it(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my run").mkdir()
+    (tmp_path / "my run" / file).touch()
+    with pytest.raises(UsageError, match="is a folder") as caught:
+        read_config("my run")
+    assert "--init_from=resume '--out_dir=my run'" in caught.value.fix
+
+
+def test_where_nothing_is_near_the_config_files_are_listed_and_not_the_scripts_beside_them(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config/train_gpt2.py").touch()
+    (tmp_path / "model.py").touch()
+    with pytest.raises(UsageError) as caught:
+        read_config("zzz.py")
+    assert caught.value.fix == "There are: config/train_gpt2.py."
+
+
 def test_an_odd_escape_prints_no_warning(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
     assert values(tmp_path, r"x = '\d'") == {"x": r"\d"}
     assert not recwarn.list

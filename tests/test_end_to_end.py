@@ -264,6 +264,22 @@ def test_a_nanogpt_checkpoint_writes(nanogpt: object, capsys: pytest.CaptureFixt
     assert set(out.partition("\n---------------")[0]) <= set(CHARACTERS)
 
 
+@pytest.mark.parametrize("place", ["out", "out/ckpt.pt"])
+def test_a_new_run_starts_from_nanogpts_weights(desk: Path, nanogpt: tuple[GPT, object], place: str) -> None:
+    run = f"runs/from-{place.replace('/', '-')}"
+    barely = {**SMALL, "max_iters": 1, "learning_rate": 1e-12, "min_lr": 1e-12}
+    assert main(["train", *flags(**barely, dataset="letters", out_dir=run, init_from=place)]) == 0
+    started = checkpoint.load(desk / run / "checkpoints", "last")
+    assert started.state["step"] == 1
+    for name, parameter in nanogpt[0].named_parameters():
+        torch.testing.assert_close(started.model[name], parameter.detach())
+
+
+def test_a_config_file_in_place_of_a_run_is_answered_with_what_evaluates_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["eval", "config/eval_gpt2.py"]) == 4
+    assert "fitgpt train config/eval_gpt2.py --eval_only" in capsys.readouterr().err
+
+
 def test_a_nanogpt_checkpoint_is_trained_further_with_its_own_optimizer_state(
         desk: Path, nanogpt: tuple[GPT, torch.optim.AdamW], capfd: pytest.CaptureFixture[str]) -> None:
     """One step of ours against one step of torch's own AdamW, which goes on from the very state in the file."""

@@ -132,12 +132,16 @@ def test_the_fix_of_a_wrong_value_works() -> None:
 
 @pytest.mark.parametrize(("argv", "fix"), [
     (["--batch_sise=8"], "--batch_size"), (["--bs=8"], "--batch_size"), (["--Batch_Size=8"], "--batch_size"),
-    (["--no-bais"], "--no_bias"), (["-batch_size=8"], "--batch_size"), (["--qick"], "--quick"),
+    (["--no-bais"], "--no_bias"), (["--qick"], "--quick"),
 ])
 def test_an_unknown_flag_is_answered_with_the_nearest(argv: list[str], fix: str) -> None:
     error = refusal(*argv)
     assert "not a knob of `fitgpt small`" in error.what
     assert fix in error.fix
+
+
+def test_a_flag_with_one_dash_is_recognised_though_other_verbs_have_it_too() -> None:
+    assert refusal("-batch_size=8", cls=RunConfig, elsewhere=lambda: [EvalOptions]).fix == "--batch_size=8"
 
 
 def test_a_flag_of_another_verb_is_said_to_be_its() -> None:

@@ -119,7 +119,8 @@ def _with_shape_of(folder: Path, config: RunConfig) -> tuple[RunConfig, list[str
 
     shape = shape_in(folder)
     if not shape:
-        return config, [f"The model's shape is in {folder / 'ckpt.pt'}, which only `train` can read: planned is what "
+        file = folder if folder.is_file() else folder / "ckpt.pt"
+        return config, [f"The model's shape is in {file}, which only `train` can read: planned is what "
                         "the flags say."]
     shape["block_size"] = min(shape["block_size"], config.block_size)
     told = ", ".join(f"{knob}={value}" for knob, value in shape.items() if getattr(config, knob) not in (value, 0))

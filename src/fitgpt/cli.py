@@ -191,6 +191,9 @@ def call(verb: Verb, argv: list[str]) -> Any:
 def find_verb(name: str) -> Verb:
     if name in VERBS:
         return VERBS[name]
+    script = os.path.basename(name).removesuffix(".py")
+    if name.endswith(".py") and script in VERBS:
+        raise UsageError(f"{name!r} is nanoGPT's script; here it is a verb.", f"fitgpt {script} and the same flags")
     if name.endswith(".py") or name.startswith("-"):
         fix = f"fitgpt train {name}" if name.endswith(".py") else f"Flags follow the verb: fitgpt train {name}"
         raise UsageError(f"{name!r} is not a verb of fitgpt.", fix)

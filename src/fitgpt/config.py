@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import partial
-from os.path import isdir
+from os.path import isdir, isfile
 from re import fullmatch
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -80,7 +80,7 @@ class RunConfig(Options):
 
     out_dir: str = _io("out", "the run's folder", rule=path_like, also=("output_dir", "out", "output"))
     init_from: str = _io("scratch", "where the weights come from: scratch, resume, gpt2, gpt2-medium, gpt2-large, "
-                         "gpt2-xl, or a folder: a run's, or one in Hugging Face format", rule=path_like,
+                         "gpt2-xl, a folder (a run's, or one in Hugging Face format), or a ckpt.pt", rule=path_like,
                          switches={"resume": "resume"}, also=("model", "pretrained", "init"))
     seed: int = _io(1337, "of the first weights, the data order and dropout", rule=non_negative)
     max_iters: int = _io(600_000, "steps to train", rule=_count_or_0,
@@ -335,10 +335,11 @@ def _check_init_from(init_from: str, assignments: list[Assignment]) -> None:
         raise UsageError(f"--resume, and after it {later.source} says init_from={init_from}: they contradict.",
                          "Put --resume last.")
     names = ["scratch", "resume", *gpt2_shapes]
-    if init_from not in names and not isdir(init_from):
+    if init_from not in names and not isdir(init_from) and not (init_from.endswith(".pt") and isfile(init_from)):
         near = nearest(init_from, names)
-        raise UsageError(f"init_from={init_from!r} is none of {', '.join(names)}, and there is no such folder.",
-                         f"Did you mean --init_from={near[0]}?" if near else "")
+        raise UsageError(f"init_from={init_from!r} is none of {', '.join(names)}, and there is no such folder, nor a "
+                         "ckpt.pt of nanoGPT's.", f"Did you mean --init_from={near[0]}?" if near else
+                         "Name a folder that is here: a run's --out_dir, or one in Hugging Face format.")
 
 
 # ---- resuming

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import operator
 import os
+import shlex
 import time
 import warnings
 from collections.abc import Callable, Mapping
@@ -80,7 +81,10 @@ def _text_of(path: str) -> str:
     except FileNotFoundError:
         raise UsageError(f"There is no config file {path!r}.", _files_like(path)) from None
     except IsADirectoryError:
-        raise UsageError(f"{path!r} is a folder; a config file was expected.", _files_like(path)) from None
+        run = any(os.path.isfile(os.path.join(path, name)) for name in ("run.json", "ckpt.pt"))
+        fix = f"To go on with the run in it: {shlex.join(['--init_from=resume', f'--out_dir={path}'])}"
+        raise UsageError(f"{path!r} is a folder; a config file was expected.",
+                         fix if run else _files_like(path)) from None
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or str(error)
         raise UsageError(f"The config file {path!r} cannot be read: {why}.") from None
@@ -106,7 +110,8 @@ def _files_like(path: str) -> str:
     near = same_name or difflib.get_close_matches(os.path.normpath(path), files, n=2, cutoff=0.7)
     if near:
         return f"Did you mean {' or '.join(near)}?"
-    return f"There are: {', '.join(files[:9])}." if files else ""
+    kept = [file for file in files if os.path.dirname(file)] or files  # a folder's own files, before loose scripts
+    return f"There are: {', '.join(kept[:9])}." if kept else ""
 
 
 def _parsed(path: str, source: str) -> ast.Module:

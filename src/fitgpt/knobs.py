@@ -257,6 +257,8 @@ def _flag(token: str, rest: list[str], cls: type[Options], elsewhere: Elsewhere,
         equals, text = ("=" if len(token) > 2 else ""), attached
     if not name:  # --=8, -x, or -batch_size=8 with one dash
         long = token.partition("=")[0].lstrip("-").replace("-", "_")
+        if long in knobs:
+            raise UsageError(f"{token!r} has one dash, and a knob's name takes two.", f"-{token}")
         raise _unknown(repr(token), long, cls, elsewhere, "--")
     for each in knobs.values():
         if name in each.switches:

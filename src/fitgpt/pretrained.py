@@ -23,7 +23,7 @@ def shape_in(folder: Path) -> dict[str, Any]:
     recorded = recorded_config(run) if step_folders(run / "checkpoints") else None
     if recorded is not None:
         return {knob: recorded[knob] for knob in SHAPE if knob in recorded}
-    if (folder / "ckpt.pt").is_file():
+    if folder.is_file() or (folder / "ckpt.pt").is_file():
         return {}
     if not (folder / "config.json").is_file():
         raise DataError(f"{folder} holds no weights to start from: neither a checkpoint of fitgpt or nanoGPT nor a "

@@ -176,4 +176,5 @@ def _prompt(start: str) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"The prompt file {path} cannot be read: {error}.", "--start='some text'") from error
+        why = error.strerror if isinstance(error, OSError) else f"it is not UTF-8 text (byte {error.start})"
+        raise UsageError(f"The prompt file {path} cannot be read: {why}.", "--start='some text'") from error

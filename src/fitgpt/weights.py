@@ -65,6 +65,9 @@ def open_any(place: str, which: str | int) -> Source:
         return from_nanogpt(path / "ckpt.pt")
     if (path / "config.json").is_file():
         return from_hugging_face(path)
+    if path.suffix == ".py":
+        raise CheckpointError(f"{place} is a config file, and holds no weights.",
+                              f"To evaluate what it names: fitgpt train {place} --eval_only")
     raise CheckpointError(
         f"{place} holds no weights: no checkpoint of fitgpt, no ckpt.pt of nanoGPT, no Hugging Face model.",
         "Name the folder of a run (its --out_dir), a ckpt.pt, or gpt2, gpt2-medium, gpt2-large, gpt2-xl.")

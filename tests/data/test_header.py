@@ -174,6 +174,15 @@ def test_a_missing_dataset_says_what_is_there_and_how_to_make_it(make_bins: Make
     assert "fitgpt prepare --embedded --name=stdlib --tokenizer=bytes" in refused.value.fix
 
 
+def test_a_dataset_named_by_its_file_or_nearly_is_recognised(make_bins: Make) -> None:
+    make_bins(np.zeros(10), np.zeros(10), name="shakespeare")
+    for given, meant in (("shakespear", "shakespeare"), ("data/shakespeare/train.bin", "data/shakespeare")):
+        with pytest.raises(DataError) as refused:
+            summarise(given)
+        assert refused.value.fix.startswith(f"Did you mean --dataset={meant}?")
+        summarise(meant)
+
+
 @pytest.mark.parametrize("dataset", ["", "no\0such", "x" * 5000, "../../nowhere", "🙂", "data/../nothing"])
 def test_a_strange_dataset_name_is_only_not_there(dataset: str) -> None:
     with pytest.raises(DataError) as refused:

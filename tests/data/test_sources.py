@@ -182,7 +182,9 @@ def test_the_digest_follows_names_and_sizes_and_not_the_place() -> None:
 
 
 def test_files_that_cannot_be_text_are_refused_when_named() -> None:
-    assert "Unpack it first" in refuse(write("a.zip", b"PK")).fix
+    assert refuse(write("a.zip", b"PK")).fix.endswith(": unzip a.zip")
+    assert refuse(write("a b.txt.gz", b"PK")).fix.endswith(": gunzip -k 'a b.txt.gz'")
+    assert refuse(write("a.tar.gz", b"PK")).fix.endswith(": tar xf a.tar.gz")
     assert "iconv -f UTF-16" in refuse(write("a.txt", "text".encode("utf-16"))).fix
     os.mkfifo("pipe")
     assert "neither a file nor a folder" in refuse("pipe").what

@@ -23,6 +23,7 @@ import os
 import shlex
 import struct
 import zlib
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -170,7 +171,18 @@ def find(dataset: str) -> Path:
     listing = f" data/ holds: {', '.join(present[:20])}{' …' if len(present) > 20 else ''}." if present else ""
     shown = repr(dataset if len(dataset) < 200 else dataset[:200] + "…")
     raise DataError(f"There is no dataset {shown}: neither a folder of that name in data/ nor a folder of that path."
-                    f"{listing}", f"Make it: {_recipe(dataset)}")
+                    f"{listing}", _meant(dataset, present) or f"Make it: {_recipe(dataset)}")
+
+
+def _meant(dataset: str, present: list[str]) -> str:
+    """The dataset around a file that was named, or the one whose name is nearest."""
+    import difflib
+
+    near = difflib.get_close_matches(dataset, present, n=1, cutoff=0.7)
+    with suppress(OSError, ValueError):  # a name that no disk could hold
+        if dataset.endswith(".bin") and os.path.isfile(dataset):
+            near = [os.path.dirname(dataset) or "."]
+    return f"Did you mean {shlex.quote(f'--dataset={near[0]}')}? Else make it: {_recipe(dataset)}" if near else ""
 
 
 def _recipe(dataset: str) -> str:

@@ -29,7 +29,10 @@ EMBEDDED_BYTES = 8_000_000   # of the standard library: enough to learn from, pr
 _SNIFF_BYTES = 8 * KiB
 _FOREIGN = 0.1  # of a file's beginning: Latin-1 prose, which is read and mended, has half of that
 _JSONL, _PARQUET = (".jsonl", ".ndjson"), (".parquet", ".pq")
-_PACKED = (".gz", ".zip", ".zst", ".xz", ".bz2", ".7z", ".rar", ".tar", ".tgz")
+_UNPACK = {".gz": "gunzip -k", ".xz": "unxz -k", ".bz2": "bunzip2 -k", ".zst": "unzstd", ".zip": "unzip",
+           ".tar": "tar xf", ".tgz": "tar xf", ".7z": "7z x", ".rar": "unrar x"}
+_PACKED = tuple(_UNPACK)
+_TARS = (".tar.gz", ".tar.xz", ".tar.bz2", ".tar.zst")
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
 _NOT_PROSE = frozenset({  # of the standard library: tests, other people's packages, generated tables
     "__pycache__", "test", "tests", "idle_test", "site-packages", "dist-packages", "idlelib", "turtledemo",
@@ -188,7 +191,9 @@ def _given(path: Path, status: os.stat_result) -> Item:
     if not stat.S_ISREG(status.st_mode):
         raise DataError(f"The input {path} is neither a file nor a folder.", "Write the text to a file first.")
     if path.suffix.lower() in _PACKED:
-        raise DataError(f"The input {path} is packed ({path.suffix}).", "Unpack it first, and give what was in it.")
+        unpack = "tar xf" if path.name.lower().endswith(_TARS) else _UNPACK[path.suffix.lower()]
+        raise DataError(f"The input {path} is packed ({path.suffix}).",
+                        f"Unpack it first, and give what was in it: {unpack} {shlex.quote(str(path))}")
     try:
         with open(path, "rb") as file:
             start = file.read(_SNIFF_BYTES)

@@ -176,8 +176,8 @@ def find_gpt2(name: str) -> Path:
         return Path(huggingface_hub.snapshot_download(
             f"openai-community/{name}", allow_patterns=[_CONFIG, _WEIGHTS]))
     except Exception as error:  # whatever the hub's client raises, the user needs the same sentence
-        reason = textwrap.shorten(str(error).strip().split("\n")[0], 300)
-        raise DataError(f"The weights of {name} are not on this machine, and fetching them failed: {reason}",
+        reason = textwrap.shorten(str(error).strip().split("\n")[0].removeprefix("Got: "), 300).rstrip(".")
+        raise DataError(f"The weights of {name} are not on this machine, and fetching them failed: {reason}.",
                         by_hand) from error
 
 

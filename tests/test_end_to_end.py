@@ -264,6 +264,19 @@ def test_a_nanogpt_checkpoint_writes(nanogpt: object, capsys: pytest.CaptureFixt
     assert set(out.partition("\n---------------")[0]) <= set(CHARACTERS)
 
 
+def test_a_run_on_characters_writes_without_its_data_and_nanogpts_file_says_what_it_misses(
+        desk: Path, nanogpt: object, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", *flags(**{**SMALL, "max_iters": 1}, dataset="letters", out_dir="runs/letters")]) == 0
+    (desk / "elsewhere").mkdir(exist_ok=True)
+    monkeypatch.chdir(desk / "elsewhere")
+    capsys.readouterr()
+    say = ["--start=a b", "--num_samples=1", "--max_new_tokens=5", "--device=cpu"]
+    assert main(["sample", "../runs/letters", *say]) == 0
+    assert capsys.readouterr().out.startswith("a b")
+    assert main(["sample", "../out/ckpt.pt", *say]) == 3
+    assert "where data/letters is" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("place", ["out", "out/ckpt.pt"])
 def test_a_new_run_starts_from_nanogpts_weights(desk: Path, nanogpt: tuple[GPT, object], place: str) -> None:
     run = f"runs/from-{place.replace('/', '-')}"

@@ -70,7 +70,8 @@ class Desk:
         state = {"step": training.step, "evaluated_at": training.evaluated_at,
                  "best": asdict(training.best) if training.best else None, "scaler": training.scaler.to_dict(),
                  "config": self._config.to_dict(), "gpt": asdict(training.model.config),
-                 "data": self._data.fingerprint, "tokenizer": self._data.tokenizer}
+                 "data": self._data.fingerprint, "tokenizer": self._data.tokenizer,
+                 "characters": self._data.characters}  # so that the run writes without its data, wherever it is moved
         weights, moments = training.model.weight_tensors(), training.optimizer.tensors()
         before = read_memory(self._facts.device)
         saved = checkpoint.save(self._folder.checkpoints, training.step, weights, moments, state, best=is_best,

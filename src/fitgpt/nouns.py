@@ -47,6 +47,7 @@ class DataSummary:
     train_tokens: int
     val_tokens: int
     fingerprint: str        # changes when the data does
+    characters: str = ""    # those of the tokenizer "chars", in the order of their tokens
 
 
 @dataclass(frozen=True)

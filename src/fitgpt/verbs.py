@@ -154,6 +154,8 @@ def _likely_tokenizer(source: Source) -> Tokenizer:
     name = source.state.get("tokenizer", "")
     if name in ("gpt2", "bytes"):
         return tokenizers.get(name)
+    if name == "chars" and source.state.get("characters"):
+        return tokenizers.Chars(source.state["characters"], source.place)
     try:
         return tokenizers.for_dataset(str(source.config["dataset"]))
     except KeyError:  # weights from elsewhere: GPT-2's vocabulary is what such weights have
@@ -163,10 +165,13 @@ def _likely_tokenizer(source: Source) -> Tokenizer:
                             "Sample from the run it came from.") from None
         return tokenizers.get("gpt2")
     except DataError as error:
-        if name == "chars":
-            raise
+        if name == "chars" or source.gpt.vocab_size < GPT2_VOCAB:
+            raise DataError(f"{source.place} was trained on {source.config['dataset']}, whose meta.pkl says which "
+                            f"tokens those are. {error.what}",
+                            f"Run this where data/{source.config['dataset']} is, or bring it here.") from None
+        assumed = tokenizers.get("gpt2")
         print(f"fitgpt: {error.what} GPT-2's tokens are assumed.", file=sys.stderr)
-        return tokenizers.get("gpt2")
+        return assumed
 
 
 def _prompt(start: str) -> str:

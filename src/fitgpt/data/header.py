@@ -255,6 +255,7 @@ def _headerless(folder: Path) -> Inventory:
         train_tokens=shards["train"][0].tokens,
         val_tokens=shards["val"][0].tokens,
         fingerprint=digest.hexdigest(),
+        characters="".join(vocabulary.itos) if vocabulary else "",
     )
     return Inventory(summary, shards)
 

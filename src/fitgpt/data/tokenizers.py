@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -57,7 +57,7 @@ def for_dataset(dataset: str) -> Tokenizer:
     if (folder / manifest.NAME).is_file():
         return get(manifest.read(folder).tokenizer)
     if (folder / "meta.pkl").is_file():
-        return Chars(folder / "meta.pkl")
+        return _chars_of(folder / "meta.pkl")
     return get("gpt2")
 
 
@@ -160,26 +160,30 @@ def _load_gpt2() -> Any:
                         _GPT2_FILES) from error
 
 
+def _chars_of(path: Path) -> Chars:
+    found = meta.read(path)
+    if not found.itos:
+        raise DataError(f"{path} holds a vocabulary size but no characters ('itos' and 'stoi').",
+                        "Write it again with nanoGPT's data/shakespeare_char/prepare.py.")
+    return Chars(found.itos, str(path))
+
+
 class Chars(_Common):
     """One token a character, as nanoGPT's shakespeare_char has it; there is no end-of-text token."""
 
     name = "chars"
 
-    def __init__(self, path: Path) -> None:
-        found = meta.read(path)
-        if not found.itos:
-            raise DataError(f"{path} holds a vocabulary size but no characters ('itos' and 'stoi').",
-                            "Write it again with nanoGPT's data/shakespeare_char/prepare.py.")
-        self._path = path
-        self._itos = found.itos
-        self._stoi = {character: token for token, character in enumerate(found.itos)}
-        self.vocab_size = found.vocab_size
+    def __init__(self, characters: Sequence[str], place: str) -> None:
+        self._place = place
+        self._itos = tuple(characters)
+        self._stoi = {character: token for token, character in enumerate(characters)}
+        self.vocab_size = len(characters)
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
         missing = sorted(set(text) - self._stoi.keys())
         if missing:
             raise DataError(
-                f"The characters of {self._path} do not include {', '.join(map(repr, missing[:10]))}"
+                f"The characters of {self._place} do not include {', '.join(map(repr, missing[:10]))}"
                 f"{' …' if len(missing) > 10 else ''}; this tokenizer knows only the {self.vocab_size} characters "
                 "of its training text.", "Use only characters that occur in the training text.")
         return [self._stoi[character] for character in text]

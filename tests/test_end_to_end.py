@@ -135,11 +135,23 @@ def test_a_prompt_file_that_is_not_there_is_named(capsys: pytest.CaptureFixture[
 
 def test_words_of_another_tokenizer_are_refused_before_the_model_sees_them(
         monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """An exported folder does not say that its tokens are bytes, and GPT-2's do not fit into its 320 rows."""
+    """A folder of another's does not say that its tokens are bytes, and GPT-2's do not fit into its 320 rows."""
     monkeypatch.setattr(tokenizers, "_load_gpt2", lambda: None)  # its files may not be here, nor are they needed
     assert main(["export", "runs/plain", "-o", "silent"]) == 0
+    config = json.loads(Path("silent/config.json").read_text())
+    Path("silent/config.json").write_text(json.dumps({key: config[key] for key in config if "fitgpt" not in key}))
     assert main(["sample", "--init_from=silent", "--start=hello", "--num_samples=1", "--device=cpu"]) == 3
     assert "has a vocabulary of 320, not GPT-2's 50,257" in capsys.readouterr().err
+
+
+def test_an_export_of_bytes_writes_here_as_its_run_does(desk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", "runs/plain", "-o", "telling"]) == 0
+    capsys.readouterr()
+    said = []
+    for place in ("runs/plain", "telling"):
+        assert main(["sample", place, "--start=é", "--num_samples=1", "--max_new_tokens=20", "--device=cpu"]) == 0
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1]
 
 
 # ---- the same model elsewhere

@@ -69,7 +69,7 @@ def logits(config: GPTConfig, model: dict[str, Any], tokens: Any, gelu: str = "n
 # ---- out
 
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("tokenizer", ["gpt2", "bytes"])
+@pytest.mark.parametrize("tokenizer", ["gpt2", "bytes", "chars"])
 def test_an_export_opens_in_transformers_with_the_same_logits(
     tmp_path: Path, transformers: Any, bias: bool, tokenizer: str
 ) -> None:
@@ -84,9 +84,9 @@ def test_an_export_opens_in_transformers_with_the_same_logits(
     with torch.no_grad():
         got = opened.eval()(TOKENS).logits
     assert torch.allclose(got, logits(config, model, TOKENS), atol=1e-4, rtol=0)
-    assert opened.config.eos_token_id == (50256 if tokenizer == "gpt2" else None)
-    assert opened.generation_config.eos_token_id == (50256 if tokenizer == "gpt2" else None)
-    assert (tmp_path / "out" / "generation_config.json").exists() is (tokenizer == "gpt2")
+    assert opened.config.eos_token_id == {"gpt2": 50256, "bytes": 256, "chars": None}[tokenizer]
+    assert opened.generation_config.eos_token_id == {"gpt2": 50256, "bytes": 256, "chars": None}[tokenizer]
+    assert (tmp_path / "out" / "generation_config.json").exists() is (tokenizer != "chars")
 
 
 def test_the_exported_activation_is_the_exact_one_and_it_matters() -> None:

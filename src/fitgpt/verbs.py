@@ -96,11 +96,15 @@ def evaluate(options: EvalOptions) -> int:
 
 def export(options: ExportOptions) -> int:
     source = _open(options.run, options.which)
-    from .interop import hf
+    from .interop import hf, hf_tokenizer
     from .run import DTYPES
 
     weights = {name: tensor.to(DTYPES[options.dtype]) for name, tensor in source.weights.items()}
-    hf.write_folder(options.out, source.gpt, weights, tokenizer=source.state.get("tokenizer", "unknown"))
+    name, tokenizer, missing = _tokenizer_to_export(source)
+    files = hf_tokenizer.files_of(tokenizer, source.gpt.block_size) if tokenizer else {}
+    hf.write_folder(options.out, source.gpt, weights, tokenizer=name, files=files)
+    if not files:
+        print(f"fitgpt: the tokenizer is not in the export{missing}.", file=sys.stderr)
     print(f"{options.out}: opens with transformers.GPT2LMHeadModel.from_pretrained({options.out!r})")
     return 0
 
@@ -172,6 +176,25 @@ def _likely_tokenizer(source: Source) -> Tokenizer:
         assumed = tokenizers.get("gpt2")
         print(f"fitgpt: {error.what} GPT-2's tokens are assumed.", file=sys.stderr)
         return assumed
+
+
+def _tokenizer_to_export(source: Source) -> tuple[str, Tokenizer | None, str]:
+    """Its name; the tokenizer itself, where it is known for certain and its files are here; else why it is not."""
+    from .data.header import summarise
+    from .data.tokenizers import Chars, get
+
+    name, characters = source.state.get("tokenizer", ""), source.state.get("characters", "")
+    try:
+        if (not name or (name == "chars" and not characters)) and "dataset" in source.config:
+            found = summarise(str(source.config["dataset"]))
+            name, characters = found.tokenizer, found.characters
+        if name in ("gpt2", "bytes"):
+            return name, get(name), ""
+    except DataError as error:
+        return name or "unknown", None, f": {error.what.rstrip('.')}"
+    if name == "chars" and len(characters) == source.gpt.vocab_size:
+        return name, Chars(characters, source.place), ""
+    return name or "unknown", None, ", since the weights do not say which it is"
 
 
 def _prompt(start: str) -> str:

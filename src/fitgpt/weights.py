@@ -14,7 +14,7 @@ from .config import gpt2_shapes
 from .engine import checkpoint
 from .engine.model import GPT
 from .errors import CheckpointError
-from .interop import hf, nanogpt
+from .interop import hf, hf_tokenizer, nanogpt
 from .nouns import GPTConfig, SplitLoss
 from .runfolder import holds_run
 
@@ -47,7 +47,7 @@ def from_nanogpt(path: Path) -> Source:
 
 def from_hugging_face(path: Path) -> Source:
     gpt, weights, notes = hf.read_folder(path)
-    return Source(gpt, weights, place=str(path), notes=notes)
+    return Source(gpt, weights, state=hf_tokenizer.spoken_in(path), place=str(path), notes=notes)
 
 
 def open_any(place: str, which: str | int) -> Source:

@@ -18,14 +18,15 @@ from ..engine.checkpoint import TIED_HEAD, TIED_TO, write_safetensors
 from ..errors import DataError, UsageError
 from ..nouns import GPTConfig
 from ..pretrained import LAYER_NORM_EPSILON, hugging_face_shape, read_object
+from . import hf_tokenizer
+from .hf_tokenizer import OURS
 from .nanogpt import param_shapes, refuse_differences, refuse_untied_head, unpickle_tensors
 
 GPT2_NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
-GPT2_END_OF_TEXT = 50256
+_ENDS_OF_TEXT = {"gpt2": 50256, "bytes": 256}
 
 _CONFIG, _GENERATION, _WEIGHTS = "config.json", "generation_config.json", "model.safetensors"
 _WEIGHT_FILES = (_WEIGHTS, "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
-_OURS = "fitgpt_version"  # a key in config.json that marks a folder as an export of ours
 # GPT-2 keeps these four matrices input-first (its Conv1D); nanoGPT's Linear keeps them output-first
 _TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
 _MASK_BUFFERS = (".attn.bias", ".attn.masked_bias")
@@ -42,9 +43,9 @@ class Pretrained(NamedTuple):
 def to_hf(config: GPTConfig, model: Mapping[str, Tensor], *, tokenizer: str = "unknown"
           ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """config.json and tensors under GPT-2's names; where the model has no biases they are zero."""
-    end_of_text = GPT2_END_OF_TEXT if tokenizer == "gpt2" else None
+    end_of_text = _ENDS_OF_TEXT.get(tokenizer)
     described = {
-        "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", _OURS: __version__,
+        "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", OURS: __version__,
         # nanoGPT's nn.GELU() is the exact one; GPT-2's own default is an approximation by tanh
         "activation_function": "gelu",
         "n_layer": config.n_layer, "n_head": config.n_head, "n_embd": config.n_embd, "n_inner": None,
@@ -54,6 +55,7 @@ def to_hf(config: GPTConfig, model: Mapping[str, Tensor], *, tokenizer: str = "u
         "scale_attn_weights": True, "tie_word_embeddings": True, "use_cache": True,
         "bos_token_id": end_of_text, "eos_token_id": end_of_text,
         "torch_dtype": str(model[TIED_TO].dtype).removeprefix("torch."),
+        hf_tokenizer.SPEAKS: tokenizer,
     }
     tensors: dict[str, Tensor] = {}
     for name, tensor in model.items():
@@ -66,8 +68,8 @@ def to_hf(config: GPTConfig, model: Mapping[str, Tensor], *, tokenizer: str = "u
 
 
 def write_folder(out: Path | str, config: GPTConfig, model: Mapping[str, Tensor], *,
-                 tokenizer: str = "unknown") -> Path:
-    """Writes the export, whole or not at all; an earlier export of ours in its place is replaced."""
+                 tokenizer: str = "unknown", files: Mapping[str, dict[str, Any]] | None = None) -> Path:
+    """Writes the export, the tokenizer's `files` with it, whole or not at all; an earlier one of ours is replaced."""
     _refuse_to_overwrite(Path(out))
     out = Path(os.path.abspath(out))  # so that '.' has a name too
     described, tensors = to_hf(config, model, tokenizer=tokenizer)
@@ -75,8 +77,10 @@ def write_folder(out: Path | str, config: GPTConfig, model: Mapping[str, Tensor]
     with disk_faults("write the export", out), folder_atomically(out, temporary) as folder:
         _write_json(folder / _CONFIG, described)
         write_safetensors(folder / _WEIGHTS, tensors, {"format": "pt"})
-        if tokenizer == "gpt2":
-            _write_json(folder / _GENERATION, {"bos_token_id": GPT2_END_OF_TEXT, "eos_token_id": GPT2_END_OF_TEXT})
+        if (end := _ENDS_OF_TEXT.get(tokenizer)) is not None:
+            _write_json(folder / _GENERATION, {"bos_token_id": end, "eos_token_id": end})
+        for name, content in (files or {}).items():
+            _write_json(folder / name, content)
     return out
 
 
@@ -95,7 +99,8 @@ def _refuse_to_overwrite(out: Path) -> None:
             raise UsageError(f"{str(out)!r} is not a name a file system accepts: {error}.",
                              "Choose another folder with -o.") from error
         names = {path.name for path in out.iterdir()} if out.is_dir() else {""}
-    ours = names <= {_CONFIG, _GENERATION, _WEIGHTS} and _OURS in read_object(out / _CONFIG)
+    tokenizer = hf_tokenizer.NAMES if OURS in read_object(out / hf_tokenizer.NAMES[1]) else ()
+    ours = names <= {_CONFIG, _GENERATION, _WEIGHTS, *tokenizer} and OURS in read_object(out / _CONFIG)
     if names and not ours:
         raise UsageError(f"{out} exists and is not an earlier export: it is not overwritten.",
                          "Choose another folder with -o.")

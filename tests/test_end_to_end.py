@@ -305,6 +305,12 @@ def test_a_config_file_in_place_of_a_run_is_answered_with_what_evaluates_it(caps
     assert "fitgpt train config/eval_gpt2.py --eval_only" in capsys.readouterr().err
 
 
+def test_a_nanogpt_checkpoint_without_its_flags_is_answered_with_what_to_add(
+        nanogpt: object, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--resume", "--out_dir=out", "--device=cpu"]) == 3
+    assert "flags that it was trained with, then --init_from=resume --out_dir=out" in capsys.readouterr().err
+
+
 def test_a_nanogpt_checkpoint_is_trained_further_with_its_own_optimizer_state(
         desk: Path, nanogpt: tuple[GPT, torch.optim.AdamW], capfd: pytest.CaptureFixture[str]) -> None:
     """One step of ours against one step of torch's own AdamW, which goes on from the very state in the file."""

@@ -6,6 +6,7 @@ Standard library only, and most of it only where it is needed: a config without 
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -70,9 +71,8 @@ def settle(assignments: Sequence[Assignment]) -> tuple[RunConfig, list[str]]:
 
     assignments = with_plan(assignments)
     said = {each.key: each.value for each in assignments}
-    recorded = None
+    recorded, out_dir = None, str(said.get("out_dir", RunConfig.out_dir))
     if said.get("init_from") == "resume":
-        out_dir = str(said.get("out_dir", RunConfig.out_dir))
         recorded = recorded_config(out_dir)
         if not can_resume(out_dir):
             why = ("it holds neither a run of fitgpt nor nanoGPT's ckpt.pt" if recorded is None
@@ -82,7 +82,14 @@ def settle(assignments: Sequence[Assignment]) -> tuple[RunConfig, list[str]]:
     config, notes = resolve(assignments, recorded)
     if recorded is not None:
         check_resume(recorded, config.to_dict(), said)
-    summarise(config.dataset)  # a missing dataset is said now, not after torch has loaded
+    try:
+        summarise(config.dataset)  # a missing dataset is said now, not after torch has loaded
+    except DataError as error:
+        if recorded is None and said.get("init_from") == "resume" and "dataset" not in said:
+            resumed = shlex.join(["--init_from=resume", f"--out_dir={out_dir}"])
+            raise DataError(error.what, "nanoGPT's ckpt.pt is gone on with as there: with the config file and flags "
+                            f"that it was trained with, then {resumed}") from None
+        raise
     return config, notes
 
 

@@ -81,10 +81,11 @@ def _text_of(path: str) -> str:
     except FileNotFoundError:
         raise UsageError(f"There is no config file {path!r}.", _files_like(path)) from None
     except IsADirectoryError:
-        run = any(os.path.isfile(os.path.join(path, name)) for name in ("run.json", "ckpt.pt"))
+        run, theirs = (os.path.isfile(os.path.join(path, name)) for name in ("run.json", "ckpt.pt"))
         fix = f"To go on with the run in it: {shlex.join(['--init_from=resume', f'--out_dir={path}'])}"
+        fix += ", and the config file and flags it was trained with" if not run else ""
         raise UsageError(f"{path!r} is a folder; a config file was expected.",
-                         fix if run else _files_like(path)) from None
+                         fix if run or theirs else _files_like(path)) from None
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or str(error)
         raise UsageError(f"The config file {path!r} cannot be read: {why}.") from None

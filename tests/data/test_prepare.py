@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fitgpt.config import RunConfig
 from fitgpt.data import manifest
 from fitgpt.data.header import read_header, summarise
 from fitgpt.data.prepare import prepare
@@ -21,6 +22,7 @@ from fitgpt.data.shards import Split, open_dataset
 from fitgpt.data.tokenizers import get
 from fitgpt.data.workers import cores
 from fitgpt.errors import DataError, SystemFault, UsageError
+from fitgpt.knobs import walk
 from fitgpt.options import PrepareOptions
 
 END = 256
@@ -78,6 +80,14 @@ def test_the_result_says_its_counts_and_what_to_type_next(capsys: pytest.Capture
     assert "on disk" in said.splitlines()[1]
     assert f"{summary.train_tokens:,} tokens" in said
     assert f"{summary.val_tokens:,} tokens" in said
+    command = said.rstrip().splitlines()[-1].split()
+    assert command[:2] == ["fitgpt", "train"]
+    assert command[-2:] == ["--dataset=mine", "--out_dir=runs/mine"]
+    assert RunConfig(**{each.key: each.value for each in walk(command[2:], RunConfig)}).n_layer == 4
+    Path("config").mkdir()
+    Path("config/demo.py").touch()
+    run("texts", val_fraction=0.1, overwrite=True)
+    said = capsys.readouterr().out
     assert said.rstrip().endswith("fitgpt train config/demo.py --dataset=mine --out_dir=runs/mine")
     assert not Path("data/mine/.prepare.lock").exists()
 

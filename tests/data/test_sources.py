@@ -196,6 +196,18 @@ NOISE = np.random.default_rng(1).bytes(20_000)
 RUSSIAN = "Все счастливые семьи похожи друг на друга. ".encode("cp1251") * 50
 
 
+def test_a_pdf_comes_with_the_command_that_takes_its_text_out() -> None:
+    assert refuse(write("my paper.pdf", b"%PDF-1.4\n" + NOISE)).fix == "pdftotext 'my paper.pdf' 'my paper.txt'"
+
+
+def test_tables_that_are_read_as_plain_text_are_counted() -> None:
+    write("t/a.json", b'[{"text": "hello"}]')
+    write("t/b.csv", b"text\nhello\n")
+    write("t/c.txt", b"hello")
+    assert files("t").skipped == {"json_or_csv_files_read_as_plain_text,_markup_and_all": 2}
+    assert files("t/c.txt").skipped == {}
+
+
 @pytest.mark.parametrize("data", [NOISE, RUSSIAN, b"\x7fELF" + NOISE.replace(b"a", b"\0\0\0")])
 def test_bytes_that_are_no_utf8_text_are_refused_with_a_way_through(data: bytes) -> None:
     error = refuse(write("my file.txt", data))

@@ -51,6 +51,8 @@ _SAVE_EVERY_S = 1.0              # at most; and only when a shard was finished
 _SAMPLE_BYTES = 256 * KiB        # tokenized first, to know how many tokens the text will make
 _LARGE_DOWNLOAD_TOKENS = 5 * 10**9   # some 20 GB of text
 _SMALL_VAL_TOKENS = 4096         # below this a val loss is mostly chance
+_LIKE_THE_DEMO = ("--n_layer=4 --n_head=4 --n_embd=128 --block_size=64 --gradient_accumulation_steps=1 "
+                  "--max_iters=1400 --lr_decay_iters=1400 --warmup_iters=100")  # where config/demo.py is not at hand
 _ENOUGH_FOR_A_REAL_RUN = 20_000_000  # tokens; below, a GPT of tens of millions of weights learns it by heart
 
 
@@ -346,8 +348,9 @@ def _report(job: Job) -> None:
     if made.tokens("val") < _SMALL_VAL_TOKENS:
         print(f"Note: val has only {made.tokens('val'):,} tokens; a larger --val_fraction gives a steadier val loss.")
     enough = made.tokens("train") >= _ENOUGH_FOR_A_REAL_RUN and made.tokenizer == "gpt2"
-    config = "config/train_fineweb.py" if enough else "config/demo.py"
-    print(f"The dataset is in {job.folder}. To train on it:\n  fitgpt train {config} "
+    config, flags = ("config/train_fineweb.py", "") if enough else ("config/demo.py", _LIKE_THE_DEMO)
+    words = f"train {config if Path(config).is_file() else flags}".rstrip()
+    print(f"The dataset is in {job.folder}. To train on it:\n  fitgpt {words} "
           f"--dataset={shlex.quote(job.dataset)} --out_dir=runs/{shlex.quote(job.folder.name)}", flush=True)
 
 

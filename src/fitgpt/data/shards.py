@@ -110,7 +110,7 @@ class Split:
                 raise DataError(
                     f"{shard.path} holds the token {largest:,}, and the model's vocabulary is {vocab_size:,}: "
                     f"tokens must be from 0 to {vocab_size - 1:,}.",
-                    f"Use a model with vocab_size of at least {largest + 1}, or prepare the data with the "
+                    f"A model with --vocab_size={largest + 1} or more, or prepare the data with the "
                     "tokenizer the model was made for.")
         self._ceiling = vocab_size
 

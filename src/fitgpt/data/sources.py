@@ -29,6 +29,7 @@ EMBEDDED_BYTES = 8_000_000   # of the standard library: enough to learn from, pr
 _SNIFF_BYTES = 8 * KiB
 _FOREIGN = 0.1  # of a file's beginning: Latin-1 prose, which is read and mended, has half of that
 _JSONL, _PARQUET = (".jsonl", ".ndjson"), (".parquet", ".pq")
+_MARKUP = (".json", ".csv", ".tsv")  # tables, but of no shape that can be told
 _UNPACK = {".gz": "gunzip -k", ".xz": "unxz -k", ".bz2": "bunzip2 -k", ".zst": "unzstd", ".zip": "unzip",
            ".tar": "tar xf", ".tgz": "tar xf", ".7z": "7z x", ".rar": "unrar x"}
 _PACKED = tuple(_UNPACK)
@@ -178,6 +179,8 @@ def _files(inputs: tuple[str, ...], column: str) -> Files:
         left_out = ", ".join(f"{count} {what.replace('_', ' ')}" for what, count in sorted(skipped.items()))
         raise DataError(f"There is no text in {', '.join(inputs)}" + (f": {left_out}." if left_out else "."),
                         "Give text, .jsonl or .parquet files, or a folder that holds some.")
+    if markup := sum(item.path.suffix.lower() in _MARKUP for item in items):
+        skipped["json_or_csv_files_read_as_plain_text,_markup_and_all"] = markup
     text_bytes = sum(Parquet(item.path, column).text_bytes if item.kind == "parquet" else item.size for item in items)
     if not any(item.size for item in items):
         raise DataError(f"There is no text in {', '.join(inputs)}: "
@@ -200,6 +203,9 @@ def _given(path: Path, status: os.stat_result) -> Item:
     except OSError as error:
         raise _unreadable(path, error) from error
     converted = f"-t UTF-8 {shlex.quote(str(path))} > {shlex.quote(f'{path.stem}.utf8{path.suffix}')}"
+    if start[:5] == b"%PDF-":
+        text = shlex.quote(f"{path.stem}.txt")
+        raise DataError(f"The input {path} is a PDF, not text.", f"pdftotext {shlex.quote(str(path))} {text}")
     if start[:2] in _UTF16:
         raise DataError(f"The input {path} is UTF-16; text must be UTF-8.", f"iconv -f UTF-16 {converted}")
     if _kind(path) == "text" and (foreign := foreign_share(start)) > _FOREIGN:

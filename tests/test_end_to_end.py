@@ -26,6 +26,7 @@ from fitgpt.data.shards import open_dataset
 from fitgpt.engine import checkpoint
 from fitgpt.engine.loop import learning_rate_at
 from fitgpt.engine.model import GPT, build_model
+from fitgpt.errors import DataError
 from fitgpt.interop.nanogpt import param_shapes
 from fitgpt.report import read_run
 from fitgpt.runfolder import read_metrics
@@ -152,6 +153,23 @@ def test_an_export_of_bytes_writes_here_as_its_run_does(desk: Path, capsys: pyte
         assert main(["sample", place, "--start=é", "--num_samples=1", "--max_new_tokens=20", "--device=cpu"]) == 0
         said.append(capsys.readouterr().out)
     assert said[0] == said[1]
+
+
+def test_an_export_without_gpt2s_vocabulary_at_hand_is_written_and_says_what_it_lacks(
+        desk: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def not_here() -> None:
+        raise DataError("tiktoken could not load GPT-2's vocabulary: no network.", "…")
+
+    monkeypatch.setattr(tokenizers, "_load_gpt2", not_here)
+    assert main(["export", "runs/plain", "-o", "first"]) == 0
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        Path("first", file).unlink()
+    config = Path("first/config.json")
+    config.write_text(config.read_text().replace('"bytes"', '"gpt2"'))
+    capsys.readouterr()
+    assert main(["export", "first", "-o", "again"]) == 0
+    assert "the tokenizer is not in the export: tiktoken could not load" in capsys.readouterr().err
+    assert not Path("again/tokenizer.json").exists()
 
 
 # ---- the same model elsewhere

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import codecs
 import errno
 import os
 import sys
@@ -18,11 +17,10 @@ from typing import Any, NamedTuple
 from . import __version__
 from .errors import STOPPED_AT_ONCE, DeviceError, FitError, SystemFault, UsageError
 from .knobs import Options, build, knobs_of, nearest, walk
+from .units import NEAREST_SIGNS
 
 OUTPUT_CLOSED = 141  # what a shell reports for a program ended by SIGPIPE
 OUR_BUG = 70
-PLAIN_SIGNS = {"×": "x", "·": ".", "←": "<-", "→": "->", "±": "+-", "−": "-", "–": "-", "—": "-", "…": "...",
-               "≤": "<=", "≥": ">=", "│": "|", "┤": "|", "└": "+", "─": "-", "●": "*", "○": "o", "✓": "ok"}
 
 
 class Verb(NamedTuple):
@@ -146,17 +144,9 @@ def mend_streams() -> None:
     """Streams that were closed lead nowhere; those that cannot write a sign of ours write the nearest they can."""
     sys.stdin = sys.stdin or open(os.devnull)  # noqa: SIM115
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
-    codecs.register_error("fitgpt", _nearest_sign)
     for stream in (sys.stdout, sys.stderr):
         with suppress(AttributeError, OSError, ValueError):  # no stream, or one that is no text file
-            stream.reconfigure(errors="fitgpt")  # type: ignore[union-attr]
-
-
-def _nearest_sign(error: UnicodeError) -> tuple[str, int]:
-    assert isinstance(error, UnicodeEncodeError)
-    signs = (PLAIN_SIGNS.get(sign, sign.encode("ascii", "backslashreplace").decode())
-             for sign in error.object[error.start:error.end])
-    return "".join(signs), error.end
+            stream.reconfigure(errors=NEAREST_SIGNS)  # type: ignore[union-attr]
 
 
 def run(argv: list[str]) -> int:

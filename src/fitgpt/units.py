@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import re
 
 from .errors import UsageError
@@ -71,3 +72,20 @@ def show_seconds(seconds: float) -> str:
 def with_article(name: str) -> str:
     """Before letters that are spelled out: an RTX 4070, an A100, a GTX 1080, a T4."""
     return f"{'an' if name[0] in 'AEFHILMNORSX' else 'a'} {name}"
+
+
+# ---- signs, for terminals that have only ASCII
+
+NEAREST_SIGNS = "fitgpt"  # as `errors=` of a stream or of str.encode
+_PLAIN = {"×": "x", "·": ".", "←": "<-", "→": "->", "±": "+/-", "−": "-", "–": "-", "—": "-", "…": "...",
+          "≤": "<=", "≥": ">=", "│": "|", "┤": "|", "└": "+", "─": "-", "●": "*", "○": "o", "✓": "ok"}
+
+
+def _nearest_signs(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeEncodeError)
+    signs = (_PLAIN.get(sign, sign.encode("ascii", "backslashreplace").decode())
+             for sign in error.object[error.start:error.end])
+    return "".join(signs), error.end
+
+
+codecs.register_error(NEAREST_SIGNS, _nearest_signs)

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Protocol, TextIO, cast
 
 from ..nouns import Evaluation, RunFacts, StepReport
-from ..units import show_bytes, show_seconds
+from ..units import NEAREST_SIGNS, show_bytes, show_seconds
 from . import text
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class Unbreakable:
     def write(self, words: str) -> int:
         if self._stream is not None:
             try:
-                self._stream.write(words.encode(self.encoding, "replace").decode(self.encoding))
+                self._stream.write(words.encode(self.encoding, NEAREST_SIGNS).decode(self.encoding))
             except (OSError, ValueError):
                 self._give_up()
         return len(words)

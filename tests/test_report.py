@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from fitgpt import runfolder
 from fitgpt.cli import main
 from fitgpt.errors import UsageError
 from fitgpt.options import ReportOptions
@@ -203,6 +204,21 @@ def test_a_hundred_thousand_steps_make_a_small_page_with_every_spike(tmp_path: P
     assert len(html.encode()) < 700_000
     assert "Spikes reach 61.50: marked at the edge." in html
     assert 61.5 in data_of(html)["series"][0]["high"]
+
+
+def test_of_a_very_long_record_a_part_is_read_and_the_page_says_so(tmp_path: Path,
+                                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runfolder, "LONG_RECORD", 2**20)
+    monkeypatch.setattr("fitgpt.report.LONG_RECORD", 2**20)
+    monkeypatch.setattr(runfolder, "LONGEST_LINE", 2**12)
+    lines = (f'{{"kind": "step", "step": {n}, "loss": 3.0, "text": "{"x" * 100}"}}\n' for n in range(40_000))
+    run = write_run(tmp_path / "long", [FACTS], "".join(lines) + '{"kind": "warn')
+    record = read_run(str(run))
+    assert 5_000 < len(record.steps) < 10_000
+    assert [step.step for step in record.steps[-20:]] == [*range(39_980, 40_000)]
+    assert record.facts is not None
+    assert any("of its steps every 6th was read" in words for words in record.unreadable)
+    assert any("Line 40,002 of metrics.jsonl is broken" in words for words in record.unreadable)
 
 
 # ---- several runs

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,7 +18,7 @@ from .memory.setting import DEFAULT_TORCH, setting_for
 from .memory.thinned import one_step
 from .nouns import Evaluation, MemoryReading, OwnerTimeline, PhaseForecast, RunFacts, SplitLoss, StepReport
 from .options import ReportOptions
-from .runfolder import read_metrics, recorded_config
+from .runfolder import LONG_RECORD, read_metrics, read_record, recorded_config
 from .show.report import MOST_RUNS, report_page
 from .sights import RunEvent, RunRecord, RunSample
 from .units import show_bytes
@@ -83,11 +82,12 @@ def read_run(place: str, name: str = "") -> RunRecord:
         if not any((folder / part).exists() for part in ("metrics.jsonl", "run.json", "checkpoints")):
             raise UsageError(f"{place} holds no run: neither metrics.jsonl nor run.json is in it.", _runs_near(folder))
     with disk_faults("read", metrics):
-        unreadable = [*_broken_lines(metrics)]
         try:
-            rows = [row for file in (metrics, folder / "samples.jsonl") if file.is_file() for row in read_metrics(file)]
+            rows, broken = read_record(metrics) if metrics.is_file() else ([], [])
+            rows += read_metrics(samples) if (samples := folder / "samples.jsonl").is_file() else []
+            unreadable = [*_unread(metrics, broken)]
         except RecursionError:
-            rows, unreadable = [], [*unreadable, f"{metrics.name} nests values too deep to be read."]
+            rows, unreadable = [], [f"{metrics.name} nests values too deep to be read."]
     try:
         config = recorded_config(folder)
     except CheckpointError as error:
@@ -102,23 +102,17 @@ def _runs_near(folder: Path) -> str:
     return f"fitgpt report {runs[0]}" if runs else "Name the folder that a run was given as --out_dir."
 
 
-def _broken_lines(metrics: Path) -> Iterable[str]:
+def _unread(metrics: Path, broken: Sequence[int]) -> Iterable[str]:
     if not metrics.is_file():
         yield f"{metrics.name} is missing: the run has recorded nothing."
         return
-    broken = [number for number, line in enumerate(metrics.read_bytes().split(b"\n"), 1)
-              if line.strip() and not _is_object(line)]
+    if (size := metrics.stat().st_size) > LONG_RECORD:
+        yield (f"{metrics.name} has {show_bytes(size)}: of its steps every {-(-size // LONG_RECORD)}th was read, and "
+               "the last ones all.")
     if broken:
         lines = f"Line {broken[0]:,} of {metrics.name} is" if len(broken) == 1 else (
             f"{len(broken):,} lines of {metrics.name} are")
         yield f"{lines} broken or half-written, and passed over."
-
-
-def _is_object(line: bytes) -> bool:
-    try:
-        return isinstance(json.loads(line), dict)
-    except (ValueError, RecursionError):
-        return False
 
 
 def record_of(name: str, rows: Sequence[Row], config: dict[str, Any] | None,

@@ -18,11 +18,11 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from . import __version__
 from .atomic import disk_faults, seal_json, sync_folder, unseal_json, write_atomically
@@ -31,6 +31,8 @@ from .errors import CheckpointError, SystemFault, UsageError
 from .units import show_bytes
 
 SCHEMA = 1
+LONGEST_LINE = 2**20        # bytes; ours are a few hundred
+LONG_RECORD = 32 * 2**20    # bytes: some 90,000 steps, which take some seconds to read
 
 _PROBE_BYTES = 64 * 1024       # enough that a full disk cannot hide it in spare metadata room
 _DIFFERENCES_SHOWN = 10
@@ -38,6 +40,7 @@ _LOCK_OFFSET = 2**30           # Windows forbids reading locked bytes: lock one 
 _HELD_BY_ANOTHER = {errno.EAGAIN, errno.EACCES, errno.EDEADLK}
 _NO_LOCKS_HERE = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}  # some network disks
 _STEP_FOLDER = re.compile(r"step-(\d{8,})(?:-(\d+))?")
+_STEP_ROW = b'{"kind": "step", '  # as append_metrics writes it
 _PROGRESS = ("step", "eval", "save")  # kinds of rows that going back undoes
 _NONFINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
@@ -297,31 +300,64 @@ def keep_sample(out_dir: Path | str, step: int, text: str) -> None:
         file.write(json.dumps({"kind": "sample", "step": step, "text": text}) + "\n")
 
 
+def record_lines(file: BinaryIO, size: int) -> Iterator[tuple[bytes, bool]]:
+    """The lines of a record from where the file stands, and of each whether it is to be read.
+
+    Of a very long record only every so manieth step is, but all else and everything near its end: a curve has no more
+    points than a page has dots, and whoever looks at the run is not to wait for minutes.
+    """
+    start = place = file.tell()
+    every, number = -(-(size - start) // LONG_RECORD), 0
+    while line := file.readline(LONGEST_LINE):
+        place += len(line)
+        steps_are_enough = every > 1 and place < size - LONGEST_LINE and line.startswith(_STEP_ROW)
+        number += steps_are_enough
+        yield line, not steps_are_enough or number % every == 0
+
+
 def read_metrics(path: Path | str) -> list[dict[str, Any]]:
-    """The rows as the run now stands, in file order. Lines that are no JSON object are passed over.
+    """The rows as the run now stands, in file order. Lines that are no JSON object are passed over."""
+    return read_record(path)[0]
+
+
+def read_record(path: Path | str) -> tuple[list[dict[str, Any]], list[int]]:
+    """The rows as the run now stands, in file order; and the numbers of lines that are no JSON object.
 
     A row with `start_step` begins a part of the run, which was resumed or went back: the steps, evaluations
     and saves that lay beyond were undone; other things happened nevertheless. Of two such rows of the same
     step the later one counts.
     """
-    if not Path(path).exists():
-        return []
     kept: dict[object, dict[str, Any]] = {}
-    for number, line in enumerate(Path(path).read_bytes().split(b"\n")):
-        try:
-            row = _hear_nonfinite(json.loads(line))
-        except (ValueError, RecursionError):
-            continue
-        if not isinstance(row, dict):
-            continue
-        start = row.get("start_step")
-        if isinstance(start, int):
-            kept = {key: other for key, other in kept.items() if not _undone(other, start)}
-        kind, step = row.get("kind"), row.get("step")
-        key = (kind, step) if kind in _PROGRESS and isinstance(step, int) else number
-        kept.pop(key, None)
-        kept[key] = row
-    return list(kept.values())
+    broken: list[int] = []
+    if not Path(path).exists():
+        return [], []
+    with open(path, "rb") as file:
+        number, begun = 0, False  # begun: a line too long to be one of ours goes on
+        for line, wanted in record_lines(file, os.fstat(file.fileno()).st_size):
+            rest_of_a_line, begun = begun, not line.endswith(b"\n")
+            number += not rest_of_a_line
+            if rest_of_a_line or not wanted or not line.strip():
+                continue
+            try:
+                row = _hear_nonfinite(json.loads(line))
+            except (ValueError, RecursionError):
+                row = None
+            if isinstance(row, dict):
+                kept = _with_row(kept, row, number)
+            else:
+                broken.append(number)
+    return list(kept.values()), broken
+
+
+def _with_row(kept: dict[object, dict[str, Any]], row: dict[str, Any], number: int) -> dict[object, dict[str, Any]]:
+    start = row.get("start_step")
+    if isinstance(start, int):
+        kept = {key: other for key, other in kept.items() if not _undone(other, start)}
+    kind, step = row.get("kind"), row.get("step")
+    key = (kind, step) if kind in _PROGRESS and isinstance(step, int) else number
+    kept.pop(key, None)
+    kept[key] = row
+    return kept
 
 
 def _undone(row: Mapping[str, Any], start: int) -> bool:

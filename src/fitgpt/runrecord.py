@@ -16,14 +16,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from .nouns import MemoryReading
-from .runfolder import step_folders
+from .runfolder import LONGEST_LINE, record_lines, step_folders
 from .sights import RunState, Spike, Track
 from .units import MiB
 
 SPIKE_BYTES, SPIKE_SHARE = 64 * MiB, 0.03  # a rise at once of this much, and of this share of what was there
 SPIKES_KEPT = 8
 CURVE_POINTS = 1024
-LONGEST_LINE = 2**20  # ours are a few hundred bytes
 RUN_FILES = ("metrics.jsonl", "lock", "run.json")
 
 
@@ -134,12 +133,15 @@ class FollowedRun:
             if (stat.st_dev, stat.st_ino) != self._file or stat.st_size < self._read:  # another, or cut back
                 self._file, self._read, self.record = (stat.st_dev, stat.st_ino), 0, Record()
             file.seek(self._read)
-            while (line := file.readline(LONGEST_LINE)).endswith(b"\n") or len(line) == LONGEST_LINE:
+            for line, wanted in record_lines(file, stat.st_size):
+                if not line.endswith(b"\n") and len(line) < LONGEST_LINE:
+                    break
                 self._read += len(line)
-                with suppress(ValueError, RecursionError):
-                    row = json.loads(line)
-                    if isinstance(row, dict):
-                        self.record.take(row)
+                if wanted:
+                    with suppress(ValueError, RecursionError):
+                        row = json.loads(line)
+                        if isinstance(row, dict):
+                            self.record.take(row)
             written = stat.st_mtime
         return written
 

@@ -15,7 +15,7 @@ import pytest
 from watched import FACTS, evaluation, memory, rows_then, state_of, step, words_of, write_run
 
 from fake_nvml import CountingNvml
-from fitgpt import runrecord, watch
+from fitgpt import runfolder, runrecord, watch
 from fitgpt.runfolder import open_run
 from fitgpt.runrecord import FollowedRun, lock_owner
 from fitgpt.sights import Spike
@@ -149,6 +149,18 @@ def test_a_record_read_as_it_grows_is_the_record_read_at_once(tmp_path: Path) ->
     assert replace(at_once.look(None, 0.0), silent_s=0.0) == replace(grown, silent_s=0.0)
     assert at_once.record.track() == followed.record.track()
     assert 500 < len(grown.losses) <= runrecord.CURVE_POINTS
+
+
+def test_a_very_long_record_is_read_in_part_and_its_end_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runfolder, "LONG_RECORD", 2**16)
+    monkeypatch.setattr(runfolder, "LONGEST_LINE", 2**10)
+    write_run(tmp_path, FACTS, *(step(number) for number in range(5000)), evaluation(5000), {"kind": "save", "step": 1})
+    read: list[Any] = []
+    monkeypatch.setattr(runrecord.Record, "take", lambda record, row: read.append(row))
+    state_of(tmp_path)
+    assert len(read) < 1000
+    assert [row.get("step") for row in read[-3:]] == [4999, 5000, 1]
+    assert read[0]["kind"] == "run"
 
 
 def test_a_resume_undoes_what_lay_beyond_its_start(tmp_path: Path) -> None:

@@ -253,6 +253,28 @@ def test_a_newer_schema_is_refused_by_name_and_never_skipped(tmp_path: Path) -> 
     assert "≥ v9.1.0" in refusal.value.fix
 
 
+@pytest.mark.parametrize("wrong", [
+    {"schema": "1"}, {"best": None}, {"step": "2"}, {"state": []}, {"files": 7}, {"files": {}},
+    {"files": {"model.safetensors": 1, "optimizer.safetensors": {}}}], ids=str)
+def test_a_state_of_other_kinds_of_values_is_passed_over(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    save_step(tmp_path, 1)
+    path = save_step(tmp_path, 2).path / "state.json"
+    path.write_text(seal_json(unseal_json(path.read_text()) | wrong))
+    loaded = load(tmp_path)
+    assert loaded.step == 1
+    assert "not the state of a checkpoint" in loaded.notes[0]
+    save_step(tmp_path, 3)
+
+
+def test_a_checkpoint_is_read_under_any_name(tmp_path: Path) -> None:
+    copy = tmp_path / "my best one"
+    shutil.copytree(save_step(tmp_path, 7).path, copy)
+    assert checkpoint.load_folder(copy).step == 7
+    (copy / "model.safetensors").write_bytes(b"")
+    with pytest.raises(CheckpointError, match="my best one/model.safetensors has 0 bytes"):
+        checkpoint.load_folder(copy)
+
+
 def test_no_checkpoint_and_an_unknown_one_are_told_apart(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no checkpoint in"):
         load(tmp_path / "nowhere")

@@ -100,7 +100,8 @@ def test_the_closing_words_come_in_the_letters_that_the_terminal_has(tmp_path: P
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
     train(tiny_config(tmp_path, max_iters=2))
     assert b"Let it write: fitgpt sample" in raw.getvalue()
-    assert b" +/- 0." in raw.getvalue() and b"?" not in raw.getvalue()
+    assert b" +/- 0." in raw.getvalue()
+    assert b"?" not in raw.getvalue()
 
 
 def test_every_micro_step_is_told_to_the_display(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ from fitgpt.errors import DataError, DeviceError, FitError, Interrupted, SystemF
 from fitgpt.knobs import Assignment
 from fitgpt.run import run
 from fitgpt.runfolder import read_metrics, step_folders
-from fitgpt.supervise import conclude, death_in_words
+from fitgpt.supervise import conclude, death_in_words, heard
 from helpers import TINY, write_dataset
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals as POSIX has them")
@@ -262,6 +262,13 @@ def test_last_words_count_even_if_the_process_dies_of_saying_them() -> None:
         conclude(-signal.SIGSEGV, {"code": 3, "what": "The shard is gone.", "fix": "Copy it again.", "restart": False},
                  RunConfig(out_dir="nowhere"))
     assert raised.value.fix == "Copy it again."
+
+
+@pytest.mark.parametrize("written", [None, "", '{"code": 3, "wh', "3"], ids=["none", "empty", "cut short", "no words"])
+def test_last_words_that_never_got_to_the_disk_are_none(tmp_path: Path, written: str | None) -> None:
+    if written is not None:
+        (tmp_path / "words.json").write_text(written)
+    assert heard(tmp_path / "words.json") == {}
 
 
 def test_an_end_without_last_words_is_named_by_its_exit_code() -> None:

@@ -22,6 +22,7 @@ from .units import show_bytes, with_article
 SCHEMA = 1
 PLAN_AGAIN = "Plan again: fitgpt fit; or train without --plan."
 LARGEST = 64 * 2**20  # bytes; a plan has some kilobytes
+LARGEST_BYTES = 2**63  # beyond it nothing was planned or measured
 SAME = 0.01           # of what is needed: a plan made elsewhere for this card may know its figures less well
 # What a run's memory depends on: the plan has decided these.
 DECIDED = ("batch_size", "gradient_accumulation_steps", "block_size", "n_layer", "n_head", "n_embd", "dropout", "bias",
@@ -95,7 +96,11 @@ def plan_from(document: Any) -> MemoryPlan | None:
         usable, others, whole, outside = (int(document[f"{name}_bytes"])
                                           for name in ("usable", "others", "budget", "outside"))
         budget = Budget(str(document["card"] or "card"), usable, others, whole, outside)
-    except (KeyError, TypeError, ValueError, AttributeError):
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
+        return None
+    if any(abs(nbytes) > LARGEST_BYTES for nbytes in (
+            forecast.params, forecast.needs, *forecast.reserved_range, usable, others, whole, outside,
+            *(share.nbytes for share in owners), *(most for held in phases.values() for most in (held.allocated, held.reserved)))):
         return None
     return MemoryPlan(forecast, budget) if phases and owners else None
 

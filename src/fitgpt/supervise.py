@@ -107,7 +107,16 @@ def run_child(orders: Orders) -> tuple[int, dict[str, Any]]:
             show_cursor()
         if relay.killed and code < 0:
             return STOPPED_AT_ONCE, {}
-        return code, json.loads(words.read_text()) if words.exists() else {}
+        return code, heard(words)
+
+
+def heard(words: Path) -> dict[str, Any]:
+    """The child's last words; none where it died of saying them, or had no disk to say them on."""
+    try:
+        told = json.loads(words.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return told if isinstance(told, dict) else {}
 
 
 class Relay:

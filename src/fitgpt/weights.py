@@ -33,7 +33,10 @@ class Source:
 
 
 def from_run(out_dir: Path, which: str | int = "last", *, weights_only: bool = False) -> Source:
-    loaded = checkpoint.load(out_dir / "checkpoints", which, weights_only=weights_only)
+    return _from_checkpoint(checkpoint.load(out_dir / "checkpoints", which, weights_only=weights_only))
+
+
+def _from_checkpoint(loaded: checkpoint.Loaded) -> Source:
     return Source(GPTConfig(**loaded.state["gpt"]), loaded.model, loaded.optimizer, loaded.state,
                   loaded.state["config"], str(loaded.path), loaded.notes)
 
@@ -56,7 +59,7 @@ def open_any(place: str, which: str | int) -> Source:
     if place in gpt2_shapes and not path.exists():
         return from_hugging_face(hf.find_gpt2(place))
     if (path / checkpoint.STATE).is_file():
-        return from_run(path.parent.parent, int(path.name.split("-")[1]), weights_only=True)
+        return _from_checkpoint(checkpoint.load_folder(path, weights_only=True))
     if path.suffix == ".pt":
         return from_nanogpt(path)
     if holds_run(path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -254,6 +255,17 @@ def test_a_card_that_nobody_knows_is_still_refused_where_it_is_named(tmp_path: P
     {"schema": 1, "phases": None}])
 def test_a_plan_that_is_none_is_not_taken_for_one(document: Any) -> None:
     assert plan_from(document) is None
+
+
+@pytest.mark.parametrize("wrong", ['"usable_bytes": 1' + "0" * 400, '"needs_bytes": Infinity', '"params": 1' + "0" * 30])
+def test_a_plan_of_impossible_figures_is_not_taken_for_one(tmp_path: Path, no_stdin: None, wrong: str,
+                                                          capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", CONFIG, "--gpu=4070", "--json"]) == 0
+    figure = wrong.partition(":")[0]
+    text = re.sub(rf"{figure}: [0-9]+", wrong, capsys.readouterr().out)
+    assert wrong in text
+    (tmp_path / "plan.json").write_text(text)
+    assert main(["explain", str(tmp_path / "plan.json")]) in (1, 2)
 
 
 def test_the_plan_file_of_a_run_is_explained_by_the_config_in_it(tmp_path: Path, no_stdin: None,

@@ -40,6 +40,7 @@ SCHEMA = 1
 MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
 TIED_HEAD, TIED_TO = "lm_head.weight", "transformer.wte.weight"
 
+_STATE_KINDS = {"step": int, "best": bool, "files": dict, "state": dict}
 _LEFTOVER = re.compile(r"\.tmp-.*-(\d+)")
 _DTYPE_NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -235,7 +236,7 @@ def load(folder: Path, which: str | int = "last", *, device: torch.device | str 
     candidates, notes = _candidates(slots, which)
     for slot in candidates:
         try:
-            return _load_one(slot, device, weights_only, notes)
+            return _load_one(slot.path, device, weights_only, notes)
         except _Damaged as damage:
             if not slot.path.exists():  # a trainer at work let it go while we were reading
                 return load(folder, which, device=device, weights_only=weights_only)
@@ -245,6 +246,14 @@ def load(folder: Path, which: str | int = "last", *, device: torch.device | str 
         " ".join(notes),
         f"Take another: there are step {others}." if others else "Restore it from a copy, or start anew.",
     )
+
+
+def load_folder(path: Path, *, device: torch.device | str = "cpu", weights_only: bool = False) -> Loaded:
+    """The checkpoint that this folder is, whatever it is called and wherever it was copied to."""
+    try:
+        return _load_one(path, device, weights_only, [])
+    except _Damaged as damage:
+        raise CheckpointError(f"{damage}.", "Restore it from a copy, or name another.") from damage
 
 
 def list_checkpoints(folder: Path) -> list[Checkpoint]:
@@ -268,16 +277,16 @@ def _candidates(newest_first: list[StepFolder], which: str | int) -> tuple[list[
     return chosen, []
 
 
-def _load_one(slot: StepFolder, device: torch.device | str, weights_only: bool, notes: list[str]) -> Loaded:
-    document = _read_state(slot.path)
+def _load_one(path: Path, device: torch.device | str, weights_only: bool, notes: list[str]) -> Loaded:
+    document = _read_state(path)
     seals = _seals(document)
     wanted = (MODEL,) if weights_only else (MODEL, OPTIMIZER)
     for name in wanted:
-        _verify(slot.path / name, seals[name])
-    tensors = [_read_tensors(slot.path / name, device) for name in wanted]
-    strangers = sorted({path.name for path in slot.path.iterdir()} - {MODEL, OPTIMIZER, STATE})
-    notes = notes + [f"{slot.path / name} is not ours, and was passed over." for name in strangers]
-    return Loaded(slot.path, document["step"], tensors[0], {} if weights_only else tensors[1],
+        _verify(path / name, seals[name])
+    tensors = [_read_tensors(path / name, device) for name in wanted]
+    strangers = sorted({each.name for each in path.iterdir()} - {MODEL, OPTIMIZER, STATE})
+    notes = notes + [f"{path / name} is not ours, and was passed over." for name in strangers]
+    return Loaded(path, document["step"], tensors[0], {} if weights_only else tensors[1],
                   document["state"], tuple(notes))
 
 
@@ -291,16 +300,20 @@ def _read_state(path: Path) -> dict[str, Any]:
         raise _Damaged(f"{file} cannot be read ({error.strerror})") from error
     except (ValueError, RecursionError) as error:
         raise _Damaged(f"{file} is damaged ({error})") from error
-    if not {"schema", "fitgpt", "step", "best", "files", "state"} <= document.keys():
+    if not isinstance(document.get("schema"), int) or "fitgpt" not in document:
         raise _Damaged(f"{file} is not the state of a checkpoint")
     if document["schema"] > SCHEMA:
         raise CheckpointError(f"{path} was written by fitgpt v{document['fitgpt']}; this is v{__version__}.",
                               f"It needs fitgpt ≥ v{document['fitgpt']}: pip install --upgrade fitgpt")
+    if not all(isinstance(document.get(key), kind) for key, kind in _STATE_KINDS.items()) or not all(
+            isinstance(document["files"].get(name), dict) and {"size", "sha256"} == document["files"][name].keys()
+            for name in (MODEL, OPTIMIZER)):
+        raise _Damaged(f"{file} is not the state of a checkpoint")
     return document
 
 
 def _seals(document: dict[str, Any]) -> dict[str, FileSeal]:
-    return {name: FileSeal(**seal) for name, seal in document["files"].items()}
+    return {name: FileSeal(**seal) for name, seal in document["files"].items() if name in (MODEL, OPTIMIZER)}
 
 
 def _check_size(file: Path, seal: FileSeal) -> None:

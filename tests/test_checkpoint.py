@@ -271,7 +271,7 @@ def test_a_checkpoint_is_read_under_any_name(tmp_path: Path) -> None:
     shutil.copytree(save_step(tmp_path, 7).path, copy)
     assert checkpoint.load_folder(copy).step == 7
     (copy / "model.safetensors").write_bytes(b"")
-    with pytest.raises(CheckpointError, match="my best one/model.safetensors has 0 bytes"):
+    with pytest.raises(CheckpointError, match=r"my best one/model\.safetensors has 0 bytes"):
         checkpoint.load_folder(copy)
 
 

@@ -248,6 +248,7 @@ def test_a_child_whose_supervisor_dies_saves_and_ends_by_itself(start: Callable[
     (signal.SIGKILL, SystemFault, "RAM"),
     (signal.SIGBUS, DataError, "a data file was cut short or its disk went away"),
     (signal.SIGSEGV, FitError, "died of SIGSEGV inside a native library"),
+    (signal.SIGUSR1, SystemFault, "SIGUSR1 ended the training process: another program sent it"),
     (50, FitError, "died of signal 50"),
 ])
 def test_each_death_has_its_words(number: int, kind: type[FitError], words: str) -> None:

@@ -98,9 +98,10 @@ def plan_from(document: Any) -> MemoryPlan | None:
         budget = Budget(str(document["card"] or "card"), usable, others, whole, outside)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
         return None
-    if any(abs(nbytes) > LARGEST_BYTES for nbytes in (
-            forecast.params, forecast.needs, *forecast.reserved_range, usable, others, whole, outside,
-            *(share.nbytes for share in owners), *(most for held in phases.values() for most in (held.allocated, held.reserved)))):
+    held = (most for phase in phases.values() for most in (phase.allocated, phase.reserved))
+    figures = (forecast.params, forecast.needs, *forecast.reserved_range, usable, others, whole, outside, *held,
+               *(share.nbytes for share in owners))
+    if any(abs(figure) > LARGEST_BYTES for figure in figures):
         return None
     return MemoryPlan(forecast, budget) if phases and owners else None
 

@@ -46,6 +46,8 @@ from .signals import held_signals, stop_signals
 # The blank line is for a live bar to draw over.
 STOPPING = b"\nStopping: finishing what is under way, then saving. Ctrl-C once more stops at once.\n\n"
 RESTARTS = 3  # after a fault of the device that only a new process can clear
+# Signals that nobody gets from a fault of its own.
+_SENT = ("SIGUSR1", "SIGUSR2", "SIGQUIT", "SIGALRM", "SIGVTALRM", "SIGPROF", "SIGXCPU", "SIGTERM", "SIGHUP", "SIGINT")
 _ERRORS = {kind.exit_code: kind for kind in
            (DoesNotFit, UsageError, DataError, CheckpointError, DeviceError, NumericsError, SystemFault, Interrupted)}
 
@@ -194,4 +196,7 @@ def death_in_words(code: int, fix: str) -> FitError:
     if name == "SIGBUS":
         return DataError("The training process died of a bus error (signal 7): a data file was cut short or its disk "
                          "went away while it was being read.", fix)
+    if name in _SENT:
+        return SystemFault(f"{name} ended the training process: another program sent it, or a limit of the system did "
+                           "(`ulimit -a`).", fix)
     return FitError(f"The training process died of {name} inside a native library: torch, the driver or a kernel.", fix)

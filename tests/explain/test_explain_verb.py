@@ -257,7 +257,8 @@ def test_a_plan_that_is_none_is_not_taken_for_one(document: Any) -> None:
     assert plan_from(document) is None
 
 
-@pytest.mark.parametrize("wrong", ['"usable_bytes": 1' + "0" * 400, '"needs_bytes": Infinity', '"params": 1' + "0" * 30])
+@pytest.mark.parametrize("wrong", ['"usable_bytes": 1' + "0" * 400, '"needs_bytes": Infinity',
+                                   '"params": 1' + "0" * 30], ids=["usable", "needs", "params"])
 def test_a_plan_of_impossible_figures_is_not_taken_for_one(tmp_path: Path, no_stdin: None, wrong: str,
                                                           capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", CONFIG, "--gpu=4070", "--json"]) == 0

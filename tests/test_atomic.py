@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
 import pytest
 
-from fitgpt.atomic import write_atomically
+from fitgpt.atomic import disk_faults, write_atomically
+from fitgpt.errors import SystemFault
 
 
 def test_a_small_file_is_whole_on_the_disk_when_it_is_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -22,3 +24,9 @@ def test_a_small_file_is_whole_on_the_disk_when_it_is_synced(tmp_path: Path, mon
     write_atomically(tmp_path / "run.json", "{}\n")
     assert sizes[0] == 3  # the file; after it, its folder
     assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
+
+
+def test_a_file_larger_than_its_disk_or_the_shell_allows_says_which_limit(tmp_path: Path) -> None:
+    with pytest.raises(SystemFault, match="File too large") as refused, disk_faults("write", tmp_path):
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+    assert "ulimit -f" in refused.value.fix

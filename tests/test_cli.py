@@ -14,6 +14,7 @@ import pytest
 import fitgpt
 from fitgpt import cli, errors
 from fitgpt.cli import EXTRAS, VERBS, main
+from fitgpt.options import CardsOptions
 
 
 @pytest.fixture
@@ -272,6 +273,18 @@ def test_an_output_that_is_full_is_7_and_quiet_at_exit(buffered: bool) -> None:
 def test_closed_streams_do_no_harm(command: str, code: int) -> None:
     done = subprocess.run(["bash", "-c", f"{sys.executable} -m fitgpt {command}"], capture_output=True, timeout=60)
     assert done.returncode == code
+
+
+def test_without_standard_error_its_words_go_nowhere_and_not_among_the_output(
+        monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def verb(options: Any) -> int:
+        print("a remark", file=sys.stderr)
+        return int(sys.stderr.isatty())
+
+    monkeypatch.setattr("fitgpt.cli._load", lambda place: verb if "list_cards" in place else CardsOptions)
+    monkeypatch.setattr(sys, "stderr", None)
+    assert main(["cards"]) == 0
+    assert capsys.readouterr().out == ""
 
 
 def test_an_ascii_terminal_and_no_columns_still_get_help() -> None:

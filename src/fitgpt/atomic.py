@@ -32,6 +32,8 @@ _REMEDIES = {
     errno.EROFS: "That disk is mounted read-only: choose another.",
     errno.EIO: "The disk reports a fault: look at `dmesg`, and choose another disk.",
     errno.EMFILE: "Raise the limit of open files: ulimit -n 4096",
+    errno.EFBIG: "Raise the limit of file sizes (ulimit -f unlimited), or choose a disk that holds such files: FAT "
+                 "ends at 4 GiB.",
 }
 
 

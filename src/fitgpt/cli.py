@@ -144,6 +144,7 @@ def mend_streams() -> None:
     """Streams that were closed lead nowhere; those that cannot write a sign of ours write the nearest they can."""
     sys.stdin = sys.stdin or open(os.devnull)  # noqa: SIM115
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         with suppress(AttributeError, OSError, ValueError):  # no stream, or one that is no text file
             stream.reconfigure(errors=NEAREST_SIGNS)  # type: ignore[union-attr]

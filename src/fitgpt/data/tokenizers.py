@@ -21,7 +21,8 @@ _UNKNOWN = "\ufffd".encode()   # a token of the model's padding, which no text h
 _GPT2_FILES = (
     "The vocabulary is two small files that tiktoken fetches once. On a machine with a network run\n"
     "  TIKTOKEN_CACHE_DIR=gpt2-files python -c \"import tiktoken; tiktoken.get_encoding('gpt2')\"\n"
-    "then copy the folder gpt2-files here and set TIKTOKEN_CACHE_DIR to it, or use --tokenizer=bytes.")
+    "then copy the folder gpt2-files here and set TIKTOKEN_CACHE_DIR to it.\n"
+    "Text prepared with --tokenizer=bytes needs none.")
 
 
 class Tokenizer(Protocol):
@@ -151,7 +152,7 @@ def _load_gpt2() -> Any:
         import tiktoken
     except ImportError as error:
         raise DataError("The tokenizer gpt2 needs the package tiktoken, which is not installed.",
-                        "pip install tiktoken, or use --tokenizer=bytes") from error
+                        "pip install tiktoken (text prepared with --tokenizer=bytes does not need it)") from error
     try:
         return tiktoken.get_encoding("gpt2")
     except Exception as error:  # whatever the network, the cache folder or the hash check throws

@@ -319,7 +319,7 @@ def test_letters_the_stream_does_not_have_are_replaced() -> None:
     raw = io.BytesIO()
     stream = io.TextIOWrapper(raw, encoding="ascii")
     run_through(live.PlainDisplay(live.Unbreakable(stream)))
-    assert b"? 0.0021" in raw.getvalue()
+    assert b"+/- 0.0021" in raw.getvalue()
 
 
 def test_a_pipe_cut_in_the_middle_leaves_exit_code_0_and_silence() -> None:

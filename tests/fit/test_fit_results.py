@@ -55,7 +55,8 @@ def test_sixty_random_runs_that_fit_accepts_trained_saved_and_resumed_without_ru
         assert row["ran_out"] == []
         assert len(row["losses"]) == 6
         assert row["needs"] <= row["cap"] < row["budget"] <= 12 * GiB
-    assert all(row["looks_first"] for row in rows if row["name"] in {each["name"] for each in found["first_round"]})
+    failed_at_first = {row["name"] for row in found.get("first_round", [])}  # whoever runs all of them again has none
+    assert all(row["looks_first"] for row in rows if row["name"] in failed_at_first)
 
 
 def test_what_the_accepted_runs_held_is_what_was_foreseen() -> None:

@@ -24,6 +24,7 @@ class OurTrainer:
 
     def step(self, batches: list[tuple[Tensor, Tensor]]) -> None:
         training = self.training
+        training.model.renew_copies()
         scale = training.scaler.scale / self.accumulation
         for idx, targets in batches:
             training.accumulate(idx, targets, scale)

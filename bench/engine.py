@@ -45,6 +45,7 @@ PEAK_FLOPS = 989e12  # H200's dense bfloat16 rate, its vendor's
 LOSSY = dict(weights="bfloat16", residual="bfloat16", optimizer="adam8bit")
 OURS: dict[str, dict[str, Any]] = {
     "exact": dict(),
+    "exact kept": dict(casts="kept"),
     "exact small": dict(recompute="no_wide"),
     "exact smallest": dict(recompute="input"),
     "exact eager": dict(compile=False),

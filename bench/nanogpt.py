@@ -156,6 +156,7 @@ class Readings:
 
     def __init__(self) -> None:
         self.row: dict[str, int] = {}
+        self.training = True
         self.evaluations = self.iterations = 0
 
     def at(self, moment: str) -> None:
@@ -190,7 +191,8 @@ def take(readings: Readings) -> None:
     change_mode, let_go = model.GPT.train, torch.optim.AdamW.zero_grad
 
     def train(self: Any, mode: bool = True) -> Any:
-        if self.training != mode:
+        if readings.training != mode:  # the model's own word is changed before this is called where it is compiled
+            readings.training = mode
             readings.at("an evaluation ends" if mode else "an evaluation begins")
         return change_mode(self, mode)
 

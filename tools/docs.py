@@ -35,7 +35,7 @@ from fitgpt.explain.facts import Facts  # noqa: E402
 from fitgpt.explain.rules import RULES, SMALLER  # noqa: E402
 from fitgpt.knobhelp import markdown_table  # noqa: E402
 from fitgpt.options import ExplainQuestions, FitQuestions, PlanQuestions  # noqa: E402
-from fitgpt.savers import ALWAYS, SAVERS  # noqa: E402
+from fitgpt.savers import SAVERS  # noqa: E402
 from fitgpt.sights import OutOfMemory  # noqa: E402
 
 DOCS = ROOT / "docs"
@@ -106,8 +106,8 @@ def _first_comment(path: Path) -> str:
 
 
 def savers_part() -> str:
-    rows = [f"| {f'`{one.flag}`' if one.flag else 'always'} | {'exact' if one.exact else 'lossy'} | {one.saves} | "
-            f"{one.costs} | {one.needs or '–'} |" for one in (*SAVERS, *ALWAYS)]
+    rows = [f"| `{one.flag}` | {'exact' if one.exact else 'lossy'} | {one.saves} | "
+            f"{one.costs} | {one.needs or '–'} |" for one in SAVERS]
     return "\n".join(["| flag | | what is not held | what it costs | needs |", "|---|---|---|---|---|", *rows]) + "\n"
 
 

@@ -150,6 +150,12 @@ class RunConfig(Options):
                           choices=("none", "optimizer", "gradients"))
     step_in_backward: bool = _optim(False, "apply each gradient as it is made, so that they never all exist; needs "
                                     "gradient_accumulation_steps=1 and grad_clip=0")
+    casts: str = _system("brief", "matrices rounded for the products: for as long as one takes, or kept from step to "
+                         "step: 2 bytes for each of their numbers, a little faster", choices=("brief", "kept"))
+    gradients: str = _system("freed", "after a step: freed, or zeroed and kept, as recorded GPU work has them anyway",
+                             choices=("freed", "kept"))
+    states: str = _system("early", "the optimizer's: made before the first step, or late, in it, as torch.optim does",
+                          choices=("early", "late"))
     loss_chunk: int = _system(0, "tokens whose logits exist at once; 0 = chosen for the model", rule=_count_or_0)
     backend: str = _system("nccl", "of torch.distributed; one process, as now, uses none", choices=("nccl", "gloo"))
 
@@ -187,6 +193,8 @@ class RunConfig(Options):
     def _check_savers(self) -> None:
         """Each saver excludes some others: said here, with what would make it work."""
         at_once, clip = self.step_in_backward, self.grad_clip != 0
+        host = f"offload={self.offload}" if self.offload != "none" else ""
+        elsewhere = "step_in_backward" if at_once else host if self.offload == "gradients" else ""
         rules = (  # what is wrong, whether it is, and what to type
             ("step_in_backward needs gradient_accumulation_steps=1", at_once and self.gradient_accumulation_steps > 1,
              "--gradient_accumulation_steps=1"),
@@ -199,6 +207,10 @@ class RunConfig(Options):
             ("step_in_backward works with offload=none", at_once and self.offload != "none", "--offload=none"),
             (f"offload={self.offload} works with optimizer=adamw", self.offload != "none" and self.optimizer != "adamw",
              "--optimizer=adamw"),
+            (f"gradients=kept has none to keep with {elsewhere}", self.gradients == "kept" and elsewhere,
+             "--gradients=freed"),
+            (f"states=late does not work with {host or 'step_in_backward'}",
+             self.states == "late" and (host or at_once), "--states=early"),
             ("weights=bfloat16 works with optimizer=adamw or adam8bit",
              self.weights == "bfloat16" and self.optimizer == "muon", "--optimizer=adam8bit"),
             (f"grad_checkpoint keeps the inputs only, and recompute={self.recompute} asks for something else",

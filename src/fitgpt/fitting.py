@@ -177,10 +177,8 @@ def is_own(pid: int) -> bool:
 
 
 def by_the_clock(fitted: Fitted, config: RunConfig, here: Here) -> Fitted:
-    def timer(candidate: RunConfig, cap: int) -> float | str:
-        return timing.in_child(candidate, cap, SECONDS_EACH)
-
-    found = measured(fitted, timer, lambda words: print(f"fitgpt: {words}", file=sys.stderr, flush=True))
+    with timing.Clock(SECONDS_EACH) as clock:
+        found = measured(fitted, clock.time, lambda words: print(f"fitgpt: {words}", file=sys.stderr, flush=True))
     if found.chosen is None or fitted.chosen is None or found.chosen.config == fitted.chosen.config:
         return found
     exact = replace(found.chosen, exact=True)

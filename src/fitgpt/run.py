@@ -33,7 +33,7 @@ from .engine.model import GPT, build_model
 from .engine.muon import Muon
 from .engine.offload import HostAdamW
 from .engine.oom import release
-from .engine.optim import FIRST_SCALE, AdamW, AdamWSettings, NoOptimizer, Optimizer, Scaler
+from .engine.optim import FIRST_SCALE, AdamW, AdamWSettings, Late, NoOptimizer, Optimizer, Scaler
 from .engine.parallel import Ranks
 from .engine.rehearsal import Peaks, rehearse
 from .engine.rounded import AdamWInBackward, RoundedAdamW
@@ -224,14 +224,25 @@ def build_training(config: RunConfig, choice: DeviceChoice) -> Training:
         model.compile()
     model.residual_dtype = DTYPES[config.residual]
     model.round_matrices(DTYPES[config.weights])
+    if config.casts == "kept":
+        model.keep_copies()
     optimizer = NoOptimizer() if config.eval_only else make_optimizer(config, model)
     training = Training(model, optimizer, Scaler(device, scaling=choice.dtype == "float16"))
-    if records_gpu_work(config, choice):
-        training.record_gpu_work(warn, trains=not config.eval_only)
+    settle_gradients(training, config, choice)
     return training
 
 
+def settle_gradients(training: Training, config: RunConfig, choice: DeviceChoice) -> None:
+    """Whether GPU work is recorded, and whether gradients stay where they are."""
+    if records_gpu_work(config, choice):
+        training.record_gpu_work(warn, trains=not config.eval_only)
+    elif config.gradients == "kept" and not config.eval_only:
+        training.keep_gradients()
+
+
 def make_optimizer(config: RunConfig, model: GPT) -> Optimizer:
+    if config.states == "late":
+        return Late(lambda: make_optimizer(replace(config, states="early"), model))
     settings = AdamWSettings(config.beta1, config.beta2, config.weight_decay)
     parameters = dict(model.named_parameters())
     if config.optimizer == "muon":
@@ -353,8 +364,7 @@ class RunWays:
             release(training.device)
         self._now = config
         self._desk.eval_batch = min(self._desk.eval_batch, config.eval_batch)
-        if records_gpu_work(config, self._choice):
-            training.record_gpu_work(warn)
+        settle_gradients(training, config, self._choice)
 
     def go_back(self) -> None:
         """To the last checkpoint, or to where the run began."""

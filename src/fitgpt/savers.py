@@ -35,6 +35,13 @@ SAVERS = (
     Saver("--offload=gradients", True, "12P: gradients too, each leaves the card as it is made",
           "gradients over the bus at every micro-step, weights at every step, AdamW on the CPU; no recorded GPU work",
           "optimizer=adamw"),
+    Saver("--casts=brief", True, "2 bytes for each number of the matrices: copies of them in half precision live as "
+          "long as the product that needs them; the default, against --casts=kept",
+          "each is made twice a micro-step instead of once a step"),
+    Saver("--gradients=freed", True, "4P while a run evaluates: each step's gradients go once they are applied, unless "
+          "recorded GPU work knows their places; the default, against --gradients=kept", "nothing measured"),
+    Saver("--states=early", True, "nothing in the end, but no step asks for more than the first: the optimizer's state "
+          "is there before it; the default, against --states=late", "nothing"),
     Saver("--weights=bfloat16", False, "4P: matrices and their gradients in 2 bytes, rounded by chance at every step",
           "nothing in speed; together with residual=bfloat16 and adam8bit 5 % faster, not measured alone",
           "optimizer=adamw or adam8bit"),
@@ -49,16 +56,6 @@ SAVERS = (
           "no clipping, no accumulation, no skipping of a step that is not finite",
           "gradient_accumulation_steps=1, grad_clip=0, dtype other than float16, optimizer=adamw or adam8bit, "
           "offload=none"),
-)
-
-# Exact ones that cost too little to be switched: there is no run without them.
-ALWAYS = (
-    Saver("", True, "half-precision copies of all weights: one lives as long as the product that needs it",
-          "each is made twice a micro-step, forward and backward"),
-    Saver("", True, "gradients of activations: each goes, or is overwritten, where the next one is made; a weight's in "
-          "half precision goes once it is added to the float32 one", "nothing"),
-    Saver("", True, "a first step that asks for more than later ones: the optimizer's state is allocated before it",
-          "nothing"),
 )
 
 # What a block keeps between the forward and the backward pass, besides its input. Nested: each level keeps less

@@ -1,7 +1,7 @@
 """How fast does a config really train here? A child process builds it, runs it for a few seconds on random tokens, and
 says tokens a second. The parent loads no torch.
 
-    python -m fitgpt.timing     one line of JSON in: config, cap, seconds; one line out: tokens_per_s, or error
+    python -m fitgpt.timing     lines of JSON in: config, cap, seconds; a line out for each: tokens_per_s, or error
 """
 
 from __future__ import annotations
@@ -11,10 +11,13 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from types import TracebackType
+from typing import IO, Any
 
 from .config import RunConfig
 from .driver import child_environment
@@ -26,32 +29,95 @@ WARM_UP = 2            # steps before the clock runs: the first compiles, the se
 LEAST_SHARE, LEAST_BESIDE_THE_HOST = 0.1, 0.01
 
 
-def in_child(config: RunConfig, cap: int, seconds: float) -> float | str:
-    """Tokens a second under an allocator's cap; or, in words, why there are none."""
-    order = {"config": config.to_dict(), "cap": cap, "seconds": seconds}
-    try:
-        ended = subprocess.run([sys.executable, "-m", "fitgpt.timing"], input=json.dumps(order), text=True,
-                               capture_output=True, env=child_environment(os.environ),
-                               timeout=STARTS_WITHIN_S + 10 * seconds, check=False)
-    except subprocess.TimeoutExpired:
-        return f"it had not finished after {STARTS_WITHIN_S + 10 * seconds:.0f} s."
-    return answer(ended.stdout, ended.stderr, ended.returncode)
+class Clock:
+    """Times one config after another in one process: torch is loaded once, and what two of them share is compiled once.
+    Where one fails, the next has a new process."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._child: subprocess.Popen[str] | None = None
+        self._words: IO[str] = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115, below
+
+    def __enter__(self) -> Clock:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        self._stop()
+        self._words.close()
+
+    def time(self, config: RunConfig, cap: int) -> float | str:
+        """Tokens a second under an allocator's cap; or, in words, why there are none."""
+        child = self._child = self._child or self._start()
+        patience = threading.Timer(STARTS_WITHIN_S + 10 * self._seconds, child.kill)
+        began = time.monotonic()
+        patience.start()
+        try:
+            said = self._asked(child, {"config": config.to_dict(), "cap": cap, "seconds": self._seconds})
+        finally:
+            patience.cancel()
+        if child.poll() is not None and time.monotonic() - began >= patience.interval:
+            said = f"it had not finished after {patience.interval:.0f} s."
+        if isinstance(said, str):
+            self._stop()
+        return said
+
+    def _asked(self, child: subprocess.Popen[str], order: dict[str, Any]) -> float | str:
+        assert child.stdin
+        assert child.stdout
+        try:
+            child.stdin.write(json.dumps(order) + "\n")
+            child.stdin.flush()
+        except OSError:
+            pass  # it is gone: its last words say why
+        for line in child.stdout:
+            told = answer(line)
+            if told is not None:
+                return told
+        code = child.wait()
+        self._words.seek(0)
+        complained = self._words.read().strip().splitlines()
+        return complained[-1] if complained else f"the process ended with exit code {code}."
+
+    def _start(self) -> subprocess.Popen[str]:
+        self._words.seek(0)
+        self._words.truncate()
+        return subprocess.Popen([sys.executable, "-m", "fitgpt.timing"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                                stderr=self._words, text=True, env=child_environment(os.environ))
+
+    def _stop(self) -> None:
+        if self._child:
+            self._child.kill()
+            self._child.communicate()
+            self._child = None
 
 
-def answer(said: str, complained: str, code: int) -> float | str:
-    """The child's last line, or its last words."""
+def answer(line: str) -> float | str | None:
+    """What a line of the child's says; None where it is something else's."""
     try:
-        told = json.loads(said.strip().splitlines()[-1])
+        told = json.loads(line)
         return float(told["tokens_per_s"]) if "tokens_per_s" in told else str(told["error"])
-    except (IndexError, ValueError, KeyError, TypeError):
-        words = complained.strip().splitlines()
-        return words[-1] if words else f"the process ended with exit code {code}."
+    except (ValueError, KeyError, TypeError):
+        return None
 
 
 def main() -> int:
-    order = json.loads(sys.stdin.readline())
-    print(json.dumps(timed(RunConfig.from_dict(order["config"]), order["cap"], order["seconds"])), flush=True)
+    for line in sys.stdin:
+        order = json.loads(line)
+        print(json.dumps(timed(RunConfig.from_dict(order["config"]), order["cap"], order["seconds"])), flush=True)
+        let_go()
     return 0
+
+
+def let_go() -> None:
+    """Of all that one config held, so that the next begins as in a process of its own."""
+    import torch
+
+    from .engine.oom import release
+
+    if torch.cuda.is_available():
+        torch._C._cuda_clearCublasWorkspaces()
+        release(torch.device("cuda"))
 
 
 def timed(config: RunConfig, cap: int, seconds: float) -> dict[str, Any]:

@@ -44,7 +44,8 @@ def random_run(dice: random.Random) -> tuple[RunConfig, Setting]:
         weights=dice.choice(("float32", "float32", "bfloat16")), residual=dice.choice(("float32", "bfloat16")),
         optimizer=dice.choice(("adamw", "adamw", "adam8bit", "muon")),
         offload=dice.choice(("none", "none", "optimizer", "gradients")), loss_chunk=dice.choice((0, 0, 512)),
-        eval_batch_size=dice.choice((0, 0, 1, 4)), eval_block_size=dice.choice((0, 0, 64)))
+        eval_batch_size=dice.choice((0, 0, 1, 4)), eval_block_size=dice.choice((0, 0, 64)),
+        casts=dice.choice(("brief", "brief", "kept")), gradients=dice.choice(("freed", "freed", "kept")))
     if dice.random() < 0.1:
         knobs |= dict(step_in_backward=True, grad_clip=0.0, gradient_accumulation_steps=1)
     try:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-import json
+import os
+import subprocess
+import sys
+from typing import Any
 
 import pytest
 
@@ -64,27 +67,76 @@ def test_a_candidate_that_runs_out_is_not_chosen_and_is_said() -> None:
     assert len(nothing.notes) == 4
 
 
-@pytest.mark.parametrize(("said", "complained", "expected"), [
-    ('{"tokens_per_s": 1234.5}', "", 1234.5),
-    ('compiling …\n{"tokens_per_s": 7.0}\n', "a warning", 7.0),
-    ('{"error": "memory ran out: no"}', "", "memory ran out: no"),
-    ("", "Traceback\nRuntimeError: broken", "RuntimeError: broken"),
-    ("", "", "the process ended with exit code 3."),
-    ("no json", "", "the process ended with exit code 3."),
-    ("[1]", "", "the process ended with exit code 3."),
+@pytest.mark.parametrize(("line", "expected"), [
+    ('{"tokens_per_s": 1234.5}', 1234.5), ('{"error": "memory ran out: no"}', "memory ran out: no"),
+    ("compiling …", None), ("", None), ("[1]", None), ('{"step": 1}', None),
 ])
-def test_the_childs_answer_is_its_last_line_or_its_last_words(said: str, complained: str,
-                                                              expected: float | str) -> None:
-    assert timing.answer(said, complained, 3) == expected
+def test_a_line_that_is_no_answer_is_passed_over(line: str, expected: float | str | None) -> None:
+    assert timing.answer(line) == expected
+
+
+def child_that_runs(code: str, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Stands in for the process that times; the list has the processes that were started."""
+    real, started = subprocess.Popen, list[int]()
+
+    def popen(command: list[str], **told: Any) -> subprocess.Popen[str]:
+        child = real([sys.executable, "-c", code], **told)
+        started.append(child.pid)
+        return child
+
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    return started
+
+
+ECHO = """
+import json, sys
+for line in sys.stdin:
+    order = json.loads(line)
+    print("compiling ...", flush=True)
+    told = {"tokens_per_s": order["config"]["batch_size"] + order["cap"]} if order["cap"] else {"error": "ran out"}
+    print(json.dumps(told), flush=True)
+"""
+
+
+def test_one_process_times_all_and_a_new_one_goes_on_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = child_that_runs(ECHO, monkeypatch)
+    with timing.Clock(1.0) as clock:
+        assert [clock.time(RunConfig(batch_size=batch), 100) for batch in (1, 2)] == [101.0, 102.0]
+        assert len(started) == 1
+        assert clock.time(RunConfig(batch_size=1), 0) == "ran out"
+        assert clock.time(RunConfig(batch_size=5), 100) == 105.0
+        assert len(started) == 2
+    with pytest.raises(ProcessLookupError):
+        os.kill(started[-1], 0)
+
+
+@pytest.mark.parametrize(("code", "words"), [
+    ("raise SystemExit(3)", "the process ended with exit code 3."),
+    ("raise RuntimeError('broken')", "RuntimeError: broken"),
+    ("import os, sys; sys.stdin.readline(); os.abort()", "the process ended with exit code -6."),
+])
+def test_a_process_that_ends_is_told_by_its_last_words(code: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    child_that_runs(code, monkeypatch)
+    with timing.Clock(1.0) as clock:
+        assert clock.time(RunConfig(), 1) == words
+
+
+def test_one_that_takes_too_long_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    child_that_runs("import time; time.sleep(60)", monkeypatch)
+    monkeypatch.setattr(timing, "STARTS_WITHIN_S", 0.2)
+    with timing.Clock(0.0) as clock:
+        assert clock.time(RunConfig(), 1) == "it had not finished after 0 s."
 
 
 def test_a_config_is_really_timed_in_a_child() -> None:
     """On the CPU, where there is no cap to set."""
-    tiny = RunConfig(n_layer=1, n_head=2, n_embd=16, block_size=8, vocab_size=32, batch_size=2,
+    tiny = RunConfig(n_layer=2, n_head=2, n_embd=64, block_size=64, vocab_size=32, batch_size=16,
                      gradient_accumulation_steps=3, device="cpu", compile=False, dtype="float32")
-    found = timing.in_child(tiny, 0, 0.3)
-    assert isinstance(found, float)
-    assert 1 < found < 1e7
+    with timing.Clock(0.3) as clock:
+        for _ in range(2):
+            found = clock.time(tiny, 0)
+            assert isinstance(found, float)
+            assert 1 < found < 1e7
 
 
 @pytest.mark.parametrize("two", [0.5, 0.999, 1.0, 1.001, 1.09])
@@ -102,18 +154,3 @@ def test_a_rate_is_of_all_micro_steps_and_one_optimizer_step() -> None:
     assert timing.rate(single, 0.5, 0.5) == {"tokens_per_s": pytest.approx(400)}
     beside_the_host = RunConfig(batch_size=2, block_size=100, gradient_accumulation_steps=5, offload="optimizer")
     assert timing.rate(beside_the_host, 1.0, 1.05).keys() == {"tokens_per_s"}  # its optimizer takes most of a step
-
-
-def test_orders_are_one_line_of_json(monkeypatch: pytest.MonkeyPatch) -> None:
-    import subprocess
-
-    sent = []
-
-    def run(command: list[str], **told: object) -> subprocess.CompletedProcess[str]:
-        sent.append(json.loads(str(told["input"])))
-        return subprocess.CompletedProcess(command, 0, '{"tokens_per_s": 5}', "")
-
-    monkeypatch.setattr(subprocess, "run", run)
-    assert timing.in_child(RunConfig(batch_size=3), 1000, 2.0) == 5.0
-    assert sent[0]["cap"] == 1000
-    assert sent[0]["config"]["batch_size"] == 3

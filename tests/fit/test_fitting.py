@@ -289,11 +289,11 @@ def test_measuring_takes_the_fastest_by_the_clock(say: Any, monkeypatch: pytest.
     monkeypatch.setattr(driver, "survey", lambda env=None: Survey((reading(),)))
     caps = []
 
-    def timed(config: RunConfig, cap: int, seconds: float) -> float | str:
+    def timed(clock: timing.Clock, config: RunConfig, cap: int) -> float | str:
         caps.append(cap)
         return 1000.0 * (2 if config.batch_size == 4 else 1)
 
-    monkeypatch.setattr(timing, "in_child", timed)
+    monkeypatch.setattr(timing.Clock, "time", timed)
     told = json.loads(say("run.py", "--measure", "--json").out)
     assert told["chosen"]["config"]["batch_size"] == 4
     assert told["chosen"]["tokens_per_s"]["measured"] == 2000.0

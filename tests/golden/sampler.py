@@ -2,7 +2,9 @@
 
     python tests/golden/sampler.py tests/golden/cases.json          the runs
     python tests/golden/sampler.py tests/golden/caps.json --caps    some of them under caps around what they need
+    python tests/golden/sampler.py tests/golden/switches.json --switches   savers off that are on by themselves
     python tests/golden/sampler.py tests/golden/kernels.json --kernels     each attention kernel, not drawn but chosen
+    python tests/golden/sampler.py tests/golden/notes.json --notes         docs/memory.md's runs, and their remedies
 
 What is drawn is what is kept: no case is left out because of what it showed. A draw that RunConfig refuses is drawn
 again, and so is one that would hold more than 40 GiB or compute for minutes.
@@ -28,7 +30,7 @@ from fitgpt.memory.setting import Setting  # noqa: E402
 from fitgpt.savers import LEVELS  # noqa: E402
 from fitgpt.units import GiB  # noqa: E402
 
-SEED, RUNS, CAPPED = 20261115, 48, 20
+SEED, RUNS, SWITCHED, CAPPED = 20261115, 48, 14, 20
 H200 = Setting((9, 0), "2.11")
 OFF = 0.02  # how far a cap lies from what a run needs
 
@@ -36,10 +38,10 @@ OFF = 0.02  # how far a cap lies from what a run needs
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out")
-    parser.add_argument("--caps", action="store_true")
-    parser.add_argument("--kernels", action="store_true")
+    for kind in WRITTEN:
+        parser.add_argument(f"--{kind}", action="store_true")
     options = parser.parse_args()
-    cases = capped() if options.caps else kernels() if options.kernels else draw()
+    cases = next((write() for kind, write in WRITTEN.items() if getattr(options, kind)), None) or draw()
     Path(options.out).write_text(json.dumps({"seed": SEED, "cases": cases}, indent=1) + "\n", encoding="utf-8")
 
 
@@ -60,10 +62,38 @@ def kernels() -> list[dict[str, Any]]:
             for number, (kernel, knobs) in enumerate(KERNELS)]
 
 
-def draw() -> list[dict[str, Any]]:
-    dice, cases = random.Random(SEED), list[dict[str, Any]]()
-    while len(cases) < RUNS:
-        knobs = one(dice)
+NOTES = {  # docs/memory.md's two runs, and what the notes propose for each
+    "77M": (dict(n_layer=12, n_head=12, n_embd=576, block_size=1024), {
+        "": {}, "eval_batch_size 4": dict(eval_batch_size=4), "eval_block_size 512": dict(eval_block_size=512),
+        "width 512": dict(n_embd=512, n_head=8), "grad_checkpoint": dict(grad_checkpoint=True)}),
+    "30M": (dict(n_layer=6, n_head=6, n_embd=384, block_size=512), {
+        "": {}, "batch 8": dict(batch_size=8, gradient_accumulation_steps=8), "block 256": dict(block_size=256),
+        "grad_checkpoint": dict(grad_checkpoint=True)})}
+
+
+def notes() -> list[dict[str, Any]]:
+    others = dict(batch_size=16, gradient_accumulation_steps=4, dtype="float16", vocab_size=50304, compile=True)
+    return [{"name": f"{size}, {words}" if words else size, "config": {**others, **shape, **knobs}}
+            for size, (shape, remedies) in NOTES.items() for words, knobs in remedies.items()]
+
+
+def switched() -> list[dict[str, Any]]:
+    """Small ones, each with at least one of the savers off that are on by themselves."""
+    def also(dice: random.Random, knobs: dict[str, Any]) -> dict[str, Any] | None:
+        drawn = {"casts": dice.choice(["brief", "kept"]), "gradients": dice.choice(["freed", "kept"]),
+                 "states": dice.choice(["early", "late"])}
+        off = {knob: value for knob, value in drawn.items() if value in ("kept", "late")}
+        return {**knobs, **off} if off else None
+
+    return draw(SEED + 1, SWITCHED, also)
+
+
+def draw(seed: int = SEED, runs: int = RUNS, also: Any = lambda dice, knobs: knobs) -> list[dict[str, Any]]:
+    dice, cases = random.Random(seed), list[dict[str, Any]]()
+    while len(cases) < runs:
+        knobs = also(dice, one(dice))
+        if knobs is None:
+            continue
         try:
             config = settled(RunConfig(**knobs), H200)
         except UsageError:
@@ -124,6 +154,8 @@ def capped() -> list[dict[str, Any]]:
                               "cap": round(wanted * (1 + sign * OFF))})
     return cases
 
+
+WRITTEN = {"caps": capped, "kernels": kernels, "notes": notes, "switches": switched}
 
 if __name__ == "__main__":
     main()

@@ -58,7 +58,8 @@ def test_dropout_draws_other_masks_for_other_batches() -> None:
 
 
 def test_every_saver_is_offered_where_it_applies() -> None:
-    config = replace(SMALL, gradient_accumulation_steps=1, batch_size=16, recompute="all")
+    config = replace(SMALL, gradient_accumulation_steps=1, batch_size=16, recompute="all", casts="kept",
+                     gradients="kept", states="late")
     assert {saver.flag.replace("--step_in_backward", "--step_in_backward=True") for saver in SAVERS} <= (
         first_flags(config) | {"--loss_chunk=1024"})
     exact = {saver.flag: saver.exact for saver in SAVERS}

@@ -36,6 +36,9 @@ class BlockWeights(NamedTuple):
     mlp_proj_bias: Tensor | None
 
 
+MATRICES = ("c_attn", "attn_proj", "c_fc", "mlp_proj")
+
+
 @dataclass(frozen=True)
 class Manner:
     """How a block computes; the same for every layer."""
@@ -98,11 +101,12 @@ def forward(x: Tensor, w: BlockWeights, manner: Manner, level: str | None = None
     return ops.add_both(rows, proj, down).view_as(x), kept if level else None
 
 
-def backward(d_y: Tensor, d_y_rounded: Tensor, kept: Kept, w: BlockWeights, manner: Manner,
+def backward(d_y: Tensor, d_y_rounded: Tensor, kept: Kept, w: BlockWeights, parameters: BlockWeights, manner: Manner,
              gradients: Gradients) -> tuple[Tensor, Tensor]:
     """The gradient of the block's output becomes, in place, that of its input. Weights' gradients go to `gradients`.
 
-    Both come in two precisions: the residual stream's, and rounded for the matrix products.
+    Both come in two precisions: the residual stream's, and rounded for the matrix products. `w` are the weights as they
+    are multiplied, `parameters` those that the gradients are of: the same, where no copies are kept.
     """
     ops, dtype, rows = manner.ops, manner.dtype, kept.x.flatten(0, 1)
     tensors, attended, h1, qkv = kept.tensors, kept.attended, None, None
@@ -122,18 +126,18 @@ def backward(d_y: Tensor, d_y_rounded: Tensor, kept: Kept, w: BlockWeights, mann
     d_down = drop_again(d_y_rounded, "down", manner, kept)
     d_fc = d_down @ w.mlp_proj.to(dtype)
     ops.gelu_backward_(fc, d_fc)
-    add_linear(gradients, w.mlp_proj, w.mlp_proj_bias, d_down, fc if g is None else g)
+    add_linear(gradients, parameters.mlp_proj, w.mlp_proj_bias, d_down, fc if g is None else g)
     del d_down, fc, g
     d_h2 = d_fc @ w.c_fc.to(dtype)  # before its gradient is handed over: whoever takes it may change the weight
     d_proj, again, d_weight, d_bias = ops.norm_backward_(d_y, d_h2, rows, proj, w.ln_2, w.ln_2_bias, dtype, h2 is None)
     del d_h2, proj
-    add_linear(gradients, w.c_fc, w.c_fc_bias, d_fc, cast(Tensor, again if h2 is None else h2))
+    add_linear(gradients, parameters.c_fc, w.c_fc_bias, d_fc, cast(Tensor, again if h2 is None else h2))
     del h2, again, d_fc
     add_norm(gradients, w.ln_2, w.ln_2_bias, d_weight, d_bias)
 
     d_proj = drop_again(d_proj, "proj", manner, kept)
     d_att = d_proj @ w.attn_proj.to(dtype)
-    add_linear(gradients, w.attn_proj, w.attn_proj_bias, d_proj, att)
+    add_linear(gradients, parameters.attn_proj, w.attn_proj_bias, d_proj, att)
     del d_proj, att
     if qkv is None:
         h1, qkv = again_qkv(kept, w, manner)
@@ -145,7 +149,7 @@ def backward(d_y: Tensor, d_y_rounded: Tensor, kept: Kept, w: BlockWeights, mann
     d_x_rounded, again, d_weight, d_bias = ops.norm_backward_(d_y, d_h1, rows, None, w.ln_1, w.ln_1_bias, dtype,
                                                               h1 is None)
     del d_h1
-    add_linear(gradients, w.c_attn, w.c_attn_bias, d_qkv, cast(Tensor, again if h1 is None else h1))
+    add_linear(gradients, parameters.c_attn, w.c_attn_bias, d_qkv, cast(Tensor, again if h1 is None else h1))
     del h1, again, d_qkv
     add_norm(gradients, w.ln_1, w.ln_1_bias, d_weight, d_bias)
     return d_y, d_x_rounded
@@ -161,7 +165,8 @@ def again_qkv(kept: Kept, w: BlockWeights, manner: Manner) -> tuple[Tensor | Non
 
 
 def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The weight is rounded to the inputs' precision here, and the copy lives no longer than the product."""
+    """The weight is rounded to the inputs' precision here, and the copy lives no longer than the product; unless it is
+    a copy already, of those that are kept."""
     return F.linear(inputs, weight.to(inputs.dtype), None if bias is None else bias.to(inputs.dtype))
 
 

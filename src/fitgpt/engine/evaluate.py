@@ -41,6 +41,7 @@ def evaluate(model: GPT, splits: Mapping[str, tuple[ReadWindows, int]], *, batch
     """
     was_training, device = model.training, model.lm_head.weight.device
     model.eval()
+    model.renew_copies()
     reset_peaks(str(device))
     total = sum(windows for _, windows in splits.values())
     started, done, losses = time.perf_counter(), 0, []

@@ -46,15 +46,20 @@ class Training:
     def device(self) -> torch.device:
         return self.model.lm_head.weight.device
 
+    def keep_gradients(self) -> None:
+        """Zeroed after each step instead of freed: what is recorded knows their places."""
+        self.gradients_stay = True
+        for parameter in self.model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+
     def record_gpu_work(self, warn: Callable[[str], None], *, trains: bool = True) -> None:
         """From the second micro-step and evaluation batch on, what the card does is replayed: see graphs.py. Where
         nothing trains there are no gradients to have a place."""
         recorder = Recorder(warn)
         self.accumulate = recorder.replaying(self.model.accumulate)
         self.token_losses = recorder.replaying(self.model.token_losses)
-        self.gradients_stay = trains
-        for parameter in self.model.parameters() if trains else ():
-            parameter.grad = torch.zeros_like(parameter)
+        if trains:
+            self.keep_gradients()
 
     def forget_recorded_work(self) -> None:
         """Lets go of recordings, of their pool of memory and of all gradients."""
@@ -143,6 +148,7 @@ def train_step(training: Training, config: RunConfig, feed: Feed, learning_rate:
     model, scaler, pieces = training.model, training.scaler, config.gradient_accumulation_steps
     training.half_done = isinstance(training.optimizer.sink, Optimizer)  # it applies gradients as they are made
     training.optimizer.begin(learning_rate)
+    model.renew_copies()
     sink = [training.optimizer.sink] if training.optimizer.sink else []
     scale = scaler.scale / pieces
     loss_sum = torch.zeros((), device=scale.device)

@@ -19,14 +19,14 @@ from .gradients import Gradients
 
 @torch.no_grad()
 def loss_and_gradient_(hidden: Tensor, weight: Tensor, targets: Tensor, scale: Tensor, piece: int,
-                       gradients: Gradients) -> Tensor:
+                       gradients: Gradients, copy: Tensor | None = None) -> Tensor:
     """scale × the mean cross-entropy of hidden @ weight.T over the targets that are not IGNORED.
 
     `hidden` [N, C] becomes, in place, the gradient of that; the head's goes to `gradients`. The scale (float16's loss
     scale, and 1 / accumulation) is applied before the logits' gradients are rounded: at 1/N alone they would
-    underflow float16.
+    underflow float16. `copy` is the weight in the hidden states' precision, where one is kept.
     """
-    head = weight.to(hidden.dtype)
+    head = weight.to(hidden.dtype) if copy is None else copy
     wide = _wide_dtype(hidden.dtype)
     a_token = scale.to(wide) / (targets != IGNORED).sum().clamp_(min=1)  # what one token's loss weighs in the result
     buffer = torch.empty(min(piece, len(hidden)), len(head), dtype=hidden.dtype, device=hidden.device)

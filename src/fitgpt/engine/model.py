@@ -105,6 +105,7 @@ class GPT(nn.Module):
         self.residual_dtype: torch.dtype | None = None  # of the stream between blocks; None: the weights' own
         self.loss_chunk = 0
         self.ops = pointwise.EAGER
+        self._copies: dict[int, Tensor] = {}  # of matrices in the products' precision, by the parameter's id
         self._block_next = one_block.next_token
         self.levels: list[str] = ["products"] * config.n_layer  # what each layer keeps: see savers.KEEPS
         if config.grad_checkpoint:
@@ -132,12 +133,13 @@ class GPT(nn.Module):
         x, mask = self._embed(idx, manner.dropout)
         kept: list[one_block.Kept] = []
         for layer, block in enumerate(self.blocks()):
-            x, what_it_keeps = one_block.forward(x, block.weights(), manner, self.levels[layer])
+            x, what_it_keeps = one_block.forward(x, self._multiplied(block), manner, self.levels[layer])
             kept.append(cast(one_block.Kept, what_it_keeps))
         loss, d_x, d_x_rounded = self._head_backward(x.flatten(0, 1), targets.reshape(-1), scale, gradients)
         del x, what_it_keeps  # from here on the list alone holds what the blocks kept
         for block in reversed(list(self.blocks())):
-            d_x, d_x_rounded = one_block.backward(d_x, d_x_rounded, kept.pop(), block.weights(), manner, gradients)
+            d_x, d_x_rounded = one_block.backward(d_x, d_x_rounded, kept.pop(), self._multiplied(block),
+                                                  block.weights(), manner, gradients)
         self._embed_backward(d_x, idx, mask, gradients)
         return loss
 
@@ -152,7 +154,8 @@ class GPT(nn.Module):
                        gradients: Gradients) -> tuple[Tensor, Tensor, Tensor]:
         norm, dtype = self.transformer.ln_f, self.compute_dtype
         hidden = self.ops.norm(rows, norm.weight, norm.bias, dtype)
-        loss = loss_and_gradient_(hidden, self.lm_head.weight, targets, scale, self._piece(len(rows)), gradients)
+        loss = loss_and_gradient_(hidden, self.lm_head.weight, targets, scale, self._piece(len(rows)), gradients,
+                                  self._copies.get(id(self.lm_head.weight)))
         d_rows = torch.zeros_like(rows)
         d_rounded, _, d_weight, d_bias = self.ops.norm_backward_(d_rows, hidden, rows, None, norm.weight, norm.bias,
                                                                  dtype, False)
@@ -180,7 +183,8 @@ class GPT(nn.Module):
     def token_losses(self, idx: Tensor, targets: Tensor) -> Tensor:
         """The loss of each token [B, T]: what evaluation averages."""
         hidden = self.hidden(idx).flatten(0, 1)
-        losses = token_losses(hidden, self.lm_head.weight, targets.reshape(-1), self._piece(len(hidden)))
+        head = self._copies.get(id(self.lm_head.weight), self.lm_head.weight)
+        losses = token_losses(hidden, head, targets.reshape(-1), self._piece(len(hidden)))
         return losses.view_as(targets)
 
     @torch.no_grad()
@@ -189,7 +193,7 @@ class GPT(nn.Module):
         manner = self._manner()
         x, _ = self._embed(idx, manner.dropout)
         for layer, block in enumerate(self.blocks()):
-            x, _ = one_block.forward(x, block.weights(), manner, cache=cache[layer] if cache else None)
+            x, _ = one_block.forward(x, self._multiplied(block), manner, cache=cache[layer] if cache else None)
         norm = self.transformer.ln_f
         return self.ops.norm(x.flatten(0, 1), norm.weight, norm.bias, self.compute_dtype).view_as(x)
 
@@ -225,6 +229,20 @@ class GPT(nn.Module):
             if parameter.dim() >= 2:
                 parameter.data = parameter.data.to(dtype)
 
+    def keep_copies(self) -> None:
+        """Copies of the matrices in the products' precision, once, instead of one for as long as each product takes.
+        From then on whoever changes a weight has the copies renewed before they are used."""
+        matrices = [getattr(block.weights(), name) for block in self.blocks() for name in one_block.MATRICES]
+        self._copies = {id(matrix): matrix.detach().to(self.compute_dtype)
+                        for matrix in (self.lm_head.weight, *matrices) if matrix.dtype != self.compute_dtype}
+
+    @torch.no_grad()
+    def renew_copies(self) -> None:
+        """After the weights have changed; nothing to do where no copies are kept."""
+        for parameter in self.parameters() if self._copies else ():
+            if id(parameter) in self._copies:
+                self._copies[id(parameter)].copy_(parameter)
+
     def compile(self, *_: Any, **__: Any) -> None:
         """Compiles what lies between matrix products: one kernel a function and shape, shared by all layers."""
         self.ops = pointwise.compiled(fused=self.lm_head.weight.device.type == "cuda" and triton_works())
@@ -253,6 +271,12 @@ class GPT(nn.Module):
         """Copies weights in place; names and shapes were checked where they were read."""
         for name, parameter in self.named_parameters():
             parameter.copy_(tensors[name])
+
+    def _multiplied(self, block: Block) -> BlockWeights:
+        """A block's weights as products take them: the copies that are kept, or the weights themselves."""
+        weights = block.weights()
+        copies = {name: self._copies.get(id(getattr(weights, name))) for name in one_block.MATRICES}
+        return weights._replace(**{name: copy for name, copy in copies.items() if copy is not None})
 
     def _manner(self) -> Manner:
         return Manner(self.config.n_head, self.config.dropout if self.training else 0.0, self.compute_dtype, self.ops)

@@ -6,7 +6,7 @@ the device. Clipping is a division too, so it rides along: after the norm, one p
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol, cast
 
@@ -55,12 +55,46 @@ class Optimizer:
         """Takes a checkpoint's state; returns the names that did not fit."""
         return copy_tensors(self.tensors(), tensors)
 
+    def held(self) -> dict[str, Tensor]:
+        """Its state, as far as there is one yet; what `put_back` takes."""
+        return self.tensors()
+
+    def put_back(self, held: Mapping[str, Tensor]) -> None:
+        self.load_tensors(held)
+
 
 class NoOptimizer(Optimizer):
     """Of a run that only evaluates: it holds nothing, and is never asked for a step."""
 
     def tensors(self) -> dict[str, Tensor]:
         return {}
+
+
+class Late(Optimizer):
+    """Any of the others, made when it is first asked for something: torch.optim's own way with its state."""
+
+    def __init__(self, make: Callable[[], Optimizer]) -> None:
+        self._make, self._made = make, cast("Optimizer | None", None)
+
+    @property
+    def _optimizer(self) -> Optimizer:
+        self._made = self._made or self._make()
+        return self._made
+
+    def step(self, learning_rate: float, grad_scale: Tensor, found_inf: Tensor) -> None:
+        self._optimizer.step(learning_rate, grad_scale, found_inf)
+
+    def tensors(self) -> dict[str, Tensor]:
+        return self._optimizer.tensors()
+
+    def held(self) -> dict[str, Tensor]:
+        return self._made.held() if self._made else {}
+
+    def put_back(self, held: Mapping[str, Tensor]) -> None:
+        if held:
+            self._optimizer.put_back(held)
+        else:
+            self._made = None
 
 
 class AdamW(Optimizer):

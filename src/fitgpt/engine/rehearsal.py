@@ -97,7 +97,7 @@ def no_trace(training: Training) -> Iterator[Training]:
     """A stand-in that computes with the training's own weights and optimizer, and whose steps change neither."""
     dice, optimizer, model = Dice(training.device), training.optimizer, training.model
     cannot_skip = isinstance(optimizer.sink, Optimizer)
-    before = {name: each.to("cpu", copy=True) if cannot_skip else each for name, each in optimizer.tensors().items()}
+    before = {name: each.to("cpu", copy=True) if cannot_skip else each for name, each in optimizer.held().items()}
     weights = {name: each.to("cpu", copy=True) for name, each in model.weight_tensors().items()} if cannot_skip else {}
     stand_in = copy.copy(training)
     stand_in.step, stand_in.scaler = 0, Scaler(training.device, scaling=training.scaler.scaling)
@@ -108,5 +108,5 @@ def no_trace(training: Training) -> Iterator[Training]:
         drop_gradients(training)
         if weights:
             model.load_weight_tensors(weights)
-        optimizer.load_tensors(before)
+        optimizer.put_back(before)
         dice.put_back()

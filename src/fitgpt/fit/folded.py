@@ -67,8 +67,8 @@ class Weigher(Writer):
 
 
 def _weighing(config: RunConfig, setting: Setting) -> tuple[gpt.Run, Weigher]:
-    """The tape's writer with that pen."""
-    run, pen = gpt.Run(config, setting), Weigher()
+    """The tape's writer with that pen. States that come late are taken to be there: from the first step on they are."""
+    run, pen = gpt.Run(draft(config, states="early"), setting), Weigher()
     run.w = run.training.w = run.looking.w = run.optimizer.w = pen
     return run, pen
 
@@ -76,7 +76,7 @@ def _weighing(config: RunConfig, setting: Setting) -> tuple[gpt.Run, Weigher]:
 # ---- read off the tape's writer
 
 _key = attrgetter("block_size", "n_head", "n_embd", "vocab_size", "bias", "dropout", "dtype", "compile", "cuda_graphs",
-                  "weights", "residual", "optimizer", "offload", "step_in_backward")
+                  "weights", "residual", "optimizer", "offload", "step_in_backward", "casts", "gradients")
 Found = TypeVar("Found")
 
 
@@ -115,7 +115,7 @@ def _home(config: RunConfig, setting: Setting) -> Home:
     run, pen = _weighing(config, setting)
     run.load()
     resident, loading = pen.now[0], pen.most[0]
-    if not run.records and run.training.sink == "grad":
+    if not run.gradients_stay and run.training.sink == "grad":
         for name, numbers, is_matrix in run.parameters:
             pen.alloc(f"{name}.grad", "gradients", (gpt.BYTES[config.weights] if is_matrix else 4) * numbers)
     run.batch = pen.alloc("batch", "data", 0)
@@ -179,7 +179,7 @@ def _turns(config: RunConfig, setting: Setting) -> tuple[Part, ...]:
 def _observed(config: RunConfig, setting: Setting, levels: str) -> tuple[list[_Seen], int, int]:
     """The first micro-step, and the next if it is recorded or finds gradients; bytes of gradients that come and go."""
     run, pen = _weighing(_of_layers(config, levels.count("*"), levels), setting)
-    comes_and_goes = not run.records and run.training.sink == "grad"
+    comes_and_goes = not run.gradients_stay and run.training.sink == "grad"
     run.load()
     if not run.records:  # else all of it is forgotten before training begins; one batch leaves behind what all do
         batch = run.fetch(run.looking.s)

@@ -9,7 +9,7 @@ from ..config import RunConfig
 from ..nouns import Fitted, Standing
 
 Timer = Callable[[RunConfig, int], "float | str"]  # a config, the allocator's cap → tokens a second, or what went wrong
-SECONDS_EACH = 4.0
+SECONDS_EACH = 2.0  # for steps of one micro-step, and as much for steps of two
 NOISE = 0.005  # two that lie closer are as fast as each other: then the estimate decides
 
 
@@ -19,14 +19,16 @@ def measured(fitted: Fitted, timer: Timer, say: Callable[[str], None] = lambda w
         return fitted
     unchanged = (fitted.asked,) if fitted.asked.fits and fitted.chosen.flags else ()
     timed, failed, notes = [], [], []
-    for standing in (fitted.chosen, *fitted.runners_up, *unchanged):
+    candidates = (fitted.chosen, *fitted.runners_up, *unchanged)
+    say(f"timing {len(candidates)} plans, each for some seconds once it is compiled …")
+    for number, standing in enumerate(candidates, 1):
         found = timer(standing.config, fitted.budget.reserve_limit)
         if isinstance(found, str):
             failed.append(standing)
             notes.append(f"{_name(standing)} could not be timed: {found}")
         else:
             timed.append(replace(standing, measured=found))
-            say(f"{_name(standing)}: {found:,.0f} tokens/s")
+            say(f"{number} of {len(candidates)}: {_name(standing)}: {found:,.0f} tokens/s")
     if not timed:
         return replace(fitted, notes=(*fitted.notes, *notes))
     best = fastest(timed)

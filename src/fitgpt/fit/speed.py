@@ -105,6 +105,8 @@ def cost(config: RunConfig, card: Card, setting: Setting, reach: Reach) -> Cost:
              + pieces * KERNELS_A_PIECE * gap)
     host = 0.0 if gpt.records(config) else config.n_layer * HOST_A_LAYER_S + pieces * HOST_A_PIECE_S
     sent, step = _optimizer_seconds(config, bandwidth, rate * reach.products)
+    if config.casts == "kept" and config.weights != config.dtype:
+        step += (m + p) * (v * c + 12 * c * c * config.n_layer) / bandwidth
     return Cost(fixed + sent, tuple(layers), host, step)
 
 
@@ -117,7 +119,9 @@ def _head_cost(config: RunConfig) -> float:
 
 def _cast(config: RunConfig) -> int:
     """Bytes read and written to round a matrix's number for one product."""
-    return 0 if config.weights == config.dtype else BYTES[config.weights] + BYTES[config.dtype]
+    if config.weights == config.dtype or config.casts == "kept":
+        return 0
+    return BYTES[config.weights] + BYTES[config.dtype]
 
 
 def _matrix_rate(card: Card, dtype: str) -> float:
@@ -211,4 +215,4 @@ def speed_key(config: RunConfig) -> tuple[Any, ...]:
     return (config.n_layer, config.n_head, config.n_embd, config.vocab_size, config.block_size, config.batch_size,
             config.gradient_accumulation_steps, config.bias, config.dropout, config.dtype, bool(config.compile),
             gpt.records(config), config.levels, config.weights, config.residual, config.optimizer, config.offload,
-            config.step_in_backward, piece, config.grad_clip > 0)
+            config.step_in_backward, config.casts, piece, config.grad_clip > 0)

@@ -44,9 +44,9 @@ class Figure(NamedTuple):
 
 # ---- nanoGPT's runs
 
-def predict(run: NanoGPTRun) -> dict[str, int]:
+def predict(run: NanoGPTRun, *, expandable: bool = False) -> dict[str, int]:
     """The recorded figures of a run, under the record's own names; training includes the optimizer's step."""
-    timeline = replay(write(run))
+    timeline = replay(write(run), expandable=expandable)
     peaks = timeline.peaks()
     return {
         "eval_first_peak": peaks["first_eval"].allocated,
@@ -61,7 +61,8 @@ def predict(run: NanoGPTRun) -> dict[str, int]:
 
 def compare(rows: Iterable[dict[str, Any]]) -> list[Figure]:
     return [Figure(row["name"], name, predicted, row[name]) for row in rows
-            for name, predicted in predict(NanoGPTRun(**row["config"])).items()]
+            for name, predicted in predict(NanoGPTRun(**row["config"]), expandable=row.get("expandable", False)).items()
+            if name in row]
 
 
 # ---- our own

@@ -133,9 +133,10 @@ def _blocks(config: RunConfig, trainer: str) -> Found:
 
 def _conditions(config: RunConfig, knob: str) -> dict[str, Any]:
     """What a saver needs besides its own flag."""
+    elsewhere = {"gradients": "freed", "states": "early"}
     if knob == "step_in_backward":
-        return {"gradient_accumulation_steps": 1, "grad_clip": 0.0}
-    return {}
+        return {"gradient_accumulation_steps": 1, "grad_clip": 0.0, **elsewhere}
+    return elsewhere if knob == "offload" else {}
 
 
 def _other_steps(config: RunConfig, knobs: dict[str, Any]) -> str:

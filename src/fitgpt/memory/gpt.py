@@ -65,7 +65,7 @@ def sizes(config: RunConfig, setting: Setting, batch: int, block: int, *, traini
     return Sizes(
         b=batch, t=block, c=config.n_embd, heads=config.n_head, vocab=config.vocab_size, layers=config.n_layer,
         product=BYTES[config.dtype], residual=BYTES[config.residual], matrix=BYTES[config.weights],
-        casts=config.weights != config.dtype, rounds=config.residual != config.dtype,
+        casts=config.weights != config.dtype, copies=config.casts == "kept", rounds=config.residual != config.dtype,
         widens=config.weights != config.residual, bias=config.bias,
         dropout=training and config.dropout > 0, compiled=bool(config.compile), kernel=setting.attention(config),
         triton=setting.compiles, workspace=setting.workspace, sms=setting.sms,
@@ -76,6 +76,8 @@ class Run:
     def __init__(self, config: RunConfig, setting: Setting) -> None:
         self.config, self.w = config, Writer()
         self.records = records(config)
+        self.gradients_stay = self.records or config.gradients == "kept"
+        self.has_states = config.eval_only  # whether the optimizer's are there, as far as they are wanted
         self.parameters = parameters(config)
         self.levels = config.levels
         self.training = Passes(self.w, sizes(config, setting, config.batch_size, config.block_size, training=True))
@@ -111,7 +113,7 @@ class Run:
         self.w.phase(micro_steps)
         self.micro_steps()
         self.w.phase(step)
-        self.w.part("step", (self.batch,), self.step)
+        self.w.part(("step", self.has_states), (self.batch,), self.step)
 
     def load(self) -> None:
         w, config = self.w, self.config
@@ -122,13 +124,22 @@ class Run:
             if rounds and is_matrix:
                 w.alloc(name, "weights", BYTES[config.weights] * numbers)
                 w.free(f"{name}.float32")
-        if not config.eval_only:
-            self.optimizer.load()
+        if config.casts == "kept" and config.weights != config.dtype:
+            for name, numbers, is_matrix in self.parameters:
+                if is_matrix and name != "wpe":
+                    w.alloc(f"{name}.copy", "casts", BYTES[config.dtype] * numbers)
+        if config.states == "early":
+            self.make_states()
         for name in ("scale", "good steps", "skipped", "skipped in a row"):
             w.alloc(name, "other", SCALAR)
-        if self.records and not config.eval_only:
+        if self.gradients_stay and not config.eval_only:
             for name, numbers, is_matrix in self.parameters:
                 w.alloc(f"{name}.grad", "gradients", (BYTES[config.weights] if is_matrix else 4) * numbers)
+
+    def make_states(self) -> None:
+        if not self.has_states:
+            self.has_states = True
+            self.optimizer.load()
 
     # ---- work that may be recorded
 
@@ -212,8 +223,9 @@ class Run:
             w.alloc("norms.partial", "workspace", SCALAR * len(gradients) * -(-longest // NORM_CHUNK))
             norms = [w.alloc(f"{name}.norm", "other", SCALAR) for name in gradients]
             w.free("norms.partial", *norms)
+        self.make_states()
         self.optimizer.step()
-        if not self.records:
+        if not self.gradients_stay:
             w.free(*(f"{name}.grad" for name in reversed(gradients)))  # as a list lets go of them
         w.free("micro scale", "loss sum", self.batch)
 

@@ -29,7 +29,8 @@ class Sizes(NamedTuple):
     product: int     # bytes of a number in the matrix products
     residual: int    # … in the stream between blocks
     matrix: int      # … in a matrix or table of weights
-    casts: bool      # whether a matrix is cast for a product
+    casts: bool      # whether a matrix is cast for a product …
+    copies: bool     # … once, and the copy kept
     rounds: bool     # whether the stream is
     widens: bool     # whether a table's rows are, on their way into the stream
     bias: bool
@@ -164,7 +165,7 @@ class Parts:
     def cast(self, weight: str, numbers: int) -> str | None:
         """The weight in the products' precision, for as long as one product takes."""
         s = self.s
-        return self.w.alloc(f"{weight}.cast", "casts", s.product * numbers) if s.casts else None
+        return self.w.alloc(f"{weight}.cast", "casts", s.product * numbers) if s.casts and not s.copies else None
 
     def product(self, out: str, weight: str, numbers: int, nbytes: int, *, bias: int = 0,
                 owner: str = "activations") -> str:

@@ -13,7 +13,7 @@ from fitgpt.knobs import walk
 from fitgpt.memory.accuracy import Figure, of_file
 from fitgpt.memory.allocator import replay
 from fitgpt.memory.forecast import budget_for, forecast, settled, tape_of
-from fitgpt.memory.setting import setting_for
+from fitgpt.memory.setting import Setting, setting_for
 from fitgpt.nouns import Forecast, GPTConfig
 from fitgpt.savers import loss_piece_tokens
 from fitgpt.units import GiB, MiB, show_bytes
@@ -23,6 +23,7 @@ RESULTS = ROOT / "bench" / "results"
 CARD = find("4070")
 SETTING = setting_for(CARD, torch="2.11")
 OUTSIDE = budget_for(CARD).outside
+H200 = Setting((9, 0), "2.11")
 
 
 def read_rows(name: str) -> list[dict[str, Any]]:
@@ -135,43 +136,52 @@ def process_part(name: str, trainer: str) -> str:
 
 
 EVALUATES, BELOW = "the evaluation no longer runs out", "below 4 GB"
-WAYS = {  # what the notes propose for each run: in words, what they say of it, as flags, whether nanoGPT obeys
+AS_IT_IS, IGNORED, DEFAULT = "as it is", "ignored: as it is", "is the default"
+WAYS = {  # what the notes propose for each run: in words, what they say of it, as flags, each trainer's recorded run
     "notes_77m": (
-        ("`eval_batch_size = 4`", EVALUATES, ("--eval_batch_size=4",), False),
-        ("`eval_block_size = 512`", EVALUATES, ("--eval_block_size=512",), False),
-        ("`eval_iters = 100` instead of 200", EVALUATES, ("--eval_iters=100",), True),
-        ("narrower: `n_embd = 512`, with 8 heads", EVALUATES, ("--n_embd=512", "--n_head=8"), True),
-        ("`grad_checkpoint = True`", EVALUATES, ("--grad_checkpoint=True",), False),
-        ("expandable segments", EVALUATES, (), True)),
+        (AS_IT_IS, "", (), "77M compiled", "77M"),
+        ("`eval_batch_size = 4`", EVALUATES, ("--eval_batch_size=4",), IGNORED, "77M, eval_batch_size 4"),
+        ("`eval_block_size = 512`", EVALUATES, ("--eval_block_size=512",), IGNORED, "77M, eval_block_size 512"),
+        ("`eval_iters = 100` instead of 200", EVALUATES, ("--eval_iters=100",), "77M compiled", "77M"),
+        ("narrower: `n_embd = 512`, with 8 heads", EVALUATES, ("--n_embd=512", "--n_head=8"), "77M, width 512",
+         "77M, width 512"),
+        ("`grad_checkpoint = True`", EVALUATES, ("--grad_checkpoint=True",), IGNORED, "77M, grad_checkpoint"),
+        ("expandable segments", EVALUATES, (), "77M, expandable segments", DEFAULT)),
     "notes_30m": (
-        ("batch 8, accumulation 8", BELOW, ("--batch_size=8", "--gradient_accumulation_steps=8"), True),
-        ("block 256", BELOW, ("--block_size=256",), True),
-        ("`grad_checkpoint = True`", BELOW, ("--grad_checkpoint=True",), False)),
+        (AS_IT_IS, "", (), "30M compiled", "30M"),
+        ("batch 8, accumulation 8", BELOW, ("--batch_size=8", "--gradient_accumulation_steps=8"), "30M, batch 8",
+         "30M, batch 8"),
+        ("block 256", BELOW, ("--block_size=256",), "30M, block 256", "30M, block 256"),
+        ("`grad_checkpoint = True`", BELOW, ("--grad_checkpoint=True",), IGNORED, "30M, grad_checkpoint")),
 }
 
 
 def ways_part(name: str) -> str:
-    """Each of the notes' proposals for one of its runs: what they say of it, and what the process takes then."""
-    def processes(*flags: str, expandable: bool = False) -> tuple[int, int]:
-        config = replace(run_of(name, *flags), compile=True)
-        return nanogpt_process(config, expandable=expandable), forecast(config, SETTING).reserved + OUTSIDE
+    """Each of the notes' proposals for one of its runs: what they say of it, what the process takes then on a 4070, and
+    what was reserved when it was tried on an H200."""
+    nanogpt = {row["name"]: row["train_reserved"] for file in ("nanogpt_h200.json", "nanogpt_cases_h200.json")
+               for row in read_rows(file)}
+    ours = {row["name"]: max(each["reserved"] for each in row["phases"].values()) for row in json.loads(
+        (ROOT / "tests" / "golden" / "h200_notes.json").read_text(encoding="utf-8"))["rows"]}
 
-    def told(nbytes: int, before: int) -> str:
-        return f"{nbytes / MiB:,.0f} MiB ({nbytes / before - 1:+.0%})".replace("-", "−").replace("+0", "±0")
+    def reserved(trainer: str, setting: Setting, flags: tuple[str, ...], recorded: str) -> int:
+        config = settled(replace(run_of(name, *flags), compile=True), setting)
+        expandable = setting.expands(trainer) or recorded.endswith("expandable segments")
+        return replay(tape_of(config, setting, trainer), expandable=expandable).reserved
 
-    plain = processes()
-    rows = [["as it is", "", *(f"{each / MiB:,.0f} MiB" for each in plain)]]
-    for words, claimed, flags, nanogpt_obeys in WAYS[name]:
-        expandable = words.startswith("expandable")
-        after = processes(*flags, expandable=expandable)
-        rows.append([words, claimed, told(after[0], plain[0]) if nanogpt_obeys else "ignored: as it is",
-                     "is the default" if expandable else told(after[1], plain[1])])
-    return markdown(["proposal", "claimed", "nanoGPT's process", "fitgpt's process"], rows)
+    def told(trainer: str, flags: tuple[str, ...], recorded: str, measured: dict[str, int]) -> list[str]:
+        if recorded in (IGNORED, DEFAULT):
+            return [recorded, ""]
+        process, before = (reserved(trainer, SETTING, *each) + OUTSIDE for each in ((flags, recorded), ((), "")))
+        share = f" ({process / before - 1:+.0%})".replace("-", "−").replace("+0", "±0")
+        changed = share if flags or process != before else ""
+        there = reserved(trainer, H200, flags, recorded)
+        return [f"{process / MiB:,.0f} MiB{changed}", f"{there / MiB:,.0f} / {measured[recorded] / MiB:,.0f}"]
 
-
-def nanogpt_process(config: RunConfig, *, expandable: bool) -> int:
-    tape = tape_of(settled(config, SETTING), SETTING, "nanogpt")
-    return replay(tape, expandable=expandable).reserved + OUTSIDE
+    rows = [[words, claimed, *told("nanogpt", flags, theirs, nanogpt), *told("fitgpt", flags, own, ours)]
+            for words, claimed, flags, theirs, own in WAYS[name]]
+    both = "on an H200, MiB reserved: forecast / measured"
+    return markdown(["proposal", "claimed", "nanoGPT's process, 4070", both, "fitgpt's process, 4070", both], rows)
 
 
 def needs_part(name: str) -> str:

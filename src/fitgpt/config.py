@@ -151,7 +151,7 @@ class RunConfig(Options):
     step_in_backward: bool = _optim(False, "apply each gradient as it is made, so that they never all exist; needs "
                                     "gradient_accumulation_steps=1 and grad_clip=0")
     casts: str = _system("brief", "matrices rounded for the products: for as long as one takes, or kept from step to "
-                         "step: 2 bytes for each of their numbers, a little faster", choices=("brief", "kept"))
+                         "step: 2 bytes for each of their numbers, and fewer casts", choices=("brief", "kept"))
     gradients: str = _system("freed", "after a step: freed, or zeroed and kept, as recorded GPU work has them anyway",
                              choices=("freed", "kept"))
     states: str = _system("early", "the optimizer's: made before the first step, or late, in it, as torch.optim does",

@@ -41,11 +41,13 @@ def test_a_first_moment_survives_its_byte_within_a_percent_of_its_groups_largest
     assert ((back - values).abs() / values.abs())[big].max() < 1 / (127 * 0.01**0.5)
 
 
-def test_a_second_moment_is_never_read_back_smaller_than_it_was() -> None:
+def test_a_second_moment_is_read_back_to_the_nearest_but_never_as_nothing() -> None:
     values = torch.rand(3 * GROUP + 17).pow(8)
+    values[5:9], values[9] = 1e-15, 0.0
     back = read_second(write_second(values))
-    assert (back >= values * (1 - 1e-5)).all()
-    assert (back - values).abs().max() < 0.02
+    assert (back - values).abs().max() < 0.01
+    assert (back - values)[values > 1e-3].mean().abs() < 2e-4  # neither up nor down
+    assert torch.equal(back > 0, values > 0)
 
 
 def test_rounding_by_chance_is_exact_in_the_mean_and_keeps_what_is_representable() -> None:

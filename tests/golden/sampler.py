@@ -30,7 +30,7 @@ from fitgpt.memory.setting import Setting  # noqa: E402
 from fitgpt.savers import LEVELS  # noqa: E402
 from fitgpt.units import GiB  # noqa: E402
 
-SEED, RUNS, SWITCHED, CAPPED = 20261115, 48, 14, 20
+SEED, RUNS, SWITCHED, CAPPED = 20261115, 48, 13, 20
 H200 = Setting((9, 0), "2.11")
 OFF = 0.02  # how far a cap lies from what a run needs
 

@@ -26,6 +26,8 @@ def read(name: str) -> list[dict[str, Any]]:
 ROWS = read("h200_kernels.json")
 DRAWN = read("h200.json")
 CAPPED = read("h200_capped.json")
+OTHERS = {name: read(f"h200_{name}.json") for name in ("switches", "notes")}
+FIGURES_OF_OTHERS = {name: compare_own(rows, H200) for name, rows in OTHERS.items()}
 FIGURES = compare_own(ROWS, H200)
 FIGURES_OF_DRAWN = compare_own(DRAWN, H200)
 
@@ -73,6 +75,19 @@ def test_what_runs_drawn_at_random_reserve_is_forecast_to_the_byte() -> None:
     assert statistics.median(abs(each.percent) for each in FIGURES_OF_DRAWN) == 0
 
 
+# ---- with savers off that are on by themselves; the runs of docs/memory.md and their remedies
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_all_of_these_were_recorded_and_what_they_reserve_was_forecast_to_the_byte(name: str) -> None:
+    drawn = json.loads((GOLDEN / f"{name}.json").read_text(encoding="utf-8"))["cases"]
+    assert [(row["name"], row["config"]) for row in OTHERS[name]] == [(case["name"], case["config"]) for case in drawn]
+    reserved = [each for each in FIGURES_OF_OTHERS[name] if each.name.endswith("reserved")]
+    assert len(reserved) >= 6 * len(drawn) >= 54
+    assert all(each.off == 0 for each in reserved)
+    assert max(abs(each.percent) for each in FIGURES_OF_OTHERS[name]) <= 0.004
+
+
 # ---- under a cap
 
 
@@ -95,5 +110,6 @@ def test_the_caps_lie_around_what_the_runs_are_said_to_need_today() -> None:
 
 def test_the_page_on_accuracy_shows_these_runs() -> None:
     page = (Path(__file__).parents[2] / "docs" / "accuracy.md").read_text(encoding="utf-8")
-    for figures, rows in ((FIGURES, ROWS), (FIGURES_OF_DRAWN, DRAWN)):
+    others = [(FIGURES_OF_OTHERS[name], rows) for name, rows in OTHERS.items()]
+    for figures, rows in ((FIGURES, ROWS), (FIGURES_OF_DRAWN, DRAWN), *others):
         assert by_run(figures, {row["name"]: row["config"] for row in rows}) in page

@@ -121,7 +121,7 @@ def _rounded_adamw(parameter, gradient, firsts, seconds, first_scales, second_sc
         tl.store(first_scales + row, first_scale, mask=row_inside)
         second_scale = tl.max(second, 1)
         share = second / tl.maximum(second_scale, 1e-30)[:, None]
-        second = tl.minimum(tl.ceil(tl.sqrt(tl.sqrt(share)) * 255), 255.0)
+        second = tl.where(share > 0, tl.maximum(tl.floor(tl.sqrt(tl.sqrt(share)) * 255 + 0.5), 1.0), 0.0)
         tl.store(second_scales + row, second_scale, mask=row_inside)
     tl.store(firsts + at, first.to(firsts.dtype.element_ty), mask=inside)
     tl.store(seconds + at, second.to(seconds.dtype.element_ty), mask=inside)

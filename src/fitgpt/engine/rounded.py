@@ -176,9 +176,12 @@ def read_second(state: Mapping[str, Tensor]) -> Tensor:
 
 
 def write_second(second: Tensor) -> dict[str, Tensor]:
-    """Rounded up: a second moment that came out too small would make a step too large."""
+    """To the nearest, but not to nothing: a second moment of zero would make a step without bounds. (Always up would be
+    safer, and a twentieth too slow: what is rounded again at every step drifts that way. See docs/log.md.)"""
     share, scale = _shares(second)
-    return {"second": (share.sqrt().sqrt() * 255).ceil().to(torch.uint8), "second_scale": scale}
+    root = (share.sqrt().sqrt() * 255).round_()
+    root += (root == 0) & (share > 0)
+    return {"second": root.to(torch.uint8), "second_scale": scale}
 
 
 def _shares(flat: Tensor) -> tuple[Tensor, Tensor]:

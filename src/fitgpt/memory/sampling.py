@@ -38,7 +38,7 @@ KEYS_A_PART, UNDIVIDED = 128, 256
 
 def write(config: RunConfig, setting: Setting) -> Tape:
     """A process of its own: the optimizer and the gradients are not there."""
-    config = replace(config, weights="float32", residual="float32", compile=False)
+    config = replace(config, weights="float32", residual="float32", casts="brief", compile=False)
     w = Writer()
     prompt, token = (Passes(w, sizes(config, setting, 1, tokens, training=False)) for tokens in (PROMPT, 1))
     s, block = token.s, config.block_size

@@ -68,9 +68,17 @@ def verdict(fitted: Fitted) -> str:
 
 
 def _faster(fitted: Fitted) -> str:
-    """'2.9 % ', by estimate."""
-    before, now = fitted.asked.speed, fitted.chosen.speed if fitted.chosen else None
-    return f"{100 * (now.likely / before.likely - 1):.1f} % " if before and now and now.likely > before.likely else ""
+    """'2.9 % ', by the clock where both were timed, else by estimate."""
+    chosen, timed = fitted.chosen, _asked_as_timed(fitted)
+    if chosen is None or fitted.asked.speed is None or chosen.speed is None:
+        return ""
+    before, now = (timed, chosen.measured) if timed and chosen.measured else (fitted.asked.speed.likely,
+                                                                              chosen.speed.likely)
+    return f"{100 * (now / before - 1):.1f} % " if now > before else ""
+
+
+def _asked_as_timed(fitted: Fitted) -> float | None:
+    return next((each.measured for each in fitted.runners_up if each.config == fitted.asked.config), None)
 
 
 def beside_each_other(fitted: Fitted, width: int) -> str:
@@ -82,7 +90,7 @@ def beside_each_other(fitted: Fitted, width: int) -> str:
              ("headroom", signed(asked.headroom), signed(chosen.headroom)),
              ("tokens/s", _speed(asked.speed), _speed(chosen.speed))]
     if chosen.measured is not None:
-        before = next((each.measured for each in fitted.runners_up if each.config == asked.config), None)
+        before = _asked_as_timed(fitted)
         rows.append(("measured", f"{before:,.0f}" if before else "", f"{chosen.measured:,.0f}"))
     first, second = (max(len(row[column]) for row in [("", "asked", ""), *rows]) for column in (0, 1))
     if first + second + 4 + SHORTEST > width:

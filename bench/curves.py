@@ -24,7 +24,7 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT / "bench")]
 from fitgpt import __version__  # noqa: E402
 from fitgpt.config import RunConfig  # noqa: E402
 from fitgpt.driver import child_environment  # noqa: E402
-from fitgpt.runfolder import read_metrics  # noqa: E402
+from fitgpt.metrics import read_metrics  # noqa: E402
 
 SETTINGS: dict[str, Any] = dict(
     n_layer=6, n_head=6, n_embd=384, block_size=512, batch_size=16, gradient_accumulation_steps=4, vocab_size=50304,

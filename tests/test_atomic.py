@@ -1,14 +1,17 @@
-"""What is said to be on the disk has left Python's buffers before it is synced."""
+"""A file or a folder is on the disk whole or not at all, and a sealed document knows that it is whole."""
 
 from __future__ import annotations
 
 import errno
+import math
 import os
+import sys
 from pathlib import Path
 
 import pytest
 
-from fitgpt.atomic import disk_faults, write_atomically
+from fitgpt import atomic
+from fitgpt.atomic import disk_faults, folder_atomically, seal_json, unseal_json, write_atomically
 from fitgpt.errors import SystemFault
 
 
@@ -30,3 +33,66 @@ def test_a_file_larger_than_its_disk_or_the_shell_allows_says_which_limit(tmp_pa
     with pytest.raises(SystemFault, match="File too large") as refused, disk_faults("write", tmp_path):
         raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
     assert "ulimit -f" in refused.value.fix
+
+
+def test_a_failed_atomic_write_keeps_the_old_content_and_no_debris(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "x.json"
+    write_atomically(path, "old")
+
+    def fail(_: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", fail)
+        with pytest.raises(SystemFault, match="Input/output"):
+            write_atomically(path, "new")
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+    write_atomically(path, b"new")
+    assert path.read_text() == "new"
+
+
+def test_a_folder_appears_only_when_it_is_whole(tmp_path: Path) -> None:
+    target, temporary = tmp_path / "t", tmp_path / ".tmp-t"
+
+    def interrupted() -> None:
+        with folder_atomically(target, temporary) as folder:
+            (folder / "a").write_text("x")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert list(tmp_path.iterdir()) == []
+    with folder_atomically(target, temporary) as folder:
+        (folder / "a").write_text("x")
+        assert not target.exists()
+    assert (target / "a").read_text() == "x"
+
+
+def test_on_windows_a_file_held_by_a_scanner_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    attempts = []
+    real_replace = os.replace
+
+    def held_twice(source: Path, target: Path) -> None:
+        attempts.append(source)
+        if len(attempts) < 3:
+            raise PermissionError(errno.EACCES, "held")
+        real_replace(source, target)
+
+    monkeypatch.setattr(os, "replace", held_twice)
+    (tmp_path / "a").write_text("x")
+    with pytest.raises(PermissionError):
+        atomic.patiently_rename(tmp_path / "a", tmp_path / "b")
+    monkeypatch.setattr(sys, "platform", "win32")
+    atomic.patiently_rename(tmp_path / "a", tmp_path / "b")
+    assert (tmp_path / "b").exists()
+
+
+def test_a_sealed_document_survives_odd_values_and_no_edit() -> None:
+    document = {"a": [1, 2.5, None, True], "é": {"inf": math.inf, "low": -math.inf}, "1": "NaN"}
+    sealed = seal_json(document)
+    assert unseal_json(sealed) == document
+    with pytest.raises(ValueError):
+        unseal_json(sealed.replace("2.5", "2.6"))

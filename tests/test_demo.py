@@ -16,8 +16,9 @@ from fitgpt.config import RunConfig, resolve
 from fitgpt.data.header import find
 from fitgpt.errors import DataError, DeviceError, DoesNotFit
 from fitgpt.knobs import Assignment, build, walk
+from fitgpt.metrics import read_metrics
 from fitgpt.options import DemoOptions, PrepareOptions
-from fitgpt.runfolder import read_metrics, step_folders
+from fitgpt.runfolder import step_folders
 
 CONFIG_FILE = Path(__file__).parent.parent / "config" / "demo.py"
 

@@ -28,8 +28,8 @@ from fitgpt.engine.loop import learning_rate_at
 from fitgpt.engine.model import GPT, build_model
 from fitgpt.errors import DataError
 from fitgpt.interop.nanogpt import param_shapes
+from fitgpt.metrics import read_metrics
 from fitgpt.report import read_run
-from fitgpt.runfolder import read_metrics
 from fitgpt.weights import fill, from_run
 from helpers import reference_loss
 

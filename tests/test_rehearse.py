@@ -21,9 +21,10 @@ from fitgpt.foreseen import phases_of
 from fitgpt.knobs import Assignment
 from fitgpt.memory import forecast
 from fitgpt.memory.setting import Setting
+from fitgpt.metrics import read_metrics
 from fitgpt.nouns import Budget, MemoryReading, PhaseForecast
 from fitgpt.onboard import Onboard
-from fitgpt.runfolder import RunFolder, read_metrics
+from fitgpt.runfolder import RunFolder
 from fitgpt.show.text import plan_beside_measured
 from fitgpt.supervise import Orders
 from fitgpt.units import GiB, MiB

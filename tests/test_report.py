@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from fitgpt import runfolder
+from fitgpt import metrics
 from fitgpt.cli import main
 from fitgpt.errors import UsageError
 from fitgpt.options import ReportOptions
@@ -208,9 +208,8 @@ def test_a_hundred_thousand_steps_make_a_small_page_with_every_spike(tmp_path: P
 
 def test_of_a_very_long_record_a_part_is_read_and_the_page_says_so(tmp_path: Path,
                                                                   monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runfolder, "LONG_RECORD", 2**20)
-    monkeypatch.setattr("fitgpt.report.LONG_RECORD", 2**20)
-    monkeypatch.setattr(runfolder, "LONGEST_LINE", 2**12)
+    monkeypatch.setattr(metrics, "LONG_RECORD", 2**20)
+    monkeypatch.setattr(metrics, "LONGEST_LINE", 2**12)
     lines = (f'{{"kind": "step", "step": {n}, "loss": 3.0, "text": "{"x" * 100}"}}\n' for n in range(40_000))
     run = write_run(tmp_path / "long", [FACTS], "".join(lines) + '{"kind": "warn')
     record = read_run(str(run))

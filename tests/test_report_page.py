@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from fitgpt.cli import main
+from fitgpt.metrics import read_metrics
 from fitgpt.options import ReportOptions
 from fitgpt.report import report
-from fitgpt.runfolder import read_metrics
 from report_rows import FACTS, PLAN, evaluation, step, write_run
 from test_charts import HOSTILE
 

@@ -20,8 +20,9 @@ from fitgpt.engine.device import DeviceChoice
 from fitgpt.engine.model import GPT, build_model
 from fitgpt.errors import CheckpointError, DataError, Interrupted, NumericsError, SystemFault, UsageError
 from fitgpt.memory.gpt import checkpoint_bytes
+from fitgpt.metrics import read_metrics
 from fitgpt.run import build_training, run
-from fitgpt.runfolder import RunFolder, read_metrics, recorded_config
+from fitgpt.runfolder import RunFolder, recorded_config
 from fitgpt.show.live import PlainDisplay
 from helpers import reference_loss, tiny_config
 

@@ -1,9 +1,8 @@
-"""The run folder: one writer, no run lost by starting another, a record that is always readable."""
+"""The run folder: one writer, and no run lost by starting another."""
 
 from __future__ import annotations
 
 import errno
-import json
 import math
 import os
 import signal
@@ -16,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from fitgpt import atomic, runfolder
-from fitgpt.atomic import folder_atomically, seal_json, unseal_json, write_atomically
+from fitgpt.atomic import seal_json
 from fitgpt.errors import CheckpointError, SystemFault, UsageError
-from fitgpt.runfolder import need_disk, open_run, read_metrics, recorded_config
+from fitgpt.metrics import read_metrics
+from fitgpt.runfolder import need_disk, open_run, recorded_config, step_folders
 
 CONFIG = {"n_layer": 6, "learning_rate": 6e-4, "dataset": "x"}
 
@@ -185,90 +184,6 @@ def test_the_recorded_config_comes_back_and_damage_is_told(tmp_path: Path) -> No
         recorded_config(tmp_path)
 
 
-# ---- metrics
-
-def test_metrics_are_valid_json_lines_whatever_the_numbers(tmp_path: Path) -> None:
-    rows = [{"step": 0, "loss": math.nan, "deep": [math.inf, {"x": -math.inf}], "text": "é\n"},
-            {"step": 1, "loss": 2.5}]
-    with open_run(tmp_path, CONFIG, resume=False) as run:
-        for row in rows:
-            run.append_metrics(row)
-        lines = (tmp_path / "metrics.jsonl").read_text().splitlines()  # readable while the run is on
-    assert [json.loads(line, parse_constant=pytest.fail)["step"] for line in lines] == [0, 1]
-    back = read_metrics(tmp_path / "metrics.jsonl")
-    assert math.isnan(back[0]["loss"])
-    assert back[0]["deep"] == [math.inf, {"x": -math.inf}]
-    assert back[1] == rows[1]
-
-
-@pytest.mark.parametrize(("tail", "kept", "noted"), [
-    (b'{"step": 2, "lo', [1], True),
-    (b'{"step": 2}', [1, 2], False),
-    (b"\0" * 200_000, [1], True),
-    (b"7", [1], True),
-    (b"", [1], False),
-])
-def test_a_torn_last_line_is_repaired_on_resume(tmp_path: Path, tail: bytes, kept: list[int], noted: bool) -> None:
-    with_a_checkpoint(tmp_path)
-    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n' + tail)
-    with open_run(tmp_path, CONFIG, resume=True) as run:
-        assert bool(run.notes) is noted
-        run.append_metrics({"step": 3})
-    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == [*kept, 3]
-
-
-def test_a_file_that_is_one_torn_line_is_emptied(tmp_path: Path) -> None:
-    with_a_checkpoint(tmp_path)
-    (tmp_path / "metrics.jsonl").write_bytes(b'{"st')
-    open_run(tmp_path, CONFIG, resume=True).close()
-    assert (tmp_path / "metrics.jsonl").read_bytes() == b""
-
-
-def test_an_append_cut_short_by_a_full_disk_harms_no_other_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real_write = os.write
-    with open_run(tmp_path, CONFIG, resume=False) as run:
-        run.append_metrics({"step": 1})
-        with monkeypatch.context() as patched:
-            patched.setattr(os, "write", lambda descriptor, data: real_write(descriptor, data[:5]))
-            with pytest.raises(SystemFault, match="No space left"):
-                run.append_metrics({"step": 2})
-        run.append_metrics({"step": 3})
-    assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 3]
-
-
-def test_reading_lets_the_resumed_run_have_the_last_word(tmp_path: Path) -> None:
-    rows: list[dict[str, Any]] = [
-        {"kind": "start", "start_step": 0},
-        *({"kind": "step", "step": step, "loss": 1} for step in range(5)),
-        {"kind": "eval", "step": 2, "loss": 1},
-        {"kind": "start", "start_step": 2},
-        {"kind": "step", "step": 2, "loss": 2},
-        {"kind": "step", "step": 3, "loss": 2},
-    ]
-    path = tmp_path / "m.jsonl"
-    path.write_text("\n".join(["not json", *map(json.dumps, rows), "[1]", ""]))
-    assert [(row["kind"], row.get("step"), row.get("loss")) for row in read_metrics(path)] == [
-        ("start", None, None), ("step", 0, 1), ("step", 1, 1), ("eval", 2, 1), ("start", None, None),
-        ("step", 2, 2), ("step", 3, 2),
-    ]
-    assert read_metrics(tmp_path / "none.jsonl") == []
-
-
-def test_what_happened_is_not_undone_by_going_back_nor_by_the_same_happening_again(tmp_path: Path) -> None:
-    rows: list[dict[str, Any]] = [
-        *({"kind": "step", "step": step} for step in range(5)),
-        {"kind": "oom", "step": 5, "text": "Memory ran out."},
-        {"kind": "oom", "step": 5},
-        {"kind": "went_back", "start_step": 3},
-    ]
-    path = tmp_path / "m.jsonl"
-    path.write_text("\n".join(map(json.dumps, [*rows, {"kind": ["oom"], "step": 1}])))
-    assert read_metrics(path) == [*rows[:3], *rows[5:], {"kind": ["oom"], "step": 1}]
-
-
 # ---- disk
 
 def test_too_little_disk_is_told_in_numbers(tmp_path: Path) -> None:
@@ -277,71 +192,8 @@ def test_too_little_disk_is_told_in_numbers(tmp_path: Path) -> None:
         need_disk(tmp_path / "not" / "yet", 2**50)
 
 
-def test_a_failed_atomic_write_keeps_the_old_content_and_no_debris(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "x.json"
-    write_atomically(path, "old")
-
-    def fail(_: int) -> None:
-        raise OSError(errno.EIO, "Input/output error")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "fsync", fail)
-        with pytest.raises(SystemFault, match="Input/output"):
-            write_atomically(path, "new")
-    assert path.read_text() == "old"
-    assert list(tmp_path.iterdir()) == [path]
-    write_atomically(path, b"new")
-    assert path.read_text() == "new"
-
-
-def test_a_folder_appears_only_when_it_is_whole(tmp_path: Path) -> None:
-    target, temporary = tmp_path / "t", tmp_path / ".tmp-t"
-
-    def interrupted() -> None:
-        with folder_atomically(target, temporary) as folder:
-            (folder / "a").write_text("x")
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        interrupted()
-    assert list(tmp_path.iterdir()) == []
-    with folder_atomically(target, temporary) as folder:
-        (folder / "a").write_text("x")
-        assert not target.exists()
-    assert (target / "a").read_text() == "x"
-
-
-def test_on_windows_a_file_held_by_a_scanner_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    attempts = []
-    real_replace = os.replace
-
-    def held_twice(source: Path, target: Path) -> None:
-        attempts.append(source)
-        if len(attempts) < 3:
-            raise PermissionError(errno.EACCES, "held")
-        real_replace(source, target)
-
-    monkeypatch.setattr(os, "replace", held_twice)
-    (tmp_path / "a").write_text("x")
-    with pytest.raises(PermissionError):
-        atomic.patiently_rename(tmp_path / "a", tmp_path / "b")
-    monkeypatch.setattr(sys, "platform", "win32")
-    atomic.patiently_rename(tmp_path / "a", tmp_path / "b")
-    assert (tmp_path / "b").exists()
-
-
-def test_a_sealed_document_survives_odd_values_and_no_edit() -> None:
-    document = {"a": [1, 2.5, None, True], "é": {"inf": math.inf, "low": -math.inf}, "1": "NaN"}
-    sealed = seal_json(document)
-    assert unseal_json(sealed) == document
-    with pytest.raises(ValueError):
-        unseal_json(sealed.replace("2.5", "2.6"))
-
-
 def test_the_newest_checkpoint_is_of_the_latest_branch(tmp_path: Path) -> None:
     for name in ("step-00000100", "step-00000060-2", "step-123456789", "set-aside-by-x", ".tmp-5-1", "step-5"):
         (tmp_path / name).mkdir()
-    assert [(slot.branch, slot.step) for slot in runfolder.step_folders(tmp_path)] == [
+    assert [(slot.branch, slot.step) for slot in step_folders(tmp_path)] == [
         (1, 100), (1, 123456789), (2, 60)]

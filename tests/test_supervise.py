@@ -24,8 +24,9 @@ from fitgpt.driver import child_environment
 from fitgpt.engine import checkpoint
 from fitgpt.errors import DataError, DeviceError, FitError, Interrupted, SystemFault
 from fitgpt.knobs import Assignment
+from fitgpt.metrics import read_metrics
 from fitgpt.run import run
-from fitgpt.runfolder import read_metrics, step_folders
+from fitgpt.runfolder import step_folders
 from fitgpt.supervise import conclude, death_in_words, heard
 from helpers import TINY, write_dataset
 

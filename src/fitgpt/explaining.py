@@ -28,10 +28,11 @@ from .explain.screen import parse_screen
 from .knobs import Assignment, build, knobs_of, walk
 from .memory import forecast
 from .memory.setting import Setting, setting_for
+from .metrics import read_metrics
 from .nouns import MemoryPlan, OwnerShare
 from .options import ExplainQuestions
 from .planfile import phases_from, plan_from
-from .runfolder import read_metrics, recorded_config
+from .runfolder import recorded_config
 from .show.diagnosis import diagnosis_text
 from .sights import Diagnosis, OutOfMemory
 from .units import MiB, parse_bytes

@@ -16,9 +16,10 @@ from .knobs import knobs_of
 from .memory.forecast import timeline_of
 from .memory.setting import DEFAULT_TORCH, setting_for
 from .memory.thinned import one_step
+from .metrics import read_every, read_metrics, read_record
 from .nouns import Evaluation, MemoryReading, OwnerTimeline, PhaseForecast, RunFacts, SplitLoss, StepReport
 from .options import ReportOptions
-from .runfolder import LONG_RECORD, read_metrics, read_record, recorded_config
+from .runfolder import recorded_config
 from .show.report import MOST_RUNS, report_page
 from .sights import RunEvent, RunRecord, RunSample
 from .units import show_bytes
@@ -106,9 +107,9 @@ def _unread(metrics: Path, broken: Sequence[int]) -> Iterable[str]:
     if not metrics.is_file():
         yield f"{metrics.name} is missing: the run has recorded nothing."
         return
-    if (size := metrics.stat().st_size) > LONG_RECORD:
-        yield (f"{metrics.name} has {show_bytes(size)}: of its steps every {-(-size // LONG_RECORD)}th was read, and "
-               "the last ones all.")
+    size = metrics.stat().st_size
+    if (every := read_every(size)) > 1:
+        yield (f"{metrics.name} has {show_bytes(size)}: of its steps every {every}th was read, and the last ones all.")
     if broken:
         lines = f"Line {broken[0]:,} of {metrics.name} is" if len(broken) == 1 else (
             f"{len(broken):,} lines of {metrics.name} are")

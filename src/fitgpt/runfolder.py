@@ -1,8 +1,8 @@
-"""The run folder: who may write in it, what run it holds, and its record of metrics.
+"""The run folder: what run it holds, and opening it for the one that trains there.
 
-    OUT/lock            held by the one process that trains here; says which
+    OUT/lock            held by the one process that trains here; says which (runlock.py)
     OUT/run.json        the resolved config of the run
-    OUT/metrics.jsonl   one JSON object a line
+    OUT/metrics.jsonl   one JSON object a line (metrics.py)
     OUT/samples.jsonl   what `fitgpt sample` let the model write, likewise
     OUT/checkpoints/    step-00000500/ … (contents: engine/checkpoint.py)
 """
@@ -10,39 +10,25 @@
 from __future__ import annotations
 
 import errno
-import json
-import math
 import os
 import re
 import shutil
-import socket
-import sys
-import time
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
-from . import __version__
+from . import __version__, metrics
 from .atomic import disk_faults, seal_json, sync_folder, unseal_json, write_atomically
 from .config import AS_RECORDED
 from .errors import CheckpointError, SystemFault, UsageError
+from .runlock import take_lock
 from .units import show_bytes
 
 SCHEMA = 1
-LONGEST_LINE = 2**20        # bytes; ours are a few hundred
-LONG_RECORD = 32 * 2**20    # bytes: some 90,000 steps, which take some seconds to read
-
 _PROBE_BYTES = 64 * 1024       # enough that a full disk cannot hide it in spare metadata room
 _DIFFERENCES_SHOWN = 10
-_LOCK_OFFSET = 2**30           # Windows forbids reading locked bytes: lock one far from what we write
-_HELD_BY_ANOTHER = {errno.EAGAIN, errno.EACCES, errno.EDEADLK}
-_NO_LOCKS_HERE = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}  # some network disks
 _STEP_FOLDER = re.compile(r"step-(\d{8,})(?:-(\d+))?")
-_STEP_ROW = b'{"kind": "step", '  # as append_metrics writes it
-_PROGRESS = ("step", "eval", "save")  # kinds of rows that going back undoes
-_NONFINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 # ---- what is in the folder
@@ -123,8 +109,8 @@ class RunFolder:
         write_atomically(self.path / "run.json", seal_json(document))
 
     def append_metrics(self, row: Mapping[str, Any]) -> None:
-        """One line, in one write; valid JSON whatever the numbers are."""
-        line = (json.dumps(speak_nonfinite(dict(row)), allow_nan=False) + "\n").encode()
+        """One line, in one write."""
+        line = metrics.line_of(row)
         if self._torn:
             line = b"\n" + line
         with disk_faults("append to", self.path / "metrics.jsonl"):
@@ -157,14 +143,14 @@ def open_run(out_dir: Path | str, config: Mapping[str, Any], *, resume: bool) ->
     """
     path = Path(out_dir)
     _create(path)
-    lock, note = _take_lock(path)
+    lock, note = take_lock(path)
     notes = [note] if note else []
     try:
         if not resume:
             _refuse_another_run(path, config)
         _probe_disk(path)
         with disk_faults("repair", path / "metrics.jsonl"):
-            notes += _repair_metrics(path / "metrics.jsonl") if resume else _set_aside_metrics(path)
+            notes += metrics.repair(path / "metrics.jsonl") if resume else metrics.set_aside(path)
         with disk_faults("write in", path):
             return RunFolder(path, lock, tuple(notes))
     except BaseException:
@@ -240,186 +226,3 @@ def _refuse_another_run(path: Path, config: Mapping[str, Any]) -> None:
         f"{path} already holds a run, with a checkpoint at step {found[-1].step}. {comparison}",
         "To go on with it: --init_from=resume. To start anew: another --out_dir.",
     )
-
-
-# ---- the lock
-
-def _take_lock(path: Path) -> tuple[int, str | None]:
-    """The locked descriptor; on a disk that has no locks, a note instead of a refusal."""
-    note = None
-    with disk_faults("write in", path):
-        descriptor = os.open(path / "lock", os.O_RDWR | os.O_CREAT, 0o666)
-    try:
-        with disk_faults("lock", path):
-            try:
-                _lock_at_once(descriptor)
-            except OSError as error:
-                if error.errno in _HELD_BY_ANOTHER:
-                    raise _already_locked(path, descriptor) from error
-                if error.errno not in _NO_LOCKS_HERE:
-                    raise
-                note = f"The disk of {path} has no file locks: nothing keeps a second trainer out of it."
-            owner = {"pid": os.getpid(), "host": socket.gethostname(),
-                     "started": time.strftime("%Y-%m-%d %H:%M:%S")}
-            os.ftruncate(descriptor, 0)
-            os.write(descriptor, (json.dumps(owner) + "\n").encode())
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return descriptor, note
-
-
-def _lock_at_once(descriptor: int) -> None:
-    if sys.platform == "win32":
-        import msvcrt
-
-        os.lseek(descriptor, _LOCK_OFFSET, os.SEEK_SET)
-        msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
-        os.lseek(descriptor, 0, os.SEEK_SET)
-    else:
-        import fcntl
-
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-
-def _already_locked(path: Path, descriptor: int) -> SystemFault:
-    try:
-        owner = json.loads(os.read(descriptor, 4096))
-        who = f"process {owner['pid']} on {owner['host']}, since {owner['started']}"
-        stop = f", or stop it: kill {owner['pid']}"
-    except (ValueError, KeyError, TypeError, OSError):  # it has not written its name yet
-        who, stop = "another process", ""
-    return SystemFault(f"{path} is being trained in by {who}.", f"Choose another --out_dir{stop}")
-
-
-# ---- metrics
-
-def keep_sample(out_dir: Path | str, step: int, text: str) -> None:
-    """For the report. A folder that cannot be written to costs the sample nothing."""
-    with suppress(OSError), (Path(out_dir) / "samples.jsonl").open("a", encoding="utf-8") as file:
-        file.write(json.dumps({"kind": "sample", "step": step, "text": text}) + "\n")
-
-
-def record_lines(file: BinaryIO, size: int) -> Iterator[tuple[bytes, bool]]:
-    """The lines of a record from where the file stands, and of each whether it is to be read.
-
-    Of a very long record only every so manieth step is, but all else and everything near its end: a curve has no more
-    points than a page has dots, and whoever looks at the run is not to wait for minutes.
-    """
-    start = place = file.tell()
-    every, number = -(-(size - start) // LONG_RECORD), 0
-    while line := file.readline(LONGEST_LINE):
-        place += len(line)
-        steps_are_enough = every > 1 and place < size - LONGEST_LINE and line.startswith(_STEP_ROW)
-        number += steps_are_enough
-        yield line, not steps_are_enough or number % every == 0
-
-
-def read_metrics(path: Path | str) -> list[dict[str, Any]]:
-    """The rows as the run now stands, in file order. Lines that are no JSON object are passed over."""
-    return read_record(path)[0]
-
-
-def read_record(path: Path | str) -> tuple[list[dict[str, Any]], list[int]]:
-    """The rows as the run now stands, in file order; and the numbers of lines that are no JSON object.
-
-    A row with `start_step` begins a part of the run, which was resumed or went back: the steps, evaluations
-    and saves that lay beyond were undone; other things happened nevertheless. Of two such rows of the same
-    step the later one counts.
-    """
-    kept: dict[object, dict[str, Any]] = {}
-    broken: list[int] = []
-    if not Path(path).exists():
-        return [], []
-    with open(path, "rb") as file:
-        number, begun = 0, False  # begun: a line too long to be one of ours goes on
-        for line, wanted in record_lines(file, os.fstat(file.fileno()).st_size):
-            rest_of_a_line, begun = begun, not line.endswith(b"\n")
-            number += not rest_of_a_line
-            if rest_of_a_line or not wanted or not line.strip():
-                continue
-            try:
-                row = _hear_nonfinite(json.loads(line))
-            except (ValueError, RecursionError):
-                row = None
-            if isinstance(row, dict):
-                kept = _with_row(kept, row, number)
-            else:
-                broken.append(number)
-    return list(kept.values()), broken
-
-
-def _with_row(kept: dict[object, dict[str, Any]], row: dict[str, Any], number: int) -> dict[object, dict[str, Any]]:
-    start = row.get("start_step")
-    if isinstance(start, int):
-        kept = {key: other for key, other in kept.items() if not _undone(other, start)}
-    kind, step = row.get("kind"), row.get("step")
-    key = (kind, step) if kind in _PROGRESS and isinstance(step, int) else number
-    kept.pop(key, None)
-    kept[key] = row
-    return kept
-
-
-def _undone(row: Mapping[str, Any], start: int) -> bool:
-    """Step 7 leads from 7 steps done to 8; an evaluation or a save at 7 is of 7 steps done."""
-    kind, step = row.get("kind"), row.get("step")
-    return kind in _PROGRESS and isinstance(step, int) and (step >= start if kind == "step" else step > start)
-
-
-def speak_nonfinite(value: Any) -> Any:
-    """NaN and infinity as words: JSON has neither."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    if isinstance(value, dict):
-        return {str(key): speak_nonfinite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [speak_nonfinite(item) for item in value]
-    return value
-
-
-def _hear_nonfinite(value: Any) -> Any:
-    if isinstance(value, str):
-        return _NONFINITE.get(value, value)
-    if isinstance(value, dict):
-        return {key: _hear_nonfinite(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_hear_nonfinite(item) for item in value]
-    return value
-
-
-def _repair_metrics(path: Path) -> list[str]:
-    """A last line without its newline was being written when the run was killed: finish it or drop it."""
-    if not path.exists() or path.stat().st_size == 0:
-        return []
-    with open(path, "rb+") as file:
-        end = file.seek(0, os.SEEK_END)
-        tail_start, tail = end, b""
-        while tail_start > 0 and b"\n" not in tail:
-            tail_start = max(0, tail_start - 65536)
-            file.seek(tail_start)
-            tail = file.read(end - tail_start)
-        torn = tail[tail.rfind(b"\n") + 1:]
-        if not torn:
-            return []
-        try:
-            whole = isinstance(json.loads(torn), dict)
-        except (ValueError, RecursionError):
-            whole = False
-        if whole:
-            file.seek(end)
-            file.write(b"\n")
-            return []
-        file.truncate(end - len(torn))
-        return [f"The last line of {path} was cut short when the run stopped, and was dropped."]
-
-
-def _set_aside_metrics(path: Path) -> list[str]:
-    """A run that never reached a checkpoint left its metrics here: they are not this run's."""
-    metrics = path / "metrics.jsonl"
-    if not metrics.exists() or metrics.stat().st_size == 0:
-        return []
-    number = 1
-    while (aside := path / f"metrics-{number}.jsonl").exists():
-        number += 1
-    metrics.rename(aside)
-    return [f"{metrics} was of an earlier run without a checkpoint: it is now {aside.name}."]

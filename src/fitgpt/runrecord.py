@@ -1,22 +1,21 @@
-"""How a run stands, read from its folder by others than itself: who trains there, and what its record says so far.
+"""How a run stands, read from its folder by others than itself: what its record says, and what follows from it.
 
 The folder may be written to meanwhile, may hold half a line, or be a copy from another machine. Nothing is changed.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
-import socket
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from .metrics import LONGEST_LINE, NONFINITE, record_lines, row_of
 from .nouns import MemoryReading
-from .runfolder import LONGEST_LINE, record_lines, step_folders
+from .runfolder import step_folders
+from .runlock import Owner
 from .sights import RunState, Spike, Track
 from .units import MiB
 
@@ -51,65 +50,6 @@ def is_spike(before: int, after: int) -> bool:
     return after - before >= max(SPIKE_BYTES, SPIKE_SHARE * before)
 
 
-# ---- who trains there
-
-@dataclass(frozen=True)
-class Owner:
-    """The process that took the folder's lock last."""
-
-    pid: int
-    host: str
-    since: float                # seconds since 1970
-    alive: bool | None = None   # None: it cannot be asked
-
-    @property
-    def here(self) -> bool:
-        return self.host == socket.gethostname()
-
-    def __str__(self) -> str:
-        return f"process {self.pid}" + ("" if self.here else f" on {self.host}")
-
-
-def lock_owner(folder: Path) -> Owner | None:
-    """From the words in the lock file. The lock itself is not tried: that could turn away a trainer just starting."""
-    lock = folder / "lock"
-    try:
-        told, since = json.loads(lock.read_bytes()[:4096]), lock.stat().st_mtime
-        pid, host = told["pid"], told["host"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return None
-    if not isinstance(pid, int) or not isinstance(host, str) or not 0 < pid < 2**31:
-        return None
-    alive = _holds(pid, lock) if host == socket.gethostname() else None
-    return Owner(pid, host, since, alive)
-
-
-def _holds(pid: int, lock: Path) -> bool | None:
-    """Whether the process lives and has the file open: its number may have gone to another process since."""
-    if os.name != "posix":
-        return None  # on Windows os.kill(pid, 0) would be Ctrl-C
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True  # another user's: it lives, and more cannot be asked
-    try:
-        held = lock.stat()
-        descriptors = list(Path(f"/proc/{pid}/fd").iterdir())
-    except OSError:
-        return True  # no /proc, or not for us
-    for descriptor in descriptors:
-        with suppress(OSError):
-            if os.path.samestat(descriptor.stat(), held):
-                return True
-    return False
-
-
-def is_running(owner: Owner | None) -> bool:
-    return owner is not None and owner.alive is True
-
-
 # ---- its record
 
 class FollowedRun:
@@ -137,11 +77,8 @@ class FollowedRun:
                 if not line.endswith(b"\n") and len(line) < LONGEST_LINE:
                     break
                 self._read += len(line)
-                if wanted:
-                    with suppress(ValueError, RecursionError):
-                        row = json.loads(line)
-                        if isinstance(row, dict):
-                            self.record.take(row)
+                if wanted and (row := row_of(line)) is not None:
+                    self.record.take(row)
             written = stat.st_mtime
         return written
 
@@ -329,7 +266,7 @@ def resume_hint(folder: Path) -> str:
 def number(value: Any) -> float | None:
     """A figure of metrics.jsonl, where NaN and infinity are words."""
     if isinstance(value, str):
-        return float(value) if value in ("NaN", "Infinity", "-Infinity") else None
+        return NONFINITE.get(value)
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e300:
         return None
     return float(value)

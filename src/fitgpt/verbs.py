@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 from .config import RunConfig
 from .driver import child_environment
 from .errors import DataError, UsageError
+from .metrics import keep_sample
 from .options import EvalOptions, ExportOptions, SampleOptions
-from .runfolder import holds_run, keep_sample, recorded_config
+from .runfolder import holds_run, recorded_config
 
 GPT2_VOCAB = 50257
 

@@ -14,18 +14,10 @@ from typing import Any
 
 from .counters import read_cards
 from .errors import DeviceError, UsageError
+from .metrics import speak_nonfinite
 from .options import WatchOptions
-from .runfolder import speak_nonfinite
-from .runrecord import (
-    SPIKES_KEPT,
-    FollowedRun,
-    Owner,
-    is_run,
-    is_running,
-    is_spike,
-    lock_owner,
-    runs_here,
-)
+from .runlock import Owner, is_running, lock_owner
+from .runrecord import SPIKES_KEPT, FollowedRun, is_run, is_spike, runs_here
 from .sights import CardState, Program, RunState, Spike, Track, WatchFrame
 
 SCHEMA = 1

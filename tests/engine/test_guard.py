@@ -20,9 +20,9 @@ from fitgpt.engine.loop import Training, train_step
 from fitgpt.engine.muon import Muon
 from fitgpt.engine.offload import HostAdamW
 from fitgpt.errors import CheckpointError, DeviceError
+from fitgpt.metrics import read_metrics
 from fitgpt.nouns import Rung
 from fitgpt.onboard import Onboard
-from fitgpt.runfolder import read_metrics
 from fitgpt.units import GiB
 from helpers import tiny_config
 

@@ -15,9 +15,10 @@ import pytest
 from watched import FACTS, evaluation, memory, rows_then, state_of, step, words_of, write_run
 
 from fake_nvml import CountingNvml
-from fitgpt import runfolder, runrecord, watch
+from fitgpt import metrics, runrecord, watch
 from fitgpt.runfolder import open_run
-from fitgpt.runrecord import FollowedRun, lock_owner
+from fitgpt.runlock import lock_owner
+from fitgpt.runrecord import FollowedRun
 from fitgpt.sights import Spike
 from fitgpt.units import GiB, MiB
 
@@ -152,8 +153,8 @@ def test_a_record_read_as_it_grows_is_the_record_read_at_once(tmp_path: Path) ->
 
 
 def test_a_very_long_record_is_read_in_part_and_its_end_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runfolder, "LONG_RECORD", 2**16)
-    monkeypatch.setattr(runfolder, "LONGEST_LINE", 2**10)
+    monkeypatch.setattr(metrics, "LONG_RECORD", 2**16)
+    monkeypatch.setattr(metrics, "LONGEST_LINE", 2**10)
     write_run(tmp_path, FACTS, *(step(number) for number in range(5000)), evaluation(5000), {"kind": "save", "step": 1})
     read: list[Any] = []
     monkeypatch.setattr(runrecord.Record, "take", lambda record, row: read.append(row))

@@ -21,7 +21,7 @@ from fitgpt.config import RunConfig
 from fitgpt.errors import DeviceError, UsageError
 from fitgpt.knobs import build, walk
 from fitgpt.runfolder import open_run
-from fitgpt.runrecord import Owner
+from fitgpt.runlock import Owner
 from fitgpt.show.watching import frame_lines
 from fitgpt.sights import CardState, Program, Spike, Track, WatchFrame
 from fitgpt.units import GiB, MiB

@@ -9,7 +9,8 @@ from typing import Any
 
 from fitgpt import runrecord
 from fitgpt.nouns import MemoryReading
-from fitgpt.runrecord import FollowedRun, lock_owner
+from fitgpt.runlock import lock_owner
+from fitgpt.runrecord import FollowedRun
 from fitgpt.show.watching import frame_lines
 from fitgpt.sights import CardState, Program, RunState, Spike, Track, WatchFrame
 from fitgpt.units import GiB, MiB

@@ -87,17 +87,18 @@ def look(asked: ExplainQuestions, folder: Path | None) -> Excerpt | None:
     if asked.target and folder is None and asked.target != "-":
         try:
             with open(asked.target, "rb") as file:
-                return _skim(file)
+                return skim(file)
         except FileNotFoundError:
             raise UsageError(f"There is no file or folder {asked.target!r}.",
                              "fitgpt explain - < oom.txt reads what is piped.") from None
     piped = sys.stdin is not None and not sys.stdin.closed and not sys.stdin.isatty()
     if asked.target == "-" or piped:
-        return _skim(getattr(sys.stdin, "buffer", None) or BytesIO(sys.stdin.read().encode()))
+        return skim(getattr(sys.stdin, "buffer", None) or BytesIO(sys.stdin.read().encode()))
     return None
 
 
-def _skim(stream: BinaryIO) -> Excerpt:
+def skim(stream: BinaryIO) -> Excerpt:
+    """What of a text of any size is to be explained: its first message or nvidia-smi screen, and what is around it."""
     return excerpt(stream, lambda text: is_message(text) or bool(parse_screen(text)), set(COUNTED.values()))
 
 

@@ -11,9 +11,10 @@ import pytest
 from fitgpt import cards
 from fitgpt.config import RunConfig
 from fitgpt.explain.about import Run
-from fitgpt.explain.message import parse, read_message
+from fitgpt.explain.message import from_excerpt, parse
 from fitgpt.explain.oom import diagnose
 from fitgpt.explain.rules import ALONE, RULES
+from fitgpt.explaining import skim
 from fitgpt.memory.setting import setting_for
 from fitgpt.sights import Diagnosis, OutOfMemory
 from fitgpt.units import GiB, MiB
@@ -25,7 +26,7 @@ WITH_CONFIG = [name for name, told in INDEX.items() if "config" in told]
 
 def read(name: str) -> OutOfMemory:
     with open(FOLDER / f"{name}.txt", "rb") as file:
-        found = read_message(file)
+        found = from_excerpt(skim(file))
     assert found is not None
     return found
 

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from fitgpt.explain.frames import compiled_of, frames_before, phase_of, trainer_of, users_line
-from fitgpt.explain.message import is_message, parse, read_message
+from fitgpt.explain.message import from_excerpt, is_message, parse
 from fitgpt.explain.pasted import AFTER, CHUNK, WHOLE, cleaned, excerpt
 from fitgpt.explain.screen import parse_screen
+from fitgpt.explaining import skim
 from fitgpt.sights import CodeLine
 from fitgpt.units import GiB, MiB
 
@@ -69,7 +70,7 @@ def test_colours_prompts_and_garbage_around_it_do_not_matter(text: str) -> None:
 
 
 def test_what_powershell_redirects_is_read_too() -> None:
-    found = read_message(BytesIO(MESSAGE.encode("utf-16")))
+    found = from_excerpt(skim(BytesIO(MESSAGE.encode("utf-16"))))
     assert found is not None
     assert found.asked == 88 * MiB
 
@@ -149,14 +150,14 @@ class Endless:
 @pytest.mark.parametrize(("line", "megabytes"), [(b"step 1: loss 3.1, mem 4 GiB\n", 200),
                                                  (b"worker was killed by the night\n", 40)])
 def test_a_log_of_200_mb_is_streamed_and_its_message_found(line: bytes, megabytes: int) -> None:
-    found = read_message(Endless(megabytes * 10**6, megabytes * 750_011, line))  # type: ignore[arg-type]
+    found = from_excerpt(skim(Endless(megabytes * 10**6, megabytes * 750_011, line)))  # type: ignore[arg-type]
     assert found is not None
     assert found.asked == 88 * MiB
 
 
 def test_of_a_large_log_only_a_few_pieces_are_held() -> None:
     tracemalloc.start()
-    found = read_message(Endless(15 * CHUNK, 14 * CHUNK, b"step 1\n"))  # type: ignore[arg-type]
+    found = from_excerpt(skim(Endless(15 * CHUNK, 14 * CHUNK, b"step 1\n")))  # type: ignore[arg-type]
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert found is not None
@@ -165,7 +166,7 @@ def test_of_a_large_log_only_a_few_pieces_are_held() -> None:
 
 @pytest.mark.parametrize("at", [0, WHOLE - 100, CHUNK - 200, CHUNK, CHUNK + 7, 2 * CHUNK - AFTER, 3 * CHUNK - 1])
 def test_no_boundary_of_a_piece_hides_a_message(at: int) -> None:
-    found = read_message(Endless(3 * CHUNK + 5, at, b"a line of the log\n"))  # type: ignore[arg-type]
+    found = from_excerpt(skim(Endless(3 * CHUNK + 5, at, b"a line of the log\n")))  # type: ignore[arg-type]
     assert found is not None
     assert found.asked == 88 * MiB
     assert found.more == 0
@@ -173,13 +174,13 @@ def test_no_boundary_of_a_piece_hides_a_message(at: int) -> None:
 
 def test_messages_in_a_large_log_are_counted_across_pieces() -> None:
     log = (f"{MESSAGE}\n" + "x" * 700_001 + "\n") * 5
-    found = read_message(BytesIO(log.encode()))
+    found = from_excerpt(skim(BytesIO(log.encode())))
     assert found is not None
     assert found.more == 4
 
 
 def test_a_large_text_without_a_message_gives_none() -> None:
-    assert read_message(BytesIO(b"killed time, out of cheese\n" * 20_000)) is None
+    assert from_excerpt(skim(BytesIO(b"killed time, out of cheese\n" * 20_000))) is None
     assert excerpt(BytesIO(b"x" * (WHOLE + 1)), is_message).whole is False
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 from ..sights import OutOfMemory
 from ..units import GiB, KiB, MiB, TiB
 from .frames import dtype_and_shape, frames_before
-from .pasted import Excerpt, cleaned, excerpt, squashed
+from .pasted import Excerpt, cleaned, squashed
 
 _UNITS = {"bytes": 1, "KiB": KiB, "MiB": MiB, "GiB": GiB, "TiB": TiB,
           "B": 1, "KB": KiB, "MB": MiB, "GB": GiB, "TB": TiB}  # MPS says GB and means GiB
@@ -69,16 +69,12 @@ class Found(NamedTuple):
     match: re.Match[str]
 
 
-def read_message(stream: BinaryIO) -> OutOfMemory | None:
-    """The first message in a stream of any size; None: there is none that is known."""
-    return from_excerpt(excerpt(stream, is_message, set(COUNTED.values())))
-
-
 def is_message(text: str) -> bool:
     return parse(text) is not None
 
 
 def from_excerpt(seen: Excerpt) -> OutOfMemory | None:
+    """The first message; None: there is none that is known."""
     found = parse(seen.text)
     return found and replace(found, more=max(seen.counts.get(COUNTED[found.kind], 1) - 1, 0))
 

@@ -6,10 +6,7 @@ from dataclasses import asdict
 from io import BytesIO
 from typing import Any
 
-from ..explain.message import COUNTED, is_message
-from ..explain.pasted import excerpt
-from ..explain.screen import parse_screen
-from ..explaining import WANTED, explain_text
+from ..explaining import WANTED, explain_text, skim
 from ..options import ExplainQuestions
 from ..sights import Diagnosis
 from .settings import flags_in, read
@@ -17,8 +14,7 @@ from .settings import flags_in, read
 
 def explain(text: str, query: str | None) -> dict[str, Any]:
     """`query`: the settings of the plan, if the run that ran out is the one planned there."""
-    seen = excerpt(BytesIO(text.encode("utf-8", "replace")), lambda part: is_message(part) or bool(parse_screen(part)),
-                   set(COUNTED.values()))
+    seen = skim(BytesIO(text.encode("utf-8", "replace")))
     asked = read(query) if query is not None else None
     questions = ExplainQuestions(trainer=asked.trainer if asked else "auto",
                                  others=asked.questions.others if asked else "")

@@ -244,7 +244,7 @@ def _other(key: str) -> Any:
     return another[one.kind]()
 
 
-RESUMABLE = {f.name for f in fields(RunConfig)} - FROZEN_ON_RESUME - TOGETHER_ON_RESUME
+RESUMABLE = {f.name for f in fields(RunConfig)} - FROZEN_ON_RESUME - {*TOGETHER_ON_RESUME}
 
 
 @pytest.mark.parametrize("key", [f.name for f in fields(RunConfig)])

@@ -32,10 +32,11 @@ from .units import parse_bytes
 if TYPE_CHECKING:
     from .nouns import GPTConfig
 
-DEFAULT_VOCAB = 50304  # GPT-2's 50257 rounded up to a multiple of 64, as nanoGPT has it
+GPT2_VOCAB = 50257
+DEFAULT_VOCAB = 50304  # the same, rounded up to a multiple of 64, as nanoGPT has it
 
 gpt2_shapes: dict[str, dict[str, Any]] = {
-    name: dict(n_layer=layers, n_head=heads, n_embd=width, bias=True, vocab_size=50257)
+    name: dict(n_layer=layers, n_head=heads, n_embd=width, bias=True, vocab_size=GPT2_VOCAB)
     for name, layers, heads, width in (("gpt2", 12, 12, 768), ("gpt2-medium", 24, 16, 1024),
                                        ("gpt2-large", 36, 20, 1280), ("gpt2-xl", 48, 25, 1600))
 }
@@ -68,8 +69,9 @@ _system = partial(knob, group="device and memory")
 _neighbour = partial(knob, group="memory of the card, beside others")
 _wandb = partial(knob, group="wandb")
 
-_count = between(1, 2**31 - 1)
-_count_or_0 = between(0, 2**31 - 1)
+LARGEST_COUNT = 2**31 - 1
+_count = between(1, LARGEST_COUNT)
+_count_or_0 = between(0, LARGEST_COUNT)
 
 
 @dataclass(frozen=True)
@@ -359,7 +361,7 @@ def _check_init_from(init_from: str, assignments: list[Assignment]) -> None:
 FROZEN_ON_RESUME = frozenset(
     {"n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size", "seed", "dtype", "beta1", "beta2", "weights",
      "residual", "optimizer", "step_in_backward"})
-TOGETHER_ON_RESUME = frozenset({"batch_size", "gradient_accumulation_steps"})  # if their product stays
+TOGETHER_ON_RESUME = ("batch_size", "gradient_accumulation_steps")  # if their product stays
 # `dataset` may change its name or place: whether it is the same data, its fingerprint says.
 
 
@@ -381,8 +383,7 @@ def check_resume(recorded: Mapping[str, Any], wanted: Mapping[str, Any],
         back = " ".join(f"--{key}={shown(was)}" for key, (was, _) in frozen.items())
         raise CheckpointError(f"The run in {before.out_dir} cannot be resumed with {told}: it would be another run.",
                               f"{back} goes on with it; another --out_dir without --resume starts a new one.")
-    batch, steps = (changes[key][1] if key in changes else getattr(before, key)
-                    for key in ("batch_size", "gradient_accumulation_steps"))
+    batch, steps = (changes[key][1] if key in changes else getattr(before, key) for key in TOGETHER_ON_RESUME)
     sequences = before.batch_size * before.gradient_accumulation_steps
     if batch * steps != sequences:
         works = batch if sequences % batch == 0 else before.batch_size

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 
 from . import place
 from .asked import run_of as config_of_words
-from .asked import with_data
+from .asked import size, with_data
 from .cards import Card, find, match_device
 from .config import RunConfig
 from .driver import gpus
@@ -35,7 +35,7 @@ from .planfile import phases_from, plan_from
 from .runfolder import recorded_config
 from .show.diagnosis import diagnosis_text
 from .sights import Diagnosis, OutOfMemory
-from .units import MiB, parse_bytes
+from .units import MiB
 
 NOT_RECOGNISED = 1
 WANTED = ("the whole message, from `CUDA out of memory` to its last figure, with the traceback above it",
@@ -63,7 +63,7 @@ def answer(asked: ExplainQuestions, said: Sequence[Assignment]) -> Diagnosis:
     config, name, notes = config_of(asked, said, folder)
     if asked.reading or (asked.process and not asked.target):
         card = find(asked.gpu) if asked.gpu else card_here()
-        reading = Reading(_bytes(asked.reading), _bytes(asked.process), notes=notes)
+        reading = Reading(size(asked.reading), size(asked.process), notes=notes)
         return explain_reading(reading, run_of(config, name, asked.trainer, card), card)
     seen = look(asked, folder)
     if seen is not None and seen.text.strip():
@@ -149,7 +149,7 @@ def explain_text(seen: Excerpt, asked: ExplainQuestions, config: RunConfig | Non
     if screen:
         gpu = max(screen, key=lambda each: (any(process.computes for process in each.processes), each.used or 0))
         card = card or card_of(gpu)
-        return explain_reading(from_screen(gpu, _bytes(asked.process)), run_of(config, name, asked.trainer, card), card)
+        return explain_reading(from_screen(gpu, size(asked.process)), run_of(config, name, asked.trainer, card), card)
     return explain_document(_json(seen.text), asked, config, name) if seen.text.lstrip().startswith("{") else None
 
 
@@ -171,7 +171,7 @@ def explain_document(document: Any, asked: ExplainQuestions, config: RunConfig |
 
 def with_others(message: OutOfMemory, asked: ExplainQuestions) -> OutOfMemory:
     """What the user knows of other processes and the message does not say."""
-    others = _bytes(asked.others)
+    others = size(asked.others)
     if others is None or message.others or message.process is not None or message.total is None or message.free is None:
         return message
     return replace(message, process=max(message.total - message.free - others, 0))
@@ -219,7 +219,7 @@ def place_of(asked: ExplainQuestions, config: RunConfig, rows: Sequence[dict[str
              folder: Path | None) -> place.Place:
     """The card named, the one the run was on, or the one that is here."""
     facts = next((row for row in rows if row.get("kind") == "run"), {})
-    others = _bytes(asked.others)
+    others = size(asked.others)
     if asked.gpu:
         return place.named(asked.gpu, others=others, budget=None)
     if str(facts.get("device", "")).startswith("cpu"):
@@ -237,10 +237,6 @@ def card_here() -> Card | None:
     except DeviceError:
         return None
     return found[0] if found else None
-
-
-def _bytes(text: str) -> int | None:
-    return parse_bytes(text) if text else None
 
 
 def _json(text: str) -> Any:

@@ -7,13 +7,13 @@ from functools import partial
 from re import fullmatch
 from typing import ClassVar, Literal
 
-from .config import RunConfig, device_name, size_like
+from .config import LARGEST_COUNT, RunConfig, device_name, size_like
 from .errors import UsageError
 from .knobs import Options, between, knob, non_negative, path_like, plain_name
 from .units import parse_count
 
-_count = between(1, 2**31 - 1)
-_count_or_0 = between(0, 2**31 - 1)
+_count = between(1, LARGEST_COUNT)
+_count_or_0 = between(0, LARGEST_COUNT)
 _source = partial(knob, group="where the text comes from")
 _result = partial(knob, group="what it becomes")
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -37,12 +37,8 @@ def _share(value: float) -> str | None:
     return None if 0 < value < 1 else "must be above 0 and below 1"
 
 
-def _which(text: str) -> str | None:
-    return None if fullmatch(r"best|last|[0-9]{1,12}", text) else "must be best, last, or the number of a step"
-
-
 def _optional_which(text: str) -> str | None:
-    return _which(text) if text else None
+    return None if fullmatch(r"(best|last|[0-9]{1,12})?", text) else "must be best, last, or the number of a step"
 
 
 def _optional_path(text: str) -> str | None:
@@ -96,6 +92,13 @@ class PrepareOptions(Options):
                              "Give one: --out is a folder, --name a folder under data/.")
 
 
+# What verbs that use a trained model ask alike.
+_which = partial(knob, "", "its checkpoint: best, last, or the number of a step; by default the last, or the best "
+                 "where the run kept only improvements", rule=_optional_which)
+_device = partial(knob, "auto", "auto, cpu, cuda, cuda:N or mps", rule=device_name)
+_dtype = partial(knob, "auto", "of the arithmetic", choices=_DTYPES)
+
+
 @dataclass(frozen=True)
 class SampleOptions(Options):
     """nanoGPT's sample.py, and top_p."""
@@ -104,8 +107,7 @@ class SampleOptions(Options):
 
     out_dir: str = knob("out", "a run folder or a checkpoint; may stand alone, without --out_dir=", positional=True,
                         rule=path_like)
-    which: str = knob("", "its checkpoint: best, last, or the number of a step; by default the last, or the best "
-                      "where the run kept only improvements", rule=_optional_which)
+    which: str = _which()
     init_from: str = knob("resume", "resume: the run in out_dir; or gpt2, gpt2-medium, gpt2-large, gpt2-xl, or a "
                           "folder in Hugging Face format", rule=path_like)
     start: str = knob("\n", "the prompt, or FILE:prompt.txt", also=("prompt",))
@@ -116,8 +118,8 @@ class SampleOptions(Options):
     top_k: int = knob(200, "choose among the k likeliest tokens; 0 = among all", rule=_count_or_0)
     top_p: float = knob(1.0, "choose among the likeliest tokens that together have this probability", rule=_top_p)
     seed: int = knob(1337, "the same seed, the same text", rule=non_negative)
-    device: str = knob("auto", "auto, cpu, cuda, cuda:N or mps", rule=device_name)
-    dtype: str = knob("auto", "of the arithmetic", choices=_DTYPES)
+    device: str = _device()
+    dtype: str = _dtype()
     compile: bool | Literal["auto"] = knob(False, "torch.compile the model: slower to start, faster to write")
 
 
@@ -128,16 +130,15 @@ class EvalOptions(Options):
     verb: ClassVar[str] = "eval"
 
     run: str = knob("", "a run folder, or one of its checkpoints", positional=True, required=True, rule=path_like)
-    which: str = knob("", "its checkpoint: best, last, or the number of a step; by default the last, or the best "
-                      "where the run kept only improvements", rule=_optional_which)
+    which: str = _which()
     dataset: str = knob("", "a name under data/, or a path; by default the run's", rule=_optional_path)
     split: str = knob("both", "which part of the data", choices=("both", "train", "val"))
     eval_iters: int = knob(0, "eval_iters × batch_size windows of each split; 0 = the run's", rule=_count_or_0)
     batch_size: int = knob(0, "see eval_iters; 0 = the run's", rule=_count_or_0)
     eval_batch_size: int = knob(0, "windows at once, which changes no loss; 0 = the run's", rule=_count_or_0)
     block_size: int = knob(0, "tokens of a window, at most the model's; 0 = the run's", rule=_count_or_0)
-    device: str = knob("auto", "auto, cpu, cuda, cuda:N or mps", rule=device_name)
-    dtype: str = knob("auto", "of the arithmetic", choices=_DTYPES)
+    device: str = _device()
+    dtype: str = _dtype()
     compile: bool | Literal["auto"] = knob(False, "torch.compile the model")
     json: bool = knob(False, "print JSON")
 
@@ -150,8 +151,7 @@ class ExportOptions(Options):
 
     run: str = knob("", "a run folder, or one of its checkpoints", positional=True, required=True, rule=path_like)
     out: str = knob("", "the folder to write", short="o", required=True, rule=path_like)
-    which: str = knob("", "its checkpoint: best, last, or the number of a step; by default the last, or the best "
-                      "where the run kept only improvements", rule=_optional_which)
+    which: str = _which()
     dtype: str = knob("float32", "of the weights written", choices=_DTYPES[1:])
 
 
@@ -162,7 +162,7 @@ class DemoOptions(Options):
     verb: ClassVar[str] = "demo"
 
     out_dir: str = knob("runs/demo", "the run's folder", rule=path_like)
-    device: str = knob("auto", "auto, cpu, cuda, cuda:N or mps", rule=device_name)
+    device: str = _device()
     steps: int = knob(0, "steps to train; 0 = as many as the demo's config says", rule=_count_or_0,
                       also=("max_iters",))
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from .cards import Card
-from .config import RunConfig
+from .config import LARGEST_COUNT, RunConfig
 from .errors import UsageError
 from .nouns import DataSummary, Forecast, Outlook
 from .options import PlanQuestions
 from .units import parse_count, show_count
-
-MOST_STEPS = 2**31 - 1  # as RunConfig has it
 
 
 def tokens_per_s(config: RunConfig, card: Card | None, trainer: str = "fitgpt") -> tuple[float, float] | None:
@@ -60,8 +58,8 @@ def of_length(config: RunConfig, asked: PlanQuestions, data: DataSummary | None,
         tokens = 3600 * asked.hours * speed[0]
         words = f"{asked.hours:g} hours at {show_count(speed[0])} tokens a second"
     steps = max(-(-round(tokens) // config.tokens_per_step), 1)
-    if steps > MOST_STEPS:
-        raise UsageError(f"{words} are {steps:,} steps, and a run has at most {MOST_STEPS:,}.", "--tokens 10B")
+    if steps > LARGEST_COUNT:
+        raise UsageError(f"{words} are {steps:,} steps, and a run has at most {LARGEST_COUNT:,}.", "--tokens 10B")
     longer = replace(config, max_iters=steps, lr_decay_iters=steps)
     return longer, [f"{words} are {steps:,} steps: max_iters={steps} lr_decay_iters={steps}."]
 

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from .config import GPT2_VOCAB
 from .errors import DataError
 from .nouns import GPTConfig
 from .runfolder import recorded_config, step_folders
@@ -46,7 +47,7 @@ def hugging_face_shape(file: Path) -> tuple[GPTConfig, tuple[str, ...]]:
     sizes: dict[str, Any] = {
         "n_layer": told.get("n_layer", 12), "n_head": told.get("n_head", 12), "n_embd": told.get("n_embd", 768),
         "block_size": told.get("n_positions", told.get("n_ctx", 1024)),
-        "vocab_size": told.get("vocab_size", 50257),
+        "vocab_size": told.get("vocab_size", GPT2_VOCAB),
     }
     odd = [f"{key}={value!r}" for key, value in sizes.items() if type(value) is not int or not 0 < value < 2**31]
     if not odd and sizes["n_embd"] % sizes["n_head"]:

@@ -10,14 +10,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .config import RunConfig
+from .config import GPT2_VOCAB, RunConfig
 from .driver import child_environment
 from .errors import DataError, UsageError
 from .metrics import keep_sample
 from .options import EvalOptions, ExportOptions, SampleOptions
 from .runfolder import holds_run, recorded_config
-
-GPT2_VOCAB = 50257
 
 if TYPE_CHECKING:  # torch loads when a verb runs, after the allocator's environment is in place
     from .data.tokenizers import Tokenizer

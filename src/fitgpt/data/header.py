@@ -27,6 +27,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..config import DEFAULT_VOCAB
 from ..errors import DataError
 from ..nouns import DataSummary
 from ..units import KiB, show_bytes
@@ -44,8 +45,7 @@ _BYTE_ORDER = 0x0A0B0C0D
 _BYTE_ORDER_SWAPPED = 0x0D0C0B0A
 _DTYPES = {nbytes: dtype for dtype, nbytes in ITEM_BYTES.items()}
 _EDGE_BYTES = 64 * KiB           # of a headerless file, from each end, that go into the fingerprint
-_PADDED_TO = 64                  # what matrix units like, and what nanoGPT rounds GPT-2's 50257 up to
-_GPT2_PADDED_VOCAB = 50304
+_PADDED_TO = 64                  # what matrix units like, and what nanoGPT rounds GPT-2's vocabulary up to
 _AGAIN = "Prepare the dataset again (`fitgpt prepare … --overwrite`), or copy the file again from where it came."
 
 
@@ -82,7 +82,7 @@ def padded_vocab(tokenizer: str, vocab_size: int | None) -> int:
     """The model's vocabulary for this data: padded to a multiple of 64 for speed, as nanoGPT pads GPT-2's; but
     nanoGPT takes a meta.pkl's as it is, and so do we, so that its models keep their shape."""
     if tokenizer == "unknown" or vocab_size is None:
-        return _GPT2_PADDED_VOCAB
+        return DEFAULT_VOCAB
     return vocab_size if tokenizer == "chars" else -(-vocab_size // _PADDED_TO) * _PADDED_TO
 
 

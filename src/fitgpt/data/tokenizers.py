@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from ..config import GPT2_VOCAB
 from ..errors import DataError
 from . import manifest, meta
 from .header import find, padded_vocab
@@ -125,8 +126,8 @@ class Bytes(_Common):
 
 class GPT2(_Common):
     name = "gpt2"
-    vocab_size = 50257
-    end_of_text = 50256
+    vocab_size = GPT2_VOCAB
+    end_of_text = GPT2_VOCAB - 1
 
     def __init__(self) -> None:
         self._encoding = _load_gpt2()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from ..config import DEFAULT_VOCAB, GPT2_VOCAB
 from ..memory.allocator import replay
 from ..memory.blocks import LARGE_SEGMENT, SMALL_SEGMENT, rounded, segment_size
 from ..memory.tape import Event
@@ -12,7 +13,7 @@ from ..units import MiB
 from .about import Run
 from .names import is_backward
 
-GPT2_VOCABULARIES = (50304, 50257)
+GPT2_VOCABULARIES = (DEFAULT_VOCAB, GPT2_VOCAB)
 # A batch of GPT-2's is a multiple of so many tokens. Sizes are printed to 2 MiB, those in GiB to 10 MiB, so other
 # tensors have such a size by chance, once in 30 to 60 times: it stays a guess.
 ROUND_TOKENS, ROUND_TOKENS_IN_GIB = 1024, 4096

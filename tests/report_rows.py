@@ -20,7 +20,8 @@ FACTS: dict[str, Any] = dict(
 
 
 PLAN = {"kind": "plan", "phases": {"train": {"allocated_bytes": 3 * GiB, "reserved_bytes": 5 * GiB}, "save": None},
-        "owners_at_peak": {"weights": GiB, "logits": 2 * GiB}, "reserve_limit_bytes": 11 * GiB}
+        "owners_at_peak": [{"owner": "weights", "nbytes": GiB}, {"owner": "logits", "nbytes": 2 * GiB}],
+        "reserve_limit_bytes": 11 * GiB}
 
 
 def step(number: int, **told: Any) -> dict[str, Any]:

@@ -23,7 +23,7 @@ LONGEST_FILE = 450
 LEVELS: tuple[tuple[str, ...], ...] = (
     ("errors", "units"),
     ("nouns", "sights", "knobs", "knobhelp", "configfile", "config", "options", "cards", "driver", "host", "savers",
-     "atomic", "metrics", "runlock", "runfolder", "runrecord", "counters", "signals", "planfile", "pretrained"),
+     "atomic", "metrics", "rows", "runlock", "runfolder", "runrecord", "counters", "signals", "planfile", "pretrained"),
     ("engine", "data", "memory", "show"),
     ("interop",),
     ("fit", "explain"),

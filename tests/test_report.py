@@ -96,7 +96,7 @@ def test_a_knob_that_a_config_worked_out_is_shown_as_it_was_meant() -> None:
     assert "<dd>0.0</dd>" in page
 
 
-def test_owners_may_come_as_a_list() -> None:
+def test_owners_that_are_none_are_passed_over() -> None:
     plan = {"kind": "plan", "owners_at_peak": [{"owner": "casts", "nbytes": 7}, {"owner": "data"}, 5, None]}
     assert record_of("x", [plan], None).owners_at_peak == {"casts": 7}
 

@@ -29,9 +29,10 @@ from .knobs import Assignment, build, knobs_of, walk
 from .memory import forecast
 from .memory.setting import Setting, setting_for
 from .metrics import read_metrics
-from .nouns import MemoryPlan, OwnerShare
+from .nouns import MemoryPlan
 from .options import ExplainQuestions
-from .planfile import phases_from, plan_from
+from .planfile import plan_from
+from .rows import last_of, owners_in, phases_in, whole
 from .runfolder import recorded_config
 from .show.diagnosis import diagnosis_text
 from .sights import Diagnosis, OutOfMemory
@@ -201,15 +202,10 @@ def is_as_recorded(config: RunConfig, folder: Path) -> bool:
 
 def as_planned(plan: MemoryPlan, rows: Sequence[dict[str, Any]]) -> MemoryPlan:
     """The plan with what the run itself wrote into its record when it began last; as it is, where there is nothing."""
-    row: dict[str, Any] = next((row for row in reversed(rows) if row.get("kind") == "plan"), {})
-    try:
-        phases = phases_from(row["phases"])
-        owners = tuple(OwnerShare(str(share["owner"]), int(share["nbytes"]), str(share["formula"]))
-                       for share in row["owners_at_peak"])
-        needs, limit, peak = int(row["needs_bytes"]), int(row["reserve_limit_bytes"]), str(row["peak_phase"])
-    except (KeyError, TypeError, ValueError, AttributeError):
-        return plan
-    if not phases or not owners:
+    row = last_of(rows, "plan")
+    phases, owners, peak = phases_in(row), owners_in(row), row.get("peak_phase")
+    needs, limit = whole(row.get("needs_bytes")), whole(row.get("reserve_limit_bytes"))
+    if not phases or not owners or needs is None or limit is None or not isinstance(peak, str):
         return plan
     return MemoryPlan(replace(plan.forecast, phases=phases, owners_at_peak=owners, needs=needs, peak_phase=peak),
                       replace(plan.budget, budget=limit + plan.budget.outside))

@@ -85,7 +85,7 @@ def in_rows(rungs: Sequence[Rung]) -> list[dict[str, Any]]:
 def plan_from(document: Any) -> MemoryPlan | None:
     """Of either kind; None where it is none, or lacks what matters."""
     try:
-        phases = phases_from(document["phases"])
+        phases = _phases(document["phases"])
         formulas = document.get("formulas") or {}
         owners = tuple(OwnerShare(owner, int(nbytes), str(formulas.get(owner, "")))
                        for owner, nbytes in document["owners_at_peak"].items())
@@ -107,7 +107,7 @@ def plan_from(document: Any) -> MemoryPlan | None:
     return MemoryPlan(forecast, budget) if phases and owners else None
 
 
-def phases_from(told: Any) -> dict[str, PhaseForecast]:
+def _phases(told: Any) -> dict[str, PhaseForecast]:
     """What `in_bytes` wrote; KeyError, TypeError, ValueError or AttributeError where it is something else."""
     return {str(phase): PhaseForecast(int(held["allocated_bytes"]), int(held["reserved_bytes"]))
             for phase, held in told.items() if held}

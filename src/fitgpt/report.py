@@ -17,19 +17,16 @@ from .memory.forecast import timeline_of
 from .memory.setting import DEFAULT_TORCH, setting_for
 from .memory.thinned import one_step
 from .metrics import read_every, read_metrics, read_record
-from .nouns import Evaluation, MemoryReading, OwnerTimeline, PhaseForecast, RunFacts, SplitLoss, StepReport
+from .nouns import Evaluation, OwnerTimeline, RunFacts, SplitLoss, StepReport
 from .options import ReportOptions
+from .rows import Row, last_of, memory_in, owners_in, peaks_in, phases_in, whole
 from .runfolder import recorded_config
 from .show.report import MOST_RUNS, report_page
 from .sights import RunEvent, RunRecord, RunSample
 from .units import show_bytes
 
-LARGEST = 2**63            # bytes and steps beyond it are no measurement
 DEEPEST = 500              # layers; the tape of more takes seconds to write, and no such model is trained here
 _NOT_EVENTS = {"run", "step", "eval", "save", "plan", "plan_measured", "sample"}
-
-Row = Mapping[str, Any]
-
 
 def report(options: ReportOptions) -> int:
     if len(options.runs) > MOST_RUNS:
@@ -83,12 +80,9 @@ def read_run(place: str, name: str = "") -> RunRecord:
         if not any((folder / part).exists() for part in ("metrics.jsonl", "run.json", "checkpoints")):
             raise UsageError(f"{place} holds no run: neither metrics.jsonl nor run.json is in it.", _runs_near(folder))
     with disk_faults("read", metrics):
-        try:
-            rows, broken = read_record(metrics) if metrics.is_file() else ([], [])
-            rows += read_metrics(samples) if (samples := folder / "samples.jsonl").is_file() else []
-            unreadable = [*_unread(metrics, broken)]
-        except RecursionError:
-            rows, unreadable = [], [f"{metrics.name} nests values too deep to be read."]
+        rows, broken = read_record(metrics) if metrics.is_file() else ([], [])
+        rows += read_metrics(samples) if (samples := folder / "samples.jsonl").is_file() else []
+        unreadable = [*_unread(metrics, broken)]
     try:
         config = recorded_config(folder)
     except CheckpointError as error:
@@ -123,8 +117,7 @@ def record_of(name: str, rows: Sequence[Row], config: dict[str, Any] | None,
     config = config or (facts.config if facts else {})
     steps = tuple(_step(row) for row in _of_kind(rows, "step"))
     evaluations = tuple(_evaluation(row) for row in _of_kind(rows, "eval"))
-    plan = next((row for row in reversed(rows) if row.get("kind") == "plan"), {})
-    measured = next((row for row in reversed(rows) if row.get("kind") == "plan_measured"), {})
+    plan = last_of(rows, "plan")
     defaults = {each.name: each.default for each in knobs_of(RunConfig).values()}
     return RunRecord(
         name=name, facts=facts, config=config,
@@ -134,15 +127,15 @@ def record_of(name: str, rows: Sequence[Row], config: dict[str, Any] | None,
         events=tuple(_events(rows, steps)),
         samples=tuple(RunSample(_count(row.get("step")), row["text"]) for row in rows
                       if row.get("kind") == "sample" and isinstance(row.get("text"), str)),
-        planned=_phases(plan), measured=_phases(measured) or _read_phases(steps, evaluations),
-        owners_at_peak=_owners(plan),
+        planned=phases_in(plan), measured=phases_in(last_of(rows, "plan_measured")) or peaks_in(rows),
+        owners_at_peak={share.owner: share.nbytes for share in owners_in(plan)},
         reserve_limit=_count(plan.get("reserve_limit_bytes")) or None, timeline=planned_step(facts, config),
         unreadable=tuple(unreadable))
 
 
 def _of_kind(rows: Sequence[Row], kind: str) -> list[Row]:
     """Rows of a kind that say a step, in its order."""
-    found = [row for row in rows if row.get("kind") == kind and _is_count(row.get("step"))]
+    found = [row for row in rows if row.get("kind") == kind and whole(row.get("step")) is not None]
     return sorted(found, key=lambda row: int(row["step"]))
 
 
@@ -169,22 +162,16 @@ def _step(row: Row) -> StepReport:
         grad_norm=_number(row.get("grad_norm")), seconds=_number(row.get("seconds")),
         tokens_per_s=_number(row.get("tokens_per_s")), mfu=mfu if math.isfinite(mfu) else None,
         skipped=_count(row.get("skipped")), loss_scale=_number(row.get("loss_scale"), 1.0),
-        memory=_memory(row.get("memory")), seconds_left=_number(row.get("seconds_left")))
+        memory=memory_in(row), seconds_left=_number(row.get("seconds_left")))
 
 
 def _evaluation(row: Row) -> Evaluation:
     told = row.get("losses")
     losses = [_mapping(each) for each in told] if isinstance(told, list) else []
     return Evaluation(
-        step=_count(row.get("step")), tokens_per_s=_number(row.get("tokens_per_s")), memory=_memory(row.get("memory")),
+        step=_count(row.get("step")), tokens_per_s=_number(row.get("tokens_per_s")), memory=memory_in(row),
         losses=tuple(SplitLoss(_text(each.get("split")), _number(each.get("mean")), _number(each.get("stderr")),
                                _count(each.get("windows")), _count(each.get("block"))) for each in losses))
-
-
-def _memory(value: Any) -> MemoryReading:
-    told = _mapping(value)
-    return MemoryReading(*(_count(told.get(key)) for key in ("allocated", "reserved", "peak_allocated",
-                                                              "peak_reserved")))
 
 
 def _events(rows: Sequence[Row], steps: Sequence[StepReport]) -> list[RunEvent]:
@@ -224,30 +211,6 @@ def _in_words(row: Row) -> str:
 # ---- the plan
 
 
-def _phases(row: Row) -> dict[str, PhaseForecast]:
-    told = {phase: _mapping(each) for phase, each in _mapping(row.get("phases")).items()}
-    return {phase: PhaseForecast(_count(each.get("allocated_bytes")), _count(each.get("reserved_bytes")))
-            for phase, each in told.items() if each}
-
-
-def _read_phases(steps: Sequence[StepReport], evaluations: Sequence[Evaluation]) -> dict[str, PhaseForecast]:
-    """The peaks that training and evaluation were seen to reach."""
-    readings = {"train": [each.memory for each in steps], "eval": [each.memory for each in evaluations]}
-    highest = {phase: PhaseForecast(max(one.peak_allocated for one in found), max(one.peak_reserved for one in found))
-               for phase, found in readings.items() if found}
-    return {phase: peak for phase, peak in highest.items() if peak.reserved or peak.allocated}
-
-
-def _owners(row: Row) -> dict[str, int]:
-    """As {owner: bytes}, or as a list of {"owner", "nbytes"}."""
-    told = row.get("owners_at_peak")
-    if isinstance(told, list):
-        pairs = [(_text(_mapping(each).get("owner")), _mapping(each).get("nbytes")) for each in told]
-    else:
-        pairs = list(_mapping(told).items())
-    return {owner: _count(nbytes) for owner, nbytes in pairs if owner and _count(nbytes)}
-
-
 def planned_step(facts: RunFacts | None, config: Mapping[str, Any]) -> OwnerTimeline | None:
     """The tape of one step that the config gives on the run's own card; None where that is no card we know."""
     card = cards.match_device(facts.device_name) if facts and facts.device.startswith("cuda") else None
@@ -266,12 +229,9 @@ def planned_step(facts: RunFacts | None, config: Mapping[str, Any]) -> OwnerTime
 # ---- values that may be anything
 
 
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < LARGEST
-
-
 def _count(value: Any, otherwise: int = 0) -> int:
-    return int(value) if _is_count(value) else otherwise
+    count = whole(value)
+    return otherwise if count is None else count
 
 
 def _number(value: Any, otherwise: float = math.nan) -> float:

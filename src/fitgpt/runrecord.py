@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from .metrics import LONGEST_LINE, NONFINITE, record_lines, row_of
 from .nouns import MemoryReading
+from .rows import memory_in, phases_in, whole
 from .runfolder import step_folders
 from .runlock import Owner
 from .sights import RunState, Spike, Track
@@ -153,9 +154,7 @@ class Record:
 
     def _plan(self, row: Mapping[str, Any]) -> None:
         """The highest reserved of its phases, and the allocator's cap; a resume plans anew."""
-        phases = row.get("phases")
-        held = phases.values() if isinstance(phases, dict) else ()
-        self.planned = max((whole(_part(each, "reserved_bytes")) or 0 for each in held), default=0) or None
+        self.planned = max((held.reserved for held in phases_in(row).values()), default=0) or None
         self.reserve_limit = whole(row.get("reserve_limit_bytes")) or self.reserve_limit
 
     @property
@@ -272,14 +271,9 @@ def number(value: Any) -> float | None:
     return float(value)
 
 
-def whole(value: Any) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63 else None
-
-
 def memory_of(row: Mapping[str, Any]) -> MemoryReading | None:
     """None where the device counts no memory: a CPU's rows hold zeros."""
-    told = row.get("memory")
-    reading = MemoryReading(*(whole(_part(told, name)) or 0 for name in MemoryReading.__dataclass_fields__))
+    reading = memory_in(row)
     return reading if reading != MemoryReading() else None
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Sequence
 
 from ..nouns import MemoryPlan
+from ..rows import Row, last_of, peaks_in, phases_in
 from ..sights import Diagnosis, MemoryShare, Remedy
 from ..units import show_bytes, show_count
 from .about import Run
@@ -13,7 +13,7 @@ from .names import PHASES
 from .remedies import remedies, savings
 
 
-def explain_plan(plan: MemoryPlan, run: Run | None = None, rows: Iterable[Mapping[str, Any]] = ()) -> Diagnosis:
+def explain_plan(plan: MemoryPlan, run: Run | None = None, rows: Sequence[Row] = ()) -> Diagnosis:
     """`rows`: the run's record, where there is one."""
     measured = compared(plan, rows)
     return Diagnosis(subject="run" if measured else "plan", title=_title(plan), what=_why(plan),
@@ -72,55 +72,28 @@ def _changes(plan: MemoryPlan, run: Run | None) -> tuple[Remedy, ...]:
 # ---- predicted against measured
 
 
-def compared(plan: MemoryPlan, rows: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
+def compared(plan: MemoryPlan, rows: Sequence[Row]) -> tuple[str, ...]:
     """A line for each phase that the run's record has figures of; none where its device counts no memory.
 
     What the run planned at its start counts, where it wrote that down; else the forecast of now.
     """
-    rows = list(rows)
-    planned = _told(rows, "plan") or {phase: (held.allocated, held.reserved)
-                                      for phase, held in plan.forecast.phases.items()}
-    measured = _told(rows, "plan_measured") or _seen(rows)
+    planned = phases_in(last_of(rows, "plan")) or plan.forecast.phases
+    measured = phases_in(last_of(rows, "plan_measured")) or peaks_in(rows)
     lines = []
-    for phase, (allocated, reserved) in measured.items():
+    for phase, seen in measured.items():
         foreseen = [planned[name] for name in _TOGETHER.get(phase, (phase,)) if name in planned]
-        if allocated and foreseen:
-            lines.append(f"{_PHASE.get(phase, phase)}: " + "; ".join(
-                _beside(what, max(held[place] for held in foreseen), seen)
-                for place, (what, seen) in enumerate((("allocated", allocated), ("reserved", reserved)))) + ".")
+        if seen.allocated and foreseen:
+            allocated = _beside("allocated", max(held.allocated for held in foreseen), seen.allocated)
+            reserved = _beside("reserved", max(held.reserved for held in foreseen), seen.reserved)
+            lines.append(f"{_PHASE.get(phase, phase)}: {allocated}; {reserved}.")
     return tuple(lines)
 
 
-Peaks = dict[str, tuple[int, int]]  # of a phase: allocated, reserved
 _PHASE = {"load": "Loading", "first_eval": "First evaluation", "first_train": "First iteration", "train": "Training",
           "eval": "Evaluation", "save": "Saving"}
 _TOGETHER = {"train": ("first_train", "train", "step"), "eval": ("first_eval", "eval")}  # as steps and evaluations tell
 
 
-def _told(rows: Iterable[Mapping[str, Any]], kind: str) -> Peaks:
-    """The phases of the last row of a kind."""
-    row: Mapping[str, Any] = next((row for row in reversed(list(rows)) if row.get("kind") == kind), {})
-    phases = row.get("phases")
-    return {str(phase): (_whole(held.get("allocated_bytes")), _whole(held.get("reserved_bytes")))
-            for phase, held in phases.items() if isinstance(held, Mapping)} if isinstance(phases, Mapping) else {}
-
-
-def _seen(rows: Iterable[Mapping[str, Any]]) -> Peaks:
-    """The highest that the reports of steps and evaluations have."""
-    peaks: Peaks = {}
-    for row in rows:
-        phase, memory = {"step": "train", "eval": "eval"}.get(str(row.get("kind"))), row.get("memory")
-        if phase and isinstance(memory, Mapping):
-            before = peaks.get(phase, (0, 0))
-            peaks[phase] = (max(before[0], _whole(memory.get("peak_allocated"))),
-                            max(before[1], _whole(memory.get("peak_reserved"))))
-    return peaks
-
-
 def _beside(what: str, predicted: int, measured: int) -> str:
     off = f" ({measured / predicted - 1:+.1%})" if predicted and measured else ""
     return f"{what} {show_bytes(predicted)} predicted, {show_bytes(measured)} measured{off}"
-
-
-def _whole(value: Any) -> int:
-    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**60 else 0

@@ -140,13 +140,13 @@ def folder_atomically(target: Path, temporary: Path) -> Iterator[Path]:
 
 def patiently_rename(source: Path, target: Path) -> None:
     """os.replace; on Windows a scanner that has the file open is waited for."""
-    deadline = time.monotonic() + _WINDOWS_PATIENCE_S
+    may_be_held, deadline = sys.platform == "win32", time.monotonic() + _WINDOWS_PATIENCE_S
     while True:
         try:
             os.replace(source, target)
             return
         except PermissionError:
-            if sys.platform != "win32" or time.monotonic() > deadline:
+            if not may_be_held or time.monotonic() > deadline:
                 raise
             time.sleep(0.05)
 

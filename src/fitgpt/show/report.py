@@ -238,18 +238,18 @@ def merged(levels: Sequence[Level]) -> list[Level]:
 
 def memory(records: Sequence[RunRecord]) -> str:
     parts = []
-    for place, record in enumerate(records):
+    for record in records:
         head = f" of {record.name}" if len(records) > 1 else ""
         if record.timeline:
             tape = stacked(record.timeline, title=f"One step{head} by owner, as planned",
                            limit=record.reserve_limit)
             parts.append(f'<div class="grid">{tape}</div>')
         if record.owners_at_peak or record.planned:
-            parts.append(f'<h2>Plan and reading{text(head)}</h2><div class="card">{plan_table(record, place)}</div>')
+            parts.append(f'<h2>Plan and reading{text(head)}</h2><div class="card">{plan_table(record)}</div>')
     return "".join(parts)
 
 
-def plan_table(record: RunRecord, place: int) -> str:
+def plan_table(record: RunRecord) -> str:
     bar = owner_bar(record.owners_at_peak, limit=record.reserve_limit) if record.owners_at_peak else ""
     if not record.planned:
         return bar

@@ -23,7 +23,7 @@ from fitgpt.doctor import Machine
 from fitgpt.driver import GpuReading, Survey
 from fitgpt.errors import DeviceError
 from fitgpt.knobs import walk
-from fitgpt.show.watching import finding_lines
+from fitgpt.show.findings import finding_lines
 from fitgpt.sights import CardState, Finding, Program
 from fitgpt.units import GiB, MiB
 

@@ -46,7 +46,7 @@ TELLING = {
 
 def doctor(options: DoctorOptions) -> int:
     """0 where training can run; 5 where something that is wrong prevents it, be it a GPU that cannot be used."""
-    from .show.watching import say_finding
+    from .show.findings import say_finding
 
     found: list[Finding] = []
     for finding in examine():

@@ -8,7 +8,6 @@ from __future__ import annotations
 import gc
 import json
 import os
-import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -34,6 +33,7 @@ from .outlook import likely_speed, of_length, outlook, tokens_per_s
 from .place import Place, beside
 from .planfile import document
 from .show import planning as show
+from .show.terminal import can_redraw, columns
 from .units import MiB, show_bytes
 
 Fields = tuple[tuple[Any, ...], ...]  # of some changes: what one process can tell another
@@ -101,7 +101,7 @@ def _print_plan(question: Question, found: Place, plan: MemoryPlan, find_changes
                           "notes": list(question.notes), "sources": list(found.budget.sources)}, indent=1,
                          ensure_ascii=False))
         return
-    width = _width()
+    width = columns()
     model = _in_words(forecast.settled(config, found.setting))
     print(show.plan_text(plan, run, basis, model=model, suggestions=changes,
                          neighbours=found.neighbours, notes=question.notes, width=width, colour=_colours()), end="")
@@ -175,7 +175,7 @@ def _all_cards(question: Question) -> int:
             for each in rows]}, indent=1, ensure_ascii=False))
     else:
         print(show.all_cards_table(rows, {each.name: speeds[each.name] for each in rows
-                                          if each.fits and each.name in speeds}, _width()), end="")
+                                          if each.fits and each.name in speeds}, columns()), end="")
     return 0 if any(each.fits for each in rows) else 1
 
 
@@ -230,12 +230,8 @@ def _in_words(config: RunConfig) -> str:
             f"{config.dtype}, {'compiled' if config.compile else 'eager'}")
 
 
-def _width() -> int:
-    return min(max(shutil.get_terminal_size().columns, 40), 100)
-
-
 def _colours() -> bool:
-    return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") not in ("dumb", "unknown")
+    return can_redraw() and not os.environ.get("NO_COLOR")
 
 
 # ---- for other programs
@@ -284,5 +280,5 @@ def list_cards(options: CardsOptions) -> int:
              show_bytes(card.usable_mib * MiB) if card.usable_mib else "?", known[card.bf16],
              f"{card.tflops:g}" if card.tflops else "?", f"{card.usable_src or '–'}, {card.tflops_src or '–'}")
             for card in found]
-    print(show.card_table(rows, _width()), end="")
+    print(show.card_table(rows, columns()), end="")
     return 0

@@ -41,6 +41,7 @@ from .errors import (
 from .knobs import Assignment
 from .runfolder import can_resume
 from .show.live import say
+from .show.terminal import can_redraw
 from .signals import held_signals, stop_signals
 
 # The blank line is for a live bar to draw over.
@@ -167,7 +168,7 @@ class Relay:
 
 def show_cursor() -> None:
     """A live display that is killed leaves the terminal's cursor hidden."""
-    if sys.stdout.isatty() and os.environ.get("TERM") not in ("dumb", "unknown"):
+    if can_redraw():
         print("\x1b[?25h", end="", flush=True)
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Protocol, TextIO, cast
 from ..nouns import Evaluation, RunFacts, StepReport
 from ..units import NEAREST_SIGNS, show_bytes, show_seconds
 from . import text
+from .terminal import is_dumb
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
@@ -43,7 +44,7 @@ class Display(Protocol):
 def open_display(facts: RunFacts, *, terminal: bool) -> Display:
     """A display that has said what the run is. `terminal`: whether a person watches standard output."""
     stream = Unbreakable(sys.stdout)
-    moving = terminal and os.environ.get("TERM") not in ("dumb", "unknown")
+    moving = terminal and not is_dumb()
     display: Display = RichDisplay(stream) if moving else PlainDisplay(stream)
     display.start(facts)
     return display

@@ -1,19 +1,18 @@
-"""What `fitgpt watch` and `fitgpt doctor` show, as lines that fit any width; and a screen that redraws them."""
+"""What `fitgpt watch` shows, as lines that fit any width; and a screen that redraws them."""
 
 from __future__ import annotations
 
 import math
-import os
 import shutil
-import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from ..sights import CardState, Finding, Program, RunState, Spike, Track, WatchFrame
+from ..sights import CardState, Program, RunState, Spike, Track, WatchFrame
 from ..units import show_bytes, show_seconds
+from .terminal import can_redraw, has_signs
 from .text import show_mfu, sparkline
 
 NOT_TOLD, NO_PLAN = "N/A", "—"
@@ -29,8 +28,6 @@ class Line(NamedTuple):
     words: str
     style: str = ""  # one of rich's
 
-
-# ---- watch
 
 def frame_lines(frame: WatchFrame, width: int, *, unicode: bool = True) -> list[Line]:
     """The card first, then the run."""
@@ -204,8 +201,8 @@ def ascii_only(words: str) -> str:
 @contextmanager
 def open_screen(*, moving: bool) -> Iterator[Callable[[WatchFrame], None]]:
     """Draws frames: over each other on a terminal, one after the other anywhere else."""
-    unicode = "utf" in (getattr(sys.stdout, "encoding", None) or "").lower()
-    if not (moving and sys.stdout.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")):
+    unicode = has_signs()
+    if not (moving and can_redraw()):
         def write(frame: WatchFrame) -> None:
             lines = frame_lines(frame, shutil.get_terminal_size().columns, unicode=unicode)
             print("\n".join(line.words.rstrip() for line in lines), end="\n\n" if moving else "\n", flush=True)
@@ -229,40 +226,3 @@ def open_screen(*, moving: bool) -> Iterator[Callable[[WatchFrame], None]]:
             live.update(Group(*(Text(line.words, line.style, no_wrap=True) for line in lines)), refresh=True)
 
         yield draw
-
-
-# ---- doctor
-
-VERDICT_STYLES = {"ok": "green", "note": "yellow", "wrong": "bold red"}
-
-
-def finding_lines(finding: Finding, width: int) -> list[Line]:
-    """The verdict, the subject and the words; below them what to type, whole lines as they are."""
-    width = min(max(width, 2 * NARROWEST), 100)
-    head = f"{finding.verdict:<7}{finding.subject:<11}"
-    indent = " " * (len(head) if width >= 60 else 2)
-    words = [indent + each for each in textwrap.wrap(printable(finding.what), width - len(indent))]
-    told = [head + words[0].lstrip(), *words[1:]] if width >= 60 else [head.rstrip(), *words]
-    lines = [Line(each, VERDICT_STYLES[finding.verdict] if not place else "") for place, each in enumerate(told)]
-    return lines + [Line(f"{indent}→ {printable(each)}") for each in finding.fix.splitlines()]
-
-
-def say_finding(finding: Finding) -> None:
-    """One finding to standard output, its verdict coloured where there is a terminal."""
-    unicode = "utf" in (getattr(sys.stdout, "encoding", None) or "").lower()
-    lines = finding_lines(finding, shutil.get_terminal_size().columns)
-    if not unicode:
-        lines = [Line(ascii_only(line.words.replace("→", "->")), line.style) for line in lines]
-    if not sys.stdout.isatty() or os.environ.get("TERM") in ("dumb", "unknown"):
-        print("\n".join(line.words for line in lines), flush=True)
-        return
-
-    from rich.console import Console
-    from rich.text import Text
-
-    console = Console(highlight=False, markup=False)
-    for line in lines:
-        text = Text(line.words, no_wrap=True, overflow="ignore")
-        if line.style:
-            text.stylize(line.style, 0, len(finding.verdict))
-        console.print(text, soft_wrap=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -206,9 +204,3 @@ def test_the_limit_of_graphs_is_ours_and_an_error_not_a_fall_to_eager(monkeypatc
     told, _ = described(limit.value)
     assert told.exit_code == 5
     assert "--compile=False" in told.fix
-
-
-def test_the_names_import_without_torch_until_the_model_is_asked_for() -> None:
-    code = ("import sys, fitgpt; fitgpt.GPTConfig(); assert 'torch' not in sys.modules; "
-            "fitgpt.GPT; assert 'torch' in sys.modules")
-    subprocess.run([sys.executable, "-c", code], check=True)

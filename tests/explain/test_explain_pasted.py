@@ -119,10 +119,10 @@ def test_random_bytes_are_no_message_and_no_error() -> None:
     for _ in range(200):
         text = dice.randbytes(dice.randrange(2000)).decode("utf-8", "replace")
         cut = dice.randrange(len(MESSAGE))
-        parse(text)
-        parse(text[:200] + MESSAGE[:cut] + text[200:])
+        assert parse(text) is None
+        assert not parse_screen(text)
+        parse(text[:200] + MESSAGE[:cut] + text[200:])  # whatever it says: no error
         parse(MESSAGE[:cut] + MESSAGE[cut + dice.randrange(40):])
-        parse_screen(text)
 
 
 # ---- size

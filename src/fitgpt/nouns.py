@@ -250,6 +250,11 @@ class Change:
     family: str              # "batch", "recompute" …
     trainer: str             # the trainer it leaves or leads to
 
+    @property
+    def kind(self) -> str:
+        """In a word. Other: a loss no longer compares with the run's."""
+        return "exact" if self.exact else "lossy" if self.comparable else "other"
+
 
 @dataclass(frozen=True)
 class PricedChange:

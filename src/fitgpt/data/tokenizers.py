@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from ..config import GPT2_VOCAB
 from ..errors import DataError
 from . import manifest, meta
-from .header import find, padded_vocab
+from .header import find
 
 END_OF_TEXT = "<|endoftext|>"
 NAMES = ("gpt2", "bytes")      # those `prepare` can be asked for
@@ -31,8 +31,6 @@ class Tokenizer(Protocol):
     def name(self) -> str: ...
     @property
     def vocab_size(self) -> int: ...
-    @property
-    def padded_vocab(self) -> int: ...
     @property
     def end_of_text(self) -> int | None: ...
     def encode(self, text: str, *, special: bool = False) -> list[int]:
@@ -82,10 +80,6 @@ class _Common:
     name = ""
     vocab_size = 0
     end_of_text: int | None = None
-
-    @property
-    def padded_vocab(self) -> int:
-        return padded_vocab(self.name, self.vocab_size)
 
     def token_bytes(self, token: int) -> bytes:
         raise NotImplementedError

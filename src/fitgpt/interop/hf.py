@@ -14,6 +14,8 @@ from torch import Tensor
 
 from .. import __version__
 from ..atomic import disk_faults, folder_atomically
+from ..config import gpt2_shapes
+from ..data.tokenizers import GPT2, Bytes
 from ..engine.checkpoint import TIED_HEAD, TIED_TO, write_safetensors
 from ..errors import DataError, UsageError
 from ..nouns import GPTConfig
@@ -22,8 +24,7 @@ from . import hf_tokenizer
 from .hf_tokenizer import OURS
 from .nanogpt import param_shapes, refuse_differences, refuse_untied_head, unpickle_tensors
 
-GPT2_NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
-_ENDS_OF_TEXT = {"gpt2": 50256, "bytes": 256}
+_ENDS_OF_TEXT = {each.name: each.end_of_text for each in (GPT2, Bytes)}
 
 _CONFIG, _GENERATION, _WEIGHTS = "config.json", "generation_config.json", "model.safetensors"
 _WEIGHT_FILES = (_WEIGHTS, "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -165,8 +166,8 @@ def _weight_files(path: Path) -> list[Path]:
 
 def find_gpt2(name: str) -> Path:
     """The folder of OpenAI's weights: here, in ./models, in the hub's cache, or fetched from the hub."""
-    if name not in GPT2_NAMES:
-        raise UsageError(f"{name!r} is none of {', '.join(GPT2_NAMES)}.", "--init_from=gpt2")
+    if name not in gpt2_shapes:
+        raise UsageError(f"{name!r} is none of {', '.join(gpt2_shapes)}.", "--init_from=gpt2")
     for folder in _likely_places(name):
         if (folder / _CONFIG).is_file() and any((folder / file).is_file() for file in _WEIGHT_FILES):
             return folder

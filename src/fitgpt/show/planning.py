@@ -105,7 +105,7 @@ def suggestion_lines(suggestions: Sequence[Change], width: int) -> str:
     for each in suggestions:
         lines += textwrap.wrap(" ".join(each.flags), width, initial_indent="  ", subsequent_indent="    ",
                                break_long_words=False, break_on_hyphens=False)
-        lines += textwrap.wrap(f"{_kind(each)}; saves {each.what}; cost: {each.slower}", width, initial_indent="      ",
+        lines += textwrap.wrap(f"{each.kind}; saves {each.what}; cost: {each.slower}", width, initial_indent="      ",
                                subsequent_indent="      ")
     return "\n".join(lines)
 
@@ -155,7 +155,7 @@ def option_table(priced: Sequence[PricedChange], needs_now: int, may_reserve: in
     has_speeds = any(each.speed is not None for each in priced)
     rows = [("", "training", "eval", "needs", "speed" if has_speeds else "", "", "")]
     rows += [(each.change.flags[0], _less(each.saved_in_training), _less(each.saved_in_evaluation),
-              show_bytes(each.needs), "" if each.speed is None else f"{each.speed:.2f}", _kind(each.change),
+              show_bytes(each.needs), "" if each.speed is None else f"{each.speed:.2f}", each.change.kind,
               "✓" if each.fits else "") for each in priced]
     lines = [_wrapped(f"Single changes, from {show_bytes(needs_now)} needed now, where {show_bytes(may_reserve)} may "
                       "be reserved:", width), table(rows, left=(0, 5, 6), width=width, spare=(2, 4, 1, 5)), ""]
@@ -215,10 +215,6 @@ def table(rows: Sequence[tuple[str, ...]], left: tuple[int, ...] = (0,), *, widt
     widths[0] = 0
     below = as_many_as_fit(list(range(len(widths))))[0][1:]
     return "\n".join(f"{row[0]}\n  {line(row, below)}".strip("\n") for row in rows)
-
-
-def _kind(change: Change) -> str:
-    return "exact" if change.exact else "lossy" if change.comparable else "other"
 
 
 def _without_value(flag: str) -> str:

@@ -64,7 +64,7 @@ def fix(asked: Asked, family: str) -> Answer:
     return {"fix": {
         "family": family, "label": _label(chosen), "settings": settings, "flags": " ".join(change.flags),
         "saves": change.what, "costs": change.slower, "peak": after, "saved": before - after, "fits": enough,
-        "kind": "exact" if change.exact else "lossy" if change.comparable else "other",
+        "kind": change.kind,
         "effect": f"{show_bytes(abs(before - after))} {'less' if after <= before else 'more'} at the peak"}}
 
 

@@ -275,7 +275,9 @@ def test_only_a_report_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixt
     target.write_text("my notes", encoding="utf-8")
     assert main(["report", str(run), "-o", str(target)]) == 2
     assert target.read_text(encoding="utf-8") == "my notes"
+    assert f"-o {tmp_path / 'report_report.html'}" in capsys.readouterr().err  # a name that is free
     assert main(["report", str(run), "-o", str(tmp_path)]) == 2
+    assert f"-o {tmp_path / 'report.html'}" in capsys.readouterr().err
     assert main(["report", str(run), "-o", str(tmp_path / "absent" / "x.html")]) == 2
     assert main(["report", str(run), "-o", "/dev/null"]) == 2
     assert main(["report"]) == 2

@@ -68,7 +68,7 @@ def refuse_foreign(path: Path, is_ours: Callable[[str], bool], verb: str, flag: 
         if not path.exists():
             return
         if path.is_dir():
-            inside = path / f"{verb}{'.json' if flag == '-o' else '.html'}"
+            inside = path / f"{verb}{'.html' if is_ours is is_own_page else '.json'}"
             raise UsageError(f"{flag} {path} is a folder, and `fitgpt {verb}` writes a file.",
                              f"{flag} {shlex.quote(str(inside))}")
         ours = False

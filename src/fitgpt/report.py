@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from . import __version__, cards
-from .atomic import disk_faults, is_own_page, write_atomically
+from .atomic import disk_faults, is_own_page, refuse_foreign, write_atomically
 from .config import RunConfig
 from .errors import CheckpointError, FitError, UsageError
 from .knobs import knobs_of
@@ -33,7 +33,10 @@ def report(options: ReportOptions) -> int:
         raise UsageError(f"`fitgpt report` shows at most {MOST_RUNS} runs together, and got {len(options.runs)}.",
                          f"fitgpt report {' '.join(options.runs[:MOST_RUNS])}")
     target = Path(options.out)
-    _refuse_to_replace(target)
+    with disk_faults("look at", target):
+        if not target.parent.is_dir():
+            raise UsageError(f"-o {target}: there is no folder {target.parent}.", "-o report.html")
+    refuse_foreign(target, is_own_page, "report", "-o")
     records = [read_run(place, name) for place, name in zip(options.runs, run_names(options.runs), strict=True)]
     page = report_page(records, f"fitgpt {__version__}")
     write_atomically(target, page)
@@ -49,20 +52,6 @@ def run_names(places: Sequence[str]) -> list[str]:
     lengths = range(1, max((len(path.parts) for path in paths), default=1) + 1)
     names = ([str(Path(*path.parts[-length:])) for path in paths] for length in lengths)
     return next(each for each in names if len(set(each)) == len(each))
-
-
-def _refuse_to_replace(target: Path) -> None:
-    """Only an earlier report is overwritten."""
-    with disk_faults("look at", target):
-        if target.is_dir():
-            raise UsageError(f"-o {target} is a folder, and a report is one file.", f"-o {target / 'report.html'}")
-        if not target.parent.is_dir():
-            raise UsageError(f"-o {target}: there is no folder {target.parent}.", "-o report.html")
-        if not target.exists():
-            return
-        ours = target.is_file() and is_own_page(target.open("rb").read(4096).decode(errors="replace"))
-    if not ours:
-        raise UsageError(f"-o {target} is there already, and it is no report of fitgpt.", "-o report.html")
 
 
 # ---- a run folder

@@ -25,6 +25,7 @@ from .errors import DeviceError
 from .host import available_memory, or_none
 from .nouns import GPTConfig
 from .options import DoctorOptions
+from .show.findings import say_finding
 from .sights import CardState, Finding, Program
 from .units import GiB, MiB, show_bytes
 
@@ -46,8 +47,6 @@ TELLING = {
 
 def doctor(options: DoctorOptions) -> int:
     """0 where training can run; 5 where something that is wrong prevents it, be it a GPU that cannot be used."""
-    from .show.findings import say_finding
-
     found: list[Finding] = []
     for finding in examine():
         found.append(finding)

@@ -7,6 +7,8 @@ from dataclasses import replace
 from .cards import Card
 from .config import LARGEST_COUNT, RunConfig
 from .errors import UsageError
+from .memory.forecast import settled
+from .memory.setting import setting_for
 from .nouns import DataSummary, Forecast, Outlook
 from .options import PlanQuestions
 from .units import parse_count, show_count
@@ -23,8 +25,6 @@ def tokens_per_s(config: RunConfig, card: Card | None, trainer: str = "fitgpt") 
 def likely_speed(config: RunConfig, card: Card | None, trainer: str = "fitgpt") -> float | None:
     """By the roofline alone, to compare two configs: a measured figure of one says nothing of the other."""
     from .fit.speed import has_figures, modelled, reach_of
-    from .memory.forecast import settled
-    from .memory.setting import setting_for
 
     if card is None or not has_figures(card) or trainer != "fitgpt" or config.eval_only:
         return None

@@ -22,7 +22,7 @@ from .asked import Question, place_of, question_of, run_of, size, with_data
 from .atomic import is_own_page, refuse_foreign, write_over
 from .config import RunConfig
 from .errors import UsageError
-from .knobs import Assignment, knobs_of, walk
+from .knobs import Assignment, knobs_of, nearest, walk
 from .memory import forecast, gpt
 from .memory.basis import basis_of
 from .memory.changes import Option, holdings, priced, single_changes, smallest_that_fit
@@ -259,8 +259,6 @@ def plan(config: str | os.PathLike[str] | Mapping[str, Any] | RunConfig, gpu: st
 def _known(told: Mapping[str, Any]) -> Mapping[str, Any]:
     unknown = [key for key in told if key not in knobs_of(RunConfig)]
     if unknown:
-        from .knobs import nearest
-
         near = nearest(str(unknown[0]), knobs_of(RunConfig))
         raise UsageError(f"{unknown[0]!r} is not a knob of `fitgpt train`.",
                          f"Did you mean {near[0]}?" if near else "fitgpt train --help lists them all.")

@@ -18,6 +18,7 @@ from .metrics import speak_nonfinite
 from .options import WatchOptions
 from .runlock import Owner, is_running, lock_owner
 from .runrecord import SPIKES_KEPT, FollowedRun, is_run, is_spike, runs_here
+from .show.watching import open_screen
 from .sights import CardState, Program, RunState, Spike, Track, WatchFrame
 
 SCHEMA = 1
@@ -26,8 +27,6 @@ SAMPLES = 600  # of the card's memory: ten minutes at one a second
 
 def watch(options: WatchOptions) -> int:
     """Ctrl-C is how one stops watching, so it ends well; so does the end of the run."""
-    from .show.watching import open_screen
-
     watcher = Watcher(options.target)
     try:
         with _json_lines() if options.json else open_screen(moving=not options.once) as show:

@@ -151,7 +151,7 @@ class Expandable:
         self.reserved = 0
         self.caps = Caps()
         self._ranges = [Range(page) for _ in range(3) for page in (LARGE_SEGMENT, SMALL_SEGMENT)]  # two for each kind
-        self._taken: dict[int, tuple[int, int, int]] = {}  # by tensor: address, end, range
+        self._taken: dict[str, tuple[int, int, int]] = {}  # by tensor: address, end, range
 
     def copy(self) -> Expandable:
         other = Expandable()

@@ -38,9 +38,9 @@ class Native:
         self._descending = descending
         self._pools: list[list[int]] = [[] for _ in range(6)]  # free blocks
         self._starts: dict[int, int] = {}    # where the free block ends that begins at an address
-        self._ends: dict[int, int] = {}      # … and where the one begins that ends there
+        self._ends: dict[int, int] = {}      # … and the one that ends there
         self._segments: dict[int, int] = {}  # by address
-        self._taken: dict[int, tuple[int, int, int]] = {}  # by tensor: address, end, pool
+        self._taken: dict[str, tuple[int, int, int, int]] = {}  # by tensor: address, end, the two as a block, pool
         self._above = self._below = ADDRESS // 2  # where the next low segment begins, and where the last high one did
 
     def copy(self) -> Native:
@@ -64,7 +64,7 @@ class Native:
             if asks:
                 at = bisect_left(pool, asks)
                 if at < len(pool):
-                    block = pool.pop(at)
+                    block = pool[at]
                     address = block & ADDRESS
                     end = starts.pop(address)
                 elif asks == NONE_SERVES:
@@ -88,32 +88,41 @@ class Native:
                     self.caps.granted(self.reserved + whole)
                     address = self._segment(whole)
                     block, end = whole << SPLIT | address, address + whole
+                    pool.append(block)
                     if self.reserved != held:
                         segments.append((begin + len(changes), self.reserved))
                 rest = block - cut
                 if rest >= WORTH_KEEPING[home]:
-                    ends[end] = start = rest & ADDRESS
-                    starts[start] = end
-                    insort(pool, rest, 0, at)
-                    end = start
+                    if at and rest < pool[at - 1]:
+                        del pool[at]
+                        insort(pool, rest, 0, at)
+                    else:
+                        pool[at] = rest
+                    start = rest & ADDRESS
+                    starts[start], ends[end] = end, rest
+                    taken[tensor] = address, start, asks | address, home
+                    note(start - address)
                 else:
+                    del pool[at]
                     ends.pop(end, None)
-                taken[tensor] = address, end, home
-                note(end - address)
+                    taken[tensor] = address, end, block, home
+                    note(end - address)
                 continue
-            address, end, _ = taken.pop(tensor)
+            address, end, block, _ = taken.pop(tensor)
             note(address - end)
             if end in starts:
-                after = starts.pop(end)
-                del pool[bisect_left(pool, after - end << SPLIT | end)]
-                end = after
+                beyond = starts.pop(end)
+                after = ends[beyond]
+                del pool[bisect_left(pool, after)]
+                block += after - end
+                end = beyond
             if address in ends:
                 before = ends.pop(address)
-                del pool[bisect_left(pool, address - before << SPLIT | before)]
-                address = before
-            starts[address] = end
-            ends[end] = address
-            insort(pool, end - address << SPLIT | address)
+                del pool[bisect_left(pool, before)]
+                block += before - address
+                address = block & ADDRESS
+            starts[address], ends[end] = end, block
+            insort(pool, block)
         return None
 
     def _segment(self, nbytes: int) -> int:
@@ -130,7 +139,7 @@ class Native:
     def release(self) -> None:
         """Gives wholly free segments back to the driver; those of recorded work stay while there is any: a replay
         writes there."""
-        is_recorded = any(home // 2 == RECORDED for _, _, home in self._taken.values())
+        is_recorded = any(home // 2 == RECORDED for _, _, _, home in self._taken.values())
         for number, pool in enumerate(self._pools):
             if number // 2 == RECORDED and is_recorded:
                 continue

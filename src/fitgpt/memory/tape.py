@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -27,10 +27,10 @@ class Event(NamedTuple):
     pool: int = ORDINARY
 
 
-# An event as the allocator meets it: what it asks for, what that cuts off, the tensor's number, and its pool.
+# An event as the allocator meets it: what it asks for, what that cuts off, the tensor's name, and its pool.
 # A free block is one number, its size above its address (see blocks.py): one of at least what is asked serves, and less
 # what is cut off it is what remains. A free asks for nothing. A plain tuple: a named one takes longer to take apart.
-Step = tuple[int, int, int, int]
+Step = tuple[int, int, str, int]
 NONE_SERVES = 1 << 2 * SPLIT  # what a release asks for
 
 
@@ -66,21 +66,32 @@ class Tape:
 
     @cached_property
     def steps(self) -> tuple[Step, ...]:
-        step_of = _Steps().__getitem__
-        steps: list[Step] = []
+        shapes, steps = _Shapes(), list[Step]()
         for start, length, source, differ in self.copies:
-            steps += map(step_of, self.events[len(steps):start])
+            steps += shapes.steps(self.events[len(steps):start])
             copied = steps[source:source + length]
             for at in differ:
-                copied[at] = step_of(self.events[start + at])
+                copied[at], = shapes.steps(self.events[start + at:start + at + 1])
             steps += copied
-        steps += map(step_of, self.events[len(steps):])
+        steps += shapes.steps(self.events[len(steps):])
         return tuple(steps)
 
     @cached_property
     def asked_at_most(self) -> int:
         """The most that is asked for at one time: no cap below it can do."""
-        return max(accumulate([event[3] if event[0] else -event[3] for event in self.events]), default=0)
+        @cache
+        def rise(start: int, end: int) -> tuple[int, int]:
+            heights = list(accumulate([event[3] if event[0] else -event[3] for event in self.events[start:end]]))
+            return (heights[-1], max(heights)) if heights else (0, 0)
+
+        asked = most = done = 0
+        for start, length, source, _ in [*self.copies, Copy(len(self.events), 0, 0, ())]:
+            for part in ((done, start), (source, source + length)):
+                more, at_most = rise(*part)
+                most = max(most, asked + at_most)
+                asked += more
+            done = start + length
+        return most
 
     def alive_at_end(self) -> dict[str, Event]:
         alive: dict[str, Event] = {}
@@ -92,19 +103,22 @@ class Tape:
         return alive
 
 
-class _Steps(dict[Event, Step]):
-    """Worked out once for events that are equal: a tape repeats itself."""
+class _Shapes(dict[int, tuple[int, int, int]]):
+    """Of so many bytes: what they ask for, what that cuts off, which of a kind of work's two pools. A tape has few."""
 
-    def __init__(self) -> None:
-        self._tensors: dict[str, int] = {}
-
-    def __missing__(self, event: Event) -> Step:
-        is_alloc, name, _, nbytes, pool = event
+    def __missing__(self, nbytes: int) -> tuple[int, int, int]:
         size = rounded(nbytes)
-        asks = size << SPLIT if is_alloc else NONE_SERVES if name == RELEASE else 0
-        number = self._tensors.setdefault(name, len(self._tensors))
-        step = self[event] = asks, asks - size, number, 2 * pool + (size <= SMALL)  # two pools for each kind of work
-        return step
+        shape = self[nbytes] = size << SPLIT, (size << SPLIT) - size, int(size <= SMALL)
+        return shape
+
+    def steps(self, events: Sequence[Event]) -> list[Step]:
+        steps: list[Step] = []
+        for is_alloc, name, _, nbytes, pool in events:
+            asks, cut, home = self[nbytes]
+            if not is_alloc:
+                asks = NONE_SERVES if name == RELEASE else 0
+            steps.append((asks, cut, name, home + 2 * pool if pool else home))
+        return steps
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import random
 import time
 from collections.abc import Callable, Hashable
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ import pytest
 import by_the_book
 from fitgpt.config import RunConfig
 from fitgpt.memory import forecast
-from fitgpt.memory.allocator import Begun, replay
+from fitgpt.memory.allocator import Begun, replay, reserved_in_other_orders
 from fitgpt.memory.changes import smallest_that_fit
 from fitgpt.memory.expandable import Expandable
 from fitgpt.memory.forecast import TRAINERS, held_at_least, settled, tape_of
@@ -62,25 +63,45 @@ def test_a_replay_does_what_the_book_says_with_and_without_a_cap(name: str, trai
         both(tape, descending=descending)
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_so_it_does_where_sizes_pools_and_releases_come_by_chance(seed: int) -> None:
+def by_chance(seed: int, releases: float) -> Tape:
+    """`releases`: how often memory is given back."""
     chance, writer = random.Random(seed), Writer()
     alive: list[str] = []
     writer.phase("train")
     for number in range(1500):
         writer.pool = chance.choice((0, 0, 0, RECORDED, 2))
-        if chance.random() < 0.005:
+        if chance.random() < releases:
             writer.release()
         elif alive and chance.random() < 0.49:
             writer.free(alive.pop(chance.randrange(len(alive))))
         else:
             alive.append(writer.alloc(str(number), "other", int(2 ** chance.uniform(6, 26))))
-    tape = writer.tape()
+    return writer.tape()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_so_it_does_where_sizes_pools_and_releases_come_by_chance(seed: int) -> None:
+    tape = by_chance(seed, releases=0.005)
     for expandable in (True, False):
         both(tape, expandable=expandable)
         most = replay(tape, expandable=expandable).reserved
         for share in (0.5, 0.7, 0.8, 0.85, 0.9, 0.95):
             both(tape, int(share * most), expandable=expandable)
+
+
+@pytest.mark.parametrize("releases", [0, 0.005])
+@pytest.mark.parametrize("seed", range(4))
+def test_what_is_reserved_in_other_orders_is_what_the_book_says_of_them(seed: int, releases: float) -> None:
+    tape, orders = by_chance(seed, releases), (HALF_ASCENDING, ALWAYS_ASCENDING)
+    by_the_rules = [by_the_book.replay(tape, descending=order)[1] for order in orders]
+    assert reserved_in_other_orders(tape) == tuple(max(held for _, held in segments) for segments in by_the_rules)
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+@pytest.mark.parametrize("name", RUNS)
+def test_what_is_asked_for_at_most_is_what_the_events_add_up_to(name: str, trainer: str) -> None:
+    tape = written(RUNS[name], trainer)
+    assert tape.asked_at_most == max(accumulate(each.nbytes if each.alloc else -each.nbytes for each in tape.events))
 
 
 @pytest.mark.parametrize("expandable", [True, False])

@@ -5,6 +5,7 @@ The rules are in native.py and expandable.py; here is what is asked of them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
@@ -13,7 +14,7 @@ from typing import NamedTuple
 from .blocks import ROUND_SEGMENT, Caps, rounded, segment_size
 from .expandable import Expandable
 from .native import ALWAYS_ASCENDING, DESCENDING, HALF_ASCENDING, Native
-from .tape import RELEASE, Event, Tape
+from .tape import NONE_SERVES, RELEASE, Event, Step, Tape
 
 
 class PhasePeak(NamedTuple):
@@ -107,8 +108,20 @@ def reserved_in_other_orders(tape: Tape) -> tuple[int, ...]:
     """What is reserved where a driver hands out addresses in other orders than the usual.
 
     One block in another place can move what is reserved by gigabytes: where they differ, no single number is sure.
+    Unless memory is given back, no pool minds another, and small pools' segments ascend in both orders.
     """
-    return tuple(replay(tape, descending=bound).reserved for bound in (HALF_ASCENDING, ALWAYS_ASCENDING))
+    orders = HALF_ASCENDING, ALWAYS_ASCENDING
+    if any(step[0] == NONE_SERVES for step in tape.steps):
+        return tuple(replay(tape, descending=order).reserved for order in orders)
+    in_small, in_large = ([step for step in tape.steps if step[3] % 2 == small] for small in (1, 0))
+    of_small = _reserved(in_small, HALF_ASCENDING)
+    return tuple(of_small + _reserved(in_large, order) for order in orders)
+
+
+def _reserved(steps: Sequence[Step], descending: int) -> int:
+    allocator = Native(descending)
+    allocator.follow(steps, 0, None, [], [])
+    return allocator.reserved
 
 
 def needs(tape: Tape, *, expandable: bool = False, free_run: Timeline | None = None, above: int = 0) -> int:

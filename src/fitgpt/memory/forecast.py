@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from itertools import accumulate
 
 from ..cards import Card
@@ -54,9 +54,9 @@ def forecast(config: RunConfig, setting: Setting, trainer: str = "fitgpt", limit
     would like to reserve more and gets by with less is told as it gets by. `aside`: who does a part of the work."""
     config = settled(config, setting)
     expandable = setting.expands(trainer)
-    written = cache(partial(tape_of, config, setting, trainer))
-    others = in_turn(tuple) if expandable else aside(lambda: reserved_in_other_orders(written()))
-    tape = written()
+    tape = tape_of(config, setting, trainer)
+    tape.steps  # worked out before another process is to have them  # noqa: B018
+    others = in_turn(tuple) if expandable else aside(partial(reserved_in_other_orders, tape))
     free_run = timeline = replay(tape, expandable=expandable)
     needed = needs(tape, expandable=expandable, free_run=free_run)
     if limit is not None:

@@ -35,7 +35,7 @@ class Kernel(NamedTuple):
 
     @property
     def results(self) -> tuple[Made, ...]:
-        return self.makes + self.gets
+        return self.makes + self.gets if self.gets else self.makes
 
 
 class Step(NamedTuple):
@@ -163,16 +163,19 @@ def _ordered(graph: Graph) -> Order:
 
 
 def _estimated(graph: Graph, kernels: Sequence[Kernel]) -> Order:
-    last = {made.name: at for at, kernel in enumerate(kernels) for made in kernel.results}
+    results = [kernel.results for kernel in kernels]
+    last = {made[0]: at for at, each in enumerate(results) for made in each}
     last |= {name: at for at, kernel in enumerate(kernels) for name in kernel.reads}
     change = [0] * (len(kernels) + 1)
     for name, nbytes in graph.inputs.items():
         change[0] += nbytes
         change[last.get(name, -1) + 1] -= nbytes
     for at, kernel in enumerate(kernels):
-        change[at] += kernel.within
-        change[at + 1] -= kernel.within
-        for name, _, nbytes, _ in kernel.results:
+        if kernel.within:
+            change[at] += kernel.within
+            change[at + 1] -= kernel.within
+        for made in results[at]:
+            name, nbytes = made[0], made[2]
             change[at] += nbytes
             change[0 if name in graph.keeps else last[name] + 1] -= nbytes
     return Order(kernels, last, list(accumulate(change)))
@@ -180,22 +183,25 @@ def _estimated(graph: Graph, kernels: Sequence[Kernel]) -> Order:
 
 def _depth_first(graph: Graph) -> list[Kernel]:
     """The lightest kernel first, and before it what it needs, the lightest of it first; a mere call weighs nothing."""
-    maker = {made.name: at for at, kernel in enumerate(graph.kernels) for made in kernel.results}
-    nbytes = {made.name: made.nbytes for kernel in graph.kernels for made in kernel.results} | dict(graph.inputs)
-    weights = [sum([made.nbytes for made in kernel.makes]) + sum([nbytes.get(name, 0) for name in kernel.reads])
+    results = [kernel.results for kernel in graph.kernels]
+    maker = {made[0]: at for at, each in enumerate(results) for made in each}
+    nbytes = {made[0]: made[2] for each in results for made in each} | dict(graph.inputs)
+    weights = [sum([made[2] for made in kernel.makes]) + sum([nbytes.get(name, 0) for name in kernel.reads])
                if kernel.makes else 0 for kernel in graph.kernels]
+    lightest_first = sorted(range(len(weights)), key=weights.__getitem__)
+    rank = dict(zip(lightest_first, range(len(weights)), strict=True)).__getitem__
     order: list[Kernel] = []
     seen = set[int]()
 
     def visit(at: int) -> None:
-        if at in seen:
-            return
         seen.add(at)
-        needs = {maker[name] for name in graph.kernels[at].reads if name in maker}
-        for need in sorted(needs, key=lambda each: (weights[each], each)):
-            visit(need)
-        order.append(graph.kernels[at])
+        kernel = graph.kernels[at]
+        for need in sorted({maker[name] for name in kernel.reads if name in maker}, key=rank):
+            if need not in seen:
+                visit(need)
+        order.append(kernel)
 
-    for at in sorted(range(len(weights)), key=lambda each: (weights[each], each)):
-        visit(at)
+    for at in lightest_first:
+        if at not in seen:
+            visit(at)
     return order

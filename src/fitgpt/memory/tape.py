@@ -113,9 +113,10 @@ class _Shapes(dict[int, tuple[int, int, int]]):
 
     def steps(self, events: Sequence[Event]) -> list[Step]:
         steps: list[Step] = []
-        for is_alloc, name, _, nbytes, pool in events:
-            asks, cut, home = self[nbytes]
-            if not is_alloc:
+        for event in events:  # by number: to take a named tuple apart takes longer
+            name, pool = event[1], event[4]
+            asks, cut, home = self[event[3]]
+            if not event[0]:
                 asks = NONE_SERVES if name == RELEASE else 0
             steps.append((asks, cut, name, home + 2 * pool if pool else home))
         return steps
@@ -128,25 +129,17 @@ class _Part:
     start: int
     events: list[Event]
     names: tuple[str, ...]
+    frees: list[str]      # names that were alive before
+    leaves: list[Event]   # what is alive afterwards
 
     @cached_property
     def differ(self) -> tuple[int, ...]:
         """The places of events whose names another part has others for."""
-        return tuple(at for at, event in enumerate(self.events) if event[1] in self.names) if self.names else ()
-
-    @cached_property
-    def frees_and_leaves(self) -> tuple[list[str], list[int]]:
-        """Names that were alive before; the places of the events whose names are alive afterwards."""
-        frees, leaves = list[str](), dict[str, int]()
-        for at, event in enumerate(self.events):
-            if event[0]:
-                leaves[event[1]] = at
-            elif leaves.pop(event[1], None) is None:
-                frees.append(event[1])
-        return frees, list(leaves.values())
+        return tuple([at for at, event in enumerate(self.events) if event[1] in self.names]) if self.names else ()
 
 
 _made = tuple.__new__  # an Event in a third of the time
+_OWNERS = frozenset(OWNERS)
 
 
 class Writer:
@@ -169,7 +162,7 @@ class Writer:
         """Returns the name, so that a tensor can be passed on by it."""
         if name in self._alive:
             raise ValueError(f"{name!r} is already alive")
-        if owner not in OWNERS:
+        if owner not in _OWNERS:
             raise ValueError(f"{owner!r} is not an owner: {', '.join(OWNERS)}")
         event = _made(Event, (True, name, owner, nbytes, self.pool))
         self._alive[name] = event
@@ -181,26 +174,29 @@ class Writer:
             event = self._alive.pop(name, None)
             if event is None:
                 raise ValueError(f"{name!r} is not alive")
-            self._events.append(_made(Event, (False, *event[1:])))
+            self._events.append(_made(Event, (False,) + event[1:]))  # noqa: RUF005 - sooner than to unpack
 
     def part(self, kind: Hashable, names: tuple[str, ...], write: Callable[[], object]) -> None:
         """A part of the tape. One of its kind that was written before is copied, but for the names that differ: to
         write takes ten times as long. The kind must say all that the events depend on."""
         if kind not in self._parts:
-            start = len(self._events)
+            start, before = len(self._events), self._alive.copy()
             write()
-            self._parts[kind] = _Part(start, self._events[start:], names)
+            after = self._alive
+            frees = [name for name, event in before.items() if after.get(name) is not event]
+            leaves = [event for name, event in after.items() if before.get(name) is not event]
+            self._parts[kind] = _Part(start, self._events[start:], names, frees, leaves)
             return
         part = self._parts[kind]
         renamed, events = dict(zip(part.names, names, strict=True)), part.events.copy()
         for at in part.differ:
             event = events[at]
             events[at] = event._replace(name=renamed[event.name])
-        frees, leaves = part.frees_and_leaves
-        for name in frees:
+        for name in part.frees:
             del self._alive[renamed.get(name, name)]
-        for at in leaves:
-            self._alive[events[at].name] = events[at]
+        for event in part.leaves:
+            name = renamed.get(event.name, event.name)
+            self._alive[name] = event if name == event.name else event._replace(name=name)
         self._copies.append(Copy(len(self._events), len(events), part.start, part.differ))
         self._events += events
 

@@ -5,6 +5,7 @@ Every answer is a dict that becomes JSON. Bytes are plain numbers, and whatever 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from functools import lru_cache
 from typing import Any
 
@@ -131,12 +132,15 @@ def _bars(timeline: Timeline, budget: Budget) -> Answer:
 
 def owners_at(timeline: Timeline, events: set[int]) -> dict[int, dict[str, int]]:
     """Whose the bytes are right after each of some events, in one pass."""
-    held: dict[str, int] = {}
+    held: dict[str, int] = defaultdict(int)
     found: dict[int, dict[str, int]] = {}
-    for number, (event, change) in enumerate(zip(timeline.tape.events, timeline.changes, strict=False)):
-        held[event.owner] = held.get(event.owner, 0) + change
-        if number in events:
-            found[number] = {owner: nbytes for owner, nbytes in held.items() if nbytes}
+    begin = 0
+    for number in sorted(events):
+        end = number + 1
+        for event, change in zip(timeline.tape.events[begin:end], timeline.changes[begin:end], strict=True):
+            held[event[2]] += change
+        found[number] = {owner: nbytes for owner, nbytes in held.items() if nbytes}
+        begin = end
     return found
 
 

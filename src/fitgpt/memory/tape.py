@@ -135,7 +135,8 @@ class _Part:
     @cached_property
     def differ(self) -> tuple[int, ...]:
         """The places of events whose names another part has others for."""
-        return tuple([at for at, event in enumerate(self.events) if event[1] in self.names]) if self.names else ()
+        names = frozenset(self.names)
+        return tuple([at for at, event in enumerate(self.events) if event[1] in names]) if names else ()
 
 
 _made = tuple.__new__  # an Event in a third of the time

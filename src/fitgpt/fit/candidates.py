@@ -55,6 +55,9 @@ class Candidate(NamedTuple):
     mix: Mix
 
 
+Found = tuple[float, int, Mix]  # the seconds, the bytes and the mix of a candidate
+
+
 @dataclass
 class Scanned:
     """The fastest of each stem within the limit, and what is fastest in each bin of memory."""
@@ -63,12 +66,31 @@ class Scanned:
     considered: int = 0
     fastest: list[Candidate] = field(default_factory=list)
     bins: dict[int, float] = field(default_factory=dict)
+    _last: tuple[Stem, Found | None] | None = None  # and the fastest of it
 
     def scan(self, stem: Stem) -> None:
         """All mixes of at most two levels, the layers that keep less first: their transients meet fewer kept ones."""
+        best = self._as_before(stem) or self._fastest(stem)
+        self.considered += len(LEVELS) + len(PAIRS) * len(_numbers(stem.config.n_layer))
+        if best is not None:
+            seconds, held, mix = best
+            self.fastest.append(Candidate(seconds, held, stem, mix))
+
+    def _as_before(self, stem: Stem) -> Found | None:
+        """Of a stem that only evaluates in larger batches than the one before: the same mix, if it still fits."""
+        if self._last is None:
+            return None
+        before, best = self._last
+        if best is None or stem.cost is not before.cost or not stem.shape.holds_no_less_than(before.shape):
+            return None
+        seconds, _, mix = best
+        held = stem.shape.mapped(mix)
+        return (seconds, held, mix) if held <= self.limit else None
+
+    def _fastest(self, stem: Stem) -> Found | None:
         layers, shape, told = stem.config.n_layer, stem.shape, stem.cost
         micro_steps, bins, limit = stem.config.gradient_accumulation_steps, self.bins, self.limit
-        best: tuple[float, int, Mix] | None = None
+        best: Found | None = None
         for level in range(len(LEVELS)):
             mix: Mix = ((level, layers),)
             held, seconds = shape.mapped(mix), stem.seconds(mix)
@@ -76,21 +98,18 @@ class Scanned:
                 best = seconds, held, mix
             if seconds < bins.get(held // BIN, 1e30):
                 bins[held // BIN] = seconds
-        self.considered += len(LEVELS)
-        stride = -(-layers // MOST_MIXES)  # of a deep model not every number: what is chosen is settled layer by layer
-        numbers = range(1, layers, stride)
+        numbers = _numbers(layers)
         for few, many in PAIRS:
             each, more = layers * told.layers[many], told.layers[few] - told.layers[many]
-            for k, held in zip(numbers, shape.mapped_along(few, many, layers, stride), strict=True):
+            for k, held in zip(numbers, shape.mapped_along(few, many, layers, numbers.step), strict=True):
                 seconds = micro_steps * max(told.fixed + each + k * more, told.host) + told.step
                 if held <= limit and (best is None or seconds < best[0]):
                     best = seconds, held, ((few, k), (many, layers - k))
                 place = held // BIN
                 if place not in bins or seconds < bins[place]:
                     bins[place] = seconds
-        self.considered += len(PAIRS) * len(numbers)
-        if best is not None:
-            self.fastest.append(Candidate(best[0], best[1], stem, best[2]))
+        self._last = stem, best
+        return best
 
     def frontier(self) -> list[tuple[int, float]]:
         """(bytes, seconds): more memory only where it is faster."""
@@ -99,6 +118,11 @@ class Scanned:
             if not found or seconds < found[-1][1] * 0.999:
                 found.append(((place + 1) * BIN, seconds))
         return found
+
+
+def _numbers(layers: int) -> range:
+    """Of layers at one of two levels. Of a deep model not every number: what is chosen is settled layer by layer."""
+    return range(1, layers, -(-layers // MOST_MIXES))
 
 
 class Field:

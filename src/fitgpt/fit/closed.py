@@ -116,13 +116,9 @@ class MicroStep(NamedTuple):
         return [
             (0, self.embed.peak),
             (up.net, start - up.net + up.peak),
-            (grows, start + full - before.net + before.peak),
-            (grows, start + full + self.turn.peak),
-            (grows, turned + full + behind.peak),
-            (falls, turned + left - behind.net + behind.peak),
-            (falls, turned + left + down.peak),
-            (falls + down.net, turned + left - down.net + down.peak),
-            (falls + down.net, turned + left + self.rest.peak),
+            (grows, full + max(start - before.net + before.peak, start + self.turn.peak, turned + behind.peak)),
+            (falls, turned + left + max(behind.peak - behind.net, down.peak)),
+            (falls + down.net, turned + left + max(down.peak - down.net, self.rest.peak)),
         ]
 
 
@@ -174,6 +170,11 @@ class Shape:
     def mapped(self, mix: Mix) -> int:
         """What must be held from the driver if nothing is lost between blocks."""
         return max(self._floor, *(beside + step.peak(mix) for beside, step in self._beside))
+
+    def holds_no_less_than(self, other: Shape) -> bool:
+        """Whatever the mix, of a run with the same micro-steps."""
+        return self._floor >= other._floor and all(
+            ours >= theirs for (ours, _), (theirs, _) in zip(self._beside, other._beside, strict=True))
 
     def mapped_along(self, few: int, many: int, layers: int, stride: int = 1) -> list[int]:
         """The same with 1, 1 + stride … of the layers at level `few` and the others at `many`."""

@@ -6,12 +6,13 @@ One layer of each level is enough, and parts that two runs share are read once: 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
 
 from ..config import RunConfig
 from ..memory import gpt
-from ..memory.blocks import rounded
+from ..memory.blocks import LAST, ROUND, rounded
 from ..memory.passes import Passes
 from ..memory.setting import Setting
 from ..memory.tape import ORDINARY, RECORDED, Writer
@@ -36,7 +37,7 @@ class Weigher(Writer):
         pass
 
     def alloc(self, name: str, owner: str, nbytes: int) -> str:
-        place, size = self.pool == RECORDED, rounded(nbytes)
+        place, size = self.pool == RECORDED, nbytes + LAST & ~LAST or ROUND  # rounded(), in half the time
         self.sizes[name] = place, size
         now = self.now[place] = self.now[place] + size
         if now > self.most[place]:
@@ -70,14 +71,27 @@ def _weighing(config: RunConfig, setting: Setting) -> tuple[gpt.Run, Weigher]:
     """The tape's writer with that pen. States that come late are taken to be there: from the first step on they are."""
     run, pen = gpt.Run(draft(config, states="early"), setting), Weigher()
     run.w = run.training.w = run.looking.w = run.optimizer.w = pen
+    for passes in (run.training, run.looking):
+        passes.pieces = partial(_unlike, passes.pieces())  # type: ignore[method-assign]
     return run, pen
+
+
+def _unlike(pieces: list[int]) -> list[int]:
+    """Of the loss's pieces the first two and the last: from the second on, where a gradient is there, all are alike."""
+    return pieces if len(pieces) < 4 else [*pieces[:2], pieces[-1]]
 
 
 # ---- read off the tape's writer
 
-_key = attrgetter("block_size", "n_head", "n_embd", "vocab_size", "bias", "dropout", "dtype", "compile", "cuda_graphs",
-                  "weights", "residual", "optimizer", "offload", "step_in_backward", "casts", "gradients")
+_passes = attrgetter("block_size", "n_head", "n_embd", "vocab_size", "bias", "dropout", "dtype", "compile", "weights",
+                     "residual", "casts", "gradients")
 Found = TypeVar("Found")
+
+
+def _key(config: RunConfig) -> tuple[Any, ...]:
+    """What the passes depend on. Of the optimizer they know where gradients go, and what takes them at once."""
+    taken = config.optimizer if config.step_in_backward else None
+    return *_passes(config), gpt.records(config), config.offload == "gradients", taken
 
 
 class Folded:
@@ -90,7 +104,7 @@ class Folded:
     def shape(self, config: RunConfig) -> Shape:
         """Wants a settled config: see memory.forecast. Its levels do not matter."""
         key, accumulates = _key(config), config.gradient_accumulation_steps > 1
-        home = self._once(_home, config, key, config.n_layer)
+        home = self._once(_home, config, key, config.n_layer, config.optimizer, config.offload)
         looking = self._once(_looking, config, key, config.eval_batch, config.eval_block, config.loss_chunk)
         steps, a_layer, others = self._once(_micro_steps, config, key, config.batch_size, accumulates)
         turns = self._once(_turns, config, key, config.batch_size, accumulates, config.loss_chunk)
@@ -152,7 +166,7 @@ def _places(config: RunConfig, tokens: int) -> int:
 
 
 class _Seen(NamedTuple):
-    """A micro-step as it was observed: the cuts are before and after each layer's pass."""
+    """A micro-step as it was observed: the embedding, each layer, the turn, each layer again, the rest."""
 
     recorded: bool
     beside: int
@@ -165,15 +179,15 @@ def _micro_steps(config: RunConfig, setting: Setting) -> tuple[tuple[MicroStep, 
     seen, a_layer, in_all = _observed(config, setting, ONE_OF_EACH)
     layers, steps = len(LEVELS), []
     for recorded, beside, again, parts in seen:
-        up, down = parts[1:2 * layers:2], parts[2 * layers + 1:4 * layers:2]
-        steps.append(MicroStep(recorded, beside, again, parts[0], tuple(up), parts[2 * layers], tuple(reversed(down)),
-                               parts[-1]))
+        embed, *up, turn = parts[:layers + 2]
+        *down, rest = parts[layers + 2:]
+        steps.append(MicroStep(recorded, beside, again, embed, tuple(up), turn, tuple(reversed(down)), rest))
     return tuple(steps), a_layer, in_all - layers * a_layer
 
 
 def _turns(config: RunConfig, setting: Setting) -> tuple[Part, ...]:
     """The part between the two passes, of each of those micro-steps."""
-    return tuple(each.parts[2] for each in _observed(config, setting, "1*input")[0])
+    return tuple(each.parts[1] for each in _observed(config, setting, "input")[0])  # of no layers
 
 
 def _observed(config: RunConfig, setting: Setting, levels: str) -> tuple[list[_Seen], int, int]:
@@ -204,17 +218,24 @@ def _observed(config: RunConfig, setting: Setting, levels: str) -> tuple[list[_S
         write(kind, passes, result, batch)
         cut()
 
-    def cutting(layer_pass: Callable[[int, str | None], None]) -> Callable[..., None]:
-        def cut_before_and_after(layer: int, level: str | None) -> None:
-            cut()
-            layer_pass(layer, level)
+    def then_cut(write: Callable[..., None]) -> Callable[..., None]:
+        def written(*told: Any) -> None:
+            write(*told)
             cut()
 
-        return cut_before_and_after
+        return written
 
-    run.work = work  # type: ignore[method-assign]
-    run.training.forward = cutting(run.training.forward)  # type: ignore[method-assign]
-    run.training.backward = cutting(run.training.backward)  # type: ignore[method-assign,arg-type]
+    def after_a_cut(write: Callable[..., None]) -> Callable[..., None]:
+        def written(*told: Any) -> None:
+            cut()
+            write(*told)
+
+        return written
+
+    run.work, passes = work, run.training  # type: ignore[method-assign]
+    for name, cutting in (("embed", then_cut), ("forward", then_cut), ("backward", after_a_cut),
+                          ("embed_backward", after_a_cut)):
+        setattr(passes, name, cutting(getattr(passes, name)))
     run.micro_steps()
     gradients = (pen.gradients("0."), pen.gradients()) if comes_and_goes else (0, 0)
     if run.records and len(found) == 1:  # the next micro-step is another step's

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from . import place, planfile, timing
+from .aside import aside
 from .asked import place_of, run_of, with_data
 from .atomic import disk_faults, is_own_page, refuse_foreign, write_over
 from .config import RunConfig
@@ -55,7 +56,7 @@ def fit(assignments: Sequence[Assignment]) -> int:
     question = question_of(assignments)
     asked = question.asked
     refuse_foreign_files(asked)
-    here = here_for(question.found, question.config, is_here=not asked.gpu)
+    here = here_for(question.found, question.config, is_here=not asked.gpu)._replace(aside=aside)
     notes = [*question.notes, *crowded(here)]
     fitted = reach(asked.goal, question.config, here, parse_allow(asked.allow))
     if asked.gpu and fitted.chosen is not None and fitted.chosen.config.offload != "none":
@@ -142,7 +143,7 @@ def for_train(said: RunConfig) -> tuple[RunConfig, list[str]]:
     config = with_data(said)[0]
     found = place.here(config.device, others=None, budget=None)
     found = found._replace(budget=beside(config, found.budget))
-    fitted = fit_there(config, here_for(found, config, is_here=True))
+    fitted = fit_there(config, here_for(found, config, is_here=True)._replace(aside=aside))
     if fitted.chosen is None:
         raise DoesNotFit(too_small(fitted), f"{ways_out_in_words(fitted)} `fitgpt fit` with the same words, that flag "
                          "and -o config/my_run.py writes a config that trains so.")

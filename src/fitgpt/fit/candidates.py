@@ -31,6 +31,9 @@ BIN = 32 * MiB                               # of the frontier
 PAIRS = tuple((few, many) for few in range(len(LEVELS)) for many in range(few))
 LEAST_FIRST = tuple(reversed(range(len(LEVELS))))
 STAND_IN = "RTX 4070"                        # where a card's figures are not known, its proportions rank candidates
+# Whether to look at a candidate: given the way, how many things it changes, and the seconds of a step if every layer
+# keeps all.
+Worth = Callable[[Way, int, float], bool]
 
 
 class Stem(NamedTuple):
@@ -51,11 +54,17 @@ class Stem(NamedTuple):
 class Candidate(NamedTuple):
     seconds: float      # of a step
     mapped: int         # bytes: what it cannot do without
-    stem: Stem
     mix: Mix
+    config: RunConfig   # these as in its stem
+    way: Way
+    changes: int
 
 
 Found = tuple[float, int, Mix]  # the seconds, the bytes and the mix of a candidate
+Branch = tuple[Way, dict[str, Any]]  # savers, and how the work is recorded
+# What was found of a branch, in what one process can tell another: how many candidates, bins, and of the fastest their
+# seconds, bytes, mix, changes, micro-batch, piece and evaluation.
+Told = tuple[int, tuple[tuple[int, float], ...], tuple[tuple[float, int, Mix, int, int, int, int], ...]]
 
 
 @dataclass
@@ -74,7 +83,7 @@ class Scanned:
         self.considered += len(LEVELS) + len(PAIRS) * len(_numbers(stem.config.n_layer))
         if best is not None:
             seconds, held, mix = best
-            self.fastest.append(Candidate(seconds, held, stem, mix))
+            self.fastest.append(Candidate(seconds, held, mix, stem.config, stem.way, stem.changes))
 
     def _as_before(self, stem: Stem) -> Found | None:
         """Of a stem that only evaluates in larger batches than the one before: the same mix, if it still fits."""
@@ -111,6 +120,20 @@ class Scanned:
         self._last = stem, best
         return best
 
+    def told(self) -> Told:
+        return self.considered, tuple(self.bins.items()), tuple(
+            (seconds, mapped, mix, changes, config.batch_size, config.loss_chunk, config.eval_batch_size)
+            for seconds, mapped, mix, config, _, changes in self.fastest)
+
+    def take(self, told: Told, branch: Branch, field: Field) -> None:
+        """What was told of a branch, as if it had been scanned here."""
+        considered, bins, fastest = told
+        self.considered += considered
+        for place, seconds in bins:
+            self.bins[place] = min(seconds, self.bins.get(place, seconds))
+        self.fastest += (Candidate(seconds, mapped, mix, field.draft(branch, *sizes), branch[0], changes)
+                         for seconds, mapped, mix, changes, *sizes in fastest)
+
     def frontier(self) -> list[tuple[int, float]]:
         """(bytes, seconds): more memory only where it is faster."""
         found: list[tuple[int, float]] = []
@@ -135,47 +158,63 @@ class Field:
         self.most_batch = most_batch or config.batch_size * config.gradient_accumulation_steps
         self.too_large = 0  # candidates of which that was clear at once
 
-    def stems(self, way: Way, limit: int | None = None, *, batches: Sequence[int] | None = None,
-              worth: Callable[[Way, int, float], bool] | None = None) -> Iterator[Stem]:
-        """Those that could fit `limit`, smaller micro-batches first, and that are `worth` it: given the way, how many
-        things it changes, and the seconds of a step if every layer keeps all."""
-        for recording in self.recordings(way):
-            for batch in batches or self.batches(way):
-                fits = False
-                for config, told in self._of_batch(way, recording, batch):
-                    changes = self.changes(config, way)
-                    fastest = told.seconds(config.gradient_accumulation_steps, config.n_layer * min(told.layers))
-                    if worth is not None and not worth(way, changes, fastest):
-                        fits = True  # for all that is known
-                        continue
-                    shape = self.folded.shape(config)
-                    if limit is None or any(shape.mapped(((level, config.n_layer),)) <= limit for level in LEAST_FIRST):
-                        fits = True
-                        yield Stem(config, way, changes, shape, told)
-                    else:
-                        self.too_large += len(LEVELS)
-                if not fits:
-                    break  # larger ones hold more
+    def scanned(self, branch: Branch, limit: int, worth: Worth | None = None) -> Told:
+        """All candidates of a branch, each looked at."""
+        scanned, before = Scanned(limit), self.too_large
+        for stem in self.stems(branch, limit, worth=worth):
+            scanned.scan(stem)
+        scanned.considered += self.too_large - before
+        return scanned.told()
 
-    def _of_batch(self, way: Way, recording: dict[str, Any], batch: int) -> Iterator[tuple[RunConfig, Cost]]:
-        sequences = self.config.batch_size * self.config.gradient_accumulation_steps
-        knobs = {**way.knobs, **recording, "batch_size": batch, "gradient_accumulation_steps": sequences // batch}
+    def stems(self, branch: Branch, limit: int | None = None, *, batches: Sequence[int] | None = None,
+              worth: Worth | None = None) -> Iterator[Stem]:
+        """Those that could fit `limit`, smaller micro-batches first, and that are `worth` it."""
+        way, _ = branch
+        for batch in batches or self.batches(way):
+            fits = False
+            for config, told in self._of_batch(branch, batch):
+                changes = self.changes(config, way)
+                fastest = told.seconds(config.gradient_accumulation_steps, config.n_layer * min(told.layers))
+                if worth is not None and not worth(way, changes, fastest):
+                    fits = True  # for all that is known
+                    continue
+                shape = self.folded.shape(config)
+                if limit is None or any(shape.mapped(((level, config.n_layer),)) <= limit for level in LEAST_FIRST):
+                    fits = True
+                    yield Stem(config, way, changes, shape, told)
+                else:
+                    self.too_large += len(LEVELS)
+            if not fits:
+                break  # larger ones hold more
+
+    def stem(self, of: Candidate) -> Stem:
+        return Stem(of.config, of.way, of.changes, self.folded.shape(of.config), self.cost(of.config))
+
+    def cost(self, config: RunConfig) -> Cost:
+        return cost(config, self.card, self.setting, reach_of(self.card))
+
+    def _of_batch(self, branch: Branch, batch: int) -> Iterator[tuple[RunConfig, Cost]]:
         for piece in self.pieces(batch):
-            sized = draft(self.config, **{**knobs, "loss_chunk": piece})
-            told = cost(sized, self.card, self.setting, reach_of(self.card))
-            for windows in self.evaluations(batch):
-                yield draft(sized, eval_batch_size=windows), told
+            first, *others = (self.draft(branch, batch, piece, windows) for windows in self.evaluations(batch))
+            told = self.cost(first)
+            yield from ((config, told) for config in (first, *others))
 
-    def recordings(self, way: Way) -> list[dict[str, Any]]:
+    def draft(self, branch: Branch, batch: int, piece: int, windows: int) -> RunConfig:
+        way, recording = branch
+        sequences = self.config.batch_size * self.config.gradient_accumulation_steps
+        return draft(self.config, **{**way.knobs, **recording, "batch_size": batch, "loss_chunk": piece,
+                                     "gradient_accumulation_steps": sequences // batch, "eval_batch_size": windows})
+
+    def branches(self, way: Way) -> list[Branch]:
         """As asked, and without recording where that makes a difference; compiled where that works."""
         asked = self.config
         compiled = [asked.compile] if asked.compile or not self.setting.compiles else [False, True]
-        found = []
+        found: list[Branch] = []
         for each in compiled:
             knobs = {"compile": each, "cuda_graphs": asked.cuda_graphs}
-            found.append(knobs)
+            found.append((way, knobs))
             if gpt.records(draft(asked, **way.knobs, **knobs)):
-                found.append({**knobs, "cuda_graphs": False})
+                found.append((way, {**knobs, "cuda_graphs": False}))
         return found
 
     def batches(self, way: Way) -> list[int]:

@@ -19,7 +19,7 @@ from ..units import MiB, show_bytes
 from . import shapes
 from .permission import ROUNDING, in_words, permitted, refused
 from .reasons import decisions
-from .search import Finalist, Search, flags
+from .search import Aside, Finalist, Search, flags, in_turn
 
 NOTHING_ELSE = "nothing of the shape asked for fits"
 UNSURE = 128 * MiB  # what cards.outside_by_rule may be off by: most messages it was drawn through lie within 110 MiB
@@ -36,9 +36,10 @@ class Here(NamedTuple):
     card: Card | None = None
     most_batch: int | None = None   # where others compute on the card: never more than was asked for
     host_bytes: int | None = None   # None: not known
+    aside: Aside = in_turn          # who does a part of the work
 
     def search(self, config: RunConfig, allow: frozenset[str]) -> Search:
-        return Search(config, self.setting, self.budget, self.card, allow, self.most_batch, self.host_bytes)
+        return Search(config, self.setting, self.budget, self.card, allow, self.most_batch, self.host_bytes, self.aside)
 
 
 def fit_config(config: RunConfig, setting: Setting, budget: Budget, allow: frozenset[str] = frozenset(), *,
@@ -105,7 +106,7 @@ def smallest(config: RunConfig, here: Here, allow: frozenset[str]) -> Fitted:
 
 def could_fit(search: Search) -> bool:
     """Whether the smallest candidates do, by replays."""
-    return any(search.fits(search.config_of(one.stem, one.mix)) for one in search.small_enough()[:SMALLEST_TRIED])
+    return any(search.fits(search.config_of(one, one.mix)) for one in search.small_enough()[:SMALLEST_TRIED])
 
 
 def those_that_could_fit(variants: Sequence[RunConfig], here: Here, may: frozenset[str]) -> Iterator[Search]:

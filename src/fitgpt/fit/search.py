@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import islice, zip_longest
 from typing import Any, NamedTuple, TypeVar
 
 from ..cards import Card
@@ -18,13 +18,14 @@ from ..memory.forecast import settled
 from ..memory.setting import Setting
 from ..nouns import Budget, Standing
 from ..savers import LEVELS
-from .candidates import Candidate, Field, Scanned, Stem
+from .candidates import Branch, Candidate, Field, Scanned, Stem, Told, Worth
 from .closed import PAGE, Mix, in_words, mix_of, with_usual_loss, within_usual_loss
 from .folded import draft
 from .permission import Way, ways
-from .speed import cost, estimate, reach_of
+from .speed import estimate
 
 Item = TypeVar("Item")
+Aside = Callable[[Callable[[], Any]], Callable[[], Any]]  # starts work, and gives what waits for its result
 
 FINALISTS = 4      # of different savers, micro-batches or recordings: these are replayed
 LEAST_TRIES = 12   # so many of the smallest are replayed at most to say what is the least memory
@@ -35,6 +36,11 @@ WORTH_A_CHANGE, WORTH_A_LOSS, WORTH_THE_HOST = 0.002, 0.05, 0.05
 LOSSY = ("lossy", "rules")
 ALIKE = 0.01       # nearer than the estimate can tell: then fewer changes and more headroom decide …
 A_CHANGE = 1 / 3   # … of which one change is worth so much of the memory there is
+
+
+def in_turn(work: Callable[[], Item]) -> Callable[[], Item]:
+    """To be done when its result is asked for."""
+    return work
 
 
 class Finalist(NamedTuple):
@@ -49,6 +55,14 @@ class Finalist(NamedTuple):
     def score(self) -> float:
         return score(self.stem.way, self.stem.changes, self.seconds)
 
+    @property
+    def changes(self) -> int:
+        return self.stem.changes
+
+    @property
+    def mapped(self) -> int:
+        return self.stem.shape.mapped(self.mix)
+
 
 def score(way: Way, changes: int, seconds: float) -> float:
     """Seconds, and what a candidate's changes must be worth: the lowest is taken."""
@@ -57,7 +71,7 @@ def score(way: Way, changes: int, seconds: float) -> float:
 
 
 def score_of(candidate: Candidate) -> float:
-    return score(candidate.stem.way, candidate.stem.changes, candidate.seconds)
+    return score(candidate.way, candidate.changes, candidate.seconds)
 
 
 @dataclass
@@ -71,6 +85,7 @@ class Search:
     allow: frozenset[str]
     most_batch: int | None = None   # a micro-batch is never larger
     host_bytes: int | None = None   # of the host's memory, as far as it is known
+    aside: Aside = in_turn          # who does a part of the work
 
     def __post_init__(self) -> None:
         self.config = settled(self.asked, self.setting)
@@ -88,7 +103,7 @@ class Search:
 
     @property
     def considered(self) -> int:
-        return self.scanned.considered + self.field.too_large
+        return self.scanned.considered
 
     # ---- candidates
 
@@ -112,7 +127,7 @@ class Search:
 
     def bother(self, one: Candidate | Finalist) -> float:
         """What one would rather have less of: changes and memory."""
-        return A_CHANGE * one.stem.changes + one.stem.shape.mapped(one.mix) / max(self.limit, 1)
+        return A_CHANGE * one.changes + one.mapped / max(self.limit, 1)
 
     def as_asked(self) -> Finalist | None:
         """The run with nothing changed, where that fits."""
@@ -120,8 +135,7 @@ class Search:
                           and all(getattr(self.config, knob) == value for knob, value in way.knobs.items())), None)
         if unchanged is None or not self.fits(self.asked):  # without a way there is no room on the host
             return None
-        told = cost(self.config, self.field.card, self.setting, reach_of(self.field.card))
-        stem = Stem(self.config, unchanged, 0, self.field.folded.shape(self.config), told)
+        stem = Stem(self.config, unchanged, 0, self.field.folded.shape(self.config), self.field.cost(self.config))
         mix = mix_of(self.asked.levels)
         return Finalist(stem, mix, self.asked, stem.seconds(mix))
 
@@ -136,16 +150,16 @@ class Search:
     def smallest(self) -> list[Candidate]:
         """Of each set of savers, with the smallest micro-batch: what holds least, the smallest first."""
         found = []
-        for way in self.ways:
-            for stem in self.field.stems(way, batches=self.field.batches(way)[:1]):
-                mixes: list[Mix] = [((level, self.config.n_layer),) for level in range(len(LEVELS))]
+        mixes: list[Mix] = [((level, self.config.n_layer),) for level in range(len(LEVELS))]
+        for branch in self.branches(self.ways):
+            for stem in self.field.stems(branch, batches=self.field.batches(branch[0])[:1]):
                 mapped, mix = min((stem.shape.mapped(mix), mix) for mix in mixes)
-                found.append(Candidate(stem.seconds(mix), mapped, stem, mix))
-        return sorted(found, key=lambda one: (one.mapped, one.stem.changes))
+                found.append(Candidate(stem.seconds(mix), mapped, mix, stem.config, stem.way, stem.changes))
+        return sorted(found, key=lambda one: (one.mapped, one.changes))
 
     def small_enough(self) -> list[Candidate]:
         """The smallest of each kind that could fit."""
-        found = [one for one in self.smallest() if one.stem.shape.could_fit(one.mix, self.limit)]
+        found = [one for one in self.smallest() if self.field.stem(one).shape.could_fit(one.mix, self.limit)]
         return list(self._different(found, "cuda_graphs", "eval_batch_size"))
 
     def least(self) -> tuple[RunConfig, str]:
@@ -158,22 +172,22 @@ class Search:
                 break
             if (needs := self._needs(one)) < least:
                 best, least = one, needs
-        return self.config_of(best.stem, best.mix), best.stem.way.permission
+        return self.config_of(best, best.mix), best.way.permission
 
     def _needs(self, candidate: Candidate) -> int:
-        return holdings(self.config_of(candidate.stem, candidate.mix), self.setting).needs
+        return holdings(self.config_of(candidate, candidate.mix), self.setting).needs
 
     def fits(self, config: RunConfig) -> bool:
         if config not in self._replayed:
             self._replayed[config] = replay_fits(config, self.setting, self.budget)
         return self._replayed[config]
 
-    def config_of(self, stem: Stem, mix: Mix) -> RunConfig:
+    def config_of(self, one: Stem | Candidate, mix: Mix) -> RunConfig:
         """A checked config that changes what it must of the one asked for, and nothing else."""
-        asked, chosen = self.asked, stem.config
+        asked, chosen = self.asked, one.config
         knobs: dict[str, Any] = {
             name: getattr(chosen, name) for name in ("batch_size", "gradient_accumulation_steps", "eval_batch_size",
-                                                     "loss_chunk", "cuda_graphs", *stem.way.knobs)}
+                                                     "loss_chunk", "cuda_graphs", *one.way.knobs)}
         if chosen.compile != self.config.compile:
             knobs["compile"] = chosen.compile
         if chosen.batch_size != asked.batch_size:  # the same windows are evaluated
@@ -220,22 +234,32 @@ class Search:
     def scan(self) -> None:
         """All candidates of the ways that need no lossy saver, and of the one that uses them all; of the others only
         what could still win."""
-        limit, scanned = self.scanned.limit, self.scanned
         in_full = [way for way in self.ways if way.permission not in LOSSY] + _most_lossy(self.ways)
-        for way in in_full:
-            for stem in self.field.stems(way, limit):
-                scanned.scan(stem)
-        best = min(map(score_of, scanned.fastest), default=float("inf"))
-        for way in self.ways:
-            if way not in in_full:
-                for stem in self.field.stems(way, limit, worth=lambda *told: score(*told) < (1 + ALIKE) * best):
-                    scanned.scan(stem)
+        self._scan(in_full)
+        best = min(map(score_of, self.scanned.fastest), default=float("inf"))
+        self._scan([way for way in self.ways if way not in in_full],
+                   worth=lambda *told: score(*told) < (1 + ALIKE) * best)
+
+    def _scan(self, found: list[Way], worth: Worth | None = None) -> None:
+        """Every second branch aside: that of a way whose work is not recorded, mostly."""
+        def scanned(some: list[Branch]) -> tuple[Told, ...]:
+            return tuple(self.field.scanned(branch, self.scanned.limit, worth) for branch in some)
+
+        branches = self.branches(found)
+        theirs = self.aside(lambda: scanned(branches[1::2]))
+        ours = scanned(branches[::2])
+        told = [each for both in zip_longest(ours, theirs()) for each in both if each is not None]
+        for branch, each in zip(branches, told, strict=True):
+            self.scanned.take(each, branch, self.field)
+
+    def branches(self, found: list[Way]) -> list[Branch]:
+        return [branch for way in found for branch in self.field.branches(way)]
 
     def _different(self, candidates: Sequence[Candidate], *knobs: str) -> Iterator[Candidate]:
         """The first of each kind: those that differ in savers, micro-batch, compiling, or in these knobs."""
         seen = set()
         for candidate in candidates:
-            config, savers = candidate.stem.config, tuple(candidate.stem.way.knobs.items())
+            config, savers = candidate.config, tuple(candidate.way.knobs.items())
             kind = (savers, *(getattr(config, knob) for knob in ("batch_size", "compile", *knobs)))
             if kind not in seen:
                 seen.add(kind)
@@ -243,7 +267,7 @@ class Search:
 
     def _settle(self, candidate: Candidate) -> Finalist | None:
         """As few layers recomputed as really fit: down until it fits, then up while any single layer may keep more."""
-        stem, way_down = candidate.stem, [candidate.mix]
+        stem, way_down = self.field.stem(candidate), [candidate.mix]
         for mix in descent(candidate.mix):  # a level that keeps less may hold more, where little is kept at all
             if stem.shape.mapped(mix) < stem.shape.mapped(way_down[-1]):
                 way_down.append(mix)

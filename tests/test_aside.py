@@ -33,6 +33,17 @@ def test_a_copy_of_the_process_does_the_work_while_this_one_goes_on() -> None:
 
 
 @forks
+def test_more_than_a_pipe_holds_comes_back_whole_and_half_of_it_is_done_again() -> None:
+    script = ("import os, marshal; os.cpu_count = lambda: 2\n"
+              "from fitgpt.aside import aside\n"
+              "here, long = os.getpid(), tuple(range(300_000))\n"
+              "print(aside(lambda: long)() == long)\n"
+              "marshal.dump = lambda told, pipe: pipe.write(marshal.dumps(told)[:100_000])\n"
+              "print(aside(lambda: (os.getpid(), long))() == (here, long))")
+    assert said_by(script) == ["True", "True"]
+
+
+@forks
 def test_what_comes_to_nothing_there_is_done_here() -> None:
     script = ("import os; os.cpu_count = lambda: 2\n"
               "from fitgpt.aside import aside\n"

@@ -30,9 +30,10 @@ def aside(work: Callable[[], Result]) -> Callable[[], Result]:
         with open(ours, "rb") as pipe:
             written = pipe.read()
         os.waitpid(child, 0)
-        if not written:  # it came to nothing: if it must fail, it fails here
-            return work()
-        found: Result = marshal.loads(written)
+        try:
+            found: Result = marshal.loads(written)
+        except (EOFError, TypeError, ValueError):  # it came to nothing, or ended in the middle of a word
+            return work()  # if it must fail, it fails here
         return found
 
     return result
@@ -40,8 +41,8 @@ def aside(work: Callable[[], Result]) -> Callable[[], Result]:
 
 def _work_and_end(work: Callable[[], Any], pipe: int) -> NoReturn:
     """Nothing of what the process would do at its end is done twice."""
-    with suppress(BaseException):
-        os.write(pipe, marshal.dumps(work()))
+    with suppress(BaseException), open(pipe, "wb") as to_the_other:
+        marshal.dump(work(), to_the_other)
     os._exit(0)
 
 

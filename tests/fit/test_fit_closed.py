@@ -107,15 +107,41 @@ def test_a_row_of_mixes_is_each_of_them_alone(runs: list[tuple[RunConfig, Settin
                     assert shape.mapped_along(few, many, layers, 2) == alone[::2]
 
 
-def test_parts_read_for_one_run_serve_another_of_other_depth_and_pieces() -> None:
+@pytest.mark.parametrize("setting", [SETTINGS[0], setting_for(cards.find("1080 ti"))], ids=["4070", "without Triton"])
+def test_parts_read_for_one_run_serve_another_of_other_depth_pieces_and_savers(setting: Setting) -> None:
     """The same Folded, asked about many runs, says of each what a fresh one says."""
-    shared, dice = folded.Folded(SETTINGS[0]), random.Random(1)
-    base = settled(RunConfig(n_layer=5, n_head=4, n_embd=128, vocab_size=5000, block_size=128), SETTINGS[0])
-    for _ in range(40):
-        config = replace(base, n_layer=dice.randint(1, 6), batch_size=dice.choice((1, 4)),
-                         gradient_accumulation_steps=dice.choice((1, 3)), loss_chunk=dice.choice((0, 64)),
-                         eval_batch_size=dice.choice((0, 2)), offload=dice.choice(("none", "optimizer")))
-        assert shared.shape(config) == folded.Folded(SETTINGS[0]).shape(config)
+    shared, dice = folded.Folded(setting), random.Random(1)
+    base = settled(RunConfig(n_layer=5, n_head=4, n_embd=128, vocab_size=5000, block_size=128,
+                             dtype="float32"), setting)
+    savers: tuple[dict[str, Any], ...] = (
+        {}, dict(offload="optimizer"), dict(offload="gradients"), dict(optimizer="adam8bit"), dict(optimizer="muon"),
+        dict(weights="bfloat16"), dict(weights="bfloat16", offload="optimizer"), dict(cuda_graphs=False),
+        *(dict(step_in_backward=True, grad_clip=0.0, gradient_accumulation_steps=1, weights="bfloat16", optimizer=each)
+          for each in ("adamw", "adam8bit")))
+    for _ in range(100):
+        sized = dict(n_layer=dice.randint(1, 6), batch_size=dice.choice((1, 4)), eval_batch_size=dice.choice((0, 2)),
+                     gradient_accumulation_steps=dice.choice((1, 3)), loss_chunk=dice.choice((0, 64)))
+        config = replace(base, **{**sized, **dice.choice(savers)})
+        assert shared.shape(config) == folded.Folded(setting).shape(config)
+
+
+def test_what_is_not_scanned_again_changes_nothing() -> None:
+    """Of stems that differ in their evaluation alone, those that hold more have the mix of the one before."""
+    config = settled(RunConfig(n_layer=7, n_head=4, n_embd=256, vocab_size=5000, block_size=256, batch_size=8,
+                               gradient_accumulation_steps=4), SETTINGS[0])
+    field = Field(config, SETTINGS[0], cards.find("4070"))
+    for limit in (70 * MiB, 100 * MiB, 200 * MiB, 10**12):
+        scanned, anew, spared = Scanned(limit), Scanned(limit), 0
+        for way in ways(config, SETTINGS[0], frozenset()):
+            for branch in field.branches(way):
+                for stem in field.stems(branch, limit):
+                    spared += scanned._as_before(stem) is not None
+                    scanned.scan(stem)
+                    anew._last = None
+                    anew.scan(stem)
+        assert spared
+        assert scanned.fastest == anew.fastest
+        assert (scanned.considered, scanned.frontier()) == (anew.considered, anew.frontier())
 
 
 def test_a_mix_in_words_is_what_recompute_takes() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import marshal
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -13,10 +15,10 @@ from fitgpt.config import RunConfig, diff
 from fitgpt.errors import UsageError
 from fitgpt.fit import choose, search
 from fitgpt.fit.choose import Here, fit, fit_config
-from fitgpt.fit.closed import in_words, mix_of
+from fitgpt.fit.closed import in_words, lowered, mix_of, raised
 from fitgpt.fit.permission import in_words as in_allow
 from fitgpt.fit.permission import parse_allow, ways
-from fitgpt.fit.search import Search, lowered, raised
+from fitgpt.fit.search import Search
 from fitgpt.memory.changes import fits, holdings
 from fitgpt.memory.forecast import settled
 from fitgpt.memory.setting import Setting, setting_for
@@ -59,6 +61,27 @@ def test_the_chosen_plan_fits_trains_the_same_and_spends_what_is_there(limit: in
             kept = sorted([*levels, more], key=LEVELS.index, reverse=True)  # those that keep least come first
             less = replace(chosen, recompute=",".join(f"1*{each}" for each in kept), grad_checkpoint=False)
             assert not fits(less, SETTING, budget), (level, more)
+
+
+@pytest.mark.parametrize(("limit", "allow"), [(60, ""), (90, "lossy"), (160, ""), (900, "lossy")])
+def test_a_second_process_finds_what_one_finds_alone(limit: int, allow: str) -> None:
+    """It begins with all that this one knows, and tells it no more than what can be written into a pipe."""
+    def elsewhere(work: Callable[[], Any]) -> Callable[[], Any]:
+        before = {name: dict(known) for name, known in (("parts", search.field.folded._known),
+                                                        ("replayed", search._replayed))}
+        told = marshal.dumps(work())
+        for known, name in ((search.field.folded._known, "parts"), (search._replayed, "replayed")):
+            known.clear()
+            known.update(before[name])
+        return lambda: marshal.loads(told)
+
+    may, budget = parse_allow(allow), budget_of(limit * MiB)
+    alone = Search(SMALL, SETTING, budget, CARD, may)
+    search = Search(SMALL, SETTING, budget, CARD, may, aside=elsewhere)
+    assert [each.config for each in search.finalists()] == [each.config for each in alone.finalists()]
+    assert search.scanned.fastest == alone.scanned.fastest
+    assert (search.considered, search.replays, search.frontier()) == (
+        alone.considered, alone.replays, alone.frontier())
 
 
 def test_more_memory_is_never_slower() -> None:

@@ -109,11 +109,14 @@ class Scanned:
                 bins[held // BIN] = seconds
         numbers = _numbers(layers)
         for few, many in PAIRS:
-            each, more = layers * told.layers[many], told.layers[few] - told.layers[many]
-            for k, held in zip(numbers, shape.mapped_along(few, many, layers, numbers.step), strict=True):
-                seconds = micro_steps * max(told.fixed + each + k * more, told.host) + told.step
-                if held <= limit and (best is None or seconds < best[0]):
-                    best = seconds, held, ((few, k), (many, layers - k))
+            first, more = told.fixed + layers * told.layers[many], told.layers[few] - told.layers[many]
+            row = shape.mapped_along(few, many, layers, numbers.step)
+            takes = [micro_steps * max(first + k * more, told.host) + told.step for k in numbers]
+            if best is None or min(takes, default=best[0]) < best[0]:
+                for k, held, seconds in zip(numbers, row, takes, strict=True):
+                    if held <= limit and (best is None or seconds < best[0]):
+                        best = seconds, held, ((few, k), (many, layers - k))
+            for held, seconds in zip(row, takes, strict=True):
                 place = held // BIN
                 if place not in bins or seconds < bins[place]:
                     bins[place] = seconds

@@ -72,9 +72,10 @@ def fitted(said: RunConfig, search: Search, finalists: list[Finalist], allow: fr
         changed = flags(said, standing.config)
         return replace(standing, flags=changed, permission=(permission if changed else "") or standing.permission)
 
-    chosen = search.standing(best.config, best.stem.way.permission)
-    return Fitted(search.budget, told(search.standing(said, "free")), told(chosen),
-                  decisions(search, said, best.config, why),
+    needs = search.aside(lambda: (search.needs(said), search.needs(best.config)))
+    reasons, (of_said, of_best) = decisions(search, said, best.config, why), needs()
+    return Fitted(search.budget, told(search.standing(said, "free", needs=of_said)),
+                  told(search.standing(best.config, best.stem.way.permission, needs=of_best)), reasons,
                   tuple(told(search.runner_up(other)) for other in others), search.frontier(),
                   considered=search.considered, replayed=search.replays,
                   notes=(*_notes(said, allow), *_left_unspent(said, best.config, search)))

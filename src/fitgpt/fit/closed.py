@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby
+from itertools import count, groupby, repeat
 from typing import NamedTuple
 
 from ..memory.blocks import LARGE_SEGMENT
@@ -46,6 +46,36 @@ def mix_of(levels: tuple[str, ...]) -> Mix:
 def in_words(mix: Mix) -> str:
     """As `recompute` takes it."""
     return LEVELS[mix[0][0]] if len(mix) == 1 else ",".join(f"{layers}*{LEVELS[level]}" for level, layers in mix)
+
+
+def raised(mix: Mix) -> list[Mix]:
+    """The mixes in which one layer keeps more."""
+    counts = dict(mix)
+    return [_ordered({**counts, level: counts[level] - 1, more: counts.get(more, 0) + 1})
+            for level in counts for more in range(level)]
+
+
+def lowered(mix: Mix) -> Mix | None:
+    """One layer of those that keep most goes to the level of those that keep least, or to the next."""
+    counts = dict(mix)
+    most, least = min(counts), max(counts)
+    less = least if least > most else least + 1
+    if less == len(LEVELS):
+        return None
+    return _ordered({**counts, most: counts[most] - 1, less: counts.get(less, 0) + 1})
+
+
+def descent(mix: Mix) -> list[Mix]:
+    """From a mix, layer by layer, to the one that keeps nothing but inputs."""
+    found = [mix]
+    while (lower := lowered(found[-1])) is not None:
+        found.append(lower)
+    return found
+
+
+def _ordered(counts: dict[int, int]) -> Mix:
+    """The layers that keep least come first."""
+    return tuple((level, layers) for level, layers in sorted(counts.items(), reverse=True) if layers)
 
 
 def with_usual_loss(mapped: int, expandable: bool) -> int:
@@ -178,15 +208,12 @@ class Shape:
 
     def mapped_along(self, few: int, many: int, layers: int, stride: int = 1) -> list[int]:
         """The same with 1, 1 + stride … of the layers at level `few` and the others at `many`."""
-        last, ruling, highest = layers - 1, list[Line](), self._floor
-        lines = [(slope, start + beside) for beside, step in self._beside
-                 for slope, start in step.lines(few, many, layers)]
-        ends = sorted(((start + slope, start + slope * last, slope, start) for slope, start in lines), reverse=True)
-        for _, at_last, slope, start in ends:  # a line below another at both ends is below it all along
-            if at_last > highest or not ruling:
-                ruling.append((slope, start))
-                highest = max(highest, at_last)
-        return [max(self._floor, *[start + slope * k for slope, start in ruling]) for k in range(1, layers, stride)]
+        ends = [(beside + start + slope, beside + start + slope * (layers - 1), slope) for beside, step in self._beside
+                for slope, start in step.lines(few, many, layers)]
+        leader = max(ends)  # a line that is below another at both ends is below it all along
+        ruling = [leader, *(each for each in ends if each[1] > leader[1])]
+        return list(map(max, repeat(self._floor, len(range(1, layers, stride))),
+                        *(count(at_first, stride * slope) for at_first, _, slope in ruling)))
 
     def needs(self, mix: Mix) -> int:
         """On the safe side of what a replay says."""

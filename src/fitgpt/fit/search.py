@@ -19,7 +19,7 @@ from ..memory.setting import Setting
 from ..nouns import Budget, Standing
 from ..savers import LEVELS
 from .candidates import Branch, Candidate, Field, Scanned, Stem, Told, Worth
-from .closed import PAGE, Mix, in_words, mix_of, with_usual_loss, within_usual_loss
+from .closed import PAGE, Mix, descent, in_words, mix_of, raised, with_usual_loss, within_usual_loss
 from .folded import draft
 from .permission import Way, ways
 from .speed import estimate
@@ -112,7 +112,9 @@ class Search:
         the one that changes least is taken: the run as it is, if it is one of them."""
         self.scan()
         ranked = sorted(self.scanned.fastest, key=score_of)
-        found = [*self._first_to_settle(self._alike(ranked), 1), *self._first_to_settle(ranked, FINALISTS)]
+        alike = self._alike(ranked)
+        self._foresee([*alike[:1], *islice(self._different(ranked), FINALISTS)])
+        found = [*self._first_to_settle(alike, 1), *self._first_to_settle(ranked, FINALISTS)]
         if not found:
             found = self._first_to_settle(self.small_enough()[:LAST_TRIES], 1)
         if (asked := self.as_asked()) is not None:
@@ -166,16 +168,13 @@ class Search:
         """The config that needs least, and the permission that takes: the smallest by closed forms are replayed, until
         the next cannot need less."""
         first, *others = islice(self._different(self.smallest(), "cuda_graphs"), LEAST_TRIES)
-        best, least = first, self._needs(first)
+        best, least = first, self.needs(self.config_of(first, first.mix))
         for one in others:
             if one.mapped - PAGE >= least:
                 break
-            if (needs := self._needs(one)) < least:
+            if (needs := self.needs(self.config_of(one, one.mix))) < least:
                 best, least = one, needs
         return self.config_of(best, best.mix), best.way.permission
-
-    def _needs(self, candidate: Candidate) -> int:
-        return holdings(self.config_of(candidate, candidate.mix), self.setting).needs
 
     def fits(self, config: RunConfig) -> bool:
         if config not in self._replayed:
@@ -196,9 +195,13 @@ class Search:
             knobs |= {"recompute": in_words(mix), "grad_checkpoint": False}
         return replace(asked, **knobs)
 
-    def standing(self, config: RunConfig, permission: str, *, at_most: int | None = None) -> Standing:
-        """`at_most`: a bound on what it needs, where it is not worth the replays."""
-        needs = holdings(config, self.setting).needs if at_most is None else at_most
+    def needs(self, config: RunConfig) -> int:
+        return holdings(config, self.setting).needs
+
+    def standing(self, config: RunConfig, permission: str, *, needs: int | None = None, at_most: int | None = None
+                 ) -> Standing:
+        """`needs`: if it is known; `at_most`: a bound on it, where it is not worth the replays."""
+        needs = at_most if at_most is not None else needs if needs is not None else self.needs(config)
         return Standing(config, flags(self.asked, config), permission, needs, self.limit - needs,
                         estimate(config, self.card, self.setting), exact=at_most is None)
 
@@ -265,17 +268,40 @@ class Search:
                 seen.add(kind)
                 yield candidate
 
-    def _settle(self, candidate: Candidate) -> Finalist | None:
-        """As few layers recomputed as really fit: down until it fits, then up while any single layer may keep more."""
+    def _foresee(self, candidates: Sequence[Candidate]) -> None:
+        """Settles them all, every second one aside: from then on it is known which of their mixes fit."""
+        theirs = candidates[1::2]
+
+        def tried(one: Candidate) -> tuple[tuple[Mix, bool], ...]:
+            found: dict[Mix, bool] = {}
+            self._settle(one, found)
+            return tuple(found.items())
+
+        waits = self.aside(lambda: tuple(map(tried, theirs)))
+        for one in candidates[::2]:
+            self._settle(one)
+        for one, found in zip(theirs, waits(), strict=True):
+            self._replayed |= {self.config_of(one, mix): fits for mix, fits in found}
+
+    def _settle(self, candidate: Candidate, tried: dict[Mix, bool] | None = None) -> Finalist | None:
+        """As few layers recomputed as really fit: down until it fits, then up while any single layer may keep more.
+        `tried` is told of every mix that was."""
         stem, way_down = self.field.stem(candidate), [candidate.mix]
+
+        def fits(mix: Mix) -> bool:
+            found = self.fits(self.config_of(stem, mix))
+            if tried is not None:
+                tried[mix] = found
+            return found
+
         for mix in descent(candidate.mix):  # a level that keeps less may hold more, where little is kept at all
             if stem.shape.mapped(mix) < stem.shape.mapped(way_down[-1]):
                 way_down.append(mix)
-        place = first_true(way_down, lambda mix: self.fits(self.config_of(stem, mix)))
+        place = first_true(way_down, fits)
         if place == len(way_down):
             return None
         mix = way_down[place]
-        while higher := next((more for more in self._raised(stem, mix) if self.fits(self.config_of(stem, more))), None):
+        while higher := next(filter(fits, self._raised(stem, mix)), None):
             mix = higher
         return Finalist(stem, mix, self.config_of(stem, mix), stem.seconds(mix))
 
@@ -307,36 +333,3 @@ def first_true(items: Sequence[Item], holds: Callable[[Item], bool]) -> int:
     while at < len(items) and not holds(items[at]):
         last_false, at, stride = at, at + stride, 2 * stride
     return bisect_left(items, True, last_false + 1, min(at, len(items)), key=holds)
-
-
-# ---- mixes
-
-
-def raised(mix: Mix) -> list[Mix]:
-    """The mixes in which one layer keeps more."""
-    counts = dict(mix)
-    return [_ordered({**counts, level: counts[level] - 1, more: counts.get(more, 0) + 1})
-            for level in counts for more in range(level)]
-
-
-def lowered(mix: Mix) -> Mix | None:
-    """One layer of those that keep most goes to the level of those that keep least, or to the next."""
-    counts = dict(mix)
-    most, least = min(counts), max(counts)
-    less = least if least > most else least + 1
-    if less == len(LEVELS):
-        return None
-    return _ordered({**counts, most: counts[most] - 1, less: counts.get(less, 0) + 1})
-
-
-def descent(mix: Mix) -> list[Mix]:
-    """From a mix, layer by layer, to the one that keeps nothing but inputs."""
-    found = [mix]
-    while (lower := lowered(found[-1])) is not None:
-        found.append(lower)
-    return found
-
-
-def _ordered(counts: dict[int, int]) -> Mix:
-    """The layers that keep least come first."""
-    return tuple((level, layers) for level, layers in sorted(counts.items(), reverse=True) if layers)

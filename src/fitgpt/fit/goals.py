@@ -123,10 +123,10 @@ def least_memory(config: RunConfig, here: Here, allow: frozenset[str]) -> Fitted
     found = smallest(config, here, allow)
     if found.least is None or found.least.config.offload == config.offload:
         return found
-    alone = smallest(config, here._replace(host_bytes=0), allow).least
-    notes = [] if alone is None else [f"With nothing more in the host's memory: {show_bytes(alone.needs)}, by "
-                                      f"{' '.join(alone.flags) or 'what was asked for'}."]
-    return replace(found, notes=(*found.notes, *notes))
+    search = here._replace(host_bytes=0).search(config, permitted(config, allow))
+    alone = search.standing(*search.least())
+    return replace(found, notes=(*found.notes, f"With nothing more in the host's memory: {show_bytes(alone.needs)}, by "
+                                               f"{' '.join(alone.flags) or 'what was asked for'}."))
 
 
 def _from_scratch(config: RunConfig, goal: str) -> None:

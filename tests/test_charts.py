@@ -388,3 +388,4 @@ def test_long_flags_break_where_words_join_and_never_after_their_dashes() -> Non
     assert breakable("--recompute=1*no_wide,2*all x-y a_b") == (
         "--recompute=<wbr>1*no_<wbr>wide,<wbr>2*all x-<wbr>y a_<wbr>b")
     assert breakable("<a=b>") == "&lt;a=<wbr>b&gt;"
+    assert breakable("517,248 of 1,234,567") == "517,248 of 1,234,567"

@@ -236,6 +236,15 @@ def test_a_file_that_is_no_plan_is_said_to_be_none(tmp_path: Path, text: str, wo
         planfile.read(str(tmp_path / "none.json"))
 
 
+def test_a_config_named_for_its_plan_gets_the_plans_name(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("n_layer = 2")
+    for fix in ("fitgpt fit writes one", "mine.plan.json lies beside it"):
+        with pytest.raises(UsageError) as raised:
+            planfile.read(str(tmp_path / "mine.py"))
+        assert fix in raised.value.fix
+        (tmp_path / "mine.plan.json").write_text("{}")
+
+
 @pytest.mark.parametrize(("changes", "words"), [
     ({"batch_size": "two"}, "a rung: batch_size='two': batch_size takes a whole number"),
     ({"batch_size": 0}, "batch_size"), ({"offload": "cloud"}, "offload is one of"),

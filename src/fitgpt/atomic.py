@@ -23,7 +23,7 @@ _WINDOWS_PATIENCE_S = 2.5  # a virus scanner holds a fresh file for about this l
 PAGE_MARK = '<meta name="generator" content="fitgpt">'  # in the head of every page that show.charts makes
 _LONGEST_OWN = 16 * 2**20  # characters: no file that is written here is longer
 
-_ELSEWHERE = "Choose another folder (--out_dir; for prepare and export, -o)."
+_ELSEWHERE = "Choose another folder (--out_dir; for prepare, fit and export, -o)."
 _REMEDIES = {
     errno.ENOSPC: "Free some space on that disk, or choose another.",
     errno.EDQUOT: "Your quota on that disk is used up: remove something, or choose another.",

@@ -20,7 +20,7 @@ from .aside import aside
 from .asked import place_of, run_of, with_data
 from .atomic import disk_faults, is_own_page, refuse_foreign, write_over
 from .config import RunConfig
-from .errors import DeviceError, DoesNotFit, UsageError
+from .errors import DeviceError, DoesNotFit, SystemFault, UsageError
 from .fit import written
 from .fit.choose import UNSURE, Here, because, too_small, ways_out_in_words
 from .fit.choose import fit as fit_there
@@ -65,7 +65,11 @@ def fit(assignments: Sequence[Assignment]) -> int:
     if asked.measure and fitted.chosen is not None:
         fitted = by_the_clock(fitted, question.config, here)
     run = name_of(assignments)
-    files = write_files(fitted, question, here, run) if fitted.chosen is not None else []
+    files, fault = list[str](), None
+    try:
+        files = write_files(fitted, question, here, run, notes) if fitted.chosen is not None else []
+    except SystemFault as error:  # what was found is said all the same
+        fault = error
     if asked.json:
         print(json.dumps({**show.document(fitted, asked.goal), "notes": [*fitted.notes, *notes], "wrote": files},
                          indent=1, ensure_ascii=False))
@@ -73,6 +77,8 @@ def fit(assignments: Sequence[Assignment]) -> int:
         width = min(max(shutil.get_terminal_size().columns, 40), 100)
         print(show.fit_text(fitted, run, width=width, notes=notes, todo=next_step(fitted, asked, assignments, files)),
               end="")
+    if fault is not None:
+        raise fault
     return 0 if fitted.chosen is not None else 1
 
 
@@ -224,7 +230,7 @@ def refuse_foreign_files(asked: FitQuestions) -> None:
         refuse_foreign(page, is_own_page, "fit", "--html")
 
 
-def write_files(fitted: Fitted, question: Question, here: Here, run: str) -> list[str]:
+def write_files(fitted: Fitted, question: Question, here: Here, run: str, notes: Sequence[str]) -> list[str]:
     """What was written, each with whether it replaced something."""
     config, plan, page = files_of(question.asked)
     files = []
@@ -236,7 +242,7 @@ def write_files(fitted: Fitted, question: Question, here: Here, run: str) -> lis
     if plan:
         files.append(_write(plan, plan_text(told, question, here)))
     if page:
-        files.append(_write(page, show.page(fitted, run)))
+        files.append(_write(page, show.page(fitted, run, notes)))
     return files
 
 
@@ -272,8 +278,12 @@ def _files(assignments: Sequence[Assignment]) -> list[str]:
 
 def next_step(fitted: Fitted, asked: FitQuestions, assignments: Sequence[Assignment], files: Sequence[str]) -> str:
     if fitted.chosen is None:
-        return f"This fits: {command_with(fitted.ways_out[0].flags, assignments)}" if fitted.ways_out else ""
+        lines = ["Nothing fits, so nothing was written."] if asked.out or asked.html else []
+        lines += [f"This fits: {command_with(fitted.ways_out[0].flags, assignments)}"] if fitted.ways_out else []
+        return "\n".join(lines)
     lines = [f"Wrote {file}." for file in files]
+    if asked.out and not files:
+        return ""
     if asked.out.endswith(".py"):
         return "\n".join([*lines, f"To train it: fitgpt train {shlex.quote(asked.out)}"])
     if asked.out:

@@ -188,7 +188,9 @@ def read(path: str) -> PlanFile:
     except OSError as error:
         raise UsageError(f"--plan {path}: {error.strerror or error}.", "fitgpt fit writes one.") from error
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"--plan {path} is no plan: {error}.", "fitgpt fit writes one.") from error
+        beside = Path(path).with_suffix(".plan.json")
+        raise UsageError(f"--plan {path} is no plan: {error}.", f"--plan {shlex.quote(str(beside))} lies beside it."
+                         if beside.is_file() else "fitgpt fit writes one.") from error
     if not isinstance(document, dict) or not isinstance(document.get("config"), dict):
         raise UsageError(f"--plan {path} is no plan: it has no config.", "fitgpt fit writes one.")
     if document.get("schema", SCHEMA) != SCHEMA:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,7 @@ from fitgpt import cards
 from fitgpt.config import RunConfig, gpt2_shapes
 from fitgpt.errors import UsageError
 from fitgpt.fit import shapes
-from fitgpt.fit.choose import Here, could_fit
+from fitgpt.fit.choose import UNSURE, Here, could_fit
 from fitgpt.fit.goals import reach
 from fitgpt.memory.changes import fits, holdings
 from fitgpt.memory.setting import setting_for
@@ -91,8 +92,11 @@ def test_the_least_memory_is_less_than_the_run_as_asked_and_is_what_it_says() ->
     assert found.chosen.config.tokens_per_step == ASKED.tokens_per_step
     alone = reach("smallest-memory", ASKED, here(900)._replace(host_bytes=0), frozenset())
     assert alone.least is not None
-    assert found.notes == (f"With nothing more in the host's memory: {show_bytes(alone.least.needs)}, by "
-                           f"{' '.join(alone.least.flags)}.",)
+    on_the_card, without_the_host = found.notes
+    named = int(re.search(r"--budget=(\d+)MiB is enough", on_the_card)[1]) * MiB  # type: ignore[index]
+    assert found.chosen.needs <= named - here(900).budget.outside <= found.chosen.needs + UNSURE + MiB
+    assert without_the_host == (f"With nothing more in the host's memory: {show_bytes(alone.least.needs)}, by "
+                                f"{' '.join(alone.least.flags)}.")
 
 
 def test_the_fastest_is_the_goal_unless_another_is_named() -> None:

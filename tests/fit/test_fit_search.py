@@ -22,8 +22,9 @@ from fitgpt.fit.search import Search
 from fitgpt.memory.changes import fits, holdings
 from fitgpt.memory.forecast import settled
 from fitgpt.memory.setting import Setting, setting_for
-from fitgpt.nouns import Budget, Fitted
+from fitgpt.nouns import Budget, Fitted, SpeedEstimate, Standing
 from fitgpt.savers import LEVELS
+from fitgpt.show.fitting import verdict
 from fitgpt.units import MiB
 
 CARD = cards.find("4070")
@@ -125,6 +126,14 @@ def test_memory_that_a_run_leaves_because_it_gains_nothing_is_said() -> None:
     assert best is not None
     assert not said(best.config)  # nothing is recomputed
     assert said(replace(best.config, recompute="1*products,3*all"))
+
+
+def test_a_run_that_stays_though_something_is_faster_does_not_say_that_nothing_is() -> None:
+    """By the percent: lossy savers have to gain more than one."""
+    asked = Standing(SMALL, (), "free", 900 * MiB, MiB, SpeedEstimate(1000, 1000, 1000, ""))
+    for speed, words in ((1070, "nothing found is enough faster"), (1005, "nothing found is 1 % faster")):
+        other = replace(asked, flags=("--weights=bfloat16",), speed=SpeedEstimate(speed, speed, speed, ""))
+        assert words in verdict(Fitted(budget_of(901 * MiB), asked, asked, runners_up=(other,)))
 
 
 def test_evaluation_covers_the_same_windows_or_says_that_it_does_not() -> None:

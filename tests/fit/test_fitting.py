@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -165,7 +166,36 @@ def test_nothing_fits_ends_with_1_and_says_the_least_and_what_to_allow(say: Any)
     assert told.code == 1
     assert "nothing fits: the least memory it can live in is" in told.words
     assert "--allow" in told.words
+    assert "Nothing fits, so nothing was written." in told.out
     assert not Path("mine.py").exists()
+    assert "what CUDA itself holds, 196.0 MiB, leaves nothing" in say("run.py", "--gpu", "4070", "--budget",
+                                                                      "90MiB").words
+
+
+def test_what_was_found_is_said_even_where_it_cannot_be_written(say: Any) -> None:
+    Path("file").write_text("")
+    told = say(*TIGHT, "-o", "file/mine.py")
+    assert told.code == 7
+    assert "Runners-up" in told.out
+    assert "mine.py" in told.err
+    assert "Wrote" not in told.out
+    assert "To train" not in told.out
+
+
+def test_what_is_faster_and_not_taken_is_explained(say: Any) -> None:
+    """A host's speed is assumed: a runner-up that leans on it may be faster and stays one."""
+    for words, is_said in ((["--vocab_size=50304", "--eval_batch_size=4", "--gpu=4070", "--budget=3GiB"], True),
+                           (TIGHT, False)):
+        found = json.loads(say(*words, "--json").out)
+        fastest = max(each["tokens_per_s"]["likely"] for each in found["runners_up"])
+        assert (fastest > 1.011 * found["chosen"]["tokens_per_s"]["likely"]) == is_said
+        assert any("A runner-up is faster, but not by enough" in note for note in found["notes"]) == is_said
+
+
+def test_a_figure_and_its_percent_sign_stay_in_one_line(say: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for columns in range(50, 80, 3):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        assert not [line for line in say("run.py", "--gpu", "4070").out.splitlines() if line.lstrip().startswith("%")]
 
 
 def test_json_has_everything_that_is_printed(say: Any) -> None:
@@ -191,8 +221,11 @@ def test_the_page_draws_the_frontier_and_holds_no_markup_of_the_users(say: Any) 
     assert "Tokens a second against memory, MiB" in page  # a run of less than 2 GiB
     assert "<h2>Runners-up</h2>" in page
     assert "may be reserved: the line" in page
+    assert "candidates by closed forms" in page
     assert "<b>x.py" not in page
     assert "&lt;b&gt;x.py" in page
+    assert say("run.py", "--gpu", "4070", "--goal=smallest-memory", "--html", "least.html").code == 0
+    assert re.search(r"<p>The least memory it can live in is [\d.]+ MiB", Path("least.html").read_text())
 
 
 @pytest.mark.parametrize(("argv", "code", "words"), [

@@ -19,7 +19,7 @@ from ..units import MiB, show_bytes
 from . import shapes
 from .permission import ROUNDING, in_words, permitted, refused
 from .reasons import decisions
-from .search import Aside, Finalist, Search, flags, in_turn
+from .search import ALIKE, WORTH_A_CHANGE, WORTH_A_LOSS, WORTH_THE_HOST, Aside, Finalist, Search, flags, in_turn
 
 NOTHING_ELSE = "nothing of the shape asked for fits"
 UNSURE = 128 * MiB  # what cards.outside_by_rule may be off by: most messages it was drawn through lie within 110 MiB
@@ -78,7 +78,7 @@ def fitted(said: RunConfig, search: Search, finalists: list[Finalist], allow: fr
                   told(search.standing(best.config, best.stem.way.permission, needs=of_best)), reasons,
                   tuple(told(search.runner_up(other)) for other in others), search.frontier(),
                   considered=search.considered, replayed=search.replays,
-                  notes=(*_notes(said, allow), *_left_unspent(said, best.config, search)))
+                  notes=(*_notes(said, allow), *_left_unspent(said, best.config, search), *_not_taken(best, others)))
 
 
 def _left_unspent(said: RunConfig, chosen: RunConfig, search: Search) -> list[str]:
@@ -86,7 +86,16 @@ def _left_unspent(said: RunConfig, chosen: RunConfig, search: Search) -> list[st
     if chosen != said or set(said.levels) == {LEVELS[0]} or search.spends_all(said):
         return []
     return ["Its layers could keep more, and it would still fit; by the estimate nothing that spends the spare memory "
-            "is 1 % faster."]
+            "is enough faster to be worth a change."]
+
+
+def _not_taken(best: Finalist, others: Sequence[Finalist]) -> list[str]:
+    """Why what is faster was not chosen, where the estimate could tell it to be."""
+    if not any((1 + ALIKE) * other.seconds < best.seconds for other in others):
+        return []
+    return [f"A runner-up is faster, but not by enough: lossy savers must gain {WORTH_A_LOSS:.0%}, more in the host's "
+            f"memory {WORTH_THE_HOST:.0%} (its speed is assumed), and any change {WORTH_A_CHANGE:.1%}; nearer than "
+            f"{ALIKE:.0%}, fewer changes and less memory count.".replace("%", " %")]
 
 
 def because(said: RunConfig, chosen: RunConfig, here: Here) -> tuple[Decision, ...]:

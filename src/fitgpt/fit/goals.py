@@ -10,9 +10,9 @@ from typing import NamedTuple
 from ..config import RunConfig
 from ..errors import UsageError
 from ..nouns import Fitted, Standing
-from ..units import show_bytes, show_count
+from ..units import MiB, show_bytes, show_count
 from . import shapes
-from .choose import Here, could_fit, fit, fitted, nothing, smallest
+from .choose import UNSURE, Here, could_fit, fit, fitted, nothing, smallest
 from .permission import permitted
 from .search import Finalist, Search
 
@@ -121,7 +121,14 @@ def _last_that_fits(runs: Runs, here: Here, may: frozenset[str]) -> tuple[int, l
 def least_memory(config: RunConfig, here: Here, allow: frozenset[str]) -> Fitted:
     """And how little without the host's memory, where that takes some of it."""
     found = smallest(config, here, allow)
-    if found.least is None or found.least.config.offload == config.offload:
+    least = found.least
+    if least is None:
+        return found
+    if found.chosen is not None:
+        process = least.needs + here.budget.outside
+        found = replace(found, notes=(*found.notes, f"As nvidia-smi shows it that is about {show_bytes(process)}, with "
+                                      f"what CUDA holds: --budget={-(-(process + UNSURE) // MiB)}MiB is enough."))
+    if least.config.offload == config.offload:
         return found
     search = here._replace(host_bytes=0).search(config, permitted(config, allow))
     alone = search.standing(*search.least())

@@ -341,7 +341,7 @@ def script() -> str:
 
 def breakable(words: str) -> str:
     """Text that may go on in the next line after what joins words in it, and so is not broken elsewhere."""
-    return re.sub(r"([/_=,]|(?<=\w)-)(?=\S)", r"\1<wbr>", text(words))
+    return re.sub(r"([/_=]|,(?!\d{3})|(?<=\w)-)(?=\S)", r"\1<wbr>", text(words))
 
 
 def page(title: str, body: str) -> str:

@@ -16,6 +16,7 @@ OFF_THE_SCALE = 1.2
 LONG_FLAG = 36               # columns that flags beside figures need; with fewer they go below
 BEYOND = 1.15                # how far it goes beyond what may be reserved
 CHOSEN, ASKED, LINE, LIMIT = "●", "○", "·", "│"
+COLOURS = {"asked": 1, "chosen": 2}
 PERMISSIONS = {"free": "nothing that is trained changes", "places": "part of it in the host's memory",
                "lossy": "lossy savers", "rules": "trained by another rule"}
 ALIKE = 1  # percent of speed that an estimate cannot tell
@@ -33,7 +34,8 @@ def fit_text(fitted: Fitted, run: str, *, width: int = 80, notes: Sequence[str] 
     elif fitted.least is not None:
         parts.append(_wrapped(f"The least: {_flags(fitted.least) or 'as asked'}", width))
         if fitted.ways_out:
-            parts.append("What would fit\n" + "\n".join(_way_out_lines(fitted.ways_out, width)))
+            parts.append("\n".join(["What would fit, and the least that it needs then",
+                                    *_way_out_lines(fitted.ways_out, width)]))
     if fitted.runners_up:
         parts.append("Runners-up\n" + "\n".join(_runner_lines(fitted.runners_up, width)))
     if len(fitted.frontier) > 1:
@@ -51,9 +53,12 @@ def verdict(fitted: Fitted) -> str:
         least = fitted.least
         took = f" ({PERMISSIONS.get(least.permission, least.permission)})" if least else ""
         needs = f": the least memory it can live in is {show_bytes(least.needs)}{took}" if least else ""
-        return f"nothing fits{needs}, and {limit} may be reserved."
+        there = f"{limit} may be reserved" if fitted.budget.reserve_limit > 0 else (
+            f"what CUDA itself holds, {show_bytes(fitted.budget.outside)}, leaves nothing")
+        return f"nothing fits{needs}, and {there}."
     if not chosen.flags:
-        return (f"fits as asked, and nothing found is {ALIKE} % faster: leave it as it is." if fitted.asked.fits else
+        enough = "enough" if any(_gain(chosen, each) > ALIKE for each in fitted.runners_up) else f"{ALIKE} %"
+        return (f"fits as asked, and nothing found is {enough} faster: leave it as it is." if fitted.asked.fits else
                 "as asked.")
     if fitted.least is chosen:
         return f"the least memory it can live in is {show_bytes(chosen.needs)}."
@@ -70,15 +75,19 @@ def verdict(fitted: Fitted) -> str:
 def _faster(fitted: Fitted) -> str:
     """'2.9 % ', by the clock where both were timed, else by estimate."""
     chosen, timed = fitted.chosen, _asked_as_timed(fitted)
-    if chosen is None or fitted.asked.speed is None or chosen.speed is None:
+    if chosen is None:
         return ""
-    before, now = (timed, chosen.measured) if timed and chosen.measured else (fitted.asked.speed.likely,
-                                                                              chosen.speed.likely)
-    return f"{100 * (now / before - 1):.1f} % " if now > before else ""
+    gain = 100 * (chosen.measured / timed - 1) if timed and chosen.measured else _gain(fitted.asked, chosen)
+    return f"{gain:.1f} % " if gain > 0 else ""
 
 
 def _asked_as_timed(fitted: Fitted) -> float | None:
     return next((each.measured for each in fitted.runners_up if each.config == fitted.asked.config), None)
+
+
+def _gain(before: Standing, now: Standing) -> float:
+    """Percent of speed, by estimate; 0 where that is not known."""
+    return 100 * (now.speed.likely / before.speed.likely - 1) if before.speed and now.speed else 0.0
 
 
 def beside_each_other(fitted: Fitted, width: int) -> str:
@@ -109,13 +118,13 @@ def _decision_lines(decisions: Sequence[Decision], width: int) -> list[str]:
     for each in decisions:
         what = ", ".join(f"{knob} {was} → {now}" for knob, (was, now) in each.knobs.items())
         lines += textwrap.wrap(what, width, initial_indent="  ", subsequent_indent="    ")
-        lines += textwrap.wrap(f"{each.why}.", width, initial_indent="      ", subsequent_indent="      ")
+        lines += _wrap(f"{each.why}.", width, initial_indent="      ", subsequent_indent="      ")
     return lines
 
 
 def _runner_lines(standings: Sequence[Standing], width: int) -> list[str]:
     rows = [("", "needs", "tokens/s")]
-    rows += [(f"{number}", f"{'' if each.exact else '≤ '}{show_bytes(each.needs)}",
+    rows += [(f"{number}", _needs(each),
               f"{each.measured:,.0f} measured" if each.measured else _speed(each.speed))
              for number, each in enumerate(standings, 1)]
     head, *lines = table(rows, left=(0,)).splitlines()
@@ -200,40 +209,59 @@ def _middle(standing: Standing, otherwise: float) -> float:
     return standing.speed.likely if standing.speed else otherwise
 
 
-def page(fitted: Fitted, run: str) -> str:
+def page(fitted: Fitted, run: str, notes: Sequence[str] = ()) -> str:
     """The same in a file of its own."""
     from . import charts
 
     chosen, limit = fitted.chosen, fitted.budget.reserve_limit
     title = f"{run} on {fitted.budget.card or 'a card'}"
     frontier = [(needs, speed) for needs, speed in fitted.frontier if needs <= BEYOND * limit]
-    standings = [(name, each) for name, each in (("asked", fitted.asked), ("chosen", chosen)) if each is not None]
+    top = OFF_THE_SCALE * max((speed for _, speed in frontier), default=float("inf"))
+    standings = [(name, each) for name, each in (("asked", fitted.asked), ("chosen", chosen))
+                 if each is not None and _middle(each, 0.0) <= top]
     most = max([needs for needs, _ in frontier] + [each.needs for _, each in standings])
     size, unit = (GiB, "GiB") if most >= 2 * GiB else (MiB, "MiB")
     series = [charts.Series("the fastest in so much memory", [(needs / size, speed) for needs, speed in frontier],
                             style="dotted"),
-              *(charts.Series(name, [(each.needs / size, _middle(each, 0.0))], colour=colour, style="dotted")
-                for colour, (name, each) in enumerate(standings, 1))]
+              *(charts.Series(name, [(each.needs / size, _middle(each, 0.0))], colour=COLOURS[name], style="dotted")
+                for name, each in standings)]
     where = "the line" if most >= limit else "beyond the edge"
     chart = charts.line_chart(f"Tokens a second against memory, {unit}", series, unit="count", x_name=unit,
                               marks=[charts.Mark(limit / size, f"may be reserved: {show_bytes(limit)}")],
                               from_zero=True, wide=True, empty="Nothing fits.",
                               note=f"By closed forms and a roofline. {show_bytes(limit)} may be reserved: {where}.")
-    rows = "".join(f'<tr><th scope="row">{charts.breakable(knob)}</th><td>{charts.text(was)}</td>'
-                   f"<td>{charts.text(now)}</td>"
-                   f"<td>{'' if number else charts.breakable(each.why)}</td></tr>"
-                   for each in fitted.decisions for number, (knob, (was, now)) in enumerate(each.knobs.items()))
-    figures = "".join(f'<tr><th scope="row">{name}</th><td>{before}</td><td>{after}</td><td></td></tr>'
+    rows = "".join(_decision_rows(each) for each in fitted.decisions)
+    figures = "".join(f'<tr><th scope="row">{name}</th><td>{before}</td><td>{after}</td></tr>'
                       for name, before, after in _figures(fitted))
-    head = "<tr><th></th><th>asked</th><th>chosen</th><th>why</th></tr>"
-    others = "".join(f'<tr><th scope="row">{number}</th><td>{"" if each.exact else "≤ "}{show_bytes(each.needs)}</td>'
-                     f"<td>{_speed(each.speed)}</td><td>{charts.breakable(_flags(each))}</td></tr>"
+    head = "<tr><th></th><th>asked</th><th>chosen</th></tr>"
+    others = "".join(f'<tr class="with-next"><th scope="row">{number}</th><td>{_needs(each)}</td>'
+                     f'<td>{_speed(each.speed)}</td></tr><tr><td></td><td colspan="2">{_flags_in_html(each)}</td></tr>'
                      for number, each in enumerate(fitted.runners_up, 1))
     beside = (f'\n<h2>Runners-up</h2>\n<div class="card"><table class="whole"><tr><th></th><th>needs</th>'
-              f"<th>tokens/s</th><th>instead of what was asked</th></tr>{others}</table></div>" if others else "")
-    return charts.page(title, f"<h1>{charts.breakable(title)}</h1>\n<p>{charts.text(verdict(fitted).capitalize())}</p>"
+              f"<th>tokens/s</th></tr>{others}</table></div>" if others else "")
+    last = "".join(f'<tr><th scope="row">{label}</th><td>{charts.text(words)}</td></tr>'
+                   for label, words in _last_lines(fitted, notes))
+    said = verdict(fitted)
+    return charts.page(title, f"<h1>{charts.breakable(title)}</h1>\n<p>{charts.text(said[0].upper() + said[1:])}</p>"
                        f'\n{chart}\n<h2>What was chosen</h2>\n<div class="card"><table class="whole">'
-                       f"{head}{rows}{figures}</table></div>{beside}")
+                       f'{head}{figures}{rows}</table></div>{beside}'
+                       f'\n<h2>Notes</h2>\n<div class="card"><table class="whole">{last}</table></div>')
+
+
+def _decision_rows(each: Decision) -> str:
+    """A row for each knob, and one with the reason below them, as wide as the table."""
+    from . import charts
+
+    rows = "".join(f'<tr class="with-next"><th scope="row">{charts.breakable(knob)}</th>'
+                   f"<td>{charts.breakable(str(was))}</td><td>{charts.breakable(str(now))}</td></tr>"
+                   for knob, (was, now) in each.knobs.items())
+    return f'{rows}<tr><td colspan="3" class="kept">{charts.breakable(each.why)}</td></tr>'
+
+
+def _flags_in_html(standing: Standing) -> str:
+    from . import charts
+
+    return " ".join(f'<span class="flag">{charts.breakable(flag)}</span>' for flag in standing.flags) or "as asked"
 
 
 def _figures(fitted: Fitted) -> list[tuple[str, str, str]]:
@@ -285,13 +313,23 @@ def _speed(speed: SpeedEstimate | None) -> str:
     return low if low == high else f"{low} to {high}"
 
 
+def _needs(standing: Standing) -> str:
+    return f"{'' if standing.exact else '≤ '}{show_bytes(standing.needs)}"
+
+
 def _flags(standing: Standing) -> str:
     return " ".join(standing.flags)
 
 
 def _labelled(label: str, words: str, width: int) -> list[str]:
-    return textwrap.wrap(words, width, initial_indent=label.ljust(8), subsequent_indent=" " * 8, break_long_words=False)
+    return _wrap(words, width, initial_indent=label.ljust(8), subsequent_indent=" " * 8)
 
 
 def _wrapped(words: str, width: int) -> str:
-    return "\n".join(textwrap.wrap(words, width, break_long_words=False, break_on_hyphens=False))
+    return "\n".join(_wrap(words, width, break_on_hyphens=False))
+
+
+def _wrap(words: str, width: int, **told: Any) -> list[str]:
+    """A figure stays with its percent sign."""
+    lines = textwrap.wrap(words.replace(" %", "\xa0%"), width, break_long_words=False, **told)
+    return [line.replace("\xa0", " ") for line in lines]

@@ -170,6 +170,7 @@ def test_nothing_fits_ends_with_1_and_says_the_least_and_what_to_allow(say: Any)
     assert not Path("mine.py").exists()
     assert "what CUDA itself holds, 196.0 MiB, leaves nothing" in say("run.py", "--gpu", "4070", "--budget",
                                                                       "90MiB").words
+    assert "nothing of the card is left" in say("run.py", "--gpu", "4070", "--leave", "20GiB").words
 
 
 def test_what_was_found_is_said_even_where_it_cannot_be_written(say: Any) -> None:

@@ -53,9 +53,12 @@ def verdict(fitted: Fitted) -> str:
         least = fitted.least
         took = f" ({PERMISSIONS.get(least.permission, least.permission)})" if least else ""
         needs = f": the least memory it can live in is {show_bytes(least.needs)}{took}" if least else ""
-        there = f"{limit} may be reserved" if fitted.budget.reserve_limit > 0 else (
-            f"what CUDA itself holds, {show_bytes(fitted.budget.outside)}, leaves nothing")
-        return f"nothing fits{needs}, and {there}."
+        if fitted.budget.budget <= 0:
+            return f"nothing fits{needs}, and nothing of the card is left."
+        if fitted.budget.reserve_limit <= 0:
+            held = show_bytes(fitted.budget.outside)
+            return f"nothing fits{needs}, and what CUDA itself holds, {held}, leaves nothing."
+        return f"nothing fits{needs}, and {limit} may be reserved."
     if not chosen.flags:
         enough = "enough" if any(_gain(chosen, each) > ALIKE for each in fitted.runners_up) else f"{ALIKE} %"
         return (f"fits as asked, and nothing found is {enough} faster: leave it as it is." if fitted.asked.fits else

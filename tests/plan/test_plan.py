@@ -17,7 +17,7 @@ import fitgpt
 from fitgpt import planner
 from fitgpt.config import RunConfig
 from fitgpt.errors import UsageError
-from fitgpt.memory.accuracy import basis, of_file
+from fitgpt.memory.accuracy import basis
 from fitgpt.memory.basis import FILE as BASIS
 from fitgpt.runfolder import open_run
 from fitgpt.units import GiB, MiB
@@ -400,8 +400,7 @@ def test_neither_torch_nor_numpy_nor_rich_is_loaded(tmp_path: Path) -> None:
 def test_the_basis_is_what_the_recorded_runs_give(ask: Any) -> None:
     records = [*sorted((ROOT / "bench" / "results").glob("nanogpt*_h200.json")),
                *(ROOT / "tests" / "golden" / f"h200{name}.json" for name in ("", "_kernels", "_switches", "_notes"))]
-    rows = [row for record in records for trainer, figures, _ in [of_file(str(record))]
-            for row in basis(figures, trainer, "H200", "2.11")]
+    rows = [row for record in records for row in basis(str(record), "H200", "2.11")]
     kept = json.loads(BASIS.read_text())["runs"]
     assert kept == rows
     for trainer in ("nanogpt", "fitgpt"):
@@ -409,3 +408,10 @@ def test_the_basis_is_what_the_recorded_runs_give(ask: Any) -> None:
         told = ask(*SMALL, "--gpu=h200", f"--trainer={trainer}", "--json").json["basis"]
         assert told == {"recorded_runs_on_this_card": len(errors), "recorded_runs_in_all": len(errors),
                         "worst_error_percent": max(errors, key=abs)}
+
+
+def test_nanogpts_runs_with_expandable_segments_have_a_basis_of_their_own(
+        ask: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    told = ask(*SMALL, "--gpu=h200", "--trainer=nanogpt", "--json").json
+    assert (told["assumes"]["allocator"], told["basis"]["recorded_runs_in_all"]) == ("expandable segments", 1)

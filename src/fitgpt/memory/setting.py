@@ -15,6 +15,7 @@ DEFAULT_TORCH = "2.13"
 # cuBLAS's workspace, one for each thread's handle: 32 MiB where torch's CUDABlas.cpp says so, else two pieces of 4 MiB
 # and eight of 16 KiB.
 BIG_WORKSPACE, WORKSPACE = 32 * MiB, 8_519_680
+EXPANDABLE = "expandable segments"
 CUDNN_PREFERRED = ((9, 0), (10, 0), (10, 3))  # where torch tries cuDNN's attention first
 
 
@@ -81,7 +82,7 @@ class Setting:
             "torch": f"{self.torch}{told}",
             "attention": self.attention(config, trainer),
             "compile": "compiled" if config.compile else "eager",
-            "allocator": "expandable segments" if self.expands(trainer) else "native"}
+            "allocator": EXPANDABLE if self.expands(trainer) else "native"}
 
 
 def setting_for(card: Card, *, torch: str = DEFAULT_TORCH, windows: bool = False) -> Setting:

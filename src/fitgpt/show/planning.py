@@ -143,7 +143,7 @@ def basis_words(plan: MemoryPlan, basis: Basis) -> str:
     off = abs(basis.worst_percent)
     worst = "no figure was 0.01 % off" if off < 0.01 else (
         f"the worst figure was {off:.2f} % {'above' if basis.worst_percent > 0 else 'below'} what was measured")
-    return f"{basis.in_all} recorded runs of {trainer}, {here}; {worst}"
+    return f"{basis.in_all} recorded run{'s' if basis.in_all > 1 else ''} of {trainer}, {here}; {worst}"
 
 
 # ---- tables

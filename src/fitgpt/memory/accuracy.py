@@ -127,7 +127,7 @@ def _told(config: dict[str, Any]) -> str:
 
 
 def basis(path: str, card: str, torch: str) -> list[dict[str, Any]]:
-    """One row a recorded run: the figure that its forecast misses by most. nanoGPT with expandable segments is kept apart
+    """One row a recorded run: the figure that its forecast misses by most. nanoGPT with expandable segments is apart
     from nanoGPT as it is."""
     rows = json.loads(Path(path).read_text(encoding="utf-8"))["rows"]
     apart = {row["name"]: f"{NANOGPT}, {EXPANDABLE}" for row in rows if row.get("expandable")}

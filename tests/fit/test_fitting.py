@@ -337,6 +337,13 @@ def test_measuring_takes_the_fastest_by_the_clock(say: Any, monkeypatch: pytest.
     assert set(caps) == {told["reserve_limit_bytes"]}
 
 
+def test_savers_that_cost_nothing_are_on_where_they_were_off_and_it_is_said(say: Any) -> None:
+    plain, off = (json.loads(say(*TIGHT, *more, "--json").out) for more in ((), ("--gradients=kept", "--states=late")))
+    more = {"--gradients=freed", "--states=early"}
+    assert set(off["chosen"]["flags"]) == {*plain["chosen"]["flags"], *more}
+    assert {knob for decision in off["decisions"] for knob in decision["changes"]} >= {"gradients", "states"}
+
+
 def test_neither_torch_nor_numpy_is_loaded(say: Any) -> None:
     script = ("import sys, fitgpt.cli\nassert fitgpt.cli.main(['fit', *sys.argv[1:]]) == 0\n"
               "assert not {'torch', 'numpy', 'rich'} & set(sys.modules)")

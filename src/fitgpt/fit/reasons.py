@@ -26,6 +26,8 @@ GROUPS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("eval_batch_size",), "the same loss, in other batches"),
     (("compile",), "the same arithmetic in fewer kernels"),
     (("cuda_graphs",), "the same kernels, launched one by one"),
+    (("gradients",), "the same arithmetic"),
+    (("states",), "the same arithmetic"),
     (("offload",), "the same arithmetic, on the host"),
     (("optimizer",), "lossy: its states are rounded"),
     (("weights",), "lossy: weights are rounded at every step"),

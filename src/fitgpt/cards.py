@@ -74,6 +74,12 @@ def find(name: str) -> Card:
     return min(found, key=lambda card: card.memory_gb or 0)
 
 
+def twins(name: str) -> list[str]:
+    """The other cards that a name may mean, which `find` does not choose."""
+    chosen = find(name)
+    return [card.name for card in _candidates(name) if card != chosen]
+
+
 def named_like(words: str) -> list[Card]:
     """Every card with these words in its name; where there is none, those with words that begin so."""
     asked = _words(words)

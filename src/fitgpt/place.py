@@ -41,7 +41,9 @@ def named(gpu: str, *, others: int | None, budget: int | None, torch: str = "") 
     card = cards.find(gpu)
     if card.vendor != "nvidia":
         return _of_another_vendor(card, others=others, budget=budget, torch=torch)
-    return on_card(card, others=others or 0, budget=budget, torch=torch)
+    found, twins = on_card(card, others=others or 0, budget=budget, torch=torch), cards.twins(gpu)
+    note = f"{gpu!r} is also said of the {' and the '.join(twins)}: the smallest is taken, unless the name says which."
+    return found._replace(notes=(note,)) if twins else found
 
 
 def on_card(card: Card, *, others: int = 0, budget: int | None = None, torch: str = "") -> Place:

@@ -410,6 +410,13 @@ def test_the_basis_is_what_the_recorded_runs_give(ask: Any) -> None:
                         "worst_error_percent": max(errors, key=abs)}
 
 
+def test_of_cards_with_one_name_the_smallest_is_taken_and_the_others_are_named(ask: Any) -> None:
+    notes = {name: [note for note in ask(*SMALL, f"--gpu={name}", "--json").json["notes"] if "is also said of" in note]
+             for name in ("4060 ti", "4060 ti 16gb", "4070")}
+    told = "'4060 ti' is also said of the RTX 4060 Ti 16GB: the smallest is taken, unless the name says which."
+    assert notes == {"4060 ti": [told], "4060 ti 16gb": [], "4070": []}
+
+
 def test_nanogpts_runs_with_expandable_segments_have_a_basis_of_their_own(
         ask: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")

@@ -67,6 +67,26 @@ def test_the_answer_at_once_and_the_exact_one_never_disagree(trainer: str, compi
         assert answers.plan(there)["fits"] == answers.exact(there)["fits"] == (away >= 0), away
 
 
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("batch", [1, 12])
+def test_a_deep_run_of_nanogpts_that_cannot_fit_is_told_so_from_its_tensors_sizes(compiled: bool, batch: int) -> None:
+    deep = asked(trainer="nanogpt", n_layer=48, n_head=25, n_embd=1600, batch_size=batch, compile=compiled)
+    told, exact = answers.plan(deep), answers.exact(deep)
+    assert (told["draft"], told["fits"], exact["fits"]) == (True, False, False)
+    phases = {each["name"]: each["allocated"] for each in exact["phases"]}
+    for row in told["bars"]["rows"]:
+        assert sum(row["owners"].values()) == row["allocated"]
+        assert 0.97 * phases[row["name"]] <= row["allocated"] <= phases[row["name"]]
+    assert "or more" in told["words"]
+
+
+def test_where_a_deep_run_may_fit_it_is_replayed_before_anything_is_said() -> None:
+    deep = dict(trainer="nanogpt", n_layer=24, n_head=16, n_embd=1024)
+    assert answers.plan(asked(**deep, batch_size=12))["draft"]
+    assert not answers.plan(asked(**deep, batch_size=12, gpu="RTX 4090"))["draft"]
+    assert not answers.plan(asked(**deep, batch_size=2))["draft"]
+
+
 def test_the_notes_run_does_not_fit_beside_other_programs_and_fits_alone_or_with_fitgpt() -> None:
     assert not answers.plan(read(NOTES))["fits"]
     assert answers.plan(read(NOTES.replace("others=2118MiB", "others=0MiB")))["fits"]

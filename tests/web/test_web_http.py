@@ -190,7 +190,7 @@ def test_hostile_words_come_back_as_json_and_nothing_else(port: int, text: str) 
 
 
 @pytest.mark.parametrize("query", ["gpu=4070", "gpu=4070&compile=False&n_layer=6", NOTES.replace("nanogpt", "fitgpt"),
-                                   NOTES])
+                                   NOTES, "gpu=4070&trainer=nanogpt&n_layer=24&n_head=16&n_embd=1024"])
 def test_an_answer_comes_within_50_ms(port: int, query: str) -> None:
     """The best of several, each of another question: what is measured is the program, not who else uses the machine."""
     taken = []

@@ -130,6 +130,14 @@ def test_a_slider_moves_the_bars_and_the_address(shown: Callable[..., Any]) -> N
         page.wait_for_url("**batch_size=24**")
 
 
+def test_what_a_first_answer_left_out_is_filled_in_when_the_exact_one_comes(shown: Callable[..., Any]) -> None:
+    with shown("gpu=RTX+4070&trainer=nanogpt&n_layer=24&n_head=16&n_embd=1024") as page:
+        assert "too much" in verdict(page, "full")
+        assert width(page, "train", "rest") > 0
+        exact = page.text_content("#phases tr:has-text('training') td:nth-child(2)")
+        assert exact == page.inner_text('[data-phase="train"] span:last-child')
+
+
 def test_what_cannot_be_is_said_and_mended(shown: Callable[..., Any]) -> None:
     with shown("gpu=RTX+2060&dtype=bfloat16") as page:
         page.wait_for_selector('#verdict[data-state="problem"]')

@@ -35,6 +35,11 @@ def tape_of(config: RunConfig, setting: Setting, trainer: str = "fitgpt") -> Tap
     return gpt.write(config, setting)
 
 
+def short_tape_of_nanogpt(config: RunConfig, setting: Setting) -> Tape:
+    """One evaluation batch and two iterations of two micro-batches: every phase, and not what it comes to in time."""
+    return nanogpt.write(nanogpt_run(config), gpu=_gpu(config, setting), eval_batches=1, iterations=2, micro_steps=2)
+
+
 def held_at_least(config: RunConfig, setting: Setting, trainer: str = "fitgpt") -> int:
     """No more than the tape of a settled config holds at its highest, in much less time than to write it takes."""
     if config.eval_only:

@@ -1,4 +1,5 @@
 """What the page is told: the plan at once, from one replay of the tape; then the step, the exact needs and the cards.
+Of a deep run of nanoGPT's whose tensors alone are too much, their sizes are enough to say so: a replay would take long.
 
 Every answer is a dict that becomes JSON. Bytes are plain numbers, and whatever is a sentence is made here.
 """
@@ -18,6 +19,7 @@ from ..memory.allocator import Timeline, begun_of, replay
 from ..memory.basis import basis_of
 from ..memory.blocks import LARGE_SEGMENT, rounded, segment_size
 from ..memory.setting import Setting
+from ..memory.tape import Tape
 from ..memory.thinned import one_step
 from ..nouns import Budget, SpeedEstimate
 from ..outlook import outlook
@@ -32,6 +34,7 @@ Answer = dict[str, Any]
 BARS = ("load", "first_eval", "first_train", "train", "step", "eval")  # phases of the run itself, in their order
 HEADS, WIDTHS = range(1, 129), range(8, 8193)
 NARROWEST_HEAD, WIDEST_HEAD = 8, 256
+DEEP = 24  # layers: of more, nanoGPT's tape takes longer to write and to replay than the 50 ms in which a page answers
 
 
 # ---- one replay, kept
@@ -41,6 +44,12 @@ NARROWEST_HEAD, WIDEST_HEAD = 8, 256
 def replayed(config: RunConfig, setting: Setting, trainer: str) -> Timeline:
     """The whole run without a cap. `config` is settled."""
     return replay(forecast.tape_of(config, setting, trainer), expandable=_expands(setting, trainer))
+
+
+def as_asked(tape: Tape) -> Timeline:
+    """As if every block were just as large as what is in it: what tensors take at least, and nothing of segments."""
+    sizes = {nbytes: rounded(nbytes) for nbytes in {event[3] for event in tape.events}}
+    return Timeline(tape, [sizes[event[3]] if event[0] else -sizes[event[3]] for event in tape.events], [], None)
 
 
 @lru_cache(maxsize=256)
@@ -76,14 +85,19 @@ def of(asked: Asked) -> tuple[RunConfig, Timeline]:
 
 
 def plan(asked: Asked) -> Answer:
-    config, timeline = of(asked)
-    budget = asked.place.budget
-    fitting = fits(config, asked.place.setting, asked.trainer, budget.reserve_limit)
+    setting, budget = asked.place.setting, asked.place.budget
+    config = forecast.settled(asked.config, setting)
+    hopeless = (asked.trainer == "nanogpt" and config.n_layer >= DEEP
+                and forecast.held_at_least(config, setting, asked.trainer) > budget.reserve_limit)
+    timeline = as_asked(forecast.short_tape_of_nanogpt(config, setting)) if hopeless else (
+        replayed(config, setting, asked.trainer))
+    fitting = not hopeless and fits(config, setting, asked.trainer, budget.reserve_limit)
     title = _title(asked, config)
     words = _at_once(timeline, budget, fitting)
     verdict = "Fits" if fitting else "Does not fit"
     return {
-        "fits": fitting, "verdict": verdict, "words": words, "title": title, "trainer": asked.trainer,
+        "fits": fitting, "verdict": verdict, "words": words, "draft": hopeless, "title": title,
+        "trainer": asked.trainer,
         "peak": peak_of(timeline), "bars": _bars(timeline, budget),
         "command": command(asked), "plan_command": plan_command(asked),
         "config_file": config_file(asked, f"{title}. {verdict}: {words}"),
@@ -103,14 +117,14 @@ def _title(asked: Asked, config: RunConfig) -> str:
 
 
 def _at_once(timeline: Timeline, budget: Budget, fitting: bool) -> str:
-    """What one replay tells: bounds, until the exact figure comes."""
+    """What one replay tells, or the tensors' sizes: bounds, until the exact figure comes."""
     limit, peak, reserved = budget.reserve_limit, peak_of(timeline), timeline.reserved
     if fitting and reserved <= limit:
         return f"at least {show_bytes(limit - reserved)} to spare."
     if fitting:
         return f"tightly: of {show_bytes(limit)} it would like {show_bytes(reserved)}, and gets by with less."
     if peak > limit:
-        return f"tensors alone take {show_bytes(peak)}, {show_bytes(peak - limit)} more than may be reserved."
+        return f"tensors alone take {show_bytes(peak)} or more, and {show_bytes(limit)} may be reserved."
     return (f"tensors take {show_bytes(peak)} of the {show_bytes(limit)} that may be reserved, but there are too many "
             "gaps between them.")
 

@@ -100,11 +100,20 @@ function drawExact(exact) {
   if (exact.problem || shown === null) return;
   state(exact.fits ? "fits" : "full", exact.verdict, exact.short + (exact.speed && ` · ${exact.speed} tokens/s`), exact.words);
   say(`${exact.verdict}: ${exact.short}.`);
+  if (shown.draft) fillIn(exact);
   bars.markNeeds(shown.bars, exact.needs);
   table("phases", ["", "allocated", "reserved", "process"], exact.phases.map((each) =>
     [each.name + (each.peak ? " ← peak" : ""), bytes(each.allocated), bytes(each.reserved), bytes(each.process)]));
   table("owners", ["", "bytes", "where they come from"], exact.owners.map((each) => [each.owner, bytes(each.nbytes), each.formula]), [1]);
   byId("facts").replaceChildren(...exact.facts.flatMap(([name, words]) => [made("dt", {}, name), made("dd", {}, words)]));
+}
+
+function fillIn(exact) { // a first answer that knew the tensors' sizes and no more
+  for (const row of shown.bars.rows) {
+    const { allocated, reserved } = exact.phases.find((each) => each.name === row.name) || row;
+    Object.assign(row, { allocated, reserved });
+  }
+  bars.draw(shown.bars, compared?.ends);
 }
 
 function drawStep(step, signal) {

@@ -232,21 +232,24 @@ def calculators_part() -> str:
 
 def accuracy_part() -> str:
     """How far forecasts are from recorded runs: one line for each kind of run."""
-    found: list[tuple[str, list[Figure]]] = []
+    found: list[tuple[str, int, list[Figure]]] = []
+    recorded = [of_file(str(path)) for path in sorted(RESULTS.glob("nanogpt*_h200.json"))]
     for how in ("eager", "compiled"):
-        figures = [figure for path in sorted(RESULTS.glob("nanogpt*_h200.json"))
-                   for _, found_there, configs in [of_file(str(path))] for figure in found_there
-                   if configs[figure.run]["compile"] == (how == "compiled")]
-        found.append((f"nanoGPT's `train.py`, {how}", figures))
+        runs = [{name for name, config in configs.items() if config["compile"] == (how == "compiled")}
+                for _, _, configs in recorded]
+        figures = [figure for those, (_, there, _) in zip(runs, recorded, strict=True) for figure in there
+                   if figure.run in those]
+        found.append((f"nanoGPT's `train.py`, {how}", sum(map(len, runs)), figures))
     for name, words in (("h200.json", "fitgpt, drawn at random, eager and compiled"),
                         ("h200_kernels.json", "fitgpt with each attention kernel")):
-        found.append((words, of_file(str(ROOT / "tests" / "golden" / name))[1]))
+        _, figures, configs = of_file(str(ROOT / "tests" / "golden" / name))
+        found.append((words, len(configs), figures))
     rows = []
-    for words, figures in found:
+    for words, how_many, figures in found:
         off = sorted(abs(figure.percent) for figure in figures)
-        rows.append([words, str(sum(figure.name == figures[0].name for figure in figures)), str(len(figures)),
-                     str(sum(not figure.off for figure in figures)), f"{off[len(off) // 2]:.3f} %", f"{off[-1]:.2f} %",
-                     f"{min(figure.percent for figure in figures):+.2f} %"])
+        rows.append([words, str(how_many), str(len(figures)),
+                     str(sum(not figure.off for figure in figures)), f"{off[len(off) // 2]:.3f} %", f"{off[-1]:.3f} %",
+                     f"{min(figure.percent for figure in figures):+.3f} %"])
     return markdown(["recorded on an H200", "runs", "figures", "to the byte", "median off", "farthest off",
                      "farthest below"], rows)
 

@@ -344,6 +344,22 @@ def test_savers_that_cost_nothing_are_on_where_they_were_off_and_it_is_said(say:
     assert {knob for decision in off["decisions"] for knob in decision["changes"]} >= {"gradients", "states"}
 
 
+def test_savers_that_cost_nothing_are_no_reason_to_change_a_run_that_fits(say: Any) -> None:
+    chosen = json.loads(say(*TIGHT, "--json").out)["chosen"]["flags"]
+    kept = json.loads(say(*TIGHT, *chosen, "--gradients=kept", "--states=late", "--json").out)
+    assert kept["asked"]["fits"]
+    assert kept["chosen"]["flags"] == []
+
+
+@pytest.mark.parametrize("question", [["--goal=smallest-memory"], ["--goal=largest-model"], ["--budget=200MiB"]])
+def test_savers_that_cost_nothing_are_on_whatever_is_looked_for(say: Any, question: list[str]) -> None:
+    plain, off = (json.loads(say("run.py", "--gpu", "4070", *question, *more, "--json").out)
+                  for more in ((), ("--gradients=kept", "--states=late")))
+    plain, off = ((told["chosen"] or told["least"]) for told in (plain, off))
+    assert off["needs_bytes"] == plain["needs_bytes"]
+    assert set(off["flags"]) == {*plain["flags"], "--gradients=freed", "--states=early"}
+
+
 def test_neither_torch_nor_numpy_is_loaded(say: Any) -> None:
     script = ("import sys, fitgpt.cli\nassert fitgpt.cli.main(['fit', *sys.argv[1:]]) == 0\n"
               "assert not {'torch', 'numpy', 'rich'} & set(sys.modules)")

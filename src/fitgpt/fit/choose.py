@@ -49,23 +49,17 @@ def fit_config(config: RunConfig, setting: Setting, budget: Budget, allow: froze
 
 
 def fit(config: RunConfig, here: Here, allow: frozenset[str] = frozenset()) -> Fitted:
-    may, eased = permitted(config, allow), with_what_is_free(config)
-    search = here.search(eased, may)
+    may = permitted(config, allow)
+    search = here.search(config, may)
     finalists = search.finalists()
     if finalists:
         return fitted(config, search, finalists, allow)
-    variants = list(_variants(eased, may))
+    variants = list(_variants(config, may))
     words = {variant: permission for permission, variant in variants}
     for smaller in those_that_could_fit([variant for _, variant in variants], here, may):
         if finalists := smaller.finalists():
             return fitted(config, smaller, finalists, allow, words[smaller.asked])
     return nothing(config, search, here, allow)
-
-
-def with_what_is_free(config: RunConfig) -> RunConfig:
-    """Savers that cost nothing are on, for others may need them: what is on the host is neither kept nor made late."""
-    on = config.gradients == "freed" and config.states == "early"
-    return config if on else replace(config, gradients="freed", states="early")
 
 
 def fitted(said: RunConfig, search: Search, finalists: list[Finalist], allow: frozenset[str], permission: str = "",

@@ -21,6 +21,8 @@ ROUNDING: dict[str, dict[str, Any]] = {
 # Savers that train by another rule: only by name, and one of them excludes accumulation.
 OTHER_RULES: dict[str, dict[str, Any]] = {
     "muon": {"optimizer": "muon"}, "step_in_backward": {"step_in_backward": True, "grad_clip": 0.0}}
+# Savers that cost nothing, and that others need: what is on the host is neither kept nor made late.
+COSTLESS: dict[str, Any] = {"gradients": "freed", "states": "early"}
 WORDS = ("lossy", "context", "model", *ROUNDING, *OTHER_RULES)
 PLACES = ("none", "optimizer", "gradients")  # that `offload` names, the fastest first
 
@@ -72,10 +74,11 @@ def permitted(config: RunConfig, allow: frozenset[str]) -> frozenset[str]:
 def ways(config: RunConfig, setting: Setting, allow: frozenset[str]) -> list[Way]:
     """Every set of savers that may be used and that go together, the least permission first."""
     found = []
+    costless = {knob: value for knob, value in COSTLESS.items() if getattr(config, knob) != value}
     for names in _sets(config, setting, allow):
         knobs = {knob: value for name in names for knob, value in {**ROUNDING, **OTHER_RULES}[name].items()}
         for place in PLACES:
-            told = {**knobs, "offload": place}
+            told = {**knobs, **costless, "offload": place}
             if "step_in_backward" in names:
                 told |= {"batch_size": config.batch_size * config.gradient_accumulation_steps,
                          "gradient_accumulation_steps": 1}

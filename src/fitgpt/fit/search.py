@@ -21,7 +21,7 @@ from ..savers import LEVELS
 from .candidates import Branch, Candidate, Field, Scanned, Stem, Told, Worth
 from .closed import PAGE, Mix, descent, in_words, mix_of, raised, with_usual_loss, within_usual_loss
 from .folded import draft
-from .permission import Way, ways
+from .permission import COSTLESS, Way, ways
 from .speed import estimate
 
 Item = TypeVar("Item")
@@ -133,8 +133,8 @@ class Search:
 
     def as_asked(self) -> Finalist | None:
         """The run with nothing changed, where that fits."""
-        unchanged = next((way for way in self.ways if not way.elsewhere
-                          and all(getattr(self.config, knob) == value for knob, value in way.knobs.items())), None)
+        unchanged = next((way for way in self.ways if not way.elsewhere and all(
+            getattr(self.config, knob) == value or knob in COSTLESS for knob, value in way.knobs.items())), None)
         if unchanged is None or not self.fits(self.asked):  # without a way there is no room on the host
             return None
         stem = Stem(self.config, unchanged, 0, self.field.folded.shape(self.config), self.field.cost(self.config))

@@ -31,6 +31,12 @@ PHASES = ["load", "first_eval", "first_train", "train", "step", "eval", "save", 
 # ---- the verdict
 
 
+def test_a_resume_holds_the_states_that_a_new_run_makes_late(ask: Any) -> None:
+    early, late = (ask(*SMALL, "--gpu=4070", f"--states={when}", "--json").json["phases"] for when in ("early", "late"))
+    assert late["load"]["allocated_bytes"] < early["load"]["allocated_bytes"]
+    assert late["resume"]["allocated_bytes"] == early["resume"]["allocated_bytes"]
+
+
 def test_nanogpts_77m_fits_a_4070_alone_and_not_beside_two_gigabytes(ask: Any) -> None:
     alone, beside = (ask(*NOTES_77M, "--gpu=4070", f"--others={others}") for others in ("0", "2118MiB"))
     assert (alone.code, beside.code) == (0, 1)

@@ -77,10 +77,11 @@ def forecast(config: RunConfig, setting: Setting, trainer: str = "fitgpt", limit
         pass  # that is all
     elif trainer == "nanogpt":
         phases |= _apart_of_nanogpt(config, timeline, phases)
-    else:  # a resume begins like the run itself, its checkpoint being read on the host; sampling is another process
+    else:  # sampling is another process, and so is a resume, whose checkpoint is read on the host
         sampled = replay(sampling.write(config, setting), expandable=expandable)
         sample = sampled.peaks()["sample"]
-        phases |= {"resume": phases["load"], "sample": PhaseForecast(sample.allocated, sample.reserved)}
+        phases |= {"resume": phases["load"] if config.states == "early" else _resumed(config, setting),
+                   "sample": PhaseForecast(sample.allocated, sample.reserved)}
         if sample.allocated > highest.allocated:
             highest, timeline = sample, sampled
     return Forecast(
@@ -96,6 +97,13 @@ def _by_phase(peaks: dict[str, PhasePeak]) -> dict[str, PhaseForecast]:
     reserved = accumulate((peak.reserved for peak in peaks.values()), max)
     return {phase: PhaseForecast(peak.allocated, most)
             for (phase, peak), most in zip(peaks.items(), reserved, strict=True)}
+
+
+def _resumed(config: RunConfig, setting: Setting) -> PhaseForecast:
+    """What is there once a checkpoint was read: states that a new run makes later, too."""
+    resumed = replay(gpt.write(replace(config, init_from="resume"), setting), expandable=setting.expandable)
+    peak = resumed.peaks()["load"]
+    return PhaseForecast(peak.allocated, peak.reserved)
 
 
 def _apart_of_nanogpt(config: RunConfig, timeline: Timeline,

@@ -128,7 +128,7 @@ class Run:
             for name, numbers, is_matrix in self.parameters:
                 if is_matrix and name != "wpe":
                     w.alloc(f"{name}.copy", "casts", BYTES[config.dtype] * numbers)
-        if config.states == "early":
+        if config.states == "early" or config.init_from == "resume":  # a checkpoint's are read into their places
             self.make_states()
         for name in ("scale", "good steps", "skipped", "skipped in a row"):
             w.alloc(name, "other", SCALAR)

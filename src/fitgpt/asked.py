@@ -102,8 +102,10 @@ def with_data(config: RunConfig) -> tuple[RunConfig, DataSummary | None, str, li
     if config.vocab_size:
         return config, data, missing, notes
     if data is None:
-        return (replace(config, vocab_size=DEFAULT_VOCAB), None, missing,
-                [*notes, f"{missing} The vocabulary is taken to be {DEFAULT_VOCAB:,}."])
+        told = f"{missing} The vocabulary is taken to be {DEFAULT_VOCAB:,}."
+        if config.dataset.endswith("_char"):
+            told += " Characters are far fewer: --vocab_size=65 for Shakespeare's."
+        return replace(config, vocab_size=DEFAULT_VOCAB), None, missing, [*notes, told]
     from .data.header import padded_vocab
 
     return replace(config, vocab_size=padded_vocab(data.tokenizer, data.vocab_size)), data, missing, notes

@@ -47,6 +47,11 @@ def test_nanogpts_77m_fits_a_4070_alone_and_not_beside_two_gigabytes(ask: Any) -
     assert " ".join(f"stayed under {room[1]}".split()) in " ".join(beside.out.split())
 
 
+def test_characters_are_said_to_be_fewer_where_their_number_is_not_known(ask: Any) -> None:
+    assert "--vocab_size=65" in ask("--dataset=shakespeare_char", "--gpu=4070").out
+    assert "--vocab_size=65" not in ask("--dataset=openwebtext", "--gpu=4070").out
+
+
 def test_json_has_every_key_and_its_figures_agree(ask: Any) -> None:
     for trainer in ("fitgpt", "nanogpt"):
         told = ask(*SMALL, f"--trainer={trainer}", "--gpu=4070", "--others=1GiB", "--json").json

@@ -152,10 +152,10 @@ class RunConfig(Options):
                           choices=("none", "optimizer", "gradients"))
     step_in_backward: bool = _optim(False, "apply each gradient as it is made, so that they never all exist; needs "
                                     "gradient_accumulation_steps=1 and grad_clip=0")
-    casts: str = _system("brief", "matrices rounded for the products: for as long as one takes, or kept from step to "
-                         "step: 2 bytes for each of their numbers, and fewer casts", choices=("brief", "kept"))
-    gradients: str = _system("freed", "after a step: freed, or zeroed and kept, as recorded GPU work has them anyway",
-                             choices=("freed", "kept"))
+    casts: str = _system("brief", "half-precision copies of the weight matrices: each made for a product and then "
+                         "freed, or kept from step to step, for 2 bytes a number", choices=("brief", "kept"))
+    gradients: str = _system("freed", "after a step: freed, or zeroed and kept; where GPU work is recorded they are "
+                             "kept in any case", choices=("freed", "kept"))
     states: str = _system("early", "the optimizer's: made before the first step, or late, in it, as torch.optim does",
                           choices=("early", "late"))
     loss_chunk: int = _system(0, "tokens whose logits exist at once; 0 = chosen for the model", rule=_count_or_0)

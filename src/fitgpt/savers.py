@@ -35,13 +35,13 @@ SAVERS = (
     Saver("--offload=gradients", True, "12P: gradients too, each leaves the card as it is made",
           "gradients over the bus at every micro-step, weights at every step, AdamW on the CPU; no recorded GPU work",
           "optimizer=adamw"),
-    Saver("--casts=brief", True, "2 bytes for each number of the matrices: copies of them in half precision live as "
-          "long as the product that needs them; the default, against --casts=kept",
-          "each is made twice a micro-step instead of once a step"),
-    Saver("--gradients=freed", True, "4P while a run evaluates: each step's gradients go once they are applied, unless "
-          "recorded GPU work knows their places; the default, against --gradients=kept", "nothing measured"),
-    Saver("--states=early", True, "nothing in the end, but no step asks for more than the first: the optimizer's state "
-          "is there before it; the default, against --states=late", "nothing"),
+    Saver("--casts=brief", True, "2 bytes for each number of the matrices against --casts=kept: copies of them in half "
+          "precision live as long as the product that needs them; the default",
+          "each is made twice a micro-step instead of once a step: not timed"),
+    Saver("--gradients=freed", True, "4P while a run evaluates, against --gradients=kept: each step's gradients go "
+          "once they are applied, unless recorded GPU work knows their places; the default", "nothing: not timed"),
+    Saver("--states=early", True, "nothing in the end, but against --states=late no step asks for more than the first: "
+          "the optimizer's state is there before it; the default", "nothing"),
     Saver("--weights=bfloat16", False, "4P: matrices and their gradients in 2 bytes, rounded by chance at every step",
           "nothing in speed; together with residual=bfloat16 and adam8bit 5 % faster, not measured alone",
           "optimizer=adamw or adam8bit"),

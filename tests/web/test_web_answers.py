@@ -262,7 +262,8 @@ def test_the_notes_run_is_offered_fitgpt_first() -> None:
 def test_every_family_of_changes_has_words_of_its_own() -> None:
     found = {option.change.family for trainer in ("fitgpt", "nanogpt") for compiled in (True, False)
              for option in single_changes(replace(RunConfig(), compile=compiled, gradient_accumulation_steps=1,
-                                                  grad_clip=0.0, vocab_size=50304), trainer)}
+                                                  grad_clip=0.0, vocab_size=50304, casts="kept", gradients="kept",
+                                                  states="late"), trainer)}
     assert found | {"accumulation"} == set(fixes.LABELS)
 
 

@@ -24,8 +24,9 @@ FEW = 3  # where a run fits as it is, a third of its layers is a first step
 LABELS = {
     "trainer": "train it with fitgpt", "compile": "compile the model", "loss": "chunked loss: {loss_chunk} tokens",
     "evaluation": "evaluate {eval_batch_size} at a time", "batch": "batch {batch_size} × {gradient_accumulation_steps}",
-    "recompute": "recompute {layers}", "offload": "{offload} on the host", "weights": "bfloat16 weights",
-    "residual": "bfloat16 residual stream", "adam8bit": "8-bit Adam", "muon": "Muon",
+    "recompute": "recompute {layers}", "casts": "half-precision copies freed at once",
+    "gradients": "gradients freed after a step", "states": "optimizer made early", "offload": "{offload} on the host",
+    "weights": "bfloat16 weights", "residual": "bfloat16 residual stream", "adam8bit": "8-bit Adam", "muon": "Muon",
     "step_in_backward": "step in backward", "accumulation": "no accumulation", "block": "block of {block_size}",
 }
 

@@ -81,7 +81,8 @@ function state(kind, word, short, words) {
   byId("verdict").dataset.state = kind;
   byId("word").textContent = word;
   byId("short").textContent = short;
-  byId("words").textContent = words.charAt(0).toUpperCase() + words.slice(1);
+  const knobFirst = /^[a-z_0-9]+[=_]/.test(words);  // a knob's name stays as it is typed
+  byId("words").textContent = knobFirst ? words : words.charAt(0).toUpperCase() + words.slice(1);
 }
 
 function drawDifference(plan) {

@@ -77,6 +77,8 @@ def answer(asked: ExplainQuestions, said: Sequence[Assignment]) -> Diagnosis:
     if config is None:
         raise UsageError("`fitgpt explain` needs something to explain: a file, a run folder, a config or piped text.",
                          "fitgpt explain oom.txt config.py, or paste it: fitgpt explain - < oom.txt")
+    if asked.target and folder is None:
+        notes = (f"There is nothing in {_source(asked)}: this is of the config alone.", *notes)
     return explain_run(asked, config, name, notes, folder)
 
 

@@ -115,6 +115,13 @@ def test_nothing_to_explain_is_a_usage_error(no_stdin: None, capsys: pytest.Capt
     assert main(["explain", "--trainer=keras"]) == 2
 
 
+def test_an_empty_paste_beside_a_config_is_said_to_be_empty(no_stdin: None,
+                                                            capsys: pytest.CaptureFixture[str]) -> None:
+    for words, empty in (([], False), (["-"], True)):
+        assert main(["explain", *words, CONFIG, "--gpu=4070"]) == 0
+        assert ("There is nothing in what was piped" in capsys.readouterr().out) is empty
+
+
 def test_a_reading_needs_two_figures_and_no_file(no_stdin: None, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["explain", "--reading", "6582MiB", "--process", "4464MiB", "--gpu", "4070",
             str(ROOT / "config" / "notes_30m.py"), "--trainer=nanogpt"]

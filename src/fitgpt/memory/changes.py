@@ -65,7 +65,8 @@ def _of_fitgpt(config: RunConfig) -> Found:
     for saver in SAVERS:
         knob, _, text = saver.flag.removeprefix("--").partition("=")
         if knob not in ("recompute", "loss_chunk"):
-            knobs = {knob: parse_value(RunConfig, knob, text or "True"), **_conditions(config, knob)}
+            value = parse_value(RunConfig, knob, text or "True")
+            knobs = {knob: value, **_conditions(knob, value)}
             family = text if knob == "optimizer" else knob  # of two optimizers neither is more of the other
             costs = f"{saver.costs}{_other_steps(config, knobs)}"
             yield _option(config, family, _a_parameter(saver.saves), costs, exact=saver.exact, **knobs)
@@ -131,12 +132,13 @@ def _blocks(config: RunConfig, trainer: str) -> Found:
                       eval_block_size=min(config.eval_block_size, half))
 
 
-def _conditions(config: RunConfig, knob: str) -> dict[str, Any]:
+def _conditions(knob: str, value: Any) -> dict[str, Any]:
     """What a saver needs besides its own flag."""
-    elsewhere = {"gradients": "freed", "states": "early"}
     if knob == "step_in_backward":
-        return {"gradient_accumulation_steps": 1, "grad_clip": 0.0, **elsewhere}
-    return elsewhere if knob == "offload" else {}
+        return {"gradient_accumulation_steps": 1, "grad_clip": 0.0, "gradients": "freed", "states": "early"}
+    if knob == "offload":
+        return {"states": "early", **({"gradients": "freed"} if value == "gradients" else {})}
+    return {}
 
 
 def _other_steps(config: RunConfig, knobs: dict[str, Any]) -> str:

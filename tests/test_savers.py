@@ -72,4 +72,4 @@ def taken(*flags: str) -> RunConfig:
 SUITS = {"--step_in_backward": ("--gradient_accumulation_steps=1", "--grad_clip=0")}
 OTHERWISE = {"optimizer": "--optimizer=muon", "offload": "--offload=optimizer", "weights": "--weights=bfloat16",
              "dtype": "--dtype=float16", "gradient_accumulation_steps": "--gradient_accumulation_steps=2",
-             "grad_clip": "--grad_clip=1"}
+             "grad_clip": "--grad_clip=1", "gradients": "--gradients=kept", "states": "--states=late"}

@@ -31,10 +31,11 @@ SAVERS = (
     Saver("--recompute=input", True, "18 bytes × tokens × C in each layer: everything but the block's input; the "
           "same as --grad_checkpoint", "the whole forward pass again: a third more arithmetic"),
     Saver("--offload=optimizer", True, "8P: AdamW's moments live in the host's memory (16P there)",
-          "a copy of gradients and weights over the bus at every step, and AdamW on the CPU", "optimizer=adamw"),
+          "a copy of gradients and weights over the bus at every step, and AdamW on the CPU",
+          "optimizer=adamw, states=early"),
     Saver("--offload=gradients", True, "12P: gradients too, each leaves the card as it is made",
           "gradients over the bus at every micro-step, weights at every step, AdamW on the CPU; no recorded GPU work",
-          "optimizer=adamw"),
+          "optimizer=adamw, gradients=freed, states=early"),
     Saver("--casts=brief", True, "2 bytes for each number of the matrices against --casts=kept: copies of them in half "
           "precision live as long as the product that needs them; the default",
           "each is made twice a micro-step instead of once a step: not timed"),
@@ -55,7 +56,7 @@ SAVERS = (
     Saver("--step_in_backward", False, "nearly all gradients: each is applied as it is made",
           "no clipping, no accumulation, no skipping of a step that is not finite",
           "gradient_accumulation_steps=1, grad_clip=0, dtype other than float16, optimizer=adamw or adam8bit, "
-          "offload=none"),
+          "offload=none, gradients=freed, states=early"),
 )
 
 # What a block keeps between the forward and the backward pass, besides its input. Nested: each level keeps less

@@ -86,6 +86,10 @@ def question_of(assignments: Sequence[Assignment]) -> Question:
     own = knobs_of(FitQuestions)
     asked = build(FitQuestions, [each for each in assignments if each.key in own])
     said, notes = run_of([each for each in assignments if each.key not in own or each.key == "budget"])
+    if said.eval_only:
+        raise UsageError("With eval_only nothing is trained, and `fitgpt fit` looks for the fastest training.",
+                         "fitgpt plan, with the same words, says whether the evaluation fits and what would make it; "
+                         "or --eval_only=False")
     config, data, missing, more = with_data(said)
     where = PlanQuestions(gpu=asked.gpu, budget=asked.budget, others=asked.others, torch=asked.torch,
                           tokens=asked.tokens, epochs=asked.epochs, hours=asked.hours)
@@ -144,6 +148,8 @@ def for_train(said: RunConfig) -> tuple[RunConfig, list[str]]:
     from .driver import survey
 
     said = replace(said, fit=False)
+    if said.eval_only:
+        return said, ["fit: nothing to choose, because nothing is trained."]
     if said.device in ("cpu", "mps") or not survey().gpus:
         return said, ["fit: nothing to choose, because there is no NVIDIA GPU here."]
     config = with_data(said)[0]

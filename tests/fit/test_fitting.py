@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -358,6 +359,15 @@ def test_savers_that_cost_nothing_are_on_whatever_is_looked_for(say: Any, questi
     plain, off = ((told["chosen"] or told["least"]) for told in (plain, off))
     assert off["needs_bytes"] == plain["needs_bytes"]
     assert set(off["flags"]) == {*plain["flags"], "--gradients=freed", "--states=early"}
+
+
+def test_a_run_that_only_evaluates_is_not_fitted(say: Any) -> None:
+    told = say("run.py", "--gpu", "4070", "--eval_only")
+    assert told.code == 2
+    assert "fitgpt plan" in told.err
+    asked = RunConfig(fit=True, eval_only=True)
+    assert fitting.for_train(asked) == (
+        replace(asked, fit=False), ["fit: nothing to choose, because nothing is trained."])
 
 
 def test_neither_torch_nor_numpy_is_loaded(say: Any) -> None:

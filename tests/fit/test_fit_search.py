@@ -14,7 +14,7 @@ from fitgpt import cards
 from fitgpt.config import RunConfig, diff
 from fitgpt.errors import UsageError
 from fitgpt.fit import choose, search
-from fitgpt.fit.choose import Here, fit, fit_config
+from fitgpt.fit.choose import Here, because, fit, fit_config
 from fitgpt.fit.closed import in_words, lowered, mix_of, raised
 from fitgpt.fit.permission import in_words as in_allow
 from fitgpt.fit.permission import parse_allow, ways
@@ -155,6 +155,14 @@ def test_every_change_is_a_decision_with_its_reason() -> None:
     assert told == {knob: (was, now) for knob, was, now in diff(SMALL, found.chosen.config)}
     assert all(decision.why for decision in found.decisions)
     assert any("it would need about" in decision.why for decision in found.decisions)
+
+
+def test_why_a_larger_micro_batch_is_faster_depends_on_where_gradients_go() -> None:
+    here = Here(SETTING, budget_of(900 * MiB), CARD)
+    for offload, words in (("none", "larger products"), ("gradients", "gradients leave the card less often")):
+        said = replace(SMALL, offload=offload)
+        decision, = because(said, replace(said, batch_size=16, gradient_accumulation_steps=2), here)
+        assert words in decision.why
 
 
 def test_a_plan_says_that_it_spends_all_only_where_a_layer_could_keep_more() -> None:

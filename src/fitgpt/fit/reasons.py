@@ -82,8 +82,9 @@ def _stays(said: RunConfig, chosen: RunConfig, knobs: tuple[str, ...]) -> str:
 
 def _how(said: RunConfig, chosen: RunConfig, knobs: tuple[str, ...]) -> str:
     """What makes the difference, where it may not be plain."""
-    told = {"batch_size": (chosen.batch_size > said.batch_size, "larger products fill the card better",
-                           "fewer sequences are held at once"),
+    larger = "gradients leave the card less often" if chosen.offload == "gradients" else (
+        "larger products fill the card better")
+    told = {"batch_size": (chosen.batch_size > said.batch_size, larger, "fewer sequences are held at once"),
             "loss_chunk": (chosen.loss_chunk > loss_piece_tokens(
                 chosen.batch_size * chosen.block_size, chosen.vocab_size, said.loss_chunk),
                 "the gradient of the head's weights is summed in fewer rounds", "fewer logits exist at once"),

@@ -78,6 +78,8 @@ def examine() -> Iterator[Finding]:
 
 @dataclass(frozen=True)
 class Machine:
+    """What is looked at before anything is said of it."""
+
     environment: Mapping[str, str]
     survey: Survey
     misnamed: DeviceError | None        # CUDA_VISIBLE_DEVICES names a GPU that is not there

@@ -18,6 +18,8 @@ from .units import MiB
 
 @dataclass(frozen=True)
 class GpuProcess:
+    """A program that has memory of the card."""
+
     pid: int
     name: str | None
     nbytes: int | None

@@ -73,6 +73,8 @@ class MemoryReading:
 
 @dataclass(frozen=True)
 class Evaluation:
+    """The loss over fixed windows of each split, at one step, and what it took."""
+
     step: int
     losses: tuple[SplitLoss, ...]
     tokens_per_s: float

@@ -20,6 +20,8 @@ SAME_CARD = 0.004  # how far two prints of what CUDA gives of one model may diff
 
 @dataclass(frozen=True)
 class Run:
+    """Whose memory is explained."""
+
     config: RunConfig
     trainer: str
     setting: Setting

@@ -14,6 +14,8 @@ from .unsaid import Tried
 
 @dataclass(frozen=True)
 class Facts:
+    """What is known of a refusal, as far as it is."""
+
     message: OutOfMemory
     phase: str = ""               # load, eval, forward, backward or step, by the traceback; empty: not known
     fill: Filling | None = None

@@ -22,6 +22,8 @@ LARGE_CONTEXT = GiB
 
 @dataclass(frozen=True)
 class Rule:
+    """A cause: how it is recognised, and what to do about it."""
+
     code: str
     title: str
     shown_by: str                     # the pattern, in words

@@ -23,6 +23,8 @@ _STAT_PROCESS = re.compile(r"([\w.+-]+)/(\d+)\((\d+)M\)")
 
 @dataclass(frozen=True)
 class ScreenProcess:
+    """A line of the list of processes."""
+
     pid: int
     name: str
     nbytes: int | None
@@ -35,6 +37,8 @@ class ScreenProcess:
 
 @dataclass(frozen=True)
 class ScreenGpu:
+    """A card, as the screen has it."""
+
     index: int
     name: str           # may be cut: "NVIDIA GeForce ..."
     used: int | None

@@ -21,6 +21,8 @@ CUDNN_PREFERRED = ((9, 0), (10, 0), (10, 3))  # where torch tries cuDNN's attent
 
 @dataclass(frozen=True)
 class Setting:
+    """What a tape depends on besides the config."""
+
     capability: tuple[int, int] = (9, 0)
     torch: str = DEFAULT_TORCH
     expandable: bool = True   # fitgpt's own runs: not on Windows, whose torch has none

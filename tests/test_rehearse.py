@@ -15,6 +15,7 @@ import fitgpt.run as run_module
 from fitgpt import rehearse
 from fitgpt.config import RunConfig
 from fitgpt.engine import rehearsal
+from fitgpt.engine.loop import Training
 from fitgpt.engine.optim import AdamW
 from fitgpt.errors import DeviceError, DoesNotFit, Interrupted, SystemFault, UsageError
 from fitgpt.foreseen import phases_of
@@ -34,6 +35,7 @@ SAVERS: dict[str, dict[str, Any]] = {
     "plain": {}, "dropout": dict(dropout=0.2), "float16": dict(dtype="float16", dropout=0.1),
     "muon": dict(optimizer="muon"), "adam8bit": dict(optimizer="adam8bit"),
     "bfloat16 weights": dict(weights="bfloat16", residual="bfloat16", dtype="bfloat16"),
+    "late": dict(states="late", gradients="kept"), "kept casts": dict(casts="kept", dtype="bfloat16"),
     "offload": dict(offload="optimizer"), "offloaded gradients": dict(offload="gradients"),
     "at once": dict(step_in_backward=True, gradient_accumulation_steps=1, batch_size=8, grad_clip=0.0),
     "at once, rounded": dict(step_in_backward=True, gradient_accumulation_steps=1, batch_size=8, grad_clip=0.0,
@@ -71,14 +73,32 @@ def test_with_and_without_a_rehearsal_all_is_the_same_bit_for_bit(tmp_path: Path
     assert any(row["kind"] == "rehearsal" for row in read_metrics(Path(rehearsed.out_dir) / "metrics.jsonl"))
 
 
-def test_a_rehearsal_puts_the_dice_back_and_leaves_no_gradient(tmp_path: Path) -> None:
-    config = replace(tiny_config(tmp_path, dropout=0.3), dtype="float32")
-    training = run_module.build_training(config, run_module.resolve_device("cpu", "float32", False))
-    torch.manual_seed(7)
-    before, scaler = torch.get_rng_state(), training.scaler.to_dict()
+def built(config: RunConfig) -> Training:
+    return run_module.build_training(config, run_module.resolve_device("cpu", "float32", False))
+
+
+def rehearse_it(training: Training, config: RunConfig) -> None:
     dataset = run_module.open_dataset(config.dataset)
     rehearsal.rehearse(training, config, lambda short: run_module.training_feed(
         short, dataset, training.device, run_module.Ranks()), lambda: None, rehearsal.Peaks(training.device))
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adam8bit", "muon"])
+def test_states_that_come_late_are_not_there_before_or_after_a_rehearsal(tmp_path: Path, optimizer: str) -> None:
+    config = tiny_config(tmp_path, states="late", optimizer=optimizer, dtype="float32")
+    training = built(config)
+    assert training.optimizer.held() == {}
+    rehearse_it(training, config)
+    assert training.optimizer.held() == {}
+    assert training.optimizer.tensors().keys() == built(replace(config, states="early")).optimizer.held().keys()
+
+
+def test_a_rehearsal_puts_the_dice_back_and_leaves_no_gradient(tmp_path: Path) -> None:
+    config = replace(tiny_config(tmp_path, dropout=0.3), dtype="float32")
+    training = built(config)
+    torch.manual_seed(7)
+    before, scaler = torch.get_rng_state(), training.scaler.to_dict()
+    rehearse_it(training, config)
     assert torch.equal(torch.get_rng_state(), before)
     assert training.scaler.to_dict() == scaler
     assert training.step == 0

@@ -104,6 +104,12 @@ def replay(tape: Tape, cap: int | None = None, *, expandable: bool = False, desc
     return Timeline(tape, changes + more, segments, None, begun)
 
 
+def as_asked(tape: Tape) -> Timeline:
+    """As if every block were just as large as what is in it: what tensors take at least, and nothing of segments."""
+    sizes = {nbytes: rounded(nbytes) for nbytes in {event[3] for event in tape.events}}
+    return Timeline(tape, [sizes[event[3]] if event[0] else -sizes[event[3]] for event in tape.events], [], None)
+
+
 def reserved_in_other_orders(tape: Tape) -> tuple[int, ...]:
     """What is reserved where a driver hands out addresses in other orders than the usual.
 

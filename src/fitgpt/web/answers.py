@@ -15,11 +15,10 @@ from ..config import RunConfig
 from ..errors import UsageError
 from ..fit.speed import estimate
 from ..memory import forecast
-from ..memory.allocator import Timeline, begun_of, replay
+from ..memory.allocator import Timeline, as_asked, begun_of, replay
 from ..memory.basis import basis_of
 from ..memory.blocks import LARGE_SEGMENT, rounded, segment_size
 from ..memory.setting import Setting
-from ..memory.tape import Tape
 from ..memory.thinned import one_step
 from ..nouns import Budget, SpeedEstimate
 from ..outlook import outlook
@@ -44,12 +43,6 @@ DEEP = 24  # layers: of more, nanoGPT's tape takes longer to write and to replay
 def replayed(config: RunConfig, setting: Setting, trainer: str) -> Timeline:
     """The whole run without a cap. `config` is settled."""
     return replay(forecast.tape_of(config, setting, trainer), expandable=_expands(setting, trainer))
-
-
-def as_asked(tape: Tape) -> Timeline:
-    """As if every block were just as large as what is in it: what tensors take at least, and nothing of segments."""
-    sizes = {nbytes: rounded(nbytes) for nbytes in {event[3] for event in tape.events}}
-    return Timeline(tape, [sizes[event[3]] if event[0] else -sizes[event[3]] for event in tape.events], [], None)
 
 
 @lru_cache(maxsize=256)

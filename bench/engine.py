@@ -41,6 +41,7 @@ CASES: dict[str, dict[str, Any]] = {
     "77m": dict(n_layer=12, n_head=12, n_embd=576, block_size=1024, batch_size=16, accumulation=4, dtype="float16"),
     "30m": dict(n_layer=6, n_head=6, n_embd=384, block_size=512, batch_size=16, accumulation=4, dtype="float16"),
 }
+BEGUN = time.perf_counter()
 PEAK_FLOPS = 989e12  # H200's dense bfloat16 rate, its vendor's
 LOSSY = dict(weights="bfloat16", residual="bfloat16", optimizer="adam8bit")
 OURS: dict[str, dict[str, Any]] = {
@@ -88,9 +89,13 @@ def main() -> None:
             started[name] = Contender(case, Path(caches) / name.replace(" ", "_"))
             if not options.together:
                 started[name].wait()
+                progress(f"{name} has made its first step")
         for each in started.values():
             each.wait()
-        turns = [{name: each.ask("train") for name, each in started.items()} for _ in range(options.repeats)]
+        turns = []
+        for number in range(options.repeats):
+            turns.append({name: each.ask("train") for name, each in started.items()})
+            progress(f"round {number + 1} of {options.repeats}")
         summaries = [summary(name, each, [turn[name] for turn in turns]) for name, each in started.items()]
         for row in summaries if "exact" in names else []:
             if row["contender"] == "exact":
@@ -113,6 +118,10 @@ def main() -> None:
              "steps": options.steps, "cap_bytes": cap, "together": options.together,
              "command": " ".join(["python", "bench/engine.py", *map(_as_typed, sys.argv[1:])]), "rows": summaries},
             indent=1) + "\n")
+
+
+def progress(words: str) -> None:
+    print(f"{time.perf_counter() - BEGUN:6.1f} s  {words}", file=sys.stderr, flush=True)
 
 
 def case_of(case: str, name: str, cap: int | None) -> dict[str, Any]:

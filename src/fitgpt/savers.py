@@ -38,7 +38,7 @@ SAVERS = (
           "optimizer=adamw, gradients=freed, states=early"),
     Saver("--casts=brief", True, "2 bytes for each number of the matrices against --casts=kept: copies of them in half "
           "precision live as long as the product that needs them; the default",
-          "each is made twice a micro-step instead of once a step: not timed"),
+          "each is made twice a micro-step instead of once a step: 0.6 % slower (124M on an H200)"),
     Saver("--gradients=freed", True, "4P while a run evaluates, against --gradients=kept: each step's gradients go "
           "once they are applied, unless recorded GPU work knows their places; the default", "nothing: not timed"),
     Saver("--states=early", True, "nothing in the end, but against --states=late no step asks for more than the first: "

@@ -80,11 +80,19 @@ def test_a_deep_run_of_nanogpts_that_cannot_fit_is_told_so_from_its_tensors_size
     assert "or more" in told["words"]
 
 
-def test_where_a_deep_run_may_fit_it_is_replayed_before_anything_is_said() -> None:
-    deep = dict(trainer="nanogpt", n_layer=24, n_head=16, n_embd=1024)
-    assert answers.plan(asked(**deep, batch_size=12))["draft"]
-    assert not answers.plan(asked(**deep, batch_size=12, gpu="RTX 4090"))["draft"]
-    assert not answers.plan(asked(**deep, batch_size=2))["draft"]
+@pytest.mark.parametrize("compiled", [True, False])
+def test_whether_a_deep_run_fits_whose_tensors_do_is_left_open_until_it_is_replayed(compiled: bool) -> None:
+    deep = asked(trainer="nanogpt", n_layer=24, n_head=16, n_embd=1024, batch_size=2, compile=compiled)
+    told, whole, exact = answers.plan(deep), answers.whole(deep), answers.exact(deep)
+    assert (told["draft"], told["fits"], told["verdict"]) == (True, None, "Its tensors fit")
+    assert "worked out" in told["words"]
+    assert (whole["draft"], whole["fits"], exact["fits"]) == (False, True, True)
+    assert 0.97 * whole["peak"] <= told["peak"] <= whole["peak"]
+
+
+def test_of_a_shallow_run_and_of_fitgpt_the_whole_answer_comes_at_once() -> None:
+    assert not answers.plan(asked(trainer="nanogpt", n_layer=12))["draft"]
+    assert not answers.plan(asked(trainer="fitgpt", n_layer=48, n_head=25, n_embd=1600))["draft"]
 
 
 def test_the_notes_run_does_not_fit_beside_other_programs_and_fits_alone_or_with_fitgpt() -> None:

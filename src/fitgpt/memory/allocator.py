@@ -5,7 +5,7 @@ The rules are in native.py and expandable.py; here is what is asked of them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
@@ -36,7 +36,7 @@ class Timeline:
 
     @cached_property
     def allocated(self) -> list[int]:
-        return list(accumulate(self.changes))
+        return self.tape.heights if self.changes is self.tape.changes else list(accumulate(self.changes))
 
     @property
     def reserved(self) -> int:
@@ -90,24 +90,33 @@ class Timeline:
 def replay(tape: Tape, cap: int | None = None, *, expandable: bool = False, descending: int = DESCENDING) -> Timeline:
     """The tape, to its end or to the event that the cap refuses."""
     allocator = Expandable() if expandable else Native(descending)
-    changes: list[int] = []
+    extra: dict[int, int] = {}
     segments: list[tuple[int, int]] = []
     if cap is not None or descending != DESCENDING:
-        return Timeline(tape, changes, segments, allocator.follow(tape.steps, 0, cap, changes, segments))
+        failed = allocator.follow(tape.steps, 0, cap, extra, segments)
+        return Timeline(tape, _changes(tape, extra, failed), segments, failed)
     least = tape.asked_at_most // ROUND_SEGMENT * ROUND_SEGMENT
-    at = allocator.follow(tape.steps, 0, least, changes, segments, gives_back=False)
-    if at is None:
-        return Timeline(tape, changes, segments, None)
-    begun = Begun(tape, allocator.copy(), at, max((held for _, held in segments), default=0))
-    more: list[int] = []
-    allocator.follow(tape.steps, at, None, more, segments)
-    return Timeline(tape, changes + more, segments, None, begun)
+    at = allocator.follow(tape.steps, 0, least, extra, segments, gives_back=False)
+    begun = None
+    if at is not None:
+        begun = Begun(tape, allocator.copy(), at, max((held for _, held in segments), default=0))
+        allocator.follow(tape.steps, at, None, extra, segments)
+    return Timeline(tape, _changes(tape, extra), segments, None, begun)
+
+
+def _changes(tape: Tape, extra: Mapping[int, int], failed: int | None = None) -> list[int]:
+    """What events did to the bytes allocated: what they asked for, and a few of them more."""
+    if failed is None and not extra:
+        return tape.changes
+    changes = tape.changes[:failed]
+    for number, more in extra.items():
+        changes[number] += more
+    return changes
 
 
 def as_asked(tape: Tape) -> Timeline:
     """As if every block were just as large as what is in it: what tensors take at least, and nothing of segments."""
-    sizes = {nbytes: rounded(nbytes) for nbytes in {event[3] for event in tape.events}}
-    return Timeline(tape, [sizes[event[3]] if event[0] else -sizes[event[3]] for event in tape.events], [], None)
+    return Timeline(tape, tape.changes, [], None)
 
 
 def reserved_in_other_orders(tape: Tape) -> tuple[int, ...]:
@@ -119,14 +128,15 @@ def reserved_in_other_orders(tape: Tape) -> tuple[int, ...]:
     orders = HALF_ASCENDING, ALWAYS_ASCENDING
     if any(step[0] == NONE_SERVES for step in tape.steps):
         return tuple(replay(tape, descending=order).reserved for order in orders)
-    in_small, in_large = ([step for step in tape.steps if step[3] % 2 == small] for small in (1, 0))
+    in_small, in_large = ([(*step[:4], None) if step[4] else step for step in tape.steps if step[3] % 2 == small]
+                          for small in (1, 0))  # without what is brief in both
     of_small = _reserved(in_small, HALF_ASCENDING)
     return tuple(of_small + _reserved(in_large, order) for order in orders)
 
 
 def _reserved(steps: Sequence[Step], descending: int) -> int:
     allocator = Native(descending)
-    allocator.follow(steps, 0, None, [], [])
+    allocator.follow(steps, 0, None, {}, [])
     return allocator.reserved
 
 
@@ -185,7 +195,7 @@ class Begun:
     def go_on(self, cap: int, *, gives_back: bool = True) -> bool:
         """To the end, or to the event that the cap refuses; without giving anything back, to the first such event."""
         segments: list[tuple[int, int]] = []
-        refused = self._allocator.follow(self._tape.steps, self._at, cap, [], segments, gives_back=gives_back)
+        refused = self._allocator.follow(self._tape.steps, self._at, cap, {}, segments, gives_back=gives_back)
         self.reserved = max(self.reserved, max((held for _, held in segments), default=0))
         self._at = len(self._tape.events) if refused is None else refused
         return refused is None

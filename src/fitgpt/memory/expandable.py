@@ -12,6 +12,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from itertools import islice
+from operator import length_hint
 
 from .blocks import ADDRESS, LARGE_SEGMENT, SMALL_SEGMENT, SPLIT, Caps, segment_size
 from .tape import NONE_SERVES, RECORDED, Step
@@ -159,11 +160,22 @@ class Expandable:
         other._ranges = [each.copy() for each in self._ranges]
         return other
 
-    def follow(self, steps: Sequence[Step], begin: int, cap: int | None, changes: list[int],
+    def follow(self, steps: Sequence[Step], begin: int, cap: int | None, extra: dict[int, int],
                segments: list[tuple[int, int]], *, gives_back: bool = True) -> int | None:
-        """As Native.follow."""
-        ranges, taken, note = self._ranges, self._taken, changes.append
-        for asks, cut, tensor, home in islice(steps, begin, None) if begin else steps:
+        """As Native.follow; but no block is larger than what is asked for."""
+        ranges, taken = self._ranges, self._taken
+        ahead = iter(steps[begin:] if begin else steps)
+        for asks, cut, tensor, home, brief in ahead:
+            if brief:
+                length, parts = brief
+                for wanted, _, where in parts:
+                    room = ranges[where].free
+                    if not room or room[-1] < wanted:
+                        break
+                else:
+                    for _ in islice(ahead, length):
+                        pass
+                    continue
             pool = ranges[home]
             free, starts, ends = pool.free, pool.starts, pool.ends
             if asks:
@@ -179,27 +191,26 @@ class Expandable:
                     end = starts.pop(address)
                 elif asks == NONE_SERVES:
                     self.release()
-                    segments.append((begin + len(changes), self.reserved))
-                    note(0)
+                    segments.append((len(steps) - length_hint(ahead) - 1, self.reserved))
                     continue
                 else:
                     size, held = asks >> SPLIT, self.reserved
-                    wanted = segment_size(size)
+                    wanted, number = segment_size(size), len(steps) - length_hint(ahead) - 1
                     if cap is not None and held + wanted > cap:
                         if not gives_back:
-                            return begin + len(changes)
+                            return number
                         self.caps.refused(held + wanted)
                         if home // 2 == RECORDED:  # while work is recorded, nothing is given back
-                            return begin + len(changes)
+                            return number
                         self.release()
                         if self.reserved + wanted > cap:
                             self.caps.refused(self.reserved + wanted)
-                            return begin + len(changes)
+                            return number
                     self.caps.granted(self.reserved + wanted)
                     address, mapped = pool.map(size)
                     self.reserved += mapped
                     if self.reserved != held:
-                        segments.append((begin + len(changes), self.reserved))
+                        segments.append((number, self.reserved))
                     end = starts.pop(address)
                     block = end - address << SPLIT | address
                     at = bisect_left(free, block)
@@ -213,10 +224,8 @@ class Expandable:
                 else:
                     del ends[end]
                 taken[tensor] = address, end, home
-                note(end - address)
                 continue
             address, end, _ = taken.pop(tensor)
-            note(address - end)
             if end in starts:
                 after = starts.pop(end)
                 del free[bisect_left(free, after - end << SPLIT | end)]

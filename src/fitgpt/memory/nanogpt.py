@@ -33,15 +33,16 @@ def write(run: NanoGPTRun, *, gpu: Gpu = H200, eval_batches: int = 2, iterations
           micro_steps: int = 4) -> Tape:
     """The tape of a run with `eval_batches` of each split and that many iterations between two evaluations.
 
-    `micro_steps` is the most that are written of an iteration: beyond four, only odd or even was seen to matter. Of
-    iterations, three, or four of single steps: what is reserved was seen to grow until the third, and whether the last
-    one is even or odd to matter.
+    `micro_steps` is the most that are written of an iteration: beyond four, only odd or even was seen to matter; where
+    there are more than four, two do for the last one. Of iterations, three, or four of single steps: what is reserved
+    was seen to grow until the third, and whether the last one is even or odd to matter. See docs/log.md.
     """
     writer = Writer()
     model = (CompiledGPT if run.compile else EagerGPT)(run, writer, gpu)
     asked = run.gradient_accumulation_steps
     written = asked if asked <= micro_steps else micro_steps - (asked - micro_steps) % 2
-    return Loop(run, writer, model, max(written, 1)).run(eval_batches, iterations or (3 if written > 1 else 4))
+    last = 2 if written == 4 < asked else max(written, 1)
+    return Loop(run, writer, model).run(eval_batches, iterations or (3 if written > 1 else 4), max(written, 1), last)
 
 
 def held_at_least(run: NanoGPTRun, gpu: Gpu = H200) -> int:
@@ -71,15 +72,15 @@ def _kept_eager(run: NanoGPTRun, gpu: Gpu) -> int:
 class Loop:
     """train.py, from the top to the bottom."""
 
-    def __init__(self, run: NanoGPTRun, writer: Writer, model: Model, micro_steps: int) -> None:
-        self.r, self.w, self.model, self.micro_steps = run, writer, model, micro_steps
+    def __init__(self, run: NanoGPTRun, writer: Writer, model: Model) -> None:
+        self.r, self.w, self.model = run, writer, model
         self.scaled = run.dtype == "float16"
         self.parameters = run.parameters()
         self.batch = ""        # the names of what X, `logits` and `loss` are bound to; Y is X's with a prime
         self.fetched = 0
         self.bound: tuple[str, ...] = ()
 
-    def run(self, eval_batches: int, iterations: int) -> Tape:
+    def run(self, eval_batches: int, iterations: int, micro_steps: int, in_the_last: int) -> Tape:
         w = self.w
         w.phase("load")
         for name, numbers, _ in self.parameters:
@@ -90,11 +91,11 @@ class Loop:
         if self.r.eval_only:
             return w.tape()
         w.phase("first_train")
-        self.micro_batches()
+        self.micro_batches(micro_steps)
         self.step(first=True)
-        for _ in range(iterations - 1):
+        for left in reversed(range(iterations - 1)):
             w.phase("train")
-            self.micro_batches()
+            self.micro_batches(micro_steps if left else in_the_last)
             w.phase("step")
             w.part("step", (), partial(self.step, first=False))
         w.phase("eval")
@@ -133,8 +134,8 @@ class Loop:
         w.free(*bound)
         self.model.leave_autocast(grad=False)
 
-    def micro_batches(self) -> None:
-        for micro_step in range(self.micro_steps):
+    def micro_batches(self, count: int) -> None:
+        for micro_step in range(count):
             batch, following, bound = self.batch, self.next_batch(), self.bound
             outputs = (f"logits of {batch}", f"loss of {batch}")
             names = (batch, f"{batch}'", following, f"{following}'", *outputs, *bound)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from itertools import islice
+from operator import length_hint
 
 from ..units import MiB
 from .blocks import ADDRESS, ROUND, SMALL, SPLIT, Caps, segment_size
@@ -23,7 +24,8 @@ from .tape import NONE_SERVES, RECORDED, Step
 DESCENDING = 0
 HALF_ASCENDING, ALWAYS_ASCENDING = 32 * MiB, 2**62  # other orders that a driver may have
 
-WORTH_KEEPING = (SMALL + 1 << SPLIT, 1 << SPLIT) * 3  # in each pool: the least that becomes a block of its own
+ONE_BYTE = 1 << SPLIT
+WORTH_KEEPING = (SMALL + 1 << SPLIT, ONE_BYTE) * 3  # in each pool: the least that becomes a block of its own
 
 
 class Native:
@@ -40,7 +42,8 @@ class Native:
         self._starts: dict[int, int] = {}    # where the free block ends that begins at an address
         self._ends: dict[int, int] = {}      # … and the one that ends there
         self._segments: dict[int, int] = {}  # by address
-        self._taken: dict[str, tuple[int, int, int, int]] = {}  # by tensor: address, end, the two as a block, pool
+        # By tensor: its address, its end, the two as a block, its pool, and by how much it is larger than asked for.
+        self._taken: dict[str, tuple[int, int, int, int, int]] = {}
         self._above = self._below = ADDRESS // 2  # where the next low segment begins, and where the last high one did
 
     def copy(self) -> Native:
@@ -51,17 +54,29 @@ class Native:
         other._taken, other.caps = self._taken.copy(), self.caps.copy()
         return other
 
-    def follow(self, steps: Sequence[Step], begin: int, cap: int | None, changes: list[int],
+    def follow(self, steps: Sequence[Step], begin: int, cap: int | None, extra: dict[int, int],
                segments: list[tuple[int, int]], *, gives_back: bool = True) -> int | None:
         """Steps from `begin` on, to the end (None) or to the one that the cap refuses.
 
-        Notes what each did to the bytes allocated, and what is reserved from it on where that changed. One loop and no
-        calls: this is what a plan takes its time for.
+        Notes those that took or gave back `extra` bytes, beyond what is asked for, and what is reserved from one on
+        where that changed. One loop and no calls: this is what a plan takes its time for.
         """
-        pools, starts, ends, taken, note = self._pools, self._starts, self._ends, self._taken, changes.append
-        for asks, cut, tensor, home in islice(steps, begin, None) if begin else steps:
+        pools, starts, ends, taken = self._pools, self._starts, self._ends, self._taken
+        ahead = iter(steps[begin:] if begin else steps)
+        for asks, cut, tensor, home, brief in ahead:
             pool = pools[home]
             if asks:
+                if brief:
+                    length, parts = brief
+                    for wanted, less, where in parts:
+                        room = pools[where]
+                        at = bisect_left(room, wanted)
+                        if at == len(room) or ONE_BYTE <= room[at] - less < WORTH_KEEPING[where]:
+                            break
+                    else:
+                        for _ in islice(ahead, length):
+                            pass
+                        continue
                 at = bisect_left(pool, asks)
                 if at < len(pool):
                     block = pool[at]
@@ -69,28 +84,28 @@ class Native:
                     end = starts.pop(address)
                 elif asks == NONE_SERVES:
                     self.release()
-                    segments.append((begin + len(changes), self.reserved))
-                    note(0)
+                    segments.append((len(steps) - length_hint(ahead) - 1, self.reserved))
                     continue
                 else:
                     whole, held = segment_size(asks >> SPLIT), self.reserved
+                    number = len(steps) - length_hint(ahead) - 1
                     if cap is not None and held + whole > cap:
                         if not gives_back:
-                            return begin + len(changes)
+                            return number
                         self.caps.refused(held + whole)
                         if home // 2 == RECORDED:  # while work is recorded, nothing is given back
-                            return begin + len(changes)
+                            return number
                         self.release()
                         at = len(pool)
                         if self.reserved + whole > cap:
                             self.caps.refused(self.reserved + whole)
-                            return begin + len(changes)
+                            return number
                     self.caps.granted(self.reserved + whole)
                     address = self._segment(whole)
                     block, end = whole << SPLIT | address, address + whole
                     pool.append(block)
                     if self.reserved != held:
-                        segments.append((begin + len(changes), self.reserved))
+                        segments.append((number, self.reserved))
                 rest = block - cut
                 if rest >= WORTH_KEEPING[home]:
                     if at and rest < pool[at - 1]:
@@ -100,16 +115,18 @@ class Native:
                         pool[at] = rest
                     start = rest & ADDRESS
                     starts[start], ends[end] = end, rest
-                    taken[tensor] = address, start, asks | address, home
-                    note(start - address)
+                    taken[tensor] = address, start, asks | address, home, 0
                 else:
                     del pool[at]
                     ends.pop(end, None)
-                    taken[tensor] = address, end, block, home
-                    note(end - address)
+                    more = rest >> SPLIT
+                    taken[tensor] = address, end, block, home, more
+                    if more:
+                        extra[len(steps) - length_hint(ahead) - 1] = more
                 continue
-            address, end, block, _ = taken.pop(tensor)
-            note(address - end)
+            address, end, block, _, more = taken.pop(tensor)
+            if more:
+                extra[len(steps) - length_hint(ahead) - 1] = -more
             if end in starts:
                 beyond = starts.pop(end)
                 after = ends[beyond]
@@ -139,7 +156,7 @@ class Native:
     def release(self) -> None:
         """Gives wholly free segments back to the driver; those of recorded work stay while there is any: a replay
         writes there."""
-        is_recorded = any(home // 2 == RECORDED for _, _, _, home in self._taken.values())
+        is_recorded = any(home // 2 == RECORDED for _, _, _, home, _ in self._taken.values())
         for number, pool in enumerate(self._pools):
             if number // 2 == RECORDED and is_recorded:
                 continue

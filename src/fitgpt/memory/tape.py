@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache, cached_property
-from itertools import accumulate
+from functools import cached_property
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from ..nouns import PHASES
@@ -27,10 +27,15 @@ class Event(NamedTuple):
     pool: int = ORDINARY
 
 
-# An event as the allocator meets it: what it asks for, what that cuts off, the tensor's name, and its pool.
-# A free block is one number, its size above its address (see blocks.py): one of at least what is asked serves, and less
-# what is cut off it is what remains. A free asks for nothing. A plain tuple: a named one takes longer to take apart.
-Step = tuple[int, int, str, int]
+# One or two tensors that come and go with nothing between. Where there is room for them, nothing has happened: how
+# many steps that leaves out, and what is asked for in each pool, cut off there, and which pool that is.
+Brief = tuple[int, tuple[tuple[int, int, int], ...]]
+
+# An event as the allocator meets it: what it asks for, what that cuts off, the tensor's name, its pool, and what is
+# brief from here on. A free block is one number, its size above its address (see blocks.py): one of at least what is
+# asked serves, and less what is cut off it is what remains. A free asks for nothing. A plain tuple: a named one takes
+# longer to take apart.
+Step = tuple[int, int, str, int, Brief | None]
 NONE_SERVES = 1 << 2 * SPLIT  # what a release asks for
 
 
@@ -72,26 +77,30 @@ class Tape:
             copied = steps[source:source + length]
             for at in differ:
                 copied[at], = shapes.steps(self.events[start + at:start + at + 1])
+            _end_brief_parts(copied)
             steps += copied
         steps += shapes.steps(self.events[len(steps):])
         return tuple(steps)
 
     @cached_property
+    def changes(self) -> list[int]:
+        """What each event does to the bytes allocated, where a block is as large as what is asked for, rounded."""
+        sizes, changes = _Sizes(), list[int]()
+        for start, length, source, _ in [*self.copies, Copy(len(self.events), 0, 0, ())]:
+            changes += [sizes[event[3]] if event[0] else 0 if event[1] == RELEASE else -sizes[event[3]]
+                        for event in self.events[len(changes):start]]
+            changes += changes[source:source + length]
+        return changes
+
+    @cached_property
+    def heights(self) -> list[int]:
+        """What is allocated after each event, if so."""
+        return list(accumulate(self.changes))
+
+    @cached_property
     def asked_at_most(self) -> int:
         """The most that is asked for at one time: no cap below it can do."""
-        @cache
-        def rise(start: int, end: int) -> tuple[int, int]:
-            heights = list(accumulate([event[3] if event[0] else -event[3] for event in self.events[start:end]]))
-            return (heights[-1], max(heights)) if heights else (0, 0)
-
-        asked = most = done = 0
-        for start, length, source, _ in [*self.copies, Copy(len(self.events), 0, 0, ())]:
-            for part in ((done, start), (source, source + length)):
-                more, at_most = rise(*part)
-                most = max(most, asked + at_most)
-                asked += more
-            done = start + length
-        return most
+        return max(self.heights, default=0)
 
     def alive_at_end(self) -> dict[str, Event]:
         alive: dict[str, Event] = {}
@@ -103,12 +112,20 @@ class Tape:
         return alive
 
 
+class _Sizes(dict[int, int]):
+    """So many bytes, rounded. A tape has few."""
+
+    def __missing__(self, nbytes: int) -> int:
+        size = self[nbytes] = rounded(nbytes)
+        return size
+
+
 class _Shapes(dict[int, tuple[int, int, int]]):
-    """Of so many bytes: what they ask for, what that cuts off, which of a kind of work's two pools. A tape has few."""
+    """Of so many bytes: what they ask for, what that cuts off, which of a kind of work's two pools."""
 
     def __missing__(self, nbytes: int) -> tuple[int, int, int]:
         size = rounded(nbytes)
-        shape = self[nbytes] = size << SPLIT, (size << SPLIT) - size, int(size <= SMALL)
+        shape = self[nbytes] = *_asked(size), int(size <= SMALL)
         return shape
 
     def steps(self, events: Sequence[Event]) -> list[Step]:
@@ -118,8 +135,35 @@ class _Shapes(dict[int, tuple[int, int, int]]):
             asks, cut, home = self[event[3]]
             if not event[0]:
                 asks = NONE_SERVES if name == RELEASE else 0
-            steps.append((asks, cut, name, home + 2 * pool if pool else home))
+            steps.append((asks, cut, name, home + 2 * pool if pool else home, None))
+        _mark_brief_parts(steps)
         return steps
+
+
+def _asked(size: int) -> tuple[int, int]:
+    """What a block of that size asks for, and what it cuts off."""
+    return size << SPLIT, (size << SPLIT) - size
+
+
+def _mark_brief_parts(steps: list[Step]) -> None:
+    for at in [at for at, (step, after) in enumerate(pairwise(steps)) if step[0] and not after[0]]:
+        last, gone = steps[at:at + 2]
+        if last[2] == gone[2]:
+            steps[at] = (*last[:4], (1, ((last[0], last[1], last[3]),)))
+        elif at and at + 2 < len(steps):
+            first, gone_too = steps[at - 1], steps[at + 2]
+            if first[0] and not gone_too[0] and {first[2], last[2]} == {gone[2], gone_too[2]}:
+                if first[3] != last[3]:
+                    steps[at - 1] = (*first[:4], (3, ((first[0], first[1], first[3]), (last[0], last[1], last[3]))))
+                elif first[3] % 2:  # small blocks are as large as asked for: one that is large enough for both will do
+                    steps[at - 1] = (*first[:4], (3, ((*_asked(first[0] + last[0] >> SPLIT), first[3]),)))
+
+
+def _end_brief_parts(steps: list[Step]) -> None:
+    """What is brief ends within these steps, or is none."""
+    for behind, step in enumerate(reversed(steps[-3:])):
+        if step[4] and step[4][0] > behind:
+            steps[-1 - behind] = (*step[:4], None)
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ MOST_WAITING = 32  # in one lane
 SOON = 1.0         # seconds
 # Which lane a question goes to. The page moves with the first; others may take seconds, and what nobody waits for any
 # more is dropped.
-LANES = {"form": "quick", "plan": "quick", "step": "quick", "exact": "slow", "cards": "slow", "fixes": "fixes",
-         "fix": "fixes", "fit": "long", "explain": "long", "live": "live"}
+LANES = {"form": "quick", "plan": "quick", "whole": "quick", "step": "quick", "exact": "slow", "cards": "slow",
+         "fixes": "fixes", "fix": "fixes", "fit": "long", "explain": "long", "live": "live"}
 AT_ONCE = ("quick", "live")
 STANDING_BACK = 10  # how nice the other lanes' workers are: there are more of them than cores
 

@@ -26,8 +26,8 @@ Answer = dict[str, Any]
 Worked = Callable[[Question], Answer]
 
 # What follows from the settings alone: module and function, imported when first asked for, since no worker answers all.
-SETTLED = {"plan": "answers:plan", "step": "answers:step", "exact": "answers:exact", "cards": "answers:all_cards",
-           "fixes": "fixes:families", "fix": "fixes:fix", "fit": "fitted:fitted"}
+SETTLED = {"plan": "answers:plan", "whole": "answers:whole", "step": "answers:step", "exact": "answers:exact",
+           "cards": "answers:all_cards", "fixes": "fixes:families", "fix": "fixes:fix", "fit": "fitted:fitted"}
 
 
 def table(run: str = "") -> dict[str, Worked]:

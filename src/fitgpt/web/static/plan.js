@@ -1,4 +1,4 @@
-// The answer: at once from one replay, then exact. The newest question wins; those in between are never asked.
+// The answer: at once from one replay (or, where that takes long, a draft and then the replay), then exact. The newest question wins; those in between are never asked.
 import { ask, later } from "./ask.js";
 import * as bars from "./bars.js";
 import * as form from "./form.js";
@@ -46,6 +46,11 @@ const followUp = later(90, async () => {
   withdrawn = new AbortController();
   const { signal } = withdrawn, query = settings.query();
   if (shown === null) return;
+  if (shown.fits === null) {
+    const whole = await ask("whole", query, signal);
+    if (signal.aborted || !whole) return;
+    draw(whole);
+  }
   drawStep(await ask("step", query, signal), signal);
   const exact = await ask("exact", query, signal);
   if (signal.aborted || !exact) return;
@@ -58,7 +63,7 @@ function draw(plan) {
   byId("mend").hidden = true;
   if (wrong) return drawProblem(wrong);
   shown = plan;
-  state(plan.fits ? "fits" : "full", plan.verdict, "", plan.words);
+  state(plan.fits === null ? "waiting" : plan.fits ? "fits" : "full", plan.verdict, "", plan.words);
   byId("title").textContent = [plan.title, ...plan.notes].join(". ");
   bars.draw(plan.bars, compared?.ends);
   drawDifference(plan);

@@ -76,7 +76,7 @@ def test_a_deep_run_of_nanogpts_that_cannot_fit_is_told_so_from_its_tensors_size
     phases = {each["name"]: each["allocated"] for each in exact["phases"]}
     for row in told["bars"]["rows"]:
         assert sum(row["owners"].values()) == row["allocated"]
-        assert 0.97 * phases[row["name"]] <= row["allocated"] <= phases[row["name"]]
+        assert 0.97 * phases[row["name"]] <= row["allocated"] <= 1.05 * phases[row["name"]]
     assert "or more" in told["words"]
 
 
@@ -88,6 +88,14 @@ def test_whether_a_deep_run_fits_whose_tensors_do_is_left_open_until_it_is_repla
     assert "worked out" in told["words"]
     assert (whole["draft"], whole["fits"], exact["fits"]) == (False, True, True)
     assert 0.97 * whole["peak"] <= told["peak"] <= whole["peak"]
+
+
+def test_a_draft_that_is_too_near_to_the_limit_is_not_told() -> None:
+    deep = dict(trainer="nanogpt", n_layer=24, n_head=16, n_embd=1024, batch_size=2)
+    peak, outside = answers.plan(asked(**deep))["peak"], asked(**deep).place.budget.outside
+    for off, draft, does in ((1.001, True, None), (0.995, False, False), (0.94, True, False)):
+        told = answers.plan(asked(**deep, budget=f"{int((peak * off + outside) / 2**20)}MiB"))
+        assert (told["draft"], told["fits"]) == (draft, does), off
 
 
 def test_of_a_shallow_run_and_of_fitgpt_the_whole_answer_comes_at_once() -> None:

@@ -114,11 +114,6 @@ def _changes(tape: Tape, extra: Mapping[int, int], failed: int | None = None) ->
     return changes
 
 
-def as_asked(tape: Tape) -> Timeline:
-    """As if every block were just as large as what is in it: what tensors take at least, and nothing of segments."""
-    return Timeline(tape, tape.changes, [], None)
-
-
 def reserved_in_other_orders(tape: Tape) -> tuple[int, ...]:
     """What is reserved where a driver hands out addresses in other orders than the usual.
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from .. import cards, place
 from ..config import RunConfig
 from ..errors import UsageError
 from ..fit.speed import estimate
 from ..memory import forecast
-from ..memory.allocator import Timeline, as_asked, begun_of, replay
+from ..memory.allocator import Timeline, begun_of, replay
 from ..memory.basis import basis_of
 from ..memory.blocks import LARGE_SEGMENT, rounded, segment_size
 from ..memory.setting import Setting
@@ -37,7 +37,14 @@ NARROWEST_HEAD, WIDEST_HEAD = 8, 256
 DEEP = 13  # layers: nanoGPT's tape takes longer to write and to replay than the 50 ms in which a page answers
 
 
+OFF_AT_MOST = 0.05  # a draft's highest point, too high: see drafted.py
 VERDICTS = {True: "Fits", False: "Does not fit", None: "Its tensors fit"}
+
+
+class Held(NamedTuple):
+    allocated: int
+    owners: dict[str, int]
+    reserved: int = 0  # unknown in a draft
 
 
 # ---- one replay, kept
@@ -83,27 +90,37 @@ def of(asked: Asked) -> tuple[RunConfig, Timeline]:
 
 def plan(asked: Asked) -> Answer:
     """The whole answer, or a draft of it (see above): then `fits` is None where only a replay can tell."""
-    setting, budget = asked.place.setting, asked.place.budget
+    setting, limit = asked.place.setting, asked.place.budget.reserve_limit
     config = forecast.settled(asked.config, setting)
-    if asked.trainer != "nanogpt" or config.n_layer < DEEP:
+    if asked.trainer != "nanogpt" or config.n_layer < DEEP or config.eval_only:
         return whole(asked)
-    timeline = as_asked(forecast.short_tape_of_nanogpt(config, setting))
-    return _told(asked, config, timeline, None if peak_of(timeline) <= budget.reserve_limit else False, draft=True)
+    held = {phase: Held(*highest) for phase, highest in forecast.draft_of_nanogpt(config, setting).items()}
+    peak = max(each.allocated for each in held.values())
+    if limit < peak <= limit * (1 + OFF_AT_MOST):
+        return whole(asked)
+    return _told(asked, config, held, None if peak <= limit else False, draft=True)
 
 
 def whole(asked: Asked) -> Answer:
     config, timeline = of(asked)
-    return _told(asked, config, timeline,
-                 fits(config, asked.place.setting, asked.trainer, asked.place.budget.reserve_limit), draft=False)
+    fitting = fits(config, asked.place.setting, asked.trainer, asked.place.budget.reserve_limit)
+    return _told(asked, config, _highest(timeline), fitting, draft=False)
 
 
-def _told(asked: Asked, config: RunConfig, timeline: Timeline, fitting: bool | None, *, draft: bool) -> Answer:
+def _highest(timeline: Timeline) -> dict[str, Held]:
+    """By phase: what lies on the card at its highest point, and whose it is."""
+    peaks = {phase: peak for phase, peak in timeline.peaks().items() if phase in BARS}
+    owners = owners_at(timeline, {peak.event for peak in peaks.values()})
+    return {phase: Held(peak.allocated, owners[peak.event], peak.reserved) for phase, peak in peaks.items()}
+
+
+def _told(asked: Asked, config: RunConfig, held: dict[str, Held], fitting: bool | None, *, draft: bool) -> Answer:
     budget, title = asked.place.budget, _title(asked, config)
-    words, verdict = _at_once(timeline, budget, fitting), VERDICTS[fitting]
+    peak, reserved = max(each.allocated for each in held.values()), max(each.reserved for each in held.values())
+    words, verdict = _at_once(peak, reserved, budget, fitting), VERDICTS[fitting]
     return {
         "fits": fitting, "verdict": verdict, "words": words, "draft": draft, "title": title,
-        "trainer": asked.trainer,
-        "peak": peak_of(timeline), "bars": _bars(timeline, budget),
+        "trainer": asked.trainer, "peak": peak, "bars": _bars(held, budget),
         "command": command(asked), "plan_command": plan_command(asked),
         "config_file": config_file(asked, f"{title}. {verdict}: {words}"),
         "means": {"dtype": config.dtype, "compile": str(config.compile), "torch": asked.place.setting.torch,
@@ -121,9 +138,9 @@ def _title(asked: Asked, config: RunConfig) -> str:
             f"{config.dtype}, {'compiled' if config.compile else 'eager'}")
 
 
-def _at_once(timeline: Timeline, budget: Budget, fitting: bool | None) -> str:
+def _at_once(peak: int, reserved: int, budget: Budget, fitting: bool | None) -> str:
     """What one replay tells, or the tensors' sizes: bounds, until the exact figure comes."""
-    limit, peak, reserved = budget.reserve_limit, peak_of(timeline), timeline.reserved
+    limit = budget.reserve_limit
     if fitting is None:
         return (f"they take {show_bytes(peak)} or more of the {show_bytes(limit)} that may be reserved. Whether the "
                 "gaps between them fit too is being worked out.")
@@ -137,16 +154,14 @@ def _at_once(timeline: Timeline, budget: Budget, fitting: bool | None) -> str:
             "gaps between them.")
 
 
-def _bars(timeline: Timeline, budget: Budget) -> Answer:
+def _bars(held: dict[str, Held], budget: Budget) -> Answer:
     """Whose bytes lie on the card at the highest point of each phase."""
-    peaks = {phase: peak for phase, peak in timeline.peaks().items() if phase in BARS}
-    owners = owners_at(timeline, {peak.event for peak in peaks.values()})
-    highest = max(peaks.values(), key=lambda peak: peak.allocated).phase
-    rows = [{"phase": phase, "name": show.PHASES[phase], "owners": owners[peaks[phase].event],
-             "allocated": peaks[phase].allocated, "reserved": peaks[phase].reserved, "peak": phase == highest}
-            for phase in BARS if phase in peaks]
-    whole = budget.budget == budget.usable - budget.others
-    name = f"{budget.card or 'the card'}: {show_bytes(budget.usable)} usable" if whole else (
+    highest = max(held, key=lambda phase: held[phase].allocated)
+    rows = [{"phase": phase, "name": show.PHASES[phase], "owners": held[phase].owners,
+             "allocated": held[phase].allocated, "reserved": held[phase].reserved, "peak": phase == highest}
+            for phase in BARS if phase in held]
+    whole_card = budget.budget == budget.usable - budget.others
+    name = f"{budget.card or 'the card'}: {show_bytes(budget.usable)} usable" if whole_card else (
         f"a budget of {show_bytes(budget.budget)}")
     return {"limit": budget.budget + budget.others, "limit_name": name, "others": budget.others,
             "outside": budget.outside, "rows": rows}

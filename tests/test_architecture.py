@@ -48,7 +48,7 @@ AT_ONCE = {
 WHEN_CALLED = {
     "driver": {"pynvml"},
     "asktorch": {"torch"},
-    "engine": {"triton"},
+    "engine": {"triton", "bitsandbytes"},
     "data": {"rich", "tiktoken", "pyarrow", "datasets"},
     "interop": {"huggingface_hub"},
     "show": {"rich"},

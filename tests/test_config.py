@@ -236,7 +236,7 @@ def _other(key: str) -> Any:
     special = {"dtype": "float16", "n_head": 6, "n_embd": 1536, "device": "cpu", "backend": "gloo", "keep_last": 3,
                "block_size": 2048, "init_from": "resume", "min_lr": 1e-6, "learning_rate": 1e-3, "compile": False,
                "cuda_graphs": False, "recompute": "input", "weights": "bfloat16", "residual": "bfloat16",
-               "optimizer": "adam8bit", "offload": "optimizer", "casts": "kept",
+               "optimizer": "adam8bit", "adam8bit": "bitsandbytes", "offload": "optimizer", "casts": "kept",
                "gradients": "kept", "states": "late", "budget": "8GiB", "leave": "2GiB", "rehearse": False}
     if key in special:
         return special[key]
@@ -250,7 +250,8 @@ RESUMABLE = {f.name for f in fields(RunConfig)} - FROZEN_ON_RESUME - {*TOGETHER_
 
 @pytest.mark.parametrize("key", [f.name for f in fields(RunConfig)])
 def test_what_may_change_on_a_resume_may_and_the_rest_may_not(key: str) -> None:
-    recorded = RunConfig(gradient_accumulation_steps=1, grad_clip=0.0)  # which suits every saver
+    optimizer = "adam8bit" if key == "adam8bit" else "adamw"
+    recorded = RunConfig(gradient_accumulation_steps=1, grad_clip=0.0, optimizer=optimizer)  # which suits every saver
     wanted = replace(recorded, **{key: _other(key) if key != "gradient_accumulation_steps" else 2}).to_dict()
     if key in RESUMABLE:
         check_resume(recorded.to_dict(), wanted, {key})
@@ -319,6 +320,9 @@ def test_the_recommended_run_for_twelve_gigabytes_is_what_it_is_said_to_be() -> 
     (dict(step_in_backward=True, gradient_accumulation_steps=1, grad_clip=0.0, dtype="float16"), "float16"),
     (dict(optimizer="muon", weights="bfloat16"), "weights=bfloat16 works with optimizer"),
     (dict(optimizer="adam8bit", offload="optimizer"), "offload=optimizer works with optimizer=adamw"),
+    (dict(adam8bit="bitsandbytes"), "a way of optimizer=adam8bit"),
+    (dict(adam8bit="bitsandbytes", optimizer="adam8bit", weights="bfloat16"), "rounds weights to the nearest"),
+    (dict(adam8bit="bitsandbytes", offload="gradients"), "does not work with offload=gradients"),
     (dict(cuda_graphs=True, dropout=0.1, offload="gradients"), "does not work with dropout=0.1 and offload=gradients")])
 def test_savers_that_exclude_each_other_are_refused_in_words(changes: dict[str, Any], says: str) -> None:
     with pytest.raises(UsageError) as refusal:

@@ -283,6 +283,7 @@ SAVERS = {  # name → what it changes, and how far its last loss may lie from t
     "bfloat16 residual": (dict(residual="bfloat16", dtype="bfloat16"), 0.05),
     "bfloat16 weights": (dict(weights="bfloat16", dtype="bfloat16"), 0.05),
     "adam8bit": (dict(optimizer="adam8bit"), 0.05),
+    "adam8bit by bitsandbytes": (dict(optimizer="adam8bit", adam8bit="bitsandbytes"), 0.05),
     "all lossy": (dict(optimizer="adam8bit", weights="bfloat16", residual="bfloat16", dtype="bfloat16"), 0.1),
     "muon": (dict(optimizer="muon"), 1.0),  # another optimizer: it must train, not agree
     "step in backward": (dict(step_in_backward=True, gradient_accumulation_steps=1, batch_size=8, grad_clip=0.0), 0.3),

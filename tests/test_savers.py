@@ -69,7 +69,9 @@ def taken(*flags: str) -> RunConfig:
     return resolve(walk(flags, RunConfig))[0]
 
 
-SUITS = {"--step_in_backward": ("--gradient_accumulation_steps=1", "--grad_clip=0")}
+SUITS = {"--step_in_backward": ("--gradient_accumulation_steps=1", "--grad_clip=0"),
+         "--adam8bit=bitsandbytes": ("--optimizer=adam8bit",)}
 OTHERWISE = {"optimizer": "--optimizer=muon", "offload": "--offload=optimizer", "weights": "--weights=bfloat16",
              "dtype": "--dtype=float16", "gradient_accumulation_steps": "--gradient_accumulation_steps=2",
-             "grad_clip": "--grad_clip=1", "gradients": "--gradients=kept", "states": "--states=late"}
+             "grad_clip": "--grad_clip=1", "gradients": "--gradients=kept", "states": "--states=late",
+             "step_in_backward": "--step_in_backward=True"}

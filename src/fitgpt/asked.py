@@ -23,7 +23,7 @@ from .units import parse_bytes
 
 # Knobs that nanoGPT's train.py does not have: a config file that sets them is read there, and nothing happens.
 NOT_NANOGPTS = ("eval_batch_size", "eval_block_size", "grad_checkpoint", "recompute", "weights", "residual",
-                "optimizer", "offload", "step_in_backward", "casts", "gradients", "states", "loss_chunk")
+                "optimizer", "adam8bit", "offload", "step_in_backward", "casts", "gradients", "states", "loss_chunk")
 
 
 class Question(NamedTuple):

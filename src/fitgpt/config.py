@@ -148,6 +148,9 @@ class RunConfig(Options):
                             choices=("float32", "bfloat16"))
     optimizer: str = _optim("adamw", "adam8bit: states of one byte (lossy); muon: Muon for the blocks' matrices",
                             choices=("adamw", "adam8bit", "muon"))
+    adam8bit: str = _optim("own", "whose states and update optimizer=adam8bit has: fitgpt's own, or those of "
+                           "bitsandbytes, if it is installed", choices=("own", "bitsandbytes"),
+                           also=("bnb", "bitsandbytes"))
     offload: str = _optim("none", "what lives in the host's memory: optimizer (AdamW's state), or gradients too",
                           choices=("none", "optimizer", "gradients"))
     step_in_backward: bool = _optim(False, "apply each gradient as it is made, so that they never all exist; needs "
@@ -197,6 +200,8 @@ class RunConfig(Options):
         at_once, clip = self.step_in_backward, self.grad_clip != 0
         host = f"offload={self.offload}" if self.offload != "none" else ""
         elsewhere = "step_in_backward" if at_once else host if self.offload == "gradients" else ""
+        borrowed, rounds = self.adam8bit == "bitsandbytes", self.weights == "bfloat16"
+        beside = [words for words in (host, at_once and "step_in_backward") if words]
         rules = (  # what is wrong, whether it is, and what to type
             ("step_in_backward needs gradient_accumulation_steps=1", at_once and self.gradient_accumulation_steps > 1,
              "--gradient_accumulation_steps=1"),
@@ -214,7 +219,13 @@ class RunConfig(Options):
             (f"states=late does not work with {host or 'step_in_backward'}",
              self.states == "late" and (host or at_once), "--states=early"),
             ("weights=bfloat16 works with optimizer=adamw or adam8bit",
-             self.weights == "bfloat16" and self.optimizer == "muon", "--optimizer=adam8bit"),
+             rounds and self.optimizer == "muon", "--optimizer=adam8bit"),
+            ("adam8bit=bitsandbytes is a way of optimizer=adam8bit",
+             borrowed and self.optimizer != "adam8bit" and not beside, "--optimizer=adam8bit"),
+            (f"adam8bit=bitsandbytes does not work with {' and '.join(beside)}", borrowed and beside,
+             "--adam8bit=own"),
+            ("adam8bit=bitsandbytes rounds weights to the nearest, so that weights=bfloat16 would lose most of what it "
+             "adds to them", borrowed and rounds, "--adam8bit=own"),
             (f"grad_checkpoint keeps the inputs only, and recompute={self.recompute} asks for something else",
              self.grad_checkpoint and self.recompute not in ("products", "input"), "--grad_checkpoint=False"),
             (f"cuda_graphs=True does not work with {' and '.join(self.not_recorded)}",
@@ -360,7 +371,7 @@ def _check_init_from(init_from: str, assignments: list[Assignment]) -> None:
 
 FROZEN_ON_RESUME = frozenset(
     {"n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size", "seed", "dtype", "beta1", "beta2", "weights",
-     "residual", "optimizer", "step_in_backward"})
+     "residual", "optimizer", "adam8bit", "step_in_backward"})
 TOGETHER_ON_RESUME = ("batch_size", "gradient_accumulation_steps")  # if their product stays
 # `dataset` may change its name or place: whether it is the same data, its fingerprint says.
 

@@ -27,8 +27,8 @@ SAME = 0.01           # of what is needed: a plan made elsewhere for this card m
 # What a run's memory depends on: the plan has decided these.
 DECIDED = ("batch_size", "gradient_accumulation_steps", "block_size", "n_layer", "n_head", "n_embd", "dropout", "bias",
            "vocab_size", "dtype", "compile", "cuda_graphs", "recompute", "grad_checkpoint", "weights", "residual",
-           "optimizer", "offload", "step_in_backward", "casts", "gradients", "states", "loss_chunk", "eval_batch_size",
-           "eval_block_size")
+           "optimizer", "adam8bit", "offload", "step_in_backward", "casts", "gradients", "states", "loss_chunk",
+           "eval_batch_size", "eval_block_size")
 # What a smaller plan of the same run may do otherwise: see fit/ladder.py.
 MAY_CHANGE = frozenset(("batch_size", "gradient_accumulation_steps", "eval_batch_size", "recompute", "loss_chunk",
                         "cuda_graphs", "offload"))

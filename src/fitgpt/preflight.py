@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 
 from . import driver, place
 from .asked import with_data
@@ -38,6 +39,7 @@ def check(config: RunConfig, planned: PlanFile | None = None, *, sleep: Callable
           say: Callable[[str], None] = lambda words: print(words, file=sys.stderr, flush=True)) -> Checked:
     """Waits, if that is allowed, and refuses (DeviceError) what cannot fit. Where there is no NVIDIA GPU, or only
     torch can say which, nothing is checked."""
+    _need_library(config)
     last_said, waited = -SAY_EVERY_S, 0.0
     known: dict[tuple[Setting, int], Forecast] = {}
     while True:
@@ -66,6 +68,12 @@ def check(config: RunConfig, planned: PlanFile | None = None, *, sleep: Callable
                 f"{show_bytes(found.budget.reserve_limit)} could be had. {found.neighbours}".rstrip())
         sleep(LOOK_EVERY_S)
         waited += LOOK_EVERY_S
+
+
+def _need_library(config: RunConfig) -> None:
+    if config.adam8bit == "bitsandbytes" and not config.eval_only and find_spec("bitsandbytes") is None:
+        raise UsageError(f"adam8bit=bitsandbytes needs the package bitsandbytes, which is not installed for "
+                         f"{sys.executable}.", "pip install -e '.[bitsandbytes]', or --adam8bit=own")
 
 
 def _place(config: RunConfig, seen: driver.Survey) -> Place | None:

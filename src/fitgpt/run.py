@@ -23,6 +23,7 @@ from .data.order import positions_for
 from .data.shards import Dataset, check_tokens, check_vocab, open_dataset
 from .desk import Desk
 from .engine import checkpoint
+from .engine.bitsandbytes import BitsandbytesAdamW
 from .engine.device import DeviceChoice, read_memory, resolve_device
 from .engine.evaluate import ReadWindows
 from .engine.feed import Feed
@@ -249,6 +250,8 @@ def make_optimizer(config: RunConfig, model: GPT) -> Optimizer:
         return Muon(parameters, settings)
     if config.offload != "none":
         return HostAdamW(parameters, settings, stream=config.offload == "gradients")
+    if config.adam8bit == "bitsandbytes":
+        return BitsandbytesAdamW(parameters, settings)
     if config.step_in_backward or config.optimizer == "adam8bit" or config.weights == "bfloat16":
         kind = AdamWInBackward if config.step_in_backward else RoundedAdamW
         on_card = next(iter(parameters.values())).device.type == "cuda"

@@ -51,6 +51,10 @@ SAVERS = (
     Saver("--optimizer=adam8bit", False, "6P: AdamW's moments in one byte each",
           "nothing in speed; together with bfloat16 weights and residual 5 % faster, not measured alone",
           "offload=none"),
+    Saver("--adam8bit=bitsandbytes", False, "6P, as --optimizer=adam8bit alone: the same by bitsandbytes, which "
+          "many know, and which has a kernel where there is CUDA and no Triton, as on Windows",
+          "the host waits for the card once a step: not timed",
+          "optimizer=adam8bit, weights=float32, offload=none, step_in_backward=False"),
     Saver("--optimizer=muon", False, "4 bytes for each of the blocks' weights: one momentum instead of two moments",
           "five small products for each matrix at every step", "weights=float32, offload=none"),
     Saver("--step_in_backward", False, "nearly all gradients: each is applied as it is made",

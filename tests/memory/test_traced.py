@@ -69,6 +69,10 @@ CASES: dict[str, tuple[Setting, dict[str, Any]]] = {
     "muon": (H200, {"optimizer": "muon"}),
     "muon, float32, no bias": (H200, {"optimizer": "muon", "dtype": "float32", "bias": False}),
     "adam8bit": (H200, {"optimizer": "adam8bit"}),
+    "adam8bit by bitsandbytes": (H200, {"optimizer": "adam8bit", "adam8bit": "bitsandbytes"}),
+    "adam8bit by bitsandbytes, wide biases, float16, late, recorded": (H200, {
+        "optimizer": "adam8bit", "adam8bit": "bitsandbytes", "dtype": "float16", "n_head": 4, "n_embd": 1032,
+        "states": "late", "cuda_graphs": True}),
     "offload optimizer": (H200, {"offload": "optimizer"}),
     "offload optimizer, bfloat16 weights": (H200, {"offload": "optimizer", "weights": "bfloat16"}),
     "offload gradients": (H200, {"offload": "gradients"}),
@@ -77,6 +81,7 @@ CASES: dict[str, tuple[Setting, dict[str, Any]]] = {
     "step in backward, bfloat16 weights": (H200, {**IN_BACKWARD, "weights": "bfloat16"}),
     "no Triton": (WINDOWS, {}),
     "no Triton, float32": (WINDOWS, {"dtype": "float32", "bias": False}),
+    "no Triton, adam8bit by bitsandbytes": (WINDOWS, {"optimizer": "adam8bit", "adam8bit": "bitsandbytes"}),
     "no Triton, adam8bit": (WINDOWS, {"optimizer": "adam8bit", "weights": "bfloat16"}),
     # Where compiled functions allocate their results only, and recorded work what it allocates when it is recorded:
     "compiled": (H200, {"compile": True, "cuda_graphs": False}),

@@ -104,7 +104,7 @@ class Folded:
     def shape(self, config: RunConfig) -> Shape:
         """Wants a settled config: see memory.forecast. Its levels do not matter."""
         key, accumulates = _key(config), config.gradient_accumulation_steps > 1
-        home = self._once(_home, config, key, config.n_layer, config.optimizer, config.offload)
+        home = self._once(_home, config, key, config.n_layer, config.optimizer, config.adam8bit, config.offload)
         looking = self._once(_looking, config, key, config.eval_batch, config.eval_block, config.loss_chunk)
         steps, a_layer, others = self._once(_micro_steps, config, key, config.batch_size, accumulates)
         turns = self._once(_turns, config, key, config.batch_size, accumulates, config.loss_chunk)

@@ -214,5 +214,5 @@ def speed_key(config: RunConfig) -> tuple[Any, ...]:
     piece = loss_piece_tokens(config.batch_size * config.block_size, config.vocab_size, config.loss_chunk)
     return (config.n_layer, config.n_head, config.n_embd, config.vocab_size, config.block_size, config.batch_size,
             config.gradient_accumulation_steps, config.bias, config.dropout, config.dtype, bool(config.compile),
-            gpt.records(config), config.levels, config.weights, config.residual, config.optimizer, config.offload,
-            config.step_in_backward, config.casts, piece, config.grad_clip > 0)
+            gpt.records(config), config.levels, config.weights, config.residual, config.optimizer,
+            config.adam8bit, config.offload, config.step_in_backward, config.casts, piece, config.grad_clip > 0)

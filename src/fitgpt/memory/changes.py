@@ -64,7 +64,7 @@ def _of_fitgpt(config: RunConfig) -> Found:
                       compile=True)
     for saver in SAVERS:
         knob, _, text = saver.flag.removeprefix("--").partition("=")
-        if knob not in ("recompute", "loss_chunk"):
+        if knob not in ("recompute", "loss_chunk", "adam8bit"):  # which saves what optimizer=adam8bit does
             value = parse_value(RunConfig, knob, text or "True")
             knobs = {knob: value, **_conditions(knob, value)}
             family = text if knob == "optimizer" else knob  # of two optimizers neither is more of the other

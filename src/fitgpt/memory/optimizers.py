@@ -72,23 +72,48 @@ class Rounded(Held):
         return self.config.optimizer == "adam8bit" and numbers >= SMALLEST_ROUNDED
 
 
-class Muon(Held):
-    """One momentum for a block's matrix; AdamW's state for the rest, made after it."""
+class Divided(Held):
+    """A state of its own for some parameters; AdamW's for the rest, made after it."""
 
-    def state(self, numbers: int, matrix: bool, name: str) -> list[tuple[str, int]]:
-        if self.is_momentum(name, matrix):
-            return [("momentum", 4 * numbers)]
-        return super().state(numbers, matrix, name)
-
-    def is_momentum(self, name: str, matrix: bool) -> bool:
-        return matrix and name[0].isdigit()
+    def is_own(self, name: str, numbers: int, matrix: bool) -> bool:
+        raise NotImplementedError
 
     def load(self) -> None:
         for first in (True, False):
             for name, numbers, matrix in self.parameters:
-                if self.is_momentum(name, matrix) == first:
+                if self.is_own(name, numbers, matrix) == first:
                     for part, nbytes in self.state(numbers, matrix, name):
                         self.w.alloc(f"{name}.{part}", "optimizer", nbytes)
+
+
+class Bitsandbytes(Divided):
+    """8-bit states, updated in place; float32 ones for what is small."""
+
+    def is_own(self, name: str, numbers: int, matrix: bool) -> bool:
+        return numbers >= SMALLEST_ROUNDED
+
+    def state(self, numbers: int, matrix: bool, name: str) -> list[tuple[str, int]]:
+        if not self.is_own(name, numbers, matrix):
+            return super().state(numbers, matrix, name)
+        groups = -(-numbers // GROUP)
+        return [("state1", numbers), ("absmax1", 4 * groups), ("state2", numbers), ("absmax2", 4 * groups)]
+
+    def load(self) -> None:
+        for name in ("first map", "second map"):  # of a byte to the share of its group's largest
+            self.w.alloc(name, "optimizer", 4 * 2**8)
+        super().load()
+
+
+class Muon(Divided):
+    """One momentum for a block's matrix."""
+
+    def is_own(self, name: str, numbers: int, matrix: bool) -> bool:
+        return matrix and name[0].isdigit()
+
+    def state(self, numbers: int, matrix: bool, name: str) -> list[tuple[str, int]]:
+        if self.is_own(name, numbers, matrix):
+            return [("momentum", 4 * numbers)]
+        return super().state(numbers, matrix, name)
 
     def step(self) -> None:
         """Matrix by matrix; a variable keeps its tensor until the next matrix's takes its place."""
@@ -100,7 +125,7 @@ class Muon(Held):
             bound[variable] = tensor
 
         for name, numbers, matrix in self.parameters:
-            if not self.is_momentum(name, matrix):
+            if not self.is_own(name, numbers, matrix):
                 continue
             wide, rounded = 4 * numbers, 2 * numbers
             for variable in ("gradient", "moved"):
@@ -154,6 +179,8 @@ def of(config: RunConfig, parameters: Parameters, writer: Writer, *, fused: bool
         kind = Muon
     elif config.offload != "none":
         kind = OnHost
+    elif config.adam8bit == "bitsandbytes":
+        kind = Bitsandbytes
     elif config.step_in_backward or config.optimizer == "adam8bit" or config.weights == "bfloat16":
         kind = Rounded
     return kind(writer, parameters, config, fused=fused)

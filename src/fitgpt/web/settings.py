@@ -20,8 +20,8 @@ from ..place import Place
 from ..savers import loss_piece_tokens
 
 KNOBS = ("batch_size", "block_size", "n_layer", "n_embd", "n_head", "gradient_accumulation_steps",
-         "recompute", "loss_chunk", "optimizer", "offload", "weights", "residual", "step_in_backward",
-         "grad_checkpoint", "casts", "gradients", "states", "eval_batch_size", "eval_block_size",
+         "recompute", "loss_chunk", "optimizer", "adam8bit", "offload", "weights", "residual",
+         "step_in_backward", "grad_checkpoint", "casts", "gradients", "states", "eval_batch_size", "eval_block_size",
          "dtype", "compile", "cuda_graphs", "dropout", "bias", "vocab_size", "grad_clip")
 CARRIED = ("eval_iters",)  # moves no memory, and belongs to a smaller batch: the same windows are evaluated
 QUESTIONS = ("gpu", "others", "budget", "trainer", "torch")

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -19,6 +20,12 @@ TINY: dict[str, Any] = dict(
     max_iters=20, lr_decay_iters=20, warmup_iters=2, learning_rate=1e-2, min_lr=1e-3, eval_interval=10, eval_iters=2,
     device="cpu", compile=False,
 )
+
+
+def skip_without_library(knobs: dict[str, Any]) -> None:
+    """bitsandbytes comes with the extra `dev`, but has no build for some machines."""
+    if knobs.get("adam8bit") == "bitsandbytes":
+        pytest.importorskip("bitsandbytes")
 
 
 def write_dataset(folder: Path, tokens: int = 6000, vocab: int = 64) -> str:

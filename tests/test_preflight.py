@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from fitgpt import driver, host, place, planfile, supervise
+from fitgpt import driver, host, place, planfile, preflight, supervise
 from fitgpt import onboard as onboard_module
 from fitgpt.config import RunConfig, check_resume
 from fitgpt.driver import GpuProcess, GpuReading, Survey
@@ -137,6 +137,16 @@ def test_the_emptiest_card_is_planned_for(cards: Callable[..., None]) -> None:
 def test_what_only_torch_can_judge_is_left_to_it(cards: Callable[..., None], config: dict[str, Any]) -> None:
     cards((reading(11 * GiB),))
     check(RunConfig(**NEEDS_5_3, **config))
+
+
+def test_a_library_that_is_not_installed_is_said_before_anything_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = RunConfig(device="cpu", optimizer="adam8bit", adam8bit="bitsandbytes")
+    monkeypatch.setattr(preflight, "find_spec", {"bitsandbytes": None}.__getitem__)
+    with pytest.raises(UsageError, match="bitsandbytes, which is not installed") as refusal:
+        check(config)
+    assert refusal.value.fix == "pip install -e '.[bitsandbytes]', or --adam8bit=own"
+    check(replace(config, adam8bit="own"))
+    check(replace(config, eval_only=True))  # which has no optimizer
 
 
 def test_manners_are_no_part_of_what_a_run_is() -> None:

@@ -29,11 +29,12 @@ from fitgpt.runfolder import RunFolder
 from fitgpt.show.text import plan_beside_measured
 from fitgpt.supervise import Orders
 from fitgpt.units import GiB, MiB
-from helpers import tiny_config
+from helpers import skip_without_library, tiny_config
 
 SAVERS: dict[str, dict[str, Any]] = {
     "plain": {}, "dropout": dict(dropout=0.2), "float16": dict(dtype="float16", dropout=0.1),
     "muon": dict(optimizer="muon"), "adam8bit": dict(optimizer="adam8bit"),
+    "bitsandbytes": dict(optimizer="adam8bit", adam8bit="bitsandbytes", dtype="float16"),
     "bfloat16 weights": dict(weights="bfloat16", residual="bfloat16", dtype="bfloat16"),
     "late": dict(states="late", gradients="kept"), "kept casts": dict(casts="kept", dtype="bfloat16"),
     "offload": dict(offload="optimizer"), "offloaded gradients": dict(offload="gradients"),
@@ -63,6 +64,7 @@ def train(config: RunConfig) -> None:
 @pytest.mark.parametrize("name", SAVERS)
 def test_with_and_without_a_rehearsal_all_is_the_same_bit_for_bit(tmp_path: Path, name: str) -> None:
     """Weights, moments, the count that seeds rounding, the loss scale, the data: at the start and after a resume."""
+    skip_without_library(SAVERS[name])
     plain, rehearsed = (tiny_config(tmp_path / part, max_iters=3, eval_interval=2, **SAVERS[name])
                         for part in ("plain", "rehearsed"))
     for config in (plain, replace(rehearsed, rehearse=True)):

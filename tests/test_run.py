@@ -24,7 +24,7 @@ from fitgpt.metrics import read_metrics
 from fitgpt.run import build_training, run
 from fitgpt.runfolder import RunFolder, recorded_config
 from fitgpt.show.live import PlainDisplay
-from helpers import reference_loss, tiny_config
+from helpers import reference_loss, skip_without_library, tiny_config
 
 
 def train(config: RunConfig, stop_after: int | None = None) -> list[dict]:
@@ -293,6 +293,7 @@ SAVERS = {  # name → what it changes, and how far its last loss may lie from t
 @pytest.mark.parametrize("name", SAVERS)
 def test_every_saver_trains_and_resumes_exactly(tmp_path: Path, name: str) -> None:
     changes, distance = SAVERS[name]
+    skip_without_library(changes)
     exact = losses(train(tiny_config(tmp_path / "exact")))
     whole = tiny_config(tmp_path / "whole", **changes)
     curve = losses(train(whole))

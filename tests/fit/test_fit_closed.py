@@ -115,6 +115,7 @@ def test_parts_read_for_one_run_serve_another_of_other_depth_pieces_and_savers(s
                              dtype="float32"), setting)
     savers: tuple[dict[str, Any], ...] = (
         {}, dict(offload="optimizer"), dict(offload="gradients"), dict(optimizer="adam8bit"), dict(optimizer="muon"),
+        dict(optimizer="adam8bit", adam8bit="bitsandbytes"),
         dict(weights="bfloat16"), dict(weights="bfloat16", offload="optimizer"), dict(cuda_graphs=False),
         *(dict(step_in_backward=True, grad_clip=0.0, gradient_accumulation_steps=1, weights="bfloat16", optimizer=each)
           for each in ("adamw", "adam8bit")))

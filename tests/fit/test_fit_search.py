@@ -210,6 +210,15 @@ def test_savers_that_train_by_another_rule_are_used_only_by_their_name() -> None
         replace(one_step, **knobs)  # no two that exclude each other
 
 
+def test_bitsandbytes_is_used_where_it_was_asked_for_and_nowhere_else() -> None:
+    assert not any("adam8bit" in way.knobs for way in ways(SMALL, SETTING, parse_allow("lossy,muon")))
+    asked = replace(SMALL, optimizer="adam8bit", adam8bit="bitsandbytes")
+    for allow in ("", "lossy"):
+        found = fitted(900, asked, allow)
+        assert found.chosen is not None
+        assert (found.chosen.config.optimizer, found.chosen.config.adam8bit) == ("adam8bit", "bitsandbytes")
+
+
 def test_without_bfloat16_nothing_is_rounded_to_it() -> None:
     knobs = [way.knobs for way in ways(replace(SMALL, dtype="float16"), Setting((7, 5)), parse_allow("lossy"))]
     assert any(each.get("optimizer") == "adam8bit" for each in knobs)

@@ -99,6 +99,13 @@ def test_what_costs_time_is_slower(slower: dict[str, object], faster: dict[str, 
     assert middle(replace(GPT2, **slower)) < middle(replace(GPT2, **faster))  # type: ignore[arg-type]
 
 
+def test_eight_bit_states_of_bitsandbytes_are_expected_to_be_as_fast_as_ours_and_never_taken_for_measured() -> None:
+    ours = replace(GPT2, optimizer="adam8bit")
+    theirs = replace(ours, adam8bit="bitsandbytes")
+    assert middle(theirs) == middle(ours)
+    assert speed.speed_key(theirs) != speed.speed_key(ours)
+
+
 def test_unrecorded_work_is_held_up_by_the_host_only_where_the_card_is_faster_than_it() -> None:
     unrecorded = replace(GPT2, cuda_graphs=False)
     assert middle(unrecorded, H200) < 0.9 * middle(GPT2, H200)

@@ -61,7 +61,7 @@ def test_every_saver_is_offered_where_it_applies() -> None:
     config = replace(SMALL, gradient_accumulation_steps=1, batch_size=16, recompute="all", casts="kept",
                      gradients="kept", states="late")
     assert {saver.flag.replace("--step_in_backward", "--step_in_backward=True") for saver in SAVERS} <= (
-        first_flags(config) | {"--loss_chunk=1024"})
+        first_flags(config) | {"--loss_chunk=1024", "--adam8bit=bitsandbytes"})
     exact = {saver.flag: saver.exact for saver in SAVERS}
     for option in single_changes(config):
         if option.change.flags[0] in exact:
@@ -74,6 +74,12 @@ def test_what_other_knobs_rule_out_is_not_offered() -> None:
     assert "--optimizer=adam8bit" not in first_flags(replace(SMALL, offload="optimizer"))
     assert not family("recompute", replace(SMALL, recompute="input"))
     assert not family("batch", replace(SMALL, batch_size=1))
+
+
+def test_another_librarys_way_to_the_same_saving_is_not_offered() -> None:
+    for config in (SMALL, replace(SMALL, optimizer="adam8bit")):
+        assert not any("adam8bit=" in flag for option in single_changes(config) for flag in option.change.flags
+                       if "optimizer" not in flag)
 
 
 def test_nanogpt_is_offered_what_it_knows_and_fitgpt() -> None:

@@ -33,7 +33,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "float32, biased": dict(dtype="float32", bias=True, compile=False),
     "odd heads": dict(n_head=3, n_embd=255, compile=False), "recompute": dict(recompute="input", compile=False),
     "muon": dict(optimizer="muon", compile=False), "8 bits": dict(optimizer="adam8bit", weights="bfloat16"),
-    "offload": dict(offload="gradients"),
+    "bitsandbytes": dict(optimizer="adam8bit", adam8bit="bitsandbytes"), "offload": dict(offload="gradients"),
     "step in backward": dict(step_in_backward=True, gradient_accumulation_steps=1, grad_clip=0.0, compile=False),
 }
 

@@ -16,6 +16,7 @@ from fitgpt.memory.optimizers import GROUP
 from fitgpt.memory.passes import Passes
 from fitgpt.memory.setting import Setting
 from fitgpt.memory.tape import RELEASE, Event
+from helpers import skip_without_library
 
 # No two sizes are alike by chance: the width is no power of two, the block no multiple of anything, and the last of the
 # loss's pieces is a short one.
@@ -134,6 +135,7 @@ Step = tuple[bool, int, str]  # an allocation or a free, its bytes, and whose th
 def test_the_engine_allocates_and_frees_what_is_written_in_that_order(case: str,
                                                                       monkeypatch: pytest.MonkeyPatch) -> None:
     setting, knobs = CASES[case]
+    skip_without_library(knobs)
     config = RunConfig(**SHAPE | knobs)
     written, seen = written_steps(config, setting), seen_steps(config, setting, monkeypatch)
     assert written.keys() == seen.keys()

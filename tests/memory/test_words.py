@@ -42,7 +42,8 @@ def worth(words: str) -> float:
 @pytest.mark.parametrize("knobs", [
     dict(compile=False), dict(compile=True), dict(compile=False, dropout=0.1, bias=True), dict(dtype="float32"),
     dict(n_embd=120, n_head=5), dict(recompute="1*input,2*products"), dict(weights="bfloat16", optimizer="adam8bit"),
-    dict(optimizer="muon", block_size=64), dict(batch_size=1, eval_batch_size=64), dict(offload="optimizer"),
+    dict(optimizer="adam8bit", adam8bit="bitsandbytes"), dict(optimizer="muon", block_size=64),
+    dict(batch_size=1, eval_batch_size=64), dict(offload="optimizer"),
 ], ids=str)
 def test_every_formula_adds_up_to_its_owners_bytes(trainer: str, knobs: dict[str, object]) -> None:
     allocated, shares = at_the_peak(trainer, **knobs)

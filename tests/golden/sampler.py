@@ -5,6 +5,7 @@
     python tests/golden/sampler.py tests/golden/switches.json --switches   savers off that are on by themselves
     python tests/golden/sampler.py tests/golden/kernels.json --kernels     each attention kernel, not drawn but chosen
     python tests/golden/sampler.py tests/golden/notes.json --notes         docs/memory.md's runs, and their remedies
+    python tests/golden/sampler.py tests/golden/bitsandbytes.json --bitsandbytes   its 8-bit states, chosen
 
 What is drawn is what is kept: no case is left out because of what it showed. A draw that RunConfig refuses is drawn
 again, and so is one that would hold more than 40 GiB or compute for minutes.
@@ -75,6 +76,17 @@ def notes() -> list[dict[str, Any]]:
     others = dict(batch_size=16, gradient_accumulation_steps=4, dtype="float16", vocab_size=50304, compile=True)
     return [{"name": f"{size}, {words}" if words else size, "config": {**others, **shape, **knobs}}
             for size, (shape, remedies) in NOTES.items() for words, knobs in remedies.items()]
+
+
+def bitsandbytes() -> list[dict[str, Any]]:
+    """Compiled and recorded as GPT-2 124M; float16, whose steps may be skipped, and wide biases; eager, states late."""
+    base = dict(n_layer=12, n_head=12, n_embd=768, batch_size=4, block_size=1024, vocab_size=50304,
+                gradient_accumulation_steps=2, dtype="bfloat16", compile=True, optimizer="adam8bit",
+                adam8bit="bitsandbytes")
+    return [{"name": name, "config": {**base, **knobs}} for name, knobs in (
+        ("compiled", {}),
+        ("float16", dict(n_layer=3, n_head=16, n_embd=1040, dtype="float16", bias=True, vocab_size=8192)),
+        ("eager", dict(n_layer=4, n_head=6, n_embd=252, block_size=512, compile=False, states="late")))]
 
 
 def switched() -> list[dict[str, Any]]:
@@ -155,7 +167,7 @@ def capped() -> list[dict[str, Any]]:
     return cases
 
 
-WRITTEN = {"caps": capped, "kernels": kernels, "notes": notes, "switches": switched}
+WRITTEN = {"bitsandbytes": bitsandbytes, "caps": capped, "kernels": kernels, "notes": notes, "switches": switched}
 
 if __name__ == "__main__":
     main()

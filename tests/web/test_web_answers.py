@@ -154,7 +154,8 @@ def tapes(config: RunConfig) -> list[Any]:
 def test_the_page_has_every_knob_that_moves_memory_and_no_other(knob: str) -> None:
     base = RunConfig(**SMALL)
     moves = False
-    for before in (base, replace(base, gradient_accumulation_steps=1, grad_clip=0.0, compile=False, vocab_size=50_000)):
+    for before in (base, replace(base, gradient_accumulation_steps=1, grad_clip=0.0, compile=False, vocab_size=50_000),
+                   replace(base, optimizer="adam8bit")):
         for value in moved(knob):
             try:
                 moves = moves or tapes(before) != tapes(replace(before, **{knob: value}))

@@ -52,6 +52,10 @@ OURS: dict[str, dict[str, Any]] = {
     "exact eager": dict(compile=False),
     "exact unrecorded": dict(cuda_graphs=False),
     "exact all": dict(recompute="all"),
+    "8-bit": dict(optimizer="adam8bit"),
+    "8-bit bitsandbytes": dict(optimizer="adam8bit", adam8bit="bitsandbytes"),
+    "bfloat16 weights": dict(weights="bfloat16"),
+    "bfloat16 residual": dict(residual="bfloat16"),
     "lossy": LOSSY,
     "lossy all": {**LOSSY, "recompute": "all"},
     "lossy small": {**LOSSY, "recompute": "no_wide"},
@@ -153,7 +157,7 @@ class Contender:
 
     def __init__(self, case: dict[str, Any], cache: Path) -> None:
         environment = child_environment({
-            **os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'bench'}",
+            **os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'bench'}:{os.environ.get('PYTHONPATH', '')}",
             "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"), "TRITON_CACHE_DIR": str(cache / "triton")})
         self.case = case
         self._words = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed with the process)

@@ -25,8 +25,8 @@ class Highest(NamedTuple):
 
 
 def drafted(run: NanoGPTRun, write: Write) -> dict[str, Highest]:
-    """By phase. The highest of all is mostly to the byte what the tape of the run asks for, within 0.1 % when eager; when
-    compiled up to 4 % more was seen, for in very deep runs the compiler reuses buffers otherwise."""
+    """By phase. The highest of all is mostly to the byte what the tape of the run asks for, within 0.1 % when eager.
+    When compiled up to 4 % more was seen: in very deep runs the compiler reuses buffers otherwise."""
     one, other = (_Shallow(replace(run, n_layer=layers), write) for layers in (SHALLOW, SHALLOW + 1))
     more = run.n_layer - SHALLOW
     found: dict[str, Highest] = {}

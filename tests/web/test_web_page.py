@@ -138,6 +138,21 @@ def test_what_a_first_answer_left_out_is_filled_in_when_the_exact_one_comes(show
         assert exact == page.inner_text('[data-phase="train"] span:last-child')
 
 
+def test_a_deep_run_whose_tensors_fit_is_neither_green_nor_red_until_it_is_replayed(shown: Callable[..., Any]) -> None:
+    with shown("gpu=RTX+4090&trainer=nanogpt&n_layer=12&n_head=8&n_embd=512&batch_size=4") as page:
+        verdict(page, "fits")
+        page.evaluate("""() => { window.states = []; const place = document.getElementById("verdict");
+            new MutationObserver(() => states.push([place.dataset.state, place.querySelector("#word").textContent]))
+                .observe(place, { attributes: true, childList: true, subtree: true }); }""")
+        page.fill("#k-n_layer", "24")
+        page.keyboard.press("Enter")
+        page.wait_for_selector("#title:has-text('24 layers')")
+        verdict(page, "fits")
+        assert ["waiting", "Its tensors fit"] in page.evaluate("states")
+        assert not [seen for seen in page.evaluate("states") if seen[0] == "full"]
+        assert "Fits:" in page.text_content("#config")
+
+
 def test_what_cannot_be_is_said_and_mended(shown: Callable[..., Any]) -> None:
     with shown("gpu=RTX+2060&dtype=bfloat16") as page:
         page.wait_for_selector('#verdict[data-state="problem"]')

@@ -1,9 +1,10 @@
 """Do the exact and the lossy engine learn as the plain way does? The same model, from the same weights, on the same
-batches, three times: by bench/plain.py, by `fitgpt train`, and by `fitgpt train` with the lossy savers.
+batches: by bench/plain.py, by `fitgpt train`, and by `fitgpt train` with the lossy savers, each several times, for no way
+ends in the same place twice.
 
     python bench/curves.py --dataset data/stdlib-gpt2 -o bench/results/curves_h200.json
 
-Needs a CUDA card. The three run side by side: nothing here is timed. tools/curves.py draws the picture.
+Needs a CUDA card. All run side by side: nothing here is timed. tools/curves.py draws the picture.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dataset", required=True)
     parser.add_argument("--set", nargs="*", default=[], metavar="KNOB=VALUE", help="other settings, to try it out")
+    parser.add_argument("--repeats", type=int, default=3, help="runs of each way")
     parser.add_argument("-o", "--out", required=True)
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -48,20 +50,33 @@ def main() -> None:
     changes = {key: json.loads(value) for key, value in (word.split("=", 1) for word in options.set)}
     settings = {**SETTINGS, **changes}
     with tempfile.TemporaryDirectory() as folder:
-        children = {name: subprocess.Popen(
-            [sys.executable, __file__, "--dataset=", "-o=", "--child", name, json.dumps(
-                {**settings, **lossy, "dataset": options.dataset, "out_dir": str(Path(folder) / name)})],
-            env=child_environment(os.environ), stdout=subprocess.PIPE, text=True) for name, lossy in CURVES.items()}
-        curves = {name: json.loads(child.communicate()[0].splitlines()[-1]) for name, child in children.items()}
+        children = {name: [start(name, {**settings, **lossy, "dataset": options.dataset,
+                                        "out_dir": str(Path(folder) / f"{name}{number}")})
+                           for number in range(options.repeats)] for name, lossy in CURVES.items()}
+        curves = {name: together([json.loads(each.communicate()[0].splitlines()[-1]) for each in started])
+                  for name, started in children.items()}
     for name, curve in curves.items():
         print(f"{name:6} first {curve['losses'][0]:.4f}, last 50 {sum(curve['losses'][-50:]) / 50:.4f}, "
-              f"val {curve['val_loss']:.4f}")
+              f"val {curve['val_loss']:.4f}; of each run {curve['runs']}")
     Path(options.out).write_text(json.dumps(
-        {"what": "training loss of each step, from the same weights and batches", "date": time.strftime("%Y-%m-%d"),
+        {"what": "training loss of each step, from the same weights and batches, the mean of several runs", "date": time.strftime("%Y-%m-%d"),
          "fitgpt": __version__, "settings": {**settings, "lossy": LOSSY}, "device": curves["exact"]["device"],
          "torch": curves["exact"]["torch"], "curves": curves,
          "command": f"python bench/curves.py --dataset {options.dataset} -o bench/results/{Path(options.out).name}"},
         indent=1) + "\n")
+
+
+def start(name: str, knobs: dict[str, Any]) -> subprocess.Popen[str]:
+    return subprocess.Popen([sys.executable, __file__, "--dataset=", "-o=", "--child", name, json.dumps(knobs)],
+                            env=child_environment(os.environ), stdout=subprocess.PIPE, text=True)
+
+
+def together(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """The mean of several runs of one way, and where each of them ended."""
+    return {**runs[0], "losses": [sum(at) / len(runs) for at in zip(*(run["losses"] for run in runs), strict=True)],
+            "val_loss": sum(run["val_loss"] for run in runs) / len(runs),
+            "runs": [{"last_50": round(sum(run["losses"][-50:]) / 50, 4), "val_loss": round(run["val_loss"], 4)}
+                     for run in runs]}
 
 
 def train_ours(config: RunConfig) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from memory_page import markdown, read_rows
@@ -16,15 +16,23 @@ CASES = {"124m": "124M, 4 × 12 × 1024, bfloat16", "77m": "77M, 4 × 16 × 1024
 
 def engine_part() -> str:
     """Speed and memory beside the plain baseline, from bench/engine.py's results."""
-    rows = []
-    for case, shape in CASES.items():
-        for row in read_rows(f"engine_{case}_h200.json"):
-            name = row["contender"] if row["contender"] in ("plain", "transformers") else f"**{row['contender']}**"
-            rows.append([shape if row["contender"] == "plain" else "", name, f"{row['tokens_per_s']:,.0f}",
-                         f"{row['ratio_to_plain']:.2f}", show_bytes(row["reserved"]),
-                         show_bytes(row["reserved_with_eval"]), f"{row['first_step_s']:.0f} s"])
+    rows = [row for case in CASES for row in _contenders(case, f"engine_{case}_h200.json")]
     return markdown(["run", "trainer", "tokens/s", "× plain", "reserved in training", "with evaluation", "first step"],
                     rows)
+
+
+def lossy_part() -> str:
+    """The same of each lossy saver alone."""
+    rows = [row[1:6] for row in _contenders("124m", "lossy_124m_h200.json")]
+    return markdown(["trainer", "tokens/s", "× plain", "reserved in training", "with evaluation"], rows)
+
+
+def _contenders(case: str, results: str) -> Iterator[list[str]]:
+    for row in read_rows(results):
+        name = row["contender"] if row["contender"] in ("plain", "transformers") else f"**{row['contender']}**"
+        yield [CASES[case] if row["contender"] == "plain" else "", name, f"{row['tokens_per_s']:,.0f}",
+               f"{row['ratio_to_plain']:.2f}", show_bytes(row["reserved"]), show_bytes(row["reserved_with_eval"]),
+               f"{row['first_step_s']:.0f} s"]
 
 
 def fitted_part() -> str:
@@ -61,4 +69,5 @@ def _cell(cell: dict[str, Any]) -> str:
     return f"{cell['gradient_accumulation_steps']} × {cell['batch_size']}, {cell['recompute'].replace(',', ' ')}"
 
 
-PARTS: dict[str, Callable[..., str]] = {"engine": engine_part, "fitted": fitted_part, "sweeps": sweeps_part}
+PARTS: dict[str, Callable[..., str]] = {"engine": engine_part, "lossy": lossy_part, "fitted": fitted_part,
+                                        "sweeps": sweeps_part}

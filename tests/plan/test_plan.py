@@ -410,7 +410,8 @@ def test_neither_torch_nor_numpy_nor_rich_is_loaded(tmp_path: Path) -> None:
 
 def test_the_basis_is_what_the_recorded_runs_give(ask: Any) -> None:
     records = [*sorted((ROOT / "bench" / "results").glob("nanogpt*_h200.json")),
-               *(ROOT / "tests" / "golden" / f"h200{name}.json" for name in ("", "_kernels", "_switches", "_notes"))]
+               *(ROOT / "tests" / "golden" / f"h200{name}.json"
+                 for name in ("", "_kernels", "_switches", "_notes", "_bitsandbytes"))]
     rows = [row for record in records for row in basis(str(record), "H200", "2.11")]
     kept = json.loads(BASIS.read_text())["runs"]
     assert kept == rows

@@ -1,6 +1,6 @@
 """Do the exact and the lossy engine learn as the plain way does? The same model, from the same weights, on the same
-batches: by bench/plain.py, by `fitgpt train`, and by `fitgpt train` with the lossy savers, each several times, for no way
-ends in the same place twice.
+batches: by bench/plain.py, by `fitgpt train`, and by `fitgpt train` with the lossy savers, each several times, for no
+way ends in the same place twice.
 
     python bench/curves.py --dataset data/stdlib-gpt2 -o bench/results/curves_h200.json
 
@@ -59,8 +59,8 @@ def main() -> None:
         print(f"{name:6} first {curve['losses'][0]:.4f}, last 50 {sum(curve['losses'][-50:]) / 50:.4f}, "
               f"val {curve['val_loss']:.4f}; of each run {curve['runs']}")
     Path(options.out).write_text(json.dumps(
-        {"what": "training loss of each step, from the same weights and batches, the mean of several runs", "date": time.strftime("%Y-%m-%d"),
-         "fitgpt": __version__, "settings": {**settings, "lossy": LOSSY}, "device": curves["exact"]["device"],
+        {"what": "training loss of each step, from the same weights and batches, the mean of several runs",
+         "date": time.strftime("%Y-%m-%d"), "fitgpt": __version__, "settings": {**settings, "lossy": LOSSY}, "device": curves["exact"]["device"],
          "torch": curves["exact"]["torch"], "curves": curves,
          "command": f"python bench/curves.py --dataset {options.dataset} -o bench/results/{Path(options.out).name}"},
         indent=1) + "\n")

@@ -44,7 +44,8 @@ SAVERS = (
     Saver("--states=early", True, "nothing in the end, but against --states=late no step asks for more than the first: "
           "the optimizer's state is there before it; the default", "nothing"),
     Saver("--weights=bfloat16", False, "4P: matrices and their gradients in 2 bytes, rounded by chance at every step",
-          "nothing: 2 % faster (124M on an H200), 5 % with residual=bfloat16 and adam8bit", "optimizer=adamw or adam8bit"),
+          "nothing: 2 % faster (124M on an H200), 5 % with residual=bfloat16 and adam8bit",
+          "optimizer=adamw or adam8bit"),
     Saver("--residual=bfloat16", False, "2 bytes × tokens × C in each layer: the stream between blocks",
           "nothing: 3 % faster (124M on an H200), 5 % with weights=bfloat16 and adam8bit"),
     Saver("--optimizer=adam8bit", False, "6P: AdamW's moments in one byte each",

@@ -60,8 +60,8 @@ def main() -> None:
               f"val {curve['val_loss']:.4f}; of each run {curve['runs']}")
     Path(options.out).write_text(json.dumps(
         {"what": "training loss of each step, from the same weights and batches, the mean of several runs",
-         "date": time.strftime("%Y-%m-%d"), "fitgpt": __version__, "settings": {**settings, "lossy": LOSSY}, "device": curves["exact"]["device"],
-         "torch": curves["exact"]["torch"], "curves": curves,
+         "date": time.strftime("%Y-%m-%d"), "fitgpt": __version__, "settings": {**settings, "lossy": LOSSY},
+         "device": curves["exact"]["device"], "torch": curves["exact"]["torch"], "curves": curves,
          "command": f"python bench/curves.py --dataset {options.dataset} -o bench/results/{Path(options.out).name}"},
         indent=1) + "\n")
 

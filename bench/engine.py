@@ -21,7 +21,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO, cast
 
@@ -142,7 +141,7 @@ def fitted(base: dict[str, Any], cap: int) -> dict[str, Any]:
     asked = RunConfig(**{key: value for key, value in base.items() if key != "accumulation"}, vocab_size=50304,
                       gradient_accumulation_steps=base["accumulation"])
     place = on_card(find("H200"), torch="2.11")
-    budget = replace(place.budget, budget=cap + place.budget.outside)
+    budget = place.budget._replace(budget=cap + place.budget.outside)
     chosen = fit_config(asked, place.setting, budget, card=place.card).chosen
     assert chosen
     changed = {key: value for key, value in chosen.config.to_dict().items() if value != asked.to_dict()[key]}

@@ -7,7 +7,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -195,7 +195,7 @@ def plan(tmp_path: Path, cards: Callable[..., None]) -> Callable[..., str]:
     found = on_device(reading())
 
     def write(**changes: Any) -> str:
-        document = {"schema": 1, "config": config.to_dict(), "card": "RTX 4070", "budget": asdict(found.budget),
+        document = {"schema": 1, "config": config.to_dict(), "card": "RTX 4070", "budget": found.budget._asdict(),
                     "forecast": {"needs_bytes": forecast.forecast(config, found.setting).needs},
                     "ladder": [{"changes": {"batch_size": 2, "gradient_accumulation_steps": 4}, "needs_bytes": 5,
                                 "why": "smaller"}], **changes}
@@ -217,7 +217,7 @@ def test_a_plan_is_run_as_it_is_with_its_own_ladder(plan: Callable[..., str], mo
     assert orders.config["batch_size"] == TINY["batch_size"]
     assert orders.config["max_iters"] == 7
     assert orders.config["plan"] == ""  # a resumed run needs no file
-    assert orders.rungs == [asdict(Rung({"batch_size": 2, "gradient_accumulation_steps": 4}, 5, "smaller"))]
+    assert orders.rungs == [Rung({"batch_size": 2, "gradient_accumulation_steps": 4}, 5, "smaller")._asdict()]
 
 
 @pytest.mark.parametrize(("changes", "flags", "words"), [

@@ -209,8 +209,8 @@ def as_planned(plan: MemoryPlan, rows: Sequence[dict[str, Any]]) -> MemoryPlan:
     needs, limit = whole(row.get("needs_bytes")), whole(row.get("reserve_limit_bytes"))
     if not phases or not owners or needs is None or limit is None or not isinstance(peak, str):
         return plan
-    return MemoryPlan(replace(plan.forecast, phases=phases, owners_at_peak=owners, needs=needs, peak_phase=peak),
-                      replace(plan.budget, budget=limit + plan.budget.outside))
+    return MemoryPlan(plan.forecast._replace(phases=phases, owners_at_peak=owners, needs=needs, peak_phase=peak),
+                      plan.budget._replace(budget=limit + plan.budget.outside))
 
 
 def place_of(asked: ExplainQuestions, config: RunConfig, rows: Sequence[dict[str, Any]],

@@ -140,7 +140,7 @@ def with_a_margin(found: Place) -> Budget:
     cards, not to the MiB: filled to the brim, such a card would run out."""
     if found.card is not None and found.card.outside_src == "seen":
         return found.budget
-    return replace(found.budget, margin=UNSURE)
+    return found.budget._replace(margin=UNSURE)
 
 
 def for_train(said: RunConfig) -> tuple[RunConfig, list[str]]:
@@ -194,11 +194,11 @@ def by_the_clock(fitted: Fitted, config: RunConfig, here: Here) -> Fitted:
         found = measured(fitted, clock.time, lambda words: print(f"fitgpt: {words}", file=sys.stderr, flush=True))
     if found.chosen is None or fitted.chosen is None or found.chosen.config == fitted.chosen.config:
         return found
-    exact = replace(found.chosen, exact=True)
+    exact = found.chosen._replace(exact=True)
     if not found.chosen.exact:
         needs = forecast.forecast(found.chosen.config, here.setting, limit=here.budget.reserve_limit).needs
-        exact = replace(exact, needs=needs, headroom=here.budget.reserve_limit - needs)
-    return replace(found, chosen=exact, decisions=because(config, found.chosen.config, here))
+        exact = exact._replace(needs=needs, headroom=here.budget.reserve_limit - needs)
+    return found._replace(chosen=exact, decisions=because(config, found.chosen.config, here))
 
 
 # ---- files
@@ -241,8 +241,8 @@ def write_files(fitted: Fitted, question: Question, here: Here, run: str, notes:
     config, plan, page = files_of(question.asked)
     files = []
     assert fitted.chosen is not None  # only a plan that exists is written
-    as_said = replace(fitted.chosen, config=replace(fitted.chosen.config, vocab_size=question.said.vocab_size))
-    told = replace(fitted, chosen=as_said)
+    as_said = fitted.chosen._replace(config=replace(fitted.chosen.config, vocab_size=question.said.vocab_size))
+    told = fitted._replace(chosen=as_said)
     if config:
         files.append(_write(config, written.config_text(told, run)))
     if plan:

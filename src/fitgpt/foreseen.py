@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 from .nouns import Forecast, MemoryPlan, PhaseForecast, Rung
@@ -48,5 +47,5 @@ def plan_row(plan: MemoryPlan, rungs: Sequence[Rung]) -> dict[str, Any]:
     """As metrics.jsonl has it."""
     return {"kind": "plan", "needs_bytes": plan.forecast.needs, "reserve_limit_bytes": plan.budget.reserve_limit,
             "phases": in_bytes(phases_of(plan.forecast)), "peak_phase": plan.forecast.peak_phase,
-            "owners_at_peak": [asdict(share) for share in plan.forecast.owners_at_peak],
+            "owners_at_peak": [share._asdict() for share in plan.forecast.owners_at_peak],
             "ladder": in_rows(rungs)}

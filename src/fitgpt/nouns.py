@@ -1,12 +1,15 @@
 """The things fitgpt speaks of: frozen, no logic beyond arithmetic on themselves. Read this first.
 
+What every plan loads is a NamedTuple, for a dataclass takes a millisecond to define; what is written to a log is a
+dataclass, which `asdict` takes apart whole.
+
 Shape letters are the same everywhere: B batch, T block, C width, H heads, L layers, V vocabulary.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from .config import RunConfig
@@ -122,16 +125,14 @@ class RunFacts:
     notes: tuple[str, ...]  # what was decided for the user, each a sentence
 
 
-@dataclass(frozen=True)
-class PhaseForecast:
+class PhaseForecast(NamedTuple):
     """The most a phase holds: in tensors, and from the driver since the run began."""
 
     allocated: int
     reserved: int
 
 
-@dataclass(frozen=True)
-class OwnerShare:
+class OwnerShare(NamedTuple):
     """Whose bytes lie there at the peak, and where they come from: "16 × 1,024 × 50,304 × 2 bytes"."""
 
     owner: str
@@ -139,8 +140,7 @@ class OwnerShare:
     formula: str
 
 
-@dataclass(frozen=True)
-class Forecast:
+class Forecast(NamedTuple):
     """What a run will hold in GPU memory, before it runs. Bytes."""
 
     trainer: str                           # "fitgpt", "nanogpt"
@@ -163,8 +163,7 @@ class Forecast:
         return max(phase.reserved for phase in self.phases.values())
 
 
-@dataclass(frozen=True)
-class Budget:
+class Budget(NamedTuple):
     """What a run may hold of a card. Bytes, as nvidia-smi counts a process: the context included."""
 
     card: str              # "RTX 4070"
@@ -181,8 +180,7 @@ class Budget:
         return self.budget - self.outside - self.margin
 
 
-@dataclass(frozen=True)
-class MemoryPlan:
+class MemoryPlan(NamedTuple):
     """A forecast against a budget. `needs` decides: a run that reserves more may still get by with less."""
 
     forecast: Forecast
@@ -202,8 +200,7 @@ class MemoryPlan:
         return self.forecast.reserved + self.budget.outside
 
 
-@dataclass(frozen=True)
-class Basis:
+class Basis(NamedTuple):
     """What was measured of forecasts like this one."""
 
     on_card: int                  # recorded runs
@@ -211,8 +208,7 @@ class Basis:
     worst_percent: float | None   # of all their figures; None: there are none
 
 
-@dataclass(frozen=True)
-class CardVerdict:
+class CardVerdict(NamedTuple):
     """Whether a run fits a card; a problem in place of figures where it cannot be planned there."""
 
     name: str
@@ -226,8 +222,7 @@ class CardVerdict:
         return not self.problem and self.headroom >= 0
 
 
-@dataclass(frozen=True)
-class Outlook:
+class Outlook(NamedTuple):
     """The run, not only the step."""
 
     tokens_per_step: int
@@ -240,8 +235,7 @@ class Outlook:
     hours: tuple[float, float] | None  # None: the card's speed is not known
 
 
-@dataclass(frozen=True)
-class Change:
+class Change(NamedTuple):
     """One thing to do otherwise. Exact: the same arithmetic up to rounding order."""
 
     flags: tuple[str, ...]   # what to add to the command
@@ -258,8 +252,7 @@ class Change:
         return "exact" if self.exact else "lossy" if self.comparable else "other"
 
 
-@dataclass(frozen=True)
-class PricedChange:
+class PricedChange(NamedTuple):
     """What is saved is bytes that are not allocated; below 0: more are."""
 
     change: Change
@@ -275,8 +268,7 @@ class PricedChange:
         return self.headroom >= 0
 
 
-@dataclass(frozen=True)
-class Rung:
+class Rung(NamedTuple):
     """A smaller plan of the same run: the knobs to set otherwise, the smallest cap of the allocator that it runs under,
     in words."""
 
@@ -285,8 +277,7 @@ class Rung:
     why: str
 
 
-@dataclass(frozen=True)
-class OwnerTimeline:
+class OwnerTimeline(NamedTuple):
     """Bytes by owner along a stretch of a tape, thinned to what a picture can show."""
 
     owners: tuple[str, ...]
@@ -295,8 +286,7 @@ class OwnerTimeline:
     peak: int                             # the point of the highest total
 
 
-@dataclass(frozen=True)
-class SpeedEstimate:
+class SpeedEstimate(NamedTuple):
     """Tokens a second to expect of a run; the two are equal where that very run was measured."""
 
     low: float
@@ -305,8 +295,7 @@ class SpeedEstimate:
     basis: str    # what it is based on
 
 
-@dataclass(frozen=True)
-class Standing:
+class Standing(NamedTuple):
     """A config that was tried for a card: what it needs there, and how fast it should be."""
 
     config: RunConfig
@@ -323,16 +312,14 @@ class Standing:
         return self.headroom >= 0
 
 
-@dataclass(frozen=True)
-class Decision:
+class Decision(NamedTuple):
     """One thing that is done otherwise than asked for."""
 
     knobs: dict[str, tuple[Any, Any]]  # what it was, what it is now
     why: str
 
 
-@dataclass(frozen=True)
-class WayOut:
+class WayOut(NamedTuple):
     """What to say besides, where nothing fits: with it something does."""
 
     flags: tuple[str, ...]        # "--allow=lossy"
@@ -340,8 +327,7 @@ class WayOut:
     words: str                    # what that means for it
 
 
-@dataclass(frozen=True)
-class Fitted:
+class Fitted(NamedTuple):
     """The fastest settings that fit, how they differ from what was asked for and why; or that there are none."""
 
     budget: Budget

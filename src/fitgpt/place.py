@@ -117,7 +117,7 @@ def beside(config: RunConfig, budget: Budget) -> Budget:
                          f"{budget.card or 'the card'}.", "Leave it out, or say less.")
     left = budget.usable - budget.others - (parse_bytes(config.leave) if config.leave else 0)
     said = parse_bytes(config.budget) if config.budget else left
-    return replace(budget, budget=max(min(said, left), 0))
+    return budget._replace(budget=max(min(said, left), 0))
 
 
 def check_runs(config: RunConfig, place: Place, trainer: str) -> None:
@@ -208,7 +208,7 @@ def _of_another_vendor(card: Card, *, others: int | None, budget: int | None, to
     place = unnamed(others=others, budget=budget, torch=torch)
     note = (f"{card.name}: workspaces and kernels of ROCm have not been measured; the plan is that of an NVIDIA card "
             "with the same budget.")
-    return place._replace(budget=replace(place.budget, card=card.name), card=card, notes=(note,))
+    return place._replace(budget=place.budget._replace(card=card.name), card=card, notes=(note,))
 
 
 def _outside_of_any(usable: int) -> int:

@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, astuple, replace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -96,8 +96,9 @@ def _print_plan(question: Question, found: Place, plan: MemoryPlan, find_changes
     if asked.json:
         print(json.dumps({**document(plan, found.setting.torch, basis), "run": _run_document(run),
                           "formulas": {share.owner: share.formula for share in plan.forecast.owners_at_peak},
-                          "changes": [asdict(change) for change in changes],
-                          "options": options and [asdict(each) for each in options],
+                          "changes": [change._asdict() for change in changes],
+                          "options": options and [{**each._asdict(), "change": each.change._asdict()}
+                                                  for each in options],
                           "notes": list(question.notes), "sources": list(found.budget.sources)}, indent=1,
                          ensure_ascii=False))
         return
@@ -130,7 +131,7 @@ def _changes(config: RunConfig, found: Place, trainer: str) -> Fields:
 
     changes = smallest_that_fit(forecast.settled(config, found.setting), found.setting, found.budget, trainer,
                                 known=known)
-    return tuple(astuple(change) for change in changes)
+    return tuple(tuple(change) for change in changes)
 
 
 def _priced(config: RunConfig, found: Place, trainer: str) -> list[PricedChange]:
@@ -142,7 +143,7 @@ def _priced(config: RunConfig, found: Place, trainer: str) -> list[PricedChange]
         after = likely_speed(option.config, found.card, option.change.trainer)
         return after / now if after and now else None
 
-    return [replace(priced(option, before, found.setting, found.budget), speed=speed(option))
+    return [priced(option, before, found.setting, found.budget)._replace(speed=speed(option))
             for option in single_changes(config, trainer)]
 
 
@@ -221,7 +222,7 @@ def _replays(config: RunConfig, setting: Setting, trainer: str) -> list[str]:
 
 
 def _run_document(run: Outlook) -> dict[str, Any]:
-    return {**asdict(run), "tokens_per_param": run.tokens / run.params}
+    return {**run._asdict(), "tokens_per_param": run.tokens / run.params}
 
 
 def _in_words(config: RunConfig) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 
 from . import driver, place
@@ -59,7 +59,7 @@ def check(config: RunConfig, planned: PlanFile | None = None, *, sleep: Callable
             planned.compare(plan)
         if plan.fits:
             return Checked(_others(seen))
-        could_fit = replace(plan, budget=beside(config, replace(found.budget, others=0))).fits
+        could_fit = plan._replace(budget=beside(config, found.budget._replace(others=0))).fits
         if not config.wait or not could_fit:
             raise does_not_fit(config, found, plan, could_wait=could_fit)
         if waited - last_said >= SAY_EVERY_S:

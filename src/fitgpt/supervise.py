@@ -17,7 +17,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +76,7 @@ def train(assignments: Sequence[Assignment]) -> int:
         notes = [*notes, *why]
     planned = planfile.read(config.plan) if config.plan else None
     config = replace(config, plan="")  # what it says is in the config now
-    rungs = [asdict(rung) for rung in planned.rungs_of(config)] if planned and planned.rungs is not None else None
+    rungs = [rung._asdict() for rung in planned.rungs_of(config)] if planned and planned.rungs is not None else None
     for attempt in range(RESTARTS + 1):
         checked = preflight.check(config, planned)  # each time: what others hold may be another after hours
         code, words = run_child(Orders(config.to_dict(), notes, others=checked.others, rungs=rungs))

@@ -132,7 +132,7 @@ def test_a_run_that_stays_though_something_is_faster_does_not_say_that_nothing_i
     """By the percent: lossy savers have to gain more than one."""
     asked = Standing(SMALL, (), "free", 900 * MiB, MiB, SpeedEstimate(1000, 1000, 1000, ""))
     for speed, words in ((1070, "nothing found is enough faster"), (1005, "nothing found is 1 % faster")):
-        other = replace(asked, flags=("--weights=bfloat16",), speed=SpeedEstimate(speed, speed, speed, ""))
+        other = asked._replace(flags=("--weights=bfloat16",), speed=SpeedEstimate(speed, speed, speed, ""))
         assert words in verdict(Fitted(budget_of(901 * MiB), asked, asked, runners_up=(other,)))
 
 

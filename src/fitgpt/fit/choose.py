@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from itertools import islice
 from typing import NamedTuple
 
@@ -70,7 +69,7 @@ def fitted(said: RunConfig, search: Search, finalists: list[Finalist], allow: fr
 
     def told(standing: Standing) -> Standing:
         changed = flags(said, standing.config)
-        return replace(standing, flags=changed, permission=(permission if changed else "") or standing.permission)
+        return standing._replace(flags=changed, permission=(permission if changed else "") or standing.permission)
 
     needs = search.aside(lambda: (search.needs(said), search.needs(best.config)))
     reasons, (of_said, of_best) = decisions(search, said, best.config, why), needs()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import replace
 from typing import NamedTuple
 
 from ..config import RunConfig
@@ -66,7 +65,7 @@ def _largest(config: RunConfig, runs: Runs, here: Here, allow: frozenset[str], p
         notes[0] += how_long(found.chosen)
         if found.chosen.config.offload != config.offload:
             notes += _on_the_card(runs, here, may, words)
-    return replace(found, notes=(*found.notes, *notes))
+    return found._replace(notes=(*found.notes, *notes))
 
 
 def _why_not(runs: Runs, number: int, here: Here, may: frozenset[str]) -> str:
@@ -126,13 +125,13 @@ def least_memory(config: RunConfig, here: Here, allow: frozenset[str]) -> Fitted
         return found
     if found.chosen is not None:
         process = least.needs + here.budget.outside
-        found = replace(found, notes=(*found.notes, f"As nvidia-smi shows it that is about {show_bytes(process)}, with "
+        found = found._replace(notes=(*found.notes, f"As nvidia-smi shows it that is about {show_bytes(process)}, with "
                                       f"what CUDA holds: --budget={-(-(process + UNSURE) // MiB)}MiB is enough."))
     if least.config.offload == config.offload:
         return found
     search = here._replace(host_bytes=0).search(config, permitted(config, allow))
     alone = search.standing(*search.least())
-    return replace(found, notes=(*found.notes, f"With nothing more in the host's memory: {show_bytes(alone.needs)}, by "
+    return found._replace(notes=(*found.notes, f"With nothing more in the host's memory: {show_bytes(alone.needs)}, by "
                                                f"{' '.join(alone.flags) or 'what was asked for'}."))
 
 

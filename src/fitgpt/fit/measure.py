@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from ..config import RunConfig
 from ..nouns import Fitted, Standing
@@ -27,13 +26,13 @@ def measured(fitted: Fitted, timer: Timer, say: Callable[[str], None] = lambda w
             failed.append(standing)
             notes.append(f"{_name(standing)} could not be timed: {found}")
         else:
-            timed.append(replace(standing, measured=found))
+            timed.append(standing._replace(measured=found))
             say(f"{number} of {len(candidates)}: {_name(standing)}: {found:,.0f} tokens/s")
     if not timed:
-        return replace(fitted, notes=(*fitted.notes, *notes))
+        return fitted._replace(notes=(*fitted.notes, *notes))
     best = fastest(timed)
     others = sorted((each for each in timed if each is not best), key=lambda each: -(each.measured or 0))
-    return replace(fitted, chosen=best, runners_up=(*others, *failed), notes=(*fitted.notes, *notes))
+    return fitted._replace(chosen=best, runners_up=(*others, *failed), notes=(*fitted.notes, *notes))
 
 
 def fastest(timed: Sequence[Standing]) -> Standing:

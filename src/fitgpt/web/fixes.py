@@ -93,7 +93,7 @@ def _of_some_layers(config: RunConfig, all_layers: Option, fitting: bool, fits_w
             changed = replace(all_layers.config, recompute=levels)
         except UsageError:
             return all_layers
-        change = replace(all_layers.change, flags=(f"--recompute={levels}",))
+        change = all_layers.change._replace(flags=(f"--recompute={levels}",))
         return Option(change, changed)
 
     if fitting:

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 
+from fitgpt.config import RunConfig
 from fitgpt.memory import nanogpt
 from fitgpt.memory.allocator import Timeline
 from fitgpt.memory.drafted import drafted
+from fitgpt.memory.forecast import draft, settled, tape_of
 from fitgpt.memory.nanorun import NanoGPTRun
+from fitgpt.memory.setting import Setting
+from fitgpt.memory.tape import Tape
 
-short = partial(nanogpt.write, eval_batches=1, iterations=2, micro_steps=2)
+
+def short(run: NanoGPTRun, layers: int = 0) -> Tape:
+    return nanogpt.write(replace(run, n_layer=layers or run.n_layer), eval_batches=1, iterations=2, micro_steps=2)
 
 
 def by_chance(seed: int, compiled: bool) -> NanoGPTRun:
@@ -32,7 +40,7 @@ def test_the_highest_point_of_a_deep_run_is_that_of_two_shallow_ones_and_what_a_
     run = by_chance(seed, compiled)
     tape = short(run)
     peaks = {phase: peak.allocated for phase, peak in Timeline(tape, tape.changes, [], None).peaks().items()}
-    told = {phase: highest.allocated for phase, highest in drafted(run, short).items()}
+    told = {phase: highest.allocated for phase, highest in drafted(run.n_layer, partial(short, run)).items()}
     assert told.keys() == peaks.keys()
     assert max(told.values()) == pytest.approx(max(peaks.values()), rel=0.02 if compiled else 0.001)
     for phase in ("load", "first_eval", "step", "eval"):
@@ -40,5 +48,19 @@ def test_the_highest_point_of_a_deep_run_is_that_of_two_shallow_ones_and_what_a_
 
 
 def test_owners_add_up_to_what_is_allocated() -> None:
-    for highest in drafted(by_chance(1, True), short).values():
+    for highest in drafted(24, partial(short, by_chance(1, True))).values():
         assert sum(highest.owners.values()) == highest.allocated
+
+
+@pytest.mark.parametrize("knobs", [
+    dict(), dict(compile=False, bias=True, dropout=0.1, dtype="float16"), dict(recompute="input", residual="bfloat16"),
+    dict(optimizer="muon", gradient_accumulation_steps=1), dict(grad_checkpoint=True, casts="kept"),
+    dict(weights="bfloat16", optimizer="adam8bit", compile=False), dict(offload="gradients"),
+    dict(step_in_backward=True, gradient_accumulation_steps=1, grad_clip=0.0, compile=False), dict(offload="optimizer"),
+    dict(recompute="14*no_wide", gradients="kept", states="late", cuda_graphs=False)], ids=str)
+def test_so_it_is_with_fitgpts_own(knobs: dict[str, Any]) -> None:
+    setting = Setting((8, 9))
+    config = settled(RunConfig(n_layer=14, n_head=8, n_embd=512, batch_size=4, vocab_size=50304, **knobs), setting)
+    tape = tape_of(config, setting)
+    for phase, peak in Timeline(tape, tape.changes, [], None).peaks().items():
+        assert draft(config, setting)[phase].allocated == pytest.approx(peak.allocated, rel=0.002), phase

@@ -191,6 +191,8 @@ def test_hostile_words_come_back_as_json_and_nothing_else(port: int, text: str) 
 
 @pytest.mark.parametrize("query", ["gpu=4070", "gpu=4070&compile=False&n_layer=6", NOTES.replace("nanogpt", "fitgpt"),
                                    NOTES, "gpu=4070&trainer=nanogpt&n_layer=24&n_head=16&n_embd=1024",
+                                   "gpu=4070&n_layer=24&n_head=16&n_embd=1024&compile=False",
+                                   "gpu=h200&n_layer=48&n_head=25&n_embd=1600&batch_size=4",
                                    "gpu=h200&trainer=nanogpt&n_layer=48&n_head=25&n_embd=1600&batch_size=4",
                                    "gpu=h200&trainer=nanogpt&n_layer=36&n_head=20&n_embd=1280&compile=False&bias=True"])
 def test_an_answer_comes_within_50_ms(port: int, query: str) -> None:

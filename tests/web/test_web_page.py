@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -130,6 +131,21 @@ def test_a_slider_moves_the_bars_and_the_address(shown: Callable[..., Any]) -> N
         page.wait_for_url("**batch_size=24**")
 
 
+def test_while_a_slider_moves_the_page_shows_what_it_passes(shown: Callable[..., Any]) -> None:
+    with shown() as page:
+        verdict(page, "fits")
+        page.evaluate("""() => { window.titles = new Set(); const place = document.getElementById("title");
+            new MutationObserver(() => titles.add(place.textContent)).observe(place, { childList: true }); }""")
+        page.route("**/api/plan?*", lambda route: (time.sleep(0.05), route.continue_()))
+        page.focus("#s-batch_size")
+        for _ in range(12):  # each before the answer to the one before it
+            page.keyboard.press("ArrowRight")
+            page.wait_for_timeout(20)
+        page.unroute("**/api/plan?*")
+        verdict(page, "fits")
+        assert page.evaluate("titles.size") > 2
+
+
 def test_what_a_first_answer_left_out_is_filled_in_when_the_exact_one_comes(shown: Callable[..., Any]) -> None:
     with shown("gpu=RTX+4070&trainer=nanogpt&n_layer=24&n_head=16&n_embd=1024") as page:
         assert "too much" in verdict(page, "full")
@@ -150,15 +166,18 @@ def test_a_deep_run_whose_tensors_fit_is_neither_green_nor_red_until_it_is_repla
         verdict(page, "fits")
         assert ["waiting", "Its tensors fit"] in page.evaluate("states")
         assert not [seen for seen in page.evaluate("states") if seen[0] == "full"]
-        assert "Fits:" in page.text_content("#config")
+        assert f"Fits: {page.inner_text('#short')}." in page.text_content("#config")
 
 
 def test_what_cannot_be_is_said_and_mended(shown: Callable[..., Any]) -> None:
     with shown("gpu=RTX+2060&dtype=bfloat16") as page:
         page.wait_for_selector('#verdict[data-state="problem"]')
         assert "compute capability" in page.inner_text("#words")
+        assert page.evaluate("document.getElementById('fixes').inert")  # what is there is another run's
+        assert page.inner_text("#mend button") == "Set dtype=float16"
         page.click("#mend button")
         verdict(page, "fits")
+        assert not page.evaluate("document.getElementById('fixes').inert")
         assert "dtype=float16" in page.url
 
 

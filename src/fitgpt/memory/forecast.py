@@ -36,11 +36,17 @@ def tape_of(config: RunConfig, setting: Setting, trainer: str = "fitgpt") -> Tap
     return gpt.write(config, setting)
 
 
-def draft_of_nanogpt(config: RunConfig, setting: Setting) -> dict[str, Highest]:
-    """About what it holds at its highest, by phase: of one evaluation batch and two iterations of two micro-batches,
-    which has every phase, and not what it comes to in time."""
-    return drafted(nanogpt_run(config), partial(nanogpt.write, gpu=_gpu(config, setting), eval_batches=1, iterations=2,
-                                                micro_steps=2))
+def draft(config: RunConfig, setting: Setting, trainer: str = "fitgpt") -> dict[str, Highest]:
+    """About what a run with layers all alike holds at its highest, by phase. Of nanoGPT's, one evaluation batch and two
+    iterations of two micro-batches are looked at: every phase is there, and not what it comes to in time."""
+    def write(layers: int) -> Tape:
+        shallow = replace(config, n_layer=layers, recompute=config.levels[0], grad_checkpoint=False)
+        if trainer == "nanogpt":
+            return nanogpt.write(nanogpt_run(shallow), gpu=_gpu(config, setting), eval_batches=1, iterations=2,
+                                 micro_steps=2)
+        return gpt.write(shallow, setting)
+
+    return drafted(config.n_layer, write)
 
 
 def held_at_least(config: RunConfig, setting: Setting, trainer: str = "fitgpt") -> int:

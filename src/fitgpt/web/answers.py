@@ -1,6 +1,6 @@
 """What the page is told: the plan at once, from one replay of the tape; then the step, the exact needs and the cards.
-Of a deep run of nanoGPT's, whose replay takes long, at once comes a draft from its tensors' sizes alone: they may be
-too much, or fit, and then the whole answer follows.
+Of a deep run, whose replay takes long, at once comes a draft from what its tensors take. Of fitgpt's, closed forms know
+whether it fits; of nanoGPT's the tensors may be too much, or fit, and then the whole answer follows.
 
 Every answer is a dict that becomes JSON. Bytes are plain numbers, and whatever is a sentence is made here.
 """
@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 from .. import cards, place
 from ..config import RunConfig
 from ..errors import UsageError
+from ..fit.closed import mix_of
+from ..fit.folded import Folded
 from ..fit.speed import estimate
 from ..memory import forecast
 from ..memory.allocator import Timeline, begun_of, replay
@@ -34,10 +36,10 @@ Answer = dict[str, Any]
 BARS = ("load", "first_eval", "first_train", "train", "step", "eval")  # phases of the run itself, in their order
 HEADS, WIDTHS = range(1, 129), range(8, 8193)
 NARROWEST_HEAD, WIDEST_HEAD = 8, 256
-DEEP = 13  # layers: nanoGPT's tape takes longer to write and to replay than the 50 ms in which a page answers
+DEEP = 13  # layers: a tape takes longer to write and to replay than the 50 ms in which a page answers
 
 
-OFF_AT_MOST = 0.05  # a draft's highest point, too high: see drafted.py
+OFF_AT_MOST = 0.05  # the highest point of a draft: see drafted.py
 VERDICTS = {True: "Fits", False: "Does not fit", None: "Its tensors fit"}
 
 
@@ -62,14 +64,17 @@ def fits(config: RunConfig, setting: Setting, trainer: str, limit: int) -> bool:
     timeline, expandable = replayed(config, setting, trainer), _expands(setting, trainer)
     if peak_of(timeline) > limit:
         return False
-    if timeline.reserved + (_most_asked(timeline) if expandable else 0) <= limit:
+    if _enough(timeline, setting, trainer) <= limit:
         return True
     return begun_of(timeline, expandable).go_on(limit)
 
 
-def _most_asked(timeline: Timeline) -> int:
-    """Of the driver at once: with expandable segments more than is mapped."""
-    return max(segment_size(rounded(max(event.nbytes for event in timeline.tape.events))), LARGE_SEGMENT)
+def _enough(timeline: Timeline, setting: Setting, trainer: str) -> int:
+    """What will do for certain: with expandable segments, more is asked of the driver at once than is mapped."""
+    if not _expands(setting, trainer):
+        return timeline.reserved
+    largest = max(event.nbytes for event in timeline.tape.events)
+    return timeline.reserved + max(segment_size(rounded(largest)), LARGE_SEGMENT)
 
 
 def peak_of(timeline: Timeline) -> int:
@@ -90,21 +95,41 @@ def of(asked: Asked) -> tuple[RunConfig, Timeline]:
 
 def plan(asked: Asked) -> Answer:
     """The whole answer, or a draft of it (see above): then `fits` is None where only a replay can tell."""
-    setting, limit = asked.place.setting, asked.place.budget.reserve_limit
-    config = forecast.settled(asked.config, setting)
-    if asked.trainer != "nanogpt" or config.n_layer < DEEP or config.eval_only:
+    config = forecast.settled(asked.config, asked.place.setting)
+    if config.n_layer < DEEP or config.eval_only or len(set(config.levels)) > 1:
         return whole(asked)
-    held = {phase: Held(*highest) for phase, highest in forecast.draft_of_nanogpt(config, setting).items()}
+    return (_draft_of_ours if asked.trainer == "fitgpt" else _draft_of_nanogpt)(asked, config) or whole(asked)
+
+
+def _draft_of_ours(asked: Asked, config: RunConfig) -> Answer | None:
+    """None where closed forms cannot tell whether it fits."""
+    limit, mix = asked.place.budget.reserve_limit, mix_of(config.levels)
+    shape = Folded(asked.place.setting).shape(config)
+    fitting, enough = shape.could_fit(mix, limit), shape.needs(mix)
+    if fitting and enough > limit:
+        return None
+    return _told(asked, config, _drafted(asked, config), fitting, enough, draft=True)
+
+
+def _draft_of_nanogpt(asked: Asked, config: RunConfig) -> Answer | None:
+    """None where the tensors are so near to the limit that they may be too much or not."""
+    limit, held = asked.place.budget.reserve_limit, _drafted(asked, config)
     peak = max(each.allocated for each in held.values())
-    if limit < peak <= limit * (1 + OFF_AT_MOST):
-        return whole(asked)
-    return _told(asked, config, held, None if peak <= limit else False, draft=True)
+    if abs(peak - limit) <= OFF_AT_MOST * limit:
+        return None
+    return _told(asked, config, held, None if peak <= limit else False, 0, draft=True)
+
+
+def _drafted(asked: Asked, config: RunConfig) -> dict[str, Held]:
+    drawn = forecast.draft(config, asked.place.setting, asked.trainer)
+    return {phase: Held(*highest) for phase, highest in drawn.items() if phase in BARS}
 
 
 def whole(asked: Asked) -> Answer:
     config, timeline = of(asked)
     fitting = fits(config, asked.place.setting, asked.trainer, asked.place.budget.reserve_limit)
-    return _told(asked, config, _highest(timeline), fitting, draft=False)
+    return _told(asked, config, _highest(timeline), fitting, _enough(timeline, asked.place.setting, asked.trainer),
+                 draft=False)
 
 
 def _highest(timeline: Timeline) -> dict[str, Held]:
@@ -114,10 +139,12 @@ def _highest(timeline: Timeline) -> dict[str, Held]:
     return {phase: Held(peak.allocated, owners[peak.event], peak.reserved) for phase, peak in peaks.items()}
 
 
-def _told(asked: Asked, config: RunConfig, held: dict[str, Held], fitting: bool | None, *, draft: bool) -> Answer:
+def _told(asked: Asked, config: RunConfig, held: dict[str, Held], fitting: bool | None, enough: int, *,
+          draft: bool) -> Answer:
+    """`enough`: what will do for certain."""
     budget, title = asked.place.budget, _title(asked, config)
     peak, reserved = max(each.allocated for each in held.values()), max(each.reserved for each in held.values())
-    words, verdict = _at_once(peak, reserved, budget, fitting), VERDICTS[fitting]
+    words, verdict = _at_once(peak, reserved, enough, budget, fitting), VERDICTS[fitting]
     return {
         "fits": fitting, "verdict": verdict, "words": words, "draft": draft, "title": title,
         "trainer": asked.trainer, "peak": peak, "bars": _bars(held, budget),
@@ -138,14 +165,16 @@ def _title(asked: Asked, config: RunConfig) -> str:
             f"{config.dtype}, {'compiled' if config.compile else 'eager'}")
 
 
-def _at_once(peak: int, reserved: int, budget: Budget, fitting: bool | None) -> str:
+def _at_once(peak: int, reserved: int, enough: int, budget: Budget, fitting: bool | None) -> str:
     """What one replay tells, or the tensors' sizes: bounds, until the exact figure comes."""
     limit = budget.reserve_limit
     if fitting is None:
         return (f"they take {show_bytes(peak)} or more of the {show_bytes(limit)} that may be reserved. Whether the "
                 "gaps between them fit too is being worked out.")
+    if fitting and enough <= limit:
+        return f"at least {show_bytes(limit - enough)} to spare."
     if fitting and reserved <= limit:
-        return f"at least {show_bytes(limit - reserved)} to spare."
+        return f"closely: of {show_bytes(limit)} it reserves {show_bytes(reserved)}."
     if fitting:
         return f"tightly: of {show_bytes(limit)} it would like {show_bytes(reserved)}, and gets by with less."
     if peak > limit:
@@ -216,10 +245,12 @@ def exact(asked: Asked) -> Answer:
               f"takes {show_bytes(run.checkpoint_bytes)} on disk"
               + (f"; {show_bytes(run.host_bytes)} of the host's memory" if run.host_bytes else "")),
              *([("speed", f"{_tokens(speed)} tokens/s, by {speed.basis}")] if speed else [])]
+    verdict, short = VERDICTS[told.fits], f"{show_bytes(abs(told.headroom))} {'to spare' if told.fits else 'too much'}"
+    title = _title(asked, forecast.settled(config, found.setting))
     return {
-        "fits": told.fits, "verdict": VERDICTS[told.fits],
+        "fits": told.fits, "verdict": verdict,
         "words": show.verdict(told, found.neighbours), "needs": told.forecast.needs, "headroom": told.headroom,
-        "short": f"{show_bytes(abs(told.headroom))} {'to spare' if told.fits else 'too much'}",
+        "short": short, "config_file": config_file(asked, f"{title}. {verdict}: {short}."),
         "speed": _tokens(speed),
         "phases": [{"name": show.PHASES[phase], "allocated": held.allocated, "reserved": held.reserved,
                     "process": held.reserved + found.budget.outside, "peak": phase == told.forecast.peak_phase}

@@ -24,6 +24,7 @@ export async function refresh() {
       const query = settings.query();
       const answer = await ask("plan", query);
       if (!again) draw(answer);
+      else if (!answer.problem) look(answer); // a slider is on its way
     }
   } finally {
     asking = false;
@@ -63,21 +64,32 @@ function draw(plan) {
   byId("mend").hidden = true;
   if (wrong) return drawProblem(wrong);
   shown = plan;
-  state(plan.fits === null ? "waiting" : plan.fits ? "fits" : "full", plan.verdict, "", plan.words);
-  byId("title").textContent = [plan.title, ...plan.notes].join(". ");
-  bars.draw(plan.bars, compared?.ends);
+  look(plan);
   drawDifference(plan);
   for (const [id, text] of [["command", plan.command], ["config", plan.config_file], ["plan-command", plan.plan_command]]) byId(id).textContent = text;
   form.learn(plan);
 }
 
+function look(plan) {
+  rest(false);
+  state(plan.fits === null ? "waiting" : plan.fits ? "fits" : "full", plan.verdict, "", plan.words);
+  byId("title").textContent = [plan.title, ...plan.notes].join(". ");
+  bars.draw(plan.bars, compared?.ends);
+}
+
+const rest = (inert) => { // what is below the verdict, while it is another run's
+  for (const part of byId("results").querySelectorAll(":scope > section:not(.verdict), :scope > details")) part.inert = inert;
+};
+
 function drawProblem(wrong) {
   shown = null;
+  rest(true);
   state("problem", "This cannot be", "", wrong.what);
   const [words, button] = byId("mend").children;
   words.textContent = wrong.fix;
   byId("mend").hidden = !wrong.fix;
   button.hidden = !Object.keys(wrong.settings).length;
+  button.textContent = `Set ${Object.entries(wrong.settings).map(([name, value]) => `${name}=${value}`).join(", ")}`;
   button.onclick = () => settings.change(wrong.settings, { step: true });
   say(`${wrong.what} ${wrong.fix}`);
 }
@@ -106,6 +118,7 @@ function drawExact(exact) {
   if (exact.problem || shown === null) return;
   state(exact.fits ? "fits" : "full", exact.verdict, exact.short + (exact.speed && ` · ${exact.speed} tokens/s`), exact.words);
   say(`${exact.verdict}: ${exact.short}.`);
+  byId("config").textContent = exact.config_file;
   if (shown.draft) fillIn(exact);
   bars.markNeeds(shown.bars, exact.needs);
   table("phases", ["", "allocated", "reserved", "process"], exact.phases.map((each) =>

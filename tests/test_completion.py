@@ -39,6 +39,14 @@ def test_bash_completes_every_flag_of_a_verb(verb: str) -> None:
 
 
 @needs_bash
+@pytest.mark.parametrize("words", [("--trainer", "=", "n"), ("--trainer=n",)])
+def test_bash_completes_the_values_that_a_flag_takes(words: tuple[str, ...]) -> None:
+    assert completed("plan", *words) == ["nanogpt" if len(words) > 1 else "--trainer=nanogpt"]
+    assert completed("train", "--bias", "=") == ["True", "False"]
+    assert completed("train", "--compile", "=") == ["auto", "True", "False"]
+
+
+@needs_bash
 def test_bash_completes_files_where_no_flag_is_meant() -> None:
     assert "pyproject.toml" in completed("train", "pyproj")
 

@@ -1,4 +1,4 @@
-"""`fitgpt completion`: what a shell needs to complete verbs and flags, printed as a script for it."""
+"""`fitgpt completion`: what a shell needs to complete verbs, flags and their values, printed as a script for it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,24 @@ from .options import CompletionOptions
 
 BASH = """\
 _fitgpt() {{
-    local word="${{COMP_WORDS[COMP_CWORD]}}" words=""
+    local word="${{COMP_WORDS[COMP_CWORD]}}" words="" flag="" before=""
     if [ "$COMP_CWORD" -eq 1 ]; then
         COMPREPLY=($(compgen -W "{verbs}" -- "$word"))
         return
     fi
+    case "$word" in  # bash takes --flag=value for three words, unless it was told otherwise
+        --*=*) flag="${{word%%=*}}" before="$flag=" word="${{word#*=}}" ;;
+        =) flag="${{COMP_WORDS[COMP_CWORD-1]}}" word="" ;;
+        *) [ "${{COMP_WORDS[COMP_CWORD-1]}}" = "=" ] && flag="${{COMP_WORDS[COMP_CWORD-2]}}" ;;
+    esac
+    case "$flag" in
+{values}
+    esac
+    if [ -n "$words" ]; then
+        COMPREPLY=($(compgen -P "$before" -W "$words" -- "$word"))
+        return
+    fi
+    word="$before$word"
     case "${{COMP_WORDS[1]}}" in
 {cases}
     esac
@@ -23,6 +36,7 @@ _fitgpt() {{
 }}
 complete -o filenames -F _fitgpt fitgpt
 """
+SWITCHES = {"bool": ("True", "False"), "auto": ("auto", "True", "False")}  # what kinds of knobs can be
 ZSH = "autoload -U +X bashcompinit && bashcompinit\n"  # it reads bash's own
 
 
@@ -34,7 +48,10 @@ def completion(options: CompletionOptions) -> int:
 def bash() -> str:
     flags = _flags()
     cases = "\n".join(f"        {verb}) words=\"{' '.join(_words(knobs))}\" ;;" for verb, (_, knobs) in flags.items())
-    return BASH.format(verbs=" ".join(flags), cases=cases)
+    values = {f"--{knob.name}": knob.choices or SWITCHES[knob.kind] for _, knobs in flags.values() for knob in knobs
+              if knob.choices or knob.kind in SWITCHES}
+    return BASH.format(verbs=" ".join(flags), cases=cases, values="\n".join(
+        f"        {flag}) words=\"{' '.join(map(str, each))}\" ;;" for flag, each in values.items()))
 
 
 def fish() -> str:

@@ -84,6 +84,7 @@ const rest = (inert) => { // what is below the verdict, while it is another run'
 function drawProblem(wrong) {
   shown = null;
   rest(true);
+  byId("title").textContent = "";
   state("problem", "This cannot be", "", wrong.what);
   const [words, button] = byId("mend").children;
   words.textContent = wrong.fix;

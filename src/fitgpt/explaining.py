@@ -65,7 +65,7 @@ def answer(asked: ExplainQuestions, said: Sequence[Assignment]) -> Diagnosis:
     if asked.reading or (asked.process and not asked.target):
         card = find(asked.gpu) if asked.gpu else card_here()
         reading = Reading(size(asked.reading), size(asked.process), notes=notes)
-        return explain_reading(reading, run_of(config, name, asked.trainer, card), card)
+        return explain_reading(reading, run_of(config, name, asked.trainer, card), card, asked.trainer)
     seen = look(asked, folder)
     if seen is not None and seen.text.strip():
         found = explain_text(seen, asked, config, name)
@@ -152,7 +152,8 @@ def explain_text(seen: Excerpt, asked: ExplainQuestions, config: RunConfig | Non
     if screen:
         gpu = max(screen, key=lambda each: (any(process.computes for process in each.processes), each.used or 0))
         card = card or card_of(gpu)
-        return explain_reading(from_screen(gpu, size(asked.process)), run_of(config, name, asked.trainer, card), card)
+        return explain_reading(from_screen(gpu, size(asked.process)), run_of(config, name, asked.trainer, card), card,
+                               asked.trainer)
     return explain_document(_json(seen.text), asked, config, name) if seen.text.lstrip().startswith("{") else None
 
 

@@ -83,6 +83,35 @@ def test_an_eager_run_of_the_same_config_is_told_apart() -> None:
     assert "The run is another config or trainer" in told.what
 
 
+def test_where_the_trainer_is_not_said_the_reading_chooses_the_one_that_is_clearly_nearer() -> None:
+    run = notes_30m("fitgpt")
+    told = explain_reading(Reading(6582 * MiB, 4464 * MiB), run, CARD, "auto")
+    assert "under nanoGPT's train.py once it trains" in told.what
+    assert {share.what: share.nbytes for share in told.shares}["logits"] == 16 * 512 * 50304 * 6
+    assert told.notes[-1] == (
+        "Which trainer it was is not said. nanoGPT's forecast, 4,496 MiB, 0.7% more than was read, is the nearer one; "
+        "fitgpt's is 1,360 MiB, 70% less than was read. --trainer=fitgpt says otherwise.")
+    own = run.forecast.reserved + 196 * MiB
+    ours = explain_reading(Reading(own, own), run, CARD, "auto")
+    assert "under fitgpt once it trains" in ours.what
+    assert ours.notes[-1].endswith("--trainer=nanogpt says otherwise.")
+
+
+def test_of_two_trainers_that_are_both_far_off_none_is_taken_for_the_nearer_one() -> None:
+    told = explain_reading(Reading(6582 * MiB, 2500 * MiB), notes_30m("fitgpt"), CARD, "auto")
+    assert "config under fitgpt holds" in told.what
+    assert "not clearly nearer. --trainer=nanogpt says otherwise" in told.notes[-1]
+
+
+def test_the_trainer_that_was_said_stays_and_what_it_does_not_explain_is_told_apart() -> None:
+    told = explain_reading(Reading(6582 * MiB, 4464 * MiB), notes_30m("fitgpt"), CARD, "fitgpt")
+    assert "1,360 MiB, 70% less than was read" in told.what
+    shares = {share.what: share.nbytes for share in told.shares}
+    assert shares["more than the forecast"] == (4464 - 1360) * MiB
+    assert sum(shares.values()) == 6582 * MiB
+    assert not told.notes
+
+
 def test_a_run_that_has_only_evaluated_yet_is_recognised() -> None:
     run = notes_30m()
     held = run.forecast.phases["first_eval"].reserved + 196 * MiB

@@ -12,9 +12,11 @@ from ..units import MiB, show_bytes
 from .about import Run
 from .names import PHASES
 from .screen import ScreenGpu, ScreenProcess
+from .unsaid import OTHER_TRAINER
 
 CLOSE = 0.05   # a forecast this near to a reading is of the same run, at that point
 AS_WELL = 0.02  # two forecasts this near to it explain it equally well
+CLEARLY = 3     # times as far off: then the reading is of the other trainer
 # What a run holds for most of its time comes first.
 HOLDS = {"train": "once it trains", "first_train": "in its first iteration",
          "first_eval": "in its first evaluation, before it trains",
@@ -54,7 +56,9 @@ def card_of(gpu: ScreenGpu) -> Card | None:
     return match_device(gpu.name, round(gpu.total / MiB) if gpu.part is None else None)
 
 
-def explain_reading(reading: Reading, run: Run | None = None, card: Card | None = None) -> Diagnosis:
+def explain_reading(reading: Reading, run: Run | None = None, card: Card | None = None,
+                    trainer: str = "") -> Diagnosis:
+    """`trainer`: the one that was said, or auto; by default the run's."""
     used, process = reading.used, reading.process
     if used is not None and process is not None and process > used:
         raise UsageError(f"--process {show_bytes(process)} is more than --reading {show_bytes(used)}: the card's "
@@ -67,11 +71,51 @@ def explain_reading(reading: Reading, run: Run | None = None, card: Card | None 
                 *reading.notes, "The process's own figure was not given: it is taken to be what the config's forecast "
                 "says. --process=… tells it."))
             process = forecast
+    elif process is not None and run is not None and card is not None and trainer == "auto":
+        run, why = _whose(process, run, card)
+        reading = replace(reading, notes=(*reading.notes, why))
     shares = tuple(_shares(reading, run, card))
     return Diagnosis(
         subject="reading", title=_title(used, process, reading.forecast), what=_where_the_run_is(reading, run, card),
         shares=shares, shares_of="the whole card" if reading.total is not None else "what is taken",
         needed=_needed(reading, run, card), notes=reading.notes)
+
+
+def _whose(process: int, run: Run, card: Card) -> tuple[Run, str]:
+    """The run under the trainer whose forecast is clearly nearer to what was read, and a sentence that says why."""
+    other = replace(run, trainer=OTHER_TRAINER[run.trainer])
+    taken, left = (other, run) if _is_nearer(process, other, run, card) else (run, other)
+    told = f"{_trainer(taken)}'s forecast, {_beside_read(process, taken, card)}"
+    beside = f"{_trainer(left)}'s is {_beside_read(process, left, card)}"
+    clear = taken is other or _is_nearer(process, run, other, card)
+    return taken, (f"Which trainer it was is not said. {told}, {'is the nearer one' if clear else 'is taken'}; {beside}"
+                   f"{'' if clear else ', not clearly nearer'}. --trainer={left.trainer} says otherwise.")
+
+
+def _is_nearer(process: int, run: Run, than: Run, card: Card) -> bool:
+    """Clearly: one that is near explains what another does not; of two that are not near, the other is far."""
+    off, other = abs(_off(process, run, card)), abs(_off(process, than, card))
+    return other > CLOSE and CLEARLY * off <= other
+
+
+def _off(process: int, run: Run, card: Card) -> float:
+    """How much more the forecast is than what was read, as a share of that."""
+    return _held(process, run, card) / process - 1 if process else 0.0
+
+
+def _held(process: int, run: Run, card: Card) -> int:
+    """What the process shows by the forecast, in the phase that comes nearest."""
+    return run.forecast.phases[_likeliest(process - _outside(card), run)].reserved + _outside(card)
+
+
+def _beside_read(process: int, run: Run, card: Card) -> str:
+    off = _off(process, run, card)
+    share = f"{abs(off):.{1 if abs(off) < 0.1 else 0}%}"
+    return f"{_held(process, run, card) / MiB:,.0f} MiB, {share} {'less' if off < 0 else 'more'} than was read"
+
+
+def _trainer(run: Run) -> str:
+    return "nanoGPT" if run.trainer == "nanogpt" else "fitgpt"
 
 
 def _title(used: int | None, process: int | None, forecast: bool) -> str:
@@ -125,7 +169,13 @@ def _of_the_process(process: int, run: Run | None, card: Card | None) -> Iterato
             if phase == run.forecast.peak_phase else {}
         for owner, nbytes in owners:
             yield MemoryShare(owner, nbytes, formulas.get(owner, ""))
-        yield MemoryShare("reserved by PyTorch, in no tensor then", process - outside - held)
+        reserved = process - outside
+        foreseen = min(reserved, max(run.forecast.phases[_likeliest(reserved, run)].reserved, held))
+        if reserved - foreseen <= CLOSE * foreseen:
+            foreseen = reserved
+        yield MemoryShare("reserved by PyTorch, in no tensor then", foreseen - held)
+        if reserved > foreseen:
+            yield MemoryShare("more than the forecast", reserved - foreseen, "whose it is, this config does not say")
     yield MemoryShare("this process outside PyTorch", outside, _about_outside(card))
 
 
@@ -147,8 +197,8 @@ def _where_the_run_is(reading: Reading, run: Run | None, card: Card | None) -> s
                 f"{(forecast + _outside(card)) / MiB:,.0f} MiB, {told}; read {reading.process / MiB:,.0f}, "
                 f"{off:+.1%}.{_or_else(phase, reserved, run)} The owners below are those of its highest point "
                 f"{_there(phase, run)}.")
-    return (f"By its forecast this config under {whose} holds {told}: {abs(off):.0%} {'less' if off > 0 else 'more'} "
-            "than was read. The run is another config or trainer, or stands at a point between two phases.")
+    return (f"By its forecast this config under {whose} holds {told}: {_beside_read(reading.process, run, card)}. The "
+            "run is another config or trainer, or stands at a point between two phases.")
 
 
 def _likeliest(reserved: int, run: Run) -> str:

@@ -23,7 +23,7 @@ from .explain.message import COUNTED, from_excerpt, is_message
 from .explain.oom import diagnose
 from .explain.pasted import Excerpt, excerpt
 from .explain.planned import explain_plan
-from .explain.reading import Reading, card_of, explain_reading, from_screen
+from .explain.reading import Reading, card_of, explain_reading, from_screen, outside_on
 from .explain.screen import parse_screen
 from .knobs import Assignment, build, knobs_of, walk
 from .memory import forecast
@@ -36,7 +36,7 @@ from .rows import last_of, owners_in, phases_in, whole
 from .runfolder import recorded_config
 from .show.diagnosis import diagnosis_text
 from .sights import Diagnosis, OutOfMemory
-from .units import MiB
+from .units import MiB, show_bytes
 
 NOT_RECOGNISED = 1
 WANTED = ("the whole message, from `CUDA out of memory` to its last figure, with the traceback above it",
@@ -64,8 +64,7 @@ def answer(asked: ExplainQuestions, said: Sequence[Assignment]) -> Diagnosis:
     config, name, notes = config_of(asked, said, folder)
     if asked.reading or (asked.process and not asked.target):
         card = find(asked.gpu) if asked.gpu else card_here()
-        reading = Reading(size(asked.reading), size(asked.process), notes=notes)
-        return explain_reading(reading, run_of(config, name, asked.trainer, card), card, asked.trainer)
+        return explain_read(Reading(size(asked.reading), size(asked.process), notes=notes), asked, config, name, card)
     seen = look(asked, folder)
     if seen is not None and seen.text.strip():
         found = explain_text(seen, asked, config, name)
@@ -152,9 +151,23 @@ def explain_text(seen: Excerpt, asked: ExplainQuestions, config: RunConfig | Non
     if screen:
         gpu = max(screen, key=lambda each: (any(process.computes for process in each.processes), each.used or 0))
         card = card or card_of(gpu)
-        return explain_reading(from_screen(gpu, size(asked.process)), run_of(config, name, asked.trainer, card), card,
-                               asked.trainer)
+        return explain_read(from_screen(gpu, size(asked.process)), asked, config, name, card)
     return explain_document(_json(seen.text), asked, config, name) if seen.text.lstrip().startswith("{") else None
+
+
+def explain_read(reading: Reading, asked: ExplainQuestions, config: RunConfig | None, name: str,
+                 card: Card | None) -> Diagnosis:
+    """With a config and no card that is known, the card is taken to be what `plan --budget` takes it to be."""
+    run, taken = run_of(config, name, asked.trainer, card), reading.total or reading.used or reading.process
+    if run is None or taken is None or outside_on(card) is not None:
+        return explain_reading(reading, run, card, asked.trainer)
+    anywhere = place.unnamed(others=None, budget=taken)
+    told = explain_reading(reading, replace(run, setting=anywhere.setting), card, asked.trainer,
+                           anywhere.budget.outside)
+    why = anywhere.budget.sources if card is None else (
+        f"{card.name}: what a process holds outside PyTorch's allocator there has not been measured. It is taken to be "
+        f"{show_bytes(anywhere.budget.outside)}, as much as on any NVIDIA card of that size.",)
+    return replace(told, notes=(*told.notes, *why))
 
 
 def explain_document(document: Any, asked: ExplainQuestions, config: RunConfig | None, name: str) -> Diagnosis | None:

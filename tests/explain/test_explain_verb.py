@@ -21,6 +21,7 @@ from fitgpt.explain.planned import compared, explain_plan
 from fitgpt.explain.rules import RULES
 from fitgpt.explaining import as_planned
 from fitgpt.memory.forecast import budget_for
+from fitgpt.place import unnamed
 from fitgpt.planfile import plan_from
 from fitgpt.runfolder import RunFolder, open_run
 from fitgpt.show.diagnosis import diagnosis_text
@@ -130,6 +131,30 @@ def test_a_reading_needs_two_figures_and_no_file(no_stdin: None, capsys: pytest.
     assert "4,464 by this process, 2,118 by others" in printed
     assert main([*argv, "--json"]) == 0
     assert sum(share["nbytes"] for share in told(capsys)["shares"]) == 6582 * MiB
+
+
+def test_a_reading_without_a_card_is_broken_down_on_the_card_that_plan_assumes(
+        monkeypatch: pytest.MonkeyPatch, no_stdin: None, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("fitgpt.explaining.gpus", list)
+    config = str(ROOT / "config" / "notes_30m.py")
+    assert main(["explain", "--reading=6582MiB", "--process=4464MiB", config, "--json"]) == 0
+    answer = told(capsys)
+    shares = {share["what"]: share["nbytes"] for share in answer["shares"]}
+    assert sum(shares.values()) == 6582 * MiB
+    assert shares["logits"] == 16 * 512 * 50304 * 6
+    assumed = unnamed(others=None, budget=6582 * MiB).budget
+    assert shares["this process outside PyTorch"] == assumed.outside
+    assert answer["notes"][-1] == assumed.sources[0]
+    assert any("--gpu" in each for each in answer["needed"])
+
+
+def test_a_card_of_which_little_is_known_is_not_told_to_be_unnamed(no_stdin: None,
+                                                                   capsys: pytest.CaptureFixture[str]) -> None:
+    config = str(ROOT / "config" / "notes_30m.py")
+    assert main(["explain", "--reading=6582MiB", "--process=4464MiB", "--gpu=7900 XTX", config, "--json"]) == 0
+    answer = told(capsys)
+    assert answer["notes"][-1].startswith("RX 7900 XTX: ")
+    assert not answer["needed"]
 
 
 def test_a_screen_is_recognised_as_one(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

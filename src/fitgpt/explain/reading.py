@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from ..cards import Card, match_device
 from ..errors import UsageError
@@ -35,6 +36,22 @@ class Reading:
     forecast: bool = False    # `process` was not read: it is the config's forecast
 
 
+class Outside(NamedTuple):
+    """What a process holds outside PyTorch's allocator, and how that is known."""
+
+    nbytes: int
+    source: str
+    unnamed: bool = False  # the card's name would tell it
+
+
+def outside_on(card: Card | None, assumed: int | None = None) -> Outside | None:
+    """As the card has it, or as it is taken to be; None: neither is known."""
+    if card is not None and card.outside_mib:
+        source = {"seen": "as seen on such a card", "formula": "by the number of its multiprocessors"}
+        return Outside(card.outside_mib * MiB, source.get(card.outside_src, card.outside_src))
+    return Outside(assumed, "as much as on any card of that size", unnamed=card is None) if assumed else None
+
+
 def from_screen(gpu: ScreenGpu, process: int | None = None) -> Reading:
     """The run is the Python process; of several, the one that holds most."""
     runs = sorted((each for each in gpu.processes if each.computes), key=lambda each: -(each.nbytes or 0))
@@ -57,61 +74,63 @@ def card_of(gpu: ScreenGpu) -> Card | None:
 
 
 def explain_reading(reading: Reading, run: Run | None = None, card: Card | None = None,
-                    trainer: str = "") -> Diagnosis:
-    """`trainer`: the one that was said, or auto; by default the run's."""
-    used, process = reading.used, reading.process
+                    trainer: str = "", assumed: int | None = None) -> Diagnosis:
+    """`trainer`: the one that was said, or auto; by default the run's. `assumed`: what a process is taken to hold
+    outside PyTorch's allocator where the card does not say."""
+    used, process, outside = reading.used, reading.process, outside_on(card, assumed)
     if used is not None and process is not None and process > used:
         raise UsageError(f"--process {show_bytes(process)} is more than --reading {show_bytes(used)}: the card's "
                          "figure includes every process's.",
                          f"--reading={process // MiB}MiB --process={used // MiB}MiB, the other way round?")
-    if process is None and run is not None and card is not None and used is not None:
-        forecast = run.forecast.reserved + _outside(card)
+    if process is None and run is not None and outside is not None and used is not None:
+        forecast = run.forecast.reserved + outside.nbytes
         if forecast <= used:
             reading = replace(reading, process=forecast, forecast=True, notes=(
                 *reading.notes, "The process's own figure was not given: it is taken to be what the config's forecast "
                 "says. --process=… tells it."))
             process = forecast
-    elif process is not None and run is not None and card is not None and trainer == "auto":
-        run, why = _whose(process, run, card)
+    elif process is not None and run is not None and outside is not None and trainer == "auto":
+        run, why = _whose(process, run, outside)
         reading = replace(reading, notes=(*reading.notes, why))
-    shares = tuple(_shares(reading, run, card))
+    shares = tuple(_shares(reading, run, outside))
     return Diagnosis(
-        subject="reading", title=_title(used, process, reading.forecast), what=_where_the_run_is(reading, run, card),
+        subject="reading", title=_title(used, process, reading.forecast), what=_where_the_run_is(reading, run, outside),
         shares=shares, shares_of="the whole card" if reading.total is not None else "what is taken",
-        needed=_needed(reading, run, card), notes=reading.notes)
+        needed=_needed(reading, run, outside), notes=reading.notes)
 
 
-def _whose(process: int, run: Run, card: Card) -> tuple[Run, str]:
+def _whose(process: int, run: Run, outside: Outside) -> tuple[Run, str]:
     """The run under the trainer whose forecast is clearly nearer to what was read, and a sentence that says why."""
     other = replace(run, trainer=OTHER_TRAINER[run.trainer])
-    taken, left = (other, run) if _is_nearer(process, other, run, card) else (run, other)
-    told = f"{_trainer(taken)}'s forecast, {_beside_read(process, taken, card)}"
-    beside = f"{_trainer(left)}'s is {_beside_read(process, left, card)}"
-    clear = taken is other or _is_nearer(process, run, other, card)
+    taken, left = (other, run) if _is_nearer(process, other, run, outside) else (run, other)
+    told = f"{_trainer(taken)}'s forecast, {_beside_read(process, taken, outside)}"
+    beside = f"{_trainer(left)}'s is {_beside_read(process, left, outside)}"
+    clear = taken is other or _is_nearer(process, run, other, outside)
     return taken, (f"Which trainer it was is not said. {told}, {'is the nearer one' if clear else 'is taken'}; {beside}"
                    f"{'' if clear else ', not clearly nearer'}. --trainer={left.trainer} says otherwise.")
 
 
-def _is_nearer(process: int, run: Run, than: Run, card: Card) -> bool:
+def _is_nearer(process: int, run: Run, than: Run, outside: Outside) -> bool:
     """Clearly: one that is near explains what another does not; of two that are not near, the other is far."""
-    off, other = abs(_off(process, run, card)), abs(_off(process, than, card))
+    off, other = abs(_off(process, run, outside)), abs(_off(process, than, outside))
     return other > CLOSE and CLEARLY * off <= other
 
 
-def _off(process: int, run: Run, card: Card) -> float:
+def _off(process: int, run: Run, outside: Outside) -> float:
     """How much more the forecast is than what was read, as a share of that."""
-    return _held(process, run, card) / process - 1 if process else 0.0
+    return _held(process, run, outside) / process - 1 if process else 0.0
 
 
-def _held(process: int, run: Run, card: Card) -> int:
+def _held(process: int, run: Run, outside: Outside) -> int:
     """What the process shows by the forecast, in the phase that comes nearest."""
-    return run.forecast.phases[_likeliest(process - _outside(card), run)].reserved + _outside(card)
+    return run.forecast.phases[_likeliest(process - outside.nbytes, run)].reserved + outside.nbytes
 
 
-def _beside_read(process: int, run: Run, card: Card) -> str:
-    off = _off(process, run, card)
+def _beside_read(process: int, run: Run, outside: Outside) -> str:
+    off = _off(process, run, outside)
     share = f"{abs(off):.{1 if abs(off) < 0.1 else 0}%}"
-    return f"{_held(process, run, card) / MiB:,.0f} MiB, {share} {'less' if off < 0 else 'more'} than was read"
+    than = "as was read" if share == "0.0%" else f"{share} {'less' if off < 0 else 'more'} than was read"
+    return f"{_held(process, run, outside) / MiB:,.0f} MiB, {than}"
 
 
 def _trainer(run: Run) -> str:
@@ -128,10 +147,10 @@ def _title(used: int | None, process: int | None, forecast: bool) -> str:
             f"{max(used - process, 0) / MiB:,.0f} by others.")
 
 
-def _shares(reading: Reading, run: Run | None, card: Card | None) -> Iterator[MemoryShare]:
+def _shares(reading: Reading, run: Run | None, outside: Outside | None) -> Iterator[MemoryShare]:
     used, process = reading.used, reading.process
     if process is not None:
-        yield from _of_the_process(process, run, card)
+        yield from _of_the_process(process, run, outside)
     if used is not None:
         rest = used - (process or 0)
         listed = [each for each in reading.processes if each.nbytes is not None]
@@ -148,57 +167,55 @@ def _shares(reading: Reading, run: Run | None, card: Card | None) -> Iterator[Me
             yield MemoryShare("free", max(reading.total - used, 0))
 
 
-def _of_the_process(process: int, run: Run | None, card: Card | None) -> Iterator[MemoryShare]:
-    if run is None or card is None:
-        outside = _outside(card)
-        if outside and process > outside:
-            yield MemoryShare("PyTorch, in tensors or reserved", process - outside)
-            yield MemoryShare("this process outside PyTorch", outside, _about_outside(card))
-        else:
-            yield MemoryShare("this process", process, "PyTorch, and its context of a few hundred MiB")
+def _of_the_process(process: int, run: Run | None, outside: Outside | None) -> Iterator[MemoryShare]:
+    if outside is None or (run is None and process <= outside.nbytes):
+        yield MemoryShare("this process", process, "PyTorch, and its context of a few hundred MiB")
         return
-    outside = _outside(card)
-    phase = _fullest(_likeliest(process - outside, run), run)
+    reserved, kernels = process - outside.nbytes, f"context and kernels; {outside.source}"
+    if run is None:
+        yield MemoryShare("PyTorch, in tensors or reserved", reserved)
+        yield MemoryShare("this process outside PyTorch", outside.nbytes, kernels)
+        return
+    phase = _fullest(_likeliest(reserved, run), run)
     peak = run.timeline.peaks()[phase]
     owners = sorted(run.timeline.owners_at(peak.event).items(), key=lambda each: -each[1])
     held = sum(nbytes for _, nbytes in owners)
-    if held > process - outside:  # less than the forecast: shares of a sum that is not there would mislead
-        yield MemoryShare("PyTorch, in tensors or reserved", max(process - outside, 0))
+    if held > reserved:  # less than the forecast: shares of a sum that is not there would mislead
+        yield MemoryShare("PyTorch, in tensors or reserved", max(reserved, 0))
     else:
         formulas = {share.owner: share.formula for share in run.forecast.owners_at_peak} \
             if phase == run.forecast.peak_phase else {}
         for owner, nbytes in owners:
             yield MemoryShare(owner, nbytes, formulas.get(owner, ""))
-        reserved = process - outside
         foreseen = min(reserved, max(run.forecast.phases[_likeliest(reserved, run)].reserved, held))
         if reserved - foreseen <= CLOSE * foreseen:
             foreseen = reserved
         yield MemoryShare("reserved by PyTorch, in no tensor then", foreseen - held)
         if reserved > foreseen:
             yield MemoryShare("more than the forecast", reserved - foreseen, "whose it is, this config does not say")
-    yield MemoryShare("this process outside PyTorch", outside, _about_outside(card))
+    yield MemoryShare("this process outside PyTorch", outside.nbytes, kernels)
 
 
-def _where_the_run_is(reading: Reading, run: Run | None, card: Card | None) -> str:
+def _where_the_run_is(reading: Reading, run: Run | None, outside: Outside | None) -> str:
     """The forecast beside the reading, and what phase it agrees with."""
-    if run is None or card is None or reading.process is None:
+    if run is None or outside is None or reading.process is None:
         return ""
-    reserved = reading.process - _outside(card)
+    reserved = reading.process - outside.nbytes
     phase = _likeliest(reserved, run)
     forecast = run.forecast.phases[phase].reserved
     off = (reserved - forecast) / forecast
     whose = "nanoGPT's train.py" if run.trainer == "nanogpt" else "fitgpt"
-    told = f"{forecast / MiB:,.0f} MiB reserved and {_outside(card) / MiB:,.0f} outside"
+    told = f"{forecast / MiB:,.0f} MiB reserved and {outside.nbytes / MiB:,.0f} outside"
     if reading.forecast:
         return (f"By its forecast this config under {whose} holds {reading.process / MiB:,.0f} MiB, {told}. The owners "
                 f"below are those of its highest point {_there(phase, run)}.")
     if abs(off) <= CLOSE:
         return (f"That is this config under {whose} {HOLDS.get(phase, PHASES[phase])}: forecast "
-                f"{(forecast + _outside(card)) / MiB:,.0f} MiB, {told}; read {reading.process / MiB:,.0f}, "
-                f"{off:+.1%}.{_or_else(phase, reserved, run)} The owners below are those of its highest point "
-                f"{_there(phase, run)}.")
-    return (f"By its forecast this config under {whose} holds {told}: {_beside_read(reading.process, run, card)}. The "
-            "run is another config or trainer, or stands at a point between two phases.")
+                f"{(forecast + outside.nbytes) / MiB:,.0f} MiB, {told}; read {reading.process / MiB:,.0f}, "
+                f"{round(off, 3) + 0.0:+.1%}.{_or_else(phase, reserved, run)} The owners below are those of its "
+                f"highest point {_there(phase, run)}.")
+    return (f"By its forecast this config under {whose} holds {told}: {_beside_read(reading.process, run, outside)}. "
+            "The run is another config or trainer, or stands at a point between two phases.")
 
 
 def _likeliest(reserved: int, run: Run) -> str:
@@ -236,21 +253,12 @@ def _there(phase: str, run: Run) -> str:
     return "there" if fullest == phase else f"{PHASES[fullest]}, for which it was reserved, and stays so"
 
 
-def _needed(reading: Reading, run: Run | None, card: Card | None) -> tuple[str, ...]:
+def _needed(reading: Reading, run: Run | None, outside: Outside | None) -> tuple[str, ...]:
     wanted = []
     if reading.process is None:
         wanted.append("--process=…: the figure beside the run's own process, in nvidia-smi's lower table")
     if run is None:
         wanted.append("the run's config, fitgpt explain … config.py: whose the process's MiB are")
-    if card is None:
+    if outside is None or outside.unnamed:
         wanted.append("--gpu=…, the card's name: what a process holds outside PyTorch there")
     return tuple(wanted)
-
-
-def _outside(card: Card | None) -> int:
-    return (card.outside_mib or 0) * MiB if card else 0
-
-
-def _about_outside(card: Card | None) -> str:
-    source = {"seen": "as seen on such a card", "formula": "by the number of its multiprocessors"}
-    return f"context and kernels; {source.get(card.outside_src, card.outside_src)}" if card else ""

@@ -21,7 +21,7 @@ from fitgpt.memory.forecast import budget_for
 from fitgpt.memory.setting import setting_for
 from fitgpt.nouns import Budget
 from fitgpt.sights import Diagnosis, OutOfMemory
-from fitgpt.units import MiB
+from fitgpt.units import GiB, MiB
 
 ROOT = Path(__file__).parent.parent.parent
 CARD = cards.find("4070")
@@ -216,3 +216,39 @@ def test_a_card_is_known_by_what_cuda_gives_of_it_only_where_no_other_gives_the_
     assert card_with(usable["T4"] * MiB) == cards.find("T4")
     assert card_with(usable["RTX 4070"] * MiB) is None  # the Ti and the SUPER have as much
     assert card_with(3 * MiB) is None
+
+
+# ---- messages that are cut
+
+CUT = ("torch.OutOfMemoryError: {} out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 23.69 GiB "
+       "of which 1.20 GiB is free.")
+
+
+def test_who_holds_the_card_is_not_guessed_where_the_message_ends_before_it() -> None:
+    told = diagnose(message(CUT.format("CUDA")))
+    assert codes(told) == ["OOM-CUT"]
+    assert "22.49 GiB of the card's 23.69 GiB are taken, and the message does not say by whom" in told.causes[0].what
+    assert [(share.what, round(share.nbytes / GiB, 2)) for share in told.shares] == [("taken", 22.49), ("free", 1.2)]
+    assert [remedy.todo for remedy in told.remedies][:2] == ["the message to its end", "nvidia-smi"]
+
+
+def test_a_process_that_is_listed_is_named_and_the_rest_is_not_guessed() -> None:
+    told = diagnose(message(f"{CUT.format('CUDA')} Process 411 has 5.00 GiB memory in use."))
+    assert told.shares[0].note == "process 411: 5,120 MiB; of the rest the message does not say by whom"
+
+
+def test_what_the_traceback_tells_of_a_cut_message_is_said_too() -> None:
+    traced = ('File "train.py", line 310, in <module>\n    scaler.scale(loss).backward()\n'
+              "RuntimeError: CUDA out of memory.")
+    assert codes(diagnose(message(traced))) == ["OOM-BACKWARD", "OOM-CUT"]
+
+
+@pytest.mark.parametrize("text", [
+    CUT.format("HIP"), "RuntimeError: HIP error: out of memory", "HIP error: HIPBLAS_STATUS_ALLOC_FAILED",
+    f"{CUT.format('HIP')} Of the allocated memory 1.00 GiB is allocated by PyTorch, and 1.00 MiB is reserved by "
+    "PyTorch but unallocated.", CUT.format("HIP").replace("1.20 GiB", "2.20 GiB")])
+def test_nobody_with_a_card_of_amds_is_told_to_run_nvidias_tools(text: str) -> None:
+    told = diagnose(message(text))
+    said = [*(remedy.todo for remedy in told.remedies), *told.needed]
+    assert any("rocm-smi" in each for each in said)
+    assert not any("nvidia-smi" in each or "CUDA_" in each for each in said)

@@ -53,7 +53,10 @@ def driver(facts: Facts) -> str:
 
 
 def cut(facts: Facts) -> str:
-    return "The message is cut: it says that the card's memory ran out, and gives none of its figures."
+    if facts.fill is None:
+        return "The message is cut: it says that the card's memory ran out, and gives none of its figures."
+    return (f"{show_bytes(facts.fill.taken)} of the card's {show_bytes(facts.fill.total)} are taken, and the message "
+            "does not say by whom: what this process holds, and PyTorch of that, would stand after what is free.")
 
 
 # ---- the card

@@ -50,5 +50,11 @@ class Facts:
         return self.match.event.owner if self.match else ""
 
     @property
+    def vendor(self) -> str:
+        """Of the card, by the words of the message."""
+        said = f"{self.message.kind} {self.message.wording} {self.message.words}".lower()
+        return "amd" if "hip" in said or "rocblas" in said else "intel" if self.message.kind == "xpu" else "nvidia"
+
+    @property
     def of_nanogpt(self) -> bool:
         return self.run is not None and self.run.trainer == "nanogpt"

@@ -43,8 +43,19 @@ class Filling:
         return max(self.process - self.reserved, 0)
 
     @property
+    def unsaid(self) -> bool:
+        """The message ends before it says what this process, or PyTorch, holds."""
+        return self.process is None and self.reserved is None
+
+    @property
+    def taken(self) -> int:
+        return max(self.total - self.free, 0)
+
+    @property
     def others_at_least(self) -> int:
-        return self.others if self.others is not None else max(self.beside - OUTSIDE_AT_MOST, 0)
+        if self.others is not None:
+            return self.others
+        return 0 if self.unsaid else max(self.beside - OUTSIDE_AT_MOST, 0)
 
     @property
     def spilled(self) -> bool:
@@ -97,8 +108,11 @@ def shares_of(fill: Filling, message: OutOfMemory) -> tuple[MemoryShare, ...]:
         return tuple(shares)
     if fill.outside is not None:
         shares.append(MemoryShare("this process outside PyTorch", fill.outside, "context and kernels"))
-    if fill.others is not None:
-        listed = ", ".join(f"process {pid}: {size / MiB:,.0f} MiB" for pid, size in fill.pids)
+    listed = ", ".join(f"process {pid}: {size / MiB:,.0f} MiB" for pid, size in fill.pids)
+    if fill.unsaid:
+        unsaid = "the message does not say by whom"
+        shares.append(MemoryShare("taken", fill.beside, f"{listed}; of the rest {unsaid}" if listed else unsaid))
+    elif fill.others is not None:
         shares.append(MemoryShare("other processes", fill.others, listed))
     elif fill.beside:
         shares.append(MemoryShare("neither free nor PyTorch's", fill.beside,

@@ -12,7 +12,7 @@ from .frames import phase_of, users_line
 from .match import guess, says_nothing
 from .names import PHASES, name_in_words, product
 from .remedies import remedies, savings
-from .rules import Rule, applying, had_room
+from .rules import WATCHERS, Rule, applying, had_room
 from .unsaid import FAR_OFF, how, likeliest, ways, which
 
 NO_CARD = ("killed", "host", "mps")
@@ -137,8 +137,16 @@ def needed(facts: Facts) -> tuple[str, ...]:
     if not message.frames and facts.match is None:
         wanted.append("the traceback above the message: in which phase it happened")
     if message.kind in ("library", "driver") or (facts.fill is not None and facts.fill.others is None):
-        wanted.append("nvidia-smi's screen at that moment: who holds the card")
+        wanted.append(_who_holds_it(facts))
     return tuple(wanted)
+
+
+def _who_holds_it(facts: Facts) -> str:
+    watcher = WATCHERS[facts.vendor]
+    if facts.fill is None or facts.vendor == "nvidia":
+        screen = f"{watcher}'s screen" if facts.vendor == "nvidia" else f"`{watcher}`"
+        return f"{screen} at that moment: who holds the card"
+    return f"--others=…, as `{watcher}` shows it: what other processes hold of the card"
 
 
 def notes(facts: Facts) -> tuple[str, ...]:

@@ -47,7 +47,10 @@ STATE_SAVERS: Advice = (
     ("fitgpt train … --offload=optimizer", "AdamW's moments in the machine's RAM; exact, slower"))
 EVALUATION: Advice = (("fitgpt train … --eval_batch_size=4",
                        "evaluates 4 windows at once, with the same loss; nanoGPT's train.py knows no such flag"),)
-WHO_IS_THERE = ("nvidia-smi", "shows who holds the card; ending a process frees what it holds")
+WATCHERS = {"nvidia": "nvidia-smi", "amd": "rocm-smi --showpids", "intel": "xpu-smi ps"}
+REPEATED = {"nvidia": "nvidia-smi -l 1", "amd": "watch -n 1 rocm-smi --showpids", "intel": "watch -n 1 xpu-smi ps"}
+WHICH_CARD = {"nvidia": "CUDA_VISIBLE_DEVICES=0", "amd": "HIP_VISIBLE_DEVICES=0", "intel": "ZE_AFFINITY_MASK=0"}
+ONE_BY_ONE = {"nvidia": "CUDA_LAUNCH_BLOCKING=1", "amd": "AMD_SERIALIZE_KERNEL=3", "intel": "CUDA_LAUNCH_BLOCKING=1"}
 
 
 def of_kind(*kinds: str) -> Callable[[Facts], bool]:
@@ -67,6 +70,10 @@ def has_neighbours(facts: Facts) -> bool:
     fill = facts.fill
     return fill is not None and has_figures(facts) and (
         facts.missing > 0 and fill.others_at_least >= max(facts.missing, A_NEIGHBOUR * fill.total))
+
+
+def is_cut(facts: Facts) -> bool:
+    return facts.message.asked is None if facts.fill is None else facts.fill.unsaid
 
 
 def pieces_decide(facts: Facts) -> bool:
@@ -101,6 +108,31 @@ def in_backward(facts: Facts) -> bool:
 # ---- advice that depends on the case
 
 
+def who_is_there(facts: Facts) -> Advice:
+    return ((WATCHERS[facts.vendor], "shows who holds the card; ending a process frees what it holds"),)
+
+
+def where_a_library_failed(facts: Facts) -> Advice:
+    return (*who_is_there(facts),
+            (ONE_BY_ONE[facts.vendor], "if the card has room: shows the kernel that failed"))
+
+
+def where_the_driver_refused(facts: Facts) -> Advice:
+    wsl = ("memory=24GB in .wslconfig, then wsl --shutdown", "on WSL, where pinned memory is limited")
+    return (*who_is_there(facts), wsl)
+
+
+def who_comes_and_goes(facts: Facts) -> Advice:
+    return ((REPEATED[facts.vendor], "while it starts, shows whether another process comes and goes on this card"),
+            (WHICH_CARD[facts.vendor], "and another number for each further process: every rank needs its own card"))
+
+
+def to_its_end(facts: Facts) -> Advice:
+    if facts.fill is None:
+        return (("the message to its end", "tells what was asked for, and how the card was filled"),)
+    return (("the message to its end", "tells what this process holds, and PyTorch of that"), *who_is_there(facts))
+
+
 def for_ram(facts: Facts) -> Advice:
     if facts.message.wording == "Windows":
         return (("let Windows manage the paging file's size, on a disk that has room",
@@ -120,8 +152,8 @@ def against_pieces(facts: Facts) -> Advice:
 
 def against_neighbours(facts: Facts) -> Advice:
     pids = sorted(facts.fill.pids if facts.fill else (), key=lambda each: -each[1])
-    return (WHO_IS_THERE, *((f"kill {pid}", f"frees {show_bytes(size)}, if it is yours and not needed")
-                            for pid, size in pids[:1]))
+    return (*who_is_there(facts), *((f"kill {pid}", f"frees {show_bytes(size)}, if it is yours and not needed")
+                                    for pid, size in pids[:1]))
 
 
 RULES = (
@@ -150,19 +182,14 @@ RULES = (
          "cuBLAS and cuDNN take some MiB for themselves at their first use, from the driver. Where PyTorch's "
          "allocator, or another process, has taken the rest of the card, they fail with a code and no figures. An "
          "index out of range in an earlier kernel can end in the same code.",
-         (WHO_IS_THERE, ("CUDA_LAUNCH_BLOCKING=1", "if the card has room: shows the kernel that failed")), SMALLER),
+         where_a_library_failed, SMALLER),
     Rule("OOM-DRIVER", "The driver refused, without figures",
          "`CUDA error: out of memory`, `cuda runtime error (2)`, `CUDA_ERROR_OUT_OF_MEMORY`, `Triton Error [CUDA]: out "
          "of memory`, NCCL's `Cuda failure 'out of memory'`",
          of_kind("driver"), causes.driver,
          "Not PyTorch's allocator but the driver itself: at start, when a context is made on a card that others have "
          "filled; for kernels; or for pinned host memory, which WSL limits to a share of its RAM.",
-         (WHO_IS_THERE, ("memory=24GB in .wslconfig, then wsl --shutdown", "on WSL, where pinned memory is limited")),
-         SMALLER),
-    Rule("OOM-CUT", "A message without its figures", "`CUDA out of memory.` and nothing after it",
-         lambda facts: facts.message.asked is None and facts.fill is None, causes.cut,
-         "The figures stand in the same line as the words; logs that cut long lines cut them off.",
-         (("the message to its end", "tells what was asked for, and how the card was filled"),), SMALLER),
+         where_the_driver_refused, SMALLER),
     Rule("OOM-LARGER-THAN-CARD", "One tensor larger than the card", "more asked for than the card's total",
          lambda facts: has_figures(facts) and facts.fill is not None and facts.asked > facts.fill.total, causes.larger,
          "Usually the logits of a very large batch, or attention scores (batch × heads × block × block) where no fused "
@@ -194,8 +221,7 @@ RULES = (
          had_room, causes.had_room,
          "`free` is read after the failure. Several ranks on one card, a program that starts at the same time, a "
          "driver that cannot map a large piece (WSL), or a limit outside PyTorch show like this.",
-         (("nvidia-smi -l 1", "while it starts, shows whether another process comes and goes on this card"),
-          ("CUDA_VISIBLE_DEVICES=0", "and another number for each further process: every rank needs its own card"))),
+         who_comes_and_goes),
     Rule("OOM-STATES", "The model's state alone is too much",
          "with the config: 16 bytes a parameter are more than PyTorch could reserve", state_is_too_much, causes.states,
          "float32 weights, gradients and AdamW's two moments: 4 + 4 + 8 bytes for each parameter, whatever the batch.",
@@ -204,7 +230,7 @@ RULES = (
          "the traceback ends in `.to(device)`, `.cuda()` or in loading weights; or the tape's phase is load",
          lambda facts: facts.in_phase == "load", causes.loading,
          "A model in float32 takes 4 bytes a parameter; a checkpoint loaded straight to the card, as much again.",
-         (WHO_IS_THERE,), (("fitgpt train … --weights=bfloat16", "2 bytes a weight instead of 4; lossy"),)),
+         who_is_there, (("fitgpt train … --weights=bfloat16", "2 bytes a weight instead of 4; lossy"),)),
     Rule("OOM-OPTIMIZER-FIRST-STEP", "In the optimizer's step",
          "the traceback is in torch/optim; or the tape's event is the optimizer's", in_the_optimizer,
          causes.optimizer_step,
@@ -231,12 +257,16 @@ RULES = (
     Rule("OOM-CONTEXT", "Much outside PyTorch", "`this process has …` is more than 1 GiB above what PyTorch reserved",
          lambda facts: facts.fill is not None and (facts.fill.outside or 0) > LARGE_CONTEXT, causes.context,
          "PyTorch's allocator does not know of it, and no flag of the run changes it."),
+    Rule("OOM-CUT", "A message without its figures",
+         "`CUDA out of memory.` and nothing after it, or nothing after how much is free", is_cut, causes.cut,
+         "The figures stand in the same line as the words; logs that cut long lines cut them off.", to_its_end,
+         SMALLER),
     Rule("OOM-FULL", "The run fills the card", "none of the others: the process's own tensors take what there is",
          lambda facts: True, causes.full,
          "The plain case: the run is larger than the card. The config tells what it holds, and what each change saves.",
          unpriced=SMALLER),
 )
-ALONE = {"OOM-KILLED", "OOM-CPU", "OOM-MPS", "OOM-CUBLAS", "OOM-DRIVER", "OOM-CUT"}  # nothing more can be known
+ALONE = {"OOM-KILLED", "OOM-CPU", "OOM-MPS", "OOM-CUBLAS", "OOM-DRIVER"}  # nothing more can be known
 
 
 def applying(facts: Facts) -> tuple[Rule, ...]:

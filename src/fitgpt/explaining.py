@@ -145,8 +145,10 @@ def explain_text(seen: Excerpt, asked: ExplainQuestions, config: RunConfig | Non
     card = find(asked.gpu) if asked.gpu else None
     message = from_excerpt(seen)
     if message is not None:
-        run = run_of(config, name, asked.trainer, card)
-        return diagnose(with_others(message, asked), run, card, asked.trainer)
+        run, others = run_of(config, name, asked.trainer, card), size(asked.others) or 0
+        if card is not None and card.vendor == "nvidia":
+            place.on_card(card, others=others)  # refuses more than the card has
+        return diagnose(with_others(message, asked), run, card, asked.trainer, others)
     screen = parse_screen(seen.text)
     if screen:
         gpu = max(screen, key=lambda each: (any(process.computes for process in each.processes), each.used or 0))

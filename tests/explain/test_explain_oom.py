@@ -252,3 +252,37 @@ def test_nobody_with_a_card_of_amds_is_told_to_run_nvidias_tools(text: str) -> N
     said = [*(remedy.todo for remedy in told.remedies), *told.needed]
     assert any("rocm-smi" in each for each in said)
     assert not any("nvidia-smi" in each or "CUDA_" in each for each in said)
+
+
+SHORT = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 3.07 GiB."
+
+
+@pytest.mark.parametrize("text", [SHORT, "RuntimeError: CUDA out of memory.", "CUBLAS_STATUS_ALLOC_FAILED",
+                                  CUT.format("CUDA").replace("23.69", "11.65")])
+def test_with_config_and_card_every_fix_of_a_short_message_is_forecast(text: str) -> None:
+    run = notes_77m("nanogpt", "--compile=False")
+    told = diagnose(message(text), run, CARD)
+    computed = {remedy.todo: remedy for remedy in told.remedies if remedy.fits}
+    assert "fitgpt train config/notes_77m.py" in computed
+    smaller = next(todo for todo in computed if todo.startswith("--batch_size"))
+    again = notes_77m("nanogpt", "--compile=False", *smaller.split())
+    assert fits(again.config, SETTING, budget_for(CARD), "nanogpt")
+    assert all("in tensors at its peak" in remedy.effect for remedy in computed.values())
+    assert not any("half the --batch_size" in remedy.todo or "…" in remedy.todo for remedy in told.remedies)
+    assert any("on the RTX 4070 with nothing else on it" in note for note in told.notes)
+
+
+def test_what_others_are_said_to_hold_is_left_to_them_where_a_message_is_short() -> None:
+    facts = gather(message(SHORT), notes_77m("nanogpt", "--compile=False"), CARD, others=2118 * MiB)
+    assert facts.plan is not None
+    assert facts.plan.budget == budget_for(CARD, others=2118 * MiB)
+
+
+def test_a_run_that_fits_its_card_is_said_to_and_others_are_asked_for() -> None:
+    card = cards.find("4090")
+    told = diagnose(message(SHORT), notes_77m("nanogpt", "--compile=False"), card)
+    assert any("it would have fitted. Either other processes held some of the card" in note for note in told.notes)
+
+
+def test_of_a_card_that_has_no_figures_nothing_is_forecast() -> None:
+    assert gather(message(SHORT), notes_77m(), cards.find("7900 XTX")).plan is None

@@ -21,7 +21,7 @@ class Facts:
     fill: Filling | None = None
     match: Match | None = None    # the event of the run's tape that asked
     run: Run | None = None
-    plan: MemoryPlan | None = None  # the run within what the message leaves it
+    plan: MemoryPlan | None = None  # the run within what the message leaves it, or else within its card
     tried: tuple[Tried, ...] = ()   # ways in which it may have been run; `run` is the one of them that explains best
 
     @property
@@ -48,6 +48,11 @@ class Facts:
     @property
     def owner(self) -> str:
         return self.match.event.owner if self.match else ""
+
+    @property
+    def by_the_card(self) -> bool:
+        """Whether the plan is within the card's figures, as the message does not say what was left of it."""
+        return self.fill is None or self.fill.limit is None
 
     @property
     def vendor(self) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..cards import Card
+from ..memory.forecast import budget_for
 from ..nouns import Budget
 from ..sights import MemoryShare, OutOfMemory
 from ..units import GiB, MiB
@@ -92,6 +93,18 @@ def budget_of(fill: Filling, card: Card | None, allowed: int | None) -> Budget |
     others = max(fill.beside - outside, 0)
     return Budget(card.name if card else f"card of {fill.total / GiB:.2f} GiB", fill.total, others, limit + outside,
                   outside, ("The figures are the message's own.",))
+
+
+def budget_on(card: Card | None, fill: Filling | None, others: int, allowed: int | None) -> Budget | None:
+    """What the run could have held of a card beside others, where the message does not say how it was filled; None:
+    the card is not known, or what CUDA gives of it."""
+    if card is None or card.usable_mib is None or card.outside_mib is None:
+        return None
+    others = max(others, fill.others_at_least) if fill else others
+    found = budget_for(card, others=others)
+    usable = fill.total if fill else found.usable
+    left = max(usable - others, 0)
+    return found._replace(usable=usable, budget=left if allowed is None else min(left, allowed + found.outside))
 
 
 def shares_of(fill: Filling, message: OutOfMemory) -> tuple[MemoryShare, ...]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from ..cards import Card
+from ..nouns import MemoryPlan
 from ..sights import Cause, Diagnosis, OutOfMemory, Remedy
 from ..units import show_bytes, show_count
 from .about import Run, card_with
 from .facts import Facts
-from .filling import budget_of, filling, shares_of
+from .filling import budget_of, budget_on, filling, shares_of
 from .frames import phase_of, users_line
 from .match import guess, says_nothing
 from .names import PHASES, name_in_words, product
@@ -19,9 +20,10 @@ NO_CARD = ("killed", "host", "mps")
 
 
 def diagnose(message: OutOfMemory, run: Run | None = None, card: Card | None = None,
-             trainer: str = "") -> Diagnosis:
-    """`trainer`: the one that was said, or auto; by default the run's."""
-    facts = gather(message, run, card, trainer)
+             trainer: str = "", others: int = 0) -> Diagnosis:
+    """`trainer`: the one that was said, or auto; by default the run's. `others`: what other processes are said to
+    hold."""
+    facts = gather(message, run, card, trainer, others)
     rules = applying(facts)
     return Diagnosis(
         subject="message", title=title(message), what=asked(facts), phase=facts.in_phase,
@@ -30,11 +32,13 @@ def diagnose(message: OutOfMemory, run: Run | None = None, card: Card | None = N
         remedies=ranked(facts, rules), needed=needed(facts), notes=notes(facts))
 
 
-def gather(message: OutOfMemory, run: Run | None, card: Card | None, trainer: str = "") -> Facts:
+def gather(message: OutOfMemory, run: Run | None, card: Card | None, trainer: str = "", others: int = 0) -> Facts:
     fill, phase = filling(message), phase_of(message.frames)
     if message.kind in NO_CARD or run is None:
         return Facts(message, phase, fill, run=run)
-    budget = budget_of(fill, card or card_with(fill.total), message.allowed) if fill else None
+    card = card or (card_with(fill.total) if fill else None)
+    budget = (budget_of(fill, card, message.allowed) if fill else None) or budget_on(
+        card, fill, others, message.allowed)
     best, tried = likeliest(message, ways(message, run, trainer or run.trainer), phase,
                             budget.reserve_limit if budget else None)
     return Facts(message, phase, fill, best.found, best.run, best.run.plan(budget) if budget else None, tuple(tried))
@@ -92,7 +96,8 @@ def _matched(facts: Facts) -> str:
         sized = f"{sized}, out of a new segment of {show_bytes(message.asked or 0)}"
     what = f"{sized}: {name_in_words(found.event)}, {PHASES[found.phase]}{half}."
     if found.refused:
-        return f"{what} Replayed within the same limit, this config's tape is refused at that very allocation."
+        limit = "what such a card has" if facts.by_the_card else "the same limit"
+        return f"{what} Replayed within {limit}, this config's tape is refused at that very allocation."
     if message.allocated is None:
         return what
     off = abs(found.allocated - message.allocated)
@@ -111,6 +116,21 @@ def _whose(facts: Facts) -> str:
     if facts.fill.spilled:
         return f"held, where {gpu} has {show_bytes(facts.fill.total)}"
     return f"{show_bytes(facts.fill.total)} of {gpu}"
+
+
+def _forecast(facts: Facts, run: Run, plan: MemoryPlan) -> str:
+    told = (f"By its forecast this run ({show_count(run.forecast.params)} parameters, {_whose_run(run)}) needs "
+            f"{show_bytes(run.forecast.needs)}, and PyTorch could reserve {show_bytes(plan.budget.reserve_limit)}")
+    more = "holds more than this config does here, so the figures after a change are not its own."
+    if not facts.by_the_card:
+        return f"{told}: it would have fitted. The program that ran out {more}" if plan.fits else f"{told}."
+    others = plan.budget.others
+    beside = f"beside {show_bytes(others)} of other processes" if others else "with nothing else on it"
+    told = f"{told} on the {plan.budget.card} {beside}"
+    if plan.fits:
+        return (f"{told}: it would have fitted. Either other processes held {'more' if others else 'some'} of the card "
+                f"(--others=… tells how much), or the program that ran out {more}")
+    return f"{told}. The message does not say how the card was filled{'' if others else '; --others=… tells'}."
 
 
 def _whose_run(run: Run) -> str:
@@ -155,11 +175,7 @@ def notes(facts: Facts) -> tuple[str, ...]:
     if message.more:
         found.append(f"More messages like it follow: {message.more}. The first is the one that counts.")
     if facts.run is not None and facts.plan is not None:
-        forecast = (f"By its forecast this run ({show_count(facts.run.forecast.params)} parameters, "
-                    f"{_whose_run(facts.run)}) needs {show_bytes(facts.run.forecast.needs)}, and "
-                    f"PyTorch could reserve {show_bytes(facts.plan.budget.reserve_limit)}")
-        found.append(f"{forecast}." if not facts.plan.fits else f"{forecast}: it would have fitted. The program that "
-                     "ran out holds more than this config does here, so the figures after a change are not its own.")
+        found.append(_forecast(facts, facts.run, facts.plan))
     if settled := next((which(each, facts.tried) for each in facts.tried if each.run is facts.run), ""):
         found.append(settled)
     return tuple(found)

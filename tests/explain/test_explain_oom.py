@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from fitgpt.knobs import build, walk
 from fitgpt.memory.changes import fits
 from fitgpt.memory.forecast import budget_for
 from fitgpt.memory.setting import setting_for
+from fitgpt.memory.tape import Event
+from fitgpt.memory.words import tensor_formula
 from fitgpt.nouns import Budget
 from fitgpt.sights import Diagnosis, OutOfMemory
 from fitgpt.units import GiB, MiB
@@ -286,3 +289,26 @@ def test_a_run_that_fits_its_card_is_said_to_and_others_are_asked_for() -> None:
 
 def test_of_a_card_that_has_no_figures_nothing_is_forecast() -> None:
     assert gather(message(SHORT), notes_77m(), cards.find("7900 XTX")).plan is None
+
+
+# ---- the size of a tensor, by what it is
+
+
+def test_a_piece_of_the_loss_is_told_by_its_rows_not_by_a_product_that_gives_the_same() -> None:
+    path = str(ROOT / "config" / "gpt2_774m.py")
+    run = Run(build(RunConfig, walk([path], RunConfig)), "fitgpt", SETTING, path)
+    short = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 198.00 MiB."
+    assert diagnose(message(short), run).what.startswith("2,048 × 50,304 × 2 bytes: the logits of one piece")
+    assert "logits: 2,048 × 50,304 × 2 bytes" in {  # as `plan` has it
+        f"{share.owner}: {share.formula}" for share in run.forecast.owners_at_peak}
+
+
+@pytest.mark.parametrize(("owner", "name", "sides"), [
+    ("weights", "wte", (50304, 576)), ("gradients", "3.c_attn.grad", (576, 3 * 576)),
+    ("optimizer", "3.down.weight.exp_avg", (4 * 576, 576)), ("casts", "3.up.weight.half", (576, 4 * 576)),
+    ("activations", "3.qkv", (16, 1024, 576)), ("activations", "d_positions", (1024, 576)),
+    ("data", "X1", (16, 1024)), ("workspace", "attention sums", ()), ("optimizer", "3.down.bias.exp_avg", ())])
+def test_a_tensor_has_the_sides_of_what_it_is(owner: str, name: str, sides: tuple[int, ...]) -> None:
+    nbytes = prod(sides or (16, 1024, 576)) * 4
+    told = tensor_formula(Event(True, name, owner, nbytes), notes_77m().settled, "nanogpt", "train")
+    assert told == (" × ".join(f"{side:,}" for side in (*sides, 4)) + " bytes" if sides else "36.0 MiB")

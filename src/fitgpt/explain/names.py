@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 
 from ..memory.tape import Event
-from ..units import show_bytes
-from .about import Run
 
 PHASES = {"load": "while the model was put on the card", "first_eval": "in the evaluation before the first step",
           "first_train": "in the first iteration", "train": "in training", "step": "in the optimizer's step",
@@ -47,18 +45,3 @@ def name_in_words(event: Event) -> str:
 
 def is_backward(event: Event) -> bool:
     return _BACKWARD.fullmatch(event.name) is not None
-
-
-def product(nbytes: int, run: Run, phase: str) -> str:
-    """'16 × 1,024 × 50,304 × 4 bytes': the size as the shape gives it."""
-    config = run.settled
-    evaluates = run.trainer == "fitgpt" and phase.endswith("eval")
-    batch, block = (config.eval_batch, config.eval_block) if evaluates else (config.batch_size, config.block_size)
-    for factors in ((batch, block, config.vocab_size), (batch, block, config.n_embd),
-                    (config.vocab_size, config.n_embd), (config.n_embd, config.n_embd), (batch, block)):
-        whole = 1
-        for factor in factors:
-            whole *= factor
-        if nbytes % whole == 0:
-            return " × ".join(f"{factor:,}" for factor in (*factors, nbytes // whole)) + " bytes"
-    return show_bytes(nbytes)

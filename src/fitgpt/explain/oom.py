@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..cards import Card
+from ..memory.words import tensor_formula
 from ..nouns import MemoryPlan
 from ..sights import Cause, Diagnosis, OutOfMemory, Remedy
 from ..units import show_bytes, show_count
@@ -11,7 +12,7 @@ from .facts import Facts
 from .filling import budget_of, budget_on, filling, shares_of
 from .frames import phase_of, users_line
 from .match import guess, says_nothing
-from .names import PHASES, name_in_words, product
+from .names import PHASES, name_in_words
 from .remedies import remedies, savings
 from .rules import WATCHERS, Rule, applying, had_room
 from .unsaid import FAR_OFF, how, likeliest, ways, which
@@ -91,7 +92,7 @@ def _matched(facts: Facts) -> str:
     assert found is not None
     assert run is not None
     half = ", backward" if found.backward else ", forward" if found.phase in ("first_train", "train") else ""
-    sized = product(found.event.nbytes, run, found.phase)
+    sized = tensor_formula(found.event, run.settled, run.trainer, found.phase)
     if says_nothing(message):
         sized = f"{sized}, out of a new segment of {show_bytes(message.asked or 0)}"
     what = f"{sized}: {name_in_words(found.event)}, {PHASES[found.phase]}{half}."

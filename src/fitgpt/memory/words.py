@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from math import prod
 from typing import NamedTuple
 
 from ..config import DEFAULT_VOCAB, RunConfig
@@ -22,6 +23,9 @@ SMALL = 0.01       # of an owner's bytes: what is below it is a small thing
 PIECE = MiB        # what is sized by no formula is named from there on
 UNSAID = 0.002     # of an owner's bytes: what is below it is not worth words
 _LAYER = re.compile(r"x?(\d+)(?:\.|$)")  # "3.qkv", "x3": of layer 3
+_POSITIONS = re.compile(r"pos(?:itions|_emb)")  # a tensor of one sequence, whatever the batch
+_PARAMETER = re.compile(r"(?:\d+\.)?(wte|wpe|c_attn|qkv|attn_proj|proj|c_fc|up|mlp_proj|down)(?!\w|\.bias)")
+_OF_PARAMETERS = ("weights", "gradients", "optimizer", "casts")
 _HALVES = (".half", ".raw")              # what half precision's products make of weights and gradients
 _WHOLE = ".float32"                      # a weight before it is rounded
 PADDED = 8                               # compiled code pads a vocabulary to a multiple of it
@@ -77,6 +81,35 @@ def formula(owner: str, tensors: Sequence[Alive], sizes: Sizes) -> str:
     slack = total - sum(each.nbytes for each in tensors)
     what = "of rounding" if slack > rest / 2 else "of small things" if rest < 3 * SMALL * total else "more"
     return f"{words}, and {show_bytes(rest)} {what}"
+
+
+def tensor_formula(event: Event, config: RunConfig, trainer: str, phase: str) -> str:
+    """'2,048 × 50,304 × 2 bytes': one tensor, by the sides that what it is has; in bytes where it has none of them."""
+    sizes = _sizes(config, trainer, phase)
+    if event.owner == "logits":
+        terms = _of_logits([Alive(event.name, event.nbytes, event.nbytes)], sizes)
+        return terms[0].words if terms else show_bytes(event.nbytes)
+    sides = next((sides for sides in _sides(event, sizes) if event.nbytes % prod(sides) == 0), None)
+    if sides is None:
+        return show_bytes(event.nbytes)
+    each = event.nbytes // prod(sides)
+    return " × ".join(f"{side:,}" for side in (*sides, each)) + (" bytes" if each > 1 else " byte")
+
+
+def _sides(event: Event, sizes: Sizes) -> list[tuple[int, ...]]:
+    """What a tensor of that name may have as its sides, the most of them first."""
+    if event.owner in ("activations", "data") and _POSITIONS.search(event.name):
+        return [(sizes.block, sizes.width), (sizes.block,)]
+    if event.owner in ("activations", "data"):
+        return [(sizes.batch, sizes.block, sizes.width), (sizes.batch, sizes.block)]
+    found = _PARAMETER.match(event.name) if event.owner in _OF_PARAMETERS else None
+    if found is None:
+        return []
+    width = sizes.width
+    return [{"wte": (sizes.vocab, width), "wpe": (sizes.block, width), "c_attn": (width, 3 * width),
+             "qkv": (width, 3 * width), "attn_proj": (width, width), "proj": (width, width),
+             "c_fc": (width, 4 * width), "up": (width, 4 * width), "mlp_proj": (4 * width, width),
+             "down": (4 * width, width)}[found[1]]]
 
 
 # ---- an owner's tensors as a sum of products

@@ -240,9 +240,11 @@ def accuracy_part() -> str:
         figures = [figure for those, (_, there, _) in zip(runs, recorded, strict=True) for figure in there
                    if figure.run in those]
         found.append((f"nanoGPT's `train.py`, {how}", sum(map(len, runs)), figures))
-    for name, words in (("h200.json", "fitgpt, drawn at random, eager and compiled"),
-                        ("h200_kernels.json", "fitgpt with each attention kernel")):
-        _, figures, configs = of_file(str(ROOT / "tests" / "golden" / name))
+    golden = ROOT / "tests" / "golden"
+    for path, words in ((golden / "h200.json", "fitgpt, drawn at random, eager and compiled"),
+                        (golden / "h200_kernels.json", "fitgpt with each attention kernel"),
+                        (RESULTS / "triples_h200.json", "`fitgpt train` of what `fit` chose, by what it said before")):
+        _, figures, configs = of_file(str(path))
         found.append((words, len(configs), figures))
     rows = []
     for words, how_many, figures in found:

@@ -2,6 +2,7 @@
 
     python -m fitgpt.memory.accuracy bench/results/nanogpt_h200.json    nanoGPT's train.py, one line a figure
     python -m fitgpt.memory.accuracy tests/golden/h200.json             our engine, one line a run
+    python -m fitgpt.memory.accuracy bench/results/triples_h200.json    runs of `train`, by what each of them foresaw
     python -m fitgpt.memory.accuracy --basis FILE … > src/fitgpt/memory/basis.json    what `plan` quotes as its basis
 """
 
@@ -90,6 +91,12 @@ def _of_one_run(row: dict[str, Any], setting: Setting) -> Iterable[Figure]:
             yield Figure(row["name"], f"{phase} reserved", peaks[phase].reserved, reserved)
 
 
+def compare_logged(rows: Iterable[dict[str, Any]]) -> list[Figure]:
+    """Of runs of `train`, which logs what it foresees before it begins, and what it measured then."""
+    return [Figure(row["name"], f"{phase} {kind}", row["foreseen"][phase][f"{kind}_bytes"], held[f"{kind}_bytes"])
+            for row in rows for phase, held in row["measured"].items() for kind in ("allocated", "reserved")]
+
+
 # ---- in words
 
 def table(figures: Iterable[Figure]) -> str:
@@ -122,8 +129,9 @@ def _told(config: dict[str, Any]) -> str:
     shape = f"{c.pop('n_layer')}/{c.pop('n_head')}/{c.pop('n_embd')}"
     batch = f"{c.pop('batch_size')}×{c.pop('block_size')}×{c.pop('gradient_accumulation_steps')}"
     compiled = "compiled" if c.pop("compile") else "eager"
+    vocab = [f"V {c['vocab_size']}"] if "vocab_size" in c else []
     rest = [f"{key}={value}" for key, value in c.items() if key not in ("dtype", "vocab_size") and value]
-    return ", ".join([shape, batch, f"V {c['vocab_size']}", c["dtype"], compiled, *rest])
+    return ", ".join([shape, batch, *vocab, c["dtype"], compiled, *rest])
 
 
 def basis(path: str, card: str, torch: str) -> list[dict[str, Any]]:
@@ -146,6 +154,8 @@ def of_file(path: str) -> tuple[str, list[Figure], dict[str, dict[str, Any]]]:
     configs = {row["name"]: row["config"] for row in rows}
     if any("phases" in row for row in rows):
         return "fitgpt", compare_own(rows, Setting((9, 0), "2.11")), configs
+    if any("foreseen" in row for row in rows):
+        return "fitgpt", compare_logged(rows), {row["name"]: row["config"] | row["chosen"] for row in rows}
     return NANOGPT, compare(rows), configs
 
 

@@ -46,6 +46,8 @@ def question_of(assignments: Sequence[Assignment]) -> Question:
                          "Give one of them.")
     config, notes = run_of(told)
     config, data, missing, more = with_data(config)
+    if asked.trainer == "fitgpt":
+        refuse_other_vocab(config, data)
     if config.fit:
         more.append("--fit: `train` will choose other settings if that is faster. Planned is what is asked for; "
                     "`fitgpt fit` with the same words shows what it would choose.")
@@ -109,6 +111,20 @@ def with_data(config: RunConfig) -> tuple[RunConfig, DataSummary | None, str, li
     from .data.header import padded_vocab
 
     return replace(config, vocab_size=padded_vocab(data.tokenizer, data.vocab_size)), data, missing, notes
+
+
+def refuse_other_vocab(config: RunConfig, data: DataSummary | None) -> None:
+    """As `train` does: where the model's vocabulary is not the data's. Of a ckpt.pt only `train` can tell."""
+    if data is None or config.init_from == "resume":
+        return
+    from .data.header import check_vocab
+    from .pretrained import shape_in
+
+    if config.init_from in ("scratch", *gpt2_shapes) or shape_in(Path(config.init_from)):
+        try:
+            check_vocab(None, config.vocab_size, data.vocab_size)
+        except DataError as error:
+            raise UsageError(error.what, error.fix) from None
 
 
 def _data_of(dataset: str) -> tuple[DataSummary | None, str]:

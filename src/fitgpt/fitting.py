@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from . import place, planfile, timing
 from .aside import aside
-from .asked import place_of, run_of, with_data
+from .asked import place_of, refuse_other_vocab, run_of, with_data
 from .atomic import disk_faults, is_own_page, refuse_foreign, write_over
 from .config import RunConfig
 from .errors import DeviceError, DoesNotFit, SystemFault, UsageError
@@ -91,6 +91,7 @@ def question_of(assignments: Sequence[Assignment]) -> Question:
                          "fitgpt plan, with the same words, says whether the evaluation fits and what would make it; "
                          "or --eval_only=False")
     config, data, missing, more = with_data(said)
+    refuse_other_vocab(config, data)
     where = PlanQuestions(gpu=asked.gpu, budget=asked.budget, others=asked.others, torch=asked.torch,
                           tokens=asked.tokens, epochs=asked.epochs, hours=asked.hours)
     _check_measure(asked)

@@ -18,7 +18,7 @@ from typing import Any
 
 from . import cards, place
 from .aside import aside
-from .asked import Question, place_of, question_of, run_of, size, with_data
+from .asked import Question, place_of, question_of, refuse_other_vocab, run_of, size, with_data
 from .atomic import is_own_page, refuse_foreign, write_over
 from .config import RunConfig
 from .errors import UsageError
@@ -249,7 +249,9 @@ def plan(config: str | os.PathLike[str] | Mapping[str, Any] | RunConfig, gpu: st
         config = run_of([Assignment(key, value, f"{key}={value!r}") for key, value in _known(config).items()])[0]
     elif not isinstance(config, RunConfig):
         config = run_of(walk([os.fspath(config)], RunConfig))[0]
-    config = with_data(config)[0]
+    config, data, _, _ = with_data(config)
+    if trainer == "fitgpt":
+        refuse_other_vocab(config, data)
     asked = PlanQuestions(gpu=gpu, budget=config.budget if budget is None else str(budget), trainer=trainer,
                           torch=torch, others="" if others is None else str(others))
     found = _found(asked, config)

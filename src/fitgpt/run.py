@@ -18,9 +18,9 @@ import torch
 from . import __version__, weights
 from .cards import peak_flops
 from .config import RunConfig, gpt2_shapes
-from .data.header import padded_vocab
+from .data.header import check_vocab, padded_vocab
 from .data.order import positions_for
-from .data.shards import Dataset, check_tokens, check_vocab, open_dataset
+from .data.shards import Dataset, check_tokens, open_dataset
 from .desk import Desk
 from .engine import checkpoint
 from .engine.bitsandbytes import BitsandbytesAdamW

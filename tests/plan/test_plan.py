@@ -16,7 +16,8 @@ from asking import CONFIG, NOTES_77M, ROOT, SMALL, write_chars
 import fitgpt
 from fitgpt import planner
 from fitgpt.config import RunConfig
-from fitgpt.errors import UsageError
+from fitgpt.data.header import check_vocab
+from fitgpt.errors import DataError, UsageError
 from fitgpt.memory.accuracy import basis
 from fitgpt.memory.basis import FILE as BASIS
 from fitgpt.runfolder import open_run
@@ -346,6 +347,28 @@ def test_a_mistake_is_answered_with_a_sentence_and_a_fix(ask: Any, tmp_path: Pat
     what, *fix = answer.err.splitlines()
     assert what.startswith("fitgpt: ")
     assert fix
+
+
+def test_a_vocabulary_that_is_not_the_datas_is_refused_in_trains_own_words(ask: Any, tmp_path: Path) -> None:
+    write_chars(tmp_path / "data" / "letters", train=1000)
+    with pytest.raises(DataError) as of_train:
+        check_vocab(None, 50, 65)
+    wrong = [*SMALL, "--dataset=letters", "--vocab_size=50"]
+    for verb in ("plan", "fit"):
+        answer = ask(*wrong, "--gpu=4070", verb=verb)
+        assert (answer.code, answer.out) == (2, "")
+        assert answer.err == f"fitgpt: {of_train.value.what}\n  {of_train.value.fix}\n"
+    with pytest.raises(UsageError, match="do not agree"):
+        fitgpt.plan({"dataset": "letters", "vocab_size": 50}, gpu="4070")
+    assert ask(*SMALL, "--dataset=letters", "--init_from=gpt2", "--gpu=4070").code == 2
+    assert ask(*wrong, "--trainer=nanogpt", "--gpu=4070").code == 0  # which does not look
+
+
+def test_what_only_train_can_read_is_not_refused_for_its_vocabulary(ask: Any, tmp_path: Path) -> None:
+    write_chars(tmp_path / "data" / "letters", train=1000)
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "ckpt.pt").write_bytes(b"")
+    assert ask(*SMALL, "--dataset=letters", "--vocab_size=50", "--init_from=theirs", "--gpu=4070").code == 0
 
 
 def test_a_page_that_cannot_be_written_is_said(ask: Any) -> None:

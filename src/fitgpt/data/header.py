@@ -46,6 +46,7 @@ _BYTE_ORDER_SWAPPED = 0x0D0C0B0A
 _DTYPES = {nbytes: dtype for dtype, nbytes in ITEM_BYTES.items()}
 _EDGE_BYTES = 64 * KiB           # of a headerless file, from each end, that go into the fingerprint
 _PADDED_TO = 64                  # what matrix units like, and what nanoGPT rounds GPT-2's vocabulary up to
+_LARGEST_PADDING = 1024          # models pad their vocabulary, by 64 or 128 as a rule; more than this is another one
 _AGAIN = "Prepare the dataset again (`fitgpt prepare … --overwrite`), or copy the file again from where it came."
 
 
@@ -84,6 +85,24 @@ def padded_vocab(tokenizer: str, vocab_size: int | None) -> int:
     if tokenizer == "unknown" or vocab_size is None:
         return DEFAULT_VOCAB
     return vocab_size if tokenizer == "chars" else -(-vocab_size // _PADDED_TO) * _PADDED_TO
+
+
+def check_vocab(tokenizer_vocab: int | None, model_vocab: int, data_vocab: int | None) -> None:
+    """Three vocabularies must agree; the model's may be padded. None: unknown, as in a headerless .bin."""
+    known = [vocab for vocab in (tokenizer_vocab, data_vocab) if vocab is not None]
+    if not known:
+        return
+    largest_padded = -(-max(known) // _LARGEST_PADDING) * _LARGEST_PADDING
+    if len(set(known)) > 1 or not max(known) <= model_vocab <= largest_padded:
+        raise DataError(
+            f"The vocabularies do not agree: tokenizer {_number(tokenizer_vocab)}, model {model_vocab:,}, "
+            f"data {_number(data_vocab)}. The tokenizer and the data must be equal, and the model's as large, "
+            f"or padded to at most the next multiple of {_LARGEST_PADDING}.",
+            f"--vocab_size={data_vocab or tokenizer_vocab}, or data prepared with the tokenizer of this model.")
+
+
+def _number(vocab: int | None) -> str:
+    return "unknown" if vocab is None else f"{vocab:,}"
 
 
 # ---- one shard

@@ -12,7 +12,6 @@ short and can be reported, while a map would kill the process (SIGBUS).
 from __future__ import annotations
 
 import io
-import math
 import os
 import threading
 from collections import OrderedDict
@@ -29,8 +28,7 @@ from .header import ShardFile, take_inventory
 from .order import I64, hash_of, window_of
 from .scan import NUMPY_DTYPES, max_token, overlap_notes
 
-_OPEN_FILES = 32          # well under any limit of descriptors, whatever the number of shards
-_PADDING_MULTIPLE = 1024  # models pad their vocabulary, by 64 or 128 as a rule; more than this is another one
+_OPEN_FILES = 32  # well under any limit of descriptors, whatever the number of shards
 _CHANGED = ("Leave the data alone while a run uses it: bring the shard back, or prepare the dataset again "
             "(`fitgpt prepare … --overwrite`); the last checkpoint can be resumed.")
 
@@ -155,24 +153,6 @@ class Split:
 def check_tokens(split: Split, vocab_size: int, say: Callable[[str], None] | None = None) -> None:
     """To be called before any work on a GPU, where a token beyond the vocabulary is a fault that sticks."""
     split.limit_tokens(vocab_size, say)
-
-
-def check_vocab(tokenizer_vocab: int | None, model_vocab: int, data_vocab: int | None) -> None:
-    """Three vocabularies must agree; the model's may be padded. None: unknown, as in a headerless .bin."""
-    known = [vocab for vocab in (tokenizer_vocab, data_vocab) if vocab is not None]
-    if not known:
-        return
-    largest_padded = math.ceil(max(known) / _PADDING_MULTIPLE) * _PADDING_MULTIPLE
-    if len(set(known)) > 1 or not max(known) <= model_vocab <= largest_padded:
-        raise DataError(
-            f"The vocabularies do not agree: tokenizer {_number(tokenizer_vocab)}, model {model_vocab:,}, "
-            f"data {_number(data_vocab)}. The tokenizer and the data must be equal, and the model's as large, "
-            f"or padded to at most the next multiple of {_PADDING_MULTIPLE}.",
-            f"--vocab_size={data_vocab or tokenizer_vocab}, or data prepared with the tokenizer of this model.")
-
-
-def _number(vocab: int | None) -> str:
-    return "unknown" if vocab is None else f"{vocab:,}"
 
 
 def _check_unchanged(shard: ShardFile) -> None:

@@ -16,7 +16,7 @@ from fitgpt.config import RunConfig
 from fitgpt.driver import GpuProcess, GpuReading, Survey
 from fitgpt.memory import forecast
 from fitgpt.memory.setting import Setting
-from fitgpt.units import GiB, MiB
+from fitgpt.units import GiB, MiB, show_bytes
 
 # ---- the place
 
@@ -64,6 +64,17 @@ def test_without_a_gpu_a_name_or_a_budget_is_asked_for(ask: Any) -> None:
     assert "--budget" in answer.err
     alone = ask(*SMALL, "--budget=6GiB", "--json")
     assert (alone.code, alone.json["card"], alone.json["budget_bytes"]) == (0, None, 6 * GiB)
+
+
+def test_of_a_budget_without_a_card_nothing_is_said_of_a_card(ask: Any) -> None:
+    told = ask(*SMALL, "--budget=6GiB", "--json").json
+    words = " ".join(ask(*SMALL, "--budget=6GiB").out.split())
+    assert f"(a budget of 6.00 GiB, {show_bytes(told['outside_bytes'])} outside the allocator): " in words
+    assert f"{show_bytes(told['headroom_bytes'])} of the budget are left." in words
+    tight = " ".join(ask(*SMALL, "--budget=300MiB").out.split())
+    for said in (words, tight):
+        assert not [claim for claim in ("else on the card", "on this card", " usable") if claim in said]
+    assert "everything else on the card stays under" in " ".join(ask(*SMALL, "--gpu=4070").out.split())
 
 
 def test_of_other_vendors_it_is_said_what_is_not_known(ask: Any) -> None:

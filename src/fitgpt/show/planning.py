@@ -71,19 +71,22 @@ def _verdict_paragraph(plan: MemoryPlan, neighbours: str, width: int, colour: bo
 
 
 def verdict(plan: MemoryPlan, neighbours: str = "") -> str:
-    """needs against what may be reserved, and how much the neighbours may hold."""
+    """needs against what may be reserved, and how much the neighbours may hold; where no card is known, what is left of
+    the budget."""
     forecast, budget = plan.forecast, plan.budget
     may = f"may reserve {show_bytes(budget.reserve_limit) if budget.reserve_limit > 0 else 'nothing'}"
-    if budget.budget == budget.usable - budget.others:
+    takes_all = bool(budget.card) and budget.budget == budget.usable - budget.others
+    if takes_all:
         may += f" ({show_bytes(budget.usable)} usable"
         may += f", {show_bytes(budget.others)} of others" if budget.others else ""
     else:
         may += f" (a budget of {show_bytes(budget.budget)}"
     may += f", {show_bytes(budget.outside)} outside the allocator)"
-    words = [f"needs {show_bytes(forecast.needs)}, {may}: "
-             + (f"headroom {show_bytes(plan.headroom)}." if plan.fits else f"{show_bytes(-plan.headroom)} too much.")]
+    off = show_bytes(abs(plan.headroom))
+    left = f"headroom {off}" if budget.card else f"{off} of the budget are left"
+    words = [f"needs {show_bytes(forecast.needs)}, {may}: {left if plan.fits else f'{off} too much'}."]
     room = budget.usable - budget.outside - forecast.needs
-    if budget.budget == budget.usable - budget.others:
+    if takes_all:
         if plan.fits:
             words.append(f"It fits while everything else on the card stays under {show_bytes(room)}.")
         elif room > 0:
@@ -139,11 +142,11 @@ def basis_words(plan: MemoryPlan, basis: Basis) -> str:
     trainer = TRAINERS[plan.forecast.trainer]
     if not basis.in_all or basis.worst_percent is None:
         return f"no recorded runs of {trainer}: this forecast has not been compared with a measurement"
-    here = f"{basis.on_card or 'none'} on this card"
+    here = f", {basis.on_card or 'none'} on this card" if plan.budget.card else ""
     off = abs(basis.worst_percent)
     worst = "no figure was 0.01 % off" if off < 0.01 else (
         f"the worst figure was {off:.2f} % {'above' if basis.worst_percent > 0 else 'below'} what was measured")
-    return f"{basis.in_all} recorded run{'s' if basis.in_all > 1 else ''} of {trainer}, {here}; {worst}"
+    return f"{basis.in_all} recorded run{'s' if basis.in_all > 1 else ''} of {trainer}{here}; {worst}"
 
 
 # ---- tables

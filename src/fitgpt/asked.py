@@ -39,7 +39,7 @@ class Question(NamedTuple):
 def question_of(assignments: Sequence[Assignment]) -> Question:
     own = knobs_of(PlanQuestions)
     asked = build(PlanQuestions, [each for each in assignments if each.key in own])
-    told = [each for each in assignments if each.key not in own]
+    told = [each for each in assignments if each.key not in own or each.key == "budget"]  # a knob of the run, too
     counted = next((each.source for each in told if each.key == "max_iters" and each.source.startswith("--")), "")
     if counted and (asked.tokens or asked.epochs or asked.hours):
         raise UsageError(f"{counted}, and --tokens, --epochs or --hours: both say how long the run is.",

@@ -84,6 +84,12 @@ def test_a_budget_is_what_the_process_may_hold_its_context_included(ask: Any) ->
     assert ask(*SMALL, "--gpu=4070", f"--budget={exact - 1}").code == 1
 
 
+def test_of_a_budget_and_what_is_to_be_left_free_the_smaller_holds(ask: Any) -> None:
+    for leave, budget in (("1GiB", 4 * GiB), ("9GiB", 11930 * MiB - 9 * GiB)):
+        told = ask(*SMALL, "--gpu=4070", "--budget=4GiB", f"--leave={leave}", "--json").json
+        assert told["budget_bytes"] == budget
+
+
 def test_a_budget_below_what_is_outside_the_allocator_is_short_by_both(ask: Any) -> None:
     argv = [*SMALL, "--gpu=h200", "--budget=500MiB"]
     told = ask(*argv, "--json").json

@@ -29,7 +29,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("fit", "explain"),
     ("weights", "run", "verbs", "demo", "wandb", "child", "supervise", "watch", "doctor", "asktorch", "report",
      "planner", "aside", "foreseen", "asked", "place", "outlook", "explaining", "fitting", "timing", "desk", "onboard",
-     "preflight", "rehearse"),
+     "preflight", "rehearse", "answered"),
     ("web",),
     ("cli", "completion", "__main__"),
 )

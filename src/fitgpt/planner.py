@@ -17,28 +17,26 @@ from pathlib import Path
 from typing import Any
 
 from . import cards, place
+from .answered import Fields, Plan, changes_of
 from .aside import aside
-from .asked import Question, place_of, question_of, refuse_other_vocab, run_of, size, with_data
+from .asked import Question, place_of, question_of, size
 from .atomic import is_own_page, refuse_foreign, write_over
 from .config import RunConfig
 from .errors import UsageError
 from .knobs import Assignment, knobs_of, nearest, walk
 from .memory import forecast, gpt
-from .memory.basis import basis_of
-from .memory.changes import Option, holdings, priced, single_changes, smallest_that_fit
 from .memory.setting import Setting
-from .nouns import CardVerdict, Change, MemoryPlan, Outlook, PricedChange
-from .options import CardsOptions, PlanQuestions
-from .outlook import likely_speed, of_length, outlook, tokens_per_s
+from .nouns import CardVerdict, MemoryPlan
+from .options import CardsOptions, PlanOptions, PlanQuestions
+from .outlook import of_length, tokens_per_s
 from .place import Place, beside
-from .planfile import document
 from .show import planning as show
 from .show.terminal import can_redraw, columns
 from .units import MiB, show_bytes
 
-Fields = tuple[tuple[Any, ...], ...]  # of some changes: what one process can tell another
-
 SCHEMA = 1  # of lists of cards; of a plan, see planfile.py
+OF_THE_COMMAND = ("all_cards", "timeline", "json")  # of no use to the call
+SIZES = ("budget", "others", "leave")
 
 
 # ---- the verb
@@ -65,22 +63,31 @@ def _verb(assignments: Sequence[Assignment]) -> int:
     question = question_of(assignments)
     if question.asked.all_cards:
         return _all_cards(question)
-    found = _found(question.asked, question.config)
-    place.check_runs(question.config, found, question.asked.trainer)
-    config, length = of_length(question.config, question.asked, question.data, question.missing, found.card)
-    question = question._replace(config=config, notes=(*question.notes, *found.notes, *length,
-                                                       *_replays(config, found.setting, question.asked.trainer)))
-    if question.asked.timeline:
-        refuse_foreign(Path(question.asked.timeline), is_own_page, "plan", "--timeline")
-    trainer = question.asked.trainer
-    find_changes: Callable[[], Fields] = partial(_changes, config, found, trainer)
-    if _cannot_fit(config, found, trainer):
+    question, found = _placed(question)
+    asked = question.asked
+    if asked.timeline:
+        refuse_foreign(Path(asked.timeline), is_own_page, "plan", "--timeline")
+    find_changes: Callable[[], Fields] = partial(changes_of, question.config, found, asked.trainer)
+    if _cannot_fit(question.config, found, asked.trainer):
         find_changes = aside(find_changes)
-    plan = forecast.plan(config, found.setting, found.budget, trainer, aside)
-    _print_plan(question, found, plan, find_changes)
-    if question.asked.timeline:
-        _write_timeline(Path(question.asked.timeline), question, found, plan)
-    return 0 if plan.fits else 1
+    memory = forecast.plan(question.config, found.setting, found.budget, asked.trainer, aside)
+    answer = Plan(question, found, memory, find_changes)
+    if asked.json:
+        print(json.dumps(answer.to_dict(), indent=1, ensure_ascii=False))
+    else:
+        print(answer.text(columns(), _colours()), end="")
+    if asked.timeline:
+        _write_timeline(Path(asked.timeline), question, found, memory)
+    return 0 if answer.fits else 1
+
+
+def _placed(question: Question) -> tuple[Question, Place]:
+    """Where it runs, and the question as it is there: as long as asked for, with what is to be said of both."""
+    asked, found = question.asked, _found(question.asked, question.config)
+    place.check_runs(question.config, found, asked.trainer)
+    config, length = of_length(question.config, asked, question.data, question.missing, found.card)
+    notes = (*question.notes, *found.notes, *length, *_replays(config, found.setting, asked.trainer))
+    return question._replace(config=config, notes=notes), found
 
 
 def _found(asked: PlanQuestions, config: RunConfig) -> Place:
@@ -88,63 +95,10 @@ def _found(asked: PlanQuestions, config: RunConfig) -> Place:
     return found._replace(budget=beside(config, found.budget)) if config.leave else found
 
 
-def _print_plan(question: Question, found: Place, plan: MemoryPlan, find_changes: Callable[[], Fields]) -> None:
-    asked, config = question.asked, question.config
-    changes = () if plan.fits else tuple(Change(*fields) for fields in find_changes())
-    options = _priced(config, found, asked.trainer) if asked.options else None
-    run, basis = outlook(config, plan.forecast, question.data, found.card), basis_of(plan)
-    if asked.json:
-        print(json.dumps({**document(plan, found.setting.torch, basis), "run": _run_document(run),
-                          "formulas": {share.owner: share.formula for share in plan.forecast.owners_at_peak},
-                          "changes": [change._asdict() for change in changes],
-                          "options": options and [{**each._asdict(), "change": each.change._asdict()}
-                                                  for each in options],
-                          "notes": list(question.notes), "sources": list(found.budget.sources)}, indent=1,
-                         ensure_ascii=False))
-        return
-    width = columns()
-    model = _in_words(forecast.settled(config, found.setting))
-    print(show.plan_text(plan, run, basis, model=model, suggestions=changes,
-                         neighbours=found.neighbours, notes=question.notes, width=width, colour=_colours()), end="")
-    if options is not None:
-        print("\n" + show.option_table(options, plan.forecast.needs, plan.budget.reserve_limit, width), end="")
-
-
 def _cannot_fit(config: RunConfig, found: Place, trainer: str) -> bool:
     """Whether that is plain already; if not, the plan will tell."""
     least = forecast.held_at_least(forecast.settled(config, found.setting), found.setting, trainer)
     return least > found.budget.reserve_limit
-
-
-def _changes(config: RunConfig, found: Place, trainer: str) -> Fields:
-    """That make it fit. Most are settled without a tape: by what a run must map at least, or by what none exceeds."""
-    from .fit.closed import mix_of
-    from .fit.folded import Folded
-
-    folded, limit = Folded(found.setting), found.budget.reserve_limit
-
-    def known(option: Option) -> bool | None:
-        if option.change.trainer != "fitgpt" or option.config.eval_only:
-            return None
-        shape, mix = folded.shape(option.config), mix_of(option.config.levels)
-        return shape.could_fit(mix, limit) and (shape.needs(mix) <= limit or None)
-
-    changes = smallest_that_fit(forecast.settled(config, found.setting), found.setting, found.budget, trainer,
-                                known=known)
-    return tuple(tuple(change) for change in changes)
-
-
-def _priced(config: RunConfig, found: Place, trainer: str) -> list[PricedChange]:
-    config = forecast.settled(config, found.setting)
-    before = holdings(config, found.setting, trainer)
-    now = likely_speed(config, found.card, trainer)
-
-    def speed(option: Option) -> float | None:
-        after = likely_speed(option.config, found.card, option.change.trainer)
-        return after / now if after and now else None
-
-    return [priced(option, before, found.setting, found.budget)._replace(speed=speed(option))
-            for option in single_changes(config, trainer)]
 
 
 def _write_timeline(path: Path, question: Question, found: Place, plan: MemoryPlan) -> None:
@@ -221,16 +175,6 @@ def _replays(config: RunConfig, setting: Setting, trainer: str) -> list[str]:
             "next to nothing is allocated."]
 
 
-def _run_document(run: Outlook) -> dict[str, Any]:
-    return {**run._asdict(), "tokens_per_param": run.tokens / run.params}
-
-
-def _in_words(config: RunConfig) -> str:
-    layers = f"{config.n_layer} layer{'s' if config.n_layer > 1 else ''}"
-    return (f"{layers} of width {config.n_embd:,}, batch {config.batch_size:,} × {config.block_size:,}, "
-            f"{config.dtype}, {'compiled' if config.compile else 'eager'}")
-
-
 def _colours() -> bool:
     return can_redraw() and not os.environ.get("NO_COLOR")
 
@@ -240,32 +184,41 @@ def _colours() -> bool:
 
 def plan(config: str | os.PathLike[str] | Mapping[str, Any] | RunConfig, gpu: str = "", *,
          budget: int | str | None = None, others: int | str | None = None, trainer: str = "fitgpt",
-         torch: str = "") -> MemoryPlan:
+         torch: str = "", **knobs: Any) -> Plan:
     """What a run will hold, and whether it fits. `config`: a config file, a dict of knobs, or a RunConfig.
 
-    `gpu` is a name such as "4070"; without one, the card that is here. Sizes are bytes, or "11.5GiB".
+    `gpu` is a name such as "4070"; without one, the card that is here. Sizes are bytes, or "11.5GiB". What is said of
+    `knobs`, such as batch_size=8, counts more than what the config says; tokens, epochs, hours and options=True, too.
     """
+    own, own_knobs = dict(gpu=gpu, budget=budget, others=others, trainer=trainer, torch=torch), knobs_of(PlanQuestions)
+    said = {key: value for key, value in own.items() if value not in (None, own_knobs[key].default)}
+    question, found = _placed(question_of([*_assigned(config), *_of_dict(said | knobs)]))
+    memory = forecast.plan(question.config, found.setting, found.budget, question.asked.trainer)
+    return Plan(question, found, memory)
+
+
+def _assigned(config: Any) -> list[Assignment]:
+    """What a config of any kind says."""
+    if isinstance(config, RunConfig):
+        knobs = knobs_of(RunConfig)
+        return _of_dict({key: value for key, value in config.to_dict().items() if value != knobs[key].default})
     if isinstance(config, Mapping):
-        config = run_of([Assignment(key, value, f"{key}={value!r}") for key, value in _known(config).items()])[0]
-    elif not isinstance(config, RunConfig):
-        config = run_of(walk([os.fspath(config)], RunConfig))[0]
-    config, data, _, _ = with_data(config)
-    if trainer == "fitgpt":
-        refuse_other_vocab(config, data)
-    asked = PlanQuestions(gpu=gpu, budget=config.budget if budget is None else str(budget), trainer=trainer,
-                          torch=torch, others="" if others is None else str(others))
-    found = _found(asked, config)
-    place.check_runs(config, found, trainer)
-    return forecast.plan(config, found.setting, found.budget, trainer)
+        return _of_dict(config)
+    if isinstance(config, str | os.PathLike) and isinstance(path := os.fspath(config), str):
+        return walk([path], PlanOptions)
+    raise UsageError(f"fitgpt.plan takes a config file, a dict of knobs or a RunConfig, and this is {config!r:.60}.",
+                     'fitgpt.plan("config/train_fineweb.py", gpu="4070")')
 
 
-def _known(told: Mapping[str, Any]) -> Mapping[str, Any]:
-    unknown = [key for key in told if key not in knobs_of(RunConfig)]
-    if unknown:
-        near = nearest(str(unknown[0]), knobs_of(RunConfig))
-        raise UsageError(f"{unknown[0]!r} is not a knob of `fitgpt train`.",
-                         f"Did you mean {near[0]}?" if near else "fitgpt train --help lists them all.")
-    return told
+def _of_dict(told: Mapping[str, Any]) -> list[Assignment]:
+    known = [name for name in knobs_of(PlanOptions) if name not in OF_THE_COMMAND]
+    for key in told:
+        if key not in known:
+            near = nearest(str(key), known)
+            raise UsageError(f"{key!r} is not a knob of `fitgpt train`, and `fitgpt.plan` has no such argument.",
+                             f"Did you mean {' or '.join(near)}?" if near else "fitgpt train --help lists them all.")
+    return [Assignment(key, str(value) if key in SIZES and isinstance(value, int) else value, f"{key}={value!r}")
+            for key, value in told.items()]
 
 
 # ---- fitgpt cards

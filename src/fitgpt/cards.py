@@ -66,9 +66,9 @@ def load() -> tuple[Card, ...]:
 
 
 def find(name: str) -> Card:
-    """The card a person means by "4070", "rtx-4070-ti-super", "A100-SXM4-80GB". Of several sizes of one card,
-    the smallest, unless the name says which."""
-    found = _candidates(name)
+    """The card a person means by "4070", "rtx-4070-ti-super", "A100-SXM4-80GB", "a100 40". Of several sizes of one
+    card, the smallest, unless the name says which."""
+    found = _meant(name)
     if not found:
         raise _unknown(name)
     return min(found, key=lambda card: card.memory_gb or 0)
@@ -77,7 +77,7 @@ def find(name: str) -> Card:
 def twins(name: str) -> list[str]:
     """The other cards that a name may mean, which `find` does not choose."""
     chosen = find(name)
-    return [card.name for card in _candidates(name) if card != chosen]
+    return [card.name for card in _meant(name) if card != chosen]
 
 
 def named_like(words: str) -> list[Card]:
@@ -115,6 +115,7 @@ _NOISE = {"nvidia", "geforce", "tesla", "quadro", "amd", "radeon", "apple", "rtx
 _FORMS = {"sxm": "sxm", "sxm2": "sxm", "sxm4": "sxm", "sxm5": "sxm", "hbm3": "sxm", "pcie": "pcie"}
 _GLUED = re.compile(r"\b(rtx|gtx|rx)(?=\d)|(?<=\d{4})(?=ti|super|xt|laptop)|(?<=ti)(?=super)")
 _MEMORY = re.compile(r"(\d+)gb\Z")
+_BARE_SIZE = re.compile(r".*[ _-]\d{1,3}(?=[gG]?\Z)", re.DOTALL)
 MOST_NAMED = 8
 _SAME_SIZE = 0.12  # above what ECC takes (7 %) and CUDA's own share (5 %), below 10 against 12 GB
 
@@ -137,6 +138,11 @@ def _parse(name: str) -> _Name:
     forms = [_FORMS[word] for word in words if word in _FORMS]
     key = frozenset(word for word in words if word not in _NOISE | _FORMS.keys() and not _MEMORY.match(word))
     return _Name(key, sizes[0] if sizes else None, forms[0] if forms else None)
+
+
+def _meant(name: str) -> list[Card]:
+    """A number at the end that is no part of a card's name is its memory."""
+    return _candidates(name) or (_candidates(f"{size[0]}gb") if (size := _BARE_SIZE.match(name.strip())) else [])
 
 
 def _candidates(name: str) -> list[Card]:

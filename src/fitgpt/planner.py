@@ -36,7 +36,7 @@ from .units import MiB, show_bytes
 
 SCHEMA = 1  # of lists of cards; of a plan, see planfile.py
 OF_THE_COMMAND = ("all_cards", "timeline", "json")  # of no use to the call
-SIZES = ("budget", "others", "leave")
+AS_TEXT = ("gpu", "budget", "others", "leave")  # numbers are as good
 
 
 # ---- the verb
@@ -182,7 +182,7 @@ def _colours() -> bool:
 # ---- for other programs
 
 
-def plan(config: str | os.PathLike[str] | Mapping[str, Any] | RunConfig, gpu: str = "", *,
+def plan(config: str | os.PathLike[str] | Mapping[str, Any] | RunConfig, gpu: str | int = "", *,
          budget: int | str | None = None, others: int | str | None = None, trainer: str = "fitgpt",
          torch: str = "", **knobs: Any) -> Plan:
     """What a run will hold, and whether it fits. `config`: a config file, a dict of knobs, or a RunConfig.
@@ -217,7 +217,7 @@ def _of_dict(told: Mapping[str, Any]) -> list[Assignment]:
             near = nearest(str(key), known)
             raise UsageError(f"{key!r} is not a knob of `fitgpt train`, and `fitgpt.plan` has no such argument.",
                              f"Did you mean {' or '.join(near)}?" if near else "fitgpt train --help lists them all.")
-    return [Assignment(key, str(value) if key in SIZES and isinstance(value, int) else value, f"{key}={value!r}")
+    return [Assignment(key, str(value) if key in AS_TEXT and isinstance(value, int) else value, f"{key}={value!r}")
             for key, value in told.items()]
 
 

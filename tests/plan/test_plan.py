@@ -434,7 +434,7 @@ def test_the_call_takes_knobs_that_count_more_than_the_config(ask: Any, tmp_path
     needs = ask(*SMALL, "--gpu=4070", "--json").json["needs_bytes"]
     for config in ("mine.py", shape, RunConfig(**shape), {**shape, "gpu": "4070"}):
         assert fitgpt.plan(config, gpu="4070", batch_size=8).forecast.needs == needs
-        assert fitgpt.plan(config, gpu="4070").forecast.needs > needs
+        assert fitgpt.plan(config, gpu=4070).forecast.needs > needs
     assert fitgpt.plan({**shape, "gpu": "4090", "trainer": "nanogpt"}).to_dict()["trainer"] == "nanogpt"
     assert fitgpt.plan(shape, gpu="4070", leave=11 * GiB).budget.budget == 11930 * MiB - 11 * GiB
     assert fitgpt.plan(shape, gpu="4070", tokens="1M").run.steps == ask(

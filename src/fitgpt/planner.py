@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -66,7 +67,7 @@ def _verb(assignments: Sequence[Assignment]) -> int:
     question, found = _placed(question)
     asked = question.asked
     if asked.timeline:
-        refuse_foreign(Path(asked.timeline), is_own_page, "plan", "--timeline")
+        _check_page(Path(asked.timeline))
     find_changes: Callable[[], Fields] = partial(changes_of, question.config, found, asked.trainer)
     if _cannot_fit(question.config, found, asked.trainer):
         find_changes = aside(find_changes)
@@ -99,6 +100,13 @@ def _cannot_fit(config: RunConfig, found: Place, trainer: str) -> bool:
     """Whether that is plain already; if not, the plan will tell."""
     least = forecast.held_at_least(forecast.settled(config, found.setting), found.setting, trainer)
     return least > found.budget.reserve_limit
+
+
+def _check_page(path: Path) -> None:
+    if not path.parent.is_dir():
+        raise UsageError(f"--timeline {path}: there is no folder {path.parent}.",
+                         f"--timeline {shlex.quote(path.name)}")
+    refuse_foreign(path, is_own_page, "plan", "--timeline")
 
 
 def _write_timeline(path: Path, question: Question, found: Place, plan: MemoryPlan) -> None:

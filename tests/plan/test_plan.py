@@ -378,10 +378,10 @@ def test_what_only_train_can_read_is_not_refused_for_its_vocabulary(ask: Any, tm
     assert ask(*SMALL, "--dataset=letters", "--vocab_size=50", "--init_from=theirs", "--gpu=4070").code == 0
 
 
-def test_a_page_that_cannot_be_written_is_said(ask: Any) -> None:
+def test_a_page_that_cannot_be_written_is_said_before_the_plan(ask: Any) -> None:
     answer = ask(*SMALL, "--gpu=4070", "--timeline=no/such/folder/x.html")
-    assert answer.code == 7
-    assert "no/such/folder/x.html" in answer.err
+    assert (answer.code, answer.out) == (2, "")
+    assert "--timeline no/such/folder/x.html: there is no folder no/such/folder." in answer.err
 
 
 # ---- the page

@@ -11,7 +11,7 @@ from .memory.forecast import settled
 from .memory.setting import setting_for
 from .nouns import DataSummary, Forecast, Outlook
 from .options import PlanQuestions
-from .units import parse_count, show_count
+from .units import parse_count, show_count, show_steps
 
 
 def tokens_per_s(config: RunConfig, card: Card | None, trainer: str = "fitgpt") -> tuple[float, float] | None:
@@ -57,11 +57,12 @@ def of_length(config: RunConfig, asked: PlanQuestions, data: DataSummary | None,
                              "turned into steps.", "--tokens 10B, or --max_iters=10000")
         tokens = 3600 * asked.hours * speed[0]
         words = f"{asked.hours:g} hours at {show_count(speed[0])} tokens a second"
-    steps = max(-(-round(tokens) // config.tokens_per_step), 1)
+    whole, more = divmod(round(tokens), config.tokens_per_step)
+    steps = max(whole if asked.hours or not more else whole + 1, 1)  # not a step more than there are hours for
     if steps > LARGEST_COUNT:
         raise UsageError(f"{words} are {steps:,} steps, and a run has at most {LARGEST_COUNT:,}.", "--tokens 10B")
     longer = replace(config, max_iters=steps, lr_decay_iters=steps)
-    return longer, [f"{words} are {steps:,} steps: max_iters={steps} lr_decay_iters={steps}."]
+    return longer, [f"{words} are {show_steps(steps)}: max_iters={steps} lr_decay_iters={steps}."]
 
 
 def outlook(config: RunConfig, forecast: Forecast, data: DataSummary | None, card: Card | None) -> Outlook:

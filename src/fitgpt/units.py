@@ -55,6 +55,10 @@ def show_count(count: float) -> str:
     return f"{count:g}"
 
 
+def show_steps(steps: int) -> str:
+    return "1 step" if steps == 1 else f"{steps:,} steps"
+
+
 def show_seconds(seconds: float) -> str:
     """0.4 s, 59 s, 3 min 20 s, 7 h 05 min, 3 d 4 h."""
     if seconds < 10:

@@ -180,6 +180,21 @@ def test_tokens_and_epochs_become_steps(ask: Any, tmp_path: Path) -> None:
     assert ask(*argv, "--epochs=2", "--json").json["run"]["steps"] == 81  # 80 whole steps and a token
 
 
+def test_a_run_for_some_hours_is_done_in_them(ask: Any) -> None:
+    argv = [*SMALL[:-1], "--gpu=4070", "--json"]
+    for hours in (0.01, 8, 7.3):
+        run = ask(*argv, f"--hours={hours}").json["run"]
+        assert run["hours"][1] <= hours < run["hours"][1] * (run["steps"] + 1) / run["steps"]
+    assert ask(*argv, "--hours=1e-9").json["run"]["steps"] == 1
+
+
+def test_one_step_is_a_step(ask: Any) -> None:
+    words = " ".join(ask(*SMALL[:-1], "--gpu=4070", "--tokens=1").out.split())
+    assert "× 1 step = " in words
+    assert "are 1 step: max_iters=1 " in words
+    assert "× 100 steps = " in ask(*SMALL, "--gpu=4070").out
+
+
 def test_the_vocabulary_is_the_datas_if_there_is_any(ask: Any, tmp_path: Path) -> None:
     def params(*argv: str) -> int:
         return int(ask(*SMALL, "--gpu=4070", "--json", *argv).json["params"])

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 
 from ..nouns import Basis, CardVerdict, Change, MemoryPlan, Outlook, OwnerTimeline, PricedChange
-from ..units import MiB, show_bytes, show_count, show_seconds, with_article
+from ..units import MiB, show_bytes, show_count, show_seconds, show_steps, with_article
 
 PHASES = {"load": "load", "first_eval": "first evaluation", "first_train": "first step", "train": "training",
           "step": "optimizer's step", "eval": "evaluation", "save": "saving", "resume": "resuming",
@@ -120,7 +120,7 @@ def _few_digits(number: float) -> str:
 def run_words(outlook: Outlook) -> str:
     if not outlook.steps:
         return "evaluates once, and trains nothing"
-    parts = [f"{outlook.tokens_per_step:,} tokens a step × {outlook.steps:,} steps = {show_count(outlook.tokens)} "
+    parts = [f"{outlook.tokens_per_step:,} tokens a step × {show_steps(outlook.steps)} = {show_count(outlook.tokens)} "
              f"tokens, {_few_digits(outlook.tokens / outlook.params)} a parameter"]
     if outlook.epochs is not None:
         parts.append(f"{_few_digits(outlook.epochs)} epochs of the data")

@@ -93,7 +93,7 @@ def test_whether_a_deep_run_fits_whose_tensors_do_is_left_open_until_it_is_repla
 def test_a_draft_that_is_too_near_to_the_limit_is_not_told() -> None:
     deep = dict(trainer="nanogpt", n_layer=24, n_head=16, n_embd=1024, batch_size=2)
     peak, outside = answers.plan(asked(**deep))["peak"], asked(**deep).place.budget.outside
-    for off, draft, does in ((1.06, True, None), (1.01, False, True), (0.99, False, False), (0.94, True, False)):
+    for off, draft, does in ((1.02, True, None), (1.005, False, False), (0.995, False, False), (0.98, True, False)):
         told = answers.plan(asked(**deep, budget=f"{int((peak * off + outside) / 2**20)}MiB"))
         assert (told["draft"], told["fits"]) == (draft, does), off
 
@@ -119,13 +119,14 @@ def test_what_is_spared_at_least_is_never_more_than_what_is_spared() -> None:
 
 
 def test_of_a_shallow_run_the_whole_answer_comes_at_once() -> None:
-    assert not answers.plan(asked(trainer="nanogpt", n_layer=12))["draft"]
+    assert not answers.plan(asked(trainer="nanogpt", n_layer=8))["draft"]
     assert not answers.plan(asked(trainer="fitgpt", n_layer=12))["draft"]
 
 
 def test_the_notes_run_does_not_fit_beside_other_programs_and_fits_alone_or_with_fitgpt() -> None:
-    assert not answers.plan(read(NOTES))["fits"]
-    assert answers.plan(read(NOTES.replace("others=2118MiB", "others=0MiB")))["fits"]
+    assert answers.plan(read(NOTES))["fits"] is False
+    assert answers.plan(read(NOTES.replace("others=2118MiB", "others=0MiB")))["fits"] is None  # until it is replayed
+    assert answers.whole(read(NOTES.replace("others=2118MiB", "others=0MiB")))["fits"]
     assert answers.plan(read(NOTES.replace("nanogpt", "fitgpt")))["fits"]
 
 
@@ -267,13 +268,13 @@ def test_nanogpt_is_told_only_what_its_command_line_knows() -> None:
 @pytest.mark.parametrize("query", [NOTES, NOTES.replace("nanogpt", "fitgpt").replace("=16&", "=64&"), "gpu=RTX+4070"])
 def test_each_fix_does_what_it_promises(query: str) -> None:
     question = read(query)
-    before = answers.plan(question)
+    before = answers.whole(question)
     buttons = [found for family in fixes.families(question)["families"]
                if (found := fixes.fix(question, family)["fix"])]
     assert len(buttons) >= 3
     for button in buttons:
         said = dict(pair.split("=", 1) for pair in query.replace("+", " ").split("&"))
-        after = answers.plan(read(urlencode(said | button["settings"])))
+        after = answers.whole(read(urlencode(said | button["settings"])))
         assert (after["fits"], after["peak"]) == (button["fits"], button["peak"]), button["label"]
         assert before["peak"] - after["peak"] == button["saved"]
         assert set(button["settings"]) <= {*KNOBS, *CARRIED, "trainer"}

@@ -133,7 +133,9 @@ function fillIn(exact) { // a first answer that knew the tensors' sizes and no m
     const { allocated, reserved } = exact.phases.find((each) => each.name === row.name) || row;
     Object.assign(row, { allocated, reserved });
   }
+  shown.peak = Math.max(...shown.bars.rows.map((row) => row.allocated));
   bars.draw(shown.bars, compared?.ends);
+  drawDifference(shown);
 }
 
 function drawStep(step, signal) {

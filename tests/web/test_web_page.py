@@ -152,6 +152,8 @@ def test_what_a_first_answer_left_out_is_filled_in_when_the_exact_one_comes(show
         assert width(page, "train", "rest") > 0
         exact = page.text_content("#phases tr:has-text('training') td:nth-child(2)")
         assert exact == page.inner_text('[data-phase="train"] span:last-child')
+        weights = page.text_content("#owners tr:has-text('weights') td:nth-child(2)")
+        assert f"weights {weights}" in " ".join(page.inner_text("#bars-legend").split())
 
 
 def test_a_deep_run_whose_tensors_fit_is_neither_green_nor_red_until_it_is_replayed(shown: Callable[..., Any]) -> None:

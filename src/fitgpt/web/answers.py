@@ -36,8 +36,9 @@ Answer = dict[str, Any]
 BARS = ("load", "first_eval", "first_train", "train", "step", "eval")  # phases of the run itself, in their order
 HEADS, WIDTHS = range(1, 129), range(8, 8193)
 NARROWEST_HEAD, WIDEST_HEAD = 8, 256
-# So many layers are deep: a tape takes longer to write and to replay than the 50 ms in which a page answers.
-DEEP = {"fitgpt": 13, "nanogpt": 9}
+# So many layers are deep: a tape may take longer to write and to replay than the 50 ms in which a page answers. That of
+# fitgpt's compiled runs is the shortest.
+DEEP, DEEP_IF_SHORT = 9, 13
 
 
 # How far off the highest point of a draft may be, up to 24 layers and beyond. Of 200 random runs of nanoGPT's with 9 to
@@ -99,7 +100,8 @@ def of(asked: Asked) -> tuple[RunConfig, Timeline]:
 def plan(asked: Asked) -> Answer:
     """The whole answer, or a draft of it (see above): then `fits` is None where only a replay can tell."""
     config = forecast.settled(asked.config, asked.place.setting)
-    if config.n_layer < DEEP[asked.trainer] or config.eval_only or len(set(config.levels)) > 1:
+    deep = DEEP_IF_SHORT if asked.trainer == "fitgpt" and config.compile else DEEP
+    if config.n_layer < deep or config.eval_only or len(set(config.levels)) > 1:
         return whole(asked)
     return (_draft_of_ours if asked.trainer == "fitgpt" else _draft_of_nanogpt)(asked, config) or whole(asked)
 

@@ -132,6 +132,7 @@ function fillIn(exact) { // a first answer that knew the tensors' sizes and no m
   for (const row of shown.bars.rows) {
     const { allocated, reserved } = exact.phases.find((each) => each.name === row.name) || row;
     Object.assign(row, { allocated, reserved });
+    if (row.peak) row.owners = Object.fromEntries(exact.owners.map((each) => [each.owner, each.nbytes]));
   }
   shown.peak = Math.max(...shown.bars.rows.map((row) => row.allocated));
   bars.draw(shown.bars, compared?.ends);

@@ -1,4 +1,4 @@
-"""Two shallow runs tell what a deep one holds."""
+"""Shallow runs tell what a deep one holds."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ def by_chance(seed: int, compiled: bool) -> NanoGPTRun:
                       batch_size=chance.choice((1, 2, 12)), block_size=chance.choice((128, 512, 1024)),
                       compile=compiled, bias=chance.random() < 0.5, dropout=chance.choice((0.0, 0.1)),
                       dtype=chance.choice(("bfloat16", "float16", "float32")),
-                      gradient_accumulation_steps=chance.choice((1, 3, 8)))
+                      gradient_accumulation_steps=chance.choice((1, 3, 8)),
+                      vocab_size=chance.choice((256, 8192, 50304)))
 
 
 @pytest.mark.parametrize("compiled", [True, False])
-@pytest.mark.parametrize("seed", range(8))
-def test_the_highest_point_of_a_deep_run_is_that_of_two_shallow_ones_and_what_a_layer_adds(seed: int,
-                                                                                          compiled: bool) -> None:
+@pytest.mark.parametrize("seed", range(12))
+def test_the_highest_point_of_a_deep_run_is_told_by_shallow_ones(seed: int, compiled: bool) -> None:
     run = by_chance(seed, compiled)
     tape = short(run)
     peaks = {phase: peak.allocated for phase, peak in Timeline(tape, tape.changes, [], None).peaks().items()}
     told = {phase: highest.allocated for phase, highest in drafted(run.n_layer, partial(short, run)).items()}
     assert told.keys() == peaks.keys()
-    assert max(told.values()) == pytest.approx(max(peaks.values()), rel=0.02 if compiled else 0.001)
-    assert 0.97 <= max(told.values()) / max(nanogpt.write(run).heights) <= 1.02
+    assert max(told.values()) == pytest.approx(max(peaks.values()), rel=0.01)
+    assert 0.99 <= max(told.values()) / max(nanogpt.write(run).heights) <= 1.01
     for phase in ("load", "first_eval", "step", "eval"):
         assert told[phase] == pytest.approx(peaks[phase], rel=1e-4), phase
 

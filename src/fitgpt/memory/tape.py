@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -99,8 +99,20 @@ class Tape:
 
     @cached_property
     def asked_at_most(self) -> int:
-        """The most that is asked for at one time: no cap below it can do."""
-        return max(self.heights, default=0)
+        """The most that is asked for at one time: no cap below it can do. By parts: copies rise as their source."""
+        @cache
+        def rise(start: int, end: int) -> tuple[int, int]:
+            heights = list(accumulate(self.changes[start:end]))
+            return (heights[-1], max(heights)) if heights else (0, 0)
+
+        asked = most = done = 0
+        for start, length, source, _ in [*self.copies, Copy(len(self.events), 0, 0, ())]:
+            for part in ((done, start), (source, source + length)):
+                more, at_most = rise(*part)
+                most = max(most, asked + at_most)
+                asked += more
+            done = start + length
+        return most
 
     def alive_at_end(self) -> dict[str, Event]:
         alive: dict[str, Event] = {}

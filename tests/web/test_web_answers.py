@@ -90,12 +90,13 @@ def test_whether_a_deep_run_fits_whose_tensors_do_is_left_open_until_it_is_repla
     assert 0.97 * whole["peak"] <= told["peak"] <= whole["peak"]
 
 
-def test_a_draft_that_is_too_near_to_the_limit_is_not_told() -> None:
+def test_a_draft_that_is_too_near_to_the_limit_says_no_more_than_that() -> None:
     deep = dict(trainer="nanogpt", n_layer=24, n_head=16, n_embd=1024, batch_size=2)
     peak, outside = answers.plan(asked(**deep))["peak"], asked(**deep).place.budget.outside
-    for off, draft, does in ((1.06, True, None), (1.005, False, False), (0.995, False, False), (0.98, True, False)):
+    for off, does, verdict in ((1.06, None, "Its tensors fit"), (1.01, None, "Close to the limit"),
+                               (0.995, None, "Close to the limit"), (0.98, False, "Does not fit")):
         told = answers.plan(asked(**deep, budget=f"{int((peak * off + outside) / 2**20)}MiB"))
-        assert (told["draft"], told["fits"]) == (draft, does), off
+        assert (told["draft"], told["fits"], told["verdict"]) == (True, does, verdict), off
 
 
 @pytest.mark.parametrize("knobs", [dict(), dict(compile=False, bias=True, dropout=0.1), dict(recompute="input"),
@@ -105,10 +106,11 @@ def test_of_a_deep_run_of_fitgpts_closed_forms_know_at_once_whether_it_fits(knob
     exact, outside = answers.exact(asked(**deep)), asked(**deep).place.budget.outside
     for off, does in ((0.7, False), (0.99, False), (1.01, True), (1.3, True)):
         there = asked(**deep, budget=f"{int((exact['needs'] * off + outside) / 2**20)}MiB")
-        told = answers.plan(there)
-        assert told["fits"] == answers.whole(there)["fits"] == does
-        assert told["draft"] or off in (0.99, 1.01) or "," in knobs["recompute"]
-        assert told["peak"] == pytest.approx(answers.whole(there)["peak"], rel=0.002)
+        told, whole = answers.plan(there), answers.whole(there)
+        assert told["draft"]
+        assert whole["fits"] == does
+        assert told["fits"] in ((does,) if off in (0.7, 1.3) else (does, None))
+        assert told["peak"] == pytest.approx(whole["peak"], rel=0.05 if "," in knobs.get("recompute", "") else 0.002)
 
 
 def test_what_is_spared_at_least_is_never_more_than_what_is_spared() -> None:

@@ -1,5 +1,5 @@
-"""What does a deep run hold at its highest, about? Told from three shallow ones, in a fraction of the time that its own
-tape takes to write: where layers are alike, each adds what the one before it did.
+"""What does a deep run hold at its highest, about? Told from shallow ones, in a fraction of the time that its own tape
+takes to write: where layers are alike, each adds what the one before it did.
 """
 
 from __future__ import annotations
@@ -22,17 +22,20 @@ class Highest(NamedTuple):
     owners: dict[str, int]
 
 
-def drafted(layers: int, write: Write) -> dict[str, Highest]:
-    """By phase. Only places count that grow as much with the fourth layer as with the fifth: where the compiler reuses
-    buffers, others come and go. The highest of all is mostly to the byte what the tape of the run asks for; docs/log.md
-    says how far off it was at worst."""
-    one, two, three = (_Shallow(SHALLOW + more, write) for more in range(3))
+def drafted(layers: int, write: Write, *, reuses: bool = False) -> dict[str, Highest]:
+    """By phase; mostly to the byte what the tape of the run asks for (docs/log.md says how far off it was at worst).
+
+    `reuses`: whether a compiler reuses buffers across layers. Some places then come and go with each layer, and only
+    those count that grow as much with the fifth as with the fourth.
+    """
+    one, two, *three = (_Shallow(SHALLOW + more, write) for more in range(3 if reuses else 2))
     more = layers - SHALLOW
     found: dict[str, Highest] = {}
-    for (phase, _, _), first, second, third in zip(one.tape.spans(), *(each.heights() for each in (one, two, three)),
-                                                   strict=True):
-        grows = {place: second[place][0] - first[place][0] for place in first.keys() & second.keys() & third.keys()}
-        evenly = {place for place, step in grows.items() if third[place][0] - second[place][0] == step}
+    for (phase, _, _), first, second, *thirds in zip(one.tape.spans(), *(each.heights() for each in (one, two, *three)),
+                                                     strict=True):
+        grows = {place: second[place][0] - first[place][0] for place in first.keys() & second.keys()}
+        evenly = {place for place, step in grows.items()
+                  if all(place in third and third[place][0] - second[place][0] == step for third in thirds)}
         allocated, place = max((first[place][0] + more * grows[place], place) for place in evenly or grows)
         if phase not in found or allocated > found[phase].allocated:
             before, after = one.owners_at(first[place][1]), two.owners_at(second[place][1])

@@ -46,7 +46,7 @@ def draft(config: RunConfig, setting: Setting, trainer: str = "fitgpt") -> dict[
                                  micro_steps=2 + config.gradient_accumulation_steps % 2)
         return gpt.write(shallow, setting)
 
-    return drafted(config.n_layer, write)
+    return drafted(config.n_layer, write, reuses=trainer == "nanogpt" and bool(config.compile))
 
 
 def held_at_least(config: RunConfig, setting: Setting, trainer: str = "fitgpt") -> int:

@@ -8,6 +8,8 @@ Every answer is a dict that becomes JSON. Bytes are plain numbers, and whatever 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -21,7 +23,9 @@ from ..memory import forecast
 from ..memory.allocator import Timeline, begun_of, replay
 from ..memory.basis import basis_of
 from ..memory.blocks import LARGE_SEGMENT, rounded, segment_size
+from ..memory.drafted import Highest
 from ..memory.setting import Setting
+from ..memory.tape import OWNERS
 from ..memory.thinned import one_step
 from ..nouns import Budget, SpeedEstimate
 from ..outlook import outlook
@@ -44,7 +48,7 @@ DEEP, DEEP_IF_SHORT = 9, 13
 # How far below and above the truth the highest point of a draft may be: blocks are larger than what is asked for, by up
 # to 4 %; above it none was seen (docs/log.md).
 TOO_LOW, TOO_HIGH = 0.05, 0.01
-VERDICTS = {True: "Fits", False: "Does not fit", None: "Its tensors fit"}
+VERDICTS = {True: "Fits", False: "Does not fit"}
 
 
 class Held(NamedTuple):
@@ -101,33 +105,32 @@ def plan(asked: Asked) -> Answer:
     """The whole answer, or a draft of it (see above): then `fits` is None where only a replay can tell."""
     config = forecast.settled(asked.config, asked.place.setting)
     deep = DEEP_IF_SHORT if asked.trainer == "fitgpt" and config.compile else DEEP
-    if config.n_layer < deep or config.eval_only or len(set(config.levels)) > 1:
+    if config.n_layer < deep or config.eval_only:
         return whole(asked)
-    return (_draft_of_ours if asked.trainer == "fitgpt" else _draft_of_nanogpt)(asked, config) or whole(asked)
-
-
-def _draft_of_ours(asked: Asked, config: RunConfig) -> Answer | None:
-    """None where closed forms cannot tell whether it fits."""
-    limit, mix = asked.place.budget.reserve_limit, mix_of(config.levels)
-    shape = Folded(asked.place.setting).shape(config)
-    fitting, enough = shape.could_fit(mix, limit), shape.needs(mix)
-    if fitting and enough > limit:
-        return None
-    return _told(asked, config, _drafted(asked, config), fitting, enough, draft=True)
-
-
-def _draft_of_nanogpt(asked: Asked, config: RunConfig) -> Answer | None:
-    """None where the tensors are so near to the limit that they may be too much or not."""
-    limit, held = asked.place.budget.reserve_limit, _drafted(asked, config)
-    peak = max(each.allocated for each in held.values())
-    if -TOO_LOW * limit < peak - limit <= TOO_HIGH * limit:
-        return None
-    return _told(asked, config, held, None if peak <= limit else False, 0, draft=True)
+    held, limit = _drafted(asked, config), asked.place.budget.reserve_limit
+    if asked.trainer == "fitgpt":
+        shape, mix = Folded(asked.place.setting).shape(config), mix_of(config.levels)
+        enough = shape.needs(mix)
+        fitting = None if shape.could_fit(mix, limit) and enough > limit else enough <= limit
+    else:
+        over = max(each.allocated for each in held.values()) - limit
+        fitting, enough = False if over > TOO_HIGH * limit else None, 0
+    return _told(asked, config, held, fitting, enough, draft=True)
 
 
 def _drafted(asked: Asked, config: RunConfig) -> dict[str, Held]:
-    drawn = forecast.draft(config, asked.place.setting, asked.trainer)
-    return {phase: Held(*highest) for phase, highest in drawn.items() if phase in BARS}
+    """Where layers keep different things, the mean of runs in which all keep one or the other."""
+    setting, drafts = asked.place.setting, list[tuple[int, dict[str, Highest]]]()
+    for level in dict.fromkeys(config.levels):
+        alike = replace(config, recompute=level, grad_checkpoint=False)
+        drafts.append((config.levels.count(level), forecast.draft(alike, setting, asked.trainer)))
+
+    def mean(figures: Iterable[int]) -> int:
+        return sum(count * figure for (count, _), figure in zip(drafts, figures, strict=True)) // config.n_layer
+
+    return {phase: Held(mean(draft[phase].allocated for _, draft in drafts),
+                        {owner: mean(draft[phase].owners.get(owner, 0) for _, draft in drafts) for owner in OWNERS})
+            for phase in BARS if phase in drafts[0][1]}
 
 
 def whole(asked: Asked) -> Answer:
@@ -149,7 +152,9 @@ def _told(asked: Asked, config: RunConfig, held: dict[str, Held], fitting: bool 
     """`enough`: what will do for certain."""
     budget, title = asked.place.budget, _title(asked, config)
     peak, reserved = max(each.allocated for each in held.values()), max(each.reserved for each in held.values())
-    words, verdict = _at_once(peak, reserved, enough, budget, fitting), VERDICTS[fitting]
+    words = _at_once(peak, reserved, enough, budget, fitting)
+    verdict = VERDICTS[fitting] if fitting is not None else (
+        "Its tensors fit" if peak <= (1 - TOO_LOW) * budget.reserve_limit else "Close to the limit")
     return {
         "fits": fitting, "verdict": verdict, "words": words, "draft": draft, "title": title,
         "trainer": asked.trainer, "peak": peak, "bars": _bars(held, budget),
@@ -174,7 +179,7 @@ def _at_once(peak: int, reserved: int, enough: int, budget: Budget, fitting: boo
     """What one replay tells, or the tensors' sizes: bounds, until the exact figure comes."""
     limit = budget.reserve_limit
     if fitting is None:
-        return (f"they take {show_bytes(peak)} or more of the {show_bytes(limit)} that may be reserved. Whether the "
+        return (f"tensors take about {show_bytes(peak)} of the {show_bytes(limit)} that may be reserved. Whether the "
                 "gaps between them fit too is being worked out.")
     if fitting and enough <= limit:
         return f"at least {show_bytes(limit - enough)} to spare."

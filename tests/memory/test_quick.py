@@ -152,13 +152,25 @@ def test_parts_that_are_copied_are_what_would_be_written(name: str, trainer: str
     assert replay(copied).segments == replay(as_written).segments
 
 
+def test_two_that_are_brief_need_room_for_both() -> None:
+    writer = Writer()
+    writer.phase("train")
+    for name, nbytes in (("first", MiB), ("second", MiB - 1024)):  # 1 KiB is left of a segment of 2 MiB
+        writer.alloc(name, "other", nbytes)
+    writer.free(*[writer.alloc(name, "other", 600) for name in ("one", "other")])
+    tape = writer.tape()
+    assert tape.steps[2][4] is not None
+    assert replay(tape).reserved == 4 * MiB
+    both(tape)
+
+
 def test_what_is_brief_at_the_end_of_a_part_may_stay_longer_after_a_copy_of_it() -> None:
     writer = Writer()
     writer.phase("train")
-    for kept in ("short", "long"):
-        writer.part("part", (kept,), lambda kept=kept: writer.alloc(kept, "other", 600))  # type: ignore[misc]
-        if kept == "short":
-            writer.free(kept)
+    for stays in (False, True):
+        writer.part("part", (), lambda: writer.alloc("kept", "other", 600))
+        if not stays:
+            writer.free("kept")
     writer.alloc("beside it", "other", 600)
     tape = writer.tape()
     assert [step[4] is not None for step in tape.steps] == [True, False, False, False]

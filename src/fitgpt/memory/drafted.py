@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+from .allocator import Timeline
 from .tape import Tape
 
 SHALLOW = 3  # layers, then one more and two: the fewest that have a first one, a last one and one between
@@ -82,7 +83,4 @@ class _Shallow:
         return str(layer if layer < self._layers // 2 else layer - self._layers)
 
     def owners_at(self, event: int) -> dict[str, int]:
-        owners: dict[str, int] = {}
-        for entry, change in zip(self.tape.events[:event + 1], self.tape.changes, strict=False):
-            owners[entry[2]] = owners.get(entry[2], 0) + change
-        return owners
+        return Timeline(self.tape, self.tape.changes, [], None).owners_at(event)

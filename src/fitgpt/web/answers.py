@@ -44,7 +44,6 @@ NARROWEST_HEAD, WIDEST_HEAD = 8, 256
 # fitgpt's compiled runs is the shortest.
 DEEP, DEEP_IF_SHORT = 9, 13
 
-
 # How far below and above the truth the highest point of a draft may be: blocks are larger than what is asked for, by up
 # to 4 %; above it none was seen (docs/log.md).
 TOO_LOW, TOO_HIGH = 0.05, 0.01
@@ -129,7 +128,8 @@ def _drafted(asked: Asked, config: RunConfig) -> dict[str, Held]:
         return sum(count * figure for (count, _), figure in zip(drafts, figures, strict=True)) // config.n_layer
 
     return {phase: Held(mean(draft[phase].allocated for _, draft in drafts),
-                        {owner: mean(draft[phase].owners.get(owner, 0) for _, draft in drafts) for owner in OWNERS})
+                        {owner: nbytes for owner in OWNERS
+                         if (nbytes := mean(draft[phase].owners.get(owner, 0) for _, draft in drafts))})
             for phase in BARS if phase in drafts[0][1]}
 
 

@@ -1,6 +1,7 @@
 """What does nanoGPT's own train.py hold, phase by phase? Run as it is, with readings taken where it calls torch.
 
     python bench/nanogpt.py --draw bench/nanogpt_cases.json     no GPU: the notes' remedies, and runs drawn at random
+    python bench/nanogpt.py --draw bench/nanogpt_wider.json --wider      no GPU: more, over more shapes
     python bench/nanogpt.py bench/nanogpt_cases.json --nanogpt ../nanoGPT -o bench/results/nanogpt_cases_h200.json
 
 `--nanogpt` is a checkout of it (the forecasts are of commit 3adf61e1). Each case runs in a process of its own, on
@@ -35,6 +36,7 @@ from fitgpt.memory.nanorun import NanoGPTRun  # noqa: E402
 from fitgpt.units import GiB  # noqa: E402
 
 SEED, DRAWN = 20261116, 16
+WIDER_SEED, DRAWN_WIDER = 20261117, 40
 LARGEST = 40 * GiB  # of a drawn run: several share the card
 SCHEDULE = ["--eval_iters=4", "--eval_interval=8", "--max_iters=16", "--log_interval=100", "--wandb_log=False"]
 TOKENS = 400_000
@@ -47,13 +49,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="?", default="")
     parser.add_argument("--draw", default="")
+    parser.add_argument("--wider", action="store_true")
     parser.add_argument("--nanogpt", default="", help="the folder with its train.py")
     parser.add_argument("--at_once", type=int, default=8)
     parser.add_argument("-o", "--out", default="")
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.draw:
-        Path(options.draw).write_text(json.dumps({"seed": SEED, "cases": [*remedies(), *drawn()]}, indent=1) + "\n")
+        told = ({"seed": WIDER_SEED, "cases": drawn_wider()} if options.wider else
+                {"seed": SEED, "cases": [*remedies(), *drawn()]})
+        Path(options.draw).write_text(json.dumps(told, indent=1) + "\n")
         return 0
     if options.one:
         print(json.dumps(one(json.loads(options.cases), Path(options.nanogpt))))
@@ -67,7 +72,7 @@ def main() -> int:
         with writing:
             rows[case["name"]] = row
             if options.out:
-                write(Path(options.out), [rows[each["name"]] for each in cases if each["name"] in rows])
+                write(Path(options.out), options.cases, [rows[each["name"]] for each in cases if each["name"] in rows])
 
     with ThreadPoolExecutor(options.at_once) as pool:
         list(pool.map(record, sorted(cases, key=lambda case: not case["config"]["compile"])))
@@ -103,6 +108,23 @@ def drawn() -> list[dict[str, Any]]:
     return found
 
 
+def drawn_wider() -> list[dict[str, Any]]:
+    """Sizes between the round ones, too: context lengths, vocabularies, widths of heads."""
+    dice, found = random.Random(WIDER_SEED), list[dict[str, Any]]()
+    while len(found) < DRAWN_WIDER:
+        heads = dice.choice([1, 3, 5, 6, 8, 10, 12, 16, 20])
+        config = dict(
+            n_layer=dice.randint(1, 20), n_head=heads, n_embd=heads * dice.choice([20, 32, 64, 64, 64, 96, 128]),
+            batch_size=dice.choice([1, 2, 3, 5, 8, 10, 16, 24, 48, 64]),
+            block_size=dice.choice([64, 192, 256, 300, 512, 768, 1000, 1024, 1024, 4096]),
+            gradient_accumulation_steps=dice.choice([1, 1, 2, 4, 6, 7, 16]), dropout=dice.choice([0.0, 0.0, 0.2]),
+            dtype=dice.choice(["bfloat16", "float16", "bfloat16", "float32"]), bias=dice.random() < 0.4,
+            compile=dice.random() < 0.5, vocab_size=dice.choice([65, 4096, 32000, 50257, *[50304] * 4, 100277]))
+        if predict(NanoGPTRun(**config))["train_reserved"] <= LARGEST:
+            found.append({"name": f"wider {len(found):02}", "config": config})
+    return found
+
+
 # ---- running
 
 
@@ -124,18 +146,31 @@ def one(case: dict[str, Any], nanogpt: Path) -> dict[str, Any]:
 
     nanogpt, readings = nanogpt.resolve(), Readings()
     with tempfile.TemporaryDirectory() as folder:
-        os.chdir(folder)
-        write_tokens(Path("data") / "drawn", case["config"]["vocab_size"])
-        Path("configurator.py").symlink_to(nanogpt / "configurator.py")
-        sys.path.insert(0, str(nanogpt))
+        enter(Path(folder), nanogpt, case["config"]["vocab_size"])
         take(readings)
-        knobs = {key: value for key, value in case["config"].items() if key != "vocab_size"}
-        sys.argv = ["train.py", "--dataset=drawn", f"--out_dir={folder}/out", *SCHEDULE,
-                    *(f"--{key}={value}" for key, value in knobs.items())]
+        sys.argv = arguments(case["config"], folder, SCHEDULE)
         with redirect_stdout(sys.stderr):
             runpy.run_path(str(nanogpt / "train.py"), run_name="__main__")
-        os.chdir("/")
+        leave()
     return {**readings.row, "torch": torch.__version__, "device": torch.cuda.get_device_name()}
+
+
+def enter(folder: Path, nanogpt: Path, vocab_size: int) -> None:
+    """Into a folder where train.py finds data and its configurator, and Python finds its model."""
+    os.chdir(folder)
+    write_tokens(Path("data") / "drawn", vocab_size)
+    Path("configurator.py").symlink_to(nanogpt / "configurator.py")
+    sys.path.insert(0, str(nanogpt))
+
+
+def leave() -> None:
+    os.chdir("/")
+
+
+def arguments(config: dict[str, Any], folder: str, schedule: list[str]) -> list[str]:
+    knobs = {key: value for key, value in config.items() if key != "vocab_size"}
+    return ["train.py", "--dataset=drawn", f"--out_dir={folder}/out", *schedule,
+            *(f"--{key}={value}" for key, value in knobs.items())]
 
 
 def write_tokens(folder: Path, vocab_size: int) -> None:
@@ -146,7 +181,7 @@ def write_tokens(folder: Path, vocab_size: int) -> None:
     folder.mkdir(parents=True)
     dice = np.random.default_rng(0)
     for split in ("train", "val"):
-        dice.integers(0, vocab_size, TOKENS, dtype=np.uint16).tofile(folder / f"{split}.bin")
+        dice.integers(0, min(vocab_size, 2**16), TOKENS, dtype=np.uint16).tofile(folder / f"{split}.bin")
     if vocab_size != 50304:  # else train.py takes GPT-2's, padded
         (folder / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": vocab_size}))
 
@@ -204,13 +239,13 @@ def take(readings: Readings) -> None:
     torch.save = lambda *_, **__: None
 
 
-def write(path: Path, rows: list[dict[str, Any]]) -> None:
+def write(path: Path, cases: str, rows: list[dict[str, Any]]) -> None:
     write_over(path, json.dumps(
         {"what": "nanoGPT's own train.py (commit 3adf61e1), run as it is, on one card; bytes; order of a run: load, "
          "evaluation (4 batches of each split), 8 iterations, evaluation, 8 iterations, evaluation",
          "date": time.strftime("%Y-%m-%d"), "torch": next((row["torch"] for row in rows if "torch" in row), None),
          "card": next((row["device"] for row in rows if "device" in row), None),
-         "command": "python bench/nanogpt.py bench/nanogpt_cases.json --nanogpt FOLDER", "rows": rows},
+         "command": f"python bench/nanogpt.py {cases} --nanogpt FOLDER", "rows": rows},
         indent=1) + "\n")
 
 

@@ -1,7 +1,8 @@
 """What does nanoGPT's own train.py hold, phase by phase? Run as it is, with readings taken where it calls torch.
 
     python bench/nanogpt.py --draw bench/nanogpt_cases.json     no GPU: the notes' remedies, and runs drawn at random
-    python bench/nanogpt.py --draw bench/nanogpt_wider.json --wider      no GPU: more, over more shapes
+    python bench/nanogpt.py --draw bench/nanogpt_wider.json --which wider        more, over more shapes
+    python bench/nanogpt.py --draw bench/nanogpt_odd.json --which odd            vocabularies that no kernel likes
     python bench/nanogpt.py bench/nanogpt_cases.json --nanogpt ../nanoGPT -o bench/results/nanogpt_cases_h200.json
 
 `--nanogpt` is a checkout of it (the forecasts are of commit 3adf61e1). Each case runs in a process of its own, on
@@ -37,6 +38,7 @@ from fitgpt.units import GiB  # noqa: E402
 
 SEED, DRAWN = 20261116, 16
 WIDER_SEED, DRAWN_WIDER = 20261117, 40
+ODD_SEED, DRAWN_ODD = 20261118, 14
 LARGEST = 40 * GiB  # of a drawn run: several share the card
 SCHEDULE = ["--eval_iters=4", "--eval_interval=8", "--max_iters=16", "--log_interval=100", "--wandb_log=False"]
 TOKENS = 400_000
@@ -49,15 +51,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="?", default="")
     parser.add_argument("--draw", default="")
-    parser.add_argument("--wider", action="store_true")
+    parser.add_argument("--which", choices=("cases", "wider", "odd"), default="cases")
     parser.add_argument("--nanogpt", default="", help="the folder with its train.py")
     parser.add_argument("--at_once", type=int, default=8)
     parser.add_argument("-o", "--out", default="")
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.draw:
-        told = ({"seed": WIDER_SEED, "cases": drawn_wider()} if options.wider else
-                {"seed": SEED, "cases": [*remedies(), *drawn()]})
+        told = {"cases": lambda: {"seed": SEED, "cases": [*remedies(), *drawn()]},
+                "wider": lambda: {"seed": WIDER_SEED, "cases": drawn_wider()},
+                "odd": lambda: {"seed": ODD_SEED, "cases": [*odd(), *drawn_odd()]}}[options.which]()
         Path(options.draw).write_text(json.dumps(told, indent=1) + "\n")
         return 0
     if options.one:
@@ -122,6 +125,37 @@ def drawn_wider() -> list[dict[str, Any]]:
             compile=dice.random() < 0.5, vocab_size=dice.choice([65, 4096, 32000, 50257, *[50304] * 4, 100277]))
         if predict(NanoGPTRun(**config))["train_reserved"] <= LARGEST:
             found.append({"name": f"wider {len(found):02}", "config": config})
+    return found
+
+
+def odd() -> list[dict[str, Any]]:
+    """Vocabularies that are no multiple of 8, small models: from these it was read which products are padded."""
+    base = dict(n_layer=2, n_head=6, n_embd=384, batch_size=4, block_size=1024, gradient_accumulation_steps=2,
+                dropout=0.0, dtype="bfloat16", bias=False, compile=True)
+    single, wide = dict(dtype="float32"), dict(n_head=12, n_embd=768)
+    chosen = [(50257, {}), (50257, single), (50257, dict(dtype="float16", **wide, bias=True)), (100277, {}),
+              (100277, single), (32001, dict(dtype="float16")), (32001, {**single, **wide}), (257, {}), (257, single),
+              (1001, {}), (1001, single), (4099, {}), (4099, single), (10002, single), (10002, dict(batch_size=16)),
+              (65, single), (65, dict(batch_size=32)), (50257, dict(batch_size=1, block_size=256)), (50258, {}),
+              (50260, single),
+              (50257, dict(n_head=16, n_embd=1024, batch_size=8, gradient_accumulation_steps=1, dropout=0.1))]
+    return [{"name": f"odd {number:02}", "config": {**base, **knobs, "vocab_size": size}}
+            for number, (size, knobs) in enumerate(chosen)]
+
+
+def drawn_odd() -> list[dict[str, Any]]:
+    dice, found = random.Random(ODD_SEED), list[dict[str, Any]]()
+    while len(found) < DRAWN_ODD:
+        heads = dice.choice([4, 6, 8, 12, 16])
+        config = dict(
+            n_layer=dice.randint(2, 16), n_head=heads, n_embd=heads * 64,
+            batch_size=dice.choice([1, 2, 4, 8, 12, 16, 32]), block_size=dice.choice([256, 512, 1024, 1024]),
+            gradient_accumulation_steps=dice.choice([1, 2, 5, 8]), dropout=dice.choice([0.0, 0.0, 0.1]),
+            dtype=dice.choice(["bfloat16", "float16", "float32"]),
+            bias=dice.random() < 0.3, compile=True,
+            vocab_size=dice.choice([dice.randint(60, 200), dice.randint(200, 8000), 50257, dice.randint(8000, 110000)]))
+        if config["vocab_size"] % 8 and predict(NanoGPTRun(**config))["train_reserved"] <= LARGEST:
+            found.append({"name": f"drawn odd {len(found):02}", "config": config})
     return found
 
 

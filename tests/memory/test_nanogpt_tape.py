@@ -6,6 +6,7 @@ import itertools
 import math
 import time
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -266,10 +267,35 @@ def test_a_compiled_float32_run_keeps_the_logits_gradient_through_the_whole_back
     assert freed < first_layer
 
 
-def test_compiled_code_pads_a_vocabulary_to_a_multiple_of_eight_in_half_precision() -> None:
-    def logits(vocab: int, dtype: str) -> int:
-        events = write(replace(SMALL, compile=True, dtype=dtype, vocab_size=vocab)).events
-        return next(event.nbytes for event in events if event.name.startswith("logits of "))
+def logits_of(vocab: int, **knobs: Any) -> dict[str, int]:
+    """Arrays of logits by what they are, of a compiled run of 4096 tokens."""
+    run = replace(SMALL, compile=True, batch_size=16, block_size=256, vocab_size=vocab,
+                  **{"n_embd": 384, "n_head": 6, **knobs})
+    events = write(run).events
+    return {event.name.split(" of X")[0]: event.nbytes for event in events if event.owner == "logits" and event.alloc}
 
-    assert logits(65, "bfloat16") == 2 * N * 72
-    assert logits(65, "float32") == 4 * N * 65
+
+@pytest.mark.parametrize(("dtype", "width", "columns"), [("bfloat16", 2, 50264), ("float16", 2, 50264),
+                                                         ("float32", 4, 50260)])
+def test_compiled_code_pads_a_vocabulary_to_sixteen_bytes(dtype: str, width: int, columns: int) -> None:
+    found = logits_of(50257, dtype=dtype)
+    assert (found["logits"], found["zeros for logits"]) == (4096 * columns * width, 4096 * 50257 * width)
+    assert "d logits.padded for inputs" in found
+    assert "d logits.padded for weights" not in found
+    assert set(logits_of(50304, dtype=dtype)) == {"logits", "zeros for logits", "d logits"}
+
+
+def test_wide_models_gradient_of_an_odd_vocabulary_is_copied_twice() -> None:
+    for dtype in ("bfloat16", "float32"):
+        assert "d logits.padded for weights" in logits_of(50257, dtype=dtype, n_embd=1024, n_head=16)
+
+
+def test_a_padded_gradient_of_the_logits_is_laid_out_in_whole_lines() -> None:
+    found = logits_of(50257, dtype="bfloat16")
+    assert found["d logits"] == 2 * (4095 * 50304 + 50257)
+    assert found["d logits.padded for inputs"] == 2 * (4095 * 50304 + 50264)
+
+
+def test_few_characters_of_little_work_are_not_padded() -> None:
+    events = write(replace(SMALL, compile=True, dtype="bfloat16", vocab_size=65)).events
+    assert next(event.nbytes for event in events if event.name.startswith("logits of ")) == 2 * N * 65

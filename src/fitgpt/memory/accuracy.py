@@ -18,10 +18,12 @@ from typing import Any, NamedTuple
 from ..config import RunConfig
 from . import gpt, sampling
 from .allocator import PhasePeak, replay
+from .basis import kind_of
 from .forecast import settled
 from .nanogpt import write
 from .nanorun import NanoGPTRun
-from .setting import EXPANDABLE, Setting
+from .padding import has_odd_sizes
+from .setting import Setting
 
 NANOGPT = "nanogpt"
 PHASES = ("load", "first_eval", "first_train", "train", "eval", "save")  # of a recorded run; train includes its step
@@ -135,17 +137,22 @@ def _told(config: dict[str, Any]) -> str:
 
 
 def basis(path: str, card: str, torch: str) -> list[dict[str, Any]]:
-    """One row a recorded run: the figure that its forecast misses by most. nanoGPT with expandable segments is apart
-    from nanoGPT as it is."""
+    """One row a recorded run: the figure that its forecast misses by most."""
     rows = json.loads(Path(path).read_text(encoding="utf-8"))["rows"]
-    apart = {row["name"]: f"{NANOGPT}, {EXPANDABLE}" for row in rows if row.get("expandable")}
     trainer, figures, _ = of_file(path)
+    kinds = {row["name"]: kind_of(trainer, expandable=bool(row.get("expandable")), odd=_is_odd(row["config"]))
+             for row in rows}
     runs: dict[str, list[float]] = {}
     for each in figures:
         runs.setdefault(each.run, []).append(each.percent)
     worst = {name: max((abs(error), error) for error in errors)[1] for name, errors in runs.items()}
-    return [{"trainer": apart.get(name, trainer), "card": card, "torch": torch, "name": name,
+    return [{"trainer": kinds[name], "card": card, "torch": torch, "name": name,
              "figures": len(runs[name]), "worst_percent": round(error, 3)} for name, error in worst.items()]
+
+
+def _is_odd(config: dict[str, Any]) -> bool:
+    return bool(config["compile"]) and has_odd_sizes(
+        config["dtype"], config["batch_size"] * config["block_size"], config.get("vocab_size", 8))
 
 
 def of_file(path: str) -> tuple[str, list[Figure], dict[str, dict[str, Any]]]:

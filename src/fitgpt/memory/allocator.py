@@ -5,7 +5,7 @@ The rules are in native.py and expandable.py; here is what is asked of them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
@@ -14,7 +14,7 @@ from typing import NamedTuple
 from .blocks import ROUND_SEGMENT, Caps, rounded, segment_size
 from .expandable import Expandable
 from .native import ALWAYS_ASCENDING, DESCENDING, HALF_ASCENDING, Native
-from .tape import NONE_SERVES, RELEASE, Event, Step, Tape
+from .tape import NONE_SERVES, OWNERS, RELEASE, Event, Step, Tape
 
 
 class PhasePeak(NamedTuple):
@@ -71,10 +71,7 @@ class Timeline:
 
     def owners_at(self, event: int) -> dict[str, int]:
         """Whose the bytes are right after an event; their sum is what is allocated then."""
-        owners: dict[str, int] = {}
-        for entry, change in zip(self.tape.events[:event + 1], self.changes, strict=False):
-            owners[entry.owner] = owners.get(entry.owner, 0) + change
-        return {owner: nbytes for owner, nbytes in owners.items() if nbytes}
+        return owners_after(self.tape, self.changes, {event})[event]
 
     def alive_at(self, event: int) -> dict[str, int]:
         """The blocks that are taken right after an event, by name."""
@@ -85,6 +82,18 @@ class Timeline:
             elif entry.name != RELEASE:
                 del alive[entry.name]
         return alive
+
+
+def owners_after(tape: Tape, changes: Sequence[int], events: Iterable[int]) -> dict[int, dict[str, int]]:
+    """Whose the bytes are right after each of some events, in one pass."""
+    held, found, begin = dict.fromkeys(OWNERS, 0), dict[int, dict[str, int]](), 0
+    for number in sorted(events):
+        end = number + 1
+        for event, change in zip(tape.events[begin:end], changes[begin:end], strict=True):
+            held[event[2]] += change
+        found[number] = {owner: nbytes for owner, nbytes in held.items() if nbytes}
+        begin = end
+    return found
 
 
 def replay(tape: Tape, cap: int | None = None, *, expandable: bool = False, descending: int = DESCENDING) -> Timeline:

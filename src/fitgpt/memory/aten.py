@@ -175,7 +175,7 @@ class Attention:
             if self.width == 4:
                 w.free("delta.sum", "d × out")
             wide = next((each for each in EFFICIENT_HEADS if head <= each), head)
-            sums = per_head * up_to(r.block_size, EFFICIENT_TOKENS) * wide
-            w.alloc("attention sums", "workspace", sums + EFFICIENT_COUNTERS * r.batch_size * r.n_head)
+            tiles = r.batch_size * r.n_head * -(-r.block_size // EFFICIENT_TOKENS)
+            w.alloc("attention sums", "workspace", tiles * (4 * EFFICIENT_TOKENS * wide + EFFICIENT_COUNTERS))
         w.free("attention sums", "attention delta", *copies)
         return gradients

@@ -17,7 +17,7 @@ DICE = 8              # a seed and an offset, 8 bytes each, are kept whether any
 CUDNN_SCRATCH = 256
 FLASH_TOKENS, FLASH_HEAD = 128, 32          # multiples to which flash's backward rounds its scratch
 EFFICIENT_TOKENS, EFFICIENT_HEADS = 64, (32, 64, 128)
-EFFICIENT_COUNTERS = 128                    # bytes a head and sequence
+EFFICIENT_COUNTERS = 16                     # bytes for each so many tokens of a head
 
 
 def attend(w: Writer, s: Sizes, layer: str) -> list[str]:
@@ -104,8 +104,8 @@ def _efficient_backward(w: Writer, s: Sizes, nbytes: int) -> list[str]:
         w.free("delta.sum", "d × out")
     head = (s.padded or s.c) // s.heads
     width = next((each for each in EFFICIENT_HEADS if head <= each), head)
-    sums = 4 * s.b * s.heads * _up_to(s.t, EFFICIENT_TOKENS) * width + EFFICIENT_COUNTERS * s.b * s.heads
-    w.alloc("attention sums", "workspace", sums)
+    tiles = s.b * s.heads * -(-s.t // EFFICIENT_TOKENS)
+    w.alloc("attention sums", "workspace", tiles * (4 * EFFICIENT_TOKENS * width + EFFICIENT_COUNTERS))
     w.free("attention delta", "attention sums", *copies)
     return gradients
 

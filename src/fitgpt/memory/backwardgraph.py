@@ -36,18 +36,20 @@ class BackwardGraph(GraphWriter):
 
     def head(self) -> None:
         """Its own gradient waits for the embedding's in half precision; in float32 the gradient of the logits does."""
-        s = self.s
-        d = self.add(Made("d logits", "logits", s.width * s.n * s.v, s.kind),
+        s, pads = self.s, self.s.padding
+        d = self.add(s.table("d logits", s.n, s.v, "logits"),
                      reads=("logits", "logits.largest", "logits.log_sum", "total_weight", "targets"))
-        left, right, weight = d, d, ["wte.half"] if s.half else []
-        if s.wide_v > s.v:
-            left, right = (self.add(Made(f"d logits.padded {side}", "logits", s.width * s.n * s.wide_v, s.kind),
-                                    reads=[d], timed="padded logits") for side in ("left", "right"))
+        copies = [s.table(f"d logits.padded for {what}", s.n, pads.columns, "logits")
+                  for what, padded in (("weights", pads.weights), ("inputs", pads.inputs)) if padded]
+        if copies:  # one kernel makes both
+            self.add(*copies, reads=[d], timed="padded logits")
         if s.half:
-            self.add(s.table("wte.raw", s.wide_v, s.c, "gradients"), reads=(left, "ln_f.out"), calls="product")
-        if s.wide_v > s.v:
-            weight = [self.add(s.table("wte.padded", s.wide_v, s.c, "casts"), reads=weight, timed="padded head")]
-        self.add(s.narrow("d ln_f"), reads=(right, *weight), calls="product")
+            self.add(s.table("wte.raw", pads.columns if pads.weights else s.v, s.c, "gradients"),
+                     reads=(copies[0].name if pads.weights else d, "ln_f.out"), calls="product")
+        weight = ["wte.half"] if s.half else []
+        if pads.inputs:
+            weight = [self.add(s.table("wte.padded", pads.columns, s.c, "casts"), reads=weight, timed="padded head")]
+        self.add(s.narrow("d ln_f"), reads=(copies[-1].name if pads.inputs else d, *weight), calls="product")
         self.norm("ln_f", "d ln_f", f"{self.r.n_layer - 1}.down.mask")
 
     def block(self, i: int) -> None:

@@ -29,8 +29,7 @@ class CompiledGPT:
         self.weighed = self.held = self.most = 0  # events that were looked at; bytes after them, and at most
 
     def forward(self, logits: str, loss: str, *, grad: bool) -> None:
-        if self.shapes.wide_v > self.shapes.v:
-            self.weigh_padding("training" if grad else "evaluation")
+        self.weigh_padding("training" if grad else "evaluation")
         names = {"logits": logits, "loss": loss}
         if grad:
             self.follow(self.training, "training", names | (self.fresh if self.w.alive("wte.grad") else {}))
@@ -116,16 +115,21 @@ class CompiledGPT:
         return self.most - self.held
 
     def weigh_padding(self, graph: str) -> None:
-        """Before it pads a vocabulary, the compiler times the products as they are and padded."""
-        if (graph, "padding") in self.timed:
+        """Before it pads a vocabulary, the compiler times the products as they are and padded. Of what another kernel
+        has made it takes the padding to be free: a parameter is padded anew each time."""
+        s, pads = self.shapes, self.shapes.padding
+        if not pads.weighed or (graph, "padding") in self.timed:
             return
         self.timed.add((graph, "padding"))
-        n, c, v, wide = self.shapes.n, self.shapes.c, self.shapes.v, self.shapes.wide_v
+        n, c, v, wide = s.n, s.c, s.v, pads.columns
         if graph == "evaluation":
             self.try_product([n * c, v * c], [[n * v], [wide * c, n * wide]])
-        else:
+            return
+        if s.half:
             self.try_product([n * v, v * c, n * wide, wide * c], [[n * c]])
-            self.try_product([n * v, n * c], [[v * c], [n * wide, wide * c]])
+        else:
+            self.try_product([n * v, v * c, n * wide], [[n * c], [wide * c, n * c]])
+        self.try_product([n * v, n * c], [[v * c], [n * wide, wide * c]])
 
     def try_product(self, operands: list[int], variants: list[list[int]]) -> None:
         w, width = self.w, self.shapes.width

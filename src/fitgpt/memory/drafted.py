@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from .allocator import Timeline
+from .allocator import owners_after
 from .tape import Tape
 
 SHALLOW = 3  # layers, then one more and two: the fewest that have a first one, a last one and one between
@@ -31,18 +31,25 @@ def drafted(layers: int, write: Write, *, reuses: bool = False) -> dict[str, Hig
     """
     one, two, *three = (_Shallow(SHALLOW + more, write) for more in range(3 if reuses else 2))
     more = layers - SHALLOW
-    found: dict[str, Highest] = {}
+    found: dict[str, tuple[int, int, int]] = {}  # what is allocated at most, and after which event of the two
     for (phase, _, _), first, second, *thirds in zip(one.tape.spans(), *(each.heights() for each in (one, two, *three)),
                                                      strict=True):
         grows = {place: second[place][0] - first[place][0] for place in first.keys() & second.keys()}
         evenly = {place for place, step in grows.items()
                   if all(place in third and third[place][0] - second[place][0] == step for third in thirds)}
         allocated, place = max((first[place][0] + more * grows[place], place) for place in evenly or grows)
-        if phase not in found or allocated > found[phase].allocated:
-            before, after = one.owners_at(first[place][1]), two.owners_at(second[place][1])
-            found[phase] = Highest(allocated, {owner: held for owner in before | after if (
-                held := before.get(owner, 0) + more * (after.get(owner, 0) - before.get(owner, 0)))})
-    return found
+        if phase not in found or allocated > found[phase][0]:
+            found[phase] = allocated, first[place][1], second[place][1]
+    before, after = (owners_after(each.tape, each.tape.changes, events) for each, events in zip(
+        (one, two), list(zip(*found.values(), strict=True))[1:], strict=True))
+    return {phase: Highest(allocated, _grown(before[at], after[then], more))
+            for phase, (allocated, at, then) in found.items()}
+
+
+def _grown(before: dict[str, int], after: dict[str, int], more: int) -> dict[str, int]:
+    """Of each owner: with so many layers more than before, where after is one more."""
+    return {owner: held for owner in before | after
+            if (held := before.get(owner, 0) + more * (after.get(owner, 0) - before.get(owner, 0)))}
 
 
 class _Shallow:
@@ -81,6 +88,3 @@ class _Shallow:
     def _counted(self, number: re.Match[str]) -> str:
         layer = int(number[0])
         return str(layer if layer < self._layers // 2 else layer - self._layers)
-
-    def owners_at(self, event: int) -> dict[str, int]:
-        return Timeline(self.tape, self.tape.changes, [], None).owners_at(event)

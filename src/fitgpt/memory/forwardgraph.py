@@ -9,11 +9,11 @@ from __future__ import annotations
 from .aten import Attention, Gpu, up_to
 from .inductor import Graph, GraphWriter, Made
 from .nanorun import SCALAR, NanoGPTRun
+from .padding import padding
 
 MOST_READS = 4               # of which a sum is not yet written down
 FEW_SEQUENCES = 2            # up to which the first norm's rows are lighter to keep than those of both tables
 LINE, LONG_ROW = 128, 1024   # rows longer than so many numbers are laid out in lines of so many bytes
-MULTIPLE = 8                 # to which a vocabulary is padded for half-precision products
 ROWS_A_LOSS = 8192           # tokens whose losses are summed at once
 ONE_VARIANT = 256            # numbers a row up to which a norm's kernel has no variants to time
 PROGRAMS, LEAST_ROWS, MOST_ROWS = 8, 16, 128  # a multiprocessor's, in a norm's backward, and rows of each
@@ -27,7 +27,8 @@ class Shapes:
         self.n, self.c, self.v = run.tokens, run.n_embd, run.vocab_size
         self.half = run.dtype != "float32"
         self.width, self.kind = (2, "half") if self.half else (4, "float")
-        self.wide_v = up_to(self.v, MULTIPLE) if self.half else self.v
+        self.padding = padding(run)
+        self.few_rows = self.n < 2 * gpu.sms  # so that each one's loss is shared among several programs
         self.rows_kept = run.batch_size > FEW_SEQUENCES  # whether training keeps rows of both tables
         share = max(self.n // (PROGRAMS * gpu.sms), 1)
         self.programs = -(-self.n // min(max(1 << (share.bit_length() - 1), LEAST_ROWS), MOST_ROWS))
@@ -167,18 +168,19 @@ class ForwardGraph(GraphWriter):
         self.product(f"{i}.down", f"{i}.gelu", ahead or self.casts(f"{i}.down", 4 * c, c), c, keep=False)
 
     def loss(self) -> None:
-        """The logits, padded to a multiple of eight, and the mean loss; for backward, two numbers a row."""
+        """The logits, padded where that is quicker, and the mean loss; for backward, two numbers a row."""
         s = self.s
+        columns = s.padding.columns if s.padding.forward else s.v
         weights: list[str] = []
         if s.half:
             weights.append(self.cast("wte", s.v, s.c, keep=self.grad))
-        if s.wide_v > s.v:
-            padded = s.table("wte.padded", s.wide_v, s.c, "casts")
+        if s.padding.forward:
+            padded = s.table("wte.padded", columns, s.c, "casts")
             weights = [self.add(padded, reads=weights, timed="padded head")]
-        self.add(Made("logits", "logits", s.width * s.n * s.wide_v, s.kind), reads=("ln_f.out", *weights), keep=True,
+        self.add(Made("logits", "logits", s.width * s.n * columns, s.kind), reads=("ln_f.out", *weights), keep=True,
                  calls="product")
         rows = [s.rows("logits.largest"), s.rows("logits.log_sum")]
-        self.add(*rows, reads=["logits"], keep=self.grad, within=8 * s.n)
+        self.add(*rows, reads=["logits"], keep=self.grad, within=8 * s.n, timed="split rows" if s.few_rows else "")
         reads = ["logits", *(made.name for made in rows)]
         pieces = -(-s.n // ROWS_A_LOSS)
         if pieces > 1:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from ..cards import Card
 from ..config import RunConfig
 from ..units import MiB
+from .padding import ODD_SIZES, has_odd_sizes
 
 MEASURED_TORCH = ("2.11",)   # with which runs were recorded
 KNOWN_TORCH = ("2.11", "2.12", "2.13")
@@ -80,10 +81,12 @@ class Setting:
     def in_words(self, config: RunConfig, trainer: str) -> dict[str, str]:
         told = ("" if self.torch in MEASURED_TORCH else f" (recorded runs are of {MEASURED_TORCH[0]})"
                 if self.torch in KNOWN_TORCH else f" (not measured: recorded runs are of {MEASURED_TORCH[0]})")
+        tokens = config.batch_size * config.block_size
+        odd = trainer == "nanogpt" and has_odd_sizes(config.dtype, tokens, config.vocab_size)
         return {
             "torch": f"{self.torch}{told}",
             "attention": self.attention(config, trainer),
-            "compile": "compiled" if config.compile else "eager",
+            "compile": (f"compiled, {ODD_SIZES}" if odd else "compiled") if config.compile else "eager",
             "allocator": EXPANDABLE if self.expands(trainer) else "native"}
 
 

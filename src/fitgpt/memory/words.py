@@ -16,6 +16,8 @@ from ..config import DEFAULT_VOCAB, RunConfig
 from ..nouns import OwnerShare
 from ..units import MiB, show_bytes, show_count
 from .allocator import Timeline
+from .aten import up_to
+from .padding import MULTIPLE, MULTIPLE_FLOAT32
 from .tape import RELEASE, Event
 
 MOST_TERMS = 3
@@ -28,7 +30,7 @@ _PARAMETER = re.compile(r"(?:\d+\.)?(wte|wpe|c_attn|qkv|attn_proj|proj|c_fc|up|m
 _OF_PARAMETERS = ("weights", "gradients", "optimizer", "casts")
 _HALVES = (".half", ".raw")              # what half precision's products make of weights and gradients
 _WHOLE = ".float32"                      # a weight before it is rounded
-PADDED = 8                               # compiled code pads a vocabulary to a multiple of it
+LINE = 128                               # compiled code lays rows out in lines of so many bytes
 
 
 class Alive(NamedTuple):
@@ -156,14 +158,19 @@ def _of_tokens(tensors: Sequence[Alive], sizes: Sizes) -> list[Term]:
 
 
 def _of_logits(tensors: Sequence[Alive], sizes: Sizes) -> list[Term]:
-    """All tokens' logits, however many arrays of them there are; a piece's for themselves."""
+    """All tokens' logits, however many arrays of them there are; a piece's for themselves. Rows that are laid out in
+    whole lines lack the end of the last one."""
     number, terms, left = sizes.product, list[Term](), list(tensors)
-    for vocab in (sizes.vocab, sizes.vocab + -sizes.vocab % PADDED):
+    for multiple in (1, MULTIPLE_FLOAT32, MULTIPLE, LINE // number):
+        vocab = up_to(sizes.vocab, multiple)
         whole = sizes.tokens * vocab
-        wide = sum(each.nbytes // whole for each in left if each.nbytes % (whole * number) == 0)
-        left = [each for each in left if each.nbytes % (whole * number)]
-        if wide:
-            terms.append(Term(whole * wide, f"{sizes.batch:,} × {sizes.block:,} × {vocab:,} × {wide} bytes"))
+        lacks = vocab * number if multiple == LINE // number else 1
+        told = [each for each in left if -each.nbytes % (whole * number) < lacks]
+        left = [each for each in left if each not in told]
+        if told:
+            wide = sum(-(-each.nbytes // whole) for each in told)
+            terms.append(Term(sum(each.nbytes for each in told),
+                              f"{sizes.batch:,} × {sizes.block:,} × {vocab:,} × {wide} bytes"))
     for nbytes, count in Counter(each.nbytes for each in left).items():
         rows, rest = divmod(nbytes, sizes.vocab * number)
         if not rest:

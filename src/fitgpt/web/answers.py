@@ -7,7 +7,6 @@ Every answer is a dict that becomes JSON. Bytes are plain numbers, and whatever 
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache
@@ -20,7 +19,7 @@ from ..fit.closed import mix_of
 from ..fit.folded import Folded
 from ..fit.speed import estimate
 from ..memory import forecast
-from ..memory.allocator import Timeline, begun_of, replay
+from ..memory.allocator import Timeline, begun_of, owners_after, replay
 from ..memory.basis import basis_of
 from ..memory.blocks import LARGE_SEGMENT, rounded, segment_size
 from ..memory.drafted import Highest
@@ -143,7 +142,7 @@ def whole(asked: Asked) -> Answer:
 def _highest(timeline: Timeline) -> dict[str, Held]:
     """By phase: what lies on the card at its highest point, and whose it is."""
     peaks = {phase: peak for phase, peak in timeline.peaks().items() if phase in BARS}
-    owners = owners_at(timeline, {peak.event for peak in peaks.values()})
+    owners = owners_after(timeline.tape, timeline.changes, {peak.event for peak in peaks.values()})
     return {phase: Held(peak.allocated, owners[peak.event], peak.reserved) for phase, peak in peaks.items()}
 
 
@@ -204,20 +203,6 @@ def _bars(held: dict[str, Held], budget: Budget) -> Answer:
         f"a budget of {show_bytes(budget.budget)}")
     return {"limit": budget.budget + budget.others, "limit_name": name, "others": budget.others,
             "outside": budget.outside, "rows": rows}
-
-
-def owners_at(timeline: Timeline, events: set[int]) -> dict[int, dict[str, int]]:
-    """Whose the bytes are right after each of some events, in one pass."""
-    held: dict[str, int] = defaultdict(int)
-    found: dict[int, dict[str, int]] = {}
-    begin = 0
-    for number in sorted(events):
-        end = number + 1
-        for event, change in zip(timeline.tape.events[begin:end], timeline.changes[begin:end], strict=True):
-            held[event[2]] += change
-        found[number] = {owner: nbytes for owner, nbytes in held.items() if nbytes}
-        begin = end
-    return found
 
 
 def _head_counts(width: int) -> list[int]:

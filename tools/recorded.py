@@ -1,4 +1,4 @@
-"""src/fitgpt/fit/recorded.json: the runs of our engine whose speed was measured, as the speed estimate reads them.
+"""src/fitgpt/fit/recorded.json: runs of our engine and of nanoGPT whose speed was measured, for the estimates.
 
     python tools/recorded.py     after new results in bench/results/
 """
@@ -24,14 +24,24 @@ SHORT_RUNS = ("capped_xl_on_h200.json",)  # whose last steps are steady enough t
 
 
 def main() -> None:
-    runs = recorded_runs()
-    TARGET.write_text(json.dumps({"schema": 1, "runs": runs}, indent=1) + "\n", encoding="utf-8")
-    print(f"wrote {TARGET.relative_to(ROOT)}: {len(runs)} runs")
+    told = document()
+    TARGET.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+    print(f"wrote {TARGET.relative_to(ROOT)}: {len(told['runs'])} runs, {len(told['nanogpt'])} of nanoGPT")
+
+
+def document() -> dict[str, Any]:
+    return {"schema": 1, "runs": recorded_runs(), "nanogpt": runs_of_nanogpt()}
 
 
 def recorded_runs() -> list[dict[str, Any]]:
     runs = [run for path in sorted(RESULTS.glob("engine_*.json")) for run in from_engine(path)]
     return runs + [run for name in SHORT_RUNS if (RESULTS / name).is_file() for run in from_short_runs(RESULTS / name)]
+
+
+def runs_of_nanogpt() -> list[dict[str, Any]]:
+    return [row_of(row["config"], row["device"], row["tokens_per_s"], path, row["name"])
+            for path in sorted(RESULTS.glob("nanospeed_*.json"))
+            for row in json.loads(path.read_text(encoding="utf-8"))["rows"] if "error" not in row]
 
 
 def from_engine(path: Path) -> list[dict[str, Any]]:

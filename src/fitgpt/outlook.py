@@ -8,28 +8,42 @@ from .cards import Card
 from .config import LARGEST_COUNT, RunConfig
 from .errors import UsageError
 from .memory.forecast import settled
-from .memory.setting import setting_for
-from .nouns import DataSummary, Forecast, Outlook
+from .memory.setting import Setting, setting_for
+from .nouns import DataSummary, Forecast, Outlook, SpeedEstimate
 from .options import PlanQuestions
 from .units import parse_count, show_count, show_steps
 
 
-def tokens_per_s(config: RunConfig, card: Card | None, trainer: str = "fitgpt") -> tuple[float, float] | None:
-    """The lowest and the highest speed to expect; None where there is no estimate: of nanoGPT there is none."""
-    from .fit.speed import estimate
+def expected_speed(config: RunConfig, card: Card | None, trainer: str = "fitgpt",
+                   setting: Setting | None = None) -> SpeedEstimate | None:
+    """None where there is no estimate: of cards whose figures are not known."""
+    if trainer == "nanogpt":
+        from .fit import nanospeed
 
-    speed = estimate(config, card) if trainer == "fitgpt" else None
+        return nanospeed.estimate(config, card, setting)
+    from .fit import speed
+
+    return speed.estimate(config, card, setting)
+
+
+def tokens_per_s(config: RunConfig, card: Card | None, trainer: str = "fitgpt") -> tuple[float, float] | None:
+    """The lowest and the highest speed to expect."""
+    speed = expected_speed(config, card, trainer)
     return (speed.low, speed.high) if speed else None
 
 
 def likely_speed(config: RunConfig, card: Card | None, trainer: str = "fitgpt") -> float | None:
     """By the roofline alone, to compare two configs: a measured figure of one says nothing of the other."""
-    from .fit.speed import has_figures, modelled, reach_of
-
-    if card is None or not has_figures(card) or trainer != "fitgpt" or config.eval_only:
+    if card is None or config.eval_only:
         return None
     setting = setting_for(card)
-    return modelled(settled(config, setting), card, setting, reach_of(card))
+    if trainer == "nanogpt":
+        from .fit import nanospeed
+
+        return nanospeed.likely(config, card, setting)
+    from .fit.speed import has_figures, modelled, reach_of
+
+    return modelled(settled(config, setting), card, setting, reach_of(card)) if has_figures(card) else None
 
 
 def of_length(config: RunConfig, asked: PlanQuestions, data: DataSummary | None, missing: str,

@@ -140,8 +140,12 @@ def test_options_price_every_change_and_the_price_is_true(ask: Any) -> None:
     speeds = [flags[f"--recompute={level}"]["speed"] for level in levels]
     assert 1 > speeds[0] > speeds[1] > speeds[2] > speeds[3] > 0.5
     assert f"{speeds[3]:.2f}  exact  ✓" in shown
-    of_nanogpt = ask(*SMALL, "--gpu=4070", "--trainer=nanogpt", "--options", "--json").json["options"]
-    assert {each["speed"] for each in of_nanogpt} == {None}
+
+
+def test_options_of_nanogpt_are_priced_in_speed_too(ask: Any) -> None:
+    told = ask(*SMALL, "--gpu=4070", "--trainer=nanogpt", "--options", "--json").json["options"]
+    speeds = {each["change"]["flags"][0]: each["speed"] for each in told}
+    assert speeds["--batch_size=1"] < speeds["--batch_size=4"] < 1 < speeds["--trainer=fitgpt"]
 
 
 def test_every_line_is_at_most_eighty_columns_wide(ask: Any) -> None:
@@ -181,11 +185,19 @@ def test_tokens_and_epochs_become_steps(ask: Any, tmp_path: Path) -> None:
 
 
 def test_a_run_for_some_hours_is_done_in_them(ask: Any) -> None:
-    argv = [*SMALL[:-1], "--gpu=4070", "--json"]
-    for hours in (0.01, 8, 7.3):
-        run = ask(*argv, f"--hours={hours}").json["run"]
-        assert run["hours"][1] <= hours < run["hours"][1] * (run["steps"] + 1) / run["steps"]
-    assert ask(*argv, "--hours=1e-9").json["run"]["steps"] == 1
+    for trainer in ("fitgpt", "nanogpt"):
+        argv = [*SMALL[:-1], "--gpu=4070", f"--trainer={trainer}", "--json"]
+        for hours in (0.01, 8, 7.3):
+            run = ask(*argv, f"--hours={hours}").json["run"]
+            assert run["hours"][1] <= hours < run["hours"][1] * (run["steps"] + 1) / run["steps"]
+        assert ask(*argv, "--hours=1e-9").json["run"]["steps"] == 1
+
+
+def test_a_plan_of_nanogpt_says_how_long_it_takes(ask: Any) -> None:
+    low, high = ask(*SMALL, "--gpu=4070", "--trainer=nanogpt", "--json").json["run"]["hours"]
+    assert 0 < low < high
+    longer = ask(*SMALL[:-1], "--gpu=4070", "--trainer=nanogpt", "--hours=8").out
+    assert re.search(r"on disk, \d+ h \d+ min to 7 h 59 min|on disk, \d+ h \d+ min to 8 h", " ".join(longer.split()))
 
 
 def test_one_step_is_a_step(ask: Any) -> None:
@@ -347,7 +359,7 @@ def test_nanogpt_does_not_know_what_we_added(ask: Any) -> None:
     (["--gpu=4070", "--epochs=1"], "There is no dataset"),
     (["--gpu=4070", "--epochs=-1"], "must be at least 0"),
     (["--gpu=4070", "--epochs=inf"], "finite"),
-    (["--gpu=4070", "--trainer=nanogpt", "--hours=8"], "no estimate of the speed"),
+    (["--gpu=t4", "--trainer=nanogpt", "--dtype=bfloat16", "--hours=8"], "no estimate of the speed"),
     (["--gpu=4070", "--trainer=karpathy"], "one of fitgpt, nanogpt"),
     (["--gpu=4070", "--torch=new"], "a version such as 2.11"),
     (["--gpu=4070", "--dropout=0.1", "--cuda_graphs=True"], "cuda_graphs=True does not work with dropout=0.1"),

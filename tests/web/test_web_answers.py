@@ -342,10 +342,13 @@ def test_fitting_keeps_to_the_limits_that_fit_keeps_to(monkeypatch: pytest.Monke
     assert "Somebody else computes" in told["why"][0]
 
 
-def test_a_speed_is_given_for_fitgpt_on_cards_whose_figures_are_known() -> None:
-    assert re.fullmatch(r"\d+k–\d+k", answers.exact(asked())["speed"])
-    assert answers.exact(asked(trainer="nanogpt", n_layer=1))["speed"] == ""
-    assert all(row["speed"] for row in answers.all_cards(asked(**SMALL))["cards"] if row["name"].startswith("RTX 40"))
+@pytest.mark.parametrize("trainer", ["fitgpt", "nanogpt"])
+def test_a_speed_is_given_on_cards_whose_figures_are_known(trainer: str) -> None:
+    told = answers.exact(asked(trainer=trainer, **SMALL))
+    assert re.fullmatch(r"[\d.]+[kM]–[\d.]+[kM]", told["speed"])
+    assert any(what == "speed" and told["speed"] in words for what, words in told["facts"])
+    assert all(row["speed"] for row in answers.all_cards(asked(trainer=trainer, **SMALL))["cards"]
+               if row["name"].startswith("RTX 40"))
 
 
 # ---- the rest

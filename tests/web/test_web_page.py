@@ -168,7 +168,9 @@ def test_a_deep_run_whose_tensors_fit_is_neither_green_nor_red_until_it_is_repla
         verdict(page, "fits")
         assert ["waiting", "Its tensors fit"] in page.evaluate("states")
         assert not [seen for seen in page.evaluate("states") if seen[0] == "full"]
-        assert f"Fits: {page.inner_text('#short')}." in page.text_content("#config")
+        room, speed = page.inner_text("#short").split(" · ")
+        assert f"Fits: {room}." in page.text_content("#config")
+        assert speed.endswith(" tokens/s")
 
 
 def test_what_cannot_be_is_said_and_mended(shown: Callable[..., Any]) -> None:

@@ -34,6 +34,8 @@ KERNELS_A_LAYER = 45      # forward and backward
 KERNELS_A_PIECE = 6       # of the loss
 HOST_A_LAYER_S = 2.8e-3   # to launch those one by one: 124M unrecorded at 327k tokens/s, 77M and 30M eager alike
 HOST_A_PIECE_S = 0.2e-3
+MOVED_FORWARD = 13, 4     # numbers a token and C that a layer's fused kernels move, in the products' precision and in …
+MOVED_BACKWARD = 29, 6    # … the stream's
 EAGER = 2.5               # how many times a fused kernel's bytes its eager parts move
 PCIE_BYTES_S = 12e9       # assumed: a consumer board's 4.0 × 16 at half its figure, as copies of many tensors see it
 FLOAT32_A_CLOCK = 128     # FLOP of Volta's and Turing's ordinary units, for each multiprocessor
@@ -58,13 +60,13 @@ def has_figures(card: Card | None) -> bool:
 
 def cost(config: RunConfig, card: Card, setting: Setting, reach: Reach) -> Cost:
     """Wants a settled config, and a card whose figures are known. The config's levels do not matter."""
-    rate, bandwidth = _matrix_rate(card, config.dtype), 1e9 * (card.bandwidth_gbs or 0) * reach.bytes
+    rate, bandwidth = matrix_rate(card, config.dtype), 1e9 * (card.bandwidth_gbs or 0) * reach.bytes
     n, c, t, v = config.batch_size * config.block_size, config.n_embd, config.block_size, config.vocab_size
     p, r, m = BYTES[config.dtype], BYTES[config.residual], BYTES[config.weights]
 
-    filled = n * c / TILE**2 / (card.sms or setting.sms)
-    products = rate * reach.products * filled / (filled + LAST_WAVE)
-    attention = rate * reach.attention / _head_cost(config)
+    sms = card.sms or setting.sms
+    products = product_rate(rate, reach, n * c, sms)
+    attention = rate * reach.attention / head_cost(c // config.n_head)
 
     gap = KERNEL_GAP_S if gpt.records(config) else LAUNCH_GAP_S
 
@@ -79,10 +81,11 @@ def cost(config: RunConfig, card: Card, setting: Setting, reach: Reach) -> Cost:
     qkv, proj, up, down = ((3 * c, c), (c, c), (4 * c, c), (c, 4 * c))
     biased = WITH_BIAS if config.bias else 1.0
     forward = (biased * sum(product(*each) for each in (qkv, proj, up, down)) + 2 * n * t * c / attention
-               + moved(13, 4))
+               + moved(*MOVED_FORWARD))
     # Two products for each matrix; the weight's gradient is added to what is there: read and written once.
     backward = (sum(2 * product(*each) for each in (qkv, proj, up, down)) + 5 * n * t * c / attention
-                + moved(29 if p != r else 27, 6) + 12 * c * c * (2 * m - _cast(config)) / bandwidth)
+                + moved(*MOVED_BACKWARD) - (moved(2, 0) if p == r else 0.0)
+                + 12 * c * c * (2 * m - _cast(config)) / bandwidth)
     dropout = 3 * moved(2.5, 0) if config.dropout else 0.0
     if config.bias:
         backward += moved(9, 0)  # its gradient: a sum over what the weight's product reads
@@ -98,8 +101,7 @@ def cost(config: RunConfig, card: Card, setting: Setting, reach: Reach) -> Cost:
 
     piece = loss_piece_tokens(n, v, config.loss_chunk)
     pieces = -(-n // piece)
-    head_fill = piece * v / TILE**2 / (card.sms or setting.sms)
-    head = 6 * n * v * c / (rate * reach.products * head_fill / (head_fill + LAST_WAVE))
+    head = 6 * n * v * c / product_rate(rate, reach, piece * v, sms)
     loss = (3 if setting.compiles else 12) * p * n * v / bandwidth
     fixed = (head + loss + (pieces * 2 * m + _cast(config)) * v * c / bandwidth + moved(3, 12)
              + pieces * KERNELS_A_PIECE * gap)
@@ -110,10 +112,15 @@ def cost(config: RunConfig, card: Card, setting: Setting, reach: Reach) -> Cost:
     return Cost(fixed + sent, tuple(layers), host, step)
 
 
-def _head_cost(config: RunConfig) -> float:
+def product_rate(rate: float, reach: Reach, results: int, sms: int) -> float:
+    """FLOP/s of a product of so many results: its last round does not fill the card."""
+    filled = results / TILE**2 / sms
+    return rate * reach.products * filled / (filled + LAST_WAVE)
+
+
+def head_cost(width: int) -> float:
     """What attention takes with heads of this width, where 1 is with heads of 64: kernels work on whole 64 columns, and
     a score costs as much as SCORE of them, whatever the width."""
-    width = config.n_embd // config.n_head
     return (-(-width // 64) * 64 + SCORE) / width * 64 / (64 + SCORE)
 
 
@@ -124,7 +131,7 @@ def _cast(config: RunConfig) -> int:
     return BYTES[config.weights] + BYTES[config.dtype]
 
 
-def _matrix_rate(card: Card, dtype: str) -> float:
+def matrix_rate(card: Card, dtype: str) -> float:
     """FLOP/s. float32 products run as TF32, at half the rate, from Ampere on; before it on the ordinary units."""
     if dtype == "float32" and card.has_matrix_units:
         if card.capability and card.capability < (8, 0) and card.sms and card.boost_mhz:
@@ -160,9 +167,15 @@ class Recorded(NamedTuple):
 @cache
 def recorded() -> tuple[Recorded, ...]:
     """Runs of our engine whose speed was measured: fit/recorded.json, which tools/recorded.py writes."""
-    told = json.loads(Path(__file__).with_name("recorded.json").read_text(encoding="utf-8"))
     return tuple(Recorded(row["card"], RunConfig(**row["knobs"]), row["tokens_per_s"], row["source"])
-                 for row in told["runs"])
+                 for row in recorded_rows("runs"))
+
+
+def recorded_rows(of: str) -> list[dict[str, Any]]:
+    """Of the "runs" of our engine, or of those of "nanogpt"."""
+    told = json.loads(Path(__file__).with_name("recorded.json").read_text(encoding="utf-8"))
+    found: list[dict[str, Any]] = told[of]
+    return found
 
 
 def reach_of(card: Card) -> Reach:
@@ -185,17 +198,28 @@ def estimate(config: RunConfig, card: Card | None, setting: Setting | None = Non
     here = [run for run in recorded() if run.card == card.name]
     same = next((run for run in here if speed_key(settled(run.config, setting)) == speed_key(config)), None)
     if same is not None:
-        return SpeedEstimate(same.tokens_per_s, same.tokens_per_s, same.tokens_per_s, f"measured: {same.source}")
+        return measured(same.tokens_per_s, same.source)
     likely = modelled(config, card, setting, reach_of(card))
     if here:
-        off = worst_error(card)
-        return SpeedEstimate((1 - off) * likely, (1 + off) * likely, likely,
-                             f"a roofline that is within {100 * off:.0f} % of {len(here)} runs recorded on this card")
+        return near_recorded(likely, worst_error(card), len(here))
     kind = kind_of(card)
     low, high = (modelled(config, card, setting, reach) for reach in (kind.least, kind.most))
+    return assumed(low, likely, high, card)
+
+
+def measured(tokens_per_s: float, source: str) -> SpeedEstimate:
+    return SpeedEstimate(tokens_per_s, tokens_per_s, tokens_per_s, f"measured: {source}")
+
+
+def near_recorded(likely: float, off: float, runs: int) -> SpeedEstimate:
+    return SpeedEstimate((1 - off) * likely, (1 + off) * likely, likely,
+                         f"a roofline that is within {100 * off:.0f} % of {runs} runs recorded on this card")
+
+
+def assumed(low: float, likely: float, high: float, card: Card) -> SpeedEstimate:
     return SpeedEstimate(low, high, likely, f"a roofline of {card.tflops:g} TFLOP/s and {card.bandwidth_gbs:g} GB/s, "
-                         f"calibrated on runs of an H200, at shares assumed for {kind.words}; nothing was recorded on "
-                         "this card")
+                         f"calibrated on runs of an H200, at shares assumed for {kind_of(card).words}; nothing was "
+                         "recorded on this card")
 
 
 @cache

@@ -17,7 +17,6 @@ from ..config import RunConfig
 from ..errors import UsageError
 from ..fit.closed import mix_of
 from ..fit.folded import Folded
-from ..fit.speed import estimate
 from ..memory import forecast
 from ..memory.allocator import Timeline, begun_of, owners_after, replay
 from ..memory.basis import basis_of
@@ -27,7 +26,7 @@ from ..memory.setting import Setting
 from ..memory.tape import OWNERS
 from ..memory.thinned import one_step
 from ..nouns import Budget, SpeedEstimate
-from ..outlook import outlook
+from ..outlook import expected_speed, outlook
 from ..planner import same_tape
 from ..show import planning as show
 from ..show.charts import stacked
@@ -257,8 +256,8 @@ def exact(asked: Asked) -> Answer:
 
 
 def _speed(asked: Asked, config: RunConfig, found: place.Place) -> SpeedEstimate | None:
-    """None where there is none: of nanoGPT's train.py, and of cards whose figures are not known."""
-    return estimate(config, found.card, found.setting) if asked.trainer == "fitgpt" else None
+    """None where there is none: of cards whose figures are not known."""
+    return expected_speed(config, found.card, asked.trainer, found.setting)
 
 
 def _tokens(speed: SpeedEstimate | None) -> str:

@@ -1,4 +1,5 @@
-"""The tables of the docs that say how fast: the engine beside a plain one, what fit chooses beside what it did not."""
+"""The tables of the docs that say how fast: the engine beside a plain one, what fit chooses beside what it did not,
+nanoGPT beside its estimate."""
 
 from __future__ import annotations
 
@@ -7,7 +8,11 @@ from typing import Any
 
 from memory_page import markdown, read_rows
 
+from fitgpt.cards import find
 from fitgpt.config import RunConfig
+from fitgpt.fit import nanospeed
+from fitgpt.fit.speed import reach_of
+from fitgpt.memory.setting import setting_for
 from fitgpt.units import GiB, show_bytes
 
 CASES = {"124m": "124M, 4 × 12 × 1024, bfloat16", "77m": "77M, 4 × 16 × 1024, float16",
@@ -69,5 +74,18 @@ def _cell(cell: dict[str, Any]) -> str:
     return f"{cell['gradient_accumulation_steps']} × {cell['batch_size']}, {cell['recompute'].replace(',', ' ')}"
 
 
+def nanospeed_part() -> str:
+    """nanoGPT's own train.py on an H200, from bench/nanospeed.py's results, beside the estimate."""
+    rows = []
+    for row in nanospeed.recorded():
+        card = find(row.card)
+        told = nanospeed.modelled(row.run, card, setting_for(card), reach_of(card))
+        run = row.run
+        rows.append([row.source.partition(", ")[2], f"{run.n_layer} × {run.n_embd}",
+                     f"{run.gradient_accumulation_steps} × {run.batch_size} × {run.block_size}", run.dtype,
+                     f"{row.tokens_per_s:,.0f}", f"{told:,.0f}", f"{100 * (told / row.tokens_per_s - 1):+.1f} %"])
+    return markdown(["run", "layers × width", "micro-batches", "dtype", "tokens/s", "estimated", "off by"], rows)
+
+
 PARTS: dict[str, Callable[..., str]] = {"engine": engine_part, "lossy": lossy_part, "fitted": fitted_part,
-                                        "sweeps": sweeps_part}
+                                        "sweeps": sweeps_part, "nanospeed": nanospeed_part}

@@ -1,14 +1,11 @@
 """What does nanoGPT's own train.py hold, phase by phase? Run as it is, with readings taken where it calls torch.
 
-    python bench/nanogpt.py --draw bench/nanogpt_cases.json     no GPU: the notes' remedies, and runs drawn at random
-    python bench/nanogpt.py --draw bench/nanogpt_wider.json --which wider        more, over more shapes
-    python bench/nanogpt.py --draw bench/nanogpt_odd.json --which odd            vocabularies that no kernel likes
     python bench/nanogpt.py bench/nanogpt_cases.json --nanogpt ../nanoGPT -o bench/results/nanogpt_cases_h200.json
 
-`--nanogpt` is a checkout of it (the forecasts are of commit 3adf61e1). Each case runs in a process of its own, on
-random tokens: load, evaluation (4 batches of each split), 8 iterations, evaluation, 8 iterations, evaluation. An
-evaluation begins and ends where the model's mode changes, an iteration ends where gradients are let go of. Nothing is
-timed, so the processes run side by side.
+The cases are drawn by bench/drawn.py. `--nanogpt` is a checkout of it (the forecasts are of commit 3adf61e1). Each case
+runs in a process of its own, on random tokens: load, evaluation (4 batches of each split), 8 iterations, evaluation, 8
+iterations, evaluation. An evaluation begins and ends where the model's mode changes, an iteration ends where gradients
+are let go of. Nothing is timed, so the processes run side by side.
 """
 
 from __future__ import annotations
@@ -16,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import random
 import runpy
 import subprocess
 import sys
@@ -32,37 +28,21 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "src"))
 
 from fitgpt.atomic import write_over  # noqa: E402
-from fitgpt.memory.accuracy import predict  # noqa: E402
-from fitgpt.memory.nanorun import NanoGPTRun  # noqa: E402
 from fitgpt.units import GiB  # noqa: E402
 
-SEED, DRAWN = 20261116, 16
-WIDER_SEED, DRAWN_WIDER = 20261117, 40
-ODD_SEED, DRAWN_ODD = 20261118, 14
-LARGEST = 40 * GiB  # of a drawn run: several share the card
 SCHEDULE = ["--eval_iters=4", "--eval_interval=8", "--max_iters=16", "--log_interval=100", "--wandb_log=False"]
 TOKENS = 400_000
-NOTES_77M = dict(n_layer=12, n_head=12, n_embd=576, batch_size=16, block_size=1024, gradient_accumulation_steps=4,
-                 dtype="float16", dropout=0.0, bias=False, compile=True, vocab_size=50304)
-NOTES_30M = {**NOTES_77M, "n_layer": 6, "n_head": 6, "n_embd": 384, "block_size": 512}
+
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="?", default="")
-    parser.add_argument("--draw", default="")
-    parser.add_argument("--which", choices=("cases", "wider", "odd"), default="cases")
-    parser.add_argument("--nanogpt", default="", help="the folder with its train.py")
+    parser.add_argument("cases")
+    parser.add_argument("--nanogpt", required=True, help="the folder with its train.py")
     parser.add_argument("--at_once", type=int, default=8)
     parser.add_argument("-o", "--out", default="")
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.draw:
-        told = {"cases": lambda: {"seed": SEED, "cases": [*remedies(), *drawn()]},
-                "wider": lambda: {"seed": WIDER_SEED, "cases": drawn_wider()},
-                "odd": lambda: {"seed": ODD_SEED, "cases": [*odd(), *drawn_odd()]}}[options.which]()
-        Path(options.draw).write_text(json.dumps(told, indent=1) + "\n")
-        return 0
     if options.one:
         print(json.dumps(one(json.loads(options.cases), Path(options.nanogpt))))
         return 0
@@ -82,81 +62,6 @@ def main() -> int:
     for row in rows.values():
         print(row["name"], row.get("error") or f"{row['train_reserved'] / GiB:.3f} GiB reserved")
     return int(any("error" in row for row in rows.values()))
-
-
-# ---- which
-
-
-def remedies() -> list[dict[str, Any]]:
-    """What the notes propose (docs/memory.md), of the runs they propose it for."""
-    return [{"name": "30M, batch 8", "config": {**NOTES_30M, "batch_size": 8, "gradient_accumulation_steps": 8}},
-            {"name": "30M, block 256", "config": {**NOTES_30M, "block_size": 256}},
-            {"name": "77M, width 512", "config": {**NOTES_77M, "n_embd": 512, "n_head": 8}},
-            {"name": "77M, expandable segments", "config": NOTES_77M, "expandable": True}]
-
-
-def drawn() -> list[dict[str, Any]]:
-    dice, found = random.Random(SEED), list[dict[str, Any]]()
-    while len(found) < DRAWN:
-        heads = dice.choice([2, 4, 6, 8, 12, 16])
-        config = dict(
-            n_layer=dice.choice([1, 2, 4, 6, 8, 12, 16, 24]), n_head=heads,
-            n_embd=heads * dice.choice([24, 48, 64, 64, 80]),
-            batch_size=dice.choice([1, 2, 4, 8, 12, 16, 32]), block_size=dice.choice([128, 256, 512, 1024, 2048]),
-            gradient_accumulation_steps=dice.choice([1, 2, 3, 4, 5, 8]), dropout=dice.choice([0.0, 0.0, 0.1]),
-            dtype=dice.choice(["bfloat16", "float16", "float32"]), bias=dice.random() < 0.3,
-            compile=dice.random() < 0.6, vocab_size=dice.choice([65, 8192, *[50304] * 4]))
-        if predict(NanoGPTRun(**config))["train_reserved"] <= LARGEST:
-            found.append({"name": f"drawn {len(found):02}", "config": config})
-    return found
-
-
-def drawn_wider() -> list[dict[str, Any]]:
-    """Sizes between the round ones, too: context lengths, vocabularies, widths of heads."""
-    dice, found = random.Random(WIDER_SEED), list[dict[str, Any]]()
-    while len(found) < DRAWN_WIDER:
-        heads = dice.choice([1, 3, 5, 6, 8, 10, 12, 16, 20])
-        config = dict(
-            n_layer=dice.randint(1, 20), n_head=heads, n_embd=heads * dice.choice([20, 32, 64, 64, 64, 96, 128]),
-            batch_size=dice.choice([1, 2, 3, 5, 8, 10, 16, 24, 48, 64]),
-            block_size=dice.choice([64, 192, 256, 300, 512, 768, 1000, 1024, 1024, 4096]),
-            gradient_accumulation_steps=dice.choice([1, 1, 2, 4, 6, 7, 16]), dropout=dice.choice([0.0, 0.0, 0.2]),
-            dtype=dice.choice(["bfloat16", "float16", "bfloat16", "float32"]), bias=dice.random() < 0.4,
-            compile=dice.random() < 0.5, vocab_size=dice.choice([65, 4096, 32000, 50257, *[50304] * 4, 100277]))
-        if predict(NanoGPTRun(**config))["train_reserved"] <= LARGEST:
-            found.append({"name": f"wider {len(found):02}", "config": config})
-    return found
-
-
-def odd() -> list[dict[str, Any]]:
-    """Vocabularies that are no multiple of 8, small models: from these it was read which products are padded."""
-    base = dict(n_layer=2, n_head=6, n_embd=384, batch_size=4, block_size=1024, gradient_accumulation_steps=2,
-                dropout=0.0, dtype="bfloat16", bias=False, compile=True)
-    single, wide = dict(dtype="float32"), dict(n_head=12, n_embd=768)
-    chosen = [(50257, {}), (50257, single), (50257, dict(dtype="float16", **wide, bias=True)), (100277, {}),
-              (100277, single), (32001, dict(dtype="float16")), (32001, {**single, **wide}), (257, {}), (257, single),
-              (1001, {}), (1001, single), (4099, {}), (4099, single), (10002, single), (10002, dict(batch_size=16)),
-              (65, single), (65, dict(batch_size=32)), (50257, dict(batch_size=1, block_size=256)), (50258, {}),
-              (50260, single),
-              (50257, dict(n_head=16, n_embd=1024, batch_size=8, gradient_accumulation_steps=1, dropout=0.1))]
-    return [{"name": f"odd {number:02}", "config": {**base, **knobs, "vocab_size": size}}
-            for number, (size, knobs) in enumerate(chosen)]
-
-
-def drawn_odd() -> list[dict[str, Any]]:
-    dice, found = random.Random(ODD_SEED), list[dict[str, Any]]()
-    while len(found) < DRAWN_ODD:
-        heads = dice.choice([4, 6, 8, 12, 16])
-        config = dict(
-            n_layer=dice.randint(2, 16), n_head=heads, n_embd=heads * 64,
-            batch_size=dice.choice([1, 2, 4, 8, 12, 16, 32]), block_size=dice.choice([256, 512, 1024, 1024]),
-            gradient_accumulation_steps=dice.choice([1, 2, 5, 8]), dropout=dice.choice([0.0, 0.0, 0.1]),
-            dtype=dice.choice(["bfloat16", "float16", "float32"]),
-            bias=dice.random() < 0.3, compile=True,
-            vocab_size=dice.choice([dice.randint(60, 200), dice.randint(200, 8000), 50257, dice.randint(8000, 110000)]))
-        if config["vocab_size"] % 8 and predict(NanoGPTRun(**config))["train_reserved"] <= LARGEST:
-            found.append({"name": f"drawn odd {len(found):02}", "config": config})
-    return found
 
 
 # ---- running

@@ -22,6 +22,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
+import drawn
 import nanogpt
 
 WARM, TIMED = 10, 14  # iterations
@@ -40,8 +41,8 @@ CASES: dict[str, dict[str, Any]] = {
     "124M, float32": {**GPT2, "dtype": "float32", "batch_size": 8},
     "124M, 40 micro-batches of 4": {**GPT2, "batch_size": 4, "gradient_accumulation_steps": 40},
     "124M, eager, biases and dropout": {**GPT2, "compile": False, "bias": True, "dropout": 0.1},
-    "77M": nanogpt.NOTES_77M, "77M, eager": {**nanogpt.NOTES_77M, "compile": False},
-    "30M": nanogpt.NOTES_30M, "30M, eager": {**nanogpt.NOTES_30M, "compile": False},
+    "77M": drawn.NOTES_77M, "77M, eager": {**drawn.NOTES_77M, "compile": False},
+    "30M": drawn.NOTES_30M, "30M, eager": {**drawn.NOTES_30M, "compile": False},
     "350M": MEDIUM, "350M, eager": {**MEDIUM, "compile": False}, "774M": LARGE,
     "characters": CHAR, "characters, eager": {**CHAR, "compile": False},
     "124M, block 256": {**GPT2, "block_size": 256, "batch_size": 48},
@@ -73,7 +74,7 @@ def groups() -> list[list[str]]:
     found: list[list[str]] = []
     room = 0.0
     for name, config in CASES.items():
-        held = nanogpt.predict(nanogpt.NanoGPTRun(**config))["train_reserved"] / nanogpt.GiB + 1
+        held = drawn.predict(drawn.NanoGPTRun(**config))["train_reserved"] / drawn.GiB + 1
         if held > room or len(found[-1]) == 10:
             found.append([])
             room = TOGETHER

@@ -3,6 +3,7 @@
     python -m fitgpt.memory.accuracy bench/results/nanogpt_h200.json    nanoGPT's train.py, one line a figure
     python -m fitgpt.memory.accuracy tests/golden/h200.json             our engine, one line a run
     python -m fitgpt.memory.accuracy bench/results/triples_h200.json    runs of `train`, by what each of them foresaw
+    python -m fitgpt.memory.accuracy --runs FILE                        either, one line a run
     python -m fitgpt.memory.accuracy --basis FILE … > src/fitgpt/memory/basis.json    what `plan` quotes as its basis
 """
 
@@ -140,7 +141,7 @@ def basis(path: str, card: str, torch: str) -> list[dict[str, Any]]:
     """One row a recorded run: the figure that its forecast misses by most."""
     rows = json.loads(Path(path).read_text(encoding="utf-8"))["rows"]
     trainer, figures, _ = of_file(path)
-    kinds = {row["name"]: kind_of(trainer, expandable=bool(row.get("expandable")), odd=_is_odd(row["config"]))
+    kinds = {row["name"]: kind_of(trainer, expandable=bool(row.get("expandable")), odd=is_odd(row["config"]))
              for row in rows}
     runs: dict[str, list[float]] = {}
     for each in figures:
@@ -150,7 +151,7 @@ def basis(path: str, card: str, torch: str) -> list[dict[str, Any]]:
              "figures": len(runs[name]), "worst_percent": round(error, 3)} for name, error in worst.items()]
 
 
-def _is_odd(config: dict[str, Any]) -> bool:
+def is_odd(config: dict[str, Any]) -> bool:
     return bool(config["compile"]) and has_odd_sizes(
         config["dtype"], config["batch_size"] * config["block_size"], config.get("vocab_size", 8))
 
@@ -171,8 +172,8 @@ def main(words: list[str]) -> None:
         runs = [row for path in words[1:] for row in basis(path, "H200", "2.11")]
         print(json.dumps({"schema": 1, "runs": runs}, indent=1))
         return
-    trainer, figures, configs = of_file(words[0])
-    print(table(figures) if trainer == "nanogpt" else by_run(figures, configs))
+    trainer, figures, configs = of_file(words[-1])
+    print(table(figures) if trainer == NANOGPT and words[0] != "--runs" else by_run(figures, configs))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ MOST_READS = 4               # of which a sum is not yet written down
 FEW_SEQUENCES = 2            # up to which the first norm's rows are lighter to keep than those of both tables
 LINE, LONG_ROW = 128, 1024   # rows longer than so many numbers are laid out in lines of so many bytes
 ROWS_A_LOSS = 8192           # tokens whose losses are summed at once
-ONE_VARIANT = 256            # numbers a row up to which a norm's kernel has no variants to time
+LONG_NORM, FEW_NORMS = 256, 2048  # the first norm's variants are timed with rows as long, and more of them
 PROGRAMS, LEAST_ROWS, MOST_ROWS = 8, 16, 128  # a multiprocessor's, in a norm's backward, and rows of each
 
 
@@ -94,7 +94,7 @@ class ForwardGraph(GraphWriter):
             makes += [s.stream("tok_emb"), s.rows("0.ln_1.mean"), rstd, out]
         else:
             makes += [s.stream("0.ln_1.normed"), out, rstd] if self.grad else [out]
-        varied = not self.grad and s.c > ONE_VARIANT
+        varied = not self.grad and s.c >= LONG_NORM and s.n > FEW_NORMS
         self.add(*makes, reads=reads, keep=self.grad, timed="embedding" if varied else "")
         self.terms = ["tok_emb", "pos_emb"] if rows_kept else []
         self.unseen = 0 if rows_kept else 3  # tokens, and two tables
@@ -106,6 +106,8 @@ class ForwardGraph(GraphWriter):
         reads = [*self.terms, branch]
         makes: list[Made] = []
         self.terms.append(branch)
+        if self.r.bias and not s.half:  # not yet added to it: in half precision the product does
+            self.unseen += 1
         if self.drops:
             makes.append(s.mask(f"{branch}.mask"))
             self.terms.append(f"{branch}.mask")

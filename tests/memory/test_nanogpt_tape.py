@@ -12,7 +12,8 @@ import pytest
 
 from fitgpt.memory.allocator import needs, replay, reserved_in_other_orders
 from fitgpt.memory.aten import H200, Gpu, norm_partials, sum_over_rows
-from fitgpt.memory.inductor import Graph, Kernel, Made, Step, plan
+from fitgpt.memory.inductor import Step, plan
+from fitgpt.memory.kernels import Graph, Kernel, Made
 from fitgpt.memory.nanogpt import write
 from fitgpt.memory.nanorun import NanoGPTRun
 from fitgpt.memory.setting import Setting

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from .aten import Attention
 from .forwardgraph import Shapes
-from .inductor import Graph, GraphWriter, Made
+from .kernels import Graph, GraphWriter, Made
 
 ROWS_A_PARTIAL = 128         # rows that are summed before their partial sums are
 FUSED_NUMBERS, FUSED_ROWS = 5 * 2**20, 4096  # from here on a norm's backward sums its vectors' gradients by itself
@@ -144,4 +144,4 @@ class BackwardGraph(GraphWriter):
                  timed="rows of positions")
         head = ["wte.raw"] if s.half else ["d logits", "ln_f.out"]
         self.add(s.gradient("wte", s.v * s.c), reads=("wte.embedding", *head), calls="" if s.half else "product",
-                 timed="tied" if s.half else "", keep=True)
+                 timed="tied" if s.half else "", after=self.dx, keep=True)

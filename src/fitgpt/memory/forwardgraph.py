@@ -7,7 +7,7 @@ where five buffers would have to be read for it; for backward, norms keep what t
 from __future__ import annotations
 
 from .aten import Attention, Gpu, up_to
-from .inductor import Graph, GraphWriter, Made
+from .kernels import Graph, GraphWriter, Made
 from .nanorun import SCALAR, NanoGPTRun
 from .padding import padding
 

@@ -5,37 +5,16 @@ Three rules of Inductor, as recorded runs of torch 2.11 show them; the source of
 - Else it takes a spent buffer of the same kind and size, if the wait for it would not raise the estimated peak; the
   estimate takes what a graph hands out for freed at the start (the quirk), so that one which hands out much reuses
   little.
-- Kernels run in the order of the program, or depth first where that is estimated to peak lower.
+- Kernels run in the order that is estimated to peak lowest (orders.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
 from typing import NamedTuple
 
-
-class Made(NamedTuple):
-    """A buffer, as the kernel that makes it sees it; buffers of one `kind` and size are alike."""
-
-    name: str
-    owner: str
-    nbytes: int
-    kind: str
-
-
-class Kernel(NamedTuple):
-    makes: tuple[Made, ...]
-    reads: tuple[str, ...] = ()
-    over: Mapping[str, Sequence[str]] = {}  # outputs, and inputs they may overwrite
-    calls: str = ""                # an op of torch's that it is, or that comes after it …
-    gets: tuple[Made, ...] = ()    # … and what that one allocates itself
-    timed: str = ""                # names its code, if variants of it are timed when it first runs
-    within: int = 0                # bytes that exist only while it runs, and only in the estimate
-
-    @property
-    def results(self) -> tuple[Made, ...]:
-        return self.makes + self.gets if self.gets else self.makes
+from .kernels import Graph, Made
+from .orders import ordered
 
 
 class Step(NamedTuple):
@@ -59,39 +38,9 @@ class Plan(NamedTuple):
             if step.name in blocks else step for step in self.steps])
 
 
-class Graph(NamedTuple):
-    kernels: Sequence[Kernel]
-    keeps: frozenset[str]             # what it hands out
-    inputs: Mapping[str, int] = {}    # what it is handed and may free
-    lent: frozenset[str] = frozenset()  # those of its inputs that are not its own to free
-
-
-class Order(NamedTuple):
-    kernels: Sequence[Kernel]
-    last: dict[str, int]  # the number of the kernel after which a buffer is spent
-    usage: list[int]      # the compiler's estimate of the bytes in use while each kernel runs
-
-
-class GraphWriter:
-    """Writes a graph, kernel by kernel."""
-
-    def __init__(self) -> None:
-        self.kernels: list[Kernel] = []
-        self.keeps = set[str]()
-
-    def add(self, *makes: Made, reads: Sequence[str] = (), over: Mapping[str, Sequence[str]] | None = None,
-            calls: str = "", gets: Sequence[Made] = (), timed: str = "", within: int = 0, keep: bool = False) -> str:
-        """Returns the name of its first result; `keep`: whether the graph hands its results out."""
-        kernel = Kernel(makes, tuple(reads), over or {}, calls, tuple(gets), timed, within)
-        self.kernels.append(kernel)
-        if keep:
-            self.keeps.update(made.name for made in kernel.results)
-        return kernel.results[0].name
-
-
 def plan(graph: Graph) -> Plan:
     """What the compiled graph does to memory, in order."""
-    kernels, last, usage = _ordered(graph)
+    kernels, last, usage = ordered(graph)
     peak = max(0, *usage)
     spent_after: dict[int, list[str]] = {}
     for name, at in last.items():
@@ -153,55 +102,3 @@ def _renamed(graph: Graph, steps: list[Step], home: dict[str, str]) -> Plan:
     called = {each.name for kernel in graph.kernels for each in kernel.gets}
     return Plan(steps, {block: held.name for block, held in final.items() if block in called},
                 {block: held for block, held in final.items() if block in graph.inputs}).calling(final)
-
-
-def _ordered(graph: Graph) -> Order:
-    """The one of two orders that is estimated to peak lower: of the compiler's four orders, those that recorded runs
-    have shown, the first where both peak alike."""
-    return min((_estimated(graph, order) for order in (graph.kernels, _depth_first(graph))),
-               key=lambda each: max(0, *each.usage))
-
-
-def _estimated(graph: Graph, kernels: Sequence[Kernel]) -> Order:
-    results = [kernel.results for kernel in kernels]
-    last = {made[0]: at for at, each in enumerate(results) for made in each}
-    last |= {name: at for at, kernel in enumerate(kernels) for name in kernel.reads}
-    change = [0] * (len(kernels) + 1)
-    for name, nbytes in graph.inputs.items():
-        change[0] += nbytes
-        change[last.get(name, -1) + 1] -= nbytes
-    for at, kernel in enumerate(kernels):
-        if kernel.within:
-            change[at] += kernel.within
-            change[at + 1] -= kernel.within
-        for made in results[at]:
-            name, nbytes = made[0], made[2]
-            change[at] += nbytes
-            change[0 if name in graph.keeps else last[name] + 1] -= nbytes
-    return Order(kernels, last, list(accumulate(change)))
-
-
-def _depth_first(graph: Graph) -> list[Kernel]:
-    """The lightest kernel first, and before it what it needs, the lightest of it first; a mere call weighs nothing."""
-    results = [kernel.results for kernel in graph.kernels]
-    maker = {made[0]: at for at, each in enumerate(results) for made in each}
-    nbytes = {made[0]: made[2] for each in results for made in each} | dict(graph.inputs)
-    weights = [sum([made[2] for made in kernel.makes]) + sum([nbytes.get(name, 0) for name in kernel.reads])
-               if kernel.makes else 0 for kernel in graph.kernels]
-    lightest_first = sorted(range(len(weights)), key=weights.__getitem__)
-    rank = dict(zip(lightest_first, range(len(weights)), strict=True)).__getitem__
-    order: list[Kernel] = []
-    seen = set[int]()
-
-    def visit(at: int) -> None:
-        seen.add(at)
-        kernel = graph.kernels[at]
-        for need in sorted({maker[name] for name in kernel.reads if name in maker}, key=rank):
-            if need not in seen:
-                visit(need)
-        order.append(kernel)
-
-    for at in lightest_first:
-        if at not in seen:
-            visit(at)
-    return order

@@ -12,7 +12,7 @@ from itertools import chain
 from typing import Any
 
 from fitgpt.memory.blocks import LARGE_SEGMENT, ROUND, SMALL, SMALL_SEGMENT, rounded, segment_size
-from fitgpt.memory.native import DESCENDING
+from fitgpt.memory.ranges import driver
 from fitgpt.memory.tape import ORDINARY, RECORDED, RELEASE, Tape
 
 
@@ -39,14 +39,12 @@ class Pool(list[tuple[int, int, Block]]):
 class Allocator:
     """The caching allocator's bookkeeping, without the memory. One stream; `cap` counts segments, as torch's does."""
 
-    def __init__(self, cap: int | None = None, descending: int = DESCENDING) -> None:
+    def __init__(self, cap: int | None = None, descending: int | None = None) -> None:
         self.cap = cap
         self.reserved = 0
         self._recorded = 0  # blocks of recorded work that are taken
-        self._descending = descending
+        self._driver, self._loading = driver(descending), True
         self._pools = tuple((Pool(recorded=kind == RECORDED), Pool(recorded=kind == RECORDED)) for kind in range(3))
-        self._above = 0   # where the next low segment begins, and where the last high one did
-        self._below = 0
 
     def alloc(self, nbytes: int, kind: int = ORDINARY) -> Block | None:
         """A block of at least that size, or None: out of memory."""
@@ -63,7 +61,7 @@ class Allocator:
                     self.release()
                 if not self._fits(wanted):
                     return None
-            block = Block(self._address(wanted), wanted, pool)
+            block = Block(self._driver.place(wanted, loading=self._loading), wanted, pool)
             self.reserved += wanted
         rest = block.size - size
         if rest >= ROUND if small else rest > SMALL:
@@ -73,7 +71,7 @@ class Allocator:
         return block
 
     def free(self, block: Block) -> None:
-        pool = block.home
+        pool, self._loading = block.home, False
         self._recorded -= pool.recorded
         before, after = block.before, block.after
         if before is not None and before.free:
@@ -94,14 +92,6 @@ class Allocator:
 
     def _fits(self, nbytes: int) -> bool:
         return self.cap is None or self.reserved + nbytes <= self.cap
-
-    def _address(self, nbytes: int) -> int:
-        """Only the order matters: it decides between free blocks of one size."""
-        if nbytes < self._descending:
-            self._above += nbytes
-            return self._above - nbytes
-        self._below -= nbytes
-        return self._below
 
     def _split(self, block: Block, size: int, pool: Pool) -> None:
         rest = Block(block.address + size, block.size - size, pool)
@@ -283,7 +273,7 @@ def _take(free: list[tuple[int, int, Block]], block: Block) -> None:
 
 
 def replay(tape: Tape, cap: int | None = None, *, expandable: bool = False,
-           descending: int = DESCENDING) -> tuple[list[int], list[tuple[int, int]], int | None]:
+           descending: int | None = None) -> tuple[list[int], list[tuple[int, int]], int | None]:
     """What each event did to the bytes allocated, what was reserved from which event on, and the event refused."""
     allocator: Allocator | ExpandableAllocator = ExpandableAllocator(cap) if expandable else Allocator(cap, descending)
     blocks: dict[str, Block] = {}

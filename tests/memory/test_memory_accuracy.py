@@ -31,19 +31,15 @@ UNSEEN = rows_of(RECORDS[2])  # recorded when the tape was as it is
 
 # All figures of the runs it was written from are forecast to the byte but for these, so many percent off.
 OFF = {
-    ("30M eager", "train_peak"): -0.044,
-    ("30M eager", "eval_peak"): -0.006,
+    ("shakespeare eager", "eval_first_peak"): -0.022,
     ("124M bias batch 8 eager", "train_peak"): -0.007,
     ("gpt2 dropout eager", "eval_first_reserved"): -0.027,
-    ("124M compiled", "train_first_peak"): -0.027,
-    ("124M compiled", "train_peak"): +0.063,
+    ("124M compiled", "train_first_peak"): -0.037,
+    ("124M compiled", "train_peak"): +0.012,
     ("124M compiled", "train_reserved"): +0.259,
-    ("124M compiled", "eval_peak"): +0.024,
-    ("124M compiled", "idle"): +0.047,
+    ("124M compiled", "eval_peak"): +0.010,
+    ("124M compiled", "idle"): +0.019,
     ("30M compiled", "train_peak"): +0.026,
-    ("30M float32 compiled", "eval_peak"): +0.027,
-    ("30M float32 compiled", "idle"): +0.063,
-    ("shakespeare compiled", "train_peak"): +0.034,
 }
 
 
@@ -74,15 +70,19 @@ def test_none_is_farther_off_than_promised(figure: Figure) -> None:
     assert abs(figure.percent) <= (0.2 if figure.run.endswith("eager") else 1.0)
 
 
-def test_so_with_runs_the_tape_had_not_seen_but_for_three_figures() -> None:
-    """The first evaluation of the one run with expandable segments, a segment of 2 MiB in a run of 260 MiB, and what is
-    allocated in an evaluation of a small eager run, where the driver's addresses decide among blocks of one size."""
+def test_so_with_runs_the_tape_had_not_seen_but_for_two_figures() -> None:
+    """The first evaluation of the one run with expandable segments, and a segment of 2 MiB in a run of 260 MiB."""
     compiled = {row["name"]: row["config"]["compile"] for row in UNSEEN}
     beyond = {(each.run, each.name) for each in TABLES[2]
               if each.percent < -0.5 or abs(each.percent) > (1.0 if compiled[each.run] else 0.2)}
-    assert beyond == {("77M, expandable segments", "eval_first_reserved"), ("drawn 07", "train_reserved"),
-                      ("drawn 14", "eval_peak")}
-    assert sum(not each.off for each in TABLES[2]) == 95
+    assert beyond == {("77M, expandable segments", "eval_first_reserved"), ("drawn 07", "train_reserved")}
+    assert sum(not each.off for each in TABLES[2]) == 106
+
+
+def test_so_with_eager_runs_of_more_shapes_but_for_what_is_left_between_two_iterations_of_one() -> None:
+    figures = compare(row for row in rows_of(RESULTS / "nanogpt_wider_h200.json") if not row["config"]["compile"])
+    assert {(each.run, each.name) for each in figures if abs(each.percent) > 0.2} == {("wider 20", "idle")}
+    assert (sum(not each.off for each in figures), len(figures)) == (139, 147)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row["name"])

@@ -1,6 +1,6 @@
 """Replays a tape by the rules of PyTorch's CUDA caching allocator: what is allocated, what is reserved, what is needed.
 
-The rules are in native.py and expandable.py; here is what is asked of them.
+The rules are in native.py and expandable.py, the driver's in ranges.py; here is what is asked of them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 from .blocks import ROUND_SEGMENT, Caps, rounded, segment_size
 from .expandable import Expandable
-from .native import ALWAYS_ASCENDING, DESCENDING, HALF_ASCENDING, Native
+from .native import Native
+from .ranges import ALWAYS_ASCENDING, MOSTLY_DESCENDING
 from .tape import NONE_SERVES, OWNERS, RELEASE, Event, Step, Tape
 
 
@@ -96,12 +97,12 @@ def owners_after(tape: Tape, changes: Sequence[int], events: Iterable[int]) -> d
     return found
 
 
-def replay(tape: Tape, cap: int | None = None, *, expandable: bool = False, descending: int = DESCENDING) -> Timeline:
-    """The tape, to its end or to the event that the cap refuses."""
+def replay(tape: Tape, cap: int | None = None, *, expandable: bool = False, descending: int | None = None) -> Timeline:
+    """The tape, to its end or to the event that the cap refuses. `descending`: see ranges.driver."""
     allocator = Expandable() if expandable else Native(descending)
     extra: dict[int, int] = {}
     segments: list[tuple[int, int]] = []
-    if cap is not None or descending != DESCENDING:
+    if cap is not None or descending is not None:
         failed = allocator.follow(tape.steps, 0, cap, extra, segments)
         return Timeline(tape, _changes(tape, extra, failed), segments, failed)
     least = tape.asked_at_most // ROUND_SEGMENT * ROUND_SEGMENT
@@ -129,12 +130,12 @@ def reserved_in_other_orders(tape: Tape) -> tuple[int, ...]:
     One block in another place can move what is reserved by gigabytes: where they differ, no single number is sure.
     Unless memory is given back, no pool minds another, and small pools' segments ascend in both orders.
     """
-    orders = HALF_ASCENDING, ALWAYS_ASCENDING
+    orders = MOSTLY_DESCENDING, ALWAYS_ASCENDING
     if any(step[0] == NONE_SERVES for step in tape.steps):
         return tuple(replay(tape, descending=order).reserved for order in orders)
     in_small, in_large = ([(*step[:4], None) if step[4] else step for step in tape.steps if step[3] % 2 == small]
                           for small in (1, 0))  # without what is brief in both
-    of_small = _reserved(in_small, HALF_ASCENDING)
+    of_small = _reserved(in_small, ALWAYS_ASCENDING)
     return tuple(of_small + _reserved(in_large, order) for order in orders)
 
 

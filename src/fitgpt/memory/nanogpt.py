@@ -34,15 +34,15 @@ def write(run: NanoGPTRun, *, gpu: Gpu = H200, eval_batches: int = 2, iterations
     """The tape of a run with `eval_batches` of each split and that many iterations between two evaluations.
 
     `micro_steps` is the most that are written of an iteration: beyond four, only odd or even was seen to matter; where
-    there are more than four, two do for the last one. Of iterations, three, or four of single steps: what is reserved
-    was seen to grow until the third, and whether the last one is even or odd to matter. See docs/log.md.
+    there are more than four, two do for the last one. Of iterations, three, or four of one or two steps: what is
+    reserved was seen to grow until the third, and whether the last one is even or odd to matter. See docs/log.md.
     """
     writer = Writer()
     model = (CompiledGPT if run.compile else EagerGPT)(run, writer, gpu)
     asked = run.gradient_accumulation_steps
     written = asked if asked <= micro_steps else micro_steps - (asked - micro_steps) % 2
     last = 2 if written == 4 < asked else max(written, 1)
-    return Loop(run, writer, model).run(eval_batches, iterations or (3 if written > 1 else 4), max(written, 1), last)
+    return Loop(run, writer, model).run(eval_batches, iterations or (3 if written > 2 else 4), max(written, 1), last)
 
 
 def held_at_least(run: NanoGPTRun, gpu: Gpu = H200) -> int:
@@ -187,14 +187,17 @@ class Loop:
         w.free(*(f"{name}.grad" for name, _, _ in self.parameters))
 
     def unscale(self) -> None:
-        """Scalars: the scale's inverse, and whether a gradient is not finite."""
+        """Scalars: the scale's inverse, and whether a gradient is not finite; of both a copy is used."""
         w = self.w
-        w.alloc("inverse.wide", "other", 2 * SCALAR)
         w.alloc("scale.wide", "other", 2 * SCALAR)
+        w.alloc("inverse.wide", "other", 2 * SCALAR)
         w.free("scale.wide")
-        w.alloc("found_inf", "other", SCALAR)
+        w.alloc("inverse", "other", SCALAR)
         w.free("inverse.wide")
-        w.free(*[w.alloc(f"unscale {at}", "other", SCALAR) for at in range(3)])
+        w.alloc("none found", "other", SCALAR)
+        w.alloc("found_inf", "other", SCALAR)
+        w.alloc("inverse.copy", "other", SCALAR)
+        w.free("inverse.copy", "none found", "inverse")
 
     def clip(self) -> None:
         """Partial sums of all gradients' squares, a norm each, then their norm and what it scales by."""

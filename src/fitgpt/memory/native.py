@@ -14,15 +14,9 @@ from collections.abc import Sequence
 from itertools import islice
 from operator import length_hint
 
-from ..units import MiB
-from .blocks import ADDRESS, ROUND, SMALL, SPLIT, Caps, segment_size
+from .blocks import ADDRESS, SMALL, SPLIT, Caps, segment_size
+from .ranges import driver
 from .tape import NONE_SERVES, RECORDED, Step
-
-# Where the driver puts segments: from this size on each below the last, smaller ones one above the other. No document
-# says so: recorded runs show large segments going down and others filling gaps, and replay best with all going down.
-# Addresses only decide between free blocks of one size.
-DESCENDING = 0
-HALF_ASCENDING, ALWAYS_ASCENDING = 32 * MiB, 2**62  # other orders that a driver may have
 
 ONE_BYTE = 1 << SPLIT
 WORTH_KEEPING = (SMALL + 1 << SPLIT, ONE_BYTE) * 3  # in each pool: the least that becomes a block of its own
@@ -34,21 +28,20 @@ class Native:
     Free blocks are numbers, a size above an address, so a sorted list of them is in the order of best fit.
     """
 
-    def __init__(self, descending: int = DESCENDING) -> None:
+    def __init__(self, descending: int | None = None) -> None:
         self.reserved = 0
         self.caps = Caps()
-        self._descending = descending
+        self._driver = driver(descending)
         self._pools: list[list[int]] = [[] for _ in range(6)]  # free blocks
         self._starts: dict[int, int] = {}    # where the free block ends that begins at an address
         self._ends: dict[int, int] = {}      # … and the one that ends there
         self._segments: dict[int, int] = {}  # by address
         # By tensor: its address, its end, the two as a block, its pool, and by how much it is larger than asked for.
         self._taken: dict[str, tuple[int, int, int, int, int]] = {}
-        self._above = self._below = ADDRESS // 2  # where the next low segment begins, and where the last high one did
 
     def copy(self) -> Native:
-        other = Native(self._descending)
-        other.reserved, other._above, other._below = self.reserved, self._above, self._below
+        other = Native()
+        other.reserved, other._driver = self.reserved, self._driver.copy()
         other._pools = [pool.copy() for pool in self._pools]
         other._starts, other._ends, other._segments = self._starts.copy(), self._ends.copy(), self._segments.copy()
         other._taken, other.caps = self._taken.copy(), self.caps.copy()
@@ -101,7 +94,7 @@ class Native:
                             self.caps.refused(self.reserved + whole)
                             return number
                     self.caps.granted(self.reserved + whole)
-                    address = self._segment(whole)
+                    address = self._segment(whole, loading=number == len(taken))
                     block, end = whole << SPLIT | address, address + whole
                     pool.append(block)
                     if self.reserved != held:
@@ -142,13 +135,8 @@ class Native:
             insort(pool, block)
         return None
 
-    def _segment(self, nbytes: int) -> int:
-        """The address of a new one. Only their order matters; a gap keeps blocks of two segments from merging."""
-        if nbytes < self._descending:
-            address = self._above
-            self._above += nbytes + ROUND
-        else:
-            address = self._below = self._below - nbytes - ROUND
+    def _segment(self, nbytes: int, *, loading: bool) -> int:
+        address = self._driver.place(nbytes, loading=loading)
         self._segments[address] = nbytes
         self.reserved += nbytes
         return address

@@ -10,7 +10,7 @@ from typing import Any
 from fitgpt.cards import find
 from fitgpt.config import RunConfig, resolve
 from fitgpt.knobs import walk
-from fitgpt.memory.accuracy import Figure, is_odd, of_file
+from fitgpt.memory.accuracy import Figure, by_run, is_odd, of_file, table
 from fitgpt.memory.allocator import replay
 from fitgpt.memory.forecast import budget_for, forecast, settled, tape_of
 from fitgpt.memory.setting import Setting, setting_for
@@ -258,6 +258,17 @@ def accuracy_part() -> str:
                      "farthest off", "farthest below"], rows)
 
 
-PARTS = {"accuracy": accuracy_part, "memory": memory_part, "nanogpt": nanogpt_part, "owners": owners_part,
-         "piece": piece_part,
-         "process": process_part, "ways": ways_part, "needs": needs_part, "calculators": calculators_part}
+def figures_part(record: str) -> str:
+    """nanoGPT's runs of one record, a line for each figure."""
+    return table(of_file(str(RESULTS / f"{record}_h200.json"))[1]) + "\n"
+
+
+def by_run_part(which: str) -> str:
+    """nanoGPT's runs of one record, a line each."""
+    _, figures, configs = of_file(str(RESULTS / f"nanogpt_{which}_h200.json"))
+    return by_run(figures, configs) + "\n"
+
+
+PARTS = {"accuracy": accuracy_part, "by_run": by_run_part, "figures": figures_part, "memory": memory_part,
+         "nanogpt": nanogpt_part, "owners": owners_part, "piece": piece_part, "process": process_part,
+         "ways": ways_part, "needs": needs_part, "calculators": calculators_part}

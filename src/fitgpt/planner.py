@@ -26,6 +26,7 @@ from .config import RunConfig
 from .errors import UsageError
 from .knobs import Assignment, knobs_of, nearest, walk
 from .memory import forecast, gpt
+from .memory.forwardgraph import few_rows
 from .memory.setting import Setting
 from .nouns import CardVerdict, MemoryPlan
 from .options import CardsOptions, PlanOptions, PlanQuestions
@@ -173,7 +174,7 @@ def same_tape(config: RunConfig, setting: Setting) -> tuple[Any, ...]:
     MiB that grow with the number of multiprocessors."""
     settled = forecast.settled(config, setting)
     return (settled.dtype, settled.compile, setting.workspace, setting.attention(settled), setting.torch,
-            setting.expandable, setting.cache)
+            setting.expandable, setting.cache, few_rows(config.batch_size * config.block_size, setting.sms))
 
 
 def _replays(config: RunConfig, setting: Setting, trainer: str) -> list[str]:

@@ -20,7 +20,7 @@ from fitgpt.memory.tape import Tape
 
 
 def short(run: NanoGPTRun, layers: int = 0) -> Tape:
-    return nanogpt.write(replace(run, n_layer=layers or run.n_layer), eval_batches=1, iterations=2,
+    return nanogpt.write(replace(run, n_layer=layers or run.n_layer), eval_batches=2, iterations=2,
                          micro_steps=2 + run.gradient_accumulation_steps % 2)
 
 

@@ -1,4 +1,4 @@
-"""The written tape against 45 recorded runs of nanoGPT's train.py on an H200: every figure of every run."""
+"""The written tape against 160 recorded runs of nanoGPT's train.py on an H200: every figure of every run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fitgpt.memory.accuracy import Figure, compare, table
+from fitgpt.memory.accuracy import Figure, compare, is_odd, table
 from fitgpt.memory.allocator import replay, reserved_in_other_orders
 from fitgpt.memory.nanogpt import write
 from fitgpt.memory.nanorun import NanoGPTRun
@@ -28,6 +28,7 @@ ROWS = [row for record in RECORDS for row in rows_of(record) if not row.get("exp
 TABLES = [compare(rows_of(record)) for record in RECORDS]
 FIGURES = [figure for figures in TABLES[:2] for figure in figures]
 UNSEEN = rows_of(RECORDS[2])  # recorded when the tape was as it is
+DRAWN = {which: rows_of(RESULTS / f"nanogpt_{which}_h200.json") for which in ("usual", "wider", "odd")}
 
 # All figures of the runs it was written from are forecast to the byte but for these, so many percent off.
 OFF = {
@@ -76,13 +77,36 @@ def test_so_with_runs_the_tape_had_not_seen_but_for_two_figures() -> None:
     beyond = {(each.run, each.name) for each in TABLES[2]
               if each.percent < -0.5 or abs(each.percent) > (1.0 if compiled[each.run] else 0.2)}
     assert beyond == {("77M, expandable segments", "eval_first_reserved"), ("drawn 07", "train_reserved")}
-    assert sum(not each.off for each in TABLES[2]) == 106
+    assert sum(not each.off for each in TABLES[2]) == 114
 
 
-def test_so_with_eager_runs_of_more_shapes_but_for_what_is_left_between_two_iterations_of_one() -> None:
-    figures = compare(row for row in rows_of(RESULTS / "nanogpt_wider_h200.json") if not row["config"]["compile"])
-    assert {(each.run, each.name) for each in figures if abs(each.percent) > 0.2} == {("wider 20", "idle")}
-    assert (sum(not each.off for each in figures), len(figures)) == (139, 147)
+@pytest.mark.parametrize("which", DRAWN)
+def test_every_run_of_other_shapes_that_was_drawn_was_recorded(which: str) -> None:
+    drawn = json.loads((RESULTS.parent / f"nanogpt_{which}.json").read_text(encoding="utf-8"))["cases"]
+    assert [(row["name"], row["config"]) for row in DRAWN[which]] == [(case["name"], case["config"]) for case in drawn]
+
+
+def test_of_usual_shapes_and_any_other_these_figures_alone_are_farther_off_than_promised() -> None:
+    """Where the compiler has nothing to pad. Two of first evaluations; one that depends on where the driver puts
+    segments, and one in which buffers of two kinds happen to be of one size; what lies idle."""
+    rows = [row for which in ("usual", "wider") for row in DRAWN[which] if not is_odd(row["config"])]
+    compiled = {row["name"]: row["config"]["compile"] for row in rows}
+    figures = compare(rows)
+    beyond = {(each.run, each.name): round(each.percent, 2) for each in figures
+              if each.percent < -0.5 or abs(each.percent) > (1.0 if compiled[each.run] else 0.2)}
+    assert beyond == {
+        ("usual 18", "eval_first_reserved"): -0.73, ("usual 26", "eval_first_reserved"): -2.23,
+        ("usual 21", "train_reserved"): -1.15, ("usual 21", "eval_peak"): -0.72, ("usual 21", "idle"): -0.55,
+        ("wider 02", "train_reserved"): -0.53, ("wider 20", "idle"): 0.35}
+    assert (sum(not each.off for each in figures), len(figures)) == (400, 483)
+
+
+def test_of_large_vocabularies_that_are_no_multiple_of_8_so_much_is_within_one_percent() -> None:
+    """Which products are padded is what an H200 found quicker when runs were recorded: nothing that can be computed."""
+    figures = compare(row for row in DRAWN["odd"] if row["config"]["vocab_size"] > 8000)
+    beyond = {(each.run, each.name) for each in figures if abs(each.percent) > 1}
+    assert beyond == {("odd 17", "train_reserved"), ("drawn odd 02", "train_reserved")}
+    assert len(figures) == 140
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row["name"])

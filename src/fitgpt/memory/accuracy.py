@@ -141,8 +141,8 @@ def basis(path: str, card: str, torch: str) -> list[dict[str, Any]]:
     """One row a recorded run: the figure that its forecast misses by most."""
     rows = json.loads(Path(path).read_text(encoding="utf-8"))["rows"]
     trainer, figures, _ = of_file(path)
-    kinds = {row["name"]: kind_of(trainer, expandable=bool(row.get("expandable")), odd=is_odd(row["config"]))
-             for row in rows}
+    kinds = {row["name"]: kind_of(trainer, expandable=bool(row.get("expandable")),
+                                  odd=trainer == NANOGPT and is_odd(row["config"])) for row in rows}
     runs: dict[str, list[float]] = {}
     for each in figures:
         runs.setdefault(each.run, []).append(each.percent)
@@ -152,6 +152,7 @@ def basis(path: str, card: str, torch: str) -> list[dict[str, Any]]:
 
 
 def is_odd(config: dict[str, Any]) -> bool:
+    """Of a run of nanoGPT: whether the compiler weighs what to pad."""
     return bool(config["compile"]) and has_odd_sizes(
         config["dtype"], config["batch_size"] * config["block_size"], config.get("vocab_size", 8))
 

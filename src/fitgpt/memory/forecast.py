@@ -37,12 +37,13 @@ def tape_of(config: RunConfig, setting: Setting, trainer: str = "fitgpt") -> Tap
 
 
 def draft(config: RunConfig, setting: Setting, trainer: str = "fitgpt") -> dict[str, Highest]:
-    """About what a run with layers all alike holds at its highest, by phase. Of nanoGPT's, one evaluation batch and two
-    iterations of two or three micro-batches are looked at: every phase is there, and not what it comes to in time."""
+    """About what a run with layers all alike holds at its highest, by phase. Of nanoGPT's two batches of evaluation and
+    two iterations of two or three micro-batches are looked at: every phase is there, and not what it comes to in time.
+    """
     def write(layers: int) -> Tape:
         shallow = replace(config, n_layer=layers, recompute=config.levels[0], grad_checkpoint=False)
         if trainer == "nanogpt":
-            return nanogpt.write(nanogpt_run(shallow), gpu=_gpu(config, setting), eval_batches=1, iterations=2,
+            return nanogpt.write(nanogpt_run(shallow), gpu=_gpu(config, setting), eval_batches=2, iterations=2,
                                  micro_steps=2 + config.gradient_accumulation_steps % 2)
         return gpt.write(shallow, setting)
 

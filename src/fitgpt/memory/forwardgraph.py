@@ -19,6 +19,11 @@ LONG_NORM, FEW_NORMS = 256, 2048  # the first norm's variants are timed with row
 PROGRAMS, LEAST_ROWS, MOST_ROWS = 8, 16, 128  # a multiprocessor's, in a norm's backward, and rows of each
 
 
+def few_rows(tokens: int, sms: int) -> bool:
+    """So that each one's loss is shared among several programs."""
+    return tokens < 2 * sms
+
+
 class Shapes:
     """Buffers of one run, by what they are."""
 
@@ -28,7 +33,7 @@ class Shapes:
         self.half = run.dtype != "float32"
         self.width, self.kind = (2, "half") if self.half else (4, "float")
         self.padding = padding(run)
-        self.few_rows = self.n < 2 * gpu.sms  # so that each one's loss is shared among several programs
+        self.few_rows = few_rows(self.n, gpu.sms)
         self.rows_kept = run.batch_size > FEW_SEQUENCES  # whether training keeps rows of both tables
         share = max(self.n // (PROGRAMS * gpu.sms), 1)
         self.programs = -(-self.n // min(max(1 << (share.bit_length() - 1), LEAST_ROWS), MOST_ROWS))

@@ -29,9 +29,9 @@ class Model(Protocol):
     def backward(self, inputs: str, targets: str, *, accumulate: bool) -> None: ...
 
 
-def write(run: NanoGPTRun, *, gpu: Gpu = H200, eval_batches: int = 2, iterations: int = 0,
+def write(run: NanoGPTRun, *, gpu: Gpu = H200, eval_batches: int = 4, iterations: int = 0,
           micro_steps: int = 4) -> Tape:
-    """The tape of a run with `eval_batches` of each split and that many iterations between two evaluations.
+    """The tape of a run with so many batches of an evaluation and that many iterations between two evaluations.
 
     `micro_steps` is the most that are written of an iteration: beyond four, only odd or even was seen to matter; where
     there are more than four, two do for the last one. Of iterations, three, or four of one or two steps: what is
@@ -116,7 +116,7 @@ class Loop:
         """estimate_loss: its variables live until the next batch replaces them, and to the end of the function."""
         w, batch = self.w, ""
         bound: tuple[str, ...] = ()
-        for _ in range(2 * batches):
+        for _ in range(batches):
             before, batch = batch, self.next_batch()
             outputs = (f"logits of {batch}", f"loss of {batch}")
             spent = (*((before, f"{before}'") if before else ()), *bound)

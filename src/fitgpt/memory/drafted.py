@@ -54,8 +54,7 @@ def _grown(before: dict[str, int], after: dict[str, int], more: int) -> dict[str
 
 class _Shallow:
     def __init__(self, layers: int, write: Write) -> None:
-        self.tape, self._layers = write(layers), layers
-        self._names: dict[str, str] = {}
+        self.tape, self._names = write(layers), _Names(layers)  # of tensors, with their layer from the nearer end
 
     def heights(self) -> list[Mapping[Place, tuple[int, int]]]:
         """Of each stretch: what is allocated at a place, and the number of the event. Where nothing is trained the
@@ -70,19 +69,23 @@ class _Shallow:
             return {("the highest", 1, 1): (heights[at], at)}
         times = {"what is there already": 1}
         found = {("what is there already", 1): (heights[start - 1], start - 1)}
-        for at in range(start, end):
-            alloc, name = self.tape.events[at][:2]
-            if alloc:
-                name = self._from_the_nearer_end(name)
-                times[name] = times.get(name, 0) + 1
-                found[name, times[name]] = heights[at], at
+        for at, event in enumerate(self.tape.events[start:end], start):
+            if event[0]:
+                name = self._names[event[1]]
+                times[name] = time = times.get(name, 0) + 1
+                found[name, time] = heights[at], at
         return {(name, time, times[name]): where for (name, time), where in found.items()}
 
-    def _from_the_nearer_end(self, name: str) -> str:
-        """Layers of the second half count backwards from the last, so that the name is the same in a deeper run."""
-        known = self._names.get(name)
-        if known is None:
-            known = self._names[name] = LAYER.sub(self._counted, name, count=1)
+
+class _Names(dict[str, str]):
+    """Layers of the second half count backwards from the last, so that the name is the same in a deeper run."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self._layers = layers
+
+    def __missing__(self, name: str) -> str:
+        known = self[name] = LAYER.sub(self._counted, name, count=1)
         return known
 
     def _counted(self, number: re.Match[str]) -> str:

@@ -197,3 +197,10 @@ def test_a_narrow_table_keeps_what_matters(ask: Any, monkeypatch: pytest.MonkeyP
     assert re.search(r"^ +reserved +process$", told, re.MULTILINE)
     assert re.search(r"^RTX 4070\n? .*fits", ask(*SMALL, "--all-cards").out, re.MULTILINE)
     assert re.search(r"^RTX 4070  .* 11.65 GiB$", ask("4070", verb="cards").out, re.MULTILINE)
+
+
+def test_of_cards_with_one_name_the_smallest_is_taken_and_the_others_are_named(ask: Any) -> None:
+    notes = {name: [note for note in ask(*SMALL, f"--gpu={name}", "--json").json["notes"] if "is also said of" in note]
+             for name in ("4060 ti", "4060 ti 16gb", "4070")}
+    told = "'4060 ti' is also said of the RTX 4060 Ti 16GB: the smallest is taken, unless the name says which."
+    assert notes == {"4060 ti": [told], "4060 ti 16gb": [], "4070": []}

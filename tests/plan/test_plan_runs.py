@@ -1,0 +1,188 @@
+"""`fitgpt plan`: the run that is planned: its length, its data, its vocabulary, what it starts from."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from asking import SMALL, write_chars
+
+import fitgpt
+from fitgpt.config import RunConfig
+from fitgpt.runfolder import open_run
+from fitgpt.units import MiB
+
+
+def test_the_run_is_told_in_tokens_and_epochs(ask: Any, tmp_path: Path) -> None:
+    write_chars(tmp_path / "data" / "letters", train=81_920)
+    told = ask(*SMALL, "--gpu=4070", "--dataset=letters", "--gradient_accumulation_steps=2", "--json").json["run"]
+    assert (told["tokens_per_step"], told["steps"], told["tokens"]) == (2 * 8 * 256, 100, 409_600)
+    assert told["epochs"] == 5
+    assert told["tokens_per_param"] == told["tokens"] / told["params"]
+    assert told["checkpoint_bytes"] > 12 * told["params"]
+
+
+def test_tokens_and_epochs_become_steps(ask: Any, tmp_path: Path) -> None:
+    write_chars(tmp_path / "data" / "letters", train=81_921)
+    argv = [*SMALL[:-1], "--gpu=4070", "--dataset=letters", "--gradient_accumulation_steps=1"]
+    for million in ("1M", "1e6", "1_000_000"):
+        counted = ask(*argv, f"--tokens={million}")
+        assert "are 489 steps: max_iters=489 lr_decay_iters=489." in " ".join(counted.out.split())
+    assert ask(*argv, "--epochs=2", "--json").json["run"]["steps"] == 81  # 80 whole steps and a token
+
+
+def test_a_run_for_some_hours_is_done_in_them(ask: Any) -> None:
+    for trainer in ("fitgpt", "nanogpt"):
+        argv = [*SMALL[:-1], "--gpu=4070", f"--trainer={trainer}", "--json"]
+        for hours in (0.01, 8, 7.3):
+            run = ask(*argv, f"--hours={hours}").json["run"]
+            assert run["hours"][1] <= hours < run["hours"][1] * (run["steps"] + 1) / run["steps"]
+        assert ask(*argv, "--hours=1e-9").json["run"]["steps"] == 1
+
+
+def test_a_plan_of_nanogpt_says_how_long_it_takes(ask: Any) -> None:
+    low, high = ask(*SMALL, "--gpu=4070", "--trainer=nanogpt", "--json").json["run"]["hours"]
+    assert 0 < low < high
+    longer = ask(*SMALL[:-1], "--gpu=4070", "--trainer=nanogpt", "--hours=8").out
+    assert re.search(r"on disk, \d+ h \d+ min to 7 h 59 min|on disk, \d+ h \d+ min to 8 h", " ".join(longer.split()))
+
+
+def test_one_step_is_a_step(ask: Any) -> None:
+    words = " ".join(ask(*SMALL[:-1], "--gpu=4070", "--tokens=1").out.split())
+    assert "× 1 step = " in words
+    assert "are 1 step: max_iters=1 " in words
+    assert "× 100 steps = " in ask(*SMALL, "--gpu=4070").out
+
+
+def test_the_vocabulary_is_the_datas_if_there_is_any(ask: Any, tmp_path: Path) -> None:
+    def params(*argv: str) -> int:
+        return int(ask(*SMALL, "--gpu=4070", "--json", *argv).json["params"])
+
+    write_chars(tmp_path / "data" / "letters", train=1000)
+    shape = dict(n_layer=2, n_head=4, n_embd=256, block_size=256)
+    for vocab, argv in ((65, ["--dataset=letters"]), (50304, ["--dataset=nowhere"]),
+                        (777, ["--dataset=letters", "--vocab_size=777"])):
+        assert params(*argv) == RunConfig(**shape, vocab_size=vocab).gpt_config().count_params()  # type: ignore[arg-type]
+    assert "There is no dataset 'nowhere' here." in ask(*SMALL, "--gpu=4070", "--dataset=nowhere").out
+
+
+def test_damaged_data_is_said_and_planned_without(ask: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "data" / "torn"
+    folder.mkdir(parents=True)
+    (folder / "train.bin").write_bytes(b"abc")
+    (folder / "val.bin").write_bytes(b"abcd")
+    answer = ask(*SMALL, "--gpu=4070", "--dataset=torn")
+    assert answer.code == 0
+    assert "an odd number" in " ".join(answer.out.split())
+
+
+def test_weights_to_start_from_give_their_shape(ask: Any, tmp_path: Path) -> None:
+    assert ask("--init_from=gpt2", "--gpu=4090", "--json").json["params"] == 124_439_808
+    shape = {"n_layer": 3, "n_head": 2, "n_embd": 64, "vocab_size": 300}
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "config.json").write_text(json.dumps({"model_type": "gpt2", "n_positions": 96, **shape}))
+    for block, flags in ((96, ()), (96, ("--block_size=512",)), (64, ("--block_size=64",))):
+        told = ask("--init_from=mine", "--gpu=4070", "--json", *flags).json
+        expected = RunConfig(**shape, block_size=block, bias=True)  # type: ignore[arg-type]
+        assert told["params"] == expected.gpt_config().count_params()
+        assert told["needs_bytes"] == fitgpt.plan(expected, "4070").forecast.needs
+
+
+def test_a_run_to_start_from_gives_its_shape(ask: Any, tmp_path: Path) -> None:
+    first = RunConfig(n_layer=2, n_head=2, n_embd=64, block_size=96, vocab_size=65, bias=True, out_dir="runs/a")
+    with open_run("runs/a", first.to_dict(), resume=False) as folder:
+        folder.record(first.to_dict())
+    checkpoint = tmp_path / "runs" / "a" / "checkpoints" / "step-00000010"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "state.json").write_text("{}")
+    for named in ("runs/a", "runs/a/checkpoints/step-00000010"):
+        told = ask(f"--init_from={named}", "--n_layer=12", "--gpu=4070", "--json").json
+        assert told["params"] == first.gpt_config().count_params()
+        assert any("n_layer=2, n_head=2, n_embd=64, block_size=96" in note for note in told["notes"])
+
+
+def test_a_folder_without_weights_is_no_start(ask: Any, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "llama").mkdir()
+    (tmp_path / "llama" / "config.json").write_text('{"model_type": "llama", "n_layer": 3}')
+    for name, words in (("empty", "holds no weights to start from"), ("llama", "does not describe a GPT-2")):
+        answer = ask(f"--init_from={name}", "--gpu=4070")
+        assert (answer.code, answer.out) == (3, "")
+        assert words in answer.err
+
+
+def test_the_shape_in_nanogpts_checkpoint_is_said_to_be_unknown(ask: Any, tmp_path: Path) -> None:
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "ckpt.pt").write_bytes(b"")
+    told = ask(*SMALL, "--init_from=theirs", "--gpu=4070", "--json").json
+    assert any("only `train` can read" in note for note in told["notes"])
+
+
+def test_a_run_to_resume_is_planned_as_it_was_recorded(ask: Any, tmp_path: Path) -> None:
+    write_chars(tmp_path / "data" / "letters", train=1000)
+    config = RunConfig(n_layer=2, n_head=2, n_embd=64, dataset="letters", out_dir="runs/a", vocab_size=65)
+    with open_run("runs/a", config.to_dict(), resume=False) as folder:
+        folder.record(config.to_dict())
+    (tmp_path / "runs" / "a" / "checkpoints" / "step-00000010").mkdir(parents=True)
+    told = ask("--resume", "--out_dir=runs/a", "--gpu=4070", "--json").json
+    assert told["params"] == config.gpt_config().count_params()
+
+
+def test_where_sampling_holds_most_the_owners_are_those_of_sampling(ask: Any) -> None:
+    """It takes float32 weights onto the card, which a run with rounded weights and all else on the host does not."""
+    told = ask(*SMALL, "--vocab_size=65", "--n_layer=8", "--block_size=16", "--batch_size=1", "--weights=bfloat16",
+               "--offload=gradients", "--recompute=input", "--gpu=4070", "--json").json
+    assert told["peak_phase"] == "sample"
+    assert sum(told["owners_at_peak"].values()) == told["phases"]["sample"]["allocated_bytes"]
+    assert told["formulas"]["weights"].endswith(" × 4 bytes")
+    assert told["formulas"]["activations"].startswith("7 layers × 16 tokens × 256 × 4 bytes")
+
+
+@pytest.mark.parametrize("trainer", ["fitgpt", "nanogpt"])
+def test_a_run_that_only_evaluates_holds_no_optimizer_and_no_gradients(ask: Any, trainer: str) -> None:
+    flags = [*SMALL, f"--trainer={trainer}", "--gpu=4070", "--eval_only"]
+    told = ask(*flags, "--json").json
+    assert [phase for phase, held in told["phases"].items() if held] == ["load", "first_eval"]
+    assert not {"optimizer", "gradients"} & set(told["owners_at_peak"])
+    assert told["run"]["steps"] == 0
+    assert "evaluates once, and trains nothing" in ask(*flags).out
+    tight = ask(*flags, f"--budget={told['needs_bytes'] + told['outside_bytes'] - MiB}", "--options", "--json")
+    assert tight.code == 1
+    assert tight.json["changes"]
+
+
+def test_a_plan_that_fit_wrote_is_what_is_planned(ask: Any, tmp_path: Path) -> None:
+    knobs = RunConfig(n_layer=2, n_head=4, n_embd=256, batch_size=2, block_size=128).to_dict()
+    (tmp_path / "my.plan.json").write_text(json.dumps({"schema": 1, "config": knobs}))
+    told, asked = (ask(*flags, "--gpu=4070", "--json").json for flags in (
+        ["--plan=my.plan.json"], ["--n_layer=2", "--n_head=4", "--n_embd=256", "--batch_size=2", "--block_size=128"]))
+    assert told["needs_bytes"] == asked["needs_bytes"]
+    assert ask("--plan=nowhere.json", "--gpu=4070").code == 2
+    assert "`fitgpt fit` with the same words" in " ".join(ask(*SMALL, "--gpu=4070", "--fit").out.split())
+
+
+def test_the_allocator_is_the_one_that_the_environment_asks_for(ask: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = {}
+    for said in ("", "expandable_segments:True", "expandable_segments:False", "max_split_size_mb:128"):
+        monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", said)
+        kinds[said] = [ask(*SMALL, "--gpu=4070", f"--trainer={trainer}", "--json").json["assumes"]["allocator"]
+                       for trainer in ("fitgpt", "nanogpt")]
+    expandable, native = "expandable segments", "native"
+    assert list(kinds.values()) == [[expandable, native], [expandable] * 2, [native] * 2, [native] * 2]
+
+
+@pytest.mark.parametrize(("version", "words"), [
+    ("2.11", "2.11"), ("2.11.0+cu130", "2.11"), ("2.13.0", "2.13 (recorded runs are of 2.11)"),
+    ("2.14.0a0+git12ab", "2.14 (not measured: recorded runs are of 2.11)"),
+    ("9.9", "9.9 (not measured: recorded runs are of 2.11)")])
+def test_a_version_of_torch_is_said_as_torch_says_it_and_one_that_is_not_measured_is_said_to_be(
+        ask: Any, version: str, words: str) -> None:
+    assert ask(*SMALL, "--gpu=4070", f"--torch={version}", "--json").json["assumes"]["torch"] == words
+
+
+def test_nanogpt_does_not_know_what_we_added(ask: Any) -> None:
+    words = " ".join(ask(*SMALL, "--trainer=nanogpt", "--gpu=4070", "--eval_batch_size=2").out.split())
+    assert "nanoGPT's train.py does not know eval_batch_size=2" in words

@@ -12,7 +12,7 @@ from .nanorun import SCALAR, NanoGPTRun
 from .padding import padding
 
 MOST_READS = 4               # of which a sum is not yet written down
-FEW_SEQUENCES = 2            # up to which the first norm's rows are lighter to keep than those of both tables
+FEW_SEQUENCES, FEW_DROPPED = 2, 4  # up to which the first norm's rows are lighter to keep than those of both tables
 LINE, LONG_ROW = 128, 1024   # rows longer than so many numbers are laid out in lines of so many bytes
 ROWS_A_LOSS = 8192           # tokens whose losses are summed at once
 LONG_NORM, FEW_NORMS = 256, 2048  # the first norm's variants are timed with rows as long, and more of them
@@ -34,7 +34,8 @@ class Shapes:
         self.width, self.kind = (2, "half") if self.half else (4, "float")
         self.padding = padding(run)
         self.few_rows = few_rows(self.n, gpu.sms)
-        self.rows_kept = run.batch_size > FEW_SEQUENCES  # whether training keeps rows of both tables
+        # Whether training keeps rows of both tables.
+        self.rows_kept = run.batch_size > (FEW_DROPPED if run.dropout else FEW_SEQUENCES)
         share = max(self.n // (PROGRAMS * gpu.sms), 1)
         self.programs = -(-self.n // min(max(1 << (share.bit_length() - 1), LEAST_ROWS), MOST_ROWS))
 

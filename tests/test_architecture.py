@@ -28,8 +28,8 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("interop",),
     ("fit", "explain"),
     ("weights", "run", "verbs", "demo", "wandb", "child", "supervise", "watch", "doctor", "asktorch", "report",
-     "planner", "aside", "foreseen", "asked", "place", "outlook", "explaining", "fitting", "timing", "desk", "onboard",
-     "preflight", "rehearse", "answered"),
+     "planner", "aside", "foreseen", "asked", "nanonotes", "place", "outlook", "explaining", "fitting", "timing",
+     "desk", "onboard", "preflight", "rehearse", "answered"),
     ("web",),
     ("cli", "completion", "__main__"),
 )

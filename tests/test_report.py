@@ -80,7 +80,7 @@ def test_memory_is_shown_against_the_plan() -> None:
     assert "planned 5.00 GiB" in html
     assert "limit 11.00 GiB" in html
     assert "-20.00%" in html  # 4 GiB were reserved where 5 were planned
-    assert "save" not in html
+    assert "saving" not in html
     assert "logits</span> <b>2.00 GiB" in html
 
 

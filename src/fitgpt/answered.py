@@ -88,7 +88,7 @@ class Plan:
                 "notes": list(self._question.notes), "sources": list(self.budget.sources)}
 
     def text(self, width: int, colour: bool = False) -> str:
-        model = _in_words(forecast.settled(self._question.config, self._found.setting))
+        model = _in_words(forecast.settled(self._question.config, self._found.setting, self._question.asked.trainer))
         told = show.plan_text(self.memory, self.run, self.basis, model=model, suggestions=self.changes,
                               neighbours=self._found.neighbours, notes=self._question.notes, width=width,
                               colour=colour)
@@ -122,13 +122,13 @@ def changes_of(config: RunConfig, found: Place, trainer: str) -> Fields:
         shape, mix = folded.shape(option.config), mix_of(option.config.levels)
         return shape.could_fit(mix, limit) and (shape.needs(mix) <= limit or None)
 
-    changes = smallest_that_fit(forecast.settled(config, found.setting), found.setting, found.budget, trainer,
-                                known=known)
+    changes = smallest_that_fit(forecast.settled(config, found.setting, trainer), found.setting, found.budget,
+                                trainer, known=known)
     return tuple(tuple(change) for change in changes)
 
 
 def _priced(config: RunConfig, found: Place, trainer: str) -> list[PricedChange]:
-    config = forecast.settled(config, found.setting)
+    config = forecast.settled(config, found.setting, trainer)
     before = holdings(config, found.setting, trainer)
     now = likely_speed(config, found.card, trainer)
 

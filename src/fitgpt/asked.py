@@ -16,14 +16,11 @@ from . import place
 from .config import DEFAULT_VOCAB, RunConfig, check_resume, gpt2_shapes, resolve
 from .errors import CheckpointError, DataError, UsageError
 from .knobs import Assignment, build, knobs_of
+from .nanonotes import of_the_run
 from .nouns import DataSummary
 from .options import PlanQuestions
 from .place import Place
 from .units import parse_bytes
-
-# Knobs that nanoGPT's train.py does not have: a config file that sets them is read there, and nothing happens.
-NOT_NANOGPTS = ("eval_batch_size", "eval_block_size", "grad_checkpoint", "recompute", "weights", "residual",
-                "optimizer", "adam8bit", "offload", "step_in_backward", "casts", "gradients", "states", "loss_chunk")
 
 
 class Question(NamedTuple):
@@ -45,6 +42,7 @@ def question_of(assignments: Sequence[Assignment]) -> Question:
         raise UsageError(f"{counted}, and --tokens, --epochs or --hours: both say how long the run is.",
                          "Give one of them.")
     config, notes = run_of(told)
+    said_vocab = config.vocab_size
     config, data, missing, more = with_data(config)
     if asked.trainer == "fitgpt":
         refuse_other_vocab(config, data)
@@ -52,7 +50,7 @@ def question_of(assignments: Sequence[Assignment]) -> Question:
         more.append("--fit: `train` will choose other settings if that is faster. Planned is what is asked for; "
                     "`fitgpt fit` with the same words shows what it would choose.")
     if asked.trainer == "nanogpt":
-        more += _ignored_by_nanogpt(config)
+        more += of_the_run(config, said_vocab, data)
     return Question(asked, config, data, missing, (*notes, *more))
 
 
@@ -150,13 +148,6 @@ def _with_shape_of(folder: Path, config: RunConfig) -> tuple[RunConfig, list[str
     shape["block_size"] = min(shape["block_size"], config.block_size)
     told = ", ".join(f"{knob}={value}" for knob, value in shape.items() if getattr(config, knob) not in (value, 0))
     return replace(config, **shape), [f"As in {folder}: {told}."] if told else []
-
-
-def _ignored_by_nanogpt(config: RunConfig) -> list[str]:
-    knobs = knobs_of(RunConfig)
-    unheard = ", ".join(f"{name}={getattr(config, name)}" for name in NOT_NANOGPTS
-                        if getattr(config, name) != knobs[name].default)
-    return [f"nanoGPT's train.py does not know {unheard}: it trains as if that were not there."] if unheard else []
 
 
 def place_of(asked: PlanQuestions, device: str) -> Place:

@@ -73,6 +73,9 @@ def answer(asked: ExplainQuestions, said: Sequence[Assignment]) -> Diagnosis:
         if folder is None:
             return Diagnosis("unknown", f"Nothing in {_source(asked)} is a message about memory, a reading or a plan "
                              "that fitgpt knows, and it does not guess.", needed=WANTED)
+    if config is None and seen is not None and asked.target:
+        raise UsageError(f"There is nothing in {_source(asked)}.",
+                         "fitgpt explain oom.txt config.py, or paste it: fitgpt explain - < oom.txt")
     if config is None:
         raise UsageError("`fitgpt explain` needs something to explain: a file, a run folder, a config or piped text.",
                          "fitgpt explain oom.txt config.py, or paste it: fitgpt explain - < oom.txt")

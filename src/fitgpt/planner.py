@@ -28,6 +28,7 @@ from .knobs import Assignment, knobs_of, nearest, walk
 from .memory import forecast, gpt
 from .memory.forwardgraph import few_rows
 from .memory.setting import Setting
+from .nanonotes import on_the_card
 from .nouns import CardVerdict, MemoryPlan
 from .options import CardsOptions, PlanOptions, PlanQuestions
 from .outlook import of_length, tokens_per_s
@@ -38,7 +39,7 @@ from .units import MiB, show_bytes
 
 SCHEMA = 1  # of lists of cards; of a plan, see planfile.py
 OF_THE_COMMAND = ("all_cards", "timeline", "json")  # of no use to the call
-AS_TEXT = ("gpu", "budget", "others", "leave")  # numbers are as good
+AS_TEXT = ("gpu", "budget", "others", "leave", "tokens")  # numbers are as good
 
 
 # ---- the verb
@@ -88,7 +89,8 @@ def _placed(question: Question) -> tuple[Question, Place]:
     asked, found = question.asked, _found(question.asked, question.config)
     place.check_runs(question.config, found, asked.trainer)
     config, length = of_length(question.config, asked, question.data, question.missing, found.card)
-    notes = (*question.notes, *found.notes, *length, *_replays(config, found.setting, asked.trainer))
+    more = _replays(config, found.setting) if asked.trainer == "fitgpt" else on_the_card(config, found.setting)
+    notes = (*question.notes, *found.notes, *length, *more)
     return question._replace(config=config, notes=notes), found
 
 
@@ -99,7 +101,7 @@ def _found(asked: PlanQuestions, config: RunConfig) -> Place:
 
 def _cannot_fit(config: RunConfig, found: Place, trainer: str) -> bool:
     """Whether that is plain already; if not, the plan will tell."""
-    least = forecast.held_at_least(forecast.settled(config, found.setting), found.setting, trainer)
+    least = forecast.held_at_least(forecast.settled(config, found.setting, trainer), found.setting, trainer)
     return least > found.budget.reserve_limit
 
 
@@ -121,7 +123,7 @@ def _write_timeline(path: Path, question: Question, found: Place, plan: MemoryPl
 def _all_cards(question: Question) -> int:
     asked = question.asked
     clashes = [flag for flag, said in (("--gpu", asked.gpu), ("--budget", asked.budget), ("--options", asked.options),
-                                       ("--timeline", asked.timeline)) if said]
+                                       ("--timeline", asked.timeline), ("--hours", asked.hours)) if said]
     if clashes:
         raise UsageError(f"--all-cards plans for every card, and {' and '.join(clashes)} for one.",
                          "Leave one of them out.")
@@ -161,7 +163,7 @@ def card_verdicts(config: RunConfig, trainer: str = "fitgpt", others: int = 0, t
         except UsageError as error:
             rows.append(CardVerdict(card.name, usable, problem=f"needs {error.fix}"))
             continue
-        kind = same_tape(config, found.setting)
+        kind = same_tape(config, found.setting, trainer)
         if kind not in known:
             known[kind] = forecast.needs_by_limit(config, found.setting, trainer)
         needs = known[kind](found.budget.reserve_limit)
@@ -169,16 +171,16 @@ def card_verdicts(config: RunConfig, trainer: str = "fitgpt", others: int = 0, t
     return rows
 
 
-def same_tape(config: RunConfig, setting: Setting) -> tuple[Any, ...]:
+def same_tape(config: RunConfig, setting: Setting, trainer: str) -> tuple[Any, ...]:
     """What a tape depends on: where two settings agree in it, so do their tapes, but for a norm's partial sums, a few
     MiB that grow with the number of multiprocessors."""
-    settled = forecast.settled(config, setting)
+    settled = forecast.settled(config, setting, trainer)
     return (settled.dtype, settled.compile, setting.workspace, setting.attention(settled), setting.torch,
             setting.expandable, setting.cache, few_rows(config.batch_size * config.block_size, setting.sms))
 
 
-def _replays(config: RunConfig, setting: Setting, trainer: str) -> list[str]:
-    if trainer != "fitgpt" or config.eval_only or not gpt.records(forecast.settled(config, setting)):
+def _replays(config: RunConfig, setting: Setting) -> list[str]:
+    if config.eval_only or not gpt.records(forecast.settled(config, setting)):
         return []
     return ["The GPU's work is recorded in the first step and replayed in memory that stays reserved: from then on "
             "next to nothing is allocated."]

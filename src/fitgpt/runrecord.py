@@ -123,6 +123,7 @@ class Record:
         self._start = 0  # where the run began, was resumed or went back to, whichever came last
         self.step_row: dict[str, Any] = {}
         self.eval_row: dict[str, Any] = {}
+        self._saved = 0  # steps that the last checkpoint has
         self.warning = ""
         self.planned: int | None = None
         self.reserve_limit: int | None = None
@@ -145,6 +146,8 @@ class Record:
         elif kind == "eval" and step is not None:
             self.eval_row = row
             self._hold(row, step, "eval")
+        elif kind == "save" and step is not None:
+            self._saved = step
         elif kind == "plan":
             self._plan(row)
         elif kind in ("warning", "oom", "step_down"):
@@ -168,7 +171,7 @@ class Record:
     @property
     def steps_done(self) -> int:
         reported = whole(self.step_row.get("step"))
-        return max(self._start, whole(self.eval_row.get("step")) or 0,
+        return max(self._start, self._saved, whole(self.eval_row.get("step")) or 0,
                    0 if reported is None else reported + 1)
 
     def config(self, name: str) -> Any:
@@ -182,7 +185,7 @@ class Record:
 
     def _begin(self, start: int) -> None:
         """What was done beyond the start was undone."""
-        self._start, self.last_kind = start, "run"
+        self._start, self._saved, self.last_kind = start, min(self._saved, start), "run"
         self._losses.keep(lambda point: point[0] < start)
         self._held.keep(lambda held: held.step <= start)
         self.spikes = [spike for spike in self.spikes if spike.step <= start]

@@ -221,6 +221,8 @@ def test_the_phase_and_the_trainer_are_read_off_a_traceback() -> None:
     ("model.to(device)", "train.py", "<module>", "load"),
     ("return t.to(", "/x/torch/nn/modules/module.py", "convert", "load"),
     ("x = self.mlp(x)", "model.py", "forward", "forward"),
+    ("logits, loss = model(X, Y)", "train.py", "<module>", "forward"),
+    ("logits, loss = model(X, Y)", "train.py", "estimate_loss", "eval"),
     ("metrics = trainer.evaluate()", "run.py", "main", "eval"),
     ("x = 1", "x.py", "<module>", ""),
 ])

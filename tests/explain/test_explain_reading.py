@@ -8,6 +8,7 @@ import pytest
 
 from fitgpt import cards
 from fitgpt.config import RunConfig
+from fitgpt.errors import UsageError
 from fitgpt.explain.about import Run
 from fitgpt.explain.reading import Reading, card_of, explain_reading, from_screen
 from fitgpt.explain.screen import parse_screen
@@ -76,6 +77,16 @@ def test_the_notes_reading_is_explained_to_the_mib() -> None:
     assert shares["logits"] == 16 * 512 * 50304 * 6
     assert max((owner for owner in shares if owner != "other processes"), key=lambda owner: shares[owner]) == "logits"
     assert "nanoGPT's train.py once it trains" in told.what
+
+
+def test_a_process_that_holds_less_than_its_context_is_not_told_as_more() -> None:
+    told = explain_reading(Reading(300 * MiB, 100 * MiB), notes_30m(), CARD)
+    assert sum(share.nbytes for share in told.shares) == 300 * MiB
+
+
+def test_more_than_the_card_has_is_refused() -> None:
+    with pytest.raises(UsageError, match="is more than the RTX 4070 has"):
+        explain_reading(Reading(20 * 1024 * MiB, 4464 * MiB), notes_30m(), CARD)
 
 
 def test_an_eager_run_of_the_same_config_is_told_apart() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from asking import NOTES_77M, ROOT, SMALL
+from asking import CONFIG, NOTES_77M, ROOT, SMALL
 
 from fitgpt import planner
 from fitgpt.config import RunConfig
@@ -115,6 +115,13 @@ def test_where_no_single_change_is_enough_it_says_so(ask: Any) -> None:
     answer = ask(*SMALL, "--gpu=4070", "--budget=300MiB")
     assert answer.code == 1
     assert "No single change makes it fit." in answer.out
+
+
+def test_to_fit_one_of_nanogpts_runs_is_said_without_its_flag(ask: Any) -> None:
+    far = [str(CONFIG / "gpt2_1558m.py"), "--gpu=4070"]
+    for trainer, words in (("nanogpt", "with the same words but --trainer."), ("fitgpt", "with the same words.")):
+        told = " ".join(ask(*far, f"--trainer={trainer}", "--budget=1GiB").out.split())
+        assert f"fitgpt fit, {words}" in told
 
 
 def test_options_price_every_change_and_the_price_is_true(ask: Any) -> None:

@@ -35,6 +35,10 @@ def test_the_call_takes_a_file_a_dict_or_a_config(ask: Any, tmp_path: Path) -> N
         fitgpt.plan({"batch_sise": 3}, gpu="4070")
 
 
+def test_the_call_takes_tokens_as_a_number(ask: Any) -> None:
+    assert fitgpt.plan(CONFIG / "notes_77m.py", gpu="4070", tokens=10**9).run.tokens >= 10**9
+
+
 def test_the_call_takes_knobs_that_count_more_than_the_config(ask: Any, tmp_path: Path) -> None:
     shape: dict[str, Any] = dict(n_layer=2, n_head=4, n_embd=256, batch_size=64, block_size=256, max_iters=100)
     (tmp_path / "mine.py").write_text("".join(f"{key} = {value}\n" for key, value in shape.items()))

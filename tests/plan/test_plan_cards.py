@@ -145,8 +145,8 @@ def test_cards_that_share_a_replay_have_the_same_tape() -> None:
         if card.vendor == "nvidia":
             setting = place.on_card(card, torch="2.11").setting
             for trainer in ("fitgpt", "nanogpt"):
-                tape = forecast.tape_of(forecast.settled(config, setting), setting, trainer)
-                assert seen.setdefault((trainer, planner.same_tape(config, setting)), tape) == tape
+                tape = forecast.tape_of(forecast.settled(config, setting, trainer), setting, trainer)
+                assert seen.setdefault((trainer, planner.same_tape(config, setting, trainer)), tape) == tape
     assert len(seen) > 4
 
 

@@ -12,6 +12,7 @@ from asking import SMALL, write_chars
 
 import fitgpt
 from fitgpt.config import RunConfig
+from fitgpt.memory.basis import FILE as BASIS
 from fitgpt.runfolder import open_run
 from fitgpt.units import MiB
 
@@ -186,3 +187,36 @@ def test_a_version_of_torch_is_said_as_torch_says_it_and_one_that_is_not_measure
 def test_nanogpt_does_not_know_what_we_added(ask: Any) -> None:
     words = " ".join(ask(*SMALL, "--trainer=nanogpt", "--gpu=4070", "--eval_batch_size=2").out.split())
     assert "nanoGPT's train.py does not know eval_batch_size=2" in words
+
+
+def test_nanogpt_runs_bfloat16_eager_on_a_card_without_it(ask: Any) -> None:
+    told = ask(*SMALL, "--gpu=t4", "--trainer=nanogpt", "--dtype=bfloat16", "--json").json
+    assert told["assumes"]["compile"] == "eager"
+    assert any("torch compiles no bfloat16 for this card" in note for note in told["notes"])
+    eager = ask(*SMALL, "--gpu=t4", "--trainer=nanogpt", "--dtype=bfloat16", "--compile=False", "--json").json
+    assert (told["needs_bytes"], told["phases"]) == (eager["needs_bytes"], eager["phases"])
+    by_itself = ask(*SMALL, "--gpu=t4", "--trainer=nanogpt", "--json").json
+    assert by_itself["assumes"]["compile"] == "compiled"
+    assert any("--dtype=bfloat16 plans that" in note for note in by_itself["notes"])
+
+
+def test_nanogpt_takes_its_vocabulary_from_the_data_and_that_is_said(ask: Any, tmp_path: Path) -> None:
+    write_chars(tmp_path / "data" / "letters", train=81_920)
+    argv = [*SMALL, "--gpu=4070", "--dataset=letters", "--trainer=nanogpt"]
+    said = [note for note in ask(*argv, "--vocab_size=512", "--json").json["notes"] if "no vocab_size" in note]
+    assert said == ["nanoGPT's train.py has no vocab_size: it takes the one in the data's meta.pkl, or 50304, here "
+                    "65. Planned is 512."]
+    assert not [note for note in ask(*argv, "--json").json["notes"] if "no vocab_size" in note]
+
+
+@pytest.mark.parametrize(("flags", "words"), [
+    (["--vocab_size=50257"], "A vocabulary of 50,257 is no multiple of 8"),
+    (["--vocab_size=50304", "--batch_size=3", "--block_size=250"], "750 tokens a micro-batch are no multiple of 8")])
+def test_what_the_compiler_finds_out_by_timing_is_said_to_be_unsure(ask: Any, flags: list[str], words: str) -> None:
+    told = ask(*SMALL, "--gpu=h200", "--trainer=nanogpt", "--compile=True", *flags, "--json").json
+    assert any(words in note for note in told["notes"])
+    assert told["assumes"]["compile"] == "compiled, odd sizes padded as on an H200"
+    kept = [row for row in json.loads(BASIS.read_text())["runs"] if "odd sizes" in row["trainer"]]
+    assert told["basis"]["recorded_runs_in_all"] == len(kept) > 40
+    eager = ask(*SMALL, "--gpu=h200", "--trainer=nanogpt", "--compile=False", *flags, "--json").json
+    assert not any(words in note for note in eager["notes"])

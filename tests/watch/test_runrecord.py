@@ -84,6 +84,13 @@ def test_a_run_that_has_ended_says_how(tmp_path: Path, rows: list[Any], status: 
     assert state_of(tmp_path).status == status
 
 
+def test_a_run_that_was_stopped_between_two_reports_has_the_steps_that_it_saved(tmp_path: Path) -> None:
+    write_run(tmp_path, FACTS, step(40), {"kind": "save", "step": 44})
+    assert state_of(tmp_path).step == 44
+    write_run(tmp_path, FACTS, step(40), {"kind": "save", "step": 44}, {"kind": "resume", "start_step": 42})
+    assert state_of(tmp_path).step == 42
+
+
 def test_a_run_that_takes_up_its_folder_again_is_starting(tmp_path: Path) -> None:
     write_run(tmp_path, FACTS, step(40))
     os.utime(tmp_path / "metrics.jsonl", (time.time() - 60,) * 2)

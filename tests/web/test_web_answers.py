@@ -263,6 +263,14 @@ def test_nanogpt_is_told_only_what_its_command_line_knows() -> None:
     question = asked(trainer="nanogpt", eval_batch_size=2, vocab_size=65, cuda_graphs=False, recompute="input",
                      n_layer=6)
     assert command(question) == "python train.py --n_layer=6"
+    assert "--vocab_size=65" in plan_command(question)
+    assert "meta.pkl: 65 there" in config_file(question, "")
+    assert "vocab_size =" not in config_file(question, "")
+
+
+def test_the_page_says_what_the_compiler_finds_out_by_timing() -> None:
+    told = [answers.plan(asked(trainer="nanogpt", vocab_size=size, n_layer=2))["notes"] for size in (50304, 50257)]
+    assert [any("no multiple of 8" in note for note in notes) for notes in told] == [False, True]
 
 
 # ---- the buttons

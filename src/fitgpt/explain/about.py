@@ -33,7 +33,7 @@ class Run:
 
     @cached_property
     def settled(self) -> RunConfig:
-        return settled(self.config, self.setting)
+        return settled(self.config, self.setting, self.trainer)
 
     @cached_property
     def tape(self) -> Tape:

@@ -49,6 +49,7 @@ def dtype_and_shape(frames: tuple[CodeLine, ...]) -> tuple[str, tuple[int, ...]]
 
 _EVALUATES = re.compile(r"estimate_loss|evaluat|prediction_loop|prediction_step|validat|\beval\b", re.IGNORECASE)
 _STEPS = re.compile(r"optimi[sz]er\.step\(|scaler\.step\(|_multi_tensor_|_single_tensor_|_foreach_|_init_group")
+_CALLS = re.compile(r"\b(?:raw_)?model\(")
 _LOADS = re.compile(r"\.to\(|\.cuda\(|load_state_dict|from_pretrained|torch\.load\(|_load_from_")
 
 
@@ -65,7 +66,7 @@ def phase_of(frames: tuple[CodeLine, ...]) -> str:
         return "step"
     if any(".backward(" in frame.code or frame.function == "backward" for frame in frames):
         return "backward"
-    if any(frame.function in ("forward", "_call_impl", "__call__") for frame in frames):
+    if any(frame.function in ("forward", "_call_impl", "__call__") or _CALLS.search(frame.code) for frame in frames):
         return "forward"
     return "load" if any_is(_LOADS) or any(frame.function in ("to", "cuda", "_apply") for frame in frames) else ""
 

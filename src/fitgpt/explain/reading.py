@@ -17,6 +17,7 @@ from .unsaid import OTHER_TRAINER
 
 CLOSE = 0.05   # a forecast this near to a reading is of the same run, at that point
 AS_WELL = 0.02  # two forecasts this near to it explain it equally well
+MORE_THAN_CUDA_GIVES = 1.1  # a card has a little more than that, which nvidia-smi may count
 CLEARLY = 3     # times as far off: then the reading is of the other trainer
 # What a run holds for most of its time comes first.
 HOLDS = {"train": "once it trains", "first_train": "in its first iteration",
@@ -82,6 +83,10 @@ def explain_reading(reading: Reading, run: Run | None = None, card: Card | None 
         raise UsageError(f"--process {show_bytes(process)} is more than --reading {show_bytes(used)}: the card's "
                          "figure includes every process's.",
                          f"--reading={process // MiB}MiB --process={used // MiB}MiB, the other way round?")
+    has = card.usable_mib * MiB if card and card.usable_mib else 0
+    if card and has and (used or 0) > MORE_THAN_CUDA_GIVES * has:
+        raise UsageError(f"--reading {show_bytes(used or 0)} is more than the {card.name} has: CUDA gives "
+                         f"{show_bytes(has)} of it.", "Name the card it was read on: --gpu=…")
     if process is None and run is not None and outside is not None and used is not None:
         forecast = run.forecast.reserved + outside.nbytes
         if forecast <= used:
@@ -168,7 +173,7 @@ def _shares(reading: Reading, run: Run | None, outside: Outside | None) -> Itera
 
 
 def _of_the_process(process: int, run: Run | None, outside: Outside | None) -> Iterator[MemoryShare]:
-    if outside is None or (run is None and process <= outside.nbytes):
+    if outside is None or process <= outside.nbytes:
         yield MemoryShare("this process", process, "PyTorch, and its context of a few hundred MiB")
         return
     reserved, kernels = process - outside.nbytes, f"context and kernels; {outside.source}"

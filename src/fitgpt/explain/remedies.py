@@ -96,7 +96,8 @@ def _remedy(option: Option, run: Run, *, fits: bool | None) -> Remedy:
 
 
 def _peak_after(option: Option, run: Run) -> int:
-    return peak_of(tape_of(settled(option.config, run.setting), run.setting, option.change.trainer))
+    trainer = option.change.trainer
+    return peak_of(tape_of(settled(option.config, run.setting, trainer), run.setting, trainer))
 
 
 def _expanded(run: Run, budget: Budget) -> tuple[Remedy, ...]:

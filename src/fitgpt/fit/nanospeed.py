@@ -94,7 +94,7 @@ def likely(config: RunConfig, card: Card, setting: Setting) -> float | None:
 def _known(config: RunConfig, card: Card, setting: Setting) -> NanoGPTRun | None:
     """None where the card's figures are not known, and for bfloat16 on a card that has none: it works there, in other
     units than the figures are of."""
-    run = nanogpt_run(settled(config, setting))
+    run = nanogpt_run(settled(config, setting, "nanogpt"))
     return run if speed.has_figures(card) and (run.dtype != "bfloat16" or setting.has_bf16) else None
 
 

@@ -212,7 +212,7 @@ def smallest_that_fit(config: RunConfig, setting: Setting, budget: Budget, train
     found: list[Change] = []
 
     def possible(option: Option) -> bool:
-        least = held_at_least(settled(option.config, setting), setting, option.change.trainer)
+        least = held_at_least(settled(option.config, setting, option.change.trainer), setting, option.change.trainer)
         return least <= budget.reserve_limit and known(option) is not False
 
     def enough(option: Option) -> bool:
@@ -240,4 +240,4 @@ def _smallest(family: list[Option], enough: Callable[[Option], bool]) -> Option 
 
 def _tape(config: RunConfig, setting: Setting, trainer: str) -> tuple[Tape, bool]:
     """The tape, and whether its segments expand."""
-    return tape_of(settled(config, setting), setting, trainer), setting.expands(trainer)
+    return tape_of(settled(config, setting, trainer), setting, trainer), setting.expands(trainer)

@@ -67,7 +67,7 @@ def forecast(config: RunConfig, setting: Setting, trainer: str = "fitgpt", limit
              aside: Callable[[Work], Work] = in_turn) -> Forecast:
     """`limit`: what the allocator may reserve, if that is known: then what is needed is true of it, and a run that
     would like to reserve more and gets by with less is told as it gets by. `aside`: who does a part of the work."""
-    config = settled(config, setting)
+    config = settled(config, setting, trainer)
     expandable = setting.expands(trainer)
     tape = tape_of(config, setting, trainer)
     tape.steps  # worked out before another process is to have them  # noqa: B018
@@ -132,7 +132,7 @@ def plan(config: RunConfig, setting: Setting, budget: Budget, trainer: str = "fi
 
 def needs_by_limit(config: RunConfig, setting: Setting, trainer: str = "fitgpt") -> Callable[[int], int]:
     """What a run needs, as true of each limit that is then asked about; the tape is written and searched once."""
-    tape, expandable = tape_of(settled(config, setting), setting, trainer), setting.expands(trainer)
+    tape, expandable = tape_of(settled(config, setting, trainer), setting, trainer), setting.expands(trainer)
     free_run = replay(tape, expandable=expandable)
     usual = needs(tape, expandable=expandable, free_run=free_run)
     return lambda limit: needs_under(limit, tape, usual, free_run=free_run, expandable=expandable)
@@ -140,14 +140,17 @@ def needs_by_limit(config: RunConfig, setting: Setting, trainer: str = "fitgpt")
 
 def timeline_of(config: RunConfig, setting: Setting, trainer: str = "fitgpt") -> Timeline:
     """The run replayed: what draws the tape over time."""
-    config = settled(config, setting)
+    config = settled(config, setting, trainer)
     return replay(tape_of(config, setting, trainer), expandable=setting.expands(trainer))
 
 
-def settled(config: RunConfig, setting: Setting) -> RunConfig:
-    """The config with what `auto` will mean on that card, and with a vocabulary."""
+def settled(config: RunConfig, setting: Setting, trainer: str = "fitgpt") -> RunConfig:
+    """The config with what `auto` will mean on that card, and with a vocabulary. Where a card has no bfloat16, torch
+    does not compile it, says so and goes on (compile_fx.py, _check_triton_bf16_support); fitgpt refuses it."""
     dtype = config.dtype if config.dtype != "auto" else "bfloat16" if setting.has_bf16 else "float16"
     compiled = config.compile if config.compile != "auto" else setting.compiles
+    if trainer == "nanogpt" and dtype == "bfloat16" and not setting.has_bf16:
+        compiled = False
     return replace(config, dtype=dtype, compile=compiled, vocab_size=config.vocab_size or DEFAULT_VOCAB)
 
 

@@ -32,7 +32,7 @@ def plan_text(plan: MemoryPlan, outlook: Outlook, basis: Basis, *, model: str = 
     parts = [_wrapped(f"{title}, {model}" if model else title, width), phase_table(plan, width),
              owner_table(plan, width), _verdict_paragraph(plan, neighbours, width, colour)]
     if not plan.fits:
-        parts.append(suggestion_lines(suggestions, width))
+        parts.append(suggestion_lines(suggestions, forecast.trainer, width))
     rows = [("run", run_words(outlook)), ("assumes", assumption_words(plan)), ("basis", basis_words(plan, basis)),
             ("card", " ".join(budget.sources)), *(("note", note) for note in notes)]
     parts.append("\n".join(line for label, words in rows for line in _labelled(label, words, width)))
@@ -94,16 +94,17 @@ def verdict(plan: MemoryPlan, neighbours: str = "") -> str:
     if neighbours:
         words.append(neighbours)
     low, high = forecast.reserved_range
-    if low != high:
+    if show_bytes(low) != show_bytes(high):
         words.append(f"Reserved may end anywhere between {show_bytes(low)} and {show_bytes(high)}: it depends on where "
                      "the driver puts a segment.")
     return " ".join(words)
 
 
-def suggestion_lines(suggestions: Sequence[Change], width: int) -> str:
+def suggestion_lines(suggestions: Sequence[Change], trainer: str, width: int) -> str:
     if not suggestions:
+        but = " but --trainer" if trainer != "fitgpt" else ""
         return textwrap.fill("No single change makes it fit. What each would save: --options. Several together: "
-                             "fitgpt fit, with the same words.", width)
+                             f"fitgpt fit, with the same words{but}.", width)
     lines = ["Any one of these makes it fit:"]
     for each in suggestions:
         lines += textwrap.wrap(" ".join(each.flags), width, initial_indent="  ", subsequent_indent="    ",

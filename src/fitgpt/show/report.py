@@ -124,7 +124,7 @@ def time_spent(record: RunRecord) -> tuple[str, str]:
     """Steps alone: each report has the mean seconds of the steps since the one before."""
     spans = [(after.step - before.step) * after.seconds for before, after in pairwise(record.steps)]
     seconds = math.fsum(each for each in spans if 0 <= each < math.inf)
-    saves = f"{len(record.saves):,} checkpoint{'' if len(record.saves) == 1 else 's'}"
+    saves = f"saved {len(record.saves):,} time{'' if len(record.saves) == 1 else 's'}"
     return show_seconds(seconds) if seconds else "–", saves
 
 
@@ -139,7 +139,9 @@ def loss_of(evaluation: Evaluation, split: str) -> SplitLoss | None:
 
 
 def steps_done(record: RunRecord) -> int:
-    return max([0, *(each.step + 1 for each in record.steps[-1:]), *(each.step for each in record.evaluations[-1:])])
+    """Reported, evaluated or saved."""
+    return max([0, *(each.step + 1 for each in record.steps[-1:]), *(each.step for each in record.evaluations[-1:]),
+                *record.saves[-1:]])
 
 
 # ---- curves

@@ -25,6 +25,7 @@ from ..memory.drafted import Highest
 from ..memory.setting import Setting
 from ..memory.tape import OWNERS
 from ..memory.thinned import one_step
+from ..nanonotes import on_the_card
 from ..nouns import Budget, SpeedEstimate
 from ..outlook import expected_speed, outlook
 from ..planner import same_tape
@@ -91,7 +92,7 @@ def _expands(setting: Setting, trainer: str) -> bool:
 
 
 def of(asked: Asked) -> tuple[RunConfig, Timeline]:
-    config = forecast.settled(asked.config, asked.place.setting)
+    config = forecast.settled(asked.config, asked.place.setting, asked.trainer)
     return config, replayed(config, asked.place.setting, asked.trainer)
 
 
@@ -100,7 +101,7 @@ def of(asked: Asked) -> tuple[RunConfig, Timeline]:
 
 def plan(asked: Asked) -> Answer:
     """The whole answer, or a draft of it (see above): then `fits` is None where only a replay can tell."""
-    config = forecast.settled(asked.config, asked.place.setting)
+    config = forecast.settled(asked.config, asked.place.setting, asked.trainer)
     deep = DEEP_IF_SHORT if asked.trainer == "fitgpt" and config.compile else DEEP
     if config.n_layer < deep or config.eval_only:
         return whole(asked)
@@ -161,8 +162,12 @@ def _told(asked: Asked, config: RunConfig, held: dict[str, Held], fitting: bool 
         "means": {"dtype": config.dtype, "compile": str(config.compile), "torch": asked.place.setting.torch,
                   "others": budget.others, "budget": budget.budget},
         "values": {"n_head": _head_counts(config.n_embd), "n_embd": _widths(config.n_head)},
-        "notes": [*asked.passed_over, *asked.place.notes],
+        "notes": [*asked.passed_over, *asked.place.notes, *_of_nanogpt(asked)],
     }
+
+
+def _of_nanogpt(asked: Asked) -> list[str]:
+    return on_the_card(asked.config, asked.place.setting) if asked.trainer == "nanogpt" else []
 
 
 def _title(asked: Asked, config: RunConfig) -> str:
@@ -240,7 +245,7 @@ def exact(asked: Asked) -> Answer:
               + (f"; {show_bytes(run.host_bytes)} of the host's memory" if run.host_bytes else "")),
              *([("speed", f"{_tokens(speed)} tokens/s, by {speed.basis}")] if speed else [])]
     verdict, short = VERDICTS[told.fits], f"{show_bytes(abs(told.headroom))} {'to spare' if told.fits else 'too much'}"
-    title = _title(asked, forecast.settled(config, found.setting))
+    title = _title(asked, forecast.settled(config, found.setting, asked.trainer))
     return {
         "fits": told.fits, "verdict": verdict,
         "words": show.verdict(told, found.neighbours), "needs": told.forecast.needs, "headroom": told.headroom,
@@ -283,7 +288,7 @@ def all_cards(asked: Asked) -> Answer:
     largest: dict[Any, Setting] = {}
     for _, found in rows:
         if found is not None:
-            kind = same_tape(asked.config, found.setting)
+            kind = same_tape(asked.config, found.setting, asked.trainer)
             largest[kind] = max(largest.get(kind, found.setting), found.setting, key=lambda setting: setting.sms)
     return {"cards": [row if found is None else row | _planned(asked, found, largest) for row, found in rows]}
 
@@ -302,7 +307,7 @@ def _on(card: cards.Card, asked: Asked, others: int) -> tuple[Answer, place.Plac
 
 
 def _planned(asked: Asked, found: place.Place, largest: dict[Any, Setting]) -> Answer:
-    setting = largest[same_tape(asked.config, found.setting)]
-    config, limit = forecast.settled(asked.config, setting), found.budget.reserve_limit
+    setting = largest[same_tape(asked.config, found.setting, asked.trainer)]
+    config, limit = forecast.settled(asked.config, setting, asked.trainer), found.budget.reserve_limit
     return {"outside": found.budget.outside, "peak": peak_of(replayed(config, setting, asked.trainer)),
             "speed": _tokens(_speed(asked, config, found)), "fits": fits(config, setting, asked.trainer, limit)}

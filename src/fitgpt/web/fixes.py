@@ -41,7 +41,7 @@ def families(asked: Asked) -> Answer:
 def fix(asked: Asked, family: str) -> Answer:
     """The family's smallest change that makes the run fit, else its largest; None where it saves nothing."""
     setting, limit = asked.place.setting, asked.place.budget.reserve_limit
-    config = forecast.settled(asked.config, setting)
+    config = forecast.settled(asked.config, setting, asked.trainer)
     before = peak_of(replayed(config, setting, asked.trainer))
     fitting = fits(config, setting, asked.trainer, limit)
     options = [option for option in _options(asked) if option.change.family == family]
@@ -70,7 +70,7 @@ def fix(asked: Asked, family: str) -> Answer:
 
 
 def _options(asked: Asked) -> list[Option]:
-    config = forecast.settled(asked.config, asked.place.setting)
+    config = forecast.settled(asked.config, asked.place.setting, asked.trainer)
     return list(single_changes(config, asked.trainer))
 
 

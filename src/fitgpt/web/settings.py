@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 from urllib.parse import parse_qsl
 
 from .. import place
-from ..asked import NOT_NANOGPTS, size
+from ..asked import size
 from ..config import DEFAULT_VOCAB, RunConfig, diff, resolve
 from ..errors import UsageError
 from ..knobs import Assignment, build, knobs_of, parse_value, shown
+from ..nanonotes import NOT_NANOGPTS
 from ..options import PlanOptions, PlanQuestions
 from ..place import Place
 from ..savers import loss_piece_tokens
@@ -25,7 +26,8 @@ KNOBS = ("batch_size", "block_size", "n_layer", "n_embd", "n_head", "gradient_ac
          "dtype", "compile", "cuda_graphs", "dropout", "bias", "vocab_size", "grad_clip")
 CARRIED = ("eval_iters",)  # moves no memory, and belongs to a smaller batch: the same windows are evaluated
 QUESTIONS = ("gpu", "others", "budget", "trainer", "torch")
-UNKNOWN_TO_NANOGPT = {*NOT_NANOGPTS, "cuda_graphs", "vocab_size"}  # its command line refuses them
+UNKNOWN_TO_NANOGPT = {*NOT_NANOGPTS, "cuda_graphs"}  # its command line refuses them …
+OF_ITS_DATA = "vocab_size"                           # … and this one, which a plan needs to be told
 
 MOST_FIELDS, LONGEST_VALUE = 60, 200
 MOST_LAYERS, MOST_PIECES = 200, 2048  # beyond them a tape takes seconds to write; `fitgpt plan` has no such limit
@@ -133,14 +135,19 @@ def plan_command(asked: Asked) -> str:
 def config_file(asked: Asked, comment: str) -> str:
     """In nanoGPT's own format: assignments of plain values."""
     lines = [f"{key} = {value!r}" for key, value in _for_training(asked).items()]
-    return "\n".join([f"# {comment}", "# What is not set here has its default; the dataset is yours to name.", "",
-                      *(lines or ["# All of it is at its default."])]) + "\n"
+    vocab = asked.config.vocab_size if asked.trainer == "nanogpt" else 0
+    taken = [f"# train.py takes the vocabulary from the data's meta.pkl: {vocab} there."] if vocab else []
+    return "\n".join([f"# {comment}", "# What is not set here has its default; the dataset is yours to name.", *taken,
+                      "", *(lines or ["# All of it is at its default."])]) + "\n"
 
 
 def _for_training(asked: Asked) -> dict[str, Any]:
     """A budget is the trainer's to keep, too."""
     budget = asked.questions.budget if asked.trainer == "fitgpt" else ""
-    return _unusual(asked) | ({"budget": budget} if budget else {})
+    told = _unusual(asked)
+    if asked.trainer == "nanogpt":
+        told.pop(OF_ITS_DATA, None)
+    return told | ({"budget": budget} if budget else {})
 
 
 def _unusual(asked: Asked) -> dict[str, Any]:

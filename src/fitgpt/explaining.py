@@ -25,6 +25,7 @@ from .explain.pasted import Excerpt, excerpt
 from .explain.planned import explain_plan
 from .explain.reading import Reading, card_of, explain_reading, from_screen, outside_on
 from .explain.screen import parse_screen
+from .explain.unsaid import OTHER_TRAINER
 from .knobs import Assignment, build, knobs_of, walk
 from .memory import forecast
 from .memory.setting import Setting, setting_for
@@ -156,8 +157,18 @@ def explain_text(seen: Excerpt, asked: ExplainQuestions, config: RunConfig | Non
     if screen:
         gpu = max(screen, key=lambda each: (any(process.computes for process in each.processes), each.used or 0))
         card = card or card_of(gpu)
-        return explain_read(from_screen(gpu, size(asked.process)), asked, config, name, card)
+        foreseen = _foreseen(run_of(config, name, asked.trainer, card), asked.trainer, card)
+        return explain_read(from_screen(gpu, size(asked.process), foreseen), asked, config, name, card)
     return explain_document(_json(seen.text), asked, config, name) if seen.text.lstrip().startswith("{") else None
+
+
+def _foreseen(run: Run | None, trainer: str, card: Card | None) -> list[int]:
+    """What the process would hold under the trainer that was said, or under either."""
+    outside = outside_on(card)
+    if run is None or outside is None:
+        return []
+    others = [replace(run, trainer=OTHER_TRAINER[run.trainer])] if trainer == "auto" else []
+    return [each.forecast.reserved + outside.nbytes for each in (run, *others)]
 
 
 def explain_read(reading: Reading, asked: ExplainQuestions, config: RunConfig | None, name: str,

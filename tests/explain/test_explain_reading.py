@@ -11,7 +11,7 @@ from fitgpt.config import RunConfig
 from fitgpt.errors import UsageError
 from fitgpt.explain.about import Run
 from fitgpt.explain.reading import Reading, card_of, explain_reading, from_screen
-from fitgpt.explain.screen import parse_screen
+from fitgpt.explain.screen import ScreenGpu, ScreenProcess, parse_screen
 from fitgpt.knobs import build, walk
 from fitgpt.memory.setting import setting_for
 from fitgpt.units import MiB
@@ -87,6 +87,22 @@ def test_a_process_that_holds_less_than_its_context_is_not_told_as_more() -> Non
 def test_more_than_the_card_has_is_refused() -> None:
     with pytest.raises(UsageError, match="is more than the RTX 4070 has"):
         explain_reading(Reading(20 * 1024 * MiB, 4464 * MiB), notes_30m(), CARD)
+
+
+def test_without_the_process_figure_what_the_other_trainer_would_hold_is_said() -> None:
+    told = explain_reading(Reading(6582 * MiB, None), notes_30m("fitgpt"), CARD, "auto")
+    assert any("nanoGPT would hold 4,496 MiB: --trainer=nanogpt." in note for note in told.notes)
+    assert not any("would hold" in note for note in explain_reading(
+        Reading(6582 * MiB, None), notes_30m("fitgpt"), CARD, "fitgpt").notes)
+
+
+def test_of_two_processes_the_one_that_was_foreseen_is_the_run() -> None:
+    runs = [ScreenProcess(44021, "python", 4464 * MiB),
+            ScreenProcess(44022, "python", 6464 * MiB)]
+    gpu = ScreenGpu(0, "NVIDIA GeForce RTX 4070", 11500 * MiB, 12282 * MiB, tuple(runs))
+    chosen = {foreseen: from_screen(gpu, None, foreseen) for foreseen in ((), (4496 * MiB,), (9000 * MiB, 4496 * MiB))}
+    assert [each.process for each in chosen.values()] == [6464 * MiB, 4464 * MiB, 4464 * MiB]
+    assert [each.pid for each in chosen[4496 * MiB,].processes] == [44022]
 
 
 def test_an_eager_run_of_the_same_config_is_told_apart() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -53,17 +53,22 @@ def outside_on(card: Card | None, assumed: int | None = None) -> Outside | None:
     return Outside(assumed, "as much as on any card of that size", unnamed=card is None) if assumed else None
 
 
-def from_screen(gpu: ScreenGpu, process: int | None = None) -> Reading:
-    """The run is the Python process; of several, the one that holds most."""
-    runs = sorted((each for each in gpu.processes if each.computes), key=lambda each: -(each.nbytes or 0))
+def from_screen(gpu: ScreenGpu, process: int | None = None, foreseen: Sequence[int] = ()) -> Reading:
+    """The run is the Python process; of several, one that holds what is foreseen, else the one that holds most."""
+    def off(each: ScreenProcess) -> float:
+        return min((abs((each.nbytes or 0) / nbytes - 1) for nbytes in foreseen), default=1.0)
+
+    runs = sorted((each for each in gpu.processes if each.computes),
+                  key=lambda each: (off(each) > CLOSE, off(each) if off(each) <= CLOSE else 0, -(each.nbytes or 0)))
     notes = []
     if process is None and runs:
         process = runs[0].nbytes
         if process is None:
             notes.append("The driver gives no figure for single processes here (WSL and Windows print N/A).")
         elif len(runs) > 1:
-            notes.append(f"{len(runs)} Python processes are on the card; the largest, {runs[0].pid}, is taken for the "
-                         "run. --process=… says otherwise.")
+            why = "which holds what the config's forecast says" if off(runs[0]) <= CLOSE else "the largest"
+            notes.append(f"{len(runs)} Python processes are on the card; {runs[0].pid}, {why}, is taken for the run. "
+                         "--process=… says otherwise.")
     if gpu.part is not None:
         notes.append(f"The card is cut into parts (MIG); this is the one of GPU instance {gpu.part}.")
     others = tuple(each for each in gpu.processes if not runs or each is not runs[0])
@@ -90,9 +95,13 @@ def explain_reading(reading: Reading, run: Run | None = None, card: Card | None 
     if process is None and run is not None and outside is not None and used is not None:
         forecast = run.forecast.reserved + outside.nbytes
         if forecast <= used:
+            told = "The process's own figure was not given: it is taken to be what the config's forecast says."
+            if trainer == "auto":
+                other = replace(run, trainer=OTHER_TRAINER[run.trainer])
+                told += (f" That is {_trainer(run)}'s; {_trainer(other)} would hold "
+                         f"{(other.forecast.reserved + outside.nbytes) / MiB:,.0f} MiB: --trainer={other.trainer}.")
             reading = replace(reading, process=forecast, forecast=True, notes=(
-                *reading.notes, "The process's own figure was not given: it is taken to be what the config's forecast "
-                "says. --process=… tells it."))
+                *reading.notes, f"{told} --process=… tells it."))
             process = forecast
     elif process is not None and run is not None and outside is not None and trainer == "auto":
         run, why = _whose(process, run, outside)

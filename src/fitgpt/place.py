@@ -168,6 +168,15 @@ def _with_allocator(setting: Setting, windows: bool) -> Setting:
     return replace(setting, expandable=expands, asked_to_expand=expands and bool(told))
 
 
+def left_out_of_the_forecast() -> list[str]:
+    """What the environment tells the allocator, and a forecast does not follow."""
+    values = [value.lower() for name, value in os.environ.items() if re.fullmatch(r"PYTORCH_\w*ALLOC_CONF", name)]
+    told = {option for value in values for option in re.findall(r"(?:^|,) *([a-z]\w*) *:", value)}
+    told.discard("expandable_segments")
+    return [f"The environment sets {', '.join(sorted(told))} for PyTorch's allocator: the forecast is without, and "
+            "what is reserved may differ."] if told else []
+
+
 # ---- the GPUs here
 
 

@@ -90,7 +90,7 @@ def _placed(question: Question) -> tuple[Question, Place]:
     place.check_runs(question.config, found, asked.trainer)
     config, length = of_length(question.config, asked, question.data, question.missing, found.card)
     more = _replays(config, found.setting) if asked.trainer == "fitgpt" else on_the_card(config, found.setting)
-    notes = (*question.notes, *found.notes, *length, *more)
+    notes = (*question.notes, *found.notes, *length, *more, *place.left_out_of_the_forecast())
     return question._replace(config=config, notes=notes), found
 
 

@@ -220,3 +220,16 @@ def test_what_the_compiler_finds_out_by_timing_is_said_to_be_unsure(ask: Any, fl
     assert told["basis"]["recorded_runs_in_all"] == len(kept) > 40
     eager = ask(*SMALL, "--gpu=h200", "--trainer=nanogpt", "--compile=False", *flags, "--json").json
     assert not any(words in note for note in eager["notes"])
+
+
+def test_what_the_environment_tells_the_allocator_is_said_where_the_forecast_is_without_it(
+        ask: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    notes = {}
+    for told in ("expandable_segments:True", "max_split_size_mb:128,expandable_segments:True",
+                 "roundup_power2_divisions:[256:1,512:2,>:4]"):
+        monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", told)
+        notes[told.split(":")[0]] = [note for note in ask(*SMALL, "--gpu=4070", "--json").json["notes"]
+                                     if "the forecast is without" in note]
+    assert [len(each) for each in notes.values()] == [0, 1, 1]
+    assert "sets max_split_size_mb for" in notes["max_split_size_mb"][0]
+    assert "sets roundup_power2_divisions for" in notes["roundup_power2_divisions"][0]

@@ -117,6 +117,13 @@ def test_where_no_single_change_is_enough_it_says_so(ask: Any) -> None:
     assert "No single change makes it fit." in answer.out
 
 
+def test_a_price_in_training_has_the_optimizers_step_in_it(ask: Any) -> None:
+    told = ask(*SMALL, "--gpu=4070", "--options", "--json").json
+    muon = next(each for each in told["options"] if each["change"]["flags"] == ["--optimizer=muon"])
+    after = ask(*SMALL, "--gpu=4070", "--optimizer=muon", "--json").json["phases"]
+    assert muon["saved"]["train"] == told["phases"]["train"]["allocated_bytes"] - after["train"]["allocated_bytes"]
+
+
 def test_to_fit_one_of_nanogpts_runs_is_said_without_its_flag(ask: Any) -> None:
     far = [str(CONFIG / "gpt2_1558m.py"), "--gpu=4070"]
     for trainer, words in (("nanogpt", "with the same words but --trainer."), ("fitgpt", "with the same words.")):

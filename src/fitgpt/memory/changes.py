@@ -188,6 +188,8 @@ def priced(option: Option, before: Holdings, setting: Setting, budget: Budget) -
     """What a change saves against what the run holds without it."""
     after = holdings(option.config, setting, option.change.trainer)
     saved = {phase: held - after.phases[phase] for phase, held in before.phases.items() if phase in after.phases}
+    if "train" in saved:  # the optimizer's step included, as a plan tells it
+        saved["train"] = before.most_in(("train", "step")) - after.most_in(("train", "step"))
     in_training, in_evaluation = (before.most_in(phases) - after.most_in(phases) for phases in (TRAINING, EVALUATION))
     return PricedChange(option.change, saved, in_training, in_evaluation, after.needs,
                         budget.reserve_limit - after.needs)

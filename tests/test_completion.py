@@ -42,6 +42,7 @@ def test_bash_completes_every_flag_of_a_verb(verb: str) -> None:
 @pytest.mark.parametrize("words", [("--trainer", "=", "n"), ("--trainer=n",)])
 def test_bash_completes_the_values_that_a_flag_takes(words: tuple[str, ...]) -> None:
     assert completed("plan", *words) == ["nanogpt" if len(words) > 1 else "--trainer=nanogpt"]
+    assert completed("plan", "--trainer", "=") == ["fitgpt", "nanogpt"]  # auto is explain's alone
     assert completed("train", "--bias", "=") == ["True", "False"]
     assert completed("train", "--compile", "=") == ["auto", "True", "False"]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from .knobs import Knob, knobs_of
 from .options import CompletionOptions
 
@@ -48,8 +50,10 @@ def completion(options: CompletionOptions) -> int:
 def bash() -> str:
     flags = _flags()
     cases = "\n".join(f"        {verb}) words=\"{' '.join(_words(knobs))}\" ;;" for verb, (_, knobs) in flags.items())
-    values = {f"--{knob.name}": knob.choices or SWITCHES[knob.kind] for _, knobs in flags.values() for knob in knobs
-              if knob.choices or knob.kind in SWITCHES}
+    values: dict[str, list[Any]] = {}  # those that every verb takes which has the flag
+    for knob in (knob for _, knobs in flags.values() for knob in knobs if knob.choices or knob.kind in SWITCHES):
+        taken, flag = knob.choices or SWITCHES[knob.kind], f"--{knob.name}"
+        values[flag] = [each for each in values.get(flag, taken) if each in taken]
     return BASH.format(verbs=" ".join(flags), cases=cases, values="\n".join(
         f"        {flag}) words=\"{' '.join(map(str, each))}\" ;;" for flag, each in values.items()))
 

@@ -8,10 +8,9 @@ from functools import cached_property
 from ..cards import Card, load
 from ..config import RunConfig
 from ..memory.allocator import Timeline, replay
-from ..memory.blocks import rounded
 from ..memory.forecast import forecast, settled, tape_of
 from ..memory.setting import Setting
-from ..memory.tape import RELEASE, Tape
+from ..memory.tape import Tape
 from ..nouns import Budget, Forecast, MemoryPlan
 from ..units import MiB
 
@@ -60,13 +59,9 @@ class Run:
         return 16 * self.settled.gpt_config().count_params()
 
 
-def peak_of(tape: Tape) -> int:
-    """The most that lies in tensors at any time."""
-    held = most = 0
-    for event in tape.events:
-        held += rounded(event.nbytes) if event.alloc else 0 if event.name == RELEASE else -rounded(event.nbytes)
-        most = max(most, held)
-    return most
+def peak_of(timeline: Timeline) -> int:
+    """The most that lies in tensors at any time, as a plan has it: with what the allocator rounds up."""
+    return max(timeline.allocated)
 
 
 def card_with(usable: int) -> Card | None:

@@ -11,7 +11,7 @@ from ..errors import UsageError
 from ..knobs import shown
 from ..memory.allocator import replay
 from ..memory.changes import Option, fits, single_changes
-from ..memory.forecast import settled, tape_of
+from ..memory.forecast import timeline_of
 from ..nouns import Budget, Change
 from ..sights import Remedy
 from ..units import show_bytes
@@ -42,7 +42,7 @@ def remedies(run: Run, budget: Budget) -> tuple[Remedy, ...]:
 def savings(run: Run) -> tuple[Remedy, ...]:
     """What the first step of each family saves, where nothing has to be made to fit."""
     first = [family[0] for family in _families(run) if family[0].change.exact]
-    helping = (option for option in _cheapest(first) if _peak_after(option, run) < peak_of(run.tape))
+    helping = (option for option in _cheapest(first) if _peak_after(option, run) < peak_of(run.timeline))
     return tuple(_remedy(option, run, fits=None) for option in islice(helping, MOST))
 
 
@@ -91,13 +91,12 @@ def _several(config: RunConfig, knobs: dict[str, Any]) -> Option | None:
 
 def _remedy(option: Option, run: Run, *, fits: bool | None) -> Remedy:
     lossy = "" if option.change.exact else "lossy; "
-    return Remedy(_typed(option.change, run), effect(peak_of(run.tape), _peak_after(option, run)), fits,
+    return Remedy(_typed(option.change, run), effect(peak_of(run.timeline), _peak_after(option, run)), fits,
                   f"{lossy}{option.change.slower}")
 
 
 def _peak_after(option: Option, run: Run) -> int:
-    trainer = option.change.trainer
-    return peak_of(tape_of(settled(option.config, run.setting, trainer), run.setting, trainer))
+    return peak_of(timeline_of(option.config, run.setting, option.change.trainer))
 
 
 def _expanded(run: Run, budget: Budget) -> tuple[Remedy, ...]:

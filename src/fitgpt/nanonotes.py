@@ -41,7 +41,7 @@ def on_the_card(config: RunConfig, setting: Setting) -> list[str]:
     tokens, vocab = run.batch_size * run.block_size, run.vocab_size
     if run.compile and has_odd_sizes(run.dtype, tokens, 0):
         notes.append(f"{tokens:,} tokens a micro-batch are no multiple of {MULTIPLE}: what torch's compiler makes of "
-                     "that is not foreseen. Of one recorded run the forecast was 23 % too low.")
+                     "that is not foreseen, and the run may hold far more.")
     elif run.compile and has_odd_sizes(run.dtype, tokens, vocab):
         notes.append(f"A vocabulary of {vocab:,} is no multiple of {MULTIPLE}: torch's compiler times on the card "
                      "which products to pad, so the run may hold more or less than this, mostly by an array of logits. "

@@ -59,11 +59,6 @@ class Run:
         return 16 * self.settled.gpt_config().count_params()
 
 
-def peak_of(timeline: Timeline) -> int:
-    """The most that lies in tensors at any time, as a plan has it: with what the allocator rounds up."""
-    return max(timeline.allocated)
-
-
 def card_with(usable: int) -> Card | None:
     """The one model of which CUDA gives so many bytes; None where none or several do."""
     near = [card for card in load() if card.usable_mib and abs(card.usable_mib * MiB / usable - 1) <= SAME_CARD]

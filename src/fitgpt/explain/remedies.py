@@ -15,7 +15,7 @@ from ..memory.forecast import timeline_of
 from ..nouns import Budget, Change
 from ..sights import Remedy
 from ..units import show_bytes
-from .about import Run, peak_of
+from .about import Run
 
 MOST = 4
 # What costs nothing comes first, then what costs little; families of memory/changes.py that are not named come last.
@@ -42,7 +42,7 @@ def remedies(run: Run, budget: Budget) -> tuple[Remedy, ...]:
 def savings(run: Run) -> tuple[Remedy, ...]:
     """What the first step of each family saves, where nothing has to be made to fit."""
     first = [family[0] for family in _families(run) if family[0].change.exact]
-    helping = (option for option in _cheapest(first) if _peak_after(option, run) < peak_of(run.timeline))
+    helping = (option for option in _cheapest(first) if _peak_after(option, run) < run.timeline.peak)
     return tuple(_remedy(option, run, fits=None) for option in islice(helping, MOST))
 
 
@@ -91,12 +91,12 @@ def _several(config: RunConfig, knobs: dict[str, Any]) -> Option | None:
 
 def _remedy(option: Option, run: Run, *, fits: bool | None) -> Remedy:
     lossy = "" if option.change.exact else "lossy; "
-    return Remedy(_typed(option.change, run), effect(peak_of(run.timeline), _peak_after(option, run)), fits,
+    return Remedy(_typed(option.change, run), effect(run.timeline.peak, _peak_after(option, run)), fits,
                   f"{lossy}{option.change.slower}")
 
 
 def _peak_after(option: Option, run: Run) -> int:
-    return peak_of(timeline_of(option.config, run.setting, option.change.trainer))
+    return timeline_of(option.config, run.setting, option.change.trainer).peak
 
 
 def _expanded(run: Run, budget: Budget) -> tuple[Remedy, ...]:

@@ -40,6 +40,11 @@ class Timeline:
         return self.tape.heights if self.changes is self.tape.changes else list(accumulate(self.changes))
 
     @property
+    def peak(self) -> int:
+        """The most that lay in blocks at any time, with what the allocator rounds up."""
+        return max(self.allocated, default=0)
+
+    @property
     def reserved(self) -> int:
         """The most that was reserved at any time."""
         return max((held for _, held in self.segments), default=0)
@@ -160,7 +165,7 @@ def needs(tape: Tape, *, expandable: bool = False, free_run: Timeline | None = N
     enough = reserved = free_run.reserved
     if expandable:
         enough += max((segment_size(rounded(nbytes)) for nbytes in {event[3] for event in tape.events}), default=0)
-    too_little = max(free_run.allocated, default=0) // ROUND_SEGMENT * ROUND_SEGMENT - ROUND_SEGMENT
+    too_little = free_run.peak // ROUND_SEGMENT * ROUND_SEGMENT - ROUND_SEGMENT
     too_little = max(too_little, above // ROUND_SEGMENT * ROUND_SEGMENT)
     begun = begun_of(free_run, expandable)
     while enough - too_little > ROUND_SEGMENT:
@@ -219,7 +224,7 @@ def needs_under(limit: int, tape: Tape, usual: int, *, free_run: Timeline, expan
     What is given back, and when, depends on the cap, so a little more memory can be worse. Where the run without a cap
     does not tell, one replay at the limit does; only if that contradicts is there more to try.
     """
-    if limit >= _asked_of_the_driver(free_run) or limit < max(free_run.allocated, default=0):
+    if limit >= _asked_of_the_driver(free_run) or limit < free_run.peak:
         return usual
     enough = begun_of(free_run, expandable).go_on(limit)
     if enough == (usual <= limit):

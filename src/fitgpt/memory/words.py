@@ -17,6 +17,7 @@ from ..nouns import OwnerShare
 from ..units import MiB, show_bytes, show_count
 from .allocator import Timeline
 from .aten import up_to
+from .forwardgraph import LINE
 from .padding import MULTIPLE, MULTIPLE_FLOAT32
 from .tape import RELEASE, Event
 
@@ -30,7 +31,6 @@ _PARAMETER = re.compile(r"(?:\d+\.)?(wte|wpe|c_attn|qkv|attn_proj|proj|c_fc|up|m
 _OF_PARAMETERS = ("weights", "gradients", "optimizer", "casts")
 _HALVES = (".half", ".raw")              # what half precision's products make of weights and gradients
 _WHOLE = ".float32"                      # a weight before it is rounded
-LINE = 128                               # compiled code lays rows out in lines of so many bytes
 
 
 class Alive(NamedTuple):

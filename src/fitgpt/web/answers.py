@@ -68,7 +68,7 @@ def replayed(config: RunConfig, setting: Setting, trainer: str) -> Timeline:
 def fits(config: RunConfig, setting: Setting, trainer: str, limit: int) -> bool:
     """What `needs` would say of that limit; where one replay without it tells enough, no second is made."""
     timeline, expandable = replayed(config, setting, trainer), _expands(setting, trainer)
-    if peak_of(timeline) > limit:
+    if timeline.peak > limit:
         return False
     if _enough(timeline, setting, trainer) <= limit:
         return True
@@ -81,10 +81,6 @@ def _enough(timeline: Timeline, setting: Setting, trainer: str) -> int:
         return timeline.reserved
     largest = max(event.nbytes for event in timeline.tape.events)
     return timeline.reserved + max(segment_size(rounded(largest)), LARGE_SEGMENT)
-
-
-def peak_of(timeline: Timeline) -> int:
-    return max(timeline.allocated)
 
 
 def _expands(setting: Setting, trainer: str) -> bool:
@@ -309,5 +305,5 @@ def _on(card: cards.Card, asked: Asked, others: int) -> tuple[Answer, place.Plac
 def _planned(asked: Asked, found: place.Place, largest: dict[Any, Setting]) -> Answer:
     setting = largest[same_tape(asked.config, found.setting, asked.trainer)]
     config, limit = forecast.settled(asked.config, setting, asked.trainer), found.budget.reserve_limit
-    return {"outside": found.budget.outside, "peak": peak_of(replayed(config, setting, asked.trainer)),
+    return {"outside": found.budget.outside, "peak": replayed(config, setting, asked.trainer).peak,
             "speed": _tokens(_speed(asked, config, found)), "fits": fits(config, setting, asked.trainer, limit)}

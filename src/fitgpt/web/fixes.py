@@ -15,7 +15,7 @@ from ..errors import UsageError
 from ..memory import forecast
 from ..memory.changes import Option, single_changes
 from ..units import MiB, show_bytes
-from .answers import Answer, fits, peak_of, replayed
+from .answers import Answer, fits, replayed
 from .settings import Asked, as_settings
 
 FEW = 3  # where a run fits as it is, a third of its layers is a first step
@@ -42,7 +42,7 @@ def fix(asked: Asked, family: str) -> Answer:
     """The family's smallest change that makes the run fit, else its largest; None where it saves nothing."""
     setting, limit = asked.place.setting, asked.place.budget.reserve_limit
     config = forecast.settled(asked.config, setting, asked.trainer)
-    before = peak_of(replayed(config, setting, asked.trainer))
+    before = replayed(config, setting, asked.trainer).peak
     fitting = fits(config, setting, asked.trainer, limit)
     options = [option for option in _options(asked) if option.change.family == family]
     if not options:
@@ -54,7 +54,7 @@ def fix(asked: Asked, family: str) -> Answer:
     chosen = options[0] if fitting else _smallest(options, fits_with)
     if family == "recompute":
         chosen = _of_some_layers(config, chosen, fitting, fits_with)
-    after = peak_of(replayed(chosen.config, setting, chosen.change.trainer))
+    after = replayed(chosen.config, setting, chosen.change.trainer).peak
     enough = fits_with(chosen)
     if before - after < MiB and (fitting or not enough):
         return {"fix": None}

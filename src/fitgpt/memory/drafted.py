@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from typing import NamedTuple
 
 from .allocator import owners_after
@@ -13,6 +14,7 @@ from .tape import Tape
 
 SHALLOW = 3  # layers, then one more and two: the fewest that have a first one, a last one and one between
 LAYER = re.compile(r"(?<![\w.])\d+(?=\.)")
+BEFORE = "what is there already"
 
 Write = Callable[[int], Tape]  # of so many layers
 Place = tuple[str, int, int]  # a tensor's name, with its layer from the nearer end; which allocation of it, of how many
@@ -67,11 +69,11 @@ class _Shallow:
         if not trains:
             at = max(range(start, end), key=heights.__getitem__, default=start - 1)
             return {("the highest", 1, 1): (heights[at], at)}
-        times = {"what is there already": 1}
-        found = {("what is there already", 1): (heights[start - 1], start - 1)}
-        for at, event in enumerate(self.tape.events[start:end], start):
-            if event[0]:
-                name = self._names[event[1]]
+        times, found = {BEFORE: 1}, {(BEFORE, 1): (heights[start - 1], start - 1)}
+        changes, events, names = self.tape.changes, self.tape.events, self._names
+        for at, (change, then) in enumerate(pairwise([*changes[start:end], 0]), start):
+            if change > 0 >= then:  # what is asked for after it with nothing freed between is higher
+                name = names[events[at][1]]
                 times[name] = time = times.get(name, 0) + 1
                 found[name, time] = heights[at], at
         return {(name, time, times[name]): where for (name, time), where in found.items()}

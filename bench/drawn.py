@@ -4,6 +4,7 @@
     python bench/drawn.py wider    more, over more shapes
     python bench/drawn.py odd      vocabularies that no kernel likes
     python bench/drawn.py usual    shapes that people train
+    python bench/drawn.py many     many micro-batches, of which a forecast looks at a few
 
 Those too large for several to share the card are drawn again, by the forecast of that day: once drawn, a file stays.
 """
@@ -20,6 +21,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "src"))
 
 from fitgpt.memory.accuracy import predict  # noqa: E402
+from fitgpt.memory.allocator import replay  # noqa: E402
+from fitgpt.memory.nanogpt import write  # noqa: E402
 from fitgpt.memory.nanorun import NanoGPTRun  # noqa: E402
 from fitgpt.units import GiB  # noqa: E402
 
@@ -27,6 +30,7 @@ SEED, DRAWN = 20261116, 16
 WIDER_SEED, DRAWN_WIDER = 20261117, 40
 ODD_SEED, DRAWN_ODD = 20261118, 14
 USUAL_SEED, DRAWN_USUAL = 20261119, 40
+MANY_SEED, DRAWN_MANY, SENSITIVE = 20261120, 24, 16
 LARGEST, USUAL = 40 * GiB, 24 * GiB
 NOTES_77M = dict(n_layer=12, n_head=12, n_embd=576, batch_size=16, block_size=1024, gradient_accumulation_steps=4,
                  dtype="float16", dropout=0.0, bias=False, compile=True, vocab_size=50304)
@@ -37,7 +41,8 @@ def main(which: str) -> None:
     drawn_now = {"cases": lambda: {"seed": SEED, "cases": [*remedies(), *drawn()]},
                  "wider": lambda: {"seed": WIDER_SEED, "cases": drawn_wider()},
                  "odd": lambda: {"seed": ODD_SEED, "cases": [*odd(), *drawn_odd()]},
-                 "usual": lambda: {"seed": USUAL_SEED, "cases": drawn_usual()}}[which]()
+                 "usual": lambda: {"seed": USUAL_SEED, "cases": drawn_usual()},
+                 "many": lambda: {"seed": MANY_SEED, "cases": drawn_many()}}[which]()
     (ROOT / "bench" / f"nanogpt_{which}.json").write_text(json.dumps(drawn_now, indent=1) + "\n", encoding="utf-8")
 
 
@@ -129,6 +134,31 @@ def drawn_usual() -> list[dict[str, Any]]:
         if predict(NanoGPTRun(**config))["train_reserved"] <= USUAL:
             found.append({"name": f"usual {len(found):02}", "config": config})
     return found
+
+
+def drawn_many() -> list[dict[str, Any]]:
+    """Some as they come, then some of which few micro-batches tell something else than all: by more than 0.5 %."""
+    dice, found = random.Random(MANY_SEED), list[dict[str, Any]]()
+    while len(found) < DRAWN_MANY + SENSITIVE:
+        heads = dice.choice([4, 6, 8, 12, 16])
+        config = dict(
+            n_layer=dice.choice([4, 6, 8, 10, 12, 16]), n_head=heads, n_embd=heads * dice.choice([48, 64, 64, 80]),
+            batch_size=dice.choice([1, 2, 4, 8, 12, 16, 32]), block_size=dice.choice([256, 512, 1024]),
+            gradient_accumulation_steps=dice.choice([5, 6, 7, 8, 10, 12, 16, 40]), dropout=dice.choice([0.0, 0.0, 0.1]),
+            dtype=dice.choice(["bfloat16", "float16"]), bias=dice.random() < 0.3, compile=dice.random() < 0.5,
+            vocab_size=dice.choice([8192, *[50304] * 3]))
+        run = NanoGPTRun(**config)
+        drawn_as = "many" if len(found) < DRAWN_MANY else "sensitive"
+        if predict(run)["train_reserved"] <= USUAL and (drawn_as == "many" or is_sensitive(run)):
+            found.append({"name": f"{drawn_as} {len(found):02}", "config": config})
+    return found
+
+
+def is_sensitive(run: NanoGPTRun) -> bool:
+    asked = run.gradient_accumulation_steps
+    few, whole = (replay(write(run, history=history)).reserved
+                  for history in ((3, 3, 3) if asked % 2 else (4, 4, 2), (asked,) * 6))
+    return abs(few / whole - 1) > 0.005
 
 
 if __name__ == "__main__":

@@ -20,8 +20,9 @@ from fitgpt.memory.tape import Tape
 
 
 def short(run: NanoGPTRun, layers: int = 0) -> Tape:
-    return nanogpt.write(replace(run, n_layer=layers or run.n_layer), eval_batches=2, iterations=2,
-                         micro_steps=2 + run.gradient_accumulation_steps % 2)
+    asked = run.gradient_accumulation_steps
+    return nanogpt.write(replace(run, n_layer=layers or run.n_layer), eval_batches=(2, 2),
+                         history=(min(asked, 2 + asked % 2),) * 2)
 
 
 def by_chance(seed: int, compiled: bool) -> NanoGPTRun:

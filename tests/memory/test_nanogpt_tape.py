@@ -14,7 +14,7 @@ from fitgpt.memory.allocator import needs, replay, reserved_in_other_orders
 from fitgpt.memory.aten import H200, Gpu, norm_partials, sum_over_rows
 from fitgpt.memory.inductor import Step, plan
 from fitgpt.memory.kernels import Graph, Kernel, Made
-from fitgpt.memory.nanogpt import write
+from fitgpt.memory.nanogpt import history_of, write
 from fitgpt.memory.nanorun import NanoGPTRun
 from fitgpt.memory.setting import Setting
 from fitgpt.nouns import GPTConfig
@@ -102,29 +102,30 @@ def test_casts_live_as_long_as_autocast_and_not_in_float32() -> None:
 
 def test_dropout_keeps_a_byte_a_number_for_each_mask() -> None:
     def mask_bytes(run: NanoGPTRun) -> int:
-        return sum(event.nbytes for event in write(run, iterations=1, micro_steps=1).events
+        return sum(event.nbytes for event in write(run, history=(1,)).events
                    if event.alloc and event.name.endswith(".mask"))
 
     assert mask_bytes(SMALL) == 0
     assert mask_bytes(replace(SMALL, dropout=0.1)) == (2 * L + 1) * N * C
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_a_12_layer_replay_takes_at_most_20_ms_of_processor_time(compiled: bool) -> None:
-    tape = write(NanoGPTRun(compile=compiled), eval_batches=4, iterations=2, micro_steps=4)
+@pytest.mark.parametrize(("compiled", "seconds"), [(True, 0.020), (False, 0.030)])
+def test_a_12_layer_replay_takes_at_most_20_ms_of_processor_time_and_10_more_where_nothing_is_compiled(
+        compiled: bool, seconds: float) -> None:
+    tape = write(NanoGPTRun(compile=compiled))
     best = math.inf
     for _ in range(60):  # the best of many, spread over seconds: a shared machine has slow spells
         start = time.process_time()
         replay(tape)
         best = min(best, time.process_time() - start)
-        if best <= 0.020:
+        if best <= seconds:
             break
         time.sleep(0.1)
-    assert best <= 0.020
+    assert best <= seconds
 
 
 def test_a_cap_of_needs_is_enough_and_one_page_less_is_not() -> None:
-    tape = write(NanoGPTRun(n_layer=2, compile=False), iterations=2, micro_steps=2)
+    tape = write(NanoGPTRun(n_layer=2, compile=False), history=(2, 2))
     least = needs(tape)
     assert replay(tape, least).failed is None
     refused = replay(tape, least - 2 * 2**20).refused
@@ -132,16 +133,26 @@ def test_a_cap_of_needs_is_enough_and_one_page_less_is_not() -> None:
     assert refused.alloc
 
 
-@pytest.mark.parametrize(("asked", "written"), [(1, 1), (2, 2), (3, 3), (4, 4), (5, 3), (40, 4), (41, 3)])
+@pytest.mark.parametrize(("asked", "written"), [(1, 1), (2, 2), (3, 3), (6, 6), (7, 5), (40, 6), (41, 5)])
 def test_many_micro_steps_are_written_as_few_of_the_same_parity(asked: int, written: int) -> None:
     """In the recorded 77M run an odd number peaks 3.5 MiB higher than an even one; how many does not matter."""
-    tape = write(replace(SMALL, gradient_accumulation_steps=asked), iterations=1)
-    assert sum(event.alloc and event.name == "d log_softmax" for event in tape.events) == written
+    tape = write(replace(SMALL, gradient_accumulation_steps=asked))
+    last = list(tape.spans())[-3]
+    assert last[0] == "train"
+    assert sum(event.alloc and event.name == "d log_softmax" for event in tape.events[last[1]:last[2]]) == written
+
+
+@pytest.mark.parametrize(("asked", "events", "written"), [
+    (1, 500, (1,) * 6), (40, 500, (16, 6, 6, 6, 6, 6)), (41, 500, (15, 5, 5, 5, 5, 5)), (12, 2000, (12, 6, 6, 6)),
+    (4, 2000, (4, 4, 4, 4)), (40, 5000, (4, 4, 2)), (9, 5000, (3, 3, 3)), (4, 5000, (4, 4, 4)), (1, 5000, (1,) * 4)])
+def test_the_history_is_longer_where_a_micro_batch_has_fewer_events(asked: int, events: int,
+                                                                    written: tuple[int, ...]) -> None:
+    assert history_of(NanoGPTRun(gradient_accumulation_steps=asked), events) == written
 
 
 def test_what_is_reserved_is_a_range_where_the_order_of_addresses_decides() -> None:
     """The recorded 124M run: 16.0 GB measured, and 18.5 GB had the driver handed out addresses upwards."""
-    tape = write(NanoGPTRun(gradient_accumulation_steps=4, compile=False), iterations=3)
+    tape = write(NanoGPTRun(gradient_accumulation_steps=4, compile=False), history=(4, 4, 4))
     found = replay(tape).reserved, *reserved_in_other_orders(tape)
     low, high = min(found), max(found)
     assert low == replay(tape).reserved
@@ -258,7 +269,7 @@ def test_what_the_first_norm_keeps_depends_on_how_many_sequences_share_positions
 def test_a_compiled_float32_run_keeps_the_logits_gradient_through_the_whole_backward_pass() -> None:
     """Their product with the head's input is added to the embedding's gradient, which comes last."""
     def position(dtype: str) -> tuple[int, int]:
-        events = write(replace(SMALL, compile=True, dtype=dtype), iterations=1, micro_steps=1).events
+        events = write(replace(SMALL, compile=True, dtype=dtype), history=(1,)).events
         freed = next(i for i, event in enumerate(events) if event.name == "d logits" and not event.alloc)
         return freed, next(i for i, event in enumerate(events) if event.name == "0.qkv.weight.grad" and event.alloc)
 

@@ -46,6 +46,7 @@ def written(knobs: dict[str, Any], trainer: str) -> Tape:
 
 
 def both(tape: Tape, cap: int | None = None, **kind: Any) -> None:
+    tape = Tape(tape.events, tape.marks)  # of which no part is known to repeat: test_repeats.py has that
     quick = replay(tape, cap, **kind)
     assert (quick.changes, quick.segments, quick.failed) == by_the_book.replay(tape, cap, **kind)
 
@@ -150,7 +151,13 @@ def test_parts_that_are_copied_are_what_would_be_written(name: str, trainer: str
     assert copied.copies
     assert not as_written.copies
     assert [step[:4] for step in copied.steps] == [step[:4] for step in as_written.steps]
-    assert replay(copied).segments == replay(as_written).segments
+    assert followed(copied) == followed(as_written)
+
+
+def followed(tape: Tape) -> list[tuple[int, int]]:
+    segments: list[tuple[int, int]] = []
+    Native().follow(tape.steps, 0, len(tape.steps), None, {}, segments)
+    return segments
 
 
 def test_two_that_are_brief_need_room_for_both() -> None:

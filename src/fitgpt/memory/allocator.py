@@ -1,6 +1,7 @@
 """Replays a tape by the rules of PyTorch's CUDA caching allocator: what is allocated, what is reserved, what is needed.
 
-The rules are in native.py and expandable.py, the driver's in ranges.py; here is what is asked of them.
+The rules are in native.py and expandable.py, the driver's in ranges.py, what is passed over in repeats.py; here is what
+is asked of them.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from .blocks import ROUND_SEGMENT, Caps, rounded, segment_size
 from .expandable import Expandable
 from .native import Native
 from .ranges import ALWAYS_ASCENDING, MOSTLY_DESCENDING
-from .tape import NONE_SERVES, OWNERS, RELEASE, Event, Step, Tape
+from .repeats import LARGE, SMALL, Track, follow, track, track_of_one_pool
+from .tape import NONE_SERVES, OWNERS, RELEASE, Event, Tape
 
 
 class PhasePeak(NamedTuple):
@@ -108,14 +110,14 @@ def replay(tape: Tape, cap: int | None = None, *, expandable: bool = False, desc
     extra: dict[int, int] = {}
     segments: list[tuple[int, int]] = []
     if cap is not None or descending is not None:
-        failed = allocator.follow(tape.steps, 0, cap, extra, segments)
+        failed = follow(allocator, track(tape), 0, cap, extra, segments)
         return Timeline(tape, _changes(tape, extra, failed), segments, failed)
     least = tape.asked_at_most // ROUND_SEGMENT * ROUND_SEGMENT
-    at = allocator.follow(tape.steps, 0, least, extra, segments, gives_back=False)
+    at = follow(allocator, track(tape), 0, least, extra, segments, gives_back=False)
     begun = None
     if at is not None:
         begun = Begun(tape, allocator.copy(), at, max((held for _, held in segments), default=0))
-        allocator.follow(tape.steps, at, None, extra, segments)
+        follow(allocator, track(tape), at, None, extra, segments)
     return Timeline(tape, _changes(tape, extra), segments, None, begun)
 
 
@@ -133,20 +135,19 @@ def reserved_in_other_orders(tape: Tape) -> tuple[int, ...]:
     """What is reserved where a driver hands out addresses in other orders than the usual.
 
     One block in another place can move what is reserved by gigabytes: where they differ, no single number is sure.
-    Unless memory is given back, no pool minds another, and small pools' segments ascend in both orders.
+    Small pools' segments ascend in both orders.
     """
     orders = MOSTLY_DESCENDING, ALWAYS_ASCENDING
     if any(step[0] == NONE_SERVES for step in tape.steps):
         return tuple(replay(tape, descending=order).reserved for order in orders)
-    in_small, in_large = ([(*step[:4], None) if step[4] else step for step in tape.steps if step[3] % 2 == small]
-                          for small in (1, 0))  # without what is brief in both
-    of_small = _reserved(in_small, ALWAYS_ASCENDING)
+    of_small = _reserved(track_of_one_pool(tape, SMALL), ALWAYS_ASCENDING)
+    in_large = track_of_one_pool(tape, LARGE)
     return tuple(of_small + _reserved(in_large, order) for order in orders)
 
 
-def _reserved(steps: Sequence[Step], descending: int) -> int:
+def _reserved(along: Track, descending: int) -> int:
     allocator = Native(descending)
-    allocator.follow(steps, 0, None, {}, [])
+    follow(allocator, along, 0, None, {}, [])
     return allocator.reserved
 
 
@@ -205,7 +206,7 @@ class Begun:
     def go_on(self, cap: int, *, gives_back: bool = True) -> bool:
         """To the end, or to the event that the cap refuses; without giving anything back, to the first such event."""
         segments: list[tuple[int, int]] = []
-        refused = self._allocator.follow(self._tape.steps, self._at, cap, {}, segments, gives_back=gives_back)
+        refused = follow(self._allocator, track(self._tape), self._at, cap, {}, segments, gives_back=gives_back)
         self.reserved = max(self.reserved, max((held for _, held in segments), default=0))
         self._at = len(self._tape.events) if refused is None else refused
         return refused is None

@@ -10,7 +10,8 @@ mapped.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from copy import copy
 from itertools import islice
 from operator import length_hint
 
@@ -155,16 +156,24 @@ class Expandable:
         self._taken: dict[str, tuple[int, int, int]] = {}  # by tensor: address, end, range
 
     def copy(self) -> Expandable:
-        other = Expandable()
-        other.reserved, other.caps, other._taken = self.reserved, self.caps.copy(), self._taken.copy()
-        other._ranges = [each.copy() for each in self._ranges]
+        other = copy(self)
+        other.caps = self.caps.copy()
+        other.stand_as(self)
         return other
 
-    def follow(self, steps: Sequence[Step], begin: int, cap: int | None, extra: dict[int, int],
+    def has_segments_of(self, other: Expandable) -> bool:
+        return all(here.unmapped == there.unmapped for here, there in zip(self._ranges, other._ranges, strict=True))
+
+    def stand_as(self, other: Expandable) -> None:
+        """As Native.stand_as."""
+        self._taken = other._taken.copy()
+        self._ranges = [each.copy() for each in other._ranges]
+
+    def follow(self, steps: Sequence[Step], begin: int, stop: int, cap: int | None, extra: dict[int, int],
                segments: list[tuple[int, int]], *, gives_back: bool = True) -> int | None:
         """As Native.follow; but no block is larger than what is asked for."""
         ranges, taken = self._ranges, self._taken
-        ahead = iter(steps[begin:] if begin else steps)
+        ahead = iter(steps[begin:stop])
         for asks, cut, tensor, home, brief in ahead:
             if brief:
                 length, parts = brief
@@ -191,11 +200,11 @@ class Expandable:
                     end = starts.pop(address)
                 elif asks == NONE_SERVES:
                     self.release()
-                    segments.append((len(steps) - length_hint(ahead) - 1, self.reserved))
+                    segments.append((stop - length_hint(ahead) - 1, self.reserved))
                     continue
                 else:
                     size, held = asks >> SPLIT, self.reserved
-                    wanted, number = segment_size(size), len(steps) - length_hint(ahead) - 1
+                    wanted, number = segment_size(size), stop - length_hint(ahead) - 1
                     if cap is not None and held + wanted > cap:
                         if not gives_back:
                             return number
@@ -238,6 +247,12 @@ class Expandable:
             ends[end] = address
             insort(free, end - address << SPLIT | address)
         return None
+
+    def standing(self, pool: int, names: Iterable[str]) -> tuple[object, ...]:
+        """As Native.standing."""
+        held = map(self._taken.get, names)
+        return (tuple(self._ranges[pool].free), tuple(self._ranges[pool].unmapped),
+                *(block for block in held if block and block[2] == pool))
 
     def release(self) -> None:
         """Unmaps every page that no block uses; recorded work's stay while there is any: a replay writes there."""

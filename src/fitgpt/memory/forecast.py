@@ -43,8 +43,9 @@ def draft(config: RunConfig, setting: Setting, trainer: str = "fitgpt") -> dict[
     def write(layers: int) -> Tape:
         shallow = replace(config, n_layer=layers, recompute=config.levels[0], grad_checkpoint=False)
         if trainer == "nanogpt":
-            return nanogpt.write(nanogpt_run(shallow), gpu=_gpu(config, setting), eval_batches=2, iterations=2,
-                                 micro_steps=2 + config.gradient_accumulation_steps % 2)
+            asked = config.gradient_accumulation_steps
+            return nanogpt.write(nanogpt_run(shallow), gpu=_gpu(config, setting), eval_batches=(2, 2),
+                                 history=(min(asked, 2 + asked % 2),) * 2)
         return gpt.write(shallow, setting)
 
     return drafted(config.n_layer, write, reuses=trainer == "nanogpt" and bool(config.compile))

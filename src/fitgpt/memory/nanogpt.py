@@ -7,6 +7,7 @@ its own: `logits` outlives its step, the next batch is on the card before the ba
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import partial
 from typing import Protocol
@@ -29,20 +30,36 @@ class Model(Protocol):
     def backward(self, inputs: str, targets: str, *, accumulate: bool) -> None: ...
 
 
-def write(run: NanoGPTRun, *, gpu: Gpu = H200, eval_batches: int = 4, iterations: int = 0,
-          micro_steps: int = 4) -> Tape:
-    """The tape of a run with so many batches of an evaluation and that many iterations between two evaluations.
+# Batches written of the first evaluation and of a later one: with eight of each, none of 300 drawn runs was another;
+# with three of the first two of 200 were (docs/log.md, 2026-11-16).
+EVAL_BATCHES = (4, 3)
+# How many micro-batches are written of each iteration between two evaluations, where one has up to so many events: as
+# many as there are, or fewer, but odd or even as they are. A replay passes over what repeats (repeats.py), and follows
+# three or four of each.
+HISTORIES = (1400, (16, 6, 6, 6, 6, 6)), (3000, (16, 6, 6, 6)), (math.inf, (4, 4, 2))
+WHOLE = {1: 4, 2: 4, 3: 3, 4: 3}  # so many whole iterations at least, of so few micro-batches
 
-    `micro_steps` is the most that are written of an iteration: beyond four, only odd or even was seen to matter; where
-    there are more than four, two do for the last one. Of iterations, three, or four of one or two steps: what is
-    reserved was seen to grow until the third, and whether the last one is even or odd to matter. See docs/log.md.
-    """
+
+def write(run: NanoGPTRun, *, gpu: Gpu = H200, eval_batches: tuple[int, int] = EVAL_BATCHES,
+          history: tuple[int, ...] = ()) -> Tape:
+    """The tape of a run with so many batches of the first evaluation and of the next. `history`: how many micro-batches
+    are written of each iteration between the two, where that is not for `history_of` to say."""
     writer = Writer()
     model = (CompiledGPT if run.compile else EagerGPT)(run, writer, gpu)
-    asked = run.gradient_accumulation_steps
-    written = asked if asked <= micro_steps else micro_steps - (asked - micro_steps) % 2
-    last = 2 if written == 4 < asked else max(written, 1)
-    return Loop(run, writer, model).run(eval_batches, iterations or (3 if written > 2 else 4), max(written, 1), last)
+    return Loop(run, writer, model).run(eval_batches, history)
+
+
+def history_of(run: NanoGPTRun, events: int) -> tuple[int, ...]:
+    """How many micro-batches to write of each iteration, if one has so many events.
+
+    What is reserved grows until the third iteration, in some runs until the fifth, and may depend on the number of
+    micro-batches of the first; of deep models it does so less. See docs/log.md, 2026-11-16.
+    """
+    asked = max(run.gradient_accumulation_steps, 1)
+    written = next(history for up_to, history in HISTORIES if events <= up_to)
+    if len(written) <= WHOLE.get(asked, 0):
+        return (asked,) * WHOLE[asked]
+    return tuple([min(asked, most if asked % 2 == 0 else max(most - 1, 3)) for most in written])
 
 
 def held_at_least(run: NanoGPTRun, gpu: Gpu = H200) -> int:
@@ -69,6 +86,14 @@ def _kept_eager(run: NanoGPTRun, gpu: Gpu) -> int:
     return sum(event.nbytes for event in writer.tape().alive_at_end().values())
 
 
+# What X is bound to: two names in turn, so that every second micro-batch has the same names.
+TRAINING, EVALUATED = ("X0", "X1"), ("X2", "X3")
+
+
+def other(two: tuple[str, str], name: str) -> str:
+    return two[name == two[0]]
+
+
 class Loop:
     """train.py, from the top to the bottom."""
 
@@ -76,35 +101,35 @@ class Loop:
         self.r, self.w, self.model = run, writer, model
         self.scaled = run.dtype == "float16"
         self.parameters = run.parameters()
-        self.batch = ""        # the names of what X, `logits` and `loss` are bound to; Y is X's with a prime
-        self.fetched = 0
+        self.batch = ""  # the names of what X, `logits` and `loss` are bound to; Y is X's with a prime
         self.bound: tuple[str, ...] = ()
 
-    def run(self, eval_batches: int, iterations: int, micro_steps: int, in_the_last: int) -> Tape:
+    def run(self, eval_batches: tuple[int, int], history: tuple[int, ...]) -> Tape:
         w = self.w
         w.phase("load")
         for name, numbers, _ in self.parameters:
             w.alloc(name, "weights", 4 * numbers)
-        self.batch = self.get_batch(self.next_batch())
+        self.batch = self.get_batch(TRAINING[0])
         w.phase("first_eval")
-        self.evaluate(eval_batches, first=True)
+        self.evaluate(eval_batches[0], first=True)
         if self.r.eval_only:
             return w.tape()
         w.phase("first_train")
-        self.micro_batches(micro_steps)
+        events = self.micro_batches(range(min(2, self.r.gradient_accumulation_steps or 1, *history[:1])))
+        first, *later = history or history_of(self.r, events)
+        self.micro_batches(range(2, first))
         self.step(first=True)
-        for left in reversed(range(iterations - 1)):
-            w.phase("train")
-            self.micro_batches(micro_steps if left else in_the_last)
-            w.phase("step")
-            w.part("step", (), partial(self.step, first=False))
+        with w.rounds() as begins:
+            for micro_steps in later:
+                if len(set(later)) == 1:
+                    begins((self.batch, f"{self.batch}'", *self.bound))
+                w.phase("train")
+                self.micro_batches(range(micro_steps))
+                w.phase("step")
+                w.part("step", (), partial(self.step, first=False))
         w.phase("eval")
-        self.evaluate(eval_batches, first=False)
+        self.evaluate(eval_batches[1], first=False)
         return w.tape()
-
-    def next_batch(self) -> str:
-        self.fetched += 1
-        return f"X{self.fetched}"
 
     def get_batch(self, name: str) -> str:
         """Inputs and targets, 8 bytes a token each."""
@@ -117,7 +142,7 @@ class Loop:
         w, batch = self.w, ""
         bound: tuple[str, ...] = ()
         for _ in range(batches):
-            before, batch = batch, self.next_batch()
+            before, batch = batch, other(EVALUATED, batch)
             outputs = (f"logits of {batch}", f"loss of {batch}")
             spent = (*((before, f"{before}'") if before else ()), *bound)
             w.part(("evaluation", bool(before), first and not before), (batch, f"{batch}'", *outputs, *spent),
@@ -134,14 +159,19 @@ class Loop:
         w.free(*bound)
         self.model.leave_autocast(grad=False)
 
-    def micro_batches(self, count: int) -> None:
-        for micro_step in range(count):
-            batch, following, bound = self.batch, self.next_batch(), self.bound
+    def micro_batches(self, micro_steps: range) -> int:
+        """The number of events of the last."""
+        w, begin = self.w, 0
+        for micro_step in micro_steps:
+            begin = w.length
+            batch, bound = self.batch, self.bound
+            following = other(TRAINING, batch)
             outputs = (f"logits of {batch}", f"loss of {batch}")
             names = (batch, f"{batch}'", following, f"{following}'", *outputs, *bound)
-            self.w.part(("micro-batch", micro_step > 0, bool(bound)), names,
-                        partial(self.micro_batch, batch, following, outputs, bound, accumulate=micro_step > 0))
+            w.part(("micro-batch", micro_step > 0, bool(bound)), names,
+                   partial(self.micro_batch, batch, following, outputs, bound, accumulate=micro_step > 0))
             self.batch, self.bound = following, outputs
+        return w.length - begin
 
     def micro_batch(self, batch: str, following: str, outputs: tuple[str, str], bound: tuple[str, ...], *,
                     accumulate: bool) -> None:

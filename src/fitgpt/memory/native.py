@@ -10,7 +10,8 @@ process. Only when the cap refuses a new segment are the wholly free ones given 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from copy import copy
 from itertools import islice
 from operator import length_hint
 
@@ -40,22 +41,28 @@ class Native:
         self._taken: dict[str, tuple[int, int, int, int, int]] = {}
 
     def copy(self) -> Native:
-        other = Native()
-        other.reserved, other._driver = self.reserved, self._driver.copy()
-        other._pools = [pool.copy() for pool in self._pools]
-        other._starts, other._ends, other._segments = self._starts.copy(), self._ends.copy(), self._segments.copy()
-        other._taken, other.caps = self._taken.copy(), self.caps.copy()
+        other = copy(self)
+        other.caps, other._driver, other._segments = self.caps.copy(), self._driver.copy(), self._segments.copy()
+        other.stand_as(self)
         return other
 
-    def follow(self, steps: Sequence[Step], begin: int, cap: int | None, extra: dict[int, int],
+    def has_segments_of(self, other: Native) -> bool:
+        return self._segments == other._segments
+
+    def stand_as(self, other: Native) -> None:
+        """With every block where it is in the other, of the same segments."""
+        self._pools = [pool.copy() for pool in other._pools]
+        self._starts, self._ends, self._taken = other._starts.copy(), other._ends.copy(), other._taken.copy()
+
+    def follow(self, steps: Sequence[Step], begin: int, stop: int, cap: int | None, extra: dict[int, int],
                segments: list[tuple[int, int]], *, gives_back: bool = True) -> int | None:
-        """Steps from `begin` on, to the end (None) or to the one that the cap refuses.
+        """Steps from `begin` on, to the one before `stop` (None) or to the one that the cap refuses.
 
         Notes those that took or gave back `extra` bytes, beyond what is asked for, and what is reserved from one on
         where that changed. One loop and no calls: this is what a plan takes its time for.
         """
         pools, starts, ends, taken = self._pools, self._starts, self._ends, self._taken
-        ahead = iter(steps[begin:] if begin else steps)
+        ahead = iter(steps[begin:stop])
         for asks, cut, tensor, home, brief in ahead:
             pool = pools[home]
             if asks:
@@ -77,11 +84,11 @@ class Native:
                     end = starts.pop(address)
                 elif asks == NONE_SERVES:
                     self.release()
-                    segments.append((len(steps) - length_hint(ahead) - 1, self.reserved))
+                    segments.append((stop - length_hint(ahead) - 1, self.reserved))
                     continue
                 else:
                     whole, held = segment_size(asks >> SPLIT), self.reserved
-                    number = len(steps) - length_hint(ahead) - 1
+                    number = stop - length_hint(ahead) - 1
                     if cap is not None and held + whole > cap:
                         if not gives_back:
                             return number
@@ -115,11 +122,11 @@ class Native:
                     more = rest >> SPLIT
                     taken[tensor] = address, end, block, home, more
                     if more:
-                        extra[len(steps) - length_hint(ahead) - 1] = more
+                        extra[stop - length_hint(ahead) - 1] = more
                 continue
             address, end, block, _, more = taken.pop(tensor)
             if more:
-                extra[len(steps) - length_hint(ahead) - 1] = -more
+                extra[stop - length_hint(ahead) - 1] = -more
             if end in starts:
                 beyond = starts.pop(end)
                 after = ends[beyond]
@@ -134,6 +141,11 @@ class Native:
             starts[address], ends[end] = end, block
             insort(pool, block)
         return None
+
+    def standing(self, pool: int, names: Iterable[str]) -> tuple[object, ...]:
+        """What a pool's next decisions depend on, if they are about new tensors and those of these that lie there."""
+        held = map(self._taken.get, names)
+        return tuple(self._pools[pool]), *(block for block in held if block and block[3] == pool)
 
     def _segment(self, nbytes: int, *, loading: bool) -> int:
         address = self._driver.place(nbytes, loading=loading)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby, pairwise
 from typing import NamedTuple
 
 from ..nouns import PHASES
@@ -47,12 +47,22 @@ class Mark(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """So many events from `start` on are those from `source` on, but for names at some places, counted from there."""
+    """So many events from `start` on are those from `source` on, but for names at some places, counted from there. What
+    was written first is a copy of itself."""
 
     start: int
     length: int
     source: int
     differ: tuple[int, ...]
+    names: tuple[str, ...]  # those that may be others here than there
+
+
+class Look(NamedTuple):
+    """Here something begins that comes several times, one right after another."""
+
+    at: int
+    end: int  # where the last of them ends
+    names: tuple[str, ...]  # in which they may differ
 
 
 @dataclass(frozen=True)
@@ -62,6 +72,11 @@ class Tape:
     events: tuple[Event, ...]
     marks: tuple[Mark, ...]
     copies: tuple[Copy, ...] = field(default=(), compare=False, repr=False)  # how it was written, in order
+    rounds: tuple[Look, ...] = field(default=(), compare=False, repr=False)  # where what is longer than a part begins
+
+    @property
+    def _copied(self) -> list[Copy]:
+        return [copy for copy in self.copies if copy.start != copy.source]
 
     def spans(self) -> Iterator[tuple[str, int, int]]:
         """Each phase with the numbers of its first event and of the one after its last."""
@@ -72,8 +87,10 @@ class Tape:
     @cached_property
     def steps(self) -> tuple[Step, ...]:
         shapes, steps = _Shapes(), list[Step]()
-        for start, length, source, differ in self.copies:
-            steps += shapes.steps(self.events[len(steps):start])
+        for start, length, source, differ, *_ in self.copies:
+            steps += shapes.steps(self.events[len(steps):start])  # so nothing that is brief ends in another part
+            if start == source:
+                continue
             copied = steps[source:source + length]
             for at in differ:
                 copied[at], = shapes.steps(self.events[start + at:start + at + 1])
@@ -86,7 +103,7 @@ class Tape:
     def changes(self) -> list[int]:
         """What each event does to the bytes allocated, where a block is as large as what is asked for, rounded."""
         sizes, changes = _Sizes(), list[int]()
-        for start, length, source, _ in [*self.copies, Copy(len(self.events), 0, 0, ())]:
+        for start, length, source, *_ in [*self._copied, Copy(len(self.events), 0, 0, (), ())]:
             changes += [sizes[event[3]] if event[0] else 0 if event[1] == RELEASE else -sizes[event[3]]
                         for event in self.events[len(changes):start]]
             changes += changes[source:source + length]
@@ -106,13 +123,22 @@ class Tape:
             return (heights[-1], max(heights)) if heights else (0, 0)
 
         asked = most = done = 0
-        for start, length, source, _ in [*self.copies, Copy(len(self.events), 0, 0, ())]:
+        for start, length, source, *_ in [*self._copied, Copy(len(self.events), 0, 0, (), ())]:
             for part in ((done, start), (source, source + length)):
                 more, at_most = rise(*part)
                 most = max(most, asked + at_most)
                 asked += more
             done = start + length
         return most
+
+    @cached_property
+    def looks(self) -> tuple[Look, ...]:
+        """Where a replay may find that it has been there before: in runs of parts, one right after another."""
+        found: list[Look] = []
+        for _, alike in groupby(self.copies, key=_Neighbours()):
+            *copies, last = alike
+            found += [Look(copy.start, last.start + last.length, copy.names) for copy in (*copies, last) if copies]
+        return tuple(sorted((*found, *self.rounds)))
 
     def alive_at_end(self) -> dict[str, Event]:
         alive: dict[str, Event] = {}
@@ -122,6 +148,18 @@ class Tape:
             elif event.name != RELEASE:
                 del alive[event.name]
         return alive
+
+
+class _Neighbours:
+    """Tells copies of one part, one right after another, from all others: to each the number of its run."""
+
+    def __init__(self) -> None:
+        self._run, self._source, self._end = 0, -1, -1
+
+    def __call__(self, copy: Copy) -> int:
+        self._run += (copy.source, copy.start) != (self._source, self._end)
+        self._source, self._end = copy.source, copy.start + copy.length
+        return self._run
 
 
 class _Sizes(dict[int, int]):
@@ -209,6 +247,7 @@ class Writer:
         self._alive: dict[str, Event] = {}
         self._parts: dict[Hashable, _Part] = {}
         self._copies: list[Copy] = []
+        self._rounds: list[Look] = []
 
     def phase(self, name: str) -> None:
         if name not in PHASES:
@@ -243,6 +282,7 @@ class Writer:
             frees = [name for name, event in before.items() if after.get(name) is not event]
             leaves = [event for name, event in after.items() if before.get(name) is not event]
             self._parts[kind] = _Part(start, self._events[start:], names, frees, leaves)
+            self._copies.append(Copy(start, len(self._events) - start, start, (), names))
             return
         part = self._parts[kind]
         renamed, events = dict(zip(part.names, names, strict=True)), part.events.copy()
@@ -254,8 +294,16 @@ class Writer:
         for event in part.leaves:
             name = renamed.get(event.name, event.name)
             self._alive[name] = event if name == event.name else event._replace(name=name)
-        self._copies.append(Copy(len(self._events), len(events), part.start, part.differ))
+        self._copies.append(Copy(len(self._events), len(events), part.start, part.differ, names))
         self._events += events
+
+    @contextmanager
+    def rounds(self) -> Iterator[Callable[[tuple[str, ...]], None]]:
+        """What comes again and again, for the length of a `with`: to be called where each begins, with the names that
+        may differ. Those of the same names must be alike, event by event."""
+        begun: list[tuple[int, tuple[str, ...]]] = []
+        yield lambda names: begun.append((len(self._events), names))
+        self._rounds += [Look(at, len(self._events), names) for at, names in begun]
 
     def release(self) -> None:
         self._events.append(Event(False, RELEASE, "other", 0))
@@ -265,6 +313,10 @@ class Writer:
 
     def events_since(self, number: int) -> list[Event]:
         return self._events[number:]
+
+    @property
+    def length(self) -> int:
+        return len(self._events)
 
     def alive(self, name: str) -> bool:
         return name in self._alive
@@ -278,4 +330,4 @@ class Writer:
     def tape(self) -> Tape:
         if not self._marks or self._marks[0].start != 0:
             raise ValueError("a tape begins with a phase")
-        return Tape(tuple(self._events), tuple(self._marks), tuple(self._copies))
+        return Tape(tuple(self._events), tuple(self._marks), tuple(self._copies), tuple(self._rounds))

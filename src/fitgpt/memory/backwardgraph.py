@@ -131,17 +131,24 @@ class BackwardGraph(GraphWriter):
                 saved = [self.add(normed, reads=[*saved, "x0.mask", "0.ln_1.rstd"], over={normed.name: ["tok_emb"]})]
             saved.append("x0.mask")
         saved.append("0.ln_1.rstd")
-        rows = self.add(Made("wte.embedding", "gradients", 4 * s.v * s.c, "float"), timed="zeros")
+        rows = []
+        if self.r.batch_size == 1:  # there is nothing to be summed over sequences: it adds to the positions' rows, too
+            rows += [self.add(self.wpe, timed="zeros of positions", keep=True), "positions"]
+        rows.append(self.add(Made("wte.embedding", "gradients", 4 * s.v * s.c, "float"), timed="zeros"))
         before, self.dx = self.dx, "dx"
-        self.with_sums("0.ln_1", [s.stream("dx")], [d, *saved, before, "inputs", rows], {"dx": [before]},
+        self.with_sums("0.ln_1", [s.stream("dx")], [d, *saved, before, "inputs", *rows], {"dx": [before]},
                        again=[d, *saved])
 
+    @property
+    def wpe(self) -> Made:
+        return self.s.gradient("wpe", self.r.block_size * self.s.c)
+
     def embeddings(self) -> None:
-        s = self.s
-        wpe = s.gradient("wpe", self.r.block_size * s.c)
-        zeros = self.add(wpe._replace(name="wpe.zeros"), timed="zeros of positions")
-        self.add(wpe, reads=(self.dx, "positions", zeros), over={wpe.name: [zeros]}, keep=True,
-                 timed="rows of positions")
+        s, wpe = self.s, self.wpe
+        if self.r.batch_size > 1:
+            zeros = self.add(wpe._replace(name="wpe.zeros"), timed="zeros of positions")
+            self.add(wpe, reads=(self.dx, "positions", zeros), over={wpe.name: [zeros]}, keep=True,
+                     timed="rows of positions")
         head = ["wte.raw"] if s.half else ["d logits", "ln_f.out"]
         self.add(s.gradient("wte", s.v * s.c), reads=("wte.embedding", *head), calls="" if s.half else "product",
                  timed="tied" if s.half else "", after=self.dx, keep=True)

@@ -16,6 +16,7 @@ FEW_SEQUENCES, FEW_DROPPED = 2, 4  # up to which the first norm's rows are light
 LINE, LONG_ROW = 128, 1024   # rows longer than so many numbers are laid out in lines of so many bytes
 ROWS_A_LOSS = 8192           # tokens whose losses are summed at once
 LONG_NORM, FEW_NORMS = 256, 2048  # the first norm's variants are timed with rows as long, and more of them
+ATTENTION = 5                # buffers that the compiler counts for one: it and what it hands out
 PROGRAMS, LEAST_ROWS, MOST_ROWS = 8, 16, 128  # a multiprocessor's, in a norm's backward, and rows of each
 
 
@@ -67,6 +68,7 @@ class ForwardGraph(GraphWriter):
         super().__init__()
         self.s, self.r, self.attend, self.grad = shapes, shapes.r, attend, grad
         self.drops = grad and shapes.r.dropout > 0
+        self.in_a_norm = 2 + self.drops if grad else 3  # statistics and random numbers that are no buffers of their own
         self.terms: list[str] = []  # whose sum the residual stream is
         self.unseen = 0             # terms that are inputs of the graph
 
@@ -81,7 +83,7 @@ class ForwardGraph(GraphWriter):
             self.mlp(i)
             self.norm(f"{i + 1}.ln_1" if i + 1 < layers else "ln_f", f"{i}.down")
         self.loss()
-        return Graph(self.kernels, frozenset(self.keeps))
+        return Graph(self.kernels, frozenset(self.keeps), numbers=self.numbers)
 
     def embed(self) -> None:
         """With a graph to keep, rows of both tables are written down, or else what the first norm makes of them."""
@@ -101,7 +103,7 @@ class ForwardGraph(GraphWriter):
         else:
             makes += [s.stream("0.ln_1.normed"), out, rstd] if self.grad else [out]
         varied = not self.grad and s.c >= LONG_NORM and s.n > FEW_NORMS
-        self.add(*makes, reads=reads, keep=self.grad, timed="embedding" if varied else "")
+        self.add(*makes, reads=reads, keep=self.grad, timed="embedding" if varied else "", unseen=self.in_a_norm)
         self.terms = ["tok_emb", "pos_emb"] if rows_kept else []
         self.unseen = 0 if rows_kept else 3  # tokens, and two tables
         self.terms += ["x0.mask"] if self.drops else []
@@ -135,7 +137,7 @@ class ForwardGraph(GraphWriter):
         self.keeps.update(made.name for made in kept)
         if self.drops:
             self.keeps.add(makes[0].name)
-        self.add(*makes, *(kept or [out]), reads=reads, over=over)
+        self.add(*makes, *(kept or [out]), reads=reads, over=over, unseen=self.in_a_norm)
 
     def cast(self, name: str, rows: int, columns: int, *, keep: bool) -> str:
         made = self.s.table(f"{name}.half", rows, columns, "casts")
@@ -161,7 +163,7 @@ class ForwardGraph(GraphWriter):
                               timed=f"padded {part}") for part in "qkv"]
         gets = [Made(name, "activations", nbytes, s.kind if ".attention" in name else "state")
                 for name, nbytes in attend.made(i) if grad or ".attention" in name]
-        self.add(reads=parts, keep=grad, calls=f"attention {i}", gets=gets)
+        self.add(reads=parts, keep=grad, calls=f"attention {i}", gets=gets, unseen=ATTENTION - len(gets))
         ahead = self.casts(f"{i}.proj", s.c, s.c) if grad and attend.padded else []
         if attend.padded:
             self.add(s.narrow(f"{i}.attention"), reads=[f"{i}.attention.wide"], keep=grad, timed="cut heads")

@@ -1,10 +1,11 @@
 """How torch's compiler lays out the memory of a graph of kernels: their order, whose buffer another may take.
 
-Three rules of Inductor, as recorded runs of torch 2.11 show them; the source of 2.13 has them too, but for the quirk:
+Four rules of Inductor, as recorded runs of torch 2.11 show them; the source of 2.13 has them too, but for the quirk:
 - An output takes the place of an input that nobody reads any more, where its kernel may write there.
 - Else it takes a spent buffer of the same kind and size, if the wait for it would not raise the estimated peak; the
   estimate takes what a graph hands out for freed at the start (the quirk), so that one which hands out much reuses
   little.
+- Of buffers that are spent at once, the last by name is the first to be taken: buf89 before buf111.
 - Kernels run in the order that is estimated to peak lowest (orders.py).
 """
 
@@ -46,6 +47,8 @@ def plan(graph: Graph) -> Plan:
     for name, at in last.items():
         if name not in graph.keeps and name not in graph.lent:
             spent_after.setdefault(at, []).append(name)
+    for names in spent_after.values() if graph.numbers else ():
+        names.sort(key=lambda name: str(graph.numbers[name]))
     steps: list[Step | None] = []
     home = {name: name for name in graph.inputs}       # the block in which a buffer lies
     blocks = dict[str, Made]()                         # by the name of the first buffer in it

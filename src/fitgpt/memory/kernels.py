@@ -35,6 +35,7 @@ class Graph(NamedTuple):
     keeps: frozenset[str]             # what it hands out
     inputs: Mapping[str, int] = {}    # what it is handed and may free
     lent: frozenset[str] = frozenset()  # those of its inputs that are not its own to free
+    numbers: Mapping[str, int] = {}   # by which the compiler calls its buffers, where they matter: 12 is buf12
 
 
 class GraphWriter:
@@ -43,13 +44,18 @@ class GraphWriter:
     def __init__(self) -> None:
         self.kernels: list[Kernel] = []
         self.keeps = set[str]()
+        self.numbers = dict[str, int]()
+        self.numbered = 0
 
     def add(self, *makes: Made, reads: Sequence[str] = (), over: Mapping[str, Sequence[str]] | None = None,
             calls: str = "", gets: Sequence[Made] = (), timed: str = "", after: str = "", within: int = 0,
-            keep: bool = False) -> str:
-        """Returns the name of its first result; `keep`: whether the graph hands its results out."""
+            keep: bool = False, unseen: int = 0) -> str:
+        """Returns the name of its first result; `keep`: whether the graph hands its results out; `unseen`: how many
+        buffers the compiler counts besides, and never makes."""
         kernel = Kernel(makes, tuple(reads), over or {}, calls, tuple(gets), timed, after, within)
         self.kernels.append(kernel)
+        self.numbers.update({made.name: number for number, made in enumerate(kernel.results, self.numbered + unseen)})
+        self.numbered += unseen + len(kernel.results)
         if keep:
             self.keeps.update(made.name for made in kernel.results)
         return kernel.results[0].name

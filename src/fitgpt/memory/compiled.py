@@ -10,7 +10,7 @@ from .aten import CUBLASLT, Attention, Gpu, sum_over_rows
 from .backwardgraph import BackwardGraph
 from .forwardgraph import ForwardGraph, Shapes
 from .inductor import Plan, plan
-from .nanorun import NanoGPTRun
+from .nanorun import SCALAR, NanoGPTRun
 from .tape import Writer
 
 VARIANTS = 2  # of a kernel that are timed
@@ -29,12 +29,21 @@ class CompiledGPT:
         self.weighed = self.held = self.most = 0  # events that were looked at; bytes after them, and at most
 
     def forward(self, logits: str, loss: str, *, grad: bool) -> None:
-        self.weigh_padding("training" if grad else "evaluation")
+        self.compile("training" if grad else "evaluation")
         names = {"logits": logits, "loss": loss}
         if grad:
             self.follow(self.training, "training", names | (self.fresh if self.w.alive("wte.grad") else {}))
         else:
             self.follow(self.evaluation, "evaluation", names)
+
+    def compile(self, graph: str) -> None:
+        """Before a graph first runs. Patterns are tried on small tensors, soon gone again; that something was freed matters
+        (see ranges.py)."""
+        if (graph, "tried") not in self.timed:
+            self.timed.add((graph, "tried"))
+            with self.w.held("pattern", "other", SCALAR):
+                pass
+        self.weigh_padding(graph)
 
     def leave_autocast(self, *, grad: bool) -> None:
         """Casts are part of the compiled code: nothing to empty."""

@@ -37,8 +37,8 @@ class CompiledGPT:
             self.follow(self.evaluation, "evaluation", names)
 
     def compile(self, graph: str) -> None:
-        """Before a graph first runs. Patterns are tried on small tensors, soon gone again; that something was freed matters
-        (see ranges.py)."""
+        """Before a graph first runs, patterns are tried on small tensors, soon gone again: from then on the driver puts
+        segments elsewhere (ranges.py)."""
         if (graph, "tried") not in self.timed:
             self.timed.add((graph, "tried"))
             with self.w.held("pattern", "other", SCALAR):

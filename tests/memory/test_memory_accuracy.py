@@ -1,4 +1,4 @@
-"""The written tape against 160 recorded runs of nanoGPT's train.py on an H200: every figure of every run."""
+"""The written tape against 200 recorded runs of nanoGPT's train.py on an H200: every figure of every run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ROWS = [row for record in RECORDS for row in rows_of(record) if not row.get("exp
 TABLES = [compare(rows_of(record)) for record in RECORDS]
 FIGURES = [figure for figures in TABLES[:2] for figure in figures]
 UNSEEN = rows_of(RECORDS[2])  # recorded when the tape was as it is
-DRAWN = {which: rows_of(RESULTS / f"nanogpt_{which}_h200.json") for which in ("usual", "wider", "odd")}
+DRAWN = {which: rows_of(RESULTS / f"nanogpt_{which}_h200.json") for which in ("usual", "wider", "odd", "many")}
 
 # All figures of the runs it was written from are forecast to the byte but for these, so many percent off.
 OFF = {
@@ -40,8 +40,9 @@ OFF = {
     ("124M compiled", "train_reserved"): +0.259,
     ("124M compiled", "eval_peak"): +0.010,
     ("124M compiled", "idle"): +0.019,
-    ("30M compiled", "train_peak"): +0.026,
 }
+# Of two runs called so, the one that was recorded with others later: a segment of 2 MiB that is passed over.
+OFF_LATER = {("62M (width 504) compiled", "train_reserved"): -0.019}
 
 
 def named(figure: Figure) -> str:
@@ -58,9 +59,12 @@ def test_every_run_that_was_drawn_was_recorded() -> None:
         (case["name"], case["config"]) for case in drawn]
 
 
-@pytest.mark.parametrize("figure", FIGURES, ids=named)
-def test_a_run_it_was_written_from_is_forecast_to_the_byte_but_for_the_figures_named_here(figure: Figure) -> None:
-    off = OFF.get((figure.run, figure.name), 0.0)
+@pytest.mark.parametrize(
+    ("figure", "known"), [(figure, OFF) for figure in TABLES[0]] + [(figure, OFF | OFF_LATER) for figure in TABLES[1]],
+    ids=lambda each: named(each) if isinstance(each, Figure) else "")
+def test_a_run_it_was_written_from_is_forecast_to_the_byte_but_for_the_figures_named_here(
+        figure: Figure, known: dict[tuple[str, str], float]) -> None:
+    off = known.get((figure.run, figure.name), 0.0)
     assert figure.percent == pytest.approx(off, abs=0.001 if off else 0)
 
 
@@ -71,13 +75,10 @@ def test_none_is_farther_off_than_promised(figure: Figure) -> None:
     assert abs(figure.percent) <= (0.2 if figure.run.endswith("eager") else 1.0)
 
 
-def test_so_with_runs_the_tape_had_not_seen_but_for_two_figures() -> None:
-    """The first evaluation of the one run with expandable segments, and a segment of 2 MiB in a run of 260 MiB."""
+def test_so_with_runs_the_tape_had_not_seen() -> None:
     compiled = {row["name"]: row["config"]["compile"] for row in UNSEEN}
-    beyond = {(each.run, each.name) for each in TABLES[2]
-              if each.percent < -0.5 or abs(each.percent) > (1.0 if compiled[each.run] else 0.2)}
-    assert beyond == {("77M, expandable segments", "eval_first_reserved"), ("drawn 07", "train_reserved")}
-    assert sum(not each.off for each in TABLES[2]) == 116
+    assert all(each.percent >= -0.5 and abs(each.percent) <= (1.0 if compiled[each.run] else 0.2) for each in TABLES[2])
+    assert sum(not each.off for each in TABLES[2]) == 117
 
 
 @pytest.mark.parametrize("which", DRAWN)
@@ -86,19 +87,31 @@ def test_every_run_of_other_shapes_that_was_drawn_was_recorded(which: str) -> No
     assert [(row["name"], row["config"]) for row in DRAWN[which]] == [(case["name"], case["config"]) for case in drawn]
 
 
-def test_of_usual_shapes_and_any_other_these_figures_alone_are_farther_off_than_promised() -> None:
-    """Where the compiler has nothing to pad. Two of first evaluations; one that depends on where the driver puts
-    segments, and one in which buffers of two kinds happen to be of one size; what lies idle."""
-    rows = [row for which in ("usual", "wider") for row in DRAWN[which] if not is_odd(row["config"])]
-    compiled = {row["name"]: row["config"]["compile"] for row in rows}
-    figures = compare(rows)
+def farther_off_than_promised(rows: list[dict[str, Any]]) -> tuple[dict[tuple[str, str], float], int, int]:
+    """Which, how many percent; how many figures are to the byte, and of how many."""
+    compiled, figures = {row["name"]: row["config"]["compile"] for row in rows}, compare(rows)
     beyond = {(each.run, each.name): round(each.percent, 2) for each in figures
               if each.percent < -0.5 or abs(each.percent) > (1.0 if compiled[each.run] else 0.2)}
-    assert beyond == {
-        ("usual 18", "eval_first_reserved"): -0.73, ("usual 26", "eval_first_reserved"): -2.23,
-        ("usual 21", "train_reserved"): -1.15, ("usual 21", "eval_peak"): -0.72, ("usual 21", "idle"): -0.55,
-        ("wider 02", "train_reserved"): -0.53, ("wider 20", "idle"): 0.35}
-    assert (sum(not each.off for each in figures), len(figures)) == (405, 483)
+    return beyond, sum(not each.off for each in figures), len(figures)
+
+
+def test_of_usual_shapes_and_any_other_these_figures_alone_are_farther_off_than_promised() -> None:
+    """Where the compiler has nothing to pad. One of a first evaluation; one run that depends on where the driver puts
+    segments, and one in which buffers of two kinds happen to be of one size."""
+    rows = [row for which in ("usual", "wider") for row in DRAWN[which] if not is_odd(row["config"])]
+    assert farther_off_than_promised(rows) == ({
+        ("usual 18", "eval_first_reserved"): -0.73, ("usual 21", "train_reserved"): -1.15,
+        ("usual 21", "eval_peak"): -0.72, ("usual 21", "idle"): -0.55, ("wider 02", "train_reserved"): -0.53}, 418, 483)
+
+
+def test_so_where_there_are_many_micro_batches_as_they_come_and_where_few_tell_something_else_than_all() -> None:
+    """Two compiled ones of the latter kind, and what lies where."""
+    drawn, sensitive = DRAWN["many"][:24], DRAWN["many"][24:]
+    assert farther_off_than_promised(drawn) == (
+        {("many 14", "eval_first_reserved"): -0.79, ("many 16", "train_peak"): 0.29}, 155, 168)
+    assert farther_off_than_promised(sensitive) == ({
+        ("sensitive 30", "train_reserved"): 1.96, ("sensitive 32", "train_reserved"): 1.44,
+        ("sensitive 38", "eval_peak"): -0.32, ("sensitive 38", "idle"): -0.5}, 89, 112)
 
 
 def test_of_large_vocabularies_that_are_no_multiple_of_8_so_much_is_within_one_percent() -> None:

@@ -121,7 +121,7 @@ def test_what_is_spared_at_least_is_never_more_than_what_is_spared() -> None:
 
 
 def test_of_a_shallow_run_the_whole_answer_comes_at_once() -> None:
-    assert not answers.plan(asked(trainer="nanogpt", n_layer=8))["draft"]
+    assert not answers.plan(asked(trainer="nanogpt", n_layer=4))["draft"]
     assert not answers.plan(asked(trainer="fitgpt", n_layer=12))["draft"]
     assert not answers.plan(asked(trainer="fitgpt", n_layer=8, compile=False))["draft"]
 

@@ -36,7 +36,7 @@ EVAL_BATCHES = (4, 3)
 # How many micro-batches are written of each iteration between two evaluations, where one has up to so many events: as
 # many as there are, or fewer, but odd or even as they are. A replay passes over what repeats (repeats.py), and follows
 # three or four of each.
-HISTORIES = (1400, (16, 6, 6, 6, 6, 6)), (3000, (16, 6, 6, 6)), (math.inf, (4, 4, 2))
+HISTORIES = (1400, (16, 6, 6, 6, 6, 6)), (2000, (16, 6, 6, 6)), (math.inf, (4, 4, 2))
 WHOLE = {1: 4, 2: 4, 3: 3, 4: 3}  # so many whole iterations at least, of so few micro-batches
 
 

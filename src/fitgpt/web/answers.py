@@ -40,8 +40,8 @@ BARS = ("load", "first_eval", "first_train", "train", "step", "eval")  # phases 
 HEADS, WIDTHS = range(1, 129), range(8, 8193)
 NARROWEST_HEAD, WIDEST_HEAD = 8, 256
 # So many layers are deep: a tape may take longer to write and to replay than the 50 ms in which a page answers. That of
-# fitgpt's compiled runs is the shortest.
-DEEP, DEEP_IF_SHORT = 9, 13
+# fitgpt's compiled runs is the shortest, that of nanoGPT's the longest.
+DEEP, DEEP_IF_SHORT, DEEP_IF_LONG = 9, 13, 5
 
 # How far below and above the truth the highest point of a draft may be: blocks are larger than what is asked for, by up
 # to 4 %; above it none was seen (docs/log.md).
@@ -98,7 +98,7 @@ def of(asked: Asked) -> tuple[RunConfig, Timeline]:
 def plan(asked: Asked) -> Answer:
     """The whole answer, or a draft of it (see above): then `fits` is None where only a replay can tell."""
     config = forecast.settled(asked.config, asked.place.setting, asked.trainer)
-    deep = DEEP_IF_SHORT if asked.trainer == "fitgpt" and config.compile else DEEP
+    deep = DEEP_IF_LONG if asked.trainer == "nanogpt" else DEEP_IF_SHORT if config.compile else DEEP
     if config.n_layer < deep or config.eval_only:
         return whole(asked)
     held, limit = _drafted(asked, config), asked.place.budget.reserve_limit

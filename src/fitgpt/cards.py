@@ -113,7 +113,8 @@ def peak_flops(card: Card | None, dtype: str) -> tuple[float | None, str]:
 _NOISE = {"nvidia", "geforce", "tesla", "quadro", "amd", "radeon", "apple", "rtx", "gtx", "rx", "gpu", "graphics",
           "blackwell", "generation", "edition", "workstation", "server", "hbm2", "hbm2e"}
 _FORMS = {"sxm": "sxm", "sxm2": "sxm", "sxm4": "sxm", "sxm5": "sxm", "hbm3": "sxm", "pcie": "pcie"}
-_GLUED = re.compile(r"\b(rtx|gtx|rx)(?=\d)|(?<=\d{4})(?=ti|super|xt|laptop)|(?<=ti)(?=super)")
+_GLUED = re.compile(r"\b(rtx|gtx|rx)(?=\d)|(?<=\d{4})(?=ti|super|xt|laptop|mobile|[sm]\b)|(?<=ti)(?=super|s\b)")
+_SPELLED_OUT = {"s": "super", "m": "laptop", "mobile": "laptop"}  # 4070S, 3060M, "4070 mobile"
 _MEMORY = re.compile(r"(\d+)gb\Z")
 _BARE_SIZE = re.compile(r".*[ _-]\d{1,3}(?=[gG]?\Z)", re.DOTALL)
 MOST_NAMED = 8
@@ -128,7 +129,8 @@ class _Name(NamedTuple):
 
 @cache
 def _words(name: str) -> tuple[str, ...]:
-    return tuple(re.findall(r"[a-z0-9]+", _GLUED.sub(r"\1 ", re.sub(r"(\d) +gb\b", r"\1gb", name.lower()))))
+    words = re.findall(r"[a-z0-9]+", _GLUED.sub(r"\1 ", re.sub(r"(\d) +gb\b", r"\1gb", name.lower())))
+    return tuple(_SPELLED_OUT.get(word, word) for word in words)
 
 
 @cache

@@ -18,6 +18,7 @@ from operator import length_hint
 from .blocks import ADDRESS, LARGE_SEGMENT, SMALL_SEGMENT, SPLIT, Caps, segment_size
 from .tape import NONE_SERVES, RECORDED, Step
 
+Places = tuple[int, list["Range"], dict[str, tuple[int, int, int]]]
 ENDLESS = 2**90 // LARGE_SEGMENT * LARGE_SEGMENT
 
 
@@ -153,21 +154,24 @@ class Expandable:
         self.reserved = 0
         self.caps = Caps()
         self._ranges = [Range(page) for _ in range(3) for page in (LARGE_SEGMENT, SMALL_SEGMENT)]  # two for each kind
+        self._mapped = 0  # how often pages were mapped or unmapped
         self._taken: dict[str, tuple[int, int, int]] = {}  # by tensor: address, end, range
 
     def copy(self) -> Expandable:
         other = copy(self)
         other.caps = self.caps.copy()
-        other.stand_as(self)
+        other.put_back(self.places())
         return other
 
-    def has_segments_of(self, other: Expandable) -> bool:
-        return all(here.unmapped == there.unmapped for here, there in zip(self._ranges, other._ranges, strict=True))
+    def places(self) -> Places:
+        """As Native.places."""
+        return self._mapped, [each.copy() for each in self._ranges], self._taken.copy()
 
-    def stand_as(self, other: Expandable) -> None:
-        """As Native.stand_as."""
-        self._taken = other._taken.copy()
-        self._ranges = [each.copy() for each in other._ranges]
+    def put_back(self, places: Places) -> bool:
+        """As Native.put_back."""
+        if places[0] == self._mapped:
+            _, self._ranges, self._taken = places
+        return places[0] == self._mapped
 
     def follow(self, steps: Sequence[Step], begin: int, stop: int, cap: int | None, extra: dict[int, int],
                segments: list[tuple[int, int]], *, gives_back: bool = True) -> int | None:
@@ -217,6 +221,7 @@ class Expandable:
                             return number
                     self.caps.granted(self.reserved + wanted)
                     address, mapped = pool.map(size)
+                    self._mapped += 1
                     self.reserved += mapped
                     if self.reserved != held:
                         segments.append((number, self.reserved))
@@ -256,6 +261,7 @@ class Expandable:
 
     def release(self) -> None:
         """Unmaps every page that no block uses; recorded work's stay while there is any: a replay writes there."""
+        self._mapped += 1
         is_recorded = any(home // 2 == RECORDED for _, _, home in self._taken.values())
         for number, each in enumerate(self._ranges):
             if number // 2 != RECORDED or not is_recorded:

@@ -22,6 +22,10 @@ from .tape import NONE_SERVES, RECORDED, Step
 ONE_BYTE = 1 << SPLIT
 WORTH_KEEPING = (SMALL + 1 << SPLIT, ONE_BYTE) * 3  # in each pool: the least that becomes a block of its own
 
+# Of a tensor: its address, its end, the two as a block, its pool, and by how much it is larger than asked for.
+Taken = tuple[int, int, int, int, int]
+Places = tuple[int, list[list[int]], dict[int, int], dict[int, int], dict[str, Taken]]
+
 
 class Native:
     """The bookkeeping, without the memory. One stream; a cap counts segments, as torch's does.
@@ -37,22 +41,25 @@ class Native:
         self._starts: dict[int, int] = {}    # where the free block ends that begins at an address
         self._ends: dict[int, int] = {}      # … and the one that ends there
         self._segments: dict[int, int] = {}  # by address
-        # By tensor: its address, its end, the two as a block, its pool, and by how much it is larger than asked for.
-        self._taken: dict[str, tuple[int, int, int, int, int]] = {}
+        self._segmented = 0                  # how often one was made or given back
+        self._taken: dict[str, Taken] = {}
 
     def copy(self) -> Native:
         other = copy(self)
         other.caps, other._driver, other._segments = self.caps.copy(), self._driver.copy(), self._segments.copy()
-        other.stand_as(self)
+        other.put_back(self.places())
         return other
 
-    def has_segments_of(self, other: Native) -> bool:
-        return self._segments == other._segments
+    def places(self) -> Places:
+        """Where every block lies, free or taken."""
+        return (self._segmented, [pool.copy() for pool in self._pools], self._starts.copy(), self._ends.copy(),
+                self._taken.copy())
 
-    def stand_as(self, other: Native) -> None:
-        """With every block where it is in the other, of the same segments."""
-        self._pools = [pool.copy() for pool in other._pools]
-        self._starts, self._ends, self._taken = other._starts.copy(), other._ends.copy(), other._taken.copy()
+    def put_back(self, places: Places) -> bool:
+        """Every block where it was, if the segments are the same; whether they are. Places are to be used once."""
+        if places[0] == self._segmented:
+            _, self._pools, self._starts, self._ends, self._taken = places
+        return places[0] == self._segmented
 
     def follow(self, steps: Sequence[Step], begin: int, stop: int, cap: int | None, extra: dict[int, int],
                segments: list[tuple[int, int]], *, gives_back: bool = True) -> int | None:
@@ -150,6 +157,7 @@ class Native:
     def _segment(self, nbytes: int, *, loading: bool) -> int:
         address = self._driver.place(nbytes, loading=loading)
         self._segments[address] = nbytes
+        self._segmented += 1
         self.reserved += nbytes
         return address
 
@@ -157,6 +165,7 @@ class Native:
         """Gives wholly free segments back to the driver; those of recorded work stay while there is any: a replay
         writes there."""
         is_recorded = any(home // 2 == RECORDED for _, _, _, home, _ in self._taken.values())
+        self._segmented += 1
         for number, pool in enumerate(self._pools):
             if number // 2 == RECORDED and is_recorded:
                 continue

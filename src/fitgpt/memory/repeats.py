@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Protocol
 
 from .tape import Look, Step, Tape
 
@@ -18,11 +18,9 @@ LARGE, SMALL = 0, 1  # pools of ordinary work
 class Allocator(Protocol):
     """Native or Expandable."""
 
-    def copy(self) -> Self: ...
+    def places(self) -> Any: ...
 
-    def has_segments_of(self, other: Self) -> bool: ...
-
-    def stand_as(self, other: Self) -> None: ...
+    def put_back(self, places: Any) -> bool: ...
 
     def standing(self, pool: int, names: Iterable[str]) -> tuple[object, ...]: ...
 
@@ -54,8 +52,7 @@ def track_of_one_pool(tape: Tape, pool: int) -> Track:
 def follow(allocator: Allocator, along: Track, begin: int, cap: int | None, extra: dict[int, int],
            segments: list[tuple[int, int]], *, gives_back: bool = True) -> int | None:
     """As the allocators' own, to the end."""
-    at, met = begin, dict[tuple[object, ...], int]()
-    stood: dict[int, Allocator] = {}
+    at, met, places = begin, dict[tuple[object, ...], int](), dict[int, Any]()
     for look in along.looks:
         if look.at < at:  # passed over, or before the beginning
             continue
@@ -65,13 +62,12 @@ def follow(allocator: Allocator, along: Track, begin: int, cap: int | None, extr
         at = look.at
         before = met.setdefault((look.end, look.names, *allocator.standing(along.pool, look.names)), at)
         if before == at:
-            stood[at] = allocator.copy()
+            places[at] = allocator.places()
             continue
         rest = (look.end - at) % (at - before)
-        if rest and allocator.has_segments_of(stood[before + rest]):
-            allocator.stand_as(stood[before + rest])
-            rest = 0
-        at = look.end - rest
+        at = look.end
+        if rest and not allocator.put_back(places[before + rest]):
+            at -= rest
         _repeat(extra, before, look.at, at)
     return allocator.follow(along.steps, at, len(along.steps), cap, extra, segments, gives_back=gives_back)
 

@@ -5,6 +5,7 @@
     python bench/drawn.py odd      vocabularies that no kernel likes
     python bench/drawn.py usual    shapes that people train
     python bench/drawn.py many     many micro-batches, of which a forecast looks at a few
+    python bench/drawn.py fresh    shapes that people train again, drawn when forecasts had been mended after all others
 
 Those too large for several to share the card are drawn again, by the forecast of that day: once drawn, a file stays.
 """
@@ -31,6 +32,7 @@ WIDER_SEED, DRAWN_WIDER = 20261117, 40
 ODD_SEED, DRAWN_ODD = 20261118, 14
 USUAL_SEED, DRAWN_USUAL = 20261119, 40
 MANY_SEED, DRAWN_MANY, SENSITIVE = 20261120, 24, 16
+FRESH_SEED = 20261121
 LARGEST, USUAL = 40 * GiB, 24 * GiB
 NOTES_77M = dict(n_layer=12, n_head=12, n_embd=576, batch_size=16, block_size=1024, gradient_accumulation_steps=4,
                  dtype="float16", dropout=0.0, bias=False, compile=True, vocab_size=50304)
@@ -41,7 +43,8 @@ def main(which: str) -> None:
     drawn_now = {"cases": lambda: {"seed": SEED, "cases": [*remedies(), *drawn()]},
                  "wider": lambda: {"seed": WIDER_SEED, "cases": drawn_wider()},
                  "odd": lambda: {"seed": ODD_SEED, "cases": [*odd(), *drawn_odd()]},
-                 "usual": lambda: {"seed": USUAL_SEED, "cases": drawn_usual()},
+                 "usual": lambda: {"seed": USUAL_SEED, "cases": drawn_usual("usual", USUAL_SEED)},
+                 "fresh": lambda: {"seed": FRESH_SEED, "cases": drawn_usual("fresh", FRESH_SEED)},
                  "many": lambda: {"seed": MANY_SEED, "cases": drawn_many()}}[which]()
     (ROOT / "bench" / f"nanogpt_{which}.json").write_text(json.dumps(drawn_now, indent=1) + "\n", encoding="utf-8")
 
@@ -118,9 +121,9 @@ def drawn_odd() -> list[dict[str, Any]]:
     return found
 
 
-def drawn_usual() -> list[dict[str, Any]]:
+def drawn_usual(name: str, seed: int) -> list[dict[str, Any]]:
     """10M to 1B parameters, heads of 64, batches that fill a card of 8 to 24 GB or part of it."""
-    dice, found = random.Random(USUAL_SEED), list[dict[str, Any]]()
+    dice, found = random.Random(seed), list[dict[str, Any]]()
     while len(found) < DRAWN_USUAL:
         layers, heads = dice.choice([(4, 4), (6, 6), (8, 8), (8, 12), (10, 10), (12, 12), (12, 12), (16, 16), (24, 16),
                                      (36, 20)])
@@ -132,7 +135,7 @@ def drawn_usual() -> list[dict[str, Any]]:
             dtype=dice.choice(["bfloat16", "bfloat16", "float16", "float32"]), bias=dice.random() < 0.3,
             compile=dice.random() < 0.6, vocab_size=dice.choice([65, 256, 8192, 32000, *[50304] * 5]))
         if predict(NanoGPTRun(**config))["train_reserved"] <= USUAL:
-            found.append({"name": f"usual {len(found):02}", "config": config})
+            found.append({"name": f"{name} {len(found):02}", "config": config})
     return found
 
 

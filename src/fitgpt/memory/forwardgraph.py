@@ -12,7 +12,9 @@ from .nanorun import SCALAR, NanoGPTRun
 from .padding import padding
 
 MOST_READS = 4               # of which a sum is not yet written down
-FEW_SEQUENCES, FEW_DROPPED = 2, 4  # up to which the first norm's rows are lighter to keep than those of both tables
+# Up to so many sequences the first norm's rows are lighter to keep than those of both tables; without dropout, where a
+# token has more numbers than `WIDE` (seen at 768 and more, and not at up to 576), up to one fewer.
+FEW_SEQUENCES, FEW_DROPPED, WIDE = 2, 4, 670
 LINE, LONG_ROW = 128, 1024   # rows longer than so many numbers are laid out in lines of so many bytes
 ROWS_A_LOSS = 8192           # tokens whose losses are summed at once
 LONG_NORM, FEW_NORMS = 256, 2048  # the first norm's variants are timed with rows as long, and more of them
@@ -36,7 +38,7 @@ class Shapes:
         self.padding = padding(run)
         self.few_rows = few_rows(self.n, gpu.sms)
         # Whether training keeps rows of both tables.
-        self.rows_kept = run.batch_size > (FEW_DROPPED if run.dropout else FEW_SEQUENCES)
+        self.rows_kept = run.batch_size > (FEW_DROPPED if run.dropout else FEW_SEQUENCES - (self.c > WIDE))
         share = max(self.n // (PROGRAMS * gpu.sms), 1)
         self.programs = -(-self.n // min(max(1 << (share.bit_length() - 1), LEAST_ROWS), MOST_ROWS))
 

@@ -1,4 +1,4 @@
-"""The written tape against 200 recorded runs of nanoGPT's train.py on an H200: every figure of every run."""
+"""The written tape against 240 recorded runs of nanoGPT's train.py on an H200: every figure of every run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ROWS = [row for record in RECORDS for row in rows_of(record) if not row.get("exp
 TABLES = [compare(rows_of(record)) for record in RECORDS]
 FIGURES = [figure for figures in TABLES[:2] for figure in figures]
 UNSEEN = rows_of(RECORDS[2])  # recorded when the tape was as it is
-DRAWN = {which: rows_of(RESULTS / f"nanogpt_{which}_h200.json") for which in ("usual", "wider", "odd", "many")}
+DRAWN = {which: rows_of(RESULTS / f"nanogpt_{which}_h200.json") for which in ("usual", "wider", "odd", "many", "fresh")}
 
 # All figures of the runs it was written from are forecast to the byte but for these, so many percent off.
 OFF = {
@@ -96,12 +96,18 @@ def farther_off_than_promised(rows: list[dict[str, Any]]) -> tuple[dict[tuple[st
 
 
 def test_of_usual_shapes_and_any_other_these_figures_alone_are_farther_off_than_promised() -> None:
-    """Where the compiler has nothing to pad. One of a first evaluation; one run that depends on where the driver puts
-    segments, and one in which buffers of two kinds happen to be of one size."""
+    """Where the compiler has nothing to pad. Runs that depend on where the driver puts segments (fresh 03 reserved what is
+    forecast when it was recorded again), and one in which buffers of two kinds happen to be of one size."""
     rows = [row for which in ("usual", "wider") for row in DRAWN[which] if not is_odd(row["config"])]
     assert farther_off_than_promised(rows) == ({
-        ("usual 18", "eval_first_reserved"): -0.73, ("usual 21", "train_reserved"): -1.15,
-        ("usual 21", "eval_peak"): -0.72, ("usual 21", "idle"): -0.55, ("wider 02", "train_reserved"): -0.53}, 418, 483)
+        ("usual 21", "train_reserved"): -1.15, ("usual 21", "eval_peak"): -0.72, ("usual 21", "idle"): -0.55,
+        ("wider 02", "train_reserved"): -0.53}, 429, 483)
+    fresh = [row for row in DRAWN["fresh"] if not is_odd(row["config"])]
+    assert farther_off_than_promised(fresh) == ({
+        ("fresh 03", "eval_first_reserved"): -1.65, ("fresh 03", "train_peak"): -0.34,
+        ("fresh 03", "train_reserved"): -1.72, ("fresh 03", "eval_peak"): -0.23, ("fresh 03", "idle"): -0.31,
+        ("fresh 12", "train_reserved"): -0.43, ("fresh 12", "eval_peak"): -0.36, ("fresh 12", "idle"): -0.54,
+        ("fresh 16", "idle"): -0.91}, 231, 259)
 
 
 def test_so_where_there_are_many_micro_batches_as_they_come_and_where_few_tell_something_else_than_all() -> None:
@@ -111,14 +117,14 @@ def test_so_where_there_are_many_micro_batches_as_they_come_and_where_few_tell_s
         {("many 14", "eval_first_reserved"): -0.79, ("many 16", "train_peak"): 0.29}, 155, 168)
     assert farther_off_than_promised(sensitive) == ({
         ("sensitive 30", "train_reserved"): 1.96, ("sensitive 32", "train_reserved"): 1.44,
-        ("sensitive 38", "eval_peak"): -0.32, ("sensitive 38", "idle"): -0.5}, 89, 112)
+        ("sensitive 38", "eval_peak"): -0.32, ("sensitive 38", "idle"): -0.5}, 91, 112)
 
 
 def test_of_large_vocabularies_that_are_no_multiple_of_8_so_much_is_within_one_percent() -> None:
     """Which products are padded is what an H200 found quicker when runs were recorded: nothing that can be computed."""
     figures = compare(row for row in DRAWN["odd"] if row["config"]["vocab_size"] > 8000)
     beyond = {(each.run, each.name) for each in figures if abs(each.percent) > 1}
-    assert beyond == {("odd 17", "train_reserved"), ("drawn odd 02", "train_reserved")}
+    assert beyond == {("odd 17", "train_reserved")}
     assert len(figures) == 140
 
 

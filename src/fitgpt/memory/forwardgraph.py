@@ -17,7 +17,9 @@ MOST_READS = 4               # of which a sum is not yet written down
 FEW_SEQUENCES, FEW_DROPPED, WIDE = 2, 4, 670
 LINE, LONG_ROW = 128, 1024   # rows longer than so many numbers are laid out in lines of so many bytes
 ROWS_A_LOSS = 8192           # tokens whose losses are summed at once
-LONG_NORM, FEW_NORMS = 256, 2048  # the first norm's variants are timed with rows as long, and more of them
+# Numbers that a multiprocessor takes of the first norm at once, rows counted as if a power of two long: where there are
+# more, a variant that takes fewer of a row is timed, too (seen from 2048 rows of 768 on, not up to 1024 of 1024).
+AT_ONCE = 2**20 / 132
 ATTENTION = 5                # buffers that the compiler counts for one: it and what it hands out
 PROGRAMS, LEAST_ROWS, MOST_ROWS = 8, 16, 128  # a multiprocessor's, in a norm's backward, and rows of each
 
@@ -35,7 +37,7 @@ class Shapes:
         self.n, self.c, self.v = run.tokens, run.n_embd, run.vocab_size
         self.half = run.dtype != "float32"
         self.width, self.kind = (2, "half") if self.half else (4, "float")
-        self.padding = padding(run)
+        self.padding, self.sms = padding(run), gpu.sms
         self.few_rows = few_rows(self.n, gpu.sms)
         # Whether training keeps rows of both tables.
         self.rows_kept = run.batch_size > (FEW_DROPPED if run.dropout else FEW_SEQUENCES - (self.c > WIDE))
@@ -104,7 +106,7 @@ class ForwardGraph(GraphWriter):
             makes += [s.stream("tok_emb"), s.rows("0.ln_1.mean"), rstd, out]
         else:
             makes += [s.stream("0.ln_1.normed"), out, rstd] if self.grad else [out]
-        varied = not self.grad and s.c >= LONG_NORM and s.n > FEW_NORMS
+        varied = not self.grad and s.n * (1 << (s.c - 1).bit_length()) > AT_ONCE * s.sms
         self.add(*makes, reads=reads, keep=self.grad, timed="embedding" if varied else "", unseen=self.in_a_norm)
         self.terms = ["tok_emb", "pos_emb"] if rows_kept else []
         self.unseen = 0 if rows_kept else 3  # tokens, and two tables

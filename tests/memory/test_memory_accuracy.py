@@ -96,8 +96,8 @@ def farther_off_than_promised(rows: list[dict[str, Any]]) -> tuple[dict[tuple[st
 
 
 def test_of_usual_shapes_and_any_other_these_figures_alone_are_farther_off_than_promised() -> None:
-    """Where the compiler has nothing to pad. Runs that depend on where the driver puts segments (fresh 03 reserved what is
-    forecast when it was recorded again), and one in which buffers of two kinds happen to be of one size."""
+    """Where the compiler has nothing to pad. Runs that depend on where the driver puts segments (fresh 03 reserved what
+    is forecast when it was recorded again), and one in which buffers of two kinds happen to be of one size."""
     rows = [row for which in ("usual", "wider") for row in DRAWN[which] if not is_odd(row["config"])]
     assert farther_off_than_promised(rows) == ({
         ("usual 21", "train_reserved"): -1.15, ("usual 21", "eval_peak"): -0.72, ("usual 21", "idle"): -0.55,

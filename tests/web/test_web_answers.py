@@ -100,7 +100,8 @@ def test_a_draft_that_is_too_near_to_the_limit_says_no_more_than_that() -> None:
 
 
 @pytest.mark.parametrize("knobs", [dict(), dict(compile=False, bias=True, dropout=0.1), dict(recompute="input"),
-                                   dict(recompute="20*input,4*all")], ids=str)
+                                   dict(recompute="20*input,4*all"),
+                                   dict(recompute="8*input,10*products,6*all", compile=False)], ids=str)
 def test_of_a_deep_run_of_fitgpts_closed_forms_know_at_once_whether_it_fits(knobs: dict[str, Any]) -> None:
     deep = dict(n_layer=24, n_head=16, n_embd=1024, batch_size=4, **knobs)
     exact, outside = answers.exact(asked(**deep)), asked(**deep).place.budget.outside

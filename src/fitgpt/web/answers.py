@@ -7,6 +7,7 @@ Every answer is a dict that becomes JSON. Bytes are plain numbers, and whatever 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache
@@ -15,13 +16,12 @@ from typing import Any, NamedTuple
 from .. import cards, place
 from ..config import RunConfig
 from ..errors import UsageError
-from ..fit.closed import mix_of
+from ..fit.closed import Shape, mix_of
 from ..fit.folded import Folded
 from ..memory import forecast
 from ..memory.allocator import Timeline, begun_of, owners_after, replay
 from ..memory.basis import basis_of
 from ..memory.blocks import LARGE_SEGMENT, rounded, segment_size
-from ..memory.drafted import Highest
 from ..memory.setting import Setting
 from ..memory.tape import OWNERS
 from ..memory.thinned import one_step
@@ -29,6 +29,7 @@ from ..nanonotes import on_the_card
 from ..nouns import Budget, SpeedEstimate
 from ..outlook import expected_speed, outlook
 from ..planner import same_tape
+from ..savers import LEVELS
 from ..show import planning as show
 from ..show.charts import stacked
 from ..units import MiB, show_bytes, show_count
@@ -101,31 +102,44 @@ def plan(asked: Asked) -> Answer:
     deep = DEEP_IF_LONG if asked.trainer == "nanogpt" else DEEP_IF_SHORT if config.compile else DEEP
     if config.n_layer < deep or config.eval_only:
         return whole(asked)
-    held, limit = _drafted(asked, config), asked.place.budget.reserve_limit
+    limit, shares = asked.place.budget.reserve_limit, dict[str, float](Counter(config.levels))
     if asked.trainer == "fitgpt":
         shape, mix = Folded(asked.place.setting).shape(config), mix_of(config.levels)
-        enough = shape.needs(mix)
+        held, enough = _drafted(asked, config, _of_two(shares, shape, config.n_layer)), shape.needs(mix)
         fitting = None if shape.could_fit(mix, limit) and enough > limit else enough <= limit
     else:
+        held = _drafted(asked, config, shares)
         over = max(each.allocated for each in held.values()) - limit
         fitting, enough = False if over > TOO_HIGH * limit else None, 0
     return _told(asked, config, held, fitting, enough, draft=True)
 
 
-def _drafted(asked: Asked, config: RunConfig) -> dict[str, Held]:
+def _of_two(layers_at: dict[str, float], shape: Shape, layers: int) -> dict[str, float]:
+    """Layers by what they keep, told by those that keep most and least: one between counts in part as either."""
+    if len(layers_at) <= 2:
+        return layers_at
+    holds = {level: shape.allocated(((LEVELS.index(level), layers),)) for level in layers_at}
+    least, most = min(holds, key=holds.__getitem__), max(holds, key=holds.__getitem__)
+    if least == most:
+        return {most: layers}
+    as_most = sum(number * (holds[level] - holds[least]) for level, number in layers_at.items()) / (
+        holds[most] - holds[least])
+    return {least: layers - as_most, most: as_most}
+
+
+def _drafted(asked: Asked, config: RunConfig, layers_at: dict[str, float]) -> dict[str, Held]:
     """Where layers keep different things, the mean of runs in which all keep one or the other."""
-    setting, drafts = asked.place.setting, list[tuple[int, dict[str, Highest]]]()
-    for level in dict.fromkeys(config.levels):
-        alike = replace(config, recompute=level, grad_checkpoint=False)
-        drafts.append((config.levels.count(level), forecast.draft(alike, setting, asked.trainer)))
+    alike = [replace(config, recompute=level, grad_checkpoint=False) for level in layers_at]
+    drafts = [forecast.draft(each, asked.place.setting, asked.trainer) for each in alike]
 
     def mean(figures: Iterable[int]) -> int:
-        return sum(count * figure for (count, _), figure in zip(drafts, figures, strict=True)) // config.n_layer
+        return int(sum(number * figure for number, figure in zip(layers_at.values(), figures, strict=True))
+                   / config.n_layer)
 
-    return {phase: Held(mean(draft[phase].allocated for _, draft in drafts),
+    return {phase: Held(mean(draft[phase].allocated for draft in drafts),
                         {owner: nbytes for owner in OWNERS
-                         if (nbytes := mean(draft[phase].owners.get(owner, 0) for _, draft in drafts))})
-            for phase in BARS if phase in drafts[0][1]}
+                         if (nbytes := mean(draft[phase].owners.get(owner, 0) for draft in drafts))})
+            for phase in BARS if phase in drafts[0]}
 
 
 def whole(asked: Asked) -> Answer:

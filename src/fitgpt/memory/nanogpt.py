@@ -30,8 +30,8 @@ class Model(Protocol):
     def backward(self, inputs: str, targets: str, *, accumulate: bool) -> None: ...
 
 
-# Batches written of the first evaluation and of a later one: with eight of each, none of 300 drawn runs was another;
-# with three of the first two of 200 were (docs/log.md, 2026-11-16).
+# Batches written of the first evaluation and of a later one: more were not seen to change a figure, fewer were
+# (docs/log.md, 2026-11-16).
 EVAL_BATCHES = (4, 3)
 # How many micro-batches are written of each iteration between two evaluations, where one has up to so many events: as
 # many as there are, or fewer, but odd or even as they are. A replay passes over what repeats (repeats.py), and follows

@@ -41,8 +41,6 @@ OFF = {
     ("124M compiled", "eval_peak"): +0.010,
     ("124M compiled", "idle"): +0.019,
 }
-# Of two runs called so, the one that was recorded with others later: a segment of 2 MiB that is passed over.
-OFF_LATER = {("62M (width 504) compiled", "train_reserved"): -0.019}
 
 
 def named(figure: Figure) -> str:
@@ -59,12 +57,9 @@ def test_every_run_that_was_drawn_was_recorded() -> None:
         (case["name"], case["config"]) for case in drawn]
 
 
-@pytest.mark.parametrize(
-    ("figure", "known"), [(figure, OFF) for figure in TABLES[0]] + [(figure, OFF | OFF_LATER) for figure in TABLES[1]],
-    ids=lambda each: named(each) if isinstance(each, Figure) else "")
-def test_a_run_it_was_written_from_is_forecast_to_the_byte_but_for_the_figures_named_here(
-        figure: Figure, known: dict[tuple[str, str], float]) -> None:
-    off = known.get((figure.run, figure.name), 0.0)
+@pytest.mark.parametrize("figure", FIGURES, ids=named)
+def test_a_run_it_was_written_from_is_forecast_to_the_byte_but_for_the_figures_named_here(figure: Figure) -> None:
+    off = OFF.get((figure.run, figure.name), 0.0)
     assert figure.percent == pytest.approx(off, abs=0.001 if off else 0)
 
 

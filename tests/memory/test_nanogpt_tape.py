@@ -109,11 +109,10 @@ def test_dropout_keeps_a_byte_a_number_for_each_mask() -> None:
     assert mask_bytes(replace(SMALL, dropout=0.1)) == (2 * L + 1) * N * C
 
 
-@pytest.mark.parametrize(("compiled", "seconds"), [(True, 0.020), (False, 0.030)])
-def test_a_12_layer_replay_takes_at_most_20_ms_of_processor_time_and_10_more_where_nothing_is_compiled(
-        compiled: bool, seconds: float) -> None:
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_12_layer_replay_takes_at_most_20_ms_of_processor_time(compiled: bool) -> None:
     tape = write(NanoGPTRun(compile=compiled))
-    best = math.inf
+    best, seconds = math.inf, 0.020
     for _ in range(60):  # the best of many, spread over seconds: a shared machine has slow spells
         start = time.process_time()
         replay(tape)

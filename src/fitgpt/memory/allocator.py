@@ -127,7 +127,7 @@ def _changes(tape: Tape, extra: Mapping[int, int], failed: int | None = None) ->
         return tape.changes
     changes = tape.changes[:failed]
     for number, more in extra.items():
-        changes[number] += more
+        changes[number if more > 0 else tape.event_of(number)] += more
     return changes
 
 

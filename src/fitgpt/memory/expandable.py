@@ -10,7 +10,7 @@ mapped.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from itertools import islice
 from operator import length_hint
@@ -18,7 +18,7 @@ from operator import length_hint
 from .blocks import ADDRESS, LARGE_SEGMENT, SMALL_SEGMENT, SPLIT, Caps, segment_size
 from .tape import NONE_SERVES, RECORDED, Step
 
-Places = tuple[int, list["Range"], dict[str, tuple[int, int, int]]]
+Places = tuple[list["Range"], dict[str, tuple[int, int, int]]]
 ENDLESS = 2**90 // LARGE_SEGMENT * LARGE_SEGMENT
 
 
@@ -160,18 +160,18 @@ class Expandable:
     def copy(self) -> Expandable:
         other = copy(self)
         other.caps = self.caps.copy()
-        other.put_back(self.places())
+        other._ranges, other._taken = self.places()
         return other
 
     def places(self) -> Places:
         """As Native.places."""
-        return self._mapped, [each.copy() for each in self._ranges], self._taken.copy()
+        return [each.copy() for each in self._ranges], self._taken.copy()
 
-    def put_back(self, places: Places) -> bool:
+    def put_back(self, places: Places, renamed: Mapping[str, str]) -> None:
         """As Native.put_back."""
-        if places[0] == self._mapped:
-            _, self._ranges, self._taken = places
-        return places[0] == self._mapped
+        ranges, taken = places
+        self._ranges = [each.copy() for each in ranges]
+        self._taken = {renamed.get(name, name): block for name, block in taken.items()}
 
     def follow(self, steps: Sequence[Step], begin: int, stop: int, cap: int | None, extra: dict[int, int],
                segments: list[tuple[int, int]], *, gives_back: bool = True) -> int | None:
@@ -253,11 +253,16 @@ class Expandable:
             insort(free, end - address << SPLIT | address)
         return None
 
-    def standing(self, pool: int, names: Iterable[str]) -> tuple[object, ...]:
+    def standing(self, pool: int) -> tuple[int, ...]:
         """As Native.standing."""
-        held = map(self._taken.get, names)
-        return (tuple(self._ranges[pool].free), tuple(self._ranges[pool].unmapped),
-                *(block for block in held if block and block[2] == pool))
+        return (self._mapped, *self._ranges[pool].free)
+
+    def stands_as(self, places: Places, renamed: Mapping[str, str], pool: int) -> bool:
+        """As Native.stands_as."""
+        then, taken = places[1], self._taken
+        return len(then) == len(taken) and all(
+            (now := taken.get(renamed.get(name, name))) == block or (now is not None and now[2] == block[2] != pool)
+            for name, block in then.items())
 
     def release(self) -> None:
         """Unmaps every page that no block uses; recorded work's stay while there is any: a replay writes there."""

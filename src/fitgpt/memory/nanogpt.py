@@ -36,7 +36,9 @@ EVAL_BATCHES = (4, 3)
 # How many micro-batches are written of each iteration between two evaluations, where one has up to so many events: as
 # many as there are, or fewer, but odd or even as they are. A replay passes over what repeats (repeats.py), and follows
 # three or four of each.
-HISTORIES = (1400, (16, 6, 6, 6, 6, 6)), (2000, (16, 6, 6, 6)), (math.inf, (4, 4, 2))
+HISTORIES = {True: ((1400, (16, 6, 6, 6, 6, 6)), (2000, (16, 6, 6, 6)), (math.inf, (4, 4, 2))),   # compiled
+             False: ((1100, (16, 6, 6, 6, 6, 6)), (1400, (16, 6, 6, 6, 2, 2)), (2000, (16, 6, 6, 6)),
+                     (math.inf, (4, 4, 2)))}
 WHOLE = {1: 4, 2: 4, 3: 3, 4: 3}  # so many whole iterations at least, of so few micro-batches
 
 
@@ -56,7 +58,7 @@ def history_of(run: NanoGPTRun, events: int) -> tuple[int, ...]:
     micro-batches of the first; of deep models it does so less. See docs/log.md, 2026-11-16.
     """
     asked = max(run.gradient_accumulation_steps, 1)
-    written = next(history for up_to, history in HISTORIES if events <= up_to)
+    written = next(history for up_to, history in HISTORIES[run.compile] if events <= up_to)
     if len(written) <= WHOLE.get(asked, 0):
         return (asked,) * WHOLE[asked]
     return tuple([min(asked, most if asked % 2 == 0 else max(most - 1, 3)) for most in written])
@@ -103,6 +105,7 @@ class Loop:
         self.parameters = run.parameters()
         self.batch = ""  # the names of what X, `logits` and `loss` are bound to; Y is X's with a prime
         self.bound: tuple[str, ...] = ()
+        self.names: tuple[str, ...] = ()  # those of a micro-batch that are others in the next
 
     def run(self, eval_batches: tuple[int, int], history: tuple[int, ...]) -> Tape:
         w = self.w
@@ -119,14 +122,11 @@ class Loop:
         first, *later = history or history_of(self.r, events)
         self.micro_batches(range(2, first))
         self.step(first=True)
-        with w.rounds() as begins:
-            for micro_steps in later:
-                if len(set(later)) == 1:
-                    begins((self.batch, f"{self.batch}'", *self.bound))
-                w.phase("train")
-                self.micro_batches(range(micro_steps))
-                w.phase("step")
-                w.part("step", (), partial(self.step, first=False))
+        for micro_steps in later:
+            w.phase("train")
+            self.micro_batches(range(micro_steps))
+            w.phase("step")
+            w.part("step", self.names, partial(self.step, first=False))
         w.phase("eval")
         self.evaluate(eval_batches[1], first=False)
         return w.tape()
@@ -145,6 +145,7 @@ class Loop:
             before, batch = batch, other(EVALUATED, batch)
             outputs = (f"logits of {batch}", f"loss of {batch}")
             spent = (*((before, f"{before}'") if before else ()), *bound)
+            self.get_batch(batch)  # and no part of it: so all of an evaluation is followed, what is small included
             w.part(("evaluation", bool(before), first and not before), (batch, f"{batch}'", *outputs, *spent),
                    partial(self.evaluate_batch, batch, outputs, before, bound))
             bound = outputs
@@ -152,7 +153,6 @@ class Loop:
 
     def evaluate_batch(self, batch: str, outputs: tuple[str, str], before: str, bound: tuple[str, ...]) -> None:
         w = self.w
-        self.get_batch(batch)
         if before:
             w.free(before, f"{before}'")
         self.model.forward(*outputs, grad=False)
@@ -167,8 +167,8 @@ class Loop:
             batch, bound = self.batch, self.bound
             following = other(TRAINING, batch)
             outputs = (f"logits of {batch}", f"loss of {batch}")
-            names = (batch, f"{batch}'", following, f"{following}'", *outputs, *bound)
-            w.part(("micro-batch", micro_step > 0, bool(bound)), names,
+            self.names = (batch, f"{batch}'", following, f"{following}'", *outputs, *bound)
+            w.part(("micro-batch", micro_step > 0, bool(bound)), self.names,
                    partial(self.micro_batch, batch, following, outputs, bound, accumulate=micro_step > 0))
             self.batch, self.bound = following, outputs
         return w.length - begin

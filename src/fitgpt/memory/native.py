@@ -10,7 +10,7 @@ process. Only when the cap refuses a new segment are the wholly free ones given 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from itertools import islice
 from operator import length_hint
@@ -24,7 +24,7 @@ WORTH_KEEPING = (SMALL + 1 << SPLIT, ONE_BYTE) * 3  # in each pool: the least th
 
 # Of a tensor: its address, its end, the two as a block, its pool, and by how much it is larger than asked for.
 Taken = tuple[int, int, int, int, int]
-Places = tuple[int, list[list[int]], dict[int, int], dict[int, int], dict[str, Taken]]
+Places = tuple[list[list[int]], dict[int, int], dict[int, int], dict[str, Taken]]
 
 
 class Native:
@@ -47,19 +47,18 @@ class Native:
     def copy(self) -> Native:
         other = copy(self)
         other.caps, other._driver, other._segments = self.caps.copy(), self._driver.copy(), self._segments.copy()
-        other.put_back(self.places())
+        other._pools, other._starts, other._ends, other._taken = self.places()
         return other
 
     def places(self) -> Places:
         """Where every block lies, free or taken."""
-        return (self._segmented, [pool.copy() for pool in self._pools], self._starts.copy(), self._ends.copy(),
-                self._taken.copy())
+        return [pool.copy() for pool in self._pools], self._starts.copy(), self._ends.copy(), self._taken.copy()
 
-    def put_back(self, places: Places) -> bool:
-        """Every block where it was, if the segments are the same; whether they are. Places are to be used once."""
-        if places[0] == self._segmented:
-            _, self._pools, self._starts, self._ends, self._taken = places
-        return places[0] == self._segmented
+    def put_back(self, places: Places, renamed: Mapping[str, str]) -> None:
+        """Every block where it was, the segments being the same; names may be others."""
+        pools, starts, ends, taken = places
+        self._pools, self._starts, self._ends = [pool.copy() for pool in pools], starts.copy(), ends.copy()
+        self._taken = {renamed.get(name, name): block for name, block in taken.items()} if renamed else taken.copy()
 
     def follow(self, steps: Sequence[Step], begin: int, stop: int, cap: int | None, extra: dict[int, int],
                segments: list[tuple[int, int]], *, gives_back: bool = True) -> int | None:
@@ -149,10 +148,16 @@ class Native:
             insort(pool, block)
         return None
 
-    def standing(self, pool: int, names: Iterable[str]) -> tuple[object, ...]:
-        """What a pool's next decisions depend on, if they are about new tensors and those of these that lie there."""
-        held = map(self._taken.get, names)
-        return tuple(self._pools[pool]), *(block for block in held if block and block[3] == pool)
+    def standing(self, pool: int) -> tuple[int, ...]:
+        """What is free in a pool; no two with other segments are equal."""
+        return (self._segmented, *self._pools[pool])
+
+    def stands_as(self, places: Places, renamed: Mapping[str, str], pool: int) -> bool:
+        """Whether there are the tensors that there were, under other names perhaps, and a pool's in their places."""
+        then, taken = places[3], self._taken
+        return len(then) == len(taken) and all(
+            (now := taken.get(renamed.get(name, name))) == block or (now is not None and now[3] == block[3] != pool)
+            for name, block in then.items())
 
     def _segment(self, nbytes: int, *, loading: bool) -> int:
         address = self._driver.place(nbytes, loading=loading)

@@ -1,18 +1,19 @@
-"""Follows a tape by an allocator's rules, and passes over what repeats: once a micro-batch meets the large blocks as an
-earlier one did, it is known where they lie in all that come after it.
+"""Follows a tape by an allocator's rules, and passes over what repeats: a part that meets the large blocks as it met
+them before leaves them as it left them then.
 
-Small blocks may still move then. They are left where they are: a segment of theirs has 2 MiB.
+Small blocks may lie elsewhere. They are put where they lay when it first came out so: a segment of theirs has 2 MiB.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from .tape import Look, Step, Tape
+from .tape import Copy, Step, Tape
 
 LARGE, SMALL = 0, 1  # pools of ordinary work
+SHORT = 20_000       # steps that are all followed: that takes 10 ms, and small segments are right, too
 
 
 class Allocator(Protocol):
@@ -20,24 +21,27 @@ class Allocator(Protocol):
 
     def places(self) -> Any: ...
 
-    def put_back(self, places: Any) -> bool: ...
+    def put_back(self, places: Any, renamed: Mapping[str, str]) -> None: ...
 
-    def standing(self, pool: int, names: Iterable[str]) -> tuple[object, ...]: ...
+    def standing(self, pool: int) -> tuple[int, ...]: ...
+
+    def stands_as(self, places: Any, renamed: Mapping[str, str], pool: int) -> bool: ...
 
     def follow(self, steps: Sequence[Step], begin: int, stop: int, cap: int | None, extra: dict[int, int],
                segments: list[tuple[int, int]], *, gives_back: bool = True) -> int | None: ...
 
 
 class Track(NamedTuple):
-    """What an allocator follows: steps, and where it may have been before, as far as one pool tells."""
+    """What an allocator follows: steps, and those parts of them that may meet what they met before, as far as one pool
+    tells."""
 
     steps: Sequence[Step]
-    looks: Sequence[Look]
+    parts: Sequence[Copy]
     pool: int = LARGE
 
 
 def track(tape: Tape) -> Track:
-    return Track(tape.steps, tape.looks)
+    return Track(tape.steps, tape.chained if len(tape.steps) > SHORT else ())
 
 
 def track_of_one_pool(tape: Tape, pool: int) -> Track:
@@ -45,35 +49,78 @@ def track_of_one_pool(tape: Tape, pool: int) -> Track:
     the other."""
     numbers = [number for number, step in enumerate(tape.steps) if step[3] % 2 == pool]
     steps = [(*step[:4], None) if step[4] else step for step in (tape.steps[number] for number in numbers)]
-    looks = [look._replace(at=bisect_left(numbers, look.at), end=bisect_left(numbers, look.end)) for look in tape.looks]
-    return Track(steps, looks, pool)
+    parts = []
+    for part in tape.chained:
+        start, end, source = (bisect_left(numbers, at) for at in (part.start, part.start + part.length, part.source))
+        parts.append(part._replace(start=start, length=end - start, source=source))
+    return Track(steps, parts, pool)
+
+
+class States:
+    """Where blocks lay after parts. Two are one where all tensors of one pool lie alike."""
+
+    def __init__(self, allocator: Allocator, pool: int) -> None:
+        self._allocator, self._pool = allocator, pool
+        self._places: list[tuple[Any, Copy]] = []  # and the part before it
+        self._numbers: dict[tuple[int, ...], list[int]] = {}  # by what is free
+
+    def now(self, part: Copy) -> int:
+        """The number of the one that the allocator is in after a part."""
+        numbers = self._numbers.setdefault(self._allocator.standing(self._pool), [])
+        for number in numbers:
+            places, before = self._places[number]
+            if self._allocator.stands_as(places, _renamed(before, part), self._pool):
+                return number
+        self._places.append((self._allocator.places(), part))
+        numbers.append(len(self._places) - 1)
+        return numbers[-1]
+
+    def go_back(self, number: int, part: Copy) -> None:
+        """As if the allocator had come to a state by this part."""
+        places, before = self._places[number]
+        self._allocator.put_back(places, _renamed(before, part))
+
+
+def _renamed(then: Copy, now: Copy) -> dict[str, str]:
+    """What has another name after another part. In both, the same name stands in the same place."""
+    return {old: new for old, new in zip(then.names, now.names, strict=False) if old != new}
 
 
 def follow(allocator: Allocator, along: Track, begin: int, cap: int | None, extra: dict[int, int],
            segments: list[tuple[int, int]], *, gives_back: bool = True) -> int | None:
     """As the allocators' own, to the end."""
-    at, met, places = begin, dict[tuple[object, ...], int](), dict[int, Any]()
-    for look in along.looks:
-        if look.at < at:  # passed over, or before the beginning
+    states = States(allocator, along.pool)
+    known: dict[tuple[int | None, int], tuple[dict[int, int], int]] = {}  # (state, source of a part): extra, state
+    at = begin
+    here: int | None = None     # the state, after a part
+    passed: Copy | None = None  # the last part that was passed over, until the allocator is put behind it
+
+    def go_to(end: int, extra: dict[int, int]) -> int | None:
+        nonlocal at, passed
+        if passed and here is not None:
+            states.go_back(here, passed)
+        begin, at, passed = at, end, None
+        return allocator.follow(along.steps, begin, end, cap, extra, segments, gives_back=gives_back)
+
+    for part in along.parts:
+        end = part.start + part.length
+        if end <= at:
             continue
-        refused = allocator.follow(along.steps, at, look.at, cap, extra, segments, gives_back=gives_back)
+        if at == part.start and (here, part.source) in known:
+            own, here = known[here, part.source]
+            extra.update({number + at: more for number, more in own.items()})
+            at, passed = end, part
+            continue
+        if at < part.start:
+            refused = go_to(part.start, extra)
+            if refused is not None:
+                return refused
+            here = None
+        own = {}
+        refused = go_to(end, own)
+        extra.update(own)
         if refused is not None:
             return refused
-        at = look.at
-        before = met.setdefault((look.end, look.names, *allocator.standing(along.pool, look.names)), at)
-        if before == at:
-            places[at] = allocator.places()
-            continue
-        rest = (look.end - at) % (at - before)
-        at = look.end
-        if rest and not allocator.put_back(places[before + rest]):
-            at -= rest
-        _repeat(extra, before, look.at, at)
-    return allocator.follow(along.steps, at, len(along.steps), cap, extra, segments, gives_back=gives_back)
-
-
-def _repeat(extra: dict[int, int], begin: int, end: int, until: int) -> None:
-    """What was extra from `begin` to `end` is so again and again, until then."""
-    for number, more in list(extra.items()):
-        if begin <= number < end:
-            extra.update(dict.fromkeys(range(number + end - begin, until, end - begin), more))
+        before, here = here, states.now(part)
+        known[before, part.source] = {number - part.start: more for number, more in own.items()}, here
+    return go_to(len(along.steps), extra)

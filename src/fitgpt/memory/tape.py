@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, cached_property
-from itertools import accumulate, groupby, pairwise
+from itertools import accumulate, pairwise, zip_longest
 from typing import NamedTuple
 
 from ..nouns import PHASES
@@ -27,8 +27,8 @@ class Event(NamedTuple):
     pool: int = ORDINARY
 
 
-# One or two tensors that come and go with nothing between. Where there is room for them, nothing has happened: how
-# many steps that leaves out, and what is asked for in each pool, cut off there, and which pool that is.
+# Tensors that come and go with nothing between. Where there is room for them, nothing has happened: how many steps
+# that leaves out, and what is asked for in each pool, cut off there, and which pool that is.
 Brief = tuple[int, tuple[tuple[int, int, int], ...]]
 
 # An event as the allocator meets it: what it asks for, what that cuts off, the tensor's name, its pool, and what is
@@ -47,22 +47,13 @@ class Mark(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """So many events from `start` on are those from `source` on, but for names at some places, counted from there. What
-    was written first is a copy of itself."""
+    """So many events from `start` on are those from `source` on, but for some names. What was written first is a copy
+    of itself."""
 
     start: int
     length: int
     source: int
-    differ: tuple[int, ...]
     names: tuple[str, ...]  # those that may be others here than there
-
-
-class Look(NamedTuple):
-    """Here something begins that comes several times, one right after another."""
-
-    at: int
-    end: int  # where the last of them ends
-    names: tuple[str, ...]  # in which they may differ
 
 
 @dataclass(frozen=True)
@@ -72,7 +63,6 @@ class Tape:
     events: tuple[Event, ...]
     marks: tuple[Mark, ...]
     copies: tuple[Copy, ...] = field(default=(), compare=False, repr=False)  # how it was written, in order
-    rounds: tuple[Look, ...] = field(default=(), compare=False, repr=False)  # where what is longer than a part begins
 
     @property
     def _copied(self) -> list[Copy]:
@@ -86,24 +76,42 @@ class Tape:
 
     @cached_property
     def steps(self) -> tuple[Step, ...]:
-        shapes, steps = _Shapes(), list[Step]()
-        for start, length, source, differ, *_ in self.copies:
-            steps += shapes.steps(self.events[len(steps):start])  # so nothing that is brief ends in another part
-            if start == source:
+        """All events; those of a run of frees may stand in another order (see `_part_soon`)."""
+        shapes, steps, named = _Shapes(), list[Step](), dict[int, list[int]]()
+        bounds = {0, len(self.events), *(at for copy in self.copies for at in (copy.start, copy.start + copy.length))}
+        copies = {copy.start: copy for copy in self.copies}
+        for start, end in pairwise(sorted(bounds)):
+            if start < len(steps):  # within a copy
                 continue
-            copied = steps[source:source + length]
-            for at in differ:
-                copied[at], = shapes.steps(self.events[start + at:start + at + 1])
-            _end_brief_parts(copied)
+            _, length, source, names = copies.get(start, Copy(start, 0, start, ()))
+            if source == start:
+                steps += shapes.steps(self.events[start:end])
+                continue
+            copied, before = steps[source:source + length], copies[source].names
+            if source not in named:
+                named[source] = [at for at, step in enumerate(copied) if step[2] in before]
+            renamed = dict(zip(before, names, strict=True))
+            for at in named[source]:
+                asks, cut, name, home, brief = copied[at]
+                copied[at] = asks, cut, renamed[name], home, brief
             steps += copied
-        steps += shapes.steps(self.events[len(steps):])
         return tuple(steps)
+
+    def event_of(self, number: int) -> int:
+        """The number of the event that a step stands for."""
+        name = self.steps[number][2]
+        if self.events[number].name == name:
+            return number
+        begin = number
+        while not self.events[begin - 1].alloc:
+            begin -= 1
+        return next(at for at in range(begin, len(self.events)) if self.events[at].name == name)
 
     @cached_property
     def changes(self) -> list[int]:
         """What each event does to the bytes allocated, where a block is as large as what is asked for, rounded."""
         sizes, changes = _Sizes(), list[int]()
-        for start, length, source, *_ in [*self._copied, Copy(len(self.events), 0, 0, (), ())]:
+        for start, length, source, *_ in [*self._copied, Copy(len(self.events), 0, 0, ())]:
             changes += [sizes[event[3]] if event[0] else 0 if event[1] == RELEASE else -sizes[event[3]]
                         for event in self.events[len(changes):start]]
             changes += changes[source:source + length]
@@ -123,7 +131,7 @@ class Tape:
             return (heights[-1], max(heights)) if heights else (0, 0)
 
         asked = most = done = 0
-        for start, length, source, *_ in [*self._copied, Copy(len(self.events), 0, 0, (), ())]:
+        for start, length, source, *_ in [*self._copied, Copy(len(self.events), 0, 0, ())]:
             for part in ((done, start), (source, source + length)):
                 more, at_most = rise(*part)
                 most = max(most, asked + at_most)
@@ -132,13 +140,11 @@ class Tape:
         return most
 
     @cached_property
-    def looks(self) -> tuple[Look, ...]:
-        """Where a replay may find that it has been there before: in runs of parts, one right after another."""
-        found: list[Look] = []
-        for _, alike in groupby(self.copies, key=_Neighbours()):
-            *copies, last = alike
-            found += [Look(copy.start, last.start + last.length, copy.names) for copy in (*copies, last) if copies]
-        return tuple(sorted((*found, *self.rounds)))
+    def chained(self) -> tuple[Copy, ...]:
+        """Parts with another right before or after them: in these a replay may find that it has been there before."""
+        starts = {copy.start for copy in self.copies}
+        ends = {copy.start + copy.length for copy in self.copies}
+        return tuple(copy for copy in self.copies if copy.start in ends or copy.start + copy.length in starts)
 
     def alive_at_end(self) -> dict[str, Event]:
         alive: dict[str, Event] = {}
@@ -148,18 +154,6 @@ class Tape:
             elif event.name != RELEASE:
                 del alive[event.name]
         return alive
-
-
-class _Neighbours:
-    """Tells copies of one part, one right after another, from all others: to each the number of its run."""
-
-    def __init__(self) -> None:
-        self._run, self._source, self._end = 0, -1, -1
-
-    def __call__(self, copy: Copy) -> int:
-        self._run += (copy.source, copy.start) != (self._source, self._end)
-        self._source, self._end = copy.source, copy.start + copy.length
-        return self._run
 
 
 class _Sizes(dict[int, int]):
@@ -186,7 +180,7 @@ class _Shapes(dict[int, tuple[int, int, int]]):
             if not event[0]:
                 asks = NONE_SERVES if name == RELEASE else 0
             steps.append((asks, cut, name, home + 2 * pool if pool else home, None))
-        _mark_brief_parts(steps)
+        _part_soon(steps)
         return steps
 
 
@@ -195,25 +189,31 @@ def _asked(size: int) -> tuple[int, int]:
     return size << SPLIT, (size << SPLIT) - size
 
 
-def _mark_brief_parts(steps: list[Step]) -> None:
-    for at in [at for at, (step, after) in enumerate(pairwise(steps)) if step[0] and not after[0]]:
-        last, gone = steps[at:at + 2]
-        if last[2] == gone[2]:
-            steps[at] = (*last[:4], (1, ((last[0], last[1], last[3]),)))
-        elif at and at + 2 < len(steps):
-            first, gone_too = steps[at - 1], steps[at + 2]
-            if first[0] and not gone_too[0] and {first[2], last[2]} == {gone[2], gone_too[2]}:
-                if first[3] != last[3]:
-                    steps[at - 1] = (*first[:4], (3, ((first[0], first[1], first[3]), (last[0], last[1], last[3]))))
-                elif first[3] % 2:  # small blocks are as large as asked for: one that is large enough for both will do
-                    steps[at - 1] = (*first[:4], (3, ((*_asked(first[0] + last[0] >> SPLIT), first[3]),)))
+def _part_soon(steps: list[Step]) -> None:
+    """What is allocated last before a run of frees, and freed in it, is freed first there, and marked as brief.
 
-
-def _end_brief_parts(steps: list[Step]) -> None:
-    """What is brief ends within these steps, or is none."""
-    for behind, step in enumerate(reversed(steps[-3:])):
-        if step[4] and step[4][0] > behind:
-            steps[-1 - behind] = (*step[:4], None)
+    The order of frees decides nothing: afterwards the same blocks are free. Small blocks are as large as asked for, so
+    one that is large enough for several will do; of large ones at most one is brief at a time.
+    """
+    frees = [step[0] == 0 for step in steps]
+    turns = [at for at, (one, next_one) in enumerate(pairwise(frees), 1) if one is not next_one]
+    if frees[:1] == [True]:
+        del turns[:1]
+    for begin, end in zip_longest(turns[::2], turns[1::2], fillvalue=len(steps)):
+        freed = {step[2]: step for step in steps[begin:end]}
+        if steps[begin - 1][2] not in freed:
+            continue
+        soon, asked, first = list[Step](), dict[int, int](), begin
+        while first:
+            asks, cut, name, home, _ = steps[first - 1]
+            if name not in freed or (home % 2 == 0 and home in asked):
+                break
+            first -= 1
+            soon.append(freed.pop(name))
+            asked[home] = asked.get(home, 0) + asks
+            parts = tuple([(*_asked(wanted >> SPLIT), where) for where, wanted in asked.items()])
+            steps[first] = asks, cut, name, home, (2 * len(soon) - 1, parts)
+        steps[begin:end] = *soon, *freed.values()
 
 
 @dataclass(frozen=True)
@@ -247,7 +247,6 @@ class Writer:
         self._alive: dict[str, Event] = {}
         self._parts: dict[Hashable, _Part] = {}
         self._copies: list[Copy] = []
-        self._rounds: list[Look] = []
 
     def phase(self, name: str) -> None:
         if name not in PHASES:
@@ -282,7 +281,7 @@ class Writer:
             frees = [name for name, event in before.items() if after.get(name) is not event]
             leaves = [event for name, event in after.items() if before.get(name) is not event]
             self._parts[kind] = _Part(start, self._events[start:], names, frees, leaves)
-            self._copies.append(Copy(start, len(self._events) - start, start, (), names))
+            self._copies.append(Copy(start, len(self._events) - start, start, names))
             return
         part = self._parts[kind]
         renamed, events = dict(zip(part.names, names, strict=True)), part.events.copy()
@@ -294,16 +293,8 @@ class Writer:
         for event in part.leaves:
             name = renamed.get(event.name, event.name)
             self._alive[name] = event if name == event.name else event._replace(name=name)
-        self._copies.append(Copy(len(self._events), len(events), part.start, part.differ, names))
+        self._copies.append(Copy(len(self._events), len(events), part.start, names))
         self._events += events
-
-    @contextmanager
-    def rounds(self) -> Iterator[Callable[[tuple[str, ...]], None]]:
-        """What comes again and again, for the length of a `with`: to be called where each begins, with the names that
-        may differ. Those of the same names must be alike, event by event."""
-        begun: list[tuple[int, tuple[str, ...]]] = []
-        yield lambda names: begun.append((len(self._events), names))
-        self._rounds += [Look(at, len(self._events), names) for at, names in begun]
 
     def release(self) -> None:
         self._events.append(Event(False, RELEASE, "other", 0))
@@ -330,4 +321,4 @@ class Writer:
     def tape(self) -> Tape:
         if not self._marks or self._marks[0].start != 0:
             raise ValueError("a tape begins with a phase")
-        return Tape(tuple(self._events), tuple(self._marks), tuple(self._copies), tuple(self._rounds))
+        return Tape(tuple(self._events), tuple(self._marks), tuple(self._copies))

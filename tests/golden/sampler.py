@@ -3,6 +3,8 @@
     python tests/golden/sampler.py tests/golden/cases.json          the runs
     python tests/golden/sampler.py tests/golden/caps.json --caps    some of them under caps around what they need
     python tests/golden/sampler.py tests/golden/switches.json --switches   savers off that are on by themselves
+    python tests/golden/sampler.py tests/golden/fresh.json --fresh         wider, and drawn when all else was done
+    python tests/golden/sampler.py tests/golden/fresh_caps.json --fresh_caps   some of these under caps
     python tests/golden/sampler.py tests/golden/kernels.json --kernels     each attention kernel, not drawn but chosen
     python tests/golden/sampler.py tests/golden/notes.json --notes         docs/memory.md's runs, and their remedies
     python tests/golden/sampler.py tests/golden/bitsandbytes.json --bitsandbytes   its 8-bit states, chosen
@@ -31,7 +33,7 @@ from fitgpt.memory.setting import Setting  # noqa: E402
 from fitgpt.savers import LEVELS  # noqa: E402
 from fitgpt.units import GiB  # noqa: E402
 
-SEED, RUNS, SWITCHED, CAPPED = 20261115, 48, 13, 20
+SEED, RUNS, SWITCHED, FRESH, CAPPED = 20261115, 48, 13, 48, 20
 H200 = Setting((9, 0), "2.11")
 OFF = 0.02  # how far a cap lies from what a run needs
 
@@ -100,6 +102,20 @@ def switched() -> list[dict[str, Any]]:
     return draw(SEED + 1, SWITCHED, also)
 
 
+def fresh() -> list[dict[str, Any]]:
+    """Deeper and flatter, longer histories, odd lengths, narrow and wide heads, every saver that can be switched."""
+    def also(dice: random.Random, knobs: dict[str, Any]) -> dict[str, Any]:
+        heads = knobs["n_head"]
+        wider = {"n_layer": dice.choice([1, 5, 9, 18, 24]), "n_embd": heads * dice.choice([16, 24, 72, 96, 100, 128]),
+                 "batch_size": dice.choice([3, 5, 10, 48, 64]), "block_size": dice.choice([64, 300, 768, 1000, 1536]),
+                 "vocab_size": dice.choice([257, 4096, 32000, 49152]), "dropout": 0.2, "loss_chunk": 512,
+                 "gradient_accumulation_steps": dice.choice([3, 5, 8, 16]), "eval_block_size": 64, "casts": "kept",
+                 "gradients": "kept", "states": "late", "grad_clip": 0.0}
+        return knobs | {knob: value for knob, value in wider.items() if dice.random() < 0.25}
+
+    return draw(SEED + 2, FRESH, also)
+
+
 def draw(seed: int = SEED, runs: int = RUNS, also: Any = lambda dice, knobs: knobs) -> list[dict[str, Any]]:
     dice, cases = random.Random(seed), list[dict[str, Any]]()
     while len(cases) < runs:
@@ -154,10 +170,10 @@ def by_layer(dice: random.Random, layers: int) -> str:
     return f"{first}*{LEVELS[high]},{layers - first}*{LEVELS[low]}"
 
 
-def capped() -> list[dict[str, Any]]:
+def capped(drawn: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The first cases that need at least 1 GiB, each twice: under a cap that is too low, and one that is enough."""
-    cases = []
-    for case in draw():
+    cases: list[dict[str, Any]] = []
+    for case in drawn:
         config = settled(RunConfig(**case["config"]), H200)
         wanted = needs(tape_of(config, H200), expandable=True)
         if wanted >= GiB and len(cases) < 2 * CAPPED:
@@ -167,7 +183,8 @@ def capped() -> list[dict[str, Any]]:
     return cases
 
 
-WRITTEN = {"bitsandbytes": bitsandbytes, "caps": capped, "kernels": kernels, "notes": notes, "switches": switched}
+WRITTEN = {"bitsandbytes": bitsandbytes, "caps": lambda: capped(draw()), "fresh": fresh,
+           "fresh_caps": lambda: capped(fresh()), "kernels": kernels, "notes": notes, "switches": switched}
 
 if __name__ == "__main__":
     main()

@@ -25,8 +25,8 @@ def read(name: str) -> list[dict[str, Any]]:
 
 ROWS = read("h200_kernels.json")
 DRAWN = read("h200.json")
-CAPPED = read("h200_capped.json")
-OTHERS = {name: read(f"h200_{name}.json") for name in ("switches", "notes", "bitsandbytes")}
+CAPPED = {"caps": read("h200_capped.json"), "fresh_caps": read("h200_fresh_capped.json")}
+OTHERS = {name: read(f"h200_{name}.json") for name in ("fresh", "switches", "notes", "bitsandbytes")}
 FIGURES_OF_OTHERS = {name: compare_own(rows, H200) for name, rows in OTHERS.items()}
 FIGURES = compare_own(ROWS, H200)
 FIGURES_OF_DRAWN = compare_own(DRAWN, H200)
@@ -75,7 +75,7 @@ def test_what_runs_drawn_at_random_reserve_is_forecast_to_the_byte() -> None:
     assert statistics.median(abs(each.percent) for each in FIGURES_OF_DRAWN) == 0
 
 
-# ---- with savers off that are on by themselves; the runs of docs/memory.md and their remedies
+# ---- drawn wider; with savers off that are on by themselves; the runs of docs/memory.md and their remedies
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -85,25 +85,27 @@ def test_all_of_these_were_recorded_and_what_they_reserve_was_forecast_to_the_by
     reserved = [each for each in FIGURES_OF_OTHERS[name] if each.name.endswith("reserved")]
     assert len(reserved) >= 6 * len(drawn) >= 18
     assert all(each.off == 0 for each in reserved)
-    assert max(abs(each.percent) for each in FIGURES_OF_OTHERS[name]) <= 0.004
+    assert max(abs(each.percent) for each in FIGURES_OF_OTHERS[name]) <= (0.006 if name == "fresh" else 0.004)
 
 
 # ---- under a cap
 
 
-def test_two_percent_less_than_a_run_needs_is_too_little_and_two_percent_more_is_enough() -> None:
-    drawn = json.loads((GOLDEN / "caps.json").read_text(encoding="utf-8"))["cases"]
-    assert [(row["name"], row["config"], row["cap"]) for row in CAPPED] == [
+@pytest.mark.parametrize("name", CAPPED)
+def test_two_percent_less_than_a_run_needs_is_too_little_and_two_percent_more_is_enough(name: str) -> None:
+    drawn = json.loads((GOLDEN / f"{name}.json").read_text(encoding="utf-8"))["cases"]
+    assert [(row["name"], row["config"], row["cap"]) for row in CAPPED[name]] == [
         (case["name"], case["config"], case["cap"]) for case in drawn]
-    below, above = ([row for row in CAPPED if row["name"].endswith(word)] for word in ("below", "above"))
+    below, above = ([row for row in CAPPED[name] if row["name"].endswith(word)] for word in ("below", "above"))
     assert len(below) == len(above) == 20
     assert all("out_of_memory" in row for row in below)
     assert all("out_of_memory" not in row and not row.get("recording_failed") and "save" in row["phases"]
                for row in above)
 
 
-def test_the_caps_lie_around_what_the_runs_are_said_to_need_today() -> None:
-    for row in CAPPED:
+@pytest.mark.parametrize("name", CAPPED)
+def test_the_caps_lie_around_what_the_runs_are_said_to_need_today(name: str) -> None:
+    for row in CAPPED[name]:
         wanted = needs(tape_of(settled(RunConfig(**row["config"]), H200), H200), expandable=True)
         assert row["cap"] == round(wanted * (0.98 if row["name"].endswith("below") else 1.02))
 

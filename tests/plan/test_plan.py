@@ -169,7 +169,7 @@ def test_fits_is_coloured_only_on_a_terminal(ask: Any, monkeypatch: pytest.Monke
 def test_the_basis_is_what_the_recorded_runs_give(ask: Any) -> None:
     records = [*sorted((ROOT / "bench" / "results").glob("nanogpt*_h200.json")),
                *(ROOT / "tests" / "golden" / f"h200{name}.json"
-                 for name in ("", "_kernels", "_switches", "_notes", "_bitsandbytes")),
+                 for name in ("", "_fresh", "_kernels", "_switches", "_notes", "_bitsandbytes")),
                ROOT / "bench" / "results" / "triples_h200.json"]
     rows = [row for record in records for row in basis(str(record), "H200", "2.11")]
     kept = json.loads(BASIS.read_text())["runs"]

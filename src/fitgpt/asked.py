@@ -49,6 +49,8 @@ def question_of(assignments: Sequence[Assignment]) -> Question:
     if config.fit:
         more.append("--fit: `train` will choose other settings if that is faster. Planned is what is asked for; "
                     "`fitgpt fit` with the same words shows what it would choose.")
+    if asked.gpu and config.device == "cpu":
+        more.append("With --device=cpu the run trains on the processor: planned is what it would hold on the card.")
     if asked.trainer == "nanogpt":
         more += of_the_run(config, said_vocab, data)
     return Question(asked, config, data, missing, (*notes, *more))
@@ -99,6 +101,7 @@ def with_data(config: RunConfig) -> tuple[RunConfig, DataSummary | None, str, li
     notes: list[str] = []
     if config.init_from not in ("scratch", "resume", *gpt2_shapes):
         config, notes = _with_shape_of(Path(config.init_from), config)
+    notes += _too_few_tokens(config, data) if data else []
     if config.vocab_size:
         return config, data, missing, notes
     if data is None:
@@ -109,6 +112,16 @@ def with_data(config: RunConfig) -> tuple[RunConfig, DataSummary | None, str, li
     from .data.header import padded_vocab
 
     return replace(config, vocab_size=padded_vocab(data.tokenizer, data.vocab_size)), data, missing, notes
+
+
+def _too_few_tokens(config: RunConfig, data: DataSummary) -> list[str]:
+    """Why the run would not start, as far as the headers tell: of a split in several shards the longest counts."""
+    return [f"A window of {block:,} tokens takes {block + 1:,} in a row, and the {split} split has {tokens:,}: the run "
+            f"would not start. {fix} or --block_size={max(tokens - 1, 1)}."
+            for block, split, tokens, fix in (
+                (config.block_size, "train", data.train_tokens, "Prepare more text,"),
+                (config.eval_block, "val", data.val_tokens, "Prepare the data with a larger --val_fraction,"))
+            if tokens <= block]
 
 
 def refuse_other_vocab(config: RunConfig, data: DataSummary | None) -> None:

@@ -22,11 +22,11 @@ class Answer:
         return json.loads(self.out)
 
 
-def write_chars(folder: Path, train: int) -> None:
+def write_chars(folder: Path, train: int, val: int = 1000) -> None:
     """nanoGPT's letters: 65 of them."""
     folder.mkdir(parents=True)
     (folder / "train.bin").write_bytes(bytes(2 * train))
-    (folder / "val.bin").write_bytes(bytes(2000))
+    (folder / "val.bin").write_bytes(bytes(2 * val))
     letters = [chr(33 + number) for number in range(65)]
     (folder / "meta.pkl").write_bytes(pickle.dumps({
         "vocab_size": 65, "itos": dict(enumerate(letters)), "stoi": {letter: n for n, letter in enumerate(letters)}}))

@@ -70,6 +70,23 @@ def test_the_vocabulary_is_the_datas_if_there_is_any(ask: Any, tmp_path: Path) -
     assert "There is no dataset 'nowhere' here." in ask(*SMALL, "--gpu=4070", "--dataset=nowhere").out
 
 
+@pytest.mark.parametrize("trainer", ["fitgpt", "nanogpt"])
+@pytest.mark.parametrize(("train", "val", "missing"), [(256, 257, "train"), (257, 256, "val"), (257, 257, "")])
+def test_data_that_is_shorter_than_a_window_is_said(ask: Any, tmp_path: Path, trainer: str, train: int, val: int,
+                                                    missing: str) -> None:
+    write_chars(tmp_path / "data" / "few", train=train, val=val)
+    notes = ask(*SMALL, "--gpu=4070", "--dataset=few", f"--trainer={trainer}", "--json").json["notes"]
+    said = [note for note in notes if "in a row" in note]
+    assert len(said) == bool(missing)
+    assert all(f"257 in a row, and the {missing} split has 256" in note and "--block_size=255" in note for note in said)
+
+
+def test_a_run_on_the_processor_is_planned_for_a_card_and_said_to_be_one(ask: Any) -> None:
+    told = "With --device=cpu the run trains on the processor: planned is what it would hold on the card."
+    assert told in ask(*SMALL, "--gpu=4070", "--device=cpu", "--json").json["notes"]
+    assert told not in ask(*SMALL, "--gpu=4070", "--device=cuda", "--json").json["notes"]
+
+
 def test_damaged_data_is_said_and_planned_without(ask: Any, tmp_path: Path) -> None:
     folder = tmp_path / "data" / "torn"
     folder.mkdir(parents=True)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 from .tape import Copy, Step, Tape
 
 LARGE, SMALL = 0, 1  # pools of ordinary work
-SHORT = 20_000       # steps that are all followed: that takes 10 ms, and small segments are right, too
+SHORT = 25_000       # steps that are all followed: that takes 12 ms, and small segments are right, too
 
 
 class Allocator(Protocol):

@@ -13,6 +13,10 @@ __version__ = "0.1.0"
 __all__ = ["GPT", "GPTConfig", "__version__", "plan"]
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 def __getattr__(name: str) -> Any:
     if name == "GPT":
         from .engine.model import GPT

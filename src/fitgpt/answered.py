@@ -91,7 +91,7 @@ class Plan:
         model = _in_words(forecast.settled(self._question.config, self._found.setting, self._question.asked.trainer))
         told = show.plan_text(self.memory, self.run, self.basis, model=model, suggestions=self.changes,
                               neighbours=self._found.neighbours, notes=self._question.notes, width=width,
-                              colour=colour)
+                              colour=colour, priced=self._options is not None)
         if self._options is None:
             return told
         return told + "\n" + show.option_table(self._options, self.forecast.needs, self.budget.reserve_limit, width)
@@ -137,7 +137,7 @@ def _priced(config: RunConfig, found: Place, trainer: str) -> list[PricedChange]
         return after / now if after and now else None
 
     return [priced(option, before, found.setting, found.budget)._replace(speed=speed(option))
-            for option in single_changes(config, trainer)]
+            for option in single_changes(config, trainer, compiles=found.setting.compiles)]
 
 
 def _in_words(config: RunConfig) -> str:

@@ -49,8 +49,8 @@ def question_of(assignments: Sequence[Assignment]) -> Question:
     if config.fit:
         more.append("--fit: `train` will choose other settings if that is faster. Planned is what is asked for; "
                     "`fitgpt fit` with the same words shows what it would choose.")
-    if asked.gpu and config.device == "cpu":
-        more.append("With --device=cpu the run trains on the processor: planned is what it would hold on the card.")
+    if asked.gpu and config.device in ("cpu", "mps"):
+        more.append(f"With --device={config.device} no card is used: planned is what one would hold.")
     if asked.trainer == "nanogpt":
         more += of_the_run(config, said_vocab, data)
     return Question(asked, config, data, missing, (*notes, *more))

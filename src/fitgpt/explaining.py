@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 import sys
 from collections.abc import Sequence
@@ -61,7 +63,7 @@ def explain(assignments: Sequence[Assignment]) -> int:
 
 
 def answer(asked: ExplainQuestions, said: Sequence[Assignment]) -> Diagnosis:
-    folder = Path(asked.target) if asked.target and Path(asked.target).is_dir() else None
+    folder = Path(asked.target) if asked.target and os.path.isdir(asked.target) else None
     config, name, notes = config_of(asked, said, folder)
     if asked.reading or (asked.process and not asked.target):
         card = find(asked.gpu) if asked.gpu else card_here()
@@ -91,16 +93,25 @@ def answer(asked: ExplainQuestions, said: Sequence[Assignment]) -> Diagnosis:
 def look(asked: ExplainQuestions, folder: Path | None) -> Excerpt | None:
     """The text to explain: the file, or what is piped; None where there is none."""
     if asked.target and folder is None and asked.target != "-":
+        if _is_pasted(asked.target):
+            return skim(BytesIO(asked.target.encode()))
         try:
             with open(asked.target, "rb") as file:
                 return skim(file)
-        except FileNotFoundError:
-            raise UsageError(f"There is no file or folder {asked.target!r}.",
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ENAMETOOLONG):
+                raise
+            raise UsageError(f"There is no file or folder {asked.target!r:.200}.",
                              "fitgpt explain - < oom.txt reads what is piped.") from None
     piped = sys.stdin is not None and not sys.stdin.closed and not sys.stdin.isatty()
     if asked.target == "-" or piped:
         return skim(getattr(sys.stdin, "buffer", None) or BytesIO(sys.stdin.read().encode()))
     return None
+
+
+def _is_pasted(target: str) -> bool:
+    """Whether it is the message itself, and not where one is."""
+    return not os.path.exists(target) and is_message(target)
 
 
 def skim(stream: BinaryIO) -> Excerpt:
@@ -116,7 +127,7 @@ def config_of(asked: ExplainQuestions, said: Sequence[Assignment],
         folder = Path(asked.config)
     elif asked.config:
         assignments = [*walk([asked.config], RunConfig, config_files=True), *assignments]
-    if folder is None and asked.target not in ("", "-") and not assignments:
+    if folder is None and asked.target not in ("", "-") and not assignments and not _is_pasted(asked.target):
         folder = Path(asked.target).parent  # a log that lies in its run's folder
         folder = folder if (folder / "run.json").is_file() else None
     if folder is not None:

@@ -33,17 +33,19 @@ def on_the_card(config: RunConfig, setting: Setting) -> list[str]:
     """What depends on the card, or on what torch's compiler finds out there."""
     run, notes = settled(config, setting, "nanogpt"), list[str]()
     if not setting.has_bf16 and config.dtype == "auto":
+        but = ", and which it does not compile here" if setting.compiles else ""
         notes.append("Planned is float16. Left to itself, nanoGPT's train.py takes bfloat16, which torch says this "
-                     "card can do, and which it does not compile here: --dtype=bfloat16 plans that.")
+                     f"card can do{but}: --dtype=bfloat16 plans that.")
     elif run.dtype == "bfloat16" and config.compile and not run.compile:
-        notes.append("torch compiles no bfloat16 for this card and runs it eager: so it is planned. --dtype=float16 is "
-                     "compiled.")
+        other = " --dtype=float16 is compiled." if setting.compiles else ""
+        notes.append(f"torch compiles no bfloat16 for this card and runs it eager: so it is planned.{other}")
     tokens, vocab = run.batch_size * run.block_size, run.vocab_size
     if run.compile and has_odd_sizes(run.dtype, tokens, 0):
         notes.append(f"{tokens:,} tokens a micro-batch are no multiple of {MULTIPLE}: what torch's compiler makes of "
                      "that is not foreseen, and the run may hold far more.")
     elif run.compile and has_odd_sizes(run.dtype, tokens, vocab):
         notes.append(f"A vocabulary of {vocab:,} is no multiple of {MULTIPLE}: torch's compiler times on the card "
-                     "which products to pad, so the run may hold more or less than this, mostly by an array of logits. "
-                     f"{up_to(vocab, MULTIPLE):,} in the data's meta.pkl is surer, smaller and quicker.")
+                     "which products to pad, so the run may hold more or less than this, mostly by an array of logits."
+                     + (f" {up_to(vocab, MULTIPLE):,} in the data's meta.pkl is surer and quicker."
+                        if config.init_from == "scratch" else ""))
     return notes

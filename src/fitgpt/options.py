@@ -275,8 +275,9 @@ class ExplainQuestions(Options):
 
     verb: ClassVar[str] = "explain"
 
-    target: str = _explain("", "a file with a message or an nvidia-smi screen, a run folder, a plan, or - for "
-                           "standard input; may stand alone, without --target=", positional=True, rule=_optional_path)
+    target: str = _explain("", "a file with a message or an nvidia-smi screen, a run folder, a plan, - for standard "
+                           "input, or the message itself; may stand alone, without --target=", positional=True,
+                           rule=lambda value: None if "memory" in value.lower() else _optional_path(value))
     config: str = _explain("", "the run's config file, or its folder; a config file may also stand alone",
                            rule=_optional_path)
     reading: str = _explain("", "what nvidia-smi shows as used of the card: 6582MiB", rule=size_like)

@@ -57,7 +57,8 @@ def of_length(config: RunConfig, asked: PlanQuestions, data: DataSummary | None,
     if not given:
         return config, []
     if len(given) > 1:
-        raise UsageError(f"{' and '.join(given)} all say how long the run is.", "Give one of them.")
+        raise UsageError(f"{' and '.join(given)} {'both' if len(given) == 2 else 'all'} say how long the run is.",
+                         "Give one of them.")
     if asked.tokens:
         tokens, words = float(parse_count(asked.tokens)), f"{show_count(parse_count(asked.tokens))} tokens"
     elif asked.epochs:
@@ -76,7 +77,8 @@ def of_length(config: RunConfig, asked: PlanQuestions, data: DataSummary | None,
     if steps > LARGEST_COUNT:
         raise UsageError(f"{words} are {steps:,} steps, and a run has at most {LARGEST_COUNT:,}.", "--tokens 10B")
     longer = replace(config, max_iters=steps, lr_decay_iters=steps)
-    return longer, [f"{words} are {show_steps(steps)}: max_iters={steps} lr_decay_iters={steps}."]
+    late = " One step takes longer." if asked.hours and not whole else ""
+    return longer, [f"{words} are {show_steps(steps)}: max_iters={steps} lr_decay_iters={steps}.{late}"]
 
 
 def outlook(config: RunConfig, forecast: Forecast, data: DataSummary | None, card: Card | None) -> Outlook:

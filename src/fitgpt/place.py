@@ -115,7 +115,11 @@ def beside(config: RunConfig, budget: Budget) -> Budget:
     if config.budget and parse_bytes(config.budget) > budget.usable:
         raise UsageError(f"--budget {config.budget} is more than the {show_bytes(budget.usable)} that CUDA gives of "
                          f"{budget.card or 'the card'}.", "Leave it out, or say less.")
-    left = budget.usable - budget.others - (parse_bytes(config.leave) if config.leave else 0)
+    kept_free = parse_bytes(config.leave) if config.leave else 0
+    if kept_free >= budget.usable:
+        raise UsageError(f"--leave {config.leave} leaves the run nothing: CUDA gives {show_bytes(budget.usable)} of "
+                         f"{budget.card or 'the card'} in all.", "--leave 1GiB, or leave it out.")
+    left = budget.usable - budget.others - kept_free
     said = parse_bytes(config.budget) if config.budget else left
     return budget._replace(budget=max(min(said, left), 0))
 

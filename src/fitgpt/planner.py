@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from . import cards, place
@@ -39,6 +40,7 @@ from .units import MiB, show_bytes
 
 SCHEMA = 1  # of lists of cards; of a plan, see planfile.py
 OF_THE_COMMAND = ("all_cards", "timeline", "json")  # of no use to the call
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 AS_TEXT = ("gpu", "budget", "others", "leave", "tokens")  # numbers are as good
 
 
@@ -193,10 +195,10 @@ def _colours() -> bool:
 # ---- for other programs
 
 
-def plan(config: str | os.PathLike[str] | Mapping[str, Any] | RunConfig, gpu: str | int = "", *,
+def plan(config: str | os.PathLike[str] | Mapping[str, Any] | RunConfig = NOTHING, gpu: str | int = "", *,
          budget: int | str | None = None, others: int | str | None = None, trainer: str = "fitgpt",
          torch: str = "", **knobs: Any) -> Plan:
-    """What a run will hold, and whether it fits. `config`: a config file, a dict of knobs, or a RunConfig.
+    """What a run will hold, and whether it fits. `config`: a config file, a dict of knobs, a RunConfig, or nothing.
 
     `gpu` is a name such as "4070"; without one, the card that is here. Sizes are bytes, or "11.5GiB". What is said of
     `knobs`, such as batch_size=8, counts more than what the config says; tokens, epochs, hours and options=True, too.

@@ -62,6 +62,37 @@ def test_a_file_and_a_config_give_the_tensor(tmp_path: Path, capsys: pytest.Capt
     assert max(map(len, printed.splitlines())) <= 80
 
 
+def test_the_message_itself_may_be_what_is_typed(capsys: pytest.CaptureFixture[str], no_stdin: None,
+                                                 eager_message: str) -> None:
+    assert len(eager_message.encode()) > 255  # too long to be a file's name
+    assert main(["explain", eager_message, CONFIG, "--compile=False", "--trainer=nanogpt", "--gpu=4070"]) == 0
+    assert "16 × 1,024 × 50,304 × 4 bytes" in capsys.readouterr().out
+    assert main(["explain", f"no memory, no file {'x' * 300}"]) == 2
+    assert "There is no file or folder" in capsys.readouterr().err
+
+
+def test_a_file_with_such_a_name_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str], no_stdin: None,
+                                         eager_message: str) -> None:
+    file = tmp_path / "CUDA out of memory. Tried to allocate 20.00 MiB"
+    file.write_text(eager_message)
+    assert main(["explain", str(file), CONFIG, "--compile=False", "--trainer=nanogpt", "--gpu=4070"]) == 0
+    assert "16 × 1,024 × 50,304 × 4 bytes" in capsys.readouterr().out
+
+
+def test_a_traceback_that_shows_an_eager_run_is_said_to_and_the_way_to_fitgpt_is_compiled(
+        capsys: pytest.CaptureFixture[str], no_stdin: None, eager_message: str) -> None:
+    traceback = f'''Traceback (most recent call last):
+  File "/home/me/nanoGPT/train.py", line 300, in <module>
+    logits, loss = model(X, Y)
+  File "/home/me/nanoGPT/model.py", line 187, in forward
+    loss = F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1), ignore_index=-1)
+{eager_message}'''
+    assert main(["explain", traceback, CONFIG, "--trainer=nanogpt", "--gpu=4070", "--json"]) == 0
+    answer = told(capsys)
+    assert "By its traceback it ran eager: --compile=False." in answer["notes"]
+    assert answer["remedies"][0]["todo"] == f"fitgpt train {CONFIG}"
+
+
 def test_the_trainer_is_found_by_the_size_where_it_is_not_said(tmp_path: Path, capsys: pytest.CaptureFixture[str],
                                                               eager_message: str) -> None:
     """fitgpt never allocates all logits at once, so a message about 3.07 GiB of them is nanoGPT's."""

@@ -171,7 +171,9 @@ def test_nothing_fits_ends_with_1_and_says_the_least_and_what_to_allow(say: Any)
     assert not Path("mine.py").exists()
     assert "what CUDA itself holds, 196.0 MiB, leaves nothing" in say("run.py", "--gpu", "4070", "--budget",
                                                                       "90MiB").words
-    assert "nothing of the card is left" in say("run.py", "--gpu", "4070", "--leave", "20GiB").words
+    assert "nothing of the card is left" in say("run.py", "--gpu", "4070", "--others=11GiB", "--leave=1GiB").words
+    refused = say("run.py", "--gpu", "4070", "--leave", "20GiB")
+    assert (refused.code, "--leave 20GiB leaves the run nothing: CUDA gives 11.65 GiB" in refused.err) == (2, True)
 
 
 def test_what_was_found_is_said_even_where_it_cannot_be_written(say: Any) -> None:

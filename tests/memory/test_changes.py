@@ -45,6 +45,23 @@ def test_the_flags_of_a_change_are_all_that_it_changes(trainer: str, config: Run
         assert change.flags
 
 
+@pytest.mark.parametrize("trainer", ["fitgpt", "nanogpt"])
+def test_to_compile_is_no_change_where_the_card_cannot(trainer: str) -> None:
+    eager = replace(SMALL, compile=False)
+    families = [{option.change.family for option in single_changes(eager, trainer, compiles=compiles)}
+                for compiles in (True, False)]
+    assert families[0] - families[1] == {"compile"}
+
+
+def test_to_leave_nanogpt_costs_what_it_does_not_do() -> None:
+    def cost(config: RunConfig) -> str:
+        return next(each.change.slower for each in single_changes(config, "nanogpt") if each.change.family == "trainer")
+
+    assert cost(SMALL) == "nothing"
+    for more in (dict(grad_checkpoint=True), dict(recompute="all")):
+        assert "recompute" in cost(replace(SMALL, **more))
+
+
 def test_a_smaller_batch_trains_on_the_same_tokens_and_evaluates_the_same_windows() -> None:
     assert [option.config.batch_size for option in family("batch")] == [6, 3, 1]
     for option in family("batch"):

@@ -27,6 +27,8 @@ def test_the_call_takes_a_file_a_dict_or_a_config(ask: Any, tmp_path: Path) -> N
         found = fitgpt.plan(config, gpu="4070")
         assert found.forecast.needs == needs
         assert found.fits
+    assert fitgpt.plan(gpu="4070").forecast == fitgpt.plan({}, gpu="4070").forecast
+    assert dir(fitgpt) == sorted(fitgpt.__all__)
     assert not fitgpt.plan(shape, gpu="4070", budget="300MiB").fits
     assert not fitgpt.plan({**shape, "budget": "300MiB"}, gpu="4070").fits  # as `train` takes it
     assert fitgpt.plan({**shape, "leave": "11GiB"}, gpu="4070").budget.budget == 11930 * MiB - 11 * GiB

@@ -81,10 +81,33 @@ def test_data_that_is_shorter_than_a_window_is_said(ask: Any, tmp_path: Path, tr
     assert all(f"257 in a row, and the {missing} split has 256" in note and "--block_size=255" in note for note in said)
 
 
-def test_a_run_on_the_processor_is_planned_for_a_card_and_said_to_be_one(ask: Any) -> None:
-    told = "With --device=cpu the run trains on the processor: planned is what it would hold on the card."
-    assert told in ask(*SMALL, "--gpu=4070", "--device=cpu", "--json").json["notes"]
-    assert told not in ask(*SMALL, "--gpu=4070", "--device=cuda", "--json").json["notes"]
+def test_a_run_that_does_not_use_the_card_is_said_to_be_one(ask: Any) -> None:
+    for device, is_said in (("cpu", True), ("mps", True), ("cuda", False)):
+        told = f"With --device={device} no card is used: planned is what one would hold."
+        assert (told in ask(*SMALL, "--gpu=4070", f"--device={device}", "--json").json["notes"]) == is_said
+
+
+def test_what_nanogpt_does_not_know_moves_neither_its_checkpoint_nor_the_hosts_memory(ask: Any) -> None:
+    def run(*flags: str) -> dict[str, Any]:
+        return dict(ask(*SMALL, "--gpu=4070", "--trainer=nanogpt", "--json", *flags).json["run"])
+
+    as_it_is = run()
+    for flags in (["--optimizer=adam8bit"], ["--optimizer=muon"], ["--weights=bfloat16"], ["--offload=gradients"]):
+        assert {key: run(*flags)[key] for key in ("checkpoint_bytes", "host_bytes")} == {
+            key: as_it_is[key] for key in ("checkpoint_bytes", "host_bytes")}
+
+
+def test_an_hour_in_which_no_step_is_done_is_said_to_be_too_short(ask: Any) -> None:
+    assert any(note.endswith("One step takes longer.") for note in
+               ask(*SMALL[:-1], "--gpu=4070", "--hours=0.0000001", "--json").json["notes"])
+
+
+@pytest.mark.parametrize(("init", "is_said"), [("scratch", True), ("gpt2", False)])
+def test_another_vocabulary_is_proposed_only_where_it_can_be_chosen(ask: Any, init: str, is_said: bool) -> None:
+    notes = ask("--gpu=h200", "--trainer=nanogpt", "--vocab_size=50257", f"--init_from={init}", "--compile=True",
+                "--json").json["notes"]
+    assert any("50,257 is no multiple of 8" in note and ("50,264 in the data's meta.pkl" in note) == is_said
+               for note in notes)
 
 
 def test_damaged_data_is_said_and_planned_without(ask: Any, tmp_path: Path) -> None:

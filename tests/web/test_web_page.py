@@ -244,6 +244,24 @@ def test_a_fix_changes_the_run_in_the_dark(shown: Callable[..., Any], picture: C
         taken(page, picture("page_dark"))
 
 
+def test_a_button_that_is_held_while_others_come_is_clicked(shown: Callable[..., Any]) -> None:
+    waiting: list[Any] = []
+    with shown("gpu=RTX+4070&batch_size=40&budget=8GiB", height=1000) as page:
+        page.route("**/api/fix?family=offload*", lambda route: waiting.append(route))
+        page.reload()
+        fix = page.wait_for_selector('#fix-buttons [data-family="recompute"].enough')
+        while not waiting:
+            page.wait_for_timeout(50)
+        box = fix.bounding_box()
+        page.mouse.move(box["x"] + 20, box["y"] + 10)
+        page.mouse.down()
+        waiting.pop().continue_()
+        page.wait_for_selector('#fix-buttons [data-family="offload"]')
+        page.mouse.up()
+        page.unroute("**/api/fix?family=offload*")
+        verdict(page, "fits")
+
+
 def test_fitting_it_finds_settings_that_fit_and_says_why(shown: Callable[..., Any]) -> None:
     with shown("gpu=RTX+4070&batch_size=24&budget=2GiB&n_layer=2") as page:
         verdict(page, "full")

@@ -25,6 +25,7 @@ class Run:
     trainer: str
     setting: Setting
     name: str = ""   # the words after `fitgpt train` that name it: a config file and flags
+    guessed: bool = False  # whether `compile` is what the message tells, otherwise than usual, and was not said
 
     @property
     def expandable(self) -> bool:

@@ -48,10 +48,17 @@ def savings(run: Run) -> tuple[Remedy, ...]:
 
 def _families(run: Run) -> list[list[Option]]:
     families: dict[str, list[Option]] = {}
-    for option in single_changes(run.config, run.trainer):
+    for option in single_changes(run.config, run.trainer, compiles=run.setting.compiles):
+        if option.change.trainer != run.trainer:
+            option = option._replace(config=_of_fitgpt(run))
         if option.change.comparable and option.change.family != "accumulation":  # other steps are another training
             families.setdefault(option.change.family, []).append(option)
     return list(families.values())
+
+
+def _of_fitgpt(run: Run) -> RunConfig:
+    """As `fitgpt train` will have it: whether another trainer's run was compiled is not said to it."""
+    return replace(run.config, compile="auto") if run.guessed and run.trainer != "fitgpt" else run.config
 
 
 def _cheapest(options: list[Option]) -> list[Option]:
@@ -70,7 +77,7 @@ def _together(run: Run, budget: Budget) -> list[Option]:
     """The first exact one that fits, and the first lossy one."""
     found: dict[bool, Option] = {}
     for knobs in TOGETHER:
-        option = _several(run.config, knobs)
+        option = _several(_of_fitgpt(run), knobs)
         if option is not None and option.change.exact not in found and _fits(option, run, budget):
             found[option.change.exact] = option
     return list(found.values())

@@ -36,8 +36,7 @@ def ways(message: OutOfMemory, run: Run, trainer: str) -> list[Run]:
 def _as(run: Run, trainer: str, compiled: bool, usual: bool) -> Run:
     if compiled == usual:
         return replace(run, trainer=trainer)
-    name = f"{run.name} --compile={compiled}" if run.name else ""
-    return replace(run, trainer=trainer, config=replace(run.config, compile=compiled), name=name)
+    return replace(run, trainer=trainer, config=replace(run.config, compile=compiled), guessed=True)
 
 
 def likeliest(message: OutOfMemory, runs: Sequence[Run], phase: str, limit: int | None) -> tuple[Tried, list[Tried]]:
@@ -60,6 +59,9 @@ def how(run: Run) -> str:
 
 def which(chosen: Tried, tried: Sequence[Tried]) -> str:
     """How it was settled what was not said; nothing where there was nothing to settle."""
+    if len(tried) < 2 and chosen.run.guessed:
+        compiled = bool(chosen.run.settled.compile)
+        return f"By its traceback it ran {'compiled' if compiled else 'eager'}: --compile={compiled}."
     if len(tried) < 2 or chosen.found is None:
         return ""
     flags = f"--trainer={chosen.run.trainer} --compile={bool(chosen.run.settled.compile)}"

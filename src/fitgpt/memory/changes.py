@@ -44,10 +44,10 @@ class Holdings(NamedTuple):
 # ---- the changes
 
 
-def single_changes(config: RunConfig, trainer: str = "fitgpt") -> tuple[Option, ...]:
-    """All that apply to this config, the exact ones first."""
+def single_changes(config: RunConfig, trainer: str = "fitgpt", *, compiles: bool = True) -> tuple[Option, ...]:
+    """All that apply to this config, the exact ones first. `compiles`: whether the card can run what is compiled."""
     found = _of_nanogpt(config) if trainer == "nanogpt" else _of_fitgpt(config)
-    options = [option for option in found if option is not None]
+    options = [option for option in found if option is not None and (compiles or option.change.family != "compile")]
     return tuple(sorted(options, key=lambda option: not option.change.exact))  # a stable sort: families stay together
 
 
@@ -79,7 +79,9 @@ def _of_nanogpt(config: RunConfig) -> Found:
         yield _option(config, "compile", "float32 copies of logits and norms", "a slower start",
                       trainer="nanogpt", compile=True)
     yield Option(Change(("--trainer=fitgpt",), "all logits but those of a few tokens, and half of what each layer "
-                        "keeps: the same model and precision, the data in another order", True, True, "nothing",
+                        "keeps: the same model and precision, the data in another order", True, True,
+                        "the time to recompute, which nanoGPT does not do"
+                        if config.grad_checkpoint or config.recompute != RunConfig.recompute else "nothing",
                         "trainer", "fitgpt"), config)
     yield _option(config, "accumulation", "a second set of gradients beside the first",
                   f"steps of {config.gradient_accumulation_steps} times fewer tokens", exact=False, trainer="nanogpt",
@@ -126,8 +128,8 @@ def _blocks(config: RunConfig, trainer: str) -> Found:
     """Attention sees half as far: another model, and another loss."""
     half = config.block_size // 2
     if half:
-        yield _option(config, "block", "half of the activations: the model sees half as far", "nothing", exact=False,
-                      comparable=False, trainer=trainer, block_size=half,
+        yield _option(config, "block", "half of the activations: the model sees half as far",
+                      "smaller matrix products", exact=False, comparable=False, trainer=trainer, block_size=half,
                       gradient_accumulation_steps=2 * config.gradient_accumulation_steps,
                       eval_block_size=min(config.eval_block_size, half))
 
@@ -209,7 +211,7 @@ def smallest_that_fit(config: RunConfig, setting: Setting, budget: Budget, train
     `known` says of some whether they fit, in less time than a replay takes.
     """
     families: dict[str, list[Option]] = {}
-    for option in single_changes(config, trainer):
+    for option in single_changes(config, trainer, compiles=setting.compiles):
         families.setdefault(option.change.family, []).append(option)
     found: list[Change] = []
 

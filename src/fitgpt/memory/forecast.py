@@ -20,6 +20,9 @@ from .setting import Setting
 from .tape import Tape
 
 TRAINERS = ("fitgpt", "nanogpt")
+# Of what decides on a checkpoint, and on the host's memory: what nanoGPT's train.py has not, as it is by default.
+OF_FITGPT_ALONE = {name: getattr(RunConfig, name)
+                   for name in ("optimizer", "adam8bit", "weights", "offload", "step_in_backward")}
 
 Work = Callable[[], tuple[int, ...]]
 
@@ -95,12 +98,13 @@ def forecast(config: RunConfig, setting: Setting, trainer: str = "fitgpt", limit
                    "sample": PhaseForecast(sample.allocated, sample.reserved)}
         if sample.allocated > highest.allocated:
             highest, timeline = sample, sampled
+    stored = config if trainer == "fitgpt" else replace(config, **OF_FITGPT_ALONE)
     return Forecast(
         trainer=trainer, params=config.gpt_config().count_params(), phases=phases,
         peak_phase=highest.phase, owners_at_peak=words.owners(config, trainer, timeline, highest.event),
         needs=needed, reserved_range=(min(*reserved, most), most),
-        assumes=setting.in_words(config, trainer), host_bytes=gpt.host_bytes(config),
-        checkpoint_bytes=gpt.checkpoint_bytes(config))
+        assumes=setting.in_words(config, trainer), host_bytes=gpt.host_bytes(stored),
+        checkpoint_bytes=gpt.checkpoint_bytes(stored))
 
 
 def _by_phase(peaks: dict[str, PhasePeak]) -> dict[str, PhaseForecast]:

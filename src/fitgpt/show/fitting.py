@@ -37,7 +37,8 @@ def fit_text(fitted: Fitted, run: str, *, width: int = 80, notes: Sequence[str] 
             parts.append("\n".join(["What would fit, and the least that it needs then",
                                     *_way_out_lines(fitted.ways_out, width)]))
     if fitted.runners_up:
-        parts.append("Runners-up\n" + "\n".join(_runner_lines(fitted.runners_up, width)))
+        parts.append("\n".join(["Runners-up", *_runner_lines(fitted.runners_up, width),
+                                *_wrapped(_why_not_the_first(fitted), width).splitlines()]))
     if len(fitted.frontier) > 1:
         parts.append(picture(fitted, min(width - MARGIN - 2, PICTURE)))
     told = _last_lines(fitted, notes)
@@ -141,6 +142,15 @@ def _runner_lines(standings: Sequence[Standing], width: int) -> list[str]:
     return found
 
 
+def _why_not_the_first(fitted: Fitted) -> str:
+    """Said where one of them is the faster, if only by an estimate."""
+    chosen = fitted.chosen
+    if chosen is None or chosen.measured or not any(0 < _gain(chosen, each) <= ALIKE for each in fitted.runners_up):
+        return ""
+    return (f"An estimate cannot tell what lies within {ALIKE} %: of such plans one with few changes and much headroom "
+            "is taken.")
+
+
 def _way_out_lines(ways_out: Sequence[WayOut], width: int) -> list[str]:
     """The flag, the least that the run can live in with it, and what it means."""
     rows = [(" ".join(way.flags), show_bytes(way.least)) for way in ways_out]
@@ -183,6 +193,7 @@ def picture(fitted: Fitted, columns: int) -> str:
     for column, speed in enumerate(speeds):
         if speed is not None:
             grid[_row(speed, low, top)][column] = LINE
+    marks = {ASKED: "asked", CHOSEN: "chosen"}
     for mark, standing in ((ASKED, fitted.asked), (CHOSEN, fitted.chosen)):
         if standing is not None and standing.needs < width:
             column = int(standing.needs / width * columns)
@@ -193,7 +204,8 @@ def picture(fitted: Fitted, columns: int) -> str:
     lines = [f"{figures.get(row, ''):>{MARGIN - 1}} ┤{''.join(cells)}".rstrip() for row, cells in enumerate(grid)]
     axis = f"{'':{MARGIN}}└{'─' * columns}"
     scale = f"{'':{MARGIN + 1}}0".ljust(MARGIN + columns - 8) + show_bytes(int(width))
-    keys = f"{LINE} the fastest in so much memory, tokens/s  {ASKED} asked  {CHOSEN} chosen  {LIMIT} may be reserved"
+    seen = "".join(f"  {mark} {words}" for mark, words in marks.items() if any(mark in row for row in grid))
+    keys = f"{LINE} the fastest in so much memory, tokens/s{seen}  {LIMIT} may be reserved"
     return "\n".join([*lines, axis, scale, _wrapped(keys, max(columns + MARGIN + 2, 40))])
 
 

@@ -24,15 +24,15 @@ SHORTEST = 20  # columns that words beside figures need; with fewer they go belo
 
 def plan_text(plan: MemoryPlan, outlook: Outlook, basis: Basis, *, model: str = "",
               suggestions: Sequence[Change] = (), neighbours: str = "", notes: Sequence[str] = (), width: int = 80,
-              colour: bool = False) -> str:
-    """`model`: its shape and batch, in words."""
+              colour: bool = False, priced: bool = False) -> str:
+    """`model`: its shape and batch, in words; `priced`: whether the price of every change follows."""
     forecast, budget = plan.forecast, plan.budget
     where = f" on {with_article(budget.card)}" if budget.card else ""
     title = f"{TRAINERS[forecast.trainer]}{where}: {show_count(forecast.params)} parameters"
     parts = [_wrapped(f"{title}, {model}" if model else title, width), phase_table(plan, width),
              owner_table(plan, width), _verdict_paragraph(plan, neighbours, width, colour)]
     if not plan.fits:
-        parts.append(suggestion_lines(suggestions, forecast.trainer, width))
+        parts.append(suggestion_lines(suggestions, forecast.trainer, width, priced=priced))
     rows = [("run", run_words(outlook)), ("assumes", assumption_words(plan)), ("basis", basis_words(plan, basis)),
             ("card", " ".join(budget.sources)), *(("note", note) for note in notes)]
     parts.append("\n".join(line for label, words in rows for line in _labelled(label, words, width)))
@@ -100,11 +100,12 @@ def verdict(plan: MemoryPlan, neighbours: str = "") -> str:
     return " ".join(words)
 
 
-def suggestion_lines(suggestions: Sequence[Change], trainer: str, width: int) -> str:
+def suggestion_lines(suggestions: Sequence[Change], trainer: str, width: int, *, priced: bool = False) -> str:
     if not suggestions:
-        but = " but --trainer" if trainer != "fitgpt" else ""
-        return textwrap.fill("No single change makes it fit. What each would save: --options. Several together: "
-                             f"fitgpt fit, with the same words{but}.", width)
+        but = " and ".join(flag for flag, said in (("--trainer", trainer != "fitgpt"), ("--options", priced)) if said)
+        options = "" if priced else " What each would save: --options."
+        return textwrap.fill(f"No single change makes it fit.{options} Several together: fitgpt fit, with the same "
+                             f"words{f' but {but}' if but else ''}.", width)
     lines = ["Any one of these makes it fit:"]
     for each in suggestions:
         lines += textwrap.wrap(" ".join(each.flags), width, initial_indent="  ", subsequent_indent="    ",
@@ -162,7 +163,8 @@ def option_table(priced: Sequence[PricedChange], needs_now: int, may_reserve: in
               show_bytes(each.needs), "" if each.speed is None else f"{each.speed:.2f}", each.change.kind,
               "✓" if each.fits else "") for each in priced]
     lines = [_wrapped(f"Single changes, from {show_bytes(needs_now)} needed now, where {show_bytes(may_reserve)} may "
-                      "be reserved:", width), table(rows, left=(0, 5, 6), width=width, spare=(2, 4, 1, 5)), ""]
+                      "be reserved:", width), table(rows, left=(0, 5, 6), width=width, spare=(2, 1, 4, 5)), ""]
+    has_speeds = "speed" in lines[1].splitlines()[0]  # it may be too narrow for them
     speeds = "; speed: times what is to be expected now, by a roofline (docs/fit.md)" if has_speeds else ""
     lines.append(_wrapped(f"✓: fits{speeds}.", width))
     if any(not each.change.comparable for each in priced):
@@ -185,7 +187,8 @@ def all_cards_table(verdicts: Sequence[CardVerdict], speeds: Mapping[str, tuple[
         verdict = f"fits  {_speed(speeds.get(each.name))}".rstrip() if each.fits else "does not fit"
         figures = ("", "", each.problem) if each.problem else (show_bytes(each.needs), signed(each.headroom), verdict)
         rows.append((each.name, show_bytes(each.usable) if each.usable is not None else "not known", *figures))
-    return table(rows, left=(0, 4), width=width, spare=(1, 2, 3)) + "\n"
+    told = table(rows, left=(0, 4), width=width, spare=(1, 2, 3)) + "\n"
+    return told if "headroom" in told or not speeds else all_cards_table(verdicts, {}, width)  # which says more
 
 
 def card_table(rows: Iterable[tuple[str, ...]], width: int = 80) -> str:

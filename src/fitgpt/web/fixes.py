@@ -71,7 +71,7 @@ def fix(asked: Asked, family: str) -> Answer:
 
 def _options(asked: Asked) -> list[Option]:
     config = forecast.settled(asked.config, asked.place.setting, asked.trainer)
-    return list(single_changes(config, asked.trainer))
+    return list(single_changes(config, asked.trainer, compiles=asked.place.setting.compiles))
 
 
 def _smallest(options: Sequence[Option], fits_with: Any) -> Option:

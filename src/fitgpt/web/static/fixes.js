@@ -43,10 +43,14 @@ export async function price(query, signal) {
   byId("no-fix").hidden = place.children.length > 0;
 }
 
+// One that is there already is not touched: taken out and put back while it is pressed, it would not be clicked.
 function show(place, families, shown) {
   const focused = place.contains(document.activeElement) ? document.activeElement.dataset.family : null;
-  place.replaceChildren(...families.map((family) => shown.get(family)).filter(Boolean));
-  shown.get(focused)?.focus({ preventScroll: true });
+  const wanted = families.map((family) => shown.get(family)).filter(Boolean);
+  for (const one of [...place.children]) if (!wanted.includes(one)) one.remove();
+  wanted.forEach((one, at) => { if (place.children[at] !== one) place.insertBefore(one, place.children[at] ?? null); });
+  const again = shown.get(focused);
+  if (again && again !== document.activeElement) again.focus({ preventScroll: true });
 }
 
 function button(fix) {

@@ -115,13 +115,12 @@ def with_data(config: RunConfig) -> tuple[RunConfig, DataSummary | None, str, li
 
 
 def _too_few_tokens(config: RunConfig, data: DataSummary) -> list[str]:
-    """Why the run would not start, as far as the headers tell: of a split in several shards the longest counts."""
-    return [f"A window of {block:,} tokens takes {block + 1:,} in a row, and the {split} split has {tokens:,}: the run "
-            f"would not start. {fix} or --block_size={max(tokens - 1, 1)}."
-            for block, split, tokens, fix in (
-                (config.block_size, "train", data.train_tokens, "Prepare more text,"),
-                (config.eval_block, "val", data.val_tokens, "Prepare the data with a larger --val_fraction,"))
-            if tokens <= block]
+    """What `train` will refuse, as far as the headers tell: of a split in several shards the longest counts."""
+    from .data.header import too_long
+
+    return [f"{too_long(block, split, tokens)} The run would not start: --block_size={max(tokens - 1, 1)}"
+            for block, split, tokens in ((config.block_size, "train", data.train_tokens),
+                                         (config.eval_block, "val", data.val_tokens)) if tokens <= block]
 
 
 def refuse_other_vocab(config: RunConfig, data: DataSummary | None) -> None:

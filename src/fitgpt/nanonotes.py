@@ -5,14 +5,10 @@ from __future__ import annotations
 from .config import DEFAULT_VOCAB, GPT2_VOCAB, RunConfig
 from .knobs import knobs_of
 from .memory.aten import up_to
-from .memory.forecast import settled
+from .memory.forecast import NOT_NANOGPTS, settled
 from .memory.padding import MULTIPLE, has_odd_sizes
 from .memory.setting import Setting
 from .nouns import DataSummary
-
-# Knobs that nanoGPT's train.py does not have: a config file that sets them is read there, and nothing happens.
-NOT_NANOGPTS = ("eval_batch_size", "eval_block_size", "grad_checkpoint", "recompute", "weights", "residual",
-                "optimizer", "adam8bit", "offload", "step_in_backward", "casts", "gradients", "states", "loss_chunk")
 
 
 def of_the_run(config: RunConfig, said_vocab: int, data: DataSummary | None) -> list[str]:

@@ -41,6 +41,11 @@ def _optional_which(text: str) -> str | None:
     return None if fullmatch(r"(best|last|[0-9]{1,12})?", text) else "must be best, last, or the number of a step"
 
 
+def _path_or_message(text: str) -> str | None:
+    """A message about memory is longer than a path may be, and has lines."""
+    return None if "memory" in text.lower() else _optional_path(text)
+
+
 def _optional_path(text: str) -> str | None:
     return path_like(text) if text else None
 
@@ -277,7 +282,7 @@ class ExplainQuestions(Options):
 
     target: str = _explain("", "a file with a message or an nvidia-smi screen, a run folder, a plan, - for standard "
                            "input, or the message itself; may stand alone, without --target=", positional=True,
-                           rule=lambda value: None if "memory" in value.lower() else _optional_path(value))
+                           rule=_path_or_message)
     config: str = _explain("", "the run's config file, or its folder; a config file may also stand alone",
                            rule=_optional_path)
     reading: str = _explain("", "what nvidia-smi shows as used of the card: 6582MiB", rule=size_like)

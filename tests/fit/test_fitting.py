@@ -72,7 +72,24 @@ def test_the_chosen_plan_stands_beside_the_one_asked_for_with_reasons_and_a_pict
                   "fitgpt fit run.py --gpu=4070 --budget=300MiB -o config/my_run.py"):
         assert words in told.words
     assert "●" in told.out
+    assert told.out.count("○") == 2  # drawn, and explained
     assert [line for line in told.out.splitlines() if len(line) > 100] == []
+
+
+NOTES_77M = str(Path(__file__).parents[2] / "config" / "notes_77m.py")
+
+
+@pytest.mark.parametrize(("argv", "is_said"), [((NOTES_77M, "--gpu=4070", "--others=8GiB"), True), (TIGHT, False)])
+def test_why_a_runner_up_that_seems_faster_was_not_taken_is_said(say: Any, argv: tuple[str, ...],
+                                                                 is_said: bool) -> None:
+    told = json.loads(say(*argv, "--json").out)
+    gains = [each["tokens_per_s"]["likely"] / told["chosen"]["tokens_per_s"]["likely"] for each in told["runners_up"]]
+    assert any(1 < gain <= 1.01 for gain in gains) == is_said
+    assert ("An estimate cannot tell what lies within 1 %" in say(*argv).words) == is_said
+
+
+def test_what_lies_beyond_the_edge_of_the_picture_is_not_in_its_key(say: Any) -> None:
+    assert "○" not in say(NOTES_77M, "--gpu=4070", "--others=8GiB").out
 
 
 def test_a_written_config_trains_what_was_chosen_and_says_why(say: Any) -> None:

@@ -108,26 +108,23 @@ def taken(tape: Tape, allocator: type[Native] | type[Expandable]) -> tuple[objec
     return passing._taken, following._taken
 
 
+@pytest.mark.parametrize("repeats_itself", [True, False])
 @pytest.mark.parametrize("allocator", [Native, Expandable])
-def test_parts_that_are_not_met_alike_are_all_followed(allocator: type[Native] | type[Expandable]) -> None:
-    w = Writer()
-    w.phase("train")
-    for number in range(6):
-        if number == 3:
-            w.alloc("between", "other", 30 * MiB)
-        w.part("one", (f"kept {number}",), partial(w.alloc, f"kept {number}", "other", 30 * MiB))
-    passing, following = taken(w.tape(), allocator)
-    assert passing == following
-
-
-@pytest.mark.parametrize("allocator", [Native, Expandable])
-def test_what_comes_between_parts_that_repeat_is_followed(allocator: type[Native] | type[Expandable]) -> None:
+def test_what_comes_between_parts_is_followed_and_so_are_parts_that_are_not_met_alike(
+        allocator: type[Native] | type[Expandable], repeats_itself: bool) -> None:
     w = Writer()
     w.phase("train")
     for number in range(8):
         if number == 5:
             w.alloc("between", "other", 30 * MiB)
-        w.part("one", (), lambda: (w.alloc("a", "other", 30 * MiB), w.alloc("b", "other", 40 * MiB), w.free("a", "b")))
+        names = () if repeats_itself else (f"kept {number}",)
+
+        def write(names: tuple[str, ...] = names) -> None:
+            w.free(*[w.alloc(name, "other", 30 * MiB) for name in ("a", "b")])
+            for name in names:
+                w.alloc(name, "other", 30 * MiB)
+
+        w.part("one", names, write)
     passing, following = taken(w.tape(), allocator)
     assert passing == following
 

@@ -114,7 +114,9 @@ def test_what_would_make_it_fit_does(ask: Any) -> None:
 def test_where_no_single_change_is_enough_it_says_so(ask: Any) -> None:
     answer = ask(*SMALL, "--gpu=4070", "--budget=300MiB")
     assert answer.code == 1
-    assert "No single change makes it fit." in answer.out
+    assert "No single change makes it fit. What each would save: --options." in answer.out
+    assert "No single change makes it fit. Several together:" in ask(*SMALL, "--gpu=4070", "--budget=300MiB",
+                                                                     "--options").out
 
 
 def test_a_price_in_training_has_the_optimizers_step_in_it(ask: Any) -> None:

@@ -197,6 +197,12 @@ def test_a_narrow_table_keeps_what_matters(ask: Any, monkeypatch: pytest.MonkeyP
     assert re.search(r"^ +reserved +process$", told, re.MULTILINE)
     assert re.search(r"^RTX 4070\n? .*fits", ask(*SMALL, "--all-cards").out, re.MULTILINE)
     assert re.search(r"^RTX 4070  .* 11.65 GiB$", ask("4070", verb="cards").out, re.MULTILINE)
+    monkeypatch.setenv("COLUMNS", "50")
+    assert re.search(r"^card +headroom$", ask(*SMALL, "--all-cards").out, re.MULTILINE)
+    for columns, has_speeds in ((60, True), (48, False)):  # what is left out is not explained
+        monkeypatch.setenv("COLUMNS", str(columns))
+        told = ask(*SMALL, "--gpu=4070", "--options").out
+        assert (bool(re.search("needs +speed", told)), "✓: fits; speed:" in told) == (has_speeds, has_speeds)
 
 
 def test_of_cards_with_one_name_the_smallest_is_taken_and_the_others_are_named(ask: Any) -> None:

@@ -101,6 +101,12 @@ def check_vocab(tokenizer_vocab: int | None, model_vocab: int, data_vocab: int |
             f"--vocab_size={data_vocab or tokenizer_vocab}, or data prepared with the tokenizer of this model.")
 
 
+def too_long(block: int, split: str, tokens: int, shards: int = 1) -> str:
+    """Why no window of a split is as long; `tokens`: of its longest shard."""
+    where = f"the {split} split" if shards == 1 else f"the longest of the {shards:,} {split} shards"
+    return f"block_size = {block:,} needs {block:,} + 1 = {block + 1:,} tokens in a row, and {where} has {tokens:,}."
+
+
 def _number(vocab: int | None) -> str:
     return "unknown" if vocab is None else f"{vocab:,}"
 

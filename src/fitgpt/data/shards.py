@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from ..errors import DataError
 from ..nouns import DataSummary
-from .header import ShardFile, take_inventory
+from .header import ShardFile, take_inventory, too_long
 from .order import I64, hash_of, window_of
 from .scan import NUMPY_DTYPES, max_token, overlap_notes
 
@@ -119,10 +119,8 @@ class Split:
         ends: I64 = np.cumsum((self._lengths - 1) // block)
         if not ends[-1]:
             longest = int(self._lengths.max())
-            where = f"the {self.name} split has {longest:,}" if len(self.shards) == 1 else \
-                f"the longest of the {len(self.shards):,} {self.name} shards has {longest:,}"
             raise DataError(
-                f"block_size = {block:,} needs {block:,} + 1 = {block + 1:,} tokens in a row, and {where}.",
+                too_long(block, self.name, longest, len(self.shards)),
                 (f"--block_size={longest - 1}" if longest > 1 else "Prepare more text") if self.name == "train"
                 else f"Prepare the data again with a larger --val_fraction, or --eval_block_size={max(longest - 1, 1)}")
         return ends

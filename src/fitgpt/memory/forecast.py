@@ -20,9 +20,9 @@ from .setting import Setting
 from .tape import Tape
 
 TRAINERS = ("fitgpt", "nanogpt")
-# Of what decides on a checkpoint, and on the host's memory: what nanoGPT's train.py has not, as it is by default.
-OF_FITGPT_ALONE = {name: getattr(RunConfig, name)
-                   for name in ("optimizer", "adam8bit", "weights", "offload", "step_in_backward")}
+# Knobs that nanoGPT's train.py does not have: a config file that sets them is read there, and nothing happens.
+NOT_NANOGPTS = ("eval_batch_size", "eval_block_size", "grad_checkpoint", "recompute", "weights", "residual",
+                "optimizer", "adam8bit", "offload", "step_in_backward", "casts", "gradients", "states", "loss_chunk")
 
 Work = Callable[[], tuple[int, ...]]
 
@@ -98,13 +98,14 @@ def forecast(config: RunConfig, setting: Setting, trainer: str = "fitgpt", limit
                    "sample": PhaseForecast(sample.allocated, sample.reserved)}
         if sample.allocated > highest.allocated:
             highest, timeline = sample, sampled
-    stored = config if trainer == "fitgpt" else replace(config, **OF_FITGPT_ALONE)
+    heard = config if trainer == "fitgpt" else replace(config, **{name: getattr(RunConfig, name)
+                                                                  for name in NOT_NANOGPTS})
     return Forecast(
         trainer=trainer, params=config.gpt_config().count_params(), phases=phases,
         peak_phase=highest.phase, owners_at_peak=words.owners(config, trainer, timeline, highest.event),
         needs=needed, reserved_range=(min(*reserved, most), most),
-        assumes=setting.in_words(config, trainer), host_bytes=gpt.host_bytes(stored),
-        checkpoint_bytes=gpt.checkpoint_bytes(stored))
+        assumes=setting.in_words(config, trainer), host_bytes=gpt.host_bytes(heard),
+        checkpoint_bytes=gpt.checkpoint_bytes(heard))
 
 
 def _by_phase(peaks: dict[str, PhasePeak]) -> dict[str, PhaseForecast]:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 from .tape import Copy, Step, Tape
 
 LARGE, SMALL = 0, 1  # pools of ordinary work
-SHORT = 25_000       # steps that are all followed: that takes 12 ms, and small segments are right, too
+SHORT = 25_000       # steps that are all followed: that is soon done, and small segments are right, too
 
 
 class Allocator(Protocol):
@@ -50,7 +50,7 @@ def track_of_one_pool(tape: Tape, pool: int) -> Track:
     numbers = [number for number, step in enumerate(tape.steps) if step[3] % 2 == pool]
     steps = [(*step[:4], None) if step[4] else step for step in (tape.steps[number] for number in numbers)]
     parts = []
-    for part in tape.chained:
+    for part in track(tape).parts:
         start, end, source = (bisect_left(numbers, at) for at in (part.start, part.start + part.length, part.source))
         parts.append(part._replace(start=start, length=end - start, source=source))
     return Track(steps, parts, pool)

@@ -193,7 +193,6 @@ def picture(fitted: Fitted, columns: int) -> str:
     for column, speed in enumerate(speeds):
         if speed is not None:
             grid[_row(speed, low, top)][column] = LINE
-    marks = {ASKED: "asked", CHOSEN: "chosen"}
     for mark, standing in ((ASKED, fitted.asked), (CHOSEN, fitted.chosen)):
         if standing is not None and standing.needs < width:
             column = int(standing.needs / width * columns)
@@ -204,8 +203,8 @@ def picture(fitted: Fitted, columns: int) -> str:
     lines = [f"{figures.get(row, ''):>{MARGIN - 1}} ┤{''.join(cells)}".rstrip() for row, cells in enumerate(grid)]
     axis = f"{'':{MARGIN}}└{'─' * columns}"
     scale = f"{'':{MARGIN + 1}}0".ljust(MARGIN + columns - 8) + show_bytes(int(width))
-    seen = "".join(f"  {mark} {words}" for mark, words in marks.items() if any(mark in row for row in grid))
-    keys = f"{LINE} the fastest in so much memory, tokens/s{seen}  {LIMIT} may be reserved"
+    marks = [key for key in (f"{ASKED} asked", f"{CHOSEN} chosen") if any(key[0] in row for row in grid)]
+    keys = "  ".join([f"{LINE} the fastest in so much memory, tokens/s", *marks, f"{LIMIT} may be reserved"])
     return "\n".join([*lines, axis, scale, _wrapped(keys, max(columns + MARGIN + 2, 40))])
 
 

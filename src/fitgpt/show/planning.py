@@ -162,10 +162,11 @@ def option_table(priced: Sequence[PricedChange], needs_now: int, may_reserve: in
     rows += [(each.change.flags[0], _less(each.saved_in_training), _less(each.saved_in_evaluation),
               show_bytes(each.needs), "" if each.speed is None else f"{each.speed:.2f}", each.change.kind,
               "✓" if each.fits else "") for each in priced]
+    told_of = table(rows, left=(0, 5, 6), width=width, spare=(2, 1, 4, 5))
     lines = [_wrapped(f"Single changes, from {show_bytes(needs_now)} needed now, where {show_bytes(may_reserve)} may "
-                      "be reserved:", width), table(rows, left=(0, 5, 6), width=width, spare=(2, 1, 4, 5)), ""]
-    has_speeds = "speed" in lines[1].splitlines()[0]  # it may be too narrow for them
-    speeds = "; speed: times what is to be expected now, by a roofline (docs/fit.md)" if has_speeds else ""
+                      "be reserved:", width), told_of, ""]
+    are_shown = "speed" in told_of.splitlines()[0]  # it may be too narrow for them
+    speeds = "; speed: times what is to be expected now, by a roofline (docs/fit.md)" if are_shown else ""
     lines.append(_wrapped(f"✓: fits{speeds}.", width))
     if any(not each.change.comparable for each in priced):
         lines.append(_wrapped("other: a loss at another block size does not compare with this run's.", width))

@@ -15,7 +15,7 @@ from ..asked import size
 from ..config import DEFAULT_VOCAB, RunConfig, diff, resolve
 from ..errors import UsageError
 from ..knobs import Assignment, build, knobs_of, parse_value, shown
-from ..nanonotes import NOT_NANOGPTS
+from ..memory.forecast import NOT_NANOGPTS
 from ..options import PlanOptions, PlanQuestions
 from ..place import Place
 from ..savers import loss_piece_tokens

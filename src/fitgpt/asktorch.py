@@ -32,7 +32,7 @@ def ask_torch(environment: Mapping[str, str]) -> dict[str, Any]:
         check_allocator_env(told)
     except DeviceError:  # a finding of its own: torch should not stumble over it as well
         told = {name: value for name, value in told.items() if name not in ALLOCATOR_VARIABLES}
-    command = [sys.executable, "-c", "from fitgpt.asktorch import answer_for_torch; answer_for_torch()"]
+    command = [sys.executable, "-P", "-c", "from fitgpt.asktorch import answer_for_torch; answer_for_torch()"]
     try:
         done = subprocess.run(command, env=told, capture_output=True, text=True, errors="replace",
                               timeout=TORCH_TIMEOUT_S, check=False, stdin=subprocess.DEVNULL)

@@ -111,8 +111,11 @@ FIXES = {errno.ENOSPC: "Free some space, or write to another disk.", errno.EDQUO
          errno.EMFILE: "Raise the limit of open files: ulimit -n 4096"}
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, *, warning: tuple[str, str] = ("", "")) -> int:
+    """`warning`: a sentence for stderr, and its fix."""
     mend_streams()
+    if warning[0]:
+        _complain(*warning)
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
         code = run(argv)

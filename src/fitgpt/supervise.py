@@ -95,7 +95,7 @@ def run_child(orders: Orders) -> tuple[int, dict[str, Any]]:
         with held_signals():  # until both processes can take them: the child inherits this, and lets them in itself
             # A process group of its own: Ctrl-C reaches the child once, from here, and not twice.
             apart: dict[str, Any] = {"process_group": 0} if os.name == "posix" else {}
-            child = subprocess.Popen([sys.executable, "-m", "fitgpt.child"], stdin=subprocess.PIPE,
+            child = subprocess.Popen([sys.executable, "-P", "-m", "fitgpt.child"], stdin=subprocess.PIPE,
                                      env=child_environment(os.environ), **apart)
             relay = Relay(child)
         assert child.stdin is not None

@@ -82,8 +82,9 @@ class Clock:
     def _start(self) -> subprocess.Popen[str]:
         self._words.seek(0)
         self._words.truncate()
-        return subprocess.Popen([sys.executable, "-m", "fitgpt.timing"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                stderr=self._words, text=True, env=child_environment(os.environ))
+        return subprocess.Popen([sys.executable, "-P", "-m", "fitgpt.timing"], stdin=subprocess.PIPE,
+                                stdout=subprocess.PIPE, stderr=self._words, text=True,
+                                env=child_environment(os.environ))
 
     def _stop(self) -> None:
         if self._child:

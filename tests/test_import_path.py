@@ -98,8 +98,8 @@ def test_a_command_imports_nothing_from_relative_entries_of_pythonpath(
     script = tmp_path / "fitgpt"  # as pip writes it
     script.write_text("import re, sys\nfrom fitgpt.__main__ import main\n"
                       "if __name__ == '__main__':\n    sys.exit(main())\n")
-    flags = [{"--name=prepared": f"--out={tmp_path}/prepared", "--out_dir=new": f"--out_dir={tmp_path}/new"}.get(flag, flag)
-             for flag in COMMANDS[command]]
+    elsewhere = {"--name=prepared": f"--out={tmp_path}/prepared", "--out_dir=new": f"--out_dir={tmp_path}/new"}
+    flags = [elsewhere.get(flag, flag) for flag in COMMANDS[command]]
     ended = subprocess.run([sys.executable, str(script), command, *flags], cwd=folder,
                            env={**environment, "PYTHONPATH": entries}, capture_output=True, text=True, timeout=120)
     assert imported(folder) == ""

@@ -115,7 +115,7 @@ def smallest(config: RunConfig, here: Here, allow: frozenset[str]) -> Fitted:
 
 def could_fit(search: Search) -> bool:
     """Whether the smallest candidates do, by replays."""
-    return any(search.fits(search.config_of(one, one.mix)) for one in search.small_enough()[:SMALLEST_TRIED])
+    return any(search.fits(search.config_of(one, one.mix)) for one in search.small_enough(search.ways)[:SMALLEST_TRIED])
 
 
 def those_that_could_fit(variants: Sequence[RunConfig], here: Here, may: frozenset[str]) -> Iterator[Search]:

@@ -108,24 +108,38 @@ class Search:
     # ---- candidates
 
     def finalists(self) -> list[Finalist]:
-        """The one to take first, then the fastest others; empty: nothing fits. Of those that are about as fast as any,
-        the one that changes least is taken: the run as it is, if it is one of them."""
+        """The one to take first, then the fastest others; empty: nothing fits.
+
+        The run as it is stays unless an exact candidate is faster, and an exact one unless a lossy one is: so what is
+        allowed besides never makes the answer worse. What an exact search finds does not depend on lossy candidates.
+        """
         self.scan()
-        ranked = sorted(self.scanned.fastest, key=score_of)
-        alike = self._alike(ranked)
-        self._foresee([*alike[:1], *islice(self._different(ranked), FINALISTS)])
-        found = [*self._first_to_settle(alike, 1), *self._first_to_settle(ranked, FINALISTS)]
-        if not found:
-            found = self._first_to_settle(self.small_enough()[:LAST_TRIES], 1)
-        if (asked := self.as_asked()) is not None:
-            found.append(asked)
-        if not found:
+        taken = self.as_asked()
+        found = [taken] if taken is not None else []
+        for lossy in (False, True):
+            settled_ones = self._settled_ones([way for way in self.ways if (way.permission in LOSSY) == lossy])
+            taken = self._better(settled_ones, taken)
+            found += settled_ones
+        if taken is None:
             return []
-        near = [one for one in found if one.score <= (1 + ALIKE) * min(one.score for one in found)]
-        taken = asked if asked in near else min(near, key=self.bother)
         others = {one.config: one for one in sorted(found, key=lambda one: one.score)
                   if one.config not in (taken.config, self.asked)}
         return [taken, *list(others.values())[:FINALISTS - 1]]
+
+    def _better(self, found: list[Finalist], than: Finalist | None) -> Finalist | None:
+        """Of those about as fast as the fastest, the one that changes least, if the estimate can tell that it is faster
+        `than` this one; else that one."""
+        near = [one for one in found if one.score <= (1 + ALIKE) * min(one.score for one in found)
+                and (than is None or (1 + ALIKE) * one.score < than.score)]
+        return min(near, key=self.bother) if near else than
+
+    def _settled_ones(self, found: list[Way]) -> list[Finalist]:
+        """The fastest of these ways that fit, by replays."""
+        ranked = sorted((one for one in self.scanned.fastest if one.way in found), key=score_of)
+        alike = self._alike(ranked)
+        self._foresee([*alike[:1], *islice(self._different(ranked), FINALISTS)])
+        return ([*self._first_to_settle(alike, 1), *self._first_to_settle(ranked, FINALISTS)]
+                or self._first_to_settle(self.small_enough(found)[:LAST_TRIES], 1))
 
     def bother(self, one: Candidate | Finalist) -> float:
         """What one would rather have less of: changes and memory."""
@@ -149,25 +163,25 @@ class Search:
         settled_ones = (self._settle(candidate) for candidate in self._different(candidates))
         return list(islice((one for one in settled_ones if one is not None), how_many))
 
-    def smallest(self) -> list[Candidate]:
+    def smallest(self, of: list[Way]) -> list[Candidate]:
         """Of each set of savers, with the smallest micro-batch: what holds least, the smallest first."""
         found = []
         mixes: list[Mix] = [((level, self.config.n_layer),) for level in range(len(LEVELS))]
-        for branch in self.branches(self.ways):
+        for branch in self.branches(of):
             for stem in self.field.stems(branch, batches=self.field.batches(branch[0])[:1]):
                 mapped, mix = min((stem.shape.mapped(mix), mix) for mix in mixes)
                 found.append(Candidate(stem.seconds(mix), mapped, mix, stem.config, stem.way, stem.changes))
         return sorted(found, key=lambda one: (one.mapped, one.changes))
 
-    def small_enough(self) -> list[Candidate]:
+    def small_enough(self, of: list[Way]) -> list[Candidate]:
         """The smallest of each kind that could fit."""
-        found = [one for one in self.smallest() if self.field.stem(one).shape.could_fit(one.mix, self.limit)]
+        found = [one for one in self.smallest(of) if self.field.stem(one).shape.could_fit(one.mix, self.limit)]
         return list(self._different(found, "cuda_graphs", "eval_batch_size"))
 
     def least(self) -> tuple[RunConfig, str]:
         """The config that needs least, and the permission that takes: the smallest by closed forms are replayed, until
         the next cannot need less."""
-        first, *others = islice(self._different(self.smallest(), "cuda_graphs"), LEAST_TRIES)
+        first, *others = islice(self._different(self.smallest(self.ways), "cuda_graphs"), LEAST_TRIES)
         best, least = first, self.needs(self.config_of(first, first.mix))
         for one in others:
             if one.mapped - PAGE >= least:

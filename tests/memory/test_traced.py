@@ -30,6 +30,13 @@ IN_BACKWARD = {"step_in_backward": True, "grad_clip": 0.0, "gradient_accumulatio
 H200, ADA, TURING = Setting((9, 0)), Setting((8, 9)), Setting((7, 5))  # cuDNN's attention, flash, memory-efficient
 WINDOWS = Setting((8, 9), compiles=False)
 BY_HAND = Setting(kernel="math")
+KERNELS = {"cudnn": H200, "flash": ADA, "efficient": TURING, "by hand": BY_HAND}
+# Where a dimension is 1, a view does what is a copy elsewhere.
+SINGLE: dict[str, dict[str, Any]] = {
+    "one sequence": {"batch_size": 1}, "one sequence evaluated": {"eval_batch_size": 1},
+    "one head": {"n_head": 1, "n_embd": 128}, "one head, padded": {"n_head": 1, "n_embd": 42},
+    "one sequence, one head, padded, dropout": {"batch_size": 1, "eval_batch_size": 1, "n_head": 1, "n_embd": 42,
+                                                "dropout": 0.1, "recompute": "input"}}
 
 CASES: dict[str, tuple[Setting, dict[str, Any]]] = {
     "bfloat16": (H200, {}),
@@ -91,6 +98,15 @@ CASES: dict[str, tuple[Setting, dict[str, Any]]] = {
                                                        "weights": "bfloat16", "residual": "bfloat16"}),
     "compiled, recorded": (H200, {"compile": True}),
     "recorded": (H200, {"cuda_graphs": True}),
+    **{f"{name}, {kernel}": (setting, {"dtype": "float16", **knobs})
+       for name, knobs in SINGLE.items() for kernel, setting in KERNELS.items()},
+    "one sequence, float32": (H200, {"batch_size": 1, "eval_batch_size": 1, "dtype": "float32"}),
+    "one sequence, recorded": (H200, {"batch_size": 1, "eval_batch_size": 1, "cuda_graphs": True}),
+    "one sequence, compiled, bfloat16 weights": (H200, {"batch_size": 1, "compile": True, "cuda_graphs": False,
+                                                        "weights": "bfloat16", "residual": "bfloat16"}),
+    "one sequence, one head, offload gradients": (H200, {"batch_size": 1, "n_head": 1, "n_embd": 42,
+                                                         "offload": "gradients"}),
+    "one sequence, step in backward": (H200, {"batch_size": 1, **IN_BACKWARD}),
     "only an evaluation": (H200, {"eval_only": True}),
     "only an evaluation, recorded, bfloat16 weights": (H200, {"eval_only": True, "compile": True,
                                                               "weights": "bfloat16"}),
@@ -107,6 +123,9 @@ SAMPLED: dict[str, tuple[Setting, dict[str, Any]]] = {
     "efficient, float32, padded": (TURING, {"dtype": "float32", **PADDED}),
     "trained compiled, in bfloat16": (H200, {"compile": True, "weights": "bfloat16", "residual": "bfloat16"}),
     "fewer tokens than are kept": (H200, {"vocab_size": 150}),
+    **{f"one head, {kernel}": (setting, {"dtype": "float16", "n_head": 1, "n_embd": 128})
+       for kernel, setting in KERNELS.items()},
+    "one head, padded": (H200, {"n_head": 1, "n_embd": 42}),
 }
 
 # What no trace of torch's operations can see, because it lives and dies inside one of them.

@@ -24,11 +24,13 @@ def attend(w: Writer, s: Sizes, layer: str) -> list[str]:
     """Leaves `{layer}att` and the kernel's small state; returns the state's names."""
     numbers = s.n * (s.padded or s.c)
     padded = [w.alloc(f"{part}.padded", "activations", s.product * numbers) for part in "qkv"] if s.padded else []
-    out = f"{layer}att.padded" if s.padded else f"{layer}att.heads" if s.kernel == "math" else f"{layer}att"
+    # [B, H, T, D] becomes [B, T, H × D]: a view of what most kernels return, and of anything with one head.
+    copied = s.heads > 1 and (bool(s.padded) or s.kernel == "math")
+    out = f"{layer}att.heads" if copied else f"{layer}att"
     state = _FORWARD[s.kernel](w, s, layer, out, s.product * numbers)
-    if s.padded or s.kernel == "math":  # its layout is another
+    if copied:
         w.alloc(f"{layer}att", "activations", s.product * s.n * s.c)
-        w.free(*padded, out)
+    w.free(*padded, *([out] if copied else []))
     return state
 
 
@@ -176,8 +178,10 @@ def _probabilities(w: Writer, s: Sizes, nbytes: int) -> None:
 
 
 def _product(w: Writer, s: Sizes, out: str, size: int, nbytes: int, *copies: str) -> str:
-    """Head by head: parts of qkv are copied for it, of `nbytes` each, unless padding has done so already."""
-    made = [w.alloc(copy, "activations", nbytes) for copy in copies if not s.padded]
+    """Head by head: parts of qkv [B, H, T, D] are copied for it, of `nbytes` each, unless padding has done so already or
+    B × H is a view."""
+    copied = not s.padded and s.b > 1 and s.heads > 1
+    made = [w.alloc(copy, "activations", nbytes) for copy in copies] if copied else []
     w.alloc(out, "activations", size)
     w.free(*made)
     return out

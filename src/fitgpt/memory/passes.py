@@ -30,10 +30,11 @@ class Passes(Parts):
         """Leaves `0.x`, and `mask` where there is dropout."""
         w, s = self.w, self.s
         nbytes = s.n * s.c
-        if not idx.endswith(".place"):
-            w.alloc("idx", "data", 8 * s.n)  # a window of the batch, made contiguous
+        copied = self.copies(idx)
+        if copied:
+            w.alloc("idx", "data", 8 * s.n)
         w.alloc("tokens", "activations", s.matrix * nbytes)
-        if not idx.endswith(".place"):
+        if copied:
             w.free("idx")
         x = w.alloc("embedded" if s.widens or s.dropout else "0.x", "activations", s.matrix * nbytes)
         w.free("tokens")
@@ -45,6 +46,11 @@ class Passes(Parts):
             w.alloc("mask", "activations", nbytes)
             w.alloc("0.x", "activations", s.residual * nbytes)
             w.free(x)
+
+    def copies(self, idx: str) -> bool:
+        """Whether inputs [B, T], a window of the batch [B, T + 1], are made contiguous. One sequence is so already, and
+        the places of CUDA graphs are."""
+        return self.s.b > 1 and not idx.endswith(".place")
 
     def forward(self, layer: int, level: str | None) -> None:
         """From `{layer}.x` to the next one's; without a level nothing is kept, not even the input."""
@@ -104,7 +110,8 @@ class Passes(Parts):
             self.forward(layer, None)
         self.norm("hidden", f"{s.layers}.x")
         w.free(f"{s.layers}.x")
-        if not idx.endswith(".place"):
+        copied = self.copies(idx)
+        if copied:
             w.alloc("targets", "data", 8 * s.n)
         head = self.cast("wte", s.vocab * s.c)
         w.alloc("logits", "logits", s.product * s.piece * s.vocab)
@@ -113,7 +120,7 @@ class Passes(Parts):
         for rows in self.pieces():
             self.cross_entropy(rows, gradient=False)
         w.free(*([head] if head else []), "logits")
-        if not idx.endswith(".place"):
+        if copied:
             w.free("targets")
         w.free("hidden")
 
@@ -131,7 +138,7 @@ class Passes(Parts):
         self.embed(idx)
         for layer in range(s.layers):
             self.forward(layer, levels[layer])
-        copied = not idx.endswith(".place")
+        copied = self.copies(idx)
         if copied:
             w.alloc("targets", "data", 8 * s.n)
         self.head_backward(loss, copied)
@@ -240,7 +247,7 @@ class Passes(Parts):
 
     def embed_backward(self, idx: str) -> None:
         w, s = self.w, self.s
-        copied = not idx.endswith(".place")
+        copied = self.copies(idx)
         if s.dropout:
             for each in ("d_x.masked", "d_x.dropped"):
                 w.alloc(each, "activations", s.residual * s.n * s.c)

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..config import RunConfig
 from ..errors import DeviceError, Interrupted, NumericsError, SystemFault
 from ..nouns import Evaluation, RunFacts, SplitLoss, StepReport
-from .device import read_memory
+from .device import read_memory, synchronize
 from .feed import Feed
 from .graphs import Recorder
 from .meter import Meter, flops_a_token
@@ -100,7 +100,7 @@ class Rim(Protocol):
 def train(training: Training, config: RunConfig, facts: RunFacts, steps: Steps, rim: Rim,
           stop_asked: Callable[[], bool]) -> None:
     """Trains to `max_iters` steps, or until asked to stop: then it saves, and raises Interrupted."""
-    meter = Meter(config.tokens_per_step)
+    meter = Meter(config.tokens_per_step, lambda: synchronize(str(training.device)))
     keep = _Keeper(training, rim, meter, keeps=not config.eval_only)
     while True:
         if is_evaluation_due(training, config):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from ..nouns import GPTConfig
@@ -15,8 +15,10 @@ def flops_a_token(config: GPTConfig, block: int) -> int:
 
 
 class Meter:
-    def __init__(self, tokens_a_step: int) -> None:
-        self._tokens_a_step = tokens_a_step
+    """`synchronize` waits until the device has done all that it was given."""
+
+    def __init__(self, tokens_a_step: int, synchronize: Callable[[], None]) -> None:
+        self._tokens_a_step, self._synchronize = tokens_a_step, synchronize
         self._steps = 0
         self._since = time.perf_counter()
         self._paused = 0.0
@@ -27,11 +29,14 @@ class Meter:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """What happens inside is not training time."""
+        """What happens inside is not training time. Kernels run asynchronously: steps that are still queued belong to
+        the time before, and what is queued inside does not belong to the step after it."""
+        self._synchronize()
         started = time.perf_counter()
         try:
             yield
         finally:
+            self._synchronize()
             self._paused += time.perf_counter() - started
 
     def lap(self) -> tuple[float, float]:

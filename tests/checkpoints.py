@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from fitgpt.engine.checkpoint import (
+    UNKNOWN,
     list_checkpoints,
     save,
 )
@@ -20,8 +21,9 @@ def tensors(step: int) -> tuple[dict[str, Any], dict[str, Any]]:
     return model, optimizer | {"transformer.wte.weight.step": torch.tensor(float(step))}
 
 
-def save_step(folder: Path, step: int, *, best: bool = False, keep_last: int = 3, **state: Any) -> Any:
-    return save(folder, step, *tensors(step), {"of": step, **state}, best=best, keep_last=keep_last)
+def save_step(folder: Path, step: int, *, best: bool = False, keep_last: int = 3, status: str = UNKNOWN,
+              **state: Any) -> Any:
+    return save(folder, step, *tensors(step), {"of": step, **state}, best=best, keep_last=keep_last, status=status)
 
 
 def steps(folder: Path) -> list[int]:

@@ -8,9 +8,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
+from .atomic import disk_faults
 from .config import RunConfig
 from .engine import checkpoint
 from .engine.device import read_memory
+from .engine.divergence import checkpoint_status
 from .engine.evaluate import ReadWindows, Shrunk, evaluate
 from .engine.loop import Training
 from .engine.oom import NoRoom, Refusal
@@ -68,6 +70,7 @@ class Desk:
     def save(self, training: Training, *, is_best: bool) -> None:
         started = time.perf_counter()
         state = {"step": training.step, "evaluated_at": training.evaluated_at,
+                 "evaluation_status": training.evaluation_status,
                  "best": asdict(training.best) if training.best else None, "scaler": training.scaler.to_dict(),
                  "config": self._config.to_dict(), "gpt": asdict(training.model.config),
                  "data": self._data.fingerprint, "tokenizer": self._data.tokenizer,
@@ -75,7 +78,7 @@ class Desk:
         weights, moments = training.model.weight_tensors(), training.optimizer.tensors()
         before = read_memory(self._facts.device)
         saved = checkpoint.save(self._folder.checkpoints, training.step, weights, moments, state, best=is_best,
-                                keep_last=self._config.keep_last)
+                                keep_last=self._config.keep_last, status=checkpoint_status(training))
         after = read_memory(self._facts.device)  # a save allocates nothing on the card: what it holds is there
         self.peaks.seen("save", MemoryReading(peak_allocated=max(before.allocated, after.allocated),
                                               peak_reserved=max(before.reserved, after.reserved)))
@@ -85,6 +88,10 @@ class Desk:
         nbytes = sum(each.numel() * each.element_size() for part in (weights, moments) for each in part.values())
         self._record({"kind": "save", "step": training.step, "best": is_best, "seconds": seconds})
         self._display.saved(str(saved.path), seconds, nbytes)
+
+    def set_aside_diverged(self) -> checkpoint.SetAside:
+        with disk_faults("set checkpoints aside in", self._folder.checkpoints):
+            return checkpoint.set_aside_diverged(self._folder.checkpoints)
 
     def advanced(self, steps: float) -> None:
         self._display.advance(steps)

@@ -284,6 +284,7 @@ def restore(training: Training, source: weights.Source, *, everything: bool) -> 
     training.step = state["step"]
     training.saved_at = state["step"] if "data" in state else -1  # nanoGPT's checkpoint is not one of ours
     training.evaluated_at = state.get("evaluated_at", -1)
+    training.evaluation_status = state.get("evaluation_status", checkpoint.UNKNOWN)
     training.best = SplitLoss(**state["best"]) if state.get("best") else None
     if state.get("scaler"):
         training.scaler.load_dict(state["scaler"])
@@ -386,6 +387,7 @@ class RunWays:
             training.optimizer.load_tensors(nothing)
             training.scaler.load_dict(dict(scale=FIRST_SCALE, good_steps=0.0, skipped=0.0, skipped_in_a_row=0.0))
             training.step, training.evaluated_at, training.saved_at, training.best = 0, -1, -1, None
+            training.evaluation_status = checkpoint.UNKNOWN
 
 
 def begin_again(training: Training, config: RunConfig) -> None:

@@ -4,9 +4,10 @@
         step-00000500/
             model.safetensors       nanoGPT's parameter names; the head is tied to wte, so it is not stored
             optimizer.safetensors   flat: <param>.exp_avg, <param>.exp_avg_sq, <param>.step …
-            state.json              step, best, the caller's state, size and sha256 of the other two; sealed
+            state.json              step, best, status, the caller's state, size and sha256 of the other two; sealed
         step-00000060-2/            branch 2: the run went back to an earlier step and trained on from there
         set-aside-by-step-00000060-2/   what branch 1 had from that step on
+        set-aside-diverged-1/       what a run that diverged had saved after its last good checkpoint
         .tmp-…                      being written or removed; those of dead processes go at the next start
 
 The branch is in the name, so that one rename makes a new checkpoint the last one, whatever else is there.
@@ -23,7 +24,7 @@ import shutil
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,6 +39,9 @@ from ..runfolder import StepFolder, step_folder_name, step_folders
 
 SCHEMA = 1
 MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
+# Evaluated, with a finite loss near the best; not evaluated, or with a worse loss; saved while steps were skipped or
+# after an evaluation that was not finite.
+GOOD, UNKNOWN, DIVERGED = "good", "unknown", "diverged"
 TIED_HEAD, TIED_TO = "lm_head.weight", "transformer.wte.weight"
 
 _STATE_KINDS = {"step": int, "best": bool, "files": dict, "state": dict}
@@ -57,6 +61,15 @@ class Checkpoint:
     best: bool
     state: dict[str, Any]
     notes: tuple[str, ...] = ()
+    status: str = UNKNOWN
+
+
+class SetAside(NamedTuple):
+    """What became of the checkpoints of a run that diverged."""
+
+    good: Checkpoint | None  # the last good one, which is now the last; None: all were set aside
+    steps: list[int]         # those that were set aside
+    folder: Path             # where they are
 
 
 @dataclass(frozen=True)
@@ -81,11 +94,11 @@ class _Damaged(Exception):
 # ---- saving
 
 def save(folder: Path, step: int, model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor],
-         state: Mapping[str, Any], *, best: bool, keep_last: int) -> Checkpoint:
-    """Writes a checkpoint, and only when it is durable lets older ones go.
+         state: Mapping[str, Any], *, best: bool, keep_last: int, status: str = UNKNOWN) -> Checkpoint:
+    """Writes a checkpoint, and only when it is durable removes older ones: see _prune.
 
-    Kept are the last `keep_last` whole ones and the latest that was best. Checkpoints at this step or beyond
-    (the run went back) are set aside, not removed. `state` comes back from `load` as JSON would give it.
+    Checkpoints at this step or beyond (the run went back) are set aside, not removed. `state` comes back from `load` as
+    JSON would give it.
     """
     if keep_last < 2:
         raise UsageError(f"keep_last={keep_last} leaves nothing to fall back on: it must be at least 2.",
@@ -102,7 +115,7 @@ def save(folder: Path, step: int, model: Mapping[str, Tensor], optimizer: Mappin
         with folder_atomically(target, folder / f".tmp-{step}-{os.getpid()}") as temporary:
             files = {MODEL: write_safetensors(temporary / MODEL, _without_tied_head(model)),
                      OPTIMIZER: write_safetensors(temporary / OPTIMIZER, optimizer)}
-            document = {"schema": SCHEMA, "fitgpt": __version__, "step": step, "best": best,
+            document = {"schema": SCHEMA, "fitgpt": __version__, "step": step, "best": best, "status": status,
                         "files": {name: seal._asdict() for name, seal in files.items()}, "state": dict(state)}
             (temporary / STATE).write_text(seal_json(document), encoding="utf-8")
 
@@ -111,7 +124,7 @@ def save(folder: Path, step: int, model: Mapping[str, Tensor], optimizer: Mappin
         _prune(folder, keep_last)
     except OSError as error:  # the new one is safe: failing to tidy up is no failure to save
         notes = [f"Older checkpoints in {folder} could not be tidied up: {error.strerror or error}."]
-    return Checkpoint(target, step, best, dict(state), tuple(notes))
+    return Checkpoint(target, step, best, dict(state), tuple(notes), status)
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor],
@@ -160,23 +173,50 @@ def _without_tied_head(model: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _set_aside(overtaken: list[StepFolder], aside: Path) -> list[str]:
     if not overtaken:
         return []
-    aside.mkdir(exist_ok=True)
-    for slot in overtaken:
-        patiently_rename(slot.path, aside / slot.path.name)
+    _move(overtaken, aside)
     steps = ", ".join(str(slot.step) for slot in overtaken)
     return [f"The run went back: its earlier checkpoints at step {steps} are now in {aside}."]
 
 
+def _move(slots: Iterable[StepFolder], aside: Path) -> None:
+    aside.mkdir(exist_ok=True)
+    for slot in slots:
+        patiently_rename(slot.path, aside / slot.path.name)
+
+
 def _prune(folder: Path, keep_last: int) -> None:
-    """Counts only whole checkpoints, so that damaged ones never push a good one out."""
-    whole, kept_best = 0, False
+    """Keeps the last `keep_last` whole checkpoints, the latest that was best, and the latest good one.
+
+    Damaged ones do not count, and diverged ones only beside each other: neither pushes a good one out.
+    """
+    kept, sound, seen_best, seen_good = 0, 0, False, False
     for slot in reversed(step_folders(folder)):
         found = _look_at(slot.path)
-        is_best = found is not None and found.best and not kept_best
-        if whole >= keep_last and not is_best:
+        is_diverged = found is not None and found.status == DIVERGED
+        is_best = found is not None and found.best and not seen_best
+        is_good = found is not None and found.status == GOOD and not seen_good
+        enough = (kept if is_diverged else sound) >= keep_last
+        if enough and not is_best and not is_good:
             _remove(slot.path)
-        whole += found is not None
-        kept_best |= is_best
+            continue
+        kept += found is not None
+        sound += found is not None and not is_diverged
+        seen_best |= is_best
+        seen_good |= is_good
+
+
+def set_aside_diverged(folder: Path) -> SetAside:
+    """Sets aside whatever is later than the last good checkpoint, so that a resume takes that one. If none was ever
+    evaluated, the earliest that is not known to have diverged counts as good: explosion takes some steps."""
+    slots = step_folders(folder)
+    found = [(slot, seen) for slot in slots if (seen := _look_at(slot.path)) is not None]
+    good = next((pair for pair in reversed(found) if pair[1].status == GOOD),
+                next((pair for pair in found if pair[1].status == UNKNOWN), None))
+    later = slots[slots.index(good[0]) + 1:] if good else slots
+    aside = next(path for number in count(1) if not (path := folder / f"set-aside-diverged-{number}").exists())
+    if later:
+        _move(later, aside)
+    return SetAside(good[1] if good else None, [slot.step for slot in later], aside)
 
 
 def _look_at(path: Path) -> Checkpoint | None:
@@ -187,7 +227,8 @@ def _look_at(path: Path) -> Checkpoint | None:
             _check_size(path / name, seal)
     except (_Damaged, CheckpointError):
         return None
-    return Checkpoint(path, document["step"], document["best"], document["state"])
+    status = document.get("status", GOOD if document["best"] else UNKNOWN)  # older ones have none
+    return Checkpoint(path, document["step"], document["best"], document["state"], status=status)
 
 
 def _remove(path: Path) -> None:

@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from ..config import RunConfig
-from ..errors import DeviceError, Interrupted, NumericsError, SystemFault
+from ..errors import DeviceError, Interrupted, SystemFault
 from ..nouns import Evaluation, RunFacts, SplitLoss, StepReport
+from .checkpoint import UNKNOWN, SetAside
 from .device import read_memory, synchronize
+from .divergence import DivergenceCheck
 from .feed import Feed
 from .graphs import Recorder
 from .meter import Meter, flops_a_token
@@ -33,7 +35,8 @@ class Training:
     scaler: Scaler
     step: int = 0                         # steps completed
     best: SplitLoss | None = None         # the best validation loss so far, and the block it was taken at
-    evaluated_at: int = -1                # the step of the last evaluation
+    evaluated_at: int = -1                # the step of the last evaluation …
+    evaluation_status: str = UNKNOWN      # … and what it says of the weights: see divergence.py
     saved_at: int = -1                    # the step of the last checkpoint
 
     def __post_init__(self) -> None:
@@ -88,6 +91,7 @@ class Rim(Protocol):
 
     def evaluate(self, step: int) -> Evaluation | Refusal | None: ...
     def save(self, training: Training, *, is_best: bool) -> None: ...
+    def set_aside_diverged(self) -> SetAside: ...
     def advanced(self, steps: float) -> None:
         """So many steps are handed to the device, whole ones and the share of one: called at every micro-step."""
     def reported(self, report: StepReport) -> None: ...
@@ -102,6 +106,7 @@ def train(training: Training, config: RunConfig, facts: RunFacts, steps: Steps, 
     """Trains to `max_iters` steps, or until asked to stop: then it saves, and raises Interrupted."""
     meter = Meter(config.tokens_per_step, lambda: synchronize(str(training.device)))
     keep = _Keeper(training, rim, meter, keeps=not config.eval_only)
+    divergence = DivergenceCheck(training, config, rim.warn, rim.set_aside_diverged)
     while True:
         if is_evaluation_due(training, config):
             with meter.paused():
@@ -113,11 +118,15 @@ def train(training: Training, config: RunConfig, facts: RunFacts, steps: Steps, 
                 is_best = improves(training.best, evaluation.of("val"))
                 training.best = evaluation.of("val") if is_best else training.best
                 rim.evaluated(evaluation, is_best=is_best)
+            divergence.evaluated(evaluation)
             if training.step > 0 and (is_best or config.always_save_checkpoint):
                 keep.save(is_best=is_best, forgiving=training.step < config.max_iters)
         elif config.save_interval and training.step % config.save_interval == 0:
             keep.save()
-        if config.eval_only or training.step >= config.max_iters:
+        if config.eval_only:
+            break
+        if training.step >= config.max_iters:
+            divergence.ended()
             break
 
         learning_rate = learning_rate_at(training.step, config)
@@ -134,7 +143,7 @@ def train(training: Training, config: RunConfig, facts: RunFacts, steps: Steps, 
         if (training.step - 1) % config.log_interval == 0 or training.step == config.max_iters:
             report = make_report(training, config, facts, meter, result, learning_rate)
             rim.reported(report)
-            check_numerics(training, config)
+            divergence.stepped()
         if stop_asked():
             raise keep.stopped()
 
@@ -228,24 +237,6 @@ def make_report(training: Training, config: RunConfig, facts: RunFacts, meter: M
         tokens_per_s=tokens_per_s, mfu=tokens_per_s * flops / facts.peak_flops if facts.peak_flops else None,
         skipped=int(training.scaler.skipped.item()), loss_scale=training.scaler.scale.item(),
         memory=read_memory(facts.device), seconds_left=meter.time_left(config.max_iters - training.step))
-
-
-def check_numerics(training: Training, config: RunConfig) -> None:
-    in_a_row = int(training.scaler.skipped_in_a_row.item())
-    if in_a_row >= config.max_skipped_steps:
-        raise NumericsError(
-            f"{in_a_row} steps in a row had gradients that are not finite and were skipped; the limit is "
-            f"max_skipped_steps = {config.max_skipped_steps}. The weights are those of step "
-            f"{training.step - in_a_row}.",
-            gentler(training, config))
-
-
-def gentler(training: Training, config: RunConfig) -> str:
-    """A command that has a chance: the dtype of a run cannot change, its learning rate can."""
-    flags = f"--learning_rate={config.learning_rate / 3:.1g} --min_lr={config.min_lr / 3:.1g}"
-    if training.saved_at > 0:
-        return f"fitgpt train --init_from=resume --out_dir={config.out_dir} {flags}"
-    return f"Start again with {flags}, or with --dtype=bfloat16 or float32."
 
 
 class _Keeper:

@@ -178,8 +178,8 @@ def _probabilities(w: Writer, s: Sizes, nbytes: int) -> None:
 
 
 def _product(w: Writer, s: Sizes, out: str, size: int, nbytes: int, *copies: str) -> str:
-    """Head by head: parts of qkv [B, H, T, D] are copied for it, of `nbytes` each, unless padding has done so already or
-    B × H is a view."""
+    """Head by head: parts of qkv [B, H, T, D] are copied for it, of `nbytes` each, unless padding has done so or B × H
+    is a view."""
     copied = not s.padded and s.b > 1 and s.heads > 1
     made = [w.alloc(copy, "activations", nbytes) for copy in copies] if copied else []
     w.alloc(out, "activations", size)

@@ -1,4 +1,4 @@
-"""A run that diverges keeps its good checkpoint, ends with exit code 6, and prints a command that resumes from there."""
+"""A run that diverges keeps its good checkpoint, ends with exit code 6, and prints a command that resumes from it."""
 
 from __future__ import annotations
 

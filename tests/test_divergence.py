@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import shlex
@@ -19,7 +20,8 @@ from checkpoints import save_step, steps
 from fitgpt import GPT
 from fitgpt.config import RunConfig
 from fitgpt.engine.checkpoint import DIVERGED, GOOD, UNKNOWN, list_checkpoints, load, set_aside_diverged
-from fitgpt.engine.divergence import evaluation_status, smaller_steps
+from fitgpt.engine.divergence import judge, smaller_steps
+from fitgpt.errors import NumericsError
 from fitgpt.metrics import read_metrics
 from fitgpt.nouns import Evaluation, MemoryReading, SplitLoss
 from fitgpt.run import run
@@ -67,18 +69,52 @@ def test_the_command_that_is_printed_resumes_from_the_good_checkpoint_and_trains
     assert last["losses"][1]["mean"] < 3
 
 
-@pytest.mark.parametrize("cause", [EXPLODES, {"weight_decay": 1e30}], ids=["learning rate", "weight decay"])
+@pytest.mark.parametrize("cause", [
+    {**EXPLODES, "save_interval": 1}, {"weight_decay": 1e30, "save_interval": 1},
+    {**EXPLODES, "step_in_backward": True, "gradient_accumulation_steps": 1, "save_interval": 1},
+    {**EXPLODES, "max_iters": 5, "lr_decay_iters": 5}],
+    ids=["learning rate", "weight decay", "step in backward", "five steps"])
 def test_a_run_too_short_for_max_skipped_steps_ends_with_exit_code_6_and_can_be_started_again(
         tmp_path: Path, cause: dict[str, Any]) -> None:
+    """Its checkpoints were never evaluated as good, so none of them is offered."""
     config = tiny_config(tmp_path)
     ended = fitgpt(["train", *flags_of(config, **cause)], tmp_path)
     assert ended.returncode == 6
-    assert "there is no good checkpoint" in ended.stderr
+    assert "no checkpoint is known to be good" in ended.stderr
     assert "best val loss" not in ended.stdout
     assert checkpoints(config) == []
     remedy = ended.stderr.strip().splitlines()[-1].strip().removeprefix("Start again with ")
     again = fitgpt(["train", *flags_of(config, **cause), *remedy.split()], tmp_path)  # in the same folder
     assert again.returncode == 0, again.stderr
+
+
+def test_a_loss_that_is_finite_but_far_above_the_last_good_one_has_diverged(tmp_path: Path) -> None:
+    """Also where evaluations cover other windows than before, so that the first of them was the best."""
+    config = tiny_config(tmp_path)
+    run(config.to_dict(), [], lambda: False)
+    worse = replace(config, init_from="resume", max_iters=30, eval_iters=3, eval_interval=1, learning_rate=3.0,
+                    min_lr=3.0, decay_lr=False)
+    with pytest.raises(NumericsError, match=r"far above the last good one.*good checkpoint is of step 20") as ended:
+        run(worse.to_dict(), [], lambda: False)
+    assert "--learning_rate=0.01 --min_lr=0.001 --decay_lr=True" in ended.value.fix
+    assert load(Path(config.out_dir) / "checkpoints", "best").step == 20
+
+
+def test_a_run_that_cannot_skip_steps_stops_at_the_first_loss_that_is_not_finite(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, **{**EXPLODES, "max_iters": 1000, "step_in_backward": True,
+                                      "gradient_accumulation_steps": 1, "log_interval": 5, "eval_interval": 1000})
+    with pytest.raises(NumericsError, match="The loss of step 5 is not finite"):
+        run(config.to_dict(), [], lambda: False)
+
+
+def test_a_disk_that_cannot_be_written_does_not_hide_the_divergence(tmp_path: Path,
+                                                                   monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(folder: Path) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("fitgpt.engine.checkpoint.set_aside_diverged", full)
+    with pytest.raises(NumericsError, match=r"The run has diverged.*No space left"):
+        run(tiny_config(tmp_path, **EXPLODES).to_dict(), [], lambda: False)
 
 
 def test_a_run_whose_last_step_was_skipped_ends_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,26 +172,34 @@ def test_what_is_later_than_the_last_good_one_is_set_aside(tmp_path: Path) -> No
     assert steps(folder) == [3, 4]
 
 
-def test_without_an_evaluation_the_earliest_that_skipped_nothing_counts_as_good(tmp_path: Path) -> None:
+def test_a_checkpoint_that_was_not_evaluated_does_not_count_as_good(tmp_path: Path) -> None:
     for step, status in ((1, UNKNOWN), (2, UNKNOWN), (3, DIVERGED)):
         save_step(tmp_path, step, keep_last=9, status=status)
-    good, moved, _ = set_aside_diverged(tmp_path)
-    assert good is not None
-    assert (good.step, moved) == (1, [2, 3])
+    good, moved, folder = set_aside_diverged(tmp_path)
+    assert (good, moved) == (None, [1, 2, 3])
+    assert steps(folder) == [1, 2, 3]
 
 
-@pytest.mark.parametrize(("val", "train", "status"), [
-    (3.1, 3.0, GOOD), (3.9, 3.0, GOOD), (4.1, 3.0, UNKNOWN), (1e8, 1e8, UNKNOWN), (math.nan, 3.0, DIVERGED),
-    (3.0, math.inf, DIVERGED)])
-def test_an_evaluation_vouches_for_weights_if_it_is_finite_and_near_the_best(val: float, train: float,
-                                                                            status: str) -> None:
-    losses = tuple(SplitLoss(split, mean, 0.0, 8, 16) for split, mean in (("train", train), ("val", val)))
-    evaluation = Evaluation(step=1, losses=losses, tokens_per_s=1.0, memory=MemoryReading())
-    assert evaluation_status(evaluation, SplitLoss("val", 3.0, 0.0, 8, 16)) == status
+def loss(split: str, mean: float, windows: int = 8) -> SplitLoss:
+    return SplitLoss(split, mean, 0.0, windows, 16)
 
 
-def test_what_to_start_again_with_removes_each_likely_cause() -> None:
-    config = RunConfig(learning_rate=6e-4, min_lr=6e-5)
-    assert smaller_steps(config) == ["--learning_rate=0.0002", "--min_lr=2e-05"]
-    assert smaller_steps(replace(config, **EXPLODES)) == ["--learning_rate=0.0006", "--min_lr=6e-05", "--grad_clip=1.0",
-                                                          "--weight_decay=0.1"]
+@pytest.mark.parametrize(("train", "val", "windows", "status"), [
+    (3.1, 3.0, 8, GOOD), (3.9, 3.0, 8, GOOD), (4.1, 3.0, 8, DIVERGED), (3.0, 9.0, 8, GOOD),  # it overfits
+    (4.1, 3.0, 4, GOOD), (6.1, 3.0, 4, DIVERGED),  # other windows: beside chance, which is log 148 = 5.0
+    (math.nan, 3.0, 8, DIVERGED), (3.0, math.inf, 8, DIVERGED)])
+def test_an_evaluation_is_good_if_it_is_finite_and_near_the_last_good_one(train: float, val: float, windows: int,
+                                                                         status: str) -> None:
+    evaluation = Evaluation(step=1, losses=(loss("train", train, windows), loss("val", val, windows)),
+                            tokens_per_s=1.0, memory=MemoryReading())
+    assert judge(evaluation, loss("train", 3.0), 148) == status
+
+
+def test_advice_goes_back_to_the_settings_that_worked_and_then_to_ever_smaller_steps() -> None:
+    usual = RunConfig(learning_rate=6e-4, min_lr=6e-5, decay_lr=True, grad_clip=1.0, weight_decay=0.1)
+    assert smaller_steps(replace(usual, **EXPLODES), usual) == [
+        "--learning_rate=0.0006", "--min_lr=6e-05", "--decay_lr=True", "--grad_clip=1.0"]
+    assert smaller_steps(replace(usual, weight_decay=1e30), usual) == ["--weight_decay=0.1"]
+    assert smaller_steps(usual, usual) == ["--learning_rate=0.0002", "--min_lr=2e-05"]
+    assert smaller_steps(replace(usual, learning_rate=2e-4, min_lr=2e-5), usual) == [
+        "--learning_rate=6.7e-05", "--min_lr=6.7e-06"]

@@ -41,9 +41,11 @@ def clean_import_path() -> tuple[str, str]:
         os.environ.pop("PYTHONPATH", None)
     if not relative:
         return "", ""
-    fixed = [path for path in map(os.path.abspath, entries) if path != here]
+    from shlex import quote
+
+    fixed = [path for path in map(os.path.abspath, entries) if path != here and os.path.exists(path)]
     return (f"PYTHONPATH={listed!r} has relative entries, which are ignored: fitgpt imports nothing from the current "
-            "directory.", f"export PYTHONPATH={os.pathsep.join(fixed)}" if fixed else "unset PYTHONPATH")
+            "directory.", f"export PYTHONPATH={quote(os.pathsep.join(fixed))}" if fixed else "unset PYTHONPATH")
 
 
 if __name__ == "__main__":

@@ -78,7 +78,7 @@ def settle(assignments: Sequence[Assignment]) -> tuple[RunConfig, list[str]]:
         recorded = recorded_config(out_dir)
         if not can_resume(out_dir):
             why = ("it holds neither a run of fitgpt nor nanoGPT's ckpt.pt" if recorded is None
-                   else "its run was stopped before its first checkpoint")
+                   else "its run has no checkpoint")
             raise CheckpointError(f"There is nothing to resume in {out_dir}: {why}.",
                                   "Name the run's folder with --out_dir=…, or start one: leave --init_from=resume out.")
     config, notes = resolve(assignments, recorded)

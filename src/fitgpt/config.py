@@ -91,7 +91,8 @@ class RunConfig(Options):
     always_save_checkpoint: bool = _io(True, "save after every evaluation; if False, only after one that improves")
     save_interval: int = _io(0, "steps between checkpoints, besides those at evaluations; 0 = only there",
                              rule=_count_or_0, also=("save_steps", "checkpoint_interval"))
-    keep_last: int = _io(2, "checkpoints kept besides the best one", rule=kept, also=("save_total_limit",))
+    keep_last: int = _io(2, "checkpoints kept besides the best and the last good one", rule=kept,
+                         also=("save_total_limit",))
     max_skipped_steps: int = _io(100, "non-finite steps in a row before the run stops", rule=_count)
 
     eval_interval: int = _eval(2000, "steps between two evaluations", rule=_count, also=("eval_steps",))

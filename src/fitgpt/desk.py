@@ -71,6 +71,7 @@ class Desk:
         started = time.perf_counter()
         state = {"step": training.step, "evaluated_at": training.evaluated_at,
                  "evaluation_status": training.evaluation_status,
+                 "last_good": asdict(training.last_good) if training.last_good else None,
                  "best": asdict(training.best) if training.best else None, "scaler": training.scaler.to_dict(),
                  "config": self._config.to_dict(), "gpt": asdict(training.model.config),
                  "data": self._data.fingerprint, "tokenizer": self._data.tokenizer,

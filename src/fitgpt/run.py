@@ -285,7 +285,8 @@ def restore(training: Training, source: weights.Source, *, everything: bool) -> 
     training.saved_at = state["step"] if "data" in state else -1  # nanoGPT's checkpoint is not one of ours
     training.evaluated_at = state.get("evaluated_at", -1)
     training.evaluation_status = state.get("evaluation_status", checkpoint.UNKNOWN)
-    training.best = SplitLoss(**state["best"]) if state.get("best") else None
+    training.best, training.last_good = (SplitLoss(**state[name]) if state.get(name) else None
+                                         for name in ("best", "last_good"))
     if state.get("scaler"):
         training.scaler.load_dict(state["scaler"])
 
@@ -387,7 +388,7 @@ class RunWays:
             training.optimizer.load_tensors(nothing)
             training.scaler.load_dict(dict(scale=FIRST_SCALE, good_steps=0.0, skipped=0.0, skipped_in_a_row=0.0))
             training.step, training.evaluated_at, training.saved_at, training.best = 0, -1, -1, None
-            training.evaluation_status = checkpoint.UNKNOWN
+            training.evaluation_status, training.last_good = checkpoint.UNKNOWN, None
 
 
 def begin_again(training: Training, config: RunConfig) -> None:

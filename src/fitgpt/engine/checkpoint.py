@@ -39,9 +39,10 @@ from ..runfolder import StepFolder, step_folder_name, step_folders
 
 SCHEMA = 1
 MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
-# Evaluated, with a finite loss near the best; not evaluated, or with a worse loss; saved while steps were skipped or
-# after an evaluation that was not finite.
-GOOD, UNKNOWN, DIVERGED = "good", "unknown", "diverged"
+# The status of a checkpoint: see divergence.py.
+GOOD = "good"          # evaluated, and the loss is as it should be
+UNKNOWN = "unknown"    # not evaluated
+DIVERGED = "diverged"  # saved while steps were skipped, or after an evaluation that was not good
 TIED_HEAD, TIED_TO = "lm_head.weight", "transformer.wte.weight"
 
 _STATE_KINDS = {"step": int, "best": bool, "files": dict, "state": dict}
@@ -189,34 +190,38 @@ def _prune(folder: Path, keep_last: int) -> None:
 
     Damaged ones do not count, and diverged ones only beside each other: neither pushes a good one out.
     """
-    kept, sound, seen_best, seen_good = 0, 0, False, False
+    whole, sound, seen_best, seen_good = 0, 0, False, False
     for slot in reversed(step_folders(folder)):
         found = _look_at(slot.path)
-        is_diverged = found is not None and found.status == DIVERGED
-        is_best = found is not None and found.best and not seen_best
-        is_good = found is not None and found.status == GOOD and not seen_good
-        enough = (kept if is_diverged else sound) >= keep_last
-        if enough and not is_best and not is_good:
-            _remove(slot.path)
+        if found is None:
+            if sound >= keep_last:
+                _remove(slot.path)
             continue
-        kept += found is not None
-        sound += found is not None and not is_diverged
+        is_best, is_good = found.best and not seen_best, found.status == GOOD and not seen_good
+        if (whole if found.status == DIVERGED else sound) >= keep_last and not is_best and not is_good:
+            _remove(slot.path)
+        whole += 1
+        sound += found.status != DIVERGED
         seen_best |= is_best
         seen_good |= is_good
 
 
 def set_aside_diverged(folder: Path) -> SetAside:
-    """Sets aside whatever is later than the last good checkpoint, so that a resume takes that one. If none was ever
-    evaluated, the earliest that is not known to have diverged counts as good: explosion takes some steps."""
+    """Sets aside whatever is later than the last good checkpoint, so that a resume takes that one. Weights may explode
+    some steps before a gradient overflows, so one that was not evaluated does not count as good."""
     slots = step_folders(folder)
-    found = [(slot, seen) for slot in slots if (seen := _look_at(slot.path)) is not None]
-    good = next((pair for pair in reversed(found) if pair[1].status == GOOD),
-                next((pair for pair in found if pair[1].status == UNKNOWN), None))
-    later = slots[slots.index(good[0]) + 1:] if good else slots
+    good, later = None, list[StepFolder]()
+    while slots and not (good := _good(slots[-1].path)):
+        later.append(slots.pop())
     aside = next(path for number in count(1) if not (path := folder / f"set-aside-diverged-{number}").exists())
     if later:
         _move(later, aside)
-    return SetAside(good[1] if good else None, [slot.step for slot in later], aside)
+    return SetAside(good, sorted(slot.step for slot in later), aside)
+
+
+def _good(path: Path) -> Checkpoint | None:
+    found = _look_at(path)
+    return found if found is not None and found.status == GOOD else None
 
 
 def _look_at(path: Path) -> Checkpoint | None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ..config import RunConfig
-from ..errors import NumericsError
+from ..errors import NumericsError, SystemFault
 from ..knobs import shown
 from ..nouns import Evaluation, SplitLoss
 from .checkpoint import DIVERGED, GOOD, UNKNOWN, SetAside
@@ -17,10 +17,8 @@ from .oom import Refusal
 if TYPE_CHECKING:
     from .loop import Training
 
-WARN_AFTER = 10   # skipped steps in a row in float16: some are usual, until the loss scale is low enough
-MUCH_WORSE = 1.0  # above the best loss: weights that explode have a finite loss for a while
-# What decides how far a step goes, as far as it may change on a resume.
-STEP_SETTINGS = ("learning_rate", "min_lr", "decay_lr", "warmup_iters", "lr_decay_iters", "grad_clip", "weight_decay")
+SKIPPED_TOO_OFTEN = 10  # in a row. In float16 a few are usual: the loss scale is halved until nothing overflows
+MUCH_WORSE = 1.0        # nats. Weights that explode have a finite loss for a while
 
 
 def checkpoint_status(training: Training) -> str:
@@ -30,11 +28,14 @@ def checkpoint_status(training: Training) -> str:
     return training.evaluation_status if training.evaluated_at == training.step else UNKNOWN
 
 
-def evaluation_status(evaluation: Evaluation, best: SplitLoss | None) -> str:
-    """What an evaluation says of the weights."""
-    if not all(math.isfinite(each.mean) for each in evaluation.losses):
-        return DIVERGED
-    return GOOD if best is None or evaluation.of("val").mean <= best.mean + MUCH_WORSE else UNKNOWN
+def judge(evaluation: Evaluation, last_good: SplitLoss | None, vocab_size: int) -> str:
+    """GOOD or DIVERGED, by the loss on training data, which overfitting does not raise: it must be finite and not much
+    above the last good one; or above chance, if there was none over the same windows."""
+    train, expected = evaluation.of("train"), math.log(vocab_size)
+    if last_good and (last_good.block, last_good.windows) == (train.block, train.windows):
+        expected = last_good.mean
+    is_finite = all(math.isfinite(each.mean) for each in evaluation.losses)
+    return GOOD if is_finite and train.mean <= expected + MUCH_WORSE else DIVERGED
 
 
 class DivergenceCheck:
@@ -50,56 +51,68 @@ class DivergenceCheck:
         if isinstance(evaluation, Refusal):  # nothing new is known
             training.evaluation_status = DIVERGED if before == DIVERGED else UNKNOWN
             return
-        training.evaluation_status = evaluation_status(evaluation, training.best)
-        if training.evaluation_status == DIVERGED != before:
-            self._warn(f"The loss of the evaluation at step {training.step} is not finite. Checkpoints replace no "
-                       "earlier one until it is finite again.")
+        training.evaluation_status = judge(evaluation, training.last_good, training.model.config.vocab_size)
+        if training.evaluation_status == GOOD:
+            training.last_good = evaluation.of("train")
+        elif before != DIVERGED:
+            self._warn(f"{self._bad_evaluation()} Checkpoints replace no earlier one until that changes.")
 
-    def stepped(self) -> None:
-        """Reads from the device: called where the host waits for it anyway."""
+    def stepped(self, loss: float) -> None:
+        """After a report, for which the host has waited for the device."""
         skipped, limit = self._skipped(), self._config.max_skipped_steps
         if skipped >= limit:
             raise self._diverged(f"{skipped} steps in a row had gradients that are not finite and were skipped; the "
                                  f"limit is max_skipped_steps = {limit}.")
-        is_skipping = skipped >= (WARN_AFTER if self._training.scaler.scaling else 1)
+        if not skipped and not math.isfinite(loss):  # so are the weights now: step_in_backward cannot skip a step
+            raise self._diverged(f"The loss of step {self._training.step - 1} is not finite.")
+        is_skipping = skipped >= (SKIPPED_TOO_OFTEN if self._training.scaler.scaling else 1)
         if is_skipping and not self._is_skipping:
-            self._warn(f"Gradients are not finite: {skipped} step{'s' if skipped > 1 else ''} in a row skipped. "
-                       "Checkpoints replace no earlier one until a step succeeds.")
+            steps = f"the last {skipped} steps were" if skipped > 1 else "the last step was"
+            self._warn(f"Gradients are not finite: {steps} skipped. Checkpoints replace no earlier one until a step "
+                       "succeeds.")
         self._is_skipping = is_skipping
 
     def ended(self) -> None:
         """A run too short for `max_skipped_steps` has diverged, too, if this is how it ends."""
-        if (skipped := self._skipped()) >= WARN_AFTER:
+        if (skipped := self._skipped()) >= SKIPPED_TOO_OFTEN:
             raise self._diverged(f"The last {skipped} steps had gradients that are not finite and were skipped.")
         if self._training.evaluation_status == DIVERGED:
-            raise self._diverged(f"The loss of the last evaluation, at step {self._training.evaluated_at}, is not "
-                                 "finite.")
+            raise self._diverged(self._bad_evaluation())
 
     def _skipped(self) -> int:
         return int(self._training.scaler.skipped_in_a_row.item())
 
+    def _bad_evaluation(self) -> str:
+        good = self._training.last_good
+        return (f"The loss of the evaluation at step {self._training.evaluated_at} is not finite or far above "
+                f"{f'the last good one, {good.mean:.4f}' if good else 'chance'}.")
+
     def _diverged(self, why: str) -> NumericsError:
         """Sets the checkpoints after the last good one aside, so that a resume takes that one."""
-        config, (good, moved, folder) = self._config, self._set_aside()
-        where = f" Those of steps {', '.join(map(str, moved))} are now in {folder}." if moved else ""
+        config = self._config
+        try:
+            good, moved, folder = self._set_aside()
+        except SystemFault as fault:
+            return NumericsError(f"{why} The run has diverged. {fault.what}", fault.fix)
+        listed = f"step{'s' if len(moved) > 1 else ''} {', '.join(map(str, moved))}"
+        where = f" What was saved at {listed} is now in {folder}." if moved else ""
         if good is None:
-            return NumericsError(f"{why} The run has diverged, and there is no good checkpoint.{where}",
-                                 f"Start again with {' '.join(smaller_steps(config))}")
-        before = RunConfig.from_dict(good.state["config"])
-        changed = [f"--{name}={shown(getattr(before, name))}" for name in STEP_SETTINGS
-                   if getattr(before, name) != getattr(config, name)]  # it trained well with those
+            other = ", or with --dtype=bfloat16 or float32" if config.dtype == "float16" else ""
+            return NumericsError(f"{why} The run has diverged, and no checkpoint is known to be good.{where}",
+                                 f"Start again with {' '.join(smaller_steps(config, RunConfig()))}{other}")
+        flags = smaller_steps(config, RunConfig.from_dict(good.state["config"]))
         return NumericsError(
             f"{why} The run has diverged. Its last good checkpoint is of step {good.step}: {good.path}.{where}",
-            shlex.join(["fitgpt", "train", "--init_from=resume", f"--out_dir={config.out_dir}",
-                        *(changed or smaller_steps(config))]))
+            shlex.join(["fitgpt", "train", "--init_from=resume", f"--out_dir={config.out_dir}", *flags]))
 
 
-def smaller_steps(config: RunConfig) -> list[str]:
-    """A third of the learning rate, and no more than is usual; the rest only where it is a likely cause."""
-    rates = {"learning_rate": config.learning_rate, "min_lr": config.min_lr}
-    flags = [f"--{name}={min(rate / 3, getattr(RunConfig, name)):.1g}" for name, rate in rates.items()]
-    if config.grad_clip == 0 and not config.step_in_backward:
-        flags.append(f"--grad_clip={RunConfig.grad_clip}")
-    if config.learning_rate * config.weight_decay >= 1:  # a step multiplies weights by 1 - this
-        flags.append(f"--weight_decay={RunConfig.weight_decay}")
-    return flags
+def smaller_steps(config: RunConfig, usual: RunConfig) -> list[str]:
+    """What makes steps larger than with `usual` settings goes back to those; if nothing does, the learning rate becomes
+    a third. So following this advice again and again never repeats a setting."""
+    larger = [name for name in ("learning_rate", "min_lr", "weight_decay")
+              if getattr(config, name) > getattr(usual, name)]
+    larger += ["decay_lr"] if usual.decay_lr and not config.decay_lr else []
+    larger += ["grad_clip"] if usual.grad_clip and not config.step_in_backward and not (
+        0 < config.grad_clip <= usual.grad_clip) else []
+    return [f"--{name}={shown(getattr(usual, name))}" for name in larger] or [
+        f"--learning_rate={config.learning_rate / 3:.2g}", f"--min_lr={config.min_lr / 3:.2g}"]

@@ -13,9 +13,9 @@ from torch import Tensor
 from ..config import RunConfig
 from ..errors import DeviceError, Interrupted, SystemFault
 from ..nouns import Evaluation, RunFacts, SplitLoss, StepReport
-from .checkpoint import UNKNOWN, SetAside
+from .checkpoint import GOOD, UNKNOWN, SetAside
 from .device import read_memory, synchronize
-from .divergence import DivergenceCheck
+from .divergence import DivergenceCheck, judge
 from .feed import Feed
 from .graphs import Recorder
 from .meter import Meter, flops_a_token
@@ -37,6 +37,7 @@ class Training:
     best: SplitLoss | None = None         # the best validation loss so far, and the block it was taken at
     evaluated_at: int = -1                # the step of the last evaluation …
     evaluation_status: str = UNKNOWN      # … and what it says of the weights: see divergence.py
+    last_good: SplitLoss | None = None    # the training loss of the last evaluation that was good
     saved_at: int = -1                    # the step of the last checkpoint
 
     def __post_init__(self) -> None:
@@ -115,7 +116,8 @@ def train(training: Training, config: RunConfig, facts: RunFacts, steps: Steps, 
                 raise keep.stopped()
             training.evaluated_at, is_best = training.step, False
             if not isinstance(evaluation, Refusal):
-                is_best = improves(training.best, evaluation.of("val"))
+                is_good = judge(evaluation, training.last_good, training.model.config.vocab_size) == GOOD
+                is_best = is_good and improves(training.best, evaluation.of("val"))
                 training.best = evaluation.of("val") if is_best else training.best
                 rim.evaluated(evaluation, is_best=is_best)
             divergence.evaluated(evaluation)
@@ -143,7 +145,7 @@ def train(training: Training, config: RunConfig, facts: RunFacts, steps: Steps, 
         if (training.step - 1) % config.log_interval == 0 or training.step == config.max_iters:
             report = make_report(training, config, facts, meter, result, learning_rate)
             rim.reported(report)
-            divergence.stepped()
+            divergence.stepped(report.loss)
         if stop_asked():
             raise keep.stopped()
 

@@ -117,29 +117,30 @@ class Search:
         taken = self.as_asked()
         found = [taken] if taken is not None else []
         for lossy in (False, True):
-            settled_ones = self._settled_ones([way for way in self.ways if (way.permission in LOSSY) == lossy])
-            taken = self._better(settled_ones, taken)
-            found += settled_ones
+            of_these = self._fastest([way for way in self.ways if (way.permission in LOSSY) == lossy])
+            taken = self._taken(of_these, instead_of=taken)
+            found += of_these
         if taken is None:
             return []
         others = {one.config: one for one in sorted(found, key=lambda one: one.score)
                   if one.config not in (taken.config, self.asked)}
         return [taken, *list(others.values())[:FINALISTS - 1]]
 
-    def _better(self, found: list[Finalist], than: Finalist | None) -> Finalist | None:
-        """Of those about as fast as the fastest, the one that changes least, if the estimate can tell that it is faster
-        `than` this one; else that one."""
-        near = [one for one in found if one.score <= (1 + ALIKE) * min(one.score for one in found)
-                and (than is None or (1 + ALIKE) * one.score < than.score)]
-        return min(near, key=self.bother) if near else than
+    def _taken(self, found: list[Finalist], *, instead_of: Finalist | None) -> Finalist | None:
+        """Of those about as fast as the fastest, the one that changes least; only if the estimate can tell that it is
+        faster than what it would be taken `instead_of`."""
+        fastest = min((one.score for one in found), default=0.0)
+        near = [one for one in found if one.score <= (1 + ALIKE) * fastest
+                and (instead_of is None or (1 + ALIKE) * one.score < instead_of.score)]
+        return min(near, key=self.bother) if near else instead_of
 
-    def _settled_ones(self, found: list[Way]) -> list[Finalist]:
+    def _fastest(self, of: list[Way]) -> list[Finalist]:
         """The fastest of these ways that fit, by replays."""
-        ranked = sorted((one for one in self.scanned.fastest if one.way in found), key=score_of)
+        ranked = sorted((one for one in self.scanned.fastest if one.way in of), key=score_of)
         alike = self._alike(ranked)
         self._foresee([*alike[:1], *islice(self._different(ranked), FINALISTS)])
         return ([*self._first_to_settle(alike, 1), *self._first_to_settle(ranked, FINALISTS)]
-                or self._first_to_settle(self.small_enough(found)[:LAST_TRIES], 1))
+                or self._first_to_settle(self.small_enough(of)[:LAST_TRIES], 1))
 
     def bother(self, one: Candidate | Finalist) -> float:
         """What one would rather have less of: changes and memory."""

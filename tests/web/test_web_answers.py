@@ -13,7 +13,6 @@ from typing import Any
 from urllib.parse import urlencode
 
 import pytest
-from web_server import NOTES
 
 from fitgpt import fitting, host, planner
 from fitgpt.cli import VERBS, options_of
@@ -31,6 +30,7 @@ from fitgpt.units import GiB, MiB, parse_bytes
 from fitgpt.web import answers, fitted, fixes, form, live, pasted, worker
 from fitgpt.web.presets import PRESETS
 from fitgpt.web.settings import CARRIED, KNOBS, QUESTIONS, Asked, command, config_file, flags_in, plan_command, read
+from web_server import NOTES
 
 SMALL = dict(n_layer=1, n_head=2, n_embd=64, block_size=64, batch_size=4, vocab_size=512)
 ROOT = Path(__file__).parent.parent.parent

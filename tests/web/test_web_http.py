@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from web_server import NOTES, run_going_on, serving
 
 from fitgpt.errors import SystemFault, UsageError
 from fitgpt.options import ServeOptions
@@ -27,6 +26,7 @@ from fitgpt.web.guard import Door
 from fitgpt.web.lanes import Lanes
 from fitgpt.web.serve import address_of, listen
 from fitgpt.web.serving import make_server
+from web_server import NOTES, run_going_on, serving
 
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")
 

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from web_server import HOSTILE, NOTES, run_going_on, serving
 
 from fitgpt.web.settings import KNOBS
+from web_server import HOSTILE, NOTES, run_going_on, serving
 
 LARGEST_PICTURE = 250_000
 SMALL = "gpu=RTX+4070&n_layer=2"  # answered soonest

@@ -243,7 +243,7 @@ def accuracy_part() -> str:
         found.append((f"nanoGPT's `train.py`, {how}", sum(map(len, runs)), figures))
     golden = ROOT / "tests" / "golden"
     for path, words in ((golden / "h200.json", "fitgpt, drawn at random, eager and compiled"),
-                        (golden / "h200_fresh.json", "fitgpt, drawn wider, when nothing was left to mend"),
+                        (golden / "h200_fresh.json", "fitgpt, drawn wider, after all corrections"),
                         (golden / "h200_kernels.json", "fitgpt with each attention kernel"),
                         (RESULTS / "triples_h200.json", "`fitgpt train` of what `fit` chose, by what it said before")):
         _, figures, configs = of_file(str(path))

@@ -82,7 +82,8 @@ def differences(before: dict[str, Any], now: dict[str, Any], path: str = "") -> 
 
 
 def main() -> int:
-    os.environ = {key: value for key, value in os.environ.items() if "ALLOC_CONF" not in key}  # type: ignore[assignment]
+    for name in [name for name in os.environ if "ALLOC_CONF" in name]:
+        del os.environ[name]
     write = "--write" in sys.argv
     known = {} if write else {tuple(row["argv"]): row for row in json.loads(SNAPSHOT.read_text())["plans"]}
     rows, changed = [], 0

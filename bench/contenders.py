@@ -8,11 +8,11 @@ import torch
 from plain import PlainTrainer, TransformersTrainer
 from torch import Tensor
 
-from fitgpt.config import RunConfig
+from fitgpt.config.run_config import RunConfig
 from fitgpt.engine.device import resolve_device
-from fitgpt.engine.optim import apply_gradients
+from fitgpt.engine.optim.adamw import apply_gradients
 from fitgpt.nouns import GPTConfig
-from fitgpt.run import build_training
+from fitgpt.training.run import build_training
 
 
 class OurTrainer:

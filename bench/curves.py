@@ -23,9 +23,9 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "bench")]
 
 from fitgpt import __version__  # noqa: E402
-from fitgpt.config import RunConfig  # noqa: E402
-from fitgpt.driver import child_environment  # noqa: E402
-from fitgpt.metrics import read_metrics  # noqa: E402
+from fitgpt.config.run_config import RunConfig  # noqa: E402
+from fitgpt.hardware.nvidia import child_environment  # noqa: E402
+from fitgpt.runs.metrics import read_metrics  # noqa: E402
 
 SETTINGS: dict[str, Any] = dict(
     n_layer=6, n_head=6, n_embd=384, block_size=512, batch_size=16, gradient_accumulation_steps=4, vocab_size=50304,
@@ -83,7 +83,7 @@ def train_ours(config: RunConfig) -> dict[str, Any]:
     """`fitgpt train`, in this process; what it would print goes to stderr."""
     from contextlib import redirect_stdout
 
-    from fitgpt.run import run
+    from fitgpt.training.run import run
 
     with redirect_stdout(sys.stderr):
         run(config.to_dict(), [], lambda: False)
@@ -101,10 +101,10 @@ def train_plain(config: RunConfig) -> dict[str, Any]:
 
     from fitgpt.data.shards import open_dataset
     from fitgpt.engine.device import resolve_device
-    from fitgpt.engine.loop import learning_rate_at
     from fitgpt.engine.model import build_model
-    from fitgpt.engine.parallel import Ranks
-    from fitgpt.run import evaluation_splits, training_feed
+    from fitgpt.training.loop import learning_rate_at
+    from fitgpt.training.ranks import Ranks
+    from fitgpt.training.run import evaluation_splits, training_feed
 
     device = torch.device(resolve_device(config.device, config.dtype, config.compile).device)
     dataset, pieces = open_dataset(config.dataset), config.gradient_accumulation_steps

@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "src"))
+sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tools")]
 
-from fitgpt.memory.accuracy import predict  # noqa: E402
+from accuracy import predict  # noqa: E402
+from fitgpt.core.units import GiB  # noqa: E402
 from fitgpt.memory.allocator import replay  # noqa: E402
 from fitgpt.memory.nanogpt import write  # noqa: E402
 from fitgpt.memory.nanorun import NanoGPTRun  # noqa: E402
-from fitgpt.units import GiB  # noqa: E402
 
 SEED, DRAWN = 20261116, 16
 WIDER_SEED, DRAWN_WIDER = 20261117, 40

@@ -28,12 +28,12 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "bench")]
 
 from fitgpt import __version__  # noqa: E402
-from fitgpt.cards import find  # noqa: E402
-from fitgpt.config import RunConfig  # noqa: E402
-from fitgpt.driver import child_environment  # noqa: E402
-from fitgpt.fit.choose import fit_config  # noqa: E402
-from fitgpt.place import on_card  # noqa: E402
-from fitgpt.units import GiB, parse_bytes  # noqa: E402
+from fitgpt.config.run_config import RunConfig  # noqa: E402
+from fitgpt.core.units import GiB, parse_bytes  # noqa: E402
+from fitgpt.hardware.gpus import find  # noqa: E402
+from fitgpt.hardware.nvidia import child_environment  # noqa: E402
+from fitgpt.planning.budget import on_card  # noqa: E402
+from fitgpt.planning.choose import fit_config  # noqa: E402
 
 CASES: dict[str, dict[str, Any]] = {
     "124m": dict(n_layer=12, n_head=12, n_embd=768, block_size=1024, batch_size=12, accumulation=4, dtype="bfloat16"),
@@ -196,8 +196,8 @@ def serve(case: dict[str, Any]) -> None:
     import torch
     from contenders import make_trainer
 
-    from fitgpt.engine.meter import flops_a_token
     from fitgpt.engine.oom import cap_memory
+    from fitgpt.training.meter import flops_a_token
 
     if case.get("cap"):
         cap_memory("cuda:0", case["cap"])

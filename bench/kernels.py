@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "src"))
 
-from fitgpt.savers import GROUP  # noqa: E402
-from fitgpt.units import KiB  # noqa: E402
+from fitgpt.config.memory_savers import GROUP  # noqa: E402
+from fitgpt.core.units import KiB  # noqa: E402
 
 # Shared memory that a block of threads may have, in KiB: the CUDA programming guide's table.
 ARCHITECTURES = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 120: 99}

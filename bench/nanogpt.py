@@ -27,8 +27,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "src"))
 
-from fitgpt.atomic import write_over  # noqa: E402
-from fitgpt.units import GiB  # noqa: E402
+from fitgpt.core.files import write_over  # noqa: E402
+from fitgpt.core.units import GiB  # noqa: E402
 
 SCHEDULE = ["--eval_iters=4", "--eval_interval=8", "--max_iters=16", "--log_interval=100", "--wandb_log=False"]
 TOKENS = 400_000

@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "src"))
 
 from fitgpt import __version__  # noqa: E402
-from fitgpt.units import GiB, MiB, parse_bytes, show_bytes  # noqa: E402
+from fitgpt.core.units import GiB, MiB, parse_bytes, show_bytes  # noqa: E402
 
 RUN = ["--n_layer=12", "--n_head=12", "--n_embd=768", "--block_size=1024", "--batch_size=16", "--dtype=bfloat16",
        "--gradient_accumulation_steps=2", "--eval_batch_size=384", "--eval_iters=24", "--eval_interval=40",

@@ -29,8 +29,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "src"))
 
 from fitgpt import __version__  # noqa: E402
-from fitgpt.config import RunConfig  # noqa: E402
-from fitgpt.driver import child_environment  # noqa: E402
+from fitgpt.config.run_config import RunConfig  # noqa: E402
+from fitgpt.hardware.nvidia import child_environment  # noqa: E402
 
 ITERATIONS = 3
 EVAL_BATCHES = 2  # of each split
@@ -103,12 +103,12 @@ def one(case: dict[str, Any], events: str) -> dict[str, Any]:
     import numpy as np
     import torch
 
-    from fitgpt.engine import checkpoint
     from fitgpt.engine.device import resolve_device
     from fitgpt.engine.evaluate import evaluate
-    from fitgpt.engine.feed import Feed
-    from fitgpt.engine.loop import learning_rate_at, train_step
-    from fitgpt.run import build_training
+    from fitgpt.engine.prefetch import Feed
+    from fitgpt.training import checkpoint
+    from fitgpt.training.loop import learning_rate_at, train_step
+    from fitgpt.training.run import build_training
 
     config = RunConfig(**case["config"])
     choice = resolve_device("cuda", config.dtype, config.compile)

@@ -17,10 +17,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "src"))
 
-from fitgpt.config import RunConfig  # noqa: E402
+from fitgpt.config.run_config import RunConfig  # noqa: E402
 from fitgpt.memory.allocator import replay  # noqa: E402
-from fitgpt.memory.forecast import settled, tape_of  # noqa: E402
 from fitgpt.memory.setting import Setting  # noqa: E402
+from fitgpt.planning.forecast import settled, tape_of  # noqa: E402
 
 RICH = {"bias": True, "dropout": 0.1}
 KINDS: dict[str, tuple[str, dict[str, object]]] = {

@@ -30,16 +30,16 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "bench")]
 
 from fitgpt import __version__  # noqa: E402
-from fitgpt.cards import find  # noqa: E402
-from fitgpt.config import RunConfig  # noqa: E402
-from fitgpt.driver import child_environment  # noqa: E402
-from fitgpt.fit.choose import fit_config  # noqa: E402
-from fitgpt.fit.permission import parse_allow  # noqa: E402
-from fitgpt.fitting import with_a_margin  # noqa: E402
-from fitgpt.memory.forecast import forecast  # noqa: E402
-from fitgpt.place import on_card  # noqa: E402
-from fitgpt.savers import LEVELS  # noqa: E402
-from fitgpt.units import GiB  # noqa: E402
+from fitgpt.commands.fit import with_a_margin  # noqa: E402
+from fitgpt.config.memory_savers import LEVELS  # noqa: E402
+from fitgpt.config.run_config import RunConfig  # noqa: E402
+from fitgpt.core.units import GiB  # noqa: E402
+from fitgpt.hardware.gpus import find  # noqa: E402
+from fitgpt.hardware.nvidia import child_environment  # noqa: E402
+from fitgpt.planning.budget import on_card  # noqa: E402
+from fitgpt.planning.choose import fit_config  # noqa: E402
+from fitgpt.planning.forecast import forecast  # noqa: E402
+from fitgpt.planning.permission import parse_allow  # noqa: E402
 
 SWEEPS, CELLS = 10, 12     # and the chosen one
 OF_A_BATCH = 4             # levels tried with a micro-batch before the next smaller one has its turn

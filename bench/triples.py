@@ -33,14 +33,14 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT / "bench")]
 from record import in_own_process  # noqa: E402
 
 from fitgpt import __version__  # noqa: E402
-from fitgpt.atomic import write_over  # noqa: E402
-from fitgpt.cards import find  # noqa: E402
-from fitgpt.config import RunConfig  # noqa: E402
-from fitgpt.fit.choose import fit_config  # noqa: E402
-from fitgpt.fit.permission import parse_allow  # noqa: E402
-from fitgpt.fitting import with_a_margin  # noqa: E402
-from fitgpt.place import on_card  # noqa: E402
-from fitgpt.units import GiB, MiB  # noqa: E402
+from fitgpt.commands.fit import with_a_margin  # noqa: E402
+from fitgpt.config.run_config import RunConfig  # noqa: E402
+from fitgpt.core.files import write_over  # noqa: E402
+from fitgpt.core.units import GiB, MiB  # noqa: E402
+from fitgpt.hardware.gpus import find  # noqa: E402
+from fitgpt.planning.budget import on_card  # noqa: E402
+from fitgpt.planning.choose import fit_config  # noqa: E402
+from fitgpt.planning.permission import parse_allow  # noqa: E402
 
 SEED, ACCEPTED, REFUSED = 20261115, 60, 20
 SHORT = ["--max_iters=4", "--eval_interval=4", "--eval_iters=2", "--log_interval=1"]

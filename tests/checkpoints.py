@@ -7,11 +7,7 @@ from typing import Any
 
 import torch
 
-from fitgpt.engine.checkpoint import (
-    UNKNOWN,
-    list_checkpoints,
-    save,
-)
+from fitgpt.training.checkpoint import UNKNOWN, list_checkpoints, save
 
 
 def tensors(step: int) -> tuple[dict[str, Any], dict[str, Any]]:

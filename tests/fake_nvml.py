@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from fitgpt.driver import GpuReading
-from fitgpt.units import MiB
+from fitgpt.core.units import MiB
+from fitgpt.hardware.nvidia import GpuReading
 
 TWO = (GpuReading(0, "NVIDIA H200", uuid="GPU-aaaa-1"), GpuReading(1, "NVIDIA GeForce RTX 4070", uuid="GPU-aabb-2"))
 

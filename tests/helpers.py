@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fitgpt import GPT
-from fitgpt.config import RunConfig
+from fitgpt.config.run_config import RunConfig
 
 TINY: dict[str, Any] = dict(
     n_layer=2, n_head=2, n_embd=32, block_size=16, vocab_size=64, batch_size=4, gradient_accumulation_steps=2,

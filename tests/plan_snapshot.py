@@ -18,7 +18,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from fitgpt.cli import main as fitgpt
+from fitgpt.commands.main import main as fitgpt
 
 SNAPSHOT = Path(__file__).parent / "recorded" / "plan_snapshot.json"
 SEED, RUNS = 20261117, 150  # runs per trainer

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from fitgpt.report import record_of
+from fitgpt.commands.report import record_of
+from fitgpt.core.units import GiB
 from fitgpt.show.report import report_page
-from fitgpt.units import GiB
 from test_charts import Outline
 
 FACTS: dict[str, Any] = dict(

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from fitgpt import atomic
-from fitgpt.atomic import disk_faults, folder_atomically, seal_json, unseal_json, write_atomically
-from fitgpt.errors import SystemFault
+from fitgpt.core import files
+from fitgpt.core.errors import SystemFault
+from fitgpt.core.files import disk_faults, folder_atomically, seal_json, unseal_json, write_atomically
 
 
 def test_a_small_file_is_whole_on_the_disk_when_it_is_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,9 +84,9 @@ def test_on_windows_a_file_held_by_a_scanner_is_waited_for(tmp_path: Path, monke
     monkeypatch.setattr(os, "replace", held_twice)
     (tmp_path / "a").write_text("x")
     with pytest.raises(PermissionError):
-        atomic.patiently_rename(tmp_path / "a", tmp_path / "b")
+        files.patiently_rename(tmp_path / "a", tmp_path / "b")
     monkeypatch.setattr(sys, "platform", "win32")
-    atomic.patiently_rename(tmp_path / "a", tmp_path / "b")
+    files.patiently_rename(tmp_path / "a", tmp_path / "b")
     assert (tmp_path / "b").exists()
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from fitgpt import cards
-from fitgpt.errors import UsageError
+from fitgpt.core.errors import UsageError
+from fitgpt.hardware import gpus
 
 SOURCES = {"", "seen", "vendor", "formula", "recalled"}
 
@@ -42,22 +42,22 @@ SOURCES = {"", "seen", "vendor", "formula", "recalled"}
     ("m1", "Apple M1"),
 ])
 def test_a_name_finds_the_card_it_means(asked: str, meant: str) -> None:
-    assert cards.find(asked).name == meant
+    assert gpus.find(asked).name == meant
 
 
 def test_every_card_is_found_by_its_own_name_and_as_a_driver_would_say_it() -> None:
-    for card in cards.load():
-        assert cards.find(card.name) is card
-        assert cards.match_device(f"NVIDIA GeForce {card.name}", card.driver_mib) is card
+    for card in gpus.load():
+        assert gpus.find(card.name) is card
+        assert gpus.match_device(f"NVIDIA GeForce {card.name}", card.driver_mib) is card
 
 
 @pytest.mark.parametrize("asked", ["4071", "RTX 4090 D", "A100 7GB"])
 def test_an_unknown_card_is_refused_with_the_nearest_names(asked: str) -> None:
     with pytest.raises(UsageError) as refused:
-        cards.find(asked)
+        gpus.find(asked)
     assert repr(asked) in refused.value.what
     named = refused.value.fix.removeprefix("The nearest it knows: ").removesuffix(".").split(", ")
-    assert all(cards.find(name).name == name for name in named)
+    assert all(gpus.find(name).name == name for name in named)
 
 
 @pytest.mark.parametrize(("asked", "may_be"), [
@@ -69,35 +69,35 @@ def test_an_unknown_card_is_refused_with_the_nearest_names(asked: str) -> None:
 ])
 def test_a_part_of_a_name_is_refused_with_the_cards_it_may_mean(asked: str, may_be: list[str]) -> None:
     with pytest.raises(UsageError) as refused:
-        cards.find(asked)
+        gpus.find(asked)
     assert refused.value.fix == f"One of: {', '.join(may_be)}."
 
 
 def test_of_many_cards_that_may_be_meant_some_are_named_and_the_rest_counted() -> None:
     with pytest.raises(UsageError) as refused:
-        cards.find("rtx")
+        gpus.find("rtx")
     assert "fitgpt cards rtx lists" in refused.value.fix
-    assert refused.value.fix.count(",") == cards.MOST_NAMED - 1
+    assert refused.value.fix.count(",") == gpus.MOST_NAMED - 1
 
 
 @pytest.mark.parametrize("asked", ["", "geforce", "xx", "?", "m2"])
 def test_a_name_that_is_like_none_is_sent_to_the_list(asked: str) -> None:
     with pytest.raises(UsageError) as refused:
-        cards.find(asked)
+        gpus.find(asked)
     assert "fitgpt cards lists" in refused.value.fix
 
 
 def test_words_of_a_name_list_the_cards_that_have_them() -> None:
-    assert [card.name for card in cards.named_like("m1")] == ["Apple M1"]
-    assert {card.name for card in cards.named_like("ti")} >= {"RTX 4070 Ti", "GTX 1080 Ti"}
-    assert "TITAN RTX" not in {card.name for card in cards.named_like("ti")}
-    assert len(cards.named_like("4070")) == 5
-    assert cards.named_like("") == list(cards.load())
+    assert [card.name for card in gpus.named_like("m1")] == ["Apple M1"]
+    assert {card.name for card in gpus.named_like("ti")} >= {"RTX 4070 Ti", "GTX 1080 Ti"}
+    assert "TITAN RTX" not in {card.name for card in gpus.named_like("ti")}
+    assert len(gpus.named_like("4070")) == 5
+    assert gpus.named_like("") == list(gpus.load())
 
 
 def test_the_nearest_names_are_near() -> None:
     with pytest.raises(UsageError) as refused:
-        cards.find("rtx 407O")
+        gpus.find("rtx 407O")
     assert refused.value.fix == "The nearest it knows: RTX 4070."
 
 
@@ -110,7 +110,7 @@ def test_the_nearest_names_are_near() -> None:
     ("NVIDIA GeForce RTX 4070", None, "RTX 4070"),
 ])
 def test_memory_tells_twins_apart(name: str, total_mib: int | None, meant: str) -> None:
-    found = cards.match_device(name, total_mib)
+    found = gpus.match_device(name, total_mib)
     assert found is not None
     assert found.name == meant
 
@@ -123,11 +123,11 @@ def test_memory_tells_twins_apart(name: str, total_mib: int | None, meant: str) 
     ("llvmpipe", None),
 ])
 def test_a_device_that_is_not_in_the_table_is_not_taken_for_another(name: str, total_mib: int | None) -> None:
-    assert cards.match_device(name, total_mib) is None
+    assert gpus.match_device(name, total_mib) is None
 
 
 def test_usable_lies_below_the_drivers_figure_and_that_near_the_box() -> None:
-    for card in cards.load():
+    for card in gpus.load():
         if card.vendor == "nvidia":
             assert card.driver_mib is not None
             assert card.usable_mib is not None
@@ -138,19 +138,19 @@ def test_usable_lies_below_the_drivers_figure_and_that_near_the_box() -> None:
 
 def test_what_was_seen_agrees_with_the_rules() -> None:
     """The rules stand in for cards nobody has read: they must be near where someone has."""
-    for card in cards.load():
+    for card in gpus.load():
         if card.usable_src == "seen" and card.name != "H200":  # beyond the rule's 80 GB
             assert card.driver_mib is not None
             assert card.usable_mib is not None
-            assert abs(cards.usable_by_rule(card.driver_mib) - card.usable_mib) <= 120, card.name
+            assert abs(gpus.usable_by_rule(card.driver_mib) - card.usable_mib) <= 120, card.name
         if card.outside_src == "seen" and card.name != "H200":  # measured with more kernels loaded than the others
             assert card.sms is not None
             assert card.outside_mib is not None
-            assert abs(cards.outside_by_rule(card.sms) - card.outside_mib) <= 120, card.name
+            assert abs(gpus.outside_by_rule(card.sms) - card.outside_mib) <= 120, card.name
 
 
 def test_tensor_rates_are_multiprocessors_times_clock_times_a_known_width() -> None:
-    for card in cards.load():
+    for card in gpus.load():
         if card.tflops and card.sms and card.boost_mhz:
             width = card.tflops * 1e6 / (card.sms * card.boost_mhz)
             assert any(abs(width / known - 1) < 0.015 for known in (128, 256, 512, 1024, 2048, 4096)), card.name
@@ -159,14 +159,14 @@ def test_tensor_rates_are_multiprocessors_times_clock_times_a_known_width() -> N
 
 
 def test_bf16_is_what_the_compute_capability_says() -> None:
-    for card in cards.load():
+    for card in gpus.load():
         if card.vendor == "nvidia":
             assert card.capability is not None
             assert card.bf16 is (card.capability >= (8, 0)), card.name
 
 
 def test_every_uncertain_figure_says_where_it_is_from() -> None:
-    for card in cards.load():
+    for card in gpus.load():
         for figure, source in ((card.driver_mib, card.driver_src), (card.usable_mib, card.usable_src),
                                (card.outside_mib, card.outside_src), (card.tflops, card.tflops_src)):
             assert source in SOURCES, card.name
@@ -174,18 +174,18 @@ def test_every_uncertain_figure_says_where_it_is_from() -> None:
 
 
 def test_names_are_unique() -> None:
-    names = [card.name for card in cards.load()]
+    names = [card.name for card in gpus.load()]
     assert len(names) == len(set(names))
 
 
 def test_the_4090s_peak_counts_float32_accumulation() -> None:
-    peak, source = cards.peak_flops(cards.find("4090"), "bfloat16")
+    peak, source = gpus.peak_flops(gpus.find("4090"), "bfloat16")
     assert peak == 165.2e12
     assert source == "RTX 4090, 165.2 TFLOP/s dense half precision (vendor)"
 
 
 def test_no_peak_is_invented() -> None:
-    assert cards.peak_flops(None, "bfloat16")[0] is None
-    assert cards.peak_flops(cards.find("4090"), "float32")[0] is None
-    assert cards.peak_flops(cards.find("Apple M4 Max"), "float32")[0] is None
-    assert cards.peak_flops(cards.find("1080 ti"), "float32")[0] == 11.3e12
+    assert gpus.peak_flops(None, "bfloat16")[0] is None
+    assert gpus.peak_flops(gpus.find("4090"), "float32")[0] is None
+    assert gpus.peak_flops(gpus.find("Apple M4 Max"), "float32")[0] is None
+    assert gpus.peak_flops(gpus.find("1080 ti"), "float32")[0] == 11.3e12

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from fitgpt.core.units import GiB, MiB
 from fitgpt.memory.tape import OWNERS
 from fitgpt.nouns import OwnerTimeline
 from fitgpt.show.charts import (
@@ -28,7 +29,6 @@ from fitgpt.show.charts import (
     text,
 )
 from fitgpt.show.scales import TALL, WIDE, Scale, corners, line, shown, thinned, tick_labels, ticks
-from fitgpt.units import GiB, MiB
 
 VOID = {"meta", "link", "br", "wbr", "line", "path", "rect", "circle"}
 STEP = OwnerTimeline(owners=("weights", "activations", "logits", "surprise"),

@@ -15,14 +15,10 @@ import torch
 from safetensors.torch import load_file
 
 from checkpoints import save_step, steps, tensors
-from fitgpt.atomic import seal_json, unseal_json
-from fitgpt.engine import checkpoint
-from fitgpt.engine.checkpoint import (
-    load,
-    save,
-    write_safetensors,
-)
-from fitgpt.errors import CheckpointError, UsageError
+from fitgpt.core.errors import CheckpointError, UsageError
+from fitgpt.core.files import seal_json, unseal_json
+from fitgpt.training import checkpoint
+from fitgpt.training.checkpoint import load, save, write_safetensors
 
 # ---- what goes in comes out
 

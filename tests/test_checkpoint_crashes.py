@@ -17,14 +17,10 @@ import pytest
 import torch
 
 from checkpoints import save_step
-from fitgpt.engine import checkpoint
-from fitgpt.engine.checkpoint import (
-    clean_leftovers,
-    load,
-    save,
-)
-from fitgpt.errors import SystemFault
-from fitgpt.runfolder import step_folders
+from fitgpt.core.errors import SystemFault
+from fitgpt.runs.folder import step_folders
+from fitgpt.training import checkpoint
+from fitgpt.training.checkpoint import clean_leftovers, load, save
 
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
 

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 import fitgpt
-from fitgpt import cli, errors
-from fitgpt.cli import EXTRAS, VERBS, main
-from fitgpt.options import CardsOptions
+from fitgpt.commands import main as cli
+from fitgpt.commands.main import EXTRAS, VERBS, main
+from fitgpt.config.command_options import CardsOptions
+from fitgpt.core import errors
 
 
 @pytest.fixture
@@ -281,7 +282,7 @@ def test_without_standard_error_its_words_go_nowhere_and_not_among_the_output(
         print("a remark", file=sys.stderr)
         return int(sys.stderr.isatty())
 
-    monkeypatch.setattr("fitgpt.cli._load", lambda place: verb if "list_cards" in place else CardsOptions)
+    monkeypatch.setattr("fitgpt.commands.main._load", lambda place: verb if "list_cards" in place else CardsOptions)
     monkeypatch.setattr(sys, "stderr", None)
     assert main(["cards"]) == 0
     assert capsys.readouterr().out == ""
@@ -303,10 +304,10 @@ def test_help_and_configs_leave_torch_and_numpy_unloaded() -> None:
     config = Path(__file__).parent.parent / "config/train_fineweb.py"
     script = f"""
 import sys
-from fitgpt.cli import main
+from fitgpt.commands.main import main
 main(["--help"]); main(["train", "--help"]); main(["sample", "--help"]); main(["train", "--n_layr=3"])
-from fitgpt.config import RunConfig, resolve
-from fitgpt.knobs import walk
+from fitgpt.config.run_config import RunConfig, resolve
+from fitgpt.config.fields import walk
 resolve(walk([{str(config)!r}, "--batch_size=8"], RunConfig))[0].gpt_config()
 heavy = {{"torch", "numpy", "rich", "pyarrow", "asyncio"}} & set(sys.modules)
 sys.exit(f"loaded: {{heavy}}" if heavy else 0)

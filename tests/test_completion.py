@@ -8,9 +8,9 @@ from shutil import which
 
 import pytest
 
-from fitgpt.cli import VERBS, main, options_of
-from fitgpt.completion import bash, fish
-from fitgpt.knobs import knobs_of
+from fitgpt.commands.completion import bash, fish
+from fitgpt.commands.main import VERBS, main, options_of
+from fitgpt.config.fields import knobs_of
 
 
 def completed(*words: str) -> list[str]:
@@ -68,6 +68,6 @@ def test_zsh_reads_the_bash_script(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_printing_it_loads_no_torch() -> None:
-    script = ("import sys; from fitgpt.cli import main; main(['completion'])\n"
+    script = ("import sys; from fitgpt.commands.main import main; main(['completion'])\n"
               "assert not {'torch', 'numpy'} & set(sys.modules)")
     assert subprocess.run([sys.executable, "-c", script], stdout=subprocess.DEVNULL).returncode == 0

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from fitgpt.config import (
+from fitgpt.config.fields import knobs_of, walk
+from fitgpt.config.run_config import (
     FROZEN_ON_RESUME,
     TOGETHER_ON_RESUME,
     RunConfig,
@@ -18,8 +19,7 @@ from fitgpt.config import (
     gpt2_shapes,
     resolve,
 )
-from fitgpt.errors import CheckpointError, UsageError
-from fitgpt.knobs import knobs_of, walk
+from fitgpt.core.errors import CheckpointError, UsageError
 
 NANOGPT = dict(
     out_dir="out", eval_interval=2000, log_interval=1, eval_iters=200, eval_only=False, always_save_checkpoint=True,

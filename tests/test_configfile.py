@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from fitgpt.config import RunConfig, resolve
-from fitgpt.configfile import MAX_FILE_BYTES, ConfigFile, read_config
-from fitgpt.errors import UsageError
-from fitgpt.knobs import walk
+from fitgpt.config.config_file import MAX_FILE_BYTES, ConfigFile, read_config
+from fitgpt.config.fields import walk
+from fitgpt.config.run_config import RunConfig, resolve
+from fitgpt.core.errors import UsageError
 
 
 def read(tmp_path: Path, text: str | bytes, **scope: object) -> ConfigFile:

@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from fitgpt import demo
-from fitgpt.cli import VERBS, options_of
-from fitgpt.config import RunConfig, resolve
+from fitgpt.commands import demo
+from fitgpt.commands.main import VERBS, options_of
+from fitgpt.config.command_options import DemoOptions, PrepareOptions
+from fitgpt.config.fields import Assignment, build, walk
+from fitgpt.config.run_config import RunConfig, resolve
+from fitgpt.core.errors import DataError, DeviceError, DoesNotFit
 from fitgpt.data.header import find
-from fitgpt.errors import DataError, DeviceError, DoesNotFit
-from fitgpt.knobs import Assignment, build, walk
-from fitgpt.metrics import read_metrics
-from fitgpt.options import DemoOptions, PrepareOptions
-from fitgpt.runfolder import step_folders
+from fitgpt.runs.folder import step_folders
+from fitgpt.runs.metrics import read_metrics
 
 CONFIG_FILE = Path(__file__).parent.parent / "config" / "demo.py"
 

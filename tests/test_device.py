@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fitgpt.driver import GpuReading, Survey
+from fitgpt.core.errors import DeviceError, UsageError
+from fitgpt.core.units import GiB, MiB
 from fitgpt.engine import device
 from fitgpt.engine.device import Host, Tools, choose
-from fitgpt.engine.mismatch import CudaDevice, Mismatch, TorchBuild, runs_on, unusable_gpu_reason
-from fitgpt.errors import DeviceError, UsageError
+from fitgpt.hardware.nvidia import GpuReading, Survey
+from fitgpt.hardware.torch_compat import CudaDevice, Mismatch, TorchBuild, runs_on, unusable_gpu_reason
 from fitgpt.nouns import MemoryReading
-from fitgpt.units import GiB, MiB
 
 DEFAULT_WHEEL = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120")
 CUDA_BUILD = TorchBuild("2.13.0+cu130", cuda="13.0", archs=DEFAULT_WHEEL)
@@ -308,7 +308,7 @@ def test_reading_this_machine_never_fails_and_is_enough_to_train_on_its_cpu() ->
 def test_a_wrong_environment_does_not_stop_a_run_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse() -> Survey:
         raise DeviceError("CUDA_VISIBLE_DEVICES='7' names no GPU")
-    monkeypatch.setattr("fitgpt.driver.survey", refuse)
+    monkeypatch.setattr("fitgpt.hardware.nvidia.survey", refuse)
     assert device.resolve_device("cpu", "auto", False).device == "cpu"
     with pytest.raises(DeviceError):
         device.resolve_device("auto", "auto", False)

@@ -18,13 +18,13 @@ from torch import Tensor
 
 from checkpoints import save_step, steps
 from fitgpt import GPT
-from fitgpt.config import RunConfig
-from fitgpt.engine.checkpoint import DIVERGED, GOOD, UNKNOWN, list_checkpoints, load, set_aside_diverged
-from fitgpt.engine.divergence import judge, smaller_steps
-from fitgpt.errors import NumericsError
-from fitgpt.metrics import read_metrics
+from fitgpt.config.run_config import RunConfig
+from fitgpt.core.errors import NumericsError
 from fitgpt.nouns import Evaluation, MemoryReading, SplitLoss
-from fitgpt.run import run
+from fitgpt.runs.metrics import read_metrics
+from fitgpt.training.checkpoint import DIVERGED, GOOD, UNKNOWN, list_checkpoints, load, set_aside_diverged
+from fitgpt.training.divergence import judge, smaller_steps
+from fitgpt.training.run import run
 from helpers import tiny_config
 
 EXPLODES = {"learning_rate": 1e4, "min_lr": 1e4, "decay_lr": False, "grad_clip": 0.0}
@@ -113,7 +113,7 @@ def test_a_disk_that_cannot_be_written_does_not_hide_the_divergence(tmp_path: Pa
     def full(folder: Path) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("fitgpt.engine.checkpoint.set_aside_diverged", full)
+    monkeypatch.setattr("fitgpt.training.checkpoint.set_aside_diverged", full)
     with pytest.raises(NumericsError, match=r"The run has diverged.*No space left"):
         run(tiny_config(tmp_path, **EXPLODES).to_dict(), [], lambda: False)
 

@@ -14,11 +14,12 @@ from typing import Any
 
 import pytest
 
-from fitgpt import cli, errors
-from fitgpt.cli import OUR_BUG, OUTPUT_CLOSED, VERBS, main
-from fitgpt.config import RunConfig
-from fitgpt.errors import STOPPED_AT_ONCE, FitError, UsageError
-from fitgpt.knobs import Assignment, Options, build, knobs_of, walk
+from fitgpt.commands import main as cli
+from fitgpt.commands.main import OUR_BUG, OUTPUT_CLOSED, VERBS, main
+from fitgpt.config.fields import Assignment, Options, build, knobs_of, walk
+from fitgpt.config.run_config import RunConfig
+from fitgpt.core import errors
+from fitgpt.core.errors import STOPPED_AT_ONCE, FitError, UsageError
 
 ROOT = Path(__file__).parent.parent
 NANOGPT_CONFIGS = ("train_gpt2", "train_shakespeare_char", "finetune_shakespeare", "eval_gpt2", "eval_gpt2_medium",

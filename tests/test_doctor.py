@@ -16,16 +16,17 @@ from typing import Any
 import pytest
 
 from fake_nvml import FakeNvml
-from fitgpt import asktorch, doctor
-from fitgpt.cli import main
-from fitgpt.config import RunConfig
-from fitgpt.doctor import Machine
-from fitgpt.driver import GpuReading, Survey
-from fitgpt.errors import DeviceError
-from fitgpt.knobs import walk
+from fitgpt.commands import doctor
+from fitgpt.commands.doctor import Machine
+from fitgpt.commands.main import main
+from fitgpt.config.fields import walk
+from fitgpt.config.run_config import RunConfig
+from fitgpt.core.errors import DeviceError
+from fitgpt.core.units import GiB, MiB
+from fitgpt.hardware import torch_probe
+from fitgpt.hardware.nvidia import GpuReading, Survey
 from fitgpt.show.findings import finding_lines
 from fitgpt.sights import CardState, Finding, Program
-from fitgpt.units import GiB, MiB
 
 GPU = GpuReading(0, "NVIDIA GeForce RTX 4070", "GPU-1", "8.9", "580.65", 12282 * MiB, 9882 * MiB, 2118 * MiB, 282 * MiB)
 DESKTOP = (Program(11, "Xorg", 500 * MiB, "desktop"), Program(12, "chrome", 300 * MiB, "app"),
@@ -237,10 +238,10 @@ def test_a_compiler_is_tried_not_just_looked_for(tmp_path: Path, monkeypatch: py
     include = tmp_path / "include"
     include.mkdir()
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(include))
-    assert "Python.h" in asktorch.try_compiler({"CC": "gcc"})
+    assert "Python.h" in torch_probe.try_compiler({"CC": "gcc"})
     (include / "Python.h").touch()
-    assert asktorch.try_compiler({"CC": "gcc"}) == ""
-    assert "does not run" in asktorch.try_compiler({"CC": str(tmp_path / "no-such-compiler")})
+    assert torch_probe.try_compiler({"CC": "gcc"}) == ""
+    assert "does not run" in torch_probe.try_compiler({"CC": str(tmp_path / "no-such-compiler")})
 
 
 # ---- torch, in its process
@@ -258,9 +259,9 @@ def run_instead(monkeypatch: pytest.MonkeyPatch, script: str) -> None:
     ("print('half {')", "exit code 0"), ("import time; time.sleep(60)", "did not answer within 1 s"),
 ])
 def test_a_torch_that_dies_or_hangs_is_a_finding(monkeypatch: pytest.MonkeyPatch, script: str, words: str) -> None:
-    monkeypatch.setattr(asktorch, "TORCH_TIMEOUT_S", 1)
+    monkeypatch.setattr(torch_probe, "TORCH_TIMEOUT_S", 1)
     run_instead(monkeypatch, script)
-    answer = asktorch.ask_torch(os.environ)
+    answer = torch_probe.ask_torch(os.environ)
     (finding,) = doctor.about_torch(answer, HERE)
     assert finding.verdict == "wrong"
     assert words in finding.what
@@ -269,14 +270,14 @@ def test_a_torch_that_dies_or_hangs_is_a_finding(monkeypatch: pytest.MonkeyPatch
 
 def test_noise_before_the_answer_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     run_instead(monkeypatch, "print('a warning'); print('{\"broken\": \"so\"}')")
-    assert asktorch.ask_torch(os.environ) == {"broken": "so"}
+    assert torch_probe.ask_torch(os.environ) == {"broken": "so"}
 
 
 def test_torch_is_asked_with_the_environment_that_train_gives_its_child(monkeypatch: pytest.MonkeyPatch) -> None:
     run_instead(monkeypatch, "import os, json; print(json.dumps(dict(os.environ)))")
     plain = {name: value for name, value in os.environ.items() if "ALLOC_CONF" not in name}
-    assert asktorch.ask_torch(plain)["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
-    assert "PYTORCH_ALLOC_CONF" not in asktorch.ask_torch({**plain, "PYTORCH_ALLOC_CONF": "nonsense"})
+    assert torch_probe.ask_torch(plain)["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    assert "PYTORCH_ALLOC_CONF" not in torch_probe.ask_torch({**plain, "PYTORCH_ALLOC_CONF": "nonsense"})
 
 
 def run_doctor(*argv: str, **environment: str) -> SimpleNamespace:
@@ -347,7 +348,7 @@ def test_findings_fit_the_width_and_commands_stay_whole(width: int) -> None:
 
 def test_doctor_itself_loads_no_torch(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise ImportError('x')\n")
-    script = ("import sys, fitgpt.cli\nfitgpt.cli.main(['doctor', '--json'])\n"
+    script = ("import sys, fitgpt.commands.main\nfitgpt.cli.main(['doctor', '--json'])\n"
               "assert not {'torch', 'numpy', 'rich'} & set(sys.modules)")
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, env={**os.environ,
                                                                                      "PYTHONPATH": str(tmp_path)})

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from fake_nvml import TWO, FakeNvml
-from fitgpt import driver
-from fitgpt.driver import GpuProcess, GpuReading, Survey
-from fitgpt.errors import DeviceError
-from fitgpt.units import MiB
+from fitgpt.core.errors import DeviceError
+from fitgpt.core.units import MiB
+from fitgpt.hardware import nvidia
+from fitgpt.hardware.nvidia import GpuProcess, GpuReading, Survey
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def no_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_card_is_read_whole_with_its_processes(nvml: FakeNvml) -> None:
-    first = driver.gpus({})[0]
+    first = nvidia.gpus({})[0]
     assert first == GpuReading(
         0, "NVIDIA H200", "GPU-aaaa-1", "9.0", "580.65.06", 100 * MiB, 60 * MiB, 30 * MiB, 10 * MiB,
         (GpuProcess(5, "python", 2 * MiB), GpuProcess(7, "python", 20 * MiB), GpuProcess(8, None, None)))
@@ -39,7 +39,7 @@ def test_a_card_is_read_whole_with_its_processes(nvml: FakeNvml) -> None:
 
 
 def test_a_card_that_answers_little_is_still_listed(nvml: FakeNvml) -> None:
-    second = driver.gpus({})[1]
+    second = nvidia.gpus({})[1]
     assert (second.name, second.cc, second.total_bytes, second.processes) == ("NVIDIA GeForce RTX 4070", None, None, ())
     assert second.usable_bytes is None
 
@@ -48,7 +48,7 @@ def test_a_card_that_answers_little_is_still_listed(nvml: FakeNvml) -> None:
 def test_no_driver_is_told_from_a_driver_that_does_not_work(monkeypatch: pytest.MonkeyPatch, code: int,
                                                             faulty: bool) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(init_error=code))
-    survey = driver.survey({"CUDA_VISIBLE_DEVICES": "0"})
+    survey = nvidia.survey({"CUDA_VISIBLE_DEVICES": "0"})
     assert survey.gpus == ()
     assert survey.faulty is faulty
     assert ("driver answers: NVML error" in survey.reason) is faulty
@@ -58,7 +58,7 @@ def test_without_the_library_nvidia_smi_is_asked(no_nvml: None, monkeypatch: pyt
     line = "0, NVIDIA H200, GPU-aaaa-1, 580.65.06, 143771, 143167, 4, 9.0\n"
     monkeypatch.setattr("shutil.which", lambda name: "/bin/nvidia-smi")
     monkeypatch.setattr("subprocess.run", lambda *a, **k: SimpleNamespace(returncode=0, stdout=line))
-    assert driver.gpus({}) == [GpuReading(0, "NVIDIA H200", "GPU-aaaa-1", "9.0", "580.65.06", 143771 * MiB,
+    assert nvidia.gpus({}) == [GpuReading(0, "NVIDIA H200", "GPU-aaaa-1", "9.0", "580.65.06", 143771 * MiB,
                                           143167 * MiB, 4 * MiB)]
 
 
@@ -68,7 +68,7 @@ def test_an_old_nvidia_smi_is_asked_again_without_compute_cap(no_nvml: None, mon
         return SimpleNamespace(returncode=0 if known else 2, stdout="0, T4, GPU-1, 470.57, 15109, 15000, 109\n")
     monkeypatch.setattr("shutil.which", lambda name: "/bin/nvidia-smi")
     monkeypatch.setattr("subprocess.run", run)
-    assert [(gpu.name, gpu.cc) for gpu in driver.gpus({})] == [("T4", None)]
+    assert [(gpu.name, gpu.cc) for gpu in nvidia.gpus({})] == [("T4", None)]
 
 
 def test_an_nvidia_smi_that_hangs_is_a_fault_with_a_reason(no_nvml: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,18 +76,18 @@ def test_an_nvidia_smi_that_hangs_is_a_fault_with_a_reason(no_nvml: None, monkey
         raise subprocess.TimeoutExpired("nvidia-smi", 20)
     monkeypatch.setattr("shutil.which", lambda name: "/bin/nvidia-smi")
     monkeypatch.setattr("subprocess.run", run)
-    assert driver.survey({}) == Survey(reason="nvidia-smi is installed and does not answer", faulty=True)
+    assert nvidia.survey({}) == Survey(reason="nvidia-smi is installed and does not answer", faulty=True)
 
 
 def test_with_neither_there_is_nothing_and_a_reason(no_nvml: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda name: None)
-    assert driver.gpus({}) == []
-    assert "nvidia-smi" in driver.survey({}).reason
+    assert nvidia.gpus({}) == []
+    assert "nvidia-smi" in nvidia.survey({}).reason
 
 
 def test_unknown_cells_of_nvidia_smi_are_none_and_noise_is_left_out() -> None:
     answer = 'NVIDIA-SMI has noticed\n0, "Card, odd", [N/A], 550.1, [Not Supported], 5, [N/A], 8.9\n\n'
-    assert driver.parse_smi(answer) == (
+    assert nvidia.parse_smi(answer) == (
         GpuReading(0, "Card, odd", None, "8.9", "550.1", None, 5 * MiB, None),)
 
 
@@ -96,13 +96,13 @@ def test_unknown_cells_of_nvidia_smi_are_none_and_noise_is_left_out() -> None:
     ("GPU-aabb-2", [1]), ("GPU-aab", [1]), ("MIG-whatever", [0, 1]),
 ])
 def test_cuda_visible_devices_chooses(chosen: str | None, left: list[int]) -> None:
-    assert [gpu.index for gpu in driver.visible(TWO, chosen)] == left
+    assert [gpu.index for gpu in nvidia.visible(TWO, chosen)] == left
 
 
 @pytest.mark.parametrize("chosen", ["7", "0,7", "0,0", "GPU-zz", "GPU-aa", "first", "0;1", "0,-1"])
 def test_a_visible_device_that_is_not_there_is_refused_with_the_value(chosen: str) -> None:
     with pytest.raises(DeviceError) as refused:
-        driver.visible(TWO, chosen)
+        nvidia.visible(TWO, chosen)
     assert refused.value.exit_code == 5
     assert f"CUDA_VISIBLE_DEVICES={chosen!r}" in refused.value.what
     assert "NVIDIA GeForce RTX 4070" in refused.value.what
@@ -110,7 +110,7 @@ def test_a_visible_device_that_is_not_there_is_refused_with_the_value(chosen: st
 
 
 def test_hidden_cards_are_remembered(nvml: FakeNvml) -> None:
-    survey = driver.survey({"CUDA_VISIBLE_DEVICES": "1"})
+    survey = nvidia.survey({"CUDA_VISIBLE_DEVICES": "1"})
     assert ([gpu.index for gpu in survey.gpus], [gpu.index for gpu in survey.hidden]) == ([1], [0])
 
 
@@ -120,7 +120,7 @@ def test_hidden_cards_are_remembered(nvml: FakeNvml) -> None:
     "garbage_collection_threshold:0.8", "pinned_num_register_threads:8",
 ])
 def test_allocator_settings_torch_reads_are_let_through(value: str) -> None:
-    driver.check_allocator_env({"PYTORCH_CUDA_ALLOC_CONF": value})
+    nvidia.check_allocator_env({"PYTORCH_CUDA_ALLOC_CONF": value})
 
 
 @pytest.mark.parametrize("variable", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
@@ -134,7 +134,7 @@ def test_allocator_settings_torch_reads_are_let_through(value: str) -> None:
 ])
 def test_malformed_allocator_settings_are_refused_with_the_value(variable: str, value: str, fault: str) -> None:
     with pytest.raises(DeviceError) as refused:
-        driver.check_allocator_env({variable: value})
+        nvidia.check_allocator_env({variable: value})
     assert f"{variable}={value!r}" in refused.value.what
     assert fault in refused.value.what
     assert variable in refused.value.fix
@@ -153,7 +153,7 @@ def test_torch_itself_reads_what_we_let_through_and_refuses_what_we_refuse(value
         theirs = raises_nothing(lambda: apply(value))
     finally:
         apply("")
-    assert raises_nothing(lambda: driver.check_allocator_env({"PYTORCH_ALLOC_CONF": value})) is theirs
+    assert raises_nothing(lambda: nvidia.check_allocator_env({"PYTORCH_ALLOC_CONF": value})) is theirs
 
 
 def raises_nothing(ask: Callable[[], Any]) -> bool:
@@ -165,5 +165,6 @@ def raises_nothing(ask: Callable[[], Any]) -> bool:
 
 
 def test_asking_the_driver_never_loads_torch() -> None:
-    script = "import sys, fitgpt.driver as d, fitgpt.cards as c; d.gpus({}); c.load(); sys.exit('torch' in sys.modules)"
+    script = ("import sys\nfrom fitgpt.hardware import gpus, nvidia\nnvidia.gpus({})\ngpus.load()\n"
+              "sys.exit('torch' in sys.modules)")
     assert subprocess.run([sys.executable, "-c", script]).returncode == 0

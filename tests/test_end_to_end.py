@@ -18,19 +18,19 @@ import pytest
 import torch
 
 from fitgpt import GPTConfig
-from fitgpt.cli import main
-from fitgpt.config import RunConfig
+from fitgpt.commands.main import main
+from fitgpt.commands.report import read_run
+from fitgpt.config.run_config import RunConfig
+from fitgpt.core.errors import DataError
 from fitgpt.data import tokenizers
 from fitgpt.data.order import positions_for
 from fitgpt.data.shards import open_dataset
-from fitgpt.engine import checkpoint
-from fitgpt.engine.loop import learning_rate_at
 from fitgpt.engine.model import GPT, build_model
-from fitgpt.errors import DataError
-from fitgpt.interop.nanogpt import param_shapes
-from fitgpt.metrics import read_metrics
-from fitgpt.report import read_run
-from fitgpt.weights import fill, from_run
+from fitgpt.engine.nanogpt_checkpoint import param_shapes
+from fitgpt.engine.weights import fill, from_run
+from fitgpt.runs.metrics import read_metrics
+from fitgpt.training import checkpoint
+from fitgpt.training.loop import learning_rate_at
 from helpers import reference_loss
 
 SMALL: dict[str, Any] = dict(

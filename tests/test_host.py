@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from fitgpt import doctor, host
-from fitgpt.units import GiB
+from fitgpt.commands import doctor
+from fitgpt.core.units import GiB
+from fitgpt.hardware import host
 
 MEMINFO = f"MemTotal: {64 * 2**20} kB\nMemFree: 1024 kB\nMemAvailable: {30 * 2**20} kB\n"
 

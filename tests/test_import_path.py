@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 import fitgpt
-from fitgpt.cli import VERBS
+from fitgpt.commands.main import VERBS
 from web_server import serving
 
 PACKAGES = ("torch", "numpy", "safetensors", "tiktoken", "regex", "requests", "rich", "pynvml", "starlette", "uvicorn",

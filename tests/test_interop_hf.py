@@ -15,12 +15,12 @@ import pytest
 torch = pytest.importorskip("torch")
 from torch.nn import functional as F  # noqa: E402
 
+from fitgpt.core.errors import DataError, SystemFault, UsageError  # noqa: E402
+from fitgpt.engine.huggingface import find_gpt2, read_folder, to_hf, write_folder  # noqa: E402
 from fitgpt.engine.model import build_model  # noqa: E402
-from fitgpt.errors import DataError, SystemFault, UsageError  # noqa: E402
-from fitgpt.interop.hf import find_gpt2, read_folder, to_hf, write_folder  # noqa: E402
-from fitgpt.interop.nanogpt import param_shapes  # noqa: E402
+from fitgpt.engine.nanogpt_checkpoint import param_shapes  # noqa: E402
+from fitgpt.engine.weights import fill  # noqa: E402
 from fitgpt.nouns import GPTConfig  # noqa: E402
-from fitgpt.weights import fill  # noqa: E402
 
 SHAPE = GPTConfig(block_size=16, vocab_size=40, n_layer=2, n_head=2, n_embd=8)
 TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6], [39, 0, 11, 7, 7, 7, 30, 2]])

@@ -12,8 +12,8 @@ import pytest
 torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
-from fitgpt.errors import CheckpointError  # noqa: E402
-from fitgpt.interop.nanogpt import param_shapes, read_ckpt  # noqa: E402
+from fitgpt.core.errors import CheckpointError  # noqa: E402
+from fitgpt.engine.nanogpt_checkpoint import param_shapes, read_ckpt  # noqa: E402
 from fitgpt.nouns import GPTConfig  # noqa: E402
 
 ARGS = {"n_layer": 2, "n_head": 2, "n_embd": 4, "block_size": 6, "bias": True, "vocab_size": 10, "dropout": 0.1}

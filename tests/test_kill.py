@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from fitgpt.config import RunConfig
-from fitgpt.run import run
-from fitgpt.runfolder import step_folders
+from fitgpt.config.run_config import RunConfig
+from fitgpt.runs.folder import step_folders
+from fitgpt.training.run import run
 from helpers import tiny_config
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")

@@ -8,10 +8,8 @@ from typing import Any, ClassVar, Literal
 
 import pytest
 
-from fitgpt.config import RunConfig
-from fitgpt.errors import UsageError
-from fitgpt.knobhelp import help_text, markdown_table
-from fitgpt.knobs import (
+from fitgpt.config.command_options import DemoOptions, EvalOptions, ExportOptions, PrepareOptions, SampleOptions
+from fitgpt.config.fields import (
     Options,
     between,
     build,
@@ -23,7 +21,9 @@ from fitgpt.knobs import (
     positive,
     walk,
 )
-from fitgpt.options import DemoOptions, EvalOptions, ExportOptions, PrepareOptions, SampleOptions
+from fitgpt.config.help import help_text, markdown_table
+from fitgpt.config.run_config import RunConfig
+from fitgpt.core.errors import UsageError
 
 
 @dataclass(frozen=True)

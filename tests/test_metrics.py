@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from fitgpt.errors import SystemFault
-from fitgpt.metrics import read_metrics
-from fitgpt.runfolder import open_run
+from fitgpt.core.errors import SystemFault
+from fitgpt.runs.folder import open_run
+from fitgpt.runs.metrics import read_metrics
 
 
 def test_metrics_are_valid_json_lines_whatever_the_numbers(tmp_path: Path) -> None:

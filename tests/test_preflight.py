@@ -14,21 +14,23 @@ from typing import Any
 
 import pytest
 
-from fitgpt import driver, host, place, planfile, preflight, supervise
-from fitgpt import onboard as onboard_module
-from fitgpt.config import RunConfig, check_resume
-from fitgpt.driver import GpuProcess, GpuReading, Survey
+from fitgpt.config.command_options import PlanOptions
+from fitgpt.config.fields import Assignment, walk
+from fitgpt.config.run_config import RunConfig, check_resume
+from fitgpt.core.errors import DeviceError, UsageError
+from fitgpt.core.units import GiB, MiB, parse_bytes
 from fitgpt.engine import oom
 from fitgpt.engine.device import DeviceChoice
-from fitgpt.errors import DeviceError, UsageError
-from fitgpt.knobs import Assignment, walk
-from fitgpt.memory import forecast
+from fitgpt.hardware import host, nvidia
+from fitgpt.hardware.nvidia import GpuProcess, GpuReading, Survey
 from fitgpt.nouns import Rung
-from fitgpt.onboard import Onboard
-from fitgpt.options import PlanOptions
-from fitgpt.place import on_device
-from fitgpt.preflight import check
-from fitgpt.units import GiB, MiB, parse_bytes
+from fitgpt.planning import budget as place
+from fitgpt.planning import forecast, plan_file
+from fitgpt.planning.budget import on_device
+from fitgpt.training import device_plan as onboard_module
+from fitgpt.training import memory_check, supervisor
+from fitgpt.training.device_plan import Onboard
+from fitgpt.training.memory_check import check
 from helpers import TINY, write_dataset
 
 TOTAL, RESERVED = 12282 * MiB, 302 * MiB
@@ -45,7 +47,7 @@ def cards(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """What the driver says, look after look; the last answer stays. Each look reads it once."""
     def seen(*looks: tuple[GpuReading, ...]) -> None:
         answers = [Survey(look) for look in looks]
-        monkeypatch.setattr(driver, "survey", lambda env=None: answers.pop(0) if len(answers) > 1 else answers[0])
+        monkeypatch.setattr(nvidia, "survey", lambda env=None: answers.pop(0) if len(answers) > 1 else answers[0])
 
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
@@ -141,7 +143,7 @@ def test_what_only_torch_can_judge_is_left_to_it(cards: Callable[..., None], con
 
 def test_a_library_that_is_not_installed_is_said_before_anything_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     config = RunConfig(device="cpu", optimizer="adam8bit", adam8bit="bitsandbytes")
-    monkeypatch.setattr(preflight, "find_spec", {"bitsandbytes": None}.__getitem__)
+    monkeypatch.setattr(memory_check, "find_spec", {"bitsandbytes": None}.__getitem__)
     with pytest.raises(UsageError, match="bitsandbytes, which is not installed") as refusal:
         check(config)
     assert refusal.value.fix == "pip install -e '.[bitsandbytes]', or --adam8bit=own"
@@ -205,10 +207,10 @@ def plan(tmp_path: Path, cards: Callable[..., None]) -> Callable[..., str]:
     return write
 
 
-def started(monkeypatch: pytest.MonkeyPatch, *flags: str) -> supervise.Orders:
-    given: list[supervise.Orders] = []
-    monkeypatch.setattr(supervise, "run_child", lambda orders: (given.append(orders), (0, {}))[1])
-    assert supervise.train(walk(list(flags), RunConfig)) == 0
+def started(monkeypatch: pytest.MonkeyPatch, *flags: str) -> supervisor.Orders:
+    given: list[supervisor.Orders] = []
+    monkeypatch.setattr(supervisor, "run_child", lambda orders: (given.append(orders), (0, {}))[1])
+    assert supervisor.train(walk(list(flags), RunConfig)) == 0
     return given[0]
 
 
@@ -241,16 +243,16 @@ def test_what_is_not_as_planned_is_refused_by_name(plan: Callable[..., str], mon
 def test_a_file_that_is_no_plan_is_said_to_be_none(tmp_path: Path, text: str, words: str) -> None:
     (tmp_path / "plan.json").write_text(text)
     with pytest.raises(UsageError, match=words):
-        planfile.read(str(tmp_path / "plan.json"))
+        plan_file.read(str(tmp_path / "plan.json"))
     with pytest.raises(UsageError, match="No such file"):
-        planfile.read(str(tmp_path / "none.json"))
+        plan_file.read(str(tmp_path / "none.json"))
 
 
 def test_a_config_named_for_its_plan_gets_the_plans_name(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("n_layer = 2")
     for fix in ("fitgpt fit writes one", "mine.plan.json lies beside it"):
         with pytest.raises(UsageError) as raised:
-            planfile.read(str(tmp_path / "mine.py"))
+            plan_file.read(str(tmp_path / "mine.py"))
         assert fix in raised.value.fix
         (tmp_path / "mine.plan.json").write_text("{}")
 
@@ -273,15 +275,16 @@ def test_a_rung_that_could_not_be_taken_is_refused_before_the_run(
 
 def test_of_a_plan_only_the_config_must_be_there(tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text(json.dumps({"config": {"batch_size": 3, "not_a_knob": 1}, "ladder": ["?"]}))
-    read = planfile.read(str(tmp_path / "plan.json"))
+    read = plan_file.read(str(tmp_path / "plan.json"))
     assert (read.knobs, read.card, read.needs, read.rungs) == ({"batch_size": 3}, "", None, None)
     said = [Assignment("plan", read.path, "--plan"), Assignment("learning_rate", 1.0, "--learning_rate=1")]
-    assert [each.key for each in planfile.with_plan(said)] == ["batch_size", "plan", "learning_rate"]
+    assert [each.key for each in plan_file.with_plan(said)] == ["batch_size", "plan", "learning_rate"]
 
 
 def test_nothing_of_this_loads_torch() -> None:
-    script = "import sys, fitgpt.preflight, fitgpt.planfile, fitgpt.rehearse, fitgpt.supervise\n" \
-             "assert not {'torch', 'numpy'} & set(sys.modules)"
+    script = ("import sys, fitgpt.training.memory_check, fitgpt.planning.plan_file\n"
+              "import fitgpt.commands.rehearse, fitgpt.training.supervisor\n"
+              "assert not {'torch', 'numpy'} & set(sys.modules)")
     assert subprocess.run([sys.executable, "-c", script]).returncode == 0
 
 

@@ -11,24 +11,24 @@ from typing import Any
 import pytest
 import torch
 
-import fitgpt.run as run_module
-from fitgpt import rehearse
-from fitgpt.config import RunConfig
-from fitgpt.engine import rehearsal
-from fitgpt.engine.loop import Training
-from fitgpt.engine.optim import AdamW
-from fitgpt.errors import DeviceError, DoesNotFit, Interrupted, SystemFault, UsageError
-from fitgpt.foreseen import phases_of
-from fitgpt.knobs import Assignment
-from fitgpt.memory import forecast
+import fitgpt.training.run as run_module
+from fitgpt.commands import rehearse
+from fitgpt.config.fields import Assignment
+from fitgpt.config.run_config import RunConfig
+from fitgpt.core.errors import DeviceError, DoesNotFit, Interrupted, SystemFault, UsageError
+from fitgpt.core.units import GiB, MiB
+from fitgpt.engine.optim.adamw import AdamW
 from fitgpt.memory.setting import Setting
-from fitgpt.metrics import read_metrics
 from fitgpt.nouns import Budget, MemoryReading, PhaseForecast
-from fitgpt.onboard import Onboard
-from fitgpt.runfolder import RunFolder
+from fitgpt.planning import forecast
+from fitgpt.runs.folder import RunFolder
+from fitgpt.runs.metrics import read_metrics
+from fitgpt.runs.plan_vs_measured import phases_of
 from fitgpt.show.text import plan_beside_measured
-from fitgpt.supervise import Orders
-from fitgpt.units import GiB, MiB
+from fitgpt.training import dry_run
+from fitgpt.training.device_plan import Onboard
+from fitgpt.training.loop import Training
+from fitgpt.training.supervisor import Orders
 from helpers import skip_without_library, tiny_config
 
 SAVERS: dict[str, dict[str, Any]] = {
@@ -81,8 +81,8 @@ def built(config: RunConfig) -> Training:
 
 def rehearse_it(training: Training, config: RunConfig) -> None:
     dataset = run_module.open_dataset(config.dataset)
-    rehearsal.rehearse(training, config, lambda short: run_module.training_feed(
-        short, dataset, training.device, run_module.Ranks()), lambda: None, rehearsal.Peaks(training.device))
+    dry_run.rehearse(training, config, lambda short: run_module.training_feed(
+        short, dataset, training.device, run_module.Ranks()), lambda: None, dry_run.Peaks(training.device))
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adam8bit", "muon"])

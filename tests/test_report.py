@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from fitgpt import metrics
-from fitgpt.cli import main
-from fitgpt.errors import UsageError
-from fitgpt.options import ReportOptions
-from fitgpt.report import read_run, record_of, report, run_names
+from fitgpt.commands.main import main
+from fitgpt.commands.report import read_run, record_of, report, run_names
+from fitgpt.config.command_options import ReportOptions
+from fitgpt.core.errors import UsageError
+from fitgpt.core.units import GiB
+from fitgpt.runs import metrics
 from fitgpt.show.report import report_page
-from fitgpt.units import GiB
 from report_rows import FACTS, PLAN, evaluation, page_of, step, write_run
 from test_charts import HOSTILE, Outline, data_of
 
@@ -286,7 +286,7 @@ def test_only_a_report_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixt
 
 def test_a_report_needs_neither_torch_nor_numpy(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", [FACTS, step(0), evaluation(1)])
-    script = ("import sys, fitgpt.cli\nassert fitgpt.cli.main(['report', *sys.argv[1:]]) == 0\n"
+    script = ("import sys, fitgpt.commands.main\nassert fitgpt.commands.main.main(['report', *sys.argv[1:]]) == 0\n"
               "assert not {'torch', 'numpy', 'rich'} & set(sys.modules)")
     ended = subprocess.run([sys.executable, "-c", script, str(run), "-o", str(tmp_path / "x.html")],
                            capture_output=True, text=True)

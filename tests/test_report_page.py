@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from fitgpt.cli import main
-from fitgpt.metrics import read_metrics
-from fitgpt.options import ReportOptions
-from fitgpt.report import report
+from fitgpt.commands.main import main
+from fitgpt.commands.report import report
+from fitgpt.config.command_options import ReportOptions
+from fitgpt.runs.metrics import read_metrics
 from report_rows import FACTS, PLAN, evaluation, step, write_run
 from test_charts import HOSTILE
 
@@ -27,7 +27,7 @@ def real_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny GPT trained on a CPU, stopped halfway and resumed."""
     from dataclasses import replace
 
-    from fitgpt.run import run
+    from fitgpt.training.run import run
     from helpers import tiny_config
 
     folder = tmp_path_factory.mktemp("real")

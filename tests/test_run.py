@@ -12,18 +12,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from fitgpt.config import RunConfig
+from fitgpt.config.run_config import RunConfig
+from fitgpt.core.errors import CheckpointError, DataError, Interrupted, NumericsError, SystemFault, UsageError
 from fitgpt.data.order import positions_for
 from fitgpt.data.shards import open_dataset
-from fitgpt.engine import checkpoint
 from fitgpt.engine.device import DeviceChoice
 from fitgpt.engine.model import GPT, build_model
-from fitgpt.errors import CheckpointError, DataError, Interrupted, NumericsError, SystemFault, UsageError
 from fitgpt.memory.gpt import checkpoint_bytes
-from fitgpt.metrics import read_metrics
-from fitgpt.run import build_training, run
-from fitgpt.runfolder import RunFolder, recorded_config
+from fitgpt.runs.folder import RunFolder, recorded_config
+from fitgpt.runs.metrics import read_metrics
 from fitgpt.show.live import PlainDisplay
+from fitgpt.training import checkpoint
+from fitgpt.training.run import build_training, run
 from helpers import reference_loss, skip_without_library, tiny_config
 
 

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from fitgpt.atomic import seal_json
-from fitgpt.errors import CheckpointError, SystemFault, UsageError
-from fitgpt.metrics import read_metrics
-from fitgpt.runfolder import need_disk, open_run, recorded_config, step_folders
+from fitgpt.core.errors import CheckpointError, SystemFault, UsageError
+from fitgpt.core.files import seal_json
+from fitgpt.runs.folder import need_disk, open_run, recorded_config, step_folders
+from fitgpt.runs.metrics import read_metrics
 
 CONFIG = {"n_layer": 6, "learning_rate": 6e-4, "dataset": "x"}
 
@@ -33,7 +33,7 @@ def with_a_checkpoint(out: Path, config: dict[str, Any] = CONFIG) -> Path:
 # ---- opening
 
 def test_opening_creates_the_folder_and_loads_no_torch(tmp_path: Path) -> None:
-    code = ("import sys; from fitgpt.runfolder import open_run; open_run(sys.argv[1], {}, resume=False).close();"
+    code = ("import sys; from fitgpt.runs.folder import open_run; open_run(sys.argv[1], {}, resume=False).close();"
             "sys.exit(bool({'torch', 'numpy'} & set(sys.modules)))")
     assert subprocess.run([sys.executable, "-c", code, tmp_path / "a" / "b"], check=False).returncode == 0
     assert (tmp_path / "a" / "b").is_dir()
@@ -143,7 +143,7 @@ def test_a_second_trainer_is_told_who_is_there(tmp_path: Path) -> None:
 
 
 def test_the_lock_ends_with_its_process_however_it_dies(tmp_path: Path) -> None:
-    code = ("import sys, time; from fitgpt.runfolder import open_run\n"
+    code = ("import sys, time; from fitgpt.runs.folder import open_run\n"
             "run = open_run(sys.argv[1], {}, resume=False); print('open', flush=True); time.sleep(60)")
     with subprocess.Popen([sys.executable, "-c", code, tmp_path], stdout=subprocess.PIPE) as holder:
         assert holder.stdout is not None

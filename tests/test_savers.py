@@ -6,10 +6,10 @@ from itertools import pairwise
 
 import pytest
 
-from fitgpt.config import RunConfig, resolve
-from fitgpt.errors import UsageError
-from fitgpt.knobs import walk
-from fitgpt.savers import KEEPS, LEVELS, SAVERS, Saver, parse_levels
+from fitgpt.config.fields import walk
+from fitgpt.config.memory_savers import KEEPS, LEVELS, SAVERS, Saver, parse_levels
+from fitgpt.config.run_config import RunConfig, resolve
+from fitgpt.core.errors import UsageError
 
 
 def test_each_level_keeps_a_part_of_what_the_one_before_keeps() -> None:

@@ -12,9 +12,9 @@ from dataclasses import replace
 
 import pytest
 
+from fitgpt.core.units import GiB, MiB
 from fitgpt.nouns import Evaluation, MemoryReading, RunFacts, SplitLoss, StepReport
 from fitgpt.show import live, text
-from fitgpt.units import GiB, MiB
 
 FACTS = RunFacts(
     config=dict(n_layer=12, n_head=12, n_embd=576, block_size=1024, batch_size=16, gradient_accumulation_steps=32),

@@ -17,17 +17,16 @@ from typing import Any
 import pytest
 import torch
 
-from fitgpt import supervise
-from fitgpt.child import described
-from fitgpt.config import RunConfig
-from fitgpt.driver import child_environment
-from fitgpt.engine import checkpoint
-from fitgpt.errors import DataError, DeviceError, FitError, Interrupted, SystemFault
-from fitgpt.knobs import Assignment
-from fitgpt.metrics import read_metrics
-from fitgpt.run import run
-from fitgpt.runfolder import step_folders
-from fitgpt.supervise import conclude, death_in_words, heard
+from fitgpt.config.fields import Assignment
+from fitgpt.config.run_config import RunConfig
+from fitgpt.core.errors import DataError, DeviceError, FitError, Interrupted, SystemFault
+from fitgpt.hardware.nvidia import child_environment
+from fitgpt.runs.folder import step_folders
+from fitgpt.runs.metrics import read_metrics
+from fitgpt.training import checkpoint, supervisor
+from fitgpt.training.run import run
+from fitgpt.training.supervisor import conclude, death_in_words, heard
+from fitgpt.training.worker import described
 from helpers import TINY, write_dataset
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals as POSIX has them")
@@ -135,7 +134,7 @@ def short_command(*flags: str, **environment: str) -> subprocess.CompletedProces
 
 
 def assert_torch_was_not_loaded(ended: subprocess.CompletedProcess[str]) -> None:
-    assert "fitgpt.runfolder" in ended.stderr  # the list of imports is there
+    assert "fitgpt.runs.folder" in ended.stderr  # the list of imports is there
     assert not re.search(r"\|\s+(torch|numpy)$", ended.stderr, re.MULTILINE)
 
 
@@ -298,14 +297,14 @@ def test_a_fault_of_the_device_is_resumed_three_times_and_then_reported(
     (tmp_path / "out" / "checkpoints" / "step-00000005").mkdir(parents=True)
     starts: list[str] = []
 
-    def broken(orders: supervise.Orders) -> tuple[int, dict[str, Any]]:
+    def broken(orders: supervisor.Orders) -> tuple[int, dict[str, Any]]:
         starts.append(orders.config["init_from"])
         return 5, {"code": 5, "what": "The GPU fell off the bus.", "fix": "", "restart": True}
 
-    monkeypatch.setattr(supervise, "run_child", broken)
+    monkeypatch.setattr(supervisor, "run_child", broken)
     said = {"dataset": write_dataset(tmp_path / "data"), "out_dir": str(tmp_path / "out")}
     with pytest.raises(DeviceError, match="fell off the bus") as raised:
-        supervise.train([Assignment(key, value, "") for key, value in said.items()])
+        supervisor.train([Assignment(key, value, "") for key, value in said.items()])
     assert starts == ["scratch", "resume", "resume", "resume"]
     assert "fitgpt train --init_from=resume" in raised.value.fix
     assert capsys.readouterr().err.count("Starting again from the last checkpoint") == 3
@@ -315,15 +314,15 @@ def test_each_start_is_told_what_others_hold_then(tmp_path: Path, monkeypatch: p
     (tmp_path / "out" / "checkpoints" / "step-00000005").mkdir(parents=True)
     held, told = iter((1, 2, 3, 4)), list[dict[str, int]]()
 
-    def broken(orders: supervise.Orders) -> tuple[int, dict[str, Any]]:
+    def broken(orders: supervisor.Orders) -> tuple[int, dict[str, Any]]:
         told.append(orders.others)
         return 5, {"code": 5, "what": "The GPU fell off the bus.", "fix": "", "restart": True}
 
-    monkeypatch.setattr(supervise, "run_child", broken)
-    monkeypatch.setattr(supervise.preflight, "check", lambda *run: supervise.preflight.Checked({"GPU-0": next(held)}))
+    monkeypatch.setattr(supervisor, "run_child", broken)
+    monkeypatch.setattr(supervisor.preflight, "check", lambda *run: supervisor.preflight.Checked({"GPU-0": next(held)}))
     said = {"dataset": write_dataset(tmp_path / "data"), "out_dir": str(tmp_path / "out")}
     with pytest.raises(DeviceError, match="fell off the bus"):
-        supervise.train([Assignment(key, value, "") for key, value in said.items()])
+        supervisor.train([Assignment(key, value, "") for key, value in said.items()])
     assert told == [{"GPU-0": 1}, {"GPU-0": 2}, {"GPU-0": 3}, {"GPU-0": 4}]
 
 

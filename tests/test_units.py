@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from fitgpt.errors import UsageError
-from fitgpt.units import GiB, MiB, parse_bytes, parse_count
+from fitgpt.core.errors import UsageError
+from fitgpt.core.units import GiB, MiB, parse_bytes, parse_count
 
 
 @pytest.mark.parametrize(("text", "nbytes"), [("11.5GiB", 11.5 * GiB), ("2,118 MiB", 2118 * MiB), ("12GB", 12e9),

@@ -6,14 +6,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from memory_page import markdown, read_rows
-
-from fitgpt.cards import find
-from fitgpt.config import RunConfig
-from fitgpt.fit import nanospeed
-from fitgpt.fit.speed import reach_of
+from fitgpt.config.run_config import RunConfig
+from fitgpt.core.units import GiB, show_bytes
+from fitgpt.hardware.gpus import find
 from fitgpt.memory.setting import setting_for
-from fitgpt.units import GiB, show_bytes
+from fitgpt.planning import nanogpt_speed
+from fitgpt.planning.speed import reach_of
+from memory_page import markdown, read_rows
 
 CASES = {"124m": "124M, 4 × 12 × 1024, bfloat16", "77m": "77M, 4 × 16 × 1024, float16",
          "30m": "30M, 4 × 16 × 512, float16"}
@@ -77,9 +76,9 @@ def _cell(cell: dict[str, Any]) -> str:
 def nanospeed_part() -> str:
     """nanoGPT's own train.py on an H200, from bench/nanospeed.py's results, beside the estimate."""
     rows = []
-    for row in nanospeed.recorded():
+    for row in nanogpt_speed.recorded():
         card = find(row.card)
-        told = nanospeed.modelled(row.run, card, setting_for(card), reach_of(card))
+        told = nanogpt_speed.modelled(row.run, card, setting_for(card), reach_of(card))
         run = row.run
         rows.append([row.source.partition(", ")[2], f"{run.n_layer} × {run.n_embd}",
                      f"{run.gradient_accumulation_steps} × {run.batch_size} × {run.block_size}", run.dtype,

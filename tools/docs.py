@@ -28,14 +28,13 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tools")]
 
 import bench_tables  # noqa: E402
 import memory_page  # noqa: E402
-
-from fitgpt.cli import VERBS, find_verb, options_of, overview, verb_help  # noqa: E402
-from fitgpt.config import FROZEN_ON_RESUME  # noqa: E402
+from fitgpt.commands.main import VERBS, find_verb, options_of, overview, verb_help  # noqa: E402
+from fitgpt.config.command_options import ExplainQuestions, FitQuestions, PlanQuestions  # noqa: E402
+from fitgpt.config.help import markdown_table  # noqa: E402
+from fitgpt.config.memory_savers import SAVERS  # noqa: E402
+from fitgpt.config.run_config import FROZEN_ON_RESUME  # noqa: E402
 from fitgpt.explain.facts import Facts  # noqa: E402
 from fitgpt.explain.rules import RULES, SMALLER  # noqa: E402
-from fitgpt.knobhelp import markdown_table  # noqa: E402
-from fitgpt.options import ExplainQuestions, FitQuestions, PlanQuestions  # noqa: E402
-from fitgpt.savers import SAVERS  # noqa: E402
 from fitgpt.sights import OutOfMemory  # noqa: E402
 
 DOCS = ROOT / "docs"

@@ -7,16 +7,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fitgpt.cards import find
-from fitgpt.config import RunConfig, resolve
-from fitgpt.knobs import walk
-from fitgpt.memory.accuracy import Figure, by_run, is_odd, of_file, table
+from accuracy import Figure, by_run, is_odd, of_file, table
+from fitgpt.config.fields import walk
+from fitgpt.config.memory_savers import loss_piece_tokens
+from fitgpt.config.run_config import RunConfig, resolve
+from fitgpt.core.units import GiB, MiB, show_bytes
+from fitgpt.hardware.gpus import find
 from fitgpt.memory.allocator import replay
-from fitgpt.memory.forecast import budget_for, forecast, settled, tape_of
 from fitgpt.memory.setting import Setting, setting_for
 from fitgpt.nouns import Forecast, GPTConfig
-from fitgpt.savers import loss_piece_tokens
-from fitgpt.units import GiB, MiB, show_bytes
+from fitgpt.planning.forecast import budget_for, forecast, settled, tape_of
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"

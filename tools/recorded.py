@@ -15,9 +15,9 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "bench")]
 
 from engine import OURS  # noqa: E402
-from fitgpt.cards import match_device  # noqa: E402
-from fitgpt.config import RunConfig  # noqa: E402
-from fitgpt.knobs import build, walk  # noqa: E402
+from fitgpt.config.fields import build, walk  # noqa: E402
+from fitgpt.config.run_config import RunConfig  # noqa: E402
+from fitgpt.hardware.gpus import match_device  # noqa: E402
 
 RESULTS, TARGET = ROOT / "bench" / "results", ROOT / "src" / "fitgpt" / "fit" / "recorded.json"
 SHORT_RUNS = ("capped_xl_on_h200.json",)  # whose last steps are steady enough to count as a measurement

@@ -3,9 +3,9 @@
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from .commands.plan import plan
     from .engine.model import GPT
     from .nouns import GPTConfig
-    from .planner import plan
 
 __version__ = "0.1.0"
 __all__ = ["GPT", "GPTConfig", "__version__", "plan"]
@@ -25,7 +25,7 @@ def __getattr__(name: str) -> object:
 
         return GPTConfig
     if name == "plan":
-        from .planner import plan
+        from .commands.plan import plan
 
         return plan
     raise AttributeError(f"module 'fitgpt' has no attribute {name!r}")

@@ -10,7 +10,7 @@ import sys
 
 def main() -> int:
     warning = clean_import_path()
-    from .cli import main as run_command
+    from .commands.main import main as run_command
 
     return run_command(warning=warning)
 

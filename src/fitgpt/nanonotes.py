@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from .config import DEFAULT_VOCAB, GPT2_VOCAB, RunConfig
-from .knobs import knobs_of
+from .config.fields import knobs_of
+from .config.run_config import DEFAULT_VOCAB, GPT2_VOCAB, RunConfig
 from .memory.aten import up_to
-from .memory.forecast import NOT_NANOGPTS, settled
 from .memory.padding import MULTIPLE, has_odd_sizes
 from .memory.setting import Setting
 from .nouns import DataSummary
+from .planning.forecast import NOT_NANOGPTS, settled
 
 
 def of_the_run(config: RunConfig, said_vocab: int, data: DataSummary | None) -> list[str]:

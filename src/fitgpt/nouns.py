@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from .config import RunConfig
+    from .config.run_config import RunConfig
 
 # Of a run. The first evaluation and the first step are phases of their own: they hold other things than later ones.
 PHASES = ("load", "first_eval", "first_train", "train", "step", "eval", "save", "resume", "sample")

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fitgpt.core.errors import DataError
 from fitgpt.data import header
 from fitgpt.data.header import HEADER_BYTES, ShardHeader, pack, padded_vocab, read_header, summarise
-from fitgpt.errors import DataError
 
 Make = Callable[..., Path]
 GOOD = ShardHeader("uint16", 4, 257, 9, "bytes", "ab" * 32)

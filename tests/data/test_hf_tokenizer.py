@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 pytest.importorskip("torch")
+from fitgpt.core.errors import UsageError
 from fitgpt.data.tokenizers import Chars, Tokenizer, get
-from fitgpt.errors import UsageError
-from fitgpt.interop import hf, hf_tokenizer
-from fitgpt.interop.nanogpt import param_shapes
+from fitgpt.engine import huggingface
+from fitgpt.engine.nanogpt_checkpoint import param_shapes
+from fitgpt.interop import hf_tokenizer
 from fitgpt.nouns import GPTConfig
 
 TEXTS = ("", " ", "Hello, world", "  two  spaces\n\n\ttab\r\n", "naïve café 你好 🙂 e\u0301",
@@ -64,7 +65,7 @@ def export(folder: Path, tokenizer: Tokenizer) -> Path:
     import torch
 
     weights = {name: torch.zeros(shape) for name, shape in param_shapes(SHAPE).items()}
-    return hf.write_folder(folder, SHAPE, weights, tokenizer=tokenizer.name,
+    return huggingface.write_folder(folder, SHAPE, weights, tokenizer=tokenizer.name,
                            files=hf_tokenizer.files_of(tokenizer, SHAPE.block_size))
 
 

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fitgpt.core.errors import DataError
 from fitgpt.data import meta
-from fitgpt.errors import DataError
 
 CHARACTERS = "\n !abcé"
 

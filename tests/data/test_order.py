@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 
+from fitgpt.core.errors import UsageError
 from fitgpt.data.order import hash_of, positions_for, window_of
-from fitgpt.errors import UsageError
 
 MASK = 2**64 - 1
 

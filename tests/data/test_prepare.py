@@ -14,16 +14,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fitgpt.config import RunConfig
+from fitgpt.config.command_options import PrepareOptions
+from fitgpt.config.fields import walk
+from fitgpt.config.run_config import RunConfig
+from fitgpt.core.errors import DataError, SystemFault, UsageError
 from fitgpt.data import manifest
 from fitgpt.data.header import read_header, summarise
 from fitgpt.data.prepare import prepare
 from fitgpt.data.shards import Split, open_dataset
 from fitgpt.data.tokenizers import get
 from fitgpt.data.workers import cores
-from fitgpt.errors import DataError, SystemFault, UsageError
-from fitgpt.knobs import walk
-from fitgpt.options import PrepareOptions
 
 END = 256
 

@@ -14,20 +14,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fitgpt import atomic
+from fitgpt.config.command_options import PrepareOptions
+from fitgpt.core import files
+from fitgpt.core.errors import Interrupted, UsageError
 from fitgpt.data import prepare as module
 from fitgpt.data import text, writing
 from fitgpt.data.header import summarise
 from fitgpt.data.prepare import prepare
-from fitgpt.errors import Interrupted, UsageError
-from fitgpt.options import PrepareOptions
 
 # Slow enough to be caught at work, and saving at every shard.
 CHILD = """
 import sys, time
 from fitgpt.data import prepare, workers
-from fitgpt.errors import FitError
-from fitgpt.options import PrepareOptions
+from fitgpt.core.errors import FitError
+from fitgpt.config.command_options import PrepareOptions
 prepare._SAVE_EVERY_S = 0
 real = prepare.encode_in_order
 def slowly(*arguments):
@@ -132,7 +132,7 @@ def test_stopped_at_every_single_write_it_ends_with_the_same_bytes(
     if documents == 1:
         Path("texts/00000.txt").write_text(" ".join(map(str, range(2000))))
     expected = uninterrupted()
-    real_rename, real_unlink = atomic.patiently_rename, Path.unlink
+    real_rename, real_unlink = files.patiently_rename, Path.unlink
     operations = 0
     stop_at = 0
 
@@ -145,7 +145,7 @@ def test_stopped_at_every_single_write_it_ends_with_the_same_bytes(
             return act(*arguments, **named)
         return perhaps
 
-    monkeypatch.setattr(atomic, "patiently_rename", operation(real_rename))
+    monkeypatch.setattr(files, "patiently_rename", operation(real_rename))
     monkeypatch.setattr(Path, "unlink", operation(real_unlink))
     for number in range(1, 1000):
         operations, stop_at = 0, number

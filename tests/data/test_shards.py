@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from fitgpt.core.errors import DataError
 from fitgpt.data.header import check_vocab
 from fitgpt.data.order import positions_for, window_of
 from fitgpt.data.shards import Split, check_tokens, open_dataset
-from fitgpt.errors import DataError
 
 Make = Callable[..., Path]
 

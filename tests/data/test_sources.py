@@ -17,11 +17,11 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from fitgpt.config.command_options import PrepareOptions
+from fitgpt.core.errors import DataError
 from fitgpt.data import sources, tables, text
 from fitgpt.data.sources import Source, open_source
 from fitgpt.data.text import Piece, pieces_of
-from fitgpt.errors import DataError
-from fitgpt.options import PrepareOptions
 
 
 def files(*paths: object, column: str = "text") -> Source:
@@ -123,7 +123,7 @@ def test_a_gigabyte_on_one_line_takes_little_memory(tmp_path: Path) -> None:
     code = f"""
 import resource
 from fitgpt.data.sources import open_source
-from fitgpt.options import PrepareOptions
+from fitgpt.config.command_options import PrepareOptions
 source = open_source(PrepareOptions(input=({str(path)!r},)))
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 assert sum(len(piece.data) for piece in source.pieces(0)) == 64_000_000

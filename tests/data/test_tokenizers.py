@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from fitgpt.core.errors import DataError
 from fitgpt.data import tokenizers
 from fitgpt.data.tokenizers import Chars, Decoder, Tokenizer, for_dataset, get
-from fitgpt.errors import DataError
 
 Make = Callable[..., Path]
 TEXT = "def f(x):\n    return 'naïve 🙂 日本語'  # tab\t\0 end"

@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fitgpt.config import RunConfig
+from fitgpt.config.run_config import RunConfig
+from fitgpt.core.units import GiB
 from fitgpt.nouns import Rung
-from fitgpt.units import GiB
 
 WORDS = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 11.50 GiB of which …"
 SMALL: dict[str, Any] = dict(n_layer=1, n_embd=8, n_head=1, block_size=4, batch_size=2, gradient_accumulation_steps=2,

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fitgpt.engine import bitsandbytes as ours
-from fitgpt.engine.bitsandbytes import BitsandbytesAdamW
-from fitgpt.engine.optim import AdamW, AdamWSettings, Optimizer, Scaler, apply_gradients
-from fitgpt.errors import DeviceError
-from fitgpt.savers import GROUP
+from fitgpt.config.memory_savers import GROUP
+from fitgpt.core.errors import DeviceError
+from fitgpt.engine.optim.adamw import AdamW, AdamWSettings, Optimizer, Scaler, apply_gradients
+from fitgpt.engine.optim.adamw import bitsandbytes as ours
+from fitgpt.engine.optim.bitsandbytes import BitsandbytesAdamW
 
 pytest.importorskip("bitsandbytes")
 

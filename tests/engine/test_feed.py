@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from fitgpt.engine.feed import Feed
+from fitgpt.engine.prefetch import Feed
 
 CPU = torch.device("cpu")
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fitgpt.engine.graphs import Recorder
+from fitgpt.engine.cuda_graphs import Recorder
 
 
 class FakeGraph:

@@ -13,17 +13,17 @@ import pytest
 import torch
 from refusing import RUNGS, SMALL, WORDS, Ended, Parts, Refusing
 
-import fitgpt.run as run_module
-from fitgpt.config import RunConfig
-from fitgpt.engine import guard as guard_module
-from fitgpt.engine.loop import Training, train_step
-from fitgpt.engine.muon import Muon
-from fitgpt.engine.offload import HostAdamW
-from fitgpt.errors import CheckpointError, DeviceError
-from fitgpt.metrics import read_metrics
+import fitgpt.training.run as run_module
+from fitgpt.config.run_config import RunConfig
+from fitgpt.core.errors import CheckpointError, DeviceError
+from fitgpt.core.units import GiB
+from fitgpt.engine.optim.muon import Muon
+from fitgpt.engine.optim.offload import HostAdamW
 from fitgpt.nouns import Rung
-from fitgpt.onboard import Onboard
-from fitgpt.units import GiB
+from fitgpt.runs.metrics import read_metrics
+from fitgpt.training import oom_recovery as guard_module
+from fitgpt.training.device_plan import Onboard
+from fitgpt.training.loop import Training, train_step
 from helpers import skip_without_library, tiny_config
 
 

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fitgpt.engine.gradients import IntoGrad
-from fitgpt.engine.loss import IGNORED, loss_and_gradient_, token_losses
-from fitgpt.savers import LOSS_PIECE_BYTES, loss_piece_tokens
+from fitgpt.config.memory_savers import LOSS_PIECE_BYTES, loss_piece_tokens
+from fitgpt.engine.chunked_loss import IGNORED, loss_and_gradient_, token_losses
+from fitgpt.engine.gradient_sinks import IntoGrad
 
 N, C, V = 48, 24, 101
 

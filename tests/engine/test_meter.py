@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from fitgpt.engine import meter
-from fitgpt.engine.meter import Meter
+from fitgpt.training import meter
+from fitgpt.training.meter import Meter
 
 LAUNCH, STEP, EVALUATION, SAVE = 0.001, 0.030, 0.5, 0.2
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from fitgpt import GPT, GPTConfig
+from fitgpt.config.memory_savers import LEVELS
 from fitgpt.engine import block, pointwise
-from fitgpt.savers import LEVELS
 from helpers import reference_loss
 
 TINY = GPTConfig(n_layer=3, n_head=2, n_embd=32, vocab_size=67, block_size=16, bias=True)
@@ -188,7 +188,7 @@ def test_the_limit_of_graphs_is_ours_and_an_error_not_a_fall_to_eager(monkeypatc
     from torch._dynamo.exc import FailOnRecompileLimitHit
     from torch._dynamo.testing import CompileCounterWithBackend
 
-    from fitgpt.child import described
+    from fitgpt.training.worker import described
 
     assert pointwise.MOST_GRAPHS > 8
     monkeypatch.setattr(pointwise, "MOST_GRAPHS", 10)

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from fitgpt import GPT, GPTConfig
-from fitgpt.engine.muon import Muon
-from fitgpt.engine.offload import HostAdamW
-from fitgpt.engine.optim import AdamW, AdamWSettings, Scaler, apply_gradients
+from fitgpt.engine.optim.adamw import AdamW, AdamWSettings, Scaler, apply_gradients
+from fitgpt.engine.optim.muon import Muon
+from fitgpt.engine.optim.offload import HostAdamW
 
 SETTINGS = AdamWSettings(beta1=0.9, beta2=0.95, weight_decay=0.1)
 CONFIG = GPTConfig(n_layer=2, n_head=2, n_embd=32, vocab_size=67, block_size=16)
@@ -76,7 +76,7 @@ def test_a_skipped_step_changes_nothing_in_either() -> None:
 
 @pytest.mark.parametrize("eight_bit", [False, True])
 def test_applied_in_the_backward_pass_it_is_the_same_update(eight_bit: bool) -> None:
-    from fitgpt.engine.rounded import AdamWInBackward, RoundedAdamW
+    from fitgpt.engine.optim.low_precision import AdamWInBackward, RoundedAdamW
 
     ours, theirs = model(), model()
     at_once = AdamWInBackward(dict(ours.named_parameters()), SETTINGS, eight_bit=eight_bit, fused=False, seed=0)

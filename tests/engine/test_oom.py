@@ -11,12 +11,12 @@ import pytest
 import torch
 from refusing import SMALL, WORDS
 
-import fitgpt.run as run_module
-from fitgpt.desk import Signs
+import fitgpt.training.run as run_module
+from fitgpt.core.units import GiB
 from fitgpt.engine.oom import Dice, Refusal, attempt, is_out_of_memory
 from fitgpt.engine.signs import fragmentation, in_pieces, spill
 from fitgpt.nouns import MemoryReading, StepReport
-from fitgpt.units import GiB
+from fitgpt.training.reporter import Signs
 from helpers import tiny_config
 
 # ---- letting go
@@ -82,7 +82,7 @@ def test_memory_in_pieces_is_named() -> None:
 
 
 def test_each_sign_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fitgpt.desk.may_spill", lambda: True)
+    monkeypatch.setattr("fitgpt.training.reporter.may_spill", lambda: True)
     signs, memory = Signs(card_bytes=12 * GiB), MemoryReading(0, 13 * GiB, 5 * GiB, 13 * GiB)
     report = StepReport(0, 1.0, 1.0, 1.0, 1.0, 1.0, None, 0, 1.0, memory, 1.0)
     assert [note.split(":")[0] for note in signs.of(report, 5 * GiB)] == ["memory", "memory"]

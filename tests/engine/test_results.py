@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from fitgpt.config import RunConfig
-from fitgpt.memory.forecast import forecast
+from fitgpt.config.memory_savers import LEVELS
+from fitgpt.config.run_config import RunConfig
+from fitgpt.core.units import GiB, MiB
 from fitgpt.memory.setting import Setting
-from fitgpt.savers import LEVELS
-from fitgpt.units import GiB, MiB
+from fitgpt.planning.forecast import forecast
 
 ROOT = Path(__file__).resolve().parents[2]
 

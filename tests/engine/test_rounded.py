@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from fitgpt.engine.optim import AdamW, AdamWSettings
-from fitgpt.engine.rounded import (
+from fitgpt.engine.optim.adamw import AdamW, AdamWSettings
+from fitgpt.engine.optim.low_precision import (
     GROUP,
     RoundedAdamW,
     read_first,

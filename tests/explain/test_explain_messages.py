@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from fitgpt import cards
-from fitgpt.config import RunConfig
+from fitgpt.commands.explain import skim
+from fitgpt.config.run_config import RunConfig
+from fitgpt.core.units import GiB, MiB
 from fitgpt.explain.about import Run
 from fitgpt.explain.message import from_excerpt, parse
 from fitgpt.explain.oom import diagnose
 from fitgpt.explain.rules import ALONE, RULES
-from fitgpt.explaining import skim
+from fitgpt.hardware import gpus
 from fitgpt.memory.setting import setting_for
 from fitgpt.sights import Diagnosis, OutOfMemory
-from fitgpt.units import GiB, MiB
 
 FOLDER = Path(__file__).parent / "messages"
 INDEX: dict[str, dict[str, Any]] = json.loads((FOLDER / "index.json").read_text(encoding="utf-8"))["messages"]
@@ -33,7 +33,7 @@ def read(name: str) -> OutOfMemory:
 
 def with_its_config(name: str) -> Diagnosis:
     told = INDEX[name]
-    card = cards.find(told["card"])
+    card = gpus.find(told["card"])
     return diagnose(read(name), Run(RunConfig(**told["config"]), told["trainer"], setting_for(card), "x.py"), card)
 
 

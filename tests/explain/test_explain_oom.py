@@ -9,25 +9,25 @@ from typing import Any
 import pytest
 from torch_words import Refused, refused
 
-from fitgpt import cards
-from fitgpt.config import RunConfig
+from fitgpt.config.fields import build, walk
+from fitgpt.config.run_config import RunConfig
+from fitgpt.core.units import GiB, MiB
 from fitgpt.explain.about import Run, card_with
 from fitgpt.explain.filling import filling
 from fitgpt.explain.match import guess, says_nothing
 from fitgpt.explain.message import parse
 from fitgpt.explain.oom import diagnose, gather
-from fitgpt.knobs import build, walk
-from fitgpt.memory.changes import fits
-from fitgpt.memory.forecast import budget_for
+from fitgpt.hardware import gpus
 from fitgpt.memory.setting import setting_for
 from fitgpt.memory.tape import Event
-from fitgpt.memory.words import tensor_formula
 from fitgpt.nouns import Budget
+from fitgpt.planning.changes import fits
+from fitgpt.planning.forecast import budget_for
+from fitgpt.planning.formulas import tensor_formula
 from fitgpt.sights import Diagnosis, OutOfMemory
-from fitgpt.units import GiB, MiB
 
 ROOT = Path(__file__).parent.parent.parent
-CARD = cards.find("4070")
+CARD = gpus.find("4070")
 SETTING = setting_for(CARD)
 
 
@@ -112,7 +112,7 @@ def test_without_the_config_the_size_is_a_guess_and_says_so() -> None:
     ("fitgpt", dict(n_layer=24, n_head=16, n_embd=1024, batch_size=32, compile=True), "4070", 0),
 ])
 def test_the_allocation_that_was_refused_is_found(trainer: str, shape: dict[str, Any], gpu: str, others: int) -> None:
-    card = cards.find(gpu)
+    card = gpus.find(gpu)
     run = Run(RunConfig(**{"gradient_accumulation_steps": 4, "dtype": "float16", **shape}), trainer, setting_for(card))
     found = refused(run, budget_for(card, others=others * MiB))
     assert found is not None
@@ -215,8 +215,8 @@ def test_the_rest_of_a_card_is_not_called_others_while_it_may_be_the_context() -
 
 
 def test_a_card_is_known_by_what_cuda_gives_of_it_only_where_no_other_gives_the_same() -> None:
-    usable = {card.name: card.usable_mib for card in cards.load() if card.usable_mib}
-    assert card_with(usable["T4"] * MiB) == cards.find("T4")
+    usable = {card.name: card.usable_mib for card in gpus.load() if card.usable_mib}
+    assert card_with(usable["T4"] * MiB) == gpus.find("T4")
     assert card_with(usable["RTX 4070"] * MiB) is None  # the Ti and the SUPER have as much
     assert card_with(3 * MiB) is None
 
@@ -282,13 +282,13 @@ def test_what_others_are_said_to_hold_is_left_to_them_where_a_message_is_short()
 
 
 def test_a_run_that_fits_its_card_is_said_to_and_others_are_asked_for() -> None:
-    card = cards.find("4090")
+    card = gpus.find("4090")
     told = diagnose(message(SHORT), notes_77m("nanogpt", "--compile=False"), card)
     assert any("it would have fitted. Either other processes held some of the card" in note for note in told.notes)
 
 
 def test_of_a_card_that_has_no_figures_nothing_is_forecast() -> None:
-    assert gather(message(SHORT), notes_77m(), cards.find("7900 XTX")).plan is None
+    assert gather(message(SHORT), notes_77m(), gpus.find("7900 XTX")).plan is None
 
 
 # ---- the size of a tensor, by what it is

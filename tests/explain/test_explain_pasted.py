@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from fitgpt.commands.explain import skim
+from fitgpt.core.units import GiB, MiB
 from fitgpt.explain.frames import compiled_of, frames_before, phase_of, trainer_of, users_line
 from fitgpt.explain.message import from_excerpt, is_message, parse
 from fitgpt.explain.pasted import AFTER, CHUNK, WHOLE, cleaned, excerpt
 from fitgpt.explain.screen import parse_screen
-from fitgpt.explaining import skim
 from fitgpt.sights import CodeLine
-from fitgpt.units import GiB, MiB
 
 QUOTED = (Path(__file__).parent / "messages" / "minimind-48.txt").read_text(encoding="utf-8").splitlines()
 MESSAGE = QUOTED[2].removeprefix("> > ")

@@ -6,18 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from fitgpt import cards
-from fitgpt.config import RunConfig
-from fitgpt.errors import UsageError
+from fitgpt.config.fields import build, walk
+from fitgpt.config.run_config import RunConfig
+from fitgpt.core.errors import UsageError
+from fitgpt.core.units import MiB
 from fitgpt.explain.about import Run
 from fitgpt.explain.reading import Reading, card_of, explain_reading, from_screen
 from fitgpt.explain.screen import ScreenGpu, ScreenProcess, parse_screen
-from fitgpt.knobs import build, walk
+from fitgpt.hardware import gpus
 from fitgpt.memory.setting import setting_for
-from fitgpt.units import MiB
 
 ROOT = Path(__file__).parent.parent.parent
-CARD = cards.find("4070")
+CARD = gpus.find("4070")
 
 
 def notes_30m(trainer: str = "nanogpt", *flags: str) -> Run:

@@ -14,19 +14,19 @@ import pytest
 from test_explain_oom import CARD, ROOT, notes_77m, run_out
 from test_explain_reading import SCREEN
 
-from fitgpt.cli import main
-from fitgpt.config import RunConfig
-from fitgpt.driver import Survey
+from fitgpt.commands.explain import as_planned
+from fitgpt.commands.main import main
+from fitgpt.config.run_config import RunConfig
+from fitgpt.core.units import GiB, MiB
 from fitgpt.explain.planned import compared, explain_plan
 from fitgpt.explain.rules import RULES
-from fitgpt.explaining import as_planned
-from fitgpt.memory.forecast import budget_for
-from fitgpt.place import unnamed
-from fitgpt.planfile import plan_from
-from fitgpt.runfolder import RunFolder, open_run
+from fitgpt.hardware.nvidia import Survey
+from fitgpt.planning.budget import unnamed
+from fitgpt.planning.forecast import budget_for
+from fitgpt.planning.plan_file import plan_from
+from fitgpt.runs.folder import RunFolder, open_run
 from fitgpt.show.diagnosis import diagnosis_text
 from fitgpt.sights import Diagnosis, MemoryShare
-from fitgpt.units import GiB, MiB
 
 CONFIG = str(ROOT / "config" / "notes_77m.py")
 MESSAGES = Path(__file__).parent / "messages"
@@ -166,7 +166,7 @@ def test_a_reading_needs_two_figures_and_no_file(no_stdin: None, capsys: pytest.
 
 def test_a_reading_without_a_card_is_broken_down_on_the_card_that_plan_assumes(
         monkeypatch: pytest.MonkeyPatch, no_stdin: None, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("fitgpt.explaining.gpus", list)
+    monkeypatch.setattr("fitgpt.commands.explain.gpus", list)
     config = str(ROOT / "config" / "notes_30m.py")
     assert main(["explain", "--reading=6582MiB", "--process=4464MiB", config, "--json"]) == 0
     answer = told(capsys)
@@ -299,7 +299,7 @@ def test_a_plan_on_disk_is_explained(tmp_path: Path, no_stdin: None, capsys: pyt
 @pytest.mark.parametrize("config", [[], [CONFIG]])
 def test_a_plan_for_a_budget_alone_is_explained_too(monkeypatch: pytest.MonkeyPatch, config: list[str],
                                                     capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("fitgpt.driver.survey", lambda env=None: Survey(reason="no driver"))
+    monkeypatch.setattr("fitgpt.hardware.nvidia.survey", lambda env=None: Survey(reason="no driver"))
     assert main(["plan", CONFIG, "--budget=11GiB", "--json"]) == 0
     piped(monkeypatch, capsys.readouterr().out)
     assert main(["explain", "-", *config, "--json"]) == 0
@@ -393,7 +393,7 @@ def test_every_message_is_printed_within_80_columns(capsys: pytest.CaptureFixtur
 
 
 def test_it_loads_neither_torch_nor_numpy() -> None:
-    script = ("import sys\nfrom fitgpt.cli import main\n"
+    script = ("import sys\nfrom fitgpt.commands.main import main\n"
               f"code = main(['explain', {str(MESSAGES / 'nanogpt-88.txt')!r}, {CONFIG!r}])\n"
               "assert code == 0 and not {'torch', 'numpy', 'rich'} & set(sys.modules)")
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, stdin=subprocess.DEVNULL)
@@ -420,7 +420,7 @@ def test_a_config_it_cannot_read_is_refused_before_anything_else(no_stdin: None,
 
 
 def test_a_process_larger_than_its_card_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    from fitgpt.cli import main
+    from fitgpt.commands.main import main
 
     assert main(["explain", "--reading=6582MiB", "--process=9000MiB"]) == 2
     assert "more than --reading" in capsys.readouterr().err

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from by_the_book import Allocator, Block, ExpandableAllocator
+from fitgpt.core.units import GiB, KiB, MiB
 from fitgpt.explain.about import Run
 from fitgpt.memory.blocks import rounded, segment_size
 from fitgpt.memory.tape import RELEASE, Event
 from fitgpt.nouns import Budget
-from fitgpt.units import GiB, KiB, MiB
 
 BY_PROCESS = "Including non-PyTorch memory, this process has {process} memory in use. "
 TEXT = ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate {asked}. GPU 0 has a total capacity of {total} "

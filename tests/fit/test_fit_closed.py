@@ -9,24 +9,24 @@ from typing import Any
 
 import pytest
 
-from fitgpt import cards
-from fitgpt.config import RunConfig
-from fitgpt.errors import UsageError
-from fitgpt.fit import folded
-from fitgpt.fit.candidates import Field, Scanned
-from fitgpt.fit.closed import MOST_LOST, PAGE, Lost, in_words, mix_of
-from fitgpt.fit.permission import ways
+from fitgpt.config.memory_savers import LEVELS
+from fitgpt.config.run_config import RunConfig
+from fitgpt.core.errors import UsageError
+from fitgpt.core.units import MiB
+from fitgpt.hardware import gpus
 from fitgpt.memory import gpt
 from fitgpt.memory.allocator import needs, replay
 from fitgpt.memory.blocks import rounded
-from fitgpt.memory.forecast import settled
 from fitgpt.memory.setting import Setting, setting_for
 from fitgpt.memory.tape import RELEASE, Tape
-from fitgpt.savers import LEVELS
-from fitgpt.units import MiB
+from fitgpt.planning import folded
+from fitgpt.planning.candidates import Field, Scanned
+from fitgpt.planning.closed import MOST_LOST, PAGE, Lost, in_words, mix_of
+from fitgpt.planning.forecast import settled
+from fitgpt.planning.permission import ways
 
 RUNS = 160
-SETTINGS = tuple(setting_for(cards.find(name)) for name in ("4070", "h200", "t4"))
+SETTINGS = tuple(setting_for(gpus.find(name)) for name in ("4070", "h200", "t4"))
 
 
 def random_run(dice: random.Random) -> tuple[RunConfig, Setting]:
@@ -107,7 +107,7 @@ def test_a_row_of_mixes_is_each_of_them_alone(runs: list[tuple[RunConfig, Settin
                     assert shape.mapped_along(few, many, layers, 2) == alone[::2]
 
 
-@pytest.mark.parametrize("setting", [SETTINGS[0], setting_for(cards.find("1080 ti"))], ids=["4070", "without Triton"])
+@pytest.mark.parametrize("setting", [SETTINGS[0], setting_for(gpus.find("1080 ti"))], ids=["4070", "without Triton"])
 def test_parts_read_for_one_run_serve_another_of_other_depth_pieces_and_savers(setting: Setting) -> None:
     """The same Folded, asked about many runs, says of each what a fresh one says."""
     shared, dice = folded.Folded(setting), random.Random(1)
@@ -130,7 +130,7 @@ def test_what_is_not_scanned_again_changes_nothing() -> None:
     """Of stems that differ in their evaluation alone, those that hold more have the mix of the one before."""
     config = settled(RunConfig(n_layer=7, n_head=4, n_embd=256, vocab_size=5000, block_size=256, batch_size=8,
                                gradient_accumulation_steps=4), SETTINGS[0])
-    field = Field(config, SETTINGS[0], cards.find("4070"))
+    field = Field(config, SETTINGS[0], gpus.find("4070"))
     for limit in (70 * MiB, 100 * MiB, 200 * MiB, 10**12):
         scanned, anew, spared = Scanned(limit), Scanned(limit), 0
         for way in ways(config, SETTINGS[0], frozenset()):
@@ -153,7 +153,7 @@ def test_a_mix_in_words_is_what_recompute_takes() -> None:
 
 def test_a_hundred_thousand_candidates_take_less_than_two_seconds() -> None:
     """Each time it is tried: another program's share of the cores may cost one try, not three."""
-    card = cards.find("h200")
+    card = gpus.find("h200")
     setting = setting_for(card)
     config = settled(RunConfig(n_layer=12, n_head=12, n_embd=768, batch_size=12, gradient_accumulation_steps=40,
                                vocab_size=50304, eval_batch_size=4), setting)

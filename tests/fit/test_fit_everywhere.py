@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from fitgpt import cli
-from fitgpt.config import RunConfig
-from fitgpt.fit.search import ALIKE
-from fitgpt.knobs import build, walk
+from fitgpt.commands import main
+from fitgpt.config.fields import build, walk
+from fitgpt.config.run_config import RunConfig
+from fitgpt.planning.search import ALIKE
 
 CONFIGS = Path(__file__).parents[2] / "config"
 # Of 9 configs × 7 cards × with and without lossy savers: a few of each, roomy and tight.
@@ -27,7 +27,7 @@ def test_a_plan_fits_as_plan_sees_it_trains_the_same_steps_and_is_worth_its_chan
     source, allowing = str(CONFIGS / f"{config}.py"), ["--allow", allow] if allow else []
 
     def said(*argv: str) -> dict[str, Any]:
-        assert cli.main([*argv, "--gpu", card, "--json"]) == 0
+        assert main.main([*argv, "--gpu", card, "--json"]) == 0
         told: dict[str, Any] = json.loads(capsys.readouterr().out)
         return told
 

@@ -7,18 +7,18 @@ from dataclasses import replace
 
 import pytest
 
-from fitgpt import cards
-from fitgpt.config import RunConfig, gpt2_shapes
-from fitgpt.errors import UsageError
-from fitgpt.fit import shapes
-from fitgpt.fit.choose import UNSURE, Here, could_fit
-from fitgpt.fit.goals import reach
-from fitgpt.memory.changes import fits, holdings
+from fitgpt.config.run_config import RunConfig, gpt2_shapes
+from fitgpt.core.errors import UsageError
+from fitgpt.core.units import MiB, show_bytes
+from fitgpt.hardware import gpus
 from fitgpt.memory.setting import setting_for
 from fitgpt.nouns import Budget
-from fitgpt.units import MiB, show_bytes
+from fitgpt.planning import model_sizes
+from fitgpt.planning.changes import fits, holdings
+from fitgpt.planning.choose import UNSURE, Here, could_fit
+from fitgpt.planning.goals import reach
 
-CARD = cards.find("4070")
+CARD = gpus.find("4070")
 SETTING = setting_for(CARD)
 ASKED = RunConfig(n_layer=2, n_head=2, n_embd=128, block_size=128, batch_size=4, gradient_accumulation_steps=4,
                   vocab_size=1000, dtype="bfloat16", compile=True)
@@ -30,10 +30,10 @@ def here(limit_mib: int) -> Here:
 
 
 def test_the_sizes_are_gpt2s_own_and_those_between_each_larger_than_the_last() -> None:
-    sizes = shapes.gpt2_sizes()
+    sizes = model_sizes.gpt2_sizes()
     for shape in gpt2_shapes.values():
         assert (shape["n_layer"], shape["n_head"], shape["n_embd"]) in sizes
-    parameters = [shapes.of_size(ASKED, size).gpt_config().count_params() for size in sizes]
+    parameters = [model_sizes.of_size(ASKED, size).gpt_config().count_params() for size in sizes]
     assert parameters == sorted(set(parameters))
 
 
@@ -44,10 +44,10 @@ def test_the_largest_model_fits_and_the_next_size_does_not() -> None:
     assert found.chosen.permission == "model"
     assert fits(found.chosen.config, SETTING, place.budget)
     assert found.chosen.config.tokens_per_step == ASKED.tokens_per_step
-    sizes = shapes.gpt2_sizes()
+    sizes = model_sizes.gpt2_sizes()
     config = found.chosen.config
-    beyond = sizes[sizes.index(shapes.Size(config.n_layer, config.n_head, config.n_embd)) + 1]
-    assert not could_fit(place.search(shapes.of_size(ASKED, beyond), frozenset()))
+    beyond = sizes[sizes.index(model_sizes.Size(config.n_layer, config.n_head, config.n_embd)) + 1]
+    assert not could_fit(place.search(model_sizes.of_size(ASKED, beyond), frozenset()))
     assert "The largest that trains there" in found.notes[0]
     assert "tokens/s, 20 tokens a parameter" in found.notes[0]
 
@@ -78,7 +78,7 @@ def test_the_longest_block_fits_and_128_tokens_more_do_not() -> None:
     config = found.chosen.config
     assert config.block_size % 128 == 0
     assert fits(config, SETTING, place.budget)
-    beyond = shapes.of_block(ASKED, config.block_size + 128)
+    beyond = model_sizes.of_block(ASKED, config.block_size + 128)
     assert not could_fit(place.search(beyond, frozenset()))
     assert config.batch_size == 1
 
@@ -120,16 +120,16 @@ def test_where_not_even_the_smallest_fits_that_is_said() -> None:
 def test_a_longer_block_has_about_as_many_tokens_a_step_and_windows_to_evaluate() -> None:
     config = RunConfig(block_size=1024, batch_size=8, gradient_accumulation_steps=8, eval_iters=10)
     for block in (256, 768, 4096, 65536):
-        longer = shapes.of_block(config, block)
+        longer = model_sizes.of_block(config, block)
         assert longer.tokens_per_step == pytest.approx(config.tokens_per_step, rel=0.1)
         assert longer.eval_iters * longer.batch_size * block == pytest.approx(80 * 1024, rel=0.25)
 
 
 def test_shorter_blocks_keep_a_steps_tokens_and_narrower_models_their_heads() -> None:
     config = RunConfig(block_size=1024, batch_size=4, gradient_accumulation_steps=3, n_head=12, n_embd=768)
-    shorter = list(shapes.shorter(config))
+    shorter = list(model_sizes.shorter(config))
     assert [each.block_size for each in shorter] == [512, 256, 128, 64]
     assert {each.tokens_per_step for each in shorter} == {config.tokens_per_step}
-    narrower = list(shapes.narrower(config))
+    narrower = list(model_sizes.narrower(config))
     assert [each.n_head for each in narrower] == list(range(11, 0, -1))
     assert {each.n_embd // each.n_head for each in narrower} == {64}

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from fitgpt import timing
-from fitgpt.config import RunConfig
-from fitgpt.fit.measure import measured
+from fitgpt.config.run_config import RunConfig
 from fitgpt.nouns import Budget, Fitted, SpeedEstimate, Standing
+from fitgpt.planning import timing
+from fitgpt.planning.measure import measured
 
 
 def standing(batch: int, speed: float) -> Standing:

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from fitgpt.config import RunConfig
-from fitgpt.units import GiB
+from fitgpt.config.run_config import RunConfig
+from fitgpt.core.units import GiB
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -11,24 +11,24 @@ from typing import Any
 
 import pytest
 
-from fitgpt import cards
-from fitgpt.config import RunConfig, diff
-from fitgpt.errors import UsageError
-from fitgpt.fit import choose, search
-from fitgpt.fit.choose import Here, because, fit, fit_config
-from fitgpt.fit.closed import in_words, lowered, mix_of, raised
-from fitgpt.fit.permission import in_words as in_allow
-from fitgpt.fit.permission import parse_allow, ways
-from fitgpt.fit.search import Search
-from fitgpt.memory.changes import fits, holdings
-from fitgpt.memory.forecast import settled
+from fitgpt.config.memory_savers import LEVELS
+from fitgpt.config.run_config import RunConfig, diff
+from fitgpt.core.errors import UsageError
+from fitgpt.core.units import MiB
+from fitgpt.hardware import gpus
 from fitgpt.memory.setting import Setting, setting_for
 from fitgpt.nouns import Budget, Fitted, SpeedEstimate, Standing
-from fitgpt.savers import LEVELS
+from fitgpt.planning import choose, search
+from fitgpt.planning.changes import fits, holdings
+from fitgpt.planning.choose import Here, because, fit, fit_config
+from fitgpt.planning.closed import in_words, lowered, mix_of, raised
+from fitgpt.planning.forecast import settled
+from fitgpt.planning.permission import in_words as in_allow
+from fitgpt.planning.permission import parse_allow, ways
+from fitgpt.planning.search import Search
 from fitgpt.show.fitting import verdict
-from fitgpt.units import MiB
 
-CARD = cards.find("4070")
+CARD = gpus.find("4070")
 SETTING = setting_for(CARD)
 SMALL = RunConfig(n_layer=4, n_head=4, n_embd=256, block_size=256, batch_size=8, gradient_accumulation_steps=4,
                   vocab_size=5000, eval_iters=6, dtype="bfloat16", compile=True)
@@ -204,7 +204,7 @@ def test_a_lossy_saver_is_not_used_where_it_gains_little() -> None:
 def test_allowing_lossy_savers_never_gives_a_worse_answer(number: int) -> None:
     """What fits without them is kept, unless the estimate can tell that the other is faster."""
     draw = Random(number)
-    card = cards.find(draw.choice(("4070", "3060", "4090", "2080ti", "h200")))
+    card = gpus.find(draw.choice(("4070", "3060", "4090", "2080ti", "h200")))
     setting, heads = setting_for(card), draw.choice((2, 4, 8))
     config = RunConfig(
         n_layer=draw.choice((2, 4, 8)), n_head=heads, n_embd=64 * heads, block_size=draw.choice((128, 512, 1024)),

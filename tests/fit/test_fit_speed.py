@@ -11,27 +11,27 @@ from pathlib import Path
 
 import pytest
 
-from fitgpt import cards, outlook
-from fitgpt.config import RunConfig
-from fitgpt.fit import speed
-from fitgpt.fit.reach import kind_of
+from fitgpt.config.memory_savers import LEVELS
+from fitgpt.config.run_config import RunConfig
+from fitgpt.hardware import gpus
 from fitgpt.memory import gpt
-from fitgpt.memory.forecast import settled
 from fitgpt.memory.setting import setting_for
-from fitgpt.savers import LEVELS
+from fitgpt.planning import duration, speed
+from fitgpt.planning.efficiency import kind_of
+from fitgpt.planning.forecast import settled
 
-H200, CARD = cards.find("h200"), cards.find("4070")
+H200, CARD = gpus.find("h200"), gpus.find("4070")
 GPT2 = RunConfig(n_layer=12, n_head=12, n_embd=768, vocab_size=50304, batch_size=8, gradient_accumulation_steps=4)
 
 
-def middle(config: RunConfig, card: cards.Card = CARD) -> float:
+def middle(config: RunConfig, card: gpus.Card = CARD) -> float:
     setting = setting_for(card)
     return speed.modelled(settled(config, setting), card, setting, speed.reach_of(card))
 
 
 @pytest.mark.parametrize("run", speed.recorded(), ids=lambda run: run.source)
 def test_every_recorded_run_is_within_ten_percent_of_the_roofline(run: speed.Recorded) -> None:
-    assert middle(run.config, cards.find(run.card)) == pytest.approx(run.tokens_per_s, rel=0.10)
+    assert middle(run.config, gpus.find(run.card)) == pytest.approx(run.tokens_per_s, rel=0.10)
 
 
 def test_the_recorded_runs_are_those_of_the_results() -> None:
@@ -56,7 +56,7 @@ def test_recorded_levels_of_one_model_come_in_the_order_that_was_measured() -> N
 
 def test_a_run_that_was_measured_on_that_card_has_one_figure() -> None:
     run = speed.recorded()[0]
-    told = speed.estimate(run.config, cards.find(run.card))
+    told = speed.estimate(run.config, gpus.find(run.card))
     assert told is not None
     assert told.low == told.high == run.tokens_per_s
     assert run.source in told.basis
@@ -143,7 +143,7 @@ NANOGPTS = RunConfig(n_layer=12, n_head=12, n_embd=768, vocab_size=50304, batch_
 @pytest.mark.parametrize(("card", "tokens_per_s"), [("4090", 106_000), ("4090", 110_000)])
 def test_public_figures_of_gpt2_lie_within_the_range(card: str, tokens_per_s: int) -> None:
     """Of a compiled nanoGPT; we are a few percent faster than it. Sources: fit/reach.py."""
-    told = speed.estimate(NANOGPTS, cards.find(card))
+    told = speed.estimate(NANOGPTS, gpus.find(card))
     assert told is not None
     assert told.low < tokens_per_s < told.high
 
@@ -151,7 +151,7 @@ def test_public_figures_of_gpt2_lie_within_the_range(card: str, tokens_per_s: in
 @pytest.mark.parametrize(("card", "tflops"), [("T4", 24), ("V100 SXM 16GB", 62.4), ("GTX 1080 Ti", 11.3 * 0.72)])
 def test_no_card_before_ampere_is_expected_to_do_more_than_others_reached_there(card: str, tflops: float) -> None:
     """T4: cuBLAS alone. V100: Megatron-LM. 1080 Ti: not near all of its ordinary units, eager and without flash."""
-    told = speed.estimate(NANOGPTS, cards.find(card))
+    told = speed.estimate(NANOGPTS, gpus.find(card))
     assert told is not None
     flops_a_token = 6 * NANOGPTS.gpt_config().count_params() + 12 * 12 * 768 * 1024
     assert told.likely * flops_a_token < 0.9e12 * tflops
@@ -169,7 +169,7 @@ def test_without_flash_attention_a_card_of_the_same_figures_is_slower_and_less_s
 
 
 def test_every_card_has_a_kind_and_a_range_that_holds_what_is_likely() -> None:
-    for card in cards.load():
+    for card in gpus.load():
         kind = kind_of(card)
         for least, likely, most in zip(kind.least, kind.likely, kind.most, strict=True):
             assert 0 < least < likely < most < 1
@@ -177,11 +177,11 @@ def test_every_card_has_a_kind_and_a_range_that_holds_what_is_likely() -> None:
 
 def test_float32_runs_on_turings_ordinary_units() -> None:
     """RTX 2080 Ti: 13.4 TFLOP/s by its spec sheet."""
-    assert speed.matrix_rate(cards.find("2080ti"), "float32") == pytest.approx(13.4e12, rel=0.01)
-    assert speed.matrix_rate(cards.find("3090"), "float32") == pytest.approx(35.5e12, rel=0.01)
+    assert speed.matrix_rate(gpus.find("2080ti"), "float32") == pytest.approx(13.4e12, rel=0.01)
+    assert speed.matrix_rate(gpus.find("3090"), "float32") == pytest.approx(35.5e12, rel=0.01)
 
 
 def test_plan_tells_the_same_speed() -> None:
     told = speed.estimate(GPT2, CARD)
     assert told is not None
-    assert outlook.tokens_per_s(GPT2, CARD) == (told.low, told.high)
+    assert duration.tokens_per_s(GPT2, CARD) == (told.low, told.high)

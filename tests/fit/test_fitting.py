@@ -13,15 +13,17 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from fitgpt import cli, driver, fitting, host, planfile, timing
-from fitgpt.cards import find
-from fitgpt.config import RunConfig
-from fitgpt.driver import GpuProcess, GpuReading, Survey
-from fitgpt.errors import DoesNotFit
-from fitgpt.knobs import build, walk
-from fitgpt.memory.changes import holdings
+from fitgpt.commands import fit, main
+from fitgpt.config.fields import build, walk
+from fitgpt.config.run_config import RunConfig
+from fitgpt.core.errors import DoesNotFit
+from fitgpt.core.units import GiB, MiB
+from fitgpt.hardware import host, nvidia
+from fitgpt.hardware.gpus import find
+from fitgpt.hardware.nvidia import GpuProcess, GpuReading, Survey
 from fitgpt.memory.setting import setting_for
-from fitgpt.units import GiB, MiB
+from fitgpt.planning import plan_file, timing
+from fitgpt.planning.changes import holdings
 
 SMALL = """# A small run.
 out_dir = 'runs/small'
@@ -56,7 +58,7 @@ def say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     Path("run.py").write_text(SMALL)
 
     def say(*argv: str) -> Said:
-        code = cli.main(["fit", *argv])
+        code = main.main(["fit", *argv])
         told = capsys.readouterr()
         return Said(code, told.out, told.err)
 
@@ -122,7 +124,7 @@ def test_the_plan_beside_it_is_one_that_train_takes_with_its_ladder(say: Any) ->
     needs = [rung["needs_bytes"] for rung in document["ladder"]]
     assert needs == sorted(needs, reverse=True)
     assert needs[0] < document["forecast"]["needs_bytes"]
-    read = planfile.read("config/mine.plan.json")
+    read = plan_file.read("config/mine.plan.json")
     assert read.card == "RTX 4070"
     assert read.needs == document["forecast"]["needs_bytes"] <= document["reserve_limit_bytes"]
     assert read.knobs["batch_size"] == document["config"]["batch_size"]
@@ -161,7 +163,7 @@ def test_two_fits_into_one_folder_keep_a_plan_each(say: Any) -> None:
                          ids=lambda text: text[:8])
 def test_no_file_that_somebody_else_wrote_is_replaced_be_it_the_plan_or_the_page(
         say: Any, monkeypatch: pytest.MonkeyPatch, file: str, flags: list[str], fix: str, content: str) -> None:
-    monkeypatch.setattr(fitting, "reach", lambda *asked: pytest.fail("it is refused before anything is looked for"))
+    monkeypatch.setattr(fit, "reach", lambda *asked: pytest.fail("it is refused before anything is looked for"))
     Path(file).write_text(content)
     told = say(*TIGHT, *flags)
     assert (told.code, told.out) == (2, "")
@@ -265,7 +267,7 @@ def test_the_page_draws_the_frontier_and_holds_no_markup_of_the_users(say: Any) 
 ])
 def test_mistakes_end_with_a_sentence(say: Any, monkeypatch: pytest.MonkeyPatch, argv: list[str], code: int,
                                       words: str) -> None:
-    monkeypatch.setattr(driver, "survey", lambda env=None: Survey(reason="no driver"))
+    monkeypatch.setattr(nvidia, "survey", lambda env=None: Survey(reason="no driver"))
     told = say(*argv)
     assert told.code == code
     assert words in told.err
@@ -287,12 +289,12 @@ def test_the_largest_model_stays_within_the_hosts_memory_too(say: Any) -> None:
 
 def test_of_the_hosts_memory_only_what_is_available_is_counted_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "available_memory", lambda: 10 * GiB)
-    found = fitting.place.named("4070", others=None, budget=None)
-    assert fitting.here_for(found, RunConfig(budget="9GiB"), is_here=True).host_bytes == 8 * GiB
-    named = fitting.here_for(found, RunConfig(), is_here=False)
-    assert named.host_bytes == int(host.SHARE * fitting.ASSUMED_HOST)
+    found = fit.place.named("4070", others=None, budget=None)
+    assert fit.here_for(found, RunConfig(budget="9GiB"), is_here=True).host_bytes == 8 * GiB
+    named = fit.here_for(found, RunConfig(), is_here=False)
+    assert named.host_bytes == int(host.SHARE * fit.ASSUMED_HOST)
     monkeypatch.setattr(host, "available_memory", lambda: None)
-    assert fitting.here_for(found, RunConfig(budget="9GiB"), is_here=True).host_bytes is None
+    assert fit.here_for(found, RunConfig(budget="9GiB"), is_here=True).host_bytes is None
 
 
 def test_a_ladder_keeps_to_the_hosts_memory(say: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,7 +304,7 @@ def test_a_ladder_keeps_to_the_hosts_memory(say: Any, monkeypatch: pytest.Monkey
         return [rung for rung in rungs if rung["changes"].get("offload", "none") != "none"]
 
     assert offloading()
-    monkeypatch.setattr(fitting, "ASSUMED_HOST", 1 * MiB)
+    monkeypatch.setattr(fit, "ASSUMED_HOST", 1 * MiB)
     assert not offloading()
 
 
@@ -321,8 +323,8 @@ def reading(*processes: GpuProcess) -> GpuReading:
 def test_beside_another_users_program_the_micro_batch_is_not_raised(
         say: Any, monkeypatch: pytest.MonkeyPatch, owner: str, name: str, keeps_small: bool) -> None:
     seen = Survey((reading(GpuProcess(77, name, GiB)),))
-    monkeypatch.setattr(driver, "survey", lambda env=None: seen)
-    monkeypatch.setattr(fitting, "is_own", lambda pid: owner == "own")
+    monkeypatch.setattr(nvidia, "survey", lambda env=None: seen)
+    monkeypatch.setattr(fit, "is_own", lambda pid: owner == "own")
     told = json.loads(say("run.py", "--json").out)
     assert (told["chosen"]["config"]["batch_size"] <= 4) == keeps_small
     assert any("Somebody else computes" in note for note in told["notes"]) == keeps_small
@@ -335,12 +337,12 @@ def test_beside_another_users_program_the_micro_batch_is_not_raised(
 def test_own_processes_are_told_from_others() -> None:
     import os
 
-    assert fitting.is_own(os.getpid())
-    assert not fitting.is_own(2**22 + 1)
+    assert fit.is_own(os.getpid())
+    assert not fit.is_own(2**22 + 1)
 
 
 def test_measuring_takes_the_fastest_by_the_clock(say: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver, "survey", lambda env=None: Survey((reading(),)))
+    monkeypatch.setattr(nvidia, "survey", lambda env=None: Survey((reading(),)))
     caps = []
 
     def timed(clock: timing.Clock, config: RunConfig, cap: int) -> float | str:
@@ -385,22 +387,22 @@ def test_a_run_that_only_evaluates_is_not_fitted(say: Any) -> None:
     assert told.code == 2
     assert "fitgpt plan" in told.err
     asked = RunConfig(fit=True, eval_only=True)
-    assert fitting.for_train(asked) == (
+    assert fit.for_train(asked) == (
         replace(asked, fit=False), ["fit: nothing to choose, because nothing is trained."])
 
 
 def test_neither_torch_nor_numpy_is_loaded(say: Any) -> None:
-    script = ("import sys, fitgpt.cli\nassert fitgpt.cli.main(['fit', *sys.argv[1:]]) == 0\n"
+    script = ("import sys, fitgpt.commands.main\nassert fitgpt.commands.main.main(['fit', *sys.argv[1:]]) == 0\n"
               "assert not {'torch', 'numpy', 'rich'} & set(sys.modules)")
     ended = subprocess.run([sys.executable, "-c", script, *TIGHT], capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
 
 
 def test_train_fits_itself_where_it_is_asked_to(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(driver, "survey", lambda env=None: Survey((reading(),)))
+    monkeypatch.setattr(nvidia, "survey", lambda env=None: Survey((reading(),)))
     monkeypatch.chdir(tmp_path)
     said = RunConfig(fit=True, batch_size=4, gradient_accumulation_steps=120, vocab_size=50304)
-    chosen, notes = fitting.for_train(said)
+    chosen, notes = fit.for_train(said)
     assert not chosen.fit
     assert chosen.batch_size > 4
     assert chosen.batch_size * chosen.gradient_accumulation_steps == 480
@@ -408,9 +410,9 @@ def test_train_fits_itself_where_it_is_asked_to(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_train_without_a_card_goes_as_it_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver, "survey", lambda env=None: Survey(reason="no driver"))
+    monkeypatch.setattr(nvidia, "survey", lambda env=None: Survey(reason="no driver"))
     said = RunConfig(fit=True, batch_size=4)
-    chosen, notes = fitting.for_train(said)
+    chosen, notes = fit.for_train(said)
     assert chosen == RunConfig(batch_size=4)
     assert "no NVIDIA GPU" in notes[0]
 
@@ -437,20 +439,20 @@ def test_the_command_that_a_refusal_names_is_accepted(say: Any) -> None:
 
 
 def test_train_fit_says_what_would_do_where_nothing_does(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(driver, "survey", lambda env=None: Survey((reading(),)))
+    monkeypatch.setattr(nvidia, "survey", lambda env=None: Survey((reading(),)))
     monkeypatch.chdir(tmp_path)
     said = RunConfig(fit=True, vocab_size=50304, budget="800MiB")
     with pytest.raises(DoesNotFit) as refused:
-        fitting.for_train(said)
+        fit.for_train(said)
     assert "the least memory this run can live in is" in str(refused.value.what)
     assert "Something fits with --budget=" in str(refused.value.fix)
 
 
 def test_a_card_known_by_rule_is_not_filled_to_the_brim() -> None:
-    found = fitting.place.named("4070", others=None, budget=None)
+    found = fit.place.named("4070", others=None, budget=None)
     assert found.card.outside_src != "seen"
-    margined = fitting.with_a_margin(found)
-    assert margined.reserve_limit == found.budget.reserve_limit - fitting.UNSURE
+    margined = fit.with_a_margin(found)
+    assert margined.reserve_limit == found.budget.reserve_limit - fit.UNSURE
     assert margined.outside == found.budget.outside
-    seen = fitting.place.named("h200", others=None, budget=None)
-    assert fitting.with_a_margin(seen) == seen.budget
+    seen = fit.place.named("h200", others=None, budget=None)
+    assert fit.with_a_margin(seen) == seen.budget

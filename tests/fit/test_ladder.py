@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from fitgpt.config import RunConfig
+from fitgpt.config.run_config import RunConfig
 from fitgpt.data.order import positions_for
-from fitgpt.fit.ladder import MOST_RUNGS, card_like, ladder, needs_of, seconds_a_token
 from fitgpt.memory.allocator import replay
-from fitgpt.memory.forecast import settled, tape_of
 from fitgpt.memory.gpt import host_bytes
 from fitgpt.memory.setting import Setting
 from fitgpt.nouns import Rung
+from fitgpt.planning.fallback_ladder import MOST_RUNGS, card_like, ladder, needs_of, seconds_a_token
+from fitgpt.planning.forecast import settled, tape_of
 
 HERE = Setting((8, 9), "2.13", sms=46)  # an RTX 4070
 FREE = {"batch_size", "gradient_accumulation_steps", "eval_batch_size", "recompute", "loss_chunk", "cuda_graphs",
@@ -113,5 +113,5 @@ def test_a_ladder_of_twelve_layers_is_there_within_a_second() -> None:
 
 
 def test_a_ladder_needs_neither_torch_nor_numpy() -> None:
-    script = "import sys, fitgpt.fit.ladder\nassert not {'torch', 'numpy'} & set(sys.modules)"
+    script = "import sys, fitgpt.planning.fallback_ladder\nassert not {'torch', 'numpy'} & set(sys.modules)"
     assert subprocess.run([sys.executable, "-c", script]).returncode == 0

@@ -25,13 +25,13 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "src"))
 
-from fitgpt.config import RunConfig  # noqa: E402
-from fitgpt.errors import UsageError  # noqa: E402
+from fitgpt.config.memory_savers import LEVELS  # noqa: E402
+from fitgpt.config.run_config import RunConfig  # noqa: E402
+from fitgpt.core.errors import UsageError  # noqa: E402
+from fitgpt.core.units import GiB  # noqa: E402
 from fitgpt.memory.allocator import needs  # noqa: E402
-from fitgpt.memory.forecast import settled, tape_of  # noqa: E402
 from fitgpt.memory.setting import Setting  # noqa: E402
-from fitgpt.savers import LEVELS  # noqa: E402
-from fitgpt.units import GiB  # noqa: E402
+from fitgpt.planning.forecast import settled, tape_of  # noqa: E402
 
 SEED, RUNS, SWITCHED, FRESH, CAPPED = 20261115, 48, 13, 48, 20
 H200 = Setting((9, 0), "2.11")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from tape_script import tape
 
+from fitgpt.core.units import MiB
 from fitgpt.memory.allocator import Timeline, needs, replay
 from fitgpt.memory.tape import Writer
-from fitgpt.units import MiB
 
 
 def run(*script: tuple[str, int] | str, cap: int | None = None) -> Timeline:

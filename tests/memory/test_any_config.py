@@ -6,12 +6,12 @@ from random import Random
 
 import pytest
 
-from fitgpt.cards import Card, load
-from fitgpt.config import RunConfig
+from fitgpt.config.run_config import RunConfig
+from fitgpt.hardware.gpus import Card, load
 from fitgpt.memory.allocator import replay
-from fitgpt.memory.forecast import forecast, settled, tape_of
 from fitgpt.memory.setting import KNOWN_TORCH, Setting, setting_for
 from fitgpt.memory.tape import RELEASE, Event, Tape
+from fitgpt.planning.forecast import forecast, settled, tape_of
 
 CONFIGS = 100
 ONE_OF_EACH_KIND = list({card.cc: card for card in load() if card.vendor == "nvidia"}.values())

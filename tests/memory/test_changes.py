@@ -7,15 +7,15 @@ from itertools import pairwise
 
 import pytest
 
-from fitgpt.config import RunConfig
-from fitgpt.knobs import build, walk
-from fitgpt.memory import changes
-from fitgpt.memory.changes import Option, fits, holdings, priced, single_changes, smallest_that_fit
-from fitgpt.memory.forecast import forecast
+from fitgpt.config.fields import build, walk
+from fitgpt.config.memory_savers import SAVERS
+from fitgpt.config.run_config import RunConfig
+from fitgpt.core.units import GiB, MiB
 from fitgpt.memory.setting import Setting
 from fitgpt.nouns import Budget
-from fitgpt.savers import SAVERS
-from fitgpt.units import GiB, MiB
+from fitgpt.planning import changes
+from fitgpt.planning.changes import Option, fits, holdings, priced, single_changes, smallest_that_fit
+from fitgpt.planning.forecast import forecast
 
 SETTING = Setting((8, 9))
 SMALL = RunConfig(n_layer=3, n_head=4, n_embd=256, batch_size=12, block_size=256, vocab_size=50304, dtype="bfloat16",

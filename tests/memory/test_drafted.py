@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from fitgpt.config import RunConfig
+from fitgpt.config.run_config import RunConfig
 from fitgpt.memory import nanogpt
 from fitgpt.memory.allocator import Timeline
 from fitgpt.memory.drafted import drafted
-from fitgpt.memory.forecast import draft, settled, tape_of
 from fitgpt.memory.nanorun import NanoGPTRun
 from fitgpt.memory.setting import Setting
 from fitgpt.memory.tape import Tape
+from fitgpt.planning.forecast import draft, settled, tape_of
 
 
 def short(run: NanoGPTRun, layers: int = 0) -> Tape:

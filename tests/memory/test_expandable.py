@@ -9,9 +9,9 @@ import pytest
 from tape_script import tape
 
 from by_the_book import Allocator, ExpandableAllocator
+from fitgpt.core.units import MiB
 from fitgpt.memory.allocator import needs, replay
 from fitgpt.memory.tape import Tape, Writer
-from fitgpt.units import MiB
 
 
 def test_pages_are_2_mib_for_small_and_20_for_large_requests() -> None:

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from fitgpt.config import RunConfig
-from fitgpt.memory.accuracy import Figure, by_run, compare_own
+from accuracy import Figure, by_run, compare_own
+from fitgpt.config.run_config import RunConfig
 from fitgpt.memory.allocator import needs
-from fitgpt.memory.forecast import settled, tape_of
 from fitgpt.memory.setting import Setting
+from fitgpt.planning.forecast import settled, tape_of
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 H200 = Setting((9, 0), "2.11")

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from test_golden import H200, read
 
-from fitgpt.config import RunConfig
+from fitgpt.config.run_config import RunConfig
 from fitgpt.memory import sampling
 from fitgpt.memory.allocator import replay
-from fitgpt.memory.forecast import forecast, settled
 from fitgpt.memory.setting import Setting
+from fitgpt.planning.forecast import forecast, settled
 
 ROWS = [row for name in ("h200.json", "h200_sampling.json") for row in read(name) if "sample" in row.get("phases", {})]
 RESERVES_UNTIL_THE_THIRD_TOKEN = RunConfig(n_layer=8, n_head=8, n_embd=336, block_size=512, vocab_size=65,

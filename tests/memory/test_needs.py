@@ -7,15 +7,16 @@ from typing import Any
 
 import pytest
 
-from fitgpt.config import RunConfig
-from fitgpt.memory import allocator, forecast
+from fitgpt.config.run_config import RunConfig
+from fitgpt.core.units import MiB
+from fitgpt.memory import allocator
 from fitgpt.memory.allocator import needs, needs_under, replay
 from fitgpt.memory.blocks import LARGE_SEGMENT, ROUND_SEGMENT, rounded, segment_size
-from fitgpt.memory.forecast import settled, tape_of
 from fitgpt.memory.setting import Setting
 from fitgpt.memory.tape import Tape
 from fitgpt.nouns import Budget
-from fitgpt.units import MiB
+from fitgpt.planning import forecast
+from fitgpt.planning.forecast import settled, tape_of
 
 SMALL: dict[str, Any] = dict(n_layer=2, n_head=4, n_embd=128, batch_size=4, block_size=128, vocab_size=5000)
 SETTING = Setting((8, 9))

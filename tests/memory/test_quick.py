@@ -13,18 +13,18 @@ from typing import Any
 import pytest
 
 import by_the_book
-from fitgpt.config import RunConfig
-from fitgpt.memory import forecast
+from fitgpt.config.run_config import RunConfig
+from fitgpt.core.units import GiB, MiB
 from fitgpt.memory.allocator import Begun, replay, reserved_in_other_orders
-from fitgpt.memory.changes import smallest_that_fit
 from fitgpt.memory.expandable import Expandable
-from fitgpt.memory.forecast import TRAINERS, held_at_least, settled, tape_of
 from fitgpt.memory.native import Native
 from fitgpt.memory.ranges import ALWAYS_ASCENDING, MOSTLY_DESCENDING
 from fitgpt.memory.setting import Setting
 from fitgpt.memory.tape import RECORDED, Tape, Writer
 from fitgpt.nouns import Budget
-from fitgpt.units import GiB, MiB
+from fitgpt.planning import forecast
+from fitgpt.planning.changes import smallest_that_fit
+from fitgpt.planning.forecast import TRAINERS, held_at_least, settled, tape_of
 
 SMALL: dict[str, Any] = dict(n_layer=3, n_head=4, n_embd=256, batch_size=8, block_size=256, vocab_size=5000)
 RUNS: dict[str, dict[str, Any]] = {

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from tape_script import tape
 
+from fitgpt.core.units import MiB
 from fitgpt.memory.allocator import replay
 from fitgpt.memory.ranges import ALWAYS_ASCENDING, MOSTLY_DESCENDING, Ranges, driver
-from fitgpt.units import MiB
 
 
 def put(*sizes: int, large_weight: bool = True) -> list[int]:

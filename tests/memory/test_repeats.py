@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 
+from fitgpt.core.units import MiB
 from fitgpt.memory import repeats
 from fitgpt.memory.allocator import _changes, needs, replay
 from fitgpt.memory.expandable import Expandable
@@ -13,7 +14,6 @@ from fitgpt.memory.nanogpt import write
 from fitgpt.memory.nanorun import NanoGPTRun
 from fitgpt.memory.native import Native
 from fitgpt.memory.tape import Tape, Writer
-from fitgpt.units import MiB
 
 MANY = NanoGPTRun(n_layer=2, n_head=4, n_embd=256, batch_size=4, block_size=512, gradient_accumulation_steps=12,
                   compile=False)

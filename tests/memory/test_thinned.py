@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from fitgpt.config import RunConfig
+from fitgpt.config.run_config import RunConfig
+from fitgpt.core.units import MiB
 from fitgpt.memory.allocator import Timeline, replay
-from fitgpt.memory.forecast import timeline_of
 from fitgpt.memory.setting import Setting
 from fitgpt.memory.tape import OWNERS, Writer
 from fitgpt.memory.thinned import one_step, thinned
-from fitgpt.units import MiB
+from fitgpt.planning.forecast import timeline_of
 
 SMALL = RunConfig(n_layer=4, n_head=4, n_embd=128, batch_size=4, block_size=128, vocab_size=1024)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from traced import Seen, trace, trace_sampling
 
-from fitgpt.config import RunConfig
+from fitgpt.config.run_config import RunConfig
 from fitgpt.engine import block
 from fitgpt.memory import gpt, sampling
 from fitgpt.memory.optimizers import GROUP

@@ -6,12 +6,12 @@ import re
 
 import pytest
 
-from fitgpt.config import RunConfig
-from fitgpt.memory.forecast import settled, timeline_of
+from fitgpt.config.run_config import RunConfig
+from fitgpt.core.units import parse_bytes, parse_count
 from fitgpt.memory.setting import Setting
-from fitgpt.memory.words import Alive, Sizes, formula, owners
 from fitgpt.nouns import OwnerShare
-from fitgpt.units import parse_bytes, parse_count
+from fitgpt.planning.forecast import settled, timeline_of
+from fitgpt.planning.formulas import Alive, Sizes, formula, owners
 
 SMALL = dict(n_layer=3, n_head=4, n_embd=128, batch_size=4, block_size=128, vocab_size=1024)
 SIZES = Sizes(batch=16, block=1024, width=576, layers=12, vocab=50304, params=77_355_072, product=2, weight=4)

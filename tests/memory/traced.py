@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fitgpt import engine
-from fitgpt.config import RunConfig
+from fitgpt.config.run_config import RunConfig
 from fitgpt.memory.gpt import EVAL_BATCHES, ITERATIONS, records, sizes
 from fitgpt.memory.sampling import MASK_MULTIPLE, PROMPT, kernel_of_a_step
 from fitgpt.memory.setting import Setting
@@ -81,9 +81,9 @@ def run(config: RunConfig, watch: Watch) -> None:
     """As bench/record.py runs it on a card."""
     from fitgpt.engine.device import DeviceChoice
     from fitgpt.engine.evaluate import evaluate
-    from fitgpt.engine.feed import Feed
-    from fitgpt.engine.loop import learning_rate_at, train_step
-    from fitgpt.run import build_training
+    from fitgpt.engine.prefetch import Feed
+    from fitgpt.training.loop import learning_rate_at, train_step
+    from fitgpt.training.run import build_training
 
     def read(number: int) -> Any:
         return np.zeros((config.batch_size, config.block_size + 1), dtype=np.int64)
@@ -267,13 +267,13 @@ def _made(shapes: Any) -> Any:
 # ---- what a card would decide or do
 
 def steer(patch: pytest.MonkeyPatch, setting: Setting, config: RunConfig, watch: Watch) -> None:
-    from fitgpt import run
-    from fitgpt.engine import attention, loss, model
+    from fitgpt.engine import attention, chunked_loss, model
+    from fitgpt.training import run
 
     kernels = {"cudnn": attention.CUDNN, "flash": attention.FLASH, "efficient": attention.EFFICIENT,
                "math": attention.PLAIN}
     patch.setattr(attention, "kernel_for", lambda *_: kernels[setting.attention(config)])
-    for module in (run, loss, model):
+    for module in (run, chunked_loss, model):
         patch.setattr(module, "triton_works", lambda: setting.compiles)
     patch.setattr(without_launches(patch), "_multiprocessors", lambda _: setting.sms)
     patch.setattr(torch, "compile", lambda function, **_: in_one_kernel(function, watch))

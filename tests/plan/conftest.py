@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from asking import Answer
 
-from fitgpt import driver
-from fitgpt.cli import main
-from fitgpt.driver import Survey
+from fitgpt.commands.main import main
+from fitgpt.hardware import nvidia
+from fitgpt.hardware.nvidia import Survey
 
 
 @pytest.fixture
@@ -18,7 +18,7 @@ def ask(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp
     """fitgpt plan, in an empty folder, on a machine without a GPU."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setattr(driver, "survey", lambda env=None: Survey(reason="no NVIDIA driver is installed or loaded"))
+    monkeypatch.setattr(nvidia, "survey", lambda env=None: Survey(reason="no NVIDIA driver is installed or loaded"))
 
     def ask(*argv: str, verb: str = "plan") -> Answer:
         code = main([verb, *argv])

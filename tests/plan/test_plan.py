@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from asking import CONFIG, NOTES_77M, ROOT, SMALL
 
-from fitgpt import planner
-from fitgpt.config import RunConfig
-from fitgpt.memory.accuracy import basis
-from fitgpt.memory.basis import FILE as BASIS
-from fitgpt.units import GiB, MiB
+from accuracy import basis
+from fitgpt.commands import plan
+from fitgpt.config.run_config import RunConfig
+from fitgpt.core.units import GiB, MiB
+from fitgpt.planning.track_record import FILE as BASIS
 
 KEYS = ["schema", "trainer", "card", "torch", "params", "usable_bytes", "others_bytes", "budget_bytes", "outside_bytes",
         "reserve_limit_bytes", "needs_bytes", "headroom_bytes", "fits", "process_bytes", "card_bytes", "phases",
@@ -163,7 +163,7 @@ def test_every_line_is_at_most_eighty_columns_wide(ask: Any) -> None:
 
 
 def test_fits_is_coloured_only_on_a_terminal(ask: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planner, "_colours", lambda: True)
+    monkeypatch.setattr(plan, "_colours", lambda: True)
     assert "\x1b[1;32mFits\x1b[0m: " in ask(*SMALL, "--gpu=4070").out
     assert "\x1b[1;31mDoes not fit\x1b[0m: " in ask(*SMALL, "--gpu=4070", "--budget=300MiB").out
 

@@ -14,9 +14,9 @@ import pytest
 from asking import CONFIG, ROOT, SMALL
 
 import fitgpt
-from fitgpt.config import RunConfig
-from fitgpt.errors import UsageError
-from fitgpt.units import GiB, MiB, show_bytes
+from fitgpt.config.run_config import RunConfig
+from fitgpt.core.errors import UsageError
+from fitgpt.core.units import GiB, MiB, show_bytes
 
 
 def test_the_call_takes_a_file_a_dict_or_a_config(ask: Any, tmp_path: Path) -> None:
@@ -81,7 +81,8 @@ def test_the_call_answers_what_the_command_prints(ask: Any, flags: dict[str, Any
 
 
 def test_neither_torch_nor_numpy_nor_rich_is_loaded(tmp_path: Path) -> None:
-    script = ("import sys, fitgpt\nfitgpt.plan(sys.argv[1], gpu='4070')._repr_html_()\nfrom fitgpt.cli import main\n"
+    script = ("import sys, fitgpt\nfitgpt.plan(sys.argv[1], gpu='4070')._repr_html_()\n"
+              "from fitgpt.commands.main import main\n"
               "main(['plan', sys.argv[1], '--gpu=4070', '--options', '--timeline=x.html'])\n"
               "main(['plan', sys.argv[1], '--budget=100MiB'])\nmain(['cards'])\n"
               "assert callable(fitgpt.plan)\nassert not {'torch', 'numpy', 'rich'} & set(sys.modules)")

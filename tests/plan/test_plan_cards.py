@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 from asking import SMALL
 
-from fitgpt import cards, driver, place, planner
-from fitgpt.config import RunConfig
-from fitgpt.driver import GpuProcess, GpuReading, Survey
-from fitgpt.memory import forecast
+from fitgpt.commands import plan
+from fitgpt.config.run_config import RunConfig
+from fitgpt.core.units import GiB, MiB, show_bytes
+from fitgpt.hardware import gpus, nvidia
+from fitgpt.hardware.nvidia import GpuProcess, GpuReading, Survey
 from fitgpt.memory.setting import Setting
-from fitgpt.units import GiB, MiB, show_bytes
+from fitgpt.planning import budget, forecast
 
 # ---- the place
 
@@ -28,7 +29,7 @@ def gpu(**more: Any) -> GpuReading:
 
 
 def test_the_card_here_is_planned_with_what_others_hold_now(ask: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver, "survey", lambda env=None: Survey((gpu(),)))
+    monkeypatch.setattr(nvidia, "survey", lambda env=None: Survey((gpu(),)))
     told = ask(*SMALL, "--json").json
     assert told["card"] == "RTX 4070"
     assert told["usable_bytes"] == (12282 - 400) * MiB
@@ -41,7 +42,7 @@ def test_the_card_here_is_planned_with_what_others_hold_now(ask: Any, monkeypatc
 def test_of_several_cards_the_one_with_most_room_or_the_one_asked_for(ask: Any,
                                                                      monkeypatch: pytest.MonkeyPatch) -> None:
     both = (gpu(), gpu(index=1, name="NVIDIA GeForce RTX 3090", total_bytes=24576 * MiB, free_bytes=23 * GiB))
-    monkeypatch.setattr(driver, "survey", lambda env=None: Survey(both))
+    monkeypatch.setattr(nvidia, "survey", lambda env=None: Survey(both))
     assert ask(*SMALL, "--json").json["card"] == "RTX 3090"
     assert ask(*SMALL, "--device=cuda:0", "--json").json["card"] == "RTX 4070"
     answer = ask(*SMALL, "--device=cuda:2")
@@ -50,10 +51,10 @@ def test_of_several_cards_the_one_with_most_room_or_the_one_asked_for(ask: Any,
 
 
 def test_a_card_that_is_in_no_table_is_planned_with_care(ask: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver, "survey", lambda env=None: Survey((gpu(name="NVIDIA Odd 9", cc="9.9"),)))
+    monkeypatch.setattr(nvidia, "survey", lambda env=None: Survey((gpu(name="NVIDIA Odd 9", cc="9.9"),)))
     answer = ask(*SMALL, "--json").json
     assert answer["card"] == "NVIDIA Odd 9"
-    known = [card.outside_mib for card in cards.load() if card.usable_mib and card.usable_mib < 12000]
+    known = [card.outside_mib for card in gpus.load() if card.usable_mib and card.usable_mib < 12000]
     assert answer["outside_bytes"] == max(mib for mib in known if mib) * MiB
 
 
@@ -95,17 +96,17 @@ def test_the_torch_is_the_one_installed_unless_another_is_asked_for(ask: Any) ->
 
 
 def test_the_users_own_allocator_settings_are_kept(ask: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver, "survey", lambda env=None: Survey((gpu(),)))
+    monkeypatch.setattr(nvidia, "survey", lambda env=None: Survey((gpu(),)))
     assert ask(*SMALL, "--json").json["assumes"]["allocator"] == "expandable segments"
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:128")
     assert ask(*SMALL, "--json").json["assumes"]["allocator"] != "expandable segments"
 
 
 def test_a_card_that_is_here_is_planned_with_its_own_multiprocessors() -> None:
-    card = cards.find("RTX 3060 12GB")
+    card = gpus.find("RTX 3060 12GB")
     seen = GpuReading(0, "NVIDIA GeForce RTX 3060", "GPU-1", "8.6", total_bytes=12288 * MiB, used_bytes=0)
-    assert place.on_device(seen).setting.sms == card.sms == place.on_card(card).setting.sms
-    assert place.on_device(replace(seen, name="NVIDIA Nonesuch")).setting.sms == Setting.sms
+    assert budget.on_device(seen).setting.sms == card.sms == budget.on_card(card).setting.sms
+    assert budget.on_device(replace(seen, name="NVIDIA Nonesuch")).setting.sms == Setting.sms
 
 
 # ---- all cards
@@ -115,7 +116,7 @@ def test_all_cards_says_of_each_what_its_own_plan_says(ask: Any) -> None:
     argv = [*SMALL, "--n_embd=1024", "--batch_size=32"]
     answer = ask(*argv, "--all-cards", "--json")
     rows = {row["card"]: row for row in answer.json["cards"]}
-    assert list(rows) == [card.name for card in cards.load()]
+    assert list(rows) == [card.name for card in gpus.load()]
     assert {row["fits"] for row in rows.values()} == {True, False}
     for name in ("RTX 4070", "T4", "H200", "RTX 5060", "GTX 1080"):
         one = ask(*argv, f"--gpu={name}", "--json").json
@@ -141,12 +142,12 @@ def test_a_card_that_cannot_run_it_is_said_what_it_needs_and_the_others_are_plan
 def test_cards_that_share_a_replay_have_the_same_tape() -> None:
     config = RunConfig(n_layer=1, n_head=2, n_embd=64, batch_size=2, block_size=64, vocab_size=64)
     seen: dict[Any, Any] = {}
-    for card in cards.load():
+    for card in gpus.load():
         if card.vendor == "nvidia":
-            setting = place.on_card(card, torch="2.11").setting
+            setting = budget.on_card(card, torch="2.11").setting
             for trainer in ("fitgpt", "nanogpt"):
                 tape = forecast.tape_of(forecast.settled(config, setting, trainer), setting, trainer)
-                assert seen.setdefault((trainer, planner.same_tape(config, setting, trainer)), tape) == tape
+                assert seen.setdefault((trainer, plan.same_tape(config, setting, trainer)), tape) == tape
     assert len(seen) > 4
 
 
@@ -165,7 +166,7 @@ def test_every_card_that_fits_has_a_speed_where_there_is_an_estimate(ask: Any) -
 
 def test_cards_are_listed_and_filtered(ask: Any) -> None:
     everything = ask(verb="cards").out
-    assert all(card.name in everything for card in cards.load())
+    assert all(card.name in everything for card in gpus.load())
     assert "the vendor" in everything
     some = ask("4070", verb="cards").out
     assert "RTX 4070 Ti SUPER" in some

@@ -9,8 +9,8 @@ import pytest
 from asking import SMALL, write_chars
 
 import fitgpt
+from fitgpt.core.errors import DataError, UsageError
 from fitgpt.data.header import check_vocab
-from fitgpt.errors import DataError, UsageError
 
 
 @pytest.mark.parametrize(("argv", "words"), [

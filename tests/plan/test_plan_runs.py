@@ -11,10 +11,10 @@ import pytest
 from asking import SMALL, write_chars
 
 import fitgpt
-from fitgpt.config import RunConfig
-from fitgpt.memory.basis import FILE as BASIS
-from fitgpt.runfolder import open_run
-from fitgpt.units import MiB
+from fitgpt.config.run_config import RunConfig
+from fitgpt.core.units import MiB
+from fitgpt.planning.track_record import FILE as BASIS
+from fitgpt.runs.folder import open_run
 
 
 def test_the_run_is_told_in_tokens_and_epochs(ask: Any, tmp_path: Path) -> None:

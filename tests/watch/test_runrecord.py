@@ -15,12 +15,14 @@ import pytest
 from watched import FACTS, evaluation, memory, rows_then, state_of, step, words_of, write_run
 
 from fake_nvml import CountingNvml
-from fitgpt import metrics, runrecord, watch
-from fitgpt.runfolder import open_run
-from fitgpt.runlock import lock_owner
-from fitgpt.runrecord import FollowedRun
+from fitgpt.commands import watch
+from fitgpt.core.units import GiB, MiB
+from fitgpt.runs import metrics
+from fitgpt.runs import record as runrecord
+from fitgpt.runs.folder import open_run
+from fitgpt.runs.lock import lock_owner
+from fitgpt.runs.record import FollowedRun
 from fitgpt.sights import Spike
-from fitgpt.units import GiB, MiB
 
 # ---- who trains there
 

@@ -15,16 +15,16 @@ import pytest
 from watched import CARD, FACTS, FRAME, RUN, state_of, step, words_of, write_run
 
 from fake_nvml import CountingNvml
-from fitgpt import watch
-from fitgpt.cli import main
-from fitgpt.config import RunConfig
-from fitgpt.errors import DeviceError, UsageError
-from fitgpt.knobs import build, walk
-from fitgpt.runfolder import open_run
-from fitgpt.runlock import Owner
+from fitgpt.commands import watch
+from fitgpt.commands.main import main
+from fitgpt.config.fields import build, walk
+from fitgpt.config.run_config import RunConfig
+from fitgpt.core.errors import DeviceError, UsageError
+from fitgpt.core.units import GiB, MiB
+from fitgpt.runs.folder import open_run
+from fitgpt.runs.lock import Owner
 from fitgpt.show.watching import frame_lines
 from fitgpt.sights import CardState, Program, Spike, Track, WatchFrame
-from fitgpt.units import GiB, MiB
 from helpers import tiny_config
 
 # ---- run and card together
@@ -147,7 +147,7 @@ def test_every_key_of_the_json_is_in_its_page() -> None:
 
 def test_a_real_run_that_has_finished_is_read_whole(tmp_path: Path, no_gpu: None,
                                                     capsys: pytest.CaptureFixture[str]) -> None:
-    from fitgpt.run import run
+    from fitgpt.training.run import run
 
     config = tiny_config(tmp_path, max_iters=4, eval_interval=2)
     run(config.to_dict(), [], lambda: False)

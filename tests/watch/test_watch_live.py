@@ -24,7 +24,7 @@ from watched import FACTS, state_of, step, write_run
 
 WRITER = """
 import json, sys, time
-from fitgpt.runfolder import open_run
+from fitgpt.runs.folder import open_run
 with open_run(sys.argv[1], {}, resume=False) as run:
     run.append_metrics(json.loads(sys.argv[2]))
     print("writing", flush=True)
@@ -111,6 +111,6 @@ def test_watching_ends_when_the_run_does(writer: Any, tmp_path: Path) -> None:
 
 def test_watching_loads_neither_torch_nor_numpy_nor_without_a_terminal_rich(tmp_path: Path) -> None:
     write_run(tmp_path, FACTS, step(5))
-    script = ("import sys, fitgpt.cli\nassert fitgpt.cli.main(['watch', sys.argv[1], '--once']) == 0\n"
+    script = ("import sys\nfrom fitgpt.commands.main import main\nassert main(['watch', sys.argv[1], '--once']) == 0\n"
               "assert not {'torch', 'numpy', 'rich'} & set(sys.modules)")
     assert subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True).returncode == 0

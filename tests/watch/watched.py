@@ -7,13 +7,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from fitgpt import runrecord
+from fitgpt.core.units import GiB, MiB
 from fitgpt.nouns import MemoryReading
-from fitgpt.runlock import lock_owner
-from fitgpt.runrecord import FollowedRun
+from fitgpt.runs import record as runrecord
+from fitgpt.runs.lock import lock_owner
+from fitgpt.runs.record import FollowedRun
 from fitgpt.show.watching import frame_lines
 from fitgpt.sights import CardState, Program, RunState, Spike, Track, WatchFrame
-from fitgpt.units import GiB, MiB
 
 FACTS = {"kind": "run", "config": {"eval_interval": 100, "always_save_checkpoint": True}, "device": "cuda:0",
          "device_name": "NVIDIA H200", "start_step": 0, "max_iters": 1000}

@@ -14,19 +14,21 @@ from urllib.parse import urlencode
 
 import pytest
 
-from fitgpt import fitting, host, planner
-from fitgpt.cli import VERBS, options_of
-from fitgpt.config import RunConfig
-from fitgpt.errors import DoesNotFit, UsageError
-from fitgpt.fit.choose import fit
-from fitgpt.knobs import walk
-from fitgpt.memory import forecast
-from fitgpt.memory.changes import single_changes
+from fitgpt.commands import fit as fitting
+from fitgpt.commands import plan
+from fitgpt.commands.main import VERBS, options_of
+from fitgpt.config.command_options import PlanQuestions
+from fitgpt.config.fields import walk
+from fitgpt.config.run_config import RunConfig
+from fitgpt.core.errors import DoesNotFit, UsageError
+from fitgpt.core.units import GiB, MiB, parse_bytes
+from fitgpt.hardware import host
 from fitgpt.memory.setting import Setting
 from fitgpt.nouns import MemoryReading
-from fitgpt.options import PlanQuestions
+from fitgpt.planning import forecast
+from fitgpt.planning.changes import single_changes
+from fitgpt.planning.choose import fit
 from fitgpt.sights import CardState, Program, RunState, Track, WatchFrame
-from fitgpt.units import GiB, MiB, parse_bytes
 from fitgpt.web import answers, fitted, fixes, form, live, pasted, worker
 from fitgpt.web.presets import PRESETS
 from fitgpt.web.settings import CARRIED, KNOBS, QUESTIONS, Asked, command, config_file, flags_in, plan_command, read
@@ -137,7 +139,7 @@ def test_the_notes_run_does_not_fit_beside_other_programs_and_fits_alone_or_with
 def test_every_card_has_the_verdict_that_planning_for_it_has() -> None:
     question = asked(others="1GiB", batch_size=24)
     rows = {row["name"]: row for row in answers.all_cards(question)["cards"]}
-    expected = planner.card_verdicts(question.config, "fitgpt", 1024 * MiB)
+    expected = plan.card_verdicts(question.config, "fitgpt", 1024 * MiB)
     assert {name: row["fits"] for name, row in rows.items()} == {
         each.name: each.fits for each in expected if each.name in rows}
     assert len({row["fits"] for row in rows.values()}) == 2

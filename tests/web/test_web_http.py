@@ -19,12 +19,12 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from fitgpt.errors import SystemFault, UsageError
-from fitgpt.options import ServeOptions
+from fitgpt.commands.serve import address_of, listen
+from fitgpt.config.command_options import ServeOptions
+from fitgpt.core.errors import SystemFault, UsageError
 from fitgpt.web.app import LARGEST_BODY, make_app
 from fitgpt.web.guard import Door
 from fitgpt.web.lanes import Lanes
-from fitgpt.web.serve import address_of, listen
 from fitgpt.web.serving import make_server
 from web_server import NOTES, run_going_on, serving
 
@@ -349,7 +349,7 @@ def test_a_taken_port_is_said_and_the_next_one_used(tmp_path: Path) -> None:
 
 
 def test_where_all_ports_are_taken_a_fix_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fitgpt.web.serve.PORTS_TRIED", 1)
+    monkeypatch.setattr("fitgpt.commands.serve.PORTS_TRIED", 1)
     with listen("127.0.0.1", 0) as taken, pytest.raises(UsageError) as caught:
         listen("127.0.0.1", taken.getsockname()[1])
     assert "--port=0" in caught.value.fix
@@ -376,7 +376,7 @@ def test_ctrl_c_ends_it_quietly_with_its_workers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("package", ["starlette", "uvicorn"])
 def test_a_missing_package_is_named_with_what_brings_it(package: str) -> None:
-    script = (f"import sys; sys.modules[{package!r}] = None\nfrom fitgpt.cli import main\n"
+    script = (f"import sys; sys.modules[{package!r}] = None\nfrom fitgpt.commands.main import main\n"
               "sys.exit(main(['serve', '--no-browser']))")
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert ended.returncode == 2

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
-from ..errors import SystemFault, UsageError
+from ..core.errors import SystemFault, UsageError
 
 _LOCK = ".prepare.lock"
 

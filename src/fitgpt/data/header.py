@@ -27,10 +27,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..config import DEFAULT_VOCAB
-from ..errors import DataError
+from ..config.run_config import DEFAULT_VOCAB
+from ..core.errors import DataError
+from ..core.units import KiB, show_bytes
 from ..nouns import DataSummary
-from ..units import KiB, show_bytes
 from . import manifest, meta
 
 MAGIC = b"FITGPT\r\n"

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import DataError
-from ..units import MiB, show_bytes
+from ..core.errors import DataError
+from ..core.units import MiB, show_bytes
 
 MAX_BYTES = 64 * MiB   # the vocabulary of any character set is far below one
 MAX_DEPTH = 8          # nanoGPT's own file has depth 2

@@ -15,7 +15,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import UsageError
+from ..core.errors import UsageError
 
 U64 = NDArray[np.uint64]
 I64 = NDArray[np.int64]

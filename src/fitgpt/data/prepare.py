@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..errors import DataError, FitError, Interrupted, SystemFault, UsageError
-from ..knobs import plain_name
-from ..units import KiB, parse_count, show_bytes, show_count
+from ..config.fields import plain_name
+from ..core.errors import DataError, FitError, Interrupted, SystemFault, UsageError
+from ..core.units import KiB, parse_count, show_bytes, show_count
 from . import manifest
 from .folder import check_free_of_others, locked, make, stop_asked, unmake
 from .header import ITEM_BYTES, PROGRESS_NAME, summarise
@@ -45,7 +45,7 @@ from .writing import (
 )
 
 if TYPE_CHECKING:
-    from ..options import PrepareOptions
+    from ..config.command_options import PrepareOptions
 
 _SAVE_EVERY_S = 1.0              # at most; and only when a shard was finished
 _SAMPLE_BYTES = 256 * KiB        # tokenized first, to know how many tokens the text will make

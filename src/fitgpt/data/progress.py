@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from ..units import show_bytes, show_count, show_seconds
+from ..core.units import show_bytes, show_count, show_seconds
 
 _LINE_EVERY_S = 5.0
 _BAR_EVERY_S = 0.1

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import DataError
-from ..units import GiB, MiB, show_bytes
+from ..core.errors import DataError
+from ..core.units import GiB, MiB, show_bytes
 from .header import ITEM_BYTES, ShardFile
 
 NUMPY_DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}

@@ -22,7 +22,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import DataError
+from ..core.errors import DataError
 from ..nouns import DataSummary
 from .header import ShardFile, take_inventory, too_long
 from .order import I64, hash_of, window_of

@@ -17,13 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from ..errors import DataError
-from ..units import KiB
+from ..core.errors import DataError
+from ..core.units import KiB
 from .tables import Parquet, count_lines, read_hub, read_jsonl
 from .text import PIECE_BYTES, Pieces, foreign_share, pieces_of
 
 if TYPE_CHECKING:
-    from ..options import PrepareOptions
+    from ..config.command_options import PrepareOptions
 
 EMBEDDED_BYTES = 8_000_000   # of the standard library: enough to learn from, prepared in a second or two
 _SNIFF_BYTES = 8 * KiB

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ..errors import DataError
-from ..units import GiB, MiB, show_bytes
+from ..core.errors import DataError
+from ..core.units import GiB, MiB, show_bytes
 from .text import Pieces, pieces_of, utf8_of
 
 MAX_LINE_BYTES = 256 * MiB

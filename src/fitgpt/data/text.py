@@ -13,7 +13,7 @@ import re
 from collections.abc import Generator, Iterable
 from dataclasses import dataclass, field
 
-from ..units import MiB
+from ..core.units import MiB
 
 PIECE_BYTES = 1 * MiB
 _BOM = b"\xef\xbb\xbf"

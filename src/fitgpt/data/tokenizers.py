@@ -10,8 +10,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ..config import GPT2_VOCAB
-from ..errors import DataError
+from ..config.run_config import GPT2_VOCAB
+from ..core.errors import DataError
 from . import manifest, meta
 from .header import find
 

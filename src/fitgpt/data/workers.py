@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import SystemFault
-from ..units import MiB
+from ..core.errors import SystemFault
+from ..core.units import MiB
 from .text import Piece, Pieces
 from .tokenizers import Tokenizer, get
 

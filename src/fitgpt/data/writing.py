@@ -17,8 +17,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from ..atomic import replace_file
-from ..errors import DataError, SystemFault
+from ..core.errors import DataError, SystemFault
+from ..core.files import replace_file
 from . import manifest
 from .header import HEADER_BYTES, PROGRESS_NAME, ShardHeader, pack, read_header
 from .manifest import SPLITS, ShardEntry

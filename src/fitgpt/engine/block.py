@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..savers import KEEPS
+from ..config.memory_savers import KEEPS
 from .attention import Attended, attend, attend_backward
-from .gradients import Gradients, column_sums
+from .gradient_sinks import Gradients, column_sums
 from .pointwise import EAGER, Pointwise
 
 

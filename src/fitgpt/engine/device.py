@@ -20,11 +20,10 @@ from pathlib import Path
 
 import torch
 
-from .. import cards, driver
-from ..errors import DeviceError, UsageError
-from ..nouns import MemoryReading
-from ..units import MiB
-from .mismatch import (
+from ..core.errors import DeviceError, UsageError
+from ..core.units import MiB
+from ..hardware import gpus, nvidia
+from ..hardware.torch_compat import (
     Capability,
     CudaDevice,
     Mismatch,
@@ -34,6 +33,7 @@ from .mismatch import (
     unfit_arch,
     unusable_gpu_reason,
 )
+from ..nouns import MemoryReading
 
 TESTED = ((2, 11), (2, 13))  # the first and the last torch we run and measure
 DTYPES = ("float32", "bfloat16", "float16")
@@ -52,7 +52,7 @@ class Tools:
     python_headers: bool = False
 
 
-_NO_GPU, _NO_TOOLS = driver.Survey(), Tools()
+_NO_GPU, _NO_TOOLS = nvidia.Survey(), Tools()
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Host:
     refusal: str = ""             # torch's own words, where CUDA did not start
     mps: bool = False
     cpu: str = "CPU"
-    survey: driver.Survey = _NO_GPU
+    survey: nvidia.Survey = _NO_GPU
     tools: Tools = _NO_TOOLS
     platform: str = "linux"
 
@@ -74,7 +74,7 @@ class DeviceChoice:
     dtype: str
     compile: bool
     notes: tuple[str, ...]        # what was decided for the user, each a sentence
-    card: cards.Card | None
+    card: gpus.Card | None
     mismatch: Mismatch | None     # only where --device=cpu leaves such a GPU unused
 
 
@@ -88,7 +88,7 @@ def choose(device: str, dtype: str, compile: bool | str, host: Host) -> DeviceCh
     kind, gpu, why = _place(device, host, mismatch)
     if kind == "cuda":
         assert gpu is not None
-        card = cards.match_device(gpu.name, gpu.total_bytes // MiB)
+        card = gpus.match_device(gpu.name, gpu.total_bytes // MiB)
         place, name = f"cuda:{gpu.index}", gpu.name
     else:
         card, place, name = None, kind, {"cpu": host.cpu, "mps": "Apple GPU"}[kind]
@@ -124,16 +124,16 @@ def _place(device: str, host: Host, mismatch: Mismatch | None) -> tuple[str, Cud
     return "cpu", None, f"device: cpu, because {_why_none(host.survey)}."
 
 
-def _environment_fault(survey: driver.Survey) -> str:
+def _environment_fault(survey: nvidia.Survey) -> str:
     """Where no GPU can be used: whether the environment is at odds with that."""
     if survey.hidden:
         return f"CUDA_VISIBLE_DEVICES={survey.chosen!r} hides {survey.hidden[0].name} from this run."
-    if (survey.chosen or "").strip() not in driver.HIDES_ALL:
+    if (survey.chosen or "").strip() not in nvidia.HIDES_ALL:
         return f"CUDA_VISIBLE_DEVICES={survey.chosen!r} names a GPU, and none is here: {_why_none(survey)}."
     return ""
 
 
-def _why_none(survey: driver.Survey) -> str:
+def _why_none(survey: nvidia.Survey) -> str:
     return survey.reason or "torch sees no GPU"
 
 
@@ -153,7 +153,7 @@ def _asked_for(device: str, usable: Sequence[CudaDevice], host: Host) -> CudaDev
                       f"--device=cuda:{usable[0].index}")
 
 
-def _roomiest(usable: Sequence[CudaDevice], survey: driver.Survey) -> tuple[CudaDevice, str]:
+def _roomiest(usable: Sequence[CudaDevice], survey: nvidia.Survey) -> tuple[CudaDevice, str]:
     """Free memory as the driver gives it: asking torch would open a context on every card."""
     if len(usable) == 1:
         return usable[0], f"device: {usable[0].label}."
@@ -235,11 +235,11 @@ def _version_note(version: str) -> str:
 def read_host(*, lenient: bool = False) -> Host:
     """`lenient`: a wrong CUDA_VISIBLE_DEVICES is no error, since no GPU was asked for."""
     try:
-        survey = driver.survey()
+        survey = nvidia.survey()
     except DeviceError as error:
         if not lenient:
             raise
-        survey = driver.Survey(reason=error.what)
+        survey = nvidia.Survey(reason=error.what)
     build = TorchBuild(torch.__version__, torch.version.cuda, torch.version.hip, tuple(torch.cuda.get_arch_list()))
     opened, refusal = _open_gpus(build)
     return Host(build, opened, refusal, mps=torch.backends.mps.is_available(), cpu=cpu_name(), survey=survey,

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from ..nouns import Evaluation, SplitLoss
 from .device import read_memory, reset_peaks
-from .feed import Feed
 from .model import GPT
 from .oom import NoRoom, Refusal, attempt, release
+from .prefetch import Feed
 
 ReadWindows = Callable[["np.ndarray[Any, Any]"], Any]  # numbers of windows [n] → token ids [n, T + 1]
 TokenLosses = Callable[[Tensor, Tensor], Tensor]       # inputs and targets [B, T] → losses [B, T]

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..savers import GROUP
+from ..config.memory_savers import GROUP
 from .constants import ADAMW_EPSILON, IGNORED, NORM_EPSILON
 
 _COLUMNS, _WARPS = 8192, 8  # of a row, read at once by a program; the fastest of seven that were timed on an H200

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..config.memory_savers import loss_piece_tokens
 from ..nouns import GPTConfig
-from ..savers import loss_piece_tokens
 from . import block as one_block
 from . import pointwise
 from .block import BlockWeights, LayerCache, Manner
-from .gradients import Collected, Gradients, IntoGrad
-from .loss import loss_and_gradient_, token_losses, triton_works
+from .chunked_loss import loss_and_gradient_, token_losses, triton_works
+from .gradient_sinks import Collected, Gradients, IntoGrad
 
 
 class Linear(nn.Module):

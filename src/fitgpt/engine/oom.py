@@ -11,8 +11,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from ..driver import GpuReading
-from ..errors import DeviceError
+from ..core.errors import DeviceError
+from ..hardware.nvidia import GpuReading
 
 # Torch's own error has a class; these are words of the driver, of cuBLAS and cuDNN, and of torch where malloc gave
 # nothing. A run on a CPU lives in the host's memory, so that counts too.

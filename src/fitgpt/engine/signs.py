@@ -6,8 +6,8 @@ import platform
 import re
 import sys
 
+from ..core.units import GiB, parse_bytes, show_bytes
 from ..nouns import MemoryReading
-from ..units import GiB, parse_bytes, show_bytes
 
 _ASKED = re.compile(r"Tried to allocate ([0-9.]+ [KMGT]?i?B)")
 _UNUSED = re.compile(r"([0-9.]+ [KMGT]?i?B) is reserved by PyTorch but unallocated")

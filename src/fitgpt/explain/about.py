@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from ..cards import Card, load
-from ..config import RunConfig
+from ..config.run_config import RunConfig
+from ..core.units import MiB
+from ..hardware.gpus import Card, load
 from ..memory.allocator import Timeline, replay
-from ..memory.forecast import forecast, settled, tape_of
 from ..memory.setting import Setting
 from ..memory.tape import Tape
 from ..nouns import Budget, Forecast, MemoryPlan
-from ..units import MiB
+from ..planning.forecast import forecast, settled, tape_of
 
 SAME_CARD = 0.004  # how far two prints of what CUDA gives of one model may differ: 24084 and 24217 MiB of a 4090
 

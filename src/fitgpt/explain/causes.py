@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..units import show_bytes, show_count
+from ..core.units import show_bytes, show_count
 from .facts import Facts
 from .filling import OUTSIDE_AT_MOST
 

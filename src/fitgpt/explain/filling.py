@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..cards import Card
-from ..memory.forecast import budget_for
+from ..core.units import GiB, MiB
+from ..hardware.gpus import Card
 from ..nouns import Budget
+from ..planning.forecast import budget_for
 from ..sights import MemoryShare, OutOfMemory
-from ..units import GiB, MiB
 
-# What a process holds outside PyTorch's allocator, context and kernels: 109 to 767 MiB were seen (cards.csv). Where a
+# What a process holds outside PyTorch's allocator, context and kernels: 109 to 767 MiB were seen (gpus.csv). Where a
 # message does not tell it from other processes, what is above this is theirs.
 OUTSIDE_AT_MOST = GiB
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..config import DEFAULT_VOCAB, GPT2_VOCAB
+from ..config.run_config import DEFAULT_VOCAB, GPT2_VOCAB
+from ..core.units import MiB
 from ..memory.allocator import replay
 from ..memory.blocks import LARGE_SEGMENT, SMALL_SEGMENT, rounded, segment_size
 from ..memory.tape import Event
 from ..sights import OutOfMemory
-from ..units import MiB
 from .about import Run
 from .names import is_backward
 

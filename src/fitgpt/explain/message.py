@@ -6,8 +6,8 @@ import re
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from ..core.units import GiB, KiB, MiB, TiB
 from ..sights import OutOfMemory
-from ..units import GiB, KiB, MiB, TiB
 from .frames import dtype_and_shape, frames_before
 from .pasted import Excerpt, cleaned, squashed
 

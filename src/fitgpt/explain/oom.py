@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from ..cards import Card
-from ..memory.words import tensor_formula
+from ..core.units import show_bytes, show_count
+from ..hardware.gpus import Card
 from ..nouns import MemoryPlan
+from ..planning.formulas import tensor_formula
 from ..sights import Cause, Diagnosis, OutOfMemory, Remedy
-from ..units import show_bytes, show_count
 from .about import Run, card_with
 from .facts import Facts
 from .filling import budget_of, budget_on, filling, shares_of

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ..core.units import show_bytes, show_count
 from ..nouns import MemoryPlan
-from ..rows import Row, last_of, peaks_in, phases_in
+from ..runs.rows import Row, last_of, peaks_in, phases_in
 from ..sights import Diagnosis, MemoryShare, Remedy
-from ..units import show_bytes, show_count
 from .about import Run
 from .names import PHASES
 from .remedies import remedies, savings

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from ..cards import Card, match_device
-from ..errors import UsageError
+from ..core.errors import UsageError
+from ..core.units import MiB, show_bytes
+from ..hardware.gpus import Card, match_device
 from ..sights import Diagnosis, MemoryShare
-from ..units import MiB, show_bytes
 from .about import Run
 from .names import PHASES
 from .screen import ScreenGpu, ScreenProcess

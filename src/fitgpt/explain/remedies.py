@@ -6,15 +6,15 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any
 
-from ..config import RunConfig, diff
-from ..errors import UsageError
-from ..knobs import shown
+from ..config.fields import shown
+from ..config.run_config import RunConfig, diff
+from ..core.errors import UsageError
+from ..core.units import show_bytes
 from ..memory.allocator import replay
-from ..memory.changes import Option, fits, single_changes
-from ..memory.forecast import timeline_of
 from ..nouns import Budget, Change
+from ..planning.changes import Option, fits, single_changes
+from ..planning.forecast import timeline_of
 from ..sights import Remedy
-from ..units import show_bytes
 from .about import Run
 
 MOST = 4

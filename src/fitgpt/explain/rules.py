@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from ..core.units import GiB, show_bytes
 from ..sights import Remedy
-from ..units import GiB, show_bytes
 from . import causes
 from .facts import Facts
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
-from ..units import MiB
+from ..core.units import MiB
 from .pasted import cleaned
 
 LONGEST_LINE = 200  # nvidia-smi's are under 100 characters

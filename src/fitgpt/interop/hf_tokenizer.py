@@ -9,7 +9,7 @@ from typing import Any
 
 from .. import __version__
 from ..data.tokenizers import END_OF_TEXT, Tokenizer
-from ..pretrained import read_object
+from ..runs.model_shape import read_object
 
 NAMES = ("tokenizer.json", "tokenizer_config.json")
 OURS = "fitgpt_version"      # a key of config.json and tokenizer_config.json: it marks them as written by us

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from ..units import MiB
+from ..core.units import MiB
 from .attention import (
     CUDNN_SCRATCH,
     DICE,

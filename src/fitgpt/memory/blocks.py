@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from ..units import MiB
+from ..core.units import MiB
 
 ROUND = 512
 SMALL = MiB               # the largest request of the small pool; the large pool splits off more than that or nothing

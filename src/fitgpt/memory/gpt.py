@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from functools import partial
 
-from ..config import RunConfig
-from ..savers import loss_piece_tokens
+from ..config.memory_savers import loss_piece_tokens
+from ..config.run_config import RunConfig
 from . import optimizers
 from .parts import SCALAR, Sizes
 from .passes import Passes

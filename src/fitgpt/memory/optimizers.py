@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..config import RunConfig
-from ..savers import AT_ONCE, GROUP, MUON_ROUNDS, SMALLEST_ROUNDED
+from ..config.memory_savers import AT_ONCE, GROUP, MUON_ROUNDS, SMALLEST_ROUNDED
+from ..config.run_config import RunConfig
 from .tape import Writer
 
 Parameters = Sequence[tuple[str, int, bool]]

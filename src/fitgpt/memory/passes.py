@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..savers import KEEPS
+from ..config.memory_savers import KEEPS
 from .attention import attend, attend_backward
 from .eager import SIMPLE_EMBEDDING
 from .optimizers import Held

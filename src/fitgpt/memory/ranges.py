@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from copy import copy
 
-from ..units import MiB
+from ..core.units import MiB
 from .blocks import ADDRESS, OWN_SEGMENT, ROUND
 
 PAGE = 2 * MiB               # what places are counted in; segments are whole ones

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from ..config import RunConfig
+from ..config.run_config import RunConfig
 from .attention import CUDNN_SCRATCH, DICE
 from .gpt import parameters, sizes
 from .parts import Sizes

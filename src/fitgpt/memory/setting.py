@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..cards import Card
-from ..config import RunConfig
-from ..units import MiB
+from ..config.run_config import RunConfig
+from ..core.units import MiB
+from ..hardware.gpus import Card
 from .padding import ODD_SIZES, has_odd_sizes
 
 MEASURED_TORCH = ("2.11",)   # with which runs were recorded

@@ -19,8 +19,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from ..core.units import show_bytes
 from ..nouns import OwnerTimeline
-from ..units import show_bytes
 from .scales import TALL, WIDE, Scale, Thin, area, corners, dots, line, shown, thinned, tick_labels
 
 STATIC = Path(__file__).parent / "static"

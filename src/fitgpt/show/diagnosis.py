@@ -5,8 +5,8 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator
 
+from ..core.units import MiB
 from ..sights import Diagnosis, MemoryShare, Remedy
-from ..units import MiB
 
 LABEL = 8
 _SHARES = {"message": "card", "reading": "card", "plan": "peak", "run": "peak"}

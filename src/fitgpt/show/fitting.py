@@ -6,8 +6,8 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
+from ..core.units import GiB, MiB, show_bytes, show_count, with_article
 from ..nouns import Decision, Fitted, SpeedEstimate, Standing, WayOut
-from ..units import GiB, MiB, show_bytes, show_count, with_article
 from .planning import SHORTEST, signed, table
 
 ROWS, MARGIN = 9, 8          # of the picture, and the columns of its figures

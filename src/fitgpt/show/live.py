@@ -13,8 +13,8 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Protocol, TextIO, cast
 
+from ..core.units import NEAREST_SIGNS, show_bytes, show_seconds
 from ..nouns import Evaluation, RunFacts, StepReport
-from ..units import NEAREST_SIGNS, show_bytes, show_seconds
 from . import text
 from .terminal import is_dumb
 

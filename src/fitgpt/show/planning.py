@@ -5,8 +5,8 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 
+from ..core.units import MiB, show_bytes, show_count, show_seconds, show_steps, with_article
 from ..nouns import Basis, CardVerdict, Change, MemoryPlan, Outlook, OwnerTimeline, PricedChange
-from ..units import MiB, show_bytes, show_count, show_seconds, show_steps, with_article
 
 PHASES = {"load": "load", "first_eval": "first evaluation", "first_train": "first step", "train": "training",
           "step": "optimizer's step", "eval": "evaluation", "save": "saving", "resume": "resuming",

@@ -7,9 +7,9 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 
+from ..core.units import show_bytes, show_count, show_seconds
 from ..nouns import Evaluation, SplitLoss
 from ..sights import RunEvent, RunRecord
-from ..units import show_bytes, show_count, show_seconds
 from .charts import SERIES_COLOURS, Level, Mark, Series, breakable, line_chart, owner_bar, page, stacked, text
 from .text import show_mfu
 

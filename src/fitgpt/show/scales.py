@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from ..units import GiB, KiB, MiB, TiB, show_bytes
+from ..core.units import GiB, KiB, MiB, TiB, show_bytes
 
 WIDE, TALL = 100_000, 10_000
 HUGE = 1e300           # beyond it arithmetic on a range overflows; counts as infinite

@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
+from ..core.units import show_bytes, show_count, show_seconds
 from ..nouns import Evaluation, MemoryPlan, MemoryReading, PhaseForecast, RunFacts, SplitLoss, StepReport
-from ..units import show_bytes, show_count, show_seconds
 from .planning import PHASES, phase_table, table, verdict
 
 

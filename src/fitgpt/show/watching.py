@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
+from ..core.units import show_bytes, show_seconds
 from ..sights import CardState, Program, RunState, Spike, Track, WatchFrame
-from ..units import show_bytes, show_seconds
 from .terminal import can_redraw, has_signs
 from .text import show_mfu, sparkline
 

@@ -13,26 +13,27 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from .. import cards, place
-from ..config import RunConfig
-from ..errors import UsageError
-from ..fit.closed import Shape, mix_of
-from ..fit.folded import Folded
-from ..memory import forecast
+from ..commands.plan import same_tape
+from ..config.memory_savers import LEVELS
+from ..config.run_config import RunConfig
+from ..core.errors import UsageError
+from ..core.units import MiB, show_bytes, show_count
+from ..hardware import gpus
 from ..memory.allocator import Timeline, begun_of, owners_after, replay
-from ..memory.basis import basis_of
 from ..memory.blocks import LARGE_SEGMENT, rounded, segment_size
 from ..memory.setting import Setting
 from ..memory.tape import OWNERS
 from ..memory.thinned import one_step
 from ..nanonotes import on_the_card
 from ..nouns import Budget, SpeedEstimate
-from ..outlook import expected_speed, outlook
-from ..planner import same_tape
-from ..savers import LEVELS
+from ..planning import budget as place
+from ..planning import forecast
+from ..planning.closed import Shape, mix_of
+from ..planning.duration import expected_speed, outlook
+from ..planning.folded import Folded
+from ..planning.track_record import basis_of
 from ..show import planning as show
 from ..show.charts import stacked
-from ..units import MiB, show_bytes, show_count
 from .settings import Asked, command, config_file, plan_command
 
 Answer = dict[str, Any]
@@ -294,7 +295,7 @@ def _short(number: float) -> str:
 def all_cards(asked: Asked) -> Answer:
     """Every card side by side. Those on which the tape is the same are replayed once, for the largest of them."""
     others = asked.place.budget.others if asked.questions.others else 0
-    rows = [_on(card, asked, others) for card in cards.load() if card.vendor == "nvidia" and card.usable_mib]
+    rows = [_on(card, asked, others) for card in gpus.load() if card.vendor == "nvidia" and card.usable_mib]
     largest: dict[Any, Setting] = {}
     for _, found in rows:
         if found is not None:
@@ -303,7 +304,7 @@ def all_cards(asked: Asked) -> Answer:
     return {"cards": [row if found is None else row | _planned(asked, found, largest) for row, found in rows]}
 
 
-def _on(card: cards.Card, asked: Asked, others: int) -> tuple[Answer, place.Place | None]:
+def _on(card: gpus.Card, asked: Asked, others: int) -> tuple[Answer, place.Place | None]:
     """A card's row, and the place to plan for; None where the run cannot be there."""
     usable = (card.usable_mib or 0) * MiB
     row: Answer = {"name": card.name, "memory": f"{card.memory_gb} GB", "usable": usable, "others": others,

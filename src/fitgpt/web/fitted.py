@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..config import DEFAULT_VOCAB
-from ..errors import DoesNotFit
-from ..fit.choose import fit, too_small, ways_out_in_words
-from ..fitting import crowded, here_for
-from ..units import show_bytes
+from ..commands.fit import crowded, here_for
+from ..config.run_config import DEFAULT_VOCAB
+from ..core.errors import DoesNotFit
+from ..core.units import show_bytes
+from ..planning.choose import fit, too_small, ways_out_in_words
 from .answers import Answer
 from .settings import Asked, as_settings
 

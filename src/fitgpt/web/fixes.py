@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..config import RunConfig
-from ..errors import UsageError
-from ..memory import forecast
-from ..memory.changes import Option, single_changes
-from ..units import MiB, show_bytes
+from ..config.run_config import RunConfig
+from ..core.errors import UsageError
+from ..core.units import MiB, show_bytes
+from ..planning import forecast
+from ..planning.changes import Option, single_changes
 from .answers import Answer, fits, replayed
 from .settings import Asked, as_settings
 

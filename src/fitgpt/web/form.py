@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from .. import __version__, cards
-from ..config import RunConfig
-from ..driver import gpus
-from ..errors import DeviceError
-from ..knobs import knobs_of
+from .. import __version__
+from ..config.command_options import PlanQuestions
+from ..config.fields import knobs_of
+from ..config.memory_savers import LEVELS
+from ..config.run_config import RunConfig
+from ..core.errors import DeviceError
+from ..hardware import gpus as cards
+from ..hardware.nvidia import gpus
 from ..memory.setting import KNOWN_TORCH
-from ..options import PlanQuestions
-from ..savers import LEVELS
 from .presets import PRESETS
 from .settings import KNOBS
 

@@ -6,12 +6,12 @@ import math
 from dataclasses import asdict
 from typing import Any
 
-from ..errors import FitError
+from ..commands.watch import Watcher, as_document, is_over
+from ..core.errors import FitError
+from ..core.units import show_bytes, show_seconds
 from ..show.charts import Level, Mark, Series, line_chart
 from ..show.text import show_mfu
 from ..sights import CardState, RunState, Track, WatchFrame
-from ..units import show_bytes, show_seconds
-from ..watch import Watcher, as_document, is_over
 
 UNKNOWN = "–"
 

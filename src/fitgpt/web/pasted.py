@@ -6,8 +6,8 @@ from dataclasses import asdict
 from io import BytesIO
 from typing import Any
 
-from ..explaining import WANTED, explain_text, skim
-from ..options import ExplainQuestions
+from ..commands.explain import WANTED, explain_text, skim
+from ..config.command_options import ExplainQuestions
 from ..sights import Diagnosis
 from .settings import flags_in, read
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from ..config import gpt2_shapes
+from ..config.run_config import gpt2_shapes
 
 GPT2_BATCH = {"eval_batch_size": 4}
 XL = {**gpt2_shapes["gpt2-xl"], "batch_size": 1, "gradient_accumulation_steps": 32}

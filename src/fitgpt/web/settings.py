@@ -10,15 +10,15 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 from urllib.parse import parse_qsl
 
-from .. import place
-from ..asked import size
-from ..config import DEFAULT_VOCAB, RunConfig, diff, resolve
-from ..errors import UsageError
-from ..knobs import Assignment, build, knobs_of, parse_value, shown
-from ..memory.forecast import NOT_NANOGPTS
-from ..options import PlanOptions, PlanQuestions
-from ..place import Place
-from ..savers import loss_piece_tokens
+from ..config.command_options import PlanOptions, PlanQuestions
+from ..config.fields import Assignment, build, knobs_of, parse_value, shown
+from ..config.memory_savers import loss_piece_tokens
+from ..config.run_config import DEFAULT_VOCAB, RunConfig, diff, resolve
+from ..core.errors import UsageError
+from ..planning import budget as place
+from ..planning.budget import Place
+from ..planning.forecast import NOT_NANOGPTS
+from ..planning.resolve import size
 
 KNOBS = ("batch_size", "block_size", "n_layer", "n_embd", "n_head", "gradient_accumulation_steps",
          "recompute", "loss_chunk", "optimizer", "adam8bit", "offload", "weights", "residual",

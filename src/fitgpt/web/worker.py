@@ -14,7 +14,7 @@ from functools import lru_cache
 from importlib import import_module
 from typing import Any, BinaryIO
 
-from ..errors import FitError
+from ..core.errors import FitError
 from .settings import flags_in, read
 
 MOST_MEMORY = 4 * 2**30  # of address space: a question that needs more is refused, not the machine slowed down

@@ -1,0 +1,208 @@
+"""GPTs to and from the folders that Hugging Face transformers opens as GPT2LMHeadModel."""
+
+from __future__ import annotations
+
+import json
+import os
+import textwrap
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from .. import __version__
+from ..config.run_config import gpt2_shapes
+from ..core.errors import DataError, UsageError
+from ..core.files import disk_faults, folder_atomically
+from ..data.tokenizers import GPT2, Bytes
+from ..interop import hf_tokenizer
+from ..interop.hf_tokenizer import OURS
+from ..nouns import GPTConfig
+from ..runs.model_shape import LAYER_NORM_EPSILON, hugging_face_shape, read_object
+from ..training.checkpoint import TIED_HEAD, TIED_TO, write_safetensors
+from .nanogpt_checkpoint import param_shapes, refuse_differences, refuse_untied_head, unpickle_tensors
+
+_ENDS_OF_TEXT = {each.name: each.end_of_text for each in (GPT2, Bytes)}
+
+_CONFIG, _GENERATION, _WEIGHTS = "config.json", "generation_config.json", "model.safetensors"
+_WEIGHT_FILES = (_WEIGHTS, "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+# GPT-2 keeps these four matrices input-first (its Conv1D); nanoGPT's Linear keeps them output-first
+_TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
+_MASK_BUFFERS = (".attn.bias", ".attn.masked_bias")
+
+
+class Pretrained(NamedTuple):
+    config: GPTConfig
+    model: dict[str, Tensor]  # without the tied head; as precise as they are stored
+    notes: tuple[str, ...]
+
+
+# ---- out
+
+def to_hf(config: GPTConfig, model: Mapping[str, Tensor], *, tokenizer: str = "unknown"
+          ) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """config.json and tensors under GPT-2's names; where the model has no biases they are zero."""
+    end_of_text = _ENDS_OF_TEXT.get(tokenizer)
+    described = {
+        "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", OURS: __version__,
+        # nanoGPT's nn.GELU() is the exact one; GPT-2's own default is an approximation by tanh
+        "activation_function": "gelu",
+        "n_layer": config.n_layer, "n_head": config.n_head, "n_embd": config.n_embd, "n_inner": None,
+        "n_positions": config.block_size, "n_ctx": config.block_size, "vocab_size": config.vocab_size,
+        "attn_pdrop": config.dropout, "embd_pdrop": config.dropout, "resid_pdrop": config.dropout,
+        "layer_norm_epsilon": LAYER_NORM_EPSILON, "initializer_range": 0.02,
+        "scale_attn_weights": True, "tie_word_embeddings": True, "use_cache": True,
+        "bos_token_id": end_of_text, "eos_token_id": end_of_text,
+        "torch_dtype": str(model[TIED_TO].dtype).removeprefix("torch."),
+        hf_tokenizer.SPEAKS: tokenizer,
+    }
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in model.items():
+        if name == TIED_HEAD:
+            continue
+        tensors[name] = tensor.t() if name.endswith(_TRANSPOSED) else tensor
+        if not config.bias and not name.endswith(("wte.weight", "wpe.weight")):
+            tensors[name.removesuffix("weight") + "bias"] = tensor.new_zeros(tensor.shape[0])
+    return described, tensors
+
+
+def write_folder(out: Path | str, config: GPTConfig, model: Mapping[str, Tensor], *,
+                 tokenizer: str = "unknown", files: Mapping[str, dict[str, Any]] | None = None) -> Path:
+    """Writes the export, the tokenizer's `files` with it, whole or not at all; an earlier one of ours is replaced."""
+    _refuse_to_overwrite(Path(out))
+    out = Path(os.path.abspath(out))  # so that '.' has a name too
+    described, tensors = to_hf(config, model, tokenizer=tokenizer)
+    temporary = out.with_name(f".tmp-{out.name}-{os.getpid()}")
+    with disk_faults("write the export", out), folder_atomically(out, temporary) as folder:
+        _write_json(folder / _CONFIG, described)
+        write_safetensors(folder / _WEIGHTS, tensors, {"format": "pt"})
+        if (end := _ENDS_OF_TEXT.get(tokenizer)) is not None:
+            _write_json(folder / _GENERATION, {"bos_token_id": end, "eos_token_id": end})
+        for name, content in (files or {}).items():
+            _write_json(folder / name, content)
+    return out
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _refuse_to_overwrite(out: Path) -> None:
+    """Only nothing, an empty folder and an export of ours may be written over."""
+    with disk_faults("look at", out):
+        try:
+            os.lstat(out)
+        except FileNotFoundError:
+            return
+        except ValueError as error:
+            raise UsageError(f"{str(out)!r} is not a name a file system accepts: {error}.",
+                             "Choose another folder with -o.") from error
+        names = {path.name for path in out.iterdir()} if out.is_dir() else {""}
+    tokenizer = hf_tokenizer.NAMES if OURS in read_object(out / hf_tokenizer.NAMES[1]) else ()
+    ours = names <= {_CONFIG, _GENERATION, _WEIGHTS, *tokenizer} and OURS in read_object(out / _CONFIG)
+    if names and not ours:
+        raise UsageError(f"{out} exists and is not an earlier export: it is not overwritten.",
+                         "Choose another folder with -o.")
+
+
+# ---- in
+
+def read_folder(path: Path | str) -> Pretrained:
+    """A GPT-2 folder: config.json and safetensors or pytorch_model.bin, in one file or several.
+
+    Tensors may be views of the mapped files: copy them before those go.
+    """
+    path = Path(path)
+    config, notes = hugging_face_shape(path / _CONFIG)
+    model: dict[str, Tensor] = {}
+    for stored_name, tensor in _tensors_in(path):
+        name = str(stored_name)
+        if not name.startswith("transformer.") and name != TIED_HEAD:
+            name = f"transformer.{name}"
+        if not name.endswith(_MASK_BUFFERS):
+            model[name] = tensor.t() if name.endswith(_TRANSPOSED) and tensor.dim() == 2 else tensor
+    refuse_untied_head(model, path, DataError)
+    model.pop(TIED_HEAD, None)
+    refuse_differences(config, model, path, DataError)
+    return Pretrained(config, {name: model[name].contiguous() for name in param_shapes(config)}, notes)
+
+
+def _tensors_in(path: Path) -> Iterator[tuple[str, Tensor]]:
+    for file in _weight_files(path):
+        if file.suffix == ".safetensors":
+            try:
+                with safe_open(file, framework="pt") as opened:
+                    for name in opened.keys():  # noqa: SIM118
+                        yield name, opened.get_tensor(name)
+            except (OSError, SafetensorError) as error:
+                raise DataError(f"{file} cannot be read as safetensors: {error}.", "Fetch it again.") from error
+        else:
+            stored = unpickle_tensors(file, DataError)
+            if not isinstance(stored, dict) or not all(isinstance(tensor, Tensor) for tensor in stored.values()):
+                raise DataError(f"{file} does not hold named tensors.", "Fetch it again.")
+            yield from stored.items()
+
+
+def _weight_files(path: Path) -> list[Path]:
+    """The one weight file, or all that the index names."""
+    first = next((path / name for name in _WEIGHT_FILES if (path / name).is_file()), None)
+    if first is None:
+        raise DataError(f"{path} holds no weights: none of {', '.join(_WEIGHT_FILES)} is there.",
+                        "Name a folder that transformers' save_pretrained wrote.")
+    if first.suffix != ".json":
+        return [first]
+    index = read_object(first).get("weight_map")
+    names = sorted({str(name) for name in index.values()}) if isinstance(index, dict) else []
+    strays = [name for name in names if Path(name).name != name or not (path / name).is_file()]
+    if not names or strays:
+        raise DataError(f"{first} names {strays[0]!r}, which is not in {path}." if strays
+                        else f"{first} names no files.", "Fetch the folder again.")
+    return [path / name for name in names]
+
+
+# ---- GPT-2 by name
+
+def find_gpt2(name: str) -> Path:
+    """The folder of OpenAI's weights: here, in ./models, in the hub's cache, or fetched from the hub."""
+    if name not in gpt2_shapes:
+        raise UsageError(f"{name!r} is none of {', '.join(gpt2_shapes)}.", "--init_from=gpt2")
+    for folder in _likely_places(name):
+        if (folder / _CONFIG).is_file() and any((folder / file).is_file() for file in _WEIGHT_FILES):
+            return folder
+    by_hand = (f"On a machine with a connection: hf download openai-community/{name} {_CONFIG} {_WEIGHTS} "
+               f"--local-dir {name}   then put the folder here as ./{name}")
+    try:
+        import huggingface_hub
+    except ImportError:
+        raise DataError(f"The weights of {name} are not on this machine.",
+                        f"pip install -e '.[hub]' and run this again to fetch them. {by_hand}") from None
+    try:
+        return Path(huggingface_hub.snapshot_download(
+            f"openai-community/{name}", allow_patterns=[_CONFIG, _WEIGHTS]))
+    except Exception as error:  # whatever the hub's client raises, the user needs the same sentence
+        reason = textwrap.shorten(str(error).strip().split("\n")[0].removeprefix("Got: "), 300).rstrip(".")
+        raise DataError(f"The weights of {name} are not on this machine, and fetching them failed: {reason}.",
+                        by_hand) from error
+
+
+def _likely_places(name: str) -> Iterator[Path]:
+    yield Path(name)
+    yield Path("models") / name
+    for repository in (f"models--openai-community--{name}", f"models--{name}"):
+        cached = _hub_cache() / repository
+        current = cached / "refs" / "main"
+        if current.is_file():
+            yield cached / "snapshots" / current.read_text().strip()
+        yield from sorted((cached / "snapshots").glob("*"))
+
+
+def _hub_cache() -> Path:
+    """Where huggingface_hub keeps its files, by its own variables."""
+    for variable in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
+        if os.environ.get(variable):
+            return Path(os.environ[variable]).expanduser()
+    if os.environ.get("HF_HOME"):
+        return Path(os.environ["HF_HOME"]).expanduser() / "hub"
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "huggingface" / "hub"

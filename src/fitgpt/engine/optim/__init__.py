@@ -1,0 +1,1 @@
+"""The optimizers: AdamW, 8-bit AdamW, Muon, CPU offload, bitsandbytes."""

@@ -1,0 +1,197 @@
+"""The optimizer step: clipping, unscaling, skipping and updating in one fused pass, with no word from the host.
+
+The fused AdamW kernel divides gradients by `grad_scale` and does nothing where `found_inf` is set, both read on
+the device. Clipping is a division too, so it rides along: after the norm, one pass over the gradients does it all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim.adamw import adamw
+
+from ..gradient_sinks import Gradients
+
+# float16's loss scale moves as torch.amp.GradScaler's does: its published defaults.
+FIRST_SCALE, GROWTH, BACKOFF, GROWTH_INTERVAL = 2.0**16, 2.0, 0.5, 2000
+
+
+@dataclass(frozen=True)
+class AdamWSettings:
+    beta1: float
+    beta2: float
+    weight_decay: float
+
+
+class Sink(Gradients, Protocol):
+    """A place for gradients that are not to stay in `.grad`."""
+
+    def gradients(self) -> list[Tensor]:
+        """Those that are there, to take the norm of."""
+
+    def clear(self) -> None: ...
+
+
+class Optimizer:
+    """What the loop asks of an optimizer. Its state is flat tensors, so that a checkpoint stores any of them alike."""
+
+    sink: Sink | None = None  # where gradients go; None: into `.grad`
+
+    def begin(self, learning_rate: float) -> None:
+        """A step begins, before its first gradient is made."""
+
+    def step(self, learning_rate: float, grad_scale: Tensor, found_inf: Tensor) -> None:
+        """Divides the gradients by `grad_scale` and applies them, or does nothing where `found_inf` is 1."""
+        raise NotImplementedError
+
+    def tensors(self) -> dict[str, Tensor]:
+        raise NotImplementedError
+
+    def load_tensors(self, tensors: Mapping[str, Tensor]) -> list[str]:
+        """Takes a checkpoint's state; returns the names that did not fit."""
+        return copy_tensors(self.tensors(), tensors)
+
+    def held(self) -> dict[str, Tensor]:
+        """Its state, as far as there is one yet; what `put_back` takes."""
+        return self.tensors()
+
+    def put_back(self, held: Mapping[str, Tensor]) -> None:
+        self.load_tensors(held)
+
+
+class NoOptimizer(Optimizer):
+    """Of a run that only evaluates: it holds nothing, and is never asked for a step."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {}
+
+
+class Late(Optimizer):
+    """Any of the others, made when it is first asked for something: torch.optim's own way with its state."""
+
+    def __init__(self, make: Callable[[], Optimizer]) -> None:
+        self._make, self._made = make, cast("Optimizer | None", None)
+
+    @property
+    def _optimizer(self) -> Optimizer:
+        self._made = self._made or self._make()
+        return self._made
+
+    def step(self, learning_rate: float, grad_scale: Tensor, found_inf: Tensor) -> None:
+        self._optimizer.step(learning_rate, grad_scale, found_inf)
+
+    def tensors(self) -> dict[str, Tensor]:
+        return self._optimizer.tensors()
+
+    def held(self) -> dict[str, Tensor]:
+        return self._made.held() if self._made else {}
+
+    def put_back(self, held: Mapping[str, Tensor]) -> None:
+        if held:
+            self._optimizer.put_back(held)
+        else:
+            self._made = None
+
+
+class AdamW(Optimizer):
+    """AdamW whose state is allocated at once, so that the first step asks for nothing new.
+
+    As in nanoGPT, matrices decay and vectors do not. It calls torch's own fused kernel, but not torch.optim's
+    classes: those load the compiler (two seconds) even where nothing is compiled.
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor], settings: AdamWSettings) -> None:
+        self._settings = settings
+        self._parameters = dict(parameters)
+        self._state = {name: {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p),
+                              "step": torch.zeros((), dtype=torch.float32, device=p.device)}
+                       for name, p in self._parameters.items()}
+
+    @torch.no_grad()
+    def step(self, learning_rate: float, grad_scale: Tensor, found_inf: Tensor) -> None:
+        for decays in (True, False):
+            names = [name for name, p in self._parameters.items() if (p.dim() >= 2) == decays and p.grad is not None]
+            if not names:
+                continue
+            states = [self._state[name] for name in names]
+            parameters = [self._parameters[name] for name in names]
+            adamw(parameters, [cast(Tensor, p.grad) for p in parameters],
+                  [s["exp_avg"] for s in states], [s["exp_avg_sq"] for s in states], [], [s["step"] for s in states],
+                  fused=True, grad_scale=grad_scale, found_inf=found_inf, amsgrad=False, maximize=False, eps=1e-8,
+                  lr=learning_rate, beta1=self._settings.beta1, beta2=self._settings.beta2,
+                  weight_decay=self._settings.weight_decay if decays else 0.0)
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {f"{name}.{key}": value for name, state in self._state.items() for key, value in state.items()}
+
+
+@torch.no_grad()
+def copy_tensors(held: Mapping[str, Tensor], stored: Mapping[str, Tensor]) -> list[str]:
+    """Copies a checkpoint's tensors into place; returns the names that were missing or of another shape or type."""
+    wrong = []
+    for name, place in held.items():
+        found = stored.get(name)
+        if found is None or found.shape != place.shape or found.dtype != place.dtype:
+            wrong.append(name)
+        else:
+            place.copy_(found)
+    return wrong
+
+
+class Scaler:
+    """The loss scale and the count of skipped steps, on the device. Where not `scaling`, the scale stays 1."""
+
+    def __init__(self, device: torch.device, *, scaling: bool) -> None:
+        self.scaling = scaling
+        self.scale = torch.tensor(FIRST_SCALE if scaling else 1.0, device=device)
+        self.good_steps = torch.zeros((), device=device)
+        self.skipped = torch.zeros((), device=device)
+        self.skipped_in_a_row = torch.zeros((), device=device)
+
+    def update(self, found_inf: Tensor) -> None:
+        self.skipped += found_inf
+        self.skipped_in_a_row += 1
+        self.skipped_in_a_row *= found_inf
+        if self.scaling:
+            self.good_steps += 1
+            self.good_steps *= 1 - found_inf
+            grown = self.good_steps >= GROWTH_INTERVAL
+            factor = torch.where(grown, GROWTH, torch.where(found_inf > 0, BACKOFF, 1.0))
+            # Never below 1: a scale that fell to zero would turn every later gradient into zero, unnoticed.
+            self.scale.mul_(factor).clamp_(min=1.0)
+            self.good_steps *= ~grown
+
+    def to_dict(self) -> dict[str, float]:
+        return {"scale": self.scale.item(), "good_steps": self.good_steps.item(),
+                "skipped": self.skipped.item(), "skipped_in_a_row": self.skipped_in_a_row.item()}
+
+    def load_dict(self, state: Mapping[str, float]) -> None:
+        if self.scaling:
+            self.scale.fill_(state["scale"])
+            self.good_steps.fill_(state["good_steps"])
+        self.skipped.fill_(state["skipped"])
+        self.skipped_in_a_row.fill_(state["skipped_in_a_row"])
+
+
+@torch.no_grad()
+def apply_gradients(model: nn.Module, optimizer: Optimizer, scaler: Scaler, learning_rate: float, grad_clip: float,
+                    *, stay: bool = False) -> Tensor:
+    """Applies the accumulated (scaled) gradients, or skips them where they are not finite; returns their norm.
+
+    Then they are freed; if they are to `stay` (recorded work knows their addresses), they are zeroed instead.
+    """
+    sink = optimizer.sink
+    gradients = sink.gradients() if sink else [p.grad for p in model.parameters() if p.grad is not None]
+    norm = torch.nn.utils.get_total_norm(gradients).to(scaler.scale.device) / scaler.scale
+    found_inf = (~torch.isfinite(norm)).float()
+    too_long = (norm / grad_clip).clamp_(min=1.0) if grad_clip else torch.ones_like(norm)
+    optimizer.step(learning_rate, scaler.scale * too_long, found_inf)
+    scaler.update(found_inf)
+    model.zero_grad(set_to_none=not stay)
+    if sink:
+        sink.clear()
+    return norm

@@ -1,0 +1,1 @@
+"""The machine: GPUs, the NVIDIA driver, torch's version. Never imports torch."""

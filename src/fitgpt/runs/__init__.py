@@ -1,0 +1,1 @@
+"""A run's folder, seen from outside: metrics, lock, plan, record. Never imports torch."""

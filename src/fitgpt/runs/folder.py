@@ -1,0 +1,229 @@
+"""The run folder: what run it holds, and opening it for the one that trains there.
+
+    OUT/lock            held by the one process that trains here; says which (runlock.py)
+    OUT/run.json        the resolved config of the run
+    OUT/metrics.jsonl   one JSON object a line (metrics.py)
+    OUT/samples.jsonl   what `fitgpt sample` let the model write, likewise
+    OUT/checkpoints/    step-00000500/ … (contents: engine/checkpoint.py)
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+from .. import __version__
+from ..config.run_config import AS_RECORDED
+from ..core.errors import CheckpointError, SystemFault, UsageError
+from ..core.files import disk_faults, seal_json, sync_folder, unseal_json, write_atomically
+from ..core.units import show_bytes
+from . import metrics
+from .lock import take_lock
+
+SCHEMA = 1
+_PROBE_BYTES = 64 * 1024       # enough that a full disk cannot hide it in spare metadata room
+_DIFFERENCES_SHOWN = 10
+_STEP_FOLDER = re.compile(r"step-(\d{8,})(?:-(\d+))?")
+
+
+# ---- what is in the folder
+
+class StepFolder(NamedTuple):
+    """Sorts from oldest to newest: a later branch (begun by going back to an earlier step) is newer."""
+
+    branch: int
+    step: int
+    path: Path
+
+
+def step_folder_name(step: int, branch: int) -> str:
+    return f"step-{step:08d}" + (f"-{branch}" if branch > 1 else "")
+
+
+def step_folders(checkpoints: Path) -> list[StepFolder]:
+    """Every checkpoint folder by its name alone, oldest first."""
+    if not checkpoints.is_dir():
+        return []
+    named = ((_STEP_FOLDER.fullmatch(path.name), path) for path in checkpoints.iterdir())
+    return sorted(StepFolder(int(match[2] or 1), int(match[1]), path) for match, path in named if match)
+
+
+def holds_run(out_dir: Path | str) -> bool:
+    return bool(step_folders(Path(out_dir) / "checkpoints"))
+
+
+def can_resume(out_dir: Path | str) -> bool:
+    return holds_run(out_dir) or (Path(out_dir) / "ckpt.pt").is_file()
+
+
+def recorded_config(out_dir: Path | str) -> dict[str, Any] | None:
+    """The config that `record` wrote; None where there is none."""
+    path = Path(out_dir) / "run.json"
+    try:
+        with disk_faults("read", path):
+            if not path.exists():
+                return None
+            document = unseal_json(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"{path} is damaged or was edited: {error}.",
+            f"Remove it (rm {path}): the checkpoints carry their own config.",
+        ) from error
+    if document.get("schema") != SCHEMA or not isinstance(document.get("config"), dict):
+        written_by = document.get("fitgpt", "unknown")
+        raise CheckpointError(
+            f"{path} was written by fitgpt {written_by} in a form that fitgpt {__version__} does not know.",
+            f"Use fitgpt {written_by} or newer.",
+        )
+    config: dict[str, Any] = document["config"]
+    return config
+
+
+def config_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """One line for each knob that differs: 'n_layer: 6 → 12'."""
+    return [f"{key}: {old.get(key, 'absent')!r} → {new.get(key, 'absent')!r}"
+            for key in sorted({*old, *new}) if old.get(key, "absent") != new.get(key, "absent")]
+
+
+# ---- opening it
+
+class RunFolder:
+    """A run folder that this process alone may write to, until it is closed."""
+
+    def __init__(self, path: Path, lock: int, notes: tuple[str, ...]) -> None:
+        self.path = path
+        self.checkpoints = path / "checkpoints"
+        self.notes = notes  # what was repaired or could not be had, each a sentence
+        self._lock = lock
+        self._metrics = os.open(path / "metrics.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        self._torn = False  # the last append failed midway
+
+    def record(self, config: Mapping[str, Any]) -> None:
+        """Writes run.json, whole or not at all."""
+        document = {"schema": SCHEMA, "fitgpt": __version__, "config": dict(config)}
+        write_atomically(self.path / "run.json", seal_json(document))
+
+    def append_metrics(self, row: Mapping[str, Any]) -> None:
+        """One line, in one write."""
+        line = metrics.line_of(row)
+        if self._torn:
+            line = b"\n" + line
+        with disk_faults("append to", self.path / "metrics.jsonl"):
+            self._torn = True
+            written = os.write(self._metrics, line)
+            if written < len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self._torn = False
+
+    def close(self) -> None:
+        if self._lock >= 0:
+            os.close(self._metrics)
+            os.close(self._lock)  # which releases it; the file stays, since removing it would race
+            self._lock = -1
+
+    def __enter__(self) -> RunFolder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def open_run(out_dir: Path | str, config: Mapping[str, Any], *, resume: bool) -> RunFolder:
+    """Creates and locks the folder, and refuses early whatever would lose work or fail later.
+
+    A folder that already holds a run is opened only with `resume`. Comparing configs on a resume is
+    not done here: only the checkpoint that is used knows what it was trained with.
+    """
+    path = Path(out_dir)
+    _create(path)
+    lock, note = take_lock(path)
+    notes = [note] if note else []
+    try:
+        if not resume:
+            _refuse_another_run(path, config)
+        _probe_disk(path)
+        with disk_faults("repair", path / "metrics.jsonl"):
+            notes += metrics.repair(path / "metrics.jsonl") if resume else metrics.set_aside(path)
+        with disk_faults("write in", path):
+            return RunFolder(path, lock, tuple(notes))
+    except BaseException:
+        os.close(lock)
+        raise
+
+
+def need_disk(path: Path | str, nbytes: int) -> None:
+    """SystemFault unless the disk that holds (or will hold) `path` has room for `nbytes`."""
+    folder = Path(path).absolute()
+    with disk_faults("ask for the free space of", folder):
+        while not folder.exists():
+            folder = folder.parent
+        free = shutil.disk_usage(folder).free
+    if free < nbytes:
+        raise SystemFault(
+            f"{path} needs {show_bytes(nbytes)} of disk and {show_bytes(free)} are free.",
+            f"Free {show_bytes(nbytes - free)} there, or choose a folder on another disk.",
+        )
+
+
+def _create(path: Path) -> None:
+    try:
+        with disk_faults("make the run folder", path):
+            existed = path.is_dir()
+            try:
+                path.mkdir(parents=True, exist_ok=True)
+            except (FileExistsError, NotADirectoryError) as error:
+                raise SystemFault(
+                    f"Cannot make the run folder {path}: something that is not a folder is in its place.",
+                    "Choose another with --out_dir.",
+                ) from error
+            if not existed:
+                sync_folder(path.parent)
+    except ValueError as error:  # a NUL, or a character this file system cannot write
+        raise SystemFault(
+            f"The run folder {str(path)!r} is not a name a file system accepts: {error}.",
+            "Choose another with --out_dir.",
+        ) from error
+
+
+def _probe_disk(path: Path) -> None:
+    probe = path / f".tmp-probe-{os.getpid()}"
+    with disk_faults("write in", path):
+        try:
+            with open(probe, "wb") as file:
+                file.write(b"\0" * _PROBE_BYTES)
+                file.flush()
+                os.fsync(file.fileno())
+        finally:
+            probe.unlink(missing_ok=True)
+
+
+def _refuse_another_run(path: Path, config: Mapping[str, Any]) -> None:
+    found = step_folders(path / "checkpoints")
+    if not found:
+        return
+    try:
+        recorded = recorded_config(path)
+    except CheckpointError:
+        recorded = None
+    settled = {key: value for key, value in config.items() if value != AS_RECORDED.get(key)}
+    differences = config_differences(recorded or {}, {**(recorded or {}), **settled})
+    if recorded is None:
+        comparison = "Its config cannot be read."
+    elif not differences:
+        comparison = "Its config is the same as this one."
+    else:
+        hidden = len(differences) - _DIFFERENCES_SHOWN
+        comparison = "Its config differs (there → here): " + "; ".join(differences[:_DIFFERENCES_SHOWN])
+        comparison += f"; and {hidden} more." if hidden > 0 else "."
+    raise UsageError(
+        f"{path} already holds a run, with a checkpoint at step {found[-1].step}. {comparison}",
+        "To go on with it: --init_from=resume. To start anew: another --out_dir.",
+    )

@@ -1,0 +1,1 @@
+"""One training run: supervisor, worker, loop, checkpoints, recovery from out of memory."""

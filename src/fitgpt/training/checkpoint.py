@@ -1,0 +1,393 @@
+"""A checkpoint is a folder that is whole or absent, and is verified before it is used.
+
+    OUT/checkpoints/
+        step-00000500/
+            model.safetensors       nanoGPT's parameter names; the head is tied to wte, so it is not stored
+            optimizer.safetensors   flat: <param>.exp_avg, <param>.exp_avg_sq, <param>.step …
+            state.json              step, best, status, the caller's state, size and sha256 of the other two; sealed
+        step-00000060-2/            branch 2: the run went back to an earlier step and trained on from there
+        set-aside-by-step-00000060-2/   what branch 1 had from that step on
+        set-aside-diverged-1/       what a run that diverged had saved after its last good checkpoint
+        .tmp-…                      being written or removed; those of dead processes go at the next start
+
+The branch is in the name, so that one rename makes a new checkpoint the last one, whatever else is there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import os
+import re
+import shutil
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import chain, count
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from .. import __version__
+from ..core.errors import CheckpointError, UsageError
+from ..core.files import disk_faults, folder_atomically, patiently_rename, seal_json, sync_folder, unseal_json
+from ..runs.folder import StepFolder, step_folder_name, step_folders
+
+SCHEMA = 1
+MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
+# The status of a checkpoint: see divergence.py.
+GOOD = "good"          # evaluated, and the loss is as it should be
+UNKNOWN = "unknown"    # not evaluated
+DIVERGED = "diverged"  # saved while steps were skipped, or after an evaluation that was not good
+TIED_HEAD, TIED_TO = "lm_head.weight", "transformer.wte.weight"
+
+_STATE_KINDS = {"step": int, "best": bool, "files": dict, "state": dict}
+_LEFTOVER = re.compile(r"\.tmp-.*-(\d+)")
+_DTYPE_NAMES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
+    torch.uint8: "U8", torch.bool: "BOOL",
+}
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    path: Path
+    step: int
+    best: bool
+    state: dict[str, Any]
+    notes: tuple[str, ...] = ()
+    status: str = UNKNOWN
+
+
+class SetAside(NamedTuple):
+    """What became of the checkpoints of a run that diverged."""
+
+    good: Checkpoint | None  # the last good one, which is now the last; None: all were set aside
+    steps: list[int]         # those that were set aside
+    folder: Path             # where they are
+
+
+@dataclass(frozen=True)
+class Loaded:
+    path: Path
+    step: int
+    model: dict[str, Tensor]      # without the tied head
+    optimizer: dict[str, Tensor]  # empty when only the weights were asked for
+    state: dict[str, Any]
+    notes: tuple[str, ...]        # what was damaged or odd, each a sentence that names the file
+
+
+class FileSeal(NamedTuple):
+    size: int
+    sha256: str
+
+
+class _Damaged(Exception):
+    """Says which file of a checkpoint cannot be trusted, and why."""
+
+
+# ---- saving
+
+def save(folder: Path, step: int, model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor],
+         state: Mapping[str, Any], *, best: bool, keep_last: int, status: str = UNKNOWN) -> Checkpoint:
+    """Writes a checkpoint, and only when it is durable removes older ones: see _prune.
+
+    Checkpoints at this step or beyond (the run went back) are set aside, not removed. `state` comes back from `load` as
+    JSON would give it.
+    """
+    if keep_last < 2:
+        raise UsageError(f"keep_last={keep_last} leaves nothing to fall back on: it must be at least 2.",
+                         "--keep_last=2")
+    there = step_folders(folder)
+    overtaken = [slot for slot in there if slot.step >= step]
+    branch = (there[-1].branch if there else 1) + bool(overtaken)
+    target = folder / step_folder_name(step, branch)
+
+    with disk_faults("save the checkpoint", target):
+        if not folder.exists():
+            folder.mkdir(parents=True)
+            sync_folder(folder.parent)
+        with folder_atomically(target, folder / f".tmp-{step}-{os.getpid()}") as temporary:
+            files = {MODEL: write_safetensors(temporary / MODEL, _without_tied_head(model)),
+                     OPTIMIZER: write_safetensors(temporary / OPTIMIZER, optimizer)}
+            document = {"schema": SCHEMA, "fitgpt": __version__, "step": step, "best": best, "status": status,
+                        "files": {name: seal._asdict() for name, seal in files.items()}, "state": dict(state)}
+            (temporary / STATE).write_text(seal_json(document), encoding="utf-8")
+
+    try:
+        notes = _set_aside(overtaken, folder / f"set-aside-by-{target.name}")
+        _prune(folder, keep_last)
+    except OSError as error:  # the new one is safe: failing to tidy up is no failure to save
+        notes = [f"Older checkpoints in {folder} could not be tidied up: {error.strerror or error}."]
+    return Checkpoint(target, step, best, dict(state), tuple(notes), status)
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, Tensor],
+                      metadata: Mapping[str, str] | None = None) -> FileSeal:
+    """Streams tensor by tensor, so the host never holds more than one of them twice."""
+    # widest first keeps every tensor aligned to its own element size
+    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    end = 0
+    for name in names:
+        tensor, start = tensors[name], end
+        end += tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": _DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape),
+                        "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    head = len(text).to_bytes(8, "little") + text
+
+    digest = hashlib.sha256()
+    with open(path, "wb") as file:
+        for part in chain([memoryview(head)], chain.from_iterable(_raw_bytes(tensors[name]) for name in names)):
+            digest.update(part)
+            file.write(part)
+    return FileSeal(len(head) + end, digest.hexdigest())
+
+
+def _raw_bytes(tensor: Tensor) -> Iterator[memoryview]:
+    """The tensor's bytes in row-major order, as a view that lives until the next item is asked for."""
+    host = tensor.detach().to("cpu").contiguous()
+    nbytes = host.numel() * host.element_size()
+    if nbytes:
+        yield memoryview((ctypes.c_char * nbytes).from_address(host.data_ptr())).cast("B")
+
+
+def _without_tied_head(model: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    head, tied_to = model.get(TIED_HEAD), model.get(TIED_TO)
+    if head is not None and (
+        tied_to is None or (head.data_ptr() != tied_to.data_ptr() and not torch.equal(head, tied_to))
+    ):
+        raise CheckpointError(f"{TIED_HEAD} differs from {TIED_TO}: a head that is not tied cannot be saved.")
+    return {name: tensor for name, tensor in model.items() if name != TIED_HEAD}
+
+
+# ---- letting go
+
+def _set_aside(overtaken: list[StepFolder], aside: Path) -> list[str]:
+    if not overtaken:
+        return []
+    _move(overtaken, aside)
+    steps = ", ".join(str(slot.step) for slot in overtaken)
+    return [f"The run went back: its earlier checkpoints at step {steps} are now in {aside}."]
+
+
+def _move(slots: Iterable[StepFolder], aside: Path) -> None:
+    aside.mkdir(exist_ok=True)
+    for slot in slots:
+        patiently_rename(slot.path, aside / slot.path.name)
+
+
+def _prune(folder: Path, keep_last: int) -> None:
+    """Keeps the last `keep_last` whole checkpoints, the latest that was best, and the latest good one.
+
+    Damaged ones do not count, and diverged ones only beside each other: neither pushes a good one out.
+    """
+    whole, sound, seen_best, seen_good = 0, 0, False, False
+    for slot in reversed(step_folders(folder)):
+        found = _look_at(slot.path)
+        if found is None:
+            if sound >= keep_last:
+                _remove(slot.path)
+            continue
+        is_best, is_good = found.best and not seen_best, found.status == GOOD and not seen_good
+        if (whole if found.status == DIVERGED else sound) >= keep_last and not is_best and not is_good:
+            _remove(slot.path)
+        whole += 1
+        sound += found.status != DIVERGED
+        seen_best |= is_best
+        seen_good |= is_good
+
+
+def set_aside_diverged(folder: Path) -> SetAside:
+    """Sets aside whatever is later than the last good checkpoint, so that a resume takes that one. Weights may explode
+    some steps before a gradient overflows, so one that was not evaluated does not count as good."""
+    slots = step_folders(folder)
+    good, later = None, list[StepFolder]()
+    while slots and not (good := _good(slots[-1].path)):
+        later.append(slots.pop())
+    aside = next(path for number in count(1) if not (path := folder / f"set-aside-diverged-{number}").exists())
+    if later:
+        _move(later, aside)
+    return SetAside(good, sorted(slot.step for slot in later), aside)
+
+
+def _good(path: Path) -> Checkpoint | None:
+    found = _look_at(path)
+    return found if found is not None and found.status == GOOD else None
+
+
+def _look_at(path: Path) -> Checkpoint | None:
+    """The checkpoint if its state is good and the other files have their sizes; no file is read through."""
+    try:
+        document = _read_state(path)
+        for name, seal in _seals(document).items():
+            _check_size(path / name, seal)
+    except (_Damaged, CheckpointError):
+        return None
+    status = document.get("status", GOOD if document["best"] else UNKNOWN)  # older ones have none
+    return Checkpoint(path, document["step"], document["best"], document["state"], status=status)
+
+
+def _remove(path: Path) -> None:
+    """By a rename first: a kill midway leaves a leftover, not a checkpoint with files missing."""
+    doomed = path.with_name(f".tmp-{path.name}-{os.getpid()}")
+    patiently_rename(path, doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+def clean_leftovers(folder: Path) -> list[str]:
+    """Removes what killed processes left half-written; a sentence for each. Call before the first save."""
+    notes = []
+    for path in sorted(folder.glob(".tmp-*")) if folder.is_dir() else []:
+        match = _LEFTOVER.fullmatch(path.name)
+        if match and not _runs_elsewhere(int(match[1])):
+            shutil.rmtree(path, ignore_errors=True)
+            notes.append(f"Removed {path}, left by a process that was stopped in the middle of a save.")
+    return notes
+
+
+def _runs_elsewhere(pid: int) -> bool:
+    if pid == os.getpid() or sys.platform == "win32":  # there, a folder in use refuses to be removed
+        return False
+    try:
+        os.kill(pid, 0)
+    except PermissionError:
+        return True
+    except (OSError, OverflowError):
+        return False
+    return True
+
+
+# ---- loading
+
+def load(folder: Path, which: str | int = "last", *, device: torch.device | str = "cpu",
+         weights_only: bool = False) -> Loaded:
+    """The 'last' or the 'best' whole checkpoint, or the one of a step, every byte verified first.
+
+    A damaged one is named in `notes` and the next older one used; a step asked for by number is used or
+    refused. With `weights_only` the optimizer's file is not opened.
+    """
+    slots = list(reversed(step_folders(folder)))
+    if not slots:
+        raise CheckpointError(f"There is no checkpoint in {folder}.",
+                              "Name the run's own --out_dir, or start one with --init_from=scratch.")
+    candidates, notes = _candidates(slots, which)
+    for slot in candidates:
+        try:
+            return _load_one(slot.path, device, weights_only, notes)
+        except _Damaged as damage:
+            if not slot.path.exists():  # a trainer at work let it go while we were reading
+                return load(folder, which, device=device, weights_only=weights_only)
+            notes.append(f"{damage}: the checkpoint of step {slot.step} is not used.")
+    others = ", ".join(str(slot.step) for slot in slots if slot not in candidates)
+    raise CheckpointError(
+        " ".join(notes),
+        f"Take another: there are step {others}." if others else "Restore it from a copy, or start anew.",
+    )
+
+
+def load_folder(path: Path, *, device: torch.device | str = "cpu", weights_only: bool = False) -> Loaded:
+    """The checkpoint that this folder is, whatever it is called and wherever it was copied to."""
+    try:
+        return _load_one(path, device, weights_only, [])
+    except _Damaged as damage:
+        raise CheckpointError(f"{damage}.", "Restore it from a copy, or name another.") from damage
+
+
+def list_checkpoints(folder: Path) -> list[Checkpoint]:
+    """Those that look whole (sizes and state.json; the rest is verified at load), oldest first."""
+    found: Iterable[Checkpoint | None] = (_look_at(slot.path) for slot in step_folders(folder))
+    return [checkpoint for checkpoint in found if checkpoint is not None]
+
+
+def _candidates(newest_first: list[StepFolder], which: str | int) -> tuple[list[StepFolder], list[str]]:
+    """In the order to try them."""
+    if which == "last":
+        return newest_first, []
+    if which == "best":
+        marked = [slot for slot in newest_first if (seen := _look_at(slot.path)) is not None and seen.best]
+        rest = [slot for slot in newest_first if slot not in marked]
+        return marked + rest, [] if marked else ["No checkpoint here is marked best: the last one is used."]
+    chosen = [slot for slot in newest_first if slot.step == which][:1]
+    if not chosen:
+        steps = ", ".join(str(slot.step) for slot in reversed(newest_first))
+        raise CheckpointError(f"There is no checkpoint {which!r}: there are 'last', 'best' and step {steps}.")
+    return chosen, []
+
+
+def _load_one(path: Path, device: torch.device | str, weights_only: bool, notes: list[str]) -> Loaded:
+    document = _read_state(path)
+    seals = _seals(document)
+    wanted = (MODEL,) if weights_only else (MODEL, OPTIMIZER)
+    for name in wanted:
+        _verify(path / name, seals[name])
+    tensors = [_read_tensors(path / name, device) for name in wanted]
+    strangers = sorted({each.name for each in path.iterdir()} - {MODEL, OPTIMIZER, STATE})
+    notes = notes + [f"{path / name} is not ours, and was passed over." for name in strangers]
+    return Loaded(path, document["step"], tensors[0], {} if weights_only else tensors[1],
+                  document["state"], tuple(notes))
+
+
+def _read_state(path: Path) -> dict[str, Any]:
+    file = path / STATE
+    try:
+        document = unseal_json(file.read_bytes())
+    except FileNotFoundError:
+        raise _Damaged(f"{file} is missing") from None
+    except OSError as error:
+        raise _Damaged(f"{file} cannot be read ({error.strerror})") from error
+    except (ValueError, RecursionError) as error:
+        raise _Damaged(f"{file} is damaged ({error})") from error
+    if not isinstance(document.get("schema"), int) or "fitgpt" not in document:
+        raise _Damaged(f"{file} is not the state of a checkpoint")
+    if document["schema"] > SCHEMA:
+        raise CheckpointError(f"{path} was written by fitgpt v{document['fitgpt']}; this is v{__version__}.",
+                              f"It needs fitgpt ≥ v{document['fitgpt']}: pip install --upgrade fitgpt")
+    if not all(isinstance(document.get(key), kind) for key, kind in _STATE_KINDS.items()) or not all(
+            isinstance(document["files"].get(name), dict) and {"size", "sha256"} == document["files"][name].keys()
+            for name in (MODEL, OPTIMIZER)):
+        raise _Damaged(f"{file} is not the state of a checkpoint")
+    return document
+
+
+def _seals(document: dict[str, Any]) -> dict[str, FileSeal]:
+    return {name: FileSeal(**seal) for name, seal in document["files"].items() if name in (MODEL, OPTIMIZER)}
+
+
+def _check_size(file: Path, seal: FileSeal) -> None:
+    try:
+        size = file.stat().st_size
+    except FileNotFoundError:
+        raise _Damaged(f"{file} is missing") from None
+    except OSError as error:
+        raise _Damaged(f"{file} cannot be read ({error.strerror})") from error
+    if size != seal.size:
+        raise _Damaged(f"{file} has {size} bytes where {seal.size} were written")
+
+
+def _verify(file: Path, seal: FileSeal) -> None:
+    _check_size(file, seal)
+    try:
+        with open(file, "rb") as opened:
+            digest = hashlib.file_digest(opened, "sha256").hexdigest()
+    except OSError as error:
+        raise _Damaged(f"{file} cannot be read ({error.strerror})") from error
+    if digest != seal.sha256:
+        raise _Damaged(f"{file} is damaged (its content does not match its checksum)")
+
+
+def _read_tensors(file: Path, device: torch.device | str) -> dict[str, Tensor]:
+    try:
+        with safe_open(file, framework="pt") as opened:
+            # a copy, since the library may hand out views of the mapped file
+            return {name: opened.get_tensor(name).to(device, copy=True) for name in opened.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise _Damaged(f"{file} is no safetensors file ({error})") from error

@@ -1,0 +1,181 @@
+"""Forecast beside measurement: the written tapes against recorded runs, nanoGPT's and our own.
+
+    python tools/accuracy.py bench/results/nanogpt_h200.json    nanoGPT's train.py, one line a figure
+    python tools/accuracy.py tests/golden/h200.json             our engine, one line a run
+    python tools/accuracy.py bench/results/triples_h200.json    runs of `train`, by what each of them foresaw
+    python tools/accuracy.py --runs FILE                        either, one line a run
+    python tools/accuracy.py --basis FILE … > src/fitgpt/planning/track_record.json    what `plan` quotes as its basis
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fitgpt.config.run_config import RunConfig
+from fitgpt.memory import gpt, sampling
+from fitgpt.memory.allocator import PhasePeak, replay
+from fitgpt.memory.nanogpt import write
+from fitgpt.memory.nanorun import NanoGPTRun
+from fitgpt.memory.padding import has_odd_sizes
+from fitgpt.memory.setting import Setting
+from fitgpt.planning.forecast import settled
+from fitgpt.planning.track_record import kind_of
+
+NANOGPT = "nanogpt"
+PHASES = ("load", "first_eval", "first_train", "train", "eval", "save")  # of a recorded run; train includes its step
+
+
+class Figure(NamedTuple):
+    """One measured number of one recorded run, and what the tape says of it."""
+
+    run: str
+    name: str        # as the record has it: train_peak, eval_first_reserved …
+    predicted: int
+    measured: int
+
+    @property
+    def off(self) -> int:
+        return self.predicted - self.measured
+
+    @property
+    def percent(self) -> float:
+        return 100 * self.off / self.measured
+
+
+# ---- nanoGPT's runs
+
+def predict(run: NanoGPTRun, *, expandable: bool = False) -> dict[str, int]:
+    """The recorded figures of a run, under the record's own names; training includes the optimizer's step."""
+    timeline = replay(write(run), expandable=expandable)
+    peaks = timeline.peaks()
+    return {
+        "eval_first_peak": peaks["first_eval"].allocated,
+        "eval_first_reserved": peaks["first_eval"].reserved,
+        "train_first_peak": peaks["first_train"].allocated,
+        "train_peak": max(peaks["train"].allocated, peaks["step"].allocated),
+        "train_reserved": peaks["step"].reserved,
+        "eval_peak": peaks["eval"].allocated,
+        "idle": timeline.allocated[-1],
+    }
+
+
+def compare(rows: Iterable[dict[str, Any]]) -> list[Figure]:
+    return [Figure(row["name"], name, predicted, row[name]) for row in rows
+            for name, predicted in predict(NanoGPTRun(**row["config"]), expandable=row.get("expandable", False)).items()
+            if name in row]
+
+
+# ---- our own
+
+def compare_own(rows: Iterable[dict[str, Any]], setting: Setting) -> list[Figure]:
+    """Allocated and reserved of every phase; reserved is the most since the run began."""
+    return [figure for row in rows if "phases" in row for figure in _of_one_run(row, setting)]
+
+
+def _of_one_run(row: dict[str, Any], setting: Setting) -> Iterable[Figure]:
+    setting = replace(setting, kernel=row.get("kernel", ""))
+    config = settled(RunConfig(**row["config"]), setting)
+    peaks = replay(gpt.write(config, setting), expandable=setting.expandable).peaks()
+    step, train = peaks["step"], peaks["train"]
+    peaks["train"] = PhasePeak("train", max(train.allocated, step.allocated), step.reserved, 0)
+    if "sample" in row["phases"]:
+        peaks |= replay(sampling.write(config, setting), expandable=setting.expandable).peaks()
+    reserved = 0
+    for phase in (*PHASES, "sample"):
+        if phase in row["phases"]:
+            seen = row["phases"][phase]
+            reserved = seen["reserved"] if phase == "sample" else max(reserved, seen["reserved"])
+            yield Figure(row["name"], f"{phase} allocated", peaks[phase].allocated, seen["allocated"])
+            yield Figure(row["name"], f"{phase} reserved", peaks[phase].reserved, reserved)
+
+
+def compare_logged(rows: Iterable[dict[str, Any]]) -> list[Figure]:
+    """Of runs of `train`, which logs what it foresees before it begins, and what it measured then."""
+    return [Figure(row["name"], f"{phase} {kind}", row["foreseen"][phase][f"{kind}_bytes"], held[f"{kind}_bytes"])
+            for row in rows for phase, held in row["measured"].items() for kind in ("allocated", "reserved")]
+
+
+# ---- in words
+
+def table(figures: Iterable[Figure]) -> str:
+    """Markdown, one line a figure."""
+    lines = ["| run | figure | predicted | measured | off | % |", "|---|---|--:|--:|--:|--:|"]
+    lines += [f"| {each.run} | {each.name} | {each.predicted:,} | {each.measured:,} | {each.off:+,} | "
+              f"{each.percent:+.3f} |" if each.off else
+              f"| {each.run} | {each.name} | {each.predicted:,} | {each.measured:,} | 0 | 0 |" for each in figures]
+    return "\n".join(lines)
+
+
+def by_run(figures: Iterable[Figure], configs: dict[str, dict[str, Any]]) -> str:
+    """Markdown, one line a run: the figure that its forecast misses by most, and how many it meets to the byte."""
+    runs: dict[str, list[Figure]] = {}
+    for each in figures:
+        runs.setdefault(each.run, []).append(each)
+    lines = ["| run | settings | reserved | figures | to the byte | farthest off | % |",
+             "|---|---|--:|--:|--:|---|--:|"]
+    for name, found in runs.items():
+        worst = max(found, key=lambda each: abs(each.percent))
+        most = max(each.measured for each in found if each.name.endswith("reserved"))
+        lines.append(f"| {name} | {_told(configs[name])} | {most:,} | {len(found)} | "
+                     f"{sum(not each.off for each in found)} | {worst.name if worst.off else ''} | "
+                     f"{f'{worst.percent:+.3f}' if worst.off else 0} |")
+    return "\n".join(lines)
+
+
+def _told(config: dict[str, Any]) -> str:
+    c = dict(config)
+    shape = f"{c.pop('n_layer')}/{c.pop('n_head')}/{c.pop('n_embd')}"
+    batch = f"{c.pop('batch_size')}×{c.pop('block_size')}×{c.pop('gradient_accumulation_steps')}"
+    compiled = "compiled" if c.pop("compile") else "eager"
+    vocab = [f"V {c['vocab_size']}"] if "vocab_size" in c else []
+    rest = [f"{key}={value}" for key, value in c.items() if key not in ("dtype", "vocab_size") and value]
+    return ", ".join([shape, batch, *vocab, c["dtype"], compiled, *rest])
+
+
+def basis(path: str, card: str, torch: str) -> list[dict[str, Any]]:
+    """One row a recorded run: the figure that its forecast misses by most."""
+    rows = json.loads(Path(path).read_text(encoding="utf-8"))["rows"]
+    trainer, figures, _ = of_file(path)
+    kinds = {row["name"]: kind_of(trainer, expandable=bool(row.get("expandable")),
+                                  odd=trainer == NANOGPT and is_odd(row["config"])) for row in rows}
+    runs: dict[str, list[float]] = {}
+    for each in figures:
+        runs.setdefault(each.run, []).append(each.percent)
+    worst = {name: max((abs(error), error) for error in errors)[1] for name, errors in runs.items()}
+    return [{"trainer": kinds[name], "card": card, "torch": torch, "name": name,
+             "figures": len(runs[name]), "worst_percent": round(error, 3)} for name, error in worst.items()]
+
+
+def is_odd(config: dict[str, Any]) -> bool:
+    """Of a run of nanoGPT: whether the compiler weighs what to pad."""
+    return bool(config["compile"]) and has_odd_sizes(
+        config["dtype"], config["batch_size"] * config["block_size"], config.get("vocab_size", 8))
+
+
+def of_file(path: str) -> tuple[str, list[Figure], dict[str, dict[str, Any]]]:
+    """Whose runs a record holds, its figures, and the runs' configs."""
+    rows = json.loads(Path(path).read_text(encoding="utf-8"))["rows"]
+    configs = {row["name"]: row["config"] for row in rows}
+    if any("phases" in row for row in rows):
+        return "fitgpt", compare_own(rows, Setting((9, 0), "2.11")), configs
+    if any("foreseen" in row for row in rows):
+        return "fitgpt", compare_logged(rows), {row["name"]: row["config"] | row["chosen"] for row in rows}
+    return NANOGPT, compare(rows), configs
+
+
+def main(words: list[str]) -> None:
+    if words[0] == "--basis":
+        runs = [row for path in words[1:] for row in basis(path, "H200", "2.11")]
+        print(json.dumps({"schema": 1, "runs": runs}, indent=1))
+        return
+    trainer, figures, configs = of_file(words[-1])
+    print(table(figures) if trainer == NANOGPT and words[0] != "--runs" else by_run(figures, configs))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -24,11 +24,11 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "src"))
 
 from fitgpt import __version__  # noqa: E402
-from fitgpt.config.fields import walk  # noqa: E402
+from fitgpt.config.argv import walk  # noqa: E402
 from fitgpt.config.run_config import RunConfig, resolve  # noqa: E402
 from fitgpt.core.units import MiB, parse_bytes, show_bytes  # noqa: E402
+from fitgpt.hardware.allocator_env import child_environment  # noqa: E402
 from fitgpt.hardware.gpus import find  # noqa: E402
-from fitgpt.hardware.nvidia import child_environment  # noqa: E402
 
 SHORT = ["--max_iters=6", "--eval_interval=3", "--eval_iters=4", "--log_interval=1", "--gradient_accumulation_steps=4"]
 LOSSY = ["--weights=bfloat16", "--residual=bfloat16", "--optimizer=adam8bit", "--recompute=input"]

@@ -8,10 +8,10 @@ import torch
 from plain import PlainTrainer, TransformersTrainer
 from torch import Tensor
 
+from fitgpt.config.architectures import GPTConfig
 from fitgpt.config.run_config import RunConfig
 from fitgpt.engine.device import resolve_device
 from fitgpt.engine.optim.adamw import apply_gradients
-from fitgpt.nouns import GPTConfig
 from fitgpt.training.run import build_training
 
 
@@ -24,7 +24,7 @@ class OurTrainer:
 
     def step(self, batches: list[tuple[Tensor, Tensor]]) -> None:
         training = self.training
-        training.model.renew_copies()
+        training.model.refresh_casts()
         scale = training.scaler.scale / self.accumulation
         for idx, targets in batches:
             training.accumulate(idx, targets, scale)

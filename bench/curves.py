@@ -24,7 +24,7 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT / "bench")]
 
 from fitgpt import __version__  # noqa: E402
 from fitgpt.config.run_config import RunConfig  # noqa: E402
-from fitgpt.hardware.nvidia import child_environment  # noqa: E402
+from fitgpt.hardware.allocator_env import child_environment  # noqa: E402
 from fitgpt.runs.metrics import read_metrics  # noqa: E402
 
 SETTINGS: dict[str, Any] = dict(
@@ -99,11 +99,10 @@ def train_plain(config: RunConfig) -> dict[str, Any]:
     import torch
     from plain import PlainGPT
 
-    from fitgpt.data.shards import open_dataset
+    from fitgpt.data.dataset import open_dataset
     from fitgpt.engine.device import resolve_device
     from fitgpt.engine.model import build_model
     from fitgpt.training.loop import learning_rate_at
-    from fitgpt.training.ranks import Ranks
     from fitgpt.training.run import evaluation_splits, training_feed
 
     device = torch.device(resolve_device(config.device, config.dtype, config.compile).device)
@@ -114,7 +113,7 @@ def train_plain(config: RunConfig) -> dict[str, Any]:
     groups = [{"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": config.weight_decay},
               {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, betas=(config.beta1, config.beta2), fused=True)
-    feed, losses = training_feed(config, dataset, device, Ranks()), []
+    feed, losses = training_feed(config, dataset, device), []
     for step in range(config.max_iters):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate_at(step, config)

@@ -21,11 +21,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tools")]
 
-from accuracy import predict  # noqa: E402
+from accuracy import H200, predict  # noqa: E402
+from fitgpt.config.run_config import RunConfig  # noqa: E402
 from fitgpt.core.units import GiB  # noqa: E402
-from fitgpt.memory.allocator import replay  # noqa: E402
-from fitgpt.memory.nanogpt import write  # noqa: E402
-from fitgpt.memory.nanorun import NanoGPTRun  # noqa: E402
+from fitgpt.memory.timeline import replay  # noqa: E402
+from fitgpt.tapes.nanogpt.train_py import write  # noqa: E402
 
 SEED, DRAWN = 20261116, 16
 WIDER_SEED, DRAWN_WIDER = 20261117, 40
@@ -58,34 +58,34 @@ def remedies() -> list[dict[str, Any]]:
 
 
 def drawn() -> list[dict[str, Any]]:
-    dice, found = random.Random(SEED), list[dict[str, Any]]()
+    rng, found = random.Random(SEED), list[dict[str, Any]]()
     while len(found) < DRAWN:
-        heads = dice.choice([2, 4, 6, 8, 12, 16])
+        heads = rng.choice([2, 4, 6, 8, 12, 16])
         config = dict(
-            n_layer=dice.choice([1, 2, 4, 6, 8, 12, 16, 24]), n_head=heads,
-            n_embd=heads * dice.choice([24, 48, 64, 64, 80]),
-            batch_size=dice.choice([1, 2, 4, 8, 12, 16, 32]), block_size=dice.choice([128, 256, 512, 1024, 2048]),
-            gradient_accumulation_steps=dice.choice([1, 2, 3, 4, 5, 8]), dropout=dice.choice([0.0, 0.0, 0.1]),
-            dtype=dice.choice(["bfloat16", "float16", "float32"]), bias=dice.random() < 0.3,
-            compile=dice.random() < 0.6, vocab_size=dice.choice([65, 8192, *[50304] * 4]))
-        if predict(NanoGPTRun(**config))["train_reserved"] <= LARGEST:
+            n_layer=rng.choice([1, 2, 4, 6, 8, 12, 16, 24]), n_head=heads,
+            n_embd=heads * rng.choice([24, 48, 64, 64, 80]),
+            batch_size=rng.choice([1, 2, 4, 8, 12, 16, 32]), block_size=rng.choice([128, 256, 512, 1024, 2048]),
+            gradient_accumulation_steps=rng.choice([1, 2, 3, 4, 5, 8]), dropout=rng.choice([0.0, 0.0, 0.1]),
+            dtype=rng.choice(["bfloat16", "float16", "float32"]), bias=rng.random() < 0.3,
+            compile=rng.random() < 0.6, vocab_size=rng.choice([65, 8192, *[50304] * 4]))
+        if predict(config)["train_reserved"] <= LARGEST:
             found.append({"name": f"drawn {len(found):02}", "config": config})
     return found
 
 
 def drawn_wider() -> list[dict[str, Any]]:
     """Sizes between the round ones, too: context lengths, vocabularies, widths of heads."""
-    dice, found = random.Random(WIDER_SEED), list[dict[str, Any]]()
+    rng, found = random.Random(WIDER_SEED), list[dict[str, Any]]()
     while len(found) < DRAWN_WIDER:
-        heads = dice.choice([1, 3, 5, 6, 8, 10, 12, 16, 20])
+        heads = rng.choice([1, 3, 5, 6, 8, 10, 12, 16, 20])
         config = dict(
-            n_layer=dice.randint(1, 20), n_head=heads, n_embd=heads * dice.choice([20, 32, 64, 64, 64, 96, 128]),
-            batch_size=dice.choice([1, 2, 3, 5, 8, 10, 16, 24, 48, 64]),
-            block_size=dice.choice([64, 192, 256, 300, 512, 768, 1000, 1024, 1024, 4096]),
-            gradient_accumulation_steps=dice.choice([1, 1, 2, 4, 6, 7, 16]), dropout=dice.choice([0.0, 0.0, 0.2]),
-            dtype=dice.choice(["bfloat16", "float16", "bfloat16", "float32"]), bias=dice.random() < 0.4,
-            compile=dice.random() < 0.5, vocab_size=dice.choice([65, 4096, 32000, 50257, *[50304] * 4, 100277]))
-        if predict(NanoGPTRun(**config))["train_reserved"] <= LARGEST:
+            n_layer=rng.randint(1, 20), n_head=heads, n_embd=heads * rng.choice([20, 32, 64, 64, 64, 96, 128]),
+            batch_size=rng.choice([1, 2, 3, 5, 8, 10, 16, 24, 48, 64]),
+            block_size=rng.choice([64, 192, 256, 300, 512, 768, 1000, 1024, 1024, 4096]),
+            gradient_accumulation_steps=rng.choice([1, 1, 2, 4, 6, 7, 16]), dropout=rng.choice([0.0, 0.0, 0.2]),
+            dtype=rng.choice(["bfloat16", "float16", "bfloat16", "float32"]), bias=rng.random() < 0.4,
+            compile=rng.random() < 0.5, vocab_size=rng.choice([65, 4096, 32000, 50257, *[50304] * 4, 100277]))
+        if predict(config)["train_reserved"] <= LARGEST:
             found.append({"name": f"wider {len(found):02}", "config": config})
     return found
 
@@ -106,60 +106,59 @@ def odd() -> list[dict[str, Any]]:
 
 
 def drawn_odd() -> list[dict[str, Any]]:
-    dice, found = random.Random(ODD_SEED), list[dict[str, Any]]()
+    rng, found = random.Random(ODD_SEED), list[dict[str, Any]]()
     while len(found) < DRAWN_ODD:
-        heads = dice.choice([4, 6, 8, 12, 16])
+        heads = rng.choice([4, 6, 8, 12, 16])
         config = dict(
-            n_layer=dice.randint(2, 16), n_head=heads, n_embd=heads * 64,
-            batch_size=dice.choice([1, 2, 4, 8, 12, 16, 32]), block_size=dice.choice([256, 512, 1024, 1024]),
-            gradient_accumulation_steps=dice.choice([1, 2, 5, 8]), dropout=dice.choice([0.0, 0.0, 0.1]),
-            dtype=dice.choice(["bfloat16", "float16", "float32"]),
-            bias=dice.random() < 0.3, compile=True,
-            vocab_size=dice.choice([dice.randint(60, 200), dice.randint(200, 8000), 50257, dice.randint(8000, 110000)]))
-        if config["vocab_size"] % 8 and predict(NanoGPTRun(**config))["train_reserved"] <= LARGEST:
+            n_layer=rng.randint(2, 16), n_head=heads, n_embd=heads * 64,
+            batch_size=rng.choice([1, 2, 4, 8, 12, 16, 32]), block_size=rng.choice([256, 512, 1024, 1024]),
+            gradient_accumulation_steps=rng.choice([1, 2, 5, 8]), dropout=rng.choice([0.0, 0.0, 0.1]),
+            dtype=rng.choice(["bfloat16", "float16", "float32"]),
+            bias=rng.random() < 0.3, compile=True,
+            vocab_size=rng.choice([rng.randint(60, 200), rng.randint(200, 8000), 50257, rng.randint(8000, 110000)]))
+        if config["vocab_size"] % 8 and predict(config)["train_reserved"] <= LARGEST:
             found.append({"name": f"drawn odd {len(found):02}", "config": config})
     return found
 
 
 def drawn_usual(name: str, seed: int) -> list[dict[str, Any]]:
     """10M to 1B parameters, heads of 64, batches that fill a card of 8 to 24 GB or part of it."""
-    dice, found = random.Random(seed), list[dict[str, Any]]()
+    rng, found = random.Random(seed), list[dict[str, Any]]()
     while len(found) < DRAWN_USUAL:
-        layers, heads = dice.choice([(4, 4), (6, 6), (8, 8), (8, 12), (10, 10), (12, 12), (12, 12), (16, 16), (24, 16),
+        layers, heads = rng.choice([(4, 4), (6, 6), (8, 8), (8, 12), (10, 10), (12, 12), (12, 12), (16, 16), (24, 16),
                                      (36, 20)])
         config = dict(
             n_layer=layers, n_head=heads, n_embd=64 * heads,
-            batch_size=dice.choice([1, 2, 4, 6, 8, 12, 16, 24, 32, 64]),
-            block_size=dice.choice([256, 512, 1024, 1024, 2048]), dropout=dice.choice([0.0, 0.0, 0.1, 0.2]),
-            gradient_accumulation_steps=dice.choice([1, 2, 4, 5, 8, 16]),
-            dtype=dice.choice(["bfloat16", "bfloat16", "float16", "float32"]), bias=dice.random() < 0.3,
-            compile=dice.random() < 0.6, vocab_size=dice.choice([65, 256, 8192, 32000, *[50304] * 5]))
-        if predict(NanoGPTRun(**config))["train_reserved"] <= USUAL:
+            batch_size=rng.choice([1, 2, 4, 6, 8, 12, 16, 24, 32, 64]),
+            block_size=rng.choice([256, 512, 1024, 1024, 2048]), dropout=rng.choice([0.0, 0.0, 0.1, 0.2]),
+            gradient_accumulation_steps=rng.choice([1, 2, 4, 5, 8, 16]),
+            dtype=rng.choice(["bfloat16", "bfloat16", "float16", "float32"]), bias=rng.random() < 0.3,
+            compile=rng.random() < 0.6, vocab_size=rng.choice([65, 256, 8192, 32000, *[50304] * 5]))
+        if predict(config)["train_reserved"] <= USUAL:
             found.append({"name": f"{name} {len(found):02}", "config": config})
     return found
 
 
 def drawn_many() -> list[dict[str, Any]]:
     """Some as they come, then some of which few micro-batches tell something else than all: by more than 0.5 %."""
-    dice, found = random.Random(MANY_SEED), list[dict[str, Any]]()
+    rng, found = random.Random(MANY_SEED), list[dict[str, Any]]()
     while len(found) < DRAWN_MANY + SENSITIVE:
-        heads = dice.choice([4, 6, 8, 12, 16])
+        heads = rng.choice([4, 6, 8, 12, 16])
         config = dict(
-            n_layer=dice.choice([4, 6, 8, 10, 12, 16]), n_head=heads, n_embd=heads * dice.choice([48, 64, 64, 80]),
-            batch_size=dice.choice([1, 2, 4, 8, 12, 16, 32]), block_size=dice.choice([256, 512, 1024]),
-            gradient_accumulation_steps=dice.choice([5, 6, 7, 8, 10, 12, 16, 40]), dropout=dice.choice([0.0, 0.0, 0.1]),
-            dtype=dice.choice(["bfloat16", "float16"]), bias=dice.random() < 0.3, compile=dice.random() < 0.5,
-            vocab_size=dice.choice([8192, *[50304] * 3]))
-        run = NanoGPTRun(**config)
+            n_layer=rng.choice([4, 6, 8, 10, 12, 16]), n_head=heads, n_embd=heads * rng.choice([48, 64, 64, 80]),
+            batch_size=rng.choice([1, 2, 4, 8, 12, 16, 32]), block_size=rng.choice([256, 512, 1024]),
+            gradient_accumulation_steps=rng.choice([5, 6, 7, 8, 10, 12, 16, 40]), dropout=rng.choice([0.0, 0.0, 0.1]),
+            dtype=rng.choice(["bfloat16", "float16"]), bias=rng.random() < 0.3, compile=rng.random() < 0.5,
+            vocab_size=rng.choice([8192, *[50304] * 3]))
         drawn_as = "many" if len(found) < DRAWN_MANY else "sensitive"
-        if predict(run)["train_reserved"] <= USUAL and (drawn_as == "many" or is_sensitive(run)):
+        if predict(config)["train_reserved"] <= USUAL and (drawn_as == "many" or is_sensitive(RunConfig(**config))):
             found.append({"name": f"{drawn_as} {len(found):02}", "config": config})
     return found
 
 
-def is_sensitive(run: NanoGPTRun) -> bool:
+def is_sensitive(run: RunConfig) -> bool:
     asked = run.gradient_accumulation_steps
-    few, whole = (replay(write(run, history=history)).reserved
+    few, whole = (replay(write(run, H200, history=history)).reserved
                   for history in ((3, 3, 3) if asked % 2 else (4, 4, 2), (asked,) * 6))
     return abs(few / whole - 1) > 0.005
 

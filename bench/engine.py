@@ -30,10 +30,11 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT / "bench")]
 from fitgpt import __version__  # noqa: E402
 from fitgpt.config.run_config import RunConfig  # noqa: E402
 from fitgpt.core.units import GiB, parse_bytes  # noqa: E402
+from fitgpt.hardware.allocator_env import child_environment  # noqa: E402
 from fitgpt.hardware.gpus import find  # noqa: E402
-from fitgpt.hardware.nvidia import child_environment  # noqa: E402
 from fitgpt.planning.budget import on_card  # noqa: E402
-from fitgpt.planning.choose import fit_config  # noqa: E402
+from fitgpt.planning.goals import find_fastest  # noqa: E402
+from fitgpt.planning.search import FitTarget  # noqa: E402
 
 CASES: dict[str, dict[str, Any]] = {
     "124m": dict(n_layer=12, n_head=12, n_embd=768, block_size=1024, batch_size=12, accumulation=4, dtype="bfloat16"),
@@ -46,7 +47,7 @@ LOSSY = dict(weights="bfloat16", residual="bfloat16", optimizer="adam8bit")
 OURS: dict[str, dict[str, Any]] = {
     "exact": dict(),
     "exact kept": dict(casts="kept"),
-    "exact small": dict(recompute="no_wide"),
+    "exact small": dict(recompute="no_mlp_up"),
     "exact smallest": dict(recompute="input"),
     "exact eager": dict(compile=False),
     "exact unrecorded": dict(cuda_graphs=False),
@@ -57,7 +58,7 @@ OURS: dict[str, dict[str, Any]] = {
     "bfloat16 residual": dict(residual="bfloat16"),
     "lossy": LOSSY,
     "lossy all": {**LOSSY, "recompute": "all"},
-    "lossy small": {**LOSSY, "recompute": "no_wide"},
+    "lossy small": {**LOSSY, "recompute": "no_mlp_up"},
     "lossy smallest": {**LOSSY, "recompute": "input"},
 }
 CONTENDERS: dict[str, dict[str, Any]] = {
@@ -142,7 +143,7 @@ def fitted(base: dict[str, Any], cap: int) -> dict[str, Any]:
                       gradient_accumulation_steps=base["accumulation"])
     place = on_card(find("H200"), torch="2.11")
     budget = place.budget._replace(budget=cap + place.budget.outside)
-    chosen = fit_config(asked, place.setting, budget, card=place.card).chosen
+    chosen = find_fastest(asked, FitTarget(place.platform, budget, place.card)).chosen
     assert chosen
     changed = {key: value for key, value in chosen.config.to_dict().items() if value != asked.to_dict()[key]}
     print("fitted:", changed, file=sys.stderr)
@@ -197,13 +198,13 @@ def serve(case: dict[str, Any]) -> None:
     from contenders import make_trainer
 
     from fitgpt.engine.oom import cap_memory
-    from fitgpt.training.meter import flops_a_token
+    from fitgpt.training.loop import flops_per_token
 
     if case.get("cap"):
         cap_memory("cuda:0", case["cap"])
     started = time.perf_counter()
     trainer, config = make_trainer(case)
-    flops = flops_a_token(config, case["block_size"])
+    flops = flops_per_token(config, case["block_size"])
     torch.manual_seed(0)
     tokens = torch.randint(config.vocab_size, (case["accumulation"], case["batch_size"], case["block_size"] + 1)).cuda()
     batches = [(each[:, :-1], each[:, 1:]) for each in tokens]

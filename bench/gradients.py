@@ -22,10 +22,10 @@ import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from fitgpt import __version__  # noqa: E402
+from fitgpt.config.architectures import GPTConfig  # noqa: E402
 from fitgpt.config.memory_savers import LEVELS  # noqa: E402
-from fitgpt.engine.chunked_loss import IGNORED, plain_cross_entropy_, triton_works  # noqa: E402
+from fitgpt.engine.chunked_loss import IGNORE_INDEX, plain_cross_entropy_, triton_works  # noqa: E402
 from fitgpt.engine.model import GPT, build_model  # noqa: E402
-from fitgpt.nouns import GPTConfig  # noqa: E402
 from helpers import reference_loss  # noqa: E402
 
 SHAPES = {"heads of 64": (768, 12), "heads of 42, padded": (504, 12)}
@@ -105,7 +105,7 @@ def kernel_errors(device: torch.device) -> list[dict[str, Any]]:
             torch.manual_seed(0)
             logits = (3 * torch.randn(300, width, device=device)).to(getattr(torch, dtype))
             targets = torch.randint(width, (300,), device=device)
-            targets[7] = IGNORED
+            targets[7] = IGNORE_INDEX
             plain, fused, weight = logits.clone(), logits.clone(), torch.tensor(scale / 300, device=device)
             losses = plain_cross_entropy_(plain, targets, weight), fused_cross_entropy_(fused, targets, weight)
             rows.append({"dtype": dtype, "width": width, "loss": (losses[0] - losses[1]).abs().max().item(),
@@ -116,7 +116,7 @@ def kernel_errors(device: torch.device) -> list[dict[str, Any]]:
 def other_kernels(device: torch.device) -> list[dict[str, Any]]:
     """The norm's backward and the rounded AdamW, each beside plain torch: the largest relative difference."""
     from fitgpt.engine import kernels, pointwise
-    from fitgpt.engine.optim.adamw import low_precision
+    from fitgpt.engine.optim import low_precision
 
     torch.manual_seed(0)
     rows = []
@@ -134,13 +134,14 @@ def other_kernels(device: torch.device) -> list[dict[str, Any]]:
         states = [low_precision._new_state(weights, eight_bit) for _ in range(2)]
         copy = weights.clone()
         low_precision.update_(weights, gradient, states[0], figures, 0.1, 0.9, 0.95)
-        kernels.rounded_adamw_(copy, gradient, states[1], figures, torch.tensor(7, device=device), 3, 0.1, 0.9, 0.95)
+        kernels.low_precision_adamw_(copy, gradient, states[1], figures, torch.tensor(7, device=device), 3, 0.1, 0.9,
+                                     0.95)
         rows.append({"kernel": "rounded_adamw_", "eight_bit": eight_bit, "difference": max(
             different(a, b) for a, b in zip((weights, *states[0].values()), (copy, *states[1].values()), strict=True))})
     ones = torch.ones(200_000, dtype=torch.bfloat16, device=device)  # to be moved a quarter of a step of bfloat16
     figures = torch.tensor([2**-9, 1.0, 1.0, 1.0, 0.0], device=device)
-    kernels.rounded_adamw_(ones, torch.zeros_like(ones), low_precision._new_state(ones, True), figures,
-                           torch.tensor(7, device=device), 3, -1.0, 0.9, 0.95)
+    kernels.low_precision_adamw_(ones, torch.zeros_like(ones), low_precision._new_state(ones, True), figures,
+                                 torch.tensor(7, device=device), 3, -1.0, 0.9, 0.95)
     rows.append({"kernel": "rounded_adamw_ by chance", "difference": abs(ones.double().mean().item() - 1 - 2**-9)})
     return rows
 

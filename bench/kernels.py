@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "src"))
 
-from fitgpt.config.memory_savers import GROUP  # noqa: E402
+from fitgpt.config.optimizers import GROUP  # noqa: E402
 from fitgpt.core.units import KiB  # noqa: E402
 
 # Shared memory that a block of threads may have, in KiB: the CUDA programming guide's table.
@@ -64,7 +64,7 @@ def cases() -> Iterator[Case]:
     for half in ("*bf16", "*fp16", "*fp32"):
         yield Case(f"cross entropy of {half[1:]}", kernels._cross_entropy,
                    {"logits": half, "logits_stride": "i32", "targets": "*i64", "targets_stride": "i32",
-                    "losses": "*fp32", "a_token": "*fp32", "width": "i32"},
+                    "losses": "*fp32", "per_token": "*fp32", "width": "i32"},
                    {"ignored": -1, "with_gradient": True, "columns": kernels._COLUMNS}, kernels._WARPS)
     for width in WIDTHS:
         for stream, half in (("*fp32", "*fp16"), ("*bf16", "*bf16")):
@@ -80,11 +80,11 @@ def cases() -> Iterator[Case]:
                dict(zip(names[:4], ("*fp32", "*fp32", "i32", "i32"), strict=True)),
                dict(zip(names[4:], (128, 32), strict=True)), 4)
     for weights, states in (("*bf16", ("*i8", "*u8")), ("*fp32", ("*i8", "*u8")), ("*bf16", ("*fp32", "*fp32"))):
-        yield Case(f"AdamW of {weights[1:]}, states {states[0][1:]}", kernels._rounded_adamw,
+        yield Case(f"AdamW of {weights[1:]}, states {states[0][1:]}", kernels._low_precision_adamw,
                    {"parameter": weights, "gradient": weights, "firsts": states[0], "seconds": states[1],
-                    "first_scales": "*fp32", "second_scales": "*fp32", "figures": "*fp32", "dice": "*i64",
+                    "first_scales": "*fp32", "second_scales": "*fp32", "figures": "*fp32", "rng_seed": "*i64",
                     "number": "i32", "count": "i32", **dict.fromkeys(("decay", "beta1", "beta2", "epsilon"), "fp32")},
-                   {"eight_bit": states[0] == "*i8", "by_chance": weights == "*bf16", "group": GROUP,
+                   {"eight_bit": states[0] == "*i8", "stochastic": weights == "*bf16", "group": GROUP,
                     "groups": kernels._GROUPS}, 8)
 
 

@@ -74,7 +74,7 @@ def groups() -> list[list[str]]:
     found: list[list[str]] = []
     room = 0.0
     for name, config in CASES.items():
-        held = drawn.predict(drawn.NanoGPTRun(**config))["train_reserved"] / drawn.GiB + 1
+        held = drawn.predict(config)["train_reserved"] / drawn.GiB + 1
         if held > room or len(found[-1]) == 10:
             found.append([])
             room = TOGETHER

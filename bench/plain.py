@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fitgpt.nouns import GPTConfig
+from fitgpt.config.architectures import GPTConfig
 
 
 class PlainBlock(nn.Module):

@@ -30,7 +30,7 @@ sys.path.insert(0, str(ROOT / "src"))
 
 from fitgpt import __version__  # noqa: E402
 from fitgpt.config.run_config import RunConfig  # noqa: E402
-from fitgpt.hardware.nvidia import child_environment  # noqa: E402
+from fitgpt.hardware.allocator_env import child_environment  # noqa: E402
 
 ITERATIONS = 3
 EVAL_BATCHES = 2  # of each split
@@ -105,7 +105,7 @@ def one(case: dict[str, Any], events: str) -> dict[str, Any]:
 
     from fitgpt.engine.device import resolve_device
     from fitgpt.engine.evaluate import evaluate
-    from fitgpt.engine.prefetch import Feed
+    from fitgpt.engine.prefetch import Prefetcher
     from fitgpt.training import checkpoint
     from fitgpt.training.loop import learning_rate_at, train_step
     from fitgpt.training.run import build_training
@@ -135,7 +135,8 @@ def one(case: dict[str, Any], events: str) -> dict[str, Any]:
         with watch.phase("load"):
             training = build_training(config, choice)
         splits = {split: (read_windows, EVAL_BATCHES * config.eval_batch) for split in ("train", "val")}
-        feed = Feed(read, torch.device(choice.device), last=(ITERATIONS + 1) * config.gradient_accumulation_steps - 1)
+        last = (ITERATIONS + 1) * config.gradient_accumulation_steps - 1
+        feed = Prefetcher(read, torch.device(choice.device), last=last)
 
         def look(step: int) -> None:
             """An evaluation starts its peaks afresh when it is done, and says what they were."""
@@ -174,13 +175,13 @@ def sampling(config: RunConfig, dtype: str, name: str, events: str) -> dict[str,
     import torch
 
     from fitgpt.engine.model import build_model
-    from fitgpt.engine.sample import Taste, generate
+    from fitgpt.engine.sample import SamplingOptions, generate
 
     watch = Watch(bool(events))
     with watch.phase("sample"):
         model = build_model(config.gpt_config(), torch.device("cuda"), 0)
         model.compute_dtype = getattr(torch, dtype)
-        list(generate(model, [1] * 16, 40, Taste(), 0))
+        list(generate(model, [1] * 16, 40, SamplingOptions(), 0))
     watch.keep_events(events, f"{name} sample")
     return {"phases": watch.peaks}
 

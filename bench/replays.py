@@ -7,7 +7,6 @@ No GPU. The tape is written before; what a plan does with it besides (prices, ra
 
 from __future__ import annotations
 
-import gc
 import subprocess
 import sys
 import time
@@ -17,10 +16,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "src"))
 
+from fitgpt.config.resolve import resolve_run  # noqa: E402
 from fitgpt.config.run_config import RunConfig  # noqa: E402
-from fitgpt.memory.allocator import replay  # noqa: E402
-from fitgpt.memory.setting import Setting  # noqa: E402
-from fitgpt.planning.forecast import settled, tape_of  # noqa: E402
+from fitgpt.memory.platform import Platform  # noqa: E402
+from fitgpt.memory.timeline import replay  # noqa: E402
+from fitgpt.planning.forecast import write_tape  # noqa: E402
 
 RICH = {"bias": True, "dropout": 0.1}
 KINDS: dict[str, tuple[str, dict[str, object]]] = {
@@ -48,12 +48,11 @@ def main() -> None:
 
 def of_one(trainer: str, knobs: dict[str, object]) -> float:
     """Seconds of processor time. 124M, as nanoGPT's train_gpt2.py has it."""
-    setting = Setting((9, 0), sms=132)
+    platform = Platform((9, 0), sms=132)
     config = RunConfig(**{"batch_size": 12, "gradient_accumulation_steps": 40, "block_size": 1024, "vocab_size": 50304,
                           "dtype": "bfloat16", **knobs})  # type: ignore[arg-type]
-    tape = tape_of(settled(config, setting, trainer), setting, trainer)
-    gc.disable()  # as `plan` does
-    return min(timed(lambda: replay(tape, expandable=setting.expands(trainer))) for _ in range(TIMES))
+    tape = write_tape(resolve_run(config, platform, trainer), platform, trainer)
+    return min(timed(lambda: replay(tape, expandable=platform.expands(trainer))) for _ in range(TIMES))
 
 
 def timed(do: Callable[[], object]) -> float:

@@ -30,16 +30,17 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "bench")]
 
 from fitgpt import __version__  # noqa: E402
-from fitgpt.commands.fit import with_a_margin  # noqa: E402
 from fitgpt.config.memory_savers import LEVELS  # noqa: E402
 from fitgpt.config.run_config import RunConfig  # noqa: E402
 from fitgpt.core.units import GiB  # noqa: E402
+from fitgpt.hardware.allocator_env import child_environment  # noqa: E402
 from fitgpt.hardware.gpus import find  # noqa: E402
-from fitgpt.hardware.nvidia import child_environment  # noqa: E402
 from fitgpt.planning.budget import on_card  # noqa: E402
-from fitgpt.planning.choose import fit_config  # noqa: E402
+from fitgpt.planning.candidates import parse_allow  # noqa: E402
+from fitgpt.planning.fit_settings import with_margin  # noqa: E402
 from fitgpt.planning.forecast import forecast  # noqa: E402
-from fitgpt.planning.permission import parse_allow  # noqa: E402
+from fitgpt.planning.goals import find_fastest  # noqa: E402
+from fitgpt.planning.search import FitTarget  # noqa: E402
 
 SWEEPS, CELLS = 10, 12     # and the chosen one
 OF_A_BATCH = 4             # levels tried with a micro-batch before the next smaller one has its turn
@@ -90,17 +91,17 @@ def planned(triples: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         if not triple["accepted"] or wanted == 0:
             continue
         place = on_card(find("H200"), budget=triple["budget"], torch="2.11")
-        budget = with_a_margin(place)
-        found = fit_config(RunConfig(**triple["config"], vocab_size=50304), place.setting, budget,
-                           parse_allow(triple["allow"]), card=place.card, host_bytes=64 * GiB)
+        target = FitTarget(place.platform, with_margin(place), place.card, host_bytes=64 * GiB)
+        found = find_fastest(RunConfig(**triple["config"], vocab_size=50304), target, parse_allow(triple["allow"]))
         if found.chosen is None or found.chosen.config.offload != "none":
             continue  # an optimizer on the host is timed by the host
         chosen = found.chosen.config
 
-        def as_it_fits(config: RunConfig, place: Any = place, limit: int = budget.reserve_limit) -> RunConfig | None:
+        def as_it_fits(config: RunConfig, place: Any = place, limit: int = target.budget.reserve_limit
+                       ) -> RunConfig | None:
             """Recorded, where there is room for that: an unrecorded one is no match for it."""
             for each in (replace(config, cuda_graphs="auto"), replace(config, cuda_graphs=False)):
-                if forecast(each, place.setting).needs <= limit:
+                if forecast(each, place.platform).needs <= limit:
                     return each
             return None
 

@@ -33,14 +33,15 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT / "bench")]
 from record import in_own_process  # noqa: E402
 
 from fitgpt import __version__  # noqa: E402
-from fitgpt.commands.fit import with_a_margin  # noqa: E402
 from fitgpt.config.run_config import RunConfig  # noqa: E402
 from fitgpt.core.files import write_over  # noqa: E402
 from fitgpt.core.units import GiB, MiB  # noqa: E402
 from fitgpt.hardware.gpus import find  # noqa: E402
 from fitgpt.planning.budget import on_card  # noqa: E402
-from fitgpt.planning.choose import fit_config  # noqa: E402
-from fitgpt.planning.permission import parse_allow  # noqa: E402
+from fitgpt.planning.candidates import parse_allow  # noqa: E402
+from fitgpt.planning.fit_settings import with_margin  # noqa: E402
+from fitgpt.planning.goals import find_fastest  # noqa: E402
+from fitgpt.planning.search import FitTarget  # noqa: E402
 
 SEED, ACCEPTED, REFUSED = 20261115, 60, 20
 SHORT = ["--max_iters=4", "--eval_interval=4", "--eval_iters=2", "--log_interval=1"]
@@ -121,8 +122,8 @@ def one(dice: random.Random, *, large: bool) -> tuple[dict[str, Any], int, str]:
 def asked_of_fit(drawn: tuple[dict[str, Any], int, str]) -> dict[str, Any]:
     knobs, budget, allow = drawn
     place = on_card(find("H200"), budget=budget, torch="2.11")
-    found = fit_config(RunConfig(**knobs, vocab_size=50304), place.setting, with_a_margin(place), parse_allow(allow),
-                       card=place.card, host_bytes=HOST)
+    target = FitTarget(place.platform, with_margin(place), place.card, host_bytes=HOST)
+    found = find_fastest(RunConfig(**knobs, vocab_size=50304), target, parse_allow(allow))
     triple = {"accepted": found.chosen is not None, "config": knobs, "budget": budget, "allow": allow}
     if found.chosen is None:
         assert found.least is not None

@@ -3,6 +3,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ import pytest
 # One thread, here and in every process a test starts: sums then come out in one order, so that runs can be compared
 # bit for bit; and tests are small, more threads would only fight each other.
 os.environ["OMP_NUM_THREADS"] = "1"
+# A shell starts background jobs with SIGINT ignored, and children inherit that: tests that send SIGINT would hang.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 PICTURES = Path(__file__).parent.parent / "docs" / "pictures"
 CHROMIUMS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")

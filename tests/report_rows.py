@@ -1,4 +1,4 @@
-"""A run as metrics.jsonl has it, row by row, for reports to be made of."""
+"""Rows of metrics.jsonl, and the report page of a run with them."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from fitgpt.commands.report import record_of
 from fitgpt.core.units import GiB
-from fitgpt.show.report import report_page
-from test_charts import Outline
+from fitgpt.runs.record import record_of
+from fitgpt.show.report_page import report_page
+from html_outline import Outline
 
 FACTS: dict[str, Any] = dict(
     kind="run", config={"n_layer": 2, "learning_rate": 1e-3, "out_dir": "runs/x"}, params=123_456, device="cpu",
@@ -24,16 +24,16 @@ PLAN = {"kind": "plan", "phases": {"train": {"allocated_bytes": 3 * GiB, "reserv
         "reserve_limit_bytes": 11 * GiB}
 
 
-def step(number: int, **told: Any) -> dict[str, Any]:
+def step(number: int, **changes: Any) -> dict[str, Any]:
     memory = dict(allocated=GiB, reserved=2 * GiB, peak_allocated=3 * GiB, peak_reserved=4 * GiB)
     return dict(kind="step", step=number, loss=3.0, lr=1e-3, grad_norm=1.0, seconds=0.5, tokens_per_s=2000.0, mfu=None,
-                skipped=0, loss_scale=1.0, memory=memory, seconds_left=1.0) | told
+                skipped=0, loss_scale=1.0, memory=memory, seconds_left=1.0) | changes
 
 
-def evaluation(number: int, val: float = 3.5, **told: Any) -> dict[str, Any]:
+def evaluation(number: int, val: float = 3.5, **changes: Any) -> dict[str, Any]:
     losses = [dict(split=split, mean=mean, stderr=0.01, windows=8, block=64) for split, mean in (("train", 3.4),
                                                                                                 ("val", val))]
-    return dict(kind="eval", step=number, best=True, losses=losses, tokens_per_s=1.0, memory={}) | told
+    return dict(kind="eval", step=number, best=True, losses=losses, tokens_per_s=1.0, memory={}) | changes
 
 
 def write_run(folder: Path, rows: Iterable[dict[str, Any]], tail: str = "") -> Path:

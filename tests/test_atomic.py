@@ -1,4 +1,4 @@
-"""A file or a folder is on the disk whole or not at all, and a sealed document knows that it is whole."""
+"""core.files: atomic writes, errors of the disk, JSON with a checksum."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fitgpt.core.errors import SystemFault
 from fitgpt.core.files import disk_faults, folder_atomically, seal_json, unseal_json, write_atomically
 
 
-def test_a_small_file_is_whole_on_the_disk_when_it_is_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_complete_before_it_is_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
     real = os.fsync
 
@@ -29,13 +29,13 @@ def test_a_small_file_is_whole_on_the_disk_when_it_is_synced(tmp_path: Path, mon
     assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
 
 
-def test_a_file_larger_than_its_disk_or_the_shell_allows_says_which_limit(tmp_path: Path) -> None:
-    with pytest.raises(SystemFault, match="File too large") as refused, disk_faults("write", tmp_path):
+def test_a_file_that_is_too_large_names_the_limit(tmp_path: Path) -> None:
+    with pytest.raises(SystemFault, match="File too large") as raised, disk_faults("write", tmp_path):
         raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
-    assert "ulimit -f" in refused.value.fix
+    assert "ulimit -f" in raised.value.fix
 
 
-def test_a_failed_atomic_write_keeps_the_old_content_and_no_debris(
+def test_a_failed_write_keeps_the_old_content_and_leaves_no_temporary_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "x.json"
@@ -54,7 +54,7 @@ def test_a_failed_atomic_write_keeps_the_old_content_and_no_debris(
     assert path.read_text() == "new"
 
 
-def test_a_folder_appears_only_when_it_is_whole(tmp_path: Path) -> None:
+def test_a_folder_appears_only_when_it_is_complete(tmp_path: Path) -> None:
     target, temporary = tmp_path / "t", tmp_path / ".tmp-t"
 
     def interrupted() -> None:
@@ -71,7 +71,7 @@ def test_a_folder_appears_only_when_it_is_whole(tmp_path: Path) -> None:
     assert (target / "a").read_text() == "x"
 
 
-def test_on_windows_a_file_held_by_a_scanner_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_windows_a_rename_is_retried_while_the_file_is_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     attempts = []
     real_replace = os.replace
 
@@ -84,13 +84,13 @@ def test_on_windows_a_file_held_by_a_scanner_is_waited_for(tmp_path: Path, monke
     monkeypatch.setattr(os, "replace", held_twice)
     (tmp_path / "a").write_text("x")
     with pytest.raises(PermissionError):
-        files.patiently_rename(tmp_path / "a", tmp_path / "b")
+        files.rename_with_retry(tmp_path / "a", tmp_path / "b")
     monkeypatch.setattr(sys, "platform", "win32")
-    files.patiently_rename(tmp_path / "a", tmp_path / "b")
+    files.rename_with_retry(tmp_path / "a", tmp_path / "b")
     assert (tmp_path / "b").exists()
 
 
-def test_a_sealed_document_survives_odd_values_and_no_edit() -> None:
+def test_sealed_json_keeps_nonfinite_values_and_detects_edits() -> None:
     document = {"a": [1, 2.5, None, True], "é": {"inf": math.inf, "low": -math.inf}, "1": "NaN"}
     sealed = seal_json(document)
     assert unseal_json(sealed) == document

@@ -1,4 +1,4 @@
-"""A name finds its card, the figures agree with each other, and nothing uncertain goes unmarked."""
+"""gpus.csv: a name finds its GPU model, the figures agree, and each has a source."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fitgpt.hardware import gpus
 SOURCES = {"", "seen", "vendor", "formula", "recalled"}
 
 
-@pytest.mark.parametrize(("asked", "meant"), [
+@pytest.mark.parametrize(("name", "meant"), [
     ("4070", "RTX 4070"),
     ("RTX 4070", "RTX 4070"),
     ("rtx4070ti", "RTX 4070 Ti"),
@@ -41,22 +41,22 @@ SOURCES = {"", "seen", "vendor", "formula", "recalled"}
     ("titan rtx", "TITAN RTX"),
     ("m1", "Apple M1"),
 ])
-def test_a_name_finds_the_card_it_means(asked: str, meant: str) -> None:
-    assert gpus.find(asked).name == meant
+def test_a_name_finds_its_model(name: str, meant: str) -> None:
+    assert gpus.find(name).name == meant
 
 
-def test_every_card_is_found_by_its_own_name_and_as_a_driver_would_say_it() -> None:
+def test_every_model_is_found_by_its_name_and_by_its_device_name() -> None:
     for card in gpus.load():
         assert gpus.find(card.name) is card
         assert gpus.match_device(f"NVIDIA GeForce {card.name}", card.driver_mib) is card
 
 
 @pytest.mark.parametrize("asked", ["4071", "RTX 4090 D", "A100 7GB"])
-def test_an_unknown_card_is_refused_with_the_nearest_names(asked: str) -> None:
-    with pytest.raises(UsageError) as refused:
+def test_an_unknown_name_is_an_error_with_the_nearest_names(asked: str) -> None:
+    with pytest.raises(UsageError) as raised:
         gpus.find(asked)
-    assert repr(asked) in refused.value.what
-    named = refused.value.fix.removeprefix("The nearest it knows: ").removesuffix(".").split(", ")
+    assert repr(asked) in raised.value.what
+    named = raised.value.fix.removeprefix("The nearest: ").removesuffix(".").split(", ")
     assert all(gpus.find(name).name == name for name in named)
 
 
@@ -67,38 +67,38 @@ def test_an_unknown_card_is_refused_with_the_nearest_names(asked: str) -> None:
     ("a1", ["A10", "A10G", "A100 40GB", "A100 SXM 80GB", "A100 PCIe 80GB"]),
     ("laptop 30", ["RTX 3060 Laptop", "RTX 3070 Laptop"]),
 ])
-def test_a_part_of_a_name_is_refused_with_the_cards_it_may_mean(asked: str, may_be: list[str]) -> None:
-    with pytest.raises(UsageError) as refused:
+def test_an_ambiguous_name_is_an_error_with_the_models_it_may_mean(asked: str, may_be: list[str]) -> None:
+    with pytest.raises(UsageError) as raised:
         gpus.find(asked)
-    assert refused.value.fix == f"One of: {', '.join(may_be)}."
+    assert raised.value.fix == f"One of: {', '.join(may_be)}."
 
 
-def test_of_many_cards_that_may_be_meant_some_are_named_and_the_rest_counted() -> None:
-    with pytest.raises(UsageError) as refused:
+def test_a_long_list_of_models_is_cut_short() -> None:
+    with pytest.raises(UsageError) as raised:
         gpus.find("rtx")
-    assert "fitgpt cards rtx lists" in refused.value.fix
-    assert refused.value.fix.count(",") == gpus.MOST_NAMED - 1
+    assert "fitgpt cards rtx lists" in raised.value.fix
+    assert raised.value.fix.count(",") == gpus.MAX_LISTED - 1
 
 
 @pytest.mark.parametrize("asked", ["", "geforce", "xx", "?", "m2"])
-def test_a_name_that_is_like_none_is_sent_to_the_list(asked: str) -> None:
-    with pytest.raises(UsageError) as refused:
+def test_a_name_without_similar_ones_refers_to_the_list(asked: str) -> None:
+    with pytest.raises(UsageError) as raised:
         gpus.find(asked)
-    assert "fitgpt cards lists" in refused.value.fix
+    assert "fitgpt cards lists" in raised.value.fix
 
 
-def test_words_of_a_name_list_the_cards_that_have_them() -> None:
-    assert [card.name for card in gpus.named_like("m1")] == ["Apple M1"]
-    assert {card.name for card in gpus.named_like("ti")} >= {"RTX 4070 Ti", "GTX 1080 Ti"}
-    assert "TITAN RTX" not in {card.name for card in gpus.named_like("ti")}
-    assert len(gpus.named_like("4070")) == 5
-    assert gpus.named_like("") == list(gpus.load())
+def test_search_lists_models_with_these_words() -> None:
+    assert [card.name for card in gpus.search("m1")] == ["Apple M1"]
+    assert {card.name for card in gpus.search("ti")} >= {"RTX 4070 Ti", "GTX 1080 Ti"}
+    assert "TITAN RTX" not in {card.name for card in gpus.search("ti")}
+    assert len(gpus.search("4070")) == 5
+    assert gpus.search("") == list(gpus.load())
 
 
-def test_the_nearest_names_are_near() -> None:
-    with pytest.raises(UsageError) as refused:
+def test_a_typo_is_corrected() -> None:
+    with pytest.raises(UsageError) as raised:
         gpus.find("rtx 407O")
-    assert refused.value.fix == "The nearest it knows: RTX 4070."
+    assert raised.value.fix == "The nearest: RTX 4070."
 
 
 @pytest.mark.parametrize(("name", "total_mib", "meant"), [
@@ -109,7 +109,7 @@ def test_the_nearest_names_are_near() -> None:
     ("NVIDIA RTX 6000 Ada Generation", 49140, "RTX 6000 Ada"),  # ECC off
     ("NVIDIA GeForce RTX 4070", None, "RTX 4070"),
 ])
-def test_memory_tells_twins_apart(name: str, total_mib: int | None, meant: str) -> None:
+def test_models_of_one_name_are_distinguished_by_memory(name: str, total_mib: int | None, meant: str) -> None:
     found = gpus.match_device(name, total_mib)
     assert found is not None
     assert found.name == meant
@@ -122,11 +122,11 @@ def test_memory_tells_twins_apart(name: str, total_mib: int | None, meant: str) 
     ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", 97887),
     ("llvmpipe", None),
 ])
-def test_a_device_that_is_not_in_the_table_is_not_taken_for_another(name: str, total_mib: int | None) -> None:
+def test_a_device_that_is_not_in_the_table_has_no_model(name: str, total_mib: int | None) -> None:
     assert gpus.match_device(name, total_mib) is None
 
 
-def test_usable_lies_below_the_drivers_figure_and_that_near_the_box() -> None:
+def test_usable_memory_is_below_the_drivers_total_which_is_near_the_advertised() -> None:
     for card in gpus.load():
         if card.vendor == "nvidia":
             assert card.driver_mib is not None
@@ -136,8 +136,8 @@ def test_usable_lies_below_the_drivers_figure_and_that_near_the_box() -> None:
             assert 0.92 < card.driver_mib / (card.memory_gb * 1024) <= 1.01, card.name
 
 
-def test_what_was_seen_agrees_with_the_rules() -> None:
-    """The rules stand in for cards nobody has read: they must be near where someone has."""
+def test_formulas_agree_with_figures_that_were_seen() -> None:
+    """The formulas are for models without a reading: they must be close where there is one."""
     for card in gpus.load():
         if card.usable_src == "seen" and card.name != "H200":  # beyond the rule's 80 GB
             assert card.driver_mib is not None
@@ -149,7 +149,7 @@ def test_what_was_seen_agrees_with_the_rules() -> None:
             assert abs(gpus.outside_by_rule(card.sms) - card.outside_mib) <= 120, card.name
 
 
-def test_tensor_rates_are_multiprocessors_times_clock_times_a_known_width() -> None:
+def test_tflops_are_multiprocessors_times_clock_times_a_known_width() -> None:
     for card in gpus.load():
         if card.tflops and card.sms and card.boost_mhz:
             width = card.tflops * 1e6 / (card.sms * card.boost_mhz)
@@ -158,14 +158,14 @@ def test_tensor_rates_are_multiprocessors_times_clock_times_a_known_width() -> N
             pytest.fail(f"{card.name}: a formula needs its terms")
 
 
-def test_bf16_is_what_the_compute_capability_says() -> None:
+def test_bf16_follows_from_the_compute_capability() -> None:
     for card in gpus.load():
         if card.vendor == "nvidia":
             assert card.capability is not None
             assert card.bf16 is (card.capability >= (8, 0)), card.name
 
 
-def test_every_uncertain_figure_says_where_it_is_from() -> None:
+def test_every_figure_has_a_source() -> None:
     for card in gpus.load():
         for figure, source in ((card.driver_mib, card.driver_src), (card.usable_mib, card.usable_src),
                                (card.outside_mib, card.outside_src), (card.tflops, card.tflops_src)):
@@ -184,7 +184,7 @@ def test_the_4090s_peak_counts_float32_accumulation() -> None:
     assert source == "RTX 4090, 165.2 TFLOP/s dense half precision (vendor)"
 
 
-def test_no_peak_is_invented() -> None:
+def test_no_figure_for_a_dtype_means_no_peak() -> None:
     assert gpus.peak_flops(None, "bfloat16")[0] is None
     assert gpus.peak_flops(gpus.find("4090"), "float32")[0] is None
     assert gpus.peak_flops(gpus.find("Apple M4 Max"), "float32")[0] is None

@@ -83,7 +83,7 @@ def test_loaded_tensors_do_not_depend_on_the_file(tmp_path: Path) -> None:
     assert torch.equal(loaded.model["transformer.wte.weight"], torch.full((16, 4), 1.0))
 
 
-def test_weights_only_reads_neither_the_optimizer_nor_misses_it(tmp_path: Path) -> None:
+def test_weights_only_does_not_read_the_optimizer(tmp_path: Path) -> None:
     path = save_step(tmp_path, 1).path
     (path / "optimizer.safetensors").unlink()
     loaded = load(tmp_path, weights_only=True)
@@ -122,7 +122,7 @@ def test_damaged_checkpoints_do_not_push_good_ones_out(tmp_path: Path) -> None:
     assert steps(tmp_path) == [1, 4]
 
 
-def test_going_back_sets_the_later_ones_aside(tmp_path: Path) -> None:
+def test_going_back_to_an_earlier_step_sets_later_checkpoints_aside(tmp_path: Path) -> None:
     for step in (50, 100, 150):
         save_step(tmp_path, step, best=step == 100)
     assert load(tmp_path, 50).step == 50
@@ -209,7 +209,7 @@ def test_a_damaged_file_is_named_and_the_previous_checkpoint_used(
             load(tmp_path)
 
 
-def test_every_bit_of_the_state_is_guarded(tmp_path: Path) -> None:
+def test_any_flipped_bit_of_the_state_is_noticed(tmp_path: Path) -> None:
     path = save_step(tmp_path, 1).path / "state.json"
     good = path.read_bytes()
     expected = load(tmp_path).state
@@ -226,7 +226,7 @@ def test_every_bit_of_the_state_is_guarded(tmp_path: Path) -> None:
     assert len(refusals) > 0.8 * len(good)
 
 
-def test_a_foreign_file_is_named_and_does_no_harm(tmp_path: Path) -> None:
+def test_an_unknown_file_in_a_checkpoint_is_named_and_ignored(tmp_path: Path) -> None:
     (save_step(tmp_path, 1).path / ".DS_Store").write_text("x")
     loaded = load(tmp_path)
     assert loaded.step == 1
@@ -252,7 +252,7 @@ def test_a_newer_schema_is_refused_by_name_and_never_skipped(tmp_path: Path) -> 
 @pytest.mark.parametrize("wrong", [
     {"schema": "1"}, {"best": None}, {"step": "2"}, {"state": []}, {"files": 7}, {"files": {}},
     {"files": {"model.safetensors": 1, "optimizer.safetensors": {}}}], ids=str)
-def test_a_state_of_other_kinds_of_values_is_passed_over(tmp_path: Path, wrong: dict[str, Any]) -> None:
+def test_a_state_with_wrong_types_is_skipped(tmp_path: Path, wrong: dict[str, Any]) -> None:
     save_step(tmp_path, 1)
     path = save_step(tmp_path, 2).path / "state.json"
     path.write_text(seal_json(unseal_json(path.read_text()) | wrong))
@@ -271,7 +271,7 @@ def test_a_checkpoint_is_read_under_any_name(tmp_path: Path) -> None:
         checkpoint.load_folder(copy)
 
 
-def test_no_checkpoint_and_an_unknown_one_are_told_apart(tmp_path: Path) -> None:
+def test_no_checkpoint_and_an_unknown_step_are_different_errors(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no checkpoint in"):
         load(tmp_path / "nowhere")
     save_step(tmp_path, 5)
@@ -280,7 +280,7 @@ def test_no_checkpoint_and_an_unknown_one_are_told_apart(tmp_path: Path) -> None
             load(tmp_path, which)
 
 
-def test_one_that_is_let_go_while_being_read_gives_way_to_the_next(
+def test_a_checkpoint_removed_while_being_read_gives_way_to_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_step(tmp_path, 1)

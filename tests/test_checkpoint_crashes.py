@@ -29,7 +29,7 @@ needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system can
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EACCES, errno.EIO, errno.EDQUOT, errno.EROFS])
 @pytest.mark.parametrize("call", ["fsync", "replace"])
-def test_a_failed_save_leaves_the_older_ones_and_no_debris(
+def test_a_failed_save_leaves_older_checkpoints_and_no_leftovers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, call: str
 ) -> None:
     for step in (1, 2, 3):
@@ -107,7 +107,7 @@ def in_a_child(work: Callable[[], None]) -> int:
 
 @needs_fork
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_after_sigkill_at_random_moments_the_last_acknowledged_one_loads(tmp_path: Path) -> None:
+def test_after_sigkill_at_random_moments_the_last_saved_checkpoint_loads(tmp_path: Path) -> None:
     chance = random.Random(7)
     step = 0
     for _ in range(30):
@@ -143,7 +143,7 @@ def test_after_sigkill_at_random_moments_the_last_acknowledged_one_loads(tmp_pat
 @needs_fork
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.parametrize("next_step", [4, 3, 2])
-def test_a_death_at_any_disk_operation_of_a_save_loses_nothing(tmp_path: Path, next_step: int) -> None:
+def test_a_crash_at_any_disk_operation_of_a_save_loses_no_checkpoint(tmp_path: Path, next_step: int) -> None:
     """The child dies just before its nth operation on the disk, for every n until a save goes through."""
     template = tmp_path / "template"
     for step in (1, 2, 3):
@@ -190,7 +190,7 @@ def test_a_death_at_any_disk_operation_of_a_save_loses_nothing(tmp_path: Path, n
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="folders cannot be synced there")
-def test_everything_is_on_the_disk_before_the_name_is_and_the_name_before_anything_is_removed(
+def test_a_save_syncs_files_then_renames_then_removes_old_checkpoints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for step in (1, 2):

@@ -14,7 +14,7 @@ from fitgpt.engine import device
 from fitgpt.engine.device import Host, Tools, choose
 from fitgpt.hardware.nvidia import GpuReading, Survey
 from fitgpt.hardware.torch_compat import CudaDevice, Mismatch, TorchBuild, runs_on, unusable_gpu_reason
-from fitgpt.nouns import MemoryReading
+from fitgpt.runs.metrics import MemoryReading
 
 DEFAULT_WHEEL = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120")
 CUDA_BUILD = TorchBuild("2.13.0+cu130", cuda="13.0", archs=DEFAULT_WHEEL)
@@ -86,7 +86,7 @@ def test_where_free_memory_is_unknown_the_first_card_is_taken_without_a_claim() 
     assert not any("most free" in note for note in choice.notes)
 
 
-def test_what_was_asked_for_is_given_without_comment() -> None:
+def test_explicit_settings_are_used_without_a_note() -> None:
     choice = choose("cuda", "float32", False, machine(RTX_4070))
     assert (choice.device, choice.dtype, choice.compile, choice.notes) == ("cuda:0", "float32", False, ())
 
@@ -99,7 +99,7 @@ def test_bfloat16_on_turing_is_refused_with_the_flag_that_works() -> None:
     assert choose("auto", "float16", "auto", machine(RTX_2060)).dtype == "float16"
 
 
-def test_a_card_that_is_not_there_is_refused_with_those_that_are() -> None:
+def test_a_missing_gpu_is_an_error_that_lists_those_present() -> None:
     with pytest.raises(DeviceError) as refused:
         choose("cuda:3", "auto", "auto", machine(RTX_4070))
     assert "cuda:0 (NVIDIA GeForce RTX 4070)" in refused.value.what
@@ -107,13 +107,13 @@ def test_a_card_that_is_not_there_is_refused_with_those_that_are() -> None:
 
 
 @pytest.mark.parametrize("asked", ["cuda", "cuda:0", "mps"])
-def test_a_gpu_asked_for_where_there_is_none_is_refused(asked: str) -> None:
+def test_requesting_a_gpu_where_there_is_none_is_an_error(asked: str) -> None:
     with pytest.raises(DeviceError, match=f"device={asked}"):
         choose(asked, "auto", "auto", NO_GPU)
 
 
 @pytest.mark.parametrize(("asked", "dtype"), [("gpu", "auto"), ("cuda:x", "auto"), ("auto", "bf16")])
-def test_words_that_mean_nothing_are_usage_errors(asked: str, dtype: str) -> None:
+def test_invalid_values_are_usage_errors(asked: str, dtype: str) -> None:
     with pytest.raises(UsageError):
         choose(asked, dtype, "auto", machine(RTX_4070))
 
@@ -155,7 +155,7 @@ def test_compiling_on_a_cpu_is_honoured_where_there_is_a_compiler() -> None:
     ("2.10.1+cu128", "not supported"), ("2.11.0+cu130", ""), ("2.13.0", ""), ("2.14.0a0+git1", "not measured"),
     ("3.0.0", "not measured"),
 ])
-def test_a_torch_we_have_not_tested_is_said(version: str, said: str) -> None:
+def test_an_untested_torch_version_gets_a_note(version: str, said: str) -> None:
     notes = [note for note in choose("cpu", "auto", "auto", replace(NO_GPU, build=TorchBuild(version))).notes
              if note.startswith("torch:")]
     assert bool(notes) is bool(said)
@@ -172,10 +172,11 @@ def mismatch(gpu: CudaDevice, build: TorchBuild, driver_version: str = "580.65.0
     return found
 
 
-def test_a_cpu_build_beside_a_gpu_is_named_with_the_line_that_mends_it() -> None:
+def test_a_cpu_build_of_torch_next_to_a_gpu_names_the_pip_command() -> None:
     found = mismatch(RTX_4070, CPU_BUILD)
     assert found.gpu == "NVIDIA GeForce RTX 4070"
-    assert found.why == "The driver sees NVIDIA GeForce RTX 4070, but this torch (2.13.0+cpu) is a build for CPUs only."
+    assert found.why == ("The driver lists NVIDIA GeForce RTX 4070, but this torch (2.13.0+cpu) is a build for CPUs "
+                         "only.")
     assert found.fix.startswith("pip install --force-reinstall torch==2.13.0 ")
 
 
@@ -208,14 +209,14 @@ def test_a_card_too_old_for_the_build_is_named_with_both_architectures() -> None
     assert "CUDA 12.6" in found.fix
 
 
-def test_a_card_too_new_for_the_build_is_told_to_take_the_default_wheel() -> None:
+def test_a_gpu_too_new_for_the_build_names_the_default_wheel() -> None:
     build = TorchBuild("2.11.0+cu126", cuda="12.6", archs=("sm_70", "sm_80", "sm_90"))
     found = mismatch(replace(RTX_4070, capability=(12, 0)), build, opened=True)
     assert "is sm_120" in found.why
     assert "torch==2.11.0" in found.fix
 
 
-def test_a_card_no_torch_runs_on_is_told_so() -> None:
+def test_a_gpu_that_no_torch_supports_is_an_error() -> None:
     assert "No torch" in mismatch(replace(GTX_1060, capability=(3, 5)), CPU_BUILD).fix
 
 
@@ -223,7 +224,7 @@ def test_a_build_for_amd_is_named() -> None:
     assert "a build for AMD GPUs" in mismatch(RTX_4070, TorchBuild("2.13.0+rocm7", hip="7.0")).why
 
 
-def test_what_nobody_can_explain_is_told_in_torchs_words() -> None:
+def test_an_unknown_cuda_error_shows_torchs_message() -> None:
     found = mismatch(RTX_4070, CUDA_BUILD, refusal="CUDA unknown error")
     assert "cannot open it: CUDA unknown error." in found.why
     assert "torch.cuda.init()" in found.fix

@@ -20,10 +20,9 @@ from checkpoints import save_step, steps
 from fitgpt import GPT
 from fitgpt.config.run_config import RunConfig
 from fitgpt.core.errors import NumericsError
-from fitgpt.nouns import Evaluation, MemoryReading, SplitLoss
-from fitgpt.runs.metrics import read_metrics
+from fitgpt.runs.metrics import Evaluation, MemoryReading, SplitLoss, read_metrics
 from fitgpt.training.checkpoint import DIVERGED, GOOD, UNKNOWN, list_checkpoints, load, set_aside_diverged
-from fitgpt.training.divergence import judge, smaller_steps
+from fitgpt.training.divergence import judge, suggest_lower_lr
 from fitgpt.training.run import run
 from helpers import tiny_config
 
@@ -152,7 +151,7 @@ def test_the_latest_good_one_outlives_later_ones_that_were_not_evaluated(tmp_pat
     assert steps(tmp_path) == [5, 10, 13, 14]
 
 
-def test_a_run_that_recovers_prunes_as_ever(tmp_path: Path) -> None:
+def test_a_run_that_recovers_prunes_as_usual(tmp_path: Path) -> None:
     for step, status in ((1, GOOD), (2, DIVERGED), (3, DIVERGED), (4, GOOD), (5, GOOD)):
         save_step(tmp_path, step, keep_last=2, status=status)
     assert steps(tmp_path) == [4, 5]
@@ -196,11 +195,11 @@ def test_an_evaluation_is_good_if_it_is_finite_and_near_the_last_good_one(train:
     assert judge(evaluation, loss("train", 3.0), 148) == status
 
 
-def test_advice_goes_back_to_the_settings_that_worked_and_then_to_ever_smaller_steps() -> None:
+def test_advice_first_undoes_changes_and_then_lowers_the_learning_rate() -> None:
     usual = RunConfig(learning_rate=6e-4, min_lr=6e-5, decay_lr=True, grad_clip=1.0, weight_decay=0.1)
-    assert smaller_steps(replace(usual, **EXPLODES), usual) == [
+    assert suggest_lower_lr(replace(usual, **EXPLODES), usual) == [
         "--learning_rate=0.0006", "--min_lr=6e-05", "--decay_lr=True", "--grad_clip=1.0"]
-    assert smaller_steps(replace(usual, weight_decay=1e30), usual) == ["--weight_decay=0.1"]
-    assert smaller_steps(usual, usual) == ["--learning_rate=0.0002", "--min_lr=2e-05"]
-    assert smaller_steps(replace(usual, learning_rate=2e-4, min_lr=2e-5), usual) == [
+    assert suggest_lower_lr(replace(usual, weight_decay=1e30), usual) == ["--weight_decay=0.1"]
+    assert suggest_lower_lr(usual, usual) == ["--learning_rate=0.0002", "--min_lr=2e-05"]
+    assert suggest_lower_lr(replace(usual, learning_rate=2e-4, min_lr=2e-5), usual) == [
         "--learning_rate=6.7e-05", "--min_lr=6.7e-06"]

@@ -1,4 +1,4 @@
-"""The pages say what the code does: generated parts, links, commands, messages and exit codes."""
+"""The docs against the code: generated parts, links, commands, messages, config files and exit codes."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 
 from fitgpt.commands import main as cli
-from fitgpt.commands.main import OUR_BUG, OUTPUT_CLOSED, VERBS, main
-from fitgpt.config.fields import Assignment, Options, build, knobs_of, walk
+from fitgpt.commands.main import BUG, COMMANDS, OUTPUT_CLOSED, main
+from fitgpt.config.argv import walk
+from fitgpt.config.fields import Assignment, Options, build, knobs_of
 from fitgpt.config.run_config import RunConfig
 from fitgpt.core import errors
 from fitgpt.core.errors import STOPPED_AT_ONCE, FitError, UsageError
@@ -43,22 +44,22 @@ TRANSCRIPTS = {path.name: path.read_text(encoding="utf-8") for path in sorted(to
 
 @pytest.fixture
 def parse_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Commands stop where they would begin to work. Around them: our configs and, by name, nanoGPT's."""
-    real = cli._load
-    targets = {verb.target: verb for verb in VERBS.values()}
+    """Commands only parse their options, in a folder with our config files and empty files named like nanoGPT's."""
+    real = cli.load
+    targets = {command.function: command for command in COMMANDS.values()}
 
     def load(place: str) -> Any:
         if place not in targets:
             return real(place)
-        options = cli.options_of(targets[place])
+        options = targets[place].options
         parts = (options,) if options.__bases__ == (Options,) else options.__bases__
-        return partial(check, parts) if targets[place].raw else (lambda told: 0)
+        return partial(check, parts) if targets[place].ordered else (lambda options: 0)
 
-    def check(parts: tuple[type[Options], ...], told: list[Assignment]) -> None:
+    def check(parts: tuple[type[Options], ...], assignments: list[Assignment]) -> None:
         for part in parts:
-            build(part, [each for each in told if each.key in knobs_of(part)])
+            build(part, [each for each in assignments if each.key in knobs_of(part)])
 
-    monkeypatch.setattr(cli, "_load", load)
+    monkeypatch.setattr(cli, "load", load)
     shutil.copytree(ROOT / "config", tmp_path / "config")
     for name in NANOGPT_CONFIGS:
         (tmp_path / "config" / f"{name}.py").touch()
@@ -68,30 +69,34 @@ def parse_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 # ---- generated parts
 
 
-def test_generated_parts_are_what_the_code_and_the_results_say() -> None:
+def test_generated_parts_are_up_to_date() -> None:
     assert [str(path.relative_to(ROOT)) for path in tool.stale()] == []
 
 
-def test_a_part_that_drifted_is_seen_and_mended() -> None:
+def test_an_outdated_part_is_found_and_rewritten() -> None:
     page = f"Before.\n<!-- generated: help demo -->\n{tool.help_part('demo')}<!-- /generated -->\nAfter.\n"
     assert tool.rendered(page) == page
-    drifted = page.replace("--steps", "--stops")
-    assert drifted != page
-    assert tool.rendered(drifted) == page
+    outdated = page.replace("--steps", "--stops")
+    assert outdated != page
+    assert tool.rendered(outdated) == page
 
 
-def test_every_part_is_closed_and_of_a_known_kind() -> None:
+def test_every_generated_part_is_closed_and_of_a_known_kind() -> None:
     for name, page in PAGES.items():
         opened = re.findall(r"^<!-- generated: (\w+)", page, re.MULTILINE)
         assert len(opened) == page.count("<!-- /generated -->") == len(tool.MARKED.findall(page)), name
         assert set(opened) <= set(tool.PARTS), name
 
 
-@pytest.mark.parametrize("verb", VERBS)
-def test_every_verb_has_a_page_with_its_help_and_a_table_of_its_knobs(verb: str) -> None:
-    assert f"<!-- generated: help {verb} -->" in PAGES[f"docs/{verb}.md"]
-    assert f"<!-- generated: knobs {verb} -->" in PAGES["docs/config.md"]
-    assert f"(docs/{verb}.md)" in PAGES["README.md"]
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_a_page_with_its_help_and_a_table_of_its_options(command: str) -> None:
+    assert f"<!-- generated: help {command} -->" in PAGES[f"docs/{command}.md"]
+    assert f"<!-- generated: options {command} -->" in PAGES["docs/config.md"]
+    assert f"(docs/{command}.md)" in PAGES["README.md"]
+
+
+def test_the_readme_has_at_most_200_lines() -> None:
+    assert len(PAGES["README.md"].splitlines()) <= 200
 
 
 def test_every_transcript_is_recorded_and_shown() -> None:
@@ -100,8 +105,7 @@ def test_every_transcript_is_recorded_and_shown() -> None:
     assert shown == set(tool.TRANSCRIPT_ORDER)
 
 
-def test_the_owners_of_nanogpts_peak_add_up_to_the_recorded_one() -> None:
-    """The formula in docs/memory.md holds for every eager run on record, not only for the one shown."""
+def test_the_formula_of_nanogpts_peak_holds_for_every_recorded_eager_run() -> None:
     eager = [row for row in tool.memory_page.read_rows("nanogpt_h200.json") if not row["config"]["compile"]]
     assert len(eager) == 3
     for row in eager:
@@ -123,7 +127,7 @@ def links() -> Iterator[tuple[str, str]]:
                 yield name, target
 
 
-def test_every_link_leads_to_a_file_and_a_heading_that_are_there() -> None:
+def test_every_link_leads_to_an_existing_file_and_heading() -> None:
     broken = []
     for name, target in links():
         path, _, anchor = target.partition("#")
@@ -134,6 +138,20 @@ def test_every_link_leads_to_a_file_and_a_heading_that_are_there() -> None:
             broken.append(f"{name}: {target}")
     assert broken == []
     assert sum(1 for _ in links()) > 30
+
+
+@pytest.mark.parametrize("page", ["docs/architecture.md", "CONTRIBUTING.md"])
+def test_every_file_named_in_the_guides_exists(page: str) -> None:
+    """`planning/plan.py` and `planning/plan.plan_from` name files of the package, `tests/helpers.py` one outside it."""
+    outside, not_yet = ("tests/", "bench/", "tools/", "docs/"), ("engine/optim/lion", "training/ranks")
+    named = re.findall(r"`((?:[a-z_]+/)+[a-z_]+)(\.[a-zA-Z_.]+)?`", FENCED.sub("", PAGES[page]))
+    missing = []
+    for path, suffix in named:
+        folder = ROOT if path.startswith(outside) else ROOT / "src" / "fitgpt"
+        if path not in not_yet and not any((folder / f"{path}{each}").exists() for each in (suffix, ".py")):
+            missing.append(f"{path}{suffix}")
+    assert missing == []
+    assert len(named) > 15
 
 
 def _page_name(file: Path) -> str:
@@ -147,17 +165,17 @@ FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 
 
 def commands_in(text: str) -> list[list[str]]:
-    """Every `fitgpt verb …` of a page, in a block or among words. With … in it, it is no command; a verb by itself
-    is a name, and only its help is asked for."""
+    """Every `fitgpt command …` of a page, in a block or in a sentence. With … in it, it is no command; without options
+    it is a name, and only its help is called."""
     lines = [part.strip().removeprefix("$ ") for block in FENCED.findall(text) for line in block.splitlines()
              for part in line.split("&&")]
     lines += [" ".join(found.split()) for found in re.findall(r"`([^`]+)`", FENCED.sub("", text))]
-    typed = [shlex.split(line, comments=True)[1:] for line in lines
-             if re.match(r"fitgpt [a-z-]", line) and "…" not in line]
-    return [argv if len(argv) > 1 else [*argv, "--help"] for argv in typed]
+    commands = [shlex.split(line, comments=True)[1:] for line in lines
+                if re.match(r"fitgpt [a-z-]", line) and "…" not in line]
+    return [argv if len(argv) > 1 else [*argv, "--help"] for argv in commands]
 
 
-def test_every_command_in_the_pages_would_be_accepted(parse_only: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_in_the_docs_is_accepted(parse_only: None, capsys: pytest.CaptureFixture[str]) -> None:
     found = 0
     for name, page in PAGES.items():
         for argv in commands_in(tool.MARKED.sub("", page)):
@@ -166,8 +184,8 @@ def test_every_command_in_the_pages_would_be_accepted(parse_only: None, capsys: 
     assert found > 15
 
 
-def test_a_mistake_in_a_transcript_is_still_answered_as_it_shows(parse_only: None,
-                                                                  capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_shown_in_transcripts_are_those_of_the_code(parse_only: None,
+                                                           capsys: pytest.CaptureFixture[str]) -> None:
     mistakes = 0
     for name, text in TRANSCRIPTS.items():
         for line in re.findall(r"^\$ (fitgpt .*)$", text, re.MULTILINE):
@@ -178,13 +196,13 @@ def test_a_mistake_in_a_transcript_is_still_answered_as_it_shows(parse_only: Non
     assert mistakes >= 3
 
 
-def test_no_transcript_shows_a_place_of_the_machine_it_was_made_on() -> None:
+def test_transcripts_contain_no_paths_of_the_recording_machine_and_no_traceback() -> None:
     for text in TRANSCRIPTS.values():
         assert not re.search(r"/tmp/|/root/|/home/", text)
         assert "Traceback" not in text
 
 
-# ---- config files, as docs/config.md has them
+# ---- config files in docs/config.md
 
 
 def marked(name: str) -> str:
@@ -193,7 +211,7 @@ def marked(name: str) -> str:
     return found[1]
 
 
-def test_the_config_file_shown_is_read_and_means_what_it_says(tmp_path: Path) -> None:
+def test_the_config_file_in_the_docs_is_accepted(tmp_path: Path) -> None:
     file = tmp_path / "shown.py"
     file.write_text(marked("accepted").replace("```python", "").replace("```", ""), encoding="utf-8")
     config = build(RunConfig, walk([str(file)], RunConfig))
@@ -201,15 +219,15 @@ def test_the_config_file_shown_is_read_and_means_what_it_says(tmp_path: Path) ->
     assert config.wandb_run_name.startswith("run-16")
 
 
-def test_the_lines_shown_as_refused_are_refused(tmp_path: Path) -> None:
-    lines = re.findall(r"^\| `(.+?)` \|", marked("refused"), re.MULTILINE)
+def test_config_lines_shown_as_errors_are_errors(tmp_path: Path) -> None:
+    lines = re.findall(r"^\| `(.+?)` \|", marked("rejected"), re.MULTILINE)
     assert len(lines) == 8
     for line in lines:
-        file = tmp_path / "refused.py"
+        file = tmp_path / "rejected.py"
         file.write_text(f"{line}\n", encoding="utf-8")
         with pytest.raises(UsageError) as caught:
             walk([str(file)], RunConfig)
-        assert "refused.py:1" in caught.value.what, line
+        assert "rejected.py:1" in caught.value.what, line
 
 
 # ---- exit codes
@@ -217,11 +235,9 @@ def test_the_lines_shown_as_refused_are_refused(tmp_path: Path) -> None:
 
 def exit_codes() -> set[int]:
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, FitError)]
-    return {0, OUR_BUG, OUTPUT_CLOSED, STOPPED_AT_ONCE, *(kind.exit_code for kind in kinds)}
+    return {0, BUG, OUTPUT_CLOSED, STOPPED_AT_ONCE, *(kind.exit_code for kind in kinds)}
 
 
-def test_every_exit_code_is_in_both_tables_and_no_other() -> None:
+def test_the_table_of_exit_codes_is_complete() -> None:
     table = re.findall(r"^\| (\d+) \|", PAGES["docs/errors.md"], re.MULTILINE)
     assert sorted(map(int, table)) == sorted(exit_codes())
-    section = PAGES["README.md"].split("## Exit codes")[1].split("\n## ")[0]
-    assert set(map(int, re.findall(r"\| (\d+) (?=\|)", section))) == exit_codes()

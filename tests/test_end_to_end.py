@@ -17,20 +17,22 @@ import numpy as np
 import pytest
 import torch
 
+import fitgpt
 from fitgpt import GPTConfig
 from fitgpt.commands.main import main
-from fitgpt.commands.report import read_run
+from fitgpt.config.architectures import parameter_shapes
 from fitgpt.config.run_config import RunConfig
-from fitgpt.core.errors import DataError
+from fitgpt.core.errors import DataError, UsageError
 from fitgpt.data import tokenizers
-from fitgpt.data.order import positions_for
-from fitgpt.data.shards import open_dataset
+from fitgpt.data.dataset import open_dataset
+from fitgpt.data.sample_order import positions_for
 from fitgpt.engine.model import GPT, build_model
-from fitgpt.engine.nanogpt_checkpoint import param_shapes
-from fitgpt.engine.weights import fill, from_run
+from fitgpt.engine.weights import fill
 from fitgpt.runs.metrics import read_metrics
+from fitgpt.runs.record import read_run
 from fitgpt.training import checkpoint
 from fitgpt.training.loop import learning_rate_at
+from fitgpt.training.weight_sources import from_run
 from helpers import reference_loss
 
 SMALL: dict[str, Any] = dict(
@@ -53,9 +55,9 @@ def inside(folder: Path) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def desk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A folder to work in, with data/mine made from texts, and two trained runs: runs/plain and runs/biased."""
-    with inside(tmp_path_factory.mktemp("desk")) as folder:
+    with inside(tmp_path_factory.mktemp("folder")) as folder:
         (folder / "texts").mkdir()
         for number in range(40):
             words = " ".join(f"the {animal} says so" for animal in random.Random(number).choices("abcdef", k=20))
@@ -68,34 +70,43 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(autouse=True)
-def at_the_desk(desk: Path) -> Iterator[None]:
-    with inside(desk):
+def in_the_folder(folder: Path) -> Iterator[None]:
+    with inside(folder):
         yield
 
 
 # ---- texts → tokens → a model
 
 
-def test_every_byte_of_the_texts_is_a_token_and_every_text_has_an_end(desk: Path) -> None:
-    texts = [file.read_bytes() for file in (desk / "texts").iterdir()]
+def test_every_byte_is_a_token_and_every_text_ends_with_end_of_text(folder: Path) -> None:
+    texts = [file.read_bytes() for file in (folder / "texts").iterdir()]
     summary = open_dataset("mine").summary
     assert (summary.tokenizer, summary.vocab_size) == ("bytes", 257)
     assert summary.train_tokens + summary.val_tokens == sum(map(len, texts)) + len(texts)
     assert summary.val_tokens > 500
 
 
-def test_training_learns_and_leaves_its_record(desk: Path) -> None:
-    rows = read_metrics(desk / "runs/plain/metrics.jsonl")
+def test_training_lowers_the_loss_and_writes_metrics(folder: Path) -> None:
+    rows = read_metrics(folder / "runs/plain/metrics.jsonl")
     losses = [row["loss"] for row in rows if row["kind"] == "step"]
     assert len(losses) == 8
-    assert losses[0] == pytest.approx(np.log(from_run(desk / "runs/plain").gpt.vocab_size), abs=0.3)
+    assert losses[0] == pytest.approx(np.log(from_run(folder / "runs/plain").gpt.vocab_size), abs=0.3)
     assert losses[-1] < losses[0] - 1
 
 
-def test_eval_measures_what_training_measured(desk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_train_and_load_are_library_functions(folder: Path) -> None:
+    assert fitgpt.train(SMALL, dataset="mine", out_dir="runs/library", max_iters=1) == Path("runs/library")
+    assert isinstance(fitgpt.load("runs/library", device="cpu"), GPT)
+    with pytest.raises(UsageError, match="'batchsize' is not an option"):
+        fitgpt.train(batchsize=8)
+    with pytest.raises(DataError, match="nowhere"):
+        fitgpt.train(dataset="nowhere")
+
+
+def test_eval_measures_what_training_measured(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["eval", "runs/plain", "--json", "--device=cpu"]) == 0
     measured = json.loads(capsys.readouterr().out)
-    recorded = [row for row in read_metrics(desk / "runs/plain/metrics.jsonl") if row["kind"] == "eval"][-1]
+    recorded = [row for row in read_metrics(folder / "runs/plain/metrics.jsonl") if row["kind"] == "eval"][-1]
     assert measured["step"] == 8
     assert [loss["split"] for loss in measured["losses"]] == ["train", "val"]
     for ours, theirs in zip(measured["losses"], recorded["losses"], strict=True):
@@ -111,8 +122,8 @@ def test_eval_without_json_is_one_line_for_people(capsys: pytest.CaptureFixture[
 # ---- words
 
 
-def test_sample_takes_nanogpts_flags_and_a_prompt_from_a_file(desk: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (desk / "prompt.txt").write_text("Nº 7: the", encoding="utf-8")
+def test_sample_takes_nanogpts_flags_and_a_prompt_from_a_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "prompt.txt").write_text("Nº 7: the", encoding="utf-8")
     asked = ["sample", "--out_dir=runs/plain", "--start=FILE:prompt.txt", "--num_samples=2", "--max_new_tokens=40",
              "--device=cpu", "--seed=5"]
     assert main(asked) == 0
@@ -134,7 +145,7 @@ def test_a_prompt_file_that_is_not_there_is_named(capsys: pytest.CaptureFixture[
     assert "nowhere.txt" in capsys.readouterr().err
 
 
-def test_words_of_another_tokenizer_are_refused_before_the_model_sees_them(
+def test_data_of_another_tokenizer_is_an_error(
         monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """A folder of another's does not say that its tokens are bytes, and GPT-2's do not fit into its 320 rows."""
     monkeypatch.setattr(tokenizers, "_load_gpt2", lambda: None)  # its files may not be here, nor are they needed
@@ -145,7 +156,7 @@ def test_words_of_another_tokenizer_are_refused_before_the_model_sees_them(
     assert "has a vocabulary of 320, not GPT-2's 50,257" in capsys.readouterr().err
 
 
-def test_an_export_of_bytes_writes_here_as_its_run_does(desk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_export_samples_the_same_text_as_its_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["export", "runs/plain", "-o", "telling"]) == 0
     capsys.readouterr()
     said = []
@@ -155,8 +166,8 @@ def test_an_export_of_bytes_writes_here_as_its_run_does(desk: Path, capsys: pyte
     assert said[0] == said[1]
 
 
-def test_an_export_without_gpt2s_vocabulary_at_hand_is_written_and_says_what_it_lacks(
-        desk: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_export_without_gpt2s_vocabulary_is_written_with_a_warning(
+        folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def not_here() -> None:
         raise DataError("tiktoken could not load GPT-2's vocabulary: no network.", "…")
 
@@ -183,11 +194,11 @@ def our_logits(model: GPT, tokens: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", ["plain", "biased"])
 @torch.no_grad()
-def test_an_export_has_the_same_logits_in_transformers(desk: Path, name: str) -> None:
+def test_an_export_has_the_same_logits_in_transformers(folder: Path, name: str) -> None:
     transformers = pytest.importorskip("transformers")
     assert main(["export", f"runs/{name}", "-o", f"hf-{name}", "--which=last"]) == 0
     theirs = transformers.GPT2LMHeadModel.from_pretrained(f"hf-{name}").eval()
-    source = from_run(desk / "runs" / name)
+    source = from_run(folder / "runs" / name)
     ours = build_model(source.gpt, torch.device("cpu"), seed=0).eval()
     fill(ours, source.weights, source.place)
     tokens = torch.from_numpy(open_dataset("mine").split("val").read_fixed(np.arange(1), 31, 1)[0].astype(np.int64))
@@ -196,7 +207,7 @@ def test_an_export_has_the_same_logits_in_transformers(desk: Path, name: str) ->
     torch.testing.assert_close(theirs(tokens[None]).logits[0], expected, atol=1e-4, rtol=0)
 
 
-def test_training_starts_from_a_folder_of_transformers(desk: Path) -> None:
+def test_training_starts_from_a_folder_of_transformers(folder: Path) -> None:
     """Cropped to a shorter block, as nanoGPT does; the loss before the first step is transformers' own."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
@@ -206,7 +217,7 @@ def test_training_starts_from_a_folder_of_transformers(desk: Path) -> None:
     theirs.save_pretrained("their-gpt")
     assert main(["train", *flags(**{**SMALL, "max_iters": 1}, dataset="mine", out_dir="runs/from-hf",
                                  init_from="their-gpt")]) == 0
-    evaluation = next(row for row in read_metrics(desk / "runs/from-hf/metrics.jsonl") if row["kind"] == "eval")
+    evaluation = next(row for row in read_metrics(folder / "runs/from-hf/metrics.jsonl") if row["kind"] == "eval")
     windows = open_dataset("mine").split("val").read_fixed(np.arange(12), 32, RunConfig.seed).astype(np.int64)
     tokens = torch.from_numpy(windows)
     with torch.no_grad():
@@ -214,25 +225,25 @@ def test_training_starts_from_a_folder_of_transformers(desk: Path) -> None:
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).item()
     assert expected > 5.6  # no fresh weights would be that wrong
     assert evaluation["losses"][1]["mean"] == pytest.approx(expected, rel=1e-4)
-    assert from_run(desk / "runs/from-hf").gpt.block_size == 32
+    assert from_run(folder / "runs/from-hf").gpt.block_size == 32
 
 
-def test_a_new_run_starts_from_the_weights_of_another(desk: Path) -> None:
+def test_a_new_run_starts_from_the_weights_of_another(folder: Path) -> None:
     """With its shape, and its loss before the first step."""
     assert main(["train", *flags(**SMALL, dataset="mine", out_dir="runs/first", bias=False)]) == 0
     assert main(["train", *flags(**{**SMALL, "max_iters": 1, "n_layer": 3}, dataset="mine", out_dir="runs/second",
                                  init_from="runs/first")]) == 0
-    first, second = ([row for row in read_metrics(desk / "runs" / name / "metrics.jsonl") if row["kind"] == "eval"]
+    first, second = ([row for row in read_metrics(folder / "runs" / name / "metrics.jsonl") if row["kind"] == "eval"]
                      for name in ("first", "second"))
     assert second[0]["step"] == 0
     assert second[0]["losses"][1]["mean"] == pytest.approx(first[-1]["losses"][1]["mean"], rel=1e-5)
-    assert from_run(desk / "runs/second").gpt == from_run(desk / "runs/first").gpt
+    assert from_run(folder / "runs/second").gpt == from_run(folder / "runs/first").gpt
 
 
 @pytest.mark.parametrize("verb", ["train", "sample"])
-def test_gpt2_that_is_not_here_comes_with_the_command_that_fetches_it(
-        verb: str, desk: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setenv("HF_HOME", str(desk / "empty"))
+def test_missing_gpt2_weights_name_the_command_that_fetches_them(
+        verb: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("HF_HOME", str(folder / "empty"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     more = flags(dataset="mine", out_dir="runs/none") if verb == "train" else []
     assert main([verb, "--init_from=gpt2", "--device=cpu", *more]) == 3
@@ -248,20 +259,21 @@ STEP = 5
 
 
 @pytest.fixture(scope="module")
-def nanogpt(desk: Path) -> tuple[GPT, torch.optim.AdamW]:
+def nanogpt(folder: Path) -> tuple[GPT, torch.optim.AdamW]:
     """data/letters as nanoGPT's prepare.py writes it, and out/ckpt.pt as its train.py does, compiled, at step 5."""
-    (desk / "data" / "letters").mkdir(parents=True)
-    dice = np.random.default_rng(1)
+    (folder / "data" / "letters").mkdir(parents=True)
+    generator = np.random.default_rng(1)
     for split, count in (("train", 4000), ("val", 800)):
-        dice.integers(0, len(CHARACTERS), count).astype(np.uint16).tofile(desk / "data" / "letters" / f"{split}.bin")
+        tokens = generator.integers(0, len(CHARACTERS), count).astype(np.uint16)
+        tokens.tofile(folder / "data" / "letters" / f"{split}.bin")
     meta = {"vocab_size": len(CHARACTERS), "itos": dict(enumerate(CHARACTERS)),
             "stoi": {character: number for number, character in enumerate(CHARACTERS)}}
-    (desk / "data" / "letters" / "meta.pkl").write_bytes(pickle.dumps(meta))
+    (folder / "data" / "letters" / "meta.pkl").write_bytes(pickle.dumps(meta))
 
     gpt = GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=32, vocab_size=len(CHARACTERS), bias=False)
     model = build_model(gpt, torch.device("cpu"), seed=3)
     named = dict(model.named_parameters())
-    order = list(param_shapes(gpt))  # nanoGPT numbers first the matrices, then the vectors
+    order = list(parameter_shapes(gpt))  # nanoGPT numbers first the matrices, then the vectors
     groups = [[named[name] for name in order if named[name].dim() >= 2],
               [named[name] for name in order if named[name].dim() < 2]]
     optimizer = torch.optim.AdamW([{"params": groups[0], "weight_decay": 0.1}, {"params": groups[1],
@@ -274,7 +286,7 @@ def nanogpt(desk: Path) -> tuple[GPT, torch.optim.AdamW]:
     optimizer.zero_grad()
     state = {name: named[name].detach().clone() for name in order}
     state["lm_head.weight"] = state["transformer.wte.weight"]
-    (desk / "out").mkdir()
+    (folder / "out").mkdir()
     torch.save({
         "model": {f"_orig_mod.{name}": tensor for name, tensor in state.items()},
         "optimizer": optimizer.state_dict(),
@@ -282,11 +294,11 @@ def nanogpt(desk: Path) -> tuple[GPT, torch.optim.AdamW]:
                            dropout=0.0),
         "iter_num": STEP, "best_val_loss": torch.tensor(2.5),
         "config": {**SMALL, "dataset": "letters", "out_dir": "out", "init_from": "scratch", "device": "cuda"},
-    }, desk / "out" / "ckpt.pt")
+    }, folder / "out" / "ckpt.pt")
     return model, optimizer
 
 
-def test_a_nanogpt_checkpoint_writes(nanogpt: object, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_nanogpt_checkpoint_can_be_sampled(nanogpt: object, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sample", "--out_dir=out", "--start=a b", "--num_samples=1", "--max_new_tokens=30",
                  "--device=cpu"]) == 0
     out = capsys.readouterr().out
@@ -294,11 +306,11 @@ def test_a_nanogpt_checkpoint_writes(nanogpt: object, capsys: pytest.CaptureFixt
     assert set(out.partition("\n---------------")[0]) <= set(CHARACTERS)
 
 
-def test_a_run_on_characters_writes_without_its_data_and_nanogpts_file_says_what_it_misses(
-        desk: Path, nanogpt: object, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_character_run_samples_without_its_dataset_and_a_ckpt_pt_needs_it(
+        folder: Path, nanogpt: object, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", *flags(**{**SMALL, "max_iters": 1}, dataset="letters", out_dir="runs/letters")]) == 0
-    (desk / "elsewhere").mkdir(exist_ok=True)
-    monkeypatch.chdir(desk / "elsewhere")
+    (folder / "elsewhere").mkdir(exist_ok=True)
+    monkeypatch.chdir(folder / "elsewhere")
     capsys.readouterr()
     say = ["--start=a b", "--num_samples=1", "--max_new_tokens=5", "--device=cpu"]
     assert main(["sample", "../runs/letters", *say]) == 0
@@ -308,29 +320,29 @@ def test_a_run_on_characters_writes_without_its_data_and_nanogpts_file_says_what
 
 
 @pytest.mark.parametrize("place", ["out", "out/ckpt.pt"])
-def test_a_new_run_starts_from_nanogpts_weights(desk: Path, nanogpt: tuple[GPT, object], place: str) -> None:
+def test_a_new_run_starts_from_nanogpts_weights(folder: Path, nanogpt: tuple[GPT, object], place: str) -> None:
     run = f"runs/from-{place.replace('/', '-')}"
     barely = {**SMALL, "max_iters": 1, "learning_rate": 1e-12, "min_lr": 1e-12}
     assert main(["train", *flags(**barely, dataset="letters", out_dir=run, init_from=place)]) == 0
-    started = checkpoint.load(desk / run / "checkpoints", "last")
+    started = checkpoint.load(folder / run / "checkpoints", "last")
     assert started.state["step"] == 1
     for name, parameter in nanogpt[0].named_parameters():
         torch.testing.assert_close(started.model[name], parameter.detach())
 
 
-def test_a_config_file_in_place_of_a_run_is_answered_with_what_evaluates_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_eval_of_a_config_file_names_the_command_that_evaluates_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["eval", "config/eval_gpt2.py"]) == 4
     assert "fitgpt train config/eval_gpt2.py --eval_only" in capsys.readouterr().err
 
 
-def test_a_nanogpt_checkpoint_without_its_flags_is_answered_with_what_to_add(
+def test_resuming_a_nanogpt_checkpoint_without_its_flags_names_them(
         nanogpt: object, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--resume", "--out_dir=out", "--device=cpu"]) == 3
-    assert "flags that it was trained with, then --init_from=resume --out_dir=out" in capsys.readouterr().err
+    assert "that it was trained with, and --init_from=resume --out_dir=out" in capsys.readouterr().err
 
 
 def test_a_nanogpt_checkpoint_is_trained_further_with_its_own_optimizer_state(
-        desk: Path, nanogpt: tuple[GPT, torch.optim.AdamW], capfd: pytest.CaptureFixture[str]) -> None:
+        folder: Path, nanogpt: tuple[GPT, torch.optim.AdamW], capfd: pytest.CaptureFixture[str]) -> None:
     """One step of ours against one step of torch's own AdamW, which goes on from the very state in the file."""
     config = RunConfig(**{**SMALL, "dataset": "letters", "out_dir": "out", "max_iters": STEP + 1, "beta2": 0.95})
     assert main(["train", *flags(**config.to_dict() | {"init_from": "resume"})]) == 0
@@ -348,7 +360,7 @@ def test_a_nanogpt_checkpoint_is_trained_further_with_its_own_optimizer_state(
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     optimizer.step()
 
-    ours = checkpoint.load(desk / "out" / "checkpoints", "last")
+    ours = checkpoint.load(folder / "out" / "checkpoints", "last")
     assert ours.state["step"] == STEP + 1
     for name, parameter in model.named_parameters():
         assert not torch.equal(parameter, before[name])

@@ -11,16 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.nn import functional as F
 
-torch = pytest.importorskip("torch")
-from torch.nn import functional as F  # noqa: E402
-
-from fitgpt.core.errors import DataError, SystemFault, UsageError  # noqa: E402
-from fitgpt.engine.huggingface import find_gpt2, read_folder, to_hf, write_folder  # noqa: E402
-from fitgpt.engine.model import build_model  # noqa: E402
-from fitgpt.engine.nanogpt_checkpoint import param_shapes  # noqa: E402
-from fitgpt.engine.weights import fill  # noqa: E402
-from fitgpt.nouns import GPTConfig  # noqa: E402
+from fitgpt.config.architectures import GPTConfig, parameter_shapes
+from fitgpt.core.errors import DataError, SystemFault, UsageError
+from fitgpt.engine.huggingface import find_gpt2, read_folder, to_hf, write_folder
+from fitgpt.engine.model import build_model
+from fitgpt.engine.weights import fill
 
 SHAPE = GPTConfig(block_size=16, vocab_size=40, n_layer=2, n_head=2, n_embd=8)
 TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6], [39, 0, 11, 7, 7, 7, 30, 2]])
@@ -39,7 +37,7 @@ def transformers() -> Any:
 def random_model(config: GPTConfig) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(1)
     # larger than an initialization: GELU's forms and misplaced biases must show in the logits
-    return {name: 0.5 * torch.randn(shape, generator=generator) for name, shape in param_shapes(config).items()}
+    return {name: 0.5 * torch.randn(shape, generator=generator) for name, shape in parameter_shapes(config).items()}
 
 
 def logits(config: GPTConfig, model: dict[str, Any], tokens: Any, gelu: str = "none") -> Any:
@@ -149,7 +147,7 @@ def test_nothing_else_is_overwritten(tmp_path: Path, occupy: Any) -> None:
     assert {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")} == before
 
 
-def test_a_name_that_cannot_be_and_a_place_that_cannot_be_are_refused(tmp_path: Path) -> None:
+def test_an_invalid_name_and_an_unwritable_place_are_errors(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="not a name"):
         write_folder(tmp_path / "a\0b", SHAPE, random_model(SHAPE))
     (tmp_path / "file").write_text("")
@@ -255,7 +253,7 @@ def test_weights_that_do_not_match_are_named(tmp_path: Path, gpt2: Any, changes:
     ("activation_function", "relu"), ("layer_norm_epsilon", 1e-6), ("scale_attn_weights", False),
     ("scale_attn_by_inverse_layer_idx", True), ("add_cross_attention", True), ("tie_word_embeddings", False),
 ])
-def test_a_model_that_is_not_this_gpt_is_refused_by_the_knob(
+def test_a_model_that_is_not_this_gpt_is_an_error_that_names_the_setting(
     tmp_path: Path, gpt2: Any, key: str, value: Any
 ) -> None:
     bin_folder(tmp_path, gpt2)
@@ -327,7 +325,7 @@ SNAPSHOT = "models--openai-community--gpt2-xl/snapshots/abc"
     ("HF_HOME", "hf", f"hf/hub/{SNAPSHOT}"),
     ("XDG_CACHE_HOME", "xdg", f"xdg/huggingface/hub/{SNAPSHOT}"),
 ])
-def test_weights_are_found_where_people_keep_them(
+def test_weights_are_found_in_the_usual_folders(
     bare_machine: Path, monkeypatch: pytest.MonkeyPatch, variable: str | None, value: str, place: str
 ) -> None:
     if variable:
@@ -338,7 +336,7 @@ def test_weights_are_found_where_people_keep_them(
         find_gpt2("gpt2")
 
 
-def test_the_current_snapshot_is_preferred_and_a_half_fetched_one_passed_over(bare_machine: Path) -> None:
+def test_the_current_snapshot_is_preferred_and_an_incomplete_one_skipped(bare_machine: Path) -> None:
     cached = bare_machine / "home/.cache/huggingface/hub/models--openai-community--gpt2"
     for commit in ("aaa", "bbb"):
         put_weights(cached / "snapshots" / commit)
@@ -349,7 +347,7 @@ def test_the_current_snapshot_is_preferred_and_a_half_fetched_one_passed_over(ba
     assert find_gpt2("gpt2").name == "aaa"
 
 
-def test_without_weights_and_hub_library_the_command_is_told(bare_machine: Path) -> None:
+def test_without_weights_and_hub_library_the_error_names_the_pip_command(bare_machine: Path) -> None:
     with pytest.raises(DataError, match="gpt2-medium are not on this machine") as refusal:
         find_gpt2("gpt2-medium")
     assert "pip install -e '.[hub]'" in refusal.value.fix
@@ -369,7 +367,7 @@ def test_only_what_is_needed_is_fetched(bare_machine: Path, monkeypatch: pytest.
     assert asked == {"repository": "openai-community/gpt2-large", "files": ["config.json", "model.safetensors"]}
 
 
-def test_a_hub_that_cannot_be_reached_is_a_sentence(bare_machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_hub_is_an_error_without_traceback(bare_machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def unreachable(*_: Any, **__: Any) -> None:
         raise RuntimeError("no route to the hub\nand a long story")
 

@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
-torch = pytest.importorskip("torch")
-from torch import nn  # noqa: E402
-
-from fitgpt.core.errors import CheckpointError  # noqa: E402
-from fitgpt.engine.nanogpt_checkpoint import param_shapes, read_ckpt  # noqa: E402
-from fitgpt.nouns import GPTConfig  # noqa: E402
+from fitgpt.config.architectures import GPTConfig, parameter_shapes
+from fitgpt.core.errors import CheckpointError
+from fitgpt.engine.nanogpt_checkpoint import read_ckpt
 
 ARGS = {"n_layer": 2, "n_head": 2, "n_embd": 4, "block_size": 6, "bias": True, "vocab_size": 10, "dropout": 0.1}
 
@@ -103,7 +102,7 @@ def test_weights_and_optimizer_come_in_by_name(tmp_path: Path, bias: bool, group
 @pytest.mark.parametrize("bias", [True, False])
 def test_the_list_of_parameters_is_the_modules_own(bias: bool) -> None:
     config = GPTConfig(**ARGS | {"bias": bias})
-    shapes = param_shapes(config)
+    shapes = parameter_shapes(config)
     assert shapes == {name: tuple(p.shape) for name, p in tiny_gpt(bias).named_parameters()}
     assert sum(torch.Size(shape).numel() for shape in shapes.values()) == config.count_params()
 
@@ -139,7 +138,7 @@ def test_an_optimizer_that_never_stepped_is_none(tmp_path: Path) -> None:
 
 def test_a_file_without_its_head_is_read_since_the_head_is_tied(tmp_path: Path) -> None:
     saved(tmp_path / "ckpt.pt", model=without("lm_head.weight"))
-    assert len(read_ckpt(tmp_path / "ckpt.pt").model) == len(param_shapes(GPTConfig(**ARGS)))
+    assert len(read_ckpt(tmp_path / "ckpt.pt").model) == len(parameter_shapes(GPTConfig(**ARGS)))
 
 
 # ---- refusals
@@ -173,7 +172,7 @@ def test_a_file_that_would_run_something_is_refused_and_runs_nothing(tmp_path: P
         read_ckpt(tmp_path / "zip.pt")
 
 
-def test_files_that_are_no_torch_files_are_refused_in_words(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+def test_files_that_are_no_torch_files_are_errors(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
     saved(tmp_path / "ckpt.pt")
     whole = (tmp_path / "ckpt.pt").read_bytes()
     for number, content in enumerate((b"", b"junk", b"\0" * 5000, whole[:5000], whole[:-100], whole[3000:])):
@@ -240,7 +239,7 @@ def amsgrad(optimizer: Any) -> Any:
     ({"optimizer": amsgrad}, "max_exp_avg_sq"),
     ({"optimizer": without("state")}, "optimizer"),
 ])
-def test_what_does_not_match_is_named(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+def test_differences_from_the_expected_parameters_are_named(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
     saved(tmp_path / "ckpt.pt", **changes)
     with pytest.raises(CheckpointError, match=said) as refusal:
         read_ckpt(tmp_path / "ckpt.pt")

@@ -68,7 +68,7 @@ def killed_soon_after_progress(config: RunConfig, moments: random.Random) -> boo
 
 
 @pytest.mark.parametrize("changes", [dict(dropout=0.2), dict(dropout=0.1, dtype="float16")], ids=["dropout", "float16"])
-def test_killed_at_many_moments_it_ends_the_same(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_a_run_killed_many_times_ends_with_the_same_weights(tmp_path: Path, changes: dict[str, Any]) -> None:
     torch.set_num_threads(1)  # a forked process has no other threads of ours
     settings = dict(max_iters=60, lr_decay_iters=60, eval_interval=7, save_interval=3, log_interval=5, **changes)
     whole = tiny_config(tmp_path / "whole", **settings)

@@ -1,4 +1,4 @@
-"""A run's record is always readable: whatever its numbers, however its writer died, and after it went back."""
+"""runs.metrics: rows are readable whatever their numbers, after a crash, a resume and a rollback."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fitgpt.runs.folder import open_run
 from fitgpt.runs.metrics import read_metrics
 
 
-def test_metrics_are_valid_json_lines_whatever_the_numbers(tmp_path: Path) -> None:
+def test_rows_are_valid_json_even_with_nan_and_infinity(tmp_path: Path) -> None:
     rows = [{"step": 0, "loss": math.nan, "deep": [math.inf, {"x": -math.inf}], "text": "é\n"},
             {"step": 1, "loss": 2.5}]
     with open_run(tmp_path, {}, resume=False) as run:
@@ -36,7 +36,7 @@ def test_metrics_are_valid_json_lines_whatever_the_numbers(tmp_path: Path) -> No
     (b"7", [1], True),
     (b"", [1], False),
 ])
-def test_a_torn_last_line_is_repaired_on_resume(tmp_path: Path, tail: bytes, kept: list[int], noted: bool) -> None:
+def test_a_partial_last_line_is_repaired_on_resume(tmp_path: Path, tail: bytes, kept: list[int], noted: bool) -> None:
     (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n' + tail)
     with open_run(tmp_path, {}, resume=True) as run:
         assert bool(run.notes) is noted
@@ -45,13 +45,13 @@ def test_a_torn_last_line_is_repaired_on_resume(tmp_path: Path, tail: bytes, kep
     assert [json.loads(line)["step"] for line in lines] == [*kept, 3]
 
 
-def test_a_file_that_is_one_torn_line_is_emptied(tmp_path: Path) -> None:
+def test_a_file_with_only_a_half_written_line_is_emptied(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_bytes(b'{"st')
     open_run(tmp_path, {}, resume=True).close()
     assert (tmp_path / "metrics.jsonl").read_bytes() == b""
 
 
-def test_an_append_cut_short_by_a_full_disk_harms_no_other_line(
+def test_a_failed_append_leaves_other_lines_intact(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real_write = os.write
@@ -65,7 +65,7 @@ def test_an_append_cut_short_by_a_full_disk_harms_no_other_line(
     assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 3]
 
 
-def test_reading_lets_the_resumed_run_have_the_last_word(tmp_path: Path) -> None:
+def test_rows_of_a_resumed_run_replace_those_beyond_its_start(tmp_path: Path) -> None:
     rows: list[dict[str, Any]] = [
         {"kind": "start", "start_step": 0},
         *({"kind": "step", "step": step, "loss": 1} for step in range(5)),
@@ -83,7 +83,7 @@ def test_reading_lets_the_resumed_run_have_the_last_word(tmp_path: Path) -> None
     assert read_metrics(tmp_path / "none.jsonl") == []
 
 
-def test_what_happened_is_not_undone_by_going_back_nor_by_the_same_happening_again(tmp_path: Path) -> None:
+def test_events_are_kept_after_a_rollback_and_if_repeated(tmp_path: Path) -> None:
     rows: list[dict[str, Any]] = [
         *({"kind": "step", "step": step} for step in range(5)),
         {"kind": "oom", "step": 5, "text": "Memory ran out."},

@@ -14,14 +14,14 @@ import torch
 
 from fitgpt.config.run_config import RunConfig
 from fitgpt.core.errors import CheckpointError, DataError, Interrupted, NumericsError, SystemFault, UsageError
-from fitgpt.data.order import positions_for
-from fitgpt.data.shards import open_dataset
+from fitgpt.data.dataset import open_dataset
+from fitgpt.data.sample_order import positions_for
 from fitgpt.engine.device import DeviceChoice
 from fitgpt.engine.model import GPT, build_model
-from fitgpt.memory.gpt import checkpoint_bytes
 from fitgpt.runs.folder import RunFolder, recorded_config
 from fitgpt.runs.metrics import read_metrics
-from fitgpt.show.live import PlainDisplay
+from fitgpt.show.progress import PlainDisplay
+from fitgpt.tapes.engine.run import checkpoint_bytes
 from fitgpt.training import checkpoint
 from fitgpt.training.run import build_training, run
 from helpers import reference_loss, skip_without_library, tiny_config
@@ -79,7 +79,7 @@ def test_twenty_steps_have_the_loss_curve_of_a_plain_loop(tmp_path: Path) -> Non
     assert ours[-1] < ours[0] - 0.5
 
 
-def test_a_reader_that_leaves_before_the_last_line_breaks_nothing(tmp_path: Path,
+def test_a_closed_stdout_does_not_fail_the_run(tmp_path: Path,
                                                                  monkeypatch: pytest.MonkeyPatch) -> None:
     reader, writer = os.pipe()
     close = PlainDisplay.close
@@ -95,24 +95,24 @@ def test_a_reader_that_leaves_before_the_last_line_breaks_nothing(tmp_path: Path
     assert checkpoint.load(tmp_path / "out" / "checkpoints", "last").state["step"] == 2
 
 
-def test_the_closing_words_come_in_the_letters_that_the_terminal_has(tmp_path: Path,
+def test_the_closing_is_printed_on_a_terminal_without_unicode(tmp_path: Path,
                                                                     monkeypatch: pytest.MonkeyPatch) -> None:
     raw = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
     train(tiny_config(tmp_path, max_iters=2))
-    assert b"Let it write: fitgpt sample" in raw.getvalue()
+    assert b"Generate text: fitgpt sample" in raw.getvalue()
     assert b" +/- 0." in raw.getvalue()
     assert b"?" not in raw.getvalue()
 
 
-def test_every_micro_step_is_told_to_the_display(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_display_advances_at_every_micro_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[float] = []
     monkeypatch.setattr(PlainDisplay, "advance", lambda display, steps: told.append(steps))
     train(tiny_config(tmp_path, max_iters=2, gradient_accumulation_steps=4, log_interval=10))
     assert told == [0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0]
 
 
-def test_a_disk_that_is_full_for_a_while_costs_no_step_and_no_line_of_the_record(
+def test_a_disk_that_is_full_for_a_while_loses_no_step_and_no_metrics_row(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     real, calls = RunFolder.append_metrics, iter(range(1000))
 
@@ -124,7 +124,7 @@ def test_a_disk_that_is_full_for_a_while_costs_no_step_and_no_line_of_the_record
     monkeypatch.setattr(RunFolder, "append_metrics", full_for_a_while)
     rows = train(tiny_config(tmp_path, max_iters=12))
     assert [row["step"] for row in rows if row["kind"] == "step"] == list(range(12))
-    assert capsys.readouterr().out.count("waits until there is room") == 1
+    assert capsys.readouterr().out.count("metrics are written when there is space again") == 1
 
 
 def test_the_split_of_a_step_into_micro_batches_changes_only_rounding(tmp_path: Path) -> None:
@@ -133,13 +133,13 @@ def test_the_split_of_a_step_into_micro_batches_changes_only_rounding(tmp_path: 
     assert one == pytest.approx(eight, rel=1e-4)
 
 
-def test_knobs_that_only_save_memory_change_only_rounding(tmp_path: Path) -> None:
+def test_memory_savers_change_only_rounding(tmp_path: Path) -> None:
     plain = losses(train(tiny_config(tmp_path / "a")))
     small = losses(train(tiny_config(tmp_path / "b", grad_checkpoint=True, loss_chunk=5, eval_batch_size=1)))
     assert plain == pytest.approx(small, rel=1e-5)
 
 
-def test_the_first_line_of_the_record_says_what_is_run_and_where(tmp_path: Path) -> None:
+def test_the_first_metrics_row_describes_the_run(tmp_path: Path) -> None:
     rows = train(tiny_config(tmp_path, max_iters=2))
     assert rows[0]["kind"] == "run"
     assert rows[0]["config"]["n_embd"] == 32
@@ -173,7 +173,7 @@ def test_a_finished_run_can_be_evaluated_once_more_and_is_left_as_it_was(tmp_pat
     before = weights(config)
     rows = train(replace(config, init_from="resume", eval_only=True))
     assert [row["kind"] for row in rows][-2:] == ["run", "eval"]
-    with pytest.raises(Interrupted, match=r"as asked\.$"):
+    with pytest.raises(Interrupted, match=r"as requested\.$"):
         train(replace(config, init_from="resume", eval_only=True, save_interval=1), stop_after=1)
     assert weights(config) == before
     recorded = recorded_config(config.out_dir)
@@ -211,7 +211,7 @@ def weights(config: RunConfig) -> bytes:
     return (Path(config.out_dir) / "checkpoints" / "step-00000020" / "model.safetensors").read_bytes()
 
 
-def test_a_resume_with_another_split_into_micro_batches_goes_on(tmp_path: Path) -> None:
+def test_a_resume_may_split_steps_into_other_micro_batches(tmp_path: Path) -> None:
     config = tiny_config(tmp_path, max_iters=10)
     train(config)
     rows = train(replace(config, init_from="resume", max_iters=20, batch_size=2, gradient_accumulation_steps=4))
@@ -272,7 +272,7 @@ def test_half_precision_trains_and_resumes_exactly(tmp_path: Path, dtype: str) -
 
 
 SAVERS = {  # name → what it changes, and how far its last loss may lie from the exact one's
-    "no_wide": (dict(recompute="no_wide"), 1e-3),
+    "no_mlp_up": (dict(recompute="no_mlp_up"), 1e-3),
     "kept casts": (dict(casts="kept", dtype="bfloat16"), 0.05),
     "kept gradients, late states": (dict(gradients="kept", states="late"), 0.0),
     "mixed levels": (dict(recompute="1*input,1*all"), 1e-3),
@@ -309,7 +309,7 @@ def test_every_saver_trains_and_resumes_exactly(tmp_path: Path, name: str) -> No
 
 
 @pytest.mark.parametrize("name", ["offloaded gradients", "step in backward"])
-def test_a_stop_neither_repeats_nor_loses_a_step_where_gradients_go_elsewhere(tmp_path: Path, name: str) -> None:
+def test_a_stop_neither_repeats_nor_loses_a_step_with_offloaded_gradients(tmp_path: Path, name: str) -> None:
     whole, config = (tiny_config(tmp_path / part, **SAVERS[name][0]) for part in ("whole", "halves"))
     train(whole)
     with pytest.raises(Interrupted):

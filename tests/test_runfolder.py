@@ -1,4 +1,4 @@
-"""The run folder: one writer, and no run lost by starting another."""
+"""runs.folder and runs.lock: one writer per folder, and no run is overwritten."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def with_a_checkpoint(out: Path, config: dict[str, Any] = CONFIG) -> Path:
 def test_opening_creates_the_folder_and_loads_no_torch(tmp_path: Path) -> None:
     code = ("import sys; from fitgpt.runs.folder import open_run; open_run(sys.argv[1], {}, resume=False).close();"
             "sys.exit(bool({'torch', 'numpy'} & set(sys.modules)))")
-    assert subprocess.run([sys.executable, "-c", code, tmp_path / "a" / "b"], check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code, tmp_path / "a" / "b"], check=False, timeout=60).returncode == 0
     assert (tmp_path / "a" / "b").is_dir()
 
 
@@ -49,7 +49,7 @@ def a_symlink_loop(tmp_path: Path) -> Path:
     return tmp_path / "loop"
 
 
-@pytest.mark.parametrize("place", [
+@pytest.mark.parametrize("path_in", [
     a_file,
     lambda tmp: a_file(tmp) / "below",
     a_symlink_loop,
@@ -58,10 +58,10 @@ def a_symlink_loop(tmp_path: Path) -> Path:
     lambda tmp: tmp / ("x" * 300),
     lambda tmp: tmp / "\udcff\ud800",
 ], ids=["file", "below a file", "loop", "below a loop", "NUL", "300 characters", "lone surrogate"])
-def test_a_place_that_cannot_be_a_folder_is_a_system_fault(tmp_path: Path, place: Any) -> None:
-    with pytest.raises(SystemFault) as refusal:
-        open_run(place(tmp_path), CONFIG, resume=False)
-    assert "--out_dir" in refusal.value.fix
+def test_a_path_that_cannot_be_a_folder_is_a_system_fault(tmp_path: Path, path_in: Any) -> None:
+    with pytest.raises(SystemFault) as raised:
+        open_run(path_in(tmp_path), CONFIG, resume=False)
+    assert "--out_dir" in raised.value.fix
 
 
 def test_a_folder_without_permission_is_a_system_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,7 +77,7 @@ def test_a_folder_without_permission_is_a_system_fault(tmp_path: Path, monkeypat
         open_run(tmp_path / "out", CONFIG, resume=False)
 
 
-def test_a_full_disk_is_found_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_an_error_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "out"
     real_fsync = os.fsync
 
@@ -88,29 +88,29 @@ def test_a_full_disk_is_found_before_any_work(tmp_path: Path, monkeypatch: pytes
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "fsync", full)
-        with pytest.raises(SystemFault, match="No space left") as refusal:
+        with pytest.raises(SystemFault, match="No space left") as raised:
             open_run(out, CONFIG, resume=False)
-    assert "Free some space" in refusal.value.fix
+    assert "Free some space" in raised.value.fix
     assert not list(out.glob(".tmp-*"))
     open_run(out, CONFIG, resume=False).close()  # the failed opening left no lock behind
 
 
-def test_a_run_in_the_folder_is_not_trained_over(tmp_path: Path) -> None:
+def test_a_folder_with_a_run_is_not_overwritten(tmp_path: Path) -> None:
     with_a_checkpoint(tmp_path)
-    with pytest.raises(UsageError) as refusal:
+    with pytest.raises(UsageError) as raised:
         open_run(tmp_path, CONFIG | {"n_layer": 12, "new": 1}, resume=False)
-    assert "step 500" in refusal.value.what
-    assert "n_layer: 6 → 12" in refusal.value.what
-    assert "new: 'absent' → 1" in refusal.value.what
-    assert "learning_rate" not in refusal.value.what
-    assert "--init_from=resume" in refusal.value.fix
-    assert "--out_dir" in refusal.value.fix
+    assert "step 500" in raised.value.what
+    assert "n_layer: 6 → 12" in raised.value.what
+    assert "new: 'absent' → 1" in raised.value.what
+    assert "learning_rate" not in raised.value.what
+    assert "--init_from=resume" in raised.value.fix
+    assert "--out_dir" in raised.value.fix
     with pytest.raises(UsageError, match="the same"):
         open_run(tmp_path, CONFIG, resume=False)
     open_run(tmp_path, CONFIG, resume=True).close()
 
 
-def test_a_run_whose_config_is_damaged_is_not_trained_over_either(tmp_path: Path) -> None:
+def test_a_folder_whose_config_is_damaged_is_not_overwritten(tmp_path: Path) -> None:
     (with_a_checkpoint(tmp_path) / "run.json").write_text("{")
     with pytest.raises(UsageError, match="cannot be read"):
         open_run(tmp_path, CONFIG, resume=False)
@@ -122,7 +122,7 @@ def test_many_differences_are_cut_short(tmp_path: Path) -> None:
         open_run(tmp_path, {f"k{n:02d}": 1 for n in range(30)}, resume=False)
 
 
-def test_a_run_that_never_saved_may_be_started_again_and_keeps_its_metrics(tmp_path: Path) -> None:
+def test_a_run_without_checkpoint_may_be_restarted_and_keeps_its_metrics(tmp_path: Path) -> None:
     for _ in range(3):
         with open_run(tmp_path, CONFIG, resume=False) as run:
             run.record(CONFIG)
@@ -135,14 +135,14 @@ def test_a_run_that_never_saved_may_be_started_again_and_keeps_its_metrics(tmp_p
 
 # ---- the lock
 
-def test_a_second_trainer_is_told_who_is_there(tmp_path: Path) -> None:
-    with open_run(tmp_path, CONFIG, resume=False), pytest.raises(SystemFault) as refusal:
+def test_a_second_trainer_gets_the_pid_of_the_first(tmp_path: Path) -> None:
+    with open_run(tmp_path, CONFIG, resume=False), pytest.raises(SystemFault) as raised:
         open_run(tmp_path, CONFIG, resume=True)
-    assert f"process {os.getpid()} on {socket.gethostname()}" in refusal.value.what
+    assert f"process {os.getpid()} on {socket.gethostname()}" in raised.value.what
     open_run(tmp_path, CONFIG, resume=True).close()
 
 
-def test_the_lock_ends_with_its_process_however_it_dies(tmp_path: Path) -> None:
+def test_the_lock_ends_with_its_process_even_if_killed(tmp_path: Path) -> None:
     code = ("import sys, time; from fitgpt.runs.folder import open_run\n"
             "run = open_run(sys.argv[1], {}, resume=False); print('open', flush=True); time.sleep(60)")
     with subprocess.Popen([sys.executable, "-c", code, tmp_path], stdout=subprocess.PIPE) as holder:
@@ -155,7 +155,7 @@ def test_the_lock_ends_with_its_process_however_it_dies(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="flock")
-def test_a_disk_without_locks_is_used_with_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_without_file_locks_gives_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_locks(*_: Any) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
@@ -166,7 +166,7 @@ def test_a_disk_without_locks_is_used_with_a_note(tmp_path: Path, monkeypatch: p
 
 # ---- run.json
 
-def test_the_recorded_config_comes_back_and_damage_is_told(tmp_path: Path) -> None:
+def test_the_recorded_config_is_read_back_and_damage_is_an_error(tmp_path: Path) -> None:
     assert recorded_config(tmp_path) is None
     with open_run(tmp_path, CONFIG, resume=False) as run:
         run.record(CONFIG | {"inf": math.inf})
@@ -186,13 +186,13 @@ def test_the_recorded_config_comes_back_and_damage_is_told(tmp_path: Path) -> No
 
 # ---- disk
 
-def test_too_little_disk_is_told_in_numbers(tmp_path: Path) -> None:
+def test_too_little_disk_space_is_an_error_with_figures(tmp_path: Path) -> None:
     need_disk(tmp_path / "not" / "yet", 1)
     with pytest.raises(SystemFault, match=r"needs 1024\.00 TiB"):
         need_disk(tmp_path / "not" / "yet", 2**50)
 
 
-def test_the_newest_checkpoint_is_of_the_latest_branch(tmp_path: Path) -> None:
+def test_checkpoints_sort_by_branch_then_step(tmp_path: Path) -> None:
     for name in ("step-00000100", "step-00000060-2", "step-123456789", "set-aside-by-x", ".tmp-5-1", "step-5"):
         (tmp_path / name).mkdir()
     assert [(slot.branch, slot.step) for slot in step_folders(tmp_path)] == [

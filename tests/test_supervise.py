@@ -1,4 +1,4 @@
-"""Real processes: what signals, deaths and bad circumstances do to `fitgpt train`, and what it says of them."""
+"""`fitgpt train` in real processes: stop signals, crashes, and errors before the start."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ import torch
 from fitgpt.config.fields import Assignment
 from fitgpt.config.run_config import RunConfig
 from fitgpt.core.errors import DataError, DeviceError, FitError, Interrupted, SystemFault
-from fitgpt.hardware.nvidia import child_environment
+from fitgpt.hardware.allocator_env import child_environment
 from fitgpt.runs.folder import step_folders
 from fitgpt.runs.metrics import read_metrics
 from fitgpt.training import checkpoint, supervisor
 from fitgpt.training.run import run
-from fitgpt.training.supervisor import conclude, death_in_words, heard
-from fitgpt.training.worker import described
+from fitgpt.training.supervisor import conclude, error_for_exit, read_report
+from fitgpt.training.worker import as_fit_error
 from helpers import TINY, write_dataset
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals as POSIX has them")
@@ -46,7 +46,7 @@ os.execv(sys.executable, [sys.executable, "-m", "fitgpt", *sys.argv[2:]])
 
 
 class Run:
-    """`fitgpt train`, started and not waited for; everything it says goes to one file."""
+    """A `fitgpt train` in the background; its output goes to one file."""
 
     def __init__(self, folder: Path, *flags: str, ignoring: str = "none", **knobs: Any) -> None:
         self.out = folder / "a run"  # the space must survive into the command that resumes
@@ -60,8 +60,8 @@ class Run:
             self.process = subprocess.Popen([sys.executable, "-c", LAUNCHER, ignoring, *argv], stdout=log,
                                             stderr=subprocess.STDOUT)
 
-    def resumed_as_told(self) -> None:
-        """Types the very command that the last process ended with."""
+    def resume_by_printed_command(self) -> None:
+        """Runs the command that the last process printed."""
         told = re.search(r"fitgpt (train .*)", self.said)
         assert told, self.said
         self._start(self._folder, shlex.split(told[1]))
@@ -138,10 +138,10 @@ def assert_torch_was_not_loaded(ended: subprocess.CompletedProcess[str]) -> None
     assert not re.search(r"\|\s+(torch|numpy)$", ended.stderr, re.MULTILINE)
 
 
-# ---- asked to stop
+# ---- stop requests
 
 
-def test_every_request_to_stop_saves_and_the_command_it_prints_goes_on_bit_for_bit(
+def test_every_stop_signal_saves_and_the_printed_command_resumes_bit_for_bit(
         tmp_path: Path, start: Callable[..., Run]) -> None:
     length = dict(max_iters=150, lr_decay_iters=150, eval_interval=1000, dropout=0.1)
     stopped = start(**length)
@@ -151,10 +151,10 @@ def test_every_request_to_stop_saves_and_the_command_it_prints_goes_on_bit_for_b
         stopped.send(*requests)
         assert stopped.exit_code() == 75, stopped.said
         saved = step_folders(stopped.out / "checkpoints")[-1].step
-        assert f"Stopped at step {saved}, as asked" in stopped.said
+        assert f"Stopped at step {saved}, as requested" in stopped.said
         assert saved == stopped.last_step + 1  # every whole step, and no part of another
         assert stopped.said.count("Stopping: ") == 1
-        stopped.resumed_as_told()
+        stopped.resume_by_printed_command()
     assert stopped.exit_code() == 0, stopped.said
 
     whole = RunConfig(**{**TINY, **length, "dataset": str(tmp_path / "data"), "out_dir": str(tmp_path / "whole")})
@@ -164,28 +164,26 @@ def test_every_request_to_stop_saves_and_the_command_it_prints_goes_on_bit_for_b
         assert ours.read_bytes() == theirs.read_bytes()
 
 
-def test_a_second_ctrl_c_stops_at_once_and_tears_nothing(start: Callable[..., Run]) -> None:
+def test_a_second_ctrl_c_stops_at_once_and_leaves_whole_checkpoints(start: Callable[..., Run]) -> None:
     slow = start(n_layer=4, n_embd=256, block_size=128, batch_size=48, gradient_accumulation_steps=1, eval_iters=1,
                  save_interval=1, **FOREVER)
     slow.wait_for(lambda: bool(step_folders(slow.out / "checkpoints")))
     slow.send(signal.SIGINT)
     slow.wait_for(lambda: "Ctrl-C once more stops at once" in slow.said)
-    again = time.monotonic()
     slow.send(signal.SIGINT)
     assert slow.exit_code() == 130, slow.said
-    assert time.monotonic() - again < 15  # the exit code is the proof; this only says that nothing was waited for
     assert state_of(slow.child) == ""
     assert "Traceback" not in slow.said
     assert checkpoint.load(slow.out / "checkpoints", "last").state["step"] >= 1
 
 
-def test_a_request_that_comes_before_the_child_can_listen_is_not_lost(start: Callable[..., Run]) -> None:
+def test_a_stop_request_before_the_worker_has_handlers_is_not_lost(start: Callable[..., Run]) -> None:
     early = start(**FOREVER)
     children = Path(f"/proc/{early.process.pid}/task/{early.process.pid}/children")
     early.wait_for(lambda: bool(children.read_text().strip()))
     early.send(signal.SIGINT)
     assert early.exit_code() == 75, early.said
-    assert "Stopped before training began, as asked." in early.said
+    assert "Stopped before training began, as requested." in early.said
     assert "Traceback" not in early.said
     assert "resume" not in early.said  # there is nothing to resume
 
@@ -205,21 +203,21 @@ def test_what_nohup_ignores_stays_ignored(endless: Run) -> None:
     assert "Stopping" not in endless.said
 
 
-def test_a_second_trainer_in_the_same_folder_is_told_who_is_there(endless: Run) -> None:
+def test_a_second_trainer_in_the_same_folder_gets_the_pid_of_the_first(endless: Run) -> None:
     second = short_command("--device=cpu", f"--out_dir={endless.out}", f"--dataset={endless.out.parent / 'data'}")
     assert second.returncode == 7
     assert f"is being trained in by process {endless.child} on " in second.stderr
     endless.wait_for_steps()
 
 
-# ---- deaths
+# ---- crashes
 
 
-def test_a_child_that_the_system_kills_is_reported_as_lack_of_ram_with_the_command_that_resumes(endless: Run) -> None:
+def test_a_killed_worker_is_reported_as_out_of_ram_with_the_resume_command(endless: Run) -> None:
     endless.wait_for(lambda: bool(step_folders(endless.out / "checkpoints")))
     os.kill(endless.child, signal.SIGKILL)
     assert endless.exit_code() == 7
-    assert "the machine's RAM, not the card's memory, ran out" in endless.said
+    assert "the computer ran out of CPU RAM, not of GPU memory" in endless.said
     assert f"fitgpt train --init_from=resume '--out_dir={endless.out}'" in endless.said
 
 
@@ -232,7 +230,7 @@ def endless(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     running.end()
 
 
-def test_a_child_whose_supervisor_dies_saves_and_ends_by_itself(start: Callable[..., Run]) -> None:
+def test_a_worker_whose_supervisor_dies_saves_and_ends(start: Callable[..., Run]) -> None:
     orphan = start(**FOREVER)
     orphan.wait_for_steps()
     orphan.process.kill()
@@ -246,19 +244,19 @@ def test_a_child_whose_supervisor_dies_saves_and_ends_by_itself(start: Callable[
 
 @pytest.mark.parametrize(("number", "kind", "words"), [
     (signal.SIGKILL, SystemFault, "RAM"),
-    (signal.SIGBUS, DataError, "a data file was cut short or its disk went away"),
+    (signal.SIGBUS, DataError, "a data file was truncated or its disk was removed"),
     (signal.SIGSEGV, FitError, "died of SIGSEGV inside a native library"),
     (signal.SIGUSR1, SystemFault, "SIGUSR1 ended the training process: another program sent it"),
     (50, FitError, "died of signal 50"),
 ])
-def test_each_death_has_its_words(number: int, kind: type[FitError], words: str) -> None:
-    error = death_in_words(-number, "the fix")
+def test_each_fatal_signal_has_its_error(number: int, kind: type[FitError], words: str) -> None:
+    error = error_for_exit(-number, "the fix")
     assert type(error) is kind
     assert words in error.what
     assert error.fix == "the fix"
 
 
-def test_last_words_count_even_if_the_process_dies_of_saying_them() -> None:
+def test_an_error_report_counts_even_if_the_worker_then_crashes() -> None:
     with pytest.raises(DataError, match="The shard is gone") as raised:
         conclude(-signal.SIGSEGV, {"code": 3, "what": "The shard is gone.", "fix": "Copy it again.", "restart": False},
                  RunConfig(out_dir="nowhere"))
@@ -266,14 +264,14 @@ def test_last_words_count_even_if_the_process_dies_of_saying_them() -> None:
 
 
 @pytest.mark.parametrize("written", [None, "", '{"code": 3, "wh', "3"], ids=["none", "empty", "cut short", "no words"])
-def test_last_words_that_never_got_to_the_disk_are_none(tmp_path: Path, written: str | None) -> None:
+def test_an_incomplete_error_report_is_ignored(tmp_path: Path, written: str | None) -> None:
     if written is not None:
-        (tmp_path / "words.json").write_text(written)
-    assert heard(tmp_path / "words.json") == {}
+        (tmp_path / "report.json").write_text(written)
+    assert read_report(tmp_path / "report.json") == {}
 
 
-def test_an_end_without_last_words_is_named_by_its_exit_code() -> None:
-    with pytest.raises(FitError, match="exit code 3 and no last words"):
+def test_an_exit_without_a_report_names_the_exit_code() -> None:
+    with pytest.raises(FitError, match="exit code 3 and without an error report"):
         conclude(3, {}, RunConfig(out_dir="nowhere"))
 
 
@@ -286,44 +284,44 @@ def test_an_end_without_last_words_is_named_by_its_exit_code() -> None:
     (PermissionError(13, "Permission denied", "x"), SystemFault, False),
     (KeyError("x"), FitError, False),
 ])
-def test_only_a_fault_that_a_new_process_clears_is_tried_again(error: Exception, kind: type, again: bool) -> None:
-    told, restart = described(error)
-    assert type(told) is kind
+def test_only_errors_that_a_new_process_clears_are_retried(error: Exception, kind: type, again: bool) -> None:
+    shown, restart = as_fit_error(error)
+    assert type(shown) is kind
     assert restart is again
 
 
-def test_a_fault_of_the_device_is_resumed_three_times_and_then_reported(
+def test_a_gpu_error_is_resumed_three_times_and_then_reported(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "out" / "checkpoints" / "step-00000005").mkdir(parents=True)
     starts: list[str] = []
 
-    def broken(orders: supervisor.Orders) -> tuple[int, dict[str, Any]]:
-        starts.append(orders.config["init_from"])
+    def broken(given: supervisor.WorkerConfig) -> tuple[int, dict[str, Any]]:
+        starts.append(given.config["init_from"])
         return 5, {"code": 5, "what": "The GPU fell off the bus.", "fix": "", "restart": True}
 
-    monkeypatch.setattr(supervisor, "run_child", broken)
+    monkeypatch.setattr(supervisor, "run_worker", broken)
     said = {"dataset": write_dataset(tmp_path / "data"), "out_dir": str(tmp_path / "out")}
     with pytest.raises(DeviceError, match="fell off the bus") as raised:
-        supervisor.train([Assignment(key, value, "") for key, value in said.items()])
+        supervisor.supervise([Assignment(key, value, "") for key, value in said.items()])
     assert starts == ["scratch", "resume", "resume", "resume"]
     assert "fitgpt train --init_from=resume" in raised.value.fix
-    assert capsys.readouterr().err.count("Starting again from the last checkpoint") == 3
+    assert capsys.readouterr().err.count("Resuming from the last checkpoint") == 3
 
 
-def test_each_start_is_told_what_others_hold_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_restart_reads_again_what_others_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "out" / "checkpoints" / "step-00000005").mkdir(parents=True)
-    held, told = iter((1, 2, 3, 4)), list[dict[str, int]]()
+    used, read = iter((1, 2, 3, 4)), list[dict[str, int]]()
 
-    def broken(orders: supervisor.Orders) -> tuple[int, dict[str, Any]]:
-        told.append(orders.others)
+    def broken(given: supervisor.WorkerConfig) -> tuple[int, dict[str, Any]]:
+        read.append(given.others)
         return 5, {"code": 5, "what": "The GPU fell off the bus.", "fix": "", "restart": True}
 
-    monkeypatch.setattr(supervisor, "run_child", broken)
-    monkeypatch.setattr(supervisor.preflight, "check", lambda *run: supervisor.preflight.Checked({"GPU-0": next(held)}))
+    monkeypatch.setattr(supervisor, "run_worker", broken)
+    monkeypatch.setattr(supervisor.memory_check, "check", lambda *run: {"GPU-0": next(used)})
     said = {"dataset": write_dataset(tmp_path / "data"), "out_dir": str(tmp_path / "out")}
     with pytest.raises(DeviceError, match="fell off the bus"):
-        supervisor.train([Assignment(key, value, "") for key, value in said.items()])
-    assert told == [{"GPU-0": 1}, {"GPU-0": 2}, {"GPU-0": 3}, {"GPU-0": 4}]
+        supervisor.supervise([Assignment(key, value, "") for key, value in said.items()])
+    assert read == [{"GPU-0": 1}, {"GPU-0": 2}, {"GPU-0": 3}, {"GPU-0": 4}]
 
 
 def test_a_stop_without_a_checkpoint_promises_no_resume(tmp_path: Path) -> None:
@@ -332,13 +330,13 @@ def test_a_stop_without_a_checkpoint_promises_no_resume(tmp_path: Path) -> None:
     assert raised.value.fix == ""
 
 
-# ---- circumstances
+# ---- errors before the start
 
 
 def test_more_than_one_process_is_refused_before_torch_loads() -> None:
     ended = short_command(WORLD_SIZE="2")
     assert ended.returncode == 2
-    assert "WORLD_SIZE is 2: fitgpt trains with one process on one card" in ended.stderr
+    assert "WORLD_SIZE is 2: fitgpt trains with one process on one GPU" in ended.stderr
     assert_torch_was_not_loaded(ended)
 
 
@@ -349,7 +347,7 @@ def test_a_malformed_allocator_setting_is_shown_before_torch_loads() -> None:
     assert_torch_was_not_loaded(ended)
 
 
-def test_a_missing_dataset_comes_with_the_command_that_makes_it(tmp_path: Path) -> None:
+def test_a_missing_dataset_names_the_prepare_command(tmp_path: Path) -> None:
     ended = short_command("--dataset=nowhere", f"--out_dir={tmp_path / 'out'}")
     assert ended.returncode == 3
     assert "fitgpt prepare FILE_OR_FOLDER --name=nowhere" in ended.stderr
@@ -366,13 +364,14 @@ def test_an_empty_folder_cannot_be_resumed(tmp_path: Path) -> None:
 
 
 def test_another_shape_on_resume_is_refused_with_the_difference(endless: Run) -> None:
+    endless.wait_for(lambda: bool(step_folders(endless.out / "checkpoints")))
     ended = short_command("--init_from=resume", f"--out_dir={endless.out}", "--n_layer=3")
     assert ended.returncode == 4
     assert "n_layer=3 (it was 2)" in ended.stderr
     assert_torch_was_not_loaded(ended)
 
 
-def test_a_reader_that_leaves_breaks_nothing(tmp_path: Path) -> None:
+def test_closing_the_output_does_not_stop_the_run(tmp_path: Path) -> None:
     settings = {**TINY, "dataset": write_dataset(tmp_path / "data"), "out_dir": tmp_path / "out", "max_iters": 3}
     command = shlex.join([sys.executable, "-m", "fitgpt", "train", *(f"--{k}={v}" for k, v in settings.items())])
     ended = subprocess.run(["bash", "-c", f"set -o pipefail; {command} | head -1"], capture_output=True, text=True,
@@ -383,7 +382,7 @@ def test_a_reader_that_leaves_breaks_nothing(tmp_path: Path) -> None:
     assert checkpoint.load(tmp_path / "out" / "checkpoints", "last").state["step"] == 3
 
 
-def test_the_allocator_may_grow_its_segments_unless_the_user_said_otherwise() -> None:
+def test_expandable_segments_are_on_unless_the_user_set_the_allocator() -> None:
     ours = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     assert child_environment({"HOME": "/"}) == {"HOME": "/", **ours}
     for name in ours:

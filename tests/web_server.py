@@ -1,4 +1,4 @@
-"""A `fitgpt serve` of its own for the tests of a file, in a folder where a run goes on."""
+"""Helpers of the web tests: a `fitgpt serve` process, a folder with a running run, a page query."""
 
 from __future__ import annotations
 
@@ -13,26 +13,34 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
+from fitgpt.web.query import PageQuery, read
+
+SMALL = dict(n_layer=1, n_head=2, n_embd=64, block_size=64, batch_size=4, vocab_size=512)
 NOTES = ("gpu=RTX+4070&others=2118MiB&trainer=nanogpt&n_layer=12&n_head=12&n_embd=576&batch_size=16"
          "&gradient_accumulation_steps=32&dtype=float16")  # the 77M run of the notes
 RUN = "runs/fineweb"
 HOSTILE = "<b>bold</b><img src=x onerror=alert(1)>"
 
 
+def page_query(**settings: Any) -> PageQuery:
+    return read(urlencode({"gpu": "RTX 4070"} | settings))
+
+
 @contextmanager
 def serving(folder: Path, *flags: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """The address, and the process."""
+    """The address and the process. At the end Ctrl-C must stop it."""
     process = subprocess.Popen([sys.executable, "-m", "fitgpt", "serve", "--no-browser", "--port=0", *flags],
                                cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
                                start_new_session=True)
     try:
         assert process.stdout is not None
-        said, found = "", None
+        printed, found = "", None
         while not found and (line := process.stdout.readline()):
-            said += line
+            printed += line
             found = re.search(r"http://\S+/", line)
-        assert found, said
+        assert found, printed
         yield found[0], process
     finally:
         process.send_signal(signal.SIGINT)
@@ -44,8 +52,8 @@ def serving(folder: Path, *flags: str) -> Iterator[tuple[str, subprocess.Popen[s
 
 
 @contextmanager
-def run_going_on(folder: Path) -> Iterator[Path]:
-    """A run that this process seems to train: it holds the folder's lock."""
+def running_run(folder: Path) -> Iterator[Path]:
+    """A run that seems to be trained by this process, which holds the folder's lock."""
     run = folder / RUN
     run.mkdir(parents=True)
     rows: list[dict[str, Any]] = [

@@ -4,29 +4,31 @@
     python tools/accuracy.py tests/golden/h200.json             our engine, one line a run
     python tools/accuracy.py bench/results/triples_h200.json    runs of `train`, by what each of them foresaw
     python tools/accuracy.py --runs FILE                        either, one line a run
-    python tools/accuracy.py --basis FILE … > src/fitgpt/planning/track_record.json    what `plan` quotes as its basis
+    python tools/accuracy.py --basis FILE … > src/fitgpt/planning/track_record.csv    the accuracy that `plan` prints
 """
 
 from __future__ import annotations
 
+import csv
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fitgpt.config.resolve import resolve_run
 from fitgpt.config.run_config import RunConfig
-from fitgpt.memory import gpt, sampling
-from fitgpt.memory.allocator import PhasePeak, replay
-from fitgpt.memory.nanogpt import write
-from fitgpt.memory.nanorun import NanoGPTRun
-from fitgpt.memory.padding import has_odd_sizes
-from fitgpt.memory.setting import Setting
-from fitgpt.planning.forecast import settled
-from fitgpt.planning.track_record import kind_of
+from fitgpt.memory.platform import Platform
+from fitgpt.memory.timeline import PhasePeak, replay
+from fitgpt.planning.track_record import COLUMNS, SHAPE, record_kind
+from fitgpt.tapes.engine import run as gpt
+from fitgpt.tapes.engine import sampling
+from fitgpt.tapes.nanogpt.padding import has_odd_sizes
+from fitgpt.tapes.nanogpt.train_py import write
 
 NANOGPT = "nanogpt"
+H200 = Platform((9, 0), "2.11")
 PHASES = ("load", "first_eval", "first_train", "train", "eval", "save")  # of a recorded run; train includes its step
 
 
@@ -49,9 +51,9 @@ class Figure(NamedTuple):
 
 # ---- nanoGPT's runs
 
-def predict(run: NanoGPTRun, *, expandable: bool = False) -> dict[str, int]:
-    """The recorded figures of a run, under the record's own names; training includes the optimizer's step."""
-    timeline = replay(write(run), expandable=expandable)
+def predict(config: Mapping[str, Any], *, expandable: bool = False) -> dict[str, int]:
+    """Figures of a run on an H200, under the record's own names; training includes the optimizer's step."""
+    timeline = replay(write(resolve_run(RunConfig(**config), H200, NANOGPT), H200), expandable=expandable)
     peaks = timeline.peaks()
     return {
         "eval_first_peak": peaks["first_eval"].allocated,
@@ -66,25 +68,25 @@ def predict(run: NanoGPTRun, *, expandable: bool = False) -> dict[str, int]:
 
 def compare(rows: Iterable[dict[str, Any]]) -> list[Figure]:
     return [Figure(row["name"], name, predicted, row[name]) for row in rows
-            for name, predicted in predict(NanoGPTRun(**row["config"]), expandable=row.get("expandable", False)).items()
+            for name, predicted in predict(row["config"], expandable=row.get("expandable", False)).items()
             if name in row]
 
 
 # ---- our own
 
-def compare_own(rows: Iterable[dict[str, Any]], setting: Setting) -> list[Figure]:
+def compare_own(rows: Iterable[dict[str, Any]], platform: Platform) -> list[Figure]:
     """Allocated and reserved of every phase; reserved is the most since the run began."""
-    return [figure for row in rows if "phases" in row for figure in _of_one_run(row, setting)]
+    return [figure for row in rows if "phases" in row for figure in _of_one_run(row, platform)]
 
 
-def _of_one_run(row: dict[str, Any], setting: Setting) -> Iterable[Figure]:
-    setting = replace(setting, kernel=row.get("kernel", ""))
-    config = settled(RunConfig(**row["config"]), setting)
-    peaks = replay(gpt.write(config, setting), expandable=setting.expandable).peaks()
+def _of_one_run(row: dict[str, Any], platform: Platform) -> Iterable[Figure]:
+    platform = replace(platform, kernel=row.get("kernel", ""))
+    config = resolve_run(RunConfig(**row["config"]), platform)
+    peaks = replay(gpt.write(config, platform), expandable=platform.expandable).peaks()
     step, train = peaks["step"], peaks["train"]
     peaks["train"] = PhasePeak("train", max(train.allocated, step.allocated), step.reserved, 0)
     if "sample" in row["phases"]:
-        peaks |= replay(sampling.write(config, setting), expandable=setting.expandable).peaks()
+        peaks |= replay(sampling.write(config, platform), expandable=platform.expandable).peaks()
     reserved = 0
     for phase in (*PHASES, "sample"):
         if phase in row["phases"]:
@@ -137,18 +139,25 @@ def _told(config: dict[str, Any]) -> str:
     return ", ".join([shape, batch, *vocab, c["dtype"], compiled, *rest])
 
 
-def basis(path: str, card: str, torch: str) -> list[dict[str, Any]]:
-    """One row a recorded run: the figure that its forecast misses by most."""
+def basis(path: str, gpu: str, torch: str) -> list[dict[str, Any]]:
+    """One row per recorded run: its shape and mode, and the largest error of its forecast."""
     rows = json.loads(Path(path).read_text(encoding="utf-8"))["rows"]
-    trainer, figures, _ = of_file(path)
-    kinds = {row["name"]: kind_of(trainer, expandable=bool(row.get("expandable")),
-                                  odd=trainer == NANOGPT and is_odd(row["config"])) for row in rows}
-    runs: dict[str, list[float]] = {}
+    trainer, figures, configs = of_file(path)
+    kinds = {row["name"]: record_kind(trainer, expandable=bool(row.get("expandable")),
+                                      odd=trainer == NANOGPT and is_odd(row["config"])) for row in rows}
+    runs: dict[str, list[Figure]] = {}
     for each in figures:
-        runs.setdefault(each.run, []).append(each.percent)
-    worst = {name: max((abs(error), error) for error in errors)[1] for name, errors in runs.items()}
-    return [{"trainer": kinds[name], "card": card, "torch": torch, "name": name,
-             "figures": len(runs[name]), "worst_percent": round(error, 3)} for name, error in worst.items()]
+        runs.setdefault(each.run, []).append(each)
+    found = []
+    for name, of_run in runs.items():
+        config = RunConfig(**configs[name])
+        worst = max((abs(each.percent), each.percent) for each in of_run)[1]
+        found.append({"trainer": kinds[name], "gpu": gpu, "torch": torch, "name": name,
+                      **{option: getattr(config, option) for option in SHAPE},
+                      "mode": "compiled" if config.compile else "eager",
+                      "reserved_bytes": max(each.measured for each in of_run if each.name.endswith("reserved")),
+                      "figures": len(of_run), "worst_percent": round(worst, 3)})
+    return found
 
 
 def is_odd(config: dict[str, Any]) -> bool:
@@ -162,7 +171,7 @@ def of_file(path: str) -> tuple[str, list[Figure], dict[str, dict[str, Any]]]:
     rows = json.loads(Path(path).read_text(encoding="utf-8"))["rows"]
     configs = {row["name"]: row["config"] for row in rows}
     if any("phases" in row for row in rows):
-        return "fitgpt", compare_own(rows, Setting((9, 0), "2.11")), configs
+        return "fitgpt", compare_own(rows, H200), configs
     if any("foreseen" in row for row in rows):
         return "fitgpt", compare_logged(rows), {row["name"]: row["config"] | row["chosen"] for row in rows}
     return NANOGPT, compare(rows), configs
@@ -170,8 +179,9 @@ def of_file(path: str) -> tuple[str, list[Figure], dict[str, dict[str, Any]]]:
 
 def main(words: list[str]) -> None:
     if words[0] == "--basis":
-        runs = [row for path in words[1:] for row in basis(path, "H200", "2.11")]
-        print(json.dumps({"schema": 1, "runs": runs}, indent=1))
+        table_of_runs = csv.DictWriter(sys.stdout, COLUMNS, lineterminator="\n")
+        table_of_runs.writeheader()
+        table_of_runs.writerows(row for path in words[1:] for row in basis(path, "H200", "2.11"))
         return
     trainer, figures, configs = of_file(words[-1])
     print(table(figures) if trainer == NANOGPT and words[0] != "--runs" else by_run(figures, configs))

@@ -1,5 +1,5 @@
-"""The tables of the docs that say how fast: the engine beside a plain one, what fit chooses beside what it did not,
-nanoGPT beside its estimate."""
+"""The tables of measured speed in the docs: the engine and a plain baseline, what `fit` chose and what it did not,
+nanoGPT and its estimate."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 from fitgpt.config.run_config import RunConfig
 from fitgpt.core.units import GiB, show_bytes
 from fitgpt.hardware.gpus import find
-from fitgpt.memory.setting import setting_for
 from fitgpt.planning import nanogpt_speed
-from fitgpt.planning.speed import reach_of
+from fitgpt.planning.budget import platform_for
+from fitgpt.planning.speed import likely_efficiency
 from memory_page import markdown, read_rows
 
 CASES = {"124m": "124M, 4 × 12 × 1024, bfloat16", "77m": "77M, 4 × 16 × 1024, float16",
@@ -78,8 +78,8 @@ def nanospeed_part() -> str:
     rows = []
     for row in nanogpt_speed.recorded():
         card = find(row.card)
-        told = nanogpt_speed.modelled(row.run, card, setting_for(card), reach_of(card))
-        run = row.run
+        told = nanogpt_speed.modelled(row.config, card, platform_for(card), likely_efficiency(card))
+        run = row.config
         rows.append([row.source.partition(", ")[2], f"{run.n_layer} × {run.n_embd}",
                      f"{run.gradient_accumulation_steps} × {run.batch_size} × {run.block_size}", run.dtype,
                      f"{row.tokens_per_s:,.0f}", f"{told:,.0f}", f"{100 * (told / row.tokens_per_s - 1):+.1f} %"])

@@ -1,6 +1,6 @@
-"""The parts of the docs that come from the code, from recorded results and from real runs, kept equal to them.
+"""Generate the parts of the docs that come from the code, from recorded results and from real runs.
 
-    python tools/docs.py --check             says which pages differ, and fails if any does
+    python tools/docs.py --check             lists the pages that differ, and fails if any does
     python tools/docs.py --write             brings them up to date
     python tools/docs.py --record [NAME …]   runs the commands of docs/transcripts/NAME.txt again, then writes
 
@@ -19,8 +19,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Callable, Iterator
-from itertools import groupby
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -28,14 +27,14 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tools")]
 
 import bench_tables  # noqa: E402
 import memory_page  # noqa: E402
-from fitgpt.commands.main import VERBS, find_verb, options_of, overview, verb_help  # noqa: E402
+from fitgpt.commands.main import COMMANDS, command_help, find_command, overview  # noqa: E402
 from fitgpt.config.command_options import ExplainQuestions, FitQuestions, PlanQuestions  # noqa: E402
 from fitgpt.config.help import markdown_table  # noqa: E402
 from fitgpt.config.memory_savers import SAVERS  # noqa: E402
-from fitgpt.config.run_config import FROZEN_ON_RESUME  # noqa: E402
-from fitgpt.explain.facts import Facts  # noqa: E402
-from fitgpt.explain.rules import RULES, SMALLER  # noqa: E402
-from fitgpt.sights import OutOfMemory  # noqa: E402
+from fitgpt.config.resume import FROZEN_ON_RESUME  # noqa: E402
+from fitgpt.diagnosis.case import Case  # noqa: E402
+from fitgpt.diagnosis.oom_message import OomMessage  # noqa: E402
+from fitgpt.diagnosis.rules import RULES, SMALLER_BATCH  # noqa: E402
 
 DOCS = ROOT / "docs"
 TRANSCRIPTS = DOCS / "transcripts"
@@ -63,27 +62,26 @@ def fenced(text: str) -> str:
     return f"```text\n{text.rstrip()}\n```\n"
 
 
-def help_part(verb: str = "") -> str:
+def help_part(command: str = "") -> str:
     os.environ["COLUMNS"] = COLUMNS
-    return fenced(verb_help(find_verb(verb)) if verb else overview())
+    return fenced(command_help(find_command(command)) if command else overview())
 
 
-def knobs_part(verb: str) -> str:
-    own = {"plan": PlanQuestions, "fit": FitQuestions, "explain": ExplainQuestions}  # their others are train's
-    return markdown_table(own.get(verb) or options_of(VERBS[verb]))
+def options_part(command: str) -> str:
+    own = {"plan": PlanQuestions, "fit": FitQuestions, "explain": ExplainQuestions}  # the rest is train's
+    return markdown_table(own.get(command) or COMMANDS[command].options)
 
 
 def tree_part() -> str:
     """Every file of the package with the first sentence of its docstring."""
     package = ROOT / "src" / "fitgpt"
     lines = ["src/fitgpt/"]
-    folders = [package, *sorted(path for path in package.iterdir() if (path / "__init__.py").is_file())]
-    for folder in folders:
-        depth = "  " if folder == package else "    "
-        if folder != package:
-            lines.append(_tree_line("  ", f"{folder.name}/", folder / "__init__.py"))
-        files = [path for path in sorted(folder.glob("*.py")) if not path.name.startswith("__")]
-        lines += [_tree_line(depth, path.name, path) for path in files]
+    for file in sorted(package.rglob("*.py"), key=lambda path: (path.parent, path.name)):
+        folders = file.relative_to(package).parts[:-1]
+        if file.name == "__init__.py" and folders:
+            lines.append(_tree_line("  " * len(folders), f"{folders[-1]}/", file))
+        elif not file.name.startswith("__"):
+            lines.append(_tree_line("  " * (len(folders) + 1), file.name, file))
     return fenced("\n".join(lines))
 
 
@@ -91,7 +89,7 @@ def _tree_line(indent: str, name: str, file: Path) -> str:
     docstring = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
     paragraph = " ".join(docstring.split("\n\n")[0].split())
     sentence = re.split(r"(?<=[.?])\s", paragraph)[0].removesuffix(".")
-    return f"{indent}{name}".ljust(22) + sentence
+    return f"{indent}{name}".ljust(26) + sentence
 
 
 def configs_part() -> str:
@@ -112,12 +110,12 @@ def savers_part() -> str:
 
 def rules_part() -> str:
     """A section for each cause that `fitgpt explain` knows, with what it calls for besides a smaller micro-batch."""
-    nothing_known, usual = Facts(OutOfMemory("cuda", "", "")), {todo for todo, _ in SMALLER}
+    nothing_known, usual = Case(OomMessage("cuda", "", "")), {todo for todo, _ in SMALLER_BATCH}
     sections = []
     for rule in RULES:
-        todo = "".join(f"- **{each.todo}**: {each.effect}.\n" for each in rule.remedies(nothing_known)
-                       if each.todo not in usual)
-        sections.append(f"### {rule.code} {rule.title}\n\n*Shown by*: {rule.shown_by}.\n\n{rule.about}\n"
+        todo = "".join(f"- **{todo}**: {effect}.\n" for todo, effect in rule.advice_for(nothing_known)
+                       if todo not in usual)
+        sections.append(f"### {rule.code} {rule.title}\n\n*Shown by*: {rule.pattern}.\n\n{rule.background}\n"
                         + (f"\n{todo}" if todo else ""))
     return "\n".join(sections)
 
@@ -128,16 +126,10 @@ def frozen_part() -> str:
 
 # ---- from real runs
 
-def transcript_part(name: str, short: str = "") -> str:
+def transcript_part(name: str, which: str = "") -> str:
+    """A recorded transcript: all of it, or with "first" its first command and the answer."""
     text = (TRANSCRIPTS / f"{name}.txt").read_text(encoding="utf-8")
-    return fenced("\n".join(_shortened(text.splitlines())) if short else text)
-
-
-def _shortened(lines: list[str]) -> Iterator[str]:
-    """Of several log lines in a row, the first and the last."""
-    for is_log, group in groupby(lines, key=lambda line: line.startswith("iter ")):
-        found = list(group)
-        yield from [found[0], "…", found[-1]] if is_log and len(found) > 3 else found
+    return fenced(text.split("\n\n$ ")[0] if which == "first" else text)
 
 
 def record(names: list[str]) -> None:
@@ -176,7 +168,7 @@ def _output(command: str, home: Path) -> str:
 
 
 PARTS: dict[str, Callable[..., str]] = {
-    "help": help_part, "knobs": knobs_part, "tree": tree_part, "configs": configs_part, "savers": savers_part,
+    "help": help_part, "options": options_part, "tree": tree_part, "configs": configs_part, "savers": savers_part,
     "frozen": frozen_part, "rules": rules_part, "transcript": transcript_part,
     **memory_page.PARTS, **bench_tables.PARTS,
 }

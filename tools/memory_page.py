@@ -1,4 +1,4 @@
-"""The generated parts of docs/memory.md: from recorded runs, from the planner, and from the formulas people use."""
+"""The generated parts of docs/memory.md, accuracy.md and benchmarks.md: recorded runs, forecasts, rules of thumb."""
 
 from __future__ import annotations
 
@@ -8,22 +8,24 @@ from pathlib import Path
 from typing import Any
 
 from accuracy import Figure, by_run, is_odd, of_file, table
-from fitgpt.config.fields import walk
+from fitgpt.config.architectures import GPTConfig
+from fitgpt.config.argv import walk
 from fitgpt.config.memory_savers import loss_piece_tokens
+from fitgpt.config.resolve import resolve_run
 from fitgpt.config.run_config import RunConfig, resolve
 from fitgpt.core.units import GiB, MiB, show_bytes
 from fitgpt.hardware.gpus import find
-from fitgpt.memory.allocator import replay
-from fitgpt.memory.setting import Setting, setting_for
-from fitgpt.nouns import Forecast, GPTConfig
-from fitgpt.planning.forecast import budget_for, forecast, settled, tape_of
+from fitgpt.memory.platform import Platform
+from fitgpt.memory.timeline import replay
+from fitgpt.planning.budget import budget_for, platform_for
+from fitgpt.planning.forecast import Forecast, forecast, write_tape
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
 CARD = find("4070")
-SETTING = setting_for(CARD, torch="2.11")
+SETTING = platform_for(CARD, torch="2.11")
 OUTSIDE = budget_for(CARD).outside
-H200 = Setting((9, 0), "2.11")
+H200 = Platform((9, 0), "2.11")
 
 
 def read_rows(name: str) -> list[dict[str, Any]]:
@@ -79,7 +81,7 @@ def owners_part(*name: str) -> str:
             for owner, formula, nbytes in sorted(owners, key=lambda each: -each[2])]
     rows.append(["**sum**", "", f"**{total / MiB:,.0f}**", ""])
     rows.append(["recorded peak", "", f"{peak / MiB:,.0f}", f"the sum is {total / peak - 1:+.2%} off"])
-    return markdown(["whose", "formula", "MiB", "share"], rows)
+    return markdown(["owner", "formula", "MiB", "share"], rows)
 
 
 def nanogpt_owners(config: dict[str, Any]) -> list[tuple[str, str, int]]:
@@ -89,8 +91,8 @@ def nanogpt_owners(config: dict[str, Any]) -> list[tuple[str, str, int]]:
     P = parameters(config)
     N = B * T
     return [
-        ("logits and what the loss makes of them", "12·N·V", 12 * N * V),
-        ("activations kept by the blocks", "L·(36·N·C + 16·N + 4·N·H)", L * (36 * N * C + 16 * N + 4 * N * H)),
+        ("logits, and their copies in the loss", "12·N·V", 12 * N * V),
+        ("activations saved by the blocks", "L·(36·N·C + 16·N + 4·N·H)", L * (36 * N * C + 16 * N + 4 * N * H)),
         ("AdamW's two moments", "8·P", 8 * P),
         ("weights", "4·P", 4 * P),
         ("gradients, while accumulating", "4·P", 4 * P),
@@ -105,16 +107,63 @@ def parameters(config: dict[str, Any]) -> int:
                      n_head=config["n_head"], n_embd=config["n_embd"], bias=config["bias"]).count_params()
 
 
-def piece_part() -> str:
-    """The logits of one piece beside all of them, for the 77M run."""
+def chunk_part() -> str:
+    """The logits of one chunk of the loss, and all logits, for the 77M run."""
     tokens, vocab = 16 * 1024, 50304
-    piece = loss_piece_tokens(tokens, vocab)
-    return (f"For the 77M run a piece is {piece:,} tokens: {show_bytes(2 * piece * vocab)} of half-precision logits at "
-            f"a time, where all {tokens:,} tokens would take {show_bytes(2 * tokens * vocab)} in half precision and "
-            f"{show_bytes(12 * tokens * vocab)} with nanoGPT's chain.\n")
+    chunk = loss_piece_tokens(tokens, vocab)
+    return (f"For the 77M run a chunk is {chunk:,} tokens: {show_bytes(2 * chunk * vocab)} of half-precision logits at "
+            f"a time. All {tokens:,} tokens would take {show_bytes(2 * tokens * vocab)} in half precision, and "
+            f"{show_bytes(12 * tokens * vocab)} in nanoGPT's loss.\n")
 
 
 # ---- from the planner, for a 4070
+
+BLOCK_TENSORS = {  # tensors of a block under their names on the tape
+    "x": "input of the block, the residual stream in float32", "h1": "output of the first LayerNorm",
+    "qkv": "queries, keys and values", "att": "output of attention",
+    "lse": "log-sum-exp of attention, one float32 per token and head", "proj": "attention's output projection",
+    "h2": "output of the second LayerNorm", "fc": "output of the MLP's first matmul", "g": "output of GELU",
+    "linear": "output of the MLP's second matmul",
+}
+
+
+def tensors_part(name: str) -> str:
+    """Every tensor of a training run of at least a byte per token, in the order in which the tape allocates them."""
+    config = resolve_run(replace(run_of(name), compile=True, cuda_graphs=False), SETTING)
+    tape = write_tape(config, SETTING, "fitgpt")
+    params, tokens = config.gpt_config().count_params(), config.batch_size * config.block_size
+    start = next(phase.start for phase in tape.phases if phase.name == "first_train")
+    rows = [[what, where, lives, f"{total / MiB:,.0f}"] for what, where, lives, total in (
+        ("weights, float32", "4 × P", "the whole run", 4 * params),
+        ("AdamW's first moment `exp_avg`, float32", "4 × P", "the whole run", 4 * params),
+        ("AdamW's second moment `exp_avg_sq`, float32", "4 × P", "the whole run", 4 * params))]
+    at = {event.name: number for number, event in reversed(list(enumerate(tape.events))) if event.alloc
+          and number >= start}  # the first allocation of each name
+    freed_before_loss = {event.name for event in tape.events[start:at["logits"]] if not event.alloc}
+    for event in tape.events[at["0.x"]:at["1.x"]]:  # the first layer
+        if event.alloc and event.owner == "activations" and event.nbytes >= tokens:
+            kept, tensor = event.name not in freed_before_loss, event.name.removeprefix("0.")
+            rows.append([f"each layer: {BLOCK_TENSORS.get(tensor, tensor)} `{tensor}`",
+                         _per_token(event.nbytes, tokens, config),
+                         "until the layer's backward pass" if kept else "in the layer's forward pass",
+                         f"{event.nbytes * (config.n_layer if kept else 1) / MiB:,.0f}"])
+    logits = tape.events[at["logits"]].nbytes
+    chunk = logits // (2 * config.vocab_size)
+    rows.append(["logits of one chunk of the loss, overwritten by their gradient", f"2 × V × {chunk:,} tokens",
+                 "one chunk", f"{logits / MiB:,.0f}"])
+    rows.append(["half-precision copy of each weight matrix; the largest is the output head's", "2 per element",
+                 "one matmul", f"{2 * config.vocab_size * config.n_embd / MiB:,.0f}"])
+    rows.append(["gradients, float32", "4 × P", "from the backward pass to the optimizer step",
+                 f"{4 * params / MiB:,.0f}"])
+    return markdown(["tensor", "bytes", "lives", "MiB in all"], rows)
+
+
+def _per_token(nbytes: int, tokens: int, config: RunConfig) -> str:
+    for letter, size in (("C", config.n_embd), ("H", config.n_head)):
+        if nbytes % (tokens * size) == 0:
+            return f"{nbytes // (tokens * size)} × {letter} per token"
+    return f"{nbytes / tokens:g} per token"
+
 
 def run_of(name: str, *flags: str) -> RunConfig:
     """The notes' run with some changes; its vocabulary is GPT-2's, whatever data lies around."""
@@ -127,19 +176,19 @@ def process_part(name: str, trainer: str) -> str:
     rows = [[each.owner, each.formula, f"{each.nbytes / MiB:,.0f}"] for each in found.owners_at_peak
             if each.nbytes >= MiB]
     rest = sum(each.nbytes for each in found.owners_at_peak if each.nbytes < MiB)
-    rows.append(["reserved, in no tensor at the peak", "what earlier moments left, and rounding",
+    rows.append(["reserved but not allocated at the peak", "fragmentation and rounding",
                  f"{(found.reserved - found.allocated + rest) / MiB:,.0f}"])
     rows.append(["outside the allocator", f"context and kernels on a 4070 ({CARD.outside_src})",
                  f"{OUTSIDE / MiB:,.0f}"])
     rows.append(["**the process**", "", f"**{(found.reserved + OUTSIDE) / MiB:,.0f}**"])
-    return markdown(["whose", "where it comes from", "MiB"], rows)
+    return markdown(["owner", "formula", "MiB"], rows)
 
 
-EVALUATES, BELOW = "the evaluation no longer runs out", "below 4 GB"
-AS_IT_IS, IGNORED, DEFAULT = "as it is", "ignored: as it is", "is the default"
-WAYS = {  # what the notes propose for each run: in words, what they say of it, as flags, each trainer's recorded run
+EVALUATES, BELOW = "evaluation no longer out of memory", "below 4 GB"
+UNCHANGED, IGNORED, DEFAULT = "unchanged", "ignored: unchanged", "is the default"
+WAYS = {  # what the notes propose for each run: text, claim, flags, each trainer's recorded run
     "notes_77m": (
-        (AS_IT_IS, "", (), "77M compiled", "77M"),
+        (UNCHANGED, "", (), "77M compiled", "77M"),
         ("`eval_batch_size = 4`", EVALUATES, ("--eval_batch_size=4",), IGNORED, "77M, eval_batch_size 4"),
         ("`eval_block_size = 512`", EVALUATES, ("--eval_block_size=512",), IGNORED, "77M, eval_block_size 512"),
         ("`eval_iters = 100` instead of 200", EVALUATES, ("--eval_iters=100",), "77M compiled", "77M"),
@@ -148,7 +197,7 @@ WAYS = {  # what the notes propose for each run: in words, what they say of it, 
         ("`grad_checkpoint = True`", EVALUATES, ("--grad_checkpoint=True",), IGNORED, "77M, grad_checkpoint"),
         ("expandable segments", EVALUATES, (), "77M, expandable segments", DEFAULT)),
     "notes_30m": (
-        (AS_IT_IS, "", (), "30M compiled", "30M"),
+        (UNCHANGED, "", (), "30M compiled", "30M"),
         ("batch 8, accumulation 8", BELOW, ("--batch_size=8", "--gradient_accumulation_steps=8"), "30M, batch 8",
          "30M, batch 8"),
         ("block 256", BELOW, ("--block_size=256",), "30M, block 256", "30M, block 256"),
@@ -157,19 +206,19 @@ WAYS = {  # what the notes propose for each run: in words, what they say of it, 
 
 
 def ways_part(name: str) -> str:
-    """Each of the notes' proposals for one of its runs: what they say of it, what the process takes then on a 4070, and
-    what was reserved when it was tried on an H200."""
+    """Each of the notes' proposals for one of its runs: the claim, the forecast of the process on a 4070, and what was
+    reserved when it was measured on an H200."""
     nanogpt = {row["name"]: row["train_reserved"] for file in ("nanogpt_h200.json", "nanogpt_cases_h200.json")
                for row in read_rows(file)}
     ours = {row["name"]: max(each["reserved"] for each in row["phases"].values()) for row in json.loads(
         (ROOT / "tests" / "golden" / "h200_notes.json").read_text(encoding="utf-8"))["rows"]}
 
-    def reserved(trainer: str, setting: Setting, flags: tuple[str, ...], recorded: str) -> int:
-        config = settled(replace(run_of(name, *flags), compile=True), setting)
-        expandable = setting.expands(trainer) or recorded.endswith("expandable segments")
-        return replay(tape_of(config, setting, trainer), expandable=expandable).reserved
+    def reserved(trainer: str, platform: Platform, flags: tuple[str, ...], recorded: str) -> int:
+        config = resolve_run(replace(run_of(name, *flags), compile=True), platform)
+        expandable = platform.expands(trainer) or recorded.endswith("expandable segments")
+        return replay(write_tape(config, platform, trainer), expandable=expandable).reserved
 
-    def told(trainer: str, flags: tuple[str, ...], recorded: str, measured: dict[str, int]) -> list[str]:
+    def row(trainer: str, flags: tuple[str, ...], recorded: str, measured: dict[str, int]) -> list[str]:
         if recorded in (IGNORED, DEFAULT):
             return [recorded, ""]
         process, before = (reserved(trainer, SETTING, *each) + OUTSIDE for each in ((flags, recorded), ((), "")))
@@ -178,7 +227,7 @@ def ways_part(name: str) -> str:
         there = reserved(trainer, H200, flags, recorded)
         return [f"{process / MiB:,.0f} MiB{changed}", f"{there / MiB:,.0f} / {measured[recorded] / MiB:,.0f}"]
 
-    rows = [[words, claimed, *told("nanogpt", flags, theirs, nanogpt), *told("fitgpt", flags, own, ours)]
+    rows = [[words, claimed, *row("nanogpt", flags, theirs, nanogpt), *row("fitgpt", flags, own, ours)]
             for words, claimed, flags, theirs, own in WAYS[name]]
     both = "on an H200, MiB reserved: forecast / measured"
     return markdown(["proposal", "claimed", "nanoGPT's process, 4070", both, "fitgpt's process, 4070", both], rows)
@@ -186,18 +235,18 @@ def ways_part(name: str) -> str:
 
 def needs_part(name: str) -> str:
     """The least each trainer needs of the allocator, and what the card leaves it."""
-    def told(trainer: str, found: Forecast) -> list[str]:
+    def row(trainer: str, found: Forecast) -> list[str]:
         limit = budget_for(CARD).reserve_limit
         beside = budget_for(CARD, others=2118 * MiB).reserve_limit
         return [trainer, show_bytes(found.needs), "yes" if found.needs <= limit else "no",
                 "yes" if found.needs <= beside else "no"]
 
     config = run_of(name)
-    rows = [told(f"{trainer}, {'compiled' if compiled else 'eager'}",
+    rows = [row(f"{trainer}, {'compiled' if compiled else 'eager'}",
                  forecast(replace(config, compile=compiled), SETTING, trainer))
             for trainer in ("nanogpt", "fitgpt") for compiled in (False, True)]
-    rows.insert(2, told("nanogpt, compiled, expandable segments",
-                        forecast(replace(config, compile=True), replace(SETTING, asked_to_expand=True), "nanogpt")))
+    expandable = forecast(replace(config, compile=True), replace(SETTING, expandable_requested=True), "nanogpt")
+    rows.insert(2, row("nanogpt, compiled, expandable segments", expandable))
     return markdown(["trainer", "needs", "fits a 4070", "fits beside 2118 MiB of other programs"], rows)
 
 
@@ -212,13 +261,13 @@ def calculators_part() -> str:
     said = [
         ("Hugging Face's calculator (`accelerate estimate-memory`) in its row for float16, with Adam: 8·P", 8 * P),
         ("the same calculator in its row for float32, four times the weights: 16·P", 16 * P),
-        ("40 bytes a parameter, for Adam and mixed precision (the NAIRR Pilot's guide)", 40 * P),
-        ("16·P, and activations of 34·B·T·C·L (Korthikanti and others, 2022, attention computed again)",
+        ("40 bytes per parameter, for Adam and mixed precision (the NAIRR Pilot's guide)", 40 * P),
+        ("16·P, and activations of 34·B·T·C·L (Korthikanti and others, 2022, attention recomputed)",
          16 * P + 34 * wide),
-        ("the same, with attention's scores kept: B·T·C·L·(34 + 5·H·T/C)", 16 * P + 34 * wide + 5 * B * T * T * H * L),
+        ("the same, with attention scores kept: B·T·C·L·(34 + 5·H·T/C)", 16 * P + 34 * wide + 5 * B * T * T * H * L),
         ("the notes' own: 160·B·T·C·L × 2 bytes", 320 * wide),
     ]
-    tape = {how: replay(tape_of(RunConfig(**{**config, "compile": how == "compiled"}),
+    tape = {how: replay(write_tape(RunConfig(**{**config, "compile": how == "compiled"}),
                                 replace(SETTING, capability=(9, 0)), "nanogpt")).reserved
             for how in ("eager", "compiled")}
     rows = [[words, f"{nbytes / GiB:.2f} GiB", *(f"{nbytes / measured[f'77M {how}']['train_reserved'] - 1:+.0%}"
@@ -270,6 +319,6 @@ def by_run_part(which: str) -> str:
     return by_run(figures, configs) + "\n"
 
 
-PARTS = {"accuracy": accuracy_part, "by_run": by_run_part, "figures": figures_part, "memory": memory_part,
-         "nanogpt": nanogpt_part, "owners": owners_part, "piece": piece_part, "process": process_part,
-         "ways": ways_part, "needs": needs_part, "calculators": calculators_part}
+PARTS = {"accuracy": accuracy_part, "by_run": by_run_part, "calculators": calculators_part, "chunk": chunk_part,
+         "figures": figures_part, "memory": memory_part, "nanogpt": nanogpt_part, "needs": needs_part,
+         "owners": owners_part, "process": process_part, "tensors": tensors_part, "ways": ways_part}

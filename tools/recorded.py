@@ -1,4 +1,4 @@
-"""src/fitgpt/fit/recorded.json: runs of our engine and of nanoGPT whose speed was measured, for the estimates.
+"""src/fitgpt/planning/recorded.json: measured speeds of fitgpt and nanoGPT, for the speed estimates.
 
     python tools/recorded.py     after new results in bench/results/
 """
@@ -15,11 +15,12 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "bench")]
 
 from engine import OURS  # noqa: E402
-from fitgpt.config.fields import build, walk  # noqa: E402
+from fitgpt.config.argv import walk  # noqa: E402
+from fitgpt.config.fields import build  # noqa: E402
 from fitgpt.config.run_config import RunConfig  # noqa: E402
 from fitgpt.hardware.gpus import match_device  # noqa: E402
 
-RESULTS, TARGET = ROOT / "bench" / "results", ROOT / "src" / "fitgpt" / "fit" / "recorded.json"
+RESULTS, TARGET = ROOT / "bench" / "results", ROOT / "src" / "fitgpt" / "planning" / "recorded.json"
 SHORT_RUNS = ("capped_xl_on_h200.json",)  # whose last steps are steady enough to count as a measurement
 
 

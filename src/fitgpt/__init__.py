@@ -1,14 +1,29 @@
-"""fitgpt trains small GPTs on the card you have. `plan` says what a run will hold; `GPT` loads torch when asked for."""
+"""fitgpt plans, fits, trains and explains GPT training runs on consumer GPUs. `GPT`, `load` and `train` need torch."""
 # Imports nothing, not even typing: __main__.py has to clean the import path first.
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from .commands.plan import plan
+    from .config.architectures import GPTConfig
+    from .diagnosis import explain
     from .engine.model import GPT
-    from .nouns import GPTConfig
+    from .planning.fit_settings import fit
+    from .planning.plan import plan
+    from .training.supervisor import train
+    from .training.trained_model import load
 
 __version__ = "0.1.0"
-__all__ = ["GPT", "GPTConfig", "__version__", "plan"]
+__all__ = ["GPT", "GPTConfig", "__version__", "explain", "fit", "load", "plan", "train"]
+
+# Where each public name is defined: imported when it is first used.
+_MODULES = {
+    "GPT": "engine.model",
+    "GPTConfig": "config.architectures",
+    "explain": "diagnosis",
+    "fit": "planning.fit_settings",
+    "load": "training.trained_model",
+    "plan": "planning.plan",
+    "train": "training.supervisor",
+}
 
 
 def __dir__() -> list[str]:
@@ -16,16 +31,8 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> object:
-    if name == "GPT":
-        from .engine.model import GPT
+    if name not in _MODULES:
+        raise AttributeError(f"module 'fitgpt' has no attribute {name!r}")
+    from importlib import import_module
 
-        return GPT
-    if name == "GPTConfig":
-        from .nouns import GPTConfig
-
-        return GPTConfig
-    if name == "plan":
-        from .commands.plan import plan
-
-        return plan
-    raise AttributeError(f"module 'fitgpt' has no attribute {name!r}")
+    return getattr(import_module(f"fitgpt.{_MODULES[name]}"), name)

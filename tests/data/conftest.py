@@ -7,13 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fitgpt.data import manifest
-from fitgpt.data.writing import SplitWriter
+from fitgpt.data.manifest import MANIFEST_NAME, Manifest, to_json
+from fitgpt.data.writer import SplitWriter
 
 
 @pytest.fixture(autouse=True)
-def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`data/` is looked for in the current folder, and caches in the user's."""
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`data/` is searched in the current folder, and the cache in XDG_CACHE_HOME."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
@@ -31,9 +31,9 @@ def make_shards() -> Callable[..., Path]:
             writer.add(np.asarray(tokens).astype(np.uint16))
             writer.finish()
             shards[split] = tuple(writer.shards)
-        made = manifest.Manifest("bytes", 65536, "uint16", shards, {"train": 1, "val": 1}, {}, {}, "a test",
+        made = Manifest("bytes", 65536, "uint16", shards, {"train": 1, "val": 1}, {}, {}, "a test",
                                  "fitgpt prepare x --name=made")
-        (folder / manifest.NAME).write_text(manifest.to_json(made))
+        (folder / MANIFEST_NAME).write_text(to_json(made))
         return folder
 
     return make

@@ -1,4 +1,4 @@
-"""The tokenizer's files in an export: transformers turns text into the very tokens the model was trained on."""
+"""The tokenizer's files in an export: transformers gives the same tokens as fitgpt."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 
 pytest.importorskip("torch")
+from fitgpt.config.architectures import GPTConfig, parameter_shapes
 from fitgpt.core.errors import UsageError
-from fitgpt.data.tokenizers import Chars, Tokenizer, get
+from fitgpt.data import hf_tokenizer
+from fitgpt.data.tokenizers import CharTokenizer, Tokenizer, get_tokenizer
 from fitgpt.engine import huggingface
-from fitgpt.engine.nanogpt_checkpoint import param_shapes
-from fitgpt.interop import hf_tokenizer
-from fitgpt.nouns import GPTConfig
 
 TEXTS = ("", " ", "Hello, world", "  two  spaces\n\n\ttab\r\n", "naïve café 你好 🙂 e\u0301",
          "don't we'll 12345 x=y**2", "<|endoftext|>", "a<|endoftext|>\nb", "\x00\x7f\u00a0\u00ad",
@@ -25,14 +24,14 @@ TEXTS = ("", " ", "Hello, world", "  two  spaces\n\n\ttab\r\n", "naïve café �
 def opened(folder: Path, tokenizer: Tokenizer) -> Any:
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     folder.mkdir()
-    for name, content in hf_tokenizer.files_of(tokenizer, 64).items():
+    for name, content in hf_tokenizer.tokenizer_files(tokenizer, 64).items():
         (folder / name).write_text(json.dumps(content))
     return transformers.AutoTokenizer.from_pretrained(folder)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bytes"])
-def test_transformers_has_the_same_tokens_and_text(tmp_path: Path, gpt2: None, name: str) -> None:
-    ours = get(name)
+def test_transformers_gives_the_same_tokens_and_text(tmp_path: Path, gpt2: None, name: str) -> None:
+    ours = get_tokenizer(name)
     theirs = opened(tmp_path / name, ours)
     for text in TEXTS:
         tokens = theirs(text)["input_ids"]
@@ -42,8 +41,8 @@ def test_transformers_has_the_same_tokens_and_text(tmp_path: Path, gpt2: None, n
     assert len(theirs) == ours.vocab_size
 
 
-def test_characters_are_tokens_there_too_and_a_strange_one_is_an_error(tmp_path: Path) -> None:
-    ours = Chars("\n !é🙂ab", "a test")
+def test_transformers_gives_the_same_characters_and_rejects_an_unknown_one(tmp_path: Path) -> None:
+    ours = CharTokenizer("\n !é🙂ab", "a test")
     theirs = opened(tmp_path / "chars", ours)
     text = "a b!\n\n  é🙂ba"
     assert theirs(text)["input_ids"] == ours.encode(text)
@@ -52,11 +51,11 @@ def test_characters_are_tokens_there_too_and_a_strange_one_is_an_error(tmp_path:
         theirs("z")
 
 
-def test_characters_that_no_file_can_hold_leave_the_files_out() -> None:
-    assert hf_tokenizer.files_of(Chars("a\ud800\ud801", "a test"), 64) == {}
+def test_lone_surrogates_give_no_tokenizer_files() -> None:
+    assert hf_tokenizer.tokenizer_files(CharTokenizer("a\ud800\ud801", "a test"), 64) == {}
 
 
-# ---- in a folder
+# ---- an exported folder
 
 SHAPE = GPTConfig(block_size=16, vocab_size=4, n_layer=1, n_head=2, n_embd=8)
 
@@ -64,25 +63,25 @@ SHAPE = GPTConfig(block_size=16, vocab_size=4, n_layer=1, n_head=2, n_embd=8)
 def export(folder: Path, tokenizer: Tokenizer) -> Path:
     import torch
 
-    weights = {name: torch.zeros(shape) for name, shape in param_shapes(SHAPE).items()}
+    weights = {name: torch.zeros(shape) for name, shape in parameter_shapes(SHAPE).items()}
     return huggingface.write_folder(folder, SHAPE, weights, tokenizer=tokenizer.name,
-                           files=hf_tokenizer.files_of(tokenizer, SHAPE.block_size))
+                           files=hf_tokenizer.tokenizer_files(tokenizer, SHAPE.block_size))
 
 
-def test_an_export_says_which_tokens_it_speaks(tmp_path: Path) -> None:
-    assert hf_tokenizer.spoken_in(export(tmp_path / "b", get("bytes"))) == {"tokenizer": "bytes"}
-    many = "".join(map(chr, range(40, 60)))  # token 10 comes after token 9, not after token 1
-    letters = export(tmp_path / "c", Chars(many, "a test"))
-    assert hf_tokenizer.spoken_in(letters) == {"tokenizer": "chars", "characters": many}
+def test_the_tokenizer_of_an_export_is_found(tmp_path: Path) -> None:
+    assert hf_tokenizer.tokenizer_of_export(export(tmp_path / "b", get_tokenizer("bytes"))) == {"tokenizer": "bytes"}
+    many = "".join(map(chr, range(40, 60)))  # sorted as numbers: token 10 follows token 9, not token 1
+    letters = export(tmp_path / "c", CharTokenizer(many, "a test"))
+    assert hf_tokenizer.tokenizer_of_export(letters) == {"tokenizer": "chars", "characters": many}
     for damage in ("{}", '{"model": {"vocab": {"ab": 0}}}', '{"model": {"vocab": {"a": 1}}}', '{"model": 3}'):
         (letters / "tokenizer.json").write_text(damage)
-        assert hf_tokenizer.spoken_in(letters) == {}
-    assert hf_tokenizer.spoken_in(tmp_path) == {}
+        assert hf_tokenizer.tokenizer_of_export(letters) == {}
+    assert hf_tokenizer.tokenizer_of_export(tmp_path) == {}
 
 
-def test_an_export_with_its_tokenizer_is_replaced_but_not_with_anothers(tmp_path: Path) -> None:
+def test_an_export_is_replaced_unless_its_tokenizer_is_not_from_fitgpt(tmp_path: Path) -> None:
     for _ in range(2):
-        export(tmp_path / "out", get("bytes"))
+        export(tmp_path / "out", get_tokenizer("bytes"))
     (tmp_path / "out" / "tokenizer_config.json").write_text("{}")
     with pytest.raises(UsageError, match="not overwritten"):
-        export(tmp_path / "out", get("bytes"))
+        export(tmp_path / "out", get_tokenizer("bytes"))

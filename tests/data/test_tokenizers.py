@@ -1,4 +1,4 @@
-"""Text to tokens and back, also one token at a time."""
+"""Text to tokens and back, all at once and one token at a time."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from fitgpt.core.errors import DataError
-from fitgpt.data import tokenizers
-from fitgpt.data.tokenizers import Chars, Decoder, Tokenizer, for_dataset, get
+from fitgpt.data.tokenizers import CharTokenizer, StreamDecoder, Tokenizer, get_tokenizer, tokenizer_of_dataset
 
 Make = Callable[..., Path]
 TEXT = "def f(x):\n    return 'naïve 🙂 日本語'  # tab\t\0 end"
@@ -22,28 +21,28 @@ def check_round_trip(tokenizer: Tokenizer, text: str) -> None:
     assert tokenizer.decode(tokens) == text
     assert tokenizer.encode_utf8(text.encode()).tolist() == tokens
     assert all(0 <= token < tokenizer.vocab_size for token in tokens)
-    decoder = Decoder(tokenizer)
+    decoder = StreamDecoder(tokenizer)
     assert "".join(decoder.feed(token) for token in tokens) + decoder.finish() == text
 
 
 def test_bytes_are_their_own_tokens() -> None:
-    tokenizer = get("bytes")
+    tokenizer = get_tokenizer("bytes")
     check_round_trip(tokenizer, TEXT)
     assert tokenizer.encode("é") == [0xC3, 0xA9]
     assert (tokenizer.vocab_size, tokenizer.end_of_text) == (257, 256)
     assert tokenizer.encode_utf8(b"ab").dtype == np.uint16
 
 
-def test_gpt2_is_openais(gpt2: None) -> None:
-    tokenizer = get("gpt2")
+def test_gpt2_tokens_equal_those_of_openai(gpt2: None) -> None:
+    tokenizer = get_tokenizer("gpt2")
     check_round_trip(tokenizer, TEXT)
     assert tokenizer.encode("Hello world") == [15496, 995]
     assert (tokenizer.vocab_size, tokenizer.end_of_text) == (50257, 50256)
 
 
-def test_the_end_of_text_is_a_token_only_where_asked_for(gpt2: None) -> None:
+def test_end_of_text_becomes_a_token_only_with_special(gpt2: None) -> None:
     for name in ("bytes", "gpt2"):
-        tokenizer = get(name)
+        tokenizer = get_tokenizer(name)
         end = tokenizer.end_of_text
         assert end not in tokenizer.encode("a<|endoftext|>b")
         assert end not in tokenizer.encode_utf8(b"a<|endoftext|>b")
@@ -53,58 +52,59 @@ def test_the_end_of_text_is_a_token_only_where_asked_for(gpt2: None) -> None:
         assert tokenizer.decode([a, end, b]) == "a<|endoftext|>b"
 
 
-def test_a_character_appears_when_its_last_token_comes(gpt2: None) -> None:
+def test_a_character_of_several_tokens_appears_with_the_last_of_them(gpt2: None) -> None:
     for name in ("bytes", "gpt2"):
-        tokenizer = get(name)
+        tokenizer = get_tokenizer(name)
         tokens = tokenizer.encode("🙂")
         assert len(tokens) > 1
-        decoder = Decoder(tokenizer)
+        decoder = StreamDecoder(tokenizer)
         assert [decoder.feed(token) for token in tokens] == [""] * (len(tokens) - 1) + ["🙂"]
-        cut = Decoder(tokenizer)
+        cut = StreamDecoder(tokenizer)
         assert cut.feed(tokens[0]) + cut.finish() == "\ufffd"
 
 
-def test_a_token_of_the_padding_is_shown_and_does_not_crash(gpt2: None) -> None:
-    for tokenizer, beyond in ((get("bytes"), 300), (get("gpt2"), 50300), (Chars("abc", "nano"), 3)):
+def test_a_token_beyond_the_vocabulary_decodes_to_the_replacement_character(gpt2: None) -> None:
+    for tokenizer, beyond in ((get_tokenizer("bytes"), 300), (get_tokenizer("gpt2"), 50300),
+                              (CharTokenizer("abc", "nano"), 3)):
         assert tokenizer.decode([beyond, -1]) == "\ufffd\ufffd"
-        assert Decoder(tokenizer).feed(beyond) == "\ufffd"
+        assert StreamDecoder(tokenizer).feed(beyond) == "\ufffd"
 
 
-def test_characters_come_from_nanogpts_meta(make_bins: Make) -> None:
+def test_the_char_tokenizer_is_read_from_meta_pkl(make_bins: Make) -> None:
     folder = make_bins(np.zeros(10), np.zeros(10), characters="\n abé")
-    tokenizer = for_dataset("nano")
+    tokenizer = tokenizer_of_dataset("nano")
     check_round_trip(tokenizer, "a b\né")
     assert (tokenizer.name, tokenizer.vocab_size, tokenizer.end_of_text) == ("chars", 5, None)
-    with pytest.raises(DataError) as refused:
+    with pytest.raises(DataError) as raised:
         tokenizer.encode("a?!b")
-    assert "'!', '?'" in refused.value.what
-    assert str(folder / "meta.pkl") in refused.value.what
+    assert "'!', '?'" in raised.value.what
+    assert str(folder / "meta.pkl") in raised.value.what
 
 
-def test_a_meta_without_characters_cannot_tokenize(make_bins: Make) -> None:
+def test_a_meta_pkl_without_characters_is_rejected(make_bins: Make) -> None:
     import pickle
 
     folder = make_bins(np.zeros(10), np.zeros(10))
     (folder / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": 100}))
     with pytest.raises(DataError, match="no characters"):
-        for_dataset("nano")
+        tokenizer_of_dataset("nano")
 
 
-def test_a_dataset_knows_its_tokenizer(make_shards: Make, make_bins: Make, gpt2: None) -> None:
+def test_the_tokenizer_of_a_dataset_is_found(make_shards: Make, make_bins: Make, gpt2: None) -> None:
     make_shards(np.arange(10), np.arange(10))
     make_bins(np.arange(10), np.arange(10))
-    assert for_dataset("made").name == "bytes"
-    assert for_dataset("nano").name == "gpt2"  # as nanoGPT's sample.py assumes
+    assert tokenizer_of_dataset("made").name == "bytes"
+    assert tokenizer_of_dataset("nano").name == "gpt2"  # as nanoGPT's sample.py assumes
     with pytest.raises(DataError, match="no dataset"):
-        for_dataset("missing")
+        tokenizer_of_dataset("missing")
 
 
-def test_an_unknown_tokenizer_names_those_there_are() -> None:
+def test_an_unknown_tokenizer_lists_the_known_ones() -> None:
     with pytest.raises(DataError, match="gpt2 and bytes"):
-        get("gpt-2")
+        get_tokenizer("gpt-2")
 
 
-def test_without_network_and_files_the_error_says_how_to_bring_them(
+def test_without_network_and_cached_files_the_fix_describes_how_to_copy_them(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     import tiktoken.load
@@ -116,14 +116,14 @@ def test_without_network_and_files_the_error_says_how_to_bring_them(
     monkeypatch.setattr(tiktoken.registry, "ENCODINGS", {})
     monkeypatch.setattr(tiktoken.load, "read_file", no_network)
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "empty"))
-    with pytest.raises(DataError) as refused:
-        get("gpt2")
-    assert "no route to host" in refused.value.what
-    assert "TIKTOKEN_CACHE_DIR" in refused.value.fix
-    assert "--tokenizer=bytes" in refused.value.fix
+    with pytest.raises(DataError) as raised:
+        get_tokenizer("gpt2")
+    assert "no route to host" in raised.value.what
+    assert "TIKTOKEN_CACHE_DIR" in raised.value.fix
+    assert "--tokenizer=bytes" in raised.value.fix
 
 
-def test_without_tiktoken_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_tiktoken_the_fix_is_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     real_import = builtins.__import__
 
     def without(name: str, *rest: object) -> object:
@@ -132,6 +132,6 @@ def test_without_tiktoken_the_error_says_what_to_install(monkeypatch: pytest.Mon
         return real_import(name, *rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(DataError) as refused:
-        tokenizers.get("gpt2")
-    assert "pip install tiktoken" in refused.value.fix
+    with pytest.raises(DataError) as raised:
+        get_tokenizer("gpt2")
+    assert "pip install tiktoken" in raised.value.fix

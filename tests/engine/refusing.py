@@ -1,4 +1,4 @@
-"""A small run on the CPU in which any allocation can be refused, as a full card would."""
+"""A small run on the CPU in which any allocation can fail, as on a full GPU."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fitgpt.config.run_config import RunConfig
 from fitgpt.core.units import GiB
-from fitgpt.nouns import Rung
+from fitgpt.planning.plan_file import FallbackPlan
 
-WORDS = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 11.50 GiB of which …"
+MESSAGE = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 11.50 GiB of which …"
 SMALL: dict[str, Any] = dict(n_layer=1, n_embd=8, n_head=1, block_size=4, batch_size=2, gradient_accumulation_steps=2,
                              max_iters=2, eval_interval=2, eval_iters=1, save_interval=1)
-# One window at a time; then also less kept, and the optimizer elsewhere.
-RUNGS = (Rung({"batch_size": 1, "gradient_accumulation_steps": 4}, 3 * GiB, "batch 1 × 4"),
-         Rung({"batch_size": 1, "gradient_accumulation_steps": 4, "recompute": "input", "loss_chunk": 3,
-               "offload": "optimizer"}, 2 * GiB, "batch 1 × 4, recompute input, optimizer in the host's memory"))
+# One window at a time; then also recomputation, and the optimizer in CPU RAM.
+FALLBACKS = (FallbackPlan({"batch_size": 1, "gradient_accumulation_steps": 4}, 3 * GiB, "batch 1 × 4"),
+         FallbackPlan({"batch_size": 1, "gradient_accumulation_steps": 4, "recompute": "input", "loss_chunk": 3,
+               "offload": "optimizer"}, 2 * GiB, "batch 1 × 4, recompute input, optimizer in CPU RAM"))
 
 
-class Refusing(TorchDispatchMode):
-    """Counts operations that return new memory, and refuses some of them, by number, before anything is computed."""
+class FailingAllocations(TorchDispatchMode):
+    """Counts operations that allocate, and fails some of them, by number, before anything is computed."""
 
-    def __init__(self, refused: Iterable[int] = ()) -> None:
+    def __init__(self, failing: Iterable[int] = ()) -> None:
         super().__init__()
         self.count = 0
-        self._refused = set(refused)
+        self._failing = set(failing)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -39,18 +39,18 @@ class Refusing(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if allocates(func):
             self.count += 1
-            if self.count in self._refused:
-                raise torch.OutOfMemoryError(WORDS)
+            if self.count in self._failing:
+                raise torch.OutOfMemoryError(MESSAGE)
         return func(*args, **(kwargs or {}))
 
 
 class Parts:
-    """The loop's evaluations, steps and saves, numbered as they come. In one of them some allocations are refused;
-    only that one is watched, since watching is slow. Without one, all are watched and counted."""
+    """The loop's evaluations, steps and saves, numbered in order. In one of them some allocations fail; only that one
+    is watched, since watching is slow. Without one, all are watched and counted."""
 
-    def __init__(self, watched: int | None, refused: Iterable[int]) -> None:
+    def __init__(self, watched: int | None, failing: Iterable[int]) -> None:
         self.counts: list[tuple[str, int]] = []
-        self._watched, self._refused = watched, tuple(refused)
+        self._watched, self._failing = watched, tuple(failing)
         self._begun = 0
 
     def of(self, kind: str, work: Callable[..., Any]) -> Callable[..., Any]:
@@ -58,7 +58,7 @@ class Parts:
             number, self._begun = self._begun, self._begun + 1
             if self._watched not in (None, number):
                 return work(*given, **named)
-            with Refusing(self._refused) as mode:
+            with FailingAllocations(self._failing) as mode:
                 done = work(*given, **named)
             self.counts.append((kind, mode.count))
             return done
@@ -70,7 +70,7 @@ _known: dict[Any, bool] = {torch.ops.aten._unsafe_view.default: False}  # a view
 
 
 def allocates(func: Any) -> bool:
-    """By its schema: a tensor is returned that is none of the arguments."""
+    """By its schema: it returns a tensor that is not an argument."""
     if func not in _known:
         _known[func] = any(each.alias_info is None and "Tensor" in str(each.type) for each in func._schema.returns)
     return _known[func]

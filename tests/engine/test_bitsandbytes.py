@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fitgpt.config.memory_savers import GROUP
+from fitgpt.config.optimizers import GROUP
 from fitgpt.core.errors import DeviceError
+from fitgpt.engine.optim import bitsandbytes as ours
 from fitgpt.engine.optim.adamw import AdamW, AdamWSettings, Optimizer, Scaler, apply_gradients
-from fitgpt.engine.optim.adamw import bitsandbytes as ours
 from fitgpt.engine.optim.bitsandbytes import BitsandbytesAdamW
 
 pytest.importorskip("bitsandbytes")
@@ -51,14 +51,14 @@ def exact(module: nn.Module) -> AdamW:
     return AdamW(dict(module.named_parameters()), SETTINGS)
 
 
-def test_it_moves_weights_nearly_as_exact_states_do_and_small_ones_just_so() -> None:
+def test_8bit_state_moves_weights_nearly_like_float32_state() -> None:
     rounded, whole, start = after(20, made), after(20, exact), dict(model().named_parameters())
     for name in LARGE:
         assert 0 < ((rounded[name] - whole[name]).norm() / (whole[name] - start[name]).norm()).item() < 0.1
     assert torch.equal(rounded["1.bias"], whole["1.bias"])
 
 
-def test_it_is_bitsandbytes_own_optimizer() -> None:
+def test_it_gives_the_same_weights_as_bitsandbytes_own_class() -> None:
     """The same gradients by its class AdamW8bit: the same weights, bit for bit."""
     from bitsandbytes.optim import AdamW8bit
 
@@ -104,7 +104,7 @@ def test_a_step_that_is_not_finite_changes_nothing() -> None:
     assert all(torch.equal(each, now[name]) for name, each in before.items())
 
 
-def test_after_a_resume_it_goes_on_the_same() -> None:
+def test_a_resume_gives_the_same_weights() -> None:
     module = model()
     optimizer = made(module)
     for step in range(6):
@@ -118,27 +118,27 @@ def test_after_a_resume_it_goes_on_the_same() -> None:
     assert all(torch.equal(whole[name], p) for name, p in module.named_parameters())
 
 
-def test_states_of_another_optimizer_are_not_taken_for_its_own() -> None:
+def test_state_of_another_optimizer_is_not_loaded() -> None:
     stored = exact(model()).tensors()
     assert {name.rpartition(".")[0] for name in made(model()).load_tensors(stored) if "." in name} == set(LARGE)
 
 
-def test_the_states_take_one_byte_a_number() -> None:
+def test_the_state_takes_one_byte_per_element() -> None:
     taken = sum(each.nbytes for name, each in made(model()).tensors().items() if name.startswith("0.weight"))
     assert taken == 2 * 15000 + 2 * 4 * -(-15000 // GROUP)
 
 
-def test_what_is_too_large_for_one_call_is_updated_in_several(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tensor_too_large_for_one_call_is_updated_in_several(monkeypatch: pytest.MonkeyPatch) -> None:
     at_once = after(3, made)
-    monkeypatch.setattr(ours, "AT_ONCE", 16 * GROUP)
-    in_pieces = after(3, made)
-    assert all(torch.equal(at_once[name], in_pieces[name]) for name in at_once)
+    monkeypatch.setattr(ours, "MAX_ELEMENTS", 16 * GROUP)
+    in_several = after(3, made)
+    assert all(torch.equal(at_once[name], in_several[name]) for name in at_once)
 
 
 # ---- where it does not work
 
 
-def test_a_library_that_is_missing_is_an_error_with_a_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_library_is_an_error_with_a_fix(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(DeviceError, match="does not work with device=cpu here") as refusal:
         made(model())
@@ -158,7 +158,7 @@ def test_a_library_without_a_build_for_the_device_is_noticed_before_the_first_st
     assert refusal.value.what.endswith("not available in CPU-only version")
 
 
-def test_memory_that_runs_out_is_not_the_librarys_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_is_not_reported_as_a_broken_library(monkeypatch: pytest.MonkeyPatch) -> None:
     from bitsandbytes import functional
 
     def full(*_: Any, **__: Any) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from fitgpt import GPT, GPTConfig
 from fitgpt.engine.evaluate import evaluate
-from fitgpt.nouns import SplitLoss
+from fitgpt.runs.metrics import SplitLoss
 
 CONFIG = GPTConfig(n_layer=2, n_head=2, n_embd=32, vocab_size=67, block_size=16, dropout=0.2)
 TOKENS = np.random.default_rng(0).integers(0, 67, size=(40, 17))
@@ -48,7 +48,7 @@ def test_progress_counts_windows_over_all_splits() -> None:
     assert seen == [(4, 15, "train"), (8, 15, "train"), (10, 15, "train"), (14, 15, "val"), (15, 15, "val")]
 
 
-def test_a_read_that_fails_in_the_background_is_raised_here() -> None:
+def test_a_failed_read_in_the_thread_is_raised_by_evaluate() -> None:
     def read(k: np.ndarray) -> np.ndarray:
         raise OSError("the disk is gone")
 

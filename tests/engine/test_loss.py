@@ -1,4 +1,4 @@
-"""The loss in pieces is the plain loss: value and gradients."""
+"""The chunked loss equals the plain loss: value and gradients."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fitgpt.config.memory_savers import LOSS_PIECE_BYTES, loss_piece_tokens
-from fitgpt.engine.chunked_loss import IGNORED, loss_and_gradient_, token_losses
-from fitgpt.engine.gradient_sinks import IntoGrad
+from fitgpt.engine.chunked_loss import IGNORE_INDEX, loss_and_gradient_, token_losses
+from fitgpt.engine.gradient_sinks import AccumulateIntoGrad
 
 N, C, V = 48, 24, 101
 
@@ -19,7 +19,7 @@ def inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     hidden = torch.randn(N, C, dtype=torch.float64)
     weight = torch.randn(V, C, dtype=torch.float64)
     targets = torch.randint(V, (N,))
-    targets[5] = targets[40] = IGNORED
+    targets[5] = targets[40] = IGNORE_INDEX
     return hidden.to(dtype).requires_grad_(), weight.float().to(_weights_of(dtype)).requires_grad_(), targets
 
 
@@ -27,10 +27,10 @@ def _weights_of(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def ours(hidden: Tensor, weight: Tensor, targets: Tensor, scale: float, piece: int) -> tuple[Tensor, Tensor, Tensor]:
+def ours(hidden: Tensor, weight: Tensor, targets: Tensor, scale: float, chunk: int) -> tuple[Tensor, Tensor, Tensor]:
     """(loss, gradient of hidden, gradient of the head), leaving the arguments as they were."""
     hidden, weight = hidden.detach().clone(), weight.detach().clone().requires_grad_()
-    loss = loss_and_gradient_(hidden, weight, targets, torch.tensor(scale), piece, IntoGrad())
+    loss = loss_and_gradient_(hidden, weight, targets, torch.tensor(scale), chunk, AccumulateIntoGrad())
     return loss, hidden, weight.grad
 
 
@@ -38,13 +38,13 @@ def plain_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """What nanoGPT computes under CUDA autocast: half logits, then a float32 cross-entropy."""
     logits = hidden @ weight.to(hidden.dtype).t()
     wide = logits if logits.dtype == torch.float64 else logits.float()
-    return F.cross_entropy(wide, targets, ignore_index=IGNORED)
+    return F.cross_entropy(wide, targets, ignore_index=IGNORE_INDEX)
 
 
-@pytest.mark.parametrize("piece", [1, 7, 16, N, 1000])
-def test_gradients_equal_the_plain_ones_in_float64_for_any_piece(piece: int) -> None:
+@pytest.mark.parametrize("chunk", [1, 7, 16, N, 1000])
+def test_gradients_equal_the_plain_ones_in_float64_for_any_chunk(chunk: int) -> None:
     hidden, weight, targets = inputs(torch.float64)
-    loss, *gradients = ours(hidden, weight, targets, 1.0, piece)
+    loss, *gradients = ours(hidden, weight, targets, 1.0, chunk)
     plain = plain_loss(hidden, weight, targets)
     theirs = torch.autograd.grad(plain, (hidden, weight))
     assert torch.allclose(loss, plain, rtol=1e-12)
@@ -90,7 +90,7 @@ def test_token_losses_average_to_the_loss() -> None:
     assert torch.allclose(per_token.sum() / (N - 2), plain_loss(hidden, weight, targets), rtol=1e-6)
 
 
-def test_no_tensor_of_the_whole_logits_is_ever_made() -> None:
+def test_the_whole_logits_tensor_never_exists() -> None:
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Largest(TorchDispatchMode):
@@ -113,7 +113,7 @@ def test_no_tensor_of_the_whole_logits_is_ever_made() -> None:
 @pytest.mark.parametrize(("tokens", "vocab", "asked", "wanted"),
                          [(16384, 50304, 0, 2048), (1024, 50304, 0, 1024), (4096, 257, 0, 4096),
                           (16384, 50304, 512, 512), (100, 50304, 512, 100), (4096, 10**9, 0, 128)])
-def test_a_piece_fits_its_budget_or_is_as_asked(tokens: int, vocab: int, asked: int, wanted: int) -> None:
-    piece = loss_piece_tokens(tokens, vocab, asked)
-    assert piece == wanted
-    assert asked or piece * vocab * 2 <= LOSS_PIECE_BYTES or piece == 128
+def test_a_chunk_fits_its_budget_or_has_the_requested_size(tokens: int, vocab: int, asked: int, wanted: int) -> None:
+    chunk = loss_piece_tokens(tokens, vocab, asked)
+    assert chunk == wanted
+    assert asked or chunk * vocab * 2 <= LOSS_PIECE_BYTES or chunk == 128

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from fitgpt.training import meter
-from fitgpt.training.meter import Meter
+from fitgpt.training import loop
+from fitgpt.training.loop import Meter
 
 LAUNCH, STEP, EVALUATION, SAVE = 0.001, 0.030, 0.5, 0.2
 
@@ -27,7 +27,7 @@ class Device:
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     device = Device()
-    monkeypatch.setattr(meter.time, "perf_counter", lambda: device.now)
+    monkeypatch.setattr(loop.time, "perf_counter", lambda: device.now)
     return device
 
 

@@ -75,7 +75,7 @@ def test_recomputing_blocks_gives_bit_identical_gradients_and_can_be_switched_mi
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("bias", [True, False])
-def test_every_recompute_level_gives_gpt2s_gradients_in_float64(level: str, bias: bool) -> None:
+def test_every_recompute_policy_gives_gpt2s_gradients_in_float64(level: str, bias: bool) -> None:
     model = build(replace(TINY, bias=bias), torch.float64).double()
     model.levels = [level] * 3
     idx, targets = batch()
@@ -105,16 +105,16 @@ def test_in_half_precision_the_gradients_error_stays_within_that_of_autocast(lev
     assert error([p.grad for p in parameters]) <= 1.5 * error(list(plain))
 
 
-def test_each_level_keeps_less_than_the_one_before() -> None:
+def test_each_recompute_policy_saves_fewer_bytes_than_the_one_before() -> None:
     def kept_bytes(level: str) -> int:
         model = build(dtype=torch.bfloat16)
         x = torch.randn(4, 16, 32)
-        _, kept = block.forward(x, next(model.blocks()).weights(), model._manner(), level)
+        _, kept = block.forward(x, next(model.blocks()).weights(), model._block_options(), level)
         return sum(t.nbytes for t in kept.tensors.values()) + (kept.attended.out.nbytes if kept.attended else 0)
 
     rows = 4 * 16 * 32
     sizes = {level: kept_bytes(level) // rows for level in LEVELS}
-    assert sizes == {"all": 30, "products": 18, "no_wide": 10, "attention_projection": 4, "attention": 2, "input": 0}
+    assert sizes == {"all": 30, "matmuls": 18, "no_mlp_up": 10, "attention_projection": 4, "attention": 2, "input": 0}
 
 
 def test_accumulating_twice_adds_up() -> None:
@@ -126,12 +126,12 @@ def test_accumulating_twice_adds_up() -> None:
         assert torch.allclose(p.grad, 3 * first, rtol=1e-4, atol=1e-6)
 
 
-def test_layers_may_keep_different_things() -> None:
+def test_layers_may_have_different_recompute_policies() -> None:
     model, (idx, targets) = build(), batch()
     model.accumulate(idx, targets, torch.tensor(1.0))
     same = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
-    model.levels = ["input", "no_wide", "all"]
+    model.levels = ["input", "no_mlp_up", "all"]
     model.accumulate(idx, targets, torch.tensor(1.0))
     assert all(torch.allclose(a, p.grad, rtol=1e-5, atol=1e-7) for a, p in zip(same, model.parameters(), strict=True))
 
@@ -160,7 +160,7 @@ def test_a_sequence_longer_than_the_block_is_refused() -> None:
         build()(torch.zeros(1, 17, dtype=torch.long))
 
 
-def test_compiled_functions_make_one_graph_a_shape_whatever_the_number_of_layers() -> None:
+def test_compiled_functions_have_one_graph_per_shape_for_any_number_of_layers() -> None:
     import torch._dynamo
     from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -182,16 +182,16 @@ def test_compiled_functions_make_one_graph_a_shape_whatever_the_number_of_layers
     assert counter.frame_count == 8 + 4  # another shape: the four forward functions once more
 
 
-def test_the_limit_of_graphs_is_ours_and_an_error_not_a_fall_to_eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run that steps down to smaller plans when memory runs out meets more shapes than torch's own limit, 8."""
+def test_beyond_our_recompile_limit_is_an_error_and_not_eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that takes fallback plans after running out of memory needs more shapes than torch's own limit, 8."""
     import torch._dynamo
     from torch._dynamo.exc import FailOnRecompileLimitHit
     from torch._dynamo.testing import CompileCounterWithBackend
 
-    from fitgpt.training.worker import described
+    from fitgpt.training.worker import as_fit_error
 
-    assert pointwise.MOST_GRAPHS > 8
-    monkeypatch.setattr(pointwise, "MOST_GRAPHS", 10)
+    assert pointwise.RECOMPILE_LIMIT > 8
+    monkeypatch.setattr(pointwise, "RECOMPILE_LIMIT", 10)
     counter = CompileCounterWithBackend("aot_eager")
     torch._dynamo.reset()
     pointwise.compiled(fused=False)  # sets the limit
@@ -201,6 +201,6 @@ def test_the_limit_of_graphs_is_ours_and_an_error_not_a_fall_to_eager(monkeypatc
     assert counter.frame_count == 10
     with pytest.raises(FailOnRecompileLimitHit) as limit:
         gelu(torch.zeros(11, 4))
-    told, _ = described(limit.value)
-    assert told.exit_code == 5
-    assert "--compile=False" in told.fix
+    shown, _ = as_fit_error(limit.value)
+    assert shown.exit_code == 5
+    assert "--compile=False" in shown.fix

@@ -8,7 +8,7 @@ import torch
 from fitgpt import GPT, GPTConfig
 from fitgpt.engine.optim.adamw import AdamW, AdamWSettings, Scaler, apply_gradients
 from fitgpt.engine.optim.muon import Muon
-from fitgpt.engine.optim.offload import HostAdamW
+from fitgpt.engine.optim.offload import OffloadedAdamW
 
 SETTINGS = AdamWSettings(beta1=0.9, beta2=0.95, weight_decay=0.1)
 CONFIG = GPTConfig(n_layer=2, n_head=2, n_embd=32, vocab_size=67, block_size=16)
@@ -26,7 +26,7 @@ def batch(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def test_muon_moves_matrices_as_torchs_own_does_and_the_rest_as_adamw() -> None:
+def test_muon_updates_matrices_like_torchs_muon_and_the_rest_like_adamw() -> None:
     ours, theirs, start = model(), model(), model()
     named = dict(theirs.named_parameters())
     rest = {n: p for n, p in named.items() if not (".h." in n and p.dim() == 2)}
@@ -46,9 +46,9 @@ def test_muon_moves_matrices_as_torchs_own_does_and_the_rest_as_adamw() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_in_the_hosts_memory_it_is_the_same_adamw(stream: bool) -> None:
+def test_offloaded_adamw_gives_the_same_weights(stream: bool) -> None:
     ours, theirs = model(), model()
-    host = HostAdamW(dict(ours.named_parameters()), SETTINGS, stream=stream)
+    host = OffloadedAdamW(dict(ours.named_parameters()), SETTINGS, stream=stream)
     plain = AdamW(dict(theirs.named_parameters()), SETTINGS)
     scaler = Scaler(torch.device("cpu"), scaling=False)
     for step in range(4):
@@ -63,7 +63,7 @@ def test_in_the_hosts_memory_it_is_the_same_adamw(stream: bool) -> None:
 
 
 def test_a_skipped_step_changes_nothing_in_either() -> None:
-    for make in (lambda p: Muon(p, SETTINGS), lambda p: HostAdamW(p, SETTINGS, stream=True)):
+    for make in (lambda p: Muon(p, SETTINGS), lambda p: OffloadedAdamW(p, SETTINGS, stream=True)):
         gpt = model()
         optimizer = make(dict(gpt.named_parameters()))
         scaler = Scaler(torch.device("cpu"), scaling=False)
@@ -76,11 +76,11 @@ def test_a_skipped_step_changes_nothing_in_either() -> None:
 
 @pytest.mark.parametrize("eight_bit", [False, True])
 def test_applied_in_the_backward_pass_it_is_the_same_update(eight_bit: bool) -> None:
-    from fitgpt.engine.optim.low_precision import AdamWInBackward, RoundedAdamW
+    from fitgpt.engine.optim.low_precision import AdamWInBackward, LowPrecisionAdamW
 
     ours, theirs = model(), model()
     at_once = AdamWInBackward(dict(ours.named_parameters()), SETTINGS, eight_bit=eight_bit, fused=False, seed=0)
-    later = RoundedAdamW(dict(theirs.named_parameters()), SETTINGS, eight_bit=eight_bit, fused=False, seed=0)
+    later = LowPrecisionAdamW(dict(theirs.named_parameters()), SETTINGS, eight_bit=eight_bit, fused=False, seed=0)
     for step in range(3):
         at_once.begin(1e-3)
         ours.accumulate(*batch(step), ONE, at_once)

@@ -59,14 +59,14 @@ def test_a_step_with_a_nan_or_infinite_gradient_changes_nothing_and_is_counted()
         assert scaler.to_dict()["skipped"] == 1
 
 
-def test_skipped_steps_in_a_row_are_forgotten_after_a_good_one() -> None:
+def test_a_good_step_resets_the_count_of_skipped_steps_in_a_row() -> None:
     scaler = Scaler(CPU, scaling=False)
     for found in (1.0, 1.0, 0.0, 1.0):
         scaler.update(torch.tensor(found))
     assert scaler.to_dict() == {"scale": 1.0, "good_steps": 0.0, "skipped": 3.0, "skipped_in_a_row": 1.0}
 
 
-def test_the_loss_scale_moves_as_torchs_own_scaler_does() -> None:
+def test_the_loss_scale_follows_torchs_gradscaler() -> None:
     ours = Scaler(CPU, scaling=True)
     scale, tracker = torch.tensor(FIRST_SCALE), torch.zeros((), dtype=torch.int32)
     for step in range(3 * GROWTH_INTERVAL):

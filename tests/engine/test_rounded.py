@@ -9,10 +9,10 @@ from torch import nn
 from fitgpt.engine.optim.adamw import AdamW, AdamWSettings
 from fitgpt.engine.optim.low_precision import (
     GROUP,
-    RoundedAdamW,
+    LowPrecisionAdamW,
     read_first,
     read_second,
-    round_by_chance,
+    stochastic_round,
     write_first,
     write_second,
 )
@@ -32,7 +32,7 @@ def set_gradients(module: nn.Module, seed: int) -> None:
         p.grad = (torch.randn(p.shape) * torch.rand(p.shape[:1] + (1,) * (p.dim() - 1))).to(p.dtype)
 
 
-def test_a_first_moment_survives_its_byte_within_a_percent_of_its_groups_largest() -> None:
+def test_an_8bit_first_moment_is_within_a_percent_of_its_groups_largest() -> None:
     values = torch.randn(1000) * torch.logspace(-6, 0, 1000)
     back = read_first(write_first(values))
     scale = values.abs().max()
@@ -41,7 +41,7 @@ def test_a_first_moment_survives_its_byte_within_a_percent_of_its_groups_largest
     assert ((back - values).abs() / values.abs())[big].max() < 1 / (127 * 0.01**0.5)
 
 
-def test_a_second_moment_is_read_back_to_the_nearest_but_never_as_nothing() -> None:
+def test_an_8bit_second_moment_rounds_to_nearest_but_not_to_zero() -> None:
     values = torch.rand(3 * GROUP + 17).pow(8)
     values[5:9], values[9] = 1e-15, 0.0
     back = read_second(write_second(values))
@@ -50,19 +50,19 @@ def test_a_second_moment_is_read_back_to_the_nearest_but_never_as_nothing() -> N
     assert torch.equal(back > 0, values > 0)
 
 
-def test_rounding_by_chance_is_exact_in_the_mean_and_keeps_what_is_representable() -> None:
+def test_stochastic_rounding_is_unbiased_and_keeps_representable_values() -> None:
     torch.manual_seed(0)
     x = torch.full((200_000,), 1.0 + 2**-9)  # a quarter of the way between two bfloat16 numbers
-    rounded = round_by_chance(x).float()
+    rounded = stochastic_round(x).float()
     assert set(rounded.unique().tolist()) == {1.0, 1.0 + 2**-7}
     assert rounded.mean().item() == pytest.approx(1.0 + 2**-9, abs=1e-4)
     exact = torch.tensor([1.0, -2.5, 0.0, 1e-30]).bfloat16()
-    assert torch.equal(round_by_chance(exact.float()), exact)
+    assert torch.equal(stochastic_round(exact.float()), exact)
 
 
-def test_with_float32_states_and_weights_it_is_adamw() -> None:
+def test_with_float32_state_and_weights_it_equals_adamw() -> None:
     ours, theirs = model(), model()
-    a = RoundedAdamW(dict(ours.named_parameters()), SETTINGS, eight_bit=False, fused=False, seed=0)
+    a = LowPrecisionAdamW(dict(ours.named_parameters()), SETTINGS, eight_bit=False, fused=False, seed=0)
     b = AdamW(dict(theirs.named_parameters()), SETTINGS)
     for step in range(5):
         set_gradients(ours, step)
@@ -74,9 +74,9 @@ def test_with_float32_states_and_weights_it_is_adamw() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_eight_bit_states_move_the_weights_nearly_as_exact_ones_do(dtype: torch.dtype) -> None:
+def test_8bit_state_moves_weights_nearly_like_float32_state(dtype: torch.dtype) -> None:
     ours, theirs, start = model(dtype), model(), model()
-    a = RoundedAdamW(dict(ours.named_parameters()), SETTINGS, eight_bit=True, fused=False, seed=0)
+    a = LowPrecisionAdamW(dict(ours.named_parameters()), SETTINGS, eight_bit=True, fused=False, seed=0)
     b = AdamW(dict(theirs.named_parameters()), SETTINGS)
     for step in range(20):
         set_gradients(ours, step)
@@ -88,15 +88,15 @@ def test_eight_bit_states_move_the_weights_nearly_as_exact_ones_do(dtype: torch.
             assert ((p.float() - q).norm() / (q - s).norm()).item() < 0.1
 
 
-def test_the_states_take_one_byte_a_number() -> None:
-    optimizer = RoundedAdamW(dict(model().named_parameters()), SETTINGS, eight_bit=True, fused=False, seed=0)
+def test_the_state_takes_one_byte_per_element() -> None:
+    optimizer = LowPrecisionAdamW(dict(model().named_parameters()), SETTINGS, eight_bit=True, fused=False, seed=0)
     assert sum(t.nbytes for name, t in optimizer.tensors().items() if name.startswith("0.weight")) == \
         2 * 13000 + 2 * 4 * -(-13000 // GROUP)
 
 
 def test_a_step_that_is_not_finite_changes_nothing() -> None:
     module = model(torch.bfloat16)
-    optimizer = RoundedAdamW(dict(module.named_parameters()), SETTINGS, eight_bit=True, fused=False, seed=0)
+    optimizer = LowPrecisionAdamW(dict(module.named_parameters()), SETTINGS, eight_bit=True, fused=False, seed=0)
     set_gradients(module, 0)
     optimizer.step(1e-2, ONE, ZERO)
     before = {k: v.clone() for k, v in optimizer.tensors().items() if k != "calls"}
@@ -111,8 +111,8 @@ def test_a_step_that_is_not_finite_changes_nothing() -> None:
 def test_after_a_resume_it_rounds_the_same() -> None:
     def after(stop: int | None) -> list[torch.Tensor]:
         module = model(torch.bfloat16)
-        def make() -> RoundedAdamW:
-            return RoundedAdamW(dict(module.named_parameters()), SETTINGS, eight_bit=True, fused=False, seed=7)
+        def make() -> LowPrecisionAdamW:
+            return LowPrecisionAdamW(dict(module.named_parameters()), SETTINGS, eight_bit=True, fused=False, seed=7)
 
         optimizer = make()
         for step in range(6):

@@ -1,8 +1,9 @@
-"""`fitgpt fit` as it is typed: what it prints, what it writes, and how it ends."""
+"""`fitgpt fit` and `fitgpt.fit`: output, files, exit codes."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -13,17 +14,23 @@ from typing import Any, NamedTuple
 
 import pytest
 
+import fitgpt
 from fitgpt.commands import fit, main
-from fitgpt.config.fields import build, walk
+from fitgpt.config.argv import walk
+from fitgpt.config.fields import build
+from fitgpt.config.resolve import resolve_run
 from fitgpt.config.run_config import RunConfig
-from fitgpt.core.errors import DoesNotFit
+from fitgpt.core.errors import DoesNotFit, UsageError
 from fitgpt.core.units import GiB, MiB
 from fitgpt.hardware import host, nvidia
 from fitgpt.hardware.gpus import find
 from fitgpt.hardware.nvidia import GpuProcess, GpuReading, Survey
-from fitgpt.memory.setting import setting_for
-from fitgpt.planning import plan_file, timing
-from fitgpt.planning.changes import holdings
+from fitgpt.planning import fit_settings, plan_file
+from fitgpt.planning.budget import named, platform_for
+from fitgpt.planning.changes import memory_use
+from fitgpt.planning.fit_settings import fit_target, for_train, with_margin
+from fitgpt.planning.goals import OUTSIDE_ERROR
+from fitgpt.planning.measure import TimingProcess
 
 SMALL = """# A small run.
 out_dir = 'runs/small'
@@ -65,11 +72,11 @@ def say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     return say
 
 
-def test_the_chosen_plan_stands_beside_the_one_asked_for_with_reasons_and_a_picture(say: Any) -> None:
+def test_the_output_has_given_and_chosen_settings_reasons_and_a_chart(say: Any) -> None:
     told = say(*TIGHT)
     assert told.code == 0
-    for words in ("does not fit as asked; with these changes it does", "asked chosen", "headroom", "tokens/s", "Why",
-                  "Runners-up", "the fastest in so much memory", "nothing was recorded on this card",
+    for words in ("does not fit as given; with these changes it does", "given chosen", "headroom", "tokens/s", "Why",
+                  "Runners-up", "fastest run within this memory", "nothing was recorded on this GPU",
                   "candidates by closed forms",
                   "fitgpt fit run.py --gpu=4070 --budget=300MiB -o config/my_run.py"):
         assert words in told.words
@@ -82,19 +89,19 @@ NOTES_77M = str(Path(__file__).parents[2] / "config" / "notes_77m.py")
 
 
 @pytest.mark.parametrize(("argv", "is_said"), [((NOTES_77M, "--gpu=4070", "--others=8GiB"), True), (TIGHT, False)])
-def test_why_a_runner_up_that_seems_faster_was_not_taken_is_said(say: Any, argv: tuple[str, ...],
+def test_a_note_explains_ties_with_runners_up(say: Any, argv: tuple[str, ...],
                                                                  is_said: bool) -> None:
     told = json.loads(say(*argv, "--json").out)
     gains = [each["tokens_per_s"]["likely"] / told["chosen"]["tokens_per_s"]["likely"] for each in told["runners_up"]]
     assert any(1 < gain <= 1.01 for gain in gains) == is_said
-    assert ("An estimate cannot tell what lies within 1 %" in say(*argv).words) == is_said
+    assert ("Estimates within 1 % are a tie" in say(*argv).words) == is_said
 
 
-def test_what_lies_beyond_the_edge_of_the_picture_is_not_in_its_key(say: Any) -> None:
+def test_marks_beyond_the_chart_are_not_in_its_key(say: Any) -> None:
     assert "○" not in say(NOTES_77M, "--gpu=4070", "--others=8GiB").out
 
 
-def test_a_written_config_trains_what_was_chosen_and_says_why(say: Any) -> None:
+def test_the_written_config_has_the_chosen_settings_and_reasons(say: Any) -> None:
     told = say(*TIGHT, "-o", "config/mine.py")
     assert "Wrote config/mine.py." in told.out
     assert "To train it: fitgpt train config/mine.py" in told.out
@@ -105,7 +112,8 @@ def test_a_written_config_trains_what_was_chosen_and_says_why(say: Any) -> None:
     assert config.learning_rate == asked.learning_rate
     assert config.out_dir == "runs/small"
     assert config.budget == "300MiB"
-    assert holdings(config, setting_for(find("4070"))).needs <= 300 * MiB - 196 * MiB
+    platform = platform_for(find("4070"))
+    assert memory_use(resolve_run(config, platform), platform).needs <= 300 * MiB - 196 * MiB
     changed = {key: value for key, value in config.to_dict().items()
                if key in ("batch_size", "loss_chunk", "recompute", "offload") and value != asked.to_dict()[key]}
     assert changed
@@ -114,30 +122,30 @@ def test_a_written_config_trains_what_was_chosen_and_says_why(say: Any) -> None:
     assert text.startswith("# Fitted by `fitgpt fit` for RTX 4070, from run.py.")
 
 
-def test_the_plan_beside_it_is_one_that_train_takes_with_its_ladder(say: Any) -> None:
+def test_the_written_plan_is_one_that_train_takes_with_fallback_plans(say: Any) -> None:
     say(*TIGHT, "-o", "config/mine.py")
     document = json.loads(Path("config/mine.plan.json").read_text())
     assert {"schema", "config", "card", "budget", "forecast", "tokens_per_s", "ladder"} <= document.keys()
     assert document["schema"] == 1
     assert document["budget"]["budget"] == 300 * MiB
     assert set(document["ladder"][0]) == {"changes", "needs_bytes", "why"}
-    needs = [rung["needs_bytes"] for rung in document["ladder"]]
+    needs = [each["needs_bytes"] for each in document["ladder"]]
     assert needs == sorted(needs, reverse=True)
     assert needs[0] < document["forecast"]["needs_bytes"]
     read = plan_file.read("config/mine.plan.json")
     assert read.card == "RTX 4070"
     assert read.needs == document["forecast"]["needs_bytes"] <= document["reserve_limit_bytes"]
-    assert read.knobs["batch_size"] == document["config"]["batch_size"]
-    assert read.rungs is not None
-    assert len(read.rungs) == len(needs)
+    assert read.options["batch_size"] == document["config"]["batch_size"]
+    assert read.fallback_plans is not None
+    assert len(read.fallback_plans) == len(needs)
 
 
-def test_only_the_plan_is_written_where_a_json_file_is_named(say: Any) -> None:
+def test_only_the_plan_is_written_to_a_json_file(say: Any) -> None:
     say(*TIGHT, "-o", "p.json")
     assert sorted(path.name for path in Path().iterdir()) == ["p.json", "run.py"]
 
 
-def test_a_file_of_its_own_is_replaced_and_said_so_and_one_of_somebody_else_is_not(say: Any) -> None:
+def test_only_a_config_that_fit_wrote_is_replaced(say: Any) -> None:
     say(*TIGHT, "-o", "mine.py")
     assert "Wrote mine.py (it replaced the one that was there)." in say(*TIGHT, "-o", "mine.py").out
     told = say(*TIGHT, "-o", "run.py")
@@ -147,7 +155,7 @@ def test_a_file_of_its_own_is_replaced_and_said_so_and_one_of_somebody_else_is_n
     assert Path("run.py").read_text() == SMALL
 
 
-def test_two_fits_into_one_folder_keep_a_plan_each(say: Any) -> None:
+def test_two_configs_in_one_folder_have_a_plan_each(say: Any) -> None:
     say(*TIGHT, "-o", "config/one.py")
     say("run.py", "--gpu", "4070", "--budget", "2GiB", "-o", "config/two.py")
     assert sorted(path.name for path in Path("config").iterdir()) == [
@@ -161,9 +169,9 @@ def test_two_fits_into_one_folder_keep_a_plan_each(say: Any) -> None:
     ("page.html", ["--html", "page.html"], "--html page_fit.html")])
 @pytest.mark.parametrize("content", ["", "not ours", '{"schema": 1}', "[" * 100_000, "<!doctype html>\n<p>mine</p>"],
                          ids=lambda text: text[:8])
-def test_no_file_that_somebody_else_wrote_is_replaced_be_it_the_plan_or_the_page(
+def test_a_plan_or_page_that_fit_did_not_write_is_not_replaced(
         say: Any, monkeypatch: pytest.MonkeyPatch, file: str, flags: list[str], fix: str, content: str) -> None:
-    monkeypatch.setattr(fit, "reach", lambda *asked: pytest.fail("it is refused before anything is looked for"))
+    monkeypatch.setattr(fit, "fit_from", lambda *request: pytest.fail("rejected before the search"))
     Path(file).write_text(content)
     told = say(*TIGHT, *flags)
     assert (told.code, told.out) == (2, "")
@@ -173,7 +181,7 @@ def test_no_file_that_somebody_else_wrote_is_replaced_be_it_the_plan_or_the_page
     assert not Path("mine.py").exists()
 
 
-def test_its_own_plan_and_page_are_replaced_and_said_so(say: Any) -> None:
+def test_its_own_plan_and_page_are_replaced_with_a_note(say: Any) -> None:
     words = [*TIGHT, "-o", "mine.py", "--html", "page.html"]
     say(*words)
     out = say(*words).out
@@ -181,21 +189,21 @@ def test_its_own_plan_and_page_are_replaced_and_said_so(say: Any) -> None:
         assert f"Wrote {file} (it replaced the one that was there)." in out
 
 
-def test_nothing_fits_ends_with_1_and_says_the_least_and_what_to_allow(say: Any) -> None:
+def test_exit_code_1_and_suggestions_where_nothing_fits(say: Any) -> None:
     told = say("run.py", "--gpu", "4070", "--budget", "230MiB", "-o", "mine.py")
     assert told.code == 1
-    assert "nothing fits: the least memory it can live in is" in told.words
+    assert "nothing fits: the minimum memory is" in told.words
     assert "--allow" in told.words
     assert "Nothing fits, so nothing was written." in told.out
     assert not Path("mine.py").exists()
-    assert "what CUDA itself holds, 196.0 MiB, leaves nothing" in say("run.py", "--gpu", "4070", "--budget",
+    assert "CUDA itself takes 196.0 MiB, which leaves nothing" in say("run.py", "--gpu", "4070", "--budget",
                                                                       "90MiB").words
-    assert "nothing of the card is left" in say("run.py", "--gpu", "4070", "--others=11GiB", "--leave=1GiB").words
+    assert "no memory of the GPU is left" in say("run.py", "--gpu", "4070", "--others=11GiB", "--leave=1GiB").words
     refused = say("run.py", "--gpu", "4070", "--leave", "20GiB")
-    assert (refused.code, "--leave 20GiB leaves the run nothing: CUDA gives 11.65 GiB" in refused.err) == (2, True)
+    assert (refused.code, "--leave 20GiB leaves the run nothing: CUDA offers 11.65 GiB" in refused.err) == (2, True)
 
 
-def test_what_was_found_is_said_even_where_it_cannot_be_written(say: Any) -> None:
+def test_the_result_is_printed_even_if_a_file_cannot_be_written(say: Any) -> None:
     Path("file").write_text("")
     told = say(*TIGHT, "-o", "file/mine.py")
     assert told.code == 7
@@ -205,8 +213,8 @@ def test_what_was_found_is_said_even_where_it_cannot_be_written(say: Any) -> Non
     assert "To train" not in told.out
 
 
-def test_what_is_faster_and_not_taken_is_explained(say: Any) -> None:
-    """A host's speed is assumed: a runner-up that leans on it may be faster and stays one."""
+def test_a_note_explains_faster_runners_up(say: Any) -> None:
+    """The speed of offload is assumed, so a runner-up with offload may be faster."""
     for words, is_said in ((["--vocab_size=50304", "--eval_batch_size=4", "--gpu=4070", "--budget=3GiB"], True),
                            (TIGHT, False)):
         found = json.loads(say(*words, "--json").out)
@@ -215,13 +223,13 @@ def test_what_is_faster_and_not_taken_is_explained(say: Any) -> None:
         assert any("A runner-up is faster, but not by enough" in note for note in found["notes"]) == is_said
 
 
-def test_a_figure_and_its_percent_sign_stay_in_one_line(say: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_line_starts_with_a_percent_sign(say: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     for columns in range(50, 80, 3):
         monkeypatch.setenv("COLUMNS", str(columns))
         assert not [line for line in say("run.py", "--gpu", "4070").out.splitlines() if line.lstrip().startswith("%")]
 
 
-def test_json_has_everything_that_is_printed(say: Any) -> None:
+def test_json_has_the_whole_result(say: Any) -> None:
     told = json.loads(say(*TIGHT, "--json", "-o", "mine.py").out)
     assert told["fits"]
     assert told["wrote"] == ["mine.py", "mine.plan.json"]
@@ -236,19 +244,19 @@ def test_json_has_everything_that_is_printed(say: Any) -> None:
     assert json.loads(refused.out)["least"]["needs_bytes"] > 34 * MiB
 
 
-def test_the_page_draws_the_frontier_and_holds_no_markup_of_the_users(say: Any) -> None:
+def test_the_page_has_the_frontier_and_escapes_markup(say: Any) -> None:
     Path("<b>x.py").write_text(SMALL)
     assert say("<b>x.py", *TIGHT[1:], "--html", "page.html").code == 0
     page = Path("page.html").read_text()
     assert page.startswith("<!doctype html>")
-    assert "Tokens a second against memory, MiB" in page  # a run of less than 2 GiB
+    assert "Tokens per second against memory, MiB" in page  # a run of less than 2 GiB
     assert "<h2>Runners-up</h2>" in page
-    assert "may be reserved: the line" in page
+    assert "may be reserved: the dotted line" in page
     assert "candidates by closed forms" in page
     assert "<b>x.py" not in page
     assert "&lt;b&gt;x.py" in page
     assert say("run.py", "--gpu", "4070", "--goal=smallest-memory", "--html", "least.html").code == 0
-    assert re.search(r"<p>The least memory it can live in is [\d.]+ MiB", Path("least.html").read_text())
+    assert re.search(r"<p>The minimum memory is [\d.]+ MiB", Path("least.html").read_text())
 
 
 @pytest.mark.parametrize(("argv", "code", "words"), [
@@ -258,14 +266,14 @@ def test_the_page_draws_the_frontier_and_holds_no_markup_of_the_users(say: Any) 
     (["run.py", "--measure"], 5, "There is no GPU here to measure on"),
     (["run.py"], 2, "There is no GPU here"),
     (["run.py", "--gpu", "4070", "--budget", "100GiB"], 2, "is more than the"),
-    (["run.py", "--gpu", "4070", "--html", "nowhere/\n"], 2, "no path should"),
+    (["run.py", "--gpu", "4070", "--html", "nowhere/\n"], 2, "contains a line break"),
     (["missing.py", "--gpu", "4070"], 2, "missing.py"),
     (["run.py", "--gpu", "4070", "-o", "."], 2, "-o my_run.py"),
     (["run.py", "--gpu", "4070", "-o", "mine"], 2, "-o mine.py"),
     (["run.py", "--gpu", "4070", "--html", "."], 2, "--html . is a folder"),
     (["run.py", "--gpu", "4070", "-o", "mine.py", "--html", "./mine.py"], 2, "-o and --html both write mine.py"),
 ])
-def test_mistakes_end_with_a_sentence(say: Any, monkeypatch: pytest.MonkeyPatch, argv: list[str], code: int,
+def test_mistakes_give_a_message_and_an_exit_code(say: Any, monkeypatch: pytest.MonkeyPatch, argv: list[str], code: int,
                                       words: str) -> None:
     monkeypatch.setattr(nvidia, "survey", lambda env=None: Survey(reason="no driver"))
     told = say(*argv)
@@ -274,41 +282,41 @@ def test_mistakes_end_with_a_sentence(say: Any, monkeypatch: pytest.MonkeyPatch,
     assert "Traceback" not in told.err
 
 
-def test_goals_are_reached(say: Any) -> None:
+def test_the_goal_smallest_memory(say: Any) -> None:
     told = say(*TIGHT, "--goal", "smallest-memory")
     assert told.code == 0
-    assert "the least memory it can live in is" in told.words
+    assert "the minimum memory is" in told.words
 
 
-def test_the_largest_model_stays_within_the_hosts_memory_too(say: Any) -> None:
+def test_the_goal_largest_model_assumes_cpu_ram(say: Any) -> None:
     told = say("run.py", "--gpu", "4070", "--budget", "260MiB", "--goal", "largest-model")
     assert told.code == 0
     assert "the largest model that trains there." in told.words
-    assert "The host is taken to have 32.00 GiB of memory" in told.words
+    assert "The machine is assumed to have 32.00 GiB of CPU RAM" in told.words
 
 
-def test_of_the_hosts_memory_only_what_is_available_is_counted_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_available_cpu_ram_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "available_memory", lambda: 10 * GiB)
-    found = fit.place.named("4070", others=None, budget=None)
-    assert fit.here_for(found, RunConfig(budget="9GiB"), is_here=True).host_bytes == 8 * GiB
-    named = fit.here_for(found, RunConfig(), is_here=False)
-    assert named.host_bytes == int(host.SHARE * fit.ASSUMED_HOST)
+    target = named("4070", others=None, budget=None)
+    assert fit_target(target, RunConfig(budget="9GiB"), is_here=True).host_bytes == 8 * GiB
+    elsewhere = fit_target(target, RunConfig(), is_here=False)
+    assert elsewhere.host_bytes == int(host.SHARE * fit_settings.ASSUMED_HOST)
     monkeypatch.setattr(host, "available_memory", lambda: None)
-    assert fit.here_for(found, RunConfig(budget="9GiB"), is_here=True).host_bytes is None
+    assert fit_target(target, RunConfig(budget="9GiB"), is_here=True).host_bytes is None
 
 
-def test_a_ladder_keeps_to_the_hosts_memory(say: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fallback_plans_stay_within_the_cpu_ram(say: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def offloading() -> list[Any]:
         say("run.py", "--gpu", "4070", "--budget", "9GiB", "-o", "p.json")
-        rungs = json.loads(Path("p.json").read_text())["ladder"]
-        return [rung for rung in rungs if rung["changes"].get("offload", "none") != "none"]
+        plans = json.loads(Path("p.json").read_text())["ladder"]
+        return [each for each in plans if each["changes"].get("offload", "none") != "none"]
 
     assert offloading()
-    monkeypatch.setattr(fit, "ASSUMED_HOST", 1 * MiB)
+    monkeypatch.setattr(fit_settings, "ASSUMED_HOST", 1 * MiB)
     assert not offloading()
 
 
-def test_leave_keeps_so_much_free(say: Any) -> None:
+def test_leave_is_subtracted_from_the_budget(say: Any) -> None:
     told = json.loads(say("run.py", "--gpu", "4070", "--leave", "11GiB", "--json").out)
     assert told["reserve_limit_bytes"] == (11930 - 11 * 1024 - 196) * MiB
 
@@ -320,36 +328,34 @@ def reading(*processes: GpuProcess) -> GpuReading:
 
 @pytest.mark.parametrize(("owner", "name", "keeps_small"), [
     ("another", "python3.11", True), ("own", "python3.11", False), ("another", "Xorg", False)])
-def test_beside_another_users_program_the_micro_batch_is_not_raised(
+def test_the_micro_batch_is_not_raised_on_a_gpu_that_another_user_uses(
         say: Any, monkeypatch: pytest.MonkeyPatch, owner: str, name: str, keeps_small: bool) -> None:
-    seen = Survey((reading(GpuProcess(77, name, GiB)),))
+    seen = Survey((reading(*nvidia.identified([(77, name, GiB)], None)),))
     monkeypatch.setattr(nvidia, "survey", lambda env=None: seen)
-    monkeypatch.setattr(fit, "is_own", lambda pid: owner == "own")
+    monkeypatch.setattr(fit_settings, "is_own_process", lambda pid: owner == "own")
     told = json.loads(say("run.py", "--json").out)
     assert (told["chosen"]["config"]["batch_size"] <= 4) == keeps_small
-    assert any("Somebody else computes" in note for note in told["notes"]) == keeps_small
+    assert any("Another user computes" in note for note in told["notes"]) == keeps_small
     assert told["chosen"]["config"]["gradient_accumulation_steps"] * told["chosen"]["config"]["batch_size"] == 16
     if keeps_small:
         with_budget = json.loads(say("run.py", "--budget", "9GiB", "--json").out)
         assert with_budget["chosen"]["config"]["batch_size"] > 4
 
 
-def test_own_processes_are_told_from_others() -> None:
-    import os
-
-    assert fit.is_own(os.getpid())
-    assert not fit.is_own(2**22 + 1)
+def test_own_processes_are_recognised() -> None:
+    assert fit_settings.is_own_process(os.getpid())
+    assert not fit_settings.is_own_process(2**22 + 1)
 
 
-def test_measuring_takes_the_fastest_by_the_clock(say: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measure_chooses_the_fastest_by_timing(say: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvidia, "survey", lambda env=None: Survey((reading(),)))
     caps = []
 
-    def timed(clock: timing.Clock, config: RunConfig, cap: int) -> float | str:
+    def timed(process: TimingProcess, config: RunConfig, cap: int) -> float | str:
         caps.append(cap)
         return 1000.0 * (2 if config.batch_size == 4 else 1)
 
-    monkeypatch.setattr(timing.Clock, "time", timed)
+    monkeypatch.setattr(TimingProcess, "time", timed)
     told = json.loads(say("run.py", "--measure", "--json").out)
     assert told["chosen"]["config"]["batch_size"] == 4
     assert told["chosen"]["tokens_per_s"]["measured"] == 2000.0
@@ -359,14 +365,14 @@ def test_measuring_takes_the_fastest_by_the_clock(say: Any, monkeypatch: pytest.
     assert set(caps) == {told["reserve_limit_bytes"]}
 
 
-def test_savers_that_cost_nothing_are_on_where_they_were_off_and_it_is_said(say: Any) -> None:
+def test_free_savers_are_turned_on_with_a_reason(say: Any) -> None:
     plain, off = (json.loads(say(*TIGHT, *more, "--json").out) for more in ((), ("--gradients=kept", "--states=late")))
     more = {"--gradients=freed", "--states=early"}
     assert set(off["chosen"]["flags"]) == {*plain["chosen"]["flags"], *more}
     assert {knob for decision in off["decisions"] for knob in decision["changes"]} >= {"gradients", "states"}
 
 
-def test_savers_that_cost_nothing_are_no_reason_to_change_a_run_that_fits(say: Any) -> None:
+def test_free_savers_alone_do_not_change_a_run_that_fits(say: Any) -> None:
     chosen = json.loads(say(*TIGHT, "--json").out)["chosen"]["flags"]
     kept = json.loads(say(*TIGHT, *chosen, "--gradients=kept", "--states=late", "--json").out)
     assert kept["asked"]["fits"]
@@ -374,7 +380,7 @@ def test_savers_that_cost_nothing_are_no_reason_to_change_a_run_that_fits(say: A
 
 
 @pytest.mark.parametrize("question", [["--goal=smallest-memory"], ["--goal=largest-model"], ["--budget=200MiB"]])
-def test_savers_that_cost_nothing_are_on_whatever_is_looked_for(say: Any, question: list[str]) -> None:
+def test_free_savers_are_turned_on_for_every_goal(say: Any, question: list[str]) -> None:
     plain, off = (json.loads(say("run.py", "--gpu", "4070", *question, *more, "--json").out)
                   for more in ((), ("--gradients=kept", "--states=late")))
     plain, off = ((told["chosen"] or told["least"]) for told in (plain, off))
@@ -382,13 +388,25 @@ def test_savers_that_cost_nothing_are_on_whatever_is_looked_for(say: Any, questi
     assert set(off["flags"]) == {*plain["flags"], "--gradients=freed", "--states=early"}
 
 
-def test_a_run_that_only_evaluates_is_not_fitted(say: Any) -> None:
+def test_eval_only_is_not_fitted(say: Any) -> None:
     told = say("run.py", "--gpu", "4070", "--eval_only")
     assert told.code == 2
     assert "fitgpt plan" in told.err
     asked = RunConfig(fit=True, eval_only=True)
-    assert fit.for_train(asked) == (
+    assert for_train(asked) == (
         replace(asked, fit=False), ["fit: nothing to choose, because nothing is trained."])
+
+
+def test_the_function_returns_what_the_command_prints(say: Any) -> None:
+    printed = json.loads(say(*TIGHT, "--allow=lossy", "--json").out)
+    result = fitgpt.fit("run.py", gpu=4070, budget="300MiB", allow="lossy")
+    assert result.chosen is not None
+    assert list(result.chosen.flags) == printed["chosen"]["flags"]
+    assert list(result.notes) == printed["notes"]
+    assert fitgpt.fit({"n_layer": 2, "vocab_size": 65}, gpu="4070", goal="smallest-memory").least is not None
+    for wrong in ({"bach_size": 8}, {"json": True}, {"goal": "fast"}, {"allow": "losy"}):
+        with pytest.raises(UsageError):
+            fitgpt.fit("run.py", gpu="4070", **wrong)
 
 
 def test_neither_torch_nor_numpy_is_loaded(say: Any) -> None:
@@ -398,29 +416,29 @@ def test_neither_torch_nor_numpy_is_loaded(say: Any) -> None:
     assert ended.returncode == 0, ended.stderr
 
 
-def test_train_fits_itself_where_it_is_asked_to(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_train_with_fit_uses_the_chosen_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(nvidia, "survey", lambda env=None: Survey((reading(),)))
     monkeypatch.chdir(tmp_path)
     said = RunConfig(fit=True, batch_size=4, gradient_accumulation_steps=120, vocab_size=50304)
-    chosen, notes = fit.for_train(said)
+    chosen, notes = for_train(said)
     assert not chosen.fit
     assert chosen.batch_size > 4
     assert chosen.batch_size * chosen.gradient_accumulation_steps == 480
     assert any("batch_size=" in note and "faster" in note for note in notes)
 
 
-def test_train_without_a_card_goes_as_it_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_train_with_fit_keeps_its_settings_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvidia, "survey", lambda env=None: Survey(reason="no driver"))
     said = RunConfig(fit=True, batch_size=4)
-    chosen, notes = fit.for_train(said)
+    chosen, notes = for_train(said)
     assert chosen == RunConfig(batch_size=4)
     assert "no NVIDIA GPU" in notes[0]
 
 
-def test_the_margin_is_shown_and_what_takes_it_too(say: Any) -> None:
+def test_the_margin_is_shown_with_the_budget_that_uses_it(say: Any) -> None:
     told = say("run.py", "--gpu", "4070")
-    assert "margin 128.0 MiB of the card are left free, besides the headroom" in told.words
-    assert "--budget=11930MiB takes them too" in told.words
+    assert "margin 128.0 MiB of the GPU are left free, besides the headroom" in told.words
+    assert "--budget=11930MiB uses them too" in told.words
     document = json.loads(say("run.py", "--gpu", "4070", "--json").out)
     assert document["margin_bytes"] == 128 * MiB
     assert document["reserve_limit_bytes"] == (11930 - 128) * MiB - document["outside_bytes"]
@@ -429,7 +447,7 @@ def test_the_margin_is_shown_and_what_takes_it_too(say: Any) -> None:
     assert json.loads(say("run.py", "--gpu", "4070", "--budget", "11930MiB", "--json").out)["margin_bytes"] == 0
 
 
-def test_the_command_that_a_refusal_names_is_accepted(say: Any) -> None:
+def test_the_suggested_command_works(say: Any) -> None:
     told = say("run.py", "--gpu", "RTX 4070", "--budget", "230MiB")
     assert told.code == 1
     command = told.out.splitlines()[-1].removeprefix("This fits: ")
@@ -438,21 +456,22 @@ def test_the_command_that_a_refusal_names_is_accepted(say: Any) -> None:
     assert Path("config/my_run.py").exists()
 
 
-def test_train_fit_says_what_would_do_where_nothing_does(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_train_with_fit_suggests_what_fits_where_nothing_does(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(nvidia, "survey", lambda env=None: Survey((reading(),)))
     monkeypatch.chdir(tmp_path)
     said = RunConfig(fit=True, vocab_size=50304, budget="800MiB")
     with pytest.raises(DoesNotFit) as refused:
-        fit.for_train(said)
-    assert "the least memory this run can live in is" in str(refused.value.what)
-    assert "Something fits with --budget=" in str(refused.value.fix)
+        for_train(said)
+    assert "the smallest memory this run can be trained in is" in str(refused.value.what)
+    assert "It fits with --budget=" in str(refused.value.fix)
 
 
-def test_a_card_known_by_rule_is_not_filled_to_the_brim() -> None:
-    found = fit.place.named("4070", others=None, budget=None)
-    assert found.card.outside_src != "seen"
-    margined = fit.with_a_margin(found)
-    assert margined.reserve_limit == found.budget.reserve_limit - fit.UNSURE
-    assert margined.outside == found.budget.outside
-    seen = fit.place.named("h200", others=None, budget=None)
-    assert fit.with_a_margin(seen) == seen.budget
+def test_gpus_with_an_estimated_context_keep_a_margin() -> None:
+    target = named("4070", others=None, budget=None)
+    assert target.card is not None
+    assert target.card.outside_src != "seen"
+    budget = with_margin(target)
+    assert budget.reserve_limit == target.budget.reserve_limit - OUTSIDE_ERROR
+    assert budget.outside == target.budget.outside
+    measured = named("h200", others=None, budget=None)
+    assert with_margin(measured) == measured.budget

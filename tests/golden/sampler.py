@@ -26,15 +26,16 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "src"))
 
 from fitgpt.config.memory_savers import LEVELS  # noqa: E402
+from fitgpt.config.resolve import resolve_run  # noqa: E402
 from fitgpt.config.run_config import RunConfig  # noqa: E402
 from fitgpt.core.errors import UsageError  # noqa: E402
 from fitgpt.core.units import GiB  # noqa: E402
-from fitgpt.memory.allocator import needs  # noqa: E402
-from fitgpt.memory.setting import Setting  # noqa: E402
-from fitgpt.planning.forecast import settled, tape_of  # noqa: E402
+from fitgpt.memory.platform import Platform  # noqa: E402
+from fitgpt.memory.timeline import needs  # noqa: E402
+from fitgpt.planning.forecast import write_tape  # noqa: E402
 
 SEED, RUNS, SWITCHED, FRESH, CAPPED = 20261115, 48, 13, 48, 20
-H200 = Setting((9, 0), "2.11")
+H200 = Platform((9, 0), "2.11")
 OFF = 0.02  # how far a cap lies from what a run needs
 
 
@@ -94,7 +95,7 @@ def bitsandbytes() -> list[dict[str, Any]]:
 def switched() -> list[dict[str, Any]]:
     """Small ones, each with at least one of the savers off that are on by themselves."""
     def also(dice: random.Random, knobs: dict[str, Any]) -> dict[str, Any] | None:
-        drawn = {"casts": dice.choice(["brief", "kept"]), "gradients": dice.choice(["freed", "kept"]),
+        drawn = {"casts": dice.choice(["transient", "kept"]), "gradients": dice.choice(["freed", "kept"]),
                  "states": dice.choice(["early", "late"])}
         off = {knob: value for knob, value in drawn.items() if value in ("kept", "late")}
         return {**knobs, **off} if off else None
@@ -123,11 +124,11 @@ def draw(seed: int = SEED, runs: int = RUNS, also: Any = lambda dice, knobs: kno
         if knobs is None:
             continue
         try:
-            config = settled(RunConfig(**knobs), H200)
+            config = resolve_run(RunConfig(**knobs), H200)
         except UsageError:
             continue
         work = config.gpt_config().count_params() * config.tokens_per_step
-        if work < 4e13 and needs(tape_of(config, H200), expandable=True) < 40 * GiB:
+        if work < 4e13 and needs(write_tape(config, H200), expandable=True) < 40 * GiB:
             cases.append({"name": f"run {len(cases):02}", "config": knobs, "sample": len(cases) % 8 == 0})
     return cases
 
@@ -174,8 +175,8 @@ def capped(drawn: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The first cases that need at least 1 GiB, each twice: under a cap that is too low, and one that is enough."""
     cases: list[dict[str, Any]] = []
     for case in drawn:
-        config = settled(RunConfig(**case["config"]), H200)
-        wanted = needs(tape_of(config, H200), expandable=True)
+        config = resolve_run(RunConfig(**case["config"]), H200)
+        wanted = needs(write_tape(config, H200), expandable=True)
         if wanted >= GiB and len(cases) < 2 * CAPPED:
             for sign, word in ((-1, "below"), (1, "above")):
                 cases.append({"name": f"{case['name']} {word}", "config": case["config"], "needs": wanted,

@@ -6,12 +6,12 @@ import pytest
 from tape_script import tape
 
 from fitgpt.core.units import MiB
-from fitgpt.memory.allocator import Timeline, needs, replay
 from fitgpt.memory.tape import Writer
+from fitgpt.memory.timeline import Timeline, needs, replay
 
 
-def run(*script: tuple[str, int] | str, cap: int | None = None) -> Timeline:
-    return replay(tape(*script), cap)
+def run(*script: tuple[str, int] | str, limit: int | None = None) -> Timeline:
+    return replay(tape(*script), limit)
 
 
 @pytest.mark.parametrize(("asked", "given"), [(0, 512), (1, 512), (512, 512), (513, 1024), (MiB, MiB)])
@@ -62,28 +62,28 @@ def test_a_gap_between_taken_blocks_cannot_serve_a_larger_request() -> None:
     assert timeline.reserved == 32 * MiB
 
 
-def test_nothing_goes_back_to_the_driver_without_a_cap() -> None:
+def test_cached_blocks_stay_reserved_without_a_limit() -> None:
     timeline = run(("a", 50 * MiB), "a", ("b", 100 * MiB))
     assert (timeline.allocated[-1], timeline.reserved) == (100 * MiB, 150 * MiB)
 
 
-def test_under_a_cap_wholly_free_segments_are_given_back_and_the_request_tried_again() -> None:
-    timeline = run(("a", 50 * MiB), "a", ("b", 100 * MiB), cap=100 * MiB)
+def test_at_the_limit_free_segments_are_released_and_the_request_is_tried_again() -> None:
+    timeline = run(("a", 50 * MiB), "a", ("b", 100 * MiB), limit=100 * MiB)
     assert timeline.failed is None
     assert timeline.segments == [(0, 50 * MiB), (2, 100 * MiB)]
 
 
-def test_a_segment_with_one_taken_block_is_not_given_back() -> None:
-    timeline = run(("a", 8 * MiB), ("b", 8 * MiB), "a", ("c", 90 * MiB), cap=100 * MiB)
+def test_a_segment_with_a_block_in_use_is_not_released() -> None:
+    timeline = run(("a", 8 * MiB), ("b", 8 * MiB), "a", ("c", 90 * MiB), limit=100 * MiB)
     assert timeline.failed == 3
     assert timeline.refused is not None
     assert timeline.refused.name == "c"
     assert timeline.allocated == [8 * MiB, 16 * MiB, 8 * MiB]
 
 
-def test_the_cap_counts_segments_not_tensors() -> None:
-    assert run(("a", 2 * MiB), cap=19 * MiB).failed == 0
-    assert run(("a", 2 * MiB), cap=20 * MiB).failed is None
+def test_the_limit_counts_segments_not_tensors() -> None:
+    assert run(("a", 2 * MiB), limit=19 * MiB).failed == 0
+    assert run(("a", 2 * MiB), limit=20 * MiB).failed is None
 
 
 def test_a_phase_begins_with_what_is_there_and_reserved_is_the_most_so_far() -> None:
@@ -100,7 +100,7 @@ def test_a_phase_that_comes_twice_shows_its_highest_point() -> None:
 
 
 def test_a_run_that_fails_has_peaks_up_to_there() -> None:
-    peaks = run(("a", 30 * MiB), "train:", ("b", 30 * MiB), "eval:", ("c", 30 * MiB), cap=50 * MiB).peaks()
+    peaks = run(("a", 30 * MiB), "train:", ("b", 30 * MiB), "eval:", ("c", 30 * MiB), limit=50 * MiB).peaks()
     assert peaks["load"].allocated == 30 * MiB
     assert "eval" not in peaks
 
@@ -118,7 +118,7 @@ def test_owners_sum_to_what_is_allocated() -> None:
     assert sum(timeline.owners_at(3).values()) == timeline.allocated[3] == sum(timeline.alive_at(3).values())
 
 
-def test_needs_is_the_smallest_cap_that_lets_the_tape_end() -> None:
+def test_a_tape_completes_under_what_it_needs_and_fails_with_2_mib_less() -> None:
     script = (("a", 50 * MiB), "a", ("b", 100 * MiB), ("c", 3 * MiB), "b", ("d", 60 * MiB), ("e", 30 * MiB))
     least = needs(tape(*script))
     assert replay(tape(*script), least).failed is None

@@ -6,12 +6,14 @@ from random import Random
 
 import pytest
 
+from fitgpt.config.resolve import resolve_run
 from fitgpt.config.run_config import RunConfig
-from fitgpt.hardware.gpus import Card, load
-from fitgpt.memory.allocator import replay
-from fitgpt.memory.setting import KNOWN_TORCH, Setting, setting_for
+from fitgpt.hardware.gpus import GpuModel, load
+from fitgpt.memory.platform import TORCH_VERSIONS, Platform
 from fitgpt.memory.tape import RELEASE, Event, Tape
-from fitgpt.planning.forecast import forecast, settled, tape_of
+from fitgpt.memory.timeline import replay
+from fitgpt.planning.budget import platform_for
+from fitgpt.planning.forecast import forecast, write_tape
 
 CONFIGS = 100
 ONE_OF_EACH_KIND = list({card.cc: card for card in load() if card.vendor == "nvidia"}.values())
@@ -30,14 +32,14 @@ def sizes(dice: Random) -> dict[str, int]:
             "block_size": max(width * times // batch, 1), "vocab_size": dice.choice((65, 4 * width))}
 
 
-def config_of(dice: Random, card: Card) -> RunConfig:
+def config_of(dice: Random, card: GpuModel) -> RunConfig:
     """One that the card can run."""
-    setting = setting_for(card)
+    platform = platform_for(card)
     return RunConfig(
         **sizes(dice), n_layer=dice.randint(1, 4), dropout=dice.choice((0.0, 0.1)), bias=dice.random() < 0.5,
         gradient_accumulation_steps=dice.randint(1, 5), grad_clip=dice.choice((0.0, 1.0)),
-        dtype=dice.choice(("auto", "float32", "float16", *(("bfloat16",) if setting.has_bf16 else ()))),
-        compile=setting.compiles and dice.random() < 0.75)
+        dtype=dice.choice(("auto", "float32", "float16", *(("bfloat16",) if platform.has_bf16 else ()))),
+        compile=platform.compiles and dice.random() < 0.75)
 
 
 def check(tape: Tape) -> dict[str, Event]:
@@ -57,33 +59,34 @@ def check(tape: Tape) -> dict[str, Event]:
 def test_every_config_has_a_tape_that_frees_what_is_alive_and_only_that(number: int) -> None:
     dice = Random(number)
     card, trainer = dice.choice(ONE_OF_EACH_KIND), "fitgpt" if number % 4 == 0 else "nanogpt"
-    setting = setting_for(card, torch=dice.choice(KNOWN_TORCH), windows=dice.random() < 0.1)
-    config = settled(config_of(dice, card), setting)
-    tape = tape_of(config, setting, trainer)
+    platform = platform_for(card, torch=dice.choice(list(TORCH_VERSIONS)), windows=dice.random() < 0.1)
+    config = resolve_run(config_of(dice, card), platform)
+    tape = write_tape(config, platform, trainer)
     alive = check(tape)
-    timeline = replay(tape, expandable=setting.expands(trainer))
+    timeline = replay(tape, expandable=platform.expands(trainer))
     assert timeline.failed is None
     assert min(timeline.allocated) >= 0
     if trainer == "nanogpt":
         assert not {"activations", "casts", "gradients"} & {event.owner for event in alive.values()}
     if number % 4 < 2:
-        found = forecast(config, setting, trainer)
+        found = forecast(config, platform, trainer)
         assert sum(share.nbytes for share in found.owners_at_peak) == found.phases[found.peak_phase].allocated
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])
-@pytest.mark.parametrize(("batch", "block", "gradient"), [(64, 1, "1.up.weight.grad"), (16, 3, "0.qkv.weight.grad")])
+@pytest.mark.parametrize(("batch", "block", "gradient"), [
+    (64, 1, "1.c_fc.weight.grad"), (16, 3, "0.c_attn.weight.grad")])
 def test_a_gradient_may_end_up_in_what_the_forward_pass_kept(batch: int, block: int, gradient: str,
                                                              accumulation: int) -> None:
     """With dropout the first norm's input is computed again over the kept rows of the tokens' table; where those are as
     large as a weight, its gradient takes the place next, and outlives the step."""
     config = RunConfig(n_layer=2, n_head=2, n_embd=16, batch_size=batch, block_size=block, vocab_size=1001, bias=True,
                        dtype="float16", dropout=0.1, compile=True, gradient_accumulation_steps=accumulation)
-    tape = tape_of(config, Setting(), "nanogpt")
+    tape = write_tape(config, Platform(), "nanogpt")
     check(tape)
     assert "tok_emb" not in {event.name for event in tape.events}  # the block goes by what it holds in the end
     gradients = 0
-    for phase, start, end in tape.spans():
+    for phase, start, end in tape.phases:
         if phase == "step":
             break
         gradients += sum((event.nbytes if event.alloc else -event.nbytes) for event in tape.events[start:end]

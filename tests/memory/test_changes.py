@@ -1,4 +1,4 @@
-"""Single changes: each is what its flags say, is priced by the same replay as the plan, and the smallest come first."""
+"""Single changes: each changes what its flags say, is priced by replays, and the smallest that fit are found."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from itertools import pairwise
 
 import pytest
 
-from fitgpt.config.fields import build, walk
+from fitgpt.config.argv import walk
+from fitgpt.config.fields import build
 from fitgpt.config.memory_savers import SAVERS
 from fitgpt.config.run_config import RunConfig
 from fitgpt.core.units import GiB, MiB
-from fitgpt.memory.setting import Setting
-from fitgpt.nouns import Budget
-from fitgpt.planning import changes
-from fitgpt.planning.changes import Option, fits, holdings, priced, single_changes, smallest_that_fit
-from fitgpt.planning.forecast import forecast
+from fitgpt.memory.platform import Platform
+from fitgpt.planning.budget import Budget
+from fitgpt.planning.changes import ChangedRun, memory_use, priced, single_changes, smallest_that_fit
+from fitgpt.planning.forecast import fits, forecast
 
-SETTING = Setting((8, 9))
+SETTING = Platform((8, 9))
 SMALL = RunConfig(n_layer=3, n_head=4, n_embd=256, batch_size=12, block_size=256, vocab_size=50304, dtype="bfloat16",
                   compile=True, gradient_accumulation_steps=4)
 
@@ -26,7 +26,7 @@ def budget_of(limit: int) -> Budget:
     return Budget("a card", limit, 0, limit, 0)
 
 
-def family(name: str, config: RunConfig = SMALL, trainer: str = "fitgpt") -> list[Option]:
+def family(name: str, config: RunConfig = SMALL, trainer: str = "fitgpt") -> list[ChangedRun]:
     return [option for option in single_changes(config, trainer) if option.change.family == name]
 
 
@@ -46,14 +46,14 @@ def test_the_flags_of_a_change_are_all_that_it_changes(trainer: str, config: Run
 
 
 @pytest.mark.parametrize("trainer", ["fitgpt", "nanogpt"])
-def test_to_compile_is_no_change_where_the_card_cannot(trainer: str) -> None:
+def test_compile_is_offered_only_where_it_works(trainer: str) -> None:
     eager = replace(SMALL, compile=False)
     families = [{option.change.family for option in single_changes(eager, trainer, compiles=compiles)}
                 for compiles in (True, False)]
     assert families[0] - families[1] == {"compile"}
 
 
-def test_to_leave_nanogpt_costs_what_it_does_not_do() -> None:
+def test_the_cost_of_leaving_nanogpt_is_recomputation() -> None:
     def cost(config: RunConfig) -> str:
         return next(each.change.slower for each in single_changes(config, "nanogpt") if each.change.family == "trainer")
 
@@ -85,7 +85,7 @@ def test_every_saver_is_offered_where_it_applies() -> None:
             assert option.change.exact == exact[option.change.flags[0]]
 
 
-def test_what_other_knobs_rule_out_is_not_offered() -> None:
+def test_changes_that_other_options_exclude_are_not_offered() -> None:
     offered = first_flags(replace(SMALL, dtype="float16"))
     assert "--step_in_backward=True" not in offered
     assert "--optimizer=adam8bit" not in first_flags(replace(SMALL, offload="optimizer"))
@@ -93,13 +93,13 @@ def test_what_other_knobs_rule_out_is_not_offered() -> None:
     assert not family("batch", replace(SMALL, batch_size=1))
 
 
-def test_another_librarys_way_to_the_same_saving_is_not_offered() -> None:
+def test_bitsandbytes_is_not_offered_beside_adam8bit() -> None:
     for config in (SMALL, replace(SMALL, optimizer="adam8bit")):
         assert not any("adam8bit=" in flag for option in single_changes(config) for flag in option.change.flags
                        if "optimizer" not in flag)
 
 
-def test_nanogpt_is_offered_what_it_knows_and_fitgpt() -> None:
+def test_nanogpt_is_offered_its_own_options_and_fitgpt() -> None:
     assert first_flags(replace(SMALL, compile=False), "nanogpt") == {
         "--batch_size=6", "--batch_size=3", "--batch_size=1", "--compile=True", "--trainer=fitgpt",
         "--gradient_accumulation_steps=1", "--block_size=128"}
@@ -111,16 +111,15 @@ def test_only_another_block_makes_losses_incomparable() -> None:
 
 @pytest.mark.parametrize("name", ["batch", "recompute", "loss", "offload"])
 def test_a_family_saves_more_from_one_change_to_the_next(name: str) -> None:
-    before = holdings(SMALL, SETTING)
+    before = memory_use(SMALL, SETTING)
     saved = [priced(option, before, SETTING, budget_of(GiB)).saved_in_training for option in family(name)]
     assert len(saved) > 1
     assert all(less < more for less, more in pairwise([0, *saved]))
 
 
 @pytest.mark.parametrize("trainer", ["fitgpt", "nanogpt"])
-def test_a_price_is_the_difference_between_two_plans(trainer: str) -> None:
-    """Whatever a change leads to: forecast by itself it has the figures that the price says."""
-    before = holdings(SMALL, SETTING, trainer)
+def test_a_price_is_the_difference_between_two_forecasts(trainer: str) -> None:
+    before = memory_use(SMALL, SETTING, trainer)
     for option in single_changes(SMALL, trainer)[:6]:
         price = priced(option, before, SETTING, budget_of(GiB))
         after = forecast(option.config, SETTING, option.change.trainer)
@@ -130,42 +129,34 @@ def test_a_price_is_the_difference_between_two_plans(trainer: str) -> None:
 
 
 @pytest.mark.parametrize("trainer", ["fitgpt", "nanogpt"])
-def test_one_replay_decides_as_the_smallest_cap_does(trainer: str) -> None:
-    needs = holdings(SMALL, SETTING, trainer).needs
-    assert fits(SMALL, SETTING, budget_of(needs), trainer)
-    assert not fits(SMALL, SETTING, budget_of(needs - 2 * MiB), trainer)
+def test_one_replay_agrees_with_the_smallest_limit(trainer: str) -> None:
+    needs = memory_use(SMALL, SETTING, trainer).needs
+    assert fits(SMALL, SETTING, needs, trainer)
+    assert not fits(SMALL, SETTING, needs - 2 * MiB, trainer)
 
 
 def test_the_smallest_change_of_each_family_that_fits_is_found() -> None:
-    least = holdings(family("batch")[1].config, SETTING).needs
+    least = memory_use(family("batch")[1].config, SETTING).needs
     found = smallest_that_fit(SMALL, SETTING, budget_of(least), most=20)
     assert found[0].flags[0] == "--batch_size=3"
     by_flags = {option.change.flags: option for option in single_changes(SMALL)}
     for change in found:
-        assert fits(by_flags[change.flags].config, SETTING, budget_of(least))
+        assert fits(by_flags[change.flags].config, SETTING, least)
     assert [change.exact for change in found] == sorted((change.exact for change in found), reverse=True)
 
 
-def test_what_is_known_of_a_change_is_not_asked_of_a_replay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(changes, "fits", lambda *_: pytest.fail("replayed"))
-    families = dict.fromkeys(option.change.family for option in single_changes(SMALL))
-    found = smallest_that_fit(SMALL, SETTING, budget_of(GiB), most=20, known=lambda option: True)
-    assert [change.family for change in found] == list(families)
-    assert smallest_that_fit(SMALL, SETTING, budget_of(GiB), known=lambda option: False) == ()
-
-
-def test_no_family_mixes_what_is_not_more_of_the_same() -> None:
+def test_only_scales_have_several_changes_in_a_family() -> None:
     sizes: dict[str, int] = {}
     for option in single_changes(replace(SMALL, gradient_accumulation_steps=1)):
         sizes[option.change.family] = sizes.get(option.change.family, 0) + 1
     assert {name for name, size in sizes.items() if size > 1} == {"batch", "recompute", "evaluation", "loss", "offload"}
 
 
-def test_where_no_single_change_is_enough_none_is_named() -> None:
+def test_nothing_is_suggested_where_no_single_change_is_enough() -> None:
     assert smallest_that_fit(SMALL, SETTING, budget_of(16 * MiB)) == ()
 
 
-def test_a_saver_that_rules_out_accumulation_says_what_becomes_of_a_step() -> None:
+def test_a_saver_without_accumulation_says_that_steps_have_fewer_tokens() -> None:
     def costs(accumulation: int) -> str:
         config = RunConfig(gradient_accumulation_steps=accumulation, vocab_size=50304, dtype="bfloat16")
         return next(each.change.slower for each in single_changes(config)

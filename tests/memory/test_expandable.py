@@ -1,4 +1,4 @@
-"""Expandable segments, as the source has them: pages, splitting, unmapping. No recorded run stands behind these yet."""
+"""Expandable segments, one rule per test: pages, splitting, unmapping."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from itertools import accumulate
 import pytest
 from tape_script import tape
 
-from by_the_book import Allocator, ExpandableAllocator
 from fitgpt.core.units import MiB
-from fitgpt.memory.allocator import needs, replay
-from fitgpt.memory.tape import Tape, Writer
+from fitgpt.memory.allocator import CachingAllocator, ExpandableAllocator, MemoryBlock
+from fitgpt.memory.tape import Tape, Writer, round_size
+from fitgpt.memory.timeline import needs, replay
 
 
 def test_pages_are_2_mib_for_small_and_20_for_large_requests() -> None:
@@ -30,7 +30,7 @@ def test_a_free_block_grows_into_the_pages_behind_it() -> None:
     assert replay(tape(("a", 50 * MiB), "a", ("b", 100 * MiB)), expandable=True).reserved == 100 * MiB
 
 
-def test_free_pages_between_taken_blocks_are_unmapped_when_the_cap_is_reached() -> None:
+def test_free_pages_between_taken_blocks_are_unmapped_at_the_limit() -> None:
     script = (("a", 20 * MiB), ("b", 60 * MiB), ("c", 20 * MiB), "b", ("d", 80 * MiB))
     assert replay(tape(*script), expandable=True).reserved == 180 * MiB
     capped = replay(tape(*script), 120 * MiB, expandable=True)
@@ -58,27 +58,28 @@ def shuffled(seed: int) -> Tape:
     return writer.tape()
 
 
-@pytest.mark.parametrize("kind", [Allocator, ExpandableAllocator])
+@pytest.mark.parametrize("expandable", [False, True])
 @pytest.mark.parametrize("seed", range(4))
-def test_no_two_blocks_ever_overlap(kind: type[Allocator] | type[ExpandableAllocator], seed: int) -> None:
-    events = shuffled(seed).events
-    cap = needs(shuffled(seed), expandable=kind is ExpandableAllocator)
-    allocator, blocks = kind(cap), {}
-    for event in events:
+def test_blocks_in_use_never_overlap(expandable: bool, seed: int) -> None:
+    written = shuffled(seed)
+    limit = needs(written, expandable=expandable)
+    allocator = ExpandableAllocator(limit) if expandable else CachingAllocator(limit)
+    blocks: dict[str, MemoryBlock] = {}
+    for event in written.events:
         if not event.alloc:
             allocator.free(blocks.pop(event.name))
             continue
-        block = allocator.alloc(event.nbytes)
+        block = allocator.malloc(round_size(event.nbytes), event.pool)
         assert block is not None
         assert block.size >= event.nbytes
-        assert not any(each.home is block.home and each.address < block.address + block.size
+        assert not any(each.pool is block.pool and each.address < block.address + block.size
                        and block.address < each.address + each.size for each in blocks.values())
         blocks[event.name] = block
         assert sum(each.size for each in blocks.values()) <= allocator.reserved
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_needs_is_enough_and_what_is_allocated_is_what_was_asked_rounded(seed: int) -> None:
+def test_a_tape_completes_under_what_it_needs_and_allocates_rounded_sizes(seed: int) -> None:
     written = shuffled(seed)
     least = needs(written, expandable=True)
     timeline = replay(written, least, expandable=True)

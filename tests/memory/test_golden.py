@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 
 from accuracy import Figure, by_run, compare_own
+from fitgpt.config.resolve import resolve_run
 from fitgpt.config.run_config import RunConfig
-from fitgpt.memory.allocator import needs
-from fitgpt.memory.setting import Setting
-from fitgpt.planning.forecast import settled, tape_of
+from fitgpt.memory.platform import Platform
+from fitgpt.memory.timeline import needs
+from fitgpt.planning.forecast import write_tape
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-H200 = Setting((9, 0), "2.11")
+H200 = Platform((9, 0), "2.11")
 
 
 def read(name: str) -> list[dict[str, Any]]:
@@ -121,7 +122,7 @@ def test_two_percent_less_than_a_run_needs_is_too_little_and_two_percent_more_is
 @pytest.mark.parametrize("name", CAPPED)
 def test_the_caps_lie_around_what_the_runs_are_said_to_need_today(name: str) -> None:
     for row in CAPPED[name]:
-        wanted = needs(tape_of(settled(RunConfig(**row["config"]), H200), H200), expandable=True)
+        wanted = needs(write_tape(resolve_run(RunConfig(**row["config"]), H200), H200), expandable=True)
         assert row["cap"] == round(wanted * (0.98 if row["name"].endswith("below") else 1.02))
 
 

@@ -7,19 +7,21 @@ from typing import Any
 
 import pytest
 
+from fitgpt.config.resolve import resolve_run
 from fitgpt.config.run_config import RunConfig
 from fitgpt.core.units import MiB
-from fitgpt.memory import allocator
-from fitgpt.memory.allocator import needs, needs_under, replay
-from fitgpt.memory.blocks import LARGE_SEGMENT, ROUND_SEGMENT, rounded, segment_size
-from fitgpt.memory.setting import Setting
-from fitgpt.memory.tape import Tape
-from fitgpt.nouns import Budget
+from fitgpt.memory import timeline
+from fitgpt.memory.allocator import LARGE_BUFFER, ROUND_LARGE, allocation_size
+from fitgpt.memory.platform import Platform
+from fitgpt.memory.tape import Tape, round_size
+from fitgpt.memory.timeline import needs, needs_under, replay
 from fitgpt.planning import forecast
-from fitgpt.planning.forecast import settled, tape_of
+from fitgpt.planning.budget import Budget, Target
+from fitgpt.planning.forecast import write_tape
+from fitgpt.planning.plan import plan_for
 
 SMALL: dict[str, Any] = dict(n_layer=2, n_head=4, n_embd=128, batch_size=4, block_size=128, vocab_size=5000)
-SETTING = Setting((8, 9))
+SETTING = Platform((8, 9))
 # Runs of which a random search found that more memory can be worse, or less enough.
 UPSIDE_DOWN = {
     "refused at 2 MiB more": dict(n_layer=2, n_head=8, n_embd=384, block_size=64, compile=True),
@@ -31,19 +33,19 @@ UPSIDE_DOWN = {
 
 
 def run(**knobs: Any) -> RunConfig:
-    return settled(RunConfig(**{**SMALL, **knobs}), SETTING)
+    return resolve_run(RunConfig(**{**SMALL, **knobs}), SETTING)
 
 
 def tape(trainer: str, **knobs: Any) -> Tape:
-    return tape_of(run(**knobs), SETTING, trainer)
+    return write_tape(run(**knobs), SETTING, trainer)
 
 
 def replays_at_every_cap(tape: Tape, expandable: bool) -> dict[int, bool]:
     """Of every cap that could matter, whether the tape replays to its end under it: nothing is skipped."""
     free_run = replay(tape, expandable=expandable)
-    largest = max(segment_size(rounded(event.nbytes)) for event in tape.events)
-    first = max(free_run.allocated) // ROUND_SEGMENT * ROUND_SEGMENT
-    caps = range(first, free_run.reserved + (largest if expandable else 0) + ROUND_SEGMENT, ROUND_SEGMENT)
+    largest = max(allocation_size(round_size(event.nbytes)) for event in tape.events)
+    first = max(free_run.allocated) // ROUND_LARGE * ROUND_LARGE
+    caps = range(first, free_run.reserved + (largest if expandable else 0) + ROUND_LARGE, ROUND_LARGE)
     return {cap: replay(tape, cap, expandable=expandable).failed is None for cap in caps}
 
 
@@ -72,7 +74,7 @@ def test_what_is_needed_under_a_limit_is_within_it_just_where_a_replay_at_it_end
     assert {cap: usual <= cap for cap in seen} != seen  # it is one of those runs
     told = {cap: needs_under(cap, written, usual, free_run=free_run) for cap in seen}
     assert {cap: needed <= cap for cap, needed in told.items()} == seen
-    assert all(seen[needed // ROUND_SEGMENT * ROUND_SEGMENT] for needed in told.values())
+    assert all(seen[needed // ROUND_LARGE * ROUND_LARGE] for needed in told.values())
 
 
 @pytest.mark.parametrize("name", UPSIDE_DOWN)
@@ -83,23 +85,22 @@ def test_a_plan_says_fits_just_where_its_own_replay_does_not_run_out(name: str) 
     assert contradicting
     for cap, enough in contradicting.items():
         budget = Budget("a card", cap + MiB, 0, cap + MiB, MiB)
-        assert forecast.plan(run(**UPSIDE_DOWN[name]), SETTING, budget, "nanogpt").fits == enough, cap // MiB
-    by_limit = forecast.needs_by_limit(run(**UPSIDE_DOWN[name]), SETTING, "nanogpt")  # of every card, in one table
-    assert {cap: by_limit(cap) <= cap for cap in seen} == seen
+        target = Target(SETTING, budget, None)
+        assert plan_for(run(**UPSIDE_DOWN[name]), target, "nanogpt").fits == enough, cap // MiB
 
 
 @pytest.fixture
 def tried(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
     """The caps of all replays."""
     caps: list[int | None] = []
-    monkeypatch.setattr(allocator, "replay",
+    monkeypatch.setattr(timeline, "replay",
                         lambda tape, cap=None, **more: caps.append(cap) or replay(tape, cap, **more))
     return caps
 
 
 def test_most_caps_are_not_tried(tried: list[int | None]) -> None:
     written = tape("nanogpt", compile=False, batch_size=16, vocab_size=50304)
-    by_trying = sum(1 for _ in range(ROUND_SEGMENT, replay(written).reserved, ROUND_SEGMENT)).bit_length()
+    by_trying = sum(1 for _ in range(ROUND_LARGE, replay(written).reserved, ROUND_LARGE)).bit_length()
     needs(written)
     assert len(tried) < by_trying / 2
 
@@ -121,7 +122,7 @@ def test_a_run_that_gets_by_with_less_than_it_would_like_is_told_as_it_gets_by(t
     free = forecast.forecast(config, SETTING, trainer)
     assert free.needs < free.phases["train"].reserved
     tight = forecast.forecast(config, SETTING, trainer, limit=free.needs)
-    page = LARGE_SEGMENT if trainer == "fitgpt" else 0  # of an expandable segment: the cap is asked for less than that
+    page = LARGE_BUFFER if trainer == "fitgpt" else 0  # of an expandable segment: the cap is asked for less than that
     assert max(phase.reserved for phase in tight.phases.values()) <= free.needs + page
     assert tight.reserved_range[1] == tight.phases["train"].reserved < free.phases["train"].reserved
     assert tight.phases["train"].allocated <= free.phases["train"].allocated

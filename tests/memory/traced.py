@@ -1,4 +1,5 @@
-"""The tape that the real engine writes of itself, on a machine without a GPU: what `memory/gpt.py` is compared with.
+"""The tape that the real engine writes of itself, on a machine without a GPU: what
+`tapes/engine/run.py` is compared with.
 
 The engine runs on torch's `meta` device, where tensors have a size and no numbers. Two modes lie around it: in one the
 device calls itself `cuda`, so that the engine takes the branches it takes on a card; the other notes each storage that
@@ -30,9 +31,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fitgpt import engine
 from fitgpt.config.run_config import RunConfig
-from fitgpt.memory.gpt import EVAL_BATCHES, ITERATIONS, records, sizes
-from fitgpt.memory.sampling import MASK_MULTIPLE, PROMPT, kernel_of_a_step
-from fitgpt.memory.setting import Setting
+from fitgpt.memory.platform import Platform
+from fitgpt.tapes.engine.run import EVAL_BATCHES, ITERATIONS, attention_kernel, records
+from fitgpt.tapes.engine.sampling import PROMPT, masked_attention
+from fitgpt.tapes.shapes import MASK_MULTIPLE
 
 CARD, STAND_IN, HOST = torch.device("cuda", 0), torch.device("meta"), torch.device("cpu")
 PACKAGE = str(Path(engine.__file__).parents[1])
@@ -47,30 +49,30 @@ class Seen(NamedTuple):
     maker: str  # the operation it came from, and where in fitgpt that was
 
 
-def trace(config: RunConfig, setting: Setting, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Seen]]:
+def trace(config: RunConfig, platform: Platform, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Seen]]:
     """The run that gpt.write writes, from build_training to the second evaluation, by phase; `train` has its step."""
     watch = Watch()
     with monkeypatch.context() as patch, torch.random.fork_rng(devices=[]):
-        steer(patch, setting, config, watch)
+        steer(patch, platform, config, watch)
         with CallsItselfCuda(), watch:
             run(config, watch)
     return watch.phases
 
 
-def trace_sampling(config: RunConfig, setting: Setting, tokens: int, monkeypatch: pytest.MonkeyPatch) -> list[Seen]:
+def trace_sampling(config: RunConfig, platform: Platform, tokens: int, monkeypatch: pytest.MonkeyPatch) -> list[Seen]:
     """The run that sampling.write writes: a model, a prompt and its first token, and so many tokens more."""
     from fitgpt.engine.model import build_model
-    from fitgpt.engine.sample import Taste, generate
+    from fitgpt.engine.sample import SamplingOptions, generate
 
     watch = Watch()
     with monkeypatch.context() as patch, torch.random.fork_rng(devices=[]):
-        steer(patch, setting, config, watch)
-        steer_sampling(patch, setting, config)
+        steer(patch, platform, config, watch)
+        steer_sampling(patch, platform, config)
         with CallsItselfCuda(), watch:
             watch.phase("sample")
             model = build_model(config.gpt_config(), CARD, 0)
             model.compute_dtype = getattr(torch, config.dtype)
-            for number, _ in enumerate(generate(model, [0] * PROMPT, tokens + 2, Taste(), 0)):
+            for number, _ in enumerate(generate(model, [0] * PROMPT, tokens + 2, SamplingOptions(), 0)):
                 if number == tokens:
                     watch.phase("after")
                     break
@@ -81,7 +83,7 @@ def run(config: RunConfig, watch: Watch) -> None:
     """As bench/record.py runs it on a card."""
     from fitgpt.engine.device import DeviceChoice
     from fitgpt.engine.evaluate import evaluate
-    from fitgpt.engine.prefetch import Feed
+    from fitgpt.engine.prefetch import Prefetcher
     from fitgpt.training.loop import learning_rate_at, train_step
     from fitgpt.training.run import build_training
 
@@ -104,7 +106,7 @@ def run(config: RunConfig, watch: Watch) -> None:
     if config.eval_only:
         watch.phase("after")
         return
-    feed = Feed(read, CARD, last=(ITERATIONS + 1) * config.gradient_accumulation_steps - 1)
+    feed = Prefetcher(read, CARD, last=(ITERATIONS + 1) * config.gradient_accumulation_steps - 1)
 
     def iterate(phase: str) -> None:
         watch.phase(phase)
@@ -266,16 +268,15 @@ def _made(shapes: Any) -> Any:
 
 # ---- what a card would decide or do
 
-def steer(patch: pytest.MonkeyPatch, setting: Setting, config: RunConfig, watch: Watch) -> None:
-    from fitgpt.engine import attention, chunked_loss, model
-    from fitgpt.training import run
+def steer(patch: pytest.MonkeyPatch, platform: Platform, config: RunConfig, watch: Watch) -> None:
+    from fitgpt.engine import attention, build, chunked_loss, model
 
     kernels = {"cudnn": attention.CUDNN, "flash": attention.FLASH, "efficient": attention.EFFICIENT,
                "math": attention.PLAIN}
-    patch.setattr(attention, "kernel_for", lambda *_: kernels[setting.attention(config)])
-    for module in (run, chunked_loss, model):
-        patch.setattr(module, "triton_works", lambda: setting.compiles)
-    patch.setattr(without_launches(patch), "_multiprocessors", lambda _: setting.sms)
+    patch.setattr(attention, "kernel_for", lambda *_: kernels[attention_kernel(config, platform)])
+    for module in (build, chunked_loss, model):
+        patch.setattr(module, "triton_works", lambda: platform.compiles)
+    patch.setattr(without_launches(patch), "_multiprocessors", lambda _: platform.sms)
     patch.setattr(torch, "compile", lambda function, **_: in_one_kernel(function, watch))
     patch.setattr(torch, "set_float32_matmul_precision", lambda _: None)  # a setting of the whole process
     patch.setattr(Tensor, "pin_memory", lambda tensor: tensor)
@@ -295,9 +296,9 @@ def steer(patch: pytest.MonkeyPatch, setting: Setting, config: RunConfig, watch:
     patch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)
 
 
-def steer_sampling(patch: pytest.MonkeyPatch, setting: Setting, config: RunConfig) -> None:
+def steer_sampling(patch: pytest.MonkeyPatch, platform: Platform, config: RunConfig) -> None:
     """Attention with a mask, which would be by hand on the stand-in: as torch's attention.cpp has it on a card."""
-    kernel = kernel_of_a_step(sizes(config, setting, 1, 1, training=False), setting)
+    kernel = masked_attention(config, platform)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor) -> Tensor:
         mask = torch.empty(attn_mask.shape, dtype=q.dtype, device=STAND_IN)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from accuracy import basis
 from fitgpt.commands import plan
 from fitgpt.config.run_config import RunConfig
 from fitgpt.core.units import GiB, MiB
-from fitgpt.planning.track_record import FILE as BASIS
+from fitgpt.planning.track_record import recorded_runs
 
 KEYS = ["schema", "trainer", "card", "torch", "params", "usable_bytes", "others_bytes", "budget_bytes", "outside_bytes",
         "reserve_limit_bytes", "needs_bytes", "headroom_bytes", "fits", "process_bytes", "card_bytes", "phases",
@@ -22,23 +21,23 @@ KEYS = ["schema", "trainer", "card", "torch", "params", "usable_bytes", "others_
 PHASES = ["load", "first_eval", "first_train", "train", "step", "eval", "save", "resume", "sample"]
 
 
-def test_a_resume_holds_the_states_that_a_new_run_makes_late(ask: Any) -> None:
+def test_a_resume_includes_optimizer_state_that_a_new_run_allocates_late(ask: Any) -> None:
     early, late = (ask(*SMALL, "--gpu=4070", f"--states={when}", "--json").json["phases"] for when in ("early", "late"))
     assert late["load"]["allocated_bytes"] < early["load"]["allocated_bytes"]
     assert late["resume"]["allocated_bytes"] == early["resume"]["allocated_bytes"]
 
 
-def test_nanogpts_77m_fits_a_4070_alone_and_not_beside_two_gigabytes(ask: Any) -> None:
+def test_nanogpt_77m_fits_a_4070_alone_and_not_beside_2_gib(ask: Any) -> None:
     alone, beside = (ask(*NOTES_77M, "--gpu=4070", f"--others={others}") for others in ("0", "2118MiB"))
     assert (alone.code, beside.code) == (0, 1)
     assert "\nFits: needs " in alone.out
     assert "\nDoes not fit: needs " in beside.out
-    room = re.search(r"everything\s+else\s+on\s+the\s+card\s+stays\s+under\s+([\d.]+ \w+)", alone.out)
+    room = re.search(r"everything\s+else\s+on\s+the\s+GPU\s+stays\s+under\s+([\d.]+ \w+)", alone.out)
     assert room is not None
     assert " ".join(f"stayed under {room[1]}".split()) in " ".join(beside.out.split())
 
 
-def test_characters_are_said_to_be_fewer_where_their_number_is_not_known(ask: Any) -> None:
+def test_a_note_suggests_the_vocabulary_of_a_character_dataset_that_is_missing(ask: Any) -> None:
     assert "--vocab_size=65" in ask("--dataset=shakespeare_char", "--gpu=4070").out
     assert "--vocab_size=65" not in ask("--dataset=openwebtext", "--gpu=4070").out
 
@@ -65,7 +64,7 @@ def test_json_has_every_key_and_its_figures_agree(ask: Any) -> None:
         assert told["params"] == RunConfig(n_layer=2, n_head=4, n_embd=256, block_size=256).gpt_config().count_params()
 
 
-def test_a_budget_is_what_the_process_may_hold_its_context_included(ask: Any) -> None:
+def test_a_budget_includes_the_cuda_context(ask: Any) -> None:
     told = ask(*SMALL, "--gpu=4070", "--budget=2GiB", "--json").json
     assert told["budget_bytes"] == 2 * GiB
     assert told["reserve_limit_bytes"] == 2 * GiB - told["outside_bytes"]
@@ -74,13 +73,13 @@ def test_a_budget_is_what_the_process_may_hold_its_context_included(ask: Any) ->
     assert ask(*SMALL, "--gpu=4070", f"--budget={exact - 1}").code == 1
 
 
-def test_of_a_budget_and_what_is_to_be_left_free_the_smaller_holds(ask: Any) -> None:
+def test_the_smaller_of_budget_and_leave_applies(ask: Any) -> None:
     for leave, budget in (("1GiB", 4 * GiB), ("9GiB", 11930 * MiB - 9 * GiB)):
         told = ask(*SMALL, "--gpu=4070", "--budget=4GiB", f"--leave={leave}", "--json").json
         assert told["budget_bytes"] == budget
 
 
-def test_a_budget_below_what_is_outside_the_allocator_is_short_by_both(ask: Any) -> None:
+def test_a_budget_below_the_cuda_context_gives_negative_headroom(ask: Any) -> None:
     argv = [*SMALL, "--gpu=h200", "--budget=500MiB"]
     told = ask(*argv, "--json").json
     assert told["reserve_limit_bytes"] == told["budget_bytes"] - told["outside_bytes"] < 0
@@ -90,7 +89,7 @@ def test_a_budget_below_what_is_outside_the_allocator_is_short_by_both(ask: Any)
     assert "may reserve nothing (a budget of 500.0 MiB" in " ".join(answer.out.split())
 
 
-def test_what_is_reserved_never_falls_from_one_phase_of_a_run_to_the_next(ask: Any) -> None:
+def test_reserved_memory_never_falls_from_one_phase_to_the_next(ask: Any) -> None:
     """With recorded work the tape trains once more after its evaluation, which may map a little more."""
     told = ask("--n_head=5", "--n_embd=480", "--n_layer=6", "--batch_size=16", "--block_size=100", "--vocab_size=1",
                "--residual=bfloat16", "--optimizer=muon", "--bias", "--eval_batch_size=3", "--gpu=4070", "--json").json
@@ -98,7 +97,7 @@ def test_what_is_reserved_never_falls_from_one_phase_of_a_run_to_the_next(ask: A
     assert reserved == sorted(reserved)
 
 
-def test_what_would_make_it_fit_does(ask: Any) -> None:
+def test_suggested_changes_make_it_fit(ask: Any) -> None:
     roomy = ask(*SMALL, "--n_layer=6", "--gpu=4070", "--json").json
     budget = roomy["needs_bytes"] + roomy["outside_bytes"] - 20 * MiB
     tight = [*SMALL, "--n_layer=6", "--gpu=4070", f"--budget={budget}"]
@@ -111,7 +110,7 @@ def test_what_would_make_it_fit_does(ask: Any) -> None:
         assert change["flags"][0] in ask(*tight).out
 
 
-def test_where_no_single_change_is_enough_it_says_so(ask: Any) -> None:
+def test_a_sentence_says_that_no_single_change_is_enough(ask: Any) -> None:
     answer = ask(*SMALL, "--gpu=4070", "--budget=300MiB")
     assert answer.code == 1
     assert "No single change makes it fit. What each would save: --options." in answer.out
@@ -119,21 +118,22 @@ def test_where_no_single_change_is_enough_it_says_so(ask: Any) -> None:
                                                                      "--options").out
 
 
-def test_a_price_in_training_has_the_optimizers_step_in_it(ask: Any) -> None:
+def test_savings_in_training_include_the_optimizer_step(ask: Any) -> None:
     told = ask(*SMALL, "--gpu=4070", "--options", "--json").json
     muon = next(each for each in told["options"] if each["change"]["flags"] == ["--optimizer=muon"])
     after = ask(*SMALL, "--gpu=4070", "--optimizer=muon", "--json").json["phases"]
     assert muon["saved"]["train"] == told["phases"]["train"]["allocated_bytes"] - after["train"]["allocated_bytes"]
 
 
-def test_to_fit_one_of_nanogpts_runs_is_said_without_its_flag(ask: Any) -> None:
+def test_the_fit_command_for_a_nanogpt_run_omits_the_trainer(ask: Any) -> None:
     far = [str(CONFIG / "gpt2_1558m.py"), "--gpu=4070"]
-    for trainer, words in (("nanogpt", "with the same words but --trainer."), ("fitgpt", "with the same words.")):
+    for trainer, words in (("nanogpt", "with the same arguments but without --trainer."),
+                           ("fitgpt", "with the same arguments.")):
         told = " ".join(ask(*far, f"--trainer={trainer}", "--budget=1GiB").out.split())
         assert f"fitgpt fit, {words}" in told
 
 
-def test_options_price_every_change_and_the_price_is_true(ask: Any) -> None:
+def test_options_price_every_change_exactly(ask: Any) -> None:
     told = ask(*SMALL, "--gpu=4070", "--options", "--json").json
     flags = {each["change"]["flags"][0]: each for each in told["options"]}
     assert {"--batch_size=4", "--recompute=input", "--offload=optimizer", "--weights=bfloat16"} <= set(flags)
@@ -141,13 +141,13 @@ def test_options_price_every_change_and_the_price_is_true(ask: Any) -> None:
     assert flags["--recompute=input"]["needs"] == changed["needs_bytes"]
     shown = ask(*SMALL, "--gpu=4070", "--options").out
     assert all(flag in shown for flag in flags)
-    levels = ("no_wide", "attention_projection", "attention", "input")
+    levels = ("no_mlp_up", "attention_projection", "attention", "input")
     speeds = [flags[f"--recompute={level}"]["speed"] for level in levels]
     assert 1 > speeds[0] > speeds[1] > speeds[2] > speeds[3] > 0.5
     assert f"{speeds[3]:.2f}  exact  ✓" in shown
 
 
-def test_options_of_nanogpt_are_priced_in_speed_too(ask: Any) -> None:
+def test_options_of_nanogpt_have_relative_speeds(ask: Any) -> None:
     told = ask(*SMALL, "--gpu=4070", "--trainer=nanogpt", "--options", "--json").json["options"]
     speeds = {each["change"]["flags"][0]: each["speed"] for each in told}
     assert speeds["--batch_size=1"] < speeds["--batch_size=4"] < 1 < speeds["--trainer=fitgpt"]
@@ -163,36 +163,36 @@ def test_every_line_is_at_most_eighty_columns_wide(ask: Any) -> None:
 
 
 def test_fits_is_coloured_only_on_a_terminal(ask: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "_colours", lambda: True)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setattr(plan, "can_redraw", lambda: True)
     assert "\x1b[1;32mFits\x1b[0m: " in ask(*SMALL, "--gpu=4070").out
     assert "\x1b[1;31mDoes not fit\x1b[0m: " in ask(*SMALL, "--gpu=4070", "--budget=300MiB").out
 
 
-def test_the_basis_is_what_the_recorded_runs_give(ask: Any) -> None:
+def test_the_track_record_is_what_the_recorded_runs_give(ask: Any) -> None:
     records = [*sorted((ROOT / "bench" / "results").glob("nanogpt*_h200.json")),
                *(ROOT / "tests" / "golden" / f"h200{name}.json"
                  for name in ("", "_fresh", "_kernels", "_switches", "_notes", "_bitsandbytes")),
                ROOT / "bench" / "results" / "triples_h200.json"]
     rows = [row for record in records for row in basis(str(record), "H200", "2.11")]
-    kept = json.loads(BASIS.read_text())["runs"]
-    assert kept == rows
+    assert recorded_runs() == [{key: str(value) for key, value in row.items()} for row in rows]
     for trainer in ("nanogpt", "fitgpt"):
         errors = [row["worst_percent"] for row in rows if row["trainer"] == trainer]
         told = ask(*SMALL, "--gpu=h200", f"--trainer={trainer}", "--json").json["basis"]
         assert told == {"recorded_runs_on_this_card": len(errors), "recorded_runs_in_all": len(errors),
                         "worst_error_percent": max(errors, key=abs)}
-    worst = "the worst figure was 0.49 % below what was measured"  # of docs/accuracy.md's runs as a user has them
+    worst = "worst error −0.49 % over"  # of docs/accuracy.md's runs as a user has them
     assert worst in " ".join(ask(*SMALL, "--gpu=h200").out.split())
 
 
-def test_nanogpts_runs_with_expandable_segments_have_a_basis_of_their_own(
+def test_nanogpt_with_expandable_segments_has_its_own_track_record(
         ask: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     told = ask(*SMALL, "--gpu=h200", "--trainer=nanogpt", "--json").json
     assert (told["assumes"]["allocator"], told["basis"]["recorded_runs_in_all"]) == ("expandable segments", 1)
 
 
-def test_a_step_is_drawn_on_a_page_of_its_own(ask: Any, tmp_path: Path) -> None:
+def test_timeline_writes_a_page_with_one_step(ask: Any, tmp_path: Path) -> None:
     answer = ask(*SMALL, "--gpu=4070", "--timeline=step.html", "--json")
     page = (tmp_path / "step.html").read_text()
     assert answer.json["schema"] == 1  # the sentence about the page goes elsewhere
@@ -202,7 +202,7 @@ def test_a_step_is_drawn_on_a_page_of_its_own(ask: Any, tmp_path: Path) -> None:
     assert "×" in page  # the formulas
 
 
-def test_only_a_page_of_its_own_is_drawn_over(ask: Any, tmp_path: Path) -> None:
+def test_only_a_page_that_plan_wrote_is_replaced(ask: Any, tmp_path: Path) -> None:
     (tmp_path / "mine.html").write_text("<!doctype html>\n<p>by hand</p>")
     answer = ask(*SMALL, "--gpu=4070", "--timeline=mine.html")
     assert (answer.code, answer.out) == (2, "")

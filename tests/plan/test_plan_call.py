@@ -38,10 +38,10 @@ def test_the_call_takes_a_file_a_dict_or_a_config(ask: Any, tmp_path: Path) -> N
 
 
 def test_the_call_takes_tokens_as_a_number(ask: Any) -> None:
-    assert fitgpt.plan(CONFIG / "notes_77m.py", gpu="4070", tokens=10**9).run.tokens >= 10**9
+    assert fitgpt.plan(CONFIG / "notes_77m.py", gpu="4070", tokens=10**9).duration.tokens >= 10**9
 
 
-def test_the_call_takes_knobs_that_count_more_than_the_config(ask: Any, tmp_path: Path) -> None:
+def test_options_of_the_call_override_the_config(ask: Any, tmp_path: Path) -> None:
     shape: dict[str, Any] = dict(n_layer=2, n_head=4, n_embd=256, batch_size=64, block_size=256, max_iters=100)
     (tmp_path / "mine.py").write_text("".join(f"{key} = {value}\n" for key, value in shape.items()))
     needs = ask(*SMALL, "--gpu=4070", "--json").json["needs_bytes"]
@@ -50,25 +50,25 @@ def test_the_call_takes_knobs_that_count_more_than_the_config(ask: Any, tmp_path
         assert fitgpt.plan(config, gpu=4070).forecast.needs > needs
     assert fitgpt.plan({**shape, "gpu": "4090", "trainer": "nanogpt"}).to_dict()["trainer"] == "nanogpt"
     assert fitgpt.plan(shape, gpu="4070", leave=11 * GiB).budget.budget == 11930 * MiB - 11 * GiB
-    assert fitgpt.plan(shape, gpu="4070", tokens="1M").run.steps == ask(
+    assert fitgpt.plan(shape, gpu="4070", tokens="1M").duration.steps == ask(
         *SMALL[:-1], "--batch_size=64", "--gpu=4070", "--tokens=1M", "--json").json["run"]["steps"]
 
 
-@pytest.mark.parametrize(("told", "knobs", "words"), [
+@pytest.mark.parametrize(("config", "options", "message"), [
     ({}, {"bach_size": 8}, "batch_size"), ({}, {"gpus": "4070"}, "gpu"), ({}, {"json": True}, "'json'"),
     ({}, {"batch_size": "many"}, "batch_size"), ({}, {"trainer": "karpathy"}, "one of fitgpt, nanogpt"),
-    (None, {}, "None"), ([], {}, r"\[\]"), (3, {}, "a dict of knobs"), (b"x.py", {}, "a config file"),
-    ({1: 2}, {}, "1 is not a knob"),
+    (None, {}, "None"), ([], {}, r"\[\]"), (3, {}, "a dict of options"), (b"x.py", {}, "a config file"),
+    ({1: 2}, {}, "1 is not an option"),
 ])
-def test_what_the_call_does_not_take_is_said(ask: Any, told: Any, knobs: dict[str, Any], words: str) -> None:
-    with pytest.raises(UsageError, match=words) as refused:
-        fitgpt.plan(told, **{"gpu": "4070", **knobs})
-    assert refused.value.fix
-    assert len(str(refused.value)) < 400
+def test_the_call_rejects_what_it_does_not_take(ask: Any, config: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message) as rejected:
+        fitgpt.plan(config, **{"gpu": "4070", **options})
+    assert rejected.value.fix
+    assert len(str(rejected.value)) < 400
 
 
 @pytest.mark.parametrize("flags", [{}, {"budget": "700MiB", "batch_size": 64}, {"options": True}])
-def test_the_call_answers_what_the_command_prints(ask: Any, flags: dict[str, Any]) -> None:
+def test_the_call_returns_what_the_command_prints(ask: Any, flags: dict[str, Any]) -> None:
     shape = dict(each.removeprefix("--").split("=") for each in SMALL)
     found = fitgpt.plan({key: int(value) for key, value in shape.items()}, gpu="4070", **flags)
     argv = [*SMALL, "--gpu=4070", *(f"--{key}={value}" for key, value in flags.items())]

@@ -11,35 +11,36 @@ from typing import Any
 import pytest
 from asking import SMALL
 
-from fitgpt.commands import plan
+from fitgpt.config.resolve import resolve_run
 from fitgpt.config.run_config import RunConfig
 from fitgpt.core.units import GiB, MiB, show_bytes
 from fitgpt.hardware import gpus, nvidia
 from fitgpt.hardware.nvidia import GpuProcess, GpuReading, Survey
-from fitgpt.memory.setting import Setting
+from fitgpt.memory.platform import Platform
 from fitgpt.planning import budget, forecast
+from fitgpt.planning.plan import same_tape
 
 # ---- the place
 
 
 def gpu(**more: Any) -> GpuReading:
     figures = dict(index=0, name="NVIDIA GeForce RTX 4070", cc="8.9", total_bytes=12282 * MiB, used_bytes=2 * GiB,
-                   free_bytes=9 * GiB, reserved_bytes=400 * MiB, processes=(GpuProcess(812, "/usr/bin/Xorg", GiB),))
+                   free_bytes=9 * GiB, reserved_bytes=400 * MiB, processes=(GpuProcess(812, "Xorg", GiB, "desktop"),))
     return GpuReading(**{**figures, **more})  # type: ignore[arg-type]
 
 
-def test_the_card_here_is_planned_with_what_others_hold_now(ask: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_installed_gpu_is_planned_with_the_memory_others_use(ask: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvidia, "survey", lambda env=None: Survey((gpu(),)))
     told = ask(*SMALL, "--json").json
     assert told["card"] == "RTX 4070"
     assert told["usable_bytes"] == (12282 - 400) * MiB
     assert told["others_bytes"] == 2 * GiB
     words = " ".join(ask(*SMALL).out.split())
-    assert "Others hold 2.00 GiB of it now: Xorg 1.00 GiB." in words
+    assert "Other processes use 2.00 GiB of it now: Xorg 1.00 GiB." in words
     assert ask(*SMALL, "--others=1GiB", "--json").json["others_bytes"] == GiB
 
 
-def test_of_several_cards_the_one_with_most_room_or_the_one_asked_for(ask: Any,
+def test_of_several_gpus_the_one_with_most_free_memory_or_the_one_named(ask: Any,
                                                                      monkeypatch: pytest.MonkeyPatch) -> None:
     both = (gpu(), gpu(index=1, name="NVIDIA GeForce RTX 3090", total_bytes=24576 * MiB, free_bytes=23 * GiB))
     monkeypatch.setattr(nvidia, "survey", lambda env=None: Survey(both))
@@ -50,7 +51,7 @@ def test_of_several_cards_the_one_with_most_room_or_the_one_asked_for(ask: Any,
     assert "cuda:1 (NVIDIA GeForce RTX 3090)" in answer.err
 
 
-def test_a_card_that_is_in_no_table_is_planned_with_care(ask: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_gpu_gets_the_largest_context_of_its_size(ask: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvidia, "survey", lambda env=None: Survey((gpu(name="NVIDIA Odd 9", cc="9.9"),)))
     answer = ask(*SMALL, "--json").json
     assert answer["card"] == "NVIDIA Odd 9"
@@ -58,7 +59,7 @@ def test_a_card_that_is_in_no_table_is_planned_with_care(ask: Any, monkeypatch: 
     assert answer["outside_bytes"] == max(mib for mib in known if mib) * MiB
 
 
-def test_without_a_gpu_a_name_or_a_budget_is_asked_for(ask: Any) -> None:
+def test_without_a_gpu_the_error_asks_for_a_name_or_a_budget(ask: Any) -> None:
     answer = ask(*SMALL)
     assert answer.code == 2
     assert "--gpu 4070" in answer.err
@@ -67,7 +68,7 @@ def test_without_a_gpu_a_name_or_a_budget_is_asked_for(ask: Any) -> None:
     assert (alone.code, alone.json["card"], alone.json["budget_bytes"]) == (0, None, 6 * GiB)
 
 
-def test_of_a_budget_without_a_card_nothing_is_said_of_a_card(ask: Any) -> None:
+def test_a_budget_without_a_gpu_names_no_gpu(ask: Any) -> None:
     told = ask(*SMALL, "--budget=6GiB", "--json").json
     words = " ".join(ask(*SMALL, "--budget=6GiB").out.split())
     assert f"(a budget of 6.00 GiB, {show_bytes(told['outside_bytes'])} outside the allocator): " in words
@@ -75,10 +76,10 @@ def test_of_a_budget_without_a_card_nothing_is_said_of_a_card(ask: Any) -> None:
     tight = " ".join(ask(*SMALL, "--budget=300MiB").out.split())
     for said in (words, tight):
         assert not [claim for claim in ("else on the card", "on this card", " usable") if claim in said]
-    assert "everything else on the card stays under" in " ".join(ask(*SMALL, "--gpu=4070").out.split())
+    assert "everything else on the GPU stays under" in " ".join(ask(*SMALL, "--gpu=4070").out.split())
 
 
-def test_of_other_vendors_it_is_said_what_is_not_known(ask: Any) -> None:
+def test_other_vendors_give_an_error_about_what_is_not_known(ask: Any) -> None:
     amd = ask(*SMALL, "--gpu=mi300x")
     assert amd.code == 2
     assert "has not been measured" in amd.err
@@ -87,12 +88,12 @@ def test_of_other_vendors_it_is_said_what_is_not_known(ask: Any) -> None:
     assert (apple.code, "allocator for Apple GPUs" in apple.err) == (2, True)
 
 
-def test_the_torch_is_the_one_installed_unless_another_is_asked_for(ask: Any) -> None:
+def test_the_installed_torch_is_assumed_unless_another_is_given(ask: Any) -> None:
     installed = ".".join(version("torch").split(".")[:2])
     assert ask(*SMALL, "--gpu=4070", "--json").json["torch"] == installed
     asked = ask(*SMALL, "--gpu=4070", "--torch=2.9.1", "--json").json
     assert asked["torch"] == "2.9"
-    assert "recorded runs are of" in asked["assumes"]["torch"]
+    assert "nearest known version" in asked["assumes"]["torch"]
 
 
 def test_the_users_own_allocator_settings_are_kept(ask: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,17 +103,17 @@ def test_the_users_own_allocator_settings_are_kept(ask: Any, monkeypatch: pytest
     assert ask(*SMALL, "--json").json["assumes"]["allocator"] != "expandable segments"
 
 
-def test_a_card_that_is_here_is_planned_with_its_own_multiprocessors() -> None:
+def test_the_installed_gpu_is_planned_with_its_own_multiprocessors() -> None:
     card = gpus.find("RTX 3060 12GB")
     seen = GpuReading(0, "NVIDIA GeForce RTX 3060", "GPU-1", "8.6", total_bytes=12288 * MiB, used_bytes=0)
-    assert budget.on_device(seen).setting.sms == card.sms == budget.on_card(card).setting.sms
-    assert budget.on_device(replace(seen, name="NVIDIA Nonesuch")).setting.sms == Setting.sms
+    assert budget.on_device(seen).platform.sms == card.sms == budget.on_card(card).platform.sms
+    assert budget.on_device(replace(seen, name="NVIDIA Nonesuch")).platform.sms == Platform.sms
 
 
 # ---- all cards
 
 
-def test_all_cards_says_of_each_what_its_own_plan_says(ask: Any) -> None:
+def test_all_cards_agrees_with_the_plan_of_each_gpu(ask: Any) -> None:
     argv = [*SMALL, "--n_embd=1024", "--batch_size=32"]
     answer = ask(*argv, "--all-cards", "--json")
     rows = {row["card"]: row for row in answer.json["cards"]}
@@ -124,12 +125,12 @@ def test_all_cards_says_of_each_what_its_own_plan_says(ask: Any) -> None:
     assert rows["MI300X"]["problem"] == "not known"
 
 
-def test_what_is_to_be_left_free_is_left_free_on_every_card(ask: Any) -> None:
+def test_leave_applies_to_every_gpu(ask: Any) -> None:
     rows = [ask(*SMALL, flag, "--all-cards", "--json").json["cards"] for flag in ("--others=6GiB", "--leave=6GiB")]
     assert rows[0] == rows[1]
 
 
-def test_a_card_that_cannot_run_it_is_said_what_it_needs_and_the_others_are_planned(ask: Any) -> None:
+def test_all_cards_says_what_an_unsupported_gpu_needs(ask: Any) -> None:
     flags = ["--step_in_backward", "--gradient_accumulation_steps=1", "--grad_clip=0"]
     told = ask(*SMALL, *flags, "--all-cards", "--json").json
     rows = {row["card"]: row for row in told["cards"]}
@@ -139,19 +140,20 @@ def test_a_card_that_cannot_run_it_is_said_what_it_needs_and_the_others_are_plan
     assert ask(*SMALL, *flags, "--gpu=t4", "--dtype=float32").code == 0
 
 
-def test_cards_that_share_a_replay_have_the_same_tape() -> None:
+def test_gpus_that_share_a_replay_have_the_same_tape() -> None:
     config = RunConfig(n_layer=1, n_head=2, n_embd=64, batch_size=2, block_size=64, vocab_size=64)
     seen: dict[Any, Any] = {}
     for card in gpus.load():
         if card.vendor == "nvidia":
-            setting = budget.on_card(card, torch="2.11").setting
+            platform = budget.on_card(card, torch="2.11").platform
             for trainer in ("fitgpt", "nanogpt"):
-                tape = forecast.tape_of(forecast.settled(config, setting, trainer), setting, trainer)
-                assert seen.setdefault((trainer, plan.same_tape(config, setting, trainer)), tape) == tape
+                run = resolve_run(config, platform, trainer)
+                tape = forecast.write_tape(run, platform, trainer)
+                assert seen.setdefault((trainer, same_tape(run, platform)), tape) == tape
     assert len(seen) > 4
 
 
-def test_every_card_that_fits_has_a_speed_where_there_is_an_estimate(ask: Any) -> None:
+def test_every_gpu_that_fits_has_a_speed(ask: Any) -> None:
     for trainer in ("fitgpt", "nanogpt"):
         lines = ask(*SMALL, "--all-cards", f"--trainer={trainer}").out.splitlines()
         assert "tok/s" in lines[0]
@@ -182,11 +184,11 @@ def test_cards_are_listed_and_filtered(ask: Any) -> None:
 @pytest.mark.parametrize(("verb", "argv"), [
     ("plan", ["--gpu=4070", "--options"]), ("plan", ["--all-cards"]), ("cards", []),
     ("plan", ["--gpu=4070", "--batch_size=64", "--trainer=nanogpt"]), ("fit", ["--gpu=4070"])])
-def test_a_narrow_terminal_is_not_overrun(ask: Any, monkeypatch: pytest.MonkeyPatch, columns: int, verb: str,
+def test_tables_fit_a_narrow_terminal(ask: Any, monkeypatch: pytest.MonkeyPatch, columns: int, verb: str,
                                           argv: list[str]) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
     config = [] if verb == "cards" else [str(Path(__file__).parents[2] / "config" / "gpt2_124m.py")]
-    told = ask(*config, *argv, verb=verb).out.partition("To write a config")[0]  # a command is to be copied whole
+    told = ask(*config, *argv, verb=verb).out.partition("To write this config")[0]  # a command is to be copied whole
     assert told
     flags = re.compile(r" +--\S+")  # one that is longer than the line is not broken
     assert [line for line in told.splitlines() if len(line) > columns and not flags.fullmatch(line)] == []
@@ -199,15 +201,15 @@ def test_a_narrow_table_keeps_what_matters(ask: Any, monkeypatch: pytest.MonkeyP
     assert re.search(r"^RTX 4070\n? .*fits", ask(*SMALL, "--all-cards").out, re.MULTILINE)
     assert re.search(r"^RTX 4070  .* 11.65 GiB$", ask("4070", verb="cards").out, re.MULTILINE)
     monkeypatch.setenv("COLUMNS", "50")
-    assert re.search(r"^card +headroom$", ask(*SMALL, "--all-cards").out, re.MULTILINE)
+    assert re.search(r"^GPU +headroom$", ask(*SMALL, "--all-cards").out, re.MULTILINE)
     for columns, has_speeds in ((60, True), (48, False)):  # what is left out is not explained
         monkeypatch.setenv("COLUMNS", str(columns))
         told = ask(*SMALL, "--gpu=4070", "--options").out
         assert (bool(re.search("needs +speed", told)), "✓: fits; speed:" in told) == (has_speeds, has_speeds)
 
 
-def test_of_cards_with_one_name_the_smallest_is_taken_and_the_others_are_named(ask: Any) -> None:
-    notes = {name: [note for note in ask(*SMALL, f"--gpu={name}", "--json").json["notes"] if "is also said of" in note]
+def test_an_ambiguous_gpu_name_means_the_smallest_and_a_note_names_the_others(ask: Any) -> None:
+    notes = {name: [note for note in ask(*SMALL, f"--gpu={name}", "--json").json["notes"] if "also means" in note]
              for name in ("4060 ti", "4060 ti 16gb", "4070")}
-    told = "'4060 ti' is also said of the RTX 4060 Ti 16GB: the smallest is taken, unless the name says which."
+    told = "'4060 ti' also means the RTX 4060 Ti 16GB: the smallest is taken unless the name says which."
     assert notes == {"4060 ti": [told], "4060 ti 16gb": [], "4070": []}

@@ -10,11 +10,11 @@ from asking import SMALL, write_chars
 
 import fitgpt
 from fitgpt.core.errors import DataError, UsageError
-from fitgpt.data.header import check_vocab
+from fitgpt.data.shard_header import check_vocab
 
 
 @pytest.mark.parametrize(("argv", "words"), [
-    (["--gpu=nonsense"], "'nonsense' is not a card"),
+    (["--gpu=nonsense"], "'nonsense' is not a GPU"),
     (["--gpu=4070", "--budget=0"], "must be above 0"),
     (["--gpu=4070", "--budget=-3GiB"], "takes a size"),
     (["--gpu=4070", "--budget=lots"], "takes a size"),
@@ -31,19 +31,19 @@ from fitgpt.data.header import check_vocab
     (["--gpu=4070", "--epochs=1"], "There is no dataset"),
     (["--gpu=4070", "--epochs=-1"], "must be at least 0"),
     (["--gpu=4070", "--epochs=inf"], "finite"),
-    (["--gpu=t4", "--trainer=nanogpt", "--dtype=bfloat16", "--hours=8"], "no estimate of the speed"),
+    (["--gpu=t4", "--trainer=nanogpt", "--dtype=bfloat16", "--hours=8"], "no speed estimate for this GPU"),
     (["--gpu=4070", "--trainer=karpathy"], "one of fitgpt, nanogpt"),
     (["--gpu=4070", "--torch=new"], "a version such as 2.11"),
     (["--gpu=4070", "--dropout=0.1", "--cuda_graphs=True"], "cuda_graphs=True does not work with dropout=0.1"),
     (["--gpu=4070", "--all-cards"], "--all-cards"),
     (["--gpu=4070", "--n_embd=513"], "not a multiple"),
-    (["--gpu=4070", "--batchsize=3"], "--batchsize is not a knob"),
+    (["--gpu=4070", "--batchsize=3"], "--batchsize is not an option"),
     (["--gpu=t4", "--dtype=bfloat16"], "compute capability 8.0"),
     (["--gpu=4070", "nowhere.py"], "There is no config file"),
     (["--gpu=4070", "odd.py"], "batch_sise"),
     (["--device=cpu"], "device=cpu"),
 ])
-def test_a_mistake_is_answered_with_a_sentence_and_a_fix(ask: Any, tmp_path: Path, argv: list[str],
+def test_mistakes_give_a_message_and_a_fix(ask: Any, tmp_path: Path, argv: list[str],
                                                         words: str) -> None:
     (tmp_path / "odd.py").write_text("batch_sise = 8\n")
     (tmp_path / "empty").mkdir()
@@ -55,7 +55,7 @@ def test_a_mistake_is_answered_with_a_sentence_and_a_fix(ask: Any, tmp_path: Pat
     assert fix
 
 
-def test_a_vocabulary_that_is_not_the_datas_is_refused_in_trains_own_words(ask: Any, tmp_path: Path) -> None:
+def test_a_vocabulary_that_differs_from_the_data_gives_the_error_of_train(ask: Any, tmp_path: Path) -> None:
     write_chars(tmp_path / "data" / "letters", train=1000)
     with pytest.raises(DataError) as of_train:
         check_vocab(None, 50, 65)
@@ -70,14 +70,14 @@ def test_a_vocabulary_that_is_not_the_datas_is_refused_in_trains_own_words(ask: 
     assert ask(*wrong, "--trainer=nanogpt", "--gpu=4070").code == 0  # which does not look
 
 
-def test_what_only_train_can_read_is_not_refused_for_its_vocabulary(ask: Any, tmp_path: Path) -> None:
+def test_a_checkpoint_that_only_train_can_read_passes_the_vocabulary_check(ask: Any, tmp_path: Path) -> None:
     write_chars(tmp_path / "data" / "letters", train=1000)
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / "ckpt.pt").write_bytes(b"")
     assert ask(*SMALL, "--dataset=letters", "--vocab_size=50", "--init_from=theirs", "--gpu=4070").code == 0
 
 
-def test_a_page_that_cannot_be_written_is_said_before_the_plan(ask: Any) -> None:
+def test_a_page_that_cannot_be_written_is_an_error_before_planning(ask: Any) -> None:
     answer = ask(*SMALL, "--gpu=4070", "--timeline=no/such/folder/x.html")
     assert (answer.code, answer.out) == (2, "")
     assert "--timeline no/such/folder/x.html: there is no folder no/such/folder." in answer.err

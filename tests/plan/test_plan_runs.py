@@ -13,11 +13,11 @@ from asking import SMALL, write_chars
 import fitgpt
 from fitgpt.config.run_config import RunConfig
 from fitgpt.core.units import MiB
-from fitgpt.planning.track_record import FILE as BASIS
+from fitgpt.planning.track_record import recorded_runs
 from fitgpt.runs.folder import open_run
 
 
-def test_the_run_is_told_in_tokens_and_epochs(ask: Any, tmp_path: Path) -> None:
+def test_the_length_is_shown_in_tokens_and_epochs(ask: Any, tmp_path: Path) -> None:
     write_chars(tmp_path / "data" / "letters", train=81_920)
     told = ask(*SMALL, "--gpu=4070", "--dataset=letters", "--gradient_accumulation_steps=2", "--json").json["run"]
     assert (told["tokens_per_step"], told["steps"], told["tokens"]) == (2 * 8 * 256, 100, 409_600)
@@ -35,7 +35,7 @@ def test_tokens_and_epochs_become_steps(ask: Any, tmp_path: Path) -> None:
     assert ask(*argv, "--epochs=2", "--json").json["run"]["steps"] == 81  # 80 whole steps and a token
 
 
-def test_a_run_for_some_hours_is_done_in_them(ask: Any) -> None:
+def test_hours_become_steps_that_take_no_longer(ask: Any) -> None:
     for trainer in ("fitgpt", "nanogpt"):
         argv = [*SMALL[:-1], "--gpu=4070", f"--trainer={trainer}", "--json"]
         for hours in (0.01, 8, 7.3):
@@ -44,21 +44,21 @@ def test_a_run_for_some_hours_is_done_in_them(ask: Any) -> None:
         assert ask(*argv, "--hours=1e-9").json["run"]["steps"] == 1
 
 
-def test_a_plan_of_nanogpt_says_how_long_it_takes(ask: Any) -> None:
+def test_a_plan_of_nanogpt_has_a_duration(ask: Any) -> None:
     low, high = ask(*SMALL, "--gpu=4070", "--trainer=nanogpt", "--json").json["run"]["hours"]
     assert 0 < low < high
     longer = ask(*SMALL[:-1], "--gpu=4070", "--trainer=nanogpt", "--hours=8").out
     assert re.search(r"on disk, \d+ h \d+ min to 7 h 59 min|on disk, \d+ h \d+ min to 8 h", " ".join(longer.split()))
 
 
-def test_one_step_is_a_step(ask: Any) -> None:
+def test_one_step_is_singular(ask: Any) -> None:
     words = " ".join(ask(*SMALL[:-1], "--gpu=4070", "--tokens=1").out.split())
     assert "× 1 step = " in words
     assert "are 1 step: max_iters=1 " in words
     assert "× 100 steps = " in ask(*SMALL, "--gpu=4070").out
 
 
-def test_the_vocabulary_is_the_datas_if_there_is_any(ask: Any, tmp_path: Path) -> None:
+def test_the_vocabulary_comes_from_the_data(ask: Any, tmp_path: Path) -> None:
     def params(*argv: str) -> int:
         return int(ask(*SMALL, "--gpu=4070", "--json", *argv).json["params"])
 
@@ -72,7 +72,7 @@ def test_the_vocabulary_is_the_datas_if_there_is_any(ask: Any, tmp_path: Path) -
 
 @pytest.mark.parametrize("trainer", ["fitgpt", "nanogpt"])
 @pytest.mark.parametrize(("train", "val", "missing"), [(256, 257, "train"), (257, 256, "val"), (257, 257, "")])
-def test_data_that_is_shorter_than_a_window_is_said(ask: Any, tmp_path: Path, trainer: str, train: int, val: int,
+def test_data_shorter_than_a_window_gives_a_note(ask: Any, tmp_path: Path, trainer: str, train: int, val: int,
                                                     missing: str) -> None:
     write_chars(tmp_path / "data" / "few", train=train, val=val)
     notes = ask(*SMALL, "--gpu=4070", "--dataset=few", f"--trainer={trainer}", "--json").json["notes"]
@@ -82,13 +82,13 @@ def test_data_that_is_shorter_than_a_window_is_said(ask: Any, tmp_path: Path, tr
                for note in said)
 
 
-def test_a_run_that_does_not_use_the_card_is_said_to_be_one(ask: Any) -> None:
+def test_a_run_on_the_cpu_gives_a_note(ask: Any) -> None:
     for device, is_said in (("cpu", True), ("mps", True), ("cuda", False)):
-        told = f"With --device={device} no card is used: planned is what one would hold."
+        told = f"With --device={device} no GPU is used: the plan is for the GPU named."
         assert (told in ask(*SMALL, "--gpu=4070", f"--device={device}", "--json").json["notes"]) == is_said
 
 
-def test_what_nanogpt_does_not_know_moves_neither_its_checkpoint_nor_the_hosts_memory(ask: Any) -> None:
+def test_options_that_nanogpt_lacks_do_not_change_its_checkpoint_or_cpu_ram(ask: Any) -> None:
     def run(*flags: str) -> dict[str, Any]:
         return dict(ask(*SMALL, "--gpu=4070", "--trainer=nanogpt", "--json", *flags).json["run"])
 
@@ -98,20 +98,20 @@ def test_what_nanogpt_does_not_know_moves_neither_its_checkpoint_nor_the_hosts_m
             key: as_it_is[key] for key in ("checkpoint_bytes", "host_bytes")}
 
 
-def test_an_hour_in_which_no_step_is_done_is_said_to_be_too_short(ask: Any) -> None:
+def test_hours_too_short_for_a_step_give_a_note(ask: Any) -> None:
     assert any(note.endswith("One step takes longer.") for note in
                ask(*SMALL[:-1], "--gpu=4070", "--hours=0.0000001", "--json").json["notes"])
 
 
 @pytest.mark.parametrize(("init", "is_said"), [("scratch", True), ("gpt2", False)])
-def test_another_vocabulary_is_proposed_only_where_it_can_be_chosen(ask: Any, init: str, is_said: bool) -> None:
+def test_a_padded_vocabulary_is_suggested_only_where_it_can_be_chosen(ask: Any, init: str, is_said: bool) -> None:
     notes = ask("--gpu=h200", "--trainer=nanogpt", "--vocab_size=50257", f"--init_from={init}", "--compile=True",
                 "--json").json["notes"]
-    assert any("50,257 is no multiple of 8" in note and ("50,264 in the data's meta.pkl" in note) == is_said
+    assert any("50,257 is not a multiple of 8" in note and ("50,264 in the data's meta.pkl" in note) == is_said
                for note in notes)
 
 
-def test_damaged_data_is_said_and_planned_without(ask: Any, tmp_path: Path) -> None:
+def test_damaged_data_gives_a_note_and_a_plan(ask: Any, tmp_path: Path) -> None:
     folder = tmp_path / "data" / "torn"
     folder.mkdir(parents=True)
     (folder / "train.bin").write_bytes(b"abc")
@@ -121,7 +121,7 @@ def test_damaged_data_is_said_and_planned_without(ask: Any, tmp_path: Path) -> N
     assert "an odd number" in " ".join(answer.out.split())
 
 
-def test_weights_to_start_from_give_their_shape(ask: Any, tmp_path: Path) -> None:
+def test_pretrained_weights_set_the_shape(ask: Any, tmp_path: Path) -> None:
     assert ask("--init_from=gpt2", "--gpu=4090", "--json").json["params"] == 124_439_808
     shape = {"n_layer": 3, "n_head": 2, "n_embd": 64, "vocab_size": 300}
     (tmp_path / "mine").mkdir()
@@ -133,7 +133,7 @@ def test_weights_to_start_from_give_their_shape(ask: Any, tmp_path: Path) -> Non
         assert told["needs_bytes"] == fitgpt.plan(expected, "4070").forecast.needs
 
 
-def test_a_run_to_start_from_gives_its_shape(ask: Any, tmp_path: Path) -> None:
+def test_a_run_folder_in_init_from_sets_the_shape(ask: Any, tmp_path: Path) -> None:
     first = RunConfig(n_layer=2, n_head=2, n_embd=64, block_size=96, vocab_size=65, bias=True, out_dir="runs/a")
     with open_run("runs/a", first.to_dict(), resume=False) as folder:
         folder.record(first.to_dict())
@@ -146,7 +146,7 @@ def test_a_run_to_start_from_gives_its_shape(ask: Any, tmp_path: Path) -> None:
         assert any("n_layer=2, n_head=2, n_embd=64, block_size=96" in note for note in told["notes"])
 
 
-def test_a_folder_without_weights_is_no_start(ask: Any, tmp_path: Path) -> None:
+def test_a_folder_without_weights_is_an_error(ask: Any, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "llama").mkdir()
     (tmp_path / "llama" / "config.json").write_text('{"model_type": "llama", "n_layer": 3}')
@@ -156,14 +156,14 @@ def test_a_folder_without_weights_is_no_start(ask: Any, tmp_path: Path) -> None:
         assert words in answer.err
 
 
-def test_the_shape_in_nanogpts_checkpoint_is_said_to_be_unknown(ask: Any, tmp_path: Path) -> None:
+def test_a_note_says_that_the_shape_of_ckpt_pt_is_unknown(ask: Any, tmp_path: Path) -> None:
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / "ckpt.pt").write_bytes(b"")
     told = ask(*SMALL, "--init_from=theirs", "--gpu=4070", "--json").json
     assert any("only `train` can read" in note for note in told["notes"])
 
 
-def test_a_run_to_resume_is_planned_as_it_was_recorded(ask: Any, tmp_path: Path) -> None:
+def test_a_resume_is_planned_with_the_recorded_config(ask: Any, tmp_path: Path) -> None:
     write_chars(tmp_path / "data" / "letters", train=1000)
     config = RunConfig(n_layer=2, n_head=2, n_embd=64, dataset="letters", out_dir="runs/a", vocab_size=65)
     with open_run("runs/a", config.to_dict(), resume=False) as folder:
@@ -173,40 +173,40 @@ def test_a_run_to_resume_is_planned_as_it_was_recorded(ask: Any, tmp_path: Path)
     assert told["params"] == config.gpt_config().count_params()
 
 
-def test_where_sampling_holds_most_the_owners_are_those_of_sampling(ask: Any) -> None:
+def test_where_sampling_has_the_peak_the_owners_are_those_of_sampling(ask: Any) -> None:
     """It takes float32 weights onto the card, which a run with rounded weights and all else on the host does not."""
     told = ask(*SMALL, "--vocab_size=65", "--n_layer=8", "--block_size=16", "--batch_size=1", "--weights=bfloat16",
                "--offload=gradients", "--recompute=input", "--gpu=4070", "--json").json
     assert told["peak_phase"] == "sample"
     assert sum(told["owners_at_peak"].values()) == told["phases"]["sample"]["allocated_bytes"]
     assert told["formulas"]["weights"].endswith(" × 4 bytes")
-    assert told["formulas"]["activations"].startswith("7 layers × 16 tokens × 256 × 4 bytes")
+    assert told["formulas"]["activations"].startswith("16 tokens × 256 × 32 bytes")
 
 
 @pytest.mark.parametrize("trainer", ["fitgpt", "nanogpt"])
-def test_a_run_that_only_evaluates_holds_no_optimizer_and_no_gradients(ask: Any, trainer: str) -> None:
+def test_eval_only_has_no_optimizer_state_and_no_gradients(ask: Any, trainer: str) -> None:
     flags = [*SMALL, f"--trainer={trainer}", "--gpu=4070", "--eval_only"]
     told = ask(*flags, "--json").json
     assert [phase for phase, held in told["phases"].items() if held] == ["load", "first_eval"]
     assert not {"optimizer", "gradients"} & set(told["owners_at_peak"])
     assert told["run"]["steps"] == 0
-    assert "evaluates once, and trains nothing" in ask(*flags).out
+    assert "evaluates once, and does not train" in ask(*flags).out
     tight = ask(*flags, f"--budget={told['needs_bytes'] + told['outside_bytes'] - MiB}", "--options", "--json")
     assert tight.code == 1
     assert tight.json["changes"]
 
 
-def test_a_plan_that_fit_wrote_is_what_is_planned(ask: Any, tmp_path: Path) -> None:
+def test_a_plan_file_of_fit_sets_the_options(ask: Any, tmp_path: Path) -> None:
     knobs = RunConfig(n_layer=2, n_head=4, n_embd=256, batch_size=2, block_size=128).to_dict()
     (tmp_path / "my.plan.json").write_text(json.dumps({"schema": 1, "config": knobs}))
     told, asked = (ask(*flags, "--gpu=4070", "--json").json for flags in (
         ["--plan=my.plan.json"], ["--n_layer=2", "--n_head=4", "--n_embd=256", "--batch_size=2", "--block_size=128"]))
     assert told["needs_bytes"] == asked["needs_bytes"]
     assert ask("--plan=nowhere.json", "--gpu=4070").code == 2
-    assert "`fitgpt fit` with the same words" in " ".join(ask(*SMALL, "--gpu=4070", "--fit").out.split())
+    assert "`fitgpt fit` with the same options" in " ".join(ask(*SMALL, "--gpu=4070", "--fit").out.split())
 
 
-def test_the_allocator_is_the_one_that_the_environment_asks_for(ask: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_selects_the_allocator(ask: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     kinds = {}
     for said in ("", "expandable_segments:True", "expandable_segments:False", "max_split_size_mb:128"):
         monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", said)
@@ -217,23 +217,26 @@ def test_the_allocator_is_the_one_that_the_environment_asks_for(ask: Any, monkey
 
 
 @pytest.mark.parametrize(("version", "words"), [
-    ("2.11", "2.11"), ("2.11.0+cu130", "2.11"), ("2.13.0", "2.13 (recorded runs are of 2.11)"),
-    ("2.14.0a0+git12ab", "2.14 (not measured: recorded runs are of 2.11)"),
-    ("9.9", "9.9 (not measured: recorded runs are of 2.11)")])
-def test_a_version_of_torch_is_said_as_torch_says_it_and_one_that_is_not_measured_is_said_to_be(
+    ("2.11", "2.11 (measured on an H200)"), ("2.11.0+cu130", "2.11 (measured on an H200)"),
+    ("2.13.0", "2.13 (not measured; allocator read in its source; cuBLAS workspace read in PyTorch's pull requests; "
+               "attention kernels and compiler assumed as in 2.11)"),
+    ("2.14.0a0+git12ab", "2.14 (not known; the rules of 2.13 are used, the nearest known version)"),
+    ("2.9", "2.9 (not known; the rules of 2.11 are used, the nearest known version)"),
+    ("9.9", "9.9 (not known; the rules of 2.13 are used, the nearest known version)")])
+def test_a_plan_states_how_the_rules_of_a_torch_version_are_known(
         ask: Any, version: str, words: str) -> None:
     assert ask(*SMALL, "--gpu=4070", f"--torch={version}", "--json").json["assumes"]["torch"] == words
 
 
-def test_nanogpt_does_not_know_what_we_added(ask: Any) -> None:
+def test_options_that_nanogpt_lacks_give_a_note(ask: Any) -> None:
     words = " ".join(ask(*SMALL, "--trainer=nanogpt", "--gpu=4070", "--eval_batch_size=2").out.split())
-    assert "nanoGPT's train.py does not know eval_batch_size=2" in words
+    assert "nanoGPT's train.py ignores eval_batch_size=2" in words
 
 
-def test_nanogpt_runs_bfloat16_eager_on_a_card_without_it(ask: Any) -> None:
+def test_nanogpt_runs_bfloat16_eagerly_on_a_gpu_without_it(ask: Any) -> None:
     told = ask(*SMALL, "--gpu=t4", "--trainer=nanogpt", "--dtype=bfloat16", "--json").json
     assert told["assumes"]["compile"] == "eager"
-    assert any("torch compiles no bfloat16 for this card" in note for note in told["notes"])
+    assert any("torch.compile does not support bfloat16 on this GPU" in note for note in told["notes"])
     eager = ask(*SMALL, "--gpu=t4", "--trainer=nanogpt", "--dtype=bfloat16", "--compile=False", "--json").json
     assert (told["needs_bytes"], told["phases"]) == (eager["needs_bytes"], eager["phases"])
     by_itself = ask(*SMALL, "--gpu=t4", "--trainer=nanogpt", "--json").json
@@ -241,36 +244,37 @@ def test_nanogpt_runs_bfloat16_eager_on_a_card_without_it(ask: Any) -> None:
     assert any("--dtype=bfloat16 plans that" in note for note in by_itself["notes"])
 
 
-def test_nanogpt_takes_its_vocabulary_from_the_data_and_that_is_said(ask: Any, tmp_path: Path) -> None:
+def test_a_note_says_that_nanogpt_reads_its_vocabulary_from_the_data(ask: Any, tmp_path: Path) -> None:
     write_chars(tmp_path / "data" / "letters", train=81_920)
     argv = [*SMALL, "--gpu=4070", "--dataset=letters", "--trainer=nanogpt"]
     said = [note for note in ask(*argv, "--vocab_size=512", "--json").json["notes"] if "no vocab_size" in note]
-    assert said == ["nanoGPT's train.py has no vocab_size: it takes the one in the data's meta.pkl, or 50304, here "
-                    "65. Planned is 512."]
+    assert said == ["nanoGPT's train.py has no vocab_size: it uses the one in the data's meta.pkl, or 50304, here "
+                    "65. This plan is for 512."]
     assert not [note for note in ask(*argv, "--json").json["notes"] if "no vocab_size" in note]
 
 
 @pytest.mark.parametrize(("flags", "words"), [
-    (["--vocab_size=50257"], "A vocabulary of 50,257 is no multiple of 8"),
-    (["--vocab_size=50304", "--batch_size=3", "--block_size=250"], "750 tokens a micro-batch are no multiple of 8")])
-def test_what_the_compiler_finds_out_by_timing_is_said_to_be_unsure(ask: Any, flags: list[str], words: str) -> None:
+    (["--vocab_size=50257"], "A vocabulary of 50,257 is not a multiple of 8"),
+    (["--vocab_size=50304", "--batch_size=3", "--block_size=250"],
+     "750 tokens per micro-batch are not a multiple of 8")])
+def test_sizes_that_the_compiler_may_pad_give_a_note(ask: Any, flags: list[str], words: str) -> None:
     told = ask(*SMALL, "--gpu=h200", "--trainer=nanogpt", "--compile=True", *flags, "--json").json
     assert any(words in note for note in told["notes"])
     assert told["assumes"]["compile"] == "compiled, odd sizes padded as on an H200"
-    kept = [row for row in json.loads(BASIS.read_text())["runs"] if "odd sizes" in row["trainer"]]
+    kept = [row for row in recorded_runs() if "odd sizes" in row["trainer"]]
     assert told["basis"]["recorded_runs_in_all"] == len(kept) > 40
     eager = ask(*SMALL, "--gpu=h200", "--trainer=nanogpt", "--compile=False", *flags, "--json").json
     assert not any(words in note for note in eager["notes"])
 
 
-def test_what_the_environment_tells_the_allocator_is_said_where_the_forecast_is_without_it(
+def test_allocator_options_that_are_not_modelled_give_a_note(
         ask: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     notes = {}
     for told in ("expandable_segments:True", "max_split_size_mb:128,expandable_segments:True",
                  "roundup_power2_divisions:[256:1,512:2,>:4]"):
         monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", told)
         notes[told.split(":")[0]] = [note for note in ask(*SMALL, "--gpu=4070", "--json").json["notes"]
-                                     if "the forecast is without" in note]
+                                     if "The forecast does not model" in note]
     assert [len(each) for each in notes.values()] == [0, 1, 1]
     assert "sets max_split_size_mb for" in notes["max_split_size_mb"][0]
     assert "sets roundup_power2_divisions for" in notes["roundup_power2_divisions"][0]

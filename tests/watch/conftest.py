@@ -1,4 +1,4 @@
-"""The driver, as these tests have it."""
+"""Fixtures: a driver with two GPUs, or none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The driver's counters: each by itself, whatever the driver leaves out, and whose programs are on a card."""
+"""gpu_stats: every counter of a GPU, whichever the driver lacks, and the processes on it."""
 
 from __future__ import annotations
 
@@ -9,60 +9,63 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from watched import words_of
+from watched import text_of
 
 from fake_nvml import CountingNvml
 from fitgpt.core.units import MiB
-from fitgpt.hardware import gpu_stats
+from fitgpt.hardware import gpu_stats, nvidia
+from fitgpt.hardware.gpu_stats import GpuState
 from fitgpt.hardware.nvidia import GpuProcess
-from fitgpt.sights import CardState, Program, Track, WatchFrame
+from fitgpt.runs.record import MemoryHistory
+from fitgpt.runs.watch import WatchFrame
 
 
-def test_every_counter_of_a_card_is_read(nvml: CountingNvml) -> None:
-    (card, _), reason = gpu_stats.read_cards()
-    assert (card.utilisation, card.watts, card.watt_limit, card.celsius) == (97, 187.4, 200.0, 71)
-    assert (card.clock_mhz, card.top_clock_mhz, card.throttled) == (2475, 2550, ("power limit", "heat"))
-    assert (card.used_bytes, card.free_bytes, card.total_bytes) == (30 * MiB, 60 * MiB, 100 * MiB)
-    assert [(one.pid, one.nbytes) for one in card.programs] == [(7, 20 * MiB), (5, 2 * MiB), (8, None)]
+def test_every_counter_is_read(nvml: CountingNvml) -> None:
+    (gpu, _), reason = gpu_stats.read_gpus()
+    assert (gpu.utilisation, gpu.watts, gpu.watt_limit, gpu.celsius) == (97, 187.4, 200.0, 71)
+    assert (gpu.clock_mhz, gpu.top_clock_mhz, gpu.throttled) == (2475, 2550, ("power limit", "heat"))
+    assert (gpu.used_bytes, gpu.free_bytes, gpu.total_bytes) == (30 * MiB, 60 * MiB, 100 * MiB)
+    assert [(one.pid, one.nbytes) for one in gpu.programs] == [(7, 20 * MiB), (5, 2 * MiB), (8, None)]
     assert reason == ""
     assert not nvml.is_open
 
 
-def test_a_counter_the_driver_does_not_know_shows_as_na(nvml: CountingNvml) -> None:
-    _, silent = gpu_stats.read_cards()[0]
-    assert silent == CardState(1, "NVIDIA GeForce RTX 4070")
-    words = words_of(WatchFrame(0.0, (silent,), "", None, Track()))
-    assert "utilisation N/A  power N/A  N/A  clock N/A" in words
-    assert re.search(r"throttled +N/A", words)
-    assert "N/A of N/A" in words
+def test_a_missing_counter_is_shown_as_na(nvml: CountingNvml) -> None:
+    _, silent = gpu_stats.read_gpus()[0]
+    assert silent == GpuState(1, "NVIDIA GeForce RTX 4070")
+    text = text_of(WatchFrame(0.0, (silent,), "", None, MemoryHistory()))
+    assert "utilisation N/A  power N/A  N/A  clock N/A" in text
+    assert re.search(r"throttled +N/A", text)
+    assert "N/A of N/A" in text
 
 
-def test_a_library_without_the_function_costs_only_that_counter(nvml: CountingNvml,
-                                                                 monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_nvml_without_one_function_lacks_only_that_counter(nvml: CountingNvml,
+                                                              monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(CountingNvml, "nvmlDeviceGetPowerUsage")
-    card = gpu_stats.read_cards()[0][0]
-    assert (card.watts, card.celsius) == (None, 71)
+    gpu = gpu_stats.read_gpus()[0][0]
+    assert (gpu.watts, gpu.celsius) == (None, 71)
 
 
-def test_before_driver_535_throttling_has_another_name(nvml: CountingNvml, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drivers_before_535_give_throttle_reasons_by_another_name(nvml: CountingNvml,
+                                                                  monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(CountingNvml, "nvmlDeviceGetCurrentClocksEventReasons")
     monkeypatch.setattr(CountingNvml, "nvmlDeviceGetCurrentClocksThrottleReasons", lambda self, handle: 0x40,
                         raising=False)
-    assert gpu_stats.read_cards()[0][0].throttled == ("heat (hardware)",)
+    assert gpu_stats.read_gpus()[0][0].throttled == ("heat (hardware)",)
 
 
-@pytest.mark.parametrize(("bits", "words"), [(0, ()), (0x1, ()), (0x5, ("power limit",)), (None, None),
+@pytest.mark.parametrize(("bits", "reasons"), [(0, ()), (0x1, ()), (0x5, ("power limit",)), (None, None),
                                              (0x1000, ("reason 0x1000",)), ("odd", None)])
-def test_an_idle_card_is_not_throttled_and_a_new_reason_is_still_one(bits: Any, words: Any) -> None:
-    assert gpu_stats.throttling(bits) == words
+def test_idle_is_no_throttle_reason_and_unknown_bits_are_shown(bits: Any, reasons: Any) -> None:
+    assert gpu_stats.throttle_reasons(bits) == reasons
 
 
-def test_hidden_cards_are_watched_too(nvml: CountingNvml, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_hidden_by_cuda_visible_devices_are_read_too(nvml: CountingNvml, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
-    assert [card.index for card in gpu_stats.read_cards()[0]] == [0, 1]
+    assert [gpu.index for gpu in gpu_stats.read_gpus()[0]] == [0, 1]
 
 
-def test_without_the_library_nvidia_smi_counts_even_an_old_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_nvml_counters_come_from_nvidia_smi_even_an_old_one(monkeypatch: pytest.MonkeyPatch) -> None:
     def smi(command: list[str], **_: Any) -> SimpleNamespace:
         asked = command[1]
         if "event_reasons" in asked:
@@ -77,31 +80,31 @@ def test_without_the_library_nvidia_smi_counts_even_an_old_one(monkeypatch: pyte
     monkeypatch.setitem(sys.modules, "pynvml", None)
     monkeypatch.setattr("shutil.which", lambda name: "/bin/nvidia-smi-old")
     monkeypatch.setattr("subprocess.run", smi)
-    (card,), _ = gpu_stats.read_cards()
+    (gpu,), _ = gpu_stats.read_gpus()
     gpu_stats._reason_field.cache_clear()
-    assert (card.utilisation, card.watts, card.watt_limit, card.celsius) == (57, 88.2, None, 64)
-    assert card.throttled == ("power limit",)
-    assert card.programs == (Program(42, "python3", 4464 * MiB), Program(43, "odd", None))
+    assert (gpu.utilisation, gpu.watts, gpu.watt_limit, gpu.celsius) == (57, 88.2, None, 64)
+    assert gpu.throttled == ("power limit",)
+    assert gpu.programs == (GpuProcess(42, "python3", 4464 * MiB), GpuProcess(43, "odd", None))
 
 
-@pytest.mark.parametrize(("told", "name", "kind"), [
+@pytest.mark.parametrize(("command", "name", "kind"), [
     ("/usr/lib/xorg/Xorg", "Xorg", "desktop"), ("/usr/bin/gnome-shell", "gnome-shell", "desktop"),
     ("/opt/google/chrome/chrome --type=gpu-process --no-sandbox", "chrome", "app"),
     (r"C:\Windows\System32\dwm.exe", "dwm.exe", "desktop"),
     (r"C:\Program Files\Mozilla\firefox.exe", "firefox.exe", "app"),
     ("python train.py", "python train.py", "other"), ("/usr/bin/python3.11", "python3.11", "other"),
-    (None, "", "other"),
+    ("", "", "other"),
 ])
-def test_programs_are_named_plainly_and_the_desktops_told_apart(told: str | None, name: str, kind: str) -> None:
-    assert gpu_stats.program_name(told) == name
-    assert gpu_stats.kind_of(name) == kind
+def test_program_names_are_shortened_and_desktop_programs_recognised(command: str, name: str, kind: str) -> None:
+    assert nvidia.program_name(command) == name
+    assert nvidia.kind_of(name) == kind
 
 
-def test_more_bytes_than_the_card_has_are_not_believed() -> None:
-    found = gpu_stats.programs([GpuProcess(1, "a", 2**64 - 1), GpuProcess(2, "b", 5)], 100)
-    assert found == (Program(2, "b", 5), Program(1, "a", None))
+def test_a_size_larger_than_the_gpu_is_unknown() -> None:
+    found = nvidia.identified([(1, "a", 2**64 - 1), (2, "b", 5)], 100)
+    assert found == (GpuProcess(2, "b", 5), GpuProcess(1, "a", None))
 
 
-def test_a_process_nobody_names_is_called_by_its_number() -> None:
-    assert gpu_stats.programs([GpuProcess(2**30, None, 5)], None)[0].name == f"process {2**30}"
-    assert gpu_stats.programs([GpuProcess(os.getpid(), None, 5)], None)[0].name != ""
+def test_a_process_without_name_is_shown_by_its_pid() -> None:
+    assert nvidia.identified([(2**30, "", 5)], None)[0].name == f"process {2**30}"
+    assert nvidia.identified([(os.getpid(), "", 5)], None)[0].name != ""

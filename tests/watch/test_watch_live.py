@@ -1,4 +1,4 @@
-"""A live watch, in a process of its own: it reads what is being written, and ends well."""
+"""`fitgpt watch` in a process of its own, while another one writes the run."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ import json
 import os
 import pty
 import re
+import select
 import signal
 import struct
 import subprocess
 import sys
 import termios
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -40,30 +43,42 @@ def writer(tmp_path: Path) -> Any:
     process = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path / "run"),
                                 json.dumps({**FACTS, "max_iters": 10**9})],
                                stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "writing\n"
-    yield process
+    with killed_after(60, process):
+        assert process.stdout is not None
+        assert process.stdout.readline() == "writing\n"
+        yield process
     process.kill()
-    process.communicate()
+    process.communicate(timeout=10)
 
 
-def test_a_run_is_read_while_another_process_writes_half_lines(writer: Any, tmp_path: Path) -> None:
+@contextmanager
+def killed_after(seconds: float, process: subprocess.Popen[str]) -> Iterator[None]:
+    """Reading from the process cannot block for longer."""
+    timer = threading.Timer(seconds, process.kill)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def test_a_run_is_read_while_another_process_writes_partial_lines(writer: Any, tmp_path: Path) -> None:
     steps = []
     for _ in range(4):
         seen = subprocess.run([sys.executable, "-m", "fitgpt", "watch", str(tmp_path / "run"), "--once", "--json"],
                               capture_output=True, text=True, timeout=30)
         assert (seen.returncode, seen.stderr) == (0, "")
-        told = json.loads(seen.stdout)["run"]
-        assert (told["status"], told["whereabouts"]) == ("running", f"process {writer.pid}")
-        steps.append(told["step"])
+        run = json.loads(seen.stdout)["run"]
+        assert (run["status"], run["whereabouts"]) == ("running", f"process {writer.pid}")
+        steps.append(run["step"])
     assert steps == sorted(set(steps))
     writer.kill()
-    writer.wait()
+    writer.wait(timeout=10)
     assert state_of(tmp_path / "run").status == "stopped"
 
 
 def watch_in_terminal(argv: list[str], columns: int, until: Callable[[str], bool]) -> tuple[int, str]:
-    """Runs it in a terminal of that width, presses Ctrl-C when its screen is as wanted: (exit code, what it wrote)."""
+    """Runs it in a terminal of that width and sends Ctrl-C once `until` is true. → exit code, output."""
     parent, child = pty.openpty()
     fcntl.ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", 60, columns, 0, 0))
     environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
@@ -73,10 +88,11 @@ def watch_in_terminal(argv: list[str], columns: int, until: Callable[[str], bool
     os.close(child)
     written, deadline = b"", time.monotonic() + 20
     while not until(written.decode(errors="replace")) and time.monotonic() < deadline:
-        written += os.read(parent, 65536)
+        if select.select([parent], [], [], 1)[0]:
+            written += os.read(parent, 65536)
     process.send_signal(signal.SIGINT)
     try:
-        while chunk := os.read(parent, 65536):
+        while select.select([parent], [], [], 10)[0] and (chunk := os.read(parent, 65536)):
             written += chunk
     except OSError:  # the other end is closed
         pass
@@ -84,9 +100,9 @@ def watch_in_terminal(argv: list[str], columns: int, until: Callable[[str], bool
     return process.wait(10), written.decode()
 
 
-def test_ctrl_c_ends_a_live_watch_in_a_narrow_terminal_quietly(writer: Any, tmp_path: Path) -> None:
+def test_ctrl_c_stops_watching_without_an_error(writer: Any, tmp_path: Path) -> None:
     code, written = watch_in_terminal([str(tmp_path / "run"), "--interval=0.1"], 40,
-                                      lambda seen: seen.count("Ctrl-C ends it") >= 3)
+                                      lambda seen: seen.count("Ctrl-C to stop") >= 3)
     assert code == 0
     assert "Traceback" not in written
     assert "stopped." not in written
@@ -96,21 +112,22 @@ def test_ctrl_c_ends_a_live_watch_in_a_narrow_terminal_quietly(writer: Any, tmp_
     assert written.rfind("\x1b[?25h") > written.rfind("\x1b[?25l")  # the cursor is back
 
 
-def test_watching_ends_when_the_run_does(writer: Any, tmp_path: Path) -> None:
+def test_watching_ends_with_the_run(writer: Any, tmp_path: Path) -> None:
     watching = subprocess.Popen([sys.executable, "-m", "fitgpt", "watch", str(tmp_path / "run"), "--interval=0.1"],
                                 stdout=subprocess.PIPE, text=True)
     assert watching.stdout is not None
-    while "running" not in watching.stdout.readline():
-        pass
-    writer.kill()
-    writer.wait()
-    rest, _ = watching.communicate(timeout=20)
+    with killed_after(60, watching):
+        assert any("running" in line for line in watching.stdout)
+        writer.kill()
+        writer.wait(timeout=10)
+        rest, _ = watching.communicate(timeout=20)
     assert watching.returncode == 0
     assert "stopped" in rest
 
 
-def test_watching_loads_neither_torch_nor_numpy_nor_without_a_terminal_rich(tmp_path: Path) -> None:
+def test_watching_loads_no_torch_no_numpy_and_without_a_terminal_no_rich(tmp_path: Path) -> None:
     write_run(tmp_path, FACTS, step(5))
     script = ("import sys\nfrom fitgpt.commands.main import main\nassert main(['watch', sys.argv[1], '--once']) == 0\n"
               "assert not {'torch', 'numpy', 'rich'} & set(sys.modules)")
-    assert subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True).returncode == 0
+    ended = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, timeout=60)
+    assert ended.returncode == 0, ended.stderr

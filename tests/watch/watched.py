@@ -1,4 +1,4 @@
-"""Runs as their folders tell them, and a frame of everything that watch can show."""
+"""Rows and folders of runs, and a frame with everything that watch can show."""
 
 from __future__ import annotations
 
@@ -8,23 +8,25 @@ from pathlib import Path
 from typing import Any
 
 from fitgpt.core.units import GiB, MiB
-from fitgpt.nouns import MemoryReading
-from fitgpt.runs import record as runrecord
+from fitgpt.hardware.gpu_stats import GpuState
+from fitgpt.hardware.nvidia import GpuProcess
 from fitgpt.runs.lock import lock_owner
-from fitgpt.runs.record import FollowedRun
-from fitgpt.show.watching import frame_lines
-from fitgpt.sights import CardState, Program, RunState, Spike, Track, WatchFrame
+from fitgpt.runs.metrics import MemoryReading
+from fitgpt.runs.record import FollowedRun, MemoryHistory, RunProgress, RunState, Spike
+from fitgpt.runs.watch import WatchFrame
+from fitgpt.show.watch_text import frame_lines
 
 FACTS = {"kind": "run", "config": {"eval_interval": 100, "always_save_checkpoint": True}, "device": "cuda:0",
          "device_name": "NVIDIA H200", "start_step": 0, "max_iters": 1000}
-CARD = CardState(0, "NVIDIA GeForce RTX 4070", 9 * GiB, 2 * GiB, 12 * GiB, 97, 187.4, 200.0, 71, 2475, 2550,
-                 ("power limit",), (Program(7, "python", 8 * GiB, "run"), Program(5, "Xorg", 300 * MiB, "desktop"),
-                                    Program(6, "chrome", 200 * MiB, "app"), Program(9, "ollama", None)))
+CARD = GpuState(0, "NVIDIA GeForce RTX 4070", 9 * GiB, 2 * GiB, 12 * GiB, 97, 187.4, 200.0, 71, 2475, 2550,
+                ("power limit",), (GpuProcess(7, "python", 8 * GiB, "run"),
+                                   GpuProcess(5, "Xorg", 300 * MiB, "desktop"),
+                                   GpuProcess(6, "chrome", 200 * MiB, "app"), GpuProcess(9, "ollama", None)))
 RUN = RunState("runs/a", "running", "process 7", 3.0, "NVIDIA GeForce RTX 4070", "eval", 1240, 9536, 3.8123, 3.9,
                41234.0, 0.412, 18720.0, MemoryReading(7 * GiB, 8 * GiB, 7 * GiB, 8 * GiB), 9 * GiB, 2 * GiB,
                (Spike("eval", 1000, 3 * GiB, 8 * GiB), Spike("train", 1100, GiB, 2 * GiB, "chrome")), "a warning", "",
                tuple(4 - step / 100 for step in range(50)))
-FRAME = WatchFrame(0.0, (CARD,), "", RUN, Track(tuple([5 * GiB] * 20 + [8 * GiB] * 20), ((20, "eval"),)))
+FRAME = WatchFrame(0.0, (CARD,), "", RUN, MemoryHistory(tuple([5 * GiB] * 20 + [8 * GiB] * 20), ((20, "eval"),)))
 
 
 def step(number: int, **changes: Any) -> dict[str, Any]:
@@ -51,15 +53,15 @@ def write_run(folder: Path, *rows: Any, lock: dict[str, Any] | None = None) -> P
 
 
 def state_of(folder: Path) -> RunState:
-    return FollowedRun(folder).look(lock_owner(folder), time.time())
+    return FollowedRun(folder).state(lock_owner(folder), time.time())
 
 
-def words_of(frame: WatchFrame, width: int = 200) -> str:
-    return "\n".join(line.words for line in frame_lines(frame, width))
+def text_of(frame: WatchFrame, width: int = 200) -> str:
+    return "\n".join(line.text for line in frame_lines(frame, width))
 
 
-def rows_then(*rows: dict[str, Any]) -> runrecord.Record:
-    record = runrecord.Record()
+def progress_after(*rows: dict[str, Any]) -> RunProgress:
+    progress = RunProgress()
     for row in (FACTS, *rows):
-        record.take(row)
-    return record
+        progress.add(row)
+    return progress

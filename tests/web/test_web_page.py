@@ -1,4 +1,4 @@
-"""The page in a real Chromium: what it shows, what its controls do, by pointer and by keys; and its pictures."""
+"""The page in a real Chromium: what it shows, what its controls do by pointer and keyboard, and its screenshots."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from fitgpt.web.settings import KNOBS
-from web_server import HOSTILE, NOTES, run_going_on, serving
+from fitgpt.web.query import RUN_OPTIONS
+from web_server import HOSTILE, NOTES, running_run, serving
 
 LARGEST_PICTURE = 250_000
-SMALL = "gpu=RTX+4070&n_layer=2"  # answered soonest
+SMALL = "gpu=RTX+4070&n_layer=2"  # computed fastest
 OOM = ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 3.07 GiB. GPU 0 has a total capacity of 11.65 "
        "GiB of which 1.10 GiB is free. Process 1201 has 2.07 GiB memory in use. Including non-PyTorch memory, this "
        "process has 8.48 GiB memory in use. Of the allocated memory 8.05 GiB is allocated by PyTorch, and 184.00 MiB "
@@ -25,7 +25,7 @@ OOM = ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 3.07 GiB. 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    with run_going_on(tmp_path_factory.mktemp("served")) as folder:
+    with running_run(tmp_path_factory.mktemp("served")) as folder:
         yield folder
 
 
@@ -37,12 +37,12 @@ def address(run: Path) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def shown(browser: Any, address: str) -> Iterator[Callable[..., Any]]:
-    """Shows the page with some settings; afterwards, nothing may have gone wrong or gone out."""
+    """Opens the page with some settings. At the end there must be no console output, no error, no foreign request."""
     context = browser.new_context(permissions=["clipboard-read", "clipboard-write"])
     page = context.new_page()
     page.set_default_timeout(20_000)
     wrong: list[str] = []
-    page.on("console", lambda said: wrong.append(f"{said.type}: {said.text}"))
+    page.on("console", lambda message: wrong.append(f"{message.type}: {message.text}"))
     page.on("pageerror", lambda error: wrong.append(str(error)))
     page.on("request", lambda request: request.url.startswith(address) or wrong.append(request.url))
     page.on("response", lambda reply: reply.status < 400 or wrong.append(f"{reply.status} {reply.url}"))
@@ -64,8 +64,8 @@ def shown(browser: Any, address: str) -> Iterator[Callable[..., Any]]:
 
 
 def verdict(page: Any, state: str) -> str:
-    """Waits until the page says so, with the exact figure."""
-    page.wait_for_selector(f'#verdict[data-state="{state}"] #short:not(:empty)')
+    """Waits for the verdict with its exact headroom."""
+    page.wait_for_selector(f'#verdict[data-state="{state}"] #headroom:not(:empty)')
     text: str = page.inner_text("#verdict")
     return text
 
@@ -75,10 +75,10 @@ def width(page: Any, phase: str, part: str) -> float:
 
 
 def taken(what: Any, where: Path) -> None:
-    """A picture of the page, or of a part of it."""
+    """Saves a screenshot of the page or a part of it."""
     page = getattr(what, "page", what)
     page.mouse.move(0, 0)
-    page.wait_for_timeout(350)  # bars glide
+    page.wait_for_timeout(350)  # bars are animated
     what.screenshot(path=str(where))
     assert where.stat().st_size < LARGEST_PICTURE
 
@@ -86,16 +86,16 @@ def taken(what: Any, where: Path) -> None:
 # ---- loading
 
 
-def test_the_page_loads_and_answers_with_nothing_from_outside(
+def test_the_page_loads_without_requests_to_other_hosts(
         shown: Callable[..., Any], picture: Callable[[str], Path]) -> None:
     with shown("gpu=RTX+4070") as page:
         assert "Fits" in verdict(page, "fits")
-        assert "to spare" in page.inner_text("#short")
+        assert "to spare" in page.inner_text("#headroom")
         assert page.locator(".phase-line").count() == 6
         page.wait_for_selector("#step figure[data-live]")
-        page.wait_for_selector("#cards button")
-        assert page.locator("#cards button").count() > 60
-        assert page.get_attribute('#cards [data-card="RTX 4070"]', "aria-current") == "true"
+        page.wait_for_selector("#gpus button")
+        assert page.locator("#gpus button").count() > 60
+        assert page.get_attribute('#gpus [data-gpu="RTX 4070"]', "aria-current") == "true"
         assert page.text_content("#phases").count("GiB") > 5
         assert "fitgpt train" in page.inner_text("#command")
         page.wait_for_selector("#fix-buttons button")  # they come late, and move what is below them
@@ -105,9 +105,9 @@ def test_the_page_loads_and_answers_with_nothing_from_outside(
         assert "activations" in page.inner_text("#step .readout")
 
 
-def test_every_control_has_a_label_and_every_knob_a_control(shown: Callable[..., Any]) -> None:
+def test_every_option_has_a_control_and_every_control_a_label(shown: Callable[..., Any]) -> None:
     with shown() as page:
-        for name in KNOBS:
+        for name in RUN_OPTIONS:
             assert page.locator(f'label[for="k-{name}"]').count() == 1
         unnamed = page.evaluate("""() => [...document.querySelectorAll("button, input, select, textarea")].filter(
             (each) => !each.labels?.length && !each.getAttribute("aria-label") && !each.innerText.trim()
@@ -115,7 +115,7 @@ def test_every_control_has_a_label_and_every_knob_a_control(shown: Callable[...,
         assert unnamed == []
 
 
-# ---- the bars follow
+# ---- the bars
 
 
 def test_a_slider_moves_the_bars_and_the_address(shown: Callable[..., Any]) -> None:
@@ -131,7 +131,7 @@ def test_a_slider_moves_the_bars_and_the_address(shown: Callable[..., Any]) -> N
         page.wait_for_url("**batch_size=24**")
 
 
-def test_while_a_slider_moves_the_page_shows_what_it_passes(shown: Callable[..., Any]) -> None:
+def test_the_page_updates_while_a_slider_moves(shown: Callable[..., Any]) -> None:
     with shown() as page:
         verdict(page, "fits")
         page.evaluate("""() => { window.titles = new Set(); const place = document.getElementById("title");
@@ -146,40 +146,42 @@ def test_while_a_slider_moves_the_page_shows_what_it_passes(shown: Callable[...,
         assert page.evaluate("titles.size") > 2
 
 
-def test_what_a_first_answer_left_out_is_filled_in_when_the_exact_one_comes(shown: Callable[..., Any]) -> None:
+def test_bars_and_tables_show_the_same_figures(shown: Callable[..., Any]) -> None:
     with shown("gpu=RTX+4070&trainer=nanogpt&n_layer=24&n_head=16&n_embd=1024") as page:
         assert "too much" in verdict(page, "full")
-        assert width(page, "train", "rest") > 0
+        assert width(page, "train", "unallocated") > 0
         exact = page.text_content("#phases tr:has-text('training') td:nth-child(2)")
         assert exact == page.inner_text('[data-phase="train"] span:last-child')
         weights = page.text_content("#owners tr:has-text('weights') td:nth-child(2)")
         assert f"weights {weights}" in " ".join(page.inner_text("#bars-legend").split())
-
-
-def test_a_deep_run_whose_tensors_fit_is_neither_green_nor_red_until_it_is_replayed(shown: Callable[..., Any]) -> None:
-    with shown("gpu=RTX+4090&trainer=nanogpt&n_layer=12&n_head=8&n_embd=512&batch_size=4") as page:
-        verdict(page, "fits")
-        page.evaluate("""() => { window.states = []; const place = document.getElementById("verdict");
-            new MutationObserver(() => states.push([place.dataset.state, place.querySelector("#word").textContent]))
-                .observe(place, { attributes: true, childList: true, subtree: true }); }""")
-        page.fill("#k-n_layer", "24")
-        page.keyboard.press("Enter")
-        page.wait_for_selector("#title:has-text('24 layers')")
-        verdict(page, "fits")
-        assert ["waiting", "Its tensors fit"] in page.evaluate("states")
-        assert not [seen for seen in page.evaluate("states") if seen[0] == "full"]
-        room, speed = page.inner_text("#short").split(" · ")
-        assert f"Fits: {room}." in page.text_content("#config")
+        room, speed = page.inner_text("#headroom").split(" · ")
+        assert f"Does not fit: {room}." in page.text_content("#config")
         assert speed.endswith(" tokens/s")
 
 
-def test_what_cannot_be_is_said_and_mended(shown: Callable[..., Any]) -> None:
+def test_the_page_is_busy_until_a_slow_plan_arrives(shown: Callable[..., Any]) -> None:
+    waiting: list[Any] = []
+    with shown() as page:
+        verdict(page, "fits")
+        assert page.get_attribute("#results", "aria-busy") is None
+        page.route("**/api/plan?*", lambda route: waiting.append(route))
+        page.fill("#k-n_layer", "24")
+        page.wait_for_selector('#results[aria-busy="true"]')
+        assert "2 layers" in page.inner_text("#title")  # the earlier plan stays, dimmed
+        assert float(page.evaluate("getComputedStyle(document.querySelector('.bars')).opacity")) < 1
+        waiting.pop().continue_()
+        page.unroute("**/api/plan?*")
+        page.wait_for_selector("#title:has-text('24 layers')")
+        page.wait_for_selector("#results:not([aria-busy])")
+
+
+def test_invalid_settings_are_explained_and_fixed_with_a_button(shown: Callable[..., Any]) -> None:
     with shown("gpu=RTX+2060&dtype=bfloat16") as page:
         page.wait_for_selector('#verdict[data-state="problem"]')
-        assert "compute capability" in page.inner_text("#words")
-        assert page.evaluate("document.getElementById('fixes').inert")  # what is there is another run's
-        assert page.inner_text("#mend button") == "Set dtype=float16"
-        page.click("#mend button")
+        assert "compute capability" in page.inner_text("#summary")
+        assert page.evaluate("document.getElementById('fixes').inert")  # it shows an earlier run
+        assert page.inner_text("#problem-fix button") == "Set dtype=float16"
+        page.click("#problem-fix button")
         verdict(page, "fits")
         assert not page.evaluate("document.getElementById('fixes').inert")
         assert "dtype=float16" in page.url
@@ -188,20 +190,20 @@ def test_what_cannot_be_is_said_and_mended(shown: Callable[..., Any]) -> None:
 # ---- the run of the notes
 
 
-def test_the_notes_run_turns_green_with_fitgpt_or_without_other_programs(
+def test_the_notes_run_fits_with_fitgpt_or_without_other_programs(
         shown: Callable[..., Any], picture: Callable[[str], Path]) -> None:
     with shown(NOTES, height=1130) as page:
         assert "Does not fit" in verdict(page, "full")
         assert page.input_value("#k-n_embd") == "576"  # the address carries the settings
-        assert page.locator("#k-preset option:checked").inner_text() == "notes_77m: 77M, float16"
+        assert page.locator("#k-preset option:checked").inner_text() == "notes_77m: 77.36M"
         assert page.is_checked("#trainer-nanogpt")
         page.wait_for_selector('#fix-buttons [data-family="block"]')
         page.wait_for_selector("#step figure[data-live]")
-        page.wait_for_selector("#cards button")
+        page.wait_for_selector("#gpus button")
         taken(page, picture("page"))
-        page.click("text=train it with fitgpt")
+        page.click("text=train with fitgpt")
         assert "Fits" in verdict(page, "fits")
-        assert re.search(r"train it with fitgpt: 9\.\d+ GiB → 3\.\d+ GiB at the peak", page.inner_text("#difference"))
+        assert re.search(r"train with fitgpt: 9\.\d+ GiB → 3\.\d+ GiB at the peak", page.inner_text("#difference"))
         assert "trainer" not in page.url  # fitgpt is the default
         page.click("#difference button")
         verdict(page, "full")
@@ -215,43 +217,44 @@ def test_the_notes_run_turns_green_with_fitgpt_or_without_other_programs(
         page.fill("#k-others", "0")
         verdict(page, "fits")
         assert others > 0 == width(page, "train", "others")
-        page.wait_for_selector("#said:has-text('Fits')", state="attached")  # for those who listen
+        page.wait_for_selector("#status:has-text('Fits')", state="attached")  # for screen readers
 
 
-def test_a_card_and_a_preset_are_chosen_with_a_click(shown: Callable[..., Any]) -> None:
+def test_a_gpu_and_a_preset_are_chosen_with_a_click(shown: Callable[..., Any]) -> None:
     with shown(f"{SMALL}&grad_checkpoint=True&batch_size=7") as page:
-        page.click('#cards [data-card="RTX 3090"]')
+        page.click('#gpus [data-gpu="RTX 3090"]')
         page.wait_for_selector("#title:has-text('RTX 3090')")
         page.wait_for_url("**gpu=RTX+3090**")
-        page.select_option("#k-preset", label="notes_30m: 30M, float16")
+        page.select_option("#k-preset", label="notes_30m: 30.14M")
         page.wait_for_selector("#title:has-text('6 layers of width 384, batch 16 × 512, float16')")
         assert page.input_value("#k-batch_size") == "16"
         assert not page.is_checked("#k-grad_checkpoint")
 
 
-def test_a_fix_changes_the_run_in_the_dark(shown: Callable[..., Any], picture: Callable[[str], Path]) -> None:
+def test_a_fix_button_changes_the_run_in_dark_mode(shown: Callable[..., Any], picture: Callable[[str], Path]) -> None:
     with shown("gpu=RTX+4070&batch_size=40&budget=8GiB", height=1000, scheme="dark") as page:
         verdict(page, "full")
         fix = page.wait_for_selector('#fix-buttons [data-family="recompute"].enough')
         label = fix.inner_text().split("\n")[0]
-        assert re.fullmatch(r"recompute \d+ layers?", label)
+        assert re.fullmatch(r"gradient checkpointing: \d+ layers?", label)
         fix.click()
         verdict(page, "fits")
-        assert re.search(r"recompute=\d+\*\w+%2C\d+\*products", page.url)
+        assert re.search(r"recompute=\d+\*\w+%2C\d+\*matmuls", page.url)
         assert label in page.inner_text("#difference")
         page.wait_for_selector('#fix-buttons [data-family="muon"]')
-        page.wait_for_selector("#cards button")
+        page.wait_for_selector("#gpus button")
         taken(page, picture("page_dark"))
 
 
-def test_a_button_that_is_held_while_others_come_is_clicked(shown: Callable[..., Any]) -> None:
+def test_a_fix_button_pressed_while_others_arrive_is_clicked(shown: Callable[..., Any]) -> None:
     waiting: list[Any] = []
     with shown("gpu=RTX+4070&batch_size=40&budget=8GiB", height=1000) as page:
         page.route("**/api/fix?family=offload*", lambda route: waiting.append(route))
         page.reload()
         fix = page.wait_for_selector('#fix-buttons [data-family="recompute"].enough')
-        while not waiting:
-            page.wait_for_timeout(50)
+        for _ in range(400):
+            if not waiting:
+                page.wait_for_timeout(50)
         box = fix.bounding_box()
         page.mouse.move(box["x"] + 20, box["y"] + 10)
         page.mouse.down()
@@ -262,16 +265,16 @@ def test_a_button_that_is_held_while_others_come_is_clicked(shown: Callable[...,
         verdict(page, "fits")
 
 
-def test_fitting_it_finds_settings_that_fit_and_says_why(shown: Callable[..., Any]) -> None:
+def test_fit_it_for_me_applies_settings_with_reasons(shown: Callable[..., Any]) -> None:
     with shown("gpu=RTX+4070&batch_size=24&budget=2GiB&n_layer=2") as page:
         verdict(page, "full")
-        page.click("text=fit it for me")
+        page.click("text=Fit it for me")
         verdict(page, "fits")
         page.wait_for_selector("#difference li:has-text('batch_size 24 →')")
-        assert "tokens/s" in page.inner_text("#short")
+        assert "tokens/s" in page.inner_text("#headroom")
 
 
-# ---- keys alone
+# ---- keyboard
 
 
 def tabbed_to(page: Any, selector: str, most: int = 80) -> None:
@@ -282,7 +285,7 @@ def tabbed_to(page: Any, selector: str, most: int = 80) -> None:
     raise AssertionError(f"{selector} cannot be reached by Tab")
 
 
-def test_all_of_it_works_by_keys_alone(shown: Callable[..., Any]) -> None:
+def test_everything_works_by_keyboard(shown: Callable[..., Any]) -> None:
     with shown(f"{SMALL}&batch_size=16&trainer=nanogpt&budget=4GiB") as page:
         verdict(page, "full")
         page.wait_for_selector('#fix-buttons [data-family="block"]')
@@ -295,7 +298,7 @@ def test_all_of_it_works_by_keys_alone(shown: Callable[..., Any]) -> None:
         assert outline != "none"
         page.keyboard.press("End")
         verdict(page, "full")
-        tabbed_to(page, "#less > summary")
+        tabbed_to(page, "#savers > summary")
         page.keyboard.press("Enter")
         tabbed_to(page, "#k-recompute")
         page.keyboard.press("i")  # input
@@ -335,13 +338,13 @@ def test_a_pasted_message_is_explained(shown: Callable[..., Any], picture: Calla
         assert page.locator("#diagnosis img, #diagnosis b").count() == 0
         page.fill("#pasted", HOSTILE)
         page.click("text=Explain")
-        page.wait_for_selector("#diagnosis:has-text('does not guess')")
+        page.wait_for_selector("#diagnosis:has-text('no message about memory')")
 
 
-def test_the_run_that_goes_on_here_is_shown_live(shown: Callable[..., Any], picture: Callable[[str], Path],
+def test_a_running_run_is_shown_live(shown: Callable[..., Any], picture: Callable[[str], Path],
                                                  run: Path) -> None:
     with shown(height=760) as page:
-        page.wait_for_selector("#tab-live.going")
+        page.wait_for_selector("#tab-live.running")
         page.click("#tab-live")
         page.wait_for_selector("#live-charts figure[data-live]")
         assert page.inner_text("#live-name") == "runs/fineweb"
@@ -355,7 +358,7 @@ def test_the_run_that_goes_on_here_is_shown_live(shown: Callable[..., Any], pict
         assert page.locator("#live img, #live-status b").count() == 0
 
 
-# ---- and
+# ---- copying and small screens
 
 
 def test_command_config_and_link_are_copied(shown: Callable[..., Any]) -> None:
@@ -371,13 +374,13 @@ def test_command_config_and_link_are_copied(shown: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize("query", [NOTES, "gpu=<img/src=x>&batch_size=<script>alert(1)</script>&<b>=<b>"])
-def test_it_fits_a_phone_whatever_it_says(shown: Callable[..., Any], picture: Callable[[str], Path],
+def test_the_page_fits_a_phone(shown: Callable[..., Any], picture: Callable[[str], Path],
                                           query: str) -> None:
     with shown(query, width=390, height=844) as page:
         page.wait_for_selector('#verdict:not([data-state="waiting"])')
         if query == NOTES:
             verdict(page, "full")
-            page.wait_for_selector("#cards button")
+            page.wait_for_selector("#gpus button")
             taken(page, picture("page_phone"))
         for tab in ("plan", "explain", "live"):
             page.evaluate(f"document.getElementById('tab-{tab}').click()")

@@ -1,1 +1,1 @@
-"""One module per command: parse arguments, call one function, print."""
+"""One file per command: it calls one library function and prints the result. No library module imports it."""

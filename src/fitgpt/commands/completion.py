@@ -1,20 +1,20 @@
-"""`fitgpt completion`: what a shell needs to complete verbs, flags and their values, printed as a script for it."""
+"""`fitgpt completion`: prints a script that lets bash, zsh or fish complete commands, options and their values."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from ..config.command_options import CompletionOptions
-from ..config.fields import Knob, knobs_of
+from ..config.fields import OptionSpec, knobs_of
 
 BASH = """\
 _fitgpt() {{
     local word="${{COMP_WORDS[COMP_CWORD]}}" words="" flag="" before=""
     if [ "$COMP_CWORD" -eq 1 ]; then
-        COMPREPLY=($(compgen -W "{verbs}" -- "$word"))
+        COMPREPLY=($(compgen -W "{commands}" -- "$word"))
         return
     fi
-    case "$word" in  # bash takes --flag=value for three words, unless it was told otherwise
+    case "$word" in  # bash splits --option=value into three words, unless COMP_WORDBREAKS says otherwise
         --*=*) flag="${{word%%=*}}" before="$flag=" word="${{word#*=}}" ;;
         =) flag="${{COMP_WORDS[COMP_CWORD-1]}}" word="" ;;
         *) [ "${{COMP_WORDS[COMP_CWORD-1]}}" = "=" ] && flag="${{COMP_WORDS[COMP_CWORD-2]}}" ;;
@@ -38,47 +38,49 @@ _fitgpt() {{
 }}
 complete -o filenames -F _fitgpt fitgpt
 """
-SWITCHES = {"bool": ("True", "False"), "auto": ("auto", "True", "False")}  # what kinds of knobs can be
-ZSH = "autoload -U +X bashcompinit && bashcompinit\n"  # it reads bash's own
+SWITCHES = {"bool": ("True", "False"), "auto": ("auto", "True", "False")}  # values of such options
+ZSH = "autoload -U +X bashcompinit && bashcompinit\n"  # zsh reads bash's script
 
 
 def completion(options: CompletionOptions) -> int:
+    """Prints the script; returns the exit code."""
     print({"bash": bash, "zsh": lambda: ZSH + bash(), "fish": fish}[options.shell](), end="")
     return 0
 
 
 def bash() -> str:
-    flags = _flags()
-    cases = "\n".join(f"        {verb}) words=\"{' '.join(_words(knobs))}\" ;;" for verb, (_, knobs) in flags.items())
-    values: dict[str, list[Any]] = {}  # those that every verb takes which has the flag
-    for knob in (knob for _, knobs in flags.values() for knob in knobs if knob.choices or knob.kind in SWITCHES):
-        taken, flag = knob.choices or SWITCHES[knob.kind], f"--{knob.name}"
-        values[flag] = [each for each in values.get(flag, taken) if each in taken]
-    return BASH.format(verbs=" ".join(flags), cases=cases, values="\n".join(
+    commands = _options_by_command()
+    cases = "\n".join(f"        {name}) words=\"{' '.join(_words(specs))}\" ;;"
+                      for name, (_, specs) in commands.items())
+    values: dict[str, list[Any]] = {}  # per option, the values that every command with this option takes
+    for spec in (spec for _, specs in commands.values() for spec in specs if spec.choices or spec.kind in SWITCHES):
+        accepted, flag = spec.choices or SWITCHES[spec.kind], f"--{spec.name}"
+        values[flag] = [each for each in values.get(flag, accepted) if each in accepted]
+    return BASH.format(commands=" ".join(commands), cases=cases, values="\n".join(
         f"        {flag}) words=\"{' '.join(map(str, each))}\" ;;" for flag, each in values.items()))
 
 
 def fish() -> str:
     lines = ["complete -c fitgpt -e"]
-    for verb, (summary, knobs) in _flags().items():
-        lines.append(f"complete -c fitgpt -n __fish_use_subcommand -f -a {verb} -d {_quoted(summary)}")
-        for knob in knobs:
-            choices = f" -a {_quoted(' '.join(knob.choices))}" if knob.choices else ""
-            value = "" if knob.kind == "bool" else f" -r{choices}"
-            lines.append(f"complete -c fitgpt -n '__fish_seen_subcommand_from {verb}' -l {knob.name}{value} "
-                         f"-d {_quoted(knob.help)}")
+    for name, (summary, specs) in _options_by_command().items():
+        lines.append(f"complete -c fitgpt -n __fish_use_subcommand -f -a {name} -d {_quoted(summary)}")
+        for spec in specs:
+            choices = f" -a {_quoted(' '.join(spec.choices))}" if spec.choices else ""
+            value = "" if spec.kind == "bool" else f" -r{choices}"
+            lines.append(f"complete -c fitgpt -n '__fish_seen_subcommand_from {name}' -l {spec.name}{value} "
+                         f"-d {_quoted(spec.help)}")
     return "\n".join(lines) + "\n"
 
 
-def _flags() -> dict[str, tuple[str, list[Knob]]]:
-    """Each verb with its summary and what it can be told."""
-    from .main import VERBS, options_of  # cli imports what it runs, so this waits until it is asked
+def _options_by_command() -> dict[str, tuple[str, list[OptionSpec]]]:
+    """Each command with its summary and its options."""
+    from .main import COMMANDS  # main imports this module when the command is called
 
-    return {name: (verb.summary, list(knobs_of(options_of(verb)).values())) for name, verb in VERBS.items()}
+    return {name: (command.summary, list(knobs_of(command.options).values())) for name, command in COMMANDS.items()}
 
 
-def _words(knobs: list[Knob]) -> list[str]:
-    return [f"--{knob.name}" if knob.kind == "bool" else f"--{knob.name}=" for knob in knobs] + ["--help"]
+def _words(specs: list[OptionSpec]) -> list[str]:
+    return [f"--{spec.name}" if spec.kind == "bool" else f"--{spec.name}=" for spec in specs] + ["--help"]
 
 
 def _quoted(text: str) -> str:

@@ -1,4 +1,4 @@
-"""`fitgpt serve`: listens on this machine, says where, opens a browser there, and ends with Ctrl-C."""
+"""`fitgpt serve`: listens, prints the address, opens a browser there, and runs the server until Ctrl-C."""
 
 from __future__ import annotations
 
@@ -7,71 +7,48 @@ import errno
 import ipaddress
 import os
 import secrets
+import signal
 import socket
 import sys
 import threading
 import webbrowser
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
 
 from ..config.command_options import ServeOptions
 from ..core.errors import SystemFault, UsageError
-from ..web.guard import Door
-
-if TYPE_CHECKING:
-    from uvicorn import Server
+from ..web.security import ServerAddress
 
 PORTS_TRIED = 20
-ANSWER_SECONDS = 40.0   # the longest that one answer may take
-PATIENCE_SECONDS = 60.0 # the longest that a connection may go without completing one: longer than any answer
-MOST_CONNECTIONS = 256
-LONGEST_HEAD = 16 * 1024
 _TAKEN = {errno.EADDRINUSE, errno.EACCES, getattr(errno, "WSAEADDRINUSE", errno.EADDRINUSE)}
 
 
 def serve(options: ServeOptions) -> int:
-    from ..web.serving import make_server  # before anything is said: a missing package is
+    from ..web.app import run_server  # first: a missing package must be reported before an address is printed
 
     listening = listen(options.host, options.port)
     host, port = listening.getsockname()[:2]
-    door = Door(port, "" if _is_loopback(host) else secrets.token_urlsafe(18), host)
+    address = ServerAddress(port, "" if ipaddress.ip_address(host).is_loopback else secrets.token_urlsafe(18), host)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the workers, too, as Ctrl-C does
     with suppress(KeyboardInterrupt):
-        address = _announced(options, door)
+        _announce(options, address)
         if options.browser and _has_screen():
-            threading.Thread(target=webbrowser.open, args=(address,), daemon=True).start()
-        asyncio.run(_run(make_server, door, options.run, listening))
+            threading.Thread(target=webbrowser.open, args=(url_of(address),), daemon=True).start()
+        asyncio.run(run_server(address, listening, options.run))
     return 0
 
 
-def _announced(options: ServeOptions, door: Door) -> str:
-    """The address, once it is said."""
-    if options.port and door.port != options.port:
-        print(f"Port {options.port} is taken: {door.port} it is.")
-    address = address_of(door)
-    print(f"The planner is at {address}\nCtrl-C ends it.", flush=True)
-    if door.token:
-        print("Whoever has this address can open it, and it goes over the network in plain text. Safer: fitgpt serve "
-              f"without --host, and from elsewhere\n  ssh -L {door.port}:127.0.0.1:{door.port} THIS_MACHINE",
-              flush=True)
-    return address
-
-
-async def _run(make_server: Any, door: Door, run: str, listening: socket.socket) -> None:
-    from ..web.lanes import Lanes
-
-    lanes = Lanes(ANSWER_SECONDS, run)
-    server: Server = make_server(door, lanes, connections=MOST_CONNECTIONS, head=LONGEST_HEAD,
-                                 patience=PATIENCE_SECONDS)
-    warming = asyncio.ensure_future(lanes.warm())
-    try:
-        await server.serve(sockets=[listening])
-    finally:
-        warming.cancel()
-        await lanes.close()
+def _announce(options: ServeOptions, address: ServerAddress) -> None:
+    if options.port and address.port != options.port:
+        print(f"Port {options.port} is in use; using {address.port}.")
+    print(f"The planner is at {url_of(address)}\nCtrl-C stops it.", flush=True)
+    if address.token:
+        print("Anyone with this address can open the page, and the connection is not encrypted. Safer: fitgpt serve "
+              "without --host, and on the other machine\n"
+              f"  ssh -L {address.port}:127.0.0.1:{address.port} THIS_MACHINE", flush=True)
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """The port asked for, or one of the next few if it is taken; 0 is any that is free."""
+    """A socket on the port, or on one of the next few if it is in use; 0 takes any free port."""
     last = min(port + PORTS_TRIED, 65536) if port else 1
     for candidate in range(port, last):
         try:
@@ -79,18 +56,16 @@ def listen(host: str, port: int) -> socket.socket:
         except OSError as error:
             if error.errno not in _TAKEN:
                 raise SystemFault(f"Cannot listen on {host}, port {candidate}: {error.strerror}.",
-                                  "fitgpt serve listens on 127.0.0.1, which every machine has.") from error
-    raise UsageError(f"Ports {port} to {last - 1} are all taken.", "fitgpt serve --port=0 takes any that is free.")
+                                  "Without --host, fitgpt serve listens on 127.0.0.1, which every machine has.",
+                                  ) from error
+    raise UsageError(f"Ports {port} to {last - 1} are all in use.", "fitgpt serve --port=0 takes any free port.")
 
 
 def _bound(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    # Connections inherit it. Else an answer's body waits until its headers are acknowledged: 40 ms. (asyncio sets it
-    # by itself only on sockets made with the protocol's name.)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    # With the protocol named, asyncio sets TCP_NODELAY on connections. Without it a response takes 40 ms more.
+    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
-        if os.name == "posix":  # a port that was ours a minute ago is free; on Windows this would share it
+        if os.name == "posix":  # reuse a port that was closed a minute ago; on Windows the option would share the port
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(("127.0.0.1" if host == "localhost" else host, port))
         sock.listen(128)
@@ -100,18 +75,14 @@ def _bound(host: str, port: int) -> socket.socket:
     return sock
 
 
-def address_of(door: Door) -> str:
-    """One that can be opened: 0.0.0.0 is every address of this machine, and its name is one of them."""
-    name = socket.gethostname() if ipaddress.ip_address(door.host).is_unspecified else door.name
-    return f"http://{name}:{door.port}/" + (f"?token={door.token}" if door.token else "")
-
-
-def _is_loopback(host: str) -> bool:
-    return ipaddress.ip_address(host).is_loopback
+def url_of(address: ServerAddress) -> str:
+    """A URL that can be opened, with the token. 0.0.0.0 is every address of this machine: its host name is used."""
+    name = socket.gethostname() if ipaddress.ip_address(address.host).is_unspecified else address.name
+    return f"http://{name}:{address.port}/" + (f"?token={address.token}" if address.token else "")
 
 
 def _has_screen() -> bool:
-    """Where there is none, a browser would open in the terminal, or fail with words of its own."""
+    """Whether a browser can open a window. Without one it would open in the terminal, or print an error."""
     if os.environ.get("SSH_CONNECTION"):
         return False
     return sys.platform in ("win32", "darwin") or bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))

@@ -1,12 +1,13 @@
-"""What does a nanoGPT config file set? Read with `ast`, never run.
+"""nanoGPT config file → settings, in order. The file is parsed with `ast` and never executed.
 
-A file is a list of `name = expression` lines: literals, arithmetic on them and on names set above (or on the
-knobs' values so far), and the few harmless calls nanoGPT's own files make. Everything else is refused by line.
+A file is a list of `name = expression` lines: literals, arithmetic on them and on names set above (or on the values of
+options so far), and the few harmless calls that nanoGPT's own files make. Anything else is an error with its line.
 """
 
 from __future__ import annotations
 
 import ast
+import difflib
 import operator
 import os
 import shlex
@@ -18,9 +19,9 @@ from typing import Any, NamedTuple
 from ..core.errors import UsageError
 
 MAX_FILE_BYTES = 2**20
-MAX_INT_BITS = 256     # far above any knob, far below what takes time to compute
+MAX_INT_BITS = 256     # far above any option, far below what takes time to compute
 MAX_TEXT = 10_000      # characters of one string
-MAX_NESTING = 100      # of one expression: three Python frames a level, well under the limit of 1000
+MAX_NESTING = 100      # of one expression: three Python frames per level, well under the limit of 1000
 
 _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
@@ -40,25 +41,31 @@ READ_NOT_RUN = ("Config files are read, not run: they may set names to literals,
 
 
 class Setting(NamedTuple):
+    """One assignment of a config file."""
+
     name: str
     value: object
     line: int
 
 
 class ConfigFile(NamedTuple):
+    """The settings of a file, in order."""
+
     path: str
     settings: tuple[Setting, ...]
-    helpers: frozenset[str]  # names some line reads, so that they need not be knobs
+    helpers: frozenset[str]  # names that some line reads: they need not be options
 
 
-class _Refused(Exception):
+class _NotAllowed(Exception):
+    """A part of the file that is not allowed; an empty message stands for the general rule, READ_NOT_RUN."""
+
     def __init__(self, node: ast.AST, why: str) -> None:
         super().__init__(why)
         self.node = node
 
 
 def read_config(path: str, scope: Mapping[str, object] | None = None) -> ConfigFile:
-    """The settings of a file, in order. `scope` holds what names mean before its first line."""
+    """The settings of a file, in order. `scope`: values of names before its first line."""
     source = _text_of(path)
     tree = _parsed(path, source)
     values = dict(scope or {})
@@ -68,8 +75,8 @@ def read_config(path: str, scope: Mapping[str, object] | None = None) -> ConfigF
             for name, value in _settings_of(statement, values):
                 values[name] = value
                 settings.append(Setting(name, value, statement.lineno))
-        except _Refused as refused:
-            raise _usage_error(path, source, refused) from None
+        except _NotAllowed as error:
+            raise _usage_error(path, source, error) from None
     read = frozenset(n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load))
     return ConfigFile(path, tuple(settings), read)
 
@@ -82,7 +89,7 @@ def _text_of(path: str) -> str:
         raise UsageError(f"There is no config file {path!r}.", _files_like(path)) from None
     except IsADirectoryError:
         run, theirs = (os.path.isfile(os.path.join(path, name)) for name in ("run.json", "ckpt.pt"))
-        fix = f"To go on with the run in it: {shlex.join(['--init_from=resume', f'--out_dir={path}'])}"
+        fix = f"To resume the run in it: {shlex.join(['--init_from=resume', f'--out_dir={path}'])}"
         fix += ", and the config file and flags it was trained with" if not run else ""
         raise UsageError(f"{path!r} is a folder; a config file was expected.",
                          fix if run or theirs else _files_like(path)) from None
@@ -90,7 +97,7 @@ def _text_of(path: str) -> str:
         why = getattr(error, "strerror", None) or str(error)
         raise UsageError(f"The config file {path!r} cannot be read: {why}.") from None
     if len(raw) > MAX_FILE_BYTES:
-        raise UsageError(f"{path!r} is larger than 1 MiB, so it is no config file.")
+        raise UsageError(f"{path!r} is larger than 1 MiB, so it is not a config file.")
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -99,9 +106,7 @@ def _text_of(path: str) -> str:
 
 
 def _files_like(path: str) -> str:
-    """A hint: the config files nearest to a name that is not one."""
-    import difflib
-
+    """A hint for a config file that does not exist: files with similar names, else the files there are."""
     folder, name = os.path.split(path)
     places = [path, folder or ".", "config"]
     files = sorted({os.path.join(place, entry) for place in places if os.path.isdir(place)
@@ -111,20 +116,20 @@ def _files_like(path: str) -> str:
     near = same_name or difflib.get_close_matches(os.path.normpath(path), files, n=2, cutoff=0.7)
     if near:
         return f"Did you mean {' or '.join(near)}?"
-    kept = [file for file in files if os.path.dirname(file)] or files  # a folder's own files, before loose scripts
-    return f"There are: {', '.join(kept[:9])}." if kept else ""
+    listed = [file for file in files if os.path.dirname(file)] or files  # files of a folder before loose scripts
+    return f"There are: {', '.join(listed[:9])}." if listed else ""
 
 
 def _parsed(path: str, source: str) -> ast.Module:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # an odd escape in a string is not worth a line on the terminal
+            warnings.simplefilter("ignore")  # invalid escape sequences in strings
             return ast.parse(source)
     except SyntaxError as error:
         text = _shortened((error.text or "").strip())
         raise UsageError(f"{path}:{error.lineno or 1}: `{text}` is not Python: {error.msg}.") from None
     except ValueError:
-        raise UsageError(f"{path!r} holds a NUL byte, so it is no config file.") from None
+        raise UsageError(f"{path!r} holds a NUL byte, so it is not a config file.") from None
     except (RecursionError, MemoryError):
         raise UsageError(f"{path!r} is nested too deeply to be a config file.") from None
 
@@ -146,64 +151,64 @@ def _settings_of(statement: ast.stmt, values: Mapping[str, object]) -> list[tupl
         case ast.Expr(value=ast.Constant(value=str())):
             return []  # a docstring
         case _:
-            raise _Refused(statement, "")
+            raise _NotAllowed(statement, "")
 
 
 def _value(node: ast.expr, values: Mapping[str, object], depth: int = 0) -> Any:
-    """What an expression is worth. Every result is small, so no file can keep us busy."""
+    """The value of an expression. Every intermediate result is small, so that no file takes long to read."""
     if depth > MAX_NESTING:
-        raise _Refused(node, "is nested too deeply")
+        raise _NotAllowed(node, "is nested too deeply")
 
-    def worth(child: ast.expr) -> Any:
+    def evaluate(child: ast.expr) -> Any:
         return _value(child, values, depth + 1)
 
     try:
-        return _small(node, _worked_out(node, values, worth))
+        return _small(node, _computed(node, values, evaluate))
     except (ArithmeticError, TypeError, ValueError) as error:
-        raise _Refused(node, f"cannot be worked out: {error}") from None
+        raise _NotAllowed(node, f"cannot be computed: {error}") from None
 
 
-def _worked_out(node: ast.expr, values: Mapping[str, object], worth: Callable[[ast.expr], Any]) -> Any:
+def _computed(node: ast.expr, values: Mapping[str, object], evaluate: Callable[[ast.expr], Any]) -> Any:
     match node:
         case ast.Constant(value=bool() | int() | float() | str() | None as value):
             return value
         case ast.Name(id=name):
             if name not in values:
-                raise _Refused(node, "is not set above this line")
+                raise _NotAllowed(node, "is not set above this line")
             return values[name]
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
-            a, b = worth(left), worth(right)
-            _refuse_the_huge(node, op, a, b)
+            a, b = evaluate(left), evaluate(right)
+            _check_size(node, op, a, b)
             return _BINARY[type(op)](a, b)
         case ast.UnaryOp(op=op, operand=operand) if type(op) in _UNARY:
-            return _UNARY[type(op)](worth(operand))
+            return _UNARY[type(op)](evaluate(operand))
         case ast.IfExp(test=test, body=body, orelse=orelse):
-            return worth(body) if worth(test) else worth(orelse)
+            return evaluate(body) if evaluate(test) else evaluate(orelse)
         case ast.BoolOp(op=op, values=terms):
-            result = worth(terms[0])
+            result = evaluate(terms[0])
             for term in terms[1:]:
                 if bool(result) == isinstance(op, ast.Or):
                     break
-                result = worth(term)
+                result = evaluate(term)
             return result
         case ast.Compare(left=left, ops=ops, comparators=rights) if all(type(op) in _COMPARE for op in ops):
-            terms = [worth(term) for term in (left, *rights)]
+            terms = [evaluate(term) for term in (left, *rights)]
             pairs = zip(ops, terms, terms[1:], strict=False)
             return all(_COMPARE[type(op)](a, b) for op, a, b in pairs)
         case ast.JoinedStr(values=parts):
-            return "".join(str(worth(part)) for part in parts)
+            return "".join(str(evaluate(part)) for part in parts)
         case ast.FormattedValue(value=value, conversion=-1, format_spec=None):
-            return worth(value)
+            return evaluate(value)
         case ast.Call(func=ast.Name(id=name), args=[argument], keywords=[]) if name in _CONVERSIONS:
-            return _CONVERSIONS[name](worth(argument))
+            return _CONVERSIONS[name](evaluate(argument))
         case ast.Call(func=ast.Attribute(value=ast.Name(id="time"), attr="time"), args=[], keywords=[]):
             return time.time()
         case _:
-            raise _Refused(node, "")
+            raise _NotAllowed(node, "")
 
 
-def _refuse_the_huge(node: ast.expr, op: ast.operator, a: object, b: object) -> None:
-    """Before the computer spends its memory on it: 9**9**9, 'x' * 10**9, '%999999999d' % 1."""
+def _check_size(node: ast.expr, op: ast.operator, a: object, b: object) -> None:
+    """Stops before computing something huge: 9**9**9, 'x' * 10**9, '%999999999d' % 1."""
     huge = False
     if isinstance(op, ast.Pow) and isinstance(a, int) and isinstance(b, int):
         huge = b > 0 and a.bit_length() * b > 2 * MAX_INT_BITS
@@ -211,27 +216,27 @@ def _refuse_the_huge(node: ast.expr, op: ast.operator, a: object, b: object) -> 
         text, times = (a, b) if isinstance(a, str) else (b, a)
         huge = isinstance(text, str) and isinstance(times, int) and len(text) * times > MAX_TEXT
     elif isinstance(op, ast.Mod) and isinstance(a, str):
-        raise _Refused(node, "")
+        raise _NotAllowed(node, "")
     if huge:
-        raise _Refused(node, "is too large for a config file")
+        raise _NotAllowed(node, "is too large for a config file")
 
 
 def _small(node: ast.expr, value: Any) -> Any:
     if isinstance(value, complex):
-        raise _Refused(node, "cannot be worked out: the result is not a real number")
+        raise _NotAllowed(node, "cannot be computed: the result is not a real number")
     if (isinstance(value, int) and value.bit_length() > MAX_INT_BITS) or (
             isinstance(value, str) and len(value) > MAX_TEXT):
-        raise _Refused(node, "is too large for a config file")
+        raise _NotAllowed(node, "is too large for a config file")
     return value
 
 
-def _usage_error(path: str, source: str, refused: _Refused) -> UsageError:
-    node: Any = refused.node
+def _usage_error(path: str, source: str, error: _NotAllowed) -> UsageError:
+    node: Any = error.node
     segment = ast.get_source_segment(source, node) or source.splitlines()[node.lineno - 1]
     where = f"{path}:{node.lineno}: `{_shortened(segment.strip())}`"
-    if why := str(refused):
+    if why := str(error):
         return UsageError(f"{where} {why}.")
-    return UsageError(f"{where} is more than a config file may say. {READ_NOT_RUN}.",
+    return UsageError(f"{where} is not allowed in a config file. {READ_NOT_RUN}.",
                       "Write the value itself, for example batch_size = 8.")
 
 

@@ -1,20 +1,21 @@
-"""One mechanism for every verb's options: a frozen dataclass of knobs, each declared once.
+"""Options of a command: a frozen dataclass whose fields are declared by `option`, each option once.
 
-From the declaration come the flags, the config-file keys, the checks, `--help` and the tables in the docs.
+From the declaration come the flags, the config-file keys, the checks, `--help`, the tables in the docs, and every list
+of options with a property in common (`options_with`).
 """
 
 from __future__ import annotations
 
 import ast
 import dataclasses
+import difflib
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, get_type_hints
 
 from ..core.errors import UsageError
-from .config_file import read_config
 
-Rule = Callable[[Any], str | None]  # a value → what it must be, or None where it is
+Rule = Callable[[Any], str | None]  # takes a value; returns what is wrong with it ("must be above 0"), or None
 
 _LARGEST_INT = 2**63 - 1
 _KINDS: dict[Any, str] = {
@@ -23,47 +24,67 @@ _KINDS: dict[Any, str] = {
 }
 _WANTED = {"int": "a whole number, such as 8", "float": "a finite number, such as 0.1", "bool": "True or False",
            "auto": "True, False or auto", "text": "text", "texts": "text"}
-_BOOLS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+BOOLS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 _INT = re.compile(r"[+-]?[0-9]+(_[0-9]+)*")
 _EXACT = re.compile(r"[+-]?[0-9]+(\.[0-9]+)?[eE]\+?[0-9]{1,3}")  # 1e6, 2.5e3
 
 
+# ---- declaring options
+
+
 class Assignment(NamedTuple):
-    """One thing the user said: a flag, or a line of a config file."""
+    """One value given by the user: by a flag, or by a line of a config file."""
 
     key: str
     value: Any
     source: str  # "--batch_size=8", "config/x.py:12"
 
 
-class Knob(NamedTuple):
+class OptionSpec(NamedTuple):
+    """One option, as declared by `option`."""
+
     name: str
-    kind: str
+    kind: str                      # "int", "float", "bool", "auto" (True, False or auto), "text", "texts"
     default: Any
     help: str
-    group: str
+    group: str                     # heading in --help
     rule: Rule | None
     choices: tuple[str, ...]
     short: str                     # "o" for -o
     positional: bool
     required: bool
-    switches: Mapping[str, str]    # {"resume": "resume"}: a bare --resume gives the knob this value
-    also: tuple[str, ...]          # what others call it: never accepted, only recognised in a hint
+    switches: Mapping[str, str]    # {"resume": "resume"}: --resume without a value means --init_from=resume
+    synonyms: tuple[str, ...]      # names in other programs: not accepted, but recognised in "Did you mean"
+    renamed: Mapping[str, str]     # values of earlier versions, each with its name today
+    # Facts about an option of a run. `options_with` lists the options that have one.
+    affects_memory: bool           # changes how much GPU memory a run allocates
+    affects_speed: bool            # changes the tokens per second of training
+    fixed_by_plan: bool            # `train --plan` refuses another value than the plan's
+    fallback: bool                 # a fallback plan (after out of memory) may change it
+    frozen_on_resume: bool         # a resumed run cannot change it
+    nanogpt: bool                  # nanoGPT's train.py has it
+    page: str                      # group of the web page that shows it: "size", "less", "more"; "": not shown
 
 
-def knob(default: Any, help: str, *, group: str = "options", rule: Rule | None = None,
-         choices: Iterable[str] = (), short: str = "", positional: bool = False, required: bool = False,
-         switches: Mapping[str, str] | None = None, also: Iterable[str] = ()) -> Any:
-    """A dataclass field that carries everything its flag needs."""
-    told = dict(help=help, group=group, rule=rule, choices=tuple(choices), short=short, positional=positional,
-                required=required, switches=dict(switches or {}), also=tuple(also))
-    return dataclasses.field(default=default, metadata=told)
+def option(default: Any, help: str, *, group: str = "options", rule: Rule | None = None,
+           choices: Iterable[str] = (), short: str = "", positional: bool = False, required: bool = False,
+           switches: Mapping[str, str] | None = None, synonyms: Iterable[str] = (),
+           renamed: Mapping[str, str] | None = None, affects_memory: bool = False, affects_speed: bool = False,
+           fixed_by_plan: bool | None = None, fallback: bool = False, frozen_on_resume: bool = False,
+           nanogpt: bool = True, page: str = "") -> Any:
+    """A dataclass field that declares an option; see OptionSpec. A plan fixes what affects memory, by default."""
+    metadata = dict(help=help, group=group, rule=rule, choices=tuple(choices), short=short, positional=positional,
+                    required=required, switches=dict(switches or {}), synonyms=tuple(synonyms),
+                    renamed=dict(renamed or {}), affects_memory=affects_memory, affects_speed=affects_speed,
+                    fixed_by_plan=affects_memory if fixed_by_plan is None else fixed_by_plan, fallback=fallback,
+                    frozen_on_resume=frozen_on_resume, nanogpt=nanogpt, page=page)
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 class Options:
-    """Base of every options class: an instance that exists has passed every knob's check."""
+    """Base of every options class: an instance that exists has passed the check of every option."""
 
-    verb: ClassVar[str] = ""
+    command: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
         for each in knobs_of(type(self)).values():
@@ -74,33 +95,64 @@ class Options:
 AnyOptions = TypeVar("AnyOptions", bound=Options)
 
 
-_known: dict[type[Options], dict[str, Knob]] = {}
+_specs: dict[type[Options], dict[str, OptionSpec]] = {}
 
 
-def knobs_of(cls: type[Options]) -> dict[str, Knob]:
-    if cls not in _known:
+def knobs_of(cls: type[Options]) -> dict[str, OptionSpec]:
+    """The options of a class by name, in the order of declaration."""
+    if cls not in _specs:
         hints = get_type_hints(cls)
-        _known[cls] = {f.name: Knob(name=f.name, kind=_KINDS[hints[f.name]], default=f.default, **f.metadata)
+        _specs[cls] = {f.name: OptionSpec(name=f.name, kind=_KINDS[hints[f.name]], default=f.default, **f.metadata)
                        for f in dataclasses.fields(cls)}  # type: ignore[arg-type]  # all are dataclasses
-    return _known[cls]
+    return _specs[cls]
+
+
+def options_with(cls: type[Options], **facts: Any) -> tuple[str, ...]:
+    """Names of the options that have these facts, such as nanogpt=False, in the order of declaration."""
+    return tuple(name for name, spec in knobs_of(cls).items()
+                 if all(getattr(spec, fact) == value for fact, value in facts.items()))
 
 
 def build(cls: type[AnyOptions], assignments: Iterable[Assignment]) -> AnyOptions:
-    """The options that the assignments, in order, amount to."""
+    """Options from assignments; a later assignment to the same option wins."""
     values = {each.key: each.value for each in assignments}
     for each in knobs_of(cls).values():
         if each.required and values.get(each.name, each.default) == each.default:
             flag = f"-{each.short}" if each.short else f"--{each.name}"
             name = each.name.upper() if each.positional else f"{flag} {each.name.upper()}"
-            raise UsageError(f"`fitgpt {cls.verb}` needs {name}: {each.help}.", f"fitgpt {cls.verb} --help")
+            raise UsageError(f"`fitgpt {cls.command}` needs {name}: {each.help}.", f"fitgpt {cls.command} --help")
     return cls(**values)
+
+
+# ---- requirements between options
+
+
+class Requires(NamedTuple):
+    """Part of the declaration of a setting: it works only with some values of another option."""
+
+    option: str
+    values: tuple[Any, ...]        # that work; the first is the one the error suggests
+    why: str = ""                  # the error's sentence, by default "SETTING works only with OPTION=VALUE"
+    fix: str = ""                  # the flag the error suggests, by default --OPTION=VALUE
+    adjusted: bool = False         # whoever turns the setting on for the user may set this option too
+
+    def met_by(self, value: Any) -> bool:
+        return value in self.values
+
+    def problem(self, setting: str) -> tuple[str, str]:
+        """The sentence of the error, and the flag that fixes it."""
+        return (self.why or f"{setting} works only with {self}",
+                self.fix or f"--{self.option}={shown(self.values[0])}")
+
+    def __str__(self) -> str:
+        return f"{self.option}={' or '.join(shown(value) for value in self.values)}"
 
 
 # ---- values and rules
 
 
 def parse_value(cls: type[Options], key: str, text: str, where: str = "") -> Any:
-    """A flag's text as the knob's type, checked by its rule."""
+    """The text of a flag, converted to the option's type and checked by its rule."""
     one = knobs_of(cls)[key]
     where = where or f"--{key}={text}"
     value: Any = text
@@ -115,14 +167,14 @@ def parse_value(cls: type[Options], key: str, text: str, where: str = "") -> Any
         except ValueError:
             value = text
     elif one.kind in ("bool", "auto"):
-        value = _BOOLS.get(text.lower(), text.lower())
+        value = BOOLS.get(text.lower(), text.lower())
     elif one.kind == "text":
         value = _unquoted(text)
     return checked(one, value, where)
 
 
 def _unquoted(text: str) -> str:
-    """nanoGPT takes flags as Python literals where it can, so '"\\n"' means a line break there, and here."""
+    """The text without its quotes: nanoGPT reads flags as Python literals if it can, so '"\\n"' means a line break."""
     if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":
         try:
             literal = ast.literal_eval(text)
@@ -132,13 +184,16 @@ def _unquoted(text: str) -> str:
     return text
 
 
-def checked(one: Knob, value: Any, where: str) -> Any:
-    """The value in the knob's own type, or a UsageError that names where it came from."""
+def checked(one: OptionSpec, value: Any, where: str) -> Any:
+    """The value, converted to the option's type. `where`: what the UsageError names, such as "--batch_size=x"."""
     fits, value = _converted(one.kind, value)
     fix = f"--{one.name}={shown(one.default)} is the default." if not one.required else ""
     if not fits:
         wanted = f"one of {', '.join(one.choices)}" if one.choices else _WANTED[one.kind]
         raise UsageError(f"{where}: {one.name} takes {wanted}.", fix)
+    if value in one.renamed:
+        now = f"{one.name}={one.renamed[value]}"
+        raise UsageError(f"{where}: {one.name}={value} is now {now}.", f"--{now}")
     if one.choices and value not in one.choices:
         near = nearest(str(value), one.choices, cutoff=0.5)
         raise UsageError(f"{where}: {one.name} is one of {', '.join(one.choices)}.",
@@ -150,7 +205,7 @@ def checked(one: Knob, value: Any, where: str) -> Any:
 
 
 def _converted(kind: str, value: Any) -> tuple[bool, Any]:
-    """Whether a value is of a kind, and the value as that kind. NaN and infinity are of none."""
+    """(whether the value is of that kind, the value converted to it). NaN and infinity are of no kind."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if kind in ("int", "float") and not (number and -1e300 < value < 1e300):
         return False, value
@@ -169,7 +224,7 @@ def _converted(kind: str, value: Any) -> tuple[bool, Any]:
 
 
 def shown(value: Any) -> str:
-    """A value as one would type it after `--knob=`."""
+    """A value as a user types it after `--option=`."""
     plain = isinstance(value, str) and re.fullmatch(r"[\w./:@+-]+", value)
     return str(value) if plain or isinstance(value, bool | int | float) else repr(value)
 
@@ -200,153 +255,24 @@ def not_empty(value: str) -> str | None:
 
 
 def path_like(value: str) -> str | None:
-    """The limits are those of Linux file systems; what is on the disk is checked where it is used."""
+    """Checks the text alone, against the limits of Linux file systems; whether the file exists is checked later."""
     if not value.strip():
         return "must not be empty"
     if not value.isprintable():
-        return "holds a character that no path should: a line break, a control character or a broken byte"
+        return "contains a line break, a control character or a broken byte"
     if len(value.encode()) > 4095 or any(len(part.encode()) > 255 for part in re.split(r"[\\/]", value)):
-        return "is too long for a path: 255 bytes a name, 4095 in all"
+        return "is too long for a path: at most 255 bytes per name and 4095 in total"
     return None
 
 
 def plain_name(value: str) -> str | None:
-    """A name that is one folder on every system, and never leaves the folder it is made in."""
+    """Checks a folder name: valid on every operating system, and without a path in it."""
     reserved = re.fullmatch(r"(?i)(con|prn|aux|nul|com[0-9]|lpt[0-9])(\..*)?", value)
     if reserved or not value.isprintable() or value[-1:] in (".", " ") or re.search(r'[\\/:*?"<>|]', value):
-        return "must be a plain name: no slashes, no control characters, no name Windows keeps, no dot at the end"
+        return "must be a plain name: no slashes, no control characters, no name reserved by Windows, no dot at the end"
     return None if len(value.encode()) <= 100 else "must be at most 100 bytes long"
 
 
-# ---- argv
-
-Elsewhere = Callable[[], Iterable[type[Options]]]
-
-
-def walk(argv: Sequence[str], cls: type[Options], *, config_files: bool = True, borrowed: Iterable[str] = (),
-         elsewhere: Elsewhere = tuple) -> list[Assignment]:
-    """What argv says, in order; a later assignment wins. Config files are read where they stand in argv.
-
-    `borrowed`: keys a config file may set for another verb's sake. `elsewhere`: the other verbs' classes, asked
-    for only when a hint is needed.
-    """
-    found: list[Assignment] = []
-    rest = list(argv)
-    literal = False
-    while rest:
-        token = rest.pop(0)
-        if token == "--" and not literal:
-            literal = True
-        elif token.startswith("-") and token != "-" and not literal:
-            found.append(_flag(token, rest, cls, elsewhere, found))
-        elif config_files and (token.endswith(".py") or not _positional(cls)):
-            found += _from_file(token, cls, borrowed, elsewhere, found)
-        else:
-            found.append(_bare(token, cls, found))
-    return found
-
-
-def _flag(token: str, rest: list[str], cls: type[Options], elsewhere: Elsewhere,
-          found: list[Assignment]) -> Assignment:
-    knobs = knobs_of(cls)
-    typed, equals, text = token.partition("=")
-    name = typed[2:].replace("-", "_")
-    if not typed.startswith("--"):  # -o FOLDER, -oFOLDER, -o=FOLDER
-        typed, attached = token[:2], token[2:].removeprefix("=")
-        name = next((each.name for each in knobs.values() if each.short == typed[1:]), "")
-        equals, text = ("=" if len(token) > 2 else ""), attached
-    if not name:  # --=8, -x, or -batch_size=8 with one dash
-        long = token.partition("=")[0].lstrip("-").replace("-", "_")
-        if long in knobs:
-            raise UsageError(f"{token!r} has one dash, and a knob's name takes two.", f"-{token}")
-        raise _unknown(repr(token), long, cls, elsewhere, "--")
-    for each in knobs.values():
-        if name in each.switches:
-            if equals:
-                raise UsageError(f"{token}: {typed} takes no value.", f"Write {typed}, or --{each.name}=…")
-            return Assignment(each.name, each.switches[name], typed)
-    if name.startswith("no_") and name[3:] in knobs and knobs[name[3:]].kind in ("bool", "auto"):
-        if equals:
-            raise UsageError(f"{token}: {typed} takes no value.", f"Write {typed}, or --{name[3:]}={text}.")
-        return Assignment(name[3:], False, typed)
-    if name not in knobs:
-        raise _unknown(typed, name, cls, elsewhere, "--")
-    one = knobs[name]
-    where = token
-    if not equals:
-        following = rest[0] if rest else None
-        if one.kind in ("bool", "auto"):
-            if following is None or following.lower() not in {*_BOOLS, "auto"}:
-                return Assignment(name, True, typed)
-        elif following is None or re.match(r"--?[A-Za-z_]|--$", following):
-            and_then = "" if following is None else f"; {following!r} looks like the next flag"
-            dash = f" A value that begins with a dash is written {typed}=-x." if one.kind == "text" else ""
-            raise UsageError(f"{typed} needs a value{and_then}: {one.help}.",
-                             f"{typed}={shown(one.default)} is the default.{dash}")
-        text = rest.pop(0)
-        where = f"{typed} {text}"
-    if one.kind == "texts":
-        return Assignment(name, (*_last(found, name, ()), text), where)
-    return Assignment(name, parse_value(cls, name, text, where), where)
-
-
-def _from_file(path: str, cls: type[Options], borrowed: Iterable[str], elsewhere: Elsewhere,
-               found: list[Assignment]) -> list[Assignment]:
-    knobs = knobs_of(cls)
-    key = path.partition("=")[0].replace("-", "_")
-    if "=" in path and key in knobs:
-        raise UsageError(f"{path!r} looks like a flag without its dashes.", f"--{path}")
-    scope = {each.name: each.default for each in knobs.values()} | {each.key: each.value for each in found}
-    file = read_config(path, scope)
-    settings: list[Assignment] = []
-    for name, value, line in ((s.name, s.value, s.line) for s in file.settings):
-        if name in knobs:
-            where = f"{path}:{line}"
-            settings.append(Assignment(name, checked(knobs[name], value, f"{where}: {name} = {value!r}"), where))
-        elif name not in file.helpers and name not in borrowed:
-            raise _unknown(f"{path}:{line}: {name}", name, cls, elsewhere, "")
-    return settings
-
-
-def _bare(token: str, cls: type[Options], found: list[Assignment]) -> Assignment:
-    one = _positional(cls)
-    if one is None:
-        raise UsageError(f"`fitgpt {cls.verb}` takes only flags, and {token!r} is none.",
-                         f"fitgpt {cls.verb} --help lists them all.")
-    if one.kind == "texts":
-        return Assignment(one.name, (*_last(found, one.name, ()), token), token)
-    before = next((each.value for each in found if each.key == one.name and each.source == each.value), None)
-    if before is not None:
-        raise UsageError(f"`fitgpt {cls.verb}` takes one {one.name}, and got {before!r} and {token!r}.")
-    return Assignment(one.name, checked(one, token, token), token)
-
-
-def _positional(cls: type[Options]) -> Knob | None:
-    return next((each for each in knobs_of(cls).values() if each.positional), None)
-
-
-def _last(found: list[Assignment], key: str, otherwise: Any) -> Any:
-    return next((each.value for each in reversed(found) if each.key == key), otherwise)
-
-
-def _unknown(typed: str, name: str, cls: type[Options], elsewhere: Elsewhere,
-             dashes: str) -> UsageError:
-    """Which knob was meant: one known by another name, one of another verb, or the nearest in spelling."""
-    what = f"{typed} is not a knob of `fitgpt {cls.verb}`."
-    knobs = knobs_of(cls).values()
-    meant = [each.name for each in knobs if name.lower() in each.also]
-    words = [word for each in knobs for word in (each.name, *each.switches)]
-    words += [f"no_{each.name}" for each in knobs if each.kind in ("bool", "auto") and dashes]
-    near = meant or nearest(name, words)
-    owner = next((other for other in elsewhere() if name in knobs_of(other)), None)
-    if owner is not None and not meant:
-        return UsageError(what, f"It is one of `fitgpt {owner.verb}`.")
-    if near:
-        return UsageError(what, f"Did you mean {' or '.join(dashes + each for each in near)}?")
-    return UsageError(what, f"fitgpt {cls.verb} --help lists them all.")
-
-
 def nearest(name: str, candidates: Iterable[str], cutoff: float = 0.6) -> list[str]:
-    import difflib
-
+    """At most two candidates that are spelled like the name, the nearest first."""
     return difflib.get_close_matches(name.lower(), list(candidates), n=2, cutoff=cutoff)

@@ -1,110 +1,265 @@
-"""Ways to hold less, declared once: the engine obeys these figures and the planner reads the same ones."""
+"""The registry of memory savers: for each setting what it saves, what it costs, and what it does not work with.
+
+From SAVERS come the docs' table, the error messages for settings that exclude each other, the changes that `plan
+--options` and the page suggest, and what `fit` may use. tests/config/test_memory_savers.py checks every entry: the
+declared saving against two forecasts, every exclusion against RunConfig.
+
+A new saver is an option in run_config.py, an entry here, and its code in engine/ and on the tape.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..core.units import MiB
+from .architectures import POSITIONS, parameter_shapes
+from .fields import Requires, shown
+from .optimizers import OPTIMIZERS, state_bytes
+
+if TYPE_CHECKING:
+    from .run_config import RunConfig
 
 
 class Saver(NamedTuple):
-    """A way to hold less. Exact: the same arithmetic up to rounding order. Letters: see nouns.py; P parameters."""
+    """One setting that saves memory. P: number of parameters; C: width of the model.
 
-    flag: str       # how it is switched on, alone
-    exact: bool
-    saves: str      # what is not held
+    Permission, for `fit`: "free" (the same result), "places" (the same result, computed in CPU RAM), "lossy" (rounds),
+    "rules" (trains by another rule), "never" (another way to what a saver in this list does already).
+    """
+
+    option: str
+    value: Any
+    without: Any            # the value to compare with: what is held if the saver is off
+    exact: bool             # the same result up to rounding order
+    permission: str
+    saves: str
     costs: str
-    needs: str = "" # what must hold for it to work
+    phase: str              # of a forecast (core.phases.PHASES), in which all of the saving shows
+    bytes_saved: Callable[[RunConfig], int]  # of a config that uses the saver
+    label: str              # the page's button; {names} of options are replaced by their values
+    requires: tuple[Requires, ...] = ()
 
+    @property
+    def setting(self) -> str:
+        return self.option if self.value is True else f"{self.option}={shown(self.value)}"
+
+    @property
+    def flag(self) -> str:
+        return f"--{self.setting}"
+
+    @property
+    def family(self) -> str:
+        """Savers of one family are steps of one scale, each saving more than the one before."""
+        return {"optimizer": str(self.value), "loss_chunk": "loss"}.get(self.option, self.option)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The options to set: the saver's own, and those that it requires and that may be set along with it."""
+        return {self.option: self.value, **{each.option: each.values[0] for each in self.requires if each.adjusted}}
+
+    @property
+    def needs(self) -> str:
+        """Requirements as text: "optimizer=adamw or adam8bit, offload=none"."""
+        own = list(map(str, self.requires))
+        if self.option == "optimizer":
+            own += map(str, OPTIMIZERS[self.value].requires)
+        others = [f"not optimizer={name}" for name, spec in OPTIMIZERS.items() for each in spec.requires
+                  if each.option == self.option and not each.met_by(self.value)]
+        return ", ".join(own + others)
+
+    def is_on(self, config: RunConfig) -> bool:
+        return bool(getattr(config, self.option) == self.value)
+
+
+# ---- formulas
+
+
+def _parameters(config: RunConfig) -> int:
+    return config.gpt_config().count_params()
+
+
+def _matrix_parameters(config: RunConfig) -> int:
+    """Parameters of the weight matrices and embeddings."""
+    return sum(prod(shape) for shape in parameter_shapes(config.gpt_config()).values() if len(shape) == 2)
+
+
+def _cast_parameters(config: RunConfig) -> int:
+    """Parameters that matmuls read: the matrices without the position embedding."""
+    return _matrix_parameters(config) - prod(parameter_shapes(config.gpt_config())[POSITIONS])
+
+
+def _per_layer(bytes_per_token_and_channel: int) -> Callable[[RunConfig], int]:
+    """Activations kept for the backward pass, in half precision."""
+    return lambda config: (bytes_per_token_and_channel * config.n_layer * config.batch_size * config.block_size
+                           * config.n_embd)
+
+
+def _logits(config: RunConfig) -> int:
+    """The logits of one chunk, and their gradient in place: 2 bytes per token and word of the vocabulary."""
+    tokens, vocab = config.batch_size * config.block_size, config.gpt_config().vocab_size
+    return 2 * vocab * (loss_piece_tokens(tokens, vocab) - loss_piece_tokens(tokens, vocab, config.loss_chunk))
+
+
+def _block_inputs_only(config: RunConfig) -> int:
+    """What recompute=matmuls keeps, and the softmax statistics of attention: 4 bytes per token and head."""
+    return _per_layer(18)(config) + 4 * config.n_layer * config.batch_size * config.block_size * config.n_head
+
+
+def _residual_stream(config: RunConfig) -> int:
+    """The input of every block, and of the last norm."""
+    return 2 * (config.n_layer + 1) * config.batch_size * config.block_size * config.n_embd
+
+
+def _state_against_adamw(config: RunConfig) -> int:
+    return state_bytes(replace(config, optimizer="adamw", adam8bit="own")) - state_bytes(config)
+
+
+# ---- the registry
+
+_NOT_LATE = Requires("states", ("early",), adjusted=True)
+_NO_CUDA_GRAPHS = Requires("cuda_graphs", ("auto", False))
 
 SAVERS = (
-    Saver("--loss_chunk=1024", True, "all logits but those of 1024 tokens: the default, 0, chooses the piece",
-          "smaller matrix products: not measured"),
-    Saver("--recompute=products", True, "12 bytes × tokens × C in each layer against --recompute=all: the norms' and "
-          "GELU's results; the default", "norms and GELU again: not measured alone"),
-    Saver("--recompute=no_wide", True, "8 bytes × tokens × C in each layer: the MLP's wide product",
-          "one of a block's four products again: 5 % of the speed (GPT-2 124M on an H200)"),
-    Saver("--recompute=attention_projection", True, "14 bytes × tokens × C in each layer: also q, k and v",
-          "two of the four products again"),
-    Saver("--recompute=attention", True, "16 bytes × tokens × C in each layer: also attention's projection",
-          "three of the four products again"),
-    Saver("--recompute=input", True, "18 bytes × tokens × C in each layer: everything but the block's input; the "
-          "same as --grad_checkpoint", "the whole forward pass again: a third more arithmetic"),
-    Saver("--offload=optimizer", True, "8P: AdamW's moments live in the host's memory (16P there)",
-          "a copy of gradients and weights over the bus at every step, and AdamW on the CPU",
-          "optimizer=adamw, states=early"),
-    Saver("--offload=gradients", True, "12P: gradients too, each leaves the card as it is made",
-          "gradients over the bus at every micro-step, weights at every step, AdamW on the CPU; no recorded GPU work",
-          "optimizer=adamw, gradients=freed, states=early"),
-    Saver("--casts=brief", True, "2 bytes for each number of the matrices against --casts=kept: copies of them in half "
-          "precision live as long as the product that needs them; the default",
-          "each is made twice a micro-step instead of once a step: 0.6 % slower (124M on an H200)"),
-    Saver("--gradients=freed", True, "4P while a run evaluates, against --gradients=kept: each step's gradients go "
-          "once they are applied, unless recorded GPU work knows their places; the default", "nothing: not timed"),
-    Saver("--states=early", True, "nothing in the end, but against --states=late no step asks for more than the first: "
-          "the optimizer's state is there before it; the default", "nothing"),
-    Saver("--weights=bfloat16", False, "4P: matrices and their gradients in 2 bytes, rounded by chance at every step",
-          "nothing: 2 % faster (124M on an H200), 5 % with residual=bfloat16 and adam8bit",
-          "optimizer=adamw or adam8bit"),
-    Saver("--residual=bfloat16", False, "2 bytes × tokens × C in each layer: the stream between blocks",
-          "nothing: 3 % faster (124M on an H200), 5 % with weights=bfloat16 and adam8bit"),
-    Saver("--optimizer=adam8bit", False, "6P: AdamW's moments in one byte each",
-          "nothing in speed alone; with bfloat16 weights and residual 5 % faster",
-          "offload=none"),
-    Saver("--adam8bit=bitsandbytes", False, "6P, as --optimizer=adam8bit alone: the same by bitsandbytes, which "
-          "many know, and which has a kernel where there is CUDA and no Triton, as on Windows",
-          "the host waits for the card once a step: 3 % slower (124M on an H200)",
-          "optimizer=adam8bit, weights=float32, offload=none, step_in_backward=False"),
-    Saver("--optimizer=muon", False, "4 bytes for each of the blocks' weights: one momentum instead of two moments",
-          "five small products for each matrix at every step", "weights=float32, offload=none"),
-    Saver("--step_in_backward", False, "nearly all gradients: each is applied as it is made",
-          "no clipping, no accumulation, no skipping of a step that is not finite",
-          "gradient_accumulation_steps=1, grad_clip=0, dtype other than float16, optimizer=adamw or adam8bit, "
-          "offload=none, gradients=freed, states=early"),
+    Saver("loss_chunk", 1024, 0, True, "free",
+          "all logits but those of 1024 tokens; the default, 0, chooses the chunk",
+          "smaller matmuls: not measured", "train", _logits, "chunked loss: {loss_chunk} tokens"),
+    Saver("recompute", "matmuls", "all", True, "free",
+          "12 bytes × tokens × C in each layer against --recompute=all: the results of the norms and GELU; the default",
+          "norms and GELU again: not measured alone", "train", _per_layer(12), "gradient checkpointing: {layers}"),
+    Saver("recompute", "no_mlp_up", "matmuls", True, "free",
+          "8 bytes × tokens × C in each layer: the result of the MLP's first matmul",
+          "one of a block's four matmuls again: 5 % of the speed (GPT-2 124M on an H200)", "train", _per_layer(8),
+          "gradient checkpointing: {layers}"),
+    Saver("recompute", "attention_projection", "matmuls", True, "free",
+          "14 bytes × tokens × C in each layer: also q, k and v", "two of the four matmuls again", "train",
+          _per_layer(14), "gradient checkpointing: {layers}"),
+    Saver("recompute", "attention", "matmuls", True, "free",
+          "16 bytes × tokens × C in each layer: also the attention's output projection",
+          "three of the four matmuls again", "train", _per_layer(16), "gradient checkpointing: {layers}"),
+    Saver("recompute", "input", "matmuls", True, "free",
+          "18 bytes × tokens × C in each layer: everything but the block's input (gradient checkpointing; the same as "
+          "--grad_checkpoint)", "the whole forward pass again: a third more arithmetic", "train", _block_inputs_only,
+          "gradient checkpointing: {layers}"),
+    Saver("offload", "optimizer", "none", True, "places",
+          "8P: AdamW's state lives in CPU RAM (16P there)",
+          "gradients and weights cross the PCIe bus at every step, and AdamW runs on the CPU", "load",
+          state_bytes, "offload {offload} to CPU RAM", (_NOT_LATE,)),
+    Saver("offload", "gradients", "none", True, "places",
+          "12P: gradients too, each leaves the GPU when it is computed",
+          "gradients cross the PCIe bus at every micro-step, weights at every step, AdamW runs on the CPU; no CUDA "
+          "graphs", "step", lambda config: state_bytes(config) + 4 * _parameters(config),
+          "offload {offload} to CPU RAM",
+          (Requires("gradients", ("freed",), "offload=gradients leaves no gradients on the GPU, so it needs "
+                    "gradients=freed", adjusted=True), _NOT_LATE, _NO_CUDA_GRAPHS)),
+    Saver("casts", "transient", "kept", True, "free",
+          "2 bytes per element of the weight matrices against --casts=kept: half-precision copies live as long as the "
+          "matmul that needs them; the default",
+          "each is made twice per micro-step instead of once per step: 0.6 % slower (124M on an H200)", "load",
+          lambda config: 2 * _cast_parameters(config), "free half-precision weight copies"),
+    Saver("gradients", "freed", "kept", True, "free",
+          "4P during an evaluation, against --gradients=kept: gradients are freed once they are applied, except with "
+          "CUDA graphs, which need them at fixed addresses; the default", "nothing: not timed", "eval",
+          lambda config: 4 * _parameters(config), "free gradients after each step"),
+    Saver("states", "early", "late", True, "free",
+          "nothing in the end, but against --states=late no later step allocates more than the first: the optimizer "
+          "state exists before it; the default", "nothing", "step", lambda config: 0, "create optimizer state early"),
+    Saver("residual", "bfloat16", "float32", False, "lossy",
+          "2 bytes × tokens × C in each layer: the residual stream between blocks",
+          "nothing: 3 % faster (124M on an H200), 5 % with weights=bfloat16 and adam8bit", "train", _residual_stream,
+          "bfloat16 residual stream"),
+    Saver("weights", "bfloat16", "float32", False, "lossy",
+          "4P: weight matrices and their gradients in 2 bytes, with stochastic rounding at every step",
+          "nothing: 2 % faster (124M on an H200), 5 % with residual=bfloat16 and adam8bit", "step",
+          lambda config: 4 * _matrix_parameters(config), "bfloat16 weights"),
+    Saver("optimizer", "adam8bit", "adamw", False, "lossy", "6P: AdamW's state in one byte per moment",
+          "nothing in speed alone; with bfloat16 weights and residual 5 % faster", "load", _state_against_adamw,
+          "8-bit Adam"),
+    Saver("adam8bit", "bitsandbytes", "own", False, "never",
+          "6P, as --optimizer=adam8bit alone: the optimizer of bitsandbytes, which many know, and which has a kernel "
+          "for CUDA without Triton, as on Windows",
+          "the CPU waits for the GPU once per step: 3 % slower (124M on an H200)", "load", lambda config: 0,
+          "8-bit Adam of bitsandbytes",
+          (Requires("optimizer", ("adam8bit",), "adam8bit=bitsandbytes is a variant of optimizer=adam8bit"),
+           Requires("weights", ("float32",), "adam8bit=bitsandbytes rounds weights to nearest, so that "
+                    "weights=bfloat16 would lose most of every update", "--adam8bit=own"),
+           Requires("offload", ("none",)), Requires("step_in_backward", (False,)))),
+    Saver("optimizer", "muon", "adamw", False, "rules",
+          "4 bytes per parameter of the blocks' weight matrices: one momentum instead of two moments",
+          "fifteen small matmuls for each matrix at every step", "load", _state_against_adamw, "Muon"),
+    Saver("step_in_backward", True, False, False, "rules",
+          "4P: each gradient is applied when it is computed; only the token embedding's waits for its second part",
+          "no clipping, no accumulation, no skipping of a step that is not finite", "step",
+          lambda config: 4 * _parameters(config), "optimizer step in backward",
+          (Requires("gradient_accumulation_steps", (1,), "step_in_backward needs gradient_accumulation_steps=1",
+                    adjusted=True),
+           Requires("grad_clip", (0.0,), "step_in_backward never has all gradients at once, so it needs grad_clip=0",
+                    "--grad_clip=0", adjusted=True),
+           Requires("gradients", ("freed",), "step_in_backward leaves no gradients to keep, so it needs "
+                    "gradients=freed", adjusted=True), _NOT_LATE,
+           Requires("dtype", ("bfloat16", "float32", "auto"), "step_in_backward cannot skip a step, which "
+                    "dtype=float16 with its GradScaler needs"),
+           Requires("offload", ("none",)), _NO_CUDA_GRAPHS)),
 )
 
-# What a block keeps between the forward and the backward pass, besides its input. Nested: each level keeps less
-# than the one before and computes more again. The names are those of engine/block.py.
+# `fit --allow`: savers that round, all of them by "lossy"; and savers that train by another rule, each by its name.
+LOSSY_SAVERS: dict[str, dict[str, Any]] = {
+    saver.family: saver.settings for saver in SAVERS if saver.permission == "lossy"}
+OTHER_RULES: dict[str, dict[str, Any]] = {
+    saver.family: saver.settings for saver in SAVERS if saver.permission == "rules"}
+SAVER_LABELS: dict[str, str] = {saver.family: saver.label for saver in SAVERS if saver.permission != "never"}
+
+
+# ---- recompute
+
+# The tensors that a block keeps between the forward and the backward pass, besides its input. Nested: each level keeps
+# less than the one before and recomputes more. The names are those of engine/block.py.
 KEEPS: dict[str, frozenset[str]] = {
     "all": frozenset({"h1", "qkv", "att", "proj", "h2", "fc", "g"}),
-    "products": frozenset({"qkv", "att", "proj", "fc"}),          # matrix products and attention
-    "no_wide": frozenset({"qkv", "att", "proj"}),                 # the same without the one of width 4C
+    "matmuls": frozenset({"qkv", "att", "proj", "fc"}),    # results of matmuls and attention
+    "no_mlp_up": frozenset({"qkv", "att", "proj"}),        # the same without the MLP's hidden layer, of width 4C
     "attention_projection": frozenset({"att", "proj"}),
     "attention": frozenset({"att"}),
     "input": frozenset(),
 }
 LEVELS = tuple(KEEPS)
+RENAMED_LEVELS = {"products": "matmuls", "no_wide": "no_mlp_up"}  # names of earlier versions
+
+
+def with_new_names(text: str) -> str:
+    """A value of `recompute` with the levels of earlier versions under their names of today."""
+    return re.sub(r"\w+", lambda word: RENAMED_LEVELS.get(word[0], word[0]), text)
 
 
 def parse_levels(text: str, layers: int) -> list[str] | str:
-    """'products', or '7*no_wide, 5*products' from the first layer to the last: a level a layer, or what is wrong."""
+    """'matmuls', or '7*no_mlp_up, 5*matmuls' from the first layer to the last → one level per layer, or what is wrong
+    with the text."""
     parts = [part.strip().rpartition("*")[::2] for part in text.split(",")]
     unknown = [name for _, name in parts if name.strip() not in KEEPS]
-    if unknown or not all(count.strip().isdecimal() for count, _ in parts if count.strip() or len(parts) > 1):
-        return f"must be one of {', '.join(LEVELS)}, or counts of them such as 7*no_wide,5*products"
+    if unknown or not all(re.fullmatch("[0-9]{1,9}", count.strip()) for count, _ in parts
+                          if count.strip() or len(parts) > 1):
+        return f"must be one of {', '.join(LEVELS)}, or counts of them such as 7*no_mlp_up,5*matmuls"
     if len(parts) == 1 and not parts[0][0].strip():
         return [parts[0][1].strip()] * layers
-    levels = [name.strip() for count, name in parts for _ in range(int(count))]
-    if len(levels) != layers:
-        return f"names {len(levels)} layers, and there are {layers}"
-    return levels
+    named = sum(int(count) for count, _ in parts)
+    if named != layers:
+        return f"names {named} layers, and there are {layers}"
+    return [name.strip() for count, name in parts for _ in range(int(count))]
 
 
-# The loss is computed in pieces of this many bytes of logits. At GPT-2's vocabulary and in half precision that is
-# 2048 tokens: less than the activations of any run in config/; other sizes have not been timed.
+# ---- chunks of the loss
+
+# Bytes of logits per chunk of the loss. At GPT-2's vocabulary and in half precision that is 2048 tokens: less than the
+# activations of any run in config/. Other sizes have not been timed.
 LOSS_PIECE_BYTES = 208 * MiB
 
 
 def loss_piece_tokens(tokens: int, vocab_size: int, asked: int = 0) -> int:
-    """How many of a micro-batch's tokens the loss handles at once: as asked, else the power of two that fits."""
+    """Tokens per chunk of the loss: `asked` if it is not 0, else the power of two whose logits fit the limit."""
     if asked:
         return min(asked, tokens)
-    piece = 1 << max(0, (LOSS_PIECE_BYTES // (2 * vocab_size)).bit_length() - 1)
-    return min(max(piece, 128), tokens)
-
-
-# Optimizers that keep less.
-GROUP = 256              # numbers that share a scale, as in the papers on 8-bit optimizers
-SMALLEST_ROUNDED = 4096  # smaller parameters (norms, biases) keep float32 states: they weigh nothing
-AT_ONCE = 2**22          # numbers updated at once where there is no fused kernel: bounds what that needs besides
-MUON_ROUNDS = 5          # of Newton–Schulz
+    chunk = 1 << max(0, (LOSS_PIECE_BYTES // (2 * vocab_size)).bit_length() - 1)
+    return min(max(chunk, 128), tokens)

@@ -1,1 +1,1 @@
-"""Errors, units, files, version: what every other package may import. Standard library only."""
+"""What every package may import: standard library only."""

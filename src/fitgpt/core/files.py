@@ -1,4 +1,4 @@
-"""How a file or a folder gets onto the disk whole or not at all, and how a JSON file knows it is whole."""
+"""Atomic writes of files and folders, errors of the disk, and JSON with a checksum."""
 
 from __future__ import annotations
 
@@ -18,52 +18,52 @@ from typing import Any
 
 from .errors import SystemFault, UsageError
 
-_WINDOWS_PATIENCE_S = 2.5  # a virus scanner holds a fresh file for about this long at worst
+_WINDOWS_RETRY_S = 2.5  # a virus scanner keeps a new file open for at most about this long
 
-PAGE_MARK = '<meta name="generator" content="fitgpt">'  # in the head of every page that show.charts makes
-_LONGEST_OWN = 16 * 2**20  # characters: no file that is written here is longer
+PAGE_MARK = '<meta name="generator" content="fitgpt">'  # in the head of every page of show.charts
+_MAX_LENGTH = 16 * 2**20  # characters of a file that fitgpt writes
 
-_ELSEWHERE = "Choose another folder (--out_dir; for prepare, fit and export, -o)."
-_REMEDIES = {
+_OTHER_FOLDER = "Choose another folder (--out_dir; for prepare, fit and export, -o)."
+_FIXES = {
     errno.ENOSPC: "Free some space on that disk, or choose another.",
     errno.EDQUOT: "Your quota on that disk is used up: remove something, or choose another.",
     errno.EACCES: "Make it writable for this user, or choose another folder.",
     errno.EPERM: "Make it writable for this user, or choose another folder.",
     errno.EROFS: "That disk is mounted read-only: choose another.",
-    errno.EIO: "The disk reports a fault: look at `dmesg`, and choose another disk.",
+    errno.EIO: "The disk reports an error: see `dmesg`, and choose another disk.",
     errno.EMFILE: "Raise the limit of open files: ulimit -n 4096",
-    errno.EFBIG: "Raise the limit of file sizes (ulimit -f unlimited), or choose a disk that holds such files: FAT "
-                 "ends at 4 GiB.",
+    errno.EFBIG: "Raise the limit of file sizes (ulimit -f unlimited), or choose a disk that allows such files: on "
+                 "FAT they end at 4 GiB.",
 }
 
 
 @contextmanager
 def disk_faults(doing: str, path: Path) -> Iterator[None]:
-    """Any OSError inside becomes a SystemFault that says what was being done to which path."""
+    """Turns any OSError inside into a SystemFault with the operation and the path."""
     try:
         yield
     except OSError as error:
         reason = error.strerror or str(error)
-        fix = _REMEDIES.get(error.errno or 0, _ELSEWHERE)
+        fix = _FIXES.get(error.errno or 0, _OTHER_FOLDER)
         raise SystemFault(f"Cannot {doing} {path}: {reason}.", fix) from error
 
 
 def write_atomically(path: Path, content: bytes | str) -> None:
-    """After a crash at any moment, `path` holds the old content or the new, never a mixture."""
+    """Writes a file so that after a crash at any moment it has the old content or the new."""
     data = content.encode() if isinstance(content, str) else content
     with disk_faults("write", path):
         replace_file(path, path.with_name(f".tmp-{path.name}-{os.getpid()}"), data)
 
 
 def write_over(path: Path, content: str) -> str:
-    """The file's name, in words that say whether it replaced another. What may be replaced, `refuse_foreign` says."""
+    """Writes the file. → its name, with a remark if it replaced one. Call `refuse_foreign` first."""
     replaced = path.exists()
     write_atomically(path, content)
     return f"{path} (it replaced the one that was there)" if replaced else str(path)
 
 
-def refuse_foreign(path: Path, is_ours: Callable[[str], bool], verb: str, flag: str, said: Path | None = None) -> None:
-    """What somebody else wrote is not replaced. `said`: the name after the flag, where the file is called after it."""
+def refuse_foreign(path: Path, is_ours: Callable[[str], bool], verb: str, flag: str, given: Path | None = None) -> None:
+    """UsageError if the file exists and fitgpt did not write it. `given`: the name after the flag, if it differs."""
     with disk_faults("look at", path):
         if not path.exists():
             return
@@ -74,9 +74,9 @@ def refuse_foreign(path: Path, is_ours: Callable[[str], bool], verb: str, flag: 
         ours = False
         if path.is_file():
             with open(path, encoding="utf-8", errors="replace") as file:
-                ours = is_ours(file.read(_LONGEST_OWN))
+                ours = is_ours(file.read(_MAX_LENGTH))
     if not ours:
-        named = said or path
+        named = given or path
         others = (named.with_name(f"{named.stem}_{verb}{number or ''}{named.suffix}") for number in count())
         free = next(name for name in others if not name.exists())
         raise UsageError(f"{path} is there already, and `fitgpt {verb}` did not write it.",
@@ -88,23 +88,23 @@ def is_own_page(text: str) -> bool:
 
 
 def is_own_json(text: str, *keys: str) -> bool:
-    """Whether it is a document with a schema and these keys."""
+    """Whether the text is a JSON object with a schema and these keys."""
     try:
-        told = json.loads(text)
+        document = json.loads(text)
     except (ValueError, RecursionError):
         return False
-    return isinstance(told, dict) and {"schema", *keys} <= told.keys()
+    return isinstance(document, dict) and {"schema", *keys} <= document.keys()
 
 
 def replace_file(path: Path, temporary: Path, *parts: bytes | memoryview) -> None:
-    """Writes `temporary` beside `path`, makes it durable, and only then lets it take the name."""
+    """Writes and syncs `temporary`, then renames it to `path`."""
     try:
         with open(temporary, "wb") as file:
             for part in parts:
                 file.write(part)
-            file.flush()  # fsync sees only what has left Python's buffer
+            file.flush()  # fsync does not see Python's buffer
             os.fsync(file.fileno())
-        patiently_rename(temporary, path)
+        rename_with_retry(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
@@ -127,32 +127,32 @@ def folder_atomically(target: Path, temporary: Path) -> Iterator[Path]:
                 os.fsync(opened.fileno())
         sync_folder(temporary)
         if target.exists():
-            patiently_rename(target, displaced)
-        patiently_rename(temporary, target)
+            rename_with_retry(target, displaced)
+        rename_with_retry(temporary, target)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         if displaced.exists() and not target.exists():
-            patiently_rename(displaced, target)
+            rename_with_retry(displaced, target)
         raise
     sync_folder(target.parent)
     shutil.rmtree(displaced, ignore_errors=True)
 
 
-def patiently_rename(source: Path, target: Path) -> None:
-    """os.replace; on Windows a scanner that has the file open is waited for."""
-    may_be_held, deadline = sys.platform == "win32", time.monotonic() + _WINDOWS_PATIENCE_S
+def rename_with_retry(source: Path, target: Path) -> None:
+    """os.replace; on Windows it retries while a scanner has the file open."""
+    may_retry, deadline = sys.platform == "win32", time.monotonic() + _WINDOWS_RETRY_S
     while True:
         try:
             os.replace(source, target)
             return
         except PermissionError:
-            if not may_be_held or time.monotonic() > deadline:
+            if not may_retry or time.monotonic() > deadline:
                 raise
             time.sleep(0.05)
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes a rename or a new name in `folder` survive a power cut; Windows has no such call."""
+    """Makes a rename or a new file in `folder` survive a power cut. Windows has no such call."""
     if sys.platform == "win32":
         return
     descriptor = os.open(folder, os.O_RDONLY)
@@ -165,14 +165,23 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def read_json_object(path: Path) -> dict[str, Any]:
+    """A JSON file → its object; empty where it is missing or is not an object."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 def seal_json(document: dict[str, Any]) -> str:
-    """Valid JSON that carries the checksum of its own content; infinities and NaN survive the round trip."""
+    """A document → JSON with the checksum of its content. Infinities and NaN survive the round trip."""
     body = _tag_nonfinite(document)
     return json.dumps({**body, "checksum": _checksum(body)}, indent=1, allow_nan=False) + "\n"
 
 
 def unseal_json(text: str | bytes) -> dict[str, Any]:
-    """The document `seal_json` was given; ValueError if a single character of its content differs."""
+    """The document of `seal_json`; ValueError if its content was changed."""
     sealed = json.loads(text)
     if not isinstance(sealed, dict) or sealed.pop("checksum", None) != _checksum(sealed):
         raise ValueError("its content does not match its own checksum")
@@ -181,7 +190,7 @@ def unseal_json(text: str | bytes) -> dict[str, Any]:
 
 
 def _checksum(body: Any) -> str:
-    import hashlib  # here: it takes a while to load, and a plan never asks for it
+    import hashlib  # slow to import, and not needed by every command
 
     return hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 

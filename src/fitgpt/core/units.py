@@ -26,6 +26,11 @@ def parse_bytes(text: str) -> int:
     return nbytes
 
 
+def optional_bytes(text: str) -> int | None:
+    """Bytes of an option that may be empty."""
+    return parse_bytes(text) if text else None
+
+
 def parse_count(text: str) -> int:
     """'10B', '500M', '1_000_000' or a plain whole number."""
     return _parse(text, _COUNT_UNITS, "a count such as 10B, 500M or 20000")

@@ -1,1 +1,1 @@
-"""From text to shards to training windows. numpy, no torch; header, manifest and meta need not even numpy."""
+"""Text to shards to training batches. numpy, no torch; shard_header, manifest and nanogpt_meta need no numpy either."""

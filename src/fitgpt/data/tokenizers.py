@@ -1,4 +1,4 @@
-"""Text to tokens and back: `bytes`, GPT-2's byte pairs through tiktoken, and the characters of a nanoGPT meta.pkl."""
+"""Text to tokens and back: bytes, GPT-2's BPE (tiktoken), and the characters of a nanoGPT meta.pkl."""
 
 from __future__ import annotations
 
@@ -12,21 +12,24 @@ from numpy.typing import NDArray
 
 from ..config.run_config import GPT2_VOCAB
 from ..core.errors import DataError
-from . import manifest, meta
-from .header import find
+from .manifest import MANIFEST_NAME, read_manifest
+from .nanogpt_meta import read_meta
+from .shard_header import find_dataset
 
 END_OF_TEXT = "<|endoftext|>"
-NAMES = ("gpt2", "bytes")      # those `prepare` can be asked for
-_UNKNOWN = "\ufffd".encode()   # a token of the model's padding, which no text has
+NAMES = ("gpt2", "bytes")      # the choices of `prepare --tokenizer`
+_UNKNOWN = "\ufffd".encode()   # text of the tokens that pad the model's vocabulary: no training text has them
 
 _GPT2_FILES = (
-    "The vocabulary is two small files that tiktoken fetches once. On a machine with a network run\n"
+    "The vocabulary is two small files that tiktoken downloads once. On a machine with a network run\n"
     "  TIKTOKEN_CACHE_DIR=gpt2-files python -c \"import tiktoken; tiktoken.get_encoding('gpt2')\"\n"
     "then copy the folder gpt2-files here and set TIKTOKEN_CACHE_DIR to it.\n"
-    "Text prepared with --tokenizer=bytes needs none.")
+    "Text prepared with --tokenizer=bytes does not need them.")
 
 
 class Tokenizer(Protocol):
+    """What all tokenizers have in common."""
+
     @property
     def name(self) -> str: ...
     @property
@@ -34,35 +37,36 @@ class Tokenizer(Protocol):
     @property
     def end_of_text(self) -> int | None: ...
     def encode(self, text: str, *, special: bool = False) -> list[int]:
-        """With `special`, the text <|endoftext|> is that token, as nanoGPT's sample.py has it."""
+        """Text to tokens. With `special`, the text <|endoftext|> becomes that token, as in nanoGPT's sample.py."""
         ...
     def encode_utf8(self, data: bytes) -> NDArray[np.uint16]:
-        """Valid UTF-8 to tokens, the fast way, for `prepare`."""
+        """Valid UTF-8 to tokens, as an array: the fast path of `prepare`."""
         ...
     def token_bytes(self, token: int) -> bytes: ...
     def decode(self, tokens: Iterable[int]) -> str: ...
 
 
-def get(name: str) -> Tokenizer:
+def get_tokenizer(name: str) -> Tokenizer:
+    """The tokenizer of that name; DataError if there is none, or if its vocabulary cannot be loaded."""
     if name == "bytes":
-        return Bytes()
+        return ByteTokenizer()
     if name == "gpt2":
-        return GPT2()
+        return GPT2Tokenizer()
     raise DataError(f"There is no tokenizer {name!r}; there are {' and '.join(NAMES)}.", "--tokenizer=gpt2")
 
 
-def for_dataset(dataset: str) -> Tokenizer:
-    """The tokenizer a dataset was made with. A headerless .bin alone does not say: GPT-2's, as nanoGPT assumes."""
-    folder = find(dataset)
-    if (folder / manifest.NAME).is_file():
-        return get(manifest.read(folder).tokenizer)
+def tokenizer_of_dataset(dataset: str) -> Tokenizer:
+    """The tokenizer a dataset was prepared with. For a .bin without meta.pkl that is GPT-2's, as nanoGPT assumes."""
+    folder = find_dataset(dataset)
+    if (folder / MANIFEST_NAME).is_file():
+        return get_tokenizer(read_manifest(folder).tokenizer)
     if (folder / "meta.pkl").is_file():
-        return _chars_of(folder / "meta.pkl")
-    return get("gpt2")
+        return _char_tokenizer(folder / "meta.pkl")
+    return get_tokenizer("gpt2")
 
 
-class Decoder:
-    """Tokens to text as they come: a character that spans tokens appears when it is complete."""
+class StreamDecoder:
+    """Tokens to text, one token at a time. A character that spans several tokens appears with the last of them."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -72,11 +76,11 @@ class Decoder:
         return self._utf8.decode(self._tokenizer.token_bytes(token))
 
     def finish(self) -> str:
-        """What is left of a character that never became complete: U+FFFD, or nothing."""
+        """U+FFFD if the last character is incomplete, else an empty string."""
         return self._utf8.decode(b"", final=True)
 
 
-class _Common:
+class _BaseTokenizer:
     name = ""
     vocab_size = 0
     end_of_text: int | None = None
@@ -97,7 +101,7 @@ class _Common:
         return tokens
 
 
-class Bytes(_Common):
+class ByteTokenizer(_BaseTokenizer):
     """Token b is byte b of the UTF-8 text; 256 ends a document."""
 
     name = "bytes"
@@ -118,7 +122,9 @@ class Bytes(_Common):
         return bytes([token]) if 0 <= token < 256 else _UNKNOWN
 
 
-class GPT2(_Common):
+class GPT2Tokenizer(_BaseTokenizer):
+    """GPT-2's byte pair encoding, loaded through tiktoken."""
+
     name = "gpt2"
     vocab_size = GPT2_VOCAB
     end_of_text = GPT2_VOCAB - 1
@@ -150,27 +156,27 @@ def _load_gpt2() -> Any:
                         "pip install tiktoken (text prepared with --tokenizer=bytes does not need it)") from error
     try:
         return tiktoken.get_encoding("gpt2")
-    except Exception as error:  # whatever the network, the cache folder or the hash check throws
+    except Exception as error:  # the network, the cache folder and the hash check raise different classes
         reason = str(error) if len(str(error)) < 200 else f"{str(error)[:200]}…"
         raise DataError(f"tiktoken could not load GPT-2's vocabulary: {type(error).__name__}: {reason}.",
                         _GPT2_FILES) from error
 
 
-def _chars_of(path: Path) -> Chars:
-    found = meta.read(path)
+def _char_tokenizer(path: Path) -> CharTokenizer:
+    found = read_meta(path)
     if not found.itos:
         raise DataError(f"{path} holds a vocabulary size but no characters ('itos' and 'stoi').",
                         "Write it again with nanoGPT's data/shakespeare_char/prepare.py.")
-    return Chars(found.itos, str(path))
+    return CharTokenizer(found.itos, str(path))
 
 
-class Chars(_Common):
-    """One token a character, as nanoGPT's shakespeare_char has it; there is no end-of-text token."""
+class CharTokenizer(_BaseTokenizer):
+    """One token per character, as in nanoGPT's shakespeare_char. There is no end-of-text token."""
 
     name = "chars"
 
-    def __init__(self, characters: Sequence[str], place: str) -> None:
-        self._place = place
+    def __init__(self, characters: Sequence[str], origin: str) -> None:
+        self._origin = origin  # for error messages
         self._itos = tuple(characters)
         self._stoi = {character: token for token, character in enumerate(characters)}
         self.vocab_size = len(characters)
@@ -179,7 +185,7 @@ class Chars(_Common):
         missing = sorted(set(text) - self._stoi.keys())
         if missing:
             raise DataError(
-                f"The characters of {self._place} do not include {', '.join(map(repr, missing[:10]))}"
+                f"The characters of {self._origin} do not include {', '.join(map(repr, missing[:10]))}"
                 f"{' …' if len(missing) > 10 else ''}; this tokenizer knows only the {self.vocab_size} characters "
                 "of its training text.", "Use only characters that occur in the training text.")
         return [self._stoi[character] for character in text]

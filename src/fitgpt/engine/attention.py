@@ -1,7 +1,7 @@
 """Causal self-attention, forward and backward, behind one pair of functions.
 
-torch's own kernels are called by their names, because a block chooses itself what it keeps: `out` and the kernel's
-small state can be kept while q, k and v are computed again.
+torch's kernels are called directly, because a block chooses what it saves: `out` and the kernel's small state can be
+saved while q, k and v are recomputed.
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend
 
+from .annotate import named
+
 _aten = torch.ops.aten
-HEAD_MULTIPLE = 8  # the CUDA kernels want heads a multiple of this wide: others are padded with zeros
+HEAD_MULTIPLE = 8  # the CUDA kernels need a head size that is a multiple of this; others are padded with zeros
 
 
-class Attended(NamedTuple):
+class AttentionResult(NamedTuple):
     out: Tensor               # [B, T, C]
-    state: tuple[Any, ...]    # what the kernel's backward wants besides: log-sum-exp [B, H, T], dice
+    state: tuple[Any, ...]    # also needed by the kernel's backward: log-sum-exp [B, H, T], RNG seed and offset
 
 
 class Kernel(NamedTuple):
@@ -29,16 +31,17 @@ class Kernel(NamedTuple):
     backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 
-def attend(qkv: Tensor, heads: int, dropout: float) -> Attended:
-    """qkv [B, T, 3C] → the heads' outputs side by side [B, T, C]."""
+def attend(qkv: Tensor, heads: int, dropout: float) -> AttentionResult:
+    """qkv [B, T, 3C] → the heads' concatenated outputs [B, T, C]."""
     scale = _scale(qkv, heads)
     q, k, v = _padded(_heads(qkv, heads), qkv.device.type)
     out, *state = kernel_for(q, k, v, dropout).forward(q, k, v, dropout, scale)
     width = qkv.shape[2] // 3 // heads
-    return Attended(out[..., :width].transpose(1, 2).reshape(*qkv.shape[:2], heads * width), tuple(state))
+    att = out[..., :width].transpose(1, 2).reshape(*qkv.shape[:2], heads * width)
+    return AttentionResult(named("att", att), tuple(state))
 
 
-def attend_backward(d_out: Tensor, qkv: Tensor, attended: Attended, heads: int, dropout: float) -> Tensor:
+def attend_backward(d_out: Tensor, qkv: Tensor, attended: AttentionResult, heads: int, dropout: float) -> Tensor:
     """The gradient with respect to qkv, [B, T, 3C]."""
     B, T, C = d_out.shape
     width = C // heads
@@ -51,7 +54,7 @@ def attend_backward(d_out: Tensor, qkv: Tensor, attended: Attended, heads: int, 
 
 
 def kernel_for(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Kernel:
-    """torch's own choice for this card, dtype and shape; by hand where it has none."""
+    """torch's choice for this GPU, dtype and shape; the plain implementation if it has none."""
     if q.device.type == "cuda":
         return _ON_CUDA.get(torch._fused_sdp_choice(q, k, v, None, dropout, True), PLAIN)
     if q.device.type == "cpu" and dropout == 0:
@@ -118,7 +121,7 @@ def _flash_on_cpu_backward(d: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tens
         d, q, k, v, out, state[0], dropout, True, scale=scale)
 
 
-# ---- the same by hand, for devices whose kernels lack something (dropout on CPU, Apple's GPUs)
+# ---- plain implementation, for devices without a suitable kernel (dropout on CPU, Apple's GPUs)
 
 def _plain(q: Tensor, k: Tensor, v: Tensor, dropout: float, scale: float) -> tuple[Any, ...]:
     probabilities = _probabilities(q, k, scale)

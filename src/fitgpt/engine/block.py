@@ -1,7 +1,7 @@
-"""One transformer block, forward and backward, written out: what is kept between the two is chosen, not left to
-chance. Matrix products stand in plain sight; everything between two of them is one function of pointwise.py.
+"""One transformer block, forward and backward, written out, so that the recompute policy decides what is saved between
+them. Matmuls are called here; everything between two of them is one function of pointwise.py.
 
-Names, in the order in which they are made, with their bytes a token in half precision:
+Tensors in the order in which they are computed, with their bytes per token in half precision:
 
     x 4C (float32)  →  h1 2C  →  qkv 6C  →  att 2C  →  proj 2C  →  h2 2C  →  fc 8C  →  g 8C  →  down 2C  →  y 4C
 """
@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..config.memory_savers import KEEPS
-from .attention import Attended, attend, attend_backward
+from .annotate import named
+from .attention import AttentionResult, attend, attend_backward
 from .gradient_sinks import Gradients, column_sums
 from .pointwise import EAGER, Pointwise
 
@@ -40,24 +41,24 @@ MATRICES = ("c_attn", "attn_proj", "c_fc", "mlp_proj")
 
 
 @dataclass(frozen=True)
-class Manner:
+class BlockOptions:
     """How a block computes; the same for every layer."""
 
     heads: int
     dropout: float          # 0 outside training
-    dtype: torch.dtype      # of the matrix products
+    dtype: torch.dtype      # of the matmuls
     ops: Pointwise = EAGER
 
 
 @dataclass
-class Kept:
-    """What one block holds from its forward to its backward pass."""
+class SavedForBackward:
+    """What one block saves in its forward pass for its backward pass."""
 
     x: Tensor                                                # its input [B, T, C]
     tensors: dict[str, Tensor] = field(default_factory=dict)
-    attended: Attended | None = None
+    attended: AttentionResult | None = None
     masks: dict[str, Tensor] = field(default_factory=dict)   # of dropout, one byte each
-    dice: Tensor | None = None                               # the generator's state before attention's own dropout
+    rng_state: Tensor | None = None                          # before attention's own dropout
 
 
 class LayerCache(NamedTuple):
@@ -67,82 +68,82 @@ class LayerCache(NamedTuple):
     values: Tensor
 
 
-def forward(x: Tensor, w: BlockWeights, manner: Manner, level: str | None = None,
-            cache: LayerCache | None = None) -> tuple[Tensor, Kept | None]:
-    """x [B, T, C] → the same shape. With a level, also what the backward pass needs at that level."""
-    ops, dtype, keeps = manner.ops, manner.dtype, KEEPS[level] if level else frozenset()
-    kept, rows = Kept(x), x.flatten(0, 1)
+def forward(x: Tensor, w: BlockWeights, options: BlockOptions, level: str | None = None,
+            cache: LayerCache | None = None) -> tuple[Tensor, SavedForBackward | None]:
+    """x [B, T, C] → the same shape. With a recompute policy (`level`), also what the backward pass needs under it."""
+    ops, dtype, keeps = options.ops, options.dtype, KEEPS[level] if level else frozenset()
+    kept, rows = SavedForBackward(named("x", x)), x.flatten(0, 1)
 
     def keep(name: str, tensor: Tensor) -> Tensor:
         if name in keeps:
             kept.tensors[name] = tensor
-        return tensor
+        return named(name, tensor)
 
     h1 = keep("h1", ops.norm(rows, w.ln_1, w.ln_1_bias, dtype))
     qkv = keep("qkv", linear(h1, w.c_attn, w.c_attn_bias))
-    del h1  # freed at once where it is not kept
+    del h1  # freed at once unless it is saved
     if cache is not None:
-        fill(cache, qkv.view(*x.shape[:2], -1), manner.heads)
-    if level and manner.dropout:
-        kept.dice = dice_state(x.device)
-    attended = attend(qkv.view(*x.shape[:2], -1), manner.heads, manner.dropout)
+        fill(cache, qkv.view(*x.shape[:2], -1), options.heads)
+    if level and options.dropout:
+        kept.rng_state = current_rng_state(x.device)
+    attended = attend(qkv.view(*x.shape[:2], -1), options.heads, options.dropout)
     del qkv
     if "att" in keeps:
         kept.attended = attended
-    proj = keep("proj", drop(linear(attended.out.flatten(0, 1), w.attn_proj, w.attn_proj_bias), "proj", manner, kept))
+    proj = keep("proj", drop(linear(attended.out.flatten(0, 1), w.attn_proj, w.attn_proj_bias), "proj", options, kept))
     del attended
     h2 = keep("h2", ops.norm_of_sum(rows, proj, w.ln_2, w.ln_2_bias, dtype))
     fc = keep("fc", linear(h2, w.c_fc, w.c_fc_bias))
     del h2
     g = keep("g", ops.gelu(fc))
     del fc
-    down = drop(linear(g, w.mlp_proj, w.mlp_proj_bias), "down", manner, kept)
+    down = drop(linear(g, w.mlp_proj, w.mlp_proj_bias), "down", options, kept)
     del g
     return ops.add_both(rows, proj, down).view_as(x), kept if level else None
 
 
-def backward(d_y: Tensor, d_y_rounded: Tensor, kept: Kept, w: BlockWeights, parameters: BlockWeights, manner: Manner,
-             gradients: Gradients) -> tuple[Tensor, Tensor]:
-    """The gradient of the block's output becomes, in place, that of its input. Weights' gradients go to `gradients`.
+def backward(d_y: Tensor, d_y_rounded: Tensor, kept: SavedForBackward, w: BlockWeights, parameters: BlockWeights,
+             options: BlockOptions, gradients: Gradients) -> tuple[Tensor, Tensor]:
+    """Turns the gradient of the block's output, in place, into that of its input. Weight gradients go to `gradients`.
 
-    Both come in two precisions: the residual stream's, and rounded for the matrix products. `w` are the weights as they
-    are multiplied, `parameters` those that the gradients are of: the same, where no copies are kept.
+    The gradient comes and goes in two precisions: the residual stream's, and rounded for the matmuls. `w` are the
+    weights as used in matmuls, `parameters` the weights themselves: the same tensors unless casts are cached.
     """
-    ops, dtype, rows = manner.ops, manner.dtype, kept.x.flatten(0, 1)
+    ops, dtype, rows = options.ops, options.dtype, kept.x.flatten(0, 1)
     tensors, attended, h1, qkv = kept.tensors, kept.attended, None, None
-    if attended is None:  # computed again, with the dice of the first time
-        h1, qkv = again_qkv(kept, w, manner)
-        with same_dice(kept, rows.device):
-            attended = attend(qkv.view(*kept.x.shape[:2], -1), manner.heads, manner.dropout)
+    if attended is None:  # recomputed with the RNG state of the forward pass
+        h1, qkv = qkv_again(kept, w, options)
+        with rng_state(kept, rows.device):
+            attended = attend(qkv.view(*kept.x.shape[:2], -1), options.heads, options.dropout)
     att = attended.out.flatten(0, 1)
     proj = tensors.pop("proj", None)
     if proj is None:
-        proj = drop_again(linear(att, w.attn_proj, w.attn_proj_bias), "proj", manner, kept)
+        proj = drop_again(linear(att, w.attn_proj, w.attn_proj_bias), "proj", options, kept)
     h2, fc, g = (tensors.pop(name, None) for name in ("h2", "fc", "g"))
     if fc is None:
         h2 = ops.norm_of_sum(rows, proj, w.ln_2, w.ln_2_bias, dtype) if h2 is None else h2
         fc = linear(h2, w.c_fc, w.c_fc_bias)
 
-    d_down = drop_again(d_y_rounded, "down", manner, kept)
+    d_down = drop_again(d_y_rounded, "down", options, kept)
     d_fc = d_down @ w.mlp_proj.to(dtype)
     ops.gelu_backward_(fc, d_fc)
     add_linear(gradients, parameters.mlp_proj, w.mlp_proj_bias, d_down, fc if g is None else g)
     del d_down, fc, g
-    d_h2 = d_fc @ w.c_fc.to(dtype)  # before its gradient is handed over: whoever takes it may change the weight
+    d_h2 = d_fc @ w.c_fc.to(dtype)  # before add_linear, which may update the weight (step_in_backward)
     d_proj, again, d_weight, d_bias = ops.norm_backward_(d_y, d_h2, rows, proj, w.ln_2, w.ln_2_bias, dtype, h2 is None)
     del d_h2, proj
     add_linear(gradients, parameters.c_fc, w.c_fc_bias, d_fc, cast(Tensor, again if h2 is None else h2))
     del h2, again, d_fc
     add_norm(gradients, w.ln_2, w.ln_2_bias, d_weight, d_bias)
 
-    d_proj = drop_again(d_proj, "proj", manner, kept)
+    d_proj = drop_again(d_proj, "proj", options, kept)
     d_att = d_proj @ w.attn_proj.to(dtype)
     add_linear(gradients, parameters.attn_proj, w.attn_proj_bias, d_proj, att)
     del d_proj, att
     if qkv is None:
-        h1, qkv = again_qkv(kept, w, manner)
-    d_qkv = attend_backward(d_att.view_as(kept.x), qkv.view(*kept.x.shape[:2], -1), attended, manner.heads,
-                            manner.dropout).flatten(0, 1)
+        h1, qkv = qkv_again(kept, w, options)
+    d_qkv = attend_backward(d_att.view_as(kept.x), qkv.view(*kept.x.shape[:2], -1), attended, options.heads,
+                            options.dropout).flatten(0, 1)
     del d_att, qkv, attended
     kept.attended = None
     d_h1 = d_qkv @ w.c_attn.to(dtype)
@@ -155,23 +156,22 @@ def backward(d_y: Tensor, d_y_rounded: Tensor, kept: Kept, w: BlockWeights, para
     return d_y, d_x_rounded
 
 
-def again_qkv(kept: Kept, w: BlockWeights, manner: Manner) -> tuple[Tensor | None, Tensor]:
-    """(h1, qkv), as kept or computed again; h1 is None where only qkv was kept."""
+def qkv_again(kept: SavedForBackward, w: BlockWeights, options: BlockOptions) -> tuple[Tensor | None, Tensor]:
+    """(h1, qkv), saved or recomputed; h1 is None if only qkv was saved."""
     h1, qkv = kept.tensors.pop("h1", None), kept.tensors.pop("qkv", None)
     if qkv is not None:
         return h1, qkv
-    h1 = manner.ops.norm(kept.x.flatten(0, 1), w.ln_1, w.ln_1_bias, manner.dtype)
+    h1 = options.ops.norm(kept.x.flatten(0, 1), w.ln_1, w.ln_1_bias, options.dtype)
     return h1, linear(h1, w.c_attn, w.c_attn_bias)
 
 
 def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The weight is rounded to the inputs' precision here, and the copy lives no longer than the product; unless it is
-    a copy already, of those that are kept."""
+    """F.linear in the inputs' precision. The cast of the weight is freed after the matmul, unless it is cached."""
     return F.linear(inputs, weight.to(inputs.dtype), None if bias is None else bias.to(inputs.dtype))
 
 
 def add_linear(gradients: Gradients, weight: Tensor, bias: Tensor | None, d_out: Tensor, inputs: Tensor) -> None:
-    gradients.product(weight, d_out, inputs)
+    gradients.matmul(weight, d_out, inputs)
     if bias is not None:
         gradients.vector(bias, column_sums(d_out, bias.dtype))
 
@@ -183,34 +183,34 @@ def add_norm(gradients: Gradients, weight: Tensor, bias: Tensor | None, d_weight
         gradients.vector(bias, d_bias)
 
 
-# ---- dropout: the masks are kept, so that what is computed again is the same
+# ---- dropout: masks are saved, so that recomputed tensors are the same
 
-def drop(tensor: Tensor, name: str, manner: Manner, kept: Kept) -> Tensor:
-    if not manner.dropout:
+def drop(tensor: Tensor, name: str, options: BlockOptions, kept: SavedForBackward) -> Tensor:
+    if not options.dropout:
         return tensor
-    dropped, mask = torch.ops.aten.native_dropout(tensor, manner.dropout, True)
+    dropped, mask = torch.ops.aten.native_dropout(tensor, options.dropout, True)
     kept.masks[name] = mask
     return cast(Tensor, dropped)
 
 
-def drop_again(tensor: Tensor, name: str, manner: Manner, kept: Kept) -> Tensor:
-    """By the mask of the forward pass: to compute its result again, or to send a gradient back through it."""
-    return tensor * kept.masks[name] * (1 / (1 - manner.dropout)) if manner.dropout else tensor
+def drop_again(tensor: Tensor, name: str, options: BlockOptions, kept: SavedForBackward) -> Tensor:
+    """Applies the mask of the forward pass: to recompute its result, or to propagate a gradient."""
+    return tensor * kept.masks[name] * (1 / (1 - options.dropout)) if options.dropout else tensor
 
 
-def dice_state(device: torch.device) -> Tensor:
+def current_rng_state(device: torch.device) -> Tensor:
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
-class same_dice:
-    """Attention's kernels roll their own dice: inside, they roll as they did in the forward pass."""
+class rng_state:
+    """Restores the forward pass's RNG state inside, so that recomputed attention draws the same dropout mask."""
 
-    def __init__(self, kept: Kept, device: torch.device) -> None:
-        self._then, self._device = kept.dice, device
+    def __init__(self, kept: SavedForBackward, device: torch.device) -> None:
+        self._then, self._device = kept.rng_state, device
 
     def __enter__(self) -> None:
         if self._then is not None:
-            self._now = dice_state(self._device)
+            self._now = current_rng_state(self._device)
             self._set(self._then)
 
     def __exit__(self, *_: object) -> None:
@@ -235,7 +235,7 @@ def fill(cache: LayerCache, qkv: Tensor, heads: int) -> None:
 
 def next_token(x: Tensor, w: BlockWeights, heads: int, dtype: torch.dtype, cache: LayerCache,
                position: Tensor) -> Tensor:
-    """The block for one more token, x [B, 1, C], at `position` [1]: every shape stays the same from token to token."""
+    """The block for one more token, x [B, 1, C], at `position` [1]. Shapes do not change from token to token."""
     B, _, C = x.shape
     normed = F.layer_norm(x, (C,), w.ln_1, w.ln_1_bias).to(dtype)
     q, k, v = (part.view(B, 1, heads, C // heads).transpose(1, 2)

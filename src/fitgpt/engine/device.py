@@ -1,6 +1,6 @@
-"""Which device a run uses, in which precision, compiled or not, and why; and what its memory counters say.
+"""Chooses device, dtype and compilation, with the reasons; and reads memory counters.
 
-Everything a choice depends on is read once into a `Host`; `choose` is a pure function of it.
+Everything the choice depends on is read once into a `Host`; `choose` is a pure function of it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import sysconfig
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -30,12 +31,12 @@ from ..hardware.torch_compat import (
     TorchBuild,
     driver_branch,
     runs_on,
-    unfit_arch,
+    unsupported_arch,
     unusable_gpu_reason,
 )
-from ..nouns import MemoryReading
+from ..runs.metrics import MemoryReading
 
-TESTED = ((2, 11), (2, 13))  # the first and the last torch we run and measure
+TESTED = ((2, 11), (2, 13))  # the first and the last torch release that is tested and measured
 DTYPES = ("float32", "bfloat16", "float16")
 
 BF16_FROM: Capability = (8, 0)    # Ampere
@@ -59,7 +60,7 @@ _NO_GPU, _NO_TOOLS = nvidia.Survey(), Tools()
 class Host:
     build: TorchBuild
     opened: tuple[CudaDevice, ...] = ()
-    refusal: str = ""             # torch's own words, where CUDA did not start
+    cuda_error: str = ""          # torch's message if CUDA did not initialise
     mps: bool = False
     cpu: str = "CPU"
     survey: nvidia.Survey = _NO_GPU
@@ -74,17 +75,17 @@ class DeviceChoice:
     dtype: str
     compile: bool
     notes: tuple[str, ...]        # what was decided for the user, each a sentence
-    card: gpus.Card | None
+    card: gpus.GpuModel | None
     mismatch: Mismatch | None     # only where --device=cpu leaves such a GPU unused
 
 
 def resolve_device(config_device: str, config_dtype: str, config_compile: bool | str) -> DeviceChoice:
-    """Settle what was left on auto, and refuse what this machine cannot do (DeviceError)."""
+    """Resolves `auto`; DeviceError for what this machine cannot do."""
     return choose(config_device, config_dtype, config_compile, read_host(lenient=config_device == "cpu"))
 
 
 def choose(device: str, dtype: str, compile: bool | str, host: Host) -> DeviceChoice:
-    mismatch = unusable_gpu_reason(host.build, host.survey, host.opened, host.refusal, host.platform)
+    mismatch = unusable_gpu_reason(host.build, host.survey, host.opened, host.cuda_error, host.platform)
     kind, gpu, why = _place(device, host, mismatch)
     if kind == "cuda":
         assert gpu is not None
@@ -93,15 +94,15 @@ def choose(device: str, dtype: str, compile: bool | str, host: Host) -> DeviceCh
     else:
         card, place, name = None, kind, {"cpu": host.cpu, "mps": "Apple GPU"}[kind]
     capability = gpu.capability if gpu else None
-    settled_dtype, dtype_note = _dtype(dtype, kind, name, capability)
+    chosen_dtype, dtype_note = _dtype(dtype, kind, name, capability)
     compiled, compile_note = _compile(compile, kind, capability, host)
     unused = (f"{mismatch.why} It stays unused, because --device=cpu was given. {mismatch.fix}" if mismatch else "")
     notes = (_version_note(host.build.version), unused, why, dtype_note, compile_note)
-    return DeviceChoice(place, name, settled_dtype, compiled, tuple(note for note in notes if note), card, mismatch)
+    return DeviceChoice(place, name, chosen_dtype, compiled, tuple(note for note in notes if note), card, mismatch)
 
 
 def _place(device: str, host: Host, mismatch: Mismatch | None) -> tuple[str, CudaDevice | None, str]:
-    """(kind, the GPU, why)."""
+    """(kind of device, the GPU, a note)."""
     if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", device):
         raise UsageError(f"device={device!r} must be auto, cpu, cuda, cuda:N or mps.", "--device=auto")
     if device == "cpu":
@@ -125,7 +126,7 @@ def _place(device: str, host: Host, mismatch: Mismatch | None) -> tuple[str, Cud
 
 
 def _environment_fault(survey: nvidia.Survey) -> str:
-    """Where no GPU can be used: whether the environment is at odds with that."""
+    """Why CUDA_VISIBLE_DEVICES is the reason that no GPU can be used; empty if it is not."""
     if survey.hidden:
         return f"CUDA_VISIBLE_DEVICES={survey.chosen!r} hides {survey.hidden[0].name} from this run."
     if (survey.chosen or "").strip() not in nvidia.HIDES_ALL:
@@ -144,7 +145,7 @@ def _asked_for(device: str, usable: Sequence[CudaDevice], host: Host) -> CudaDev
         return found
     if any(gpu.index == index for gpu in host.opened):
         gpu = host.opened[index]
-        unfit = unfit_arch(gpu, host.build, driver_branch(host.survey), host.platform)
+        unfit = unsupported_arch(gpu, host.build, driver_branch(host.survey), host.platform)
         raise DeviceError(unfit.why, unfit.fix)
     if not usable:
         raise DeviceError(f"device={device} asks for a GPU, and there is none here: {_why_none(host.survey)}.",
@@ -154,7 +155,7 @@ def _asked_for(device: str, usable: Sequence[CudaDevice], host: Host) -> CudaDev
 
 
 def _roomiest(usable: Sequence[CudaDevice], survey: nvidia.Survey) -> tuple[CudaDevice, str]:
-    """Free memory as the driver gives it: asking torch would open a context on every card."""
+    """The GPU with the most free memory, by the driver: torch would create a context on every GPU."""
     if len(usable) == 1:
         return usable[0], f"device: {usable[0].label}."
     free = {_bare(gpu.uuid): gpu.free_bytes for gpu in survey.gpus if gpu.uuid and gpu.free_bytes is not None}
@@ -178,7 +179,7 @@ def _dtype(dtype: str, kind: str, name: str, capability: Capability | None) -> t
         if dtype == "auto":
             return "float32", ""
         slow = kind == "cpu" and dtype != "float32"
-        return dtype, f"dtype: {dtype} as asked, though on most CPUs it is slower than float32." if slow else ""
+        return dtype, f"dtype: {dtype} as requested, though on most CPUs it is slower than float32." if slow else ""
     has_bf16, shown = capability >= BF16_FROM, "{}.{}".format(*capability)
     if dtype == "auto" and has_bf16:
         return "bfloat16", f"dtype: bfloat16, because compute capability {shown} has it."
@@ -233,7 +234,7 @@ def _version_note(version: str) -> str:
 # Reading the machine.
 
 def read_host(*, lenient: bool = False) -> Host:
-    """`lenient`: a wrong CUDA_VISIBLE_DEVICES is no error, since no GPU was asked for."""
+    """`lenient`: a wrong CUDA_VISIBLE_DEVICES is no error, since no GPU was requested."""
     try:
         survey = nvidia.survey()
     except DeviceError as error:
@@ -241,8 +242,8 @@ def read_host(*, lenient: bool = False) -> Host:
             raise
         survey = nvidia.Survey(reason=error.what)
     build = TorchBuild(torch.__version__, torch.version.cuda, torch.version.hip, tuple(torch.cuda.get_arch_list()))
-    opened, refusal = _open_gpus(build)
-    return Host(build, opened, refusal, mps=torch.backends.mps.is_available(), cpu=cpu_name(), survey=survey,
+    opened, cuda_error = _open_gpus(build)
+    return Host(build, opened, cuda_error, mps=torch.backends.mps.is_available(), cpu=cpu_name(), survey=survey,
                 tools=read_tools(), platform=sys.platform)
 
 
@@ -250,7 +251,7 @@ def _open_gpus(build: TorchBuild) -> tuple[tuple[CudaDevice, ...], str]:
     if build.cuda is None and build.hip is None:
         return (), ""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own warnings about drivers and cards: we say it in one sentence
+        warnings.simplefilter("ignore")  # torch's warnings about drivers and GPUs: our own message covers them
         try:
             torch.cuda.init()  # type: ignore[no-untyped-call]
             return tuple(_opened(index) for index in range(torch.cuda.device_count())), ""
@@ -275,6 +276,14 @@ def read_tools() -> Tools:
         python_headers=Path(sysconfig.get_path("include"), "Python.h").exists())
 
 
+@lru_cache(maxsize=1)
+def triton_works() -> bool:
+    """Triton compiles a small C library when it first runs: without a C compiler the plain path is used."""
+    tools = read_tools()
+    return (tools.triton and tools.c_compiler and tools.python_headers
+            and torch.cuda.get_device_capability() >= TRITON_FROM)
+
+
 def _is_program(command: str | None) -> bool:
     words = shlex.split(command or "")
     return bool(words) and shutil.which(words[0]) is not None
@@ -293,7 +302,7 @@ def cpu_name() -> str:
 
 def read_memory(device: str) -> MemoryReading:
     if device.startswith("cuda"):
-        counted = torch.cuda.memory_stats(device)  # one call: each single counter would build this whole table
+        counted = torch.cuda.memory_stats(device)  # one call: each single counter builds this whole table
         return MemoryReading(*(counted.get(f"{kind}_bytes.all.{when}", 0)
                                for when in ("current", "peak") for kind in ("allocated", "reserved")))
     if device.startswith("mps"):

@@ -1,6 +1,6 @@
 """The loss over fixed windows of each split, without gradients: the same for any evaluation batch.
 
-So where memory runs out, the batch is made smaller and the evaluation goes on from the window it had come to.
+So when memory runs out, the batch is halved and the evaluation continues with the next window.
 """
 
 from __future__ import annotations
@@ -15,33 +15,33 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..nouns import Evaluation, SplitLoss
+from ..runs.metrics import Evaluation, SplitLoss
 from .device import read_memory, reset_peaks
 from .model import GPT
-from .oom import NoRoom, Refusal, attempt, release
-from .prefetch import Feed
+from .oom import EvaluationDoesNotFit, OutOfMemory, attempt, release
+from .prefetch import Prefetcher
 
-ReadWindows = Callable[["np.ndarray[Any, Any]"], Any]  # numbers of windows [n] → token ids [n, T + 1]
+ReadWindows = Callable[["np.ndarray[Any, Any]"], Any]  # window numbers [n] → token ids [n, T + 1]
 TokenLosses = Callable[[Tensor, Tensor], Tensor]       # inputs and targets [B, T] → losses [B, T]
-Progress = Callable[[int, int, str], None]             # windows done, windows in all, split
-Shrunk = Callable[[int, Refusal], None]                # the batch from now on, and why
+ReportProgress = Callable[[int, int, str], None]             # windows done, total windows, split
+Shrunk = Callable[[int, OutOfMemory], None]                # the batch from now on, and why
 
 
 @torch.no_grad()
 def evaluate(model: GPT, splits: Mapping[str, tuple[ReadWindows, int]], *, batch: int, block: int, step: int,
              token_losses: TokenLosses | None = None,
-             progress: Progress = lambda done, total, split: None,
-             stop_asked: Callable[[], bool] = lambda: False,
+             progress: ReportProgress = lambda done, total, split: None,
+             stop_requested: Callable[[], bool] = lambda: False,
              shrunk: Shrunk = lambda batch, why: None) -> Evaluation | None:
-    """`splits` maps a name to its reader and how many windows to take: always the first ones of a fixed order.
+    """The mean loss of each split; None if a stop was requested before the end.
 
-    Each window's mean loss is kept apart and averaged in float64 at the end, so that `batch` only says how many
-    are computed at once. `token_losses` stands in for the model's own where that is recorded. The result is None
-    if a stop was asked for before it was done.
+    `splits` maps a name to its reader and its number of windows: always the first ones of a fixed order. Window means
+    are averaged in float64 at the end, so that `batch` only decides how many are computed at once. `token_losses`
+    replaces the model's own, with CUDA graphs.
     """
     was_training, device = model.training, model.lm_head.weight.device
     model.eval()
-    model.renew_copies()
+    model.refresh_casts()
     reset_peaks(str(device))
     total = sum(windows for _, windows in splits.values())
     started, done, losses = time.perf_counter(), 0, []
@@ -49,12 +49,13 @@ def evaluate(model: GPT, splits: Mapping[str, tuple[ReadWindows, int]], *, batch
         for split, (read, windows) in splits.items():
             work = _Windows(token_losses or model.token_losses, device, read, windows,
                             lambda n, split=split, before=done: progress(before + n, total, split),  # type: ignore[misc]
-                            stop_asked)
-            while isinstance(loss := attempt(partial(work.loss, split, batch, block)), Refusal):
+                            stop_requested)
+            while isinstance(loss := attempt(partial(work.loss, split, batch, block)), OutOfMemory):
                 release(device)
                 if batch == 1:
-                    raise NoRoom(f"There was no memory to evaluate a single window of {block} tokens: {loss.short}.",
-                                 "Close other programs on the card, or try a smaller --eval_block_size.")
+                    raise EvaluationDoesNotFit(
+                        f"Out of memory even with a single window of {block} tokens: {loss.short}.",
+                        "Close other programs on the GPU, or try a smaller --eval_block_size.")
                 batch = -(-batch // 2)
                 shrunk(batch, loss)
             if loss is None:
@@ -69,22 +70,22 @@ def evaluate(model: GPT, splits: Mapping[str, tuple[ReadWindows, int]], *, batch
 
 
 class _Windows:
-    """The windows of one split, on their way to a mean loss each; what is done stays done if memory runs out."""
+    """The windows of one split. Losses that are computed are kept when memory runs out."""
 
     def __init__(self, token_losses: TokenLosses, device: torch.device, read: ReadWindows, windows: int,
-                 progress: Callable[[int], None], stop_asked: Callable[[], bool]) -> None:
+                 progress: Callable[[int], None], stop_requested: Callable[[], bool]) -> None:
         self._token_losses, self._device, self._read, self._windows = token_losses, device, read, windows
-        self._progress, self._stop_asked = progress, stop_asked
+        self._progress, self._stop_requested = progress, stop_requested
         self._means: Tensor | None = None
         self._done = 0
 
     def loss(self, split: str, batch: int, block: int) -> SplitLoss | None:
-        """None if a stop was asked for."""
+        """None if a stop was requested."""
         means = self._losses(batch)
         return None if means is None else _summary(split, means, block)
 
     def _losses(self, batch: int) -> Tensor | None:
-        """The mean loss of each window, on the host. The last batch is filled up, so that all have one shape."""
+        """The mean loss of each window, on the CPU. The last batch is padded, so that all have one shape."""
         windows, first = self._windows, self._done
 
         def read_batch(k: int) -> Any:
@@ -94,7 +95,7 @@ class _Windows:
         if self._means is None:
             self._means = torch.empty(batches * batch, device=self._device)
         means = self._means
-        feed = Feed(read_batch, self._device, last=batches - 1)
+        feed = Prefetcher(read_batch, self._device, last=batches - 1)
         try:
             for k in range(batches):
                 inputs, targets = feed.get(k)
@@ -102,7 +103,7 @@ class _Windows:
                 means[self._done:end] = self._token_losses(inputs, targets).mean(dim=1)[:end - self._done]
                 self._done = end
                 self._progress(self._done)
-                if self._stop_asked():
+                if self._stop_requested():
                     return None
         finally:
             feed.close()

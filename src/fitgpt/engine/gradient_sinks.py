@@ -1,4 +1,4 @@
-"""Where gradients go as they are made. The engine hands each one over once and keeps nothing."""
+"""Where gradients go as the backward pass computes them: each is passed on once."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from torch import Tensor
 
 
 class Gradients(Protocol):
-    def product(self, parameter: Tensor, d_out: Tensor, inputs: Tensor) -> None:
-        """Takes d_outᵀ @ inputs, the gradient of a matrix, given as the factors [N, out] and [N, in]."""
+    def matmul(self, parameter: Tensor, d_out: Tensor, inputs: Tensor) -> None:
+        """Takes the gradient of a weight matrix, d_outᵀ @ inputs, as its factors [N, out] and [N, in]."""
 
     def vector(self, parameter: Tensor, gradient: Tensor | None) -> None:
-        """Takes the gradient of a norm or of a bias; None where there is no such parameter."""
+        """Takes the gradient of a norm or a bias; None if there is no such parameter."""
 
-    def rows(self, parameter: Tensor, indices: Tensor, gradient: Tensor) -> None:
-        """Takes the gradient of some rows [n, C] of a table; a row may come several times."""
+    def embedding(self, parameter: Tensor, indices: Tensor, gradient: Tensor) -> None:
+        """Takes the gradient of some rows [n, C] of an embedding; an index may occur several times."""
 
 
-class IntoGrad:
-    """Adds straight into `.grad`, in the parameter's own precision: no gradient exists twice."""
+class AccumulateIntoGrad:
+    """Adds to `.grad` in the parameter's own precision: no gradient exists twice."""
 
-    def product(self, parameter: Tensor, d_out: Tensor, inputs: Tensor) -> None:
+    def matmul(self, parameter: Tensor, d_out: Tensor, inputs: Tensor) -> None:
         if parameter.grad is None:
-            parameter.grad = product_of(d_out, inputs, parameter.dtype)
+            parameter.grad = matmul_grad(d_out, inputs, parameter.dtype)
         else:
-            add_product_(parameter.grad, d_out, inputs)
+            add_matmul_grad_(parameter.grad, d_out, inputs)
 
     def vector(self, parameter: Tensor, gradient: Tensor | None) -> None:
         if gradient is None:
@@ -36,26 +36,26 @@ class IntoGrad:
         else:
             parameter.grad += gradient
 
-    def rows(self, parameter: Tensor, indices: Tensor, gradient: Tensor) -> None:
+    def embedding(self, parameter: Tensor, indices: Tensor, gradient: Tensor) -> None:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         add_rows_(parameter.grad, indices, gradient)
 
 
-class Collected:
-    """Keeps gradients apart from `.grad`, for callers that want them as values."""
+class GradientDict:
+    """Collects gradients in a dict instead of `.grad`."""
 
     def __init__(self) -> None:
-        self.of: dict[int, Tensor] = {}  # by the parameter's id
+        self.of: dict[int, Tensor] = {}  # by id of the parameter
 
-    def product(self, parameter: Tensor, d_out: Tensor, inputs: Tensor) -> None:
-        self._add(parameter, product_of(d_out, inputs, parameter.dtype))
+    def matmul(self, parameter: Tensor, d_out: Tensor, inputs: Tensor) -> None:
+        self._add(parameter, matmul_grad(d_out, inputs, parameter.dtype))
 
     def vector(self, parameter: Tensor, gradient: Tensor | None) -> None:
         if gradient is not None:
             self._add(parameter, gradient.to(parameter.dtype))
 
-    def rows(self, parameter: Tensor, indices: Tensor, gradient: Tensor) -> None:
+    def embedding(self, parameter: Tensor, indices: Tensor, gradient: Tensor) -> None:
         total = torch.zeros_like(parameter)
         add_rows_(total, indices, gradient)
         self._add(parameter, total)
@@ -65,14 +65,14 @@ class Collected:
         self.of[id(parameter)] = gradient if known is None else known.add_(gradient)
 
 
-def product_of(d_out: Tensor, inputs: Tensor, dtype: torch.dtype) -> Tensor:
+def matmul_grad(d_out: Tensor, inputs: Tensor, dtype: torch.dtype) -> Tensor:
     if _accumulates_wider(d_out, dtype):
         return torch.mm(d_out.t(), inputs, out_dtype=dtype)
     return (d_out.t() @ inputs).to(dtype)
 
 
-def add_product_(total: Tensor, d_out: Tensor, inputs: Tensor) -> None:
-    """total += d_outᵀ @ inputs; on CUDA the product of half-precision factors is summed and added in float32."""
+def add_matmul_grad_(total: Tensor, d_out: Tensor, inputs: Tensor) -> None:
+    """total += d_outᵀ @ inputs; on CUDA half-precision matmuls accumulate and add in float32."""
     if d_out.dtype == total.dtype:
         total.addmm_(d_out.t(), inputs)
     elif _accumulates_wider(d_out, total.dtype):
@@ -82,8 +82,8 @@ def add_product_(total: Tensor, d_out: Tensor, inputs: Tensor) -> None:
 
 
 def column_sums(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """The sum over rows [N, n], a bias's gradient. On CUDA as a product with ones: `sum` would ask for 8 bytes a number
-    of scratch there, four times what the rows themselves hold."""
+    """The sum over rows [N, n], a bias's gradient. On CUDA it is a matmul with ones: `sum` would allocate 8 bytes of
+    scratch per element, four times the size of the rows."""
     if rows.device.type != "cuda":
         return rows.sum(0, dtype=dtype)
     if _accumulates_wider(rows, dtype):
@@ -92,7 +92,7 @@ def column_sums(rows: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def add_rows_(total: Tensor, indices: Tensor, gradient: Tensor) -> None:
-    """Row i of `gradient` is added to row indices[i]. In half precision, the rows that meet are summed in float32."""
+    """Adds row i of `gradient` to row indices[i]. In half precision, rows of one index are summed in float32."""
     if total.dtype in (torch.float32, torch.float64):
         total.index_add_(0, indices, gradient.to(total.dtype))
     else:

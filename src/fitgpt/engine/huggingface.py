@@ -1,4 +1,4 @@
-"""GPTs to and from the folders that Hugging Face transformers opens as GPT2LMHeadModel."""
+"""Writes and reads folders that Hugging Face transformers opens as GPT2LMHeadModel."""
 
 from __future__ import annotations
 
@@ -13,18 +13,24 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from .. import __version__
+from ..config.architectures import NORM_EPSILON, GPTConfig, parameter_shapes
 from ..config.run_config import gpt2_shapes
 from ..core.errors import DataError, UsageError
-from ..core.files import disk_faults, folder_atomically
-from ..data.tokenizers import GPT2, Bytes
-from ..interop import hf_tokenizer
-from ..interop.hf_tokenizer import OURS
-from ..nouns import GPTConfig
-from ..runs.model_shape import LAYER_NORM_EPSILON, hugging_face_shape, read_object
-from ..training.checkpoint import TIED_HEAD, TIED_TO, write_safetensors
-from .nanogpt_checkpoint import param_shapes, refuse_differences, refuse_untied_head, unpickle_tensors
+from ..core.files import disk_faults, folder_atomically, read_json_object
+from ..data import hf_tokenizer
+from ..data.hf_tokenizer import VERSION_KEY
+from ..data.tokenizers import ByteTokenizer, GPT2Tokenizer
+from ..runs.model_shape import hugging_face_shape
+from .weights import (
+    TIED_HEAD,
+    TIED_TO,
+    check_parameters,
+    check_tied_head,
+    unpickle_tensors,
+    write_safetensors,
+)
 
-_ENDS_OF_TEXT = {each.name: each.end_of_text for each in (GPT2, Bytes)}
+_ENDS_OF_TEXT = {each.name: each.end_of_text for each in (GPT2Tokenizer, ByteTokenizer)}
 
 _CONFIG, _GENERATION, _WEIGHTS = "config.json", "generation_config.json", "model.safetensors"
 _WEIGHT_FILES = (_WEIGHTS, "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -33,30 +39,30 @@ _TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "m
 _MASK_BUFFERS = (".attn.bias", ".attn.masked_bias")
 
 
-class Pretrained(NamedTuple):
+class HuggingFaceModel(NamedTuple):
     config: GPTConfig
-    model: dict[str, Tensor]  # without the tied head; as precise as they are stored
+    model: dict[str, Tensor]  # without the tied head; in the stored dtype
     notes: tuple[str, ...]
 
 
-# ---- out
+# ---- writing
 
 def to_hf(config: GPTConfig, model: Mapping[str, Tensor], *, tokenizer: str = "unknown"
           ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """config.json and tensors under GPT-2's names; where the model has no biases they are zero."""
     end_of_text = _ENDS_OF_TEXT.get(tokenizer)
     described = {
-        "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", OURS: __version__,
+        "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", VERSION_KEY: __version__,
         # nanoGPT's nn.GELU() is the exact one; GPT-2's own default is an approximation by tanh
         "activation_function": "gelu",
         "n_layer": config.n_layer, "n_head": config.n_head, "n_embd": config.n_embd, "n_inner": None,
         "n_positions": config.block_size, "n_ctx": config.block_size, "vocab_size": config.vocab_size,
         "attn_pdrop": config.dropout, "embd_pdrop": config.dropout, "resid_pdrop": config.dropout,
-        "layer_norm_epsilon": LAYER_NORM_EPSILON, "initializer_range": 0.02,
+        "layer_norm_epsilon": NORM_EPSILON, "initializer_range": 0.02,
         "scale_attn_weights": True, "tie_word_embeddings": True, "use_cache": True,
         "bos_token_id": end_of_text, "eos_token_id": end_of_text,
         "torch_dtype": str(model[TIED_TO].dtype).removeprefix("torch."),
-        hf_tokenizer.SPEAKS: tokenizer,
+        hf_tokenizer.TOKENIZER_KEY: tokenizer,
     }
     tensors: dict[str, Tensor] = {}
     for name, tensor in model.items():
@@ -100,16 +106,16 @@ def _refuse_to_overwrite(out: Path) -> None:
             raise UsageError(f"{str(out)!r} is not a name a file system accepts: {error}.",
                              "Choose another folder with -o.") from error
         names = {path.name for path in out.iterdir()} if out.is_dir() else {""}
-    tokenizer = hf_tokenizer.NAMES if OURS in read_object(out / hf_tokenizer.NAMES[1]) else ()
-    ours = names <= {_CONFIG, _GENERATION, _WEIGHTS, *tokenizer} and OURS in read_object(out / _CONFIG)
+    tokenizer = hf_tokenizer.FILE_NAMES if VERSION_KEY in read_json_object(out / hf_tokenizer.FILE_NAMES[1]) else ()
+    ours = names <= {_CONFIG, _GENERATION, _WEIGHTS, *tokenizer} and VERSION_KEY in read_json_object(out / _CONFIG)
     if names and not ours:
         raise UsageError(f"{out} exists and is not an earlier export: it is not overwritten.",
                          "Choose another folder with -o.")
 
 
-# ---- in
+# ---- reading
 
-def read_folder(path: Path | str) -> Pretrained:
+def read_folder(path: Path | str) -> HuggingFaceModel:
     """A GPT-2 folder: config.json and safetensors or pytorch_model.bin, in one file or several.
 
     Tensors may be views of the mapped files: copy them before those go.
@@ -123,10 +129,10 @@ def read_folder(path: Path | str) -> Pretrained:
             name = f"transformer.{name}"
         if not name.endswith(_MASK_BUFFERS):
             model[name] = tensor.t() if name.endswith(_TRANSPOSED) and tensor.dim() == 2 else tensor
-    refuse_untied_head(model, path, DataError)
+    check_tied_head(model, path, DataError)
     model.pop(TIED_HEAD, None)
-    refuse_differences(config, model, path, DataError)
-    return Pretrained(config, {name: model[name].contiguous() for name in param_shapes(config)}, notes)
+    check_parameters(config, model, path, DataError)
+    return HuggingFaceModel(config, {name: model[name].contiguous() for name in parameter_shapes(config)}, notes)
 
 
 def _tensors_in(path: Path) -> Iterator[tuple[str, Tensor]]:
@@ -153,7 +159,7 @@ def _weight_files(path: Path) -> list[Path]:
                         "Name a folder that transformers' save_pretrained wrote.")
     if first.suffix != ".json":
         return [first]
-    index = read_object(first).get("weight_map")
+    index = read_json_object(first).get("weight_map")
     names = sorted({str(name) for name in index.values()}) if isinstance(index, dict) else []
     strays = [name for name in names if Path(name).name != name or not (path / name).is_file()]
     if not names or strays:

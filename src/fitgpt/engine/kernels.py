@@ -1,8 +1,8 @@
-"""Triton kernels, for what torch's compiler makes several passes of. Triton comes with every CUDA build of torch.
+"""Triton kernels, where torch.compile needs several passes. Triton comes with every CUDA build of torch.
 
-The softmax and its gradient: logits are read twice and written once, whatever their width. One program handles one
-row; the second reading mostly comes from the card's cache, since a row is about 100 KB and few are in flight.
-AdamW for rounded things, and the way back through a norm: each number is read once and written once.
+Softmax and its gradient: logits are read twice and written once, whatever their width. One program handles one row; the
+second read mostly hits the L2 cache, since a row is about 100 KB and few are in flight. Low-precision AdamW and the
+backward of a norm: each element is read once and written once.
 """
 
 from __future__ import annotations
@@ -15,28 +15,29 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..config.memory_savers import GROUP
-from .constants import ADAMW_EPSILON, IGNORED, NORM_EPSILON
+from ..config.architectures import IGNORE_INDEX, NORM_EPSILON
+from ..config.optimizers import ADAMW_EPSILON, GROUP
+from .annotate import named
 
-_COLUMNS, _WARPS = 8192, 8  # of a row, read at once by a program; the fastest of seven that were timed on an H200
-_GROUPS = 8                  # of numbers that share a scale, updated by one program: 8 numbers a thread
-_PROGRAMS_A_MULTIPROCESSOR = 8   # of the norm's backward: as many as fit, each with sums of its own
+_COLUMNS, _WARPS = 8192, 8  # of a row, read at once by a program; the fastest of seven timed on an H200
+_GROUPS = 8                  # of elements that share a scale, per program: 8 elements per thread
+_PROGRAMS_PER_SM = 8             # of the norm's backward: as many as fit, each with its own sums
 _WIDEST_NORM = 8192          # a program holds whole rows
 
 
-def fused_cross_entropy_(logits: Tensor, targets: Tensor, a_token: Tensor | None) -> Tensor:
-    """As `loss.plain_cross_entropy_`, without a temporary."""
+def fused_cross_entropy_(logits: Tensor, targets: Tensor, per_token: Tensor | None) -> Tensor:
+    """As `chunked_loss.plain_cross_entropy_`, without a temporary."""
     rows, width = logits.shape
     losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
     columns = min(_COLUMNS, triton.next_power_of_2(width))
     _cross_entropy[(rows,)](logits, logits.stride(0), targets, targets.stride(0), losses,
-                            losses if a_token is None else a_token, width, IGNORED, a_token is not None, columns,
-                            num_warps=_WARPS if columns == _COLUMNS else 4)
+                            losses if per_token is None else per_token, width, IGNORE_INDEX, per_token is not None,
+                            columns, num_warps=_WARPS if columns == _COLUMNS else 4)
     return losses
 
 
 @triton.jit
-def _cross_entropy(logits, logits_stride, targets, targets_stride, losses, a_token, width, ignored: tl.constexpr,
+def _cross_entropy(logits, logits_stride, targets, targets_stride, losses, per_token, width, ignored: tl.constexpr,
                    with_gradient: tl.constexpr, columns: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(targets + row * targets_stride)
@@ -44,7 +45,7 @@ def _cross_entropy(logits, logits_stride, targets, targets_stride, losses, a_tok
     offsets = tl.arange(0, columns)
     log2_e, log_2 = 1.4426950408889634, 0.6931471805599453
 
-    top = float("-inf")  # the largest so far, times log2(e): the card's own exponential is to base 2
+    top = float("-inf")  # the largest so far, times log2(e): the GPU's exponential instruction has base 2
     total = tl.zeros([columns], tl.float32)
     for first in range(0, width, columns):
         inside = first + offsets < width
@@ -58,7 +59,7 @@ def _cross_entropy(logits, logits_stride, targets, targets_stride, losses, a_tok
 
     if with_gradient:
         tl.debug_barrier()  # the row's target logit has been read by all before anything is overwritten
-        weight = tl.where(target == ignored, 0.0, tl.load(a_token))
+        weight = tl.where(target == ignored, 0.0, tl.load(per_token))
         share = weight / exp_sum
         for first in range(0, width, columns):
             column = first + offsets
@@ -68,24 +69,24 @@ def _cross_entropy(logits, logits_stride, targets, targets_stride, losses, a_tok
             tl.store(start + column, gradient, mask=inside)
 
 
-def rounded_adamw_(parameter: Tensor, gradient: Tensor, state: Mapping[str, Tensor], figures: Tensor, dice: Tensor,
-                   number: int, decay: float, beta1: float, beta2: float) -> None:
-    """As `rounded.update_` of a whole flat parameter: everything is read once and written once.
+def low_precision_adamw_(parameter: Tensor, gradient: Tensor, state: Mapping[str, Tensor], figures: Tensor,
+                         rng_seed: Tensor, number: int, decay: float, beta1: float, beta2: float) -> None:
+    """As `low_precision.update_` of a whole flat parameter: everything is read once and written once.
 
-    `dice` (int64, on the device) and the parameter's `number` seed its rounding.
+    `rng_seed` (int64, on the device) and the parameter's `number` seed its stochastic rounding.
     """
     eight_bit, count = "first" in state, parameter.numel()
     first, second = (state["first"], state["second"]) if eight_bit else (state["exp_avg"], state["exp_avg_sq"])
     scales = (state["first_scale"], state["second_scale"]) if eight_bit else (figures, figures)
-    _rounded_adamw[(triton.cdiv(count, _GROUPS * GROUP),)](
-        parameter, gradient, first, second, *scales, figures, dice, number, count, decay, beta1, beta2, ADAMW_EPSILON,
-        eight_bit, parameter.dtype == torch.bfloat16, GROUP, _GROUPS, num_warps=8)
+    _low_precision_adamw[(triton.cdiv(count, _GROUPS * GROUP),)](
+        parameter, gradient, first, second, *scales, figures, rng_seed, number, count, decay, beta1, beta2,
+        ADAMW_EPSILON, eight_bit, parameter.dtype == torch.bfloat16, GROUP, _GROUPS, num_warps=8)
 
 
 @triton.jit(do_not_specialize=["number", "decay"])
-def _rounded_adamw(parameter, gradient, firsts, seconds, first_scales, second_scales, figures, dice, number, count,
-                   decay, beta1, beta2, epsilon, eight_bit: tl.constexpr, by_chance: tl.constexpr,
-                   group: tl.constexpr, groups: tl.constexpr):
+def _low_precision_adamw(parameter, gradient, firsts, seconds, first_scales, second_scales, figures, rng_seed, number,
+                         count, decay, beta1, beta2, epsilon, eight_bit: tl.constexpr, stochastic: tl.constexpr,
+                         group: tl.constexpr, groups: tl.constexpr):
     learning_rate, correct1, correct2 = tl.load(figures), tl.load(figures + 1), tl.load(figures + 2)
     unscale, skip = tl.load(figures + 3), tl.load(figures + 4)
     if skip > 0:
@@ -107,8 +108,8 @@ def _rounded_adamw(parameter, gradient, firsts, seconds, first_scales, second_sc
     weights = tl.load(parameter + at, mask=inside, other=0.0).to(tl.float32)
     step = first * correct1 / (tl.sqrt(second * correct2) + epsilon)
     stepped = weights - learning_rate * (step + decay * weights)
-    if by_chance:
-        noise, _, _, _ = tl.philox(tl.load(dice), at, at * 0 + number, at * 0, at * 0)
+    if stochastic:
+        noise, _, _, _ = tl.philox(tl.load(rng_seed), at, at * 0 + number, at * 0, at * 0)
         bits = stepped.to(tl.uint32, bitcast=True) + (noise & 0xFFFF)
         stepped = (bits & 0xFFFF0000).to(tl.float32, bitcast=True)
     tl.store(parameter + at, stepped.to(parameter.dtype.element_ty), mask=inside)
@@ -116,7 +117,7 @@ def _rounded_adamw(parameter, gradient, firsts, seconds, first_scales, second_sc
         first_scale = tl.max(tl.abs(first), 1)
         share = first / tl.maximum(first_scale, 1e-30)[:, None]
         root = tl.sqrt(tl.abs(share)) * 127
-        # half away from zero where torch rounds half to even: no root falls on a half but by chance
+        # half away from zero; torch rounds half to even, but a root is hardly ever exactly a half
         first = tl.where(share < 0, -tl.floor(root + 0.5), tl.floor(root + 0.5))
         tl.store(first_scales + row, first_scale, mask=row_inside)
         second_scale = tl.max(second, 1)
@@ -133,16 +134,16 @@ def norm_backward_(d_x: Tensor, d_norm: Tensor, x: Tensor, added: Tensor | None,
     rows, width = x.shape
     block = triton.next_power_of_2(width)
     per_turn = max(1, (2048 if x.dtype == torch.float32 else 1024) // block)
-    programs = min(triton.cdiv(rows, per_turn), _PROGRAMS_A_MULTIPROCESSOR * _multiprocessors(x.device))
+    programs = min(triton.cdiv(rows, per_turn), _PROGRAMS_PER_SM * _multiprocessors(x.device))
     vectors = 1 if bias is None else 2
-    sums = torch.empty(vectors, programs, width, dtype=torch.float32, device=x.device)
+    sums = named("norm sums", torch.empty(vectors, programs, width, dtype=torch.float32, device=x.device))
     rounded = d_x if d_x.dtype == dtype else torch.empty_like(d_x, dtype=dtype)
     normed = torch.empty_like(x, dtype=dtype) if again else None
     _norm_backward[(programs,)](
         d_x, d_norm, x, x if added is None else added, weight, weight if bias is None else bias, rounded,
         rounded if normed is None else normed, sums, rows, width, added is not None, bias is not None,
         rounded is not d_x, again, NORM_EPSILON, block, per_turn, num_warps=max(4, block // 512))
-    totals = torch.empty(vectors, width, dtype=torch.float32, device=x.device)
+    totals = named("norm gradients", torch.empty(vectors, width, dtype=torch.float32, device=x.device))
     _sum_programs[(vectors, triton.cdiv(width, 32))](sums, totals, programs, width, 128, 32)
     return rounded, normed, totals[0], None if bias is None else totals[1]
 
@@ -175,15 +176,15 @@ def _norm_backward(d_x, d_norm, x, added, weight, bias, rounded, normed, sums, r
         gradient = tl.load(d_norm + at, mask=here, other=0.0).to(tl.float32)
         before = tl.load(d_x + at, mask=here, other=0.0).to(tl.float32)
         centred = tl.where(here, value - (tl.sum(value, 1) / width)[:, None], 0.0)
-        steepness = tl.rsqrt(tl.sum(centred * centred, 1) / width + epsilon)[:, None]
-        standard = centred * steepness
+        rstd = tl.rsqrt(tl.sum(centred * centred, 1) / width + epsilon)[:, None]
+        standard = centred * rstd
         d_weight += tl.sum(gradient * standard, 0)
         if has_bias:
             d_bias += tl.sum(gradient, 0)
         d_standard = gradient * w[None, :]
         along = (tl.sum(d_standard * standard, 1) / width)[:, None]
         level = (tl.sum(d_standard, 1) / width)[:, None]
-        after = (before + (d_standard - standard * along - level) * steepness).to(d_x.dtype.element_ty)
+        after = (before + (d_standard - standard * along - level) * rstd).to(d_x.dtype.element_ty)
         tl.store(d_x + at, after, mask=here)
         if rounds:
             tl.store(rounded + at, after.to(rounded.dtype.element_ty), mask=here)

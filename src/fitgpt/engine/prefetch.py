@@ -1,4 +1,4 @@
-"""Batches on their way: a thread reads the next ones while the device computes this one."""
+"""Reads the next batches in a thread while the device computes the current one."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from torch import Tensor
 DEPTH = 3  # batches read ahead: one in use by the copy, one ready, one being read
 
 
-class Feed:
-    """`feed.get(k)` is batch k on the device, as (inputs, targets) [B, T] each; k+1 is then being read.
+class Prefetcher:
+    """`get(k)` returns batch k on the device, as (inputs, targets) [B, T] each, while k+1 is being read.
 
-    Batches are a pure function of k, so any k may be asked for at any time: a resume or a repeated step
-    only costs the read-ahead. A failed read is raised where its batch is asked for.
+    A batch depends only on k, so any k may be requested at any time: a resume or a retried step only discards what was
+    read ahead. The error of a failed read is raised when its batch is requested.
     """
 
     def __init__(self, read: Callable[[int], Any], device: torch.device, last: int) -> None:
         self._read = read
         self._device = device
-        self._last = last  # nothing after this batch will be asked for
+        self._last = last  # the last batch that will be requested
         self._expected = -1
         self._ready: queue.Queue[tuple[int, Tensor | BaseException]] = queue.Queue()
         self._wanted: queue.Queue[int | None] = queue.Queue()
@@ -39,7 +39,7 @@ class Feed:
         while True:
             number, tokens = self._ready.get()
             if number == k:
-                break  # anything else was read ahead for an order that has since changed
+                break  # others were read ahead for an order that has changed
         if isinstance(tokens, BaseException):
             self._expected = -1
             raise tokens
@@ -54,7 +54,7 @@ class Feed:
         while (k := self._wanted.get()) is not None:
             try:
                 tokens = torch.from_numpy(self._read(k))
-                # Pinned memory lets the copy to the card run beside the computation.
+                # Pinned memory lets the copy to the GPU overlap with computation.
                 self._ready.put((k, tokens.pin_memory() if self._device.type == "cuda" else tokens))
-            except BaseException as error:  # handed to whoever asks for this batch
+            except BaseException as error:  # raised when this batch is requested
                 self._ready.put((k, error))

@@ -1,42 +1,42 @@
-"""How much of the host's memory a program may still take."""
+"""How much CPU RAM a program may still use."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
 
-SHARE = 0.8
+SHARE = 0.8  # of the available CPU RAM that a run may use: other programs need some too
 MEMINFO, CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 
 
 def available_memory(meminfo: Path = MEMINFO, group: Path = CGROUP) -> int | None:
-    """What is available, or less where a container may take less; None where the system does not say."""
+    """Bytes available, or less where a container's limit is lower; None where the system does not report it."""
     def available() -> int:
         lines = meminfo.read_text(encoding="utf-8").splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
 
-    def allowed() -> int:
+    def left_in_container() -> int:
         used = int((group / "memory.current").read_text()) - (or_none(cached) or 0)
         return max(int((group / "memory.max").read_text()) - used, 0)
 
     def cached() -> int:
-        """Of what counts as used: files read before, which make room."""
+        """Page cache, which counts as used and can be reclaimed."""
         lines = (group / "memory.stat").read_text(encoding="utf-8").splitlines()
         return next(int(line.split()[1]) for line in lines if line.startswith("inactive_file "))
 
-    known = [nbytes for nbytes in (or_none(available), or_none(allowed)) if nbytes is not None]
+    known = [nbytes for nbytes in (or_none(available), or_none(left_in_container)) if nbytes is not None]
     return min(known, default=None)
 
 
 def spare_memory() -> int | None:
-    """What a run may keep there: a share, because others will want some too."""
+    """What a run may use of it."""
     available = available_memory()
     return None if available is None else int(SHARE * available)
 
 
-def or_none(ask: Callable[[], int]) -> int | None:
-    """What a system answers, or None where it does not."""
+def or_none(query: Callable[[], int]) -> int | None:
+    """The result; None where the system does not have it."""
     try:
-        return ask()
+        return query()
     except (OSError, ValueError, StopIteration, IndexError):
         return None

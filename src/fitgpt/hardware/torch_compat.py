@@ -1,4 +1,4 @@
-"""A GPU that is there and that this torch cannot use: why, and the line that mends it. Torch itself is not asked."""
+"""Why the installed torch cannot use a GPU that the driver lists, and the command that fixes it. Without torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from . import nvidia
 
 Capability = tuple[int, int]
 
-# CUDA's own table: a toolkit's major version → the first driver branch that runs it.
+# NVIDIA's table: CUDA's major version → the first driver branch that runs it.
 _DRIVER_NEEDED = {11: 450, 12: 525, 13: 580}
 # What the wheels of torch 2.11 to 2.13 are built for: the default one (CUDA 13), and the one for CUDA 12.6.
 _DEFAULT_WHEEL_FROM: Capability = (7, 5)
@@ -20,8 +20,10 @@ _BLACKWELL: Capability = (10, 0)  # not in the CUDA 12.6 wheel
 
 @dataclass(frozen=True)
 class TorchBuild:
+    """The installed torch: its version, and what it was built for."""
+
     version: str                  # "2.13.0+cpu"
-    cuda: str | None = None       # the CUDA it was built with, "13.0"; None: a build without
+    cuda: str | None = None       # CUDA's version, "13.0"; None: a build without CUDA
     hip: str | None = None
     archs: tuple[str, ...] = ()   # ("sm_75", …, "compute_120")
 
@@ -43,7 +45,7 @@ class CudaDevice:
 
 @dataclass(frozen=True)
 class Mismatch:
-    """The driver sees a GPU that this torch cannot use: why, and what mends it."""
+    """A GPU that the driver lists and this torch cannot use: why, and the fix."""
 
     gpu: str
     why: str
@@ -51,20 +53,20 @@ class Mismatch:
 
 
 def unusable_gpu_reason(build: TorchBuild, survey: nvidia.Survey, opened: Sequence[CudaDevice] = (),
-                        refusal: str = "", platform: str = "linux") -> Mismatch | None:
-    """Why none of the GPUs the driver sees can be used, and what mends it; None if one can, or there is none."""
+                        cuda_error: str = "", platform: str = "linux") -> Mismatch | None:
+    """Why none of the GPUs that the driver lists can be used; None if one can, or if there is none."""
     if opened and (build.hip or any(runs_on(gpu.capability, build.archs) for gpu in opened)):
         return None
     branch = driver_branch(survey)
     if opened:
-        return unfit_arch(opened[0], build, branch, platform)
+        return unsupported_arch(opened[0], build, branch, platform)
     if survey.faulty:
         return Mismatch("a GPU", f"An NVIDIA driver is installed, but does not work: {survey.reason}.",
                         "Restart the machine (or the container), until nvidia-smi shows the GPU.")
     if not survey.gpus:
         return None
     gpu = survey.gpus[0]
-    seen, fix = f"The driver sees {gpu.name}, but", wheel_fix(build.version, _capability(gpu.cc), branch, platform)
+    seen, fix = f"The driver lists {gpu.name}, but", wheel_fix(build.version, _capability(gpu.cc), branch, platform)
     if build.cuda is None:
         target = "AMD GPUs" if build.hip else "CPUs only"
         return Mismatch(gpu.name, f"{seen} this torch ({build.version}) is a build for {target}.", fix)
@@ -72,13 +74,13 @@ def unusable_gpu_reason(build: TorchBuild, survey: nvidia.Survey, opened: Sequen
     if branch is not None and branch < needed:
         return Mismatch(gpu.name, f"{seen} its driver {gpu.driver_version} is too old: this torch ({build.version}) is "
                                   f"built for CUDA {build.cuda}, which needs driver {needed} or newer.", fix)
-    words = refusal or "it does not say why"
-    return Mismatch(gpu.name, f"{seen} this torch ({build.version}) cannot open it: {words}.",
-                    'See what torch says: python -c "import torch; torch.cuda.init()"')
+    error = cuda_error or "it gives no reason"
+    return Mismatch(gpu.name, f"{seen} this torch ({build.version}) cannot open it: {error}.",
+                    'To see torch\'s error: python -c "import torch; torch.cuda.init()"')
 
 
 def runs_on(capability: Capability, archs: Sequence[str]) -> bool:
-    """Machine code runs on its own major version from its minor on; PTX on anything newer. No list: not known."""
+    """Machine code runs on its own major version from its minor on; PTX on anything newer. An empty list: unknown."""
     return not archs or any(_arch_runs(arch, capability) for arch in archs)
 
 
@@ -92,14 +94,14 @@ def _arch_runs(arch: str, capability: Capability) -> bool:
     return built <= capability and (found[1] == "compute" or built[0] == capability[0])
 
 
-def unfit_arch(gpu: CudaDevice, build: TorchBuild, branch: int | None, platform: str) -> Mismatch:
+def unsupported_arch(gpu: CudaDevice, build: TorchBuild, branch: int | None, platform: str) -> Mismatch:
     shown = "sm_{}{}".format(*gpu.capability)
     return Mismatch(gpu.name, f"{gpu.name} is {shown}, and this torch ({build.version}) is built for "
                               f"{', '.join(build.archs)}.", wheel_fix(build.version, gpu.capability, branch, platform))
 
 
 def wheel_fix(version: str, capability: Capability | None, branch: int | None, platform: str) -> str:
-    """What to install for a card under a driver branch; where one is not known, as for a new one."""
+    """What to install for a GPU and a driver branch; an unknown one counts as new."""
     capability, branch = capability or _DEFAULT_WHEEL_FROM, branch or _DRIVER_NEEDED[13]
     default = (f"pip install --force-reinstall torch=={version.partition('+')[0]}  (the default Linux wheel has CUDA)"
                if platform.startswith("linux")
@@ -107,7 +109,7 @@ def wheel_fix(version: str, capability: Capability | None, branch: int | None, p
     older = "Install the CUDA 12.6 build of torch: the install selector on pytorch.org gives the line."
     update = f"Update the NVIDIA driver to {_DRIVER_NEEDED[13]} or newer."
     if capability < _OLDEST_WHEEL_FROM:
-        return "No torch that fitgpt supports runs on this card."
+        return "No torch that fitgpt supports runs on this GPU."
     if branch < _DRIVER_NEEDED[12] or (branch < _DRIVER_NEEDED[13] and capability >= _BLACKWELL):
         return f"{update} Then: {older if capability < _DEFAULT_WHEEL_FROM else default}"
     return default if branch >= _DRIVER_NEEDED[13] and capability >= _DEFAULT_WHEEL_FROM else older

@@ -1,244 +1,260 @@
-"""Replays a tape by the rules of PyTorch's CUDA caching allocator: what is allocated, what is reserved, what is needed.
+"""PyTorch's CUDA caching allocator without the memory, as c10/cuda/CUDACachingAllocator.cpp reads from 2.9 to 2.13.
 
-The rules are in native.py and expandable.py, the driver's in ranges.py, what is passed over in repeats.py; here is what
-is asked of them.
+Sizes are rounded up to 512 bytes. Requests up to 1 MiB come from a small pool, larger ones from a large pool. Of the
+free blocks of a pool the smallest that is large enough is taken (best fit; the lowest address among equals) and split.
+A freed block merges with its free neighbours and stays cached. Only when the memory limit does not allow a new segment
+does the allocator release cached blocks to the driver, and try once more.
+
+Constants and methods have torch's names. Not modelled: several streams beyond the pools of tape.py, and the options of
+PYTORCH_CUDA_ALLOC_CONF other than expandable_segments.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
-from itertools import accumulate
-from typing import NamedTuple
+from bisect import bisect_left, insort
 
-from .blocks import ROUND_SEGMENT, Caps, rounded, segment_size
-from .expandable import Expandable
-from .native import Native
-from .ranges import ALWAYS_ASCENDING, MOSTLY_DESCENDING
-from .repeats import LARGE, SMALL, Track, follow, track, track_of_one_pool
-from .tape import NONE_SERVES, OWNERS, RELEASE, Event, Tape
+from ..core.units import MiB
+from .driver_addresses import DriverAddresses, ObservedAddresses
+from .tape import GRAPH_POOL
 
-
-class PhasePeak(NamedTuple):
-    phase: str
-    allocated: int   # the most that lay in blocks while the phase lasted, as memory_allocated counts it
-    reserved: int    # the most held from the driver since the run began
-    event: int       # the number of the event that reached `allocated`
+SMALL_SIZE = MiB            # the largest request of the small pool
+SMALL_BUFFER = 2 * MiB      # segments of the small pool
+LARGE_BUFFER = 20 * MiB     # segments of the large pool for requests below MIN_LARGE_ALLOC
+MIN_LARGE_ALLOC = 10 * MiB  # from here on a request gets a segment of its own size
+ROUND_LARGE = 2 * MiB       # … rounded up to this
+NO_LIMIT = 2**60 // LARGE_BUFFER * LARGE_BUFFER  # more bytes than any GPU has, and a whole number of pages
 
 
-@dataclass(frozen=True)
-class Timeline:
-    """A replayed tape. `changes[i]` is what event i did to the bytes allocated; `failed` the event that was refused."""
+def allocation_size(size: int) -> int:
+    """Rounded size of a request → size of the segment that a cache miss asks the driver for."""
+    if size <= SMALL_SIZE:
+        return SMALL_BUFFER
+    if size < MIN_LARGE_ALLOC:
+        return LARGE_BUFFER
+    return -(-size // ROUND_LARGE) * ROUND_LARGE
 
-    tape: Tape
-    changes: list[int]
-    segments: list[tuple[int, int]]  # (event, bytes reserved from then on)
-    failed: int | None
-    begun: Begun | None = field(default=None, compare=False, repr=False)  # where the first cap that matters refuses
 
-    @cached_property
-    def allocated(self) -> list[int]:
-        return self.tape.heights if self.changes is self.tape.changes else list(accumulate(self.changes))
+class MemoryBlock:
+    """A part of a segment: in use, cached (`free`), or address space without memory (not `mapped`). `previous` and
+    `next` are its neighbours in the segment."""
+
+    __slots__ = ("address", "free", "mapped", "next", "pool", "previous", "size")
+
+    def __init__(self, address: int, size: int, pool: BlockPool, *, mapped: bool = True) -> None:
+        self.address, self.size, self.pool = address, size, pool
+        self.free, self.mapped = False, mapped
+        self.previous = self.next = SEGMENT_END
+
+    def split(self, size: int) -> MemoryBlock:
+        """Shortens the block to `size` bytes and returns the remaining block."""
+        remaining = MemoryBlock(self.address + size, self.size - size, self.pool, mapped=self.mapped)
+        remaining.previous, remaining.next = self, self.next
+        self.next.previous = self.next = remaining
+        self.size = size
+        return remaining
+
+    def merge_next(self) -> None:
+        self.size += self.next.size
+        self.next = self.next.next
+        self.next.previous = self
 
     @property
-    def peak(self) -> int:
-        """The most that lay in blocks at any time, with what the allocator rounds up."""
-        return max(self.allocated, default=0)
+    def is_segment(self) -> bool:
+        """Whether the block is a whole segment."""
+        return self.previous is self.next
 
     @property
-    def reserved(self) -> int:
-        """The most that was reserved at any time."""
-        return max((held for _, held in self.segments), default=0)
+    def expandable_size(self) -> int:
+        """The size to which the block can grow: with the unmapped addresses behind it."""
+        return self.size if self.next.mapped else self.size + self.next.size
 
-    @property
-    def refused(self) -> Event | None:
-        return None if self.failed is None else self.tape.events[self.failed]
 
-    def peaks(self) -> dict[str, PhasePeak]:
-        """The highest point of each phase, over all of its stretches; a phase begins with what is there already."""
-        found: dict[str, PhasePeak] = {}
-        steps = iter([*self.segments, (len(self.changes) + 1, 0)])
-        (at, held), reserved = next(steps), 0
-        for phase, start, end in self.tape.spans():
-            if start > len(self.changes):
+SEGMENT_END: MemoryBlock = object.__new__(MemoryBlock)  # stands before the first and after the last block of a segment
+SEGMENT_END.free, SEGMENT_END.mapped = False, True
+
+
+class BlockPool:
+    """Cached blocks of one kind, sorted by size and address: the first that is large enough is the best fit."""
+
+    def __init__(self, *, small: bool, graph: bool) -> None:
+        self.graph = graph  # a CUDA graph's private pool
+        self.page = SMALL_BUFFER if small else LARGE_BUFFER  # of expandable segments
+        self.max_waste = 0 if small else SMALL_SIZE          # a remaining block must be larger than this
+        self.blocks: list[tuple[int, int, MemoryBlock]] = []
+        self.unmapped: list[tuple[int, MemoryBlock]] = []    # of expandable segments, by address
+
+    def insert(self, block: MemoryBlock) -> None:
+        block.free = True
+        insort(self.blocks, (block.size, block.address, block))
+
+    def remove(self, block: MemoryBlock) -> None:
+        block.free = False
+        del self.blocks[bisect_left(self.blocks, (block.size, block.address))]
+
+    def insert_merged(self, block: MemoryBlock) -> MemoryBlock:
+        """Merges a block with its free neighbours, caches it and returns it."""
+        if block.next.free:
+            self.remove(block.next)
+            block.merge_next()
+        if block.previous.free:
+            block = block.previous
+            self.remove(block)
+            block.merge_next()
+        self.insert(block)
+        return block
+
+
+class CachingAllocator:
+    """With native segments, one cudaMalloc each. `limit` counts segments, as set_per_process_memory_fraction does."""
+
+    def __init__(self, limit: int | None = None, addresses: DriverAddresses | None = None) -> None:
+        self.limit = NO_LIMIT if limit is None else limit
+        self.reserved = 0
+        # All that the limit is ever asked is whether a total may be reserved. So everything happens in the same way
+        # under every limit from the largest total granted up to, but not including, the smallest one refused.
+        self.largest_granted, self.smallest_refused = 0, NO_LIMIT
+        self._graph_blocks = 0  # in use
+        self._addresses, self._loading = addresses or ObservedAddresses(), True
+        self._pools = [[BlockPool(small=small, graph=pool == GRAPH_POOL) for small in (False, True)]
+                       for pool in range(3)]
+
+    def malloc(self, size: int, pool_number: int) -> MemoryBlock | None:
+        """A block of at least `size` bytes, which is a rounded size; None if out of memory."""
+        pool = self._pools[pool_number][size <= SMALL_SIZE]
+        block = self._get_free_block(pool, size)
+        if block is None:
+            if not self._may_reserve(allocation_size(size), pool):
+                return None
+            block = self._alloc_block(pool, size)
+        if block.size - size > pool.max_waste:
+            pool.insert(block.split(size))
+        self._graph_blocks += pool.graph
+        return block
+
+    def free(self, block: MemoryBlock) -> None:
+        self._loading = False
+        self._graph_blocks -= block.pool.graph
+        block.pool.insert_merged(block)
+
+    def release_cached_blocks(self) -> None:
+        """What empty_cache() does. A private pool is kept while its graph is: a replay writes into its blocks."""
+        for pools in self._pools:
+            for pool in pools:
+                if not (pool.graph and self._graph_blocks):
+                    self._release(pool)
+
+    def _may_reserve(self, nbytes: int, pool: BlockPool) -> bool:
+        """Whether the limit allows so many bytes more, if need be after cached blocks are released."""
+        if self.reserved + nbytes > self.limit:
+            self.smallest_refused = min(self.smallest_refused, self.reserved + nbytes)
+            if pool.graph:  # nothing is released during a capture
+                return False
+            self.release_cached_blocks()
+        if self.reserved + nbytes > self.limit:
+            self.smallest_refused = min(self.smallest_refused, self.reserved + nbytes)
+            return False
+        self.largest_granted = max(self.largest_granted, self.reserved + nbytes)
+        return True
+
+    def _get_free_block(self, pool: BlockPool, size: int) -> MemoryBlock | None:
+        """Best fit: takes the smallest cached block of at least `size` bytes out of the pool."""
+        number = bisect_left(pool.blocks, (size,))
+        if number == len(pool.blocks):
+            return None
+        block = pool.blocks.pop(number)[2]
+        block.free = False
+        return block
+
+    def _alloc_block(self, pool: BlockPool, size: int) -> MemoryBlock:
+        """A new segment, as one block."""
+        nbytes = allocation_size(size)
+        self.reserved += nbytes
+        return MemoryBlock(self._addresses.place(nbytes, loading=self._loading), nbytes, pool)
+
+    def _release(self, pool: BlockPool) -> None:
+        """Returns every segment that is one free block to the driver."""
+        for _, _, block in pool.blocks.copy():
+            if block.is_segment:
+                pool.remove(block)
+                self.reserved -= block.size
+
+
+class ExpandableAllocator(CachingAllocator):
+    """With expandable segments: each pool has one segment of endless addresses and maps pages of memory into it, 2 MiB
+    in the small pool and 20 MiB in the large one. Confirmed by recorded block addresses on an H200.
+
+    Blocks are split down to 512 bytes in both pools. The limit is asked for what a native segment would take, however
+    many pages have to be mapped.
+    """
+
+    def __init__(self, limit: int | None = None) -> None:
+        super().__init__(limit)
+        for pools in self._pools:
+            for pool in pools:
+                pool.max_waste = 0
+                pool.unmapped.append((0, MemoryBlock(0, NO_LIMIT, pool, mapped=False)))
+
+    def _get_free_block(self, pool: BlockPool, size: int) -> MemoryBlock | None:
+        """As above, but a block with unmapped addresses behind it counts as large as it could grow: it comes last."""
+        number = bisect_left(pool.blocks, (size,))
+        if number == len(pool.blocks):
+            return None
+        while (number + 1 < len(pool.blocks)
+               and pool.blocks[number + 1][2].expandable_size < pool.blocks[number][2].expandable_size):
+            number += 1
+        block = pool.blocks.pop(number)[2]
+        block.free = False
+        return block
+
+    def _alloc_block(self, pool: BlockPool, size: int) -> MemoryBlock:
+        """Maps pages at the first place where free and unmapped addresses together have room for the request."""
+        for _, unmapped in pool.unmapped:
+            first = unmapped.previous if unmapped.previous.free else unmapped
+            room, block = 0, first
+            while room < size and (block.free or not block.mapped):
+                room += block.size
+                block = block.next
+            if room >= size:
                 break
-            end = min(end, len(self.changes))
-            while at < end:
-                reserved = max(reserved, held)
-                at, held = next(steps)
-            first = max(start - 1, 0)
-            stretch = self.allocated[first:end]
-            most = max(stretch, default=0)
-            event = first + stretch.index(most) if stretch else first
-            before = found.get(phase)
-            if before is not None and before.allocated >= most:
-                most, event = before.allocated, before.event
-            found[phase] = PhasePeak(phase, most, reserved, event)
-        return found
+        if not first.mapped:
+            first = self._map(pool, first, size)
+        while first.size < size:
+            first = self._map(pool, first.next, size - first.size)
+        pool.remove(first)
+        return first
 
-    def owners_at(self, event: int) -> dict[str, int]:
-        """Whose the bytes are right after an event; their sum is what is allocated then."""
-        return owners_after(self.tape, self.changes, {event})[event]
+    def _map(self, pool: BlockPool, block: MemoryBlock, size: int) -> MemoryBlock:
+        """Maps the first `size` bytes of an unmapped block, in whole pages. Returns the free block they are part of."""
+        pool.unmapped.remove((block.address, block))
+        mapped = -(-min(size, block.size) // pool.page) * pool.page
+        if block.size > mapped:
+            remaining = block.split(mapped)
+            insort(pool.unmapped, (remaining.address, remaining))
+        block.mapped = True
+        self.reserved += mapped
+        return pool.insert_merged(block)
 
-    def alive_at(self, event: int) -> dict[str, int]:
-        """The blocks that are taken right after an event, by name."""
-        alive: dict[str, int] = {}
-        for entry, change in zip(self.tape.events[:event + 1], self.changes, strict=False):
-            if entry.alloc:
-                alive[entry.name] = change
-            elif entry.name != RELEASE:
-                del alive[entry.name]
-        return alive
-
-
-def owners_after(tape: Tape, changes: Sequence[int], events: Iterable[int]) -> dict[int, dict[str, int]]:
-    """Whose the bytes are right after each of some events, in one pass."""
-    held, found, begin = dict.fromkeys(OWNERS, 0), dict[int, dict[str, int]](), 0
-    for number in sorted(events):
-        end = number + 1
-        for event, change in zip(tape.events[begin:end], changes[begin:end], strict=True):
-            held[event[2]] += change
-        found[number] = {owner: nbytes for owner, nbytes in held.items() if nbytes}
-        begin = end
-    return found
-
-
-def replay(tape: Tape, cap: int | None = None, *, expandable: bool = False, descending: int | None = None) -> Timeline:
-    """The tape, to its end or to the event that the cap refuses. `descending`: see ranges.driver."""
-    allocator = Expandable() if expandable else Native(descending)
-    extra: dict[int, int] = {}
-    segments: list[tuple[int, int]] = []
-    if cap is not None or descending is not None:
-        failed = follow(allocator, track(tape), 0, cap, extra, segments)
-        return Timeline(tape, _changes(tape, extra, failed), segments, failed)
-    least = tape.asked_at_most // ROUND_SEGMENT * ROUND_SEGMENT
-    at = follow(allocator, track(tape), 0, least, extra, segments, gives_back=False)
-    begun = None
-    if at is not None:
-        begun = Begun(tape, allocator.copy(), at, max((held for _, held in segments), default=0))
-        follow(allocator, track(tape), at, None, extra, segments)
-    return Timeline(tape, _changes(tape, extra), segments, None, begun)
-
-
-def _changes(tape: Tape, extra: Mapping[int, int], failed: int | None = None) -> list[int]:
-    """What events did to the bytes allocated: what they asked for, and a few of them more."""
-    if failed is None and not extra:
-        return tape.changes
-    changes = tape.changes[:failed]
-    for number, more in extra.items():
-        changes[number if more > 0 else tape.event_of(number)] += more
-    return changes
-
-
-def reserved_in_other_orders(tape: Tape) -> tuple[int, ...]:
-    """What is reserved where a driver hands out addresses in other orders than the usual.
-
-    One block in another place can move what is reserved by gigabytes: where they differ, no single number is sure.
-    Small pools' segments ascend in both orders.
-    """
-    orders = MOSTLY_DESCENDING, ALWAYS_ASCENDING
-    if any(step[0] == NONE_SERVES for step in tape.steps):
-        return tuple(replay(tape, descending=order).reserved for order in orders)
-    of_small = _reserved(track_of_one_pool(tape, SMALL), ALWAYS_ASCENDING)
-    in_large = track_of_one_pool(tape, LARGE)
-    return tuple(of_small + _reserved(in_large, order) for order in orders)
-
-
-def _reserved(along: Track, descending: int) -> int:
-    allocator = Native(descending)
-    follow(allocator, along, 0, None, {}, [])
-    return allocator.reserved
-
-
-def needs(tape: Tape, *, expandable: bool = False, free_run: Timeline | None = None, above: int = 0) -> int:
-    """A cap under which the tape replays to its end, segments given back on the way included, and under which, with
-    2 MiB less, it does not; found by halving, above a cap that is known to be refused. One replay often answers for
-    many caps: for all under which it would have been the same.
-
-    Segments are whole multiples of 2 MiB, so caps between two of them are equal. What a successful replay reserved is
-    itself such a cap, which shortens the search; not so with expandable segments, which ask for more than they map.
-    `free_run` is the replay without a cap, where there is one already. Mostly all larger caps do too, and no smaller
-    one: where that matters, ask `needs_under`.
-    """
-    free_run = free_run or replay(tape, expandable=expandable)
-    will_do, will_not = Caps(_asked_of_the_driver(free_run)), Caps(below=0)  # for these caps there is no need to try
-    enough = reserved = free_run.reserved
-    if expandable:
-        enough += max((segment_size(rounded(nbytes)) for nbytes in {event[3] for event in tape.events}), default=0)
-    too_little = free_run.peak // ROUND_SEGMENT * ROUND_SEGMENT - ROUND_SEGMENT
-    too_little = max(too_little, above // ROUND_SEGMENT * ROUND_SEGMENT)
-    begun = begun_of(free_run, expandable)
-    while enough - too_little > ROUND_SEGMENT:
-        cap = (enough + too_little) // 2 // ROUND_SEGMENT * ROUND_SEGMENT
-        if cap not in will_do and cap not in will_not:
-            begun.go_on(too_little, gives_back=False)  # once: from then on it stands there
-            tried = begun.copy()
-            ended = tried.go_on(cap, gives_back=False)
-            first_refusal = tried.copy()
-            if ended or tried.go_on(cap):
-                will_do, reserved = tried.caps, tried.reserved
-            else:
-                will_not, begun = tried.caps, first_refusal
-        if cap in will_do:
-            enough = cap if expandable else reserved
-        else:
-            too_little = cap
-    return enough
-
-
-class Begun:
-    """A replay that can stop, be copied and go on. Up to its first refusal a run is the free one, so replays under one
-    cap after another have their beginning in common."""
-
-    def __init__(self, tape: Tape, allocator: Native | Expandable, at: int = 0, reserved: int = 0) -> None:
-        self._tape, self._allocator = tape, allocator
-        self._at = at             # the next event
-        self.reserved = reserved  # the most so far
-
-    @property
-    def caps(self) -> Caps:
-        return self._allocator.caps
-
-    def copy(self) -> Begun:
-        return Begun(self._tape, self._allocator.copy(), self._at, self.reserved)
-
-    def go_on(self, cap: int, *, gives_back: bool = True) -> bool:
-        """To the end, or to the event that the cap refuses; without giving anything back, to the first such event."""
-        segments: list[tuple[int, int]] = []
-        refused = follow(self._allocator, track(self._tape), self._at, cap, {}, segments, gives_back=gives_back)
-        self.reserved = max(self.reserved, max((held for _, held in segments), default=0))
-        self._at = len(self._tape.events) if refused is None else refused
-        return refused is None
-
-
-def begun_of(free_run: Timeline, expandable: bool) -> Begun:
-    """The replay up to where a cap that could be enough may first refuse: it is the same under all of them."""
-    if free_run.begun is not None:
-        return free_run.begun.copy()
-    return Begun(free_run.tape, Expandable() if expandable else Native())
-
-
-def needs_under(limit: int, tape: Tape, usual: int, *, free_run: Timeline, expandable: bool = False) -> int:
-    """What `needs` says (`usual`), made true of one limit: within it just where the tape replays to its end there.
-
-    What is given back, and when, depends on the cap, so a little more memory can be worse. Where the run without a cap
-    does not tell, one replay at the limit does; only if that contradicts is there more to try.
-    """
-    if limit >= _asked_of_the_driver(free_run) or limit < free_run.peak:
-        return usual
-    enough = begun_of(free_run, expandable).go_on(limit)
-    if enough == (usual <= limit):
-        return usual
-    return limit if enough else needs(tape, expandable=expandable, free_run=free_run, above=limit)
-
-
-def _asked_of_the_driver(free_run: Timeline) -> int:
-    """The most that is reserved together with what is asked for: no cap from there on refuses anything."""
-    most = before = 0
-    for number, held in free_run.segments:
-        event = free_run.tape.events[number]
-        if event.alloc:
-            most = max(most, before + segment_size(rounded(event.nbytes)))
-        before = held
-    return most
+    def _release(self, pool: BlockPool) -> None:
+        """Unmaps every page that lies wholly within a free block."""
+        for _, _, block in pool.blocks.copy():
+            start = -(-block.address // pool.page) * pool.page
+            end = (block.address + block.size) // pool.page * pool.page
+            if end <= start:
+                continue
+            pool.remove(block)
+            if block.address + block.size > end:
+                pool.insert(block.split(end - block.address))
+            if block.address < start:
+                pages = block.split(start - block.address)
+                pool.insert(block)
+                block = pages
+            block.mapped = False
+            self.reserved -= block.size
+            if not block.next.mapped:
+                pool.unmapped.remove((block.next.address, block.next))
+                block.merge_next()
+            if not block.previous.mapped:
+                block = block.previous
+                pool.unmapped.remove((block.address, block))
+                block.merge_next()
+            insort(pool.unmapped, (block.address, block))

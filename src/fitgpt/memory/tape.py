@@ -1,266 +1,144 @@
-"""What a run allocates and frees, in order: events, the tape they are written on, and the pen that writes them."""
+"""A tape: every allocation and free that a program makes on a GPU, in order. Here are its events and its writer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import cache, cached_property
-from itertools import accumulate, pairwise, zip_longest
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
-from ..nouns import PHASES
-from .blocks import SMALL, SPLIT, rounded
-
 OWNERS = ("weights", "gradients", "optimizer", "casts", "activations", "logits", "workspace", "data", "other")
-RELEASE = "empty the cache"  # the name of an event that gives unused memory back to the driver
-ORDINARY, RECORDED, SIDE = range(3)  # pools: of the default stream, of recorded work, of the stream it is recorded on
+EMPTY_CACHE = "torch.cuda.empty_cache()"  # the name of an event that is neither an allocation nor a free
+MIN_BLOCK_SIZE = 512                      # torch's kMinBlockSize
+
+# Memory pools of the caching allocator: a block of one is never handed out in another. Work on the default stream, the
+# private pool of captured CUDA graphs, and the side stream on which a program warms up before it captures.
+DEFAULT_POOL, GRAPH_POOL, SIDE_STREAM = range(3)
 
 
 class Event(NamedTuple):
-    """One allocation, or the free of an earlier one; `nbytes` is what the tensor asked for, before any rounding."""
+    """One allocation (`alloc`), or the free of an earlier one. `nbytes` is the tensor's size before any rounding."""
 
     alloc: bool
     name: str
     owner: str
     nbytes: int
-    pool: int = ORDINARY
+    pool: int = DEFAULT_POOL
 
 
-# Tensors that come and go with nothing between. Where there is room for them, nothing has happened: how many steps
-# that leaves out, and what is asked for in each pool, cut off there, and which pool that is.
-Brief = tuple[int, tuple[tuple[int, int, int], ...]]
+class Span(NamedTuple):
+    """A named stretch of a tape: the number of its first event, and of the first event after it."""
 
-# An event as the allocator meets it: what it asks for, what that cuts off, the tensor's name, its pool, and what is
-# brief from here on. A free block is one number, its size above its address (see blocks.py): one of at least what is
-# asked serves, and less what is cut off it is what remains. A free asks for nothing. A plain tuple: a named one takes
-# longer to take apart.
-Step = tuple[int, int, str, int, Brief | None]
-NONE_SERVES = 1 << 2 * SPLIT  # what a release asks for
-
-
-class Mark(NamedTuple):
-    """`phase` lasts from event number `start` to the next mark."""
-
-    phase: str
+    name: str
     start: int
+    end: int
 
 
-class Copy(NamedTuple):
-    """So many events from `start` on are those from `source` on, but for some names. What was written first is a copy
-    of itself."""
+class SpanCost(NamedTuple):
+    """What a span adds to the bytes allocated when it begins: at its end, and at its highest point."""
 
-    start: int
-    length: int
-    source: int
-    names: tuple[str, ...]  # those that may be others here than there
+    name: str
+    net: int
+    peak: int
+
+
+def round_size(nbytes: int) -> int:
+    """Size of a tensor in bytes → size of its block: a multiple of 512 bytes, and at least that."""
+    return -(-nbytes // MIN_BLOCK_SIZE) * MIN_BLOCK_SIZE or MIN_BLOCK_SIZE
 
 
 @dataclass(frozen=True)
 class Tape:
-    """All events of a run. Names are unique among what is alive, and may come back after a free."""
+    """All events of a program. Names are unique among the tensors alive; after a free a name may be used again."""
 
     events: tuple[Event, ...]
-    marks: tuple[Mark, ...]
-    copies: tuple[Copy, ...] = field(default=(), compare=False, repr=False)  # how it was written, in order
-
-    @property
-    def _copied(self) -> list[Copy]:
-        return [copy for copy in self.copies if copy.start != copy.source]
-
-    def spans(self) -> Iterator[tuple[str, int, int]]:
-        """Each phase with the numbers of its first event and of the one after its last."""
-        ends = [mark.start for mark in self.marks[1:]] + [len(self.events)]
-        for mark, end in zip(self.marks, ends, strict=True):
-            yield mark.phase, mark.start, end
-
-    @cached_property
-    def steps(self) -> tuple[Step, ...]:
-        """All events; those of a run of frees may stand in another order (see `_part_soon`)."""
-        shapes, steps, named = _Shapes(), list[Step](), dict[int, list[int]]()
-        bounds = {0, len(self.events), *(at for copy in self.copies for at in (copy.start, copy.start + copy.length))}
-        copies = {copy.start: copy for copy in self.copies}
-        for start, end in pairwise(sorted(bounds)):
-            if start < len(steps):  # within a copy
-                continue
-            _, length, source, names = copies.get(start, Copy(start, 0, start, ()))
-            if source == start:
-                steps += shapes.steps(self.events[start:end])
-                continue
-            copied, before = steps[source:source + length], copies[source].names
-            if source not in named:
-                named[source] = [at for at, step in enumerate(copied) if step[2] in before]
-            renamed = dict(zip(before, names, strict=True))
-            for at in named[source]:
-                asks, cut, name, home, brief = copied[at]
-                copied[at] = asks, cut, renamed[name], home, brief
-            steps += copied
-        return tuple(steps)
-
-    def event_of(self, number: int) -> int:
-        """The number of the event that a step stands for."""
-        name = self.steps[number][2]
-        if self.events[number].name == name:
-            return number
-        begin = number
-        while not self.events[begin - 1].alloc:
-            begin -= 1
-        return next(at for at in range(begin, len(self.events)) if self.events[at].name == name)
+    phases: tuple[Span, ...]       # they follow each other without a gap, from the first event to the last
+    spans: tuple[Span, ...] = ()   # marked with Writer.span; they may nest, and several may have one name
 
     @cached_property
     def changes(self) -> list[int]:
-        """What each event does to the bytes allocated, where a block is as large as what is asked for, rounded."""
-        sizes, changes = _Sizes(), list[int]()
-        for start, length, source, *_ in [*self._copied, Copy(len(self.events), 0, 0, ())]:
-            changes += [sizes[event[3]] if event[0] else 0 if event[1] == RELEASE else -sizes[event[3]]
-                        for event in self.events[len(changes):start]]
-            changes += changes[source:source + length]
-        return changes
+        """By event: the change of the bytes allocated, if every block is as large as its tensor, rounded."""
+        sizes = {nbytes: round_size(nbytes) for nbytes in {event.nbytes for event in self.events}}
+        return [sizes[nbytes] if alloc else 0 if name == EMPTY_CACHE else -sizes[nbytes]
+                for alloc, name, _, nbytes, _ in self.events]
 
     @cached_property
-    def heights(self) -> list[int]:
-        """What is allocated after each event, if so."""
+    def allocated(self) -> list[int]:
+        """By event: the bytes allocated after it, under the same assumption."""
         return list(accumulate(self.changes))
 
-    @cached_property
-    def asked_at_most(self) -> int:
-        """The most that is asked for at one time: no cap below it can do. By parts: copies rise as their source."""
-        @cache
-        def rise(start: int, end: int) -> tuple[int, int]:
-            heights = list(accumulate(self.changes[start:end]))
-            return (heights[-1], max(heights)) if heights else (0, 0)
+    @property
+    def peak(self) -> int:
+        """The most bytes allocated at one time, under the same assumption: no smaller memory can hold the tensors."""
+        return max(self.allocated, default=0)
 
-        asked = most = done = 0
-        for start, length, source, *_ in [*self._copied, Copy(len(self.events), 0, 0, ())]:
-            for part in ((done, start), (source, source + length)):
-                more, at_most = rise(*part)
-                most = max(most, asked + at_most)
-                asked += more
-            done = start + length
-        return most
-
-    @cached_property
-    def chained(self) -> tuple[Copy, ...]:
-        """Parts with another right before or after them: in these a replay may find that it has been there before."""
-        starts = {copy.start for copy in self.copies}
-        ends = {copy.start + copy.length for copy in self.copies}
-        return tuple(copy for copy in self.copies if copy.start in ends or copy.start + copy.length in starts)
+    def span_costs(self, pools: Collection[int] = (DEFAULT_POOL, GRAPH_POOL, SIDE_STREAM)) -> list[SpanCost]:
+        """What each span costs in these pools, in the order of `spans`."""
+        changes = (change if event.pool in pools else 0
+                   for event, change in zip(self.events, self.changes, strict=True))
+        before = [0, *accumulate(changes)]  # bytes before each event, and at the end
+        return [SpanCost(name, before[end] - before[start], max(before[start:end + 1]) - before[start])
+                for name, start, end in self.spans]
 
     def alive_at_end(self) -> dict[str, Event]:
+        """The allocations that are never freed, by name."""
         alive: dict[str, Event] = {}
         for event in self.events:
             if event.alloc:
                 alive[event.name] = event
-            elif event.name != RELEASE:
+            elif event.name != EMPTY_CACHE:
                 del alive[event.name]
         return alive
 
 
-class _Sizes(dict[int, int]):
-    """So many bytes, rounded. A tape has few."""
-
-    def __missing__(self, nbytes: int) -> int:
-        size = self[nbytes] = rounded(nbytes)
-        return size
-
-
-class _Shapes(dict[int, tuple[int, int, int]]):
-    """Of so many bytes: what they ask for, what that cuts off, which of a kind of work's two pools."""
-
-    def __missing__(self, nbytes: int) -> tuple[int, int, int]:
-        size = rounded(nbytes)
-        shape = self[nbytes] = *_asked(size), int(size <= SMALL)
-        return shape
-
-    def steps(self, events: Sequence[Event]) -> list[Step]:
-        steps: list[Step] = []
-        for event in events:  # by number: to take a named tuple apart takes longer
-            name, pool = event[1], event[4]
-            asks, cut, home = self[event[3]]
-            if not event[0]:
-                asks = NONE_SERVES if name == RELEASE else 0
-            steps.append((asks, cut, name, home + 2 * pool if pool else home, None))
-        _part_soon(steps)
-        return steps
-
-
-def _asked(size: int) -> tuple[int, int]:
-    """What a block of that size asks for, and what it cuts off."""
-    return size << SPLIT, (size << SPLIT) - size
-
-
-def _part_soon(steps: list[Step]) -> None:
-    """What is allocated last before a run of frees, and freed in it, is freed first there, and marked as brief.
-
-    The order of frees decides nothing: afterwards the same blocks are free. Small blocks are as large as asked for, so
-    one that is large enough for several will do; of large ones at most one is brief at a time.
-    """
-    frees = [step[0] == 0 for step in steps]
-    turns = [at for at, (one, next_one) in enumerate(pairwise(frees), 1) if one is not next_one]
-    if frees[:1] == [True]:
-        del turns[:1]
-    for begin, end in zip_longest(turns[::2], turns[1::2], fillvalue=len(steps)):
-        freed = {step[2]: step for step in steps[begin:end]}
-        if steps[begin - 1][2] not in freed:
-            continue
-        soon, asked, first = list[Step](), dict[int, int](), begin
-        while first:
-            asks, cut, name, home, _ = steps[first - 1]
-            if name not in freed or (home % 2 == 0 and home in asked):
-                break
-            first -= 1
-            soon.append(freed.pop(name))
-            asked[home] = asked.get(home, 0) + asks
-            parts = tuple([(*_asked(wanted >> SPLIT), where) for where, wanted in asked.items()])
-            steps[first] = asks, cut, name, home, (2 * len(soon) - 1, parts)
-        steps[begin:end] = *soon, *freed.values()
-
-
 @dataclass(frozen=True)
-class _Part:
-    """What was written once and can be copied, with what a copy has to look at: other names, and what is alive."""
+class _Section:
+    """Events that were written once and can be copied, and what the copy does to the tensors alive."""
 
-    start: int
     events: list[Event]
-    names: tuple[str, ...]
-    frees: list[str]      # names that were alive before
-    leaves: list[Event]   # what is alive afterwards
+    spans: list[Span]             # relative to the section's start
+    names: tuple[str, ...]        # tensors that have other names in a copy
+    frees: list[str]              # tensors that were alive before
+    leaves: list[Event]           # allocations that are alive afterwards
 
     @cached_property
-    def differ(self) -> tuple[int, ...]:
-        """The places of events whose names another part has others for."""
+    def renamed(self) -> list[int]:
+        """The numbers of the events that have other names in a copy."""
         names = frozenset(self.names)
-        return tuple([at for at, event in enumerate(self.events) if event[1] in names]) if names else ()
-
-
-_made = tuple.__new__  # an Event in a third of the time
-_OWNERS = frozenset(OWNERS)
+        return [number for number, event in enumerate(self.events) if event.name in names] if names else []
 
 
 class Writer:
-    """Writes a tape. It refuses what cannot happen: an unknown owner or phase, a second free, a name taken twice."""
+    """Writes a tape. It raises ValueError for an unknown owner, a double free, and a name that is already alive."""
 
     def __init__(self) -> None:
-        self.pool = ORDINARY  # where allocations come from
+        self.pool = DEFAULT_POOL  # where the next allocations come from
         self._events: list[Event] = []
-        self._marks: list[Mark] = []
+        self._phases: list[tuple[str, int]] = []
+        self._spans: list[Span] = []
         self._alive: dict[str, Event] = {}
-        self._parts: dict[Hashable, _Part] = {}
-        self._copies: list[Copy] = []
+        self._sections: dict[Hashable, _Section] = {}
 
     def phase(self, name: str) -> None:
-        if name not in PHASES:
-            raise ValueError(f"{name!r} is not a phase: {', '.join(PHASES)}")
-        self._marks.append(Mark(name, len(self._events)))
+        """Begins a phase, which lasts until the next one. The same phase may come again."""
+        self._phases.append((name, len(self._events)))
+
+    @contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        """Marks the events written inside the `with` block as a span."""
+        number, start = len(self._spans), len(self._events)
+        yield
+        self._spans.insert(number, Span(name, start, len(self._events)))
 
     def alloc(self, name: str, owner: str, nbytes: int) -> str:
-        """Returns the name, so that a tensor can be passed on by it."""
+        """Allocates a tensor and returns its name."""
         if name in self._alive:
             raise ValueError(f"{name!r} is already alive")
-        if owner not in _OWNERS:
+        if owner not in OWNERS:
             raise ValueError(f"{owner!r} is not an owner: {', '.join(OWNERS)}")
-        event = _made(Event, (True, name, owner, nbytes, self.pool))
-        self._alive[name] = event
+        event = self._alive[name] = Event(True, name, owner, nbytes, self.pool)
         self._events.append(event)
         return name
 
@@ -269,56 +147,71 @@ class Writer:
             event = self._alive.pop(name, None)
             if event is None:
                 raise ValueError(f"{name!r} is not alive")
-            self._events.append(_made(Event, (False,) + event[1:]))  # noqa: RUF005 - sooner than to unpack
-
-    def part(self, kind: Hashable, names: tuple[str, ...], write: Callable[[], object]) -> None:
-        """A part of the tape. One of its kind that was written before is copied, but for the names that differ: to
-        write takes ten times as long. The kind must say all that the events depend on."""
-        if kind not in self._parts:
-            start, before = len(self._events), self._alive.copy()
-            write()
-            after = self._alive
-            frees = [name for name, event in before.items() if after.get(name) is not event]
-            leaves = [event for name, event in after.items() if before.get(name) is not event]
-            self._parts[kind] = _Part(start, self._events[start:], names, frees, leaves)
-            self._copies.append(Copy(start, len(self._events) - start, start, names))
-            return
-        part = self._parts[kind]
-        renamed, events = dict(zip(part.names, names, strict=True)), part.events.copy()
-        for at in part.differ:
-            event = events[at]
-            events[at] = event._replace(name=renamed[event.name])
-        for name in part.frees:
-            del self._alive[renamed.get(name, name)]
-        for event in part.leaves:
-            name = renamed.get(event.name, event.name)
-            self._alive[name] = event if name == event.name else event._replace(name=name)
-        self._copies.append(Copy(len(self._events), len(events), part.start, names))
-        self._events += events
-
-    def release(self) -> None:
-        self._events.append(Event(False, RELEASE, "other", 0))
+            self._events.append(Event(False, name, event.owner, event.nbytes, event.pool))
 
     def free_if_alive(self, *names: str) -> None:
         self.free(*(name for name in names if name in self._alive))
 
-    def events_since(self, number: int) -> list[Event]:
-        return self._events[number:]
+    @contextmanager
+    def scratch(self, name: str, owner: str, nbytes: int) -> Iterator[str]:
+        """Allocates a tensor that is freed at the end of the `with` block."""
+        yield self.alloc(name, owner, nbytes)
+        self.free(name)
 
-    @property
-    def length(self) -> int:
-        return len(self._events)
+    def empty_cache(self) -> None:
+        """The program calls torch.cuda.empty_cache()."""
+        self._events.append(Event(False, EMPTY_CACHE, "other", 0))
+
+    def section(self, kind: Hashable, names: tuple[str, ...], write: Callable[[], object]) -> None:
+        """Calls `write` for the first section of a kind and copies its events for later ones, with other `names`.
+
+        A copy takes a tenth of the time, and a training run repeats few kinds of sections. The kind must state
+        everything that the events depend on. Copies are not checked as other events are.
+        """
+        if kind not in self._sections:
+            start, spans, before = len(self._events), len(self._spans), self._alive.copy()
+            write()
+            after = self._alive
+            self._sections[kind] = _Section(
+                self._events[start:],
+                [Span(name, first - start, end - start) for name, first, end in self._spans[spans:]],
+                names,
+                frees=[name for name, event in before.items() if after.get(name) is not event],
+                leaves=[event for name, event in after.items() if before.get(name) is not event])
+            return
+        section, start = self._sections[kind], len(self._events)
+        renamed, events = dict(zip(section.names, names, strict=True)), section.events.copy()
+        for number in section.renamed:
+            events[number] = events[number]._replace(name=renamed[events[number].name])
+        for name in section.frees:
+            del self._alive[renamed.get(name, name)]
+        for event in section.leaves:
+            name = renamed.get(event.name, event.name)
+            self._alive[name] = event._replace(name=name)
+        self._events += events
+        self._spans += [Span(name, first + start, end + start) for name, first, end in section.spans]
 
     def alive(self, name: str) -> bool:
         return name in self._alive
 
-    @contextmanager
-    def held(self, name: str, owner: str, nbytes: int) -> Iterator[str]:
-        """Alive for the length of a `with`: a kernel's scratch."""
-        yield self.alloc(name, owner, nbytes)
-        self.free(name)
+    @property
+    def length(self) -> int:
+        """How many events were written so far."""
+        return len(self._events)
+
+    def events_since(self, number: int) -> list[Event]:
+        return self._events[number:]
 
     def tape(self) -> Tape:
-        if not self._marks or self._marks[0].start != 0:
+        if not self._phases or self._phases[0][1] != 0:
             raise ValueError("a tape begins with a phase")
-        return Tape(tuple(self._events), tuple(self._marks), tuple(self._copies))
+        starts = [start for _, start in self._phases[1:]]
+        phases = [Span(name, start, end)
+                  for (name, start), end in zip(self._phases, [*starts, len(self._events)], strict=True)]
+        return Tape(tuple(self._events), tuple(phases), tuple(self._spans))
+
+    # Earlier names, for tape authors that are not yet changed.
+    held, part, release = scratch, section, empty_cache
+
+
+ORDINARY, RECORDED, SIDE, RELEASE = DEFAULT_POOL, GRAPH_POOL, SIDE_STREAM, EMPTY_CACHE

@@ -1,6 +1,6 @@
-"""Where a run will take place: which card, how much of it this process may hold, and which torch.
+"""Which GPU, how much of it → Target: the platform a run is on, and the memory it may use there.
 
-A card is named with --gpu, or it is the one that is here; then its memory and its neighbours are asked of the driver.
+A GPU is named with --gpu, or it is the one installed here; then the driver says who uses its memory now.
 """
 
 from __future__ import annotations
@@ -14,123 +14,227 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ..config.run_config import RunConfig
 from ..core.errors import UsageError
-from ..core.units import MiB, parse_bytes, show_bytes
+from ..core.units import MiB, optional_bytes, parse_bytes, show_bytes
 from ..hardware import gpus
-from ..hardware.gpus import Card
-from ..memory.setting import DEFAULT_TORCH, Setting, setting_for
-from ..nouns import Budget
-from .forecast import budget_for
+from ..hardware.gpus import GpuModel
+from ..memory.platform import DEFAULT_TORCH, Platform
 
 if TYPE_CHECKING:
     from ..hardware.nvidia import GpuReading, Survey
 
-WITHOUT_A_GPU = "--gpu 4070 names a card that is not here; `fitgpt cards` lists them."
-NEIGHBOURS_NAMED = 3
+NAME_A_GPU = "--gpu 4070 names a GPU that is not here; `fitgpt cards` lists them."
+PROCESSES_NAMED = 3
 
 
-class Place(NamedTuple):
-    setting: Setting
+class Budget(NamedTuple):
+    """What a run may use of a GPU. Bytes as nvidia-smi counts a process: the CUDA context included."""
+
+    card: str              # "RTX 4070"
+    usable: int            # what CUDA offers of the GPU's memory
+    others: int            # used by other processes
+    budget: int            # usable − others, or what the user allows
+    outside: int           # of this process, outside PyTorch's allocator: CUDA context and kernels
+    sources: tuple[str, ...] = ()  # where the figures come from, one sentence each
+    margin: int = 0        # kept free where `outside` is a formula's figure
+
+    @property
+    def reserve_limit(self) -> int:
+        """The most the allocator may reserve; negative where not even `outside` has room."""
+        return self.budget - self.outside - self.margin
+
+
+class Target(NamedTuple):
+    """Where a run is planned for."""
+
+    platform: Platform
     budget: Budget
-    card: Card | None         # None: not in the table
-    neighbours: str = ""      # who holds memory of the card now, in words
+    card: GpuModel | None         # None: not in the table
+    neighbours: str = ""      # which processes use the GPU now, one sentence
     notes: tuple[str, ...] = ()
 
 
-def named(gpu: str, *, others: int | None, budget: int | None, torch: str = "") -> Place:
-    """A card that is not here, by any name people give it."""
+# ---- a GPU by name
+
+
+def target_for(gpu: str, device: str, *, others: str = "", budget: str = "", torch: str = "") -> Target:
+    """The GPU of that name, or the one installed here if it is empty. Sizes are as typed: "11.5GiB"."""
+    other_bytes, budget_bytes = (optional_bytes(size) for size in (others, budget))
+    if gpu:
+        return named(gpu, others=other_bytes, budget=budget_bytes, torch=torch)
+    return installed(device, others=other_bytes, budget=budget_bytes, torch=torch)
+
+
+def named(gpu: str, *, others: int | None, budget: int | None, torch: str = "") -> Target:
+    """A GPU that need not be here, by any name people use for it."""
     card = gpus.find(gpu)
     if card.vendor != "nvidia":
         return _of_another_vendor(card, others=others, budget=budget, torch=torch)
-    found, twins = on_card(card, others=others or 0, budget=budget, torch=torch), gpus.twins(gpu)
-    note = f"{gpu!r} is also said of the {' and the '.join(twins)}: the smallest is taken, unless the name says which."
-    return found._replace(notes=(note,)) if twins else found
+    target, twins = on_card(card, others=others or 0, budget=budget, torch=torch), gpus.other_matches(gpu)
+    note = f"{gpu!r} also means the {' and the '.join(twins)}: the smallest is taken unless the name says which."
+    return target._replace(notes=(note,)) if twins else target
 
 
-def on_card(card: Card, *, others: int = 0, budget: int | None = None, torch: str = "") -> Place:
-    found = budget_for(card, others=others, budget=budget)
-    _check_sizes(found, others if others else None, budget)
+def on_card(card: GpuModel, *, others: int = 0, budget: int | None = None, torch: str = "") -> Target:
+    """A row of the table of GPUs."""
+    allowed = budget_for(card, others=others, budget=budget)
+    _check_sizes(allowed, others if others else None, budget)
     windows = sys.platform == "win32"
-    setting = setting_for(card, torch=torch_version(torch), windows=windows)
-    return Place(_with_allocator(setting, windows), found, card)
+    platform = platform_for(card, torch=torch_version(torch), windows=windows)
+    return Target(_with_allocator(platform, windows), allowed, card)
 
 
-def unnamed(*, others: int | None, budget: int, torch: str = "") -> Place:
-    """Only a budget is known: a card that has just that, of the newest kind that most people have."""
+def platform_for(card: GpuModel, *, torch: str = DEFAULT_TORCH, windows: bool = False) -> Platform:
+    """The platform that a GPU of the table gives a run."""
+    capability = card.capability or (9, 0)
+    return Platform(capability, torch, expandable=not windows, compiles=capability >= (7, 0) and not windows,
+                    sms=card.sms or Platform.sms)
+
+
+def budget_for(card: GpuModel, *, others: int = 0, budget: int | None = None) -> Budget:
+    """What a process may use of a GPU, from the table's figures."""
+    assert card.usable_mib is not None  # every NVIDIA row has both
+    assert card.outside_mib is not None
+    usable, outside = card.usable_mib * MiB, card.outside_mib * MiB
+    sources = (f"CUDA offers {card.usable_mib} MiB of the {card.name} ({card.usable_src}).",
+               f"A training process uses {card.outside_mib} MiB outside PyTorch's allocator ({card.outside_src}).")
+    return Budget(card.name, usable, others, usable - others if budget is None else budget, outside, sources)
+
+
+def unnamed(*, others: int | None, budget: int, torch: str = "") -> Target:
+    """Only a budget is known: a GPU with just that much, of the most common recent architecture."""
     usable = budget + (others or 0)
-    outside = _outside_of_any(usable)
-    sources = (f"No card is named: a process is taken to hold {show_bytes(outside)} outside PyTorch's allocator, as "
-               "much as on any card of that size, and the run to be on compute capability 8.9.",)
+    outside = _largest_outside(usable)
+    sources = (f"No GPU is named: a process is assumed to use {show_bytes(outside)} outside PyTorch's allocator, the "
+               "most of any GPU of that size, on compute capability 8.9.",)
     windows = sys.platform == "win32"
-    setting = Setting((8, 9), torch_version(torch), compiles=not windows)
-    found = Budget("", usable, others or 0, budget, outside, sources)
-    return Place(_with_allocator(setting, windows), found, None)
+    platform = Platform((8, 9), torch_version(torch), compiles=not windows)
+    return Target(_with_allocator(platform, windows), Budget("", usable, others or 0, budget, outside, sources), None)
 
 
-def here(device: str, *, others: int | None, budget: int | None, torch: str = "") -> Place:
-    """The GPU that `train` would take, as the driver sees it now."""
+def _of_another_vendor(card: GpuModel, *, others: int | None, budget: int | None, torch: str) -> Target:
+    memory = f" of its {card.memory_gb} GB" if card.memory_gb else ""
+    if card.vendor == "apple":
+        raise UsageError(f"{card.name}: PyTorch has a different allocator for Apple GPUs, which fitgpt does not model, "
+                         "and their memory is shared with the system.", "fitgpt cards lists the GPUs it can plan for.")
+    if budget is None:
+        raise UsageError(f"{card.name}: how much{memory} ROCm offers, and what a process uses there outside PyTorch's "
+                         "allocator, has not been measured.", f"Give what the run may use: --gpu "
+                         f"{shlex.quote(card.name)} --budget {max((card.memory_gb or 12) - 2, 1)}GiB")
+    target = unnamed(others=others, budget=budget, torch=torch)
+    note = (f"{card.name}: workspaces and kernels of ROCm have not been measured; the plan is that of an NVIDIA GPU "
+            "with the same budget.")
+    return target._replace(budget=target.budget._replace(card=card.name), card=card, notes=(note,))
+
+
+# ---- a GPU that is installed here
+
+
+def installed(device: str, *, others: int | None, budget: int | None, torch: str = "") -> Target:
+    """The GPU that `train` would use, with the memory that is free now."""
     from ..hardware.nvidia import survey
 
     if device in ("cpu", "mps"):
-        raise UsageError(f"device={device}: what is planned is the memory of an NVIDIA GPU.", WITHOUT_A_GPU)
+        raise UsageError(f"device={device}: plans are for the memory of NVIDIA GPUs.", NAME_A_GPU)
     seen = survey()
     if seen.gpus:
-        return on_device(chosen(seen, device), others=others, budget=budget, torch=torch)
+        return on_device(select_gpu(seen, device), others=others, budget=budget, torch=torch)
     if budget is not None:
         return unnamed(others=others, budget=budget, torch=torch)
     why = f"CUDA_VISIBLE_DEVICES={seen.chosen!r} hides all of them" if seen.hidden else seen.reason
     raise UsageError(f"There is no GPU here to plan for: {why}.",
-                     f"{WITHOUT_A_GPU}\nOr say only what the run may hold: --budget 11.5GiB")
+                     f"{NAME_A_GPU}\nOr give only what the run may use: --budget 11.5GiB")
 
 
-def on_device(reading: GpuReading, *, others: int | None = None, budget: int | None = None, torch: str = "") -> Place:
-    """A GPU that is here. What the driver does not say is taken from the table of cards."""
+def select_gpu(seen: Survey, device: str) -> GpuReading:
+    """cuda:N is the Nth that CUDA_VISIBLE_DEVICES leaves; auto the one with the most free memory, as in `train`."""
+    if device == "auto":
+        return max(seen.gpus, key=lambda gpu: gpu.free_bytes or 0)
+    number = int(device.partition(":")[2] or 0)
+    if number >= len(seen.gpus):
+        there = ", ".join(f"cuda:{index} ({gpu.name})" for index, gpu in enumerate(seen.gpus))
+        raise UsageError(f"device={device} is not here. The driver shows {there}.", "--device=auto")
+    return seen.gpus[number]
+
+
+def on_device(reading: GpuReading, *, others: int | None = None, budget: int | None = None, torch: str = "") -> Target:
+    """What the driver reports of a GPU; what it does not report comes from the table of GPUs."""
     card = gpus.match_device(reading.name, reading.total_bytes // MiB if reading.total_bytes else None)
     usable = reading.usable_bytes or (card.usable_mib * MiB if card and card.usable_mib else None)
     if usable is None and reading.total_bytes is not None:
         usable = gpus.usable_by_rule(reading.total_bytes // MiB) * MiB
     if usable is None:
-        raise UsageError(f"The driver does not say how much memory {reading.name} has.",
-                         "Say what the run may hold: --gpu NAME, or --budget 11.5GiB")
-    held = others if others is not None else reading.used_bytes or 0
-    known = card is not None and card.outside_mib is not None
-    outside = card.outside_mib * MiB if card and card.outside_mib else _outside_of_any(usable)
-    sources = [f"The driver gives {show_bytes(usable)} of GPU {reading.index}, {reading.name}."]
-    if not known:
-        sources.append(f"{reading.name} is not in the table of cards: a process is taken to hold "
-                       f"{show_bytes(outside)} outside PyTorch's allocator, as much as on any card of that size.")
-    found = Budget(card.name if card else reading.name, usable, held, usable - held if budget is None else budget,
-                   outside, tuple(sources))
-    _check_sizes(found, others, budget)
+        raise UsageError(f"The driver does not report how much memory {reading.name} has.",
+                         "Give what the run may use: --gpu NAME, or --budget 11.5GiB")
+    used = others if others is not None else reading.used_bytes or 0
+    outside = card.outside_mib * MiB if card and card.outside_mib else _largest_outside(usable)
+    sources = [f"The driver offers {show_bytes(usable)} of GPU {reading.index}, {reading.name}."]
+    if card is None or card.outside_mib is None:
+        sources.append(f"{reading.name} is not in the table of GPUs: a process is assumed to use "
+                       f"{show_bytes(outside)} outside PyTorch's allocator, the most of any GPU of that size.")
+    allowed = Budget(card.name if card else reading.name, usable, used, usable - used if budget is None else budget,
+                     outside, tuple(sources))
+    _check_sizes(allowed, others, budget)
     major, _, minor = (reading.cc or "8.9").partition(".")
-    windows = sys.platform == "win32"
-    setting = Setting((int(major), int(minor or 0)), torch_version(torch),
-                      compiles=(int(major), int(minor or 0)) >= (7, 0) and not windows,
-                      sms=card.sms if card and card.sms else Setting.sms)
-    said = _neighbours(reading) if others is None else ""
-    return Place(_with_allocator(setting, windows), found, card, said)
+    capability, windows = (int(major), int(minor or 0)), sys.platform == "win32"
+    platform = Platform(capability, torch_version(torch), compiles=capability >= (7, 0) and not windows,
+                      sms=card.sms if card and card.sms else Platform.sms)
+    return Target(_with_allocator(platform, windows), allowed, card, _processes(reading) if others is None else "")
 
 
-def beside(config: RunConfig, budget: Budget) -> Budget:
-    """The budget that others leave, that --leave keeps free, and that --budget allows."""
+def _processes(reading: GpuReading) -> str:
+    """One sentence on the processes that use a GPU now."""
+    if not reading.used_bytes:
+        return "No other process uses the GPU now."
+    found = [f"{each.name} {show_bytes(each.nbytes)}" for each in reading.processes if each.nbytes]
+    more = " …" if len(found) > PROCESSES_NAMED else ""
+    names = f": {', '.join(found[:PROCESSES_NAMED])}{more}" if found else ""
+    return f"Other processes use {show_bytes(reading.used_bytes)} of it now{names}."
+
+
+def _largest_outside(usable: int) -> int:
+    """The most that a process uses outside the allocator on any GPU that is no larger. Bytes."""
+    known = [(card.usable_mib, card.outside_mib) for card in gpus.load() if card.usable_mib and card.outside_mib]
+    smaller = [outside for size, outside in known if size * MiB <= 1.1 * usable]
+    return (max(smaller) if smaller else min(outside for _, outside in known)) * MiB
+
+
+# ---- limits
+
+
+def apply_limits(config: RunConfig, budget: Budget) -> Budget:
+    """The budget within what others leave, what --leave keeps free and what --budget allows."""
     if config.budget and parse_bytes(config.budget) > budget.usable:
-        raise UsageError(f"--budget {config.budget} is more than the {show_bytes(budget.usable)} that CUDA gives of "
-                         f"{budget.card or 'the card'}.", "Leave it out, or say less.")
+        raise UsageError(f"--budget {config.budget} is more than the {show_bytes(budget.usable)} that CUDA offers of "
+                         f"{budget.card or 'the GPU'}.", "Leave it out, or give less.")
     kept_free = parse_bytes(config.leave) if config.leave else 0
     if kept_free >= budget.usable:
-        raise UsageError(f"--leave {config.leave} leaves the run nothing: CUDA gives {show_bytes(budget.usable)} of "
-                         f"{budget.card or 'the card'} in all.", "--leave 1GiB, or leave it out.")
+        raise UsageError(f"--leave {config.leave} leaves the run nothing: CUDA offers {show_bytes(budget.usable)} of "
+                         f"{budget.card or 'the GPU'} in all.", "--leave 1GiB, or leave it out.")
     left = budget.usable - budget.others - kept_free
-    said = parse_bytes(config.budget) if config.budget else left
-    return budget._replace(budget=max(min(said, left), 0))
+    allowed = parse_bytes(config.budget) if config.budget else left
+    return budget._replace(budget=max(min(allowed, left), 0))
 
 
-def check_runs(config: RunConfig, place: Place, trainer: str) -> None:
-    """What `train` would refuse on that card is refused here."""
-    name, (major, minor) = place.budget.card or "the card", place.setting.capability
-    if trainer == "fitgpt" and config.dtype == "bfloat16" and not place.setting.has_bf16:
+def _check_sizes(allowed: Budget, others: int | None, budget: int | None) -> None:
+    gpu = allowed.card or "the GPU"
+    if others is not None and others >= allowed.usable:
+        raise UsageError(f"--others {show_bytes(others)} leaves nothing: CUDA offers {show_bytes(allowed.usable)} of "
+                         f"{gpu} in all.", "--others 2GiB, or leave it out.")
+    if budget is not None and budget > allowed.usable:
+        raise UsageError(f"--budget {show_bytes(budget)} is more than the {show_bytes(allowed.usable)} that CUDA "
+                         f"offers of {gpu}.", f"--budget {allowed.usable // MiB}MiB, or leave it out.")
+    if budget is not None and others is not None and budget + others > allowed.usable:
+        raise UsageError(f"--budget {show_bytes(budget)} and --others {show_bytes(others)} are together more than the "
+                         f"{show_bytes(allowed.usable)} that CUDA offers of {gpu}.", "Leave one of them out.")
+
+
+def check_supported(config: RunConfig, target: Target, trainer: str) -> None:
+    """UsageError for what `train` would refuse on that GPU."""
+    name, (major, minor) = target.budget.card or "the GPU", target.platform.capability
+    if trainer == "fitgpt" and config.dtype == "bfloat16" and not target.platform.has_bf16:
         raise UsageError(f"dtype=bfloat16 needs compute capability 8.0 or higher; {name} has {major}.{minor}.",
                          "--dtype=float16")
-    if trainer == "fitgpt" and config.step_in_backward and config.dtype == "auto" and not place.setting.has_bf16:
+    if trainer == "fitgpt" and config.step_in_backward and config.dtype == "auto" and not target.platform.has_bf16:
         raise UsageError(f"step_in_backward cannot skip a step, which float16 must be able to, and {name} has no "
                          "bfloat16.", "--dtype=float32")
     if config.compile is True and (major, minor) < (7, 0):
@@ -138,12 +242,12 @@ def check_runs(config: RunConfig, place: Place, trainer: str) -> None:
                          "--compile=False")
 
 
-# ---- torch
+# ---- torch and its allocator
 
 
-def torch_version(asked: str = "") -> str:
-    """As asked; else the installed one, found without loading it; else the one we test with. Major and minor."""
-    found = re.match(r"\d+\.\d+", asked or _installed_torch() or DEFAULT_TORCH)
+def torch_version(given: str = "") -> str:
+    """The version given; else the installed one, found without importing it; else DEFAULT_TORCH. Major and minor."""
+    found = re.match(r"\d+\.\d+", given or _installed_torch() or DEFAULT_TORCH)
     return found[0] if found else DEFAULT_TORCH
 
 
@@ -160,85 +264,22 @@ def _installed_torch() -> str:
         return ""
 
 
-def _with_allocator(setting: Setting, windows: bool) -> Setting:
-    """`train` asks for expandable segments, unless the user's environment says something else; nanoGPT goes by that
-    alone. torch has none on Windows."""
+def _with_allocator(platform: Platform, windows: bool) -> Platform:
+    """`train` sets expandable_segments unless PYTORCH_CUDA_ALLOC_CONF is set; nanoGPT leaves it to that variable.
+    torch has no expandable segments on Windows."""
     if windows or not any("ALLOC_CONF" in name for name in os.environ):
-        return replace(setting, expandable=not windows)
-    from ..hardware.nvidia import ALLOCATOR_VARIABLES  # asked for late: it loads what plans for other cards never need
+        return replace(platform, expandable=not windows)
+    from ..hardware.allocator_env import ALLOCATOR_VARIABLES
 
-    told = [value.replace(" ", "").lower() for name in ALLOCATOR_VARIABLES if (value := os.environ.get(name))]
-    expands = all("expandable_segments:true" in value for value in told)
-    return replace(setting, expandable=expands, asked_to_expand=expands and bool(told))
+    values = [value.replace(" ", "").lower() for name in ALLOCATOR_VARIABLES if (value := os.environ.get(name))]
+    expandable = all("expandable_segments:true" in value for value in values)
+    return replace(platform, expandable=expandable, expandable_requested=expandable and bool(values))
 
 
-def left_out_of_the_forecast() -> list[str]:
-    """What the environment tells the allocator, and a forecast does not follow."""
+def unmodelled_allocator_options() -> list[str]:
+    """A note on the allocator options in the environment that a forecast does not follow."""
     values = [value.lower() for name, value in os.environ.items() if re.fullmatch(r"PYTORCH_\w*ALLOC_CONF", name)]
-    told = {option for value in values for option in re.findall(r"(?:^|,) *([a-z]\w*) *:", value)}
-    told.discard("expandable_segments")
-    return [f"The environment sets {', '.join(sorted(told))} for PyTorch's allocator: the forecast is without, and "
-            "what is reserved may differ."] if told else []
-
-
-# ---- the GPUs here
-
-
-def chosen(seen: Survey, device: str) -> GpuReading:
-    """cuda:N is the Nth that CUDA_VISIBLE_DEVICES leaves; auto the one with the most free memory, as in `train`."""
-    if device == "auto":
-        return max(seen.gpus, key=lambda gpu: gpu.free_bytes or 0)
-    number = int(device.partition(":")[2] or 0)
-    if number >= len(seen.gpus):
-        there = ", ".join(f"cuda:{place} ({gpu.name})" for place, gpu in enumerate(seen.gpus))
-        raise UsageError(f"device={device} is not here. The driver shows {there}.", "--device=auto")
-    return seen.gpus[number]
-
-
-def _neighbours(reading: GpuReading) -> str:
-    if not reading.used_bytes:
-        return "Nothing else is on the card now."
-    from ..hardware.gpu_stats import programs
-
-    named = [f"{each.name} {show_bytes(each.nbytes)}" for each in programs(reading.processes, reading.total_bytes)
-             if each.nbytes]
-    who = f": {', '.join(named[:NEIGHBOURS_NAMED])}{' …' if len(named) > NEIGHBOURS_NAMED else ''}" if named else ""
-    return f"Others hold {show_bytes(reading.used_bytes)} of it now{who}."
-
-
-# ---- what is not known
-
-
-def _of_another_vendor(card: Card, *, others: int | None, budget: int | None, torch: str) -> Place:
-    memory = f" of its {card.memory_gb} GB" if card.memory_gb else ""
-    if card.vendor == "apple":
-        raise UsageError(f"{card.name}: PyTorch's allocator for Apple GPUs is another one, which fitgpt has no model "
-                         "of, and their memory is the system's.", "fitgpt cards lists the cards that can be planned.")
-    if budget is None:
-        raise UsageError(f"{card.name}: what ROCm gives{memory} and what a process holds outside PyTorch's allocator "
-                         "there has not been measured.", f"Say what the run may hold: --gpu {shlex.quote(card.name)} "
-                         f"--budget {max((card.memory_gb or 12) - 2, 1)}GiB")
-    place = unnamed(others=others, budget=budget, torch=torch)
-    note = (f"{card.name}: workspaces and kernels of ROCm have not been measured; the plan is that of an NVIDIA card "
-            "with the same budget.")
-    return place._replace(budget=place.budget._replace(card=card.name), card=card, notes=(note,))
-
-
-def _outside_of_any(usable: int) -> int:
-    """The most that a process holds outside the allocator on any card that is no larger."""
-    known = [(card.usable_mib, card.outside_mib) for card in gpus.load() if card.usable_mib and card.outside_mib]
-    smaller = [outside for size, outside in known if size * MiB <= 1.1 * usable]
-    return (max(smaller) if smaller else min(outside for _, outside in known)) * MiB
-
-
-def _check_sizes(found: Budget, others: int | None, budget: int | None) -> None:
-    card = found.card or "the card"
-    if others is not None and others >= found.usable:
-        raise UsageError(f"--others {show_bytes(others)} leaves nothing: CUDA gives {show_bytes(found.usable)} of "
-                         f"{card} in all.", "--others 2GiB, or leave it out.")
-    if budget is not None and budget > found.usable:
-        raise UsageError(f"--budget {show_bytes(budget)} is more than the {show_bytes(found.usable)} that CUDA gives "
-                         f"of {card}.", f"--budget {found.usable // MiB}MiB, or leave it out.")
-    if budget is not None and others is not None and budget + others > found.usable:
-        raise UsageError(f"--budget {show_bytes(budget)} and --others {show_bytes(others)} are together more than the "
-                         f"{show_bytes(found.usable)} that CUDA gives of {card}.", "Leave one of them out.")
+    options = {option for value in values for option in re.findall(r"(?:^|,) *([a-z]\w*) *:", value)}
+    options.discard("expandable_segments")
+    return [f"The environment sets {', '.join(sorted(options))} for PyTorch's allocator. The forecast does not model "
+            "that: what is reserved may differ."] if options else []

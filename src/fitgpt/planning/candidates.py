@@ -1,141 +1,203 @@
-"""Every setting that could be chosen, each with what it would hold and how long a step would take: by closed forms.
+"""What `fit` may change: the sets of memory savers that are permitted, and every candidate with its memory and speed.
 
-What differs between candidates: the savers, whether GPU work is recorded, the micro-batch, the piece of the loss, the
-evaluation's batch, and how many layers keep how much. The tokens of a step and their order are always the same.
+Candidates differ in savers, compilation, CUDA graphs, micro-batch, chunk of the loss, evaluation batch, and what each
+layer recomputes. They all train on the same tokens per step, in the same order. Memory and speed come from closed forms
+(layer costs, roofline), so that thousands can be ranked; search.py replays the best of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import combinations
 from typing import Any, NamedTuple
 
-from ..config.memory_savers import LEVELS, loss_piece_tokens
-from ..config.run_config import RunConfig
+from ..config.fields import knobs_of, nearest
+from ..config.memory_savers import LEVELS, LOSSY_SAVERS, OTHER_RULES, SAVERS, loss_piece_tokens
+from ..config.run_config import RunConfig, gpt2_shapes
+from ..core.errors import UsageError
 from ..core.units import MiB
 from ..hardware import gpus
-from ..hardware.gpus import Card
-from ..memory import gpt
-from ..memory.setting import Setting
-from .closed import Mix, Shape
-from .folded import Folded, draft
-from .permission import Way
-from .speed import Cost, cost, has_figures, reach_of
+from ..hardware.gpus import GpuModel
+from ..memory.platform import Platform
+from ..tapes.engine import run as gpt
+from ..tapes.engine.run import draft
+from .layer_costs import CostCache, RecomputeMix, RunCost
+from .speed import StepCost, has_figures, likely_efficiency, step_cost
 
-PIECES = (256, 512, 1024, 2048, 4096, 8192)  # tokens whose logits exist at once …
-MOST_PIECES = 64                             # … and into how many a micro-batch is cut at most
-EVALUATED = 4096                             # tokens that keep a card busy in evaluation
-MOST_MIXES = 24                              # of two levels that are tried
+# ---- permissions
+
+# What a change may take, from what nobody minds to what only the user may allow.
+PERMISSIONS = ("free", "places", "lossy", "rules", "context", "model")
+LOSSY = ("lossy", "rules")  # permissions of changes after which losses differ
+NAMED_SAVERS = {**LOSSY_SAVERS, **OTHER_RULES}
+ALLOWABLE = ("lossy", "context", "model", *NAMED_SAVERS)
+OFFLOAD = knobs_of(RunConfig)["offload"].choices  # the fastest first
+# Settings that offloading requires. They cost nothing, so candidates always have them.
+FREE_SETTINGS: dict[str, Any] = {option: value for saver in SAVERS if saver.option == "offload"
+                                 for option, value in saver.settings.items() if option != "offload"}
+
+
+def parse_allow(text: str) -> frozenset[str]:
+    """'lossy' or 'adam8bit,context' → the names of what is allowed; "lossy" stands for every lossy saver."""
+    words = [word for word in text.replace(" ", ",").split(",") if word]
+    for word in words:
+        if word not in ALLOWABLE:
+            near = nearest(word, ALLOWABLE)
+            raise UsageError(f"--allow {text}: {word!r} is none of {', '.join(ALLOWABLE)}.",
+                             f"Did you mean --allow {near[0]}?" if near else "--allow lossy")
+    return frozenset({*words, *(LOSSY_SAVERS if "lossy" in words else ())} - {"lossy"})
+
+
+def describe_allow(allow: frozenset[str]) -> str:
+    """The inverse of `parse_allow`: what to type after --allow."""
+    names = allow
+    if "lossy" in allow or allow >= set(LOSSY_SAVERS):
+        names = allow - set(LOSSY_SAVERS) | {"lossy"}
+    return ",".join(word for word in ALLOWABLE if word in names)
+
+
+def permitted(config: RunConfig, allow: frozenset[str]) -> frozenset[str]:
+    """What is allowed and possible: a model that exists already keeps its shape, a resumed run also its optimizer."""
+    if config.init_from == "resume":
+        return frozenset()
+    return allow - {"model"} if config.init_from != "scratch" else allow
+
+
+def permission_notes(config: RunConfig, allow: frozenset[str]) -> tuple[str, ...]:
+    """A sentence on what was allowed and is not possible."""
+    ignored = allow - permitted(config, allow)
+    if not ignored:
+        return ()
+    if config.init_from == "resume":
+        return (f"A resumed run cannot change its model or optimizer: --allow {','.join(sorted(ignored))} is ignored.",)
+    weights = config.init_from if config.init_from in gpt2_shapes else "its weights"
+    return (f"The model has the shape of {weights}: --allow model is ignored.",)
+
+
+# ---- sets of savers
+
+
+class SaverSet(NamedTuple):
+    """Memory savers to use together, and the permission they take."""
+
+    permission: str
+    options: dict[str, Any]
+    more_offload: bool  # whether more lives in CPU RAM than in the given run
+
+
+def saver_sets(config: RunConfig, platform: Platform, allow: frozenset[str]) -> list[SaverSet]:
+    """Every permitted set of savers that work together, the least permission first."""
+    found = []
+    free = {option: value for option, value in FREE_SETTINGS.items() if getattr(config, option) != value}
+    for names in _combinations(config, platform, allow):
+        savers = {option: value for name in names for option, value in NAMED_SAVERS[name].items()}
+        for place in OFFLOAD:
+            options = {**savers, **free, "offload": place}
+            if options.get("gradient_accumulation_steps") == 1:  # then one micro-batch has all sequences of a step
+                options["batch_size"] = config.batch_size * config.gradient_accumulation_steps
+            if _is_valid(config, options):
+                more_offload = OFFLOAD.index(place) > OFFLOAD.index(config.offload)
+                permission = ("rules" if set(names) & set(OTHER_RULES) else "lossy" if names else
+                              "places" if more_offload else "free")
+                found.append(SaverSet(permission, options, more_offload))
+    return sorted(found, key=lambda savers: PERMISSIONS.index(savers.permission))
+
+
+def _combinations(config: RunConfig, platform: Platform, allow: frozenset[str]) -> Iterator[tuple[str, ...]]:
+    """Names of savers, in every combination in which no two set one option to different values."""
+    may = permitted(config, allow)
+    names = [name for name, options in NAMED_SAVERS.items() if name in may
+             and any(getattr(config, option) != value for option, value in options.items())
+             and (platform.has_bf16 or "bfloat16" not in options.values())]
+    for count in range(len(names) + 1):
+        for each in combinations(names, count):
+            settings = {item for name in each for item in NAMED_SAVERS[name].items()}
+            if len(settings) == len({option for option, _ in settings}):
+                yield each
+
+
+def _is_valid(config: RunConfig, options: dict[str, Any]) -> bool:
+    try:
+        replace(config, **options)
+    except UsageError:
+        return False
+    return True
+
+
+# ---- candidates
+
+CHUNKS = (256, 512, 1024, 2048, 4096, 8192)  # tokens per chunk of the loss …
+MOST_CHUNKS = 64                             # … and chunks per micro-batch
+EVAL_TOKENS = 4096                           # tokens that keep a GPU busy in an evaluation
+MOST_MIXES = 24                              # mixes of two recompute levels that are tried
 MOST_SEQUENCES = 4096                        # of a micro-batch: larger ones are no faster
 BIN = 32 * MiB                               # of the frontier
 PAIRS = tuple((few, many) for few in range(len(LEVELS)) for many in range(few))
-LEAST_FIRST = tuple(reversed(range(len(LEVELS))))
-STAND_IN = "RTX 4070"                        # where a card's figures are not known, its proportions rank candidates
-# Whether to look at a candidate: given the way, how many things it changes, and the seconds of a step if every layer
-# keeps all.
-Worth = Callable[[Way, int, float], bool]
-
-
-class Stem(NamedTuple):
-    """A candidate but for its levels."""
-
-    config: RunConfig   # a draft: not checked, its levels mean nothing
-    way: Way
-    changes: int        # how many things it changes of what was asked for
-    shape: Shape
-    cost: Cost
-
-    def seconds(self, mix: Mix) -> float:
-        """Of a step."""
-        return self.cost.seconds(self.config.gradient_accumulation_steps,
-                                 sum(layers * self.cost.layers[level] for level, layers in mix))
+STAND_IN = "RTX 4070"                        # ranks candidates for a GPU whose figures are not known
+# Whether to skip candidates: given the savers, the number of changes, and the seconds per step without recomputing.
+Prune = Callable[[SaverSet, int, float], bool]
 
 
 class Candidate(NamedTuple):
-    seconds: float      # of a step
-    mapped: int         # bytes: what it cannot do without
-    mix: Mix
-    config: RunConfig   # these as in its stem
-    way: Way
-    changes: int
+    """Settings that may be chosen. `mix` says what each layer recomputes, whatever `config.recompute` says."""
 
+    config: RunConfig   # not checked
+    savers: SaverSet
+    changes: int        # options that differ from the given run
+    memory: RunCost
+    cost: StepCost
+    mix: RecomputeMix
 
-Found = tuple[float, int, Mix]  # the seconds, the bytes and the mix of a candidate
-Branch = tuple[Way, dict[str, Any]]  # savers, and how the work is recorded
-# What was found of a branch, in what one process can tell another: how many candidates, bins, and of the fastest their
-# seconds, bytes, mix, changes, micro-batch, piece and evaluation.
-Told = tuple[int, tuple[tuple[int, float], ...], tuple[tuple[float, int, Mix, int, int, int, int], ...]]
+    @property
+    def seconds(self) -> float:
+        """Estimated seconds per step."""
+        in_layers = sum(layers * self.cost.layers[level] for level, layers in self.mix)
+        return self.cost.seconds(self.config.gradient_accumulation_steps, in_layers)
+
+    @property
+    def mapped(self) -> int:
+        """Bytes that the allocator must reserve if nothing is lost to fragmentation."""
+        return self.memory.mapped(self.mix)
 
 
 @dataclass
-class Scanned:
-    """The fastest of each stem within the limit, and what is fastest in each bin of memory."""
+class CandidateScan:
+    """The fastest mix of each candidate within the limit, and the fastest candidate in each bin of memory."""
 
     limit: int
     considered: int = 0
     fastest: list[Candidate] = field(default_factory=list)
     bins: dict[int, float] = field(default_factory=dict)
-    _last: tuple[Stem, Found | None] | None = None  # and the fastest of it
 
-    def scan(self, stem: Stem) -> None:
-        """All mixes of at most two levels, the layers that keep less first: their transients meet fewer kept ones."""
-        best = self._as_before(stem) or self._fastest(stem)
-        self.considered += len(LEVELS) + len(PAIRS) * len(_numbers(stem.config.n_layer))
-        if best is not None:
-            seconds, held, mix = best
-            self.fastest.append(Candidate(seconds, held, mix, stem.config, stem.way, stem.changes))
-
-    def _as_before(self, stem: Stem) -> Found | None:
-        """Of a stem that only evaluates in larger batches than the one before: the same mix, if it still fits."""
-        if self._last is None:
-            return None
-        before, best = self._last
-        if best is None or stem.cost is not before.cost or not stem.shape.holds_no_less_than(before.shape):
-            return None
-        seconds, _, mix = best
-        held = stem.shape.mapped(mix)
-        return (seconds, held, mix) if held <= self.limit else None
-
-    def _fastest(self, stem: Stem) -> Found | None:
-        layers, shape, told = stem.config.n_layer, stem.shape, stem.cost
-        micro_steps, bins, limit = stem.config.gradient_accumulation_steps, self.bins, self.limit
-        best: Found | None = None
+    def scan(self, candidate: Candidate) -> None:
+        """Tries all mixes of at most two levels. Layers that keep less come first: their temporaries then meet fewer
+        saved tensors."""
+        layers, memory, cost = candidate.config.n_layer, candidate.memory, candidate.cost
+        micro_steps, bins, limit = candidate.config.gradient_accumulation_steps, self.bins, self.limit
+        best: tuple[float, RecomputeMix] | None = None
         for level in range(len(LEVELS)):
-            mix: Mix = ((level, layers),)
-            held, seconds = shape.mapped(mix), stem.seconds(mix)
+            uniform = candidate._replace(mix=((level, layers),))
+            held, seconds = uniform.mapped, uniform.seconds
             if held <= limit and (best is None or seconds < best[0]):
-                best = seconds, held, mix
+                best = seconds, uniform.mix
             if seconds < bins.get(held // BIN, 1e30):
                 bins[held // BIN] = seconds
-        numbers = _numbers(layers)
+        counts = _layer_counts(layers)
         for few, many in PAIRS:
-            first, more = told.fixed + layers * told.layers[many], told.layers[few] - told.layers[many]
-            row = shape.mapped_along(few, many, layers, numbers.step)
-            takes = [micro_steps * max(first + k * more, told.host) + told.step for k in numbers]
-            if best is None or min(takes, default=best[0]) < best[0]:
-                for k, held, seconds in zip(numbers, row, takes, strict=True):
+            first, more = cost.fixed + layers * cost.layers[many], cost.layers[few] - cost.layers[many]
+            row = memory.mapped_along(few, many, layers, counts.step)
+            times = [micro_steps * max(first + k * more, cost.host) + cost.step for k in counts]
+            if best is None or min(times, default=best[0]) < best[0]:
+                for k, held, seconds in zip(counts, row, times, strict=True):
                     if held <= limit and (best is None or seconds < best[0]):
-                        best = seconds, held, ((few, k), (many, layers - k))
-            for held, seconds in zip(row, takes, strict=True):
-                place = held // BIN
-                if place not in bins or seconds < bins[place]:
-                    bins[place] = seconds
-        self._last = stem, best
-        return best
-
-    def told(self) -> Told:
-        return self.considered, tuple(self.bins.items()), tuple(
-            (seconds, mapped, mix, changes, config.batch_size, config.loss_chunk, config.eval_batch_size)
-            for seconds, mapped, mix, config, _, changes in self.fastest)
-
-    def take(self, told: Told, branch: Branch, field: Field) -> None:
-        """What was told of a branch, as if it had been scanned here."""
-        considered, bins, fastest = told
-        self.considered += considered
-        for place, seconds in bins:
-            self.bins[place] = min(seconds, self.bins.get(place, seconds))
-        self.fastest += (Candidate(seconds, mapped, mix, field.draft(branch, *sizes), branch[0], changes)
-                         for seconds, mapped, mix, changes, *sizes in fastest)
+                        best = seconds, ((few, k), (many, layers - k))
+            for held, seconds in zip(row, times, strict=True):
+                if seconds < bins.get(held // BIN, 1e30):
+                    bins[held // BIN] = seconds
+        self.considered += len(LEVELS) + len(PAIRS) * len(counts)
+        if best is not None:
+            self.fastest.append(candidate._replace(mix=best[1]))
 
     def frontier(self) -> list[tuple[int, float]]:
         """(bytes, seconds): more memory only where it is faster."""
@@ -146,106 +208,102 @@ class Scanned:
         return found
 
 
-def _numbers(layers: int) -> range:
-    """Of layers at one of two levels. Of a deep model not every number: what is chosen is settled layer by layer."""
+def _layer_counts(layers: int) -> range:
+    """Numbers of layers to try at one of two levels. Not every number of a deep model: the search refines the chosen
+    mix layer by layer."""
     return range(1, layers, -(-layers // MOST_MIXES))
 
 
-class Field:
-    """All candidates for one config in one setting."""
+class SearchSpace:
+    """All candidates for one config on one platform."""
 
-    def __init__(self, config: RunConfig, setting: Setting, card: Card | None, most_batch: int | None = None) -> None:
-        self.config, self.setting = config, setting
+    def __init__(self, config: RunConfig, platform: Platform, card: GpuModel | None,
+                 most_batch: int | None = None) -> None:
+        self.config, self.platform = config, platform
         self.card = card if card is not None and has_figures(card) else gpus.find(STAND_IN)
-        self.folded = Folded(setting)
+        self.costs = CostCache(platform)
         self.most_batch = most_batch or config.batch_size * config.gradient_accumulation_steps
-        self.too_large = 0  # candidates of which that was clear at once
+        self.too_large = 0  # mixes of candidates that cannot fit with any mix
 
-    def scanned(self, branch: Branch, limit: int, worth: Worth | None = None) -> Told:
-        """All candidates of a branch, each looked at."""
-        scanned, before = Scanned(limit), self.too_large
-        for stem in self.stems(branch, limit, worth=worth):
-            scanned.scan(stem)
-        scanned.considered += self.too_large - before
-        return scanned.told()
+    def scan(self, savers: SaverSet, scan: CandidateScan, prune: Prune | None = None) -> None:
+        """Adds all candidates with these savers to the scan."""
+        before = self.too_large
+        for candidate in self.candidates(savers, scan.limit, prune=prune):
+            scan.scan(candidate)
+        scan.considered += self.too_large - before
 
-    def stems(self, branch: Branch, limit: int | None = None, *, batches: Sequence[int] | None = None,
-              worth: Worth | None = None) -> Iterator[Stem]:
-        """Those that could fit `limit`, smaller micro-batches first, and that are `worth` it."""
-        way, _ = branch
-        for batch in batches or self.batches(way):
-            fits = False
-            for config, told in self._of_batch(branch, batch):
-                changes = self.changes(config, way)
-                fastest = told.seconds(config.gradient_accumulation_steps, config.n_layer * min(told.layers))
-                if worth is not None and not worth(way, changes, fastest):
-                    fits = True  # for all that is known
-                    continue
-                shape = self.folded.shape(config)
-                if limit is None or any(shape.mapped(((level, config.n_layer),)) <= limit for level in LEAST_FIRST):
-                    fits = True
-                    yield Stem(config, way, changes, shape, told)
-                else:
-                    self.too_large += len(LEVELS)
-            if not fits:
-                break  # larger ones hold more
+    def candidates(self, savers: SaverSet, limit: int | None = None, *, batches: Sequence[int] | None = None,
+                   prune: Prune | None = None) -> Iterator[Candidate]:
+        """Those that may fit `limit`, with every layer keeping all. Smaller micro-batches come first in each mode."""
+        for mode in self.modes(savers):
+            for batch in batches or self.batches(savers):
+                fits = False
+                for config, cost in self._with_batch(savers, mode, batch):
+                    changes = self.changes(config, savers)
+                    fastest = cost.seconds(config.gradient_accumulation_steps, config.n_layer * min(cost.layers))
+                    if prune is not None and prune(savers, changes, fastest):
+                        fits = True  # not known, so larger batches are tried
+                        continue
+                    memory = self.costs.cost(config)
+                    levels = reversed(range(len(LEVELS)))  # what keeps least usually needs least
+                    if limit is None or any(memory.mapped(((level, config.n_layer),)) <= limit for level in levels):
+                        fits = True
+                        yield Candidate(config, savers, changes, memory, cost, ((0, config.n_layer),))
+                    else:
+                        self.too_large += len(LEVELS)
+                if not fits:
+                    break  # larger micro-batches need more
 
-    def stem(self, of: Candidate) -> Stem:
-        return Stem(of.config, of.way, of.changes, self.folded.shape(of.config), self.cost(of.config))
+    def cost(self, config: RunConfig) -> StepCost:
+        return step_cost(config, self.card, self.platform, likely_efficiency(self.card))
 
-    def cost(self, config: RunConfig) -> Cost:
-        return cost(config, self.card, self.setting, reach_of(self.card))
-
-    def _of_batch(self, branch: Branch, batch: int) -> Iterator[tuple[RunConfig, Cost]]:
-        for piece in self.pieces(batch):
-            first, *others = (self.draft(branch, batch, piece, windows) for windows in self.evaluations(batch))
-            told = self.cost(first)
-            yield from ((config, told) for config in (first, *others))
-
-    def draft(self, branch: Branch, batch: int, piece: int, windows: int) -> RunConfig:
-        way, recording = branch
+    def _with_batch(self, savers: SaverSet, mode: dict[str, Any], batch: int) -> Iterator[tuple[RunConfig, StepCost]]:
+        """Configs with every chunk of the loss and every evaluation batch; the latter does not affect the speed."""
         sequences = self.config.batch_size * self.config.gradient_accumulation_steps
-        return draft(self.config, **{**way.knobs, **recording, "batch_size": batch, "loss_chunk": piece,
-                                     "gradient_accumulation_steps": sequences // batch, "eval_batch_size": windows})
+        for chunk in self.chunks(batch):
+            configs = [draft(self.config, **{
+                **savers.options, **mode, "batch_size": batch, "gradient_accumulation_steps": sequences // batch,
+                "loss_chunk": chunk, "eval_batch_size": windows}) for windows in self.eval_batches(batch)]
+            cost = self.cost(configs[0])
+            yield from ((config, cost) for config in configs)
 
-    def branches(self, way: Way) -> list[Branch]:
-        """As asked, and without recording where that makes a difference; compiled where that works."""
-        asked = self.config
-        compiled = [asked.compile] if asked.compile or not self.setting.compiles else [False, True]
-        found: list[Branch] = []
-        for each in compiled:
-            knobs = {"compile": each, "cuda_graphs": asked.cuda_graphs}
-            found.append((way, knobs))
-            if gpt.records(draft(asked, **way.knobs, **knobs)):
-                found.append((way, {**knobs, "cuda_graphs": False}))
+    def modes(self, savers: SaverSet) -> list[dict[str, Any]]:
+        """Settings of compile and cuda_graphs: as given, compiled where that works, and without CUDA graphs where they
+        would be used."""
+        given = self.config
+        found: list[dict[str, Any]] = []
+        for compiled in [given.compile] if given.compile or not self.platform.compiles else [False, True]:
+            mode = {"compile": compiled, "cuda_graphs": given.cuda_graphs}
+            found.append(mode)
+            if gpt.records(draft(given, **savers.options, **mode)):
+                found.append({**mode, "cuda_graphs": False})
         return found
 
-    def batches(self, way: Way) -> list[int]:
-        """The micro-batches that divide a step's sequences."""
-        asked = self.config.batch_size
-        sequences = asked * self.config.gradient_accumulation_steps
-        if way.knobs.get("step_in_backward", self.config.step_in_backward):  # it cannot accumulate: all at once
-            return [sequences] if sequences <= max(self.most_batch, asked) else []
+    def batches(self, savers: SaverSet) -> list[int]:
+        """The micro-batches that divide the sequences of a step."""
+        given = self.config.batch_size
+        sequences = given * self.config.gradient_accumulation_steps
+        if savers.options.get("step_in_backward", self.config.step_in_backward):  # it excludes accumulation
+            return [sequences] if sequences <= max(self.most_batch, given) else []
         sizes = range(1, min(self.most_batch, MOST_SEQUENCES) + 1)
-        return [size for size in sizes if sequences % size == 0] + [asked] * (asked > MOST_SEQUENCES)
+        return [size for size in sizes if sequences % size == 0] + [given] * (given > MOST_SEQUENCES)
 
-    def pieces(self, batch: int) -> list[int]:
-        """As `loss_chunk` has them: 0 is the engine's own choice."""
+    def chunks(self, batch: int) -> list[int]:
+        """Values of `loss_chunk`; 0 is the engine's own choice."""
         tokens = batch * self.config.block_size
         usual = loss_piece_tokens(tokens, self.config.vocab_size)
-        sizes = {size for size in PIECES if size < tokens and tokens <= MOST_PIECES * size and size != usual}
-        asked = self.config.loss_chunk
-        return sorted({0, *sizes, *({asked} if asked < tokens else ())}, key=lambda size: size or usual)
+        sizes = {size for size in CHUNKS if size < tokens and tokens <= MOST_CHUNKS * size and size != usual}
+        given = self.config.loss_chunk
+        return sorted({0, *sizes, *({given} if given < tokens else ())}, key=lambda size: size or usual)
 
-    def evaluations(self, batch: int) -> list[int]:
-        """As `eval_batch_size` has them: as asked, as many windows as keep the card busy, and one."""
-        asked = self.config.eval_batch
-        busy = max(EVALUATED // self.config.eval_block, 1)
-        sizes = {asked, *(size for size in (busy, 1) if size < asked)}
+    def eval_batches(self, batch: int) -> list[int]:
+        """Values of `eval_batch_size`: as given, as many windows as keep the GPU busy, and one."""
+        given = self.config.eval_batch
+        busy = max(EVAL_TOKENS // self.config.eval_block, 1)
+        sizes = {given, *(size for size in (busy, 1) if size < given)}
         return sorted(0 if size == batch and not self.config.eval_batch_size else size for size in sizes)
 
-    def changes(self, config: RunConfig, way: Way) -> int:
-        """How many things are not as they were asked for."""
-        asked = self.config
-        same = ("batch_size", "eval_batch", "loss_chunk", "cuda_graphs", "compile", *way.knobs)
-        return sum(getattr(config, name) != getattr(asked, name) for name in same)
+    def changes(self, config: RunConfig, savers: SaverSet) -> int:
+        """How many options differ from the given run."""
+        options = ("batch_size", "eval_batch", "loss_chunk", "cuda_graphs", "compile", *savers.options)
+        return sum(getattr(config, name) != getattr(self.config, name) for name in options)

@@ -1,8 +1,8 @@
-"""Which smaller plans are kept ready, should memory run out? Each trains the same thing, in less memory and more time.
+"""Config + Platform → fallback plans: smaller plans of the same run, for use after an out-of-memory error.
 
-A rung changes how a step is computed, never what it computes: the same samples in the same order, the same arithmetic
-up to rounding order. One exception: masks of dropout are drawn for a micro-batch, so a smaller one draws others; such
-rungs come last, and say so. Of all such plans the rungs are those that nothing faster undercuts.
+A fallback plan changes how a step is computed, never what: the same samples in the same order, the same arithmetic up
+to rounding order. One exception: dropout masks are drawn per micro-batch, so a smaller micro-batch draws others; such
+plans come last, and say so. Of all such plans, those remain that no faster plan undercuts in memory.
 """
 
 from __future__ import annotations
@@ -10,60 +10,56 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
-from itertools import groupby, product
+from itertools import product
 from typing import Any
 
+from ..config.fields import knobs_of
 from ..config.memory_savers import LEVELS, loss_piece_tokens
+from ..config.resolve import resolve_run
 from ..config.run_config import RunConfig
 from ..core.errors import UsageError
 from ..hardware import gpus
-from ..hardware.gpus import Card
-from ..memory import gpt
-from ..memory.allocator import needs
-from ..memory.setting import Setting
-from ..nouns import Rung
+from ..hardware.gpus import GpuModel
+from ..memory.platform import Platform
+from ..tapes.engine import run as gpt
 from . import speed
-from .closed import mix_of
-from .folded import Folded
-from .forecast import settled, tape_of
+from .forecast import needs_of
+from .layer_costs import CostCache, describe_mix, mix_of
+from .plan_file import FallbackPlan
 
-MOST_RUNGS = 6        # each takes a tenth of a second to forecast
-WORTH_A_RUNG = 0.9    # of what the one before needs, by estimate
-WORTH_A_PIECE = 0.04  # of what is needed: a smaller piece of the loss must save as much
-STOPS = ("no_wide", "attention_projection", "input")  # levels of recompute that a ladder halts at
-HOST_UNKNOWN = 1.25   # how much slower than the roofline says a plan is taken to be that leans on an unknown host
+MOST_PLANS = 6            # each takes a tenth of a second to forecast
+MAX_NEEDS = 0.9           # of what the plan before needs, by estimate
+MIN_CHUNK_SAVING = 0.04   # of what is needed: what a smaller chunk of the loss must save
+STOPS = ("no_mlp_up", "attention_projection", "input")  # recompute levels of fallback plans
+UNKNOWN_CPU = 1.25        # how much slower than by the roofline a plan with offload is taken to be
 
 
-def ladder(config: RunConfig, setting: Setting, *, host_bytes: int | None = None) -> tuple[Rung, ...]:
+def fallback_plans(config: RunConfig, platform: Platform, *, host_bytes: int | None = None) -> tuple[FallbackPlan, ...]:
     """From the plan that costs least speed to the one that needs least; each needs less than the one before it.
 
-    `host_bytes`: what may be taken of the host's memory, besides what the run as it is holds there; None: no limit.
+    `host_bytes`: CPU RAM that may be used besides what the run uses already; None: no limit.
     """
-    config = settled(config, setting)
-    least = needs_of(config, setting)
-    rungs: list[Rung] = []
-    for smaller in _thinned(_frontier(config, setting, least, host_bytes)):
-        needed = needs_of(smaller, setting)
+    config = resolve_run(config, platform)
+    least = needs_of(config, platform)
+    plans: list[FallbackPlan] = []
+    for smaller in _thinned(_frontier(config, platform, least, host_bytes)):
+        needed = needs_of(resolve_run(smaller, platform), platform)
         if needed < least:
-            rungs.append(Rung(_difference(config, smaller), needed, in_words(config, smaller)))
+            plans.append(FallbackPlan(_difference(config, smaller), needed, describe(config, smaller)))
             least = needed
-    return tuple(rungs)
+    return tuple(plans)
 
 
-def needs_of(config: RunConfig, setting: Setting) -> int:
-    return needs(tape_of(config, setting), expandable=setting.expandable)
-
-
-def in_words(config: RunConfig, smaller: RunConfig) -> str:
-    """What is done otherwise: 'batch 4 × 160, recompute no_wide'."""
-    words = {
+def describe(config: RunConfig, smaller: RunConfig) -> str:
+    """What changes: 'batch 4 × 160, recompute no_mlp_up'."""
+    texts = {
         "batch_size": f"batch {smaller.batch_size} × {smaller.gradient_accumulation_steps}",
         "eval_batch_size": f"evaluation batch {smaller.eval_batch}",
-        "recompute": f"recompute {smaller.recompute}", "loss_chunk": f"loss in pieces of {smaller.loss_chunk}",
-        "cuda_graphs": "GPU work not recorded", "offload": f"{smaller.offload} in the host's memory"}
+        "recompute": f"recompute {smaller.recompute}", "loss_chunk": f"loss in chunks of {smaller.loss_chunk} tokens",
+        "cuda_graphs": "no CUDA graphs", "offload": f"{smaller.offload} in CPU RAM"}
     changed = _difference(config, smaller)
-    said = [words[knob] for knob in words if knob in changed]
-    return ", ".join([*said, *(["under other dropout masks"] if draws_other_masks(config, smaller) else [])])
+    parts = [text for option, text in texts.items() if option in changed]
+    return ", ".join([*parts, *(["other dropout masks"] if draws_other_masks(config, smaller) else [])])
 
 
 def draws_other_masks(config: RunConfig, smaller: RunConfig) -> bool:
@@ -75,28 +71,28 @@ def _difference(config: RunConfig, smaller: RunConfig) -> dict[str, Any]:
 
 
 def _thinned(path: list[RunConfig]) -> list[RunConfig]:
-    """At most MOST_RUNGS of them: the first, which are nearly as fast as the plan, and some of the rest."""
-    if len(path) <= MOST_RUNGS:
+    """At most MOST_PLANS: the first, which are nearly as fast as the run, and some of the rest."""
+    if len(path) <= MOST_PLANS:
         return path
-    kept = MOST_RUNGS // 2
+    kept = MOST_PLANS // 2
     first, rest = path[:kept], path[kept:]
     return [*first, *(rest[round((place + 1) * len(rest) / kept) - 1] for place in range(kept))]
 
 
-def _frontier(config: RunConfig, setting: Setting, needed: int, host_bytes: int | None) -> list[RunConfig]:
-    """The fastest first, those with other masks of dropout last; each undercuts all before it. Sizes are estimates:
-    they only choose."""
-    card, folded = card_like(setting), Folded(setting)
+def _frontier(config: RunConfig, platform: Platform, needed: int, host_bytes: int | None) -> list[RunConfig]:
+    """The fastest first, those with other dropout masks last; each needs less than all before it. The sizes are
+    estimates that only select."""
+    card, costs = similar_gpu(platform), CostCache(platform)
 
     def size(each: RunConfig) -> int:
-        return folded.shape(each).needs(mix_of(each.levels))
+        return costs.cost(each).needs(mix_of(each.levels))
 
     least, found = float(size(config)), list[RunConfig]()
-    there = None if host_bytes is None else host_bytes + gpt.host_bytes(config)
-    everything = sorted((each for each in _smaller(config, needed) if there is None or gpt.host_bytes(each) <= there),
-                        key=lambda each: (draws_other_masks(config, each), seconds_a_token(each, card, setting)))
+    limit = None if host_bytes is None else host_bytes + gpt.host_bytes(config)
+    everything = sorted((each for each in _smaller(config, needed) if limit is None or gpt.host_bytes(each) <= limit),
+                        key=lambda each: (draws_other_masks(config, each), seconds_per_token(each, card, platform)))
     for each in everything:
-        if (estimate := size(each)) < WORTH_A_RUNG * least:
+        if (estimate := size(each)) < MAX_NEEDS * least:
             least = estimate
             found.append(each)
     smallest = min(everything, key=size, default=None)
@@ -107,80 +103,76 @@ def _frontier(config: RunConfig, setting: Setting, needed: int, host_bytes: int 
 
 
 def _smaller(config: RunConfig, needed: int) -> Iterator[RunConfig]:
-    """Every combination of what may be changed."""
-    for changes in product(_batches(config), _levels(config), _pieces(config, needed), _recordings(config),
-                           _places(config)):
+    """Every valid combination of changes."""
+    for changes in product(_batches(config), _levels(config), _chunks(config, needed), _cuda_graphs(config),
+                           _offload(config)):
         try:
-            yield replace(config, **{knob: value for part in changes for knob, value in part.items()})
-        except UsageError:  # another knob rules it out
+            yield replace(config, **{option: value for part in changes for option, value in part.items()})
+        except UsageError:  # two options exclude each other
             continue
 
 
 def _batches(config: RunConfig) -> Iterator[dict[str, Any]]:
-    """12 → 6, 3, 1: by the smallest factor, again and again; an evaluation is never larger than a micro-batch."""
-    batch, pieces = config.batch_size, config.gradient_accumulation_steps
+    """12 → 6, 3, 1: divided by the smallest factor, repeatedly. An evaluation batch is at most a micro-batch."""
+    batch, micro_steps = config.batch_size, config.gradient_accumulation_steps
     while True:
-        yield {"batch_size": batch, "gradient_accumulation_steps": pieces,
+        yield {"batch_size": batch, "gradient_accumulation_steps": micro_steps,
                "eval_batch_size": min(config.eval_batch_size, batch)}
         if batch == 1:
             return
-        parts = next(factor for factor in range(2, batch + 1) if batch % factor == 0)
-        batch, pieces = batch // parts, pieces * parts
+        factor = next(factor for factor in range(2, batch + 1) if batch % factor == 0)
+        batch, micro_steps = batch // factor, micro_steps * factor
 
 
 def _levels(config: RunConfig) -> Iterator[dict[str, Any]]:
-    """As it is, then every layer at least at the next level that the shallowest has not reached."""
+    """As given; then every layer at least at each level of STOPS that some layer has not reached."""
     yield {}
-    shallowest = min(map(LEVELS.index, config.levels))
+    keeps_most = min(map(LEVELS.index, config.levels))
     for level in map(LEVELS.index, STOPS):
-        if level > shallowest:
-            yield {"recompute": _told(tuple(LEVELS[max(LEVELS.index(each), level)] for each in config.levels))}
+        if level > keeps_most:
+            levels = tuple(LEVELS[max(LEVELS.index(each), level)] for each in config.levels)
+            yield {"recompute": describe_mix(mix_of(levels))}
 
 
-def _pieces(config: RunConfig, needed: int) -> Iterator[dict[str, Any]]:
+def _chunks(config: RunConfig, needed: int) -> Iterator[dict[str, Any]]:
     yield {}
-    piece = loss_piece_tokens(config.batch_size * config.block_size, config.vocab_size, config.loss_chunk)
-    if gpt.BYTES[config.dtype] * config.vocab_size * piece // 2 > WORTH_A_PIECE * needed:
-        yield {"loss_chunk": piece // 2}
+    chunk = loss_piece_tokens(config.batch_size * config.block_size, config.vocab_size, config.loss_chunk)
+    if gpt.BYTES[config.dtype] * config.vocab_size * chunk // 2 > MIN_CHUNK_SAVING * needed:
+        yield {"loss_chunk": chunk // 2}
 
 
-def _recordings(config: RunConfig) -> Iterator[dict[str, Any]]:
+def _cuda_graphs(config: RunConfig) -> Iterator[dict[str, Any]]:
     yield {}
     if gpt.records(config):
         yield {"cuda_graphs": False}
 
 
-def _places(config: RunConfig) -> Iterator[dict[str, Any]]:
-    """Only float32 AdamW is the same elsewhere; gradients that leave the card cannot be recorded."""
+def _offload(config: RunConfig) -> Iterator[dict[str, Any]]:
+    """More in CPU RAM. Only AdamW with float32 weights gives the same result there; gradients that leave the GPU
+    exclude CUDA graphs."""
     yield {}
     if config.weights == "float32" and config.optimizer == "adamw" and not config.step_in_backward:
-        if config.offload == "none":
-            yield {"offload": "optimizer"}
-        if config.offload != "gradients":
-            yield {"offload": "gradients", "cuda_graphs": False}
+        places = knobs_of(RunConfig)["offload"].choices
+        for place in places[places.index(config.offload) + 1:]:
+            yield {"offload": place, **({"cuda_graphs": False} if place == "gradients" else {})}
 
 
-def _told(levels: tuple[str, ...]) -> str:
-    runs = [(level, len(list(run))) for level, run in groupby(levels)]
-    return runs[0][0] if len(runs) == 1 else ",".join(f"{layers}*{level}" for level, layers in runs)
+# ---- their speed
 
 
-# ---- their price
-
-
-def seconds_a_token(config: RunConfig, card: Card, setting: Setting) -> float:
-    """By the roofline: it only has to put plans in order."""
-    host = HOST_UNKNOWN if config.offload != "none" else 1.0
-    return host / speed.modelled(config, card, setting, speed.reach_of(card))
+def seconds_per_token(config: RunConfig, card: GpuModel, platform: Platform) -> float:
+    """By the roofline: it only ranks plans."""
+    slower = UNKNOWN_CPU if config.offload != "none" else 1.0
+    return slower / speed.modelled(config, card, platform, speed.likely_efficiency(card))
 
 
 @cache
-def card_like(setting: Setting) -> Card:
-    """A card of that kind whose figures are known: the nearest in compute capability, then in multiprocessors."""
+def similar_gpu(platform: Platform) -> GpuModel:
+    """A GPU whose figures are known: the nearest in compute capability, then in multiprocessors."""
     known = [card for card in gpus.load() if card.capability and speed.has_figures(card)]
 
-    def distance(card: Card) -> tuple[float, int]:
-        (major, minor), (ours, its) = setting.capability, card.capability or (0, 0)
-        return abs(10 * (major - ours) + minor - its), abs((card.sms or 0) - setting.sms)
+    def distance(card: GpuModel) -> tuple[float, int]:
+        (major, minor), (other_major, other_minor) = platform.capability, card.capability or (0, 0)
+        return abs(10 * (major - other_major) + minor - other_minor), abs((card.sms or 0) - platform.sms)
 
     return min(known, key=distance)

@@ -1,179 +1,196 @@
-"""RunConfig and card → Forecast: what each phase holds, who owns the bytes at the peak, and whether it fits."""
+"""ResolvedRun + Platform → Forecast: the memory of each phase, who owns the bytes at the peak, and what it needs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import NamedTuple
 
-from ..config.run_config import DEFAULT_VOCAB, RunConfig
-from ..core.units import MiB
-from ..hardware.gpus import Card
-from ..memory import gpt, nanogpt, sampling
-from ..memory.allocator import PhasePeak, Timeline, needs, needs_under, replay, reserved_in_other_orders
-from ..memory.aten import Gpu
-from ..memory.drafted import Highest, drafted
-from ..memory.nanorun import NanoGPTRun
-from ..memory.setting import Setting
-from ..memory.tape import Tape
-from ..nouns import Budget, Forecast, MemoryPlan, PhaseForecast
+from ..config.resolve import ResolvedRun
+from ..config.run_config import NOT_NANOGPTS, RunConfig
+from ..core.phases import PhaseMemory
+from ..memory.platform import EXPANDABLE, NATIVE, Platform
+from ..memory.tape import Span, Tape
+from ..memory.timeline import (
+    MAX_POINTS,
+    OwnerTimeline,
+    PhasePeak,
+    Timeline,
+    chart_points,
+    needs,
+    needs_under,
+    replay,
+    reserved_in_other_orders,
+)
+from ..tapes.engine import run as gpt
+from ..tapes.engine import sampling
+from ..tapes.nanogpt import train_py
+from ..tapes.nanogpt.padding import ODD_SIZES, has_odd_sizes
 from . import formulas
+from .budget import Budget
+from .formulas import OwnerShare
 
 TRAINERS = ("fitgpt", "nanogpt")
-# Knobs that nanoGPT's train.py does not have: a config file that sets them is read there, and nothing happens.
-NOT_NANOGPTS = ("eval_batch_size", "eval_block_size", "grad_checkpoint", "recompute", "weights", "residual",
-                "optimizer", "adam8bit", "offload", "step_in_backward", "casts", "gradients", "states", "loss_chunk")
-
-Work = Callable[[], tuple[int, ...]]
 
 
-def in_turn(work: Work) -> Work:
-    """To be done when its result is asked for."""
-    return work
+class Forecast(NamedTuple):
+    """What a run will use of GPU memory, before it runs. Bytes."""
+
+    trainer: str                           # "fitgpt", "nanogpt"
+    params: int                            # all parameters, the tied head counted once
+    phases: dict[str, PhaseMemory]       # of core.phases.PHASES, those that the run has
+    peak_phase: str                        # the phase that allocates most
+    owners_at_peak: tuple[OwnerShare, ...] # their sum is what is allocated then
+    needs: int                             # the smallest memory limit under which the run completes
+    reserved_range: tuple[int, int]        # lowest and highest, over the addresses a driver may return
+    assumes: dict[str, str]                # torch, attention, compile, allocator
+    host_bytes: int                        # CPU RAM of what is offloaded
+    checkpoint_bytes: int                  # of one checkpoint on disk
+
+    @property
+    def allocated(self) -> int:
+        return max(phase.allocated for phase in self.phases.values())
+
+    @property
+    def reserved(self) -> int:
+        return max(phase.reserved for phase in self.phases.values())
 
 
-def tape_of(config: RunConfig, setting: Setting, trainer: str = "fitgpt") -> Tape:
-    """All that the run allocates and frees. `config.vocab_size` 0 means GPT-2's, padded."""
+@dataclass(frozen=True)
+class MemoryPlan:
+    """A forecast compared with a budget. `needs` decides: a run that reserves more may complete with less."""
+
+    forecast: Forecast
+    budget: Budget
+
+    @property
+    def headroom(self) -> int:
+        """Bytes; negative where the run does not fit."""
+        return self.budget.reserve_limit - self.forecast.needs
+
+    @property
+    def fits(self) -> bool:
+        return self.headroom >= 0
+
+    @property
+    def process_bytes(self) -> int:
+        """What nvidia-smi will show for the process."""
+        return self.forecast.reserved + self.budget.outside
+
+
+def write_tape(run: ResolvedRun, platform: Platform, trainer: str = "fitgpt") -> Tape:
+    """Every allocation and free of the run, in order."""
     if trainer == "nanogpt":
-        return nanogpt.write(nanogpt_run(config), gpu=_gpu(config, setting))
-    return gpt.write(config, setting)
+        return train_py.write(run, platform)
+    return gpt.write(run, platform)
 
 
-def draft(config: RunConfig, setting: Setting, trainer: str = "fitgpt") -> dict[str, Highest]:
-    """About what a run with layers all alike holds at its highest, by phase. Of nanoGPT's two batches of evaluation and
-    two iterations of two or three micro-batches are looked at: every phase is there, and not what it comes to in time.
-    """
-    def write(layers: int) -> Tape:
-        shallow = replace(config, n_layer=layers, recompute=config.levels[0], grad_checkpoint=False)
-        if trainer == "nanogpt":
-            asked = config.gradient_accumulation_steps
-            return nanogpt.write(nanogpt_run(shallow), gpu=_gpu(config, setting), eval_batches=(2, 2),
-                                 history=(min(asked, 2 + asked % 2),) * 2)
-        return gpt.write(shallow, setting)
-
-    return drafted(config.n_layer, write, reuses=trainer == "nanogpt" and bool(config.compile))
+def replay_run(run: ResolvedRun, platform: Platform, trainer: str = "fitgpt", limit: int | None = None) -> Timeline:
+    """The run's tape, replayed: to its end, or to the allocation that fails under `limit`."""
+    return replay(write_tape(run, platform, trainer), limit, expandable=platform.expands(trainer))
 
 
-def held_at_least(config: RunConfig, setting: Setting, trainer: str = "fitgpt") -> int:
-    """No more than the tape of a settled config holds at its highest, in much less time than to write it takes."""
-    if config.eval_only:
-        return 0
-    if trainer == "nanogpt":
-        return nanogpt.held_at_least(nanogpt_run(config), _gpu(config, setting))
-    return gpt.held_at_a_step(config)
+def needs_of(run: ResolvedRun, platform: Platform, trainer: str = "fitgpt") -> int:
+    """The smallest memory limit, in 2 MiB steps, under which the run completes."""
+    return needs(write_tape(run, platform, trainer), expandable=platform.expands(trainer))
 
 
-def _gpu(config: RunConfig, setting: Setting) -> Gpu:
-    return Gpu(setting.workspace, setting.sms, setting.threads, setting.cache, setting.attention(config, "nanogpt"))
+def fits(run: ResolvedRun, platform: Platform, limit: int, trainer: str = "fitgpt") -> bool:
+    """Whether the run completes under a memory limit: one replay, none where its tensors alone take more."""
+    tape = write_tape(run, platform, trainer)
+    return tape.peak <= limit and replay(tape, limit, expandable=platform.expands(trainer)).failed is None
 
 
-def forecast(config: RunConfig, setting: Setting, trainer: str = "fitgpt", limit: int | None = None,
-             aside: Callable[[Work], Work] = in_turn) -> Forecast:
-    """`limit`: what the allocator may reserve, if that is known: then what is needed is true of it, and a run that
-    would like to reserve more and gets by with less is told as it gets by. `aside`: who does a part of the work."""
-    config = settled(config, setting, trainer)
-    expandable = setting.expands(trainer)
-    tape = tape_of(config, setting, trainer)
-    tape.steps  # worked out before another process is to have them  # noqa: B018
-    others = in_turn(tuple) if expandable else aside(partial(reserved_in_other_orders, tape))
-    free_run = timeline = replay(tape, expandable=expandable)
-    needed = needs(tape, expandable=expandable, free_run=free_run)
+def forecast(run: ResolvedRun, platform: Platform, trainer: str = "fitgpt", limit: int | None = None) -> Forecast:
+    """`limit`: what the allocator may reserve, if that is known. A run that would reserve more and completes with
+    less is then forecast as it completes."""
+    expandable = platform.expands(trainer)
+    tape = write_tape(run, platform, trainer)
+    unlimited = timeline = replay(tape, expandable=expandable)
+    needed = needs(tape, expandable=expandable, free_run=unlimited)
     if limit is not None:
-        needed = needs_under(limit, tape, needed, free_run=free_run, expandable=expandable)
-        if needed <= limit < free_run.reserved:
+        needed = needs_under(limit, tape, needed, free_run=unlimited, expandable=expandable)
+        if needed <= limit < unlimited.reserved:
             timeline = replay(tape, limit, expandable=expandable)
+    other_orders = () if expandable else reserved_in_other_orders(tape)
+    reserved = unlimited.reserved, *other_orders
+    most = max(reserved) if timeline is unlimited else timeline.reserved
+
     peaks = timeline.peaks()
     highest = max(peaks.values(), key=lambda peak: peak.allocated)
     phases = _by_phase(peaks)
-    reserved = free_run.reserved, *others()
-    most = max(reserved) if timeline is free_run else timeline.reserved
-    if config.eval_only:
-        pass  # that is all
-    elif trainer == "nanogpt":
-        phases |= _apart_of_nanogpt(config, timeline, phases)
-    else:  # sampling is another process, and so is a resume, whose checkpoint is read on the host
-        sampled = replay(sampling.write(config, setting), expandable=expandable)
+    if trainer == "nanogpt" and not run.eval_only:
+        phases |= _other_phases_of_nanogpt(run, timeline, phases)
+    elif not run.eval_only:  # sampling is another process; a resume reads its checkpoint into CPU RAM
+        sampled = replay(sampling.write(run, platform), expandable=expandable)
         sample = sampled.peaks()["sample"]
-        phases |= {"resume": phases["load"] if config.states == "early" else _resumed(config, setting),
-                   "sample": PhaseForecast(sample.allocated, sample.reserved)}
+        phases["resume"] = phases["load"] if run.states == "early" else _resumed(run, platform)
+        phases["sample"] = PhaseMemory(sample.allocated, sample.reserved)
         if sample.allocated > highest.allocated:
             highest, timeline = sample, sampled
-    heard = config if trainer == "fitgpt" else replace(config, **{name: getattr(RunConfig, name)
-                                                                  for name in NOT_NANOGPTS})
+
+    effective: RunConfig = run if trainer == "fitgpt" else replace(run, **{
+        name: getattr(RunConfig, name) for name in NOT_NANOGPTS})
     return Forecast(
-        trainer=trainer, params=config.gpt_config().count_params(), phases=phases,
-        peak_phase=highest.phase, owners_at_peak=formulas.owners(config, trainer, timeline, highest.event),
+        trainer=trainer, params=run.gpt_config().count_params(), phases=phases,
+        peak_phase=highest.phase, owners_at_peak=formulas.owners(run, trainer, timeline, highest.event),
         needs=needed, reserved_range=(min(*reserved, most), most),
-        assumes=setting.in_words(config, trainer), host_bytes=gpt.host_bytes(heard),
-        checkpoint_bytes=gpt.checkpoint_bytes(heard))
+        assumes=assumptions(run, platform, trainer), host_bytes=gpt.host_bytes(effective),
+        checkpoint_bytes=gpt.checkpoint_bytes(effective))
 
 
-def _by_phase(peaks: dict[str, PhasePeak]) -> dict[str, PhaseForecast]:
-    """Reserved as it is at most since the start: a phase that comes again comes after all the others."""
+def assumptions(run: ResolvedRun, platform: Platform, trainer: str) -> dict[str, str]:
+    """What a forecast assumes: torch and how its rules are known, attention kernel, compiled or eager, allocator."""
+    padded = trainer == "nanogpt" and has_odd_sizes(run.dtype, run.batch_size * run.block_size,
+                                                    run.vocab_size)
+    attention = (gpt.attention_kernel(run, platform) if trainer == "fitgpt" else
+                 platform.attention(run.n_embd // run.n_head, run.dtype))
+    return {
+        "torch": platform.describe_torch(), "attention": attention,
+        "compile": (f"compiled, {ODD_SIZES}" if padded else "compiled") if run.compile else "eager",
+        "allocator": EXPANDABLE if platform.expands(trainer) else NATIVE}
+
+
+def _by_phase(peaks: dict[str, PhasePeak]) -> dict[str, PhaseMemory]:
+    """Reserved is cumulative: a phase that repeats comes after all the others."""
     reserved = accumulate((peak.reserved for peak in peaks.values()), max)
-    return {phase: PhaseForecast(peak.allocated, most)
+    return {phase: PhaseMemory(peak.allocated, most)
             for (phase, peak), most in zip(peaks.items(), reserved, strict=True)}
 
 
-def _resumed(config: RunConfig, setting: Setting) -> PhaseForecast:
-    """What is there once a checkpoint was read: states that a new run makes later, too."""
-    resumed = replay(gpt.write(replace(config, init_from="resume"), setting), expandable=setting.expandable)
+def _resumed(run: ResolvedRun, platform: Platform) -> PhaseMemory:
+    """After a checkpoint was read: optimizer state that a new run allocates later is there, too."""
+    resumed = replay(gpt.write(replace(run, init_from="resume"), platform), expandable=platform.expandable)
     peak = resumed.peaks()["load"]
-    return PhaseForecast(peak.allocated, peak.reserved)
+    return PhaseMemory(peak.allocated, peak.reserved)
 
 
-def _apart_of_nanogpt(config: RunConfig, timeline: Timeline,
-                      phases: dict[str, PhaseForecast]) -> dict[str, PhaseForecast]:
-    """Phases that are not on the tape: a resume reads the checkpoint onto the card, weights and moments, beside the
+def _other_phases_of_nanogpt(run: ResolvedRun, timeline: Timeline,
+                             phases: dict[str, PhaseMemory]) -> dict[str, PhaseMemory]:
+    """Phases that are not on the tape. A resume reads the checkpoint onto the GPU, weights and moments, next to the
     model it has made."""
-    held = phases["load"].allocated + 12 * config.gpt_config().count_params()
-    return {"save": PhaseForecast(timeline.allocated[-1], timeline.reserved),
-            "resume": PhaseForecast(held, max(held, phases["load"].reserved))}
+    held = phases["load"].allocated + 12 * run.gpt_config().count_params()
+    return {"save": PhaseMemory(timeline.allocated[-1], timeline.reserved),
+            "resume": PhaseMemory(held, max(held, phases["load"].reserved))}
 
 
-def plan(config: RunConfig, setting: Setting, budget: Budget, trainer: str = "fitgpt",
-         aside: Callable[[Work], Work] = in_turn) -> MemoryPlan:
-    return MemoryPlan(forecast(config, setting, trainer, budget.reserve_limit, aside), budget)
+def one_step(timeline: Timeline, most: int = MAX_POINTS) -> OwnerTimeline:
+    """Points for a chart of the training step with the highest peak, its optimizer step included; of a run that does
+    not train, of the phase with the highest peak. With CUDA graphs that is the first step: later ones allocate nothing.
+    """
+    phases = [phase for phase in timeline.tape.phases if phase.start < len(timeline.changes)]
+    steps = _training_steps(phases) or [(start, end, ((phase, start),)) for phase, start, end in phases if end > start]
+    start, end, marks = max(reversed(steps), key=lambda each: max(timeline.allocated[each[0]:each[1]], default=0))
+    return chart_points(timeline, start, end, marks, most)
 
 
-def needs_by_limit(config: RunConfig, setting: Setting, trainer: str = "fitgpt") -> Callable[[int], int]:
-    """What a run needs, as true of each limit that is then asked about; the tape is written and searched once."""
-    tape, expandable = tape_of(settled(config, setting, trainer), setting, trainer), setting.expands(trainer)
-    free_run = replay(tape, expandable=expandable)
-    usual = needs(tape, expandable=expandable, free_run=free_run)
-    return lambda limit: needs_under(limit, tape, usual, free_run=free_run, expandable=expandable)
-
-
-def timeline_of(config: RunConfig, setting: Setting, trainer: str = "fitgpt") -> Timeline:
-    """The run replayed: what draws the tape over time."""
-    config = settled(config, setting, trainer)
-    return replay(tape_of(config, setting, trainer), expandable=setting.expands(trainer))
-
-
-def settled(config: RunConfig, setting: Setting, trainer: str = "fitgpt") -> RunConfig:
-    """The config with what `auto` will mean on that card, and with a vocabulary. Where a card has no bfloat16, torch
-    does not compile it, says so and goes on (compile_fx.py, _check_triton_bf16_support); fitgpt refuses it."""
-    dtype = config.dtype if config.dtype != "auto" else "bfloat16" if setting.has_bf16 else "float16"
-    compiled = config.compile if config.compile != "auto" else setting.compiles
-    if trainer == "nanogpt" and dtype == "bfloat16" and not setting.has_bf16:
-        compiled = False
-    return replace(config, dtype=dtype, compile=compiled, vocab_size=config.vocab_size or DEFAULT_VOCAB)
-
-
-def budget_for(card: Card, *, others: int = 0, budget: int | None = None) -> Budget:
-    """What a process may hold of a card that is not here: the table's figures, and the user's."""
-    assert card.usable_mib is not None  # every NVIDIA row has them
-    assert card.outside_mib is not None
-    usable, outside = card.usable_mib * MiB, card.outside_mib * MiB
-    sources = (f"CUDA gives {card.usable_mib} MiB of this card, the {card.name} ({card.usable_src}).",
-               f"A training process holds {card.outside_mib} MiB outside PyTorch's allocator ({card.outside_src}).")
-    return Budget(card.name, usable, others, usable - others if budget is None else budget, outside, sources)
-
-
-def nanogpt_run(config: RunConfig) -> NanoGPTRun:
-    return NanoGPTRun(
-        n_layer=config.n_layer, n_head=config.n_head, n_embd=config.n_embd, batch_size=config.batch_size,
-        block_size=config.block_size, vocab_size=config.vocab_size,
-        gradient_accumulation_steps=config.gradient_accumulation_steps, dtype=config.dtype, dropout=config.dropout,
-        bias=config.bias, compile=bool(config.compile), grad_clip=config.grad_clip, eval_only=config.eval_only)
+def _training_steps(phases: list[Span]) -> list[tuple[int, int, tuple[tuple[str, int], ...]]]:
+    """First event, end, and the beginnings of micro-batches and optimizer step; a first step may be one phase."""
+    steps: list[tuple[int, int, tuple[tuple[str, int], ...]]] = []
+    none = Span("", 0, 0)
+    for before, phase, after in zip([none, *phases], phases, [*phases[1:], none], strict=False):
+        if (phase.name, after.name) in (("first_train", "first_train"), ("train", "step")):
+            steps.append((phase.start, after.end, (("training", phase.start), ("step", phase.end))))
+        elif phase.name == "first_train" and before.name != "first_train":
+            steps.append((phase.start, phase.end, (("training", phase.start),)))
+    return steps

@@ -1,145 +1,416 @@
-"""What is the largest model, the longest block or the least memory? Each is a search over runs of other shapes."""
+"""A goal, a config and a FitTarget → FitResult: the fastest settings, the largest model, the longest context, or the
+smallest memory. Each is a search over one or several shapes of the model.
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import islice, pairwise
 from typing import NamedTuple
 
+from ..config.memory_savers import LEVELS, LOSSY_SAVERS
 from ..config.run_config import RunConfig
 from ..core.errors import UsageError
 from ..core.units import MiB, show_bytes, show_count
-from ..nouns import Fitted, Standing
-from . import model_sizes
-from .choose import UNSURE, Here, could_fit, fit, fitted, nothing, smallest
-from .permission import permitted
-from .search import Finalist, Search
+from ..hardware import gpus
+from .budget import Budget, budget_for
+from .candidates import describe_allow, permission_notes, permitted
+from .reasons import Decision, decisions
+from .search import (
+    MIN_GAIN_CHANGE,
+    MIN_GAIN_LOSSY,
+    MIN_GAIN_OFFLOAD,
+    TIE,
+    FitTarget,
+    ReplayedCandidate,
+    ScoredConfig,
+    Search,
+    flags,
+)
 
-TOKENS_A_PARAMETER = 20  # of a model that is trained as long as its size is worth: Hoffmann et al. 2022
-LOOK_AHEAD = 2  # runs beyond the first that does not fit
-
-
-def reach(goal: str, config: RunConfig, here: Here, allow: frozenset[str]) -> Fitted:
-    return _SEARCHES[goal](config, here, allow)
-
-
-def largest_model(config: RunConfig, here: Here, allow: frozenset[str]) -> Fitted:
-    """Of GPT-2's sizes and those between them; the run is otherwise as asked."""
-    _from_scratch(config, "--goal largest-model")
-    sizes = model_sizes.gpt2_sizes()
-    runs = Runs(len(sizes), lambda number: model_sizes.of_size(config, sizes[number]))
-    return _largest(config, runs, here, allow, "model", lambda run: (
-        f"{run.n_layer} layers, {run.n_head} heads, width {run.n_embd:,}: "
-        f"{show_count(run.gpt_config().count_params())} parameters"))
-
-
-def longest_context(config: RunConfig, here: Here, allow: frozenset[str]) -> Fitted:
-    """Blocks in steps of 128 tokens, one sequence at a time."""
-    _from_scratch(config, "--goal longest-context")
-    blocks = range(model_sizes.BLOCK_STEP, model_sizes.LONGEST + 1, model_sizes.BLOCK_STEP)
-    runs = Runs(len(blocks), lambda number: model_sizes.of_block(config, blocks[number]))
-    return _largest(config, runs, here, allow, "context", lambda run: (
-        f"a block of {run.block_size:,} tokens, {run.tokens_per_step:,} tokens a step"))
+GIVEN_SHAPE_DOES_NOT_FIT = "nothing with the given shape fits"
+OUTSIDE_ERROR = 128 * MiB   # of gpus.outside_by_rule: most of the OOM messages it was fitted to are within 110 MiB
+CANDIDATES_TRIED = 8        # of the smallest, before a shape is given up
+TOKENS_PER_PARAMETER = 20   # compute-optimal training: Hoffmann et al. 2022
+LOOK_AHEAD = 2              # shapes tried beyond the first that does not fit
+EVERYTHING = frozenset({"context", "model", *LOSSY_SAVERS})
 
 
-class Runs(NamedTuple):
-    """Each holds more than the one before it."""
+class Suggestion(NamedTuple):
+    """Flags with which something fits, where nothing does."""
 
-    how_many: int
-    make: Callable[[int], RunConfig]
+    flags: tuple[str, ...]        # "--allow=lossy"
+    least: int                    # the smallest memory that is enough then
+    text: str                     # what that means for the run
 
 
-def _largest(config: RunConfig, runs: Runs, here: Here, allow: frozenset[str], permission: str,
-             words: Callable[[RunConfig], str]) -> Fitted:
-    """The last of the runs that fits."""
+class FitResult(NamedTuple):
+    """The settings that were chosen, how they differ from the given ones and why; or that nothing fits."""
+
+    budget: Budget
+    given: ScoredConfig
+    chosen: ScoredConfig | None                   # None: nothing fits
+    decisions: tuple[Decision, ...] = ()
+    runners_up: tuple[ScoredConfig, ...] = ()     # these fit too
+    frontier: tuple[tuple[int, float], ...] = ()  # (bytes, tokens per second): the fastest within that memory
+    least: ScoredConfig | None = None  # the smallest memory the run can train in, where requested or nothing fits
+    suggestions: tuple[Suggestion, ...] = ()      # where nothing fits: the smallest change first
+    considered: int = 0                           # candidates
+    replayed: int = 0                             # candidates whose tape was replayed
+    notes: tuple[str, ...] = ()
+
+
+def fit_for_goal(goal: str, config: RunConfig, target: FitTarget, allow: frozenset[str] = frozenset()) -> FitResult:
+    """`goal`: of command_options.FitQuestions. `config` needs a vocabulary; `allow`: see candidates.parse_allow."""
+    return GOALS[goal](config, target, allow)
+
+
+# ---- the fastest settings
+
+
+def find_fastest(config: RunConfig, target: FitTarget, allow: frozenset[str] = frozenset()) -> FitResult:
+    """The fastest settings that fit; with a shorter block or a smaller model only if that is allowed and needed."""
     may = permitted(config, allow)
-    number, finalists, search = _last_that_fits(runs, here, may)
-    if not finalists:
-        return nothing(runs.make(0), search, here, allow)
-    run = runs.make(number)
-    found = fitted(config, search, finalists, allow, permission, "the largest that trains there")
-    beyond = f"; {words(runs.make(number + 1))} {_why_not(runs, number + 1, here, may)}" if (
-        number + 1 < runs.how_many) else ""
-    notes = [f"The largest that trains there: {words(run)}{beyond}."]
+    search = target.search(config, may)
+    if best := search.best():
+        return _result(config, search, best, allow)
+    variants = list(_variants(config, may))
+    permissions = {variant: permission for permission, variant in variants}
+    for smaller in _that_may_fit([variant for _, variant in variants], target, may):
+        if best := smaller.best():
+            return _result(config, smaller, best, allow, permissions[smaller.given])
+    return _nothing_fits(config, search, target, allow)
+
+
+def _result(given: RunConfig, search: Search, best: list[ReplayedCandidate], allow: frozenset[str],
+            permission: str = "", why_shape: str = GIVEN_SHAPE_DOES_NOT_FIT) -> FitResult:
+    """The first candidate is chosen, the others are runners-up. `given`: the config before the shape changed;
+    `why_shape`: why it did."""
+    chosen, *others = best
+
+    def compared_with_given(scored: ScoredConfig) -> ScoredConfig:
+        changed = flags(given, scored.config)
+        return scored._replace(flags=changed, permission=(permission if changed else "") or scored.permission)
+
+    notes = (*permission_notes(given, allow), *_spare_memory_note(given, chosen.config, search),
+             *_faster_runner_up_note(chosen, others))
+    return FitResult(search.target.budget, compared_with_given(search.scored(given, "free")),
+                     compared_with_given(search.scored(chosen.config, chosen.permission)),
+                     decisions(search, given, chosen.config, why_shape),
+                     tuple(compared_with_given(search.scored_bound(other)) for other in others), search.frontier(),
+                     considered=search.considered, replayed=search.replays, notes=notes)
+
+
+def _spare_memory_note(given: RunConfig, chosen: RunConfig, search: Search) -> list[str]:
+    """A run that stays as given may leave memory that its layers could use."""
+    if chosen != given or set(given.levels) == {LEVELS[0]} or search.is_maximal(given):
+        return []
+    return ["Its layers could keep more activations and it would still fit; by the estimate nothing that uses the "
+            "spare memory is enough faster to be worth a change."]
+
+
+def _faster_runner_up_note(chosen: ReplayedCandidate, others: Sequence[ReplayedCandidate]) -> list[str]:
+    """Why a runner-up that is faster, by more than the estimate's error, was not chosen."""
+    if not any((1 + TIE) * other.seconds < chosen.seconds for other in others):
+        return []
+    return [f"A runner-up is faster, but not by enough: lossy savers must gain {MIN_GAIN_LOSSY:.0%}, more in CPU RAM "
+            f"{MIN_GAIN_OFFLOAD:.0%} (its speed is assumed), and any change {MIN_GAIN_CHANGE:.1%}; below {TIE:.0%}, "
+            "fewer changes and less memory decide.".replace("%", " %")]
+
+
+def decisions_for(given: RunConfig, chosen: RunConfig, target: FitTarget) -> tuple[Decision, ...]:
+    """Why each option differs, for a config that was chosen by timing."""
+    return decisions(target.search(chosen), given, chosen, GIVEN_SHAPE_DOES_NOT_FIT)
+
+
+def may_fit(search: Search) -> bool:
+    """Whether one of the smallest candidates fits, by replays."""
+    smallest = search.smallest_candidates(search.saver_sets)[:CANDIDATES_TRIED]
+    return any(search.fits(search.config_of(one)) for one in smallest)
+
+
+def _that_may_fit(variants: Sequence[RunConfig], target: FitTarget, may: frozenset[str]) -> Iterator[Search]:
+    """Variants in their order; none if the last, which is the smallest, does not fit."""
+    if variants and may_fit(target.search(variants[-1], may)):
+        yield from (search for search in (target.search(variant, may) for variant in variants) if may_fit(search))
+
+
+def _variants(config: RunConfig, allow: frozenset[str]) -> Iterator[tuple[str, RunConfig]]:
+    """(permission, config): a shorter block first, then a smaller model, then both."""
+    if "context" in allow:
+        yield from (("context", each) for each in shorter_blocks(config))
+    if "model" in allow:
+        yield from (("model", each) for each in smaller_models(config))
+    if {"context", "model"} <= allow:
+        yield from (("model", small) for short in shorter_blocks(config) for small in smaller_models(short))
+
+
+# ---- where nothing fits
+
+
+def _nothing_fits(config: RunConfig, search: Search, target: FitTarget, allow: frozenset[str]) -> FitResult:
+    """The smallest memory of the run, and what would help."""
+    least = search.scored(*search.least())
+    return FitResult(target.budget, search.scored(config, "free"), None, least=least, frontier=search.frontier(),
+                     considered=search.considered, replayed=search.replays,
+                     suggestions=tuple(_suggestions(config, least.needs, target, allow)),
+                     notes=permission_notes(config, allow))
+
+
+def _suggestions(config: RunConfig, least: int, target: FitTarget, allow: frozenset[str]) -> Iterator[Suggestion]:
+    """Flags that make something fit, each tried: more of the GPU, one more permission, all of them, another GPU."""
+    yield from _more_of_the_gpu(config, least, target.budget)
+    one_more = list(_one_more_permission(config, target, allow))
+    yield from one_more
+    everything = permitted(config, EVERYTHING)
+    if not one_more and everything != permitted(config, allow):
+        variants = [variant for _, variant in _variants(config, everything)]
+        yield from _with_permission("lossy,context,model", variants, target, everything, "a smaller model")
+    if not (config.budget or config.leave):
+        yield from _another_gpu(least)
+
+
+def _more_of_the_gpu(config: RunConfig, least: int, budget: Budget) -> Iterator[Suggestion]:
+    """Where the user keeps the run from memory that is free."""
+    free, needed = budget.usable - budget.others, least + budget.outside
+    if budget.budget < free >= needed:
+        budgeted = min(needed + OUTSIDE_ERROR, free)
+        flag = f"--leave={(free - budgeted) // MiB}MiB" if config.leave else f"--budget={-(-budgeted // MiB)}MiB"
+        yield Suggestion((flag,), least, "as allowed, in more of the GPU's memory")
+
+
+def _one_more_permission(config: RunConfig, target: FitTarget, allow: frozenset[str]) -> Iterator[Suggestion]:
+    tried: dict[str, tuple[Iterable[RunConfig], str]] = {
+        "lossy": ([config], "the same model and block, with lossy savers"),
+        "context": (shorter_blocks(config), "a shorter block"),
+        "model": (smaller_models(config), "a smaller model")}
+    for word, (variants, text) in tried.items():
+        more = permitted(config, allow | (frozenset(LOSSY_SAVERS) if word == "lossy" else {word}))
+        if more != permitted(config, allow):
+            yield from _with_permission(describe_allow(allow | {word}), variants, target, more, text)
+
+
+def _with_permission(flag: str, variants: Iterable[RunConfig], target: FitTarget, may: frozenset[str],
+                     text: str) -> Iterator[Suggestion]:
+    for search in islice(_that_may_fit(list(variants), target, may), 1):
+        shape = "" if text.startswith("the same") else f": {describe_shape(search.given)}"
+        yield Suggestion((f"--allow={flag}",), search.needs(search.least()[0]), f"{text}{shape}")
+
+
+def _another_gpu(least: int) -> Iterator[Suggestion]:
+    enough = [card for card in gpus.load() if card.capability and card.capability >= (8, 0) and card.memory_gb
+              and "Laptop" not in card.name and budget_for(card).reserve_limit - OUTSIDE_ERROR >= least]
+    if enough:
+        smallest = min(enough, key=lambda card: card.memory_gb or 0)
+        yield Suggestion((f"--gpu={smallest.name}",), least,
+                         "as allowed: the smallest GPU of the table with enough memory")
+
+
+def describe_suggestions(result: FitResult) -> str:
+    """A sentence on what would fit."""
+    texts = [f"{' '.join(each.flags)} ({each.text})" for each in result.suggestions]
+    return f"It fits with {'; or with '.join(texts)}." if texts else "No permission makes it fit."
+
+
+def describe_too_small(result: FitResult) -> str:
+    """A sentence on why nothing fits."""
+    assert result.least is not None  # always known where nothing fits
+    return (f"Nothing fits: the smallest memory this run can be trained in is {show_bytes(result.least.needs)}, and "
+            f"{show_bytes(result.budget.reserve_limit)} may be reserved.")
+
+
+# ---- the largest model, the longest context
+
+
+class Shapes(NamedTuple):
+    """Runs that each need more memory than the one before."""
+
+    number: int
+    make: Callable[[int], RunConfig]
+    describe: Callable[[RunConfig], str]
+    permission: str
+
+
+def largest_model(config: RunConfig, target: FitTarget, allow: frozenset[str]) -> FitResult:
+    """The largest of GPT-2's sizes and sizes between them; the rest of the run as given."""
+    _check_from_scratch(config, "--goal largest-model")
+    sizes = gpt2_sizes()
+    return _largest(config, target, allow, Shapes(
+        len(sizes), lambda number: with_size(config, sizes[number]), lambda run: (
+            f"{run.n_layer} layers, {run.n_head} heads, width {run.n_embd:,}: "
+            f"{show_count(run.gpt_config().count_params())} parameters"), "model"))
+
+
+def longest_context(config: RunConfig, target: FitTarget, allow: frozenset[str]) -> FitResult:
+    """The longest block, in steps of 128 tokens, one sequence per micro-batch."""
+    _check_from_scratch(config, "--goal longest-context")
+    blocks = range(BLOCK_STEP, LONGEST + 1, BLOCK_STEP)
+    return _largest(config, target, allow, Shapes(
+        len(blocks), lambda number: with_block(config, blocks[number]), lambda run: (
+            f"a block of {run.block_size:,} tokens, {run.tokens_per_step:,} tokens per step"), "context"))
+
+
+def _largest(config: RunConfig, target: FitTarget, allow: frozenset[str], shapes: Shapes) -> FitResult:
+    may = permitted(config, allow)
+    number, best, search = _last_that_fits(shapes, target, may)
+    if not best:
+        return _nothing_fits(shapes.make(0), search, target, allow)
+    found = _result(config, search, best, allow, shapes.permission, "the largest that can be trained there")
+    note = f"The largest that can be trained there: {shapes.describe(shapes.make(number))}"
+    if number + 1 < shapes.number:
+        beyond = shapes.make(number + 1)
+        note += f"; {shapes.describe(beyond)} {_why_not(beyond, target, may)}"
+    notes = [f"{note}."]
     if found.chosen is not None:
-        notes[0] += how_long(found.chosen)
+        notes[0] += _training_time(found.chosen)
         if found.chosen.config.offload != config.offload:
-            notes += _on_the_card(runs, here, may, words)
+            notes += _largest_without_offload(shapes, target, may)
     return found._replace(notes=(*found.notes, *notes))
 
 
-def _why_not(runs: Runs, number: int, here: Here, may: frozenset[str]) -> str:
-    """Whether it is the card's memory or the host's that ends it."""
-    unlimited = here._replace(host_bytes=None)
-    host = here.host_bytes is not None and could_fit(unlimited.search(runs.make(number), may))
-    return f"wants more than {show_bytes(here.host_bytes or 0)} of the host's memory" if host else "does not fit"
-
-
-def _on_the_card(runs: Runs, here: Here, may: frozenset[str], words: Callable[[RunConfig], str]) -> list[str]:
-    """The largest that needs nothing of the host's memory: smaller, and often many times faster."""
-    _, finalists, search = _last_that_fits(runs, here._replace(host_bytes=0), may)
-    if not finalists:
-        return []
-    best = search.standing(finalists[0].config, "free", at_most=0)
-    return [f"The largest that stays on the card: {words(best.config)}.{how_long(best)}"]
-
-
-def how_long(standing: Standing) -> str:
-    """What a training of the usual length would take: a sentence."""
-    if standing.speed is None:
-        return ""
-    config = standing.config
-    seen = config.gpt_config().count_params() - config.block_size * config.n_embd  # positions are no use of more text
-    tokens = TOKENS_A_PARAMETER * seen
-    hours = [tokens / speed / 3600 for speed in (standing.speed.high, standing.speed.low)]
-    unit, of = ("days", 24) if hours[1] > 48 else ("hours", 1)
-    least, most = (f"{each / of:,.0f}" if each / of >= 10 else f"{each / of:.1f}" for each in hours)
-    low, high = (show_count(round(speed)) for speed in (standing.speed.low, standing.speed.high))
-    return (f" At {low} to {high} tokens/s, {TOKENS_A_PARAMETER} tokens a parameter ({show_count(tokens)}, about what "
-            f"its size is worth) take {least} to {most} {unit}.")
-
-
-def _last_that_fits(runs: Runs, here: Here, may: frozenset[str]) -> tuple[int, list[Finalist], Search]:
-    """Its number and finalists; no finalists: not even the first fits."""
+def _last_that_fits(shapes: Shapes, target: FitTarget,
+                    may: frozenset[str]) -> tuple[int, list[ReplayedCandidate], Search]:
+    """Its number, the best candidates and the search; no candidates: not even the first shape fits."""
     def fits(number: int) -> bool:
-        return could_fit(here.search(runs.make(number), may))
+        return may_fit(target.search(shapes.make(number), may))
 
-    low = bisect_left(range(runs.how_many), True, key=lambda number: not fits(number))
-    while True:  # pages make steps: a slightly larger run may need no more
-        further = next((number for number in range(low, min(low + LOOK_AHEAD, runs.how_many)) if fits(number)), None)
+    low = bisect_left(range(shapes.number), True, key=lambda number: not fits(number))
+    while True:  # memory grows in pages: a slightly larger run may need no more
+        further = next((number for number in range(low, min(low + LOOK_AHEAD, shapes.number)) if fits(number)), None)
         if further is None:
             break
         low = further + 1
     for number in reversed(range(low)):
-        search = here.search(runs.make(number), may)
-        if finalists := search.finalists():
-            return number, finalists, search
-    return 0, [], here.search(runs.make(0), may)
+        search = target.search(shapes.make(number), may)
+        if best := search.best():
+            return number, best, search
+    return 0, [], target.search(shapes.make(0), may)
 
 
-def least_memory(config: RunConfig, here: Here, allow: frozenset[str]) -> Fitted:
-    """And how little without the host's memory, where that takes some of it."""
-    found = smallest(config, here, allow)
-    least = found.least
-    if least is None:
-        return found
-    if found.chosen is not None:
-        process = least.needs + here.budget.outside
-        found = found._replace(notes=(*found.notes, f"As nvidia-smi shows it that is about {show_bytes(process)}, with "
-                                      f"what CUDA holds: --budget={-(-(process + UNSURE) // MiB)}MiB is enough."))
-    if least.config.offload == config.offload:
-        return found
-    search = here._replace(host_bytes=0).search(config, permitted(config, allow))
-    alone = search.standing(*search.least())
-    return found._replace(notes=(*found.notes, f"With nothing more in the host's memory: {show_bytes(alone.needs)}, by "
-                                               f"{' '.join(alone.flags) or 'what was asked for'}."))
+def _why_not(config: RunConfig, target: FitTarget, may: frozenset[str]) -> str:
+    """Whether GPU memory or CPU RAM is the limit."""
+    unlimited = target._replace(host_bytes=None)
+    if target.host_bytes is not None and may_fit(unlimited.search(config, may)):
+        return f"needs more than {show_bytes(target.host_bytes)} of CPU RAM"
+    return "does not fit"
 
 
-def _from_scratch(config: RunConfig, goal: str) -> None:
+def _largest_without_offload(shapes: Shapes, target: FitTarget, may: frozenset[str]) -> list[str]:
+    """The largest that needs no CPU RAM: smaller, and often many times faster."""
+    _, best, search = _last_that_fits(shapes, target._replace(host_bytes=0), may)
+    if not best:
+        return []
+    scored = search.scored(best[0].config, "free", at_most=0)
+    return [f"The largest without offload: {shapes.describe(scored.config)}.{_training_time(scored)}"]
+
+
+def _training_time(scored: ScoredConfig) -> str:
+    """A sentence on how long a compute-optimal training takes."""
+    if scored.speed is None:
+        return ""
+    config = scored.config
+    params = config.gpt_config().count_params() - config.block_size * config.n_embd  # without position embeddings
+    tokens = TOKENS_PER_PARAMETER * params
+    hours = [tokens / speed / 3600 for speed in (scored.speed.high, scored.speed.low)]
+    unit, hours_per_unit = ("days", 24) if hours[1] > 48 else ("hours", 1)
+    least, most = (f"{each / hours_per_unit:,.0f}" if each / hours_per_unit >= 10 else f"{each / hours_per_unit:.1f}"
+                   for each in hours)
+    low, high = (show_count(round(speed)) for speed in (scored.speed.low, scored.speed.high))
+    return (f" At {low} to {high} tokens/s, {TOKENS_PER_PARAMETER} tokens per parameter ({show_count(tokens)}, about "
+            f"compute-optimal) take {least} to {most} {unit}.")
+
+
+def _check_from_scratch(config: RunConfig, goal: str) -> None:
     if config.init_from != "scratch":
-        raise UsageError(f"{goal} makes another model, and init_from={config.init_from} names one that exists.",
+        raise UsageError(f"{goal} changes the model, and init_from={config.init_from} names one that exists.",
                          "--init_from=scratch")
 
 
-_SEARCHES: dict[str, Callable[[RunConfig, Here, frozenset[str]], Fitted]] = {
-    "fastest": fit, "largest-model": largest_model, "longest-context": longest_context, "smallest-memory": least_memory}
+# ---- the smallest memory
+
+
+def smallest_memory(config: RunConfig, target: FitTarget, allow: frozenset[str]) -> FitResult:
+    """The settings that need least memory, whatever their speed; and the least without offload, if they offload."""
+    search = target.search(config, permitted(config, allow))
+    search.scan()
+    least = search.scored(*search.least())
+    notes = list(permission_notes(config, allow))
+    if least.fits:
+        process = least.needs + target.budget.outside
+        notes.append(f"nvidia-smi will show about {show_bytes(process)}, which includes the CUDA context: "
+                     f"--budget={-(-(process + OUTSIDE_ERROR) // MiB)}MiB is enough.")
+    if least.config.offload != config.offload:
+        on_gpu = target._replace(host_bytes=0).search(config, permitted(config, allow))
+        alone = on_gpu.scored(*on_gpu.least())
+        notes.append(f"Without more in CPU RAM: {show_bytes(alone.needs)}, by "
+                     f"{' '.join(alone.flags) or 'the given settings'}.")
+    return FitResult(target.budget, search.scored(config, "free"), least if least.fits else None,
+                     decisions(search, config, least.config, "") if least.fits else (), frontier=search.frontier(),
+                     least=least, considered=search.considered, replayed=search.replays, notes=tuple(notes))
+
+
+# ---- other sizes of model and block
+
+HEAD_WIDTH = 64         # of GPT-2, whatever its size
+GPT2 = ((1, 1), (12, 12), (16, 24), (20, 36), (25, 48), (64, 142))  # (heads, layers): its sizes, interpolated
+LARGEST_HEADS = 64      # width 4,096, 142 layers: 28.8 billion parameters, too large for any single GPU
+SHORTEST, BLOCK_STEP, LONGEST = 64, 128, 1 << 20  # tokens of a block
+
+
+class ModelSize(NamedTuple):
+    n_layer: int
+    n_head: int
+    n_embd: int
+
+
+def describe_shape(config: RunConfig) -> str:
+    params = show_count(config.gpt_config().count_params())
+    return (f"n_layer {config.n_layer}, n_head {config.n_head}, n_embd {config.n_embd}, block_size "
+            f"{config.block_size}, {params} parameters")
+
+
+def gpt2_sizes() -> list[ModelSize]:
+    """From the smallest up: one per number of heads, as deep as interpolation between GPT-2's sizes says."""
+    return [ModelSize(_layers(heads), heads, HEAD_WIDTH * heads) for heads in range(2, LARGEST_HEADS + 1)]
+
+
+def _layers(heads: int) -> int:
+    low, high = next((a, b) for a, b in pairwise(GPT2) if heads <= b[0])
+    return low[1] + round((heads - low[0]) * (high[1] - low[1]) / (high[0] - low[0]))
+
+
+def with_size(config: RunConfig, size: ModelSize) -> RunConfig:
+    """The run with another model; every layer keeps what it keeps by default."""
+    return replace(config, **size._asdict(), recompute=RunConfig.recompute, grad_checkpoint=False)
+
+
+def smaller_models(config: RunConfig) -> Iterator[RunConfig]:
+    """Fewer heads of the same width, and fewer layers in proportion: the largest first."""
+    width = config.n_embd // config.n_head
+    for heads in range(config.n_head - 1, 0, -1):
+        layers = max(round(config.n_layer * heads / config.n_head), 1)
+        yield with_size(config, ModelSize(layers, heads, heads * width))
+
+
+def shorter_blocks(config: RunConfig) -> Iterator[RunConfig]:
+    """Half the block and twice the micro-batches, repeatedly: the tokens per step stay."""
+    while config.block_size % 2 == 0 and config.block_size // 2 >= SHORTEST:
+        half = config.block_size // 2
+        config = replace(config, block_size=half, eval_block_size=min(config.eval_block_size, half),
+                         gradient_accumulation_steps=2 * config.gradient_accumulation_steps)
+        yield config
+
+
+def with_block(config: RunConfig, block: int) -> RunConfig:
+    """Micro-batches of one sequence of that length, with about as many tokens per step and per evaluation."""
+    sequences = max(round(config.tokens_per_step / block), 1)
+    windows = max(config.eval_iters * config.batch_size * config.block_size // block, 1)
+    return replace(config, block_size=block, eval_block_size=0, eval_batch_size=0, batch_size=1, eval_iters=windows,
+                   gradient_accumulation_steps=sequences)
+
+
+GOALS: dict[str, Callable[[RunConfig, FitTarget, frozenset[str]], FitResult]] = {
+    "fastest": find_fastest, "largest-model": largest_model, "longest-context": longest_context,
+    "smallest-memory": smallest_memory}

@@ -1,45 +1,139 @@
-"""Which of a few candidates is really the fastest? Each is timed, one after another, under the same cap."""
+"""Time candidates on the GPU of this machine, and choose the fastest by measurement.
+
+A child process builds each config, trains it for a few seconds on random tokens and reports tokens per second. The
+parent does not load torch.
+
+The child process is training/timing.py.
+"""
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
 from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import IO, Any
 
 from ..config.run_config import RunConfig
-from ..nouns import Fitted, Standing
+from ..hardware.allocator_env import child_environment
+from .goals import FitResult
+from .search import ScoredConfig
 
-Timer = Callable[[RunConfig, int], "float | str"]  # a config, the allocator's cap → tokens a second, or what went wrong
-SECONDS_EACH = 2.0  # for steps of one micro-step, and as much for steps of two
-NOISE = 0.005  # two that lie closer are as fast as each other: then the estimate decides
+Timer = Callable[[RunConfig, int], "float | str"]  # config, memory limit → tokens per second, or what went wrong
+SECONDS_EACH = 2.0     # for steps of one micro-step, and as much for steps of two
+NOISE = 0.005          # closer than this, two are equally fast: then the estimate decides
+STARTS_WITHIN_S = 300  # compiling a large model takes a minute or two
 
 
-def measured(fitted: Fitted, timer: Timer, say: Callable[[str], None] = lambda words: None) -> Fitted:
-    """The same answer, with the fastest as timed in its first place. Those that could not be timed come last."""
+def rerank(fitted: FitResult, timer: Timer, say: Callable[[str], None] = lambda text: None) -> FitResult:
+    """The result with the fastest by measurement as chosen. Candidates that could not be timed come last."""
     if fitted.chosen is None:
         return fitted
-    unchanged = (fitted.asked,) if fitted.asked.fits and fitted.chosen.flags else ()
+    unchanged = (fitted.given,) if fitted.given.fits and fitted.chosen.flags else ()
     timed, failed, notes = [], [], []
     candidates = (fitted.chosen, *fitted.runners_up, *unchanged)
-    say(f"timing {len(candidates)} plans, each for some seconds once it is compiled …")
-    for number, standing in enumerate(candidates, 1):
-        found = timer(standing.config, fitted.budget.reserve_limit)
+    say(f"timing {len(candidates)} plans, each for a few seconds once it is compiled …")
+    for number, scored in enumerate(candidates, 1):
+        found = timer(scored.config, fitted.budget.reserve_limit)
         if isinstance(found, str):
-            failed.append(standing)
-            notes.append(f"{_name(standing)} could not be timed: {found}")
+            failed.append(scored)
+            notes.append(f"{_name(scored)} could not be timed: {found}")
         else:
-            timed.append(standing._replace(measured=found))
-            say(f"{number} of {len(candidates)}: {_name(standing)}: {found:,.0f} tokens/s")
+            timed.append(scored._replace(measured=found))
+            say(f"{number} of {len(candidates)}: {_name(scored)}: {found:,.0f} tokens/s")
     if not timed:
         return fitted._replace(notes=(*fitted.notes, *notes))
-    best = fastest(timed)
+    best = _fastest(timed)
     others = sorted((each for each in timed if each is not best), key=lambda each: -(each.measured or 0))
     return fitted._replace(chosen=best, runners_up=(*others, *failed), notes=(*fitted.notes, *notes))
 
 
-def fastest(timed: Sequence[Standing]) -> Standing:
-    """The first of those that are as fast as any."""
+def _fastest(timed: Sequence[ScoredConfig]) -> ScoredConfig:
+    """The first of those that are equally fast."""
     most = max(each.measured or 0 for each in timed)
     return next(each for each in timed if (each.measured or 0) >= (1 - NOISE) * most)
 
 
-def _name(standing: Standing) -> str:
-    return " ".join(standing.flags) or "as asked"
+def _name(scored: ScoredConfig) -> str:
+    return " ".join(scored.flags) or "as given"
+
+
+# ---- the parent's side
+
+
+class TimingProcess:
+    """Times one config after another in one child process, so that torch loads once. After a failure the next config
+    gets a new process."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._child: subprocess.Popen[str] | None = None
+        self._errors: IO[str] = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115, below
+
+    def __enter__(self) -> TimingProcess:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        self._stop()
+        self._errors.close()
+
+    def time(self, config: RunConfig, cap: int) -> float | str:
+        """Tokens per second under a memory limit of the allocator; or a sentence on why there are none."""
+        child = self._child = self._child or self._start()
+        timeout = threading.Timer(STARTS_WITHIN_S + 10 * self._seconds, child.kill)
+        began = time.monotonic()
+        timeout.start()
+        try:
+            result = self._request(child, {"config": config.to_dict(), "cap": cap, "seconds": self._seconds})
+        finally:
+            timeout.cancel()
+        if child.poll() is not None and time.monotonic() - began >= timeout.interval:
+            result = f"it had not finished after {timeout.interval:.0f} s."
+        if isinstance(result, str):
+            self._stop()
+        return result
+
+    def _request(self, child: subprocess.Popen[str], request: dict[str, Any]) -> float | str:
+        assert child.stdin
+        assert child.stdout
+        try:
+            child.stdin.write(json.dumps(request) + "\n")
+            child.stdin.flush()
+        except OSError:
+            pass  # it has ended: its stderr says why
+        for line in child.stdout:
+            result = parse_result(line)
+            if result is not None:
+                return result
+        code = child.wait()
+        self._errors.seek(0)
+        lines = self._errors.read().strip().splitlines()
+        return lines[-1] if lines else f"the process ended with exit code {code}."
+
+    def _start(self) -> subprocess.Popen[str]:
+        self._errors.seek(0)
+        self._errors.truncate()
+        return subprocess.Popen([sys.executable, "-P", "-m", "fitgpt.training.timing"], stdin=subprocess.PIPE,
+                                stdout=subprocess.PIPE, stderr=self._errors, text=True,
+                                env=child_environment(os.environ))
+
+    def _stop(self) -> None:
+        if self._child:
+            self._child.kill()
+            self._child.communicate()
+            self._child = None
+
+
+def parse_result(line: str) -> float | str | None:
+    """The result in a line of the child's output; None if the line is something else."""
+    try:
+        result = json.loads(line)
+        return float(result["tokens_per_s"]) if "tokens_per_s" in result else str(result["error"])
+    except (ValueError, KeyError, TypeError):
+        return None

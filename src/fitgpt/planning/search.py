@@ -1,100 +1,124 @@
-"""The fastest settings that fit, and why. Closed forms rank every candidate; the first few are replayed, exactly."""
+"""A config and a FitTarget → the fastest candidates that fit. Closed forms rank all candidates; the best are replayed.
+
+One Search is for one shape of the model. goals.py tries other shapes and builds the answer.
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice, zip_longest
+from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
 from ..config.fields import shown
 from ..config.memory_savers import LEVELS
+from ..config.resolve import resolve_run
 from ..config.run_config import RunConfig, diff
-from ..hardware.gpus import Card
-from ..memory import gpt
-from ..memory.setting import Setting
-from ..nouns import Budget, Standing
-from .candidates import Branch, Candidate, Field, Scanned, Stem, Told, Worth
-from .changes import fits as replay_fits
-from .changes import holdings
-from .closed import PAGE, Mix, descent, in_words, mix_of, raised, with_usual_loss, within_usual_loss
-from .folded import draft
-from .forecast import settled
-from .permission import COSTLESS, Way, ways
+from ..hardware.gpus import GpuModel
+from ..memory.platform import Platform
+from ..tapes.engine import run as gpt
+from ..tapes.engine.run import draft
+from .budget import Budget
+from .candidates import FREE_SETTINGS, LOSSY, Candidate, CandidateScan, Prune, SaverSet, SearchSpace, saver_sets
+from .efficiency import SpeedEstimate
+from .forecast import fits as run_fits
+from .forecast import needs_of
+from .layer_costs import (
+    PAGE,
+    RecomputeMix,
+    describe_mix,
+    lower_all,
+    mix_of,
+    one_layer_up,
+    with_usual_loss,
+    within_usual_loss,
+)
 from .speed import estimate
 
 Item = TypeVar("Item")
-Aside = Callable[[Callable[[], Any]], Callable[[], Any]]  # starts work, and gives what waits for its result
 
-FINALISTS = 4      # of different savers, micro-batches or recordings: these are replayed
-LEAST_TRIES = 12   # so many of the smallest are replayed at most to say what is the least memory
-LAST_TRIES = 12    # where nothing surely fits: so many of the smallest are replayed before that is said
-# How much faster a candidate must be to be taken: for each thing that it changes, for a lossy saver, and for what it
-# keeps in the host's memory, whose speed is assumed.
-WORTH_A_CHANGE, WORTH_A_LOSS, WORTH_THE_HOST = 0.002, 0.05, 0.05
-LOSSY = ("lossy", "rules")
-ALIKE = 0.01       # nearer than the estimate can tell: then fewer changes and more headroom decide …
-A_CHANGE = 1 / 3   # … of which one change is worth so much of the memory there is
+REPLAYED = 4          # candidates with different savers, micro-batches or modes that are replayed
+SMALLEST_TRIED = 12   # candidates replayed to find the smallest memory, or before giving up
+# How much faster a candidate must be to be chosen: per changed option, with a lossy saver, and with more in CPU RAM,
+# whose speed is assumed.
+MIN_GAIN_CHANGE, MIN_GAIN_LOSSY, MIN_GAIN_OFFLOAD = 0.002, 0.05, 0.05
+TIE = 0.01            # closer than this, the estimate cannot rank: fewer changes and less memory decide …
+CHANGE_WEIGHT = 1 / 3 # … where one changed option counts as much as this share of the memory limit
 
 
-def in_turn(work: Callable[[], Item]) -> Callable[[], Item]:
-    """To be done when its result is asked for."""
-    return work
+class ScoredConfig(NamedTuple):
+    """A config, what it needs on a GPU, and how fast it should be there."""
 
-
-class Finalist(NamedTuple):
-    """A candidate whose levels were settled by replays."""
-
-    stem: Stem
-    mix: Mix
     config: RunConfig
-    seconds: float
+    flags: tuple[str, ...]        # that make it from the given config
+    permission: str               # that it takes: one of candidates.PERMISSIONS
+    needs: int
+    headroom: int                 # what may be reserved, minus what it needs
+    speed: SpeedEstimate | None   # None: the GPU's figures are not known
+    measured: float | None = None # tokens per second, if it was timed
+    exact: bool = True            # whether `needs` comes from replays; else it is an upper bound
 
     @property
-    def score(self) -> float:
-        return score(self.stem.way, self.stem.changes, self.seconds)
+    def fits(self) -> bool:
+        return self.headroom >= 0
+
+
+class ReplayedCandidate(NamedTuple):
+    """A candidate that fits by a replay; no single layer of it can keep more."""
+
+    candidate: Candidate
+    config: RunConfig   # checked
 
     @property
-    def changes(self) -> int:
-        return self.stem.changes
+    def seconds(self) -> float:
+        return self.candidate.seconds
 
     @property
-    def mapped(self) -> int:
-        return self.stem.shape.mapped(self.mix)
+    def permission(self) -> str:
+        return self.candidate.savers.permission
 
 
-def score(way: Way, changes: int, seconds: float) -> float:
-    """Seconds, and what a candidate's changes must be worth: the lowest is taken."""
-    return (seconds * (1 + WORTH_A_CHANGE * changes) * (1 + WORTH_A_LOSS * (way.permission in LOSSY))
-            * (1 + WORTH_THE_HOST * way.elsewhere))
+class FitTarget(NamedTuple):
+    """Where a run is fitted to."""
+
+    platform: Platform
+    budget: Budget
+    card: GpuModel | None = None
+    most_batch: int | None = None   # the largest micro-batch to try, where others compute on the GPU
+    host_bytes: int | None = None   # CPU RAM that may be used; None: no limit
+
+    def search(self, config: RunConfig, allow: frozenset[str] = frozenset()) -> Search:
+        return Search(config, self, allow)
+
+
+def score(savers: SaverSet, changes: int, seconds: float) -> float:
+    """Seconds per step, raised by what the changes must gain. The lowest score is chosen."""
+    return (seconds * (1 + MIN_GAIN_CHANGE * changes) * (1 + MIN_GAIN_LOSSY * (savers.permission in LOSSY))
+            * (1 + MIN_GAIN_OFFLOAD * savers.more_offload))
 
 
 def score_of(candidate: Candidate) -> float:
-    return score(candidate.way, candidate.changes, candidate.seconds)
+    return score(candidate.savers, candidate.changes, candidate.seconds)
 
 
 @dataclass
 class Search:
-    """For one shape of model. `asked` may leave to the device what it leaves to `auto`."""
+    """For one shape of the model. `given` may contain `auto`; `allow` is what candidates.permitted returns."""
 
-    asked: RunConfig
-    setting: Setting
-    budget: Budget
-    card: Card | None
+    given: RunConfig
+    target: FitTarget
     allow: frozenset[str]
-    most_batch: int | None = None   # a micro-batch is never larger
-    host_bytes: int | None = None   # of the host's memory, as far as it is known
-    aside: Aside = in_turn          # who does a part of the work
 
     def __post_init__(self) -> None:
-        self.config = settled(self.asked, self.setting)
-        self.limit = self.budget.reserve_limit
-        self.field = Field(self.config, self.setting, self.card, self.most_batch)
-        there = gpt.host_bytes(draft(self.config, offload="optimizer"))
-        self.ways = [way for way in ways(self.config, self.setting, self.allow)
-                     if way.knobs["offload"] == "none" or self.host_bytes is None or there <= self.host_bytes]
-        self.scanned = Scanned(within_usual_loss(self.limit, self.setting.expandable))
+        self.platform, self.card, host_bytes = self.target.platform, self.target.card, self.target.host_bytes
+        self.limit = self.target.budget.reserve_limit
+        self.config = resolve_run(self.given, self.platform)
+        self.space = SearchSpace(self.config, self.platform, self.card, self.target.most_batch)
+        offloaded = gpt.host_bytes(draft(self.config, offload="optimizer"))
+        self.saver_sets = [savers for savers in saver_sets(self.config, self.platform, self.allow)
+                           if savers.options["offload"] == "none" or host_bytes is None or offloaded <= host_bytes]
+        self.scanned = CandidateScan(within_usual_loss(self.limit, self.platform.expandable))
         self._replayed: dict[RunConfig, bool] = {}
 
     @property
@@ -105,245 +129,213 @@ class Search:
     def considered(self) -> int:
         return self.scanned.considered
 
-    # ---- candidates
+    # ---- ranking
 
-    def finalists(self) -> list[Finalist]:
-        """The one to take first, then the fastest others; empty: nothing fits.
+    def scan(self) -> None:
+        """Ranks all candidates without lossy savers and with all of them; of the others only those that may win."""
+        in_full = [savers for savers in self.saver_sets if savers.permission not in LOSSY]
+        in_full += _most_lossy(self.saver_sets)
+        self._scan(in_full)
+        best = min(map(score_of, self.scanned.fastest), default=float("inf"))
+        self._scan([savers for savers in self.saver_sets if savers not in in_full],
+                   prune=lambda *candidate: score(*candidate) >= (1 + TIE) * best)
 
-        The run as it is stays unless an exact candidate is faster, and an exact one unless a lossy one is: so what is
-        allowed besides never makes the answer worse. What an exact search finds does not depend on lossy candidates.
+    def _scan(self, found: list[SaverSet], prune: Prune | None = None) -> None:
+        for savers in found:
+            self.space.scan(savers, self.scanned, prune)
+
+    def best(self) -> list[ReplayedCandidate]:
+        """The one to choose, then the fastest others; empty if nothing fits.
+
+        The given run stays unless an exact candidate is faster, and an exact candidate unless a lossy one is. So more
+        permissions never make the answer worse, and the exact answer does not depend on lossy candidates.
         """
         self.scan()
-        taken = self.as_asked()
-        found = [taken] if taken is not None else []
+        chosen = self.unchanged()
+        found = [chosen] if chosen is not None else []
         for lossy in (False, True):
-            of_these = self._fastest([way for way in self.ways if (way.permission in LOSSY) == lossy])
-            taken = self._taken(of_these, instead_of=taken)
-            found += of_these
-        if taken is None:
+            fastest = self._fastest([savers for savers in self.saver_sets if (savers.permission in LOSSY) == lossy])
+            chosen = self._choose(fastest, instead_of=chosen)
+            found += fastest
+        if chosen is None:
             return []
-        others = {one.config: one for one in sorted(found, key=lambda one: one.score)
-                  if one.config not in (taken.config, self.asked)}
-        return [taken, *list(others.values())[:FINALISTS - 1]]
+        others = {one.config: one for one in sorted(found, key=lambda one: score_of(one.candidate))
+                  if one.config not in (chosen.config, self.given)}
+        return [chosen, *list(others.values())[:REPLAYED - 1]]
 
-    def _taken(self, found: list[Finalist], *, instead_of: Finalist | None) -> Finalist | None:
-        """Of those about as fast as the fastest, the one that changes least; only if the estimate can tell that it is
-        faster than what it would be taken `instead_of`."""
-        fastest = min((one.score for one in found), default=0.0)
-        near = [one for one in found if one.score <= (1 + ALIKE) * fastest
-                and (instead_of is None or (1 + ALIKE) * one.score < instead_of.score)]
-        return min(near, key=self.bother) if near else instead_of
+    def _choose(self, found: list[ReplayedCandidate], *,
+                instead_of: ReplayedCandidate | None) -> ReplayedCandidate | None:
+        """Among those as fast as the fastest, the one that changes least, if it is faster than `instead_of` by more
+        than the estimate's error."""
+        fastest = min((score_of(one.candidate) for one in found), default=0.0)
+        near = [one for one in found if score_of(one.candidate) <= (1 + TIE) * fastest
+                and (instead_of is None or (1 + TIE) * score_of(one.candidate) < score_of(instead_of.candidate))]
+        return min(near, key=lambda one: self.change_cost(one.candidate)) if near else instead_of
 
-    def _fastest(self, of: list[Way]) -> list[Finalist]:
-        """The fastest of these ways that fit, by replays."""
-        ranked = sorted((one for one in self.scanned.fastest if one.way in of), key=score_of)
-        alike = self._alike(ranked)
-        self._foresee([*alike[:1], *islice(self._different(ranked), FINALISTS)])
-        return ([*self._first_to_settle(alike, 1), *self._first_to_settle(ranked, FINALISTS)]
-                or self._first_to_settle(self.small_enough(of)[:LAST_TRIES], 1))
+    def _fastest(self, of: list[SaverSet]) -> list[ReplayedCandidate]:
+        """The fastest with these savers that fit, by replays."""
+        ranked = sorted((one for one in self.scanned.fastest if one.savers in of), key=score_of)
+        tied = [one for one in ranked if score_of(one) <= (1 + TIE) * score_of(ranked[0])]
+        return ([*self._first_that_fit(sorted(tied, key=self.change_cost), 1), *self._first_that_fit(ranked, REPLAYED)]
+                or self._first_that_fit(self.smallest_candidates(of)[:SMALLEST_TRIED], 1))
 
-    def bother(self, one: Candidate | Finalist) -> float:
-        """What one would rather have less of: changes and memory."""
-        return A_CHANGE * one.changes + one.mapped / max(self.limit, 1)
+    def change_cost(self, candidate: Candidate) -> float:
+        """What decides between tied candidates: changed options and memory."""
+        return CHANGE_WEIGHT * candidate.changes + candidate.mapped / max(self.limit, 1)
 
-    def as_asked(self) -> Finalist | None:
-        """The run with nothing changed, where that fits."""
-        unchanged = next((way for way in self.ways if not way.elsewhere and all(
-            getattr(self.config, knob) == value or knob in COSTLESS for knob, value in way.knobs.items())), None)
-        if unchanged is None or not self.fits(self.asked):  # without a way there is no room on the host
+    def unchanged(self) -> ReplayedCandidate | None:
+        """The given run, if it fits."""
+        savers = next((savers for savers in self.saver_sets if not savers.more_offload and all(
+            getattr(self.config, option) == value or option in FREE_SETTINGS
+            for option, value in savers.options.items())), None)
+        if savers is None or not self.fits(self.given):  # None: what is offloaded does not fit the CPU RAM
             return None
-        stem = Stem(self.config, unchanged, 0, self.field.folded.shape(self.config), self.field.cost(self.config))
-        mix = mix_of(self.asked.levels)
-        return Finalist(stem, mix, self.asked, stem.seconds(mix))
+        candidate = Candidate(self.config, savers, 0, self.space.costs.cost(self.config),
+                              self.space.cost(self.config), mix_of(self.given.levels))
+        return ReplayedCandidate(candidate, self.given)
 
-    def _alike(self, ranked: Sequence[Candidate]) -> list[Candidate]:
-        """Those about as fast as the first, the least bother first."""
-        return sorted((one for one in ranked if score_of(one) <= (1 + ALIKE) * score_of(ranked[0])), key=self.bother)
+    def frontier(self) -> tuple[tuple[int, float], ...]:
+        """(bytes, tokens per second): the fastest candidate within each amount of memory."""
+        tokens = self.config.tokens_per_step
+        return tuple((self._with_fragmentation(mapped), tokens / seconds)
+                     for mapped, seconds in self.scanned.frontier())
 
-    def _first_to_settle(self, candidates: Sequence[Candidate], how_many: int) -> list[Finalist]:
-        settled_ones = (self._settle(candidate) for candidate in self._different(candidates))
-        return list(islice((one for one in settled_ones if one is not None), how_many))
+    # ---- the smallest
 
-    def smallest(self, of: list[Way]) -> list[Candidate]:
-        """Of each set of savers, with the smallest micro-batch: what holds least, the smallest first."""
-        found = []
-        mixes: list[Mix] = [((level, self.config.n_layer),) for level in range(len(LEVELS))]
-        for branch in self.branches(of):
-            for stem in self.field.stems(branch, batches=self.field.batches(branch[0])[:1]):
-                mapped, mix = min((stem.shape.mapped(mix), mix) for mix in mixes)
-                found.append(Candidate(stem.seconds(mix), mapped, mix, stem.config, stem.way, stem.changes))
+    def smallest(self, of: list[SaverSet]) -> list[Candidate]:
+        """Candidates with the smallest micro-batch, each with the mix that needs least, the smallest first."""
+        mixes: list[RecomputeMix] = [((level, self.config.n_layer),) for level in range(len(LEVELS))]
+        found = [one._replace(mix=min((one.memory.mapped(mix), mix) for mix in mixes)[1]) for savers in of
+                 for one in self.space.candidates(savers, batches=self.space.batches(savers)[:1])]
         return sorted(found, key=lambda one: (one.mapped, one.changes))
 
-    def small_enough(self, of: list[Way]) -> list[Candidate]:
-        """The smallest of each kind that could fit."""
-        found = [one for one in self.smallest(of) if self.field.stem(one).shape.could_fit(one.mix, self.limit)]
+    def smallest_candidates(self, of: list[SaverSet]) -> list[Candidate]:
+        """The smallest of each kind, as far as they may fit."""
+        found = [one for one in self.smallest(of) if one.memory.may_fit(one.mix, self.limit)]
         return list(self._different(found, "cuda_graphs", "eval_batch_size"))
 
     def least(self) -> tuple[RunConfig, str]:
-        """The config that needs least, and the permission that takes: the smallest by closed forms are replayed, until
+        """The config that needs least, and the permission it takes. The smallest by closed forms are replayed, until
         the next cannot need less."""
-        first, *others = islice(self._different(self.smallest(self.ways), "cuda_graphs"), LEAST_TRIES)
-        best, least = first, self.needs(self.config_of(first, first.mix))
+        first, *others = islice(self._different(self.smallest(self.saver_sets), "cuda_graphs"), SMALLEST_TRIED)
+        best, least = first, self.needs(self.config_of(first))
         for one in others:
             if one.mapped - PAGE >= least:
                 break
-            if (needs := self.needs(self.config_of(one, one.mix))) < least:
+            if (needs := self.needs(self.config_of(one))) < least:
                 best, least = one, needs
-        return self.config_of(best, best.mix), best.way.permission
+        return self.config_of(best), best.savers.permission
+
+    # ---- replays
 
     def fits(self, config: RunConfig) -> bool:
+        """Whether the config fits, by a replay."""
         if config not in self._replayed:
-            self._replayed[config] = replay_fits(config, self.setting, self.budget)
+            self._replayed[config] = run_fits(resolve_run(config, self.platform), self.platform, self.limit)
         return self._replayed[config]
 
-    def config_of(self, one: Stem | Candidate, mix: Mix) -> RunConfig:
-        """A checked config that changes what it must of the one asked for, and nothing else."""
-        asked, chosen = self.asked, one.config
-        knobs: dict[str, Any] = {
-            name: getattr(chosen, name) for name in ("batch_size", "gradient_accumulation_steps", "eval_batch_size",
-                                                     "loss_chunk", "cuda_graphs", *one.way.knobs)}
-        if chosen.compile != self.config.compile:
-            knobs["compile"] = chosen.compile
-        if chosen.batch_size != asked.batch_size:  # the same windows are evaluated
-            knobs["eval_iters"] = -(-asked.eval_iters * asked.batch_size // chosen.batch_size)
-        if mix != mix_of(asked.levels):
-            knobs |= {"recompute": in_words(mix), "grad_checkpoint": False}
-        return replace(asked, **knobs)
-
     def needs(self, config: RunConfig) -> int:
-        return holdings(config, self.setting).needs
+        return needs_of(resolve_run(config, self.platform), self.platform)
 
-    def standing(self, config: RunConfig, permission: str, *, needs: int | None = None, at_most: int | None = None
-                 ) -> Standing:
-        """`needs`: if it is known; `at_most`: a bound on it, where it is not worth the replays."""
-        needs = at_most if at_most is not None else needs if needs is not None else self.needs(config)
-        return Standing(config, flags(self.asked, config), permission, needs, self.limit - needs,
-                        estimate(config, self.card, self.setting), exact=at_most is None)
+    def estimated_needs(self, config: RunConfig) -> int:
+        """By closed forms, with the usual fragmentation."""
+        run = resolve_run(config, self.platform)
+        return self._with_fragmentation(self.space.costs.cost(run).mapped(mix_of(run.levels)))
 
-    def runner_up(self, finalist: Finalist) -> Standing:
-        """It fits, so it needs no more than there is."""
-        return self.standing(finalist.config, finalist.stem.way.permission,
-                             at_most=min(finalist.stem.shape.needs(finalist.mix), self.limit))
+    def _with_fragmentation(self, mapped: int) -> int:
+        return with_usual_loss(mapped, self.platform.expandable)
 
-    def frontier(self) -> tuple[tuple[int, float], ...]:
-        """(bytes, tokens a second), as the candidates have it."""
-        tokens = self.config.tokens_per_step
-        return tuple((self.with_loss(mapped), tokens / seconds) for mapped, seconds in self.scanned.frontier())
-
-    def about(self, config: RunConfig) -> int:
-        """What a config needs, as most do."""
-        told = settled(config, self.setting)
-        return self.with_loss(self.field.folded.shape(told).mapped(mix_of(told.levels)))
-
-    def spends_all(self, config: RunConfig) -> bool:
-        """Whether it has layers that could keep more, and would not fit if any single one of them did."""
-        told = settled(config, self.setting)
-        shape, higher = self.field.folded.shape(told), raised(mix_of(told.levels))
-        could = [mix for mix in higher if shape.could_fit(mix, self.limit)]
+    def is_maximal(self, config: RunConfig) -> bool:
+        """Whether some layers recompute, and the run would not fit if any single one of them kept more."""
+        run = resolve_run(config, self.platform)
+        memory, higher = self.space.costs.cost(run), one_layer_up(mix_of(run.levels))
+        may_fit = [mix for mix in higher if memory.may_fit(mix, self.limit)]
         return bool(higher) and not any(
-            self.fits(replace(config, recompute=in_words(mix), grad_checkpoint=False)) for mix in could)
+            self.fits(replace(config, recompute=describe_mix(mix), grad_checkpoint=False)) for mix in may_fit)
 
-    def with_loss(self, mapped: int) -> int:
-        """And what is usually lost between blocks."""
-        return with_usual_loss(mapped, self.setting.expandable)
+    def scored(self, config: RunConfig, permission: str, *, at_most: int | None = None) -> ScoredConfig:
+        """`at_most`: an upper bound on what the config needs, where the exact figure is not worth the replays."""
+        needs = self.needs(config) if at_most is None else at_most
+        return ScoredConfig(config, flags(self.given, config), permission, needs, self.limit - needs,
+                            estimate(config, self.card, self.platform), exact=at_most is None)
 
-    # ---- how
+    def scored_bound(self, one: ReplayedCandidate) -> ScoredConfig:
+        """With an upper bound on its needs: it fits, so it needs no more than the limit."""
+        bound = one.candidate.memory.needs(one.candidate.mix)
+        return self.scored(one.config, one.permission, at_most=min(bound, self.limit))
 
-    def scan(self) -> None:
-        """All candidates of the ways that need no lossy saver, and of the one that uses them all; of the others only
-        what could still win."""
-        in_full = [way for way in self.ways if way.permission not in LOSSY] + _most_lossy(self.ways)
-        self._scan(in_full)
-        best = min(map(score_of, self.scanned.fastest), default=float("inf"))
-        self._scan([way for way in self.ways if way not in in_full],
-                   worth=lambda *told: score(*told) < (1 + ALIKE) * best)
+    def config_of(self, candidate: Candidate) -> RunConfig:
+        """A checked config that changes what it must of the given one, and nothing else."""
+        given, chosen = self.given, candidate.config
+        options: dict[str, Any] = {
+            name: getattr(chosen, name) for name in ("batch_size", "gradient_accumulation_steps", "eval_batch_size",
+                                                     "loss_chunk", "cuda_graphs", *candidate.savers.options)}
+        if chosen.compile != self.config.compile:
+            options["compile"] = chosen.compile
+        if chosen.batch_size != given.batch_size:  # the same windows are evaluated
+            options["eval_iters"] = -(-given.eval_iters * given.batch_size // chosen.batch_size)
+        if candidate.mix != mix_of(given.levels):
+            options |= {"recompute": describe_mix(candidate.mix), "grad_checkpoint": False}
+        return replace(given, **options)
 
-    def _scan(self, found: list[Way], worth: Worth | None = None) -> None:
-        """Every second branch aside: that of a way whose work is not recorded, mostly."""
-        def scanned(some: list[Branch]) -> tuple[Told, ...]:
-            return tuple(self.field.scanned(branch, self.scanned.limit, worth) for branch in some)
-
-        branches = self.branches(found)
-        theirs = self.aside(lambda: scanned(branches[1::2]))
-        ours = scanned(branches[::2])
-        told = [each for both in zip_longest(ours, theirs()) for each in both if each is not None]
-        for branch, each in zip(branches, told, strict=True):
-            self.scanned.take(each, branch, self.field)
-
-    def branches(self, found: list[Way]) -> list[Branch]:
-        return [branch for way in found for branch in self.field.branches(way)]
-
-    def _different(self, candidates: Sequence[Candidate], *knobs: str) -> Iterator[Candidate]:
-        """The first of each kind: those that differ in savers, micro-batch, compiling, or in these knobs."""
+    def _different(self, candidates: Sequence[Candidate], *options: str) -> Iterator[Candidate]:
+        """The first of each kind: of those that differ in savers, micro-batch, compilation, or in these options."""
         seen = set()
         for candidate in candidates:
-            config, savers = candidate.config, tuple(candidate.way.knobs.items())
-            kind = (savers, *(getattr(config, knob) for knob in ("batch_size", "compile", *knobs)))
+            savers = tuple(candidate.savers.options.items())
+            kind = (savers, *(getattr(candidate.config, option) for option in ("batch_size", "compile", *options)))
             if kind not in seen:
                 seen.add(kind)
                 yield candidate
 
-    def _foresee(self, candidates: Sequence[Candidate]) -> None:
-        """Settles them all, every second one aside: from then on it is known which of their mixes fit."""
-        theirs = candidates[1::2]
+    def _first_that_fit(self, candidates: Sequence[Candidate], how_many: int) -> list[ReplayedCandidate]:
+        replayed = (self._replay(candidate) for candidate in self._different(candidates))
+        return list(islice((one for one in replayed if one is not None), how_many))
 
-        def tried(one: Candidate) -> tuple[tuple[Mix, bool], ...]:
-            found: dict[Mix, bool] = {}
-            self._settle(one, found)
-            return tuple(found.items())
+    def _replay(self, candidate: Candidate) -> ReplayedCandidate | None:
+        """With as few layers recomputed as fit: first fewer kept until it fits, then more while one layer more fits."""
+        memory = candidate.memory
 
-        waits = self.aside(lambda: tuple(map(tried, theirs)))
-        for one in candidates[::2]:
-            self._settle(one)
-        for one, found in zip(theirs, waits(), strict=True):
-            self._replayed |= {self.config_of(one, mix): fits for mix, fits in found}
+        def fits(mix: RecomputeMix) -> bool:
+            return self.fits(self.config_of(candidate._replace(mix=mix)))
 
-    def _settle(self, candidate: Candidate, tried: dict[Mix, bool] | None = None) -> Finalist | None:
-        """As few layers recomputed as really fit: down until it fits, then up while any single layer may keep more.
-        `tried` is told of every mix that was."""
-        stem, way_down = self.field.stem(candidate), [candidate.mix]
-
-        def fits(mix: Mix) -> bool:
-            found = self.fits(self.config_of(stem, mix))
-            if tried is not None:
-                tried[mix] = found
-            return found
-
-        for mix in descent(candidate.mix):  # a level that keeps less may hold more, where little is kept at all
-            if stem.shape.mapped(mix) < stem.shape.mapped(way_down[-1]):
-                way_down.append(mix)
-        place = first_true(way_down, fits)
-        if place == len(way_down):
+        smaller = [candidate.mix]
+        for mix in lower_all(candidate.mix):  # a level that keeps less may need more, where little is kept at all
+            if memory.mapped(mix) < memory.mapped(smaller[-1]):
+                smaller.append(mix)
+        place = gallop_search(smaller, fits)
+        if place == len(smaller):
             return None
-        mix = way_down[place]
-        while higher := next(filter(fits, self._raised(stem, mix)), None):
+        mix = smaller[place]
+        while higher := next(filter(fits, self._one_layer_up(candidate, mix)), None):
             mix = higher
-        return Finalist(stem, mix, self.config_of(stem, mix), stem.seconds(mix))
+        fitting = candidate._replace(mix=mix)
+        return ReplayedCandidate(fitting, self.config_of(fitting))
 
-    def _raised(self, stem: Stem, mix: Mix) -> list[Mix]:
-        """One layer at a level that keeps more, the fastest first; what cannot fit is not among them."""
-        found = [more for more in raised(mix) if stem.shape.could_fit(more, self.limit)]
-        return sorted(found, key=lambda one: sum(layers * stem.cost.layers[level] for level, layers in one))
-
-
-def _most_lossy(found: list[Way]) -> list[Way]:
-    """The way with the most rounding, on the card."""
-    lossy = [way for way in found if way.permission in LOSSY and way.knobs["offload"] == "none"]
-    return [max(lossy, key=lambda way: len(way.knobs))] if lossy else []
+    def _one_layer_up(self, candidate: Candidate, mix: RecomputeMix) -> list[RecomputeMix]:
+        """The mixes in which one layer keeps more, the fastest first, as far as they may fit."""
+        found = [more for more in one_layer_up(mix) if candidate.memory.may_fit(more, self.limit)]
+        return sorted(found, key=lambda one: sum(layers * candidate.cost.layers[level] for level, layers in one))
 
 
-FIRST = ("n_layer", "n_head", "n_embd", "block_size", "batch_size", "gradient_accumulation_steps", "recompute")
+def _most_lossy(found: list[SaverSet]) -> list[SaverSet]:
+    """The set with most lossy savers, nothing offloaded."""
+    lossy = [savers for savers in found if savers.permission in LOSSY and savers.options["offload"] == "none"]
+    return [max(lossy, key=lambda savers: len(savers.options))] if lossy else []
 
 
-def flags(asked: RunConfig, config: RunConfig) -> tuple[str, ...]:
+FLAGS_FIRST = ("n_layer", "n_head", "n_embd", "block_size", "batch_size", "gradient_accumulation_steps", "recompute")
+
+
+def flags(given: RunConfig, config: RunConfig) -> tuple[str, ...]:
     """What to add to a command, what matters most first."""
-    changed = {key: now for key, _, now in diff(asked, config)}
-    order = [*(key for key in FIRST if key in changed), *(key for key in changed if key not in FIRST)]
+    changed = {key: now for key, _, now in diff(given, config)}
+    order = [*(key for key in FLAGS_FIRST if key in changed), *(key for key in changed if key not in FLAGS_FIRST)]
     return tuple(f"--{key}={changed[key] if '*' in str(changed[key]) else shown(changed[key])}" for key in order)
 
 
-def first_true(items: Sequence[Item], holds: Callable[[Item], bool]) -> int:
-    """Where bisect_left would find it, but looked for from the beginning on, in ever longer strides: it is near."""
+def gallop_search(items: Sequence[Item], holds: Callable[[Item], bool]) -> int:
+    """The index that bisect_left finds, with growing strides from the start, where it usually is."""
     last_false, at, stride = -1, 0, 1
     while at < len(items) and not holds(items[at]):
         last_false, at, stride = at, at + stride, 2 * stride

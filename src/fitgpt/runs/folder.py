@@ -1,10 +1,10 @@
-"""The run folder: what run it holds, and opening it for the one that trains there.
+"""The run folder: which run it contains, and opening it for the one process that trains in it.
 
-    OUT/lock            held by the one process that trains here; says which (runlock.py)
+    OUT/lock            held by the process that trains here, and names it (lock.py)
     OUT/run.json        the resolved config of the run
-    OUT/metrics.jsonl   one JSON object a line (metrics.py)
-    OUT/samples.jsonl   what `fitgpt sample` let the model write, likewise
-    OUT/checkpoints/    step-00000500/ … (contents: engine/checkpoint.py)
+    OUT/metrics.jsonl   one JSON object per line (metrics.py)
+    OUT/samples.jsonl   text that `fitgpt sample` generated, likewise
+    OUT/checkpoints/    step-00000500/ … (contents: training/checkpoint.py)
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from . import metrics
 from .lock import take_lock
 
 SCHEMA = 1
-_PROBE_BYTES = 64 * 1024       # enough that a full disk cannot hide it in spare metadata room
+_PROBE_BYTES = 64 * 1024       # a full disk may still accept fewer bytes, in its metadata
 _DIFFERENCES_SHOWN = 10
 _STEP_FOLDER = re.compile(r"step-(\d{8,})(?:-(\d+))?")
 
@@ -35,7 +35,7 @@ _STEP_FOLDER = re.compile(r"step-(\d{8,})(?:-(\d+))?")
 # ---- what is in the folder
 
 class StepFolder(NamedTuple):
-    """Sorts from oldest to newest: a later branch (begun by going back to an earlier step) is newer."""
+    """A checkpoint's folder. Sorts from oldest to newest: a later branch (after a rollback) is newer."""
 
     branch: int
     step: int
@@ -47,7 +47,7 @@ def step_folder_name(step: int, branch: int) -> str:
 
 
 def step_folders(checkpoints: Path) -> list[StepFolder]:
-    """Every checkpoint folder by its name alone, oldest first."""
+    """Every checkpoint folder, by its name only, oldest first."""
     if not checkpoints.is_dir():
         return []
     named = ((_STEP_FOLDER.fullmatch(path.name), path) for path in checkpoints.iterdir())
@@ -63,7 +63,7 @@ def can_resume(out_dir: Path | str) -> bool:
 
 
 def recorded_config(out_dir: Path | str) -> dict[str, Any] | None:
-    """The config that `record` wrote; None where there is none."""
+    """The config in run.json; None where there is no such file."""
     path = Path(out_dir) / "run.json"
     try:
         with disk_faults("read", path):
@@ -73,12 +73,12 @@ def recorded_config(out_dir: Path | str) -> dict[str, Any] | None:
     except (ValueError, RecursionError) as error:
         raise CheckpointError(
             f"{path} is damaged or was edited: {error}.",
-            f"Remove it (rm {path}): the checkpoints carry their own config.",
+            f"Remove it (rm {path}): each checkpoint contains the config too.",
         ) from error
     if document.get("schema") != SCHEMA or not isinstance(document.get("config"), dict):
         written_by = document.get("fitgpt", "unknown")
         raise CheckpointError(
-            f"{path} was written by fitgpt {written_by} in a form that fitgpt {__version__} does not know.",
+            f"{path} was written by fitgpt {written_by} in a format that fitgpt {__version__} does not know.",
             f"Use fitgpt {written_by} or newer.",
         )
     config: dict[str, Any] = document["config"]
@@ -86,32 +86,32 @@ def recorded_config(out_dir: Path | str) -> dict[str, Any] | None:
 
 
 def config_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """One line for each knob that differs: 'n_layer: 6 → 12'."""
+    """One line per option that differs: 'n_layer: 6 → 12'."""
     return [f"{key}: {old.get(key, 'absent')!r} → {new.get(key, 'absent')!r}"
             for key in sorted({*old, *new}) if old.get(key, "absent") != new.get(key, "absent")]
 
 
-# ---- opening it
+# ---- opening
 
 class RunFolder:
-    """A run folder that this process alone may write to, until it is closed."""
+    """A run folder that is locked by this process until it is closed."""
 
     def __init__(self, path: Path, lock: int, notes: tuple[str, ...]) -> None:
         self.path = path
         self.checkpoints = path / "checkpoints"
-        self.notes = notes  # what was repaired or could not be had, each a sentence
+        self.notes = notes  # what was repaired or is not available, each a sentence
         self._lock = lock
         self._metrics = os.open(path / "metrics.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         self._torn = False  # the last append failed midway
 
     def record(self, config: Mapping[str, Any]) -> None:
-        """Writes run.json, whole or not at all."""
+        """Writes run.json atomically."""
         document = {"schema": SCHEMA, "fitgpt": __version__, "config": dict(config)}
         write_atomically(self.path / "run.json", seal_json(document))
 
     def append_metrics(self, row: Mapping[str, Any]) -> None:
-        """One line, in one write."""
-        line = metrics.line_of(row)
+        """Appends one line to metrics.jsonl, in one write."""
+        line = metrics.encode_row(row)
         if self._torn:
             line = b"\n" + line
         with disk_faults("append to", self.path / "metrics.jsonl"):
@@ -137,7 +137,7 @@ class RunFolder:
 
 
 def open_run(out_dir: Path | str, config: Mapping[str, Any], *, resume: bool) -> RunFolder:
-    """Creates and locks the folder, and refuses early whatever would lose work or fail later.
+    """Creates and locks the folder. Raises at once what would lose work or fail later.
 
     A folder that already holds a run is opened only with `resume`. Comparing configs on a resume is
     not done here: only the checkpoint that is used knows what it was trained with.
@@ -160,7 +160,7 @@ def open_run(out_dir: Path | str, config: Mapping[str, Any], *, resume: bool) ->
 
 
 def need_disk(path: Path | str, nbytes: int) -> None:
-    """SystemFault unless the disk that holds (or will hold) `path` has room for `nbytes`."""
+    """SystemFault unless the disk of `path`, which need not exist yet, has `nbytes` free."""
     folder = Path(path).absolute()
     with disk_faults("ask for the free space of", folder):
         while not folder.exists():
@@ -181,14 +181,14 @@ def _create(path: Path) -> None:
                 path.mkdir(parents=True, exist_ok=True)
             except (FileExistsError, NotADirectoryError) as error:
                 raise SystemFault(
-                    f"Cannot make the run folder {path}: something that is not a folder is in its place.",
+                    f"Cannot make the run folder {path}: a file of that name is in its place.",
                     "Choose another with --out_dir.",
                 ) from error
             if not existed:
                 sync_folder(path.parent)
     except ValueError as error:  # a NUL, or a character this file system cannot write
         raise SystemFault(
-            f"The run folder {str(path)!r} is not a name a file system accepts: {error}.",
+            f"The run folder {str(path)!r} is not a name that the file system accepts: {error}.",
             "Choose another with --out_dir.",
         ) from error
 
@@ -225,5 +225,5 @@ def _refuse_another_run(path: Path, config: Mapping[str, Any]) -> None:
         comparison += f"; and {hidden} more." if hidden > 0 else "."
     raise UsageError(
         f"{path} already holds a run, with a checkpoint at step {found[-1].step}. {comparison}",
-        "To go on with it: --init_from=resume. To start anew: another --out_dir.",
+        "To resume it: --init_from=resume. To start another run: choose another --out_dir.",
     )

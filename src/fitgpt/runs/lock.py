@@ -1,4 +1,4 @@
-"""The lock of a run folder: who trains there. Taken by the process that does, and read by whoever looks on."""
+"""The lock of a run folder: taken by the process that trains there, read by `fitgpt watch`."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from typing import Any
 from ..core.errors import SystemFault
 from ..core.files import disk_faults
 
-_LONGEST = 4096                # bytes; its words are a hundred
-_LOCK_OFFSET = 2**30           # Windows forbids reading locked bytes: lock one far from what we write
+_MAX_BYTES = 4096              # of the lock file; it has about a hundred
+_LOCK_OFFSET = 2**30           # Windows forbids reading locked bytes: lock one far beyond the text
 _HELD_BY_ANOTHER = {errno.EAGAIN, errno.EACCES, errno.EDEADLK}
 _NO_LOCKS_HERE = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}  # some network disks
 
 
-# ---- taken
+# ---- taking it
 
 def take_lock(folder: Path) -> tuple[int, str | None]:
-    """The locked descriptor; on a disk that has no locks, a note instead of a refusal."""
+    """The locked descriptor, and a note where the disk has no file locks. SystemFault: another process has it."""
     note = None
     with disk_faults("write in", folder):
         descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o666)
     try:
         with disk_faults("lock", folder):
             try:
-                _lock_at_once(descriptor)
+                _lock_without_waiting(descriptor)
             except OSError as error:
                 if error.errno in _HELD_BY_ANOTHER:
                     raise _already_locked(folder, descriptor) from error
                 if error.errno not in _NO_LOCKS_HERE:
                     raise
-                note = f"The disk of {folder} has no file locks: nothing keeps a second trainer out of it."
+                note = f"The disk of {folder} has no file locks: nothing prevents a second run in it."
             owner = {"pid": os.getpid(), "host": socket.gethostname(),
                      "started": time.strftime("%Y-%m-%d %H:%M:%S")}
             os.ftruncate(descriptor, 0)
@@ -49,7 +49,7 @@ def take_lock(folder: Path) -> tuple[int, str | None]:
     return descriptor, note
 
 
-def _lock_at_once(descriptor: int) -> None:
+def _lock_without_waiting(descriptor: int) -> None:
     if sys.platform == "win32":
         import msvcrt
 
@@ -65,34 +65,34 @@ def _lock_at_once(descriptor: int) -> None:
 def _already_locked(folder: Path, descriptor: int) -> SystemFault:
     owner: dict[str, Any] = {}
     with suppress(OSError):
-        owner = _words_in(os.read(descriptor, _LONGEST))
+        owner = _parse_lock(os.read(descriptor, _MAX_BYTES))
     if {"pid", "host", "started"} <= owner.keys():
         who = f"process {owner['pid']} on {owner['host']}, since {owner['started']}"
         stop = f", or stop it: kill {owner['pid']}"
-    else:  # it has not written its name yet
+    else:  # it has not written its pid yet
         who, stop = "another process", ""
     return SystemFault(f"{folder} is being trained in by {who}.", f"Choose another --out_dir{stop}")
 
 
-def _words_in(lock: bytes) -> dict[str, Any]:
-    """What its holder wrote into it, as far as that can be read."""
+def _parse_lock(lock: bytes) -> dict[str, Any]:
+    """The JSON object in the lock file; empty where it is none."""
     try:
-        told = json.loads(lock)
+        content = json.loads(lock)
     except (ValueError, RecursionError):
         return {}
-    return told if isinstance(told, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
-# ---- looked at
+# ---- reading it
 
 @dataclass(frozen=True)
-class Owner:
-    """The process that took the folder's lock last."""
+class LockOwner:
+    """The process that took the lock last."""
 
     pid: int
     host: str
     since: float                # seconds since 1970
-    alive: bool | None = None   # None: it cannot be asked
+    alive: bool | None = None   # None: not known, on another machine or on Windows
 
     @property
     def here(self) -> bool:
@@ -102,22 +102,22 @@ class Owner:
         return f"process {self.pid}" + ("" if self.here else f" on {self.host}")
 
 
-def lock_owner(folder: Path) -> Owner | None:
-    """From the words in the lock file. The lock itself is not tried: that could turn away a trainer just starting."""
+def lock_owner(folder: Path) -> LockOwner | None:
+    """From the text of the lock file. The lock itself is not tried: that could stop a trainer as it starts."""
     lock = folder / "lock"
     try:
-        told, since = _words_in(lock.read_bytes()[:_LONGEST]), lock.stat().st_mtime
+        content, since = _parse_lock(lock.read_bytes()[:_MAX_BYTES]), lock.stat().st_mtime
     except OSError:
         return None
-    pid, host = told.get("pid"), told.get("host")
+    pid, host = content.get("pid"), content.get("host")
     if not isinstance(pid, int) or not isinstance(host, str) or not 0 < pid < 2**31:
         return None
     alive = _holds(pid, lock) if host == socket.gethostname() else None
-    return Owner(pid, host, since, alive)
+    return LockOwner(pid, host, since, alive)
 
 
 def _holds(pid: int, lock: Path) -> bool | None:
-    """Whether the process lives and has the file open: its number may have gone to another process since."""
+    """Whether the process is alive and has the file open: its pid may have been reused by another process."""
     if os.name != "posix":
         return None  # on Windows os.kill(pid, 0) would be Ctrl-C
     try:
@@ -125,12 +125,12 @@ def _holds(pid: int, lock: Path) -> bool | None:
     except ProcessLookupError:
         return False
     except OSError:
-        return True  # another user's: it lives, and more cannot be asked
+        return True  # another user's: it is alive, and no more can be known
     try:
         held = lock.stat()
         descriptors = list(Path(f"/proc/{pid}/fd").iterdir())
     except OSError:
-        return True  # no /proc, or not for us
+        return True  # no /proc, or no permission
     for descriptor in descriptors:
         with suppress(OSError):
             if os.path.samestat(descriptor.stat(), held):
@@ -138,5 +138,5 @@ def _holds(pid: int, lock: Path) -> bool | None:
     return False
 
 
-def is_running(owner: Owner | None) -> bool:
+def is_running(owner: LockOwner | None) -> bool:
     return owner is not None and owner.alive is True

@@ -1,110 +1,200 @@
-"""metrics.jsonl: how a row of a run's record is written, how the record is read, and mended after a crash."""
+"""metrics.jsonl: what a run writes, one JSON object per line; how rows are encoded, read, parsed and repaired.
+
+This is the only parser of these rows. A reader trusts nothing: a value may be missing or of any type, the last line may
+be half-written, and the run may have been resumed from an earlier step.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-LONGEST_LINE = 2**20        # bytes; ours are a few hundred
-LONG_RECORD = 32 * 2**20    # bytes: some 90,000 steps, which take some seconds to read
+from ..core.phases import PhaseMemory
 
-NONFINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
-_STEP_ROW = b'{"kind": "step", '       # as line_of writes it
-_PROGRESS = ("step", "eval", "save")  # kinds of rows that going back undoes
+Row = Mapping[str, Any]
 
+MAX_LINE = 2**20         # bytes; rows of fitgpt have a few hundred
+LONG_FILE = 32 * 2**20   # bytes: about 90,000 steps, which take seconds to parse
+MAX_COUNT = 2**63        # bytes and steps beyond it are no measurement
 
-# ---- written
-
-def line_of(row: Mapping[str, Any]) -> bytes:
-    """Valid JSON whatever the numbers are."""
-    return (json.dumps(speak_nonfinite(dict(row)), allow_nan=False) + "\n").encode()
+_NONFINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+_STEP_ROW = b'{"kind": "step", '       # as encode_row writes it
+_PROGRESS = ("step", "eval", "save")   # kinds of rows that a later `start_step` undoes
 
 
-def speak_nonfinite(value: Any) -> Any:
-    """NaN and infinity as words: JSON has neither."""
+# ---- what the rows contain
+
+@dataclass(frozen=True)
+class SplitLoss:
+    """A loss over fixed windows of one split. Losses at different block sizes are not comparable."""
+
+    split: str
+    mean: float
+    stderr: float
+    windows: int
+    block: int
+
+
+@dataclass(frozen=True)
+class MemoryReading:
+    """Bytes as PyTorch's allocator counts them; zeros where the device has no such counters."""
+
+    allocated: int = 0
+    reserved: int = 0
+    peak_allocated: int = 0
+    peak_reserved: int = 0
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The loss over fixed windows of each split, at one step, with speed and memory."""
+
+    step: int
+    losses: tuple[SplitLoss, ...]
+    tokens_per_s: float
+    memory: MemoryReading  # its peaks are those of this evaluation
+
+    def of(self, split: str) -> SplitLoss:
+        return next(loss for loss in self.losses if loss.split == split)
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One logged training step."""
+
+    step: int
+    loss: float
+    lr: float
+    grad_norm: float
+    seconds: float         # per step, averaged since the last report
+    tokens_per_s: float
+    mfu: float | None      # of `RunFacts.peak_flops`; None where the GPU's peak is unknown
+    skipped: int           # non-finite steps skipped since the start
+    loss_scale: float      # 1.0 except in float16
+    memory: MemoryReading  # its peaks are those of training since the last evaluation
+    seconds_left: float
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What is known before step 0: the row that begins each start of a run."""
+
+    config: dict[str, Any]
+    params: int
+    device: str            # "cuda:0", "cpu"
+    device_name: str       # "NVIDIA GeForce RTX 4070"
+    dtype: str             # "bfloat16"
+    compiled: bool
+    peak_flops: float | None
+    peak_source: str       # where that peak comes from
+    tokens_per_step: int
+    train_tokens: int
+    val_tokens: int
+    start_step: int
+    max_iters: int
+    versions: dict[str, str]
+    notes: tuple[str, ...]  # each a sentence on a value that was chosen for the user
+
+
+# ---- writing
+
+def encode_row(row: Row) -> bytes:
+    """A row → a line of valid JSON, whatever its numbers."""
+    return (json.dumps(spell_nonfinite(dict(row)), allow_nan=False) + "\n").encode()
+
+
+def spell_nonfinite(value: Any) -> Any:
+    """The value with NaN and infinity as strings: JSON has neither."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, dict):
-        return {str(key): speak_nonfinite(item) for key, item in value.items()}
+        return {str(key): spell_nonfinite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [speak_nonfinite(item) for item in value]
+        return [spell_nonfinite(item) for item in value]
     return value
 
 
-def keep_sample(out_dir: Path | str, step: int, text: str) -> None:
-    """For the report. A folder that cannot be written to costs the sample nothing."""
+def append_sample(out_dir: Path | str, step: int, text: str) -> None:
+    """Adds generated text to samples.jsonl, for the report. A folder that cannot be written to is no error."""
     with suppress(OSError), (Path(out_dir) / "samples.jsonl").open("a", encoding="utf-8") as file:
         file.write(json.dumps({"kind": "sample", "step": step, "text": text}) + "\n")
 
 
-# ---- read
-
-def read_every(nbytes: int) -> int:
-    """Of a record of that size every so manieth step is read; 1: all are."""
-    return max(-(-nbytes // LONG_RECORD), 1)
-
-
-def record_lines(file: BinaryIO, size: int) -> Iterator[tuple[bytes, bool]]:
-    """The lines of a record from where the file stands, and of each whether it is to be read.
-
-    Of a very long record only every so manieth step is, but all else and everything near its end: a curve has no more
-    points than a page has dots, and whoever looks at the run is not to wait for minutes.
-    """
-    place = file.tell()
-    every, number = read_every(size - place), 0
-    while line := file.readline(LONGEST_LINE):
-        place += len(line)
-        steps_are_enough = every > 1 and place < size - LONGEST_LINE and line.startswith(_STEP_ROW)
-        number += steps_are_enough
-        yield line, not steps_are_enough or number % every == 0
-
-
-def row_of(line: bytes) -> dict[str, Any] | None:
-    """None where it is no JSON object."""
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return row if isinstance(row, dict) else None
-
+# ---- reading
 
 def read_metrics(path: Path | str) -> list[dict[str, Any]]:
-    """The rows as the run now stands, in file order. Lines that are no JSON object are passed over."""
-    return read_record(path)[0]
+    """The rows that are still valid, in file order. Lines that are no JSON object are skipped."""
+    return read_with_errors(path)[0]
 
 
-def read_record(path: Path | str) -> tuple[list[dict[str, Any]], list[int]]:
-    """The rows as the run now stands, in file order; and the numbers of lines that are no JSON object.
+def read_with_errors(path: Path | str) -> tuple[list[dict[str, Any]], list[int]]:
+    """The rows that are still valid, in file order; and the numbers of lines that are no JSON object.
 
-    A row with `start_step` begins a part of the run, which was resumed or went back: the steps, evaluations
-    and saves that lay beyond were undone; other things happened nevertheless. Of two such rows of the same
-    step the later one counts.
+    A row with `start_step` is a resume or a rollback: steps, evaluations and saves beyond it were undone; other events
+    happened nevertheless. Of two progress rows of one step the later one counts.
     """
     kept: dict[object, dict[str, Any]] = {}
     broken: list[int] = []
     if not Path(path).exists():
         return [], []
     with open(path, "rb") as file:
-        number, begun = 0, False  # begun: a line too long to be one of ours goes on
-        for line, wanted in record_lines(file, os.fstat(file.fileno()).st_size):
-            rest_of_a_line, begun = begun, not line.endswith(b"\n")
-            number += not rest_of_a_line
-            if rest_of_a_line or not wanted or not line.strip():
+        number, unfinished = 0, False  # unfinished: a line longer than MAX_LINE continues
+        for line, wanted in iterate_lines(file, os.fstat(file.fileno()).st_size):
+            continued, unfinished = unfinished, not line.endswith(b"\n")
+            number += not continued
+            if continued or not wanted or not line.strip():
                 continue
-            try:
-                row = _hear_nonfinite(row_of(line))
-            except RecursionError:
-                row = None
+            row = parse_line(line)
             if row is None:
                 broken.append(number)
             else:
                 kept = _with_row(kept, row, number)
     return list(kept.values()), broken
+
+
+def reading_stride(nbytes: int) -> int:
+    """Of a file of this size, every how manieth step is read; 1: all are."""
+    return max(-(-nbytes // LONG_FILE), 1)
+
+
+def iterate_lines(file: BinaryIO, size: int) -> Iterator[tuple[bytes, bool]]:
+    """The lines from the file's position on, each with whether to parse it.
+
+    Of a file longer than LONG_FILE only every n-th step is parsed, but all other rows and everything near its end: a
+    chart has no more points than a page has pixels, and parsing all would take minutes.
+    """
+    position = file.tell()
+    stride, steps = reading_stride(size - position), 0
+    while line := file.readline(MAX_LINE):
+        position += len(line)
+        may_skip = stride > 1 and position < size - MAX_LINE and line.startswith(_STEP_ROW)
+        steps += may_skip
+        yield line, not may_skip or steps % stride == 0
+
+
+def parse_line(line: bytes) -> dict[str, Any] | None:
+    """A line → its row, NaN and infinity as floats again; None where it is no JSON object."""
+    try:
+        row = _parse_nonfinite(json.loads(line))
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) else None
+
+
+def _parse_nonfinite(value: Any) -> Any:
+    if isinstance(value, str):
+        return _NONFINITE.get(value, value)
+    if isinstance(value, dict):
+        return {key: _parse_nonfinite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_parse_nonfinite(item) for item in value]
+    return value
 
 
 def _with_row(kept: dict[object, dict[str, Any]], row: dict[str, Any], number: int) -> dict[object, dict[str, Any]]:
@@ -118,26 +208,131 @@ def _with_row(kept: dict[object, dict[str, Any]], row: dict[str, Any], number: i
     return kept
 
 
-def _undone(row: Mapping[str, Any], start: int) -> bool:
+def _undone(row: Row, start: int) -> bool:
     """Step 7 leads from 7 steps done to 8; an evaluation or a save at 7 is of 7 steps done."""
     kind, step = row.get("kind"), row.get("step")
     return kind in _PROGRESS and isinstance(step, int) and (step >= start if kind == "step" else step > start)
 
 
-def _hear_nonfinite(value: Any) -> Any:
-    if isinstance(value, str):
-        return NONFINITE.get(value, value)
-    if isinstance(value, dict):
-        return {key: _hear_nonfinite(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_hear_nonfinite(item) for item in value]
-    return value
+# ---- rows → typed objects
+
+def last_row(rows: Sequence[Row], kind: str) -> Row:
+    """The last row of a kind: the last start of a run counts. Empty where there is none."""
+    return next((row for row in reversed(rows) if row.get("kind") == kind), {})
 
 
-# ---- mended, before a run goes on or another begins
+def rows_by_step(rows: Iterable[Row], kind: str) -> list[Row]:
+    """Rows of a kind that have a step, sorted by it."""
+    found = [row for row in rows if row.get("kind") == kind and whole(row.get("step")) is not None]
+    return sorted(found, key=lambda row: int(row["step"]))
+
+
+def facts_from(row: Row) -> RunFacts:
+    peak = number(row.get("peak_flops"))
+    return RunFacts(
+        config=mapping(row.get("config")), params=count(row.get("params")), device=text(row.get("device")),
+        device_name=text(row.get("device_name")), dtype=text(row.get("dtype")), compiled=row.get("compiled") is True,
+        peak_flops=peak if peak > 0 else None, peak_source=text(row.get("peak_source")),
+        tokens_per_step=count(row.get("tokens_per_step")), train_tokens=count(row.get("train_tokens")),
+        val_tokens=count(row.get("val_tokens")), start_step=count(row.get("start_step")),
+        max_iters=count(row.get("max_iters")),
+        versions={key: str(value) for key, value in mapping(row.get("versions")).items()},
+        notes=tuple(texts(row.get("notes"))))
+
+
+def step_from(row: Row) -> StepReport:
+    mfu = number(row.get("mfu"))
+    return StepReport(
+        step=count(row.get("step")), loss=number(row.get("loss")), lr=number(row.get("lr")),
+        grad_norm=number(row.get("grad_norm")), seconds=number(row.get("seconds")),
+        tokens_per_s=number(row.get("tokens_per_s")), mfu=mfu if math.isfinite(mfu) else None,
+        skipped=count(row.get("skipped")), loss_scale=number(row.get("loss_scale"), 1.0),
+        memory=memory_from(row), seconds_left=number(row.get("seconds_left")))
+
+
+def evaluation_from(row: Row) -> Evaluation:
+    return Evaluation(
+        step=count(row.get("step")), tokens_per_s=number(row.get("tokens_per_s")), memory=memory_from(row),
+        losses=tuple(SplitLoss(text(each.get("split")), number(each.get("mean")), number(each.get("stderr")),
+                               count(each.get("windows")), count(each.get("block")))
+                     for each in _mappings(row.get("losses"))))
+
+
+def memory_from(row: Row) -> MemoryReading:
+    values = mapping(row.get("memory"))
+    return MemoryReading(*(count(values.get(name)) for name in MemoryReading.__dataclass_fields__))
+
+
+def phases_from(row: Row) -> dict[str, PhaseMemory]:
+    """Peak bytes by phase, of a row `plan` (predicted) or `plan_measured`."""
+    phases = {phase: mapping(peak) for phase, peak in mapping(row.get("phases")).items()}
+    return {phase: PhaseMemory(count(peak.get("allocated_bytes")), count(peak.get("reserved_bytes")))
+            for phase, peak in phases.items() if peak}
+
+
+def owners_from(row: Row) -> list[tuple[str, int, str]]:
+    """(owner, bytes at the peak, formula) per owner, of a row `plan`."""
+    found = [(text(each.get("owner")), count(each.get("nbytes")), text(each.get("formula")))
+             for each in _mappings(row.get("owners_at_peak"))]
+    return [share for share in found if share[0] and share[1]]
+
+
+def measured_peaks(rows: Iterable[Row]) -> dict[str, PhaseMemory]:
+    """The highest that steps and evaluations reported; empty where the device counts no memory."""
+    peaks: dict[str, PhaseMemory] = {}
+    for row in rows:
+        phase, memory = {"step": "train", "eval": "eval"}.get(str(row.get("kind"))), memory_from(row)
+        if phase and (memory.peak_allocated or memory.peak_reserved):
+            before = peaks.get(phase, PhaseMemory(0, 0))
+            peaks[phase] = PhaseMemory(max(before.allocated, memory.peak_allocated),
+                                       max(before.reserved, memory.peak_reserved))
+    return peaks
+
+
+# ---- single values of any type
+
+def whole(value: Any) -> int | None:
+    """A size or a count; None where the value is none."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < MAX_COUNT:
+        return None
+    return int(value)
+
+
+def count(value: Any, default: int = 0) -> int:
+    found = whole(value)
+    return default if found is None else found
+
+
+def number(value: Any, default: float = math.nan) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return default
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
+
+
+def text(value: Any) -> str:
+    return value if isinstance(value, str) else ""
+
+
+def texts(value: Any) -> list[str]:
+    values = value if isinstance(value, list) else [value]
+    return [each for each in values if isinstance(each, str)]
+
+
+def mapping(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _mappings(value: Any) -> list[dict[str, Any]]:
+    return [mapping(each) for each in value] if isinstance(value, list) else []
+
+
+# ---- repair, before a run resumes or another one starts
 
 def repair(path: Path) -> list[str]:
-    """A last line without its newline was being written when the run was killed: finish it or drop it."""
+    """Completes or drops a last line without newline, which was being written when the run was killed. → notes."""
     if not path.exists() or path.stat().st_size == 0:
         return []
     with open(path, "rb+") as file:
@@ -150,7 +345,7 @@ def repair(path: Path) -> list[str]:
         torn = tail[tail.rfind(b"\n") + 1:]
         if not torn:
             return []
-        if row_of(torn) is not None:
+        if parse_line(torn) is not None:
             file.seek(end)
             file.write(b"\n")
             return []
@@ -159,7 +354,7 @@ def repair(path: Path) -> list[str]:
 
 
 def set_aside(folder: Path) -> list[str]:
-    """A run that never reached a checkpoint left its metrics here: they are not this run's."""
+    """Renames the metrics of an earlier run that never reached a checkpoint: they are not this run's. → notes."""
     metrics = folder / "metrics.jsonl"
     if not metrics.exists() or metrics.stat().st_size == 0:
         return []
@@ -167,4 +362,4 @@ def set_aside(folder: Path) -> list[str]:
     while (aside := folder / f"metrics-{number}.jsonl").exists():
         number += 1
     metrics.rename(aside)
-    return [f"{metrics} was of an earlier run without a checkpoint: it is now {aside.name}."]
+    return [f"{metrics} was from an earlier run without a checkpoint: it is now {aside.name}."]

@@ -1,1 +1,1 @@
-"""What people see: nouns in, text and pictures out."""
+"""What people see: typed results in, text and pictures out."""

@@ -1,8 +1,8 @@
-"""Charts for the report, the planner and the page: curves and stacked bytes, as SVG that reads without a script.
+"""Charts for the report, the planner and the web page: curves and stacked bytes, as SVG that reads without a script.
 
 Everything is placed in percent of the chart's own size, so a chart fills whatever room it has with its text at full
-size. static/charts.js adds values under the pointer, zoom and keys to what is drawn here; it draws nothing of its own
-but the axes of a zoomed view.
+size. static/charts.js adds values under the pointer, zoom and keys to what is drawn here; it draws nothing itself
+except the axes of a zoomed view.
 """
 
 from __future__ import annotations
@@ -12,31 +12,34 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from ..core.units import show_bytes
-from ..nouns import OwnerTimeline
-from .scales import TALL, WIDE, Scale, Thin, area, corners, dots, line, shown, thinned, tick_labels
+from ..core.units import GiB, KiB, MiB, TiB, show_bytes
+from ..memory.timeline import OwnerTimeline
 
 STATIC = Path(__file__).parent / "static"
-USUAL = 0.98           # of the values; what lies far above them, and above the first, is marked at the edge
-MOST_POINTS = 1000     # of a curve: about one a pixel of a wide chart
-POINTS_A_CHART = 4000  # of all its curves
-MOST_MARKS = 40
-MOST_DOTS = 60         # beyond it a line says more
+TYPICAL_SHARE = 0.98   # of the values; what lies far above them, and above the first, is marked at the edge
+MAX_POINTS = 1000      # of a curve: about one per pixel of a wide chart
+MAX_POINTS_PER_CHART = 4000
+MAX_MARKS = 40
+MAX_DOTS = 60          # with more of them, a line without dots is clearer
 SERIES_COLOURS = 6     # s0 … s5 in static/charts.css
+WIDE, TALL = 100_000, 10_000  # units of a drawing, stretched over whatever room a chart has
+HUGE = 1e300           # beyond it arithmetic on a range overflows; counts as infinite
 
-# One colour an owner, on light and dark alike. Found by maximising the smallest distance between any two of them, seen
-# with normal, red-blind, green-blind and blue-blind eyes, most of all between neighbours in a stack.
+# One colour per owner, for light and dark pages. Found by maximising the smallest distance between any two of them,
+# seen with normal, red-blind, green-blind and blue-blind eyes, most of all between neighbours in a stack.
 OWNER_COLOURS = {
     "weights": "#5775c6", "gradients": "#ab6100", "optimizer": "#b29ff3", "casts": "#0c617c", "activations": "#67be9c",
     "logits": "#a32b3b", "workspace": "#bb9625", "data": "#f5bfe8", "other": "#828484",
 }
+
+Position = tuple[int, int]  # (x, y) in units of a drawing
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Level:
-    """A value that holds all along: a plan, a limit."""
+    """A horizontal line: a planned value, a limit."""
 
     name: str
     value: float
@@ -60,144 +63,143 @@ class Level:
 
 
 @dataclass(frozen=True)
-class Mark:
-    """Something that happened at x."""
+class EventMark:
+    """A vertical line: something that happened at x."""
 
     x: float
     text: str
 
 
-def text(value: object) -> str:
-    """Anything as HTML text or an attribute's value, whatever characters it holds."""
-    words = str(value).encode("utf-8", "replace").decode("utf-8")  # half of a surrogate pair has no UTF-8
-    return escape("".join(char if char in "\n\t" or ord(char) >= 32 else "\N{REPLACEMENT CHARACTER}" for char in words))
-
-
-# ---- curves
+# ---- line charts
 
 
 def line_chart(title: str, series: Sequence[Series], *, unit: str = "number", x_name: str = "step",
-               levels: Sequence[Level] = (), marks: Sequence[Mark] = (), from_zero: bool = False, note: str = "",
+               levels: Sequence[Level] = (), marks: Sequence[EventMark] = (), from_zero: bool = False, note: str = "",
                empty: str = "Nothing recorded yet.", wide: bool = False) -> str:
-    """Curves over one x. `unit`: number, count or bytes; `note`: a sentence for below; `empty`: one instead."""
+    """Curves over one x, as an HTML figure.
+
+    `unit`: number, count or bytes; `note`: a sentence below the chart; `empty`: a sentence in place of an empty chart.
+    """
     xs = [x for one in series for x, _ in one.points]
     if not xs:
-        return _figure(title, "", f'<p class="nothing">{text(empty)}</p>', "", wide)
+        return _figure(title, "", f'<p class="nothing">{escaped(empty)}</p>', "", wide)
     x0, x1 = min(xs), max(xs)
-    curves = [thinned(one.points, x0, x1, min(MOST_POINTS, POINTS_A_CHART // len(series))) for one in series]
-    scale = Scale(*_widened(x0, x1, 0.01), *_y_range(curves, levels, from_zero))
-    strange = [place for curve in curves for place in _edge_marks(curve, scale)]
+    max_points = min(MAX_POINTS, MAX_POINTS_PER_CHART // len(series))
+    curves = [downsample(one.points, x0, x1, max_points) for one in series]
+    scale = Scale(*_padded(x0, x1, 0.01), *_y_range(curves, levels, from_zero))
+    outside = [position for curve in curves for position in _edge_marks(curve, scale)]
     parts = [_curve(one, curve, scale) for one, curve in zip(series, curves, strict=True)]
-    if strange:
-        parts.append(f'<path class="strange" d="{dots(strange)}"/>')
-        note = f"{note} {_said_of_strange(curves, scale, unit)}".strip()
-    data = {"kind": "line", "unit": unit, "xName": x_name, "scale": scale.ends(), "fromZero": from_zero,
-            "marks": [[mark.x, mark.text] for mark in marks[-MOST_MARKS:]],
+    if outside:
+        parts.append(f'<path class="outside" d="{dot_path(outside)}"/>')
+        note = f"{note} {_edge_note(curves, scale, unit)}".strip()
+    data = {"kind": "line", "unit": unit, "xName": x_name, "scale": list(scale), "fromZero": from_zero,
+            "marks": [[mark.x, mark.text] for mark in marks[-MAX_MARKS:]],
             "series": [_series_data(one, curve) for one, curve in zip(series, curves, strict=True)]}
-    drawing = _svg(_said(title, series, unit), "".join(parts), scale, unit, x_ticks=True,
-                   over=_mark_lines(marks, scale) + "".join(
-                       _level(each, scale, unit, at_left=bool(place % 2)) for place, each in enumerate(levels)))
+    level_lines = "".join(_level(level, scale, unit, at_left=bool(index % 2)) for index, level in enumerate(levels))
+    drawing = _svg(_description(title, series, unit), "".join(parts), scale, unit, x_ticks=True,
+                   over=_mark_lines(marks, scale) + level_lines)
     legend = "".join(_key(f"s{one.colour} {one.style}", one.name, "") for one in series) if len(series) > 1 else ""
-    legend += "".join(_key(f"{_colour(each)} level", each.name, shown(unit, each.value)) for each in levels)
+    legend += "".join(_key(f"{_colour(level)} level", level.name, format_value(unit, level.value)) for level in levels)
     return _figure(title, legend, drawing, note, wide, data)
 
 
-def _curve(one: Series, curve: Thin, scale: Scale) -> str:
-    kind = f"s{one.colour} {one.style}"
-    places = [scale.place(point.x, point.y) for point in curve.points]
+def _curve(series: Series, curve: Downsampled, scale: Scale) -> str:
+    positions = [scale.position(point.x, point.y) for point in curve.points]
     parts = []
-    if curve.is_thinned:
-        edges = [(scale.place(point.x, point.high), scale.place(point.x, point.low)) for point in curve.points]
-        parts.append(f'<path class="band s{one.colour}" d="{area(edges)}"/>')
-    elif one.errors:
-        ends = [(scale.place(x, y + error), scale.place(x, y - error))
-                for (x, y), error in zip(one.points, one.errors, strict=False) if math.isfinite(error)]
-        parts.append(f'<path class="whisker s{one.colour}" d="{"".join(line(each) for each in ends)}"/>')
-    parts.append(f'<path class="curve {kind}" d="{line(places)}"/>')
-    if one.style == "dotted" and len(places) <= MOST_DOTS:
-        parts.append(f'<path class="dots s{one.colour}" d="{dots([each for each in places if each])}"/>')
+    if curve.is_averaged:
+        edges = [(scale.position(point.x, point.high), scale.position(point.x, point.low)) for point in curve.points]
+        parts.append(f'<path class="band s{series.colour}" d="{area_path(edges)}"/>')
+    elif series.errors:
+        whiskers = [(scale.position(x, y + error), scale.position(x, y - error))
+                    for (x, y), error in zip(series.points, series.errors, strict=False) if math.isfinite(error)]
+        parts.append(f'<path class="whisker s{series.colour}" d="{"".join(map(line_path, whiskers))}"/>')
+    parts.append(f'<path class="curve s{series.colour} {series.style}" d="{line_path(positions)}"/>')
+    if series.style == "dotted" and len(positions) <= MAX_DOTS:
+        drawn = [position for position in positions if position]
+        parts.append(f'<path class="dots s{series.colour}" d="{dot_path(drawn)}"/>')
     return "".join(parts)
 
 
-def _y_range(curves: Sequence[Thin], levels: Sequence[Level], from_zero: bool) -> tuple[float, float]:
-    """All values, but for spikes so high that nothing else could be seen beside them."""
+def _y_range(curves: Sequence[Downsampled], levels: Sequence[Level], from_zero: bool) -> tuple[float, float]:
+    """The range of all values, except spikes so high that nothing else could be seen beside them."""
     points = [point for curve in curves for point in curve.points if math.isfinite(point.y)]
     if not points:
         return 0.0, 1.0
     lows, highs = sorted(point.low for point in points), sorted(point.high for point in points)
-    usual = round(USUAL * (len(points) - 1))
-    firsts = [next((point.y for point in curve.points if math.isfinite(point.y)), highs[usual]) for curve in curves]
-    low, high = min(lows[-1 - usual], *firsts), max(highs[usual], *firsts)
+    typical = round(TYPICAL_SHARE * (len(points) - 1))
+    firsts = [next((point.y for point in curve.points if math.isfinite(point.y)), highs[typical]) for curve in curves]
+    low, high = min(lows[-1 - typical], *firsts), max(highs[typical], *firsts)
     far = 2 * (high - low)
     low, high = lows[0] if lows[0] >= low - far else low, highs[-1] if highs[-1] <= high + far else high
     low, high = min([low, *(level.value for level in levels)]), max([high, *(level.value for level in levels)])
     if from_zero:
         low, high = min(low, 0.0), max(high, 0.0)
         return low * 1.1, high * 1.1 or float(low == 0)
-    return _widened(low, high, 0.06)
+    return _padded(low, high, 0.06)
 
 
-def _widened(low: float, high: float, share: float) -> tuple[float, float]:
-    room = (high - low) * share or abs(high) * 0.1 or 1.0
-    return low - room, high + room
+def _padded(low: float, high: float, share: float) -> tuple[float, float]:
+    padding = (high - low) * share or abs(high) * 0.1 or 1.0
+    return low - padding, high + padding
 
 
-def _edge_marks(curve: Thin, scale: Scale) -> list[tuple[int, int]]:
-    """Where something lies that the curve cannot show: NaN and infinity, and spikes beyond the range, at the top."""
-    beyond = [(point.x, point.high > scale.y1) for point in curve.points
+def _edge_marks(curve: Downsampled, scale: Scale) -> list[Position]:
+    """Where values lie that the curve cannot show: NaN, infinity, and spikes beyond the range."""
+    spikes = [(point.x, point.high > scale.y1) for point in curve.points
               if math.isfinite(point.y) and not scale.y0 <= point.low <= point.high <= scale.y1]
-    strange = [(x, value != -math.inf) for x, value in curve.strange]
-    return [(scale.x_place(x), 0 if at_top else TALL) for x, at_top in beyond + strange]
+    nonfinite = [(x, value != -math.inf) for x, value in curve.nonfinite]
+    return [(scale.x_position(x), 0 if at_top else TALL) for x, at_top in spikes + nonfinite]
 
 
-def _said_of_strange(curves: Sequence[Thin], scale: Scale, unit: str) -> str:
-    count = sum(curve.strange_count for curve in curves)
+def _edge_note(curves: Sequence[Downsampled], scale: Scale, unit: str) -> str:
+    count = sum(curve.nonfinite_count for curve in curves)
     highest = max((point.high for curve in curves for point in curve.points if math.isfinite(point.y)), default=0.0)
-    told = [f"{count:,} value{'s are' if count > 1 else ' is'} not finite"] if count else []
-    told += [f"spikes reach {shown(unit, highest)}"] if highest > scale.y1 else []
-    return f"{'; '.join(told) or 'some values lie outside'}: marked at the edge.".capitalize()
+    notes = [f"{count:,} value{'s are' if count > 1 else ' is'} not finite"] if count else []
+    notes += [f"spikes reach {format_value(unit, highest)}"] if highest > scale.y1 else []
+    return f"{'; '.join(notes) or 'some values lie outside'}: marked at the edge.".capitalize()
 
 
-def _said(title: str, series: Sequence[Series], unit: str) -> str:
-    """The chart in words, for those who cannot see it."""
-    told = []
+def _description(title: str, series: Sequence[Series], unit: str) -> str:
+    """The chart as text, for screen readers."""
+    parts = []
     for one in series:
         finite = [y for _, y in one.points if math.isfinite(y)]
         if finite:
-            told.append(f"{one.name}: {shown(unit, finite[0])} at first, {shown(unit, finite[-1])} at last, "
-                        f"lowest {shown(unit, min(finite))}, highest {shown(unit, max(finite))}")
-    return f"{title}. " + ". ".join(told)
+            first, last, low, high = (format_value(unit, y) for y in (finite[0], finite[-1], min(finite), max(finite)))
+            parts.append(f"{one.name}: first {first}, last {last}, lowest {low}, highest {high}")
+    return f"{title}. " + ". ".join(parts)
 
 
-def _series_data(one: Series, curve: Thin) -> dict[str, Any]:
-    strange = dict(curve.strange)
+def _series_data(series: Series, curve: Downsampled) -> dict[str, Any]:
+    nonfinite = dict(curve.nonfinite)
     data: dict[str, Any] = {
-        "name": one.name, "class": f"s{one.colour}", "x": [_short(point.x) for point in curve.points],
-        "y": [_short(point.y) if math.isfinite(point.y) else shown("number", strange.get(point.x, math.nan))
+        "name": series.name, "class": f"s{series.colour}", "x": [_rounded(point.x) for point in curve.points],
+        "y": [_rounded(point.y) if math.isfinite(point.y) else format_value("number", nonfinite.get(point.x, math.nan))
               for point in curve.points]}
-    if curve.is_thinned:
-        data["low"] = [_short(point.low) if math.isfinite(point.low) else None for point in curve.points]
-        data["high"] = [_short(point.high) if math.isfinite(point.high) else None for point in curve.points]
+    if curve.is_averaged:
+        data["low"] = [_rounded(point.low) if math.isfinite(point.low) else None for point in curve.points]
+        data["high"] = [_rounded(point.high) if math.isfinite(point.high) else None for point in curve.points]
     return data
 
 
-def _short(value: float) -> float | int:
+def _rounded(value: float) -> float | int:
+    """Six digits: enough for a chart, and short in JSON."""
     rounded = float(f"{value:.6g}") if abs(value) < 1e6 else round(value)
     return int(rounded) if rounded == int(rounded) else rounded
 
 
-def _mark_lines(marks: Sequence[Mark], scale: Scale) -> str:
+def _mark_lines(marks: Sequence[EventMark], scale: Scale) -> str:
     return "".join(f'<line class="mark" data-x="{mark.x:g}" x1="{scale.x_percent(mark.x)}" '
-                   f'x2="{scale.x_percent(mark.x)}" y1="0" y2="100%"><title>{text(mark.text)}</title></line>'
-                   for mark in marks[-MOST_MARKS:] if scale.x0 <= mark.x <= scale.x1)
+                   f'x2="{scale.x_percent(mark.x)}" y1="0" y2="100%"><title>{escaped(mark.text)}</title></line>'
+                   for mark in marks[-MAX_MARKS:] if scale.x0 <= mark.x <= scale.x1)
 
 
 def _level(level: Level, scale: Scale, unit: str, *, at_left: bool = False) -> str:
     y = scale.y_percent(level.value)
     x, anchor = ("4", "start") if at_left else ("100%", "end")
     return (f'<g class="level {_colour(level)}" data-y="{level.value!r}"><line x1="0" x2="100%" y1="{y}" y2="{y}"/>'
-            f'<text x="{x}" y="{y}" dy="-5" text-anchor="{anchor}">{text(level.name)} '
-            f'{text(shown(unit, level.value))}</text></g>')
+            f'<text x="{x}" y="{y}" dy="-5" text-anchor="{anchor}">{escaped(level.name)} '
+            f'{escaped(format_value(unit, level.value))}</text></g>')
 
 
 def _colour(level: Level) -> str:
@@ -207,82 +209,82 @@ def _colour(level: Level) -> str:
 # ---- bytes by owner
 
 
-def stacked(timeline: OwnerTimeline, *, title: str = "One step, by owner", limit: int | None = None,
-            limit_name: str = "limit", note: str = "") -> str:
-    """Bytes of each owner on top of each other, event by event, with the peak and, if given, a limit."""
+def stacked_chart(timeline: OwnerTimeline, *, title: str = "One step, by owner", limit: int | None = None,
+                  limit_name: str = "limit", note: str = "") -> str:
+    """Each owner's bytes on top of each other, event by event, with the peak and, if given, a limit, as an HTML
+    figure."""
     totals = [sum(point) for point in timeline.points]
     if not totals or max(totals) <= 0:
-        return _figure(title, "", '<p class="nothing">The tape is empty.</p>', note, True)
-    present = [place for place in range(len(timeline.owners)) if any(point[place] for point in timeline.points)]
+        return _figure(title, "", '<p class="nothing">Nothing is allocated.</p>', note, True)
+    present = [owner for owner in range(len(timeline.owners)) if any(point[owner] for point in timeline.points)]
     scale = Scale(0, max(len(totals) - 1, 1), 0, max(*totals, limit or 0) * 1.12)
-    layers, names, sums = [], [timeline.owners[place] for place in present], [0] * len(totals)
-    for place, name in zip(present, names, strict=True):
-        sums = [below + point[place] for below, point in zip(sums, timeline.points, strict=True)]
-        steps = corners([scale.place(x, y) for x, y in enumerate(sums)])
+    layers, names, sums = [], [timeline.owners[owner] for owner in present], [0] * len(totals)
+    for owner, name in zip(present, names, strict=True):
+        sums = [below + point[owner] for below, point in zip(sums, timeline.points, strict=True)]
+        steps = step_path([scale.position(x, y) for x, y in enumerate(sums)])
         layers.append(f'<path class="layer {_owner_class(name)}" d="{steps}V{TALL}H0Z"/>')
     at_peak, total = timeline.points[timeline.peak], totals[timeline.peak]
     over = _phases(timeline, scale) + _peak(timeline, total, scale)
     if limit is not None:
         over += _level(Level(limit_name, limit), scale, "bytes", at_left=timeline.peak > len(totals) / 2)
-    said = f"{title}: at most {show_bytes(total)}, of which " + ", ".join(
-        f"{timeline.owners[place]} {show_bytes(at_peak[place])}" for place in present if at_peak[place])
-    data = {"kind": "stacked", "unit": "bytes", "xName": "event", "scale": scale.ends(), "fromZero": True,
+    description = f"{title}: at most {show_bytes(total)}, of which " + ", ".join(
+        f"{timeline.owners[owner]} {show_bytes(at_peak[owner])}" for owner in present if at_peak[owner])
+    data = {"kind": "stacked", "unit": "bytes", "xName": "event", "scale": list(scale), "fromZero": True,
             "marks": timeline.marks, "count": len(totals),
-            "series": [{"name": name, "class": _owner_class(name), "changes": _changes(timeline, place)}
-                       for place, name in zip(present, names, strict=True)]}
-    legend = "".join(_key(_owner_class(timeline.owners[place]), timeline.owners[place], show_bytes(at_peak[place]))
-                     for place in reversed(present))
+            "series": [{"name": name, "class": _owner_class(name), "changes": _changes(timeline, owner)}
+                       for owner, name in zip(present, names, strict=True)]}
+    legend = "".join(_key(_owner_class(timeline.owners[owner]), timeline.owners[owner], show_bytes(at_peak[owner]))
+                     for owner in reversed(present))
     legend += _key("total", "at the peak", show_bytes(total))
-    # Painted from the highest sum down, each down to the ground: neighbours then share an edge without a seam.
-    drawing = _svg(said, "".join(reversed(layers)), scale, "bytes", x_ticks=False, over=over)
+    # Painted from the highest sum down, each down to zero: neighbours then share an edge without a seam.
+    drawing = _svg(description, "".join(reversed(layers)), scale, "bytes", x_ticks=False, over=over)
     return _figure(title, legend, drawing, note, True, data)
 
 
-def _changes(timeline: OwnerTimeline, place: int) -> list[int]:
-    """[point, bytes, point, bytes …]: most events move one owner only."""
-    held = [0, *(point[place] for point in timeline.points)]
-    return [each for at, (before, after) in enumerate(pairwise(held)) if before != after for each in (at, after)]
+def _changes(timeline: OwnerTimeline, owner: int) -> list[int]:
+    """[point, bytes, point, bytes …]: shorter than a value per point, because most events change one owner only."""
+    values = [0, *(point[owner] for point in timeline.points)]
+    return [each for at, (before, after) in enumerate(pairwise(values)) if before != after for each in (at, after)]
 
 
 def _phases(timeline: OwnerTimeline, scale: Scale) -> str:
-    """Where each phase begins, with its name if it is long enough to hold it."""
+    """A line where each phase begins, with its name where there is room for it."""
     parts = []
     for (x, name), (end, _) in pairwise([*timeline.marks, (int(scale.x1), "")]):
-        fits = scale.x_place(end) - scale.x_place(x) >= 0.014 * WIDE * len(name)  # in a chart some 500 px wide
-        label = f'<text x="{scale.x_percent(x)}" y="0" dx="3" dy="-6">{text(name)}</text>' if fits else ""
-        parts.append(f'<g class="phase" data-x="{x}" data-name="{text(name)}"><line x1="{scale.x_percent(x)}" '
+        fits = scale.x_position(end) - scale.x_position(x) >= 0.014 * WIDE * len(name)  # in a chart some 500 px wide
+        label = f'<text x="{scale.x_percent(x)}" y="0" dx="3" dy="-6">{escaped(name)}</text>' if fits else ""
+        parts.append(f'<g class="phase" data-x="{x}" data-name="{escaped(name)}"><line x1="{scale.x_percent(x)}" '
                      f'x2="{scale.x_percent(x)}" y1="-4" y2="100%"/>{label}</g>')
     return "".join(parts)
 
 
 def _peak(timeline: OwnerTimeline, total: int, scale: Scale) -> str:
     x, y = scale.x_percent(timeline.peak), scale.y_percent(total)
-    share = scale.x_place(timeline.peak) / WIDE
+    share = scale.x_position(timeline.peak) / WIDE
     anchor = "start" if share < 0.25 else "end" if share > 0.75 else "middle"
     phase = next((name for start, name in reversed(timeline.marks) if start <= timeline.peak), "")
     where = f" in {phase}" if phase else ""
     return (f'<g class="peak" data-x="{timeline.peak}" data-y="{total}"><circle cx="{x}" cy="{y}" r="4"/>'
-            f'<text x="{x}" y="{y}" dy="-10" text-anchor="{anchor}">peak {show_bytes(total)}{text(where)}</text>'
+            f'<text x="{x}" y="{y}" dy="-10" text-anchor="{anchor}">peak {show_bytes(total)}{escaped(where)}</text>'
             "</g>")
 
 
 def owner_bar(owners: Mapping[str, int], *, limit: int | None = None) -> str:
-    """One bar of bytes by owner, against a limit if there is one."""
+    """One bar of bytes by owner, with a line at the limit if there is one."""
     total = sum(owners.values())
-    room = max(total, limit or 0) or 1
-    parts, at = [], 0
+    width = max(total, limit or 0) or 1
+    parts, x = [], 0
     for name, nbytes in owners.items():
-        parts.append(f'<rect class="{_owner_class(name)}" x="{at / room:.3%}" width="{nbytes / room:.3%}" '
-                     'height="100%">'
-                     f'<title>{text(name)} {show_bytes(nbytes)}</title></rect>')
-        at += nbytes
+        parts.append(f'<rect class="{_owner_class(name)}" x="{x / width:.3%}" width="{nbytes / width:.3%}" '
+                     f'height="100%"><title>{escaped(name)} {show_bytes(nbytes)}</title></rect>')
+        x += nbytes
     if limit is not None:
-        end = f"{limit / room:.3%}"
+        end = f"{limit / width:.3%}"
         parts.append(f'<line x1="{end}" x2="{end}" y1="-5" y2="100%"/>')
-    said = ", ".join(f"{name} {show_bytes(nbytes)}" for name, nbytes in owners.items())
+    description = ", ".join(f"{name} {show_bytes(nbytes)}" for name, nbytes in owners.items())
     keys = "".join(_key(_owner_class(name), name, show_bytes(nbytes)) for name, nbytes in owners.items())
     keys += _key("level", "limit", show_bytes(limit)) if limit is not None else ""
-    return (f'<div class="bar"><svg role="img" aria-label="{text(said)}">{"".join(parts)}</svg>'
+    return (f'<div class="bar"><svg role="img" aria-label="{escaped(description)}">{"".join(parts)}</svg>'
             f'<ul class="legend">{keys}</ul></div>')
 
 
@@ -293,15 +295,15 @@ def _owner_class(name: str) -> str:
 # ---- the frame around a drawing
 
 
-def _svg(said: str, inner: str, scale: Scale, unit: str, *, x_ticks: bool, over: str) -> str:
-    """Axes, the stretched drawing, and what lies over it at its own size."""
+def _svg(description: str, inner: str, scale: Scale, unit: str, *, x_ticks: bool, over: str) -> str:
+    """Axes, the stretched drawing `inner`, and the parts `over` it that are not stretched."""
     y_labels = "".join(f'<line x1="0" x2="100%" y1="{scale.y_percent(at)}" y2="{scale.y_percent(at)}"/>'
-                       f'<text x="-8" y="{scale.y_percent(at)}" dy="4" text-anchor="end">{text(label)}</text>'
+                       f'<text x="-8" y="{scale.y_percent(at)}" dy="4" text-anchor="end">{escaped(label)}</text>'
                        for at, label in tick_labels(unit, scale.y0, scale.y1, 5))
-    x_labels = "".join(f'<text x="{scale.x_percent(at)}" y="100%" dy="18" text-anchor="middle">{text(label)}</text>'
+    x_labels = "".join(f'<text x="{scale.x_percent(at)}" y="100%" dy="18" text-anchor="middle">{escaped(label)}</text>'
                        for at, label in tick_labels("count", scale.x0, scale.x1, 5)) if x_ticks else (
-        '<text x="50%" y="100%" dy="18" text-anchor="middle">allocations and frees, in their order</text>')
-    return (f'<div class="frame"><svg class="plot" role="img" aria-label="{text(said)}">'
+        '<text x="50%" y="100%" dy="18" text-anchor="middle">allocations and frees, in order</text>')
+    return (f'<div class="frame"><svg class="plot" role="img" aria-label="{escaped(description)}">'
             f'<g class="axis y">{y_labels}</g><g class="axis x">{x_labels}</g>'
             f'<svg class="inner" viewBox="0 0 {WIDE} {TALL}" preserveAspectRatio="none" width="100%" height="100%">'
             f'{inner}</svg>{over}</svg></div>')
@@ -309,25 +311,216 @@ def _svg(said: str, inner: str, scale: Scale, unit: str, *, x_ticks: bool, over:
 
 def _figure(title: str, legend: str, drawing: str, note: str, wide: bool, data: dict[str, Any] | None = None) -> str:
     kind = " wide" if wide else ""
-    live = f' data-chart="{data["kind"]}"' if data else ""
+    attribute = f' data-chart="{data["kind"]}"' if data else ""
     keys = f'<ul class="legend">{legend}</ul>' if legend else ""
-    below = f'<p class="note">{text(note)}</p>' if note else ""
-    figures = f'<script type="application/json">{embedded(data)}</script>' if data else ""
-    return (f'<figure class="chart{kind}"{live}><figcaption>{text(title)}</figcaption>{keys}{drawing}{below}'
-            f"{figures}</figure>")
+    below = f'<p class="note">{escaped(note)}</p>' if note else ""
+    values = f'<script type="application/json">{script_json(data)}</script>' if data else ""
+    return (f'<figure class="chart{kind}"{attribute}><figcaption>{escaped(title)}</figcaption>{keys}{drawing}{below}'
+            f"{values}</figure>")
 
 
 def _key(kind: str, name: str, value: str) -> str:
-    figure = f" <b>{text(value)}</b>" if value else ""
-    return f'<li class="{kind}"><i></i><span>{text(name)}</span>{figure}</li>'
+    figure = f" <b>{escaped(value)}</b>" if value else ""
+    return f'<li class="{kind}"><i></i><span>{escaped(name)}</span>{figure}</li>'
 
 
-def embedded(data: Any) -> str:
-    """JSON that nothing inside can end early."""
+# ---- scales
+
+
+class Scale(NamedTuple):
+    """The values at the edges of a chart."""
+
+    x0: float
+    x1: float
+    y0: float
+    y1: float
+
+    def x_position(self, x: float) -> int:
+        return round((x - self.x0) / (self.x1 - self.x0) * WIDE)
+
+    def position(self, x: float, y: float) -> Position | None:
+        """Clamped to the chart; None where y is not finite."""
+        if not math.isfinite(y):
+            return None
+        share = (self.y1 - y) / (self.y1 - self.y0)
+        return self.x_position(x), round(min(max(share, 0.0), 1.0) * TALL)
+
+    def x_percent(self, x: float) -> str:
+        return f"{(x - self.x0) / (self.x1 - self.x0):.3%}"
+
+    def y_percent(self, y: float) -> str:
+        return f"{(self.y1 - y) / (self.y1 - self.y0):.3%}"
+
+
+def ticks(unit: str, low: float, high: float, count: int) -> list[float]:
+    """Round values inside the range, about `count` of them at most."""
+    base = next((size for size in (TiB, GiB, MiB, KiB) if high - low >= size), 1) if unit == "bytes" else 1
+    rough = (high - low) / base / count
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(power * times for times in (1, 2, 5, 10) if power * times >= rough * 0.999) * base
+    return [number * step for number in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
+
+
+def tick_labels(unit: str, low: float, high: float, count: int) -> list[tuple[float, str]]:
+    values = ticks(unit, low, high, count)
+    step = values[1] - values[0] if len(values) > 1 else high - low
+    return [(value, _tick_label(unit, value, step, max(abs(low), abs(high)))) for value in values]
+
+
+def _tick_label(unit: str, value: float, step: float, largest: float) -> str:
+    """A short label, with the same unit and number of digits for all ticks of an axis."""
+    if value == 0:
+        return "0"
+    if unit == "bytes":
+        size, name = next(((size, name) for size, name in ((TiB, "TiB"), (GiB, "GiB"), (MiB, "MiB"), (KiB, "KiB"))
+                           if largest >= size), (1, "B"))
+        return f"{_fixed(value / size, step / size)} {name}"
+    if unit == "count" and largest >= 10_000:
+        size, letter = next((each for each in ((10**12, "T"), (10**9, "B"), (10**6, "M")) if largest >= each[0]),
+                            (1000, "k"))
+        return f"{_fixed(value / size, step / size)}{letter}"
+    if largest >= 1e6 or largest < 0.01:
+        return f"{float(f'{value:.3g}'):g}" if 1e-4 <= abs(value) < 1e6 and largest >= 0.01 else _scientific(value)
+    return _fixed(value, step)
+
+
+def format_value(unit: str, value: float) -> str:
+    """One value, with all the digits that mean something."""
+    if not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "infinite" if value > 0 else "−infinite"
+    if unit == "bytes":
+        return show_bytes(round(value))
+    if unit == "count":
+        return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+    digits = 4 if abs(value) < 10 else 2 if abs(value) < 100 else 1
+    return f"{value:.{digits}f}" if 0.01 <= abs(value) < 1e5 else "0" if value == 0 else _scientific(value)
+
+
+def _fixed(value: float, step: float) -> str:
+    """As many digits after the point as `step` needs."""
+    digits = max(0, math.ceil(-math.log10(step) - 1e-9)) if step > 0 else 0
+    return f"{value:,.{min(digits, 9)}f}"
+
+
+def _scientific(value: float) -> str:
+    """6e-4, 1.25e8."""
+    digits, _, power = f"{value:.2e}".partition("e")
+    return f"{digits.rstrip('0').rstrip('.')}e{int(power)}"
+
+
+# ---- long curves
+
+
+class Point(NamedTuple):
+    """A value, or the mean of an interval with its minimum and maximum; NaN where there is none."""
+
+    x: float
+    y: float
+    low: float
+    high: float
+
+
+class Downsampled(NamedTuple):
+    """A curve with few enough points to draw."""
+
+    points: list[Point]
+    is_averaged: bool
+    nonfinite: list[tuple[float, float]]  # (x, NaN or an infinity), at most one per interval
+    nonfinite_count: int
+
+
+def downsample(points: Sequence[tuple[float, float]], x0: float, x1: float, max_points: int) -> Downsampled:
+    """A curve between x0 and x1 with at most `max_points` points: means over equal intervals, with their ranges."""
+    nonfinite = [(x, y) for x, y in points if not -HUGE < y < HUGE]
+    if len(points) <= max_points:
+        return Downsampled([_mean_point(x, [y]) for x, y in points], False, nonfinite, len(nonfinite))
+    width = (x1 - x0) / max_points or 1.0
+
+    def interval_of(x: float) -> int:
+        return min(int((x - x0) / width), max_points - 1)
+
+    intervals: dict[int, list[tuple[float, float]]] = {}
+    for x, y in points:
+        intervals.setdefault(interval_of(x), []).append((x, y))
+    means = [_mean_point(inside[len(inside) // 2][0], [y for _, y in inside])
+             for _, inside in sorted(intervals.items())]
+    marks = {interval_of(x): (x, y) for x, y in nonfinite}
+    return Downsampled(means, True, list(marks.values()), len(nonfinite))
+
+
+def _mean_point(x: float, values: Sequence[float]) -> Point:
+    finite = [y for y in values if -HUGE < y < HUGE]
+    if not finite:
+        return Point(x, math.nan, math.nan, math.nan)
+    return Point(x, math.fsum(finite) / len(finite), min(finite), max(finite))
+
+
+# ---- SVG paths
+
+
+def line_path(positions: Iterable[Position | None]) -> str:
+    """A line through the positions, broken at None; a position by itself is a dot."""
+    parts: list[str] = []
+    before: Position | None = None
+    for position in positions:
+        if position and before:
+            parts.append(f"l{position[0] - before[0]},{position[1] - before[1]}")
+        elif position:
+            parts.append(f"M{position[0]},{position[1]}h0")
+        before = position
+    return "".join(parts)
+
+
+def dot_path(positions: Iterable[Position]) -> str:
+    return "".join(f"M{x},{y}h0" for x, y in positions)
+
+
+def area_path(edges: Iterable[tuple[Position | None, Position | None]]) -> str:
+    """The area between two lines, given as (upper, lower) pairs; broken at None."""
+    parts: list[str] = []
+    upper: list[Position] = []
+    lower: list[Position] = []
+    for top, bottom in [*edges, (None, None)]:
+        if top and bottom:
+            upper.append(top)
+            lower.append(bottom)
+        elif upper:
+            parts.append("M" + "L".join(f"{x},{y}" for x, y in [*upper, *reversed(lower)]) + "Z")
+            upper, lower = [], []
+    return "".join(parts)
+
+
+def step_path(positions: Iterable[Position | None]) -> str:
+    """A staircase: each height holds until the next position. Equal heights are written once."""
+    parts: list[str] = []
+    height, x = -1, 0
+    for position in positions:
+        if position is None:
+            continue
+        x = position[0]
+        if position[1] != height:
+            parts.append(f"H{x}V{position[1]}" if parts else f"M{x},{position[1]}")
+            height = position[1]
+    return "".join(parts) + f"H{x}"
+
+
+# ---- HTML
+
+
+def escaped(value: object) -> str:
+    """Anything as HTML text or an attribute's value, whatever characters it holds."""
+    text = str(value).encode("utf-8", "replace").decode("utf-8")  # half of a surrogate pair has no UTF-8
+    return escape("".join(char if char in "\n\t" or ord(char) >= 32 else "\N{REPLACEMENT CHARACTER}" for char in text))
+
+
+def breakable(text: str) -> str:
+    """Escaped text that a browser may wrap after the characters that join words, and not elsewhere."""
+    return re.sub(r"([/_=]|,(?!\d{3})|(?<=\w)-)(?=\S)", r"\1<wbr>", escaped(text))
+
+
+def script_json(data: Any) -> str:
+    """JSON for a <script> element: nothing inside can close the element."""
     return json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
-
-
-# ---- a page of its own
 
 
 def style() -> str:
@@ -339,22 +532,17 @@ def script() -> str:
     return (STATIC / "charts.js").read_text(encoding="utf-8")
 
 
-def breakable(words: str) -> str:
-    """Text that may go on in the next line after what joins words in it, and so is not broken elsewhere."""
-    return re.sub(r"([/_=]|,(?!\d{3})|(?<=\w)-)(?=\S)", r"\1<wbr>", text(words))
-
-
-def page(title: str, body: str) -> str:
-    """A whole page in one file: nothing is loaded, and no script runs but ours, whatever the body holds."""
+def html_page(title: str, body: str) -> str:
+    """A page in one file: it loads nothing, and its content security policy allows no script but ours."""
     css, js = style(), script()
-    policy = f"default-src 'none'; img-src data:; style-src {_hash(css)}; script-src {_hash(js)}"
+    policy = f"default-src 'none'; img-src data:; style-src {_csp_hash(css)}; script-src {_csp_hash(js)}"
     return ('<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
             f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
             '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
             '<meta name="color-scheme" content="light dark">\n<meta name="generator" content="fitgpt">\n'
-            f'<link rel="icon" href="data:,">\n<title>{text(title)}</title>\n<style>{css}</style>\n</head>\n'
+            f'<link rel="icon" href="data:,">\n<title>{escaped(title)}</title>\n<style>{css}</style>\n</head>\n'
             f"<body>\n<main>\n{body}\n</main>\n<script>{js}</script>\n</body>\n</html>\n")
 
 
-def _hash(content: str) -> str:
+def _csp_hash(content: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"

@@ -5,26 +5,24 @@
             model.safetensors       nanoGPT's parameter names; the head is tied to wte, so it is not stored
             optimizer.safetensors   flat: <param>.exp_avg, <param>.exp_avg_sq, <param>.step …
             state.json              step, best, status, the caller's state, size and sha256 of the other two; sealed
-        step-00000060-2/            branch 2: the run went back to an earlier step and trained on from there
-        set-aside-by-step-00000060-2/   what branch 1 had from that step on
-        set-aside-diverged-1/       what a run that diverged had saved after its last good checkpoint
-        .tmp-…                      being written or removed; those of dead processes go at the next start
+        step-00000060-2/            branch 2: the run was resumed from an earlier step and trained on from there
+        set-aside-by-step-00000060-2/   checkpoints of branch 1 from that step on
+        set-aside-diverged-1/       checkpoints of a diverged run after its last good one
+        .tmp-…                      being written or removed; leftovers of dead processes are removed at the next start
 
-The branch is in the name, so that one rename makes a new checkpoint the last one, whatever else is there.
+The branch is in the name, so that a single rename makes a new checkpoint the last one.
 """
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
-import json
 import os
 import re
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from itertools import chain, count
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,25 +32,18 @@ from torch import Tensor
 
 from .. import __version__
 from ..core.errors import CheckpointError, UsageError
-from ..core.files import disk_faults, folder_atomically, patiently_rename, seal_json, sync_folder, unseal_json
+from ..core.files import disk_faults, folder_atomically, rename_with_retry, seal_json, sync_folder, unseal_json
+from ..engine.weights import TIED_HEAD, TIED_TO, FileSeal, write_safetensors
 from ..runs.folder import StepFolder, step_folder_name, step_folders
 
 SCHEMA = 1
 MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
 # The status of a checkpoint: see divergence.py.
-GOOD = "good"          # evaluated, and the loss is as it should be
+GOOD = "good"          # evaluated, with a plausible loss
 UNKNOWN = "unknown"    # not evaluated
 DIVERGED = "diverged"  # saved while steps were skipped, or after an evaluation that was not good
-TIED_HEAD, TIED_TO = "lm_head.weight", "transformer.wte.weight"
-
 _STATE_KINDS = {"step": int, "best": bool, "files": dict, "state": dict}
 _LEFTOVER = re.compile(r"\.tmp-.*-(\d+)")
-_DTYPE_NAMES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
-    torch.uint8: "U8", torch.bool: "BOOL",
-}
 
 
 @dataclass(frozen=True)
@@ -66,9 +57,9 @@ class Checkpoint:
 
 
 class SetAside(NamedTuple):
-    """What became of the checkpoints of a run that diverged."""
+    """What set_aside_diverged did."""
 
-    good: Checkpoint | None  # the last good one, which is now the last; None: all were set aside
+    good: Checkpoint | None  # the last good one, now the last; None: all were set aside
     steps: list[int]         # those that were set aside
     folder: Path             # where they are
 
@@ -78,28 +69,23 @@ class Loaded:
     path: Path
     step: int
     model: dict[str, Tensor]      # without the tied head
-    optimizer: dict[str, Tensor]  # empty when only the weights were asked for
+    optimizer: dict[str, Tensor]  # empty if only the weights were requested
     state: dict[str, Any]
-    notes: tuple[str, ...]        # what was damaged or odd, each a sentence that names the file
-
-
-class FileSeal(NamedTuple):
-    size: int
-    sha256: str
+    notes: tuple[str, ...]        # sentences about damaged or unknown files
 
 
 class _Damaged(Exception):
-    """Says which file of a checkpoint cannot be trusted, and why."""
+    """A file of a checkpoint is damaged: which one, and how."""
 
 
 # ---- saving
 
 def save(folder: Path, step: int, model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor],
          state: Mapping[str, Any], *, best: bool, keep_last: int, status: str = UNKNOWN) -> Checkpoint:
-    """Writes a checkpoint, and only when it is durable removes older ones: see _prune.
+    """Writes a checkpoint, and removes older ones only when it is on the disk: see _prune.
 
-    Checkpoints at this step or beyond (the run went back) are set aside, not removed. `state` comes back from `load` as
-    JSON would give it.
+    Checkpoints at this step or later (the run was resumed from an earlier one) are set aside, not removed. `load`
+    returns `state` as JSON would.
     """
     if keep_last < 2:
         raise UsageError(f"keep_last={keep_last} leaves nothing to fall back on: it must be at least 2.",
@@ -123,41 +109,9 @@ def save(folder: Path, step: int, model: Mapping[str, Tensor], optimizer: Mappin
     try:
         notes = _set_aside(overtaken, folder / f"set-aside-by-{target.name}")
         _prune(folder, keep_last)
-    except OSError as error:  # the new one is safe: failing to tidy up is no failure to save
+    except OSError as error:  # the new one is saved: failing to tidy up is only a note
         notes = [f"Older checkpoints in {folder} could not be tidied up: {error.strerror or error}."]
     return Checkpoint(target, step, best, dict(state), tuple(notes), status)
-
-
-def write_safetensors(path: Path, tensors: Mapping[str, Tensor],
-                      metadata: Mapping[str, str] | None = None) -> FileSeal:
-    """Streams tensor by tensor, so the host never holds more than one of them twice."""
-    # widest first keeps every tensor aligned to its own element size
-    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-    end = 0
-    for name in names:
-        tensor, start = tensors[name], end
-        end += tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": _DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape),
-                        "data_offsets": [start, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    head = len(text).to_bytes(8, "little") + text
-
-    digest = hashlib.sha256()
-    with open(path, "wb") as file:
-        for part in chain([memoryview(head)], chain.from_iterable(_raw_bytes(tensors[name]) for name in names)):
-            digest.update(part)
-            file.write(part)
-    return FileSeal(len(head) + end, digest.hexdigest())
-
-
-def _raw_bytes(tensor: Tensor) -> Iterator[memoryview]:
-    """The tensor's bytes in row-major order, as a view that lives until the next item is asked for."""
-    host = tensor.detach().to("cpu").contiguous()
-    nbytes = host.numel() * host.element_size()
-    if nbytes:
-        yield memoryview((ctypes.c_char * nbytes).from_address(host.data_ptr())).cast("B")
 
 
 def _without_tied_head(model: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -169,30 +123,30 @@ def _without_tied_head(model: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in model.items() if name != TIED_HEAD}
 
 
-# ---- letting go
+# ---- removing and setting aside
 
 def _set_aside(overtaken: list[StepFolder], aside: Path) -> list[str]:
     if not overtaken:
         return []
     _move(overtaken, aside)
     steps = ", ".join(str(slot.step) for slot in overtaken)
-    return [f"The run went back: its earlier checkpoints at step {steps} are now in {aside}."]
+    return [f"The run was resumed from an earlier step: its checkpoints at step {steps} are now in {aside}."]
 
 
 def _move(slots: Iterable[StepFolder], aside: Path) -> None:
     aside.mkdir(exist_ok=True)
     for slot in slots:
-        patiently_rename(slot.path, aside / slot.path.name)
+        rename_with_retry(slot.path, aside / slot.path.name)
 
 
 def _prune(folder: Path, keep_last: int) -> None:
-    """Keeps the last `keep_last` whole checkpoints, the latest that was best, and the latest good one.
+    """Keeps the last `keep_last` whole checkpoints, the latest best one, and the latest good one.
 
-    Damaged ones do not count, and diverged ones only beside each other: neither pushes a good one out.
+    Damaged ones do not count, and diverged ones are counted separately: neither pushes a good one out.
     """
     whole, sound, seen_best, seen_good = 0, 0, False, False
     for slot in reversed(step_folders(folder)):
-        found = _look_at(slot.path)
+        found = _inspect(slot.path)
         if found is None:
             if sound >= keep_last:
                 _remove(slot.path)
@@ -207,8 +161,8 @@ def _prune(folder: Path, keep_last: int) -> None:
 
 
 def set_aside_diverged(folder: Path) -> SetAside:
-    """Sets aside whatever is later than the last good checkpoint, so that a resume takes that one. Weights may explode
-    some steps before a gradient overflows, so one that was not evaluated does not count as good."""
+    """Sets aside the checkpoints after the last good one, so that a resume takes that one. Weights may explode some
+    steps before a gradient overflows, so a checkpoint that was not evaluated does not count as good."""
     slots = step_folders(folder)
     good, later = None, list[StepFolder]()
     while slots and not (good := _good(slots[-1].path)):
@@ -220,31 +174,31 @@ def set_aside_diverged(folder: Path) -> SetAside:
 
 
 def _good(path: Path) -> Checkpoint | None:
-    found = _look_at(path)
+    found = _inspect(path)
     return found if found is not None and found.status == GOOD else None
 
 
-def _look_at(path: Path) -> Checkpoint | None:
-    """The checkpoint if its state is good and the other files have their sizes; no file is read through."""
+def _inspect(path: Path) -> Checkpoint | None:
+    """The checkpoint if its state.json is valid and the other files have the right sizes; it does not read these."""
     try:
         document = _read_state(path)
         for name, seal in _seals(document).items():
             _check_size(path / name, seal)
     except (_Damaged, CheckpointError):
         return None
-    status = document.get("status", GOOD if document["best"] else UNKNOWN)  # older ones have none
+    status = document.get("status", GOOD if document["best"] else UNKNOWN)  # older checkpoints have none
     return Checkpoint(path, document["step"], document["best"], document["state"], status=status)
 
 
 def _remove(path: Path) -> None:
-    """By a rename first: a kill midway leaves a leftover, not a checkpoint with files missing."""
+    """Renames first: a kill in between leaves a leftover, not a checkpoint with files missing."""
     doomed = path.with_name(f".tmp-{path.name}-{os.getpid()}")
-    patiently_rename(path, doomed)
+    rename_with_retry(path, doomed)
     shutil.rmtree(doomed, ignore_errors=True)
 
 
 def clean_leftovers(folder: Path) -> list[str]:
-    """Removes what killed processes left half-written; a sentence for each. Call before the first save."""
+    """Removes the incomplete folders of killed processes; a sentence per folder. Call before the first save."""
     notes = []
     for path in sorted(folder.glob(".tmp-*")) if folder.is_dir() else []:
         match = _LEFTOVER.fullmatch(path.name)
@@ -255,7 +209,7 @@ def clean_leftovers(folder: Path) -> list[str]:
 
 
 def _runs_elsewhere(pid: int) -> bool:
-    if pid == os.getpid() or sys.platform == "win32":  # there, a folder in use refuses to be removed
+    if pid == os.getpid() or sys.platform == "win32":  # Windows does not remove a folder in use
         return False
     try:
         os.kill(pid, 0)
@@ -270,10 +224,10 @@ def _runs_elsewhere(pid: int) -> bool:
 
 def load(folder: Path, which: str | int = "last", *, device: torch.device | str = "cpu",
          weights_only: bool = False) -> Loaded:
-    """The 'last' or the 'best' whole checkpoint, or the one of a step, every byte verified first.
+    """The 'last' or 'best' whole checkpoint, or the one of a step, after verifying every byte.
 
-    A damaged one is named in `notes` and the next older one used; a step asked for by number is used or
-    refused. With `weights_only` the optimizer's file is not opened.
+    A damaged one is named in `notes` and the next older one used; but a damaged checkpoint requested by its step is an
+    error. With `weights_only` the optimizer's file is not opened.
     """
     slots = list(reversed(step_folders(folder)))
     if not slots:
@@ -284,7 +238,7 @@ def load(folder: Path, which: str | int = "last", *, device: torch.device | str 
         try:
             return _load_one(slot.path, device, weights_only, notes)
         except _Damaged as damage:
-            if not slot.path.exists():  # a trainer at work let it go while we were reading
+            if not slot.path.exists():  # a running trainer removed it in the meantime
                 return load(folder, which, device=device, weights_only=weights_only)
             notes.append(f"{damage}: the checkpoint of step {slot.step} is not used.")
     others = ", ".join(str(slot.step) for slot in slots if slot not in candidates)
@@ -295,7 +249,7 @@ def load(folder: Path, which: str | int = "last", *, device: torch.device | str 
 
 
 def load_folder(path: Path, *, device: torch.device | str = "cpu", weights_only: bool = False) -> Loaded:
-    """The checkpoint that this folder is, whatever it is called and wherever it was copied to."""
+    """The checkpoint in this folder, whatever its name."""
     try:
         return _load_one(path, device, weights_only, [])
     except _Damaged as damage:
@@ -303,17 +257,17 @@ def load_folder(path: Path, *, device: torch.device | str = "cpu", weights_only:
 
 
 def list_checkpoints(folder: Path) -> list[Checkpoint]:
-    """Those that look whole (sizes and state.json; the rest is verified at load), oldest first."""
-    found: Iterable[Checkpoint | None] = (_look_at(slot.path) for slot in step_folders(folder))
+    """Checkpoints that look whole (sizes and state.json; the rest is verified by `load`), oldest first."""
+    found: Iterable[Checkpoint | None] = (_inspect(slot.path) for slot in step_folders(folder))
     return [checkpoint for checkpoint in found if checkpoint is not None]
 
 
 def _candidates(newest_first: list[StepFolder], which: str | int) -> tuple[list[StepFolder], list[str]]:
-    """In the order to try them."""
+    """(the checkpoints in the order to try them, notes)."""
     if which == "last":
         return newest_first, []
     if which == "best":
-        marked = [slot for slot in newest_first if (seen := _look_at(slot.path)) is not None and seen.best]
+        marked = [slot for slot in newest_first if (found := _inspect(slot.path)) is not None and found.best]
         rest = [slot for slot in newest_first if slot not in marked]
         return marked + rest, [] if marked else ["No checkpoint here is marked best: the last one is used."]
     chosen = [slot for slot in newest_first if slot.step == which][:1]
@@ -330,8 +284,8 @@ def _load_one(path: Path, device: torch.device | str, weights_only: bool, notes:
     for name in wanted:
         _verify(path / name, seals[name])
     tensors = [_read_tensors(path / name, device) for name in wanted]
-    strangers = sorted({each.name for each in path.iterdir()} - {MODEL, OPTIMIZER, STATE})
-    notes = notes + [f"{path / name} is not ours, and was passed over." for name in strangers]
+    unknown = sorted({each.name for each in path.iterdir()} - {MODEL, OPTIMIZER, STATE})
+    notes = notes + [f"{path / name} is not part of a checkpoint and was ignored." for name in unknown]
     return Loaded(path, document["step"], tensors[0], {} if weights_only else tensors[1],
                   document["state"], tuple(notes))
 
@@ -387,7 +341,7 @@ def _verify(file: Path, seal: FileSeal) -> None:
 def _read_tensors(file: Path, device: torch.device | str) -> dict[str, Tensor]:
     try:
         with safe_open(file, framework="pt") as opened:
-            # a copy, since the library may hand out views of the mapped file
+            # a copy, since the library may return views of the memory-mapped file
             return {name: opened.get_tensor(name).to(device, copy=True) for name in opened.keys()}  # noqa: SIM118
     except SafetensorError as error:
-        raise _Damaged(f"{file} is no safetensors file ({error})") from error
+        raise _Damaged(f"{file} is not a safetensors file ({error})") from error

@@ -1,9 +1,10 @@
-"""All that a run will do with memory, done once before its first step, at full size; and what each phase reached.
+"""The rehearsal: everything a run does with memory, done once before its first step, at full size; and the peak of each
+phase.
 
-Nothing is left of it. The optimizer's step runs with a loss scale that is not a number, so that it is skipped as any
-step is whose gradients are not finite: each optimizer then leaves weights and moments as they are, bit for bit. One
-that applies gradients as they are made cannot skip: there all is copied to the host first, and back. The random
-generators and the count that seeds rounding are put back; batches come from a feed of their own, and are a function of
+It changes nothing. The optimizer's step runs with a loss scale of NaN, so that it is skipped like any step whose
+gradients are not finite: each optimizer then leaves weights and moments as they are, bit for bit. An optimizer that
+applies gradients in the backward pass cannot skip: there everything is copied to CPU RAM first, and back. The RNG state
+and the counter that seeds stochastic rounding are restored. Batches come from a separate prefetcher and depend only on
 their number.
 """
 
@@ -19,28 +20,29 @@ import torch
 from torch import Tensor
 
 from ..config.run_config import RunConfig
+from ..core.phases import PhaseMemory
 from ..engine.device import read_memory, reset_peaks, synchronize
-from ..engine.oom import Dice, release
+from ..engine.oom import RngState, release
 from ..engine.optim.adamw import Optimizer, Scaler
-from ..engine.prefetch import Feed
-from ..nouns import Evaluation, MemoryReading, PhaseForecast
+from ..engine.prefetch import Prefetcher
+from ..runs.metrics import Evaluation, MemoryReading
 from .loop import Training, drop_gradients, learning_rate_at, train_step
 
-MICRO_STEPS = 2  # of an iteration: the first makes the gradients, the second adds to them
+MICRO_STEPS = 2  # per iteration: the first allocates the gradients, the second adds to them
 
 
 class Peaks:
-    """The most that each phase of a run was seen to hold."""
+    """The measured peak of each phase of a run."""
 
     def __init__(self, device: torch.device) -> None:
-        self.of: dict[str, PhaseForecast] = {}
+        self.of: dict[str, PhaseMemory] = {}
         self._device = str(device)
 
     def seen(self, phase: str, memory: MemoryReading) -> None:
-        if memory.peak_reserved:  # zeros: the device does not count
-            before = self.of.get(phase, PhaseForecast(0, 0))
-            self.of[phase] = PhaseForecast(max(before.allocated, memory.peak_allocated),
-                                           max(before.reserved, memory.peak_reserved))
+        if memory.peak_reserved:  # 0: the device has no counters
+            before = self.of.get(phase, PhaseMemory(0, 0))
+            self.of[phase] = PhaseMemory(max(before.allocated, memory.peak_allocated),
+                                         max(before.reserved, memory.peak_reserved))
 
     @property
     def most_allocated(self) -> int:
@@ -54,23 +56,23 @@ class Peaks:
         self.seen(phase, read_memory(self._device))
 
 
-def rehearse(training: Training, config: RunConfig, feed: Callable[[RunConfig], Feed],
-             look: Callable[[], Evaluation | None], peaks: Peaks) -> None:
-    """In the order that needs most: evaluation, two iterations, evaluation, what a checkpoint copies.
+def rehearse(training: Training, config: RunConfig, feed: Callable[[RunConfig], Prefetcher],
+             short_eval: Callable[[], Evaluation | None], peaks: Peaks) -> None:
+    """Evaluation, two iterations, evaluation, a checkpoint's copies: the order that needs most. Fills `peaks`.
 
-    `look` evaluates a few batches. If memory runs out on the way, nothing is left of that either.
+    `short_eval` evaluates a few batches. Nothing is left over if it runs out of memory either.
     """
     micro_steps = min(config.gradient_accumulation_steps, MICRO_STEPS)
     short = replace(config, gradient_accumulation_steps=micro_steps, max_iters=1)
     batches = feed(short)
     try:
-        with no_trace(training) as stand_in:
-            _look(peaks, "first_eval", look)
+        with without_side_effects(training) as stand_in:
+            _evaluate(peaks, "first_eval", short_eval)
             if not config.eval_only:
                 for phase in ("first_train", "train"):
                     with peaks.during(phase):
                         train_step(stand_in, short, batches, learning_rate_at(0, config), lambda: False)
-                _look(peaks, "eval", look)
+                _evaluate(peaks, "eval", short_eval)
                 with peaks.during("save"):
                     largest(training.model.weight_tensors()).to("cpu", copy=True)
                     largest(training.optimizer.tensors()).to("cpu", copy=True)
@@ -80,22 +82,22 @@ def rehearse(training: Training, config: RunConfig, feed: Callable[[RunConfig], 
     reset_peaks(str(training.device))
 
 
-def _look(peaks: Peaks, phase: str, look: Callable[[], Evaluation | None]) -> None:
-    """An evaluation resets the counters itself, and says what they were."""
-    evaluation = look()
+def _evaluate(peaks: Peaks, phase: str, short_eval: Callable[[], Evaluation | None]) -> None:
+    """An evaluation resets the peak counters itself and returns what they were."""
+    evaluation = short_eval()
     if evaluation is not None:
         peaks.seen(phase, evaluation.memory)
 
 
 def largest(tensors: dict[str, Tensor]) -> Tensor:
-    """A save copies one tensor after another: the largest says what it needs."""
+    """A save copies one tensor after another, so the largest one decides what it needs."""
     return max(tensors.values(), key=lambda each: each.numel() * each.element_size())
 
 
 @contextmanager
-def no_trace(training: Training) -> Iterator[Training]:
-    """A stand-in that computes with the training's own weights and optimizer, and whose steps change neither."""
-    dice, optimizer, model = Dice(training.device), training.optimizer, training.model
+def without_side_effects(training: Training) -> Iterator[Training]:
+    """A copy of the training that uses the same weights and optimizer, and whose steps change neither."""
+    rng_state, optimizer, model = RngState(training.device), training.optimizer, training.model
     cannot_skip = isinstance(optimizer.sink, Optimizer)
     before = {name: each.to("cpu", copy=True) if cannot_skip else each for name, each in optimizer.held().items()}
     weights = {name: each.to("cpu", copy=True) for name, each in model.weight_tensors().items()} if cannot_skip else {}
@@ -108,5 +110,5 @@ def no_trace(training: Training) -> Iterator[Training]:
         drop_gradients(training)
         if weights:
             model.load_weight_tensors(weights)
-        optimizer.put_back(before)
-        dice.put_back()
+        optimizer.restore(before)
+        rng_state.restore()

@@ -1,130 +1,133 @@
-"""The training loop, as you would tell it: evaluate when it is time, keep what is worth keeping, take a step."""
+"""The training loop: evaluate when it is due, save what is worth saving, take a step, report."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from ..config.architectures import GPTConfig
 from ..config.run_config import RunConfig
 from ..core.errors import DeviceError, Interrupted, SystemFault
-from ..engine.cuda_graphs import Recorder
+from ..engine.cuda_graphs import GraphCapturer
 from ..engine.device import read_memory, synchronize
 from ..engine.model import GPT
-from ..engine.oom import Refusal, attempt, release
+from ..engine.oom import OutOfMemory, attempt, release
 from ..engine.optim.adamw import Optimizer, Scaler, apply_gradients
-from ..engine.prefetch import Feed
-from ..nouns import Evaluation, RunFacts, SplitLoss, StepReport
+from ..engine.prefetch import Prefetcher
+from ..runs.metrics import Evaluation, RunFacts, SplitLoss, StepReport
 from .checkpoint import GOOD, UNKNOWN, SetAside
 from .divergence import DivergenceCheck, judge
-from .meter import Meter, flops_a_token
 
-SAVES_THAT_MAY_FAIL = 3  # in a row, before a run stops rather than go on unsaved
+MAX_FAILED_SAVES = 3  # in a row; then the run stops rather than train on unsaved
 
 
 @dataclass
 class Training:
-    """All that training changes. A checkpoint holds exactly this, and a resume restores it."""
+    """Everything that training changes. A checkpoint stores exactly this, and a resume restores it."""
 
     model: GPT
     optimizer: Optimizer
     scaler: Scaler
     step: int = 0                         # steps completed
-    best: SplitLoss | None = None         # the best validation loss so far, and the block it was taken at
+    best: SplitLoss | None = None         # the best validation loss so far, with its block size and windows
     evaluated_at: int = -1                # the step of the last evaluation …
-    evaluation_status: str = UNKNOWN      # … and what it says of the weights: see divergence.py
-    last_good: SplitLoss | None = None    # the training loss of the last evaluation that was good
+    evaluation_status: str = UNKNOWN      # … and whether the weights were good: see divergence.py
+    last_good: SplitLoss | None = None    # the training loss of the last good evaluation
     saved_at: int = -1                    # the step of the last checkpoint
 
     def __post_init__(self) -> None:
         self.accumulate: Callable[..., Tensor] = self.model.accumulate
         self.token_losses: Callable[[Tensor, Tensor], Tensor] = self.model.token_losses
-        self.gradients_stay = False
-        self.half_done = False  # the optimizer has begun to change the weights, and is not through
+        self.gradients_stay = False  # zeroed after a step instead of freed
+        self.half_done = False       # the optimizer has begun to change the weights and has not finished
 
     @property
     def device(self) -> torch.device:
         return self.model.lm_head.weight.device
 
     def keep_gradients(self) -> None:
-        """Zeroed after each step instead of freed: what is recorded knows their places."""
+        """Allocates gradients that are zeroed after each step instead of freed: CUDA graphs need fixed addresses."""
         self.gradients_stay = True
         for parameter in self.model.parameters():
             parameter.grad = torch.zeros_like(parameter)
 
-    def record_gpu_work(self, warn: Callable[[str], None], *, trains: bool = True) -> None:
-        """From the second micro-step and evaluation batch on, what the card does is replayed: see graphs.py. Where
-        nothing trains there are no gradients to have a place."""
-        recorder = Recorder(warn)
-        self.accumulate = recorder.replaying(self.model.accumulate)
-        self.token_losses = recorder.replaying(self.model.token_losses)
+    def use_cuda_graphs(self, warn: Callable[[str], None], *, trains: bool = True) -> None:
+        """Captures the second micro-step and evaluation batch as CUDA graphs and replays them from then on. Without
+        `trains` no gradients are allocated."""
+        capturer = GraphCapturer(warn)
+        self.accumulate = capturer.replaying(self.model.accumulate)
+        self.token_losses = capturer.replaying(self.model.token_losses)
         if trains:
             self.keep_gradients()
 
-    def forget_recorded_work(self) -> None:
-        """Lets go of recordings, of their pool of memory and of all gradients."""
+    def drop_cuda_graphs(self) -> None:
+        """Frees captured CUDA graphs, their memory pool and all gradients; from now on steps run eagerly."""
         self.accumulate, self.token_losses = self.model.accumulate, self.model.token_losses
         self.gradients_stay = False
         drop_gradients(self)
 
 
 @dataclass(frozen=True)
-class WentBack:
-    """No step was taken: the training is where it was last known to be whole."""
+class RolledBack:
+    """No step was taken: the training is back at its last checkpoint, or at its start."""
 
 
-Taken = tuple[Tensor, Tensor]  # a step's mean loss and gradient norm, still on the device
+StepResult = tuple[Tensor, Tensor]  # a step's mean loss and gradient norm, on the device
 
 
-class Steps(Protocol):
-    """Who takes the steps: guard.py."""
+class StepRunner(Protocol):
+    """Takes steps: oom_recovery.Guard."""
 
-    def take(self, learning_rate: float, stop_asked: Callable[[], bool]) -> Taken | WentBack | DeviceError | None:
-        """None: a stop was asked for. DeviceError: there is no memory for a step, however small."""
+    def take(self, learning_rate: float,
+             stop_requested: Callable[[], bool]) -> StepResult | RolledBack | DeviceError | None:
+        """None: a stop was requested. DeviceError: even the smallest plan is out of memory."""
 
 
-class Rim(Protocol):
-    """What the loop asks of the world around it: to look, to keep, to tell."""
+class TrainingCallbacks(Protocol):
+    """What the loop needs from outside: evaluate, save, report. Implemented by reporter.TrainingReporter."""
 
-    def evaluate(self, step: int) -> Evaluation | Refusal | None: ...
+    def evaluate(self, step: int) -> Evaluation | OutOfMemory | None: ...
     def save(self, training: Training, *, is_best: bool) -> None: ...
     def set_aside_diverged(self) -> SetAside: ...
     def advanced(self, steps: float) -> None:
-        """So many steps are handed to the device, whole ones and the share of one: called at every micro-step."""
+        """`steps`: how many have been launched, with a fraction; called after every micro-step."""
     def reported(self, report: StepReport) -> None: ...
     def evaluated(self, evaluation: Evaluation, *, is_best: bool) -> None: ...
     def warn(self, sentence: str) -> None: ...
     def tell(self, row: dict[str, Any]) -> None:
-        """Something happened: a row for the record, its `text` for the user."""
+        """An event: a row for metrics.jsonl, whose `text` is shown to the user."""
 
 
-def train(training: Training, config: RunConfig, facts: RunFacts, steps: Steps, rim: Rim,
-          stop_asked: Callable[[], bool]) -> None:
-    """Trains to `max_iters` steps, or until asked to stop: then it saves, and raises Interrupted."""
+def train(training: Training, config: RunConfig, facts: RunFacts, steps: StepRunner, callbacks: TrainingCallbacks,
+          stop_requested: Callable[[], bool]) -> None:
+    """Trains up to `max_iters` steps. On a stop request it saves and raises Interrupted."""
     meter = Meter(config.tokens_per_step, lambda: synchronize(str(training.device)))
-    keep = _Keeper(training, rim, meter, keeps=not config.eval_only)
-    divergence = DivergenceCheck(training, config, rim.warn, rim.set_aside_diverged)
+    saver = CheckpointSaver(training, callbacks, meter, enabled=not config.eval_only)
+    divergence = DivergenceCheck(training, config, callbacks.warn, callbacks.set_aside_diverged)
     while True:
         if is_evaluation_due(training, config):
             with meter.paused():
-                evaluation = rim.evaluate(training.step)
+                evaluation = callbacks.evaluate(training.step)
             if evaluation is None:
-                raise keep.stopped()
+                raise saver.stopped()
             training.evaluated_at, is_best = training.step, False
-            if not isinstance(evaluation, Refusal):
+            if not isinstance(evaluation, OutOfMemory):
                 is_good = judge(evaluation, training.last_good, training.model.config.vocab_size) == GOOD
                 is_best = is_good and improves(training.best, evaluation.of("val"))
                 training.best = evaluation.of("val") if is_best else training.best
-                rim.evaluated(evaluation, is_best=is_best)
+                callbacks.evaluated(evaluation, is_best=is_best)
             divergence.evaluated(evaluation)
             if training.step > 0 and (is_best or config.always_save_checkpoint):
-                keep.save(is_best=is_best, forgiving=training.step < config.max_iters)
+                saver.save(is_best=is_best, may_fail=training.step < config.max_iters)
         elif config.save_interval and training.step % config.save_interval == 0:
-            keep.save()
+            saver.save()
         if config.eval_only:
             break
         if training.step >= config.max_iters:
@@ -132,56 +135,57 @@ def train(training: Training, config: RunConfig, facts: RunFacts, steps: Steps, 
             break
 
         learning_rate = learning_rate_at(training.step, config)
-        result = steps.take(learning_rate, stop_asked)
+        result = steps.take(learning_rate, stop_requested)
         if result is None:
-            raise keep.stopped()
-        if isinstance(result, WentBack):
+            raise saver.stopped()
+        if isinstance(result, RolledBack):
             continue
         if isinstance(result, DeviceError):
-            keep.save(forgiving=False)
-            raise DeviceError(f"{result.what} What was trained is saved.", result.fix)
+            saver.save(may_fail=False)
+            raise DeviceError(f"{result.what} The run is saved.", result.fix)
         training.step += 1
         meter.stepped()
         if (training.step - 1) % config.log_interval == 0 or training.step == config.max_iters:
             report = make_report(training, config, facts, meter, result, learning_rate)
-            rim.reported(report)
+            callbacks.reported(report)
             divergence.stepped(report.loss)
-        if stop_asked():
-            raise keep.stopped()
+        if stop_requested():
+            raise saver.stopped()
 
 
-def train_step(training: Training, config: RunConfig, feed: Feed, learning_rate: float,
-               stop_asked: Callable[[], bool], advanced: Callable[[float], None] = lambda steps: None) -> Taken | None:
-    """One optimizer step over all its micro-batches: (mean loss, gradient norm), still on the device.
+def train_step(training: Training, config: RunConfig, feed: Prefetcher, learning_rate: float,
+               stop_requested: Callable[[], bool],
+               advanced: Callable[[float], None] = lambda steps: None) -> StepResult | None:
+    """One optimizer step over all its micro-batches → (mean loss, gradient norm), on the device.
 
-    None if a stop was asked for: the unfinished step is dropped, as if it had never begun.
+    None if a stop was requested: the unfinished step is dropped and changes nothing.
     """
-    model, scaler, pieces = training.model, training.scaler, config.gradient_accumulation_steps
-    training.half_done = isinstance(training.optimizer.sink, Optimizer)  # it applies gradients as they are made
+    model, scaler, accumulation = training.model, training.scaler, config.gradient_accumulation_steps
+    training.half_done = isinstance(training.optimizer.sink, Optimizer)  # it applies each gradient at once
     training.optimizer.begin(learning_rate)
-    model.renew_copies()
+    model.refresh_casts()
     sink = [training.optimizer.sink] if training.optimizer.sink else []
-    scale = scaler.scale / pieces
+    scale = scaler.scale / accumulation
     loss_sum = torch.zeros((), device=scale.device)
-    for micro in range(pieces):
-        number = training.step * pieces + micro
+    for micro in range(accumulation):
+        number = training.step * accumulation + micro
         if config.dropout:
             seed_dropout(config.seed, number)
         inputs, targets = feed.get(number)
         loss_sum += training.accumulate(inputs, targets, scale, *sink)
-        advanced(training.step + (micro + 1) / pieces)
-        if micro + 1 < pieces and stop_asked():
+        advanced(training.step + (micro + 1) / accumulation)
+        if micro + 1 < accumulation and stop_requested():
             drop_gradients(training)
             return None
     mean_loss = loss_sum / scaler.scale
-    norm = apply_gradients(model, _Noted(training), scaler, learning_rate, config.grad_clip,
+    norm = apply_gradients(model, _StepTracker(training), scaler, learning_rate, config.grad_clip,
                            stay=training.gradients_stay)
     training.half_done = False
     return mean_loss, norm
 
 
-class _Noted(Optimizer):
-    """The training's optimizer. Its step is noted as begun: what fails before has changed nothing yet."""
+class _StepTracker(Optimizer):
+    """The training's optimizer. Sets `half_done` when its step begins: a failure before that has changed nothing."""
 
     def __init__(self, training: Training) -> None:
         self._training, self.sink = training, training.optimizer.sink
@@ -198,12 +202,12 @@ def drop_gradients(training: Training) -> None:
 
 
 def seed_dropout(seed: int, micro_batch: int) -> None:
-    """Dropout's masks are a function of the micro-batch's number: a resumed or repeated step draws the same."""
+    """Seeds the RNG by the micro-batch's number, so that a resumed or retried step draws the same dropout masks."""
     torch.manual_seed((seed * 2**40 + micro_batch) % 2**63)
 
 
 def learning_rate_at(step: int, config: RunConfig) -> float:
-    """Linear warm-up, cosine decay, then the floor: nanoGPT's schedule."""
+    """Linear warm-up, cosine decay, then `min_lr`: nanoGPT's schedule."""
     if not config.decay_lr:
         return config.learning_rate
     if step < config.warmup_iters:
@@ -215,13 +219,14 @@ def learning_rate_at(step: int, config: RunConfig) -> float:
 
 
 def is_evaluation_due(training: Training, config: RunConfig) -> bool:
-    """Every eval_interval steps and at the end, but never twice at one step (a resume begins where it saved)."""
+    """Every eval_interval steps and at the end, but not twice at one step (a resume starts where it saved)."""
     due = training.step % config.eval_interval == 0 or training.step >= config.max_iters
     return config.eval_only or (due and training.evaluated_at != training.step)
 
 
 def improves(best: SplitLoss | None, new: SplitLoss) -> bool:
-    """Losses over other windows, or other blocks, do not compare: after such a change the first is the best."""
+    """Whether `new` is the best loss. Losses over different windows or block sizes are not comparable: after such a
+    change the first one counts as best."""
     if not math.isfinite(new.mean):
         return False
     comparable = best is not None and (best.block, best.windows or new.windows) == (new.block, new.windows)
@@ -230,10 +235,10 @@ def improves(best: SplitLoss | None, new: SplitLoss) -> bool:
 
 def make_report(training: Training, config: RunConfig, facts: RunFacts, meter: Meter,
                 result: tuple[Tensor, Tensor], learning_rate: float) -> StepReport:
-    """Reads the step's figures off the device: the only place where the host waits for it."""
-    loss, norm = (figure.item() for figure in result)
+    """Reads the step's loss and norm from the device: the only place where the CPU waits for it."""
+    loss, norm = (value.item() for value in result)
     seconds, tokens_per_s = meter.lap()
-    flops = flops_a_token(training.model.config, config.block_size)
+    flops = flops_per_token(training.model.config, config.block_size)
     return StepReport(
         step=training.step - 1, loss=loss, lr=learning_rate, grad_norm=norm, seconds=seconds,
         tokens_per_s=tokens_per_s, mfu=tokens_per_s * flops / facts.peak_flops if facts.peak_flops else None,
@@ -241,43 +246,91 @@ def make_report(training: Training, config: RunConfig, facts: RunFacts, meter: M
         memory=read_memory(facts.device), seconds_left=meter.time_left(config.max_iters - training.step))
 
 
-class _Keeper:
-    """Saves, and forgives a failed save until there have been too many: older checkpoints stay as they are."""
+class CheckpointSaver:
+    """Saves checkpoints. A failed save is only reported, until MAX_FAILED_SAVES fail in a row: older checkpoints are
+    still there. `enabled`: False for a run that only evaluates, which has nothing to save."""
 
-    def __init__(self, training: Training, rim: Rim, meter: Meter, *, keeps: bool = True) -> None:
-        self._training, self._rim, self._meter = training, rim, meter
-        self._keeps = keeps  # a run that only evaluates has nothing of its own to save
+    def __init__(self, training: Training, callbacks: TrainingCallbacks, meter: Meter, *, enabled: bool = True) -> None:
+        self._training, self._callbacks, self._meter, self._enabled = training, callbacks, meter, enabled
         self._failures = 0
 
     def stopped(self) -> Interrupted:
-        """The run's end on request: everything up to the last whole step is kept."""
-        self.save(forgiving=False)
-        kept = "; the run is saved" if self._keeps else ""
-        return Interrupted(f"Stopped at step {self._training.step}, as asked{kept}.")
+        """Saves after a stop request and returns the error that ends the run."""
+        self.save(may_fail=False)
+        saved = "; the run is saved" if self._enabled else ""
+        return Interrupted(f"Stopped at step {self._training.step}, as requested{saved}.")
 
-    def save(self, *, is_best: bool = False, forgiving: bool = True) -> None:
-        if not self._keeps or self._training.saved_at == self._training.step:
+    def save(self, *, is_best: bool = False, may_fail: bool = True) -> None:
+        if not self._enabled or self._training.saved_at == self._training.step:
             return
         try:
             with self._meter.paused():
                 self._save(is_best)
         except SystemFault as fault:
             self._failures += 1
-            if not forgiving or self._failures >= SAVES_THAT_MAY_FAIL:
+            if not may_fail or self._failures >= MAX_FAILED_SAVES:
                 raise
-            self._rim.warn(f"The checkpoint of step {self._training.step} could not be saved ({fault.what}). "
-                           "Training goes on and tries again at the next interval.")
+            self._callbacks.warn(f"The checkpoint of step {self._training.step} could not be saved ({fault.what}). "
+                                 "Training continues and tries again at the next interval.")
         else:
             self._failures = 0
             self._training.saved_at = self._training.step
 
     def _save(self, is_best: bool) -> None:
-        """A save asks the card for nothing; the host's memory may run out, and be there a moment later."""
+        """Retries once when CPU RAM runs out, since others may free some. A save allocates no GPU memory."""
         def save() -> None:
-            self._rim.save(self._training, is_best=is_best)
+            self._callbacks.save(self._training, is_best=is_best)
 
-        if isinstance(attempt(save), Refusal):
+        if isinstance(attempt(save), OutOfMemory):
             release(self._training.device)
-            refused = attempt(save)
-            if isinstance(refused, Refusal):
-                raise SystemFault(f"memory ran out: {refused.words}")
+            failed = attempt(save)
+            if isinstance(failed, OutOfMemory):
+                raise SystemFault(f"out of memory: {failed.message}")
+
+
+# ---- speed
+
+def flops_per_token(config: GPTConfig, block: int) -> int:
+    """FLOPs of forward and backward, counted as in PaLM's appendix B and in nanoGPT: 6 per weight, plus attention."""
+    return 6 * config.count_params(positions=False) + 12 * config.n_layer * config.n_embd * block
+
+
+class Meter:
+    """Time per step and tokens per second since the last report, without evaluations and saves.
+
+    `synchronize` waits until the device has finished all queued work.
+    """
+
+    def __init__(self, tokens_per_step: int, synchronize: Callable[[], None]) -> None:
+        self._tokens_per_step, self._synchronize = tokens_per_step, synchronize
+        self._steps = 0
+        self._since = time.perf_counter()
+        self._paused = 0.0
+        self._smoothed = 0.0
+
+    def stepped(self) -> None:
+        self._steps += 1
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Excludes what happens inside. Kernels run asynchronously, so it synchronizes at both ends: steps still queued
+        count as training, and work queued inside does not."""
+        self._synchronize()
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._synchronize()
+            self._paused += time.perf_counter() - started
+
+    def lap(self) -> tuple[float, float]:
+        """(seconds per step, tokens per second) since the last lap. Call it when the device is synchronized."""
+        now = time.perf_counter()
+        seconds = max(now - self._since - self._paused, 1e-9) / max(self._steps, 1)
+        self._since, self._paused, self._steps = now, 0.0, 0
+        self._smoothed = seconds if not self._smoothed else 0.8 * self._smoothed + 0.2 * seconds
+        return seconds, self._tokens_per_step / seconds
+
+    def time_left(self, steps: int) -> float:
+        """Seconds for this many steps, from a smoothed step time: one slow step (a suspended laptop) hardly counts."""
+        return self._smoothed * steps

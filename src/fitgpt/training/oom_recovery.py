@@ -1,16 +1,16 @@
-"""What happens when memory runs out in a step: all is let go of, and the same step is taken again, then in less.
+"""Out of memory in a step: free everything, retry the same step, then retry it with a smaller fallback plan.
 
-First as it was: what others took may be free again, and what lay between blocks is. Then down the ladder, to the first
-smaller plan that fits what is free now. A step's samples are the same however it is split, dropout's dice are seeded by
-the micro-batch's number, and the random generators are put back, so a step that is taken again is the same step; only
-dropout's masks are others where its micro-batches are.
+First retry unchanged: another process may have freed memory, and empty_cache() has removed fragmentation. Then take the
+first fallback plan that fits what is free now. A retried step is the same step: its samples do not depend on how it is
+split into micro-batches, dropout is seeded by the micro-batch's number, and the RNG state is restored. Only dropout's
+masks differ if the micro-batches do.
 
-No step is applied twice or half. Until the optimizer's own step begins nothing has changed, and the gradients are
-simply made again. From there on AdamW's step allocates nothing: its state is there from the start, its kernel works in
-place, and so do the counters of the loss scale (float16's make a few scalars, into blocks that the gradients' norm has
-just freed). Optimizers that do allocate on the way (Muon, rounded states without Triton) or that apply gradients as
-they are made may be left half done: then the training goes back to its last checkpoint, or to its beginning. If that
-happens again before a new checkpoint, the same plan would never get beyond it: the next smaller one is taken at once.
+No step is applied twice or half. Until the optimizer's step begins nothing has changed, and the gradients are computed
+again. AdamW's step allocates nothing: its state exists from the start, its kernel works in place, and so do the
+counters of the loss scale (float16's need a few scalars, in blocks that the gradient norm has just freed). Optimizers
+that do allocate (Muon, low-precision states without Triton) or that apply gradients in the backward pass may be left
+half done: then the training rolls back to its last checkpoint, or to its start. If that happens again before a new
+checkpoint, the same plan would never get further: the next smaller one is taken at once.
 """
 
 from __future__ import annotations
@@ -22,153 +22,158 @@ from typing import Protocol, TypeVar
 from ..config.run_config import RunConfig
 from ..core.errors import DeviceError
 from ..core.units import show_bytes
-from ..engine.oom import Dice, Refusal, attempt, release
-from ..engine.prefetch import Feed
-from ..engine.signs import in_pieces
-from ..nouns import Rung
-from .loop import Rim, Taken, Training, WentBack, train_step
+from ..engine.oom import OutOfMemory, RngState, attempt, fragmentation_hint, release
+from ..engine.prefetch import Prefetcher
+from ..planning.plan_file import FallbackPlan
+from .loop import RolledBack, StepResult, Training, TrainingCallbacks, train_step
 
-SETTLED = 10     # steps after which a new refusal is a new story, and the same plan is tried once more
-LOOK_EVERY = 50  # steps between two looks whether there is room to step up again
-TO_SPARE = 1.05  # of what a larger plan needs must be there before it is taken up again
+STABLE_STEPS = 10  # after so many steps a new OOM is a new case, and the same plan is retried once more
+CHECK_EVERY = 50   # steps between two checks whether a larger plan fits again
+MARGIN = 1.05      # a larger plan is taken again when this times its needs is free
 
 Result = TypeVar("Result")
 
 
-class Ways(Protocol):
-    """How a run is made to compute otherwise; run.py knows."""
+class Reconfigurer(Protocol):
+    """Changes how a run computes: run.RunReconfigurer."""
 
-    needs: int | None  # of the plan as it was asked for
+    needs: int | None  # bytes, of the plan as requested
 
-    def ladder(self) -> Sequence[Rung]: ...
+    def ladder(self) -> Sequence[FallbackPlan]: ...
     def adopt(self, config: RunConfig) -> None:
-        """Makes the training compute as the config says. May be called again after it ran out of memory itself."""
-    def feed(self, config: RunConfig) -> Feed: ...
-    def go_back(self) -> None:
-        """Brings the training to its last consistent state."""
+        """Makes the training compute as the config says. May be called again if it was out of memory itself."""
+    def feed(self, config: RunConfig) -> Prefetcher: ...
+    def roll_back(self) -> None:
+        """Restores the last checkpoint, or the start of the run."""
     def room(self) -> int | None:
-        """What the allocator could hold in all now; None: nobody says."""
+        """Bytes that the allocator could reserve in all now; None: not known."""
 
 
 class Guard:
-    """Takes a run's steps. `step_up`: larger plans may be taken up again when there is room."""
+    """Takes a run's steps. `step_up`: larger plans may be taken again when there is room."""
 
-    def __init__(self, training: Training, config: RunConfig, ways: Ways, rim: Rim, *, step_up: bool = False) -> None:
-        self._training, self._asked, self._ways, self._rim = training, config, ways, rim
-        self._may_rise = step_up
+    def __init__(self, training: Training, config: RunConfig, reconfigurer: Reconfigurer,
+                 callbacks: TrainingCallbacks, *, step_up: bool = False) -> None:
+        self._training, self._requested, self._callbacks = training, config, callbacks
+        self._reconfigurer = reconfigurer
+        self._may_step_up = step_up
         self.config = config                  # as it computes now
-        self._place = -1                      # on the ladder; -1: as asked
-        self._feed = ways.feed(config)
+        self._position = -1                   # on the fallback ladder; -1: as requested
+        self._feed = reconfigurer.feed(config)
         self._adopted = True
-        self._refused_at: int | None = None   # the step
-        self._back_at: int | None = None      # the checkpoint it went back to last, by its step
-        self._look_again_at = 0
+        self._oom_step: int | None = None     # the step of the last OOM
+        self._rolled_back_to: int | None = None  # the step of the checkpoint it rolled back to last
+        self._next_check = 0                  # the step of the next check for room
 
     def close(self) -> None:
         self._feed.close()
 
-    def take(self, learning_rate: float, stop_asked: Callable[[], bool]) -> Taken | WentBack | DeviceError | None:
-        self._rise()
-        return self.protected(lambda: train_step(self._training, self.config, self._feed, learning_rate, stop_asked,
-                                                 self._rim.advanced))
+    def take(self, learning_rate: float,
+             stop_requested: Callable[[], bool]) -> StepResult | RolledBack | DeviceError | None:
+        self._step_up()
+        return self.protected(lambda: train_step(self._training, self.config, self._feed, learning_rate,
+                                                 stop_requested, self._callbacks.advanced))
 
-    def protected(self, work: Callable[[], Result]) -> Result | WentBack | DeviceError:
-        """Does the work, again and in less memory until there is enough of it."""
+    def protected(self, work: Callable[[], Result]) -> Result | RolledBack | DeviceError:
+        """Does the work; retries it, with less memory each time, until it succeeds or no fallback plan is left."""
         def adopt_and_work() -> Result:
             if not self._adopted:
-                self._ways.adopt(self.config)
+                self._reconfigurer.adopt(self.config)
                 self._adopted = True
             return work()
 
         while True:
-            dice = Dice(self._training.device)
+            rng_state = RngState(self._training.device)
             done = attempt(adopt_and_work)
-            if not isinstance(done, Refusal):
+            if not isinstance(done, OutOfMemory):
                 return done
-            dice.put_back()
+            rng_state.restore()
             outcome = self._recover(done)
             if outcome is not None:
                 return outcome
 
-    # ---- when it ran out
+    # ---- recovery
 
-    def _recover(self, refusal: Refusal) -> WentBack | DeviceError | None:
+    def _recover(self, oom: OutOfMemory) -> RolledBack | DeviceError | None:
+        """None: retry now."""
         training, step = self._training, self._training.step
         half_done = training.half_done
-        no_headway = half_done and self._back_at == training.saved_at
-        self._let_go()
-        new_story = not no_headway and (self._refused_at is None or not 0 <= step - self._refused_at < SETTLED)
-        self._refused_at = step
-        self._rim.tell({"kind": "oom", "step": step, "phase": "step" if half_done else "train",
-                        "words": refusal.words, **({"text": self._told(refusal, half_done)} if new_story else {})})
+        no_progress = half_done and self._rolled_back_to == training.saved_at
+        self._free_all()
+        retry_unchanged = not no_progress and (self._oom_step is None or not 0 <= step - self._oom_step < STABLE_STEPS)
+        self._oom_step = step
+        self._callbacks.tell({"kind": "oom", "step": step, "phase": "step" if half_done else "train",
+                              "words": oom.message,
+                              **({"text": self._describe(oom, half_done)} if retry_unchanged else {})})
         if half_done:
-            self._ways.go_back()
-            self._back_at = training.saved_at
-            self._rim.tell({"kind": "went_back", "start_step": training.step,
-                            "text": f"The training goes back to step {training.step}, where it was whole."})
-        if not new_story and not self._descend(refusal):
-            return self._no_way_down(refusal)
-        return WentBack() if half_done else None
+            self._reconfigurer.roll_back()
+            self._rolled_back_to = training.saved_at
+            self._callbacks.tell({"kind": "went_back", "start_step": training.step,
+                                  "text": f"The optimizer step was incomplete: rolled back to step {training.step}."})
+        if not retry_unchanged and not self._step_down(oom):
+            return self._no_smaller_plan(oom)
+        return RolledBack() if half_done else None
 
-    def _let_go(self) -> None:
+    def _free_all(self) -> None:
         self._training.half_done = False
-        self._training.forget_recorded_work()
+        self._training.drop_cuda_graphs()
         self._adopted = False
         release(self._training.device)
 
-    def _told(self, refusal: Refusal, half_done: bool) -> str:
-        again = "" if half_done else ", and the same step is taken again"
-        return f"Memory ran out in step {self._refused_at}: {refusal.short}. All is let go of{again}." \
-               f"{in_pieces(refusal.words)}"
+    def _describe(self, oom: OutOfMemory, half_done: bool) -> str:
+        retry = "" if half_done else "; retrying the same step"
+        return f"Out of memory in step {self._oom_step}: {oom.short}. Memory is freed{retry}." \
+               f"{fragmentation_hint(oom.message)}"
 
-    def _descend(self, refusal: Refusal) -> bool:
-        """To the first rung that fits what is free now, or the last; False where there is none below."""
-        rungs, room = self._ways.ladder(), self._ways.room()
-        below = range(self._place + 1, len(rungs))
-        if not below:
+    def _step_down(self, oom: OutOfMemory) -> bool:
+        """Takes the first smaller plan that fits what is free now, else the last; False if there is none."""
+        ladder, room = self._reconfigurer.ladder(), self._reconfigurer.room()
+        smaller = range(self._position + 1, len(ladder))
+        if not smaller:
             return False
-        place = next((place for place in below if room is None or rungs[place].needs <= room), below[-1])
-        self._go_to(place, "step_down", f"Memory ran out again: {refusal.short}")
+        position = next((each for each in smaller if room is None or ladder[each].needs <= room), smaller[-1])
+        self._change_plan(position, "step_down", f"Out of memory again: {oom.short}")
         return True
 
-    def _no_way_down(self, refusal: Refusal) -> DeviceError:
-        room = self._ways.room()
-        least = min((rung.needs for rung in self._ways.ladder()), default=self._ways.needs)
-        figures = (f" The smallest plan needs {show_bytes(least)}, and {show_bytes(room)} could be had."
+    def _no_smaller_plan(self, oom: OutOfMemory) -> DeviceError:
+        room = self._reconfigurer.room()
+        least = min((each.needs for each in self._reconfigurer.ladder()), default=self._reconfigurer.needs)
+        figures = (f" The smallest plan needs {show_bytes(least)}, and {show_bytes(room)} is free."
                    if room is not None and least is not None else "")
-        return DeviceError(f"Memory ran out in step {self._training.step}, and there is no smaller plan to go on with: "
-                           f"{refusal.short}.{figures}")
+        return DeviceError(f"Out of memory in step {self._training.step}, and there is no smaller fallback plan: "
+                           f"{oom.short}.{figures}")
 
-    # ---- up and down
+    # ---- changing the plan
 
-    def _go_to(self, place: int, kind: str, why: str) -> None:
-        before, rungs = self.config, self._ways.ladder()
-        self._place = place
-        changes = rungs[place].changes if place >= 0 else {}
-        needs = rungs[place].needs if place >= 0 else self._ways.needs
-        self.config = replace(self._asked, **changes)
+    def _change_plan(self, position: int, kind: str, why: str) -> None:
+        before, ladder = self.config, self._reconfigurer.ladder()
+        self._position = position
+        changes = ladder[position].changes if position >= 0 else {}
+        needs = ladder[position].needs if position >= 0 else self._reconfigurer.needs
+        self.config = replace(self._requested, **changes)
         if (before.batch_size, before.gradient_accumulation_steps) != (
                 self.config.batch_size, self.config.gradient_accumulation_steps):
             self._feed.close()
-            self._feed = self._ways.feed(self.config)
+            self._feed = self._reconfigurer.feed(self.config)
         self._adopted = False
-        self._look_again_at = self._training.step + LOOK_EVERY
-        how = rungs[place].why if place >= 0 else "the plan as it was asked for"
-        needing = f" (needs {show_bytes(needs)})" if needs is not None and self._ways.room() is not None else ""
+        self._next_check = self._training.step + CHECK_EVERY
+        how = ladder[position].why if position >= 0 else "the plan as requested"
+        needing = f" (needs {show_bytes(needs)})" if needs is not None and self._reconfigurer.room() is not None else ""
         other_masks = self.config.dropout > 0 and before.batch_size != self.config.batch_size
-        same = "steps of the same data" if other_masks else "the same steps, on the same data"
-        self._rim.tell({"kind": kind, "step": self._training.step, "changes": changes, "needs_bytes": needs,
-                        "text": f"{why}. Going on with {how}{needing}: {same}."})
+        same = "same data, other dropout masks" if other_masks else "same steps, same data"
+        self._callbacks.tell({"kind": kind, "step": self._training.step, "changes": changes, "needs_bytes": needs,
+                              "text": f"{why}. Continuing with {how}{needing}: {same}."})
 
-    def _rise(self) -> None:
-        if not self._may_rise or self._place < 0 or self._training.step < self._look_again_at:
+    def _step_up(self) -> None:
+        """Takes a larger plan again if there is room for it."""
+        if not self._may_step_up or self._position < 0 or self._training.step < self._next_check:
             return
-        self._look_again_at = self._training.step + LOOK_EVERY
-        room, rungs = self._ways.room(), self._ways.ladder()
-        needs = {-1: self._ways.needs, **{place: rung.needs for place, rung in enumerate(rungs)}}
-        for place in range(-1, self._place):
-            needed = needs[place]
-            if room is not None and needed is not None and needed * TO_SPARE <= room:
-                self._let_go()
-                self._go_to(place, "step_up", f"{show_bytes(room)} could be had again")
+        self._next_check = self._training.step + CHECK_EVERY
+        room, ladder = self._reconfigurer.room(), self._reconfigurer.ladder()
+        needs = {-1: self._reconfigurer.needs, **{position: each.needs for position, each in enumerate(ladder)}}
+        for position in range(-1, self._position):
+            needed = needs[position]
+            if room is not None and needed is not None and needed * MARGIN <= room:
+                self._free_all()
+                self._change_plan(position, "step_up", f"{show_bytes(room)} is free again")
                 return

@@ -1,4 +1,4 @@
-"""What the training loop asks of the world: evaluates, saves and tells, on the display and in metrics.jsonl."""
+"""The training loop's callbacks: evaluates, saves, and reports on the display and in metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -11,60 +11,62 @@ from typing import Any
 from ..config.run_config import RunConfig
 from ..core.errors import SystemFault
 from ..core.files import disk_faults
+from ..data.shard_header import DataSummary
 from ..engine.device import read_memory
 from ..engine.evaluate import ReadWindows, Shrunk, evaluate
-from ..engine.oom import NoRoom, Refusal
-from ..engine.signs import fragmentation, may_spill, spill
-from ..nouns import DataSummary, Evaluation, MemoryReading, RunFacts, StepReport
+from ..engine.oom import EvaluationDoesNotFit, OutOfMemory, fragmentation, may_spill, spill
 from ..runs.folder import RunFolder
-from ..show.live import Display
+from ..runs.metrics import Evaluation, MemoryReading, RunFacts, StepReport
+from ..show.progress import Display
 from . import checkpoint
 from .divergence import checkpoint_status
 from .dry_run import Peaks
 from .loop import Training
 from .wandb_tracker import Log
 
-ROWS_THAT_WAIT = 100_000  # some 50 MB of the host's memory; then the oldest are lost
-GLANCE = 2  # batches of each split: where work is recorded, the first runs as it is and the second is recorded
+MAX_WAITING_ROWS = 100_000  # about 50 MB of CPU RAM; then the oldest are dropped
+SHORT_EVAL_BATCHES = 2  # per split: with CUDA graphs the first runs eagerly and the second is captured
 
 Splits = Mapping[str, tuple[ReadWindows, int]]
 
 
-class Desk:
-    """`card_bytes`: what the card has in all; 0 where it does not say."""
+class TrainingReporter:
+    """Implements loop.TrainingCallbacks. `card_bytes`: the GPU's usable memory; 0: not known."""
 
     def __init__(self, config: RunConfig, facts: RunFacts, splits: Splits, data: DataSummary, folder: RunFolder,
-                 training: Training, display: Display, wandb: Log | None, stop_asked: Callable[[], bool], *,
+                 training: Training, display: Display, wandb: Log | None, stop_requested: Callable[[], bool], *,
                  peaks: Peaks, card_bytes: int = 0) -> None:
         self._config, self._facts, self._splits, self._data = config, facts, splits, data
-        self._folder, self._training, self._display, self._stop_asked = folder, training, display, stop_asked
+        self._folder, self._training, self._display, self._stop_requested = folder, training, display, stop_requested
         self._wandb = wandb
         self.peaks = peaks
-        self.eval_batch = config.eval_batch  # becomes smaller where memory runs out
+        self.eval_batch = config.eval_batch  # halved when memory runs out
         self._last_report: StepReport | None = None
-        self._waiting: deque[dict[str, Any]] = deque(maxlen=ROWS_THAT_WAIT)  # for the record
-        self._signs = Signs(card_bytes)
+        self._waiting: deque[dict[str, Any]] = deque(maxlen=MAX_WAITING_ROWS)  # to be written
+        self._memory_warnings = MemoryWarnings(card_bytes)
 
-    def evaluate(self, step: int) -> Evaluation | Refusal | None:
+    def evaluate(self, step: int) -> Evaluation | OutOfMemory | None:
         try:
             return evaluate(self._training.model, self._splits, batch=self.eval_batch, block=self._config.eval_block,
                             step=step, token_losses=self._training.token_losses,
-                            progress=self._display.eval_progress, stop_asked=self._stop_asked, shrunk=self._shrunk)
-        except NoRoom as error:
-            self.warn(f"{error.what} The evaluation of step {step} is left out; training goes on.")
-            return Refusal(error.what)
+                            progress=self._display.eval_progress, stop_requested=self._stop_requested,
+                            shrunk=self._shrunk)
+        except EvaluationDoesNotFit as error:
+            self.warn(f"{error.what} The evaluation of step {step} is skipped; training continues.")
+            return OutOfMemory(error.what)
 
-    def glance(self) -> Evaluation | None:
+    def short_eval(self) -> Evaluation | None:
+        """A short evaluation with the run's settings; None if not even one window fits."""
         try:
-            return glance(self._training, self._splits, self.eval_batch, self._config.eval_block, self._shrunk)
-        except NoRoom as error:
-            self.warn(f"{error.what} It goes on without this look at the data.")
+            return short_eval(self._training, self._splits, self.eval_batch, self._config.eval_block, self._shrunk)
+        except EvaluationDoesNotFit as error:
+            self.warn(f"{error.what} The short evaluation is skipped.")
             return None
 
-    def _shrunk(self, batch: int, why: Refusal) -> None:
+    def _shrunk(self, batch: int, why: OutOfMemory) -> None:
         self.eval_batch = batch
-        self.tell({"kind": "oom", "step": self._training.step, "phase": "eval", "words": why.words,
-                   "text": f"Memory ran out in the evaluation of step {self._training.step}: {why.short}. It goes on "
+        self.tell({"kind": "oom", "step": self._training.step, "phase": "eval", "words": why.message,
+                   "text": f"Out of memory in the evaluation of step {self._training.step}: {why.short}. It continues "
                    f"with {batch} window{'s' if batch > 1 else ''} at once, which changes no loss."})
 
     def save(self, training: Training, *, is_best: bool) -> None:
@@ -75,12 +77,12 @@ class Desk:
                  "best": asdict(training.best) if training.best else None, "scaler": training.scaler.to_dict(),
                  "config": self._config.to_dict(), "gpt": asdict(training.model.config),
                  "data": self._data.fingerprint, "tokenizer": self._data.tokenizer,
-                 "characters": self._data.characters}  # so that the run writes without its data, wherever it is moved
+                 "characters": self._data.characters}  # so that `sample` works without the dataset
         weights, moments = training.model.weight_tensors(), training.optimizer.tensors()
         before = read_memory(self._facts.device)
         saved = checkpoint.save(self._folder.checkpoints, training.step, weights, moments, state, best=is_best,
                                 keep_last=self._config.keep_last, status=checkpoint_status(training))
-        after = read_memory(self._facts.device)  # a save allocates nothing on the card: what it holds is there
+        after = read_memory(self._facts.device)  # a save allocates no GPU memory
         self.peaks.seen("save", MemoryReading(peak_allocated=max(before.allocated, after.allocated),
                                               peak_reserved=max(before.reserved, after.reserved)))
         for note in saved.notes:
@@ -102,7 +104,7 @@ class Desk:
         self.peaks.seen("train" if "first_train" in self.peaks.of else "first_train", report.memory)
         self._record({"kind": "step", **asdict(report)})
         self._display.step(report)
-        for note in self._signs.of(report, self.peaks.most_allocated):
+        for note in self._memory_warnings.of(report, self.peaks.most_allocated):
             self.tell({"kind": "note", "step": report.step, "text": note})
 
     def evaluated(self, evaluation: Evaluation, *, is_best: bool) -> None:
@@ -116,7 +118,7 @@ class Desk:
                          "mfu": 100 * (last.mfu or 0.0) if last else 0.0})
 
     def _record(self, row: dict[str, Any]) -> None:
-        """A full disk stops no training: rows wait here, in their order, until there is room for them."""
+        """Writes a row of metrics.jsonl. On a full disk rows wait here, in order, and training continues."""
         self._waiting.append(row)
         try:
             while self._waiting:
@@ -124,7 +126,7 @@ class Desk:
                 self._waiting.popleft()
         except SystemFault as fault:
             if len(self._waiting) == 1:
-                self._display.warn(f"{fault.what} Training goes on; what is to be recorded waits until there is room.")
+                self._display.warn(f"{fault.what} Training continues; metrics are written when there is space again.")
 
     def warn(self, sentence: str) -> None:
         self._record({"kind": "warning", "text": sentence})
@@ -137,26 +139,26 @@ class Desk:
             show(row["text"])
 
 
-def glance(training: Training, splits: Splits, batch: int, block: int, shrunk: Shrunk) -> Evaluation | None:
-    """An evaluation over so few windows that it only shows what one holds."""
-    few = {split: (read, min(windows, GLANCE * batch)) for split, (read, windows) in splits.items()}
+def short_eval(training: Training, splits: Splits, batch: int, block: int, shrunk: Shrunk) -> Evaluation | None:
+    """An evaluation over just enough windows to show how much memory one takes."""
+    few = {split: (read, min(windows, SHORT_EVAL_BATCHES * batch)) for split, (read, windows) in splits.items()}
     return evaluate(training.model, few, batch=batch, block=block, step=training.step,
                     token_losses=training.token_losses, shrunk=shrunk)
 
 
-class Signs:
-    """What the figures of steps say of the card's memory, each thing once."""
+class MemoryWarnings:
+    """Warnings about GPU memory that follow from step reports, each given once."""
 
     def __init__(self, card_bytes: int) -> None:
         self._card_bytes, self._may_spill = card_bytes, may_spill()
-        self._said: set[str] = set()
-        self._usual_seconds = 0.0  # the shortest step so far
+        self._given: set[str] = set()
+        self._shortest_step = 0.0  # seconds
 
     def of(self, report: StepReport, most_allocated: int) -> list[str]:
         notes = {"fragmentation": fragmentation(report.memory.peak_reserved, most_allocated)}
         if self._may_spill and self._card_bytes:
-            notes["spill"] = spill(report.memory, self._card_bytes, report.seconds, self._usual_seconds)
-        self._usual_seconds = min(self._usual_seconds or report.seconds, report.seconds)
-        new = [sign for sign, note in notes.items() if note and sign not in self._said]
-        self._said.update(new)
-        return [notes[sign] for sign in new]
+            notes["spill"] = spill(report.memory, self._card_bytes, report.seconds, self._shortest_step)
+        self._shortest_step = min(self._shortest_step or report.seconds, report.seconds)
+        new = [name for name, note in notes.items() if note and name not in self._given]
+        self._given.update(new)
+        return [notes[name] for name in new]

@@ -1,4 +1,4 @@
-"""A training run, put together: data, device, folder, weights, display; then the loop. Runs in the child process."""
+"""One training run, in the worker, in order: data, device, folder, weights, memory plan, rehearsal, loop, closing."""
 
 from __future__ import annotations
 
@@ -19,44 +19,39 @@ from .. import __version__
 from ..config.run_config import RunConfig, gpt2_shapes
 from ..core.errors import CheckpointError, DataError, DeviceError, Interrupted, SystemFault
 from ..core.units import show_seconds
-from ..data.header import check_vocab, padded_vocab
-from ..data.order import positions_for
-from ..data.shards import Dataset, check_tokens, open_dataset
-from ..engine import huggingface, weights
-from ..engine.chunked_loss import triton_works
+from ..data.dataset import Dataset, open_dataset
+from ..data.sample_order import positions_for
+from ..data.shard_header import check_vocab, padded_vocab
+from ..engine import huggingface
+from ..engine.build import DTYPES, make_model, make_optimizer
 from ..engine.device import DeviceChoice, read_memory, resolve_device
 from ..engine.evaluate import ReadWindows
-from ..engine.model import GPT, build_model
 from ..engine.oom import release
-from ..engine.optim.adamw import FIRST_SCALE, AdamW, AdamWSettings, Late, NoOptimizer, Optimizer, Scaler
-from ..engine.optim.bitsandbytes import BitsandbytesAdamW
-from ..engine.optim.low_precision import AdamWInBackward, RoundedAdamW
-from ..engine.optim.muon import Muon
-from ..engine.optim.offload import HostAdamW
-from ..engine.prefetch import Feed
+from ..engine.optim.adamw import FIRST_SCALE, NoOptimizer, Scaler
+from ..engine.prefetch import Prefetcher
+from ..engine.weights import fill
 from ..hardware.gpus import peak_flops
-from ..memory.gpt import checkpoint_bytes
-from ..nouns import RunFacts, Rung, SplitLoss
-from ..planning.plan_file import in_bytes
+from ..planning.plan_file import FallbackPlan, phases_to_json
 from ..runs.folder import RunFolder, holds_run, need_disk, open_run
-from ..runs.plan_vs_measured import phases_of, plan_row, since_the_start
-from ..show.live import Display, open_display, say
-from ..show.text import closing, memory_plan, plan_beside_measured
+from ..runs.metrics import RunFacts, SplitLoss
+from ..show.progress import Display, open_display, say
+from ..show.train_text import closing, memory_plan, plan_vs_measured
+from ..tapes.engine.run import checkpoint_bytes
 from . import checkpoint
-from .device_plan import NOT_PLANNED, Onboard, board
+from .device_memory import NOT_PLANNED, DeviceMemoryPlan, plan_on_device
 from .dry_run import Peaks, rehearse
 from .loop import Training, is_evaluation_due, train
 from .oom_recovery import Guard
-from .ranks import Ranks
-from .reporter import Desk
+from .plan_vs_measured import cumulative_reserved, phases_of, plan_row
+from .reporter import TrainingReporter
 from .wandb_tracker import Log, open_wandb
+from .weight_sources import WeightSource, cropped, from_hugging_face, from_nanogpt, from_run, open_weights
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-
-def run(config_dict: Mapping[str, Any], notes: Sequence[str], stop_asked: Callable[[], bool], *,
-        others: Mapping[str, int] | None = None, rungs: Sequence[Rung] | None = None) -> None:
-    """`others`: what others held of each card before this process came; `rungs`: smaller plans, made before."""
+def run(config_dict: Mapping[str, Any], notes: Sequence[str], stop_requested: Callable[[], bool], *,
+        others: Mapping[str, int] | None = None, fallbacks: Sequence[FallbackPlan] | None = None) -> None:
+    """Trains one run. `others`: bytes that others used of each GPU, by uuid, before this process started; `fallbacks`:
+    smaller plans from a plan.json."""
     config = RunConfig.from_dict(config_dict)
     dataset = open_dataset(config.dataset)
     choice = resolve_device(config.device, config.dtype, config.compile)
@@ -68,8 +63,8 @@ def run(config_dict: Mapping[str, Any], notes: Sequence[str], stop_asked: Callab
         config = replace(config, dtype=choice.dtype)
         check_data(config, dataset, source)
         need_disk(config.out_dir, checkpoint_bytes(config) * 2)
-        onboard = board(config, choice, others, rungs)
-        if not (resuming and config.eval_only):  # else whoever goes on with the run would only evaluate
+        device_memory = plan_on_device(config, choice, others, fallbacks)
+        if not (resuming and config.eval_only):  # else a later resume would only evaluate
             folder.record(config.to_dict())
 
         training = build_training(config, choice)
@@ -77,16 +72,16 @@ def run(config_dict: Mapping[str, Any], notes: Sequence[str], stop_asked: Callab
             restore(training, source, everything=resuming)
         wandb, wandb_note = open_wandb(config, folder.path)
         facts = gather_facts(config, choice, dataset, training.step, [
-            *notes, *choice.notes, *([] if onboard.plan else [NOT_PLANNED]), *wandb_note, *shape_notes, *leftovers,
-            *folder.notes, *dataset.notes, *(source.notes if source else ())])
+            *notes, *choice.notes, *([] if device_memory.plan else [NOT_PLANNED]), *wandb_note, *shape_notes,
+            *leftovers, *folder.notes, *dataset.notes, *(source.notes if source else ())])
         if resuming and training.step >= config.max_iters:
             facts = replace(facts, notes=(*facts.notes, f"The run is at step {training.step} already, and max_iters is "
                                           f"{config.max_iters}: a higher --max_iters trains it further."))
-        source = None  # its copies of the weights and optimizer states are no longer needed
+        source = None  # frees its copies of the weights and optimizer state
         started = time.perf_counter()
-        run_loop(config, facts, choice, dataset, folder, training, onboard, wandb, stop_asked)
+        run_loop(config, facts, choice, dataset, folder, training, device_memory, wandb, stop_requested)
         say(closing(config.out_dir, training.step - facts.start_step, time.perf_counter() - started, training.best,
-                    last_words(config, training)))
+                    closing_hints(config, training)))
     if choice.mismatch:
         warn(f"{choice.mismatch.why} {choice.mismatch.fix}")
 
@@ -95,101 +90,107 @@ def warn(sentence: str) -> None:
     say(f"fitgpt: {sentence}", warning=True)
 
 
-def last_words(config: RunConfig, training: Training) -> list[str]:
-    """What is worth saying at the end: what was not kept, and what can be done with what was."""
-    saved = holds_run(Path(config.out_dir))
-    unsaved = training.saved_at != training.step and not config.eval_only and training.step > 0
-    words = {"Its last steps are not saved: always_save_checkpoint=False keeps improvements only.": unsaved,
-             f"Let it write: fitgpt sample {shlex.quote(config.out_dir)}": saved}
-    return [sentence for sentence, applies in words.items() if applies]
+def closing_hints(config: RunConfig, training: Training) -> list[str]:
+    """Sentences for the end of a run: what is not saved, and what to do next."""
+    hints = []
+    if training.saved_at != training.step and not config.eval_only and training.step > 0:
+        hints.append("The last steps are not saved: always_save_checkpoint=False saves improvements only.")
+    if holds_run(Path(config.out_dir)):
+        hints.append(f"Generate text: fitgpt sample {shlex.quote(config.out_dir)}")
+    return hints
 
 
 def run_loop(config: RunConfig, facts: RunFacts, choice: DeviceChoice, dataset: Dataset, folder: RunFolder,
-             training: Training, onboard: Onboard, wandb: Log | None, stop_asked: Callable[[], bool]) -> None:
-    if stop_asked():  # while torch was loading
-        raise Interrupted("Stopped before training began, as asked.")
+             training: Training, device_memory: DeviceMemoryPlan, wandb: Log | None,
+             stop_requested: Callable[[], bool]) -> None:
+    """Rehearses if that is due, then trains; reports forecast against measured memory however it ends."""
+    if stop_requested():  # while torch was loading
+        raise Interrupted("Stopped before training began, as requested.")
     peaks = Peaks(training.device)
     peaks.seen("load", read_memory(facts.device))
     splits = evaluation_splits(dataset, ("train", "val"), windows=config.eval_iters * config.batch_size,
                                block=config.eval_block, seed=config.seed)
     display = open_display(facts, terminal=sys.stdout.isatty())
-    desk = Desk(config, facts, splits, dataset.summary, folder, training, display, wandb, stop_asked, peaks=peaks,
-                card_bytes=onboard.card_bytes)
-    ways = RunWays(config, choice, dataset, folder, training, desk, onboard)
-    guard = Guard(training, config, ways, desk, step_up=config.step_up)
+    reporter = TrainingReporter(config, facts, splits, dataset.summary, folder, training, display, wandb,
+                                stop_requested, peaks=peaks, card_bytes=device_memory.card_bytes)
+    reconfigurer = RunReconfigurer(config, choice, dataset, folder, training, reporter, device_memory)
+    guard = Guard(training, config, reconfigurer, reporter, step_up=config.step_up)
     try:
         folder.append_metrics({"kind": "run", **asdict(facts)})
-        if onboard.plan:
-            folder.append_metrics(plan_row(onboard.plan, onboard.ladder()))
-            display.note(memory_plan(onboard.plan))
-        if wants_rehearsal(config, training, onboard):
-            go_through(guard, ways, desk, training, display, onboard)
-            if stop_asked():
-                raise Interrupted("Stopped before training began, as asked.")
-        if onboard.plan and goes_straight_to_training(config, training):
-            look_first(desk)
-        train(training, config, facts, guard, desk, stop_asked)
+        if device_memory.plan:
+            folder.append_metrics(plan_row(device_memory.plan, device_memory.ladder()))
+            display.note(memory_plan(device_memory.plan))
+        if wants_rehearsal(config, training, device_memory):
+            rehearse_under_guard(guard, reconfigurer, reporter, training, display, device_memory)
+            if stop_requested():
+                raise Interrupted("Stopped before training began, as requested.")
+        if device_memory.plan and starts_without_evaluation(config, training):
+            warm_up_eval(reporter)
+        train(training, config, facts, guard, reporter, stop_requested)
     finally:
         guard.close()
         display.close()
-        if onboard.plan and "train" in peaks.of:
-            say(plan_beside_measured(phases_of(onboard.plan.forecast), since_the_start(peaks.of)))
-            with suppress(SystemFault):  # a full disk, say: that must not hide why the run ended
-                folder.append_metrics({"kind": "plan_measured", "phases": in_bytes(since_the_start(peaks.of))})
+        if device_memory.plan and "train" in peaks.of:
+            measured = cumulative_reserved(peaks.of)
+            say(plan_vs_measured(phases_of(device_memory.plan.forecast), measured))
+            with suppress(SystemFault):  # such as a full disk: it must not hide why the run ended
+                folder.append_metrics({"kind": "plan_measured", "phases": phases_to_json(measured)})
 
 
-def wants_rehearsal(config: RunConfig, training: Training, onboard: Onboard) -> bool:
+def wants_rehearsal(config: RunConfig, training: Training, device_memory: DeviceMemoryPlan) -> bool:
     something_to_do = training.step < config.max_iters or config.eval_only
-    return something_to_do and (config.rehearse is True or (config.rehearse == "auto" and onboard.plan is not None))
+    is_planned = device_memory.plan is not None
+    return something_to_do and (config.rehearse is True or (config.rehearse == "auto" and is_planned))
 
 
-def goes_straight_to_training(config: RunConfig, training: Training) -> bool:
+def starts_without_evaluation(config: RunConfig, training: Training) -> bool:
     return training.step < config.max_iters and not is_evaluation_due(training, config)
 
 
-def look_first(desk: Desk) -> None:
-    """A resumed run looks at a few windows where a new one has its first evaluation. What comes first decides where the
-    rest finds room: the plan is of that order, and in another a run that just fits may want some megabytes more."""
-    if seen := desk.glance():
-        desk.peaks.seen("first_eval", seen.memory)
+def warm_up_eval(reporter: TrainingReporter) -> None:
+    """A short evaluation on resume. The forecast assumes that an evaluation runs first: in another order of allocations
+    a run that just fits may need some MiB more."""
+    if evaluation := reporter.short_eval():
+        reporter.peaks.seen("first_eval", evaluation.memory)
 
 
-def go_through(guard: Guard, ways: RunWays, desk: Desk, training: Training, display: Display,
-               onboard: Onboard) -> None:
-    """The rehearsal: all of it before the first step, so that what would run out of memory in hours does so now."""
-    started, asked = time.perf_counter(), guard.config
-    done = guard.protected(lambda: rehearse(training, guard.config, ways.feed, desk.glance, desk.peaks))
+def rehearse_under_guard(guard: Guard, reconfigurer: RunReconfigurer, reporter: TrainingReporter, training: Training,
+                         display: Display, device_memory: DeviceMemoryPlan) -> None:
+    """Rehearses before the first step: what would be out of memory hours later is out of memory now."""
+    started, requested = time.perf_counter(), guard.config
+    done = guard.protected(
+        lambda: rehearse(training, guard.config, reconfigurer.feed, reporter.short_eval, reporter.peaks))
     if isinstance(done, DeviceError):
         raise done
-    seconds, measured = show_seconds(time.perf_counter() - started), since_the_start(desk.peaks.of)
-    desk.tell({"kind": "rehearsal", "step": training.step, "phases": in_bytes(measured), "text":
-               f"rehearsed in {seconds}: evaluation, two iterations and a checkpoint's copy, at full size."})
-    if onboard.plan and guard.config == asked:
-        display.note(plan_beside_measured(phases_of(onboard.plan.forecast), measured))
+    seconds, measured = show_seconds(time.perf_counter() - started), cumulative_reserved(reporter.peaks.of)
+    reporter.tell({"kind": "rehearsal", "step": training.step, "phases": phases_to_json(measured), "text":
+                   f"rehearsed in {seconds}: evaluation, two iterations and a checkpoint's copies, at full size."})
+    if device_memory.plan and guard.config == requested:
+        display.note(plan_vs_measured(phases_of(device_memory.plan.forecast), measured))
 
 
-# ---- where it starts
+# ---- the start: weights, shape, data
 
-def find_source(config: RunConfig, folder: RunFolder) -> weights.Source | None:
-    """What the run starts from; None: fresh weights."""
+def find_source(config: RunConfig, folder: RunFolder) -> WeightSource | None:
+    """The weights that the run starts from; None: it initialises its own."""
     if config.init_from == "scratch":
         return None
     if config.init_from == "resume":
         if holds_run(folder.path):
-            return weights.from_run(folder.path)
-        source = weights.from_nanogpt(folder.path / "ckpt.pt")
-        note = (f"Going on from nanoGPT's {source.place} at step {source.state['step']}. It keeps no float16 loss "
-                "scale, so that starts afresh; data comes in fitgpt's own order.")
+            return from_run(folder.path)
+        source = from_nanogpt(folder.path / "ckpt.pt")
+        note = (f"Resuming nanoGPT's {source.place} at step {source.state['step']}. It stores no float16 loss scale, "
+                "so that starts anew; the data order is fitgpt's own.")
         return replace(source, notes=(note,))
     if config.init_from in gpt2_shapes:
-        source = weights.from_hugging_face(huggingface.find_gpt2(config.init_from))
+        source = from_hugging_face(huggingface.find_gpt2(config.init_from))
     else:
-        source = weights.open_any(config.init_from, "last")
-    return weights.cropped(source, config.block_size)
+        source = open_weights(config.init_from, "last")
+    return cropped(source, config.block_size)
 
 
-def take_shape(config: RunConfig, source: weights.Source | None, dataset: Dataset) -> tuple[RunConfig, list[str]]:
-    """The config with the shape that the weights have, or with the data's vocabulary where they are fresh."""
+def take_shape(config: RunConfig, source: WeightSource | None, dataset: Dataset) -> tuple[RunConfig, list[str]]:
+    """(the config with the shape of the weights, or with the data's vocabulary if there are none; notes)."""
     if source is None:
         vocab = config.vocab_size or padded_vocab(dataset.summary.tokenizer, dataset.summary.vocab_size)
         return replace(config, vocab_size=vocab), []
@@ -200,67 +201,41 @@ def take_shape(config: RunConfig, source: weights.Source | None, dataset: Datase
     return replace(config, **shape), forced
 
 
-def check_data(config: RunConfig, dataset: Dataset, source: weights.Source | None) -> None:
-    """Before any work on the device: tokens the model does not know would break it beyond repair."""
+def check_data(config: RunConfig, dataset: Dataset, source: WeightSource | None) -> None:
+    """Checks fingerprint, vocabulary and lengths before any GPU work: a token id out of range is a CUDA error there."""
     recorded = source.state.get("data") if source else None
     if config.init_from == "resume" and recorded and recorded != dataset.summary.fingerprint:
         raise DataError(
             f"{dataset.summary.path} is not the data this run was trained on: its fingerprint is "
             f"{dataset.summary.fingerprint[:12]}, the checkpoint's is {recorded[:12]}.",
-            "Bring the data back as it was, or start a new run from these weights with another --out_dir.")
+            "Restore the data, or start a new run from these weights with another --out_dir.")
     if dataset.summary.vocab_size is not None:
         check_vocab(None, config.vocab_size, dataset.summary.vocab_size)
     for name in ("train", "val"):
-        check_tokens(dataset.split(name), config.vocab_size)
+        dataset.split(name).check_tokens(config.vocab_size)
         dataset.split(name).windows(config.block_size if name == "train" else config.eval_block)
 
 
 def build_training(config: RunConfig, choice: DeviceChoice) -> Training:
+    """Model, optimizer and loss scaler on the device."""
     device = torch.device(choice.device)
-    torch.set_float32_matmul_precision("high")  # TF32 where float32 is asked for, as nanoGPT has it
-    model = build_model(config.gpt_config(), device, config.seed)
-    model.compute_dtype = DTYPES[choice.dtype]
-    model.loss_chunk, model.levels = config.loss_chunk, list(config.levels)
-    if choice.compile:
-        model.compile()
-    model.residual_dtype = DTYPES[config.residual]
-    model.round_matrices(DTYPES[config.weights])
-    if config.casts == "kept":
-        model.keep_copies()
+    torch.set_float32_matmul_precision("high")  # TF32 for float32, as in nanoGPT
+    model = make_model(config, device, dtype=choice.dtype, compiled=choice.compile)
     optimizer = NoOptimizer() if config.eval_only else make_optimizer(config, model)
     training = Training(model, optimizer, Scaler(device, scaling=choice.dtype == "float16"))
-    settle_gradients(training, config, choice)
+    set_up_gradients(training, config, choice)
     return training
 
 
-def settle_gradients(training: Training, config: RunConfig, choice: DeviceChoice) -> None:
-    """Whether GPU work is recorded, and whether gradients stay where they are."""
-    if records_gpu_work(config, choice):
-        training.record_gpu_work(warn, trains=not config.eval_only)
+def set_up_gradients(training: Training, config: RunConfig, choice: DeviceChoice) -> None:
+    """Turns on CUDA graphs, or keeps gradients between steps, as the config says."""
+    if uses_cuda_graphs(config, choice):
+        training.use_cuda_graphs(warn, trains=not config.eval_only)
     elif config.gradients == "kept" and not config.eval_only:
         training.keep_gradients()
 
 
-def make_optimizer(config: RunConfig, model: GPT) -> Optimizer:
-    if config.states == "late":
-        return Late(lambda: make_optimizer(replace(config, states="early"), model))
-    settings = AdamWSettings(config.beta1, config.beta2, config.weight_decay)
-    parameters = dict(model.named_parameters())
-    if config.optimizer == "muon":
-        return Muon(parameters, settings)
-    if config.offload != "none":
-        return HostAdamW(parameters, settings, stream=config.offload == "gradients")
-    if config.adam8bit == "bitsandbytes":
-        return BitsandbytesAdamW(parameters, settings)
-    if config.step_in_backward or config.optimizer == "adam8bit" or config.weights == "bfloat16":
-        kind = AdamWInBackward if config.step_in_backward else RoundedAdamW
-        on_card = next(iter(parameters.values())).device.type == "cuda"
-        return kind(parameters, settings, eight_bit=config.optimizer == "adam8bit", fused=on_card and triton_works(),
-                    seed=config.seed)
-    return AdamW(parameters, settings)
-
-
-def records_gpu_work(config: RunConfig, choice: DeviceChoice) -> bool:
+def uses_cuda_graphs(config: RunConfig, choice: DeviceChoice) -> bool:
     on_cuda = choice.device.startswith("cuda")
     if config.cuda_graphs == "auto":
         return choice.compile and on_cuda and not config.not_recorded
@@ -269,20 +244,20 @@ def records_gpu_work(config: RunConfig, choice: DeviceChoice) -> bool:
     return config.cuda_graphs
 
 
-def restore(training: Training, source: weights.Source, *, everything: bool) -> None:
-    """Weights, and on a resume all the rest of the training's state."""
-    weights.fill(training.model, source.weights, source.place)
+def restore(training: Training, source: WeightSource, *, everything: bool) -> None:
+    """Loads the weights; with `everything`, on a resume, the rest of the training's state too."""
+    fill(training.model, source.weights, source.place)
     if not everything:
         return
     wrong = training.optimizer.load_tensors(source.optimizer)
     if wrong:
-        raise CheckpointError(f"{source.place} has no optimizer state that fits: {', '.join(wrong[:5])} "
+        raise CheckpointError(f"{source.place} has no matching optimizer state: {', '.join(wrong[:5])} "
                               f"{'and others ' if len(wrong) > 5 else ''}missing or of another shape.",
                               "To start a new run from its weights alone, export them and name that folder: "
                               f"fitgpt export {source.place} -o FOLDER, then --init_from=FOLDER.")
     state = source.state
     training.step = state["step"]
-    training.saved_at = state["step"] if "data" in state else -1  # nanoGPT's checkpoint is not one of ours
+    training.saved_at = state["step"] if "data" in state else -1  # nanoGPT's checkpoint is not in our folder
     training.evaluated_at = state.get("evaluated_at", -1)
     training.evaluation_status = state.get("evaluation_status", checkpoint.UNKNOWN)
     training.best, training.last_good = (SplitLoss(**state[name]) if state.get(name) else None
@@ -309,90 +284,90 @@ def versions() -> dict[str, str]:
 
 # ---- data for the loop
 
-def training_feed(config: RunConfig, dataset: Dataset, device: torch.device, ranks: Ranks) -> Feed:
-    split, pieces = dataset.split("train"), config.gradient_accumulation_steps
-    windows, a_step = split.windows(config.block_size), config.batch_size * pieces
+def training_feed(config: RunConfig, dataset: Dataset, device: torch.device) -> Prefetcher:
+    """Micro-batches by their number, from the start of the run."""
+    split, accumulation = dataset.split("train"), config.gradient_accumulation_steps
+    windows, per_step = split.windows(config.block_size), config.batch_size * accumulation
 
     def read(number: int) -> Any:
-        step, micro = divmod(number, pieces)
-        if micro == 0 and step * a_step % windows < a_step:
-            split.recheck()  # an epoch begins
-        samples = positions_for(step, micro, batch_size=config.batch_size, accumulation=pieces, rank=ranks.rank,
-                                world=ranks.world)
+        step, micro = divmod(number, accumulation)
+        if micro == 0 and step * per_step % windows < per_step:
+            split.recheck()  # at the start of an epoch
+        samples = positions_for(step, micro, batch_size=config.batch_size, accumulation=accumulation)
         return split.read(samples, config.block_size, config.seed)
 
-    return Feed(read, device, last=config.max_iters * pieces - 1)
+    return Prefetcher(read, device, last=config.max_iters * accumulation - 1)
 
 
 def evaluation_splits(dataset: Dataset, names: Sequence[str], *, windows: int, block: int,
                       seed: int) -> dict[str, tuple[ReadWindows, int]]:
-    """For each split its reader and its number of windows: as many as asked for, or all there are."""
+    """Per split its reader and its number of windows: as many as requested, or all there are."""
     def reader(name: str) -> ReadWindows:
         return lambda numbers: dataset.split(name).read_fixed(np.asarray(numbers), block, seed)
 
     return {name: (reader(name), min(windows, dataset.split(name).windows(block))) for name in names}
 
 
-# ---- how it may compute otherwise, should memory run out
+# ---- changes after running out of memory
 
-class RunWays:
-    """What guard.py asks for: see its Ways."""
+class RunReconfigurer:
+    """Implements oom_recovery.Reconfigurer."""
 
     def __init__(self, config: RunConfig, choice: DeviceChoice, dataset: Dataset, folder: RunFolder,
-                 training: Training, desk: Desk, onboard: Onboard) -> None:
+                 training: Training, reporter: TrainingReporter, device_memory: DeviceMemoryPlan) -> None:
         self._config, self._choice, self._dataset, self._folder = config, choice, dataset, folder
-        self._training, self._desk, self._onboard = training, desk, onboard
-        self._now = config
-        self.needs = onboard.plan.forecast.needs if onboard.plan else None
+        self._training, self._reporter, self._device_memory = training, reporter, device_memory
+        self._current = config
+        self.needs = device_memory.plan.forecast.needs if device_memory.plan else None
 
-    def ladder(self) -> Sequence[Rung]:
-        return self._onboard.ladder()
+    def ladder(self) -> Sequence[FallbackPlan]:
+        return self._device_memory.ladder()
 
     def room(self) -> int | None:
-        return self._onboard.room()
+        return self._device_memory.room()
 
-    def feed(self, config: RunConfig) -> Feed:
-        return training_feed(config, self._dataset, self._training.device, Ranks())
+    def feed(self, config: RunConfig) -> Prefetcher:
+        return training_feed(config, self._dataset, self._training.device)
 
     def adopt(self, config: RunConfig) -> None:
         training = self._training
-        training.forget_recorded_work()
+        training.drop_cuda_graphs()
         training.model.levels, training.model.loss_chunk = list(config.levels), config.loss_chunk
-        if config.offload != self._now.offload:
+        if config.offload != self._current.offload:
             moved = make_optimizer(config, training.model)
             wrong = moved.load_tensors(training.optimizer.tensors())
             if wrong:
-                raise CheckpointError(f"The optimizer's state cannot go on with offload={config.offload}: "
-                                      f"{', '.join(wrong[:5])} {'and others ' if len(wrong) > 5 else ''}do not fit.",
-                                      "Resume without a --plan that says so.")
+                raise CheckpointError(f"The optimizer's state cannot be moved to offload={config.offload}: "
+                                      f"{', '.join(wrong[:5])} {'and others ' if len(wrong) > 5 else ''}do not match.",
+                                      "Resume without this --plan.")
             training.optimizer = moved
             release(training.device)
-        self._now = config
-        self._desk.eval_batch = min(self._desk.eval_batch, config.eval_batch)
-        settle_gradients(training, config, self._choice)
+        self._current = config
+        self._reporter.eval_batch = min(self._reporter.eval_batch, config.eval_batch)
+        set_up_gradients(training, config, self._choice)
 
-    def go_back(self) -> None:
-        """To the last checkpoint, or to where the run began."""
+    def roll_back(self) -> None:
+        """Restores the last checkpoint, or the start of the run."""
         training, saved = self._training, holds_run(self._folder.path)
         has_state = saved or self._config.init_from == "resume"
-        source = weights.from_run(self._folder.path) if saved else find_source(self._config, self._folder)
-        if self._now.offload != "none":  # it may be in the middle of taking gradients over
-            training.optimizer = make_optimizer(self._now, training.model)
+        source = from_run(self._folder.path) if saved else find_source(self._config, self._folder)
+        if self._current.offload != "none":  # it may have copied only some of the gradients
+            training.optimizer = make_optimizer(self._current, training.model)
         if source is None:
-            begin_again(training, self._config)
+            reinitialise(training, self._config)
         else:
             restore(training, source, everything=has_state)
         if not has_state:
-            nothing = {name: torch.zeros_like(each, device="cpu")  # but for masters, which are weights
-                       for name, each in training.optimizer.tensors().items() if not name.endswith(".master")}
-            training.optimizer.load_tensors(nothing)
+            zeros = {name: torch.zeros_like(each, device="cpu")  # except master weights, which follow the weights
+                     for name, each in training.optimizer.tensors().items() if not name.endswith(".master")}
+            training.optimizer.load_tensors(zeros)
             training.scaler.load_dict(dict(scale=FIRST_SCALE, good_steps=0.0, skipped=0.0, skipped_in_a_row=0.0))
             training.step, training.evaluated_at, training.saved_at, training.best = 0, -1, -1, None
             training.evaluation_status, training.last_good = checkpoint.UNKNOWN, None
 
 
-def begin_again(training: Training, config: RunConfig) -> None:
-    """Fresh weights, the same as build_training made, in their place."""
+def reinitialise(training: Training, config: RunConfig) -> None:
+    """Initialises the weights in place, to the same values as build_training."""
     for parameter in training.model.parameters():
         parameter.data = parameter.data.float()
     torch.manual_seed(config.seed)

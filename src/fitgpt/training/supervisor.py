@@ -1,9 +1,8 @@
-"""`fitgpt train`'s parent process: it never loads torch. It settles what can be settled without a GPU, puts the
-allocator's environment in place, starts the process that trains, forwards signals to it, and turns however that
-process ends into a sentence and an exit code.
+"""The parent process of `fitgpt train`, which never imports torch: checks the memory, sets the allocator's environment,
+starts the worker, forwards signals to it, and turns its end into an error message and an exit code.
 
-Orders go to the child as one line of JSON on its standard input, which then stays open: if this process dies, the
-child reads the end of it, saves and stops. The child's last words come back in a file.
+The worker's config is one line of JSON on its standard input, which then stays open: if this process dies, the worker
+reads end-of-file, saves and stops. The worker's error report comes back in a file.
 """
 
 from __future__ import annotations
@@ -17,11 +16,12 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ..config.fields import Assignment
+from ..config.argv import walk
+from ..config.fields import Assignment, knobs_of, nearest
 from ..config.run_config import RunConfig
 from ..core.errors import (
     STOPPED_AT_ONCE,
@@ -35,169 +35,206 @@ from ..core.errors import (
     SystemFault,
     UsageError,
 )
-from ..hardware.nvidia import check_allocator_env, child_environment
+from ..hardware.allocator_env import check_allocator_env, child_environment
 from ..planning import plan_file
-from ..planning.resolve import settle
+from ..planning.request import training_config
 from ..runs.folder import can_resume
-from ..show.live import say
+from ..show.progress import say
 from ..show.terminal import can_redraw
 from . import memory_check
-from .ranks import require_one_process
-from .signals import held_signals, stop_signals
+from .worker import blocked_stop_signals, stop_signals
 
-# The blank line is for a live bar to draw over.
-STOPPING = b"\nStopping: finishing what is under way, then saving. Ctrl-C once more stops at once.\n\n"
-RESTARTS = 3  # after a fault of the device that only a new process can clear
-# Signals that nobody gets from a fault of its own.
+# The live bar draws over the blank line at the end.
+STOPPING = b"\nStopping: finishing the current step, then saving. Ctrl-C once more stops at once.\n\n"
+RESTARTS = 3  # after a GPU error that only a new process can clear
+# Signals that another process sends; no process gets them through an error of its own.
 _SENT = ("SIGUSR1", "SIGUSR2", "SIGQUIT", "SIGALRM", "SIGVTALRM", "SIGPROF", "SIGXCPU", "SIGTERM", "SIGHUP", "SIGINT")
 _ERRORS = {kind.exit_code: kind for kind in
            (DoesNotFit, UsageError, DataError, CheckpointError, DeviceError, NumericsError, SystemFault, Interrupted)}
 
 
 @dataclass(frozen=True)
-class Orders:
-    """What the child is told."""
+class WorkerConfig:
+    """What the worker gets on its standard input."""
 
     config: dict[str, Any]
     notes: list[str]
-    words: str = ""  # the file its last words go to
-    others: dict[str, int] = field(default_factory=dict)   # what others hold of each card, by its uuid
-    rungs: list[dict[str, Any]] | None = None              # smaller plans, where a plan.json has them
-    rehearsal: str = ""                                    # only rehearse, and write this file
+    report: str = ""  # the file for its error report
+    others: dict[str, int] = field(default_factory=dict)  # bytes that other processes use of each GPU, by uuid
+    fallbacks: list[dict[str, Any]] | None = None         # smaller plans, if a plan.json has them
+    rehearsal: str = ""                                   # only rehearse, and write the result to this file
 
 
-def train(assignments: Sequence[Assignment]) -> int:
+def train(config: str | os.PathLike[str] | Mapping[str, Any] | RunConfig = "", **options: Any) -> Path:
+    """Trains as `fitgpt train` does, in a process of its own, and returns the run's folder; FitError if it fails.
+
+    `config`: a config file, a dict of options or a RunConfig. `options` such as batch_size=8 override it.
+    """
+    given = assignments_from(config, options)
+    if supervise(given) == STOPPED_AT_ONCE:
+        raise Interrupted("Stopped at once by a second Ctrl-C.")
+    return Path(str({each.key: each.value for each in given}.get("out_dir", RunConfig.out_dir)))
+
+
+def assignments_from(config: Any, options: Mapping[str, Any]) -> list[Assignment]:
+    """The options that a config of any kind sets, then `options`."""
+    known = knobs_of(RunConfig)
+    for key in (*(config if isinstance(config, Mapping) else ()), *options):
+        if key not in known:
+            near = nearest(str(key), known)
+            raise UsageError(f"{key!r} is not an option of `fitgpt train`.",
+                             f"Did you mean {' or '.join(near)}?" if near else "fitgpt train --help lists them all.")
+    if isinstance(config, RunConfig):
+        config = {key: value for key, value in config.to_dict().items() if value != known[key].default}
+    from_file = walk([os.fspath(config)], RunConfig) if config and not isinstance(config, Mapping) else []
+    values = {**(config if isinstance(config, Mapping) else {}), **options}
+    return from_file + [Assignment(key, value, f"{key}={value!r}") for key, value in values.items()]
+
+
+def supervise(assignments: Sequence[Assignment]) -> int:
+    """Runs the training that the assignments describe; returns its exit code. Starts it again after GPU errors."""
     require_one_process(os.environ)
     check_allocator_env(os.environ)
-    config, notes = settle(assignments)
+    config, notes = training_config(assignments)
     if config.fit:
-        from ..commands.fit import for_train  # only here: it brings the search with it
+        from ..planning.fit_settings import for_train  # only here: it imports the whole search
 
         config, why = for_train(config)
         notes = [*notes, *why]
     planned = plan_file.read(config.plan) if config.plan else None
-    config = replace(config, plan="")  # what it says is in the config now
-    rungs = [rung._asdict() for rung in planned.rungs_of(config)] if planned and planned.rungs is not None else None
+    config = replace(config, plan="")  # its options are in the config now
+    fallbacks = None
+    if planned and planned.fallback_plans is not None:
+        fallbacks = [each._asdict() for each in planned.fallback_plans_of(config)]
     for attempt in range(RESTARTS + 1):
-        checked = memory_check.check(config, planned)  # each time: what others hold may be another after hours
-        code, words = run_child(Orders(config.to_dict(), notes, others=checked.others, rungs=rungs))
-        if not words.get("restart") or attempt == RESTARTS or not can_resume(config.out_dir):
+        others = memory_check.check(config, planned)  # each time: other processes may use more or less by now
+        code, report = run_worker(WorkerConfig(config.to_dict(), notes, others=others, fallbacks=fallbacks))
+        if not report.get("restart") or attempt == RESTARTS or not can_resume(config.out_dir):
             break
-        say(f"fitgpt: {words['what']} Starting again from the last checkpoint ({attempt + 1} of at most {RESTARTS} "
-            "times).", warning=True)
+        say(f"fitgpt: {report['what']} Resuming from the last checkpoint (restart {attempt + 1} of at most "
+            f"{RESTARTS}).", warning=True)
         config = replace(config, init_from="resume")
-    return conclude(code, words, config)
+    return conclude(code, report, config)
 
 
-def run_child(orders: Orders) -> tuple[int, dict[str, Any]]:
-    """Starts the process that trains and waits for it: (its exit code, its last words)."""
+def require_one_process(environment: Mapping[str, str]) -> None:
+    world = environment.get("WORLD_SIZE", "1").strip() or "1"
+    if world != "1":
+        raise UsageError(
+            f"WORLD_SIZE is {world}: fitgpt trains with one process on one GPU for now.",
+            "Start it without torchrun: fitgpt train …  (unset WORLD_SIZE if your shell still has it)")
+
+
+def run_worker(given: WorkerConfig) -> tuple[int, dict[str, Any]]:
+    """Starts the worker and waits for its end → (its exit code, its error report)."""
     with tempfile.TemporaryDirectory(prefix="fitgpt-") as folder:
-        words = Path(folder) / "words.json"
-        with held_signals():  # until both processes can take them: the child inherits this, and lets them in itself
-            # A process group of its own: Ctrl-C reaches the child once, from here, and not twice.
-            apart: dict[str, Any] = {"process_group": 0} if os.name == "posix" else {}
-            child = subprocess.Popen([sys.executable, "-P", "-m", "fitgpt.training.worker"], stdin=subprocess.PIPE,
-                                     env=child_environment(os.environ), **apart)
-            relay = Relay(child)
-        assert child.stdin is not None
-        with relay:
-            with suppress(BrokenPipeError):  # it died before it could listen: its exit code says how
-                child.stdin.write(json.dumps({**orders.__dict__, "words": str(words)}).encode() + b"\n")
-                child.stdin.flush()
-            code = child.wait()
+        report = Path(folder) / "report.json"
+        with blocked_stop_signals():  # until both processes have handlers; the worker inherits the mask and unblocks
+            # A process group of its own: Ctrl-C reaches the worker once, from here, and not twice.
+            group: dict[str, Any] = {"process_group": 0} if os.name == "posix" else {}
+            worker = subprocess.Popen([sys.executable, "-P", "-m", "fitgpt.training.worker"], stdin=subprocess.PIPE,
+                                      env=child_environment(os.environ), **group)
+            forwarder = SignalForwarder(worker)
+        assert worker.stdin is not None
+        with forwarder:
+            with suppress(BrokenPipeError):  # it died before it could read: its exit code says how
+                worker.stdin.write(json.dumps(asdict(replace(given, report=str(report)))).encode() + b"\n")
+                worker.stdin.flush()
+            code = worker.wait()
             with suppress(BrokenPipeError):
-                child.stdin.close()
+                worker.stdin.close()
         if code < 0:
             show_cursor()
-        if relay.killed and code < 0:
+        if forwarder.killed and code < 0:
             return STOPPED_AT_ONCE, {}
-        return code, heard(words)
+        return code, read_report(report)
 
 
-def heard(words: Path) -> dict[str, Any]:
-    """The child's last words; none where it died of saying them, or had no disk to say them on."""
+def read_report(path: Path) -> dict[str, Any]:
+    """The worker's error report; empty if it wrote none, or could not write it."""
     try:
-        told = json.loads(words.read_bytes())
+        report = json.loads(path.read_bytes())
     except (OSError, ValueError):
         return {}
-    return told if isinstance(told, dict) else {}
+    return report if isinstance(report, dict) else {}
 
 
-class Relay:
-    """Passes on to the child what is asked of this process, until it is closed.
+class SignalForwarder:
+    """Forwards signals to the worker until it is closed.
 
-    The first request to stop is the child's to obey. A second Ctrl-C ends it on the spot, even where it cannot
-    listen: checkpoints are renamed into place, so there is nothing to tear. A second SIGTERM or SIGHUP is no such
-    wish: when a terminal closes, both the shell and the kernel send one.
+    The worker obeys the first stop request. A second Ctrl-C kills it, even if it cannot respond: checkpoints are
+    renamed into place, so none can be left incomplete. A second SIGTERM or SIGHUP does not kill it: when a terminal
+    closes, both the shell and the kernel send one.
     """
 
-    def __init__(self, child: subprocess.Popen[bytes]) -> None:
+    def __init__(self, worker: subprocess.Popen[bytes]) -> None:
         self.killed = False
-        self._child = child
-        self._asked = False
+        self._worker = worker
+        self._requested = False
         if os.name == "posix":
             handlers = {**dict.fromkeys(stop_signals(), self._stop), signal.SIGTSTP: self._suspend}
             self._previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
-        else:  # the console gives Ctrl-C to both: this process has only to live on
+        else:  # the console sends Ctrl-C to both processes: this one only has to survive it
             self._previous = {signal.SIGINT: signal.signal(signal.SIGINT, signal.SIG_IGN)}
 
-    def __enter__(self) -> Relay:
+    def __enter__(self) -> SignalForwarder:
         return self
 
     def __exit__(self, *error: object) -> None:
         for number, handler in self._previous.items():
-            signal.signal(number, signal.SIG_IGN if self._asked else handler)  # this process is about to end as asked
+            signal.signal(number, signal.SIG_IGN if self._requested else handler)  # this process is about to end anyway
 
     def _stop(self, number: int, frame: object) -> None:
-        if self._asked and number == signal.SIGINT:
+        if self._requested and number == signal.SIGINT:
             self.killed = True
             with suppress(ProcessLookupError):
-                os.killpg(self._child.pid, signal.SIGKILL)
+                os.killpg(self._worker.pid, signal.SIGKILL)
             return
-        if not self._asked:
-            self._asked = True
-            with suppress(OSError):  # the terminal may be what has gone
-                os.write(2, STOPPING)  # past Python's buffers, which the interrupted code may be holding
-        self._child.send_signal(number)
+        if not self._requested:
+            self._requested = True
+            with suppress(OSError):  # the terminal may be closed
+                os.write(2, STOPPING)  # not through Python's buffers, which the interrupted code may be using
+        self._worker.send_signal(number)
 
     def _suspend(self, number: int, frame: object) -> None:
-        """Ctrl-Z stops both, and `fg` or `bg` wakes both."""
-        self._child.send_signal(signal.SIGSTOP)
+        """Ctrl-Z stops both processes; `fg` or `bg` continues both."""
+        self._worker.send_signal(signal.SIGSTOP)
         os.kill(os.getpid(), signal.SIGSTOP)
-        self._child.send_signal(signal.SIGCONT)
+        self._worker.send_signal(signal.SIGCONT)
 
 
 def show_cursor() -> None:
-    """A live display that is killed leaves the terminal's cursor hidden."""
+    """A live display that was killed leaves the terminal's cursor hidden."""
     if can_redraw():
         print("\x1b[?25h", end="", flush=True)
 
 
-def conclude(code: int, words: Mapping[str, Any], config: RunConfig) -> int:
-    """The child's end as this process's: its exit code, or the error that it left words about."""
+def conclude(code: int, report: Mapping[str, Any], config: RunConfig) -> int:
+    """The worker's exit code, or the error it reported."""
     if code in (0, STOPPED_AT_ONCE):
         return code
-    fix = f"To go on from the last checkpoint: {resume_command(config.out_dir)}" if can_resume(config.out_dir) else ""
-    if not words:
-        raise death_in_words(code, fix)
-    raise _ERRORS.get(words["code"], FitError)(words["what"], words["fix"] or fix)
+    fix = f"To resume from the last checkpoint: {resume_command(config.out_dir)}" if can_resume(config.out_dir) else ""
+    if not report:
+        raise error_for_exit(code, fix)
+    raise _ERRORS.get(report["code"], FitError)(report["what"], report["fix"] or fix)
 
 
 def resume_command(out_dir: str) -> str:
     return shlex.join(["fitgpt", "train", "--init_from=resume", f"--out_dir={out_dir}"])
 
 
-def death_in_words(code: int, fix: str) -> FitError:
+def error_for_exit(code: int, fix: str) -> FitError:
+    """The error of a worker that ended without a report: by its exit code, negative for a signal."""
     if code >= 0:
-        return FitError(f"The training process ended with exit code {code} and no last words.", fix)
+        return FitError(f"The training process ended with exit code {code} and without an error report.", fix)
     name = next((known.name for known in signal.Signals if known == -code), f"signal {-code}")
     if name == "SIGKILL":
         return SystemFault(
-            "The system killed the training process (signal 9). Nearly always that means the machine's RAM, not the "
-            "card's memory, ran out; `dmesg | tail` says so.", fix)
+            "The system killed the training process (signal 9). Nearly always that means the computer ran out of CPU "
+            "RAM, not of GPU memory; `dmesg | tail` says so.", fix)
     if name == "SIGBUS":
-        return DataError("The training process died of a bus error (signal 7): a data file was cut short or its disk "
-                         "went away while it was being read.", fix)
+        return DataError("The training process died of a bus error (signal 7): a data file was truncated or its disk "
+                         "was removed while it was being read.", fix)
     if name in _SENT:
         return SystemFault(f"{name} ended the training process: another program sent it, or a limit of the system did "
                            "(`ulimit -a`).", fix)

@@ -1,4 +1,4 @@
-"""Weights & Biases, if it is asked for and installed: nanoGPT's five keys. The record is metrics.jsonl either way."""
+"""Weights & Biases, if requested and installed: nanoGPT's five keys. The record is metrics.jsonl either way."""
 
 from __future__ import annotations
 

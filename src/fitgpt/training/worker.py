@@ -1,4 +1,4 @@
-"""The process that trains: takes its orders, listens for signals, and leaves its last words for the supervisor."""
+"""The process that trains: reads its config, handles signals, and writes an error report for the supervisor."""
 
 from __future__ import annotations
 
@@ -8,108 +8,134 @@ import signal
 import sys
 import threading
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from ..core.errors import STOPPED_AT_ONCE, DeviceError, FitError, Interrupted, SystemFault, UsageError
-from ..nouns import Rung
-from .signals import stop_signals
+from ..planning.plan_file import FallbackPlan
 
-_OUT_OF_RAM = "DefaultCPUAllocator"  # torch's words where malloc gave nothing
+_OUT_OF_RAM = "DefaultCPUAllocator"  # in torch's message when malloc fails
+
+
+# ---- signals
+
+def stop_signals() -> list[signal.Signals]:
+    """The signals that request a stop. One that was ignored at the start stays ignored: `nohup` ignores SIGHUP, and a
+    shell without job control ignores SIGINT for what it starts in the background."""
+    known = (getattr(signal, name, None) for name in ("SIGINT", "SIGTERM", "SIGHUP"))
+    return [number for number in known if number and signal.getsignal(number) is not signal.SIG_IGN]
+
+
+@contextmanager
+def blocked_stop_signals() -> Iterator[None]:
+    """Stop signals that arrive inside are delivered at the end."""
+    if os.name != "posix":
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, stop_signals())
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class StopRequest:
-    """Set by a signal, or by the supervisor's death; a second Ctrl-C ends the process on the spot."""
+    """Set by a signal or by the supervisor's death. A second Ctrl-C ends the process at once."""
 
     def __init__(self) -> None:
-        self._asked = False
+        self._requested = False
 
     def __call__(self) -> bool:
-        return self._asked
+        return self._requested
 
-    def listen(self, lifeline: int) -> None:
-        """`lifeline`: a file descriptor of which the supervisor alone holds the other end."""
-        heard = stop_signals()
-        for number in heard:
+    def listen(self, supervisor_pipe: int) -> None:
+        """`supervisor_pipe`: a file descriptor whose other end only the supervisor has open."""
+        numbers = stop_signals()
+        for number in numbers:
             signal.signal(number, self._on_signal)
         if os.name == "posix":
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, heard)  # the supervisor held them back until now
-            signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # of a terminal that stops background groups that write
-        threading.Thread(target=self._on_end_of, args=(lifeline,), daemon=True).start()
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)  # blocked by the supervisor until now
+            signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # sent by `stty tostop` to background groups that write
+        threading.Thread(target=self._wait_for_end_of, args=(supervisor_pipe,), daemon=True).start()
 
     def close(self) -> None:
-        """Nothing that is asked from now on matters, but Python's own shutdown would die of it."""
+        """Ignores stop signals from now on: one during Python's own shutdown would print a traceback."""
         for number in stop_signals():
             signal.signal(number, signal.SIG_IGN)
 
     def _on_signal(self, number: int, frame: object) -> None:
-        if self._asked and number == signal.SIGINT:
-            os._exit(STOPPED_AT_ONCE)  # checkpoints are renamed into place: there is nothing to tear
-        self._asked = True
+        if self._requested and number == signal.SIGINT:
+            os._exit(STOPPED_AT_ONCE)  # checkpoints are renamed into place, so none can be left incomplete
+        self._requested = True
 
-    def _on_end_of(self, lifeline: int) -> None:
-        while os.read(lifeline, 4096):
+    def _wait_for_end_of(self, supervisor_pipe: int) -> None:
+        while os.read(supervisor_pipe, 4096):
             pass
-        self._asked = True
+        self._requested = True
 
+
+# ---- the process
 
 def main() -> int:
     line = sys.stdin.readline()
-    if not line:  # the supervisor is gone already
+    if not line:  # the supervisor has ended already
         return Interrupted.exit_code
-    orders = json.loads(line)
+    given = json.loads(line)
     stop = StopRequest()
     stop.listen(sys.stdin.fileno())
     try:
-        rungs = [Rung(**rung) for rung in orders["rungs"]] if orders["rungs"] is not None else None
-        if orders["rehearsal"]:
-            from ..commands.rehearse import rehearse_here
+        if given["rehearsal"]:
+            from .rehearsal import rehearse_and_report
 
-            rehearse_here(orders["config"], orders["notes"], orders["others"], orders["rehearsal"])
+            rehearse_and_report(given["config"], given["notes"], given["others"], given["rehearsal"])
         else:
             from .run import run
 
-            run(orders["config"], orders["notes"], stop, others=orders["others"], rungs=rungs)
+            fallbacks = None if given["fallbacks"] is None else [FallbackPlan(**each) for each in given["fallbacks"]]
+            run(given["config"], given["notes"], stop, others=given["others"], fallbacks=fallbacks)
     except FitError as error:
-        return leave_words(orders["words"], error, restart=False)
+        return write_report(given["report"], error, restart=False)
     except ModuleNotFoundError as error:
         needed = UsageError(f"Training needs {error.name}, which is not installed here.", "pip install -e '.[train]'")
-        return leave_words(orders["words"], needed, restart=False)
+        return write_report(given["report"], needed, restart=False)
     except Exception as error:
-        return leave_words(orders["words"], *described(error))
+        return write_report(given["report"], *as_fit_error(error))
     finally:
         stop.close()
     return 0
 
 
-def described(error: Exception) -> tuple[FitError, bool]:
-    """An error nobody foresaw, in words; and whether a new process may get further."""
+def as_fit_error(error: Exception) -> tuple[FitError, bool]:
+    """(an unexpected error as one for the user, whether a new process may get further)."""
     import torch
 
     from ..engine.oom import is_out_of_memory
 
-    said = str(error)
-    if isinstance(error, MemoryError) or _OUT_OF_RAM in said:
-        return SystemFault("The machine's RAM ran out, not the card's memory.",
+    message = str(error)
+    if isinstance(error, MemoryError) or _OUT_OF_RAM in message:
+        return SystemFault("Out of CPU RAM (not GPU memory).",
                            "Close other programs, or try a smaller --batch_size."), False
     if is_out_of_memory(error):
-        return DeviceError(f"The card's memory ran out: {said.splitlines()[0]}",
+        return DeviceError(f"Out of GPU memory: {message.splitlines()[0]}",
                            "Try a smaller --batch_size with more --gradient_accumulation_steps, --loss_chunk=512, "
                            "or --grad_checkpoint."), False
     if type(error).__name__ == "FailOnRecompileLimitHit":
-        return DeviceError("torch's compiler reached its limit of graphs for one function: too many shapes were met.",
-                           "Go on without it: --resume --compile=False"), False
+        return DeviceError("torch.compile reached its recompile limit for one function: too many different shapes.",
+                           "Resume without it: --resume --compile=False"), False
     if isinstance(error, torch.AcceleratorError):
-        return DeviceError(f"The GPU reported a fault that only a new process can clear: {error}"), True
+        return DeviceError(f"The GPU reported an error that only a new process can clear: {error}"), True
     if isinstance(error, OSError):
         where = f"{error.filename}: " if error.filename else ""
-        return SystemFault(f"{where}{error.strerror or said}."), False
-    return FitError("fitgpt has a bug, or torch does:\n" + "".join(traceback.format_exception(error))), False
+        return SystemFault(f"{where}{error.strerror or message}."), False
+    return FitError("This is a bug in fitgpt or in torch:\n" + "".join(traceback.format_exception(error))), False
 
 
-def leave_words(path: str, error: FitError, restart: bool) -> int:
-    words: dict[str, Any] = {"code": error.exit_code, "what": error.what, "fix": error.fix, "restart": restart}
-    Path(path).write_text(json.dumps(words))
+def write_report(path: str, error: FitError, restart: bool) -> int:
+    """Writes the error for the supervisor; returns the exit code."""
+    report: dict[str, Any] = {"code": error.exit_code, "what": error.what, "fix": error.fix, "restart": restart}
+    Path(path).write_text(json.dumps(report))
     return error.exit_code
 
 

@@ -1,13 +1,17 @@
-"""The page's server: the page, its files, and its questions, each handed to a worker within limits of size and time."""
+"""The web server: starlette serves the page, its files and the API; uvicorn runs it.
+
+Every API request is computed by a worker process, within limits on its size and time.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
+import socket
 from pathlib import Path
 from typing import Any
 
+import uvicorn
 from starlette.applications import Starlette
 from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
@@ -17,19 +21,33 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..show import charts
-from .guard import HEADERS, Door, has_token, refusal
-from .lanes import LANES, Busy, Lanes, TooLong
+from .security import HEADERS, ServerAddress, check_source, has_token
+from .workers import NAMES, ApiRequest, Busy, TooSlow, WorkerPool
 
 STATIC = Path(__file__).parent / "static"
 KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+LARGEST_HEAD = 16 * 1024
 LARGEST_BODY = 512 * 1024
-BODY_SECONDS = 10.0
 LONGEST_QUERY = 8192
-ASKED_BY_ADDRESS = tuple(name for name in LANES if name != "explain")
+BODY_SECONDS = 10.0
+ANSWER_SECONDS = 40.0  # for one answer
 
 
-def make_app(door: Door, lanes: Lanes) -> ASGIApp:
-    files = _files()
+async def run_server(address: ServerAddress, listening: socket.socket, run: str) -> None:
+    """Serves until Ctrl-C. `run`: the run folder of the live tab; empty: look for one."""
+    pool = WorkerPool(ANSWER_SECONDS)
+    server = uvicorn.Server(uvicorn.Config(
+        make_app(address, pool, run), http="h11", ws="none", lifespan="off", log_config=None, log_level="critical",
+        access_log=False, server_header=False, proxy_headers=False, timeout_graceful_shutdown=0,
+        h11_max_incomplete_event_size=LARGEST_HEAD))
+    try:
+        await server.serve(sockets=[listening])
+    finally:
+        pool.close()
+
+
+def make_app(address: ServerAddress, pool: WorkerPool, run: str = "") -> ASGIApp:
+    files = _static_files()
 
     async def page(request: Request) -> Response:
         return _file(files["index.html"], ".html")
@@ -40,74 +58,67 @@ def make_app(door: Door, lanes: Lanes) -> ASGIApp:
             raise HTTPException(404, "There is no such file.")
         return _file(files[name], Path(name).suffix)
 
-    async def question(request: Request) -> Response:
-        name = request.path_params["name"]
-        if name not in ASKED_BY_ADDRESS:
-            raise HTTPException(405 if name in LANES else 404, "There is no such question.")
-        query = request.url.query
+    async def get_answer(request: Request) -> Response:
+        name, query = request.path_params["name"], request.url.query
+        if name not in NAMES or name == "explain":
+            raise HTTPException(405 if name == "explain" else 404, "There is no such API request.")
         if len(query) > LONGEST_QUERY:
             raise HTTPException(414, "The address is too long.")
-        more, _, rest = query.partition("&") if name == "fix" else ("", "", query)
-        return await _answer(request, lanes, {"ask": name, "query": rest, "more": more.removeprefix("family=")})
+        family, _, rest = query.partition("&") if name == "fix" else ("", "", query)
+        return await _answer(request, pool, ApiRequest(name, rest, family.removeprefix("family="), run=run))
 
     async def explain(request: Request) -> Response:
-        told = await _json_body(request)
-        text, query = told.get("text"), told.get("query")
+        body = await _json_body(request)
+        text, query = body.get("text"), body.get("query")
         if not isinstance(text, str) or not isinstance(query, str | None):
-            raise HTTPException(400, "The body holds a text, and the query of a plan or null.")
-        return await _answer(request, lanes, {"ask": "explain", "text": text, "query": query})
+            raise HTTPException(400, "The body must have a text, and the query of a plan or null.")
+        return await _answer(request, pool, ApiRequest("explain", query, text=text))
 
     app = Starlette(
         routes=[Route("/", page), Route("/static/{name}", file), Route("/api/explain", explain, methods=["POST"]),
-                Route("/api/{name}", question)],
-        exception_handlers={HTTPException: _said, Exception: _bug})
-    return Guarded(app, door)
+                Route("/api/{name}", get_answer)],
+        exception_handlers={HTTPException: _http_error, Exception: _bug})
+    return SecurityMiddleware(app, address)
 
 
-# ---- who is let in
+class SecurityMiddleware:
+    """Checks Host, Origin and token of every request, and adds security headers to every response."""
 
-
-class Guarded:
-    """Around everything: who may ask, and headers that keep a browser from doing anything else with the answers."""
-
-    def __init__(self, app: ASGIApp, door: Door) -> None:
-        self._app, self._door = app, door
+    def __init__(self, app: ASGIApp, address: ServerAddress) -> None:
+        self._app, self._address = app, address
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
 
-        async def send_guarded(message: Message) -> None:
+        async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
                 headers.update(HEADERS)
                 headers.setdefault("cache-control", "no-store")
             await send(message)
 
-        await (self._refusal(scope) or self._app)(scope, receive, send_guarded)
+        await (self._rejection(scope) or self._app)(scope, receive, send_with_headers)
 
-    def _refusal(self, scope: Scope) -> ASGIApp | None:
-        refused = refusal(self._door, scope["path"], scope["headers"])
-        if refused is not None:
-            return _problem(*refused)
+    def _rejection(self, scope: Scope) -> ASGIApp | None:
+        rejected = check_source(self._address, scope["path"], scope["headers"])
+        if rejected is not None:
+            return _problem(*rejected)
         request = Request(scope)
         given = request.query_params.get("token", "")
-        if not has_token(self._door, scope["headers"], given):
+        if not has_token(self._address, scope["headers"], given):
             return _problem(401, "This page needs the token that fitgpt serve printed.",
                             "Open the whole address that it printed, from http:// to the end.")
-        if self._door.token and given:  # the token leaves the address, which may be shared
+        if self._address.token and given:  # a cookie replaces the token, so that the address can be shared
             rest = request.url.remove_query_params("token").query
             reply = RedirectResponse(f"/?{rest}" if rest else "/", 303)
-            reply.set_cookie(self._door.cookie, self._door.token, httponly=True, samesite="strict")
+            reply.set_cookie(self._address.cookie, self._address.token, httponly=True, samesite="strict")
             return reply
         return None
 
 
-# ---- parts
-
-
-def _files() -> dict[str, bytes]:
-    """All there is to serve, read once: a request chooses among these and never names a path."""
+def _static_files() -> dict[str, bytes]:
+    """All files by name, read once: a request chooses one of these and never names a path."""
     found = {path.name: path.read_bytes() for path in STATIC.iterdir() if path.suffix in KINDS}
     return found | {"charts.css": charts.style().encode(), "charts.js": charts.script().encode()}
 
@@ -116,64 +127,64 @@ def _file(content: bytes, suffix: str) -> Response:
     return Response(content, media_type=KINDS[suffix], headers={"cache-control": "no-cache"})
 
 
-async def _answer(request: Request, lanes: Lanes, question: Mapping[str, Any]) -> Response:
-    """Withdrawn when the browser goes away, so that nothing is computed for nobody."""
-    asking = asyncio.ensure_future(lanes.ask(question))
-    leaving = asyncio.ensure_future(_left(request))
+async def _answer(request: Request, pool: WorkerPool, wanted: ApiRequest) -> Response:
+    """Cancelled if the browser disconnects, so that no worker computes what nobody reads."""
+    answering = asyncio.ensure_future(pool.answer(wanted))
+    disconnected = asyncio.ensure_future(_disconnect(request))
+    await asyncio.wait((answering, disconnected), return_when=asyncio.FIRST_COMPLETED)
+    disconnected.cancel()
+    if not answering.done():
+        answering.cancel()
+        return Response(status_code=499)
     try:
-        await asyncio.wait((asking, leaving), return_when=asyncio.FIRST_COMPLETED)
-        if not asking.done():
-            return Response(status_code=499)
-        reply = asking.result()
+        reply = answering.result()
     except Busy:
-        return _problem(503, "Too many questions are waiting for an answer.", "Close other tabs with this page.")
-    except TooLong:
-        return _problem(503, "The answer took too long, and was given up.", "fitgpt plan in a terminal has no limit.")
-    finally:
-        for task in (asking, leaving):
-            task.cancel()
-        await asyncio.gather(asking, leaving, return_exceptions=True)
+        return _problem(503, "Too many requests are waiting for an answer.", "Close other tabs with this page.")
+    except TooSlow:
+        return _problem(503, f"The answer took longer than {ANSWER_SECONDS:.0f} s and was stopped.",
+                        "fitgpt plan in a terminal has no time limit.")
     return Response(reply, 500 if reply.startswith(b'{"bug"') else 200, media_type="application/json")
 
 
-async def _left(request: Request) -> None:
+async def _disconnect(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
 
 async def _json_body(request: Request) -> dict[str, Any]:
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-        raise HTTPException(415, "The body is JSON, and its content-type says so.")
-    claimed = request.headers.get("content-length", "0")
-    if not claimed.isdecimal() or int(claimed) > LARGEST_BODY:
-        raise HTTPException(413, f"A text to explain has at most {LARGEST_BODY // 1024} KiB.")
+        raise HTTPException(415, "The content-type must be application/json.")
+    too_large = HTTPException(413, f"A text to explain may have at most {LARGEST_BODY // 1024} KiB.")
+    length = request.headers.get("content-length", "0")
+    if not length.isdecimal() or int(length) > LARGEST_BODY:
+        raise too_large
     body = b""
     try:
         async with asyncio.timeout(BODY_SECONDS):
             async for part in request.stream():
                 body += part
                 if len(body) > LARGEST_BODY:
-                    raise HTTPException(413, f"A text to explain has at most {LARGEST_BODY // 1024} KiB.")
-        told = json.loads(body)
+                    raise too_large
+        parsed = json.loads(body)
     except TimeoutError:
-        raise HTTPException(408, "The body did not come.") from None
+        raise HTTPException(408, f"The body did not arrive within {BODY_SECONDS:.0f} s.") from None
     except ClientDisconnect:
-        raise HTTPException(400, "The body was cut short.") from None
+        raise HTTPException(400, "The body is incomplete.") from None
     except (ValueError, RecursionError):
-        raise HTTPException(400, "The body is no JSON.") from None
-    if not isinstance(told, dict):
-        raise HTTPException(400, "The body is a JSON object.")
-    return told
+        raise HTTPException(400, "The body is not valid JSON.") from None
+    if not isinstance(parsed, dict):
+        raise HTTPException(400, "The body must be a JSON object.")
+    return parsed
 
 
 def _problem(status: int, what: str, fix: str = "") -> JSONResponse:
     return JSONResponse({"problem": {"what": what, "fix": fix, "settings": {}}}, status)
 
 
-async def _said(request: Request, error: Exception) -> Response:
+async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     return _problem(error.status_code, error.detail)
 
 
 async def _bug(request: Request, error: Exception) -> Response:
-    return _problem(500, "This is a bug of ours.", "Please report it with what fitgpt serve printed.")
+    return _problem(500, "This is a bug in fitgpt.", "Please report it with what fitgpt serve printed.")

@@ -1,66 +1,59 @@
-"""The fix buttons: for each way to hold less the smallest change that makes the run fit, and what it saves.
-
-Which changes there are, memory/changes.py says; here each family becomes one button.
-"""
+"""The page's fix buttons: per family of planning/changes.py the smallest change that makes the run fit."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from ..config.memory_savers import SAVER_LABELS
+from ..config.resolve import resolve_run
 from ..config.run_config import RunConfig
 from ..core.errors import UsageError
 from ..core.units import MiB, show_bytes
-from ..planning import forecast
-from ..planning.changes import Option, single_changes
+from ..planning.changes import FAMILIES, ChangedRun, single_changes, smallest
 from .answers import Answer, fits, replayed
-from .settings import Asked, as_settings
+from .query import PageQuery, as_settings
 
-FEW = 3  # where a run fits as it is, a third of its layers is a first step
+FEW = 3  # if the run fits already, the button recomputes a third of the layers
 
-# Every family of memory/changes.py, the ones that cost least first.
+# The label of every family of planning/changes.py.
 LABELS = {
-    "trainer": "train it with fitgpt", "compile": "compile the model", "loss": "chunked loss: {loss_chunk} tokens",
-    "evaluation": "evaluate {eval_batch_size} at a time", "batch": "batch {batch_size} × {gradient_accumulation_steps}",
-    "recompute": "recompute {layers}", "casts": "half-precision copies freed at once",
-    "gradients": "gradients freed after a step", "states": "optimizer made early", "offload": "{offload} on the host",
-    "weights": "bfloat16 weights", "residual": "bfloat16 residual stream", "adam8bit": "8-bit Adam", "muon": "Muon",
-    "step_in_backward": "step in backward", "accumulation": "no accumulation", "block": "block of {block_size}",
+    **SAVER_LABELS, "trainer": "train with fitgpt", "compile": "compile the model",
+    "evaluation": "evaluation batch {eval_batch_size}", "batch": "batch {batch_size} × {gradient_accumulation_steps}",
+    "accumulation": "no gradient accumulation", "block": "block_size {block_size}",
 }
 
 
-def families(asked: Asked) -> Answer:
-    """The buttons to ask for, in the order in which they stand."""
-    found = {option.change.family for option in _options(asked)}
-    known = [family for family in LABELS if family in found]
-    return {"families": [*known, *sorted(found - set(known))]}
+def families(query: PageQuery) -> Answer:
+    """The families that apply to this run, in the order of their buttons."""
+    found = {option.change.family for option in _options(query)}
+    return {"families": [family for family in FAMILIES if family in found]}
 
 
-def fix(asked: Asked, family: str) -> Answer:
-    """The family's smallest change that makes the run fit, else its largest; None where it saves nothing."""
-    setting, limit = asked.place.setting, asked.place.budget.reserve_limit
-    config = forecast.settled(asked.config, setting, asked.trainer)
-    before = replayed(config, setting, asked.trainer).peak
-    fitting = fits(config, setting, asked.trainer, limit)
-    options = [option for option in _options(asked) if option.change.family == family]
+def fix(query: PageQuery, family: str) -> Answer:
+    """The family's smallest change that makes the run fit, else its largest; None if it saves nothing."""
+    platform, limit = query.target.platform, query.target.budget.reserve_limit
+    config = resolve_run(query.config, platform, query.trainer)
+    before = replayed(config, platform, query.trainer).peak
+    fitting = fits(config, platform, query.trainer, limit)
+    options = [option for option in _options(query) if option.change.family == family]
     if not options:
         return {"fix": None}
 
-    def fits_with(option: Option) -> bool:
-        return fits(option.config, setting, option.change.trainer, limit)
+    def fits_with(option: ChangedRun) -> bool:
+        return fits(option.resolved(platform), platform, option.change.trainer, limit)
 
-    chosen = options[0] if fitting else _smallest(options, fits_with)
+    chosen = options[0] if fitting else smallest(options, fits_with) or options[-1]
     if family == "recompute":
         chosen = _of_some_layers(config, chosen, fitting, fits_with)
-    after = replayed(chosen.config, setting, chosen.change.trainer).peak
+    after = replayed(chosen.resolved(platform), platform, chosen.change.trainer).peak
     enough = fits_with(chosen)
     if before - after < MiB and (fitting or not enough):
         return {"fix": None}
     change = chosen.change
     settings = as_settings(config, chosen.config)
-    if change.trainer != asked.trainer:
+    if change.trainer != query.trainer:
         settings["trainer"] = change.trainer
     return {"fix": {
         "family": family, "label": _label(chosen), "settings": settings, "flags": " ".join(change.flags),
@@ -69,32 +62,25 @@ def fix(asked: Asked, family: str) -> Answer:
         "effect": f"{show_bytes(abs(before - after))} {'less' if after <= before else 'more'} at the peak"}}
 
 
-def _options(asked: Asked) -> list[Option]:
-    config = forecast.settled(asked.config, asked.place.setting, asked.trainer)
-    return list(single_changes(config, asked.trainer, compiles=asked.place.setting.compiles))
+def _options(query: PageQuery) -> list[ChangedRun]:
+    config = resolve_run(query.config, query.target.platform, query.trainer)
+    return list(single_changes(config, query.trainer, compiles=query.target.platform.compiles))
 
 
-def _smallest(options: Sequence[Option], fits_with: Any) -> Option:
-    """Of changes in order, each saving more than the one before: the first that is enough, else the last."""
-    if not fits_with(options[-1]):
-        return options[-1]
-    return next((option for option in options[:-1] if fits_with(option)), options[-1])
-
-
-def _of_some_layers(config: RunConfig, all_layers: Option, fitting: bool, fits_with: Any) -> Option:
-    """The same, in as few layers as are enough."""
+def _of_some_layers(config: RunConfig, all_layers: ChangedRun, fitting: bool, fits_with: Any) -> ChangedRun:
+    """The same change in as few layers as make the run fit."""
     before, after = set(config.levels), set(all_layers.config.levels)
     if len(before) > 1 or len(after) > 1 or not (fitting or fits_with(all_layers)):
         return all_layers
 
-    def of(layers: int) -> Option:
+    def of(layers: int) -> ChangedRun:
         levels = f"{layers}*{next(iter(after))},{config.n_layer - layers}*{next(iter(before))}"
         try:
             changed = replace(all_layers.config, recompute=levels)
         except UsageError:
             return all_layers
         change = all_layers.change._replace(flags=(f"--recompute={levels}",))
-        return Option(change, changed)
+        return ChangedRun(change, changed)
 
     if fitting:
         return of(-(-config.n_layer // FEW)) if config.n_layer > 1 else all_layers
@@ -105,7 +91,7 @@ def _of_some_layers(config: RunConfig, all_layers: Option, fitting: bool, fits_w
     return all_layers if enough == config.n_layer else of(enough)
 
 
-def _label(option: Option) -> str:
+def _label(option: ChangedRun) -> str:
     changed = option.config
     counted = re.match(r"(\d+)\*", changed.recompute)
     number = int(counted[1]) if counted else changed.n_layer

@@ -1,7 +1,7 @@
-"""The optimizer step: clipping, unscaling, skipping and updating in one fused pass, with no word from the host.
+"""The optimizer step: clips, unscales, skips and updates in one fused pass, without synchronizing with the CPU.
 
-The fused AdamW kernel divides gradients by `grad_scale` and does nothing where `found_inf` is set, both read on
-the device. Clipping is a division too, so it rides along: after the norm, one pass over the gradients does it all.
+The fused AdamW kernel divides gradients by `grad_scale` and does nothing if `found_inf` is set; it reads both on the
+device. Clipping is a division too, so it is part of `grad_scale`: after the norm, one pass over the gradients does all.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
+from ...config.optimizers import ADAMW_EPSILON
 from ..gradient_sinks import Gradients
 
-# float16's loss scale moves as torch.amp.GradScaler's does: its published defaults.
+# Loss scaling for float16, with the defaults of torch.amp.GradScaler.
 FIRST_SCALE, GROWTH, BACKOFF, GROWTH_INTERVAL = 2.0**16, 2.0, 0.5, 2000
 
 
@@ -28,50 +29,50 @@ class AdamWSettings:
 
 
 class Sink(Gradients, Protocol):
-    """A place for gradients that are not to stay in `.grad`."""
+    """Takes gradients that are not accumulated in `.grad`."""
 
     def gradients(self) -> list[Tensor]:
-        """Those that are there, to take the norm of."""
+        """The gradients, for their norm."""
 
     def clear(self) -> None: ...
 
 
 class Optimizer:
-    """What the loop asks of an optimizer. Its state is flat tensors, so that a checkpoint stores any of them alike."""
+    """What the loop needs of an optimizer. Its state is a flat dict of tensors, which any checkpoint can store."""
 
-    sink: Sink | None = None  # where gradients go; None: into `.grad`
+    sink: Sink | None = None  # where gradients go; None: to `.grad`
 
     def begin(self, learning_rate: float) -> None:
-        """A step begins, before its first gradient is made."""
+        """Called before the first gradient of a step is computed."""
 
     def step(self, learning_rate: float, grad_scale: Tensor, found_inf: Tensor) -> None:
-        """Divides the gradients by `grad_scale` and applies them, or does nothing where `found_inf` is 1."""
+        """Divides the gradients by `grad_scale` and applies them, or does nothing if `found_inf` is 1."""
         raise NotImplementedError
 
     def tensors(self) -> dict[str, Tensor]:
         raise NotImplementedError
 
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> list[str]:
-        """Takes a checkpoint's state; returns the names that did not fit."""
+        """Loads a checkpoint's state; returns the names that did not match."""
         return copy_tensors(self.tensors(), tensors)
 
     def held(self) -> dict[str, Tensor]:
-        """Its state, as far as there is one yet; what `put_back` takes."""
+        """The state that exists already; `restore` takes it."""
         return self.tensors()
 
-    def put_back(self, held: Mapping[str, Tensor]) -> None:
+    def restore(self, held: Mapping[str, Tensor]) -> None:
         self.load_tensors(held)
 
 
 class NoOptimizer(Optimizer):
-    """Of a run that only evaluates: it holds nothing, and is never asked for a step."""
+    """For a run that only evaluates: no state, no steps."""
 
     def tensors(self) -> dict[str, Tensor]:
         return {}
 
 
-class Late(Optimizer):
-    """Any of the others, made when it is first asked for something: torch.optim's own way with its state."""
+class LazyOptimizer(Optimizer):
+    """Another optimizer, created at its first step, as torch.optim creates its state."""
 
     def __init__(self, make: Callable[[], Optimizer]) -> None:
         self._make, self._made = make, cast("Optimizer | None", None)
@@ -90,18 +91,18 @@ class Late(Optimizer):
     def held(self) -> dict[str, Tensor]:
         return self._made.held() if self._made else {}
 
-    def put_back(self, held: Mapping[str, Tensor]) -> None:
+    def restore(self, held: Mapping[str, Tensor]) -> None:
         if held:
-            self._optimizer.put_back(held)
+            self._optimizer.restore(held)
         else:
             self._made = None
 
 
 class AdamW(Optimizer):
-    """AdamW whose state is allocated at once, so that the first step asks for nothing new.
+    """AdamW whose state is allocated when it is created, so that the first step allocates nothing.
 
-    As in nanoGPT, matrices decay and vectors do not. It calls torch's own fused kernel, but not torch.optim's
-    classes: those load the compiler (two seconds) even where nothing is compiled.
+    As in nanoGPT, matrices decay and vectors do not. It calls torch's fused kernel, but not torch.optim's classes:
+    those import the compiler (two seconds) even if nothing is compiled.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], settings: AdamWSettings) -> None:
@@ -121,8 +122,8 @@ class AdamW(Optimizer):
             parameters = [self._parameters[name] for name in names]
             adamw(parameters, [cast(Tensor, p.grad) for p in parameters],
                   [s["exp_avg"] for s in states], [s["exp_avg_sq"] for s in states], [], [s["step"] for s in states],
-                  fused=True, grad_scale=grad_scale, found_inf=found_inf, amsgrad=False, maximize=False, eps=1e-8,
-                  lr=learning_rate, beta1=self._settings.beta1, beta2=self._settings.beta2,
+                  fused=True, grad_scale=grad_scale, found_inf=found_inf, amsgrad=False, maximize=False,
+                  eps=ADAMW_EPSILON, lr=learning_rate, beta1=self._settings.beta1, beta2=self._settings.beta2,
                   weight_decay=self._settings.weight_decay if decays else 0.0)
 
     def tensors(self) -> dict[str, Tensor]:
@@ -131,7 +132,7 @@ class AdamW(Optimizer):
 
 @torch.no_grad()
 def copy_tensors(held: Mapping[str, Tensor], stored: Mapping[str, Tensor]) -> list[str]:
-    """Copies a checkpoint's tensors into place; returns the names that were missing or of another shape or type."""
+    """Copies a checkpoint's tensors in place; returns the names that are missing or have another shape or dtype."""
     wrong = []
     for name, place in held.items():
         found = stored.get(name)
@@ -143,7 +144,7 @@ def copy_tensors(held: Mapping[str, Tensor], stored: Mapping[str, Tensor]) -> li
 
 
 class Scaler:
-    """The loss scale and the count of skipped steps, on the device. Where not `scaling`, the scale stays 1."""
+    """Loss scale and counts of skipped steps, on the device, as in GradScaler. Without `scaling` the scale is 1."""
 
     def __init__(self, device: torch.device, *, scaling: bool) -> None:
         self.scaling = scaling
@@ -180,16 +181,16 @@ class Scaler:
 @torch.no_grad()
 def apply_gradients(model: nn.Module, optimizer: Optimizer, scaler: Scaler, learning_rate: float, grad_clip: float,
                     *, stay: bool = False) -> Tensor:
-    """Applies the accumulated (scaled) gradients, or skips them where they are not finite; returns their norm.
+    """Applies the accumulated (scaled) gradients, or skips them if they are not finite; returns their norm.
 
-    Then they are freed; if they are to `stay` (recorded work knows their addresses), they are zeroed instead.
+    Then it frees them, or zeroes them if they `stay` (CUDA graphs need fixed addresses).
     """
     sink = optimizer.sink
     gradients = sink.gradients() if sink else [p.grad for p in model.parameters() if p.grad is not None]
     norm = torch.nn.utils.get_total_norm(gradients).to(scaler.scale.device) / scaler.scale
     found_inf = (~torch.isfinite(norm)).float()
-    too_long = (norm / grad_clip).clamp_(min=1.0) if grad_clip else torch.ones_like(norm)
-    optimizer.step(learning_rate, scaler.scale * too_long, found_inf)
+    clip = (norm / grad_clip).clamp_(min=1.0) if grad_clip else torch.ones_like(norm)
+    optimizer.step(learning_rate, scaler.scale * clip, found_inf)
     scaler.update(found_inf)
     model.zero_grad(set_to_none=not stay)
     if sink:

@@ -1,7 +1,7 @@
-"""AdamW by bitsandbytes: its kernel and its 8-bit states, where we say so and in tensors that we keep.
+"""AdamW by bitsandbytes: its kernel and its 8-bit state format, with state tensors of our own.
 
-Its kernel takes figures from the host and cannot leave a step out. So the host reads two numbers off the device before
-each step, and waits for it there: what the step multiplies gradients by, and whether there is a step at all.
+Its kernel takes scalars from the CPU and cannot skip a step. So the CPU synchronizes before each step to read two
+values from the device: the factor for the gradients, and whether the step is skipped.
 """
 
 from __future__ import annotations
@@ -12,23 +12,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...config.memory_savers import GROUP, SMALLEST_ROUNDED
+from ...config.optimizers import ADAMW_EPSILON, GROUP, SMALLEST_ROUNDED
 from ...core.errors import DeviceError
-from ..constants import ADAMW_EPSILON
 from .adamw import AdamW, AdamWSettings, Optimizer
 
-AT_ONCE = 2**30   # numbers in a call: it counts them in 32 bits
-TRIED = 128       # numbers of the update that is tried first
+MAX_ELEMENTS = 2**30   # per call: it counts them in 32 bits
+TEST_ELEMENTS = 128    # of the update that tests whether it works here
 
 
 class BitsandbytesAdamW(Optimizer):
-    """Small parameters keep float32 states, as bitsandbytes itself has it: those are torch's own AdamW's."""
+    """Small parameters keep float32 state, as in bitsandbytes: for those it uses torch's AdamW."""
 
     def __init__(self, parameters: Mapping[str, Tensor], settings: AdamWSettings) -> None:
         self._settings = settings
         device = next(iter(parameters.values())).device
         self._bitsandbytes, self._maps = loaded(device)
-        self._steps = 0  # that were applied
+        self._steps = 0  # applied
         self._parameters = {name: p for name, p in parameters.items() if p.numel() >= SMALLEST_ROUNDED}
         self._state = {name: new_state(p.numel(), device) for name, p in self._parameters.items()}
         self._rest = AdamW({name: p for name, p in parameters.items() if name not in self._parameters}, settings)
@@ -57,7 +56,7 @@ class BitsandbytesAdamW(Optimizer):
         return wrong
 
 
-Maps = tuple[Tensor, Tensor]  # the 256 shares of its group's largest that a byte of either moment stands for
+Maps = tuple[Tensor, Tensor]  # per moment: the 256 values, relative to the group's largest, that a byte encodes
 
 
 def new_state(numbers: int, device: torch.device) -> dict[str, Tensor]:
@@ -70,24 +69,24 @@ def new_state(numbers: int, device: torch.device) -> dict[str, Tensor]:
 
 def update_(bitsandbytes: Any, maps: Maps, parameter: Tensor, gradient: Tensor, state: Mapping[str, Tensor],
             settings: AdamWSettings, step: int, learning_rate: float, decay: float, times: float) -> None:
-    """One update of flat tensors, in place. Unused, for they are another optimizer's: beta3 and alpha."""
+    """One update of flat tensors, in place. beta3 and alpha belong to another optimizer and are unused."""
     for p, g, first, second, first_scale, second_scale in zip(
-            *(torch.split(each, AT_ONCE) for each in (parameter, gradient, state["state1"], state["state2"])),
-            *(torch.split(each, AT_ONCE // GROUP) for each in (state["absmax1"], state["absmax2"])), strict=True):
+            *(torch.split(each, MAX_ELEMENTS) for each in (parameter, gradient, state["state1"], state["state2"])),
+            *(torch.split(each, MAX_ELEMENTS // GROUP) for each in (state["absmax1"], state["absmax2"])), strict=True):
         bitsandbytes.optimizer_update_8bit_blockwise(
             "adam", g, p, first, second, settings.beta1, settings.beta2, 0.0, 0.0, ADAMW_EPSILON, step, learning_rate,
             *maps, first_scale, second_scale, weight_decay=decay, gnorm_scale=times)
 
 
 def loaded(device: torch.device) -> tuple[Any, Maps]:
-    """bitsandbytes.functional and its maps on the device; DeviceError where it does not work here, which only a first
-    update shows: without a build for the device it loads all the same."""
+    """(bitsandbytes.functional, its maps on the device); DeviceError if it does not work here. Only a first update
+    shows that: without a build for the device it imports all the same."""
     try:
         from bitsandbytes import functional
 
         first, second = (functional.create_dynamic_map(signed=signed).to(device) for signed in (True, False))
-        numbers = torch.zeros(TRIED, device=device)
-        update_(functional, (first, second), numbers, torch.zeros_like(numbers), new_state(TRIED, device),
+        numbers = torch.zeros(TEST_ELEMENTS, device=device)
+        update_(functional, (first, second), numbers, torch.zeros_like(numbers), new_state(TEST_ELEMENTS, device),
                 AdamWSettings(0.9, 0.95, 0.0), 1, 0.0, 0.0, 1.0)
     except torch.OutOfMemoryError:
         raise

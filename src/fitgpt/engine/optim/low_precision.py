@@ -1,9 +1,9 @@
-"""AdamW for rounded things: 8-bit states, and bfloat16 weights that are rounded up or down by chance.
+"""AdamW in low precision: 8-bit optimizer state, and bfloat16 weights with stochastic rounding.
 
-A state is kept as one byte a number and one float32 scale for each 256 of them. The byte stands for a root of the
-number's share of its scale (the square root of the first moment, the fourth of the second), because moments spread
-over many orders of magnitude and small ones matter: the least first moment that survives is 1.5e-5 of its block's
-largest, the least second moment 2.4e-10.
+8-bit state is one byte per element and one float32 scale per group of 256. The byte encodes a root of the element's
+share of its scale (square root for the first moment, fourth root for the second), because moments spread over many
+orders of magnitude and small ones matter: the smallest first moment that is not rounded to zero is 1.5e-5 of its
+group's largest, the smallest second moment 2.4e-10.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...config.memory_savers import AT_ONCE, GROUP, SMALLEST_ROUNDED
-from ..constants import ADAMW_EPSILON
-from ..gradient_sinks import Collected, product_of
+from ...config.optimizers import ADAMW_EPSILON, AT_ONCE, GROUP, SMALLEST_ROUNDED
+from ..annotate import span
+from ..gradient_sinks import GradientDict, matmul_grad
 from .adamw import AdamWSettings, Optimizer
 
 
-class RoundedAdamW(Optimizer):
-    """`eight_bit`: states of one byte. bfloat16 parameters are rounded stochastically in either case.
+class LowPrecisionAdamW(Optimizer):
+    """`eight_bit`: 8-bit state. bfloat16 parameters are rounded stochastically in either case.
 
-    `fused`: one Triton kernel a parameter. Otherwise the same in plain torch, which rolls other dice.
+    `fused`: one Triton kernel per parameter. Otherwise the same in plain torch, with other random numbers.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], settings: AdamWSettings, *, eight_bit: bool, fused: bool,
@@ -36,7 +36,7 @@ class RoundedAdamW(Optimizer):
         device = next(iter(parameters.values())).device
         self._steps = torch.zeros((), device=device)  # that were applied
         self._calls = 0                               # seeds the rounding, so that a resumed run rounds the same
-        self._dice = torch.zeros((), dtype=torch.int64, device=device)
+        self._rng_seed = torch.zeros((), dtype=torch.int64, device=device)
         self._state = {name: _new_state(p, eight_bit) for name, p in self._parameters.items()}
 
     @torch.no_grad()
@@ -47,12 +47,12 @@ class RoundedAdamW(Optimizer):
                 self._apply(parameter, parameter.grad)
 
     def _begin(self, learning_rate: float, grad_scale: Tensor, found_inf: Tensor) -> Tensor:
-        """What all parameters' updates of this step share."""
+        """The values that all parameters' updates of this step share, on the device."""
         beta1, beta2 = self._settings.beta1, self._settings.beta2
         self._calls += 1
         seed = (self._seed * 2**40 + 2**39 + self._calls) % 2**63
         if self._fused:
-            self._dice.fill_(seed)
+            self._rng_seed.fill_(seed)
         else:
             torch.manual_seed(seed)
         self._steps += 1 - found_inf
@@ -64,17 +64,18 @@ class RoundedAdamW(Optimizer):
         name = self._names[id(parameter)]
         flat, gradient, state = parameter.data.view(-1), gradient.reshape(-1), self._state[name]
         if self._fused:
-            from ..kernels import rounded_adamw_
+            from ..kernels import low_precision_adamw_
 
-            rounded_adamw_(flat, gradient, state, self._figures, self._dice, self._numbers[name], decay,
+            low_precision_adamw_(flat, gradient, state, self._figures, self._rng_seed, self._numbers[name], decay,
                            self._settings.beta1, self._settings.beta2)
             return
-        for start in range(0, flat.numel(), AT_ONCE):
-            part = slice(start, start + AT_ONCE)
-            groups = slice(start // GROUP, (start + AT_ONCE) // GROUP)
-            held = {key: each[groups if key.endswith("scale") else part] for key, each in state.items()}
-            update_(flat[part], gradient[part], held, self._figures, decay, self._settings.beta1,
-                    self._settings.beta2)
+        with span("update"):
+            for start in range(0, flat.numel(), AT_ONCE):
+                part = slice(start, start + AT_ONCE)
+                groups = slice(start // GROUP, (start + AT_ONCE) // GROUP)
+                held = {key: each[groups if key.endswith("scale") else part] for key, each in state.items()}
+                update_(flat[part], gradient[part], held, self._figures, decay, self._settings.beta1,
+                        self._settings.beta2)
 
     def tensors(self) -> dict[str, Tensor]:
         flat = {f"{name}.{key}": each for name, state in self._state.items() for key, each in state.items()}
@@ -87,11 +88,11 @@ class RoundedAdamW(Optimizer):
         return wrong
 
 
-class AdamWInBackward(RoundedAdamW):
-    """Takes each gradient as it is made and applies it at once, so that gradients never all exist.
+class AdamWInBackward(LowPrecisionAdamW):
+    """Applies each gradient in the backward pass, so that the gradients never exist all at once.
 
-    Nothing can look at all of them first: no accumulation, no clipping, no skipping of a step that is not finite.
-    The token table is used twice, by the head and by the embedding, so its gradient waits for both.
+    Therefore no accumulation, no clipping, and no skipping of a step that is not finite. The token embedding is used
+    twice, by the head and by the embedding, so its gradient waits for both.
     """
 
     def __init__(self, *given: Any, **named: Any) -> None:
@@ -100,23 +101,23 @@ class AdamWInBackward(RoundedAdamW):
 
     def begin(self, learning_rate: float) -> None:
         one = torch.ones_like(self._steps)
-        self._figures, self._waiting = self._begin(learning_rate, one, torch.zeros_like(one)), Collected()
+        self._figures, self._waiting = self._begin(learning_rate, one, torch.zeros_like(one)), GradientDict()
 
     def step(self, learning_rate: float, grad_scale: Tensor, found_inf: Tensor) -> None:
-        """All is done by now."""
+        """Nothing: the gradients have been applied in the backward pass."""
 
-    def product(self, parameter: Tensor, d_out: Tensor, inputs: Tensor) -> None:
+    def matmul(self, parameter: Tensor, d_out: Tensor, inputs: Tensor) -> None:
         if ".h." in self._names[id(parameter)]:
-            self._apply(parameter, product_of(d_out, inputs, parameter.dtype))
+            self._apply(parameter, matmul_grad(d_out, inputs, parameter.dtype))
         else:
-            self._waiting.product(parameter, d_out, inputs)
+            self._waiting.matmul(parameter, d_out, inputs)
 
     def vector(self, parameter: Tensor, gradient: Tensor | None) -> None:
         if gradient is not None:
             self._apply(parameter, gradient)
 
-    def rows(self, parameter: Tensor, indices: Tensor, gradient: Tensor) -> None:
-        self._waiting.rows(parameter, indices, gradient)
+    def embedding(self, parameter: Tensor, indices: Tensor, gradient: Tensor) -> None:
+        self._waiting.embedding(parameter, indices, gradient)
         self._apply(parameter, self._waiting.of.pop(id(parameter)))
 
     def gradients(self) -> list[Tensor]:
@@ -138,7 +139,7 @@ def _new_state(parameter: Tensor, eight_bit: bool) -> dict[str, Tensor]:
 
 def update_(parameter: Tensor, gradient: Tensor, state: dict[str, Tensor], figures: Tensor, decay: float, beta1: float,
             beta2: float) -> None:
-    """One AdamW update of flat tensors, in place, in float32 between reading and rounding; nothing if found_inf."""
+    """One AdamW update of flat tensors, in place, in float32 between reading and rounding; no change if found_inf."""
     learning_rate, correct1, correct2, unscale, skip = figures.unbind()
     g = gradient.float() * unscale
     first = beta1 * (read_first(state) if "first" in state else state["exp_avg"]) + (1 - beta1) * g
@@ -146,7 +147,7 @@ def update_(parameter: Tensor, gradient: Tensor, state: dict[str, Tensor], figur
     step = first * correct1 / ((second * correct2).sqrt() + ADAMW_EPSILON)
     weights = parameter.float()
     stepped = weights - learning_rate * (step + decay * weights)
-    rounded = round_by_chance(stepped) if parameter.dtype == torch.bfloat16 else stepped.to(parameter.dtype)
+    rounded = stochastic_round(stepped) if parameter.dtype == torch.bfloat16 else stepped.to(parameter.dtype)
     new = {**(write_first(first) | write_second(second) if "first" in state
               else {"exp_avg": first, "exp_avg_sq": second})}
     parameter.copy_(torch.where(skip > 0, parameter, rounded))
@@ -154,7 +155,7 @@ def update_(parameter: Tensor, gradient: Tensor, state: dict[str, Tensor], figur
         held.copy_(torch.where(skip > 0, held, new[key]))
 
 
-def round_by_chance(x: Tensor) -> Tensor:
+def stochastic_round(x: Tensor) -> Tensor:
     """float32 → bfloat16, up or down with the probability that makes the mean exact."""
     noise = torch.randint(0, 2**16, x.shape, dtype=torch.int32, device=x.device)
     return ((x.view(torch.int32) + noise) & -(2**16)).view(torch.float32).bfloat16()
@@ -176,8 +177,8 @@ def read_second(state: Mapping[str, Tensor]) -> Tensor:
 
 
 def write_second(second: Tensor) -> dict[str, Tensor]:
-    """To the nearest, but not to nothing: a second moment of zero would make a step without bounds. (Always up would be
-    safer, and a twentieth too slow: what is rounded again at every step drifts that way. See docs/log.md.)"""
+    """Rounds to nearest, but not to zero: a second moment of zero would make an unbounded step. (Always rounding up
+    would be safer, but learns 5 % slower: values that are rounded again at every step drift upwards: docs/log.md.)"""
     share, scale = _shares(second)
     root = (share.sqrt().sqrt() * 255).round_()
     root += (root == 0) & (share > 0)
@@ -185,7 +186,7 @@ def write_second(second: Tensor) -> dict[str, Tensor]:
 
 
 def _shares(flat: Tensor) -> tuple[Tensor, Tensor]:
-    """Each number as a share of the largest of its group, and those largest."""
+    """(each element divided by the largest of its group, those largest)."""
     grouped = _grouped(flat)
     scale = grouped.abs().amax(-1)
     return _ungrouped(grouped / scale.clamp(min=1e-30).unsqueeze(-1), flat.numel()), scale

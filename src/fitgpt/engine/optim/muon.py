@@ -1,4 +1,4 @@
-"""Muon for the blocks' matrices, AdamW for tables and vectors: one momentum a number instead of two moments.
+"""Muon for the blocks' matrices, AdamW for embeddings and vectors: one momentum per element instead of two moments.
 
 A matrix's momentum is made orthogonal (all its singular values near one) before it is applied. The learning rate
 means what it means to AdamW: updates are scaled to the size AdamW's would have.
@@ -12,11 +12,11 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ...config.memory_savers import MUON_ROUNDS
+from ...config.optimizers import MUON_ROUNDS
 from .adamw import AdamW, AdamWSettings, Optimizer
 
 MOMENTUM = 0.95
-# Newton–Schulz: five rounds of this quintic bring every singular value between about 0.7 and 1.2 (Jordan 2024).
+# Newton–Schulz: five iterations of this quintic bring every singular value between about 0.7 and 1.2 (Jordan 2024).
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ADAMW_SIZE = 0.2  # the root mean square of AdamW's updates, as measured by Moonshot (2025)
 

@@ -1,10 +1,10 @@
-// Adds to charts that are already drawn: values under the pointer, zoom (drag, wheel, pinch, keys) and a way back.
+// Adds to charts that are already drawn: values under the pointer, zoom (drag, wheel, pinch, keys) and a reset button.
 // charts.attach(root) is for pages that put charts in later.
 "use strict";
 const charts = (() => {
-  const WIDE = 100000, TALL = 10000; // of the drawing, as in scales.py
+  const WIDE = 100000, TALL = 10000; // of the drawing, as in charts.py
   const SVG = "http://www.w3.org/2000/svg";
-  const CLOSEST = 400;               // the most a view is magnified
+  const MAX_ZOOM = 400;
   const UNITS = [[2 ** 40, "TiB"], [2 ** 30, "GiB"], [2 ** 20, "MiB"], [2 ** 10, "KiB"], [1, "B"]];
   const LETTERS = [[1e12, "T"], [1e9, "B"], [1e6, "M"], [1e3, "k"]];
 
@@ -14,7 +14,7 @@ const charts = (() => {
   const plain = (value, step) =>
     grouped(value, step > 0 ? Math.min(Math.max(0, Math.ceil(-Math.log10(step) - 1e-9)), 9) : 0);
 
-  function shown(unit, value) {
+  function formatValue(unit, value) {
     if (typeof value !== "number") return String(value); // NaN, infinite
     if (unit === "bytes") {
       const [size, name] = UNITS.find(([size]) => Math.abs(value) >= size) || UNITS[4];
@@ -49,10 +49,10 @@ const charts = (() => {
     return { step, found };
   }
 
-  function made(name, attributes, words) {
+  function svg(name, attributes, text) {
     const element = document.createElementNS(SVG, name);
     for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
-    if (words !== undefined) element.textContent = words;
+    if (text !== undefined) element.textContent = text;
     return element;
   }
 
@@ -65,7 +65,7 @@ const charts = (() => {
     return x - xs[low] <= xs[high] - x ? low : high;
   }
 
-  function spelledOut(changes, count) { // [place, value, place, value …] → the value at every place
+  function valuesFrom(changes, count) { // [place, value, place, value …] → the value at every place
     const y = new Array(count).fill(0);
     for (let n = 0; n < changes.length; n += 2) y.fill(changes[n + 1], changes[n]);
     return { x: y.map((_, place) => place), y };
@@ -78,24 +78,24 @@ const charts = (() => {
       this.frame = figure.querySelector(".frame");
       this.plot = figure.querySelector(".plot");
       this.inner = figure.querySelector(".inner");
-      for (const one of this.data.series) if (one.changes) Object.assign(one, spelledOut(one.changes, this.data.count));
+      for (const one of this.data.series) if (one.changes) Object.assign(one, valuesFrom(one.changes, this.data.count));
       const [x0, x1, y0, y1] = this.data.scale;
       this.whole = { x0, x1, y0, y1 };
       this.view = { ...this.whole };
       this.xs = [...new Set(this.data.series.flatMap((one) => one.x))].sort((a, b) => a - b);
-      this.fingers = new Map();
-      this.furnish();
+      this.pointers = new Map();
+      this.addControls();
       this.listen();
       new ResizeObserver(() => this.draw()).observe(this.plot);
     }
 
-    furnish() {
+    addControls() {
       this.frame.tabIndex = 0;
       this.frame.setAttribute("role", "group");
       this.frame.setAttribute("aria-label", `${this.figure.querySelector("figcaption").textContent}. Arrow keys show `
         + "values, plus and minus zoom, 0 shows everything.");
-      this.cursor = this.plot.appendChild(made("line", { class: "cursor", y1: 0, y2: "100%", visibility: "hidden" }));
-      this.brush = this.plot.appendChild(made("rect", { class: "brush", y: 0, height: "100%", visibility: "hidden" }));
+      this.cursor = this.plot.appendChild(svg("line", { class: "cursor", y1: 0, y2: "100%", visibility: "hidden" }));
+      this.brush = this.plot.appendChild(svg("rect", { class: "brush", y: 0, height: "100%", visibility: "hidden" }));
       this.readout = document.createElement("div");
       this.readout.className = "readout";
       this.readout.hidden = true;
@@ -134,23 +134,23 @@ const charts = (() => {
 
     pressed(event) {
       if (event.button > 0) return;
-      this.fingers.set(event.pointerId, this.at(event));
+      this.pointers.set(event.pointerId, this.at(event));
       this.plot.setPointerCapture(event.pointerId);
       this.pressedAt = event.pointerType === "mouse" || event.pointerType === "pen" ? this.at(event) : null;
     }
 
     moved(event) {
       const x = this.at(event);
-      if (this.fingers.has(event.pointerId)) {
-        if (this.fingers.size === 2) return this.pinched(event, x);
-        if (this.pressedAt !== null) this.sweep(this.pressedAt, x);
+      if (this.pointers.has(event.pointerId)) {
+        if (this.pointers.size === 2) return this.pinched(event, x);
+        if (this.pressedAt !== null) this.drawBrush(this.pressedAt, x);
       }
       this.point(x, event.clientY);
     }
 
     released(event) {
       const from = this.pressedAt;
-      this.fingers.delete(event.pointerId);
+      this.pointers.delete(event.pointerId);
       this.brush.setAttribute("visibility", "hidden");
       this.pressedAt = null;
       if (event.type !== "pointerup") return;
@@ -163,7 +163,7 @@ const charts = (() => {
       }
     }
 
-    sweep(from, to) {
+    drawBrush(from, to) {
       const [left, right] = [Math.min(from, to), Math.max(from, to)];
       this.brush.setAttribute("x", this.across(left));
       this.brush.setAttribute("width", `${(right - left) / (this.view.x1 - this.view.x0) * 100}%`);
@@ -171,10 +171,10 @@ const charts = (() => {
     }
 
     pinched(event, x) {
-      const other = [...this.fingers].find(([id]) => id !== event.pointerId)[1];
-      const before = Math.abs(this.fingers.get(event.pointerId) - other);
+      const other = [...this.pointers].find(([id]) => id !== event.pointerId)[1];
+      const before = Math.abs(this.pointers.get(event.pointerId) - other);
       if (before > 0 && Math.abs(x - other) > 0) this.zoom(other, before / Math.abs(x - other));
-      this.fingers.set(event.pointerId, this.at(event));
+      this.pointers.set(event.pointerId, this.at(event));
     }
 
     typed(event) {
@@ -212,7 +212,7 @@ const charts = (() => {
 
     show({ x0, x1 }) {
       const all = this.whole.x1 - this.whole.x0;
-      const width = Math.min(Math.max(x1 - x0, all / CLOSEST), all);
+      const width = Math.min(Math.max(x1 - x0, all / MAX_ZOOM), all);
       const start = Math.min(Math.max((x0 + x1 - width) / 2, this.whole.x0), this.whole.x1 - width);
       this.view = { ...this.whole, x0: start, x1: start + width };
       const zoomed = width < all * 0.999;
@@ -260,14 +260,14 @@ const charts = (() => {
       const rows = ticks(this.data.unit, y0, y1, Math.max(2, Math.round(box.height / 46)));
       const most = Math.max(Math.abs(y0), Math.abs(y1));
       this.plot.querySelector(".axis.y").replaceChildren(...rows.found.flatMap((y) => [
-        made("line", { x1: 0, x2: "100%", y1: this.down(y), y2: this.down(y) }),
-        made("text", { x: -8, y: this.down(y), dy: 4, "text-anchor": "end" },
+        svg("line", { x1: 0, x2: "100%", y1: this.down(y), y2: this.down(y) }),
+        svg("text", { x: -8, y: this.down(y), dy: 4, "text-anchor": "end" },
           tickLabel(this.data.unit, y, rows.step, most))]));
       if (this.data.kind === "stacked") return;
       const columns = ticks("count", x0, x1, Math.max(2, Math.min(Math.round(box.width / 60), 12)));
       const whole = columns.found.filter((x) => columns.step >= 1 || Number.isInteger(x));
       this.plot.querySelector(".axis.x").replaceChildren(...whole.map((x) =>
-        made("text", { x: this.across(x), y: "100%", dy: 18, "text-anchor": "middle" },
+        svg("text", { x: this.across(x), y: "100%", dy: 18, "text-anchor": "middle" },
           tickLabel("count", x, columns.step, Math.max(Math.abs(x0), Math.abs(x1))))));
     }
 
@@ -290,7 +290,7 @@ const charts = (() => {
       const left = (phase) => (+phase.dataset.x - this.view.x0) / (this.view.x1 - this.view.x0) * box.width;
       phases.forEach((phase, place) => {
         let label = phase.querySelector("text");
-        if (!label) label = phase.appendChild(made("text", { y: 0, dx: 3, dy: -6 }, phase.dataset.name));
+        if (!label) label = phase.appendChild(svg("text", { y: 0, dx: 3, dy: -6 }, phase.dataset.name));
         const start = Math.max(left(phase), 0);
         const end = Math.min(place + 1 < phases.length ? left(phases[place + 1]) : box.width, box.width);
         const fits = end - start >= label.getComputedTextLength() + 6;
@@ -308,7 +308,7 @@ const charts = (() => {
       this.cursorAt = snapped;
       this.cursor.setAttribute("x1", this.across(snapped));
       this.cursor.setAttribute("x2", this.across(snapped));
-      this.readout.replaceChildren(...this.told(snapped));
+      this.readout.replaceChildren(...this.valueRows(snapped));
       const frame = this.frame.getBoundingClientRect(), inner = this.plot.getBoundingClientRect();
       const left = inner.left - frame.left + (snapped - this.view.x0) / (this.view.x1 - this.view.x0) * inner.width;
       const room = this.readout.offsetWidth + 14;
@@ -318,15 +318,15 @@ const charts = (() => {
       this.readout.style.top = `${Math.min(Math.max(above, 0), Math.max(inner.height - this.readout.offsetHeight, 0))}px`;
     }
 
-    told(x) {
+    valueRows(x) {
       const line = (name, value, kind) => {
         const row = document.createElement("div");
         if (kind !== undefined) row.className = kind;
-        const words = document.createElement("span");
-        words.textContent = name;
+        const text = document.createElement("span");
+        text.textContent = name;
         const figure = document.createElement("b");
         figure.textContent = value;
-        row.append(...(kind ? [document.createElement("i")] : []), words, figure);
+        row.append(...(kind ? [document.createElement("i")] : []), text, figure);
         return row;
       };
       const unit = this.data.unit;
@@ -334,18 +334,18 @@ const charts = (() => {
         const phase = this.data.marks.filter(([start]) => start <= x).pop();
         const held = this.data.series.filter((one) => one.y[x]).reverse();
         const total = held.reduce((sum, one) => sum + one.y[x], 0);
-        return [line(phase ? phase[1] : "in all", shown(unit, total), ""),
-          ...held.map((one) => line(one.name, shown(unit, one.y[x]), one.class))];
+        return [line(phase ? phase[1] : "total", formatValue(unit, total), ""),
+          ...held.map((one) => line(one.name, formatValue(unit, one.y[x]), one.class))];
       }
       const near = (this.view.x1 - this.view.x0) * 0.02;
       const events = this.data.marks.filter(([at]) => Math.abs(at - x) <= near / 2);
-      return [line(this.data.xName, shown("count", x), ""), ...this.data.series.filter((one) => one.x.length).map((one) => {
+      return [line(this.data.xName, formatValue("count", x), ""), ...this.data.series.filter((one) => one.x.length).map((one) => {
         const place = nearest(one.x, x);
-        const away = Math.abs(one.x[place] - x) > near ? ` (${this.data.xName} ${shown("count", one.x[place])})` : "";
+        const away = Math.abs(one.x[place] - x) > near ? ` (${this.data.xName} ${formatValue("count", one.x[place])})` : "";
         const spread = one.low && typeof one.y[place] === "number"
-          ? ` (${shown(unit, one.low[place])} – ${shown(unit, one.high[place])})` : "";
-        return line(one.name + away, shown(unit, one.y[place]) + spread, one.class);
-      }), ...events.slice(0, 4).map(([, words]) => line(words.slice(0, 160), "", "event"))];
+          ? ` (${formatValue(unit, one.low[place])} – ${formatValue(unit, one.high[place])})` : "";
+        return line(one.name + away, formatValue(unit, one.y[place]) + spread, one.class);
+      }), ...events.slice(0, 4).map(([, text]) => line(text.slice(0, 160), "", "event"))];
     }
   }
 

@@ -1,9 +1,9 @@
-// One stacked bar a phase: other programs, what lies outside the allocator, each owner, what is reserved and in no tensor.
-import { byId, bytes, drawn, made } from "./words.js";
+// One stacked bar per phase: other programs, memory outside the allocator, each owner's tensors, reserved but unallocated.
+import { byId, bytes, element, svgElement } from "./dom.js";
 
 const OWNERS = ["weights", "gradients", "optimizer", "casts", "activations", "logits", "workspace", "data", "other"];
-const PARTS = ["others", "outside", ...OWNERS, "rest"];
-const NAMES = { others: "other programs", outside: "outside the allocator", rest: "reserved, in no tensor" };
+const PARTS = ["others", "outside", ...OWNERS, "unallocated"];
+const NAMES = { others: "other programs", outside: "outside the allocator", unallocated: "reserved but unallocated" };
 const GIB = 2 ** 30;
 
 export function draw(bars, before) {
@@ -15,10 +15,10 @@ export function draw(bars, before) {
   for (const row of bars.rows) fill(root.querySelector(`[data-phase="${row.phase}"]`), bars, row, share, before);
   drawEnds(root, bars, share, most);
   legend(bars);
-  if (before) byId("bars-legend").append(made("li", {}, "┆", made("span", {}, "before")));
+  if (before) byId("bars-legend").append(element("li", {}, "┆", element("span", {}, "before")));
 }
 
-// Where each phase's bar ends, for the marks that show what a change did.
+// Where each phase's bar ends, to mark the state before a change.
 export const ends = (bars) => bars.rows.map((row) => [row.phase, bars.others + bars.outside + row.allocated]);
 
 export function markNeeds(bars, needs) {
@@ -26,29 +26,29 @@ export function markNeeds(bars, needs) {
   const most = Number(root.dataset.most);
   const at = bars.others + bars.outside + needs;
   document.querySelectorAll(".needs").forEach((old) => old.remove());
-  byId("bars-legend").append(made("li", { class: "needs" }, "▲", made("span", {}, "what it needs"), made("b", {}, bytes(needs))));
+  byId("bars-legend").append(element("li", { class: "needs" }, "▲", element("span", {}, "needs"), element("b", {}, bytes(needs))));
   if (at > most) return;
   const x = 100 * at / most;
-  const place = root.querySelector(".ends.below svg");
-  place.append(drawn("svg", { x: `${x}%`, width: 1, height: 1, overflow: "visible", class: "needs" },
-    drawn("path", { d: "M0,-5 l4,6 h-8 z" }), drawn("title", {}, `needs ${bytes(needs)}, with all else on the card ${bytes(at)}`)));
+  const axis = root.querySelector(".ends.below svg");
+  axis.append(svgElement("svg", { x: `${x}%`, width: 1, height: 1, overflow: "visible", class: "needs" },
+    svgElement("path", { d: "M0,-5 l4,6 h-8 z" }), svgElement("title", {}, `needs ${bytes(needs)}; with everything else on the GPU ${bytes(at)}`)));
 }
 
 function rebuild(root, rows, wanted) {
   root.dataset.phases = wanted;
-  const hatch = drawn("svg", { width: 0, height: 0, "aria-hidden": "true" }, drawn("defs", {},
-    drawn("pattern", { id: "hatch", width: 5, height: 5, patternUnits: "userSpaceOnUse" }, drawn("path", { d: "M-1,6 L6,-1" }))));
-  const line = (kind, phase) => made("div", { class: `line ${kind}`, "data-phase": phase }, made("span"),
-    drawn("svg", phase ? { role: "img" } : { "aria-hidden": "true" }, ...(phase
-      ? [...PARTS.map((part) => drawn("rect", { class: part === "rest" ? "rest" : `o-${part}`, "data-part": part, height: "100%" }, drawn("title"))),
-        drawn("line", { class: "limit-line", y1: -4, y2: "100%" }), drawn("line", { class: "ghost", y1: -3, y2: "112%" })] : [])),
-    made("span"));
+  const hatch = svgElement("svg", { width: 0, height: 0, "aria-hidden": "true" }, svgElement("defs", {},
+    svgElement("pattern", { id: "hatch", width: 5, height: 5, patternUnits: "userSpaceOnUse" }, svgElement("path", { d: "M-1,6 L6,-1" }))));
+  const line = (kind, phase) => element("div", { class: `line ${kind}`, "data-phase": phase }, element("span"),
+    svgElement("svg", phase ? { role: "img" } : { "aria-hidden": "true" }, ...(phase
+      ? [...PARTS.map((part) => svgElement("rect", { class: `o-${part}`, "data-part": part, height: "100%" }, svgElement("title"))),
+        svgElement("line", { class: "limit-line", y1: -4, y2: "100%" }), svgElement("line", { class: "ghost", y1: -3, y2: "112%" })] : [])),
+    element("span"));
   root.replaceChildren(hatch, line("ends above"), ...rows.map((row) => line("phase-line", row.phase)), line("ends below"));
   hatch.classList.add("hidden-defs");
 }
 
 function held(bars, row) {
-  return { others: bars.others, outside: bars.outside, ...row.owners, rest: Math.max(row.reserved - row.allocated, 0) };
+  return { others: bars.others, outside: bars.outside, ...row.owners, unallocated: Math.max(row.reserved - row.allocated, 0) };
 }
 
 const end = (bars, row) => bars.others + bars.outside + Math.max(row.reserved, row.allocated);
@@ -81,15 +81,15 @@ function across(line, x) {
   line.setAttribute("x2", x);
 }
 
-function drawEnds(root, bars, share, most) { // above: the limit's name; below: a scale
+function drawEnds(root, bars, share, most) { // above: the name of the limit; below: the scale
   root.dataset.most = most;
-  const place = 100 * bars.limit / most;
-  root.querySelector(".ends.above svg").replaceChildren(drawn("text", { class: "limit-name", x: `${place}%`, y: 13,
-    "text-anchor": place > 45 ? "end" : "start" }, bars.limit_name));
+  const position = 100 * bars.limit / most;
+  root.querySelector(".ends.above svg").replaceChildren(svgElement("text", { class: "limit-name", x: `${position}%`, y: 13,
+    "text-anchor": position > 45 ? "end" : "start" }, bars.limit_name));
   const step = [0.25, 0.5, 1, 2, 4, 8, 16, 32, 64, 128].find((gib) => most / GIB / gib <= 7) || 256;
   const marks = [];
   for (let gib = 0; gib * GIB <= most; gib += step) {
-    marks.push(drawn("text", { x: share(gib * GIB), y: 13, "text-anchor": gib ? "middle" : "start" }, String(gib)));
+    marks.push(svgElement("text", { x: share(gib * GIB), y: 13, "text-anchor": gib ? "middle" : "start" }, String(gib)));
   }
   root.querySelector(".ends.below svg").replaceChildren(...marks);
   root.querySelector(".ends.below").lastChild.textContent = "GiB";
@@ -101,8 +101,8 @@ function legend(bars) {
   const shown = PARTS.filter((part) => bars.rows.some((each) => (held(bars, each)[part] || 0) >= 2 ** 20));
   const root = byId("bars");
   byId("bars-legend").replaceChildren(...shown.map((part) => {
-    const key = made("li", { class: part === "rest" ? "rest" : `o-${part}` }, made("i"),
-      made("span", {}, NAMES[part] || part), made("b", {}, bytes(parts[part] || 0)));
+    const key = element("li", { class: `o-${part}` }, element("i"),
+      element("span", {}, NAMES[part] || part), element("b", {}, bytes(parts[part] || 0)));
     key.addEventListener("pointerenter", () => pick(root, part));
     key.addEventListener("pointerleave", () => pick(root, null));
     return key;

@@ -1,8 +1,8 @@
-// The fix buttons: one for each way to hold less, asked for one after another, in a fixed order.
-import { ask } from "./ask.js";
-import { tryOut } from "./plan.js";
+// The fix buttons: one per kind of change, requested one after another, in a fixed order.
+import { get } from "./api.js";
+import { tryChange } from "./plan.js";
 import * as settings from "./settings.js";
-import { byId, made } from "./words.js";
+import { byId, element } from "./dom.js";
 
 export function start() {
   byId("fit").addEventListener("click", fit);
@@ -11,52 +11,52 @@ export function start() {
 async function fit() {
   const button = byId("fit"), note = byId("fit-note"), query = settings.query();
   button.disabled = true;
-  note.textContent = "Looking among thousands of settings …";
-  const found = await ask("fit", query);
+  note.textContent = "Searching thousands of settings …";
+  const found = await get("fit", query);
   button.disabled = false;
   if (found.problem) {
     note.textContent = `${found.problem.what} ${found.problem.fix}`;
-  } else if (query === settings.query()) { // nobody has changed anything meanwhile
+  } else if (query === settings.query()) { // unchanged in the meantime
     const changed = Object.keys(found.settings).length > 0;
-    note.textContent = changed ? `The best of ${found.considered.toLocaleString("en")}.` : "It is the fastest that fits as it is.";
-    if (changed) tryOut("fit it for me", found.settings, found.why);
+    note.textContent = changed ? `The fastest of ${found.considered.toLocaleString("en")} that fit.` : "These settings are already the fastest that fit.";
+    if (changed) tryChange("Fit it for me", found.settings, found.reasons);
   }
 }
 
-// Each stays where it is, faded, until its successor has come: nothing below jumps.
-export async function price(query, signal) {
-  const place = byId("fix-buttons");
-  place.classList.add("stale");
-  const list = await ask("fixes", query, signal);
+// An old button stays, faded, until the new one arrives, so that nothing below it moves.
+export async function showAll(query, signal) {
+  const box = byId("fix-buttons");
+  box.classList.add("stale");
+  const list = await get("fixes", query, signal);
   if (!list || list.problem) return;
-  const shown = new Map([...place.children].map((one) => [one.dataset.family, one]));
-  place.classList.remove("stale");
+  const shown = new Map([...box.children].map((one) => [one.dataset.family, one]));
+  box.classList.remove("stale");
   for (const one of shown.values()) one.classList.add("stale");
   for (const family of list.families) {
-    const answer = await ask("fix", `family=${encodeURIComponent(family)}&${query}`, signal);
+    const answer = await get("fix", `family=${encodeURIComponent(family)}&${query}`, signal);
     if (signal.aborted || !answer) return;
     if (answer.fix) shown.set(family, button(answer.fix));
     else shown.delete(family);
-    show(place, list.families, shown);
+    show(box, list.families, shown);
   }
-  show(place, list.families, shown);
-  byId("no-fix").hidden = place.children.length > 0;
+  show(box, list.families, shown);
+  byId("no-fix").hidden = box.children.length > 0;
 }
 
-// One that is there already is not touched: taken out and put back while it is pressed, it would not be clicked.
-function show(place, families, shown) {
-  const focused = place.contains(document.activeElement) ? document.activeElement.dataset.family : null;
+// Buttons that are already in place are not moved: a button that is re-inserted while pressed gets no click.
+function show(box, families, shown) {
+  const focused = box.contains(document.activeElement) ? document.activeElement.dataset.family : null;
   const wanted = families.map((family) => shown.get(family)).filter(Boolean);
-  for (const one of [...place.children]) if (!wanted.includes(one)) one.remove();
-  wanted.forEach((one, at) => { if (place.children[at] !== one) place.insertBefore(one, place.children[at] ?? null); });
+  for (const one of [...box.children]) if (!wanted.includes(one)) one.remove();
+  wanted.forEach((one, at) => { if (box.children[at] !== one) box.insertBefore(one, box.children[at] ?? null); });
   const again = shown.get(focused);
   if (again && again !== document.activeElement) again.focus({ preventScroll: true });
 }
 
 function button(fix) {
-  const one = made("button", { type: "button", class: `${fix.kind}${fix.fits ? " enough" : ""}`, title: `saves ${fix.saves}`, "data-family": fix.family },
-    made("b", {}, fix.label), made("span", { class: "effect" }, fix.effect + (fix.fits ? ", fits" : "")),
-    made("span", { class: "costs" }, `costs: ${fix.costs}`));
-  one.addEventListener("click", () => { one.blur(); tryOut(fix.label, fix.settings); byId("results").focus({ preventScroll: true }); });
+  const one = element("button", { type: "button", class: `${fix.kind}${fix.fits ? " enough" : ""}`, title: `saves ${fix.saves}`, "data-family": fix.family },
+    element("b", {}, fix.label), element("span", { class: "effect" }, fix.effect + (fix.fits ? ", fits" : "")),
+    element("span", { class: "costs" }, `costs: ${fix.costs}`));
+  one.addEventListener("click", () => { one.blur(); tryChange(fix.label, fix.settings); byId("results").focus({ preventScroll: true }); });
   return one;
 }

@@ -1,14 +1,14 @@
-// The run that is going on here: looked at every two seconds while its tab is open, and every twenty otherwise.
-import { ask } from "./ask.js";
+// The live tab: updated every 2 s while it is open, every 20 s otherwise.
+import { get } from "./api.js";
 import { table } from "./plan.js";
-import { byId, bytes, made } from "./words.js";
+import { byId, bytes, element } from "./dom.js";
 
 const OPEN = 2000, ELSEWHERE = 20000;
 let next;
 
 export async function look() {
   clearTimeout(next);
-  if (!document.hidden) draw(await ask("live"));
+  if (!document.hidden) draw(await get("live"));
   next = setTimeout(look, byId("live").hidden ? ELSEWHERE : OPEN);
 }
 
@@ -20,14 +20,14 @@ function draw(live) {
     byId("live-status").textContent = live?.why || live?.problem?.what || "";
     return;
   }
-  tab.textContent = live.going ? "Live run" : "Last run";
-  tab.classList.toggle("going", live.going);
+  tab.textContent = live.running ? "Live run" : "Last run";
+  tab.classList.toggle("running", live.running);
   byId("live-name").textContent = run.folder;
   byId("live-status").textContent = [run.status, run.phase, run.whereabouts, run.device_name, run.warning, run.hint].filter(Boolean).join(" · ");
   byId("live-progress").hidden = live.progress === null;
   if (live.progress !== null) byId("live-progress").value = live.progress;
   byId("live-tiles").replaceChildren(...live.tiles.map(([what, figure, more]) =>
-    made("div", {}, made("dt", {}, what), made("dd", {}, figure), made("dd", {}, more))));
+    element("div", {}, element("dt", {}, what), element("dd", {}, figure), element("dd", {}, more))));
   drawCharts(live.charts);
   byId("live-programs").hidden = !live.programs.length;
   byId("live-programs").querySelector("table").id = "programs";
@@ -36,8 +36,8 @@ function draw(live) {
 }
 
 function drawCharts(html) {
-  const place = byId("live-charts");
-  if (place.matches(":hover") || place.contains(document.activeElement)) return; // somebody is reading them
-  place.innerHTML = html; // drawn and escaped by charts.py
-  charts.attach(place);
+  const box = byId("live-charts");
+  if (box.matches(":hover") || box.contains(document.activeElement)) return; // do not redraw under the pointer or the focus
+  box.innerHTML = html; // rendered and escaped by charts.py
+  charts.attach(box);
 }

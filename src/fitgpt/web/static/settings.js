@@ -1,49 +1,50 @@
-// The settings: what is not at its default, in the page's address, so that a plan can be shared.
-import { later } from "./ask.js";
+// The settings that are not at their default. The page's address carries them, so that a plan can be shared.
+import { debounce } from "./api.js";
 
-const said = new Map();
+const changed = new Map();
 const listeners = [];
-let usual = {};      // the default of every setting
-let beginning = {};  // what a page without settings begins with
+let defaults = {}; // of every setting
+let initial = {};  // settings of a page whose address has none
 
-export function start(defaults, first) {
-  usual = defaults;
-  beginning = first;
+export function start(allDefaults, first) {
+  defaults = allDefaults;
+  initial = first;
   readAddress();
-  addEventListener("popstate", () => { readAddress(); tell(); });
+  addEventListener("popstate", () => { readAddress(); notify(); });
 }
 
-export const value = (name) => said.get(name) ?? usual[name] ?? "";
-export const all = () => Object.fromEntries(Object.keys(usual).map((name) => [name, value(name)]));
-export const query = () => new URLSearchParams([...said].sort()).toString();
+export const value = (name) => changed.get(name) ?? defaults[name] ?? "";
+export const all = () => Object.fromEntries(Object.keys(defaults).map((name) => [name, value(name)]));
+export const query = () => new URLSearchParams([...changed].sort()).toString();
 export const onChange = (listener) => listeners.push(listener);
 
-// A step that can be gone back on (Back, Undo) is kept in the history; a slider's every move is not.
+// `step` adds an entry to the browser's history, for Back and Undo; the moves of a slider do not.
 export function change(settings, { step = false } = {}) {
   if (step) {
     writeAddress();
     history.pushState(null, "", location.href);
   }
-  for (const [name, text] of Object.entries(settings)) keep(name, String(text));
+  for (const [name, text] of Object.entries(settings)) set(name, String(text));
   writeSoon();
-  tell();
+  notify();
 }
 
-export function replaceRun(knobs, runNames) {
-  const cleared = Object.fromEntries(runNames.map((name) => [name, usual[name]]));
-  change({ ...cleared, ...knobs }, { step: true });
+// Resets the settings of the run, then applies the new ones.
+export function replaceRun(settings, runNames) {
+  const cleared = Object.fromEntries(runNames.map((name) => [name, defaults[name]]));
+  change({ ...cleared, ...settings }, { step: true });
 }
 
-function keep(name, text) {
-  if (text === usual[name] || text === "") said.delete(name);
-  else said.set(name, text);
+function set(name, text) {
+  if (text === defaults[name] || text === "") changed.delete(name);
+  else changed.set(name, text);
 }
 
 function readAddress() {
-  said.clear();
+  changed.clear();
   const found = new URLSearchParams(location.search);
-  for (const [name, text] of found) if (name !== "tab") said.set(name, text);
-  for (const [name, text] of Object.entries(beginning)) if (!found.has(name)) keep(name, text);
+  for (const [name, text] of found) if (name !== "tab") changed.set(name, text);
+  for (const [name, text] of Object.entries(initial)) if (!found.has(name)) set(name, text);
   writeAddress();
 }
 
@@ -52,8 +53,8 @@ function writeAddress() {
   history.replaceState(null, "", text ? `?${text}` : location.pathname);
 }
 
-const writeSoon = later(80, writeAddress); // a slider moves faster than browsers let an address change
+const writeSoon = debounce(80, writeAddress); // browsers limit how often the address may change
 
-function tell() {
+function notify() {
   for (const listener of listeners) listener();
 }

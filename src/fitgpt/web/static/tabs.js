@@ -1,5 +1,5 @@
 // Tabs, by pointer and by arrow keys.
-import { byId } from "./words.js";
+import { byId } from "./dom.js";
 
 const listeners = [];
 const tabs = () => [...document.querySelectorAll('[role="tab"]')].filter((tab) => !tab.hidden);

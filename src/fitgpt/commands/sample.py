@@ -1,0 +1,67 @@
+"""`fitgpt sample`: generates text with a trained model and prints it token by token."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+from ..config.command_options import SampleOptions
+from ..core.errors import UsageError
+from ..hardware.allocator_env import child_environment
+from ..runs.folder import holds_run
+from ..runs.metrics import append_sample
+
+
+def sample(options: SampleOptions) -> int:
+    os.environ.update(child_environment(os.environ))  # the allocator's settings, before torch is imported
+    from ..data.tokenizers import StreamDecoder
+    from ..engine.sample import SamplingOptions, generate
+    from ..training.trained_model import model_on_device, open_checkpoint, tokenizer_of
+
+    source = open_checkpoint(options.out_dir if options.init_from == "resume" else options.init_from, options.which)
+    warn(*source.notes)
+    tokenizer = tokenizer_of(source, warn)
+    prompt = tokenizer.encode(prompt_text(options.start), special=True)
+    if not prompt:
+        end = tokenizer.end_of_text
+        prompt = [end if end is not None else 0]
+    model, choice = model_on_device(source, options.device, options.dtype, options.compile)
+    if choice.mismatch:
+        warn(f"{choice.mismatch.why} {choice.mismatch.fix}")
+    sampling = SamplingOptions(options.temperature, options.top_k, options.top_p)
+    started, tokens = time.perf_counter(), 0
+    for number in range(options.num_samples):
+        decoder = StreamDecoder(tokenizer)
+        text = ["".join(decoder.feed(token) for token in prompt)]
+        print(text[0], end="", flush=True)
+        for token in generate(model, prompt, options.max_new_tokens, sampling, options.seed + number,
+                              tokenizer.vocab_size):
+            text.append(decoder.feed(token))
+            print(text[-1], end="", flush=True)
+            tokens += 1
+        text.append(decoder.finish())
+        print(text[-1], "---------------", sep="\n", flush=True)
+        if options.init_from == "resume" and holds_run(options.out_dir):
+            append_sample(options.out_dir, int(source.state.get("step", 0)), "".join(text))
+    seconds = time.perf_counter() - started
+    print(f"{tokens} tokens in {seconds:.1f} s, {tokens / seconds:.0f} per second", file=sys.stderr)
+    return 0
+
+
+def prompt_text(start: str) -> str:
+    """--start, or the content of the file it names as FILE:path."""
+    if not start.startswith("FILE:"):
+        return start
+    path = Path(start.removeprefix("FILE:"))
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else f"it is not UTF-8 text (byte {error.start})"
+        raise UsageError(f"The prompt file {path} cannot be read: {why}.", "--start='some text'") from error
+
+
+def warn(*sentences: str) -> None:
+    for sentence in sentences:
+        print(f"fitgpt: {sentence}", file=sys.stderr)

@@ -1,0 +1,116 @@
+"""The registry of optimizers: for each the state it keeps per parameter, what it moves, what it does not work with.
+
+A new optimizer is an entry here, its class in engine/optim/ with a line in training/run.make_optimizer, and its tape in
+memory/optimizers.py. tests/config/test_optimizers.py checks every entry against the real optimizer after one step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from math import prod
+from typing import TYPE_CHECKING, NamedTuple
+
+from .architectures import parameter_shapes
+from .fields import Requires
+
+if TYPE_CHECKING:
+    from .run_config import RunConfig
+
+ADAMW_EPSILON = 1e-8     # also of nanoGPT, whose AdamW takes torch's default
+GROUP = 256              # elements that share a scale, as in the papers on 8-bit optimizers
+SMALLEST_ROUNDED = 4096  # tensors with fewer elements (norms, biases) keep float32 state: they hardly count
+AT_ONCE = 2**22          # elements updated at once without a fused kernel: bounds the temporary memory
+MUON_ROUNDS = 5          # Newton–Schulz iterations
+
+
+class StateTensor(NamedTuple):
+    """A tensor of optimizer state that belongs to one parameter."""
+
+    name: str
+    per_element: int = 0  # bytes per element of the parameter
+    per_group: int = 0    # bytes per GROUP of elements
+    fixed: int = 0        # bytes per tensor
+
+    def nbytes(self, elements: int) -> int:
+        return self.per_element * elements + self.per_group * -(-elements // GROUP) + self.fixed
+
+
+State = tuple[StateTensor, ...]
+
+ADAMW_STATE = (StateTensor("exp_avg", 4), StateTensor("exp_avg_sq", 4), StateTensor("step", fixed=4))
+FLOAT32_MOMENTS = ADAMW_STATE[:2]
+INT8_MOMENTS = (StateTensor("first", 1), StateTensor("first_scale", per_group=4),
+                StateTensor("second", 1), StateTensor("second_scale", per_group=4))
+BITSANDBYTES_MOMENTS = (StateTensor("state1", 1), StateTensor("absmax1", per_group=4),
+                        StateTensor("state2", 1), StateTensor("absmax2", per_group=4))
+MUON_MOMENTUM = (StateTensor("momentum", 4),)
+
+
+class OptimizerSpec(NamedTuple):
+    """Facts about an optimizer. Its state is the same for float32 and bfloat16 weights, unless `low_precision`."""
+
+    summary: str
+    exact: bool                          # the same update as AdamW up to rounding order
+    state: State                         # of a parameter, unless one of the next two applies
+    small_state: State | None = None     # of a parameter with fewer than SMALLEST_ROUNDED elements
+    block_matrix_state: State | None = None  # of a weight matrix of a block
+    shared_bytes: int = 0                # of state that belongs to no parameter
+    state_bytes_moved: float = 16.0      # bytes of state read and written per parameter and step
+    matmul_flops: Callable[[int], int] = lambda n_embd: 0  # FLOP per block and step
+    requires: tuple[Requires, ...] = ()  # settings of other options that it works with
+
+    def state_of(self, elements: int, *, block_matrix: bool) -> State:
+        """The state tensors of one parameter."""
+        if block_matrix and self.block_matrix_state is not None:
+            return self.block_matrix_state
+        if elements < SMALLEST_ROUNDED and self.small_state is not None:
+            return self.small_state
+        return self.state
+
+    def bytes_moved(self, weight_bytes: int) -> float:
+        """Bytes read and written per parameter and step: weights and gradients five times in all (the update reads both
+        and writes the weight; the norm reads the gradient and zeroing writes it), and the state."""
+        return 5 * weight_bytes + self.state_bytes_moved
+
+
+OPTIMIZERS: dict[str, OptimizerSpec] = {
+    "adamw": OptimizerSpec("AdamW with float32 state, 8 bytes per parameter", exact=True, state=ADAMW_STATE),
+    "adam8bit": OptimizerSpec(
+        "AdamW with 8-bit state, 2 bytes per parameter (lossy)", exact=False, state=INT8_MOMENTS,
+        small_state=FLOAT32_MOMENTS, shared_bytes=12, state_bytes_moved=4.0,
+        requires=(Requires("offload", ("none",)),)),
+    "muon": OptimizerSpec(
+        "Muon for the weight matrices of the blocks, 4 bytes per parameter, and AdamW for the rest", exact=False,
+        state=ADAMW_STATE, block_matrix_state=MUON_MOMENTUM,
+        matmul_flops=lambda n_embd: MUON_ROUNDS * 56 * n_embd**3,  # three matmuls per iteration for each matrix
+        requires=(Requires("weights", ("float32",)), Requires("offload", ("none",)),
+                  Requires("step_in_backward", (False,)))),
+}
+
+# Variants of an optimizer that another option selects: (the optimizer, what selects it).
+BITSANDBYTES = OPTIMIZERS["adam8bit"]._replace(
+    summary="8-bit AdamW of bitsandbytes", state=BITSANDBYTES_MOMENTS, small_state=ADAMW_STATE,
+    shared_bytes=2 * 4 * 2**8)  # two maps from a byte to a share of the group's largest
+LOW_PRECISION_ADAMW = OPTIMIZERS["adamw"]._replace(
+    summary="AdamW for bfloat16 weights, or applied during backward", state=FLOAT32_MOMENTS, shared_bytes=12)
+
+
+def optimizer_of(config: RunConfig) -> OptimizerSpec:
+    """The optimizer that a config selects: training/run.make_optimizer makes its class."""
+    if config.adam8bit == "bitsandbytes" and config.optimizer == "adam8bit":
+        return BITSANDBYTES
+    if config.optimizer == "adamw" and (config.step_in_backward or config.weights == "bfloat16"):
+        return LOW_PRECISION_ADAMW if config.offload == "none" else OPTIMIZERS["adamw"]
+    return OPTIMIZERS[config.optimizer]
+
+
+def state_bytes(config: RunConfig) -> int:
+    """Bytes of optimizer state, on the GPU or, with offload, in CPU RAM."""
+    spec, shapes = optimizer_of(config), parameter_shapes(config.gpt_config())
+    return spec.shared_bytes + sum(tensor.nbytes(elements) for elements, block_matrix in _tensors(shapes)
+                                   for tensor in spec.state_of(elements, block_matrix=block_matrix))
+
+
+def _tensors(shapes: Mapping[str, tuple[int, ...]]) -> list[tuple[int, bool]]:
+    """(elements, whether it is a weight matrix of a block) of each parameter."""
+    return [(prod(shape), ".h." in name and len(shape) == 2) for name, shape in shapes.items()]

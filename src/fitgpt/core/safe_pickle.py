@@ -1,0 +1,121 @@
+"""Pickle bytes to plain values (dict, list, str, int). Nothing in the file can import or run anything.
+
+A pickle is a program for a stack machine. `parse` executes only the opcodes that build plain values and rejects the
+pickle at the first other opcode. A restricted `pickle.Unpickler` is no substitute: it allocates what the file claims,
+and took 8 GiB for a file of 10 bytes.
+"""
+
+from __future__ import annotations
+
+import io
+import pickletools
+from typing import Any
+
+_CONSTANTS = frozenset({
+    "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "UNICODE",
+    "BININT", "BININT1", "BININT2", "INT", "LONG", "LONG1", "LONG4",
+})
+_MEMO_PUT = frozenset({"MEMOIZE", "BINPUT", "LONG_BINPUT", "PUT"})
+_MEMO_GET = frozenset({"BINGET", "LONG_BINGET", "GET"})
+_NO_VALUE = frozenset({"PROTO", "FRAME", "STOP"})
+_MARK = object()
+
+
+class UnsafePickleError(Exception):
+    """The pickle is damaged, or holds more than plain values. The message completes a sentence: "FILE: it …"."""
+
+
+def parse(data: bytes, *, max_depth: int) -> Any:
+    """Pickle bytes (any protocol) to the dict, list, str or int they describe.
+
+    Raises UnsafePickleError for any other content, and for values nested deeper than `max_depth`.
+    """
+    try:
+        value = _execute(data)
+        _check_depth(value, max_depth)
+    except (ValueError, IndexError, OverflowError) as error:
+        raise UnsafePickleError(f"it is damaged or no pickle ({error})") from None
+    return value
+
+
+def _execute(data: bytes) -> Any:
+    stack: list[Any] = []
+    memo: dict[Any, Any] = {}
+    for opcode, argument, _ in pickletools.genops(io.BytesIO(data)):
+        name = opcode.name
+        if name in _CONSTANTS:
+            if isinstance(argument, bool):  # protocol 0 writes True as the INT "01"
+                raise UnsafePickleError("it holds a bool")
+            stack.append(argument)
+        elif name == "EMPTY_DICT":
+            stack.append({})
+        elif name == "EMPTY_LIST":
+            stack.append([])
+        elif name == "MARK":
+            stack.append(_MARK)
+        elif name == "DICT":
+            items = _pop_to_mark(stack)
+            stack.append({})
+            _set_items(stack, items)
+        elif name == "LIST":
+            stack.append(_pop_to_mark(stack))
+        elif name == "SETITEM":
+            _set_items(stack, [stack.pop(-2), stack.pop()])
+        elif name == "SETITEMS":
+            _set_items(stack, _pop_to_mark(stack))
+        elif name == "APPEND":
+            _extend(stack, [stack.pop()])
+        elif name == "APPENDS":
+            _extend(stack, _pop_to_mark(stack))
+        elif name in _MEMO_PUT:
+            memo[len(memo) if name == "MEMOIZE" else argument] = stack[-1]
+        elif name in _MEMO_GET:
+            if argument not in memo:
+                raise ValueError("it reads a memo entry that it never wrote")
+            stack.append(memo[argument])
+        elif name not in _NO_VALUE:
+            raise UnsafePickleError(f"it holds something other than dict, list, str and int (opcode {name})")
+    if len(stack) != 1:
+        raise ValueError("it does not end with one value")
+    return stack[0]
+
+
+def _pop_to_mark(stack: list[Any]) -> list[Any]:
+    for index in range(len(stack) - 1, -1, -1):
+        if stack[index] is _MARK:
+            items = stack[index + 1:]
+            del stack[index:]
+            return items
+    raise ValueError("a mark is missing")
+
+
+def _set_items(stack: list[Any], items: list[Any]) -> None:
+    if len(items) % 2 or not isinstance(stack[-1], dict):
+        raise ValueError("keys and values of a dict do not match up")
+    for key, value in zip(items[::2], items[1::2], strict=True):
+        if type(key) not in (str, int):
+            raise UnsafePickleError("it holds a key that is neither str nor int")
+        stack[-1][key] = value
+
+
+def _extend(stack: list[Any], items: list[Any]) -> None:
+    if not isinstance(stack[-1], list):
+        raise ValueError("items are appended to something that is no list")
+    stack[-1].extend(items)
+
+
+def _check_depth(value: Any, max_depth: int) -> None:
+    """Level by level, without recursion. A container is entered once, so a list that holds itself ends the loop."""
+    level, seen = [value], set[int]()
+    for _ in range(max_depth):
+        inner: list[Any] = []
+        for item in level:
+            if isinstance(item, dict | list) and id(item) not in seen:
+                seen.add(id(item))
+                inner.extend(item.values() if isinstance(item, dict) else item)
+            elif item is _MARK:
+                raise ValueError("a mark was never closed")
+        if not inner:
+            return
+        level = inner
+    raise UnsafePickleError(f"it is nested more than {max_depth} deep")

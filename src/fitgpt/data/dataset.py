@@ -1,0 +1,310 @@
+"""A dataset's name to its splits, and sample numbers to the tokens they read.
+
+A split is a sequence of shards. Each shard is divided into windows of `block` tokens that do not overlap. A window
+is read with the token that follows it, so that inputs and targets come from the same block + 1 tokens. The tokens
+that do not fill a window are the slack of a shard; in each epoch its windows start at another offset within the
+slack, so that their edges move.
+
+Files are read with read(), not mmap: if a shard is truncated during training, a read returns fewer bytes and can be
+reported, while access to a memory map would kill the process (SIGBUS).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import tempfile
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..core.errors import DataError
+from ..core.units import MiB
+from .sample_order import I64, hash_of, window_of
+from .shard_header import ITEM_BYTES, DataSummary, ShardFile, block_too_long, list_shards
+
+_NUMPY_DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+_MAX_OPEN_FILES = 32  # well below any limit of file descriptors, whatever the number of shards
+_DO_NOT_CHANGE = ("Do not change the data while a run uses it: restore the shard, or prepare the dataset again "
+                  "(`fitgpt prepare … --overwrite`). Then resume from the last checkpoint.")
+
+_SCAN_BYTES = 8 * MiB            # per read
+_PROBE_TOKENS = 64               # long enough that passages do not repeat by chance
+_PROBES_PER_END = 4
+_PROBE_DISTINCT = 8              # a run of spaces or zeros is not evidence of overlap
+_SEARCHED_BYTES = 8 * MiB        # at each end of train
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """An open dataset."""
+
+    summary: DataSummary
+    splits: dict[str, Split]
+    notes: tuple[str, ...]   # warnings for the user, each a sentence
+
+    def split(self, name: str) -> Split:
+        return self.splits[name]
+
+    def close(self) -> None:
+        for split in self.splits.values():
+            split.close()
+
+
+def open_dataset(dataset: str) -> Dataset:
+    """A name under data/ or a path, prepared by fitgpt or by nanoGPT, to the open dataset."""
+    listing = list_shards(dataset)
+    splits = {name: Split(name, shards) for name, shards in listing.shards.items()}
+    return Dataset(listing.summary, splits, _overlap_notes(listing.shards["train"], listing.shards["val"]))
+
+
+class Split:
+    """The windows of one split. Several threads may read at once."""
+
+    def __init__(self, name: str, shards: Sequence[ShardFile]) -> None:
+        self.name = name
+        self.shards = tuple(shards)
+        self._lengths = np.array([shard.tokens for shard in shards], dtype=np.int64)
+        self.tokens = int(self._lengths.sum())
+        self._dtype = _NUMPY_DTYPES[shards[0].dtype]
+        self._files = _OpenFiles(self.shards)
+        # No token may reach it; 0 if unknown.
+        self._token_limit = 1 + max((shard.max_token for shard in shards if shard.max_token is not None), default=-1)
+
+    def windows(self, block: int) -> int:
+        """The number of windows of `block` tokens in an epoch; the same in every epoch."""
+        return int(self._window_ends(block)[-1])
+
+    def read(self, samples: I64, block: int, seed: int, stream: str = "train") -> I64:
+        """Sample numbers, counted through the whole run, to their tokens, [n, block + 1]."""
+        samples = np.atleast_1d(samples)
+        ends = self._window_ends(block)
+        windows = int(ends[-1])
+        shard, index = self._locate(window_of(samples, windows, seed, stream), ends)
+        epoch = (samples // windows).astype(np.uint64)
+        slack = ((self._lengths[shard] - 1) % block).astype(np.uint64)
+        shift = hash_of(seed, stream + " shift", epoch, shard.astype(np.uint64)) % (slack + np.uint64(1))
+        return self._gather(shard, index * block + shift.astype(np.int64), block + 1)
+
+    def read_fixed(self, indices: I64, block: int, seed: int) -> I64:
+        """Numbers of evaluation windows, 0 to windows(block) - 1, to their tokens, [n, block + 1].
+
+        Every call returns the same tokens for a number. All windows together cover the split once.
+        """
+        indices = np.atleast_1d(indices)
+        ends = self._window_ends(block)
+        if indices.size and not 0 <= int(indices.min()) <= int(indices.max()) < int(ends[-1]):
+            raise IndexError(f"evaluation windows are numbered 0 to {int(ends[-1]) - 1}")
+        shard, index = self._locate(window_of(indices, int(ends[-1]), seed, "eval"), ends)
+        return self._gather(shard, index * block, block + 1)
+
+    def recheck(self) -> None:
+        """Raises DataError if a shard changed since it was opened. Fast enough for every epoch."""
+        for shard in self.shards:
+            _check_unchanged(shard)
+
+    def close(self) -> None:
+        self._files.close()
+
+    def check_tokens(self, vocab_size: int) -> None:
+        """Raises DataError if a token is ≥ vocab_size; from then on every read that returns one raises too.
+
+        Call this before any work on a GPU: there an index out of range is a device-side assert, after which the
+        process cannot use CUDA any more.
+        """
+        for shard in self.shards:
+            largest = _max_token(shard)
+            if largest >= vocab_size:
+                raise DataError(
+                    f"{shard.path} holds the token {largest:,}, and the model's vocabulary is {vocab_size:,}: "
+                    f"tokens must be from 0 to {vocab_size - 1:,}.",
+                    f"Use --vocab_size={largest + 1} or more, or prepare the data with the tokenizer of the model.")
+        self._token_limit = vocab_size
+
+    def _window_ends(self, block: int) -> I64:
+        """For each shard, the number of windows up to its end (cumulative sum)."""
+        if block < 1:
+            raise ValueError(f"a window has at least 1 token, not {block}")
+        ends: I64 = np.cumsum((self._lengths - 1) // block)
+        if not ends[-1]:
+            longest = int(self._lengths.max())
+            raise DataError(
+                block_too_long(block, self.name, longest, len(self.shards)),
+                (f"--block_size={longest - 1}" if longest > 1 else "Prepare more text") if self.name == "train"
+                else f"Prepare the data again with a larger --val_fraction, or --eval_block_size={max(longest - 1, 1)}")
+        return ends
+
+    def _locate(self, windows: I64, ends: I64) -> tuple[I64, I64]:
+        """The shard of each window, and the window's number within that shard."""
+        shard = np.searchsorted(ends, windows, side="right").astype(np.int64)
+        before = np.where(shard > 0, ends[np.maximum(shard - 1, 0)], 0)
+        return shard, windows - before
+
+    def _gather(self, shards: I64, starts: I64, length: int) -> I64:
+        """`length` tokens from each shard and start, [n, length]."""
+        rows: NDArray[np.unsignedinteger] = np.empty((len(starts), length), dtype=self._dtype)
+        for row, number, start in zip(rows, shards.tolist(), starts.tolist(), strict=True):
+            shard = self.shards[number]
+            got = self._files.read_into(number, shard.start + start * self._dtype.itemsize, row)
+            if got != row.nbytes:
+                _check_unchanged(shard)
+                raise DataError(f"{shard.path} was truncated during training: {row.nbytes:,} bytes were requested at "
+                                f"token {start:,}, and only {got:,} could be read.", _DO_NOT_CHANGE)
+        if self._token_limit and rows.size and int(rows.max()) >= self._token_limit:
+            row_number = int(np.argmax(rows.max(axis=1)))
+            raise DataError(
+                f"{self.shards[int(shards[row_number])].path} now holds the token {int(rows.max()):,}, but all of its "
+                f"tokens were below {self._token_limit:,}: it was damaged or changed.", _DO_NOT_CHANGE)
+        return rows.astype(np.int64)
+
+
+def _check_unchanged(shard: ShardFile) -> None:
+    try:
+        status = os.stat(shard.path)
+    except OSError as error:
+        raise DataError(f"{shard.path} is missing or cannot be reached: {error.strerror}.", _DO_NOT_CHANGE) from error
+    if status.st_size < shard.size:
+        raise DataError(f"{shard.path} was truncated: {shard.size:,} bytes when it was opened, "
+                        f"{status.st_size:,} now.", _DO_NOT_CHANGE)
+    if (status.st_size, status.st_mtime_ns) != (shard.size, shard.mtime_ns):
+        raise DataError(f"{shard.path} was changed after it was opened: its size or modification time differs "
+                        f"({shard.size:,} bytes then, {status.st_size:,} now).", _DO_NOT_CHANGE)
+
+
+class _OpenFiles:
+    """Reads shards, and keeps the most recently used files open. A lock lets one thread read at a time."""
+
+    def __init__(self, shards: Sequence[ShardFile]) -> None:
+        self._shards = shards
+        self._files: OrderedDict[int, io.FileIO] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def read_into(self, number: int, offset: int, row: NDArray[np.unsignedinteger]) -> int:
+        """Fills `row` from byte `offset` of a shard. Returns the bytes read: fewer only at the end of the file."""
+        target = row.view(np.uint8).data
+        got = 0
+        try:
+            with self._lock:
+                file = self._open(number)
+                file.seek(offset)
+                while got < len(target):
+                    more = file.readinto(target[got:])
+                    if not more:
+                        break
+                    got += more
+        except OSError as error:
+            path = self._shards[number].path
+            raise DataError(f"{path} can no longer be read: {error.strerror or error}.", _DO_NOT_CHANGE) from error
+        return got
+
+    def close(self) -> None:
+        with self._lock:
+            for file in self._files.values():
+                file.close()
+            self._files.clear()
+
+    def _open(self, number: int) -> io.FileIO:
+        if number in self._files:
+            self._files.move_to_end(number)
+            return self._files[number]
+        file = io.FileIO(self._shards[number].path, "rb")
+        self._files[number] = file
+        if len(self._files) > _MAX_OPEN_FILES:
+            self._files.popitem(last=False)[1].close()
+        return file
+
+
+# ---- the largest token
+
+def _max_token(shard: ShardFile) -> int:
+    """The largest token of a shard: from its header, else from the user's cache, else from a scan of the file."""
+    if shard.max_token is not None:
+        return shard.max_token
+    cache = _cache_file(shard)
+    try:
+        cached = json.loads(cache.read_text())
+        if isinstance(cached, int) and cached >= 0:
+            return cached
+    except (OSError, ValueError):
+        pass
+    largest = _scan(shard)
+    _write_cache(cache, largest)
+    return largest
+
+
+def _scan(shard: ShardFile) -> int:
+    largest = 0
+    try:
+        with open(shard.path, "rb", buffering=0) as file:
+            file.seek(shard.start)
+            while block := file.read(_SCAN_BYTES):
+                whole = len(block) - len(block) % ITEM_BYTES[shard.dtype]
+                if whole != len(block):
+                    file.seek(whole - len(block), os.SEEK_CUR)
+                    if not whole:
+                        break
+                largest = max(largest, int(np.frombuffer(block[:whole], _NUMPY_DTYPES[shard.dtype]).max()))
+    except OSError as error:
+        raise DataError(f"{shard.path} cannot be read: {error.strerror}.",
+                        "Check the disk it is on, then run the command again.") from error
+    return largest
+
+
+def _cache_file(shard: ShardFile) -> Path:
+    key = f"{os.path.realpath(shard.path)}\n{shard.size}\n{shard.mtime_ns}"
+    root = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
+    return root / "fitgpt" / "max-token" / f"{hashlib.sha256(os.fsencode(key)).hexdigest()[:32]}.json"
+
+
+def _write_cache(cache: Path, largest: int) -> None:
+    """A cache that cannot be written costs another scan next time, and nothing else."""
+    try:
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, temporary = tempfile.mkstemp(dir=cache.parent)
+        with os.fdopen(descriptor, "w") as file:
+            file.write(f"{largest}\n")
+        os.replace(temporary, cache)
+    except OSError:
+        pass
+
+
+# ---- overlap of val and train
+
+def _overlap_notes(train: Sequence[ShardFile], val: Sequence[ShardFile]) -> tuple[str, ...]:
+    """A sentence if val and train are one file, or if most passages sampled from val occur at either end of train."""
+    if any(os.path.samefile(one.path, other.path) for one in train[:1] for other in val[:1]):
+        return (f"val and train are the same file ({val[0].path}): the val loss will not measure generalisation.",)
+    probes = [probe for probe in _probes(val) if len(np.unique(probe)) >= _PROBE_DISTINCT]
+    searched = [_read_end(train[0], 0, _SEARCHED_BYTES).tobytes(), _read_end(train[-1], -1, _SEARCHED_BYTES).tobytes()]
+    found = sum(any(probe.tobytes() in text for text in searched) for probe in probes)
+    if not probes or 2 * found < len(probes):
+        return ()
+    return (f"val overlaps train: {found} of {len(probes)} passages sampled from val occur verbatim in train, "
+            "so the val loss is too low.",)
+
+
+def _probes(val: Sequence[ShardFile]) -> list[NDArray[np.unsignedinteger]]:
+    probes = []
+    for shard, end in ((val[0], 0), (val[-1], -1)):
+        # Half of what is searched in train, so that a val cut from an end of train is found too.
+        tokens = _read_end(shard, end, _SEARCHED_BYTES // 2)
+        for start in np.linspace(0, len(tokens) - _PROBE_TOKENS, _PROBES_PER_END).astype(int):
+            if start >= 0:
+                probes.append(tokens[start:start + _PROBE_TOKENS])
+    return probes
+
+
+def _read_end(shard: ShardFile, end: int, nbytes: int) -> NDArray[np.unsignedinteger]:
+    """Up to `nbytes` of tokens from the start (0) or the end (-1) of a shard."""
+    dtype = _NUMPY_DTYPES[shard.dtype]
+    tokens = min(shard.tokens, nbytes // dtype.itemsize)
+    first = 0 if end == 0 else shard.tokens - tokens
+    return np.fromfile(shard.path, dtype, count=tokens, offset=shard.start + first * dtype.itemsize)

@@ -1,0 +1,454 @@
+"""PrepareOptions to a dataset on disk: text is read, tokenized and written to shards. A stopped run can be resumed.
+
+A hash of a document's text and the seed decides whether it belongs to train or val, so copies of a document are
+never in both splits. If there are too few documents for val to get its share that way, the end of the larger split
+is moved to the other one: cut at the end of a document if there is one nearby, else within a document.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shlex
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..config.fields import plain_name
+from ..core.errors import DataError, FitError, Interrupted, SystemFault, UsageError
+from ..core.units import KiB, parse_count, show_bytes, show_count, show_seconds
+from .dataset import open_dataset
+from .manifest import MANIFEST_NAME, SPLITS, Manifest, read_manifest, to_json
+from .parallel_encode import available_cores, encode_in_order
+from .shard_header import ITEM_BYTES, PROGRESS_NAME, summarise
+from .sources import TextSource, open_source
+from .text import TextChunk, TextChunks
+from .tokenizers import Tokenizer, get_tokenizer
+from .writer import (
+    DTYPE,
+    ResumeState,
+    SplitWriter,
+    Tokens,
+    check_not_nanogpt,
+    create_folder,
+    load_state,
+    locked,
+    remove_created,
+    remove_leftovers,
+    remove_written,
+    save_state,
+    write_file,
+)
+
+if TYPE_CHECKING:
+    from ..config.command_options import PrepareOptions
+
+_SAVE_EVERY_S = 1.0                  # at most, and only after a new shard
+_SAMPLE_BYTES = 256 * KiB            # tokenized first, to estimate the number of tokens
+_LARGE_DOWNLOAD_TOKENS = 5 * 10**9   # about 20 GB of text
+_PROGRESS_LINE_EVERY_S = 5.0
+_PROGRESS_BAR_EVERY_S = 0.1
+
+Writers = dict[str, SplitWriter]          # by split
+Notify = Callable[[str], None]            # shows a sentence to the user
+Ask = Callable[[str], bool | None]        # asks the user yes or no; None if nobody can answer
+ShowProgress = Callable[[int, int], None]  # bytes of text read and tokens written, both from the very beginning
+
+
+@dataclass(frozen=True)
+class PrepareJob:
+    """What one call of `prepare` has to do."""
+
+    folder: Path
+    dataset: str                 # as `train --dataset=` takes it
+    source: TextSource
+    tokenizer: Tokenizer
+    max_tokens: int | None
+    val_fraction: float
+    shard_tokens: int
+    processes: int
+    seed: int
+    settings: dict[str, Any]     # everything the tokens depend on
+    command: str                 # the command line that does it again
+
+
+@dataclass(frozen=True)
+class PreparedDataset:
+    """The result of `prepare_dataset`."""
+
+    folder: Path
+    dataset: str                 # as `train --dataset=` takes it
+    manifest: Manifest
+    notes: tuple[str, ...]       # warnings for the user, each a sentence
+    existed: bool                # already prepared, from the same source and with the same settings
+
+
+def prepare_dataset(options: PrepareOptions, *, notify: Notify, ask: Ask) -> PreparedDataset:
+    """Prepares the dataset that the options describe, or resumes a stopped `prepare` of it.
+
+    Announces the work through `notify` before it starts, and asks before a large download.
+    """
+    job = _job(options)
+    if not options.overwrite and (existing := _existing(job)):
+        return existing
+    check_not_nanogpt(job.folder)
+    _announce(job, options, notify, ask)
+    created = create_folder(job.folder)
+    try:
+        with locked(job.folder):
+            if options.overwrite:
+                remove_written(job.folder)
+            elif existing := _existing(job):  # another process prepared it meanwhile
+                return existing
+            _write_dataset(job, notify)
+    except FitError:
+        remove_created(created)
+        raise
+    dataset = open_dataset(str(job.folder))
+    dataset.close()
+    return PreparedDataset(job.folder, job.dataset, read_manifest(job.folder), dataset.notes, existed=False)
+
+
+def _write_dataset(job: PrepareJob, notify: Notify) -> None:
+    writers = {split: SplitWriter(job.folder, split, job.tokenizer.name, job.tokenizer.vocab_size, job.shard_tokens)
+               for split in SPLITS}
+    state = _resume_or_start(job, writers, notify)
+    _tokenize(job, state, writers)
+    _finish(job, state, writers)
+
+
+# ---- what is to be done
+
+def _job(options: PrepareOptions) -> PrepareJob:
+    name = options.name or _name_from_source(options)
+    folder = Path(options.out) if options.out else Path("data") / name
+    source = open_source(options)
+    max_tokens = parse_count(options.max_tokens or "0") or None
+    shard_tokens = parse_count(options.shard_tokens)
+    settings = {
+        "tokenizer": options.tokenizer, "max_tokens": max_tokens, "val_fraction": options.val_fraction,
+        "shard_tokens": shard_tokens, "seed": options.seed, "text_column": options.text_column, "hub": options.hub,
+        "hub_config": options.hub_config, "embedded": options.embedded, "listing": source.digest,
+    }
+    return PrepareJob(folder, name if not options.out else options.out, source, get_tokenizer(options.tokenizer),
+                      max_tokens, options.val_fraction, shard_tokens, options.processes or available_cores(),
+                      options.seed, settings, _command_line(options))
+
+
+def _name_from_source(options: PrepareOptions) -> str:
+    if options.out:
+        return Path(options.out).name
+    if options.embedded:
+        return "stdlib"
+    name = options.hub.rsplit("/", 1)[-1] if options.hub else Path(options.input[0]).resolve().stem
+    if not name or name.startswith(".") or plain_name(name):
+        raise UsageError(f"The dataset cannot be named after its source ({name!r}).", "--name=NAME")
+    return name
+
+
+def _command_line(options: PrepareOptions) -> str:
+    words = ["fitgpt", "prepare", *options.input]
+    words += ["--embedded"] if options.embedded else []
+    for key in ("hub", "hub_config", "text_column", "out", "name", "tokenizer", "max_tokens", "val_fraction",
+                "shard_tokens", "seed"):
+        value = getattr(options, key)
+        if value != type(options).__dataclass_fields__[key].default:
+            words.append(f"--{key}={value}")
+    return shlex.join(words)
+
+
+def _existing(job: PrepareJob) -> PreparedDataset | None:
+    """The finished dataset in the folder, if there is one; UsageError if it was prepared differently."""
+    if not (job.folder / MANIFEST_NAME).is_file():
+        return None
+    manifest = read_manifest(job.folder)
+    _check_same_settings(job, manifest.settings, "a dataset")
+    summarise(str(job.folder))  # checks every shard
+    with suppress(OSError):  # a dataset that this user may only read
+        remove_leftovers(job.folder, manifest)
+    return PreparedDataset(job.folder, job.dataset, manifest, (), existed=True)
+
+
+def _check_same_settings(job: PrepareJob, found: dict[str, Any], what: str) -> None:
+    differences = [
+        "the input files changed" if key == "listing" else f"{key} {found.get(key)!r} then, {value!r} now"
+        for key, value in job.settings.items() if found.get(key) != value]
+    if differences:
+        raise UsageError(f"{job.folder} holds {what} with other settings or input: {'; '.join(differences)}.",
+                         f"Replace it: {job.command} --overwrite\nor give the new one another --name.")
+
+
+def _announce(job: PrepareJob, options: PrepareOptions, notify: Notify, ask: Ask) -> None:
+    """Announces the work and its size; SystemFault if the disk is too small, UsageError if a download is declined."""
+    tokens = _expected_tokens(job)
+    text = "" if job.source.text_bytes is None else f", {show_bytes(job.source.text_bytes)} of text"
+    workers = "one process" if job.processes == 1 or job.tokenizer.name == "bytes" else f"{job.processes} processes"
+    notify(f"Preparing {job.folder} from {job.source.description}{text}, with the tokenizer {job.tokenizer.name} "
+           f"in {workers}.")
+    parent = next(folder for folder in (job.folder, *job.folder.absolute().parents) if folder.is_dir())
+    free = shutil.disk_usage(parent).free
+    if tokens is None:
+        notify(f"The number of tokens is not known before the text is read; {show_bytes(free)} are free there.")
+    else:
+        nbytes = tokens * ITEM_BYTES[DTYPE]
+        needed = nbytes + min(nbytes, job.shard_tokens * ITEM_BYTES[DTYPE])  # plus the tokens not in a shard yet
+        notify(f"About {show_count(tokens)} tokens: {show_bytes(nbytes)} on disk, where {show_bytes(free)} are free.")
+        if needed > free:
+            raise SystemFault(
+                f"There is not enough space in {parent}: {show_bytes(needed)} are needed and {show_bytes(free)} free.",
+                "Choose another disk with --out=FOLDER, or fewer tokens with --max_tokens=COUNT.")
+    if options.hub and not options.yes and (tokens is None or tokens > _LARGE_DOWNLOAD_TOKENS):
+        fix = f"{job.command} --yes, or with a limit: --max_tokens=1B"
+        answer = ask("This is a large download. Continue?")
+        if answer is None:
+            raise UsageError(f"{job.source.description} is a large download, and there is no terminal to confirm it.",
+                             fix)
+        if not answer:
+            raise UsageError("Nothing was downloaded.", fix)
+
+
+def _expected_tokens(job: PrepareJob) -> int | None:
+    """An estimate from the first 256 KiB of the text; None if the size of the text is unknown."""
+    if job.source.text_bytes is None:
+        return job.max_tokens
+    sample = b""
+    with closing(job.source.chunks(0)) as chunks:
+        for chunk in chunks:
+            sample += chunk.data[:_SAMPLE_BYTES]
+            if len(sample) >= _SAMPLE_BYTES:
+                break
+    sample = sample.decode("utf-8", "ignore").encode()
+    ratio = len(job.tokenizer.encode_utf8(sample)) / max(1, len(sample))
+    expected = round(job.source.text_bytes * ratio)
+    return min(expected, job.max_tokens) if job.max_tokens else expected
+
+
+# ---- the work
+
+def _resume_or_start(job: PrepareJob, writers: Writers, notify: Notify) -> ResumeState:
+    new = ResumeState(job.settings, job.source.newest_ns, counts=dict(job.source.skipped))
+    if not (job.folder / PROGRESS_NAME).is_file():
+        return new
+    state = load_state(job.folder, writers)
+    if state is None:
+        notify("An earlier `prepare` was stopped here, but its saved state is damaged: starting over.")
+        remove_written(job.folder)
+        return new
+    _check_same_settings(job, state.settings, "an unfinished dataset")
+    if state.newest_ns != job.source.newest_ns:
+        raise UsageError(f"{job.folder} holds an unfinished dataset, and its input files were changed since.",
+                         f"Start over: {job.command} --overwrite")
+    notify(f"Resuming an earlier `prepare` after {show_count(_total_tokens(writers))} tokens.")
+    return state
+
+
+def _tokenize(job: PrepareJob, state: ResumeState, writers: Writers) -> None:
+    """Reads, tokenizes and writes every document that is left. Interrupted if a signal asks to stop."""
+    end_of_text = np.array([job.tokenizer.end_of_text], dtype=np.uint16)
+    progress = Progress(job.source.text_bytes, job.max_tokens, state.text_bytes, _total_tokens(writers))
+    left = (job.max_tokens or sys.maxsize) - _total_tokens(writers)
+    chunks = _from_part(job.source.chunks(state.document), state.document, state.part)
+    encoded = encode_in_order(chunks, job.tokenizer, job.processes)
+    saved_at, shards_saved = time.monotonic(), _total_shards(writers)
+    with stop_requested() as stop, progress_shown(progress) as show, closing(encoded):
+        while left > 0 and (pair := next(encoded, None)):
+            chunk, tokens = pair
+            if chunk.part == 0:
+                state.in_val = is_validation_document(chunk.data, job.seed, job.val_fraction)
+            split = "val" if state.in_val else "train"
+            empty = chunk.part == 0 and chunk.last and not chunk.data
+            for part in (tokens, end_of_text) if chunk.last and not empty else (tokens,):
+                writers[split].add(part[:left])
+                left -= min(left, len(part))
+            state.documents[split] += chunk.part == 0 and not empty
+            _advance(state, chunk)
+            show(state.text_bytes, _total_tokens(writers))
+            if _total_shards(writers) > shards_saved and time.monotonic() - saved_at > _SAVE_EVERY_S:
+                save_state(job.folder, state, writers)
+                saved_at, shards_saved = time.monotonic(), _total_shards(writers)
+            if stop():
+                save_state(job.folder, state, writers)
+                raise Interrupted(f"Stopped after {show_count(_total_tokens(writers))} tokens; they are kept in "
+                                  f"{job.folder}.", f"To resume: {job.command}")
+
+
+def _advance(state: ResumeState, chunk: TextChunk) -> None:
+    state.document, state.part = (chunk.document + 1, 0) if chunk.last else (chunk.document, chunk.part + 1)
+    state.text_bytes += len(chunk.data)
+    for name, count in chunk.counts.items():
+        state.counts[name] = state.counts.get(name, 0) + count
+
+
+def _from_part(chunks: TextChunks, document: int, part: int) -> TextChunks:
+    for chunk in chunks:
+        if chunk.document > document or chunk.part >= part:
+            yield chunk
+
+
+def is_validation_document(first_chunk: bytes, seed: int, val_fraction: float) -> bool:
+    """Whether the document that starts with these bytes belongs to val: decided by a hash of them and the seed."""
+    digest = hashlib.blake2b(first_chunk, digest_size=8, key=(seed % 2**64).to_bytes(8, "little")).digest()
+    return int.from_bytes(digest, "little") < val_fraction * 2**64
+
+
+def _total_tokens(writers: Writers) -> int:
+    return sum(writer.tokens for writer in writers.values())
+
+
+def _total_shards(writers: Writers) -> int:
+    return sum(len(writer.shards) for writer in writers.values())
+
+
+@contextmanager
+def stop_requested() -> Iterator[Callable[[], bool]]:
+    """A function that says whether Ctrl-C, SIGTERM or SIGHUP came. A second signal raises KeyboardInterrupt."""
+    requested = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield requested.is_set
+        return
+
+    def handle(number: int, _: FrameType | None) -> None:
+        if requested.is_set():
+            raise KeyboardInterrupt
+        requested.set()
+        print("\nStopping and saving. A second signal stops at once.", file=sys.stderr, flush=True)
+
+    numbers = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    # A signal that is ignored from the start stays ignored: nohup, or a background job of a script.
+    before = {number: signal.signal(number, handle) for number in numbers
+              if signal.getsignal(number) is not signal.SIG_IGN}
+    try:
+        yield requested.is_set
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+# ---- the end
+
+def _finish(job: PrepareJob, state: ResumeState, writers: Writers) -> None:
+    if _total_tokens(writers) < 2:
+        remove_written(job.folder)
+        raise DataError(f"{job.source.description} holds no text: {sum(state.documents.values())} documents and "
+                        f"{state.counts.get('empty_documents', 0)} empty ones.",
+                        "Give files that hold text: fitgpt prepare FILE_OR_FOLDER --name=NAME")
+    if _balance(job, state, writers):
+        # Moving tokens rewrites shards that the saved state refers to: save the new state first.
+        save_state(job.folder, state, writers)
+    for writer in writers.values():
+        writer.finish()
+    manifest = Manifest(job.tokenizer.name, job.tokenizer.vocab_size, DTYPE,
+                        {split: tuple(writers[split].shards) for split in SPLITS}, state.documents,
+                        dict(sorted(state.counts.items())), job.settings, job.source.description, job.command)
+    write_file(job.folder / MANIFEST_NAME, to_json(manifest).encode())
+    remove_leftovers(job.folder, manifest)
+
+
+def _balance(job: PrepareJob, state: ResumeState, writers: Writers) -> bool:
+    """Moves the end of the larger split to the other one if either has less than half of its share.
+
+    With few documents, the hash can assign none or almost all of them to val. Returns whether tokens were moved.
+    """
+    total, have = _total_tokens(writers), writers["val"].tokens
+    wanted = min(max(1, round(total * job.val_fraction)), total - 1)
+    if wanted / 2 <= have <= min(2 * wanted, (wanted + total) / 2):  # each split has at least half of its share
+        return False
+    larger, smaller, surplus = ("train", "val", wanted - have) if have < wanted else ("val", "train", have - wanted)
+    tail = writers[larger].take_tail(2 * surplus)
+    end_of_text = job.tokenizer.end_of_text
+    cut = _cut_position(tail, surplus, end_of_text)
+    writers[larger].add(tail[:cut])
+    writers[smaller].add(tail[cut:])
+    moved = int((tail[cut:] == end_of_text).sum()) + int(tail[-1] != end_of_text)
+    within_document = cut == 0 or tail[cut - 1] != end_of_text  # that document is now in both splits
+    state.documents[smaller] += moved
+    state.documents[larger] -= moved - int(within_document)
+    return True
+
+
+def _cut_position(tail: Tokens, surplus: int, end_of_text: int | None) -> int:
+    """Where to cut so that about `surplus` tokens follow: the best end of a document, else exactly that many."""
+    ends = np.flatnonzero(tail == end_of_text) + 1
+    after = len(tail) - ends
+    near = (after >= surplus / 2) & (after <= surplus * 2) & (after > 0)
+    if not near.any():
+        return len(tail) - surplus
+    return int(ends[near][np.argmin(np.abs(after[near] - surplus))])
+
+
+# ---- progress
+
+class Progress:
+    """The fraction done, the speed and the time left.
+
+    The total is `max_tokens` or the size of the text, whichever is reached first; unknown if neither is given.
+    """
+
+    def __init__(self, text_bytes: int | None, max_tokens: int | None, read: int, tokens: int) -> None:
+        self._text_bytes, self._max_tokens = text_bytes, max_tokens
+        self._started, self._tokens_before = time.monotonic(), tokens
+        self._fraction_before = self.fraction(read, tokens) or 0.0
+
+    def fraction(self, read: int, tokens: int) -> float | None:
+        parts = [part / whole for part, whole in ((read, self._text_bytes), (tokens, self._max_tokens)) if whole]
+        return min(1.0, max(parts)) if parts else None
+
+    def describe(self, read: int, tokens: int) -> str:
+        seconds = max(1e-9, time.monotonic() - self._started)
+        words = [f"{show_count(tokens)} tokens", f"{show_bytes(read)} of text",
+                 f"{show_count(round((tokens - self._tokens_before) / seconds))} tokens/s"]
+        fraction = self.fraction(read, tokens)
+        if fraction is not None and fraction > self._fraction_before:
+            left = seconds * (1 - fraction) / (fraction - self._fraction_before)
+            words = [f"{fraction:4.0%}", *words, f"{show_seconds(left)} left"]
+        return " · ".join(words)
+
+
+@contextmanager
+def progress_shown(progress: Progress) -> Iterator[ShowProgress]:
+    """A function to call after every chunk. It draws a bar on a terminal, else prints a line every few seconds."""
+    if sys.stderr.isatty():
+        with _progress_bar(progress) as show:
+            yield show
+    else:
+        yield _at_most_every(_PROGRESS_LINE_EVERY_S, lambda read, tokens: print(
+            progress.describe(read, tokens), file=sys.stderr, flush=True))
+
+
+@contextmanager
+def _progress_bar(progress: Progress) -> Iterator[ShowProgress]:
+    from rich import progress as rich_progress
+    from rich.console import Console
+
+    columns = (rich_progress.BarColumn(bar_width=30), rich_progress.TextColumn("{task.description}", markup=False))
+    with rich_progress.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=None)
+
+        def draw(read: int, tokens: int) -> None:
+            fraction = progress.fraction(read, tokens)
+            bar.update(task, description=progress.describe(read, tokens), completed=fraction,
+                       total=None if fraction is None else 1.0)
+
+        yield _at_most_every(_PROGRESS_BAR_EVERY_S, draw)
+
+
+def _at_most_every(seconds: float, act: ShowProgress) -> ShowProgress:
+    last = time.monotonic()
+
+    def show(read: int, tokens: int) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last >= seconds:
+            last = now
+            act(read, tokens)
+
+    return show

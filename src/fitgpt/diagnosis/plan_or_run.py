@@ -1,0 +1,180 @@
+"""A plan, a config or a run folder → Diagnosis: does it fit, what dominates its memory, predicted beside measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ..config.fields import knobs_of
+from ..config.run_config import RunConfig
+from ..core.errors import UsageError
+from ..core.units import show_bytes, show_count
+from ..hardware.gpus import find, match_device
+from ..planning import budget as place
+from ..planning.forecast import MemoryPlan
+from ..planning.formulas import OwnerShare
+from ..planning.plan import plan_for
+from ..planning.plan_file import plan_from
+from ..planning.request import with_data
+from ..runs.folder import recorded_config
+from ..runs.metrics import (
+    Row,
+    facts_from,
+    last_row,
+    measured_peaks,
+    owners_from,
+    phases_from,
+    read_metrics,
+    whole,
+)
+from .case import ExplainedRun, ExplainRequest
+from .diagnose import Diagnosis, MemoryShare
+from .remedies import remedies_for
+from .tensor_match import PHASE_LABELS
+
+# ---- from the user's input
+
+
+def explain_document(document: Any, request: ExplainRequest) -> Diagnosis | None:
+    """JSON of `plan --json`, or the plan file of a run, which contains its config; None if it is neither."""
+    plan = plan_from(document)
+    values = document.get("config") if isinstance(document, dict) else None
+    planned = RunConfig.from_dict(values) if isinstance(values, dict) and set(values) <= set(knobs_of(RunConfig)) \
+        else None
+    if plan is not None:
+        card = find(request.gpu) if request.gpu else match_device(plan.budget.card)  # None: a plan for a budget only
+        if request.config is None and planned is not None:
+            request = replace(request, config=with_data(planned)[0])
+        return explain_plan(plan, request.run_on(card))
+    if planned is None:
+        return None
+    return explain_run(replace(request, config=planned, gpu=request.gpu or str(document.get("card") or "")))
+
+
+def explain_run(request: ExplainRequest, folder: Path | None = None) -> Diagnosis:
+    """A config on a GPU, or the run of a folder, by the plan in its metrics if it has one."""
+    assert request.config is not None
+    rows: list[dict[str, Any]] = read_metrics(folder / "metrics.jsonl") if folder else []
+    target = _target(request, request.config, rows, folder)
+    run = request.run_with(target.platform)
+    plan: MemoryPlan = plan_for(run.config, target, run.trainer)
+    if folder and not request.gpu and run.trainer == "fitgpt" and _is_recorded_config(run.config, folder):
+        plan = recorded_plan(plan, rows)
+    diagnosis = explain_plan(plan, run, rows)
+    return replace(diagnosis, notes=(*diagnosis.notes, *target.notes))
+
+
+def _target(request: ExplainRequest, config: RunConfig, rows: Sequence[Row], folder: Path | None) -> place.Target:
+    """The GPU that was named, the one of the run, or the installed one."""
+    facts = facts_from(last_row(rows, "run"))
+    if request.gpu:
+        return place.named(request.gpu, others=request.others, budget=None)
+    if facts.device.startswith("cpu"):
+        raise UsageError(f"The run in {folder} trained on the CPU: it used no GPU memory.",
+                         "--gpu=4070 explains what it would use there.")
+    card = match_device(facts.device_name)
+    if card is not None and card.vendor == "nvidia":
+        return place.on_card(card, others=request.others or 0)
+    return place.installed(config.device, others=request.others, budget=None)
+
+
+def _is_recorded_config(config: RunConfig, folder: Path) -> bool:
+    """Whether it is the config of the run in that folder, unchanged by flags."""
+    values = recorded_config(folder)
+    if values is None:
+        return False
+    recorded = RunConfig.from_dict(values)
+    return replace(config, init_from=recorded.init_from) == replace(
+        recorded, vocab_size=recorded.vocab_size or config.vocab_size)
+
+
+def recorded_plan(plan: MemoryPlan, rows: Sequence[Row]) -> MemoryPlan:
+    """The plan with the figures that the run recorded at its last start; unchanged if it recorded none."""
+    row = last_row(rows, "plan")
+    phases, peak = phases_from(row), row.get("peak_phase")
+    owners = tuple(OwnerShare(*share) for share in owners_from(row))
+    needs, limit = whole(row.get("needs_bytes")), whole(row.get("reserve_limit_bytes"))
+    if not phases or not owners or needs is None or limit is None or not isinstance(peak, str):
+        return plan
+    return MemoryPlan(plan.forecast._replace(phases=phases, owners_at_peak=owners, needs=needs, peak_phase=peak),
+                      plan.budget._replace(budget=limit + plan.budget.outside))
+
+
+# ---- the diagnosis
+
+
+def explain_plan(plan: MemoryPlan, run: ExplainedRun | None = None, rows: Sequence[Row] = ()) -> Diagnosis:
+    """`rows`: the metrics of the run, if it has any."""
+    measured = compare_phases(plan, rows)
+    return Diagnosis(subject="run" if measured else "plan", title=_title(plan), what=_what(plan),
+                     phase=plan.forecast.peak_phase, shares=_shares(plan), shares_of=_shares_of(plan),
+                     remedies=remedies_for(run, plan) if run is not None else (), notes=measured)
+
+
+def _title(plan: MemoryPlan) -> str:
+    needs, limit = show_bytes(plan.forecast.needs), show_bytes(plan.budget.reserve_limit)
+    if plan.fits:
+        return (f"The run fits: PyTorch needs {needs} of the {limit} it may reserve, {show_bytes(plan.headroom)} to "
+                "spare.")
+    return f"The run does not fit: PyTorch needs {needs} and may reserve {limit}, {show_bytes(-plan.headroom)} short."
+
+
+def _what(plan: MemoryPlan) -> str:
+    forecast = plan.forecast
+    largest = max(forecast.owners_at_peak, key=lambda share: share.nbytes, default=None)
+    text = (f"The peak is in the {PHASE_LABELS.get(forecast.peak_phase, forecast.peak_phase)} phase: "
+            f"{show_bytes(forecast.allocated)} allocated, for {show_count(forecast.params)} parameters.")
+    if largest is None:
+        return text
+    formula = f" ({largest.formula})" if largest.formula else ""
+    share = largest.nbytes / forecast.allocated if forecast.allocated else 0
+    return f"{text} {share:.0%} of that is {largest.owner}{formula}."
+
+
+def _shares(plan: MemoryPlan) -> tuple[MemoryShare, ...]:
+    forecast, budget = plan.forecast, plan.budget
+    shares = [MemoryShare(share.owner, share.nbytes, share.formula) for share in forecast.owners_at_peak]
+    unallocated = max(forecast.needs - sum(share.nbytes for share in shares), 0)
+    shares.append(MemoryShare("reserved by PyTorch but unallocated", unallocated, "fragmentation and rounding"))
+    shares.append(MemoryShare("this process outside PyTorch", budget.outside, "context and kernels"))
+    if budget.others:
+        shares.append(MemoryShare("other processes", budget.others))
+    free = budget.usable - sum(share.nbytes for share in shares)
+    return (*shares, MemoryShare("free", free)) if free >= 0 else tuple(shares)
+
+
+def _shares_of(plan: MemoryPlan) -> str:
+    budget = plan.budget
+    over = plan.forecast.needs + budget.outside + budget.others - budget.usable
+    gpu = f"{show_bytes(budget.usable)} of the {budget.card or 'GPU'}"
+    return gpu if over <= 0 else f"{show_bytes(over)} more than the {gpu}"
+
+
+# ---- predicted beside measured
+
+# Metrics of steps and evaluations do not distinguish these phases.
+_MEASURED_TOGETHER = {"train": ("first_train", "train", "step"), "eval": ("first_eval", "eval")}
+
+
+def compare_phases(plan: MemoryPlan, rows: Sequence[Row]) -> tuple[str, ...]:
+    """One line per phase with measured memory; none if the device does not report it.
+
+    Predicted figures are those that the run recorded at its start, or else the plan's.
+    """
+    planned = phases_from(last_row(rows, "plan")) or plan.forecast.phases
+    measured = phases_from(last_row(rows, "plan_measured")) or measured_peaks(rows)
+    lines = []
+    for phase, seen in measured.items():
+        predicted = [planned[name] for name in _MEASURED_TOGETHER.get(phase, (phase,)) if name in planned]
+        if seen.allocated and predicted:
+            allocated = _compare("allocated", max(each.allocated for each in predicted), seen.allocated)
+            reserved = _compare("reserved", max(each.reserved for each in predicted), seen.reserved)
+            lines.append(f"{PHASE_LABELS.get(phase, phase).capitalize()}: {allocated}; {reserved}.")
+    return tuple(lines)
+
+
+def _compare(what: str, predicted: int, measured: int) -> str:
+    error = f" ({measured / predicted - 1:+.1%})" if predicted and measured else ""
+    return f"{what} {show_bytes(predicted)} predicted, {show_bytes(measured)} measured{error}"

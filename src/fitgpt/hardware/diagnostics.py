@@ -1,0 +1,353 @@
+"""Checks of this machine for `fitgpt doctor`: read it (`read_machine`, `ask_torch`), then one function per subject.
+
+Each check yields findings: ok, a note, or what is wrong, with the command that fixes it.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import shutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any
+
+from .. import __version__
+from ..core.errors import DeviceError
+from ..core.units import GiB, MiB, show_bytes
+from .allocator_env import ALLOCATOR_DEFAULT, ALLOCATOR_VARIABLES, check_allocator_env
+from .gpu_stats import GpuState, read_gpus
+from .host import available_memory, or_none
+from .nvidia import GpuProcess, GpuReading, Survey, survey
+from .torch_probe import NOT_INSTALLED, ask_torch, try_compiler
+
+OLDEST_PYTHON = (3, 11)
+UNLISTED_BYTES = 256 * MiB   # memory of no listed program: below this it is the driver's own
+DOCKER_SHM = 64 * MiB        # Docker's default for a container
+FEW_FILES = 1024
+LITTLE_RAM = 4 * GiB
+
+# Environment variables that change what torch does, and how.
+SLOW_VARIABLES = {
+    "CUDA_LAUNCH_BLOCKING": "every kernel launch is synchronous: training is slow",
+    "PYTORCH_NO_CUDA_MEMORY_CACHING": "the allocator caches nothing: training is slow, and memory plans do not apply",
+    "TORCH_COMPILE_DISABLE": "nothing is compiled", "TORCHDYNAMO_DISABLE": "nothing is compiled",
+    "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "everything is compiled again at every start",
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of `fitgpt doctor`."""
+
+    verdict: str   # "ok"; "note": worth knowing; "wrong": training cannot run until it is fixed
+    subject: str
+    what: str
+    fix: str = ""  # something to type or do
+
+
+def examine(checkpoint_bytes: int, checkpoints: int) -> Iterator[Finding]:
+    """Every check, the fast ones first: torch takes seconds to load. Arguments: see `check_room`."""
+    machine = read_machine()
+    yield from check_system(machine)
+    yield from check_gpus(machine)
+    yield from check_environment(machine)
+    yield from check_room(machine, checkpoint_bytes, checkpoints)
+    torch = ask_torch(machine.environment)
+    yield from check_torch(torch, machine)
+    yield from check_packages(torch)
+    yield from check_compiling(torch, machine)
+
+
+# ---- reading the machine
+
+@dataclass(frozen=True)
+class Machine:
+    """What the checks read."""
+
+    environment: Mapping[str, str]
+    survey: Survey
+    visible_error: DeviceError | None   # CUDA_VISIBLE_DEVICES names a GPU that does not exist
+    states: tuple[GpuState, ...]
+    platform: str = "linux"
+    wsl: bool = False
+    python: tuple[int, int] = OLDEST_PYTHON
+    disk_free: int | None = None        # where runs are written
+    can_write: bool = True
+    shm: int | None = None
+    open_files: int | None = None       # limit
+    address_space: int | None = None    # limit
+    ram: int | None = None              # available to this process
+
+    @property
+    def is_windows(self) -> bool:
+        """Whether the driver is Windows', also under WSL."""
+        return self.wsl or self.platform == "win32"
+
+
+def read_machine() -> Machine:
+    visible_error = None
+    try:
+        found = survey()
+    except DeviceError as error:
+        found, visible_error = survey({}), error
+    return Machine(
+        environment=dict(os.environ), survey=found, visible_error=visible_error, states=read_gpus()[0],
+        platform=sys.platform, wsl=is_wsl(platform.uname().release, os.environ), python=sys.version_info[:2],
+        disk_free=or_none(lambda: shutil.disk_usage(".").free), can_write=os.access(".", os.W_OK),
+        shm=or_none(lambda: shutil.disk_usage("/dev/shm").total), open_files=_limit("RLIMIT_NOFILE"),
+        address_space=_limit("RLIMIT_AS"), ram=available_memory())
+
+
+def is_wsl(kernel: str, environment: Mapping[str, str]) -> bool:
+    return "microsoft" in kernel.lower() or "WSL_DISTRO_NAME" in environment
+
+
+def _limit(name: str) -> int | None:
+    """A limit of this process; None: unlimited."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    soft, _ = resource.getrlimit(getattr(resource, name))
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+# ---- the system and its GPUs
+
+def check_system(machine: Machine) -> Iterator[Finding]:
+    version, needed = platform.python_version(), "{}.{}".format(*OLDEST_PYTHON)
+    if machine.python < OLDEST_PYTHON:
+        yield Finding("wrong", "python", f"{version} at {sys.executable}: fitgpt needs {needed} or newer.",
+                      f"python{needed} -m venv .venv && .venv/bin/pip install -e '.[train]'")
+    else:
+        yield Finding("ok", "python", f"{version} at {sys.executable}, fitgpt {__version__}")
+    if machine.survey.gpus and machine.is_windows:
+        where = "WSL" if machine.wsl else "Windows"
+        yield Finding("note", "spill", f"On {where} the driver moves what does not fit on the GPU into CPU RAM, "
+                      "by default: a run that is too large does not fail, it becomes many times slower.",
+                      "NVIDIA Control Panel, Manage 3D settings, CUDA - Sysmem Fallback Policy: "
+                      "Prefer No Sysmem Fallback")
+
+
+def check_gpus(machine: Machine) -> Iterator[Finding]:
+    found = machine.survey
+    if found.faulty:
+        yield Finding("wrong", "driver", f"An NVIDIA driver is installed, but does not work: {found.reason}.",
+                      "sudo reboot  (in a container: start it again, until nvidia-smi shows the GPU)")
+    elif not found.gpus and not found.hidden:
+        yield Finding("note", "GPU", f"none: {found.reason}.")
+    states = {state.index: state for state in machine.states}
+    for gpu in found.gpus:
+        yield from check_gpu(gpu, states.get(gpu.index), machine)
+    if machine.visible_error is not None:
+        yield Finding("wrong", "GPU", machine.visible_error.what, machine.visible_error.fix)
+    elif found.hidden:
+        hidden = ", ".join(f"{gpu.index} ({gpu.name})" for gpu in found.hidden)
+        yield Finding("note", "GPU", f"CUDA_VISIBLE_DEVICES={found.chosen!r} hides {hidden}.",
+                      "unset CUDA_VISIBLE_DEVICES")
+
+
+def check_gpu(gpu: GpuReading, state: GpuState | None, machine: Machine) -> Iterator[Finding]:
+    yield Finding("ok", "GPU", f"{gpu.index}: {gpu.name}, compute capability {gpu.cc or 'unknown'}, driver "
+                  f"{gpu.driver_version or 'unknown'}")
+    used, total = gpu.used_bytes, gpu.total_bytes
+    if used is None or total is None:
+        yield Finding("note", "memory", f"The driver does not report how much memory of GPU {gpu.index} is used.")
+        return
+    usable = f", {show_bytes(gpu.usable_bytes)} of it for CUDA" if gpu.usable_bytes is not None else ""
+    free = f"{show_bytes(gpu.free_bytes)} are free" if gpu.free_bytes is not None else "free memory is unknown"
+    yield Finding("ok", "memory", f"{show_bytes(used)} of {show_bytes(total)} are used{usable}; {free}")
+    programs = gpu.processes
+    yield from check_desktop([one for one in programs if one.kind in ("desktop", "app")], machine)
+    for one in (one for one in programs if one.kind == "other"):
+        yield Finding("note", "program", f"{one.name} (process {one.pid}) uses {_size(one)} of GPU {gpu.index}.",
+                      f"ps -fp {one.pid}  shows what it is; kill {one.pid}  ends it")
+    unlisted = used - sum(one.nbytes or 0 for one in programs)
+    if unlisted >= UNLISTED_BYTES:
+        yield Finding("note", "program", f"{show_bytes(unlisted)} of GPU {gpu.index} are used by programs that the "
+                      "driver does not list here: another user's, a container's or, on Windows, all.",
+                      "Task Manager, Details, the column Dedicated GPU memory" if machine.is_windows
+                      else "sudo fuser -v /dev/nvidia*")
+    if state is not None and any("heat" in reason for reason in state.throttled or ()):
+        yield Finding("note", "heat", f"GPU {gpu.index} is at {state.celsius} °C and throttles.",
+                      "Clean its fans, or lower its power limit: sudo nvidia-smi -pl WATTS")
+
+
+def check_desktop(programs: Sequence[GpuProcess], machine: Machine) -> Iterator[Finding]:
+    """The graphical session and the programs in it: what they use, and how to free it."""
+    if not programs:
+        return
+    known = sum(one.nbytes or 0 for one in programs)
+    named = ", ".join(f"{one.name} {_size(one)}" for one in programs)
+    apps = dict.fromkeys(one.name for one in programs if one.kind == "app")
+    fixes = [f"Close {', '.join(apps)}"] if apps else []
+    if machine.is_windows:
+        fixes.append("Browsers: switch hardware acceleration off in their settings")
+    elif any(one.kind == "desktop" for one in programs):
+        fixes.append("sudo systemctl isolate multi-user.target  ends the session; graphical.target restarts it")
+    yield Finding("note", "desktop", f"The desktop uses {show_bytes(known)}: {named}.", "\n".join(fixes))
+
+
+def _size(program: GpuProcess) -> str:
+    return "an unknown amount" if program.nbytes is None else show_bytes(program.nbytes)
+
+
+# ---- the environment, and room
+
+def check_environment(machine: Machine) -> Iterator[Finding]:
+    environment = machine.environment
+    chosen = {name: environment[name] for name in ALLOCATOR_VARIABLES if environment.get(name)}
+    shown = " ".join(f"{name}={value}" for name, value in chosen.items())
+    try:
+        check_allocator_env(environment)
+    except DeviceError as error:
+        yield Finding("wrong", "allocator", error.what, error.fix)
+    else:
+        if len(set(chosen.values())) > 1:
+            yield Finding("note", "allocator", f"{shown}: they differ, and torch's version decides which is used.",
+                          f"unset {' '.join(chosen)}")
+        elif chosen and "expandable_segments:True" not in shown.replace(" ", ""):
+            yield Finding("note", "allocator", f"{shown}: fitgpt does not change it; its default is "
+                          f"{ALLOCATOR_DEFAULT}, which fragments less.", f"unset {' '.join(chosen)}")
+        else:
+            yield Finding("ok", "allocator", shown or f"its variables are not set; fitgpt sets {ALLOCATOR_DEFAULT}")
+    for name, effect in SLOW_VARIABLES.items():
+        if environment.get(name, "0") not in ("", "0"):
+            yield Finding("note", "setting", f"{name}={environment[name]}: {effect}.", f"unset {name}")
+
+
+def check_room(machine: Machine, checkpoint_bytes: int, checkpoints: int) -> Iterator[Finding]:
+    """`checkpoint_bytes`: of one checkpoint of GPT-2 124M. `checkpoints`: how many a run keeps at most."""
+    if not machine.can_write:
+        yield Finding("note", "disk", "This folder cannot be written to, and runs are written here.",
+                      "fitgpt train … --out_dir=FOLDER")
+    elif machine.disk_free is not None:
+        enough = machine.disk_free >= checkpoints * checkpoint_bytes
+        text = (f"{show_bytes(machine.disk_free)} are free on this folder's disk; a checkpoint of GPT-2 124M takes "
+                f"{show_bytes(checkpoint_bytes)}, and a run keeps up to {checkpoints}")
+        yield Finding("ok" if enough else "note", "disk", text + ("" if enough else ": too little for that."),
+                      "" if enough else "fitgpt train … --out_dir=FOLDER  on a larger disk")
+    if machine.ram is not None:
+        little = machine.ram < LITTLE_RAM
+        yield Finding("note" if little else "ok", "RAM", f"{show_bytes(machine.ram)} are available",
+                      "Close other programs: loading torch and a checkpoint takes several GiB." if little else "")
+    yield from check_limits(machine)
+
+
+def check_limits(machine: Machine) -> Iterator[Finding]:
+    tight = False
+    if machine.shm is not None and machine.shm <= DOCKER_SHM:
+        tight = True
+        yield Finding("note", "limits", f"/dev/shm has {show_bytes(machine.shm)}. fitgpt does not need it; other "
+                      "trainers may.", "docker run --shm-size=1g …")
+    if machine.open_files is not None and machine.open_files < FEW_FILES:
+        tight = True
+        yield Finding("note", "limits", f"A process may open {machine.open_files} files: few, for data of many shards.",
+                      "ulimit -n 4096")
+    if machine.address_space is not None:
+        tight = True
+        yield Finding("note", "limits", f"A process may address {show_bytes(machine.address_space)}. CUDA reserves far "
+                      "more addresses than it uses memory, and may not start.", "ulimit -v unlimited")
+    if not tight:
+        files = "any number of" if machine.open_files is None else f"{machine.open_files:,}"
+        shm = f", /dev/shm has {show_bytes(machine.shm)}" if machine.shm is not None else ""
+        yield Finding("ok", "limits", f"a process may open {files} files{shm}")
+
+
+# ---- torch, its packages and its compiler
+
+def check_torch(torch: Mapping[str, Any], machine: Machine) -> Iterator[Finding]:
+    if "crash" in torch:
+        yield Finding("wrong", "torch", f"The process that loads torch {torch['crash']}.",
+                      f"{_python()} -X faulthandler -c 'import torch'  shows the error\n{install('torch', again=True)}")
+        return
+    if torch["import_error"]:
+        yield does_not_load("torch", torch["import_error"])
+        return
+    build = f"CUDA {torch['cuda']}" if torch["cuda"] else f"ROCm {torch['hip']}" if torch["hip"] else "CPUs only"
+    yield Finding("ok", "torch", f"{torch['version']}, built for {build}")
+    for note in torch.get("notes", ()):
+        if note.startswith("torch:"):
+            yield Finding("note", "torch", note.removeprefix("torch:").strip(), install("'torch>=2.11'"))
+    if "device_error" in torch:
+        if machine.visible_error is None:  # reported already
+            yield Finding("wrong", "device", *torch["device_error"])
+    elif torch["compute_error"]:
+        yield Finding("wrong", "device", f"torch opens {torch['device']} ({torch['name']}), but cannot compute there: "
+                      f"{torch['compute_error']}",
+                      "nvidia-smi  should list the GPU, with free memory; if so: sudo reboot")
+    elif torch["device"] == "cpu":
+        yield Finding("note", "device", f"training runs on the CPU ({torch['name']}): good for a first test, far "
+                      "too slow for a GPT of 100M parameters.")
+    else:
+        yield Finding("ok", "device", f"training runs on {torch['device']} ({torch['name']}), in {torch['dtype']}")
+
+
+def check_packages(torch: Mapping[str, Any]) -> Iterator[Finding]:
+    problems: Mapping[str, str] = torch.get("packages", {})
+    yield from (does_not_load(name, problem) for name, problem in problems.items() if problem)
+    if whole := [f"{name} {_version(name)}" for name, problem in problems.items() if not problem]:
+        yield Finding("ok", "packages", ", ".join(whole))
+
+
+def does_not_load(package: str, problem: str) -> Finding:
+    if problem == NOT_INSTALLED:
+        return Finding("wrong", package, f"{package} {NOT_INSTALLED} for {sys.executable}.", install("-e '.[train]'"))
+    return Finding("wrong", package, f"{package} does not load: {problem}.", install(package, again=True))
+
+
+def check_compiling(torch: Mapping[str, Any], machine: Machine) -> Iterator[Finding]:
+    """What torch.compile needs on a GPU: triton, and a C compiler with this Python's headers."""
+    note = next((note for note in torch.get("notes", ()) if note.startswith("compile:")), "")
+    why = note.removeprefix("compile:").strip()
+    if "device" not in torch or torch["compute_error"]:
+        return
+    if not torch["device"].startswith("cuda"):
+        yield Finding("ok", "compile", why)
+    elif not torch["compile"]:
+        yield Finding("note", "compile", f"{why} Training works, but slower.", compile_fix(torch["tools"], machine))
+    elif problem := try_compiler(machine.environment):
+        yield Finding("note", "compile", f"torch.compile would fail: {problem}",
+                      f"{system_install('compiler', 'headers')}\nOr train with --compile=False, which is slower")
+    else:
+        yield Finding("ok", "compile", "triton is installed, and the C compiler works with this Python")
+
+
+# ---- commands that fix
+
+def compile_fix(tools: Mapping[str, bool], machine: Machine) -> str:
+    if not tools["triton"]:
+        return install("triton-windows" if machine.platform == "win32" else "triton")
+    missing = [what for what, tool in (("compiler", "c_compiler"), ("headers", "python_headers")) if not tools[tool]]
+    return system_install(*missing) if missing else ""
+
+
+def install(package: str, *, again: bool = False) -> str:
+    return f"{_python()} -m pip install {'--force-reinstall ' if again else ''}{package}"
+
+
+def system_install(*what: str) -> str:
+    """The command of this system's package manager."""
+    python = "python{}.{}".format(*sys.version_info)
+    known = {"apt-get": {"compiler": "build-essential", "headers": f"{python}-dev"},
+             "dnf": {"compiler": "gcc", "headers": f"{python}-devel"},
+             "zypper": {"compiler": "gcc", "headers": "python3-devel"},
+             "pacman": {"compiler": "gcc", "headers": "python"}}
+    manager = next((name for name in known if shutil.which(name)), "apt-get")
+    verb = "-S" if manager == "pacman" else "install"
+    return f"sudo {manager} {verb} {' '.join(known[manager][each] for each in what)}"
+
+
+def _python() -> str:
+    return shlex.quote(sys.executable)
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "of unknown version"

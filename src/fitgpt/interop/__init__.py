@@ -1,1 +1,0 @@
-"""nanoGPT's checkpoints and Hugging Face's folders, in and out."""

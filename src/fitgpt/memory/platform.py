@@ -1,0 +1,147 @@
+"""The platform that a tape depends on besides the program: GPU architecture, torch version, kind of allocator."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ..core.units import KiB, MiB
+
+EXPANDABLE, NATIVE = "expandable segments", "native"
+
+# ---- rules per version of torch
+
+MEASURED, ASSUMED = "measured on an H200", "assumed as in 2.11"
+READ, READ_IN_PULL_REQUESTS = "read in its source", "read in PyTorch's pull requests"
+# What a forecast takes from torch, in the order in which `describe` names it.
+ALLOCATOR, WORKSPACE, ATTENTION, COMPILER = "allocator", "cuBLAS workspace", "attention kernels", "compiler"
+
+
+@dataclass(frozen=True)
+class TorchRules:
+    """What differs between versions of torch, and how each rule is known."""
+
+    evidence: Mapping[str, str]
+    large_workspace: frozenset[int]  # major compute capabilities with a cuBLAS workspace of 32 MiB
+
+    @property
+    def measured(self) -> bool:
+        return MEASURED in self.evidence.values()
+
+    def describe(self) -> str:
+        """"measured on an H200"; or "not measured; allocator read in its source; compiler assumed as in 2.11"."""
+        rules: dict[str, list[str]] = {}
+        for rule, evidence in self.evidence.items():
+            rules.setdefault(evidence, []).append(rule)
+        if list(rules) == [MEASURED]:
+            return MEASURED
+        parts = [f"{_join(names)} {evidence}" for evidence, names in rules.items()]
+        return "; ".join(parts if self.measured else ["not measured", *parts])
+
+
+def _join(names: list[str]) -> str:
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+
+
+# - Allocator: c10/core/AllocatorConfig.h of 2.11 and of 2.13 have the same constants.
+# - cuBLAS workspace: aten/src/ATen/cuda/CublasHandlePool.cpp. Called in 2.11.0+cu130 on an H200 whose capability was
+#   overwritten: 32 MiB for 9.0, 8,519,680 bytes for 8.x, 10.0, 10.3 and 12.0. Later: pytorch/pytorch#175344, merged in
+#   February 2026, after 2.11; #182669, which would have reverted it in May 2026, was closed. Read in these pull
+#   requests and in a copy of the file with 2.13's functions, not at the tags of 2.12 and 2.13.
+# - Attention kernels: check_prefer_cudnn_attention() in aten/src/ATen/native/transformers/cuda/sdp_utils.cpp. Recorded
+#   runs agree with MAX_CUDNN_HEAD, but torch._fused_sdp_choice() of 2.11.0+cu130 on an H200 also chose cuDNN for
+#   contiguous heads of 136, 192 and 256 (bfloat16, 64 tokens). Not resolved.
+# - Compiler: the tape of compiled nanoGPT follows Inductor of 2.11. In 2.13 torch/_inductor/memory.py no longer counts
+#   a graph's outputs as freed at its start when it estimates the peak, so 2.13 may reuse more buffers.
+TORCH_VERSIONS = {
+    "2.11": TorchRules(dict.fromkeys((ALLOCATOR, WORKSPACE, ATTENTION, COMPILER), MEASURED), frozenset({9})),
+    "2.12": TorchRules({WORKSPACE: READ_IN_PULL_REQUESTS, ALLOCATOR: ASSUMED, ATTENTION: ASSUMED, COMPILER: ASSUMED},
+                       frozenset({9, 10, 12})),
+    "2.13": TorchRules({ALLOCATOR: READ, WORKSPACE: READ_IN_PULL_REQUESTS, ATTENTION: ASSUMED, COMPILER: ASSUMED},
+                       frozenset({9, 10, 12})),
+}
+DEFAULT_TORCH = "2.13"
+
+
+def nearest_version(version: str) -> str:
+    """A version such as "2.9" or "3.0" → the nearest one in TORCH_VERSIONS."""
+    def number(text: str) -> int:
+        major, minor = text.split(".")
+        return 1000 * int(major) + int(minor)
+
+    return min(TORCH_VERSIONS, key=lambda known: abs(number(known) - number(version)))
+
+
+# ---- the platform
+
+# Bytes of cuBLAS's workspace, one per thread: 32 MiB, or two chunks of 4 MiB and eight of 16 KiB.
+LARGE_WORKSPACE, SMALL_WORKSPACE = 32 * MiB, 2 * 4 * MiB + 8 * 16 * KiB
+CUDNN_ATTENTION = ((9, 0), (10, 0), (10, 3))  # capabilities on which torch prefers cuDNN's attention
+MAX_CUDNN_HEAD, MAX_FLASH_HEAD = 128, 256
+
+
+@dataclass(frozen=True)
+class Platform:
+    """What a tape depends on besides the program."""
+
+    capability: tuple[int, int] = (9, 0)  # compute capability
+    torch: str = DEFAULT_TORCH            # major and minor version
+    expandable: bool = True               # whether fitgpt's runs get expandable segments: Windows builds have none
+    expandable_requested: bool = False    # whether the environment asks for them, as nanoGPT's runs need
+    compiles: bool = True                 # whether torch.compile works: it needs Triton
+    sms: int = 132                        # streaming multiprocessors
+    kernel: str = ""                      # of attention; "": torch's choice
+
+    @property
+    def rules(self) -> TorchRules:
+        """Those of the torch version; of an unknown version, those of the nearest known one."""
+        return TORCH_VERSIONS[nearest_version(self.torch)]
+
+    def describe_torch(self) -> str:
+        """"2.11 (measured on an H200)": the version, and how its rules are known."""
+        nearest = nearest_version(self.torch)
+        if nearest != self.torch:
+            return f"{self.torch} (not known; the rules of {nearest} are used, the nearest known version)"
+        return f"{self.torch} ({self.rules.describe()})"
+
+    @property
+    def has_bf16(self) -> bool:
+        return self.capability >= (8, 0)
+
+    @property
+    def workspace(self) -> int:
+        """Bytes of a cuBLAS workspace."""
+        return LARGE_WORKSPACE if self.capability[0] in self.rules.large_workspace else SMALL_WORKSPACE
+
+    @property
+    def threads(self) -> int:
+        """Resident threads per multiprocessor: the table of compute capabilities in the CUDA programming guide."""
+        if self.capability == (7, 5):
+            return 1024
+        return 2048 if self.capability in ((6, 0), (7, 0), (8, 0), (9, 0), (10, 0), (10, 3)) else 1536
+
+    @property
+    def cache(self) -> int:
+        """Bytes of the L2 cache, or more: the largest among GPUs of that kind, so that no forecast is too low.
+
+        Spec sheets, MiB: RTX 3060 3, 3090 6; 4060 24, 4070 36, 4070 Ti 48, 4090 72, L40 96; 5070 48, 5090 96; A100 40,
+        B200 126. The H200's was measured.
+        """
+        known = {(8, 0): 40, (9, 0): 60, (10, 0): 126, (10, 3): 126}.get(self.capability)
+        return (known or (6 if self.capability < (8, 9) else 48 if self.sms <= 60 else 96)) * MiB
+
+    def attention(self, head_size: int, dtype: str) -> str:
+        """The kernel of scaled_dot_product_attention: cudnn, flash, efficient or math."""
+        if self.kernel:
+            return self.kernel
+        if self.capability < (5, 0) and dtype != "float32":
+            return "math"
+        if dtype == "float32" or self.capability < (8, 0):
+            return "efficient"  # flash attention needs Ampere and half precision
+        if self.capability in CUDNN_ATTENTION and head_size <= MAX_CUDNN_HEAD and head_size % 8 == 0:
+            return "cudnn"
+        return "flash" if head_size <= MAX_FLASH_HEAD else "efficient"
+
+    def expands(self, trainer: str) -> bool:
+        """Whether segments are expandable: fitgpt asks for them itself, nanoGPT leaves it to the environment."""
+        return self.expandable and (trainer == "fitgpt" or self.expandable_requested)

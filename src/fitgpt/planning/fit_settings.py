@@ -1,0 +1,190 @@
+"""Assignments → FitRequest → FitResult. `fitgpt.fit` is here, and the choice of settings for `train --fit`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from ..config.command_options import FitOptions, FitQuestions, PlanQuestions
+from ..config.fields import Assignment, build, knobs_of, shown
+from ..config.run_config import RunConfig
+from ..core.errors import DeviceError, DoesNotFit, UsageError
+from ..core.units import GiB, show_bytes
+from ..hardware.host import SHARE, spare_memory
+from .budget import Budget, Target, apply_limits, check_supported, installed, select_gpu, target_for
+from .candidates import parse_allow
+from .duration import with_training_length
+from .goals import (
+    OUTSIDE_ERROR,
+    FitResult,
+    decisions_for,
+    describe_suggestions,
+    describe_too_small,
+    find_fastest,
+    fit_for_goal,
+)
+from .request import NO_OPTIONS, assignments_from, check_vocab_matches_data, run_config_from, with_data
+from .search import FitTarget
+
+ASSUMED_HOST = 32 * GiB  # CPU RAM of a machine that is not here
+OF_THE_COMMAND = ("out", "html", "json")  # options of `fitgpt fit` that the function does not take
+
+
+class FitRequest(NamedTuple):
+    """What to fit, and where."""
+
+    options: FitQuestions
+    given: RunConfig          # as the user gave it
+    config: RunConfig         # with the vocabulary of its data
+    target: FitTarget
+    notes: tuple[str, ...]
+
+
+def fit(config: str | os.PathLike[str] | Mapping[str, Any] | RunConfig = NO_OPTIONS, gpu: str | int = "", *,
+        allow: str = "", goal: str = "fastest", **options: Any) -> FitResult:
+    """The fastest settings of a run that fit a GPU, or what another goal asks for. `config` and `gpu`: as in
+    `fitgpt.plan`.
+
+    `allow`: "lossy", "context", "model" or savers by name. `goal`: "fastest", "largest-model", "longest-context" or
+    "smallest-memory". `options` such as batch_size=8 override the config; budget, others, torch, tokens, epochs, hours
+    and measure=True are taken, too.
+    """
+    own = dict(gpu=gpu, allow=allow, goal=goal)
+    given = {key: value for key, value in own.items() if value != knobs_of(FitQuestions)[key].default}
+    return fit_from(fit_request(assignments_from(config, given | options, FitOptions, OF_THE_COMMAND)))
+
+
+def fit_request(assignments: Sequence[Assignment]) -> FitRequest:
+    own = knobs_of(FitQuestions)
+    options = build(FitQuestions, [each for each in assignments if each.key in own])
+    given, notes = run_config_from([each for each in assignments if each.key not in own or each.key == "budget"])
+    if given.eval_only:
+        raise UsageError("With eval_only nothing is trained, and `fitgpt fit` looks for the fastest training.",
+                         "`fitgpt plan` with the same options says whether the evaluation fits; or --eval_only=False")
+    config, data, missing, more = with_data(given)
+    check_vocab_matches_data(config, data)
+    length = PlanQuestions(gpu=options.gpu, tokens=options.tokens, epochs=options.epochs, hours=options.hours)
+    _check_measure(options)
+    target = target_for(options.gpu, config.device, others=options.others, budget=options.budget, torch=options.torch)
+    target = target._replace(budget=apply_limits(config, target.budget))
+    check_supported(config, target, "fitgpt")
+    config, length_notes = with_training_length(config, length, data, missing, target.card)
+    given = replace(given, max_iters=config.max_iters, lr_decay_iters=config.lr_decay_iters)
+    on_gpu = fit_target(target, config, is_here=not options.gpu)
+    return FitRequest(options, given, config, on_gpu,
+                      (*notes, *more, *target.notes, *length_notes, *shared_gpu_note(on_gpu)))
+
+
+def fit_from(request: FitRequest, say: Callable[[str], None] = lambda text: None) -> FitResult:
+    """`say`: where progress of --measure goes."""
+    options, target = request.options, request.target
+    result = fit_for_goal(options.goal, request.config, target, parse_allow(options.allow))
+    notes = list(request.notes)
+    if options.gpu and result.chosen is not None and result.chosen.config.offload != "none":
+        notes.append(f"The machine is assumed to have {show_bytes(ASSUMED_HOST)} of CPU RAM, {SHARE:.0%} of it for "
+                     "this run.")
+    if options.measure and result.chosen is not None:
+        result = rerank_by_timing(result, request.config, target, say)
+    return result._replace(notes=(*result.notes, *notes))
+
+
+def rerank_by_timing(result: FitResult, given: RunConfig, target: FitTarget, say: Callable[[str], None]) -> FitResult:
+    """The result with the candidate that is fastest by measurement."""
+    from .measure import SECONDS_EACH, TimingProcess, rerank
+
+    with TimingProcess(SECONDS_EACH) as process:
+        timed = rerank(result, process.time, say)
+    if timed.chosen is None or result.chosen is None or timed.chosen.config == result.chosen.config:
+        return timed
+    chosen = timed.chosen
+    if not chosen.exact:
+        needs = target.search(given).needs(chosen.config)
+        chosen = chosen._replace(needs=needs, headroom=target.budget.reserve_limit - needs, exact=True)
+    return timed._replace(chosen=chosen, decisions=decisions_for(given, chosen.config, target))
+
+
+def _check_measure(options: FitQuestions) -> None:
+    if not options.measure:
+        return
+    if options.gpu:
+        raise UsageError(f"--measure times candidates on the GPU of this machine, and --gpu {options.gpu} names a GPU "
+                         "that may not be here.", "Leave out one of them.")
+    from ..hardware.nvidia import survey
+
+    seen = survey()
+    if not seen.gpus:
+        raise DeviceError(f"There is no GPU here to measure on: {seen.reason or 'the driver shows none'}.",
+                          "Leave out --measure: without it the speed is estimated.")
+
+
+# ---- the target
+
+
+def fit_target(target: Target, config: RunConfig, *, is_here: bool) -> FitTarget:
+    """A target with the limits of a fit, for `fit`, `train --fit` and the page alike. `is_here`: no GPU was named."""
+    keep_small = is_here and not config.budget and other_users_on_gpu(config.device)
+    budget = target.budget if config.budget or config.leave else with_margin(target)
+    return FitTarget(target.platform, budget, target.card, config.batch_size if keep_small else None,
+                     spare_memory() if is_here else int(SHARE * ASSUMED_HOST))
+
+
+def with_margin(target: Target) -> Budget:
+    """Without a user's limit, a fit keeps a margin free: for most GPUs the memory outside the allocator is estimated by
+    a rule, and a run that uses every byte of the estimate could run out of memory."""
+    if target.card is not None and target.card.outside_src == "seen":
+        return target.budget
+    return target.budget._replace(margin=OUTSIDE_ERROR)
+
+
+def shared_gpu_note(target: FitTarget) -> list[str]:
+    """A note where the micro-batch is limited."""
+    if target.most_batch is None:
+        return []
+    return [f"Another user computes on this GPU: the micro-batch stays at {target.most_batch} or below. --budget sets "
+            "what this run may use instead."]
+
+
+def other_users_on_gpu(device: str) -> bool:
+    """Whether another user's program, other than the desktop's, is on the GPU that a run would use."""
+    from ..hardware.nvidia import survey
+
+    seen = survey()
+    if not seen.gpus:
+        return False
+    reading = select_gpu(seen, device)
+    return any(each.kind == "other" and not is_own_process(each.pid) for each in reading.processes)
+
+
+def is_own_process(pid: int) -> bool:
+    """Whether a process belongs to this user; False if it cannot be seen from here."""
+    try:
+        return os.stat(f"/proc/{pid}").st_uid == os.getuid()
+    except (OSError, AttributeError):  # it ended, is in another container, or this system has no /proc
+        return False
+
+
+# ---- for `train --fit`
+
+
+def for_train(given: RunConfig) -> tuple[RunConfig, list[str]]:
+    """The run with the settings chosen for the GPU of this machine, and why; unchanged where there is no GPU."""
+    from ..hardware.nvidia import survey
+
+    given = replace(given, fit=False)
+    if given.eval_only:
+        return given, ["fit: nothing to choose, because nothing is trained."]
+    if given.device in ("cpu", "mps") or not survey().gpus:
+        return given, ["fit: nothing to choose, because there is no NVIDIA GPU here."]
+    config = with_data(given)[0]
+    target = installed(config.device, others=None, budget=None)
+    target = target._replace(budget=apply_limits(config, target.budget))
+    result = find_fastest(config, fit_target(target, config, is_here=True))
+    if result.chosen is None:
+        raise DoesNotFit(describe_too_small(result), f"{describe_suggestions(result)} `fitgpt fit` with the same "
+                         "options, that flag and -o config/my_run.py writes a config for `train`.")
+    chosen = replace(result.chosen.config, vocab_size=given.vocab_size)
+    notes = [f"fit: {', '.join(f'{option}={shown(now)}' for option, (_, now) in each.changes.items())}, {each.why}"
+             for each in result.decisions]
+    return chosen, notes or ["fit: the given settings are the fastest that fit."]

@@ -1,0 +1,401 @@
+"""Per-layer memory cost: what would a run need with other recompute policies? Closed forms, equal to the tape.
+
+A micro-step goes up the layers and down again, and layers of one recompute policy are alike: each leaves some bytes
+behind and reaches some bytes above its start. Both are read off an ordinary tape of one layer per policy, span by span.
+So the peak of any number of layers at any mix of policies is the highest of a few sums, equal to what the tape says, to
+the byte. Fragmentation is bounded, not known: a run that is to be chosen is replayed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import count, groupby, repeat
+from operator import attrgetter
+from typing import Any, NamedTuple, TypeVar
+
+from ..config.memory_savers import LEVELS
+from ..config.run_config import RunConfig
+from ..core.units import MiB
+from ..memory.allocator import LARGE_BUFFER
+from ..memory.platform import Platform
+from ..memory.tape import EMPTY_CACHE, GRAPH_POOL, Event, round_size
+from ..tapes.engine import run as gpt
+from ..tapes.engine.run import draft
+
+RecomputeMix = tuple[tuple[int, int], ...]  # (index of a policy in LEVELS, layers), from the first layer to the last
+
+# Memory limits are multiples of 2 MiB; whole pages of that size are mapped into an expandable segment.
+PAGE = LARGE_BUFFER
+
+
+class FragmentationBound(NamedTuple):
+    """Fragmentation: bytes, tensors of a micro-batch's [N, C], and shares of all that is held and of the gradients that
+    are freed after each step, which end up in the holes that activations leave."""
+
+    pages: int
+    tensors: int = 0
+    share: float = 0.0
+    gradients: float = 0.0
+
+
+# Bounds: above what any of 4,400 random runs lost with expandable segments, and any of 2,900 with plain ones.
+MOST_LOST = {True: FragmentationBound(80 * MiB, 7, 0.03, 0.06), False: FragmentationBound(448 * MiB, 14, 0.11, 0.10)}
+# As most runs have it: half of those lost less, half more.
+USUALLY_LOST = {True: FragmentationBound(20 * MiB, share=0.01), False: FragmentationBound(20 * MiB, share=0.05)}
+
+
+def mix_of(levels: tuple[str, ...]) -> RecomputeMix:
+    return tuple((LEVELS.index(level), len(list(run))) for level, run in groupby(levels))
+
+
+def describe_mix(mix: RecomputeMix) -> str:
+    """As `recompute` takes it."""
+    return LEVELS[mix[0][0]] if len(mix) == 1 else ",".join(f"{layers}*{LEVELS[level]}" for level, layers in mix)
+
+
+def one_layer_up(mix: RecomputeMix) -> list[RecomputeMix]:
+    """The mixes in which one layer keeps more."""
+    counts = dict(mix)
+    return [_ordered({**counts, level: counts[level] - 1, more: counts.get(more, 0) + 1})
+            for level in counts for more in range(level)]
+
+
+def one_layer_down(mix: RecomputeMix) -> RecomputeMix | None:
+    """One layer of those that keep most goes to the policy of those that keep least, or to the next."""
+    counts = dict(mix)
+    most, least = min(counts), max(counts)
+    less = least if least > most else least + 1
+    if less == len(LEVELS):
+        return None
+    return _ordered({**counts, most: counts[most] - 1, less: counts.get(less, 0) + 1})
+
+
+def lower_all(mix: RecomputeMix) -> list[RecomputeMix]:
+    """From a mix, layer by layer, to the one that keeps nothing but inputs."""
+    found = [mix]
+    while (lower := one_layer_down(found[-1])) is not None:
+        found.append(lower)
+    return found
+
+
+def _ordered(counts: dict[int, int]) -> RecomputeMix:
+    """The layers that keep least come first."""
+    return tuple((level, layers) for level, layers in sorted(counts.items(), reverse=True) if layers)
+
+
+def with_usual_loss(mapped: int, expandable: bool) -> int:
+    usual = USUALLY_LOST[expandable]
+    return mapped + usual.pages + int(usual.share * mapped)
+
+
+def within_usual_loss(limit: int, expandable: bool) -> int:
+    """What may be mapped, if the rest of a limit is for the usual fragmentation."""
+    usual = USUALLY_LOST[expandable]
+    return int((limit - usual.pages) / (1 + usual.share))
+
+
+class NetAndPeak(NamedTuple):
+    """A stretch of a tape: the bytes that it leaves behind, and the most it holds above its start."""
+
+    net: int
+    peak: int
+
+
+Line = tuple[int, int]  # its slope and its start
+
+
+class MicroStepCost(NamedTuple):
+    """One micro-step, in parts; those of a layer in the order of LEVELS."""
+
+    captured: bool                 # whether it lies in the private pool of CUDA graphs
+    beside: int                    # bytes elsewhere when it begins, beyond what evaluation leaves, without gradients
+    has_gradients: bool            # whether all gradients are allocated before it
+    embedding: NetAndPeak            # with cuBLAS's workspaces, if this micro-step allocates them
+    forward: tuple[NetAndPeak, ...]  # one layer
+    head: NetAndPeak                 # with the loss
+    backward: tuple[NetAndPeak, ...] # one layer
+    embedding_backward: NetAndPeak
+
+    @property
+    def leaves(self) -> int:
+        """What stays, where gradients were there before: workspaces and the loss."""
+        return self.embedding.net + self.head.net + self.embedding_backward.net
+
+    def peak(self, mix: RecomputeMix) -> int:
+        """The most it holds above its start. Along layers of one policy all is linear: its ends decide."""
+        at, most = self.embedding
+        for level, layers in mix:
+            net, peak = self.forward[level]
+            at += layers * net
+            if at - net + peak > most:
+                most = at - net + peak
+        net, peak = self.head
+        if at + peak > most:
+            most = at + peak
+        at += net
+        for level, layers in reversed(mix):
+            net, peak = self.backward[level]
+            if at + peak > most:
+                most = at + peak
+            at += layers * net
+            if at - net + peak > most:
+                most = at - net + peak
+        return max(most, at + self.embedding_backward.peak)
+
+    def lines(self, few: int, many: int, layers: int) -> list[Line]:
+        """The same for 0 < k < layers layers at policy `few`, the others at `many`: the highest of these lines at k."""
+        up, down, before, behind = self.forward[few], self.backward[few], self.forward[many], self.backward[many]
+        start, full, turned = self.embedding.net, layers * before.net, self.embedding.net + self.head.net
+        grows, left = up.net - before.net, layers * (before.net + behind.net)
+        falls = grows - behind.net  # once the layers at `many` are done
+        return [
+            (0, self.embedding.peak),
+            (up.net, start - up.net + up.peak),
+            (grows, full + max(start - before.net + before.peak, start + self.head.peak, turned + behind.peak)),
+            (falls, turned + left + max(behind.peak - behind.net, down.peak)),
+            (falls + down.net, turned + left + max(down.peak - down.net, self.embedding_backward.peak)),
+        ]
+
+
+class Resident(NamedTuple):
+    """What is there before the first batch."""
+
+    loaded: int
+    loading: int       # the most while it is loaded
+    step: int          # what the optimizer's step adds
+
+
+class EvalCost(NamedTuple):
+    """Evaluation: its peaks in the default pool and in that of CUDA graphs, and what it leaves to training. When a
+    later one is captured, the workspaces of matmuls are there already."""
+
+    peak: int
+    captured_peak: int
+    beside: int        # bytes in the default pool while it is captured
+    leaves: int
+    captured_again: int
+    leaves_again: int
+    places: int        # bytes of the default pool that its CUDA graph reads
+
+
+@dataclass(frozen=True)
+class RunCost:
+    """A run's cost for any mix of recompute policies."""
+
+    resident: Resident
+    evaluation: EvalCost
+    steps: tuple[MicroStepCost, ...]
+    gradients: int     # of all parameters, where they are freed after each step
+    places: int        # bytes of the default pool that a captured micro-step reads
+    tensor: int        # bytes of a micro-batch's [N, C] in the precision of matmuls
+    expandable: bool   # the allocator's segments
+
+    def allocated(self, mix: RecomputeMix) -> int:
+        """The most that lies in blocks at any moment: what the tape says, to the byte."""
+        loaded, look = self.resident.loaded, self.evaluation
+        beside = [loaded + look.leaves + step.beside + (self.gradients if step.has_gradients else 0)
+                  for step in self.steps]
+        return max(self.resident.loading, loaded + look.peak, loaded + look.beside + look.captured_peak,
+                   self._later_evaluation, self._at_step + look.places + look.leaves_again + self._left,
+                   *(there + step.peak(mix) for there, step in zip(beside, self.steps, strict=True)))
+
+    def may_fit(self, mix: RecomputeMix, limit: int) -> bool:
+        """False only where a replay under that cap fails for certain."""
+        return self.mapped(mix) - (PAGE if self.expandable else 0) <= limit
+
+    def mapped(self, mix: RecomputeMix) -> int:
+        """What must be held from the driver if there is no fragmentation."""
+        return max(self._floor, *(beside + step.peak(mix) for beside, step in self._beside))
+
+    def mapped_along(self, few: int, many: int, layers: int, stride: int = 1) -> list[int]:
+        """The same with 1, 1 + stride … of the layers at policy `few` and the others at `many`."""
+        ends = [(beside + start + slope, beside + start + slope * (layers - 1), slope) for beside, step in self._beside
+                for slope, start in step.lines(few, many, layers)]
+        leader = max(ends)  # a line that is below another at both ends is below it all along
+        ruling = [leader, *(each for each in ends if each[1] > leader[1])]
+        return list(map(max, repeat(self._floor, len(range(1, layers, stride))),
+                        *(count(at_first, stride * slope) for at_first, _, slope in ruling)))
+
+    def needs(self, mix: RecomputeMix) -> int:
+        """On the safe side of what a replay says."""
+        mapped, most = self.mapped(mix), MOST_LOST[self.expandable]
+        return (mapped + most.pages + most.tensors * self.tensor + int(most.share * mapped)
+                + int(most.gradients * self.gradients))
+
+    @cached_property
+    def _floor(self) -> int:
+        """What is held whatever the recompute policies."""
+        loaded, look = self.resident.loaded, self.evaluation
+        return max(self.resident.loading, loaded + look.peak, loaded + look.beside + look.captured_peak,
+                   self._later_evaluation,
+                   self._at_step + look.places + (look.captured_again + self._left if look.places else 0))
+
+    @cached_property
+    def _beside(self) -> tuple[tuple[int, MicroStepCost], ...]:
+        """Each micro-step with what is held besides it. The pool of CUDA graphs stays for good: the optimizer's step
+        finds it, after a later evaluation, whose graph reads from tensors of its own."""
+        after, look = self.resident.loaded + self.evaluation.leaves, self.evaluation
+        return tuple((max(after + step.beside, self._at_step + look.places) if step.captured else
+                      after + step.beside + (self.gradients if step.has_gradients else 0), step) for step in self.steps)
+
+    @property
+    def _later_evaluation(self) -> int:
+        """The evaluation that is captured after the micro-step; the graph of the one before is dropped."""
+        look = self.evaluation
+        return self.resident.loaded + look.beside + self.places + look.captured_again + self._left if look.places else 0
+
+    @property
+    def _left(self) -> int:
+        """What a captured micro-step keeps in its pool: workspaces and its loss."""
+        return sum(step.leaves for step in self.steps if step.captured)
+
+    @property
+    def _at_step(self) -> int:
+        there = self.resident.loaded + self.evaluation.leaves + self.steps[-1].beside
+        return there + self.gradients + self.resident.step
+
+
+# ---- read off tapes of a few layers
+
+ONE_OF_EACH = ",".join(f"1*{level}" for level in LEVELS)
+Found = TypeVar("Found")
+_pass_options = attrgetter("block_size", "n_head", "n_embd", "vocab_size", "bias", "dropout", "dtype", "compile",
+                           "weights", "residual", "casts", "gradients")
+
+
+class CostCache:
+    """Costs of runs on one platform. A tape that does not depend on what differs between two runs is written once."""
+
+    def __init__(self, platform: Platform) -> None:
+        self.platform = platform
+        self._known: dict[tuple[Any, ...], Any] = {}
+
+    def cost(self, config: RunConfig) -> RunCost:
+        """Wants a settled config: see memory.forecast. Its recompute policies do not matter."""
+        optimizer = config.optimizer if config.step_in_backward else None  # else the passes do not depend on it
+        key = *_pass_options(config), gpt.records(config), config.offload == "gradients", optimizer
+        accumulates = config.gradient_accumulation_steps > 1
+        resident = self._once(_resident, config, key, config.n_layer, config.optimizer, config.adam8bit, config.offload)
+        evaluation = self._once(_evaluation, config, key, config.eval_batch, config.eval_block, config.loss_chunk)
+        steps, per_layer, others = self._once(_micro_steps, config, key, config.batch_size, accumulates)
+        heads = self._once(_heads, config, key, config.batch_size, accumulates, config.loss_chunk)
+        return RunCost(resident, evaluation,
+                       tuple(step._replace(head=head) for step, head in zip(steps, heads, strict=True)),
+                       config.n_layer * per_layer + others, _places(config, config.batch_size * config.block_size),
+                       gpt.BYTES[config.dtype] * config.batch_size * config.block_size * config.n_embd,
+                       self.platform.expandable)
+
+    def _once(self, read: Callable[[RunConfig, Platform], Found], config: RunConfig, *key: Any) -> Found:
+        found: Found | None = self._known.get((read, *key))
+        if found is None:
+            found = self._known[(read, *key)] = read(config, self.platform)
+        return found
+
+
+def needs(config: RunConfig, platform: Platform) -> int:
+    """At least what memory.allocator.needs says of the config's tape, without writing it."""
+    return CostCache(platform).cost(config).needs(mix_of(config.levels))
+
+
+def _run_of(config: RunConfig, platform: Platform, **options: Any) -> gpt.Run:
+    """With its weights and states loaded. States that come late are taken to be there: from the first step on they
+    are."""
+    run = gpt.Run(draft(config, states="early", eval_only=False, grad_checkpoint=False, **options), platform)
+    run.load()
+    return run
+
+
+def _span_cost(events: Iterable[Event], captured: bool) -> NetAndPeak:
+    """Of the events in the pool of CUDA graphs, or of those elsewhere."""
+    net = peak = 0
+    for is_alloc, name, _, nbytes, pool in events:
+        if name != EMPTY_CACHE and (pool == GRAPH_POOL) == captured:
+            net += round_size(nbytes) if is_alloc else -round_size(nbytes)
+            peak = max(peak, net)
+    return NetAndPeak(net, peak)
+
+
+def _resident(config: RunConfig, platform: Platform) -> Resident:
+    run = _run_of(config, platform)
+    loaded = _span_cost(run.w.events_since(0), captured=False)
+    if not run.gradients_stay and run.optimizer.sink is None:
+        with run.gpu.section():
+            run.make_gradients()
+    start = run.w.length
+    run.apply_gradients()
+    step = (event for event in run.w.events_since(start) if event.name not in gpt.WORKSPACES)  # there since the passes
+    return Resident(*loaded, _span_cost(step, captured=False).peak)
+
+
+def _evaluation(config: RunConfig, platform: Platform) -> EvalCost:
+    run = _run_of(config, platform, n_layer=1, recompute="input")
+    start = run.w.length
+    run.evaluate()
+    events = run.w.events_since(start)
+    ordinary, captured = _span_cost(events, captured=False), _span_cost(events, captured=True)
+    first = next((at for at, event in enumerate(events) if event.pool == GRAPH_POOL), 0)
+    beside = _span_cost(events[:first], captured=False).net
+    workspaces = sum(round_size(event.nbytes) for event in events if event.alloc and event.pool == GRAPH_POOL
+                     and event.name in gpt.WORKSPACES)
+    return EvalCost(ordinary.peak, captured.peak, beside, 0 if run.records else ordinary.net,
+                    captured.peak - workspaces, captured.net - workspaces,
+                    _places(config, config.eval_batch * config.eval_block))
+
+
+def _places(config: RunConfig, tokens: int) -> int:
+    """Bytes of the inputs and targets that a CUDA graph reads."""
+    return 2 * round_size(8 * tokens) if gpt.records(config) else 0
+
+
+def _heads(config: RunConfig, platform: Platform) -> tuple[NetAndPeak, ...]:
+    """The part between the two passes, of each micro-step that differs."""
+    return tuple(step.head for step in _micro_steps(config, platform, layers=0)[0])
+
+
+def _micro_steps(config: RunConfig, platform: Platform,
+                 layers: int = len(LEVELS)) -> tuple[tuple[MicroStepCost, ...], int, int]:
+    """The first micro-step, and the next if it is captured or finds gradients; then the bytes of gradients that come
+    and go: a layer's, and all others'. One layer per recompute policy, or none."""
+    run = _run_of(config, platform, n_layer=layers, recompute=ONE_OF_EACH if layers else "input")
+    w = run.w
+    if not run.records:  # else graphs are dropped before training begins. One batch leaves behind what all do
+        batch = run.fetch(config.eval_batch, config.eval_block)
+        run.work("eval", "token losses", run.batch)
+        w.free("token losses", batch)
+    run.gpu.spans.clear()
+    base = _span_cost(w.events_since(0), captured=False).net
+    run.micro_steps()
+    comes_and_goes = not run.gradients_stay and run.optimizer.sink is None
+    of_layer, in_all = (_gradients(w.events_since(0), prefix) if comes_and_goes else 0 for prefix in ("0.", ""))
+    if run.records and config.gradient_accumulation_steps == 1:  # the next micro-step is another step's
+        run.step()
+        run.micro_steps()
+    events, spans = w.events_since(0), [span for span in run.gpu.spans if span[0] != "update"]
+    size = 2 * layers + 3  # embedding, layers forward, head, layers backward, embedding again
+    steps = [_micro_step(events, spans[at:at + size], layers, base, comes_and_goes)
+             for at in range(0, len(spans), size)]
+    return tuple(steps), of_layer, in_all - layers * of_layer
+
+
+def _micro_step(events: list[Event], spans: list[tuple[str, int, int]], layers: int, base: int,
+                comes_and_goes: bool) -> MicroStepCost:
+    """The first matmul allocates workspaces: counted as the embedding's, so that the first layer is like the others."""
+    start, end = spans[0][1], spans[-1][2]
+    captured = any(event.pool == GRAPH_POOL for event in events[start:end])
+    workspaces = sum(round_size(event.nbytes) for event in events[start:end] if event.name in gpt.WORKSPACES)
+    costs = [_span_cost((event for event in events[first:last] if event.name not in gpt.WORKSPACES), captured)
+             for _, first, last in spans]
+    embed, *up = costs[:layers + 1]
+    turn, *down = costs[layers + 1:-1]
+    gradients = _gradients(events[:start], "") if comes_and_goes else 0
+    return MicroStepCost(captured, _span_cost(events[:start], captured=False).net - base - gradients, gradients > 0,
+                         NetAndPeak(embed.net + workspaces, embed.peak + workspaces), tuple(up), turn,
+                         tuple(reversed(down)), costs[-1])
+
+
+def _gradients(events: Iterable[Event], prefix: str) -> int:
+    """Bytes of the gradients that are alive after these events."""
+    return sum(round_size(event.nbytes) if event.alloc else -round_size(event.nbytes) for event in events
+               if event.name.endswith(".grad") and event.name.startswith(prefix))

@@ -1,0 +1,346 @@
+"""The result of `fitgpt fit` as text, page and JSON: the chosen settings, why, runners-up, speed against memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ..core.units import GiB, MiB, show_bytes, show_count, with_article
+from ..planning.efficiency import SpeedEstimate
+from ..planning.goals import FitResult, Suggestion
+from ..planning.reasons import Decision
+from ..planning.search import ScoredConfig
+from . import charts
+from .plan_text import signed_bytes
+from .terminal import MIN_TEXT_WIDTH, labelled_rows, paragraph, table, wrap
+
+MIN_FLAGS_WIDTH = 36         # columns that flags need beside figures; with fewer they go below
+PLOT_ROWS, PLOT_COLUMNS = 9, 64
+PLOT_MARGIN = 8              # columns of the figures beside the plot
+MAX_MEMORY = 1.15            # of the plot's memory axis, times the limit
+MAX_SPEED = 1.2              # times the fastest on the curve; a model of another size may be far above it
+GIVEN, CHOSEN, CURVE, LIMIT = "○", "●", "·", "│"
+COLOURS = {"given": 1, "chosen": 2}
+CURVE_NAME = "fastest run within this memory"
+PERMISSIONS = {"free": "same training result", "places": "part of the state in CPU RAM", "lossy": "lossy memory savers",
+               "rules": "another training rule"}
+SAME_SPEED = 1  # percent; closer than this, an estimate cannot tell which of two is faster
+
+
+def fit_text(fitted: FitResult, run: str, *, width: int = 80, todo: str = "") -> str:
+    """`run`: a description of the run as given; `todo`: what to type next."""
+    chosen, budget = fitted.chosen, fitted.budget
+    where = f" on {with_article(budget.card)}" if budget.card else ""
+    parts = [paragraph(f"{run}{where}: {verdict(fitted)}", width)]
+    if chosen is not None:
+        parts.append(_comparison(fitted, width))
+        if fitted.decisions:
+            parts.append("\n".join(["Why", *_decision_lines(fitted.decisions, width)]))
+    elif fitted.least is not None:
+        parts.append(paragraph(f"The minimum: {_flags(fitted.least)}", width))
+        if fitted.suggestions:
+            parts.append("\n".join(["What would fit, and its minimum memory",
+                                    *_way_out_lines(fitted.suggestions, width)]))
+    if fitted.runners_up:
+        parts.append("\n".join(["Runners-up", *_runner_up_lines(fitted.runners_up, width),
+                                *wrap(_tie_note(fitted), width)]))
+    if len(fitted.frontier) > 1:
+        parts.append(_plot(fitted, min(width - PLOT_MARGIN - 2, PLOT_COLUMNS)))
+    parts.append(labelled_rows(_note_rows(fitted), width))
+    if todo:
+        parts.append(todo)
+    return "\n\n".join(parts) + "\n"
+
+
+def verdict(fitted: FitResult) -> str:
+    chosen = fitted.chosen
+    if chosen is None:
+        return _nothing_fits(fitted)
+    if not chosen.flags:
+        if not fitted.given.fits:
+            return "as given."
+        margin = "enough" if any(_gain(chosen, each) > SAME_SPEED for each in fitted.runners_up) else f"{SAME_SPEED} %"
+        return f"fits as given, and nothing found is {margin} faster: leave it as it is."
+    if fitted.least is chosen:
+        return f"the minimum memory is {show_bytes(chosen.needs)}."
+    if chosen.permission in ("model", "context"):
+        what = {"model": "model", "context": "block"}[chosen.permission]
+        wanted = any(note.startswith("The largest") for note in fitted.notes)
+        return (f"the largest {what} that trains there." if wanted else
+                f"does not fit as given; with a smaller {what} it does.")
+    effect = f"fits as given; these changes make it {_faster(fitted)}faster" if fitted.given.fits else (
+        "does not fit as given; with these changes it does")
+    return f"{effect} ({PERMISSIONS[chosen.permission]})."
+
+
+def _nothing_fits(fitted: FitResult) -> str:
+    least, budget = fitted.least, fitted.budget
+    minimum = ""
+    if least is not None:
+        permission = PERMISSIONS.get(least.permission, least.permission)
+        minimum = f": the minimum memory is {show_bytes(least.needs)} ({permission})"
+    if budget.budget <= 0:
+        return f"nothing fits{minimum}, and no memory of the GPU is left."
+    if budget.reserve_limit <= 0:
+        return f"nothing fits{minimum}, and CUDA itself takes {show_bytes(budget.outside)}, which leaves nothing."
+    return f"nothing fits{minimum}, and {show_bytes(budget.reserve_limit)} may be reserved."
+
+
+def _faster(fitted: FitResult) -> str:
+    """'2.9 % ', measured where both were timed, else estimated."""
+    chosen, before = fitted.chosen, _measured_as_given(fitted)
+    if chosen is None:
+        return ""
+    gain = 100 * (chosen.measured / before - 1) if before and chosen.measured else _gain(fitted.given, chosen)
+    return f"{gain:.1f} % " if gain > 0 else ""
+
+
+def _measured_as_given(fitted: FitResult) -> float | None:
+    return next((each.measured for each in fitted.runners_up if each.config == fitted.given.config), None)
+
+
+def _gain(before: ScoredConfig, after: ScoredConfig) -> float:
+    """Estimated percent of speed gained; 0 where that is not known."""
+    return 100 * (after.speed.likely / before.speed.likely - 1) if before.speed and after.speed else 0.0
+
+
+def _figure_rows(fitted: FitResult) -> list[tuple[str, str, str]]:
+    """(name, as given, as chosen)."""
+    given, chosen = fitted.given, fitted.chosen
+    rows = [("needs", show_bytes(given.needs), show_bytes(chosen.needs) if chosen else ""),
+            ("headroom", signed_bytes(given.headroom), signed_bytes(chosen.headroom) if chosen else ""),
+            ("tokens/s", _speed(given.speed), _speed(chosen.speed) if chosen else "")]
+    if chosen is not None and chosen.measured is not None:
+        before = _measured_as_given(fitted)
+        rows.append(("measured", f"{before:,.0f}" if before else "", f"{chosen.measured:,.0f}"))
+    return rows
+
+
+def _comparison(fitted: FitResult, width: int) -> str:
+    """The run as given beside the chosen one, in columns, or below each other where there is no room."""
+    rows = [(option, str(was), str(now)) for each in fitted.decisions for option, (was, now) in each.changes.items()]
+    rows += _figure_rows(fitted)
+    first, second = (max(len(row[column]) for row in [("", "given", ""), *rows]) for column in (0, 1))
+    if first + second + 4 + MIN_TEXT_WIDTH > width:
+        return "\n".join(line for name, was, now in rows for line in [name, *wrap(f"{was} → {now}", width, "  ", 4)])
+    lines = [f"{'':{first}}  {'given':>{second}}  chosen"]
+    for name, was, now in rows:
+        start = f"{name:{first}}  {was:>{second}}  "
+        lines += wrap(now.replace(",", ", ") if "*" in now else now, width, start) or [start.rstrip()]
+    return "\n".join(lines)
+
+
+def _decision_lines(decisions: Sequence[Decision], width: int) -> list[str]:
+    lines = []
+    for each in decisions:
+        changes = ", ".join(f"{option} {was} → {now}" for option, (was, now) in each.changes.items())
+        lines += wrap(changes, width, "  ", 4)
+        lines += wrap(f"{each.why}.", width, " " * 6)
+    return lines
+
+
+def _runner_up_lines(standings: Sequence[ScoredConfig], width: int) -> list[str]:
+    rows = [("", "needs", "tokens/s")]
+    rows += [(f"{number}", _needs(each), f"{each.measured:,.0f} measured" if each.measured else _speed(each.speed))
+             for number, each in enumerate(standings, 1)]
+    head, *figures = table(rows).splitlines()
+    lines = [f"  {head}"]
+    for line, each in zip(figures, standings, strict=True):
+        if len(line) + MIN_FLAGS_WIDTH <= width:
+            lines += wrap(_flags(each), width, f"  {line}  ")
+        else:
+            lines += [f"  {line}", *wrap(_flags(each), width, " " * 6)]
+    return lines
+
+
+def _tie_note(fitted: FitResult) -> str:
+    """Why a runner-up that is faster by estimate was not chosen; empty if there is none."""
+    chosen = fitted.chosen
+    if chosen is None or chosen.measured or not any(
+            0 < _gain(chosen, each) <= SAME_SPEED for each in fitted.runners_up):
+        return ""
+    return (f"Estimates within {SAME_SPEED} % are a tie; among tied settings, few changes and much headroom are "
+            "preferred.")
+
+
+def _way_out_lines(ways_out: Sequence[Suggestion], width: int) -> list[str]:
+    """The flags, the minimum memory with them, and what they mean."""
+    rows = [(" ".join(way.flags), show_bytes(way.least)) for way in ways_out]
+    figures = table(rows).splitlines()
+    return [line for figure, way in zip(figures, ways_out, strict=True)
+            for line in wrap(way.text, width, f"  {figure}  ")]
+
+
+def _note_rows(fitted: FitResult) -> list[tuple[str, str]]:
+    """(label, text)."""
+    speed, rows = (fitted.chosen or fitted.given).speed, []
+    if fitted.chosen is not None:
+        rows.append(("speed", f"{speed.basis}." if speed else "this GPU's figures are not known, so candidates were "
+                     "ranked by the proportions of another GPU."))
+    if fitted.budget.margin:
+        rows.append(("margin", f"{show_bytes(fitted.budget.margin)} of the GPU are left free, besides the headroom: "
+                     "what a process holds outside PyTorch's allocator is estimated here, not measured. "
+                     f"--budget={fitted.budget.budget // MiB}MiB uses them too."))
+    rows.append(("searched", f"{fitted.considered:,} candidates by closed forms, {fitted.replayed:,} by replay."))
+    return rows + [("note", note) for note in fitted.notes]
+
+
+# ---- speed against memory
+
+
+def _plot(fitted: FitResult, columns: int) -> str:
+    """Speed against memory, in characters."""
+    limit = fitted.budget.reserve_limit
+    width = MAX_MEMORY * limit
+    points = [(needs, speed) for needs, speed in fitted.frontier if needs <= width]
+    speeds = [_fastest_within(points, width * (column + 1) / columns) for column in range(columns)]
+    drawn = [speed for speed in speeds if speed is not None]
+    low, top = min(drawn, default=0.0), max(drawn, default=1.0)
+    grid = [[" "] * columns for _ in range(PLOT_ROWS)]
+    for row in grid:
+        row[int(limit / width * columns)] = LIMIT
+    for column, speed in enumerate(speeds):
+        if speed is not None:
+            grid[_row(speed, low, top)][column] = CURVE
+    for mark, standing in ((GIVEN, fitted.given), (CHOSEN, fitted.chosen)):
+        if standing is not None and standing.needs < width:
+            column = int(standing.needs / width * columns)
+            speed = _likely_speed(standing, speeds[column] or low)
+            if speed <= MAX_SPEED * top:
+                grid[_row(speed, low, top)][column] = mark
+    figures = {0: show_count(round(top)), PLOT_ROWS - 1: show_count(round(low))}
+    lines = [f"{figures.get(row, ''):>{PLOT_MARGIN - 1}} ┤{''.join(cells)}".rstrip() for row, cells in enumerate(grid)]
+    axis = f"{'':{PLOT_MARGIN}}└{'─' * columns}"
+    scale = f"{'':{PLOT_MARGIN + 1}}0".ljust(PLOT_MARGIN + columns - 8) + show_bytes(int(width))
+    marks = [key for key in (f"{GIVEN}\xa0given", f"{CHOSEN}\xa0chosen") if any(key[0] in row for row in grid)]
+    keys = "  ".join([f"{CURVE} {CURVE_NAME}, tokens/s", *marks, f"{LIMIT}\xa0may be reserved"])
+    return "\n".join([*lines, axis, scale, *wrap(keys, columns + PLOT_MARGIN + 2)])
+
+
+def _row(speed: float, low: float, top: float) -> int:
+    share = (top - speed) / (top - low) if top > low else 0.0
+    return min(max(round((PLOT_ROWS - 1) * share), 0), PLOT_ROWS - 1)
+
+
+def _fastest_within(points: Sequence[tuple[int, float]], nbytes: float) -> float | None:
+    return max((speed for needs, speed in points if needs <= nbytes), default=None)
+
+
+def _likely_speed(standing: ScoredConfig, default: float) -> float:
+    if standing.measured:
+        return standing.measured
+    return standing.speed.likely if standing.speed else default
+
+
+# ---- the page of --html
+
+
+def fit_page(fitted: FitResult, run: str) -> str:
+    """The same as `fit_text`, as a page in one file."""
+    title = f"{run} on {fitted.budget.card or 'a GPU'}"
+    summary = verdict(fitted)
+    decisions = "".join(_decision_html(each) for each in fitted.decisions)
+    figures = "".join(f'<tr><th scope="row">{name}</th><td>{before}</td><td>{after}</td></tr>'
+                      for name, before, after in _figure_rows(fitted))
+    last = "".join(f'<tr><th scope="row">{label}</th><td>{charts.escaped(text)}</td></tr>'
+                   for label, text in _note_rows(fitted))
+    return charts.html_page(title, "\n".join([
+        f"<h1>{charts.breakable(title)}</h1>",
+        f"<p>{charts.escaped(summary[0].upper() + summary[1:])}</p>",
+        _speed_chart(fitted),
+        "<h2>What was chosen</h2>",
+        '<div class="card"><table class="whole"><tr><th></th><th>given</th><th>chosen</th></tr>'
+        f"{figures}{decisions}</table></div>",
+        *_runners_up_html(fitted.runners_up),
+        "<h2>Notes</h2>",
+        f'<div class="card"><table class="whole">{last}</table></div>']))
+
+
+def _speed_chart(fitted: FitResult) -> str:
+    """Speed against memory, with the given and the chosen settings."""
+    limit = fitted.budget.reserve_limit
+    frontier = [(needs, speed) for needs, speed in fitted.frontier if needs <= MAX_MEMORY * limit]
+    top = MAX_SPEED * max((speed for _, speed in frontier), default=float("inf"))
+    standings = [(name, each) for name, each in (("given", fitted.given), ("chosen", fitted.chosen))
+                 if each is not None and _likely_speed(each, 0.0) <= top]
+    largest = max([needs for needs, _ in frontier] + [each.needs for _, each in standings])
+    size, unit = (GiB, "GiB") if largest >= 2 * GiB else (MiB, "MiB")
+    series = [charts.Series(CURVE_NAME, [(needs / size, speed) for needs, speed in frontier], style="dotted")]
+    series += [charts.Series(name, [(each.needs / size, _likely_speed(each, 0.0))], COLOURS[name], "dotted")
+               for name, each in standings]
+    where = "the dotted line" if largest >= limit else "beyond the edge"
+    return charts.line_chart(
+        f"Tokens per second against memory, {unit}", series, unit="count", x_name=unit, from_zero=True, wide=True,
+        marks=[charts.EventMark(limit / size, f"may be reserved: {show_bytes(limit)}")], empty="Nothing fits.",
+        note=f"By closed forms and a roofline. {show_bytes(limit)} may be reserved: {where}.")
+
+
+def _decision_html(each: Decision) -> str:
+    """A row per option, and one with the reason below them, as wide as the table."""
+    rows = "".join(f'<tr class="with-next"><th scope="row">{charts.breakable(option)}</th>'
+                   f"<td>{charts.breakable(str(was))}</td><td>{charts.breakable(str(now))}</td></tr>"
+                   for option, (was, now) in each.changes.items())
+    return f'{rows}<tr><td colspan="3" class="reason">{charts.breakable(each.why)}</td></tr>'
+
+
+def _runners_up_html(standings: Sequence[ScoredConfig]) -> list[str]:
+    if not standings:
+        return []
+    rows = ""
+    for number, each in enumerate(standings, 1):
+        flags = " ".join(f'<span class="flag">{charts.breakable(flag)}</span>' for flag in each.flags) or "as given"
+        rows += (f'<tr class="with-next"><th scope="row">{number}</th><td>{_needs(each)}</td>'
+                 f'<td>{_speed(each.speed)}</td></tr><tr><td></td><td colspan="2">{flags}</td></tr>')
+    return ["<h2>Runners-up</h2>", '<div class="card"><table class="whole"><tr><th></th><th>needs</th><th>tokens/s</th>'
+            f"</tr>{rows}</table></div>"]
+
+
+# ---- JSON
+
+
+def fit_json(fitted: FitResult, goal: str) -> dict[str, Any]:
+    budget = fitted.budget
+    return {"schema": 1, "goal": goal, "fits": fitted.chosen is not None, "card": budget.card or None,
+            "reserve_limit_bytes": budget.reserve_limit, "outside_bytes": budget.outside,
+            "margin_bytes": budget.margin, "asked": _standing_json(fitted.given),
+            "chosen": fitted.chosen and _standing_json(fitted.chosen),
+            "least": fitted.least and _standing_json(fitted.least),
+            "decisions": [{"changes": {option: {"was": was, "now": now} for option, (was, now) in each.changes.items()},
+                           "why": each.why} for each in fitted.decisions],
+            "runners_up": [_standing_json(each) for each in fitted.runners_up],
+            "frontier": [{"bytes": needs, "tokens_per_s": round(speed, 1)} for needs, speed in fitted.frontier],
+            "ways_out": [{"flags": list(each.flags), "least_bytes": each.least, "why": each.text}
+                         for each in fitted.suggestions],
+            "considered": fitted.considered, "replayed": fitted.replayed, "notes": list(fitted.notes)}
+
+
+def _standing_json(standing: ScoredConfig) -> dict[str, Any]:
+    return {"config": standing.config.to_dict(), "flags": list(standing.flags), "permission": standing.permission,
+            "needs_bytes": standing.needs, "needs_exact": standing.exact, "headroom_bytes": standing.headroom,
+            "fits": standing.fits, "tokens_per_s": speed_json(standing)}
+
+
+def speed_json(standing: ScoredConfig) -> dict[str, Any] | None:
+    speed = standing.speed
+    if speed is None and standing.measured is None:
+        return None
+    return {"low": speed and round(speed.low, 1), "high": speed and round(speed.high, 1),
+            "likely": speed and round(speed.likely, 1), "basis": speed and speed.basis, "measured": standing.measured}
+
+
+# ---- figures as text
+
+
+def _speed(speed: SpeedEstimate | None) -> str:
+    if speed is None:
+        return "not known"
+    low, high = show_count(round(speed.low)), show_count(round(speed.high))
+    return low if low == high else f"{low} to {high}"
+
+
+def _needs(standing: ScoredConfig) -> str:
+    return f"{'' if standing.exact else '≤ '}{show_bytes(standing.needs)}"
+
+
+def _flags(standing: ScoredConfig) -> str:
+    return " ".join(standing.flags) or "as given"

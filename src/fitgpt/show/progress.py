@@ -1,0 +1,314 @@
+"""Progress of a training run: a live bar on a terminal, nanoGPT's lines anywhere else.
+
+Only writes, and changes no terminal attribute, so that a run may be in a background process group.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Protocol, TextIO, cast
+
+from ..core.units import NEAREST_SIGNS, show_bytes, show_seconds
+from ..runs.metrics import Evaluation, RunFacts, StepReport
+from .terminal import is_dumb
+from .train_text import (
+    eval_line,
+    fit_parts,
+    has_counters,
+    header_rows,
+    iter_line,
+    run_header,
+    saved_line,
+    show_mfu,
+    sparkline,
+)
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderableType
+
+REFRESHES_PER_SECOND = 4  # each takes a few milliseconds of CPU time, and the CPU also launches the GPU's kernels
+SLOW_STEP_S = 1.0         # longer steps show how far they are
+OLD_FIGURES_S = 3.0       # older figures show their age
+_CURVE_POINTS = 512       # losses kept for the sparkline; beyond that every other one is dropped
+
+
+class Display(Protocol):
+    def start(self, facts: RunFacts) -> None: ...
+    def advance(self, steps: float) -> None:
+        """`steps` have been launched on the device. Called at every micro-step: must be cheap."""
+    def step(self, report: StepReport) -> None: ...
+    def eval_progress(self, done: int, total: int, split: str) -> None: ...
+    def evaluated(self, evaluation: Evaluation, best: bool) -> None: ...
+    def saved(self, path: str, seconds: float, nbytes: int) -> None: ...
+    def note(self, sentence: str) -> None: ...
+    def warn(self, sentence: str) -> None: ...
+    def close(self) -> None:
+        """Restore the terminal. May be called twice."""
+
+
+def open_display(facts: RunFacts, *, terminal: bool) -> Display:
+    """A display that has printed the run's header. `terminal`: whether standard output is one."""
+    stream = SafeStream(sys.stdout)
+    display: Display = RichDisplay(stream) if terminal and not is_dumb() else PlainDisplay(stream)
+    display.start(facts)
+    return display
+
+
+class SafeStream:
+    """A stream that never raises: once it is closed or its reader is gone, everything written to it is dropped."""
+
+    def __init__(self, stream: TextIO | None) -> None:
+        self._stream = stream
+        self.encoding = getattr(stream, "encoding", None) or "utf-8"
+
+    def write(self, text: str) -> int:
+        if self._stream is not None:
+            try:
+                self._stream.write(text.encode(self.encoding, NEAREST_SIGNS).decode(self.encoding))
+            except (OSError, ValueError):
+                self._drop()
+        return len(text)
+
+    def flush(self) -> None:
+        if self._stream is not None:
+            try:
+                self._stream.flush()
+            except (OSError, ValueError):
+                self._drop()
+
+    def isatty(self) -> bool:
+        return self._stream is not None and not self._stream.closed and self._stream.isatty()
+
+    def fileno(self) -> int:
+        if self._stream is None:
+            raise OSError("the stream is closed")
+        return self._stream.fileno()
+
+    def _drop(self) -> None:
+        stream, self._stream = self._stream, None
+        try:  # Python flushes the buffer on exit, and must not fail then
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, cast(TextIO, stream).fileno())
+            os.close(nowhere)
+        except (OSError, ValueError):
+            pass
+
+
+def say(text: str, *, warning: bool = False) -> None:
+    """Print text to standard output, or a warning to standard error, even if nobody reads it any more."""
+    stream = SafeStream(sys.stderr if warning else sys.stdout)
+    stream.write(text + "\n")
+    stream.flush()
+
+
+class PlainDisplay:
+    """One line per report, as nanoGPT prints them."""
+
+    def __init__(self, stream: SafeStream) -> None:
+        self._stream = stream
+
+    def start(self, facts: RunFacts) -> None:
+        self._print(run_header(facts))
+
+    def advance(self, steps: float) -> None:
+        pass
+
+    def step(self, report: StepReport) -> None:
+        self._print(iter_line(report))
+
+    def eval_progress(self, done: int, total: int, split: str) -> None:
+        pass
+
+    def evaluated(self, evaluation: Evaluation, best: bool) -> None:
+        self._print(eval_line(evaluation) + (" best so far" if best else ""))
+
+    def saved(self, path: str, seconds: float, nbytes: int) -> None:
+        self._print(saved_line(path, seconds, nbytes))
+
+    def note(self, sentence: str) -> None:
+        self._print(sentence)
+
+    def warn(self, sentence: str) -> None:
+        self._print(f"warning: {sentence}")
+
+    def close(self) -> None:
+        self._stream.flush()
+
+    def _print(self, text: str) -> None:
+        self._stream.write(text + "\n")
+        self._stream.flush()
+
+
+class RichDisplay:
+    """A progress bar that moves between reports, with evaluations and checkpoints as lines above it."""
+
+    def __init__(self, stream: SafeStream) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        self._console = Console(file=cast(TextIO, stream), force_terminal=True, highlight=False, markup=False)
+        if min(self._console.size) < 1:  # COLUMNS=0: rich uses it as it is, the standard library asks the terminal
+            self._console.size = shutil.get_terminal_size()
+        self._bars = TrainingBars()
+        self._live = Live(self._bars, console=self._console, refresh_per_second=REFRESHES_PER_SECOND)
+
+    def start(self, facts: RunFacts) -> None:
+        from rich.table import Table
+        from rich.text import Text
+
+        rows = Table.grid(padding=(0, 2))
+        for label, text in header_rows(facts):
+            rows.add_row(Text(label, "cyan"), Text(text))
+        self._console.print(rows)
+        self._bars.begin(facts)
+        self._live.start()
+        self._console.show_cursor(True)  # rich hides it, and a killed run could not show it again
+
+    def advance(self, steps: float) -> None:
+        self._bars.launched = steps
+
+    def step(self, report: StepReport) -> None:
+        self._bars.update(report)
+
+    def eval_progress(self, done: int, total: int, split: str) -> None:
+        self._bars.evaluating = (done, total, split)
+
+    def evaluated(self, evaluation: Evaluation, best: bool) -> None:
+        self._bars.evaluating = None
+        self._print(eval_line(evaluation) + (" best so far" if best else ""), "bold green" if best else "bold")
+
+    def saved(self, path: str, seconds: float, nbytes: int) -> None:
+        self._print(saved_line(path, seconds, nbytes), "dim")
+
+    def note(self, sentence: str) -> None:
+        self._print(sentence)
+
+    def warn(self, sentence: str) -> None:
+        self._print(f"warning: {sentence}", "yellow")
+
+    def close(self) -> None:
+        self._bars.evaluating, self._bars.closed = None, True
+        self._live.stop()
+
+    def _print(self, text: str, style: str = "") -> None:
+        from rich.text import Text
+
+        self._console.print(Text(text, style))  # a style given to print would also colour the bar below
+
+
+class TrainingBars:
+    """The redrawn lines: a bar, the figures of the last report, and a bar of the evaluation while one runs.
+
+    The training thread writes the fields and rich's thread draws them. Each field is replaced as a whole, so no lock is
+    needed.
+    """
+
+    def __init__(self) -> None:
+        self.launched = 0.0   # steps that the CPU has launched on the device
+        self.closed = False   # the device has finished them all
+        self.evaluating: tuple[int, int, str] | None = None
+        self._facts: RunFacts | None = None
+        self._report: StepReport | None = None
+        self._losses: tuple[float, ...] = ()
+        self._every = 1       # every n-th report's loss is kept for the sparkline
+        self._reports = 0
+        self._since = time.monotonic()  # the run's start, then the last report
+
+    def begin(self, facts: RunFacts) -> None:
+        self._facts, self.launched, self._since = facts, facts.start_step, time.monotonic()
+
+    def update(self, report: StepReport) -> None:
+        if self._reports % self._every == 0:
+            self._losses += (report.loss,)
+        self._reports += 1
+        if len(self._losses) > _CURVE_POINTS:
+            self._losses, self._every = self._losses[::2], self._every * 2
+        self.launched = max(self.launched, report.step + 1)
+        self._report, self._since = report, time.monotonic()
+
+    def steps_done(self, facts: RunFacts) -> float:
+        """Steps that the device has probably finished, extrapolated from the last report's speed.
+
+        At most what the CPU has launched, plus the micro-step under way. Asking the device would synchronise with it.
+        The first report is not used: its time includes compilation.
+        """
+        report = self._report
+        if self.closed or report is None or report.seconds <= 0 or self._reports < 2:
+            return self.launched
+        by_now = report.step + 1 + (time.monotonic() - self._since) / report.seconds
+        under_way = 0 if self.evaluating else 1 / max(int(facts.config.get("gradient_accumulation_steps", 1)), 1)
+        return min(by_now, self.launched + under_way, facts.max_iters)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        if self._facts is None:
+            return
+        width = max(options.max_width, 16)
+        unicode = not options.ascii_only
+        yield self._bar_line(self._facts, width)
+        evaluating = self.evaluating
+        if self._report is not None or evaluating is None:
+            yield self._figures_line(self._facts, width, unicode)
+        if evaluating is not None:
+            done, total, split = evaluating
+            yield _bar(width, f"evaluating {split}", done, total, [(0, f"{done:,}/{total:,}")], "green")
+
+    def _bar_line(self, facts: RunFacts, width: int) -> RenderableType:
+        done, total, report = self.steps_done(facts), facts.max_iters, self._report
+        whole = int(done)
+        figures = [(0, f"{whole:,}/{total:,}"), (3, f"{int(100 * done / total)}%" if total else "")]
+        if report is not None and report.seconds >= SLOW_STEP_S and done < total:
+            figures.append((2, f"this step {done - whole:>3.0%}"))
+        if report is not None and math.isfinite(report.seconds_left):
+            since = done - (report.step + 1)
+            left = max(report.seconds_left - since * report.seconds, 0.0)
+            figures.append((1, f"{show_seconds(left)} left" if done < total else "done"))
+        return _bar(width, "training", done, total, figures, "cyan")
+
+    def _figures_line(self, facts: RunFacts, width: int, unicode: bool) -> RenderableType:
+        from rich.text import Text
+
+        report = self._report
+        if report is None:
+            waited = show_seconds(time.monotonic() - self._since)
+            return Text(f"first step{', compiling' if facts.compiled else ''}: {waited}", style="dim", no_wrap=True)
+        memory, age = report.memory, time.monotonic() - self._since
+        counted = has_counters(memory)
+        curve = sparkline(self._losses, 12 if width < 100 else 24) if unicode else ""
+        parts = [(0, "bold", f"loss {report.loss:.4f}"),
+                 (3, "cyan", curve),
+                 (1, "green", f"{report.tokens_per_s:,.0f} tok/s"),
+                 (4, "", f"mfu {show_mfu(report.mfu)}"),
+                 (2, "", f"mem {show_bytes(memory.reserved)}" if counted else ""),
+                 (5, "", f"peak {show_bytes(memory.peak_reserved)}" if counted else ""),
+                 (2, "yellow", f"skipped {report.skipped}" if report.skipped else ""),
+                 (6, "dim", f"{show_seconds(age)} ago" if age > OLD_FIGURES_S else "")]
+        shown = fit_parts([(rank, text) for rank, _, text in parts if text], width)
+        styles = [style for _, style, text in parts if text]
+        return Text("  ", no_wrap=True).join(
+            Text(text, style=style) for text, style in zip(shown, styles, strict=True) if text)
+
+
+def _bar(width: int, label: str, done: float, total: int, figures: list[tuple[int, str]],
+         style: str) -> RenderableType:
+    """A label, a bar over the remaining width, figures; with little room the label is left out first."""
+    from rich.progress_bar import ProgressBar
+    from rich.table import Table
+
+    min_bar = 10
+    shown = [text for text in fit_parts([*figures, (9, label)], width - min_bar - 2) if text]
+    named = label in shown
+    shown = [text for text in shown if text != label]
+    room = width - sum(len(text) + 2 for text in shown) - (len(label) + 2 if named else 0)
+    row = Table.grid(padding=(0, 2, 0, 0))
+    cells: list[RenderableType] = [label] if named else []
+    cells.append(ProgressBar(total=max(total, 1), completed=min(done, total), width=room, complete_style=style,
+                             finished_style=style))
+    for _ in (*cells, *shown):
+        row.add_column(no_wrap=True)
+    row.add_row(*cells, *shown)
+    return row

@@ -1,0 +1,1 @@
+"""The memory tape of nanoGPT's train.py, eager and compiled."""

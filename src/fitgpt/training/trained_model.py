@@ -1,0 +1,151 @@
+"""Trained weights in use: a model on its device, the tokenizer it was trained with, evaluation and export."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from ..config.command_options import EvalOptions
+from ..config.run_config import GPT2_VOCAB, RunConfig
+from ..core.errors import DataError, UsageError
+from ..data import hf_tokenizer, tokenizers
+from ..data.dataset import open_dataset
+from ..data.shard_header import summarise
+from ..data.tokenizers import Tokenizer
+from ..engine import huggingface
+from ..engine.build import DTYPES
+from ..engine.device import DeviceChoice, resolve_device
+from ..engine.evaluate import evaluate
+from ..engine.model import GPT, build_model
+from ..engine.weights import fill
+from ..runs.folder import recorded_config
+from ..runs.metrics import Evaluation
+from .run import evaluation_splits
+from .weight_sources import WeightSource, open_weights
+
+Warn = Callable[[str], None]
+
+
+def load(run: str, which: str = "", *, device: str = "auto", dtype: str = "auto") -> GPT:
+    """The model of a run, a checkpoint, nanoGPT's ckpt.pt, a Hugging Face folder or a GPT-2 name, ready to evaluate.
+
+    `which`: "last", "best" or a step; without it as in `open_checkpoint`.
+    """
+    return model_on_device(open_checkpoint(str(run), which), device, dtype, False)[0]
+
+
+def open_checkpoint(place: str, which: str) -> WeightSource:
+    """The weights at `place`. Without `which`: what nanoGPT would have in its ckpt.pt, the last checkpoint, or the best
+    one of a run with always_save_checkpoint=False."""
+    if not which:
+        recorded = recorded_config(place) if Path(place).is_dir() else None
+        which = "last" if (recorded or {}).get("always_save_checkpoint", True) else "best"
+    return open_weights(place, int(which) if which.isdecimal() else which)
+
+
+def model_on_device(source: WeightSource, device: str, dtype: str, compile: bool | str) -> tuple[GPT, DeviceChoice]:
+    """The model in evaluation mode on its device, and how the device was chosen."""
+    choice = resolve_device(device, dtype, compile)
+    model = build_model(replace(source.gpt, dropout=0.0), torch.device(choice.device), seed=0)
+    fill(model, source.weights, source.place)
+    model.compute_dtype = DTYPES[choice.dtype]
+    if choice.compile:
+        model.compile()
+    return model.eval(), choice
+
+
+# ---- evaluation
+
+def evaluate_checkpoint(source: WeightSource, options: EvalOptions) -> tuple[Evaluation, DeviceChoice]:
+    """The loss of the weights on the data they were trained on, or on --dataset."""
+    known = {key: value for key, value in source.config.items() if key in RunConfig.__dataclass_fields__}
+    recorded = RunConfig.from_dict(known)
+    if not options.dataset and not known:
+        raise UsageError(f"{options.run} does not say which data to evaluate on.", "Add --dataset=NAME or a path.")
+    dataset = open_dataset(options.dataset or recorded.dataset)
+    block = options.block_size or min(recorded.eval_block, source.gpt.block_size)
+    if block > source.gpt.block_size:
+        raise UsageError(f"--block_size={block}: the model has learned {source.gpt.block_size} positions.",
+                         f"--block_size={source.gpt.block_size} or less.")
+    trained_on, given = source.state.get("tokenizer", ""), dataset.summary.tokenizer
+    if given != trained_on and "unknown" not in (given, trained_on) and trained_on:
+        raise DataError(f"{options.dataset or recorded.dataset} is made of {given} tokens, and {options.run} was "
+                        f"trained on {trained_on} tokens: the same ids mean different text.",
+                        f"Prepare the text again with --tokenizer={trained_on}.")
+    names = ("train", "val") if options.split == "both" else (options.split,)
+    for name in names:
+        dataset.split(name).check_tokens(source.gpt.vocab_size)
+    batch = options.batch_size or recorded.batch_size
+    windows = (options.eval_iters or recorded.eval_iters) * batch
+    model, choice = model_on_device(source, options.device, options.dtype, options.compile)
+    splits = evaluation_splits(dataset, names, windows=windows, block=block, seed=recorded.seed)
+    result = evaluate(model, splits, batch=options.eval_batch_size or options.batch_size or recorded.eval_batch,
+                      block=block, step=int(source.state.get("step", 0)))
+    assert result is not None  # None only after a stop request
+    return result, choice
+
+
+# ---- export
+
+def export_checkpoint(source: WeightSource, out: str, dtype: str) -> str:
+    """Writes a folder that transformers opens. Returns why the tokenizer is not in it; empty if it is."""
+    weights = {name: tensor.to(DTYPES[dtype]) for name, tensor in source.weights.items()}
+    name, tokenizer, missing = _tokenizer_to_export(source)
+    files = hf_tokenizer.tokenizer_files(tokenizer, source.gpt.block_size) if tokenizer else {}
+    huggingface.write_folder(out, source.gpt, weights, tokenizer=name, files=files)
+    return "" if files else f"the tokenizer is not in the export{missing}."
+
+
+def _tokenizer_to_export(source: WeightSource) -> tuple[str, Tokenizer | None, str]:
+    """(its name, the tokenizer if it is certain and its files are here, else why not)."""
+    name, characters = source.state.get("tokenizer", ""), source.state.get("characters", "")
+    try:
+        if (not name or (name == "chars" and not characters)) and "dataset" in source.config:
+            found = summarise(str(source.config["dataset"]))
+            name, characters = found.tokenizer, found.characters
+        if name in ("gpt2", "bytes"):
+            return name, tokenizers.get_tokenizer(name), ""
+    except DataError as error:
+        return name or "unknown", None, f": {error.what.rstrip('.')}"
+    if name == "chars" and len(characters) == source.gpt.vocab_size:
+        return name, tokenizers.CharTokenizer(characters, source.place), ""
+    return name or "unknown", None, ", since the weights do not say which it is"
+
+
+# ---- tokenizer for sampling
+
+def tokenizer_of(source: WeightSource, warn: Warn) -> Tokenizer:
+    """The tokenizer that the weights were trained with; DataError if it is not known or cannot be theirs."""
+    found, known = _likely_tokenizer(source, warn), source.gpt.vocab_size
+    if found.vocab_size > known:
+        raise DataError(f"The model in {source.place} has a vocabulary of {known}, and the tokenizer {found.name} has "
+                        f"{found.vocab_size}: it was trained with another tokenizer.",
+                        "Sample from the run that trained it: its folder records the tokenizer.")
+    return found
+
+
+def _likely_tokenizer(source: WeightSource, warn: Warn) -> Tokenizer:
+    name = source.state.get("tokenizer", "")
+    if name in ("gpt2", "bytes"):
+        return tokenizers.get_tokenizer(name)
+    if name == "chars" and source.state.get("characters"):
+        return tokenizers.CharTokenizer(source.state["characters"], source.place)
+    try:
+        return tokenizers.tokenizer_of_dataset(str(source.config["dataset"]))
+    except KeyError:  # weights from elsewhere: usually GPT-2's vocabulary
+        if source.gpt.vocab_size < GPT2_VOCAB:
+            raise DataError(f"{source.place} has a vocabulary of {source.gpt.vocab_size:,}, not GPT-2's "
+                            f"{GPT2_VOCAB:,}, and does not record its tokenizer.",
+                            "Sample from the run it came from.") from None
+        return tokenizers.get_tokenizer("gpt2")
+    except DataError as error:
+        if name == "chars" or source.gpt.vocab_size < GPT2_VOCAB:
+            raise DataError(f"{source.place} was trained on {source.config['dataset']}, whose meta.pkl has its "
+                            f"tokenizer. {error.what}",
+                            f"Run this where data/{source.config['dataset']} is, or copy it here.") from None
+        assumed = tokenizers.get_tokenizer("gpt2")
+        warn(f"{error.what} GPT-2's tokenizer is assumed.")
+        return assumed

@@ -1,0 +1,182 @@
+"""API requests → JSON, computed in two worker processes so that the server stays responsive.
+
+One worker computes what the page needs while a slider moves, the other what takes longer: a slow answer never delays a
+quick one. A worker ends when an answer takes too long or the server is gone, and the next request starts a new one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from functools import cache
+from typing import NamedTuple
+
+from ..core.errors import FitError
+from . import answers, fixes
+from .answers import Answer
+from .form import form
+from .live_run import LiveRun
+from .query import PageQuery, flags_in, read
+
+MOST_WAITING = 32  # requests per worker
+QUICK = ("form", "plan", "step", "live")
+FROM_SETTINGS: dict[str, Callable[[PageQuery], Answer]] = {
+    "plan": answers.plan, "step": answers.step, "exact": answers.exact, "gpus": answers.all_gpus,
+    "fixes": fixes.families, "fit": answers.fitted}
+NAMES = ("form", "live", "fix", "explain", *FROM_SETTINGS)
+
+
+class ApiRequest(NamedTuple):
+    """What the page asks for: one of NAMES, and what that answer depends on."""
+
+    name: str
+    query: str | None = ""  # the settings; None: explain without a plan
+    family: str = ""        # of fix
+    text: str = ""          # of explain
+    run: str = ""           # of live: a run folder, or empty to look for one
+
+
+class Busy(Exception):
+    """Too many requests are waiting."""
+
+
+class TooSlow(Exception):
+    """The answer took longer than the time limit."""
+
+
+# ---- in the worker process
+
+
+def compute(request: ApiRequest, seconds: float) -> bytes:
+    """The answer as JSON. Ends the process if it takes longer than `seconds`: nothing else stops a computation."""
+    limit = threading.Timer(seconds, os._exit, (1,))
+    limit.daemon = True
+    limit.start()
+    try:
+        return json.dumps(answer(request), allow_nan=False).encode()
+    finally:
+        limit.cancel()
+
+
+def answer(request: ApiRequest) -> Answer:
+    """An invalid setting becomes a `problem` with its fix, a bug a `bug`."""
+    try:
+        return _answer(request)
+    except FitError as error:
+        return {"problem": {"what": error.what, "fix": error.fix, "settings": flags_in(error.fix)}}
+    except Exception as error:
+        import traceback
+
+        traceback.print_exc()
+        return {"bug": f"This is a bug in fitgpt: {' '.join(traceback.format_exception_only(error)[-1].split())}"}
+
+
+def _answer(request: ApiRequest) -> Answer:
+    if request.name == "form":
+        return form()
+    if request.name == "live":
+        return _live_run(request.run).look()
+    if request.name == "explain":
+        return answers.explain(request.text, request.query)
+    if request.name == "fix":
+        return fixes.fix(read(request.query or ""), request.family)
+    return FROM_SETTINGS[request.name](read(request.query or ""))
+
+
+@cache
+def _live_run(target: str) -> LiveRun:
+    return LiveRun(target)
+
+
+def _begin() -> None:
+    """Runs first in a worker. Ctrl-C is handled by the server, and a worker never outlives it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _mask_ctrl_c(blocked=False)
+    threading.Thread(target=_end_with_server, daemon=True).start()
+
+
+def _end_with_server() -> None:
+    server = multiprocessing.parent_process()
+    assert server is not None
+    server.join()
+    os._exit(1)
+
+
+# ---- in the server
+
+
+class Worker:
+    """One process that computes one answer at a time, in the order of the requests."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._turn = asyncio.Lock()
+        self._waiting = 0
+        self._executor = _start()
+
+    async def answer(self, request: ApiRequest) -> bytes:
+        """JSON. A request that is cancelled while it waits for its turn is never computed."""
+        if self._waiting >= MOST_WAITING:
+            raise Busy
+        self._waiting += 1
+        try:
+            async with self._turn:
+                computing = asyncio.wrap_future(self._submit(request))
+                computing.add_done_callback(lambda done: done.cancelled() or done.exception())  # or asyncio logs it
+                try:
+                    return await asyncio.shield(computing)
+                except asyncio.CancelledError:
+                    await asyncio.wait({computing})  # until then the worker is busy
+                    raise
+        except BrokenProcessPool:
+            raise TooSlow from None
+        finally:
+            self._waiting -= 1
+
+    def _submit(self, request: ApiRequest) -> Future[bytes]:
+        try:
+            return self._executor.submit(compute, request, self.seconds)
+        except BrokenProcessPool:
+            self._executor = _start()
+            return self._executor.submit(compute, request, self.seconds)
+
+
+def _start() -> ProcessPoolExecutor:
+    """A pool whose process has started. `spawn` inherits no threads, and nothing is imported from the current
+    directory: __main__.py sets PYTHONSAFEPATH, and the child gets the server's sys.path."""
+    executor = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _begin)
+    # The worker inherits the blocked signal until it ignores it; the server gets a Ctrl-C of this moment afterwards.
+    _mask_ctrl_c(blocked=True)
+    try:
+        executor.submit(os.getpid)
+    finally:
+        _mask_ctrl_c(blocked=False)
+    return executor
+
+
+def _mask_ctrl_c(*, blocked: bool) -> None:
+    if hasattr(signal, "pthread_sigmask"):  # not on Windows
+        signal.pthread_sigmask(signal.SIG_BLOCK if blocked else signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
+class WorkerPool:
+    """The two workers."""
+
+    def __init__(self, seconds: float) -> None:
+        self._quick, self._slow = Worker(seconds), Worker(seconds)
+
+    async def answer(self, request: ApiRequest) -> bytes:
+        """JSON. Raises Busy or TooSlow."""
+        return await (self._quick if request.name in QUICK else self._slow).answer(request)
+
+    def close(self) -> None:
+        """Ends the workers at once, whatever they compute."""
+        for process in multiprocessing.active_children():
+            process.kill()

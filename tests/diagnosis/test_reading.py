@@ -1,0 +1,296 @@
+"""A reading of nvidia-smi: where each MiB is, with the config and without."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fitgpt.config.argv import walk
+from fitgpt.config.fields import build
+from fitgpt.config.run_config import RunConfig
+from fitgpt.core.errors import UsageError
+from fitgpt.core.units import MiB
+from fitgpt.diagnosis.case import ExplainedRun
+from fitgpt.diagnosis.nvidia_smi import SmiGpu, SmiProcess, parse_nvidia_smi
+from fitgpt.diagnosis.reading import Reading, card_of, explain_reading, reading_of
+from fitgpt.hardware import gpus
+from fitgpt.planning.budget import platform_for
+
+ROOT = Path(__file__).parent.parent.parent
+CARD = gpus.find("4070")
+
+
+def notes_30m(trainer: str = "nanogpt", *flags: str) -> ExplainedRun:
+    path = str(ROOT / "config" / "notes_30m.py")
+    config = build(RunConfig, walk([path, *flags], RunConfig))
+    return ExplainedRun(config, trainer, platform_for(CARD), "config/notes_30m.py")
+
+
+# The shape of the screen as driver 550 prints it; the figures of the notes, on the card of the notes.
+SCREEN = """Sat Nov 15 10:00:00 2025
++-----------------------------------------------------------------------------------------+
+| NVIDIA-SMI 550.163.01             Driver Version: 550.163.01     CUDA Version: 12.4     |
+|-----------------------------------------+------------------------+----------------------+
+| GPU  Name                 Persistence-M | Bus-Id          Disp.A | Volatile Uncorr. ECC |
+| Fan  Temp   Perf          Pwr:Usage/Cap |           Memory-Usage | GPU-Util  Compute M. |
+|                                         |                        |               MIG M. |
+|=========================================+========================+======================|
+|   0  NVIDIA GeForce RTX 4070        Off |   00000000:01:00.0  On |                  N/A |
+| 40%   62C    P2            187W /  200W |    6582MiB /  12282MiB |     98%      Default |
+|                                         |                        |                  N/A |
++-----------------------------------------+------------------------+----------------------+
+
++-----------------------------------------------------------------------------------------+
+| Processes:                                                                              |
+|  GPU   GI   CI        PID   Type   Process name                              GPU Memory |
+|        ID   ID                                                               Usage      |
+|=========================================================================================|
+|    0   N/A  N/A      2163      G   /usr/lib/xorg/Xorg                            642MiB |
+|    0   N/A  N/A      2391      G   /usr/bin/gnome-shell                          120MiB |
+|    0   N/A  N/A      4711      C   .../envs/gpt/bin/python                      4464MiB |
+|    0   N/A  N/A      5822    C+G   ...irefox/5889/usr/lib/firefox/firefox       1310MiB |
++-----------------------------------------------------------------------------------------+
+"""
+# From github.com/karpathy/minGPT/issues/1, an older driver.
+OLD_SCREEN = """+-----------------------------------------------------------------------------+
+| NVIDIA-SMI 450.57       Driver Version: 418.67       CUDA Version: 10.1     |
+|-------------------------------+----------------------+----------------------+
+| GPU  Name        Persistence-M| Bus-Id        Disp.A | Volatile Uncorr. ECC |
+| Fan  Temp  Perf  Pwr:Usage/Cap|         Memory-Usage | GPU-Util  Compute M. |
+|                               |                      |               MIG M. |
+|===============================+======================+======================|
+|   0  Tesla P100-PCIE...  Off  | 00000000:00:04.0 Off |                    0 |
+| N/A   38C    P0    31W / 250W |  16273MiB / 16280MiB |      0%      Default |
+|                               |                      |                 ERR! |
++-------------------------------+----------------------+----------------------+
+"""
+
+
+# ---- the notes: 30M, 6582 MiB on the card, 4464 by the process
+
+
+def test_a_reading_is_attributed_to_the_mib() -> None:
+    told = explain_reading(Reading(6582 * MiB, 4464 * MiB), notes_30m(), CARD)
+    shares = {share.what: share.nbytes for share in told.shares}
+    assert sum(shares.values()) == 6582 * MiB
+    assert shares["other processes"] == 2118 * MiB
+    assert shares["this process outside PyTorch"] == CARD.outside_mib * MiB  # type: ignore[operator]
+    assert shares["logits"] == 16 * 512 * 50304 * 6
+    assert max((owner for owner in shares if owner != "other processes"), key=lambda owner: shares[owner]) == "logits"
+    assert "nanoGPT's train.py in the training phase" in told.what
+
+
+def test_a_process_smaller_than_its_context_keeps_its_size() -> None:
+    told = explain_reading(Reading(300 * MiB, 100 * MiB), notes_30m(), CARD)
+    assert sum(share.nbytes for share in told.shares) == 300 * MiB
+
+
+def test_more_than_the_card_has_is_a_usage_error() -> None:
+    with pytest.raises(UsageError, match="is more than the RTX 4070 has"):
+        explain_reading(Reading(20 * 1024 * MiB, 4464 * MiB), notes_30m(), CARD)
+
+
+def test_without_a_process_figure_the_other_trainer_is_noted() -> None:
+    told = explain_reading(Reading(6582 * MiB, None), notes_30m("fitgpt"), CARD, "auto")
+    assert any("nanoGPT would hold 4,496 MiB: --trainer=nanogpt." in note for note in told.notes)
+    assert not any("would hold" in note for note in explain_reading(
+        Reading(6582 * MiB, None), notes_30m("fitgpt"), CARD, "fitgpt").notes)
+
+
+def test_the_process_close_to_the_forecast_is_the_run() -> None:
+    runs = [SmiProcess(44021, "python", 4464 * MiB),
+            SmiProcess(44022, "python", 6464 * MiB)]
+    gpu = SmiGpu(0, "NVIDIA GeForce RTX 4070", 11500 * MiB, 12282 * MiB, tuple(runs))
+    chosen = {foreseen: reading_of(gpu, None, foreseen) for foreseen in ((), (4496 * MiB,), (9000 * MiB, 4496 * MiB))}
+    assert [each.process for each in chosen.values()] == [6464 * MiB, 4464 * MiB, 4464 * MiB]
+    assert [each.pid for each in chosen[4496 * MiB,].processes] == [44022]
+
+
+def test_an_eager_run_does_not_match_a_compiled_reading() -> None:
+    told = explain_reading(Reading(6582 * MiB, 4464 * MiB), notes_30m("nanogpt", "--compile=False"), CARD)
+    assert "The run has another config or trainer" in told.what
+
+
+def test_the_reading_selects_the_clearly_closer_trainer() -> None:
+    run = notes_30m("fitgpt")
+    told = explain_reading(Reading(6582 * MiB, 4464 * MiB), run, CARD, "auto")
+    assert "under nanoGPT's train.py in the training phase" in told.what
+    assert {share.what: share.nbytes for share in told.shares}["logits"] == 16 * 512 * 50304 * 6
+    assert told.notes[-1] == (
+        "The trainer was not given. nanoGPT's forecast, 4,496 MiB, 0.7% more than was read, is the closer one; "
+        "fitgpt's is 1,360 MiB, 70% less than was read. --trainer=fitgpt selects it.")
+    own = run.forecast.reserved + 196 * MiB
+    ours = explain_reading(Reading(own, own), run, CARD, "auto")
+    assert "under fitgpt in the training phase" in ours.what
+    assert ours.notes[-1].endswith("--trainer=nanogpt selects it.")
+
+
+def test_two_distant_trainers_are_not_distinguished() -> None:
+    told = explain_reading(Reading(6582 * MiB, 2500 * MiB), notes_30m("fitgpt"), CARD, "auto")
+    assert "config under fitgpt holds" in told.what
+    assert "not clearly closer. --trainer=nanogpt selects it" in told.notes[-1]
+
+
+def test_a_given_trainer_is_kept_and_the_excess_is_shown() -> None:
+    told = explain_reading(Reading(6582 * MiB, 4464 * MiB), notes_30m("fitgpt"), CARD, "fitgpt")
+    assert "1,360 MiB, 70% less than was read" in told.what
+    shares = {share.what: share.nbytes for share in told.shares}
+    assert shares["more than the forecast"] == (4464 - 1360) * MiB
+    assert sum(shares.values()) == 6582 * MiB
+    assert not told.notes
+
+
+def test_a_run_in_its_first_evaluation_is_recognised() -> None:
+    run = notes_30m()
+    held = run.forecast.phases["first_eval"].reserved + 196 * MiB
+    told = explain_reading(Reading(held, held), run, CARD)
+    assert "in the first evaluation phase" in told.what
+    assert sum(share.nbytes for share in told.shares) == held
+
+
+@pytest.mark.parametrize("run", [notes_30m("fitgpt"), notes_30m("fitgpt", "--compile=False", "--cuda_graphs=False")])
+def test_of_two_matching_phases_the_longer_one_is_taken(run: ExplainedRun) -> None:
+    phases = run.forecast.phases
+    assert phases["first_train"].reserved == phases["train"].reserved
+    held = phases["train"].reserved + 196 * MiB
+    told = explain_reading(Reading(held + 3 * MiB, held + 3 * MiB), run, CARD)
+    assert "under fitgpt in the training phase" in told.what
+    assert "about the same in the first step phase" in told.what
+    shares = {share.what: share.nbytes for share in told.shares}
+    assert shares["logits"] > 0  # recorded work holds them in memory that stays reserved
+    assert sum(shares.values()) == held + 3 * MiB
+
+
+def test_less_than_the_forecast_is_not_split_into_owners() -> None:
+    told = explain_reading(Reading(4000 * MiB, 3000 * MiB), notes_30m(), CARD)
+    assert "logits" not in {share.what for share in told.shares}
+    assert sum(share.nbytes for share in told.shares) == 4000 * MiB
+
+
+def test_two_figures_without_a_config_give_shares() -> None:
+    told = explain_reading(Reading(6582 * MiB, 4464 * MiB))
+    assert [(share.what, round(share.nbytes / MiB)) for share in told.shares] == [
+        ("this process", 4464), ("other processes", 2118)]
+    assert len(told.needed) == 2
+
+
+def test_without_a_process_figure_the_forecast_is_taken() -> None:
+    told = explain_reading(Reading(6582 * MiB, None), notes_30m(), CARD)
+    assert any("the config's forecast is taken" in note for note in told.notes)
+    assert sum(share.nbytes for share in told.shares) == 6582 * MiB
+
+
+# ---- screens
+
+
+def test_nvidia_smi_lists_gpus_and_processes() -> None:
+    gpu = parse_nvidia_smi(SCREEN)[0]
+    assert (gpu.name, gpu.used, gpu.total) == ("NVIDIA GeForce RTX 4070", 6582 * MiB, 12282 * MiB)
+    assert [(each.pid, each.nbytes and each.nbytes // MiB) for each in gpu.processes] == [
+        (2163, 642), (2391, 120), (4711, 4464), (5822, 1310)]
+    assert card_of(gpu) == CARD
+    told = explain_reading(reading_of(gpu), notes_30m(), card_of(gpu))
+    shares = {share.what: share.nbytes // MiB for share in told.shares}
+    assert shares["process 5822"] == 1310
+    assert shares["free"] == 12282 - 6582
+    assert sum(share.nbytes for share in told.shares) == 12282 * MiB
+
+
+def test_older_nvidia_smi_with_a_truncated_name_is_parsed() -> None:
+    gpu = parse_nvidia_smi(OLD_SCREEN)[0]
+    assert (gpu.name, gpu.used, gpu.total) == ("Tesla P100-PCIE...", 16273 * MiB, 16280 * MiB)
+    card = card_of(gpu)
+    assert card is not None
+    assert card.name == "P100 PCIe 16GB"
+
+
+def test_na_for_processes_on_wsl_is_noted() -> None:
+    gpu = parse_nvidia_smi(SCREEN.replace("4464MiB", "    N/A").replace("642MiB", "   N/A"))[0]
+    reading = reading_of(gpu)
+    assert reading.process is None
+    assert any("WSL" in note for note in reading.notes)
+    assert explain_reading(reading).shares
+
+
+def test_the_largest_python_process_is_taken_for_the_run() -> None:
+    second = "|    0   N/A  N/A      9999      C   python                                        100MiB |"
+    gpu = parse_nvidia_smi(SCREEN.rstrip("+-\n") + "\n" + second + "\n")[0]
+    reading = reading_of(gpu)
+    assert reading.process == 4464 * MiB
+    assert any("2 Python processes" in note for note in reading.notes)
+
+
+def test_nvidia_smi_csv_is_parsed_in_any_column_order() -> None:
+    told = """index, name, memory.total [MiB], utilization.gpu [%], memory.used [MiB]
+0, NVIDIA GeForce RTX 4070, 12282 MiB, 97 %, 6582 MiB
+1, NVIDIA GeForce RTX 3060, 12288 MiB, 0 %, [N/A]
+"""
+    first, second = parse_nvidia_smi(told)
+    assert (first.name, first.used, first.total) == ("NVIDIA GeForce RTX 4070", 6582 * MiB, 12282 * MiB)
+    assert (second.index, second.used) == (1, None)
+    bare, = parse_nvidia_smi("memory.used, memory.total\n6582, 12282\n6600, 12282\n".replace("6600, 12282", "later"))
+    assert (bare.used, bare.name) == (6582 * MiB, "")
+    assert parse_nvidia_smi("memory.used and memory.total\nare explained, below\n") == ()
+
+
+def test_gpustat_is_parsed_with_its_processes() -> None:
+    told = """host  Sun Nov 15 20:00:00 2026  550.54
+[0] NVIDIA GeForce RTX 4070 | 61'C,  97 % |  6582 / 12282 MB | alice:python/2211(4464M) alice:Xorg/977(642M)
+"""
+    gpu, = parse_nvidia_smi(told)
+    assert gpu.used == 6582 * MiB
+    assert [(each.pid, each.name, each.nbytes) for each in gpu.processes] == [
+        (2211, "python", 4464 * MiB), (977, "Xorg", 642 * MiB)]
+    answer = explain_reading(reading_of(gpu), notes_30m(), card_of(gpu))
+    assert sum(share.nbytes for share in answer.shares) == 12282 * MiB
+    assert 642 * MiB in [share.nbytes for share in answer.shares]
+    assert parse_nvidia_smi(told.replace("alice:python/2211", "alice"))[0].processes[0].pid == 977
+
+
+def test_an_unknown_process_is_not_counted_twice() -> None:
+    gpu = parse_nvidia_smi(SCREEN.replace("python", "trains"))[0]
+    answer = explain_reading(reading_of(gpu), notes_30m(), card_of(gpu))
+    assert sum(share.nbytes for share in answer.shares) == 12282 * MiB
+
+
+def test_only_the_first_of_repeated_outputs_counts() -> None:
+    again = SCREEN.replace("6582MiB", "9999MiB")
+    assert parse_nvidia_smi(SCREEN + again)[0].used == 6582 * MiB
+
+
+@pytest.mark.parametrize("text", ["", "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.",
+                                  "| a | b |", "0 1 2 3 MiB / 4 MiB"])
+def test_other_text_is_not_nvidia_smi_output(text: str) -> None:
+    assert parse_nvidia_smi(text) == ()
+
+
+# As driver 580 prints a card that MIG has cut: the card's own figure does not count what its parts hold.
+CUT = """|   0  NVIDIA A100-SXM4-40GB          On  |   00000000:00:04.0 Off |                   On |
+| N/A   30C    P0             45W /  400W |      87MiB /  40960MiB |     N/A      Default |
+|                                         |                        |              Enabled |
+| MIG devices:                                                                            |
+| GPU  GI  CI  MIG |              Shared Memory-Usage |        Vol|        Shared         |
+|==================+==================================+===========+=======================|
+|  0    7   0   0  |            4500MiB /  4864MiB    | 14      0 |  1   0    0    0    0 |
+|                  |                 0MiB /  8191MiB  |           |                       |
+|  0    8   0   1  |              12MiB /  4864MiB    | 14      0 |  1   0    0    0    0 |
+| Processes:                                                                              |
+|    0    7    0    123456      C   python                                       4464MiB |
+"""
+
+
+def test_the_mig_device_with_the_process_is_explained() -> None:
+    first, second = parse_nvidia_smi(CUT)
+    assert (first.used, first.total, [each.pid for each in first.processes]) == (4500 * MiB, 4864 * MiB, [123456])
+    assert (second.gpu_instance, second.processes) == (8, ())
+    told = explain_reading(reading_of(first), notes_30m(), card_of(first))
+    assert told.title == "4,500 MiB of the GPU are used: 4,464 by this process, 36 by others."
+    assert any("GPU instance 7" in note for note in told.notes)
+
+
+def test_a_forecast_is_marked_as_such() -> None:
+    told = explain_reading(Reading(6582 * MiB, None), notes_30m(), CARD)
+    assert "according to the forecast" in told.title
+    assert "read 4" not in told.what
+    assert told.what.startswith("By its forecast")

@@ -1,0 +1,62 @@
+"""Tracebacks of Python, notebooks and pytest: frames, phase, trainer, compile mode."""
+
+from __future__ import annotations
+
+import pytest
+
+from fitgpt.diagnosis.stack_frames import StackFrame, is_compiled, parse_frames, phase_of, trainer_of, user_frame
+
+NANOGPT = '''Traceback (most recent call last):
+  File "/home/me/nanoGPT/train.py", line 264, in <module>
+    losses = estimate_loss()
+  File "/usr/lib/python3.11/site-packages/torch/utils/_contextlib.py", line 115, in decorate_context
+    return func(*args, **kwargs)
+  File "/home/me/nanoGPT/train.py", line 224, in estimate_loss
+    logits, loss = model(X, Y)
+  File "/home/me/nanoGPT/model.py", line 187, in forward
+    loss = F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1), ignore_index=-1)
+  File "/usr/lib/python3.11/site-packages/torch/nn/functional.py", line 3462, in cross_entropy
+    return torch._C._nn.cross_entropy_loss(
+'''
+
+
+def test_phase_trainer_and_compile_mode_of_a_traceback() -> None:
+    frames = parse_frames(NANOGPT)
+    assert phase_of(frames) == "eval"
+    assert trainer_of(frames) == "nanogpt"
+    assert is_compiled(frames) is False
+    inside = StackFrame("/tmp/torchinductor_me/ab/cab.py", 12, "call")
+    assert is_compiled((*frames, inside)) is True
+    assert is_compiled(frames[:1]) is None
+    line = user_frame(frames)
+    assert line is not None
+    assert (line.file, line.line, line.function) == ("/home/me/nanoGPT/model.py", 187, "forward")
+
+
+@pytest.mark.parametrize(("code", "file", "function", "phase"), [
+    ("loss.backward()", "train.py", "main", "backward"),
+    ("optimizer.step()", "train.py", "main", "step"),
+    ("func(", "/x/torch/optim/adamw.py", "_multi_tensor_adamw", "step"),
+    ("model.to(device)", "train.py", "<module>", "load"),
+    ("return t.to(", "/x/torch/nn/modules/module.py", "convert", "load"),
+    ("x = self.mlp(x)", "model.py", "forward", "forward"),
+    ("logits, loss = model(X, Y)", "train.py", "<module>", "forward"),
+    ("logits, loss = model(X, Y)", "train.py", "estimate_loss", "eval"),
+    ("metrics = trainer.evaluate()", "run.py", "main", "eval"),
+    ("x = 1", "x.py", "<module>", ""),
+])
+def test_each_phase_is_recognised(code: str, file: str, function: str, phase: str) -> None:
+    assert phase_of(parse_frames(f'  File "{file}", line 1, in {function}\n    {code}\n')) == phase
+
+
+def test_notebook_and_pytest_tracebacks_are_parsed() -> None:
+    notebook = ("<ipython-input-116-11ebb3420695> in <module>\n     28 a\n---> 30   predictions = network(images)\n"
+                "~/torch/nn/modules/module.py in _call_impl(self, *input)\n--> 722       result = self.forward()\n")
+    assert [(frame.function, frame.line) for frame in parse_frames(notebook)] == [
+        ("<module>", 30), ("_call_impl", 722)]
+    assert [frame.line for frame in parse_frames("a/trainer.py:1412: in train\n    return inner(\n")] == [1412]
+
+
+def test_only_the_last_traceback_counts() -> None:
+    text = 'Traceback (most recent call last):\n  File "a.py", line 1, in old\n    x\nError\n' + NANOGPT
+    assert "old" not in [frame.function for frame in parse_frames(text)]

@@ -17,7 +17,7 @@ import pytest
 from fitgpt.commands import main as cli
 from fitgpt.commands.main import BUG, COMMANDS, OUTPUT_CLOSED, main
 from fitgpt.config.argv import walk
-from fitgpt.config.fields import Assignment, Options, build, knobs_of
+from fitgpt.config.fields import Assignment, Options, build, option_specs
 from fitgpt.config.run_config import RunConfig
 from fitgpt.core import errors
 from fitgpt.core.errors import STOPPED_AT_ONCE, FitError, UsageError
@@ -57,7 +57,7 @@ def parse_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
     def check(parts: tuple[type[Options], ...], assignments: list[Assignment]) -> None:
         for part in parts:
-            build(part, [each for each in assignments if each.key in knobs_of(part)])
+            build(part, [each for each in assignments if each.key in option_specs(part)])
 
     monkeypatch.setattr(cli, "load", load)
     shutil.copytree(ROOT / "config", tmp_path / "config")

@@ -22,7 +22,7 @@ from fitgpt.config.run_config import RunConfig
 from fitgpt.memory.platform import Platform
 from fitgpt.memory.timeline import PhasePeak, replay
 from fitgpt.planning.track_record import COLUMNS, SHAPE, record_kind
-from fitgpt.tapes.engine import run as gpt
+from fitgpt.tapes.engine import run as engine_tape
 from fitgpt.tapes.engine import sampling
 from fitgpt.tapes.nanogpt.padding import has_odd_sizes
 from fitgpt.tapes.nanogpt.train_py import write
@@ -82,7 +82,7 @@ def compare_own(rows: Iterable[dict[str, Any]], platform: Platform) -> list[Figu
 def _of_one_run(row: dict[str, Any], platform: Platform) -> Iterable[Figure]:
     platform = replace(platform, kernel=row.get("kernel", ""))
     config = resolve_run(RunConfig(**row["config"]), platform)
-    peaks = replay(gpt.write(config, platform), expandable=platform.expandable).peaks()
+    peaks = replay(engine_tape.write(config, platform), expandable=platform.expandable).peaks()
     step, train = peaks["step"], peaks["train"]
     peaks["train"] = PhasePeak("train", max(train.allocated, step.allocated), step.reserved, 0)
     if "sample" in row["phases"]:

@@ -10,7 +10,7 @@ from typing import Any
 from accuracy import Figure, by_run, is_odd, of_file, table
 from fitgpt.config.architectures import GPTConfig
 from fitgpt.config.argv import walk
-from fitgpt.config.memory_savers import loss_piece_tokens
+from fitgpt.config.memory_savers import loss_chunk_tokens
 from fitgpt.config.resolve import resolve_run
 from fitgpt.config.run_config import RunConfig, resolve
 from fitgpt.core.units import GiB, MiB, show_bytes
@@ -110,7 +110,7 @@ def parameters(config: dict[str, Any]) -> int:
 def chunk_part() -> str:
     """The logits of one chunk of the loss, and all logits, for the 77M run."""
     tokens, vocab = 16 * 1024, 50304
-    chunk = loss_piece_tokens(tokens, vocab)
+    chunk = loss_chunk_tokens(tokens, vocab)
     return (f"For the 77M run a chunk is {chunk:,} tokens: {show_bytes(2 * chunk * vocab)} of half-precision logits at "
             f"a time. All {tokens:,} tokens would take {show_bytes(2 * tokens * vocab)} in half precision, and "
             f"{show_bytes(12 * tokens * vocab)} in nanoGPT's loss.\n")

@@ -10,7 +10,7 @@ import pytest
 
 from fitgpt.commands.completion import bash, fish
 from fitgpt.commands.main import COMMANDS, main
-from fitgpt.config.fields import knobs_of
+from fitgpt.config.fields import option_specs
 
 
 def completed(*words: str) -> list[str]:
@@ -34,7 +34,7 @@ def test_bash_completes_commands() -> None:
 @needs_bash
 @pytest.mark.parametrize("command", COMMANDS)
 def test_bash_completes_every_option_of_a_command(command: str) -> None:
-    for name, spec in knobs_of(COMMANDS[command].options).items():
+    for name, spec in option_specs(COMMANDS[command].options).items():
         assert (f"--{name}" if spec.kind == "bool" else f"--{name}=") in completed(command, f"--{name[:3]}")
 
 
@@ -56,7 +56,7 @@ def test_fish_completes_every_command_and_option() -> None:
     script = fish()
     for command in COMMANDS.values():
         assert f" -a {command.name} " in script
-        for name in knobs_of(command.options):
+        for name in option_specs(command.options):
             assert f"'__fish_seen_subcommand_from {command.name}' -l {name}" in script
 
 

@@ -10,7 +10,17 @@ import pytest
 
 from fitgpt.config.argv import walk
 from fitgpt.config.command_options import DemoOptions, EvalOptions, ExportOptions, PrepareOptions, SampleOptions
-from fitgpt.config.fields import Options, between, build, knobs_of, option, parse_value, path_like, plain_name, positive
+from fitgpt.config.fields import (
+    Options,
+    between,
+    build,
+    option,
+    option_specs,
+    parse_value,
+    path_like,
+    plain_name,
+    positive,
+)
 from fitgpt.config.help import help_text, markdown_table
 from fitgpt.config.run_config import RunConfig
 from fitgpt.core.errors import UsageError
@@ -113,7 +123,7 @@ def test_the_error_of_an_invalid_value_names_the_flag_and_what_it_takes(key: str
 
 def test_the_fix_of_an_invalid_value_is_valid() -> None:
     for cls in (RunConfig, SampleOptions, EvalOptions, ExportOptions, DemoOptions):
-        for one in knobs_of(cls).values():
+        for one in option_specs(cls).values():
             if one.kind in ("int", "float"):
                 fix = error_of(f"--{one.name}=nan", cls=cls, config_files=False).fix
                 flag, *_ = fix.split()
@@ -173,7 +183,7 @@ def test_after_two_dashes_everything_is_positional() -> None:
 def test_a_config_file_may_set_borrowed_options(tmp_path: Path) -> None:
     file = tmp_path / "train.py"
     file.write_text("out_dir = 'runs/a'\nbatch_size = 4\n")
-    found = walk([str(file)], SampleOptions, borrowed=knobs_of(RunConfig))
+    found = walk([str(file)], SampleOptions, borrowed=option_specs(RunConfig))
     assert [(each.key, each.value) for each in found] == [("out_dir", "runs/a")]
     assert "not an option" in error_of(str(file), cls=SampleOptions).what
 
@@ -271,7 +281,7 @@ def test_help_fits_the_terminal_and_lists_every_option(monkeypatch: pytest.Monke
     monkeypatch.setenv("COLUMNS", columns)
     for cls in (RunConfig, PrepareOptions, SampleOptions, EvalOptions, ExportOptions, DemoOptions):
         text = help_text(cls, "fitgpt x", "Summary.", ["fitgpt x y"])
-        for one in knobs_of(cls).values():
+        for one in option_specs(cls).values():
             assert one.name in text or one.name.upper() in text
             assert all(word in text for word in one.help.split())
             if not (one.required or one.kind == "texts"):
@@ -291,6 +301,6 @@ def test_help_shows_defaults_choices_and_switches() -> None:
 def test_the_docs_table_has_a_row_for_every_option() -> None:
     table = markdown_table(RunConfig)
     rows = [line for line in table.splitlines() if line.startswith("| `")]
-    assert len(rows) == len(knobs_of(RunConfig))
+    assert len(rows) == len(option_specs(RunConfig))
     assert all(line.count("|") == 4 for line in rows)
     assert "| `--n_layer` | `12` | number of blocks |" in rows

@@ -10,7 +10,7 @@ import pytest
 
 from fitgpt.config.architectures import parameter_shapes
 from fitgpt.config.argv import walk
-from fitgpt.config.fields import Requires, knobs_of
+from fitgpt.config.fields import Requires, option_specs
 from fitgpt.config.memory_savers import KEEPS, LEVELS, SAVERS, Saver, parse_levels
 from fitgpt.config.optimizers import OPTIMIZERS
 from fitgpt.config.run_config import RunConfig, resolve
@@ -133,6 +133,6 @@ def test_every_excluded_combination_is_an_error_whose_fix_works(settings: dict[s
 
 
 def excluded_value(required: Requires) -> Any:
-    spec = knobs_of(RunConfig)[required.option]
+    spec = option_specs(RunConfig)[required.option]
     candidates = spec.choices or ((True, False) if spec.kind in ("bool", "auto") else (2, 1))
     return next(value for value in candidates if not required.met_by(value))

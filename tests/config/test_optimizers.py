@@ -10,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from fitgpt.config.architectures import parameter_shapes  # noqa: E402
-from fitgpt.config.fields import knobs_of  # noqa: E402
+from fitgpt.config.fields import option_specs  # noqa: E402
 from fitgpt.config.optimizers import OPTIMIZERS, optimizer_of, state_bytes  # noqa: E402
 from fitgpt.config.resolve import resolve_run  # noqa: E402
 from fitgpt.config.run_config import RunConfig  # noqa: E402
@@ -69,7 +69,7 @@ def test_the_declared_state_is_that_of_the_tape(name: str) -> None:
 
 
 def test_the_choices_of_the_option_are_the_registry() -> None:
-    spec = knobs_of(RunConfig)["optimizer"]
+    spec = option_specs(RunConfig)["optimizer"]
     assert spec.choices == tuple(OPTIMIZERS)
     assert all(entry.summary in spec.help for entry in OPTIMIZERS.values())
 

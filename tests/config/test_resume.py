@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from fitgpt.config.fields import knobs_of
+from fitgpt.config.fields import option_specs
 from fitgpt.config.resume import FROZEN_ON_RESUME, TOGETHER_ON_RESUME, check_resume
 from fitgpt.config.run_config import RunConfig
 from fitgpt.core.errors import CheckpointError
 
 
 def _other(key: str) -> Any:
-    one = knobs_of(RunConfig)[key]
+    one = option_specs(RunConfig)[key]
     special = {"dtype": "float16", "n_head": 6, "n_embd": 1536, "device": "cpu", "backend": "gloo", "keep_last": 3,
                "block_size": 2048, "init_from": "resume", "min_lr": 1e-6, "learning_rate": 1e-3, "compile": False,
                "cuda_graphs": False, "recompute": "input", "weights": "bfloat16", "residual": "bfloat16",

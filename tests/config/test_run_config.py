@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fitgpt.config.argv import walk
-from fitgpt.config.fields import knobs_of, options_with
+from fitgpt.config.fields import option_specs, options_with
 from fitgpt.config.resume import FROZEN_ON_RESUME
 from fitgpt.config.run_config import (
     FALLBACK_OPTIONS,
@@ -260,7 +260,7 @@ def test_fallback_plans_never_change_what_a_resume_cannot() -> None:
     ("cuda_graphs", "CUDA graphs"), ("offload", "CPU offload"), ("grad_clip", "gradient clipping"),
     ("gradient_accumulation_steps", "gradient accumulation")])
 def test_help_has_the_terms_that_people_search_for(option: str, words: str) -> None:
-    assert words in knobs_of(RunConfig)[option].help
+    assert words in option_specs(RunConfig)[option].help
 
 
 # ---- the files in config/

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fitgpt.config.memory_savers import LOSS_PIECE_BYTES, loss_piece_tokens
+from fitgpt.config.memory_savers import LOSS_CHUNK_BYTES, loss_chunk_tokens
 from fitgpt.engine.chunked_loss import IGNORE_INDEX, loss_and_gradient_, token_losses
 from fitgpt.engine.gradient_sinks import AccumulateIntoGrad
 
@@ -114,6 +114,6 @@ def test_the_whole_logits_tensor_never_exists() -> None:
                          [(16384, 50304, 0, 2048), (1024, 50304, 0, 1024), (4096, 257, 0, 4096),
                           (16384, 50304, 512, 512), (100, 50304, 512, 100), (4096, 10**9, 0, 128)])
 def test_a_chunk_fits_its_budget_or_has_the_requested_size(tokens: int, vocab: int, asked: int, wanted: int) -> None:
-    chunk = loss_piece_tokens(tokens, vocab, asked)
+    chunk = loss_chunk_tokens(tokens, vocab, asked)
     assert chunk == wanted
-    assert asked or chunk * vocab * 2 <= LOSS_PIECE_BYTES or chunk == 128
+    assert asked or chunk * vocab * 2 <= LOSS_CHUNK_BYTES or chunk == 128

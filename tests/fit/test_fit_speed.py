@@ -18,7 +18,7 @@ from fitgpt.hardware import gpus
 from fitgpt.planning import duration, speed
 from fitgpt.planning.budget import platform_for
 from fitgpt.planning.efficiency import gpu_class
-from fitgpt.tapes.engine import run as gpt
+from fitgpt.tapes.engine import run as engine_tape
 
 H200, CARD = gpus.find("h200"), gpus.find("4070")
 GPT2 = RunConfig(n_layer=12, n_head=12, n_embd=768, vocab_size=50304, batch_size=8, gradient_accumulation_steps=4)
@@ -128,7 +128,7 @@ def test_estimates_are_near_the_measured_sweeps() -> None:
         for cell in row["cells"]:
             options = {key: value for key, value in cell.items() if hasattr(GPT2, key) and key != "tokens_per_s"}
             config = RunConfig(**{**row["config"], **options}, vocab_size=50304)
-            uses_graphs = gpt.records(resolve_run(config, platform_for(H200)))
+            uses_graphs = engine_tape.uses_cuda_graphs(resolve_run(config, platform_for(H200)))
             errors[uses_graphs].append(abs(middle(config, H200) / cell["tokens_per_s"] - 1))
     assert len(errors[True]) == 101
     assert len(errors[False]) == 39

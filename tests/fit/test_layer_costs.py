@@ -21,7 +21,7 @@ from fitgpt.planning import layer_costs
 from fitgpt.planning.budget import platform_for
 from fitgpt.planning.candidates import CandidateScan, SearchSpace, saver_sets
 from fitgpt.planning.layer_costs import MOST_LOST, PAGE, FragmentationBound, RecomputeMix, describe_mix, mix_of
-from fitgpt.tapes.engine import run as gpt
+from fitgpt.tapes.engine import run as engine_tape
 
 RUNS = 160
 SETTINGS = tuple(platform_for(gpus.find(name)) for name in ("4070", "h200", "t4"))
@@ -56,7 +56,7 @@ def random_run(rng: random.Random) -> tuple[RunConfig, Platform]:
 def runs() -> list[tuple[RunConfig, Platform, Tape]]:
     rng = random.Random(5)
     drawn = [random_run(rng) for _ in range(RUNS)]
-    return [(config, platform, gpt.write(config, platform)) for config, platform in drawn]
+    return [(config, platform, engine_tape.write(config, platform)) for config, platform in drawn]
 
 
 def most_allocated(tape: Tape) -> int:
@@ -89,7 +89,7 @@ def test_needs_are_between_the_mapped_bytes_and_the_bound(
 
 def test_the_bound_is_at_most_8_percent_above_the_needs_of_gpt2() -> None:
     config = resolve_run(RunConfig(n_layer=12, n_head=12, n_embd=768, batch_size=8, vocab_size=50304), SETTINGS[0])
-    exact = needs(gpt.write(config, SETTINGS[0]), expandable=True)
+    exact = needs(engine_tape.write(config, SETTINGS[0]), expandable=True)
     assert exact <= layer_costs.needs(config, SETTINGS[0]) <= 1.08 * exact
     assert MOST_LOST[True] == FragmentationBound(80 * MiB, 7, 0.03, 0.06)
 

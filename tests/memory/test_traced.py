@@ -14,7 +14,7 @@ from fitgpt.engine import block
 from fitgpt.memory.platform import Platform
 from fitgpt.memory.tape import EMPTY_CACHE, Event
 from fitgpt.tapes import shapes
-from fitgpt.tapes.engine import run as gpt
+from fitgpt.tapes.engine import run as engine_tape
 from fitgpt.tapes.engine import sampling
 from helpers import skip_without_library
 
@@ -194,7 +194,7 @@ def test_an_allocation_of_another_size_is_noticed(monkeypatch: pytest.MonkeyPatc
 
 
 def test_whatever_is_left_out_is_on_some_tape() -> None:
-    tapes = [gpt.write(RunConfig(**SHAPE | knobs), platform) for platform, knobs in CASES.values()]
+    tapes = [engine_tape.write(RunConfig(**SHAPE | knobs), platform) for platform, knobs in CASES.values()]
     tapes += [sampling.write(RunConfig(**SHAPE | knobs), platform) for platform, knobs in SAMPLED.values()]
     assert {unnumbered(event.name) for tape in tapes for event in tape.events} >= UNSEEN
 
@@ -202,7 +202,7 @@ def test_whatever_is_left_out_is_on_some_tape() -> None:
 # ---- both sides, as steps that can be compared
 
 def written_steps(config: RunConfig, platform: Platform) -> dict[str, list[Step]]:
-    tape, phases = gpt.write(config, platform), dict[str, list[Step]]()
+    tape, phases = engine_tape.write(config, platform), dict[str, list[Step]]()
     for phase, first, end in tape.phases:
         if phase not in ("save", "resume", "sample"):
             phases.setdefault("train" if phase == "step" else phase, []).extend(

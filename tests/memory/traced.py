@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fitgpt import engine
 from fitgpt.config.run_config import RunConfig
 from fitgpt.memory.platform import Platform
-from fitgpt.tapes.engine.run import EVAL_BATCHES, ITERATIONS, attention_kernel, records
+from fitgpt.tapes.engine.run import EVAL_BATCHES, ITERATIONS, attention_kernel, uses_cuda_graphs
 from fitgpt.tapes.engine.sampling import PROMPT, masked_attention
 from fitgpt.tapes.shapes import MASK_MULTIPLE
 
@@ -117,7 +117,7 @@ def run(config: RunConfig, watch: Watch) -> None:
         iterate("first_train" if step == 0 else "train")
     watch.phase("eval")
     look()
-    if records(config):
+    if uses_cuda_graphs(config):
         iterate("train")
     feed.close()
     watch.phase("after")

@@ -13,7 +13,7 @@ import pytest
 from fitgpt.commands.main import COMMANDS
 from fitgpt.config.argv import walk
 from fitgpt.config.command_options import PlanQuestions
-from fitgpt.config.fields import knobs_of
+from fitgpt.config.fields import option_specs
 from fitgpt.config.resolve import resolve_run
 from fitgpt.config.run_config import RunConfig
 from fitgpt.core.errors import UsageError
@@ -25,7 +25,7 @@ from web_server import SMALL, page_query
 
 
 def other_values(option: str) -> list[Any]:
-    one = knobs_of(RunConfig)[option]
+    one = option_specs(RunConfig)[option]
     if one.kind == "bool":
         return [not one.default]
     if one.kind == "auto":

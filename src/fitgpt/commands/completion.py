@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..config.command_options import CompletionOptions
-from ..config.fields import OptionSpec, knobs_of
+from ..config.fields import OptionSpec, option_specs
 
 BASH = """\
 _fitgpt() {{
@@ -76,7 +76,7 @@ def _options_by_command() -> dict[str, tuple[str, list[OptionSpec]]]:
     """Each command with its summary and its options."""
     from .main import COMMANDS  # main imports this module when the command is called
 
-    return {name: (command.summary, list(knobs_of(command.options).values())) for name, command in COMMANDS.items()}
+    return {name: (command.summary, list(option_specs(command.options).values())) for name, command in COMMANDS.items()}
 
 
 def _words(specs: list[OptionSpec]) -> list[str]:

@@ -11,7 +11,7 @@ from io import BytesIO
 from typing import BinaryIO
 
 from ..config.command_options import ExplainQuestions
-from ..config.fields import Assignment, build, knobs_of
+from ..config.fields import Assignment, build, option_specs
 from ..diagnosis import explain_options
 from ..show.diagnosis_text import diagnosis_text
 
@@ -20,7 +20,7 @@ MIN_WIDTH, MAX_WIDTH = 40, 80
 
 
 def explain(assignments: Sequence[Assignment]) -> int:
-    own = knobs_of(ExplainQuestions)
+    own = option_specs(ExplainQuestions)
     options = build(ExplainQuestions, [each for each in assignments if each.key in own])
     diagnosis = explain_options(options, [each for each in assignments if each.key not in own], _stdin(options.target))
     if options.json:

@@ -25,7 +25,7 @@ from ..planning.fit_settings import FitRequest, fit_from, fit_request
 from ..planning.goals import FitResult
 from ..planning.plan import plan_for
 from ..show import fit_text as show
-from ..tapes.engine import run as gpt
+from ..tapes.engine import run as engine_tape
 
 
 def fit(assignments: Sequence[Assignment]) -> int:
@@ -106,7 +106,7 @@ def plan_text(fitted: FitResult, request: FitRequest) -> str:
     target = request.target
     config = replace(fitted.chosen.config, vocab_size=request.config.vocab_size)
     plan = plan_for(config, Target(target.platform, target.budget, target.card))
-    ram_left = None if target.host_bytes is None else max(target.host_bytes - gpt.host_bytes(config), 0)
+    ram_left = None if target.host_bytes is None else max(target.host_bytes - engine_tape.host_bytes(config), 0)
     return plan_file.text_of_fit(
         plan_file.document(plan, target.platform.torch, plan.track_record), fitted.chosen.config, target.budget,
         fallback_plans(config, target.platform, host_bytes=ram_left), show.speed_json(fitted.chosen))

@@ -33,7 +33,7 @@ from ..config.command_options import (
     ServeOptions,
     WatchOptions,
 )
-from ..config.fields import Options, build, knobs_of, nearest
+from ..config.fields import Options, build, nearest, option_specs
 from ..config.help import help_text
 from ..config.run_config import RunConfig
 from ..core.errors import STOPPED_AT_ONCE, DeviceError, FitError, SystemFault, UsageError
@@ -221,7 +221,7 @@ def run(argv: list[str]) -> int:
 def call(command: Command, argv: list[str]) -> Any:
     """Parses the arguments and calls the command's function."""
     others = [other.options for other in COMMANDS.values() if other is not command]
-    borrowed = () if command.ordered else {name for other in others for name in knobs_of(other)}
+    borrowed = () if command.ordered else {name for other in others for name in option_specs(other)}
     assignments = walk(argv, command.options, config_files=command.config_files, borrowed=borrowed,
                        other_commands=others)
     return load(command.function)(assignments if command.ordered else build(command.options, assignments))

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..config.command_options import RehearseOptions
-from ..config.fields import Assignment, knobs_of
+from ..config.fields import Assignment, option_specs
 from ..config.run_config import RunConfig
 from ..core.files import disk_faults, is_own_json, refuse_foreign
 from ..hardware.allocator_env import check_allocator_env
@@ -20,7 +20,7 @@ from ..training.supervisor import WorkerConfig, conclude, run_worker
 def rehearse(assignments: Sequence[Assignment]) -> int:
     """Checks what can be checked without torch; the worker does the rest: training/rehearsal.py."""
     check_allocator_env(os.environ)
-    config, notes = training_config([each for each in assignments if each.key in knobs_of(RunConfig)])
+    config, notes = training_config([each for each in assignments if each.key in option_specs(RunConfig)])
     out = Path(str({each.key: each.value for each in assignments}.get("out", RehearseOptions.out)))
     refuse_foreign(out, lambda text: is_own_json(text, "forecast", "measured"), "rehearse", "-o")
     with disk_faults("make the folder of", out):  # before minutes of work whose result could not be written

@@ -10,7 +10,7 @@ from typing import Any
 
 from .. import __version__
 from ..config.command_options import ReportOptions
-from ..config.fields import knobs_of
+from ..config.fields import option_specs
 from ..config.resolve import resolve_run
 from ..config.run_config import RunConfig
 from ..core.errors import FitError, UsageError
@@ -65,7 +65,7 @@ def planned_step(facts: RunFacts, config: Mapping[str, Any]) -> OwnerTimeline | 
     if card is None or card.vendor != "nvidia":
         return None
     try:
-        run = RunConfig.from_dict({key: value for key, value in config.items() if key in knobs_of(RunConfig)})
+        run = RunConfig.from_dict({key: value for key, value in config.items() if key in option_specs(RunConfig)})
     except FitError:
         return None
     if run.n_layer > MAX_LAYERS:

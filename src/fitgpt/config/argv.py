@@ -8,7 +8,7 @@ from typing import Any
 
 from ..core.errors import UsageError
 from .config_file import read_config
-from .fields import BOOLS, Assignment, Options, OptionSpec, checked, knobs_of, nearest, parse_value, shown
+from .fields import BOOLS, Assignment, Options, OptionSpec, checked, nearest, option_specs, parse_value, shown
 
 
 def walk(argv: Sequence[str], cls: type[Options], *, config_files: bool = True, borrowed: Iterable[str] = (),
@@ -37,7 +37,7 @@ def walk(argv: Sequence[str], cls: type[Options], *, config_files: bool = True, 
 def _flag(token: str, rest: list[str], cls: type[Options], other_commands: Iterable[type[Options]],
           found: list[Assignment]) -> Assignment:
     """The assignment of a flag; takes its value from `rest` if it is not attached with an equals sign."""
-    specs = knobs_of(cls)
+    specs = option_specs(cls)
     typed, equals, text = token.partition("=")
     name = typed[2:].replace("-", "_")
     if not typed.startswith("--"):  # -o FOLDER, -oFOLDER or -o=FOLDER
@@ -82,7 +82,7 @@ def _flag(token: str, rest: list[str], cls: type[Options], other_commands: Itera
 def _from_file(path: str, cls: type[Options], borrowed: Iterable[str], other_commands: Iterable[type[Options]],
                found: list[Assignment]) -> list[Assignment]:
     """The assignments of a config file, each with its line. The file may read what was assigned before it."""
-    specs = knobs_of(cls)
+    specs = option_specs(cls)
     key = path.partition("=")[0].replace("-", "_")
     if "=" in path and key in specs:
         raise UsageError(f"{path!r} looks like an option without its dashes.", f"--{path}")
@@ -113,7 +113,7 @@ def _bare(token: str, cls: type[Options], found: list[Assignment]) -> Assignment
 
 
 def _positional(cls: type[Options]) -> OptionSpec | None:
-    return next((each for each in knobs_of(cls).values() if each.positional), None)
+    return next((each for each in option_specs(cls).values() if each.positional), None)
 
 
 def _last(found: list[Assignment], key: str, otherwise: Any) -> Any:
@@ -124,12 +124,12 @@ def _unknown(typed: str, name: str, cls: type[Options], other_commands: Iterable
              dashes: str) -> UsageError:
     """An error that suggests the option meant: a synonym's, another command's, or the nearest in spelling."""
     what = f"{typed} is not an option of `fitgpt {cls.command}`."
-    specs = knobs_of(cls).values()
+    specs = option_specs(cls).values()
     meant = [each.name for each in specs if name.lower() in each.synonyms]
     words = [word for each in specs for word in (each.name, *each.switches)]
     words += [f"no_{each.name}" for each in specs if each.kind in ("bool", "auto") and dashes]
     near = meant or nearest(name, words)
-    owner = next((other for other in other_commands if name in knobs_of(other)), None)
+    owner = next((other for other in other_commands if name in option_specs(other)), None)
     if owner is not None and not meant:
         return UsageError(what, f"It is an option of `fitgpt {owner.command}`.")
     if near:

@@ -87,7 +87,7 @@ class Options:
     command: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
-        for each in knobs_of(type(self)).values():
+        for each in option_specs(type(self)).values():
             value = getattr(self, each.name)
             object.__setattr__(self, each.name, checked(each, value, f"{each.name}={shown(value)}"))
 
@@ -98,7 +98,7 @@ AnyOptions = TypeVar("AnyOptions", bound=Options)
 _specs: dict[type[Options], dict[str, OptionSpec]] = {}
 
 
-def knobs_of(cls: type[Options]) -> dict[str, OptionSpec]:
+def option_specs(cls: type[Options]) -> dict[str, OptionSpec]:
     """The options of a class by name, in the order of declaration."""
     if cls not in _specs:
         hints = get_type_hints(cls)
@@ -109,14 +109,14 @@ def knobs_of(cls: type[Options]) -> dict[str, OptionSpec]:
 
 def options_with(cls: type[Options], **facts: Any) -> tuple[str, ...]:
     """Names of the options that have these facts, such as nanogpt=False, in the order of declaration."""
-    return tuple(name for name, spec in knobs_of(cls).items()
+    return tuple(name for name, spec in option_specs(cls).items()
                  if all(getattr(spec, fact) == value for fact, value in facts.items()))
 
 
 def build(cls: type[AnyOptions], assignments: Iterable[Assignment]) -> AnyOptions:
     """Options from assignments; a later assignment to the same option wins."""
     values = {each.key: each.value for each in assignments}
-    for each in knobs_of(cls).values():
+    for each in option_specs(cls).values():
         if each.required and values.get(each.name, each.default) == each.default:
             flag = f"-{each.short}" if each.short else f"--{each.name}"
             name = each.name.upper() if each.positional else f"{flag} {each.name.upper()}"
@@ -153,7 +153,7 @@ class Requires(NamedTuple):
 
 def parse_value(cls: type[Options], key: str, text: str, where: str = "") -> Any:
     """The text of a flag, converted to the option's type and checked by its rule."""
-    one = knobs_of(cls)[key]
+    one = option_specs(cls)[key]
     where = where or f"--{key}={text}"
     value: Any = text
     if one.kind == "int":

@@ -6,7 +6,7 @@ import shutil
 import textwrap
 from collections.abc import Sequence
 
-from .fields import Options, OptionSpec, knobs_of, shown
+from .fields import Options, OptionSpec, option_specs, shown
 
 
 def help_text(cls: type[Options], usage: str, summary: str, examples: Sequence[str] = ()) -> str:
@@ -27,7 +27,7 @@ def help_text(cls: type[Options], usage: str, summary: str, examples: Sequence[s
             else:
                 lines.append(left)
             lines += [indent + line for line in sentence]
-    if any(one.kind in ("bool", "auto") for one in knobs_of(cls).values()):
+    if any(one.kind in ("bool", "auto") for one in option_specs(cls).values()):
         lines += ["", *textwrap.wrap("An option that takes True or False also takes --option and --no-option. Dashes "
                                      "and underscores are the same; the last of two assignments wins.", width)]
     return "\n".join(lines) + "\n"
@@ -44,7 +44,7 @@ def markdown_table(cls: type[Options]) -> str:
 
 def _groups(cls: type[Options]) -> dict[str, list[OptionSpec]]:
     groups: dict[str, list[OptionSpec]] = {}
-    for one in knobs_of(cls).values():
+    for one in option_specs(cls).values():
         groups.setdefault(one.group, []).append(one)
     return groups
 

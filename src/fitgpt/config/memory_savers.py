@@ -101,7 +101,7 @@ def _per_layer(bytes_per_token_and_channel: int) -> Callable[[RunConfig], int]:
 def _logits(config: RunConfig) -> int:
     """The logits of one chunk, and their gradient in place: 2 bytes per token and word of the vocabulary."""
     tokens, vocab = config.batch_size * config.block_size, config.gpt_config().vocab_size
-    return 2 * vocab * (loss_piece_tokens(tokens, vocab) - loss_piece_tokens(tokens, vocab, config.loss_chunk))
+    return 2 * vocab * (loss_chunk_tokens(tokens, vocab) - loss_chunk_tokens(tokens, vocab, config.loss_chunk))
 
 
 def _block_inputs_only(config: RunConfig) -> int:
@@ -254,12 +254,12 @@ def parse_levels(text: str, layers: int) -> list[str] | str:
 
 # Bytes of logits per chunk of the loss. At GPT-2's vocabulary and in half precision that is 2048 tokens: less than the
 # activations of any run in config/. Other sizes have not been timed.
-LOSS_PIECE_BYTES = 208 * MiB
+LOSS_CHUNK_BYTES = 208 * MiB
 
 
-def loss_piece_tokens(tokens: int, vocab_size: int, asked: int = 0) -> int:
+def loss_chunk_tokens(tokens: int, vocab_size: int, asked: int = 0) -> int:
     """Tokens per chunk of the loss: `asked` if it is not 0, else the power of two whose logits fit the limit."""
     if asked:
         return min(asked, tokens)
-    chunk = 1 << max(0, (LOSS_PIECE_BYTES // (2 * vocab_size)).bit_length() - 1)
+    chunk = 1 << max(0, (LOSS_CHUNK_BYTES // (2 * vocab_size)).bit_length() - 1)
     return min(max(chunk, 128), tokens)

@@ -261,7 +261,7 @@ class RunConfig(Options):
             raise UsageError("; ".join(what for what, _ in problems) + ".", " ".join(fixes))
 
     @property
-    def not_recorded(self) -> tuple[str, ...]:
+    def cuda_graph_blockers(self) -> tuple[str, ...]:
         """Settings that exclude CUDA graphs: a graph cannot restore the RNG state for recomputed dropout, nor talk to
         the CPU while it runs."""
         savers = [saver.setting for saver in SAVERS if saver.is_on(self)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..config.fields import knobs_of
+from ..config.fields import option_specs
 from ..config.run_config import RunConfig
 from ..core.errors import UsageError
 from ..core.units import show_bytes, show_count
@@ -41,7 +41,7 @@ def explain_document(document: Any, request: ExplainRequest) -> Diagnosis | None
     """JSON of `plan --json`, or the plan file of a run, which contains its config; None if it is neither."""
     plan = plan_from(document)
     values = document.get("config") if isinstance(document, dict) else None
-    planned = RunConfig.from_dict(values) if isinstance(values, dict) and set(values) <= set(knobs_of(RunConfig)) \
+    planned = RunConfig.from_dict(values) if isinstance(values, dict) and set(values) <= set(option_specs(RunConfig)) \
         else None
     if plan is not None:
         card = find(request.gpu) if request.gpu else match_device(plan.budget.card)  # None: a plan for a budget only

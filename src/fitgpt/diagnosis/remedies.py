@@ -79,23 +79,23 @@ def _fits(option: ChangedRun, run: ExplainedRun, budget: Budget) -> bool:
 def _combined_changes(run: ExplainedRun, budget: Budget) -> list[ChangedRun]:
     """The first exact combination that fits, and the first lossy one."""
     found: dict[bool, ChangedRun] = {}
-    for knobs in COMBINATIONS:
-        option = _combination(_fitgpt_config(run), knobs)
-        if option is not None and option.change.exact not in found and _fits(option, run, budget):
-            found[option.change.exact] = option
+    for options in COMBINATIONS:
+        changed = _combination(_fitgpt_config(run), options)
+        if changed is not None and changed.change.exact not in found and _fits(changed, run, budget):
+            found[changed.change.exact] = changed
     return list(found.values())
 
 
-def _combination(config: RunConfig, knobs: dict[str, Any]) -> ChangedRun | None:
-    times = config.batch_size // knobs["batch_size"] if "batch_size" in knobs else 1
+def _combination(config: RunConfig, options: dict[str, Any]) -> ChangedRun | None:
+    times = config.batch_size // options["batch_size"] if "batch_size" in options else 1
     try:
-        changed = replace(config, **knobs, grad_checkpoint=False,
+        changed = replace(config, **options, grad_checkpoint=False,
                           gradient_accumulation_steps=config.gradient_accumulation_steps * times)
     except UsageError:
         return None
     flags = tuple(f"--{key}={shown(now)}" for key, _, now in diff(config, changed))
-    exact = "weights" not in knobs
-    slower = "slower" if {"recompute", "offload"} & knobs.keys() else "nothing measured"
+    exact = "weights" not in options
+    slower = "slower" if {"recompute", "offload"} & options.keys() else "nothing measured"
     return ChangedRun(Change(flags, "", exact, True, slower, "together", "fitgpt"), changed) if flags else None
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..config.architectures import GPTConfig
-from ..config.memory_savers import loss_piece_tokens
+from ..config.memory_savers import loss_chunk_tokens
 from . import block as one_block
 from . import pointwise
 from .annotate import named, span
@@ -297,7 +297,7 @@ class GPT(nn.Module):
         return named("logits", F.linear(last, self.lm_head.weight.to(last.dtype))).float()
 
     def _chunk(self, tokens: int) -> int:
-        return loss_piece_tokens(tokens, self.config.vocab_size, self.loss_chunk)
+        return loss_chunk_tokens(tokens, self.config.vocab_size, self.loss_chunk)
 
 
 class _Loss(torch.autograd.Function):

@@ -91,7 +91,7 @@ def _optimizer(stored: Mapping[str, Any], config: GPTConfig, path: object) -> di
         order = _param_order(shapes, [len(group) for group in groups])
         numbers = [number for group in groups for number in group]
         if order is None or len(set(numbers)) != len(numbers) or set(state) != set(numbers):
-            raise ValueError("its parameters cannot be told apart")
+            raise ValueError("its parameters cannot be distinguished")
         flat: dict[str, Tensor] = {}
         for name, number in zip(order, numbers, strict=True):
             entry = dict(state[number])

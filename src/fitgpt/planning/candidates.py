@@ -12,15 +12,15 @@ from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import Any, NamedTuple
 
-from ..config.fields import knobs_of, nearest
-from ..config.memory_savers import LEVELS, LOSSY_SAVERS, OTHER_RULES, SAVERS, loss_piece_tokens
+from ..config.fields import nearest, option_specs
+from ..config.memory_savers import LEVELS, LOSSY_SAVERS, OTHER_RULES, SAVERS, loss_chunk_tokens
 from ..config.run_config import RunConfig, gpt2_shapes
 from ..core.errors import UsageError
 from ..core.units import MiB
 from ..hardware import gpus
 from ..hardware.gpus import GpuModel
 from ..memory.platform import Platform
-from ..tapes.engine import run as gpt
+from ..tapes.engine import run as engine_tape
 from ..tapes.engine.run import draft
 from .layer_costs import CostCache, RecomputeMix, RunCost
 from .speed import StepCost, has_figures, likely_efficiency, step_cost
@@ -32,7 +32,7 @@ PERMISSIONS = ("free", "places", "lossy", "rules", "context", "model")
 LOSSY = ("lossy", "rules")  # permissions of changes after which losses differ
 NAMED_SAVERS = {**LOSSY_SAVERS, **OTHER_RULES}
 ALLOWABLE = ("lossy", "context", "model", *NAMED_SAVERS)
-OFFLOAD = knobs_of(RunConfig)["offload"].choices  # the fastest first
+OFFLOAD = option_specs(RunConfig)["offload"].choices  # the fastest first
 # Settings that offloading requires. They cost nothing, so candidates always have them.
 FREE_SETTINGS: dict[str, Any] = {option: value for saver in SAVERS if saver.option == "offload"
                                  for option, value in saver.settings.items() if option != "offload"}
@@ -275,7 +275,7 @@ class SearchSpace:
         for compiled in [given.compile] if given.compile or not self.platform.compiles else [False, True]:
             mode = {"compile": compiled, "cuda_graphs": given.cuda_graphs}
             found.append(mode)
-            if gpt.records(draft(given, **savers.options, **mode)):
+            if engine_tape.uses_cuda_graphs(draft(given, **savers.options, **mode)):
                 found.append({**mode, "cuda_graphs": False})
         return found
 
@@ -291,7 +291,7 @@ class SearchSpace:
     def chunks(self, batch: int) -> list[int]:
         """Values of `loss_chunk`; 0 is the engine's own choice."""
         tokens = batch * self.config.block_size
-        usual = loss_piece_tokens(tokens, self.config.vocab_size)
+        usual = loss_chunk_tokens(tokens, self.config.vocab_size)
         sizes = {size for size in CHUNKS if size < tokens and tokens <= MOST_CHUNKS * size and size != usual}
         given = self.config.loss_chunk
         return sorted({0, *sizes, *({given} if given < tokens else ())}, key=lambda size: size or usual)

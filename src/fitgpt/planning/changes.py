@@ -13,7 +13,7 @@ from math import isqrt
 from typing import Any, NamedTuple, TypeVar
 
 from ..config.fields import shown
-from ..config.memory_savers import LEVELS, LOSSY_SAVERS, OTHER_RULES, SAVERS, loss_piece_tokens
+from ..config.memory_savers import LEVELS, LOSSY_SAVERS, OTHER_RULES, SAVERS, loss_chunk_tokens
 from ..config.resolve import ResolvedRun, resolve_run
 from ..config.run_config import DEFAULT_VOCAB, RunConfig
 from ..core.errors import UsageError
@@ -23,7 +23,7 @@ from .budget import Budget
 from .forecast import fits, replay_run
 
 TRAINING, EVALUATION = ("first_train", "train", "step"), ("first_eval", "eval")
-SMALLEST_CHUNK = 128  # tokens; loss_piece_tokens goes no lower by itself
+SMALLEST_CHUNK = 128  # tokens; loss_chunk_tokens goes no lower by itself
 # Families of changes: what costs nothing first, then what costs little time, then what changes what is trained.
 FAMILIES = ("trainer", "compile", "states", "gradients", "casts", "loss", "evaluation", "batch", "recompute",
             "offload", *LOSSY_SAVERS, *OTHER_RULES, "accumulation", "block")
@@ -155,7 +155,7 @@ def _evaluation(config: RunConfig) -> Found:
 
 
 def _chunks(config: RunConfig) -> Found:
-    chunk = loss_piece_tokens(config.batch_size * config.block_size, config.vocab_size or DEFAULT_VOCAB,
+    chunk = loss_chunk_tokens(config.batch_size * config.block_size, config.vocab_size or DEFAULT_VOCAB,
                               config.loss_chunk)
     for smaller in (chunk // 2, chunk // 4):
         if smaller >= SMALLEST_CHUNK:

@@ -13,15 +13,15 @@ from functools import cache
 from itertools import product
 from typing import Any
 
-from ..config.fields import knobs_of
-from ..config.memory_savers import LEVELS, loss_piece_tokens
+from ..config.fields import option_specs
+from ..config.memory_savers import LEVELS, loss_chunk_tokens
 from ..config.resolve import resolve_run
 from ..config.run_config import RunConfig
 from ..core.errors import UsageError
 from ..hardware import gpus
 from ..hardware.gpus import GpuModel
 from ..memory.platform import Platform
-from ..tapes.engine import run as gpt
+from ..tapes.engine import run as engine_tape
 from . import speed
 from .forecast import needs_of
 from .layer_costs import CostCache, describe_mix, mix_of
@@ -88,8 +88,9 @@ def _frontier(config: RunConfig, platform: Platform, needed: int, host_bytes: in
         return costs.cost(each).needs(mix_of(each.levels))
 
     least, found = float(size(config)), list[RunConfig]()
-    limit = None if host_bytes is None else host_bytes + gpt.host_bytes(config)
-    everything = sorted((each for each in _smaller(config, needed) if limit is None or gpt.host_bytes(each) <= limit),
+    limit = None if host_bytes is None else host_bytes + engine_tape.host_bytes(config)
+    everything = sorted((each for each in _smaller(config, needed)
+                         if limit is None or engine_tape.host_bytes(each) <= limit),
                         key=lambda each: (draws_other_masks(config, each), seconds_per_token(each, card, platform)))
     for each in everything:
         if (estimate := size(each)) < MAX_NEEDS * least:
@@ -136,14 +137,14 @@ def _levels(config: RunConfig) -> Iterator[dict[str, Any]]:
 
 def _chunks(config: RunConfig, needed: int) -> Iterator[dict[str, Any]]:
     yield {}
-    chunk = loss_piece_tokens(config.batch_size * config.block_size, config.vocab_size, config.loss_chunk)
-    if gpt.BYTES[config.dtype] * config.vocab_size * chunk // 2 > MIN_CHUNK_SAVING * needed:
+    chunk = loss_chunk_tokens(config.batch_size * config.block_size, config.vocab_size, config.loss_chunk)
+    if engine_tape.BYTES[config.dtype] * config.vocab_size * chunk // 2 > MIN_CHUNK_SAVING * needed:
         yield {"loss_chunk": chunk // 2}
 
 
 def _cuda_graphs(config: RunConfig) -> Iterator[dict[str, Any]]:
     yield {}
-    if gpt.records(config):
+    if engine_tape.uses_cuda_graphs(config):
         yield {"cuda_graphs": False}
 
 
@@ -152,7 +153,7 @@ def _offload(config: RunConfig) -> Iterator[dict[str, Any]]:
     exclude CUDA graphs."""
     yield {}
     if config.weights == "float32" and config.optimizer == "adamw" and not config.step_in_backward:
-        places = knobs_of(RunConfig)["offload"].choices
+        places = option_specs(RunConfig)["offload"].choices
         for place in places[places.index(config.offload) + 1:]:
             yield {"offload": place, **({"cuda_graphs": False} if place == "gradients" else {})}
 

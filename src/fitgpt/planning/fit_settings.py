@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ..config.command_options import FitOptions, FitQuestions, PlanQuestions
-from ..config.fields import Assignment, build, knobs_of, shown
+from ..config.fields import Assignment, build, option_specs, shown
 from ..config.run_config import RunConfig
 from ..core.errors import DeviceError, DoesNotFit, UsageError
 from ..core.units import GiB, show_bytes
@@ -52,12 +52,12 @@ def fit(config: str | os.PathLike[str] | Mapping[str, Any] | RunConfig = NO_OPTI
     and measure=True are taken, too.
     """
     own = dict(gpu=gpu, allow=allow, goal=goal)
-    given = {key: value for key, value in own.items() if value != knobs_of(FitQuestions)[key].default}
+    given = {key: value for key, value in own.items() if value != option_specs(FitQuestions)[key].default}
     return fit_from(fit_request(assignments_from(config, given | options, FitOptions, OF_THE_COMMAND)))
 
 
 def fit_request(assignments: Sequence[Assignment]) -> FitRequest:
-    own = knobs_of(FitQuestions)
+    own = option_specs(FitQuestions)
     options = build(FitQuestions, [each for each in assignments if each.key in own])
     given, notes = run_config_from([each for each in assignments if each.key not in own or each.key == "budget"])
     if given.eval_only:

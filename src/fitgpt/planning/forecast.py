@@ -22,7 +22,7 @@ from ..memory.timeline import (
     replay,
     reserved_in_other_orders,
 )
-from ..tapes.engine import run as gpt
+from ..tapes.engine import run as engine_tape
 from ..tapes.engine import sampling
 from ..tapes.nanogpt import train_py
 from ..tapes.nanogpt.padding import ODD_SIZES, has_odd_sizes
@@ -82,7 +82,7 @@ def write_tape(run: ResolvedRun, platform: Platform, trainer: str = "fitgpt") ->
     """Every allocation and free of the run, in order."""
     if trainer == "nanogpt":
         return train_py.write(run, platform)
-    return gpt.write(run, platform)
+    return engine_tape.write(run, platform)
 
 
 def replay_run(run: ResolvedRun, platform: Platform, trainer: str = "fitgpt", limit: int | None = None) -> Timeline:
@@ -135,15 +135,15 @@ def forecast(run: ResolvedRun, platform: Platform, trainer: str = "fitgpt", limi
         trainer=trainer, params=run.gpt_config().count_params(), phases=phases,
         peak_phase=highest.phase, owners_at_peak=formulas.owners(run, trainer, timeline, highest.event),
         needs=needed, reserved_range=(min(*reserved, most), most),
-        assumes=assumptions(run, platform, trainer), host_bytes=gpt.host_bytes(effective),
-        checkpoint_bytes=gpt.checkpoint_bytes(effective))
+        assumes=assumptions(run, platform, trainer), host_bytes=engine_tape.host_bytes(effective),
+        checkpoint_bytes=engine_tape.checkpoint_bytes(effective))
 
 
 def assumptions(run: ResolvedRun, platform: Platform, trainer: str) -> dict[str, str]:
     """What a forecast assumes: torch and how its rules are known, attention kernel, compiled or eager, allocator."""
     padded = trainer == "nanogpt" and has_odd_sizes(run.dtype, run.batch_size * run.block_size,
                                                     run.vocab_size)
-    attention = (gpt.attention_kernel(run, platform) if trainer == "fitgpt" else
+    attention = (engine_tape.attention_kernel(run, platform) if trainer == "fitgpt" else
                  platform.attention(run.n_embd // run.n_head, run.dtype))
     return {
         "torch": platform.describe_torch(), "attention": attention,
@@ -160,7 +160,7 @@ def _by_phase(peaks: dict[str, PhasePeak]) -> dict[str, PhaseMemory]:
 
 def _resumed(run: ResolvedRun, platform: Platform) -> PhaseMemory:
     """After a checkpoint was read: optimizer state that a new run allocates later is there, too."""
-    resumed = replay(gpt.write(replace(run, init_from="resume"), platform), expandable=platform.expandable)
+    resumed = replay(engine_tape.write(replace(run, init_from="resume"), platform), expandable=platform.expandable)
     peak = resumed.peaks()["load"]
     return PhaseMemory(peak.allocated, peak.reserved)
 

@@ -21,7 +21,7 @@ from ..core.units import MiB
 from ..memory.allocator import LARGE_BUFFER
 from ..memory.platform import Platform
 from ..memory.tape import EMPTY_CACHE, GRAPH_POOL, Event, round_size
-from ..tapes.engine import run as gpt
+from ..tapes.engine import run as engine_tape
 from ..tapes.engine.run import draft
 
 RecomputeMix = tuple[tuple[int, int], ...]  # (index of a policy in LEVELS, layers), from the first layer to the last
@@ -275,7 +275,7 @@ class CostCache:
     def cost(self, config: RunConfig) -> RunCost:
         """Wants a settled config: see memory.forecast. Its recompute policies do not matter."""
         optimizer = config.optimizer if config.step_in_backward else None  # else the passes do not depend on it
-        key = *_pass_options(config), gpt.records(config), config.offload == "gradients", optimizer
+        key = *_pass_options(config), engine_tape.uses_cuda_graphs(config), config.offload == "gradients", optimizer
         accumulates = config.gradient_accumulation_steps > 1
         resident = self._once(_resident, config, key, config.n_layer, config.optimizer, config.adam8bit, config.offload)
         evaluation = self._once(_evaluation, config, key, config.eval_batch, config.eval_block, config.loss_chunk)
@@ -284,7 +284,7 @@ class CostCache:
         return RunCost(resident, evaluation,
                        tuple(step._replace(head=head) for step, head in zip(steps, heads, strict=True)),
                        config.n_layer * per_layer + others, _places(config, config.batch_size * config.block_size),
-                       gpt.BYTES[config.dtype] * config.batch_size * config.block_size * config.n_embd,
+                       engine_tape.BYTES[config.dtype] * config.batch_size * config.block_size * config.n_embd,
                        self.platform.expandable)
 
     def _once(self, read: Callable[[RunConfig, Platform], Found], config: RunConfig, *key: Any) -> Found:
@@ -299,10 +299,10 @@ def needs(config: RunConfig, platform: Platform) -> int:
     return CostCache(platform).cost(config).needs(mix_of(config.levels))
 
 
-def _run_of(config: RunConfig, platform: Platform, **options: Any) -> gpt.Run:
+def _run_of(config: RunConfig, platform: Platform, **options: Any) -> engine_tape.Run:
     """With its weights and states loaded. States that come late are taken to be there: from the first step on they
     are."""
-    run = gpt.Run(draft(config, states="early", eval_only=False, grad_checkpoint=False, **options), platform)
+    run = engine_tape.Run(draft(config, states="early", eval_only=False, grad_checkpoint=False, **options), platform)
     run.load()
     return run
 
@@ -325,7 +325,8 @@ def _resident(config: RunConfig, platform: Platform) -> Resident:
             run.make_gradients()
     start = run.w.length
     run.apply_gradients()
-    step = (event for event in run.w.events_since(start) if event.name not in gpt.WORKSPACES)  # there since the passes
+    step = (event for event in run.w.events_since(start)
+            if event.name not in engine_tape.WORKSPACES)  # allocated in the passes before
     return Resident(*loaded, _span_cost(step, captured=False).peak)
 
 
@@ -338,7 +339,7 @@ def _evaluation(config: RunConfig, platform: Platform) -> EvalCost:
     first = next((at for at, event in enumerate(events) if event.pool == GRAPH_POOL), 0)
     beside = _span_cost(events[:first], captured=False).net
     workspaces = sum(round_size(event.nbytes) for event in events if event.alloc and event.pool == GRAPH_POOL
-                     and event.name in gpt.WORKSPACES)
+                     and event.name in engine_tape.WORKSPACES)
     return EvalCost(ordinary.peak, captured.peak, beside, 0 if run.records else ordinary.net,
                     captured.peak - workspaces, captured.net - workspaces,
                     _places(config, config.eval_batch * config.eval_block))
@@ -346,7 +347,7 @@ def _evaluation(config: RunConfig, platform: Platform) -> EvalCost:
 
 def _places(config: RunConfig, tokens: int) -> int:
     """Bytes of the inputs and targets that a CUDA graph reads."""
-    return 2 * round_size(8 * tokens) if gpt.records(config) else 0
+    return 2 * round_size(8 * tokens) if engine_tape.uses_cuda_graphs(config) else 0
 
 
 def _heads(config: RunConfig, platform: Platform) -> tuple[NetAndPeak, ...]:
@@ -384,8 +385,8 @@ def _micro_step(events: list[Event], spans: list[tuple[str, int, int]], layers: 
     """The first matmul allocates workspaces: counted as the embedding's, so that the first layer is like the others."""
     start, end = spans[0][1], spans[-1][2]
     captured = any(event.pool == GRAPH_POOL for event in events[start:end])
-    workspaces = sum(round_size(event.nbytes) for event in events[start:end] if event.name in gpt.WORKSPACES)
-    costs = [_span_cost((event for event in events[first:last] if event.name not in gpt.WORKSPACES), captured)
+    workspaces = sum(round_size(event.nbytes) for event in events[start:end] if event.name in engine_tape.WORKSPACES)
+    costs = [_span_cost((event for event in events[first:last] if event.name not in engine_tape.WORKSPACES), captured)
              for _, first, last in spans]
     embed, *up = costs[:layers + 1]
     turn, *down = costs[layers + 1:-1]

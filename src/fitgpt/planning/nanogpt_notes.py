@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..config.fields import knobs_of
+from ..config.fields import option_specs
 from ..config.resolve import resolve_run
 from ..config.run_config import DEFAULT_VOCAB, GPT2_VOCAB, NOT_NANOGPTS, RunConfig
 from ..data.shard_header import DataSummary
@@ -12,7 +12,7 @@ from ..tapes.nanogpt.padding import MULTIPLE, has_odd_sizes, round_up
 
 def run_notes(config: RunConfig, given_vocab: int, data: DataSummary | None) -> list[str]:
     """Where train.py differs from the options given. `given_vocab`: 0 if none was given."""
-    options = knobs_of(RunConfig)
+    options = option_specs(RunConfig)
     ignored = ", ".join(f"{name}={getattr(config, name)}" for name in NOT_NANOGPTS
                         if getattr(config, name) != options[name].default)
     notes = [f"nanoGPT's train.py ignores {ignored}: it has no such option."] if ignored else []

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from ..config.command_options import PlanOptions, PlanQuestions
-from ..config.fields import knobs_of
+from ..config.fields import option_specs
 from ..config.resolve import ResolvedRun, resolve_run
 from ..config.run_config import RunConfig
 from ..core.errors import UsageError
@@ -18,7 +18,7 @@ from ..data.shard_header import DataSummary
 from ..hardware import gpus
 from ..memory.platform import Platform
 from ..memory.timeline import needs, needs_under, replay
-from ..tapes.engine import run as gpt
+from ..tapes.engine import run as engine_tape
 from ..tapes.nanogpt.forward_graph import splits_loss_rows
 from .budget import Target, apply_limits, check_supported, on_card, target_for, unmodelled_allocator_options
 from .changes import Change, PricedChange, memory_use, priced, single_changes, smallest_that_fit
@@ -111,7 +111,7 @@ def plan(config: str | os.PathLike[str] | Mapping[str, Any] | RunConfig = NO_OPT
     batch_size=8 override the config; tokens, epochs, hours and options=True are taken, too.
     """
     own = dict(gpu=gpu, budget=budget, others=others, trainer=trainer, torch=torch)
-    defaults = knobs_of(PlanQuestions)
+    defaults = option_specs(PlanQuestions)
     given = {key: value for key, value in own.items() if value not in (None, defaults[key].default)}
     return plan_from(plan_request(assignments_from(config, given | options, PlanOptions, OF_THE_COMMAND)))
 
@@ -138,7 +138,7 @@ def plan_for(config: RunConfig, target: Target, trainer: str = "fitgpt") -> Plan
 
 
 def _graph_notes(run: ResolvedRun) -> list[str]:
-    if run.eval_only or not gpt.records(run):
+    if run.eval_only or not engine_tape.uses_cuda_graphs(run):
         return []
     return ["The first step is captured into CUDA graphs. Later steps replay them in memory that stays reserved, and "
             "allocate next to nothing."]
@@ -192,7 +192,7 @@ def verdicts(config: RunConfig, trainer: str = "fitgpt", others: int = 0, torch:
 def same_tape(run: ResolvedRun, platform: Platform) -> tuple[Any, ...]:
     """What a tape depends on. Where two platforms agree in it, so do their tapes, except for the partial sums of a
     norm: a few MiB that grow with the number of multiprocessors."""
-    return (run.dtype, run.compile, platform.workspace, gpt.attention_kernel(run, platform), platform.torch,
+    return (run.dtype, run.compile, platform.workspace, engine_tape.attention_kernel(run, platform), platform.torch,
             platform.expandable, platform.cache, splits_loss_rows(run.batch_size * run.block_size, platform.sms))
 
 

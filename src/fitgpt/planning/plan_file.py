@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..config.fields import Assignment, checked, knobs_of, shown
+from ..config.fields import Assignment, checked, option_specs, shown
 from ..config.run_config import FALLBACK_OPTIONS, FIXED_BY_PLAN, RunConfig
 from ..core.errors import DeviceError, UsageError
 from ..core.files import is_own_json
@@ -209,7 +209,7 @@ def read(path: str) -> PlanFile:
 
 def _options(path: str, given: dict[str, Any]) -> dict[str, Any]:
     """The options that `train` has, each checked like a flag."""
-    known = knobs_of(RunConfig)
+    known = option_specs(RunConfig)
     return {key: checked(known[key], value, f"{path}: {key}={value!r}") for key, value in given.items()
             if key in known and key != "plan"}
 

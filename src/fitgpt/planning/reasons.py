@@ -6,12 +6,12 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ..config.fields import shown
-from ..config.memory_savers import SAVERS, loss_piece_tokens
+from ..config.memory_savers import SAVERS, loss_chunk_tokens
 from ..config.resolve import resolve_run
 from ..config.run_config import RunConfig
 from ..core.errors import UsageError
 from ..core.units import MiB, show_bytes
-from ..tapes.engine import run as gpt
+from ..tapes.engine import run as engine_tape
 from .search import Search
 from .speed import likely_efficiency, modelled
 
@@ -103,7 +103,7 @@ def _mechanism(given: RunConfig, chosen: RunConfig, options: tuple[str, ...]) ->
     """What makes the difference, where that is not obvious."""
     larger = "gradients leave the GPU less often" if chosen.offload == "gradients" else (
         "larger matmuls use the GPU better")
-    chunk = loss_piece_tokens(chosen.batch_size * chosen.block_size, chosen.vocab_size, given.loss_chunk)
+    chunk = loss_chunk_tokens(chosen.batch_size * chosen.block_size, chosen.vocab_size, given.loss_chunk)
     mechanisms = {  # (whether it is the first, the first, the second)
         "batch_size": (chosen.batch_size > given.batch_size, larger, "fewer sequences are in memory at once"),
         "loss_chunk": (chosen.loss_chunk > chunk, "the gradient of the head's weights is summed in fewer rounds",
@@ -128,7 +128,7 @@ def _effect(given: RunConfig, chosen: RunConfig, options: tuple[str, ...], text:
     if "recompute" in options and set(chosen.levels) == {"all"}:
         text += ", and nothing is recomputed: there is enough memory"
     if "offload" in options and chosen.offload != "none":
-        text += f", with {show_bytes(gpt.host_bytes(chosen))} of CPU RAM"
+        text += f", with {show_bytes(engine_tape.host_bytes(chosen))} of CPU RAM"
     return text
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from ..config.argv import walk
 from ..config.command_options import PlanQuestions
-from ..config.fields import Assignment, Options, build, knobs_of, nearest
+from ..config.fields import Assignment, Options, build, nearest, option_specs
 from ..config.resume import check_resume
 from ..config.run_config import DEFAULT_VOCAB, RunConfig, gpt2_shapes, resolve
 from ..core.errors import CheckpointError, DataError, UsageError
@@ -30,13 +30,13 @@ def assignments_from(config: Any, options: Mapping[str, Any], command: type[Opti
                      not_taken: Collection[str]) -> list[Assignment]:
     """The arguments of `fitgpt.plan` or `fitgpt.fit` as assignments. `config`: a config file, a dict of options or a
     RunConfig; `not_taken`: options of the command that the function does not take."""
-    known = [name for name in knobs_of(command) if name not in not_taken]
+    known = [name for name in option_specs(command) if name not in not_taken]
     return _assignments_of(config, command, known) + _from_dict(options, command, known)
 
 
 def _assignments_of(config: Any, command: type[Options], known: list[str]) -> list[Assignment]:
     if isinstance(config, RunConfig):
-        defaults = knobs_of(RunConfig)
+        defaults = option_specs(RunConfig)
         return _from_dict({key: value for key, value in config.to_dict().items() if value != defaults[key].default},
                           command, known)
     if isinstance(config, Mapping):
@@ -72,7 +72,7 @@ class PlanRequest(NamedTuple):
 
 
 def plan_request(assignments: Sequence[Assignment]) -> PlanRequest:
-    own = knobs_of(PlanQuestions)
+    own = option_specs(PlanQuestions)
     options = build(PlanQuestions, [each for each in assignments if each.key in own])
     of_run = [each for each in assignments if each.key not in own or each.key == "budget"]  # budget is train's, too
     max_iters = next((each.source for each in of_run if each.key == "max_iters" and each.source.startswith("--")), "")

@@ -17,7 +17,7 @@ from ..config.resolve import resolve_run
 from ..config.run_config import RunConfig, diff
 from ..hardware.gpus import GpuModel
 from ..memory.platform import Platform
-from ..tapes.engine import run as gpt
+from ..tapes.engine import run as engine_tape
 from ..tapes.engine.run import draft
 from .budget import Budget
 from .candidates import FREE_SETTINGS, LOSSY, Candidate, CandidateScan, Prune, SaverSet, SearchSpace, saver_sets
@@ -115,7 +115,7 @@ class Search:
         self.limit = self.target.budget.reserve_limit
         self.config = resolve_run(self.given, self.platform)
         self.space = SearchSpace(self.config, self.platform, self.card, self.target.most_batch)
-        offloaded = gpt.host_bytes(draft(self.config, offload="optimizer"))
+        offloaded = engine_tape.host_bytes(draft(self.config, offload="optimizer"))
         self.saver_sets = [savers for savers in saver_sets(self.config, self.platform, self.allow)
                            if savers.options["offload"] == "none" or host_bytes is None or offloaded <= host_bytes]
         self.scanned = CandidateScan(within_usual_loss(self.limit, self.platform.expandable))

@@ -13,17 +13,17 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..config.memory_savers import KEEPS, LEVELS, loss_piece_tokens
+from ..config.memory_savers import KEEPS, LEVELS, loss_chunk_tokens
 from ..config.optimizers import optimizer_of
 from ..config.resolve import resolve_run
 from ..config.run_config import SPEED_OPTIONS, RunConfig
 from ..hardware.gpus import GpuModel
 from ..memory.platform import Platform
-from ..tapes.engine import run as gpt
+from ..tapes.engine import run as engine_tape
 from .budget import platform_for
 from .efficiency import Efficiency, SpeedEstimate, gpu_class
 
-BYTES = gpt.BYTES
+BYTES = engine_tape.BYTES
 
 TILE = 128                # rows and columns of a matmul's result that one multiprocessor computes at once …
 LAST_WAVE = 0.25          # … and the share of a wave of tiles that is lost at the end of a matmul
@@ -69,7 +69,7 @@ def step_cost(config: RunConfig, card: GpuModel, platform: Platform, efficiency:
     matmul_flops = matmul_rate(rate, efficiency, n * c, sms)
     attention = rate * efficiency.attention / head_cost(c // config.n_head)
 
-    gap = KERNEL_GAP_S if gpt.records(config) else LAUNCH_GAP_S
+    gap = KERNEL_GAP_S if engine_tape.uses_cuda_graphs(config) else LAUNCH_GAP_S
 
     def matmul(outputs: int, inputs: int) -> float:
         """One of the three matmuls of a weight matrix, with the cast of the weight."""
@@ -100,13 +100,13 @@ def step_cost(config: RunConfig, card: GpuModel, platform: Platform, efficiency:
                  + sum(recomputed[name] for name in recomputed if name not in KEEPS[level]))
         layers.append(forward + backward + dropout + extra + gap * KERNELS_PER_LAYER)
 
-    chunk = loss_piece_tokens(n, v, config.loss_chunk)
+    chunk = loss_chunk_tokens(n, v, config.loss_chunk)
     chunks = -(-n // chunk)
     head = 6 * n * v * c / matmul_rate(rate, efficiency, chunk * v, sms)
     loss = (3 if platform.compiles else 12) * p * n * v / bandwidth
     fixed = (head + loss + (chunks * 2 * m + _cast(config)) * v * c / bandwidth + moved(3, 12)
              + chunks * KERNELS_PER_CHUNK * gap)
-    host = 0.0 if gpt.records(config) else config.n_layer * CPU_PER_LAYER_S + chunks * CPU_PER_CHUNK_S
+    host = 0.0 if engine_tape.uses_cuda_graphs(config) else config.n_layer * CPU_PER_LAYER_S + chunks * CPU_PER_CHUNK_S
     sent, step = _optimizer_seconds(config, bandwidth, rate * efficiency.matmuls)
     if config.casts == "kept" and config.weights != config.dtype:
         step += (m + p) * (v * c + 12 * c * c * config.n_layer) / bandwidth
@@ -232,7 +232,8 @@ def worst_error(card: GpuModel) -> float:
 def speed_key(config: RunConfig) -> tuple[Any, ...]:
     """What the speed of a resolved config depends on: configs with the same key are equally fast."""
     effective = {
-        "compile": bool(config.compile), "cuda_graphs": gpt.records(config), "grad_clip": config.grad_clip > 0,
+        "compile": bool(config.compile), "cuda_graphs": engine_tape.uses_cuda_graphs(config),
+        "grad_clip": config.grad_clip > 0,
         "recompute": config.levels, "grad_checkpoint": None,
-        "loss_chunk": loss_piece_tokens(config.batch_size * config.block_size, config.vocab_size, config.loss_chunk)}
+        "loss_chunk": loss_chunk_tokens(config.batch_size * config.block_size, config.vocab_size, config.loss_chunk)}
     return tuple(effective.get(name, getattr(config, name)) for name in SPEED_OPTIONS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 
-from ..config.fields import knobs_of
+from ..config.fields import option_specs
 from ..config.run_config import RunConfig
 from ..core.units import show_bytes, show_count
 from .goals import FitResult
@@ -21,7 +21,7 @@ def config_text(fitted: FitResult, run: str) -> str:
     """`run`: a description of the given run."""
     chosen, budget = fitted.chosen, fitted.budget
     assert chosen is not None  # only settings that fit are written
-    options = {name: getattr(chosen.config, name) for name, option in knobs_of(RunConfig).items()
+    options = {name: getattr(chosen.config, name) for name, option in option_specs(RunConfig).items()
                if name not in NOT_WRITTEN and (name in ALWAYS or getattr(chosen.config, name) != option.default)}
     card = f" for {_one_line(budget.card)}" if budget.card else ""
     lines = [f"{MARK}{card}, from {_one_line(run)}.",

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..config.fields import knobs_of
+from ..config.fields import option_specs
 from ..config.run_config import RunConfig
 from ..core.errors import CheckpointError, UsageError
 from ..core.files import disk_faults
@@ -167,7 +167,7 @@ def record_of(name: str, rows: Sequence[Row], config: dict[str, Any] | None,
     config = config or (facts.config if facts else {})
     steps = tuple(step_from(row) for row in rows_by_step(rows, "step"))
     plan = last_row(rows, "plan")
-    defaults = {option.name: option.default for option in knobs_of(RunConfig).values()}
+    defaults = {option.name: option.default for option in option_specs(RunConfig).values()}
     return RunRecord(
         name=name, facts=facts, config=config,
         unusual=tuple(key for key, value in config.items() if key not in defaults or defaults[key] != value),

@@ -238,7 +238,7 @@ def set_up_gradients(training: Training, config: RunConfig, choice: DeviceChoice
 def uses_cuda_graphs(config: RunConfig, choice: DeviceChoice) -> bool:
     on_cuda = choice.device.startswith("cuda")
     if config.cuda_graphs == "auto":
-        return choice.compile and on_cuda and not config.not_recorded
+        return choice.compile and on_cuda and not config.cuda_graph_blockers
     if config.cuda_graphs and not on_cuda:
         raise DeviceError(f"cuda_graphs=True does not work with device={choice.device}.", "--cuda_graphs=auto")
     return config.cuda_graphs

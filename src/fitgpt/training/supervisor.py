@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config.argv import walk
-from ..config.fields import Assignment, knobs_of, nearest
+from ..config.fields import Assignment, nearest, option_specs
 from ..config.run_config import RunConfig
 from ..core.errors import (
     STOPPED_AT_ONCE,
@@ -78,7 +78,7 @@ def train(config: str | os.PathLike[str] | Mapping[str, Any] | RunConfig = "", *
 
 def assignments_from(config: Any, options: Mapping[str, Any]) -> list[Assignment]:
     """The options that a config of any kind sets, then `options`."""
-    known = knobs_of(RunConfig)
+    known = option_specs(RunConfig)
     for key in (*(config if isinstance(config, Mapping) else ()), *options):
         if key not in known:
             near = nearest(str(key), known)

@@ -8,7 +8,7 @@ from typing import Any
 from .. import __version__
 from ..config.argv import walk
 from ..config.command_options import PlanQuestions
-from ..config.fields import knobs_of
+from ..config.fields import option_specs
 from ..config.memory_savers import LEVELS
 from ..config.run_config import PAGE_OPTIONS, RunConfig, diff, gpt2_shapes, resolve
 from ..core.errors import DeviceError
@@ -34,7 +34,7 @@ OTHERS_MIB = (0, 128, 256, 512, 768, 1024, 1536, 2118, 2560, 3072, 4096, 5120, 6
 
 
 def form() -> dict[str, Any]:
-    own = knobs_of(PlanQuestions)
+    own = option_specs(PlanQuestions)
     return {
         "version": __version__, "example": EXAMPLE, "here": _here(),
         "gpus": [{"name": card.name, "memory": f"{card.memory_gb} GB", "group": _family(card)}
@@ -72,7 +72,7 @@ def _preset(group: str, name: str, config: RunConfig) -> dict[str, Any]:
 
 def _control(name: str) -> dict[str, Any]:
     """An option as its dataclass field declares it."""
-    one = knobs_of(RunConfig)[name]
+    one = option_specs(RunConfig)[name]
     choices = list(one.choices)
     if name == "recompute":
         choices = list(LEVELS)

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 from urllib.parse import parse_qsl
 
 from ..config.command_options import PlanOptions, PlanQuestions
-from ..config.fields import Assignment, build, knobs_of, parse_value, shown
-from ..config.memory_savers import loss_piece_tokens
+from ..config.fields import Assignment, build, option_specs, parse_value, shown
+from ..config.memory_savers import loss_chunk_tokens
 from ..config.run_config import DEFAULT_VOCAB, NOT_NANOGPTS, PAGE_OPTIONS, RunConfig, diff, resolve
 from ..core.errors import UsageError
 from ..planning.budget import Target, check_supported, target_for
@@ -70,7 +70,7 @@ def _check_size(config: RunConfig, trainer: str) -> None:
         raise UsageError(f"n_layer={config.n_layer}: the page plans at most {MOST_LAYERS} layers.",
                          f"--n_layer={MOST_LAYERS}, or fitgpt plan in a terminal, which has no limit.")
     tokens = max(config.batch_size * config.block_size, config.eval_batch * config.eval_block)
-    chunks = tokens / loss_piece_tokens(tokens, config.vocab_size or DEFAULT_VOCAB, config.loss_chunk)
+    chunks = tokens / loss_chunk_tokens(tokens, config.vocab_size or DEFAULT_VOCAB, config.loss_chunk)
     if trainer == "fitgpt" and chunks > MOST_CHUNKS:
         raise UsageError(f"The loss of {tokens:,} tokens would be computed in {chunks:,.0f} chunks; the page plans at "
                          f"most {MOST_CHUNKS:,}.", "--loss_chunk=0, or a smaller batch.")
@@ -114,7 +114,7 @@ def command(query: PageQuery) -> str:
 
 def plan_command(query: PageQuery) -> str:
     """The command that prints this plan."""
-    own = knobs_of(PlanQuestions)
+    own = option_specs(PlanQuestions)
     questions = {key: getattr(query.questions, key) for key in QUESTIONS}
     flags = {key: value for key, value in questions.items() if value != own[key].default} | _not_default(query)
     return " ".join(["fitgpt plan", *(f"--{key}={shown(value)}" for key, value in flags.items())])

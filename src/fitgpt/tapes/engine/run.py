@@ -54,9 +54,11 @@ def parameters(config: RunConfig) -> list[tuple[str, int, bool]]:
     return found
 
 
-def records(config: RunConfig) -> bool:
+def uses_cuda_graphs(config: RunConfig) -> bool:
     """Whether CUDA graphs are used: training/run.uses_cuda_graphs's rule."""
-    return bool(config.compile) and not config.not_recorded if config.cuda_graphs == "auto" else config.cuda_graphs
+    if config.cuda_graphs != "auto":
+        return config.cuda_graphs
+    return bool(config.compile) and not config.cuda_graph_blockers
 
 
 def attention_kernel(config: RunConfig, platform: Platform) -> str:
@@ -84,8 +86,8 @@ class Run:
     def __init__(self, config: RunConfig, platform: Platform) -> None:
         self.config, self.w = config, Writer()
         self.gpu = gpu_of(config, platform, self.w)
-        self.records = records(config)
-        self.gradients_stay = self.records or config.gradients == "kept"
+        self.cuda_graphs = uses_cuda_graphs(config)
+        self.gradients_stay = self.cuda_graphs or config.gradients == "kept"
         self.has_states = config.eval_only  # whether the optimizer's are there, as far as they are needed
         self.eager: set[str] = set()        # kinds of work that have run eagerly
         self.captured: dict[str, str] = {}  # kinds that are captured, and the name of the result
@@ -104,7 +106,7 @@ class Run:
             self.iterate("train", "step")
         w.phase("eval")
         self.evaluate()
-        if self.records:
+        if self.cuda_graphs:
             self.iterate("train", "step")
         w.phase("save")  # tensor by tensor, through CPU RAM
         return w.tape()
@@ -150,7 +152,7 @@ class Run:
 
     def called(self, kind: str, result: str, batch: Tensor) -> None:
         """One micro-step or evaluation batch: eager, captured or replayed. See engine/graphs.py."""
-        if not self.records:
+        if not self.cuda_graphs:
             self.work(kind, result, batch)
         elif kind not in self.eager:
             self.eager.add(kind)

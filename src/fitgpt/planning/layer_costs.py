@@ -340,7 +340,7 @@ def _evaluation(config: RunConfig, platform: Platform) -> EvalCost:
     beside = _span_cost(events[:first], captured=False).net
     workspaces = sum(round_size(event.nbytes) for event in events if event.alloc and event.pool == GRAPH_POOL
                      and event.name in engine_tape.WORKSPACES)
-    return EvalCost(ordinary.peak, captured.peak, beside, 0 if run.records else ordinary.net,
+    return EvalCost(ordinary.peak, captured.peak, beside, 0 if run.cuda_graphs else ordinary.net,
                     captured.peak - workspaces, captured.net - workspaces,
                     _places(config, config.eval_batch * config.eval_block))
 
@@ -361,7 +361,7 @@ def _micro_steps(config: RunConfig, platform: Platform,
     and go: a layer's, and all others'. One layer per recompute policy, or none."""
     run = _run_of(config, platform, n_layer=layers, recompute=ONE_OF_EACH if layers else "input")
     w = run.w
-    if not run.records:  # else graphs are dropped before training begins. One batch leaves behind what all do
+    if not run.cuda_graphs:  # else graphs are dropped before training begins. One batch leaves behind what all do
         batch = run.fetch(config.eval_batch, config.eval_block)
         run.work("eval", "token losses", run.batch)
         w.free("token losses", batch)
@@ -370,7 +370,7 @@ def _micro_steps(config: RunConfig, platform: Platform,
     run.micro_steps()
     comes_and_goes = not run.gradients_stay and run.optimizer.sink is None
     of_layer, in_all = (_gradients(w.events_since(0), prefix) if comes_and_goes else 0 for prefix in ("0.", ""))
-    if run.records and config.gradient_accumulation_steps == 1:  # the next micro-step is another step's
+    if run.cuda_graphs and config.gradient_accumulation_steps == 1:  # the next micro-step is another step's
         run.step()
         run.micro_steps()
     events, spans = w.events_since(0), [span for span in run.gpu.spans if span[0] != "update"]

@@ -61,3 +61,20 @@ def gpt2_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def gpt2(gpt2_files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(gpt2_files))
+
+
+# Files whose tests start processes or a browser, train, or replay recorded runs: marked slow.
+SLOW = {"test_any_config", "test_bitsandbytes", "test_changes", "test_checkpoint_crashes", "test_demo", "test_device",
+        "test_divergence", "test_docs", "test_end_to_end", "test_explain_command", "test_fit_everywhere",
+        "test_fit_goals", "test_fit_measure", "test_fit_search", "test_fitting", "test_golden", "test_golden_sampling",
+        "test_guard", "test_import_path", "test_interop_hf", "test_kill", "test_ladder", "test_layer_costs",
+        "test_memory_accuracy", "test_memory_savers", "test_pipeline_resume", "test_plan", "test_plan_cards",
+        "test_plan_runs", "test_plan_snapshot", "test_preflight", "test_rehearse", "test_report", "test_report_page",
+        "test_run", "test_supervise", "test_traced", "test_watch_live", "test_web_answers", "test_web_app",
+        "test_web_fixes", "test_web_page", "test_web_serve", "test_web_workers"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.stem in SLOW:
+            item.add_marker(pytest.mark.slow)

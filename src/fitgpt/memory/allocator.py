@@ -144,7 +144,7 @@ class CachingAllocator:
                     self._release(pool)
 
     def _may_reserve(self, nbytes: int, pool: BlockPool) -> bool:
-        """Whether the limit allows so many bytes more, if need be after cached blocks are released."""
+        """Whether the limit allows `nbytes` more, if necessary after releasing cached blocks."""
         if self.reserved + nbytes > self.limit:
             self.smallest_refused = min(self.smallest_refused, self.reserved + nbytes)
             if pool.graph:  # nothing is released during a capture

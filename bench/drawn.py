@@ -25,7 +25,7 @@ from accuracy import H200, predict  # noqa: E402
 from fitgpt.config.run_config import RunConfig  # noqa: E402
 from fitgpt.core.units import GiB  # noqa: E402
 from fitgpt.memory.timeline import replay  # noqa: E402
-from fitgpt.tapes.nanogpt.train_py import write  # noqa: E402
+from fitgpt.tapes.nanogpt import write  # noqa: E402
 
 SEED, DRAWN = 20261116, 16
 WIDER_SEED, DRAWN_WIDER = 20261117, 40

@@ -21,7 +21,7 @@ from fitgpt.config.run_config import RunConfig  # noqa: E402
 from fitgpt.memory.platform import Platform  # noqa: E402
 from fitgpt.memory.tape import Tape  # noqa: E402
 from fitgpt.memory.timeline import Timeline, replay  # noqa: E402
-from fitgpt.tapes.nanogpt.train_py import write  # noqa: E402
+from fitgpt.tapes.nanogpt import write  # noqa: E402
 
 H200 = Platform()
 PHASES = ("first_eval", "first_train", "train", "step", "eval")

@@ -21,7 +21,7 @@ from fitgpt.engine.model import GPT, build_model
 from fitgpt.runs.folder import RunFolder, recorded_config
 from fitgpt.runs.metrics import read_metrics
 from fitgpt.show.progress import PlainDisplay
-from fitgpt.tapes.engine.run import checkpoint_bytes
+from fitgpt.tapes.engine import checkpoint_bytes
 from fitgpt.training import checkpoint
 from fitgpt.training.run import build_training, run
 from helpers import reference_loss, skip_without_library, tiny_config

@@ -22,10 +22,9 @@ from fitgpt.config.run_config import RunConfig
 from fitgpt.memory.platform import Platform
 from fitgpt.memory.timeline import PhasePeak, replay
 from fitgpt.planning.track_record import COLUMNS, SHAPE, record_kind
-from fitgpt.tapes.engine import run as engine_tape
-from fitgpt.tapes.engine import sampling
-from fitgpt.tapes.nanogpt.padding import has_odd_sizes
-from fitgpt.tapes.nanogpt.train_py import write
+from fitgpt.tapes import engine as engine_tape
+from fitgpt.tapes.nanogpt import write
+from fitgpt.tapes.nanogpt_compiled import has_odd_sizes
 
 NANOGPT = "nanogpt"
 H200 = Platform((9, 0), "2.11")
@@ -86,7 +85,7 @@ def _of_one_run(row: dict[str, Any], platform: Platform) -> Iterable[Figure]:
     step, train = peaks["step"], peaks["train"]
     peaks["train"] = PhasePeak("train", max(train.allocated, step.allocated), step.reserved, 0)
     if "sample" in row["phases"]:
-        peaks |= replay(sampling.write(config, platform), expandable=platform.expandable).peaks()
+        peaks |= replay(engine_tape.write_sampling(config, platform), expandable=platform.expandable).peaks()
     reserved = 0
     for phase in (*PHASES, "sample"):
         if phase in row["phases"]:

@@ -11,8 +11,7 @@ torch = pytest.importorskip("torch")
 from fitgpt.config.architectures import ARCHITECTURES, GPTConfig, parameter_shapes  # noqa: E402
 from fitgpt.config.run_config import RunConfig  # noqa: E402
 from fitgpt.engine.model import GPT  # noqa: E402
-from fitgpt.tapes.engine import run as engine_tape  # noqa: E402
-from fitgpt.tapes.nanogpt import train_py  # noqa: E402
+from fitgpt.tapes import nanogpt as nanogpt_tape  # noqa: E402
 
 SHAPES = [GPTConfig(block_size=32, vocab_size=100, n_layer=3, n_head=2, n_embd=8, bias=bias) for bias in (True, False)]
 
@@ -35,8 +34,7 @@ def test_the_tapes_list_the_same_parameters(bias: bool) -> None:
     config = RunConfig(block_size=32, vocab_size=100, n_layer=3, n_head=2, n_embd=8, bias=bias, dtype="bfloat16",
                        compile=False)
     expected = [(prod(shape), len(shape) == 2) for shape in parameter_shapes(config.gpt_config()).values()]
-    assert [(elements, matrix) for _, elements, matrix in engine_tape.parameters(config)] == expected
-    assert [(elements, matrix) for _, elements, matrix in train_py.parameters(config)] == expected
+    assert [(elements, matrix) for _, elements, matrix in nanogpt_tape.parameters(config)] == expected
 
 
 def test_gpt2_has_124_million_parameters() -> None:

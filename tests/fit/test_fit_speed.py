@@ -18,7 +18,7 @@ from fitgpt.hardware import gpus
 from fitgpt.planning import duration, speed
 from fitgpt.planning.budget import platform_for
 from fitgpt.planning.efficiency import gpu_class
-from fitgpt.tapes.engine import run as engine_tape
+from fitgpt.tapes import engine as engine_tape
 
 H200, CARD = gpus.find("h200"), gpus.find("4070")
 GPT2 = RunConfig(n_layer=12, n_head=12, n_embd=768, vocab_size=50304, batch_size=8, gradient_accumulation_steps=4)

@@ -17,7 +17,7 @@ from fitgpt.memory.timeline import replay
 from fitgpt.planning.fallback_ladder import MOST_PLANS, fallback_plans, seconds_per_token, similar_gpu
 from fitgpt.planning.forecast import needs_of, write_tape
 from fitgpt.planning.plan_file import FallbackPlan
-from fitgpt.tapes.engine.run import host_bytes
+from fitgpt.tapes.engine import host_bytes
 
 HERE = Platform((8, 9), "2.13", sms=46)  # an RTX 4070
 CASES: dict[str, dict[str, Any]] = {

@@ -21,7 +21,7 @@ from fitgpt.planning import layer_costs
 from fitgpt.planning.budget import platform_for
 from fitgpt.planning.candidates import CandidateScan, SearchSpace, saver_sets
 from fitgpt.planning.layer_costs import MOST_LOST, PAGE, FragmentationBound, RecomputeMix, describe_mix, mix_of
-from fitgpt.tapes.engine import run as engine_tape
+from fitgpt.tapes import engine as engine_tape
 
 RUNS = 160
 SETTINGS = tuple(platform_for(gpus.find(name)) for name in ("4070", "h200", "t4"))

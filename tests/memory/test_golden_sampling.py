@@ -12,8 +12,8 @@ from fitgpt.config.run_config import RunConfig
 from fitgpt.memory.platform import Platform
 from fitgpt.memory.timeline import replay
 from fitgpt.planning.forecast import forecast
-from fitgpt.tapes import shapes
-from fitgpt.tapes.engine import sampling
+from fitgpt.tapes import aten
+from fitgpt.tapes import engine as engine_tape
 
 ROWS = [row for name in ("h200.json", "h200_sampling.json") for row in read(name) if "sample" in row.get("phases", {})]
 RESERVES_UNTIL_THE_THIRD_TOKEN = RunConfig(n_layer=8, n_head=8, n_embd=336, block_size=512, vocab_size=65,
@@ -21,14 +21,14 @@ RESERVES_UNTIL_THE_THIRD_TOKEN = RunConfig(n_layer=8, n_head=8, n_embd=336, bloc
 
 
 def peaks(config: RunConfig) -> dict[str, int]:
-    found = replay(sampling.write(resolve_run(config, H200), H200), expandable=H200.expandable).peaks()["sample"]
+    found = replay(engine_tape.write_sampling(resolve_run(config, H200), H200), expandable=H200.expandable).peaks()["sample"]
     return {"allocated": found.allocated, "reserved": found.reserved}
 
 
 def test_each_kind_of_attention_and_of_topk_was_recorded() -> None:
     configs = [resolve_run(RunConfig(**row["config"]), H200) for row in ROWS]
-    assert {sampling.masked_attention(config, H200) for config in configs} == {"cudnn", "efficient", "math"}
-    assert {config.vocab_size >= shapes.TOPK_MANY for config in configs} == {True, False}
+    assert {engine_tape.masked_attention_kernel(config, H200) for config in configs} == {"cudnn", "efficient", "math"}
+    assert {config.vocab_size >= aten.TOPK_MANY for config in configs} == {True, False}
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row["name"])
@@ -45,7 +45,7 @@ def test_plan_says_what_was_recorded() -> None:
 def test_the_tokens_that_are_written_hold_as_much_as_forty(monkeypatch: pytest.MonkeyPatch) -> None:
     configs = [RESERVES_UNTIL_THE_THIRD_TOKEN, *(RunConfig(**row["config"]) for row in ROWS)]
     written = [peaks(config) for config in configs]
-    monkeypatch.setattr(sampling, "TOKENS", 40)
+    monkeypatch.setattr(engine_tape, "SAMPLED_TOKENS", 40)
     assert [peaks(config) for config in configs] == written
 
 
@@ -53,6 +53,6 @@ def test_the_tokens_that_are_written_hold_as_much_as_forty(monkeypatch: pytest.M
     (8192, 132, 0), (50257, 132, 50), (50304, 132, 50), (100277, 132, 98),  # as recorded: four numbers a thread
     (200_000, 20, 112)])                                                    # seven, where there are fewer threads
 def test_topk_counts_in_as_many_blocks_as_suit_the_card(vocab: int, sms: int, blocks: int) -> None:
-    tape = sampling.write(resolve_run(RunConfig(vocab_size=vocab), H200), Platform(sms=sms))
+    tape = engine_tape.write_sampling(resolve_run(RunConfig(vocab_size=vocab), H200), Platform(sms=sms))
     counts = {event.nbytes for event in tape.events if event.name == "top k.counts"}
     assert counts == ({2 * 256 * blocks} if blocks else set())

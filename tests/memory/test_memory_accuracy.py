@@ -15,7 +15,7 @@ from fitgpt.config.resolve import resolve_run
 from fitgpt.config.run_config import RunConfig
 from fitgpt.core.units import MiB
 from fitgpt.memory.timeline import replay, reserved_in_other_orders
-from fitgpt.tapes.nanogpt.train_py import write
+from fitgpt.tapes.nanogpt import write
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
 TOOLS = Path(__file__).parents[2] / "tools"

@@ -13,9 +13,8 @@ from fitgpt.config.run_config import RunConfig
 from fitgpt.engine import block
 from fitgpt.memory.platform import Platform
 from fitgpt.memory.tape import EMPTY_CACHE, Event
+from fitgpt.tapes import engine as engine_tape
 from fitgpt.tapes import shapes
-from fitgpt.tapes.engine import run as engine_tape
-from fitgpt.tapes.engine import sampling
 from helpers import skip_without_library
 
 # No two sizes are alike by chance: the width is no power of two, the block no multiple of anything, and the last of the
@@ -166,10 +165,10 @@ def test_the_engine_allocates_and_frees_what_is_written_in_that_order(case: str,
 def test_sampling_allocates_and_frees_what_is_written_in_that_order(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     platform, knobs = SAMPLED[case]
     config = RunConfig(**SHAPE | {"block_size": 701} | knobs)
-    written = [(event.alloc, event.nbytes, event.name) for event in sampling.write(config, platform).events
+    written = [(event.alloc, event.nbytes, event.name) for event in engine_tape.write_sampling(config, platform).events
                if is_seen(event)]
     seen = [(event.alloc, event.nbytes, event.maker)
-            for event in trace_sampling(config, platform, sampling.TOKENS, monkeypatch) if event.nbytes >= SMALLEST]
+            for event in trace_sampling(config, platform, engine_tape.SAMPLED_TOKENS, monkeypatch) if event.nbytes >= SMALLEST]
     assert not difference(written, seen), difference(written, seen)
 
 
@@ -195,7 +194,7 @@ def test_an_allocation_of_another_size_is_noticed(monkeypatch: pytest.MonkeyPatc
 
 def test_whatever_is_left_out_is_on_some_tape() -> None:
     tapes = [engine_tape.write(RunConfig(**SHAPE | knobs), platform) for platform, knobs in CASES.values()]
-    tapes += [sampling.write(RunConfig(**SHAPE | knobs), platform) for platform, knobs in SAMPLED.values()]
+    tapes += [engine_tape.write_sampling(RunConfig(**SHAPE | knobs), platform) for platform, knobs in SAMPLED.values()]
     assert {unnumbered(event.name) for tape in tapes for event in tape.events} >= UNSEEN
 
 

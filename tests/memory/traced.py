@@ -1,5 +1,5 @@
 """The tape that the real engine writes of itself, on a machine without a GPU: what
-`tapes/engine/run.py` is compared with.
+`tapes/engine.py` is compared with.
 
 The engine runs on torch's `meta` device, where tensors have a size and no numbers. Two modes lie around it: in one the
 device calls itself `cuda`, so that the engine takes the branches it takes on a card; the other notes each storage that
@@ -32,8 +32,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fitgpt import engine
 from fitgpt.config.run_config import RunConfig
 from fitgpt.memory.platform import Platform
-from fitgpt.tapes.engine.run import EVAL_BATCHES, ITERATIONS, attention_kernel, uses_cuda_graphs
-from fitgpt.tapes.engine.sampling import PROMPT, masked_attention
+from fitgpt.tapes.engine import (
+    EVAL_BATCHES,
+    ITERATIONS,
+    PROMPT,
+    attention_kernel,
+    masked_attention_kernel,
+    uses_cuda_graphs,
+)
 from fitgpt.tapes.shapes import MASK_MULTIPLE
 
 CARD, STAND_IN, HOST = torch.device("cuda", 0), torch.device("meta"), torch.device("cpu")
@@ -60,7 +66,7 @@ def trace(config: RunConfig, platform: Platform, monkeypatch: pytest.MonkeyPatch
 
 
 def trace_sampling(config: RunConfig, platform: Platform, tokens: int, monkeypatch: pytest.MonkeyPatch) -> list[Seen]:
-    """The run that sampling.write writes: a model, a prompt and its first token, and so many tokens more."""
+    """The run that engine.write_sampling writes: a model, a prompt and its first token, and so many tokens more."""
     from fitgpt.engine.model import build_model
     from fitgpt.engine.sample import SamplingOptions, generate
 
@@ -298,7 +304,7 @@ def steer(patch: pytest.MonkeyPatch, platform: Platform, config: RunConfig, watc
 
 def steer_sampling(patch: pytest.MonkeyPatch, platform: Platform, config: RunConfig) -> None:
     """Attention with a mask, which would be by hand on the stand-in: as torch's attention.cpp has it on a card."""
-    kernel = masked_attention(config, platform)
+    kernel = masked_attention_kernel(config, platform)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor) -> Tensor:
         mask = torch.empty(attn_mask.shape, dtype=q.dtype, device=STAND_IN)

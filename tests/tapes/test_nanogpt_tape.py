@@ -12,10 +12,10 @@ from fitgpt.config.run_config import RunConfig
 from fitgpt.memory.platform import Platform
 from fitgpt.memory.tape import Tape
 from fitgpt.memory.timeline import needs, replay, reserved_in_other_orders
-from fitgpt.tapes.nanogpt import train_py
-from fitgpt.tapes.nanogpt.aten import norm_partials, sum_over_rows
-from fitgpt.tapes.nanogpt.inductor import Buffer, GraphKernel, KernelGraph, PlanStep, plan_buffers
-from fitgpt.tapes.nanogpt.train_py import history_of, parameters
+from fitgpt.tapes import nanogpt as nanogpt_tape
+from fitgpt.tapes.aten import norm_partials, sum_over_rows
+from fitgpt.tapes.inductor import Buffer, GraphKernel, KernelGraph, PlanStep, plan_buffers
+from fitgpt.tapes.nanogpt import history_of, parameters
 
 H200 = Platform((9, 0), sms=132)
 GPT2 = RunConfig(dtype="bfloat16", compile=True, vocab_size=50304)  # train.py's defaults
@@ -25,7 +25,7 @@ N, C, V, L = SMALL.batch_size * SMALL.block_size, SMALL.n_embd, SMALL.vocab_size
 
 
 def write(run: RunConfig, history: tuple[int, ...] = ()) -> Tape:
-    return train_py.write(run, H200, history=history)
+    return nanogpt_tape.write(run, H200, history=history)
 
 
 def bytes_by_owner(run: RunConfig, event: int) -> dict[str, int]:

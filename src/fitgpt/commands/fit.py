@@ -25,7 +25,7 @@ from ..planning.fit_settings import FitRequest, fit_from, fit_request
 from ..planning.goals import FitResult
 from ..planning.plan import plan_for
 from ..show import fit_text as show
-from ..tapes.engine import run as engine_tape
+from ..tapes import engine as engine_tape
 
 
 def fit(assignments: Sequence[Assignment]) -> int:

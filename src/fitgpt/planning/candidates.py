@@ -20,8 +20,8 @@ from ..core.units import MiB
 from ..hardware import gpus
 from ..hardware.gpus import GpuModel
 from ..memory.platform import Platform
-from ..tapes.engine import run as engine_tape
-from ..tapes.engine.run import draft
+from ..tapes import engine as engine_tape
+from ..tapes.engine import draft
 from .layer_costs import CostCache, RecomputeMix, RunCost
 from .speed import StepCost, has_figures, likely_efficiency, step_cost
 

@@ -21,7 +21,7 @@ from ..core.errors import UsageError
 from ..hardware import gpus
 from ..hardware.gpus import GpuModel
 from ..memory.platform import Platform
-from ..tapes.engine import run as engine_tape
+from ..tapes import engine as engine_tape
 from . import speed
 from .forecast import needs_of
 from .layer_costs import CostCache, describe_mix, mix_of

@@ -22,10 +22,9 @@ from ..memory.timeline import (
     replay,
     reserved_in_other_orders,
 )
-from ..tapes.engine import run as engine_tape
-from ..tapes.engine import sampling
-from ..tapes.nanogpt import train_py
-from ..tapes.nanogpt.padding import ODD_SIZES, has_odd_sizes
+from ..tapes import engine as engine_tape
+from ..tapes import nanogpt as nanogpt_tape
+from ..tapes.nanogpt_compiled import ODD_SIZES, has_odd_sizes
 from . import formulas
 from .budget import Budget
 from .formulas import OwnerShare
@@ -81,7 +80,7 @@ class MemoryPlan:
 def write_tape(run: ResolvedRun, platform: Platform, trainer: str = "fitgpt") -> Tape:
     """Every allocation and free of the run, in order."""
     if trainer == "nanogpt":
-        return train_py.write(run, platform)
+        return nanogpt_tape.write(run, platform)
     return engine_tape.write(run, platform)
 
 
@@ -122,7 +121,7 @@ def forecast(run: ResolvedRun, platform: Platform, trainer: str = "fitgpt", limi
     if trainer == "nanogpt" and not run.eval_only:
         phases |= _other_phases_of_nanogpt(run, timeline, phases)
     elif not run.eval_only:  # sampling is another process; a resume reads its checkpoint into CPU RAM
-        sampled = replay(sampling.write(run, platform), expandable=expandable)
+        sampled = replay(engine_tape.write_sampling(run, platform), expandable=expandable)
         sample = sampled.peaks()["sample"]
         phases["resume"] = phases["load"] if run.states == "early" else _resumed(run, platform)
         phases["sample"] = PhaseMemory(sample.allocated, sample.reserved)

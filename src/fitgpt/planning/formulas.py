@@ -16,8 +16,7 @@ from ..config.run_config import DEFAULT_VOCAB, RunConfig
 from ..core.units import MiB, show_bytes, show_count
 from ..memory.tape import RELEASE, Event
 from ..memory.timeline import Timeline
-from ..tapes.nanogpt.forward_graph import LINE
-from ..tapes.nanogpt.padding import MULTIPLE, MULTIPLE_FLOAT32, round_up
+from ..tapes.nanogpt_compiled import LINE, MULTIPLE, MULTIPLE_FLOAT32, round_up
 
 MOST_TERMS = 3
 SMALL = 0.01       # of an owner's bytes: smaller terms are summed up

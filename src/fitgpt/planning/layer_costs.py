@@ -21,8 +21,8 @@ from ..core.units import MiB
 from ..memory.allocator import LARGE_BUFFER
 from ..memory.platform import Platform
 from ..memory.tape import EMPTY_CACHE, GRAPH_POOL, Event, round_size
-from ..tapes.engine import run as engine_tape
-from ..tapes.engine.run import draft
+from ..tapes import engine as engine_tape
+from ..tapes.engine import draft
 
 RecomputeMix = tuple[tuple[int, int], ...]  # (index of a policy in LEVELS, layers), from the first layer to the last
 

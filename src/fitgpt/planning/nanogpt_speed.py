@@ -16,7 +16,7 @@ from ..config.resolve import resolve_run
 from ..config.run_config import RunConfig
 from ..hardware.gpus import GpuModel
 from ..memory.platform import Platform
-from ..tapes.engine.run import BYTES
+from ..tapes.engine import BYTES
 from . import speed
 from .budget import platform_for
 from .efficiency import Efficiency, SpeedEstimate, gpu_class

@@ -18,8 +18,8 @@ from ..data.shard_header import DataSummary
 from ..hardware import gpus
 from ..memory.platform import Platform
 from ..memory.timeline import needs, needs_under, replay
-from ..tapes.engine import run as engine_tape
-from ..tapes.nanogpt.forward_graph import splits_loss_rows
+from ..tapes import engine as engine_tape
+from ..tapes.nanogpt_compiled import splits_loss_rows
 from .budget import Target, apply_limits, check_supported, on_card, target_for, unmodelled_allocator_options
 from .changes import Change, PricedChange, memory_use, priced, single_changes, smallest_that_fit
 from .duration import Duration, duration_of, relative_speed, with_training_length

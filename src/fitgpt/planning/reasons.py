@@ -11,7 +11,7 @@ from ..config.resolve import resolve_run
 from ..config.run_config import RunConfig
 from ..core.errors import UsageError
 from ..core.units import MiB, show_bytes
-from ..tapes.engine import run as engine_tape
+from ..tapes import engine as engine_tape
 from .search import Search
 from .speed import likely_efficiency, modelled
 

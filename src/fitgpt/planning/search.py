@@ -17,8 +17,8 @@ from ..config.resolve import resolve_run
 from ..config.run_config import RunConfig, diff
 from ..hardware.gpus import GpuModel
 from ..memory.platform import Platform
-from ..tapes.engine import run as engine_tape
-from ..tapes.engine.run import draft
+from ..tapes import engine as engine_tape
+from ..tapes.engine import draft
 from .budget import Budget
 from .candidates import FREE_SETTINGS, LOSSY, Candidate, CandidateScan, Prune, SaverSet, SearchSpace, saver_sets
 from .efficiency import SpeedEstimate

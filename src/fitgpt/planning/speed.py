@@ -19,7 +19,7 @@ from ..config.resolve import resolve_run
 from ..config.run_config import SPEED_OPTIONS, RunConfig
 from ..hardware.gpus import GpuModel
 from ..memory.platform import Platform
-from ..tapes.engine import run as engine_tape
+from ..tapes import engine as engine_tape
 from .budget import platform_for
 from .efficiency import Efficiency, SpeedEstimate, gpu_class
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..memory.platform import EXPANDABLE
-from ..tapes.nanogpt.padding import ODD_SIZES
+from ..tapes.nanogpt_compiled import ODD_SIZES
 from .forecast import Forecast
 
 FILE = Path(__file__).with_name("track_record.csv")

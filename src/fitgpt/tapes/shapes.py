@@ -7,12 +7,12 @@ file. The real torch, loaded or not, is never touched.
 
 How to add an operation: write a function with the signature of torch's, let it call `new` for each tensor that CUDA
 allocates, in that order, and return them. Memory that lives only inside the operation is `scratch`. Then list the
-function in TORCH, FUNCTIONAL or ATEN, or make it a method of Tensor. An operation that changes a tensor in place
-returns that tensor; a view shares its storage. tests/memory/test_traced.py compares all of it with a trace of the real
-engine: run it after any change here.
+function in TORCH, FUNCTIONAL or ATEN, or in METHODS for a method of Tensor; a pointwise operation or a reduction is one
+name in a list. An operation that changes a tensor in place returns that tensor; a view shares its storage.
+tests/memory/test_traced.py compares all of it with a trace of the real engine: run it after any change here.
 
 Whose memory it is (the tape's `owner`) follows from the operation: a parameter is "weights", a cast of one "casts", a
-product of two activations "gradients", a result with at most one element per row "other", the rest "activations".
+matmul of two activations "gradients", a result with at most one element per row "other", the rest "activations".
 Names come from engine/annotate.py (`named`, `span`), from `Parameter.grad = …`, and else from the operation.
 """
 
@@ -24,42 +24,25 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import partialmethod
 from math import prod
 from threading import RLock
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..memory.platform import Platform
 from ..memory.tape import GRAPH_POOL, Writer
-from . import attention_scratch
+from . import aten
 
-CUBLASLT = 2**20          # bytes, the workspace of matmuls with a bias
-SIMPLE_EMBEDDING = 3072   # up to so many indices the embedding's backward sorts nothing
 SMALL = 512               # bytes: the allocator gives every smaller tensor as much
-NORM_CHUNK = 65536        # elements that one block of a foreach norm sums
 MASK_MULTIPLE = 8         # the memory-efficient kernel wants rows of a mask a multiple of this long: attention.cpp
 # cuDNN splits many keys into parts: none at 128 and 256 tokens, eight at 1024. Nothing between was recorded.
 KEYS_PER_PART, UNDIVIDED = 128, 256
-# torch's TensorTopK.cu: from TOPK_MANY elements on, several blocks of threads count them by their digits. TOPK_BLOCKS
-# run at once on a multiprocessor, whose 65,536 registers hold 40 per thread; a thread takes 4 to 64 elements.
-TOPK_MANY, TOPK_BLOCKS, TOPK_THREADS, TOPK_DIGITS, TOPK_LEAST, TOPK_MOST = 20_000, 6, 256, 256, 4, 64
-TOPK_SCAN = 1279          # of CUB's prefix sum, recorded over 50 and over 98 blocks
-PARAMETER_OWNERS = ("weights", "casts")
+PARAMETER_OWNERS = {"weights", "casts"}
 SAVED = {"lse", "rng", "mask", "att.heads"}  # results that a layer saves for its backward pass: named by layer
 OWNERS_BY_NAME = {"logits": "logits", "norm sums": "workspace", "norm gradients": "gradients"}
 
 
-class Dtype(NamedTuple):
-    name: str
-    itemsize: int
-    rank: int  # of two operands' dtypes, the result has the one of higher rank
-
-
-float64, float32 = Dtype("float64", 8, 4), Dtype("float32", 4, 3)
-bfloat16, float16 = Dtype("bfloat16", 2, 2), Dtype("float16", 2, 2)
-int64, int32 = Dtype("int64", 8, 1), Dtype("int32", 4, 1)
-int8, uint8, bool_ = Dtype("int8", 1, 1), Dtype("uint8", 1, 1), Dtype("bool", 1, 0)
-
+# ---- the GPU, and the storage of tensors
 
 class Device(NamedTuple):
     """torch.device. As a context manager it is where tensors are made if nothing else is given."""
@@ -88,22 +71,24 @@ class Allocation:
 
 
 class Gpu:
-    """What the engine's code runs on: answers what it asks of the hardware, and logs allocations for the writer."""
+    """What the engine's code runs on: answers what it asks of the hardware, and logs allocations for the writer.
 
-    def __init__(self, writer: Writer, *, attention: str, workspace: int, sms: int, triton: bool,
-                 masked_attention: str = "") -> None:
-        self.writer, self.attention, self.masked_attention = writer, attention, masked_attention
-        self.workspace, self.triton = workspace, triton
-        self.device = Device("cuda", sms)
+    `attention` and `masked_attention` are the kernels that torch chooses: see engine.py.
+    """
+
+    def __init__(self, writer: Writer, platform: Platform, attention: str, masked_attention: str = "") -> None:
+        self.writer, self.platform = writer, platform
+        self.attention, self.masked_attention = attention, masked_attention
+        self.device = Device("cuda", platform.sms)
         self.is_default = False
         self.layer = ""            # prefix of names: "3."
         self.backward = self.in_embedding_backward = False
         self.owner = ""            # of all allocations, if not empty
         self.skips_scalars = False  # leaves tensors of at most SMALL bytes and one dimension out of the tape
         self.log: list[Allocation] = []  # each when it is made, and again when it is freed
-        self.spans: list[tuple[str, int, int]] = []
-        self._open: list[tuple[str, int, int]] = []
-        self._awake: set[str] = set()
+        self.spans: list[tuple[str, int, int]] = []      # name, number of the first event, and of the first after it
+        self._new_spans: list[tuple[str, int, int]] = []  # the same, counted from the start of the log
+        self._new_workspaces: set[str] = set()            # in the log
 
     @contextmanager
     def section(self, owner: str = "", *, skips_scalars: bool = False) -> Iterator[None]:
@@ -115,32 +100,18 @@ class Gpu:
         finally:
             _gpu.reset(token)
         self.owner, self.skips_scalars = before
-        self._write()
-
-    def _write(self) -> None:
-        """The log's events, in order. A name that is taken by a living tensor gets a number."""
         writer, start = self.writer, self.writer.length
         for allocation in self.log:
-            if not allocation.written:
-                name, number = allocation.name, 2
-                while writer.alive(name):
-                    name, number = f"{allocation.name} {number}", number + 1
-                allocation.written = writer.alloc(name, allocation.owner, allocation.nbytes)
-            else:
+            if allocation.written:
                 writer.free(allocation.written)
-        self.spans += [(name, start + first, start + end) for name, first, end in self._open]
-        self._open.clear()
-        self.log.clear()
-        self._awake.clear()
-
-    def workspaces(self, *, bias: bool = False) -> None:
-        """cuBLAS's workspaces, made by the first matmul of each stream: CUDA graphs are captured on their own."""
-        of = " of CUDA graphs" if self.writer.pool == GRAPH_POOL else ""
-        for name, nbytes, is_needed in (("cublas", self.workspace, True), ("cublaslt", CUBLASLT, bias)):
-            if is_needed and name not in self._awake:
-                self._awake.add(name)
-                if not self.writer.alive(name + of):
-                    self.log.append(Allocation(name + of, "workspace", nbytes))
+                continue
+            name, number = allocation.name, 2
+            while writer.alive(name):  # a name that is taken by a living tensor gets a number
+                name, number = f"{allocation.name} {number}", number + 1
+            allocation.written = writer.alloc(name, allocation.owner, allocation.nbytes)
+        self.spans += [(name, start + first, start + end) for name, first, end in self._new_spans]
+        for each in (self._new_spans, self.log, self._new_workspaces):
+            each.clear()
 
     @contextmanager
     def span(self, name: str, layer: int | None = None) -> Iterator[None]:
@@ -155,10 +126,27 @@ class Gpu:
         yield
         self.in_embedding_backward = False
         self.layer, self.backward, self.owner, self.skips_scalars = before
-        self._open.append((name if layer is None else f"{name} {layer}", start, len(self.log)))
+        self._new_spans.append((name if layer is None else f"{name} {layer}", start, len(self.log)))
+
+    def workspaces(self, *, bias: bool = False) -> None:
+        """cuBLAS's workspaces, made by the first matmul of each stream: CUDA graphs are captured on their own."""
+        suffix = " of CUDA graphs" if self.writer.pool == GRAPH_POOL else ""
+        for name in ("cublas", "cublaslt") if bias else ("cublas",):
+            if name not in self._new_workspaces:
+                self._new_workspaces.add(name)
+                if not self.writer.alive(name + suffix):
+                    nbytes = self.platform.workspace if name == "cublas" else aten.CUBLASLT
+                    self.log.append(Allocation(name + suffix, "workspace", nbytes))
 
 
 _gpu: ContextVar[Gpu] = ContextVar("gpu")
+
+
+def named(name: str, x: Tensor) -> Tensor:
+    """engine/annotate.py's function."""
+    if x.device is not CPU:
+        x.storage.rename(_gpu.get().layer + name, OWNERS_BY_NAME.get(name, ""))
+    return x
 
 
 class Storage:
@@ -189,6 +177,19 @@ def scratch(nbytes: int, name: str, owner: str = "workspace") -> Storage:
     return Storage(nbytes, name, owner, _gpu.get())
 
 
+# ---- tensors
+
+class Dtype(NamedTuple):
+    name: str
+    itemsize: int
+    rank: int  # of two operands' dtypes, the result has the one of higher rank
+
+
+float64, float32 = Dtype("float64", 8, 4), Dtype("float32", 4, 3)
+bfloat16, float16 = Dtype("bfloat16", 2, 2), Dtype("float16", 2, 2)
+int64, int32 = Dtype("int64", 8, 1), Dtype("int32", 4, 1)
+int8, uint8, bool_ = Dtype("int8", 1, 1), Dtype("uint8", 1, 1), Dtype("bool", 1, 0)
+DTYPES = (float64, float32, bfloat16, float16, int64, int32, int8, uint8, bool_)
 Shape = tuple[int, ...]
 
 
@@ -210,7 +211,7 @@ def new(shape: Shape, dtype: Dtype, name: str, owner: str = "", *, stride: Shape
 
 
 class Tensor:
-    """torch.Tensor. `_stride` is None where the tensor is contiguous."""
+    """torch.Tensor, with its views. `_stride` is None where the tensor is contiguous. METHODS below are added."""
 
     __slots__ = ("_grad", "_stride", "device", "dtype", "name", "shape", "storage")
 
@@ -218,6 +219,9 @@ class Tensor:
         self.shape, self.dtype, self.storage, self._stride, self.device = shape, dtype, storage, stride, device
         self.name = ""                    # of a parameter
         self._grad: Tensor | None = None
+
+    if TYPE_CHECKING:
+        def __getattr__(self, name: str) -> Any: ...
 
     @property
     def grad(self) -> Tensor | None:
@@ -246,85 +250,63 @@ class Tensor:
 
     @property
     def nbytes(self) -> int:
-        return self.numel() * self.dtype.itemsize
+        return prod(self.shape) * self.dtype.itemsize
 
     @property
     def strides(self) -> Shape:
-        return self._stride or contiguous(self.shape)
-
-    def stride(self, dim: int) -> int:
-        return self.strides[dim]
-
-    def dim(self) -> int:
-        return len(self.shape)
-
-    def numel(self) -> int:
-        return prod(self.shape)
+        if self._stride is not None:
+            return self._stride
+        stride, size = [], 1
+        for each in reversed(self.shape):
+            stride.append(size)
+            size *= each
+        return tuple(reversed(stride))
 
     def __len__(self) -> int:
         return self.shape[0]
 
+    def __int__(self) -> int:
+        return 0
+
     def __hash__(self) -> int:
         return id(self)
 
-    def detach(self) -> Tensor:
-        return self
+    def _view(self, shape: Sequence[int], stride: Sequence[int] | None) -> Tensor:
+        return Tensor(tuple(shape), self.dtype, self.storage, None if stride is None else tuple(stride), self.device)
 
-    def tolist(self) -> list[float]:
-        return [0.0] * self.shape[0]
-
-    # ---- views
-
-    def _view(self, shape: Shape, stride: Shape | None) -> Tensor:
-        return Tensor(shape, self.dtype, self.storage, stride, self.device)
-
-    def view(self, *given: Any) -> Tensor:
-        if isinstance(given[0], Dtype):  # the same bytes as another dtype of the same size
-            return Tensor(self.shape, given[0], self.storage, self._stride, self.device)
-        shape = self._whole(given)
-        stride = None if self._stride is None else view_stride(self.shape, self._stride, shape)
-        if self._stride is not None and stride is None:
-            raise ValueError(f"no view of {self.shape} with strides {self._stride} as {shape}")
-        return self._view(shape, stride)
-
-    def reshape(self, *given: Any) -> Tensor:
-        shape = self._whole(given)
-        stride = None if self._stride is None else view_stride(self.shape, self._stride, shape)
-        if self._stride is not None and stride is None:
-            return new(shape, self.dtype, "copy", self.owner)
-        return self._view(shape, stride)
-
-    def _whole(self, given: Sequence[Any]) -> Shape:
-        shape = given[0] if len(given) == 1 and isinstance(given[0], tuple) else tuple(given)
+    def view(self, *sizes: Any) -> Tensor:
+        """Also `reshape`: a copy where no view has that shape."""
+        if isinstance(sizes[0], Dtype):  # the same bytes as another dtype of the same size
+            return Tensor(self.shape, sizes[0], self.storage, self._stride, self.device)
+        shape = sizes[0] if isinstance(sizes[0], tuple) else sizes
         if -1 in shape:
-            missing = self.numel() // prod(size for size in shape if size != -1)
+            missing = prod(self.shape) // prod(size for size in shape if size != -1)
             shape = tuple(missing if size == -1 else size for size in shape)
-        return shape
+        if self._stride is None:
+            return self._view(shape, None)
+        stride = view_stride(self.shape, self._stride, shape)
+        return new(shape, self.dtype, "copy", self.owner) if stride is None else self._view(shape, stride)
 
-    def view_as(self, other: Tensor) -> Tensor:
-        return self.view(other.shape)
+    reshape = view
 
     def flatten(self, first: int, last: int) -> Tensor:
         shape = self.shape
-        return self.reshape((*shape[:first], prod(shape[first:last + 1]), *shape[last + 1:]))
+        return self.view((*shape[:first], prod(shape[first:last + 1]), *shape[last + 1:]))
 
     def transpose(self, first: int, second: int) -> Tensor:
         shape, stride = list(self.shape), list(self.strides)
         shape[first], shape[second] = shape[second], shape[first]
         stride[first], stride[second] = stride[second], stride[first]
-        return self._view(tuple(shape), tuple(stride))
-
-    def t(self) -> Tensor:
-        return self.transpose(0, 1)
+        return self._view(shape, stride)
 
     def unbind(self, dim: int = 0) -> tuple[Tensor, ...]:
-        stride = self.strides
-        return (self._view(self.shape[:dim] + self.shape[dim + 1:], stride[:dim] + stride[dim + 1:]),) * self.shape[dim]
+        shape, stride = self.shape, self.strides
+        return (self._view(shape[:dim] + shape[dim + 1:], stride[:dim] + stride[dim + 1:]),) * shape[dim]
 
     def chunk(self, count: int, dim: int) -> tuple[Tensor, ...]:
         shape = list(self.shape)
         shape[dim] //= count
-        return (self._view(tuple(shape), self.strides),) * count
+        return (self._view(shape, self.strides),) * count
 
     def squeeze(self, dim: int) -> Tensor:
         dim %= len(self.shape)
@@ -339,101 +321,18 @@ class Tensor:
         if keys[0] is Ellipsis:
             keys = (slice(None),) * (len(self.shape) - len(keys) + 1) + keys[1:]
         shape, stride = [], []
-        for at, (size, step) in enumerate(zip(self.shape, self.strides, strict=True)):
-            taken = keys[at] if at < len(keys) else slice(None)
+        for dim, (size, step) in enumerate(zip(self.shape, self.strides, strict=True)):
+            taken = keys[dim] if dim < len(keys) else slice(None)
             if isinstance(taken, Tensor):  # elements chosen by an index on the GPU: a scalar here
                 return self._view((), None)
             if isinstance(taken, slice):
                 start, stop, _ = taken.indices(size)
                 shape.append(stop - start)
                 stride.append(step)
-        return self._view(tuple(shape), tuple(stride))
+        return self._view(shape, stride)
 
     def __setitem__(self, key: Any, value: Tensor) -> None:
         pass
-
-    # ---- results
-
-    def to(self, target: Dtype | Device, **_: object) -> Tensor:
-        if not isinstance(target, Dtype):
-            return self if target.type == self.device.type else new(self.shape, self.dtype, "copy",
-                                                                    on_cpu=target.type == "cpu")
-        if target is self.dtype:
-            return self
-        if self.device.type == "cpu":
-            return new(self.shape, target, "cast", on_cpu=True)
-        if self.name:
-            made = new(self.shape, target, "cast", "casts")
-            made.storage.rename(f"{self.name}.cast")
-            return made
-        # The gradient of embedded rows, cast to a table's precision, counts as a cast of parameters.
-        return new(self.shape, target, "cast", "casts" if _gpu.get().in_embedding_backward else self.owner)
-
-    def float(self) -> Tensor:
-        return self.to(float32)
-
-    def bfloat16(self) -> Tensor:
-        return self.to(bfloat16)
-
-    def cpu(self) -> Tensor:
-        return self.to(CPU)
-
-    def copy_(self, source: Tensor, non_blocking: bool = False) -> Tensor:
-        """Between CPU and GPU, a copy that nobody waits for changes precision on the GPU: ATen's Copy.cu."""
-        if non_blocking and self.device.type != source.device.type and self.dtype is not source.dtype:
-            on_cpu = source if source.device.type == "cpu" else self
-            scratch(on_cpu.nbytes, "cast for the bus", "optimizer")
-        return self
-
-    def new_ones(self, *shape: int) -> Tensor:
-        return new(shape, self.dtype, "ones", self.owner)
-
-    def sum(self, dim: int | None = None, keepdim: bool = False, dtype: Dtype | None = None) -> Tensor:
-        if dim is not None:
-            return new(reduced(self.shape, dim, keepdim), dtype or self.dtype, "sum")
-        total = new((), int64 if self.dtype is bool_ else self.dtype, "sum")
-        if self.dtype is bool_:
-            scratch(8 * self.numel(), "count scratch")
-        return total
-
-    def amax(self, dim: int, keepdim: bool = False) -> Tensor:
-        return new(reduced(self.shape, dim, keepdim), self.dtype, "amax")
-
-    def norm(self) -> Tensor:
-        return new((), self.dtype, "norm")
-
-    def topk(self, count: int) -> tuple[Tensor, Tensor]:
-        """ATen's TensorTopK.cu: many elements are counted by their digits, in several blocks of threads."""
-        results = new((count,), self.dtype, "values"), new((count,), int64, "tokens")
-        held = [scratch(nbytes, f"top k.{name}") for name, nbytes in topk_scratch(self.numel()).items()]
-        del held
-        return results
-
-    def __int__(self) -> int:
-        return 0
-
-    def gather(self, _: int, indices: Tensor) -> Tensor:
-        return new(indices.shape, self.dtype, "gather")
-
-    def mv(self, vector: Tensor) -> Tensor:
-        result = new(self.shape[:1], self.dtype, "mv", product_owner(self, vector))
-        _gpu.get().workspaces()
-        return result
-
-    def addmm_(self, *_: object, **__: object) -> Tensor:
-        _gpu.get().workspaces()
-        return self
-
-    def __matmul__(self, other: Tensor) -> Tensor:
-        return matmul(self, other)
-
-
-def contiguous(shape: Shape) -> Shape:
-    stride, size = [], 1
-    for each in reversed(shape):
-        stride.append(size)
-        size *= each
-    return tuple(reversed(stride))
 
 
 def view_stride(shape: Shape, stride: Shape, wanted: Shape) -> Shape | None:
@@ -454,25 +353,25 @@ def view_stride(shape: Shape, stride: Shape, wanted: Shape) -> Shape | None:
     return tuple(found) if at == -1 else None
 
 
-def reduced(shape: Shape, dim: int, keepdim: bool) -> Shape:
-    dim %= len(shape)
-    return shape[:dim] + ((1,) if keepdim else ()) + shape[dim + 1:]
+# ---- operations: pointwise, reductions, copies
 
-
-def topk_scratch(count: int) -> dict[str, int]:
-    if count < TOPK_MANY:
-        return {}
-    per_thread = -(-count // (_gpu.get().device.multi_processor_count * TOPK_BLOCKS * TOPK_THREADS))
-    blocks = -(-count // (TOPK_THREADS * min(max(per_thread, TOPK_LEAST), TOPK_MOST)))
-    return {"value": 4, "rank": 8, "digits": 8, "counts": 2 * TOPK_DIGITS * blocks, "sums": 4 * TOPK_DIGITS,
-            "above": 4 * blocks, "equal": 4 * blocks, "scan": TOPK_SCAN}
-
-
-# ---- elementwise
-
-def unary(name: str, dtype: Dtype | None = None) -> Callable[..., Tensor]:
-    def call(x: Tensor, *_: object, **__: object) -> Tensor:
-        return new(x.shape, dtype or x.dtype, name)
+def pointwise(name: str, dtype: Dtype | None = None) -> Callable[..., Tensor]:
+    """An operation whose result has the operands' broadcast shape and, if no other is given, their promoted dtype."""
+    def call(x: Tensor, *others: Any, **_: object) -> Tensor:
+        shape, found = x.shape, x.dtype
+        for other in others:
+            if not isinstance(other, Tensor):  # a Python number
+                found = float32 if isinstance(other, float) and found.rank < 2 else found
+                continue
+            # Of floats, those with dimensions decide; else the higher rank.
+            if bool(shape) != bool(other.shape) and min(found.rank, other.dtype.rank) > 1:
+                found = found if shape else other.dtype
+            elif other.dtype.rank > found.rank:
+                found = other.dtype
+            if shape != other.shape:
+                length = max(len(shape), len(other.shape))
+                shape = tuple(map(max, *((1,) * (length - len(each)) + each for each in (shape, other.shape))))
+        return new(shape, dtype or found, name)
 
     return call
 
@@ -481,62 +380,56 @@ def in_place(x: Tensor, *_: object, **__: object) -> Tensor:
     return x
 
 
-def binary(name: str, dtype: Dtype | None = None) -> Callable[[Tensor, Any], Tensor]:
-    def call(x: Tensor, other: Any) -> Tensor:
-        return new(broadcast(x, other), dtype or promoted(x, other), name)
+def reduction(name: str) -> Callable[..., Tensor]:
+    def call(x: Tensor, dim: int | None = None, keepdim: bool = False, dtype: Dtype | None = None) -> Tensor:
+        shape: Shape = ()
+        if dim is not None:
+            dim %= len(x.shape)
+            shape = x.shape[:dim] + ((1,) if keepdim else ()) + x.shape[dim + 1:]
+        result = new(shape, dtype or (int64 if x.dtype is bool_ else x.dtype), name)
+        if x.dtype is bool_:
+            scratch(8 * x.numel(), "count scratch")
+        return result
 
     return call
 
 
-def broadcast(first: Any, second: Any) -> Shape:
-    """The shape of a result of two operands; a number has none."""
-    a, b = getattr(first, "shape", ()), getattr(second, "shape", ())
-    if a == b or not b:
-        return a
-    length = max(len(a), len(b))
-    a, b = (1,) * (length - len(a)) + a, (1,) * (length - len(b)) + b
-    return tuple(map(max, a, b))
+def to(x: Tensor, target: Dtype | Device, **_: object) -> Tensor:
+    if isinstance(target, Device):
+        same, on_cpu = target.type == x.device.type, target.type == "cpu"
+        return x if same else new(x.shape, x.dtype, "copy", on_cpu=on_cpu)
+    if target is x.dtype:
+        return x
+    # The gradient of embedded rows, cast to a table's precision, counts as a cast of parameters.
+    owner = "casts" if x.name or _gpu.get().in_embedding_backward else x.owner
+    cast = new(x.shape, target, "cast", owner, on_cpu=x.device.type == "cpu")
+    if x.name:
+        cast.storage.rename(f"{x.name}.cast")
+    return cast
 
 
-def promoted(x: Tensor, other: Any) -> Dtype:
-    """torch's type promotion: dimensions first, then the higher rank."""
-    if not isinstance(other, Tensor):
-        return float32 if isinstance(other, float) and x.dtype.rank < 2 else x.dtype
-    if bool(x.shape) != bool(other.shape) and min(x.dtype.rank, other.dtype.rank) > 1:
-        return x.dtype if x.shape else other.dtype
-    return max(x.dtype, other.dtype, key=lambda dtype: dtype.rank)
+def copy_(x: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    """Between CPU and GPU, a copy that nobody waits for changes precision on the GPU: ATen's Copy.cu."""
+    if non_blocking and x.device.type != source.device.type and x.dtype is not source.dtype:
+        on_cpu = source if source.device.type == "cpu" else x
+        scratch(on_cpu.nbytes, "cast for the bus", "optimizer")
+    return x
 
 
-def where(condition: Tensor, chosen: Any, other: Any) -> Tensor:
-    shape = broadcast(condition, chosen if isinstance(chosen, Tensor) else condition)
-    return new(shape, chosen.dtype if isinstance(chosen, Tensor) else float32, "where")
+def topk(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    results = new((count,), x.dtype, "values"), new((count,), int64, "tokens")
+    parts = aten.topk_scratch(x.numel(), _gpu.get().device.multi_processor_count)
+    held = [scratch(nbytes, f"top k.{name}") for name, nbytes in parts.items()]
+    del held
+    return results
 
 
-for _name in ("abs", "sqrt", "square", "sign", "round", "log", "clamp", "triu", "masked_fill", "softmax"):
-    setattr(Tensor, _name, unary(_name))
-for _name in ("neg", "invert"):
-    setattr(Tensor, f"__{_name}__", unary(_name))
-for _name in ("add", "sub", "mul", "truediv", "pow", "and"):
-    for _side in ("", "r"):
-        setattr(Tensor, f"__{_side}{_name}__", binary(_name))
-    setattr(Tensor, f"__i{_name}__", in_place)
-for _name in ("eq", "ne", "gt", "ge", "lt", "le"):
-    setattr(Tensor, f"__{_name}__", binary(_name, bool_))
-for _name in ("add_", "mul_", "clamp_", "round_", "exp_", "fill_", "normal_", "zero_", "index_add_", "index_copy_",
-              "scatter_add_"):
-    setattr(Tensor, _name, in_place)
-
-
-# ---- made from nothing, or like another
-
-def _shape(given: Sequence[Any]) -> Shape:
-    return tuple(given[0]) if len(given) == 1 and isinstance(given[0], tuple) else tuple(given)
-
+# ---- operations: tensors made from nothing, like another, or from several
 
 def creation(name: str) -> Callable[..., Tensor]:
-    def call(*shape: Any, dtype: Dtype = float32, device: Device | None = None, pin_memory: bool = False) -> Tensor:
+    def call(*sizes: Any, dtype: Dtype = float32, device: Device | None = None, pin_memory: bool = False) -> Tensor:
         on_cpu = device is CPU or (device is None and not _gpu.get().is_default)
-        return new(_shape(shape), dtype, name, on_cpu=on_cpu)
+        return new(sizes[0] if sizes and isinstance(sizes[0], tuple) else sizes, dtype, name, on_cpu=on_cpu)
 
     return call
 
@@ -559,42 +452,32 @@ def tensor(values: Any, device: Device | None = None) -> Tensor:
     return new(shape, dtype, "tensor", "data" if shape else "", on_cpu=device is None)
 
 
-def arange(count: int, device: Device) -> Tensor:
-    return new((count,), int64, "positions", "data")
-
-
-def randint(low: int, high: int, shape: Shape, dtype: Dtype, device: Device) -> Tensor:
-    return new(shape, dtype, "randint")
-
-
 def stack(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     first = tensors[0]
     return new((*first.shape[:dim], len(tensors), *first.shape[dim:]), first.dtype, "stack")
-
-
-def split(x: Tensor, size: int) -> list[Tensor]:
-    return [x[start:start + size] for start in range(0, len(x), size)]
 
 
 def pad(x: Tensor, padding: tuple[int, int]) -> Tensor:
     return new((*x.shape[:-1], x.shape[-1] + padding[1]), x.dtype, "padded")
 
 
-# ---- matmuls
-
-def product_owner(first: Tensor, second: Tensor) -> str:
-    """A product of two activations is a weight's gradient."""
-    return "" if {first.owner, second.owner} & {*PARAMETER_OWNERS} else "gradients"
-
+# ---- operations: matmuls
 
 def mm(a: Tensor, b: Tensor, *, out: Tensor | None = None, out_dtype: Dtype | None = None) -> Tensor:
-    result = new((a.shape[0], b.shape[1]), out_dtype or a.dtype, "mm", product_owner(a, b)) if out is None else out
+    """A matrix by a matrix or a vector. Of two activations, it is a weight's gradient."""
+    if out is None:
+        owner = "" if PARAMETER_OWNERS & {a.owner, b.owner} else "gradients"
+        out = new(a.shape[:1] + b.shape[1:], out_dtype or a.dtype, "mm", owner)
     _gpu.get().workspaces()
-    return result
+    return out
 
 
 def addmm(added: Tensor, a: Tensor, b: Tensor, *, out: Tensor | None = None, **_: object) -> Tensor:
     return mm(a, b, out=out)
+
+
+def addmm_(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    return mm(a, b, out=x)
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
@@ -615,16 +498,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return result
 
 
-# ---- norms, dropout, embeddings
+# ---- operations: norms, dropout, embeddings
 
 def native_layer_norm(x: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
     rows = x.shape[:-1]
     return (new(x.shape, x.dtype, "normed"), new(rows, float32, "mean", "activations"),
             new(rows, float32, "rstd", "activations"))
-
-
-def layer_norm(x: Tensor, *_: object) -> Tensor:
-    return native_layer_norm(x)[0]
 
 
 def native_layer_norm_backward(d_out: Tensor, x: Tensor, shape: Shape, mean: Tensor, rstd: Tensor, weight: Tensor,
@@ -641,7 +520,7 @@ def native_dropout(x: Tensor, *_: object) -> tuple[Tensor, Tensor]:
 
 def embedding(indices: Tensor, weight: Tensor) -> Tensor:
     """Rows selected by flat indices: ATen's Embedding.cpp."""
-    flat = indices.reshape(-1)
+    flat = indices.view(-1)
     rows = new((*indices.shape, weight.shape[1]), weight.dtype, "embedding")
     del flat
     return rows
@@ -650,7 +529,7 @@ def embedding(indices: Tensor, weight: Tensor) -> Tensor:
 def embedding_dense_backward(gradient: Tensor, indices: Tensor, rows: int, *_: object) -> Tensor:
     """Many indices are sorted; sums of ten rows of equal ones are kept apart: ATen's EmbeddingBackwardKernel.cu."""
     count, width = gradient.shape
-    if count <= SIMPLE_EMBEDDING:
+    if count <= aten.SIMPLE_EMBEDDING:
         return new((rows, width), gradient.dtype, "rows.sum", "gradients")
     held = [scratch(8 * count, f"rows.{part}") for part in ("sorted", "order")]
     total = new((rows, width), gradient.dtype, "rows.sum", "gradients")
@@ -662,50 +541,47 @@ def embedding_dense_backward(gradient: Tensor, indices: Tensor, rows: int, *_: o
 
 def norms_scratch(tensors: Sequence[Tensor]) -> None:
     """torch's foreach norm: a partial sum per chunk of the longest tensor, then a norm per tensor."""
-    chunks = -(-max(each.numel() for each in tensors) // NORM_CHUNK)
-    partial = scratch(4 * len(tensors) * chunks, "norms.partial")
+    partial = scratch(aten.norm_partials([each.numel() for each in tensors]), "norms.partial")
     norms = [scratch(4, f"norm {number}", "other") for number, _ in enumerate(tensors)]
     del partial, norms
 
 
-# ---- attention: results [B, H, T, D] in the layout of q, or as a transposed [B, T, H, D]
+# ---- operations: attention. Results [B, H, T, D] are in the layout of q, or a transposed [B, T, H, D]
 
 def heads_like(q: Tensor, name: str, *, keeps_layout: bool = True) -> Tensor:
     _, heads, tokens, head = q.shape
-    stride = None if keeps_layout and q.stride(1) > q.stride(2) else (tokens * heads * head, head, heads * head, 1)
-    return new(q.shape, q.dtype, name, stride=stride)
+    stride = q.strides
+    transposed = (tokens * heads * head, head, heads * head, 1)
+    return new(q.shape, q.dtype, name, stride=None if keeps_layout and stride[1] > stride[2] else transposed)
 
 
-def _rng(*shape: int) -> Tensor:
+def rng_state(*shape: int) -> Tensor:
     return new(shape, int64, "rng", "activations")
 
 
-def _lse(q: Tensor, tokens: int) -> Tensor:
-    return new((*q.shape[:2], tokens), float32, "lse")
-
-
 def cudnn_attention(q: Tensor, *_: object, **__: object) -> tuple[Any, ...]:
-    seed, offset = _rng(), _rng()
-    out, lse = heads_like(q, "att.heads"), _lse(q, q.shape[2])
-    scratch(attention_scratch.CUDNN_SCRATCH, "attention scratch")
+    seed, offset = rng_state(), rng_state()
+    out, lse = heads_like(q, "att.heads"), new(q.shape[:3], float32, "lse")
+    scratch(aten.CUDNN_SCRATCH, "attention scratch")
     return out, lse, None, None, 0, 0, seed, offset, None
 
 
 def cudnn_attention_backward(d: Tensor, q: Tensor, *_: object, **__: object) -> tuple[Tensor, ...]:
     gradients = tuple(heads_like(q, name) for name in "qkv")
-    scratch(attention_scratch.cudnn_backward(*q.shape), "attention scratch")
+    scratch(aten.cudnn_backward(*q.shape), "attention scratch")
     return gradients
 
 
 def flash_attention(q: Tensor, *_: object, **__: object) -> tuple[Any, ...]:
-    return heads_like(q, "att.heads"), _lse(q, q.shape[2]), None, None, 0, 0, _rng(2), _rng(), None
+    out, lse = heads_like(q, "att.heads"), new(q.shape[:3], float32, "lse")
+    return out, lse, None, None, 0, 0, rng_state(2), rng_state(), None
 
 
 def flash_attention_backward(d: Tensor, q: Tensor, *_: object, **__: object) -> tuple[Tensor, ...]:
     """Padded heads have another layout: two arguments are copied."""
-    copies = _relaid(d, "d.relaid", "out.relaid")
+    copies = relaid(d, "d.relaid", "out.relaid")
     gradients = tuple(heads_like(q, name) for name in "qkv")
-    rows, sums = attention_scratch.flash_backward(*q.shape)
+    rows, sums = aten.flash_backward(*q.shape)
     held = scratch(rows, "attention delta"), scratch(sums, "attention sums")
     del held, copies
     return gradients
@@ -713,23 +589,23 @@ def flash_attention_backward(d: Tensor, q: Tensor, *_: object, **__: object) -> 
 
 def efficient_attention(q: Tensor, *_: object, **__: object) -> tuple[Any, ...]:
     out = heads_like(q, "att.heads", keeps_layout=False)
-    return out, _lse(q, attention_scratch.up_to(q.shape[2], 32)), None, None
+    return out, new((*q.shape[:2], aten.round_up(q.shape[2], 32)), float32, "lse"), None, None
 
 
 def efficient_attention_backward(d: Tensor, q: Tensor, *_: object, **__: object) -> tuple[Any, ...]:
-    copies = _relaid(d, "d.relaid")
+    copies = relaid(d, "d.relaid")
     gradients = tuple(heads_like(q, name, keeps_layout=False) for name in "qkv")
     rows = 4 * prod(q.shape[:3])
     # In half precision the kernel computes this sum itself.
     summed = [scratch(q.nbytes, "d × out"), scratch(rows, "delta.sum")] if q.dtype is float32 else []
     delta = scratch(rows, "attention delta")
     del summed
-    sums = scratch(attention_scratch.efficient_backward(*q.shape), "attention sums")
+    sums = scratch(aten.efficient_backward(*q.shape), "attention sums")
     del delta, sums, copies
     return *gradients, None
 
 
-def _relaid(d: Tensor, *names: str) -> list[Storage]:
+def relaid(d: Tensor, *names: str) -> list[Storage]:
     """Copies of arguments in the kernel's layout, where they are not transposed views of [B, T, H × D]."""
     return [scratch(d.nbytes, name, "activations") for name in names] if d._stride is None else []
 
@@ -738,14 +614,25 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor) -> Tens
     """F.scaled_dot_product_attention of one query to all keys. The mask becomes numbers to be added first."""
     kernel, keys = _gpu.get().masked_attention, k.shape[2]
     mask = new((1, keys), q.dtype, "mask")
-    if kernel == "math":
-        return _math_attention(q, k, v)
+    if kernel == "math":  # in float32, query and keys each scaled; the softmax looks for rows that are masked wholly
+        wide_q, wide_k, wide_v = to(q, float32), to(k, float32), to(v, float32)
+        scaled_q, scaled_k = new(q.shape, float32, "q.scaled"), new(k.shape, float32, "k.scaled")
+        shape = (*q.shape[:-1], keys)
+        scores = new(shape, float32, "scores")
+        del scaled_k
+        probabilities = new(shape, float32, "probabilities")
+        masked = scratch(prod(shape), "masked scores", "activations")
+        del masked, scores
+        rounded = to(probabilities, q.dtype)
+        out = to(new(q.shape, float32, "att"), q.dtype)
+        del wide_q, wide_k, wide_v, scaled_q, probabilities, rounded
+        return out
     if kernel == "cudnn":
-        rng = _rng(), _rng()
+        rng = rng_state(), rng_state()
         out = heads_like(q, "att")
         if keys > UNDIVIDED:
             parts = -(-keys // KEYS_PER_PART)
-            scratch(4 * parts * (prod(q.shape[1:]) + q.shape[1]) + attention_scratch.CUDNN_SCRATCH, "attention scratch")
+            scratch(4 * parts * (prod(q.shape[1:]) + q.shape[1]) + aten.CUDNN_SCRATCH, "attention scratch")
         del rng
         return out
     if missing := -keys % MASK_MULTIPLE:
@@ -753,39 +640,17 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor) -> Tens
     return heads_like(q, "att")
 
 
-def _math_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """In float32, query and keys each scaled; the softmax looks for rows that are masked wholly."""
-    wide_q, wide_k, wide_v = q.float(), k.float(), v.float()
-    scaled_q, scaled_k = new(q.shape, float32, "q.scaled"), new(k.shape, float32, "k.scaled")
-    shape = (*q.shape[:-1], k.shape[2])
-    scores = new(shape, float32, "scores")
-    del scaled_k
-    probabilities = new(shape, float32, "probabilities")
-    masked = scratch(prod(shape), "masked scores", "activations")
-    del masked, scores
-    rounded = probabilities.to(q.dtype)
-    out = new(q.shape, float32, "att").to(q.dtype)
-    del wide_q, wide_k, wide_v, scaled_q, probabilities, rounded
-    return out
-
-
-# ---- modules
-
-class Parameter:
-    """nn.Parameter: the tensor itself, which is then a weight."""
-
-    def __new__(cls, x: Tensor) -> Tensor:  # type: ignore[misc]
-        x.storage.allocation.owner = "weights"
-        return x
-
+# ---- torch's modules, as the engine's files import them
 
 class Module:
+    """nn.Module: its parameters and modules are its attributes."""
+
     training = True
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Each once. The first to ask for them, when the model is made, gives them their names on the tape."""
         seen: set[int] = set()
-        for name, parameter in self._parameters(""):
+        for name, parameter in self._all_parameters(""):
             if id(parameter) not in seen:
                 seen.add(id(parameter))
                 if not parameter.name:
@@ -793,12 +658,12 @@ class Module:
                     parameter.storage.rename(parameter.name)
                 yield name, parameter
 
-    def _parameters(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
+    def _all_parameters(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
         for name, value in vars(self).items():
             if isinstance(value, Tensor):
                 yield prefix + name, value
             elif isinstance(value, Module):
-                yield from value._parameters(f"{prefix}{name}.")
+                yield from value._all_parameters(f"{prefix}{name}.")
 
     def parameters(self) -> Iterator[Tensor]:
         return (parameter for _, parameter in self.named_parameters())
@@ -810,19 +675,16 @@ class Module:
     def train(self, mode: bool = True) -> None:
         self.training = mode
 
-    eval = partialmethod(train, False)
+    def eval(self) -> None:
+        self.training = False
 
 
 class ModuleList(Module):
     def __init__(self, modules: Iterator[Module]) -> None:
-        self._modules = list(modules)
+        vars(self).update((str(number), module) for number, module in enumerate(modules))
 
     def __iter__(self) -> Iterator[Module]:
-        return iter(self._modules)
-
-    def _parameters(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
-        for number, module in enumerate(self._modules):
-            yield from module._parameters(f"{prefix}{number}.")
+        return iter(vars(self).values())
 
 
 def parameter_name(name: str) -> str:
@@ -833,7 +695,11 @@ def parameter_name(name: str) -> str:
     return name if ".ln_" in f".{name}" else name.replace(".weight", "")
 
 
-# ---- torch, as the engine's files import it
+def parameter(x: Tensor) -> Tensor:
+    """nn.Parameter: the tensor itself, which is then a weight."""
+    x.storage.allocation.owner = "weights"
+    return x
+
 
 def compile_(function: Callable[..., Any], **_: object) -> Callable[..., Any]:
     """torch.compile: one kernel, which allocates its results and nothing else."""
@@ -851,13 +717,41 @@ def compile_(function: Callable[..., Any], **_: object) -> Callable[..., Any]:
     return call
 
 
-def no_grad() -> Callable[[Any], Any]:
-    return lambda function: function
-
-
 def nothing(*_: object, **__: object) -> None:
-    pass
+    """Also a kernel that works in place: it allocates nothing."""
 
+
+class TritonKernel:
+    """To launch it, kernel[grid](...), allocates nothing."""
+
+    def __getitem__(self, grid: object) -> Callable[..., None]:
+        return nothing
+
+
+def jit(function: Any = None, **_: object) -> Any:
+    return TritonKernel() if function else lambda _: TritonKernel()
+
+
+METHODS: dict[str, Callable[..., Any]] = {
+    **{name: pointwise(name) for name in (
+        "abs", "sqrt", "square", "sign", "round", "log", "clamp", "triu", "masked_fill", "softmax")},
+    **{f"__{name}__": pointwise(name) for name in ("neg", "invert")},
+    **{f"__{side}{name}__": pointwise(name) for name in ("add", "sub", "mul", "truediv", "pow", "and")
+       for side in ("", "r")},
+    **{f"__{name}__": pointwise(name, bool_) for name in ("eq", "ne", "gt", "ge", "lt", "le")},
+    **{f"__i{name}__": in_place for name in ("add", "sub", "mul", "truediv", "pow", "and")},
+    **dict.fromkeys(("add_", "mul_", "clamp_", "round_", "exp_", "fill_", "normal_", "zero_", "index_add_",
+                     "index_copy_", "scatter_add_", "detach"), in_place),
+    **{name: reduction(name) for name in ("sum", "amax", "norm")},
+    "to": to, "copy_": copy_, "topk": topk, "mv": mm, "addmm_": addmm_, "__matmul__": matmul,
+    "float": lambda x: to(x, float32), "bfloat16": lambda x: to(x, bfloat16), "cpu": lambda x: to(x, CPU),
+    "gather": lambda x, _, indices: new(indices.shape, x.dtype, "gather"),
+    "new_ones": lambda x, *shape: new(shape, x.dtype, "ones", x.owner),
+    "t": lambda x: x.transpose(0, 1), "view_as": lambda x, other: x.view(other.shape),
+    "dim": lambda x: len(x.shape), "numel": lambda x: prod(x.shape), "stride": lambda x, dim: x.strides[dim],
+    "tolist": lambda x: [0.0] * len(x)}
+for _name, _method in METHODS.items():
+    setattr(Tensor, _name, _method)
 
 SDP_BACKENDS = {"math": 0, "flash": 1, "efficient": 2, "cudnn": 3}
 ATEN = SimpleNamespace(
@@ -871,44 +765,30 @@ ATEN = SimpleNamespace(
     _scaled_dot_product_efficient_attention=efficient_attention,
     _scaled_dot_product_efficient_attention_backward=efficient_attention_backward)
 FUNCTIONAL = SimpleNamespace(
-    linear=linear, layer_norm=layer_norm, gelu=unary("gelu"), pad=pad, embedding=embedding,
-    scaled_dot_product_attention=masked_attention)
+    linear=linear, layer_norm=lambda *args: native_layer_norm(*args)[0], gelu=pointwise("gelu"), pad=pad,
+    embedding=embedding, scaled_dot_product_attention=masked_attention)
 TORCH = SimpleNamespace(
-    Tensor=Tensor, dtype=Dtype, device=Device, float64=float64, float32=float32, bfloat16=bfloat16, float16=float16,
-    int64=int64, int32=int32, int8=int8, uint8=uint8, bool=bool_,
-    empty=creation("empty"), zeros=creation("zeros"), ones=creation("ones"), empty_like=like("empty"),
-    zeros_like=like("zeros"), ones_like=like("ones"), full_like=like("full"), tensor=tensor, arange=arange,
-    randint=randint, stack=stack, split=split, where=where, lerp=unary("lerp"), isfinite=unary("isfinite", bool_),
-    mm=mm, addmm=addmm, native_layer_norm=native_layer_norm, manual_seed=nothing,
+    Tensor=Tensor, dtype=Dtype, device=Device, **{dtype.name: dtype for dtype in DTYPES},
+    **{name: creation(name) for name in ("empty", "zeros", "ones")},
+    **{f"{name}_like": like(name) for name in ("empty", "zeros", "ones", "full")},
+    tensor=tensor, arange=lambda count, device: new((count,), int64, "positions", "data"),
+    randint=lambda low, high, shape, dtype, device: new(shape, dtype, "randint"),
     multinomial=lambda *_, **__: new((1,), int64, "drawn", on_cpu=True),
-    Generator=lambda device: SimpleNamespace(manual_seed=nothing), no_grad=no_grad, compile=compile_,
-    is_grad_enabled=lambda: False, _fused_sdp_choice=lambda *_: SDP_BACKENDS[_gpu.get().attention],
-    _dynamo=SimpleNamespace(config=SimpleNamespace()), ops=SimpleNamespace(aten=ATEN), autograd=SimpleNamespace(
-        Function=object), OutOfMemoryError=MemoryError,
+    stack=stack, split=lambda x, size: [x[start:start + size] for start in range(0, len(x), size)],
+    where=pointwise("where"), lerp=pointwise("lerp"), isfinite=pointwise("isfinite", bool_),
+    mm=mm, addmm=addmm, native_layer_norm=native_layer_norm,
+    manual_seed=nothing, Generator=lambda device: SimpleNamespace(manual_seed=nothing),
+    no_grad=lambda: lambda function: function, is_grad_enabled=lambda: False,
+    _fused_sdp_choice=lambda *_: SDP_BACKENDS[_gpu.get().attention],
+    compile=compile_, _dynamo=SimpleNamespace(config=SimpleNamespace()), OutOfMemoryError=MemoryError,
+    ops=SimpleNamespace(aten=ATEN), autograd=SimpleNamespace(Function=object),
+    optim=SimpleNamespace(adamw=SimpleNamespace(adamw=nothing)),
     cuda=SimpleNamespace(get_rng_state=nothing, set_rng_state=nothing, get_device_properties=lambda device: device,
                          current_stream=lambda _: SimpleNamespace(synchronize=nothing)),
-    optim=SimpleNamespace(adamw=SimpleNamespace(adamw=nothing)),  # the fused kernel works in place
     nn=SimpleNamespace(
-        Module=Module, ModuleList=ModuleList, Parameter=Parameter, functional=FUNCTIONAL,
+        Module=Module, ModuleList=ModuleList, Parameter=parameter, functional=FUNCTIONAL,
         attention=SimpleNamespace(SDPBackend=SimpleNamespace(**{
             f"{name.upper()}_ATTENTION": SimpleNamespace(value=value) for name, value in SDP_BACKENDS.items()}))))
-
-
-class Launcher:
-    """A Triton kernel: to launch it allocates nothing."""
-
-    def __getitem__(self, grid: object) -> Callable[..., None]:
-        return nothing
-
-
-def jit(function: Any = None, **_: object) -> Any:
-    return Launcher() if function else jit_with_options
-
-
-def jit_with_options(function: Any) -> Launcher:
-    return Launcher()
-
-
 TRITON = SimpleNamespace(jit=jit, cdiv=lambda a, b: -(-a // b), next_power_of_2=lambda n: 1 << (n - 1).bit_length(),
                          language=None)
 BITSANDBYTES = SimpleNamespace(functional=SimpleNamespace(
@@ -916,21 +796,13 @@ BITSANDBYTES = SimpleNamespace(functional=SimpleNamespace(
     optimizer_update_8bit_blockwise=nothing))
 
 
-def named(name: str, x: Tensor) -> Tensor:
-    if x.device is not CPU:
-        gpu = _gpu.get()
-        x.storage.rename(gpu.layer + name, OWNERS_BY_NAME.get(name, ""))
-    return x
-
-
 # ---- the engine's files, loaded a second time
 
 PACKAGE = f"{__package__.partition('.')[0]}.engine_on_shapes"  # beside engine/: `from ..x import y` means the same
-ENGINE_PACKAGES = (PACKAGE, f"{PACKAGE}.optim")
 STAND_INS: Mapping[str, Any] = {
     "torch": TORCH, "triton": TRITON, "bitsandbytes": BITSANDBYTES,
     f"{PACKAGE}.annotate": SimpleNamespace(named=named, span=lambda *args: _gpu.get().span(*args)),
-    f"{PACKAGE}.device": SimpleNamespace(triton_works=lambda: _gpu.get().triton)}
+    f"{PACKAGE}.device": SimpleNamespace(triton_works=lambda: _gpu.get().platform.compiles)}
 _lock = RLock()
 
 
@@ -964,7 +836,7 @@ def _import(name: str, scope: Mapping[str, Any] | None = None, local: Mapping[st
         return found
     if level and scope is not None:
         absolute = importlib.util.resolve_name("." * level + name, scope["__package__"])
-        if absolute in ENGINE_PACKAGES:
+        if absolute in (PACKAGE, f"{PACKAGE}.optim"):
             prefix = f"{absolute}.".removeprefix(f"{PACKAGE}.")
             return SimpleNamespace(**{each: engine_module(prefix + each) for each in fromlist})
         if absolute.startswith(f"{PACKAGE}."):

@@ -36,7 +36,7 @@ from ..runs.folder import RunFolder, holds_run, need_disk, open_run
 from ..runs.metrics import RunFacts, SplitLoss
 from ..show.progress import Display, open_display, say
 from ..show.train_text import closing, memory_plan, plan_vs_measured
-from ..tapes.engine.run import checkpoint_bytes
+from ..tapes.engine import checkpoint_bytes
 from . import checkpoint
 from .device_memory import NOT_PLANNED, DeviceMemoryPlan, plan_on_device
 from .dry_run import Peaks, rehearse

@@ -1,29 +1,21 @@
-"""Scratch memory of the ATen kernels that nanoGPT calls, eager or from compiled code.
+"""Scratch memory of ATen's CUDA kernels, for the tapes of both trainers, and attention as nanoGPT calls it.
 
-Attention, sums over rows, the sort in an embedding's backward pass, gradient norms. Sizes are those of recorded runs on
-an H200, event by event; where torch's source states the rule, the function names the file.
+Attention, sums over rows, the sort in an embedding's backward pass, gradient norms, topk. Sizes are those of recorded
+runs on an H200, event by event; where torch's source states the rule, the comment names the file.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import prod
 
-from ...config.run_config import RunConfig
-from ...core.units import MiB
-from ...memory.platform import Platform
-from ...memory.tape import Writer
-from ..attention_scratch import (
-    CUDNN_SCRATCH,
-    EFFICIENT_COUNTERS,
-    EFFICIENT_HEADS,
-    EFFICIENT_TOKENS,
-    FLASH_HEAD,
-    FLASH_TOKENS,
-)
-from ..attention_scratch import RNG as RNG_BYTES
-from .padding import round_up
+from ..config.run_config import RunConfig
+from ..core.units import MiB
+from ..memory.platform import Platform
+from ..memory.tape import Writer
 
 SCALAR = 4  # bytes of a loss, a step count, a scale
+CUBLASLT = MiB                            # the workspace of matmuls with a bias
 # Reduce.cuh: threads per block, elements per load, threads per warp.
 THREADS, VECTOR, WARP = 512, 4, 32
 MIN_PER_THREAD, MAX_PER_THREAD = 16, 256  # elements that a thread sums before a sum is split among more blocks
@@ -31,8 +23,21 @@ NORM_CHUNK = 65536                        # elements of a tensor that one block 
 SIMPLE_EMBEDDING = 3072                   # up to this many indices, an embedding's backward pass sorts nothing
 SORT_DIGITS, SORT_TILE = 16640, 4096      # CUB's radix sort
 SCAN = 1279                               # bytes of a CUB scan or of a search for unique keys
-CUBLASLT = MiB                            # the workspace of matmuls with a bias
+# TensorTopK.cu: from TOPK_MANY elements on, several blocks of threads count them by their digits. TOPK_BLOCKS run at
+# once on a multiprocessor, whose 65,536 registers hold 40 per thread; a thread takes 4 to 64 elements.
+TOPK_MANY, TOPK_BLOCKS, TOPK_THREADS, TOPK_DIGITS, TOPK_LEAST, TOPK_MOST = 20_000, 6, 256, 256, 4, 64
+# Attention: read off recorded runs in which the kernels were forced one by one (tests/golden/h200_kernels.json). The
+# scratch of a backward pass is known from blocks of 500 and 512 tokens and heads of 48, 64 and 80 elements.
+RNG = 8                                   # a seed and an offset, 8 bytes each, are kept with and without dropout
 HEAD_MULTIPLE = 8                         # flash attention pads heads to a multiple of this
+CUDNN_SCRATCH = 256
+FLASH_TOKENS, FLASH_HEAD = 128, 32        # multiples to which flash attention's backward rounds its scratch
+EFFICIENT_TOKENS, EFFICIENT_HEADS = 64, (32, 64, 128)
+EFFICIENT_COUNTERS = 16                   # bytes per head and EFFICIENT_TOKENS tokens
+
+
+def round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
 
 
 def sum_over_rows(rows: int, columns: int, platform: Platform) -> list[int]:
@@ -57,33 +62,68 @@ def sum_over_rows(rows: int, columns: int, platform: Platform) -> list[int]:
 
 def norm_partials(sizes: list[int]) -> int:
     """Bytes of a foreach norm's partial sums: every tensor gets as many as the largest needs."""
-    return 4 * len(sizes) * max(-(-size // NORM_CHUNK) for size in sizes)
+    return 4 * len(sizes) * -(-max(sizes) // NORM_CHUNK)
+
+
+def topk_scratch(elements: int, sms: int) -> dict[str, int]:
+    """Bytes by name."""
+    if elements < TOPK_MANY:
+        return {}
+    per_thread = -(-elements // (sms * TOPK_BLOCKS * TOPK_THREADS))
+    blocks = -(-elements // (TOPK_THREADS * min(max(per_thread, TOPK_LEAST), TOPK_MOST)))
+    return {"value": 4, "rank": 8, "digits": 8, "counts": 2 * TOPK_DIGITS * blocks, "sums": 4 * TOPK_DIGITS,
+            "above": 4 * blocks, "equal": 4 * blocks, "scan": SCAN}
+
+
+# ---- attention's backward kernels, of heads [B, H, T, D]
+
+
+def cudnn_backward(batch: int, heads: int, tokens: int, head: int) -> int:
+    return 4 * batch * heads * tokens * (head + 1) + CUDNN_SCRATCH
+
+
+def flash_backward(batch: int, heads: int, tokens: int, head: int) -> tuple[int, int]:
+    """Row sums, and the queries' gradient in float32."""
+    rows = 4 * batch * heads * round_up(tokens, FLASH_TOKENS)
+    return rows, rows * round_up(head, FLASH_HEAD)
+
+
+def efficient_backward(batch: int, heads: int, tokens: int, head: int) -> int:
+    """The queries' gradient in float32, tile by tile, with a counter per tile."""
+    width = next((each for each in EFFICIENT_HEADS if head <= each), head)
+    tiles = batch * heads * -(-tokens // EFFICIENT_TOKENS)
+    return tiles * (4 * EFFICIENT_TOKENS * width + EFFICIENT_COUNTERS)
+
+
+# ---- as nanoGPT calls them
+
+
+def alloc_sum_scratch(w: Writer, rows: int, columns: int, platform: Platform) -> None:
+    """The scratch of `x.sum(0)`, which is freed at once."""
+    scratch = enumerate(sum_over_rows(rows, columns, platform))
+    w.free(*[w.alloc(f"sum over rows {number}", "workspace", nbytes) for number, nbytes in scratch])
 
 
 def embedding_backward(w: Writer, name: str, gradient: str, indices: int, rows: int, width: int) -> None:
     """Leaves `gradient` [rows, width]. Many indices are sorted, and up to ten rows of equal ones summed at a time."""
-    def scratch(part: str, nbytes: int) -> str:
-        return w.alloc(f"{name}.{part}", "workspace", nbytes)
-
-    def transient(nbytes: int) -> None:
-        w.free(scratch("scan", nbytes))
-
     if indices <= SIMPLE_EMBEDDING:
         w.alloc(gradient, "gradients", 4 * rows * width)
         return
+
+    def scratch(part: str, nbytes: int) -> str:
+        return w.alloc(f"{name}.{part}", "workspace", nbytes)
+
     segments = min(indices, rows)
     partial = indices // 10 + segments
     used = [scratch("sorted", 8 * indices), scratch("order", 8 * indices)]
     scratch("range", 8 * indices)
-    transient(16 * indices + 1024 * -(-indices // SORT_TILE) + SORT_DIGITS + 255)
-    w.free(f"{name}.range")
+    w.free(scratch("scan", 16 * indices + 1024 * -(-indices // SORT_TILE) + SORT_DIGITS + 255), f"{name}.range")
     w.alloc(gradient, "gradients", 4 * rows * width)
     used += [scratch("segments", 8 * indices), scratch("segment count", 8)]
     scratch("keys", 8 * indices)
-    transient(SCAN)
-    w.free(f"{name}.keys")
+    w.free(scratch("scan", SCAN), f"{name}.keys")
     used += [scratch("partials", 8 * segments), scratch("partial offsets", 8 * segments)]
-    transient(SCAN)
+    w.free(scratch("scan", SCAN))
     used += [scratch("partial count", 8), scratch("offsets", 8 * partial), scratch("sums", 4 * partial * width)]
     w.free(*reversed(used))
 
@@ -95,25 +135,17 @@ class AttentionTape:
     """
 
     def __init__(self, config: RunConfig, writer: Writer, platform: Platform) -> None:
-        self.config, self.w = config, writer
-        self.b, self.t, self.c, self.heads = config.batch_size, config.block_size, config.n_embd, config.n_head
+        self.w, head = writer, config.n_embd // config.n_head
         self.width = 4 if config.dtype == "float32" else 2
-        kernel = platform.attention(self.c // self.heads, config.dtype)
+        kernel = platform.attention(head, config.dtype)
         self.kernel = "efficient" if kernel == "math" else kernel
-        head = self.c // self.heads
-        # C once every head is padded for flash attention, or 0.
-        self.padded = 0 if head % HEAD_MULTIPLE == 0 or self.kernel == "efficient" else (
-            round_up(head, HEAD_MULTIPLE) * self.heads)
-
-    @property
-    def out_bytes(self) -> int:
-        return self.width * self.b * self.t * (self.padded or self.c)
-
-    @property
-    def lse_bytes(self) -> int:
-        """The softmax's log-sum-exp [B, H, T], in float32."""
-        tokens = round_up(self.t, 32) if self.kernel == "efficient" else self.t
-        return 4 * self.b * self.heads * tokens
+        self.padded = head % HEAD_MULTIPLE != 0 and self.kernel != "efficient"  # for flash attention
+        if self.padded:
+            head = round_up(head, HEAD_MULTIPLE)
+        self.shape = batch, heads, tokens, head = config.batch_size, config.n_head, config.block_size, head
+        self.out_bytes = self.width * batch * heads * tokens * head
+        # The softmax's log-sum-exp [B, H, T], in float32.
+        self.lse_bytes = 4 * batch * heads * (round_up(tokens, 32) if self.kernel == "efficient" else tokens)
 
     def saved(self, layer: int) -> list[tuple[str, int]]:
         """What a training forward pass saves: (name, bytes), in the order of allocation."""
@@ -122,8 +154,8 @@ class AttentionTape:
         if self.kernel == "efficient":
             return results
         if self.kernel == "cudnn":
-            return [(f"{layer}.seed", RNG_BYTES), (f"{layer}.offset", RNG_BYTES), *results]
-        return [*results, (f"{layer}.seed", 2 * RNG_BYTES), (f"{layer}.offset", RNG_BYTES)]
+            return [(f"{layer}.seed", RNG), (f"{layer}.offset", RNG), *results]
+        return [*results, (f"{layer}.seed", 2 * RNG), (f"{layer}.offset", RNG)]
 
     def forward(self, layer: int, names: Mapping[str, str], *, grad: bool) -> None:
         """Leaves what `saved` lists; without `grad`, the output alone. `names` replaces names of results.
@@ -148,24 +180,19 @@ class AttentionTape:
         results = [f"d_{part}.{layer}" for part in "qkv"]
         gradients = [w.alloc(names.get(name, name), "activations", self.out_bytes) for name in results]
         if self.kernel == "cudnn":
-            sums = 4 * self.b * self.t * (self.c + self.heads)
-            w.free(w.alloc("attention scratch", "workspace", sums + CUDNN_SCRATCH))
+            w.free(w.alloc("attention scratch", "workspace", cudnn_backward(*self.shape)))
             return gradients
-        head = (self.padded or self.c) // self.heads
         if self.kernel == "flash":
-            rows = 4 * self.b * self.heads * round_up(self.t, FLASH_TOKENS)
+            rows, sums = flash_backward(*self.shape)
             w.alloc("attention delta", "workspace", rows)
-            w.alloc("attention sums", "workspace", rows * round_up(head, FLASH_HEAD))
         else:
-            rows = 4 * self.b * self.heads * self.t
+            rows, sums = 4 * prod(self.shape[:3]), efficient_backward(*self.shape)
             if self.width == 4:  # in half precision the kernel computes this sum itself
                 w.alloc("d × out", "workspace", self.out_bytes)
                 w.alloc("delta.sum", "workspace", rows)
             w.alloc("attention delta", "workspace", rows)
             if self.width == 4:
                 w.free("delta.sum", "d × out")
-            wide = next((each for each in EFFICIENT_HEADS if head <= each), head)
-            tiles = self.b * self.heads * -(-self.t // EFFICIENT_TOKENS)
-            w.alloc("attention sums", "workspace", tiles * (4 * EFFICIENT_TOKENS * wide + EFFICIENT_COUNTERS))
+        w.alloc("attention sums", "workspace", sums)
         w.free("attention sums", "attention delta", *copies)
         return gradients

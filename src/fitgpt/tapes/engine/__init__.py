@@ -1,1 +1,0 @@
-"""The tape of our own trainer: the engine's own files, run on tensors that have shapes and no data."""

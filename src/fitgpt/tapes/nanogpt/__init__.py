@@ -1,1 +1,0 @@
-"""The memory tape of nanoGPT's train.py, eager and compiled."""

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from fitgpt.core.units import GiB, KiB, MiB
 from fitgpt.diagnosis.case import ExplainedRun
 from fitgpt.memory.allocator import CachingAllocator, ExpandableAllocator, MemoryBlock, allocation_size
-from fitgpt.memory.tape import RELEASE, Event, round_size
+from fitgpt.memory.tape import EMPTY_CACHE, Event, round_size
 from fitgpt.planning.budget import Budget
 
 BY_PROCESS = "Including non-PyTorch memory, this process has {process} memory in use. "
@@ -45,7 +45,7 @@ def simulate_oom(run: ExplainedRun, budget: Budget) -> SimulatedOom | None:
     allocator = ExpandableAllocator(cap) if run.expandable else CachingAllocator(cap)
     blocks: dict[str, MemoryBlock] = {}
     for number, event in enumerate(run.tape.events):
-        if event.name == RELEASE:
+        if event.name == EMPTY_CACHE:
             allocator.release_cached_blocks()
         elif not event.alloc:
             allocator.free(blocks.pop(event.name))

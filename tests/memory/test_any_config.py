@@ -10,7 +10,7 @@ from fitgpt.config.resolve import resolve_run
 from fitgpt.config.run_config import RunConfig
 from fitgpt.hardware.gpus import GpuModel, load
 from fitgpt.memory.platform import TORCH_VERSIONS, Platform
-from fitgpt.memory.tape import RELEASE, Event, Tape
+from fitgpt.memory.tape import EMPTY_CACHE, Event, Tape
 from fitgpt.memory.timeline import replay
 from fitgpt.planning.budget import platform_for
 from fitgpt.planning.forecast import forecast, write_tape
@@ -50,7 +50,7 @@ def check(tape: Tape) -> dict[str, Event]:
             assert event.name not in alive
             assert event.nbytes >= 0
             alive[event.name] = event
-        elif event.name != RELEASE:
+        elif event.name != EMPTY_CACHE:
             assert alive.pop(event.name)[1:] == event[1:]
     return alive
 

@@ -21,7 +21,8 @@ RESERVES_UNTIL_THE_THIRD_TOKEN = RunConfig(n_layer=8, n_head=8, n_embd=336, bloc
 
 
 def peaks(config: RunConfig) -> dict[str, int]:
-    found = replay(engine_tape.write_sampling(resolve_run(config, H200), H200), expandable=H200.expandable).peaks()["sample"]
+    tape = engine_tape.write_sampling(resolve_run(config, H200), H200)
+    found = replay(tape, expandable=H200.expandable).peaks()["sample"]
     return {"allocated": found.allocated, "reserved": found.reserved}
 
 

@@ -28,8 +28,8 @@ def test_a_tape_is_written_where_torch_cannot_be_imported() -> None:
     program = ("import sys; sys.modules.update(torch=None, triton=None, numpy=None)\n"
                "from fitgpt.config.run_config import RunConfig\nfrom fitgpt.memory.platform import Platform\n"
                "from fitgpt.tapes import engine\n"
-               "print(len(engine.write(RunConfig(n_layer=2, vocab_size=300, dtype='bfloat16', compile=True), Platform())"
-               ".events))")
+               "config = RunConfig(n_layer=2, vocab_size=300, dtype='bfloat16', compile=True)\n"
+               "print(len(engine.write(config, Platform()).events))")
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert int(done.stdout) > 100
 

@@ -18,7 +18,6 @@ def test_events_stand_in_the_order_they_were_written_and_phases_span_them() -> N
     assert tape.events == (Event(True, "a", "weights", 10), Event(True, "b", "logits", 20),
                            Event(False, "a", "weights", 10))
     assert tape.phases == (Span("load", 0, 1), Span("train", 1, 3))
-    assert list(tape.alive_at_end()) == ["b"]
 
 
 def test_a_name_comes_back_after_a_free_but_not_before() -> None:

@@ -167,8 +167,8 @@ def test_sampling_allocates_and_frees_what_is_written_in_that_order(case: str, m
     config = RunConfig(**SHAPE | {"block_size": 701} | knobs)
     written = [(event.alloc, event.nbytes, event.name) for event in engine_tape.write_sampling(config, platform).events
                if is_seen(event)]
-    seen = [(event.alloc, event.nbytes, event.maker)
-            for event in trace_sampling(config, platform, engine_tape.SAMPLED_TOKENS, monkeypatch) if event.nbytes >= SMALLEST]
+    traced = trace_sampling(config, platform, engine_tape.SAMPLED_TOKENS, monkeypatch)
+    seen = [(event.alloc, event.nbytes, event.maker) for event in traced if event.nbytes >= SMALLEST]
     assert not difference(written, seen), difference(written, seen)
 
 

@@ -157,10 +157,14 @@ class CachingAllocator:
         return True
 
     def _get_free_block(self, pool: BlockPool, size: int) -> MemoryBlock | None:
-        """Best fit: takes the smallest cached block of at least `size` bytes out of the pool."""
+        """Best fit: takes the smallest cached block of at least `size` bytes out of the pool. In an expandable segment,
+        a block with unmapped addresses behind it counts as large as it could grow: it comes last."""
         number = bisect_left(pool.blocks, (size,))
         if number == len(pool.blocks):
             return None
+        while (number + 1 < len(pool.blocks)
+               and pool.blocks[number + 1][2].expandable_size < pool.blocks[number][2].expandable_size):
+            number += 1
         block = pool.blocks.pop(number)[2]
         block.free = False
         return block
@@ -193,18 +197,6 @@ class ExpandableAllocator(CachingAllocator):
             for pool in pools:
                 pool.max_waste = 0
                 pool.unmapped.append((0, MemoryBlock(0, NO_LIMIT, pool, mapped=False)))
-
-    def _get_free_block(self, pool: BlockPool, size: int) -> MemoryBlock | None:
-        """As above, but a block with unmapped addresses behind it counts as large as it could grow: it comes last."""
-        number = bisect_left(pool.blocks, (size,))
-        if number == len(pool.blocks):
-            return None
-        while (number + 1 < len(pool.blocks)
-               and pool.blocks[number + 1][2].expandable_size < pool.blocks[number][2].expandable_size):
-            number += 1
-        block = pool.blocks.pop(number)[2]
-        block.free = False
-        return block
 
     def _alloc_block(self, pool: BlockPool, size: int) -> MemoryBlock:
         """Maps pages at the first place where free and unmapped addresses together have room for the request."""

@@ -82,32 +82,16 @@ class Tape:
         return [SpanCost(name, before[end] - before[start], max(before[start:end + 1]) - before[start])
                 for name, start, end in self.spans]
 
-    def alive_at_end(self) -> dict[str, Event]:
-        """The allocations that are never freed, by name."""
-        alive: dict[str, Event] = {}
-        for event in self.events:
-            if event.alloc:
-                alive[event.name] = event
-            elif event.name != EMPTY_CACHE:
-                del alive[event.name]
-        return alive
 
-
-@dataclass(frozen=True)
-class _Section:
+class _Section(NamedTuple):
     """Events that were written once and can be copied, and what the copy does to the tensors alive."""
 
     events: list[Event]
     spans: list[Span]             # relative to the section's start
     names: tuple[str, ...]        # tensors that have other names in a copy
+    renamed: list[int]            # the numbers of the events of these tensors
     frees: list[str]              # tensors that were alive before
     leaves: list[Event]           # allocations that are alive afterwards
-
-    @cached_property
-    def renamed(self) -> list[int]:
-        """The numbers of the events that have other names in a copy."""
-        names = frozenset(self.names)
-        return [number for number, event in enumerate(self.events) if event.name in names] if names else []
 
 
 class Writer:
@@ -171,11 +155,10 @@ class Writer:
         if kind not in self._sections:
             start, spans, before = len(self._events), len(self._spans), self._alive.copy()
             write()
-            after = self._alive
+            events, after = self._events[start:], self._alive
             self._sections[kind] = _Section(
-                self._events[start:],
-                [Span(name, first - start, end - start) for name, first, end in self._spans[spans:]],
-                names,
+                events, [Span(name, first - start, end - start) for name, first, end in self._spans[spans:]],
+                names, [number for number, event in enumerate(events) if event.name in names],
                 frees=[name for name, event in before.items() if after.get(name) is not event],
                 leaves=[event for name, event in after.items() if before.get(name) is not event])
             return
@@ -209,9 +192,3 @@ class Writer:
         phases = [Span(name, start, end)
                   for (name, start), end in zip(self._phases, [*starts, len(self._events)], strict=True)]
         return Tape(tuple(self._events), tuple(phases), tuple(self._spans))
-
-    # Earlier names, for tape authors that are not yet changed.
-    held, part, release = scratch, section, empty_cache
-
-
-ORDINARY, RECORDED, SIDE, RELEASE = DEFAULT_POOL, GRAPH_POOL, SIDE_STREAM, EMPTY_CACHE

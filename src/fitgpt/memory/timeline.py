@@ -63,22 +63,17 @@ class Timeline:
     def peaks(self) -> dict[str, PhasePeak]:
         """The highest point of each phase over all its occurrences. A phase begins with what is already allocated."""
         found: dict[str, PhasePeak] = {}
-        segments = iter([*self.segments, (len(self.changes) + 1, 0)])
-        (next_change, next_reserved), reserved = next(segments), 0
         for phase, start, end in self.tape.phases:
             if start > len(self.changes):
                 break
             end = min(end, len(self.changes))
-            while next_change < end:
-                reserved = max(reserved, next_reserved)
-                next_change, next_reserved = next(segments)
+            reserved = max((nbytes for event, nbytes in self.segments if event < end), default=0)
             first = max(start - 1, 0)
             allocated = self.allocated[first:end]
             peak = max(allocated, default=0)
             event = first + allocated.index(peak) if allocated else first
-            before = found.get(phase)
-            if before is not None and before.allocated >= peak:
-                peak, event = before.allocated, before.event
+            if phase in found and found[phase].allocated >= peak:
+                peak, event = found[phase].allocated, found[phase].event
             found[phase] = PhasePeak(phase, peak, reserved, event)
         return found
 

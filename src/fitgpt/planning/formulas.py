@@ -14,9 +14,10 @@ from typing import NamedTuple
 
 from ..config.run_config import DEFAULT_VOCAB, RunConfig
 from ..core.units import MiB, show_bytes, show_count
-from ..memory.tape import RELEASE, Event
+from ..memory.tape import EMPTY_CACHE, Event
 from ..memory.timeline import Timeline
-from ..tapes.nanogpt_compiled import LINE, MULTIPLE, MULTIPLE_FLOAT32, round_up
+from ..tapes.aten import round_up
+from ..tapes.nanogpt_compiled import LINE, MULTIPLE, MULTIPLE_FLOAT32
 
 MOST_TERMS = 3
 SMALL = 0.01       # of an owner's bytes: smaller terms are summed up
@@ -226,7 +227,7 @@ def _alive(timeline: Timeline, event: int) -> dict[str, list[Alive]]:
     for entry, change in zip(timeline.tape.events[:event + 1], timeline.changes, strict=False):
         if entry[0]:
             alive[entry[1]] = entry, change
-        elif entry[1] != RELEASE:
+        elif entry[1] != EMPTY_CACHE:
             del alive[entry[1]]
     held: dict[str, list[Alive]] = {}
     for entry, change in alive.values():

@@ -7,7 +7,8 @@ from ..config.resolve import resolve_run
 from ..config.run_config import DEFAULT_VOCAB, GPT2_VOCAB, NOT_NANOGPTS, RunConfig
 from ..data.shard_header import DataSummary
 from ..memory.platform import Platform
-from ..tapes.nanogpt_compiled import MULTIPLE, has_odd_sizes, round_up
+from ..tapes.aten import round_up
+from ..tapes.nanogpt_compiled import MULTIPLE, has_odd_sizes
 
 
 def run_notes(config: RunConfig, given_vocab: int, data: DataSummary | None) -> list[str]:

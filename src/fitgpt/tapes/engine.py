@@ -288,5 +288,6 @@ def checkpoint_bytes(config: RunConfig) -> int:
               Platform())
     run.load()
     with run.gpu.section():
-        return weights + sum(tensor.nbytes for name, tensor in run.optimizer.tensors().items()
-                             if "." in name and not name.endswith(".master"))
+        states: dict[str, Tensor] = run.optimizer.tensors()
+    return weights + sum(tensor.nbytes for name, tensor in states.items()
+                         if "." in name and not name.endswith(".master"))

@@ -43,7 +43,7 @@ class GraphKernel(NamedTuple):
 
     @property
     def results(self) -> tuple[Buffer, ...]:
-        return self.outputs + self.returns if self.returns else self.outputs
+        return self.outputs + self.returns
 
 
 class KernelGraph(NamedTuple):
@@ -158,16 +158,14 @@ def plan_buffers(graph: KernelGraph) -> BufferPlan:
             if name not in graph.inputs:
                 found = blocks[block_of[name]]
                 freed.setdefault((found.dtype, found.nbytes), []).append((block_of[name], at, len(steps) - 1))
-    return _named_by_output(graph, [step for step in steps if step], block_of)
 
-
-def _named_by_output(graph: KernelGraph, steps: list[PlanStep], block_of: dict[str, str]) -> BufferPlan:
-    """Names each block that ends up holding an output of the graph after that output."""
+    # Each block that ends up holding an output of the graph is named after that output.
     results = {buffer.name: buffer for kernel in graph.kernels for buffer in kernel.results}
     final = {block_of[name]: results[name] for name in sorted(graph.outputs)
              if name in block_of and block_of[name] != name}
     returned = {buffer.name for kernel in graph.kernels for buffer in kernel.returns}
-    return BufferPlan(steps, {block: held.name for block, held in final.items() if block in returned},
+    return BufferPlan([step for step in steps if step],
+                      {block: held.name for block, held in final.items() if block in returned},
                       {block: held for block, held in final.items() if block in graph.inputs}).renamed(final)
 
 
@@ -188,46 +186,41 @@ def schedule(graph: KernelGraph) -> Schedule:
     """
     orders = [graph.kernels, _depth_first_order(graph)]
     if graph.inputs:
-        dependencies = _Dependencies(graph)
-        orders[1:1] = [_least_memory_order(graph, dependencies), _breadth_first_order(graph, dependencies)]
-    return min((_estimated(graph, order) for order in orders), key=lambda each: max(0, *each.usage))
+        orders[1:1] = [_least_memory_order(graph), _breadth_first_order(graph)]
+    return min((_estimate(graph, order) for order in orders), key=lambda each: max(0, *each.usage))
 
 
-def _estimated(graph: KernelGraph, kernels: Sequence[GraphKernel]) -> Schedule:
-    results = [kernel.results for kernel in kernels]
-    last_use = {buffer[0]: at for at, each in enumerate(results) for buffer in each}
+def _estimate(graph: KernelGraph, kernels: Sequence[GraphKernel]) -> Schedule:
+    last_use = {buffer.name: at for at, kernel in enumerate(kernels) for buffer in kernel.results}
     last_use |= {name: at for at, kernel in enumerate(kernels) for name in kernel.reads}
     change = [0] * (len(kernels) + 1)
     for name, nbytes in graph.inputs.items():
         change[0] += nbytes
         change[last_use.get(name, -1) + 1] -= nbytes
     for at, kernel in enumerate(kernels):
-        if kernel.scratch:
-            change[at] += kernel.scratch
-            change[at + 1] -= kernel.scratch
-        for buffer in results[at]:
-            name, nbytes = buffer[0], buffer[2]
-            change[at] += nbytes
-            change[0 if name in graph.outputs else last_use[name] + 1] -= nbytes
+        change[at] += kernel.scratch
+        change[at + 1] -= kernel.scratch
+        for buffer in kernel.results:
+            change[at] += buffer.nbytes
+            change[0 if buffer.name in graph.outputs else last_use[buffer.name] + 1] -= buffer.nbytes
     return Schedule(kernels, last_use, list(accumulate(change)))
 
 
-class _Dependencies:
+def _dependencies(graph: KernelGraph) -> tuple[list[set[int]], list[list[int]]]:
     """By number of a kernel: which others it waits for, and which wait for it."""
-
-    def __init__(self, graph: KernelGraph) -> None:
-        maker = {buffer[0]: at for at, kernel in enumerate(graph.kernels) for buffer in kernel.results}
-        self.before = [{maker[name] for name in (*kernel.reads, kernel.after) if name in maker}
-                       for kernel in graph.kernels]
-        self.after: list[list[int]] = [[] for _ in graph.kernels]
-        for at, before in enumerate(self.before):
-            for each in before:
-                self.after[each].append(at)
+    maker = {buffer.name: at for at, kernel in enumerate(graph.kernels) for buffer in kernel.results}
+    before = [{maker[name] for name in (*kernel.reads, kernel.after) if name in maker} for kernel in graph.kernels]
+    after: list[list[int]] = [[] for _ in graph.kernels]
+    for at, needed in enumerate(before):
+        for each in needed:
+            after[each].append(at)
+    return before, after
 
 
-def _breadth_first_order(graph: KernelGraph, dependencies: _Dependencies) -> list[GraphKernel]:
+def _breadth_first_order(graph: KernelGraph) -> list[GraphKernel]:
     """topological_sort_bfs: next is the kernel that became ready first."""
-    missing = [len(before) for before in dependencies.before]
+    before, after = _dependencies(graph)
+    missing = [len(needed) for needed in before]
     position, order = dict[int, int](), list[GraphKernel]()
     ready = [(list[int](), at) for at, count in enumerate(missing) if not count]
     heapify(ready)
@@ -235,30 +228,31 @@ def _breadth_first_order(graph: KernelGraph, dependencies: _Dependencies) -> lis
         _, at = heappop(ready)
         position[at] = len(order)
         order.append(graph.kernels[at])
-        for each in dependencies.after[at]:
+        for each in after[at]:
             missing[each] -= 1
             if not missing[each]:
-                heappush(ready, (sorted(position[before] for before in dependencies.before[each]), each))
+                heappush(ready, (sorted(position[needed] for needed in before[each]), each))
     return order
 
 
-def _least_memory_order(graph: KernelGraph, dependencies: _Dependencies) -> list[GraphKernel]:
+def _least_memory_order(graph: KernelGraph) -> list[GraphKernel]:
     """topological_sort_lpmf: of the ready kernels that do not raise the peak so far, the one that adds least or frees
     most; if all raise it, the smallest."""
-    nbytes = {buffer[0]: buffer[2] for kernel in graph.kernels for buffer in kernel.results} | dict(graph.inputs)
+    before, after = _dependencies(graph)
+    nbytes = {buffer.name: buffer.nbytes for kernel in graph.kernels for buffer in kernel.results} | dict(graph.inputs)
     reads = [[name for name in dict.fromkeys(kernel.reads) if name in nbytes] for kernel in graph.kernels]
     readers: dict[str, list[int]] = {name: [] for name in nbytes}
     for at, names in enumerate(reads):
         for name in names:
             readers[name].append(at)
     uses = {name: len(those) + (name in graph.outputs) for name, those in readers.items()}  # left before it is freed
-    adds = [sum(buffer[2] for buffer in kernel.results) for kernel in graph.kernels]
+    adds = [sum(buffer.nbytes for buffer in kernel.results) for kernel in graph.kernels]
     frees = [sum(nbytes[name] for name in names if uses[name] == 1)
-             + sum(buffer[2] for buffer in kernel.results if not uses[buffer[0]])
+             + sum(buffer.nbytes for buffer in kernel.results if not uses[buffer.name])
              for kernel, names in zip(graph.kernels, reads, strict=True)]
     held = sum(graph.inputs.values())
     peak = max(held, sum(nbytes.get(name, 0) for name in graph.outputs))
-    missing, order = [len(before) for before in dependencies.before], list[GraphKernel]()
+    missing, order = [len(needed) for needed in before], list[GraphKernel]()
     ready = {at for at, count in enumerate(missing) if not count}
     while ready:
         room = peak - held
@@ -267,7 +261,7 @@ def _least_memory_order(graph: KernelGraph, dependencies: _Dependencies) -> list
         order.append(graph.kernels[at])
         peak = max(peak, held + adds[at])
         held += adds[at] - frees[at]
-        for each in dependencies.after[at]:
+        for each in after[at]:
             missing[each] -= 1
             if not missing[each]:
                 ready.add(each)
@@ -284,25 +278,21 @@ def _depth_first_order(graph: KernelGraph) -> list[GraphKernel]:
 
     A kernel that only calls an ATen op counts as 0 bytes.
     """
-    results = [kernel.results for kernel in graph.kernels]
-    maker = {buffer[0]: at for at, each in enumerate(results) for buffer in each}
-    nbytes = {buffer[0]: buffer[2] for each in results for buffer in each} | dict(graph.inputs)
-    sizes = [sum([buffer[2] for buffer in kernel.outputs]) + sum([nbytes.get(name, 0) for name in kernel.reads])
+    before, _ = _dependencies(graph)
+    nbytes = {buffer.name: buffer.nbytes for kernel in graph.kernels for buffer in kernel.results} | dict(graph.inputs)
+    sizes = [sum(buffer.nbytes for buffer in kernel.outputs) + sum(nbytes.get(name, 0) for name in kernel.reads)
              if kernel.outputs else 0 for kernel in graph.kernels]
-    smallest_first = sorted(range(len(sizes)), key=sizes.__getitem__)
-    rank = dict(zip(smallest_first, range(len(sizes)), strict=True)).__getitem__
     order: list[GraphKernel] = []
     seen = set[int]()
 
     def visit(at: int) -> None:
         seen.add(at)
-        kernel = graph.kernels[at]
-        for need in sorted({maker[name] for name in (*kernel.reads, kernel.after) if name in maker}, key=rank):
-            if need not in seen:
-                visit(need)
-        order.append(kernel)
+        for needed in sorted(before[at], key=lambda each: (sizes[each], each)):
+            if needed not in seen:
+                visit(needed)
+        order.append(graph.kernels[at])
 
-    for at in smallest_first:
+    for at in sorted(range(len(sizes)), key=lambda each: (sizes[each], each)):
         if at not in seen:
             visit(at)
     return order

@@ -24,6 +24,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partialmethod
 from math import prod
 from threading import RLock
 from types import SimpleNamespace
@@ -675,8 +676,7 @@ class Module:
     def train(self, mode: bool = True) -> None:
         self.training = mode
 
-    def eval(self) -> None:
-        self.training = False
+    eval = partialmethod(train, False)
 
 
 class ModuleList(Module):

@@ -17,10 +17,14 @@ import pytest
 from fitgpt.config.command_options import PrepareOptions
 from fitgpt.core.errors import DataError, SystemFault, UsageError
 from fitgpt.data.dataset import open_dataset
-from fitgpt.data.manifest import read_manifest
-from fitgpt.data.parallel_encode import available_cores
-from fitgpt.data.pipeline import PreparedDataset, Progress, is_validation_document, prepare_dataset
-from fitgpt.data.shard_header import read_header, summarise
+from fitgpt.data.pipeline import (
+    PreparedDataset,
+    Progress,
+    available_cores,
+    is_validation_document,
+    prepare_dataset,
+)
+from fitgpt.data.shards import read_header, read_manifest, summarise
 from fitgpt.data.tokenizers import get_tokenizer
 from fitgpt.data.writer import locked
 
@@ -334,9 +338,9 @@ def test_empty_files_are_rejected_and_leave_no_files() -> None:
 
 def test_the_number_of_processes_respects_affinity_and_cgroup_quota(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1, 2, 3}, raising=False)
-    monkeypatch.setattr("fitgpt.data.parallel_encode._cgroup_quota", lambda: [])
+    monkeypatch.setattr("fitgpt.data.pipeline._cgroup_quota", lambda: [])
     assert available_cores() == 4
-    monkeypatch.setattr("fitgpt.data.parallel_encode._cgroup_quota", lambda: [2])
+    monkeypatch.setattr("fitgpt.data.pipeline._cgroup_quota", lambda: [2])
     assert available_cores() == 2
 
 

@@ -400,12 +400,11 @@ def shard_entry(row: Any, path: Path) -> ShardEntry:
 
 def _field(holder: dict[str, Any], key: str, kind: type, path: Path) -> Any:
     """The value of a key, of the given type; an int is a count."""
-    value: Any = holder.get(key)
-    if not isinstance(value, kind):
+    if not isinstance(holder.get(key), kind):
         raise _damaged(path, f"{key!r} is missing or is no {kind.__name__}")
-    if kind is int and (isinstance(value, bool) or value < 0):
-        raise _damaged(path, f"{key!r} is {value!r}, not a count")
-    return value
+    if kind is int and (isinstance(holder[key], bool) or holder[key] < 0):
+        raise _damaged(path, f"{key!r} is {holder[key]!r}, not a count")
+    return holder[key]
 
 
 def _damaged(path: Path, why: str) -> DataError:

@@ -338,10 +338,17 @@ def test_empty_files_are_rejected_and_leave_no_files() -> None:
 
 def test_the_number_of_processes_respects_affinity_and_cgroup_quota(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1, 2, 3}, raising=False)
-    monkeypatch.setattr("fitgpt.data.pipeline._cgroup_quota", lambda: [])
-    assert available_cores() == 4
-    monkeypatch.setattr("fitgpt.data.pipeline._cgroup_quota", lambda: [2])
-    assert available_cores() == 2
+    cgroups = Path("cgroups")
+    assert available_cores(cgroups) == 4
+    (cgroups / "cpu").mkdir(parents=True)
+    for quota, cores in (("max 100000", 4), ("200000 100000", 2), ("10000 100000", 1), ("900000 100000", 4)):
+        (cgroups / "cpu.max").write_text(f"{quota}\n")
+        assert available_cores(cgroups) == cores
+    (cgroups / "cpu.max").unlink()
+    for quota, cores in (("-1", 4), ("200000", 2)):  # version 1
+        (cgroups / "cpu" / "cpu.cfs_quota_us").write_text(f"{quota}\n")
+        (cgroups / "cpu" / "cpu.cfs_period_us").write_text("100000\n")
+        assert available_cores(cgroups) == cores
 
 
 def test_the_manifest_holds_the_command_that_creates_the_dataset() -> None:

@@ -73,15 +73,14 @@ Ask = Callable[[str], bool | None]   # asks the user yes or no; None if nobody c
 class PrepareJob:
     """What one call of `prepare` has to do."""
 
+    options: PrepareOptions
     folder: Path
     dataset: str                 # as `train --dataset=` takes it
     source: TextSource
     tokenizer: Tokenizer
-    max_tokens: int | None
-    val_fraction: float
-    shard_tokens: int
     processes: int
-    seed: int
+    max_tokens: int | None
+    shard_tokens: int
     settings: dict[str, Any]     # everything the tokens depend on
     command: str                 # the command line that does it again
 
@@ -106,7 +105,7 @@ def prepare_dataset(options: PrepareOptions, *, notify: Notify, ask: Ask) -> Pre
     if not options.overwrite and (existing := _existing(job)):
         return existing
     check_not_nanogpt(job.folder)
-    _announce(job, options, notify, ask)
+    _announce(job, notify, ask)
     created = create_folder(job.folder)
     try:
         with locked(job.folder):
@@ -130,8 +129,12 @@ def prepare_dataset(options: PrepareOptions, *, notify: Notify, ask: Ask) -> Pre
 # ---- what is to be done
 
 def _job(options: PrepareOptions) -> PrepareJob:
-    name = options.name or _name_from_source(options)
-    folder = Path(options.out) if options.out else Path("data") / name
+    """The options, checked, with the source opened and the tokenizer loaded."""
+    name = options.name or ("stdlib" if options.embedded else "")
+    if not name and not options.out:
+        name = options.hub.rsplit("/", 1)[-1] if options.hub else Path(options.input[0]).resolve().stem
+        if not name or name.startswith(".") or plain_name(name):
+            raise UsageError(f"The dataset cannot be named after its source ({name!r}).", "--name=NAME")
     source = open_source(options)
     max_tokens = parse_count(options.max_tokens or "0") or None
     shard_tokens = parse_count(options.shard_tokens)
@@ -140,31 +143,15 @@ def _job(options: PrepareOptions) -> PrepareJob:
         "shard_tokens": shard_tokens, "seed": options.seed, "text_column": options.text_column, "hub": options.hub,
         "hub_config": options.hub_config, "embedded": options.embedded, "listing": source.digest,
     }
-    return PrepareJob(folder, name if not options.out else options.out, source, get_tokenizer(options.tokenizer),
-                      max_tokens, options.val_fraction, shard_tokens, options.processes or available_cores(),
-                      options.seed, settings, _command_line(options))
-
-
-def _name_from_source(options: PrepareOptions) -> str:
-    if options.out:
-        return Path(options.out).name
-    if options.embedded:
-        return "stdlib"
-    name = options.hub.rsplit("/", 1)[-1] if options.hub else Path(options.input[0]).resolve().stem
-    if not name or name.startswith(".") or plain_name(name):
-        raise UsageError(f"The dataset cannot be named after its source ({name!r}).", "--name=NAME")
-    return name
-
-
-def _command_line(options: PrepareOptions) -> str:
-    words = ["fitgpt", "prepare", *options.input]
-    words += ["--embedded"] if options.embedded else []
+    words = ["fitgpt", "prepare", *options.input, *(["--embedded"] if options.embedded else [])]
     for key in ("hub", "hub_config", "text_column", "out", "name", "tokenizer", "max_tokens", "val_fraction",
                 "shard_tokens", "seed"):
         value = getattr(options, key)
         if value != type(options).__dataclass_fields__[key].default:
             words.append(f"--{key}={value}")
-    return shlex.join(words)
+    return PrepareJob(options, Path(options.out) if options.out else Path("data") / name, options.out or name, source,
+                      get_tokenizer(options.tokenizer), options.processes or available_cores(), max_tokens,
+                      shard_tokens, settings, shlex.join(words))
 
 
 def _existing(job: PrepareJob) -> PreparedDataset | None:
@@ -188,7 +175,7 @@ def _check_same_settings(job: PrepareJob, found: dict[str, Any], what: str) -> N
                          f"Replace it: {job.command} --overwrite\nor give the new one another --name.")
 
 
-def _announce(job: PrepareJob, options: PrepareOptions, notify: Notify, ask: Ask) -> None:
+def _announce(job: PrepareJob, notify: Notify, ask: Ask) -> None:
     """Announces the work and its size; SystemFault if the disk is too small, UsageError if a download is declined."""
     tokens = _expected_tokens(job)
     text = "" if job.source.text_bytes is None else f", {show_bytes(job.source.text_bytes)} of text"
@@ -207,7 +194,7 @@ def _announce(job: PrepareJob, options: PrepareOptions, notify: Notify, ask: Ask
             raise SystemFault(
                 f"There is not enough space in {parent}: {show_bytes(needed)} are needed and {show_bytes(free)} free.",
                 "Choose another disk with --out=FOLDER, or fewer tokens with --max_tokens=COUNT.")
-    if options.hub and not options.yes and (tokens is None or tokens > _LARGE_DOWNLOAD_TOKENS):
+    if job.options.hub and not job.options.yes and (tokens is None or tokens > _LARGE_DOWNLOAD_TOKENS):
         fix = f"{job.command} --yes, or with a limit: --max_tokens=1B"
         answer = ask("This is a large download. Continue?")
         if answer is None:
@@ -266,7 +253,7 @@ def _tokenize(job: PrepareJob, state: ResumeState, writers: Writers) -> None:
         while left > 0 and (pair := next(encoded, None)):
             chunk, tokens = pair
             if chunk.part == 0:
-                state.in_val = is_validation_document(chunk.data, job.seed, job.val_fraction)
+                state.in_val = is_validation_document(chunk.data, job.options.seed, job.options.val_fraction)
             split = "val" if state.in_val else "train"
             empty = chunk.part == 0 and chunk.last and not chunk.data
             for part in (tokens, end_of_text) if chunk.last and not empty else (tokens,):
@@ -331,28 +318,18 @@ def stop_requested() -> Iterator[Callable[[], bool]]:
 _tokenizer: Tokenizer | None = None  # set once in each worker process
 
 
-def available_cores() -> int:
+def available_cores(cgroups: Path = Path("/sys/fs/cgroup")) -> int:
     """The number of cores this process may use: the smaller of its CPU affinity and its cgroup's quota."""
     try:
-        allowed = len(os.sched_getaffinity(0))
+        cores = len(os.sched_getaffinity(0))
     except AttributeError:
-        allowed = os.cpu_count() or 1
-    return max(1, min([allowed, *_cgroup_quota()]))
-
-
-def _cgroup_quota() -> list[int]:
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-    except (OSError, ValueError):
-        try:
-            quota = Path("/sys/fs/cgroup/cpu/cpu.cfs_quota_us").read_text()
-            period = Path("/sys/fs/cgroup/cpu/cpu.cfs_period_us").read_text()
-        except OSError:
-            return []
-    try:
-        return [max(1, round(int(quota) / int(period)))] if int(quota) > 0 else []
-    except (ValueError, ZeroDivisionError):  # "max" means no quota
-        return []
+        cores = os.cpu_count() or 1
+    for names in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):  # of cgroups v2 and v1
+        with suppress(OSError, ValueError, ZeroDivisionError):  # ValueError: "max", which means no quota
+            quota, period = map(int, " ".join((cgroups / name).read_text() for name in names).split())
+            if quota > 0:
+                cores = min(cores, max(1, round(quota / period)))
+    return cores
 
 
 def encode_in_order(
@@ -368,15 +345,16 @@ def encode_in_order(
         return
     context = multiprocessing.get_context("spawn")  # fork is unsafe: pyarrow and rich start threads
     executor = ProcessPoolExecutor(processes, context, _initialise_worker, (tokenizer.name,))
-    pending: deque[tuple[list[TextChunk], Future[tuple[list[int], Tokens]]]] = deque()
+    pending: deque[tuple[list[TextChunk], Future[list[Tokens]]]] = deque()
     try:
         for batch in _batches(chunks):
             with _sigint_blocked():
                 pending.append((batch, executor.submit(_encode, [chunk.data for chunk in batch])))
             if len(pending) >= _BATCHES_PER_PROCESS * processes:
-                yield from _collect(*pending.popleft())
-        while pending:
-            yield from _collect(*pending.popleft())
+                batch, encoded = pending.popleft()
+                yield from zip(batch, encoded.result(), strict=True)
+        for batch, encoded in pending:
+            yield from zip(batch, encoded.result(), strict=True)
     except BrokenProcessPool as error:
         raise SystemFault("A tokenizing process died, most likely killed by the system because CPU RAM ran out.",
                           "Run the same command again with --processes=1; it resumes where it stopped.") from error
@@ -397,33 +375,24 @@ def _batches(chunks: Iterator[TextChunk]) -> Iterator[list[TextChunk]]:
         yield batch
 
 
-def _collect(batch: list[TextChunk], future: Future[tuple[list[int], Tokens]]) -> Iterator[tuple[TextChunk, Tokens]]:
-    lengths, tokens = future.result()
-    start = 0
-    for chunk, length in zip(batch, lengths, strict=True):
-        yield chunk, tokens[start:start + length]
-        start += length
-
-
 def _initialise_worker(name: str) -> None:
     """Runs in a worker process: ignore Ctrl-C, which the parent handles, and exit when the parent does."""
     global _tokenizer
+
+    def exit_with_parent() -> None:
+        parent = multiprocessing.parent_process()
+        if parent is not None:
+            parent.join()
+            os._exit(1)
+
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    threading.Thread(target=exit_with_parent, daemon=True).start()
     _tokenizer = get_tokenizer(name)
 
 
-def _exit_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
-
-
-def _encode(texts: list[bytes]) -> tuple[list[int], Tokens]:
+def _encode(texts: list[bytes]) -> list[Tokens]:
     assert _tokenizer is not None
-    encoded = [_tokenizer.encode_utf8(text) for text in texts]
-    return [len(tokens) for tokens in encoded], np.concatenate(encoded)
+    return [_tokenizer.encode_utf8(text) for text in texts]
 
 
 @contextmanager
@@ -465,7 +434,7 @@ def _balance(job: PrepareJob, state: ResumeState, writers: Writers) -> bool:
     With few documents, the hash can assign none or almost all of them to val. Returns whether tokens were moved.
     """
     total, have = _total_tokens(writers), writers["val"].tokens
-    wanted = min(max(1, round(total * job.val_fraction)), total - 1)
+    wanted = min(max(1, round(total * job.options.val_fraction)), total - 1)
     if wanted / 2 <= have <= min(2 * wanted, (wanted + total) / 2):  # each split has at least half of its share
         return False
     larger, smaller, surplus = ("train", "val", wanted - have) if have < wanted else ("val", "train", have - wanted)

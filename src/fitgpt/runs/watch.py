@@ -11,7 +11,7 @@ import re
 import shlex
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -64,6 +64,13 @@ class MemoryHistory:
 
     values: tuple[int, ...] = ()
     marks: tuple[tuple[int, str], ...] = ()
+
+    @classmethod
+    def of(cls, points: Sequence[tuple[int, str]]) -> MemoryHistory:
+        """(bytes, phase) in the order of time."""
+        marks = tuple((index, points[index][1]) for index in range(1, len(points))
+                      if is_spike(points[index - 1][0], points[index][0]))
+        return cls(tuple(nbytes for nbytes, _ in points), marks)
 
 
 @dataclass(frozen=True)
@@ -130,41 +137,39 @@ class Watcher:
         self._samples: deque[GpuSample] = deque(maxlen=MAX_SAMPLES)
 
     def read(self) -> WatchFrame:
-        gpus, reason = read_gpus()
+        now, state, owner = time.time(), None, None
+        gpus, no_gpu = read_gpus()
         if self._finds_run and self._run is None:
-            self._run = find_run(gpus, reason)
-        if self._run is not None:
-            return self._read_run(self._run, gpus, reason)
-        if self._gpu is not None:
-            gpus = (numbered(gpus, self._gpu, reason),)
-        self._add_sample(gpus, None, None)
-        return WatchFrame(time.time(), gpus, reason, None, self._history())
+            self._run = find_run(gpus, no_gpu)
+        run = self._run
+        if run is not None:
+            owner = lock_owner(run.folder)
+            state = run.state(owner, now)
+            gpu, no_gpu = gpu_of_run(run.progress.facts, owner, gpus, no_gpu)
+            if gpu is not None and owner is not None and is_running(owner):
+                gpu = replace(gpu, programs=tuple(replace(program, kind="run") if program.pid == owner.pid else program
+                                                  for program in gpu.programs))
+            gpus = (gpu,) if gpu else ()
+        elif self._gpu is not None:
+            gpus = (numbered(gpus, self._gpu, no_gpu),)
 
-    def _read_run(self, run: FollowedRun, gpus: tuple[GpuState, ...], reason: str) -> WatchFrame:
-        now, owner = time.time(), lock_owner(run.folder)
-        state = run.state(owner, now)
-        gpu, no_gpu = gpu_of_run(run.progress.facts, owner, gpus, reason)
-        if gpu is not None and owner is not None and is_running(owner):
-            gpu = _with_run_marked(gpu, owner.pid)
-        shown = (gpu,) if gpu else ()
-        self._add_sample(shown, state, owner)
-        state = replace(state, headroom_bytes=None if has_ended(state) else headroom(gpu, run),
-                        spikes=(*state.spikes, *spikes_of_others(self._samples))[-MAX_SPIKES:])
-        return WatchFrame(now, shown, no_gpu, state, self._history())
-
-    def _add_sample(self, gpus: tuple[GpuState, ...], state: RunState | None, owner: LockOwner | None) -> None:
-        if gpus and gpus[0].used_bytes is not None:
-            self._samples.append(GpuSample(gpus[0].used_bytes, (state and state.phase) or "",
-                                           state.step if state else 0, owner.pid if owner else 0, gpus[0].programs))
-
-    def _history(self) -> MemoryHistory:
-        """The GPU's memory since watching began; in the first frame, what the run has reserved so far."""
-        if len(self._samples) < 2 and self._run is not None:
-            return self._run.progress.memory_history()
-        used = [sample.used for sample in self._samples]
-        marks = tuple((index, sample.phase) for index, sample in enumerate(self._samples)
-                      if index and is_spike(used[index - 1], used[index]))
-        return MemoryHistory(tuple(used), marks)
+        used = gpus[0].used_bytes if gpus else None
+        if used is not None:
+            self._samples.append(GpuSample(used, (state and state.phase) or "", state.step if state else 0,
+                                           owner.pid if owner else 0, gpus[0].programs))
+        # The GPU's memory since watching began; in the first frame, what the run has reserved so far.
+        history = MemoryHistory.of([(sample.used, sample.phase) for sample in self._samples])
+        if run is not None and state is not None:
+            if len(self._samples) < 2:
+                history = run.progress.memory_history()
+            state = replace(state, spikes=(*state.spikes, *spikes_of_others(self._samples))[-MAX_SPIKES:])
+            # What the run can still allocate: free memory of its GPU, else what the plan leaves above its highest.
+            free = gpus[0].free_bytes if gpus else None
+            limit, highest = run.progress.reserve_limit, run.progress.highest_reserved
+            if free is None and limit is not None and highest is not None:
+                free = limit - highest
+            state = replace(state, headroom_bytes=None if has_ended(state) else free)
+        return WatchFrame(now, gpus, no_gpu, state, history)
 
 
 # ---- which run, which GPU
@@ -221,18 +226,6 @@ def gpu_of_run(facts: RunFacts | None, owner: LockOwner | None, gpus: tuple[GpuS
     by_name = [gpu for gpu in gpus if name in (gpu.name, "")]
     found = by_process or sorted(by_name, key=lambda gpu: gpu.index != number)
     return (found[0], "") if found else (None, f"the run was on {name}, which is not in this machine")
-
-
-def _with_run_marked(gpu: GpuState, pid: int) -> GpuState:
-    return replace(gpu, programs=tuple(replace(one, kind="run") if one.pid == pid else one for one in gpu.programs))
-
-
-def headroom(gpu: GpuState | None, run: FollowedRun) -> int | None:
-    """What the run can still allocate: free memory of its GPU, else what the plan leaves above its highest so far."""
-    if gpu is not None and gpu.free_bytes is not None:
-        return gpu.free_bytes
-    limit, highest = run.progress.reserve_limit, run.progress.highest_reserved
-    return None if limit is None or highest is None else limit - highest
 
 
 # ---- spikes of other programs
@@ -340,7 +333,7 @@ class RunProgress:
         self.planned: int | None = None
         self.reserve_limit: int | None = None
         self.spikes: list[Spike] = []
-        self.losses: dict[int, float] = {}         # by step
+        self.losses: dict[int, float] = {}  # by step
         self._start = 0  # the step of the last start, resume or rollback
         self._saved = 0  # the step of the last checkpoint
         self._reserved: list[ReservedAtStep] = []
@@ -388,10 +381,7 @@ class RunProgress:
 
     def memory_history(self) -> MemoryHistory:
         """What the run had reserved, since its start."""
-        points = self._reserved
-        marks = tuple((index, points[index].phase) for index in range(1, len(points))
-                      if is_spike(points[index - 1].nbytes, points[index].nbytes))
-        return MemoryHistory(tuple(each.nbytes for each in points), marks)
+        return MemoryHistory.of([(each.nbytes, each.phase) for each in self._reserved])
 
     def _restart(self, start: int) -> None:
         """Drops what the run did beyond the step from which it resumes."""

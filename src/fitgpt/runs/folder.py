@@ -20,7 +20,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple
 
 from .. import __version__
@@ -245,9 +244,7 @@ class RunFolder:
     def __enter__(self) -> RunFolder:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -328,17 +325,16 @@ def _refuse_another_run(path: Path, config: Mapping[str, Any]) -> None:
         recorded = recorded_config(path)
     except CheckpointError:
         recorded = None
-    given = {key: value for key, value in config.items() if value != AS_RECORDED.get(key)}
-    differences = [f"{key}: {(recorded or {}).get(key, 'absent')!r} → {value!r}"
-                   for key, value in sorted(given.items()) if (recorded or {}).get(key, "absent") != value]
     if recorded is None:
         comparison = "Its config cannot be read."
-    elif not differences:
-        comparison = "Its config is the same as this one."
     else:
+        differences = [f"{key}: {recorded.get(key, 'absent')!r} → {value!r}" for key, value in sorted(config.items())
+                       if value not in (AS_RECORDED.get(key), recorded.get(key, "absent"))]
         hidden = len(differences) - _DIFFERENCES_SHOWN
         comparison = "Its config differs (there → here): " + "; ".join(differences[:_DIFFERENCES_SHOWN])
         comparison += f"; and {hidden} more." if hidden > 0 else "."
+        if not differences:
+            comparison = "Its config is the same as this one."
     raise UsageError(
         f"{path} already holds a run, with a checkpoint at step {found[-1].step}. {comparison}",
         "To resume it: --init_from=resume. To start another run: choose another --out_dir.",

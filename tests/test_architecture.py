@@ -193,11 +193,11 @@ def test_each_package_imports_only_the_dependencies_it_may() -> None:
     "fitgpt.commands.main.main(['--help'])",
     "fitgpt.commands.main.main(['train', '--help'])",
     "fitgpt.commands.main.main(['train', '--no_such_option=1'])",
-    "fitgpt.data.shard_header.summarise(sys.argv[1])",
+    "fitgpt.data.shards.summarise(sys.argv[1])",
     "fitgpt.planning.request.training_config([fitgpt.config.fields.Assignment('dataset', sys.argv[1], '')])",
 ])
 def test_help_config_and_data_headers_need_neither_torch_nor_numpy(tmp_path: Path, call: str) -> None:
-    script = ("import sys, fitgpt.planning.request, fitgpt.commands.main, fitgpt.data.shard_header\n"
+    script = ("import sys, fitgpt.planning.request, fitgpt.commands.main, fitgpt.data.shards\n"
               f"import fitgpt.training.supervisor\n{call}\n"
               "assert not {'torch', 'numpy', 'rich'} & set(sys.modules)")
     ended = subprocess.run([sys.executable, "-c", script, write_dataset(tmp_path)], capture_output=True, text=True)

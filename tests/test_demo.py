@@ -17,7 +17,7 @@ from fitgpt.config.command_options import DemoOptions, PrepareOptions
 from fitgpt.config.fields import Assignment, build
 from fitgpt.config.run_config import RunConfig, resolve
 from fitgpt.core.errors import DataError, DeviceError, DoesNotFit
-from fitgpt.data.shard_header import find_dataset
+from fitgpt.data.shards import find_dataset
 from fitgpt.runs.folder import step_folders
 from fitgpt.runs.metrics import read_metrics
 

@@ -16,7 +16,6 @@ from fitgpt.commands import rehearse
 from fitgpt.config.fields import Assignment
 from fitgpt.config.run_config import RunConfig
 from fitgpt.core.errors import DeviceError, DoesNotFit, Interrupted, SystemFault, UsageError
-from fitgpt.core.phases import PhaseMemory
 from fitgpt.core.units import GiB, MiB
 from fitgpt.engine.model import GPT
 from fitgpt.engine.optim.adamw import AdamW
@@ -24,7 +23,7 @@ from fitgpt.memory.platform import Platform
 from fitgpt.planning.budget import Budget, Target
 from fitgpt.planning.plan import plan_for
 from fitgpt.runs.folder import RunFolder
-from fitgpt.runs.metrics import MemoryReading, read_metrics
+from fitgpt.runs.metrics import MemoryReading, PhaseMemory, read_metrics
 from fitgpt.show.train_text import plan_vs_measured
 from fitgpt.training import dry_run
 from fitgpt.training.device_memory import DeviceMemoryPlan

@@ -1,4 +1,4 @@
-"""runs.folder and runs.lock: one writer per folder, and no run is overwritten."""
+"""runs.folder and runs.folder: one writer per folder, and no run is overwritten."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from fitgpt.config.argv import walk
 from fitgpt.config.command_options import PrepareOptions
 from fitgpt.config.run_config import RunConfig
 from fitgpt.core.errors import UsageError
-from fitgpt.data.shard_header import summarise
+from fitgpt.data.shards import summarise
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fitgpt.data.manifest import MANIFEST_NAME, Manifest, to_json
+from fitgpt.data.shards import MANIFEST_NAME, Manifest
 from fitgpt.data.writer import SplitWriter
 
 
@@ -32,8 +32,8 @@ def make_shards() -> Callable[..., Path]:
             writer.finish()
             shards[split] = tuple(writer.shards)
         made = Manifest("bytes", 65536, "uint16", shards, {"train": 1, "val": 1}, {}, {}, "a test",
-                                 "fitgpt prepare x --name=made")
-        (folder / MANIFEST_NAME).write_text(to_json(made))
+                        "fitgpt prepare x --name=made")
+        (folder / MANIFEST_NAME).write_text(made.to_json())
         return folder
 
     return make

@@ -247,8 +247,7 @@ def test_offsets_beyond_32_bits_are_read(make_bins: Make) -> None:
     assert split.read(np.arange(64), 1024, seed=1).shape == (64, 1025)
 
 
-def test_several_threads_read_the_same_as_one(make_shards: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fitgpt.data.dataset._MAX_OPEN_FILES", 2)
+def test_several_threads_read_the_same_as_one(make_shards: Make) -> None:
     make_shards(distinct(2000), distinct(30), shard_tokens=100)
     split = open_dataset("made").split("train")
     samples = np.arange(100)

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("torch")
 from fitgpt.config.architectures import GPTConfig, parameter_shapes
 from fitgpt.core.errors import UsageError
-from fitgpt.data import hf_tokenizer
+from fitgpt.data import tokenizers
 from fitgpt.data.tokenizers import CharTokenizer, Tokenizer, get_tokenizer
 from fitgpt.engine import huggingface
 
@@ -24,7 +24,7 @@ TEXTS = ("", " ", "Hello, world", "  two  spaces\n\n\ttab\r\n", "naïve café �
 def opened(folder: Path, tokenizer: Tokenizer) -> Any:
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     folder.mkdir()
-    for name, content in hf_tokenizer.tokenizer_files(tokenizer, 64).items():
+    for name, content in tokenizers.tokenizer_files(tokenizer, 64).items():
         (folder / name).write_text(json.dumps(content))
     return transformers.AutoTokenizer.from_pretrained(folder)
 
@@ -52,7 +52,7 @@ def test_transformers_gives_the_same_characters_and_rejects_an_unknown_one(tmp_p
 
 
 def test_lone_surrogates_give_no_tokenizer_files() -> None:
-    assert hf_tokenizer.tokenizer_files(CharTokenizer("a\ud800\ud801", "a test"), 64) == {}
+    assert tokenizers.tokenizer_files(CharTokenizer("a\ud800\ud801", "a test"), 64) == {}
 
 
 # ---- an exported folder
@@ -65,18 +65,18 @@ def export(folder: Path, tokenizer: Tokenizer) -> Path:
 
     weights = {name: torch.zeros(shape) for name, shape in parameter_shapes(SHAPE).items()}
     return huggingface.write_folder(folder, SHAPE, weights, tokenizer=tokenizer.name,
-                           files=hf_tokenizer.tokenizer_files(tokenizer, SHAPE.block_size))
+                           files=tokenizers.tokenizer_files(tokenizer, SHAPE.block_size))
 
 
 def test_the_tokenizer_of_an_export_is_found(tmp_path: Path) -> None:
-    assert hf_tokenizer.tokenizer_of_export(export(tmp_path / "b", get_tokenizer("bytes"))) == {"tokenizer": "bytes"}
+    assert tokenizers.tokenizer_of_export(export(tmp_path / "b", get_tokenizer("bytes"))) == {"tokenizer": "bytes"}
     many = "".join(map(chr, range(40, 60)))  # sorted as numbers: token 10 follows token 9, not token 1
     letters = export(tmp_path / "c", CharTokenizer(many, "a test"))
-    assert hf_tokenizer.tokenizer_of_export(letters) == {"tokenizer": "chars", "characters": many}
+    assert tokenizers.tokenizer_of_export(letters) == {"tokenizer": "chars", "characters": many}
     for damage in ("{}", '{"model": {"vocab": {"ab": 0}}}', '{"model": {"vocab": {"a": 1}}}', '{"model": 3}'):
         (letters / "tokenizer.json").write_text(damage)
-        assert hf_tokenizer.tokenizer_of_export(letters) == {}
-    assert hf_tokenizer.tokenizer_of_export(tmp_path) == {}
+        assert tokenizers.tokenizer_of_export(letters) == {}
+    assert tokenizers.tokenizer_of_export(tmp_path) == {}
 
 
 def test_an_export_is_replaced_unless_its_tokenizer_is_not_from_fitgpt(tmp_path: Path) -> None:

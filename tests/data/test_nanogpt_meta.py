@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from fitgpt.core.errors import DataError
-from fitgpt.data.nanogpt_meta import MAX_BYTES, NanoGPTMeta, read_meta
+from fitgpt.data.shards import MAX_META_BYTES, NanoGPTMeta, read_meta
 
 CHARACTERS = "\n !abcé"
 
@@ -110,6 +110,6 @@ def test_a_file_that_is_no_pickle_of_a_dict_is_rejected(content: bytes) -> None:
 
 def test_a_file_above_the_size_limit_is_rejected_unread() -> None:
     path = write(b"")
-    os.truncate(path, MAX_BYTES + 1)
+    os.truncate(path, MAX_META_BYTES + 1)
     with pytest.raises(DataError, match="limit"):
         read_meta(path)

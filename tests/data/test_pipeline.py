@@ -17,10 +17,14 @@ import pytest
 from fitgpt.config.command_options import PrepareOptions
 from fitgpt.core.errors import DataError, SystemFault, UsageError
 from fitgpt.data.dataset import open_dataset
-from fitgpt.data.manifest import read_manifest
-from fitgpt.data.parallel_encode import available_cores
-from fitgpt.data.pipeline import PreparedDataset, Progress, is_validation_document, prepare_dataset
-from fitgpt.data.shard_header import read_header, summarise
+from fitgpt.data.pipeline import (
+    PreparedDataset,
+    Progress,
+    available_cores,
+    is_validation_document,
+    prepare_dataset,
+)
+from fitgpt.data.shards import read_header, read_manifest, summarise
 from fitgpt.data.tokenizers import get_tokenizer
 from fitgpt.data.writer import locked
 
@@ -334,10 +338,17 @@ def test_empty_files_are_rejected_and_leave_no_files() -> None:
 
 def test_the_number_of_processes_respects_affinity_and_cgroup_quota(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1, 2, 3}, raising=False)
-    monkeypatch.setattr("fitgpt.data.parallel_encode._cgroup_quota", lambda: [])
-    assert available_cores() == 4
-    monkeypatch.setattr("fitgpt.data.parallel_encode._cgroup_quota", lambda: [2])
-    assert available_cores() == 2
+    cgroups = Path("cgroups")
+    assert available_cores(cgroups) == 4
+    (cgroups / "cpu").mkdir(parents=True)
+    for quota, cores in (("max 100000", 4), ("200000 100000", 2), ("10000 100000", 1), ("900000 100000", 4)):
+        (cgroups / "cpu.max").write_text(f"{quota}\n")
+        assert available_cores(cgroups) == cores
+    (cgroups / "cpu.max").unlink()
+    for quota, cores in (("-1", 4), ("200000", 2)):  # version 1
+        (cgroups / "cpu" / "cpu.cfs_quota_us").write_text(f"{quota}\n")
+        (cgroups / "cpu" / "cpu.cfs_period_us").write_text("100000\n")
+        assert available_cores(cgroups) == cores
 
 
 def test_the_manifest_holds_the_command_that_creates_the_dataset() -> None:

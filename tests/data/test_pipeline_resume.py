@@ -18,7 +18,7 @@ from fitgpt.config.command_options import PrepareOptions
 from fitgpt.core import files
 from fitgpt.core.errors import Interrupted, UsageError
 from fitgpt.data import pipeline, text, writer
-from fitgpt.data.shard_header import summarise
+from fitgpt.data.shards import summarise
 
 # Slow enough to be stopped midway, and saving at every shard.
 CHILD = """

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from fitgpt.core.errors import DataError
-from fitgpt.data.shard_header import (
+from fitgpt.data.shards import (
     HEADER_BYTES,
     MAGIC,
     ShardHeader,
@@ -275,7 +275,7 @@ def test_a_sparse_bin_of_500_gb_is_summarised_from_its_size(make_bins: Make) -> 
 
 
 def test_reading_headers_loads_neither_numpy_nor_torch() -> None:
-    code = "import sys, fitgpt.data.shard_header; sys.exit(bool({'numpy', 'torch', 'tiktoken'} & set(sys.modules)))"
+    code = "import sys, fitgpt.data.shards; sys.exit(bool({'numpy', 'torch', 'tiktoken'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 

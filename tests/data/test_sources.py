@@ -160,7 +160,6 @@ def test_a_folder_without_text_is_rejected_with_counts_of_skipped_files() -> Non
 
 def test_the_embedded_corpus_is_python_source_of_about_8_mb() -> None:
     source = open_source(PrepareOptions(embedded=True))
-    assert isinstance(source, sources.FileSource)
     names = [file.name for file in source.files]
     assert names == sorted(names, key=os.fsencode)
     assert "argparse.py" in names

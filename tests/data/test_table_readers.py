@@ -16,7 +16,7 @@ from reading import counts, documents, files, reject, write
 
 from fitgpt.config.command_options import PrepareOptions
 from fitgpt.core.errors import DataError
-from fitgpt.data import table_readers
+from fitgpt.data import sources
 from fitgpt.data.sources import TextSource, open_source
 
 # ---- .jsonl
@@ -44,7 +44,7 @@ def test_an_invalid_line_is_reported_by_number(line: str, word: str) -> None:
 
 
 def test_a_line_above_the_size_limit_is_rejected(monkeypatch) -> None:
-    monkeypatch.setattr(table_readers, "MAX_LINE_BYTES", 100)
+    monkeypatch.setattr(sources, "MAX_LINE_BYTES", 100)
     assert "line 1 is longer" in reject(write("a.jsonl", json.dumps({"text": "x" * 200}))).what
 
 
@@ -122,8 +122,8 @@ def test_a_truncated_or_damaged_parquet_file_is_rejected() -> None:
 
 
 def test_a_parquet_decompression_bomb_is_rejected(monkeypatch) -> None:
-    monkeypatch.setattr(table_readers, "_ALWAYS_ALLOWED_BYTES", 100_000)
-    monkeypatch.setattr(table_readers, "MAX_EXPANSION", 10)
+    monkeypatch.setattr(sources, "_ALWAYS_ALLOWED_BYTES", 100_000)
+    monkeypatch.setattr(sources, "MAX_EXPANSION", 10)
     packed = pyarrow.table({"text": ["\0" * 1_000_000] * 20})
     pyarrow.parquet.write_table(packed, "plain.parquet", compression="gzip", use_dictionary=False)
     assert "over 10 times its size" in reject("plain.parquet").what
@@ -132,7 +132,7 @@ def test_a_parquet_decompression_bomb_is_rejected(monkeypatch) -> None:
     source = files("named.parquet")
     with pytest.raises(DataError, match="over 10 times its size"):
         list(source.chunks(0))
-    monkeypatch.setattr(table_readers, "_MAX_ROW_GROUP_BYTES", 10)
+    monkeypatch.setattr(sources, "_MAX_ROW_GROUP_BYTES", 10)
     assert "row group 0 claims" in reject("named.parquet").what
 
 

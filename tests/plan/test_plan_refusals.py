@@ -10,7 +10,7 @@ from asking import SMALL, write_chars
 
 import fitgpt
 from fitgpt.core.errors import DataError, UsageError
-from fitgpt.data.shard_header import check_vocab
+from fitgpt.data.shards import check_vocab
 
 
 @pytest.mark.parametrize(("argv", "words"), [

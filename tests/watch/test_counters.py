@@ -16,8 +16,7 @@ from fitgpt.core.units import MiB
 from fitgpt.hardware import gpu_stats, nvidia
 from fitgpt.hardware.gpu_stats import GpuState
 from fitgpt.hardware.nvidia import GpuProcess
-from fitgpt.runs.record import MemoryHistory
-from fitgpt.runs.watch import WatchFrame
+from fitgpt.runs.watch import MemoryHistory, WatchFrame
 
 
 def test_every_counter_is_read(nvml: CountingNvml) -> None:

@@ -1,4 +1,4 @@
-"""runs.record and runs.lock: the state of a run from its folder, as `fitgpt watch` reads it."""
+"""runs.watch and runs.folder: the state of a run from its folder, as `fitgpt watch` reads it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,8 @@ from watched import FACTS, evaluation, memory, progress_after, state_of, step, t
 from fake_nvml import CountingNvml
 from fitgpt.core.units import GiB, MiB
 from fitgpt.runs import metrics, watch
-from fitgpt.runs import record as run_record
-from fitgpt.runs.folder import open_run
-from fitgpt.runs.lock import lock_owner
-from fitgpt.runs.record import FollowedRun, Spike
+from fitgpt.runs.folder import lock_owner, open_run
+from fitgpt.runs.watch import FollowedRun, Spike
 
 # ---- the lock, and the status
 
@@ -72,7 +70,7 @@ def test_a_run_on_another_machine_is_not_called_stopped(tmp_path: Path, no_gpu: 
     assert (state.status, state.whereabouts) == ("elsewhere", "process 7 on fast-box")
     frame = watch.Watcher(str(tmp_path)).read()
     assert frame.no_card == "the run is on fast-box, not on this machine"
-    assert not run_record.has_ended(frame.run)
+    assert not watch.has_ended(frame.run)
 
 
 @pytest.mark.parametrize(("rows", "status"), [
@@ -156,7 +154,7 @@ def test_reading_a_file_as_it_grows_equals_reading_it_at_once(tmp_path: Path) ->
     at_once, grown = FollowedRun(tmp_path), followed.state(None, 0.0)
     assert replace(at_once.state(None, 0.0), silent_s=0.0) == replace(grown, silent_s=0.0)
     assert at_once.progress.memory_history() == followed.progress.memory_history()
-    assert 500 < len(grown.losses) <= run_record.MAX_POINTS
+    assert len(grown.losses) == 2001
 
 
 def test_of_a_very_long_file_only_the_end_is_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,7 +162,7 @@ def test_of_a_very_long_file_only_the_end_is_read_whole(tmp_path: Path, monkeypa
     monkeypatch.setattr(metrics, "MAX_LINE", 2**10)
     write_run(tmp_path, FACTS, *(step(number) for number in range(5000)), evaluation(5000), {"kind": "save", "step": 1})
     read: list[Any] = []
-    monkeypatch.setattr(run_record.RunProgress, "add", lambda progress, row: read.append(row))
+    monkeypatch.setattr(watch.RunProgress, "add", lambda progress, row: read.append(row))
     state_of(tmp_path)
     assert len(read) < 1000
     assert [row.get("step") for row in read[-3:]] == [4999, 5000, 1]
@@ -237,15 +235,15 @@ def test_a_malformed_row_is_skipped(tmp_path: Path, row: str, no_gpu: None) -> N
     ([step(999)], 0.0, "eval"),
 ])
 def test_the_phase_is_what_follows_the_last_row(rows: list[dict[str, Any]], silent: float, phase: str) -> None:
-    assert run_record.current_phase(progress_after(*rows), silent) == phase
+    assert watch.current_phase(progress_after(*rows), silent) == phase
 
 
 def test_without_always_save_checkpoint_only_improvements_are_saved() -> None:
     progress = progress_after({**FACTS, "config": {"eval_interval": 100, "always_save_checkpoint": False}}, step(99))
     progress.add(evaluation(100, best=False))
-    assert run_record.current_phase(progress, 0.0) == "train"
+    assert watch.current_phase(progress, 0.0) == "train"
     progress.add(evaluation(100, best=True))
-    assert run_record.current_phase(progress, 0.0) == "save"
+    assert watch.current_phase(progress, 0.0) == "save"
 
 
 def test_a_spike_is_marked_with_its_phase() -> None:

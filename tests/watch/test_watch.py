@@ -24,11 +24,9 @@ from fitgpt.core.units import GiB, MiB
 from fitgpt.hardware.gpu_stats import GpuState
 from fitgpt.hardware.nvidia import GpuProcess
 from fitgpt.runs import watch
-from fitgpt.runs.folder import open_run
-from fitgpt.runs.lock import LockOwner
+from fitgpt.runs.folder import LockOwner, open_run
 from fitgpt.runs.metrics import facts_from
-from fitgpt.runs.record import MemoryHistory, Spike
-from fitgpt.runs.watch import WatchFrame
+from fitgpt.runs.watch import MemoryHistory, Spike, WatchFrame
 from fitgpt.show.watch_text import frame_lines
 from helpers import tiny_config
 

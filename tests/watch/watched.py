@@ -10,10 +10,9 @@ from typing import Any
 from fitgpt.core.units import GiB, MiB
 from fitgpt.hardware.gpu_stats import GpuState
 from fitgpt.hardware.nvidia import GpuProcess
-from fitgpt.runs.lock import lock_owner
+from fitgpt.runs.folder import lock_owner
 from fitgpt.runs.metrics import MemoryReading
-from fitgpt.runs.record import FollowedRun, MemoryHistory, RunProgress, RunState, Spike
-from fitgpt.runs.watch import WatchFrame
+from fitgpt.runs.watch import FollowedRun, MemoryHistory, RunProgress, RunState, Spike, WatchFrame
 from fitgpt.show.watch_text import frame_lines
 
 FACTS = {"kind": "run", "config": {"eval_interval": 100, "always_save_checkpoint": True}, "device": "cuda:0",

@@ -12,8 +12,7 @@ from fitgpt.core.units import GiB
 from fitgpt.hardware.gpu_stats import GpuState
 from fitgpt.hardware.nvidia import GpuProcess
 from fitgpt.runs.metrics import MemoryReading
-from fitgpt.runs.record import MemoryHistory, RunState
-from fitgpt.runs.watch import WatchFrame
+from fitgpt.runs.watch import MemoryHistory, RunState, WatchFrame
 from fitgpt.web.live_run import LiveRun, live_document
 
 

@@ -8,8 +8,8 @@ from functools import partial
 from pathlib import Path
 
 from ..config.command_options import PrepareOptions
-from ..data.manifest import SPLITS
 from ..data.pipeline import PreparedDataset, prepare_dataset
+from ..data.shards import SPLITS
 
 _SMALL_VAL_TOKENS = 4096              # with fewer, the val loss is mostly noise
 _LARGE_TRAIN_TOKENS = 20_000_000      # with fewer, a GPT of tens of millions of parameters memorises the text

@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from ..config.command_options import WatchOptions
-from ..runs.record import has_ended
-from ..runs.watch import Watcher, WatchFrame
+from ..runs.watch import Watcher, WatchFrame, has_ended
 from ..show.watch_text import open_screen
 
 

@@ -38,7 +38,7 @@ class Saver(NamedTuple):
     permission: str
     saves: str
     costs: str
-    phase: str              # of a forecast (core.phases.PHASES), in which all of the saving shows
+    phase: str              # of a forecast (runs.metrics.PHASES), in which all of the saving shows
     bytes_saved: Callable[[RunConfig], int]  # of a config that uses the saver
     label: str              # the page's button; {names} of options are replaced by their values
     requires: tuple[Requires, ...] = ()

@@ -1,7 +1,7 @@
-"""Every way fitgpt says no. An error is a small document and owns its exit code.
+"""The errors of fitgpt, each with a message, a fix and an exit code.
 
     FitError               70  a bug of ours, if it is ever raised bare
-    ├── DoesNotFit          1  the plan does not fit the card
+    ├── DoesNotFit          1  the plan does not fit the GPU
     ├── UsageError          2  a flag, a config file, a value
     ├── DataError           3  the training data, or weights to start from
     ├── CheckpointError     4  a checkpoint that cannot be trusted or does not match

@@ -22,6 +22,7 @@ _WINDOWS_RETRY_S = 2.5  # a virus scanner keeps a new file open for at most abou
 
 PAGE_MARK = '<meta name="generator" content="fitgpt">'  # in the head of every page of show.charts
 _MAX_LENGTH = 16 * 2**20  # characters of a file that fitgpt writes
+_LOCK_OFFSET = 2**30      # Windows forbids reading locked bytes: lock one far beyond the text
 
 _OTHER_FOLDER = "Choose another folder (--out_dir; for prepare, fit and export, -o)."
 _FIXES = {
@@ -163,6 +164,29 @@ def sync_folder(folder: Path) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+def try_lock(descriptor: int) -> bool:
+    """Locks an open file until it is closed, without waiting. → whether it did: False where another process has it.
+
+    OSError where the disk has no file locks, as some network disks have none.
+    """
+    try:
+        if sys.platform == "win32":
+            import msvcrt
+
+            os.lseek(descriptor, _LOCK_OFFSET, os.SEEK_SET)
+            msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
+            os.lseek(descriptor, 0, os.SEEK_SET)
+        else:
+            import fcntl
+
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EAGAIN, errno.EACCES, errno.EDEADLK):
+            return False
+        raise
+    return True
 
 
 def read_json_object(path: Path) -> dict[str, Any]:

@@ -1,1 +1,1 @@
-"""Text to shards to training batches. numpy, no torch; shard_header, manifest and nanogpt_meta need no numpy either."""
+"""Text to shards to training batches. numpy, no torch; shards needs no numpy either."""

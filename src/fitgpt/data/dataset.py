@@ -12,13 +12,9 @@ reported, while access to a memory map would kill the process (SIGBUS).
 from __future__ import annotations
 
 import hashlib
-import io
-import json
 import os
-import tempfile
-import threading
-from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,12 +23,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..core.errors import DataError
+from ..core.files import replace_file
 from ..core.units import MiB
 from .sample_order import I64, hash_of, window_of
-from .shard_header import ITEM_BYTES, DataSummary, ShardFile, block_too_long, list_shards
+from .shards import DataSummary, ShardFile, block_too_long, list_shards
 
 _NUMPY_DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
-_MAX_OPEN_FILES = 32  # well below any limit of file descriptors, whatever the number of shards
 _DO_NOT_CHANGE = ("Do not change the data while a run uses it: restore the shard, or prepare the dataset again "
                   "(`fitgpt prepare … --overwrite`). Then resume from the last checkpoint.")
 
@@ -54,16 +50,12 @@ class Dataset:
     def split(self, name: str) -> Split:
         return self.splits[name]
 
-    def close(self) -> None:
-        for split in self.splits.values():
-            split.close()
-
 
 def open_dataset(dataset: str) -> Dataset:
     """A name under data/ or a path, prepared by fitgpt or by nanoGPT, to the open dataset."""
-    listing = list_shards(dataset)
-    splits = {name: Split(name, shards) for name, shards in listing.shards.items()}
-    return Dataset(listing.summary, splits, _overlap_notes(listing.shards["train"], listing.shards["val"]))
+    summary, shards = list_shards(dataset)
+    splits = {name: Split(name, files) for name, files in shards.items()}
+    return Dataset(summary, splits, _overlap_notes(shards["train"], shards["val"]))
 
 
 class Split:
@@ -75,7 +67,6 @@ class Split:
         self._lengths = np.array([shard.tokens for shard in shards], dtype=np.int64)
         self.tokens = int(self._lengths.sum())
         self._dtype = _NUMPY_DTYPES[shards[0].dtype]
-        self._files = _OpenFiles(self.shards)
         # No token may reach it; 0 if unknown.
         self._token_limit = 1 + max((shard.max_token for shard in shards if shard.max_token is not None), default=-1)
 
@@ -110,9 +101,6 @@ class Split:
         """Raises DataError if a shard changed since it was opened. Fast enough for every epoch."""
         for shard in self.shards:
             _check_unchanged(shard)
-
-    def close(self) -> None:
-        self._files.close()
 
     def check_tokens(self, vocab_size: int) -> None:
         """Raises DataError if a token is ≥ vocab_size; from then on every read that returns one raises too.
@@ -149,15 +137,26 @@ class Split:
         return shard, windows - before
 
     def _gather(self, shards: I64, starts: I64, length: int) -> I64:
-        """`length` tokens from each shard and start, [n, length]."""
+        """`length` tokens from each shard and start, [n, length]. A shard is opened once, whatever its rows."""
         rows: NDArray[np.unsignedinteger] = np.empty((len(starts), length), dtype=self._dtype)
-        for row, number, start in zip(rows, shards.tolist(), starts.tolist(), strict=True):
+        for number in np.unique(shards).tolist():
             shard = self.shards[number]
-            got = self._files.read_into(number, shard.start + start * self._dtype.itemsize, row)
-            if got != row.nbytes:
-                _check_unchanged(shard)
-                raise DataError(f"{shard.path} was truncated during training: {row.nbytes:,} bytes were requested at "
-                                f"token {start:,}, and only {got:,} could be read.", _DO_NOT_CHANGE)
+            try:
+                with open(shard.path, "rb", buffering=0) as file:
+                    for index in np.flatnonzero(shards == number).tolist():
+                        row = rows[index].view(np.uint8).data
+                        file.seek(shard.start + int(starts[index]) * self._dtype.itemsize)
+                        got = 0
+                        while got < len(row) and (more := file.readinto(row[got:])):
+                            got += more
+                        if got < len(row):
+                            _check_unchanged(shard)
+                            raise DataError(
+                                f"{shard.path} was truncated during training: {len(row):,} bytes were requested at "
+                                f"token {int(starts[index]):,}, and only {got:,} could be read.", _DO_NOT_CHANGE)
+            except OSError as error:
+                raise DataError(f"{shard.path} can no longer be read: {error.strerror or error}.",
+                                _DO_NOT_CHANGE) from error
         if self._token_limit and rows.size and int(rows.max()) >= self._token_limit:
             row_number = int(np.argmax(rows.max(axis=1)))
             raise DataError(
@@ -179,127 +178,59 @@ def _check_unchanged(shard: ShardFile) -> None:
                         f"({shard.size:,} bytes then, {status.st_size:,} now).", _DO_NOT_CHANGE)
 
 
-class _OpenFiles:
-    """Reads shards, and keeps the most recently used files open. A lock lets one thread read at a time."""
-
-    def __init__(self, shards: Sequence[ShardFile]) -> None:
-        self._shards = shards
-        self._files: OrderedDict[int, io.FileIO] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def read_into(self, number: int, offset: int, row: NDArray[np.unsignedinteger]) -> int:
-        """Fills `row` from byte `offset` of a shard. Returns the bytes read: fewer only at the end of the file."""
-        target = row.view(np.uint8).data
-        got = 0
-        try:
-            with self._lock:
-                file = self._open(number)
-                file.seek(offset)
-                while got < len(target):
-                    more = file.readinto(target[got:])
-                    if not more:
-                        break
-                    got += more
-        except OSError as error:
-            path = self._shards[number].path
-            raise DataError(f"{path} can no longer be read: {error.strerror or error}.", _DO_NOT_CHANGE) from error
-        return got
-
-    def close(self) -> None:
-        with self._lock:
-            for file in self._files.values():
-                file.close()
-            self._files.clear()
-
-    def _open(self, number: int) -> io.FileIO:
-        if number in self._files:
-            self._files.move_to_end(number)
-            return self._files[number]
-        file = io.FileIO(self._shards[number].path, "rb")
-        self._files[number] = file
-        if len(self._files) > _MAX_OPEN_FILES:
-            self._files.popitem(last=False)[1].close()
-        return file
-
-
 # ---- the largest token
 
 def _max_token(shard: ShardFile) -> int:
     """The largest token of a shard: from its header, else from the user's cache, else from a scan of the file."""
     if shard.max_token is not None:
         return shard.max_token
-    cache = _cache_file(shard)
-    try:
-        cached = json.loads(cache.read_text())
-        if isinstance(cached, int) and cached >= 0:
+    key = f"{os.path.realpath(shard.path)}\n{shard.size}\n{shard.mtime_ns}"
+    root = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
+    cache = root / "fitgpt" / "max-token" / f"{hashlib.sha256(os.fsencode(key)).hexdigest()[:32]}.json"
+    with suppress(OSError, ValueError):
+        if (cached := int(cache.read_text())) >= 0:
             return cached
-    except (OSError, ValueError):
-        pass
     largest = _scan(shard)
-    _write_cache(cache, largest)
+    with suppress(OSError):  # a cache that cannot be written costs another scan next time, and nothing else
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(cache, cache.with_name(f".tmp-{cache.name}-{os.getpid()}"), f"{largest}\n".encode())
     return largest
 
 
 def _scan(shard: ShardFile) -> int:
-    largest = 0
+    largest, dtype = 0, _NUMPY_DTYPES[shard.dtype]
     try:
-        with open(shard.path, "rb", buffering=0) as file:
+        with open(shard.path, "rb") as file:
             file.seek(shard.start)
-            while block := file.read(_SCAN_BYTES):
-                whole = len(block) - len(block) % ITEM_BYTES[shard.dtype]
-                if whole != len(block):
-                    file.seek(whole - len(block), os.SEEK_CUR)
-                    if not whole:
-                        break
-                largest = max(largest, int(np.frombuffer(block[:whole], _NUMPY_DTYPES[shard.dtype]).max()))
+            while len(block := file.read(_SCAN_BYTES)) >= dtype.itemsize:
+                whole = len(block) - len(block) % dtype.itemsize
+                largest = max(largest, int(np.frombuffer(block[:whole], dtype).max()))
     except OSError as error:
         raise DataError(f"{shard.path} cannot be read: {error.strerror}.",
                         "Check the disk it is on, then run the command again.") from error
     return largest
 
 
-def _cache_file(shard: ShardFile) -> Path:
-    key = f"{os.path.realpath(shard.path)}\n{shard.size}\n{shard.mtime_ns}"
-    root = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
-    return root / "fitgpt" / "max-token" / f"{hashlib.sha256(os.fsencode(key)).hexdigest()[:32]}.json"
-
-
-def _write_cache(cache: Path, largest: int) -> None:
-    """A cache that cannot be written costs another scan next time, and nothing else."""
-    try:
-        cache.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, temporary = tempfile.mkstemp(dir=cache.parent)
-        with os.fdopen(descriptor, "w") as file:
-            file.write(f"{largest}\n")
-        os.replace(temporary, cache)
-    except OSError:
-        pass
-
-
 # ---- overlap of val and train
 
 def _overlap_notes(train: Sequence[ShardFile], val: Sequence[ShardFile]) -> tuple[str, ...]:
     """A sentence if val and train are one file, or if most passages sampled from val occur at either end of train."""
-    if any(os.path.samefile(one.path, other.path) for one in train[:1] for other in val[:1]):
+    if os.path.samefile(train[0].path, val[0].path):
         return (f"val and train are the same file ({val[0].path}): the val loss will not measure generalisation.",)
-    probes = [probe for probe in _probes(val) if len(np.unique(probe)) >= _PROBE_DISTINCT]
-    searched = [_read_end(train[0], 0, _SEARCHED_BYTES).tobytes(), _read_end(train[-1], -1, _SEARCHED_BYTES).tobytes()]
-    found = sum(any(probe.tobytes() in text for text in searched) for probe in probes)
-    if not probes or 2 * found < len(probes):
-        return ()
-    return (f"val overlaps train: {found} of {len(probes)} passages sampled from val occur verbatim in train, "
-            "so the val loss is too low.",)
-
-
-def _probes(val: Sequence[ShardFile]) -> list[NDArray[np.unsignedinteger]]:
     probes = []
     for shard, end in ((val[0], 0), (val[-1], -1)):
         # Half of what is searched in train, so that a val cut from an end of train is found too.
         tokens = _read_end(shard, end, _SEARCHED_BYTES // 2)
         for start in np.linspace(0, len(tokens) - _PROBE_TOKENS, _PROBES_PER_END).astype(int):
-            if start >= 0:
-                probes.append(tokens[start:start + _PROBE_TOKENS])
-    return probes
+            probe = tokens[start:start + _PROBE_TOKENS]
+            if start >= 0 and len(np.unique(probe)) >= _PROBE_DISTINCT:
+                probes.append(probe.tobytes())
+    searched = [_read_end(train[0], 0, _SEARCHED_BYTES).tobytes(), _read_end(train[-1], -1, _SEARCHED_BYTES).tobytes()]
+    found = sum(any(probe in text for text in searched) for probe in probes)
+    if not probes or 2 * found < len(probes):
+        return ()
+    return (f"val overlaps train: {found} of {len(probes)} passages sampled from val occur verbatim in train, "
+            "so the val loss is too low.",)
 
 
 def _read_end(shard: ShardFile, end: int, nbytes: int) -> NDArray[np.unsignedinteger]:

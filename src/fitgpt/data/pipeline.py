@@ -8,13 +8,18 @@ is moved to the other one: cut at the end of a document if there is one nearby, 
 from __future__ import annotations
 
 import hashlib
+import multiprocessing
+import os
 import shlex
 import shutil
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,13 +30,11 @@ import numpy as np
 
 from ..config.fields import plain_name
 from ..core.errors import DataError, FitError, Interrupted, SystemFault, UsageError
-from ..core.units import KiB, parse_count, show_bytes, show_count, show_seconds
+from ..core.units import KiB, MiB, parse_count, show_bytes, show_count, show_seconds
 from .dataset import open_dataset
-from .manifest import MANIFEST_NAME, SPLITS, Manifest, read_manifest, to_json
-from .parallel_encode import available_cores, encode_in_order
-from .shard_header import ITEM_BYTES, PROGRESS_NAME, summarise
+from .shards import ITEM_BYTES, MANIFEST_NAME, PROGRESS_NAME, SPLITS, Manifest, read_manifest, summarise
 from .sources import TextSource, open_source
-from .text import TextChunk, TextChunks
+from .text import TextChunk
 from .tokenizers import Tokenizer, get_tokenizer
 from .writer import (
     DTYPE,
@@ -57,26 +60,27 @@ _SAMPLE_BYTES = 256 * KiB            # tokenized first, to estimate the number o
 _LARGE_DOWNLOAD_TOKENS = 5 * 10**9   # about 20 GB of text
 _PROGRESS_LINE_EVERY_S = 5.0
 _PROGRESS_BAR_EVERY_S = 0.1
+_BATCH_BYTES = 1 * MiB               # sent to a process at once
+_BATCH_CHUNKS = 512
+_BATCHES_PER_PROCESS = 3             # in flight: no process waits, and memory stays bounded
 
-Writers = dict[str, SplitWriter]          # by split
-Notify = Callable[[str], None]            # shows a sentence to the user
-Ask = Callable[[str], bool | None]        # asks the user yes or no; None if nobody can answer
-ShowProgress = Callable[[int, int], None]  # bytes of text read and tokens written, both from the very beginning
+Writers = dict[str, SplitWriter]     # by split
+Notify = Callable[[str], None]       # shows a sentence to the user
+Ask = Callable[[str], bool | None]   # asks the user yes or no; None if nobody can answer
 
 
 @dataclass(frozen=True)
 class PrepareJob:
     """What one call of `prepare` has to do."""
 
+    options: PrepareOptions
     folder: Path
     dataset: str                 # as `train --dataset=` takes it
     source: TextSource
     tokenizer: Tokenizer
-    max_tokens: int | None
-    val_fraction: float
-    shard_tokens: int
     processes: int
-    seed: int
+    max_tokens: int | None
+    shard_tokens: int
     settings: dict[str, Any]     # everything the tokens depend on
     command: str                 # the command line that does it again
 
@@ -101,7 +105,7 @@ def prepare_dataset(options: PrepareOptions, *, notify: Notify, ask: Ask) -> Pre
     if not options.overwrite and (existing := _existing(job)):
         return existing
     check_not_nanogpt(job.folder)
-    _announce(job, options, notify, ask)
+    _announce(job, notify, ask)
     created = create_folder(job.folder)
     try:
         with locked(job.folder):
@@ -109,28 +113,28 @@ def prepare_dataset(options: PrepareOptions, *, notify: Notify, ask: Ask) -> Pre
                 remove_written(job.folder)
             elif existing := _existing(job):  # another process prepared it meanwhile
                 return existing
-            _write_dataset(job, notify)
+            tokenizer = job.tokenizer
+            writers = {split: SplitWriter(job.folder, split, tokenizer.name, tokenizer.vocab_size, job.shard_tokens)
+                       for split in SPLITS}
+            state = _resume_or_start(job, writers, notify)
+            _tokenize(job, state, writers)
+            _finish(job, state, writers)
     except FitError:
         remove_created(created)
         raise
-    dataset = open_dataset(str(job.folder))
-    dataset.close()
-    return PreparedDataset(job.folder, job.dataset, read_manifest(job.folder), dataset.notes, existed=False)
-
-
-def _write_dataset(job: PrepareJob, notify: Notify) -> None:
-    writers = {split: SplitWriter(job.folder, split, job.tokenizer.name, job.tokenizer.vocab_size, job.shard_tokens)
-               for split in SPLITS}
-    state = _resume_or_start(job, writers, notify)
-    _tokenize(job, state, writers)
-    _finish(job, state, writers)
+    notes = open_dataset(str(job.folder)).notes
+    return PreparedDataset(job.folder, job.dataset, read_manifest(job.folder), notes, existed=False)
 
 
 # ---- what is to be done
 
 def _job(options: PrepareOptions) -> PrepareJob:
-    name = options.name or _name_from_source(options)
-    folder = Path(options.out) if options.out else Path("data") / name
+    """The options, checked, with the source opened and the tokenizer loaded."""
+    name = options.name or ("stdlib" if options.embedded else "")
+    if not name and not options.out:
+        name = options.hub.rsplit("/", 1)[-1] if options.hub else Path(options.input[0]).resolve().stem
+        if not name or name.startswith(".") or plain_name(name):
+            raise UsageError(f"The dataset cannot be named after its source ({name!r}).", "--name=NAME")
     source = open_source(options)
     max_tokens = parse_count(options.max_tokens or "0") or None
     shard_tokens = parse_count(options.shard_tokens)
@@ -139,31 +143,15 @@ def _job(options: PrepareOptions) -> PrepareJob:
         "shard_tokens": shard_tokens, "seed": options.seed, "text_column": options.text_column, "hub": options.hub,
         "hub_config": options.hub_config, "embedded": options.embedded, "listing": source.digest,
     }
-    return PrepareJob(folder, name if not options.out else options.out, source, get_tokenizer(options.tokenizer),
-                      max_tokens, options.val_fraction, shard_tokens, options.processes or available_cores(),
-                      options.seed, settings, _command_line(options))
-
-
-def _name_from_source(options: PrepareOptions) -> str:
-    if options.out:
-        return Path(options.out).name
-    if options.embedded:
-        return "stdlib"
-    name = options.hub.rsplit("/", 1)[-1] if options.hub else Path(options.input[0]).resolve().stem
-    if not name or name.startswith(".") or plain_name(name):
-        raise UsageError(f"The dataset cannot be named after its source ({name!r}).", "--name=NAME")
-    return name
-
-
-def _command_line(options: PrepareOptions) -> str:
-    words = ["fitgpt", "prepare", *options.input]
-    words += ["--embedded"] if options.embedded else []
+    words = ["fitgpt", "prepare", *options.input, *(["--embedded"] if options.embedded else [])]
     for key in ("hub", "hub_config", "text_column", "out", "name", "tokenizer", "max_tokens", "val_fraction",
                 "shard_tokens", "seed"):
         value = getattr(options, key)
         if value != type(options).__dataclass_fields__[key].default:
             words.append(f"--{key}={value}")
-    return shlex.join(words)
+    return PrepareJob(options, Path(options.out) if options.out else Path("data") / name, options.out or name, source,
+                      get_tokenizer(options.tokenizer), options.processes or available_cores(), max_tokens,
+                      shard_tokens, settings, shlex.join(words))
 
 
 def _existing(job: PrepareJob) -> PreparedDataset | None:
@@ -187,7 +175,7 @@ def _check_same_settings(job: PrepareJob, found: dict[str, Any], what: str) -> N
                          f"Replace it: {job.command} --overwrite\nor give the new one another --name.")
 
 
-def _announce(job: PrepareJob, options: PrepareOptions, notify: Notify, ask: Ask) -> None:
+def _announce(job: PrepareJob, notify: Notify, ask: Ask) -> None:
     """Announces the work and its size; SystemFault if the disk is too small, UsageError if a download is declined."""
     tokens = _expected_tokens(job)
     text = "" if job.source.text_bytes is None else f", {show_bytes(job.source.text_bytes)} of text"
@@ -206,7 +194,7 @@ def _announce(job: PrepareJob, options: PrepareOptions, notify: Notify, ask: Ask
             raise SystemFault(
                 f"There is not enough space in {parent}: {show_bytes(needed)} are needed and {show_bytes(free)} free.",
                 "Choose another disk with --out=FOLDER, or fewer tokens with --max_tokens=COUNT.")
-    if options.hub and not options.yes and (tokens is None or tokens > _LARGE_DOWNLOAD_TOKENS):
+    if job.options.hub and not job.options.yes and (tokens is None or tokens > _LARGE_DOWNLOAD_TOKENS):
         fix = f"{job.command} --yes, or with a limit: --max_tokens=1B"
         answer = ask("This is a large download. Continue?")
         if answer is None:
@@ -254,24 +242,29 @@ def _resume_or_start(job: PrepareJob, writers: Writers, notify: Notify) -> Resum
 def _tokenize(job: PrepareJob, state: ResumeState, writers: Writers) -> None:
     """Reads, tokenizes and writes every document that is left. Interrupted if a signal asks to stop."""
     end_of_text = np.array([job.tokenizer.end_of_text], dtype=np.uint16)
-    progress = Progress(job.source.text_bytes, job.max_tokens, state.text_bytes, _total_tokens(writers))
     left = (job.max_tokens or sys.maxsize) - _total_tokens(writers)
-    chunks = _from_part(job.source.chunks(state.document), state.document, state.part)
+    document, first_part = state.document, state.part
+    # A document that was being read is read again from its start, without the parts that are already written.
+    chunks = (chunk for chunk in job.source.chunks(document) if chunk.document > document or chunk.part >= first_part)
     encoded = encode_in_order(chunks, job.tokenizer, job.processes)
     saved_at, shards_saved = time.monotonic(), _total_shards(writers)
-    with stop_requested() as stop, progress_shown(progress) as show, closing(encoded):
+    progress = Progress(job.source.text_bytes, job.max_tokens, state.text_bytes, _total_tokens(writers))
+    with stop_requested() as stop, progress, closing(encoded):
         while left > 0 and (pair := next(encoded, None)):
             chunk, tokens = pair
             if chunk.part == 0:
-                state.in_val = is_validation_document(chunk.data, job.seed, job.val_fraction)
+                state.in_val = is_validation_document(chunk.data, job.options.seed, job.options.val_fraction)
             split = "val" if state.in_val else "train"
             empty = chunk.part == 0 and chunk.last and not chunk.data
             for part in (tokens, end_of_text) if chunk.last and not empty else (tokens,):
                 writers[split].add(part[:left])
                 left -= min(left, len(part))
             state.documents[split] += chunk.part == 0 and not empty
-            _advance(state, chunk)
-            show(state.text_bytes, _total_tokens(writers))
+            state.document, state.part = (chunk.document + 1, 0) if chunk.last else (chunk.document, chunk.part + 1)
+            state.text_bytes += len(chunk.data)
+            for name, count in chunk.counts.items():
+                state.counts[name] = state.counts.get(name, 0) + count
+            progress.show(state.text_bytes, _total_tokens(writers))
             if _total_shards(writers) > shards_saved and time.monotonic() - saved_at > _SAVE_EVERY_S:
                 save_state(job.folder, state, writers)
                 saved_at, shards_saved = time.monotonic(), _total_shards(writers)
@@ -279,19 +272,6 @@ def _tokenize(job: PrepareJob, state: ResumeState, writers: Writers) -> None:
                 save_state(job.folder, state, writers)
                 raise Interrupted(f"Stopped after {show_count(_total_tokens(writers))} tokens; they are kept in "
                                   f"{job.folder}.", f"To resume: {job.command}")
-
-
-def _advance(state: ResumeState, chunk: TextChunk) -> None:
-    state.document, state.part = (chunk.document + 1, 0) if chunk.last else (chunk.document, chunk.part + 1)
-    state.text_bytes += len(chunk.data)
-    for name, count in chunk.counts.items():
-        state.counts[name] = state.counts.get(name, 0) + count
-
-
-def _from_part(chunks: TextChunks, document: int, part: int) -> TextChunks:
-    for chunk in chunks:
-        if chunk.document > document or chunk.part >= part:
-            yield chunk
 
 
 def is_validation_document(first_chunk: bytes, seed: int, val_fraction: float) -> bool:
@@ -333,6 +313,101 @@ def stop_requested() -> Iterator[Callable[[], bool]]:
             signal.signal(number, handler)
 
 
+# ---- tokenizing, in several processes
+
+_tokenizer: Tokenizer | None = None  # set once in each worker process
+
+
+def available_cores(cgroups: Path = Path("/sys/fs/cgroup")) -> int:
+    """The number of cores this process may use: the smaller of its CPU affinity and its cgroup's quota."""
+    try:
+        cores = len(os.sched_getaffinity(0))
+    except AttributeError:
+        cores = os.cpu_count() or 1
+    for names in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):  # of cgroups v2 and v1
+        with suppress(OSError, ValueError, ZeroDivisionError):  # ValueError: "max", which means no quota
+            quota, period = map(int, " ".join((cgroups / name).read_text() for name in names).split())
+            if quota > 0:
+                cores = min(cores, max(1, round(quota / period)))
+    return cores
+
+
+def encode_in_order(
+    chunks: Iterator[TextChunk], tokenizer: Tokenizer, processes: int
+) -> Generator[tuple[TextChunk, Tokens], None, None]:
+    """Each chunk with its tokens, in the order of the text.
+
+    The byte tokenizer always runs in this process: sending the text would cost more.
+    """
+    if processes == 1 or tokenizer.name == "bytes":
+        for chunk in chunks:
+            yield chunk, tokenizer.encode_utf8(chunk.data)
+        return
+    context = multiprocessing.get_context("spawn")  # fork is unsafe: pyarrow and rich start threads
+    executor = ProcessPoolExecutor(processes, context, _initialise_worker, (tokenizer.name,))
+    pending: deque[tuple[list[TextChunk], Future[list[Tokens]]]] = deque()
+    try:
+        for batch in _batches(chunks):
+            with _sigint_blocked():
+                pending.append((batch, executor.submit(_encode, [chunk.data for chunk in batch])))
+            if len(pending) >= _BATCHES_PER_PROCESS * processes:
+                batch, encoded = pending.popleft()
+                yield from zip(batch, encoded.result(), strict=True)
+        for batch, encoded in pending:
+            yield from zip(batch, encoded.result(), strict=True)
+    except BrokenProcessPool as error:
+        raise SystemFault("A tokenizing process died, most likely killed by the system because CPU RAM ran out.",
+                          "Run the same command again with --processes=1; it resumes where it stopped.") from error
+    finally:
+        executor.shutdown(wait=True, cancel_futures=True)
+
+
+def _batches(chunks: Iterator[TextChunk]) -> Iterator[list[TextChunk]]:
+    batch: list[TextChunk] = []
+    nbytes = 0
+    for chunk in chunks:
+        batch.append(chunk)
+        nbytes += len(chunk.data)
+        if nbytes >= _BATCH_BYTES or len(batch) >= _BATCH_CHUNKS:
+            yield batch
+            batch, nbytes = [], 0
+    if batch:
+        yield batch
+
+
+def _initialise_worker(name: str) -> None:
+    """Runs in a worker process: ignore Ctrl-C, which the parent handles, and exit when the parent does."""
+    global _tokenizer
+
+    def exit_with_parent() -> None:
+        parent = multiprocessing.parent_process()
+        if parent is not None:
+            parent.join()
+            os._exit(1)
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=exit_with_parent, daemon=True).start()
+    _tokenizer = get_tokenizer(name)
+
+
+def _encode(texts: list[bytes]) -> list[Tokens]:
+    assert _tokenizer is not None
+    return [_tokenizer.encode_utf8(text) for text in texts]
+
+
+@contextmanager
+def _sigint_blocked() -> Iterator[None]:
+    """Processes started inside inherit the block, so Ctrl-C cannot interrupt them before they ignore it."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 # ---- the end
 
 def _finish(job: PrepareJob, state: ResumeState, writers: Writers) -> None:
@@ -349,7 +424,7 @@ def _finish(job: PrepareJob, state: ResumeState, writers: Writers) -> None:
     manifest = Manifest(job.tokenizer.name, job.tokenizer.vocab_size, DTYPE,
                         {split: tuple(writers[split].shards) for split in SPLITS}, state.documents,
                         dict(sorted(state.counts.items())), job.settings, job.source.description, job.command)
-    write_file(job.folder / MANIFEST_NAME, to_json(manifest).encode())
+    write_file(job.folder / MANIFEST_NAME, manifest.to_json().encode())
     remove_leftovers(job.folder, manifest)
 
 
@@ -359,7 +434,7 @@ def _balance(job: PrepareJob, state: ResumeState, writers: Writers) -> bool:
     With few documents, the hash can assign none or almost all of them to val. Returns whether tokens were moved.
     """
     total, have = _total_tokens(writers), writers["val"].tokens
-    wanted = min(max(1, round(total * job.val_fraction)), total - 1)
+    wanted = min(max(1, round(total * job.options.val_fraction)), total - 1)
     if wanted / 2 <= have <= min(2 * wanted, (wanted + total) / 2):  # each split has at least half of its share
         return False
     larger, smaller, surplus = ("train", "val", wanted - have) if have < wanted else ("val", "train", have - wanted)
@@ -388,15 +463,44 @@ def _cut_position(tail: Tokens, surplus: int, end_of_text: int | None) -> int:
 # ---- progress
 
 class Progress:
-    """The fraction done, the speed and the time left.
+    """The fraction done, the speed and the time left: a bar on a terminal, else a line every few seconds.
 
-    The total is `max_tokens` or the size of the text, whichever is reached first; unknown if neither is given.
+    The total is `max_tokens` or the size of the text, whichever is reached first; unknown if neither is given. `read`
+    (bytes of text) and `tokens` (written) count from the very beginning, before any stop.
     """
 
     def __init__(self, text_bytes: int | None, max_tokens: int | None, read: int, tokens: int) -> None:
         self._text_bytes, self._max_tokens = text_bytes, max_tokens
-        self._started, self._tokens_before = time.monotonic(), tokens
-        self._fraction_before = self.fraction(read, tokens) or 0.0
+        self._started = self._shown = time.monotonic()
+        self._tokens_before, self._fraction_before = tokens, self.fraction(read, tokens) or 0.0
+        self._bar: Any = None
+
+    def __enter__(self) -> None:
+        if sys.stderr.isatty():
+            from rich import progress
+            from rich.console import Console
+
+            columns = (progress.BarColumn(bar_width=30), progress.TextColumn("{task.description}", markup=False))
+            self._bar = progress.Progress(*columns, console=Console(stderr=True), transient=True)
+            self._task = self._bar.add_task("", total=None)
+            self._bar.start()
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def show(self, read: int, tokens: int) -> None:
+        """To be called after every chunk."""
+        now = time.monotonic()
+        if now - self._shown < (_PROGRESS_LINE_EVERY_S if self._bar is None else _PROGRESS_BAR_EVERY_S):
+            return
+        self._shown = now
+        if self._bar is None:
+            print(self.describe(read, tokens), file=sys.stderr, flush=True)
+        else:
+            fraction = self.fraction(read, tokens)
+            self._bar.update(self._task, description=self.describe(read, tokens), completed=fraction,
+                             total=None if fraction is None else 1.0)
 
     def fraction(self, read: int, tokens: int) -> float | None:
         parts = [part / whole for part, whole in ((read, self._text_bytes), (tokens, self._max_tokens)) if whole]
@@ -411,44 +515,3 @@ class Progress:
             left = seconds * (1 - fraction) / (fraction - self._fraction_before)
             words = [f"{fraction:4.0%}", *words, f"{show_seconds(left)} left"]
         return " · ".join(words)
-
-
-@contextmanager
-def progress_shown(progress: Progress) -> Iterator[ShowProgress]:
-    """A function to call after every chunk. It draws a bar on a terminal, else prints a line every few seconds."""
-    if sys.stderr.isatty():
-        with _progress_bar(progress) as show:
-            yield show
-    else:
-        yield _at_most_every(_PROGRESS_LINE_EVERY_S, lambda read, tokens: print(
-            progress.describe(read, tokens), file=sys.stderr, flush=True))
-
-
-@contextmanager
-def _progress_bar(progress: Progress) -> Iterator[ShowProgress]:
-    from rich import progress as rich_progress
-    from rich.console import Console
-
-    columns = (rich_progress.BarColumn(bar_width=30), rich_progress.TextColumn("{task.description}", markup=False))
-    with rich_progress.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("", total=None)
-
-        def draw(read: int, tokens: int) -> None:
-            fraction = progress.fraction(read, tokens)
-            bar.update(task, description=progress.describe(read, tokens), completed=fraction,
-                       total=None if fraction is None else 1.0)
-
-        yield _at_most_every(_PROGRESS_BAR_EVERY_S, draw)
-
-
-def _at_most_every(seconds: float, act: ShowProgress) -> ShowProgress:
-    last = time.monotonic()
-
-    def show(read: int, tokens: int) -> None:
-        nonlocal last
-        now = time.monotonic()
-        if now - last >= seconds:
-            last = now
-            act(read, tokens)
-
-    return show

@@ -12,7 +12,6 @@ import hashlib
 import json
 import os
 import re
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
@@ -22,9 +21,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..core.errors import DataError, SystemFault, UsageError
-from ..core.files import replace_file
-from .manifest import SPLITS, Manifest, ShardEntry, shard_entry
-from .shard_header import HEADER_BYTES, PROGRESS_NAME, ShardHeader, pack, read_header
+from ..core.files import replace_file, try_lock
+from .shards import (
+    HEADER_BYTES,
+    PROGRESS_NAME,
+    SPLITS,
+    Manifest,
+    ShardEntry,
+    ShardHeader,
+    pack,
+    read_header,
+    shard_entry,
+)
 
 Tokens = NDArray[np.uint16]
 DTYPE = "uint16"   # both tokenizers of `prepare` have fewer than 65,536 tokens
@@ -72,7 +80,14 @@ def locked(folder: Path) -> Iterator[None]:
         raise SystemFault(f"The folder {folder} cannot be written: {error.strerror}.",
                           "Make it writable for this user, or choose another with --out=FOLDER.") from error
     try:
-        _lock(descriptor, folder)
+        try:
+            may_write = try_lock(descriptor)
+        except OSError:
+            may_write = True  # a network disk without locks
+        if not may_write:
+            holder = os.read(descriptor, 20).decode("ascii", "replace").strip()
+            raise SystemFault(f"Another `fitgpt prepare` (process {holder or 'unknown'}) is writing to {folder}.",
+                              "Wait until it is done, or give this one another --name.")
         os.truncate(descriptor, 0)
         os.write(descriptor, f"{os.getpid()}\n".encode())
         try:
@@ -81,21 +96,6 @@ def locked(folder: Path) -> Iterator[None]:
             path.unlink(missing_ok=True)
     finally:
         os.close(descriptor)
-
-
-def _lock(descriptor: int, folder: Path) -> None:
-    if sys.platform == "win32":
-        return
-    import fcntl
-
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        holder = os.read(descriptor, 20).decode("ascii", "replace").strip()
-        raise SystemFault(f"Another `fitgpt prepare` (process {holder or 'unknown'}) is writing to {folder}.",
-                          "Wait until it is done, or give this one another --name.") from error
-    except OSError:
-        pass  # a network file system without locks
 
 
 def remove_written(folder: Path) -> None:
@@ -217,7 +217,7 @@ class ResumeState:
 
 def save_state(folder: Path, state: ResumeState, writers: dict[str, SplitWriter]) -> None:
     """Saves where `prepare` stands: the state and the pending tokens of both splits."""
-    old = _carry_files(folder)
+    old = [path for path in folder.glob("carry-*.bin") if path.stem.split("-")[1].isdigit()]
     number = 1 + max((int(path.stem.split("-")[1]) for path in old), default=0)
     carry = folder / f"carry-{number}.bin"
     parts = {split: writers[split].pending.astype("<u2").tobytes() for split in SPLITS}
@@ -258,7 +258,3 @@ def load_state(folder: Path, writers: dict[str, SplitWriter]) -> ResumeState | N
     writers["train"].restore(shards["train"], pending[:train_bytes // 2])
     writers["val"].restore(shards["val"], pending[train_bytes // 2:])
     return state
-
-
-def _carry_files(folder: Path) -> list[Path]:
-    return [path for path in folder.glob("carry-*.bin") if path.stem.split("-")[1].isdigit()]

@@ -17,9 +17,7 @@ from ..config.architectures import NORM_EPSILON, GPTConfig, parameter_shapes
 from ..config.run_config import gpt2_shapes
 from ..core.errors import DataError, UsageError
 from ..core.files import disk_faults, folder_atomically, read_json_object
-from ..data import hf_tokenizer
-from ..data.hf_tokenizer import VERSION_KEY
-from ..data.tokenizers import ByteTokenizer, GPT2Tokenizer
+from ..data.tokenizers import FILE_NAMES, TOKENIZER_KEY, VERSION_KEY, ByteTokenizer, GPT2Tokenizer
 from ..runs.model_shape import hugging_face_shape
 from .weights import (
     TIED_HEAD,
@@ -62,7 +60,7 @@ def to_hf(config: GPTConfig, model: Mapping[str, Tensor], *, tokenizer: str = "u
         "scale_attn_weights": True, "tie_word_embeddings": True, "use_cache": True,
         "bos_token_id": end_of_text, "eos_token_id": end_of_text,
         "torch_dtype": str(model[TIED_TO].dtype).removeprefix("torch."),
-        hf_tokenizer.TOKENIZER_KEY: tokenizer,
+        TOKENIZER_KEY: tokenizer,
     }
     tensors: dict[str, Tensor] = {}
     for name, tensor in model.items():
@@ -106,7 +104,7 @@ def _refuse_to_overwrite(out: Path) -> None:
             raise UsageError(f"{str(out)!r} is not a name a file system accepts: {error}.",
                              "Choose another folder with -o.") from error
         names = {path.name for path in out.iterdir()} if out.is_dir() else {""}
-    tokenizer = hf_tokenizer.FILE_NAMES if VERSION_KEY in read_json_object(out / hf_tokenizer.FILE_NAMES[1]) else ()
+    tokenizer = FILE_NAMES if VERSION_KEY in read_json_object(out / FILE_NAMES[1]) else ()
     ours = names <= {_CONFIG, _GENERATION, _WEIGHTS, *tokenizer} and VERSION_KEY in read_json_object(out / _CONFIG)
     if names and not ours:
         raise UsageError(f"{out} exists and is not an earlier export: it is not overwritten.",

@@ -10,7 +10,7 @@ from ..config.resolve import resolve_run
 from ..config.run_config import LARGEST_COUNT, RunConfig
 from ..core.errors import UsageError
 from ..core.units import parse_count, show_count, show_steps
-from ..data.shard_header import DataSummary
+from ..data.shards import DataSummary
 from ..hardware.gpus import GpuModel
 from ..memory.platform import Platform
 from .budget import platform_for

@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 from ..config.resolve import ResolvedRun
 from ..config.run_config import NOT_NANOGPTS, RunConfig
-from ..core.phases import PhaseMemory
 from ..memory.platform import EXPANDABLE, NATIVE, Platform
 from ..memory.tape import Span, Tape
 from ..memory.timeline import (
@@ -22,6 +21,7 @@ from ..memory.timeline import (
     replay,
     reserved_in_other_orders,
 )
+from ..runs.metrics import PhaseMemory
 from ..tapes import engine as engine_tape
 from ..tapes import nanogpt as nanogpt_tape
 from ..tapes.nanogpt_compiled import ODD_SIZES, has_odd_sizes
@@ -37,7 +37,7 @@ class Forecast(NamedTuple):
 
     trainer: str                           # "fitgpt", "nanogpt"
     params: int                            # all parameters, the tied head counted once
-    phases: dict[str, PhaseMemory]       # of core.phases.PHASES, those that the run has
+    phases: dict[str, PhaseMemory]       # of runs.metrics.PHASES, those that the run has
     peak_phase: str                        # the phase that allocates most
     owners_at_peak: tuple[OwnerShare, ...] # their sum is what is allocated then
     needs: int                             # the smallest memory limit under which the run completes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..config.fields import option_specs
 from ..config.resolve import resolve_run
 from ..config.run_config import DEFAULT_VOCAB, GPT2_VOCAB, NOT_NANOGPTS, RunConfig
-from ..data.shard_header import DataSummary
+from ..data.shards import DataSummary
 from ..memory.platform import Platform
 from ..tapes.aten import round_up
 from ..tapes.nanogpt_compiled import MULTIPLE, has_odd_sizes

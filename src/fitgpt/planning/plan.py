@@ -14,7 +14,7 @@ from ..config.resolve import ResolvedRun, resolve_run
 from ..config.run_config import RunConfig
 from ..core.errors import UsageError
 from ..core.units import MiB, parse_bytes
-from ..data.shard_header import DataSummary
+from ..data.shards import DataSummary
 from ..hardware import gpus
 from ..memory.platform import Platform
 from ..memory.timeline import needs, needs_under, replay

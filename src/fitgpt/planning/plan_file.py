@@ -16,8 +16,8 @@ from ..config.fields import Assignment, checked, option_specs, shown
 from ..config.run_config import FALLBACK_OPTIONS, FIXED_BY_PLAN, RunConfig
 from ..core.errors import DeviceError, UsageError
 from ..core.files import is_own_json
-from ..core.phases import PHASES, PhaseMemory
 from ..core.units import show_bytes, with_article
+from ..runs.metrics import PHASES, PhaseMemory
 from .budget import Budget
 from .forecast import Forecast, MemoryPlan
 from .formulas import OwnerShare

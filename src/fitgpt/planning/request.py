@@ -19,7 +19,7 @@ from ..config.fields import Assignment, Options, build, nearest, option_specs
 from ..config.resume import check_resume
 from ..config.run_config import DEFAULT_VOCAB, RunConfig, gpt2_shapes, resolve
 from ..core.errors import CheckpointError, DataError, UsageError
-from ..data.shard_header import DataSummary
+from ..data.shards import DataSummary
 from .nanogpt_notes import run_notes
 
 NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
@@ -105,7 +105,7 @@ def run_config_from(assignments: Sequence[Assignment]) -> tuple[RunConfig, list[
 
 def training_config(assignments: Sequence[Assignment]) -> tuple[RunConfig, list[str]]:
     """The config of a run that is about to start: from its options and files and, on a resume, from its record."""
-    from ..data.shard_header import summarise
+    from ..data.shards import summarise
     from ..runs.folder import can_resume, recorded_config
     from .plan_file import with_plan
 
@@ -147,14 +147,14 @@ def with_data(config: RunConfig) -> tuple[RunConfig, DataSummary | None, str, li
         if config.dataset.endswith("_char"):
             note += " A character vocabulary is far smaller: --vocab_size=65 for Shakespeare."
         return replace(config, vocab_size=DEFAULT_VOCAB), None, missing, [*notes, note]
-    from ..data.shard_header import padded_vocab
+    from ..data.shards import padded_vocab
 
     return replace(config, vocab_size=padded_vocab(data.tokenizer, data.vocab_size)), data, missing, notes
 
 
 def _too_few_tokens(config: RunConfig, data: DataSummary) -> list[str]:
     """What `train` will refuse, as far as the headers tell: of a split in several shards the longest counts."""
-    from ..data.shard_header import block_too_long
+    from ..data.shards import block_too_long
 
     return [f"{block_too_long(block, split, tokens)} The run would not start: --block_size={max(tokens - 1, 1)}"
             for block, split, tokens in ((config.block_size, "train", data.train_tokens),
@@ -165,7 +165,7 @@ def check_vocab_matches_data(config: RunConfig, data: DataSummary | None) -> Non
     """UsageError, as in `train`, where the model's vocabulary is not the data's. Only `train` can read a ckpt.pt."""
     if data is None or config.init_from == "resume":
         return
-    from ..data.shard_header import check_vocab
+    from ..data.shards import check_vocab
     from ..runs.model_shape import shape_in
 
     if config.init_from in ("scratch", *gpt2_shapes) or shape_in(Path(config.init_from)):
@@ -178,7 +178,7 @@ def check_vocab_matches_data(config: RunConfig, data: DataSummary | None) -> Non
 def _find_data(dataset: str) -> tuple[DataSummary | None, str]:
     if not os.path.isdir(os.path.join("data", dataset)) and not os.path.isdir(dataset):
         return None, f"There is no dataset {dataset!r} here."
-    from ..data.shard_header import summarise
+    from ..data.shards import summarise
 
     try:
         return summarise(dataset), ""

@@ -1,1 +1,1 @@
-"""A run's folder, seen from outside: metrics, lock, plan, record. Never imports torch."""
+"""A run's folder, seen from outside: its lock, its metrics, the record of a run, watching it. Never imports torch."""

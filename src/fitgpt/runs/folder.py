@@ -1,6 +1,6 @@
-"""The run folder: which run it contains, and opening it for the one process that trains in it.
+"""The run folder: which run it contains, its lock, and opening it for the one process that trains in it.
 
-    OUT/lock            held by the process that trains here, and names it (lock.py)
+    OUT/lock            held by the process that trains here, and names it
     OUT/run.json        the resolved config of the run
     OUT/metrics.jsonl   one JSON object per line (metrics.py)
     OUT/samples.jsonl   text that `fitgpt sample` generated, likewise
@@ -10,26 +10,39 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 import shutil
+import socket
+import time
 from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple
 
 from .. import __version__
 from ..config.run_config import AS_RECORDED
 from ..core.errors import CheckpointError, SystemFault, UsageError
-from ..core.files import disk_faults, seal_json, sync_folder, unseal_json, write_atomically
+from ..core.files import (
+    disk_faults,
+    read_json_object,
+    seal_json,
+    sync_folder,
+    try_lock,
+    unseal_json,
+    write_atomically,
+)
 from ..core.units import show_bytes
 from . import metrics
-from .lock import take_lock
 
 SCHEMA = 1
+_RUN_FILES = ("metrics.jsonl", "lock", "run.json")
 _PROBE_BYTES = 64 * 1024       # a full disk may still accept fewer bytes, in its metadata
 _DIFFERENCES_SHOWN = 10
 _STEP_FOLDER = re.compile(r"step-(\d{8,})(?:-(\d+))?")
+_NO_LOCKS_HERE = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}  # some network disks
 
 
 # ---- what is in the folder
@@ -85,10 +98,111 @@ def recorded_config(out_dir: Path | str) -> dict[str, Any] | None:
     return config
 
 
-def config_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """One line per option that differs: 'n_layer: 6 → 12'."""
-    return [f"{key}: {old.get(key, 'absent')!r} → {new.get(key, 'absent')!r}"
-            for key in sorted({*old, *new}) if old.get(key, "absent") != new.get(key, "absent")]
+def is_run(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in _RUN_FILES)
+
+
+def runs_near(folder: Path) -> list[Path]:
+    """Run folders at, directly below, and in runs/ below a folder; the one written to last first."""
+    candidates = [folder]
+    for parent in (folder, folder / "runs"):
+        with suppress(OSError):
+            candidates += [path for path in parent.iterdir() if path.is_dir()]
+    found: dict[Path, float] = {}
+    for candidate in candidates:
+        with suppress(OSError):  # removed meanwhile, or not readable
+            if is_run(candidate):
+                files = [candidate / name for name in _RUN_FILES]
+                found[candidate] = max(file.stat().st_mtime for file in files if file.exists())
+    return sorted(found, key=lambda candidate: -found[candidate])
+
+
+# ---- the lock
+
+def take_lock(folder: Path) -> tuple[int, str | None]:
+    """The locked descriptor, and a note where the disk has no file locks. SystemFault: another process has it."""
+    note = None
+    with disk_faults("write in", folder):
+        descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        with disk_faults("lock", folder):
+            try:
+                locked = try_lock(descriptor)
+            except OSError as error:
+                if error.errno not in _NO_LOCKS_HERE:
+                    raise
+                locked, note = True, f"The disk of {folder} has no file locks: nothing prevents a second run in it."
+            if not locked:
+                owner = read_json_object(folder / "lock")
+                who, fix = "another process", "Choose another --out_dir"  # it has not written its pid yet
+                if {"pid", "host", "started"} <= owner.keys():
+                    who = f"process {owner['pid']} on {owner['host']}, since {owner['started']}"
+                    fix += f", or stop it: kill {owner['pid']}"
+                raise SystemFault(f"{folder} is being trained in by {who}.", fix)
+            owner = {"pid": os.getpid(), "host": socket.gethostname(), "started": time.strftime("%Y-%m-%d %H:%M:%S")}
+            os.ftruncate(descriptor, 0)
+            os.write(descriptor, (json.dumps(owner) + "\n").encode())
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor, note
+
+
+@dataclass(frozen=True)
+class LockOwner:
+    """The process that took the lock last."""
+
+    pid: int
+    host: str
+    since: float                # seconds since 1970
+    alive: bool | None = None   # None: not known, on another machine or on Windows
+
+    @property
+    def here(self) -> bool:
+        return self.host == socket.gethostname()
+
+    def __str__(self) -> str:
+        return f"process {self.pid}" + ("" if self.here else f" on {self.host}")
+
+
+def lock_owner(folder: Path) -> LockOwner | None:
+    """From the text of the lock file. The lock itself is not tried: that could stop a trainer as it starts."""
+    lock = folder / "lock"
+    try:
+        content, since = read_json_object(lock), lock.stat().st_mtime
+    except OSError:
+        return None
+    pid, host = content.get("pid"), content.get("host")
+    if not isinstance(pid, int) or not isinstance(host, str) or not 0 < pid < 2**31:
+        return None
+    alive = _holds(pid, lock) if host == socket.gethostname() else None
+    return LockOwner(pid, host, since, alive)
+
+
+def _holds(pid: int, lock: Path) -> bool | None:
+    """Whether the process is alive and has the file open: its pid may have been reused by another process."""
+    if os.name != "posix":
+        return None  # on Windows os.kill(pid, 0) would be Ctrl-C
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True  # another user's: it is alive, and no more can be known
+    try:
+        held = lock.stat()
+        descriptors = list(Path(f"/proc/{pid}/fd").iterdir())
+    except OSError:
+        return True  # no /proc, or no permission
+    for descriptor in descriptors:
+        with suppress(OSError):
+            if os.path.samestat(descriptor.stat(), held):
+                return True
+    return False
+
+
+def is_running(owner: LockOwner | None) -> bool:
+    return owner is not None and owner.alive is True
 
 
 # ---- opening
@@ -130,9 +244,7 @@ class RunFolder:
     def __enter__(self) -> RunFolder:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -213,16 +325,16 @@ def _refuse_another_run(path: Path, config: Mapping[str, Any]) -> None:
         recorded = recorded_config(path)
     except CheckpointError:
         recorded = None
-    settled = {key: value for key, value in config.items() if value != AS_RECORDED.get(key)}
-    differences = config_differences(recorded or {}, {**(recorded or {}), **settled})
     if recorded is None:
         comparison = "Its config cannot be read."
-    elif not differences:
-        comparison = "Its config is the same as this one."
     else:
+        differences = [f"{key}: {recorded.get(key, 'absent')!r} → {value!r}" for key, value in sorted(config.items())
+                       if value not in (AS_RECORDED.get(key), recorded.get(key, "absent"))]
         hidden = len(differences) - _DIFFERENCES_SHOWN
         comparison = "Its config differs (there → here): " + "; ".join(differences[:_DIFFERENCES_SHOWN])
         comparison += f"; and {hidden} more." if hidden > 0 else "."
+        if not differences:
+            comparison = "Its config is the same as this one."
     raise UsageError(
         f"{path} already holds a run, with a checkpoint at step {found[-1].step}. {comparison}",
         "To resume it: --init_from=resume. To start another run: choose another --out_dir.",

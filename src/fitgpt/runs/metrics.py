@@ -13,9 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
-
-from ..core.phases import PhaseMemory
+from typing import Any, BinaryIO, NamedTuple
 
 Row = Mapping[str, Any]
 
@@ -26,6 +24,28 @@ MAX_COUNT = 2**63        # bytes and steps beyond it are no measurement
 _NONFINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _STEP_ROW = b'{"kind": "step", '       # as encode_row writes it
 _PROGRESS = ("step", "eval", "save")   # kinds of rows that a later `start_step` undoes
+
+# The phases of a run, as tapes, plans and metrics.jsonl name them, with their labels for people; in the order in which
+# a run reaches them. The first evaluation and the first step are phases of their own, because they hold other tensors
+# than later ones.
+PHASES = {
+    "load": "load",
+    "first_eval": "first evaluation",
+    "first_train": "first step",
+    "train": "training",
+    "step": "optimizer step",
+    "eval": "evaluation",
+    "save": "checkpoint",
+    "resume": "resume",
+    "sample": "sampling",
+}
+
+
+class PhaseMemory(NamedTuple):
+    """Peak bytes of a phase: in tensors, and in segments since the run began."""
+
+    allocated: int
+    reserved: int
 
 
 # ---- what the rows contain
@@ -153,9 +173,20 @@ def read_with_errors(path: Path | str) -> tuple[list[dict[str, Any]], list[int]]
             row = parse_line(line)
             if row is None:
                 broken.append(number)
-            else:
-                kept = _with_row(kept, row, number)
+                continue
+            start, kind, step = row.get("start_step"), row.get("kind"), row.get("step")
+            if isinstance(start, int):
+                kept = {key: other for key, other in kept.items() if not _undone(other, start)}
+            key = (kind, step) if kind in _PROGRESS and isinstance(step, int) else number
+            kept.pop(key, None)
+            kept[key] = row
     return list(kept.values()), broken
+
+
+def _undone(row: Row, start: int) -> bool:
+    """Step 7 leads from 7 steps done to 8; an evaluation or a save at 7 is of 7 steps done."""
+    kind, step = row.get("kind"), row.get("step")
+    return kind in _PROGRESS and isinstance(step, int) and (step >= start if kind == "step" else step > start)
 
 
 def reading_stride(nbytes: int) -> int:
@@ -195,23 +226,6 @@ def _parse_nonfinite(value: Any) -> Any:
     if isinstance(value, list):
         return [_parse_nonfinite(item) for item in value]
     return value
-
-
-def _with_row(kept: dict[object, dict[str, Any]], row: dict[str, Any], number: int) -> dict[object, dict[str, Any]]:
-    start = row.get("start_step")
-    if isinstance(start, int):
-        kept = {key: other for key, other in kept.items() if not _undone(other, start)}
-    kind, step = row.get("kind"), row.get("step")
-    key = (kind, step) if kind in _PROGRESS and isinstance(step, int) else number
-    kept.pop(key, None)
-    kept[key] = row
-    return kept
-
-
-def _undone(row: Row, start: int) -> bool:
-    """Step 7 leads from 7 steps done to 8; an evaluation or a save at 7 is of 7 steps done."""
-    kind, step = row.get("kind"), row.get("step")
-    return kind in _PROGRESS and isinstance(step, int) and (step >= start if kind == "step" else step > start)
 
 
 # ---- rows → typed objects

@@ -7,9 +7,8 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 
-from ..core.phases import PHASES
 from ..core.units import show_bytes, show_count, show_seconds
-from ..runs.metrics import Evaluation, SplitLoss
+from ..runs.metrics import PHASES, Evaluation, SplitLoss
 from ..runs.record import RunEvent, RunRecord
 from .charts import (
     SERIES_COLOURS,

@@ -6,10 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
-from ..core.phases import PHASES, PhaseMemory
 from ..core.units import show_bytes, show_count, show_seconds, show_steps
 from ..planning.forecast import MemoryPlan
-from ..runs.metrics import Evaluation, MemoryReading, RunFacts, SplitLoss, StepReport
+from ..runs.metrics import PHASES, Evaluation, MemoryReading, PhaseMemory, RunFacts, SplitLoss, StepReport
 from .plan_text import phase_table, verdict
 from .terminal import LABEL_WIDTH, table
 

@@ -12,8 +12,7 @@ from contextlib import contextmanager
 from ..core.units import show_bytes, show_seconds
 from ..hardware.gpu_stats import GpuState
 from ..hardware.nvidia import GpuProcess
-from ..runs.record import MemoryHistory, RunState, Spike
-from ..runs.watch import WatchFrame
+from ..runs.watch import MemoryHistory, RunState, Spike, WatchFrame
 from .terminal import LABEL_WIDTH, Line, can_redraw, has_unicode, printable
 from .train_text import show_mfu, sparkline
 

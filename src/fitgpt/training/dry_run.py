@@ -20,12 +20,11 @@ import torch
 from torch import Tensor
 
 from ..config.run_config import RunConfig
-from ..core.phases import PhaseMemory
 from ..engine.device import read_memory, reset_peaks, synchronize
 from ..engine.oom import RngState, release
 from ..engine.optim.adamw import Optimizer, Scaler
 from ..engine.prefetch import Prefetcher
-from ..runs.metrics import Evaluation, MemoryReading
+from ..runs.metrics import Evaluation, MemoryReading, PhaseMemory
 from .loop import Training, drop_gradients, learning_rate_at, train_step
 
 MICRO_STEPS = 2  # per iteration: the first allocates the gradients, the second adds to them

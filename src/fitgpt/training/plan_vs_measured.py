@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..core.phases import PhaseMemory
 from ..core.units import show_bytes
 from ..planning.forecast import Forecast, MemoryPlan
 from ..planning.plan_file import FallbackPlan, fallback_plans_to_json, phases_to_json
+from ..runs.metrics import PhaseMemory
 
 TOLERANCE = 0.01  # relative: a phase that needs more than this above its forecast is reported
 

@@ -11,7 +11,7 @@ from typing import Any
 from ..config.run_config import RunConfig
 from ..core.errors import SystemFault
 from ..core.files import disk_faults
-from ..data.shard_header import DataSummary
+from ..data.shards import DataSummary
 from ..engine.device import read_memory
 from ..engine.evaluate import ReadWindows, Shrunk, evaluate
 from ..engine.oom import EvaluationDoesNotFit, OutOfMemory, fragmentation, may_spill, spill

@@ -21,7 +21,7 @@ from ..core.errors import CheckpointError, DataError, DeviceError, Interrupted, 
 from ..core.units import show_seconds
 from ..data.dataset import Dataset, open_dataset
 from ..data.sample_order import positions_for
-from ..data.shard_header import check_vocab, padded_vocab
+from ..data.shards import check_vocab, padded_vocab
 from ..engine import huggingface
 from ..engine.build import DTYPES, make_model, make_optimizer
 from ..engine.device import DeviceChoice, read_memory, resolve_device

@@ -11,9 +11,9 @@ import torch
 from ..config.command_options import EvalOptions
 from ..config.run_config import GPT2_VOCAB, RunConfig
 from ..core.errors import DataError, UsageError
-from ..data import hf_tokenizer, tokenizers
+from ..data import tokenizers
 from ..data.dataset import open_dataset
-from ..data.shard_header import summarise
+from ..data.shards import summarise
 from ..data.tokenizers import Tokenizer
 from ..engine import huggingface
 from ..engine.build import DTYPES
@@ -94,7 +94,7 @@ def export_checkpoint(source: WeightSource, out: str, dtype: str) -> str:
     """Writes a folder that transformers opens. Returns why the tokenizer is not in it; empty if it is."""
     weights = {name: tensor.to(DTYPES[dtype]) for name, tensor in source.weights.items()}
     name, tokenizer, missing = _tokenizer_to_export(source)
-    files = hf_tokenizer.tokenizer_files(tokenizer, source.gpt.block_size) if tokenizer else {}
+    files = tokenizers.tokenizer_files(tokenizer, source.gpt.block_size) if tokenizer else {}
     huggingface.write_folder(out, source.gpt, weights, tokenizer=name, files=files)
     return "" if files else f"the tokenizer is not in the export{missing}."
 

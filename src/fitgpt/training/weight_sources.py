@@ -12,7 +12,7 @@ from torch import Tensor
 from ..config.architectures import GPTConfig
 from ..config.run_config import gpt2_shapes
 from ..core.errors import CheckpointError
-from ..data import hf_tokenizer
+from ..data import tokenizers
 from ..engine import huggingface, nanogpt_checkpoint
 from ..runs.folder import holds_run
 from ..runs.metrics import SplitLoss
@@ -50,7 +50,7 @@ def from_nanogpt(path: Path) -> WeightSource:
 
 def from_hugging_face(path: Path) -> WeightSource:
     gpt, weights, notes = huggingface.read_folder(path)
-    return WeightSource(gpt, weights, state=hf_tokenizer.tokenizer_of_export(path), place=str(path), notes=notes)
+    return WeightSource(gpt, weights, state=tokenizers.tokenizer_of_export(path), place=str(path), notes=notes)
 
 
 def open_weights(place: str, which: str | int) -> WeightSource:

@@ -13,7 +13,6 @@ from .. import diagnosis
 from ..config.resolve import ResolvedRun, resolve_run
 from ..config.run_config import DEFAULT_VOCAB, RunConfig
 from ..core.errors import DoesNotFit, UsageError
-from ..core.phases import PHASES
 from ..core.units import MiB, optional_bytes, show_bytes, show_count
 from ..hardware import gpus
 from ..memory.platform import Platform
@@ -28,6 +27,7 @@ from ..planning.forecast import one_step
 from ..planning.goals import describe_suggestions, describe_too_small, find_fastest
 from ..planning.nanogpt_notes import gpu_notes
 from ..planning.plan import plan_for, same_tape
+from ..runs.metrics import PHASES
 from ..show import plan_text as show
 from ..show.charts import stacked_chart
 from .query import PageQuery, as_settings, command, config_file, flags_in, plan_command, read

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from ..config.command_options import FitQuestions
+from ..config.command_options import FitOptions
 from ..config.fields import Assignment, shown
 from ..core.errors import SystemFault, UsageError
 from ..core.files import disk_faults, is_own_page, refuse_foreign, write_over
@@ -59,7 +59,7 @@ class OutputFiles(NamedTuple):
     page: Path | None
 
 
-def files_of(options: FitQuestions) -> OutputFiles:
+def files_of(options: FitOptions) -> OutputFiles:
     """The plan is named after its config, so that one folder can have several of them."""
     out, page = Path(options.out), Path(options.html) if options.html else None
     if not options.out:
@@ -72,7 +72,7 @@ def files_of(options: FitQuestions) -> OutputFiles:
     return OutputFiles(out, out.with_suffix(".plan.json"), page)
 
 
-def check_files(options: FitQuestions) -> None:
+def check_files(options: FitOptions) -> None:
     """UsageError before the search, where a file that `fit` did not write would be replaced."""
     config, plan, page = files_of(options)
     if page is not None and page.absolute() in {each.absolute() for each in (config, plan) if each is not None}:
@@ -131,7 +131,7 @@ def _config_files(assignments: Sequence[Assignment]) -> list[str]:
     return list(dict.fromkeys(file for file in named if file))
 
 
-def next_step(fitted: FitResult, options: FitQuestions, assignments: Sequence[Assignment],
+def next_step(fitted: FitResult, options: FitOptions, assignments: Sequence[Assignment],
               files: Sequence[str]) -> str:
     if fitted.chosen is None:
         lines = ["Nothing fits, so nothing was written."] if options.out or options.html else []

@@ -68,7 +68,7 @@ class Saver(NamedTuple):
         if self.option == "optimizer":
             own += map(str, OPTIMIZERS[self.value].requires)
         others = [f"not optimizer={name}" for name, spec in OPTIMIZERS.items() for each in spec.requires
-                  if each.option == self.option and not each.met_by(self.value)]
+                  if each.option == self.option and self.value not in each.values]
         return ", ".join(own + others)
 
     def is_on(self, config: RunConfig) -> bool:

@@ -198,7 +198,7 @@ def same_tape(run: ResolvedRun, platform: Platform) -> tuple[Any, ...]:
 
 def _needs_by_limit(run: ResolvedRun, platform: Platform, trainer: str) -> Callable[[int], int]:
     """What a run needs under a given limit; the tape is written and searched once."""
-    tape, expandable = write_tape(run, platform, trainer), platform.expands(trainer)
+    tape, expandable = write_tape(run, platform, trainer), platform.uses_expandable_segments(trainer)
     unlimited = replay(tape, expandable=expandable)
     usual = needs(tape, expandable=expandable, free_run=unlimited)
     return lambda limit: needs_under(limit, tape, usual, free_run=unlimited, expandable=expandable)

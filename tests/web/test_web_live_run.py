@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from fitgpt.core.units import GiB
-from fitgpt.hardware.gpu_stats import GpuState
-from fitgpt.hardware.nvidia import GpuProcess
+from fitgpt.hardware.nvidia import GpuProcess, GpuState
 from fitgpt.runs.metrics import MemoryReading
 from fitgpt.runs.record import MemoryHistory, RunState
 from fitgpt.runs.watch import WatchFrame

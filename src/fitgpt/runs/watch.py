@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.errors import DeviceError, UsageError
-from ..hardware.gpu_stats import GpuState, read_gpus
-from ..hardware.nvidia import GpuProcess
+from ..hardware.nvidia import GpuProcess, GpuState, read_gpus
 from .lock import LockOwner, is_running, lock_owner
 from .metrics import RunFacts, spell_nonfinite
 from .record import (

@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from ..core.units import show_bytes, show_seconds
-from ..hardware.gpu_stats import GpuState
-from ..hardware.nvidia import GpuProcess
+from ..hardware.nvidia import GpuProcess, GpuState
 from ..runs.record import MemoryHistory, RunState, Spike
 from ..runs.watch import WatchFrame
 from .terminal import LABEL_WIDTH, Line, can_redraw, has_unicode, printable

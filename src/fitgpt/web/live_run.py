@@ -8,7 +8,7 @@ from typing import Any
 
 from ..core.errors import FitError
 from ..core.units import show_bytes, show_seconds
-from ..hardware.gpu_stats import GpuState
+from ..hardware.nvidia import GpuState
 from ..runs.record import MemoryHistory, RunState, has_ended
 from ..runs.watch import Watcher, WatchFrame
 from ..show.charts import EventMark, Level, Series, line_chart

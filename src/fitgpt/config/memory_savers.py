@@ -4,7 +4,7 @@ From SAVERS come the docs' table, the error messages for settings that exclude e
 --options` and the page suggest, and what `fit` may use. tests/config/test_memory_savers.py checks every entry: the
 declared saving against two forecasts, every exclusion against RunConfig.
 
-A new saver is an option in run_config.py, an entry here, and its code in engine/ and on the tape.
+A new saver is an option in run_config.py, an entry here, and its code in engine/.
 """
 
 from __future__ import annotations

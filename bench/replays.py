@@ -52,7 +52,7 @@ def of_one(trainer: str, knobs: dict[str, object]) -> float:
     config = RunConfig(**{"batch_size": 12, "gradient_accumulation_steps": 40, "block_size": 1024, "vocab_size": 50304,
                           "dtype": "bfloat16", **knobs})  # type: ignore[arg-type]
     tape = write_tape(resolve_run(config, platform, trainer), platform, trainer)
-    return min(timed(lambda: replay(tape, expandable=platform.expands(trainer))) for _ in range(TIMES))
+    return min(timed(lambda: replay(tape, expandable=platform.uses_expandable_segments(trainer))) for _ in range(TIMES))
 
 
 def timed(do: Callable[[], object]) -> float:

@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from fitgpt.commands import demo
-from fitgpt.commands.main import COMMANDS
 from fitgpt.config.argv import walk
-from fitgpt.config.command_options import DemoOptions, PrepareOptions
+from fitgpt.config.command_options import COMMANDS, DemoOptions, PrepareOptions
 from fitgpt.config.fields import Assignment, build
 from fitgpt.config.run_config import RunConfig, resolve
 from fitgpt.core.errors import DataError, DeviceError, DoesNotFit
@@ -63,13 +62,13 @@ def test_the_suggested_commands_are_valid() -> None:
     for line in lines:
         command, *argv = shlex.split(line, comments=True)
         assert command == "fitgpt"
-        verb = COMMANDS[argv[0]]
+        cls = COMMANDS[argv[0]]
         typed = [str(CONFIG_FILE) if word.endswith(".py") else word for word in argv[1:]]
-        told = walk(typed, verb.options, config_files=verb.config_files)
-        if not verb.ordered:
-            build(verb.options, told)
-        if verb.name not in ("prepare", "train"):
-            assert "my runs/demo" in [each.value for each in told]
+        assignments = walk(typed, cls, config_files=cls.takes_config_files)
+        if cls is not RunConfig:
+            build(cls, assignments)
+        if cls.command not in ("prepare", "train"):
+            assert "my runs/demo" in [each.value for each in assignments]
 
 
 def test_an_earlier_demo_is_never_overwritten(tmp_path: Path) -> None:

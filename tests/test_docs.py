@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 
 from fitgpt.commands import main as cli
-from fitgpt.commands.main import BUG, COMMANDS, OUTPUT_CLOSED, main
+from fitgpt.commands.main import BUG, OUTPUT_CLOSED, main
 from fitgpt.config.argv import walk
+from fitgpt.config.command_options import COMMANDS
 from fitgpt.config.fields import Assignment, Options, build, option_specs
 from fitgpt.config.run_config import RunConfig
 from fitgpt.core import errors
@@ -45,15 +46,10 @@ TRANSCRIPTS = {path.name: path.read_text(encoding="utf-8") for path in sorted(to
 @pytest.fixture
 def parse_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Commands only parse their options, in a folder with our config files and empty files named like nanoGPT's."""
-    real = cli.load
-    targets = {command.function: command for command in COMMANDS.values()}
-
-    def load(place: str) -> Any:
-        if place not in targets:
-            return real(place)
-        options = targets[place].options
-        parts = (options,) if options.__bases__ == (Options,) else options.__bases__
-        return partial(check, parts) if targets[place].ordered else (lambda options: 0)
+    def load(command: str) -> Any:
+        cls = COMMANDS[command]
+        parts = (cls,) if cls.__bases__ == (Options,) else cls.__bases__
+        return partial(check, parts) if issubclass(cls, RunConfig) else (lambda options: 0)
 
     def check(parts: tuple[type[Options], ...], assignments: list[Assignment]) -> None:
         for part in parts:

@@ -22,10 +22,9 @@ from fitgpt.config.argv import walk
 from fitgpt.config.run_config import RunConfig
 from fitgpt.core.errors import DeviceError
 from fitgpt.core.units import GiB, MiB
-from fitgpt.hardware import diagnostics, torch_probe
+from fitgpt.hardware import diagnostics
 from fitgpt.hardware.diagnostics import Finding, Machine
-from fitgpt.hardware.gpu_stats import GpuState
-from fitgpt.hardware.nvidia import GpuProcess, GpuReading, Survey
+from fitgpt.hardware.nvidia import GpuProcess, GpuReading, GpuState, Survey
 from fitgpt.show.doctor_text import finding_lines
 
 GPU = GpuReading(0, "NVIDIA GeForce RTX 4070", "GPU-1", "8.9", "580.65", 12282 * MiB, 9882 * MiB, 2118 * MiB, 282 * MiB)
@@ -246,10 +245,10 @@ def test_the_c_compiler_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     include = tmp_path / "include"
     include.mkdir()
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(include))
-    assert "Python.h" in torch_probe.try_compiler({"CC": "gcc"})
+    assert "Python.h" in diagnostics.try_compiler({"CC": "gcc"})
     (include / "Python.h").touch()
-    assert torch_probe.try_compiler({"CC": "gcc"}) == ""
-    assert "does not run" in torch_probe.try_compiler({"CC": str(tmp_path / "no-such-compiler")})
+    assert diagnostics.try_compiler({"CC": "gcc"}) == ""
+    assert "does not run" in diagnostics.try_compiler({"CC": str(tmp_path / "no-such-compiler")})
 
 
 # ---- torch, in a process of its own
@@ -267,9 +266,9 @@ def run_instead(monkeypatch: pytest.MonkeyPatch, script: str) -> None:
     ("print('half {')", "exit code 0"), ("import time; time.sleep(60)", "did not finish within 1 s"),
 ])
 def test_a_torch_that_crashes_or_hangs_is_a_finding(monkeypatch: pytest.MonkeyPatch, script: str, words: str) -> None:
-    monkeypatch.setattr(torch_probe, "TORCH_TIMEOUT_S", 1)
+    monkeypatch.setattr(diagnostics, "TORCH_TIMEOUT_S", 1)
     run_instead(monkeypatch, script)
-    answer = torch_probe.ask_torch(os.environ)
+    answer = diagnostics.ask_torch(os.environ)
     (finding,) = diagnostics.check_torch(answer, HERE)
     assert finding.verdict == "wrong"
     assert words in finding.what
@@ -278,14 +277,14 @@ def test_a_torch_that_crashes_or_hangs_is_a_finding(monkeypatch: pytest.MonkeyPa
 
 def test_output_before_the_result_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     run_instead(monkeypatch, "print('a warning'); print('{\"import_error\": \"so\"}')")
-    assert torch_probe.ask_torch(os.environ) == {"import_error": "so"}
+    assert diagnostics.ask_torch(os.environ) == {"import_error": "so"}
 
 
 def test_torch_is_tested_with_the_environment_of_train(monkeypatch: pytest.MonkeyPatch) -> None:
     run_instead(monkeypatch, "import os, json; print(json.dumps(dict(os.environ)))")
     plain = {name: value for name, value in os.environ.items() if "ALLOC_CONF" not in name}
-    assert torch_probe.ask_torch(plain)["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
-    assert "PYTORCH_ALLOC_CONF" not in torch_probe.ask_torch({**plain, "PYTORCH_ALLOC_CONF": "nonsense"})
+    assert diagnostics.ask_torch(plain)["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    assert "PYTORCH_ALLOC_CONF" not in diagnostics.ask_torch({**plain, "PYTORCH_ALLOC_CONF": "nonsense"})
 
 
 def run_doctor(*argv: str, **environment: str) -> SimpleNamespace:

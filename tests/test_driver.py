@@ -90,7 +90,7 @@ def test_without_nvml_and_nvidia_smi_there_is_a_reason(no_nvml: None, monkeypatc
 
 def test_unknown_cells_of_nvidia_smi_are_none_and_other_lines_are_skipped() -> None:
     answer = 'NVIDIA-SMI has noticed\n0, "Card, odd", [N/A], 550.1, [Not Supported], 5, [N/A], 8.9\n\n'
-    assert nvidia.parse_smi(answer) == (
+    assert nvidia.parse_smi(nvidia.csv_rows(answer)) == (
         GpuReading(0, "Card, odd", None, "8.9", "550.1", None, 5 * MiB, None),)
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 import fitgpt
-from fitgpt.commands import main as cli
+from fitgpt.config import command_options
 from web_server import serving
 
 PACKAGES = ("torch", "numpy", "safetensors", "tiktoken", "regex", "requests", "rich", "pynvml", "starlette", "uvicorn",
@@ -73,7 +73,7 @@ def imported(folder: Path) -> str:
 
 
 def test_every_command_is_tried() -> None:
-    assert COMMANDS.keys() == cli.COMMANDS.keys()
+    assert COMMANDS.keys() == command_options.COMMANDS.keys()
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -15,11 +15,10 @@ from typing import Any
 import pytest
 
 from fitgpt.config.argv import walk
-from fitgpt.config.command_options import PlanOptions
+from fitgpt.config.command_options import PlanArguments
 from fitgpt.config.fields import Assignment
 from fitgpt.config.resolve import resolve_run
-from fitgpt.config.resume import check_resume
-from fitgpt.config.run_config import RunConfig
+from fitgpt.config.run_config import RunConfig, check_resume
 from fitgpt.core.errors import DeviceError, UsageError
 from fitgpt.core.units import GiB, MiB, parse_bytes
 from fitgpt.engine import oom
@@ -160,7 +159,7 @@ def test_a_resume_may_change_budget_leave_wait_step_up_and_rehearse() -> None:
     for wrong in ("banana", "0GiB"):
         with pytest.raises(UsageError, match="leave"):
             RunConfig(leave=wrong)
-    assert {each.key: each.value for each in walk(["--budget=8GiB"], PlanOptions)} == {"budget": "8GiB"}
+    assert {each.key: each.value for each in walk(["--budget=8GiB"], PlanArguments)} == {"budget": "8GiB"}
 
 
 def test_the_cap_is_what_the_allocator_may_reserve(cards: Callable[..., None]) -> None:

@@ -27,11 +27,11 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tools")]
 
 import bench_tables  # noqa: E402
 import memory_page  # noqa: E402
-from fitgpt.commands.main import COMMANDS, command_help, find_command, overview  # noqa: E402
-from fitgpt.config.command_options import ExplainQuestions, FitQuestions, PlanQuestions  # noqa: E402
-from fitgpt.config.help import markdown_table  # noqa: E402
+from fitgpt.commands.main import find_command, overview  # noqa: E402
+from fitgpt.config.argv import help_text, markdown_table  # noqa: E402
+from fitgpt.config.command_options import COMMANDS, ExplainOptions, FitOptions, PlanOptions  # noqa: E402
 from fitgpt.config.memory_savers import SAVERS  # noqa: E402
-from fitgpt.config.resume import FROZEN_ON_RESUME  # noqa: E402
+from fitgpt.config.run_config import FROZEN_ON_RESUME  # noqa: E402
 from fitgpt.diagnosis.case import Case  # noqa: E402
 from fitgpt.diagnosis.oom_message import OomMessage  # noqa: E402
 from fitgpt.diagnosis.rules import RULES, SMALLER_BATCH  # noqa: E402
@@ -64,12 +64,12 @@ def fenced(text: str) -> str:
 
 def help_part(command: str = "") -> str:
     os.environ["COLUMNS"] = COLUMNS
-    return fenced(command_help(find_command(command)) if command else overview())
+    return fenced(help_text(find_command(command)) if command else overview())
 
 
 def options_part(command: str) -> str:
-    own = {"plan": PlanQuestions, "fit": FitQuestions, "explain": ExplainQuestions}  # the rest is train's
-    return markdown_table(own.get(command) or COMMANDS[command].options)
+    own = {"plan": PlanOptions, "fit": FitOptions, "explain": ExplainOptions}  # the rest is train's
+    return markdown_table(own.get(command) or COMMANDS[command])
 
 
 def tree_part() -> str:

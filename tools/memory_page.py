@@ -215,7 +215,7 @@ def ways_part(name: str) -> str:
 
     def reserved(trainer: str, platform: Platform, flags: tuple[str, ...], recorded: str) -> int:
         config = resolve_run(replace(run_of(name, *flags), compile=True), platform)
-        expandable = platform.expands(trainer) or recorded.endswith("expandable segments")
+        expandable = platform.uses_expandable_segments(trainer) or recorded.endswith("expandable segments")
         return replay(write_tape(config, platform, trainer), expandable=expandable).reserved
 
     def row(trainer: str, flags: tuple[str, ...], recorded: str, measured: dict[str, int]) -> list[str]:

@@ -9,7 +9,8 @@ from shutil import which
 import pytest
 
 from fitgpt.commands.completion import bash, fish
-from fitgpt.commands.main import COMMANDS, main
+from fitgpt.commands.main import main
+from fitgpt.config.command_options import COMMANDS
 from fitgpt.config.fields import option_specs
 
 
@@ -34,7 +35,7 @@ def test_bash_completes_commands() -> None:
 @needs_bash
 @pytest.mark.parametrize("command", COMMANDS)
 def test_bash_completes_every_option_of_a_command(command: str) -> None:
-    for name, spec in option_specs(COMMANDS[command].options).items():
+    for name, spec in option_specs(COMMANDS[command]).items():
         assert (f"--{name}" if spec.kind == "bool" else f"--{name}=") in completed(command, f"--{name[:3]}")
 
 
@@ -54,10 +55,10 @@ def test_bash_completes_file_names() -> None:
 
 def test_fish_completes_every_command_and_option() -> None:
     script = fish()
-    for command in COMMANDS.values():
-        assert f" -a {command.name} " in script
-        for name in option_specs(command.options):
-            assert f"'__fish_seen_subcommand_from {command.name}' -l {name}" in script
+    for command, cls in COMMANDS.items():
+        assert f" -a {command} " in script
+        for name in option_specs(cls):
+            assert f"'__fish_seen_subcommand_from {command}' -l {name}" in script
 
 
 def test_zsh_reads_the_bash_script(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,8 @@ import pytest
 
 import fitgpt
 from fitgpt.commands import main as cli
-from fitgpt.commands.main import COMMANDS, EXTRAS, main
+from fitgpt.commands.main import EXTRAS, main
+from fitgpt.config.command_options import COMMANDS
 from fitgpt.core import errors
 
 
@@ -21,23 +22,15 @@ from fitgpt.core import errors
 def called(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Every command's function replaced by one that stores its argument."""
     got: dict[str, Any] = {}
-    real = cli.load
-
-    def load(place: str) -> Any:
-        targets = {command.function: command.name for command in COMMANDS.values()}
-        return (lambda given: got.__setitem__(targets[place], given)) if place in targets else real(place)
-
-    monkeypatch.setattr(cli, "load", load)
+    monkeypatch.setattr(cli, "load", lambda command: lambda given: got.__setitem__(command, given))
     return got
 
 
 def target_raises(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
-    real = cli.load
-
     def fail(given: object) -> int:
         raise error
 
-    monkeypatch.setattr(cli, "load", lambda place: fail if place == COMMANDS["demo"].function else real(place))
+    monkeypatch.setattr(cli, "load", lambda command: fail)
 
 
 def fitgpt_process(*argv: str, **more: Any) -> subprocess.CompletedProcess[str]:
@@ -134,9 +127,7 @@ def test_other_commands_are_given_their_options(called: dict[str, Any], tmp_path
 
 
 def test_the_exit_code_is_what_the_function_returns(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = cli.load
-    demo = COMMANDS["demo"].function
-    monkeypatch.setattr(cli, "load", lambda place: (lambda options: 75) if place == demo else real(place))
+    monkeypatch.setattr(cli, "load", lambda command: lambda options: 75)
     assert main(["demo"]) == 75
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import pytest
 
-from fitgpt.config.argv import walk
+from fitgpt.config.argv import help_text, markdown_table, walk
 from fitgpt.config.command_options import DemoOptions, EvalOptions, ExportOptions, PrepareOptions, SampleOptions
 from fitgpt.config.fields import (
     Options,
@@ -21,14 +21,13 @@ from fitgpt.config.fields import (
     plain_name,
     positive,
 )
-from fitgpt.config.help import help_text, markdown_table
 from fitgpt.config.run_config import RunConfig
 from fitgpt.core.errors import UsageError
 
 
 @dataclass(frozen=True)
 class Small(Options):
-    command: ClassVar[str] = "small"
+    command = "small"
 
     batch_size: int = option(12, "sequences", rule=positive, synonyms=("bs",))
     rate: float = option(0.5, "a rate", rule=between(-10, 10))
@@ -280,22 +279,22 @@ def test_token_counts_take_suffixes(count: str) -> None:
 def test_help_fits_the_terminal_and_lists_every_option(monkeypatch: pytest.MonkeyPatch, columns: str) -> None:
     monkeypatch.setenv("COLUMNS", columns)
     for cls in (RunConfig, PrepareOptions, SampleOptions, EvalOptions, ExportOptions, DemoOptions):
-        text = help_text(cls, "fitgpt x", "Summary.", ["fitgpt x y"])
+        text = help_text(cls)
         for one in option_specs(cls).values():
             assert one.name in text or one.name.upper() in text
             assert all(word in text for word in one.help.split())
             if not (one.required or one.kind == "texts"):
                 assert f"--{one.name}=" in text
         widest = 100 if columns == "1000" else 80
-        assert max(map(len, text.splitlines())) <= widest
+        assert max(len(line) for line in text.splitlines() if line.strip() not in cls.examples) <= widest
 
 
 def test_help_shows_defaults_choices_and_switches() -> None:
-    text = help_text(Small, "fitgpt small", "Summary.")
+    text = help_text(Small)
     assert "--batch_size=12" in text
     assert "how (slow, fast); --quick is short for --mode=fast" in " ".join(text.split())
     assert "-s, --start=x" in text
-    assert "--start='\\n'" in help_text(SampleOptions, "", "")
+    assert "--start='\\n'" in help_text(SampleOptions)
 
 
 def test_the_docs_table_has_a_row_for_every_option() -> None:

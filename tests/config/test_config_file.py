@@ -20,7 +20,7 @@ def read(tmp_path: Path, text: str | bytes, **scope: object) -> ConfigFile:
 
 
 def values(tmp_path: Path, text: str | bytes, **scope: object) -> dict[str, object]:
-    return {platform.name: platform.value for platform in read(tmp_path, text, **scope).settings}
+    return {setting.name: setting.value for setting in read(tmp_path, text, **scope).settings}
 
 
 def config_of(tmp_path: Path, text: str) -> RunConfig:
@@ -149,7 +149,7 @@ def test_a_missing_file_gets_the_nearest_as_fix(tmp_path: Path, monkeypatch: pyt
     for typed in ("train_fineweb.py", "train_fineweb", "config/train_finweb.py"):
         with pytest.raises(UsageError) as caught:
             read_config(typed)
-        assert caught.value.fix == "Did you mean config/train_fineweb.py?"
+        assert caught.value.fix == "fitgpt train config/train_fineweb.py"
 
 
 @pytest.mark.parametrize("file", ["run.json", "ckpt.pt"])
@@ -170,8 +170,9 @@ def test_a_missing_file_like_no_other_gets_a_list_of_config_files(
     (tmp_path / "config/train_gpt2.py").touch()
     (tmp_path / "model.py").touch()
     with pytest.raises(UsageError) as caught:
-        read_config("zzz.py")
-    assert caught.value.fix == "There are: config/train_gpt2.py."
+        read_config("zzz.py", command="plan")
+    assert caught.value.what == "There is no config file 'zzz.py'. There are: config/train_gpt2.py."
+    assert caught.value.fix == "fitgpt plan config/train_gpt2.py"
 
 
 def test_an_invalid_escape_sequence_prints_no_warning(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from fitgpt.config.fields import option_specs
-from fitgpt.config.resume import FROZEN_ON_RESUME, TOGETHER_ON_RESUME, check_resume
-from fitgpt.config.run_config import RunConfig
+from fitgpt.config.run_config import FROZEN_ON_RESUME, TOGETHER_ON_RESUME, RunConfig, check_resume
 from fitgpt.core.errors import CheckpointError
 
 

@@ -11,10 +11,10 @@ import pytest
 
 from fitgpt.config.argv import walk
 from fitgpt.config.fields import option_specs, options_with
-from fitgpt.config.resume import FROZEN_ON_RESUME
 from fitgpt.config.run_config import (
     FALLBACK_OPTIONS,
     FIXED_BY_PLAN,
+    FROZEN_ON_RESUME,
     NOT_NANOGPTS,
     PAGE_OPTIONS,
     RunConfig,

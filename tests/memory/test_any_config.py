@@ -63,7 +63,7 @@ def test_every_config_has_a_tape_that_frees_what_is_alive_and_only_that(number: 
     config = resolve_run(config_of(dice, card), platform)
     tape = write_tape(config, platform, trainer)
     alive = check(tape)
-    timeline = replay(tape, expandable=platform.expands(trainer))
+    timeline = replay(tape, expandable=platform.uses_expandable_segments(trainer))
     assert timeline.failed is None
     assert min(timeline.allocated) >= 0
     if trainer == "nanogpt":

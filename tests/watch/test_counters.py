@@ -1,4 +1,4 @@
-"""gpu_stats: every counter of a GPU, whichever the driver lacks, and the processes on it."""
+"""Every counter of a GPU, whichever the driver lacks, and the processes on it."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ from watched import text_of
 
 from fake_nvml import CountingNvml
 from fitgpt.core.units import MiB
-from fitgpt.hardware import gpu_stats, nvidia
-from fitgpt.hardware.gpu_stats import GpuState
-from fitgpt.hardware.nvidia import GpuProcess
+from fitgpt.hardware import nvidia
+from fitgpt.hardware.nvidia import GpuProcess, GpuState
 from fitgpt.runs.watch import MemoryHistory, WatchFrame
 
 
 def test_every_counter_is_read(nvml: CountingNvml) -> None:
-    (gpu, _), reason = gpu_stats.read_gpus()
+    (gpu, _), reason = nvidia.read_gpus()
     assert (gpu.utilisation, gpu.watts, gpu.watt_limit, gpu.celsius) == (97, 187.4, 200.0, 71)
     assert (gpu.clock_mhz, gpu.top_clock_mhz, gpu.throttled) == (2475, 2550, ("power limit", "heat"))
     assert (gpu.used_bytes, gpu.free_bytes, gpu.total_bytes) == (30 * MiB, 60 * MiB, 100 * MiB)
@@ -30,7 +29,7 @@ def test_every_counter_is_read(nvml: CountingNvml) -> None:
 
 
 def test_a_missing_counter_is_shown_as_na(nvml: CountingNvml) -> None:
-    _, silent = gpu_stats.read_gpus()[0]
+    _, silent = nvidia.read_gpus()[0]
     assert silent == GpuState(1, "NVIDIA GeForce RTX 4070")
     text = text_of(WatchFrame(0.0, (silent,), "", None, MemoryHistory()))
     assert "utilisation N/A  power N/A  N/A  clock N/A" in text
@@ -41,7 +40,7 @@ def test_a_missing_counter_is_shown_as_na(nvml: CountingNvml) -> None:
 def test_an_nvml_without_one_function_lacks_only_that_counter(nvml: CountingNvml,
                                                               monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(CountingNvml, "nvmlDeviceGetPowerUsage")
-    gpu = gpu_stats.read_gpus()[0][0]
+    gpu = nvidia.read_gpus()[0][0]
     assert (gpu.watts, gpu.celsius) == (None, 71)
 
 
@@ -50,18 +49,18 @@ def test_drivers_before_535_give_throttle_reasons_by_another_name(nvml: Counting
     monkeypatch.delattr(CountingNvml, "nvmlDeviceGetCurrentClocksEventReasons")
     monkeypatch.setattr(CountingNvml, "nvmlDeviceGetCurrentClocksThrottleReasons", lambda self, handle: 0x40,
                         raising=False)
-    assert gpu_stats.read_gpus()[0][0].throttled == ("heat (hardware)",)
+    assert nvidia.read_gpus()[0][0].throttled == ("heat (hardware)",)
 
 
 @pytest.mark.parametrize(("bits", "reasons"), [(0, ()), (0x1, ()), (0x5, ("power limit",)), (None, None),
                                              (0x1000, ("reason 0x1000",)), ("odd", None)])
 def test_idle_is_no_throttle_reason_and_unknown_bits_are_shown(bits: Any, reasons: Any) -> None:
-    assert gpu_stats.throttle_reasons(bits) == reasons
+    assert nvidia.throttle_reasons(bits) == reasons
 
 
 def test_gpus_hidden_by_cuda_visible_devices_are_read_too(nvml: CountingNvml, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
-    assert [gpu.index for gpu in gpu_stats.read_gpus()[0]] == [0, 1]
+    assert [gpu.index for gpu in nvidia.read_gpus()[0]] == [0, 1]
 
 
 def test_without_nvml_counters_come_from_nvidia_smi_even_an_old_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,12 +74,10 @@ def test_without_nvml_counters_come_from_nvidia_smi_even_an_old_one(monkeypatch:
             return SimpleNamespace(returncode=0, stdout="0, 57, 88.20, [N/A], 64, 1800, 2100, 0x0000000000000004\n")
         return SimpleNamespace(returncode=0, stdout="0, T4, GPU-1, 470.57, 15109, 15000, 109, 7.5\n")
 
-    gpu_stats._reason_field.cache_clear()
     monkeypatch.setitem(sys.modules, "pynvml", None)
     monkeypatch.setattr("shutil.which", lambda name: "/bin/nvidia-smi-old")
     monkeypatch.setattr("subprocess.run", smi)
-    (gpu,), _ = gpu_stats.read_gpus()
-    gpu_stats._reason_field.cache_clear()
+    (gpu,), _ = nvidia.read_gpus()
     assert (gpu.utilisation, gpu.watts, gpu.watt_limit, gpu.celsius) == (57, 88.2, None, 64)
     assert gpu.throttled == ("power limit",)
     assert gpu.programs == (GpuProcess(42, "python3", 4464 * MiB), GpuProcess(43, "odd", None))

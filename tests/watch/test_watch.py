@@ -21,8 +21,7 @@ from fitgpt.config.fields import build
 from fitgpt.config.run_config import RunConfig
 from fitgpt.core.errors import DeviceError, UsageError
 from fitgpt.core.units import GiB, MiB
-from fitgpt.hardware.gpu_stats import GpuState
-from fitgpt.hardware.nvidia import GpuProcess
+from fitgpt.hardware.nvidia import GpuProcess, GpuState
 from fitgpt.runs import watch
 from fitgpt.runs.folder import LockOwner, open_run
 from fitgpt.runs.metrics import facts_from

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fitgpt.core.units import GiB, MiB
-from fitgpt.hardware.gpu_stats import GpuState
-from fitgpt.hardware.nvidia import GpuProcess
+from fitgpt.hardware.nvidia import GpuProcess, GpuState
 from fitgpt.runs.folder import lock_owner
 from fitgpt.runs.metrics import MemoryReading
 from fitgpt.runs.watch import FollowedRun, MemoryHistory, RunProgress, RunState, Spike, WatchFrame

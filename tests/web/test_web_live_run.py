@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from fitgpt.core.units import GiB
-from fitgpt.hardware.gpu_stats import GpuState
-from fitgpt.hardware.nvidia import GpuProcess
+from fitgpt.hardware.nvidia import GpuProcess, GpuState
 from fitgpt.runs.metrics import MemoryReading
 from fitgpt.runs.watch import MemoryHistory, RunState, WatchFrame
 from fitgpt.web.live_run import LiveRun, live_document

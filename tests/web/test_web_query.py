@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from fitgpt.commands.main import COMMANDS
 from fitgpt.config.argv import walk
-from fitgpt.config.command_options import PlanQuestions
+from fitgpt.config.command_options import PlanArguments, PlanOptions
 from fitgpt.config.fields import option_specs
 from fitgpt.config.resolve import resolve_run
 from fitgpt.config.run_config import RunConfig
@@ -90,9 +89,9 @@ def test_flags_at_the_start_of_a_fix_become_settings() -> None:
     {}, dict(recompute="4*no_mlp_up,8*matmuls", bias=True, dropout=0.1, others="2118MiB", budget="8GiB", torch="2.11")])
 def test_command_and_config_file_reproduce_the_config(settings: dict[str, Any], tmp_path: Path) -> None:
     query = page_query(**settings)
-    found = {each.key: each.value for each in walk(shlex.split(plan_command(query))[2:], COMMANDS["plan"].options)}
+    found = {each.key: each.value for each in walk(shlex.split(plan_command(query))[2:], PlanArguments)}
     questions = {key: getattr(query.questions, key) for key in QUESTIONS}
-    defaults = RunConfig().to_dict() | asdict(PlanQuestions())
+    defaults = RunConfig().to_dict() | asdict(PlanOptions())
     assert defaults | found == defaults | query.config.to_dict() | questions
     file = tmp_path / "x.py"
     file.write_text(config_file(query, "a comment"), encoding="utf-8")

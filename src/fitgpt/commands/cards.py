@@ -8,7 +8,7 @@ from dataclasses import asdict
 from ..config.command_options import CardsOptions
 from ..core.units import MiB, show_bytes
 from ..hardware import gpus
-from ..show import plan_text as show
+from ..show.plan_text import card_table
 from ..show.terminal import columns
 
 SCHEMA = 1
@@ -24,5 +24,5 @@ def cards(options: CardsOptions) -> int:
              show_bytes(card.usable_mib * MiB) if card.usable_mib else "?", known[card.bf16],
              f"{card.tflops:g}" if card.tflops else "?", f"{card.usable_src or '–'}, {card.tflops_src or '–'}")
             for card in found]
-    print(show.card_table(rows, columns()), end="")
+    print(card_table(rows, columns()), end="")
     return 0

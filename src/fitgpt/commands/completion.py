@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from ..config.command_options import CompletionOptions
-from ..config.fields import OptionSpec, option_specs
+from ..config.command_options import COMMANDS, CompletionOptions
+from ..config.fields import option_specs
 
 BASH = """\
 _fitgpt() {{
@@ -49,38 +47,32 @@ def completion(options: CompletionOptions) -> int:
 
 
 def bash() -> str:
-    commands = _options_by_command()
-    cases = "\n".join(f"        {name}) words=\"{' '.join(_words(specs))}\" ;;"
-                      for name, (_, specs) in commands.items())
-    values: dict[str, list[Any]] = {}  # per option, the values that every command with this option takes
-    for spec in (spec for _, specs in commands.values() for spec in specs if spec.choices or spec.kind in SWITCHES):
-        accepted, flag = spec.choices or SWITCHES[spec.kind], f"--{spec.name}"
-        values[flag] = [each for each in values.get(flag, accepted) if each in accepted]
-    return BASH.format(commands=" ".join(commands), cases=cases, values="\n".join(
-        f"        {flag}) words=\"{' '.join(map(str, each))}\" ;;" for flag, each in values.items()))
+    flags: dict[str, list[str]] = {}   # of each command
+    values: dict[str, list[str]] = {}  # of each option: those that every command with this option takes
+    for name, cls in COMMANDS.items():
+        specs = option_specs(cls).values()
+        flags[name] = [f"--{spec.name}" if spec.kind == "bool" else f"--{spec.name}=" for spec in specs] + ["--help"]
+        for spec in specs:
+            if accepted := spec.choices or SWITCHES.get(spec.kind, ()):
+                flag = f"--{spec.name}"
+                values[flag] = [each for each in values.get(flag, accepted) if each in accepted]
+
+    def cases(words: dict[str, list[str]]) -> str:
+        return "\n".join(f"        {name}) words=\"{' '.join(each)}\" ;;" for name, each in words.items())
+
+    return BASH.format(commands=" ".join(COMMANDS), cases=cases(flags), values=cases(values))
 
 
 def fish() -> str:
     lines = ["complete -c fitgpt -e"]
-    for name, (summary, specs) in _options_by_command().items():
-        lines.append(f"complete -c fitgpt -n __fish_use_subcommand -f -a {name} -d {_quoted(summary)}")
-        for spec in specs:
+    for name, cls in COMMANDS.items():
+        lines.append(f"complete -c fitgpt -n __fish_use_subcommand -f -a {name} -d {_quoted(cls.summary)}")
+        for spec in option_specs(cls).values():
             choices = f" -a {_quoted(' '.join(spec.choices))}" if spec.choices else ""
             value = "" if spec.kind == "bool" else f" -r{choices}"
             lines.append(f"complete -c fitgpt -n '__fish_seen_subcommand_from {name}' -l {spec.name}{value} "
                          f"-d {_quoted(spec.help)}")
     return "\n".join(lines) + "\n"
-
-
-def _options_by_command() -> dict[str, tuple[str, list[OptionSpec]]]:
-    """Each command with its summary and its options."""
-    from .main import COMMANDS  # main imports this module when the command is called
-
-    return {name: (command.summary, list(option_specs(command.options).values())) for name, command in COMMANDS.items()}
-
-
-def _words(specs: list[OptionSpec]) -> list[str]:
-    return [f"--{spec.name}" if spec.kind == "bool" else f"--{spec.name}=" for spec in specs] + ["--help"]
 
 
 def _quoted(text: str) -> str:

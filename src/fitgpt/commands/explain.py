@@ -10,7 +10,7 @@ from dataclasses import asdict
 from io import BytesIO
 from typing import BinaryIO
 
-from ..config.command_options import ExplainQuestions
+from ..config.command_options import ExplainOptions
 from ..config.fields import Assignment, build, option_specs
 from ..diagnosis import explain_options
 from ..show.diagnosis_text import diagnosis_text
@@ -20,8 +20,8 @@ MIN_WIDTH, MAX_WIDTH = 40, 80
 
 
 def explain(assignments: Sequence[Assignment]) -> int:
-    own = option_specs(ExplainQuestions)
-    options = build(ExplainQuestions, [each for each in assignments if each.key in own])
+    own = option_specs(ExplainOptions)
+    options = build(ExplainOptions, [each for each in assignments if each.key in own])
     diagnosis = explain_options(options, [each for each in assignments if each.key not in own], _stdin(options.target))
     if options.json:
         print(json.dumps(asdict(diagnosis), ensure_ascii=False, indent=1))

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from ..config.command_options import FitQuestions
+from ..config.command_options import FitOptions
 from ..config.fields import Assignment, shown
 from ..core.errors import SystemFault, UsageError
 from ..core.files import disk_faults, is_own_page, refuse_foreign, write_over
@@ -30,7 +30,7 @@ from ..tapes import engine as engine_tape
 
 def fit(assignments: Sequence[Assignment]) -> int:
     request = fit_request(assignments)
-    options, run = request.options, describe_run(assignments)
+    options, run = request.options, ", ".join(config_files(assignments)) or "the run"
     check_files(options)
     fitted = fit_from(request, lambda text: print(f"fitgpt: {text}", file=sys.stderr, flush=True))
     files, fault = list[str](), None
@@ -59,7 +59,7 @@ class OutputFiles(NamedTuple):
     page: Path | None
 
 
-def files_of(options: FitQuestions) -> OutputFiles:
+def files_of(options: FitOptions) -> OutputFiles:
     """The plan is named after its config, so that one folder can have several of them."""
     out, page = Path(options.out), Path(options.html) if options.html else None
     if not options.out:
@@ -72,7 +72,7 @@ def files_of(options: FitQuestions) -> OutputFiles:
     return OutputFiles(out, out.with_suffix(".plan.json"), page)
 
 
-def check_files(options: FitQuestions) -> None:
+def check_files(options: FitOptions) -> None:
     """UsageError before the search, where a file that `fit` did not write would be replaced."""
     config, plan, page = files_of(options)
     if page is not None and page.absolute() in {each.absolute() for each in (config, plan) if each is not None}:
@@ -89,15 +89,18 @@ def write_files(fitted: FitResult, request: FitRequest, run: str) -> list[str]:
     """The files that were written, each with whether it replaced one."""
     assert fitted.chosen is not None  # only settings that fit are written
     config, plan, page = files_of(request.options)
-    files = []
+    texts: dict[Path, str] = {}
     as_given = fitted.chosen._replace(config=replace(fitted.chosen.config, vocab_size=request.given.vocab_size))
     if config:
-        files.append(_write(config, write_config.config_text(fitted._replace(chosen=as_given), run)))
+        texts[config] = write_config.config_text(fitted._replace(chosen=as_given), run)
     if plan:
-        files.append(_write(plan, plan_text(fitted._replace(chosen=as_given), request)))
+        texts[plan] = plan_text(fitted._replace(chosen=as_given), request)
     if page:
-        files.append(_write(page, show.fit_page(fitted, run)))
-    return files
+        texts[page] = show.fit_page(fitted, run)
+    for path in texts:
+        with disk_faults("make the folder of", path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+    return [write_over(path, text) for path, text in texts.items()]
 
 
 def plan_text(fitted: FitResult, request: FitRequest) -> str:
@@ -112,39 +115,29 @@ def plan_text(fitted: FitResult, request: FitRequest) -> str:
         fallback_plans(config, target.platform, host_bytes=ram_left), show.speed_json(fitted.chosen))
 
 
-def _write(path: Path, text: str) -> str:
-    with disk_faults("make the folder of", path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-    return write_over(path, text)
-
-
 # ---- text
 
 
-def describe_run(assignments: Sequence[Assignment]) -> str:
-    """The config files that were named, or "the run"."""
-    return ", ".join(_config_files(assignments)) or "the run"
-
-
-def _config_files(assignments: Sequence[Assignment]) -> list[str]:
+def config_files(assignments: Sequence[Assignment]) -> list[str]:
+    """The config files that were named."""
     named = (each.source.rpartition(":")[0] for each in assignments if not each.source.startswith("-"))
     return list(dict.fromkeys(file for file in named if file))
 
 
-def next_step(fitted: FitResult, options: FitQuestions, assignments: Sequence[Assignment],
+def next_step(fitted: FitResult, options: FitOptions, assignments: Sequence[Assignment],
               files: Sequence[str]) -> str:
     if fitted.chosen is None:
         lines = ["Nothing fits, so nothing was written."] if options.out or options.html else []
         lines += [f"This fits: {command_with(fitted.suggestions[0].flags, assignments)}"] if fitted.suggestions else []
         return "\n".join(lines)
-    lines = [f"Wrote {file}." for file in files]
     if options.out and not files:
         return ""
-    if options.out.endswith(".py"):
-        return "\n".join([*lines, f"To train it: fitgpt train {shlex.quote(options.out)}"])
     if options.out:
-        return "\n".join([*lines, f"To train it: fitgpt train --plan {shlex.quote(options.out)}"])
-    return "\n".join([*lines, f"To write this config: {command_with((), assignments)}"])
+        flag = "" if options.out.endswith(".py") else "--plan "
+        last = f"To train it: fitgpt train {flag}{shlex.quote(options.out)}"
+    else:
+        last = f"To write this config: {command_with((), assignments)}"
+    return "\n".join([*(f"Wrote {file}." for file in files), last])
 
 
 def command_with(more: Sequence[str], assignments: Sequence[Assignment]) -> str:
@@ -153,4 +146,4 @@ def command_with(more: Sequence[str], assignments: Sequence[Assignment]) -> str:
              if each.source.startswith("-") and each.key not in ("out", "html", "json")]
     names = [flag.partition("=")[0] for flag in more]
     kept = [flag for flag in given if flag.partition("=")[0] not in names]
-    return shlex.join(["fitgpt", "fit", *_config_files(assignments), *kept, *more, "-o", "config/my_run.py"])
+    return shlex.join(["fitgpt", "fit", *config_files(assignments), *kept, *more, "-o", "config/my_run.py"])

@@ -1,4 +1,4 @@
-"""argv → command → exit code: the table of commands, and the only place that prints an error.
+"""argv → command → exit code; the only place that prints an error.
 
     0 ok · 1 does not fit · 2 usage or config · 3 data · 4 checkpoint · 5 device · 6 numerics · 7 disk or system
     70 a bug in fitgpt · 75 stopped on request, resumable · 130 stopped at once · 141 the reader closed our output
@@ -12,29 +12,12 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any
 
 from .. import __version__
-from ..config.argv import walk
-from ..config.command_options import (
-    CardsOptions,
-    CompletionOptions,
-    DemoOptions,
-    DoctorOptions,
-    EvalOptions,
-    ExplainOptions,
-    ExportOptions,
-    FitOptions,
-    PlanOptions,
-    PrepareOptions,
-    RehearseOptions,
-    ReportOptions,
-    SampleOptions,
-    ServeOptions,
-    WatchOptions,
-)
+from ..config.argv import help_text, walk
+from ..config.command_options import COMMANDS
 from ..config.fields import Options, build, nearest, option_specs
-from ..config.help import help_text
 from ..config.run_config import RunConfig
 from ..core.errors import STOPPED_AT_ONCE, DeviceError, FitError, SystemFault, UsageError
 from ..core.units import NEAREST_SIGNS
@@ -42,111 +25,9 @@ from ..core.units import NEAREST_SIGNS
 OUTPUT_CLOSED = 141  # what a shell reports for a program ended by SIGPIPE
 BUG = 70
 
-
-class Command(NamedTuple):
-    """One command. Its function is imported when the command is called, so that `--help` never loads torch."""
-
-    name: str
-    summary: str
-    usage: str
-    examples: tuple[str, ...]
-    options: type[Options]
-    function: str              # "module:function"
-    config_files: bool = False  # a .py argument is a config file
-    ordered: bool = False       # the function takes the assignments in order, not the options built from them
-
-
-# Every command, in the order of `fitgpt --help`.
-COMMANDS = {command.name: command for command in (
-    Command(
-        "prepare", "Turn text into tokens to train on.",
-        "fitgpt prepare [FILE or FOLDER ...] [--option=value ...]",
-        ("fitgpt prepare my_texts/ --name=mine",
-         "fitgpt prepare --hub=HuggingFaceFW/fineweb --hub_config=sample-10BT --max_tokens=1B",
-         "fitgpt prepare --embedded --tokenizer=bytes"),
-        PrepareOptions, "commands.prepare:prepare"),
-    Command(
-        "plan", "Forecast the GPU memory of a run, and whether it fits.",
-        "fitgpt plan [config.py ...] [--gpu NAME] [--option=value ...]",
-        ("fitgpt plan config/train_fineweb.py --gpu 4070",
-         "fitgpt plan config/train_fineweb.py --gpu 4070 --others 2.1GiB --batch_size=32",
-         "fitgpt plan config/notes_77m.py --gpu 4070 --trainer nanogpt --options",
-         "fitgpt plan config/gpt2_124m.py --all-cards --tokens 10B"),
-        PlanOptions, "commands.plan:plan", config_files=True, ordered=True),
-    Command(
-        "fit", "Find the fastest settings that fit a GPU, and say why.",
-        "fitgpt fit [config.py ...] [--gpu NAME] [--allow WHAT] [-o FILE] [--option=value ...]",
-        ("fitgpt fit config/train_fineweb.py --gpu 4070",
-         "fitgpt fit config/gpt2_350m.py --gpu 4070 --allow lossy -o config/my_4070.py",
-         "fitgpt fit config/gpt2_124m.py --gpu 3060 --goal largest-model",
-         "fitgpt fit config/train_fineweb.py --measure"),
-        FitOptions, "commands.fit:fit", config_files=True, ordered=True),
-    Command(
-        "cards", "List the GPUs that fitgpt can plan for.", "fitgpt cards [NAME] [--json]",
-        ("fitgpt cards", "fitgpt cards 4070"),
-        CardsOptions, "commands.cards:cards"),
-    Command(
-        "train", "Train a GPT, or resume a run.", "fitgpt train [config.py ...] [--option=value ...]",
-        ("fitgpt train config/train_fineweb.py",
-         "fitgpt train config/train_fineweb.py --batch_size=8 --no-compile",
-         "fitgpt train config/train_fineweb.py --fit", "fitgpt train config/train_fineweb.py --resume"),
-        RunConfig, "commands.train:train", config_files=True, ordered=True),
-    Command(
-        "rehearse", "Run everything that allocates memory once, and compare it with the plan.",
-        "fitgpt rehearse [config.py ...] [--option=value ...] [-o FILE]",
-        ("fitgpt rehearse config/train_fineweb.py",
-         "fitgpt rehearse config/train_fineweb.py --batch_size=32 -o rehearsal.json"),
-        RehearseOptions, "commands.rehearse:rehearse", config_files=True, ordered=True),
-    Command(
-        "sample", "Generate text with a trained model.", "fitgpt sample [RUN] [config.py ...] [--option=value ...]",
-        ("fitgpt sample runs/demo --start='def '", "fitgpt sample --init_from=gpt2-xl --num_samples=5"),
-        SampleOptions, "commands.sample:sample", config_files=True),
-    Command(
-        "eval", "Measure the loss of a checkpoint.", "fitgpt eval RUN [--option=value ...]",
-        ("fitgpt eval runs/demo", "fitgpt eval runs/demo --split=val --eval_iters=500 --json"),
-        EvalOptions, "commands.evaluate:evaluate"),
-    Command(
-        "export", "Write a checkpoint as a folder that transformers opens.",
-        "fitgpt export RUN -o FOLDER [--option=value ...]",
-        ("fitgpt export runs/fineweb -o my-gpt", "fitgpt export runs/fineweb -o my-gpt --which=last"),
-        ExportOptions, "commands.export:export"),
-    Command(
-        "demo", "Prepare, train and sample a small GPT in minutes, without a download.",
-        "fitgpt demo [--option=value ...]", ("fitgpt demo", "fitgpt demo --steps=100 --device=cpu"),
-        DemoOptions, "commands.demo:demo"),
-    Command(
-        "explain", "Say why a run was out of memory, or what uses the memory, and what would change it.",
-        "fitgpt explain [FILE or RUN or -] [config.py ...] [--option=value ...]",
-        ("fitgpt explain oom.txt config/train_fineweb.py",
-         "fitgpt explain - config/notes_77m.py --trainer=nanogpt",
-         "fitgpt explain --reading 6582MiB --process 4464MiB --gpu 4070 config/notes_30m.py",
-         "fitgpt explain runs/fineweb"),
-        ExplainOptions, "commands.explain:explain", config_files=True, ordered=True),
-    Command(
-        "watch", "Show what a GPU and the run on it are doing.", "fitgpt watch [RUN or GPU] [--option=value ...]",
-        ("fitgpt watch", "fitgpt watch runs/fineweb --interval=5", "fitgpt watch 0 --once --json"),
-        WatchOptions, "commands.watch:watch"),
-    Command(
-        "doctor", "Check the installation and the GPU, and name the command that fixes each problem.",
-        "fitgpt doctor [--json]", ("fitgpt doctor",),
-        DoctorOptions, "commands.doctor:doctor"),
-    Command(
-        "report", "Make one page of a run, or of several side by side.", "fitgpt report RUN [RUN ...] [-o FILE]",
-        ("fitgpt report runs/demo -o report.html", "fitgpt report runs/a runs/b -o both.html"),
-        ReportOptions, "commands.report:report"),
-    Command(
-        "serve", "Plan in a web page on this machine, and see a run live.", "fitgpt serve [RUN] [--option=value ...]",
-        ("fitgpt serve", "fitgpt serve --no-browser --port=9000"),
-        ServeOptions, "commands.serve:serve"),
-    Command(
-        "completion", "Print a script that lets the shell complete commands and options.",
-        "fitgpt completion [bash|zsh|fish]", ("fitgpt completion bash", "fitgpt completion fish"),
-        CompletionOptions, "commands.completion:completion"),
-)}
-
 # Names that other programs have for a command.
 SYNONYMS = {"resume": "train --resume --out_dir=RUN", "finetune": "train --init_from=gpt2", "generate": "sample",
-         "memory": "plan", "estimate": "plan", "oom": "explain", "gpus": "cards"}
+            "memory": "plan", "estimate": "plan", "oom": "explain", "gpus": "cards"}
 
 # Optional packages, each with the extra of pyproject.toml that installs it.
 EXTRAS = {"torch": "train", "numpy": "train", "safetensors": "train", "tiktoken": "train", "pyarrow": "parquet",
@@ -166,8 +47,7 @@ def main(argv: Sequence[str] | None = None, *, warning: tuple[str, str] = ("", "
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
         code = run(argv)
-        if sys.stdout is not None:
-            sys.stdout.flush()
+        sys.stdout.flush()
         return code
     except BrokenPipeError:
         _drop_stdout()
@@ -186,7 +66,9 @@ def main(argv: Sequence[str] | None = None, *, warning: tuple[str, str] = ("", "
             _drop_stdout()  # it may be stdout that cannot be written
         _complain(shown.what, shown.fix)
         if os.environ.get("FITGPT_DEBUG"):
-            _show_traceback(error)
+            import traceback
+
+            _to_stderr("".join(traceback.format_exception(error)))
         return shown.exit_code
 
 
@@ -205,29 +87,27 @@ def run(argv: list[str]) -> int:
     first, rest = (argv[0], argv[1:]) if argv else ("help", [])
     if first in ("help", "--help", "-h"):
         named = [word for word in rest if not word.startswith("-")]
-        print(command_help(find_command(named[0])) if named else overview(), end="")
+        print(help_text(find_command(named[0])) if named else overview(), end="")
         return 0
     if first in ("--version", "-V"):
         print(f"fitgpt {__version__}")
         return 0
-    command = find_command(first)
+    cls = find_command(first)
     flags = rest[:rest.index("--")] if "--" in rest else rest
     if "--help" in flags or "-h" in flags:
-        print(command_help(command), end="")
+        print(help_text(cls), end="")
         return 0
-    return int(call(command, rest) or 0)
+
+    # A command that takes the options of a run gets the assignments in order; the others get their options. Their
+    # config file may be one of `train`, with options that they do not have.
+    takes_run = issubclass(cls, RunConfig)
+    others = [other for other in COMMANDS.values() if other is not cls]
+    borrowed = () if takes_run else {name for other in others for name in option_specs(other)}
+    assignments = walk(rest, cls, config_files=cls.takes_config_files, borrowed=borrowed, other_commands=others)
+    return int(load(cls.command)(assignments if takes_run else build(cls, assignments)) or 0)
 
 
-def call(command: Command, argv: list[str]) -> Any:
-    """Parses the arguments and calls the command's function."""
-    others = [other.options for other in COMMANDS.values() if other is not command]
-    borrowed = () if command.ordered else {name for other in others for name in option_specs(other)}
-    assignments = walk(argv, command.options, config_files=command.config_files, borrowed=borrowed,
-                       other_commands=others)
-    return load(command.function)(assignments if command.ordered else build(command.options, assignments))
-
-
-def find_command(name: str) -> Command:
+def find_command(name: str) -> type[Options]:
     if name in COMMANDS:
         return COMMANDS[name]
     script = os.path.basename(name).removesuffix(".py")
@@ -242,22 +122,18 @@ def find_command(name: str) -> Command:
                      f"Did you mean fitgpt {near[0]}?" if near else "fitgpt --help")
 
 
-def load(place: str) -> Any:
-    """"module:function" → the function."""
-    module, _, name = place.partition(":")
-    return getattr(import_module(f"fitgpt.{module}"), name)
+def load(command: str) -> Any:
+    """The function of a command, in commands/NAME.py. It is imported here, so that `--help` never loads torch."""
+    name = "evaluate" if command == "eval" else command
+    return getattr(import_module(f"fitgpt.commands.{name}"), name)
 
 
 def overview() -> str:
-    commands = "\n".join(f"  {command.name:<12}{command.summary}" for command in COMMANDS.values())
+    commands = "\n".join(f"  {name:<12}{cls.summary}" for name, cls in COMMANDS.items())
     return (f"fitgpt {__version__} trains small GPTs on the GPU you have.\n\nusage: fitgpt COMMAND ...\n\n"
             f"{commands}\n\n"
             "  fitgpt COMMAND --help   options and examples of a command\n"
             "  fitgpt --version\n\nTo see it work: fitgpt demo\n")
-
-
-def command_help(command: Command) -> str:
-    return help_text(command.options, command.usage, command.summary, command.examples)
 
 
 # ---- errors
@@ -295,15 +171,8 @@ def _complain(what: str, fix: str = "") -> None:
 
 def _to_stderr(text: str) -> None:
     with suppress(OSError, ValueError):  # stderr is closed
-        if sys.stderr is not None:
-            sys.stderr.write(text)
-            sys.stderr.flush()
-
-
-def _show_traceback(error: Exception) -> None:
-    import traceback
-
-    _to_stderr("".join(traceback.format_exception(error)))
+        sys.stderr.write(text)
+        sys.stderr.flush()
 
 
 def _report_bug(error: Exception, argv: list[str]) -> int:

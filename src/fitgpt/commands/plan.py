@@ -14,8 +14,8 @@ from ..core.errors import UsageError
 from ..core.files import is_own_page, refuse_foreign, write_over
 from ..hardware import gpus
 from ..planning.duration import tokens_per_s, with_training_length
-from ..planning.forecast import replay_run
-from ..planning.plan import Plan, kept_free, plan_from, verdicts
+from ..planning.forecast import one_step, replay_run
+from ..planning.plan import kept_free, plan_from, verdicts
 from ..planning.request import PlanRequest, plan_request
 from ..show import plan_text as show
 from ..show.terminal import can_redraw, columns
@@ -29,31 +29,21 @@ def plan(assignments: Sequence[Assignment]) -> int:
     if options.all_cards:
         return _every_gpu(request)
     timeline = Path(options.timeline) if options.timeline else None
+    if timeline and not timeline.parent.is_dir():
+        raise UsageError(f"--timeline {timeline}: there is no folder {timeline.parent}.",
+                         f"--timeline {shlex.quote(timeline.name)}")
     if timeline:
-        _check_page(timeline)
+        refuse_foreign(timeline, is_own_page, "plan", "--timeline")
     found = plan_from(request)
     if options.json:
         print(json.dumps(found.to_dict(), indent=1, ensure_ascii=False))
     else:
         print(show.plan_text(found, columns(), colour=can_redraw() and not os.environ.get("NO_COLOR")), end="")
     if timeline:
-        wrote = _write_timeline(timeline, found)
+        step = one_step(replay_run(found.run, found.target.platform, found.trainer))
+        wrote = write_over(timeline, show.timeline_page(found, step))
         print(f"One step is drawn in {wrote}.", file=sys.stderr if options.json else sys.stdout)
     return 0 if found.fits else 1
-
-
-def _check_page(path: Path) -> None:
-    if not path.parent.is_dir():
-        raise UsageError(f"--timeline {path}: there is no folder {path.parent}.",
-                         f"--timeline {shlex.quote(path.name)}")
-    refuse_foreign(path, is_own_page, "plan", "--timeline")
-
-
-def _write_timeline(path: Path, found: Plan) -> str:
-    from ..planning.forecast import one_step
-
-    timeline = one_step(replay_run(found.run, found.target.platform, found.trainer))
-    return write_over(path, show.timeline_page(found, timeline))
 
 
 def _every_gpu(request: PlanRequest) -> int:

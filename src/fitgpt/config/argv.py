@@ -1,8 +1,10 @@
-"""Command line → assignments: flags, positional arguments and config files, in the order they were typed."""
+"""Command line → assignments: flags, positional arguments and config files, in the order they were typed. Help."""
 
 from __future__ import annotations
 
 import re
+import shutil
+import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -18,19 +20,29 @@ def walk(argv: Sequence[str], cls: type[Options], *, config_files: bool = True, 
     `borrowed`: options of other commands, which a config file may set too. `other_commands`: the options classes of the
     other commands, for "Did you mean".
     """
+    positional = next((spec for spec in option_specs(cls).values() if spec.positional), None)
     found: list[Assignment] = []
     rest = list(argv)
-    literal = False
+    only_arguments = False  # after --
     while rest:
         token = rest.pop(0)
-        if token == "--" and not literal:
-            literal = True
-        elif token.startswith("-") and token != "-" and not literal:
+        if token == "--" and not only_arguments:
+            only_arguments = True
+        elif token.startswith("-") and token != "-" and not only_arguments:
             found.append(_flag(token, rest, cls, other_commands, found))
-        elif config_files and (token.endswith(".py") or not _positional(cls)):
+        elif config_files and (token.endswith(".py") or positional is None):
             found += _from_file(token, cls, borrowed, other_commands, found)
+        elif positional is None:
+            raise UsageError(f"`fitgpt {cls.command}` takes only options, and {token!r} is not one.",
+                             f"fitgpt {cls.command} --help lists them all.")
+        elif positional.kind == "texts":
+            found.append(Assignment(positional.name, (*_texts(found, positional.name), token), token))
         else:
-            found.append(_bare(token, cls, found))
+            name = positional.name
+            before = next((each.value for each in found if each.key == name and each.source == each.value), None)
+            if before is not None:
+                raise UsageError(f"`fitgpt {cls.command}` takes one {name}, but got {before!r} and {token!r}.")
+            found.append(Assignment(name, checked(positional, token, token), token))
     return found
 
 
@@ -41,83 +53,65 @@ def _flag(token: str, rest: list[str], cls: type[Options], other_commands: Itera
     typed, equals, text = token.partition("=")
     name = typed[2:].replace("-", "_")
     if not typed.startswith("--"):  # -o FOLDER, -oFOLDER or -o=FOLDER
-        typed, attached = token[:2], token[2:].removeprefix("=")
-        name = next((each.name for each in specs.values() if each.short == typed[1:]), "")
-        equals, text = ("=" if len(token) > 2 else ""), attached
+        typed, equals, text = token[:2], token[2:3], token[2:].removeprefix("=")
+        name = next((spec.name for spec in specs.values() if spec.short == typed[1:]), "")
     if not name:  # --=8, -x, or -batch_size=8 with one dash
         long = token.partition("=")[0].lstrip("-").replace("-", "_")
         if long in specs:
             raise UsageError(f"{token!r} has one dash; an option's name takes two.", f"-{token}")
         raise _unknown(repr(token), long, cls, other_commands, "--")
-    for each in specs.values():
-        if name in each.switches:
-            if equals:
-                raise UsageError(f"{token}: {typed} takes no value.", f"Write {typed}, or --{each.name}=…")
-            return Assignment(each.name, each.switches[name], typed)
-    if name.startswith("no_") and name[3:] in specs and specs[name[3:]].kind in ("bool", "auto"):
+    # Flags that stand for a value: --resume, --no-compile.
+    stands_for: dict[str, tuple[str, Any]] = {
+        switch: (spec.name, value) for spec in specs.values() for switch, value in spec.switches.items()}
+    stands_for |= {f"no_{spec.name}": (spec.name, False) for spec in specs.values() if spec.kind in ("bool", "auto")}
+    if name in stands_for:
+        key, value = stands_for[name]
         if equals:
-            raise UsageError(f"{token}: {typed} takes no value.", f"Write {typed}, or --{name[3:]}={text}.")
-        return Assignment(name[3:], False, typed)
+            raise UsageError(f"{token}: {typed} takes no value.",
+                             f"Write {typed}, or --{key}={f'{text}.' if value is False else '…'}")
+        return Assignment(key, value, typed)
     if name not in specs:
         raise _unknown(typed, name, cls, other_commands, "--")
-    one = specs[name]
+    spec = specs[name]
     where = token
     if not equals:
         following = rest[0] if rest else None
-        if one.kind in ("bool", "auto"):
+        if spec.kind in ("bool", "auto"):
             if following is None or following.lower() not in {*BOOLS, "auto"}:
                 return Assignment(name, True, typed)
         elif following is None or re.match(r"--?[A-Za-z_]|--$", following):
             and_then = "" if following is None else f"; {following!r} looks like the next option"
-            dash = f" Write a value that begins with a dash as {typed}=-x." if one.kind == "text" else ""
-            raise UsageError(f"{typed} needs a value{and_then}: {one.help}.",
-                             f"{typed}={shown(one.default)} is the default.{dash}")
+            dash = f" Write a value that begins with a dash as {typed}=-x." if spec.kind == "text" else ""
+            raise UsageError(f"{typed} needs a value{and_then}: {spec.help}.",
+                             f"{typed}={shown(spec.default)} is the default.{dash}")
         text = rest.pop(0)
         where = f"{typed} {text}"
-    if one.kind == "texts":
-        return Assignment(name, (*_last(found, name, ()), text), where)
+    if spec.kind == "texts":
+        return Assignment(name, (*_texts(found, name), text), where)
     return Assignment(name, parse_value(cls, name, text, where), where)
+
+
+def _texts(found: list[Assignment], key: str) -> tuple[str, ...]:
+    """The values so far of an option that takes several."""
+    return next((each.value for each in reversed(found) if each.key == key), ())
 
 
 def _from_file(path: str, cls: type[Options], borrowed: Iterable[str], other_commands: Iterable[type[Options]],
                found: list[Assignment]) -> list[Assignment]:
     """The assignments of a config file, each with its line. The file may read what was assigned before it."""
     specs = option_specs(cls)
-    key = path.partition("=")[0].replace("-", "_")
-    if "=" in path and key in specs:
+    if "=" in path and path.partition("=")[0].replace("-", "_") in specs:
         raise UsageError(f"{path!r} looks like an option without its dashes.", f"--{path}")
-    scope = {each.name: each.default for each in specs.values()} | {each.key: each.value for each in found}
-    file = read_config(path, scope)
+    scope = {spec.name: spec.default for spec in specs.values()} | {each.key: each.value for each in found}
+    file = read_config(path, scope, cls.command)
     settings: list[Assignment] = []
-    for name, value, line in ((s.name, s.value, s.line) for s in file.settings):
+    for name, value, line in file.settings:
+        where = f"{path}:{line}"
         if name in specs:
-            where = f"{path}:{line}"
             settings.append(Assignment(name, checked(specs[name], value, f"{where}: {name} = {value!r}"), where))
         elif name not in file.helpers and name not in borrowed:
-            raise _unknown(f"{path}:{line}: {name}", name, cls, other_commands, "")
+            raise _unknown(f"{where}: {name}", name, cls, other_commands, "")
     return settings
-
-
-def _bare(token: str, cls: type[Options], found: list[Assignment]) -> Assignment:
-    """The assignment of a positional argument."""
-    one = _positional(cls)
-    if one is None:
-        raise UsageError(f"`fitgpt {cls.command}` takes only options, and {token!r} is not one.",
-                         f"fitgpt {cls.command} --help lists them all.")
-    if one.kind == "texts":
-        return Assignment(one.name, (*_last(found, one.name, ()), token), token)
-    before = next((each.value for each in found if each.key == one.name and each.source == each.value), None)
-    if before is not None:
-        raise UsageError(f"`fitgpt {cls.command}` takes one {one.name}, but got {before!r} and {token!r}.")
-    return Assignment(one.name, checked(one, token, token), token)
-
-
-def _positional(cls: type[Options]) -> OptionSpec | None:
-    return next((each for each in option_specs(cls).values() if each.positional), None)
-
-
-def _last(found: list[Assignment], key: str, otherwise: Any) -> Any:
-    return next((each.value for each in reversed(found) if each.key == key), otherwise)
 
 
 def _unknown(typed: str, name: str, cls: type[Options], other_commands: Iterable[type[Options]],
@@ -125,13 +119,65 @@ def _unknown(typed: str, name: str, cls: type[Options], other_commands: Iterable
     """An error that suggests the option meant: a synonym's, another command's, or the nearest in spelling."""
     what = f"{typed} is not an option of `fitgpt {cls.command}`."
     specs = option_specs(cls).values()
-    meant = [each.name for each in specs if name.lower() in each.synonyms]
-    words = [word for each in specs for word in (each.name, *each.switches)]
-    words += [f"no_{each.name}" for each in specs if each.kind in ("bool", "auto") and dashes]
-    near = meant or nearest(name, words)
+    meant = [spec.name for spec in specs if name.lower() in spec.synonyms]
     owner = next((other for other in other_commands if name in option_specs(other)), None)
     if owner is not None and not meant:
         return UsageError(what, f"It is an option of `fitgpt {owner.command}`.")
-    if near:
+    words = [word for spec in specs for word in (spec.name, *spec.switches)]
+    words += [f"no_{spec.name}" for spec in specs if spec.kind in ("bool", "auto") and dashes]
+    if near := meant or nearest(name, words):
         return UsageError(what, f"Did you mean {' or '.join(dashes + each for each in near)}?")
     return UsageError(what, f"fitgpt {cls.command} --help lists them all.")
+
+
+# ---- help
+
+
+def help_text(cls: type[Options]) -> str:
+    """The help of a command: usage, summary, examples and its options by group, as wide as the terminal."""
+    width = min(max(shutil.get_terminal_size().columns, 40), 100)
+    column = 28 if width >= 70 else 6
+    lines = [f"usage: {cls.usage}", "", *textwrap.wrap(cls.summary, width)]
+    if cls.examples:
+        lines += ["", "examples", *(f"  {example}" for example in cls.examples)]
+    for group, members in _groups(cls).items():
+        lines += ["", group]
+        for spec in members:
+            if spec.positional and (spec.required or spec.kind == "texts"):
+                flag = f"  {spec.name.upper()}"
+            else:
+                flag = f"  {_flag_name(spec)}={spec.name.upper() if spec.required else shown(spec.default)}"
+            sentence = textwrap.wrap(_sentence(spec), width - column, break_on_hyphens=False) or [""]
+            lines.append(flag.ljust(column) + sentence.pop(0) if len(flag) + 2 <= column else flag)
+            lines += [" " * column + line for line in sentence]
+    if any(spec.kind in ("bool", "auto") for spec in option_specs(cls).values()):
+        lines += ["", *textwrap.wrap("An option that takes True or False also takes --option and --no-option. Dashes "
+                                     "and underscores are the same; the last of two assignments wins.", width)]
+    return "\n".join(lines) + "\n"
+
+
+def markdown_table(cls: type[Options]) -> str:
+    """The options for the docs: one table per group."""
+    parts = []
+    for group, members in _groups(cls).items():
+        rows = [f"| `{_flag_name(spec)}` | `{shown(spec.default)}` | {_sentence(spec)} |" for spec in members]
+        parts.append("\n".join([f"**{group}**", "", "| option | default | what it is |", "|---|---|---|", *rows]))
+    return "\n\n".join(parts) + "\n"
+
+
+def _groups(cls: type[Options]) -> dict[str, list[OptionSpec]]:
+    groups: dict[str, list[OptionSpec]] = {}
+    for spec in option_specs(cls).values():
+        groups.setdefault(spec.group, []).append(spec)
+    return groups
+
+
+def _flag_name(spec: OptionSpec) -> str:
+    name = spec.name.upper() if spec.positional and spec.kind == "texts" else f"--{spec.name}"
+    return f"-{spec.short}, {name}" if spec.short else name
+
+
+def _sentence(spec: OptionSpec) -> str:
+    choices = f" ({', '.join(spec.choices)})" if spec.choices else ""
+    switches = "".join(f"; --{name} is short for --{spec.name}={value}" for name, value in spec.switches.items())
+    return f"{spec.help}{choices}{switches}".replace("|", "/")

@@ -1,65 +1,49 @@
-"""The options of every command but `train`, whose options are RunConfig."""
+"""Every command: its options, usage and examples. The options of `train` are RunConfig.
+
+Some commands take the options of a run besides their own: FitOptions has fit's own, FitArguments all that fit takes.
+The function of a command is in commands/NAME.py.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
 from re import fullmatch
-from typing import ClassVar, Literal
+from typing import Literal
 
 from ..core.errors import UsageError
 from ..core.units import parse_count
-from .fields import Options, between, non_negative, option, path_like, plain_name
+from .fields import Options, between, count, count_or_0, must, non_negative, option, optional, path_like, plain_name
 from .memory_savers import LOSSY_SAVERS, OTHER_RULES
-from .run_config import LARGEST_COUNT, RunConfig, device_name, size_like
+from .run_config import RunConfig, budget_option, device_name, size_like
 
-_count = between(1, LARGEST_COUNT)
-_count_or_0 = between(0, LARGEST_COUNT)
 _source = partial(option, group="where the text comes from")
 _result = partial(option, group="the dataset to write")
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
+_optional_path = optional(path_like)
 
 
-def token_count(text: str) -> str | None:
-    if not text:
-        return None
+def token_count(text: str, least: int = 0) -> str | None:
     try:
-        parse_count(text)
+        return None if text and parse_count(text) >= least else "must be above 0"
     except UsageError:
         return "takes a count such as 10B, 500M or 20000"
-    return None
 
 
-def some_tokens(text: str) -> str | None:
-    return token_count(text) or (None if text and parse_count(text) > 0 else "must be above 0")
-
-
-def _share(value: float) -> str | None:
-    return None if 0 < value < 1 else "must be above 0 and below 1"
-
-
-def _optional_which(text: str) -> str | None:
-    return None if fullmatch(r"(best|last|[0-9]{1,12})?", text) else "must be best, last, or the number of a step"
-
-
-def _path_or_message(text: str) -> str | None:
-    """A pasted error message is longer than a path may be, and has several lines."""
-    return None if "memory" in text.lower() else _optional_path(text)
-
-
-def _optional_path(text: str) -> str | None:
-    return path_like(text) if text else None
-
-
-def _top_p(value: float) -> str | None:
-    return None if 0 < value <= 1 else "must be above 0 and at most 1"
+some_tokens = partial(token_count, least=1)
 
 
 @dataclass(frozen=True)
 class PrepareOptions(Options):
     """Text in, shards out. Exactly one source: files and folders, a hub dataset, or the embedded corpus."""
 
-    command: ClassVar[str] = "prepare"
+    command = "prepare"
+    summary = "Turn text into tokens to train on."
+    usage = "fitgpt prepare [FILE or FOLDER ...] [--option=value ...]"
+    examples = (
+        "fitgpt prepare my_texts/ --name=mine",
+        "fitgpt prepare --hub=HuggingFaceFW/fineweb --hub_config=sample-10BT --max_tokens=1B",
+        "fitgpt prepare --embedded --tokenizer=bytes")
 
     input: tuple[str, ...] = _source((), "text or parquet files, or folders of them", positional=True)
     embedded: bool = _source(False, "the source text of Python's own standard library: nothing to download")
@@ -68,11 +52,12 @@ class PrepareOptions(Options):
     text_column: str = _source("text", "the column of parquet files and hub datasets that holds the text")
 
     out: str = _result("", "the folder to write; by default data/NAME", short="o", rule=_optional_path)
-    name: str = _result("", "the dataset's name under data/; by default that of the source",
-                        rule=lambda text: plain_name(text) if text else None)
+    name: str = _result("", "the dataset's name under data/; by default that of the source", rule=optional(plain_name))
     tokenizer: str = _result("gpt2", "how text becomes tokens", choices=("gpt2", "bytes"))
-    max_tokens: str = _result("", "stop after this many tokens, such as 1B or 500M; 0 = all", rule=token_count)
-    val_fraction: float = _result(0.005, "share of the documents held out for validation", rule=_share)
+    max_tokens: str = _result("", "stop after this many tokens, such as 1B or 500M; 0 = all",
+                              rule=optional(token_count))
+    val_fraction: float = _result(0.005, "share of the documents held out for validation",
+                                  rule=must(lambda share: 0 < share < 1, "must be above 0 and below 1"))
     shard_tokens: str = _result("100M", "tokens in a file", rule=some_tokens)
     seed: int = _result(1337, "seed of the choice of validation documents", rule=non_negative)
     overwrite: bool = _result(False, "replace a dataset that is already there")
@@ -100,7 +85,9 @@ class PrepareOptions(Options):
 
 # Options that commands with a trained model share.
 _which = partial(option, "", "its checkpoint: best, last, or the number of a step; by default the last, or the best "
-                 "if the run saved only improvements", rule=_optional_which)
+                 "if the run saved only improvements",
+                 rule=must(partial(fullmatch, "(best|last|[0-9]{1,12})?"),
+                           "must be best, last, or the number of a step"))
 _device = partial(option, "auto", "auto, cpu, cuda, cuda:N or mps", rule=device_name)
 _dtype = partial(option, "auto", "data type of matmuls: bfloat16 and float16 mean mixed precision",
                  choices=_DTYPES)
@@ -108,9 +95,13 @@ _dtype = partial(option, "auto", "data type of matmuls: bfloat16 and float16 mea
 
 @dataclass(frozen=True)
 class SampleOptions(Options):
-    """nanoGPT's sample.py, and top_p."""
+    """The options of nanoGPT's sample.py, and top_p."""
 
-    command: ClassVar[str] = "sample"
+    command = "sample"
+    summary = "Generate text with a trained model."
+    usage = "fitgpt sample [RUN] [config.py ...] [--option=value ...]"
+    examples = ("fitgpt sample runs/demo --start='def '", "fitgpt sample --init_from=gpt2-xl --num_samples=5")
+    takes_config_files = True
 
     out_dir: str = option("out", "a run folder or a checkpoint; may stand alone, without --out_dir=", positional=True,
                           rule=path_like)
@@ -118,12 +109,13 @@ class SampleOptions(Options):
     init_from: str = option("resume", "resume: the run in out_dir; or gpt2, gpt2-medium, gpt2-large, gpt2-xl, or a "
                             "folder in Hugging Face format", rule=path_like)
     start: str = option("\n", "the prompt, or FILE:prompt.txt", synonyms=("prompt",))
-    num_samples: int = option(10, "samples to draw", rule=_count)
-    max_new_tokens: int = option(500, "tokens of each", rule=_count, synonyms=("max_tokens", "length"))
+    num_samples: int = option(10, "samples to draw", rule=count)
+    max_new_tokens: int = option(500, "tokens of each", rule=count, synonyms=("max_tokens", "length"))
     temperature: float = option(0.8, "below 1 is less random, above 1 more; 0 = always the likeliest token",
                                 rule=non_negative, synonyms=("temp",))
-    top_k: int = option(200, "choose among the k likeliest tokens; 0 = among all", rule=_count_or_0)
-    top_p: float = option(1.0, "choose among the likeliest tokens that together have this probability", rule=_top_p)
+    top_k: int = option(200, "choose among the k likeliest tokens; 0 = among all", rule=count_or_0)
+    top_p: float = option(1.0, "choose among the likeliest tokens that together have this probability",
+                          rule=must(lambda share: 0 < share <= 1, "must be above 0 and at most 1"))
     seed: int = option(1337, "seed: the same seed gives the same text", rule=non_negative)
     device: str = _device()
     dtype: str = _dtype()
@@ -134,16 +126,19 @@ class SampleOptions(Options):
 class EvalOptions(Options):
     """The loss of a checkpoint. What is left at 0 or empty is as the run had it."""
 
-    command: ClassVar[str] = "eval"
+    command = "eval"
+    summary = "Measure the loss of a checkpoint."
+    usage = "fitgpt eval RUN [--option=value ...]"
+    examples = ("fitgpt eval runs/demo", "fitgpt eval runs/demo --split=val --eval_iters=500 --json")
 
     run: str = option("", "a run folder, or one of its checkpoints", positional=True, required=True, rule=path_like)
     which: str = _which()
     dataset: str = option("", "a name under data/, or a path; by default the run's", rule=_optional_path)
     split: str = option("both", "which part of the data", choices=("both", "train", "val"))
-    eval_iters: int = option(0, "eval_iters × batch_size windows of each split; 0 = the run's", rule=_count_or_0)
-    batch_size: int = option(0, "see eval_iters; 0 = the run's", rule=_count_or_0)
-    eval_batch_size: int = option(0, "windows at once, which changes no loss; 0 = the run's", rule=_count_or_0)
-    block_size: int = option(0, "tokens of a window, at most the model's; 0 = the run's", rule=_count_or_0)
+    eval_iters: int = option(0, "eval_iters × batch_size windows of each split; 0 = the run's", rule=count_or_0)
+    batch_size: int = option(0, "see eval_iters; 0 = the run's", rule=count_or_0)
+    eval_batch_size: int = option(0, "windows at once, which changes no loss; 0 = the run's", rule=count_or_0)
+    block_size: int = option(0, "tokens of a window, at most the model's; 0 = the run's", rule=count_or_0)
     device: str = _device()
     dtype: str = _dtype()
     compile: bool | Literal["auto"] = option(False, "torch.compile the model")
@@ -152,9 +147,10 @@ class EvalOptions(Options):
 
 @dataclass(frozen=True)
 class ExportOptions(Options):
-    """A checkpoint as a folder that transformers opens."""
-
-    command: ClassVar[str] = "export"
+    command = "export"
+    summary = "Write a checkpoint as a folder that transformers opens."
+    usage = "fitgpt export RUN -o FOLDER [--option=value ...]"
+    examples = ("fitgpt export runs/fineweb -o my-gpt", "fitgpt export runs/fineweb -o my-gpt --which=last")
 
     run: str = option("", "a run folder, or one of its checkpoints", positional=True, required=True, rule=path_like)
     out: str = option("", "the folder to write", short="o", required=True, rule=path_like)
@@ -164,21 +160,23 @@ class ExportOptions(Options):
 
 @dataclass(frozen=True)
 class DemoOptions(Options):
-    """config/demo.py: prepare, train and sample."""
-
-    command: ClassVar[str] = "demo"
+    command = "demo"
+    summary = "Prepare, train and sample a small GPT in minutes, without a download."
+    usage = "fitgpt demo [--option=value ...]"
+    examples = ("fitgpt demo", "fitgpt demo --steps=100 --device=cpu")
 
     out_dir: str = option("runs/demo", "the run's folder", rule=path_like)
     device: str = _device()
-    steps: int = option(0, "steps to train; 0 = as many as the demo's config says", rule=_count_or_0,
+    steps: int = option(0, "steps to train; 0 = as many as the demo's config says", rule=count_or_0,
                         synonyms=("max_iters",))
 
 
 @dataclass(frozen=True)
 class WatchOptions(Options):
-    """A run or a GPU, shown again at an interval."""
-
-    command: ClassVar[str] = "watch"
+    command = "watch"
+    summary = "Show what a GPU and the run on it are doing."
+    usage = "fitgpt watch [RUN or GPU] [--option=value ...]"
+    examples = ("fitgpt watch", "fitgpt watch runs/fineweb --interval=5", "fitgpt watch 0 --once --json")
 
     target: str = option("", "a run folder, or the number of a GPU; may stand alone, without --target=; by default the "
                          "newest run that is running in this folder or in runs/, else the GPUs", positional=True,
@@ -190,53 +188,50 @@ class WatchOptions(Options):
 
 @dataclass(frozen=True)
 class DoctorOptions(Options):
-    """What is installed, what is wrong, and what fixes it."""
-
-    command: ClassVar[str] = "doctor"
+    command = "doctor"
+    summary = "Check the installation and the GPU, and name the command that fixes each problem."
+    usage = "fitgpt doctor [--json]"
+    examples = ("fitgpt doctor",)
 
     json: bool = option(False, "print JSON")
 
 
 @dataclass(frozen=True)
 class ReportOptions(Options):
-    """One run's page, or several runs on one page."""
-
-    command: ClassVar[str] = "report"
+    command = "report"
+    summary = "Make one page of a run, or of several side by side."
+    usage = "fitgpt report RUN [RUN ...] [-o FILE]"
+    examples = ("fitgpt report runs/demo -o report.html", "fitgpt report runs/a runs/b -o both.html")
 
     runs: tuple[str, ...] = option((), "a run folder, or several to compare", positional=True, required=True,
                                    rule=lambda paths: next(filter(None, map(path_like, paths)), None))
     out: str = option("report.html", "the file to write", short="o", rule=path_like)
 
 
-def _torch_version(text: str) -> str | None:
-    """As torch itself writes it, too: 2.13.0+cu130, 2.12.0a0+git1234abc."""
-    known = fullmatch(r"([0-9]{1,3}(\.[0-9]{1,4}){1,2}([a-z]+[0-9]*|\.dev[0-9]*)?(\+[\w.]*)?)?", text)
-    return None if known else "takes a version such as 2.11"
-
+# A version as torch itself writes it, too: 2.13.0+cu130, 2.12.0a0+git1234abc.
+_TORCH_VERSION = r"([0-9]{1,3}(\.[0-9]{1,4}){1,2}([a-z]+[0-9]*|\.dev[0-9]*)?(\+[\w.]*)?)?"
 
 # Options that `plan` and `fit` share.
-_budget = partial(option, "", "GPU memory the process may use in total, as nvidia-smi shows it, CUDA context "
-                  "included: 11.5GiB; by default what the GPU has and other processes leave", rule=size_like,
-                  synonyms=("memory", "limit", "vram"))
 _others = partial(option, "", "GPU memory of other processes: 2118MiB; by default what they use now, or nothing if the "
                   "GPU is not in this machine", rule=partial(size_like, least=0))
-_torch = partial(option, "", "the version of torch; by default the one installed here, else 2.13", rule=_torch_version)
+_torch = partial(option, "", "the version of torch; by default the one installed here, else 2.13",
+                 rule=must(partial(fullmatch, _TORCH_VERSION), "takes a version such as 2.11"))
 _tokens = partial(option, "", "train on this many tokens, such as 10B: sets max_iters and lr_decay_iters",
-                  rule=lambda text: some_tokens(text) if text else None)
+                  rule=optional(some_tokens))
 _epochs = partial(option, 0.0, "the same, in passes through the training data", rule=between(0, 1_000_000))
 
 _plan = partial(option, group="the plan")
 
 
 @dataclass(frozen=True)
-class PlanQuestions(Options):
-    """What `plan` takes besides everything that `train` takes."""
+class PlanOptions(Options):
+    """The options of `plan` alone."""
 
-    command: ClassVar[str] = "plan"
+    command = "plan"
 
     gpu: str = _plan("", "the GPU to plan for: 4070, \"RTX 3060 12GB\", h200 (`fitgpt cards` lists them); by default "
                      "the one in this machine, with the memory that is free now", synonyms=("card", "device_name"))
-    budget: str = _budget(group="the plan")
+    budget: str = budget_option(group="the plan")
     others: str = _others(group="the plan")
     trainer: str = _plan("fitgpt", "which trainer: fitgpt, or nanoGPT's own train.py",
                          choices=("fitgpt", "nanogpt"))
@@ -252,17 +247,25 @@ class PlanQuestions(Options):
 
 
 @dataclass(frozen=True)
-class PlanOptions(RunConfig, PlanQuestions):
-    """Everything that `train` takes, after the options of the plan."""
+class PlanArguments(RunConfig, PlanOptions):
+    """Everything that `plan` takes: its own options, and those of a run."""
 
-    command: ClassVar[str] = "plan"
+    command = "plan"
+    summary = "Forecast the GPU memory of a run, and whether it fits."
+    usage = "fitgpt plan [config.py ...] [--gpu NAME] [--option=value ...]"
+    examples = (
+        "fitgpt plan config/train_fineweb.py --gpu 4070",
+        "fitgpt plan config/train_fineweb.py --gpu 4070 --others 2.1GiB --batch_size=32",
+        "fitgpt plan config/notes_77m.py --gpu 4070 --trainer nanogpt --options",
+        "fitgpt plan config/gpt2_124m.py --all-cards --tokens 10B")
 
 
 @dataclass(frozen=True)
 class CardsOptions(Options):
-    """The table of GPUs."""
-
-    command: ClassVar[str] = "cards"
+    command = "cards"
+    summary = "List the GPUs that fitgpt can plan for."
+    usage = "fitgpt cards [NAME] [--json]"
+    examples = ("fitgpt cards", "fitgpt cards 4070")
 
     filter: str = option("", "only GPUs with this in their names, such as 4070; may stand alone, without --filter=",
                          positional=True)
@@ -273,14 +276,14 @@ _explain = partial(option, group="what to explain")
 
 
 @dataclass(frozen=True)
-class ExplainQuestions(Options):
-    """What `explain` takes besides everything that `train` takes."""
+class ExplainOptions(Options):
+    """The options of `explain` alone."""
 
-    command: ClassVar[str] = "explain"
+    command = "explain"
 
     target: str = _explain("", "a file with a message or an nvidia-smi screen, a run folder, a plan, - for standard "
                            "input, or the message itself; may stand alone, without --target=", positional=True,
-                           rule=_path_or_message)
+                           rule=lambda text: None if "memory" in text.lower() else _optional_path(text))
     config: str = _explain("", "the run's config file, or its folder; a config file may also stand alone",
                            rule=_optional_path)
     reading: str = _explain("", "memory in use on the GPU, as nvidia-smi shows it: 6582MiB", rule=size_like)
@@ -294,17 +297,25 @@ class ExplainQuestions(Options):
 
 
 @dataclass(frozen=True)
-class ExplainOptions(RunConfig, ExplainQuestions):
-    """Everything that `train` takes, after the options of `explain`."""
+class ExplainArguments(RunConfig, ExplainOptions):
+    """Everything that `explain` takes: its own options, and those of a run."""
 
-    command: ClassVar[str] = "explain"
+    command = "explain"
+    summary = "Say why a run was out of memory, or what uses the memory, and what would change it."
+    usage = "fitgpt explain [FILE or RUN or -] [config.py ...] [--option=value ...]"
+    examples = (
+        "fitgpt explain oom.txt config/train_fineweb.py",
+        "fitgpt explain - config/notes_77m.py --trainer=nanogpt",
+        "fitgpt explain --reading 6582MiB --process 4464MiB --gpu 4070 config/notes_30m.py",
+        "fitgpt explain runs/fineweb")
 
 
 @dataclass(frozen=True)
 class CompletionOptions(Options):
-    """Commands and options, completed by the shell."""
-
-    command: ClassVar[str] = "completion"
+    command = "completion"
+    summary = "Print a script that lets the shell complete commands and options."
+    usage = "fitgpt completion [bash|zsh|fish]"
+    examples = ("fitgpt completion bash", "fitgpt completion fish")
 
     shell: str = option("bash", "the shell; may stand alone, without --shell=", choices=("bash", "zsh", "fish"),
                         positional=True)
@@ -322,9 +333,10 @@ def _own_address(text: str) -> str | None:
 
 @dataclass(frozen=True)
 class ServeOptions(Options):
-    """The planner as a page on this machine."""
-
-    command: ClassVar[str] = "serve"
+    command = "serve"
+    summary = "Plan in a web page on this machine, and see a run live."
+    usage = "fitgpt serve [RUN] [--option=value ...]"
+    examples = ("fitgpt serve", "fitgpt serve --no-browser --port=9000")
 
     run: str = option("", "a run folder for the live tab; may stand alone, without --run=; by default the newest that "
                       "is running in this folder or in runs/", positional=True, rule=_optional_path)
@@ -339,14 +351,14 @@ _fit = partial(option, group="the fit")
 
 
 @dataclass(frozen=True)
-class FitQuestions(Options):
-    """What `fit` takes besides everything that `train` takes."""
+class FitOptions(Options):
+    """The options of `fit` alone."""
 
-    command: ClassVar[str] = "fit"
+    command = "fit"
 
     gpu: str = _fit("", "the GPU to fit: 4070, \"RTX 3060 12GB\", h200 (`fitgpt cards` lists them); by default the "
                     "one in this machine, with the memory that is free now", synonyms=("card", "device_name"))
-    budget: str = _budget(group="the fit")
+    budget: str = budget_option(group="the fit")
     others: str = _others(group="the fit")
     torch: str = _torch(group="the fit")
     allow: str = _fit("", "what may change the training's result: lossy (" + ", ".join(LOSSY_SAVERS) + "), any of "
@@ -366,16 +378,35 @@ class FitQuestions(Options):
 
 
 @dataclass(frozen=True)
-class FitOptions(RunConfig, FitQuestions):
-    """Everything that `train` takes, after the options of the fit."""
+class FitArguments(RunConfig, FitOptions):
+    """Everything that `fit` takes: its own options, and those of a run."""
 
-    command: ClassVar[str] = "fit"
+    command = "fit"
+    summary = "Find the fastest settings that fit a GPU, and say why."
+    usage = "fitgpt fit [config.py ...] [--gpu NAME] [--allow WHAT] [-o FILE] [--option=value ...]"
+    examples = (
+        "fitgpt fit config/train_fineweb.py --gpu 4070",
+        "fitgpt fit config/gpt2_350m.py --gpu 4070 --allow lossy -o config/my_4070.py",
+        "fitgpt fit config/gpt2_124m.py --gpu 3060 --goal largest-model",
+        "fitgpt fit config/train_fineweb.py --measure")
 
 
 @dataclass(frozen=True)
 class RehearseOptions(RunConfig):
     """Everything that `train` takes, and where the result goes."""
 
-    command: ClassVar[str] = "rehearse"
+    command = "rehearse"
+    summary = "Run everything that allocates memory once, and compare it with the plan."
+    usage = "fitgpt rehearse [config.py ...] [--option=value ...] [-o FILE]"
+    examples = (
+        "fitgpt rehearse config/train_fineweb.py",
+        "fitgpt rehearse config/train_fineweb.py --batch_size=32 -o rehearsal.json")
 
     out: str = option("rehearsal.json", "the file to write", group="the rehearsal", short="o", rule=path_like)
+
+
+# Every command, in the order of `fitgpt --help`.
+COMMANDS: dict[str, type[Options]] = {cls.command: cls for cls in (
+    PrepareOptions, PlanArguments, FitArguments, CardsOptions, RunConfig, RehearseOptions, SampleOptions, EvalOptions,
+    ExportOptions, DemoOptions, ExplainArguments, WatchOptions, DoctorOptions, ReportOptions, ServeOptions,
+    CompletionOptions)}

@@ -51,7 +51,6 @@ class Setting(NamedTuple):
 class ConfigFile(NamedTuple):
     """The settings of a file, in order."""
 
-    path: str
     settings: tuple[Setting, ...]
     helpers: frozenset[str]  # names that some line reads: they need not be options
 
@@ -59,40 +58,61 @@ class ConfigFile(NamedTuple):
 class _NotAllowed(Exception):
     """A part of the file that is not allowed; an empty message stands for the general rule, READ_NOT_RUN."""
 
-    def __init__(self, node: ast.AST, why: str) -> None:
+    def __init__(self, node: ast.AST, why: str = "") -> None:
         super().__init__(why)
-        self.node = node
+        self.node: Any = node
 
 
-def read_config(path: str, scope: Mapping[str, object] | None = None) -> ConfigFile:
-    """The settings of a file, in order. `scope`: values of names before its first line."""
-    source = _text_of(path)
-    tree = _parsed(path, source)
-    values = dict(scope or {})
+def read_config(path: str, scope: Mapping[str, object] | None = None, command: str = "train") -> ConfigFile:
+    """The settings of a file, in order. `scope`: values of names before its first line. `command`: for the fix of an
+    error."""
+    source = _read_text(path, command)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # invalid escape sequences in strings
+            tree = ast.parse(source)
+    except SyntaxError as error:
+        text = _shortened((error.text or "").strip())
+        raise UsageError(f"{path}:{error.lineno or 1}: `{text}` is not Python: {error.msg}.") from None
+    except ValueError:
+        raise UsageError(f"{path!r} holds a NUL byte, so it is not a config file.") from None
+    except (RecursionError, MemoryError):
+        raise UsageError(f"{path!r} is nested too deeply to be a config file.") from None
+
+    names = dict(scope or {})
     settings: list[Setting] = []
     for statement in tree.body:
         try:
-            for name, value in _settings_of(statement, values):
-                values[name] = value
+            for name, value in _assigned(statement, names):
+                names[name] = value
                 settings.append(Setting(name, value, statement.lineno))
         except _NotAllowed as error:
-            raise _usage_error(path, source, error) from None
+            segment = ast.get_source_segment(source, error.node) or source.splitlines()[error.node.lineno - 1]
+            where = f"{path}:{error.node.lineno}: `{_shortened(segment.strip())}`"
+            if why := str(error):
+                raise UsageError(f"{where} {why}.") from None
+            raise UsageError(f"{where} is not allowed in a config file. {READ_NOT_RUN}.",
+                             "Write the value itself, for example batch_size = 8.") from None
     read = frozenset(n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load))
-    return ConfigFile(path, tuple(settings), read)
+    return ConfigFile(tuple(settings), read)
 
 
-def _text_of(path: str) -> str:
+# ---- the file
+
+
+def _read_text(path: str, command: str) -> str:
     try:
         with open(path, "rb") as file:
             raw = file.read(MAX_FILE_BYTES + 1)
     except FileNotFoundError:
-        raise UsageError(f"There is no config file {path!r}.", _files_like(path)) from None
+        raise _not_found(f"There is no config file {path!r}.", path, command) from None
     except IsADirectoryError:
-        run, theirs = (os.path.isfile(os.path.join(path, name)) for name in ("run.json", "ckpt.pt"))
+        run, nanogpt = (os.path.isfile(os.path.join(path, name)) for name in ("run.json", "ckpt.pt"))
+        what = f"{path!r} is a folder; a config file was expected."
+        if not run and not nanogpt:
+            raise _not_found(what, path, command) from None
         fix = f"To resume the run in it: {shlex.join(['--init_from=resume', f'--out_dir={path}'])}"
-        fix += ", and the config file and flags it was trained with" if not run else ""
-        raise UsageError(f"{path!r} is a folder; a config file was expected.",
-                         fix if run or theirs else _files_like(path)) from None
+        raise UsageError(what, fix if run else f"{fix}, and the config file and flags it was trained with") from None
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or str(error)
         raise UsageError(f"The config file {path!r} cannot be read: {why}.") from None
@@ -105,80 +125,79 @@ def _text_of(path: str) -> str:
                          "Save it as UTF-8.") from None
 
 
-def _files_like(path: str) -> str:
-    """A hint for a config file that does not exist: files with similar names, else the files there are."""
+def _not_found(what: str, path: str, command: str) -> UsageError:
+    """An error that lists config files with similar names, else the files there are, and suggests the first."""
     folder, name = os.path.split(path)
-    places = [path, folder or ".", "config"]
-    files = sorted({os.path.join(place, entry) for place in places if os.path.isdir(place)
-                    for entry in os.listdir(place) if entry.endswith(".py")})
-    files = [os.path.normpath(file) for file in files]
-    same_name = [file for file in files if os.path.basename(file) in (name, name + ".py")]
-    near = same_name or difflib.get_close_matches(os.path.normpath(path), files, n=2, cutoff=0.7)
-    if near:
-        return f"Did you mean {' or '.join(near)}?"
-    listed = [file for file in files if os.path.dirname(file)] or files  # files of a folder before loose scripts
-    return f"There are: {', '.join(listed[:9])}." if listed else ""
+    files = sorted({os.path.normpath(os.path.join(place, entry)) for place in (path, folder or ".", "config")
+                    if os.path.isdir(place) for entry in os.listdir(place) if entry.endswith(".py")})
+    near = [file for file in files if os.path.basename(file) in (name, name + ".py")]
+    near = near or difflib.get_close_matches(os.path.normpath(path), files, n=2, cutoff=0.7)
+    if not near:
+        files = [file for file in files if os.path.dirname(file)] or files  # files of a folder before loose scripts
+        what += f" There are: {', '.join(files[:9])}." if files else ""
+    suggested = (near or files)[:1] or ["--help"]
+    return UsageError(what, shlex.join(["fitgpt", command, *suggested]))
 
 
-def _parsed(path: str, source: str) -> ast.Module:
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # invalid escape sequences in strings
-            return ast.parse(source)
-    except SyntaxError as error:
-        text = _shortened((error.text or "").strip())
-        raise UsageError(f"{path}:{error.lineno or 1}: `{text}` is not Python: {error.msg}.") from None
-    except ValueError:
-        raise UsageError(f"{path!r} holds a NUL byte, so it is not a config file.") from None
-    except (RecursionError, MemoryError):
-        raise UsageError(f"{path!r} is nested too deeply to be a config file.") from None
+def _shortened(text: str) -> str:
+    first, _, more = text.partition("\n")
+    return first[:60] + " …" if more or len(first) > 60 else first
 
 
-def _settings_of(statement: ast.stmt, values: Mapping[str, object]) -> list[tuple[str, object]]:
+# ---- statements and expressions
+
+
+def _assigned(statement: ast.stmt, names: Mapping[str, object]) -> list[tuple[str, object]]:
+    """The names that a statement sets, with their values."""
     match statement:
         case ast.Assign(targets=targets, value=value) if all(isinstance(t, ast.Name) for t in targets):
-            result = _value(value, values)
+            result = _value(value, names)
             return [(target.id, result) for target in targets if isinstance(target, ast.Name)]
         case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value):
-            return [(name, _value(value, values))]
+            return [(name, _value(value, names))]
         case ast.AugAssign(target=ast.Name(id=name) as target, op=op, value=value):
             whole = ast.BinOp(left=ast.Name(id=name, ctx=ast.Load()), op=op, right=value)
             ast.copy_location(whole, statement)
             ast.copy_location(whole.left, target)
-            return [(name, _value(whole, values))]
+            return [(name, _value(whole, names))]
         case ast.Import(names=[ast.alias(name="time", asname=None)]) | ast.Pass():
             return []
         case ast.Expr(value=ast.Constant(value=str())):
             return []  # a docstring
         case _:
-            raise _NotAllowed(statement, "")
+            raise _NotAllowed(statement)
 
 
-def _value(node: ast.expr, values: Mapping[str, object], depth: int = 0) -> Any:
+def _value(node: ast.expr, names: Mapping[str, object], depth: int = 0) -> Any:
     """The value of an expression. Every intermediate result is small, so that no file takes long to read."""
     if depth > MAX_NESTING:
         raise _NotAllowed(node, "is nested too deeply")
-
-    def evaluate(child: ast.expr) -> Any:
-        return _value(child, values, depth + 1)
-
     try:
-        return _small(node, _computed(node, values, evaluate))
+        result = _computed(node, names, lambda child: _value(child, names, depth + 1))
     except (ArithmeticError, TypeError, ValueError) as error:
         raise _NotAllowed(node, f"cannot be computed: {error}") from None
+    if isinstance(result, complex):
+        raise _NotAllowed(node, "cannot be computed: the result is not a real number")
+    if (isinstance(result, int) and result.bit_length() > MAX_INT_BITS) or (
+            isinstance(result, str) and len(result) > MAX_TEXT):
+        raise _NotAllowed(node, "is too large for a config file")
+    return result
 
 
-def _computed(node: ast.expr, values: Mapping[str, object], evaluate: Callable[[ast.expr], Any]) -> Any:
+def _computed(node: ast.expr, names: Mapping[str, object], evaluate: Callable[[ast.expr], Any]) -> Any:
     match node:
         case ast.Constant(value=bool() | int() | float() | str() | None as value):
             return value
         case ast.Name(id=name):
-            if name not in values:
+            if name not in names:
                 raise _NotAllowed(node, "is not set above this line")
-            return values[name]
+            return names[name]
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
             a, b = evaluate(left), evaluate(right)
-            _check_size(node, op, a, b)
+            if isinstance(op, ast.Mod) and isinstance(a, str):  # '%999999999d' % 1
+                raise _NotAllowed(node)
+            if _is_huge(op, a, b):
+                raise _NotAllowed(node, "is too large for a config file")
             return _BINARY[type(op)](a, b)
         case ast.UnaryOp(op=op, operand=operand) if type(op) in _UNARY:
             return _UNARY[type(op)](evaluate(operand))
@@ -204,42 +223,14 @@ def _computed(node: ast.expr, values: Mapping[str, object], evaluate: Callable[[
         case ast.Call(func=ast.Attribute(value=ast.Name(id="time"), attr="time"), args=[], keywords=[]):
             return time.time()
         case _:
-            raise _NotAllowed(node, "")
+            raise _NotAllowed(node)
 
 
-def _check_size(node: ast.expr, op: ast.operator, a: object, b: object) -> None:
-    """Stops before computing something huge: 9**9**9, 'x' * 10**9, '%999999999d' % 1."""
-    huge = False
+def _is_huge(op: ast.operator, a: object, b: object) -> bool:
+    """Whether computing it would take long: 9**9**9, 'x' * 10**9."""
     if isinstance(op, ast.Pow) and isinstance(a, int) and isinstance(b, int):
-        huge = b > 0 and a.bit_length() * b > 2 * MAX_INT_BITS
-    elif isinstance(op, ast.Mult):
+        return b > 0 and a.bit_length() * b > 2 * MAX_INT_BITS
+    if isinstance(op, ast.Mult):
         text, times = (a, b) if isinstance(a, str) else (b, a)
-        huge = isinstance(text, str) and isinstance(times, int) and len(text) * times > MAX_TEXT
-    elif isinstance(op, ast.Mod) and isinstance(a, str):
-        raise _NotAllowed(node, "")
-    if huge:
-        raise _NotAllowed(node, "is too large for a config file")
-
-
-def _small(node: ast.expr, value: Any) -> Any:
-    if isinstance(value, complex):
-        raise _NotAllowed(node, "cannot be computed: the result is not a real number")
-    if (isinstance(value, int) and value.bit_length() > MAX_INT_BITS) or (
-            isinstance(value, str) and len(value) > MAX_TEXT):
-        raise _NotAllowed(node, "is too large for a config file")
-    return value
-
-
-def _usage_error(path: str, source: str, error: _NotAllowed) -> UsageError:
-    node: Any = error.node
-    segment = ast.get_source_segment(source, node) or source.splitlines()[node.lineno - 1]
-    where = f"{path}:{node.lineno}: `{_shortened(segment.strip())}`"
-    if why := str(error):
-        return UsageError(f"{where} {why}.")
-    return UsageError(f"{where} is not allowed in a config file. {READ_NOT_RUN}.",
-                      "Write the value itself, for example batch_size = 8.")
-
-
-def _shortened(text: str) -> str:
-    first, _, more = text.partition("\n")
-    return first[:60] + " …" if more or len(first) > 60 else first
+        return isinstance(text, str) and isinstance(times, int) and len(text) * times > MAX_TEXT
+    return False

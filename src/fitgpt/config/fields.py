@@ -25,8 +25,6 @@ _KINDS: dict[Any, str] = {
 _WANTED = {"int": "a whole number, such as 8", "float": "a finite number, such as 0.1", "bool": "True or False",
            "auto": "True, False or auto", "text": "text", "texts": "text"}
 BOOLS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
-_INT = re.compile(r"[+-]?[0-9]+(_[0-9]+)*")
-_EXACT = re.compile(r"[+-]?[0-9]+(\.[0-9]+)?[eE]\+?[0-9]{1,3}")  # 1e6, 2.5e3
 
 
 # ---- declaring options
@@ -43,53 +41,51 @@ class Assignment(NamedTuple):
 class OptionSpec(NamedTuple):
     """One option, as declared by `option`."""
 
-    name: str
-    kind: str                      # "int", "float", "bool", "auto" (True, False or auto), "text", "texts"
     default: Any
     help: str
-    group: str                     # heading in --help
-    rule: Rule | None
-    choices: tuple[str, ...]
-    short: str                     # "o" for -o
-    positional: bool
-    required: bool
-    switches: Mapping[str, str]    # {"resume": "resume"}: --resume without a value means --init_from=resume
-    synonyms: tuple[str, ...]      # names in other programs: not accepted, but recognised in "Did you mean"
-    renamed: Mapping[str, str]     # values of earlier versions, each with its name today
+    name: str = ""                 # of the dataclass field
+    kind: str = ""                 # by its type: "int", "float", "bool", "auto" (True, False or auto), "text", "texts"
+    group: str = "options"         # heading in --help
+    rule: Rule | None = None
+    choices: tuple[str, ...] = ()
+    short: str = ""                # "o" for -o
+    positional: bool = False
+    required: bool = False
+    switches: Mapping[str, str] = {}  # {"resume": "resume"}: --resume without a value means --init_from=resume
+    synonyms: tuple[str, ...] = ()    # names in other programs: not accepted, but recognised in "Did you mean"
+    renamed: Mapping[str, str] = {}   # values of earlier versions, each with its name today
     # Facts about an option of a run. `options_with` lists the options that have one.
-    affects_memory: bool           # changes how much GPU memory a run allocates
-    affects_speed: bool            # changes the tokens per second of training
-    fixed_by_plan: bool            # `train --plan` refuses another value than the plan's
-    fallback: bool                 # a fallback plan (after out of memory) may change it
-    frozen_on_resume: bool         # a resumed run cannot change it
-    nanogpt: bool                  # nanoGPT's train.py has it
-    page: str                      # group of the web page that shows it: "size", "less", "more"; "": not shown
+    affects_memory: bool = False   # changes how much GPU memory a run allocates
+    affects_speed: bool = False    # changes the tokens per second of training
+    fixed_by_plan: bool = False    # `train --plan` refuses another value than the plan's; default: affects_memory
+    fallback: bool = False         # a fallback plan (after out of memory) may change it
+    frozen_on_resume: bool = False  # a resumed run cannot change it
+    nanogpt: bool = True           # nanoGPT's train.py has it
+    page: str = ""                 # group of the web page that shows it: "size", "less", "more"; "": not shown
 
 
-def option(default: Any, help: str, *, group: str = "options", rule: Rule | None = None,
-           choices: Iterable[str] = (), short: str = "", positional: bool = False, required: bool = False,
-           switches: Mapping[str, str] | None = None, synonyms: Iterable[str] = (),
-           renamed: Mapping[str, str] | None = None, affects_memory: bool = False, affects_speed: bool = False,
-           fixed_by_plan: bool | None = None, fallback: bool = False, frozen_on_resume: bool = False,
-           nanogpt: bool = True, page: str = "") -> Any:
-    """A dataclass field that declares an option; see OptionSpec. A plan fixes what affects memory, by default."""
-    metadata = dict(help=help, group=group, rule=rule, choices=tuple(choices), short=short, positional=positional,
-                    required=required, switches=dict(switches or {}), synonyms=tuple(synonyms),
-                    renamed=dict(renamed or {}), affects_memory=affects_memory, affects_speed=affects_speed,
-                    fixed_by_plan=affects_memory if fixed_by_plan is None else fixed_by_plan, fallback=fallback,
-                    frozen_on_resume=frozen_on_resume, nanogpt=nanogpt, page=page)
-    return dataclasses.field(default=default, metadata=metadata)
+def option(default: Any, help: str, **attributes: Any) -> Any:
+    """A dataclass field that declares an option; the attributes are those of OptionSpec."""
+    attributes.setdefault("fixed_by_plan", attributes.get("affects_memory", False))
+    return dataclasses.field(default=default, metadata={"option": OptionSpec(default, help, **attributes)})
 
 
 class Options:
-    """Base of every options class: an instance that exists has passed the check of every option."""
+    """Base of every options class: an instance that exists has passed the check of every option.
+
+    A class that is all that a command takes also declares the command's help.
+    """
 
     command: ClassVar[str] = ""
+    summary: ClassVar[str] = ""
+    usage: ClassVar[str] = ""
+    examples: ClassVar[tuple[str, ...]] = ()
+    takes_config_files: ClassVar[bool] = False  # a .py argument is a config file
 
     def __post_init__(self) -> None:
-        for each in option_specs(type(self)).values():
-            value = getattr(self, each.name)
-            object.__setattr__(self, each.name, checked(each, value, f"{each.name}={shown(value)}"))
+        for spec in option_specs(type(self)).values():
+            value = getattr(self, spec.name)
+            object.__setattr__(self, spec.name, checked(spec, value, f"{spec.name}={shown(value)}"))
 
 
 AnyOptions = TypeVar("AnyOptions", bound=Options)
@@ -101,9 +97,9 @@ _specs: dict[type[Options], dict[str, OptionSpec]] = {}
 def option_specs(cls: type[Options]) -> dict[str, OptionSpec]:
     """The options of a class by name, in the order of declaration."""
     if cls not in _specs:
-        hints = get_type_hints(cls)
-        _specs[cls] = {f.name: OptionSpec(name=f.name, kind=_KINDS[hints[f.name]], default=f.default, **f.metadata)
-                       for f in dataclasses.fields(cls)}  # type: ignore[arg-type]  # all are dataclasses
+        types = get_type_hints(cls)
+        _specs[cls] = {field.name: field.metadata["option"]._replace(name=field.name, kind=_KINDS[types[field.name]])
+                       for field in dataclasses.fields(cls)}  # type: ignore[arg-type]  # all are dataclasses
     return _specs[cls]
 
 
@@ -116,15 +112,12 @@ def options_with(cls: type[Options], **facts: Any) -> tuple[str, ...]:
 def build(cls: type[AnyOptions], assignments: Iterable[Assignment]) -> AnyOptions:
     """Options from assignments; a later assignment to the same option wins."""
     values = {each.key: each.value for each in assignments}
-    for each in option_specs(cls).values():
-        if each.required and values.get(each.name, each.default) == each.default:
-            flag = f"-{each.short}" if each.short else f"--{each.name}"
-            name = each.name.upper() if each.positional else f"{flag} {each.name.upper()}"
-            raise UsageError(f"`fitgpt {cls.command}` needs {name}: {each.help}.", f"fitgpt {cls.command} --help")
+    for spec in option_specs(cls).values():
+        if spec.required and values.get(spec.name, spec.default) == spec.default:
+            flag = f"-{spec.short}" if spec.short else f"--{spec.name}"
+            name = spec.name.upper() if spec.positional else f"{flag} {spec.name.upper()}"
+            raise UsageError(f"`fitgpt {cls.command}` needs {name}: {spec.help}.", f"fitgpt {cls.command} --help")
     return cls(**values)
-
-
-# ---- requirements between options
 
 
 class Requires(NamedTuple):
@@ -136,71 +129,55 @@ class Requires(NamedTuple):
     fix: str = ""                  # the flag the error suggests, by default --OPTION=VALUE
     adjusted: bool = False         # whoever turns the setting on for the user may set this option too
 
-    def met_by(self, value: Any) -> bool:
-        return value in self.values
-
-    def problem(self, setting: str) -> tuple[str, str]:
-        """The sentence of the error, and the flag that fixes it."""
-        return (self.why or f"{setting} works only with {self}",
-                self.fix or f"--{self.option}={shown(self.values[0])}")
-
     def __str__(self) -> str:
         return f"{self.option}={' or '.join(shown(value) for value in self.values)}"
 
 
-# ---- values and rules
+# ---- values
 
 
 def parse_value(cls: type[Options], key: str, text: str, where: str = "") -> Any:
     """The text of a flag, converted to the option's type and checked by its rule."""
-    one = option_specs(cls)[key]
-    where = where or f"--{key}={text}"
+    spec = option_specs(cls)[key]
     value: Any = text
-    if one.kind == "int":
-        if _INT.fullmatch(text) and len(text) < 40:
+    if spec.kind == "int":
+        if re.fullmatch(r"[+-]?[0-9]+(_[0-9]+)*", text) and len(text) < 40:
             value = int(text)
-        elif _EXACT.fullmatch(text):
+        elif re.fullmatch(r"[+-]?[0-9]+(\.[0-9]+)?[eE]\+?[0-9]{1,3}", text):  # 1e6, 2.5e3
             value = float(text)
-    elif one.kind == "float":
+    elif spec.kind == "float":
         try:
             value = float(text)
         except ValueError:
             value = text
-    elif one.kind in ("bool", "auto"):
+    elif spec.kind in ("bool", "auto"):
         value = BOOLS.get(text.lower(), text.lower())
-    elif one.kind == "text":
-        value = _unquoted(text)
-    return checked(one, value, where)
-
-
-def _unquoted(text: str) -> str:
-    """The text without its quotes: nanoGPT reads flags as Python literals if it can, so '"\\n"' means a line break."""
-    if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":
-        try:
+    elif spec.kind == "text" and len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":
+        try:  # nanoGPT reads flags as Python literals if it can, so '"\n"' means a line break
             literal = ast.literal_eval(text)
         except (ValueError, SyntaxError, MemoryError, RecursionError):
-            return text
-        return literal if isinstance(literal, str) else text
-    return text
+            literal = text
+        value = literal if isinstance(literal, str) else text
+    return checked(spec, value, where or f"--{key}={text}")
 
 
-def checked(one: OptionSpec, value: Any, where: str) -> Any:
+def checked(spec: OptionSpec, value: Any, where: str) -> Any:
     """The value, converted to the option's type. `where`: what the UsageError names, such as "--batch_size=x"."""
-    fits, value = _converted(one.kind, value)
-    fix = f"--{one.name}={shown(one.default)} is the default." if not one.required else ""
+    fits, value = _converted(spec.kind, value)
+    fix = f"--{spec.name}={shown(spec.default)} is the default." if not spec.required else ""
     if not fits:
-        wanted = f"one of {', '.join(one.choices)}" if one.choices else _WANTED[one.kind]
-        raise UsageError(f"{where}: {one.name} takes {wanted}.", fix)
-    if value in one.renamed:
-        now = f"{one.name}={one.renamed[value]}"
-        raise UsageError(f"{where}: {one.name}={value} is now {now}.", f"--{now}")
-    if one.choices and value not in one.choices:
-        near = nearest(str(value), one.choices, cutoff=0.5)
-        raise UsageError(f"{where}: {one.name} is one of {', '.join(one.choices)}.",
-                         f"Did you mean --{one.name}={near[0]}?" if near else fix)
-    problem = one.rule(value) if one.rule else None
+        wanted = f"one of {', '.join(spec.choices)}" if spec.choices else _WANTED[spec.kind]
+        raise UsageError(f"{where}: {spec.name} takes {wanted}.", fix)
+    if value in spec.renamed:
+        now = f"{spec.name}={spec.renamed[value]}"
+        raise UsageError(f"{where}: {spec.name}={value} is now {now}.", f"--{now}")
+    if spec.choices and value not in spec.choices:
+        near = nearest(str(value), spec.choices, cutoff=0.5)
+        raise UsageError(f"{where}: {spec.name} is one of {', '.join(spec.choices)}.",
+                         f"Did you mean --{spec.name}={near[0]}?" if near else fix)
+    problem = spec.rule(value) if spec.rule else None
     if problem:
-        raise UsageError(f"{where}: {one.name} {problem}.", fix)
+        raise UsageError(f"{where}: {spec.name} {problem}.", fix)
     return value
 
 
@@ -229,16 +206,22 @@ def shown(value: Any) -> str:
     return str(value) if plain or isinstance(value, bool | int | float) else repr(value)
 
 
-def positive(value: float) -> str | None:
-    return None if value > 0 else "must be above 0"
+def nearest(name: str, candidates: Iterable[str], cutoff: float = 0.6) -> list[str]:
+    """At most two candidates that are spelled like the name, the nearest first."""
+    return difflib.get_close_matches(name.lower(), list(candidates), n=2, cutoff=cutoff)
 
 
-def non_negative(value: float) -> str | None:
-    return None if value >= 0 else "must not be below 0"
+# ---- rules
 
 
-def fraction(value: float) -> str | None:
-    return None if 0 <= value < 1 else "must be at least 0 and below 1"
+def must(holds: Callable[[Any], Any], problem: str) -> Rule:
+    """A rule from a condition and what is wrong where it does not hold."""
+    return lambda value: None if holds(value) else problem
+
+
+def optional(rule: Rule) -> Rule:
+    """The same rule for a text that may be empty."""
+    return lambda text: rule(text) if text else None
 
 
 def between(low: float, high: float) -> Rule:
@@ -250,8 +233,12 @@ def between(low: float, high: float) -> Rule:
     return rule
 
 
-def not_empty(value: str) -> str | None:
-    return None if value.strip() else "must not be empty"
+LARGEST_COUNT = 2**31 - 1
+count = between(1, LARGEST_COUNT)
+count_or_0 = between(0, LARGEST_COUNT)
+positive = must(lambda value: value > 0, "must be above 0")
+non_negative = must(lambda value: value >= 0, "must not be below 0")
+fraction = must(lambda value: 0 <= value < 1, "must be at least 0 and below 1")
 
 
 def path_like(value: str) -> str | None:
@@ -271,8 +258,3 @@ def plain_name(value: str) -> str | None:
     if reserved or not value.isprintable() or value[-1:] in (".", " ") or re.search(r'[\\/:*?"<>|]', value):
         return "must be a plain name: no slashes, no control characters, no name reserved by Windows, no dot at the end"
     return None if len(value.encode()) <= 100 else "must be at most 100 bytes long"
-
-
-def nearest(name: str, candidates: Iterable[str], cutoff: float = 0.6) -> list[str]:
-    """At most two candidates that are spelled like the name, the nearest first."""
-    return difflib.get_close_matches(name.lower(), list(candidates), n=2, cutoff=cutoff)

@@ -4,7 +4,7 @@ From SAVERS come the docs' table, the error messages for settings that exclude e
 --options` and the page suggest, and what `fit` may use. tests/config/test_memory_savers.py checks every entry: the
 declared saving against two forecasts, every exclusion against RunConfig.
 
-A new saver is an option in run_config.py, an entry here, and its code in engine/ and on the tape.
+A new saver is an option in run_config.py, an entry here, and its code in engine/.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Saver(NamedTuple):
         if self.option == "optimizer":
             own += map(str, OPTIMIZERS[self.value].requires)
         others = [f"not optimizer={name}" for name, spec in OPTIMIZERS.items() for each in spec.requires
-                  if each.option == self.option and not each.met_by(self.value)]
+                  if each.option == self.option and self.value not in each.values]
         return ", ".join(own + others)
 
     def is_on(self, config: RunConfig) -> bool:

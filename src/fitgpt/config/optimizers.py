@@ -1,12 +1,12 @@
 """The registry of optimizers: for each the state it keeps per parameter, what it moves, what it does not work with.
 
-A new optimizer is an entry here, its class in engine/optim/ with a line in training/run.make_optimizer, and its tape in
-memory/optimizers.py. tests/config/test_optimizers.py checks every entry against the real optimizer after one step.
+A new optimizer is an entry here, and its class in engine/optim/ with a line in engine/build.make_optimizer.
+tests/config/test_optimizers.py checks every entry against the real optimizer after one step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -96,7 +96,7 @@ LOW_PRECISION_ADAMW = OPTIMIZERS["adamw"]._replace(
 
 
 def optimizer_of(config: RunConfig) -> OptimizerSpec:
-    """The optimizer that a config selects: training/run.make_optimizer makes its class."""
+    """The optimizer that a config selects: engine/build.make_optimizer makes its class."""
     if config.adam8bit == "bitsandbytes" and config.optimizer == "adam8bit":
         return BITSANDBYTES
     if config.optimizer == "adamw" and (config.step_in_backward or config.weights == "bfloat16"):
@@ -106,11 +106,9 @@ def optimizer_of(config: RunConfig) -> OptimizerSpec:
 
 def state_bytes(config: RunConfig) -> int:
     """Bytes of optimizer state, on the GPU or, with offload, in CPU RAM."""
-    spec, shapes = optimizer_of(config), parameter_shapes(config.gpt_config())
-    return spec.shared_bytes + sum(tensor.nbytes(elements) for elements, block_matrix in _tensors(shapes)
-                                   for tensor in spec.state_of(elements, block_matrix=block_matrix))
-
-
-def _tensors(shapes: Mapping[str, tuple[int, ...]]) -> list[tuple[int, bool]]:
-    """(elements, whether it is a weight matrix of a block) of each parameter."""
-    return [(prod(shape), ".h." in name and len(shape) == 2) for name, shape in shapes.items()]
+    spec = optimizer_of(config)
+    total = spec.shared_bytes
+    for name, shape in parameter_shapes(config.gpt_config()).items():
+        state = spec.state_of(prod(shape), block_matrix=".h." in name and len(shape) == 2)
+        total += sum(tensor.nbytes(prod(shape)) for tensor in state)
+    return total

@@ -5,7 +5,7 @@ Names and defaults are nanoGPT's, so that its config files and flags mean the sa
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from os.path import isdir, isfile
@@ -19,14 +19,18 @@ from .fields import (
     Assignment,
     Options,
     between,
+    count,
+    count_or_0,
     fraction,
+    must,
     nearest,
     non_negative,
-    not_empty,
     option,
+    optional,
     options_with,
     path_like,
     positive,
+    shown,
 )
 from .memory_savers import LEVELS, SAVERS, parse_levels, with_new_names
 from .optimizers import OPTIMIZERS
@@ -42,14 +46,8 @@ gpt2_shapes: dict[str, dict[str, Any]] = {
 GPT2_BLOCK = 1024  # positions that those models have learned
 
 
-def device_name(value: str) -> str | None:
-    return None if fullmatch(r"auto|cpu|mps|cuda(:[0-9]{1,3})?", value) else (
-        "must be auto, cpu, cuda, cuda:N (the Nth GPU, from 0) or mps")
-
-
-def checkpoint_count(value: int) -> str | None:
-    return None if 2 <= value <= 10_000 else (
-        "must be at least 2 (and at most 10,000): while one checkpoint is being written, one must survive")
+device_name = must(partial(fullmatch, r"auto|cpu|mps|cuda(:[0-9]{1,3})?"),
+                   "must be auto, cpu, cuda, cuda:N (the Nth GPU, from 0) or mps")
 
 
 def size_like(text: str, least: int = 1) -> str | None:
@@ -65,19 +63,25 @@ _data = partial(option, group="data and batch")
 _model = partial(option, group="model")
 _optim = partial(option, group="optimizer")
 _system = partial(option, group="device and memory")
-_neighbour = partial(option, group="sharing a GPU", nanogpt=False)
+_sharing = partial(option, group="sharing a GPU", nanogpt=False)
 _wandb = partial(option, group="wandb")
-
-LARGEST_COUNT = 2**31 - 1
-_count = between(1, LARGEST_COUNT)
-_count_or_0 = between(0, LARGEST_COUNT)
+budget_option = partial(option, "", "GPU memory the process may use in total, as nvidia-smi shows it, CUDA context "
+                        "included: 11.5GiB; by default what the GPU has and other processes leave", rule=size_like,
+                        synonyms=("memory", "limit", "vram"))
 
 
 @dataclass(frozen=True)
 class RunConfig(Options):
     """A training run. An instance that exists is valid, except for what only the disk or the device can tell."""
 
-    command: ClassVar[str] = "train"
+    command = "train"
+    summary = "Train a GPT, or resume a run."
+    usage = "fitgpt train [config.py ...] [--option=value ...]"
+    examples: ClassVar[tuple[str, ...]] = (
+        "fitgpt train config/train_fineweb.py",
+        "fitgpt train config/train_fineweb.py --batch_size=8 --no-compile",
+        "fitgpt train config/train_fineweb.py --fit", "fitgpt train config/train_fineweb.py --resume")
+    takes_config_files = True
 
     out_dir: str = _io("out", "the run's folder", rule=path_like, synonyms=("output_dir", "out", "output"))
     init_from: str = _io(
@@ -86,35 +90,36 @@ class RunConfig(Options):
         synonyms=("model", "pretrained", "init"))
     seed: int = _io(1337, "seed of the first weights, the data order and dropout", rule=non_negative, nanogpt=False,
                     frozen_on_resume=True)
-    max_iters: int = _io(600_000, "steps to train", rule=_count_or_0,
+    max_iters: int = _io(600_000, "steps to train", rule=count_or_0,
                          synonyms=("steps", "max_steps", "iters", "epochs", "num_steps"))
-    log_interval: int = _io(1, "steps between two log lines", rule=_count)
+    log_interval: int = _io(1, "steps between two log lines", rule=count)
     always_save_checkpoint: bool = _io(True, "save after every evaluation; if False, only after one that improves")
     save_interval: int = _io(0, "steps between checkpoints, besides those at evaluations; 0 = only there",
-                             rule=_count_or_0, nanogpt=False, synonyms=("save_steps", "checkpoint_interval"))
-    keep_last: int = _io(2, "checkpoints kept besides the best and the last good one", rule=checkpoint_count,
-                         nanogpt=False, synonyms=("save_total_limit",))
-    max_skipped_steps: int = _io(100, "non-finite steps in a row before the run stops", rule=_count, nanogpt=False)
+                             rule=count_or_0, nanogpt=False, synonyms=("save_steps", "checkpoint_interval"))
+    keep_last: int = _io(2, "checkpoints kept besides the best and the last good one", nanogpt=False,
+                         rule=must(lambda value: 2 <= value <= 10_000, "must be at least 2 (and at most 10,000): while "
+                                   "one checkpoint is being written, one must survive"), synonyms=("save_total_limit",))
+    max_skipped_steps: int = _io(100, "non-finite steps in a row before the run stops", rule=count, nanogpt=False)
 
-    eval_interval: int = _eval(2000, "steps between two evaluations", rule=_count, synonyms=("eval_steps",))
-    eval_iters: int = _eval(200, "an evaluation covers eval_iters × batch_size windows of each split", rule=_count)
+    eval_interval: int = _eval(2000, "steps between two evaluations", rule=count, synonyms=("eval_steps",))
+    eval_iters: int = _eval(200, "an evaluation covers eval_iters × batch_size windows of each split", rule=count)
     eval_only: bool = _eval(False, "evaluate once and stop", affects_memory=True, fixed_by_plan=False)
     eval_batch_size: int = _eval(
-        0, "windows evaluated at once; 0 = batch_size; the loss is the same for any", rule=_count_or_0,
+        0, "windows evaluated at once; 0 = batch_size; the loss is the same for any", rule=count_or_0,
         affects_memory=True, fallback=True, nanogpt=False, page="less")
-    eval_block_size: int = _eval(0, "tokens of an evaluation window; 0 = block_size", rule=_count_or_0,
+    eval_block_size: int = _eval(0, "tokens of an evaluation window; 0 = block_size", rule=count_or_0,
                                  affects_memory=True, nanogpt=False, page="less")
 
     dataset: str = _data("openwebtext", "a name under data/, or a path", rule=path_like,
                          synonyms=("data", "data_dir"))
     gradient_accumulation_steps: int = _data(
-        5 * 8, "micro-batches per step (gradient accumulation)", rule=_count, affects_memory=True, affects_speed=True,
+        5 * 8, "micro-batches per step (gradient accumulation)", rule=count, affects_memory=True, affects_speed=True,
         fallback=True, page="size", synonyms=("grad_accum", "accumulation", "grad_accum_steps", "accum"))
     batch_size: int = _data(
-        12, "sequences in a micro-batch", rule=_count, affects_memory=True, affects_speed=True, fallback=True,
+        12, "sequences in a micro-batch", rule=count, affects_memory=True, affects_speed=True, fallback=True,
         page="size", synonyms=("bs", "micro_batch_size", "device_batch_size"))
     block_size: int = _data(
-        1024, "tokens in a sequence", rule=_count, affects_memory=True, affects_speed=True, frozen_on_resume=True,
+        1024, "tokens in a sequence", rule=count, affects_memory=True, affects_speed=True, frozen_on_resume=True,
         page="size", synonyms=("seq_len", "context_length", "sequence_length", "max_seq_len", "n_ctx", "n_positions",
                                "context"))
 
@@ -132,7 +137,7 @@ class RunConfig(Options):
     bias: bool = _model(False, "biases in the linear layers and norms, as in GPT-2", affects_memory=True,
                         affects_speed=True, frozen_on_resume=True, page="more")
     vocab_size: int = _model(  # nanoGPT reads it from the dataset's meta.pkl
-        0, "rows of the embedding; 0 = the dataset's, or 50304 if the dataset does not say", rule=_count_or_0,
+        0, "rows of the embedding; 0 = the dataset's, or 50304 if the dataset does not say", rule=count_or_0,
         affects_memory=True, affects_speed=True, frozen_on_resume=True, page="more")
 
     learning_rate: float = _optim(6e-4, "the highest learning rate", rule=positive, synonyms=("lr", "max_lr"))
@@ -144,9 +149,9 @@ class RunConfig(Options):
         1.0, "largest norm of the gradient (gradient clipping); 0 = no clipping", rule=non_negative,
         affects_memory=True, affects_speed=True, fixed_by_plan=False, page="more", synonyms=("max_grad_norm", "clip"))
     decay_lr: bool = _optim(True, "warm up, then fall to min_lr along a cosine; if False, learning_rate throughout")
-    warmup_iters: int = _optim(2000, "steps of rising learning rate", rule=_count_or_0,
+    warmup_iters: int = _optim(2000, "steps of rising learning rate", rule=count_or_0,
                                synonyms=("warmup", "warmup_steps"))
-    lr_decay_iters: int = _optim(600_000, "the step that reaches min_lr; usually max_iters", rule=_count)
+    lr_decay_iters: int = _optim(600_000, "the step that reaches min_lr; usually max_iters", rule=count)
     min_lr: float = _optim(6e-5, "the learning rate at the end; usually a tenth of the highest", rule=non_negative)
 
     device: str = _system("auto", "auto, cpu, cuda, cuda:N or mps", rule=device_name)
@@ -164,8 +169,7 @@ class RunConfig(Options):
     recompute: str = _system(
         "matmuls", "what each layer keeps for the backward pass; the rest is recomputed (selective gradient "
         f"checkpointing, or activation recomputation): {', '.join(LEVELS)}; or by layer, from the first: "
-        "7*no_mlp_up,5*matmuls", rule=not_empty, affects_memory=True, affects_speed=True, fallback=True, nanogpt=False,
-        page="less")
+        "7*no_mlp_up,5*matmuls", affects_memory=True, affects_speed=True, fallback=True, nanogpt=False, page="less")
     grad_checkpoint: bool = _system(
         False, "gradient checkpointing (gradient_checkpointing_enable in transformers): keep only the inputs of the "
         "blocks for the backward pass and recompute the rest: less memory, a third more arithmetic",
@@ -181,7 +185,7 @@ class RunConfig(Options):
         choices=("float32", "bfloat16"), affects_memory=True, affects_speed=True, frozen_on_resume=True, nanogpt=False,
         page="less")
     optimizer: str = _optim(
-        "adamw", "; ".join(f"{name}: {spec.summary}" for name, spec in OPTIMIZERS.items()), choices=OPTIMIZERS,
+        "adamw", "; ".join(f"{name}: {spec.summary}" for name, spec in OPTIMIZERS.items()), choices=tuple(OPTIMIZERS),
         affects_memory=True, affects_speed=True, frozen_on_resume=True, nanogpt=False, page="less")
     adam8bit: str = _optim(
         "own", "implementation of optimizer=adam8bit: fitgpt's own, or that of bitsandbytes, if it is installed",
@@ -206,24 +210,22 @@ class RunConfig(Options):
     states: str = _system(
         "early", "optimizer state: allocated before the first step, or late, in the first step, as torch.optim does",
         choices=("early", "late"), affects_memory=True, nanogpt=False, page="less")
-    loss_chunk: int = _system(0, "tokens whose logits exist at once; 0 = chosen for the model", rule=_count_or_0,
+    loss_chunk: int = _system(0, "tokens whose logits exist at once; 0 = chosen for the model", rule=count_or_0,
                               affects_memory=True, affects_speed=True, fallback=True, nanogpt=False, page="less")
     backend: str = _system("nccl", "backend of torch.distributed; a single process uses none",
                            choices=("nccl", "gloo"))
 
-    budget: str = _neighbour("", "GPU memory the process may use in total, as nvidia-smi shows it, CUDA context "
-                             "included: 11.5GiB; by default what the GPU has and other processes leave",
-                             rule=size_like, synonyms=("memory", "limit", "vram"))
-    leave: str = _neighbour("", "GPU memory to leave free for other processes: 6GiB", rule=size_like)
-    wait: bool = _neighbour(False, "if the run does not fit beside what other processes use now, wait until it does")
-    step_up: bool = _neighbour(False, "after an out-of-memory error and a fallback plan: return to the faster plan "
-                               "when there is memory for it")
-    rehearse: bool | Literal["auto"] = _neighbour("auto", "before the first step, do everything once at full size and "
-                                                  "undo it; auto: on a CUDA GPU")
-    fit: bool = _neighbour(False, "first choose the fastest settings that fit the GPU, as `fitgpt fit` does; the model "
-                           "and its training stay the same")
-    plan: str = _neighbour("", "a plan that `fitgpt fit` wrote: run exactly that, or stop with what differs",
-                           rule=lambda text: path_like(text) if text else None)
+    budget: str = budget_option(group="sharing a GPU", nanogpt=False)
+    leave: str = _sharing("", "GPU memory to leave free for other processes: 6GiB", rule=size_like)
+    wait: bool = _sharing(False, "if the run does not fit beside what other processes use now, wait until it does")
+    step_up: bool = _sharing(False, "after an out-of-memory error and a fallback plan: return to the faster plan "
+                             "when there is memory for it")
+    rehearse: bool | Literal["auto"] = _sharing("auto", "before the first step, do everything once at full size and "
+                                                "undo it; auto: on a CUDA GPU")
+    fit: bool = _sharing(False, "first choose the fastest settings that fit the GPU, as `fitgpt fit` does; the model "
+                         "and its training stay the same")
+    plan: str = _sharing("", "a plan that `fitgpt fit` wrote: run exactly that, or stop with what differs",
+                         rule=optional(path_like))
 
     wandb_log: bool = _wandb(False, "also log to Weights & Biases, if it is installed")
     wandb_project: str = _wandb("owt", "project of the run in Weights & Biases")
@@ -240,17 +242,17 @@ class RunConfig(Options):
         levels = parse_levels(self.recompute, self.n_layer)
         if isinstance(levels, str):
             raise UsageError(f"recompute={self.recompute!r} {levels}.", "--recompute=matmuls is the default.")
-        self._check_requirements()
         if self.eval_block_size > self.block_size:
             raise UsageError(f"eval_block_size={self.eval_block_size} is larger than block_size={self.block_size}: "
                              "the model has learned no positions beyond its block.",
                              f"--eval_block_size={self.block_size} or less, or 0 for the same as block_size.")
 
-    def _check_requirements(self) -> None:
-        """UsageError that names every requirement of a memory saver or of the optimizer that is not met, with fixes."""
+        # Requirements of the optimizer and of memory savers: every one that is not met, with its fix.
         required = [(f"optimizer={self.optimizer}", each) for each in OPTIMIZERS[self.optimizer].requires]
         required += [(saver.setting, each) for saver in SAVERS if saver.is_on(self) for each in saver.requires]
-        problems = [each.problem(setting) for setting, each in required if not each.met_by(getattr(self, each.option))]
+        problems = [(each.why or f"{setting} works only with {each}",
+                     each.fix or f"--{each.option}={shown(each.values[0])}")
+                    for setting, each in required if getattr(self, each.option) not in each.values]
         if self.grad_checkpoint and self.recompute not in (RunConfig.recompute, "input"):
             problems.append((f"grad_checkpoint keeps only the inputs, but recompute={self.recompute} keeps something "
                              "else", "--grad_checkpoint=False"))
@@ -265,7 +267,7 @@ class RunConfig(Options):
         """Settings that exclude CUDA graphs: a graph cannot restore the RNG state for recomputed dropout, nor talk to
         the CPU while it runs."""
         savers = [saver.setting for saver in SAVERS if saver.is_on(self)
-                  and any(each.option == "cuda_graphs" and not each.met_by(True) for each in saver.requires)]
+                  and any(each.option == "cuda_graphs" and True not in each.values for each in saver.requires)]
         return (*([f"dropout={self.dropout:g}"] if self.dropout else []), *savers)
 
     # ---- derived values
@@ -311,40 +313,38 @@ class RunConfig(Options):
 
 def _width_error(width: int, heads: int) -> UsageError:
     """An error that suggests the nearest shapes that work, and the nearest widths with heads of a multiple of 8."""
-    plain = _multiples_near(width, heads)
-    aligned = [w for w in _multiples_near(width, 8 * heads) if abs(w - width) <= 64 and w not in plain]
-    counts = _heads_near(width, heads)
-    unpadded = f" (with {_either(aligned)} attention needs no padding)" if aligned else ""
-    return UsageError(f"n_embd={width} is not a multiple of n_head={heads}: every head has the same width. Nearest "
-                      f"head counts for width {width}: {_either(counts)}. Nearest widths for {heads} heads: "
-                      f"{_either(plain)}{unpadded}.",
-                      " or ".join([f"--n_head={n}" for n in counts] + [f"--n_embd={w}" for w in aligned or plain]))
+    def multiples_near(divisor: int) -> list[int]:
+        below = width - width % divisor
+        return [multiple for multiple in (below, below + divisor) if multiple > 0]
 
+    def either(numbers: list[int]) -> str:
+        return " or ".join(map(str, numbers))
 
-def _either(numbers: Iterable[int]) -> str:
-    return " or ".join(map(str, numbers))
-
-
-def _multiples_near(number: int, of: int) -> list[int]:
-    below = number - number % of
-    return [n for n in (below, below + of) if n > 0]
-
-
-def _heads_near(width: int, heads: int) -> list[int]:
-    """The divisors of a width next below and next above a head count, those with heads a multiple of 8 first."""
+    widths = multiples_near(heads)
+    aligned = [each for each in multiples_near(8 * heads) if abs(each - width) <= 64 and each not in widths]
+    unpadded = f" (with {either(aligned)} attention needs no padding)" if aligned else ""
+    # The head counts next below and next above, those with heads of a multiple of 8 first.
     divisors = [n for n in range(1, width + 1) if width % n == 0]
-    aligned = [n for n in divisors if width // n % 8 == 0] or divisors
-    return [n for n in aligned if n < heads][-1:] + [n for n in aligned if n > heads][:1]
+    divisors = [n for n in divisors if width // n % 8 == 0] or divisors
+    counts = [n for n in divisors if n < heads][-1:] + [n for n in divisors if n > heads][:1]
+    return UsageError(f"n_embd={width} is not a multiple of n_head={heads}: every head has the same width. Nearest "
+                      f"head counts for width {width}: {either(counts)}. Nearest widths for {heads} heads: "
+                      f"{either(widths)}{unpadded}.",
+                      " or ".join([f"--n_head={n}" for n in counts] + [f"--n_embd={w}" for w in aligned or widths]))
 
 
 # ---- from assignments to a config
+
+
+AS_RECORDED = {"dtype": "auto", "vocab_size": 0}  # values that leave the choice to a run: a resumed run has made it
 
 
 def resolve(assignments: Iterable[Assignment],
             base: Mapping[str, Any] | None = None) -> tuple[RunConfig, list[str]]:
     """Assignments → (config, notes). `base`: the recorded config of a resumed run, which the assignments change.
 
-    init_from=gpt2 and the like set the model's shape. A note is a sentence on a setting that was given and is not used.
+    init_from=gpt2 and the like set the model's shape. A note is a sentence on a setting that was given and is not used,
+    or on learning rates that nanoGPT accepts silently and that are rarely meant.
     """
     assignments = list(assignments)
     values = RunConfig.from_dict(base).to_dict() if base else {}
@@ -357,26 +357,18 @@ def resolve(assignments: Iterable[Assignment],
     if shape and values.get("block_size", GPT2_BLOCK) > GPT2_BLOCK:
         raise UsageError(f"block_size={values['block_size']} with init_from={init_from}: that model has learned "
                          f"{GPT2_BLOCK} positions.", f"--block_size={GPT2_BLOCK} or less.")
+    config = RunConfig(**(values | shape))
+
     given = {each.key: each for each in assignments}
     notes = [f"{given[key].source}: {key} is {value} here, not {given[key].value}, because init_from={init_from}."
              for key, value in shape.items() if key in given and given[key].value != value]
-    config = RunConfig(**(values | shape))
-    return config, notes + _odd_schedule(config)
-
-
-def _odd_schedule(config: RunConfig) -> list[str]:
-    """Notes on learning rates that nanoGPT accepts silently and that are rarely meant."""
-    odd = []
     if config.decay_lr and config.min_lr > config.learning_rate:
-        odd.append(f"min_lr={config.min_lr:g} is above learning_rate={config.learning_rate:g}: the learning rate will "
-                   f"rise where it should decay. Meant: --min_lr={config.learning_rate / 10:g}?")
+        notes.append(f"min_lr={config.min_lr:g} is above learning_rate={config.learning_rate:g}: the learning rate "
+                     f"will rise where it should decay. Meant: --min_lr={config.learning_rate / 10:g}?")
     if config.decay_lr and config.warmup_iters > config.lr_decay_iters:
-        odd.append(f"warmup_iters={config.warmup_iters} is above lr_decay_iters={config.lr_decay_iters}: the learning "
-                   f"rate only warms up. Meant: --warmup_iters={config.lr_decay_iters // 20}?")
-    return odd
-
-
-AS_RECORDED = {"dtype": "auto", "vocab_size": 0}  # values that leave the choice to a run: a resumed run has made it
+        notes.append(f"warmup_iters={config.warmup_iters} is above lr_decay_iters={config.lr_decay_iters}: the "
+                     f"learning rate only warms up. Meant: --warmup_iters={config.lr_decay_iters // 20}?")
+    return config, notes
 
 
 def _check_init_from(init_from: str, assignments: list[Assignment]) -> None:
@@ -410,3 +402,33 @@ NOT_NANOGPTS = options_with(RunConfig, nanogpt=False, affects_memory=True)
 SPEED_OPTIONS = options_with(RunConfig, affects_speed=True)
 # Options on the web page, by group.
 PAGE_OPTIONS = {group: options_with(RunConfig, page=group) for group in ("size", "less", "more")}
+# Options that a resumed run cannot change. `dataset` is not one of them: its fingerprint tells whether the data is the
+# same under another name.
+FROZEN_ON_RESUME = frozenset(options_with(RunConfig, frozen_on_resume=True))
+TOGETHER_ON_RESUME = ("batch_size", "gradient_accumulation_steps")  # may change if their product does not
+
+
+def check_resume(recorded: Mapping[str, Any], wanted: Mapping[str, Any],
+                 explicit_keys: Collection[str] | None = None) -> None:
+    """CheckpointError if the wanted config would make the rest of the run another run.
+
+    `explicit_keys`: compare only these options, by default all.
+    """
+    before = RunConfig.from_dict(recorded)
+    changes = {key: (was, now) for key, was, now in diff(before, RunConfig.from_dict(wanted))
+               if explicit_keys is None or key in explicit_keys}
+    frozen = {key: change for key, change in changes.items()
+              if key in FROZEN_ON_RESUME and change[1] != AS_RECORDED.get(key)}
+    if frozen:
+        differences = "; ".join(f"{key}={shown(now)} (it was {shown(was)})" for key, (was, now) in frozen.items())
+        back = " ".join(f"--{key}={shown(was)}" for key, (was, _) in frozen.items())
+        raise CheckpointError(f"The run in {before.out_dir} cannot be resumed with {differences}: it would be another "
+                              "run.", f"{back} resumes it; another --out_dir without --resume starts a new run.")
+    batch, steps = (changes[key][1] if key in changes else getattr(before, key) for key in TOGETHER_ON_RESUME)
+    sequences = before.batch_size * before.gradient_accumulation_steps
+    if batch * steps != sequences:
+        works = batch if sequences % batch == 0 else before.batch_size
+        raise CheckpointError(
+            f"batch_size={batch} × gradient_accumulation_steps={steps} is {batch * steps} sequences per step, and "
+            f"the run in {before.out_dir} has {sequences}. A resumed run may split its steps differently, but not "
+            "change their size.", f"--batch_size={works} --gradient_accumulation_steps={sequences // works}")

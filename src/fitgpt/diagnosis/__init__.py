@@ -15,7 +15,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ..config.command_options import ExplainQuestions
+from ..config.command_options import ExplainOptions
 from ..config.fields import Assignment
 from ..config.run_config import RunConfig
 from ..core.errors import UsageError
@@ -47,7 +47,7 @@ def explain(text: str, config: RunConfig | None = None, *, gpu: str = "", traine
     return _explain_context(context, request) or _unknown("the text", INPUTS[:2])
 
 
-def explain_options(options: ExplainQuestions, assignments: Sequence[Assignment],
+def explain_options(options: ExplainOptions, assignments: Sequence[Assignment],
                     stdin: BinaryIO | None) -> Diagnosis:
     """The options of `fitgpt explain`, the assignments of the run's config, and piped input if any → Diagnosis."""
     folder = Path(options.target) if options.target and os.path.isdir(options.target) else None
@@ -59,7 +59,7 @@ def explain_options(options: ExplainQuestions, assignments: Sequence[Assignment]
     return diagnosis if diagnosis.subject == "unknown" else replace(diagnosis, notes=(*diagnosis.notes, *notes))
 
 
-def _explain_input(options: ExplainQuestions, request: ExplainRequest, folder: Path | None,
+def _explain_input(options: ExplainOptions, request: ExplainRequest, folder: Path | None,
                    stdin: BinaryIO | None) -> Diagnosis:
     if options.reading or (options.process and not options.target):
         return explain_figures(optional_bytes(options.reading), request)

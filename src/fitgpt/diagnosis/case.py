@@ -54,7 +54,7 @@ class ExplainedRun:
 
     @property
     def expandable(self) -> bool:
-        return self.platform.expands(self.trainer)
+        return self.platform.uses_expandable_segments(self.trainer)
 
     @cached_property
     def settled(self) -> ResolvedRun:

@@ -1,6 +1,6 @@
 """`python -m fitgpt.engine.self_test`: imports torch, chooses a device, computes there. Prints one line of JSON.
 
-`fitgpt doctor` starts it (hardware/torch_probe.py) in a process of its own. Nothing is imported before it is tested.
+`fitgpt doctor` starts it (hardware/diagnostics.py) in a process of its own. Nothing is imported before it is tested.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import asdict
 from typing import Any
 
 from ..core.errors import FitError
-from ..hardware.torch_probe import NOT_INSTALLED
+from ..hardware.diagnostics import NOT_INSTALLED
 
 PACKAGES = ("numpy", "safetensors", "tiktoken")  # what training needs besides torch
 

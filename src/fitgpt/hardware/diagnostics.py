@@ -5,30 +5,39 @@ Each check yields findings: ok, a note, or what is wrong, with the command that 
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import shlex
 import shutil
+import signal
+import subprocess
 import sys
+import sysconfig
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 from .. import __version__
 from ..core.errors import DeviceError
 from ..core.units import GiB, MiB, show_bytes
-from .allocator_env import ALLOCATOR_DEFAULT, ALLOCATOR_VARIABLES, check_allocator_env
-from .gpu_stats import GpuState, read_gpus
+from .allocator_env import ALLOCATOR_DEFAULT, ALLOCATOR_VARIABLES, check_allocator_env, child_environment
 from .host import available_memory, or_none
-from .nvidia import GpuProcess, GpuReading, Survey, survey
-from .torch_probe import NOT_INSTALLED, ask_torch, try_compiler
+from .nvidia import GpuProcess, GpuReading, GpuState, Survey, read_gpus, survey
 
 OLDEST_PYTHON = (3, 11)
 UNLISTED_BYTES = 256 * MiB   # memory of no listed program: below this it is the driver's own
 DOCKER_SHM = 64 * MiB        # Docker's default for a container
 FEW_FILES = 1024
 LITTLE_RAM = 4 * GiB
+PYTHON = shlex.quote(sys.executable)
+TORCH_TIMEOUT_S = 180        # a first import from a slow disk takes minutes
+COMPILER_TIMEOUT_S = 60
+NOT_INSTALLED = "is not installed"
 
 # Environment variables that change what torch does, and how.
 SLOW_VARIABLES = {
@@ -161,12 +170,11 @@ def check_gpu(gpu: GpuReading, state: GpuState | None, machine: Machine) -> Iter
     usable = f", {show_bytes(gpu.usable_bytes)} of it for CUDA" if gpu.usable_bytes is not None else ""
     free = f"{show_bytes(gpu.free_bytes)} are free" if gpu.free_bytes is not None else "free memory is unknown"
     yield Finding("ok", "memory", f"{show_bytes(used)} of {show_bytes(total)} are used{usable}; {free}")
-    programs = gpu.processes
-    yield from check_desktop([one for one in programs if one.kind in ("desktop", "app")], machine)
-    for one in (one for one in programs if one.kind == "other"):
-        yield Finding("note", "program", f"{one.name} (process {one.pid}) uses {_size(one)} of GPU {gpu.index}.",
-                      f"ps -fp {one.pid}  shows what it is; kill {one.pid}  ends it")
-    unlisted = used - sum(one.nbytes or 0 for one in programs)
+    yield from check_desktop([each for each in gpu.processes if each.kind in ("desktop", "app")], machine)
+    for process in (each for each in gpu.processes if each.kind == "other"):
+        yield Finding("note", "program", f"{process.name} (process {process.pid}) uses {_size(process)} of GPU "
+                      f"{gpu.index}.", f"ps -fp {process.pid}  shows what it is; kill {process.pid}  ends it")
+    unlisted = used - sum(process.nbytes or 0 for process in gpu.processes)
     if unlisted >= UNLISTED_BYTES:
         yield Finding("note", "program", f"{show_bytes(unlisted)} of GPU {gpu.index} are used by programs that the "
                       "driver does not list here: another user's, a container's or, on Windows, all.",
@@ -177,23 +185,23 @@ def check_gpu(gpu: GpuReading, state: GpuState | None, machine: Machine) -> Iter
                       "Clean its fans, or lower its power limit: sudo nvidia-smi -pl WATTS")
 
 
-def check_desktop(programs: Sequence[GpuProcess], machine: Machine) -> Iterator[Finding]:
+def check_desktop(processes: Sequence[GpuProcess], machine: Machine) -> Iterator[Finding]:
     """The graphical session and the programs in it: what they use, and how to free it."""
-    if not programs:
+    if not processes:
         return
-    known = sum(one.nbytes or 0 for one in programs)
-    named = ", ".join(f"{one.name} {_size(one)}" for one in programs)
-    apps = dict.fromkeys(one.name for one in programs if one.kind == "app")
+    total = sum(process.nbytes or 0 for process in processes)
+    named = ", ".join(f"{process.name} {_size(process)}" for process in processes)
+    apps = dict.fromkeys(process.name for process in processes if process.kind == "app")
     fixes = [f"Close {', '.join(apps)}"] if apps else []
     if machine.is_windows:
         fixes.append("Browsers: switch hardware acceleration off in their settings")
-    elif any(one.kind == "desktop" for one in programs):
+    elif any(process.kind == "desktop" for process in processes):
         fixes.append("sudo systemctl isolate multi-user.target  ends the session; graphical.target restarts it")
-    yield Finding("note", "desktop", f"The desktop uses {show_bytes(known)}: {named}.", "\n".join(fixes))
+    yield Finding("note", "desktop", f"The desktop uses {show_bytes(total)}: {named}.", "\n".join(fixes))
 
 
-def _size(program: GpuProcess) -> str:
-    return "an unknown amount" if program.nbytes is None else show_bytes(program.nbytes)
+def _size(process: GpuProcess) -> str:
+    return "an unknown amount" if process.nbytes is None else show_bytes(process.nbytes)
 
 
 # ---- the environment, and room
@@ -235,24 +243,20 @@ def check_room(machine: Machine, checkpoint_bytes: int, checkpoints: int) -> Ite
         little = machine.ram < LITTLE_RAM
         yield Finding("note" if little else "ok", "RAM", f"{show_bytes(machine.ram)} are available",
                       "Close other programs: loading torch and a checkpoint takes several GiB." if little else "")
-    yield from check_limits(machine)
-
-
-def check_limits(machine: Machine) -> Iterator[Finding]:
-    tight = False
+    low = False
     if machine.shm is not None and machine.shm <= DOCKER_SHM:
-        tight = True
+        low = True
         yield Finding("note", "limits", f"/dev/shm has {show_bytes(machine.shm)}. fitgpt does not need it; other "
                       "trainers may.", "docker run --shm-size=1g …")
     if machine.open_files is not None and machine.open_files < FEW_FILES:
-        tight = True
+        low = True
         yield Finding("note", "limits", f"A process may open {machine.open_files} files: few, for data of many shards.",
                       "ulimit -n 4096")
     if machine.address_space is not None:
-        tight = True
+        low = True
         yield Finding("note", "limits", f"A process may address {show_bytes(machine.address_space)}. CUDA reserves far "
                       "more addresses than it uses memory, and may not start.", "ulimit -v unlimited")
-    if not tight:
+    if not low:
         files = "any number of" if machine.open_files is None else f"{machine.open_files:,}"
         shm = f", /dev/shm has {show_bytes(machine.shm)}" if machine.shm is not None else ""
         yield Finding("ok", "limits", f"a process may open {files} files{shm}")
@@ -260,10 +264,38 @@ def check_limits(machine: Machine) -> Iterator[Finding]:
 
 # ---- torch, its packages and its compiler
 
+def ask_torch(environment: Mapping[str, str]) -> dict[str, Any]:
+    """The result of engine.self_test, in a process started like that of `train`; or {"crash": how it ended}.
+
+    In a process of its own: a torch that hangs or crashes is a finding, not an end.
+    """
+    variables = child_environment(environment)
+    try:
+        check_allocator_env(variables)
+    except DeviceError:  # a finding of its own: torch need not fail on it too
+        variables = {name: value for name, value in variables.items() if name not in ALLOCATOR_VARIABLES}
+    command = [sys.executable, "-P", "-m", "fitgpt.engine.self_test"]
+    try:
+        done = subprocess.run(command, env=variables, capture_output=True, text=True, errors="replace",
+                              timeout=TORCH_TIMEOUT_S, check=False, stdin=subprocess.DEVNULL)
+    except subprocess.TimeoutExpired:
+        return {"crash": f"did not finish within {TORCH_TIMEOUT_S} s"}
+    last_line = done.stdout.strip().splitlines()[-1:]
+    with suppress(ValueError):
+        answer = json.loads(last_line[0]) if last_line else None
+        if isinstance(answer, dict):
+            return answer
+    last_error = (done.stderr.strip().splitlines() or ["without a message"])[-1]
+    if done.returncode < 0:
+        name = next((each.name for each in signal.Signals if each == -done.returncode), f"signal {-done.returncode}")
+        return {"crash": f"crashed ({name}): {last_error}"}
+    return {"crash": f"ended with exit code {done.returncode}: {last_error}"}
+
+
 def check_torch(torch: Mapping[str, Any], machine: Machine) -> Iterator[Finding]:
     if "crash" in torch:
         yield Finding("wrong", "torch", f"The process that loads torch {torch['crash']}.",
-                      f"{_python()} -X faulthandler -c 'import torch'  shows the error\n{install('torch', again=True)}")
+                      f"{PYTHON} -X faulthandler -c 'import torch'  shows the error\n{install('torch', again=True)}")
         return
     if torch["import_error"]:
         yield does_not_load("torch", torch["import_error"])
@@ -290,8 +322,9 @@ def check_torch(torch: Mapping[str, Any], machine: Machine) -> Iterator[Finding]
 def check_packages(torch: Mapping[str, Any]) -> Iterator[Finding]:
     problems: Mapping[str, str] = torch.get("packages", {})
     yield from (does_not_load(name, problem) for name, problem in problems.items() if problem)
-    if whole := [f"{name} {_version(name)}" for name, problem in problems.items() if not problem]:
-        yield Finding("ok", "packages", ", ".join(whole))
+    if working := [f"{name} {or_none(metadata.version, name) or 'of unknown version'}"
+                   for name, problem in problems.items() if not problem]:
+        yield Finding("ok", "packages", ", ".join(working))
 
 
 def does_not_load(package: str, problem: str) -> Finding:
@@ -309,7 +342,13 @@ def check_compiling(torch: Mapping[str, Any], machine: Machine) -> Iterator[Find
     if not torch["device"].startswith("cuda"):
         yield Finding("ok", "compile", why)
     elif not torch["compile"]:
-        yield Finding("note", "compile", f"{why} Training works, but slower.", compile_fix(torch["tools"], machine))
+        has = torch["tools"]
+        missing = [name for name, tool in (("compiler", "c_compiler"), ("headers", "python_headers")) if not has[tool]]
+        if not has["triton"]:
+            fix = install("triton-windows" if machine.platform == "win32" else "triton")
+        else:
+            fix = system_install(*missing) if missing else ""
+        yield Finding("note", "compile", f"{why} Training works, but slower.", fix)
     elif problem := try_compiler(machine.environment):
         yield Finding("note", "compile", f"torch.compile would fail: {problem}",
                       f"{system_install('compiler', 'headers')}\nOr train with --compile=False, which is slower")
@@ -317,17 +356,29 @@ def check_compiling(torch: Mapping[str, Any], machine: Machine) -> Iterator[Find
         yield Finding("ok", "compile", "triton is installed, and the C compiler works with this Python")
 
 
+def try_compiler(environment: Mapping[str, str]) -> str:
+    """Builds a module as triton does. → the compiler's first error; empty where it works."""
+    compiler = environment.get("CC") or next((name for name in ("gcc", "clang") if shutil.which(name)), "")
+    if not compiler:
+        return "there is no C compiler."
+    with tempfile.TemporaryDirectory(prefix="fitgpt-") as folder:
+        source = Path(folder, "probe.c")
+        source.write_text("#include <Python.h>\nint probe(void) { return 0; }\n", encoding="utf-8")
+        command = [*shlex.split(compiler), "-shared", "-fPIC", f"-I{sysconfig.get_path('include')}", str(source), "-o",
+                   str(source.with_suffix(".so"))]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=COMPILER_TIMEOUT_S,
+                                  check=False, stdin=subprocess.DEVNULL)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return f"{compiler} does not run: {error}."
+    errors = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines() or [""]
+    return "" if done.returncode == 0 else f"{compiler} says: {errors[0].replace(folder, '').strip()}"
+
+
 # ---- commands that fix
 
-def compile_fix(tools: Mapping[str, bool], machine: Machine) -> str:
-    if not tools["triton"]:
-        return install("triton-windows" if machine.platform == "win32" else "triton")
-    missing = [what for what, tool in (("compiler", "c_compiler"), ("headers", "python_headers")) if not tools[tool]]
-    return system_install(*missing) if missing else ""
-
-
 def install(package: str, *, again: bool = False) -> str:
-    return f"{_python()} -m pip install {'--force-reinstall ' if again else ''}{package}"
+    return f"{PYTHON} -m pip install {'--force-reinstall ' if again else ''}{package}"
 
 
 def system_install(*what: str) -> str:
@@ -340,14 +391,3 @@ def system_install(*what: str) -> str:
     manager = next((name for name in known if shutil.which(name)), "apt-get")
     verb = "-S" if manager == "pacman" else "install"
     return f"sudo {manager} {verb} {' '.join(known[manager][each] for each in what)}"
-
-
-def _python() -> str:
-    return shlex.quote(sys.executable)
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "of unknown version"

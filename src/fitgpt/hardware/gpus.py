@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import difflib
 import re
 from dataclasses import dataclass
 from functools import cache
@@ -61,8 +62,29 @@ def outside_by_rule(sms: int) -> int:
 def load() -> tuple[GpuModel, ...]:
     """Every model, in the order of the table."""
     text = Path(__file__).with_name("gpus.csv").read_text(encoding="utf-8")
-    rows = csv.DictReader(line for line in text.splitlines() if not line.startswith("#"))
-    return tuple(_model(row) for row in rows)
+    return tuple(map(_model, csv.DictReader(line for line in text.splitlines() if not line.startswith("#"))))
+
+
+def _model(row: dict[str, str]) -> GpuModel:
+    def whole(column: str) -> int | None:
+        return int(row[column]) if row[column] else None
+
+    def number(column: str) -> float | None:
+        return float(row[column]) if row[column] else None
+
+    driver_mib, sms = whole("driver_mib"), whole("sms")
+    usable_mib, usable_src = whole("usable_mib"), row["usable_src"]
+    if usable_mib is None and driver_mib is not None:
+        usable_mib, usable_src = usable_by_rule(driver_mib), "formula"
+    outside_mib, outside_src = whole("outside_mib"), row["outside_src"]
+    if outside_mib is None and sms is not None:
+        outside_mib, outside_src = outside_by_rule(sms), "formula"
+    return GpuModel(
+        name=row["name"], vendor=row["vendor"], cc=row["cc"], memory_gb=whole("memory_gb"),
+        driver_mib=driver_mib, driver_src=row["driver_src"], usable_mib=usable_mib, usable_src=usable_src,
+        outside_mib=outside_mib, outside_src=outside_src, sms=sms, boost_mhz=whole("boost_mhz"),
+        bandwidth_gbs=number("bandwidth_gbs"), tflops=number("tflops"), tflops_src=row["tflops_src"],
+        bf16={"yes": True, "no": False, "": None}[row["bf16"]], note=row["note"])
 
 
 def find(name: str) -> GpuModel:
@@ -92,7 +114,8 @@ def match_device(name: str, total_mib: int | None = None) -> GpuModel | None:
     """The model of a driver's device name and memory; None if it is not in the table."""
     found = _candidates(name)
     if total_mib is not None:
-        found = [model for model in found if model.driver_mib is None or _same_size(model.driver_mib, total_mib)]
+        found = [model for model in found
+                 if model.driver_mib is None or abs(model.driver_mib - total_mib) <= _SAME_SIZE * model.driver_mib]
     return min(found, key=lambda model: model.memory_gb or 0) if found else None
 
 
@@ -111,7 +134,7 @@ def peak_flops(model: GpuModel | None, dtype: str) -> tuple[float | None, str]:
 # ---- names. The key must agree; memory and form (SXM, PCIe) choose among models of one key.
 
 _IGNORED = {"nvidia", "geforce", "tesla", "quadro", "amd", "radeon", "apple", "rtx", "gtx", "rx", "gpu", "graphics",
-          "blackwell", "generation", "edition", "workstation", "server", "hbm2", "hbm2e"}
+            "blackwell", "generation", "edition", "workstation", "server", "hbm2", "hbm2e"}
 _FORMS = {"sxm": "sxm", "sxm2": "sxm", "sxm4": "sxm", "sxm5": "sxm", "hbm3": "sxm", "pcie": "pcie"}
 _JOINED = re.compile(r"\b(rtx|gtx|rx)(?=\d)|(?<=\d{4})(?=ti|super|xt|laptop|mobile|[sm]\b)|(?<=ti)(?=super|s\b)")
 _ABBREVIATIONS = {"s": "super", "m": "laptop", "mobile": "laptop"}  # 4070S, 3060M, "4070 mobile"
@@ -149,18 +172,14 @@ def _models_named(name: str) -> list[GpuModel]:
 
 def _candidates(name: str) -> list[GpuModel]:
     wanted = _parse(name)
-    return [model for model in load() if _agrees(wanted, model)] if wanted.key else []
 
+    def agrees(model: GpuModel) -> bool:
+        known = _parse(model.name)
+        return (known.key == wanted.key
+                and (wanted.memory_gb is None or model.memory_gb is None or wanted.memory_gb == model.memory_gb)
+                and (wanted.form is None or known.form is None or wanted.form == known.form))
 
-def _agrees(wanted: _Name, model: GpuModel) -> bool:
-    known = _parse(model.name)
-    return (known.key == wanted.key
-            and (wanted.memory_gb is None or model.memory_gb is None or wanted.memory_gb == model.memory_gb)
-            and (wanted.form is None or known.form is None or wanted.form == known.form))
-
-
-def _same_size(driver_mib: int, total_mib: int) -> bool:
-    return abs(driver_mib - total_mib) <= _SAME_SIZE * driver_mib
+    return list(filter(agrees, load())) if wanted.key else []
 
 
 def _unknown(name: str) -> UsageError:
@@ -172,41 +191,8 @@ def _unknown(name: str) -> UsageError:
         return UsageError(f"{name!r} is ambiguous: it may mean {len(like)} GPUs." if len(like) > 1
                           else f"{name!r} is not the full name of a GPU.",
                           f"One of: {', '.join(like[:MAX_LISTED])}{more}.")
-    near = _nearest(name)
-    return UsageError(f"{name!r} is not a GPU that fitgpt knows.", f"The nearest: {', '.join(near)}." if near
-                      else f"fitgpt cards lists the {len(load())} it knows, such as RTX 4070.")
-
-
-def _nearest(name: str) -> list[str]:
-    import difflib
-
     by_words = {" ".join(sorted(_parse(model.name).key)): model.name for model in reversed(load())}
     close = difflib.get_close_matches(" ".join(sorted(_parse(name).key)), by_words, n=3, cutoff=0.6)
-    return [by_words[words] for words in close]
-
-
-# ---- rows of the table
-
-def _model(row: dict[str, str]) -> GpuModel:
-    driver_mib, sms = _whole(row["driver_mib"]), _whole(row["sms"])
-    usable_mib, usable_src = _whole(row["usable_mib"]), row["usable_src"]
-    if usable_mib is None and driver_mib is not None:
-        usable_mib, usable_src = usable_by_rule(driver_mib), "formula"
-    outside_mib, outside_src = _whole(row["outside_mib"]), row["outside_src"]
-    if outside_mib is None and sms is not None:
-        outside_mib, outside_src = outside_by_rule(sms), "formula"
-    return GpuModel(
-        name=row["name"], vendor=row["vendor"], cc=row["cc"], memory_gb=_whole(row["memory_gb"]),
-        driver_mib=driver_mib, driver_src=row["driver_src"], usable_mib=usable_mib, usable_src=usable_src,
-        outside_mib=outside_mib, outside_src=outside_src, sms=sms, boost_mhz=_whole(row["boost_mhz"]),
-        bandwidth_gbs=_number(row["bandwidth_gbs"]), tflops=_number(row["tflops"]), tflops_src=row["tflops_src"],
-        bf16={"yes": True, "no": False, "": None}[row["bf16"]], note=row["note"],
-    )
-
-
-def _whole(cell: str) -> int | None:
-    return int(cell) if cell else None
-
-
-def _number(cell: str) -> float | None:
-    return float(cell) if cell else None
+    near = ", ".join(by_words[words] for words in close)
+    return UsageError(f"{name!r} is not a GPU that fitgpt knows.", f"The nearest: {near}." if near
+                      else f"fitgpt cards lists the {len(load())} it knows, such as RTX 4070.")

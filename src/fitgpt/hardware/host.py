@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, TypeVar
 
 SHARE = 0.8  # of the available CPU RAM that a run may use: other programs need some too
 MEMINFO, CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
+Answer = TypeVar("Answer")
 
 
 def available_memory(meminfo: Path = MEMINFO, group: Path = CGROUP) -> int | None:
@@ -34,9 +36,9 @@ def spare_memory() -> int | None:
     return None if available is None else int(SHARE * available)
 
 
-def or_none(query: Callable[[], int]) -> int | None:
-    """The result; None where the system does not have it."""
+def or_none(query: Callable[..., Answer], *args: Any) -> Answer | None:
+    """The result; None where it raises. Systems, drivers and GPUs lack different figures, each in its own way."""
     try:
-        return query()
-    except (OSError, ValueError, StopIteration, IndexError):
+        return query(*args)
+    except Exception:
         return None

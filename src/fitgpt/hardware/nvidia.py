@@ -1,4 +1,4 @@
-"""The NVIDIA GPUs of this machine and their processes, by NVML or nvidia-smi, without torch."""
+"""The NVIDIA GPUs of this machine, by NVML or nvidia-smi, without torch: memory, processes, power, clocks."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from ..core.errors import DeviceError
 from ..core.units import MiB
+from .host import or_none
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,25 @@ class Survey:
     chosen: str | None = None  # CUDA_VISIBLE_DEVICES
 
 
+@dataclass(frozen=True)
+class GpuState:
+    """One GPU at one moment. None: not reported."""
+
+    index: int
+    name: str
+    used_bytes: int | None = None
+    free_bytes: int | None = None
+    total_bytes: int | None = None
+    utilisation: int | None = None             # percent of the last moment in which some kernel ran
+    watts: float | None = None
+    watt_limit: float | None = None
+    celsius: int | None = None
+    clock_mhz: int | None = None
+    top_clock_mhz: int | None = None
+    throttled: tuple[str, ...] | None = None   # what keeps the clocks low; () = nothing
+    programs: tuple[GpuProcess, ...] = ()
+
+
 def gpus(env: Mapping[str, str] | None = None) -> list[GpuReading]:
     """The GPUs that this process may use; empty where there is no driver, for any reason (`survey` has it)."""
     return list(survey(env).gpus)
@@ -68,7 +88,7 @@ def gpus(env: Mapping[str, str] | None = None) -> list[GpuReading]:
 
 def survey(env: Mapping[str, str] | None = None) -> Survey:
     """By NVML, or by nvidia-smi where nvidia-ml-py is missing. DeviceError only for CUDA_VISIBLE_DEVICES."""
-    everything = with_nvml(_read_all, _init_error)
+    everything = _with_nvml(_survey_by_nvml, _survey_without_nvml)
     if everything is None:
         everything = _survey_by_smi()
     chosen = (os.environ if env is None else env).get("CUDA_VISIBLE_DEVICES")
@@ -79,12 +99,30 @@ def survey(env: Mapping[str, str] | None = None) -> Survey:
     return replace(everything, gpus=seen, hidden=hidden, chosen=chosen)
 
 
+def read_gpus() -> tuple[tuple[GpuState, ...], str]:
+    """Every GPU that the driver lists, whatever CUDA_VISIBLE_DEVICES hides; and why there is none. Never raises."""
+    found = survey({})
+    counters = _with_nvml(lambda nvml: {gpu.index: _nvml_counters(nvml, gpu.index) for gpu in found.gpus},
+                          lambda nvml, error: {})  # `survey` has the reason
+    if counters is None:
+        counters = _smi_counters() if found.gpus else {}
+    states = tuple(GpuState(gpu.index, gpu.name, used_bytes=gpu.used_bytes, free_bytes=gpu.free_bytes,
+                            total_bytes=gpu.total_bytes, programs=gpu.processes, **counters.get(gpu.index, {}))
+                   for gpu in found.gpus)
+    return states, found.reason
+
+
 HIDES_ALL = ("", "-1", "NoDevFiles")  # values of CUDA_VISIBLE_DEVICES that hide every GPU; the last is Slurm's
 
 
 def visible(readings: Sequence[GpuReading], chosen: str | None) -> tuple[GpuReading, ...]:
     """The GPUs that CUDA_VISIBLE_DEVICES names, in its order. A name of no GPU is an error: CUDA would silently ignore
     it and everything after it. Numbers follow the driver's order, by bus."""
+    def error(wrong: str) -> DeviceError:
+        listed = ", ".join(f"{gpu.index} ({gpu.name})" for gpu in readings) or "none"
+        return DeviceError(f"CUDA_VISIBLE_DEVICES={chosen!r} {wrong}. GPUs that the driver lists: {listed}.",
+                           "unset CUDA_VISIBLE_DEVICES, or train without a GPU: --device=cpu")
+
     if chosen is None:
         return tuple(readings)
     if chosen.strip() in HIDES_ALL:
@@ -92,27 +130,18 @@ def visible(readings: Sequence[GpuReading], chosen: str | None) -> tuple[GpuRead
     names = [name.strip() for name in chosen.split(",")]
     if any(name.startswith("MIG-") for name in names):  # a partition: NVML lists only whole GPUs
         return tuple(readings)
-    found = [_named(name, readings, chosen) for name in names]
-    if len(set(found)) < len(found):
-        raise _wrong_choice(chosen, "names one GPU twice", readings)
+    found: list[GpuReading] = []
+    for name in names:
+        if name.isdecimal():
+            named = [gpu for gpu in readings if gpu.index == int(name)]
+        else:
+            named = [gpu for gpu in readings if name.startswith("GPU-") and gpu.uuid and gpu.uuid.startswith(name)]
+        if len(named) != 1:
+            raise error(f"names {name!r}, which is {'more than one GPU' if named else 'no GPU here'}")
+        if named[0] in found:
+            raise error("names one GPU twice")
+        found += named
     return tuple(found)
-
-
-def _named(name: str, readings: Sequence[GpuReading], chosen: str) -> GpuReading:
-    if name.isdecimal():
-        fits = [gpu for gpu in readings if gpu.index == int(name)]
-    else:
-        fits = [gpu for gpu in readings if name.startswith("GPU-") and gpu.uuid and gpu.uuid.startswith(name)]
-    if len(fits) != 1:
-        wrong = "more than one GPU" if fits else "no GPU here"
-        raise _wrong_choice(chosen, f"names {name!r}, which is {wrong}", readings)
-    return fits[0]
-
-
-def _wrong_choice(chosen: str, wrong: str, readings: Sequence[GpuReading]) -> DeviceError:
-    listed = ", ".join(f"{gpu.index} ({gpu.name})" for gpu in readings) or "none"
-    return DeviceError(f"CUDA_VISIBLE_DEVICES={chosen!r} {wrong}. GPUs that the driver lists: {listed}.",
-                       "unset CUDA_VISIBLE_DEVICES, or train without a GPU: --device=cpu")
 
 
 # ---- NVML, through nvidia-ml-py
@@ -120,7 +149,7 @@ def _wrong_choice(chosen: str, wrong: str, readings: Sequence[GpuReading]) -> De
 Answer = TypeVar("Answer")
 
 
-def with_nvml(read: Callable[[Any], Answer], failed: Callable[[Any, Any], Answer]) -> Answer | None:
+def _with_nvml(read: Callable[[Any], Answer], failed: Callable[[Any, Any], Answer]) -> Answer | None:
     """The result of `read` with NVML initialised, or of `failed` with its error; None where nvidia-ml-py is not
     installed."""
     try:
@@ -137,114 +166,151 @@ def with_nvml(read: Callable[[Any], Answer], failed: Callable[[Any, Any], Answer
         or_none(pynvml.nvmlShutdown)
 
 
-def _read_all(pynvml: Any) -> Survey:
-    readings = (_read_nvml(pynvml, index) for index in range(or_none(pynvml.nvmlDeviceGetCount) or 0))
-    found = tuple(reading for reading in readings if reading is not None)
-    return Survey(found, reason="" if found else "the NVIDIA driver lists no GPU")
-
-
-def _init_error(pynvml: Any, error: Any) -> Survey:
-    absent = (pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, pynvml.NVML_ERROR_DRIVER_NOT_LOADED)
-    if error.value in absent:
+def _survey_without_nvml(nvml: Any, error: Any) -> Survey:
+    if error.value in (nvml.NVML_ERROR_LIBRARY_NOT_FOUND, nvml.NVML_ERROR_DRIVER_NOT_LOADED):
         return Survey(reason="no NVIDIA driver is installed or loaded")
     return Survey(reason=f"the NVIDIA driver reports: {error}", faulty=True)
 
 
-def _read_nvml(pynvml: Any, index: int) -> GpuReading | None:
-    handle = or_none(pynvml.nvmlDeviceGetHandleByIndex, index)
+def _survey_by_nvml(nvml: Any) -> Survey:
+    """Each figure by itself: GPUs, drivers and versions of the library lack different ones."""
+    def text(query: Callable[..., Any], *args: Any) -> str | None:
+        value = or_none(query, *args)
+        return value.decode(errors="replace") if isinstance(value, bytes) else value
+
+    found = []
+    for index in range(or_none(nvml.nvmlDeviceGetCount) or 0):
+        handle = or_none(nvml.nvmlDeviceGetHandleByIndex, index)
+        if handle is None:
+            continue
+        cc = or_none(nvml.nvmlDeviceGetCudaComputeCapability, handle)
+        # version 2 separates the driver's own memory from that of processes
+        memory = or_none(lambda handle: nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2), handle)
+        if memory is None:
+            memory = or_none(nvml.nvmlDeviceGetMemoryInfo, handle)
+        total = getattr(memory, "total", None)
+        running = {process.pid: process
+                   for query in (nvml.nvmlDeviceGetGraphicsRunningProcesses, nvml.nvmlDeviceGetComputeRunningProcesses)
+                   for process in or_none(query, handle) or ()}
+        found.append(GpuReading(
+            index=index,
+            name=text(nvml.nvmlDeviceGetName, handle) or "an unnamed GPU",
+            uuid=text(nvml.nvmlDeviceGetUUID, handle),
+            cc=f"{cc[0]}.{cc[1]}" if cc else None,
+            driver_version=text(nvml.nvmlSystemGetDriverVersion),
+            total_bytes=total, free_bytes=getattr(memory, "free", None),
+            used_bytes=getattr(memory, "used", None), reserved_bytes=getattr(memory, "reserved", None),
+            processes=identified(((pid, text(nvml.nvmlSystemGetProcessName, pid) or "", process.usedGpuMemory)
+                                  for pid, process in running.items()), total)))
+    return Survey(tuple(found), reason="" if found else "the NVIDIA driver lists no GPU")
+
+
+# NVML's bits for what keeps clocks low. Bit 0x1, an idle GPU, is no throttling.
+_REASONS = {0x2: "clocks set by hand", 0x4: "power limit", 0x8: "hardware slowdown", 0x10: "sync boost",
+            0x20: "heat", 0x40: "heat (hardware)", 0x80: "power brake (hardware)", 0x100: "display clocks",
+            0x200: "board limit", 0x400: "reliability"}
+_IDLE = 0x1
+
+
+def _nvml_counters(nvml: Any, index: int) -> dict[str, Any]:
+    handle = or_none(lambda: nvml.nvmlDeviceGetHandleByIndex(index))
     if handle is None:
+        return {}
+    reasons = or_none(lambda: nvml.nvmlDeviceGetCurrentClocksEventReasons(handle))
+    if reasons is None:  # the name before driver 535
+        reasons = or_none(lambda: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle))
+    return {
+        "utilisation": or_none(lambda: int(nvml.nvmlDeviceGetUtilizationRates(handle).gpu)),
+        "watts": or_none(lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1000),
+        "watt_limit": or_none(lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1000),
+        "celsius": or_none(lambda: int(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU))),
+        "clock_mhz": or_none(lambda: int(nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM))),
+        "top_clock_mhz": or_none(lambda: int(nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_SM))),
+        "throttled": throttle_reasons(reasons),
+    }
+
+
+def throttle_reasons(bits: int | None) -> tuple[str, ...] | None:
+    if not isinstance(bits, int):
         return None
-    cc = or_none(pynvml.nvmlDeviceGetCudaComputeCapability, handle)
-    # version 2 separates the driver's own memory from that of processes
-    memory = or_none(lambda: pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2))
-    if memory is None:
-        memory = or_none(pynvml.nvmlDeviceGetMemoryInfo, handle)
-    running = {process.pid: process
-               for ask in (pynvml.nvmlDeviceGetGraphicsRunningProcesses, pynvml.nvmlDeviceGetComputeRunningProcesses)
-               for process in or_none(ask, handle) or ()}
-    return GpuReading(
-        index=index,
-        name=_text(or_none(pynvml.nvmlDeviceGetName, handle)) or "an unnamed GPU",
-        uuid=_text(or_none(pynvml.nvmlDeviceGetUUID, handle)),
-        cc=f"{cc[0]}.{cc[1]}" if cc else None,
-        driver_version=_text(or_none(pynvml.nvmlSystemGetDriverVersion)),
-        total_bytes=getattr(memory, "total", None), free_bytes=getattr(memory, "free", None),
-        used_bytes=getattr(memory, "used", None), reserved_bytes=getattr(memory, "reserved", None),
-        processes=identified(((pid, _text(or_none(pynvml.nvmlSystemGetProcessName, pid)) or "", process.usedGpuMemory)
-                              for pid, process in running.items()), getattr(memory, "total", None)),
-    )
-
-
-def or_none(query: Callable[..., Any], *args: Any) -> Any:
-    """The result; None where it raises. NVML lacks single queries on single GPUs, each version of it in its own way."""
-    try:
-        return query(*args)
-    except Exception:
-        return None
-
-
-def _text(value: str | bytes | None) -> str | None:
-    return value.decode(errors="replace") if isinstance(value, bytes) else value
+    named = tuple(reason for bit, reason in _REASONS.items() if bits & bit)
+    unnamed = bits & ~(sum(_REASONS) | _IDLE)
+    return (*named, f"reason {unnamed:#x}") if unnamed else named
 
 
 # ---- nvidia-smi
 
 _SMI_FIELDS = "index,name,uuid,driver_version,memory.total,memory.free,memory.used,compute_cap"
+_COUNTER_FIELDS = "index,utilization.gpu,power.draw,enforced.power.limit,temperature.gpu,clocks.sm,clocks.max.sm"
+_REASON_FIELDS = (",clocks_event_reasons.active", ",clocks_throttle_reasons.active", "")  # new, old, neither
 
 
 def _survey_by_smi() -> Survey:
-    smi = shutil.which("nvidia-smi")
-    if smi is None:
+    if shutil.which("nvidia-smi") is None:
         return Survey(reason="no NVIDIA driver was found: neither nvidia-ml-py nor nvidia-smi is installed")
-    answer = run_smi(smi, "--query-gpu", _SMI_FIELDS)
-    if answer is None:  # drivers before 510 lack the last field
-        answer = run_smi(smi, "--query-gpu", _SMI_FIELDS.removesuffix(",compute_cap"))
-    if answer is None:
+    rows = _smi_rows("--query-gpu", _SMI_FIELDS)
+    if rows is None:  # drivers before 510 lack the last field
+        rows = _smi_rows("--query-gpu", _SMI_FIELDS.removesuffix(",compute_cap"))
+    if rows is None:
         return Survey(reason="nvidia-smi is installed but does not work", faulty=True)
-    processes = parse_processes(run_smi(smi, "--query-compute-apps", "gpu_uuid,pid,used_memory,process_name") or "")
+    processes: dict[str, list[tuple[int, str, int | None]]] = {}  # by the GPU's UUID
+    for row in _smi_rows("--query-compute-apps", "gpu_uuid,pid,used_memory,process_name") or ():
+        if len(row) >= 4 and row[1].isdecimal():
+            processes.setdefault(row[0], []).append((int(row[1]), ", ".join(row[3:]), _mib(row[2])))
     found = tuple(replace(gpu, processes=identified(processes.get(gpu.uuid or "", ()), gpu.total_bytes))
-                  for gpu in parse_smi(answer))
+                  for gpu in parse_smi(rows))
     return Survey(found, reason="" if found else "the NVIDIA driver lists no GPU")
 
 
-def run_smi(smi: str, query: str, fields: str) -> str | None:
-    """Its output; None where it fails."""
+def _smi_rows(query: str, fields: str) -> list[list[str]] | None:
+    """Its output, cell by cell; None where it fails: it rejects a query that contains an unknown field."""
     try:
-        done = subprocess.run([smi, f"{query}={fields}", "--format=csv,noheader,nounits"], capture_output=True,
-                              text=True, errors="replace", timeout=20, check=False)
+        done = subprocess.run([shutil.which("nvidia-smi") or "nvidia-smi", f"{query}={fields}",
+                               "--format=csv,noheader,nounits"],
+                              capture_output=True, text=True, errors="replace", timeout=20, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout if done.returncode == 0 else None
+    return csv_rows(done.stdout) if done.returncode == 0 else None
 
 
-def parse_smi(answer: str) -> tuple[GpuReading, ...]:
-    """CSV lines of nvidia-smi, in the order of _SMI_FIELDS. Other lines are skipped."""
+def csv_rows(text: str) -> list[list[str]]:
+    return [[cell.strip() for cell in row] for row in csv.reader(io.StringIO(text), skipinitialspace=True)]
+
+
+def parse_smi(rows: Iterable[Sequence[str]]) -> tuple[GpuReading, ...]:
+    """Rows in the order of _SMI_FIELDS. Others are skipped."""
+    def known(cell: str) -> str | None:
+        return None if not cell or cell.startswith("[") or cell == "N/A" else cell  # "[N/A]", "[Not Supported]"
+
     return tuple(
-        GpuReading(index=int(row[0]), name=row[1], uuid=_known(row[2]), driver_version=_known(row[3]),
+        GpuReading(index=int(row[0]), name=row[1], uuid=known(row[2]), driver_version=known(row[3]),
                    total_bytes=_mib(row[4]), free_bytes=_mib(row[5]), used_bytes=_mib(row[6]),
-                   cc=_known(row[7]) if len(row) > 7 else None)
-        for row in smi_rows(answer) if len(row) >= 7 and row[0].isdecimal())
-
-
-def parse_processes(answer: str) -> dict[str, list[tuple[int, str, int | None]]]:
-    """CSV lines of nvidia-smi → (pid, name, bytes) per process, by the GPU's UUID."""
-    found: dict[str, list[tuple[int, str, int | None]]] = {}
-    for row in smi_rows(answer):
-        if len(row) >= 4 and row[1].isdecimal():
-            found.setdefault(row[0], []).append((int(row[1]), ", ".join(row[3:]), _mib(row[2])))
-    return found
-
-
-def smi_rows(answer: str) -> list[list[str]]:
-    return [[cell.strip() for cell in row] for row in csv.reader(io.StringIO(answer), skipinitialspace=True)]
-
-
-def _known(cell: str) -> str | None:
-    return None if not cell or cell.startswith("[") or cell == "N/A" else cell  # "[N/A]", "[Not Supported]"
+                   cc=known(row[7]) if len(row) > 7 else None)
+        for row in rows if len(row) >= 7 and row[0].isdecimal())
 
 
 def _mib(cell: str) -> int | None:
     return int(cell) * MiB if cell.isdecimal() else None
+
+
+def _smi_counters() -> dict[int, dict[str, Any]]:
+    """Counters by GPU. A cell that is no number is None."""
+    def number(cell: str) -> float | None:
+        return float(cell) if re.fullmatch(r"[0-9]+(\.[0-9]+)?", cell) else None
+
+    def rounded(cell: str) -> int | None:
+        return None if (value := number(cell)) is None else round(value)
+
+    def reasons(cell: str) -> tuple[str, ...] | None:
+        return throttle_reasons(int(cell, 16) if re.fullmatch(r"0x[0-9a-fA-F]{1,16}", cell) else None)
+
+    queries = (_smi_rows("--query-gpu", _COUNTER_FIELDS + field) for field in _REASON_FIELDS)
+    rows = next((rows for rows in queries if rows is not None), [])
+    return {int(row[0]): {
+        "utilisation": rounded(row[1]), "watts": number(row[2]), "watt_limit": number(row[3]),
+        "celsius": rounded(row[4]), "clock_mhz": rounded(row[5]), "top_clock_mhz": rounded(row[6]),
+        "throttled": reasons(row[7]) if len(row) > 7 else None}
+        for row in rows if len(row) >= 7 and row[0].isdecimal()}
 
 
 # ---- processes on a GPU
@@ -274,7 +340,8 @@ def identified(processes: Iterable[tuple[int, str, int | None]], total_bytes: in
     """
     found = []
     for pid, raw_name, nbytes in processes:
-        name = program_name(raw_name) or _name_in_proc(pid) or f"process {pid}"
+        # /proc has no entry for a process of another container, or one of this container with the same number
+        name = program_name(raw_name) or or_none(_name_in_proc, pid) or f"process {pid}"
         known = nbytes is not None and (total_bytes is None or nbytes <= total_bytes)
         found.append(GpuProcess(pid, name, nbytes if known else None, kind_of(name)))
     return tuple(sorted(found, key=lambda one: (-(one.nbytes or 0), one.pid)))
@@ -292,8 +359,4 @@ def kind_of(name: str) -> str:
 
 
 def _name_in_proc(pid: int) -> str:
-    """Empty for a process of another container; there the pid may be another process of this one."""
-    try:
-        return Path(f"/proc/{pid}/comm").read_text(encoding="utf-8", errors="replace").strip()
-    except OSError:
-        return ""
+    return Path(f"/proc/{pid}/comm").read_text(encoding="utf-8", errors="replace").strip()

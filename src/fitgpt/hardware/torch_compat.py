@@ -66,7 +66,9 @@ def unusable_gpu_reason(build: TorchBuild, survey: nvidia.Survey, opened: Sequen
     if not survey.gpus:
         return None
     gpu = survey.gpus[0]
-    seen, fix = f"The driver lists {gpu.name}, but", wheel_fix(build.version, _capability(gpu.cc), branch, platform)
+    cc = re.fullmatch(r"(\d+)\.(\d+)", gpu.cc or "")
+    fix = wheel_fix(build.version, (int(cc[1]), int(cc[2])) if cc else None, branch, platform)
+    seen = f"The driver lists {gpu.name}, but"
     if build.cuda is None:
         target = "AMD GPUs" if build.hip else "CPUs only"
         return Mismatch(gpu.name, f"{seen} this torch ({build.version}) is a build for {target}.", fix)
@@ -81,23 +83,27 @@ def unusable_gpu_reason(build: TorchBuild, survey: nvidia.Survey, opened: Sequen
 
 def runs_on(capability: Capability, archs: Sequence[str]) -> bool:
     """Machine code runs on its own major version from its minor on; PTX on anything newer. An empty list: unknown."""
-    return not archs or any(_arch_runs(arch, capability) for arch in archs)
-
-
-def _arch_runs(arch: str, capability: Capability) -> bool:
-    found = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", arch)
-    if not found:
-        return False
-    built = (int(found[2]), int(found[3]))
-    if found[4] == "a":  # architecture-specific: that one alone
-        return built == capability
-    return built <= capability and (found[1] == "compute" or built[0] == capability[0])
+    for arch in archs:
+        if found := re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", arch):
+            built = (int(found[2]), int(found[3]))
+            only_that_one = found[4] == "a"  # architecture-specific
+            if built == capability or (not only_that_one and built <= capability
+                                       and (found[1] == "compute" or built[0] == capability[0])):
+                return True
+    return not archs
 
 
 def unsupported_arch(gpu: CudaDevice, build: TorchBuild, branch: int | None, platform: str) -> Mismatch:
     shown = "sm_{}{}".format(*gpu.capability)
     return Mismatch(gpu.name, f"{gpu.name} is {shown}, and this torch ({build.version}) is built for "
                               f"{', '.join(build.archs)}.", wheel_fix(build.version, gpu.capability, branch, platform))
+
+
+def driver_branch(survey: nvidia.Survey) -> int | None:
+    """580 of 580.65.06."""
+    versions = [gpu.driver_version for gpu in survey.gpus if gpu.driver_version]
+    head = versions[0].split(".")[0] if versions else ""
+    return int(head) if head.isdecimal() else None
 
 
 def wheel_fix(version: str, capability: Capability | None, branch: int | None, platform: str) -> str:
@@ -113,15 +119,3 @@ def wheel_fix(version: str, capability: Capability | None, branch: int | None, p
     if branch < _DRIVER_NEEDED[12] or (branch < _DRIVER_NEEDED[13] and capability >= _BLACKWELL):
         return f"{update} Then: {older if capability < _DEFAULT_WHEEL_FROM else default}"
     return default if branch >= _DRIVER_NEEDED[13] and capability >= _DEFAULT_WHEEL_FROM else older
-
-
-def driver_branch(survey: nvidia.Survey) -> int | None:
-    """580 of 580.65.06."""
-    versions = [gpu.driver_version for gpu in survey.gpus if gpu.driver_version]
-    head = versions[0].split(".")[0] if versions else ""
-    return int(head) if head.isdecimal() else None
-
-
-def _capability(cc: str | None) -> Capability | None:
-    found = re.fullmatch(r"(\d+)\.(\d+)", cc or "")
-    return (int(found[1]), int(found[2])) if found else None

@@ -142,6 +142,6 @@ class Platform:
             return "cudnn"
         return "flash" if head_size <= MAX_FLASH_HEAD else "efficient"
 
-    def expands(self, trainer: str) -> bool:
+    def uses_expandable_segments(self, trainer: str) -> bool:
         """Whether segments are expandable: fitgpt asks for them itself, nanoGPT leaves it to the environment."""
         return self.expandable and (trainer == "fitgpt" or self.expandable_requested)

@@ -212,7 +212,7 @@ def _changed(config: RunConfig, family: str, what: str, slower: str, *, exact: b
 def memory_use(run: ResolvedRun, platform: Platform, trainer: str = "fitgpt") -> MemoryUse:
     timeline = replay_run(run, platform, trainer)
     return MemoryUse({phase: peak.allocated for phase, peak in timeline.peaks().items()},
-                     needs(timeline.tape, expandable=platform.expands(trainer), free_run=timeline))
+                     needs(timeline.tape, expandable=platform.uses_expandable_segments(trainer), free_run=timeline))
 
 
 def priced(changed: ChangedRun, before: MemoryUse, platform: Platform, budget: Budget) -> PricedChange:

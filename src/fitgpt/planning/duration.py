@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
-from ..config.command_options import PlanQuestions
+from ..config.command_options import PlanOptions
+from ..config.fields import LARGEST_COUNT
 from ..config.resolve import resolve_run
-from ..config.run_config import LARGEST_COUNT, RunConfig
+from ..config.run_config import RunConfig
 from ..core.errors import UsageError
 from ..core.units import parse_count, show_count, show_steps
 from ..data.shards import DataSummary
@@ -70,7 +71,7 @@ def _modelled_speed(config: RunConfig, card: GpuModel | None, trainer: str) -> f
     return modelled(resolve_run(config, platform), card, platform, likely_efficiency(card))
 
 
-def with_training_length(config: RunConfig, options: PlanQuestions, data: DataSummary | None, missing: str,
+def with_training_length(config: RunConfig, options: PlanOptions, data: DataSummary | None, missing: str,
                          card: GpuModel | None) -> tuple[RunConfig, list[str]]:
     """The config with as many steps as --tokens, --epochs or --hours require, and a note on it. `missing`: why there
     is no data to count epochs of."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from ..config.command_options import FitOptions, FitQuestions, PlanQuestions
+from ..config.command_options import FitArguments, FitOptions, PlanOptions
 from ..config.fields import Assignment, build, option_specs, shown
 from ..config.run_config import RunConfig
 from ..core.errors import DeviceError, DoesNotFit, UsageError
@@ -35,7 +35,7 @@ OF_THE_COMMAND = ("out", "html", "json")  # options of `fitgpt fit` that the fun
 class FitRequest(NamedTuple):
     """What to fit, and where."""
 
-    options: FitQuestions
+    options: FitOptions
     given: RunConfig          # as the user gave it
     config: RunConfig         # with the vocabulary of its data
     target: FitTarget
@@ -52,20 +52,20 @@ def fit(config: str | os.PathLike[str] | Mapping[str, Any] | RunConfig = NO_OPTI
     and measure=True are taken, too.
     """
     own = dict(gpu=gpu, allow=allow, goal=goal)
-    given = {key: value for key, value in own.items() if value != option_specs(FitQuestions)[key].default}
-    return fit_from(fit_request(assignments_from(config, given | options, FitOptions, OF_THE_COMMAND)))
+    given = {key: value for key, value in own.items() if value != option_specs(FitOptions)[key].default}
+    return fit_from(fit_request(assignments_from(config, given | options, FitArguments, OF_THE_COMMAND)))
 
 
 def fit_request(assignments: Sequence[Assignment]) -> FitRequest:
-    own = option_specs(FitQuestions)
-    options = build(FitQuestions, [each for each in assignments if each.key in own])
+    own = option_specs(FitOptions)
+    options = build(FitOptions, [each for each in assignments if each.key in own])
     given, notes = run_config_from([each for each in assignments if each.key not in own or each.key == "budget"])
     if given.eval_only:
         raise UsageError("With eval_only nothing is trained, and `fitgpt fit` looks for the fastest training.",
                          "`fitgpt plan` with the same options says whether the evaluation fits; or --eval_only=False")
     config, data, missing, more = with_data(given)
     check_vocab_matches_data(config, data)
-    length = PlanQuestions(gpu=options.gpu, tokens=options.tokens, epochs=options.epochs, hours=options.hours)
+    length = PlanOptions(gpu=options.gpu, tokens=options.tokens, epochs=options.epochs, hours=options.hours)
     _check_measure(options)
     target = target_for(options.gpu, config.device, others=options.others, budget=options.budget, torch=options.torch)
     target = target._replace(budget=apply_limits(config, target.budget))
@@ -105,7 +105,7 @@ def rerank_by_timing(result: FitResult, given: RunConfig, target: FitTarget, say
     return timed._replace(chosen=chosen, decisions=decisions_for(given, chosen.config, target))
 
 
-def _check_measure(options: FitQuestions) -> None:
+def _check_measure(options: FitOptions) -> None:
     if not options.measure:
         return
     if options.gpu:

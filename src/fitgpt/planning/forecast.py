@@ -86,24 +86,25 @@ def write_tape(run: ResolvedRun, platform: Platform, trainer: str = "fitgpt") ->
 
 def replay_run(run: ResolvedRun, platform: Platform, trainer: str = "fitgpt", limit: int | None = None) -> Timeline:
     """The run's tape, replayed: to its end, or to the allocation that fails under `limit`."""
-    return replay(write_tape(run, platform, trainer), limit, expandable=platform.expands(trainer))
+    return replay(write_tape(run, platform, trainer), limit, expandable=platform.uses_expandable_segments(trainer))
 
 
 def needs_of(run: ResolvedRun, platform: Platform, trainer: str = "fitgpt") -> int:
     """The smallest memory limit, in 2 MiB steps, under which the run completes."""
-    return needs(write_tape(run, platform, trainer), expandable=platform.expands(trainer))
+    return needs(write_tape(run, platform, trainer), expandable=platform.uses_expandable_segments(trainer))
 
 
 def fits(run: ResolvedRun, platform: Platform, limit: int, trainer: str = "fitgpt") -> bool:
     """Whether the run completes under a memory limit: one replay, none where its tensors alone take more."""
     tape = write_tape(run, platform, trainer)
-    return tape.peak <= limit and replay(tape, limit, expandable=platform.expands(trainer)).failed is None
+    expandable = platform.uses_expandable_segments(trainer)
+    return tape.peak <= limit and replay(tape, limit, expandable=expandable).failed is None
 
 
 def forecast(run: ResolvedRun, platform: Platform, trainer: str = "fitgpt", limit: int | None = None) -> Forecast:
     """`limit`: what the allocator may reserve, if that is known. A run that would reserve more and completes with
     less is then forecast as it completes."""
-    expandable = platform.expands(trainer)
+    expandable = platform.uses_expandable_segments(trainer)
     tape = write_tape(run, platform, trainer)
     unlimited = timeline = replay(tape, expandable=expandable)
     needed = needs(tape, expandable=expandable, free_run=unlimited)
@@ -147,7 +148,7 @@ def assumptions(run: ResolvedRun, platform: Platform, trainer: str) -> dict[str,
     return {
         "torch": platform.describe_torch(), "attention": attention,
         "compile": (f"compiled, {ODD_SIZES}" if padded else "compiled") if run.compile else "eager",
-        "allocator": EXPANDABLE if platform.expands(trainer) else NATIVE}
+        "allocator": EXPANDABLE if platform.uses_expandable_segments(trainer) else NATIVE}
 
 
 def _by_phase(peaks: dict[str, PhasePeak]) -> dict[str, PhaseMemory]:

@@ -63,7 +63,7 @@ class FitResult(NamedTuple):
 
 
 def fit_for_goal(goal: str, config: RunConfig, target: FitTarget, allow: frozenset[str] = frozenset()) -> FitResult:
-    """`goal`: of command_options.FitQuestions. `config` needs a vocabulary; `allow`: see candidates.parse_allow."""
+    """`goal`: of command_options.FitOptions. `config` needs a vocabulary; `allow`: see candidates.parse_allow."""
     return GOALS[goal](config, target, allow)
 
 

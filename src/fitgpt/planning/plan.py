@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from ..config.command_options import PlanOptions, PlanQuestions
+from ..config.command_options import PlanArguments, PlanOptions
 from ..config.fields import option_specs
 from ..config.resolve import ResolvedRun, resolve_run
 from ..config.run_config import RunConfig
@@ -111,9 +111,9 @@ def plan(config: str | os.PathLike[str] | Mapping[str, Any] | RunConfig = NO_OPT
     batch_size=8 override the config; tokens, epochs, hours and options=True are taken, too.
     """
     own = dict(gpu=gpu, budget=budget, others=others, trainer=trainer, torch=torch)
-    defaults = option_specs(PlanQuestions)
+    defaults = option_specs(PlanOptions)
     given = {key: value for key, value in own.items() if value not in (None, defaults[key].default)}
-    return plan_from(plan_request(assignments_from(config, given | options, PlanOptions, OF_THE_COMMAND)))
+    return plan_from(plan_request(assignments_from(config, given | options, PlanArguments, OF_THE_COMMAND)))
 
 
 def plan_from(request: PlanRequest) -> Plan:
@@ -198,7 +198,7 @@ def same_tape(run: ResolvedRun, platform: Platform) -> tuple[Any, ...]:
 
 def _needs_by_limit(run: ResolvedRun, platform: Platform, trainer: str) -> Callable[[int], int]:
     """What a run needs under a given limit; the tape is written and searched once."""
-    tape, expandable = write_tape(run, platform, trainer), platform.expands(trainer)
+    tape, expandable = write_tape(run, platform, trainer), platform.uses_expandable_segments(trainer)
     unlimited = replay(tape, expandable=expandable)
     usual = needs(tape, expandable=expandable, free_run=unlimited)
     return lambda limit: needs_under(limit, tape, usual, free_run=unlimited, expandable=expandable)

@@ -14,10 +14,9 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ..config.argv import walk
-from ..config.command_options import PlanQuestions
+from ..config.command_options import PlanOptions
 from ..config.fields import Assignment, Options, build, nearest, option_specs
-from ..config.resume import check_resume
-from ..config.run_config import DEFAULT_VOCAB, RunConfig, gpt2_shapes, resolve
+from ..config.run_config import DEFAULT_VOCAB, RunConfig, check_resume, gpt2_shapes, resolve
 from ..core.errors import CheckpointError, DataError, UsageError
 from ..data.shards import DataSummary
 from .nanogpt_notes import run_notes
@@ -64,7 +63,7 @@ def _from_dict(given: Mapping[str, Any], command: type[Options], known: list[str
 class PlanRequest(NamedTuple):
     """What to plan. `config` may still contain `auto`; `missing` says why there is no data."""
 
-    options: PlanQuestions
+    options: PlanOptions
     config: RunConfig
     data: DataSummary | None
     missing: str
@@ -72,8 +71,8 @@ class PlanRequest(NamedTuple):
 
 
 def plan_request(assignments: Sequence[Assignment]) -> PlanRequest:
-    own = option_specs(PlanQuestions)
-    options = build(PlanQuestions, [each for each in assignments if each.key in own])
+    own = option_specs(PlanOptions)
+    options = build(PlanOptions, [each for each in assignments if each.key in own])
     of_run = [each for each in assignments if each.key not in own or each.key == "budget"]  # budget is train's, too
     max_iters = next((each.source for each in of_run if each.key == "max_iters" and each.source.startswith("--")), "")
     if max_iters and (options.tokens or options.epochs or options.hours):

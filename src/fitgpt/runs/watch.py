@@ -19,8 +19,7 @@ from typing import Any, NamedTuple
 
 from ..core.errors import DeviceError, UsageError
 from ..core.units import MiB
-from ..hardware.gpu_stats import GpuState, read_gpus
-from ..hardware.nvidia import GpuProcess
+from ..hardware.nvidia import GpuProcess, GpuState, read_gpus
 from .folder import LockOwner, is_run, is_running, lock_owner, runs_near, step_folders
 from .metrics import (
     MAX_LINE,

@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from ..core.units import show_bytes, show_seconds
-from ..hardware.gpu_stats import GpuState
-from ..hardware.nvidia import GpuProcess
+from ..hardware.nvidia import GpuProcess, GpuState
 from ..runs.watch import MemoryHistory, RunState, Spike, WatchFrame
 from .terminal import LABEL_WIDTH, Line, can_redraw, has_unicode, printable
 from .train_text import show_mfu, sparkline

@@ -46,7 +46,7 @@ VERDICTS = {True: "Fits", False: "Does not fit"}
 @lru_cache(maxsize=8)
 def replayed(config: ResolvedRun, platform: Platform, trainer: str) -> Timeline:
     """The whole run, replayed without a memory limit."""
-    return replay(forecast.write_tape(config, platform, trainer), expandable=platform.expands(trainer))
+    return replay(forecast.write_tape(config, platform, trainer), expandable=platform.uses_expandable_segments(trainer))
 
 
 @lru_cache(maxsize=256)
@@ -56,7 +56,7 @@ def fits(config: ResolvedRun, platform: Platform, trainer: str, limit: int) -> b
     An expandable segment maps whole pages beyond what a tensor needs, so the free run's reserved bytes are enough only
     with room for one more segment.
     """
-    timeline, expandable = replayed(config, platform, trainer), platform.expands(trainer)
+    timeline, expandable = replayed(config, platform, trainer), platform.uses_expandable_segments(trainer)
     if timeline.peak > limit:
         return False
     one_segment = max(event.nbytes for event in timeline.tape.events) + 20 * MiB if expandable else 0

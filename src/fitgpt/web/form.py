@@ -7,7 +7,7 @@ from typing import Any
 
 from .. import __version__
 from ..config.argv import walk
-from ..config.command_options import PlanQuestions
+from ..config.command_options import PlanOptions
 from ..config.fields import option_specs
 from ..config.memory_savers import LEVELS
 from ..config.run_config import PAGE_OPTIONS, RunConfig, diff, gpt2_shapes, resolve
@@ -34,7 +34,7 @@ OTHERS_MIB = (0, 128, 256, 512, 768, 1024, 1536, 2118, 2560, 3072, 4096, 5120, 6
 
 
 def form() -> dict[str, Any]:
-    own = option_specs(PlanQuestions)
+    own = option_specs(PlanOptions)
     return {
         "version": __version__, "example": EXAMPLE, "here": _here(),
         "gpus": [{"name": card.name, "memory": f"{card.memory_gb} GB", "group": _family(card)}

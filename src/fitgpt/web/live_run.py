@@ -8,7 +8,7 @@ from typing import Any
 
 from ..core.errors import FitError
 from ..core.units import show_bytes, show_seconds
-from ..hardware.gpu_stats import GpuState
+from ..hardware.nvidia import GpuState
 from ..runs.watch import MemoryHistory, RunState, Watcher, WatchFrame, has_ended
 from ..show.charts import EventMark, Level, Series, line_chart
 from ..show.train_text import show_mfu

@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 from urllib.parse import parse_qsl
 
-from ..config.command_options import PlanOptions, PlanQuestions
+from ..config.command_options import PlanArguments, PlanOptions
 from ..config.fields import Assignment, build, option_specs, parse_value, shown
 from ..config.memory_savers import loss_chunk_tokens
 from ..config.run_config import DEFAULT_VOCAB, NOT_NANOGPTS, PAGE_OPTIONS, RunConfig, diff, resolve
@@ -33,14 +33,14 @@ class PageQuery(NamedTuple):
     config: RunConfig
     trainer: str
     target: Target
-    questions: PlanQuestions
+    questions: PlanOptions
     ignored: tuple[str, ...]  # parts of the query string, each as a sentence
 
 
 def read(query: str) -> PageQuery:
     """Raises UsageError for a value that is not valid, and for an unknown GPU."""
     assignments, ignored = _assignments(query)
-    questions = build(PlanQuestions, [each for each in assignments if each.key in QUESTIONS])
+    questions = build(PlanOptions, [each for each in assignments if each.key in QUESTIONS])
     config, _ = resolve([each for each in assignments if each.key not in QUESTIONS])
     _check_size(config, questions.trainer)
     target = _target(questions)
@@ -61,7 +61,7 @@ def _assignments(query: str) -> tuple[list[Assignment], tuple[str, ...]]:
             raise UsageError(f"{key}: its value is {len(text):,} characters long.",
                              f"A value has at most {LONGEST_VALUE} characters.")
         else:
-            found.append(Assignment(key, parse_value(PlanOptions, key, text), f"--{key}={text}"))
+            found.append(Assignment(key, parse_value(PlanArguments, key, text), f"--{key}={text}"))
     return found, tuple(ignored)
 
 
@@ -76,7 +76,7 @@ def _check_size(config: RunConfig, trainer: str) -> None:
                          f"most {MOST_CHUNKS:,}.", "--loss_chunk=0, or a smaller batch.")
 
 
-def _target(questions: PlanQuestions) -> Target:
+def _target(questions: PlanOptions) -> Target:
     moment = 0 if questions.gpu else int(time.monotonic() / DRIVER_SECONDS)
     return _cached_target(questions.gpu, questions.others, questions.budget, questions.torch, moment)
 
@@ -114,7 +114,7 @@ def command(query: PageQuery) -> str:
 
 def plan_command(query: PageQuery) -> str:
     """The command that prints this plan."""
-    own = option_specs(PlanQuestions)
+    own = option_specs(PlanOptions)
     questions = {key: getattr(query.questions, key) for key in QUESTIONS}
     flags = {key: value for key, value in questions.items() if value != own[key].default} | _not_default(query)
     return " ".join(["fitgpt plan", *(f"--{key}={shown(value)}" for key, value in flags.items())])

@@ -13,11 +13,9 @@ from fitgpt.config.argv import walk
 from fitgpt.config.fields import build
 from fitgpt.config.run_config import RunConfig
 from fitgpt.core.units import GiB, MiB
-from fitgpt.diagnosis.case import ExplainedRun, build_case, card_with
+from fitgpt.diagnosis.case import ExplainedRun, build_case, card_with, guess_logits, is_segment_size, usage_in
 from fitgpt.diagnosis.diagnose import Diagnosis, diagnose
-from fitgpt.diagnosis.gpu_usage import usage_in
 from fitgpt.diagnosis.oom_message import OomMessage, parse_oom_message
-from fitgpt.diagnosis.tensor_match import guess_logits, is_segment_size
 from fitgpt.hardware import gpus
 from fitgpt.memory.tape import Event
 from fitgpt.planning.budget import Budget, budget_for, platform_for
@@ -75,7 +73,7 @@ def test_remedies_have_flags_and_fit() -> None:
     assert "fitgpt train config/notes_77m.py" in computed
     smaller = next(todo for todo in computed if todo.startswith("--batch_size"))
     again = notes_77m("nanogpt", "--compile=False", *smaller.split())
-    assert fits(again.settled, SETTING, budget.reserve_limit, "nanogpt")
+    assert fits(again.resolved, SETTING, budget.reserve_limit, "nanogpt")
     assert again.config.tokens_per_step == run.config.tokens_per_step
     assert "less" in computed[smaller].effect
 
@@ -131,7 +129,7 @@ def test_every_remedy_that_claims_to_fit_fits() -> None:
     assert len(promised) >= 2
     for remedy in promised:
         again = notes_77m("fitgpt", "--batch_size=128", "--compile=False", *remedy.todo.split())
-        assert fits(again.settled, SETTING, budget.reserve_limit, "fitgpt"), remedy.todo
+        assert fits(again.resolved, SETTING, budget.reserve_limit, "fitgpt"), remedy.todo
 
 
 def test_a_size_that_the_config_never_requests_is_reported() -> None:
@@ -236,7 +234,7 @@ def test_a_short_message_with_config_and_card_gets_forecast_remedies(text: str) 
     assert "fitgpt train config/notes_77m.py" in computed
     smaller = next(todo for todo in computed if todo.startswith("--batch_size"))
     again = notes_77m("nanogpt", "--compile=False", *smaller.split())
-    assert fits(again.settled, SETTING, budget_for(CARD).reserve_limit, "nanogpt")
+    assert fits(again.resolved, SETTING, budget_for(CARD).reserve_limit, "nanogpt")
     assert all("allocated at the peak" in remedy.effect for remedy in computed.values())
     assert not any("half the --batch_size" in remedy.todo or "…" in remedy.todo for remedy in told.remedies)
     assert any("on the RTX 4070 with no other processes" in note for note in told.notes)
@@ -277,5 +275,5 @@ def test_a_loss_chunk_is_described_by_its_rows() -> None:
     ("data", "X1", (16, 1024)), ("workspace", "attention sums", ()), ("optimizer", "3.down.bias.exp_avg", ())])
 def test_the_formula_of_a_tensor_has_its_dimensions(owner: str, name: str, sides: tuple[int, ...]) -> None:
     nbytes = prod(sides or (16, 1024, 576)) * 4
-    told = tensor_formula(Event(True, name, owner, nbytes), notes_77m().settled, "nanogpt", "train")
+    told = tensor_formula(Event(True, name, owner, nbytes), notes_77m().resolved, "nanogpt", "train")
     assert told == (" × ".join(f"{side:,}" for side in (*sides, 4)) + " bytes" if sides else "36.0 MiB")

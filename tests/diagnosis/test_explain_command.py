@@ -22,6 +22,7 @@ from fitgpt.diagnosis.plan_or_run import compare_phases, explain_plan, recorded_
 from fitgpt.diagnosis.rules import RULES
 from fitgpt.hardware.nvidia import Survey
 from fitgpt.planning.budget import budget_for, unnamed
+from fitgpt.planning.forecast import MemoryPlan
 from fitgpt.planning.plan_file import plan_from
 from fitgpt.runs.folder import RunFolder, open_run
 from fitgpt.show.diagnosis_text import diagnosis_text
@@ -211,7 +212,7 @@ def test_others_can_be_given_for_a_message_without_them(tmp_path: Path, capsys: 
 
 
 def make_run(folder: Path, **facts: Any) -> RunFolder:
-    config = notes_77m("fitgpt").settled
+    config = notes_77m("fitgpt").resolved
     run = open_run(folder, config.to_dict(), resume=False)
     run.record(config.to_dict())
     run.append_metrics({"kind": "run", "device": "cuda:0", "device_name": "NVIDIA GeForce RTX 4070", "start_step": 0,
@@ -255,7 +256,7 @@ def test_a_run_is_explained_by_its_recorded_plan(tmp_path: Path, no_stdin: None,
                                                      "reserve_limit_bytes": 1, "peak_phase": "x"},
                                  {"phases": {"train": 1}, "owners_at_peak": None}])
 def test_an_unreadable_recorded_plan_is_ignored(row: dict[str, Any]) -> None:
-    plan = notes_77m("fitgpt").plan(budget_for(CARD))
+    plan = MemoryPlan(notes_77m("fitgpt").forecast, budget_for(CARD))
     assert recorded_plan(plan, [{"kind": "plan", **row}]) == plan
 
 
@@ -332,7 +333,7 @@ def test_a_plan_with_impossible_figures_is_rejected(tmp_path: Path, no_stdin: No
 
 def test_a_plan_file_is_explained_by_its_config(tmp_path: Path, no_stdin: None,
                                                 capsys: pytest.CaptureFixture[str]) -> None:
-    config = notes_77m("fitgpt").settled.to_dict()
+    config = notes_77m("fitgpt").resolved.to_dict()
     (tmp_path / "plan.json").write_text(json.dumps({"schema": 1, "config": config, "card": "RTX 4070", "ladder": []}))
     assert main(["explain", str(tmp_path / "plan.json"), "--json"]) == 0
     assert told(capsys)["subject"] == "plan"
@@ -351,7 +352,7 @@ def test_a_plan_with_a_config_lists_changes_and_savings(
 def test_recorded_figures_override_the_plan_and_metrics() -> None:
     rows = [{"kind": "plan", "phases": {"train": {"allocated_bytes": 100 * MiB, "reserved_bytes": 120 * MiB}}},
             {"kind": "plan_measured", "phases": {"train": {"allocated_bytes": 101 * MiB, "reserved_bytes": 120 * MiB}}}]
-    assert compare_phases(notes_77m("fitgpt").plan(budget_for(CARD)), rows) == (
+    assert compare_phases(MemoryPlan(notes_77m("fitgpt").forecast, budget_for(CARD)), rows) == (
         "Training: allocated 100.0 MiB predicted, 101.0 MiB measured (+1.0%); reserved 120.0 MiB predicted, "
         "120.0 MiB measured (+0.0%).",)
 
@@ -362,15 +363,14 @@ def test_a_broken_plan_file_is_not_recognised(tmp_path: Path, no_stdin: None) ->
 
 
 def test_the_shares_of_a_plan_add_up_to_the_card() -> None:
-    run = notes_77m("fitgpt")
-    plan = run.plan(budget_for(CARD, others=2118 * MiB))
+    plan = MemoryPlan(notes_77m("fitgpt").forecast, budget_for(CARD, others=2118 * MiB))
     assert sum(share.nbytes for share in explain_plan(plan).shares) == plan.budget.usable
 
 
 @pytest.mark.parametrize("row", [{}, {"kind": "step"}, {"kind": "step", "memory": 3}, {"kind": "eval", "memory": {}},
                                  {"kind": "step", "memory": {"peak_allocated": "NaN"}}, {"kind": 7}])
 def test_a_record_without_figures_compares_nothing(row: dict[str, Any]) -> None:
-    assert compare_phases(notes_77m("fitgpt").plan(budget_for(CARD)), [row]) == ()
+    assert compare_phases(MemoryPlan(notes_77m("fitgpt").forecast, budget_for(CARD)), [row]) == ()
 
 
 # ---- on the screen

@@ -10,10 +10,10 @@ import pytest
 
 from fitgpt.config.run_config import RunConfig
 from fitgpt.core.units import GiB, MiB
-from fitgpt.diagnosis import context_in
 from fitgpt.diagnosis.case import ExplainedRun
 from fitgpt.diagnosis.diagnose import Diagnosis, diagnose
-from fitgpt.diagnosis.oom_message import OomMessage, message_in, parse_oom_message
+from fitgpt.diagnosis.input import message_in, read_input
+from fitgpt.diagnosis.oom_message import OLD_PYTORCH, OomMessage, parse_oom_message
 from fitgpt.hardware import gpus
 from fitgpt.planning.budget import platform_for
 
@@ -24,7 +24,7 @@ WITH_CONFIG = [name for name, told in INDEX.items() if "config" in told]
 
 def read(name: str) -> OomMessage:
     with open(FOLDER / f"{name}.txt", "rb") as file:
-        found = message_in(context_in(file))
+        found = message_in(read_input(file))
     assert found is not None
     return found
 
@@ -40,7 +40,6 @@ def test_every_recorded_message_cites_its_thread() -> None:
     assert {path.stem for path in FOLDER.glob("*.txt")} == set(INDEX)
     assert len(INDEX) >= 12
     assert all(told["url"].startswith("https://github.com/") and told["why"] for told in INDEX.values())
-    assert len({read(name).source for name in INDEX}) >= 8
 
 
 @pytest.mark.parametrize("name", INDEX)
@@ -80,9 +79,8 @@ def test_every_figure_is_parsed(name: str, sizes: dict[str, float | None]) -> No
 
 
 @pytest.mark.parametrize(("name", "wording"), [
-    ("transformers-1819", "PyTorch 1.0 to 1.3"), ("transformers-3360", "PyTorch 1.4 to 1.9"),
-    ("nanogpt-88", "PyTorch 1.10 to 2.0"), ("minimind-48", "PyTorch 2.1"), ("sd-scripts-2029", "PyTorch 2.2 to 2.9"),
-    ("trl-5207", "PyTorch 2.10 or later"), ("qwen3-873", "cuBLAS"), ("aitextgen-188", "Windows")])
+    ("transformers-1819", OLD_PYTORCH), ("transformers-3360", OLD_PYTORCH), ("nanogpt-88", "PyTorch"),
+    ("minimind-48", "PyTorch"), ("trl-5207", "PyTorch"), ("qwen3-873", "cuBLAS"), ("aitextgen-188", "Windows")])
 def test_the_source_of_a_message_is_recognised(name: str, wording: str) -> None:
     assert read(name).source == wording
 

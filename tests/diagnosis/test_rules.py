@@ -75,7 +75,7 @@ def test_each_rule_has_documentation_and_advice(rule: Rule) -> None:
 
 
 def test_the_last_rule_applies_to_every_case() -> None:
-    assert RULES[-1].applies(build_case(message("RuntimeError: CUDA out of memory.")))
+    assert RULES[-1].text(build_case(message("RuntimeError: CUDA out of memory.")))
 
 
 @pytest.mark.parametrize(("code", "phase"), [("OOM-CUT", ""), ("OOM-AT-LOAD", "load"), ("OOM-EVAL", "eval")])

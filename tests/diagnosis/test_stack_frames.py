@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fitgpt.diagnosis.stack_frames import StackFrame, is_compiled, parse_frames, phase_of, trainer_of, user_frame
+from fitgpt.diagnosis.oom_message import StackFrame, is_compiled, parse_frames, phase_of, trainer_of, user_frame
 
 NANOGPT = '''Traceback (most recent call last):
   File "/home/me/nanoGPT/train.py", line 264, in <module>

@@ -12,7 +12,7 @@ from typing import BinaryIO
 
 from ..config.command_options import ExplainOptions
 from ..config.fields import Assignment, build, option_specs
-from ..diagnosis import explain_options
+from ..diagnosis.input import explain_options
 from ..show.diagnosis_text import diagnosis_text
 
 NOT_RECOGNISED = 1

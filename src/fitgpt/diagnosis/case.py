@@ -1,42 +1,33 @@
-"""Everything known about an out-of-memory failure: message, GPU usage, and the run that failed, if its config is known.
+"""Everything known about an out-of-memory failure: who held the GPU's memory, the run that failed, its failing tensor.
 
 Infers trainer and compile mode from the message when they were not given.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import NamedTuple
 
-from ..config.argv import walk
-from ..config.fields import Assignment
 from ..config.resolve import ResolvedRun, resolve_run
-from ..config.run_config import RunConfig
-from ..core.errors import UsageError
-from ..core.units import MiB
+from ..config.run_config import DEFAULT_VOCAB, GPT2_VOCAB, RunConfig
+from ..core.units import GiB, MiB
 from ..hardware.gpus import GpuModel, load
+from ..memory.allocator import LARGE_BUFFER, SMALL_BUFFER, allocation_size
 from ..memory.platform import Platform
-from ..memory.tape import Tape
+from ..memory.tape import Event, Tape, round_size
 from ..memory.timeline import Timeline, replay
-from ..planning.budget import Budget, platform_for
+from ..planning.budget import Budget, budget_for, platform_for
 from ..planning.forecast import Forecast, MemoryPlan, forecast, write_tape
-from ..planning.request import run_config_from, with_data
-from ..runs.folder import recorded_config
-from .gpu_usage import GpuUsage, budget_at_failure, usage_in
-from .oom_message import OomMessage
-from .stack_frames import is_compiled, phase_of, trainer_of
-from .tensor_match import TensorMatch, match_tensor
+from .oom_message import OomMessage, is_compiled, phase_of, trainer_of
 
 NOT_ON_GPU = ("killed", "ram", "mps")  # kinds of messages that the forecast of a CUDA GPU does not explain
 SAME_CARD = 0.004  # the usable memory of one GPU model may differ by this: 24084 and 24217 MiB of a 4090
 SAME_RUN = 0.1     # if the allocated memory differs by more, tape and message are not of the same run
-OTHER_TRAINER = {"fitgpt": "nanogpt", "nanogpt": "fitgpt"}
 TRAINERS = {"fitgpt": "fitgpt", "nanogpt": "nanoGPT"}
 SCRIPTS = {"fitgpt": "fitgpt", "nanogpt": "nanoGPT's train.py"}
-RESUMED = ("init_from", "resume")  # a resumed run has the tape of a run from scratch
 
 
 # ---- the run
@@ -57,12 +48,12 @@ class ExplainedRun:
         return self.platform.uses_expandable_segments(self.trainer)
 
     @cached_property
-    def settled(self) -> ResolvedRun:
+    def resolved(self) -> ResolvedRun:
         return resolve_run(self.config, self.platform, self.trainer)
 
     @cached_property
     def tape(self) -> Tape:
-        return write_tape(self.settled, self.platform, self.trainer)
+        return write_tape(self.resolved, self.platform, self.trainer)
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -70,22 +61,10 @@ class ExplainedRun:
 
     @cached_property
     def forecast(self) -> Forecast:
-        return forecast(self.settled, self.platform, self.trainer)
-
-    def plan(self, budget: Budget) -> MemoryPlan:
-        return MemoryPlan(self.forecast, budget)
+        return forecast(self.resolved, self.platform, self.trainer)
 
     def with_other_trainer(self) -> ExplainedRun:
-        return replace(self, trainer=OTHER_TRAINER[self.trainer])
-
-    def fits_with_expandable_segments(self, limit: int) -> bool:
-        """Whether expandable segments, if the run does not use them yet, would make it fit."""
-        return not self.expandable and replay(self.tape, limit, expandable=True).failed is None
-
-    @property
-    def state_bytes(self) -> int:
-        """Weights, gradients and AdamW's moments in float32, which do not depend on the batch size."""
-        return 16 * self.settled.gpt_config().count_params()
+        return replace(self, trainer="fitgpt" if self.trainer == "nanogpt" else "nanogpt")
 
 
 @dataclass(frozen=True)
@@ -101,42 +80,219 @@ class ExplainRequest:
 
     def run_on(self, card: GpuModel | None) -> ExplainedRun | None:
         """The run on that card, or on one of compute capability 8.6; None without a config."""
-        platform = platform_for(card) if card else Platform((8, 6))
-        return self.run_with(platform) if self.config is not None else None
+        return self.run_with(platform_for(card) if card else Platform((8, 6))) if self.config is not None else None
 
     def run_with(self, platform: Platform) -> ExplainedRun:
         assert self.config is not None
         return ExplainedRun(self.config, "fitgpt" if self.trainer == "auto" else self.trainer, platform, self.name)
 
 
-def find_config(assignments: Sequence[Assignment], config: str = "", folder: Path | None = None,
-                log: str = "") -> tuple[RunConfig | None, str, tuple[str, ...]]:
-    """The run's config, the arguments that start it, and notes. Flags override config files, which override the config
-    recorded in a run folder.
+# ---- who held the GPU's memory
 
-    `config`: a config file or a run folder. `log`: a file to explain, which may lie in the folder of its run.
+# Non-PyTorch memory of a process, CUDA context and kernels: 109 to 767 MiB were measured (hardware/gpus.csv). Where a
+# message does not separate it from other processes, the part above this belongs to them.
+MAX_OUTSIDE = GiB
+
+
+@dataclass(frozen=True)
+class GpuUsage:
+    """Bytes of one GPU. None: the message does not contain the figure."""
+
+    total: int
+    free: int
+    allocated: int | None = None
+    unallocated: int | None = None  # reserved by PyTorch but unallocated
+    process: int | None = None      # of this process, non-PyTorch memory included
+    others: int | None = None
+    pids: tuple[tuple[int, int], ...] = ()  # other processes, as listed
+
+    @property
+    def reserved(self) -> int | None:
+        return None if self.allocated is None or self.unallocated is None else self.allocated + self.unallocated
+
+    @property
+    def used(self) -> int:
+        return max(self.total - self.free, 0)
+
+    @property
+    def not_pytorch(self) -> int:
+        """Neither free nor reserved by PyTorch: non-PyTorch memory of this process, and other processes."""
+        held = self.reserved if self.reserved is not None else self.process or 0
+        return max(self.total - self.free - held, 0)
+
+    @property
+    def outside(self) -> int | None:
+        """Non-PyTorch memory of this process."""
+        if self.process is None or self.reserved is None:
+            return None
+        return max(self.process - self.reserved, 0)
+
+    @property
+    def truncated(self) -> bool:
+        """The message ends before the figures of this process and of PyTorch."""
+        return self.process is None and self.reserved is None
+
+    @property
+    def others_at_least(self) -> int:
+        if self.others is not None:
+            return self.others
+        return 0 if self.truncated else max(self.not_pytorch - MAX_OUTSIDE, 0)
+
+    @property
+    def spilled(self) -> bool:
+        """More is reserved than the GPU has: Windows and WSL move the rest into CPU RAM."""
+        return (self.reserved or 0) > self.total
+
+    @property
+    def limit(self) -> int | None:
+        """The most that PyTorch could have reserved."""
+        return None if self.reserved is None or self.spilled else self.reserved + self.free
+
+
+def usage_in(message: OomMessage) -> GpuUsage | None:
+    """None: the message does not contain the GPU's total and free memory."""
+    if message.total is None or message.free is None:
+        return None
+    process, listed = message.process, list(message.others)
+    if process is None and listed and message.reserved is not None:  # a container lists the own process with the others
+        own = min((each for each in listed if each[1] >= message.reserved - 8 * MiB), key=lambda each: each[1],
+                  default=None)
+        if own is not None:
+            listed.remove(own)
+            process = own[1]
+    others = None if process is None else max(message.total - message.free - process, sum(size for _, size in listed))
+    return GpuUsage(message.total, message.free, message.allocated, message.unallocated, process, others, tuple(listed))
+
+
+def budget_at_failure(message: OomMessage, usage: GpuUsage | None, card: GpuModel | None, others: int) -> Budget | None:
+    """What the run could have reserved, by the message's figures or else by the card's; None if neither is known.
+
+    `others`: bytes of other processes, for a message that does not contain them.
     """
-    assignments, recorded, name = list(assignments), None, ""
-    if config and Path(config).is_dir():
-        folder = Path(config)
-    elif config:
-        assignments = [*walk([config], RunConfig, config_files=True), *assignments]
-    if folder is None and log and not assignments and (Path(log).parent / "run.json").is_file():
-        folder = Path(log).parent
-    if folder is not None:
-        recorded, name = recorded_config(folder), f"--out_dir={folder} --init_from=resume"
-        if recorded is None and not assignments:
-            raise UsageError(f"{folder} holds no run of fitgpt: no run.json, which contains its config.",
-                             f"fitgpt explain {folder} --config=config.py")
-    if not assignments and recorded is None:
-        return None, "", ()
-    arguments = dict.fromkeys(each.source if each.source.startswith("-") else each.source.rpartition(":")[0]
-                              for each in assignments)
-    known = RunConfig.from_dict(recorded).to_dict() if recorded else {}
-    assignments = [*(Assignment(key, value, str(folder)) for key, value in known.items()), *assignments]
-    found, _ = run_config_from([each for each in assignments if (each.key, each.value) != RESUMED])
-    found, _, _, notes = with_data(found)
-    return found, name if recorded else " ".join(arguments), tuple(notes)
+    if usage is not None and usage.limit is not None:
+        outside = usage.outside if usage.outside is not None else min(
+            usage.not_pytorch, card.outside_mib * MiB if card and card.outside_mib else usage.not_pytorch)
+        limit = usage.limit if message.allowed is None else min(usage.limit, message.allowed)
+        return Budget(card.name if card else f"GPU of {usage.total / GiB:.2f} GiB", usage.total,
+                      max(usage.not_pytorch - outside, 0), limit + outside, outside,
+                      ("The figures are those of the message.",))
+    if card is None or card.usable_mib is None or card.outside_mib is None:
+        return None
+    others = max(others, usage.others_at_least) if usage else others
+    budget = budget_for(card, others=others)
+    usable = usage.total if usage else budget.usable
+    left = max(usable - others, 0)
+    return budget._replace(usable=usable, budget=left if message.allowed is None
+                           else min(left, message.allowed + budget.outside))
+
+
+# ---- the tensor that requested the allocation
+
+
+class TensorMatch(NamedTuple):
+    event: Event
+    phase: str        # of the tape: first_eval, train …
+    backward: bool
+    allocated: int    # on the tape, before this allocation
+    fails_here: bool  # replayed under the message's memory limit, the tape runs out of memory at this allocation
+
+
+def match_tensor(message: OomMessage, phase: str, run: ExplainedRun, limit: int | None) -> TensorMatch | None:
+    """The allocation of the run's tape that has the requested size.
+
+    If several have it: the one at which the tape, replayed under the limit, runs out of memory; else the one with the
+    most similar amount allocated before it, in the phase that the traceback shows.
+    """
+    if message.requested is None:
+        return None
+    tape, allocated = run.tape, run.timeline.allocated
+    failed = None if limit is None else replay(tape, limit, expandable=run.expandable).failed
+    found = [TensorMatch(event, tape_phase, _BACKWARD.fullmatch(event.name) is not None,
+                         allocated[number - 1] if number else 0, number == failed)
+             for tape_phase, start, end in tape.phases
+             for number, event in enumerate(tape.events[start:end], start)
+             if event.alloc and has_requested_size(event.nbytes, message)]
+    agreeing = [each for each in found if _agrees(each, phase)]
+    failing = next((each for each in agreeing if each.fails_here), None)
+    if failing is not None or is_segment_size(message):
+        return failing
+    return min(agreeing or found, key=lambda each: abs(each.allocated - (message.allocated or 0)), default=None)
+
+
+def has_requested_size(nbytes: int, message: OomMessage) -> bool:
+    """Whether PyTorch requests the message's size for a tensor of `nbytes`: rounded to 512 bytes, or to a segment."""
+    assert message.requested is not None
+    size = round_size(nbytes)
+    return any(abs(each - message.requested) <= message.tolerance for each in (size, allocation_size(size)))
+
+
+def is_segment_size(message: OomMessage) -> bool:
+    """Whether it is the size of a new segment for small tensors, which is the same for every tensor."""
+    return message.requested in (SMALL_BUFFER, LARGE_BUFFER)
+
+
+def _agrees(found: TensorMatch, phase: str) -> bool:
+    if phase == "eval":
+        return found.phase.endswith("eval")
+    if phase in ("forward", "backward"):
+        return found.phase.endswith("train") and found.backward == (phase == "backward")
+    if phase == "step":
+        return found.event.owner == "optimizer" or found.phase == "step"
+    return phase in ("", found.phase)
+
+
+# Tokens of a usual batch are a multiple of this. Sizes are printed to 2 MiB, those in GiB to 10 MiB, so one in 30 to 60
+# other tensors has such a size by chance: it remains a guess.
+TOKENS_MULTIPLE, TOKENS_MULTIPLE_IN_GIB = 1024, 4096
+
+
+def guess_logits(message: OomMessage) -> str:
+    """A sentence if logits with GPT-2's vocabulary have the requested size; otherwise empty."""
+    if message.requested is None or is_segment_size(message):
+        return ""
+    multiple = TOKENS_MULTIPLE if message.tolerance < MiB else TOKENS_MULTIPLE_IN_GIB
+    found = []
+    for width, precision in ((4, "float32"), (2, "half precision")):
+        for vocab in (DEFAULT_VOCAB, GPT2_VOCAB):
+            tokens = round(message.requested / (vocab * width * multiple)) * multiple
+            if tokens and has_requested_size(tokens * vocab * width, message):
+                found.append(f"{tokens:,} tokens in {precision} ({tokens:,} × {vocab:,} × {width} bytes)")
+                break
+    return f"A guess: this is the size of logits, with GPT-2's vocabulary, of {' or '.join(found)}." if found else ""
+
+
+# What tensors are called, by their owner or their name on the tape.
+_OWNERS = {"weights": "weights", "gradients": "a gradient", "optimizer": "optimizer state",
+           "casts": "a half-precision copy of weights", "activations": "an activation", "logits": "logits",
+           "workspace": "a kernel's workspace", "data": "the batch", "other": "a small tensor"}
+_BACKWARD = re.compile(r"(?:\d+\.)?d_.*|.*\.(?:grad|raw|fresh)|.*backward.*")
+_TENSORS = tuple((re.compile(pattern), text) for pattern, text in (
+    (r"log_softmax\.float", "the float32 copy of the log-probabilities, which the loss keeps for its backward pass"),
+    (r"log_softmax", "the log-probabilities of every token"),
+    (r"logits of .*", "the logits of every token"),
+    (r"logits", "the logits of one chunk of the loss"),
+    (r"zeros for logits", "zeros for the gradient of the logits, which forward returns and nothing uses"),
+    (r"d_log_softmax", "the float32 gradient of the log-probabilities, the first tensor of the backward pass"),
+    (r"d_log_softmax\.half", "the half-precision gradient of the log-probabilities"),
+    (r"d_logits", "the gradient of the logits"),
+    (r"(\d+)\.fc", "the output of the first MLP matmul of layer {0}"),
+    (r"(\d+)\.(?:gelu|g)", "the GELU output of layer {0}"),
+    (r"(\d+)\.qkv", "queries, keys and values of layer {0}"),
+    (r"(\d+)\.att(?:\.padded)?", "the attention output of layer {0}"),
+    (r"wte", "the token embedding, which is also the output head"),
+    (r"(.+)\.(?:exp_avg(?:_sq)?|first|second)", "the optimizer's moments of {0}"),
+    (r"(.+)\.(?:grad|fresh|raw)", "the gradient of {0}"),
+    (r"(.+)\.cast", "the half-precision copy of {0}"),
+    (r"(?:\d+\.)?d_(.+)", "a gradient inside the backward pass ({0})"),
+))
+
+
+def describe_tensor(event: Event) -> str:
+    """'the GELU output of layer 3' for the event named 3.gelu."""
+    for pattern, text in _TENSORS:
+        if found := pattern.fullmatch(event.name):
+            return text.format(*found.groups())
+    return f"{_OWNERS[event.owner]} ({event.name})"
 
 
 # ---- how it ran, if that was not given
@@ -157,49 +313,42 @@ class Hypothesis(NamedTuple):
         return 0 if self.match.fails_here else 1 if off <= SAME_RUN else 2, off
 
     def describe(self) -> str:
-        return f"{'compiled' if self.run.settled.compile else 'eager'} {TRAINERS[self.run.trainer]}"
+        return f"{'compiled' if self.run.resolved.compile else 'eager'} {TRAINERS[self.run.trainer]}"
 
 
 def possible_runs(message: OomMessage, run: ExplainedRun, trainer: str) -> list[ExplainedRun]:
     """The run with every trainer and compile mode that is neither given nor shown by the traceback; the given run
     first."""
-    shown = trainer_of(message.frames)
-    trainers = [trainer] if trainer != "auto" else [shown] if shown else [run.trainer, OTHER_TRAINER[run.trainer]]
-    default, shown_compiled = bool(run.settled.compile), is_compiled(message.frames)
-    if run.config.compile != "auto":
-        modes = [default]
-    else:
-        modes = [default, not default] if shown_compiled is None else [shown_compiled]
+    trainers, compile_modes = [trainer], [default := bool(run.resolved.compile)]
+    if trainer == "auto":
+        shown = trainer_of(message.frames)
+        trainers = [shown] if shown else [run.trainer, run.with_other_trainer().trainer]
+    if run.config.compile == "auto":
+        compiled = is_compiled(message.frames)
+        compile_modes = [default, not default] if compiled is None else [compiled]
     return [replace(run, trainer=each) if compiled == default else
             replace(run, trainer=each, config=replace(run.config, compile=compiled), inferred=True)
-            for each in trainers for compiled in modes]
-
-
-def check_hypothesis(message: OomMessage, run: ExplainedRun, phase: str, limit: int | None) -> Hypothesis:
-    if message.requested is None:
-        return Hypothesis(run, None)
-    failed = None if limit is None else replay(run.tape, limit, expandable=run.expandable).failed
-    return Hypothesis(run, match_tensor(message, phase, run.tape, run.timeline.allocated, failed))
+            for each in trainers for compiled in compile_modes]
 
 
 def describe_choice(chosen: Hypothesis, hypotheses: Sequence[Hypothesis]) -> str:
     """How trainer and compile mode were inferred; empty if both were given."""
-    compiled = bool(chosen.run.settled.compile)
+    compiled = bool(chosen.run.resolved.compile)
     if len(hypotheses) < 2 and chosen.run.inferred:
         return f"The traceback shows that it ran {'compiled' if compiled else 'eager'}: --compile={compiled}."
     if len(hypotheses) < 2 or chosen.match is None:
         return ""
+
+    def join(names: list[str]) -> str:
+        return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+
     also = [each.describe() for each in hypotheses if each.match is not None and each is not chosen]
     without = [each.describe() for each in hypotheses if each.match is None]
     text = (f"Trainer or compile mode was not given: {chosen.describe()} (--trainer={chosen.run.trainer} "
             f"--compile={compiled}) explains the message")
-    text += f" best; {_join(also)} may request this size, too" if also else ""
-    text += f"; {_join(without)} never request{'s' if len(without) == 1 else ''} this size" if without else ""
+    text += f" best; {join(also)} may request this size, too" if also else ""
+    text += f"; {join(without)} never request{'s' if len(without) == 1 else ''} this size" if without else ""
     return f"{text}."
-
-
-def _join(names: Sequence[str]) -> str:
-    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
 # ---- the case
@@ -222,25 +371,9 @@ class Case:
         return self.message.requested or 0
 
     @property
-    def total(self) -> int:
-        return self.usage.total if self.usage else 0
-
-    @property
-    def free(self) -> int:
-        return self.usage.free if self.usage else 0
-
-    @property
     def missing(self) -> int:
         """Requested and not free."""
-        return max(self.requested - self.free, 0)
-
-    @property
-    def unallocated(self) -> int:
-        return (self.usage.unallocated if self.usage else None) or 0
-
-    @property
-    def reserved(self) -> int:
-        return (self.usage.reserved if self.usage else None) or 0
+        return max(self.requested - (self.usage.free if self.usage else 0), 0)
 
     @property
     def tape_phase(self) -> str:
@@ -274,10 +407,11 @@ def build_case(message: OomMessage, run: ExplainedRun | None = None, card: GpuMo
         return Case(message, phase, usage, run=run)
     budget = budget_at_failure(message, usage, card or (card_with(usage.total) if usage else None), others)
     limit = budget.reserve_limit if budget else None
-    hypotheses = tuple(check_hypothesis(message, each, phase, limit)
+    hypotheses = tuple(Hypothesis(each, match_tensor(message, phase, each, limit))
                        for each in possible_runs(message, run, trainer or run.trainer))
     best = min(hypotheses, key=lambda each: each.distance(message))
-    return Case(message, phase, usage, best.match, best.run, best.run.plan(budget) if budget else None, hypotheses)
+    plan = MemoryPlan(best.run.forecast, budget) if budget else None
+    return Case(message, phase, usage, best.match, best.run, plan, hypotheses)
 
 
 def card_with(usable: int) -> GpuModel | None:

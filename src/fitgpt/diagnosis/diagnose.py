@@ -2,19 +2,35 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any
 
+from ..config.fields import shown
+from ..config.run_config import RunConfig, diff
+from ..core.errors import UsageError
 from ..core.units import MiB, show_bytes, show_count
 from ..hardware.gpus import GpuModel
-from ..planning.forecast import MemoryPlan
+from ..memory.timeline import replay
+from ..planning.changes import Change, ChangedRun, by_family, single_changes, smallest
+from ..planning.forecast import MemoryPlan, fits, replay_run
 from ..planning.formulas import tensor_formula
-from .case import NOT_ON_GPU, SAME_RUN, SCRIPTS, Case, ExplainedRun, build_case, describe_choice
-from .gpu_usage import GpuUsage
-from .oom_message import OomMessage
-from .remedies import Remedy, remedies_for
-from .rules import LIST_PROCESSES, Rule, had_free_memory, matching_rules
-from .stack_frames import user_frame
-from .tensor_match import PHASE_LABELS, TensorMatch, describe_tensor, guess_logits, is_segment_size
+from ..runs.metrics import PHASES
+from .case import (
+    NOT_ON_GPU,
+    SAME_RUN,
+    SCRIPTS,
+    Case,
+    ExplainedRun,
+    TensorMatch,
+    build_case,
+    describe_choice,
+    describe_tensor,
+    guess_logits,
+    is_segment_size,
+)
+from .oom_message import OomMessage, user_frame
+from .rules import TOOLS, had_free_memory, matching_rules
 
 
 @dataclass(frozen=True)
@@ -32,6 +48,16 @@ class Cause:
 
     code: str
     what: str
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """Something to type or do, and its effect. None: not known."""
+
+    todo: str
+    effect: str                  # "7.31 GiB allocated at the peak, 3.1 GiB less", or another text
+    fits: bool | None = None
+    costs: str = ""
 
 
 @dataclass(frozen=True)
@@ -55,11 +81,28 @@ def diagnose(message: OomMessage, run: ExplainedRun | None = None, card: GpuMode
     """`trainer`: as given, may be auto; by default the run's. `others`: bytes of other processes, as given."""
     case = build_case(message, run, card, trainer, others)
     rules = matching_rules(case)
+
+    # The advice of the rules that decide, then changes with their forecast, then the advice of the other rules.
+    advice = {decides: [Remedy(todo, effect) for each in rules if each.decides == decides
+                        for todo, effect in each.rule.advice_for(case)] for decides in (True, False)}
+    changes = remedies_for(case.run, case.plan) if case.run is not None and case.plan is not None else ()
+    remedies = (*advice[True], *changes, *advice[False])
+    last = {remedy.todo: number for number, remedy in enumerate(remedies)}  # what several rules advise comes late
+
+    notes = []
+    if message.repeated:
+        notes.append(f"Further messages of this kind: {message.repeated}. The first one counts.")
+    if case.run is not None and case.plan is not None:
+        notes.append(_forecast_note(case, case.run, case.plan))
+    chosen = next((each for each in case.hypotheses if each.run is case.run), None)
+    if chosen is not None and (choice := describe_choice(chosen, case.hypotheses)):
+        notes.append(choice)
+
+    shares, shares_of = _usage_shares(case)
     return Diagnosis(
-        subject="message", title=_title(message), what=_what(case), phase=case.tape_phase,
-        shares=usage_shares(case.usage, message) if case.usage else (), shares_of=_shares_of(case),
-        causes=tuple(Cause(rule.code, rule.text_for(case)) for rule in rules),
-        remedies=_remedies(case, rules), needed=_needed(case), notes=_notes(case))
+        subject="message", title=_title(message), what=_what(case), phase=case.tape_phase, shares=shares,
+        shares_of=shares_of, causes=tuple(Cause(each.rule.code, each.text) for each in rules),
+        remedies=tuple(remedies[number] for number in sorted(last.values())), needed=_needed(case), notes=tuple(notes))
 
 
 # ---- what happened
@@ -106,10 +149,10 @@ def _what(case: Case) -> str:
 def _matched_tensor(case: Case, match: TensorMatch, run: ExplainedRun) -> str:
     message = case.message
     direction = ", backward" if match.backward else ", forward" if match.phase in ("first_train", "train") else ""
-    size = tensor_formula(match.event, run.settled, run.trainer, match.phase)
+    size = tensor_formula(match.event, run.resolved, run.trainer, match.phase)
     if is_segment_size(message):
         size = f"{size}, in a new segment of {show_bytes(message.requested or 0)}"
-    text = f"{size}: {describe_tensor(match.event)}, in the {PHASE_LABELS[match.phase]} phase{direction}."
+    text = f"{size}: {describe_tensor(match.event)}, in the {PHASES[match.phase]} phase{direction}."
     if match.fails_here:
         limit = "the memory of such a GPU" if case.budget_from_card else "the same limit"
         return f"{text} Replayed with {limit}, the forecast runs out of memory at exactly this allocation."
@@ -122,21 +165,22 @@ def _matched_tensor(case: Case, match: TensorMatch, run: ExplainedRun) -> str:
     return f"{text} But {allocated}: the run had another config, or another version of the trainer."
 
 
-# ---- who held the memory
-
-
-def usage_shares(usage: GpuUsage, message: OomMessage) -> tuple[MemoryShare, ...]:
-    """Every byte of the GPU, once."""
-    shares = []
+def _usage_shares(case: Case) -> tuple[tuple[MemoryShare, ...], str]:
+    """Every byte of the GPU, once, and what the shares add up to."""
+    usage, shares = case.usage, []
+    if usage is None:
+        return (), ""
+    gpu = "the GPU" if case.message.gpu is None else f"GPU {case.message.gpu}"
     if usage.allocated is not None:
-        pools = f"{message.private_pools / MiB:,.0f} MiB of it for CUDA graphs" if message.private_pools else ""
+        pools = f"{case.message.private_pools / MiB:,.0f} MiB of it for CUDA graphs" if case.message.private_pools \
+            else ""
         shares.append(MemoryShare("tensors of this process", usage.allocated, pools))
     if usage.unallocated is not None:
         shares.append(MemoryShare("reserved by PyTorch but unallocated", usage.unallocated))
     if usage.reserved is None and usage.process is not None:
         shares.append(MemoryShare("this process", usage.process))
     if usage.spilled:
-        return tuple(shares)
+        return tuple(shares), f"reserved, where {gpu} has {show_bytes(usage.total)}"
     if usage.outside is not None:
         shares.append(MemoryShare("this process outside PyTorch", usage.outside, "context and kernels"))
     listed = ", ".join(f"process {pid}: {size / MiB:,.0f} MiB" for pid, size in usage.pids)
@@ -149,30 +193,7 @@ def usage_shares(usage: GpuUsage, message: OomMessage) -> tuple[MemoryShare, ...
     elif usage.not_pytorch:
         shares.append(MemoryShare("neither free nor reserved by PyTorch", usage.not_pytorch,
                                   "this process's context, and other processes"))
-    return (*shares, MemoryShare("free", usage.free))
-
-
-def _shares_of(case: Case) -> str:
-    if case.usage is None:
-        return ""
-    gpu = "the GPU" if case.message.gpu is None else f"GPU {case.message.gpu}"
-    if case.usage.spilled:
-        return f"reserved, where {gpu} has {show_bytes(case.usage.total)}"
-    return f"{show_bytes(case.usage.total)} of {gpu}"
-
-
-# ---- what to do
-
-
-def _remedies(case: Case, rules: tuple[Rule, ...]) -> tuple[Remedy, ...]:
-    """The advice of the rules that decide, then changes with their forecast, then the advice of the other rules."""
-    def advice(decides: bool) -> list[Remedy]:
-        return [Remedy(todo, effect) for rule in rules if rule.decides(case) == decides
-                for todo, effect in rule.advice_for(case)]
-
-    changes = remedies_for(case.run, case.plan) if case.run is not None and case.plan is not None else ()
-    found = [*advice(decides=True), *changes, *advice(decides=False)]
-    return tuple({remedy.todo: remedy for remedy in reversed(found)}.values())[::-1]
+    return (*shares, MemoryShare("free", usage.free)), f"{show_bytes(usage.total)} of {gpu}"
 
 
 def _needed(case: Case) -> tuple[str, ...]:
@@ -186,7 +207,7 @@ def _needed(case: Case) -> tuple[str, ...]:
     if not message.frames and case.match is None:
         needed.append("the traceback above the message: in which phase it happened")
     if message.kind in ("library", "driver") or (case.usage is not None and case.usage.others is None):
-        tool = LIST_PROCESSES[case.vendor]
+        tool = TOOLS[case.vendor]["list_processes"]
         if case.vendor == "nvidia":
             needed.append(f"{tool}'s output at that moment: which processes hold the GPU's memory")
         elif case.usage is None:
@@ -194,18 +215,6 @@ def _needed(case: Case) -> tuple[str, ...]:
         else:
             needed.append(f"--others=…, as `{tool}` shows it: how much other processes hold of the GPU")
     return tuple(needed)
-
-
-def _notes(case: Case) -> tuple[str, ...]:
-    notes = []
-    if case.message.repeated:
-        notes.append(f"Further messages of this kind: {case.message.repeated}. The first one counts.")
-    if case.run is not None and case.plan is not None:
-        notes.append(_forecast_note(case, case.run, case.plan))
-    chosen = next((each for each in case.hypotheses if each.run is case.run), None)
-    if chosen is not None and (choice := describe_choice(chosen, case.hypotheses)):
-        notes.append(choice)
-    return tuple(notes)
 
 
 def _forecast_note(case: Case, run: ExplainedRun, plan: MemoryPlan) -> str:
@@ -222,3 +231,80 @@ def _forecast_note(case: Case, run: ExplainedRun, plan: MemoryPlan) -> str:
                 f"(give it with --others=…), or the program that ran out of memory {larger}")
     hint = "" if others else "; give --others=…"
     return f"{text}. The message does not say how much other processes held{hint}."
+
+
+# ---- changes of the run, with their forecast
+
+MAX_REMEDIES = 4
+EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+# Tried if no single change is enough: several together, with fitgpt, the exact ones first.
+COMBINATIONS: tuple[dict[str, Any], ...] = (
+    {"batch_size": 1, "recompute": "input"},
+    {"batch_size": 1, "recompute": "input", "offload": "optimizer"},
+    {"batch_size": 1, "recompute": "input", "offload": "gradients"},
+    {"weights": "bfloat16", "optimizer": "adam8bit"},
+    {"weights": "bfloat16", "optimizer": "adam8bit", "batch_size": 1, "recompute": "input"},
+)
+
+
+def remedies_for(run: ExplainedRun, plan: MemoryPlan) -> tuple[Remedy, ...]:
+    """If the plan fits, what the smallest change of each family saves. Otherwise the smallest of each family that makes
+    the run fit; if none does, several together."""
+    # For `fitgpt train`, without a `compile` that was inferred from another trainer's run.
+    fitgpt_config = replace(run.config, compile="auto") if run.inferred and run.trainer != "fitgpt" else run.config
+    # Without changes of what is trained: another context, or other tokens per step.
+    families = by_family(tuple(
+        changed if changed.change.trainer == run.trainer else changed._replace(config=fitgpt_config)
+        for changed in single_changes(run.config, run.trainer, compiles=run.platform.compiles)
+        if changed.change.comparable and changed.change.family != "accumulation")).values()
+
+    def is_enough(changed: ChangedRun) -> bool:
+        return fits(changed.resolved(run.platform), run.platform, plan.budget.reserve_limit, changed.change.trainer)
+
+    if plan.fits:
+        first = [family[0] for family in families if family[0].change.exact]
+        saving = (changed for changed in first if _peak_after(changed, run) < run.timeline.peak)
+        return tuple(_remedy(changed, run, fits=None) for changed in islice(saving, MAX_REMEDIES))
+
+    enough = [changed for family in families if (changed := smallest(family, is_enough))][:MAX_REMEDIES]
+    if not enough:  # the first exact combination that is enough, and the first lossy one
+        combined = [changed for options in COMBINATIONS if (changed := _combination(fitgpt_config, options))]
+        enough = [changed for exact in (True, False) if (changed := next(
+            (each for each in combined if each.change.exact == exact and is_enough(each)), None))]
+    remedies = [_remedy(changed, run, fits=True) for changed in enough]
+
+    # nanoGPT does not enable expandable_segments; the environment variable can.
+    if run.trainer == "nanogpt":
+        after = replay(run.tape, plan.budget.reserve_limit, expandable=True)
+        if after.failed is None:
+            remedies.append(Remedy(EXPANDABLE, f"reserves {show_bytes(after.reserved)} instead of "
+                                   f"{show_bytes(run.timeline.reserved)} for the same tensors", True,
+                                   "nothing; not on Windows"))
+    return tuple(remedies)
+
+
+def _combination(config: RunConfig, options: dict[str, Any]) -> ChangedRun | None:
+    times = config.batch_size // options["batch_size"] if "batch_size" in options else 1
+    try:
+        changed = replace(config, **options, grad_checkpoint=False,
+                          gradient_accumulation_steps=config.gradient_accumulation_steps * times)
+    except UsageError:
+        return None
+    flags = tuple(f"--{key}={shown(now)}" for key, _, now in diff(config, changed))
+    exact = "weights" not in options
+    slower = "slower" if {"recompute", "offload"} & options.keys() else "nothing measured"
+    return ChangedRun(Change(flags, "", exact, True, slower, "together", "fitgpt"), changed) if flags else None
+
+
+def _remedy(changed: ChangedRun, run: ExplainedRun, *, fits: bool | None) -> Remedy:
+    """The flags to add; for a change of the trainer, the whole command."""
+    change, before, after = changed.change, run.timeline.peak, _peak_after(changed, run)
+    flags = () if change.family == "trainer" else change.flags
+    todo = " ".join(flags if change.trainer == run.trainer else ("fitgpt train", run.name or "config.py", *flags))
+    difference = f"{show_bytes(before - after)} less" if after <= before else f"{show_bytes(after - before)} more"
+    return Remedy(todo, f"{show_bytes(after)} allocated at the peak, {difference}", fits,
+                  f"{'' if change.exact else 'lossy; '}{change.slower}")
+
+
+def _peak_after(changed: ChangedRun, run: ExplainedRun) -> int:
+    return replay_run(changed.resolved(run.platform), run.platform, changed.change.trainer).peak

@@ -1,19 +1,174 @@
-"""Bytes that were pasted, piped or logged → text around the first message, without colours, prefixes and line wraps."""
+"""What is given to `fitgpt explain` → a message, nvidia-smi's output, figures, a plan or a run → its Diagnosis."""
 
 from __future__ import annotations
 
 import codecs
-import re
-from collections.abc import Callable, Iterable, Iterator
+import errno
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from io import BytesIO
+from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-READ_WHOLE = 256 * 1024  # bytes; an input up to this size is parsed as a whole
-BEFORE, AFTER = 64 * 1024, 16 * 1024  # bytes kept of a larger input: traceback before its message, figures after
-NEAR = 400               # bytes; the longest message is about four times as long
-MAX_MISSES = 200
-CHUNK = 1024 * 1024
+from ..config.argv import walk
+from ..config.command_options import ExplainOptions
+from ..config.fields import Assignment
+from ..config.run_config import RunConfig
+from ..core.errors import UsageError
+from ..core.units import optional_bytes
+from ..hardware.gpus import find
+from ..planning import budget
+from ..planning.request import run_config_from, with_data
+from ..runs.folder import recorded_config
+from .case import ExplainRequest
+from .diagnose import Diagnosis, diagnose
+from .nvidia_smi import parse_nvidia_smi
+from .oom_message import COUNTED, OomMessage, parse_oom_message
+from .plan_or_run import explain_document, explain_run
+from .reading import explain_figures, explain_nvidia_smi
 
-# Lower-case parts of every message in oom_message.py. A large input is searched for them before anything is parsed.
+INPUTS = ("the whole message, from `CUDA out of memory` to its last figure, with the traceback above it",
+          "or the output of nvidia-smi, a plan in JSON, or a run folder",
+          "or two figures: fitgpt explain --reading 6582MiB --process 4464MiB config.py")
+EXAMPLE = "fitgpt explain oom.txt config.py, or pipe it: fitgpt explain - < oom.txt"
+RESUMED = ("init_from", "resume")  # a resumed run has the tape of a run from scratch
+
+
+def explain(text: str, config: RunConfig | None = None, *, gpu: str = "", trainer: str = "auto",
+            others: int | None = None) -> Diagnosis:
+    """An out-of-memory message, output of nvidia-smi or a plan in JSON, and the run's config if known → Diagnosis.
+
+    Its subject is "unknown" if the text is none of these. `others`: bytes that other processes hold of the GPU.
+    """
+    given = read_input(BytesIO(text.encode("utf-8", "replace")))
+    request = ExplainRequest(config, gpu=gpu, trainer=trainer, others=others)
+    return _explain_text(given, request) or _unknown("the text", INPUTS[:2])
+
+
+def explain_options(options: ExplainOptions, assignments: Sequence[Assignment],
+                    stdin: BinaryIO | None) -> Diagnosis:
+    """The options of `fitgpt explain`, the assignments of the run's config, and piped input if any → Diagnosis."""
+    target = options.target
+    folder = Path(target) if target and os.path.isdir(target) else None
+    file = target if folder is None and target != "-" and not _is_message(target) else ""
+    config, name, notes = find_config(assignments, options.config, folder, file)
+    request = ExplainRequest(config, name, options.gpu, options.trainer, optional_bytes(options.others),
+                             optional_bytes(options.process))
+    diagnosis = _explain_target(options, request, folder, stdin)
+    return diagnosis if diagnosis.subject == "unknown" else replace(diagnosis, notes=(*diagnosis.notes, *notes))
+
+
+def _explain_target(options: ExplainOptions, request: ExplainRequest, folder: Path | None,
+                    stdin: BinaryIO | None) -> Diagnosis:
+    target = options.target
+    if options.reading or (options.process and not target):
+        return explain_figures(optional_bytes(options.reading), request)
+
+    # The text of a file, of the target itself or of standard input.
+    source, given = target, None
+    if folder is not None or target in ("", "-"):
+        source = target if folder is not None else "the piped input"
+        given = read_input(stdin) if stdin is not None else None
+    elif _is_message(target):
+        given = read_input(BytesIO(target.encode()))
+    else:
+        try:
+            with open(target, "rb") as file:
+                given = read_input(file)
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ENAMETOOLONG):
+                raise
+            raise UsageError(f"There is no file or folder {target!r:.200}.",
+                             "fitgpt explain - < oom.txt reads piped input.") from None
+    if given is not None and given.text.strip():
+        diagnosis = _explain_text(given, request)
+        if diagnosis is not None or folder is None:
+            return diagnosis or _unknown(source, INPUTS)
+
+    # There is no text: the config, or the run of a folder.
+    if request.config is None:
+        what = (f"{source} is empty." if target and given is not None else
+                "`fitgpt explain` needs something to explain: a file, a run folder, a config or piped text.")
+        raise UsageError(what, EXAMPLE)
+    diagnosis = explain_run(request, folder)
+    if target and folder is None:
+        return replace(diagnosis, notes=(*diagnosis.notes, f"{source} is empty: only the config is explained."))
+    return diagnosis
+
+
+def _is_message(target: str) -> bool:
+    """Whether the target is the message itself, not the path of a file."""
+    return not os.path.exists(target) and parse_oom_message(target) is not None
+
+
+def _explain_text(given: InputText, request: ExplainRequest) -> Diagnosis | None:
+    """None if the text is neither a message nor nvidia-smi's output nor a plan."""
+    message = message_in(given)
+    if message is not None:
+        card, others = find(request.gpu) if request.gpu else None, request.others
+        if card is not None and card.vendor == "nvidia":
+            budget.on_card(card, others=others or 0)  # raises an error if the card has less than `others`
+        unknown = message.process is None and not message.others
+        if others is not None and unknown and message.total is not None and message.free is not None:
+            message = replace(message, process=max(message.total - message.free - others, 0))
+        return diagnose(message, request.run_on(card), card, request.trainer, others or 0)
+    gpus = parse_nvidia_smi(given.text)
+    if gpus:
+        return explain_nvidia_smi(gpus, request)
+    try:
+        document = json.loads(given.text)
+    except (ValueError, RecursionError):
+        return None
+    return explain_document(document, request) if isinstance(document, dict) else None
+
+
+def _unknown(source: str, inputs: tuple[str, ...]) -> Diagnosis:
+    return Diagnosis("unknown", f"{source[0].upper()}{source[1:]} contains no message about memory, no output of "
+                     "nvidia-smi and no plan that fitgpt knows. It does not guess.", needed=inputs)
+
+
+# ---- the config of the run
+
+
+def find_config(assignments: Sequence[Assignment], config: str = "", folder: Path | None = None,
+                file: str = "") -> tuple[RunConfig | None, str, tuple[str, ...]]:
+    """The run's config, the arguments that start it, and notes. Flags override config files, which override the config
+    recorded in a run folder.
+
+    `config`: a config file or a run folder. `file`: a log to explain, which may lie in the folder of its run.
+    """
+    assignments, recorded, name = list(assignments), None, ""
+    if config and Path(config).is_dir():
+        folder = Path(config)
+    elif config:
+        assignments = [*walk([config], RunConfig, config_files=True), *assignments]
+    if folder is None and file and not assignments and (Path(file).parent / "run.json").is_file():
+        folder = Path(file).parent
+    if folder is not None:
+        recorded, name = recorded_config(folder), f"--out_dir={folder} --init_from=resume"
+        if recorded is None and not assignments:
+            raise UsageError(f"{folder} holds no run of fitgpt: no run.json, which contains its config.",
+                             f"fitgpt explain {folder} --config=config.py")
+    if not assignments and recorded is None:
+        return None, "", ()
+    arguments = dict.fromkeys(each.source if each.source.startswith("-") else each.source.rpartition(":")[0]
+                              for each in assignments)
+    known = RunConfig.from_dict(recorded).to_dict() if recorded else {}
+    assignments = [*(Assignment(key, value, str(folder)) for key, value in known.items()), *assignments]
+    found, _ = run_config_from([each for each in assignments if (each.key, each.value) != RESUMED])
+    found, _, _, notes = with_data(found)
+    return found, name if recorded else " ".join(arguments), tuple(notes)
+
+
+# ---- inputs of any size
+
+CHUNK = 256 * 1024  # bytes; an input up to this size is parsed as a whole
+BEFORE, AFTER = 64 * 1024, 16 * 1024  # bytes kept around a chunk: traceback before its message, figures after
+
+# Lower-case parts of every message in oom_message.py and of nvidia-smi's output. Chunks of a large input that contain
+# none of them are not parsed.
 HINTS = (b"out of memory", b"outofmemory", b"tried to allocate", b"total capac", b"reserved in total", b"_alloc_failed",
          b"_not_initialized", b"cpuallocator", b"not enough memory", b"unable to allocate", b"paging file",
          b"winerror 1455", b"memoryerror", b"bad_alloc", b"killed", b"oom-kill", b"oom_kill", b"code 137",
@@ -22,81 +177,35 @@ HINTS = (b"out of memory", b"outofmemory", b"tried to allocate", b"total capac",
          b"nvidia-smi", b"memory.used")
 
 
-# ---- clean text
-
-_ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[@-Z\\-_]")
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f\ufffd]")
-_LEVEL = r"(?:INFO|WARN(?:ING)?|ERROR|DEBUG|FATAL|CRITICAL)"
-_PREFIX = re.compile(
-    r"\s*(?:`+|>(?=[\s>])|[|│┃❱](?=\s)|E(?=\s{2,})|\[rank\d+\]:?|\(\w+ pid=\d+[^)]*\)|\d+:(?=\s)"
-    r"|\[?\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d[.,\d]*(?:Z|[+-]\d\d:?\d\d)?\]?"
-    rf"|\[?{_LEVEL}\b\]?:?\s*(?:\d\d-\d\d )?(?:\d\d:\d\d:\d\d[.,\d]*)?\s*(?:\[[\w.]+:\d+\])?:?)")
-_RANK = re.compile(r"\s*\[rank(\d+)\]")
-
-
-def clean(text: str) -> str:
-    """The text without colours, control characters, and the prefixes of loggers, quotes and terminals."""
-    text = _ANSI.sub("", text).replace("\r\n", "\n").replace("\r", "\n")
-    return "\n".join(_without_prefixes(_CONTROL.sub(" ", line)) for line in _first_failed_rank(text.split("\n")))
-
-
-def _without_prefixes(line: str) -> str:
-    for _ in range(6):
-        found = _PREFIX.match(line)
-        if not found or not found[0].strip():
-            break
-        line = line[found.end():]
-    return line.rstrip(" │┃|")
-
-
-def _first_failed_rank(lines: list[str]) -> list[str]:
-    """Where several ranks wrote into one log, the lines of the rank that ran out of memory first."""
-    ranks = [(_RANK.match(line), line) for line in lines]
-    first = next((rank[1] for rank, line in ranks if rank and "out of memory" in line.lower()), None)
-    if first is None:
-        return lines
-    return [line for rank, line in ranks if rank is None or rank[1] == first]
-
-
-class UnwrappedText(NamedTuple):
-    """A text without white space, so that a line wrap cannot split a word."""
+class InputText(NamedTuple):
+    """A small input as a whole; of a large one, the text around its first message or nvidia-smi output."""
 
     text: str
-    positions: list[int]  # of each character in the original text
+    counts: dict[bytes, int]  # occurrences in the whole input of the words that count messages
 
 
-def unwrap(text: str) -> UnwrappedText:
-    positions = [position for position, character in enumerate(text) if not character.isspace()]
-    return UnwrappedText("".join(text[position] for position in positions), positions)
+def read_input(stream: BinaryIO) -> InputText:
+    """Reads the stream to its end, and keeps little of it."""
+    chunks, counts = _utf8_chunks(stream), dict.fromkeys(COUNTED.values(), 0)
+    before, chunk, text = b"", next(chunks, b""), ""
+    first = chunk
+    while chunk:
+        following = next(chunks, b"")
+        searched = (before + chunk).lower()
+        for word in counts:  # a chunk may end inside a word
+            counts[word] += searched.count(word, max(len(before) - len(word) + 1, 0))
+        if not text and any(hint in searched for hint in HINTS):
+            parsed = _decode(before + chunk)
+            if parse_oom_message(parsed) is not None or parse_nvidia_smi(parsed):
+                text = _decode(before + chunk + following[:AFTER])
+        before, chunk = (before + chunk)[-BEFORE:], following
+    return InputText(text or _decode(first), counts)
 
 
-# ---- inputs of any size
-
-
-class MessageContext(NamedTuple):
-    """A small input as a whole; of a large one, the text around its first message."""
-
-    text: str
-    whole: bool
-    counts: dict[bytes, int]  # occurrences of each counted word in the whole input
-
-
-def read_context(stream: BinaryIO, is_message: Callable[[str], bool], counted: Iterable[bytes] = ()) -> MessageContext:
-    """Reads the stream to its end and keeps a few MiB of it at most."""
-    chunks, head = _utf8_chunks(stream), b""
-    for chunk in chunks:
-        head += chunk
-        if len(head) > READ_WHOLE:
-            break
-    else:
-        low = head.lower()
-        return MessageContext(_decode(head), True, {word: low.count(word) for word in counted})
-    search = StreamSearch(is_message, counted)
-    search.feed(head)
-    for chunk in chunks:
-        search.feed(chunk)
-    search.finish()
-    return MessageContext(search.found or _decode(head[:READ_WHOLE]), False, search.counts)
+def message_in(given: InputText) -> OomMessage | None:
+    """The first message of an input, with the number of further ones; None if there is no known message."""
+    found = parse_oom_message(given.text)
+    return found and replace(found, repeated=max(given.counts[COUNTED[found.kind]] - 1, 0))
 
 
 def _utf8_chunks(stream: BinaryIO) -> Iterator[bytes]:
@@ -107,55 +216,6 @@ def _utf8_chunks(stream: BinaryIO) -> Iterator[bytes]:
     while chunk:
         yield decoder.decode(chunk).encode("utf-8", errors="replace") if utf16 else chunk
         chunk = stream.read(CHUNK)
-
-
-class StreamSearch:
-    """Reads a stream once: keeps the text around the first message and counts words to the end."""
-
-    def __init__(self, is_message: Callable[[str], bool], counted: Iterable[bytes]) -> None:
-        self.found = ""
-        self.counts = dict.fromkeys(counted, 0)
-        self._is_message = is_message
-        self._misses = dict.fromkeys(HINTS, 0)
-        self._buffer = b""
-        self._searched = 0  # how much of the buffer was searched for hints
-        self._tail = b""    # the last bytes counted: a chunk may end inside a word
-
-    def feed(self, chunk: bytes) -> None:
-        self._count(chunk.lower())
-        if not self.found:
-            self._buffer += chunk
-            self._search(len(self._buffer) - AFTER)  # a message that begins later may continue in the next chunk
-            drop = max(self._searched - BEFORE, 0)
-            self._buffer, self._searched = self._buffer[drop:], self._searched - drop
-
-    def finish(self) -> None:
-        if not self.found:
-            self._misses = dict.fromkeys(HINTS, 0)
-            self._search(len(self._buffer))
-
-    def _count(self, low: bytes) -> None:
-        for word in self.counts:
-            begun = self._tail[-(len(word) - 1):]
-            self.counts[word] += (begun + low[:len(word) - 1]).count(word) + low.count(word)
-        self._tail = (self._tail + low)[-64:]
-
-    def _search(self, end: int) -> None:
-        """Parses the text around every hint before `end`. A hint that missed often is a common word of this log and is
-        skipped."""
-        low = self._buffer.lower()
-        hints = {hint: low.find(hint, self._searched) for hint, misses in self._misses.items() if misses < MAX_MISSES}
-        hints = {hint: at for hint, at in hints.items() if 0 <= at < end}
-        while hints:
-            hint, at = min(hints.items(), key=lambda each: each[1])
-            if self._is_message(_decode(self._buffer[max(at - NEAR, 0):at + 5 * NEAR])):
-                self.found = _decode(self._buffer[max(at - BEFORE, 0):at + AFTER])
-                return
-            self._misses[hint] += 1
-            self._searched = at + 4 * NEAR
-            hints = {each: later for each, place in hints.items() if self._misses[each] < MAX_MISSES
-                     and 0 <= (later := place if place >= self._searched else low.find(each, self._searched)) < end}
-        self._searched = max(self._searched, end)
 
 
 def _decode(data: bytes) -> str:

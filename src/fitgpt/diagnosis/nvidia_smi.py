@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, replace
 
 from ..core.units import MiB
-from .input import clean
+from .oom_message import clean
 
 MAX_LINE = 200  # characters; nvidia-smi's lines have fewer than 100
 _NAME = re.compile(r"^\W*(\d+)\s+(\S.*?)\s+(?:On|Off|N/A|TCC|WDDM|MCDM)\s*[|│]\s*[0-9A-Fa-f]{4,8}:")

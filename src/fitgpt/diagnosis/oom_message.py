@@ -1,14 +1,24 @@
-"""Text → OomMessage: an out-of-memory message of PyTorch 1.0 to 2.15, CUDA's libraries, the driver or the system."""
+"""Text → OomMessage: an out-of-memory message of PyTorch 1.0 to 2.15, CUDA's libraries, the driver or the system, and
+the stack frames of the traceback before it."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from itertools import islice
+from typing import Any
 
 from ..core.units import GiB, KiB, MiB, TiB
-from .input import MessageContext, clean, unwrap
-from .stack_frames import StackFrame, dtype_and_shape, parse_frames
+
+
+@dataclass(frozen=True)
+class StackFrame:
+    """One line of a traceback."""
+
+    file: str
+    line: int | None
+    function: str
+    code: str = ""
 
 
 @dataclass(frozen=True)
@@ -17,7 +27,7 @@ class OomMessage:
 
     kind: str                    # cuda, hip, xpu, mps: PyTorch's allocators; driver, library; ram: CPU RAM; killed
     text: str                    # the message, on one line
-    source: str                  # who prints such a message: "PyTorch 2.2 to 2.9", "cuBLAS", "Windows"
+    source: str                  # who prints such a message: "PyTorch", "cuBLAS", "Windows"
     requested: int | None = None
     tolerance: int = 0           # half of the last printed digit of `requested`
     gpu: int | None = None
@@ -39,11 +49,46 @@ class OomMessage:
         return None if self.allocated is None or self.unallocated is None else self.allocated + self.unallocated
 
 
+# ---- clean text
+
+_ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[@-Z\\-_]")
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f\ufffd]")
+_LEVEL = r"(?:INFO|WARN(?:ING)?|ERROR|DEBUG|FATAL|CRITICAL)"
+_PREFIX = re.compile(
+    r"\s*(?:`+|>(?=[\s>])|[|│┃❱](?=\s)|E(?=\s{2,})|\[rank\d+\]:?|\(\w+ pid=\d+[^)]*\)|\d+:(?=\s)"
+    r"|\[?\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d[.,\d]*(?:Z|[+-]\d\d:?\d\d)?\]?"
+    rf"|\[?{_LEVEL}\b\]?:?\s*(?:\d\d-\d\d )?(?:\d\d:\d\d:\d\d[.,\d]*)?\s*(?:\[[\w.]+:\d+\])?:?)")
+_RANK = re.compile(r"\s*\[rank(\d+)\]")
+
+
+def clean(text: str) -> str:
+    """The text without colours, control characters, and the prefixes of loggers, quotes and terminals."""
+    text = _CONTROL.sub(" ", _ANSI.sub("", text).replace("\r\n", "\n").replace("\r", "\n"))
+    lines = text.split("\n")
+    # Where several ranks wrote into one log: only the lines of the rank that ran out of memory first.
+    failed = next((rank[1] for line in lines if (rank := _RANK.match(line)) and "out of memory" in line.lower()), None)
+    if failed is not None:
+        lines = [line for line in lines if (rank := _RANK.match(line)) is None or rank[1] == failed]
+    return "\n".join(map(_without_prefixes, lines))
+
+
+def _without_prefixes(line: str) -> str:
+    for _ in range(6):
+        found = _PREFIX.match(line)
+        if not found or not found[0].strip():
+            break
+        line = line[found.end():]
+    return line.rstrip(" │┃|")
+
+
+# ---- the message
+
 _UNITS = {"bytes": 1, "KiB": KiB, "MiB": MiB, "GiB": GiB, "TiB": TiB,
           "B": 1, "KB": KiB, "MB": MiB, "GB": GiB, "TB": TiB}  # MPS prints GB and means GiB
 _SIZE = r"(?<!\d)(?<!\d[.,])(\d+(?:[.,]\d+)?)(bytes|[KMGT]i?B|B)"  # 7,79: the decimal comma of some locales
 _IMPOSSIBLE = 2**50  # torch 2.1 prints -1 as 17179869184.00 GiB where the driver reports no figure
 _MAX_LENGTH = 2000   # characters of a message, without white space
+OLD_PYTORCH = "PyTorch before 1.10"
 
 # All patterns match text without white space: a line wrap may split any word.
 _ALLOCATOR = re.compile(rf"(?:(CUDA|HIP|XPU)outofmemory\.?)(?:Triedtoallocate{_SIZE})?"
@@ -52,7 +97,7 @@ _WARNING = re.compile(r"memoryallocationfailedwithOOMondevice(\d+)whiletryingtoa
                       r"\(free:(\d+),total:(\d+)\)")
 _MPS = re.compile(rf"MPSbackendoutofmemory(?:\(MPSallocated:{_SIZE},otherallocations:{_SIZE},maxallowed:{_SIZE}\)"
                   rf"\.?Triedtoallocate{_SIZE})?")
-_LIBRARY = re.compile(r"(CUBLAS|CUDNN|CUSOLVER|CUSPARSE|CUFFT|HIPBLAS|ROCBLAS)_STATUS_(ALLOC_FAILED|NOT_INITIALIZED)")
+_LIBRARY = re.compile(r"(CU|HIP|ROC)(BLAS|DNN|SOLVER|SPARSE|FFT)_STATUS_(?:ALLOC_FAILED|NOT_INITIALIZED)")
 _DRIVER = re.compile(r"(?:CUDA|HIP)(?:driver)?error:outofmemory|cudaruntimeerr(?:or)?\(2\):outofmemory"
                      r"|CUDA_ERROR_OUT_OF_MEMORY|cudaErrorMemoryAllocation|hipErrorOutOfMemory"
                      r"|TritonError\[\w+\]:outofmemory|Cudafailure(?:2|\(2\))?'outofmemory'", re.IGNORECASE)
@@ -66,11 +111,9 @@ _KILLED = re.compile(r"Outofmemory:Kill(?:ed)?process|oom[-_]kill|OOMKilled|exit
                      r"|exitcode:-9|returncode=-9|killedthetrainingprocess\(signal9\)|signal9\(SIGKILL\)"
                      r"|Signals\.SIGKILL:9|killedbysignal:Killed",
                      re.IGNORECASE)
-_KINDS = (("cuda", _ALLOCATOR), ("warning", _WARNING), ("mps", _MPS), ("library", _LIBRARY), ("driver", _DRIVER),
-          ("ram", _RAM), ("killed", _KILLED))
+_KINDS = {"cuda": _ALLOCATOR, "warning": _WARNING, "mps": _MPS, "library": _LIBRARY, "driver": _DRIVER, "ram": _RAM,
+          "killed": _KILLED}
 _KILLED_LINE = re.compile(r"(?m)^(?:.*[\s\]])?\**Killed\**[ \t]*$")  # printed by the shell; needs the lines
-_LIBRARIES = {"CUBLAS": "cuBLAS", "CUDNN": "cuDNN", "CUSOLVER": "cuSOLVER", "CUSPARSE": "cuSPARSE", "CUFFT": "cuFFT",
-              "HIPBLAS": "hipBLAS", "ROCBLAS": "rocBLAS"}
 
 _FIELDS: dict[str, tuple[re.Pattern[str], ...]] = {
     name: tuple(map(re.compile, patterns)) for name, patterns in {
@@ -83,6 +126,7 @@ _FIELDS: dict[str, tuple[re.Pattern[str], ...]] = {
         "allowed": (rf"{_SIZE}allowed;",),
         "private_pools": (rf"with{_SIZE}allocatedinprivatepools",),
     }.items()}
+_NEXT_MESSAGE = re.compile(r'outofmemory|Triedtoallocate|Traceback\(mostrecent|File"')
 _OTHERS = re.compile(rf"Process(\d+)has{_SIZE}memoryinuse")
 _GPU = re.compile(r"GPU(\d+)")
 
@@ -92,111 +136,77 @@ COUNTED = {"cuda": b"tried to allocate", "hip": b"tried to allocate", "xpu": b"t
            "ram": b"you tried to allocate", "killed": b"oom-kill"}
 
 
-class KindMatch(NamedTuple):
-    start: int
-    kind: str
-    match: re.Match[str]
-
-
-def is_oom_message(text: str) -> bool:
-    return parse_oom_message(text) is not None
-
-
-def message_in(context: MessageContext) -> OomMessage | None:
-    """The first message of an input, with the number of further ones; None if there is no known message."""
-    found = parse_oom_message(context.text)
-    return found and replace(found, repeated=max(context.counts.get(COUNTED[found.kind], 1) - 1, 0))
-
-
 def parse_oom_message(text: str) -> OomMessage | None:
-    """The first message in a text."""
+    """The first message in a text; None if there is no known message."""
     text = clean(text)
-    unwrapped, positions = unwrap(text)
-    found = _first_match(unwrapped)
-    if found is None:
+    unwrapped = "".join(text.split())
+    matches = {kind: match for kind, pattern in _KINDS.items() if (match := pattern.search(unwrapped))}
+    if not matches:
         return OomMessage("killed", "Killed", "the shell") if _KILLED_LINE.search(text) else None
-    message, length = _PARSERS[found.kind](found, _body(unwrapped, found))
-    start, end = positions[found.start], positions[found.start + length - 1] + 1
+    kind = min(matches, key=lambda each: matches[each].start())
+    if kind == "warning" and "cuda" in matches:  # PyTorch prints it before it raises: the message follows
+        kind = "cuda"
+    match, end = matches[kind], matches[kind].end()
+    if kind == "cuda":
+        message, end = _parse_allocator(match)
+    elif kind == "warning":
+        gpu, requested, free, total = map(int, match.groups())
+        message = OomMessage("cuda", "", "PyTorch", requested, gpu=gpu, total=total, free=free)
+    elif kind == "mps":
+        message = OomMessage(kind, "", "PyTorch on Apple's GPU")
+        if match[1]:
+            (allocated, _), (others, _), (allowed, _), (requested, tolerance) = (
+                _size(match[group], match[group + 1]) for group in (1, 3, 5, 7))
+            message = replace(message, requested=requested, tolerance=tolerance, allocated=allocated, unallocated=0,
+                              allowed=allowed, others=((0, others),))
+    elif kind == "ram":
+        exact, *sizes = match.groups()
+        printed = [_size(number, unit)[0] for number, unit in (sizes[:2], sizes[2:]) if number]
+        windows = re.match(r"WinError|paging", match[0], re.IGNORECASE)
+        message = OomMessage(kind, "", "Windows" if windows else "the CPU allocator",
+                             int(exact) if exact else printed[0] if printed else None)
+    else:
+        source = {"library": f"{match[1].lower()}{match[2]}" if kind == "library" else "", "driver": "the driver"}
+        message = OomMessage(kind, "", source.get(kind, "the system"))
+
+    def position(number: int) -> int:
+        """Of a character of the unwrapped text, in the text."""
+        return next(islice(re.finditer(r"\S", text), number, None)).start()
+
+    start = position(match.start())
     frames = parse_frames(text[:start])
-    dtype, shape = dtype_and_shape(frames)
-    return replace(message, text=" ".join(text[start:end].split()), frames=frames, dtype=dtype, shape=shape)
+    compiled = next((found for frame in reversed(frames) if (found := _COMPILED_ALLOCATION.search(frame.code))), None)
+    return replace(message, text=" ".join(text[start:position(end - 1) + 1].split()), frames=frames,
+                   dtype=compiled[2] if compiled else "",
+                   shape=tuple(map(int, re.findall(r"\d+", compiled[1]))) if compiled else ())
 
 
-def _first_match(unwrapped: str) -> KindMatch | None:
-    found = sorted(KindMatch(match.start(), kind, match)
-                   for kind, pattern in _KINDS if (match := pattern.search(unwrapped)))
-    if found and found[0].kind == "warning":  # PyTorch prints it before it raises: the message follows
-        return next((each for each in found if each.kind == "cuda"), found[0])
-    return found[0] if found else None
-
-
-def _body(unwrapped: str, found: KindMatch) -> str:
-    """The text from the message's first word to the next message, the next traceback or the greatest length."""
-    end = min(found.start + _MAX_LENGTH, len(unwrapped))
-    for stop in ("outofmemory", "Triedtoallocate", "Traceback(mostrecent", 'File"'):
-        position = unwrapped.find(stop, found.match.end(), end)
-        end = position if position >= 0 else end
-    return unwrapped[found.start:end]
-
-
-# ---- one parser per kind: body of a message → its figures, and how many characters of the body it takes
-
-
-def _parse_allocator(found: KindMatch, body: str) -> tuple[OomMessage, int]:
-    match = found.match
+def _parse_allocator(match: re.Match[str]) -> tuple[OomMessage, int]:
+    """The figures of a message of PyTorch's allocator, and where it ends."""
+    # From its first word to the next message or traceback.
+    stop = _NEXT_MESSAGE.search(match.string, match.end(), match.start() + _MAX_LENGTH)
+    body = match.string[match.start():stop.start() if stop else match.start() + _MAX_LENGTH]
     requested, tolerance = _size(match[2] or match[4], match[3] or match[5]) if match[2] or match[4] else (None, 0)
-    fields = {name: place for name, patterns in _FIELDS.items()
-              if (place := next((place for each in patterns if (place := each.search(body))), None))}
+    fields = {name: found for name, patterns in _FIELDS.items()
+              if (found := next((found for pattern in patterns if (found := pattern.search(body))), None))}
     others = list(_OTHERS.finditer(body))
-    sizes: dict[str, Any] = {name: size for name, place in fields.items()
-                             if (size := _size(place[1], place[2])[0]) < _IMPOSSIBLE}
+    sizes: dict[str, Any] = {name: size for name, found in fields.items()
+                             if (size := _size(found[1], found[2])[0]) < _IMPOSSIBLE}
     reserved = sizes.pop("reserved", None)
     if reserved is not None and "allocated" in sizes:
         sizes["unallocated"] = max(reserved - sizes["allocated"], 0)
     if sizes.get("process") == 0:  # inside a container the driver does not know the process
         del sizes["process"]
     gpu = _GPU.search(body)
-    message = OomMessage((match[1] or "CUDA").lower(), "", pytorch_version(body), requested, tolerance,
+    old = "cached" in body or ("reservedintotal" in body and "max_split_size_mb" not in body)
+    message = OomMessage((match[1] or "CUDA").lower(), "", OLD_PYTORCH if old else "PyTorch", requested, tolerance,
                          int(gpu[1]) if gpu else None,
                          others=tuple((int(each[1]), _size(each[2], each[3])[0]) for each in others), **sizes)
     warning = _WARNING.search(match.string, 0, match.start())
     if warning and requested is not None and abs(int(warning[2]) - requested) <= tolerance + 2 * MiB:
         message = replace(message, requested=int(warning[2]), tolerance=0, free=int(warning[3]), total=int(warning[4]))
-    return message, max([len(match[0]), *(place.end() for place in (*fields.values(), *others))])
-
-
-def _parse_warning(found: KindMatch, body: str) -> tuple[OomMessage, int]:
-    gpu, requested, free, total = (int(group) for group in found.match.groups())
-    return OomMessage("cuda", "", "PyTorch 2.11 or later", requested, 0, gpu, total, free), len(found.match[0])
-
-
-def _parse_mps(found: KindMatch, body: str) -> tuple[OomMessage, int]:
-    message = OomMessage("mps", "", "PyTorch on Apple's GPU")
-    if found.match[1]:
-        (allocated, _), (others, _), (allowed, _), (requested, tolerance) = (
-            _size(found.match[group], found.match[group + 1]) for group in (1, 3, 5, 7))
-        message = replace(message, requested=requested, tolerance=tolerance, allocated=allocated, unallocated=0,
-                          allowed=allowed, others=((0, others),))
-    return message, len(found.match[0])
-
-
-def _parse_ram(found: KindMatch, body: str) -> tuple[OomMessage, int]:
-    exact, number, unit, array, array_unit = found.match.groups()
-    requested = int(exact) if exact else next(
-        (_size(n, u)[0] for n, u in ((number, unit), (array, array_unit)) if n), None)
-    windows = re.match(r"WinError|paging", found.match[0], re.IGNORECASE)
-    source = "PyTorch's CPU allocator" if exact or number else "Windows" if windows else "Python or the system"
-    return OomMessage("ram", "", source, requested), len(found.match[0])
-
-
-def _parse_without_figures(found: KindMatch, body: str) -> tuple[OomMessage, int]:
-    source = {"library": _LIBRARIES.get(found.match[1] if found.kind == "library" else "", ""),
-              "driver": "the driver, through PyTorch", "killed": "the system"}[found.kind]
-    return OomMessage(found.kind, "", source), len(found.match[0])
-
-
-_PARSERS = {"cuda": _parse_allocator, "warning": _parse_warning, "mps": _parse_mps, "ram": _parse_ram,
-            "library": _parse_without_figures, "driver": _parse_without_figures, "killed": _parse_without_figures}
+    ends = [len(match[0]), *(found.end() for found in (*fields.values(), *others))]
+    return message, match.start() + max(ends)
 
 
 def _size(number: str, unit: str) -> tuple[int, int]:
@@ -207,16 +217,77 @@ def _size(number: str, unit: str) -> tuple[int, int]:
     return round(float(number) * scale), 0 if scale == 1 else -(-scale // (2 * 10**digits))
 
 
-def pytorch_version(body: str) -> str:
-    """The releases of PyTorch that print such a message."""
-    if "cached" in body:
-        return "PyTorch 1.0 to 1.3"
-    if "reservedintotal" in body:
-        return "PyTorch 1.10 to 2.0" if "max_split_size_mb" in body else "PyTorch 1.4 to 1.9"
-    if "capactyof" in body:
-        return "PyTorch 2.1"
-    if "capacityof" in body:
-        if "PYTORCH_ALLOC_CONF" in body:
-            return "PyTorch 2.10 or later"
-        return "PyTorch 2.2 to 2.9" if "expandable_segments" in body else "PyTorch 2.2 or later"
-    return "PyTorch"
+# ---- the traceback before it
+
+_PYTHON = re.compile(r'^\s*File "([^"\n]+)", line (\d+)(?:, in (\S+))?')
+_NOTEBOOK = re.compile(r"^\s*((?:[~\w./\\:+-]+\.py|<ipython-input-[^>]+>)) in (<?\w[\w ]*>?)")
+_ARROW = re.compile(r"^\s*-+> (\d+) (.*)")
+_PYTEST = re.compile(r"^\s*(\S+\.py):(\d+):? in (\w+)")
+_BEGIN = re.compile(r"Traceback \(most recent call last\)")
+# Compiled code allocates with empty_strided_cuda((65536, 50304), …, torch.bfloat16).
+_COMPILED_ALLOCATION = re.compile(r"empty_strided(?:_\w+)?\(\(([\d, ]+)\),.*?torch\.(\w+)")
+_TORCH = re.compile(r"[/\\]torch[/\\]")
+_COMPILED = re.compile(r"torchinductor|[/\\]torch[/\\]_(?:dynamo|inductor|functorch)[/\\]")
+_MAX_FRAMES = 100
+
+
+def parse_frames(text: str) -> tuple[StackFrame, ...]:
+    """The frames of the last traceback in the text, innermost last."""
+    begins = [found.end() for found in _BEGIN.finditer(text)]
+    lines = text[begins[-1] if begins else 0:].split("\n")
+    frames: list[StackFrame] = []
+    for number, line in enumerate(lines):
+        if found := _PYTHON.match(line) or _PYTEST.match(line):
+            following = lines[number + 1].strip() if number + 1 < len(lines) else ""
+            code = "" if _PYTHON.match(following) else following
+            frames.append(StackFrame(found[1], int(found[2]), found[3] or "", code))
+        elif found := _NOTEBOOK.match(line):
+            arrow = next((arrow for later in lines[number + 1:number + 12] if (arrow := _ARROW.match(later))), None)
+            frames.append(StackFrame(found[1], int(arrow[1]) if arrow else None, found[2],
+                                     arrow[2].strip() if arrow else ""))
+    return tuple(frames[-_MAX_FRAMES:])
+
+
+# What a function's name, or a line of code, shows about the phase. The first that matches counts.
+_PHASES = {phase: re.compile(pattern, re.MULTILINE) for phase, pattern in {
+    "eval": r"(?i:estimate_loss|evaluat|prediction_loop|prediction_step|validat|\beval\b)",
+    "step": r"optimi[sz]er\.step\(|scaler\.step\(|_multi_tensor_|_single_tensor_|_foreach_|_init_group",
+    "backward": r"\.backward\(|^backward$",
+    "forward": r"^(?:forward|_call_impl|__call__)$|\b(?:raw_)?model\(",
+    "load": r"\.to\(|\.cuda\(|load_state_dict|from_pretrained|torch\.load\(|_load_from_|^(?:to|cuda|_apply)$",
+}.items()}
+
+
+def phase_of(frames: tuple[StackFrame, ...]) -> str:
+    """eval, step, backward, load or forward; empty if the traceback does not show it."""
+    lines = "\n".join(f"{frame.function}\n{frame.code}" for frame in frames)
+    for phase, pattern in _PHASES.items():
+        in_optimizer = phase == "step" and any(re.search(r"[/\\]optim[/\\]", frame.file) for frame in frames)
+        if in_optimizer or pattern.search(lines):
+            return phase
+    return ""
+
+
+def user_frame(frames: tuple[StackFrame, ...]) -> StackFrame | None:
+    """The innermost frame outside PyTorch's own files."""
+    own = [frame for frame in frames if not _TORCH.search(frame.file)]
+    return own[-1] if own else None
+
+
+def is_compiled(frames: tuple[StackFrame, ...]) -> bool | None:
+    """Whether code of torch.compile was running; None if the traceback does not show it."""
+    if any(_COMPILED.search(frame.file) for frame in frames):
+        return True
+    return False if any(frame.function in ("forward", "_call_impl") for frame in frames) else None
+
+
+def trainer_of(frames: tuple[StackFrame, ...]) -> str:
+    """fitgpt or nanogpt, judged by the files in the traceback; empty if neither."""
+    paths = [re.split(r"[/\\]", frame.file) for frame in frames]
+    if any("fitgpt" in path[:-1] for path in paths):
+        return "fitgpt"
+    if any("nanogpt" in part.lower() for path in paths for part in path):
+        return "nanogpt"
+    evaluates = any(frame.function == "estimate_loss" and path[-1] in ("train.py", "model.py")
+                    for frame, path in zip(frames, paths, strict=True))
+    return "nanogpt" if evaluates else ""

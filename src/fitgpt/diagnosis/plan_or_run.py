@@ -12,7 +12,7 @@ from ..config.run_config import RunConfig
 from ..core.errors import UsageError
 from ..core.units import show_bytes, show_count
 from ..hardware.gpus import find, match_device
-from ..planning import budget as place
+from ..planning import budget as budgets
 from ..planning.forecast import MemoryPlan
 from ..planning.formulas import OwnerShare
 from ..planning.plan import plan_for
@@ -20,6 +20,7 @@ from ..planning.plan_file import plan_from
 from ..planning.request import with_data
 from ..runs.folder import recorded_config
 from ..runs.metrics import (
+    PHASES,
     Row,
     facts_from,
     last_row,
@@ -30,19 +31,16 @@ from ..runs.metrics import (
     whole,
 )
 from .case import ExplainedRun, ExplainRequest
-from .diagnose import Diagnosis, MemoryShare
-from .remedies import remedies_for
-from .tensor_match import PHASE_LABELS
+from .diagnose import Diagnosis, MemoryShare, remedies_for
 
 # ---- from the user's input
 
 
-def explain_document(document: Any, request: ExplainRequest) -> Diagnosis | None:
+def explain_document(document: dict[str, Any], request: ExplainRequest) -> Diagnosis | None:
     """JSON of `plan --json`, or the plan file of a run, which contains its config; None if it is neither."""
-    plan = plan_from(document)
-    values = document.get("config") if isinstance(document, dict) else None
-    planned = RunConfig.from_dict(values) if isinstance(values, dict) and set(values) <= set(option_specs(RunConfig)) \
-        else None
+    plan, values, planned = plan_from(document), document.get("config"), None
+    if isinstance(values, dict) and set(values) <= set(option_specs(RunConfig)):
+        planned = RunConfig.from_dict(values)
     if plan is not None:
         card = find(request.gpu) if request.gpu else match_device(plan.budget.card)  # None: a plan for a budget only
         if request.config is None and planned is not None:
@@ -57,37 +55,30 @@ def explain_run(request: ExplainRequest, folder: Path | None = None) -> Diagnosi
     """A config on a GPU, or the run of a folder, by the plan in its metrics if it has one."""
     assert request.config is not None
     rows: list[dict[str, Any]] = read_metrics(folder / "metrics.jsonl") if folder else []
-    target = _target(request, request.config, rows, folder)
-    run = request.run_with(target.platform)
-    plan: MemoryPlan = plan_for(run.config, target, run.trainer)
-    if folder and not request.gpu and run.trainer == "fitgpt" and _is_recorded_config(run.config, folder):
-        plan = recorded_plan(plan, rows)
-    diagnosis = explain_plan(plan, run, rows)
-    return replace(diagnosis, notes=(*diagnosis.notes, *target.notes))
 
-
-def _target(request: ExplainRequest, config: RunConfig, rows: Sequence[Row], folder: Path | None) -> place.Target:
-    """The GPU that was named, the one of the run, or the installed one."""
+    # The GPU that was named, the one of the run, or the installed one.
     facts = facts_from(last_row(rows, "run"))
+    card = match_device(facts.device_name)
     if request.gpu:
-        return place.named(request.gpu, others=request.others, budget=None)
-    if facts.device.startswith("cpu"):
+        target = budgets.named(request.gpu, others=request.others, budget=None)
+    elif facts.device.startswith("cpu"):
         raise UsageError(f"The run in {folder} trained on the CPU: it used no GPU memory.",
                          "--gpu=4070 explains what it would use there.")
-    card = match_device(facts.device_name)
-    if card is not None and card.vendor == "nvidia":
-        return place.on_card(card, others=request.others or 0)
-    return place.installed(config.device, others=request.others, budget=None)
+    elif card is not None and card.vendor == "nvidia":
+        target = budgets.on_card(card, others=request.others or 0)
+    else:
+        target = budgets.installed(request.config.device, others=request.others, budget=None)
 
-
-def _is_recorded_config(config: RunConfig, folder: Path) -> bool:
-    """Whether it is the config of the run in that folder, unchanged by flags."""
-    values = recorded_config(folder)
-    if values is None:
-        return False
-    recorded = RunConfig.from_dict(values)
-    return replace(config, init_from=recorded.init_from) == replace(
-        recorded, vocab_size=recorded.vocab_size or config.vocab_size)
+    run = request.run_with(target.platform)
+    plan: MemoryPlan = plan_for(run.config, target, run.trainer)
+    values = recorded_config(folder) if folder and not request.gpu and run.trainer == "fitgpt" else None
+    if values is not None:
+        recorded = RunConfig.from_dict(values)
+        recorded = replace(recorded, vocab_size=recorded.vocab_size or run.config.vocab_size)
+        if replace(run.config, init_from=recorded.init_from) == recorded:  # unchanged by flags
+            plan = recorded_plan(plan, rows)
+    diagnosis = explain_plan(plan, run, rows)
+    return replace(diagnosis, notes=(*diagnosis.notes, *target.notes))
 
 
 def recorded_plan(plan: MemoryPlan, rows: Sequence[Row]) -> MemoryPlan:
@@ -104,37 +95,25 @@ def recorded_plan(plan: MemoryPlan, rows: Sequence[Row]) -> MemoryPlan:
 
 # ---- the diagnosis
 
+# Metrics of steps and evaluations do not distinguish these phases.
+_MEASURED_TOGETHER = {"train": ("first_train", "train", "step"), "eval": ("first_eval", "eval")}
+
 
 def explain_plan(plan: MemoryPlan, run: ExplainedRun | None = None, rows: Sequence[Row] = ()) -> Diagnosis:
     """`rows`: the metrics of the run, if it has any."""
-    measured = compare_phases(plan, rows)
-    return Diagnosis(subject="run" if measured else "plan", title=_title(plan), what=_what(plan),
-                     phase=plan.forecast.peak_phase, shares=_shares(plan), shares_of=_shares_of(plan),
-                     remedies=remedies_for(run, plan) if run is not None else (), notes=measured)
-
-
-def _title(plan: MemoryPlan) -> str:
-    needs, limit = show_bytes(plan.forecast.needs), show_bytes(plan.budget.reserve_limit)
-    if plan.fits:
-        return (f"The run fits: PyTorch needs {needs} of the {limit} it may reserve, {show_bytes(plan.headroom)} to "
-                "spare.")
-    return f"The run does not fit: PyTorch needs {needs} and may reserve {limit}, {show_bytes(-plan.headroom)} short."
-
-
-def _what(plan: MemoryPlan) -> str:
-    forecast = plan.forecast
-    largest = max(forecast.owners_at_peak, key=lambda share: share.nbytes, default=None)
-    text = (f"The peak is in the {PHASE_LABELS.get(forecast.peak_phase, forecast.peak_phase)} phase: "
-            f"{show_bytes(forecast.allocated)} allocated, for {show_count(forecast.params)} parameters.")
-    if largest is None:
-        return text
-    formula = f" ({largest.formula})" if largest.formula else ""
-    share = largest.nbytes / forecast.allocated if forecast.allocated else 0
-    return f"{text} {share:.0%} of that is {largest.owner}{formula}."
-
-
-def _shares(plan: MemoryPlan) -> tuple[MemoryShare, ...]:
     forecast, budget = plan.forecast, plan.budget
+    needs, limit = show_bytes(forecast.needs), show_bytes(budget.reserve_limit)
+    difference = show_bytes(abs(plan.headroom))
+    title = (f"The run fits: PyTorch needs {needs} of the {limit} it may reserve, {difference} to spare." if plan.fits
+             else f"The run does not fit: PyTorch needs {needs} and may reserve {limit}, {difference} short.")
+    what = (f"The peak is in the {PHASES.get(forecast.peak_phase, forecast.peak_phase)} phase: "
+            f"{show_bytes(forecast.allocated)} allocated, for {show_count(forecast.params)} parameters.")
+    largest = max(forecast.owners_at_peak, key=lambda share: share.nbytes, default=None)
+    if largest is not None:
+        formula = f" ({largest.formula})" if largest.formula else ""
+        part = largest.nbytes / forecast.allocated if forecast.allocated else 0
+        what = f"{what} {part:.0%} of that is {largest.owner}{formula}."
+
     shares = [MemoryShare(share.owner, share.nbytes, share.formula) for share in forecast.owners_at_peak]
     unallocated = max(forecast.needs - sum(share.nbytes for share in shares), 0)
     shares.append(MemoryShare("reserved by PyTorch but unallocated", unallocated, "fragmentation and rounding"))
@@ -142,20 +121,15 @@ def _shares(plan: MemoryPlan) -> tuple[MemoryShare, ...]:
     if budget.others:
         shares.append(MemoryShare("other processes", budget.others))
     free = budget.usable - sum(share.nbytes for share in shares)
-    return (*shares, MemoryShare("free", free)) if free >= 0 else tuple(shares)
-
-
-def _shares_of(plan: MemoryPlan) -> str:
-    budget = plan.budget
-    over = plan.forecast.needs + budget.outside + budget.others - budget.usable
+    if free >= 0:
+        shares.append(MemoryShare("free", free))
+    over = forecast.needs + budget.outside + budget.others - budget.usable
     gpu = f"{show_bytes(budget.usable)} of the {budget.card or 'GPU'}"
-    return gpu if over <= 0 else f"{show_bytes(over)} more than the {gpu}"
 
-
-# ---- predicted beside measured
-
-# Metrics of steps and evaluations do not distinguish these phases.
-_MEASURED_TOGETHER = {"train": ("first_train", "train", "step"), "eval": ("first_eval", "eval")}
+    measured = compare_phases(plan, rows)
+    return Diagnosis(subject="run" if measured else "plan", title=title, what=what, phase=forecast.peak_phase,
+                     shares=tuple(shares), shares_of=gpu if over <= 0 else f"{show_bytes(over)} more than the {gpu}",
+                     remedies=remedies_for(run, plan) if run is not None else (), notes=measured)
 
 
 def compare_phases(plan: MemoryPlan, rows: Sequence[Row]) -> tuple[str, ...]:
@@ -163,18 +137,17 @@ def compare_phases(plan: MemoryPlan, rows: Sequence[Row]) -> tuple[str, ...]:
 
     Predicted figures are those that the run recorded at its start, or else the plan's.
     """
+    def compared(what: str, predicted: int, measured: int) -> str:
+        error = f" ({measured / predicted - 1:+.1%})" if predicted and measured else ""
+        return f"{what} {show_bytes(predicted)} predicted, {show_bytes(measured)} measured{error}"
+
     planned = phases_from(last_row(rows, "plan")) or plan.forecast.phases
     measured = phases_from(last_row(rows, "plan_measured")) or measured_peaks(rows)
     lines = []
     for phase, seen in measured.items():
         predicted = [planned[name] for name in _MEASURED_TOGETHER.get(phase, (phase,)) if name in planned]
         if seen.allocated and predicted:
-            allocated = _compare("allocated", max(each.allocated for each in predicted), seen.allocated)
-            reserved = _compare("reserved", max(each.reserved for each in predicted), seen.reserved)
-            lines.append(f"{PHASE_LABELS.get(phase, phase).capitalize()}: {allocated}; {reserved}.")
+            allocated = compared("allocated", max(each.allocated for each in predicted), seen.allocated)
+            reserved = compared("reserved", max(each.reserved for each in predicted), seen.reserved)
+            lines.append(f"{PHASES.get(phase, phase).capitalize()}: {allocated}; {reserved}.")
     return tuple(lines)
-
-
-def _compare(what: str, predicted: int, measured: int) -> str:
-    error = f" ({measured / predicted - 1:+.1%})" if predicted and measured else ""
-    return f"{what} {show_bytes(predicted)} predicted, {show_bytes(measured)} measured{error}"

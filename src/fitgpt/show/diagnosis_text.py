@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..core.units import MiB
-from ..diagnosis.diagnose import Diagnosis
-from ..diagnosis.remedies import Remedy
+from ..diagnosis.diagnose import Diagnosis, Remedy
 from .terminal import LABEL_WIDTH, labelled, wrap
 
 _SHARES_LABEL = {"message": "GPU", "reading": "GPU", "plan": "peak", "run": "peak"}

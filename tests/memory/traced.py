@@ -269,12 +269,14 @@ def _made(shapes: Any) -> Any:
 # ---- what a card would decide or do
 
 def steer(patch: pytest.MonkeyPatch, platform: Platform, config: RunConfig, watch: Watch) -> None:
-    from fitgpt.engine import attention, build, chunked_loss, model
+    from fitgpt.engine import attention, ops
+    from fitgpt.engine import model as engine_model
+    from fitgpt.engine.optim import low_precision
 
     kernels = {"cudnn": attention.CUDNN, "flash": attention.FLASH, "efficient": attention.EFFICIENT,
                "math": attention.PLAIN}
     patch.setattr(attention, "kernel_for", lambda *_: kernels[attention_kernel(config, platform)])
-    for module in (build, chunked_loss, model):
+    for module in (low_precision, engine_model, ops):
         patch.setattr(module, "triton_works", lambda: platform.compiles)
     patch.setattr(without_launches(patch), "_multiprocessors", lambda _: platform.sms)
     patch.setattr(torch, "compile", lambda function, **_: in_one_kernel(function, watch))

@@ -23,11 +23,11 @@ from ..data.dataset import Dataset, open_dataset
 from ..data.sample_order import positions_for
 from ..data.shard_header import check_vocab, padded_vocab
 from ..engine import huggingface
-from ..engine.build import DTYPES, make_model, make_optimizer
 from ..engine.device import DeviceChoice, read_memory, resolve_device
 from ..engine.evaluate import ReadWindows
+from ..engine.model import DTYPES, make_model
 from ..engine.oom import release
-from ..engine.optim.adamw import FIRST_SCALE, NoOptimizer, Scaler
+from ..engine.optim.adamw import FIRST_SCALE, NoOptimizer, Scaler, make_optimizer
 from ..engine.prefetch import Prefetcher
 from ..engine.weights import fill
 from ..hardware.gpus import peak_flops
@@ -332,7 +332,7 @@ class RunReconfigurer:
     def adopt(self, config: RunConfig) -> None:
         training = self._training
         training.drop_cuda_graphs()
-        training.model.levels, training.model.loss_chunk = list(config.levels), config.loss_chunk
+        training.model.recompute_policies, training.model.loss_chunk = list(config.levels), config.loss_chunk
         if config.offload != self._current.offload:
             moved = make_optimizer(config, training.model)
             wrong = moved.load_tensors(training.optimizer.tensors())

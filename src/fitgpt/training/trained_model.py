@@ -16,10 +16,9 @@ from ..data.dataset import open_dataset
 from ..data.shard_header import summarise
 from ..data.tokenizers import Tokenizer
 from ..engine import huggingface
-from ..engine.build import DTYPES
 from ..engine.device import DeviceChoice, resolve_device
 from ..engine.evaluate import evaluate
-from ..engine.model import GPT, build_model
+from ..engine.model import DTYPES, GPT, build_model
 from ..engine.weights import fill
 from ..runs.folder import recorded_config
 from ..runs.metrics import Evaluation

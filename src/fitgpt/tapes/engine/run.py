@@ -73,7 +73,7 @@ def gpu_of(config: RunConfig, platform: Platform, writer: Writer, **more: str) -
 
 
 def few_chunks(tokens: int, chunk: int) -> list[slice]:
-    """Replaces chunked_loss._chunks: the first chunks and the last. From the second on, once a gradient exists, every
+    """Replaces ops.chunk_slices: the first chunks and the last. From the second on, once a gradient exists, every
     whole chunk repeats the one before."""
     starts = range(0, tokens, chunk)
     return [slice(start, min(start + chunk, tokens))
@@ -122,10 +122,10 @@ class Run:
 
     def load(self) -> None:
         """As run.build_training has it."""
-        config, build, optim = self.config, engine_module("build"), engine_module("optim.adamw")
-        engine_module("chunked_loss")._chunks = few_chunks
+        config, model, optim = self.config, engine_module("model"), engine_module("optim.adamw")
+        engine_module("ops").chunk_slices = few_chunks
         with self.gpu.section():
-            self.model = build.make_model(config, self.gpu.device, dtype=config.dtype, compiled=bool(config.compile))
+            self.model = model.make_model(config, self.gpu.device, dtype=config.dtype, compiled=bool(config.compile))
         if config.states == "early" or config.init_from == "resume":  # a checkpoint is read into existing tensors
             self.make_states()
         with self.gpu.section():
@@ -143,8 +143,8 @@ class Run:
             return
         self.has_states = True
         with self.gpu.section("optimizer"):
-            build = engine_module("build")
-            self.optimizer = build.make_optimizer(draft(self.config, states="early"), self.model)
+            early = draft(self.config, states="early")
+            self.optimizer = engine_module("optim.adamw").make_optimizer(early, self.model)
             for name, tensor in self.optimizer.tensors().items():
                 tensor.storage.rename(parameter_name(name))
 

@@ -23,11 +23,11 @@ TOKENS = 4
 def write(config: RunConfig, platform: Platform) -> Tape:
     """A process of its own: the optimizer and the gradients are not there."""
     config = replace(config, weights="float32", residual="float32", casts="transient", compile=False, dropout=0.0)
-    writer, sample, build = Writer(), engine_module("sample"), engine_module("build")
+    writer, sample, model_module = Writer(), engine_module("sample"), engine_module("model")
     gpu = gpu_of(config, platform, writer, masked_attention=masked_attention(config, platform))
     writer.phase("sample")
     with gpu.section():
-        model = build.make_model(config, gpu.device, dtype=config.dtype, compiled=False)
+        model = model_module.make_model(config, gpu.device, dtype=config.dtype, compiled=False)
         tokens = sample.generate(model, [0] * PROMPT, TOKENS + 1, sample.SamplingOptions(), 0)
         for _ in range(TOKENS + 1):
             next(tokens)

@@ -81,9 +81,9 @@ def trace_sampling(config: RunConfig, platform: Platform, tokens: int, monkeypat
 
 def run(config: RunConfig, watch: Watch) -> None:
     """As bench/record.py runs it on a card."""
+    from fitgpt.engine.batches import Prefetcher
     from fitgpt.engine.device import DeviceChoice
     from fitgpt.engine.evaluate import evaluate
-    from fitgpt.engine.prefetch import Prefetcher
     from fitgpt.training.loop import learning_rate_at, train_step
     from fitgpt.training.run import build_training
 

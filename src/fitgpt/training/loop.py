@@ -15,12 +15,12 @@ from torch import Tensor
 from ..config.architectures import GPTConfig
 from ..config.run_config import RunConfig
 from ..core.errors import DeviceError, Interrupted, SystemFault
+from ..engine.batches import Prefetcher
 from ..engine.cuda_graphs import GraphCapturer
 from ..engine.device import read_memory, synchronize
 from ..engine.model import GPT
 from ..engine.oom import OutOfMemory, attempt, release
 from ..engine.optim.adamw import Optimizer, Scaler, apply_gradients
-from ..engine.prefetch import Prefetcher
 from ..runs.metrics import Evaluation, RunFacts, SplitLoss, StepReport
 from .checkpoint import GOOD, UNKNOWN, SetAside
 from .divergence import DivergenceCheck, judge

@@ -22,8 +22,8 @@ from typing import Protocol, TypeVar
 from ..config.run_config import RunConfig
 from ..core.errors import DeviceError
 from ..core.units import show_bytes
+from ..engine.batches import Prefetcher
 from ..engine.oom import OutOfMemory, RngState, attempt, fragmentation_hint, release
-from ..engine.prefetch import Prefetcher
 from ..planning.plan_file import FallbackPlan
 from .loop import RolledBack, StepResult, Training, TrainingCallbacks, train_step
 

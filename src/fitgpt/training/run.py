@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import platform
 import shlex
 import sys
@@ -12,24 +13,22 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from .. import __version__
 from ..config.run_config import RunConfig, gpt2_shapes
-from ..core.errors import CheckpointError, DataError, DeviceError, Interrupted, SystemFault
+from ..core.errors import CheckpointError, DataError, DeviceError, DoesNotFit, Interrupted, SystemFault
+from ..core.files import write_over
 from ..core.units import show_seconds
 from ..data.dataset import Dataset, open_dataset
-from ..data.sample_order import positions_for
 from ..data.shard_header import check_vocab, padded_vocab
 from ..engine import huggingface
+from ..engine.batches import Prefetcher, evaluation_splits, training_batches
 from ..engine.device import DeviceChoice, read_memory, resolve_device
-from ..engine.evaluate import ReadWindows
 from ..engine.model import DTYPES, make_model
-from ..engine.oom import release
+from ..engine.oom import OutOfMemory, attempt, release
 from ..engine.optim.adamw import FIRST_SCALE, NoOptimizer, Scaler, make_optimizer
-from ..engine.prefetch import Prefetcher
-from ..engine.weights import fill
+from ..engine.weights import WeightSource, fill, read_nanogpt
 from ..hardware.gpus import peak_flops
 from ..planning.plan_file import FallbackPlan, phases_to_json
 from ..runs.folder import RunFolder, holds_run, need_disk, open_run
@@ -38,14 +37,25 @@ from ..show.progress import Display, open_display, say
 from ..show.train_text import closing, memory_plan, plan_vs_measured
 from ..tapes.engine.run import checkpoint_bytes
 from . import checkpoint
-from .device_memory import NOT_PLANNED, DeviceMemoryPlan, plan_on_device
-from .dry_run import Peaks, rehearse
+from .device_memory import (
+    NOT_PLANNED,
+    DeviceMemoryPlan,
+    Peaks,
+    cumulative_reserved,
+    over_forecast,
+    phases_of,
+    plan_on_device,
+    plan_row,
+)
 from .loop import Training, is_evaluation_due, train
 from .oom_recovery import Guard
-from .plan_vs_measured import cumulative_reserved, phases_of, plan_row
-from .reporter import TrainingReporter
-from .wandb_tracker import Log, open_wandb
-from .weight_sources import WeightSource, cropped, from_hugging_face, from_nanogpt, from_run, open_weights
+from .rehearsal import rehearse
+from .reporter import Log, TrainingReporter, open_wandb, short_eval
+from .trained_model import cropped, from_run, open_weights
+
+REHEARSAL_SCHEMA = 1
+NOT_COMPARED = ("There is no plan to compare with: only the memory of an NVIDIA GPU is planned, and only there does "
+                "PyTorch count it.")
 
 
 def run(config_dict: Mapping[str, Any], notes: Sequence[str], stop_requested: Callable[[], bool], *,
@@ -80,24 +90,18 @@ def run(config_dict: Mapping[str, Any], notes: Sequence[str], stop_requested: Ca
         source = None  # frees its copies of the weights and optimizer state
         started = time.perf_counter()
         run_loop(config, facts, choice, dataset, folder, training, device_memory, wandb, stop_requested)
-        say(closing(config.out_dir, training.step - facts.start_step, time.perf_counter() - started, training.best,
-                    closing_hints(config, training)))
+        seconds, hints = time.perf_counter() - started, []
+        if training.saved_at != training.step and not config.eval_only and training.step > 0:
+            hints.append("The last steps are not saved: always_save_checkpoint=False saves improvements only.")
+        if holds_run(Path(config.out_dir)):
+            hints.append(f"Generate text: fitgpt sample {shlex.quote(config.out_dir)}")
+        say(closing(config.out_dir, training.step - facts.start_step, seconds, training.best, hints))
     if choice.mismatch:
         warn(f"{choice.mismatch.why} {choice.mismatch.fix}")
 
 
 def warn(sentence: str) -> None:
     say(f"fitgpt: {sentence}", warning=True)
-
-
-def closing_hints(config: RunConfig, training: Training) -> list[str]:
-    """Sentences for the end of a run: what is not saved, and what to do next."""
-    hints = []
-    if training.saved_at != training.step and not config.eval_only and training.step > 0:
-        hints.append("The last steps are not saved: always_save_checkpoint=False saves improvements only.")
-    if holds_run(Path(config.out_dir)):
-        hints.append(f"Generate text: fitgpt sample {shlex.quote(config.out_dir)}")
-    return hints
 
 
 def run_loop(config: RunConfig, facts: RunFacts, choice: DeviceChoice, dataset: Dataset, folder: RunFolder,
@@ -120,12 +124,17 @@ def run_loop(config: RunConfig, facts: RunFacts, choice: DeviceChoice, dataset: 
         if device_memory.plan:
             folder.append_metrics(plan_row(device_memory.plan, device_memory.ladder()))
             display.note(memory_plan(device_memory.plan))
-        if wants_rehearsal(config, training, device_memory):
+        rehearses = config.rehearse if config.rehearse != "auto" else device_memory.plan is not None
+        if rehearses and (training.step < config.max_iters or config.eval_only):
             rehearse_under_guard(guard, reconfigurer, reporter, training, display, device_memory)
             if stop_requested():
                 raise Interrupted("Stopped before training began, as requested.")
-        if device_memory.plan and starts_without_evaluation(config, training):
-            warm_up_eval(reporter)
+        if device_memory.plan and training.step < config.max_iters and not is_evaluation_due(training, config):
+            # The forecast assumes that an evaluation runs first: in another order of allocations a run that just fits
+            # may need some MiB more. So a resumed run begins with a short one.
+            evaluation = reporter.short_eval()
+            if evaluation is not None:
+                peaks.seen("first_eval", evaluation.memory)
         train(training, config, facts, guard, reporter, stop_requested)
     finally:
         guard.close()
@@ -135,23 +144,6 @@ def run_loop(config: RunConfig, facts: RunFacts, choice: DeviceChoice, dataset: 
             say(plan_vs_measured(phases_of(device_memory.plan.forecast), measured))
             with suppress(SystemFault):  # such as a full disk: it must not hide why the run ended
                 folder.append_metrics({"kind": "plan_measured", "phases": phases_to_json(measured)})
-
-
-def wants_rehearsal(config: RunConfig, training: Training, device_memory: DeviceMemoryPlan) -> bool:
-    something_to_do = training.step < config.max_iters or config.eval_only
-    is_planned = device_memory.plan is not None
-    return something_to_do and (config.rehearse is True or (config.rehearse == "auto" and is_planned))
-
-
-def starts_without_evaluation(config: RunConfig, training: Training) -> bool:
-    return training.step < config.max_iters and not is_evaluation_due(training, config)
-
-
-def warm_up_eval(reporter: TrainingReporter) -> None:
-    """A short evaluation on resume. The forecast assumes that an evaluation runs first: in another order of allocations
-    a run that just fits may need some MiB more."""
-    if evaluation := reporter.short_eval():
-        reporter.peaks.seen("first_eval", evaluation.memory)
 
 
 def rehearse_under_guard(guard: Guard, reconfigurer: RunReconfigurer, reporter: TrainingReporter, training: Training,
@@ -169,6 +161,53 @@ def rehearse_under_guard(guard: Guard, reconfigurer: RunReconfigurer, reporter: 
         display.note(plan_vs_measured(phases_of(device_memory.plan.forecast), measured))
 
 
+def rehearse_only(config_dict: Mapping[str, Any], notes: Sequence[str], others: Mapping[str, int], out: str) -> None:
+    """`fitgpt rehearse`: rehearses a run without training it, and compares its memory with the forecast.
+
+    Prints the measured memory and writes it to `out`. DoesNotFit if it exceeds the forecast or runs out.
+    """
+    config = RunConfig.from_dict(config_dict)
+    dataset = open_dataset(config.dataset)
+    choice = resolve_device(config.device, config.dtype, config.compile)
+    config = replace(take_shape(config, None, dataset)[0], dtype=choice.dtype)
+    check_data(config, dataset, None)
+    device_memory = plan_on_device(config, choice, others)
+    for note in (*notes, *choice.notes):
+        say(f"note      {note}")
+    if device_memory.plan:
+        say(memory_plan(device_memory.plan))
+
+    started, failures = time.perf_counter(), list[str]()
+    training = build_training(config, choice)
+    peaks = Peaks(training.device)
+    peaks.seen("load", read_memory(choice.device))
+    splits = evaluation_splits(dataset, ("train", "val"), windows=config.eval_iters * config.batch_size,
+                               block=config.eval_block, seed=config.seed)
+    done = attempt(lambda: rehearse(
+        training, config, lambda short: training_batches(short, dataset, training.device),
+        lambda: short_eval(training, splits, config.eval_batch, config.eval_block,
+                           lambda batch, why: failures.append(f"evaluation: {why.short}.")), peaks))
+    if isinstance(done, OutOfMemory):
+        failures.append(f"training: {done.short}.")
+    seconds, measured = time.perf_counter() - started, cumulative_reserved(peaks.of)
+    forecast = phases_of(device_memory.plan.forecast) if device_memory.plan else {}
+    exceeded = over_forecast(forecast, measured)
+    wrote = write_over(Path(out), json.dumps({
+        "schema": REHEARSAL_SCHEMA, "versions": versions(), "device": choice.device, "device_name": choice.name,
+        "seconds": seconds, "config": config.to_dict(), "forecast": phases_to_json(forecast),
+        "measured": phases_to_json(measured), "over_forecast": exceeded, "out_of_memory": failures,
+    }, indent=1, ensure_ascii=False) + "\n")
+    say(plan_vs_measured(forecast, measured) if device_memory.plan else NOT_COMPARED)
+    say(f"rehearsed in {show_seconds(seconds)}: evaluation, two iterations and a checkpoint's copies, at full size. "
+        f"The measurements are in {wrote}.")
+    if failures:
+        raise DoesNotFit(f"Out of memory in the rehearsal. {' '.join(failures)}",
+                         "`fitgpt plan` with the same options and --options shows what each change would save.")
+    if exceeded:
+        raise DoesNotFit(f"More memory was used than forecast. {' '.join(exceeded)}",
+                         "Please report it, with the file: forecasts are meant to be exact to 1 %.")
+
+
 # ---- the start: weights, shape, data
 
 def find_source(config: RunConfig, folder: RunFolder) -> WeightSource | None:
@@ -178,12 +217,12 @@ def find_source(config: RunConfig, folder: RunFolder) -> WeightSource | None:
     if config.init_from == "resume":
         if holds_run(folder.path):
             return from_run(folder.path)
-        source = from_nanogpt(folder.path / "ckpt.pt")
+        source = read_nanogpt(folder.path / "ckpt.pt")
         note = (f"Resuming nanoGPT's {source.place} at step {source.state['step']}. It stores no float16 loss scale, "
                 "so that starts anew; the data order is fitgpt's own.")
         return replace(source, notes=(note,))
     if config.init_from in gpt2_shapes:
-        source = from_hugging_face(huggingface.find_gpt2(config.init_from))
+        source = huggingface.read_folder(huggingface.find_gpt2(config.init_from))
     else:
         source = open_weights(config.init_from, "last")
     return cropped(source, config.block_size)
@@ -282,32 +321,6 @@ def versions() -> dict[str, str]:
             "cuda": torch.version.cuda or "none"}
 
 
-# ---- data for the loop
-
-def training_feed(config: RunConfig, dataset: Dataset, device: torch.device) -> Prefetcher:
-    """Micro-batches by their number, from the start of the run."""
-    split, accumulation = dataset.split("train"), config.gradient_accumulation_steps
-    windows, per_step = split.windows(config.block_size), config.batch_size * accumulation
-
-    def read(number: int) -> Any:
-        step, micro = divmod(number, accumulation)
-        if micro == 0 and step * per_step % windows < per_step:
-            split.recheck()  # at the start of an epoch
-        samples = positions_for(step, micro, batch_size=config.batch_size, accumulation=accumulation)
-        return split.read(samples, config.block_size, config.seed)
-
-    return Prefetcher(read, device, last=config.max_iters * accumulation - 1)
-
-
-def evaluation_splits(dataset: Dataset, names: Sequence[str], *, windows: int, block: int,
-                      seed: int) -> dict[str, tuple[ReadWindows, int]]:
-    """Per split its reader and its number of windows: as many as requested, or all there are."""
-    def reader(name: str) -> ReadWindows:
-        return lambda numbers: dataset.split(name).read_fixed(np.asarray(numbers), block, seed)
-
-    return {name: (reader(name), min(windows, dataset.split(name).windows(block))) for name in names}
-
-
 # ---- changes after running out of memory
 
 class RunReconfigurer:
@@ -327,7 +340,7 @@ class RunReconfigurer:
         return self._device_memory.room()
 
     def feed(self, config: RunConfig) -> Prefetcher:
-        return training_feed(config, self._dataset, self._training.device)
+        return training_batches(config, self._dataset, self._training.device)
 
     def adopt(self, config: RunConfig) -> None:
         training = self._training

@@ -107,8 +107,8 @@ def one(case: dict[str, Any], events: str) -> dict[str, Any]:
     from fitgpt.engine.device import resolve_device
     from fitgpt.engine.evaluate import evaluate
     from fitgpt.training import checkpoint
+    from fitgpt.training.build import build_training
     from fitgpt.training.loop import learning_rate_at, train_step
-    from fitgpt.training.run import build_training
 
     config = RunConfig(**case["config"])
     choice = resolve_device("cuda", config.dtype, config.compile)

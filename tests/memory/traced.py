@@ -84,8 +84,8 @@ def run(config: RunConfig, watch: Watch) -> None:
     from fitgpt.engine.batches import Prefetcher
     from fitgpt.engine.device import DeviceChoice
     from fitgpt.engine.evaluate import evaluate
+    from fitgpt.training.build import build_training
     from fitgpt.training.loop import learning_rate_at, train_step
-    from fitgpt.training.run import build_training
 
     def read(number: int) -> Any:
         return np.zeros((config.batch_size, config.block_size + 1), dtype=np.int64)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend
 
-from .ops import named
+from .annotate import named
 
 _aten = torch.ops.aten
 HEAD_MULTIPLE = 8  # the CUDA kernels need a head size that is a multiple of this; others are padded with zeros

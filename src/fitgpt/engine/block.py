@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..config.memory_savers import KEEPS
+from .annotate import named
 from .attention import AttentionResult, attend, attend_backward
-from .ops import EAGER, Gradients, Pointwise, column_sums, named
+from .ops import EAGER, Gradients, Pointwise, column_sums
 
 
 class BlockWeights(NamedTuple):

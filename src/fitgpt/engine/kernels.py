@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..config.architectures import IGNORE_INDEX, NORM_EPSILON
 from ..config.optimizers import ADAMW_EPSILON, GROUP
-from .ops import named
+from .annotate import named
 
 _COLUMNS, _WARPS = 8192, 8  # of a row, read at once by a program; the fastest of seven timed on an H200
 _GROUPS = 8                  # of elements that share a scale, per program: 8 elements per thread

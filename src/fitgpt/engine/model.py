@@ -20,59 +20,43 @@ from ..config.memory_savers import loss_chunk_tokens
 from ..config.run_config import RunConfig
 from . import block as one_block
 from . import ops
+from .annotate import named, span
 from .block import BlockOptions, BlockWeights, LayerCache
 from .device import triton_works
-from .ops import AccumulateIntoGrad, GradientDict, Gradients, named, span
+from .ops import AccumulateIntoGrad, GradientDict, Gradients
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-class Linear(nn.Module):
-    """Uninitialised parameters under nanoGPT's names. The arithmetic is in block.py."""
+class Params(nn.Module):
+    """An uninitialised weight and its bias, under nanoGPT's names. The arithmetic is in block.py."""
 
-    def __init__(self, inputs: int, outputs: int, bias: bool) -> None:
+    def __init__(self, *shape: int, bias: bool = False) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(outputs, inputs))
-        self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
-
-
-class NormParams(nn.Module):
-    """A layer norm's parameters."""
-
-    def __init__(self, width: int, bias: bool) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(width))
-        self.bias = nn.Parameter(torch.empty(width)) if bias else None
-
-
-class EmbeddingParams(nn.Module):
-    """An embedding's parameters."""
-
-    def __init__(self, rows: int, width: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(rows, width))
+        self.weight = nn.Parameter(torch.empty(shape))
+        self.bias = nn.Parameter(torch.empty(shape[0])) if bias else None
 
 
 class Attention(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.c_attn = Linear(config.n_embd, 3 * config.n_embd, config.bias)
-        self.c_proj = Linear(config.n_embd, config.n_embd, config.bias)
+        self.c_attn = Params(3 * config.n_embd, config.n_embd, bias=config.bias)
+        self.c_proj = Params(config.n_embd, config.n_embd, bias=config.bias)
 
 
 class MLP(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.c_fc = Linear(config.n_embd, 4 * config.n_embd, config.bias)
-        self.c_proj = Linear(4 * config.n_embd, config.n_embd, config.bias)
+        self.c_fc = Params(4 * config.n_embd, config.n_embd, bias=config.bias)
+        self.c_proj = Params(config.n_embd, 4 * config.n_embd, bias=config.bias)
 
 
 class Block(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.ln_1 = NormParams(config.n_embd, config.bias)
+        self.ln_1 = Params(config.n_embd, bias=config.bias)
         self.attn = Attention(config)
-        self.ln_2 = NormParams(config.n_embd, config.bias)
+        self.ln_2 = Params(config.n_embd, bias=config.bias)
         self.mlp = MLP(config)
 
     def weights(self) -> BlockWeights:
@@ -86,10 +70,10 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.wte = EmbeddingParams(config.vocab_size, config.n_embd)
-        self.wpe = EmbeddingParams(config.block_size, config.n_embd)
+        self.wte = Params(config.vocab_size, config.n_embd)
+        self.wpe = Params(config.block_size, config.n_embd)
         self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
-        self.ln_f = NormParams(config.n_embd, config.bias)
+        self.ln_f = Params(config.n_embd, bias=config.bias)
 
 
 class GPT(nn.Module):

@@ -5,7 +5,6 @@ head in chunks, and where gradients go.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -13,25 +12,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..config.architectures import IGNORE_INDEX, NORM_EPSILON
+from .annotate import named
 from .device import triton_works
-
-# ---- names of tensors and spans
-#
-# They do nothing here. A memory forecast runs the engine's files on tensors without data (tapes/shapes.py) and replaces
-# both functions, so that its tape can say which tensor or which layer an allocation belongs to.
-
-_NOTHING = nullcontext()
-
-
-def named(name: str, tensor: Tensor) -> Tensor:
-    """The tensor itself; `name` is what the tape calls it, within the layer of the current span."""
-    return tensor
-
-
-def span(name: str, layer: int | None = None) -> AbstractContextManager[None]:
-    """A part of a pass: "forward" or "backward" of one layer, or "embedding", "head" … of none."""
-    return _NOTHING
-
 
 # ---- everything between two matmuls, each a function that compiles into one kernel
 #

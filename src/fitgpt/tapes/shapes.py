@@ -13,7 +13,7 @@ engine: run it after any change here.
 
 Whose memory it is (the tape's `owner`) follows from the operation: a parameter is "weights", a cast of one "casts", a
 product of two activations "gradients", a result with at most one element per row "other", the rest "activations".
-Names come from engine/ops.py (`named`, `span`), from `Parameter.grad = …`, and else from the operation.
+Names come from engine/annotate.py (`named`, `span`), from `Parameter.grad = …`, and else from the operation.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class Gpu:
 
     @contextmanager
     def span(self, name: str, layer: int | None = None) -> Iterator[None]:
-        """engine/ops.py's `span`. An optimizer's update within the backward pass is a span too."""
+        """engine/annotate.py's `span`. An optimizer's update within the backward pass is a span too."""
         before = self.layer, self.backward, self.owner, self.skips_scalars
         start = len(self.log)
         if name == "update":
@@ -929,9 +929,8 @@ PACKAGE = f"{__package__.partition('.')[0]}.engine_on_shapes"  # beside engine/:
 ENGINE_PACKAGES = (PACKAGE, f"{PACKAGE}.optim")
 STAND_INS: Mapping[str, Any] = {
     "torch": TORCH, "triton": TRITON, "bitsandbytes": BITSANDBYTES,
+    f"{PACKAGE}.annotate": SimpleNamespace(named=named, span=lambda *args: _gpu.get().span(*args)),
     f"{PACKAGE}.device": SimpleNamespace(triton_works=lambda: _gpu.get().triton)}
-REPLACED: Mapping[str, Mapping[str, Any]] = {  # functions of the engine, by module
-    f"{PACKAGE}.ops": {"named": named, "span": lambda *args: _gpu.get().span(*args)}}
 _lock = RLock()
 
 
@@ -952,7 +951,6 @@ def engine_module(name: str) -> Any:
             module.__dict__["__builtins__"] = vars(builtins) | {"__import__": _import}
             sys.modules[full] = module  # where dataclasses look for the module of a class
             spec.loader.exec_module(module)
-            module.__dict__.update(REPLACED.get(full, {}))
         return sys.modules[full]
 
 

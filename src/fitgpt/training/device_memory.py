@@ -46,6 +46,11 @@ class DeviceMemoryPlan:
     def card_bytes(self) -> int:
         return self.plan.budget.usable if self.plan else 0
 
+    @property
+    def needs(self) -> int | None:
+        """Bytes that the plan as requested needs to reserve; None: not planned."""
+        return self.plan.forecast.needs if self.plan else None
+
     def ladder(self) -> Sequence[FallbackPlan]:
         """The fallback plans, forecast when they are first needed."""
         if self.fallbacks is None:

@@ -35,7 +35,7 @@ Log = Callable[[dict[str, Any]], None]
 
 
 class TrainingReporter:
-    """Implements loop.TrainingCallbacks. `card_bytes`: the GPU's usable memory; 0: not known."""
+    """What the loop calls. `card_bytes`: the GPU's usable memory; 0: not known."""
 
     def __init__(self, config: RunConfig, facts: RunFacts, splits: Splits, data: DataSummary, folder: RunFolder,
                  training: Training, display: Display, wandb: Log | None, stop_requested: Callable[[], bool], *,
@@ -101,6 +101,7 @@ class TrainingReporter:
             return checkpoint.set_aside_diverged(self._folder.checkpoints)
 
     def advanced(self, steps: float) -> None:
+        """`steps`: how many have been launched, with a fraction; called after every micro-step."""
         self._display.advance(steps)
 
     def reported(self, report: StepReport) -> None:
@@ -137,6 +138,7 @@ class TrainingReporter:
         self._display.warn(sentence)
 
     def tell(self, row: dict[str, Any]) -> None:
+        """An event: a row for metrics.jsonl, whose `text` is shown to the user."""
         self._record(row)
         if row.get("text"):
             show = self._display.warn if row["kind"] in ("oom", "went_back", "step_down") else self._display.note

@@ -17,8 +17,9 @@ from torch.nn import functional as F
 
 from ...config.optimizers import ADAMW_EPSILON, AT_ONCE, GROUP, SMALLEST_ROUNDED
 from ...config.run_config import RunConfig
+from ..annotate import span
 from ..device import triton_works
-from ..ops import GradientDict, matmul_grad, span
+from ..ops import GradientDict, matmul_grad
 from .adamw import AdamWSettings, Optimizer
 
 

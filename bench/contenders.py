@@ -12,7 +12,7 @@ from fitgpt.config.architectures import GPTConfig
 from fitgpt.config.run_config import RunConfig
 from fitgpt.engine.device import resolve_device
 from fitgpt.engine.optim.adamw import apply_gradients
-from fitgpt.training.run import build_training
+from fitgpt.training.build import build_training
 
 
 class OurTrainer:

@@ -100,10 +100,10 @@ def train_plain(config: RunConfig) -> dict[str, Any]:
     from plain import PlainGPT
 
     from fitgpt.data.dataset import open_dataset
+    from fitgpt.engine.batches import evaluation_splits, training_batches
     from fitgpt.engine.device import resolve_device
     from fitgpt.engine.model import build_model
     from fitgpt.training.loop import learning_rate_at
-    from fitgpt.training.run import evaluation_splits, training_feed
 
     device = torch.device(resolve_device(config.device, config.dtype, config.compile).device)
     dataset, pieces = open_dataset(config.dataset), config.gradient_accumulation_steps
@@ -113,7 +113,7 @@ def train_plain(config: RunConfig) -> dict[str, Any]:
     groups = [{"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": config.weight_decay},
               {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, betas=(config.beta1, config.beta2), fused=True)
-    feed, losses = training_feed(config, dataset, device), []
+    feed, losses = training_batches(config, dataset, device), []
     for step in range(config.max_iters):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate_at(step, config)

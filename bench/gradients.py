@@ -24,8 +24,8 @@ from torch import Tensor  # noqa: E402
 from fitgpt import __version__  # noqa: E402
 from fitgpt.config.architectures import GPTConfig  # noqa: E402
 from fitgpt.config.memory_savers import LEVELS  # noqa: E402
-from fitgpt.engine.chunked_loss import IGNORE_INDEX, plain_cross_entropy_, triton_works  # noqa: E402
 from fitgpt.engine.model import GPT, build_model  # noqa: E402
+from fitgpt.engine.ops import IGNORE_INDEX, plain_cross_entropy_, triton_works  # noqa: E402
 from helpers import reference_loss  # noqa: E402
 
 SHAPES = {"heads of 64": (768, 12), "heads of 42, padded": (504, 12)}
@@ -82,7 +82,7 @@ def our_gradients(config: GPTConfig, dtype: torch.dtype, level: str, compiled: b
                   scale: float) -> list[Tensor]:
     """Accumulated over two halves of the scale, so that adding to a gradient that exists is measured too."""
     model: GPT = build_model(config, idx.device, seed=0)
-    model.compute_dtype, model.levels = dtype, [level] * config.n_layer
+    model.compute_dtype, model.recompute_policies = dtype, [level] * config.n_layer
     if compiled:
         model.compile()
     for _ in range(2):
@@ -115,7 +115,7 @@ def kernel_errors(device: torch.device) -> list[dict[str, Any]]:
 
 def other_kernels(device: torch.device) -> list[dict[str, Any]]:
     """The norm's backward and the rounded AdamW, each beside plain torch: the largest relative difference."""
-    from fitgpt.engine import kernels, pointwise
+    from fitgpt.engine import kernels, ops
     from fitgpt.engine.optim import low_precision
 
     torch.manual_seed(0)
@@ -125,7 +125,7 @@ def other_kernels(device: torch.device) -> list[dict[str, Any]]:
             x, d_x, d_norm, added = (torch.randn(1000, width, device=device).to(dtype) for dtype in
                                      (stream, stream, torch.bfloat16, torch.bfloat16))
             given, copy = (d_norm, x, added, torch.randn(width, device=device), bias, torch.bfloat16, True), d_x.clone()
-            plain, ours = pointwise.norm_backward_(d_x, *given), kernels.norm_backward_(copy, *given)
+            plain, ours = ops.norm_backward_(d_x, *given), kernels.norm_backward_(copy, *given)
             rows.append({"kernel": "norm_backward_", "stream": str(stream), "width": width, "difference": max(
                 different(a, b) for a, b in zip((d_x, *plain), (copy, *ours), strict=True) if a is not None)})
     for eight_bit in (True, False):

@@ -103,12 +103,12 @@ def one(case: dict[str, Any], events: str) -> dict[str, Any]:
     import numpy as np
     import torch
 
+    from fitgpt.engine.batches import Prefetcher
     from fitgpt.engine.device import resolve_device
     from fitgpt.engine.evaluate import evaluate
-    from fitgpt.engine.prefetch import Prefetcher
     from fitgpt.training import checkpoint
+    from fitgpt.training.build import build_training
     from fitgpt.training.loop import learning_rate_at, train_step
-    from fitgpt.training.run import build_training
 
     config = RunConfig(**case["config"])
     choice = resolve_device("cuda", config.dtype, config.compile)

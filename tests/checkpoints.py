@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 
-from fitgpt.training.checkpoint import UNKNOWN, list_checkpoints, save
+from fitgpt.runs.folder import step_folders
+from fitgpt.training import checkpoint
+from fitgpt.training.checkpoint import UNKNOWN, save
 
 
 def tensors(step: int) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -20,6 +22,12 @@ def tensors(step: int) -> tuple[dict[str, Any], dict[str, Any]]:
 def save_step(folder: Path, step: int, *, best: bool = False, keep_last: int = 3, status: str = UNKNOWN,
               **state: Any) -> Any:
     return save(folder, step, *tensors(step), {"of": step, **state}, best=best, keep_last=keep_last, status=status)
+
+
+def list_checkpoints(folder: Path) -> list[checkpoint.Checkpoint]:
+    """Checkpoints that look whole (sizes and state.json; the rest is verified by `load`), oldest first."""
+    found = (checkpoint._inspect(slot.path) for slot in step_folders(folder))
+    return [each for each in found if each is not None]
 
 
 def steps(folder: Path) -> list[int]:

@@ -139,7 +139,7 @@ def test_the_docs_show_every_package_on_its_level() -> None:
 def test_every_form_of_import_is_seen() -> None:
     """Known imports of each form, so that the tests below cannot pass by seeing nothing."""
     seen = {(each.module, each.target, each.at_once) for each in IMPORTS}
-    assert {("training.run", "engine.weights", True), ("training.run", "training.checkpoint", True),
+    assert {("training.build", "engine.weights", True), ("training.run", "training.checkpoint", True),
             ("training.run", "torch", True), ("training.worker", "torch", False),
             ("planning.plan", "show.plan_text", False)} <= seen
 

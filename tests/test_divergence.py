@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from checkpoints import save_step, steps
+from checkpoints import list_checkpoints, save_step, steps
 from fitgpt import GPT
 from fitgpt.config.run_config import RunConfig
 from fitgpt.core.errors import NumericsError
 from fitgpt.runs.metrics import Evaluation, MemoryReading, SplitLoss, read_metrics
-from fitgpt.training.checkpoint import DIVERGED, GOOD, UNKNOWN, list_checkpoints, load, set_aside_diverged
+from fitgpt.training.checkpoint import DIVERGED, GOOD, UNKNOWN, load, set_aside_diverged
 from fitgpt.training.divergence import judge, suggest_lower_lr
 from fitgpt.training.run import run
 from helpers import tiny_config

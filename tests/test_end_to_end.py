@@ -32,7 +32,7 @@ from fitgpt.runs.metrics import read_metrics
 from fitgpt.runs.record import read_run
 from fitgpt.training import checkpoint
 from fitgpt.training.loop import learning_rate_at
-from fitgpt.training.weight_sources import from_run
+from fitgpt.training.trained_model import from_run
 from helpers import reference_loss
 
 SMALL: dict[str, Any] = dict(

@@ -98,9 +98,9 @@ def test_an_export_reads_back_as_it_was(tmp_path: Path) -> None:
     model = random_model(SHAPE)
     write_folder(tmp_path / "out", SHAPE, model)
     back = read_folder(tmp_path / "out")
-    assert (back.config, back.notes) == (SHAPE, ())
-    assert back.model.keys() == model.keys()
-    assert all(torch.equal(back.model[name], model[name]) for name in model)
+    assert (back.gpt, back.notes) == (SHAPE, ())
+    assert back.weights.keys() == model.keys()
+    assert all(torch.equal(back.weights[name], model[name]) for name in model)
 
 
 def test_an_earlier_export_is_replaced_and_an_empty_folder_filled(tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ def test_an_earlier_export_is_replaced_and_an_empty_folder_filled(tmp_path: Path
     for shift in (0, 1):
         shifted = {name: tensor + shift for name, tensor in model.items()}
         write_folder(tmp_path / "out", SHAPE, shifted, tokenizer="gpt2")
-        weight = read_folder(tmp_path / "out").model["transformer.ln_f.weight"]
+        weight = read_folder(tmp_path / "out").weights["transformer.ln_f.weight"]
         assert torch.equal(weight, model["transformer.ln_f.weight"] + shift)
         assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
@@ -173,7 +173,7 @@ def test_an_export_that_fails_leaves_the_earlier_one(
         with pytest.raises(SystemFault, match="No space left"):
             write_folder(tmp_path / "out", SHAPE, {name: tensor + 1 for name, tensor in model.items()})
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
-    assert torch.equal(read_folder(tmp_path / "out").model["transformer.wte.weight"], model["transformer.wte.weight"])
+    assert torch.equal(read_folder(tmp_path / "out").weights["transformer.wte.weight"], model["transformer.wte.weight"])
 
 
 # ---- in
@@ -194,10 +194,10 @@ def test_a_folder_by_save_pretrained_comes_in_with_the_same_logits(tmp_path: Pat
     gpt2.save_pretrained(tmp_path, max_shard_size=shard)
     assert (tmp_path / "model.safetensors.index.json").exists() is (shard == "4KB")
     got = read_folder(tmp_path)
-    assert got.config == SHAPE
+    assert got.gpt == SHAPE
     with torch.no_grad():
         theirs = gpt2(TOKENS).logits
-    assert torch.allclose(logits(SHAPE, got.model, TOKENS, gelu="tanh"), theirs, atol=1e-4, rtol=0)
+    assert torch.allclose(logits(SHAPE, got.weights, TOKENS, gelu="tanh"), theirs, atol=1e-4, rtol=0)
     assert "gelu_new" in got.notes[0]
     assert "exact GELU" in got.notes[0]
 
@@ -221,15 +221,16 @@ def bin_folder(path: Path, gpt2: Any, **changes: Any) -> Path:
 def test_the_hubs_own_names_in_a_bin_file_come_in(tmp_path: Path, gpt2: Any) -> None:
     got = read_folder(bin_folder(tmp_path, gpt2))
     with torch.no_grad():
-        assert torch.allclose(logits(SHAPE, got.model, TOKENS, gelu="tanh"), gpt2(TOKENS).logits, atol=1e-4, rtol=0)
+        assert torch.allclose(logits(SHAPE, got.weights, TOKENS, gelu="tanh"), gpt2(TOKENS).logits, atol=1e-4, rtol=0)
 
 
 def test_half_precision_weights_become_float32_in_the_model_and_take_no_more_room_before(tmp_path: Path,
                                                                                           gpt2: Any) -> None:
     bin_folder(tmp_path, gpt2, **{name: tensor.half() for name, tensor in the_hubs_names(gpt2).items()})
-    config, tensors, _ = read_folder(tmp_path)
+    source = read_folder(tmp_path)
+    tensors = source.weights
     assert {tensor.dtype for tensor in tensors.values()} == {torch.float16}
-    model = build_model(config, torch.device("cpu"), 0)
+    model = build_model(source.gpt, torch.device("cpu"), 0)
     fill(model, tensors, "")
     for name, parameter in model.named_parameters():
         assert parameter.dtype == torch.float32

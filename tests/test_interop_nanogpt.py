@@ -13,7 +13,7 @@ from torch import nn
 
 from fitgpt.config.architectures import GPTConfig, parameter_shapes
 from fitgpt.core.errors import CheckpointError
-from fitgpt.engine.nanogpt_checkpoint import read_ckpt
+from fitgpt.engine.weights import read_nanogpt
 
 ARGS = {"n_layer": 2, "n_head": 2, "n_embd": 4, "block_size": 6, "bias": True, "vocab_size": 10, "dropout": 0.1}
 
@@ -86,15 +86,15 @@ def without(*names: str) -> Any:
 def test_weights_and_optimizer_come_in_by_name(tmp_path: Path, bias: bool, groups: Any, prefix: str) -> None:
     layers = 2 if prefix else 11  # with eleven, sorting by name (h.10 before h.2) is not the order of the layers
     model, optimizer = saved(tmp_path / "ckpt.pt", bias=bias, layers=layers, groups=groups, prefix=prefix)
-    got = read_ckpt(tmp_path / "ckpt.pt")
-    assert got.config == GPTConfig(**ARGS | {"bias": bias, "n_layer": layers})
-    assert got.state == {"step": 2, "best_val_loss": 1.5, "config": {"dataset": "x", "learning_rate": 6e-4}}
+    got = read_nanogpt(tmp_path / "ckpt.pt")
+    assert got.gpt == GPTConfig(**ARGS | {"bias": bias, "n_layer": layers})
+    assert (got.state["step"], got.state["best"]["mean"]) == (2, 1.5)
+    assert got.config == {"dataset": "x", "learning_rate": 6e-4}
     named = dict(model.named_parameters())
-    assert list(got.model) == list(named)
-    assert got.optimizer is not None
+    assert list(got.weights) == list(named)
     assert len(got.optimizer) == 3 * len(named)
     for name, parameter in named.items():
-        assert torch.equal(got.model[name], parameter)
+        assert torch.equal(got.weights[name], parameter)
         for part, tensor in optimizer.state[parameter].items():
             assert torch.equal(got.optimizer[f"{name}.{part}"], tensor)
 
@@ -117,28 +117,27 @@ def test_old_files_with_mask_buffers_without_bias_in_args_and_with_plain_numbers
 
     saved(tmp_path / "ckpt.pt", model=lambda model: model | masks, model_args=without("bias", "dropout"),
           optimizer=plain_steps, best_val_loss=float)
-    got = read_ckpt(tmp_path / "ckpt.pt")
-    assert got.config.bias is True
-    assert got.optimizer is not None
+    got = read_nanogpt(tmp_path / "ckpt.pt")
+    assert got.gpt.bias is True
     assert torch.equal(got.optimizer["transformer.wte.weight.step"], torch.tensor(2.0))
-    assert not any(name.endswith(".attn.bias") for name in got.model)
+    assert not any(name.endswith(".attn.bias") for name in got.weights)
 
 
 def test_the_form_torch_wrote_before_zip_is_read(tmp_path: Path) -> None:
     model, _ = saved(tmp_path / "zip.pt")
     torch.save(torch.load(tmp_path / "zip.pt"), tmp_path / "old.pt", _use_new_zipfile_serialization=False)
-    got = read_ckpt(tmp_path / "old.pt").model
+    got = read_nanogpt(tmp_path / "old.pt").weights
     assert torch.equal(got["transformer.wte.weight"], model["transformer"]["wte"].weight)
 
 
-def test_an_optimizer_that_never_stepped_is_none(tmp_path: Path) -> None:
+def test_an_optimizer_that_never_stepped_is_empty(tmp_path: Path) -> None:
     saved(tmp_path / "ckpt.pt", optimizer=lambda stored: stored | {"state": {}})
-    assert read_ckpt(tmp_path / "ckpt.pt").optimizer is None
+    assert read_nanogpt(tmp_path / "ckpt.pt").optimizer == {}
 
 
 def test_a_file_without_its_head_is_read_since_the_head_is_tied(tmp_path: Path) -> None:
     saved(tmp_path / "ckpt.pt", model=without("lm_head.weight"))
-    assert len(read_ckpt(tmp_path / "ckpt.pt").model) == len(parameter_shapes(GPTConfig(**ARGS)))
+    assert len(read_nanogpt(tmp_path / "ckpt.pt").weights) == len(parameter_shapes(GPTConfig(**ARGS)))
 
 
 # ---- refusals
@@ -165,11 +164,11 @@ def test_a_file_that_would_run_something_is_refused_and_runs_nothing(tmp_path: P
     torch.save({"model": pickle.dumps(bomb)}, tmp_path / "wrapped.pt")
     for name in ("zip", "old", "raw", "nested", "unknown", "wrapped"):
         with pytest.raises(CheckpointError) as refusal:
-            read_ckpt(tmp_path / f"{name}.pt")
+            read_nanogpt(tmp_path / f"{name}.pt")
         assert "weights_only" not in str(refusal.value)  # torch's own advice is to open it anyway
     assert not marker.exists()
     with pytest.raises(CheckpointError, match=r"wants to call \w+\.system"):
-        read_ckpt(tmp_path / "zip.pt")
+        read_nanogpt(tmp_path / "zip.pt")
 
 
 def test_files_that_are_no_torch_files_are_errors(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
@@ -178,11 +177,11 @@ def test_files_that_are_no_torch_files_are_errors(tmp_path: Path, recwarn: pytes
     for number, content in enumerate((b"", b"junk", b"\0" * 5000, whole[:5000], whole[:-100], whole[3000:])):
         (path := tmp_path / f"{number}.pt").write_bytes(content)
         with pytest.raises(CheckpointError, match=f"{number}.pt"):
-            read_ckpt(path)
+            read_nanogpt(path)
     with pytest.raises(CheckpointError, match="no file"):
-        read_ckpt(tmp_path / "none.pt")
+        read_nanogpt(tmp_path / "none.pt")
     with pytest.raises(CheckpointError, match="no file"):
-        read_ckpt(tmp_path)
+        read_nanogpt(tmp_path)
     assert not recwarn.list
 
 
@@ -242,5 +241,5 @@ def amsgrad(optimizer: Any) -> Any:
 def test_differences_from_the_expected_parameters_are_named(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
     saved(tmp_path / "ckpt.pt", **changes)
     with pytest.raises(CheckpointError, match=said) as refusal:
-        read_ckpt(tmp_path / "ckpt.pt")
+        read_nanogpt(tmp_path / "ckpt.pt")
     assert refusal.value.fix

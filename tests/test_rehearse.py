@@ -25,11 +25,10 @@ from fitgpt.planning.plan import plan_for
 from fitgpt.runs.folder import RunFolder
 from fitgpt.runs.metrics import MemoryReading, PhaseMemory, read_metrics
 from fitgpt.show.train_text import plan_vs_measured
-from fitgpt.training import dry_run
-from fitgpt.training.device_memory import DeviceMemoryPlan
+from fitgpt.training import rehearsal
+from fitgpt.training.device_memory import DeviceMemoryPlan, Peaks, phases_of
 from fitgpt.training.loop import Training
-from fitgpt.training.plan_vs_measured import phases_of
-from fitgpt.training.rehearsal import rehearse_and_report
+from fitgpt.training.run import rehearse_only
 from fitgpt.training.supervisor import WorkerConfig
 from helpers import skip_without_library, tiny_config
 
@@ -83,8 +82,8 @@ def built(config: RunConfig) -> Training:
 
 def rehearse_it(training: Training, config: RunConfig) -> None:
     dataset = run_module.open_dataset(config.dataset)
-    dry_run.rehearse(training, config, lambda short: run_module.training_feed(
-        short, dataset, training.device), lambda: None, dry_run.Peaks(training.device))
+    rehearsal.rehearse(training, config, lambda short: run_module.training_batches(
+        short, dataset, training.device), lambda: None, Peaks(training.device))
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adam8bit", "muon"])
@@ -214,17 +213,17 @@ def test_only_an_earlier_rehearsal_is_replaced(tmp_path: Path, monkeypatch: pyte
     assert "-o " in refused.value.fix
     assert out.read_text() == '{"mine": 1}'
     out.unlink()
-    rehearse_and_report(config.to_dict(), [], {}, str(out))
+    rehearse_only(config.to_dict(), [], {}, str(out))
     assert "replaced" not in capsys.readouterr().out
     assert rehearse.rehearse(said) == 0
-    rehearse_and_report(config.to_dict(), [], {}, str(out))
+    rehearse_only(config.to_dict(), [], {}, str(out))
     assert "(it replaced the one that was there)" in capsys.readouterr().out
 
 
 def test_on_a_cpu_there_is_no_plan_and_the_file_is_written(
         tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config, out = tiny_config(tmp_path), tmp_path / "rehearsal.json"
-    rehearse_and_report(config.to_dict(), ["a note"], {}, str(out))
+    rehearse_only(config.to_dict(), ["a note"], {}, str(out))
     said = capsys.readouterr().out
     assert "note      a note" in said
     assert "There is no plan to compare with" in said
@@ -255,11 +254,10 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
             now = held.pop(0) if len(held) > 1 else held[0]
             return MemoryReading(now.allocated, now.reserved, int(now.allocated * factor), int(now.reserved * factor))
 
-        for module in ("training.run", "training.reporter", "training.dry_run", "training.rehearsal", "training.loop",
+        for module in ("training.run", "training.reporter", "training.device_memory", "training.loop",
                        "engine.evaluate", "engine.device"):
             monkeypatch.setattr(f"fitgpt.{module}.read_memory", read)
-        for module in ("run", "rehearsal"):
-            monkeypatch.setattr(f"fitgpt.training.{module}.plan_on_device", plan_on_device)
+        monkeypatch.setattr("fitgpt.training.run.plan_on_device", plan_on_device)
 
     return pretend
 
@@ -337,10 +335,10 @@ def test_a_phase_that_exceeds_its_forecast_fails_the_rehearsal(tmp_path: Path, c
                                                                capsys: pytest.CaptureFixture[str]) -> None:
     config, out = tiny_config(tmp_path), tmp_path / "rehearsal.json"
     card(1.005)
-    rehearse_and_report(config.to_dict(), [], {}, str(out))
+    rehearse_only(config.to_dict(), [], {}, str(out))
     card(1.02)
     with pytest.raises(DoesNotFit, match=r"More memory was used than forecast. load: .* 2.0% more.") as raised:
-        rehearse_and_report(config.to_dict(), [], {}, str(out))
+        rehearse_only(config.to_dict(), [], {}, str(out))
     assert raised.value.exit_code == 1
     assert "+2.00 %" in capsys.readouterr().out
     assert json.loads(out.read_text())["over_forecast"]
@@ -352,7 +350,7 @@ def test_out_of_memory_fails_the_rehearsal(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(GPT, "accumulate", refuses)
     with pytest.raises(DoesNotFit, match=r"Tried to allocate 2.00 GiB") as raised:
-        rehearse_and_report(tiny_config(tmp_path).to_dict(), [], {}, str(tmp_path / "r.json"))
+        rehearse_only(tiny_config(tmp_path).to_dict(), [], {}, str(tmp_path / "r.json"))
     assert "--options" in raised.value.fix
 
 

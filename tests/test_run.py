@@ -23,7 +23,8 @@ from fitgpt.runs.metrics import read_metrics
 from fitgpt.show.progress import PlainDisplay
 from fitgpt.tapes.engine import checkpoint_bytes
 from fitgpt.training import checkpoint
-from fitgpt.training.run import build_training, run
+from fitgpt.training.build import build_training
+from fitgpt.training.run import run
 from helpers import reference_loss, skip_without_library, tiny_config
 
 

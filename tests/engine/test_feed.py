@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from fitgpt.engine.prefetch import Prefetcher
+from fitgpt.engine.batches import Prefetcher
 
 CPU = torch.device("cpu")
 

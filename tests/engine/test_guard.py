@@ -250,8 +250,7 @@ def test_it_steps_up_again_when_there_is_room_and_only_if_allowed(
         trained: Callable[..., Ended], monkeypatch: pytest.MonkeyPatch, allowed: bool) -> None:
     monkeypatch.setattr(guard_module, "CHECK_EVERY", 2)
     monkeypatch.setattr(DeviceMemoryPlan, "room", lambda self: 8 * GiB)
-    monkeypatch.setattr(run_module.RunReconfigurer, "__setattr__", lambda self, name, value: object.__setattr__(
-        self, name, 4 * GiB if name == "needs" else value))  # as if the run had a plan, on a CPU
+    monkeypatch.setattr(DeviceMemoryPlan, "needs", 4 * GiB)  # as if the run had a plan, on a CPU
     whole = trained(max_iters=6)
     ended = trained([40, 41], part=3, max_iters=6, step_up=allowed)
     kinds = [(row["kind"], row["step"], row["changes"]) for row in ended.rows("step_down", "step_up")]

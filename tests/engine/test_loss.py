@@ -8,8 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fitgpt.config.memory_savers import LOSS_CHUNK_BYTES, loss_chunk_tokens
-from fitgpt.engine.chunked_loss import IGNORE_INDEX, loss_and_gradient_, token_losses
-from fitgpt.engine.gradient_sinks import AccumulateIntoGrad
+from fitgpt.engine.ops import IGNORE_INDEX, AccumulateIntoGrad, loss_and_gradient_, token_losses
 
 N, C, V = 48, 24, 101
 

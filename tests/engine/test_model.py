@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fitgpt import GPT, GPTConfig
 from fitgpt.config.memory_savers import LEVELS
-from fitgpt.engine import block, pointwise
+from fitgpt.engine import block, ops
 from helpers import reference_loss
 
 TINY = GPTConfig(n_layer=3, n_head=2, n_embd=32, vocab_size=67, block_size=16, bias=True)
@@ -77,7 +77,7 @@ def test_recomputing_blocks_gives_bit_identical_gradients_and_can_be_switched_mi
 @pytest.mark.parametrize("bias", [True, False])
 def test_every_recompute_policy_gives_gpt2s_gradients_in_float64(level: str, bias: bool) -> None:
     model = build(replace(TINY, bias=bias), torch.float64).double()
-    model.levels = [level] * 3
+    model.recompute_policies = [level] * 3
     idx, targets = batch()
     ours = torch.autograd.grad(model(idx, targets)[1], list(model.parameters()))
     theirs = torch.autograd.grad(reference_loss(model, idx, targets), list(model.parameters()))
@@ -96,7 +96,7 @@ def test_in_half_precision_the_gradients_error_stays_within_that_of_autocast(lev
         plain = torch.autograd.grad(reference_loss(model, idx, targets) * 64, parameters)
     exact = build(replace(TINY, n_embd=64)).double()
     truth = torch.autograd.grad(reference_loss(exact, idx, targets) * 64, list(exact.parameters()))
-    model.compute_dtype, model.levels = dtype, [level] * 3
+    model.compute_dtype, model.recompute_policies = dtype, [level] * 3
     model.accumulate(idx, targets, torch.tensor(64.0))
 
     def error(gradients: list[Tensor]) -> float:
@@ -131,7 +131,7 @@ def test_layers_may_have_different_recompute_policies() -> None:
     model.accumulate(idx, targets, torch.tensor(1.0))
     same = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
-    model.levels = ["input", "no_mlp_up", "all"]
+    model.recompute_policies = ["input", "no_mlp_up", "all"]
     model.accumulate(idx, targets, torch.tensor(1.0))
     assert all(torch.allclose(a, p.grad, rtol=1e-5, atol=1e-7) for a, p in zip(same, model.parameters(), strict=True))
 
@@ -167,8 +167,8 @@ def test_compiled_functions_have_one_graph_per_shape_for_any_number_of_layers() 
     counter = CompileCounterWithBackend("aot_eager")
     model, plain, (idx, targets) = build(), build(), batch()
     torch._dynamo.reset()
-    model.ops = pointwise.Pointwise(*(torch.compile(f, fullgraph=True, dynamic=False, backend=counter)
-                                      for f in pointwise.EAGER))
+    model.ops = ops.Pointwise(*(torch.compile(f, fullgraph=True, dynamic=False, backend=counter)
+                                      for f in ops.EAGER))
     for _ in range(3):
         loss = model.accumulate(idx, targets, torch.tensor(1.0))
         expected = plain.accumulate(idx, targets, torch.tensor(1.0))
@@ -190,12 +190,12 @@ def test_beyond_our_recompile_limit_is_an_error_and_not_eager(monkeypatch: pytes
 
     from fitgpt.training.worker import as_fit_error
 
-    assert pointwise.RECOMPILE_LIMIT > 8
-    monkeypatch.setattr(pointwise, "RECOMPILE_LIMIT", 10)
+    assert ops.RECOMPILE_LIMIT > 8
+    monkeypatch.setattr(ops, "RECOMPILE_LIMIT", 10)
     counter = CompileCounterWithBackend("aot_eager")
     torch._dynamo.reset()
-    pointwise.compiled(fused=False)  # sets the limit
-    gelu = torch.compile(pointwise.gelu, fullgraph=True, dynamic=False, backend=counter)
+    ops.compiled(fused=False)  # sets the limit
+    gelu = torch.compile(ops.gelu, fullgraph=True, dynamic=False, backend=counter)
     for rows in range(1, 11):
         gelu(torch.zeros(rows, 4))
     assert counter.frame_count == 10

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fitgpt.engine import pointwise
+from fitgpt.engine import ops
 
 ROWS, WIDTH = 24, 40
 ALLOCATION = re.compile(r"= empty_strided_cpu\(\(([^)]*)\), \([^)]*\), torch\.(\w+)\)")
@@ -53,7 +53,7 @@ def rows(dtype: torch.dtype) -> Tensor:
 
 
 @pytest.mark.parametrize("residual", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", pointwise.Pointwise._fields)
+@pytest.mark.parametrize("name", ops.Pointwise._fields)
 def test_a_compiled_function_allocates_its_results_and_nothing_as_wide_besides(
         name: str, residual: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     half, weight, bias = torch.bfloat16, torch.ones(WIDTH), torch.zeros(WIDTH)
@@ -62,7 +62,7 @@ def test_a_compiled_function_allocates_its_results_and_nothing_as_wide_besides(
         "add_both": (rows(residual), rows(half), rows(half)), "gelu": (rows(half),),
         "gelu_backward_": (rows(half), rows(half)),
         "norm_backward_": (rows(residual), rows(half), rows(residual), rows(half), weight, bias, half, True)}[name]
-    function = getattr(pointwise.EAGER, name)
+    function = getattr(ops.EAGER, name)
     besides = Counter(generated(function, arguments, monkeypatch)) - Counter(results(function, arguments))
     assert set(besides) <= {((ROWS, 1), "float32")}
 

@@ -87,11 +87,11 @@ def trace_sampling(config: RunConfig, platform: Platform, tokens: int, monkeypat
 
 def run(config: RunConfig, watch: Watch) -> None:
     """As bench/record.py runs it on a card."""
+    from fitgpt.engine.batches import Prefetcher
     from fitgpt.engine.device import DeviceChoice
     from fitgpt.engine.evaluate import evaluate
-    from fitgpt.engine.prefetch import Prefetcher
+    from fitgpt.training.build import build_training
     from fitgpt.training.loop import learning_rate_at, train_step
-    from fitgpt.training.run import build_training
 
     def read(number: int) -> Any:
         return np.zeros((config.batch_size, config.block_size + 1), dtype=np.int64)
@@ -275,12 +275,14 @@ def _made(shapes: Any) -> Any:
 # ---- what a card would decide or do
 
 def steer(patch: pytest.MonkeyPatch, platform: Platform, config: RunConfig, watch: Watch) -> None:
-    from fitgpt.engine import attention, build, chunked_loss, model
+    from fitgpt.engine import attention, ops
+    from fitgpt.engine import model as engine_model
+    from fitgpt.engine.optim import low_precision
 
     kernels = {"cudnn": attention.CUDNN, "flash": attention.FLASH, "efficient": attention.EFFICIENT,
                "math": attention.PLAIN}
     patch.setattr(attention, "kernel_for", lambda *_: kernels[attention_kernel(config, platform)])
-    for module in (build, chunked_loss, model):
+    for module in (low_precision, engine_model, ops):
         patch.setattr(module, "triton_works", lambda: platform.compiles)
     patch.setattr(without_launches(patch), "_multiprocessors", lambda _: platform.sms)
     patch.setattr(torch, "compile", lambda function, **_: in_one_kernel(function, watch))

@@ -18,7 +18,7 @@ from ..training.supervisor import WorkerConfig, conclude, run_worker
 
 
 def rehearse(assignments: Sequence[Assignment]) -> int:
-    """Checks what can be checked without torch; the worker does the rest: training/rehearsal.py."""
+    """Checks what can be checked without torch; the worker does the rest: training/run.rehearse_only."""
     check_allocator_env(os.environ)
     config, notes = training_config([each for each in assignments if each.key in option_specs(RunConfig)])
     out = Path(str({each.key: each.value for each in assignments}.get("out", RehearseOptions.out)))

@@ -1,7 +1,8 @@
 """The registry of optimizers: for each the state it keeps per parameter, what it moves, what it does not work with.
 
-A new optimizer is an entry here, and its class in engine/optim/ with a line in engine/build.make_optimizer.
-tests/config/test_optimizers.py checks every entry against the real optimizer after one step.
+A new optimizer is an entry here and its class in engine/optim/, which the entry names: the memory forecast runs that
+class on tensors without data. tests/config/test_optimizers.py checks every entry against the real optimizer after one
+step.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ class OptimizerSpec(NamedTuple):
 
     summary: str
     exact: bool                          # the same update as AdamW up to rounding order
+    engine_class: str                    # "module:Class" in engine/optim/
     state: State                         # of a parameter, unless one of the next two applies
     small_state: State | None = None     # of a parameter with fewer than SMALLEST_ROUNDED elements
     block_matrix_state: State | None = None  # of a weight matrix of a block
@@ -74,33 +76,39 @@ class OptimizerSpec(NamedTuple):
 
 
 OPTIMIZERS: dict[str, OptimizerSpec] = {
-    "adamw": OptimizerSpec("AdamW with float32 state, 8 bytes per parameter", exact=True, state=ADAMW_STATE),
+    "adamw": OptimizerSpec("AdamW with float32 state, 8 bytes per parameter", exact=True,
+                           engine_class="adamw:AdamW", state=ADAMW_STATE),
     "adam8bit": OptimizerSpec(
-        "AdamW with 8-bit state, 2 bytes per parameter (lossy)", exact=False, state=INT8_MOMENTS,
-        small_state=FLOAT32_MOMENTS, shared_bytes=12, state_bytes_moved=4.0,
-        requires=(Requires("offload", ("none",)),)),
+        "AdamW with 8-bit state, 2 bytes per parameter (lossy)", exact=False,
+        engine_class="low_precision:LowPrecisionAdamW", state=INT8_MOMENTS, small_state=FLOAT32_MOMENTS,
+        shared_bytes=12, state_bytes_moved=4.0, requires=(Requires("offload", ("none",)),)),
     "muon": OptimizerSpec(
         "Muon for the weight matrices of the blocks, 4 bytes per parameter, and AdamW for the rest", exact=False,
-        state=ADAMW_STATE, block_matrix_state=MUON_MOMENTUM,
+        engine_class="muon:Muon", state=ADAMW_STATE, block_matrix_state=MUON_MOMENTUM,
         matmul_flops=lambda n_embd: MUON_ROUNDS * 56 * n_embd**3,  # three matmuls per iteration for each matrix
         requires=(Requires("weights", ("float32",)), Requires("offload", ("none",)),
                   Requires("step_in_backward", (False,)))),
 }
 
-# Variants of an optimizer that another option selects: (the optimizer, what selects it).
+# Variants of an optimizer that another option selects.
 BITSANDBYTES = OPTIMIZERS["adam8bit"]._replace(
-    summary="8-bit AdamW of bitsandbytes", state=BITSANDBYTES_MOMENTS, small_state=ADAMW_STATE,
-    shared_bytes=2 * 4 * 2**8)  # two maps from a byte to a share of the group's largest
+    summary="8-bit AdamW of bitsandbytes", engine_class="bitsandbytes:BitsandbytesAdamW", state=BITSANDBYTES_MOMENTS,
+    small_state=ADAMW_STATE, shared_bytes=2 * 4 * 2**8)  # two maps from a byte to a share of the group's largest
 LOW_PRECISION_ADAMW = OPTIMIZERS["adamw"]._replace(
-    summary="AdamW for bfloat16 weights, or applied during backward", state=FLOAT32_MOMENTS, shared_bytes=12)
+    summary="AdamW for bfloat16 weights, or applied during backward", engine_class="low_precision:LowPrecisionAdamW",
+    state=FLOAT32_MOMENTS, shared_bytes=12)
+OFFLOADED_ADAMW = OPTIMIZERS["adamw"]._replace(
+    summary="AdamW with its state in CPU RAM", engine_class="offload:OffloadedAdamW")
 
 
 def optimizer_of(config: RunConfig) -> OptimizerSpec:
-    """The optimizer that a config selects: engine/build.make_optimizer makes its class."""
+    """The optimizer that a config selects."""
+    if config.offload != "none":
+        return OFFLOADED_ADAMW
     if config.adam8bit == "bitsandbytes" and config.optimizer == "adam8bit":
         return BITSANDBYTES
     if config.optimizer == "adamw" and (config.step_in_backward or config.weights == "bfloat16"):
-        return LOW_PRECISION_ADAMW if config.offload == "none" else OPTIMIZERS["adamw"]
+        return LOW_PRECISION_ADAMW
     return OPTIMIZERS[config.optimizer]
 
 

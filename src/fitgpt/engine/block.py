@@ -1,5 +1,5 @@
 """One transformer block, forward and backward, written out, so that the recompute policy decides what is saved between
-them. Matmuls are called here; everything between two of them is one function of pointwise.py.
+them. Matmuls are called here; everything between two of them is one function of ops.py.
 
 Tensors in the order in which they are computed, with their bytes per token in half precision:
 
@@ -18,8 +18,7 @@ from torch.nn import functional as F
 from ..config.memory_savers import KEEPS
 from .annotate import named
 from .attention import AttentionResult, attend, attend_backward
-from .gradient_sinks import Gradients, column_sums
-from .pointwise import EAGER, Pointwise
+from .ops import EAGER, Gradients, Pointwise, column_sums
 
 
 class BlockWeights(NamedTuple):
@@ -68,10 +67,10 @@ class LayerCache(NamedTuple):
     values: Tensor
 
 
-def forward(x: Tensor, w: BlockWeights, options: BlockOptions, level: str | None = None,
+def forward(x: Tensor, w: BlockWeights, options: BlockOptions, policy: str | None = None,
             cache: LayerCache | None = None) -> tuple[Tensor, SavedForBackward | None]:
-    """x [B, T, C] → the same shape. With a recompute policy (`level`), also what the backward pass needs under it."""
-    ops, dtype, keeps = options.ops, options.dtype, KEEPS[level] if level else frozenset()
+    """x [B, T, C] → the same shape. With a recompute policy, also what the backward pass needs under it."""
+    ops, dtype, keeps = options.ops, options.dtype, KEEPS[policy] if policy else frozenset()
     kept, rows = SavedForBackward(named("x", x)), x.flatten(0, 1)
 
     def keep(name: str, tensor: Tensor) -> Tensor:
@@ -84,7 +83,7 @@ def forward(x: Tensor, w: BlockWeights, options: BlockOptions, level: str | None
     del h1  # freed at once unless it is saved
     if cache is not None:
         fill(cache, qkv.view(*x.shape[:2], -1), options.heads)
-    if level and options.dropout:
+    if policy and options.dropout:
         kept.rng_state = current_rng_state(x.device)
     attended = attend(qkv.view(*x.shape[:2], -1), options.heads, options.dropout)
     del qkv
@@ -99,7 +98,7 @@ def forward(x: Tensor, w: BlockWeights, options: BlockOptions, level: str | None
     del fc
     down = drop(linear(g, w.mlp_proj, w.mlp_proj_bias), "down", options, kept)
     del g
-    return ops.add_both(rows, proj, down).view_as(x), kept if level else None
+    return ops.add_both(rows, proj, down).view_as(x), kept if policy else None
 
 
 def backward(d_y: Tensor, d_y_rounded: Tensor, kept: SavedForBackward, w: BlockWeights, parameters: BlockWeights,

@@ -37,7 +37,6 @@ from ..hardware.torch_compat import (
 from ..runs.metrics import MemoryReading
 
 TESTED = ((2, 11), (2, 13))  # the first and the last torch release that is tested and measured
-DTYPES = ("float32", "bfloat16", "float16")
 
 BF16_FROM: Capability = (8, 0)    # Ampere
 TRITON_FROM: Capability = (7, 0)  # Volta
@@ -87,16 +86,13 @@ def resolve_device(config_device: str, config_dtype: str, config_compile: bool |
 def choose(device: str, dtype: str, compile: bool | str, host: Host) -> DeviceChoice:
     mismatch = unusable_gpu_reason(host.build, host.survey, host.opened, host.cuda_error, host.platform)
     kind, gpu, why = _place(device, host, mismatch)
-    if kind == "cuda":
-        assert gpu is not None
-        card = gpus.match_device(gpu.name, gpu.total_bytes // MiB)
-        place, name = f"cuda:{gpu.index}", gpu.name
-    else:
-        card, place, name = None, kind, {"cpu": host.cpu, "mps": "Apple GPU"}[kind]
+    card = gpus.match_device(gpu.name, gpu.total_bytes // MiB) if gpu else None
+    place = f"cuda:{gpu.index}" if gpu else kind
+    name = gpu.name if gpu else {"cpu": host.cpu, "mps": "Apple GPU"}[kind]
     capability = gpu.capability if gpu else None
     chosen_dtype, dtype_note = _dtype(dtype, kind, name, capability)
-    compiled, compile_note = _compile(compile, kind, capability, host)
-    unused = (f"{mismatch.why} It stays unused, because --device=cpu was given. {mismatch.fix}" if mismatch else "")
+    compiled, compile_note = _compile(compile, kind, capability, host.tools)
+    unused = f"{mismatch.why} It stays unused, because --device=cpu was given. {mismatch.fix}" if mismatch else ""
     notes = (_version_note(host.build.version), unused, why, dtype_note, compile_note)
     return DeviceChoice(place, name, chosen_dtype, compiled, tuple(note for note in notes if note), card, mismatch)
 
@@ -113,73 +109,59 @@ def _place(device: str, host: Host, mismatch: Mismatch | None) -> tuple[str, Cud
         return "mps", None, ""
     if mismatch:
         raise DeviceError(mismatch.why, f"{mismatch.fix}\nOr train without the GPU: --device=cpu")
+    survey, why_none = host.survey, host.survey.reason or "torch sees no GPU"
     usable = [gpu for gpu in host.opened if host.build.hip or runs_on(gpu.capability, host.build.archs)]
-    if not usable and (fault := _environment_fault(host.survey)):
-        raise DeviceError(fault, "unset CUDA_VISIBLE_DEVICES, or train without a GPU: --device=cpu")
+    if not usable:  # is CUDA_VISIBLE_DEVICES the reason?
+        fix = "unset CUDA_VISIBLE_DEVICES, or train without a GPU: --device=cpu"
+        if survey.hidden:
+            raise DeviceError(f"CUDA_VISIBLE_DEVICES={survey.chosen!r} hides {survey.hidden[0].name} from this run.",
+                              fix)
+        if (survey.chosen or "").strip() not in nvidia.HIDES_ALL:
+            raise DeviceError(f"CUDA_VISIBLE_DEVICES={survey.chosen!r} names a GPU, and none is here: {why_none}.", fix)
     if device.startswith("cuda"):
-        return "cuda", _asked_for(device, usable, host), ""
-    if usable:
-        return "cuda", *_roomiest(usable, host.survey)
-    if host.mps:
-        return "mps", None, "device: mps, the GPU of this Mac."
-    return "cpu", None, f"device: cpu, because {_why_none(host.survey)}."
-
-
-def _environment_fault(survey: nvidia.Survey) -> str:
-    """Why CUDA_VISIBLE_DEVICES is the reason that no GPU can be used; empty if it is not."""
-    if survey.hidden:
-        return f"CUDA_VISIBLE_DEVICES={survey.chosen!r} hides {survey.hidden[0].name} from this run."
-    if (survey.chosen or "").strip() not in nvidia.HIDES_ALL:
-        return f"CUDA_VISIBLE_DEVICES={survey.chosen!r} names a GPU, and none is here: {_why_none(survey)}."
-    return ""
-
-
-def _why_none(survey: nvidia.Survey) -> str:
-    return survey.reason or "torch sees no GPU"
-
-
-def _asked_for(device: str, usable: Sequence[CudaDevice], host: Host) -> CudaDevice:
-    index = int(device.partition(":")[2] or 0)
-    found = next((gpu for gpu in usable if gpu.index == index), None)
-    if found:
-        return found
-    if any(gpu.index == index for gpu in host.opened):
-        gpu = host.opened[index]
-        unfit = unsupported_arch(gpu, host.build, driver_branch(host.survey), host.platform)
-        raise DeviceError(unfit.why, unfit.fix)
+        return "cuda", _requested_gpu(device, usable, host, why_none), ""
     if not usable:
-        raise DeviceError(f"device={device} asks for a GPU, and there is none here: {_why_none(host.survey)}.",
-                          "--device=cpu")
-    raise DeviceError(f"device={device} is not here. Torch sees {', '.join(gpu.label for gpu in usable)}.",
-                      f"--device=cuda:{usable[0].index}")
-
-
-def _roomiest(usable: Sequence[CudaDevice], survey: nvidia.Survey) -> tuple[CudaDevice, str]:
-    """The GPU with the most free memory, by the driver: torch would create a context on every GPU."""
+        return ("mps", None, "device: mps, the GPU of this Mac.") if host.mps else (
+            "cpu", None, f"device: cpu, because {why_none}.")
     if len(usable) == 1:
-        return usable[0], f"device: {usable[0].label}."
+        return "cuda", usable[0], f"device: {usable[0].label}."
+    # The GPU with the most free memory, by the driver: torch would create a context on every GPU.
     free = {_bare(gpu.uuid): gpu.free_bytes for gpu in survey.gpus if gpu.uuid and gpu.free_bytes is not None}
     known = [gpu for gpu in usable if _bare(gpu.uuid) in free]
     if not known:
-        return usable[0], f"device: {usable[0].label}, the first of {len(usable)}."
+        return "cuda", usable[0], f"device: {usable[0].label}, the first of {len(usable)}."
     best = max(known, key=lambda gpu: free[_bare(gpu.uuid)])
-    return best, f"device: {best.label}, which has the most free memory of {len(usable)}."
+    return "cuda", best, f"device: {best.label}, which has the most free memory of {len(usable)}."
+
+
+def _requested_gpu(device: str, usable: Sequence[CudaDevice], host: Host, why_none: str) -> CudaDevice:
+    index = int(device.partition(":")[2] or 0)
+    for gpu in usable:
+        if gpu.index == index:
+            return gpu
+    for gpu in host.opened:
+        if gpu.index == index:
+            unfit = unsupported_arch(gpu, host.build, driver_branch(host.survey), host.platform)
+            raise DeviceError(unfit.why, unfit.fix)
+    if not usable:
+        raise DeviceError(f"device={device} asks for a GPU, and there is none here: {why_none}.", "--device=cpu")
+    raise DeviceError(f"device={device} is not here. Torch sees {', '.join(gpu.label for gpu in usable)}.",
+                      f"--device=cuda:{usable[0].index}")
 
 
 def _bare(uuid: str) -> str:
     return uuid.removeprefix("GPU-").lower()
 
 
-# Precision and compilation.
+# ---- precision and compilation
 
 def _dtype(dtype: str, kind: str, name: str, capability: Capability | None) -> tuple[str, str]:
-    if dtype not in ("auto", *DTYPES):
+    if dtype not in ("auto", "float32", "bfloat16", "float16"):
         raise UsageError(f"dtype={dtype!r} must be auto, float32, bfloat16 or float16.", "--dtype=auto")
     if capability is None:
-        if dtype == "auto":
-            return "float32", ""
-        slow = kind == "cpu" and dtype != "float32"
-        return dtype, f"dtype: {dtype} as requested, though on most CPUs it is slower than float32." if slow else ""
+        slow = kind == "cpu" and dtype in ("bfloat16", "float16")
+        note = f"dtype: {dtype} as requested, though on most CPUs it is slower than float32." if slow else ""
+        return "float32" if dtype == "auto" else dtype, note
     has_bf16, shown = capability >= BF16_FROM, "{}.{}".format(*capability)
     if dtype == "auto" and has_bf16:
         return "bfloat16", f"dtype: bfloat16, because compute capability {shown} has it."
@@ -191,35 +173,26 @@ def _dtype(dtype: str, kind: str, name: str, capability: Capability | None) -> t
     return dtype, ""
 
 
-def _compile(asked: bool | str, kind: str, capability: Capability | None, host: Host) -> tuple[bool, str]:
-    lacks = {"cuda": _gpu_compile_lacks, "cpu": _cpu_compile_lacks, "mps": lambda *_: ""}[kind](host.tools, capability)
-    if asked == "auto":
+def _compile(requested: bool | str, kind: str, capability: Capability | None, tools: Tools) -> tuple[bool, str]:
+    lacks = ""
+    headers = "Python.h, which is not installed (Debian, Ubuntu: apt install python3-dev)"
+    if kind == "cuda" and capability is not None and capability < TRITON_FROM:
+        lacks = "triton needs compute capability 7.0 or higher, and this card has {}.{}".format(*capability)
+    elif kind == "cuda" and not tools.triton:
+        lacks = "triton is not installed"
+    elif kind == "cuda" and not tools.c_compiler:
+        lacks = "triton needs a C compiler, and neither CC, gcc nor clang is one (Debian, Ubuntu: apt install gcc)"
+    elif kind == "cpu" and not tools.cxx_compiler:
+        lacks = "on a CPU torch.compile needs a C++ compiler, and there is none (Debian, Ubuntu: apt install g++)"
+    elif kind != "mps" and not tools.python_headers:
+        lacks = f"{'triton' if kind == 'cuda' else 'on a CPU torch.compile'} needs {headers}"
+    if requested == "auto":
         if kind != "cuda":
             return False, "compile: off, because it pays only on CUDA GPUs."
         return not lacks, f"compile: off, because {lacks}." if lacks else "compile: on, because triton can run here."
-    if asked and lacks:
+    if requested and lacks:
         raise DeviceError(f"compile=True cannot work here: {lacks}.", "--compile=False")
-    return bool(asked), ""
-
-
-def _gpu_compile_lacks(tools: Tools, capability: Capability | None) -> str:
-    if capability is not None and capability < TRITON_FROM:
-        return "triton needs compute capability 7.0 or higher, and this card has {}.{}".format(*capability)
-    if not tools.triton:
-        return "triton is not installed"
-    if not tools.c_compiler:
-        return "triton needs a C compiler, and neither CC, gcc nor clang is one (Debian, Ubuntu: apt install gcc)"
-    if not tools.python_headers:
-        return "triton needs Python.h, which is not installed (Debian, Ubuntu: apt install python3-dev)"
-    return ""
-
-
-def _cpu_compile_lacks(tools: Tools, capability: Capability | None) -> str:
-    if not tools.cxx_compiler:
-        return "on a CPU torch.compile needs a C++ compiler, and there is none (Debian, Ubuntu: apt install g++)"
-    if not tools.python_headers:
-        return "on a CPU torch.compile needs Python.h, which is not installed (Debian, Ubuntu: apt install python3-dev)"
-    return ""
+    return bool(requested), ""
 
 
 def _version_note(version: str) -> str:
@@ -231,7 +204,7 @@ def _version_note(version: str) -> str:
     return f"torch: {version} is not measured; {tested}." if release > TESTED[1] else ""
 
 
-# Reading the machine.
+# ---- reading the machine
 
 def read_host(*, lenient: bool = False) -> Host:
     """`lenient`: a wrong CUDA_VISIBLE_DEVICES is no error, since no GPU was requested."""
@@ -242,21 +215,18 @@ def read_host(*, lenient: bool = False) -> Host:
             raise
         survey = nvidia.Survey(reason=error.what)
     build = TorchBuild(torch.__version__, torch.version.cuda, torch.version.hip, tuple(torch.cuda.get_arch_list()))
-    opened, cuda_error = _open_gpus(build)
+    opened: tuple[CudaDevice, ...] = ()
+    cuda_error = ""
+    if build.cuda or build.hip:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's warnings about drivers and GPUs: our own message covers them
+            try:
+                torch.cuda.init()  # type: ignore[no-untyped-call]
+                opened = tuple(_opened(index) for index in range(torch.cuda.device_count()))
+            except (RuntimeError, AssertionError) as error:
+                cuda_error = str(error).strip().split("\n")[0].rstrip(".")
     return Host(build, opened, cuda_error, mps=torch.backends.mps.is_available(), cpu=cpu_name(), survey=survey,
                 tools=read_tools(), platform=sys.platform)
-
-
-def _open_gpus(build: TorchBuild) -> tuple[tuple[CudaDevice, ...], str]:
-    if build.cuda is None and build.hip is None:
-        return (), ""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's warnings about drivers and GPUs: our own message covers them
-        try:
-            torch.cuda.init()  # type: ignore[no-untyped-call]
-            return tuple(_opened(index) for index in range(torch.cuda.device_count())), ""
-        except (RuntimeError, AssertionError) as error:
-            return (), str(error).strip().split("\n")[0].rstrip(".")
 
 
 def _opened(index: int) -> CudaDevice:
@@ -270,8 +240,7 @@ def read_tools() -> Tools:
     cxx = {"darwin": "clang++", "win32": "cl"}.get(sys.platform, "g++")
     return Tools(
         triton=importlib.util.find_spec("triton") is not None,
-        c_compiler=_is_program(os.environ.get("CC")) if os.environ.get("CC") else (
-            _is_program("gcc") or _is_program("clang")),
+        c_compiler=any(map(_is_program, [os.environ["CC"]] if os.environ.get("CC") else ["gcc", "clang"])),
         cxx_compiler=_is_program(os.environ.get("CXX") or cxx),
         python_headers=Path(sysconfig.get_path("include"), "Python.h").exists())
 
@@ -284,8 +253,8 @@ def triton_works() -> bool:
             and torch.cuda.get_device_capability() >= TRITON_FROM)
 
 
-def _is_program(command: str | None) -> bool:
-    words = shlex.split(command or "")
+def _is_program(command: str) -> bool:
+    words = shlex.split(command)
     return bool(words) and shutil.which(words[0]) is not None
 
 

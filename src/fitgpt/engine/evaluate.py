@@ -9,22 +9,20 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..runs.metrics import Evaluation, SplitLoss
+from .batches import Prefetcher, ReadWindows
 from .device import read_memory, reset_peaks
 from .model import GPT
 from .oom import EvaluationDoesNotFit, OutOfMemory, attempt, release
-from .prefetch import Prefetcher
 
-ReadWindows = Callable[["np.ndarray[Any, Any]"], Any]  # window numbers [n] → token ids [n, T + 1]
-TokenLosses = Callable[[Tensor, Tensor], Tensor]       # inputs and targets [B, T] → losses [B, T]
-ReportProgress = Callable[[int, int, str], None]             # windows done, total windows, split
-Shrunk = Callable[[int, OutOfMemory], None]                # the batch from now on, and why
+TokenLosses = Callable[[Tensor, Tensor], Tensor]  # inputs and targets [B, T] → losses [B, T]
+ReportProgress = Callable[[int, int, str], None]  # windows done, total windows, split
+Shrunk = Callable[[int, OutOfMemory], None]       # the batch from now on, and why
 
 
 @torch.no_grad()
@@ -47,17 +45,11 @@ def evaluate(model: GPT, splits: Mapping[str, tuple[ReadWindows, int]], *, batch
     started, done, losses = time.perf_counter(), 0, []
     try:
         for split, (read, windows) in splits.items():
-            work = _Windows(token_losses or model.token_losses, device, read, windows,
-                            lambda n, split=split, before=done: progress(before + n, total, split),  # type: ignore[misc]
-                            stop_requested)
-            while isinstance(loss := attempt(partial(work.loss, split, batch, block)), OutOfMemory):
-                release(device)
-                if batch == 1:
-                    raise EvaluationDoesNotFit(
-                        f"Out of memory even with a single window of {block} tokens: {loss.short}.",
-                        "Close other programs on the GPU, or try a smaller --eval_block_size.")
-                batch = -(-batch // 2)
-                shrunk(batch, loss)
+            def advanced(windows_done: int, before: int = done, split: str = split) -> None:
+                progress(before + windows_done, total, split)
+
+            loss, batch = _split_loss(split, token_losses or model.token_losses, device, read, windows, batch, block,
+                                      advanced, stop_requested, shrunk)
             if loss is None:
                 return None
             losses.append(loss)
@@ -69,49 +61,42 @@ def evaluate(model: GPT, splits: Mapping[str, tuple[ReadWindows, int]], *, batch
     return Evaluation(step=step, losses=tuple(losses), tokens_per_s=total * block / seconds, memory=memory)
 
 
-class _Windows:
-    """The windows of one split. Losses that are computed are kept when memory runs out."""
+def _split_loss(split: str, token_losses: TokenLosses, device: torch.device, read: ReadWindows, windows: int,
+                batch: int, block: int, advanced: Callable[[int], None], stop_requested: Callable[[], bool],
+                shrunk: Shrunk) -> tuple[SplitLoss | None, int]:
+    """(the split's loss or, if a stop was requested, None; the batch at the end)."""
+    means: Tensor | None = None  # of the windows. They stay when memory runs out, and are not computed again.
+    done = 0
 
-    def __init__(self, token_losses: TokenLosses, device: torch.device, read: ReadWindows, windows: int,
-                 progress: Callable[[int], None], stop_requested: Callable[[], bool]) -> None:
-        self._token_losses, self._device, self._read, self._windows = token_losses, device, read, windows
-        self._progress, self._stop_requested = progress, stop_requested
-        self._means: Tensor | None = None
-        self._done = 0
-
-    def loss(self, split: str, batch: int, block: int) -> SplitLoss | None:
-        """None if a stop was requested."""
-        means = self._losses(batch)
-        return None if means is None else _summary(split, means, block)
-
-    def _losses(self, batch: int) -> Tensor | None:
-        """The mean loss of each window, on the CPU. The last batch is padded, so that all have one shape."""
-        windows, first = self._windows, self._done
-
-        def read_batch(k: int) -> Any:
-            return self._read(np.minimum(np.arange(first + k * batch, first + (k + 1) * batch), windows - 1))
-
-        batches = math.ceil((windows - first) / batch)
-        if self._means is None:
-            self._means = torch.empty(batches * batch, device=self._device)
-        means = self._means
-        feed = Prefetcher(read_batch, self._device, last=batches - 1)
+    def compute(batch: int) -> SplitLoss | None:
+        """The last batch is padded, so that all have one shape."""
+        nonlocal means, done
+        first, batches = done, math.ceil((windows - done) / batch)
+        if means is None:
+            means = torch.empty(batches * batch, device=device)
+        feed = Prefetcher(lambda k: read(np.minimum(first + np.arange(k * batch, (k + 1) * batch), windows - 1)),
+                          device, last=batches - 1)
         try:
             for k in range(batches):
                 inputs, targets = feed.get(k)
-                end = min(self._done + batch, windows)
-                means[self._done:end] = self._token_losses(inputs, targets).mean(dim=1)[:end - self._done]
-                self._done = end
-                self._progress(self._done)
-                if self._stop_requested():
+                end = min(done + batch, windows)
+                means[done:end] = token_losses(inputs, targets).mean(dim=1)[:end - done]
+                done = end
+                advanced(done)
+                if stop_requested():
                     return None
         finally:
             feed.close()
-        self._means = means[:windows].cpu()
-        return self._means
+        means = means[:windows].cpu()
+        wide = means.double()
+        stderr = (wide.std() / math.sqrt(windows)).item() if windows > 1 else math.inf
+        return SplitLoss(split=split, mean=wide.mean().item(), stderr=stderr, windows=windows, block=block)
 
-
-def _summary(split: str, means: Tensor, block: int) -> SplitLoss:
-    wide, n = means.double(), len(means)
-    stderr = (wide.std() / math.sqrt(n)).item() if n > 1 else math.inf
-    return SplitLoss(split=split, mean=wide.mean().item(), stderr=stderr, windows=n, block=block)
+    while isinstance(loss := attempt(partial(compute, batch)), OutOfMemory):
+        release(device)
+        if batch == 1:
+            raise EvaluationDoesNotFit(f"Out of memory even with a single window of {block} tokens: {loss.short}.",
+                                       "Close other programs on the GPU, or try a smaller --eval_block_size.")
+        batch = -(-batch // 2)
+        shrunk(batch, loss)
+    return loss, batch

@@ -7,26 +7,26 @@ import os
 import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from .. import __version__
-from ..config.architectures import NORM_EPSILON, GPTConfig, parameter_shapes
+from ..config.architectures import NORM_EPSILON, GPTConfig
 from ..config.run_config import gpt2_shapes
 from ..core.errors import DataError, UsageError
 from ..core.files import disk_faults, folder_atomically, read_json_object
-from ..data.tokenizers import FILE_NAMES, TOKENIZER_KEY, VERSION_KEY, ByteTokenizer, GPT2Tokenizer
-from ..runs.model_shape import hugging_face_shape
-from .weights import (
-    TIED_HEAD,
-    TIED_TO,
-    check_parameters,
-    check_tied_head,
-    unpickle_tensors,
-    write_safetensors,
+from ..data.tokenizers import (
+    FILE_NAMES,
+    TOKENIZER_KEY,
+    VERSION_KEY,
+    ByteTokenizer,
+    GPT2Tokenizer,
+    tokenizer_of_export,
 )
+from ..runs.model_shape import hugging_face_shape
+from .weights import TIED_HEAD, TIED_TO, WeightSource, checked_parameters, unpickle_tensors, write_safetensors
 
 _ENDS_OF_TEXT = {each.name: each.end_of_text for each in (GPT2Tokenizer, ByteTokenizer)}
 
@@ -35,12 +35,6 @@ _WEIGHT_FILES = (_WEIGHTS, "model.safetensors.index.json", "pytorch_model.bin", 
 # GPT-2 keeps these four matrices input-first (its Conv1D); nanoGPT's Linear keeps them output-first
 _TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
 _MASK_BUFFERS = (".attn.bias", ".attn.masked_bias")
-
-
-class HuggingFaceModel(NamedTuple):
-    config: GPTConfig
-    model: dict[str, Tensor]  # without the tied head; in the stored dtype
-    notes: tuple[str, ...]
 
 
 # ---- writing
@@ -113,12 +107,8 @@ def _refuse_to_overwrite(out: Path) -> None:
 
 # ---- reading
 
-def read_folder(path: Path | str) -> HuggingFaceModel:
-    """A GPT-2 folder: config.json and safetensors or pytorch_model.bin, in one file or several.
-
-    Tensors may be views of the mapped files: copy them before those go.
-    """
-    path = Path(path)
+def read_folder(path: Path) -> WeightSource:
+    """A GPT-2 folder: config.json and safetensors or pytorch_model.bin, in one file or several."""
     config, notes = hugging_face_shape(path / _CONFIG)
     model: dict[str, Tensor] = {}
     for stored_name, tensor in _tensors_in(path):
@@ -127,10 +117,8 @@ def read_folder(path: Path | str) -> HuggingFaceModel:
             name = f"transformer.{name}"
         if not name.endswith(_MASK_BUFFERS):
             model[name] = tensor.t() if name.endswith(_TRANSPOSED) and tensor.dim() == 2 else tensor
-    check_tied_head(model, path, DataError)
-    model.pop(TIED_HEAD, None)
-    check_parameters(config, model, path, DataError)
-    return HuggingFaceModel(config, {name: model[name].contiguous() for name in parameter_shapes(config)}, notes)
+    weights = {name: each.contiguous() for name, each in checked_parameters(config, model, path, DataError).items()}
+    return WeightSource(config, weights, state=tokenizer_of_export(path), place=str(path), notes=notes)
 
 
 def _tensors_in(path: Path) -> Iterator[tuple[str, Tensor]]:

@@ -26,7 +26,7 @@ _WIDEST_NORM = 8192          # a program holds whole rows
 
 
 def fused_cross_entropy_(logits: Tensor, targets: Tensor, per_token: Tensor | None) -> Tensor:
-    """As `chunked_loss.plain_cross_entropy_`, without a temporary."""
+    """As `ops.plain_cross_entropy_`, without a temporary."""
     rows, width = logits.shape
     losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
     columns = min(_COLUMNS, triton.next_power_of_2(width))
@@ -130,7 +130,7 @@ def _low_precision_adamw(parameter, gradient, firsts, seconds, first_scales, sec
 
 def norm_backward_(d_x: Tensor, d_norm: Tensor, x: Tensor, added: Tensor | None, weight: Tensor, bias: Tensor | None,
                    dtype: torch.dtype, again: bool) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
-    """As `pointwise.norm_backward_`, in one pass over the rows."""
+    """As `ops.norm_backward_`, in one pass over the rows."""
     rows, width = x.shape
     block = triton.next_power_of_2(width)
     per_turn = max(1, (2048 if x.dtype == torch.float32 else 1024) // block)

@@ -2,7 +2,7 @@
 
 Weights and the residual stream are float32. Each matmul casts its operands to `compute_dtype` explicitly; autocast is
 not used, because it behaves differently on CPU, CUDA and meta. Training does not use autograd either: forward and
-backward are written out (block.py, chunked_loss.py), so that the lifetime of every tensor is known.
+backward are written out (block.py, ops.py), so that the lifetime of every tensor is known.
 """
 
 from __future__ import annotations
@@ -17,61 +17,46 @@ from torch.nn import functional as F
 
 from ..config.architectures import GPTConfig
 from ..config.memory_savers import loss_chunk_tokens
+from ..config.run_config import RunConfig
 from . import block as one_block
-from . import pointwise
+from . import ops
 from .annotate import named, span
 from .block import BlockOptions, BlockWeights, LayerCache
-from .chunked_loss import loss_and_gradient_, token_losses
 from .device import triton_works
-from .gradient_sinks import AccumulateIntoGrad, GradientDict, Gradients
+from .ops import AccumulateIntoGrad, GradientDict, Gradients
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-class Linear(nn.Module):
-    """Uninitialised parameters under nanoGPT's names. The arithmetic is in block.py."""
+class Params(nn.Module):
+    """An uninitialised weight and its bias, under nanoGPT's names. The arithmetic is in block.py."""
 
-    def __init__(self, inputs: int, outputs: int, bias: bool) -> None:
+    def __init__(self, *shape: int, bias: bool = False) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(outputs, inputs))
-        self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
-
-
-class NormParams(nn.Module):
-    """A layer norm's parameters."""
-
-    def __init__(self, width: int, bias: bool) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(width))
-        self.bias = nn.Parameter(torch.empty(width)) if bias else None
-
-
-class EmbeddingParams(nn.Module):
-    """An embedding's parameters."""
-
-    def __init__(self, rows: int, width: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(rows, width))
+        self.weight = nn.Parameter(torch.empty(shape))
+        self.bias = nn.Parameter(torch.empty(shape[0])) if bias else None
 
 
 class Attention(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.c_attn = Linear(config.n_embd, 3 * config.n_embd, config.bias)
-        self.c_proj = Linear(config.n_embd, config.n_embd, config.bias)
+        self.c_attn = Params(3 * config.n_embd, config.n_embd, bias=config.bias)
+        self.c_proj = Params(config.n_embd, config.n_embd, bias=config.bias)
 
 
 class MLP(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.c_fc = Linear(config.n_embd, 4 * config.n_embd, config.bias)
-        self.c_proj = Linear(4 * config.n_embd, config.n_embd, config.bias)
+        self.c_fc = Params(4 * config.n_embd, config.n_embd, bias=config.bias)
+        self.c_proj = Params(config.n_embd, 4 * config.n_embd, bias=config.bias)
 
 
 class Block(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.ln_1 = NormParams(config.n_embd, config.bias)
+        self.ln_1 = Params(config.n_embd, bias=config.bias)
         self.attn = Attention(config)
-        self.ln_2 = NormParams(config.n_embd, config.bias)
+        self.ln_2 = Params(config.n_embd, bias=config.bias)
         self.mlp = MLP(config)
 
     def weights(self) -> BlockWeights:
@@ -85,10 +70,10 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.wte = EmbeddingParams(config.vocab_size, config.n_embd)
-        self.wpe = EmbeddingParams(config.block_size, config.n_embd)
+        self.wte = Params(config.vocab_size, config.n_embd)
+        self.wpe = Params(config.block_size, config.n_embd)
         self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
-        self.ln_f = NormParams(config.n_embd, config.bias)
+        self.ln_f = Params(config.n_embd, bias=config.bias)
 
 
 class GPT(nn.Module):
@@ -106,10 +91,10 @@ class GPT(nn.Module):
         self.compute_dtype = torch.float32   # of the matmuls
         self.residual_dtype: torch.dtype | None = None  # of the residual stream; None: the weights' own
         self.loss_chunk = 0
-        self.ops = pointwise.EAGER
+        self.ops = ops.EAGER
         self._casts: dict[int, Tensor] = {}  # weights cast to compute_dtype, by the parameter's id
         self._block_next = one_block.next_token
-        self.levels: list[str] = ["matmuls"] * config.n_layer  # recompute policy per layer: see memory_savers.KEEPS
+        self.recompute_policies = ["matmuls"] * config.n_layer  # of each layer: see memory_savers.KEEPS
         if config.grad_checkpoint:
             self.gradient_checkpointing_enable()
         self.transformer = Transformer(config)
@@ -137,7 +122,8 @@ class GPT(nn.Module):
         saved: list[one_block.SavedForBackward] = []
         for layer, block in enumerate(self.blocks()):
             with span("forward", layer):
-                x, saved_by_block = one_block.forward(x, self._cast_weights(block), options, self.levels[layer])
+                x, saved_by_block = one_block.forward(x, self._cast_weights(block), options,
+                                                      self.recompute_policies[layer])
                 saved.append(cast(one_block.SavedForBackward, saved_by_block))
                 del saved_by_block
         with span("head"):
@@ -164,8 +150,8 @@ class GPT(nn.Module):
                        gradients: Gradients) -> tuple[Tensor, Tensor, Tensor]:
         norm, dtype = self.transformer.ln_f, self.compute_dtype
         hidden = self.ops.norm(rows, norm.weight, norm.bias, dtype)
-        loss = loss_and_gradient_(hidden, self.lm_head.weight, targets, scale, self._chunk(len(rows)), gradients,
-                                  self._casts.get(id(self.lm_head.weight)))
+        loss = ops.loss_and_gradient_(hidden, self.lm_head.weight, targets, scale, self._chunk(len(rows)), gradients,
+                                      self._casts.get(id(self.lm_head.weight)))
         d_rows = torch.zeros_like(rows)
         d_rounded, _, d_weight, d_bias = self.ops.norm_backward_(d_rows, hidden, rows, None, norm.weight, norm.bias,
                                                                  dtype, False)
@@ -194,7 +180,7 @@ class GPT(nn.Module):
         """The loss of each token [B, T]: what evaluation averages."""
         hidden = self.hidden(idx).flatten(0, 1)
         head = self._casts.get(id(self.lm_head.weight), self.lm_head.weight)
-        losses = token_losses(hidden, head, targets.reshape(-1), self._chunk(len(hidden)))
+        losses = ops.token_losses(hidden, head, targets.reshape(-1), self._chunk(len(hidden)))
         return losses.view_as(targets)
 
     @torch.no_grad()
@@ -221,7 +207,7 @@ class GPT(nn.Module):
         for block, layer in zip(self.blocks(), cache, strict=True):
             x = self._block_next(x, block.weights(), self.config.n_head, self.compute_dtype, layer, position)
         norm = self.transformer.ln_f
-        return self._head(pointwise.norm(x[:, -1], norm.weight, norm.bias, self.compute_dtype))
+        return self._head(ops.norm(x[:, -1], norm.weight, norm.bias, self.compute_dtype))
 
     def new_cache(self, batch: int) -> list[LayerCache]:
         config = self.config
@@ -256,15 +242,15 @@ class GPT(nn.Module):
 
     def compile(self, *_: Any, **__: Any) -> None:
         """Compiles everything between two matmuls: one kernel per function and shape, shared by all layers."""
-        self.ops = pointwise.compiled(fused=self.lm_head.weight.device.type == "cuda" and triton_works())
+        self.ops = ops.compiled(fused=self.lm_head.weight.device.type == "cuda" and triton_works())
         self._block_next = torch.compile(one_block.next_token, fullgraph=True, dynamic=False)
 
     def gradient_checkpointing_enable(self) -> None:
         """From the next step on each block saves only its input and is recomputed in the backward pass."""
-        self.levels = ["input"] * self.config.n_layer
+        self.recompute_policies = ["input"] * self.config.n_layer
 
     def gradient_checkpointing_disable(self) -> None:
-        self.levels = ["matmuls"] * self.config.n_layer
+        self.recompute_policies = ["matmuls"] * self.config.n_layer
 
     def get_num_params(self, non_embedding: bool = True) -> int:
         """nanoGPT's count: without position embeddings by default."""
@@ -320,3 +306,16 @@ def build_model(config: GPTConfig, device: torch.device, seed: int) -> GPT:
     torch.manual_seed(seed)
     with device:
         return GPT(config)
+
+
+def make_model(config: RunConfig, device: torch.device, *, dtype: str, compiled: bool) -> GPT:
+    """A newly initialised model with the precision, recompute policies and casts of a run."""
+    model = build_model(config.gpt_config(), device, config.seed)
+    model.compute_dtype, model.residual_dtype = DTYPES[dtype], DTYPES[config.residual]
+    model.loss_chunk, model.recompute_policies = config.loss_chunk, list(config.levels)
+    if compiled:
+        model.compile()
+    model.round_matrices(DTYPES[config.weights])
+    if config.casts == "kept":
+        model.cache_casts()
+    return model

@@ -1,14 +1,18 @@
-"""Weight files: written as safetensors, read as tensors only, and compared with the model they are for."""
+"""Weight files: written as safetensors, read as tensors only, and compared with the model they are for. nanoGPT's
+ckpt.pt is read here; folders of Hugging Face in huggingface.py, and fitgpt's own in training/checkpoint.py.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
 import json
+import math
 import re
 import warnings
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +22,7 @@ from torch import Tensor
 
 from ..config.architectures import GPTConfig, parameter_shapes
 from ..core.errors import CheckpointError, FitError
+from ..runs.metrics import SplitLoss
 from .model import GPT
 
 TIED_HEAD, TIED_TO = "lm_head.weight", "transformer.wte.weight"
@@ -29,6 +34,19 @@ _DTYPE_NAMES = {
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
     torch.uint8: "U8", torch.bool: "BOOL",
 }
+
+
+@dataclass(frozen=True)
+class WeightSource:
+    """Weights and what is stored with them. Tensors may be views of memory-mapped files, in the stored dtype."""
+
+    gpt: GPTConfig
+    weights: dict[str, Tensor]                                  # without the tied head
+    optimizer: dict[str, Tensor] = field(default_factory=dict)  # empty: none
+    state: dict[str, Any] = field(default_factory=dict)         # of the training; empty: weights only
+    config: dict[str, Any] = field(default_factory=dict)        # of the run, by RunConfig's names
+    place: str = ""
+    notes: tuple[str, ...] = ()
 
 
 class FileSeal(NamedTuple):
@@ -92,15 +110,20 @@ def unpickle_tensors(path: Path, error_type: type[FitError]) -> Any:
         raise error_type(what, "Use a file from a source you trust, saved as safetensors if there is one.") from error
 
 
-def check_parameters(
-    config: GPTConfig, found: Mapping[str, Tensor], where: object, error_type: type[FitError]
-) -> None:
-    """Raises, naming the first few differences, unless `found` is exactly the parameters of this GPT."""
+def checked_parameters(config: GPTConfig, found: Mapping[str, Tensor], where: object,
+                       error_type: type[FitError]) -> dict[str, Tensor]:
+    """The weights of this GPT in its own order, without the tied head. Raises, naming the first few differences, unless
+    `found` is exactly its parameters."""
+    head, tied_to = found.get(TIED_HEAD), found.get(TIED_TO)
+    if head is not None and tied_to is not None and not torch.equal(head, tied_to):
+        raise error_type(f"{where} has a {TIED_HEAD} that differs from {TIED_TO}; in this GPT they are one tensor.",
+                         "Use weights whose head is tied, as GPT-2's and nanoGPT's are.")
     if config.n_layer > len(found):  # before a damaged file makes this list arbitrarily long
         raise error_type(f"{where} says n_layer={config.n_layer} and holds {len(found)} tensors.", _FIX_DIFFERENT)
     expected = parameter_shapes(config)
     wrong = [f"{name} is missing" for name in expected if name not in found]
-    wrong += [f"{name} is no parameter of this shape of GPT" for name in found if name not in expected]
+    wrong += [f"{name} is no parameter of this shape of GPT" for name in found
+              if name not in expected and name != TIED_HEAD]
     for name in (name for name in expected if name in found):
         if tuple(found[name].shape) != expected[name]:
             wrong.append(f"{name} is {list(found[name].shape)} where {list(expected[name])} is due")
@@ -109,17 +132,104 @@ def check_parameters(
     if wrong:
         more = f"; and {len(wrong) - DIFFERENCES_SHOWN} more" if len(wrong) > DIFFERENCES_SHOWN else ""
         raise error_type(f"{where} does not match its own configuration: {'; '.join(wrong[:DIFFERENCES_SHOWN])}{more}.",
-                      _FIX_DIFFERENT)
-
-
-def check_tied_head(model: Mapping[str, Tensor], where: object, error_type: type[FitError]) -> None:
-    head, tied_to = model.get(TIED_HEAD), model.get(TIED_TO)
-    if head is not None and tied_to is not None and not torch.equal(head, tied_to):
-        raise error_type(f"{where} has a {TIED_HEAD} that differs from {TIED_TO}; in this GPT they are one tensor.",
-                      "Use weights whose head is tied, as GPT-2's and nanoGPT's are.")
+                         _FIX_DIFFERENT)
+    return {name: found[name] for name in expected}
 
 
 def fill(model: GPT, weights: Mapping[str, Tensor], place: str) -> None:
     """Copies weights into a model after comparing every name and shape."""
-    check_parameters(model.config, weights, place, CheckpointError)
-    model.load_weight_tensors(weights)
+    model.load_weight_tensors(checked_parameters(model.config, weights, place, CheckpointError))
+
+
+# ---- nanoGPT's ckpt.pt
+
+_PREFIXES = ("_orig_mod.", "module.")  # torch.compile's and DistributedDataParallel's
+_MASK_BUFFER = ".attn.bias"            # before torch 2.0 nanoGPT kept its causal mask as a buffer
+_FIX_CKPT = "Name a ckpt.pt as nanoGPT's train.py wrote it."
+
+
+def read_nanogpt(path: Path) -> WeightSource:
+    """Shape, weights and optimizer state of nanoGPT's checkpoint, without executing anything in the file."""
+    ckpt = unpickle_tensors(path, CheckpointError)
+    wanted = {"model": dict, "optimizer": dict, "model_args": dict, "iter_num": int, "config": dict}
+    missing = [key for key, kind in wanted.items()
+               if not isinstance(ckpt, dict) or not isinstance(ckpt.get(key), kind)]
+    if missing:
+        raise CheckpointError(f"{path} is no checkpoint of nanoGPT: it lacks {', '.join(missing)}.", _FIX_CKPT)
+    try:
+        best = float(ckpt["best_val_loss"])
+    except (KeyError, TypeError, ValueError, RuntimeError):
+        raise CheckpointError(f"{path} is no checkpoint of nanoGPT: it lacks best_val_loss.", _FIX_CKPT) from None
+    found: dict[str, Tensor] = {}
+    for key, tensor in ckpt["model"].items():
+        name = str(key)
+        while name.startswith(_PREFIXES):
+            name = name.split(".", 1)[1]
+        if name in found:
+            raise CheckpointError(f"{path} holds {name} twice, under different prefixes.", _FIX_CKPT)
+        if not isinstance(tensor, Tensor):
+            raise CheckpointError(f"{path} holds no tensor as {name}.", _FIX_CKPT)
+        if not name.endswith(_MASK_BUFFER):
+            found[name] = tensor
+    config = _nanogpt_shape(ckpt["model_args"], "transformer.ln_f.bias" in found, path)
+    state = {"step": ckpt["iter_num"], "best": asdict(SplitLoss("val", best, math.inf, 0, config.block_size))}
+    return WeightSource(config, checked_parameters(config, found, path, CheckpointError),
+                        _nanogpt_optimizer(ckpt["optimizer"], config, path), state, ckpt["config"], str(path))
+
+
+def _nanogpt_shape(args: Mapping[str, Any], has_bias: bool, path: object) -> GPTConfig:
+    sizes: dict[str, Any] = {key: args.get(key) for key in ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")}
+    odd = [f"{key}={value!r}" for key, value in sizes.items() if type(value) is not int or value < 1]
+    if not odd and sizes["n_embd"] % sizes["n_head"]:
+        odd.append(f"n_embd={sizes['n_embd']} is no multiple of n_head={sizes['n_head']}")
+    bias = args.get("bias", has_bias)  # nanoGPT's first versions had no such choice
+    dropout = args.get("dropout", 0.0)
+    if type(bias) is not bool:
+        odd.append(f"bias={bias!r}")
+    if type(dropout) not in (int, float) or not 0 <= dropout < 1:
+        odd.append(f"dropout={dropout!r}")
+    if odd:
+        raise CheckpointError(f"{path} has model_args that no GPT has: {', '.join(odd)}.", _FIX_CKPT)
+    return GPTConfig(**sizes, dropout=float(dropout), bias=bias)
+
+
+def _nanogpt_optimizer(stored: Mapping[str, Any], config: GPTConfig, path: object) -> dict[str, Tensor]:
+    """AdamW's state by parameter name, where nanoGPT's file has parameter numbers; empty before the first step."""
+    shapes = parameter_shapes(config)
+    flat: dict[str, Tensor] = {}
+    try:
+        state = stored["state"]
+        groups = [list(group["params"]) for group in stored["param_groups"]]
+        if not state:
+            return {}
+        order = _nanogpt_order(shapes, [len(group) for group in groups])
+        numbers = [number for group in groups for number in group]
+        if order is None or len(set(numbers)) != len(numbers) or set(state) != set(numbers):
+            raise ValueError("its parameters cannot be distinguished")
+        for name, number in zip(order, numbers, strict=True):
+            entry = dict(state[number])
+            flat[f"{name}.step"] = torch.tensor(float(entry.pop("step")))
+            for moment in ("exp_avg", "exp_avg_sq"):
+                tensor = entry.pop(moment)
+                if tuple(tensor.shape) != shapes[name]:
+                    raise ValueError(f"{moment} of {name} is {list(tensor.shape)}")
+                flat[f"{name}.{moment}"] = tensor.float()
+            if entry:
+                raise ValueError(f"{name} has {', '.join(map(str, entry))}")
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        raise CheckpointError(f"The optimizer in {path} is not the AdamW that nanoGPT makes for this model ({error}).",
+                              _FIX_CKPT) from error
+    return flat
+
+
+def _nanogpt_order(shapes: Mapping[str, tuple[int, ...]], group_sizes: Sequence[int]) -> list[str] | None:
+    """Parameter names in the order of their numbers. The sizes of the groups tell nanoGPT's two orders apart."""
+    decayed = [name for name, shape in shapes.items() if len(shape) >= 2]
+    others = [name for name, shape in shapes.items() if len(shape) < 2]
+    # until May 2023 embeddings were not decayed and the names were sorted
+    old_decayed = sorted(name for name in decayed if name not in (TIED_TO, "transformer.wpe.weight"))
+    old_others = sorted(set(shapes) - set(old_decayed))
+    for first, second in ((decayed, others), (old_decayed, old_others)):
+        if list(group_sizes) == [len(first), len(second)]:
+            return first + second
+    return None

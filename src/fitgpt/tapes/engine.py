@@ -48,7 +48,7 @@ def write_sampling(config: RunConfig, platform: Platform) -> Tape:
     gpu = Gpu(writer, platform, attention_kernel(config, platform), masked_attention_kernel(config, platform))
     writer.phase("sample")
     with gpu.section():
-        model = engine_module("build").make_model(config, gpu.device, dtype=config.dtype, compiled=False)
+        model = engine_module("model").make_model(config, gpu.device, dtype=config.dtype, compiled=False)
         tokens = sample.generate(model, [0] * PROMPT, SAMPLED_TOKENS + 1, sample.SamplingOptions(), 0)
         for _ in range(SAMPLED_TOKENS + 1):
             next(tokens)
@@ -79,7 +79,7 @@ def masked_attention_kernel(config: RunConfig, platform: Platform) -> str:
 
 
 def few_chunks(tokens: int, chunk: int) -> list[slice]:
-    """Replaces chunked_loss._chunks: the first chunks and the last. From the second on, once a gradient exists, every
+    """Replaces ops.chunk_slices: the first chunks and the last. From the second on, once a gradient exists, every
     whole chunk repeats the one before."""
     starts = range(0, tokens, chunk)
     return [slice(start, min(start + chunk, tokens))
@@ -123,17 +123,17 @@ class Run:
         self.w.phase(step_phase)
         self.step()
 
-    # ---- load: training/run.build_training
+    # ---- load: training/build.build_training
 
     def load(self) -> None:
-        config, build, adamw = self.config, engine_module("build"), engine_module("optim.adamw")
-        engine_module("chunked_loss")._chunks = few_chunks
+        config, model, optim = self.config, engine_module("model"), engine_module("optim.adamw")
+        engine_module("ops").chunk_slices = few_chunks
         with self.gpu.section():
-            self.model = build.make_model(config, self.gpu.device, dtype=config.dtype, compiled=bool(config.compile))
+            self.model = model.make_model(config, self.gpu.device, dtype=config.dtype, compiled=bool(config.compile))
         if config.states == "early" or config.init_from == "resume":  # a checkpoint is read into existing tensors
             self.make_states()
         with self.gpu.section():
-            self.scaler = adamw.Scaler(self.gpu.device, scaling=config.dtype == "float16")
+            self.scaler = optim.Scaler(self.gpu.device, scaling=config.dtype == "float16")
             if self.gradients_stay and not config.eval_only:
                 self.make_gradients()
 
@@ -147,7 +147,8 @@ class Run:
             return
         self.has_states = True
         with self.gpu.section("optimizer"):
-            self.optimizer = engine_module("build").make_optimizer(draft(self.config, states="early"), self.model)
+            early = draft(self.config, states="early")
+            self.optimizer = engine_module("optim.adamw").make_optimizer(early, self.model)
             for name, tensor in self.optimizer.tensors().items():
                 tensor.storage.rename(parameter_name(name))
 

@@ -20,20 +20,20 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from .. import __version__
-from ..core.errors import CheckpointError, UsageError
+from ..core.errors import CheckpointError
 from ..core.files import disk_faults, folder_atomically, rename_with_retry, seal_json, sync_folder, unseal_json
-from ..engine.weights import TIED_HEAD, TIED_TO, FileSeal, write_safetensors
+from ..engine.weights import FileSeal, write_safetensors
 from ..runs.folder import StepFolder, step_folder_name, step_folders
 
 SCHEMA = 1
@@ -87,9 +87,6 @@ def save(folder: Path, step: int, model: Mapping[str, Tensor], optimizer: Mappin
     Checkpoints at this step or later (the run was resumed from an earlier one) are set aside, not removed. `load`
     returns `state` as JSON would.
     """
-    if keep_last < 2:
-        raise UsageError(f"keep_last={keep_last} leaves nothing to fall back on: it must be at least 2.",
-                         "--keep_last=2")
     there = step_folders(folder)
     overtaken = [slot for slot in there if slot.step >= step]
     branch = (there[-1].branch if there else 1) + bool(overtaken)
@@ -100,38 +97,26 @@ def save(folder: Path, step: int, model: Mapping[str, Tensor], optimizer: Mappin
             folder.mkdir(parents=True)
             sync_folder(folder.parent)
         with folder_atomically(target, folder / f".tmp-{step}-{os.getpid()}") as temporary:
-            files = {MODEL: write_safetensors(temporary / MODEL, _without_tied_head(model)),
+            files = {MODEL: write_safetensors(temporary / MODEL, model),
                      OPTIMIZER: write_safetensors(temporary / OPTIMIZER, optimizer)}
             document = {"schema": SCHEMA, "fitgpt": __version__, "step": step, "best": best, "status": status,
                         "files": {name: seal._asdict() for name, seal in files.items()}, "state": dict(state)}
             (temporary / STATE).write_text(seal_json(document), encoding="utf-8")
 
+    notes = []
     try:
-        notes = _set_aside(overtaken, folder / f"set-aside-by-{target.name}")
+        if overtaken:
+            aside = folder / f"set-aside-by-{target.name}"
+            _move(overtaken, aside)
+            steps = ", ".join(str(slot.step) for slot in overtaken)
+            notes = [f"The run was resumed from an earlier step: its checkpoints at step {steps} are now in {aside}."]
         _prune(folder, keep_last)
     except OSError as error:  # the new one is saved: failing to tidy up is only a note
         notes = [f"Older checkpoints in {folder} could not be tidied up: {error.strerror or error}."]
     return Checkpoint(target, step, best, dict(state), tuple(notes), status)
 
 
-def _without_tied_head(model: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    head, tied_to = model.get(TIED_HEAD), model.get(TIED_TO)
-    if head is not None and (
-        tied_to is None or (head.data_ptr() != tied_to.data_ptr() and not torch.equal(head, tied_to))
-    ):
-        raise CheckpointError(f"{TIED_HEAD} differs from {TIED_TO}: a head that is not tied cannot be saved.")
-    return {name: tensor for name, tensor in model.items() if name != TIED_HEAD}
-
-
 # ---- removing and setting aside
-
-def _set_aside(overtaken: list[StepFolder], aside: Path) -> list[str]:
-    if not overtaken:
-        return []
-    _move(overtaken, aside)
-    steps = ", ".join(str(slot.step) for slot in overtaken)
-    return [f"The run was resumed from an earlier step: its checkpoints at step {steps} are now in {aside}."]
-
 
 def _move(slots: Iterable[StepFolder], aside: Path) -> None:
     aside.mkdir(exist_ok=True)
@@ -165,25 +150,24 @@ def set_aside_diverged(folder: Path) -> SetAside:
     steps before a gradient overflows, so a checkpoint that was not evaluated does not count as good."""
     slots = step_folders(folder)
     good, later = None, list[StepFolder]()
-    while slots and not (good := _good(slots[-1].path)):
-        later.append(slots.pop())
+    while slots and good is None:
+        found = _inspect(slots[-1].path)
+        if found is not None and found.status == GOOD:
+            good = found
+        else:
+            later.append(slots.pop())
     aside = next(path for number in count(1) if not (path := folder / f"set-aside-diverged-{number}").exists())
     if later:
         _move(later, aside)
     return SetAside(good, sorted(slot.step for slot in later), aside)
 
 
-def _good(path: Path) -> Checkpoint | None:
-    found = _inspect(path)
-    return found if found is not None and found.status == GOOD else None
-
-
 def _inspect(path: Path) -> Checkpoint | None:
     """The checkpoint if its state.json is valid and the other files have the right sizes; it does not read these."""
     try:
         document = _read_state(path)
-        for name, seal in _seals(document).items():
-            _check_size(path / name, seal)
+        for name in (MODEL, OPTIMIZER):
+            _check_size(path / name, document["files"][name]["size"])
     except (_Damaged, CheckpointError):
         return None
     status = document.get("status", GOOD if document["best"] else UNKNOWN)  # older checkpoints have none
@@ -222,8 +206,7 @@ def _runs_elsewhere(pid: int) -> bool:
 
 # ---- loading
 
-def load(folder: Path, which: str | int = "last", *, device: torch.device | str = "cpu",
-         weights_only: bool = False) -> Loaded:
+def load(folder: Path, which: str | int = "last", *, weights_only: bool = False) -> Loaded:
     """The 'last' or 'best' whole checkpoint, or the one of a step, after verifying every byte.
 
     A damaged one is named in `notes` and the next older one used; but a damaged checkpoint requested by its step is an
@@ -236,10 +219,10 @@ def load(folder: Path, which: str | int = "last", *, device: torch.device | str 
     candidates, notes = _candidates(slots, which)
     for slot in candidates:
         try:
-            return _load_one(slot.path, device, weights_only, notes)
+            return _load_one(slot.path, weights_only, notes)
         except _Damaged as damage:
             if not slot.path.exists():  # a running trainer removed it in the meantime
-                return load(folder, which, device=device, weights_only=weights_only)
+                return load(folder, which, weights_only=weights_only)
             notes.append(f"{damage}: the checkpoint of step {slot.step} is not used.")
     others = ", ".join(str(slot.step) for slot in slots if slot not in candidates)
     raise CheckpointError(
@@ -248,18 +231,12 @@ def load(folder: Path, which: str | int = "last", *, device: torch.device | str 
     )
 
 
-def load_folder(path: Path, *, device: torch.device | str = "cpu", weights_only: bool = False) -> Loaded:
+def load_folder(path: Path, *, weights_only: bool = False) -> Loaded:
     """The checkpoint in this folder, whatever its name."""
     try:
-        return _load_one(path, device, weights_only, [])
+        return _load_one(path, weights_only, [])
     except _Damaged as damage:
         raise CheckpointError(f"{damage}.", "Restore it from a copy, or name another.") from damage
-
-
-def list_checkpoints(folder: Path) -> list[Checkpoint]:
-    """Checkpoints that look whole (sizes and state.json; the rest is verified by `load`), oldest first."""
-    found: Iterable[Checkpoint | None] = (_inspect(slot.path) for slot in step_folders(folder))
-    return [checkpoint for checkpoint in found if checkpoint is not None]
 
 
 def _candidates(newest_first: list[StepFolder], which: str | int) -> tuple[list[StepFolder], list[str]]:
@@ -277,27 +254,22 @@ def _candidates(newest_first: list[StepFolder], which: str | int) -> tuple[list[
     return chosen, []
 
 
-def _load_one(path: Path, device: torch.device | str, weights_only: bool, notes: list[str]) -> Loaded:
+def _load_one(path: Path, weights_only: bool, notes: list[str]) -> Loaded:
     document = _read_state(path)
-    seals = _seals(document)
-    wanted = (MODEL,) if weights_only else (MODEL, OPTIMIZER)
-    for name in wanted:
-        _verify(path / name, seals[name])
-    tensors = [_read_tensors(path / name, device) for name in wanted]
+    names = (MODEL,) if weights_only else (MODEL, OPTIMIZER)
+    for name in names:
+        _verify(path / name, FileSeal(**document["files"][name]))
+    tensors = {name: _read_tensors(path / name) for name in names}
     unknown = sorted({each.name for each in path.iterdir()} - {MODEL, OPTIMIZER, STATE})
     notes = notes + [f"{path / name} is not part of a checkpoint and was ignored." for name in unknown]
-    return Loaded(path, document["step"], tensors[0], {} if weights_only else tensors[1],
-                  document["state"], tuple(notes))
+    return Loaded(path, document["step"], tensors[MODEL], tensors.get(OPTIMIZER, {}), document["state"], tuple(notes))
 
 
 def _read_state(path: Path) -> dict[str, Any]:
     file = path / STATE
     try:
-        document = unseal_json(file.read_bytes())
-    except FileNotFoundError:
-        raise _Damaged(f"{file} is missing") from None
-    except OSError as error:
-        raise _Damaged(f"{file} cannot be read ({error.strerror})") from error
+        with _read_faults(file):
+            document = unseal_json(file.read_bytes())
     except (ValueError, RecursionError) as error:
         raise _Damaged(f"{file} is damaged ({error})") from error
     if not isinstance(document.get("schema"), int) or "fitgpt" not in document:
@@ -312,36 +284,36 @@ def _read_state(path: Path) -> dict[str, Any]:
     return document
 
 
-def _seals(document: dict[str, Any]) -> dict[str, FileSeal]:
-    return {name: FileSeal(**seal) for name, seal in document["files"].items() if name in (MODEL, OPTIMIZER)}
-
-
-def _check_size(file: Path, seal: FileSeal) -> None:
+@contextmanager
+def _read_faults(file: Path) -> Iterator[None]:
+    """A file that is missing or cannot be read makes its checkpoint a damaged one."""
     try:
-        size = file.stat().st_size
+        yield
     except FileNotFoundError:
         raise _Damaged(f"{file} is missing") from None
     except OSError as error:
         raise _Damaged(f"{file} cannot be read ({error.strerror})") from error
-    if size != seal.size:
-        raise _Damaged(f"{file} has {size} bytes where {seal.size} were written")
+
+
+def _check_size(file: Path, size: int) -> None:
+    with _read_faults(file):
+        found = file.stat().st_size
+    if found != size:
+        raise _Damaged(f"{file} has {found} bytes where {size} were written")
 
 
 def _verify(file: Path, seal: FileSeal) -> None:
-    _check_size(file, seal)
-    try:
-        with open(file, "rb") as opened:
-            digest = hashlib.file_digest(opened, "sha256").hexdigest()
-    except OSError as error:
-        raise _Damaged(f"{file} cannot be read ({error.strerror})") from error
+    _check_size(file, seal.size)
+    with _read_faults(file), open(file, "rb") as opened:
+        digest = hashlib.file_digest(opened, "sha256").hexdigest()
     if digest != seal.sha256:
         raise _Damaged(f"{file} is damaged (its content does not match its checksum)")
 
 
-def _read_tensors(file: Path, device: torch.device | str) -> dict[str, Tensor]:
+def _read_tensors(file: Path) -> dict[str, Tensor]:
     try:
         with safe_open(file, framework="pt") as opened:
-            # a copy, since the library may return views of the memory-mapped file
-            return {name: opened.get_tensor(name).to(device, copy=True) for name in opened.keys()}  # noqa: SIM118
+            # copies, since the library may return views of the memory-mapped file
+            return {name: opened.get_tensor(name).clone() for name in opened.keys()}  # noqa: SIM118
     except SafetensorError as error:
         raise _Damaged(f"{file} is not a safetensors file ({error})") from error

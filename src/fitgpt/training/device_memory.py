@@ -1,25 +1,33 @@
-"""In the worker: the run's memory plan on its device as torch sees it, its fallback plans, and what is free now."""
+"""In the worker: the run's memory plan on its device as torch sees it, its fallback plans, what is free now, and the
+plan compared with the measured memory, phase by phase.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
 
 from ..config.run_config import RunConfig
-from ..core.units import parse_bytes
+from ..core.units import parse_bytes, show_bytes
 from ..engine import oom
-from ..engine.device import DeviceChoice, triton_works
+from ..engine.device import DeviceChoice, read_memory, reset_peaks, synchronize, triton_works
 from ..hardware.host import spare_memory
 from ..memory.platform import Platform
 from ..planning import budget
 from ..planning.budget import Target, apply_limits
 from ..planning.fallback_ladder import fallback_plans
-from ..planning.forecast import MemoryPlan
+from ..planning.forecast import Forecast, MemoryPlan
 from ..planning.plan import plan_for
-from ..planning.plan_file import FallbackPlan
+from ..planning.plan_file import FallbackPlan, fallback_plans_to_json, phases_to_json
+from ..runs.metrics import MemoryReading, PhaseMemory
 from .memory_check import does_not_fit
 
 NOT_PLANNED = "memory: not planned, because the run is not on an NVIDIA GPU."
+TOLERANCE = 0.01  # relative: a phase that needs more than this above its forecast is reported
 
 
 @dataclass
@@ -37,11 +45,16 @@ class DeviceMemoryPlan:
     def card_bytes(self) -> int:
         return self.plan.budget.usable if self.plan else 0
 
+    @property
+    def needs(self) -> int | None:
+        """Bytes that the plan as requested needs to reserve; None: not planned."""
+        return self.plan.forecast.needs if self.plan else None
+
     def ladder(self) -> Sequence[FallbackPlan]:
         """The fallback plans, forecast when they are first needed."""
         if self.fallbacks is None:
             self.fallbacks = fallback_plans(self.config, self.target.platform if self.target else Platform(),
-                                    host_bytes=spare_memory())
+                                            host_bytes=spare_memory())
         return self.fallbacks
 
     def room(self) -> int | None:
@@ -54,7 +67,7 @@ class DeviceMemoryPlan:
 
 
 def plan_on_device(config: RunConfig, choice: DeviceChoice, others: Mapping[str, int] | None = None,
-          fallbacks: Sequence[FallbackPlan] | None = None) -> DeviceMemoryPlan:
+                   fallbacks: Sequence[FallbackPlan] | None = None) -> DeviceMemoryPlan:
     """The plan of a run whose shape and dtype are resolved; DeviceError if it does not fit.
 
     `others`: bytes that others used of each GPU, by uuid, before this process started. `fallbacks`: from a plan.json.
@@ -75,3 +88,69 @@ def plan_on_device(config: RunConfig, choice: DeviceChoice, others: Mapping[str,
     if cap is not None:
         oom.cap_memory(choice.device, cap)
     return DeviceMemoryPlan(config, choice.device, plan, target, cap, fallbacks)
+
+
+# ---- measured memory
+
+class Peaks:
+    """The measured peak of each phase of a run."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.of: dict[str, PhaseMemory] = {}
+        self._device = str(device)
+
+    def seen(self, phase: str, memory: MemoryReading) -> None:
+        if memory.peak_reserved:  # 0: the device has no counters
+            before = self.of.get(phase, PhaseMemory(0, 0))
+            self.of[phase] = PhaseMemory(max(before.allocated, memory.peak_allocated),
+                                         max(before.reserved, memory.peak_reserved))
+
+    @property
+    def most_allocated(self) -> int:
+        return max((each.allocated for each in self.of.values()), default=0)
+
+    @contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        reset_peaks(self._device)
+        yield
+        synchronize(self._device)
+        self.seen(phase, read_memory(self._device))
+
+
+def phases_of(forecast: Forecast) -> dict[str, PhaseMemory]:
+    """The phases that can be measured: an iteration includes its optimizer step; resume and sample are left out."""
+    phases = {phase: peak for phase, peak in forecast.phases.items() if phase not in ("step", "resume", "sample")}
+    if "step" in forecast.phases and "train" in phases:
+        train, step = forecast.phases["train"], forecast.phases["step"]
+        phases["train"] = PhaseMemory(max(train.allocated, step.allocated), max(train.reserved, step.reserved))
+    return phases
+
+
+def cumulative_reserved(measured: Mapping[str, PhaseMemory]) -> dict[str, PhaseMemory]:
+    """Measured phases with `reserved` as in forecasts: the maximum since the start of the run."""
+    most, found = 0, {}
+    for phase in ("load", "first_eval", "first_train", "train", "eval", "save"):
+        if phase in measured:
+            most = max(most, measured[phase].reserved)
+            found[phase] = PhaseMemory(measured[phase].allocated, most)
+    return found
+
+
+def over_forecast(forecast: Mapping[str, PhaseMemory], measured: Mapping[str, PhaseMemory]) -> list[str]:
+    """A sentence per phase that used more memory than forecast."""
+    found = []
+    for phase in (phase for phase in measured if phase in forecast):
+        for kind in ("allocated", "reserved"):
+            expected, seen = getattr(forecast[phase], kind), getattr(measured[phase], kind)
+            if seen > expected * (1 + TOLERANCE):
+                found.append(f"{phase}: {show_bytes(seen)} {kind}, forecast {show_bytes(expected)}: "
+                             f"{seen / expected - 1:.1%} more.")
+    return found
+
+
+def plan_row(plan: MemoryPlan, fallbacks: Sequence[FallbackPlan]) -> dict[str, Any]:
+    """The plan as a row of metrics.jsonl."""
+    return {"kind": "plan", "needs_bytes": plan.forecast.needs, "reserve_limit_bytes": plan.budget.reserve_limit,
+            "phases": phases_to_json(phases_of(plan.forecast)), "peak_phase": plan.forecast.peak_phase,
+            "owners_at_peak": [share._asdict() for share in plan.forecast.owners_at_peak],
+            "ladder": fallback_plans_to_json(fallbacks)}

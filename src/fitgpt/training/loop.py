@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,15 +15,19 @@ from torch import Tensor
 from ..config.architectures import GPTConfig
 from ..config.run_config import RunConfig
 from ..core.errors import DeviceError, Interrupted, SystemFault
+from ..engine.batches import Prefetcher
 from ..engine.cuda_graphs import GraphCapturer
 from ..engine.device import read_memory, synchronize
 from ..engine.model import GPT
 from ..engine.oom import OutOfMemory, attempt, release
 from ..engine.optim.adamw import Optimizer, Scaler, apply_gradients
-from ..engine.prefetch import Prefetcher
-from ..runs.metrics import Evaluation, RunFacts, SplitLoss, StepReport
-from .checkpoint import GOOD, UNKNOWN, SetAside
+from ..runs.metrics import RunFacts, SplitLoss, StepReport
+from .checkpoint import GOOD, UNKNOWN
 from .divergence import DivergenceCheck, judge
+
+if TYPE_CHECKING:
+    from .oom_recovery import Guard
+    from .reporter import TrainingReporter
 
 MAX_FAILED_SAVES = 3  # in a row; then the run stops rather than train on unsaved
 
@@ -82,30 +86,7 @@ class RolledBack:
 StepResult = tuple[Tensor, Tensor]  # a step's mean loss and gradient norm, on the device
 
 
-class StepRunner(Protocol):
-    """Takes steps: oom_recovery.Guard."""
-
-    def take(self, learning_rate: float,
-             stop_requested: Callable[[], bool]) -> StepResult | RolledBack | DeviceError | None:
-        """None: a stop was requested. DeviceError: even the smallest plan is out of memory."""
-
-
-class TrainingCallbacks(Protocol):
-    """What the loop needs from outside: evaluate, save, report. Implemented by reporter.TrainingReporter."""
-
-    def evaluate(self, step: int) -> Evaluation | OutOfMemory | None: ...
-    def save(self, training: Training, *, is_best: bool) -> None: ...
-    def set_aside_diverged(self) -> SetAside: ...
-    def advanced(self, steps: float) -> None:
-        """`steps`: how many have been launched, with a fraction; called after every micro-step."""
-    def reported(self, report: StepReport) -> None: ...
-    def evaluated(self, evaluation: Evaluation, *, is_best: bool) -> None: ...
-    def warn(self, sentence: str) -> None: ...
-    def tell(self, row: dict[str, Any]) -> None:
-        """An event: a row for metrics.jsonl, whose `text` is shown to the user."""
-
-
-def train(training: Training, config: RunConfig, facts: RunFacts, steps: StepRunner, callbacks: TrainingCallbacks,
+def train(training: Training, config: RunConfig, facts: RunFacts, steps: Guard, callbacks: TrainingReporter,
           stop_requested: Callable[[], bool]) -> None:
     """Trains up to `max_iters` steps. On a stop request it saves and raises Interrupted."""
     meter = Meter(config.tokens_per_step, lambda: synchronize(str(training.device)))
@@ -250,7 +231,7 @@ class CheckpointSaver:
     """Saves checkpoints. A failed save is only reported, until MAX_FAILED_SAVES fail in a row: older checkpoints are
     still there. `enabled`: False for a run that only evaluates, which has nothing to save."""
 
-    def __init__(self, training: Training, callbacks: TrainingCallbacks, meter: Meter, *, enabled: bool = True) -> None:
+    def __init__(self, training: Training, callbacks: TrainingReporter, meter: Meter, *, enabled: bool = True) -> None:
         self._training, self._callbacks, self._meter, self._enabled = training, callbacks, meter, enabled
         self._failures = 0
 

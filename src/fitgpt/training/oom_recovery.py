@@ -15,17 +15,27 @@ checkpoint, the same plan would never get further: the next smaller one is taken
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Protocol, TypeVar
+from typing import TypeVar
+
+import torch
 
 from ..config.run_config import RunConfig
-from ..core.errors import DeviceError
+from ..core.errors import CheckpointError, DeviceError
 from ..core.units import show_bytes
+from ..data.dataset import Dataset
+from ..engine.batches import Prefetcher, training_batches
+from ..engine.device import DeviceChoice
 from ..engine.oom import OutOfMemory, RngState, attempt, fragmentation_hint, release
-from ..engine.prefetch import Prefetcher
-from ..planning.plan_file import FallbackPlan
-from .loop import RolledBack, StepResult, Training, TrainingCallbacks, train_step
+from ..engine.optim.adamw import FIRST_SCALE, make_optimizer
+from ..runs.folder import RunFolder, holds_run
+from .build import find_source, reinitialise, restore, set_up_gradients
+from .checkpoint import UNKNOWN
+from .device_memory import DeviceMemoryPlan
+from .loop import RolledBack, StepResult, Training, train_step
+from .reporter import TrainingReporter
+from .trained_model import from_run
 
 STABLE_STEPS = 10  # after so many steps a new OOM is a new case, and the same plan is retried once more
 CHECK_EVERY = 50   # steps between two checks whether a larger plan fits again
@@ -34,33 +44,18 @@ MARGIN = 1.05      # a larger plan is taken again when this times its needs is f
 Result = TypeVar("Result")
 
 
-class Reconfigurer(Protocol):
-    """Changes how a run computes: run.RunReconfigurer."""
-
-    needs: int | None  # bytes, of the plan as requested
-
-    def ladder(self) -> Sequence[FallbackPlan]: ...
-    def adopt(self, config: RunConfig) -> None:
-        """Makes the training compute as the config says. May be called again if it was out of memory itself."""
-    def feed(self, config: RunConfig) -> Prefetcher: ...
-    def roll_back(self) -> None:
-        """Restores the last checkpoint, or the start of the run."""
-    def room(self) -> int | None:
-        """Bytes that the allocator could reserve in all now; None: not known."""
-
-
 class Guard:
-    """Takes a run's steps. `step_up`: larger plans may be taken again when there is room."""
+    """Takes a run's steps, and changes how the run computes when it is out of memory."""
 
-    def __init__(self, training: Training, config: RunConfig, reconfigurer: Reconfigurer,
-                 callbacks: TrainingCallbacks, *, step_up: bool = False) -> None:
-        self._training, self._requested, self._callbacks = training, config, callbacks
-        self._reconfigurer = reconfigurer
-        self._may_step_up = step_up
-        self.config = config                  # as it computes now
+    def __init__(self, training: Training, config: RunConfig, choice: DeviceChoice, dataset: Dataset,
+                 folder: RunFolder, reporter: TrainingReporter, device_memory: DeviceMemoryPlan) -> None:
+        self._training, self._requested, self._choice, self._dataset = training, config, choice, dataset
+        self._folder, self._reporter, self._memory = folder, reporter, device_memory
+        self.config = config                  # of the next attempt
+        self._adopted: RunConfig = config     # as the training computes now
+        self._must_adopt = False
         self._position = -1                   # on the fallback ladder; -1: as requested
-        self._feed = reconfigurer.feed(config)
-        self._adopted = True
+        self._feed = self.batches(config)
         self._oom_step: int | None = None     # the step of the last OOM
         self._rolled_back_to: int | None = None  # the step of the checkpoint it rolled back to last
         self._next_check = 0                  # the step of the next check for room
@@ -68,18 +63,22 @@ class Guard:
     def close(self) -> None:
         self._feed.close()
 
+    def batches(self, config: RunConfig) -> Prefetcher:
+        return training_batches(config, self._dataset, self._training.device)
+
     def take(self, learning_rate: float,
              stop_requested: Callable[[], bool]) -> StepResult | RolledBack | DeviceError | None:
+        """One step. None: a stop was requested. DeviceError: even the smallest plan is out of memory."""
         self._step_up()
         return self.protected(lambda: train_step(self._training, self.config, self._feed, learning_rate,
-                                                 stop_requested, self._callbacks.advanced))
+                                                 stop_requested, self._reporter.advanced))
 
     def protected(self, work: Callable[[], Result]) -> Result | RolledBack | DeviceError:
         """Does the work; retries it, with less memory each time, until it succeeds or no fallback plan is left."""
         def adopt_and_work() -> Result:
-            if not self._adopted:
-                self._reconfigurer.adopt(self.config)
-                self._adopted = True
+            if self._must_adopt:
+                self._adopt()
+                self._must_adopt = False
             return work()
 
         while True:
@@ -102,13 +101,13 @@ class Guard:
         self._free_all()
         retry_unchanged = not no_progress and (self._oom_step is None or not 0 <= step - self._oom_step < STABLE_STEPS)
         self._oom_step = step
-        self._callbacks.tell({"kind": "oom", "step": step, "phase": "step" if half_done else "train",
+        self._reporter.tell({"kind": "oom", "step": step, "phase": "step" if half_done else "train",
                               "words": oom.message,
                               **({"text": self._describe(oom, half_done)} if retry_unchanged else {})})
         if half_done:
-            self._reconfigurer.roll_back()
+            self._roll_back()
             self._rolled_back_to = training.saved_at
-            self._callbacks.tell({"kind": "went_back", "start_step": training.step,
+            self._reporter.tell({"kind": "went_back", "start_step": training.step,
                                   "text": f"The optimizer step was incomplete: rolled back to step {training.step}."})
         if not retry_unchanged and not self._step_down(oom):
             return self._no_smaller_plan(oom)
@@ -117,7 +116,7 @@ class Guard:
     def _free_all(self) -> None:
         self._training.half_done = False
         self._training.drop_cuda_graphs()
-        self._adopted = False
+        self._must_adopt = True
         release(self._training.device)
 
     def _describe(self, oom: OutOfMemory, half_done: bool) -> str:
@@ -127,7 +126,7 @@ class Guard:
 
     def _step_down(self, oom: OutOfMemory) -> bool:
         """Takes the first smaller plan that fits what is free now, else the last; False if there is none."""
-        ladder, room = self._reconfigurer.ladder(), self._reconfigurer.room()
+        ladder, room = self._memory.ladder(), self._memory.room()
         smaller = range(self._position + 1, len(ladder))
         if not smaller:
             return False
@@ -136,8 +135,8 @@ class Guard:
         return True
 
     def _no_smaller_plan(self, oom: OutOfMemory) -> DeviceError:
-        room = self._reconfigurer.room()
-        least = min((each.needs for each in self._reconfigurer.ladder()), default=self._reconfigurer.needs)
+        room = self._memory.room()
+        least = min((each.needs for each in self._memory.ladder()), default=self._memory.needs)
         figures = (f" The smallest plan needs {show_bytes(least)}, and {show_bytes(room)} is free."
                    if room is not None and least is not None else "")
         return DeviceError(f"Out of memory in step {self._training.step}, and there is no smaller fallback plan: "
@@ -146,34 +145,73 @@ class Guard:
     # ---- changing the plan
 
     def _change_plan(self, position: int, kind: str, why: str) -> None:
-        before, ladder = self.config, self._reconfigurer.ladder()
+        before, ladder = self.config, self._memory.ladder()
         self._position = position
         changes = ladder[position].changes if position >= 0 else {}
-        needs = ladder[position].needs if position >= 0 else self._reconfigurer.needs
+        needs = ladder[position].needs if position >= 0 else self._memory.needs
         self.config = replace(self._requested, **changes)
         if (before.batch_size, before.gradient_accumulation_steps) != (
                 self.config.batch_size, self.config.gradient_accumulation_steps):
             self._feed.close()
-            self._feed = self._reconfigurer.feed(self.config)
-        self._adopted = False
+            self._feed = self.batches(self.config)
+        self._must_adopt = True
         self._next_check = self._training.step + CHECK_EVERY
         how = ladder[position].why if position >= 0 else "the plan as requested"
-        needing = f" (needs {show_bytes(needs)})" if needs is not None and self._reconfigurer.room() is not None else ""
+        needing = f" (needs {show_bytes(needs)})" if needs is not None and self._memory.room() is not None else ""
         other_masks = self.config.dropout > 0 and before.batch_size != self.config.batch_size
         same = "same data, other dropout masks" if other_masks else "same steps, same data"
-        self._callbacks.tell({"kind": kind, "step": self._training.step, "changes": changes, "needs_bytes": needs,
+        self._reporter.tell({"kind": kind, "step": self._training.step, "changes": changes, "needs_bytes": needs,
                               "text": f"{why}. Continuing with {how}{needing}: {same}."})
 
     def _step_up(self) -> None:
         """Takes a larger plan again if there is room for it."""
-        if not self._may_step_up or self._position < 0 or self._training.step < self._next_check:
+        if not self._requested.step_up or self._position < 0 or self._training.step < self._next_check:
             return
         self._next_check = self._training.step + CHECK_EVERY
-        room, ladder = self._reconfigurer.room(), self._reconfigurer.ladder()
-        needs = {-1: self._reconfigurer.needs, **{position: each.needs for position, each in enumerate(ladder)}}
+        room, ladder = self._memory.room(), self._memory.ladder()
+        needs = {-1: self._memory.needs, **{position: each.needs for position, each in enumerate(ladder)}}
         for position in range(-1, self._position):
             needed = needs[position]
             if room is not None and needed is not None and needed * MARGIN <= room:
                 self._free_all()
                 self._change_plan(position, "step_up", f"{show_bytes(room)} is free again")
                 return
+
+    # ---- what a change does to the training
+
+    def _adopt(self) -> None:
+        """Makes the training compute as the config says. May be called again if it was out of memory itself."""
+        training, config = self._training, self.config
+        training.drop_cuda_graphs()
+        training.model.recompute_policies, training.model.loss_chunk = list(config.levels), config.loss_chunk
+        if config.offload != self._adopted.offload:
+            moved = make_optimizer(config, training.model)
+            wrong = moved.load_tensors(training.optimizer.tensors())
+            if wrong:
+                raise CheckpointError(f"The optimizer's state cannot be moved to offload={config.offload}: "
+                                      f"{', '.join(wrong[:5])} {'and others ' if len(wrong) > 5 else ''}do not match.",
+                                      "Resume without this --plan.")
+            training.optimizer = moved
+            release(training.device)
+        self._adopted = config
+        self._reporter.eval_batch = min(self._reporter.eval_batch, config.eval_batch)
+        set_up_gradients(training, config, self._choice)
+
+    def _roll_back(self) -> None:
+        """Restores the last checkpoint, or the start of the run."""
+        training, saved = self._training, holds_run(self._folder.path)
+        has_state = saved or self._requested.init_from == "resume"
+        source = from_run(self._folder.path) if saved else find_source(self._requested, self._folder)
+        if self._adopted.offload != "none":  # it may have copied only some of the gradients
+            training.optimizer = make_optimizer(self._adopted, training.model)
+        if source is None:
+            reinitialise(training, self._requested)
+        else:
+            restore(training, source, everything=has_state)
+        if not has_state:
+            zeros = {name: torch.zeros_like(each, device="cpu")  # except master weights, which follow the weights
+                     for name, each in training.optimizer.tensors().items() if not name.endswith(".master")}
+            training.optimizer.load_tensors(zeros)
+            training.scaler.load_dict(dict(scale=FIRST_SCALE, good_steps=0.0, skipped=0.0, skipped_in_a_row=0.0))
+            training.step, training.evaluated_at, training.saved_at, training.best = 0, -1, -1, None
+            training.evaluation_status, training.last_good = UNKNOWN, None

@@ -1,75 +1,79 @@
-"""`fitgpt rehearse`, in the worker: rehearses a run without training it, and compares its memory with the forecast."""
+"""The rehearsal: everything a run does with memory, done once before its first step, at full size.
+
+It changes nothing. The optimizer's step runs with a loss scale of NaN, so that it is skipped like any step whose
+gradients are not finite: each optimizer then leaves weights and moments as they are, bit for bit. An optimizer that
+applies gradients in the backward pass cannot skip: there everything is copied to CPU RAM first, and back. The RNG state
+and the counter that seeds stochastic rounding are restored. Batches come from a separate prefetcher and depend only on
+their number.
+"""
 
 from __future__ import annotations
 
-import json
-import time
-from collections.abc import Mapping, Sequence
+import copy
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 from ..config.run_config import RunConfig
-from ..core.errors import DoesNotFit
-from ..core.files import write_over
-from ..core.units import show_seconds
-from ..data.dataset import open_dataset
-from ..engine.device import read_memory, resolve_device
-from ..engine.oom import OutOfMemory, attempt
-from ..planning.plan_file import phases_to_json
-from ..show.progress import say
-from ..show.train_text import memory_plan, plan_vs_measured
-from .device_memory import plan_on_device
-from .dry_run import Peaks, rehearse
-from .plan_vs_measured import cumulative_reserved, over_forecast, phases_of
-from .reporter import short_eval
-from .run import build_training, check_data, evaluation_splits, take_shape, training_feed, versions
+from ..engine.batches import Prefetcher
+from ..engine.device import reset_peaks
+from ..engine.oom import RngState, release
+from ..engine.optim.adamw import Optimizer, Scaler
+from ..runs.metrics import Evaluation
+from .device_memory import Peaks
+from .loop import Training, drop_gradients, learning_rate_at, train_step
 
-SCHEMA = 1
-NO_COUNTERS = ("There is no plan to compare with: only the memory of an NVIDIA GPU is planned, and only there does "
-               "PyTorch count it.")
+MICRO_STEPS = 2  # per iteration: the first allocates the gradients, the second adds to them
 
 
-def rehearse_and_report(config_dict: Mapping[str, Any], notes: Sequence[str], others: Mapping[str, int],
-                        out: str) -> None:
-    """Prints the measured memory and writes it to `out`. DoesNotFit if it exceeds the forecast or runs out."""
-    config = RunConfig.from_dict(config_dict)
-    dataset = open_dataset(config.dataset)
-    choice = resolve_device(config.device, config.dtype, config.compile)
-    config = replace(take_shape(config, None, dataset)[0], dtype=choice.dtype)
-    check_data(config, dataset, None)
-    device_memory = plan_on_device(config, choice, others)
-    for note in (*notes, *choice.notes):
-        say(f"note      {note}")
-    if device_memory.plan:
-        say(memory_plan(device_memory.plan))
+def rehearse(training: Training, config: RunConfig, feed: Callable[[RunConfig], Prefetcher],
+             short_eval: Callable[[], Evaluation | None], peaks: Peaks) -> None:
+    """Evaluation, two iterations, evaluation, a checkpoint's copies: the order that needs most. Fills `peaks`.
 
-    started, failures = time.perf_counter(), list[str]()
-    training = build_training(config, choice)
-    peaks = Peaks(training.device)
-    peaks.seen("load", read_memory(choice.device))
-    splits = evaluation_splits(dataset, ("train", "val"), windows=config.eval_iters * config.batch_size,
-                               block=config.eval_block, seed=config.seed)
-    done = attempt(lambda: rehearse(
-        training, config, lambda short: training_feed(short, dataset, training.device),
-        lambda: short_eval(training, splits, config.eval_batch, config.eval_block,
-                           lambda batch, why: failures.append(f"evaluation: {why.short}.")), peaks))
-    if isinstance(done, OutOfMemory):
-        failures.append(f"training: {done.short}.")
-    seconds, measured = time.perf_counter() - started, cumulative_reserved(peaks.of)
-    forecast = phases_of(device_memory.plan.forecast) if device_memory.plan else {}
-    exceeded = over_forecast(forecast, measured)
-    wrote = write_over(Path(out), json.dumps({
-        "schema": SCHEMA, "versions": versions(), "device": choice.device, "device_name": choice.name,
-        "seconds": seconds, "config": config.to_dict(), "forecast": phases_to_json(forecast),
-        "measured": phases_to_json(measured), "over_forecast": exceeded, "out_of_memory": failures,
-    }, indent=1, ensure_ascii=False) + "\n")
-    say(plan_vs_measured(forecast, measured) if device_memory.plan else NO_COUNTERS)
-    say(f"rehearsed in {show_seconds(seconds)}: evaluation, two iterations and a checkpoint's copies, at full size. "
-        f"The measurements are in {wrote}.")
-    if failures:
-        raise DoesNotFit(f"Out of memory in the rehearsal. {' '.join(failures)}",
-                         "`fitgpt plan` with the same options and --options shows what each change would save.")
-    if exceeded:
-        raise DoesNotFit(f"More memory was used than forecast. {' '.join(exceeded)}",
-                         "Please report it, with the file: forecasts are meant to be exact to 1 %.")
+    `short_eval` evaluates a few batches. Nothing is left over if it runs out of memory either.
+    """
+    def evaluate(phase: str) -> None:
+        """An evaluation resets the peak counters itself and returns what they were."""
+        evaluation = short_eval()
+        if evaluation is not None:
+            peaks.seen(phase, evaluation.memory)
+
+    micro_steps = min(config.gradient_accumulation_steps, MICRO_STEPS)
+    short = replace(config, gradient_accumulation_steps=micro_steps, max_iters=1)
+    batches = feed(short)
+    try:
+        with without_side_effects(training) as stand_in:
+            evaluate("first_eval")
+            if not config.eval_only:
+                for phase in ("first_train", "train"):
+                    with peaks.during(phase):
+                        train_step(stand_in, short, batches, learning_rate_at(0, config), lambda: False)
+                evaluate("eval")
+                with peaks.during("save"):  # it copies one tensor after another, so the largest decides what it needs
+                    for tensors in (training.model.weight_tensors(), training.optimizer.tensors()):
+                        max(tensors.values(), key=lambda each: each.nbytes).to("cpu", copy=True)
+    finally:
+        batches.close()
+    release(training.device)
+    reset_peaks(str(training.device))
+
+
+@contextmanager
+def without_side_effects(training: Training) -> Iterator[Training]:
+    """A copy of the training that uses the same weights and optimizer, and whose steps change neither."""
+    rng_state, optimizer, model = RngState(training.device), training.optimizer, training.model
+    cannot_skip = isinstance(optimizer.sink, Optimizer)
+    before = {name: each.to("cpu", copy=True) if cannot_skip else each for name, each in optimizer.held().items()}
+    weights = {name: each.to("cpu", copy=True) for name, each in model.weight_tensors().items()} if cannot_skip else {}
+    stand_in = copy.copy(training)
+    stand_in.step, stand_in.scaler = 0, Scaler(training.device, scaling=training.scaler.scaling)
+    stand_in.scaler.scale.fill_(math.nan)
+    try:
+        yield stand_in
+    finally:
+        drop_gradients(training)
+        if weights:
+            model.load_weight_tensors(weights)
+        optimizer.restore(before)
+        rng_state.restore()

@@ -2,36 +2,40 @@
 
 from __future__ import annotations
 
+import importlib
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from ..config.run_config import RunConfig
 from ..core.errors import SystemFault
 from ..core.files import disk_faults
 from ..data.shards import DataSummary
+from ..engine.batches import ReadWindows
 from ..engine.device import read_memory
-from ..engine.evaluate import ReadWindows, Shrunk, evaluate
+from ..engine.evaluate import Shrunk, evaluate
 from ..engine.oom import EvaluationDoesNotFit, OutOfMemory, fragmentation, may_spill, spill
 from ..runs.folder import RunFolder
 from ..runs.metrics import Evaluation, MemoryReading, RunFacts, StepReport
 from ..show.progress import Display
 from . import checkpoint
+from .device_memory import Peaks
 from .divergence import checkpoint_status
-from .dry_run import Peaks
 from .loop import Training
-from .wandb_tracker import Log
 
 MAX_WAITING_ROWS = 100_000  # about 50 MB of CPU RAM; then the oldest are dropped
 SHORT_EVAL_BATCHES = 2  # per split: with CUDA graphs the first runs eagerly and the second is captured
 
 Splits = Mapping[str, tuple[ReadWindows, int]]
+Log = Callable[[dict[str, Any]], None]
 
 
 class TrainingReporter:
-    """Implements loop.TrainingCallbacks. `card_bytes`: the GPU's usable memory; 0: not known."""
+    """What the loop calls. `card_bytes`: the GPU's usable memory; 0: not known."""
 
     def __init__(self, config: RunConfig, facts: RunFacts, splits: Splits, data: DataSummary, folder: RunFolder,
                  training: Training, display: Display, wandb: Log | None, stop_requested: Callable[[], bool], *,
@@ -97,6 +101,7 @@ class TrainingReporter:
             return checkpoint.set_aside_diverged(self._folder.checkpoints)
 
     def advanced(self, steps: float) -> None:
+        """`steps`: how many have been launched, with a fraction; called after every micro-step."""
         self._display.advance(steps)
 
     def reported(self, report: StepReport) -> None:
@@ -133,6 +138,7 @@ class TrainingReporter:
         self._display.warn(sentence)
 
     def tell(self, row: dict[str, Any]) -> None:
+        """An event: a row for metrics.jsonl, whose `text` is shown to the user."""
         self._record(row)
         if row.get("text"):
             show = self._display.warn if row["kind"] in ("oom", "went_back", "step_down") else self._display.note
@@ -162,3 +168,23 @@ class MemoryWarnings:
         new = [name for name, note in notes.items() if note and name not in self._given]
         self._given.update(new)
         return [notes[name] for name in new]
+
+
+def open_wandb(config: RunConfig, folder: Path) -> tuple[Log | None, tuple[str, ...]]:
+    """A function that logs nanoGPT's five keys to Weights & Biases, if it is requested and installed; or none, and a
+    sentence that says where the metrics are."""
+    if not config.wandb_log:
+        return None, ()
+    try:
+        wandb: Any = importlib.import_module("wandb")
+        wandb.init(project=config.wandb_project, name=config.wandb_run_name, config=config.to_dict())
+    except ModuleNotFoundError:
+        return None, (f"wandb_log: wandb is not installed; the metrics are in {folder / 'metrics.jsonl'}.",)
+    except Exception as error:  # no account, no network: never a reason not to train
+        return None, (f"wandb_log: wandb did not start ({error}); the metrics are in {folder / 'metrics.jsonl'}.",)
+
+    def log(row: dict[str, Any]) -> None:
+        with suppress(Exception):  # unreachable now: metrics.jsonl has the row
+            wandb.log(row)
+
+    return log, ()

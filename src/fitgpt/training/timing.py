@@ -46,11 +46,11 @@ def time_config(config: RunConfig, cap: int, seconds: float) -> dict[str, Any]:
     steps of two. Their difference is the time of a micro-step, the rest that of the optimizer."""
     import torch
 
+    from ..engine.batches import Prefetcher
     from ..engine.device import resolve_device, synchronize
     from ..engine.oom import cap_memory, is_nvidia, is_out_of_memory
-    from ..engine.prefetch import Prefetcher
+    from .build import build_training
     from .loop import train_step
-    from .run import build_training
 
     choice = resolve_device(config.device, config.dtype, config.compile)
     if is_nvidia(choice.device):

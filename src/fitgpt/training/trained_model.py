@@ -1,4 +1,6 @@
-"""Trained weights in use: a model on its device, the tokenizer it was trained with, evaluation and export."""
+"""Trained weights: read from a run of fitgpt, nanoGPT's ckpt.pt, a Hugging Face folder or GPT-2 by name; and in use: a
+model on its device, the tokenizer it was trained with, evaluation and export.
+"""
 
 from __future__ import annotations
 
@@ -8,26 +10,73 @@ from pathlib import Path
 
 import torch
 
+from ..config.architectures import GPTConfig
 from ..config.command_options import EvalOptions
-from ..config.run_config import GPT2_VOCAB, RunConfig
-from ..core.errors import DataError, UsageError
+from ..config.run_config import GPT2_VOCAB, RunConfig, gpt2_shapes
+from ..core.errors import CheckpointError, DataError, UsageError
 from ..data import tokenizers
 from ..data.dataset import open_dataset
 from ..data.shards import summarise
 from ..data.tokenizers import Tokenizer
 from ..engine import huggingface
-from ..engine.build import DTYPES
+from ..engine.batches import evaluation_splits
 from ..engine.device import DeviceChoice, resolve_device
 from ..engine.evaluate import evaluate
-from ..engine.model import GPT, build_model
-from ..engine.weights import fill
-from ..runs.folder import recorded_config
+from ..engine.model import DTYPES, GPT, build_model
+from ..engine.weights import WeightSource, fill, read_nanogpt
+from ..runs.folder import holds_run, recorded_config
 from ..runs.metrics import Evaluation
-from .run import evaluation_splits
-from .weight_sources import WeightSource, open_weights
+from . import checkpoint
 
 Warn = Callable[[str], None]
 
+
+# ---- reading
+
+def from_run(out_dir: Path, which: str | int = "last", *, weights_only: bool = False) -> WeightSource:
+    return _from_checkpoint(checkpoint.load(out_dir / "checkpoints", which, weights_only=weights_only))
+
+
+def _from_checkpoint(loaded: checkpoint.Loaded) -> WeightSource:
+    return WeightSource(GPTConfig(**loaded.state["gpt"]), loaded.model, loaded.optimizer, loaded.state,
+                        loaded.state["config"], str(loaded.path), loaded.notes)
+
+
+def open_weights(place: str, which: str | int) -> WeightSource:
+    """Weights without optimizer state, from a run's folder, a checkpoint, a ckpt.pt or its folder, or a GPT-2 name.
+
+    `which`: the checkpoint of a run: "last", "best" or a step."""
+    path = Path(place)
+    if place in gpt2_shapes and not path.exists():
+        return huggingface.read_folder(huggingface.find_gpt2(place))
+    if (path / checkpoint.STATE).is_file():
+        return _from_checkpoint(checkpoint.load_folder(path, weights_only=True))
+    if path.suffix == ".pt":
+        return read_nanogpt(path)
+    if holds_run(path):
+        return from_run(path, which, weights_only=True)
+    if (path / "ckpt.pt").is_file():
+        return read_nanogpt(path / "ckpt.pt")
+    if (path / "config.json").is_file():
+        return huggingface.read_folder(path)
+    if path.suffix == ".py":
+        raise CheckpointError(f"{place} is a config file, and holds no weights.",
+                              f"To evaluate what it names: fitgpt train {place} --eval_only")
+    raise CheckpointError(
+        f"{place} holds no weights: no checkpoint of fitgpt, no ckpt.pt of nanoGPT, no Hugging Face model.",
+        "Name the folder of a run (its --out_dir), a ckpt.pt, or gpt2, gpt2-medium, gpt2-large, gpt2-xl.")
+
+
+def cropped(source: WeightSource, block_size: int) -> WeightSource:
+    """The same weights with fewer learned positions, like nanoGPT's crop_block_size."""
+    if block_size >= source.gpt.block_size:
+        return source
+    name = "transformer.wpe.weight"
+    return replace(source, gpt=replace(source.gpt, block_size=block_size),
+                   weights={**source.weights, name: source.weights[name][:block_size]})
+
+
+# ---- a model on its device
 
 def load(run: str, which: str = "", *, device: str = "auto", dtype: str = "auto") -> GPT:
     """The model of a run, a checkpoint, nanoGPT's ckpt.pt, a Hugging Face folder or a GPT-2 name, ready to evaluate.

@@ -86,13 +86,11 @@ def main() -> int:
     stop = StopRequest()
     stop.listen(sys.stdin.fileno())
     try:
+        from .run import rehearse_only, run
+
         if given["rehearsal"]:
-            from .rehearsal import rehearse_and_report
-
-            rehearse_and_report(given["config"], given["notes"], given["others"], given["rehearsal"])
+            rehearse_only(given["config"], given["notes"], given["others"], given["rehearsal"])
         else:
-            from .run import run
-
             fallbacks = None if given["fallbacks"] is None else [FallbackPlan(**each) for each in given["fallbacks"]]
             run(given["config"], given["notes"], stop, others=given["others"], fallbacks=fallbacks)
     except FitError as error:

@@ -7,15 +7,16 @@ device. Clipping is a division too, so it is part of `grad_scale`: after the nor
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
-from ...config.optimizers import ADAMW_EPSILON
-from ..gradient_sinks import Gradients
+from ...config.optimizers import ADAMW_EPSILON, optimizer_of
+from ...config.run_config import RunConfig
+from ..ops import Gradients
 
 # Loss scaling for float16, with the defaults of torch.amp.GradScaler.
 FIRST_SCALE, GROWTH, BACKOFF, GROWTH_INTERVAL = 2.0**16, 2.0, 0.5, 2000
@@ -42,6 +43,11 @@ class Optimizer:
 
     sink: Sink | None = None  # where gradients go; None: to `.grad`
 
+    @classmethod
+    def from_config(cls, parameters: Mapping[str, Tensor], settings: AdamWSettings, config: RunConfig) -> Optimizer:
+        """The optimizer of a run. A class whose constructor takes more than the settings overrides this."""
+        return cls(parameters, settings)  # type: ignore[call-arg]
+
     def begin(self, learning_rate: float) -> None:
         """Called before the first gradient of a step is computed."""
 
@@ -62,6 +68,17 @@ class Optimizer:
 
     def restore(self, held: Mapping[str, Tensor]) -> None:
         self.load_tensors(held)
+
+
+def make_optimizer(config: RunConfig, model: nn.Module) -> Optimizer:
+    """The optimizer of a run, over the model's parameters. The registry, config/optimizers.py, names its class."""
+    if config.states == "late":
+        return LazyOptimizer(lambda: make_optimizer(replace(config, states="early"), model))
+    module, _, name = optimizer_of(config).engine_class.partition(":")
+    # __import__ and not importlib: tapes/shapes.py replaces it to run this on tensors without data
+    optimizer_class = getattr(__import__(module, globals(), fromlist=[name], level=1), name)
+    settings = AdamWSettings(config.beta1, config.beta2, config.weight_decay)
+    return cast(Optimizer, optimizer_class.from_config(dict(model.named_parameters()), settings, config))
 
 
 class NoOptimizer(Optimizer):

@@ -16,8 +16,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...config.optimizers import ADAMW_EPSILON, AT_ONCE, GROUP, SMALLEST_ROUNDED
+from ...config.run_config import RunConfig
 from ..annotate import span
-from ..gradient_sinks import GradientDict, matmul_grad
+from ..device import triton_works
+from ..ops import GradientDict, matmul_grad
 from .adamw import AdamWSettings, Optimizer
 
 
@@ -38,6 +40,14 @@ class LowPrecisionAdamW(Optimizer):
         self._calls = 0                               # seeds the rounding, so that a resumed run rounds the same
         self._rng_seed = torch.zeros((), dtype=torch.int64, device=device)
         self._state = {name: _new_state(p, eight_bit) for name, p in self._parameters.items()}
+
+    @classmethod
+    def from_config(cls, parameters: Mapping[str, Tensor], settings: AdamWSettings,
+                    config: RunConfig) -> LowPrecisionAdamW:
+        kind = AdamWInBackward if config.step_in_backward else LowPrecisionAdamW
+        on_cuda = next(iter(parameters.values())).device.type == "cuda"
+        return kind(parameters, settings, eight_bit=config.optimizer == "adam8bit", fused=on_cuda and triton_works(),
+                    seed=config.seed)
 
     @torch.no_grad()
     def step(self, learning_rate: float, grad_scale: Tensor, found_inf: Tensor) -> None:

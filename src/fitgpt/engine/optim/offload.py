@@ -10,7 +10,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ..gradient_sinks import add_rows_, matmul_grad
+from ...config.run_config import RunConfig
+from ..ops import add_rows_, matmul_grad
 from .adamw import AdamW, AdamWSettings, Optimizer, copy_tensors
 
 
@@ -28,6 +29,11 @@ class OffloadedAdamW(Optimizer):
         self._adamw = AdamW(self._masters, settings)
         self._cpu_gradients = GradientsOnCpu({id(p): self._masters[name] for name, p in parameters.items()})
         self.sink = self._cpu_gradients if stream else None
+
+    @classmethod
+    def from_config(cls, parameters: Mapping[str, Tensor], settings: AdamWSettings,
+                    config: RunConfig) -> OffloadedAdamW:
+        return cls(parameters, settings, stream=config.offload == "gradients")
 
     @torch.no_grad()
     def step(self, learning_rate: float, grad_scale: Tensor, found_inf: Tensor) -> None:

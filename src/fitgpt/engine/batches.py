@@ -1,14 +1,21 @@
-"""Reads the next batches in a thread while the device computes the current one."""
+"""Batches for training and evaluation, read in a thread while the device computes the one before."""
 
 from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from ..config.run_config import RunConfig
+from ..data.dataset import Dataset
+from ..data.sample_order import positions_for
+
+ReadWindows = Callable[["np.ndarray[Any, Any]"], Any]  # window numbers [n] → token ids [n, T + 1]
 
 DEPTH = 3  # batches read ahead: one in use by the copy, one ready, one being read
 
@@ -58,3 +65,27 @@ class Prefetcher:
                 self._ready.put((k, tokens.pin_memory() if self._device.type == "cuda" else tokens))
             except BaseException as error:  # raised when this batch is requested
                 self._ready.put((k, error))
+
+
+def training_batches(config: RunConfig, dataset: Dataset, device: torch.device) -> Prefetcher:
+    """Micro-batches by their number, from the start of the run."""
+    split, accumulation = dataset.split("train"), config.gradient_accumulation_steps
+    windows, per_step = split.windows(config.block_size), config.batch_size * accumulation
+
+    def read(number: int) -> Any:
+        step, micro = divmod(number, accumulation)
+        if micro == 0 and step * per_step % windows < per_step:
+            split.recheck()  # at the start of an epoch
+        samples = positions_for(step, micro, batch_size=config.batch_size, accumulation=accumulation)
+        return split.read(samples, config.block_size, config.seed)
+
+    return Prefetcher(read, device, last=config.max_iters * accumulation - 1)
+
+
+def evaluation_splits(dataset: Dataset, names: Sequence[str], *, windows: int, block: int,
+                      seed: int) -> dict[str, tuple[ReadWindows, int]]:
+    """Per split its reader and its number of windows: as many as requested, or all there are."""
+    def reader(name: str) -> ReadWindows:
+        return lambda numbers: dataset.split(name).read_fixed(np.asarray(numbers), block, seed)
+
+    return {name: (reader(name), min(windows, dataset.split(name).windows(block))) for name in names}

@@ -1,0 +1,127 @@
+"""What a run starts from: its weights, shape and data, the model, the optimizer and their state."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from ..config.run_config import RunConfig, gpt2_shapes
+from ..core.errors import CheckpointError, DataError, DeviceError
+from ..data.dataset import Dataset
+from ..data.shards import check_vocab, padded_vocab
+from ..engine import huggingface
+from ..engine.device import DeviceChoice
+from ..engine.model import DTYPES, make_model
+from ..engine.optim.adamw import NoOptimizer, Scaler, make_optimizer
+from ..engine.weights import WeightSource, fill, read_nanogpt
+from ..runs.folder import RunFolder, holds_run
+from ..runs.metrics import SplitLoss
+from ..show.progress import say
+from . import checkpoint
+from .loop import Training
+from .trained_model import cropped, from_run, open_weights
+
+
+def find_source(config: RunConfig, folder: RunFolder) -> WeightSource | None:
+    """The weights that the run starts from; None: it initialises its own."""
+    if config.init_from == "scratch":
+        return None
+    if config.init_from == "resume":
+        if holds_run(folder.path):
+            return from_run(folder.path)
+        source = read_nanogpt(folder.path / "ckpt.pt")
+        note = (f"Resuming nanoGPT's {source.place} at step {source.state['step']}. It stores no float16 loss scale, "
+                "so that starts anew; the data order is fitgpt's own.")
+        return replace(source, notes=(note,))
+    if config.init_from in gpt2_shapes:
+        source = huggingface.read_folder(huggingface.find_gpt2(config.init_from))
+    else:
+        source = open_weights(config.init_from, "last")
+    return cropped(source, config.block_size)
+
+
+def take_shape(config: RunConfig, source: WeightSource | None, dataset: Dataset) -> tuple[RunConfig, list[str]]:
+    """(the config with the shape of the weights, or with the data's vocabulary if there are none; notes)."""
+    if source is None:
+        vocab = config.vocab_size or padded_vocab(dataset.summary.tokenizer, dataset.summary.vocab_size)
+        return replace(config, vocab_size=vocab), []
+    shape = {key: getattr(source.gpt, key)
+             for key in ("n_layer", "n_head", "n_embd", "block_size", "vocab_size", "bias")}
+    forced = [f"{key} is {value}, as in {source.place}." for key, value in shape.items()
+              if getattr(config, key) not in (value, 0)]
+    return replace(config, **shape), forced
+
+
+def check_data(config: RunConfig, dataset: Dataset, source: WeightSource | None) -> None:
+    """Checks fingerprint, vocabulary and lengths before any GPU work: a token id out of range is a CUDA error there."""
+    recorded = source.state.get("data") if source else None
+    if config.init_from == "resume" and recorded and recorded != dataset.summary.fingerprint:
+        raise DataError(
+            f"{dataset.summary.path} is not the data this run was trained on: its fingerprint is "
+            f"{dataset.summary.fingerprint[:12]}, the checkpoint's is {recorded[:12]}.",
+            "Restore the data, or start a new run from these weights with another --out_dir.")
+    if dataset.summary.vocab_size is not None:
+        check_vocab(None, config.vocab_size, dataset.summary.vocab_size)
+    for name in ("train", "val"):
+        dataset.split(name).check_tokens(config.vocab_size)
+        dataset.split(name).windows(config.block_size if name == "train" else config.eval_block)
+
+
+def build_training(config: RunConfig, choice: DeviceChoice) -> Training:
+    """Model, optimizer and loss scaler on the device."""
+    device = torch.device(choice.device)
+    torch.set_float32_matmul_precision("high")  # TF32 for float32, as in nanoGPT
+    model = make_model(config, device, dtype=choice.dtype, compiled=choice.compile)
+    optimizer = NoOptimizer() if config.eval_only else make_optimizer(config, model)
+    training = Training(model, optimizer, Scaler(device, scaling=choice.dtype == "float16"))
+    set_up_gradients(training, config, choice)
+    return training
+
+
+def set_up_gradients(training: Training, config: RunConfig, choice: DeviceChoice) -> None:
+    """Turns on CUDA graphs, or keeps gradients between steps, as the config says."""
+    if uses_cuda_graphs(config, choice):
+        training.use_cuda_graphs(lambda sentence: say(f"fitgpt: {sentence}", warning=True), trains=not config.eval_only)
+    elif config.gradients == "kept" and not config.eval_only:
+        training.keep_gradients()
+
+
+def uses_cuda_graphs(config: RunConfig, choice: DeviceChoice) -> bool:
+    on_cuda = choice.device.startswith("cuda")
+    if config.cuda_graphs == "auto":
+        return choice.compile and on_cuda and not config.cuda_graph_blockers
+    if config.cuda_graphs and not on_cuda:
+        raise DeviceError(f"cuda_graphs=True does not work with device={choice.device}.", "--cuda_graphs=auto")
+    return config.cuda_graphs
+
+
+def restore(training: Training, source: WeightSource, *, everything: bool) -> None:
+    """Loads the weights; with `everything`, on a resume, the rest of the training's state too."""
+    fill(training.model, source.weights, source.place)
+    if not everything:
+        return
+    wrong = training.optimizer.load_tensors(source.optimizer)
+    if wrong:
+        raise CheckpointError(f"{source.place} has no matching optimizer state: {', '.join(wrong[:5])} "
+                              f"{'and others ' if len(wrong) > 5 else ''}missing or of another shape.",
+                              "To start a new run from its weights alone, export them and name that folder: "
+                              f"fitgpt export {source.place} -o FOLDER, then --init_from=FOLDER.")
+    state = source.state
+    training.step = state["step"]
+    training.saved_at = state["step"] if "data" in state else -1  # nanoGPT's checkpoint is not in our folder
+    training.evaluated_at = state.get("evaluated_at", -1)
+    training.evaluation_status = state.get("evaluation_status", checkpoint.UNKNOWN)
+    training.best, training.last_good = (SplitLoss(**state[name]) if state.get(name) else None
+                                         for name in ("best", "last_good"))
+    if state.get("scaler"):
+        training.scaler.load_dict(state["scaler"])
+
+
+def reinitialise(training: Training, config: RunConfig) -> None:
+    """Initialises the weights in place, to the same values as build_training."""
+    for parameter in training.model.parameters():
+        parameter.data = parameter.data.float()
+    torch.manual_seed(config.seed)
+    training.model.reset_parameters()
+    training.model.round_matrices(DTYPES[config.weights])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from ..config.run_config import RunConfig
 from ..core.phases import PHASES
 from ..core.units import MiB, show_bytes, show_count, show_seconds, show_steps, with_article
 from ..memory.timeline import OwnerTimeline
@@ -18,6 +19,7 @@ if TYPE_CHECKING:  # a plan imports this module to print itself
     from ..planning.plan import GpuVerdict, Plan
 
 TRAINERS = {"fitgpt": "fitgpt", "nanogpt": "nanoGPT's train.py"}
+VERDICTS = {True: "Fits", False: "Does not fit"}
 RESULTS = {"exact": "same result", "lossy": "changes the result", "other": "losses no longer compare"}  # by Change.kind
 GPUS_NOTE = ("Usable is the memory that CUDA can allocate; TFLOP/s are dense, half precision. Where each of the two "
              "comes from: seen on such a GPU, printed by the vendor, worked out by a formula, or recalled and to be "
@@ -30,11 +32,7 @@ GPUS_NOTE = ("Usable is the memory that CUDA can allocate; TFLOP/s are dense, ha
 def plan_text(plan: Plan, width: int = 80, *, colour: bool = False) -> str:
     """The whole plan; with --options the table of all changes follows."""
     forecast, budget, run, priced = plan.forecast, plan.budget, plan.run, plan.options is not None
-    where = f" on {with_article(budget.card)}" if budget.card else ""
-    layers = f"{run.n_layer} layer{'s' if run.n_layer > 1 else ''}"
-    title = (f"{TRAINERS[forecast.trainer]}{where}: {show_count(forecast.params)} parameters, {layers} of width "
-             f"{run.n_embd:,}, batch {run.batch_size:,} × {run.block_size:,}, {run.dtype}, "
-             f"{'compiled' if run.compile else 'eager'}")
+    title = run_title(run, forecast.trainer, forecast.params, with_article(budget.card) if budget.card else "")
     parts = [paragraph(title, width), phase_table(plan, width), owner_table(plan, width),
              _verdict_paragraph(plan, plan.target.neighbours, width, colour)]
     if not plan.fits:
@@ -46,6 +44,14 @@ def plan_text(plan: Plan, width: int = 80, *, colour: bool = False) -> str:
     if plan.options is not None:
         parts.append(option_table(plan.options, forecast.needs, budget.reserve_limit, width).rstrip("\n"))
     return "\n\n".join(parts) + "\n"
+
+
+def run_title(run: RunConfig, trainer: str, params: int, gpu: str) -> str:
+    """A run in one line. `gpu`: with its article; empty if it has no name."""
+    layers = f"{run.n_layer} layer{'s' if run.n_layer > 1 else ''}"
+    return (f"{TRAINERS[trainer]}{f' on {gpu}' if gpu else ''}: {show_count(params)} parameters, {layers} of width "
+            f"{run.n_embd:,}, batch {run.batch_size:,} × {run.block_size:,}, {run.dtype}, "
+            f"{'compiled' if run.compile else 'eager'}")
 
 
 def phase_table(plan: MemoryPlan, width: int = 80) -> str:
@@ -75,7 +81,7 @@ def owner_table(plan: MemoryPlan, width: int) -> str:
 
 
 def _verdict_paragraph(plan: MemoryPlan, neighbours: str, width: int, colour: bool) -> str:
-    word = "Fits" if plan.fits else "Does not fit"
+    word = VERDICTS[plan.fits]
     text = paragraph(f"{word}: {verdict(plan, neighbours)}", width)
     return f"\x1b[1;{32 if plan.fits else 31}m{word}\x1b[0m{text[len(word):]}" if colour else text
 
@@ -235,7 +241,7 @@ def timeline_page(plan: MemoryPlan, timeline: OwnerTimeline) -> str:
     chart = stacked_chart(timeline, title="Allocated, by owner", limit=budget.reserve_limit,
                           limit_name="may be reserved",
                           note="A few micro-batches, then the optimizer step; further micro-batches repeat the last.")
-    summary = escaped(f"{'Fits' if plan.fits else 'Does not fit'}: {verdict(plan)}")
+    summary = escaped(f"{VERDICTS[plan.fits]}: {verdict(plan)}")
     owners = "".join(
         f'<tr><th scope="row">{escaped(share.owner)}</th><td class="figure">{show_bytes(share.nbytes)}</td>'
         f"<td>{escaped(share.formula)}</td></tr>" for share in forecast.owners_at_peak)

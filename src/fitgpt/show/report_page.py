@@ -23,7 +23,7 @@ from .charts import (
     owner_bar,
     stacked_chart,
 )
-from .train_text import show_mfu
+from .progress import show_mfu
 
 MAX_RUNS = SERIES_COLOURS
 MAX_EVENTS = 200

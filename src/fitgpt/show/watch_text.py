@@ -14,8 +14,8 @@ from ..hardware.gpu_stats import GpuState
 from ..hardware.nvidia import GpuProcess
 from ..runs.record import MemoryHistory, RunState, Spike
 from ..runs.watch import WatchFrame
-from .terminal import LABEL_WIDTH, Line, can_redraw, has_unicode, printable
-from .train_text import show_mfu, sparkline
+from .progress import show_mfu
+from .terminal import LABEL_WIDTH, Line, can_redraw, has_unicode, printable, sparkline
 
 UNKNOWN, NO_PLAN = "N/A", "—"
 NEARLY_FULL = 0.95

@@ -17,8 +17,7 @@ from ..data.dataset import open_dataset
 from ..engine.device import read_memory, resolve_device
 from ..engine.oom import OutOfMemory, attempt
 from ..planning.plan_file import phases_to_json
-from ..show.progress import say
-from ..show.train_text import memory_plan, plan_vs_measured
+from ..show.progress import memory_plan, plan_vs_measured, say
 from .device_memory import plan_on_device
 from .dry_run import Peaks, rehearse
 from .plan_vs_measured import cumulative_reserved, over_forecast, phases_of

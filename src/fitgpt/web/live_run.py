@@ -12,7 +12,7 @@ from ..hardware.gpu_stats import GpuState
 from ..runs.record import MemoryHistory, RunState, has_ended
 from ..runs.watch import Watcher, WatchFrame
 from ..show.charts import EventMark, Level, Series, line_chart
-from ..show.train_text import show_mfu
+from ..show.progress import show_mfu
 
 UNKNOWN = "–"
 

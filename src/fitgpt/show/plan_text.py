@@ -33,8 +33,11 @@ def plan_text(plan: Plan, width: int = 80, *, colour: bool = False) -> str:
     """The whole plan; with --options the table of all changes follows."""
     forecast, budget, run, priced = plan.forecast, plan.budget, plan.run, plan.options is not None
     title = run_title(run, forecast.trainer, forecast.params, with_article(budget.card) if budget.card else "")
-    parts = [paragraph(title, width), phase_table(plan, width), owner_table(plan, width),
-             _verdict_paragraph(plan, plan.target.neighbours, width, colour)]
+    word = VERDICTS[plan.fits]
+    result = paragraph(f"{word}: {verdict(plan, plan.target.neighbours)}", width)
+    if colour:
+        result = f"\x1b[1;{32 if plan.fits else 31}m{word}\x1b[0m{result[len(word):]}"
+    parts = [paragraph(title, width), phase_table(plan, width), owner_table(plan, width), result]
     if not plan.fits:
         parts.append(suggestion_text(plan.changes, forecast.trainer, width, priced=priced))
     rows = [("run", run_text(plan.duration)), ("assumes", assumptions_text(plan)),
@@ -78,12 +81,6 @@ def owner_table(plan: MemoryPlan, width: int) -> str:
         else:
             lines += wrap(share.formula, width, start)
     return "\n".join(lines)
-
-
-def _verdict_paragraph(plan: MemoryPlan, neighbours: str, width: int, colour: bool) -> str:
-    word = VERDICTS[plan.fits]
-    text = paragraph(f"{word}: {verdict(plan, neighbours)}", width)
-    return f"\x1b[1;{32 if plan.fits else 31}m{word}\x1b[0m{text[len(word):]}" if colour else text
 
 
 def verdict(plan: MemoryPlan, neighbours: str = "") -> str:
@@ -167,10 +164,15 @@ def accuracy_text(plan: MemoryPlan, basis: TrackRecord) -> str:
 
 def option_table(priced: Sequence[PricedChange], needs_now: int, reserve_limit: int, width: int = 80) -> str:
     """Every single change: what it saves in training and in evaluation, what the run then needs, what it costs."""
+    def saved(nbytes: int) -> str:
+        size = abs(nbytes)
+        shown = f"{size / MiB:.0f} MiB" if 10 * MiB <= size < 1000 * MiB else show_bytes(size)
+        return "0" if size < MiB else f"{'−' if nbytes > 0 else '+'}{shown}"
+
     priced = sorted(priced, key=lambda each: each.needs)
     has_speeds = any(each.speed is not None for each in priced)
     rows = [("", "training", "eval", "needs", "speed" if has_speeds else "", "", "")]
-    rows += [(each.change.flags[0], _saved(each.saved_in_training), _saved(each.saved_in_evaluation),
+    rows += [(each.change.flags[0], saved(each.saved_in_training), saved(each.saved_in_evaluation),
               show_bytes(each.needs), "" if each.speed is None else f"{each.speed:.2f}", each.change.kind,
               "✓" if each.fits else "") for each in priced]
     changes = table(rows, left=(0, 5, 6), width=width, optional=(2, 1, 4, 5))
@@ -198,9 +200,13 @@ def all_cards_table(verdicts: Sequence[GpuVerdict], speeds: Mapping[str, tuple[f
         usable = show_bytes(each.usable) if each.usable is not None else "not known"
         if each.problem:
             rows.append((each.name, usable, "", "", each.problem))
-        else:
-            fits = f"fits  {_speed(speeds.get(each.name))}".rstrip() if each.fits else "does not fit"
-            rows.append((each.name, usable, show_bytes(each.needs), signed_bytes(each.headroom), fits))
+            continue
+        speed = ""
+        if each.name in speeds:
+            low, high = (_few_digits(tokens / 1000) for tokens in speeds[each.name])
+            speed = f"{low}–{high}k"
+        fits = f"fits  {speed}".rstrip() if each.fits else "does not fit"
+        rows.append((each.name, usable, show_bytes(each.needs), signed_bytes(each.headroom), fits))
     text = table(rows, left=(0, 4), width=width, optional=(1, 2, 3)) + "\n"
     # Without speeds there may be room for the headroom, which says more.
     return text if "headroom" in text or not speeds else all_cards_table(verdicts, {}, width)
@@ -215,18 +221,8 @@ def _few_digits(number: float) -> str:
     return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 
-def _saved(nbytes: int) -> str:
-    size = abs(nbytes)
-    shown = f"{size / MiB:.0f} MiB" if 10 * MiB <= size < 1000 * MiB else show_bytes(size)
-    return "0" if size < MiB else f"{'−' if nbytes > 0 else '+'}{shown}"
-
-
 def signed_bytes(nbytes: int) -> str:
     return f"{'−' if nbytes < 0 else ''}{show_bytes(abs(nbytes))}"
-
-
-def _speed(low_high: tuple[float, float] | None) -> str:
-    return "" if low_high is None else f"{_few_digits(low_high[0] / 1000)}–{_few_digits(low_high[1] / 1000)}k"
 
 
 # ---- the page of --timeline

@@ -6,8 +6,8 @@ import pytest
 
 import fitgpt
 
-MESSAGE = ("CUDA out of memory. Tried to allocate 3.07 GiB (GPU 0; 11.65 GiB total capacity; 7.10 GiB already allocated; "
-           "1.10 GiB free; 7.30 GiB reserved in total by PyTorch)")
+MESSAGE = ("CUDA out of memory. Tried to allocate 3.07 GiB (GPU 0; 11.65 GiB total capacity; 7.10 GiB already "
+           "allocated; 1.10 GiB free; 7.30 GiB reserved in total by PyTorch)")
 
 
 def test_a_fit_prints_as_the_command_prints_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -211,35 +211,34 @@ def stacked_chart(timeline: OwnerTimeline, *, title: str = "One step, by owner",
     totals = [sum(point) for point in timeline.points]
     if not totals or max(totals) <= 0:
         return _figure(title, "", '<p class="nothing">Nothing is allocated.</p>', note, True)
-    present = [owner for owner in range(len(timeline.owners)) if any(point[owner] for point in timeline.points)]
     scale = Scale(0, max(len(totals) - 1, 1), 0, max(*totals, limit or 0) * 1.12)
-    layers, names, sums = [], [timeline.owners[owner] for owner in present], [0] * len(totals)
-    for owner, name in zip(present, names, strict=True):
-        sums = [below + point[owner] for below, point in zip(sums, timeline.points, strict=True)]
+    total = totals[timeline.peak]
+    layers, series, keys, shares, sums = [], [], [], [], [0] * len(totals)
+    for owner, name in enumerate(timeline.owners):
+        values = [point[owner] for point in timeline.points]
+        if not any(values):
+            continue
+        colour, at_peak = _owner_class(name), values[timeline.peak]
+        sums = [below + value for below, value in zip(sums, values, strict=True)]
         steps = step_path(position for x, y in enumerate(sums) if (position := scale.position(x, y)))
-        layers.append(f'<path class="layer {_owner_class(name)}" d="{steps}V{TALL}H0Z"/>')
-    at_peak, total = timeline.points[timeline.peak], totals[timeline.peak]
+        layers.append(f'<path class="layer {colour}" d="{steps}V{TALL}H0Z"/>')
+        # [point, bytes, point, bytes …]: shorter than a value per point, because most events change one owner only.
+        changes = [each for at, (before, after) in enumerate(pairwise([0, *values])) if before != after
+                   for each in (at, after)]
+        series.append({"name": name, "class": colour, "changes": changes})
+        keys.append(_key(colour, name, show_bytes(at_peak)))
+        if at_peak:
+            shares.append(f"{name} {show_bytes(at_peak)}")
     over = _phases(timeline, scale) + _peak(timeline, total, scale)
     if limit is not None:
         over += _level(Level(limit_name, limit), scale, "bytes", at_left=timeline.peak > len(totals) / 2)
-    description = f"{title}: at most {show_bytes(total)}, of which " + ", ".join(
-        f"{timeline.owners[owner]} {show_bytes(at_peak[owner])}" for owner in present if at_peak[owner])
-    data = {"kind": "stacked", "unit": "bytes", "xName": "event", "scale": list(scale), "fromZero": True,
-            "marks": timeline.marks, "count": len(totals),
-            "series": [{"name": name, "class": _owner_class(name), "changes": _changes(timeline, owner)}
-                       for owner, name in zip(present, names, strict=True)]}
-    legend = "".join(_key(_owner_class(timeline.owners[owner]), timeline.owners[owner], show_bytes(at_peak[owner]))
-                     for owner in reversed(present))
-    legend += _key("total", "at the peak", show_bytes(total))
     # Painted from the highest sum down, each down to zero: neighbours then share an edge without a seam.
-    drawing = _svg(description, "".join(reversed(layers)), scale, "bytes", x_ticks=False, over=over)
+    drawing = _svg(f"{title}: at most {show_bytes(total)}, of which {', '.join(shares)}", "".join(reversed(layers)),
+                   scale, "bytes", x_ticks=False, over=over)
+    data = {"kind": "stacked", "unit": "bytes", "xName": "event", "scale": list(scale), "fromZero": True,
+            "marks": timeline.marks, "count": len(totals), "series": series}
+    legend = "".join(reversed(keys)) + _key("total", "at the peak", show_bytes(total))
     return _figure(title, legend, drawing, note, True, data)
-
-
-def _changes(timeline: OwnerTimeline, owner: int) -> list[int]:
-    """[point, bytes, point, bytes …]: shorter than a value per point, because most events change one owner only."""
-    values = [0, *(point[owner] for point in timeline.points)]
-    return [each for at, (before, after) in enumerate(pairwise(values)) if before != after for each in (at, after)]
 
 
 def _phases(timeline: OwnerTimeline, scale: Scale) -> str:

@@ -25,7 +25,7 @@ from fitgpt.core.units import GiB, MiB
 from fitgpt.hardware import diagnostics
 from fitgpt.hardware.diagnostics import Finding, Machine
 from fitgpt.hardware.nvidia import GpuProcess, GpuReading, GpuState, Survey
-from fitgpt.show.doctor_text import finding_lines
+from fitgpt.show.diagnosis_text import finding_lines
 
 GPU = GpuReading(0, "NVIDIA GeForce RTX 4070", "GPU-1", "8.9", "580.65", 12282 * MiB, 9882 * MiB, 2118 * MiB, 282 * MiB)
 DESKTOP = (GpuProcess(11, "Xorg", 500 * MiB, "desktop"), GpuProcess(12, "chrome", 300 * MiB, "app"),

@@ -24,7 +24,7 @@ from fitgpt.planning.budget import Budget, Target
 from fitgpt.planning.plan import plan_for
 from fitgpt.runs.folder import RunFolder
 from fitgpt.runs.metrics import MemoryReading, PhaseMemory, read_metrics
-from fitgpt.show.train_text import plan_vs_measured
+from fitgpt.show.progress import plan_vs_measured
 from fitgpt.training import rehearsal
 from fitgpt.training.device_memory import DeviceMemoryPlan, Peaks, phases_of
 from fitgpt.training.loop import Training

@@ -20,7 +20,7 @@ from fitgpt.engine.device import DeviceChoice
 from fitgpt.engine.model import GPT, build_model
 from fitgpt.runs.folder import RunFolder, recorded_config
 from fitgpt.runs.metrics import read_metrics
-from fitgpt.show.progress import PlainDisplay
+from fitgpt.show.progress import Display
 from fitgpt.tapes.engine import checkpoint_bytes
 from fitgpt.training import checkpoint
 from fitgpt.training.build import build_training
@@ -83,13 +83,13 @@ def test_twenty_steps_have_the_loss_curve_of_a_plain_loop(tmp_path: Path) -> Non
 def test_a_closed_stdout_does_not_fail_the_run(tmp_path: Path,
                                                                  monkeypatch: pytest.MonkeyPatch) -> None:
     reader, writer = os.pipe()
-    close = PlainDisplay.close
+    close = Display.close
 
-    def leave(display: PlainDisplay) -> None:
+    def leave(display: Display) -> None:
         close(display)
         os.close(reader)
 
-    monkeypatch.setattr(PlainDisplay, "close", leave)
+    monkeypatch.setattr(Display, "close", leave)
     monkeypatch.setattr(sys, "stdout", open(writer, "w"))  # noqa: SIM115
     train(tiny_config(tmp_path, max_iters=2))
     sys.stdout.close()
@@ -108,7 +108,7 @@ def test_the_closing_is_printed_on_a_terminal_without_unicode(tmp_path: Path,
 
 def test_the_display_advances_at_every_micro_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[float] = []
-    monkeypatch.setattr(PlainDisplay, "advance", lambda display, steps: told.append(steps))
+    monkeypatch.setattr(Display, "advance", lambda display, steps: told.append(steps))
     train(tiny_config(tmp_path, max_iters=2, gradient_accumulation_steps=4, log_interval=10))
     assert told == [0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0]
 

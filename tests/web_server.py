@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
-from fitgpt.web.query import PageQuery, read
+from fitgpt.web.form import PageQuery, read
 
 SMALL = dict(n_layer=1, n_head=2, n_embd=64, block_size=64, batch_size=4, vocab_size=512)
 NOTES = ("gpu=RTX+4070&others=2118MiB&trainer=nanogpt&n_layer=12&n_head=12&n_embd=576&batch_size=16"

@@ -13,7 +13,7 @@ import pytest
 
 from fitgpt.core.units import MiB
 from fitgpt.show import progress
-from fitgpt.show.train_text import eval_line, iter_line, run_header
+from fitgpt.show.progress import eval_line, iter_line, run_header
 from training_reports import EVALUATION, FACTS, REPORT
 
 
@@ -30,9 +30,9 @@ def run_through(display: progress.Display) -> None:
     display.close()
 
 
-def plain() -> tuple[progress.PlainDisplay, io.StringIO]:
+def plain() -> tuple[progress.Display, io.StringIO]:
     stream = io.StringIO()
-    return progress.PlainDisplay(progress.SafeStream(stream)), stream
+    return progress.Display(progress.SafeStream(stream)), stream
 
 
 def rich_screen(monkeypatch: pytest.MonkeyPatch, columns: int) -> tuple[progress.RichDisplay, io.StringIO]:
@@ -174,8 +174,8 @@ def test_stdout_is_restored_after_close(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize(("terminal", "term", "kind"), [
     (True, "xterm", progress.RichDisplay),
-    (True, "dumb", progress.PlainDisplay),
-    (False, "xterm", progress.PlainDisplay),
+    (True, "dumb", progress.Display),
+    (False, "xterm", progress.Display),
 ])
 def test_only_a_terminal_that_is_not_dumb_gets_a_bar(monkeypatch: pytest.MonkeyPatch, terminal: bool, term: str,
                                                      kind: type) -> None:
@@ -183,7 +183,7 @@ def test_only_a_terminal_that_is_not_dumb_gets_a_bar(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("sys.stdout", io.StringIO())
     display = progress.open_display(FACTS, terminal=terminal)
     display.close()
-    assert isinstance(display, kind)
+    assert type(display) is kind
 
 
 def test_columns_0_means_the_width_of_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,19 +213,19 @@ class Broken(io.StringIO):
 
 @pytest.mark.parametrize("error", [BrokenPipeError(), OSError(5, "Input/output error"), ValueError("closed file")])
 def test_a_stream_that_fails_does_not_stop_the_run(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    run_through(progress.PlainDisplay(progress.SafeStream(Broken(error))))
+    run_through(progress.Display(progress.SafeStream(Broken(error))))
     monkeypatch.setenv("COLUMNS", "80")
     run_through(progress.RichDisplay(progress.SafeStream(Broken(error))))
 
 
 def test_displays_work_without_stdout() -> None:
-    run_through(progress.PlainDisplay(progress.SafeStream(None)))
+    run_through(progress.Display(progress.SafeStream(None)))
 
 
 def test_characters_that_the_stream_cannot_encode_are_replaced() -> None:
     raw = io.BytesIO()
     stream = io.TextIOWrapper(raw, encoding="ascii")
-    run_through(progress.PlainDisplay(progress.SafeStream(stream)))
+    run_through(progress.Display(progress.SafeStream(stream)))
     assert b"+/- 0.0021" in raw.getvalue()
 
 
@@ -250,6 +250,6 @@ def test_a_closed_pipe_gives_exit_code_0_and_no_error_output() -> None:
 def test_plain_display_does_not_import_rich() -> None:
     script = ("import sys; sys.modules['rich'] = None\n"
               "from fitgpt.show import progress\n"
-              "progress.PlainDisplay(progress.SafeStream(sys.stdout)).note('fine')")
+              "progress.Display(progress.SafeStream(sys.stdout)).note('fine')")
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "fine\n"), done.stderr

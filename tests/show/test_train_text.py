@@ -9,7 +9,8 @@ from dataclasses import replace
 import pytest
 
 from fitgpt.runs.metrics import Evaluation, MemoryReading, SplitLoss
-from fitgpt.show.train_text import closing, eval_line, fit_parts, iter_line, run_header, sparkline
+from fitgpt.show.progress import closing, eval_line, iter_line, run_header
+from fitgpt.show.terminal import fit_parts, sparkline
 from training_reports import EVALUATION, FACTS, REPORT
 
 # nanoGPT's own patterns, as scripts that plot its logs have them

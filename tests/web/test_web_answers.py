@@ -16,7 +16,7 @@ from fitgpt.planning import fit_settings
 from fitgpt.planning.goals import OUTSIDE_ERROR, find_fastest
 from fitgpt.planning.plan import plan_for, verdicts
 from fitgpt.web import answers
-from fitgpt.web.query import read
+from fitgpt.web.form import read
 from web_server import NOTES, SMALL, page_query
 
 ROOT = Path(__file__).parent.parent.parent

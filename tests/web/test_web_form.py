@@ -10,8 +10,7 @@ import pytest
 
 from fitgpt.config.argv import walk
 from fitgpt.config.run_config import RunConfig
-from fitgpt.web.form import form, presets
-from fitgpt.web.query import RUN_OPTIONS
+from fitgpt.web.form import RUN_OPTIONS, form, presets
 from web_server import page_query
 
 CONFIGS = sorted((Path(__file__).parent.parent.parent / "config").glob("*.py"))

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from fitgpt.web.query import RUN_OPTIONS
+from fitgpt.web.form import RUN_OPTIONS
 from web_server import HOSTILE, NOTES, running_run, serving
 
 LARGEST_PICTURE = 250_000

@@ -19,7 +19,7 @@ from fitgpt.core.errors import UsageError
 from fitgpt.memory.platform import Platform
 from fitgpt.planning import forecast
 from fitgpt.web import answers
-from fitgpt.web.query import QUESTIONS, RUN_OPTIONS, command, config_file, flags_in, plan_command
+from fitgpt.web.form import QUESTIONS, RUN_OPTIONS, command, config_file, flags_in, plan_command
 from web_server import SMALL, page_query
 
 

@@ -17,7 +17,7 @@ import pytest
 from fitgpt.commands.serve import listen, url_of
 from fitgpt.config.command_options import ServeOptions
 from fitgpt.core.errors import SystemFault, UsageError
-from fitgpt.web.security import ServerAddress
+from fitgpt.web.app import ServerAddress
 from web_server import serving
 
 TIMEOUT = 30

@@ -13,7 +13,7 @@ from concurrent.futures import Future
 import pytest
 
 from fitgpt.web import workers
-from fitgpt.web.workers import MOST_WAITING, ApiRequest, Busy, TooSlow, Worker, WorkerPool
+from fitgpt.web.workers import MAX_WAITING, ApiRequest, Busy, TooSlow, Worker, WorkerPool
 
 TIMEOUT = 60
 PLAN = ApiRequest("plan", "gpu=4070&n_layer=1")
@@ -86,9 +86,9 @@ def test_a_request_cancelled_while_it_waits_is_never_computed() -> None:
 def test_more_requests_than_may_wait_are_rejected() -> None:
     async def act() -> None:
         worker = Worker(TIMEOUT)
-        answers = await asyncio.gather(*(worker.answer(INVALID) for _ in range(MOST_WAITING + 3)),
+        answers = await asyncio.gather(*(worker.answer(INVALID) for _ in range(MAX_WAITING + 3)),
                                        return_exceptions=True)
-        assert [isinstance(each, Busy) for each in answers] == [False] * MOST_WAITING + [True] * 3
+        assert [isinstance(each, Busy) for each in answers] == [False] * MAX_WAITING + [True] * 3
 
     run(act)
 

@@ -11,7 +11,7 @@ from ..config.command_options import DoctorOptions
 from ..config.run_config import RunConfig
 from ..core.errors import DeviceError
 from ..hardware.diagnostics import Finding, examine
-from ..show.doctor_text import print_finding
+from ..show.diagnosis_text import print_finding
 
 SCHEMA = 1
 CHECKPOINT_BYTES = 12 * GPTConfig().count_params()  # float32 weights and AdamW's two moments

@@ -13,7 +13,7 @@ from .sample import warn
 
 def evaluate(options: EvalOptions) -> int:
     os.environ.update(child_environment(os.environ))  # the allocator's settings, before torch is imported
-    from ..show.train_text import eval_line
+    from ..show.progress import eval_line
     from ..training.trained_model import evaluate_checkpoint, open_checkpoint
 
     source = open_checkpoint(options.run, options.which)

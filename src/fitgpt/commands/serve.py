@@ -13,17 +13,21 @@ import sys
 import threading
 import webbrowser
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 from ..config.command_options import ServeOptions
 from ..core.errors import SystemFault, UsageError
-from ..web.security import ServerAddress
+
+if TYPE_CHECKING:
+    from ..web.app import ServerAddress
 
 PORTS_TRIED = 20
 _TAKEN = {errno.EADDRINUSE, errno.EACCES, getattr(errno, "WSAEADDRINUSE", errno.EADDRINUSE)}
 
 
 def serve(options: ServeOptions) -> int:
-    from ..web.app import run_server  # first: a missing package must be reported before an address is printed
+    # First: a missing package must be reported before an address is printed.
+    from ..web.app import ServerAddress, run_server
 
     listening = listen(options.host, options.port)
     host, port = listening.getsockname()[:2]

@@ -62,7 +62,7 @@ class Remedy:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What happened to a run's memory, why, and what would change it."""
+    """What happened to a run's memory, why, and what would change it. `print` it for the text of `fitgpt explain`."""
 
     subject: str                 # message, reading, plan, run, unknown
     title: str
@@ -74,6 +74,21 @@ class Diagnosis:
     remedies: tuple[Remedy, ...] = ()   # the one to try first
     needed: tuple[str, ...] = ()        # what the user could add to learn more
     notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        from ..show.diagnosis_text import diagnosis_text  # a diagnosis prints itself; nothing else here shows anything
+        from ..show.terminal import columns
+
+        return diagnosis_text(self, min(columns(), 80))
+
+    def __repr__(self) -> str:
+        return f"<fitgpt.explain: {self.title}>"
+
+    def _repr_html_(self) -> str:
+        """For notebooks."""
+        from html import escape
+
+        return f"<pre>{escape(str(self))}</pre>"
 
 
 def diagnose(message: OomMessage, run: ExplainedRun | None = None, card: GpuModel | None = None, trainer: str = "",

@@ -47,7 +47,8 @@ class Suggestion(NamedTuple):
 
 
 class FitResult(NamedTuple):
-    """The settings that were chosen, how they differ from the given ones and why; or that nothing fits."""
+    """The settings that were chosen, how they differ from the given ones and why; or that nothing fits. `print` it for
+    the text of `fitgpt fit`."""
 
     budget: Budget
     given: ScoredConfig
@@ -60,6 +61,23 @@ class FitResult(NamedTuple):
     considered: int = 0                           # candidates
     replayed: int = 0                             # candidates whose tape was replayed
     notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        from ..show.fit_text import fit_text  # a result prints itself; nothing else here shows anything
+        from ..show.terminal import columns
+
+        return fit_text(self, "the run", width=columns()).rstrip("\n")
+
+    def __repr__(self) -> str:
+        from ..show.fit_text import verdict
+
+        return f"<fitgpt.fit: {verdict(self)}>"
+
+    def _repr_html_(self) -> str:
+        """For notebooks."""
+        from html import escape
+
+        return f"<pre>{escape(str(self))}</pre>"
 
 
 def fit_for_goal(goal: str, config: RunConfig, target: FitTarget, allow: frozenset[str] = frozenset()) -> FitResult:

@@ -87,17 +87,19 @@ def line_chart(title: str, series: Sequence[Series], *, unit: str = "number", x_
     max_points = min(MAX_POINTS, MAX_POINTS_PER_CHART // len(series))
     curves = [downsample(one.points, x0, x1, max_points) for one in series]
     scale = Scale(*_padded(x0, x1, 0.01), *_y_range(curves, levels, from_zero))
-    outside = [position for curve in curves for position in _edge_marks(curve, scale)]
+    outside, outside_note = _outside(curves, scale, unit)
     parts = [_curve(one, curve, scale) for one, curve in zip(series, curves, strict=True)]
     if outside:
         parts.append(f'<path class="outside" d="{dot_path(outside)}"/>')
-        note = f"{note} {_edge_note(curves, scale, unit)}".strip()
+        note = f"{note} {outside_note}".strip()
     data = {"kind": "line", "unit": unit, "xName": x_name, "scale": list(scale), "fromZero": from_zero,
             "marks": [[mark.x, mark.text] for mark in marks[-MAX_MARKS:]],
             "series": [_series_data(one, curve) for one, curve in zip(series, curves, strict=True)]}
-    level_lines = "".join(_level(level, scale, unit, at_left=bool(index % 2)) for index, level in enumerate(levels))
-    drawing = _svg(_description(title, series, unit), "".join(parts), scale, unit, x_ticks=True,
-                   over=_mark_lines(marks, scale) + level_lines)
+    over = "".join(f'<line class="mark" data-x="{mark.x:g}" x1="{scale.x_percent(mark.x)}" '
+                   f'x2="{scale.x_percent(mark.x)}" y1="0" y2="100%"><title>{escaped(mark.text)}</title></line>'
+                   for mark in marks[-MAX_MARKS:] if scale.x0 <= mark.x <= scale.x1)
+    over += "".join(_level(level, scale, unit, at_left=bool(index % 2)) for index, level in enumerate(levels))
+    drawing = _svg(_description(title, series, unit), "".join(parts), scale, unit, x_ticks=True, over=over)
     legend = "".join(_key(f"s{one.colour} {one.style}", one.name, "") for one in series) if len(series) > 1 else ""
     legend += "".join(_key(f"{_colour(level)} level", level.name, format_value(unit, level.value)) for level in levels)
     return _figure(title, legend, drawing, note, wide, data)
@@ -143,20 +145,18 @@ def _padded(low: float, high: float, share: float) -> tuple[float, float]:
     return low - padding, high + padding
 
 
-def _edge_marks(curve: Downsampled, scale: Scale) -> list[Position]:
-    """Where values lie that the curve cannot show: NaN, infinity, and spikes beyond the range."""
-    spikes = [(point.x, point.high > scale.y1) for point in curve.points
-              if math.isfinite(point.y) and not scale.y0 <= point.low <= point.high <= scale.y1]
-    nonfinite = [(x, value != -math.inf) for x, value in curve.nonfinite]
-    return [(scale.x_position(x), 0 if at_top else TALL) for x, at_top in spikes + nonfinite]
-
-
-def _edge_note(curves: Sequence[Downsampled], scale: Scale, unit: str) -> str:
+def _outside(curves: Sequence[Downsampled], scale: Scale, unit: str) -> tuple[list[Position], str]:
+    """Where values lie that the curves cannot show, and a note on them: NaN, infinity, and spikes beyond the range."""
+    finite = [point for curve in curves for point in curve.points if math.isfinite(point.y)]
+    above = [(point.x, point.high > scale.y1) for point in finite
+             if not scale.y0 <= point.low <= point.high <= scale.y1]
+    above += [(x, value != -math.inf) for curve in curves for x, value in curve.nonfinite]
     count = sum(curve.nonfinite_count for curve in curves)
-    highest = max((point.high for curve in curves for point in curve.points if math.isfinite(point.y)), default=0.0)
+    highest = max((point.high for point in finite), default=0.0)
     notes = [f"{count:,} value{'s are' if count > 1 else ' is'} not finite"] if count else []
     notes += [f"spikes reach {format_value(unit, highest)}"] if highest > scale.y1 else []
-    return f"{'; '.join(notes) or 'some values lie outside'}: marked at the edge.".capitalize()
+    note = f"{'; '.join(notes) or 'some values lie outside'}: marked at the edge.".capitalize()
+    return [(scale.x_position(x), 0 if at_top else TALL) for x, at_top in above], note
 
 
 def _description(title: str, series: Sequence[Series], unit: str) -> str:
@@ -171,27 +171,22 @@ def _description(title: str, series: Sequence[Series], unit: str) -> str:
 
 
 def _series_data(series: Series, curve: Downsampled) -> dict[str, Any]:
+    """What static/charts.js shows under the pointer: six digits are enough for a chart, and short in JSON."""
+    def rounded(value: float) -> float | int | None:
+        if not math.isfinite(value):
+            return None
+        short = float(f"{value:.6g}") if abs(value) < 1e6 else round(value)
+        return int(short) if short == int(short) else short
+
     nonfinite = dict(curve.nonfinite)
     data: dict[str, Any] = {
-        "name": series.name, "class": f"s{series.colour}", "x": [_rounded(point.x) for point in curve.points],
-        "y": [_rounded(point.y) if math.isfinite(point.y) else format_value("number", nonfinite.get(point.x, math.nan))
+        "name": series.name, "class": f"s{series.colour}", "x": [rounded(point.x) for point in curve.points],
+        "y": [rounded(point.y) if math.isfinite(point.y) else format_value("number", nonfinite.get(point.x, math.nan))
               for point in curve.points]}
     if curve.is_averaged:
-        data["low"] = [_rounded(point.low) if math.isfinite(point.low) else None for point in curve.points]
-        data["high"] = [_rounded(point.high) if math.isfinite(point.high) else None for point in curve.points]
+        data["low"] = [rounded(point.low) for point in curve.points]
+        data["high"] = [rounded(point.high) for point in curve.points]
     return data
-
-
-def _rounded(value: float) -> float | int:
-    """Six digits: enough for a chart, and short in JSON."""
-    rounded = float(f"{value:.6g}") if abs(value) < 1e6 else round(value)
-    return int(rounded) if rounded == int(rounded) else rounded
-
-
-def _mark_lines(marks: Sequence[EventMark], scale: Scale) -> str:
-    return "".join(f'<line class="mark" data-x="{mark.x:g}" x1="{scale.x_percent(mark.x)}" '
-                   f'x2="{scale.x_percent(mark.x)}" y1="0" y2="100%"><title>{escaped(mark.text)}</title></line>'
-                   for mark in marks[-MAX_MARKS:] if scale.x0 <= mark.x <= scale.x1)
 
 
 def _level(level: Level, scale: Scale, unit: str, *, at_left: bool = False) -> str:
@@ -216,35 +211,34 @@ def stacked_chart(timeline: OwnerTimeline, *, title: str = "One step, by owner",
     totals = [sum(point) for point in timeline.points]
     if not totals or max(totals) <= 0:
         return _figure(title, "", '<p class="nothing">Nothing is allocated.</p>', note, True)
-    present = [owner for owner in range(len(timeline.owners)) if any(point[owner] for point in timeline.points)]
     scale = Scale(0, max(len(totals) - 1, 1), 0, max(*totals, limit or 0) * 1.12)
-    layers, names, sums = [], [timeline.owners[owner] for owner in present], [0] * len(totals)
-    for owner, name in zip(present, names, strict=True):
-        sums = [below + point[owner] for below, point in zip(sums, timeline.points, strict=True)]
-        steps = step_path([scale.position(x, y) for x, y in enumerate(sums)])
-        layers.append(f'<path class="layer {_owner_class(name)}" d="{steps}V{TALL}H0Z"/>')
-    at_peak, total = timeline.points[timeline.peak], totals[timeline.peak]
+    total = totals[timeline.peak]
+    layers, series, keys, shares, sums = [], [], [], [], [0] * len(totals)
+    for owner, name in enumerate(timeline.owners):
+        values = [point[owner] for point in timeline.points]
+        if not any(values):
+            continue
+        colour, at_peak = _owner_class(name), values[timeline.peak]
+        sums = [below + value for below, value in zip(sums, values, strict=True)]
+        steps = step_path(position for x, y in enumerate(sums) if (position := scale.position(x, y)))
+        layers.append(f'<path class="layer {colour}" d="{steps}V{TALL}H0Z"/>')
+        # [point, bytes, point, bytes …]: shorter than a value per point, because most events change one owner only.
+        changes = [each for at, (before, after) in enumerate(pairwise([0, *values])) if before != after
+                   for each in (at, after)]
+        series.append({"name": name, "class": colour, "changes": changes})
+        keys.append(_key(colour, name, show_bytes(at_peak)))
+        if at_peak:
+            shares.append(f"{name} {show_bytes(at_peak)}")
     over = _phases(timeline, scale) + _peak(timeline, total, scale)
     if limit is not None:
         over += _level(Level(limit_name, limit), scale, "bytes", at_left=timeline.peak > len(totals) / 2)
-    description = f"{title}: at most {show_bytes(total)}, of which " + ", ".join(
-        f"{timeline.owners[owner]} {show_bytes(at_peak[owner])}" for owner in present if at_peak[owner])
-    data = {"kind": "stacked", "unit": "bytes", "xName": "event", "scale": list(scale), "fromZero": True,
-            "marks": timeline.marks, "count": len(totals),
-            "series": [{"name": name, "class": _owner_class(name), "changes": _changes(timeline, owner)}
-                       for owner, name in zip(present, names, strict=True)]}
-    legend = "".join(_key(_owner_class(timeline.owners[owner]), timeline.owners[owner], show_bytes(at_peak[owner]))
-                     for owner in reversed(present))
-    legend += _key("total", "at the peak", show_bytes(total))
     # Painted from the highest sum down, each down to zero: neighbours then share an edge without a seam.
-    drawing = _svg(description, "".join(reversed(layers)), scale, "bytes", x_ticks=False, over=over)
+    drawing = _svg(f"{title}: at most {show_bytes(total)}, of which {', '.join(shares)}", "".join(reversed(layers)),
+                   scale, "bytes", x_ticks=False, over=over)
+    data = {"kind": "stacked", "unit": "bytes", "xName": "event", "scale": list(scale), "fromZero": True,
+            "marks": timeline.marks, "count": len(totals), "series": series}
+    legend = "".join(reversed(keys)) + _key("total", "at the peak", show_bytes(total))
     return _figure(title, legend, drawing, note, True, data)
-
-
-def _changes(timeline: OwnerTimeline, owner: int) -> list[int]:
-    """[point, bytes, point, bytes …]: shorter than a value per point, because most events change one owner only."""
-    values = [0, *(point[owner] for point in timeline.points)]
-    return [each for at, (before, after) in enumerate(pairwise(values)) if before != after for each in (at, after)]
 
 
 def _phases(timeline: OwnerTimeline, scale: Scale) -> str:
@@ -362,26 +356,27 @@ def ticks(unit: str, low: float, high: float, count: int) -> list[float]:
 
 
 def tick_labels(unit: str, low: float, high: float, count: int) -> list[tuple[float, str]]:
+    """(value, short label), with the same unit and number of digits for all ticks of an axis."""
     values = ticks(unit, low, high, count)
     step = values[1] - values[0] if len(values) > 1 else high - low
-    return [(value, _tick_label(unit, value, step, max(abs(low), abs(high)))) for value in values]
-
-
-def _tick_label(unit: str, value: float, step: float, largest: float) -> str:
-    """A short label, with the same unit and number of digits for all ticks of an axis."""
-    if value == 0:
-        return "0"
+    largest = max(abs(low), abs(high))
+    sizes: tuple[tuple[int, str], ...] = ((1, ""),)
     if unit == "bytes":
-        size, name = next(((size, name) for size, name in ((TiB, "TiB"), (GiB, "GiB"), (MiB, "MiB"), (KiB, "KiB"))
-                           if largest >= size), (1, "B"))
-        return f"{_fixed(value / size, step / size)} {name}"
-    if unit == "count" and largest >= 10_000:
-        size, letter = next((each for each in ((10**12, "T"), (10**9, "B"), (10**6, "M")) if largest >= each[0]),
-                            (1000, "k"))
-        return f"{_fixed(value / size, step / size)}{letter}"
-    if largest >= 1e6 or largest < 0.01:
+        sizes = ((TiB, " TiB"), (GiB, " GiB"), (MiB, " MiB"), (KiB, " KiB"), (1, " B"))
+    elif unit == "count" and largest >= 10_000:
+        sizes = ((10**12, "T"), (10**9, "B"), (10**6, "M"), (1000, "k"))
+    size, name = next((each for each in sizes if largest >= each[0]), sizes[-1])
+    # As many digits after the point as a step needs; it is 0 where the range is below the precision of a float.
+    digits = max(0, math.ceil(-math.log10(step / size) - 1e-9)) if step > 0 else 0
+
+    def label(value: float) -> str:
+        if value == 0:
+            return "0"
+        if name or 0.01 <= largest < 1e6:
+            return f"{value / size:,.{min(digits, 9)}f}{name}"
         return f"{float(f'{value:.3g}'):g}" if 1e-4 <= abs(value) < 1e6 and largest >= 0.01 else _scientific(value)
-    return _fixed(value, step)
+
+    return [(value, label(value)) for value in values]
 
 
 def format_value(unit: str, value: float) -> str:
@@ -394,12 +389,6 @@ def format_value(unit: str, value: float) -> str:
         return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
     digits = 4 if abs(value) < 10 else 2 if abs(value) < 100 else 1
     return f"{value:.{digits}f}" if 0.01 <= abs(value) < 1e5 else "0" if value == 0 else _scientific(value)
-
-
-def _fixed(value: float, step: float) -> str:
-    """As many digits after the point as `step` needs."""
-    digits = max(0, math.ceil(-math.log10(step) - 1e-9)) if step > 0 else 0
-    return f"{value:,.{min(digits, 9)}f}"
 
 
 def _scientific(value: float) -> str:
@@ -431,28 +420,22 @@ class Downsampled(NamedTuple):
 
 def downsample(points: Sequence[tuple[float, float]], x0: float, x1: float, max_points: int) -> Downsampled:
     """A curve between x0 and x1 with at most `max_points` points: means over equal intervals, with their ranges."""
-    nonfinite = [(x, y) for x, y in points if not -HUGE < y < HUGE]
-    if len(points) <= max_points:
-        return Downsampled([_mean_point(x, [y]) for x, y in points], False, nonfinite, len(nonfinite))
+    is_averaged = len(points) > max_points
     width = (x1 - x0) / max_points or 1.0
-
-    def interval_of(x: float) -> int:
-        return min(int((x - x0) / width), max_points - 1)
-
     intervals: dict[int, list[tuple[float, float]]] = {}
-    for x, y in points:
-        intervals.setdefault(interval_of(x), []).append((x, y))
-    means = [_mean_point(inside[len(inside) // 2][0], [y for _, y in inside])
-             for _, inside in sorted(intervals.items())]
-    marks = {interval_of(x): (x, y) for x, y in nonfinite}
-    return Downsampled(means, True, list(marks.values()), len(nonfinite))
-
-
-def _mean_point(x: float, values: Sequence[float]) -> Point:
-    finite = [y for y in values if -HUGE < y < HUGE]
-    if not finite:
-        return Point(x, math.nan, math.nan, math.nan)
-    return Point(x, math.fsum(finite) / len(finite), min(finite), max(finite))
+    for index, (x, y) in enumerate(points):
+        interval = min(int((x - x0) / width), max_points - 1) if is_averaged else index
+        intervals.setdefault(interval, []).append((x, y))
+    means, nonfinite, count = [], [], 0
+    for _, inside in sorted(intervals.items()):
+        finite = [y for _, y in inside if -HUGE < y < HUGE]
+        x = inside[len(inside) // 2][0]
+        means.append(Point(x, math.fsum(finite) / len(finite), min(finite), max(finite)) if finite else
+                     Point(x, math.nan, math.nan, math.nan))
+        others = [(x, y) for x, y in inside if not -HUGE < y < HUGE]
+        nonfinite += others[-1:]
+        count += len(others)
+    return Downsampled(means, is_averaged, nonfinite, count)
 
 
 # ---- SVG paths
@@ -490,17 +473,14 @@ def area_path(edges: Iterable[tuple[Position | None, Position | None]]) -> str:
     return "".join(parts)
 
 
-def step_path(positions: Iterable[Position | None]) -> str:
+def step_path(positions: Iterable[Position]) -> str:
     """A staircase: each height holds until the next position. Equal heights are written once."""
     parts: list[str] = []
     height, x = -1, 0
-    for position in positions:
-        if position is None:
-            continue
-        x = position[0]
-        if position[1] != height:
-            parts.append(f"H{x}V{position[1]}" if parts else f"M{x},{position[1]}")
-            height = position[1]
+    for x, y in positions:
+        if y != height:
+            parts.append(f"H{x}V{y}" if parts else f"M{x},{y}")
+            height = y
     return "".join(parts) + f"H{x}"
 
 
@@ -535,14 +515,11 @@ def script() -> str:
 def html_page(title: str, body: str) -> str:
     """A page in one file: it loads nothing, and its content security policy allows no script but ours."""
     css, js = style(), script()
-    policy = f"default-src 'none'; img-src data:; style-src {_csp_hash(css)}; script-src {_csp_hash(js)}"
+    css_hash, js_hash = (base64.b64encode(hashlib.sha256(content.encode()).digest()).decode() for content in (css, js))
+    policy = f"default-src 'none'; img-src data:; style-src 'sha256-{css_hash}'; script-src 'sha256-{js_hash}'"
     return ('<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
             f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
             '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
             '<meta name="color-scheme" content="light dark">\n<meta name="generator" content="fitgpt">\n'
             f'<link rel="icon" href="data:,">\n<title>{escaped(title)}</title>\n<style>{css}</style>\n</head>\n'
             f"<body>\n<main>\n{body}\n</main>\n<script>{js}</script>\n</body>\n</html>\n")
-
-
-def _csp_hash(content: str) -> str:
-    return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"

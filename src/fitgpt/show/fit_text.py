@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..core.units import GiB, MiB, show_bytes, show_count, with_article
-from ..planning.efficiency import SpeedEstimate
-from ..planning.goals import FitResult, Suggestion
-from ..planning.reasons import Decision
-from ..planning.search import ScoredConfig
 from . import charts
 from .plan_text import signed_bytes
 from .terminal import MIN_TEXT_WIDTH, labelled_rows, paragraph, table, wrap
+
+if TYPE_CHECKING:  # a result imports this module to print itself
+    from ..planning.efficiency import SpeedEstimate
+    from ..planning.goals import FitResult
+    from ..planning.search import ScoredConfig
 
 MIN_FLAGS_WIDTH = 36         # columns that flags need beside figures; with fewer they go below
 PLOT_ROWS, PLOT_COLUMNS = 9, 64
@@ -34,16 +35,27 @@ def fit_text(fitted: FitResult, run: str, *, width: int = 80, todo: str = "") ->
     parts = [paragraph(f"{run}{where}: {verdict(fitted)}", width)]
     if chosen is not None:
         parts.append(_comparison(fitted, width))
+        lines = ["Why"]
+        for decision in fitted.decisions:
+            changes = ", ".join(f"{option} {was} → {now}" for option, (was, now) in decision.changes.items())
+            lines += [*wrap(changes, width, "  ", 4), *wrap(f"{decision.why}.", width, " " * 6)]
         if fitted.decisions:
-            parts.append("\n".join(["Why", *_decision_lines(fitted.decisions, width)]))
+            parts.append("\n".join(lines))
     elif fitted.least is not None:
         parts.append(paragraph(f"The minimum: {_flags(fitted.least)}", width))
         if fitted.suggestions:
-            parts.append("\n".join(["What would fit, and its minimum memory",
-                                    *_way_out_lines(fitted.suggestions, width)]))
+            figures = table([(" ".join(each.flags), show_bytes(each.least)) for each in fitted.suggestions])
+            lines = ["What would fit, and its minimum memory"]
+            for line, suggestion in zip(figures.splitlines(), fitted.suggestions, strict=True):
+                lines += wrap(suggestion.text, width, f"  {line}  ")
+            parts.append("\n".join(lines))
     if fitted.runners_up:
-        parts.append("\n".join(["Runners-up", *_runner_up_lines(fitted.runners_up, width),
-                                *wrap(_tie_note(fitted), width)]))
+        parts.append("\n".join(["Runners-up", *_runner_up_lines(fitted.runners_up, width)]))
+        if chosen is not None and not chosen.measured and any(
+                0 < _gain(chosen, each) <= SAME_SPEED for each in fitted.runners_up):
+            tie = (f"Estimates within {SAME_SPEED} % are a tie; among tied settings, few changes and much headroom are "
+                   "preferred.")
+            parts[-1] += "\n" + paragraph(tie, width)
     if len(fitted.frontier) > 1:
         parts.append(_plot(fitted, min(width - PLOT_MARGIN - 2, PLOT_COLUMNS)))
     parts.append(labelled_rows(_note_rows(fitted), width))
@@ -53,46 +65,35 @@ def fit_text(fitted: FitResult, run: str, *, width: int = 80, todo: str = "") ->
 
 
 def verdict(fitted: FitResult) -> str:
-    chosen = fitted.chosen
+    chosen, least, budget = fitted.chosen, fitted.least, fitted.budget
     if chosen is None:
-        return _nothing_fits(fitted)
+        minimum = ""
+        if least is not None:
+            permission = PERMISSIONS.get(least.permission, least.permission)
+            minimum = f": the minimum memory is {show_bytes(least.needs)} ({permission})"
+        if budget.budget <= 0:
+            return f"nothing fits{minimum}, and no memory of the GPU is left."
+        if budget.reserve_limit <= 0:
+            return f"nothing fits{minimum}, and CUDA itself takes {show_bytes(budget.outside)}, which leaves nothing."
+        return f"nothing fits{minimum}, and {show_bytes(budget.reserve_limit)} may be reserved."
     if not chosen.flags:
         if not fitted.given.fits:
             return "as given."
         margin = "enough" if any(_gain(chosen, each) > SAME_SPEED for each in fitted.runners_up) else f"{SAME_SPEED} %"
         return f"fits as given, and nothing found is {margin} faster: leave it as it is."
-    if fitted.least is chosen:
+    if least is chosen:
         return f"the minimum memory is {show_bytes(chosen.needs)}."
     if chosen.permission in ("model", "context"):
         what = {"model": "model", "context": "block"}[chosen.permission]
         wanted = any(note.startswith("The largest") for note in fitted.notes)
         return (f"the largest {what} that trains there." if wanted else
                 f"does not fit as given; with a smaller {what} it does.")
-    effect = f"fits as given; these changes make it {_faster(fitted)}faster" if fitted.given.fits else (
-        "does not fit as given; with these changes it does")
+    effect = "does not fit as given; with these changes it does"
+    if fitted.given.fits:
+        before = _measured_as_given(fitted)  # measured where both were timed, else estimated
+        gain = 100 * (chosen.measured / before - 1) if before and chosen.measured else _gain(fitted.given, chosen)
+        effect = f"fits as given; these changes make it {f'{gain:.1f} % ' if gain > 0 else ''}faster"
     return f"{effect} ({PERMISSIONS[chosen.permission]})."
-
-
-def _nothing_fits(fitted: FitResult) -> str:
-    least, budget = fitted.least, fitted.budget
-    minimum = ""
-    if least is not None:
-        permission = PERMISSIONS.get(least.permission, least.permission)
-        minimum = f": the minimum memory is {show_bytes(least.needs)} ({permission})"
-    if budget.budget <= 0:
-        return f"nothing fits{minimum}, and no memory of the GPU is left."
-    if budget.reserve_limit <= 0:
-        return f"nothing fits{minimum}, and CUDA itself takes {show_bytes(budget.outside)}, which leaves nothing."
-    return f"nothing fits{minimum}, and {show_bytes(budget.reserve_limit)} may be reserved."
-
-
-def _faster(fitted: FitResult) -> str:
-    """'2.9 % ', measured where both were timed, else estimated."""
-    chosen, before = fitted.chosen, _measured_as_given(fitted)
-    if chosen is None:
-        return ""
-    gain = 100 * (chosen.measured / before - 1) if before and chosen.measured else _gain(fitted.given, chosen)
-    return f"{gain:.1f} % " if gain > 0 else ""
 
 
 def _measured_as_given(fitted: FitResult) -> float | None:
@@ -130,45 +131,18 @@ def _comparison(fitted: FitResult, width: int) -> str:
     return "\n".join(lines)
 
 
-def _decision_lines(decisions: Sequence[Decision], width: int) -> list[str]:
-    lines = []
-    for each in decisions:
-        changes = ", ".join(f"{option} {was} → {now}" for option, (was, now) in each.changes.items())
-        lines += wrap(changes, width, "  ", 4)
-        lines += wrap(f"{each.why}.", width, " " * 6)
-    return lines
-
-
-def _runner_up_lines(standings: Sequence[ScoredConfig], width: int) -> list[str]:
+def _runner_up_lines(scored_configs: Sequence[ScoredConfig], width: int) -> list[str]:
     rows = [("", "needs", "tokens/s")]
     rows += [(f"{number}", _needs(each), f"{each.measured:,.0f} measured" if each.measured else _speed(each.speed))
-             for number, each in enumerate(standings, 1)]
+             for number, each in enumerate(scored_configs, 1)]
     head, *figures = table(rows).splitlines()
     lines = [f"  {head}"]
-    for line, each in zip(figures, standings, strict=True):
+    for line, each in zip(figures, scored_configs, strict=True):
         if len(line) + MIN_FLAGS_WIDTH <= width:
             lines += wrap(_flags(each), width, f"  {line}  ")
         else:
             lines += [f"  {line}", *wrap(_flags(each), width, " " * 6)]
     return lines
-
-
-def _tie_note(fitted: FitResult) -> str:
-    """Why a runner-up that is faster by estimate was not chosen; empty if there is none."""
-    chosen = fitted.chosen
-    if chosen is None or chosen.measured or not any(
-            0 < _gain(chosen, each) <= SAME_SPEED for each in fitted.runners_up):
-        return ""
-    return (f"Estimates within {SAME_SPEED} % are a tie; among tied settings, few changes and much headroom are "
-            "preferred.")
-
-
-def _way_out_lines(ways_out: Sequence[Suggestion], width: int) -> list[str]:
-    """The flags, the minimum memory with them, and what they mean."""
-    rows = [(" ".join(way.flags), show_bytes(way.least)) for way in ways_out]
-    figures = table(rows).splitlines()
-    return [line for figure, way in zip(figures, ways_out, strict=True)
-            for line in wrap(way.text, width, f"  {figure}  ")]
 
 
 def _note_rows(fitted: FitResult) -> list[tuple[str, str]]:
@@ -192,44 +166,40 @@ def _plot(fitted: FitResult, columns: int) -> str:
     """Speed against memory, in characters."""
     limit = fitted.budget.reserve_limit
     width = MAX_MEMORY * limit
-    points = [(needs, speed) for needs, speed in fitted.frontier if needs <= width]
-    speeds = [_fastest_within(points, width * (column + 1) / columns) for column in range(columns)]
+    speeds = [max((speed for needs, speed in fitted.frontier if needs <= width * (column + 1) / columns), default=None)
+              for column in range(columns)]
     drawn = [speed for speed in speeds if speed is not None]
     low, top = min(drawn, default=0.0), max(drawn, default=1.0)
+
+    def row(speed: float) -> int:
+        share = (top - speed) / (top - low) if top > low else 0.0
+        return min(max(round((PLOT_ROWS - 1) * share), 0), PLOT_ROWS - 1)
+
     grid = [[" "] * columns for _ in range(PLOT_ROWS)]
-    for row in grid:
-        row[int(limit / width * columns)] = LIMIT
+    for cells in grid:
+        cells[int(limit / width * columns)] = LIMIT
     for column, speed in enumerate(speeds):
         if speed is not None:
-            grid[_row(speed, low, top)][column] = CURVE
-    for mark, standing in ((GIVEN, fitted.given), (CHOSEN, fitted.chosen)):
-        if standing is not None and standing.needs < width:
-            column = int(standing.needs / width * columns)
-            speed = _likely_speed(standing, speeds[column] or low)
+            grid[row(speed)][column] = CURVE
+    for mark, scored in ((GIVEN, fitted.given), (CHOSEN, fitted.chosen)):
+        if scored is not None and scored.needs < width:
+            column = int(scored.needs / width * columns)
+            speed = _likely_speed(scored, speeds[column] or low)
             if speed <= MAX_SPEED * top:
-                grid[_row(speed, low, top)][column] = mark
+                grid[row(speed)][column] = mark
+
     figures = {0: show_count(round(top)), PLOT_ROWS - 1: show_count(round(low))}
-    lines = [f"{figures.get(row, ''):>{PLOT_MARGIN - 1}} ┤{''.join(cells)}".rstrip() for row, cells in enumerate(grid)]
+    lines = [f"{figures.get(number, ''):>{PLOT_MARGIN - 1}} ┤{''.join(cells)}".rstrip()
+             for number, cells in enumerate(grid)]
     axis = f"{'':{PLOT_MARGIN}}└{'─' * columns}"
     scale = f"{'':{PLOT_MARGIN + 1}}0".ljust(PLOT_MARGIN + columns - 8) + show_bytes(int(width))
-    marks = [key for key in (f"{GIVEN}\xa0given", f"{CHOSEN}\xa0chosen") if any(key[0] in row for row in grid)]
+    marks = [key for key in (f"{GIVEN}\xa0given", f"{CHOSEN}\xa0chosen") if any(key[0] in cells for cells in grid)]
     keys = "  ".join([f"{CURVE} {CURVE_NAME}, tokens/s", *marks, f"{LIMIT}\xa0may be reserved"])
     return "\n".join([*lines, axis, scale, *wrap(keys, columns + PLOT_MARGIN + 2)])
 
 
-def _row(speed: float, low: float, top: float) -> int:
-    share = (top - speed) / (top - low) if top > low else 0.0
-    return min(max(round((PLOT_ROWS - 1) * share), 0), PLOT_ROWS - 1)
-
-
-def _fastest_within(points: Sequence[tuple[int, float]], nbytes: float) -> float | None:
-    return max((speed for needs, speed in points if needs <= nbytes), default=None)
-
-
-def _likely_speed(standing: ScoredConfig, default: float) -> float:
-    if standing.measured:
-        return standing.measured
-    return standing.speed.likely if standing.speed else default
+def _likely_speed(scored: ScoredConfig, default: float) -> float:
+    return scored.measured or (scored.speed.likely if scored.speed else default)
 
 
 # ---- the page of --html
@@ -237,23 +207,29 @@ def _likely_speed(standing: ScoredConfig, default: float) -> float:
 
 def fit_page(fitted: FitResult, run: str) -> str:
     """The same as `fit_text`, as a page in one file."""
-    title = f"{run} on {fitted.budget.card or 'a GPU'}"
-    summary = verdict(fitted)
-    decisions = "".join(_decision_html(each) for each in fitted.decisions)
-    figures = "".join(f'<tr><th scope="row">{name}</th><td>{before}</td><td>{after}</td></tr>'
-                      for name, before, after in _figure_rows(fitted))
-    last = "".join(f'<tr><th scope="row">{label}</th><td>{charts.escaped(text)}</td></tr>'
-                   for label, text in _note_rows(fitted))
+    title, summary = f"{run} on {fitted.budget.card or 'a GPU'}", verdict(fitted)
+    chosen = "".join(f'<tr><th scope="row">{name}</th><td>{before}</td><td>{after}</td></tr>'
+                     for name, before, after in _figure_rows(fitted))
+    for decision in fitted.decisions:  # a row per option, and one with the reason below them, as wide as the table
+        chosen += "".join(f'<tr class="with-next"><th scope="row">{charts.breakable(option)}</th>'
+                          f"<td>{charts.breakable(str(was))}</td><td>{charts.breakable(str(now))}</td></tr>"
+                          for option, (was, now) in decision.changes.items())
+        chosen += f'<tr><td colspan="3" class="reason">{charts.breakable(decision.why)}</td></tr>'
+    runners_up = ""
+    for number, each in enumerate(fitted.runners_up, 1):
+        flags = " ".join(f'<span class="flag">{charts.breakable(flag)}</span>' for flag in each.flags) or "as given"
+        runners_up += (f'<tr class="with-next"><th scope="row">{number}</th><td>{_needs(each)}</td>'
+                       f'<td>{_speed(each.speed)}</td></tr><tr><td></td><td colspan="2">{flags}</td></tr>')
+    notes = "".join(f'<tr><th scope="row">{label}</th><td>{charts.escaped(text)}</td></tr>'
+                    for label, text in _note_rows(fitted))
+    tables = [("What was chosen", "<tr><th></th><th>given</th><th>chosen</th></tr>" + chosen),
+              ("Runners-up", "<tr><th></th><th>needs</th><th>tokens/s</th></tr>" + runners_up if runners_up else ""),
+              ("Notes", notes)]
     return charts.html_page(title, "\n".join([
-        f"<h1>{charts.breakable(title)}</h1>",
-        f"<p>{charts.escaped(summary[0].upper() + summary[1:])}</p>",
+        f"<h1>{charts.breakable(title)}</h1>", f"<p>{charts.escaped(summary[0].upper() + summary[1:])}</p>",
         _speed_chart(fitted),
-        "<h2>What was chosen</h2>",
-        '<div class="card"><table class="whole"><tr><th></th><th>given</th><th>chosen</th></tr>'
-        f"{figures}{decisions}</table></div>",
-        *_runners_up_html(fitted.runners_up),
-        "<h2>Notes</h2>",
-        f'<div class="card"><table class="whole">{last}</table></div>']))
+        *(f'<h2>{heading}</h2>\n<div class="card"><table class="whole">{rows}</table></div>'
+          for heading, rows in tables if rows)]))
 
 
 def _speed_chart(fitted: FitResult) -> str:
@@ -261,38 +237,18 @@ def _speed_chart(fitted: FitResult) -> str:
     limit = fitted.budget.reserve_limit
     frontier = [(needs, speed) for needs, speed in fitted.frontier if needs <= MAX_MEMORY * limit]
     top = MAX_SPEED * max((speed for _, speed in frontier), default=float("inf"))
-    standings = [(name, each) for name, each in (("given", fitted.given), ("chosen", fitted.chosen))
+    scored_configs = [(name, each) for name, each in (("given", fitted.given), ("chosen", fitted.chosen))
                  if each is not None and _likely_speed(each, 0.0) <= top]
-    largest = max([needs for needs, _ in frontier] + [each.needs for _, each in standings])
+    largest = max([needs for needs, _ in frontier] + [each.needs for _, each in scored_configs])
     size, unit = (GiB, "GiB") if largest >= 2 * GiB else (MiB, "MiB")
     series = [charts.Series(CURVE_NAME, [(needs / size, speed) for needs, speed in frontier], style="dotted")]
     series += [charts.Series(name, [(each.needs / size, _likely_speed(each, 0.0))], COLOURS[name], "dotted")
-               for name, each in standings]
+               for name, each in scored_configs]
     where = "the dotted line" if largest >= limit else "beyond the edge"
     return charts.line_chart(
         f"Tokens per second against memory, {unit}", series, unit="count", x_name=unit, from_zero=True, wide=True,
         marks=[charts.EventMark(limit / size, f"may be reserved: {show_bytes(limit)}")], empty="Nothing fits.",
         note=f"By closed forms and a roofline. {show_bytes(limit)} may be reserved: {where}.")
-
-
-def _decision_html(each: Decision) -> str:
-    """A row per option, and one with the reason below them, as wide as the table."""
-    rows = "".join(f'<tr class="with-next"><th scope="row">{charts.breakable(option)}</th>'
-                   f"<td>{charts.breakable(str(was))}</td><td>{charts.breakable(str(now))}</td></tr>"
-                   for option, (was, now) in each.changes.items())
-    return f'{rows}<tr><td colspan="3" class="reason">{charts.breakable(each.why)}</td></tr>'
-
-
-def _runners_up_html(standings: Sequence[ScoredConfig]) -> list[str]:
-    if not standings:
-        return []
-    rows = ""
-    for number, each in enumerate(standings, 1):
-        flags = " ".join(f'<span class="flag">{charts.breakable(flag)}</span>' for flag in each.flags) or "as given"
-        rows += (f'<tr class="with-next"><th scope="row">{number}</th><td>{_needs(each)}</td>'
-                 f'<td>{_speed(each.speed)}</td></tr><tr><td></td><td colspan="2">{flags}</td></tr>')
-    return ["<h2>Runners-up</h2>", '<div class="card"><table class="whole"><tr><th></th><th>needs</th><th>tokens/s</th>'
-            f"</tr>{rows}</table></div>"]
 
 
 # ---- JSON
@@ -302,30 +258,30 @@ def fit_json(fitted: FitResult, goal: str) -> dict[str, Any]:
     budget = fitted.budget
     return {"schema": 1, "goal": goal, "fits": fitted.chosen is not None, "card": budget.card or None,
             "reserve_limit_bytes": budget.reserve_limit, "outside_bytes": budget.outside,
-            "margin_bytes": budget.margin, "asked": _standing_json(fitted.given),
-            "chosen": fitted.chosen and _standing_json(fitted.chosen),
-            "least": fitted.least and _standing_json(fitted.least),
+            "margin_bytes": budget.margin, "asked": _scored_json(fitted.given),
+            "chosen": fitted.chosen and _scored_json(fitted.chosen),
+            "least": fitted.least and _scored_json(fitted.least),
             "decisions": [{"changes": {option: {"was": was, "now": now} for option, (was, now) in each.changes.items()},
                            "why": each.why} for each in fitted.decisions],
-            "runners_up": [_standing_json(each) for each in fitted.runners_up],
+            "runners_up": [_scored_json(each) for each in fitted.runners_up],
             "frontier": [{"bytes": needs, "tokens_per_s": round(speed, 1)} for needs, speed in fitted.frontier],
             "ways_out": [{"flags": list(each.flags), "least_bytes": each.least, "why": each.text}
                          for each in fitted.suggestions],
             "considered": fitted.considered, "replayed": fitted.replayed, "notes": list(fitted.notes)}
 
 
-def _standing_json(standing: ScoredConfig) -> dict[str, Any]:
-    return {"config": standing.config.to_dict(), "flags": list(standing.flags), "permission": standing.permission,
-            "needs_bytes": standing.needs, "needs_exact": standing.exact, "headroom_bytes": standing.headroom,
-            "fits": standing.fits, "tokens_per_s": speed_json(standing)}
+def _scored_json(scored: ScoredConfig) -> dict[str, Any]:
+    return {"config": scored.config.to_dict(), "flags": list(scored.flags), "permission": scored.permission,
+            "needs_bytes": scored.needs, "needs_exact": scored.exact, "headroom_bytes": scored.headroom,
+            "fits": scored.fits, "tokens_per_s": speed_json(scored)}
 
 
-def speed_json(standing: ScoredConfig) -> dict[str, Any] | None:
-    speed = standing.speed
-    if speed is None and standing.measured is None:
+def speed_json(scored: ScoredConfig) -> dict[str, Any] | None:
+    speed = scored.speed
+    if speed is None and scored.measured is None:
         return None
     return {"low": speed and round(speed.low, 1), "high": speed and round(speed.high, 1),
-            "likely": speed and round(speed.likely, 1), "basis": speed and speed.basis, "measured": standing.measured}
+            "likely": speed and round(speed.likely, 1), "basis": speed and speed.basis, "measured": scored.measured}
 
 
 # ---- figures as text
@@ -338,9 +294,9 @@ def _speed(speed: SpeedEstimate | None) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-def _needs(standing: ScoredConfig) -> str:
-    return f"{'' if standing.exact else '≤ '}{show_bytes(standing.needs)}"
+def _needs(scored: ScoredConfig) -> str:
+    return f"{'' if scored.exact else '≤ '}{show_bytes(scored.needs)}"
 
 
-def _flags(standing: ScoredConfig) -> str:
-    return " ".join(standing.flags) or "as given"
+def _flags(scored: ScoredConfig) -> str:
+    return " ".join(scored.flags) or "as given"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from ..config.run_config import RunConfig
 from ..core.units import MiB, show_bytes, show_count, show_seconds, show_steps, with_article
 from ..memory.timeline import OwnerTimeline
 from ..planning.changes import Change, PricedChange
@@ -18,6 +19,7 @@ if TYPE_CHECKING:  # a plan imports this module to print itself
     from ..planning.plan import GpuVerdict, Plan
 
 TRAINERS = {"fitgpt": "fitgpt", "nanogpt": "nanoGPT's train.py"}
+VERDICTS = {True: "Fits", False: "Does not fit"}
 RESULTS = {"exact": "same result", "lossy": "changes the result", "other": "losses no longer compare"}  # by Change.kind
 GPUS_NOTE = ("Usable is the memory that CUDA can allocate; TFLOP/s are dense, half precision. Where each of the two "
              "comes from: seen on such a GPU, printed by the vendor, worked out by a formula, or recalled and to be "
@@ -30,13 +32,12 @@ GPUS_NOTE = ("Usable is the memory that CUDA can allocate; TFLOP/s are dense, ha
 def plan_text(plan: Plan, width: int = 80, *, colour: bool = False) -> str:
     """The whole plan; with --options the table of all changes follows."""
     forecast, budget, run, priced = plan.forecast, plan.budget, plan.run, plan.options is not None
-    where = f" on {with_article(budget.card)}" if budget.card else ""
-    layers = f"{run.n_layer} layer{'s' if run.n_layer > 1 else ''}"
-    title = (f"{TRAINERS[forecast.trainer]}{where}: {show_count(forecast.params)} parameters, {layers} of width "
-             f"{run.n_embd:,}, batch {run.batch_size:,} × {run.block_size:,}, {run.dtype}, "
-             f"{'compiled' if run.compile else 'eager'}")
-    parts = [paragraph(title, width), phase_table(plan, width), owner_table(plan, width),
-             _verdict_paragraph(plan, plan.target.neighbours, width, colour)]
+    title = run_title(run, forecast.trainer, forecast.params, with_article(budget.card) if budget.card else "")
+    word = VERDICTS[plan.fits]
+    result = paragraph(f"{word}: {verdict(plan, plan.target.neighbours)}", width)
+    if colour:
+        result = f"\x1b[1;{32 if plan.fits else 31}m{word}\x1b[0m{result[len(word):]}"
+    parts = [paragraph(title, width), phase_table(plan, width), owner_table(plan, width), result]
     if not plan.fits:
         parts.append(suggestion_text(plan.changes, forecast.trainer, width, priced=priced))
     rows = [("run", run_text(plan.duration)), ("assumes", assumptions_text(plan)),
@@ -46,6 +47,14 @@ def plan_text(plan: Plan, width: int = 80, *, colour: bool = False) -> str:
     if plan.options is not None:
         parts.append(option_table(plan.options, forecast.needs, budget.reserve_limit, width).rstrip("\n"))
     return "\n\n".join(parts) + "\n"
+
+
+def run_title(run: RunConfig, trainer: str, params: int, gpu: str) -> str:
+    """A run in one line. `gpu`: with its article; empty if it has no name."""
+    layers = f"{run.n_layer} layer{'s' if run.n_layer > 1 else ''}"
+    return (f"{TRAINERS[trainer]}{f' on {gpu}' if gpu else ''}: {show_count(params)} parameters, {layers} of width "
+            f"{run.n_embd:,}, batch {run.batch_size:,} × {run.block_size:,}, {run.dtype}, "
+            f"{'compiled' if run.compile else 'eager'}")
 
 
 def phase_table(plan: MemoryPlan, width: int = 80) -> str:
@@ -72,12 +81,6 @@ def owner_table(plan: MemoryPlan, width: int) -> str:
         else:
             lines += wrap(share.formula, width, start)
     return "\n".join(lines)
-
-
-def _verdict_paragraph(plan: MemoryPlan, neighbours: str, width: int, colour: bool) -> str:
-    word = "Fits" if plan.fits else "Does not fit"
-    text = paragraph(f"{word}: {verdict(plan, neighbours)}", width)
-    return f"\x1b[1;{32 if plan.fits else 31}m{word}\x1b[0m{text[len(word):]}" if colour else text
 
 
 def verdict(plan: MemoryPlan, neighbours: str = "") -> str:
@@ -161,10 +164,15 @@ def accuracy_text(plan: MemoryPlan, basis: TrackRecord) -> str:
 
 def option_table(priced: Sequence[PricedChange], needs_now: int, reserve_limit: int, width: int = 80) -> str:
     """Every single change: what it saves in training and in evaluation, what the run then needs, what it costs."""
+    def saved(nbytes: int) -> str:
+        size = abs(nbytes)
+        shown = f"{size / MiB:.0f} MiB" if 10 * MiB <= size < 1000 * MiB else show_bytes(size)
+        return "0" if size < MiB else f"{'−' if nbytes > 0 else '+'}{shown}"
+
     priced = sorted(priced, key=lambda each: each.needs)
     has_speeds = any(each.speed is not None for each in priced)
     rows = [("", "training", "eval", "needs", "speed" if has_speeds else "", "", "")]
-    rows += [(each.change.flags[0], _saved(each.saved_in_training), _saved(each.saved_in_evaluation),
+    rows += [(each.change.flags[0], saved(each.saved_in_training), saved(each.saved_in_evaluation),
               show_bytes(each.needs), "" if each.speed is None else f"{each.speed:.2f}", each.change.kind,
               "✓" if each.fits else "") for each in priced]
     changes = table(rows, left=(0, 5, 6), width=width, optional=(2, 1, 4, 5))
@@ -192,9 +200,13 @@ def all_cards_table(verdicts: Sequence[GpuVerdict], speeds: Mapping[str, tuple[f
         usable = show_bytes(each.usable) if each.usable is not None else "not known"
         if each.problem:
             rows.append((each.name, usable, "", "", each.problem))
-        else:
-            fits = f"fits  {_speed(speeds.get(each.name))}".rstrip() if each.fits else "does not fit"
-            rows.append((each.name, usable, show_bytes(each.needs), signed_bytes(each.headroom), fits))
+            continue
+        speed = ""
+        if each.name in speeds:
+            low, high = (_few_digits(tokens / 1000) for tokens in speeds[each.name])
+            speed = f"{low}–{high}k"
+        fits = f"fits  {speed}".rstrip() if each.fits else "does not fit"
+        rows.append((each.name, usable, show_bytes(each.needs), signed_bytes(each.headroom), fits))
     text = table(rows, left=(0, 4), width=width, optional=(1, 2, 3)) + "\n"
     # Without speeds there may be room for the headroom, which says more.
     return text if "headroom" in text or not speeds else all_cards_table(verdicts, {}, width)
@@ -209,18 +221,8 @@ def _few_digits(number: float) -> str:
     return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 
-def _saved(nbytes: int) -> str:
-    size = abs(nbytes)
-    shown = f"{size / MiB:.0f} MiB" if 10 * MiB <= size < 1000 * MiB else show_bytes(size)
-    return "0" if size < MiB else f"{'−' if nbytes > 0 else '+'}{shown}"
-
-
 def signed_bytes(nbytes: int) -> str:
     return f"{'−' if nbytes < 0 else ''}{show_bytes(abs(nbytes))}"
-
-
-def _speed(low_high: tuple[float, float] | None) -> str:
-    return "" if low_high is None else f"{_few_digits(low_high[0] / 1000)}–{_few_digits(low_high[1] / 1000)}k"
 
 
 # ---- the page of --timeline
@@ -235,7 +237,7 @@ def timeline_page(plan: MemoryPlan, timeline: OwnerTimeline) -> str:
     chart = stacked_chart(timeline, title="Allocated, by owner", limit=budget.reserve_limit,
                           limit_name="may be reserved",
                           note="A few micro-batches, then the optimizer step; further micro-batches repeat the last.")
-    summary = escaped(f"{'Fits' if plan.fits else 'Does not fit'}: {verdict(plan)}")
+    summary = escaped(f"{VERDICTS[plan.fits]}: {verdict(plan)}")
     owners = "".join(
         f'<tr><th scope="row">{escaped(share.owner)}</th><td class="figure">{show_bytes(share.nbytes)}</td>'
         f"<td>{escaped(share.formula)}</td></tr>" for share in forecast.owners_at_peak)

@@ -1,6 +1,6 @@
-"""Progress of a training run: a live bar on a terminal, nanoGPT's lines anywhere else.
+"""Progress of a training run: nanoGPT's lines, or a live bar on a terminal; a header before and a closing after them.
 
-Only writes, and changes no terminal attribute, so that a run may be in a background process group.
+Displays only write, and change no terminal attribute, so that a run may be in a background process group.
 """
 
 from __future__ import annotations
@@ -10,23 +10,14 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Protocol, TextIO, cast
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, TextIO, cast
 
-from ..core.units import NEAREST_SIGNS, show_bytes, show_seconds
-from ..runs.metrics import Evaluation, RunFacts, StepReport
-from .terminal import is_dumb
-from .train_text import (
-    eval_line,
-    fit_parts,
-    has_counters,
-    header_rows,
-    iter_line,
-    run_header,
-    saved_line,
-    show_mfu,
-    sparkline,
-)
+from ..core.units import NEAREST_SIGNS, show_bytes, show_count, show_seconds, show_steps
+from ..planning.forecast import MemoryPlan
+from ..runs.metrics import PHASES, Evaluation, MemoryReading, PhaseMemory, RunFacts, SplitLoss, StepReport
+from .plan_text import phase_table, verdict
+from .terminal import LABEL_WIDTH, fit_parts, is_dumb, sparkline, table
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
@@ -34,29 +25,98 @@ if TYPE_CHECKING:
 REFRESHES_PER_SECOND = 4  # each takes a few milliseconds of CPU time, and the CPU also launches the GPU's kernels
 SLOW_STEP_S = 1.0         # longer steps show how far they are
 OLD_FIGURES_S = 3.0       # older figures show their age
-_CURVE_POINTS = 512       # losses kept for the sparkline; beyond that every other one is dropped
+MAX_CURVE_POINTS = 512    # losses kept for the sparkline; beyond that every other one is dropped
+MIN_BAR = 10              # columns
 
 
-class Display(Protocol):
-    def start(self, facts: RunFacts) -> None: ...
-    def advance(self, steps: float) -> None:
-        """`steps` have been launched on the device. Called at every micro-step: must be cheap."""
-    def step(self, report: StepReport) -> None: ...
-    def eval_progress(self, done: int, total: int, split: str) -> None: ...
-    def evaluated(self, evaluation: Evaluation, best: bool) -> None: ...
-    def saved(self, path: str, seconds: float, nbytes: int) -> None: ...
-    def note(self, sentence: str) -> None: ...
-    def warn(self, sentence: str) -> None: ...
-    def close(self) -> None:
-        """Restore the terminal. May be called twice."""
+# ---- text
 
 
-def open_display(facts: RunFacts, *, terminal: bool) -> Display:
-    """A display that has printed the run's header. `terminal`: whether standard output is one."""
-    stream = SafeStream(sys.stdout)
-    display: Display = RichDisplay(stream) if terminal and not is_dumb() else PlainDisplay(stream)
-    display.start(facts)
-    return display
+def run_header(facts: RunFacts) -> str:
+    return "\n".join(f"{label:<{LABEL_WIDTH}}{text}" for label, text in header_rows(facts))
+
+
+def header_rows(facts: RunFacts) -> list[tuple[str, str]]:
+    """(label, text), the notes last, each in a row of its own."""
+    config = facts.config
+    shape = ", ".join(f"{name} {config[option]}" for name, option in (
+        ("layers", "n_layer"), ("heads", "n_head"), ("width", "n_embd"), ("block", "block_size")) if option in config)
+    compiled = "compiled" if facts.compiled else "not compiled"
+    batch = (f" = {config['gradient_accumulation_steps']} × {config['batch_size']} × {config['block_size']}"
+             if {"gradient_accumulation_steps", "batch_size", "block_size"} <= config.keys() else "")
+    resumed = f"from step {facts.start_step:,} " if facts.start_step else ""
+    rows = [
+        ("model", f"{show_count(facts.params)} parameters" + (f": {shape}" if shape else "")),
+        ("device", f"{facts.device_name} ({facts.device}), {facts.dtype}, {compiled}"),
+        ("data", f"{show_count(facts.train_tokens)} tokens to train on, {show_count(facts.val_tokens)} to validate"),
+        ("steps", f"{resumed}to {facts.max_iters:,}, of {facts.tokens_per_step:,} tokens{batch}"),
+    ]
+    if facts.peak_flops:
+        rows.append(("mfu", f"of {facts.peak_source}"))
+    return rows + [("note", note) for note in facts.notes]
+
+
+def memory_plan(plan: MemoryPlan) -> str:
+    """The verdict, and the forecast of each phase."""
+    return f"{'memory':<{LABEL_WIDTH}}{verdict(plan)}\n{phase_table(plan)}"
+
+
+def plan_vs_measured(planned: Mapping[str, PhaseMemory], measured: Mapping[str, PhaseMemory]) -> str:
+    """Measured and forecast memory, phase by phase; '=' where they agree to the byte."""
+    def compared(found: int, forecast: int) -> tuple[str, str, str]:
+        difference = "=" if found == forecast else f"{100 * (found / forecast - 1):+.2f} %" if forecast else ""
+        return show_bytes(found), show_bytes(forecast), difference
+
+    rows = [("", "allocated", "forecast", "", "reserved", "forecast", "")]
+    rows += [(PHASES.get(phase, phase), *compared(memory.allocated, planned[phase].allocated),
+              *compared(memory.reserved, planned[phase].reserved))
+             for phase, memory in measured.items() if phase in planned]
+    return "memory, measured against forecast\n" + table(rows)
+
+
+def iter_line(report: StepReport) -> str:
+    """nanoGPT's line, so that scripts that parse its logs work, with more figures at its end."""
+    parts = [f"iter {report.step}: loss {report.loss:.4f}", f"time {report.seconds * 1000:.2f}ms",
+             f"mfu {show_mfu(report.mfu)}", f"{report.tokens_per_s:,.0f} tok/s"]
+    if report.memory != MemoryReading():  # else this device has no counters
+        parts.append(f"mem {show_bytes(report.memory.reserved)} peak {show_bytes(report.memory.peak_reserved)}")
+    if report.skipped:
+        parts.append(f"skipped {report.skipped}")
+    if report.loss_scale != 1.0:
+        parts.append(f"scale {report.loss_scale:g}")
+    if math.isfinite(report.seconds_left):
+        parts.append(f"left {show_seconds(report.seconds_left)}")
+    return ", ".join(parts)
+
+
+def eval_line(evaluation: Evaluation) -> str:
+    """nanoGPT's line, then standard errors and block sizes: losses at different block sizes do not compare."""
+    losses = ", ".join(f"{loss.split} loss {loss.mean:.4f}" for loss in evaluation.losses)
+    blocks = " and ".join(dict.fromkeys(str(loss.block) for loss in evaluation.losses))
+    errors = [error for loss in evaluation.losses if (error := _standard_error(loss))]
+    return f"step {evaluation.step}: {losses} ({', '.join([*errors, f'block {blocks}'])}, " \
+           f"{evaluation.tokens_per_s:,.0f} tok/s)"
+
+
+def _standard_error(loss: SplitLoss) -> str:
+    """Empty if it was not measured: one window has no standard error."""
+    return f"± {loss.stderr:.4f}" if math.isfinite(loss.stderr) else ""
+
+
+def closing(run_dir: str, steps: int, seconds: float, best: SplitLoss | None, hints: Sequence[str]) -> str:
+    """How many steps the run made, its best loss, where it is, and hints on what to do next."""
+    loss = ""
+    if best:
+        error = _standard_error(best)
+        loss = f"; best {best.split} loss {best.mean:.4f}{f' {error}' if error else ''} at block {best.block}"
+    return "\n".join([f"{show_steps(steps)} in {show_seconds(seconds)}{loss}", f"The run is in {run_dir}.", *hints])
+
+
+def show_mfu(mfu: float | None) -> str:
+    return "n/a" if mfu is None else f"{mfu:.2%}"
+
+
+# ---- streams
 
 
 class SafeStream:
@@ -106,7 +166,18 @@ def say(text: str, *, warning: bool = False) -> None:
     stream.flush()
 
 
-class PlainDisplay:
+# ---- displays
+
+
+def open_display(facts: RunFacts, *, terminal: bool) -> Display:
+    """A display that has printed the run's header. `terminal`: whether standard output is one."""
+    stream = SafeStream(sys.stdout)
+    display = RichDisplay(stream) if terminal and not is_dumb() else Display(stream)
+    display.start(facts)
+    return display
+
+
+class Display:
     """One line per report, as nanoGPT prints them."""
 
     def __init__(self, stream: SafeStream) -> None:
@@ -116,41 +187,44 @@ class PlainDisplay:
         self._print(run_header(facts))
 
     def advance(self, steps: float) -> None:
-        pass
+        """`steps` have been launched on the device. Called at every micro-step: must be cheap."""
 
     def step(self, report: StepReport) -> None:
         self._print(iter_line(report))
 
     def eval_progress(self, done: int, total: int, split: str) -> None:
-        pass
+        """`done` of `total` windows have been evaluated."""
 
     def evaluated(self, evaluation: Evaluation, best: bool) -> None:
-        self._print(eval_line(evaluation) + (" best so far" if best else ""))
+        self._print(eval_line(evaluation) + (" best so far" if best else ""), "bold green" if best else "bold")
 
     def saved(self, path: str, seconds: float, nbytes: int) -> None:
-        self._print(saved_line(path, seconds, nbytes))
+        self._print(f"saved {path} ({show_bytes(nbytes)} in {show_seconds(seconds)})", "dim")
 
     def note(self, sentence: str) -> None:
         self._print(sentence)
 
     def warn(self, sentence: str) -> None:
-        self._print(f"warning: {sentence}")
+        self._print(f"warning: {sentence}", "yellow")
 
     def close(self) -> None:
+        """Restore the terminal. May be called twice."""
         self._stream.flush()
 
-    def _print(self, text: str) -> None:
+    def _print(self, text: str, style: str = "") -> None:
+        """`style`: one of rich's, where colours can be shown."""
         self._stream.write(text + "\n")
         self._stream.flush()
 
 
-class RichDisplay:
+class RichDisplay(Display):
     """A progress bar that moves between reports, with evaluations and checkpoints as lines above it."""
 
     def __init__(self, stream: SafeStream) -> None:
         from rich.console import Console
         from rich.live import Live
 
+        super().__init__(stream)
         self._console = Console(file=cast(TextIO, stream), force_terminal=True, highlight=False, markup=False)
         if min(self._console.size) < 1:  # COLUMNS=0: rich uses it as it is, the standard library asks the terminal
             self._console.size = shutil.get_terminal_size()
@@ -180,16 +254,7 @@ class RichDisplay:
 
     def evaluated(self, evaluation: Evaluation, best: bool) -> None:
         self._bars.evaluating = None
-        self._print(eval_line(evaluation) + (" best so far" if best else ""), "bold green" if best else "bold")
-
-    def saved(self, path: str, seconds: float, nbytes: int) -> None:
-        self._print(saved_line(path, seconds, nbytes), "dim")
-
-    def note(self, sentence: str) -> None:
-        self._print(sentence)
-
-    def warn(self, sentence: str) -> None:
-        self._print(f"warning: {sentence}", "yellow")
+        super().evaluated(evaluation, best)
 
     def close(self) -> None:
         self._bars.evaluating, self._bars.closed = None, True
@@ -226,7 +291,7 @@ class TrainingBars:
         if self._reports % self._every == 0:
             self._losses += (report.loss,)
         self._reports += 1
-        if len(self._losses) > _CURVE_POINTS:
+        if len(self._losses) > MAX_CURVE_POINTS:
             self._losses, self._every = self._losses[::2], self._every * 2
         self.launched = max(self.launched, report.step + 1)
         self._report, self._since = report, time.monotonic()
@@ -277,20 +342,20 @@ class TrainingBars:
             waited = show_seconds(time.monotonic() - self._since)
             return Text(f"first step{', compiling' if facts.compiled else ''}: {waited}", style="dim", no_wrap=True)
         memory, age = report.memory, time.monotonic() - self._since
-        counted = has_counters(memory)
+        counted = memory != MemoryReading()
         curve = sparkline(self._losses, 12 if width < 100 else 24) if unicode else ""
-        parts = [(0, "bold", f"loss {report.loss:.4f}"),
-                 (3, "cyan", curve),
-                 (1, "green", f"{report.tokens_per_s:,.0f} tok/s"),
-                 (4, "", f"mfu {show_mfu(report.mfu)}"),
-                 (2, "", f"mem {show_bytes(memory.reserved)}" if counted else ""),
-                 (5, "", f"peak {show_bytes(memory.peak_reserved)}" if counted else ""),
-                 (2, "yellow", f"skipped {report.skipped}" if report.skipped else ""),
-                 (6, "dim", f"{show_seconds(age)} ago" if age > OLD_FIGURES_S else "")]
-        shown = fit_parts([(rank, text) for rank, _, text in parts if text], width)
-        styles = [style for _, style, text in parts if text]
+        parts = [(rank, style, text) for rank, style, text in (
+            (0, "bold", f"loss {report.loss:.4f}"),
+            (3, "cyan", curve),
+            (1, "green", f"{report.tokens_per_s:,.0f} tok/s"),
+            (4, "", f"mfu {show_mfu(report.mfu)}"),
+            (2, "", f"mem {show_bytes(memory.reserved)}" if counted else ""),
+            (5, "", f"peak {show_bytes(memory.peak_reserved)}" if counted else ""),
+            (2, "yellow", f"skipped {report.skipped}" if report.skipped else ""),
+            (6, "dim", f"{show_seconds(age)} ago" if age > OLD_FIGURES_S else "")) if text]
+        shown = fit_parts([(rank, text) for rank, _, text in parts], width)
         return Text("  ", no_wrap=True).join(
-            Text(text, style=style) for text, style in zip(shown, styles, strict=True) if text)
+            Text(text, style=style) for text, (_, style, _) in zip(shown, parts, strict=True) if text)
 
 
 def _bar(width: int, label: str, done: float, total: int, figures: list[tuple[int, str]],
@@ -299,16 +364,14 @@ def _bar(width: int, label: str, done: float, total: int, figures: list[tuple[in
     from rich.progress_bar import ProgressBar
     from rich.table import Table
 
-    min_bar = 10
-    shown = [text for text in fit_parts([*figures, (9, label)], width - min_bar - 2) if text]
-    named = label in shown
-    shown = [text for text in shown if text != label]
-    room = width - sum(len(text) + 2 for text in shown) - (len(label) + 2 if named else 0)
+    label, *shown = fit_parts([(9, label), *figures], width - MIN_BAR - 2)
+    texts = [text for text in shown if text]
+    room = width - sum(len(text) + 2 for text in (label, *texts) if text)
+    bar = ProgressBar(total=max(total, 1), completed=min(done, total), width=room, complete_style=style,
+                      finished_style=style)
+    cells: list[RenderableType] = [*([label] if label else []), bar, *texts]
     row = Table.grid(padding=(0, 2, 0, 0))
-    cells: list[RenderableType] = [label] if named else []
-    cells.append(ProgressBar(total=max(total, 1), completed=min(done, total), width=room, complete_style=style,
-                             finished_style=style))
-    for _ in (*cells, *shown):
+    for _ in cells:
         row.add_column(no_wrap=True)
-    row.add_row(*cells, *shown)
+    row.add_row(*cells)
     return row

@@ -1,12 +1,14 @@
-"""The terminal's width and abilities, and the layout of plain text: wrapped paragraphs, labelled rows, tables."""
+"""The terminal's width and abilities, and the layout of plain text: paragraphs, labelled rows, tables, sparklines."""
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import sys
 import textwrap
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 LABEL_WIDTH = 10      # columns of the labels at the left
@@ -97,3 +99,28 @@ def table(rows: Sequence[tuple[str, ...]], left: tuple[int, ...] = (0,), *, widt
     widths[0] = 0
     below = fitting_columns()[0][1:]
     return "\n".join(f"{row[0]}\n  {line(row, below)}".strip("\n") for row in rows)
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """A curve in at most `width` characters, each the mean of an equal share of the values."""
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite or width < 1:
+        return ""
+    cells = min(width, len(finite))
+    cuts = [round(cell * len(finite) / cells) for cell in range(cells + 1)]
+    means = [sum(finite[start:end]) / (end - start) for start, end in pairwise(cuts)]
+    low, span = min(means), max(means) - min(means)
+    return "".join("▁▂▃▄▅▆▇█"[round(7 * (mean - low) / span) if span else 0] for mean in means)
+
+
+def fit_parts(parts: Sequence[tuple[int, str]], width: int) -> list[str]:
+    """The texts of (rank, text) pairs in their order, those that do not fit replaced by "". Lower ranks are placed
+    first; two blanks separate the texts."""
+    kept: set[int] = set()
+    left = width
+    for index in sorted(range(len(parts)), key=lambda index: parts[index][0]):
+        needed = len(parts[index][1]) + (2 if kept else 0)
+        if needed <= left:
+            kept.add(index)
+            left -= needed
+    return [text if index in kept else "" for index, (_, text) in enumerate(parts)]

@@ -11,9 +11,9 @@ from contextlib import contextmanager
 
 from ..core.units import show_bytes, show_seconds
 from ..hardware.nvidia import GpuProcess, GpuState
-from ..runs.watch import MemoryHistory, RunState, Spike, WatchFrame
-from .terminal import LABEL_WIDTH, Line, can_redraw, has_unicode, printable
-from .train_text import show_mfu, sparkline
+from ..runs.watch import MemoryHistory, RunState, WatchFrame
+from .progress import show_mfu
+from .terminal import LABEL_WIDTH, Line, can_redraw, has_unicode, printable, sparkline
 
 UNKNOWN, NO_PLAN = "N/A", "—"
 NEARLY_FULL = 0.95
@@ -34,15 +34,18 @@ def frame_lines(frame: WatchFrame, width: int, *, unicode: bool = True) -> list[
         lines += history_lines(frame.history, width, unicode)
     else:
         lines += [Line(""), *run_lines(frame.run, frame.history, width, unicode)]
-    return lines if unicode else [Line(_ascii(line.text), line.style) for line in lines]
+    return lines if unicode else [
+        Line(line.text.translate(_ASCII).encode("ascii", "replace").decode(), line.style) for line in lines]
 
 
 def gpu_lines(card: GpuState, width: int) -> list[Line]:
     share = card.used_bytes / card.total_bytes if card.used_bytes is not None and card.total_bytes else None
     full = share is not None and share >= NEARLY_FULL
     used = f"{_bytes(card.used_bytes)} of {_bytes(card.total_bytes)}" + (f", {share:.0%}" if share is not None else "")
-    room = min(width - LABEL_WIDTH - len(used) - 2, 30)
-    memory = [used, _bar(share, room)] if share is not None and room >= 8 else [used]
+    memory, room = [used], min(width - LABEL_WIDTH - len(used) - 2, 30)
+    if share is not None and room >= 8:
+        filled = round(min(max(share, 0.0), 1.0) * room)
+        memory.append("█" * filled + "░" * (room - filled))
     others = [one for one in card.programs if one.kind != "run"]
     return [
         *flowed(f"GPU {card.index}", [card.name], width, "bold"),
@@ -59,31 +62,33 @@ def gpu_lines(card: GpuState, width: int) -> list[Line]:
 def run_lines(run: RunState, history: MemoryHistory, width: int, unicode: bool) -> list[Line]:
     total = f" of {run.max_iters:,}" if run.max_iters is not None else ""
     share = f"{100 * run.step // run.max_iters}%" if run.max_iters else ""  # rounded down: 100% only at the end
-    left = run.seconds_left
+    left, held = run.seconds_left, run.memory
     mfu = UNKNOWN if run.mfu is None else show_mfu(run.mfu)
+    silent = f", last record {show_seconds(run.silent_s)} ago" if run.silent_s is not None else ""
+    status = {"elsewhere": f"{run.whereabouts}, which cannot be checked from here",
+              "starting": f"starting: {run.whereabouts}", "running": f"running: {run.whereabouts}"}
+    memory = [f"allocated {_bytes(held.allocated if held else None)}",
+              f"reserved {_bytes(held.reserved if held else None)}",
+              f"highest {_bytes(held.peak_reserved if held else None)}",
+              f"planned peak {_bytes(run.planned_bytes, NO_PLAN)}", f"headroom {_bytes(run.headroom_bytes)}"]
+    if held is None and run.planned_bytes is None and run.headroom_bytes is None:
+        memory = [UNKNOWN]
+    spikes = [f"+{show_bytes(spike.rise)} to {show_bytes(spike.reached)} "
+              f"{f'in {spike.phase} ' if spike.phase else ''}at step {spike.step:,}"
+              f"{f' ({spike.program})' if spike.program else ''}" for spike in run.spikes[-SPIKES_SHOWN:]]
     return [
-        *flowed("run", [run.folder, _status(run)], width, "bold"),
+        *flowed("run", [run.folder, status.get(run.status, run.status) + silent], width, "bold"),
         *flowed("", [run.hint], width),
         *flowed("step", [f"{run.step:,}{total}", share, run.phase or "",
                          f"{show_seconds(left)} left" if left is not None and math.isfinite(left) else ""], width),
         *flowed("speed", [_figure(run.tokens_per_s, " tokens/s"), f"MFU {mfu}"], width),
-        *flowed("loss", [_loss(run.loss), f"validation {_loss(run.val_loss)}"], width),
+        *flowed("loss", [_figure(run.loss, digits=4), f"validation {_figure(run.val_loss, digits=4)}"], width),
         *(flowed("", [sparkline(run.losses, min(width - LABEL_WIDTH, GRAPH_WIDTH))], width, "cyan") if unicode else []),
-        *flowed("memory", _run_memory(run), width),
+        *flowed("memory", memory, width),
         *history_lines(history, width, unicode),
-        *flowed("spikes", [_spike(each) for each in run.spikes[-SPIKES_SHOWN:]], width, "yellow"),
+        *flowed("spikes", spikes, width, "yellow"),
         *flowed("warning", [run.warning], width, "yellow"),
     ]
-
-
-def _run_memory(run: RunState) -> list[str]:
-    memory = run.memory
-    if memory is None and run.planned_bytes is None and run.headroom_bytes is None:
-        return [UNKNOWN]
-    return [f"allocated {_bytes(memory.allocated if memory else None)}",
-            f"reserved {_bytes(memory.reserved if memory else None)}",
-            f"highest {_bytes(memory.peak_reserved if memory else None)}",
-            f"planned peak {_bytes(run.planned_bytes, NO_PLAN)}", f"headroom {_bytes(run.headroom_bytes)}"]
 
 
 def history_lines(history: MemoryHistory, width: int, unicode: bool) -> list[Line]:
@@ -106,21 +111,6 @@ def history_lines(history: MemoryHistory, width: int, unicode: bool) -> list[Lin
             *(flowed("", [span], width, "cyan") if not beside else [])]
 
 
-def _status(run: RunState) -> str:
-    silent = f", last record {show_seconds(run.silent_s)} ago" if run.silent_s is not None else ""
-    if run.status == "elsewhere":
-        return f"{run.whereabouts}, which cannot be checked from here{silent}"
-    if run.status in ("starting", "running"):
-        return f"{run.status}: {run.whereabouts}{silent}"
-    return f"{run.status}{silent}"
-
-
-def _spike(spike: Spike) -> str:
-    where = f"in {spike.phase} at step {spike.step:,}" if spike.phase else f"at step {spike.step:,}"
-    who = f" ({spike.program})" if spike.program else ""
-    return f"+{show_bytes(spike.rise)} to {show_bytes(spike.reached)} {where}{who}"
-
-
 def _program_list(programs: Sequence[GpuProcess]) -> list[str]:
     """Names with bytes; the processes of one program are added up."""
     found: dict[tuple[str, str], list[int | None]] = {}
@@ -138,30 +128,21 @@ def _program_list(programs: Sequence[GpuProcess]) -> list[str]:
 
 # ---- figures
 
+
 def _bytes(nbytes: int | None, otherwise: str = UNKNOWN) -> str:
     return otherwise if nbytes is None else show_bytes(nbytes)
 
 
-def _figure(value: float | None, unit: str) -> str:
-    return UNKNOWN if value is None else f"{value:,.0f}{unit}"
+def _figure(value: float | None, unit: str = "", digits: int = 0) -> str:
+    return UNKNOWN if value is None else f"{value:,.{digits}f}{unit}"
 
 
 def _pair(value: float | None, limit: float | None, unit: str) -> str:
-    if value is None or limit is None:
-        return _figure(value, unit)
-    return f"{value:,.0f} of {limit:,.0f}{unit}"
-
-
-def _loss(value: float | None) -> str:
-    return UNKNOWN if value is None else f"{value:.4f}"
-
-
-def _bar(share: float, room: int) -> str:
-    filled = round(min(max(share, 0.0), 1.0) * room)
-    return "█" * filled + "░" * (room - filled)
+    return _figure(value, unit) if value is None or limit is None else f"{_figure(value)} of {_figure(limit, unit)}"
 
 
 # ---- layout
+
 
 def flowed(label: str, parts: Sequence[str], width: int, style: str = "") -> list[Line]:
     """A label and its parts, as many per line as there is room for; longer parts are wrapped."""
@@ -175,11 +156,8 @@ def flowed(label: str, parts: Sequence[str], width: int, style: str = "") -> lis
     return [Line(("" if index else label).ljust(LABEL_WIDTH) + text, style) for index, text in enumerate(lines)]
 
 
-def _ascii(text: str) -> str:
-    return text.translate(_ASCII).encode("ascii", "replace").decode()
-
-
 # ---- the screen
+
 
 @contextmanager
 def open_screen(*, moving: bool) -> Iterator[Callable[[WatchFrame], None]]:

@@ -28,8 +28,7 @@ from ..hardware.gpus import peak_flops
 from ..planning.plan_file import FallbackPlan, phases_to_json
 from ..runs.folder import RunFolder, holds_run, need_disk, open_run
 from ..runs.metrics import RunFacts
-from ..show.progress import Display, open_display, say
-from ..show.train_text import closing, memory_plan, plan_vs_measured
+from ..show.progress import Display, closing, memory_plan, open_display, plan_vs_measured, say
 from ..tapes.engine import checkpoint_bytes
 from . import checkpoint
 from .build import build_training, check_data, find_source, restore, take_shape

@@ -1,43 +1,51 @@
-"""PageQuery → the answers that the page draws: plan, timeline of a step, exact needs, all GPUs, fit, explain.
+"""PageQuery → the answers that the page draws: plan, timeline of a step, exact needs, all GPUs, fixes, fit, explain.
 
 Every answer is a dict that becomes JSON. Bytes are plain numbers; sentences are written here, not in JavaScript.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import lru_cache
 from typing import Any
 
 from .. import diagnosis
+from ..config.memory_savers import SAVER_LABELS
 from ..config.resolve import ResolvedRun, resolve_run
 from ..config.run_config import DEFAULT_VOCAB, RunConfig
 from ..core.errors import DoesNotFit, UsageError
-from ..core.units import MiB, optional_bytes, show_bytes, show_count
+from ..core.units import MiB, optional_bytes, show_bytes
 from ..hardware import gpus
 from ..memory.platform import Platform
-from ..memory.timeline import PhasePeak, Timeline, owners_after, replay
-from ..planning import budget as place
-from ..planning import forecast
-from ..planning.budget import Budget
+from ..memory.timeline import Timeline, owners_after, replay
+from ..planning.budget import Budget, Target, check_supported, on_card
+from ..planning.changes import FAMILIES, ChangedRun, single_changes, smallest
 from ..planning.duration import expected_speed
 from ..planning.efficiency import SpeedEstimate
 from ..planning.fit_settings import fit_target, shared_gpu_note
-from ..planning.forecast import one_step
+from ..planning.forecast import one_step, replay_run
 from ..planning.goals import describe_suggestions, describe_too_small, find_fastest
 from ..planning.nanogpt_notes import gpu_notes
 from ..planning.plan import plan_for, same_tape
 from ..runs.metrics import PHASES
 from ..show import plan_text as show
 from ..show.charts import stacked_chart
-from .query import PageQuery, as_settings, command, config_file, flags_in, plan_command, read
+from .form import PageQuery, as_settings, command, config_file, flags_in, plan_command, read
 
 Answer = dict[str, Any]
 
 BARS = ("load", "first_eval", "first_train", "train", "step", "eval")  # the phases that get a bar, in order of time
-HEADS, WIDTHS = range(1, 129), range(8, 8193)
-NARROWEST_HEAD, WIDEST_HEAD = 8, 256
-VERDICTS = {True: "Fits", False: "Does not fit"}
+MAX_HEADS, MAX_WIDTH = 128, 8192
+MIN_HEAD_WIDTH, MAX_HEAD_WIDTH = 8, 256
+
+# The label of the button of every family of planning/changes.py.
+LABELS = {
+    **SAVER_LABELS, "trainer": "train with fitgpt", "compile": "compile the model",
+    "evaluation": "evaluation batch {eval_batch_size}", "batch": "batch {batch_size} × {gradient_accumulation_steps}",
+    "accumulation": "no gradient accumulation", "block": "block_size {block_size}",
+}
 
 
 # ---- one replay, shared by the answers about the same run
@@ -46,10 +54,9 @@ VERDICTS = {True: "Fits", False: "Does not fit"}
 @lru_cache(maxsize=8)
 def replayed(config: ResolvedRun, platform: Platform, trainer: str) -> Timeline:
     """The whole run, replayed without a memory limit."""
-    return replay(forecast.write_tape(config, platform, trainer), expandable=platform.uses_expandable_segments(trainer))
+    return replay_run(config, platform, trainer)
 
 
-@lru_cache(maxsize=256)
 def fits(config: ResolvedRun, platform: Platform, trainer: str, limit: int) -> bool:
     """Whether the run completes within `limit` reserved bytes. Replays with the limit only if the free run is unclear.
 
@@ -65,7 +72,7 @@ def fits(config: ResolvedRun, platform: Platform, trainer: str, limit: int) -> b
     return replay(timeline.tape, limit, expandable=expandable).failed is None
 
 
-def _resolved(query: PageQuery) -> tuple[RunConfig, Timeline]:
+def _resolved(query: PageQuery) -> tuple[ResolvedRun, Timeline]:
     config = resolve_run(query.config, query.target.platform, query.trainer)
     return config, replayed(config, query.target.platform, query.trainer)
 
@@ -78,7 +85,7 @@ def plan(query: PageQuery) -> Answer:
     config, timeline = _resolved(query)
     budget, title = query.target.budget, _title(query, config)
     fitting = fits(config, query.target.platform, query.trainer, budget.reserve_limit)
-    verdict, summary = VERDICTS[fitting], _summary(timeline, budget.reserve_limit, fitting)
+    verdict, summary = show.VERDICTS[fitting], _summary(timeline, budget.reserve_limit, fitting)
     notes = gpu_notes(query.config, query.target.platform) if query.trainer == "nanogpt" else []
     return {
         "fits": fitting, "verdict": verdict, "summary": summary, "title": title,
@@ -93,11 +100,8 @@ def plan(query: PageQuery) -> Answer:
 
 
 def _title(query: PageQuery, config: RunConfig) -> str:
-    budget, layers = query.target.budget, f"{config.n_layer} layer{'s' if config.n_layer > 1 else ''}"
-    where = f" on the {budget.card}" if budget.card else ""
-    return (f"{show.TRAINERS[query.trainer]}{where}: {show_count(config.gpt_config().count_params())} parameters, "
-            f"{layers} of width {config.n_embd:,}, batch {config.batch_size:,} × {config.block_size:,}, "
-            f"{config.dtype}, {'compiled' if config.compile else 'eager'}")
+    card = query.target.budget.card
+    return show.run_title(config, query.trainer, config.gpt_config().count_params(), f"the {card}" if card else "")
 
 
 def _summary(timeline: Timeline, limit: int, fitting: bool) -> str:
@@ -116,34 +120,31 @@ def _summary(timeline: Timeline, limit: int, fitting: bool) -> str:
 
 def _bars(timeline: Timeline, budget: Budget) -> Answer:
     """Per phase: its peak, and which owners hold the bytes at that moment."""
-    peaks = {phase: peak for phase, peak in timeline.peaks().items() if phase in BARS}
-    owners = owners_after(timeline.tape, timeline.changes, {peak.event for peak in peaks.values()})
-    highest = max(peaks.values(), key=lambda peak: peak.allocated)
-
-    def row(peak: PhasePeak) -> Answer:
-        return {"phase": peak.phase, "name": PHASES[peak.phase], "owners": owners[peak.event],
-                "allocated": peak.allocated, "reserved": peak.reserved, "peak": peak is highest}
-
-    whole_card = budget.budget == budget.usable - budget.others
-    name = f"{budget.card or 'the GPU'}: {show_bytes(budget.usable)} usable" if whole_card else (
+    peaks = timeline.peaks()
+    shown = [peaks[phase] for phase in BARS if phase in peaks]
+    owners = owners_after(timeline.tape, timeline.changes, {peak.event for peak in shown})
+    highest = max(shown, key=lambda peak: peak.allocated)
+    rows = [{"phase": peak.phase, "name": PHASES[peak.phase], "owners": owners[peak.event],
+             "allocated": peak.allocated, "reserved": peak.reserved, "peak": peak is highest} for peak in shown]
+    whole_gpu = budget.budget == budget.usable - budget.others
+    name = f"{budget.card or 'the GPU'}: {show_bytes(budget.usable)} usable" if whole_gpu else (
         f"a budget of {show_bytes(budget.budget)}")
     return {"limit": budget.budget + budget.others, "limit_name": name, "others": budget.others,
-            "outside": budget.outside, "rows": [row(peaks[phase]) for phase in BARS if phase in peaks]}
+            "outside": budget.outside, "rows": rows}
 
 
 def _head_counts(width: int) -> list[int]:
     """Head counts that divide the width into heads of a common size; any divisor if there is none."""
-    divisors = [heads for heads in HEADS if width % heads == 0]
+    divisors = [heads for heads in range(1, MAX_HEADS + 1) if width % heads == 0]
     common = [heads for heads in divisors
-              if NARROWEST_HEAD <= width // heads <= WIDEST_HEAD and width // heads % 8 == 0]
+              if MIN_HEAD_WIDTH <= width // heads <= MAX_HEAD_WIDTH and width // heads % 8 == 0]
     return common or divisors
 
 
 def _widths(heads: int) -> list[int]:
-    """Widths for this head count: the width per head is a multiple of 8, at most WIDEST_HEAD."""
+    """Widths for this head count: the width per head is a multiple of 8, at most MAX_HEAD_WIDTH."""
     step = 8 * heads
-    widths = list(range(step, heads * WIDEST_HEAD + 1, step))
-    return [width for width in widths if width in WIDTHS] or [heads]
+    return list(range(step, min(heads * MAX_HEAD_WIDTH, MAX_WIDTH) + 1, step)) or [heads]
 
 
 # ---- after the plan
@@ -154,28 +155,29 @@ def step(query: PageQuery) -> Answer:
     timeline, budget = _resolved(query)[1], query.target.budget
     note = "A few micro-batches, then the optimizer step. Further micro-batches repeat the last one."
     return {"html": stacked_chart(one_step(timeline), title="One training step, by owner", limit=budget.reserve_limit,
-                            limit_name="may be reserved", note=note)}
+                                  limit_name="may be reserved", note=note)}
 
 
 def exact(query: PageQuery) -> Answer:
     """The plan as `fitgpt plan` prints it, with the smallest limit that is enough: some ten more replays."""
-    config, target = query.config, query.target
-    memory = plan_for(config, target, query.trainer)
-    run, speed = memory.duration, _speed(query, config, target)
+    target = query.target
+    memory = plan_for(query.config, target, query.trainer)
+    run = memory.duration
+    speed = expected_speed(query.config, target.card, query.trainer, target.platform)
     cpu_ram = f"; {show_bytes(run.host_bytes)} of CPU RAM" if run.host_bytes else ""
     facts = [("assumes", show.assumptions_text(memory)), ("basis", show.accuracy_text(memory, memory.track_record)),
              ("GPU", " ".join(target.budget.sources)),
              ("step", f"{run.tokens_per_step:,} tokens per step; a checkpoint takes {show_bytes(run.checkpoint_bytes)} "
-                      f"on disk{cpu_ram}"),
-             *([("speed", f"{_tokens(speed)} tokens/s, by {speed.basis}")] if speed else [])]
-    verdict = VERDICTS[memory.fits]
+                      f"on disk{cpu_ram}")]
+    if speed:
+        facts.append(("speed", f"{_tokens(speed)} tokens/s, by {speed.basis}"))
+    verdict = show.VERDICTS[memory.fits]
     headroom = f"{show_bytes(abs(memory.headroom))} {'to spare' if memory.fits else 'too much'}"
-    title = _title(query, memory.run)
     return {
         "fits": memory.fits, "verdict": verdict,
         "summary": show.verdict(memory, target.neighbours), "needs": memory.forecast.needs,
         "headroom": memory.headroom, "headroom_text": headroom,
-        "config_file": config_file(query, f"{title}. {verdict}: {headroom}."),
+        "config_file": config_file(query, f"{_title(query, memory.run)}. {verdict}: {headroom}."),
         "speed": _tokens(speed),
         "phases": [{"name": PHASES[phase], "allocated": held.allocated, "reserved": held.reserved,
                     "process": held.reserved + target.budget.outside, "peak": phase == memory.forecast.peak_phase}
@@ -186,57 +188,128 @@ def exact(query: PageQuery) -> Answer:
     }
 
 
-def _speed(query: PageQuery, config: RunConfig, target: place.Target) -> SpeedEstimate | None:
-    """None for GPUs whose bandwidth or TFLOP/s are not known."""
-    return expected_speed(config, target.card, query.trainer, target.platform)
-
-
 def _tokens(speed: SpeedEstimate | None) -> str:
-    """'37k–52k', or one figure where the estimate is a measurement of this very run."""
+    """'37k–52k'; one figure where the estimate is a measurement of this very run; empty where the GPU's bandwidth or
+    TFLOP/s are not known."""
     if speed is None:
         return ""
-    low, high = _short(speed.low), _short(speed.high)
+
+    def short(number: float) -> str:
+        """Two or three digits: 560, 5.6k, 56k, 1.3M."""
+        for unit, letter in ((10**6, "M"), (1000, "k")):
+            if number >= unit:
+                return f"{number / unit:.{int(number < 10 * unit)}f}{letter}"
+        return f"{number:.0f}"
+
+    low, high = short(speed.low), short(speed.high)
     return low if low == high else f"{low}–{high}"
-
-
-def _short(number: float) -> str:
-    """Two or three digits: 560, 5.6k, 56k, 1.3M."""
-    for unit, letter in ((10**6, "M"), (1000, "k")):
-        if number >= unit:
-            return f"{number / unit:.{int(number < 10 * unit)}f}{letter}"
-    return f"{number:.0f}"
 
 
 def all_gpus(query: PageQuery) -> Answer:
     """The verdict on every NVIDIA GPU of the table. GPUs with the same tape share one replay, that of the largest."""
     others = query.target.budget.others if query.questions.others else 0
-    rows = [_on_gpu(card, query, others) for card in gpus.load() if card.vendor == "nvidia" and card.usable_mib]
-    largest: dict[Any, Platform] = {}
-    for _, target in rows:
-        if target is not None:
-            key = same_tape(resolve_run(query.config, target.platform, query.trainer), target.platform)
-            largest[key] = max(largest.get(key, target.platform), target.platform, key=lambda platform: platform.sms)
-    return {"gpus": [row if target is None else row | _verdict_on(query, target, largest) for row, target in rows]}
+    rows: list[Answer] = []
+    same: dict[tuple[Any, ...], list[tuple[Answer, Target]]] = {}
+    for card in gpus.load():
+        if card.vendor != "nvidia" or not card.usable_mib:
+            continue
+        usable = card.usable_mib * MiB
+        row: Answer = {"name": card.name, "memory": f"{card.memory_gb} GB", "usable": usable, "others": others,
+                       "outside": 0, "peak": 0, "fits": False, "problem": "", "speed": ""}
+        rows.append(row)
+        try:
+            target = on_card(card, others=others, torch=query.questions.torch)
+            check_supported(query.config, target, query.trainer)
+        except UsageError as error:
+            row["problem"] = f"needs {error.fix}" if others < usable else "other programs fill it"
+            continue
+        config = resolve_run(query.config, target.platform, query.trainer)
+        same.setdefault(same_tape(config, target.platform), []).append((row, target))
+    for group in same.values():
+        platform = max((target.platform for _, target in group), key=lambda platform: platform.sms)
+        config = resolve_run(query.config, platform, query.trainer)
+        for row, target in group:
+            row["outside"], row["peak"] = target.budget.outside, replayed(config, platform, query.trainer).peak
+            row["speed"] = _tokens(expected_speed(config, target.card, query.trainer, target.platform))
+            row["fits"] = fits(config, platform, query.trainer, target.budget.reserve_limit)
+    return {"gpus": rows}
 
 
-def _on_gpu(card: gpus.GpuModel, query: PageQuery, others: int) -> tuple[Answer, place.Target | None]:
-    """A GPU's row, and the target to plan for; None if the run cannot start there."""
-    usable = (card.usable_mib or 0) * MiB
-    row: Answer = {"name": card.name, "memory": f"{card.memory_gb} GB", "usable": usable, "others": others,
-                   "outside": 0, "peak": 0, "fits": False, "problem": "", "speed": ""}
-    try:
-        target = place.on_card(card, others=others, torch=query.questions.torch)
-        place.check_supported(query.config, target, query.trainer)
-    except UsageError as error:
-        return row | {"problem": f"needs {error.fix}" if others < usable else "other programs fill it"}, None
-    return row, target
+# ---- fixes: per family of planning/changes.py the smallest change that makes the run fit
 
 
-def _verdict_on(query: PageQuery, target: place.Target, largest: dict[Any, Platform]) -> Answer:
-    platform = largest[same_tape(resolve_run(query.config, target.platform, query.trainer), target.platform)]
-    config, limit = resolve_run(query.config, platform, query.trainer), target.budget.reserve_limit
-    return {"outside": target.budget.outside, "peak": replayed(config, platform, query.trainer).peak,
-            "speed": _tokens(_speed(query, config, target)), "fits": fits(config, platform, query.trainer, limit)}
+def families(query: PageQuery) -> Answer:
+    """The families that apply to this run, in the order of their buttons."""
+    found = {option.change.family for option in _options(query)}
+    return {"families": [family for family in FAMILIES if family in found]}
+
+
+def _options(query: PageQuery) -> list[ChangedRun]:
+    config = resolve_run(query.config, query.target.platform, query.trainer)
+    return list(single_changes(config, query.trainer, compiles=query.target.platform.compiles))
+
+
+def fix(query: PageQuery, family: str) -> Answer:
+    """The family's smallest change that makes the run fit, else its largest; None if it saves nothing."""
+    platform, limit = query.target.platform, query.target.budget.reserve_limit
+    config, timeline = _resolved(query)
+    before, fitting = timeline.peak, fits(config, platform, query.trainer, limit)
+    options = [option for option in _options(query) if option.change.family == family]
+    if not options:
+        return {"fix": None}
+
+    def fits_with(option: ChangedRun) -> bool:
+        return fits(option.resolved(platform), platform, option.change.trainer, limit)
+
+    chosen = options[0] if fitting else smallest(options, fits_with) or options[-1]
+    if family == "recompute":
+        chosen = _of_some_layers(config, chosen, fitting, fits_with)
+    change, enough = chosen.change, fits_with(chosen)
+    after = replayed(chosen.resolved(platform), platform, change.trainer).peak
+    if before - after < MiB and (fitting or not enough):
+        return {"fix": None}
+    settings = as_settings(config, chosen.config)
+    if change.trainer != query.trainer:
+        settings["trainer"] = change.trainer
+    return {"fix": {
+        "family": family, "label": _label(chosen), "settings": settings, "flags": " ".join(change.flags),
+        "saves": change.what, "costs": change.slower, "peak": after, "saved": before - after, "fits": enough,
+        "kind": change.kind,
+        "effect": f"{show_bytes(abs(before - after))} {'less' if after <= before else 'more'} at the peak"}}
+
+
+def _of_some_layers(config: RunConfig, all_layers: ChangedRun, fitting: bool,
+                    fits_with: Callable[[ChangedRun], bool]) -> ChangedRun:
+    """The same change in as few layers as make the run fit; in a third of them if it fits already."""
+    before, after = set(config.levels), set(all_layers.config.levels)
+    if len(before) > 1 or len(after) > 1 or not (fitting or fits_with(all_layers)):
+        return all_layers
+
+    def of(layers: int) -> ChangedRun:
+        levels = f"{layers}*{next(iter(after))},{config.n_layer - layers}*{next(iter(before))}"
+        try:
+            changed = replace(all_layers.config, recompute=levels)
+        except UsageError:
+            return all_layers
+        return ChangedRun(all_layers.change._replace(flags=(f"--recompute={levels}",)), changed)
+
+    if fitting:
+        return of(-(-config.n_layer // 3)) if config.n_layer > 1 else all_layers
+    too_few, enough = 0, config.n_layer
+    while enough - too_few > 1:
+        middle = (too_few + enough) // 2
+        too_few, enough = (too_few, middle) if fits_with(of(middle)) else (middle, enough)
+    return all_layers if enough == config.n_layer else of(enough)
+
+
+def _label(option: ChangedRun) -> str:
+    changed = option.config
+    counted = re.match(r"(\d+)\*", changed.recompute)
+    number = int(counted[1]) if counted else changed.n_layer
+    words = {**changed.to_dict(), "layers": f"{number} layer{'s' if number > 1 else ''}"}
+    if changed.offload == "gradients":
+        words["offload"] = "optimizer and gradients"
+    return LABELS.get(option.change.family, " ".join(option.change.flags)).format(**words)
 
 
 # ---- fit and explain

@@ -1,15 +1,19 @@
 """The web server: starlette serves the page, its files and the API; uvicorn runs it.
 
-Every API request is computed by a worker process, within limits on its size and time.
+Every API request is computed by a worker process, within limits on its size and time. Only requests of the page itself
+are answered, from this machine or with the token.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hmac
 import json
+import re
 import socket
+from ipaddress import ip_address
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import uvicorn
 from starlette.applications import Starlette
@@ -21,16 +25,46 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..show import charts
-from .security import HEADERS, ServerAddress, check_source, has_token
 from .workers import NAMES, ApiRequest, Busy, TooSlow, WorkerPool
 
 STATIC = Path(__file__).parent / "static"
-KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
-LARGEST_HEAD = 16 * 1024
-LARGEST_BODY = 512 * 1024
-LONGEST_QUERY = 8192
+MEDIA_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+MAX_HEAD = 16 * 1024
+MAX_BODY = 512 * 1024
+MAX_QUERY_LENGTH = 8192
 BODY_SECONDS = 10.0
 ANSWER_SECONDS = 40.0  # for one answer
+
+LOOPBACK_NAMES = ("127.0.0.1", "localhost", "[::1]")
+_HOST = re.compile(r"(\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9._-]{1,253})(?::([0-9]{1,5}))?")
+HEADERS = {
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
+                               "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "permissions-policy": "camera=(), geolocation=(), microphone=()",
+}
+
+
+class ServerAddress(NamedTuple):
+    """Where the server listens. `token` is empty if only this machine can reach it, else every request needs it."""
+
+    port: int
+    token: str = ""
+    host: str = "127.0.0.1"
+
+    @property
+    def name(self) -> str:
+        """The host as it is written in a URL."""
+        return f"[{ip_address(self.host).compressed}]" if ":" in self.host else self.host
+
+    @property
+    def cookie(self) -> str:
+        """With the port in its name: browsers send a cookie to every port of a host."""
+        return f"fitgpt-{self.port}"
 
 
 async def run_server(address: ServerAddress, listening: socket.socket, run: str) -> None:
@@ -39,7 +73,7 @@ async def run_server(address: ServerAddress, listening: socket.socket, run: str)
     server = uvicorn.Server(uvicorn.Config(
         make_app(address, pool, run), http="h11", ws="none", lifespan="off", log_config=None, log_level="critical",
         access_log=False, server_header=False, proxy_headers=False, timeout_graceful_shutdown=0,
-        h11_max_incomplete_event_size=LARGEST_HEAD))
+        h11_max_incomplete_event_size=MAX_HEAD))
     try:
         await server.serve(sockets=[listening])
     finally:
@@ -47,22 +81,21 @@ async def run_server(address: ServerAddress, listening: socket.socket, run: str)
 
 
 def make_app(address: ServerAddress, pool: WorkerPool, run: str = "") -> ASGIApp:
-    files = _static_files()
-
-    async def page(request: Request) -> Response:
-        return _file(files["index.html"], ".html")
+    # All files by name, read once: a request chooses one of these and never names a path.
+    files = {path.name: path.read_bytes() for path in STATIC.iterdir() if path.suffix in MEDIA_TYPES}
+    files |= {"charts.css": charts.style().encode(), "charts.js": charts.script().encode()}
 
     async def file(request: Request) -> Response:
-        name = request.path_params["name"]
-        if name not in files or name == "index.html":
+        name = request.path_params.get("name", "index.html")
+        if name not in files or (name == "index.html" and request.url.path != "/"):
             raise HTTPException(404, "There is no such file.")
-        return _file(files[name], Path(name).suffix)
+        return Response(files[name], media_type=MEDIA_TYPES[Path(name).suffix], headers={"cache-control": "no-cache"})
 
     async def get_answer(request: Request) -> Response:
         name, query = request.path_params["name"], request.url.query
         if name not in NAMES or name == "explain":
             raise HTTPException(405 if name == "explain" else 404, "There is no such API request.")
-        if len(query) > LONGEST_QUERY:
+        if len(query) > MAX_QUERY_LENGTH:
             raise HTTPException(414, "The address is too long.")
         family, _, rest = query.partition("&") if name == "fix" else ("", "", query)
         return await _answer(request, pool, ApiRequest(name, rest, family.removeprefix("family="), run=run))
@@ -75,7 +108,7 @@ def make_app(address: ServerAddress, pool: WorkerPool, run: str = "") -> ASGIApp
         return await _answer(request, pool, ApiRequest("explain", query, text=text))
 
     app = Starlette(
-        routes=[Route("/", page), Route("/static/{name}", file), Route("/api/explain", explain, methods=["POST"]),
+        routes=[Route("/", file), Route("/static/{name}", file), Route("/api/explain", explain, methods=["POST"]),
                 Route("/api/{name}", get_answer)],
         exception_handlers={HTTPException: _http_error, Exception: _bug})
     return SecurityMiddleware(app, address)
@@ -100,37 +133,51 @@ class SecurityMiddleware:
 
         await (self._rejection(scope) or self._app)(scope, receive, send_with_headers)
 
-    def _rejection(self, scope: Scope) -> ASGIApp | None:
-        rejected = check_source(self._address, scope["path"], scope["headers"])
-        if rejected is not None:
-            return _problem(*rejected)
-        request = Request(scope)
-        given = request.query_params.get("token", "")
-        if not has_token(self._address, scope["headers"], given):
+    def _rejection(self, scope: Scope) -> Response | None:
+        """Why a request is not answered; None if it is.
+
+        Any web page can make a browser send requests to 127.0.0.1, and DNS rebinding can point a foreign name there. So
+        the Host must be ours, and an Origin, if there is one, must equal it.
+        """
+        request, address = Request(scope), self._address
+        hosts = request.headers.getlist("host")
+        if len(hosts) != 1 or not (parts := _HOST.fullmatch(hosts[0])):
+            return _problem(400, "A request must have exactly one valid Host header.")
+        url = f"http://{address.name}:{address.port}"
+        if not address.token and (
+                parts[1].lower() not in (*LOOPBACK_NAMES, address.name) or int(parts[2] or 80) != address.port):
+            return _problem(421, f"This server is {url}, but the request is for {hosts[0]!r}.", f"{url}/")
+        sites = request.headers.getlist("sec-fetch-site") if scope["path"] != "/" else []
+        if any(origin != f"http://{hosts[0]}" for origin in request.headers.getlist("origin")) or any(
+                site not in ("same-origin", "none") for site in sites):
+            return _problem(403, "Requests from pages of other sites are not answered.")
+        if not address.token:
+            return None
+
+        # From the URL, or from the cookie that this URL sets. In constant time, so that timing does not reveal how many
+        # characters are right.
+        in_url = request.query_params.get("token", "")
+        if not any(hmac.compare_digest(given.encode("utf-8", "replace"), address.token.encode())
+                   for given in (in_url, request.cookies.get(address.cookie, ""))):
             return _problem(401, "This page needs the token that fitgpt serve printed.",
                             "Open the whole address that it printed, from http:// to the end.")
-        if self._address.token and given:  # a cookie replaces the token, so that the address can be shared
-            rest = request.url.remove_query_params("token").query
-            reply = RedirectResponse(f"/?{rest}" if rest else "/", 303)
-            reply.set_cookie(self._address.cookie, self._address.token, httponly=True, samesite="strict")
-            return reply
-        return None
-
-
-def _static_files() -> dict[str, bytes]:
-    """All files by name, read once: a request chooses one of these and never names a path."""
-    found = {path.name: path.read_bytes() for path in STATIC.iterdir() if path.suffix in KINDS}
-    return found | {"charts.css": charts.style().encode(), "charts.js": charts.script().encode()}
-
-
-def _file(content: bytes, suffix: str) -> Response:
-    return Response(content, media_type=KINDS[suffix], headers={"cache-control": "no-cache"})
+        if not in_url:
+            return None
+        rest = request.url.remove_query_params("token").query  # a cookie replaces the token: the address can be shared
+        reply = RedirectResponse(f"/?{rest}" if rest else "/", 303)
+        reply.set_cookie(address.cookie, address.token, httponly=True, samesite="strict")
+        return reply
 
 
 async def _answer(request: Request, pool: WorkerPool, wanted: ApiRequest) -> Response:
     """Cancelled if the browser disconnects, so that no worker computes what nobody reads."""
     answering = asyncio.ensure_future(pool.answer(wanted))
-    disconnected = asyncio.ensure_future(_disconnect(request))
+
+    async def disconnect() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    disconnected = asyncio.ensure_future(disconnect())
     await asyncio.wait((answering, disconnected), return_when=asyncio.FIRST_COMPLETED)
     disconnected.cancel()
     if not answering.done():
@@ -146,24 +193,19 @@ async def _answer(request: Request, pool: WorkerPool, wanted: ApiRequest) -> Res
     return Response(reply, 500 if reply.startswith(b'{"bug"') else 200, media_type="application/json")
 
 
-async def _disconnect(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-
-
 async def _json_body(request: Request) -> dict[str, Any]:
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise HTTPException(415, "The content-type must be application/json.")
-    too_large = HTTPException(413, f"A text to explain may have at most {LARGEST_BODY // 1024} KiB.")
+    too_large = HTTPException(413, f"A text to explain may have at most {MAX_BODY // 1024} KiB.")
     length = request.headers.get("content-length", "0")
-    if not length.isdecimal() or int(length) > LARGEST_BODY:
+    if not length.isdecimal() or int(length) > MAX_BODY:
         raise too_large
     body = b""
     try:
         async with asyncio.timeout(BODY_SECONDS):
             async for part in request.stream():
                 body += part
-                if len(body) > LARGEST_BODY:
+                if len(body) > MAX_BODY:
                     raise too_large
         parsed = json.loads(body)
     except TimeoutError:

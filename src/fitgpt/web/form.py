@@ -1,22 +1,33 @@
-"""What the page's form offers: GPUs, presets, and every option that affects memory, each with its help."""
+"""The page's form: what it offers; the query string that it sends → PageQuery, a run on a GPU; and a PageQuery as a
+command, a config file, settings.
+
+Only options that affect memory are read, and none that names a file: a shared link cannot make the server read one.
+"""
 
 from __future__ import annotations
 
+import time
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from urllib.parse import parse_qsl
 
 from .. import __version__
 from ..config.argv import walk
-from ..config.command_options import PlanOptions
-from ..config.fields import option_specs
-from ..config.memory_savers import LEVELS
-from ..config.run_config import PAGE_OPTIONS, RunConfig, diff, gpt2_shapes, resolve
-from ..core.errors import DeviceError
+from ..config.command_options import PlanArguments, PlanOptions
+from ..config.fields import Assignment, build, option_specs, parse_value, shown
+from ..config.memory_savers import LEVELS, loss_chunk_tokens
+from ..config.run_config import DEFAULT_VOCAB, NOT_NANOGPTS, PAGE_OPTIONS, RunConfig, diff, gpt2_shapes, resolve
+from ..core.errors import DeviceError, UsageError
 from ..core.units import show_count
-from ..hardware import gpus as cards
-from ..hardware.nvidia import gpus
+from ..hardware import gpus, nvidia
 from ..memory.platform import TORCH_VERSIONS
-from .query import RUN_OPTIONS
+from ..planning.budget import Target, check_supported, target_for
+
+RUN_OPTIONS = tuple(name for names in PAGE_OPTIONS.values() for name in names)
+CARRIED = ("eval_iters",)  # affects no memory, but a smaller evaluation batch needs more iterations
+QUESTIONS = ("gpu", "others", "budget", "trainer", "torch")
+SETTINGS = (*RUN_OPTIONS, *CARRIED, *QUESTIONS)
 
 EXAMPLE = "RTX 4070"  # selected at first if this machine has no GPU
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -32,71 +43,180 @@ STOPS: dict[str, tuple[int, ...]] = {
 }
 OTHERS_MIB = (0, 128, 256, 512, 768, 1024, 1536, 2118, 2560, 3072, 4096, 5120, 6144, 8192)
 
+MAX_FIELDS, MAX_VALUE_LENGTH = 60, 200
+MAX_LAYERS, MAX_CHUNKS = 200, 2048  # with more, a tape takes seconds to write; `fitgpt plan` has no such limit
+DRIVER_SECONDS = 3                  # how long a reading of this machine's GPU is reused while a slider moves
+
+
+# ---- what the form offers
+
 
 def form() -> dict[str, Any]:
+    """GPUs, presets, and every option that affects memory, each with its help."""
+    try:
+        here = max(nvidia.gpus(), key=lambda gpu: gpu.free_bytes or 0, default=None)
+    except DeviceError:
+        here = None
     own = option_specs(PlanOptions)
     return {
-        "version": __version__, "example": EXAMPLE, "here": _here(),
-        "gpus": [{"name": card.name, "memory": f"{card.memory_gb} GB", "group": _family(card)}
-                  for card in cards.load() if card.vendor in ("nvidia", "amd")],
+        "version": __version__, "example": EXAMPLE, "here": here.name if here else "",
+        "gpus": [{"name": gpu.name, "memory": f"{gpu.memory_gb} GB", "group": _gpu_group(gpu)}
+                 for gpu in gpus.load() if gpu.vendor in ("nvidia", "amd")],
         "presets": presets(),
         "groups": {group: [_control(name) for name in names] for group, names in GROUPS.items()},
         "trainers": list(own["trainer"].choices), "torch": list(TORCH_VERSIONS), "others": OTHERS_MIB,
-        "help": {name: own[name].help for name in ("gpu", "others", "budget", "trainer", "torch")},
+        "help": {name: own[name].help for name in QUESTIONS},
     }
 
 
 def presets() -> list[dict[str, Any]]:
-    """The config files of this project, smallest model first, and nanoGPT's own that differ from them."""
-    own = {file.stem: _config_of(file) for file in CONFIGS.glob("*.py")}
-    params = {name: config.gpt_config().count_params() for name, config in own.items()}
+    """The config files of this project, smallest model first, and nanoGPT's own that differ from them. Each has the
+    options that are not at their default: choosing a preset resets all others."""
+    own = []
+    for file in CONFIGS.glob("*.py"):
+        assignments = [each for each in walk([str(file)], RunConfig) if each.key in RUN_OPTIONS]
+        config, _ = resolve(assignments, {"vocab_size": DATASET_VOCAB.get(file.stem, 0)})
+        own.append((config.gpt_config().count_params(), file.stem, config))
+    own.sort(key=lambda each: each[0])
     theirs = {"train_gpt2": RunConfig(), "finetune_shakespeare: GPT-2 XL": RunConfig(
         **gpt2_shapes["gpt2-xl"], batch_size=1, gradient_accumulation_steps=32)}
     for size, shape in gpt2_shapes.items():  # these only evaluate; the page plans what training that model takes
         theirs[f"eval_{size.replace('-', '_')}, trained"] = RunConfig(**shape, batch_size=8)
-    return [*(_preset("config/", f"{name}: {show_count(params[name])}", own[name])
-              for name in sorted(own, key=params.__getitem__)),
-            *(_preset("nanoGPT's configs", name, config) for name, config in theirs.items())]
-
-
-def _config_of(file: Path) -> RunConfig:
-    assignments = [each for each in walk([str(file)], RunConfig) if each.key in RUN_OPTIONS]
-    return resolve(assignments, {"vocab_size": DATASET_VOCAB.get(file.stem, 0)})[0]
-
-
-def _preset(group: str, name: str, config: RunConfig) -> dict[str, Any]:
-    """With the options that are not at their default: choosing the preset resets all others."""
-    return {"group": group, "name": name,
-            "settings": {key: str(value) for key, _, value in diff(RunConfig(), config)}}
+    named = [("config/", f"{name}: {show_count(params)}", config) for params, name, config in own]
+    named += [("nanoGPT's configs", name, config) for name, config in theirs.items()]
+    return [{"group": group, "name": name,
+             "settings": {key: str(value) for key, _, value in diff(RunConfig(), config)}}
+            for group, name, config in named]
 
 
 def _control(name: str) -> dict[str, Any]:
     """An option as its dataclass field declares it."""
-    one = option_specs(RunConfig)[name]
-    choices = list(one.choices)
-    if name == "recompute":
-        choices = list(LEVELS)
-    elif one.kind in ("bool", "auto"):
-        choices = ["auto", "True", "False"] if one.kind == "auto" else []
-    kind = "switch" if one.kind == "bool" else "choice" if choices else "slider" if name in STOPS else "number"
-    return {"name": name, "kind": kind, "default": str(one.default), "help": one.help, "choices": choices,
-            "stops": list(STOPS.get(name, ())), "integer": one.kind == "int"}
+    option = option_specs(RunConfig)[name]
+    choices = list(LEVELS if name == "recompute" else option.choices)
+    if option.kind == "auto":
+        choices = ["auto", "True", "False"]
+    kind = "switch" if option.kind == "bool" else "choice" if choices else "slider" if name in STOPS else "number"
+    return {"name": name, "kind": kind, "default": str(option.default), "help": option.help, "choices": choices,
+            "stops": list(STOPS.get(name, ())), "integer": option.kind == "int"}
 
 
-def _family(card: cards.GpuModel) -> str:
+def _gpu_group(gpu: gpus.GpuModel) -> str:
     """The group of a GPU in the list, by its name: RTX 40, RTX 30, workstation, data centre."""
-    words = card.name.split()
-    if card.vendor == "amd":
+    words = gpu.name.split()
+    if gpu.vendor == "amd":
         return "AMD: needs a budget"
     if words[0] in ("RTX", "GTX") and words[1].isdecimal() and len(words[1]) == 4 and words[1] != "6000":
         return f"{words[0]} {words[1][:2]}"
     return "workstation" if words[0] in ("RTX", "TITAN") else "data centre"
 
 
-def _here() -> str:
-    """The name of this machine's GPU, from the driver; empty if there is none."""
+# ---- what the form sends
+
+
+class PageQuery(NamedTuple):
+    """A run, and the GPU to plan it for."""
+
+    config: RunConfig
+    trainer: str
+    target: Target
+    questions: PlanOptions
+    ignored: tuple[str, ...]  # parts of the query string, each as a sentence
+
+
+def read(query: str) -> PageQuery:
+    """Raises UsageError for a value that is not valid, and for an unknown GPU."""
     try:
-        found = gpus()
-    except DeviceError:
-        return ""
-    return max(found, key=lambda gpu: gpu.free_bytes or 0).name if found else ""
+        pairs = parse_qsl(query, max_num_fields=MAX_FIELDS)
+    except ValueError:
+        raise UsageError(f"The address has more than {MAX_FIELDS} settings.", "Remove some of them.") from None
+    assignments, ignored = [], []
+    for key, text in pairs:
+        if key not in SETTINGS:
+            ignored.append(f"{key[:MAX_VALUE_LENGTH]!r} is not a setting of this page and is ignored")
+        elif len(text) > MAX_VALUE_LENGTH:
+            raise UsageError(f"{key}: its value is {len(text):,} characters long.",
+                             f"A value has at most {MAX_VALUE_LENGTH} characters.")
+        else:
+            assignments.append(Assignment(key, parse_value(PlanArguments, key, text), f"--{key}={text}"))
+    questions = build(PlanOptions, [each for each in assignments if each.key in QUESTIONS])
+    config, _ = resolve([each for each in assignments if each.key not in QUESTIONS])
+    _check_size(config, questions.trainer)
+    moment = 0 if questions.gpu else int(time.monotonic() / DRIVER_SECONDS)
+    target = _target(questions.gpu, questions.others, questions.budget, questions.torch, moment)
+    check_supported(config, target, questions.trainer)
+    return PageQuery(config, questions.trainer, target, questions, tuple(ignored))
+
+
+def _check_size(config: RunConfig, trainer: str) -> None:
+    if config.n_layer > MAX_LAYERS:
+        raise UsageError(f"n_layer={config.n_layer}: the page plans at most {MAX_LAYERS} layers.",
+                         f"--n_layer={MAX_LAYERS}, or fitgpt plan in a terminal, which has no limit.")
+    tokens = max(config.batch_size * config.block_size, config.eval_batch * config.eval_block)
+    chunks = tokens / loss_chunk_tokens(tokens, config.vocab_size or DEFAULT_VOCAB, config.loss_chunk)
+    if trainer == "fitgpt" and chunks > MAX_CHUNKS:
+        raise UsageError(f"The loss of {tokens:,} tokens would be computed in {chunks:,.0f} chunks; the page plans at "
+                         f"most {MAX_CHUNKS:,}.", "--loss_chunk=0, or a smaller batch.")
+
+
+@lru_cache(maxsize=8)
+def _target(gpu: str, others: str, budget: str, torch: str, moment: int) -> Target:
+    """`moment` changes every DRIVER_SECONDS, so that an old reading of the driver is not reused."""
+    return target_for(gpu, "auto", others=others, budget=budget, torch=torch)
+
+
+# ---- back to settings, a command, a config file
+
+
+def as_settings(before: RunConfig, after: RunConfig) -> dict[str, str]:
+    """The settings of the page that turn one config into the other."""
+    return {key: str(now) for key, _, now in diff(before, after) if key in (*RUN_OPTIONS, *CARRIED)}
+
+
+def flags_in(fix: str) -> dict[str, str]:
+    """The settings in the flags that a fix begins with: '--dtype=float16, or …' → {"dtype": "float16"}."""
+    found: dict[str, str] = {}
+    for word in fix.split():
+        name, _, text = word.rstrip(".,").removeprefix("--").partition("=")
+        if not word.startswith("--") or name not in SETTINGS or not text:
+            break
+        found[name] = text.strip("'\"")
+    return found
+
+
+def command(query: PageQuery) -> str:
+    """The command that trains this run."""
+    program = "fitgpt train" if query.trainer == "fitgpt" else "python train.py"
+    return " ".join([program, *(f"--{key}={shown(value)}" for key, value in _training_options(query).items())])
+
+
+def plan_command(query: PageQuery) -> str:
+    """The command that prints this plan."""
+    own = option_specs(PlanOptions)
+    questions = {key: getattr(query.questions, key) for key in QUESTIONS}
+    flags = {key: value for key, value in questions.items() if value != own[key].default} | _not_default(query)
+    return " ".join(["fitgpt plan", *(f"--{key}={shown(value)}" for key, value in flags.items())])
+
+
+def config_file(query: PageQuery, comment: str) -> str:
+    """A config file in nanoGPT's format: assignments of literals."""
+    lines = [f"# {comment}", "# Options that are not set here have their defaults; set `dataset` to yours."]
+    if query.trainer == "nanogpt" and query.config.vocab_size:
+        lines.append(f"# train.py reads vocab_size from the dataset's meta.pkl: {query.config.vocab_size} in this "
+                     "plan.")
+    options = [f"{key} = {value!r}" for key, value in _training_options(query).items()]
+    return "\n".join([*lines, "", *(options or ["# All options have their defaults."])]) + "\n"
+
+
+def _training_options(query: PageQuery) -> dict[str, Any]:
+    """The options that are not at their default, for the trainer's command line."""
+    options = _not_default(query)
+    if query.trainer == "nanogpt":
+        options.pop("vocab_size", None)  # train.py reads it from the dataset
+    elif query.questions.budget:
+        options["budget"] = query.questions.budget
+    return options
+
+
+def _not_default(query: PageQuery) -> dict[str, Any]:
+    unknown = NOT_NANOGPTS if query.trainer == "nanogpt" else ()  # its command line rejects them
+    return {key: now for key, _, now in diff(RunConfig(), query.config) if key not in unknown}

@@ -11,7 +11,7 @@ from ..core.units import show_bytes, show_seconds
 from ..hardware.nvidia import GpuState
 from ..runs.watch import MemoryHistory, RunState, Watcher, WatchFrame, has_ended
 from ..show.charts import EventMark, Level, Series, line_chart
-from ..show.train_text import show_mfu
+from ..show.progress import show_mfu
 
 UNKNOWN = "–"
 

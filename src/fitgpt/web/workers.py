@@ -19,17 +19,16 @@ from functools import cache
 from typing import NamedTuple
 
 from ..core.errors import FitError
-from . import answers, fixes
+from . import answers
 from .answers import Answer
-from .form import form
+from .form import PageQuery, flags_in, form, read
 from .live_run import LiveRun
-from .query import PageQuery, flags_in, read
 
-MOST_WAITING = 32  # requests per worker
+MAX_WAITING = 32  # requests per worker
 QUICK = ("form", "plan", "step", "live")
 FROM_SETTINGS: dict[str, Callable[[PageQuery], Answer]] = {
     "plan": answers.plan, "step": answers.step, "exact": answers.exact, "gpus": answers.all_gpus,
-    "fixes": fixes.families, "fit": answers.fitted}
+    "fixes": answers.families, "fit": answers.fitted}
 NAMES = ("form", "live", "fix", "explain", *FROM_SETTINGS)
 
 
@@ -68,7 +67,17 @@ def compute(request: ApiRequest, seconds: float) -> bytes:
 def answer(request: ApiRequest) -> Answer:
     """An invalid setting becomes a `problem` with its fix, a bug a `bug`."""
     try:
-        return _answer(request)
+        match request.name:
+            case "form":
+                return form()
+            case "live":
+                return _live_run(request.run).look()
+            case "explain":
+                return answers.explain(request.text, request.query)
+            case "fix":
+                return answers.fix(read(request.query or ""), request.family)
+            case name:
+                return FROM_SETTINGS[name](read(request.query or ""))
     except FitError as error:
         return {"problem": {"what": error.what, "fix": error.fix, "settings": flags_in(error.fix)}}
     except Exception as error:
@@ -78,21 +87,7 @@ def answer(request: ApiRequest) -> Answer:
         return {"bug": f"This is a bug in fitgpt: {' '.join(traceback.format_exception_only(error)[-1].split())}"}
 
 
-def _answer(request: ApiRequest) -> Answer:
-    if request.name == "form":
-        return form()
-    if request.name == "live":
-        return _live_run(request.run).look()
-    if request.name == "explain":
-        return answers.explain(request.text, request.query)
-    if request.name == "fix":
-        return fixes.fix(read(request.query or ""), request.family)
-    return FROM_SETTINGS[request.name](read(request.query or ""))
-
-
-@cache
-def _live_run(target: str) -> LiveRun:
-    return LiveRun(target)
+_live_run = cache(LiveRun)  # by run folder: it keeps the history of what it has seen
 
 
 def _begin() -> None:
@@ -123,7 +118,7 @@ class Worker:
 
     async def answer(self, request: ApiRequest) -> bytes:
         """JSON. A request that is cancelled while it waits for its turn is never computed."""
-        if self._waiting >= MOST_WAITING:
+        if self._waiting >= MAX_WAITING:
             raise Busy
         self._waiting += 1
         try:

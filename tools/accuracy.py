@@ -21,7 +21,7 @@ from fitgpt.config.resolve import resolve_run
 from fitgpt.config.run_config import RunConfig
 from fitgpt.memory.platform import Platform
 from fitgpt.memory.timeline import PhasePeak, replay
-from fitgpt.planning.track_record import COLUMNS, SHAPE, record_kind
+from fitgpt.planning.forecast import COLUMNS, SHAPE, record_kind
 from fitgpt.tapes.engine import run as engine_tape
 from fitgpt.tapes.engine import sampling
 from fitgpt.tapes.nanogpt.padding import has_odd_sizes

@@ -20,11 +20,11 @@ from fitgpt.planning import goals, search
 from fitgpt.planning.budget import Budget, platform_for
 from fitgpt.planning.candidates import describe_allow, parse_allow, saver_sets
 from fitgpt.planning.changes import memory_use
-from fitgpt.planning.efficiency import SpeedEstimate
 from fitgpt.planning.forecast import fits as run_fits
 from fitgpt.planning.goals import FitResult, decisions_for, find_fastest
 from fitgpt.planning.layer_costs import describe_mix, mix_of, one_layer_down, one_layer_up
 from fitgpt.planning.search import FitTarget, ScoredConfig, Search
+from fitgpt.planning.speed import SpeedEstimate
 from fitgpt.show.fit_text import verdict
 
 CARD = gpus.find("4070")

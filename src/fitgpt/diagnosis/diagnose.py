@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 from ..core.units import MiB, show_bytes, show_count
 from ..hardware.gpus import GpuModel
-from ..planning.forecast import MemoryPlan
-from ..planning.formulas import tensor_formula
+from ..planning.forecast import MemoryPlan, tensor_formula
 from .case import NOT_ON_GPU, SAME_RUN, SCRIPTS, Case, ExplainedRun, build_case, describe_choice
 from .gpu_usage import GpuUsage
 from .oom_message import OomMessage

@@ -15,7 +15,6 @@ from ..core.units import GiB, show_bytes
 from ..hardware.host import SHARE, spare_memory
 from .budget import Budget, Target, apply_limits, check_supported, installed, select_gpu, target_for
 from .candidates import parse_allow
-from .duration import with_training_length
 from .goals import (
     OUTSIDE_ERROR,
     FitResult,
@@ -25,6 +24,7 @@ from .goals import (
     find_fastest,
     fit_for_goal,
 )
+from .plan import with_training_length
 from .request import NO_OPTIONS, assignments_from, check_vocab_matches_data, run_config_from, with_data
 from .search import FitTarget
 

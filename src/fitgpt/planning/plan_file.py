@@ -19,9 +19,7 @@ from ..core.files import is_own_json
 from ..core.phases import PHASES, PhaseMemory
 from ..core.units import show_bytes, with_article
 from .budget import Budget
-from .forecast import Forecast, MemoryPlan
-from .formulas import OwnerShare
-from .track_record import TrackRecord
+from .forecast import Forecast, MemoryPlan, OwnerShare, TrackRecord
 
 SCHEMA = 1
 PLAN_AGAIN = "Plan again: fitgpt fit; or train without --plan."

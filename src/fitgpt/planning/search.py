@@ -21,7 +21,6 @@ from ..tapes.engine import run as engine_tape
 from ..tapes.engine.run import draft
 from .budget import Budget
 from .candidates import FREE_SETTINGS, LOSSY, Candidate, CandidateScan, Prune, SaverSet, SearchSpace, saver_sets
-from .efficiency import SpeedEstimate
 from .forecast import fits as run_fits
 from .forecast import needs_of
 from .layer_costs import (
@@ -34,7 +33,7 @@ from .layer_costs import (
     with_usual_loss,
     within_usual_loss,
 )
-from .speed import estimate
+from .speed import SpeedEstimate, estimate
 
 Item = TypeVar("Item")
 

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..core.units import GiB, MiB, show_bytes, show_count, with_article
-from ..planning.efficiency import SpeedEstimate
 from ..planning.goals import FitResult, Suggestion
 from ..planning.reasons import Decision
 from ..planning.search import ScoredConfig
+from ..planning.speed import SpeedEstimate
 from . import charts
 from .plan_text import signed_bytes
 from .terminal import MIN_TEXT_WIDTH, labelled_rows, paragraph, table, wrap

@@ -9,9 +9,8 @@ from ..core.phases import PHASES
 from ..core.units import MiB, show_bytes, show_count, show_seconds, show_steps, with_article
 from ..memory.timeline import OwnerTimeline
 from ..planning.changes import Change, PricedChange
-from ..planning.duration import Duration
-from ..planning.forecast import MemoryPlan
-from ..planning.track_record import TrackRecord
+from ..planning.forecast import MemoryPlan, TrackRecord
+from ..planning.plan import Duration
 from .terminal import MIN_TEXT_WIDTH, labelled_rows, paragraph, table, wrap
 
 if TYPE_CHECKING:  # a plan imports this module to print itself

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ...config.optimizers import optimizer_of, state_bytes
 from ...config.run_config import RunConfig
 from ...memory.platform import Platform
 from ...memory.tape import DEFAULT_POOL, GRAPH_POOL, SIDE_STREAM, Tape, Writer
@@ -272,24 +273,6 @@ class Run:
                 self.model.zero_grad()
 
 
-def held_at_a_step(config: RunConfig) -> int:
-    """What is on the card when the optimizer takes its step: weights, gradients where they wait for it, its state."""
-    found = parameters(config)
-    weights = sum(numbers * (BYTES[config.weights] if is_matrix else 4) for _, numbers, is_matrix in found)
-    waiting = 0 if config.step_in_backward or config.offload == "gradients" else weights
-    return weights + waiting + (optimizer_bytes(config) if config.offload == "none" else 0)
-
-
-def optimizer_bytes(config: RunConfig) -> int:
-    """Of the optimizer's state per parameter, on the GPU or in CPU RAM, without the master weights there."""
-    plain = draft(config, eval_only=False, states="early", casts="transient", dtype="float32", compile=False)
-    run = Run(plain, Platform())
-    run.load()
-    with run.gpu.section():
-        return sum(tensor.nbytes for name, tensor in run.optimizer.tensors().items()
-                   if "." in name and not name.endswith(".master"))
-
-
 def draft(config: RunConfig, **options: Any) -> RunConfig:
     """A config with other options, unchecked: to check sixty options takes longer than to write a layer."""
     made: RunConfig = object.__new__(RunConfig)
@@ -303,7 +286,8 @@ def host_bytes(config: RunConfig) -> int:
 
 
 def checkpoint_bytes(config: RunConfig) -> int:
-    """Weights and the optimizer's state, as they are held; in the host's memory that has masters of rounded weights."""
+    """Weights and the optimizer's state per parameter, as they are held; in CPU RAM that includes float32 copies of
+    rounded weights."""
     matrix = BYTES[config.weights] + (4 if config.offload != "none" and config.weights != "float32" else 0)
     weights = sum(numbers * (matrix if is_matrix else 4) for _, numbers, is_matrix in parameters(config))
-    return weights + optimizer_bytes(config)
+    return weights + state_bytes(config) - optimizer_of(config).shared_bytes

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..core.units import GiB, MiB, show_bytes, show_count, with_article
-from ..planning.goals import FitResult, Suggestion
-from ..planning.reasons import Decision
+from ..planning.goals import Decision, FitResult, Suggestion
 from ..planning.search import ScoredConfig
 from ..planning.speed import SpeedEstimate
 from . import charts

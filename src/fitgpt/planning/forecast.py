@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..config.resolve import ResolvedRun
-from ..config.run_config import DEFAULT_VOCAB, NOT_NANOGPTS, RunConfig
+from ..config.run_config import DEFAULT_VOCAB, RunConfig
 from ..core.phases import PhaseMemory
 from ..core.units import MiB, show_bytes, show_count
 from ..memory.platform import EXPANDABLE, NATIVE, Platform
@@ -58,7 +58,6 @@ class Forecast(NamedTuple):
     reserved_range: tuple[int, int]        # lowest and highest, over the addresses a driver may return
     assumes: dict[str, str]                # torch, attention, compile, allocator
     host_bytes: int                        # CPU RAM of what is offloaded
-    checkpoint_bytes: int                  # of one checkpoint on disk
 
     @property
     def allocated(self) -> int:
@@ -152,19 +151,17 @@ def forecast(run: ResolvedRun, platform: Platform, trainer: str = "fitgpt", limi
             highest, timeline = sample, sampled
 
     compiled, attention = "compiled", engine_tape.attention_kernel(run, platform)
-    effective: RunConfig = run  # what is offloaded and stored: without options that nanoGPT does not have
     if nanogpt:
         attention = platform.attention(run.n_embd // run.n_head, run.dtype)
         if has_odd_sizes(run.dtype, run.batch_size * run.block_size, run.vocab_size):
             compiled = f"compiled, {ODD_SIZES}"
-        effective = replace(run, **{name: getattr(RunConfig, name) for name in NOT_NANOGPTS})
     return Forecast(
         trainer=trainer, params=params, phases=phases,
         peak_phase=highest.phase, owners_at_peak=owners(run, trainer, timeline, highest.event),
         needs=needed, reserved_range=(min(*reserved, most), most),
         assumes={"torch": platform.describe_torch(), "attention": attention,
                  "compile": compiled if run.compile else "eager", "allocator": EXPANDABLE if expandable else NATIVE},
-        host_bytes=engine_tape.host_bytes(effective), checkpoint_bytes=engine_tape.checkpoint_bytes(effective))
+        host_bytes=0 if nanogpt else engine_tape.host_bytes(run))
 
 
 def one_step(timeline: Timeline, most: int = MAX_POINTS) -> OwnerTimeline:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from ..config.command_options import PlanOptions, PlanQuestions
 from ..config.fields import option_specs
 from ..config.resolve import ResolvedRun, resolve_run
-from ..config.run_config import LARGEST_COUNT, RunConfig
+from ..config.run_config import LARGEST_COUNT, NOT_NANOGPTS, RunConfig
 from ..core.errors import UsageError
 from ..core.units import MiB, parse_count, show_count, show_steps
 from ..data.shard_header import DataSummary
@@ -19,7 +19,7 @@ from ..hardware import gpus
 from ..hardware.gpus import GpuModel
 from ..memory.platform import Platform
 from ..memory.timeline import Timeline, needs, needs_under
-from ..tapes.engine.run import attention_kernel, uses_cuda_graphs
+from ..tapes.engine.run import attention_kernel, checkpoint_bytes, uses_cuda_graphs
 from ..tapes.nanogpt.forward_graph import splits_loss_rows
 from ..tapes.nanogpt.padding import MULTIPLE, has_odd_sizes, round_up
 from . import nanogpt_speed, speed
@@ -69,9 +69,12 @@ class Plan(MemoryPlan):
         steps = 0 if run.eval_only else run.max_iters
         tokens = steps * run.tokens_per_step
         expected = expected_speed(run, self.target.card, self.trainer)
+        stored: RunConfig = run  # in a checkpoint: without the options that nanoGPT does not have
+        if self.trainer == "nanogpt":
+            stored = replace(run, **{name: getattr(RunConfig, name) for name in NOT_NANOGPTS})
         return Duration(tokens_per_step=run.tokens_per_step, steps=steps, tokens=tokens, params=forecast.params,
                         epochs=tokens / data.train_tokens if data else None,
-                        checkpoint_bytes=forecast.checkpoint_bytes, host_bytes=forecast.host_bytes,
+                        checkpoint_bytes=checkpoint_bytes(stored), host_bytes=forecast.host_bytes,
                         hours=(tokens / expected.high / 3600, tokens / expected.low / 3600) if expected else None)
 
     @cached_property

@@ -102,8 +102,7 @@ def plan_from(document: Any) -> MemoryPlan | None:
         low, high = document.get("reserved_range_bytes") or (0, 0)
         forecast = Forecast(
             str(document["trainer"]), figure(document["params"]), phases, str(document["peak_phase"]), owners,
-            figure(document["needs_bytes"]), (figure(low), figure(high)), dict(document["assumes"]), host_bytes=0,
-            checkpoint_bytes=0)
+            figure(document["needs_bytes"]), (figure(low), figure(high)), dict(document["assumes"]), host_bytes=0)
         usable, others, whole, outside = (figure(document[f"{name}_bytes"])
                                           for name in ("usable", "others", "budget", "outside"))
         budget = Budget(str(document["card"] or "card"), usable, others, whole, outside)

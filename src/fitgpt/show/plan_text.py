@@ -10,11 +10,10 @@ from ..core.units import MiB, show_bytes, show_count, show_seconds, show_steps, 
 from ..memory.timeline import OwnerTimeline
 from ..planning.changes import Change, PricedChange
 from ..planning.forecast import MemoryPlan, TrackRecord
-from ..planning.plan import Duration
 from .terminal import MIN_TEXT_WIDTH, labelled_rows, paragraph, table, wrap
 
 if TYPE_CHECKING:  # a plan imports this module to print itself
-    from ..planning.plan import GpuVerdict, Plan
+    from ..planning.plan import Duration, GpuVerdict, Plan
 
 TRAINERS = {"fitgpt": "fitgpt", "nanogpt": "nanoGPT's train.py"}
 RESULTS = {"exact": "same result", "lossy": "changes the result", "other": "losses no longer compare"}  # by Change.kind

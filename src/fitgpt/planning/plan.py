@@ -199,7 +199,8 @@ class Duration(NamedTuple):
 def expected_speed(config: RunConfig, card: GpuModel | None, trainer: str = "fitgpt",
                    platform: Platform | None = None) -> SpeedEstimate | None:
     """None where the GPU's figures are not known."""
-    return (nanogpt_speed if trainer == "nanogpt" else speed).estimate(config, card, platform)
+    estimate = nanogpt_speed.estimate if trainer == "nanogpt" else speed.estimate
+    return estimate(config, card, platform)
 
 
 def with_training_length(config: RunConfig, options: PlanQuestions, data: DataSummary | None, missing: str,
@@ -242,8 +243,9 @@ def relative_speed(changed: RunConfig, its_trainer: str, config: RunConfig, trai
     roofline model alone: a measured figure of one config says nothing about another."""
     if card is None or changed.eval_only or config.eval_only:
         return None
-    after, before = ((nanogpt_speed if its == "nanogpt" else speed).likely(run, card, platform_for(card))
-                     for run, its in ((changed, its_trainer), (config, trainer)))
+    likely = {"fitgpt": speed.likely, "nanogpt": nanogpt_speed.likely}
+    platform = platform_for(card)
+    after, before = likely[its_trainer](changed, card, platform), likely[trainer](config, card, platform)
     return after / before if after and before else None
 
 

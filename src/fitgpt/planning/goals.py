@@ -411,13 +411,8 @@ def decisions(search: Search, given: RunConfig, chosen: RunConfig, why_shape: st
         changes = {option: (getattr(given, option), getattr(chosen, option)) for option in options
                    if getattr(given, option) != getattr(chosen, option)}
         if changes:
-            why = (why_shape if options in (SHAPE_OPTIONS, BLOCK_OPTIONS) else _follows_from_others(
-                given, chosen, options) or _counterfactual(search, chosen, {
-                    option: before for option, (before, _) in changes.items()}))
-            why += _mechanism(given, chosen, options)
-            if "recompute" in options and search.is_maximal(chosen):
-                why += "; as little recomputation as fits: if any single layer kept more, it would not fit"
-            found.append(Decision(changes, f"{why}; {_effect(given, chosen, options, effect)}"))
+            why = why_shape if options in (SHAPE_OPTIONS, BLOCK_OPTIONS) else ""
+            found.append(Decision(changes, _reason(search, given, chosen, changes, options[0], why, effect)))
     return tuple(found)
 
 
@@ -457,46 +452,43 @@ def _counterfactual(search: Search, chosen: RunConfig, given: dict[str, Any]) ->
     return f"{show_bytes(less)} less than with {before}" if less > 0 else f"no slower than with {before}"
 
 
-def _follows_from_others(given: RunConfig, chosen: RunConfig, options: tuple[str, ...]) -> str:
-    """The reason, where an option only follows from another that changed."""
-    if "eval_batch_size" in options and chosen.eval_batch == given.eval_batch:
-        return "the evaluation stays as it was, whatever the micro-batch"
-    if "batch_size" in options and chosen.step_in_backward and chosen.gradient_accumulation_steps == 1:
-        return "step_in_backward excludes accumulation, so one micro-batch has all sequences of a step"
-    return ""
-
-
-def _mechanism(given: RunConfig, chosen: RunConfig, options: tuple[str, ...]) -> str:
-    """What makes the difference, where that is not obvious."""
-    larger = "gradients leave the GPU less often" if chosen.offload == "gradients" else (
-        "larger matmuls use the GPU better")
-    chunk = loss_chunk_tokens(chosen.batch_size * chosen.block_size, chosen.vocab_size, given.loss_chunk)
-    mechanisms = {  # (whether it is the first, the first, the second)
-        "batch_size": (chosen.batch_size > given.batch_size, larger, "fewer sequences are in memory at once"),
-        "loss_chunk": (chosen.loss_chunk > chunk, "the gradient of the head's weights is summed in fewer rounds",
-                       "fewer logits exist at once"),
-        "cuda_graphs": (chosen.cuda_graphs is not False, "", "CUDA graphs keep a memory pool of their own"),
-        "compile": (chosen.compile is True, "fused kernels move fewer bytes", "")}
-    first, text, other = mechanisms.get(options[0], (False, "", ""))
-    text = text if first else other
-    return f": {text}" if text else ""
-
-
-def _effect(given: RunConfig, chosen: RunConfig, options: tuple[str, ...], text: str) -> str:
-    if "block_size" in options and chosen.block_size > given.block_size:
-        text = "a longer context: a loss at another block size does not compare"
-    if "batch_size" in options and chosen.block_size != given.block_size:
-        text = f"{chosen.tokens_per_step:,} tokens per step instead of {given.tokens_per_step:,}"
-    if "batch_size" in options and chosen.dropout:
-        text += ", with other dropout masks"
-    if "eval_iters" in options:
+def _reason(search: Search, given: RunConfig, chosen: RunConfig, changes: dict[str, tuple[Any, Any]], option: str,
+            why: str, effect: str) -> str:
+    """"why: what makes the difference; the effect on training", for the group that begins with `option`. `why` is empty
+    where the given values are compared with the chosen ones."""
+    mechanism = ""  # where it is not obvious
+    if option == "block_size" and chosen.block_size > given.block_size:
+        effect = "a longer context: a loss at another block size does not compare"
+    elif option == "batch_size":
+        if chosen.step_in_backward and chosen.gradient_accumulation_steps == 1:
+            why = "step_in_backward excludes accumulation, so one micro-batch has all sequences of a step"
+        mechanism = ("fewer sequences are in memory at once" if chosen.batch_size <= given.batch_size else
+                     "gradients leave the GPU less often" if chosen.offload == "gradients" else
+                     "larger matmuls use the GPU better")
+        if chosen.block_size != given.block_size:
+            effect = f"{chosen.tokens_per_step:,} tokens per step instead of {given.tokens_per_step:,}"
+        effect += ", with other dropout masks" if chosen.dropout else ""
         before, now = (each.eval_iters * each.batch_size for each in (given, chosen))
-        text += f"; evaluations cover {now:,} windows instead of {before:,}" if now != before else ""
-    if "recompute" in options and set(chosen.levels) == {"all"}:
-        text += ", and nothing is recomputed: there is enough memory"
-    if "offload" in options and chosen.offload != "none":
-        text += f", with {show_bytes(host_bytes(chosen))} of CPU RAM"
-    return text
+        effect += f"; evaluations cover {now:,} windows instead of {before:,}" if now != before else ""
+    elif option == "eval_batch_size" and chosen.eval_batch == given.eval_batch:
+        why = "the evaluation stays as it was, whatever the micro-batch"
+    elif option == "loss_chunk":
+        before = loss_chunk_tokens(chosen.batch_size * chosen.block_size, chosen.vocab_size, given.loss_chunk)
+        mechanism = ("the gradient of the head's weights is summed in fewer rounds" if chosen.loss_chunk > before else
+                     "fewer logits exist at once")
+    elif option == "cuda_graphs" and chosen.cuda_graphs is False:
+        mechanism = "CUDA graphs keep a memory pool of their own"
+    elif option == "compile" and chosen.compile is True:
+        mechanism = "fused kernels move fewer bytes"
+    elif option == "recompute" and set(chosen.levels) == {"all"}:
+        effect += ", and nothing is recomputed: there is enough memory"
+    elif option == "offload" and chosen.offload != "none":
+        effect += f", with {show_bytes(host_bytes(chosen))} of CPU RAM"
+    why = why or _counterfactual(search, chosen, {name: old for name, (old, _) in changes.items()})
+    why += f": {mechanism}" if mechanism else ""
+    if option == "recompute" and search.is_maximal(chosen):
+        why += "; as little recomputation as fits: if any single layer kept more, it would not fit"
+    return f"{why}; {effect}"
 
 
 # By the goal of command_options.FitQuestions. The config needs a vocabulary; for what is allowed see parse_allow.

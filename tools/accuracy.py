@@ -21,7 +21,7 @@ from fitgpt.config.resolve import resolve_run
 from fitgpt.config.run_config import RunConfig
 from fitgpt.memory.platform import Platform
 from fitgpt.memory.timeline import PhasePeak, replay
-from fitgpt.planning.track_record import COLUMNS, SHAPE, record_kind
+from fitgpt.planning.forecast import COLUMNS, SHAPE, record_kind
 from fitgpt.tapes import engine as engine_tape
 from fitgpt.tapes.nanogpt import write
 from fitgpt.tapes.nanogpt_compiled import has_odd_sizes

@@ -20,7 +20,7 @@ from fitgpt.hardware import gpus
 from fitgpt.memory.tape import Event
 from fitgpt.planning.budget import Budget, budget_for, platform_for
 from fitgpt.planning.changes import fits
-from fitgpt.planning.formulas import tensor_formula
+from fitgpt.planning.forecast import tensor_formula
 
 ROOT = Path(__file__).parent.parent.parent
 CARD = gpus.find("4070")

@@ -15,9 +15,9 @@ from fitgpt.planning.budget import Budget, platform_for
 from fitgpt.planning.changes import memory_use
 from fitgpt.planning.forecast import fits
 from fitgpt.planning.goals import (
+    GOALS,
     OUTSIDE_ERROR,
     ModelSize,
-    fit_for_goal,
     gpt2_sizes,
     may_fit,
     shorter_blocks,
@@ -48,7 +48,7 @@ def test_the_sizes_include_gpt2s_and_grow() -> None:
 
 def test_the_largest_model_fits_and_the_next_size_does_not() -> None:
     place = target(70)
-    found = fit_for_goal("largest-model", GIVEN, place, frozenset())
+    found = GOALS["largest-model"](GIVEN, place, frozenset())
     assert found.chosen is not None
     assert found.chosen.permission == "model"
     assert fits(found.chosen.config, SETTING, place.budget.reserve_limit)
@@ -62,11 +62,11 @@ def test_the_largest_model_fits_and_the_next_size_does_not() -> None:
 
 
 def test_where_the_largest_model_is_offloaded_the_largest_without_offload_is_named_too() -> None:
-    found = fit_for_goal("largest-model", GIVEN, target(70), frozenset())
+    found = GOALS["largest-model"](GIVEN, target(70), frozenset())
     assert found.chosen is not None
     assert found.chosen.config.offload != "none"
     assert found.notes[1].startswith("The largest without offload: ")
-    alone = fit_for_goal("largest-model", GIVEN, target(70)._replace(host_bytes=0), frozenset())
+    alone = GOALS["largest-model"](GIVEN, target(70)._replace(host_bytes=0), frozenset())
     assert alone.chosen is not None
     assert alone.chosen.config.offload == "none"
     assert f"{alone.chosen.config.n_layer} layers" in found.notes[1]
@@ -74,15 +74,15 @@ def test_where_the_largest_model_is_offloaded_the_largest_without_offload_is_nam
 
 
 def test_the_note_says_whether_gpu_memory_or_cpu_ram_is_the_limit() -> None:
-    by_gpu = fit_for_goal("largest-model", GIVEN, target(70), frozenset())
+    by_gpu = GOALS["largest-model"](GIVEN, target(70), frozenset())
     assert "parameters does not fit." in by_gpu.notes[0]
-    by_ram = fit_for_goal("largest-model", GIVEN, target(70)._replace(host_bytes=20 * MiB), frozenset())
+    by_ram = GOALS["largest-model"](GIVEN, target(70)._replace(host_bytes=20 * MiB), frozenset())
     assert "of CPU RAM." in by_ram.notes[0]
 
 
 def test_the_longest_block_fits_and_128_more_tokens_do_not() -> None:
     place = target(60)
-    found = fit_for_goal("longest-context", GIVEN, place, frozenset())
+    found = GOALS["longest-context"](GIVEN, place, frozenset())
     assert found.chosen is not None
     config = found.chosen.config
     assert config.block_size % 128 == 0
@@ -93,13 +93,13 @@ def test_the_longest_block_fits_and_128_more_tokens_do_not() -> None:
 
 
 def test_the_smallest_memory_is_exact_and_below_that_of_the_given_run() -> None:
-    found = fit_for_goal("smallest-memory", GIVEN, target(900), frozenset())
+    found = GOALS["smallest-memory"](GIVEN, target(900), frozenset())
     assert found.chosen is not None
     assert found.chosen == found.least
     assert found.chosen.needs == memory_use(found.chosen.config, SETTING).needs < memory_use(GIVEN, SETTING).needs
     assert found.decisions
     assert found.chosen.config.tokens_per_step == GIVEN.tokens_per_step
-    alone = fit_for_goal("smallest-memory", GIVEN, target(900)._replace(host_bytes=0), frozenset())
+    alone = GOALS["smallest-memory"](GIVEN, target(900)._replace(host_bytes=0), frozenset())
     assert alone.least is not None
     in_nvidia_smi, without_offload = found.notes
     named = int(re.search(r"--budget=(\d+)MiB is enough", in_nvidia_smi)[1]) * MiB  # type: ignore[index]
@@ -109,7 +109,7 @@ def test_the_smallest_memory_is_exact_and_below_that_of_the_given_run() -> None:
 
 
 def test_the_goal_fastest_keeps_the_model() -> None:
-    found = fit_for_goal("fastest", GIVEN, target(900), frozenset())
+    found = GOALS["fastest"](GIVEN, target(900), frozenset())
     assert found.chosen is not None
     assert found.chosen.config.n_embd == GIVEN.n_embd
 
@@ -117,11 +117,11 @@ def test_the_goal_fastest_keeps_the_model() -> None:
 @pytest.mark.parametrize("goal", ["largest-model", "longest-context"])
 def test_a_pretrained_model_keeps_its_size(goal: str) -> None:
     with pytest.raises(UsageError, match="names one that exists"):
-        fit_for_goal(goal, replace(GIVEN, init_from="gpt2", vocab_size=50257), target(900), frozenset())
+        GOALS[goal](replace(GIVEN, init_from="gpt2", vocab_size=50257), target(900), frozenset())
 
 
 def test_nothing_is_chosen_where_not_even_the_smallest_model_fits() -> None:
-    found = fit_for_goal("largest-model", GIVEN, target(2), frozenset())
+    found = GOALS["largest-model"](GIVEN, target(2), frozenset())
     assert found.chosen is None
     assert found.least is not None
 

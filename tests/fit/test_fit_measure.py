@@ -12,9 +12,9 @@ import pytest
 from fitgpt.config.run_config import RunConfig
 from fitgpt.planning import measure
 from fitgpt.planning.budget import Budget
-from fitgpt.planning.efficiency import SpeedEstimate
 from fitgpt.planning.goals import FitResult
 from fitgpt.planning.search import ScoredConfig
+from fitgpt.planning.speed import SpeedEstimate
 from fitgpt.training import timing
 
 

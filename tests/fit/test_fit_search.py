@@ -18,13 +18,12 @@ from fitgpt.hardware import gpus
 from fitgpt.memory.platform import Platform
 from fitgpt.planning import goals, search
 from fitgpt.planning.budget import Budget, platform_for
-from fitgpt.planning.candidates import describe_allow, parse_allow, saver_sets
 from fitgpt.planning.changes import memory_use
-from fitgpt.planning.efficiency import SpeedEstimate
 from fitgpt.planning.forecast import fits as run_fits
 from fitgpt.planning.goals import FitResult, decisions_for, find_fastest
 from fitgpt.planning.layer_costs import describe_mix, mix_of, one_layer_down, one_layer_up
-from fitgpt.planning.search import FitTarget, ScoredConfig, Search
+from fitgpt.planning.search import FitTarget, ScoredConfig, Search, describe_allow, parse_allow, saver_sets
+from fitgpt.planning.speed import SpeedEstimate
 from fitgpt.show.fit_text import verdict
 
 CARD = gpus.find("4070")
@@ -304,14 +303,13 @@ def test_a_run_limited_by_its_budget_gets_a_budget_that_is_enough() -> None:
 
 def test_among_tied_candidates_the_one_with_fewest_changes_wins_and_the_given_run_first() -> None:
     run_search = Search(SMALL, target_of(900 * MiB), frozenset())
-    found = run_search.best()
-    chosen, *others = (one.candidate for one in found)
-    best = min(map(search.score_of, (chosen, *others)))
-    assert search.score_of(chosen) <= (1 + search.TIE) * best
+    chosen, *others = run_search.best()
+    best = min(one.score for one in (chosen, *others))
+    assert chosen.score <= (1 + search.TIE) * best
     for one in others:
-        if search.score_of(one) <= (1 + search.TIE) * best:
+        if one.score <= (1 + search.TIE) * best:
             assert run_search.change_cost(chosen) <= run_search.change_cost(one)
-    nearly = replace(found[0].config, recompute="matmuls")  # half a percent slower, in less memory
+    nearly = replace(run_search.config_of(chosen), recompute="matmuls")  # half a percent slower, in less memory
     assert fitted(900, nearly).decisions == ()
     assert fitted(900, nearly).runners_up
 
@@ -326,7 +324,7 @@ def test_step_in_backward_keeps_tokens_per_step_and_the_batch_limit() -> None:
     shared = Search(SMALL, target_of(900 * MiB, most_batch=8), parse_allow("step_in_backward"))
     in_backward = [savers for savers in shared.saver_sets if savers.options.get("step_in_backward")]
     assert in_backward
-    assert all(shared.space.batches(savers) == [] for savers in in_backward)
+    assert all(shared.batches(savers) == [] for savers in in_backward)
     assert all(savers.permission == "rules" for savers in in_backward)
 
 
@@ -426,9 +424,11 @@ def test_mixes_change_one_layer_at_a_time() -> None:
 
 
 def test_the_mix_of_a_replayed_candidate_is_in_its_config() -> None:
-    best = Search(SMALL, target_of(160 * MiB), frozenset()).best()[0]
-    assert best.config.levels == replace(SMALL, recompute=describe_mix(best.candidate.mix)).levels
-    assert mix_of(best.config.levels) == best.candidate.mix
+    run_search = Search(SMALL, target_of(160 * MiB), frozenset())
+    best = run_search.best()[0]
+    config = run_search.config_of(best)
+    assert config.levels == replace(SMALL, recompute=describe_mix(best.mix)).levels
+    assert mix_of(config.levels) == best.mix
 
 
 def test_other_models_are_not_tried_where_the_smallest_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:

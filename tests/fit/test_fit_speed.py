@@ -15,9 +15,9 @@ from fitgpt.config.memory_savers import LEVELS
 from fitgpt.config.resolve import resolve_run
 from fitgpt.config.run_config import RunConfig
 from fitgpt.hardware import gpus
-from fitgpt.planning import duration, speed
+from fitgpt.planning import plan, speed
 from fitgpt.planning.budget import platform_for
-from fitgpt.planning.efficiency import gpu_class
+from fitgpt.planning.speed import gpu_class
 from fitgpt.tapes import engine as engine_tape
 
 H200, CARD = gpus.find("h200"), gpus.find("4070")
@@ -142,7 +142,7 @@ NANOGPTS = RunConfig(n_layer=12, n_head=12, n_embd=768, vocab_size=50304, batch_
 
 @pytest.mark.parametrize(("card", "tokens_per_s"), [("4090", 106_000), ("4090", 110_000)])
 def test_public_figures_of_gpt2_lie_within_the_range(card: str, tokens_per_s: int) -> None:
-    """Of a compiled nanoGPT; we are a few percent faster than it. Sources: planning/efficiency.py."""
+    """Of a compiled nanoGPT; we are a few percent faster than it. Sources: planning/speed.py."""
     found = speed.estimate(NANOGPTS, gpus.find(card))
     assert found is not None
     assert found.low < tokens_per_s < found.high
@@ -184,4 +184,4 @@ def test_float32_runs_on_the_fp32_units_of_turing() -> None:
 def test_plan_has_the_same_speed() -> None:
     found = speed.estimate(GPT2, CARD)
     assert found is not None
-    assert duration.tokens_per_s(GPT2, CARD) == (found.low, found.high)
+    assert plan.expected_speed(GPT2, CARD) == found

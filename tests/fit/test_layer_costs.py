@@ -18,9 +18,9 @@ from fitgpt.memory.platform import Platform
 from fitgpt.memory.tape import EMPTY_CACHE, Tape, round_size
 from fitgpt.memory.timeline import needs, replay
 from fitgpt.planning import layer_costs
-from fitgpt.planning.budget import platform_for
-from fitgpt.planning.candidates import CandidateScan, SearchSpace, saver_sets
+from fitgpt.planning.budget import Budget, platform_for
 from fitgpt.planning.layer_costs import MOST_LOST, PAGE, FragmentationBound, RecomputeMix, describe_mix, mix_of
+from fitgpt.planning.search import FitTarget, Search
 from fitgpt.tapes import engine as engine_tape
 
 RUNS = 160
@@ -90,7 +90,8 @@ def test_needs_are_between_the_mapped_bytes_and_the_bound(
 def test_the_bound_is_at_most_8_percent_above_the_needs_of_gpt2() -> None:
     config = resolve_run(RunConfig(n_layer=12, n_head=12, n_embd=768, batch_size=8, vocab_size=50304), SETTINGS[0])
     exact = needs(engine_tape.write(config, SETTINGS[0]), expandable=True)
-    assert exact <= layer_costs.needs(config, SETTINGS[0]) <= 1.08 * exact
+    bound = layer_costs.CostCache(SETTINGS[0]).cost(config).needs(mix_of(config.levels))
+    assert exact <= bound <= 1.08 * exact
     assert MOST_LOST[True] == FragmentationBound(80 * MiB, 7, 0.03, 0.06)
 
 
@@ -126,18 +127,19 @@ def test_cached_costs_equal_fresh_ones_for_other_depths_chunks_and_savers(platfo
 def test_the_scan_finds_what_trying_every_mix_finds() -> None:
     config = resolve_run(RunConfig(n_layer=7, n_head=4, n_embd=256, vocab_size=5000, block_size=256, batch_size=8,
                                    gradient_accumulation_steps=4), SETTINGS[0])
-    space = SearchSpace(config, SETTINGS[0], gpus.find("4070"))
     mixes: list[RecomputeMix] = [((level, 7),) for level in range(len(LEVELS))]
     mixes += [((few, k), (many, 7 - k)) for few in range(len(LEVELS)) for many in range(few) for k in range(1, 7)]
     for limit in (70 * MiB, 100 * MiB, 200 * MiB):
-        scan, expected = CandidateScan(limit), []
-        for savers in saver_sets(config, SETTINGS[0], frozenset()):
-            for candidate in space.candidates(savers, limit):
-                scan.scan(candidate)
+        target = FitTarget(SETTINGS[0], Budget("RTX 4070", limit, 0, limit, 0), gpus.find("4070"))
+        search, expected = Search(config, target, frozenset()), []
+        search.scan_limit = limit
+        for savers in search.saver_sets:
+            for candidate in search.candidates(savers, limit):
+                search.scan_mixes(candidate)
                 fitting = [candidate._replace(mix=mix) for mix in mixes if candidate.memory.mapped(mix) <= limit]
                 expected += [min(each.seconds for each in fitting)] if fitting else []
         assert expected
-        assert [each.seconds for each in scan.fastest] == pytest.approx(expected)
+        assert [each.seconds for each in search.fastest] == pytest.approx(expected)
 
 
 def test_a_described_mix_is_a_value_of_recompute() -> None:

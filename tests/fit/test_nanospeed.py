@@ -9,14 +9,14 @@ import pytest
 
 from fitgpt.config.run_config import RunConfig
 from fitgpt.hardware import gpus
-from fitgpt.planning import duration, nanogpt_speed, speed
+from fitgpt.planning import nanogpt_speed, plan, speed
 from fitgpt.planning.budget import platform_for
 
 H200, CARD = gpus.find("h200"), gpus.find("4070")
 GPT2 = RunConfig(n_layer=12, n_head=12, n_embd=768, vocab_size=50304, batch_size=8, gradient_accumulation_steps=5,
                  dtype="bfloat16", compile=True)
 NANOGPTS = replace(GPT2, batch_size=12, gradient_accumulation_steps=40)  # train.py's own defaults
-RUNS = {run.source.partition(", ")[2]: run for run in nanogpt_speed.recorded()}
+RUNS = {run.source.partition(", ")[2]: run for run in speed.recorded("nanogpt")}
 FARTHEST = {"characters, eager": 0.094}  # off; all others are nearer than …
 OTHERS = 0.043
 
@@ -62,8 +62,7 @@ def test_a_recorded_gpu_has_the_worst_error_as_range_and_others_a_wider_one() ->
     here, there = nanogpt_speed.estimate(GPT2, H200), nanogpt_speed.estimate(GPT2, CARD)
     assert here is not None
     assert there is not None
-    assert nanogpt_speed.worst_error(H200) == pytest.approx(0.0933, abs=0.0005)
-    assert here.high / here.likely - 1 == pytest.approx(nanogpt_speed.worst_error(H200))
+    assert here.high / here.likely - 1 == pytest.approx(0.0933, abs=0.0005)  # the worst of the recorded runs
     assert here.likely == middle(GPT2, H200)
     assert "within 9 % of 19 runs recorded on this GPU" in here.basis
     assert there.low < there.likely == middle(GPT2) < there.high
@@ -107,16 +106,14 @@ def test_settings_that_cost_time_are_slower(slower: dict[str, object], faster: d
 
 
 def test_dropout_launches_more_kernels_only_in_eager_mode() -> None:
-    def on_cpu(config: RunConfig) -> float:
-        return nanogpt_speed._on_cpu(config)
-
+    on_cpu = nanogpt_speed.seconds_on_cpu
     eager = replace(GPT2, compile=False)
     assert on_cpu(replace(eager, dropout=0.1)) > on_cpu(eager)
     assert on_cpu(replace(GPT2, dropout=0.1)) == on_cpu(GPT2)
 
 
 def test_public_figures_of_a_4090_lie_within_the_range() -> None:
-    """106k and 110k tokens/s, compiled: planning/efficiency.py has the sources."""
+    """106k and 110k tokens/s, compiled: planning/speed.py has the sources."""
     found = nanogpt_speed.estimate(NANOGPTS, gpus.find("4090"))
     assert found is not None
     assert found.low < 106_000 < 110_000 < found.high
@@ -126,7 +123,7 @@ def test_public_figures_of_a_4090_lie_within_the_range() -> None:
 def test_fitgpt_is_estimated_faster_on_every_gpu_that_compiles() -> None:
     config = replace(NANOGPTS, dtype="auto", compile="auto")
     for card in gpus.load():
-        faster = duration.relative_speed(config, "fitgpt", config, "nanogpt", card)
+        faster = plan.relative_speed(config, "fitgpt", config, "nanogpt", card)
         assert (faster is None) == (not speed.has_figures(card))
         if faster and platform_for(card).compiles:
             assert 1.0 < faster < 1.35, card.name
@@ -135,6 +132,6 @@ def test_fitgpt_is_estimated_faster_on_every_gpu_that_compiles() -> None:
 def test_plan_has_the_same_speed() -> None:
     found = nanogpt_speed.estimate(GPT2, CARD)
     assert found is not None
-    assert duration.tokens_per_s(GPT2, CARD, "nanogpt") == (found.low, found.high)
+    assert plan.expected_speed(GPT2, CARD, "nanogpt") == found
     evaluation = replace(GPT2, eval_only=True)
-    assert duration.relative_speed(evaluation, "nanogpt", GPT2, "nanogpt", CARD) is None
+    assert plan.relative_speed(evaluation, "nanogpt", GPT2, "nanogpt", CARD) is None

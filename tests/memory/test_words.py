@@ -10,8 +10,7 @@ from fitgpt.config.resolve import resolve_run
 from fitgpt.config.run_config import RunConfig
 from fitgpt.core.units import parse_bytes, parse_count
 from fitgpt.memory.platform import Platform
-from fitgpt.planning.forecast import replay_run
-from fitgpt.planning.formulas import Alive, FormulaSizes, OwnerShare, formula, owners
+from fitgpt.planning.forecast import Alive, FormulaSizes, OwnerShare, formula, owners, replay_run
 
 SMALL = dict(n_layer=3, n_head=4, n_embd=128, batch_size=4, block_size=128, vocab_size=1024)
 SIZES = FormulaSizes(batch=16, block=1024, width=576, layers=12, vocab=50304, params=77_355_072, matmul=2, weight=4)

@@ -13,7 +13,7 @@ from accuracy import basis
 from fitgpt.commands import plan
 from fitgpt.config.run_config import RunConfig
 from fitgpt.core.units import GiB, MiB
-from fitgpt.planning.track_record import recorded_runs
+from fitgpt.planning.forecast import recorded_runs
 
 KEYS = ["schema", "trainer", "card", "torch", "params", "usable_bytes", "others_bytes", "budget_bytes", "outside_bytes",
         "reserve_limit_bytes", "needs_bytes", "headroom_bytes", "fits", "process_bytes", "card_bytes", "phases",

@@ -13,7 +13,7 @@ from asking import SMALL, write_chars
 import fitgpt
 from fitgpt.config.run_config import RunConfig
 from fitgpt.core.units import MiB
-from fitgpt.planning.track_record import recorded_runs
+from fitgpt.planning.forecast import recorded_runs
 from fitgpt.runs.folder import open_run
 
 

@@ -41,7 +41,7 @@ def other_values(option: str) -> list[Any]:
 @cache
 def tapes(config: RunConfig) -> list[Any]:
     platform = Platform((8, 9))
-    return [forecast.write_tape(resolve_run(config, platform), platform, trainer) for trainer in forecast.TRAINERS]
+    return [forecast.write_tape(resolve_run(config, platform), platform, trainer) for trainer in ("fitgpt", "nanogpt")]
 
 
 @pytest.mark.parametrize("option", [field.name for field in fields(RunConfig)])

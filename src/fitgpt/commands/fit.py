@@ -18,10 +18,10 @@ from ..config.command_options import FitOptions
 from ..config.fields import Assignment, shown
 from ..core.errors import SystemFault, UsageError
 from ..core.files import disk_faults, is_own_page, refuse_foreign, write_over
-from ..planning import plan_file, write_config
+from ..planning import plan_file
 from ..planning.budget import Target
 from ..planning.fallback_ladder import fallback_plans
-from ..planning.fit_settings import FitRequest, fit_from, fit_request
+from ..planning.fit_settings import FitRequest, config_text, fit_from, fit_request, is_own_config
 from ..planning.goals import FitResult
 from ..planning.plan import plan_for
 from ..show import fit_text as show
@@ -78,7 +78,7 @@ def check_files(options: FitOptions) -> None:
     if page is not None and page.absolute() in {each.absolute() for each in (config, plan) if each is not None}:
         raise UsageError(f"-o and --html both write {page}.", "--html page.html")
     if config:
-        refuse_foreign(config, write_config.is_own_config, "fit", "-o")
+        refuse_foreign(config, is_own_config, "fit", "-o")
     if plan:
         refuse_foreign(plan, plan_file.is_of_fit, "fit", "-o", config)
     if page:
@@ -92,7 +92,7 @@ def write_files(fitted: FitResult, request: FitRequest, run: str) -> list[str]:
     texts: dict[Path, str] = {}
     as_given = fitted.chosen._replace(config=replace(fitted.chosen.config, vocab_size=request.given.vocab_size))
     if config:
-        texts[config] = write_config.config_text(fitted._replace(chosen=as_given), run)
+        texts[config] = config_text(fitted._replace(chosen=as_given), run)
     if plan:
         texts[plan] = plan_text(fitted._replace(chosen=as_given), request)
     if page:

@@ -12,10 +12,10 @@ from pathlib import Path
 from ..config.fields import Assignment
 from ..core.errors import UsageError
 from ..core.files import is_own_page, refuse_foreign, write_over
+from ..core.units import parse_bytes
 from ..hardware import gpus
-from ..planning.duration import tokens_per_s, with_training_length
 from ..planning.forecast import one_step, replay_run
-from ..planning.plan import kept_free, plan_from, verdicts
+from ..planning.plan import expected_speed, plan_from, verdicts, with_training_length
 from ..planning.request import PlanRequest, plan_request
 from ..show import plan_text as show
 from ..show.terminal import can_redraw, columns
@@ -55,10 +55,11 @@ def _every_gpu(request: PlanRequest) -> int:
         raise UsageError(f"--all-cards plans for every GPU, and {' and '.join(clashes)} for one.",
                          "Leave one of them out.")
     config, _ = with_training_length(request.config, options, request.data, request.missing, None)
-    rows = verdicts(config, options.trainer, kept_free(config, options.others), options.torch)
+    kept_free = sum(parse_bytes(size) for size in (options.others, config.leave) if size)  # on any GPU
+    rows = verdicts(config, options.trainer, kept_free, options.torch)
     planned = {each.name for each in rows if not each.problem}
-    speeds = {card.name: speed for card in gpus.load() if card.name in planned
-              and (speed := tokens_per_s(config, card, options.trainer)) is not None}
+    speeds = {card.name: (speed.low, speed.high) for card in gpus.load() if card.name in planned
+              and (speed := expected_speed(config, card, options.trainer)) is not None}
     if options.json:
         print(json.dumps({"schema": SCHEMA, "trainer": options.trainer, "cards": [
             {"card": each.name, "tokens_per_s": speeds.get(each.name), "usable_bytes": each.usable,

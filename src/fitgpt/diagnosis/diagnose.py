@@ -13,8 +13,7 @@ from ..core.units import MiB, show_bytes, show_count
 from ..hardware.gpus import GpuModel
 from ..memory.timeline import replay
 from ..planning.changes import Change, ChangedRun, by_family, single_changes, smallest
-from ..planning.forecast import MemoryPlan, fits, replay_run
-from ..planning.formulas import tensor_formula
+from ..planning.forecast import MemoryPlan, fits, replay_run, tensor_formula
 from ..runs.metrics import PHASES
 from .case import (
     NOT_ON_GPU,

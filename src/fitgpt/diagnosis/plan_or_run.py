@@ -13,8 +13,7 @@ from ..core.errors import UsageError
 from ..core.units import show_bytes, show_count
 from ..hardware.gpus import find, match_device
 from ..planning import budget as budgets
-from ..planning.forecast import MemoryPlan
-from ..planning.formulas import OwnerShare
+from ..planning.forecast import MemoryPlan, OwnerShare
 from ..planning.plan import plan_for
 from ..planning.plan_file import plan_from
 from ..planning.request import with_data

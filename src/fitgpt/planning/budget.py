@@ -9,13 +9,14 @@ import os
 import re
 import shlex
 import sys
-from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..config.run_config import RunConfig
 from ..core.errors import UsageError
 from ..core.units import MiB, optional_bytes, parse_bytes, show_bytes
 from ..hardware import gpus
+from ..hardware.allocator_env import ALLOCATOR_VARIABLES
 from ..hardware.gpus import GpuModel
 from ..memory.platform import DEFAULT_TORCH, Platform
 
@@ -48,7 +49,7 @@ class Target(NamedTuple):
 
     platform: Platform
     budget: Budget
-    card: GpuModel | None         # None: not in the table
+    card: GpuModel | None     # None: not in the table
     neighbours: str = ""      # which processes use the GPU now, one sentence
     notes: tuple[str, ...] = ()
 
@@ -66,21 +67,30 @@ def target_for(gpu: str, device: str, *, others: str = "", budget: str = "", tor
 
 def named(gpu: str, *, others: int | None, budget: int | None, torch: str = "") -> Target:
     """A GPU that need not be here, by any name people use for it."""
-    card = gpus.find(gpu)
-    if card.vendor != "nvidia":
-        return _of_another_vendor(card, others=others, budget=budget, torch=torch)
-    target, twins = on_card(card, others=others or 0, budget=budget, torch=torch), gpus.other_matches(gpu)
-    note = f"{gpu!r} also means the {' and the '.join(twins)}: the smallest is taken unless the name says which."
-    return target._replace(notes=(note,)) if twins else target
+    card, twins = gpus.find(gpu), gpus.other_matches(gpu)
+    if card.vendor == "apple":
+        raise UsageError(f"{card.name}: PyTorch has a different allocator for Apple GPUs, which fitgpt does not model, "
+                         "and their memory is shared with the system.", "fitgpt cards lists the GPUs it can plan for.")
+    if card.vendor == "nvidia":
+        note = f"{gpu!r} also means the {' and the '.join(twins)}: the smallest is taken unless the name says which."
+        target = on_card(card, others=others or 0, budget=budget, torch=torch)
+        return target._replace(notes=(note,)) if twins else target
+    if budget is None:
+        memory = f" of its {card.memory_gb} GB" if card.memory_gb else ""
+        raise UsageError(f"{card.name}: how much{memory} ROCm offers, and what a process uses there outside PyTorch's "
+                         "allocator, has not been measured.", f"Give what the run may use: --gpu "
+                         f"{shlex.quote(card.name)} --budget {max((card.memory_gb or 12) - 2, 1)}GiB")
+    target = unnamed(others=others, budget=budget, torch=torch)
+    note = (f"{card.name}: workspaces and kernels of ROCm have not been measured; the plan is that of an NVIDIA GPU "
+            "with the same budget.")
+    return target._replace(budget=target.budget._replace(card=card.name), card=card, notes=(note,))
 
 
 def on_card(card: GpuModel, *, others: int = 0, budget: int | None = None, torch: str = "") -> Target:
     """A row of the table of GPUs."""
     allowed = budget_for(card, others=others, budget=budget)
     _check_sizes(allowed, others if others else None, budget)
-    windows = sys.platform == "win32"
-    platform = platform_for(card, torch=torch_version(torch), windows=windows)
-    return Target(_with_allocator(platform, windows), allowed, card)
+    return Target(_platform_here(card.capability or (9, 0), torch, card), allowed, card)
 
 
 def platform_for(card: GpuModel, *, torch: str = DEFAULT_TORCH, windows: bool = False) -> Platform:
@@ -106,24 +116,7 @@ def unnamed(*, others: int | None, budget: int, torch: str = "") -> Target:
     outside = _largest_outside(usable)
     sources = (f"No GPU is named: a process is assumed to use {show_bytes(outside)} outside PyTorch's allocator, the "
                "most of any GPU of that size, on compute capability 8.9.",)
-    windows = sys.platform == "win32"
-    platform = Platform((8, 9), torch_version(torch), compiles=not windows)
-    return Target(_with_allocator(platform, windows), Budget("", usable, others or 0, budget, outside, sources), None)
-
-
-def _of_another_vendor(card: GpuModel, *, others: int | None, budget: int | None, torch: str) -> Target:
-    memory = f" of its {card.memory_gb} GB" if card.memory_gb else ""
-    if card.vendor == "apple":
-        raise UsageError(f"{card.name}: PyTorch has a different allocator for Apple GPUs, which fitgpt does not model, "
-                         "and their memory is shared with the system.", "fitgpt cards lists the GPUs it can plan for.")
-    if budget is None:
-        raise UsageError(f"{card.name}: how much{memory} ROCm offers, and what a process uses there outside PyTorch's "
-                         "allocator, has not been measured.", f"Give what the run may use: --gpu "
-                         f"{shlex.quote(card.name)} --budget {max((card.memory_gb or 12) - 2, 1)}GiB")
-    target = unnamed(others=others, budget=budget, torch=torch)
-    note = (f"{card.name}: workspaces and kernels of ROCm have not been measured; the plan is that of an NVIDIA GPU "
-            "with the same budget.")
-    return target._replace(budget=target.budget._replace(card=card.name), card=card, notes=(note,))
+    return Target(_platform_here((8, 9), torch, None), Budget("", usable, others or 0, budget, outside, sources), None)
 
 
 # ---- a GPU that is installed here
@@ -175,20 +168,15 @@ def on_device(reading: GpuReading, *, others: int | None = None, budget: int | N
                      outside, tuple(sources))
     _check_sizes(allowed, others, budget)
     major, _, minor = (reading.cc or "8.9").partition(".")
-    capability, windows = (int(major), int(minor or 0)), sys.platform == "win32"
-    platform = Platform(capability, torch_version(torch), compiles=capability >= (7, 0) and not windows,
-                      sms=card.sms if card and card.sms else Platform.sms)
-    return Target(_with_allocator(platform, windows), allowed, card, _processes(reading) if others is None else "")
-
-
-def _processes(reading: GpuReading) -> str:
-    """One sentence on the processes that use a GPU now."""
-    if not reading.used_bytes:
-        return "No other process uses the GPU now."
-    found = [f"{each.name} {show_bytes(each.nbytes)}" for each in reading.processes if each.nbytes]
-    more = " …" if len(found) > PROCESSES_NAMED else ""
-    names = f": {', '.join(found[:PROCESSES_NAMED])}{more}" if found else ""
-    return f"Other processes use {show_bytes(reading.used_bytes)} of it now{names}."
+    neighbours = ""
+    if others is None and not reading.used_bytes:
+        neighbours = "No other process uses the GPU now."
+    elif others is None:
+        found = [f"{each.name} {show_bytes(each.nbytes)}" for each in reading.processes if each.nbytes]
+        more = " …" if len(found) > PROCESSES_NAMED else ""
+        names = f": {', '.join(found[:PROCESSES_NAMED])}{more}" if found else ""
+        neighbours = f"Other processes use {show_bytes(reading.used_bytes or 0)} of it now{names}."
+    return Target(_platform_here((int(major), int(minor or 0)), torch, card), allowed, card, neighbours)
 
 
 def _largest_outside(usable: int) -> int:
@@ -245,35 +233,30 @@ def check_supported(config: RunConfig, target: Target, trainer: str) -> None:
 # ---- torch and its allocator
 
 
+def _platform_here(capability: tuple[int, int], torch: str, card: GpuModel | None) -> Platform:
+    """The platform of a run in this environment. `train` sets expandable_segments unless PYTORCH_CUDA_ALLOC_CONF is
+    set; nanoGPT leaves it to that variable. torch has no expandable segments and no Triton on Windows."""
+    windows = sys.platform == "win32"
+    values = [value.replace(" ", "").lower() for name in ALLOCATOR_VARIABLES if (value := os.environ.get(name))]
+    expandable = not windows and all("expandable_segments:true" in value for value in values)
+    return Platform(capability, torch_version(torch), expandable=expandable,
+                    expandable_requested=expandable and bool(values), compiles=capability >= (7, 0) and not windows,
+                    sms=card.sms if card and card.sms else Platform.sms)
+
+
 def torch_version(given: str = "") -> str:
     """The version given; else the installed one, found without importing it; else DEFAULT_TORCH. Major and minor."""
-    found = re.match(r"\d+\.\d+", given or _installed_torch() or DEFAULT_TORCH)
-    return found[0] if found else DEFAULT_TORCH
-
-
-def _installed_torch() -> str:
     from importlib.util import find_spec
 
-    try:
-        spec = find_spec("torch")
-        folder = os.path.dirname(spec.origin) if spec and spec.origin else ""
-        with open(os.path.join(folder, "version.py"), encoding="utf-8") as file:
-            found = re.search(r"__version__ *= *['\"]([0-9.]+)", file.read(10_000))
-        return found[1] if found else ""
-    except (OSError, ValueError, ImportError):
-        return ""
-
-
-def _with_allocator(platform: Platform, windows: bool) -> Platform:
-    """`train` sets expandable_segments unless PYTORCH_CUDA_ALLOC_CONF is set; nanoGPT leaves it to that variable.
-    torch has no expandable segments on Windows."""
-    if windows or not any("ALLOC_CONF" in name for name in os.environ):
-        return replace(platform, expandable=not windows)
-    from ..hardware.allocator_env import ALLOCATOR_VARIABLES
-
-    values = [value.replace(" ", "").lower() for name in ALLOCATOR_VARIABLES if (value := os.environ.get(name))]
-    expandable = all("expandable_segments:true" in value for value in values)
-    return replace(platform, expandable=expandable, expandable_requested=expandable and bool(values))
+    found = re.match(r"\d+\.\d+", given)
+    if not given:
+        try:
+            spec = find_spec("torch")
+            version_file = Path((spec and spec.origin) or "").with_name("version.py")
+            found = re.search(r"__version__ *= *['\"](\d+\.\d+)", version_file.read_text(encoding="utf-8"))
+        except (OSError, ValueError, ImportError):
+            return DEFAULT_TORCH
+    return found[found.lastindex or 0] if found else DEFAULT_TORCH
 
 
 def unmodelled_allocator_options() -> list[str]:

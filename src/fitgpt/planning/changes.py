@@ -7,13 +7,13 @@ Changes of one family are in order: each saves more than the one before it.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from math import isqrt
 from typing import Any, NamedTuple, TypeVar
 
 from ..config.fields import shown
-from ..config.memory_savers import LEVELS, LOSSY_SAVERS, OTHER_RULES, SAVERS, loss_chunk_tokens
+from ..config.memory_savers import LEVELS, SAVERS, loss_chunk_tokens
 from ..config.resolve import ResolvedRun, resolve_run
 from ..config.run_config import DEFAULT_VOCAB, RunConfig
 from ..core.errors import UsageError
@@ -25,8 +25,12 @@ from .forecast import fits, replay_run
 TRAINING, EVALUATION = ("first_train", "train", "step"), ("first_eval", "eval")
 SMALLEST_CHUNK = 128  # tokens; loss_chunk_tokens goes no lower by itself
 # Families of changes: what costs nothing first, then what costs little time, then what changes what is trained.
-FAMILIES = ("trainer", "compile", "states", "gradients", "casts", "loss", "evaluation", "batch", "recompute",
-            "offload", *LOSSY_SAVERS, *OTHER_RULES, "accumulation", "block")
+# Memory savers are in the order of the registry, except those that a run can use in several sizes.
+BY_SIZE = ("loss", "evaluation", "batch", "recompute")
+OF_SAVERS = {permission: tuple(dict.fromkeys(saver.family for saver in SAVERS if saver.permission == permission))
+             for permission in ("free", "places", "lossy", "rules")}
+FAMILIES = ("trainer", "compile", *(family for family in reversed(OF_SAVERS["free"]) if family not in BY_SIZE),
+            *BY_SIZE, *OF_SAVERS["places"], *OF_SAVERS["lossy"], *OF_SAVERS["rules"], "accumulation", "block")
 
 
 class Change(NamedTuple):
@@ -85,125 +89,80 @@ class MemoryUse(NamedTuple):
 
 def single_changes(config: RunConfig, trainer: str = "fitgpt", *, compiles: bool = True) -> tuple[ChangedRun, ...]:
     """All that apply to this config, ranked. `compiles`: whether torch.compile works on the GPU."""
-    def rank(changed: ChangedRun) -> tuple[bool, int]:
-        return not changed.change.exact, FAMILIES.index(changed.change.family)
+    found: list[ChangedRun] = []
 
-    found = _of_nanogpt(config) if trainer == "nanogpt" else _of_fitgpt(config)
-    return tuple(sorted((changed for changed in found
-                         if changed is not None and (compiles or changed.change.family != "compile")), key=rank))
+    def add(family: str, what: str, slower: str, *, exact: bool = True, comparable: bool = True,
+            **options: Any) -> None:
+        """Nothing where the options change nothing, or other options exclude the change."""
+        try:
+            changed = replace(config, **options)
+        except UsageError:
+            return
+        flags = tuple(f"--{key}={shown(getattr(changed, key))}" for key in options
+                      if getattr(changed, key) != getattr(config, key))
+        if flags:
+            found.append(ChangedRun(Change(flags, what, exact, comparable, slower, family, trainer), changed))
 
-
-Found = Iterator[ChangedRun | None]
-
-
-def _of_fitgpt(config: RunConfig) -> Found:
-    yield from _batches(config, "fitgpt")
-    yield from _recompute(config)
-    yield from _evaluation(config)
-    yield from _chunks(config)
-    if config.compile is False:
-        yield _changed(config, "compile", "the temporaries between two matmuls", "a slower start",
-                       compile=True)
-    for saver in SAVERS:
-        if saver.permission != "never" and saver.option not in ("recompute", "loss_chunk"):  # these have their own
-            costs = f"{saver.costs}{_fewer_tokens(config, saver.settings)}"
-            yield _changed(config, saver.family, _per_parameter(saver.saves), costs, exact=saver.exact,
-                           **saver.settings)
-    yield from _blocks(config, "fitgpt")
-
-
-def _of_nanogpt(config: RunConfig) -> Found:
-    yield from _batches(config, "nanogpt")
-    if not config.compile:
-        yield _changed(config, "compile", "float32 copies of logits and norms", "a slower start",
-                       trainer="nanogpt", compile=True)
-    yield ChangedRun(Change(("--trainer=fitgpt",), "all logits but those of a few tokens, and half of what each layer "
-                         "saves for backward: the same model and precision, the data in another order", True, True,
-                         "the time to recompute, which nanoGPT does not do"
-                         if config.grad_checkpoint or config.recompute != RunConfig.recompute else "nothing",
-                         "trainer", "fitgpt"), config)
-    yield _changed(config, "accumulation", "a second set of gradients beside the first",
-                   f"steps of {config.gradient_accumulation_steps} times fewer tokens", exact=False, trainer="nanogpt",
-                   gradient_accumulation_steps=1)
-    yield from _blocks(config, "nanogpt")
-
-
-def _batches(config: RunConfig, trainer: str) -> Found:
-    """The same tokens per step and the same evaluation, in smaller micro-batches. Dropout masks are drawn per
-    micro-batch, so they change."""
-    batch = config.batch_size
-    for smaller in _divided(batch):
+    # The same tokens per step and the same evaluation, in smaller micro-batches. Dropout masks are drawn per
+    # micro-batch, so they change.
+    batch, accumulation, half = config.batch_size, config.gradient_accumulation_steps, config.block_size // 2
+    for smaller in repeatedly_divided(batch):
         times = batch // smaller
-        yield _changed(config, "batch", "the activations of the other sequences", "smaller matmuls",
-                       exact=not config.dropout, trainer=trainer, batch_size=smaller,
-                       gradient_accumulation_steps=config.gradient_accumulation_steps * times,
-                       eval_iters=config.eval_iters * times)
+        add("batch", "the activations of the other sequences", "smaller matmuls", exact=not config.dropout,
+            batch_size=smaller, gradient_accumulation_steps=accumulation * times, eval_iters=config.eval_iters * times)
+    if compiles and not config.compile:
+        add("compile", "the temporaries between two matmuls" if trainer == "fitgpt" else
+            "float32 copies of logits and norms", "a slower start", compile=True)
+    if trainer == "fitgpt":
+        _add_savers(config, add)
+    else:
+        slower = "nothing"
+        if config.grad_checkpoint or config.recompute != RunConfig.recompute:
+            slower = "the time to recompute, which nanoGPT does not do"
+        found.append(ChangedRun(Change(
+            ("--trainer=fitgpt",), "all logits but those of a few tokens, and half of what each layer saves for "
+            "backward: the same model and precision, the data in another order", True, True, slower, "trainer",
+            "fitgpt"), config))
+        add("accumulation", "a second set of gradients beside the first", f"steps of {accumulation} times fewer tokens",
+            exact=False, gradient_accumulation_steps=1)
+    if half:  # another model, and another loss
+        add("block", "half of the activations: the context is half as long", "smaller matmuls", exact=False,
+            comparable=False, block_size=half, gradient_accumulation_steps=2 * accumulation,
+            eval_block_size=min(config.eval_block_size, half))
+    return tuple(sorted(found, key=lambda each: (not each.change.exact, FAMILIES.index(each.change.family))))
 
 
-def _recompute(config: RunConfig) -> Found:
-    savers = {saver.value: saver for saver in SAVERS if saver.option == "recompute"}
+def _add_savers(config: RunConfig, add: Callable[..., None]) -> None:
+    """The changes of memory savers that fitgpt has. Those that a run can use in several sizes come first."""
     most_kept = min(LEVELS.index(level) for level in config.levels)
-    for level in LEVELS[most_kept + 1:]:
-        saver = savers[level]
-        yield _changed(config, "recompute", saver.saves, saver.costs, recompute=level, grad_checkpoint=False)
-
-
-def _evaluation(config: RunConfig) -> Found:
-    for smaller in _divided(config.eval_batch):
-        yield _changed(config, "evaluation", "what the other windows of an evaluation hold",
-                       "a slower evaluation", eval_batch_size=smaller)
-
-
-def _chunks(config: RunConfig) -> Found:
+    for saver in SAVERS:
+        if saver.option == "recompute" and LEVELS.index(saver.value) > most_kept:
+            add("recompute", saver.saves, saver.costs, recompute=saver.value, grad_checkpoint=False)
+    for smaller in repeatedly_divided(config.eval_batch):
+        add("evaluation", "what the other windows of an evaluation hold", "a slower evaluation",
+            eval_batch_size=smaller)
     chunk = loss_chunk_tokens(config.batch_size * config.block_size, config.vocab_size or DEFAULT_VOCAB,
                               config.loss_chunk)
     for smaller in (chunk // 2, chunk // 4):
         if smaller >= SMALLEST_CHUNK:
-            yield _changed(config, "loss", "the logits of the other tokens", "smaller matmuls",
-                           loss_chunk=smaller)
+            add("loss", "the logits of the other tokens", "smaller matmuls", loss_chunk=smaller)
+    for saver in SAVERS:
+        if saver.permission != "never" and saver.family not in BY_SIZE:
+            saves, costs = re.sub(r"\b(\d+)P\b", r"\1 bytes per parameter", saver.saves), saver.costs
+            times = config.gradient_accumulation_steps // saver.settings.get("gradient_accumulation_steps",
+                                                                             config.gradient_accumulation_steps)
+            if times > 1:
+                costs += f"; steps of {times} times fewer tokens, unless batch_size grows as much"
+            add(saver.family, saves, costs, exact=saver.exact, **saver.settings)
 
 
-def _blocks(config: RunConfig, trainer: str) -> Found:
-    """Half the context: another model, and another loss."""
-    half = config.block_size // 2
-    if half:
-        yield _changed(config, "block", "half of the activations: the context is half as long",
-                       "smaller matmuls", exact=False, comparable=False, trainer=trainer, block_size=half,
-                       gradient_accumulation_steps=2 * config.gradient_accumulation_steps,
-                       eval_block_size=min(config.eval_block_size, half))
-
-
-def _fewer_tokens(config: RunConfig, options: dict[str, Any]) -> str:
-    """A memory saver without gradient accumulation changes the tokens per step, unless batch_size grows as much."""
-    times = config.gradient_accumulation_steps // options.get("gradient_accumulation_steps",
-                                                              config.gradient_accumulation_steps)
-    return f"; steps of {times} times fewer tokens, unless batch_size grows as much" if times > 1 else ""
-
-
-def _per_parameter(text: str) -> str:
-    """'8P' of memory_savers.py, spelled out."""
-    return re.sub(r"\b(\d+)P\b", r"\1 bytes per parameter", text)
-
-
-def _divided(number: int) -> list[int]:
+def repeatedly_divided(number: int) -> list[int]:
     """12 → 6, 3, 1: divided by its smallest prime factor, repeatedly."""
     found = []
     while number > 1:
         number //= next((factor for factor in range(2, isqrt(number) + 1) if number % factor == 0), number)
         found.append(number)
     return found
-
-
-def _changed(config: RunConfig, family: str, what: str, slower: str, *, exact: bool = True, comparable: bool = True,
-             trainer: str = "fitgpt", **options: Any) -> ChangedRun | None:
-    """None where the options change nothing, or other options exclude the change."""
-    try:
-        changed = replace(config, **options)
-    except UsageError:
-        return None
-    flags = tuple(f"--{key}={shown(getattr(changed, key))}" for key in options
-                  if getattr(changed, key) != getattr(config, key))
-    return ChangedRun(Change(flags, what, exact, comparable, slower, family, trainer), changed) if flags else None
 
 
 # ---- what they save

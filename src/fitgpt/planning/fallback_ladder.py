@@ -23,6 +23,7 @@ from ..hardware.gpus import GpuModel
 from ..memory.platform import Platform
 from ..tapes import engine as engine_tape
 from . import speed
+from .changes import repeatedly_divided
 from .forecast import needs_of
 from .layer_costs import CostCache, describe_mix, mix_of
 from .plan_file import FallbackPlan
@@ -42,7 +43,7 @@ def fallback_plans(config: RunConfig, platform: Platform, *, host_bytes: int | N
     config = resolve_run(config, platform)
     least = needs_of(config, platform)
     plans: list[FallbackPlan] = []
-    for smaller in _thinned(_frontier(config, platform, least, host_bytes)):
+    for smaller in _frontier(config, platform, least, host_bytes):
         needed = needs_of(resolve_run(smaller, platform), platform)
         if needed < least:
             plans.append(FallbackPlan(_difference(config, smaller), needed, describe(config, smaller)))
@@ -70,92 +71,71 @@ def _difference(config: RunConfig, smaller: RunConfig) -> dict[str, Any]:
     return {name: value for name, value in smaller.to_dict().items() if value != getattr(config, name)}
 
 
-def _thinned(path: list[RunConfig]) -> list[RunConfig]:
-    """At most MOST_PLANS: the first, which are nearly as fast as the run, and some of the rest."""
-    if len(path) <= MOST_PLANS:
-        return path
-    kept = MOST_PLANS // 2
-    first, rest = path[:kept], path[kept:]
-    return [*first, *(rest[round((place + 1) * len(rest) / kept) - 1] for place in range(kept))]
-
-
-def _frontier(config: RunConfig, platform: Platform, needed: int, host_bytes: int | None) -> list[RunConfig]:
+def _frontier(config: RunConfig, platform: Platform, needed: int, host_limit: int | None) -> list[RunConfig]:
     """The fastest first, those with other dropout masks last; each needs less than all before it. The sizes are
-    estimates that only select."""
+    estimates that only select. At most MOST_PLANS: the first, which are nearly as fast as the run, and some of the
+    rest."""
     card, costs = similar_gpu(platform), CostCache(platform)
 
     def size(each: RunConfig) -> int:
         return costs.cost(each).needs(mix_of(each.levels))
 
     least, found = float(size(config)), list[RunConfig]()
-    limit = None if host_bytes is None else host_bytes + engine_tape.host_bytes(config)
-    everything = sorted((each for each in _smaller(config, needed)
-                         if limit is None or engine_tape.host_bytes(each) <= limit),
+    limit = None if host_limit is None else host_limit + engine_tape.host_bytes(config)
+    everything = sorted((each for each in _smaller(config, needed) if limit is None
+                         or engine_tape.host_bytes(each) <= limit),
                         key=lambda each: (draws_other_masks(config, each), seconds_per_token(each, card, platform)))
     for each in everything:
         if (estimate := size(each)) < MAX_NEEDS * least:
             least = estimate
             found.append(each)
     smallest = min(everything, key=size, default=None)
-    return found if smallest is None or smallest in found else [*found, smallest]
-
-
-# ---- the changes
+    if smallest is not None and smallest not in found:
+        found.append(smallest)
+    if len(found) <= MOST_PLANS:
+        return found
+    kept = MOST_PLANS // 2
+    first, rest = found[:kept], found[kept:]
+    return [*first, *(rest[round((place + 1) * len(rest) / kept) - 1] for place in range(kept))]
 
 
 def _smaller(config: RunConfig, needed: int) -> Iterator[RunConfig]:
     """Every valid combination of changes."""
-    for changes in product(_batches(config), _levels(config), _chunks(config, needed), _cuda_graphs(config),
-                           _offload(config)):
+    # Smaller micro-batches. An evaluation batch is at most a micro-batch.
+    sequences = config.batch_size * config.gradient_accumulation_steps
+    batches: list[dict[str, Any]] = [
+        {"batch_size": batch, "gradient_accumulation_steps": sequences // batch,
+         "eval_batch_size": min(config.eval_batch_size, batch)}
+        for batch in (config.batch_size, *repeatedly_divided(config.batch_size))]
+
+    # As given; then every layer at least at each recompute level of STOPS that some layer has not reached.
+    keeps_most = min(map(LEVELS.index, config.levels))
+    levels: list[dict[str, Any]] = [{}]
+    for level in map(LEVELS.index, STOPS):
+        if level > keeps_most:
+            at_least = tuple(LEVELS[max(LEVELS.index(each), level)] for each in config.levels)
+            levels.append({"recompute": describe_mix(mix_of(at_least))})
+
+    chunks: list[dict[str, Any]] = [{}]
+    chunk = loss_chunk_tokens(config.batch_size * config.block_size, config.vocab_size, config.loss_chunk)
+    if engine_tape.BYTES[config.dtype] * config.vocab_size * chunk // 2 > MIN_CHUNK_SAVING * needed:
+        chunks.append({"loss_chunk": chunk // 2})
+
+    graphs: list[dict[str, Any]] = [{}, {"cuda_graphs": False}] if engine_tape.uses_cuda_graphs(config) else [{}]
+
+    # More in CPU RAM. Only AdamW with float32 weights gives the same result there; gradients that leave the GPU exclude
+    # CUDA graphs.
+    offload: list[dict[str, Any]] = [{}]
+    if config.weights == "float32" and config.optimizer == "adamw" and not config.step_in_backward:
+        places = option_specs(RunConfig)["offload"].choices
+        offload += [{"offload": place, **({"cuda_graphs": False} if place == "gradients" else {})}
+                    for place in places[places.index(config.offload) + 1:]]
+
+    for changes in product(batches, levels, chunks, graphs, offload):
         try:
             yield replace(config, **{option: value for part in changes for option, value in part.items()})
         except UsageError:  # two options exclude each other
             continue
-
-
-def _batches(config: RunConfig) -> Iterator[dict[str, Any]]:
-    """12 → 6, 3, 1: divided by the smallest factor, repeatedly. An evaluation batch is at most a micro-batch."""
-    batch, micro_steps = config.batch_size, config.gradient_accumulation_steps
-    while True:
-        yield {"batch_size": batch, "gradient_accumulation_steps": micro_steps,
-               "eval_batch_size": min(config.eval_batch_size, batch)}
-        if batch == 1:
-            return
-        factor = next(factor for factor in range(2, batch + 1) if batch % factor == 0)
-        batch, micro_steps = batch // factor, micro_steps * factor
-
-
-def _levels(config: RunConfig) -> Iterator[dict[str, Any]]:
-    """As given; then every layer at least at each level of STOPS that some layer has not reached."""
-    yield {}
-    keeps_most = min(map(LEVELS.index, config.levels))
-    for level in map(LEVELS.index, STOPS):
-        if level > keeps_most:
-            levels = tuple(LEVELS[max(LEVELS.index(each), level)] for each in config.levels)
-            yield {"recompute": describe_mix(mix_of(levels))}
-
-
-def _chunks(config: RunConfig, needed: int) -> Iterator[dict[str, Any]]:
-    yield {}
-    chunk = loss_chunk_tokens(config.batch_size * config.block_size, config.vocab_size, config.loss_chunk)
-    if engine_tape.BYTES[config.dtype] * config.vocab_size * chunk // 2 > MIN_CHUNK_SAVING * needed:
-        yield {"loss_chunk": chunk // 2}
-
-
-def _cuda_graphs(config: RunConfig) -> Iterator[dict[str, Any]]:
-    yield {}
-    if engine_tape.uses_cuda_graphs(config):
-        yield {"cuda_graphs": False}
-
-
-def _offload(config: RunConfig) -> Iterator[dict[str, Any]]:
-    """More in CPU RAM. Only AdamW with float32 weights gives the same result there; gradients that leave the GPU
-    exclude CUDA graphs."""
-    yield {}
-    if config.weights == "float32" and config.optimizer == "adamw" and not config.step_in_backward:
-        places = option_specs(RunConfig)["offload"].choices
-        for place in places[places.index(config.offload) + 1:]:
-            yield {"offload": place, **({"cuda_graphs": False} if place == "gradients" else {})}
 
 
 # ---- their speed

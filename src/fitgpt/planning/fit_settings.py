@@ -1,8 +1,9 @@
-"""Assignments → FitRequest → FitResult. `fitgpt.fit` is here, and the choice of settings for `train --fit`."""
+"""Assignments → FitRequest → FitResult → config file. `fitgpt.fit` is here, and the settings of `train --fit`."""
 
 from __future__ import annotations
 
 import os
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -11,22 +12,23 @@ from ..config.command_options import FitArguments, FitOptions, PlanOptions
 from ..config.fields import Assignment, build, option_specs, shown
 from ..config.run_config import RunConfig
 from ..core.errors import DeviceError, DoesNotFit, UsageError
-from ..core.units import GiB, show_bytes
+from ..core.units import GiB, show_bytes, show_count
+from ..hardware import nvidia
 from ..hardware.host import SHARE, spare_memory
 from .budget import Budget, Target, apply_limits, check_supported, installed, select_gpu, target_for
-from .candidates import parse_allow
-from .duration import with_training_length
 from .goals import (
+    GOALS,
     OUTSIDE_ERROR,
     FitResult,
     decisions_for,
     describe_suggestions,
     describe_too_small,
     find_fastest,
-    fit_for_goal,
 )
+from .measure import SECONDS_EACH, TimingProcess, rerank
+from .plan import with_training_length
 from .request import NO_OPTIONS, assignments_from, check_vocab_matches_data, run_config_from, with_data
-from .search import FitTarget
+from .search import FitTarget, parse_allow
 
 ASSUMED_HOST = 32 * GiB  # CPU RAM of a machine that is not here
 OF_THE_COMMAND = ("out", "html", "json")  # options of `fitgpt fit` that the function does not take
@@ -66,7 +68,12 @@ def fit_request(assignments: Sequence[Assignment]) -> FitRequest:
     config, data, missing, more = with_data(given)
     check_vocab_matches_data(config, data)
     length = PlanOptions(gpu=options.gpu, tokens=options.tokens, epochs=options.epochs, hours=options.hours)
-    _check_measure(options)
+    if options.measure and options.gpu:
+        raise UsageError(f"--measure times candidates on the GPU of this machine, and --gpu {options.gpu} names a GPU "
+                         "that may not be here.", "Leave out one of them.")
+    if options.measure and not (seen := nvidia.survey()).gpus:
+        raise DeviceError(f"There is no GPU here to measure on: {seen.reason or 'the driver shows none'}.",
+                          "Leave out --measure: without it the speed is estimated.")
     target = target_for(options.gpu, config.device, others=options.others, budget=options.budget, torch=options.torch)
     target = target._replace(budget=apply_limits(config, target.budget))
     check_supported(config, target, "fitgpt")
@@ -80,43 +87,22 @@ def fit_request(assignments: Sequence[Assignment]) -> FitRequest:
 def fit_from(request: FitRequest, say: Callable[[str], None] = lambda text: None) -> FitResult:
     """`say`: where progress of --measure goes."""
     options, target = request.options, request.target
-    result = fit_for_goal(options.goal, request.config, target, parse_allow(options.allow))
+    result = GOALS[options.goal](request.config, target, parse_allow(options.allow))
     notes = list(request.notes)
     if options.gpu and result.chosen is not None and result.chosen.config.offload != "none":
         notes.append(f"The machine is assumed to have {show_bytes(ASSUMED_HOST)} of CPU RAM, {SHARE:.0%} of it for "
                      "this run.")
     if options.measure and result.chosen is not None:
-        result = rerank_by_timing(result, request.config, target, say)
+        by_estimate = result.chosen.config
+        with TimingProcess(SECONDS_EACH) as process:
+            result = rerank(result, process.time, say)
+        chosen = result.chosen
+        if chosen is not None and chosen.config != by_estimate:
+            if not chosen.exact:
+                needs = target.search(request.config).needs(chosen.config)
+                chosen = chosen._replace(needs=needs, headroom=target.budget.reserve_limit - needs, exact=True)
+            result = result._replace(chosen=chosen, decisions=decisions_for(request.config, chosen.config, target))
     return result._replace(notes=(*result.notes, *notes))
-
-
-def rerank_by_timing(result: FitResult, given: RunConfig, target: FitTarget, say: Callable[[str], None]) -> FitResult:
-    """The result with the candidate that is fastest by measurement."""
-    from .measure import SECONDS_EACH, TimingProcess, rerank
-
-    with TimingProcess(SECONDS_EACH) as process:
-        timed = rerank(result, process.time, say)
-    if timed.chosen is None or result.chosen is None or timed.chosen.config == result.chosen.config:
-        return timed
-    chosen = timed.chosen
-    if not chosen.exact:
-        needs = target.search(given).needs(chosen.config)
-        chosen = chosen._replace(needs=needs, headroom=target.budget.reserve_limit - needs, exact=True)
-    return timed._replace(chosen=chosen, decisions=decisions_for(given, chosen.config, target))
-
-
-def _check_measure(options: FitOptions) -> None:
-    if not options.measure:
-        return
-    if options.gpu:
-        raise UsageError(f"--measure times candidates on the GPU of this machine, and --gpu {options.gpu} names a GPU "
-                         "that may not be here.", "Leave out one of them.")
-    from ..hardware.nvidia import survey
-
-    seen = survey()
-    if not seen.gpus:
-        raise DeviceError(f"There is no GPU here to measure on: {seen.reason or 'the driver shows none'}.",
-                          "Leave out --measure: without it the speed is estimated.")
 
 
 # ---- the target
@@ -148,9 +134,7 @@ def shared_gpu_note(target: FitTarget) -> list[str]:
 
 def other_users_on_gpu(device: str) -> bool:
     """Whether another user's program, other than the desktop's, is on the GPU that a run would use."""
-    from ..hardware.nvidia import survey
-
-    seen = survey()
+    seen = nvidia.survey()
     if not seen.gpus:
         return False
     reading = select_gpu(seen, device)
@@ -170,12 +154,10 @@ def is_own_process(pid: int) -> bool:
 
 def for_train(given: RunConfig) -> tuple[RunConfig, list[str]]:
     """The run with the settings chosen for the GPU of this machine, and why; unchanged where there is no GPU."""
-    from ..hardware.nvidia import survey
-
     given = replace(given, fit=False)
     if given.eval_only:
         return given, ["fit: nothing to choose, because nothing is trained."]
-    if given.device in ("cpu", "mps") or not survey().gpus:
+    if given.device in ("cpu", "mps") or not nvidia.survey().gpus:
         return given, ["fit: nothing to choose, because there is no NVIDIA GPU here."]
     config = with_data(given)[0]
     target = installed(config.device, others=None, budget=None)
@@ -188,3 +170,46 @@ def for_train(given: RunConfig) -> tuple[RunConfig, list[str]]:
     notes = [f"fit: {', '.join(f'{option}={shown(now)}' for option, (_, now) in each.changes.items())}, {each.why}"
              for each in result.decisions]
     return chosen, notes or ["fit: the given settings are the fastest that fit."]
+
+
+# ---- the config file that `fit` writes
+
+MARK = "# Fitted by `fitgpt fit`"  # the beginning of a file that was written here, and may be replaced
+WIDTH = 110
+NOT_WRITTEN = ("plan",)            # an option of one command, not of the run
+ALWAYS = ("out_dir", "dataset", "n_layer", "n_head", "n_embd", "block_size", "batch_size",
+          "gradient_accumulation_steps", "max_iters")  # written even at their defaults
+
+
+def config_text(fitted: FitResult, run: str) -> str:
+    """The text of a config file that `train` takes, with the reasons beside the changed options. `run`: a description
+    of the given run."""
+    chosen, budget = fitted.chosen, fitted.budget
+    assert chosen is not None  # only settings that fit are written
+    options = {name: getattr(chosen.config, name) for name, option in option_specs(RunConfig).items()
+               if name not in NOT_WRITTEN and (name in ALWAYS or getattr(chosen.config, name) != option.default)}
+    speed = ""
+    if chosen.measured is not None:
+        speed = f"; {show_count(round(chosen.measured))} tokens/s measured"
+    elif chosen.speed is not None:
+        low, high = round(chosen.speed.low), round(chosen.speed.high)
+        speed = f"; {show_count(low)} to {show_count(high)} tokens/s by estimate"
+
+    def one_line(text: str) -> str:
+        """Text of the user must not end a comment."""
+        return " ".join(text.split())
+
+    card = f" for {one_line(budget.card)}" if budget.card else ""
+    lines = [f"{MARK}{card}, from {one_line(run)}.",
+             f"# Needs {show_bytes(chosen.needs)} of the {show_bytes(budget.reserve_limit)} that PyTorch may reserve"
+             f"{speed}.", ""]
+    changed = {option for decision in fitted.decisions for option in decision.changes}
+    lines += [f"{name} = {value!r}" for name, value in options.items() if name not in changed]
+    for decision in fitted.decisions:
+        lines += ["", *textwrap.wrap(one_line(decision.why), WIDTH, initial_indent="# ", subsequent_indent="# ")]
+        lines += [f"{option} = {now!r}  # was {before!r}" for option, (before, now) in decision.changes.items()]
+    return "\n".join(lines) + "\n"
+
+
+def is_own_config(text: str) -> bool:
+    return text.startswith(MARK)

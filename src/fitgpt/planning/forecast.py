@@ -1,19 +1,27 @@
-"""ResolvedRun + Platform → Forecast: the memory of each phase, who owns the bytes at the peak, and what it needs."""
+"""ResolvedRun + Platform → Forecast: the memory of each phase, who owns the bytes at the peak and by which formula, and
+what the run needs. Also how accurate forecasts of recorded runs were.
+"""
 
 from __future__ import annotations
 
+import csv
+import re
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from math import prod
+from pathlib import Path
 from typing import NamedTuple
 
 from ..config.resolve import ResolvedRun
-from ..config.run_config import NOT_NANOGPTS, RunConfig
+from ..config.run_config import DEFAULT_VOCAB, RunConfig
+from ..core.units import MiB, show_bytes, show_count
 from ..memory.platform import EXPANDABLE, NATIVE, Platform
-from ..memory.tape import Span, Tape
+from ..memory.tape import EMPTY_CACHE, Event, Span, Tape
 from ..memory.timeline import (
     MAX_POINTS,
     OwnerTimeline,
-    PhasePeak,
     Timeline,
     chart_points,
     needs,
@@ -24,12 +32,17 @@ from ..memory.timeline import (
 from ..runs.metrics import PhaseMemory
 from ..tapes import engine as engine_tape
 from ..tapes import nanogpt as nanogpt_tape
-from ..tapes.nanogpt_compiled import ODD_SIZES, has_odd_sizes
-from . import formulas
+from ..tapes.aten import round_up
+from ..tapes.nanogpt_compiled import LINE, MULTIPLE, MULTIPLE_FLOAT32, ODD_SIZES, has_odd_sizes
 from .budget import Budget
-from .formulas import OwnerShare
 
-TRAINERS = ("fitgpt", "nanogpt")
+
+class OwnerShare(NamedTuple):
+    """Whose bytes lie there at the peak, and where they come from: "16 × 1,024 × 50,304 × 2 bytes"."""
+
+    owner: str
+    nbytes: int
+    formula: str
 
 
 class Forecast(NamedTuple):
@@ -37,14 +50,13 @@ class Forecast(NamedTuple):
 
     trainer: str                           # "fitgpt", "nanogpt"
     params: int                            # all parameters, the tied head counted once
-    phases: dict[str, PhaseMemory]       # of runs.metrics.PHASES, those that the run has
+    phases: dict[str, PhaseMemory]         # of runs.metrics.PHASES, those that the run has
     peak_phase: str                        # the phase that allocates most
     owners_at_peak: tuple[OwnerShare, ...] # their sum is what is allocated then
     needs: int                             # the smallest memory limit under which the run completes
     reserved_range: tuple[int, int]        # lowest and highest, over the addresses a driver may return
     assumes: dict[str, str]                # torch, attention, compile, allocator
     host_bytes: int                        # CPU RAM of what is offloaded
-    checkpoint_bytes: int                  # of one checkpoint on disk
 
     @property
     def allocated(self) -> int:
@@ -79,14 +91,12 @@ class MemoryPlan:
 
 def write_tape(run: ResolvedRun, platform: Platform, trainer: str = "fitgpt") -> Tape:
     """Every allocation and free of the run, in order."""
-    if trainer == "nanogpt":
-        return nanogpt_tape.write(run, platform)
-    return engine_tape.write(run, platform)
+    return nanogpt_tape.write(run, platform) if trainer == "nanogpt" else engine_tape.write(run, platform)
 
 
-def replay_run(run: ResolvedRun, platform: Platform, trainer: str = "fitgpt", limit: int | None = None) -> Timeline:
-    """The run's tape, replayed: to its end, or to the allocation that fails under `limit`."""
-    return replay(write_tape(run, platform, trainer), limit, expandable=platform.uses_expandable_segments(trainer))
+def replay_run(run: ResolvedRun, platform: Platform, trainer: str = "fitgpt") -> Timeline:
+    """The run's tape, replayed to its end."""
+    return replay(write_tape(run, platform, trainer), expandable=platform.uses_expandable_segments(trainer))
 
 
 def needs_of(run: ResolvedRun, platform: Platform, trainer: str = "fitgpt") -> int:
@@ -104,74 +114,54 @@ def fits(run: ResolvedRun, platform: Platform, limit: int, trainer: str = "fitgp
 def forecast(run: ResolvedRun, platform: Platform, trainer: str = "fitgpt", limit: int | None = None) -> Forecast:
     """`limit`: what the allocator may reserve, if that is known. A run that would reserve more and completes with
     less is then forecast as it completes."""
-    expandable = platform.uses_expandable_segments(trainer)
+    nanogpt, expandable = trainer == "nanogpt", platform.uses_expandable_segments(trainer)
+    params = run.gpt_config().count_params()
     tape = write_tape(run, platform, trainer)
+
+    # What is reserved without a limit, what is needed, and what is reserved under the limit.
     unlimited = timeline = replay(tape, expandable=expandable)
     needed = needs(tape, expandable=expandable, free_run=unlimited)
     if limit is not None:
         needed = needs_under(limit, tape, needed, free_run=unlimited, expandable=expandable)
         if needed <= limit < unlimited.reserved:
             timeline = replay(tape, limit, expandable=expandable)
-    other_orders = () if expandable else reserved_in_other_orders(tape)
-    reserved = unlimited.reserved, *other_orders
+    reserved = unlimited.reserved, *(() if expandable else reserved_in_other_orders(tape))
     most = max(reserved) if timeline is unlimited else timeline.reserved
 
+    # Phases. Reserved is cumulative: a phase that repeats comes after all the others.
     peaks = timeline.peaks()
     highest = max(peaks.values(), key=lambda peak: peak.allocated)
-    phases = _by_phase(peaks)
-    if trainer == "nanogpt" and not run.eval_only:
-        phases |= _other_phases_of_nanogpt(run, timeline, phases)
-    elif not run.eval_only:  # sampling is another process; a resume reads its checkpoint into CPU RAM
+    so_far = accumulate((peak.reserved for peak in peaks.values()), max)
+    phases = {phase: PhaseMemory(peak.allocated, held) for (phase, peak), held in zip(peaks.items(), so_far,
+                                                                                      strict=True)}
+    if nanogpt and not run.eval_only:  # a resume reads weights and moments onto the GPU, next to the model it has made
+        resumed = phases["load"].allocated + 12 * params
+        phases["save"] = PhaseMemory(timeline.allocated[-1], timeline.reserved)
+        phases["resume"] = PhaseMemory(resumed, max(resumed, phases["load"].reserved))
+    elif not run.eval_only:  # a resume reads its checkpoint into CPU RAM; sampling is another process
+        phases["resume"] = phases["load"]
+        if run.states != "early":  # optimizer state that a new run allocates later is there, too
+            load = replay(engine_tape.write(replace(run, init_from="resume"), platform),
+                          expandable=expandable).peaks()["load"]
+            phases["resume"] = PhaseMemory(load.allocated, load.reserved)
         sampled = replay(engine_tape.write_sampling(run, platform), expandable=expandable)
         sample = sampled.peaks()["sample"]
-        phases["resume"] = phases["load"] if run.states == "early" else _resumed(run, platform)
         phases["sample"] = PhaseMemory(sample.allocated, sample.reserved)
         if sample.allocated > highest.allocated:
             highest, timeline = sample, sampled
 
-    effective: RunConfig = run if trainer == "fitgpt" else replace(run, **{
-        name: getattr(RunConfig, name) for name in NOT_NANOGPTS})
+    compiled, attention = "compiled", engine_tape.attention_kernel(run, platform)
+    if nanogpt:
+        attention = platform.attention(run.n_embd // run.n_head, run.dtype)
+        if has_odd_sizes(run.dtype, run.batch_size * run.block_size, run.vocab_size):
+            compiled = f"compiled, {ODD_SIZES}"
     return Forecast(
-        trainer=trainer, params=run.gpt_config().count_params(), phases=phases,
-        peak_phase=highest.phase, owners_at_peak=formulas.owners(run, trainer, timeline, highest.event),
+        trainer=trainer, params=params, phases=phases,
+        peak_phase=highest.phase, owners_at_peak=owners(run, trainer, timeline, highest.event),
         needs=needed, reserved_range=(min(*reserved, most), most),
-        assumes=assumptions(run, platform, trainer), host_bytes=engine_tape.host_bytes(effective),
-        checkpoint_bytes=engine_tape.checkpoint_bytes(effective))
-
-
-def assumptions(run: ResolvedRun, platform: Platform, trainer: str) -> dict[str, str]:
-    """What a forecast assumes: torch and how its rules are known, attention kernel, compiled or eager, allocator."""
-    padded = trainer == "nanogpt" and has_odd_sizes(run.dtype, run.batch_size * run.block_size,
-                                                    run.vocab_size)
-    attention = (engine_tape.attention_kernel(run, platform) if trainer == "fitgpt" else
-                 platform.attention(run.n_embd // run.n_head, run.dtype))
-    return {
-        "torch": platform.describe_torch(), "attention": attention,
-        "compile": (f"compiled, {ODD_SIZES}" if padded else "compiled") if run.compile else "eager",
-        "allocator": EXPANDABLE if platform.uses_expandable_segments(trainer) else NATIVE}
-
-
-def _by_phase(peaks: dict[str, PhasePeak]) -> dict[str, PhaseMemory]:
-    """Reserved is cumulative: a phase that repeats comes after all the others."""
-    reserved = accumulate((peak.reserved for peak in peaks.values()), max)
-    return {phase: PhaseMemory(peak.allocated, most)
-            for (phase, peak), most in zip(peaks.items(), reserved, strict=True)}
-
-
-def _resumed(run: ResolvedRun, platform: Platform) -> PhaseMemory:
-    """After a checkpoint was read: optimizer state that a new run allocates later is there, too."""
-    resumed = replay(engine_tape.write(replace(run, init_from="resume"), platform), expandable=platform.expandable)
-    peak = resumed.peaks()["load"]
-    return PhaseMemory(peak.allocated, peak.reserved)
-
-
-def _other_phases_of_nanogpt(run: ResolvedRun, timeline: Timeline,
-                             phases: dict[str, PhaseMemory]) -> dict[str, PhaseMemory]:
-    """Phases that are not on the tape. A resume reads the checkpoint onto the GPU, weights and moments, next to the
-    model it has made."""
-    held = phases["load"].allocated + 12 * run.gpt_config().count_params()
-    return {"save": PhaseMemory(timeline.allocated[-1], timeline.reserved),
-            "resume": PhaseMemory(held, max(held, phases["load"].reserved))}
+        assumes={"torch": platform.describe_torch(), "attention": attention,
+                 "compile": compiled if run.compile else "eager", "allocator": EXPANDABLE if expandable else NATIVE},
+        host_bytes=0 if nanogpt else engine_tape.host_bytes(run))
 
 
 def one_step(timeline: Timeline, most: int = MAX_POINTS) -> OwnerTimeline:
@@ -179,18 +169,231 @@ def one_step(timeline: Timeline, most: int = MAX_POINTS) -> OwnerTimeline:
     not train, of the phase with the highest peak. With CUDA graphs that is the first step: later ones allocate nothing.
     """
     phases = [phase for phase in timeline.tape.phases if phase.start < len(timeline.changes)]
-    steps = _training_steps(phases) or [(start, end, ((phase, start),)) for phase, start, end in phases if end > start]
+    none = Span("", 0, 0)
+    steps: list[tuple[int, int, tuple[tuple[str, int], ...]]] = []  # first event, end, and where its parts begin
+    for before, phase, after in zip([none, *phases], phases, [*phases[1:], none], strict=False):
+        if (phase.name, after.name) in (("first_train", "first_train"), ("train", "step")):
+            steps.append((phase.start, after.end, (("training", phase.start), ("step", phase.end))))
+        elif phase.name == "first_train" and before.name != "first_train":  # a first step may be one phase
+            steps.append((phase.start, phase.end, (("training", phase.start),)))
+    steps = steps or [(start, end, ((phase, start),)) for phase, start, end in phases if end > start]
     start, end, marks = max(reversed(steps), key=lambda each: max(timeline.allocated[each[0]:each[1]], default=0))
     return chart_points(timeline, start, end, marks, most)
 
 
-def _training_steps(phases: list[Span]) -> list[tuple[int, int, tuple[tuple[str, int], ...]]]:
-    """First event, end, and the beginnings of micro-batches and optimizer step; a first step may be one phase."""
-    steps: list[tuple[int, int, tuple[tuple[str, int], ...]]] = []
-    none = Span("", 0, 0)
-    for before, phase, after in zip([none, *phases], phases, [*phases[1:], none], strict=False):
-        if (phase.name, after.name) in (("first_train", "first_train"), ("train", "step")):
-            steps.append((phase.start, after.end, (("training", phase.start), ("step", phase.end))))
-        elif phase.name == "first_train" and before.name != "first_train":
-            steps.append((phase.start, phase.end, (("training", phase.start),)))
-    return steps
+# ---- formulas: the bytes of an owner as products of sizes, "12 layers × 16,384 tokens × … bytes"
+#
+# Every figure is a sum over the tensors that are alive at the peak, so a formula cannot differ from the tape. Bytes
+# that no formula covers are named at its end.
+
+MOST_TERMS = 3
+SMALL = 0.01       # of an owner's bytes: smaller terms are summed up
+LARGE = MiB        # tensors without a formula are listed from this size on
+NEGLIGIBLE = 0.002 # of an owner's bytes: a smaller rest is not mentioned
+LAYER = re.compile(r"(\d+)\.")        # "3.qkv": of layer 3
+POSITIONS = re.compile(r"pos(?:itions|_emb)")  # a tensor of one sequence, whatever the batch
+PARAMETER = re.compile(r"(?:\d+\.)?(wte|wpe|c_attn|attn(?:\.c)?_proj|c_fc|mlp(?:\.c)?_proj)(?!\w|\.bias)")
+RAW = ".raw"       # a half-precision gradient, the result of a matmul
+WHOLE = ".float32" # a weight before it is rounded
+
+
+class Alive(NamedTuple):
+    """A tensor that is allocated at the peak."""
+
+    name: str
+    nbytes: int    # as requested
+    taken: int     # of the allocator's block
+
+
+class Term(NamedTuple):
+    """One product of a formula."""
+
+    nbytes: int
+    text: str
+
+
+class FormulaSizes(NamedTuple):
+    """The sizes that tensors are multiples of."""
+
+    batch: int
+    block: int
+    width: int
+    layers: int
+    vocab: int
+    params: int
+    matmul: int    # bytes per element in matmuls
+    weight: int    # bytes per element of a weight matrix
+
+
+def owners(config: RunConfig, trainer: str, timeline: Timeline, event: int) -> tuple[OwnerShare, ...]:
+    """Every owner after an event, the largest first; their sum is what is allocated then."""
+    alive: dict[str, tuple[Event, int]] = {}
+    for entry, change in zip(timeline.tape.events[:event + 1], timeline.changes, strict=False):
+        if entry.alloc:
+            alive[entry.name] = entry, change
+        elif entry.name != EMPTY_CACHE:
+            del alive[entry.name]
+    tensors: dict[str, list[Alive]] = {}
+    for entry, change in alive.values():
+        tensors.setdefault(entry.owner, []).append(Alive(entry.name, entry.nbytes, change))
+    phase = next((phase for phase, start, end in timeline.tape.phases if start <= event < end), "")
+    sizes = formula_sizes(config, trainer, phase)
+    shares = [OwnerShare(owner, sum(each.taken for each in held), formula(owner, held, sizes))
+              for owner, held in tensors.items()]
+    return tuple(sorted(shares, key=lambda share: -share.nbytes))
+
+
+def formula_sizes(config: RunConfig, trainer: str, phase: str) -> FormulaSizes:
+    """nanoGPT's train.py evaluates with the batch and block of training, whatever the config says."""
+    evaluating, in_sampling = trainer == "fitgpt" and phase.endswith("eval"), phase == "sample"
+    return FormulaSizes(
+        batch=config.eval_batch if evaluating else 1 if in_sampling else config.batch_size,
+        block=config.eval_block if evaluating else config.block_size, width=config.n_embd, layers=config.n_layer,
+        vocab=config.vocab_size or DEFAULT_VOCAB, params=config.gpt_config().count_params(),
+        matmul=4 if config.dtype == "float32" else 2,
+        weight=2 if trainer == "fitgpt" and config.weights == "bfloat16" and not in_sampling else 4)
+
+
+def formula(owner: str, tensors: Sequence[Alive], sizes: FormulaSizes) -> str:
+    """'12 layers × 16,384 tokens × (576 × 36 + 64) bytes, and 3.1 MiB of small things'."""
+    total = sum(each.taken for each in tensors)
+    named = [term for term in sorted(_terms(owner, tensors, sizes), reverse=True)
+             if term.nbytes >= SMALL * total][:MOST_TERMS]
+    rest = total - sum(term.nbytes for term in named)
+    if not named:
+        return f"{show_bytes(rest)} of small things"
+    text = " + ".join(term.text for term in named)
+    if rest < NEGLIGIBLE * total:
+        return text
+    slack = total - sum(each.nbytes for each in tensors)
+    what = "of rounding" if slack > rest / 2 else "of small things" if rest < 3 * SMALL * total else "more"
+    return f"{text}, and {show_bytes(rest)} {what}"
+
+
+def tensor_formula(event: Event, config: RunConfig, trainer: str, phase: str) -> str:
+    """'2,048 × 50,304 × 2 bytes': one tensor as a product of its dimensions; in bytes where they are not known."""
+    sizes, width = formula_sizes(config, trainer, phase), config.n_embd
+    possible: list[tuple[int, ...]] = []  # dimensions of a tensor of that name, the most first
+    if event.owner == "logits":
+        terms = _logits_terms([Alive(event.name, event.nbytes, event.nbytes)], sizes)
+        return terms[0].text if terms else show_bytes(event.nbytes)
+    if event.owner in ("activations", "data"):
+        batch = () if POSITIONS.search(event.name) else (sizes.batch,)
+        possible = [(*batch, sizes.block, width), (*batch, sizes.block)]
+    elif event.owner in ("weights", "gradients", "optimizer", "casts") and (found := PARAMETER.match(event.name)):
+        possible = [{"wte": (sizes.vocab, width), "wpe": (sizes.block, width), "c_attn": (width, 3 * width),
+                     "attn_proj": (width, width), "c_fc": (width, 4 * width),
+                     "mlp_proj": (4 * width, width)}[found[1].replace(".c", "")]]
+    shape = next((shape for shape in possible if event.nbytes % prod(shape) == 0), None)
+    if shape is None:
+        return show_bytes(event.nbytes)
+    element = event.nbytes // prod(shape)
+    return " × ".join(f"{side:,}" for side in (*shape, element)) + (" bytes" if element > 1 else " byte")
+
+
+def _terms(owner: str, tensors: Sequence[Alive], sizes: FormulaSizes) -> list[Term]:
+    """The tensors of an owner as a sum of products."""
+    nbytes, tokens = sum(each.nbytes for each in tensors), sizes.batch * sizes.block
+    if owner == "activations":
+        return _layer_terms(tensors, sizes)
+    if owner == "logits":
+        return _logits_terms(tensors, sizes)
+    if owner == "data":
+        per_token = nbytes // tokens
+        return [Term(tokens * per_token, f"{tokens:,} tokens × {per_token:,} bytes")] if per_token else []
+    if owner == "optimizer":
+        return [Term(nbytes, f"{show_count(sizes.params)} × {nbytes / sizes.params:.3g} bytes")]
+    if owner == "casts":
+        return [Term(nbytes, f"{show_count(nbytes // sizes.matmul)} × {sizes.matmul} bytes")]
+    if owner in ("weights", "gradients"):  # those of matmuls apart from those that are kept
+        raw, whole = (sum(each.nbytes for each in tensors if each.name.endswith(end)) for end in (RAW, WHOLE))
+        parts = (nbytes - raw - whole, sizes.weight), (raw, sizes.matmul), (whole, 4)
+        return [Term(part, f"{show_count(part // element)} × {element} bytes") for part, element in parts if part]
+    return [Term(count * size, f"{f'{count} × ' if count > 1 else ''}{show_bytes(size)}")
+            for size, count in Counter(each.nbytes for each in tensors).items() if size >= LARGE]
+
+
+def _layer_terms(tensors: Sequence[Alive], sizes: FormulaSizes) -> list[Term]:
+    """Bytes per token of the layers, those that are alike together, and of tensors outside the layers. Sizes that are
+    no multiple of the tokens are left out."""
+    tokens, width = sizes.batch * sizes.block, sizes.width
+    per_token: dict[int, tuple[int, int]] = {}  # layer, or -1 → bytes per token and channel, other bytes per token
+    for each in tensors:
+        found = LAYER.match(each.name)
+        layer = int(found[1]) if found and int(found[1]) < sizes.layers else -1
+        wide, beside = per_token.get(layer, (0, 0))
+        if each.nbytes % (tokens * width) == 0:
+            wide += each.nbytes // (tokens * width)
+        elif each.nbytes % tokens == 0:
+            beside += each.nbytes // tokens
+        per_token[layer] = wide, beside
+    outside = per_token.pop(-1, (0, 0))
+    terms = []
+    for (wide, beside), layers in [*Counter(per_token.values()).items(), (outside, 0)]:
+        if wide or beside:
+            times = f"{layers} layer{'s' if layers > 1 else ''} × " if layers else ""
+            text = f"{width:,} × {wide:,}" if wide else f"{beside:,}"
+            text = f"({text} + {beside:,})" if wide and beside else text
+            terms.append(Term(max(layers, 1) * tokens * (wide * width + beside),
+                              f"{times}{tokens:,} tokens × {text} bytes"))
+    return terms
+
+
+def _logits_terms(tensors: Sequence[Alive], sizes: FormulaSizes) -> list[Term]:
+    """Arrays with the logits of all tokens, and those of chunks. Rows that are padded to whole cache lines lack the
+    padding of the last row."""
+    element, terms, left = sizes.matmul, list[Term](), list(tensors)
+    for multiple in (1, MULTIPLE_FLOAT32, MULTIPLE, LINE // element):
+        vocab = round_up(sizes.vocab, multiple)
+        whole = sizes.batch * sizes.block * vocab
+        lacks = vocab * element if multiple == LINE // element else 1
+        whole_arrays = [each for each in left if -each.nbytes % (whole * element) < lacks]
+        left = [each for each in left if each not in whole_arrays]
+        if whole_arrays:
+            wide = sum(-(-each.nbytes // whole) for each in whole_arrays)
+            terms.append(Term(sum(each.nbytes for each in whole_arrays),
+                              f"{sizes.batch:,} × {sizes.block:,} × {vocab:,} × {wide} bytes"))
+    for nbytes, count in Counter(each.nbytes for each in left).items():
+        rows, rest = divmod(nbytes, sizes.vocab * element)
+        if not rest:
+            times = f"{count} × " if count > 1 else ""
+            terms.append(Term(count * nbytes, f"{times}{rows:,} × {sizes.vocab:,} × {element} bytes"))
+    return terms
+
+
+# ---- how accurate forecasts were: track_record.csv, one row per recorded run, written by tools/accuracy.py
+
+TRACK_RECORD = Path(__file__).with_name("track_record.csv")
+SHAPE = ("n_layer", "n_head", "n_embd", "block_size", "batch_size", "gradient_accumulation_steps", "vocab_size",
+         "dtype")
+COLUMNS = ("trainer", "gpu", "torch", "name", *SHAPE, "mode", "reserved_bytes", "figures", "worst_percent")
+
+
+class TrackRecord(NamedTuple):
+    on_card: int                  # recorded runs on this GPU
+    in_all: int
+    worst_percent: float | None   # the largest error of all their figures; None: there are no runs
+
+
+def recorded_runs() -> list[dict[str, str]]:
+    """The rows of the file, by COLUMNS."""
+    with TRACK_RECORD.open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def track_record_of(forecast: Forecast, gpu: str) -> TrackRecord:
+    """The recorded runs of that trainer, and the worst error of their forecasts."""
+    assumes = forecast.assumes
+    kind = record_kind(forecast.trainer, expandable=assumes["allocator"] == EXPANDABLE,
+                       odd=ODD_SIZES in assumes["compile"])
+    rows = [row for row in recorded_runs() if row["trainer"] == kind]
+    errors = [float(row["worst_percent"]) for row in rows]
+    return TrackRecord(sum(row["gpu"] == gpu for row in rows), len(rows), max(errors, key=abs) if errors else None)
+
+
+def record_kind(trainer: str, *, expandable: bool, odd: bool) -> str:
+    """The value of the column `trainer`. Runs of nanoGPT are counted apart with the native allocator, with expandable
+    segments, and with sizes for which torch's compiler times on the GPU whether to pad."""
+    if trainer != "nanogpt":
+        return trainer
+    return f"{trainer}, {EXPANDABLE}" if expandable else f"{trainer}, {ODD_SIZES}" if odd else trainer

@@ -1,5 +1,5 @@
 """A goal, a config and a FitTarget → FitResult: the fastest settings, the largest model, the longest context, or the
-smallest memory. Each is a search over one or several shapes of the model.
+smallest memory; and why each option differs from the given run. Each is a search over one or several shapes.
 """
 
 from __future__ import annotations
@@ -8,27 +8,32 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from ..config.memory_savers import LEVELS, LOSSY_SAVERS
+from ..config.fields import shown
+from ..config.memory_savers import LEVELS, LOSSY_SAVERS, SAVERS, loss_chunk_tokens
+from ..config.resolve import resolve_run
 from ..config.run_config import RunConfig
 from ..core.errors import UsageError
 from ..core.units import MiB, show_bytes, show_count
 from ..hardware import gpus
+from ..tapes.engine import host_bytes
 from .budget import Budget, budget_for
-from .candidates import describe_allow, permission_notes, permitted
-from .reasons import Decision, decisions
 from .search import (
     MIN_GAIN_CHANGE,
     MIN_GAIN_LOSSY,
     MIN_GAIN_OFFLOAD,
     TIE,
+    Candidate,
     FitTarget,
-    ReplayedCandidate,
     ScoredConfig,
     Search,
+    describe_allow,
     flags,
+    permission_notes,
+    permitted,
 )
+from .speed import likely_efficiency, modelled
 
 GIVEN_SHAPE_DOES_NOT_FIT = "nothing with the given shape fits"
 OUTSIDE_ERROR = 128 * MiB   # of gpus.outside_by_rule: most of the OOM messages it was fitted to are within 110 MiB
@@ -44,6 +49,13 @@ class Suggestion(NamedTuple):
     flags: tuple[str, ...]        # "--allow=lossy"
     least: int                    # the smallest memory that is enough then
     text: str                     # what that means for the run
+
+
+class Decision(NamedTuple):
+    """Options that changed together, and why."""
+
+    changes: dict[str, tuple[Any, Any]]  # option → (given, chosen)
+    why: str
 
 
 class FitResult(NamedTuple):
@@ -80,11 +92,6 @@ class FitResult(NamedTuple):
         return f"<pre>{escape(str(self))}</pre>"
 
 
-def fit_for_goal(goal: str, config: RunConfig, target: FitTarget, allow: frozenset[str] = frozenset()) -> FitResult:
-    """`goal`: of command_options.FitOptions. `config` needs a vocabulary; `allow`: see candidates.parse_allow."""
-    return GOALS[goal](config, target, allow)
-
-
 # ---- the fastest settings
 
 
@@ -102,40 +109,33 @@ def find_fastest(config: RunConfig, target: FitTarget, allow: frozenset[str] = f
     return _nothing_fits(config, search, target, allow)
 
 
-def _result(given: RunConfig, search: Search, best: list[ReplayedCandidate], allow: frozenset[str],
+def _result(given: RunConfig, search: Search, best: list[Candidate], allow: frozenset[str],
             permission: str = "", why_shape: str = GIVEN_SHAPE_DOES_NOT_FIT) -> FitResult:
     """The first candidate is chosen, the others are runners-up. `given`: the config before the shape changed;
     `why_shape`: why it did."""
     chosen, *others = best
+    config = search.config_of(chosen)
 
     def compared_with_given(scored: ScoredConfig) -> ScoredConfig:
         changed = flags(given, scored.config)
         return scored._replace(flags=changed, permission=(permission if changed else "") or scored.permission)
 
-    notes = (*permission_notes(given, allow), *_spare_memory_note(given, chosen.config, search),
-             *_faster_runner_up_note(chosen, others))
+    runners_up = []
+    for other in others:  # with an upper bound on its needs: it fits, so it needs no more than the limit
+        bound = min(other.memory.needs(other.mix), search.limit)
+        runners_up.append(search.scored(search.config_of(other), other.savers.permission, at_most=bound))
+    notes = list(permission_notes(given, allow))
+    if config == given and set(given.levels) != {LEVELS[0]} and not search.is_maximal(given):
+        notes.append("Its layers could keep more activations and it would still fit; by the estimate nothing that uses "
+                     "the spare memory is enough faster to be worth a change.")
+    if any((1 + TIE) * other.seconds < chosen.seconds for other in others):
+        notes.append(f"A runner-up is faster, but not by enough: lossy savers must gain {MIN_GAIN_LOSSY:.0%}, more in "
+                     f"CPU RAM {MIN_GAIN_OFFLOAD:.0%} (its speed is assumed), and any change {MIN_GAIN_CHANGE:.1%}; "
+                     f"below {TIE:.0%}, fewer changes and less memory decide.".replace("%", " %"))
     return FitResult(search.target.budget, compared_with_given(search.scored(given, "free")),
-                     compared_with_given(search.scored(chosen.config, chosen.permission)),
-                     decisions(search, given, chosen.config, why_shape),
-                     tuple(compared_with_given(search.scored_bound(other)) for other in others), search.frontier(),
-                     considered=search.considered, replayed=search.replays, notes=notes)
-
-
-def _spare_memory_note(given: RunConfig, chosen: RunConfig, search: Search) -> list[str]:
-    """A run that stays as given may leave memory that its layers could use."""
-    if chosen != given or set(given.levels) == {LEVELS[0]} or search.is_maximal(given):
-        return []
-    return ["Its layers could keep more activations and it would still fit; by the estimate nothing that uses the "
-            "spare memory is enough faster to be worth a change."]
-
-
-def _faster_runner_up_note(chosen: ReplayedCandidate, others: Sequence[ReplayedCandidate]) -> list[str]:
-    """Why a runner-up that is faster, by more than the estimate's error, was not chosen."""
-    if not any((1 + TIE) * other.seconds < chosen.seconds for other in others):
-        return []
-    return [f"A runner-up is faster, but not by enough: lossy savers must gain {MIN_GAIN_LOSSY:.0%}, more in CPU RAM "
-            f"{MIN_GAIN_OFFLOAD:.0%} (its speed is assumed), and any change {MIN_GAIN_CHANGE:.1%}; below {TIE:.0%}, "
-            "fewer changes and less memory decide.".replace("%", " %")]
+                     compared_with_given(search.scored(config, chosen.savers.permission)),
+                     decisions(search, given, config, why_shape), tuple(map(compared_with_given, runners_up)),
+                     search.frontier(), considered=search.considered, replayed=search.replays, notes=tuple(notes))
 
 
 def decisions_for(given: RunConfig, chosen: RunConfig, target: FitTarget) -> tuple[Decision, ...]:
@@ -179,48 +179,38 @@ def _nothing_fits(config: RunConfig, search: Search, target: FitTarget, allow: f
 
 def _suggestions(config: RunConfig, least: int, target: FitTarget, allow: frozenset[str]) -> Iterator[Suggestion]:
     """Flags that make something fit, each tried: more of the GPU, one more permission, all of them, another GPU."""
-    yield from _more_of_the_gpu(config, least, target.budget)
-    one_more = list(_one_more_permission(config, target, allow))
-    yield from one_more
-    everything = permitted(config, EVERYTHING)
-    if not one_more and everything != permitted(config, allow):
-        variants = [variant for _, variant in _variants(config, everything)]
-        yield from _with_permission("lossy,context,model", variants, target, everything, "a smaller model")
-    if not (config.budget or config.leave):
-        yield from _another_gpu(least)
-
-
-def _more_of_the_gpu(config: RunConfig, least: int, budget: Budget) -> Iterator[Suggestion]:
-    """Where the user keeps the run from memory that is free."""
+    budget = target.budget
     free, needed = budget.usable - budget.others, least + budget.outside
-    if budget.budget < free >= needed:
+    if budget.budget < free >= needed:  # the user keeps the run from memory that is free
         budgeted = min(needed + OUTSIDE_ERROR, free)
         flag = f"--leave={(free - budgeted) // MiB}MiB" if config.leave else f"--budget={-(-budgeted // MiB)}MiB"
         yield Suggestion((flag,), least, "as allowed, in more of the GPU's memory")
 
+    def with_permission(flag: str, variants: Iterable[RunConfig], may: frozenset[str], text: str) -> list[Suggestion]:
+        """The first of the variants that may fit with this permission."""
+        return [Suggestion((f"--allow={flag}",), search.needs(search.least()[0]),
+                           text if text.startswith("the same") else f"{text}: {describe_shape(search.given)}")
+                for search in islice(_that_may_fit(list(variants), target, may), 1)]
 
-def _one_more_permission(config: RunConfig, target: FitTarget, allow: frozenset[str]) -> Iterator[Suggestion]:
     tried: dict[str, tuple[Iterable[RunConfig], str]] = {
         "lossy": ([config], "the same model and block, with lossy savers"),
         "context": (shorter_blocks(config), "a shorter block"),
         "model": (smaller_models(config), "a smaller model")}
+    found = False
     for word, (variants, text) in tried.items():
         more = permitted(config, allow | (frozenset(LOSSY_SAVERS) if word == "lossy" else {word}))
         if more != permitted(config, allow):
-            yield from _with_permission(describe_allow(allow | {word}), variants, target, more, text)
+            for suggestion in with_permission(describe_allow(allow | {word}), variants, more, text):
+                found = True
+                yield suggestion
+    everything = permitted(config, EVERYTHING)
+    if not found and everything != permitted(config, allow):
+        every_variant = [variant for _, variant in _variants(config, everything)]
+        yield from with_permission("lossy,context,model", every_variant, everything, "a smaller model")
 
-
-def _with_permission(flag: str, variants: Iterable[RunConfig], target: FitTarget, may: frozenset[str],
-                     text: str) -> Iterator[Suggestion]:
-    for search in islice(_that_may_fit(list(variants), target, may), 1):
-        shape = "" if text.startswith("the same") else f": {describe_shape(search.given)}"
-        yield Suggestion((f"--allow={flag}",), search.needs(search.least()[0]), f"{text}{shape}")
-
-
-def _another_gpu(least: int) -> Iterator[Suggestion]:
     enough = [card for card in gpus.load() if card.capability and card.capability >= (8, 0) and card.memory_gb
               and "Laptop" not in card.name and budget_for(card).reserve_limit - OUTSIDE_ERROR >= least]
-    if enough:
+    if enough and not (config.budget or config.leave):
         smallest = min(enough, key=lambda card: card.memory_gb or 0)
         yield Suggestion((f"--gpu={smallest.name}",), least,
                          "as allowed: the smallest GPU of the table with enough memory")
@@ -245,6 +235,7 @@ def describe_too_small(result: FitResult) -> str:
 class Shapes(NamedTuple):
     """Runs that each need more memory than the one before."""
 
+    goal: str
     number: int
     make: Callable[[int], RunConfig]
     describe: Callable[[RunConfig], str]
@@ -253,43 +244,47 @@ class Shapes(NamedTuple):
 
 def largest_model(config: RunConfig, target: FitTarget, allow: frozenset[str]) -> FitResult:
     """The largest of GPT-2's sizes and sizes between them; the rest of the run as given."""
-    _check_from_scratch(config, "--goal largest-model")
     sizes = gpt2_sizes()
     return _largest(config, target, allow, Shapes(
-        len(sizes), lambda number: with_size(config, sizes[number]), lambda run: (
+        "largest-model", len(sizes), lambda number: with_size(config, sizes[number]), lambda run: (
             f"{run.n_layer} layers, {run.n_head} heads, width {run.n_embd:,}: "
             f"{show_count(run.gpt_config().count_params())} parameters"), "model"))
 
 
 def longest_context(config: RunConfig, target: FitTarget, allow: frozenset[str]) -> FitResult:
     """The longest block, in steps of 128 tokens, one sequence per micro-batch."""
-    _check_from_scratch(config, "--goal longest-context")
     blocks = range(BLOCK_STEP, LONGEST + 1, BLOCK_STEP)
     return _largest(config, target, allow, Shapes(
-        len(blocks), lambda number: with_block(config, blocks[number]), lambda run: (
+        "longest-context", len(blocks), lambda number: with_block(config, blocks[number]), lambda run: (
             f"a block of {run.block_size:,} tokens, {run.tokens_per_step:,} tokens per step"), "context"))
 
 
 def _largest(config: RunConfig, target: FitTarget, allow: frozenset[str], shapes: Shapes) -> FitResult:
+    if config.init_from != "scratch":
+        raise UsageError(f"--goal {shapes.goal} changes the model, and init_from={config.init_from} names one that "
+                         "exists.", "--init_from=scratch")
     may = permitted(config, allow)
     number, best, search = _last_that_fits(shapes, target, may)
     if not best:
         return _nothing_fits(shapes.make(0), search, target, allow)
     found = _result(config, search, best, allow, shapes.permission, "the largest that can be trained there")
+    assert found.chosen is not None
     note = f"The largest that can be trained there: {shapes.describe(shapes.make(number))}"
     if number + 1 < shapes.number:
-        beyond = shapes.make(number + 1)
-        note += f"; {shapes.describe(beyond)} {_why_not(beyond, target, may)}"
-    notes = [f"{note}."]
-    if found.chosen is not None:
-        notes[0] += _training_time(found.chosen)
-        if found.chosen.config.offload != config.offload:
-            notes += _largest_without_offload(shapes, target, may)
+        beyond, why = shapes.make(number + 1), "does not fit"
+        if target.host_bytes is not None and may_fit(target._replace(host_bytes=None).search(beyond, may)):
+            why = f"needs more than {show_bytes(target.host_bytes)} of CPU RAM"
+        note += f"; {shapes.describe(beyond)} {why}"
+    notes = [f"{note}.{_training_time(found.chosen)}"]
+    if found.chosen.config.offload != config.offload:  # the largest that needs no CPU RAM is often many times faster
+        _, best, search = _last_that_fits(shapes, target._replace(host_bytes=0), may)
+        if best:
+            scored = search.scored(search.config_of(best[0]), "free", at_most=0)
+            notes.append(f"The largest without offload: {shapes.describe(scored.config)}.{_training_time(scored)}")
     return found._replace(notes=(*found.notes, *notes))
 
 
-def _last_that_fits(shapes: Shapes, target: FitTarget,
-                    may: frozenset[str]) -> tuple[int, list[ReplayedCandidate], Search]:
+def _last_that_fits(shapes: Shapes, target: FitTarget, may: frozenset[str]) -> tuple[int, list[Candidate], Search]:
     """Its number, the best candidates and the search; no candidates: not even the first shape fits."""
     def fits(number: int) -> bool:
         return may_fit(target.search(shapes.make(number), may))
@@ -307,23 +302,6 @@ def _last_that_fits(shapes: Shapes, target: FitTarget,
     return 0, [], target.search(shapes.make(0), may)
 
 
-def _why_not(config: RunConfig, target: FitTarget, may: frozenset[str]) -> str:
-    """Whether GPU memory or CPU RAM is the limit."""
-    unlimited = target._replace(host_bytes=None)
-    if target.host_bytes is not None and may_fit(unlimited.search(config, may)):
-        return f"needs more than {show_bytes(target.host_bytes)} of CPU RAM"
-    return "does not fit"
-
-
-def _largest_without_offload(shapes: Shapes, target: FitTarget, may: frozenset[str]) -> list[str]:
-    """The largest that needs no CPU RAM: smaller, and often many times faster."""
-    _, best, search = _last_that_fits(shapes, target._replace(host_bytes=0), may)
-    if not best:
-        return []
-    scored = search.scored(best[0].config, "free", at_most=0)
-    return [f"The largest without offload: {shapes.describe(scored.config)}.{_training_time(scored)}"]
-
-
 def _training_time(scored: ScoredConfig) -> str:
     """A sentence on how long a compute-optimal training takes."""
     if scored.speed is None:
@@ -338,12 +316,6 @@ def _training_time(scored: ScoredConfig) -> str:
     low, high = (show_count(round(speed)) for speed in (scored.speed.low, scored.speed.high))
     return (f" At {low} to {high} tokens/s, {TOKENS_PER_PARAMETER} tokens per parameter ({show_count(tokens)}, about "
             f"compute-optimal) take {least} to {most} {unit}.")
-
-
-def _check_from_scratch(config: RunConfig, goal: str) -> None:
-    if config.init_from != "scratch":
-        raise UsageError(f"{goal} changes the model, and init_from={config.init_from} names one that exists.",
-                         "--init_from=scratch")
 
 
 # ---- the smallest memory
@@ -391,12 +363,12 @@ def describe_shape(config: RunConfig) -> str:
 
 def gpt2_sizes() -> list[ModelSize]:
     """From the smallest up: one per number of heads, as deep as interpolation between GPT-2's sizes says."""
-    return [ModelSize(_layers(heads), heads, HEAD_WIDTH * heads) for heads in range(2, LARGEST_HEADS + 1)]
-
-
-def _layers(heads: int) -> int:
-    low, high = next((a, b) for a, b in pairwise(GPT2) if heads <= b[0])
-    return low[1] + round((heads - low[0]) * (high[1] - low[1]) / (high[0] - low[0]))
+    sizes = []
+    for heads in range(2, LARGEST_HEADS + 1):
+        low, high = next((a, b) for a, b in pairwise(GPT2) if heads <= b[0])
+        layers = low[1] + round((heads - low[0]) * (high[1] - low[1]) / (high[0] - low[0]))
+        sizes.append(ModelSize(layers, heads, HEAD_WIDTH * heads))
+    return sizes
 
 
 def with_size(config: RunConfig, size: ModelSize) -> RunConfig:
@@ -429,6 +401,115 @@ def with_block(config: RunConfig, block: int) -> RunConfig:
                    gradient_accumulation_steps=sequences)
 
 
+# ---- why each option differs from the given run: what would happen if it alone had its given value
+
+SHAPE_OPTIONS = ("n_layer", "n_head", "n_embd")
+BLOCK_OPTIONS = ("block_size", "eval_block_size")
+# Options that change together, and the effect on training; the other memory savers follow by their permission.
+GROUPS: dict[tuple[str, ...], str] = {
+    SHAPE_OPTIONS: "another model: its loss does not compare with that of the given one",
+    BLOCK_OPTIONS: "a shorter context: a loss at another block size does not compare",
+    ("batch_size", "gradient_accumulation_steps", "eval_iters"): "the same sequences in every step, in the same order",
+    ("recompute", "grad_checkpoint"): "the same arithmetic",
+    ("loss_chunk",): "the same loss, in other chunks",
+    ("eval_batch_size",): "the same loss, in other batches",
+    ("compile",): "the same arithmetic in fewer kernels",
+    ("cuda_graphs",): "the same kernels, launched one by one",
+}
+EFFECTS = {"free": "the same arithmetic", "places": "the same arithmetic, on the CPU", "lossy": "lossy: values are "
+           "rounded", "rules": "another training rule"}
+MIN_SPEED = 0.001      # relative difference that is mentioned
+MIN_MEMORY = 16 * MiB  # difference that is mentioned
+
+
+def decisions(search: Search, given: RunConfig, chosen: RunConfig, why_shape: str) -> tuple[Decision, ...]:
+    """One decision per group of options that differ. `why_shape`: why the shape changed, if it did."""
+    found = []
+    for options, effect in _groups(chosen).items():
+        changes = {option: (getattr(given, option), getattr(chosen, option)) for option in options
+                   if getattr(given, option) != getattr(chosen, option)}
+        if changes:
+            why = why_shape if options in (SHAPE_OPTIONS, BLOCK_OPTIONS) else ""
+            found.append(Decision(changes, _reason(search, given, chosen, changes, options[0], why, effect)))
+    return tuple(found)
+
+
+def _groups(chosen: RunConfig) -> dict[tuple[str, ...], str]:
+    """GROUPS, and one group per option of the other memory savers, with the effect of the value that was chosen."""
+    grouped = {option for options in GROUPS for option in options}
+    of_savers = dict.fromkeys(saver.option for saver in SAVERS if saver.permission in EFFECTS)
+    groups = dict(GROUPS)
+    for option in of_savers:
+        if option in grouped:
+            continue
+        savers = [saver for saver in SAVERS if saver.option == option]
+        required = dict.fromkeys(each for saver in savers for each in saver.settings
+                                 if each not in of_savers and each not in grouped)
+        effect = next((EFFECTS[saver.permission] for saver in savers if saver.is_on(chosen)), EFFECTS["free"])
+        groups[option, *required] = effect
+    return groups
+
+
+def _counterfactual(search: Search, chosen: RunConfig, given: dict[str, Any]) -> str:
+    """What would happen with the given values of these options."""
+    first = "grad_checkpoint" if given.get("grad_checkpoint") else next(iter(given))
+    before = f"{first}={shown(given[first])}"
+    try:
+        other = replace(chosen, **given)
+    except UsageError:
+        return f"{before} does not work with the other settings"
+    needs = search.estimated_needs(other)
+    if not search.fits(other):
+        return f"with {before} it would need about {show_bytes(needs)}, and {show_bytes(search.limit)} may be reserved"
+    now, then = (modelled(resolve_run(config, search.platform), search.ranked_on, search.platform,
+                          likely_efficiency(search.ranked_on)) for config in (chosen, other))
+    faster, less = now / then - 1, needs - search.estimated_needs(chosen)
+    if faster > MIN_SPEED:
+        price = f", for {show_bytes(-less)} more" if less < -MIN_MEMORY else ""
+        return f"{100 * faster:.1f} % faster than with {before}{price}"
+    return f"{show_bytes(less)} less than with {before}" if less > 0 else f"no slower than with {before}"
+
+
+def _reason(search: Search, given: RunConfig, chosen: RunConfig, changes: dict[str, tuple[Any, Any]], option: str,
+            why: str, effect: str) -> str:
+    """"why: what makes the difference; the effect on training", for the group that begins with `option`. `why` is empty
+    where the given values are compared with the chosen ones."""
+    mechanism = ""  # where it is not obvious
+    if option == "block_size" and chosen.block_size > given.block_size:
+        effect = "a longer context: a loss at another block size does not compare"
+    elif option == "batch_size":
+        if chosen.step_in_backward and chosen.gradient_accumulation_steps == 1:
+            why = "step_in_backward excludes accumulation, so one micro-batch has all sequences of a step"
+        mechanism = ("fewer sequences are in memory at once" if chosen.batch_size <= given.batch_size else
+                     "gradients leave the GPU less often" if chosen.offload == "gradients" else
+                     "larger matmuls use the GPU better")
+        if chosen.block_size != given.block_size:
+            effect = f"{chosen.tokens_per_step:,} tokens per step instead of {given.tokens_per_step:,}"
+        effect += ", with other dropout masks" if chosen.dropout else ""
+        before, now = (each.eval_iters * each.batch_size for each in (given, chosen))
+        effect += f"; evaluations cover {now:,} windows instead of {before:,}" if now != before else ""
+    elif option == "eval_batch_size" and chosen.eval_batch == given.eval_batch:
+        why = "the evaluation stays as it was, whatever the micro-batch"
+    elif option == "loss_chunk":
+        before = loss_chunk_tokens(chosen.batch_size * chosen.block_size, chosen.vocab_size, given.loss_chunk)
+        mechanism = ("the gradient of the head's weights is summed in fewer rounds" if chosen.loss_chunk > before else
+                     "fewer logits exist at once")
+    elif option == "cuda_graphs" and chosen.cuda_graphs is False:
+        mechanism = "CUDA graphs keep a memory pool of their own"
+    elif option == "compile" and chosen.compile is True:
+        mechanism = "fused kernels move fewer bytes"
+    elif option == "recompute" and set(chosen.levels) == {"all"}:
+        effect += ", and nothing is recomputed: there is enough memory"
+    elif option == "offload" and chosen.offload != "none":
+        effect += f", with {show_bytes(host_bytes(chosen))} of CPU RAM"
+    why = why or _counterfactual(search, chosen, {name: old for name, (old, _) in changes.items()})
+    why += f": {mechanism}" if mechanism else ""
+    if option == "recompute" and search.is_maximal(chosen):
+        why += "; as little recomputation as fits: if any single layer kept more, it would not fit"
+    return f"{why}; {effect}"
+
+
+# By the goal of command_options.FitQuestions. The config needs a vocabulary; for what is allowed see parse_allow.
 GOALS: dict[str, Callable[[RunConfig, FitTarget, frozenset[str]], FitResult]] = {
     "fastest": find_fastest, "largest-model": largest_model, "longest-context": longest_context,
     "smallest-memory": smallest_memory}

@@ -294,11 +294,6 @@ class CostCache:
         return found
 
 
-def needs(config: RunConfig, platform: Platform) -> int:
-    """At least what memory.allocator.needs says of the config's tape, without writing it."""
-    return CostCache(platform).cost(config).needs(mix_of(config.levels))
-
-
 def _run_of(config: RunConfig, platform: Platform, **options: Any) -> engine_tape.Run:
     """With its weights and states loaded. States that come late are taken to be there: from the first step on they
     are."""

@@ -1,9 +1,7 @@
 """Time candidates on the GPU of this machine, and choose the fastest by measurement.
 
 A child process builds each config, trains it for a few seconds on random tokens and reports tokens per second. The
-parent does not load torch.
-
-The child process is training/timing.py.
+parent does not load torch. The child process is training/timing.py.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import TracebackType
 from typing import IO, Any
 
@@ -48,22 +46,14 @@ def rerank(fitted: FitResult, timer: Timer, say: Callable[[str], None] = lambda 
             say(f"{number} of {len(candidates)}: {_name(scored)}: {found:,.0f} tokens/s")
     if not timed:
         return fitted._replace(notes=(*fitted.notes, *notes))
-    best = _fastest(timed)
+    most = max(each.measured or 0 for each in timed)
+    best = next(each for each in timed if (each.measured or 0) >= (1 - NOISE) * most)  # of equally fast ones the first
     others = sorted((each for each in timed if each is not best), key=lambda each: -(each.measured or 0))
     return fitted._replace(chosen=best, runners_up=(*others, *failed), notes=(*fitted.notes, *notes))
 
 
-def _fastest(timed: Sequence[ScoredConfig]) -> ScoredConfig:
-    """The first of those that are equally fast."""
-    most = max(each.measured or 0 for each in timed)
-    return next(each for each in timed if (each.measured or 0) >= (1 - NOISE) * most)
-
-
 def _name(scored: ScoredConfig) -> str:
     return " ".join(scored.flags) or "as given"
-
-
-# ---- the parent's side
 
 
 class TimingProcess:

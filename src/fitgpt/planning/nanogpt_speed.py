@@ -4,22 +4,19 @@ differently.
 Its weights are float32 and are cast for every micro-batch, all logits exist at once, and it uses no CUDA graphs: the
 CPU launches every kernel and fetches every batch, so an iteration takes as long as the slower of GPU and CPU. Constants
 that are "fitted" are fitted to the 19 runs of bench/results/nanospeed_h200.json, on an H200 with torch 2.11; those that
-are "counted" follow from what its kernels read and write. Efficiencies are those of our engine (efficiency.py).
+are "counted" follow from what its kernels read and write. Efficiencies are those of our engine.
 """
 
 from __future__ import annotations
 
-from functools import cache
-
-from ..config.architectures import GPTConfig
-from ..config.resolve import resolve_run
+from ..config.resolve import ResolvedRun, resolve_run
 from ..config.run_config import RunConfig
 from ..hardware.gpus import GpuModel
 from ..memory.platform import Platform
 from ..tapes.engine import BYTES
 from . import speed
 from .budget import platform_for
-from .efficiency import Efficiency, SpeedEstimate, gpu_class
+from .speed import Efficiency, SpeedEstimate, estimate_by
 
 # ---- on the GPU
 
@@ -28,7 +25,7 @@ EAGER = 1.5               # times a fused kernel's bytes: counted, and fitted to
 LOSS_COMPILED = 6         # elements per logit, counted: read twice, zeros for its gradient, read, read and written
 LOSS_EAGER = 28, 6        # bytes per logit, counted: in float32, and to cast it and its gradient
 DIAGONAL = 256            # extra tokens that attention's diagonal costs: fitted to "block 256" and "block 4096", …
-USUAL_BLOCK = 1024        # … relative to this block, for which efficiency.py's share holds
+USUAL_BLOCK = 1024        # … relative to this block, for which speed.py's share holds
 FLOAT32_ATTENTION = 5.0   # times as long as half precision at half the rate: fitted to one run, "124M, float32"
 DROPPED_SCORES = 1.5      # times as long, attention with a dropout mask: fitted to the two "biases and dropout"
 MASKED = 10               # bytes per token and channel of a layer's two other masks: counted
@@ -47,33 +44,18 @@ COMPILED_KERNEL_S = 18e-6 # … "124M, batch 1", "40 micro-batches of 4", "30M" 
 EAGER_KERNEL_S = 26e-6    # fitted to "350M, eager" and "30M, eager"
 STEP_S = 450e-6           # per layer: clipping and the optimizer's lists of tensors
 SEQUENCE_S = 45e-6        # get_batch, per sequence: timed alone, on a CPU (docs/log.md)
-OTHER_HOSTS = 1.5, 0.6    # times as long, at most and at least, where nothing was recorded: assumed
-
-
-def recorded() -> tuple[speed.RecordedSpeed, ...]:
-    """Runs of nanoGPT whose speed was measured."""
-    return speed.recorded("nanogpt")
 
 
 def estimate(config: RunConfig, card: GpuModel | None, platform: Platform | None = None) -> SpeedEstimate | None:
     """The speed to expect of a run, and what that is based on; None where it is not known: see `_known`."""
     if card is None:
         return None
-    platform = platform or platform_for(card)
-    run = _known(config, card, platform)
+    on = platform or platform_for(card)
+    run = _known(config, card, on)
     if run is None:
         return None
-    expected = modelled(run, card, platform, speed.likely_efficiency(card))
-    here = [each for each in recorded() if each.card == card.name]
-    same = next((each for each in here if _speed_key(each.config) == _speed_key(run)), None)
-    if same is not None:
-        return speed.measured(same.tokens_per_s, same.source)
-    if here:
-        return speed.near_recorded(expected, worst_error(card), len(here))
-    kind = gpu_class(card)
-    low, high = (modelled(run, card, platform, efficiency, host)
-                 for efficiency, host in zip((kind.least, kind.most), OTHER_HOSTS, strict=True))
-    return speed.assumed(low, expected, high, card)
+    return estimate_by(lambda run, efficiency, host: modelled(run, card, on, efficiency, host), _speed_key, run, card,
+                       on, "nanogpt")
 
 
 def likely(config: RunConfig, card: GpuModel, platform: Platform) -> float | None:
@@ -82,19 +64,11 @@ def likely(config: RunConfig, card: GpuModel, platform: Platform) -> float | Non
     return None if run is None else modelled(run, card, platform, speed.likely_efficiency(card))
 
 
-def _known(config: RunConfig, card: GpuModel, platform: Platform) -> RunConfig | None:
+def _known(config: RunConfig, card: GpuModel, platform: Platform) -> ResolvedRun | None:
     """The resolved run; None where the GPU's figures are not known, and for bfloat16 on a GPU without it: there it is
     emulated, and the figures do not apply."""
     run = resolve_run(config, platform, "nanogpt")
     return run if speed.has_figures(card) and (run.dtype != "bfloat16" or platform.has_bf16) else None
-
-
-@cache
-def worst_error(card: GpuModel) -> float:
-    """The largest relative error of the roofline over the runs recorded on a GPU; at least 5 %."""
-    platform, efficiency = platform_for(card), speed.likely_efficiency(card)
-    return max(0.05, *(abs(modelled(each.config, card, platform, efficiency) / each.tokens_per_s - 1)
-                       for each in recorded() if each.card == card.name))
 
 
 def _speed_key(run: RunConfig) -> tuple[object, ...]:
@@ -109,17 +83,20 @@ def _speed_key(run: RunConfig) -> tuple[object, ...]:
 
 def modelled(run: RunConfig, card: GpuModel, platform: Platform, efficiency: Efficiency, host: float = 1.0) -> float:
     """Tokens per second. `host`: the time of the CPU relative to that of the recorded runs."""
-    steps, tokens = run.gradient_accumulation_steps, run.batch_size * run.block_size
-    on_gpu = _micro_batch_on_gpu(run, card, card.sms or platform.sms, efficiency)
-    return steps * tokens / max(steps * on_gpu + _step_on_gpu(run, card, efficiency), host * _on_cpu(run))
+    rate, bandwidth = speed.matmul_peak(card, run.dtype), 1e9 * (card.bandwidth_gbs or 0) * efficiency.bytes
+    sms, micro_steps = card.sms or platform.sms, run.gradient_accumulation_steps
+    n, c, t, v, p = run.batch_size * run.block_size, run.n_embd, run.block_size, run.vocab_size, BYTES[run.dtype]
+    params, kernels = run.gpt_config().count_params(), kernels_per_micro_batch(run)
 
-
-def _micro_batch_on_gpu(run: RunConfig, card: GpuModel, sms: int, efficiency: Efficiency) -> float:
-    rate, bandwidth = speed.matmul_peak(card, run.dtype), _bandwidth(card, efficiency)
-    n, c, v, p = run.batch_size * run.block_size, run.n_embd, run.vocab_size, BYTES[run.dtype]
+    # Matmuls, and attention: half of the work on its diagonal is masked out, which matters for short blocks.
     biased = speed.WITH_BIAS if run.bias else 1.0
     matmuls = (biased + 2) * 24 * n * c * c / speed.matmul_rate(rate, efficiency, n * c, sms)
     head = 6 * n * v * c / speed.matmul_rate(rate, efficiency, n * v, sms)
+    attention = (7 * n * c * (t + DIAGONAL) * USUAL_BLOCK / (USUAL_BLOCK + DIAGONAL) / (rate * efficiency.attention)
+                 * speed.head_cost(c // run.n_head) * (DROPPED_SCORES if run.dropout else 1.0)
+                 * (FLOAT32_ATTENTION if run.dtype == "float32" else 1.0))
+
+    # Bytes that kernels move in a micro-batch.
     elements, of_residual = map(sum, zip(speed.MOVED_FORWARD, speed.MOVED_BACKWARD, strict=True))
     elements += OF_BIASES if run.bias else 0
     pointwise = n * c * (elements * p + of_residual * RESIDUAL + (MASKED if run.dropout else 0))
@@ -127,43 +104,24 @@ def _micro_batch_on_gpu(run: RunConfig, card: GpuModel, sms: int, efficiency: Ef
     to_float32, to_half = LOSS_EAGER
     loss = n * v * (LOSS_COMPILED * p if run.compile else to_float32 + to_half * (p < RESIDUAL) * p)
     casts = CASTS if p < RESIDUAL else 0
-    added = ADDED * (1 - 1 / run.gradient_accumulation_steps)  # the first gradients of a step are not added
+    added = ADDED * (1 - 1 / micro_steps)  # the first gradients of a step are not added
     moved = ((1.0 if run.compile else EAGER) * (run.n_layer * pointwise + embeddings) + loss
-             + (casts + added) * _parameters(run))
-    return (run.n_layer * (matmuls + _attention(run, rate * efficiency.attention)) + head + moved / bandwidth
-            + speed.KERNEL_GAP_S * _kernels(run))
+             + (casts + added) * params)
+
+    micro_batch = run.n_layer * (matmuls + attention) + head + moved / bandwidth + speed.KERNEL_GAP_S * kernels
+    step = params * (UPDATED + (UNSCALED if run.dtype == "float16" else 0)) / bandwidth
+    return micro_steps * n / max(micro_steps * micro_batch + step, host * seconds_on_cpu(run))
 
 
-def _attention(run: RunConfig, rate: float) -> float:
-    """Seconds per layer. Half of the work on the diagonal is masked out, which matters for short blocks."""
-    tokens = run.batch_size * run.block_size
-    seconds = 7 * tokens * run.n_embd * (run.block_size + DIAGONAL) * USUAL_BLOCK / (USUAL_BLOCK + DIAGONAL) / rate
-    return (seconds * speed.head_cost(run.n_embd // run.n_head) * (DROPPED_SCORES if run.dropout else 1.0)
-            * (FLOAT32_ATTENTION if run.dtype == "float32" else 1.0))
-
-
-def _step_on_gpu(run: RunConfig, card: GpuModel, efficiency: Efficiency) -> float:
-    return _parameters(run) * (UPDATED + (UNSCALED if run.dtype == "float16" else 0)) / _bandwidth(card, efficiency)
-
-
-def _bandwidth(card: GpuModel, efficiency: Efficiency) -> float:
-    return 1e9 * (card.bandwidth_gbs or 0) * efficiency.bytes
-
-
-def _on_cpu(run: RunConfig) -> float:
-    """Seconds per iteration to launch kernels and fetch batches."""
-    launched = _kernels(run) * (COMPILED_KERNEL_S if run.compile else EAGER_KERNEL_S)
+def seconds_on_cpu(run: RunConfig) -> float:
+    """Per iteration, to launch kernels and fetch batches."""
+    launched = kernels_per_micro_batch(run) * (COMPILED_KERNEL_S if run.compile else EAGER_KERNEL_S)
     called = COMPILED_CALL_S if run.compile else 0.0
     return (run.gradient_accumulation_steps * (called + launched + SEQUENCE_S * run.batch_size)
             + STEP_S * run.n_layer)
 
 
-def _kernels(run: RunConfig) -> int:
-    """Kernels per micro-batch."""
+def kernels_per_micro_batch(run: RunConfig) -> int:
     of_masks = KERNELS_OF_MASKS if run.dropout and not run.compile else 0
     of_layer = KERNELS[bool(run.compile)] + (KERNELS_OF_BIASES if run.bias else 0) + of_masks
     return run.n_layer * of_layer + KERNELS_BESIDE
-
-
-def _parameters(run: RunConfig) -> int:
-    return GPTConfig(run.block_size, run.vocab_size, run.n_layer, run.n_head, run.n_embd, bias=run.bias).count_params()

@@ -3,31 +3,40 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
 from ..config.command_options import PlanArguments, PlanOptions
-from ..config.fields import option_specs
+from ..config.fields import LARGEST_COUNT, option_specs
 from ..config.resolve import ResolvedRun, resolve_run
-from ..config.run_config import RunConfig
+from ..config.run_config import NOT_NANOGPTS, RunConfig
 from ..core.errors import UsageError
-from ..core.units import MiB, parse_bytes
+from ..core.units import MiB, parse_count, show_count, show_steps
 from ..data.shards import DataSummary
 from ..hardware import gpus
+from ..hardware.gpus import GpuModel
 from ..memory.platform import Platform
-from ..memory.timeline import needs, needs_under, replay
-from ..tapes import engine as engine_tape
-from ..tapes.nanogpt_compiled import splits_loss_rows
-from .budget import Target, apply_limits, check_supported, on_card, target_for, unmodelled_allocator_options
+from ..memory.timeline import Timeline, needs, needs_under
+from ..tapes.aten import round_up
+from ..tapes.engine import attention_kernel, checkpoint_bytes, uses_cuda_graphs
+from ..tapes.nanogpt_compiled import MULTIPLE, has_odd_sizes, splits_loss_rows
+from . import nanogpt_speed, speed
+from .budget import (
+    Target,
+    apply_limits,
+    check_supported,
+    on_card,
+    platform_for,
+    target_for,
+    unmodelled_allocator_options,
+)
 from .changes import Change, PricedChange, memory_use, priced, single_changes, smallest_that_fit
-from .duration import Duration, duration_of, relative_speed, with_training_length
-from .forecast import MemoryPlan, forecast, write_tape
-from .nanogpt_notes import gpu_notes
+from .forecast import MemoryPlan, TrackRecord, forecast, replay_run, track_record_of
 from .plan_file import document
 from .request import NO_OPTIONS, PlanRequest, assignments_from, plan_request
-from .track_record import TrackRecord, track_record_of
+from .speed import SpeedEstimate
 
 OF_THE_COMMAND = ("all_cards", "timeline", "json")  # options of `fitgpt plan` that the function does not take
 
@@ -56,7 +65,17 @@ class Plan(MemoryPlan):
 
     @cached_property
     def duration(self) -> Duration:
-        return duration_of(self.run, self.forecast, self.data, self.target.card)
+        run, forecast, data = self.run, self.forecast, self.data
+        steps = 0 if run.eval_only else run.max_iters
+        tokens = steps * run.tokens_per_step
+        expected = expected_speed(run, self.target.card, self.trainer)
+        stored: RunConfig = run  # in a checkpoint: without the options that nanoGPT does not have
+        if self.trainer == "nanogpt":
+            stored = replace(run, **{name: getattr(RunConfig, name) for name in NOT_NANOGPTS})
+        return Duration(tokens_per_step=run.tokens_per_step, steps=steps, tokens=tokens, params=forecast.params,
+                        epochs=tokens / data.train_tokens if data else None,
+                        checkpoint_bytes=checkpoint_bytes(stored), host_bytes=forecast.host_bytes,
+                        hours=(tokens / expected.high / 3600, tokens / expected.low / 3600) if expected else None)
 
     @cached_property
     def track_record(self) -> TrackRecord:
@@ -124,11 +143,13 @@ def plan_from(request: PlanRequest) -> Plan:
         target = target._replace(budget=apply_limits(request.config, target.budget))
     check_supported(request.config, target, trainer)
     config, length = with_training_length(request.config, options, request.data, request.missing, target.card)
-    run = resolve_run(config, target.platform, trainer)
-    more = _graph_notes(run) if trainer == "fitgpt" else gpu_notes(config, target.platform)
-    notes = (*request.notes, *target.notes, *length, *more, *unmodelled_allocator_options())
-    return Plan(forecast(run, target.platform, trainer, target.budget.reserve_limit), target.budget, run, target,
-                request.data, notes, options.options)
+    found = plan_for(config, target, trainer)
+    notes = nanogpt_notes(config, target.platform) if trainer == "nanogpt" else []
+    if trainer == "fitgpt" and not config.eval_only and uses_cuda_graphs(found.run):
+        notes = ["The first step is captured into CUDA graphs. Later steps replay them in memory that stays reserved, "
+                 "and allocate next to nothing."]
+    return replace(found, data=request.data, with_options=options.options, notes=(
+        *request.notes, *target.notes, *length, *notes, *unmodelled_allocator_options()))
 
 
 def plan_for(config: RunConfig, target: Target, trainer: str = "fitgpt") -> Plan:
@@ -137,11 +158,95 @@ def plan_for(config: RunConfig, target: Target, trainer: str = "fitgpt") -> Plan
     return Plan(forecast(run, target.platform, trainer, target.budget.reserve_limit), target.budget, run, target)
 
 
-def _graph_notes(run: ResolvedRun) -> list[str]:
-    if run.eval_only or not engine_tape.uses_cuda_graphs(run):
-        return []
-    return ["The first step is captured into CUDA graphs. Later steps replay them in memory that stays reserved, and "
-            "allocate next to nothing."]
+def nanogpt_notes(config: RunConfig, platform: Platform) -> list[str]:
+    """What depends on the GPU in a plan of nanoGPT's train.py: its data types, and how torch.compile pads matmuls."""
+    run, notes = resolve_run(config, platform, "nanogpt"), list[str]()
+    if not platform.has_bf16 and config.dtype == "auto":
+        eager = ", and does not compile it here" if platform.compiles else ""
+        notes.append("This plan is for float16. By default nanoGPT's train.py uses bfloat16, which torch reports as "
+                     f"supported on this GPU{eager}: --dtype=bfloat16 plans that.")
+    elif run.dtype == "bfloat16" and config.compile and not run.compile:
+        other = " --dtype=float16 is compiled." if platform.compiles else ""
+        notes.append("torch.compile does not support bfloat16 on this GPU and runs it eager, so this plan is for an "
+                     f"eager run.{other}")
+    tokens, vocab = run.batch_size * run.block_size, run.vocab_size
+    if run.compile and has_odd_sizes(run.dtype, tokens, 0):
+        notes.append(f"{tokens:,} tokens per micro-batch are not a multiple of {MULTIPLE}: how torch.compile pads that "
+                     "is not modelled, and the run may use far more memory.")
+    elif run.compile and has_odd_sizes(run.dtype, tokens, vocab):
+        better = (f" {round_up(vocab, MULTIPLE):,} in the data's meta.pkl is more predictable and faster."
+                  if config.init_from == "scratch" else "")
+        notes.append(f"A vocabulary of {vocab:,} is not a multiple of {MULTIPLE}: torch.compile times on the GPU which "
+                     "matmuls to pad, so the run may use more or less memory than forecast, usually by one array of "
+                     f"logits.{better}")
+    return notes
+
+
+# ---- how long it takes
+
+
+class Duration(NamedTuple):
+    tokens_per_step: int
+    steps: int
+    tokens: int
+    params: int
+    epochs: float | None               # None: there is no data
+    checkpoint_bytes: int
+    host_bytes: int
+    hours: tuple[float, float] | None  # None: the GPU's speed is not known
+
+
+def expected_speed(config: RunConfig, card: GpuModel | None, trainer: str = "fitgpt",
+                   platform: Platform | None = None) -> SpeedEstimate | None:
+    """None where the GPU's figures are not known."""
+    estimate = nanogpt_speed.estimate if trainer == "nanogpt" else speed.estimate
+    return estimate(config, card, platform)
+
+
+def with_training_length(config: RunConfig, options: PlanOptions, data: DataSummary | None, missing: str,
+                         card: GpuModel | None) -> tuple[RunConfig, list[str]]:
+    """The config with as many steps as --tokens, --epochs or --hours require, and a note on it. `missing`: why there
+    is no data to count epochs of."""
+    given = [flag for flag, value in (("--tokens", options.tokens), ("--epochs", options.epochs),
+                                      ("--hours", options.hours)) if value]
+    if not given:
+        return config, []
+    if len(given) > 1:
+        raise UsageError(f"{' and '.join(given)} {'both' if len(given) == 2 else 'all'} set the length of the run.",
+                         "Give one of them.")
+    if options.tokens:
+        tokens, text = float(parse_count(options.tokens)), f"{show_count(parse_count(options.tokens))} tokens"
+    elif options.epochs:
+        if data is None:
+            raise UsageError(f"--epochs={options.epochs:g}: of which data? {missing}", "--tokens 10B needs no data.")
+        tokens = options.epochs * data.train_tokens
+        text = f"{options.epochs:g} × {show_count(data.train_tokens)} tokens"
+    else:
+        expected = expected_speed(config, card, options.trainer)
+        if expected is None:
+            raise UsageError(f"--hours={options.hours:g}: there is no speed estimate for this GPU, so hours cannot be "
+                             "turned into steps.", "--tokens 10B, or --max_iters=10000")
+        tokens = 3600 * options.hours * expected.low
+        text = f"{options.hours:g} hours at {show_count(expected.low)} tokens per second"
+    whole, rest = divmod(round(tokens), config.tokens_per_step)
+    steps = max(whole if options.hours or not rest else whole + 1, 1)  # no more steps than the hours allow
+    if steps > LARGEST_COUNT:
+        raise UsageError(f"{text} are {steps:,} steps, and a run has at most {LARGEST_COUNT:,}.", "--tokens 10B")
+    longer = replace(config, max_iters=steps, lr_decay_iters=steps)
+    late = " One step takes longer." if options.hours and not whole else ""
+    return longer, [f"{text} are {show_steps(steps)}: max_iters={steps} lr_decay_iters={steps}.{late}"]
+
+
+def relative_speed(changed: RunConfig, its_trainer: str, config: RunConfig, trainer: str,
+                   card: GpuModel | None) -> float | None:
+    """The speed of a changed run relative to the run without the change; None where there is no estimate. By the
+    roofline model alone: a measured figure of one config says nothing about another."""
+    if card is None or changed.eval_only or config.eval_only:
+        return None
+    likely = {"fitgpt": speed.likely, "nanogpt": nanogpt_speed.likely}
+    platform = platform_for(card)
+    after, before = likely[its_trainer](changed, card, platform), likely[trainer](config, card, platform)
+    return after / before if after and before else None
 
 
 # ---- every GPU of the table
@@ -163,7 +268,7 @@ class GpuVerdict(NamedTuple):
 
 def verdicts(config: RunConfig, trainer: str = "fitgpt", others: int = 0, torch: str = "") -> list[GpuVerdict]:
     """One verdict per GPU. GPUs on which the tape is the same are replayed once."""
-    known: dict[tuple[Any, ...], Callable[[int], int]] = {}
+    known: dict[tuple[Any, ...], tuple[Timeline, int]] = {}  # the replay without a limit, and what it needs
     rows = []
     for card in gpus.load():
         usable = card.usable_mib * MiB if card.usable_mib else None
@@ -180,11 +285,13 @@ def verdicts(config: RunConfig, trainer: str = "fitgpt", others: int = 0, torch:
             rows.append(GpuVerdict(card.name, usable, problem=f"needs {error.fix}"))
             continue
         platform, limit = target.platform, target.budget.reserve_limit
-        run = resolve_run(config, platform, trainer)
+        run, expandable = resolve_run(config, platform, trainer), platform.uses_expandable_segments(trainer)
         kind = same_tape(run, platform)
         if kind not in known:
-            known[kind] = _needs_by_limit(run, platform, trainer)
-        needed = known[kind](limit)
+            unlimited = replay_run(run, platform, trainer)
+            known[kind] = unlimited, needs(unlimited.tape, expandable=expandable, free_run=unlimited)
+        unlimited, usual = known[kind]
+        needed = needs_under(limit, unlimited.tape, usual, free_run=unlimited, expandable=expandable)
         rows.append(GpuVerdict(card.name, usable, needed, limit - needed))
     return rows
 
@@ -192,18 +299,5 @@ def verdicts(config: RunConfig, trainer: str = "fitgpt", others: int = 0, torch:
 def same_tape(run: ResolvedRun, platform: Platform) -> tuple[Any, ...]:
     """What a tape depends on. Where two platforms agree in it, so do their tapes, except for the partial sums of a
     norm: a few MiB that grow with the number of multiprocessors."""
-    return (run.dtype, run.compile, platform.workspace, engine_tape.attention_kernel(run, platform), platform.torch,
+    return (run.dtype, run.compile, platform.workspace, attention_kernel(run, platform), platform.torch,
             platform.expandable, platform.cache, splits_loss_rows(run.batch_size * run.block_size, platform.sms))
-
-
-def _needs_by_limit(run: ResolvedRun, platform: Platform, trainer: str) -> Callable[[int], int]:
-    """What a run needs under a given limit; the tape is written and searched once."""
-    tape, expandable = write_tape(run, platform, trainer), platform.uses_expandable_segments(trainer)
-    unlimited = replay(tape, expandable=expandable)
-    usual = needs(tape, expandable=expandable, free_run=unlimited)
-    return lambda limit: needs_under(limit, tape, usual, free_run=unlimited, expandable=expandable)
-
-
-def kept_free(config: RunConfig, others: str) -> int:
-    """Bytes that --others and --leave keep from the run on any GPU."""
-    return sum(parse_bytes(size) for size in (others, config.leave) if size)

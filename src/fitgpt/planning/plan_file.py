@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,9 +19,7 @@ from ..core.files import is_own_json
 from ..core.units import show_bytes, with_article
 from ..runs.metrics import PHASES, PhaseMemory
 from .budget import Budget
-from .forecast import Forecast, MemoryPlan
-from .formulas import OwnerShare
-from .track_record import TrackRecord
+from .forecast import Forecast, MemoryPlan, OwnerShare, TrackRecord
 
 SCHEMA = 1
 PLAN_AGAIN = "Plan again: fitgpt fit; or train without --plan."
@@ -90,33 +88,27 @@ def fallback_plans_to_json(plans: Sequence[FallbackPlan]) -> list[dict[str, Any]
 
 def plan_from(document: Any) -> MemoryPlan | None:
     """A plan from either JSON; None where it is not one, or lacks a figure."""
+    def figure(value: Any) -> int:
+        if abs(number := int(value)) > LARGEST_BYTES:
+            raise ValueError(f"{value} is too large")
+        return number
+
     try:
-        phases = _phases(document["phases"])
+        phases = {str(phase): PhaseMemory(figure(held["allocated_bytes"]), figure(held["reserved_bytes"]))
+                  for phase, held in document["phases"].items() if held}
         formulas = document.get("formulas") or {}
-        owners = tuple(OwnerShare(owner, int(nbytes), str(formulas.get(owner, "")))
+        owners = tuple(OwnerShare(owner, figure(nbytes), str(formulas.get(owner, "")))
                        for owner, nbytes in document["owners_at_peak"].items())
         low, high = document.get("reserved_range_bytes") or (0, 0)
         forecast = Forecast(
-            str(document["trainer"]), int(document["params"]), phases, str(document["peak_phase"]), owners,
-            int(document["needs_bytes"]), (int(low), int(high)), dict(document["assumes"]), host_bytes=0,
-            checkpoint_bytes=0)
-        usable, others, whole, outside = (int(document[f"{name}_bytes"])
+            str(document["trainer"]), figure(document["params"]), phases, str(document["peak_phase"]), owners,
+            figure(document["needs_bytes"]), (figure(low), figure(high)), dict(document["assumes"]), host_bytes=0)
+        usable, others, whole, outside = (figure(document[f"{name}_bytes"])
                                           for name in ("usable", "others", "budget", "outside"))
         budget = Budget(str(document["card"] or "card"), usable, others, whole, outside)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
         return None
-    held = (most for phase in phases.values() for most in (phase.allocated, phase.reserved))
-    figures = (forecast.params, forecast.needs, *forecast.reserved_range, usable, others, whole, outside, *held,
-               *(share.nbytes for share in owners))
-    if any(abs(figure) > LARGEST_BYTES for figure in figures):
-        return None
     return MemoryPlan(forecast, budget) if phases and owners else None
-
-
-def _phases(document: Any) -> dict[str, PhaseMemory]:
-    """The inverse of `phases_to_json`; KeyError, TypeError, ValueError or AttributeError for anything else."""
-    return {str(phase): PhaseMemory(int(held["allocated_bytes"]), int(held["reserved_bytes"]))
-            for phase, held in document.items() if held}
 
 
 # ---- read by `train --plan`
@@ -132,9 +124,15 @@ class PlanFile:
     needs: int | None = None
     fallback_plans: tuple[FallbackPlan, ...] | None = None
 
+    def refuse(self, differences: Sequence[str]) -> None:
+        """DeviceError naming what differs from the plan, if anything does."""
+        if differences:
+            raise DeviceError(f"{self.path} is the plan of another run: {'; '.join(differences)}.",
+                              "Plan again for what you have: fitgpt fit; or train without --plan.")
+
     def refuse_elsewhere(self) -> None:
         if self.card:
-            raise self._differs([f"it was made for {with_article(self.card)}, and the run is not on an NVIDIA GPU"])
+            self.refuse([f"it was made for {with_article(self.card)}, and the run is not on an NVIDIA GPU"])
 
     def compare(self, plan: MemoryPlan) -> None:
         """DeviceError naming what differs here from the plan."""
@@ -144,16 +142,7 @@ class PlanFile:
         if self.needs is not None and abs(plan.forecast.needs - self.needs) > SAME * self.needs:
             differences.append(f"it says the run needs {show_bytes(self.needs)}, and here, with torch "
                                f"{plan.forecast.assumes['torch']}, {show_bytes(plan.forecast.needs)}")
-        if differences:
-            raise self._differs(differences)
-
-    def check_assignments(self, given: Iterable[Assignment]) -> None:
-        """DeviceError where the user changes an option that the plan fixes."""
-        last = {each.key: each for each in given if each.key in FIXED_BY_PLAN and each.key in self.options}
-        differences = [f"it has {key}={shown(self.options[key])}, and {each.source} says {shown(each.value)}"
-                       for key, each in last.items() if each.value != self.options[key]]
-        if differences:
-            raise self._differs(differences)
+        self.refuse(differences)
 
     def fallback_plans_of(self, config: RunConfig) -> tuple[FallbackPlan, ...]:
         """The fallback plans of this run; UsageError where one could not be used when memory runs out."""
@@ -171,10 +160,6 @@ class PlanFile:
                                  f"{config.tokens_per_step:,}.", PLAN_AGAIN)
         return self.fallback_plans or ()
 
-    def _differs(self, differences: Sequence[str]) -> DeviceError:
-        return DeviceError(f"{self.path} is the plan of another run: {'; '.join(differences)}.",
-                           "Plan again for what you have: fitgpt fit; or train without --plan.")
-
 
 def with_plan(assignments: Sequence[Assignment]) -> list[Assignment]:
     """The assignments after those of the file that --plan names. The user's may add to the plan, not contradict it."""
@@ -182,7 +167,9 @@ def with_plan(assignments: Sequence[Assignment]) -> list[Assignment]:
     if not path:
         return list(assignments)
     planned = read(str(path))
-    planned.check_assignments(assignments)
+    given = {each.key: each for each in assignments if each.key in FIXED_BY_PLAN and each.key in planned.options}
+    planned.refuse([f"it has {key}={shown(planned.options[key])}, and {each.source} says {shown(each.value)}"
+                    for key, each in given.items() if each.value != planned.options[key]])
     return [*(Assignment(key, value, f"{path}: {key}") for key, value in planned.options.items()), *assignments]
 
 
@@ -202,9 +189,10 @@ def read(path: str) -> PlanFile:
     if document.get("schema", SCHEMA) != SCHEMA:
         raise UsageError(f"--plan {path} has schema {document['schema']!r}, and this fitgpt knows {SCHEMA}.",
                          f"Plan again: fitgpt fit -o {shlex.quote(path)}")
-    card = document.get("card")
+    card, ladder = document.get("card"), document.get("ladder")
+    fallback_plans = _fallback_plans(path, ladder) if isinstance(ladder, list) else None
     return PlanFile(path, _options(path, document["config"]), card if isinstance(card, str) else "",
-                    _needs(document.get("forecast")), _fallback_plans(path, document.get("ladder")))
+                    _needs(document.get("forecast")), fallback_plans)
 
 
 def _options(path: str, given: dict[str, Any]) -> dict[str, Any]:
@@ -220,16 +208,15 @@ def _needs(row: Any) -> int | None:
     return needs if isinstance(needs, int) and not isinstance(needs, bool) else None
 
 
-def _fallback_plans(path: str, rows: Any) -> tuple[FallbackPlan, ...] | None:
-    """The fallback plans; None where the file has none that can be read. Values are checked like flags."""
+def _fallback_plans(path: str, rows: list[Any]) -> tuple[FallbackPlan, ...] | None:
+    """The fallback plans, their values checked like flags; None where one cannot be read."""
     plans: list[FallbackPlan] = []
-    for each in rows if isinstance(rows, list) else []:
+    for each in rows:
         needs = _needs(each)
-        if needs is None or not isinstance(each.get("changes"), dict):
+        if needs is None or not isinstance(changes := each.get("changes"), dict):
             return None
-        changes = each["changes"]
         if other := sorted(changes.keys() - set(FALLBACK_OPTIONS)):
             raise UsageError(f"--plan {path}: a fallback plan changes {', '.join(other)}; fallback plans may change "
                              f"{', '.join(sorted(FALLBACK_OPTIONS))}.", PLAN_AGAIN)
         plans.append(FallbackPlan(_options(f"{path}: a fallback plan", changes), needs, str(each.get("why", ""))))
-    return tuple(plans) if isinstance(rows, list) else None
+    return tuple(plans)

@@ -16,10 +16,12 @@ from typing import Any, NamedTuple
 from ..config.argv import walk
 from ..config.command_options import PlanOptions
 from ..config.fields import Assignment, Options, build, nearest, option_specs
-from ..config.run_config import DEFAULT_VOCAB, RunConfig, check_resume, gpt2_shapes, resolve
+from ..config.run_config import DEFAULT_VOCAB, GPT2_VOCAB, NOT_NANOGPTS, RunConfig, check_resume, gpt2_shapes, resolve
 from ..core.errors import CheckpointError, DataError, UsageError
-from ..data.shards import DataSummary
-from .nanogpt_notes import run_notes
+from ..data.shards import DataSummary, block_too_long, check_vocab, padded_vocab, summarise
+from ..runs.folder import can_resume, recorded_config
+from ..runs.model_shape import shape_in
+from .plan_file import with_plan
 
 NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 TEXTS = ("gpu", "budget", "others", "leave", "tokens")  # options that take a number as well as a text
@@ -29,32 +31,28 @@ def assignments_from(config: Any, options: Mapping[str, Any], command: type[Opti
                      not_taken: Collection[str]) -> list[Assignment]:
     """The arguments of `fitgpt.plan` or `fitgpt.fit` as assignments. `config`: a config file, a dict of options or a
     RunConfig; `not_taken`: options of the command that the function does not take."""
-    known = [name for name in option_specs(command) if name not in not_taken]
-    return _assignments_of(config, command, known) + _from_dict(options, command, known)
-
-
-def _assignments_of(config: Any, command: type[Options], known: list[str]) -> list[Assignment]:
+    found: list[Assignment] = []
+    given = dict(options)
     if isinstance(config, RunConfig):
         defaults = option_specs(RunConfig)
-        return _from_dict({key: value for key, value in config.to_dict().items() if value != defaults[key].default},
-                          command, known)
-    if isinstance(config, Mapping):
-        return _from_dict(config, command, known)
-    if isinstance(config, str | os.PathLike) and isinstance(path := os.fspath(config), str):
-        return walk([path], command)
-    raise UsageError(f"fitgpt.{command.command} takes a config file, a dict of options or a RunConfig, and this is "
-                     f"{config!r:.60}.", f'fitgpt.{command.command}("config/train_fineweb.py", gpu="4070")')
-
-
-def _from_dict(given: Mapping[str, Any], command: type[Options], known: list[str]) -> list[Assignment]:
-    for key in given:
+        given = {key: value for key, value in config.to_dict().items() if value != defaults[key].default} | given
+    elif isinstance(config, Mapping):
+        given = {**config, **given}
+    elif isinstance(config, str | os.PathLike) and isinstance(path := os.fspath(config), str):
+        found = walk([path], command)
+    else:
+        raise UsageError(f"fitgpt.{command.command} takes a config file, a dict of options or a RunConfig, and this is "
+                         f"{config!r:.60}.", f'fitgpt.{command.command}("config/train_fineweb.py", gpu="4070")')
+    known = [name for name in option_specs(command) if name not in not_taken]
+    for key, value in given.items():
         if key not in known:
             near = nearest(str(key), known)
             raise UsageError(f"{key!r} is not an option of `fitgpt train`, and `fitgpt.{command.command}` has no such "
                              "argument.", f"Did you mean {' or '.join(near)}?" if near else
                              "fitgpt train --help lists them all.")
-    return [Assignment(key, str(value) if key in TEXTS and isinstance(value, int) else value, f"{key}={value!r}")
-            for key, value in given.items()]
+        text = key in TEXTS and isinstance(value, int)
+        found.append(Assignment(key, str(value) if text else value, f"{key}={value!r}"))
+    return found
 
 
 # ---- assignments to a request
@@ -89,25 +87,33 @@ def plan_request(assignments: Sequence[Assignment]) -> PlanRequest:
     if options.gpu and config.device in ("cpu", "mps"):
         more.append(f"With --device={config.device} no GPU is used: the plan is for the GPU named.")
     if options.trainer == "nanogpt":
-        more += run_notes(config, given_vocab, data)
+        more += _options_nanogpt_lacks(config, given_vocab, data)
     return PlanRequest(options, config, data, missing, (*notes, *more))
+
+
+def _options_nanogpt_lacks(config: RunConfig, given_vocab: int, data: DataSummary | None) -> list[str]:
+    """Notes on where nanoGPT's train.py differs from the options given. `given_vocab`: 0 if none was given."""
+    options = option_specs(RunConfig)
+    ignored = ", ".join(f"{name}={getattr(config, name)}" for name in NOT_NANOGPTS
+                        if getattr(config, name) != options[name].default)
+    notes = [f"nanoGPT's train.py ignores {ignored}: it has no such option."] if ignored else []
+    used = data.vocab_size if data and data.vocab_size and data.vocab_size != GPT2_VOCAB else DEFAULT_VOCAB
+    if given_vocab and given_vocab != used and config.init_from == "scratch":
+        here = f", here {used}" if data else ""
+        notes.append("nanoGPT's train.py has no vocab_size: it uses the one in the data's meta.pkl, or "
+                     f"{DEFAULT_VOCAB}{here}. This plan is for {given_vocab}.")
+    return notes
 
 
 def run_config_from(assignments: Sequence[Assignment]) -> tuple[RunConfig, list[str]]:
     """The config that `train` would have, and notes. Its data may not be here yet."""
     if {each.key: each.value for each in assignments}.get("init_from") == "resume":
         return training_config(assignments)
-    from .plan_file import with_plan
-
     return resolve(with_plan(assignments))
 
 
 def training_config(assignments: Sequence[Assignment]) -> tuple[RunConfig, list[str]]:
     """The config of a run that is about to start: from its options and files and, on a resume, from its record."""
-    from ..data.shards import summarise
-    from ..runs.folder import can_resume, recorded_config
-    from .plan_file import with_plan
-
     assignments = with_plan(assignments)
     given = {each.key: each.value for each in assignments}
     recorded, out_dir = None, str(given.get("out_dir", RunConfig.out_dir))
@@ -134,61 +140,30 @@ def training_config(assignments: Sequence[Assignment]) -> tuple[RunConfig, list[
 
 def with_data(config: RunConfig) -> tuple[RunConfig, DataSummary | None, str, list[str]]:
     """The config with the vocabulary of its data or weights; the data, or why there is none; and notes."""
-    data, missing = _find_data(config.dataset)
-    notes: list[str] = []
+    data, missing, notes = None, f"There is no dataset {config.dataset!r} here.", list[str]()
+    if os.path.isdir(os.path.join("data", config.dataset)) or os.path.isdir(config.dataset):
+        try:
+            data, missing = summarise(config.dataset), ""
+        except DataError as error:
+            missing = error.what
     if config.init_from not in ("scratch", "resume", *gpt2_shapes):
         config, notes = _with_shape_of(Path(config.init_from), config)
-    notes += _too_few_tokens(config, data) if data else []
+    if data:  # what `train` will refuse, as far as headers tell: of a split in several shards the longest counts
+        notes += [f"{block_too_long(block, split, tokens)} The run would not start: --block_size={max(tokens - 1, 1)}"
+                  for block, split, tokens in ((config.block_size, "train", data.train_tokens),
+                                               (config.eval_block, "val", data.val_tokens)) if tokens <= block]
     if config.vocab_size:
         return config, data, missing, notes
-    if data is None:
-        note = f"{missing} The vocabulary is taken to be {DEFAULT_VOCAB:,}."
-        if config.dataset.endswith("_char"):
-            note += " A character vocabulary is far smaller: --vocab_size=65 for Shakespeare."
-        return replace(config, vocab_size=DEFAULT_VOCAB), None, missing, [*notes, note]
-    from ..data.shards import padded_vocab
-
-    return replace(config, vocab_size=padded_vocab(data.tokenizer, data.vocab_size)), data, missing, notes
-
-
-def _too_few_tokens(config: RunConfig, data: DataSummary) -> list[str]:
-    """What `train` will refuse, as far as the headers tell: of a split in several shards the longest counts."""
-    from ..data.shards import block_too_long
-
-    return [f"{block_too_long(block, split, tokens)} The run would not start: --block_size={max(tokens - 1, 1)}"
-            for block, split, tokens in ((config.block_size, "train", data.train_tokens),
-                                         (config.eval_block, "val", data.val_tokens)) if tokens <= block]
-
-
-def check_vocab_matches_data(config: RunConfig, data: DataSummary | None) -> None:
-    """UsageError, as in `train`, where the model's vocabulary is not the data's. Only `train` can read a ckpt.pt."""
-    if data is None or config.init_from == "resume":
-        return
-    from ..data.shards import check_vocab
-    from ..runs.model_shape import shape_in
-
-    if config.init_from in ("scratch", *gpt2_shapes) or shape_in(Path(config.init_from)):
-        try:
-            check_vocab(None, config.vocab_size, data.vocab_size)
-        except DataError as error:
-            raise UsageError(error.what, error.fix) from None
-
-
-def _find_data(dataset: str) -> tuple[DataSummary | None, str]:
-    if not os.path.isdir(os.path.join("data", dataset)) and not os.path.isdir(dataset):
-        return None, f"There is no dataset {dataset!r} here."
-    from ..data.shards import summarise
-
-    try:
-        return summarise(dataset), ""
-    except DataError as error:
-        return None, error.what
+    if data:
+        return replace(config, vocab_size=padded_vocab(data.tokenizer, data.vocab_size)), data, missing, notes
+    note = f"{missing} The vocabulary is taken to be {DEFAULT_VOCAB:,}."
+    if config.dataset.endswith("_char"):
+        note += " A character vocabulary is far smaller: --vocab_size=65 for Shakespeare."
+    return replace(config, vocab_size=DEFAULT_VOCAB), None, missing, [*notes, note]
 
 
 def _with_shape_of(folder: Path, config: RunConfig) -> tuple[RunConfig, list[str]]:
     """The shape of the weights in a folder, cropped to a shorter block if one is given: as training/run.py does."""
-    from ..runs.model_shape import shape_in
-
     shape = shape_in(folder)
     if not shape:
         file = folder if folder.is_file() else folder / "ckpt.pt"
@@ -197,3 +172,14 @@ def _with_shape_of(folder: Path, config: RunConfig) -> tuple[RunConfig, list[str
     shape["block_size"] = min(shape["block_size"], config.block_size)
     changed = ", ".join(f"{name}={value}" for name, value in shape.items() if getattr(config, name) not in (value, 0))
     return replace(config, **shape), [f"As in {folder}: {changed}."] if changed else []
+
+
+def check_vocab_matches_data(config: RunConfig, data: DataSummary | None) -> None:
+    """UsageError, as in `train`, where the model's vocabulary is not the data's. Only `train` can read a ckpt.pt."""
+    if data is None or config.init_from == "resume":
+        return
+    if config.init_from in ("scratch", *gpt2_shapes) or shape_in(Path(config.init_from)):
+        try:
+            check_vocab(None, config.vocab_size, data.vocab_size)
+        except DataError as error:
+            raise UsageError(error.what, error.fix) from None

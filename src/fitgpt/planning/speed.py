@@ -1,27 +1,27 @@
 """ResolvedRun + GPU → tokens per second of our engine: a roofline of matmul rate and memory bandwidth.
 
 A micro-step is matmuls, attention, kernels that only move bytes, and gaps between kernels; a step adds the bytes of the
-optimizer. The share of the GPU's figures that each kind reaches (efficiency.py) was read from profiles and runs of our
-engine on an H200 (docs/log.md, bench/results). recorded.json has those runs, and tests compare the estimate with them.
-On other GPUs the shares are assumed, so an estimate there is a range; it is good enough to rank settings.
+optimizer. The share of the GPU's figures that each kind reaches was read from profiles and runs of our engine on an
+H200 (docs/log.md, bench/results). recorded.json has those runs, and tests compare the estimate with them. On other GPUs
+the shares are assumed, so an estimate there is a range; it is good enough to rank settings.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..config.memory_savers import KEEPS, LEVELS, loss_chunk_tokens
 from ..config.optimizers import optimizer_of
-from ..config.resolve import resolve_run
+from ..config.resolve import ResolvedRun, resolve_run
 from ..config.run_config import SPEED_OPTIONS, RunConfig
 from ..hardware.gpus import GpuModel
 from ..memory.platform import Platform
 from ..tapes import engine as engine_tape
 from .budget import platform_for
-from .efficiency import Efficiency, SpeedEstimate, gpu_class
 
 BYTES = engine_tape.BYTES
 
@@ -69,11 +69,14 @@ def step_cost(config: RunConfig, card: GpuModel, platform: Platform, efficiency:
     matmul_flops = matmul_rate(rate, efficiency, n * c, sms)
     attention = rate * efficiency.attention / head_cost(c // config.n_head)
 
-    gap = KERNEL_GAP_S if engine_tape.uses_cuda_graphs(config) else LAUNCH_GAP_S
+    cuda_graphs = engine_tape.uses_cuda_graphs(config)
+    gap = KERNEL_GAP_S if cuda_graphs else LAUNCH_GAP_S
+    # Bytes read and written per element to cast a weight for one matmul.
+    cast = 0 if config.weights == config.dtype or config.casts == "kept" else m + p
 
     def matmul(outputs: int, inputs: int) -> float:
         """One of the three matmuls of a weight matrix, with the cast of the weight."""
-        return 2 * n * outputs * inputs / matmul_flops + (_cast(config) * outputs * inputs) / bandwidth
+        return 2 * n * outputs * inputs / matmul_flops + cast * outputs * inputs / bandwidth
 
     def moved(in_matmuls: float, in_residual: float) -> float:
         """Pointwise kernels: elements per token and channel, in the dtype of matmuls and in that of the residual
@@ -87,7 +90,7 @@ def step_cost(config: RunConfig, card: GpuModel, platform: Platform, efficiency:
     # Two matmuls per matrix; the weight's gradient is added to what is there: read and written once.
     backward = (sum(2 * matmul(*each) for each in (qkv, proj, up, down)) + 5 * n * t * c / attention
                 + moved(*MOVED_BACKWARD) - (moved(2, 0) if p == r else 0.0)
-                + 12 * c * c * (2 * m - _cast(config)) / bandwidth)
+                + 12 * c * c * (2 * m - cast) / bandwidth)
     dropout = 3 * moved(2.5, 0) if config.dropout else 0.0
     if config.bias:
         backward += moved(9, 0)  # its gradient: a sum over what the weight's matmul reads
@@ -104,10 +107,20 @@ def step_cost(config: RunConfig, card: GpuModel, platform: Platform, efficiency:
     chunks = -(-n // chunk)
     head = 6 * n * v * c / matmul_rate(rate, efficiency, chunk * v, sms)
     loss = (3 if platform.compiles else 12) * p * n * v / bandwidth
-    fixed = (head + loss + (chunks * 2 * m + _cast(config)) * v * c / bandwidth + moved(3, 12)
+    fixed = (head + loss + (chunks * 2 * m + cast) * v * c / bandwidth + moved(3, 12)
              + chunks * KERNELS_PER_CHUNK * gap)
-    host = 0.0 if engine_tape.uses_cuda_graphs(config) else config.n_layer * CPU_PER_LAYER_S + chunks * CPU_PER_CHUNK_S
-    sent, step = _optimizer_seconds(config, bandwidth, rate * efficiency.matmuls)
+    host = 0.0 if cuda_graphs else config.n_layer * CPU_PER_LAYER_S + chunks * CPU_PER_CHUNK_S
+
+    # The optimizer: the update of a step, and what each micro-step sends to the CPU.
+    params, optimizer, sent = config.gpt_config().count_params(), optimizer_of(config), 0.0
+    step = (params * optimizer.bytes_moved(m) / bandwidth
+            + optimizer.matmul_flops(c) * config.n_layer / (rate * efficiency.matmuls))
+    if config.offload != "none":
+        step = 28 * params / HOST_ADAMW_BYTES_S + 4 * params / PCIE_BYTES_S
+        if config.offload == "gradients":
+            sent = 4 * params / PCIE_BYTES_S + 12 * params / HOST_ADAMW_BYTES_S
+        else:
+            step += 4 * params / PCIE_BYTES_S
     if config.casts == "kept" and config.weights != config.dtype:
         step += (m + p) * (v * c + 12 * c * c * config.n_layer) / bandwidth
     return StepCost(fixed + sent, tuple(layers), host, step)
@@ -125,13 +138,6 @@ def head_cost(width: int) -> float:
     return (-(-width // 64) * 64 + SCORE) / width * 64 / (64 + SCORE)
 
 
-def _cast(config: RunConfig) -> int:
-    """Bytes read and written per element to cast a weight for one matmul."""
-    if config.weights == config.dtype or config.casts == "kept":
-        return 0
-    return BYTES[config.weights] + BYTES[config.dtype]
-
-
 def matmul_peak(card: GpuModel, dtype: str) -> float:
     """FLOP/s by the spec sheet. float32 matmuls run as TF32, at half the rate, from Ampere on; before it on the FP32
     units."""
@@ -142,19 +148,99 @@ def matmul_peak(card: GpuModel, dtype: str) -> float:
     return 1e12 * (card.tflops or 0)
 
 
-def _optimizer_seconds(config: RunConfig, bandwidth: float, matmul_flops: float) -> tuple[float, float]:
-    """(per micro-step, per step): gradients that leave the GPU, and the update."""
-    params = config.gpt_config().count_params()
-    if config.offload != "none":
-        update = 28 * params / HOST_ADAMW_BYTES_S + 4 * params / PCIE_BYTES_S
-        sent = 4 * params / PCIE_BYTES_S + 12 * params / HOST_ADAMW_BYTES_S
-        return (sent, update) if config.offload == "gradients" else (0.0, update + 4 * params / PCIE_BYTES_S)
-    optimizer = optimizer_of(config)
-    return 0.0, (params * optimizer.bytes_moved(BYTES[config.weights]) / bandwidth
-                 + optimizer.matmul_flops(config.n_embd) * config.n_layer / matmul_flops)
+# ---- the share of its spec-sheet figures that a GPU reaches
+#
+# Measured on an H200; assumed for other classes. Where nothing was recorded there are three shares: the least to
+# expect, the likely, the most. Public figures that the assumed shares were compared with, all for GPT-2 124M unless
+# stated otherwise:
+#
+# - RTX 4090: 106k tokens/s compiled (29 % of an A100's rate: nanoGPT's issue 182), 110k (half of what two such GPUs did
+#   with llm.c's train_gpt2.py: tylerromero.com's worklog).
+# - A100: 110k tokens/s with an early torch 2.0 (nanoGPT's issue 110).
+# - V100: 62.4 TFLOP/s, 48 % of the most, for a GPT-2 of 1.2B (Megatron-LM 1.0's notes).
+# - T4: 24 of its 65 TFLOP/s in cuBLAS's matmuls, because it may draw only 70 W (NVIDIA's developer forum, 264462).
+
+
+class Efficiency(NamedTuple):
+    """The share of a GPU's spec-sheet figures that our kernels reach."""
+
+    matmuls: float    # of its matmul rate, where a matmul fills the GPU
+    attention: float  # of its matmul rate
+    bytes: float      # of its memory bandwidth
+
+
+class GpuClass(NamedTuple):
+    """GPUs with similar efficiency."""
+
+    text: str
+    least: Efficiency
+    likely: Efficiency
+    most: Efficiency
+
+
+# GPT-2 124M, 4 × 12 × 1024: matmuls 54.5 ms, attention 13.8 ms, pointwise, loss, casts and AdamW 24 ms (docs/log.md).
+HOPPER = GpuClass("Hopper, as an H200 reaches them", Efficiency(0.60, 0.18, 0.58),
+                  Efficiency(0.715, 0.24, 0.70), Efficiency(0.80, 0.35, 0.82))
+# GeForce since Ampere: matmul rates are half those of workstation GPUs, which is easier to reach, and flash attention
+# was made for them.
+GEFORCE = GpuClass("GeForce GPUs since Ampere", Efficiency(0.70, 0.30, 0.65),
+                   Efficiency(0.80, 0.45, 0.80), Efficiency(0.92, 0.60, 0.92))
+# The full matmul rate at boost clock, which their power limit does not allow for long.
+FULL_RATE = GpuClass("workstation and data-centre GPUs since Ampere", Efficiency(0.50, 0.20, 0.60),
+                     Efficiency(0.65, 0.30, 0.75), Efficiency(0.85, 0.50, 0.90))
+LOW_POWER = GpuClass("GPUs limited to 70 W", Efficiency(0.25, 0.08, 0.60),
+                     Efficiency(0.34, 0.14, 0.70), Efficiency(0.45, 0.25, 0.85))
+# Before Ampere there is no flash attention: torch uses its memory-efficient kernel, whose backward pass is slow there.
+TURING = GpuClass("GeForce GPUs of Turing, without flash attention", Efficiency(0.55, 0.10, 0.55),
+                  Efficiency(0.70, 0.18, 0.70), Efficiency(0.88, 0.32, 0.85))
+VOLTA = GpuClass("Volta and full-rate Turing, without flash attention", Efficiency(0.38, 0.07, 0.55),
+                 Efficiency(0.52, 0.12, 0.70), Efficiency(0.72, 0.24, 0.85))
+# No tensor cores, and no torch.compile.
+PASCAL = GpuClass("Pascal, which has no tensor cores", Efficiency(0.45, 0.06, 0.55),
+                  Efficiency(0.62, 0.14, 0.70), Efficiency(0.85, 0.30, 0.85))
+
+OTHER_VENDOR = GpuClass("GPUs of another vendor", Efficiency(0.35, 0.12, 0.50),
+                        Efficiency(0.55, 0.25, 0.65), Efficiency(0.80, 0.50, 0.85))
+
+LOW_POWER_NAMES = ("T4", "L4", "RTX A2000 12GB")  # 70 to 72 W, by their spec sheets
+HALF_RATE = 768  # FLOP per clock and multiprocessor: GeForce GPUs have 512, others 1024 or more (gpus.csv)
+
+
+def gpu_class(card: GpuModel) -> GpuClass:
+    clocks = (card.sms or 0) * (card.boost_mhz or 0)
+    is_half_rate = clocks > 0 and 1e6 * (card.tflops or 0) / clocks < HALF_RATE
+    if card.capability is None:
+        return OTHER_VENDOR
+    if card.name in LOW_POWER_NAMES:
+        return LOW_POWER
+    if card.capability < (7, 0):
+        return PASCAL
+    if card.capability < (8, 0):
+        return TURING if is_half_rate else VOLTA
+    if card.capability == (9, 0):
+        return HOPPER
+    return GEFORCE if is_half_rate else FULL_RATE
+
+
+def likely_efficiency(card: GpuModel) -> Efficiency:
+    return gpu_class(card).likely
 
 
 # ---- estimates
+
+OTHER_HOSTS = 1.5, 0.6   # times as long on the CPU, at most and at least, where nothing was recorded: assumed
+SMALLEST_ERROR = 0.05    # that is assumed of a roofline, however close it is to recorded runs
+# A run, the efficiencies, and the time of the CPU relative to that of the recorded runs → tokens per second.
+Roofline = Callable[[ResolvedRun, Efficiency, float], float]
+
+
+class SpeedEstimate(NamedTuple):
+    """Tokens per second to expect of a run; low and high are equal where that very run was measured."""
+
+    low: float
+    high: float
+    likely: float
+    basis: str    # what it is based on
 
 
 class RecordedSpeed(NamedTuple):
@@ -167,15 +253,11 @@ class RecordedSpeed(NamedTuple):
 
 
 @cache
-def recorded(trainer: str = "runs") -> tuple[RecordedSpeed, ...]:
-    """From recorded.json, which tools/recorded.py writes: "runs" of our engine, or those of "nanogpt"."""
+def recorded(trainer: str = "fitgpt") -> tuple[RecordedSpeed, ...]:
+    """From recorded.json, which tools/recorded.py writes."""
     document = json.loads(Path(__file__).with_name("recorded.json").read_text(encoding="utf-8"))
     return tuple(RecordedSpeed(row["card"], RunConfig(**row["knobs"]), row["tokens_per_s"], row["source"])
-                 for row in document[trainer])
-
-
-def likely_efficiency(card: GpuModel) -> Efficiency:
-    return gpu_class(card).likely
+                 for row in document["nanogpt" if trainer == "nanogpt" else "runs"])
 
 
 def modelled(config: RunConfig, card: GpuModel, platform: Platform, efficiency: Efficiency) -> float:
@@ -185,48 +267,42 @@ def modelled(config: RunConfig, card: GpuModel, platform: Platform, efficiency: 
     return config.tokens_per_step / cost.seconds(config.gradient_accumulation_steps, in_layers)
 
 
+def likely(config: RunConfig, card: GpuModel, platform: Platform) -> float | None:
+    """The same with the likely efficiencies; None where the GPU's figures are not known."""
+    if not has_figures(card):
+        return None
+    return modelled(resolve_run(config, platform), card, platform, likely_efficiency(card))
+
+
 def estimate(config: RunConfig, card: GpuModel | None, platform: Platform | None = None) -> SpeedEstimate | None:
     """The speed to expect of a run, and what that is based on; None where the GPU's figures are not known."""
     if card is None or not has_figures(card):
         return None
-    platform = platform or platform_for(card)
-    config = resolve_run(config, platform)
-    here = [run for run in recorded() if run.card == card.name]
-    same = next((run for run in here if speed_key(resolve_run(run.config, platform)) == speed_key(config)), None)
-    if same is not None:
-        return measured(same.tokens_per_s, same.source)
-    likely = modelled(config, card, platform, likely_efficiency(card))
-    if here:
-        return near_recorded(likely, worst_error(card), len(here))
+    on = platform or platform_for(card)
+    return estimate_by(lambda run, efficiency, host: modelled(run, card, on, efficiency), speed_key,
+                       resolve_run(config, on), card, on, "fitgpt")
+
+
+def estimate_by(roofline: Roofline, key: Callable[[ResolvedRun], tuple[Any, ...]], run: ResolvedRun, card: GpuModel,
+                platform: Platform, trainer: str) -> SpeedEstimate:
+    """A measured speed, if a run with the same key was recorded on this GPU. Else the roofline: as wrong as it is for
+    the runs recorded on this GPU, or within the assumed efficiencies if there are none."""
+    here = [(resolve_run(each.config, platform, trainer), each) for each in recorded(trainer) if each.card == card.name]
+    for other, measured in here:
+        if key(other) == key(run):
+            speed = measured.tokens_per_s
+            return SpeedEstimate(speed, speed, speed, f"measured: {measured.source}")
     kind = gpu_class(card)
-    low, high = (modelled(config, card, platform, efficiency) for efficiency in (kind.least, kind.most))
-    return assumed(low, likely, high, card)
-
-
-def measured(tokens_per_s: float, source: str) -> SpeedEstimate:
-    return SpeedEstimate(tokens_per_s, tokens_per_s, tokens_per_s, f"measured: {source}")
-
-
-def near_recorded(likely: float, error: float, runs: int) -> SpeedEstimate:
-    return SpeedEstimate((1 - error) * likely, (1 + error) * likely, likely,
-                         f"a roofline that is within {100 * error:.0f} % of {runs} runs recorded on this GPU")
-
-
-def assumed(low: float, likely: float, high: float, card: GpuModel) -> SpeedEstimate:
-    return SpeedEstimate(low, high, likely, f"a roofline of {card.tflops:g} TFLOP/s and {card.bandwidth_gbs:g} GB/s, "
-                         f"calibrated on runs of an H200, with efficiencies assumed for {gpu_class(card).text}; "
-                         "nothing was recorded on this GPU")
-
-
-@cache
-def worst_error(card: GpuModel) -> float:
-    """The largest relative error of the roofline over the runs recorded on a GPU; at least 5 %."""
-    platform, errors = platform_for(card), [0.05]
-    for run in recorded():
-        if run.card == card.name:
-            likely = modelled(resolve_run(run.config, platform), card, platform, likely_efficiency(card))
-            errors.append(abs(likely / run.tokens_per_s - 1))
-    return max(errors)
+    expected = roofline(run, kind.likely, 1.0)
+    if here:
+        error = max(SMALLEST_ERROR, *(abs(roofline(other, kind.likely, 1.0) / measured.tokens_per_s - 1)
+                                      for other, measured in here))
+        return SpeedEstimate((1 - error) * expected, (1 + error) * expected, expected,
+                             f"a roofline that is within {100 * error:.0f} % of {len(here)} runs recorded on this GPU")
+    low, high = map(roofline, (run, run), (kind.least, kind.most), OTHER_HOSTS)
+    return SpeedEstimate(low, high, expected, f"a roofline of {card.tflops:g} TFLOP/s and {card.bandwidth_gbs:g} GB/s, "
+                         f"calibrated on runs of an H200, with efficiencies assumed for {kind.text}; nothing was "
+                         "recorded on this GPU")
 
 
 def speed_key(config: RunConfig) -> tuple[Any, ...]:

@@ -9,14 +9,13 @@ from ..config.run_config import RunConfig
 from ..core.units import MiB, show_bytes, show_count, show_seconds, show_steps, with_article
 from ..memory.timeline import OwnerTimeline
 from ..planning.changes import Change, PricedChange
-from ..planning.duration import Duration
-from ..planning.forecast import MemoryPlan
-from ..planning.track_record import TrackRecord
+from ..planning.forecast import MemoryPlan, TrackRecord
+from ..planning.plan import Duration
 from ..runs.metrics import PHASES
 from .terminal import MIN_TEXT_WIDTH, labelled_rows, paragraph, table, wrap
 
 if TYPE_CHECKING:  # a plan imports this module to print itself
-    from ..planning.plan import GpuVerdict, Plan
+    from ..planning.plan import Duration, GpuVerdict, Plan
 
 TRAINERS = {"fitgpt": "fitgpt", "nanogpt": "nanoGPT's train.py"}
 VERDICTS = {True: "Fits", False: "Does not fit"}

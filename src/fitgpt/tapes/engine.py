@@ -15,6 +15,7 @@ from math import prod
 from typing import Any
 
 from ..config.architectures import parameter_shapes
+from ..config.optimizers import optimizer_of, state_bytes
 from ..config.run_config import RunConfig
 from ..memory.platform import Platform
 from ..memory.tape import DEFAULT_POOL, GRAPH_POOL, SIDE_STREAM, Tape, Writer
@@ -285,10 +286,4 @@ def checkpoint_bytes(config: RunConfig) -> int:
     matrix = BYTES[config.weights] + (4 if config.offload != "none" and config.weights != "float32" else 0)
     shapes = parameter_shapes(config.gpt_config()).values()
     weights = sum(prod(shape) * (matrix if len(shape) == 2 else 4) for shape in shapes)
-    run = Run(draft(config, eval_only=False, states="early", casts="transient", dtype="float32", compile=False),
-              Platform())
-    run.load()
-    with run.gpu.section():
-        states: dict[str, Tensor] = run.optimizer.tensors()
-    return weights + sum(tensor.nbytes for name, tensor in states.items()
-                         if "." in name and not name.endswith(".master"))
+    return weights + state_bytes(config) - optimizer_of(config).shared_bytes

@@ -22,13 +22,11 @@ from ..memory.platform import Platform
 from ..memory.timeline import Timeline, owners_after, replay
 from ..planning.budget import Budget, Target, check_supported, on_card
 from ..planning.changes import FAMILIES, ChangedRun, single_changes, smallest
-from ..planning.duration import expected_speed
-from ..planning.efficiency import SpeedEstimate
 from ..planning.fit_settings import fit_target, shared_gpu_note
 from ..planning.forecast import one_step, replay_run
 from ..planning.goals import describe_suggestions, describe_too_small, find_fastest
-from ..planning.nanogpt_notes import gpu_notes
-from ..planning.plan import plan_for, same_tape
+from ..planning.plan import expected_speed, nanogpt_notes, plan_for, same_tape
+from ..planning.speed import SpeedEstimate
 from ..runs.metrics import PHASES
 from ..show import plan_text as show
 from ..show.charts import stacked_chart
@@ -86,7 +84,7 @@ def plan(query: PageQuery) -> Answer:
     budget, title = query.target.budget, _title(query, config)
     fitting = fits(config, query.target.platform, query.trainer, budget.reserve_limit)
     verdict, summary = show.VERDICTS[fitting], _summary(timeline, budget.reserve_limit, fitting)
-    notes = gpu_notes(query.config, query.target.platform) if query.trainer == "nanogpt" else []
+    notes = nanogpt_notes(query.config, query.target.platform) if query.trainer == "nanogpt" else []
     return {
         "fits": fitting, "verdict": verdict, "summary": summary, "title": title,
         "trainer": query.trainer, "peak": timeline.peak, "bars": _bars(timeline, budget),

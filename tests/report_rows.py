@@ -10,7 +10,7 @@ from typing import Any
 from fitgpt.core.units import GiB
 from fitgpt.runs.record import record_of
 from fitgpt.show.report_page import report_page
-from html_outline import Outline
+from tests.html_outline import Outline
 
 FACTS: dict[str, Any] = dict(
     kind="run", config={"n_layer": 2, "learning_rate": 1e-3, "out_dir": "runs/x"}, params=123_456, device="cpu",

@@ -33,7 +33,7 @@ from fitgpt.runs.record import read_run
 from fitgpt.training import checkpoint
 from fitgpt.training.loop import learning_rate_at
 from fitgpt.training.weight_sources import from_run
-from helpers import reference_loss
+from tests.helpers import reference_loss
 
 SMALL: dict[str, Any] = dict(
     n_layer=2, n_head=2, n_embd=32, block_size=32, batch_size=4, gradient_accumulation_steps=2, learning_rate=1e-2,

@@ -18,7 +18,7 @@ import pytest
 
 import fitgpt
 from fitgpt.commands import main as cli
-from web_server import serving
+from tests.web_server import serving
 
 PACKAGES = ("torch", "numpy", "safetensors", "tiktoken", "regex", "requests", "rich", "pynvml", "starlette", "uvicorn",
             "anyio", "h11", "pyarrow", "wandb", "bitsandbytes", "triton", "sympy", "yaml", "transformers")

@@ -14,12 +14,12 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-from reading import documents, files, reject, write
 
 from fitgpt.config.command_options import PrepareOptions
 from fitgpt.core.errors import DataError
 from fitgpt.data import sources
 from fitgpt.data.sources import open_source
+from tests.data.read_documents import documents, files, reject, write
 
 # ---- files
 

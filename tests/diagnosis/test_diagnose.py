@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from simulated_oom import SimulatedOom, simulate_oom
 
 from fitgpt.config.argv import walk
 from fitgpt.config.fields import build
@@ -23,6 +22,7 @@ from fitgpt.memory.tape import Event
 from fitgpt.planning.budget import Budget, budget_for, platform_for
 from fitgpt.planning.changes import fits
 from fitgpt.planning.formulas import tensor_formula
+from tests.diagnosis.simulated_oom import SimulatedOom, simulate_oom
 
 ROOT = Path(__file__).parent.parent.parent
 CARD = gpus.find("4070")

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from test_diagnose import ALMOST_FULL, CARD, SETTING, codes, message, run_out
-from test_oom_message import INDEX, WITH_CONFIG, read, with_its_config
 
 from fitgpt.config.run_config import RunConfig
 from fitgpt.diagnosis.case import Case, ExplainedRun, build_case
 from fitgpt.diagnosis.diagnose import Diagnosis, diagnose
 from fitgpt.diagnosis.oom_message import OomMessage
 from fitgpt.diagnosis.rules import RULES, Rule
+from tests.diagnosis.test_diagnose import ALMOST_FULL, CARD, SETTING, codes, message, run_out
+from tests.diagnosis.test_oom_message import INDEX, WITH_CONFIG, read, with_its_config
 
 AT_LOAD = f'''Traceback (most recent call last):
   File "train.py", line 190, in <module>

@@ -11,7 +11,7 @@ from torch import Tensor
 from fitgpt import GPT, GPTConfig
 from fitgpt.config.memory_savers import LEVELS
 from fitgpt.engine import block, pointwise
-from helpers import reference_loss
+from tests.helpers import reference_loss
 
 TINY = GPTConfig(n_layer=3, n_head=2, n_embd=32, vocab_size=67, block_size=16, bias=True)
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from refusing import MESSAGE, SMALL
 
 import fitgpt.training.run as run_module
 from fitgpt.core.units import GiB
@@ -24,7 +23,8 @@ from fitgpt.engine.oom import (
 )
 from fitgpt.runs.metrics import MemoryReading, StepReport
 from fitgpt.training.reporter import MemoryWarnings
-from helpers import tiny_config
+from tests.failing_allocations import MESSAGE, SMALL
+from tests.helpers import tiny_config
 
 # ---- freeing
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from tape_script import tape
 
 from fitgpt.core.units import MiB
 from fitgpt.memory.tape import Writer
 from fitgpt.memory.timeline import Timeline, needs, replay
+from tests.memory.tape_script import tape
 
 
 def run(*script: tuple[str, int] | str, limit: int | None = None) -> Timeline:

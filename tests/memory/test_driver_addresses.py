@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from tape_script import tape
-
 from fitgpt.core.units import MiB
 from fitgpt.memory.allocator import MIN_LARGE_ALLOC, NO_LIMIT
 from fitgpt.memory.driver_addresses import MonotonicAddresses, ObservedAddresses
 from fitgpt.memory.timeline import replay
+from tests.memory.tape_script import tape
 
 
 def put(*sizes: int, large_weight: bool = True) -> list[int]:

@@ -35,7 +35,7 @@ from fitgpt.show.charts import (
     tick_labels,
     ticks,
 )
-from html_outline import HOSTILE_TEXTS, Outline, chart_data
+from tests.html_outline import HOSTILE_TEXTS, Outline, chart_data
 
 STEP = OwnerTimeline(owners=("weights", "activations", "logits", "surprise"),
                      points=((GiB, 0, 0, 0), (GiB, 2 * GiB, 0, 0), (GiB, 2 * GiB, 3 * GiB, MiB), (GiB, 0, 0, 0)),

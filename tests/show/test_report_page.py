@@ -14,8 +14,8 @@ from fitgpt.commands.main import main
 from fitgpt.commands.report import report
 from fitgpt.config.command_options import ReportOptions
 from fitgpt.runs.metrics import read_metrics
-from html_outline import HOSTILE_TEXTS
-from report_rows import FACTS, PLAN, evaluation, step, write_run
+from tests.html_outline import HOSTILE_TEXTS
+from tests.report_rows import FACTS, PLAN, evaluation, step, write_run
 
 PHONE, DESKTOP = 390, 1200
 
@@ -26,7 +26,7 @@ def real_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from dataclasses import replace
 
     from fitgpt.training.run import run
-    from helpers import tiny_config
+    from tests.helpers import tiny_config
 
     folder = tmp_path_factory.mktemp("real")
     config = tiny_config(folder, out_dir=str(folder / "tiny"), max_iters=60, lr_decay_iters=120, warmup_iters=12,

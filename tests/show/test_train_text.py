@@ -10,7 +10,7 @@ import pytest
 
 from fitgpt.runs.metrics import Evaluation, MemoryReading, SplitLoss
 from fitgpt.show.train_text import closing, eval_line, fit_parts, iter_line, run_header, sparkline
-from training_reports import EVALUATION, FACTS, REPORT
+from tests.training_reports import EVALUATION, FACTS, REPORT
 
 # nanoGPT's own patterns, as scripts that plot its logs have them
 NANOGPT_ITER = re.compile(r"iter (\d+): loss (\d+\.\d{4}), time (\d+\.\d\d)ms, mfu (-?\d+\.\d\d)%")

@@ -8,8 +8,8 @@ file. The real torch, loaded or not, is never touched.
 How to add an operation: write a function with the signature of torch's, let it call `new` for each tensor that CUDA
 allocates, in that order, and return them. Memory that lives only inside the operation is `scratch`. Then list the
 function in TORCH, FUNCTIONAL or ATEN, or make it a method of Tensor. An operation that changes a tensor in place
-returns that tensor; a view shares its storage. tests/memory/test_traced.py compares all of it with a trace of the real
-engine: run it after any change here.
+returns that tensor; a view shares its storage. tests/tapes/engine/test_run_traced.py compares all of it with a trace of
+the real engine: run it after any change here.
 
 Whose memory it is (the tape's `owner`) follows from the operation: a parameter is "weights", a cast of one "casts", a
 product of two activations "gradients", a result with at most one element per row "other", the rest "activations".

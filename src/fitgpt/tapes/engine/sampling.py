@@ -16,7 +16,7 @@ from .run import BYTES, attention_kernel, gpu_of
 
 PROMPT = 16   # tokens: a short one
 # Drawn after the first one. The most is allocated from the first on; pages are mapped until the logits of two tokens,
-# the last and the next, have found places to change between. test_golden_sampling.py compares with forty.
+# the last and the next, have found places to change between. tests/tapes/engine/test_sampling.py compares with forty.
 TOKENS = 4
 
 

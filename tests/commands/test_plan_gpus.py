@@ -1,4 +1,4 @@
-"""On which card: the one that is here, one that is named, all that are known; and the list of them."""
+"""`fitgpt plan` for the GPU in this machine, for one by name and for all that are known."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fitgpt.planning import budget, forecast
 from fitgpt.planning.plan import same_tape
 from tests.plan_command import SMALL
 
-# ---- the place
+# ---- one GPU
 
 
 def gpu(**more: Any) -> GpuReading:
@@ -111,7 +111,7 @@ def test_the_installed_gpu_is_planned_with_its_own_multiprocessors() -> None:
     assert budget.on_device(replace(seen, name="NVIDIA Nonesuch")).platform.sms == Platform.sms
 
 
-# ---- all cards
+# ---- all GPUs
 
 
 def test_all_cards_agrees_with_the_plan_of_each_gpu(run_plan: Any) -> None:
@@ -162,23 +162,6 @@ def test_every_gpu_that_fits_has_a_speed(run_plan: Any) -> None:
         told = run_plan(*SMALL, "--all-cards", f"--trainer={trainer}", "--json").json["cards"]
         low, high = next(card["tokens_per_s"] for card in told if card["card"] == "RTX 4070")
         assert 0 < low <= high
-
-
-# ---- cards
-
-
-def test_cards_are_listed_and_filtered(run_plan: Any) -> None:
-    everything = run_plan(command="cards").out
-    assert all(card.name in everything for card in gpus.load())
-    assert "the vendor" in everything
-    some = run_plan("4070", command="cards").out
-    assert "RTX 4070 Ti SUPER" in some
-    assert "4090" not in some
-    assert [row["name"] for row in run_plan("rtx4070ti", "--json", command="cards").json["cards"]] == [
-        "RTX 4070 Ti", "RTX 4070 Ti SUPER"]
-    nothing = run_plan("geforce 9999", command="cards")
-    assert nothing.code == 2
-    assert "fitgpt cards lists" in nothing.err
 
 
 @pytest.mark.parametrize("columns", [40, 60])

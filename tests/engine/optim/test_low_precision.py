@@ -9,6 +9,7 @@ from torch import nn
 from fitgpt.engine.optim.adamw import AdamW, AdamWSettings
 from fitgpt.engine.optim.low_precision import (
     GROUP,
+    AdamWInBackward,
     LowPrecisionAdamW,
     read_first,
     read_second,
@@ -16,6 +17,7 @@ from fitgpt.engine.optim.low_precision import (
     write_first,
     write_second,
 )
+from tests.engine.optim import tiny_gpt
 
 SETTINGS = AdamWSettings(beta1=0.9, beta2=0.95, weight_decay=0.1)
 ONE, ZERO = torch.tensor(1.0), torch.tensor(0.0)
@@ -125,3 +127,19 @@ def test_after_a_resume_it_rounds_the_same() -> None:
         return list(module.parameters())
 
     assert all(torch.equal(a, b) for a, b in zip(after(None), after(3), strict=True))
+
+
+@pytest.mark.parametrize("eight_bit", [False, True])
+def test_an_update_in_the_backward_pass_equals_one_after_it(eight_bit: bool) -> None:
+    ours, theirs = tiny_gpt.model(), tiny_gpt.model()
+    at_once = AdamWInBackward(dict(ours.named_parameters()), SETTINGS, eight_bit=eight_bit, fused=False, seed=0)
+    later = LowPrecisionAdamW(dict(theirs.named_parameters()), SETTINGS, eight_bit=eight_bit, fused=False, seed=0)
+    for step in range(3):
+        at_once.begin(1e-3)
+        ours.accumulate(*tiny_gpt.batch(step), ONE, at_once)
+        assert all(p.grad is None for p in ours.parameters())
+        theirs.accumulate(*tiny_gpt.batch(step), ONE)
+        later.step(1e-3, ONE, ZERO)
+        theirs.zero_grad()
+    for p, q, s in zip(ours.parameters(), theirs.parameters(), tiny_gpt.model().parameters(), strict=True):
+        assert (p - q).norm() < 1e-3 * (q - s).norm()

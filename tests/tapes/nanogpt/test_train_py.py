@@ -13,8 +13,6 @@ from fitgpt.memory.platform import Platform
 from fitgpt.memory.tape import Tape
 from fitgpt.memory.timeline import needs, replay, reserved_in_other_orders
 from fitgpt.tapes.nanogpt import train_py
-from fitgpt.tapes.nanogpt.aten import norm_partials, sum_over_rows
-from fitgpt.tapes.nanogpt.inductor import Buffer, GraphKernel, KernelGraph, PlanStep, plan_buffers
 from fitgpt.tapes.nanogpt.train_py import history_of, parameters
 
 H200 = Platform((9, 0), sms=132)
@@ -146,88 +144,6 @@ def test_reserved_memory_is_a_range_where_addresses_decide() -> None:
     low, high = min(found), max(found)
     assert low == replay(tape).reserved
     assert high - low > 2 * 10**9
-
-
-# ---- ATen kernels
-
-@pytest.mark.parametrize(("rows", "columns", "nbytes"), [
-    (8192, 768, 50_331_648), (8192, 3072, 138_412_032), (8192, 2304, 139_198_464), (1024, 576, 4_718_592)])
-def test_sum_over_rows_has_the_recorded_scratch(rows: int, columns: int, nbytes: int) -> None:
-    assert sum_over_rows(rows, columns, H200)[0] == nbytes
-
-
-def test_sum_over_few_rows_has_no_scratch() -> None:
-    assert sum_over_rows(512, 768, H200) == []
-
-
-def test_gpu_with_fewer_multiprocessors_splits_a_wide_sum_less() -> None:
-    small = Platform((8, 9), sms=46)
-    assert sum_over_rows(8192, 3072, small)[0] < sum_over_rows(8192, 3072, H200)[0]
-
-
-def test_each_gradients_norm_has_as_many_partial_sums_as_the_largest() -> None:
-    assert norm_partials([50304 * 256, *[1] * 20]) == 16_548  # as recorded
-
-
-@pytest.mark.parametrize(("capability", "sms", "true_mib"), [
-    pytest.param((8, 6), 28, 3, id="RTX 3060"), pytest.param((8, 6), 82, 6, id="RTX 3090"),
-    pytest.param((8, 9), 24, 24, id="RTX 4060"), pytest.param((8, 9), 46, 36, id="RTX 4070"),
-    pytest.param((8, 9), 128, 72, id="RTX 4090"), pytest.param((12, 0), 170, 96, id="RTX 5090"),
-    pytest.param((8, 0), 108, 40, id="A100"), pytest.param((9, 0), 132, 60, id="H200")])
-def test_l2_cache_is_never_underestimated(capability: tuple[int, int], sms: int, true_mib: int) -> None:
-    assert Platform(capability, sms=sms).cache >= true_mib * 2**20
-
-
-# ---- torch.compile
-
-def half(name: str, nbytes: int = 100) -> Buffer:
-    return Buffer(name, "activations", nbytes, "half")
-
-
-def chain(*kernels: GraphKernel, output: str = "end") -> list[PlanStep]:
-    """The plan of a graph whose one output is `output`."""
-    return plan_buffers(KernelGraph(kernels, frozenset({output}))).steps
-
-
-def test_output_overwrites_an_input_at_its_last_use() -> None:
-    steps = chain(GraphKernel((half("fc"),)), GraphKernel((half("gelu"),), ("fc",), inplace={"gelu": ("fc",)}),
-                  GraphKernel((half("end", 8),), ("gelu",)))
-    assert [(step.do, step.name) for step in steps] == [("alloc", "fc"), ("alloc", "end"), ("free", "fc")]
-
-
-def test_output_does_not_overwrite_an_input_that_is_read_later() -> None:
-    steps = chain(GraphKernel((half("fc"),)), GraphKernel((half("gelu"),), ("fc",), inplace={"gelu": ("fc",)}),
-                  GraphKernel((half("end", 8),), ("gelu", "fc")))
-    assert [step.name for step in steps if step.do == "alloc"] == ["fc", "gelu", "end"]
-
-
-def reuse_after(last: int) -> list[PlanStep]:
-    """`a` is free two kernels before `c`, of the same size, is made; `d` has `last` bytes."""
-    return chain(GraphKernel((half("a"),)), GraphKernel((half("b", 8),), ("a",)), GraphKernel((half("b2", 8),), ("b",)),
-                 GraphKernel((half("c"),), ("b2",)), GraphKernel((half("d", last),), ("c",)),
-                 GraphKernel((half("end", 8),), ("d",)))
-
-
-def test_freed_buffer_is_reused_if_keeping_it_does_not_raise_the_peak() -> None:
-    assert [step.name for step in reuse_after(300) if step.do == "alloc"].count("c") == 0
-    assert PlanStep("alloc", "c", "activations", 100) in reuse_after(4)
-
-
-def test_graph_with_large_outputs_reuses_little() -> None:
-    """Inductor's estimate counts outputs as freed at the start, so large logits hide every earlier peak."""
-    def steps(output_bytes: int) -> list[PlanStep]:
-        return chain(GraphKernel((half("early", 300),)), GraphKernel((half("a"),), ("early",)),
-                     GraphKernel((half("b", 8),), ("a",)), GraphKernel((half("b2", 8),), ("b",)),
-                     GraphKernel((half("c"),), ("b2",)), GraphKernel((half("d", 8),), ("c",)),
-                     GraphKernel((half("end", output_bytes),), ("d",)))
-
-    assert PlanStep("alloc", "c", "activations", 100) not in steps(8)
-    assert PlanStep("alloc", "c", "activations", 100) in steps(10**6)
-
-
-def test_block_is_named_after_the_output_it_ends_up_with() -> None:
-    steps = chain(GraphKernel((half("x"),)), GraphKernel((half("end"),), ("x",), inplace={"end": ("x",)}))
-    assert steps == [PlanStep("alloc", "end", "activations", 100)]
 
 
 def test_gradient_may_reuse_a_block_that_attention_allocated() -> None:

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from accuracy import basis
+from accuracy import TRACK_RECORD, basis
 from fitgpt.commands import plan
 from fitgpt.config.run_config import RunConfig
 from fitgpt.core.units import GiB, MiB
 from fitgpt.planning.track_record import recorded_runs
-from tests.plan_command import CONFIG, NOTES_77M, ROOT, SMALL
+from tests.plan_command import CONFIG, NOTES_77M, SMALL
 
 KEYS = ["schema", "trainer", "card", "torch", "params", "usable_bytes", "others_bytes", "budget_bytes", "outside_bytes",
         "reserve_limit_bytes", "needs_bytes", "headroom_bytes", "fits", "process_bytes", "card_bytes", "phases",
@@ -172,11 +172,7 @@ def test_fits_is_coloured_only_on_a_terminal(run_plan: Any, monkeypatch: pytest.
 
 
 def test_the_track_record_is_what_the_recorded_runs_give(run_plan: Any) -> None:
-    records = [*sorted((ROOT / "bench" / "results").glob("nanogpt*_h200.json")),
-               *(ROOT / "tests" / "golden" / f"h200{name}.json"
-                 for name in ("", "_fresh", "_kernels", "_switches", "_notes", "_bitsandbytes")),
-               ROOT / "bench" / "results" / "triples_h200.json"]
-    rows = [row for record in records for row in basis(str(record), "H200", "2.11")]
+    rows = [row for record in TRACK_RECORD for row in basis(record, "H200", "2.11")]
     assert recorded_runs() == [{key: str(value) for key, value in row.items()} for row in rows]
     for trainer in ("nanogpt", "fitgpt"):
         errors = [row["worst_percent"] for row in rows if row["trainer"] == trainer]

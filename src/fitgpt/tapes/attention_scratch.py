@@ -1,7 +1,7 @@
 """What torch's attention kernels allocate beside their results, in bytes. Both trainers' tapes use it.
 
-Read off recorded runs in which the kernels were forced one by one (tests/golden/h200_kernels.json). The scratch of a
-backward pass is known from blocks of 500 and 512 tokens and heads of 48, 64 and 80 elements.
+Read off recorded runs in which the kernels were forced one by one (tests/recorded/engine/attention_kernels.json). The
+scratch of a backward pass is known from blocks of 500 and 512 tokens and heads of 48, 64 and 80 elements.
 """
 
 from __future__ import annotations

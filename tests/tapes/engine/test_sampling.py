@@ -13,9 +13,10 @@ from fitgpt.memory.timeline import replay
 from fitgpt.planning.forecast import forecast
 from fitgpt.tapes import shapes
 from fitgpt.tapes.engine import sampling
-from tests.tapes.engine.test_run_recorded import H200, read
+from tests.tapes.engine.test_run_recorded import H200, recorded_runs
 
-ROWS = [row for name in ("h200.json", "h200_sampling.json") for row in read(name) if "sample" in row.get("phases", {})]
+ROWS = [row for name in ("random", "sampling_large_vocabulary") for row in recorded_runs(name)
+        if "sample" in row.get("phases", {})]
 RESERVES_UNTIL_THE_THIRD_TOKEN = RunConfig(n_layer=8, n_head=8, n_embd=336, block_size=512, vocab_size=65,
                                            dtype="float16")
 
@@ -36,13 +37,13 @@ def test_sampling_is_forecast_to_the_byte(row: dict[str, Any]) -> None:
     assert peaks(RunConfig(**row["config"])) == row["phases"]["sample"]
 
 
-def test_plan_says_what_was_recorded() -> None:
+def test_the_forecast_of_plan_equals_a_recorded_run() -> None:
     row = ROWS[0]
-    told = forecast(resolve_run(RunConfig(**row["config"]), H200), H200).phases["sample"]
-    assert {"allocated": told.allocated, "reserved": told.reserved} == row["phases"]["sample"]
+    planned = forecast(resolve_run(RunConfig(**row["config"]), H200), H200).phases["sample"]
+    assert {"allocated": planned.allocated, "reserved": planned.reserved} == row["phases"]["sample"]
 
 
-def test_the_tokens_that_are_written_hold_as_much_as_forty(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tape_of_few_tokens_has_the_peaks_of_forty(monkeypatch: pytest.MonkeyPatch) -> None:
     configs = [RESERVES_UNTIL_THE_THIRD_TOKEN, *(RunConfig(**row["config"]) for row in ROWS)]
     written = [peaks(config) for config in configs]
     monkeypatch.setattr(sampling, "TOKENS", 40)
@@ -52,7 +53,7 @@ def test_the_tokens_that_are_written_hold_as_much_as_forty(monkeypatch: pytest.M
 @pytest.mark.parametrize(("vocab", "sms", "blocks"), [
     (8192, 132, 0), (50257, 132, 50), (50304, 132, 50), (100277, 132, 98),  # as recorded: four numbers a thread
     (200_000, 20, 112)])                                                    # seven, where there are fewer threads
-def test_topk_counts_in_as_many_blocks_as_suit_the_card(vocab: int, sms: int, blocks: int) -> None:
+def test_topk_scratch_depends_on_the_vocabulary_and_the_multiprocessors(vocab: int, sms: int, blocks: int) -> None:
     tape = sampling.write(resolve_run(RunConfig(vocab_size=vocab), H200), Platform(sms=sms))
     counts = {event.nbytes for event in tape.events if event.name == "top k.counts"}
     assert counts == ({2 * 256 * blocks} if blocks else set())

@@ -20,8 +20,8 @@ SMALL: dict[str, Any] = dict(n_layer=1, n_embd=8, n_head=1, block_size=4, batch_
                              max_iters=2, eval_interval=2, eval_iters=1, save_interval=1)
 # One window at a time; then also recomputation, and the optimizer in CPU RAM.
 FALLBACKS = (FallbackPlan({"batch_size": 1, "gradient_accumulation_steps": 4}, 3 * GiB, "batch 1 × 4"),
-         FallbackPlan({"batch_size": 1, "gradient_accumulation_steps": 4, "recompute": "input", "loss_chunk": 3,
-               "offload": "optimizer"}, 2 * GiB, "batch 1 × 4, recompute input, optimizer in CPU RAM"))
+             FallbackPlan({"batch_size": 1, "gradient_accumulation_steps": 4, "recompute": "input", "loss_chunk": 3,
+                           "offload": "optimizer"}, 2 * GiB, "batch 1 × 4, recompute input, optimizer in CPU RAM"))
 
 
 class FailingAllocations(TorchDispatchMode):
@@ -48,9 +48,9 @@ class Parts:
     """The loop's evaluations, steps and saves, numbered in order. In one of them some allocations fail; only that one
     is watched, since watching is slow. Without one, all are watched and counted."""
 
-    def __init__(self, watched: int | None, failing: Iterable[int]) -> None:
+    def __init__(self, counted_part: int | None, failing: Iterable[int]) -> None:
         self.counts: list[tuple[str, int]] = []
-        self._watched, self._failing = watched, tuple(failing)
+        self._watched, self._failing = counted_part, tuple(failing)
         self._begun = 0
 
     def of(self, kind: str, work: Callable[..., Any]) -> Callable[..., Any]:

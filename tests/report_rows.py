@@ -32,7 +32,7 @@ def step(number: int, **changes: Any) -> dict[str, Any]:
 
 def evaluation(number: int, val: float = 3.5, **changes: Any) -> dict[str, Any]:
     losses = [dict(split=split, mean=mean, stderr=0.01, windows=8, block=64) for split, mean in (("train", 3.4),
-                                                                                                ("val", val))]
+                                                                                                 ("val", val))]
     return dict(kind="eval", step=number, best=True, losses=losses, tokens_per_s=1.0, memory={}) | changes
 
 

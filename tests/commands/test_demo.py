@@ -26,16 +26,16 @@ CONFIG_FILE = Path(__file__).parents[2] / "config" / "demo.py"
 
 def test_the_demo_is_the_run_of_its_config_file() -> None:
     """All of it: a clone has config/, an installed package only what is in the code."""
-    told, _ = resolve(walk([str(CONFIG_FILE)], RunConfig))
-    assert RunConfig(**demo.CONFIG, out_dir=DemoOptions().out_dir) == told
+    config, _ = resolve(walk([str(CONFIG_FILE)], RunConfig))
+    assert RunConfig(**demo.CONFIG, out_dir=DemoOptions().out_dir) == config
 
 
 def test_the_demos_data_can_be_prepared_by_the_documented_command() -> None:
     """The recipe in the config file and in the refusal where the data is missing: `prepare` would not mix two."""
     with pytest.raises(DataError) as refused:
         find_dataset("nowhere/stdlib")
-    for told in (CONFIG_FILE.read_text(encoding="utf-8"), refused.value.fix):
-        recipe = re.search(r"fitgpt prepare (.*)", told)
+    for text in (CONFIG_FILE.read_text(encoding="utf-8"), refused.value.fix):
+        recipe = re.search(r"fitgpt prepare (.*)", text)
         assert recipe
         assert build(PrepareOptions, walk(recipe[1].split(), PrepareOptions, config_files=False)) == demo.DATA
 
@@ -65,11 +65,11 @@ def test_the_suggested_commands_are_valid() -> None:
         assert command == "fitgpt"
         verb = COMMANDS[argv[0]]
         typed = [str(CONFIG_FILE) if word.endswith(".py") else word for word in argv[1:]]
-        told = walk(typed, verb.options, config_files=verb.config_files)
+        assignments = walk(typed, verb.options, config_files=verb.config_files)
         if not verb.ordered:
-            build(verb.options, told)
+            build(verb.options, assignments)
         if verb.name not in ("prepare", "train"):
-            assert "my runs/demo" in [each.value for each in told]
+            assert "my runs/demo" in [each.value for each in assignments]
 
 
 def test_an_earlier_demo_is_never_overwritten(tmp_path: Path) -> None:

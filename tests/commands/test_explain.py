@@ -39,7 +39,7 @@ def piped(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
 
 
-def told(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+def json_output(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     answer: dict[str, Any] = json.loads(capsys.readouterr().out)
     return answer
 
@@ -86,7 +86,7 @@ def test_an_eager_traceback_does_not_make_fitgpt_eager(
     loss = F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1), ignore_index=-1)
 {eager_message}'''
     assert main(["explain", traceback, CONFIG, "--trainer=nanogpt", "--gpu=4070", "--json"]) == 0
-    answer = told(capsys)
+    answer = json_output(capsys)
     assert "The traceback shows that it ran eager: --compile=False." in answer["notes"]
     assert answer["remedies"][0]["todo"] == f"fitgpt train {CONFIG}"
 
@@ -96,7 +96,7 @@ def test_the_trainer_is_inferred_from_the_size(tmp_path: Path, capsys: pytest.Ca
     """fitgpt never allocates all logits at once, so a message about 3.07 GiB of them is nanoGPT's."""
     (tmp_path / "oom.txt").write_text(eager_message)
     assert main(["explain", str(tmp_path / "oom.txt"), f"--config={CONFIG}", "--compile=False", "--json"]) == 0
-    assert "nanoGPT's train.py" in json.dumps(told(capsys), ensure_ascii=False)
+    assert "nanoGPT's train.py" in json.dumps(json_output(capsys), ensure_ascii=False)
 
 
 @pytest.mark.parametrize("compiled", [True, False])
@@ -107,7 +107,7 @@ def test_trainer_and_compile_mode_are_inferred(trainer: str, compiled: bool, tmp
     refused, _ = run_out(notes_77m(trainer, f"--compile={compiled}"), other_programs)
     (tmp_path / "oom.txt").write_text(refused.text)
     assert main(["explain", str(tmp_path / "oom.txt"), f"--config={CONFIG}", "--gpu=4070", "--json"]) == 0
-    found = told(capsys)
+    found = json_output(capsys)
     assert "Replayed with the same limit, the forecast runs out of memory at exactly this allocation" in found["what"]
     assert any(f"(--trainer={trainer} --compile={compiled}) explains the message" in note for note in found["notes"])
 
@@ -116,9 +116,9 @@ def test_given_trainer_and_compile_mode_are_kept(tmp_path: Path, capsys: pytest.
                                                  eager_message: str) -> None:
     (tmp_path / "oom.txt").write_text(eager_message)
     assert main(["explain", str(tmp_path / "oom.txt"), CONFIG, "--compile=True", "--gpu=4070", "--json"]) == 0
-    assert "with compiled fitgpt or compiled nanoGPT has this size" in told(capsys)["what"]
+    assert "with compiled fitgpt or compiled nanoGPT has this size" in json_output(capsys)["what"]
     assert main(["explain", str(tmp_path / "oom.txt"), CONFIG, "--trainer=fitgpt", "--gpu=4070", "--json"]) == 0
-    assert "with compiled fitgpt or eager fitgpt has this size" in told(capsys)["what"]
+    assert "with compiled fitgpt or eager fitgpt has this size" in json_output(capsys)["what"]
 
 
 def test_piped_input_is_read(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -126,7 +126,7 @@ def test_piped_input_is_read(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     for argv in (["explain"], ["explain", "-"]):
         piped(monkeypatch, text)
         assert main([*argv, "--json"]) == 0
-        assert told(capsys)["causes"][0]["code"] == "OOM-NEIGHBOUR"
+        assert json_output(capsys)["causes"][0]["code"] == "OOM-NEIGHBOUR"
 
 
 def test_unknown_text_exits_with_1(monkeypatch: pytest.MonkeyPatch,
@@ -147,8 +147,8 @@ def test_nothing_to_explain_is_a_usage_error(no_stdin: None, capsys: pytest.Capt
 
 def test_empty_piped_input_beside_a_config_is_noted(no_stdin: None,
                                                     capsys: pytest.CaptureFixture[str]) -> None:
-    for words, empty in (([], False), (["-"], True)):
-        assert main(["explain", *words, CONFIG, "--gpu=4070"]) == 0
+    for sources, empty in (([], False), (["-"], True)):
+        assert main(["explain", *sources, CONFIG, "--gpu=4070"]) == 0
         assert ("the piped input is empty" in capsys.readouterr().out) is empty
 
 
@@ -159,7 +159,7 @@ def test_two_figures_are_explained_without_a_file(no_stdin: None, capsys: pytest
     printed = capsys.readouterr().out
     assert "4,464 by this process, 2,118 by others" in printed
     assert main([*argv, "--json"]) == 0
-    assert sum(share["nbytes"] for share in told(capsys)["shares"]) == 6582 * MiB
+    assert sum(share["nbytes"] for share in json_output(capsys)["shares"]) == 6582 * MiB
 
 
 def test_a_reading_without_a_card_uses_the_card_that_plan_assumes(
@@ -167,7 +167,7 @@ def test_a_reading_without_a_card_uses_the_card_that_plan_assumes(
     monkeypatch.setattr("fitgpt.diagnosis.reading.gpus", list)
     config = str(ROOT / "config" / "notes_30m.py")
     assert main(["explain", "--reading=6582MiB", "--process=4464MiB", config, "--json"]) == 0
-    answer = told(capsys)
+    answer = json_output(capsys)
     shares = {share["what"]: share["nbytes"] for share in answer["shares"]}
     assert sum(shares.values()) == 6582 * MiB
     assert shares["logits"] == 16 * 512 * 50304 * 6
@@ -177,11 +177,11 @@ def test_a_reading_without_a_card_uses_the_card_that_plan_assumes(
     assert any("--gpu" in each for each in answer["needed"])
 
 
-def test_a_named_card_without_figures_is_not_asked_for(no_stdin: None,
-                                                       capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_named_gpu_without_figures_is_noted_and_not_listed_as_needed(no_stdin: None,
+                                                                       capsys: pytest.CaptureFixture[str]) -> None:
     config = str(ROOT / "config" / "notes_30m.py")
     assert main(["explain", "--reading=6582MiB", "--process=4464MiB", "--gpu=7900 XTX", config, "--json"]) == 0
-    answer = told(capsys)
+    answer = json_output(capsys)
     assert any(note.startswith("RX 7900 XTX: ") for note in answer["notes"])
     assert not answer["needed"]
 
@@ -189,7 +189,7 @@ def test_a_named_card_without_figures_is_not_asked_for(no_stdin: None,
 def test_nvidia_smi_output_is_recognised(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     piped(monkeypatch, SCREEN)
     assert main(["explain", str(ROOT / "config" / "notes_30m.py"), "--trainer=nanogpt", "--json"]) == 0
-    assert told(capsys)["subject"] == "reading"
+    assert json_output(capsys)["subject"] == "reading"
 
 
 def test_a_config_alone_is_explained_on_a_card(no_stdin: None, capsys: pytest.CaptureFixture[str]) -> None:
@@ -203,7 +203,7 @@ def test_a_config_alone_is_explained_on_a_card(no_stdin: None, capsys: pytest.Ca
 def test_others_can_be_given_for_a_message_without_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = str(MESSAGES / "nanogpt-208.txt")
     assert main(["explain", file, "--others=1.5GiB", "--json"]) == 0
-    shares = {share["what"]: share["nbytes"] for share in told(capsys)["shares"]}
+    shares = {share["what"]: share["nbytes"] for share in json_output(capsys)["shares"]}
     assert shares["other processes"] == pytest.approx(1.5 * 1024 * MiB, abs=20 * MiB)
 
 
@@ -243,12 +243,12 @@ def test_a_run_is_explained_by_its_recorded_plan(tmp_path: Path, no_stdin: None,
     (tmp_path / "run" / "plan.json").write_text("{}")  # nothing of the run's
     folder = str(tmp_path / "run")
     assert main(["explain", folder, "--json"]) == 0
-    answer = told(capsys)
+    answer = json_output(capsys)
     assert "PyTorch needs 3.00 GiB of the 8.00 GiB it may reserve" in answer["title"]
     assert answer["shares"][0] == {"what": "weights", "nbytes": 2 * GiB, "note": "4 bytes a parameter"}
     for other in (["--batch_size=4"], ["--gpu=4070"]):  # what it would be, no longer what it was
         assert main(["explain", folder, "--json", *other]) == 0
-        assert "3.00 GiB of the 8.00" not in told(capsys)["title"]
+        assert "3.00 GiB of the 8.00" not in json_output(capsys)["title"]
 
 
 @pytest.mark.parametrize("row", [{}, {"phases": 3}, {"phases": {}, "owners_at_peak": [], "needs_bytes": 1,
@@ -265,7 +265,7 @@ def test_a_log_in_a_run_folder_uses_its_config(tmp_path: Path,
     found, _ = run_out(notes_77m("fitgpt", "--batch_size=96"))
     (tmp_path / "run" / "log.txt").write_text(found.text)
     assert main(["explain", str(tmp_path / "run" / "log.txt"), "--json"]) == 0
-    assert any("By its forecast this run" in note for note in told(capsys)["notes"])
+    assert any("By its forecast this run" in note for note in json_output(capsys)["notes"])
 
 
 def test_a_piped_message_uses_the_config_of_a_run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
@@ -274,7 +274,7 @@ def test_a_piped_message_uses_the_config_of_a_run_folder(tmp_path: Path, monkeyp
     make_run(tmp_path / "run").close()
     piped(monkeypatch, eager_message)
     assert main(["explain", str(tmp_path / "run"), "--trainer=nanogpt", "--compile=False", "--json"]) == 0
-    assert told(capsys)["what"].startswith("16 × 1,024 × 50,304 × 4 bytes")
+    assert json_output(capsys)["what"].startswith("16 × 1,024 × 50,304 × 4 bytes")
 
 
 def test_a_run_on_the_cpu_needs_gpu_to_be_given(tmp_path: Path, no_stdin: None,
@@ -289,7 +289,7 @@ def test_a_plan_on_disk_is_explained(tmp_path: Path, no_stdin: None, capsys: pyt
     assert main(["plan", CONFIG, "--gpu=4070", "--trainer=nanogpt", "--json"]) in (0, 1)
     (tmp_path / "plan.json").write_text(capsys.readouterr().out)
     assert main(["explain", str(tmp_path / "plan.json"), "--json"]) == 0
-    answer = told(capsys)
+    answer = json_output(capsys)
     assert answer["subject"] == "plan"
     assert {"logits", "activations", "weights"} <= {share["what"] for share in answer["shares"]}
 
@@ -301,7 +301,7 @@ def test_a_plan_for_a_budget_is_explained(monkeypatch: pytest.MonkeyPatch, confi
     assert main(["plan", CONFIG, "--budget=11GiB", "--json"]) == 0
     piped(monkeypatch, capsys.readouterr().out)
     assert main(["explain", "-", *config, "--json"]) == 0
-    assert told(capsys)["subject"] == "plan"
+    assert json_output(capsys)["subject"] == "plan"
 
 
 def test_an_unknown_gpu_is_a_usage_error(tmp_path: Path, no_stdin: None,
@@ -335,7 +335,7 @@ def test_a_plan_file_is_explained_by_its_config(tmp_path: Path, no_stdin: None,
     config = notes_77m("fitgpt").settled.to_dict()
     (tmp_path / "plan.json").write_text(json.dumps({"schema": 1, "config": config, "card": "RTX 4070", "ladder": []}))
     assert main(["explain", str(tmp_path / "plan.json"), "--json"]) == 0
-    assert told(capsys)["subject"] == "plan"
+    assert json_output(capsys)["subject"] == "plan"
 
 
 def test_a_plan_with_a_config_lists_changes_and_savings(
@@ -343,7 +343,7 @@ def test_a_plan_with_a_config_lists_changes_and_savings(
     assert main(["fit", CONFIG, "--gpu=4070", "--recompute=all", "-o", str(tmp_path / "plan.json")]) == 0
     capsys.readouterr()
     assert main(["explain", str(tmp_path / "plan.json"), "--json"]) == 0
-    changes = told(capsys)["remedies"]
+    changes = json_output(capsys)["remedies"]
     assert len(changes) == 4
     assert not any(each["effect"].endswith(" 0 B less") for each in changes)
 

@@ -48,82 +48,83 @@ learning_rate = 1e-3
 TIGHT = ["run.py", "--gpu", "4070", "--budget", "300MiB"]
 
 
-class Said(NamedTuple):
+class FitOutput(NamedTuple):
     code: int
     out: str
     err: str
 
     @property
-    def words(self) -> str:
+    def text(self) -> str:
+        """Standard output with single spaces, without line breaks."""
         return " ".join(self.out.split())
 
 
 @pytest.fixture
-def say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+def run_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
     Path("run.py").write_text(SMALL)
 
-    def say(*argv: str) -> Said:
+    def run_fit(*argv: str) -> FitOutput:
         code = main.main(["fit", *argv])
-        told = capsys.readouterr()
-        return Said(code, told.out, told.err)
+        return FitOutput(code, *capsys.readouterr())
 
-    return say
+    return run_fit
 
 
-def test_the_output_has_given_and_chosen_settings_reasons_and_a_chart(say: Any) -> None:
-    told = say(*TIGHT)
-    assert told.code == 0
-    for words in ("does not fit as given; with these changes it does", "given chosen", "headroom", "tokens/s", "Why",
-                  "Runners-up", "fastest run within this memory", "nothing was recorded on this GPU",
-                  "candidates by closed forms",
-                  "fitgpt fit run.py --gpu=4070 --budget=300MiB -o config/my_run.py"):
-        assert words in told.words
-    assert "●" in told.out
-    assert told.out.count("○") == 2  # drawn, and explained
-    assert [line for line in told.out.splitlines() if len(line) > 100] == []
+def test_the_output_has_given_and_chosen_settings_reasons_and_a_chart(run_fit: Any) -> None:
+    output = run_fit(*TIGHT)
+    assert output.code == 0
+    for expected in ("does not fit as given; with these changes it does", "given chosen", "headroom", "tokens/s", "Why",
+                     "Runners-up", "fastest run within this memory", "nothing was recorded on this GPU",
+                     "candidates by closed forms",
+                     "fitgpt fit run.py --gpu=4070 --budget=300MiB -o config/my_run.py"):
+        assert expected in output.text
+    assert "●" in output.out
+    assert output.out.count("○") == 2  # drawn, and explained
+    assert [line for line in output.out.splitlines() if len(line) > 100] == []
 
 
 NOTES_77M = str(Path(__file__).parents[2] / "config" / "notes_77m.py")
 
 
-@pytest.mark.parametrize(("argv", "is_said"), [((NOTES_77M, "--gpu=4070", "--others=8GiB"), True), (TIGHT, False)])
-def test_a_note_explains_ties_with_runners_up(say: Any, argv: tuple[str, ...],
-                                                                 is_said: bool) -> None:
-    told = json.loads(say(*argv, "--json").out)
-    gains = [each["tokens_per_s"]["likely"] / told["chosen"]["tokens_per_s"]["likely"] for each in told["runners_up"]]
-    assert any(1 < gain <= 1.01 for gain in gains) == is_said
-    assert ("Estimates within 1 % are a tie" in say(*argv).words) == is_said
+@pytest.mark.parametrize(("argv", "is_shown"), [((NOTES_77M, "--gpu=4070", "--others=8GiB"), True), (TIGHT, False)])
+def test_a_note_explains_ties_with_runners_up(run_fit: Any, argv: tuple[str, ...],
+                                              is_shown: bool) -> None:
+    document = json.loads(run_fit(*argv, "--json").out)
+    chosen = document["chosen"]["tokens_per_s"]["likely"]
+    gains = [each["tokens_per_s"]["likely"] / chosen for each in document["runners_up"]]
+    assert any(1 < gain <= 1.01 for gain in gains) == is_shown
+    assert ("Estimates within 1 % are a tie" in run_fit(*argv).text) == is_shown
 
 
-def test_marks_beyond_the_chart_are_not_in_its_key(say: Any) -> None:
-    assert "○" not in say(NOTES_77M, "--gpu=4070", "--others=8GiB").out
+def test_marks_beyond_the_chart_are_not_in_its_key(run_fit: Any) -> None:
+    assert "○" not in run_fit(NOTES_77M, "--gpu=4070", "--others=8GiB").out
 
 
-def test_the_written_config_has_the_chosen_settings_and_reasons(say: Any) -> None:
-    told = say(*TIGHT, "-o", "config/mine.py")
-    assert "Wrote config/mine.py." in told.out
-    assert "To train it: fitgpt train config/mine.py" in told.out
+def test_the_written_config_has_the_chosen_settings_and_reasons(run_fit: Any) -> None:
+    output = run_fit(*TIGHT, "-o", "config/mine.py")
+    assert "Wrote config/mine.py." in output.out
+    assert "To train it: fitgpt train config/mine.py" in output.out
     text = Path("config/mine.py").read_text()
     config = build(RunConfig, walk(["config/mine.py"], RunConfig))
-    asked = build(RunConfig, walk(["run.py"], RunConfig))
-    assert config.tokens_per_step == asked.tokens_per_step
-    assert config.learning_rate == asked.learning_rate
+    original = build(RunConfig, walk(["run.py"], RunConfig))
+    assert config.tokens_per_step == original.tokens_per_step
+    assert config.learning_rate == original.learning_rate
     assert config.out_dir == "runs/small"
     assert config.budget == "300MiB"
     platform = platform_for(find("4070"))
     assert memory_use(resolve_run(config, platform), platform).needs <= 300 * MiB - 196 * MiB
     changed = {key: value for key, value in config.to_dict().items()
-               if key in ("batch_size", "loss_chunk", "recompute", "offload") and value != asked.to_dict()[key]}
+               if key in ("batch_size", "loss_chunk", "recompute", "offload") and value != original.to_dict()[key]}
     assert changed
     for key, value in changed.items():
-        assert f"{key} = {value!r}  # was {asked.to_dict()[key]!r}" in text
+        assert f"{key} = {value!r}  # was {original.to_dict()[key]!r}" in text
     assert text.startswith("# Fitted by `fitgpt fit` for RTX 4070, from run.py.")
 
 
-def test_the_written_plan_is_one_that_train_takes_with_fallback_plans(say: Any) -> None:
-    say(*TIGHT, "-o", "config/mine.py")
+def test_the_written_plan_is_one_that_train_takes_with_fallback_plans(run_fit: Any) -> None:
+    run_fit(*TIGHT, "-o", "config/mine.py")
     document = json.loads(Path("config/mine.plan.json").read_text())
     assert {"schema", "config", "card", "budget", "forecast", "tokens_per_s", "ladder"} <= document.keys()
     assert document["schema"] == 1
@@ -140,24 +141,24 @@ def test_the_written_plan_is_one_that_train_takes_with_fallback_plans(say: Any) 
     assert len(read.fallback_plans) == len(needs)
 
 
-def test_only_the_plan_is_written_to_a_json_file(say: Any) -> None:
-    say(*TIGHT, "-o", "p.json")
+def test_only_the_plan_is_written_to_a_json_file(run_fit: Any) -> None:
+    run_fit(*TIGHT, "-o", "p.json")
     assert sorted(path.name for path in Path().iterdir()) == ["p.json", "run.py"]
 
 
-def test_only_a_config_that_fit_wrote_is_replaced(say: Any) -> None:
-    say(*TIGHT, "-o", "mine.py")
-    assert "Wrote mine.py (it replaced the one that was there)." in say(*TIGHT, "-o", "mine.py").out
-    told = say(*TIGHT, "-o", "run.py")
-    assert told.code == 2
-    assert "did not write it" in told.err
-    assert "-o run_fit.py" in told.err
+def test_only_a_config_that_fit_wrote_is_replaced(run_fit: Any) -> None:
+    run_fit(*TIGHT, "-o", "mine.py")
+    assert "Wrote mine.py (it replaced the one that was there)." in run_fit(*TIGHT, "-o", "mine.py").out
+    output = run_fit(*TIGHT, "-o", "run.py")
+    assert output.code == 2
+    assert "did not write it" in output.err
+    assert "-o run_fit.py" in output.err
     assert Path("run.py").read_text() == SMALL
 
 
-def test_two_configs_in_one_folder_have_a_plan_each(say: Any) -> None:
-    say(*TIGHT, "-o", "config/one.py")
-    say("run.py", "--gpu", "4070", "--budget", "2GiB", "-o", "config/two.py")
+def test_two_configs_in_one_folder_have_a_plan_each(run_fit: Any) -> None:
+    run_fit(*TIGHT, "-o", "config/one.py")
+    run_fit("run.py", "--gpu", "4070", "--budget", "2GiB", "-o", "config/two.py")
     assert sorted(path.name for path in Path("config").iterdir()) == [
         "one.plan.json", "one.py", "two.plan.json", "two.py"]
     budgets = [json.loads(Path(f"config/{name}.plan.json").read_text())["budget"]["budget"] for name in ("one", "two")]
@@ -170,83 +171,84 @@ def test_two_configs_in_one_folder_have_a_plan_each(say: Any) -> None:
 @pytest.mark.parametrize("content", ["", "not ours", '{"schema": 1}', "[" * 100_000, "<!doctype html>\n<p>mine</p>"],
                          ids=lambda text: text[:8])
 def test_a_plan_or_page_that_fit_did_not_write_is_not_replaced(
-        say: Any, monkeypatch: pytest.MonkeyPatch, file: str, flags: list[str], fix: str, content: str) -> None:
+        run_fit: Any, monkeypatch: pytest.MonkeyPatch, file: str, flags: list[str], fix: str, content: str) -> None:
     monkeypatch.setattr(fit, "fit_from", lambda *request: pytest.fail("rejected before the search"))
     Path(file).write_text(content)
-    told = say(*TIGHT, *flags)
-    assert (told.code, told.out) == (2, "")
-    assert f"{file} is there already, and `fitgpt fit` did not write it" in told.err
-    assert fix in told.err
+    output = run_fit(*TIGHT, *flags)
+    assert (output.code, output.out) == (2, "")
+    assert f"{file} is there already, and `fitgpt fit` did not write it" in output.err
+    assert fix in output.err
     assert Path(file).read_text() == content
     assert not Path("mine.py").exists()
 
 
-def test_its_own_plan_and_page_are_replaced_with_a_note(say: Any) -> None:
-    words = [*TIGHT, "-o", "mine.py", "--html", "page.html"]
-    say(*words)
-    out = say(*words).out
+def test_its_own_plan_and_page_are_replaced_with_a_note(run_fit: Any) -> None:
+    argv = [*TIGHT, "-o", "mine.py", "--html", "page.html"]
+    run_fit(*argv)
+    out = run_fit(*argv).out
     for file in ("mine.py", "mine.plan.json", "page.html"):
         assert f"Wrote {file} (it replaced the one that was there)." in out
 
 
-def test_exit_code_1_and_suggestions_where_nothing_fits(say: Any) -> None:
-    told = say("run.py", "--gpu", "4070", "--budget", "230MiB", "-o", "mine.py")
-    assert told.code == 1
-    assert "nothing fits: the minimum memory is" in told.words
-    assert "--allow" in told.words
-    assert "Nothing fits, so nothing was written." in told.out
+def test_exit_code_1_and_suggestions_where_nothing_fits(run_fit: Any) -> None:
+    output = run_fit("run.py", "--gpu", "4070", "--budget", "230MiB", "-o", "mine.py")
+    assert output.code == 1
+    assert "nothing fits: the minimum memory is" in output.text
+    assert "--allow" in output.text
+    assert "Nothing fits, so nothing was written." in output.out
     assert not Path("mine.py").exists()
-    assert "CUDA itself takes 196.0 MiB, which leaves nothing" in say("run.py", "--gpu", "4070", "--budget",
-                                                                      "90MiB").words
-    assert "no memory of the GPU is left" in say("run.py", "--gpu", "4070", "--others=11GiB", "--leave=1GiB").words
-    refused = say("run.py", "--gpu", "4070", "--leave", "20GiB")
+    assert "CUDA itself takes 196.0 MiB, which leaves nothing" in run_fit("run.py", "--gpu", "4070", "--budget",
+                                                                          "90MiB").text
+    assert "no memory of the GPU is left" in run_fit("run.py", "--gpu", "4070", "--others=11GiB", "--leave=1GiB").text
+    refused = run_fit("run.py", "--gpu", "4070", "--leave", "20GiB")
     assert (refused.code, "--leave 20GiB leaves the run nothing: CUDA offers 11.65 GiB" in refused.err) == (2, True)
 
 
-def test_the_result_is_printed_even_if_a_file_cannot_be_written(say: Any) -> None:
+def test_the_result_is_printed_even_if_a_file_cannot_be_written(run_fit: Any) -> None:
     Path("file").write_text("")
-    told = say(*TIGHT, "-o", "file/mine.py")
-    assert told.code == 7
-    assert "Runners-up" in told.out
-    assert "mine.py" in told.err
-    assert "Wrote" not in told.out
-    assert "To train" not in told.out
+    output = run_fit(*TIGHT, "-o", "file/mine.py")
+    assert output.code == 7
+    assert "Runners-up" in output.out
+    assert "mine.py" in output.err
+    assert "Wrote" not in output.out
+    assert "To train" not in output.out
 
 
-def test_a_note_explains_faster_runners_up(say: Any) -> None:
+def test_a_note_explains_faster_runners_up(run_fit: Any) -> None:
     """The speed of offload is assumed, so a runner-up with offload may be faster."""
-    for words, is_said in ((["--vocab_size=50304", "--eval_batch_size=4", "--gpu=4070", "--budget=3GiB"], True),
+    for argv, is_shown in ((["--vocab_size=50304", "--eval_batch_size=4", "--gpu=4070", "--budget=3GiB"], True),
                            (TIGHT, False)):
-        found = json.loads(say(*words, "--json").out)
+        found = json.loads(run_fit(*argv, "--json").out)
         fastest = max(each["tokens_per_s"]["likely"] for each in found["runners_up"])
-        assert (fastest > 1.011 * found["chosen"]["tokens_per_s"]["likely"]) == is_said
-        assert any("A runner-up is faster, but not by enough" in note for note in found["notes"]) == is_said
+        assert (fastest > 1.011 * found["chosen"]["tokens_per_s"]["likely"]) == is_shown
+        assert any("A runner-up is faster, but not by enough" in note for note in found["notes"]) == is_shown
 
 
-def test_no_line_starts_with_a_percent_sign(say: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_line_starts_with_a_percent_sign(run_fit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     for columns in range(50, 80, 3):
         monkeypatch.setenv("COLUMNS", str(columns))
-        assert not [line for line in say("run.py", "--gpu", "4070").out.splitlines() if line.lstrip().startswith("%")]
+        lines = run_fit("run.py", "--gpu", "4070").out.splitlines()
+        assert not [line for line in lines if line.lstrip().startswith("%")]
 
 
-def test_json_has_the_whole_result(say: Any) -> None:
-    told = json.loads(say(*TIGHT, "--json", "-o", "mine.py").out)
-    assert told["fits"]
-    assert told["wrote"] == ["mine.py", "mine.plan.json"]
-    assert told["chosen"]["needs_bytes"] + told["chosen"]["headroom_bytes"] == told["reserve_limit_bytes"]
-    assert not told["asked"]["fits"]
-    assert told["decisions"][0].keys() == {"changes", "why"}
-    assert told["frontier"][0].keys() == {"bytes", "tokens_per_s"}
-    assert told["considered"] > 500
-    refused = say("run.py", "--gpu", "4070", "--budget", "230MiB", "--json")
+def test_json_has_the_whole_result(run_fit: Any) -> None:
+    document = json.loads(run_fit(*TIGHT, "--json", "-o", "mine.py").out)
+    assert document["fits"]
+    assert document["wrote"] == ["mine.py", "mine.plan.json"]
+    assert document["chosen"]["needs_bytes"] + document["chosen"]["headroom_bytes"] == document["reserve_limit_bytes"]
+    assert not document["asked"]["fits"]
+    assert document["decisions"][0].keys() == {"changes", "why"}
+    assert document["frontier"][0].keys() == {"bytes", "tokens_per_s"}
+    assert document["considered"] > 500
+    refused = run_fit("run.py", "--gpu", "4070", "--budget", "230MiB", "--json")
     assert refused.code == 1
     assert json.loads(refused.out)["chosen"] is None
     assert json.loads(refused.out)["least"]["needs_bytes"] > 34 * MiB
 
 
-def test_the_page_has_the_frontier_and_escapes_markup(say: Any) -> None:
+def test_the_page_has_the_frontier_and_escapes_markup(run_fit: Any) -> None:
     Path("<b>x.py").write_text(SMALL)
-    assert say("<b>x.py", *TIGHT[1:], "--html", "page.html").code == 0
+    assert run_fit("<b>x.py", *TIGHT[1:], "--html", "page.html").code == 0
     page = Path("page.html").read_text()
     assert page.startswith("<!doctype html>")
     assert "Tokens per second against memory, MiB" in page  # a run of less than 2 GiB
@@ -255,11 +257,11 @@ def test_the_page_has_the_frontier_and_escapes_markup(say: Any) -> None:
     assert "candidates by closed forms" in page
     assert "<b>x.py" not in page
     assert "&lt;b&gt;x.py" in page
-    assert say("run.py", "--gpu", "4070", "--goal=smallest-memory", "--html", "least.html").code == 0
+    assert run_fit("run.py", "--gpu", "4070", "--goal=smallest-memory", "--html", "least.html").code == 0
     assert re.search(r"<p>The minimum memory is [\d.]+ MiB", Path("least.html").read_text())
 
 
-@pytest.mark.parametrize(("argv", "code", "words"), [
+@pytest.mark.parametrize(("argv", "code", "message"), [
     (["run.py", "--gpu", "4070", "--allow", "losy"], 2, "Did you mean --allow lossy?"),
     (["run.py", "--gpu", "4070", "--goal", "fast"], 2, "goal is one of"),
     (["run.py", "--gpu", "4070", "--measure"], 2, "Leave out one of them"),
@@ -273,26 +275,26 @@ def test_the_page_has_the_frontier_and_escapes_markup(say: Any) -> None:
     (["run.py", "--gpu", "4070", "--html", "."], 2, "--html . is a folder"),
     (["run.py", "--gpu", "4070", "-o", "mine.py", "--html", "./mine.py"], 2, "-o and --html both write mine.py"),
 ])
-def test_mistakes_give_a_message_and_an_exit_code(say: Any, monkeypatch: pytest.MonkeyPatch, argv: list[str], code: int,
-                                      words: str) -> None:
+def test_mistakes_give_a_message_and_an_exit_code(run_fit: Any, monkeypatch: pytest.MonkeyPatch, argv: list[str],
+                                                  code: int, message: str) -> None:
     monkeypatch.setattr(nvidia, "survey", lambda env=None: Survey(reason="no driver"))
-    told = say(*argv)
-    assert told.code == code
-    assert words in told.err
-    assert "Traceback" not in told.err
+    output = run_fit(*argv)
+    assert output.code == code
+    assert message in output.err
+    assert "Traceback" not in output.err
 
 
-def test_the_goal_smallest_memory(say: Any) -> None:
-    told = say(*TIGHT, "--goal", "smallest-memory")
-    assert told.code == 0
-    assert "the minimum memory is" in told.words
+def test_the_goal_smallest_memory(run_fit: Any) -> None:
+    output = run_fit(*TIGHT, "--goal", "smallest-memory")
+    assert output.code == 0
+    assert "the minimum memory is" in output.text
 
 
-def test_the_goal_largest_model_assumes_cpu_ram(say: Any) -> None:
-    told = say("run.py", "--gpu", "4070", "--budget", "260MiB", "--goal", "largest-model")
-    assert told.code == 0
-    assert "the largest model that trains there." in told.words
-    assert "The machine is assumed to have 32.00 GiB of CPU RAM" in told.words
+def test_the_goal_largest_model_assumes_cpu_ram(run_fit: Any) -> None:
+    output = run_fit("run.py", "--gpu", "4070", "--budget", "260MiB", "--goal", "largest-model")
+    assert output.code == 0
+    assert "the largest model that trains there." in output.text
+    assert "The machine is assumed to have 32.00 GiB of CPU RAM" in output.text
 
 
 def test_only_available_cpu_ram_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,9 +307,9 @@ def test_only_available_cpu_ram_is_used(monkeypatch: pytest.MonkeyPatch) -> None
     assert fit_target(target, RunConfig(budget="9GiB"), is_here=True).host_bytes is None
 
 
-def test_fallback_plans_stay_within_the_cpu_ram(say: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fallback_plans_stay_within_the_cpu_ram(run_fit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def offloading() -> list[Any]:
-        say("run.py", "--gpu", "4070", "--budget", "9GiB", "-o", "p.json")
+        run_fit("run.py", "--gpu", "4070", "--budget", "9GiB", "-o", "p.json")
         plans = json.loads(Path("p.json").read_text())["ladder"]
         return [each for each in plans if each["changes"].get("offload", "none") != "none"]
 
@@ -316,9 +318,9 @@ def test_fallback_plans_stay_within_the_cpu_ram(say: Any, monkeypatch: pytest.Mo
     assert not offloading()
 
 
-def test_leave_is_subtracted_from_the_budget(say: Any) -> None:
-    told = json.loads(say("run.py", "--gpu", "4070", "--leave", "11GiB", "--json").out)
-    assert told["reserve_limit_bytes"] == (11930 - 11 * 1024 - 196) * MiB
+def test_leave_is_subtracted_from_the_budget(run_fit: Any) -> None:
+    document = json.loads(run_fit("run.py", "--gpu", "4070", "--leave", "11GiB", "--json").out)
+    assert document["reserve_limit_bytes"] == (11930 - 11 * 1024 - 196) * MiB
 
 
 def reading(*processes: GpuProcess) -> GpuReading:
@@ -329,16 +331,17 @@ def reading(*processes: GpuProcess) -> GpuReading:
 @pytest.mark.parametrize(("owner", "name", "keeps_small"), [
     ("another", "python3.11", True), ("own", "python3.11", False), ("another", "Xorg", False)])
 def test_the_micro_batch_is_not_raised_on_a_gpu_that_another_user_uses(
-        say: Any, monkeypatch: pytest.MonkeyPatch, owner: str, name: str, keeps_small: bool) -> None:
+        run_fit: Any, monkeypatch: pytest.MonkeyPatch, owner: str, name: str, keeps_small: bool) -> None:
     seen = Survey((reading(*nvidia.identified([(77, name, GiB)], None)),))
     monkeypatch.setattr(nvidia, "survey", lambda env=None: seen)
     monkeypatch.setattr(fit_settings, "is_own_process", lambda pid: owner == "own")
-    told = json.loads(say("run.py", "--json").out)
-    assert (told["chosen"]["config"]["batch_size"] <= 4) == keeps_small
-    assert any("Another user computes" in note for note in told["notes"]) == keeps_small
-    assert told["chosen"]["config"]["gradient_accumulation_steps"] * told["chosen"]["config"]["batch_size"] == 16
+    document = json.loads(run_fit("run.py", "--json").out)
+    assert (document["chosen"]["config"]["batch_size"] <= 4) == keeps_small
+    assert any("Another user computes" in note for note in document["notes"]) == keeps_small
+    chosen = document["chosen"]["config"]
+    assert chosen["gradient_accumulation_steps"] * chosen["batch_size"] == 16
     if keeps_small:
-        with_budget = json.loads(say("run.py", "--budget", "9GiB", "--json").out)
+        with_budget = json.loads(run_fit("run.py", "--budget", "9GiB", "--json").out)
         assert with_budget["chosen"]["config"]["batch_size"] > 4
 
 
@@ -347,7 +350,7 @@ def test_own_processes_are_recognised() -> None:
     assert not fit_settings.is_own_process(2**22 + 1)
 
 
-def test_measure_chooses_the_fastest_by_timing(say: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measure_chooses_the_fastest_by_timing(run_fit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvidia, "survey", lambda env=None: Survey((reading(),)))
     caps = []
 
@@ -356,49 +359,50 @@ def test_measure_chooses_the_fastest_by_timing(say: Any, monkeypatch: pytest.Mon
         return 1000.0 * (2 if config.batch_size == 4 else 1)
 
     monkeypatch.setattr(TimingProcess, "time", timed)
-    told = json.loads(say("run.py", "--measure", "--json").out)
-    assert told["chosen"]["config"]["batch_size"] == 4
-    assert told["chosen"]["tokens_per_s"]["measured"] == 2000.0
-    assert told["chosen"]["needs_exact"]
-    assert {knob for decision in told["decisions"] for knob in decision["changes"]} == {
-        flag.partition("=")[0].removeprefix("--") for flag in told["chosen"]["flags"]}
-    assert set(caps) == {told["reserve_limit_bytes"]}
+    document = json.loads(run_fit("run.py", "--measure", "--json").out)
+    assert document["chosen"]["config"]["batch_size"] == 4
+    assert document["chosen"]["tokens_per_s"]["measured"] == 2000.0
+    assert document["chosen"]["needs_exact"]
+    assert {option for decision in document["decisions"] for option in decision["changes"]} == {
+        flag.partition("=")[0].removeprefix("--") for flag in document["chosen"]["flags"]}
+    assert set(caps) == {document["reserve_limit_bytes"]}
 
 
-def test_free_savers_are_turned_on_with_a_reason(say: Any) -> None:
-    plain, off = (json.loads(say(*TIGHT, *more, "--json").out) for more in ((), ("--gradients=kept", "--states=late")))
+def test_free_savers_are_turned_on_with_a_reason(run_fit: Any) -> None:
+    plain, off = (json.loads(run_fit(*TIGHT, *more, "--json").out)
+                  for more in ((), ("--gradients=kept", "--states=late")))
     more = {"--gradients=freed", "--states=early"}
     assert set(off["chosen"]["flags"]) == {*plain["chosen"]["flags"], *more}
-    assert {knob for decision in off["decisions"] for knob in decision["changes"]} >= {"gradients", "states"}
+    assert {option for decision in off["decisions"] for option in decision["changes"]} >= {"gradients", "states"}
 
 
-def test_free_savers_alone_do_not_change_a_run_that_fits(say: Any) -> None:
-    chosen = json.loads(say(*TIGHT, "--json").out)["chosen"]["flags"]
-    kept = json.loads(say(*TIGHT, *chosen, "--gradients=kept", "--states=late", "--json").out)
+def test_free_savers_alone_do_not_change_a_run_that_fits(run_fit: Any) -> None:
+    chosen = json.loads(run_fit(*TIGHT, "--json").out)["chosen"]["flags"]
+    kept = json.loads(run_fit(*TIGHT, *chosen, "--gradients=kept", "--states=late", "--json").out)
     assert kept["asked"]["fits"]
     assert kept["chosen"]["flags"] == []
 
 
 @pytest.mark.parametrize("question", [["--goal=smallest-memory"], ["--goal=largest-model"], ["--budget=200MiB"]])
-def test_free_savers_are_turned_on_for_every_goal(say: Any, question: list[str]) -> None:
-    plain, off = (json.loads(say("run.py", "--gpu", "4070", *question, *more, "--json").out)
+def test_free_savers_are_turned_on_for_every_goal(run_fit: Any, question: list[str]) -> None:
+    plain, off = (json.loads(run_fit("run.py", "--gpu", "4070", *question, *more, "--json").out)
                   for more in ((), ("--gradients=kept", "--states=late")))
-    plain, off = ((told["chosen"] or told["least"]) for told in (plain, off))
+    plain, off = ((output["chosen"] or output["least"]) for output in (plain, off))
     assert off["needs_bytes"] == plain["needs_bytes"]
     assert set(off["flags"]) == {*plain["flags"], "--gradients=freed", "--states=early"}
 
 
-def test_eval_only_is_not_fitted(say: Any) -> None:
-    told = say("run.py", "--gpu", "4070", "--eval_only")
-    assert told.code == 2
-    assert "fitgpt plan" in told.err
-    asked = RunConfig(fit=True, eval_only=True)
-    assert for_train(asked) == (
-        replace(asked, fit=False), ["fit: nothing to choose, because nothing is trained."])
+def test_eval_only_is_not_fitted(run_fit: Any) -> None:
+    output = run_fit("run.py", "--gpu", "4070", "--eval_only")
+    assert output.code == 2
+    assert "fitgpt plan" in output.err
+    config = RunConfig(fit=True, eval_only=True)
+    assert for_train(config) == (
+        replace(config, fit=False), ["fit: nothing to choose, because nothing is trained."])
 
 
-def test_the_function_returns_what_the_command_prints(say: Any) -> None:
-    printed = json.loads(say(*TIGHT, "--allow=lossy", "--json").out)
+def test_the_function_returns_what_the_command_prints(run_fit: Any) -> None:
+    printed = json.loads(run_fit(*TIGHT, "--allow=lossy", "--json").out)
     result = fitgpt.fit("run.py", gpu=4070, budget="300MiB", allow="lossy")
     assert result.chosen is not None
     assert list(result.chosen.flags) == printed["chosen"]["flags"]
@@ -409,7 +413,7 @@ def test_the_function_returns_what_the_command_prints(say: Any) -> None:
             fitgpt.fit("run.py", gpu="4070", **wrong)
 
 
-def test_neither_torch_nor_numpy_is_loaded(say: Any) -> None:
+def test_neither_torch_nor_numpy_is_loaded(run_fit: Any) -> None:
     script = ("import sys, fitgpt.commands.main\nassert fitgpt.commands.main.main(['fit', *sys.argv[1:]]) == 0\n"
               "assert not {'torch', 'numpy', 'rich'} & set(sys.modules)")
     ended = subprocess.run([sys.executable, "-c", script, *TIGHT], capture_output=True, text=True)
@@ -435,23 +439,23 @@ def test_train_with_fit_keeps_its_settings_without_a_gpu(monkeypatch: pytest.Mon
     assert "no NVIDIA GPU" in notes[0]
 
 
-def test_the_margin_is_shown_with_the_budget_that_uses_it(say: Any) -> None:
-    told = say("run.py", "--gpu", "4070")
-    assert "margin 128.0 MiB of the GPU are left free, besides the headroom" in told.words
-    assert "--budget=11930MiB uses them too" in told.words
-    document = json.loads(say("run.py", "--gpu", "4070", "--json").out)
+def test_the_margin_is_shown_with_the_budget_that_uses_it(run_fit: Any) -> None:
+    output = run_fit("run.py", "--gpu", "4070")
+    assert "margin 128.0 MiB of the GPU are left free, besides the headroom" in output.text
+    assert "--budget=11930MiB uses them too" in output.text
+    document = json.loads(run_fit("run.py", "--gpu", "4070", "--json").out)
     assert document["margin_bytes"] == 128 * MiB
     assert document["reserve_limit_bytes"] == (11930 - 128) * MiB - document["outside_bytes"]
-    budgeted = say("run.py", "--gpu", "4070", "--budget", "11930MiB")
-    assert "margin" not in budgeted.words
-    assert json.loads(say("run.py", "--gpu", "4070", "--budget", "11930MiB", "--json").out)["margin_bytes"] == 0
+    budgeted = run_fit("run.py", "--gpu", "4070", "--budget", "11930MiB")
+    assert "margin" not in budgeted.text
+    assert json.loads(run_fit("run.py", "--gpu", "4070", "--budget", "11930MiB", "--json").out)["margin_bytes"] == 0
 
 
-def test_the_suggested_command_works(say: Any) -> None:
-    told = say("run.py", "--gpu", "RTX 4070", "--budget", "230MiB")
-    assert told.code == 1
-    command = told.out.splitlines()[-1].removeprefix("This fits: ")
-    again = say(*shlex.split(command)[2:])
+def test_the_suggested_command_works(run_fit: Any) -> None:
+    output = run_fit("run.py", "--gpu", "RTX 4070", "--budget", "230MiB")
+    assert output.code == 1
+    command = output.out.splitlines()[-1].removeprefix("This fits: ")
+    again = run_fit(*shlex.split(command)[2:])
     assert again.code == 0
     assert Path("config/my_run.py").exists()
 

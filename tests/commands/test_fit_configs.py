@@ -33,13 +33,13 @@ def test_plan_agrees_that_the_chosen_settings_fit_and_they_are_faster(
         return document
 
     fitted = run_json("fit", source, *allowing)
-    asked, chosen = fitted["asked"], fitted["chosen"]
+    given, chosen = fitted["asked"], fitted["chosen"]
     assert run_json("plan", source, *chosen["flags"])["fits"]
     before, now = (build(RunConfig, walk([source, *flags], RunConfig)) for flags in ([], chosen["flags"]))
     assert now.tokens_per_step == before.tokens_per_step
     assert chosen["headroom_bytes"] >= 0
-    faster = chosen["tokens_per_s"]["likely"] / asked["tokens_per_s"]["likely"]
-    if asked["fits"]:
+    faster = chosen["tokens_per_s"]["likely"] / given["tokens_per_s"]["likely"]
+    if given["fits"]:
         assert faster > 1 + TIE / 2 if chosen["flags"] else faster == 1
     for other in fitted["runners_up"]:  # none is much faster, unless it takes more permission
         if other["permission"] == chosen["permission"]:

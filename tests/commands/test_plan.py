@@ -45,46 +45,47 @@ def test_a_note_suggests_the_vocabulary_of_a_character_dataset_that_is_missing(r
 
 def test_json_has_every_key_and_its_figures_agree(run_plan: Any) -> None:
     for trainer in ("fitgpt", "nanogpt"):
-        told = run_plan(*SMALL, f"--trainer={trainer}", "--gpu=4070", "--others=1GiB", "--json").json
-        assert [key for key in KEYS if key not in told] == []
-        assert list(told["phases"]) == PHASES
-        held = {phase: each for phase, each in told["phases"].items() if each}
+        document = run_plan(*SMALL, f"--trainer={trainer}", "--gpu=4070", "--others=1GiB", "--json").json
+        assert [key for key in KEYS if key not in document] == []
+        assert list(document["phases"]) == PHASES
+        held = {phase: each for phase, each in document["phases"].items() if each}
         assert all(set(each) == {"allocated_bytes", "reserved_bytes"} for each in held.values())
         assert {"load", "first_eval", "first_train", "train", "step", "eval"} <= set(held)
-        assert sum(told["owners_at_peak"].values()) == max(each["allocated_bytes"] for each in held.values())
+        assert sum(document["owners_at_peak"].values()) == max(each["allocated_bytes"] for each in held.values())
         assert held["train"]["allocated_bytes"] >= held["step"]["allocated_bytes"]
         reserved = max(each["reserved_bytes"] for each in held.values())
-        assert told["process_bytes"] == reserved + told["outside_bytes"]
-        assert told["card_bytes"] == told["process_bytes"] + GiB
-        assert told["budget_bytes"] == told["usable_bytes"] - GiB
-        assert told["reserve_limit_bytes"] == told["budget_bytes"] - told["outside_bytes"]
-        assert told["headroom_bytes"] == told["reserve_limit_bytes"] - told["needs_bytes"]
-        assert told["fits"] is (told["headroom_bytes"] >= 0)
-        assert set(told["assumes"]) == {"torch", "attention", "compile", "allocator"}
-        assert (told["schema"], told["card"], told["trainer"]) == (1, "RTX 4070", trainer)
-        assert told["params"] == RunConfig(n_layer=2, n_head=4, n_embd=256, block_size=256).gpt_config().count_params()
+        assert document["process_bytes"] == reserved + document["outside_bytes"]
+        assert document["card_bytes"] == document["process_bytes"] + GiB
+        assert document["budget_bytes"] == document["usable_bytes"] - GiB
+        assert document["reserve_limit_bytes"] == document["budget_bytes"] - document["outside_bytes"]
+        assert document["headroom_bytes"] == document["reserve_limit_bytes"] - document["needs_bytes"]
+        assert document["fits"] is (document["headroom_bytes"] >= 0)
+        assert set(document["assumes"]) == {"torch", "attention", "compile", "allocator"}
+        assert (document["schema"], document["card"], document["trainer"]) == (1, "RTX 4070", trainer)
+        config = RunConfig(n_layer=2, n_head=4, n_embd=256, block_size=256)
+        assert document["params"] == config.gpt_config().count_params()
 
 
 def test_a_budget_includes_the_cuda_context(run_plan: Any) -> None:
-    told = run_plan(*SMALL, "--gpu=4070", "--budget=2GiB", "--json").json
-    assert told["budget_bytes"] == 2 * GiB
-    assert told["reserve_limit_bytes"] == 2 * GiB - told["outside_bytes"]
-    exact = told["needs_bytes"] + told["outside_bytes"]
+    document = run_plan(*SMALL, "--gpu=4070", "--budget=2GiB", "--json").json
+    assert document["budget_bytes"] == 2 * GiB
+    assert document["reserve_limit_bytes"] == 2 * GiB - document["outside_bytes"]
+    exact = document["needs_bytes"] + document["outside_bytes"]
     assert run_plan(*SMALL, "--gpu=4070", f"--budget={exact}").code == 0
     assert run_plan(*SMALL, "--gpu=4070", f"--budget={exact - 1}").code == 1
 
 
 def test_the_smaller_of_budget_and_leave_applies(run_plan: Any) -> None:
     for leave, budget in (("1GiB", 4 * GiB), ("9GiB", 11930 * MiB - 9 * GiB)):
-        told = run_plan(*SMALL, "--gpu=4070", "--budget=4GiB", f"--leave={leave}", "--json").json
-        assert told["budget_bytes"] == budget
+        document = run_plan(*SMALL, "--gpu=4070", "--budget=4GiB", f"--leave={leave}", "--json").json
+        assert document["budget_bytes"] == budget
 
 
 def test_a_budget_below_the_cuda_context_gives_negative_headroom(run_plan: Any) -> None:
     argv = [*SMALL, "--gpu=h200", "--budget=500MiB"]
-    told = run_plan(*argv, "--json").json
-    assert told["reserve_limit_bytes"] == told["budget_bytes"] - told["outside_bytes"] < 0
-    assert told["headroom_bytes"] == told["reserve_limit_bytes"] - told["needs_bytes"]
+    document = run_plan(*argv, "--json").json
+    assert document["reserve_limit_bytes"] == document["budget_bytes"] - document["outside_bytes"] < 0
+    assert document["headroom_bytes"] == document["reserve_limit_bytes"] - document["needs_bytes"]
     answer = run_plan(*argv)
     assert answer.code == 1
     assert "may reserve nothing (a budget of 500.0 MiB" in " ".join(answer.out.split())
@@ -117,27 +118,27 @@ def test_a_sentence_says_that_no_single_change_is_enough(run_plan: Any) -> None:
     assert answer.code == 1
     assert "No single change makes it fit. What each would save: --options." in answer.out
     assert "No single change makes it fit. Several together:" in run_plan(*SMALL, "--gpu=4070", "--budget=300MiB",
-                                                                     "--options").out
+                                                                          "--options").out
 
 
 def test_savings_in_training_include_the_optimizer_step(run_plan: Any) -> None:
-    told = run_plan(*SMALL, "--gpu=4070", "--options", "--json").json
-    muon = next(each for each in told["options"] if each["change"]["flags"] == ["--optimizer=muon"])
+    document = run_plan(*SMALL, "--gpu=4070", "--options", "--json").json
+    muon = next(each for each in document["options"] if each["change"]["flags"] == ["--optimizer=muon"])
     after = run_plan(*SMALL, "--gpu=4070", "--optimizer=muon", "--json").json["phases"]
-    assert muon["saved"]["train"] == told["phases"]["train"]["allocated_bytes"] - after["train"]["allocated_bytes"]
+    assert muon["saved"]["train"] == document["phases"]["train"]["allocated_bytes"] - after["train"]["allocated_bytes"]
 
 
 def test_the_fit_command_for_a_nanogpt_run_omits_the_trainer(run_plan: Any) -> None:
     far = [str(CONFIG / "gpt2_1558m.py"), "--gpu=4070"]
-    for trainer, words in (("nanogpt", "with the same arguments but without --trainer."),
-                           ("fitgpt", "with the same arguments.")):
-        told = " ".join(run_plan(*far, f"--trainer={trainer}", "--budget=1GiB").out.split())
-        assert f"fitgpt fit, {words}" in told
+    for trainer, advice in (("nanogpt", "with the same arguments but without --trainer."),
+                            ("fitgpt", "with the same arguments.")):
+        output = " ".join(run_plan(*far, f"--trainer={trainer}", "--budget=1GiB").out.split())
+        assert f"fitgpt fit, {advice}" in output
 
 
 def test_options_price_every_change_exactly(run_plan: Any) -> None:
-    told = run_plan(*SMALL, "--gpu=4070", "--options", "--json").json
-    flags = {each["change"]["flags"][0]: each for each in told["options"]}
+    document = run_plan(*SMALL, "--gpu=4070", "--options", "--json").json
+    flags = {each["change"]["flags"][0]: each for each in document["options"]}
     assert {"--batch_size=4", "--recompute=input", "--offload=optimizer", "--weights=bfloat16"} <= set(flags)
     changed = run_plan(*SMALL, "--gpu=4070", "--recompute=input", "--json").json
     assert flags["--recompute=input"]["needs"] == changed["needs_bytes"]
@@ -150,8 +151,8 @@ def test_options_price_every_change_exactly(run_plan: Any) -> None:
 
 
 def test_options_of_nanogpt_have_relative_speeds(run_plan: Any) -> None:
-    told = run_plan(*SMALL, "--gpu=4070", "--trainer=nanogpt", "--options", "--json").json["options"]
-    speeds = {each["change"]["flags"][0]: each["speed"] for each in told}
+    options = run_plan(*SMALL, "--gpu=4070", "--trainer=nanogpt", "--options", "--json").json["options"]
+    speeds = {each["change"]["flags"][0]: each["speed"] for each in options}
     assert speeds["--batch_size=1"] < speeds["--batch_size=4"] < 1 < speeds["--trainer=fitgpt"]
 
 
@@ -176,9 +177,9 @@ def test_the_track_record_is_what_the_recorded_runs_give(run_plan: Any) -> None:
     assert recorded_runs() == [{key: str(value) for key, value in row.items()} for row in rows]
     for trainer in ("nanogpt", "fitgpt"):
         errors = [row["worst_percent"] for row in rows if row["trainer"] == trainer]
-        told = run_plan(*SMALL, "--gpu=h200", f"--trainer={trainer}", "--json").json["basis"]
-        assert told == {"recorded_runs_on_this_card": len(errors), "recorded_runs_in_all": len(errors),
-                        "worst_error_percent": max(errors, key=abs)}
+        track_record = run_plan(*SMALL, "--gpu=h200", f"--trainer={trainer}", "--json").json["basis"]
+        assert track_record == {"recorded_runs_on_this_card": len(errors), "recorded_runs_in_all": len(errors),
+                                "worst_error_percent": max(errors, key=abs)}
     worst = "worst error −0.49 % over"  # of docs/accuracy.md's runs as a user has them
     assert worst in " ".join(run_plan(*SMALL, "--gpu=h200").out.split())
 
@@ -186,8 +187,8 @@ def test_the_track_record_is_what_the_recorded_runs_give(run_plan: Any) -> None:
 def test_nanogpt_with_expandable_segments_has_its_own_track_record(
         run_plan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    told = run_plan(*SMALL, "--gpu=h200", "--trainer=nanogpt", "--json").json
-    assert (told["assumes"]["allocator"], told["basis"]["recorded_runs_in_all"]) == ("expandable segments", 1)
+    document = run_plan(*SMALL, "--gpu=h200", "--trainer=nanogpt", "--json").json
+    assert (document["assumes"]["allocator"], document["basis"]["recorded_runs_in_all"]) == ("expandable segments", 1)
 
 
 def test_timeline_writes_a_page_with_one_step(run_plan: Any, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""`fitgpt plan`: what is refused, and in which words."""
+"""`fitgpt plan`: errors and their messages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fitgpt.data.shard_header import check_vocab
 from tests.plan_command import SMALL, write_chars
 
 
-@pytest.mark.parametrize(("argv", "words"), [
+@pytest.mark.parametrize(("argv", "message"), [
     (["--gpu=nonsense"], "'nonsense' is not a GPU"),
     (["--gpu=4070", "--budget=0"], "must be above 0"),
     (["--gpu=4070", "--budget=-3GiB"], "takes a size"),
@@ -44,12 +44,12 @@ from tests.plan_command import SMALL, write_chars
     (["--device=cpu"], "device=cpu"),
 ])
 def test_mistakes_give_a_message_and_a_fix(run_plan: Any, tmp_path: Path, argv: list[str],
-                                                        words: str) -> None:
+                                           message: str) -> None:
     (tmp_path / "odd.py").write_text("batch_sise = 8\n")
     (tmp_path / "empty").mkdir()
     answer = run_plan(*argv)
     assert (answer.code, answer.out) == (2, "")
-    assert words in answer.err
+    assert message in answer.err
     what, *fix = answer.err.splitlines()
     assert what.startswith("fitgpt: ")
     assert fix

@@ -32,17 +32,17 @@ def gpu(**more: Any) -> GpuReading:
 def test_the_installed_gpu_is_planned_with_the_memory_others_use(run_plan: Any,
                                                                  monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvidia, "survey", lambda env=None: Survey((gpu(),)))
-    told = run_plan(*SMALL, "--json").json
-    assert told["card"] == "RTX 4070"
-    assert told["usable_bytes"] == (12282 - 400) * MiB
-    assert told["others_bytes"] == 2 * GiB
-    words = " ".join(run_plan(*SMALL).out.split())
-    assert "Other processes use 2.00 GiB of it now: Xorg 1.00 GiB." in words
+    document = run_plan(*SMALL, "--json").json
+    assert document["card"] == "RTX 4070"
+    assert document["usable_bytes"] == (12282 - 400) * MiB
+    assert document["others_bytes"] == 2 * GiB
+    output = " ".join(run_plan(*SMALL).out.split())
+    assert "Other processes use 2.00 GiB of it now: Xorg 1.00 GiB." in output
     assert run_plan(*SMALL, "--others=1GiB", "--json").json["others_bytes"] == GiB
 
 
 def test_of_several_gpus_the_one_with_most_free_memory_or_the_one_named(run_plan: Any,
-                                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+                                                                        monkeypatch: pytest.MonkeyPatch) -> None:
     both = (gpu(), gpu(index=1, name="NVIDIA GeForce RTX 3090", total_bytes=24576 * MiB, free_bytes=23 * GiB))
     monkeypatch.setattr(nvidia, "survey", lambda env=None: Survey(both))
     assert run_plan(*SMALL, "--json").json["card"] == "RTX 3090"
@@ -70,12 +70,12 @@ def test_without_a_gpu_the_error_asks_for_a_name_or_a_budget(run_plan: Any) -> N
 
 
 def test_a_budget_without_a_gpu_names_no_gpu(run_plan: Any) -> None:
-    told = run_plan(*SMALL, "--budget=6GiB", "--json").json
-    words = " ".join(run_plan(*SMALL, "--budget=6GiB").out.split())
-    assert f"(a budget of 6.00 GiB, {show_bytes(told['outside_bytes'])} outside the allocator): " in words
-    assert f"{show_bytes(told['headroom_bytes'])} of the budget are left." in words
+    document = run_plan(*SMALL, "--budget=6GiB", "--json").json
+    output = " ".join(run_plan(*SMALL, "--budget=6GiB").out.split())
+    assert f"(a budget of 6.00 GiB, {show_bytes(document['outside_bytes'])} outside the allocator): " in output
+    assert f"{show_bytes(document['headroom_bytes'])} of the budget are left." in output
     tight = " ".join(run_plan(*SMALL, "--budget=300MiB").out.split())
-    for said in (words, tight):
+    for said in (output, tight):
         assert not [claim for claim in ("else on the card", "on this card", " usable") if claim in said]
     assert "everything else on the GPU stays under" in " ".join(run_plan(*SMALL, "--gpu=4070").out.split())
 
@@ -92,9 +92,9 @@ def test_other_vendors_give_an_error_about_what_is_not_known(run_plan: Any) -> N
 def test_the_installed_torch_is_assumed_unless_another_is_given(run_plan: Any) -> None:
     installed = ".".join(version("torch").split(".")[:2])
     assert run_plan(*SMALL, "--gpu=4070", "--json").json["torch"] == installed
-    asked = run_plan(*SMALL, "--gpu=4070", "--torch=2.9.1", "--json").json
-    assert asked["torch"] == "2.9"
-    assert "nearest known version" in asked["assumes"]["torch"]
+    document = run_plan(*SMALL, "--gpu=4070", "--torch=2.9.1", "--json").json
+    assert document["torch"] == "2.9"
+    assert "nearest known version" in document["assumes"]["torch"]
 
 
 def test_the_users_own_allocator_settings_are_kept(run_plan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,10 +131,10 @@ def test_leave_applies_to_every_gpu(run_plan: Any) -> None:
     assert rows[0] == rows[1]
 
 
-def test_all_cards_says_what_an_unsupported_gpu_needs(run_plan: Any) -> None:
+def test_all_cards_states_what_an_unsupported_gpu_needs(run_plan: Any) -> None:
     flags = ["--step_in_backward", "--gradient_accumulation_steps=1", "--grad_clip=0"]
-    told = run_plan(*SMALL, *flags, "--all-cards", "--json").json
-    rows = {row["card"]: row for row in told["cards"]}
+    document = run_plan(*SMALL, *flags, "--all-cards", "--json").json
+    rows = {row["card"]: row for row in document["cards"]}
     assert rows["T4"]["problem"] == "needs --dtype=float32"
     assert rows["RTX 4070"]["fits"]
     assert run_plan(*SMALL, *flags, "--gpu=t4").code == 2
@@ -159,8 +159,8 @@ def test_every_gpu_that_fits_has_a_speed(run_plan: Any) -> None:
         lines = run_plan(*SMALL, "--all-cards", f"--trainer={trainer}").out.splitlines()
         assert "tok/s" in lines[0]
         assert all(line.endswith("k") for line in lines if "  fits" in line)
-        told = run_plan(*SMALL, "--all-cards", f"--trainer={trainer}", "--json").json["cards"]
-        low, high = next(card["tokens_per_s"] for card in told if card["card"] == "RTX 4070")
+        cards = run_plan(*SMALL, "--all-cards", f"--trainer={trainer}", "--json").json["cards"]
+        low, high = next(card["tokens_per_s"] for card in cards if card["card"] == "RTX 4070")
         assert 0 < low <= high
 
 
@@ -169,7 +169,7 @@ def test_every_gpu_that_fits_has_a_speed(run_plan: Any) -> None:
     ("plan", ["--gpu=4070", "--options"]), ("plan", ["--all-cards"]), ("cards", []),
     ("plan", ["--gpu=4070", "--batch_size=64", "--trainer=nanogpt"]), ("fit", ["--gpu=4070"])])
 def test_tables_fit_a_narrow_terminal(run_plan: Any, monkeypatch: pytest.MonkeyPatch, columns: int, command: str,
-                                          argv: list[str]) -> None:
+                                      argv: list[str]) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
     config = [] if command == "cards" else [str(Path(__file__).parents[2] / "config" / "gpt2_124m.py")]
     output = run_plan(*config, *argv, command=command).out
@@ -181,20 +181,20 @@ def test_tables_fit_a_narrow_terminal(run_plan: Any, monkeypatch: pytest.MonkeyP
 
 def test_a_narrow_table_keeps_what_matters(run_plan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "40")
-    told = run_plan(*SMALL, "--gpu=4070").out
-    assert re.search(r"^ +reserved +process$", told, re.MULTILINE)
+    output = run_plan(*SMALL, "--gpu=4070").out
+    assert re.search(r"^ +reserved +process$", output, re.MULTILINE)
     assert re.search(r"^RTX 4070\n? .*fits", run_plan(*SMALL, "--all-cards").out, re.MULTILINE)
     assert re.search(r"^RTX 4070  .* 11.65 GiB$", run_plan("4070", command="cards").out, re.MULTILINE)
     monkeypatch.setenv("COLUMNS", "50")
     assert re.search(r"^GPU +headroom$", run_plan(*SMALL, "--all-cards").out, re.MULTILINE)
     for columns, has_speeds in ((60, True), (48, False)):  # what is left out is not explained
         monkeypatch.setenv("COLUMNS", str(columns))
-        told = run_plan(*SMALL, "--gpu=4070", "--options").out
-        assert (bool(re.search("needs +speed", told)), "✓: fits; speed:" in told) == (has_speeds, has_speeds)
+        output = run_plan(*SMALL, "--gpu=4070", "--options").out
+        assert (bool(re.search("needs +speed", output)), "✓: fits; speed:" in output) == (has_speeds, has_speeds)
 
 
 def test_an_ambiguous_gpu_name_means_the_smallest_and_a_note_names_the_others(run_plan: Any) -> None:
     notes = {name: [note for note in run_plan(*SMALL, f"--gpu={name}", "--json").json["notes"] if "also means" in note]
              for name in ("4060 ti", "4060 ti 16gb", "4070")}
-    told = "'4060 ti' also means the RTX 4060 Ti 16GB: the smallest is taken unless the name says which."
-    assert notes == {"4060 ti": [told], "4060 ti 16gb": [], "4070": []}
+    expected = "'4060 ti' also means the RTX 4060 Ti 16GB: the smallest is taken unless the name says which."
+    assert notes == {"4060 ti": [expected], "4060 ti 16gb": [], "4070": []}

@@ -218,8 +218,8 @@ def test_of_a_very_long_file_some_steps_are_read_with_a_note(tmp_path: Path,
     assert 5_000 < len(record.steps) < 10_000
     assert [step.step for step in record.steps[-20:]] == [*range(39_980, 40_000)]
     assert record.facts is not None
-    assert any("every 6th step was read" in words for words in record.unreadable)
-    assert any("Line 40,002 of metrics.jsonl is broken" in words for words in record.unreadable)
+    assert any("every 6th step was read" in line for line in record.unreadable)
+    assert any("Line 40,002 of metrics.jsonl is broken" in line for line in record.unreadable)
 
 
 # ---- several runs

@@ -49,11 +49,11 @@ def test_a_real_finished_run_is_shown_once(tmp_path: Path, no_gpu: None,
     run(config.to_dict(), [], lambda: False)
     capsys.readouterr()
     assert main(["watch", config.out_dir]) == 0  # it does not wait for a run that has ended
-    words = capsys.readouterr().out
-    assert re.search(r"run +\S.*? finished.*\nstep", words, re.DOTALL)
-    assert re.search(r"step +4 of 4 +100%", words)
-    assert re.search(r"loss +\d\.\d{4} +validation \d\.\d{4}", words)
-    assert "none: the run trains on the CPU" in words
+    output = capsys.readouterr().out
+    assert re.search(r"run +\S.*? finished.*\nstep", output, re.DOTALL)
+    assert re.search(r"step +4 of 4 +100%", output)
+    assert re.search(r"loss +\d\.\d{4} +validation \d\.\d{4}", output)
+    assert "none: the run trains on the CPU" in output
 
 
 def test_a_stopped_run_shows_the_command_that_resumes_it(tmp_path: Path, no_gpu: None) -> None:

@@ -19,11 +19,11 @@ def test_a_file_is_complete_before_it_is_synced(tmp_path: Path, monkeypatch: pyt
     sizes: list[int] = []
     real = os.fsync
 
-    def watched(descriptor: int) -> None:
+    def record_size(descriptor: int) -> None:
         sizes.append(os.fstat(descriptor).st_size)
         real(descriptor)
 
-    monkeypatch.setattr(os, "fsync", watched)
+    monkeypatch.setattr(os, "fsync", record_size)
     write_atomically(tmp_path / "run.json", "{}\n")
     assert sizes[0] == 3  # the file; after it, its folder
     assert [path.name for path in tmp_path.iterdir()] == ["run.json"]

@@ -32,7 +32,7 @@ def make_shards() -> Callable[..., Path]:
             writer.finish()
             shards[split] = tuple(writer.shards)
         made = Manifest("bytes", 65536, "uint16", shards, {"train": 1, "val": 1}, {}, {}, "a test",
-                                 "fitgpt prepare x --name=made")
+                        "fitgpt prepare x --name=made")
         (folder / MANIFEST_NAME).write_text(to_json(made))
         return folder
 

@@ -65,7 +65,7 @@ def export(folder: Path, tokenizer: Tokenizer) -> Path:
 
     weights = {name: torch.zeros(shape) for name, shape in parameter_shapes(SHAPE).items()}
     return huggingface.write_folder(folder, SHAPE, weights, tokenizer=tokenizer.name,
-                           files=hf_tokenizer.tokenizer_files(tokenizer, SHAPE.block_size))
+                                    files=hf_tokenizer.tokenizer_files(tokenizer, SHAPE.block_size))
 
 
 def test_the_tokenizer_of_an_export_is_found(tmp_path: Path) -> None:

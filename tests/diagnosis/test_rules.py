@@ -19,11 +19,11 @@ AT_LOAD = f'''Traceback (most recent call last):
     model.to(device)
   File "/x/torch/nn/modules/module.py", line 1343, in to
     return self._apply(convert)
-torch.OutOfMemoryError: {ALMOST_FULL.format(asked="148.00 MiB")}'''
+torch.OutOfMemoryError: {ALMOST_FULL.format(size="148.00 MiB")}'''
 IN_EVALUATION = f'''Traceback (most recent call last):
   File "train.py", line 264, in <module>
     losses = estimate_loss()
-torch.OutOfMemoryError: {ALMOST_FULL.format(asked="148.00 MiB")}'''
+torch.OutOfMemoryError: {ALMOST_FULL.format(size="148.00 MiB")}'''
 
 
 def activation_out_of_memory() -> Diagnosis:

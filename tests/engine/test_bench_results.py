@@ -23,7 +23,7 @@ def recorded(name: str) -> dict[str, Any]:
     return json.loads((ROOT / "bench" / "results" / name).read_text())  # type: ignore[no-any-return]
 
 
-def test_gradients_in_every_dtype_and_at_every_level_are_as_near_to_float64_as_plain_ones() -> None:
+def test_gradients_are_as_near_to_float64_as_plain_ones_in_every_dtype_and_recompute_level() -> None:
     rows = recorded("gradients_h200.json")["rows"]
     assert {row["dtype"] for row in rows} == {"bfloat16", "float16", "float32"}
     for row in rows:
@@ -64,7 +64,7 @@ def test_the_picture_of_the_curves_shows_the_recorded_results() -> None:
     ("124m", "exact", 5.0, 1.00), ("124m", "lossy", 3.6, 1.05), ("124m", "lossy small", 2.6, 1.00),
     ("77m", "exact", 4.5, 1.00), ("30m", "exact", 1.5, 1.00)])
 def test_the_engine_uses_less_memory_and_is_no_slower_than_plain_torch(case: str, contender: str, reserved: float,
-                                                                  ratio: float) -> None:
+                                                                       ratio: float) -> None:
     row = next(row for row in recorded(f"engine_{case}_h200.json")["rows"] if row["contender"] == contender)
     assert row["reserved_with_eval"] <= reserved * GiB
     assert row["ratio_to_plain"] >= ratio
@@ -75,20 +75,20 @@ def test_the_engine_uses_less_memory_and_is_no_slower_than_plain_torch(case: str
 def test_with_full_recomputation_a_run_needs_little_more_than_its_weights_and_states(case: str) -> None:
     """16 bytes a parameter, the head's copy in half precision, each layer's input, the largest of what comes and goes,
     and the products' workspaces; forecast for an H200, and measured where it was."""
-    told = recorded(f"engine_{case}_h200.json")
-    shape = {key: value for key, value in told["case"].items() if key != "accumulation"}
-    config = RunConfig(**shape, gradient_accumulation_steps=told["case"]["accumulation"], vocab_size=50304,
+    results = recorded(f"engine_{case}_h200.json")
+    shape = {key: value for key, value in results["case"].items() if key != "accumulation"}
+    config = RunConfig(**shape, gradient_accumulation_steps=results["case"]["accumulation"], vocab_size=50304,
                        recompute="input", compile=True)
     rows, width, vocab = config.batch_size * config.block_size, config.n_embd, config.vocab_size
     piece = 2 * 2048 * vocab + 2 * rows * width + 4 * vocab * width
     least = (16 * config.gpt_config().count_params() + 2 * vocab * width + 4 * config.n_layer * rows * width
              + max(38 * rows * width, piece) + 2 * 32 * MiB)
     found = forecast(config, Platform((9, 0), "2.11")).phases["train"].reserved
-    measured = [row["reserved"] for row in told["rows"] if row["contender"] == "exact smallest"]
+    measured = [row["reserved"] for row in results["rows"] if row["contender"] == "exact smallest"]
     assert max(found, *measured, 0) <= 1.10 * least
 
 
-def test_evaluation_is_no_slower_than_plain_and_needs_little_above_what_is_resident() -> None:
+def test_evaluation_is_no_slower_than_plain_and_needs_little_memory() -> None:
     rows = {row["contender"]: row for row in recorded("engine_124m_h200.json")["rows"]}
     assert rows["exact"]["eval_tokens_per_s"] >= rows["plain"]["eval_tokens_per_s"]
     alone = rows["exact"]["evaluation_alone"]

@@ -110,10 +110,11 @@ def test_the_whole_logits_tensor_never_exists() -> None:
     assert N * V > V * C
 
 
-@pytest.mark.parametrize(("tokens", "vocab", "asked", "wanted"),
+@pytest.mark.parametrize(("tokens", "vocab", "requested", "expected"),
                          [(16384, 50304, 0, 2048), (1024, 50304, 0, 1024), (4096, 257, 0, 4096),
                           (16384, 50304, 512, 512), (100, 50304, 512, 100), (4096, 10**9, 0, 128)])
-def test_a_chunk_fits_its_budget_or_has_the_requested_size(tokens: int, vocab: int, asked: int, wanted: int) -> None:
-    chunk = loss_chunk_tokens(tokens, vocab, asked)
-    assert chunk == wanted
-    assert asked or chunk * vocab * 2 <= LOSS_CHUNK_BYTES or chunk == 128
+def test_a_chunk_fits_its_budget_or_has_the_requested_size(tokens: int, vocab: int, requested: int,
+                                                           expected: int) -> None:
+    chunk = loss_chunk_tokens(tokens, vocab, requested)
+    assert chunk == expected
+    assert requested or chunk * vocab * 2 <= LOSS_CHUNK_BYTES or chunk == 128

@@ -25,7 +25,7 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch, capture: Callable[..., Any], runs:
     """Pools are numbered; empty_cache() is noted among the runs."""
     pools = count()
     for name, fake in {"graph_pool_handle": lambda: next(pools), "CUDAGraph": FakeGraph, "graph": capture,
-                            "synchronize": lambda: None, "empty_cache": lambda: runs.append("empty_cache")}.items():
+                       "synchronize": lambda: None, "empty_cache": lambda: runs.append("empty_cache")}.items():
         monkeypatch.setattr(torch.cuda, name, fake)
     monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)
 

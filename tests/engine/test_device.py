@@ -30,7 +30,7 @@ NO_GPU = Host(CPU_BUILD, survey=Survey(reason="no NVIDIA driver is installed or 
 
 # ---- the choice
 
-def test_auto_takes_the_gpu_in_bfloat16_and_compiled_and_says_so() -> None:
+def test_auto_takes_the_gpu_in_bfloat16_and_compiled_with_notes() -> None:
     choice = choose("auto", "auto", "auto", machine(RTX_4070))
     assert (choice.device, choice.name, choice.dtype, choice.compile) == (
         "cuda:0", "NVIDIA GeForce RTX 4070", "bfloat16", True)
@@ -45,7 +45,7 @@ def test_auto_takes_float16_before_ampere() -> None:
     assert "dtype: float16, because compute capability 7.5 has no bfloat16." in choice.notes
 
 
-def test_without_a_gpu_auto_takes_the_cpu_in_float32_eager_and_says_why() -> None:
+def test_without_a_gpu_auto_takes_the_cpu_in_float32_eager_with_the_reason() -> None:
     choice = choose("auto", "auto", "auto", NO_GPU)
     assert (choice.device, choice.dtype, choice.compile) == ("cpu", "float32", False)
     assert "device: cpu, because no NVIDIA driver is installed or loaded." in choice.notes
@@ -56,7 +56,7 @@ def test_a_mac_gets_its_gpu_in_float32_eager() -> None:
     assert (choice.device, choice.dtype, choice.compile) == ("mps", "float32", False)
 
 
-def test_of_two_cards_auto_takes_the_one_with_more_free_memory() -> None:
+def test_of_two_gpus_auto_takes_the_one_with_more_free_memory() -> None:
     second = replace(RTX_4070, index=1, uuid="bb-2")
     survey = Survey((reading_of(RTX_4070, free=1 * GiB), reading_of(second, free=9 * GiB)))
     choice = choose("auto", "auto", "auto", replace(machine(RTX_4070, second), survey=survey))
@@ -64,13 +64,13 @@ def test_of_two_cards_auto_takes_the_one_with_more_free_memory() -> None:
     assert "device: cuda:1 (NVIDIA GeForce RTX 4070), which has the most free memory of 2." in choice.notes
 
 
-def test_of_two_cards_auto_never_takes_one_this_torch_cannot_run() -> None:
+def test_of_two_gpus_auto_never_takes_one_that_this_torch_cannot_run() -> None:
     old = replace(GTX_1060, index=1, uuid="bb-2")
     survey = Survey((reading_of(RTX_4070, free=1 * GiB), reading_of(old, free=6 * GiB)))
     assert choose("auto", "auto", "auto", replace(machine(RTX_4070, old), survey=survey)).device == "cuda:0"
 
 
-def test_where_free_memory_is_unknown_the_first_card_is_taken_without_a_claim() -> None:
+def test_if_free_memory_is_unknown_the_first_gpu_is_taken_without_a_reason() -> None:
     second = replace(RTX_4070, index=1, uuid="bb-2")
     choice = choose("auto", "auto", "auto", replace(machine(RTX_4070, second), survey=Survey()))
     assert choice.device == "cuda:0"
@@ -82,7 +82,7 @@ def test_explicit_settings_are_used_without_a_note() -> None:
     assert (choice.device, choice.dtype, choice.compile, choice.notes) == ("cuda:0", "float32", False, ())
 
 
-def test_bfloat16_on_turing_is_refused_with_the_flag_that_works() -> None:
+def test_bfloat16_on_turing_is_rejected_with_the_flag_that_works() -> None:
     with pytest.raises(DeviceError) as refused:
         choose("auto", "bfloat16", "auto", machine(RTX_2060))
     assert "NVIDIA GeForce RTX 2060 has 7.5" in refused.value.what
@@ -97,16 +97,16 @@ def test_a_missing_gpu_is_an_error_that_lists_those_present() -> None:
     assert refused.value.fix == "--device=cuda:0"
 
 
-@pytest.mark.parametrize("asked", ["cuda", "cuda:0", "mps"])
-def test_requesting_a_gpu_where_there_is_none_is_an_error(asked: str) -> None:
-    with pytest.raises(DeviceError, match=f"device={asked}"):
-        choose(asked, "auto", "auto", NO_GPU)
+@pytest.mark.parametrize("requested", ["cuda", "cuda:0", "mps"])
+def test_requesting_a_gpu_where_there_is_none_is_an_error(requested: str) -> None:
+    with pytest.raises(DeviceError, match=f"device={requested}"):
+        choose(requested, "auto", "auto", NO_GPU)
 
 
-@pytest.mark.parametrize(("asked", "dtype"), [("gpu", "auto"), ("cuda:x", "auto"), ("auto", "bf16")])
-def test_invalid_values_are_usage_errors(asked: str, dtype: str) -> None:
+@pytest.mark.parametrize(("requested", "dtype"), [("gpu", "auto"), ("cuda:x", "auto"), ("auto", "bf16")])
+def test_invalid_values_are_usage_errors(requested: str, dtype: str) -> None:
     with pytest.raises(UsageError):
-        choose(asked, dtype, "auto", machine(RTX_4070))
+        choose(requested, dtype, "auto", machine(RTX_4070))
 
 
 def test_half_precision_on_a_cpu_is_allowed_with_a_note() -> None:
@@ -120,7 +120,7 @@ def test_half_precision_on_a_cpu_is_allowed_with_a_note() -> None:
     (replace(ALL_TOOLS, c_compiler=False), "C compiler"),
     (replace(ALL_TOOLS, python_headers=False), "Python.h"),
 ])
-def test_without_what_compiling_needs_auto_runs_eager_and_true_is_refused(tools: Tools, lacking: str) -> None:
+def test_without_compilers_compile_auto_runs_eager_and_compile_true_is_rejected(tools: Tools, lacking: str) -> None:
     host = machine(RTX_4070, tools=tools)
     choice = choose("auto", "auto", "auto", host)
     assert choice.compile is False
@@ -153,24 +153,24 @@ def test_an_untested_torch_version_gets_a_note(version: str, said: str) -> None:
     assert all(said in note and "2.11 to 2.13" in note for note in notes)
 
 
-@pytest.mark.parametrize("asked", ["auto", "cuda"])
-def test_a_hidden_gpu_stops_the_run_with_the_value_that_hides_it(asked: str) -> None:
+@pytest.mark.parametrize("requested", ["auto", "cuda"])
+def test_a_hidden_gpu_stops_the_run_with_the_value_that_hides_it(requested: str) -> None:
     host = Host(CUDA_BUILD, survey=Survey(hidden=(reading_of(RTX_4070),), chosen=""))
     with pytest.raises(DeviceError, match="CUDA_VISIBLE_DEVICES='' hides NVIDIA GeForce RTX 4070"):
-        choose(asked, "auto", "auto", host)
+        choose(requested, "auto", "auto", host)
     assert choose("cpu", "auto", "auto", host).mismatch is None
 
 
 @pytest.mark.parametrize("host", [machine(RTX_4070), NO_GPU, Host(CUDA_BUILD)])
-def test_there_is_no_mismatch_where_the_gpu_works_or_none_is_there(host: Host) -> None:
+def test_there_is_no_mismatch_if_the_gpu_works_or_there_is_none(host: Host) -> None:
     assert unusable_gpu_reason(host.build, host.survey, host.opened) is None
 
 
-@pytest.mark.parametrize("asked", ["auto", "cuda", "cuda:0"])
-def test_an_unusable_gpu_stops_the_run_unless_the_cpu_is_asked_for(asked: str) -> None:
+@pytest.mark.parametrize("requested", ["auto", "cuda", "cuda:0"])
+def test_an_unusable_gpu_stops_the_run_unless_the_cpu_is_requested(requested: str) -> None:
     host = replace(machine(RTX_4070, build=CPU_BUILD), opened=())
     with pytest.raises(DeviceError) as refused:
-        choose(asked, "auto", "auto", host)
+        choose(requested, "auto", "auto", host)
     assert refused.value.exit_code == 5
     assert "CPUs only" in refused.value.what
     assert "pip install" in refused.value.fix
@@ -181,13 +181,13 @@ def test_an_unusable_gpu_stops_the_run_unless_the_cpu_is_asked_for(asked: str) -
     assert any("It stays unused" in note and "pip install" in note for note in choice.notes)
 
 
-def test_an_unusable_card_asked_for_by_number_is_explained_though_another_works() -> None:
+def test_an_unusable_gpu_requested_by_index_is_explained_even_if_another_works() -> None:
     old = replace(GTX_1060, index=1)
     with pytest.raises(DeviceError, match="is sm_61"):
         choose("cuda:1", "auto", "auto", machine(RTX_4070, old))
 
 
-def test_a_gpu_named_in_the_environment_where_there_is_none_is_refused_with_the_value() -> None:
+def test_cuda_visible_devices_without_a_gpu_is_an_error_with_the_value() -> None:
     def without_gpus(chosen: str | None) -> Host:
         return replace(NO_GPU, survey=replace(NO_GPU.survey, chosen=chosen))
     with pytest.raises(DeviceError, match="CUDA_VISIBLE_DEVICES='7'"):
@@ -227,7 +227,7 @@ def test_memory_counters_are_read_under_their_own_names(monkeypatch: pytest.Monk
     assert device.read_memory("cuda:0") == MemoryReading(allocated=1, reserved=2, peak_allocated=3, peak_reserved=4)
 
 
-def test_a_compiler_named_in_the_environment_counts_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiler_named_by_cc_is_the_only_one_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", "no-such-compiler -O2")
     assert device.read_tools().c_compiler is False
     monkeypatch.setenv("CC", "sh -c")

@@ -1,4 +1,4 @@
-"""Exports open in transformers with the same logits; GPT-2 folders come in, or are refused in words."""
+"""Exports open in transformers with the same logits; GPT-2 folders are read, or rejected with a message."""
 
 from __future__ import annotations
 
@@ -75,10 +75,10 @@ def test_an_export_opens_in_transformers_with_the_same_logits(
     model = random_model(config)
     write_folder(tmp_path / "out", config, model | {"lm_head.weight": model["transformer.wte.weight"]},
                  tokenizer=tokenizer)
-    opened, told = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "out", output_loading_info=True)
-    assert not told["missing_keys"]
-    assert not told["unexpected_keys"]
-    assert not told["mismatched_keys"]
+    opened, loading_info = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not loading_info["missing_keys"]
+    assert not loading_info["unexpected_keys"]
+    assert not loading_info["mismatched_keys"]
     with torch.no_grad():
         got = opened.eval()(TOKENS).logits
     assert torch.allclose(got, logits(config, model, TOKENS), atol=1e-4, rtol=0)
@@ -87,7 +87,7 @@ def test_an_export_opens_in_transformers_with_the_same_logits(
     assert (tmp_path / "out" / "generation_config.json").exists() is (tokenizer != "chars")
 
 
-def test_the_exported_activation_is_the_exact_one_and_it_matters() -> None:
+def test_the_exported_activation_is_the_exact_gelu_and_another_differs() -> None:
     model = random_model(SHAPE)
     exact, by_tanh = (logits(SHAPE, model, TOKENS, gelu) for gelu in ("none", "tanh"))
     assert (exact - by_tanh).abs().max() > 3e-4  # so the test above would notice the wrong one
@@ -190,7 +190,7 @@ def gpt2(transformers: Any) -> Any:
 
 
 @pytest.mark.parametrize("shard", ["10GB", "4KB"])
-def test_a_folder_by_save_pretrained_comes_in_with_the_same_logits(tmp_path: Path, gpt2: Any, shard: str) -> None:
+def test_a_folder_by_save_pretrained_loads_with_the_same_logits(tmp_path: Path, gpt2: Any, shard: str) -> None:
     gpt2.save_pretrained(tmp_path, max_shard_size=shard)
     assert (tmp_path / "model.safetensors.index.json").exists() is (shard == "4KB")
     got = read_folder(tmp_path)
@@ -218,14 +218,14 @@ def bin_folder(path: Path, gpt2: Any, **changes: Any) -> Path:
     return path
 
 
-def test_the_hubs_own_names_in_a_bin_file_come_in(tmp_path: Path, gpt2: Any) -> None:
+def test_parameter_names_of_the_hub_in_a_bin_file_are_read(tmp_path: Path, gpt2: Any) -> None:
     got = read_folder(bin_folder(tmp_path, gpt2))
     with torch.no_grad():
         assert torch.allclose(logits(SHAPE, got.model, TOKENS, gelu="tanh"), gpt2(TOKENS).logits, atol=1e-4, rtol=0)
 
 
-def test_half_precision_weights_become_float32_in_the_model_and_take_no_more_room_before(tmp_path: Path,
-                                                                                          gpt2: Any) -> None:
+def test_half_precision_weights_are_read_as_such_and_become_float32_in_the_model(tmp_path: Path,
+                                                                                 gpt2: Any) -> None:
     bin_folder(tmp_path, gpt2, **{name: tensor.half() for name, tensor in the_hubs_names(gpt2).items()})
     config, tensors, _ = read_folder(tmp_path)
     assert {tensor.dtype for tensor in tensors.values()} == {torch.float16}
@@ -263,7 +263,7 @@ def test_a_model_that_is_not_this_gpt_is_an_error_that_names_the_setting(
         read_folder(tmp_path)
 
 
-def test_a_bin_file_that_would_run_something_is_refused(tmp_path: Path, gpt2: Any) -> None:
+def test_a_bin_file_that_would_run_code_is_rejected(tmp_path: Path, gpt2: Any) -> None:
     class Bomb:
         def __reduce__(self) -> Any:
             return os.system, (f"touch {tmp_path / 'ran'}",)
@@ -355,16 +355,16 @@ def test_without_weights_and_hub_library_the_error_names_the_pip_command(bare_ma
 
 
 def test_only_what_is_needed_is_fetched(bare_machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: dict[str, Any] = {}
+    download: dict[str, Any] = {}
 
     def snapshot_download(repository: str, *, allow_patterns: list[str]) -> str:
-        asked.update(repository=repository, files=allow_patterns)
+        download.update(repository=repository, files=allow_patterns)
         return str(put_weights(bare_machine / "fetched"))
 
     hub = types.SimpleNamespace(snapshot_download=snapshot_download)
     monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
     assert find_gpt2("gpt2-large") == bare_machine / "fetched"
-    assert asked == {"repository": "openai-community/gpt2-large", "files": ["config.json", "model.safetensors"]}
+    assert download == {"repository": "openai-community/gpt2-large", "files": ["config.json", "model.safetensors"]}
 
 
 def test_an_unreachable_hub_is_an_error_without_traceback(bare_machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:

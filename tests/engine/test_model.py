@@ -155,7 +155,7 @@ def test_called_without_targets_it_returns_only_the_last_positions_logits() -> N
     assert logits.shape == (4, 1, TINY.vocab_size)
 
 
-def test_a_sequence_longer_than_the_block_is_refused() -> None:
+def test_a_sequence_longer_than_the_block_is_rejected() -> None:
     with pytest.raises(ValueError, match="17 tokens do not fit a block_size of 16"):
         build()(torch.zeros(1, 17, dtype=torch.long))
 

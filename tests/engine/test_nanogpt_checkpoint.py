@@ -83,7 +83,7 @@ def without(*names: str) -> Any:
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("groups", [groups_of_today, groups_until_2023])
 @pytest.mark.parametrize("prefix", ["", "_orig_mod.", "module._orig_mod."])
-def test_weights_and_optimizer_come_in_by_name(tmp_path: Path, bias: bool, groups: Any, prefix: str) -> None:
+def test_weights_and_optimizer_are_loaded_by_name(tmp_path: Path, bias: bool, groups: Any, prefix: str) -> None:
     layers = 2 if prefix else 11  # with eleven, sorting by name (h.10 before h.2) is not the order of the layers
     model, optimizer = saved(tmp_path / "ckpt.pt", bias=bias, layers=layers, groups=groups, prefix=prefix)
     got = read_ckpt(tmp_path / "ckpt.pt")
@@ -100,14 +100,14 @@ def test_weights_and_optimizer_come_in_by_name(tmp_path: Path, bias: bool, group
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_the_list_of_parameters_is_the_modules_own(bias: bool) -> None:
+def test_the_list_of_parameters_equals_that_of_the_module(bias: bool) -> None:
     config = GPTConfig(**ARGS | {"bias": bias})
     shapes = parameter_shapes(config)
     assert shapes == {name: tuple(p.shape) for name, p in tiny_gpt(bias).named_parameters()}
     assert sum(torch.Size(shape).numel() for shape in shapes.values()) == config.count_params()
 
 
-def test_old_files_with_mask_buffers_without_bias_in_args_and_with_plain_numbers_are_read(tmp_path: Path) -> None:
+def test_old_files_with_masks_without_bias_in_args_and_with_plain_step_numbers_are_read(tmp_path: Path) -> None:
     masks = {f"transformer.h.{n}.attn.bias": torch.ones(1, 1, 6, 6) for n in range(2)}
 
     def plain_steps(optimizer: Any) -> Any:
@@ -155,7 +155,7 @@ class Unknown:
     pass
 
 
-def test_a_file_that_would_run_something_is_refused_and_runs_nothing(tmp_path: Path) -> None:
+def test_a_file_that_would_run_code_is_rejected_and_runs_nothing(tmp_path: Path) -> None:
     marker, bomb = tmp_path / "ran", Bomb(tmp_path / "ran")
     torch.save({"model": bomb}, tmp_path / "zip.pt")
     torch.save({"model": bomb}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)

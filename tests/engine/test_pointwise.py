@@ -54,7 +54,7 @@ def rows(dtype: torch.dtype) -> Tensor:
 
 @pytest.mark.parametrize("residual", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", pointwise.Pointwise._fields)
-def test_a_compiled_function_allocates_its_results_and_nothing_as_wide_besides(
+def test_a_compiled_function_allocates_nothing_wide_but_its_results(
         name: str, residual: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     half, weight, bias = torch.bfloat16, torch.ones(WIDTH), torch.zeros(WIDTH)
     arguments = {
@@ -67,7 +67,7 @@ def test_a_compiled_function_allocates_its_results_and_nothing_as_wide_besides(
     assert set(besides) <= {((ROWS, 1), "float32")}
 
 
-def test_something_wide_between_two_kernels_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wide_temporary_between_two_kernels_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     def twice(x: Tensor, y: Tensor) -> Tensor:
         return x @ y @ x
 

@@ -136,17 +136,17 @@ def check_room(machine: Machine) -> Iterable[Finding]:
     return diagnostics.check_room(machine, CHECKPOINT_BYTES, CHECKPOINTS)
 
 
-@pytest.mark.parametrize(("env", "verdict", "words"), [
+@pytest.mark.parametrize(("env", "verdict", "message"), [
     ({}, "ok", "fitgpt sets expandable_segments:True"),
     ({"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, "ok", "PYTORCH_ALLOC_CONF"),
     ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, "note", "max_split_size_mb:64"),
     ({"PYTORCH_ALLOC_CONF": "a:1", "PYTORCH_CUDA_ALLOC_CONF": "b:2"}, "note", "differ"),
     ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments"}, "wrong", "has no value"),
 ])
-def test_allocator_variables_are_checked(env: dict[str, str], verdict: str, words: str) -> None:
+def test_allocator_variables_are_checked(env: dict[str, str], verdict: str, message: str) -> None:
     (finding,) = diagnostics.check_environment(replace(HERE, environment=env))
     assert finding.verdict == verdict
-    assert words in finding.what
+    assert message in finding.what
     assert verdict == "ok" or "unset" in finding.fix
 
 
@@ -156,16 +156,17 @@ def test_variables_that_slow_torch_down_are_noted_if_set() -> None:
     assert (finding.verdict, finding.fix) == ("note", "unset CUDA_LAUNCH_BLOCKING")
 
 
-@pytest.mark.parametrize(("changes", "subject", "words"), [
+@pytest.mark.parametrize(("changes", "subject", "message"), [
     ({"disk_free": GiB}, "disk", "too little"), ({"can_write": False}, "disk", "cannot be written"),
     ({"ram": GiB}, "RAM", "1.00 GiB"), ({"shm": 64 * MiB}, "limits", "64.0 MiB"),
     ({"open_files": 256}, "limits", "256 files"), ({"address_space": 8 * GiB}, "limits", "8.00 GiB"),
 ])
-def test_a_low_limit_is_noted_with_its_figure_and_a_command(changes: dict[str, Any], subject: str, words: str) -> None:
+def test_a_low_limit_is_noted_with_its_figure_and_a_command(changes: dict[str, Any], subject: str,
+                                                            message: str) -> None:
     assert verdicts(check_room(HERE)) == {"ok"}
     noted = [finding for finding in check_room(replace(HERE, **changes)) if finding.verdict == "note"]
     assert [finding.subject for finding in noted] == [subject]
-    assert words in noted[0].what
+    assert message in noted[0].what
     assert noted[0].fix
 
 
@@ -187,7 +188,7 @@ def test_a_working_machine_has_only_ok_findings(monkeypatch: pytest.MonkeyPatch)
     assert "cuda:0 (NVIDIA GeForce RTX 4070), in bfloat16" in by_subject(findings)["device"][0].what
 
 
-@pytest.mark.parametrize(("changes", "subject", "words", "fix"), [
+@pytest.mark.parametrize(("changes", "subject", "message", "fix"), [
     ({"import_error": "is not installed"}, "torch", "is not installed", "[train]"),
     ({"import_error": "libcudart.so.12: cannot open shared object file"}, "torch", "libcudart",
      "--force-reinstall torch"),
@@ -195,11 +196,11 @@ def test_a_working_machine_has_only_ok_findings(monkeypatch: pytest.MonkeyPatch)
      "CPUs only", "pip install torch"),
     ({"compute_error": "CUDA error: no kernel image"}, "device", "no kernel image", "nvidia-smi"),
 ])
-def test_a_torch_that_cannot_train_is_wrong_with_a_command(changes: dict[str, Any], subject: str, words: str,
+def test_a_torch_that_cannot_train_is_wrong_with_a_command(changes: dict[str, Any], subject: str, message: str,
                                                            fix: str) -> None:
     wrong = [finding for finding in diagnostics.check_torch({**FINE, **changes}, HERE) if finding.verdict == "wrong"]
     assert [finding.subject for finding in wrong] == [subject]
-    assert words in wrong[0].what
+    assert message in wrong[0].what
     assert fix in wrong[0].fix
 
 
@@ -255,18 +256,18 @@ def run_instead(monkeypatch: pytest.MonkeyPatch, script: str) -> None:
     monkeypatch.setattr("subprocess.run", lambda command, **options: real([command[0], "-c", script], **options))
 
 
-@pytest.mark.parametrize(("script", "words"), [
+@pytest.mark.parametrize(("script", "message"), [
     ("import os, signal; os.kill(os.getpid(), signal.SIGILL)", "crashed (SIGILL)"),
     ("import sys; sys.exit('no libc')", "exit code 1: no libc"), ("print('[1]')", "exit code 0"),
     ("print('half {')", "exit code 0"), ("import time; time.sleep(60)", "did not finish within 1 s"),
 ])
-def test_a_torch_that_crashes_or_hangs_is_a_finding(monkeypatch: pytest.MonkeyPatch, script: str, words: str) -> None:
+def test_a_torch_that_crashes_or_hangs_is_a_finding(monkeypatch: pytest.MonkeyPatch, script: str, message: str) -> None:
     monkeypatch.setattr(torch_probe, "TORCH_TIMEOUT_S", 1)
     run_instead(monkeypatch, script)
     answer = torch_probe.ask_torch(os.environ)
     (finding,) = diagnostics.check_torch(answer, HERE)
     assert finding.verdict == "wrong"
-    assert words in finding.what
+    assert message in finding.what
     assert list(diagnostics.check_packages(answer)) == list(diagnostics.check_compiling(answer, HERE)) == []
 
 

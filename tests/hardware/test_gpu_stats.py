@@ -55,7 +55,7 @@ def test_drivers_before_535_give_throttle_reasons_by_another_name(nvml: Counting
 
 
 @pytest.mark.parametrize(("bits", "reasons"), [(0, ()), (0x1, ()), (0x5, ("power limit",)), (None, None),
-                                             (0x1000, ("reason 0x1000",)), ("odd", None)])
+                                               (0x1000, ("reason 0x1000",)), ("odd", None)])
 def test_idle_is_no_throttle_reason_and_unknown_bits_are_shown(bits: Any, reasons: Any) -> None:
     assert gpu_stats.throttle_reasons(bits) == reasons
 
@@ -67,12 +67,12 @@ def test_gpus_hidden_by_cuda_visible_devices_are_read_too(nvml: CountingNvml, mo
 
 def test_without_nvml_counters_come_from_nvidia_smi_even_an_old_one(monkeypatch: pytest.MonkeyPatch) -> None:
     def smi(command: list[str], **_: Any) -> SimpleNamespace:
-        asked = command[1]
-        if "event_reasons" in asked:
+        query = command[1]
+        if "event_reasons" in query:
             return SimpleNamespace(returncode=2, stdout="Field is not a valid field to query")
-        if "compute-apps" in asked:
+        if "compute-apps" in query:
             return SimpleNamespace(returncode=0, stdout="GPU-1, 42, 4464, /usr/bin/python3\nGPU-1, 43, [N/A], odd\n")
-        if "throttle" in asked:
+        if "throttle" in query:
             return SimpleNamespace(returncode=0, stdout="0, 57, 88.20, [N/A], 64, 1800, 2100, 0x0000000000000004\n")
         return SimpleNamespace(returncode=0, stdout="0, T4, GPU-1, 470.57, 15109, 15000, 109, 7.5\n")
 

@@ -51,25 +51,25 @@ def test_every_model_is_found_by_its_name_and_by_its_device_name() -> None:
         assert gpus.match_device(f"NVIDIA GeForce {card.name}", card.driver_mib) is card
 
 
-@pytest.mark.parametrize("asked", ["4071", "RTX 4090 D", "A100 7GB"])
-def test_an_unknown_name_is_an_error_with_the_nearest_names(asked: str) -> None:
+@pytest.mark.parametrize("requested", ["4071", "RTX 4090 D", "A100 7GB"])
+def test_an_unknown_name_is_an_error_with_the_nearest_names(requested: str) -> None:
     with pytest.raises(UsageError) as raised:
-        gpus.find(asked)
-    assert repr(asked) in raised.value.what
+        gpus.find(requested)
+    assert repr(requested) in raised.value.what
     named = raised.value.fix.removeprefix("The nearest: ").removesuffix(".").split(", ")
     assert all(gpus.find(name).name == name for name in named)
 
 
-@pytest.mark.parametrize(("asked", "may_be"), [
+@pytest.mark.parametrize(("name", "may_be"), [
     ("RTX 6000", ["RTX 6000 Ada", "RTX PRO 6000 Blackwell"]),
     ("7900", ["RX 7900 XTX"]),
     ("h1", ["H100 SXM", "H100 PCIe"]),
     ("a1", ["A10", "A10G", "A100 40GB", "A100 SXM 80GB", "A100 PCIe 80GB"]),
     ("laptop 30", ["RTX 3060 Laptop", "RTX 3070 Laptop"]),
 ])
-def test_an_ambiguous_name_is_an_error_with_the_models_it_may_mean(asked: str, may_be: list[str]) -> None:
+def test_an_ambiguous_name_is_an_error_with_the_models_it_may_mean(name: str, may_be: list[str]) -> None:
     with pytest.raises(UsageError) as raised:
-        gpus.find(asked)
+        gpus.find(name)
     assert raised.value.fix == f"One of: {', '.join(may_be)}."
 
 
@@ -80,10 +80,10 @@ def test_a_long_list_of_models_is_cut_short() -> None:
     assert raised.value.fix.count(",") == gpus.MAX_LISTED - 1
 
 
-@pytest.mark.parametrize("asked", ["", "geforce", "xx", "?", "m2"])
-def test_a_name_without_similar_ones_refers_to_the_list(asked: str) -> None:
+@pytest.mark.parametrize("name", ["", "geforce", "xx", "?", "m2"])
+def test_a_name_without_similar_ones_refers_to_the_list(name: str) -> None:
     with pytest.raises(UsageError) as raised:
-        gpus.find(asked)
+        gpus.find(name)
     assert "fitgpt cards lists" in raised.value.fix
 
 

@@ -85,5 +85,6 @@ def test_a_tape_completes_under_what_it_needs_and_allocates_rounded_sizes(seed: 
     timeline = replay(written, least, expandable=True)
     assert timeline.failed is None
     assert replay(written, least - 2 * MiB, expandable=True).failed is not None
-    asked = accumulate((1 if event.alloc else -1) * max(-(-event.nbytes // 512) * 512, 512) for event in written.events)
-    assert timeline.allocated == list(asked)
+    expected = accumulate((1 if event.alloc else -1) * max(-(-event.nbytes // 512) * 512, 512)
+                          for event in written.events)
+    assert timeline.allocated == list(expected)

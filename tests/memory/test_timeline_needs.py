@@ -32,12 +32,12 @@ UPSIDE_DOWN = {
 }
 
 
-def run(**knobs: Any) -> RunConfig:
-    return resolve_run(RunConfig(**{**SMALL, **knobs}), SETTING)
+def run(**options: Any) -> RunConfig:
+    return resolve_run(RunConfig(**{**SMALL, **options}), SETTING)
 
 
-def tape(trainer: str, **knobs: Any) -> Tape:
-    return write_tape(run(**knobs), SETTING, trainer)
+def tape(trainer: str, **options: Any) -> Tape:
+    return write_tape(run(**options), SETTING, trainer)
 
 
 def replays_at_every_cap(tape: Tape, expandable: bool) -> dict[int, bool]:
@@ -51,12 +51,12 @@ def replays_at_every_cap(tape: Tape, expandable: bool) -> dict[int, bool]:
 
 @pytest.mark.parametrize("expandable", [True, False])
 @pytest.mark.parametrize("trainer", ["fitgpt", "nanogpt"])
-@pytest.mark.parametrize("knobs", [dict(compile=True), dict(compile=False), dict(compile=False, dropout=0.1, n_layer=3),
-                                   dict(dtype="float32", recompute="input"), dict(batch_size=16, vocab_size=64)],
-                         ids=str)
-def test_of_an_ordinary_run_it_is_the_smallest_cap_of_all_and_every_larger_one_will_do(
-        expandable: bool, trainer: str, knobs: dict[str, Any]) -> None:
-    written = tape(trainer, **knobs)
+@pytest.mark.parametrize("options", [
+    dict(compile=True), dict(compile=False), dict(compile=False, dropout=0.1, n_layer=3),
+    dict(dtype="float32", recompute="input"), dict(batch_size=16, vocab_size=64)], ids=str)
+def test_the_needs_of_an_ordinary_run_are_the_smallest_limit_and_every_larger_one_is_enough(
+        expandable: bool, trainer: str, options: dict[str, Any]) -> None:
+    written = tape(trainer, **options)
     found, seen = needs(written, expandable=expandable), replays_at_every_cap(written, expandable)
     assert {cap: found <= cap for cap in seen} == seen
 
@@ -68,17 +68,17 @@ def upside_down(name: str) -> tuple[Tape, dict[int, bool]]:
 
 
 @pytest.mark.parametrize("name", UPSIDE_DOWN)
-def test_what_is_needed_under_a_limit_is_within_it_just_where_a_replay_at_it_ends_well(name: str) -> None:
+def test_needs_under_a_limit_are_within_it_exactly_if_a_replay_at_the_limit_completes(name: str) -> None:
     written, seen = upside_down(name)
     free_run, usual = replay(written), needs(written)
     assert {cap: usual <= cap for cap in seen} != seen  # it is one of those runs
-    told = {cap: needs_under(cap, written, usual, free_run=free_run) for cap in seen}
-    assert {cap: needed <= cap for cap, needed in told.items()} == seen
-    assert all(seen[needed // ROUND_LARGE * ROUND_LARGE] for needed in told.values())
+    needed_under = {cap: needs_under(cap, written, usual, free_run=free_run) for cap in seen}
+    assert {cap: needed <= cap for cap, needed in needed_under.items()} == seen
+    assert all(seen[needed // ROUND_LARGE * ROUND_LARGE] for needed in needed_under.values())
 
 
 @pytest.mark.parametrize("name", UPSIDE_DOWN)
-def test_a_plan_says_fits_just_where_its_own_replay_does_not_run_out(name: str) -> None:
+def test_a_plan_fits_exactly_if_its_own_replay_completes(name: str) -> None:
     written, seen = upside_down(name)
     usual = needs(written)
     contradicting = {cap: enough for cap, enough in seen.items() if enough != (usual <= cap)}
@@ -98,14 +98,14 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
     return caps
 
 
-def test_most_caps_are_not_tried(tried: list[int | None]) -> None:
+def test_needs_are_found_with_few_replays(tried: list[int | None]) -> None:
     written = tape("nanogpt", compile=False, batch_size=16, vocab_size=50304)
     by_trying = sum(1 for _ in range(ROUND_LARGE, replay(written).reserved, ROUND_LARGE)).bit_length()
     needs(written)
     assert len(tried) < by_trying / 2
 
 
-def test_a_limit_costs_one_replay_more_at_most_and_none_where_there_is_plenty_or_far_too_little(
+def test_a_limit_costs_at_most_one_more_replay_and_none_far_above_or_below_the_needs(
         tried: list[int | None]) -> None:
     written = tape("fitgpt", compile=False)
     free_run = replay(written, expandable=True)
@@ -117,7 +117,7 @@ def test_a_limit_costs_one_replay_more_at_most_and_none_where_there_is_plenty_or
 
 
 @pytest.mark.parametrize("trainer", ["fitgpt", "nanogpt"])
-def test_a_run_that_gets_by_with_less_than_it_would_like_is_told_as_it_gets_by(trainer: str) -> None:
+def test_a_run_that_releases_memory_to_fit_is_shown_with_its_peaks_under_the_limit(trainer: str) -> None:
     config = run(compile=False, n_layer=3, n_head=8, n_embd=512, batch_size=6, vocab_size=50304)
     free = forecast.forecast(config, SETTING, trainer)
     assert free.needs < free.phases["train"].reserved

@@ -18,7 +18,7 @@ def read(name: str) -> dict[str, Any]:
     return json.loads((ROOT / "bench" / name).read_text(encoding="utf-8"))  # type: ignore[no-any-return]
 
 
-def test_the_smallest_plan_of_a_run_that_fit_refuses_really_runs_out_of_memory() -> None:
+def test_the_smallest_plan_of_a_run_that_fit_rejects_is_out_of_memory() -> None:
     rows = read("results/refused_h200.json")["rows"]
     drawn = [triple for triple in read("triples.json")["triples"] if not triple["accepted"]]
     assert [(row["config"], row["budget"]) for row in rows] == [(each["config"], each["budget"]) for each in drawn]
@@ -30,7 +30,7 @@ def test_the_smallest_plan_of_a_run_that_fit_refuses_really_runs_out_of_memory()
         assert "out_of_memory" in row
         least = RunConfig(**row["least"])
         shape = ("n_layer", "n_head", "n_embd", "block_size")
-        assert [getattr(least, knob) for knob in shape] == [row["config"][knob] for knob in shape]
+        assert [getattr(least, option) for option in shape] == [row["config"][option] for option in shape]
 
 
 def test_the_largest_model_for_12_gb_trained_for_twenty_steps_under_that_budget() -> None:
@@ -43,7 +43,7 @@ def test_the_largest_model_for_12_gb_trained_for_twenty_steps_under_that_budget(
     assert found["ran_out"] == []
 
 
-def test_sixty_random_runs_that_fit_accepts_trained_saved_and_resumed_without_running_out() -> None:
+def test_sixty_random_runs_that_fit_accepts_train_save_and_resume_without_oom() -> None:
     rows = read("results/triples_h200.json")["rows"]
     drawn = [triple for triple in read("triples.json")["triples"] if triple["accepted"]]
     assert [(row["config"], row["budget"]) for row in rows] == [(each["config"], each["budget"]) for each in drawn]
@@ -56,7 +56,7 @@ def test_sixty_random_runs_that_fit_accepts_trained_saved_and_resumed_without_ru
         assert row["needs"] <= row["cap"] < row["budget"] <= 12 * GiB
 
 
-def test_what_the_accepted_runs_held_is_what_was_foreseen() -> None:
+def test_measured_memory_of_the_accepted_runs_is_as_forecast() -> None:
     """The figures of docs/accuracy.md."""
     pairs = {figure: [(row["foreseen"][phase][figure], row["measured"][phase][figure])
                       for row in read("results/triples_h200.json")["rows"] for phase in row["measured"]]
@@ -81,7 +81,7 @@ def test_what_fit_chooses_is_within_5_percent_of_the_best_of_a_measured_sweep() 
 
 
 @pytest.mark.parametrize("case", ["124m", "77m"])
-def test_under_a_12_gb_card_s_cap_the_fitted_run_is_faster_than_plain_at_any_batch_that_fits(case: str) -> None:
+def test_in_12_gb_the_fitted_run_is_faster_than_plain_torch_at_any_batch_that_fits(case: str) -> None:
     found = read(f"results/fitted_{case}_h200.json")
     assert found["cap_bytes"] <= 11.3 * GiB
     rates = {row["contender"]: row["tokens_per_s"] for row in found["rows"]}

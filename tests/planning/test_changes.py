@@ -38,10 +38,10 @@ def first_flags(config: RunConfig, trainer: str = "fitgpt") -> set[str]:
 @pytest.mark.parametrize("config", [SMALL, replace(SMALL, compile=False, dropout=0.1, batch_size=7),
                                     replace(SMALL, dtype="float16", recompute="1*all,2*input", eval_block_size=200)])
 def test_the_flags_of_a_change_are_all_that_it_changes(trainer: str, config: RunConfig) -> None:
-    told = [f"--{key}={value}" for key, value in config.to_dict().items()]
+    config_flags = [f"--{key}={value}" for key, value in config.to_dict().items()]
     for change, changed in single_changes(config, trainer):
         flags = [flag for flag in change.flags if not flag.startswith("--trainer")]
-        assert build(RunConfig, walk([*told, *flags], RunConfig)) == changed
+        assert build(RunConfig, walk([*config_flags, *flags], RunConfig)) == changed
         assert change.flags
 
 

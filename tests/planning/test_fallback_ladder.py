@@ -56,7 +56,7 @@ def test_each_plan_trains_the_same_samples_in_the_same_steps(case: tuple[RunConf
         assert smaller.tokens_per_step == config.tokens_per_step
         samples = [sorted(sample for micro in range(each.gradient_accumulation_steps) for sample in positions_for(
             7, micro, batch_size=each.batch_size, accumulation=each.gradient_accumulation_steps))
-            for each in (config, smaller)]
+                   for each in (config, smaller)]
         assert samples[0] == samples[1]
 
 
@@ -81,7 +81,7 @@ def test_plans_stay_within_the_cpu_ram() -> None:
     config = RunConfig(n_layer=4)
     offloaded = host_bytes(resolve_run(replace(config, offload="optimizer"), HERE))
     uses_ram = [any("offload" in plan.changes for plan in fallback_plans(config, HERE, host_bytes=limit))
-            for limit in (None, offloaded, offloaded - 1)]
+                for limit in (None, offloaded, offloaded - 1)]
     assert uses_ram == [True, True, False]
     moved = replace(config, offload="optimizer")  # what is offloaded already does not count
     assert any(plan.changes.get("offload") == "gradients" for plan in fallback_plans(moved, HERE, host_bytes=0))

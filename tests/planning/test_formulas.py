@@ -26,16 +26,16 @@ def at_the_peak(trainer: str, **options: object) -> tuple[int, dict[str, OwnerSh
     return peak.allocated, {share.owner: share for share in found}
 
 
-def worth(words: str) -> float:
+def worth(formula_text: str) -> float:
     """The bytes of a formula."""
-    products, _, rest = words.partition(", and ")
+    products, _, rest = formula_text.partition(", and ")
     if "of small things" in products:
         products, rest = "", products
     left = parse_bytes(re.match(r"[\d.]+ \w+", rest)[0]) if rest else 0  # type: ignore[index]
     sums = re.sub(r" (layers?|tokens|bytes)\b", "", products).replace("×", "*").replace(",", "")
     sums = re.sub(r"[\d.]+ (?:KiB|MiB|GiB)", lambda found: str(parse_bytes(found[0])), sums)
     sums = re.sub(r"[\d.]+[kMB]\b", lambda found: str(parse_count(found[0])), sums)
-    assert re.fullmatch(r"[\d.*+() ]*", sums), words
+    assert re.fullmatch(r"[\d.*+() ]*", sums), formula_text
     return left + (eval(sums) if sums else 0)
 
 

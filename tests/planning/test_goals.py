@@ -105,7 +105,7 @@ def test_the_smallest_memory_is_exact_and_below_that_of_the_given_run() -> None:
     named = int(re.search(r"--budget=(\d+)MiB is enough", in_nvidia_smi)[1]) * MiB  # type: ignore[index]
     assert found.chosen.needs <= named - target(900).budget.outside <= found.chosen.needs + OUTSIDE_ERROR + MiB
     assert without_offload == (f"Without more in CPU RAM: {show_bytes(alone.least.needs)}, by "
-                                f"{' '.join(alone.least.flags)}.")
+                               f"{' '.join(alone.least.flags)}.")
 
 
 def test_the_goal_fastest_keeps_the_model() -> None:

@@ -109,7 +109,7 @@ def test_mapped_along_equals_mapped_of_each_mix(runs: list[tuple[RunConfig, Plat
 def test_cached_costs_equal_fresh_ones_for_other_depths_chunks_and_savers(platform: Platform) -> None:
     shared, rng = layer_costs.CostCache(platform), random.Random(1)
     base = resolve_run(RunConfig(n_layer=5, n_head=4, n_embd=128, vocab_size=5000, block_size=128,
-                             dtype="float32"), platform)
+                                 dtype="float32"), platform)
     savers: tuple[dict[str, Any], ...] = (
         {}, dict(offload="optimizer"), dict(offload="gradients"), dict(optimizer="adam8bit"), dict(optimizer="muon"),
         dict(optimizer="adam8bit", adam8bit="bitsandbytes"),

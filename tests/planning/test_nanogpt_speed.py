@@ -41,7 +41,7 @@ def test_half_of_the_nineteen_recorded_runs_are_within_three_percent() -> None:
     assert statistics.median(errors) < 0.0265
 
 
-def test_a_run_that_was_not_used_for_fitting_is_near() -> None:
+def test_a_run_not_used_to_fit_the_roofline_is_near_it() -> None:
     """docs/log.md: 124M at 4 × 12 × 1024, an H200."""
     assert middle(replace(GPT2, batch_size=12, gradient_accumulation_steps=4), H200) == pytest.approx(481e3, rel=0.02)
 

@@ -118,9 +118,9 @@ def test_a_note_says_that_spare_memory_would_gain_nothing() -> None:
 def test_the_verdict_on_an_unchanged_run_depends_on_faster_runners_up() -> None:
     """Lossy savers have to gain more than 1 %."""
     given = ScoredConfig(SMALL, (), "free", 900 * MiB, MiB, SpeedEstimate(1000, 1000, 1000, ""))
-    for speed, words in ((1070, "nothing found is enough faster"), (1005, "nothing found is 1 % faster")):
+    for speed, message in ((1070, "nothing found is enough faster"), (1005, "nothing found is 1 % faster")):
         other = given._replace(flags=("--weights=bfloat16",), speed=SpeedEstimate(speed, speed, speed, ""))
-        assert words in verdict(FitResult(budget_of(901 * MiB), given, given, runners_up=(other,)))
+        assert message in verdict(FitResult(budget_of(901 * MiB), given, given, runners_up=(other,)))
 
 
 def test_evaluations_cover_the_same_windows_or_a_reason_says_otherwise() -> None:
@@ -130,9 +130,9 @@ def test_evaluations_cover_the_same_windows_or_a_reason_says_otherwise() -> None
         assert found.chosen is not None
         assert found.chosen.config.batch_size > 8
         now, before = (each.eval_iters * each.batch_size for each in (found.chosen.config, config))
-        words = " ".join(decision.why for decision in found.decisions)
+        reasons = " ".join(decision.why for decision in found.decisions)
         assert now >= before
-        assert (f"{now:,} windows instead of {before:,}" in words) == (now != before)
+        assert (f"{now:,} windows instead of {before:,}" in reasons) == (now != before)
 
 
 def test_every_change_is_a_decision_with_its_reason() -> None:
@@ -231,9 +231,9 @@ def test_savers_with_another_training_rule_need_their_name() -> None:
 
 def test_bitsandbytes_is_used_only_where_it_was_given() -> None:
     assert not any("adam8bit" in savers.options for savers in saver_sets(SMALL, SETTING, parse_allow("lossy,muon")))
-    asked = replace(SMALL, optimizer="adam8bit", adam8bit="bitsandbytes")
+    requested = replace(SMALL, optimizer="adam8bit", adam8bit="bitsandbytes")
     for allow in ("", "lossy"):
-        found = fitted(900, asked, allow)
+        found = fitted(900, requested, allow)
         assert found.chosen is not None
         assert (found.chosen.config.optimizer, found.chosen.config.adam8bit) == ("adam8bit", "bitsandbytes")
 

@@ -250,9 +250,9 @@ def test_without_always_save_checkpoint_only_improvements_are_saved() -> None:
 
 def test_a_spike_is_marked_with_its_phase() -> None:
     progress = progress_after(evaluation(0, memory=memory(GiB)), step(0, memory=memory(3 * GiB)),
-                       step(1, memory=memory(3 * GiB + 10 * MiB)), evaluation(100, memory=memory(4 * GiB)))
+                              step(1, memory=memory(3 * GiB + 10 * MiB)), evaluation(100, memory=memory(4 * GiB)))
     assert progress.spikes == [Spike("train", 1, 2 * GiB, 3 * GiB),
-                             Spike("eval", 100, GiB - 10 * MiB, 4 * GiB)]
+                               Spike("eval", 100, GiB - 10 * MiB, 4 * GiB)]
     assert progress.memory_history().marks == ((1, "train"), (3, "eval"))
 
 

@@ -317,7 +317,7 @@ def test_hostile_text_stays_text(hostile: str) -> None:
                    levels=[Level(hostile, 1.0)], marks=[EventMark(0.5, hostile)], note=hostile),
         line_chart(hostile, [], empty=hostile),
         stacked_chart(OwnerTimeline((hostile, "weights"), ((1, 2), (3, 4)), ((0, hostile),), 1), title=hostile, limit=5,
-                limit_name=hostile, note=hostile),
+                      limit_name=hostile, note=hostile),
         owner_bar({hostile: 5}),
     ]
     html = html_page(hostile, "".join(charts))

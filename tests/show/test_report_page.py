@@ -45,7 +45,7 @@ def reports(real_run: Path) -> dict[str, Path]:
     facts = FACTS | dict(device="cuda:0", device_name="NVIDIA GeForce RTX 4070", config=config)
     steps = [step(n, loss=3 + 4 * math.exp(-n / 50) + rng.gauss(0, 0.05)) for n in range(400)]
     steps[250]["loss"], steps[300]["loss"] = 900.0, math.nan
-    hostile = [{"kind": "warning", "step": 20 * n, "text": words} for n, words in enumerate(HOSTILE_TEXTS)]
+    hostile = [{"kind": "warning", "step": 20 * n, "text": text} for n, text in enumerate(HOSTILE_TEXTS)]
     evaluations = [evaluation(n) for n in range(0, 401, 50)]
     gpu = write_run(real_run.parent / "gpu", [facts, PLAN, *evaluations, *steps, *hostile])
     made = {"real": (real_run,), "gpu": (gpu,), "both": (real_run, gpu)}
@@ -69,7 +69,7 @@ def opened(browser: Any, path: Path, width: int = DESKTOP, **more: Any) -> tuple
 
 @pytest.mark.parametrize("name", ["real", "gpu", "both"])
 def test_a_page_fits_its_screen_loads_nothing_and_has_no_errors(browser: Any, reports: dict[str, Path],
-                                                                   name: str) -> None:
+                                                                name: str) -> None:
     tab, wrong = opened(browser, reports[name])
     labels = ("[...document.querySelectorAll('.plot text')].filter(one => one.checkVisibility({visibilityProperty: true"
               "})).map(one => one.getBoundingClientRect()).map(box => [box.right, box.height])")

@@ -21,16 +21,16 @@ def test_a_run_is_at_100_percent_only_at_its_end() -> None:
 
 
 def test_every_figure_of_gpu_and_run_is_shown() -> None:
-    words = text_of(FRAME)
+    text = text_of(FRAME)
     for figure in ("GPU 0", "RTX 4070", "9.00 GiB of 12.00 GiB, 75%", "utilisation 97%", "power 187 of 200 W", "71 °C",
                    "2,475 of 2,550 MHz", "power limit", "Xorg 300.0 MiB (desktop)", "chrome 200.0 MiB (desktop)",
                    "ollama N/A", "runs/a", "running: process 7", "1,240 of 9,536", "13%", "eval", "5 h 12 min left",
                    "3.8123", "validation 3.9000", "41,234 tokens/s", "MFU 41.20%", "allocated 7.00 GiB",
                    "reserved 8.00 GiB", "planned peak 9.00 GiB", "headroom 2.00 GiB", "a warning",
                    "+3.00 GiB to 8.00 GiB in eval at step 1,000", "in train at step 1,100 (chrome)", "5.00 GiB to"):
-        assert figure in words, figure
-    assert "python" not in words  # the run itself is no other program
-    assert words.index("GPU 0") < words.index("runs/a")
+        assert figure in text, figure
+    assert "python" not in text  # the run itself is no other program
+    assert text.index("GPU 0") < text.index("runs/a")
 
 
 @pytest.mark.parametrize("width", [40, 80])

@@ -19,27 +19,27 @@ CONFIGS = 100
 ONE_OF_EACH_KIND = list({card.cc: card for card in load() if card.vendor == "nvidia"}.values())
 
 
-def sizes(dice: Random) -> dict[str, int]:
+def sizes(rng: Random) -> dict[str, int]:
     """Half of them are odd; of the others, a batch's rows are a few times as many as a row's numbers, so that
     activations are as large as weights and one may take another's memory."""
-    if dice.random() < 0.5:
-        heads = dice.choice((1, 2, 3, 5, 12))
-        return {"n_head": heads, "n_embd": heads * dice.choice((1, 3, 8, 33, 64, 136, 264)),
-                "batch_size": dice.randint(1, 5), "block_size": dice.choice((1, 2, 7, 33, 128, 1000, 4096)),
-                "vocab_size": dice.choice((65, 72, 257, 50257, 50304, 100277))}
-    width, batch, times = dice.choice((16, 32, 192, 768)), dice.choice((1, 4, 8, 16)), dice.choice((1, 3, 4))
-    return {"n_head": dice.choice((1, 2, 4)), "n_embd": width, "batch_size": batch,
-            "block_size": max(width * times // batch, 1), "vocab_size": dice.choice((65, 4 * width))}
+    if rng.random() < 0.5:
+        heads = rng.choice((1, 2, 3, 5, 12))
+        return {"n_head": heads, "n_embd": heads * rng.choice((1, 3, 8, 33, 64, 136, 264)),
+                "batch_size": rng.randint(1, 5), "block_size": rng.choice((1, 2, 7, 33, 128, 1000, 4096)),
+                "vocab_size": rng.choice((65, 72, 257, 50257, 50304, 100277))}
+    width, batch, times = rng.choice((16, 32, 192, 768)), rng.choice((1, 4, 8, 16)), rng.choice((1, 3, 4))
+    return {"n_head": rng.choice((1, 2, 4)), "n_embd": width, "batch_size": batch,
+            "block_size": max(width * times // batch, 1), "vocab_size": rng.choice((65, 4 * width))}
 
 
-def config_of(dice: Random, card: GpuModel) -> RunConfig:
+def config_of(rng: Random, card: GpuModel) -> RunConfig:
     """One that the card can run."""
     platform = platform_for(card)
     return RunConfig(
-        **sizes(dice), n_layer=dice.randint(1, 4), dropout=dice.choice((0.0, 0.1)), bias=dice.random() < 0.5,
-        gradient_accumulation_steps=dice.randint(1, 5), grad_clip=dice.choice((0.0, 1.0)),
-        dtype=dice.choice(("auto", "float32", "float16", *(("bfloat16",) if platform.has_bf16 else ()))),
-        compile=platform.compiles and dice.random() < 0.75)
+        **sizes(rng), n_layer=rng.randint(1, 4), dropout=rng.choice((0.0, 0.1)), bias=rng.random() < 0.5,
+        gradient_accumulation_steps=rng.randint(1, 5), grad_clip=rng.choice((0.0, 1.0)),
+        dtype=rng.choice(("auto", "float32", "float16", *(("bfloat16",) if platform.has_bf16 else ()))),
+        compile=platform.compiles and rng.random() < 0.75)
 
 
 def check(tape: Tape) -> dict[str, Event]:
@@ -56,11 +56,11 @@ def check(tape: Tape) -> dict[str, Event]:
 
 
 @pytest.mark.parametrize("number", range(CONFIGS))
-def test_every_config_has_a_tape_that_frees_what_is_alive_and_only_that(number: int) -> None:
-    dice = Random(number)
-    card, trainer = dice.choice(ONE_OF_EACH_KIND), "fitgpt" if number % 4 == 0 else "nanogpt"
-    platform = platform_for(card, torch=dice.choice(list(TORCH_VERSIONS)), windows=dice.random() < 0.1)
-    config = resolve_run(config_of(dice, card), platform)
+def test_every_config_has_a_tape_that_frees_only_live_tensors(number: int) -> None:
+    rng = Random(number)
+    card, trainer = rng.choice(ONE_OF_EACH_KIND), "fitgpt" if number % 4 == 0 else "nanogpt"
+    platform = platform_for(card, torch=rng.choice(list(TORCH_VERSIONS)), windows=rng.random() < 0.1)
+    config = resolve_run(config_of(rng, card), platform)
     tape = write_tape(config, platform, trainer)
     alive = check(tape)
     timeline = replay(tape, expandable=platform.expands(trainer))
@@ -76,8 +76,8 @@ def test_every_config_has_a_tape_that_frees_what_is_alive_and_only_that(number: 
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize(("batch", "block", "gradient"), [
     (64, 1, "1.c_fc.weight.grad"), (16, 3, "0.c_attn.weight.grad")])
-def test_a_gradient_may_end_up_in_what_the_forward_pass_kept(batch: int, block: int, gradient: str,
-                                                             accumulation: int) -> None:
+def test_a_gradient_may_reuse_memory_kept_by_the_forward_pass(batch: int, block: int, gradient: str,
+                                                              accumulation: int) -> None:
     """With dropout the first norm's input is computed again over the kept rows of the tokens' table; where those are as
     large as a weight, its gradient takes the place next, and outlives the step."""
     config = RunConfig(n_layer=2, n_head=2, n_embd=16, batch_size=batch, block_size=block, vocab_size=1001, bias=True,

@@ -17,7 +17,7 @@ CONFIG = RunConfig(n_layer=2, n_head=2, n_embd=32, vocab_size=300, batch_size=3,
                    compile=False)
 
 
-def test_the_real_torch_stays_what_it_is() -> None:
+def test_the_real_torch_is_not_modified() -> None:
     run.write(CONFIG, Platform())
     assert sys.modules["torch"] is torch
     assert block.torch is torch

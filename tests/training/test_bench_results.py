@@ -21,7 +21,7 @@ def recorded(name: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("name", "batches"), [("capped_xl_on_h200.json", (2, 8)),
                                                ("capped_xl_exact_on_h200.json", (2,))])
-def test_gpt2_xl_trains_evaluates_saves_and_resumes_under_a_12_gb_cards_cap(name: str, batches: Sequence[int]) -> None:
+def test_gpt2_xl_trains_evaluates_saves_and_resumes_in_12_gb(name: str, batches: Sequence[int]) -> None:
     found = recorded(name)
     assert found["cap_bytes"] <= 11.3 * GiB + 1
     for batch, row in zip(batches, found["rows"], strict=True):
@@ -47,7 +47,7 @@ def test_reports_after_an_evaluation_show_the_same_step_time_as_the_others() -> 
         assert max(report["mfu"] for report in reports) < 0.5
 
 
-def test_a_run_goes_on_when_another_process_takes_the_card_s_memory() -> None:
+def test_a_run_continues_when_another_process_takes_the_gpu_memory() -> None:
     found = recorded("neighbour_h200.json")
     beside = found["beside"]
     assert beside["exit_code"] == 0

@@ -62,7 +62,7 @@ def test_an_empty_optimizer_is_saved_and_loaded(tmp_path: Path) -> None:
     assert load(tmp_path).optimizer == {}
 
 
-def test_a_tied_head_is_not_stored_and_an_untied_one_is_refused(tmp_path: Path) -> None:
+def test_a_tied_head_is_not_stored_and_an_untied_one_is_rejected(tmp_path: Path) -> None:
     model, optimizer = tensors(1)
     model["lm_head.weight"] = model["transformer.wte.weight"]
     save(tmp_path, 1, model, optimizer, {}, best=False, keep_last=2)
@@ -108,12 +108,12 @@ def test_the_last_k_and_the_best_are_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("keep_last", [1, 0, -1])
-def test_fewer_than_two_kept_is_refused(tmp_path: Path, keep_last: int) -> None:
+def test_keeping_fewer_than_two_checkpoints_is_rejected(tmp_path: Path, keep_last: int) -> None:
     with pytest.raises(UsageError, match="at least 2"):
         save_step(tmp_path, 1, keep_last=keep_last)
 
 
-def test_damaged_checkpoints_do_not_push_good_ones_out(tmp_path: Path) -> None:
+def test_damaged_checkpoints_do_not_replace_good_ones(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         save_step(tmp_path, step)
     (tmp_path / "step-00000003" / "state.json").write_text("{}")
@@ -122,22 +122,22 @@ def test_damaged_checkpoints_do_not_push_good_ones_out(tmp_path: Path) -> None:
     assert steps(tmp_path) == [1, 4]
 
 
-def test_going_back_to_an_earlier_step_sets_later_checkpoints_aside(tmp_path: Path) -> None:
+def test_going_back_to_an_earlier_step_moves_later_checkpoints_away(tmp_path: Path) -> None:
     for step in (50, 100, 150):
         save_step(tmp_path, step, best=step == 100)
     assert load(tmp_path, 50).step == 50
     saved = save_step(tmp_path, 60)
     assert steps(tmp_path) == [50, 60]
     assert load(tmp_path).step == 60
-    aside = tmp_path / "set-aside-by-step-00000060-2"
-    assert sorted(path.name for path in aside.iterdir()) == ["step-00000100", "step-00000150"]
+    moved_to = tmp_path / "set-aside-by-step-00000060-2"
+    assert sorted(path.name for path in moved_to.iterdir()) == ["step-00000100", "step-00000150"]
     assert "step 100, 150" in saved.notes[0]
-    assert str(aside) in saved.notes[0]
+    assert str(moved_to) in saved.notes[0]
     save_step(tmp_path, 100, new_branch=True)
     save_step(tmp_path, 150)
     assert steps(tmp_path) == [60, 100, 150]
     assert load(tmp_path, 100).state["new_branch"] is True
-    assert load(aside).step == 150
+    assert load(moved_to).step == 150
 
 
 def test_a_step_saved_again_is_replaced_only_once_the_new_one_is_there(tmp_path: Path) -> None:
@@ -240,7 +240,7 @@ def test_files_swapped_between_checkpoints_are_noticed(tmp_path: Path) -> None:
     assert load(tmp_path).step == 1
 
 
-def test_a_newer_schema_is_refused_by_name_and_never_skipped(tmp_path: Path) -> None:
+def test_a_newer_schema_is_an_error_that_names_it_and_is_never_skipped(tmp_path: Path) -> None:
     save_step(tmp_path, 1)
     path = save_step(tmp_path, 2).path / "state.json"
     path.write_text(seal_json(unseal_json(path.read_text()) | {"schema": 99, "fitgpt": "9.1.0"}))

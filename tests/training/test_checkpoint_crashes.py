@@ -113,10 +113,10 @@ def test_after_sigkill_at_random_moments_the_last_saved_checkpoint_loads(tmp_pat
     for _ in range(30):
         read_end, write_end = os.pipe()
 
-        def save_for_ever(first: int = step + 1, told: int = write_end) -> None:
+        def save_for_ever(first: int = step + 1, progress: int = write_end) -> None:
             for number in range(first, first + 10_000):
                 save_step(tmp_path, number, best=number % 3 == 0, keep_last=2)
-                os.write(told, b"%d\n" % number)
+                os.write(progress, b"%d\n" % number)
 
         child = in_a_child(save_for_ever)
         os.close(write_end)

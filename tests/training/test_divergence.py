@@ -36,8 +36,8 @@ def fitgpt(command: str | list[str], folder: Path) -> subprocess.CompletedProces
 
 
 def flags_of(config: RunConfig, **changes: Any) -> list[str]:
-    told = {**config.to_dict(), **changes}
-    return [f"--{name}={value}" for name, value in told.items() if value != RunConfig().to_dict()[name]]
+    settings = {**config.to_dict(), **changes}
+    return [f"--{name}={value}" for name, value in settings.items() if value != RunConfig().to_dict()[name]]
 
 
 def checkpoints(config: RunConfig) -> list[int]:
@@ -46,7 +46,7 @@ def checkpoints(config: RunConfig) -> list[int]:
 
 # ---- whole runs, as a user starts them
 
-def test_the_command_that_is_printed_resumes_from_the_good_checkpoint_and_trains_on(tmp_path: Path) -> None:
+def test_the_printed_command_resumes_from_the_good_checkpoint_and_trains_on(tmp_path: Path) -> None:
     config = tiny_config(tmp_path, save_interval=3)
     assert fitgpt(["train", *flags_of(config)], tmp_path).returncode == 0
     exploding = fitgpt(["train", "--resume", f"--out_dir={config.out_dir}", "--max_iters=400",
@@ -55,9 +55,9 @@ def test_the_command_that_is_printed_resumes_from_the_good_checkpoint_and_trains
     assert "Its last good checkpoint is of step 20:" in exploding.stderr
     assert "warning: Gradients are not finite" in exploding.stdout + exploding.stderr
     assert checkpoints(config)[-1] == 20
-    aside = Path(config.out_dir) / "checkpoints" / "set-aside-diverged-1"
-    assert str(aside) in exploding.stderr
-    assert min(steps(aside)) > 20
+    moved_to = Path(config.out_dir) / "checkpoints" / "set-aside-diverged-1"
+    assert str(moved_to) in exploding.stderr
+    assert min(steps(moved_to)) > 20
 
     remedy = exploding.stderr.strip().splitlines()[-1].strip()
     assert remedy.startswith("fitgpt train --init_from=resume")
@@ -72,8 +72,8 @@ def test_the_command_that_is_printed_resumes_from_the_good_checkpoint_and_trains
     {**EXPLODES, "save_interval": 1}, {"weight_decay": 1e30, "save_interval": 1},
     {**EXPLODES, "step_in_backward": True, "gradient_accumulation_steps": 1, "save_interval": 1},
     {**EXPLODES, "max_iters": 5, "lr_decay_iters": 5}],
-    ids=["learning rate", "weight decay", "step in backward", "five steps"])
-def test_a_run_too_short_for_max_skipped_steps_ends_with_exit_code_6_and_can_be_started_again(
+                         ids=["learning rate", "weight decay", "step in backward", "five steps"])
+def test_a_run_that_diverges_before_a_good_evaluation_exits_with_6_and_can_be_restarted(
         tmp_path: Path, cause: dict[str, Any]) -> None:
     """Its checkpoints were never evaluated as good, so none of them is offered."""
     config = tiny_config(tmp_path)
@@ -108,7 +108,7 @@ def test_a_run_that_cannot_skip_steps_stops_at_the_first_loss_that_is_not_finite
 
 
 def test_a_disk_that_cannot_be_written_does_not_hide_the_divergence(tmp_path: Path,
-                                                                   monkeypatch: pytest.MonkeyPatch) -> None:
+                                                                    monkeypatch: pytest.MonkeyPatch) -> None:
     def full(folder: Path) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -134,7 +134,7 @@ def test_a_run_whose_last_step_was_skipped_ends_well(tmp_path: Path, monkeypatch
 
 # ---- which checkpoints are kept
 
-def test_checkpoints_of_skipped_steps_never_push_a_good_one_out(tmp_path: Path) -> None:
+def test_checkpoints_of_skipped_steps_never_replace_a_good_one(tmp_path: Path) -> None:
     for step in (10, 20, 30):
         save_step(tmp_path, step, keep_last=2, status=GOOD)
     for step in range(31, 60):
@@ -142,7 +142,7 @@ def test_checkpoints_of_skipped_steps_never_push_a_good_one_out(tmp_path: Path) 
     assert steps(tmp_path) == [20, 30, 58, 59]
 
 
-def test_the_latest_good_one_outlives_later_ones_that_were_not_evaluated(tmp_path: Path) -> None:
+def test_the_latest_good_checkpoint_is_kept_beside_later_ones_without_evaluation(tmp_path: Path) -> None:
     """Weights may explode for some steps before a gradient overflows."""
     save_step(tmp_path, 5, best=True, keep_last=2, status=GOOD)
     save_step(tmp_path, 10, keep_last=2, status=GOOD)
@@ -159,7 +159,7 @@ def test_a_run_that_recovers_prunes_as_usual(tmp_path: Path) -> None:
 
 # ---- what is set aside
 
-def test_what_is_later_than_the_last_good_one_is_set_aside(tmp_path: Path) -> None:
+def test_checkpoints_after_the_last_good_one_are_moved_away(tmp_path: Path) -> None:
     for step, status in ((1, GOOD), (2, GOOD), (3, UNKNOWN), (4, DIVERGED)):
         save_step(tmp_path, step, keep_last=9, status=status)
     good, moved, folder = set_aside_diverged(tmp_path)
@@ -189,7 +189,7 @@ def loss(split: str, mean: float, windows: int = 8) -> SplitLoss:
     (4.1, 3.0, 4, GOOD), (6.1, 3.0, 4, DIVERGED),  # other windows: beside chance, which is log 148 = 5.0
     (math.nan, 3.0, 8, DIVERGED), (3.0, math.inf, 8, DIVERGED)])
 def test_an_evaluation_is_good_if_it_is_finite_and_near_the_last_good_one(train: float, val: float, windows: int,
-                                                                         status: str) -> None:
+                                                                          status: str) -> None:
     evaluation = Evaluation(step=1, losses=(loss("train", train, windows), loss("val", val, windows)),
                             tokens_per_s=1.0, memory=MemoryReading())
     assert judge(evaluation, loss("train", 3.0), 148) == status

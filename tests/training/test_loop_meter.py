@@ -33,7 +33,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
 
 @pytest.mark.parametrize("steps_before", [0, 1, 5, 9])
 def test_an_evaluation_and_a_save_do_not_change_the_time_of_the_steps_around_them(device: Device,
-                                                                                 steps_before: int) -> None:
+                                                                                  steps_before: int) -> None:
     """Ten steps per report. Of those before the evaluation, nothing has been waited for when it begins."""
     metered = Meter(1000, device.synchronize)
     for step in range(10):

@@ -172,7 +172,7 @@ def test_the_cap_is_what_the_allocator_may_reserve(cards: Callable[..., None]) -
 
 
 def test_the_cap_is_never_below_the_requested_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch is told a fraction, and makes bytes of it again."""
+    """Torch takes a fraction and computes bytes from it."""
     total, fractions, generator = TOTAL - RESERVED, list[float](), random.Random(0)
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: SimpleNamespace(total_memory=total))
     monkeypatch.setattr("torch.cuda.set_per_process_memory_fraction", lambda share, device: fractions.append(share))
@@ -228,27 +228,27 @@ def test_a_plan_json_sets_the_options_and_the_fallback_plans(plan: Callable[...,
     assert worker.fallbacks == [smaller._asdict()]
 
 
-@pytest.mark.parametrize(("changes", "flags", "words"), [
+@pytest.mark.parametrize(("changes", "flags", "message"), [
     ({}, ["--batch_size=8"], "it has batch_size=4, and --batch_size=8 says 8"),
     ({"card": "RTX 3060 12GB"}, [], "made for an RTX 3060 12GB, and here is an RTX 4070"),
     ({"forecast": {"needs_bytes": 123 * MiB}}, [], "it says the run needs 123.0 MiB, and here"),
     ({}, ["--device=cpu"], "the run is not on an NVIDIA GPU"),
 ])
 def test_differences_from_the_plan_json_are_errors(plan: Callable[..., str], monkeypatch: pytest.MonkeyPatch,
-                                                   changes: dict[str, Any], flags: list[str], words: str) -> None:
+                                                   changes: dict[str, Any], flags: list[str], message: str) -> None:
     with pytest.raises(DeviceError) as raised:
         started(monkeypatch, f"--plan={plan(**changes)}", *flags)
-    assert words in raised.value.what
+    assert message in raised.value.what
     assert raised.value.exit_code == 5
 
 
-@pytest.mark.parametrize(("text", "words"), [
+@pytest.mark.parametrize(("text", "message"), [
     ("{", "is not a plan"), ("[]", "has no config"), ('{"schema": 2, "config": {}}', "schema 2"),
     ('{"config": {"batch_size": -3}}', "batch_size"), ("[" * 100_000, "is not a plan"),
 ])
-def test_a_file_that_is_no_plan_is_a_usage_error(tmp_path: Path, text: str, words: str) -> None:
+def test_a_file_that_is_no_plan_is_a_usage_error(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "plan.json").write_text(text)
-    with pytest.raises(UsageError, match=words):
+    with pytest.raises(UsageError, match=message):
         plan_file.read(str(tmp_path / "plan.json"))
     with pytest.raises(UsageError, match="No such file"):
         plan_file.read(str(tmp_path / "none.json"))
@@ -263,7 +263,7 @@ def test_a_config_given_as_plan_names_the_plan_json(tmp_path: Path) -> None:
         (tmp_path / "mine.plan.json").write_text("{}")
 
 
-@pytest.mark.parametrize(("changes", "words"), [
+@pytest.mark.parametrize(("changes", "message"), [
     ({"batch_size": "two"}, "a fallback plan: batch_size='two': batch_size takes a whole number"),
     ({"batch_size": 0}, "batch_size"), ({"offload": "cloud"}, "offload is one of"),
     ({"n_layer": 1}, "a fallback plan changes n_layer"), ({"weights": "bfloat16"}, "a fallback plan changes weights"),
@@ -271,11 +271,11 @@ def test_a_config_given_as_plan_names_the_plan_json(tmp_path: Path) -> None:
     ({"batch_size": 2}, "64 tokens per step, and the run has 128"),
 ])
 def test_a_fallback_plan_that_cannot_work_is_an_error_before_the_run(
-        plan: Callable[..., str], monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], words: str) -> None:
+        plan: Callable[..., str], monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], message: str) -> None:
     path = plan(ladder=[{"changes": changes, "needs_bytes": 5, "why": "smaller"}])
     with pytest.raises(UsageError) as raised:
         started(monkeypatch, f"--plan={path}")
-    assert words in raised.value.what
+    assert message in raised.value.what
     assert path in raised.value.what
 
 
@@ -300,7 +300,7 @@ def test_memory_check_supervisor_and_rehearse_do_not_import_torch() -> None:
 @pytest.fixture
 def planned(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[DeviceMemoryPlan, list[int]]]:
     """A run on an RTX 4070 that torch sees, of which others held 2 GiB before; and the caps that were set."""
-    def run(spills: bool = False, **knobs: Any) -> tuple[DeviceMemoryPlan, list[int]]:
+    def run(spills: bool = False, **options: Any) -> tuple[DeviceMemoryPlan, list[int]]:
         caps: list[int] = []
         monkeypatch.setattr(oom, "is_nvidia", lambda device: True)
         monkeypatch.setattr(oom, "card_reading", lambda device, others: (reading(others["GPU-0"]), 46))
@@ -308,7 +308,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[DeviceMemory
         monkeypatch.setattr(device_memory, "triton_works", lambda: True)
         monkeypatch.setattr(oom, "may_spill", lambda: spills)
         choice = DeviceChoice("cuda:0", "NVIDIA GeForce RTX 4070", "bfloat16", True, (), None, None)
-        config = RunConfig(**{**NEEDS_5_3, "dtype": "bfloat16"}, **knobs)
+        config = RunConfig(**{**NEEDS_5_3, "dtype": "bfloat16"}, **options)
         return device_memory.plan_on_device(config, choice, {"GPU-0": 2 * GiB}), caps
 
     return run

@@ -92,7 +92,7 @@ def test_between_its_parts_the_loop_allocates_nothing(trained: Callable[..., End
     dict(step_in_backward=True, batch_size=4, gradient_accumulation_steps=1, grad_clip=0.0),
 ], ids=lambda changes: next(iter(changes)) + str(next(iter(changes.values()))))
 def test_with_every_optimizer_a_failed_allocation_does_not_change_the_weights(trained: Callable[..., Ended],
-                                                                         changes: dict[str, Any]) -> None:
+                                                                              changes: dict[str, Any]) -> None:
     """The last allocations of each step are the optimizer's, where it makes any: before and after a checkpoint."""
     skip_without_library(changes)
     whole = trained(**changes)
@@ -129,7 +129,7 @@ def test_rolling_back_twice_to_one_checkpoint_takes_a_smaller_plan(
 
 
 def test_the_metrics_of_a_run_that_rolled_back_have_each_step_once(trained: Callable[..., Ended],
-                                                               monkeypatch: pytest.MonkeyPatch) -> None:
+                                                                   monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Muon, "step", failing_at([3], Muon.step))
     ended = trained(optimizer="muon", max_iters=4, eval_interval=4, save_interval=0)
     whole = (ended.out / "metrics.jsonl").read_text()
@@ -171,11 +171,11 @@ def test_a_fallback_plan_whose_optimizer_cannot_load_the_state_is_an_error(train
         trained([40, 41], part=1, fallbacks=fallbacks, weights="bfloat16", dtype="bfloat16")
 
 
-@pytest.mark.parametrize(("dropout", "words"), [(0.0, "batch 1 × 4: same steps, same data."),
-                                                (0.2, "batch 1 × 4: same data, other dropout masks.")])
+@pytest.mark.parametrize(("dropout", "ending"), [(0.0, "batch 1 × 4: same steps, same data."),
+                                                 (0.2, "batch 1 × 4: same data, other dropout masks.")])
 def test_the_message_promises_same_steps_only_without_dropout(
-        trained: Callable[..., Ended], dropout: float, words: str) -> None:
-    assert trained([40, 41], part=1, dropout=dropout).rows("step_down")[0]["text"].endswith(words)
+        trained: Callable[..., Ended], dropout: float, ending: str) -> None:
+    assert trained([40, 41], part=1, dropout=dropout).rows("step_down")[0]["text"].endswith(ending)
 
 
 def test_adamws_step_allocates_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,7 +238,7 @@ def test_without_a_smaller_plan_the_run_is_saved_and_a_resume_gives_the_same_wei
 
 
 def test_it_takes_the_first_fallback_plan_that_fits_what_is_free(trained: Callable[..., Ended],
-                                                            monkeypatch: pytest.MonkeyPatch) -> None:
+                                                                 monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DeviceMemoryPlan, "room", lambda self: int(2.5 * GiB))
     ended = trained([40, 41], part=1)
     assert [row["needs_bytes"] for row in ended.rows("step_down")] == [2 * GiB]

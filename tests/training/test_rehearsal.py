@@ -1,4 +1,4 @@
-"""A rehearsal shows what a run holds and leaves no trace; a plan is told at the start and judged at the end."""
+"""A rehearsal measures memory and leaves no trace; a plan is printed at the start and compared at the end."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_out_of_memory_in_a_rehearsal_does_not_change_the_run(tmp_path: Path, mo
 
 
 def test_a_rehearsal_skips_an_evaluation_that_does_not_fit(tmp_path: Path,
-                                                                 monkeypatch: pytest.MonkeyPatch) -> None:
+                                                           monkeypatch: pytest.MonkeyPatch) -> None:
     def no_room(*look: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
@@ -186,7 +186,7 @@ def test_the_command_passes_the_config_and_the_file_to_the_worker(
 
 
 def test_an_unwritable_file_is_reported_before_the_rehearsal(tmp_path: Path,
-                                                                      monkeypatch: pytest.MonkeyPatch) -> None:
+                                                             monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[WorkerConfig] = []
     monkeypatch.setattr(rehearse, "run_worker", lambda worker: (started.append(worker), (0, {}))[1])
     config = tiny_config(tmp_path)
@@ -285,7 +285,7 @@ def test_train_prints_its_plan_rehearses_and_ends_with_the_measurements(
 
 
 def test_a_resumed_run_allocates_in_the_forecast_order(tmp_path: Path, card: Callable[[float], None],
-                                                         monkeypatch: pytest.MonkeyPatch) -> None:
+                                                       monkeypatch: pytest.MonkeyPatch) -> None:
     """The plan is of an evaluation first: a run that goes straight on to train may not find room where one that has
     evaluated does."""
     card(1.0)
@@ -313,16 +313,16 @@ def test_a_resumed_run_allocates_in_the_forecast_order(tmp_path: Path, card: Cal
 
 def test_a_stopped_run_still_compares_plan_and_measurement(tmp_path: Path, card: Callable[[float], None]) -> None:
     card(1.0)
-    config, asked = tiny_config(tmp_path), iter(range(100))
+    config, stop_checks = tiny_config(tmp_path), iter(range(100))
     with pytest.raises(Interrupted):
-        run_module.run(config.to_dict(), [], lambda: next(asked) > 8)
+        run_module.run(config.to_dict(), [], lambda: next(stop_checks) > 8)
     assert read_metrics(tmp_path / "out" / "metrics.jsonl")[-1]["kind"] == "plan_measured"
 
 
 def test_a_full_disk_at_the_end_does_not_hide_why_the_run_ended(tmp_path: Path, card: Callable[[float], None],
                                                                 monkeypatch: pytest.MonkeyPatch) -> None:
     card(1.0)
-    real, asked = RunFolder.append_metrics, iter(range(100))
+    real, stop_checks = RunFolder.append_metrics, iter(range(100))
 
     def full(self: RunFolder, row: Any) -> None:
         if row["kind"] == "plan_measured":
@@ -331,7 +331,7 @@ def test_a_full_disk_at_the_end_does_not_hide_why_the_run_ended(tmp_path: Path, 
 
     monkeypatch.setattr(RunFolder, "append_metrics", full)
     with pytest.raises(Interrupted):
-        run_module.run(tiny_config(tmp_path).to_dict(), [], lambda: next(asked) > 8)
+        run_module.run(tiny_config(tmp_path).to_dict(), [], lambda: next(stop_checks) > 8)
 
 
 def test_a_phase_that_exceeds_its_forecast_fails_the_rehearsal(tmp_path: Path, card: Callable[[float], None],

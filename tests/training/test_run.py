@@ -28,8 +28,8 @@ from tests.helpers import reference_loss, skip_without_library, tiny_config
 
 
 def train(config: RunConfig, stop_after: int | None = None) -> list[dict]:
-    asked = iter(range(10**9))
-    run(config.to_dict(), [], lambda: stop_after is not None and next(asked) >= stop_after)
+    stop_checks = iter(range(10**9))
+    run(config.to_dict(), [], lambda: stop_after is not None and next(stop_checks) >= stop_after)
     return read_metrics(Path(config.out_dir) / "metrics.jsonl")
 
 
@@ -80,7 +80,7 @@ def test_twenty_steps_have_the_loss_curve_of_a_plain_loop(tmp_path: Path) -> Non
 
 
 def test_a_closed_stdout_does_not_fail_the_run(tmp_path: Path,
-                                                                 monkeypatch: pytest.MonkeyPatch) -> None:
+                                               monkeypatch: pytest.MonkeyPatch) -> None:
     reader, writer = os.pipe()
     close = PlainDisplay.close
 
@@ -96,7 +96,7 @@ def test_a_closed_stdout_does_not_fail_the_run(tmp_path: Path,
 
 
 def test_the_closing_is_printed_on_a_terminal_without_unicode(tmp_path: Path,
-                                                                    monkeypatch: pytest.MonkeyPatch) -> None:
+                                                              monkeypatch: pytest.MonkeyPatch) -> None:
     raw = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
     train(tiny_config(tmp_path, max_iters=2))
@@ -106,10 +106,10 @@ def test_the_closing_is_printed_on_a_terminal_without_unicode(tmp_path: Path,
 
 
 def test_the_display_advances_at_every_micro_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[float] = []
-    monkeypatch.setattr(PlainDisplay, "advance", lambda display, steps: told.append(steps))
+    advances: list[float] = []
+    monkeypatch.setattr(PlainDisplay, "advance", lambda display, steps: advances.append(steps))
     train(tiny_config(tmp_path, max_iters=2, gradient_accumulation_steps=4, log_interval=10))
-    assert told == [0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0]
+    assert advances == [0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0]
 
 
 def test_a_disk_that_is_full_for_a_while_loses_no_step_and_no_metrics_row(
@@ -226,7 +226,7 @@ def test_a_folder_that_holds_a_run_is_not_started_over(tmp_path: Path) -> None:
         train(replace(config, n_layer=3))
 
 
-def test_other_data_on_resume_is_refused(tmp_path: Path) -> None:
+def test_other_data_on_resume_is_rejected(tmp_path: Path) -> None:
     config = tiny_config(tmp_path, max_iters=2)
     train(config)
     from tests.helpers import write_dataset
@@ -236,7 +236,7 @@ def test_other_data_on_resume_is_refused(tmp_path: Path) -> None:
         train(replace(config, init_from="resume", max_iters=4, dataset=other))
 
 
-def test_a_token_beyond_the_vocabulary_is_refused_before_training(tmp_path: Path) -> None:
+def test_a_token_beyond_the_vocabulary_is_rejected_before_training(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="vocabulary"):
         train(tiny_config(tmp_path, vocab_size=40))
 

@@ -48,9 +48,9 @@ os.execv(sys.executable, [sys.executable, "-m", "fitgpt", *sys.argv[2:]])
 class Run:
     """A `fitgpt train` in the background; its output goes to one file."""
 
-    def __init__(self, folder: Path, *flags: str, ignoring: str = "none", **knobs: Any) -> None:
+    def __init__(self, folder: Path, *flags: str, ignoring: str = "none", **options: Any) -> None:
         self.out = folder / "a run"  # the space must survive into the command that resumes
-        settings = {**TINY, "dataset": write_dataset(folder / "data"), "out_dir": self.out, **knobs}
+        settings = {**TINY, "dataset": write_dataset(folder / "data"), "out_dir": self.out, **options}
         self._start(folder, ["train", *(f"--{key}={value}" for key, value in settings.items()), *flags], ignoring)
 
     def _start(self, folder: Path, argv: list[str], ignoring: str = "none") -> None:
@@ -62,9 +62,9 @@ class Run:
 
     def resume_by_printed_command(self) -> None:
         """Runs the command that the last process printed."""
-        told = re.search(r"fitgpt (train .*)", self.said)
-        assert told, self.said
-        self._start(self._folder, shlex.split(told[1]))
+        printed = re.search(r"fitgpt (train .*)", self.said)
+        assert printed, self.said
+        self._start(self._folder, shlex.split(printed[1]))
 
     @property
     def said(self) -> str:
@@ -197,7 +197,7 @@ def test_ctrl_z_stops_both_processes_and_fg_wakes_both(endless: Run) -> None:
     endless.wait_for_steps()
 
 
-def test_what_nohup_ignores_stays_ignored(endless: Run) -> None:
+def test_signals_ignored_by_nohup_stay_ignored(endless: Run) -> None:
     endless.send(signal.SIGHUP)
     endless.wait_for_steps()
     assert "Stopping" not in endless.said
@@ -242,17 +242,17 @@ def test_a_worker_whose_supervisor_dies_saves_and_ends(start: Callable[..., Run]
     assert checkpoint.load(orphan.out / "checkpoints", "last").state["step"] == orphan.last_step + 1
 
 
-@pytest.mark.parametrize(("number", "kind", "words"), [
+@pytest.mark.parametrize(("number", "kind", "message"), [
     (signal.SIGKILL, SystemFault, "RAM"),
     (signal.SIGBUS, DataError, "a data file was truncated or its disk was removed"),
     (signal.SIGSEGV, FitError, "died of SIGSEGV inside a native library"),
     (signal.SIGUSR1, SystemFault, "SIGUSR1 ended the training process: another program sent it"),
     (50, FitError, "died of signal 50"),
 ])
-def test_each_fatal_signal_has_its_error(number: int, kind: type[FitError], words: str) -> None:
+def test_each_fatal_signal_has_its_error(number: int, kind: type[FitError], message: str) -> None:
     error = error_for_exit(-number, "the fix")
     assert type(error) is kind
-    assert words in error.what
+    assert message in error.what
     assert error.fix == "the fix"
 
 
@@ -333,7 +333,7 @@ def test_a_stop_without_a_checkpoint_promises_no_resume(tmp_path: Path) -> None:
 # ---- errors before the start
 
 
-def test_more_than_one_process_is_refused_before_torch_loads() -> None:
+def test_more_than_one_process_is_rejected_before_torch_loads() -> None:
     ended = short_command(WORLD_SIZE="2")
     assert ended.returncode == 2
     assert "WORLD_SIZE is 2: fitgpt trains with one process on one GPU" in ended.stderr
@@ -363,7 +363,7 @@ def test_an_empty_folder_cannot_be_resumed(tmp_path: Path) -> None:
     assert_torch_was_not_loaded(ended)
 
 
-def test_another_shape_on_resume_is_refused_with_the_difference(endless: Run) -> None:
+def test_another_shape_on_resume_is_rejected_with_the_difference(endless: Run) -> None:
     endless.wait_for(lambda: bool(step_folders(endless.out / "checkpoints")))
     ended = short_command("--init_from=resume", f"--out_dir={endless.out}", "--n_layer=3")
     assert ended.returncode == 4

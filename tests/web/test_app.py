@@ -147,7 +147,7 @@ def test_a_body_that_is_not_declared_as_json_is_a_415(port: int) -> None:
 def test_a_large_body_is_a_413_by_its_header_or_its_size(port: int) -> None:
     assert explain(port, b"x" * (LARGEST_BODY + 1)).status == 413
     request = (f"POST /api/explain HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nContent-Type: application/json\r\n"
-             f"Content-Length: {2**40}\r\n\r\n")
+               f"Content-Length: {2**40}\r\n\r\n")
     assert b" 413 " in raw(port, request.encode())
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
     connection.request("POST", "/api/explain", (b"x" * 65536 for _ in range(16)), {"Content-Type": "application/json"},

@@ -324,8 +324,8 @@ def test_a_pasted_message_is_explained(shown: Callable[..., Any], picture: Calla
         page.check("#with-plan")
         page.click("text=Explain")
         page.wait_for_selector("#diagnosis section")
-        told = page.inner_text("#diagnosis")
-        assert "16 × 1,024 × 50,304 × 4" in told
+        diagnosis = page.inner_text("#diagnosis")
+        assert "16 × 1,024 × 50,304 × 4" in diagnosis
         taken(page, picture("page_explain"))
         page.click("#diagnosis button >> nth=0")
         assert page.is_visible("#verdict")
@@ -342,7 +342,7 @@ def test_a_pasted_message_is_explained(shown: Callable[..., Any], picture: Calla
 
 
 def test_a_running_run_is_shown_live(shown: Callable[..., Any], picture: Callable[[str], Path],
-                                                 run: Path) -> None:
+                                     run: Path) -> None:
     with shown(height=760) as page:
         page.wait_for_selector("#tab-live.running")
         page.click("#tab-live")
@@ -375,7 +375,7 @@ def test_command_config_and_link_are_copied(shown: Callable[..., Any]) -> None:
 
 @pytest.mark.parametrize("query", [NOTES, "gpu=<img/src=x>&batch_size=<script>alert(1)</script>&<b>=<b>"])
 def test_the_page_fits_a_phone(shown: Callable[..., Any], picture: Callable[[str], Path],
-                                          query: str) -> None:
+                               query: str) -> None:
     with shown(query, width=390, height=844) as page:
         page.wait_for_selector('#verdict:not([data-state="waiting"])')
         if query == NOTES:

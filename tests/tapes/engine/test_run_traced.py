@@ -100,8 +100,8 @@ CASES: dict[str, tuple[Platform, dict[str, Any]]] = {
                                                        "weights": "bfloat16", "residual": "bfloat16"}),
     "compiled, recorded": (H200, {"compile": True}),
     "recorded": (H200, {"cuda_graphs": True}),
-    **{f"{name}, {kernel}": (platform, {"dtype": "float16", **knobs})
-       for name, knobs in SINGLE.items() for kernel, platform in KERNELS.items()},
+    **{f"{name}, {kernel}": (platform, {"dtype": "float16", **options})
+       for name, options in SINGLE.items() for kernel, platform in KERNELS.items()},
     "one sequence, float32": (H200, {"batch_size": 1, "eval_batch_size": 1, "dtype": "float32"}),
     "one sequence, recorded": (H200, {"batch_size": 1, "eval_batch_size": 1, "cuda_graphs": True}),
     "one sequence, compiled, bfloat16 weights": (H200, {"batch_size": 1, "compile": True, "cuda_graphs": False,
@@ -151,11 +151,11 @@ Step = tuple[bool, int, str]  # an allocation or a free, its bytes, and whose th
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_engine_allocates_and_frees_what_is_written_in_that_order(case: str,
-                                                                      monkeypatch: pytest.MonkeyPatch) -> None:
-    platform, knobs = CASES[case]
-    skip_without_library(knobs)
-    config = RunConfig(**SHAPE | knobs)
+def test_the_engine_allocates_and_frees_what_the_tape_says_in_its_order(case: str,
+                                                                        monkeypatch: pytest.MonkeyPatch) -> None:
+    platform, options = CASES[case]
+    skip_without_library(options)
+    config = RunConfig(**SHAPE | options)
     written, seen = written_steps(config, platform), seen_steps(config, platform, monkeypatch)
     assert written.keys() == seen.keys()
     for phase in seen:
@@ -163,9 +163,10 @@ def test_the_engine_allocates_and_frees_what_is_written_in_that_order(case: str,
 
 
 @pytest.mark.parametrize("case", SAMPLED)
-def test_sampling_allocates_and_frees_what_is_written_in_that_order(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    platform, knobs = SAMPLED[case]
-    config = RunConfig(**SHAPE | {"block_size": 701} | knobs)
+def test_sampling_allocates_and_frees_what_the_tape_says_in_its_order(case: str,
+                                                                      monkeypatch: pytest.MonkeyPatch) -> None:
+    platform, options = SAMPLED[case]
+    config = RunConfig(**SHAPE | {"block_size": 701} | options)
     written = [(event.alloc, event.nbytes, event.name) for event in sampling.write(config, platform).events
                if is_seen(event)]
     seen = [(event.alloc, event.nbytes, event.maker)
@@ -173,7 +174,7 @@ def test_sampling_allocates_and_frees_what_is_written_in_that_order(case: str, m
     assert not difference(written, seen), difference(written, seen)
 
 
-def test_a_tensor_that_lives_too_long_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tensor_that_lives_too_long_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     config, held, linear = RunConfig(**SHAPE), list[torch.Tensor](), block.linear
 
     def holding(inputs: torch.Tensor, *rest: Any) -> torch.Tensor:
@@ -185,7 +186,7 @@ def test_a_tensor_that_lives_too_long_is_noticed(monkeypatch: pytest.MonkeyPatch
     assert "h1" in difference(written_steps(config, H200)["first_eval"], seen["first_eval"])
 
 
-def test_an_allocation_of_another_size_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_allocation_of_another_size_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     config = RunConfig(**SHAPE)
     seen = seen_steps(config, H200, monkeypatch)
     monkeypatch.setattr(shapes.FUNCTIONAL, "layer_norm", lambda x, *_: shapes.new(x.shape, shapes.float64, "normed"))
@@ -193,9 +194,9 @@ def test_an_allocation_of_another_size_is_noticed(monkeypatch: pytest.MonkeyPatc
     assert {phase for phase in seen if difference(written[phase], seen[phase])} == seen.keys() - {"load"}
 
 
-def test_whatever_is_left_out_is_on_some_tape() -> None:
-    tapes = [engine_tape.write(RunConfig(**SHAPE | knobs), platform) for platform, knobs in CASES.values()]
-    tapes += [sampling.write(RunConfig(**SHAPE | knobs), platform) for platform, knobs in SAMPLED.values()]
+def test_every_ignored_event_occurs_on_some_tape() -> None:
+    tapes = [engine_tape.write(RunConfig(**SHAPE | options), platform) for platform, options in CASES.values()]
+    tapes += [sampling.write(RunConfig(**SHAPE | options), platform) for platform, options in SAMPLED.values()]
     assert {unnumbered(event.name) for tape in tapes for event in tape.events} >= UNSEEN
 
 
@@ -229,7 +230,7 @@ def difference(written: list[Step], seen: list[Step]) -> str:
     parts = next((place for place, (ours, theirs) in enumerate(pairs) if ours[:2] != theirs[:2]), None)
     if parts is None:
         return ""
-    lines = [f"{told(ours):45} | {told(theirs)}" for ours, theirs in pairs[max(0, parts - 5):parts + 10]]
+    lines = [f"{describe(ours):45} | {describe(theirs)}" for ours, theirs in pairs[max(0, parts - 5):parts + 10]]
     return "\n".join(["written, and seen:", *lines])
 
 
@@ -245,6 +246,6 @@ def in_one_order(steps: list[Step]) -> list[Step]:
     return ordered[:-1]
 
 
-def told(step: Step) -> str:
+def describe(step: Step) -> str:
     alloc, nbytes, name = step
     return f"{'+' if alloc else '-'} {nbytes:>11,} {name}"

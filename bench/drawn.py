@@ -1,13 +1,14 @@
 """Which runs of nanoGPT's own train.py are recorded? What is drawn is what is kept, whatever it shows.
 
-    python bench/drawn.py cases    bench/nanogpt_cases.json: the notes' remedies, and runs drawn at random
-    python bench/drawn.py wider    more, over more shapes
-    python bench/drawn.py odd      vocabularies that no kernel likes
-    python bench/drawn.py usual    shapes that people train
-    python bench/drawn.py many     many micro-batches, of which a forecast looks at a few
-    python bench/drawn.py fresh    shapes that people train again, drawn when forecasts had been mended after all others
+    python bench/drawn.py remedies_and_random   the remedies of docs/memory.md, and random runs
+    python bench/drawn.py any_shape             more, over more shapes
+    python bench/drawn.py odd_vocabularies      vocabularies that are no multiple of 8
+    python bench/drawn.py common_shapes         shapes that people train
+    python bench/drawn.py many_micro_batches    many micro-batches, of which a forecast looks at a few
+    python bench/drawn.py common_shapes_second  common shapes again, after all corrections of the forecast
 
-Those too large for several to share the card are drawn again, by the forecast of that day: once drawn, a file stays.
+Writes tests/recorded/nanogpt/cases/NAME.json. Runs too large for several to share the GPU are drawn again, by the
+forecast of that day: once drawn, a file stays.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from fitgpt.core.units import GiB  # noqa: E402
 from fitgpt.memory.timeline import replay  # noqa: E402
 from fitgpt.tapes.nanogpt import write  # noqa: E402
 
+CASES = ROOT / "tests" / "recorded" / "nanogpt" / "cases"
 SEED, DRAWN = 20261116, 16
 WIDER_SEED, DRAWN_WIDER = 20261117, 40
 ODD_SEED, DRAWN_ODD = 20261118, 14
@@ -39,14 +41,14 @@ NOTES_77M = dict(n_layer=12, n_head=12, n_embd=576, batch_size=16, block_size=10
 NOTES_30M = {**NOTES_77M, "n_layer": 6, "n_head": 6, "n_embd": 384, "block_size": 512}
 
 
-def main(which: str) -> None:
-    drawn_now = {"cases": lambda: {"seed": SEED, "cases": [*remedies(), *drawn()]},
-                 "wider": lambda: {"seed": WIDER_SEED, "cases": drawn_wider()},
-                 "odd": lambda: {"seed": ODD_SEED, "cases": [*odd(), *drawn_odd()]},
-                 "usual": lambda: {"seed": USUAL_SEED, "cases": drawn_usual("usual", USUAL_SEED)},
-                 "fresh": lambda: {"seed": FRESH_SEED, "cases": drawn_usual("fresh", FRESH_SEED)},
-                 "many": lambda: {"seed": MANY_SEED, "cases": drawn_many()}}[which]()
-    (ROOT / "bench" / f"nanogpt_{which}.json").write_text(json.dumps(drawn_now, indent=1) + "\n", encoding="utf-8")
+def main(name: str) -> None:
+    drawn_now = {"remedies_and_random": lambda: {"seed": SEED, "cases": [*remedies(), *drawn()]},
+                 "any_shape": lambda: {"seed": WIDER_SEED, "cases": drawn_wider()},
+                 "odd_vocabularies": lambda: {"seed": ODD_SEED, "cases": [*odd(), *drawn_odd()]},
+                 "common_shapes": lambda: {"seed": USUAL_SEED, "cases": drawn_usual("usual", USUAL_SEED)},
+                 "common_shapes_second": lambda: {"seed": FRESH_SEED, "cases": drawn_usual("fresh", FRESH_SEED)},
+                 "many_micro_batches": lambda: {"seed": MANY_SEED, "cases": drawn_many()}}[name]()
+    (CASES / f"{name}.json").write_text(json.dumps(drawn_now, indent=1) + "\n", encoding="utf-8")
 
 
 def remedies() -> list[dict[str, Any]]:
@@ -101,8 +103,8 @@ def odd() -> list[dict[str, Any]]:
               (65, single), (65, dict(batch_size=32)), (50257, dict(batch_size=1, block_size=256)), (50258, {}),
               (50260, single),
               (50257, dict(n_head=16, n_embd=1024, batch_size=8, gradient_accumulation_steps=1, dropout=0.1))]
-    return [{"name": f"odd {number:02}", "config": {**base, **knobs, "vocab_size": size}}
-            for number, (size, knobs) in enumerate(chosen)]
+    return [{"name": f"odd {number:02}", "config": {**base, **options, "vocab_size": size}}
+            for number, (size, options) in enumerate(chosen)]
 
 
 def drawn_odd() -> list[dict[str, Any]]:
@@ -157,9 +159,9 @@ def drawn_many() -> list[dict[str, Any]]:
 
 
 def is_sensitive(run: RunConfig) -> bool:
-    asked = run.gradient_accumulation_steps
+    count = run.gradient_accumulation_steps
     few, whole = (replay(write(run, H200, history=history)).reserved
-                  for history in ((3, 3, 3) if asked % 2 else (4, 4, 2), (asked,) * 6))
+                  for history in ((3, 3, 3) if count % 2 else (4, 4, 2), (count,) * 6))
     return abs(few / whole - 1) > 0.005
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
@@ -26,7 +26,7 @@ from fitgpt.config.architectures import GPTConfig  # noqa: E402
 from fitgpt.config.memory_savers import LEVELS  # noqa: E402
 from fitgpt.engine.model import GPT, build_model  # noqa: E402
 from fitgpt.engine.ops import IGNORE_INDEX, plain_cross_entropy_, triton_works  # noqa: E402
-from helpers import reference_loss  # noqa: E402
+from tests.helpers import reference_loss  # noqa: E402
 
 SHAPES = {"heads of 64": (768, 12), "heads of 42, padded": (504, 12)}
 SCALES = {"bfloat16": 1.0, "float16": 2.0**16, "float32": 1.0}

@@ -1,6 +1,7 @@
 """What does nanoGPT's own train.py hold, phase by phase? Run as it is, with readings taken where it calls torch.
 
-    python bench/nanogpt.py bench/nanogpt_cases.json --nanogpt ../nanoGPT -o bench/results/nanogpt_cases_h200.json
+    python bench/nanogpt.py tests/recorded/nanogpt/cases/common_shapes.json --nanogpt ../nanoGPT \\
+        -o tests/recorded/nanogpt/common_shapes.json
 
 The cases are drawn by bench/drawn.py. `--nanogpt` is a checkout of it (the forecasts are of commit 3adf61e1). Each case
 runs in a process of its own, on random tokens: load, evaluation (4 batches of each split), 8 iterations, evaluation, 8
@@ -126,7 +127,7 @@ def write_tokens(folder: Path, vocab_size: int) -> None:
 
 
 class Readings:
-    """Peaks between two moments, under the names that bench/results/nanogpt_h200.json has."""
+    """Peaks between two moments, under the names that tests/recorded/nanogpt/models_30m_to_124m.json has."""
 
     def __init__(self) -> None:
         self.row: dict[str, int] = {}

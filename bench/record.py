@@ -1,6 +1,6 @@
 """What short runs of the engine really hold, phase by phase: the truth that forecasts are compared with.
 
-    python bench/record.py tests/golden/cases.json -o tests/golden/h200.json
+    python bench/record.py tests/recorded/engine/cases/random.json -o tests/recorded/engine/random.json
 
 Each case (a name, knobs of RunConfig, and perhaps a `cap` in bytes) runs in a process of its own, with the allocator's
 environment that `fitgpt train` sets: load, evaluation, three iterations, evaluation, one more iteration, a checkpoint;

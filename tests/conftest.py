@@ -4,11 +4,18 @@ import hashlib
 import os
 import shutil
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from fitgpt.commands.main import main
+from fitgpt.hardware import nvidia
+from fitgpt.hardware.nvidia import Survey
+from tests.fake_nvml import CountingNvml, FakeNvml
+from tests.plan_command import CommandOutput
 
 # One thread, here and in every process a test starts: sums then come out in one order, so that runs can be compared
 # bit for bit; and tests are small, more threads would only fight each other.
@@ -16,7 +23,8 @@ os.environ["OMP_NUM_THREADS"] = "1"
 # A shell starts background jobs with SIGINT ignored, and children inherit that: tests that send SIGINT would hang.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-PICTURES = Path(__file__).parent.parent / "docs" / "pictures"
+TESTS = Path(__file__).parent
+PICTURES = TESTS.parent / "docs" / "pictures"
 CHROMIUMS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 # No window, no GPU, and nothing asked of the world outside.
 CHROMIUM_FLAGS = ("--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update",
@@ -63,18 +71,51 @@ def gpt2(gpt2_files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(gpt2_files))
 
 
+@pytest.fixture
+def nvml(monkeypatch: pytest.MonkeyPatch) -> CountingNvml:
+    """A driver with two GPUs."""
+    fake = CountingNvml()
+    monkeypatch.setitem(sys.modules, "pynvml", fake)
+    return fake
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(init_error=9))
+
+
+@pytest.fixture
+def run_plan(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """`fitgpt plan` (or another command) in an empty folder, on a machine without a GPU."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(nvidia, "survey", lambda env=None: Survey(reason="no NVIDIA driver is installed or loaded"))
+
+    def run_plan(*argv: str, command: str = "plan") -> CommandOutput:
+        code = main([command, *argv])
+        return CommandOutput(code, *capsys.readouterr())
+
+    return run_plan
+
+
 # Files whose tests start processes or a browser, train, or replay recorded runs: marked slow.
-SLOW = {"test_any_config", "test_bitsandbytes", "test_changes", "test_checkpoint_crashes", "test_demo", "test_device",
-        "test_divergence", "test_docs", "test_end_to_end", "test_explain_command", "test_fit_everywhere",
-        "test_fit_goals", "test_fit_measure", "test_fit_search", "test_fitting", "test_golden", "test_golden_sampling",
-        "test_guard", "test_import_path", "test_interop_hf", "test_kill", "test_ladder", "test_layer_costs",
-        "test_memory_accuracy", "test_memory_savers", "test_pipeline_resume", "test_plan", "test_plan_cards",
-        "test_plan_runs", "test_plan_snapshot", "test_preflight", "test_rehearse", "test_report", "test_report_page",
-        "test_run", "test_supervise", "test_traced", "test_watch_live", "test_web_answers", "test_web_app",
-        "test_web_fixes", "test_web_page", "test_web_serve", "test_web_workers"}
+SLOW = {
+    "commands/test_demo", "commands/test_explain", "commands/test_fit", "commands/test_fit_configs",
+    "commands/test_plan", "commands/test_plan_gpus", "commands/test_plan_runs", "commands/test_report",
+    "commands/test_serve", "commands/test_watch_live", "config/test_memory_savers", "data/test_pipeline_resume",
+    "engine/optim/test_bitsandbytes", "engine/test_device", "engine/test_huggingface", "planning/test_changes",
+    "planning/test_fallback_ladder", "planning/test_goals", "planning/test_layer_costs",
+    "planning/test_measure", "planning/test_plan_snapshot", "planning/test_search", "show/test_report_page",
+    "tapes/engine/test_run_recorded", "tapes/engine/test_run_traced", "tapes/engine/test_sampling",
+    "tapes/nanogpt/test_train_py_recorded", "tapes/test_any_config", "test_docs", "test_end_to_end",
+    "test_import_path", "training/test_checkpoint_crashes", "training/test_divergence",
+    "training/test_memory_check", "training/test_oom_recovery", "training/test_rehearsal", "training/test_run",
+    "training/test_run_killed", "training/test_supervisor", "web/test_answers", "web/test_app",
+    "web/test_fixes", "web/test_page", "web/test_workers",
+}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if item.path.stem in SLOW:
+        if item.path.relative_to(TESTS).with_suffix("").as_posix() in SLOW:
             item.add_marker(pytest.mark.slow)

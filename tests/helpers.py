@@ -22,16 +22,16 @@ TINY: dict[str, Any] = dict(
 )
 
 
-def skip_without_library(knobs: dict[str, Any]) -> None:
+def skip_without_library(options: dict[str, Any]) -> None:
     """bitsandbytes comes with the extra `dev`, but has no build for some machines."""
-    if knobs.get("adam8bit") == "bitsandbytes":
+    if options.get("adam8bit") == "bitsandbytes":
         pytest.importorskip("bitsandbytes")
 
 
 def write_dataset(folder: Path, tokens: int = 6000, vocab: int = 64) -> str:
     """Text with structure enough that a loss falls: each token tends to follow from the last."""
-    dice = np.random.default_rng(0)
-    ids = np.cumsum(dice.integers(1, 4, size=tokens)) % vocab
+    rng = np.random.default_rng(0)
+    ids = np.cumsum(rng.integers(1, 4, size=tokens)) % vocab
     folder.mkdir(parents=True, exist_ok=True)
     ids[: tokens * 9 // 10].astype(np.uint16).tofile(folder / "train.bin")
     ids[tokens * 9 // 10:].astype(np.uint16).tofile(folder / "val.bin")

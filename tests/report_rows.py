@@ -10,7 +10,7 @@ from typing import Any
 from fitgpt.core.units import GiB
 from fitgpt.runs.record import record_of
 from fitgpt.show.report_page import report_page
-from html_outline import Outline
+from tests.html_outline import Outline
 
 FACTS: dict[str, Any] = dict(
     kind="run", config={"n_layer": 2, "learning_rate": 1e-3, "out_dir": "runs/x"}, params=123_456, device="cpu",
@@ -32,7 +32,7 @@ def step(number: int, **changes: Any) -> dict[str, Any]:
 
 def evaluation(number: int, val: float = 3.5, **changes: Any) -> dict[str, Any]:
     losses = [dict(split=split, mean=mean, stderr=0.01, windows=8, block=64) for split, mean in (("train", 3.4),
-                                                                                                ("val", val))]
+                                                                                                 ("val", val))]
     return dict(kind="eval", step=number, best=True, losses=losses, tokens_per_s=1.0, memory={}) | changes
 
 

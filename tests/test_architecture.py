@@ -13,7 +13,7 @@ from typing import NamedTuple
 import pytest
 
 import fitgpt
-from helpers import write_dataset
+from tests.helpers import write_dataset
 
 ROOT = Path(fitgpt.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))

@@ -33,15 +33,15 @@ from fitgpt.runs.record import read_run
 from fitgpt.training import checkpoint
 from fitgpt.training.loop import learning_rate_at
 from fitgpt.training.trained_model import from_run
-from helpers import reference_loss
+from tests.helpers import reference_loss
 
 SMALL: dict[str, Any] = dict(
     n_layer=2, n_head=2, n_embd=32, block_size=32, batch_size=4, gradient_accumulation_steps=2, learning_rate=1e-2,
     min_lr=1e-3, warmup_iters=2, max_iters=8, lr_decay_iters=8, eval_interval=8, eval_iters=3, device="cpu")
 
 
-def flags(**knobs: Any) -> list[str]:
-    return [f"--{key}={value}" for key, value in knobs.items()]
+def flags(**options: Any) -> list[str]:
+    return [f"--{key}={value}" for key, value in options.items()]
 
 
 @contextmanager
@@ -60,8 +60,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with inside(tmp_path_factory.mktemp("folder")) as folder:
         (folder / "texts").mkdir()
         for number in range(40):
-            words = " ".join(f"the {animal} says so" for animal in random.Random(number).choices("abcdef", k=20))
-            (folder / "texts" / f"{number}.txt").write_text(f"Nº {number}: {words}\n", encoding="utf-8")
+            text = " ".join(f"the {animal} says so" for animal in random.Random(number).choices("abcdef", k=20))
+            (folder / "texts" / f"{number}.txt").write_text(f"Nº {number}: {text}\n", encoding="utf-8")
         assert main(["prepare", "texts", "--name=mine", "--tokenizer=bytes", "--val_fraction=0.2",
                      "--processes=1"]) == 0
         for name, bias in (("plain", False), ("biased", True)):
@@ -124,16 +124,16 @@ def test_eval_without_json_is_one_line_for_people(capsys: pytest.CaptureFixture[
 
 def test_sample_takes_nanogpts_flags_and_a_prompt_from_a_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "prompt.txt").write_text("Nº 7: the", encoding="utf-8")
-    asked = ["sample", "--out_dir=runs/plain", "--start=FILE:prompt.txt", "--num_samples=2", "--max_new_tokens=40",
-             "--device=cpu", "--seed=5"]
-    assert main(asked) == 0
+    command = ["sample", "--out_dir=runs/plain", "--start=FILE:prompt.txt", "--num_samples=2", "--max_new_tokens=40",
+               "--device=cpu", "--seed=5"]
+    assert main(command) == 0
     first = capsys.readouterr().out
     samples = first.split("\n---------------\n")
     assert len(samples) == 3
     assert samples[2] == ""
     assert all(sample.startswith("Nº 7: the") and len(sample) > 20 for sample in samples[:2])
     assert samples[0] != samples[1]
-    assert main(asked) == 0
+    assert main(command) == 0
     assert capsys.readouterr().out == first  # the same seed, the same words
     kept = read_run("runs/plain").samples
     assert [each.text for each in kept[-4:]] == samples[:2] * 2
@@ -276,8 +276,8 @@ def nanogpt(folder: Path) -> tuple[GPT, torch.optim.AdamW]:
     order = list(parameter_shapes(gpt))  # nanoGPT numbers first the matrices, then the vectors
     groups = [[named[name] for name in order if named[name].dim() >= 2],
               [named[name] for name in order if named[name].dim() < 2]]
-    optimizer = torch.optim.AdamW([{"params": groups[0], "weight_decay": 0.1}, {"params": groups[1],
-                                   "weight_decay": 0.0}], lr=1e-3, betas=(0.9, 0.95))
+    optimizer = torch.optim.AdamW([{"params": groups[0], "weight_decay": 0.1},
+                                   {"params": groups[1], "weight_decay": 0.0}], lr=1e-3, betas=(0.9, 0.95))
     torch.manual_seed(4)
     for _ in range(STEP):
         for parameter in named.values():

@@ -18,7 +18,7 @@ import pytest
 
 import fitgpt
 from fitgpt.config import command_options
-from web_server import serving
+from tests.web_server import serving
 
 PACKAGES = ("torch", "numpy", "safetensors", "tiktoken", "regex", "requests", "rich", "pynvml", "starlette", "uvicorn",
             "anyio", "h11", "pyarrow", "wandb", "bitsandbytes", "triton", "sympy", "yaml", "transformers")
@@ -108,7 +108,7 @@ def test_a_command_imports_nothing_from_relative_entries_of_pythonpath(
     assert f"PYTHONPATH={entries!r} has relative entries" in ended.stderr
 
 
-def test_the_shadows_are_imported_by_an_unprotected_process(folder: Path) -> None:
+def test_without_protection_the_shadowing_modules_are_imported(folder: Path) -> None:
     """So that the tests above can fail."""
     for module in ("json", "torch", "random"):
         assert subprocess.run([sys.executable, "-c", f"import {module}"], cwd=folder).returncode == 99

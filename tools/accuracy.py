@@ -1,10 +1,12 @@
 """Forecast beside measurement: the written tapes against recorded runs, nanoGPT's and our own.
 
-    python tools/accuracy.py bench/results/nanogpt_h200.json    nanoGPT's train.py, one line a figure
-    python tools/accuracy.py tests/golden/h200.json             our engine, one line a run
-    python tools/accuracy.py bench/results/triples_h200.json    runs of `train`, by what each of them foresaw
-    python tools/accuracy.py --runs FILE                        either, one line a run
-    python tools/accuracy.py --basis FILE … > src/fitgpt/planning/track_record.csv    the accuracy that `plan` prints
+    python tools/accuracy.py tests/recorded/nanogpt/models_30m_to_124m.json    nanoGPT's train.py, one line per figure
+    python tools/accuracy.py tests/recorded/engine/random.json                 our engine, one line per run
+    python tools/accuracy.py bench/results/triples_h200.json                   runs of `train`, by the forecast of each
+    python tools/accuracy.py --runs FILE                                       either, one line per run
+    python tools/accuracy.py --basis > src/fitgpt/planning/track_record.csv    the accuracy that `plan` prints
+
+What each file covers: tests/recorded/README.md.
 """
 
 from __future__ import annotations
@@ -25,6 +27,15 @@ from fitgpt.planning.forecast import COLUMNS, SHAPE, record_kind
 from fitgpt.tapes import engine as engine_tape
 from fitgpt.tapes.nanogpt import write
 from fitgpt.tapes.nanogpt_compiled import has_odd_sizes
+
+ROOT = Path(__file__).resolve().parent.parent
+RECORDED = ROOT / "tests" / "recorded"
+NANOGPT_RECORDS = tuple(RECORDED / "nanogpt" / f"{name}.json" for name in (
+    "remedies_and_random", "common_shapes_second", "models_30m_to_124m", "many_micro_batches", "dtypes_and_shapes",
+    "odd_vocabularies", "common_shapes", "any_shape"))
+ENGINE_RECORDS = tuple(RECORDED / "engine" / f"{name}.json" for name in (
+    "random", "held_out", "attention_kernels", "savers_off", "memory_page", "bitsandbytes"))
+TRACK_RECORD = (*NANOGPT_RECORDS, *ENGINE_RECORDS, ROOT / "bench" / "results" / "triples_h200.json")  # in its order
 
 NANOGPT = "nanogpt"
 H200 = Platform((9, 0), "2.11")
@@ -138,9 +149,9 @@ def _told(config: dict[str, Any]) -> str:
     return ", ".join([shape, batch, *vocab, c["dtype"], compiled, *rest])
 
 
-def basis(path: str, gpu: str, torch: str) -> list[dict[str, Any]]:
+def basis(path: Path, gpu: str, torch: str) -> list[dict[str, Any]]:
     """One row per recorded run: its shape and mode, and the largest error of its forecast."""
-    rows = json.loads(Path(path).read_text(encoding="utf-8"))["rows"]
+    rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
     trainer, figures, configs = of_file(path)
     kinds = {row["name"]: record_kind(trainer, expandable=bool(row.get("expandable")),
                                       odd=trainer == NANOGPT and is_odd(row["config"])) for row in rows}
@@ -165,9 +176,9 @@ def is_odd(config: dict[str, Any]) -> bool:
         config["dtype"], config["batch_size"] * config["block_size"], config.get("vocab_size", 8))
 
 
-def of_file(path: str) -> tuple[str, list[Figure], dict[str, dict[str, Any]]]:
+def of_file(path: Path) -> tuple[str, list[Figure], dict[str, dict[str, Any]]]:
     """Whose runs a record holds, its figures, and the runs' configs."""
-    rows = json.loads(Path(path).read_text(encoding="utf-8"))["rows"]
+    rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
     configs = {row["name"]: row["config"] for row in rows}
     if any("phases" in row for row in rows):
         return "fitgpt", compare_own(rows, H200), configs
@@ -176,14 +187,14 @@ def of_file(path: str) -> tuple[str, list[Figure], dict[str, dict[str, Any]]]:
     return NANOGPT, compare(rows), configs
 
 
-def main(words: list[str]) -> None:
-    if words[0] == "--basis":
+def main(arguments: list[str]) -> None:
+    if arguments[0] == "--basis":
         table_of_runs = csv.DictWriter(sys.stdout, COLUMNS, lineterminator="\n")
         table_of_runs.writeheader()
-        table_of_runs.writerows(row for path in words[1:] for row in basis(path, "H200", "2.11"))
+        table_of_runs.writerows(row for path in TRACK_RECORD for row in basis(path, "H200", "2.11"))
         return
-    trainer, figures, configs = of_file(words[-1])
-    print(table(figures) if trainer == NANOGPT and words[0] != "--runs" else by_run(figures, configs))
+    trainer, figures, configs = of_file(Path(arguments[-1]))
+    print(table(figures) if trainer == NANOGPT and arguments[0] != "--runs" else by_run(figures, configs))
 
 
 if __name__ == "__main__":

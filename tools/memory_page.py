@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from accuracy import Figure, by_run, is_odd, of_file, table
+from accuracy import NANOGPT_RECORDS, RECORDED, Figure, by_run, is_odd, of_file, table
 from fitgpt.config.architectures import GPTConfig
 from fitgpt.config.argv import walk
 from fitgpt.config.memory_savers import loss_chunk_tokens
@@ -33,6 +33,12 @@ def read_rows(name: str) -> list[dict[str, Any]]:
     return rows
 
 
+def recorded_rows(name: str) -> list[dict[str, Any]]:
+    """Runs of tests/recorded, by the name of the file."""
+    rows: list[dict[str, Any]] = json.loads((RECORDED / f"{name}.json").read_text(encoding="utf-8"))["rows"]
+    return rows
+
+
 def markdown(head: list[str], rows: list[list[str]]) -> str:
     return "\n".join(["| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head), *rows)]) + "\n"
 
@@ -41,7 +47,7 @@ def markdown(head: list[str], rows: list[list[str]]) -> str:
 
 def memory_part() -> str:
     """nanoGPT's runs and ours of the same shapes, under the cap that plays the card."""
-    theirs = {row["name"]: row for row in read_rows("nanogpt_h200.json")}
+    theirs = {row["name"]: row for row in recorded_rows("nanogpt/models_30m_to_124m")}
     cap = json.loads((RESULTS / "capped_4070_on_h200.json").read_text(encoding="utf-8"))["cap_bytes"]
     rows = []
     for size, shape in (("77m", "77M, batch 16 × 1024"), ("30m", "30M, batch 16 × 512")):
@@ -69,12 +75,12 @@ def nanogpt_part() -> str:
         ["run", "batch × block", "dtype", "training, allocated", "training, reserved", "evaluation, allocated"],
         [[row["name"], f"{row['config']['batch_size']} × {row['config']['block_size']}", row["config"]["dtype"],
           *(show_bytes(row[key]) for key in ("train_peak", "train_reserved", "eval_peak"))]
-         for row in read_rows("nanogpt_h200.json")])
+         for row in recorded_rows("nanogpt/models_30m_to_124m")])
 
 
 def owners_part(*name: str) -> str:
     """Whose bytes an eager run of nanoGPT holds at its peak: the formula, and the recorded peak under it."""
-    row = next(row for row in read_rows("nanogpt_h200.json") if row["name"] == " ".join(name))
+    row = next(row for row in recorded_rows("nanogpt/models_30m_to_124m") if row["name"] == " ".join(name))
     owners = nanogpt_owners(row["config"])
     total, peak = sum(nbytes for _, _, nbytes in owners), row["train_peak"]
     rows = [[owner, formula, f"{nbytes / MiB:,.0f}", f"{nbytes / total:.1%}"]
@@ -208,10 +214,10 @@ WAYS = {  # what the notes propose for each run: text, claim, flags, each traine
 def ways_part(name: str) -> str:
     """Each of the notes' proposals for one of its runs: the claim, the forecast of the process on a 4070, and what was
     reserved when it was measured on an H200."""
-    nanogpt = {row["name"]: row["train_reserved"] for file in ("nanogpt_h200.json", "nanogpt_cases_h200.json")
-               for row in read_rows(file)}
-    ours = {row["name"]: max(each["reserved"] for each in row["phases"].values()) for row in json.loads(
-        (ROOT / "tests" / "golden" / "h200_notes.json").read_text(encoding="utf-8"))["rows"]}
+    nanogpt = {row["name"]: row["train_reserved"]
+               for name in ("nanogpt/models_30m_to_124m", "nanogpt/remedies_and_random") for row in recorded_rows(name)}
+    ours = {row["name"]: max(each["reserved"] for each in row["phases"].values())
+            for row in recorded_rows("engine/memory_page")}
 
     def reserved(trainer: str, platform: Platform, flags: tuple[str, ...], recorded: str) -> int:
         config = resolve_run(replace(run_of(name, *flags), compile=True), platform)
@@ -254,7 +260,7 @@ def needs_part(name: str) -> str:
 
 def calculators_part() -> str:
     """Published rules of thumb for the 77M run, beside what was measured."""
-    measured = {row["name"]: row for row in read_rows("nanogpt_h200.json")}
+    measured = {row["name"]: row for row in recorded_rows("nanogpt/models_30m_to_124m")}
     config = measured["77M eager"]["config"]
     B, T, C, H, L = (config[key] for key in ("batch_size", "block_size", "n_embd", "n_head", "n_layer"))
     P, wide = parameters(config), B * T * C * L
@@ -282,7 +288,7 @@ def calculators_part() -> str:
 def accuracy_part() -> str:
     """How far forecasts are from recorded runs: one line for each kind of run."""
     found: list[tuple[str, int, list[Figure]]] = []
-    recorded = [of_file(str(path)) for path in sorted(RESULTS.glob("nanogpt*_h200.json"))]
+    recorded = [of_file(path) for path in NANOGPT_RECORDS]
     for how, compiled, odd in (("eager", False, False), ("compiled", True, False),
                                ("compiled, a vocabulary or batch that is no multiple of 8", True, True)):
         runs = [{name for name, config in configs.items() if config["compile"] == compiled and is_odd(config) == odd}
@@ -290,13 +296,13 @@ def accuracy_part() -> str:
         figures = [figure for those, (_, there, _) in zip(runs, recorded, strict=True) for figure in there
                    if figure.run in those]
         found.append((f"nanoGPT's `train.py`, {how}", sum(map(len, runs)), figures))
-    golden = ROOT / "tests" / "golden"
-    for path, words in ((golden / "h200.json", "fitgpt, drawn at random, eager and compiled"),
-                        (golden / "h200_fresh.json", "fitgpt, drawn wider, after all corrections"),
-                        (golden / "h200_kernels.json", "fitgpt with each attention kernel"),
+    engine = RECORDED / "engine"
+    for path, label in ((engine / "random.json", "fitgpt, drawn at random, eager and compiled"),
+                        (engine / "held_out.json", "fitgpt, drawn wider, after all corrections"),
+                        (engine / "attention_kernels.json", "fitgpt with each attention kernel"),
                         (RESULTS / "triples_h200.json", "`fitgpt train` of what `fit` chose, by what it said before")):
-        _, figures, configs = of_file(str(path))
-        found.append((words, len(configs), figures))
+        _, figures, configs = of_file(path)
+        found.append((label, len(configs), figures))
     rows = []
     for words, how_many, figures in found:
         off = sorted(abs(figure.percent) for figure in figures)
@@ -310,12 +316,12 @@ def accuracy_part() -> str:
 
 def figures_part(record: str) -> str:
     """nanoGPT's runs of one record, a line for each figure."""
-    return table(of_file(str(RESULTS / f"{record}_h200.json"))[1]) + "\n"
+    return table(of_file(RECORDED / "nanogpt" / f"{record}.json")[1]) + "\n"
 
 
-def by_run_part(which: str) -> str:
+def by_run_part(record: str) -> str:
     """nanoGPT's runs of one record, a line each."""
-    _, figures, configs = of_file(str(RESULTS / f"nanogpt_{which}_h200.json"))
+    _, figures, configs = of_file(RECORDED / "nanogpt" / f"{record}.json")
     return by_run(figures, configs) + "\n"
 
 

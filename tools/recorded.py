@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "bench")]
 
 from engine import OURS  # noqa: E402
+
 from fitgpt.config.argv import walk  # noqa: E402
 from fitgpt.config.fields import build  # noqa: E402
 from fitgpt.config.run_config import RunConfig  # noqa: E402

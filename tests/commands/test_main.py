@@ -65,7 +65,7 @@ def test_help_of_a_command_works_among_invalid_options(command: str, capsys: pyt
 
 
 def test_help_after_two_dashes_is_positional(called: dict[str, Any],
-                                                        capsys: pytest.CaptureFixture[str]) -> None:
+                                             capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["prepare", "--", "--help"]) == 0
     assert called["prepare"].input == ("--help",)
     assert main(["prepare", "--help", "--", "x"]) == 0
@@ -79,9 +79,9 @@ def test_the_examples_in_the_help_are_valid(command: str, called: dict[str, Any]
 
     monkeypatch.chdir(Path(__file__).parents[2])
     for example in COMMANDS[command].examples:
-        words = shlex.split(example)
-        assert words[:2] == ["fitgpt", command]
-        assert main(words[1:]) == 0, example
+        argv = shlex.split(example)
+        assert argv[:2] == ["fitgpt", command]
+        assert main(argv[1:]) == 0, example
 
 
 def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
@@ -96,7 +96,7 @@ def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> N
     (["resume", "runs/a"], "fitgpt train --resume --out_dir=RUN?"), (["generate"], "fitgpt sample"),
 ])
 def test_an_unknown_command_gets_the_nearest_as_fix(argv: list[str], fix: str,
-                                                      capsys: pytest.CaptureFixture[str]) -> None:
+                                                    capsys: pytest.CaptureFixture[str]) -> None:
     assert main(argv) == 2
     out, err = capsys.readouterr()
     assert out == ""
@@ -160,7 +160,7 @@ def test_an_option_of_another_command_is_named(capsys: pytest.CaptureFixture[str
     (errors.SystemFault("w", "f"), 7), (errors.Interrupted("w", "f"), 75), (errors.FitError("w", "f"), 70),
 ])
 def test_every_error_class_has_its_exit_code(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-                                     error: errors.FitError, code: int) -> None:
+                                             error: errors.FitError, code: int) -> None:
     target_raises(monkeypatch, error)
     assert main(["demo"]) == code
     assert capsys.readouterr().err == "fitgpt: w\n  f\n"
@@ -174,7 +174,7 @@ def test_ctrl_c_exits_with_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES, errno.EROFS, errno.EIO, errno.EDQUOT, errno.EMFILE])
 def test_an_os_error_exits_with_7_and_names_the_file(monkeypatch: pytest.MonkeyPatch, number: int,
-                                                           capfd: pytest.CaptureFixture[str]) -> None:
+                                                     capfd: pytest.CaptureFixture[str]) -> None:
     target_raises(monkeypatch, OSError(number, os.strerror(number), "/some/file"))
     monkeypatch.setattr(cli, "_drop_stdout", lambda: None)
     assert main(["demo"]) == 7
@@ -204,7 +204,7 @@ def test_the_extras_exist_in_pyproject() -> None:
 
 
 def test_a_torch_that_does_not_load_is_a_device_error(monkeypatch: pytest.MonkeyPatch,
-                                                         capsys: pytest.CaptureFixture[str]) -> None:
+                                                      capsys: pytest.CaptureFixture[str]) -> None:
     target_raises(monkeypatch, ImportError("libcudart.so.12: cannot open", name="torch._C"))
     assert main(["demo"]) == 5
     assert "libcudart" in capsys.readouterr().err

@@ -80,7 +80,7 @@ def test_an_empty_file_sets_nothing(tmp_path: Path) -> None:
     "x = time", "x = str",
 ])
 def test_other_statements_are_an_error_with_the_line_and_never_run(tmp_path: Path, line: str,
-                                                        capsys: pytest.CaptureFixture[str]) -> None:
+                                                                   capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(UsageError) as caught:
         read(tmp_path, f"# first\nbatch_size = 4\n{line}\n")
     assert "x.py:3: `" in caught.value.what
@@ -136,7 +136,7 @@ def test_a_file_that_is_not_python_text_is_an_error(tmp_path: Path, raw: bytes, 
     ("x" * 300 + ".py", "cannot"),
 ])
 def test_an_unreadable_path_is_an_error_that_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str,
-                                             why: str) -> None:
+                                                      why: str) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError, match=why):
         read_config(path)
@@ -209,7 +209,7 @@ def test_a_file_can_read_defaults_and_earlier_flags(tmp_path: Path) -> None:
     ("n_layer = 0", "at least 1"),
 ])
 def test_values_in_files_are_checked_like_flags_and_named_by_line(tmp_path: Path, line: str,
-                                                                            wanted: str) -> None:
+                                                                  wanted: str) -> None:
     with pytest.raises(UsageError, match=wanted) as caught:
         config_of(tmp_path, f"# one\n{line}")
     assert "x.py:2: " in caught.value.what

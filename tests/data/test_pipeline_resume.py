@@ -56,8 +56,8 @@ def texts(monkeypatch: pytest.MonkeyPatch) -> None:
     random = np.random.default_rng(0)
     Path("texts").mkdir()
     for number in range(60):
-        words = random.integers(0, 10**6, random.integers(6, 120))
-        Path(f"texts/{number:05d}.txt").write_text(f"document {number}: " + " ".join(map(str, words)))
+        numbers = random.integers(0, 10**6, random.integers(6, 120))
+        Path(f"texts/{number:05d}.txt").write_text(f"document {number}: " + " ".join(map(str, numbers)))
     Path("texts/00030.txt").write_bytes(b"bad \xff byte")
 
 

@@ -14,12 +14,12 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-from reading import documents, files, reject, write
 
 from fitgpt.config.command_options import PrepareOptions
 from fitgpt.core.errors import DataError
 from fitgpt.data import sources
 from fitgpt.data.sources import open_source
+from tests.data.read_documents import documents, files, reject, write
 
 # ---- files
 
@@ -95,7 +95,7 @@ def test_the_digest_depends_on_names_and_sizes_and_not_on_the_folder() -> None:
     assert files("one").digest != files("two").digest
 
 
-def test_given_files_that_cannot_be_text_are_rejected_with_the_command_that_converts_them() -> None:
+def test_inputs_that_are_not_text_are_rejected_with_the_command_that_converts_them() -> None:
     assert reject(write("a.zip", b"PK")).fix.endswith(": unzip a.zip")
     assert reject(write("a b.txt.gz", b"PK")).fix.endswith(": gunzip -k 'a b.txt.gz'")
     assert reject(write("a.tar.gz", b"PK")).fix.endswith(": tar xf a.tar.gz")

@@ -12,12 +12,12 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import pytest
-from reading import counts, documents, files, reject, write
 
 from fitgpt.config.command_options import PrepareOptions
 from fitgpt.core.errors import DataError
 from fitgpt.data import sources
 from fitgpt.data.sources import TextSource, open_source
+from tests.data.read_documents import counts, documents, files, reject, write
 
 # ---- .jsonl
 

@@ -53,8 +53,8 @@ def test_chunks_end_after_newlines_or_before_spaces(monkeypatch) -> None:
     monkeypatch.setattr(text, "CHUNK_BYTES", 100)
     lines = [chunk.data for chunk in split_document(0, [b"some words\n" * 50])]
     assert all(data.endswith(b"\n") for data in lines)
-    words = [chunk.data for chunk in split_document(0, [b"some words" * 50])]
-    assert all(data.startswith(b" ") for data in words[1:])
+    chunks = [chunk.data for chunk in split_document(0, [b"some words" * 50])]
+    assert all(data.startswith(b" ") for data in chunks[1:])
 
 
 def test_chunks_do_not_depend_on_the_size_of_the_reads(monkeypatch) -> None:

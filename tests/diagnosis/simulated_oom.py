@@ -11,12 +11,12 @@ from fitgpt.memory.tape import EMPTY_CACHE, Event, round_size
 from fitgpt.planning.budget import Budget
 
 BY_PROCESS = "Including non-PyTorch memory, this process has {process} memory in use. "
-TEXT = ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate {asked}. GPU 0 has a total capacity of {total} "
+TEXT = ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate {size}. GPU 0 has a total capacity of {total} "
         "of which {free} is free. {by_process}Of the allocated memory {allocated} is allocated by PyTorch, and "
         "{unallocated} is reserved by PyTorch but unallocated. If reserved but unallocated memory is large try setting "
         "PYTORCH_ALLOC_CONF=expandable_segments:True to avoid fragmentation.  See documentation for Memory Management  "
         "(https://docs.pytorch.org/docs/stable/notes/cuda.html#optimizing-memory-usage-with-pytorch-cuda-alloc-conf)")
-OLD_TEXT = ("RuntimeError: CUDA out of memory. Tried to allocate {asked} (GPU 0; {total} total capacity; {allocated} "
+OLD_TEXT = ("RuntimeError: CUDA out of memory. Tried to allocate {size} (GPU 0; {total} total capacity; {allocated} "
             "already allocated; {free} free; {reserved} reserved in total by PyTorch)")
 
 
@@ -54,10 +54,10 @@ def simulate_oom(run: ExplainedRun, budget: Budget) -> SimulatedOom | None:
         else:
             phase = next(phase for phase, start, end in run.tape.phases if start <= number < end)
             allocated, reserved = sum(block.size for block in blocks.values()), allocator.reserved
-            sizes = {"asked": allocation_size(round_size(event.nbytes)), "total": budget.usable, "free": cap - reserved,
+            sizes = {"size": allocation_size(round_size(event.nbytes)), "total": budget.usable, "free": cap - reserved,
                      "allocated": allocated, "unallocated": reserved - allocated, "reserved": reserved,
                      "process": reserved + budget.outside}
-            words = {name: printed(size) for name, size in sizes.items()}
-            words["by_process"] = BY_PROCESS.format(**words)
-            return SimulatedOom(event, phase, TEXT.format(**words), OLD_TEXT.format(**words), reserved, allocated)
+            texts = {name: printed(size) for name, size in sizes.items()}
+            texts["by_process"] = BY_PROCESS.format(**texts)
+            return SimulatedOom(event, phase, TEXT.format(**texts), OLD_TEXT.format(**texts), reserved, allocated)
     return None

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from simulated_oom import SimulatedOom, simulate_oom
 
 from fitgpt.config.argv import walk
 from fitgpt.config.fields import build
@@ -21,6 +20,7 @@ from fitgpt.memory.tape import Event
 from fitgpt.planning.budget import Budget, budget_for, platform_for
 from fitgpt.planning.changes import fits
 from fitgpt.planning.forecast import tensor_formula
+from tests.diagnosis.simulated_oom import SimulatedOom, simulate_oom
 
 ROOT = Path(__file__).parent.parent.parent
 CARD = gpus.find("4070")
@@ -46,8 +46,8 @@ def run_out(run: ExplainedRun, others_mib: int = 0) -> tuple[SimulatedOom, Budge
     return found, budget
 
 
-def codes(told: Diagnosis) -> list[str]:
-    return [cause.code for cause in told.causes]
+def codes(diagnosis: Diagnosis) -> list[str]:
+    return [cause.code for cause in diagnosis.causes]
 
 
 # ---- the notes: 77M on a 4070, in evaluation
@@ -56,20 +56,20 @@ def codes(told: Diagnosis) -> list[str]:
 def test_an_oom_in_nanogpts_evaluation_names_the_tensor() -> None:
     run = notes_77m("nanogpt", "--compile=False")
     found, _ = run_out(run, others_mib=2118)
-    told = diagnose(message(found.text), run, CARD)
-    assert told.what.startswith("16 × 1,024 × 50,304 × 4 bytes: the float32 copy of the log-probabilities")
-    assert "in the first evaluation phase" in told.what
-    assert "the forecast runs out of memory at exactly this allocation" in told.what
-    assert codes(told) == ["OOM-EVAL", "OOM-LOGITS", "OOM-FRAGMENTED", "OOM-NEIGHBOUR"]  # those that decide first
-    assert told.causes[-1].what.endswith("hold 2.07 GiB of the GPU. Without them the run would still not fit.")
-    assert {share.what: round(share.nbytes / MiB, -1) for share in told.shares}["other processes"] == 2120
+    diagnosis = diagnose(message(found.text), run, CARD)
+    assert diagnosis.what.startswith("16 × 1,024 × 50,304 × 4 bytes: the float32 copy of the log-probabilities")
+    assert "in the first evaluation phase" in diagnosis.what
+    assert "the forecast runs out of memory at exactly this allocation" in diagnosis.what
+    assert codes(diagnosis) == ["OOM-EVAL", "OOM-LOGITS", "OOM-FRAGMENTED", "OOM-NEIGHBOUR"]  # those that decide first
+    assert diagnosis.causes[-1].what.endswith("hold 2.07 GiB of the GPU. Without them the run would still not fit.")
+    assert {share.what: round(share.nbytes / MiB, -1) for share in diagnosis.shares}["other processes"] == 2120
 
 
 def test_remedies_have_flags_and_fit() -> None:
     run = notes_77m("nanogpt", "--compile=False")
     found, budget = run_out(run, others_mib=2118)
-    told = diagnose(message(found.text), run, CARD)
-    computed = {remedy.todo: remedy for remedy in told.remedies if remedy.fits}
+    diagnosis = diagnose(message(found.text), run, CARD)
+    computed = {remedy.todo: remedy for remedy in diagnosis.remedies if remedy.fits}
     assert "fitgpt train config/notes_77m.py" in computed
     smaller = next(todo for todo in computed if todo.startswith("--batch_size"))
     again = notes_77m("nanogpt", "--compile=False", *smaller.split())
@@ -81,19 +81,19 @@ def test_remedies_have_flags_and_fit() -> None:
 def test_a_run_that_fits_without_other_processes_names_them_first() -> None:
     run = notes_77m()
     found, _ = run_out(run, others_mib=2118)
-    told = diagnose(message(found.text), run, CARD)
-    assert codes(told)[0] == "OOM-NEIGHBOUR"
-    assert "Without them the run would fit." in told.causes[0].what
-    assert "With expandable_segments the run would still not fit." in told.causes[-1].what
+    diagnosis = diagnose(message(found.text), run, CARD)
+    assert codes(diagnosis)[0] == "OOM-NEIGHBOUR"
+    assert "Without them the run would fit." in diagnosis.causes[0].what
+    assert "With expandable_segments the run would still not fit." in diagnosis.causes[-1].what
     assert simulate_oom(run, budget_for(CARD)) is None
 
 
 def test_without_a_config_the_tensor_is_marked_as_a_guess() -> None:
     found, _ = run_out(notes_77m("nanogpt", "--compile=False"), others_mib=2118)
-    told = diagnose(message(found.text))
-    assert told.what.startswith("A guess: ")
-    assert "16,384 tokens in float32 (16,384 × 50,304 × 4 bytes)" in told.what
-    assert any("config" in each for each in told.needed)
+    diagnosis = diagnose(message(found.text))
+    assert diagnosis.what.startswith("A guess: ")
+    assert "16,384 tokens in float32 (16,384 × 50,304 × 4 bytes)" in diagnosis.what
+    assert any("config" in each for each in diagnosis.needed)
 
 
 # ---- any run, any card
@@ -124,8 +124,8 @@ def test_the_failed_allocation_is_found(trainer: str, shape: dict[str, Any], gpu
 def test_every_remedy_that_claims_to_fit_fits() -> None:
     run = notes_77m("fitgpt", "--batch_size=128", "--compile=False")
     found, budget = run_out(run)
-    told = diagnose(message(found.text), run, CARD)
-    promised = [remedy for remedy in told.remedies if remedy.fits]
+    diagnosis = diagnose(message(found.text), run, CARD)
+    promised = [remedy for remedy in diagnosis.remedies if remedy.fits]
     assert len(promised) >= 2
     for remedy in promised:
         again = notes_77m("fitgpt", "--batch_size=128", "--compile=False", *remedy.todo.split())
@@ -133,45 +133,46 @@ def test_every_remedy_that_claims_to_fit_fits() -> None:
 
 
 def test_a_size_that_the_config_never_requests_is_reported() -> None:
-    found, _ = run_out(notes_77m("nanogpt", "--compile=False"), others_mib=2118)
-    told = diagnose(message(found.text.replace("3.07 GiB", "3.33 GiB")), notes_77m("nanogpt", "--compile=False"), CARD)
-    assert "No allocation of this config" in told.what
-    assert "OOM-LOGITS" not in codes(told)
+    run = notes_77m("nanogpt", "--compile=False")
+    found, _ = run_out(run, others_mib=2118)
+    diagnosis = diagnose(message(found.text.replace("3.07 GiB", "3.33 GiB")), run, CARD)
+    assert "No allocation of this config" in diagnosis.what
+    assert "OOM-LOGITS" not in codes(diagnosis)
 
 
 def test_a_config_that_fits_gets_no_promised_fix() -> None:
     """The message is of a program that holds more than the config's tape: said, and nothing promised."""
     run = notes_77m("nanogpt", "--batch_size=2", "--compile=False")
     found, _ = run_out(notes_77m("nanogpt", "--compile=False"))
-    told = diagnose(message(found.text), run, CARD)
-    assert any("would have fitted" in note for note in told.notes)
-    assert all(remedy.fits is None for remedy in told.remedies)
+    diagnosis = diagnose(message(found.text), run, CARD)
+    assert any("would have fitted" in note for note in diagnosis.notes)
+    assert all(remedy.fits is None for remedy in diagnosis.remedies)
 
 
 # ---- sizes that do not show the tensor
 
 
-ALMOST_FULL = ("CUDA out of memory. Tried to allocate {asked} (GPU 0; 11.65 GiB total capacity; 11.20 GiB already "
+ALMOST_FULL = ("CUDA out of memory. Tried to allocate {size} (GPU 0; 11.65 GiB total capacity; 11.20 GiB already "
                "allocated; 10.00 MiB free; 11.30 GiB reserved in total by PyTorch)")
 
 
-@pytest.mark.parametrize(("asked", "words"), [("20.00 MiB", "1 to 10 MiB"), ("2.00 MiB", "up to 1 MiB")])
-def test_a_segment_size_does_not_name_a_tensor(asked: str, words: str) -> None:
-    found = message(ALMOST_FULL.format(asked=asked))
+@pytest.mark.parametrize(("requested", "message_part"), [("20.00 MiB", "1 to 10 MiB"), ("2.00 MiB", "up to 1 MiB")])
+def test_a_segment_size_does_not_name_a_tensor(requested: str, message_part: str) -> None:
+    found = message(ALMOST_FULL.format(size=requested))
     assert is_segment_size(found)
-    assert words in diagnose(found).what
+    assert message_part in diagnose(found).what
     assert build_case(found, notes_77m("nanogpt", "--compile=False"), CARD).match is None
 
 
-@pytest.mark.parametrize("asked", ["384.00 MiB", "512.00 MiB", "1.53 GiB", "17.37 GiB", "88.00 MiB", "246.00 MiB"])
-def test_other_sizes_are_not_guessed_to_be_logits(asked: str) -> None:
+@pytest.mark.parametrize("requested", ["384.00 MiB", "512.00 MiB", "1.53 GiB", "17.37 GiB", "88.00 MiB", "246.00 MiB"])
+def test_other_sizes_are_not_guessed_to_be_logits(requested: str) -> None:
     """Attention scores, and shapes of other models, as threads have them."""
-    told = guess_logits(message(ALMOST_FULL.format(asked=asked)))
-    assert told == "" or asked == "1.53 GiB"  # 8 × 1024 × 50257 × 4 bytes: it is
+    guess = guess_logits(message(ALMOST_FULL.format(size=requested)))
+    assert guess == "" or requested == "1.53 GiB"  # 8 × 1024 × 50257 × 4 bytes: it is
 
 
 def test_memory_within_the_context_size_is_not_attributed_to_others() -> None:
-    fill = usage_in(message(ALMOST_FULL.format(asked="148.00 MiB")))
+    fill = usage_in(message(ALMOST_FULL.format(size="148.00 MiB")))
     assert fill is not None
     assert fill.others is None
     assert fill.others_at_least == 0
@@ -192,17 +193,18 @@ CUT = ("torch.OutOfMemoryError: {} out of memory. Tried to allocate 2.00 GiB. GP
 
 
 def test_a_truncated_message_does_not_attribute_used_memory() -> None:
-    told = diagnose(message(CUT.format("CUDA")))
-    assert codes(told) == ["OOM-CUT"]
+    diagnosis = diagnose(message(CUT.format("CUDA")))
+    assert codes(diagnosis) == ["OOM-CUT"]
     assert "22.49 GiB of the GPU's 23.69 GiB are in use, and the message does not say by which process" in (
-        told.causes[0].what)
-    assert [(share.what, round(share.nbytes / GiB, 2)) for share in told.shares] == [("in use", 22.49), ("free", 1.2)]
-    assert [remedy.todo for remedy in told.remedies][:2] == ["the message to its end", "nvidia-smi"]
+        diagnosis.causes[0].what)
+    assert [(share.what, round(share.nbytes / GiB, 2)) for share in diagnosis.shares] == [
+        ("in use", 22.49), ("free", 1.2)]
+    assert [remedy.todo for remedy in diagnosis.remedies][:2] == ["the message to its end", "nvidia-smi"]
 
 
 def test_a_truncated_message_names_the_listed_process() -> None:
-    told = diagnose(message(f"{CUT.format('CUDA')} Process 411 has 5.00 GiB memory in use."))
-    assert told.shares[0].note == "process 411: 5,120 MiB; of the rest the message does not say by which process"
+    diagnosis = diagnose(message(f"{CUT.format('CUDA')} Process 411 has 5.00 GiB memory in use."))
+    assert diagnosis.shares[0].note == "process 411: 5,120 MiB; of the rest the message does not say by which process"
 
 
 def test_a_truncated_message_uses_its_traceback() -> None:
@@ -216,8 +218,8 @@ def test_a_truncated_message_uses_its_traceback() -> None:
     f"{CUT.format('HIP')} Of the allocated memory 1.00 GiB is allocated by PyTorch, and 1.00 MiB is reserved by "
     "PyTorch but unallocated.", CUT.format("HIP").replace("1.20 GiB", "2.20 GiB")])
 def test_amd_users_get_amd_tools(text: str) -> None:
-    told = diagnose(message(text))
-    said = [*(remedy.todo for remedy in told.remedies), *told.needed]
+    diagnosis = diagnose(message(text))
+    said = [*(remedy.todo for remedy in diagnosis.remedies), *diagnosis.needed]
     assert any("rocm-smi" in each for each in said)
     assert not any("nvidia-smi" in each or "CUDA_" in each for each in said)
 
@@ -229,15 +231,15 @@ SHORT = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 3.07 GiB.
                                   CUT.format("CUDA").replace("23.69", "11.65")])
 def test_a_short_message_with_config_and_card_gets_forecast_remedies(text: str) -> None:
     run = notes_77m("nanogpt", "--compile=False")
-    told = diagnose(message(text), run, CARD)
-    computed = {remedy.todo: remedy for remedy in told.remedies if remedy.fits}
+    diagnosis = diagnose(message(text), run, CARD)
+    computed = {remedy.todo: remedy for remedy in diagnosis.remedies if remedy.fits}
     assert "fitgpt train config/notes_77m.py" in computed
     smaller = next(todo for todo in computed if todo.startswith("--batch_size"))
     again = notes_77m("nanogpt", "--compile=False", *smaller.split())
     assert fits(again.resolved, SETTING, budget_for(CARD).reserve_limit, "nanogpt")
     assert all("allocated at the peak" in remedy.effect for remedy in computed.values())
-    assert not any("half the --batch_size" in remedy.todo or "…" in remedy.todo for remedy in told.remedies)
-    assert any("on the RTX 4070 with no other processes" in note for note in told.notes)
+    assert not any("half the --batch_size" in remedy.todo or "…" in remedy.todo for remedy in diagnosis.remedies)
+    assert any("on the RTX 4070 with no other processes" in note for note in diagnosis.notes)
 
 
 def test_given_memory_of_other_processes_reduces_the_budget() -> None:
@@ -248,8 +250,8 @@ def test_given_memory_of_other_processes_reduces_the_budget() -> None:
 
 def test_a_run_that_fits_its_card_asks_for_others() -> None:
     card = gpus.find("4090")
-    told = diagnose(message(SHORT), notes_77m("nanogpt", "--compile=False"), card)
-    assert any("it would have fitted. Either other processes held some of the GPU" in note for note in told.notes)
+    diagnosis = diagnose(message(SHORT), notes_77m("nanogpt", "--compile=False"), card)
+    assert any("it would have fitted. Either other processes held some of the GPU" in note for note in diagnosis.notes)
 
 
 def test_a_card_without_figures_gets_no_plan() -> None:
@@ -275,5 +277,5 @@ def test_a_loss_chunk_is_described_by_its_rows() -> None:
     ("data", "X1", (16, 1024)), ("workspace", "attention sums", ()), ("optimizer", "3.down.bias.exp_avg", ())])
 def test_the_formula_of_a_tensor_has_its_dimensions(owner: str, name: str, sides: tuple[int, ...]) -> None:
     nbytes = prod(sides or (16, 1024, 576)) * 4
-    told = tensor_formula(Event(True, name, owner, nbytes), notes_77m().resolved, "nanogpt", "train")
-    assert told == (" × ".join(f"{side:,}" for side in (*sides, 4)) + " bytes" if sides else "36.0 MiB")
+    formula = tensor_formula(Event(True, name, owner, nbytes), notes_77m().resolved, "nanogpt", "train")
+    assert formula == (" × ".join(f"{side:,}" for side in (*sides, 4)) + " bytes" if sides else "36.0 MiB")

@@ -109,14 +109,14 @@ def test_long_repetitive_text_is_parsed_without_an_error(text: str) -> None:
 
 
 def test_random_bytes_are_not_a_message() -> None:
-    dice = random.Random(7)
+    rng = random.Random(7)
     for _ in range(200):
-        text = dice.randbytes(dice.randrange(2000)).decode("utf-8", "replace")
-        cut = dice.randrange(len(MESSAGE))
+        text = rng.randbytes(rng.randrange(2000)).decode("utf-8", "replace")
+        cut = rng.randrange(len(MESSAGE))
         assert parse_oom_message(text) is None
         assert not parse_nvidia_smi(text)
         parse_oom_message(text[:200] + MESSAGE[:cut] + text[200:])  # whatever it says: no error
-        parse_oom_message(MESSAGE[:cut] + MESSAGE[cut + dice.randrange(40):])
+        parse_oom_message(MESSAGE[:cut] + MESSAGE[cut + rng.randrange(40):])
 
 
 # ---- size

@@ -19,7 +19,7 @@ from fitgpt.planning.budget import platform_for
 
 FOLDER = Path(__file__).parent / "messages"
 INDEX: dict[str, dict[str, Any]] = json.loads((FOLDER / "index.json").read_text(encoding="utf-8"))["messages"]
-WITH_CONFIG = [name for name, told in INDEX.items() if "config" in told]
+WITH_CONFIG = [name for name, diagnosis in INDEX.items() if "config" in diagnosis]
 
 
 def read(name: str) -> OomMessage:
@@ -30,16 +30,16 @@ def read(name: str) -> OomMessage:
 
 
 def with_its_config(name: str) -> Diagnosis:
-    told = INDEX[name]
-    card = gpus.find(told["card"])
-    run = ExplainedRun(RunConfig(**told["config"]), told["trainer"], platform_for(card), "x.py")
+    expected = INDEX[name]
+    card = gpus.find(expected["card"])
+    run = ExplainedRun(RunConfig(**expected["config"]), expected["trainer"], platform_for(card), "x.py")
     return diagnose(read(name), run, card)
 
 
 def test_every_recorded_message_cites_its_thread() -> None:
     assert {path.stem for path in FOLDER.glob("*.txt")} == set(INDEX)
     assert len(INDEX) >= 12
-    assert all(told["url"].startswith("https://github.com/") and told["why"] for told in INDEX.values())
+    assert all(entry["url"].startswith("https://github.com/") and entry["why"] for entry in INDEX.values())
 
 
 @pytest.mark.parametrize("name", INDEX)
@@ -49,11 +49,11 @@ def test_each_recorded_message_has_its_causes(name: str) -> None:
 
 @pytest.mark.parametrize("name", WITH_CONFIG)
 def test_with_the_config_of_the_thread_the_tensor_is_named(name: str) -> None:
-    told = with_its_config(name)
-    assert [cause.code for cause in told.causes] == INDEX[name]["with"]
-    assert told.what.startswith(INDEX[name]["asked"])
-    assert told.remedies
-    assert all("fitgpt train …" not in remedy.todo for remedy in told.remedies)  # the exact command, not a pattern
+    diagnosis = with_its_config(name)
+    assert [cause.code for cause in diagnosis.causes] == INDEX[name]["with"]
+    assert diagnosis.what.startswith(INDEX[name]["asked"])
+    assert diagnosis.remedies
+    assert all("fitgpt train …" not in remedy.todo for remedy in diagnosis.remedies)  # the exact command, not a pattern
 
 
 @pytest.mark.parametrize(("name", "sizes"), [
@@ -101,20 +101,20 @@ def test_further_messages_are_counted() -> None:
 
 
 def test_the_own_process_is_found_among_those_a_container_lists() -> None:
-    told = diagnose(read("trl-5207"))
-    shares = {share.what: share.nbytes for share in told.shares}
+    diagnosis = diagnose(read("trl-5207"))
+    shares = {share.what: share.nbytes for share in diagnosis.shares}
     assert shares["other processes"] == pytest.approx((284 + 258 + 3.4 * 1024) * MiB, abs=20 * MiB)
     assert 100 * MiB < shares["this process outside PyTorch"] < 200 * MiB
-    assert "kill 21222" in [remedy.todo for remedy in told.remedies]
+    assert "kill 21222" in [remedy.todo for remedy in diagnosis.remedies]
 
 
 @pytest.mark.parametrize("name", INDEX)
 def test_the_shares_add_up_to_the_gpu(name: str) -> None:
     message = read(name)
-    told = diagnose(message)
-    if message.total is None or message.free is None or told.causes[0].code == "OOM-SPILL":
+    diagnosis = diagnose(message)
+    if message.total is None or message.free is None or diagnosis.causes[0].code == "OOM-SPILL":
         return
-    assert sum(share.nbytes for share in told.shares) == pytest.approx(message.total, abs=0.02 * GiB)
+    assert sum(share.nbytes for share in diagnosis.shares) == pytest.approx(message.total, abs=0.02 * GiB)
 
 
 # ---- wordings that no thread above has
@@ -174,9 +174,9 @@ def test_a_killed_process_most_likely_ran_out_of_ram() -> None:
 
 
 def test_a_library_that_failed_to_initialize_is_most_likely_out_of_memory() -> None:
-    told = diagnose(read("hcvae-7"))
-    assert told.title.startswith("Most likely")
-    assert "Most often" in told.causes[0].what
+    diagnosis = diagnose(read("hcvae-7"))
+    assert diagnosis.title.startswith("Most likely")
+    assert "Most often" in diagnosis.causes[0].what
     assert not diagnose(read("qwen3-873")).title.startswith("Most likely")
 
 

@@ -71,19 +71,19 @@ OLD_SCREEN = """+---------------------------------------------------------------
 
 
 def test_a_reading_is_attributed_to_the_mib() -> None:
-    told = explain_reading(Reading(6582 * MiB, 4464 * MiB), notes_30m(), CARD)
-    shares = {share.what: share.nbytes for share in told.shares}
+    diagnosis = explain_reading(Reading(6582 * MiB, 4464 * MiB), notes_30m(), CARD)
+    shares = {share.what: share.nbytes for share in diagnosis.shares}
     assert sum(shares.values()) == 6582 * MiB
     assert shares["other processes"] == 2118 * MiB
     assert shares["this process outside PyTorch"] == CARD.outside_mib * MiB  # type: ignore[operator]
     assert shares["logits"] == 16 * 512 * 50304 * 6
     assert max((owner for owner in shares if owner != "other processes"), key=lambda owner: shares[owner]) == "logits"
-    assert "nanoGPT's train.py in the training phase" in told.what
+    assert "nanoGPT's train.py in the training phase" in diagnosis.what
 
 
 def test_a_process_smaller_than_its_context_keeps_its_size() -> None:
-    told = explain_reading(Reading(300 * MiB, 100 * MiB), notes_30m(), CARD)
-    assert sum(share.nbytes for share in told.shares) == 300 * MiB
+    diagnosis = explain_reading(Reading(300 * MiB, 100 * MiB), notes_30m(), CARD)
+    assert sum(share.nbytes for share in diagnosis.shares) == 300 * MiB
 
 
 def test_more_than_the_card_has_is_a_usage_error() -> None:
@@ -92,8 +92,8 @@ def test_more_than_the_card_has_is_a_usage_error() -> None:
 
 
 def test_without_a_process_figure_the_other_trainer_is_noted() -> None:
-    told = explain_reading(Reading(6582 * MiB, None), notes_30m("fitgpt"), CARD, "auto")
-    assert any("nanoGPT would hold 4,496 MiB: --trainer=nanogpt." in note for note in told.notes)
+    diagnosis = explain_reading(Reading(6582 * MiB, None), notes_30m("fitgpt"), CARD, "auto")
+    assert any("nanoGPT would hold 4,496 MiB: --trainer=nanogpt." in note for note in diagnosis.notes)
     assert not any("would hold" in note for note in explain_reading(
         Reading(6582 * MiB, None), notes_30m("fitgpt"), CARD, "fitgpt").notes)
 
@@ -108,16 +108,16 @@ def test_the_process_close_to_the_forecast_is_the_run() -> None:
 
 
 def test_an_eager_run_does_not_match_a_compiled_reading() -> None:
-    told = explain_reading(Reading(6582 * MiB, 4464 * MiB), notes_30m("nanogpt", "--compile=False"), CARD)
-    assert "The run has another config or trainer" in told.what
+    diagnosis = explain_reading(Reading(6582 * MiB, 4464 * MiB), notes_30m("nanogpt", "--compile=False"), CARD)
+    assert "The run has another config or trainer" in diagnosis.what
 
 
 def test_the_reading_selects_the_clearly_closer_trainer() -> None:
     run = notes_30m("fitgpt")
-    told = explain_reading(Reading(6582 * MiB, 4464 * MiB), run, CARD, "auto")
-    assert "under nanoGPT's train.py in the training phase" in told.what
-    assert {share.what: share.nbytes for share in told.shares}["logits"] == 16 * 512 * 50304 * 6
-    assert told.notes[-1] == (
+    diagnosis = explain_reading(Reading(6582 * MiB, 4464 * MiB), run, CARD, "auto")
+    assert "under nanoGPT's train.py in the training phase" in diagnosis.what
+    assert {share.what: share.nbytes for share in diagnosis.shares}["logits"] == 16 * 512 * 50304 * 6
+    assert diagnosis.notes[-1] == (
         "The trainer was not given. nanoGPT's forecast, 4,496 MiB, 0.7% more than was read, is the closer one; "
         "fitgpt's is 1,360 MiB, 70% less than was read. --trainer=fitgpt selects it.")
     own = run.forecast.reserved + 196 * MiB
@@ -127,26 +127,26 @@ def test_the_reading_selects_the_clearly_closer_trainer() -> None:
 
 
 def test_two_distant_trainers_are_not_distinguished() -> None:
-    told = explain_reading(Reading(6582 * MiB, 2500 * MiB), notes_30m("fitgpt"), CARD, "auto")
-    assert "config under fitgpt holds" in told.what
-    assert "not clearly closer. --trainer=nanogpt selects it" in told.notes[-1]
+    diagnosis = explain_reading(Reading(6582 * MiB, 2500 * MiB), notes_30m("fitgpt"), CARD, "auto")
+    assert "config under fitgpt holds" in diagnosis.what
+    assert "not clearly closer. --trainer=nanogpt selects it" in diagnosis.notes[-1]
 
 
 def test_a_given_trainer_is_kept_and_the_excess_is_shown() -> None:
-    told = explain_reading(Reading(6582 * MiB, 4464 * MiB), notes_30m("fitgpt"), CARD, "fitgpt")
-    assert "1,360 MiB, 70% less than was read" in told.what
-    shares = {share.what: share.nbytes for share in told.shares}
+    diagnosis = explain_reading(Reading(6582 * MiB, 4464 * MiB), notes_30m("fitgpt"), CARD, "fitgpt")
+    assert "1,360 MiB, 70% less than was read" in diagnosis.what
+    shares = {share.what: share.nbytes for share in diagnosis.shares}
     assert shares["more than the forecast"] == (4464 - 1360) * MiB
     assert sum(shares.values()) == 6582 * MiB
-    assert not told.notes
+    assert not diagnosis.notes
 
 
 def test_a_run_in_its_first_evaluation_is_recognised() -> None:
     run = notes_30m()
     held = run.forecast.phases["first_eval"].reserved + 196 * MiB
-    told = explain_reading(Reading(held, held), run, CARD)
-    assert "in the first evaluation phase" in told.what
-    assert sum(share.nbytes for share in told.shares) == held
+    diagnosis = explain_reading(Reading(held, held), run, CARD)
+    assert "in the first evaluation phase" in diagnosis.what
+    assert sum(share.nbytes for share in diagnosis.shares) == held
 
 
 @pytest.mark.parametrize("run", [notes_30m("fitgpt"), notes_30m("fitgpt", "--compile=False", "--cuda_graphs=False")])
@@ -154,31 +154,31 @@ def test_of_two_matching_phases_the_longer_one_is_taken(run: ExplainedRun) -> No
     phases = run.forecast.phases
     assert phases["first_train"].reserved == phases["train"].reserved
     held = phases["train"].reserved + 196 * MiB
-    told = explain_reading(Reading(held + 3 * MiB, held + 3 * MiB), run, CARD)
-    assert "under fitgpt in the training phase" in told.what
-    assert "about the same in the first step phase" in told.what
-    shares = {share.what: share.nbytes for share in told.shares}
+    diagnosis = explain_reading(Reading(held + 3 * MiB, held + 3 * MiB), run, CARD)
+    assert "under fitgpt in the training phase" in diagnosis.what
+    assert "about the same in the first step phase" in diagnosis.what
+    shares = {share.what: share.nbytes for share in diagnosis.shares}
     assert shares["logits"] > 0  # recorded work holds them in memory that stays reserved
     assert sum(shares.values()) == held + 3 * MiB
 
 
 def test_less_than_the_forecast_is_not_split_into_owners() -> None:
-    told = explain_reading(Reading(4000 * MiB, 3000 * MiB), notes_30m(), CARD)
-    assert "logits" not in {share.what for share in told.shares}
-    assert sum(share.nbytes for share in told.shares) == 4000 * MiB
+    diagnosis = explain_reading(Reading(4000 * MiB, 3000 * MiB), notes_30m(), CARD)
+    assert "logits" not in {share.what for share in diagnosis.shares}
+    assert sum(share.nbytes for share in diagnosis.shares) == 4000 * MiB
 
 
 def test_two_figures_without_a_config_give_shares() -> None:
-    told = explain_reading(Reading(6582 * MiB, 4464 * MiB))
-    assert [(share.what, round(share.nbytes / MiB)) for share in told.shares] == [
+    diagnosis = explain_reading(Reading(6582 * MiB, 4464 * MiB))
+    assert [(share.what, round(share.nbytes / MiB)) for share in diagnosis.shares] == [
         ("this process", 4464), ("other processes", 2118)]
-    assert len(told.needed) == 2
+    assert len(diagnosis.needed) == 2
 
 
 def test_without_a_process_figure_the_forecast_is_taken() -> None:
-    told = explain_reading(Reading(6582 * MiB, None), notes_30m(), CARD)
-    assert any("the config's forecast is taken" in note for note in told.notes)
-    assert sum(share.nbytes for share in told.shares) == 6582 * MiB
+    diagnosis = explain_reading(Reading(6582 * MiB, None), notes_30m(), CARD)
+    assert any("the config's forecast is taken" in note for note in diagnosis.notes)
+    assert sum(share.nbytes for share in diagnosis.shares) == 6582 * MiB
 
 
 # ---- screens
@@ -190,11 +190,11 @@ def test_nvidia_smi_lists_gpus_and_processes() -> None:
     assert [(each.pid, each.nbytes and each.nbytes // MiB) for each in gpu.processes] == [
         (2163, 642), (2391, 120), (4711, 4464), (5822, 1310)]
     assert card_of(gpu) == CARD
-    told = explain_reading(reading_of(gpu), notes_30m(), card_of(gpu))
-    shares = {share.what: share.nbytes // MiB for share in told.shares}
+    diagnosis = explain_reading(reading_of(gpu), notes_30m(), card_of(gpu))
+    shares = {share.what: share.nbytes // MiB for share in diagnosis.shares}
     assert shares["process 5822"] == 1310
     assert shares["free"] == 12282 - 6582
-    assert sum(share.nbytes for share in told.shares) == 12282 * MiB
+    assert sum(share.nbytes for share in diagnosis.shares) == 12282 * MiB
 
 
 def test_older_nvidia_smi_with_a_truncated_name_is_parsed() -> None:
@@ -222,11 +222,11 @@ def test_the_largest_python_process_is_taken_for_the_run() -> None:
 
 
 def test_nvidia_smi_csv_is_parsed_in_any_column_order() -> None:
-    told = """index, name, memory.total [MiB], utilization.gpu [%], memory.used [MiB]
+    text = """index, name, memory.total [MiB], utilization.gpu [%], memory.used [MiB]
 0, NVIDIA GeForce RTX 4070, 12282 MiB, 97 %, 6582 MiB
 1, NVIDIA GeForce RTX 3060, 12288 MiB, 0 %, [N/A]
 """
-    first, second = parse_nvidia_smi(told)
+    first, second = parse_nvidia_smi(text)
     assert (first.name, first.used, first.total) == ("NVIDIA GeForce RTX 4070", 6582 * MiB, 12282 * MiB)
     assert (second.index, second.used) == (1, None)
     bare, = parse_nvidia_smi("memory.used, memory.total\n6582, 12282\n6600, 12282\n".replace("6600, 12282", "later"))
@@ -235,17 +235,17 @@ def test_nvidia_smi_csv_is_parsed_in_any_column_order() -> None:
 
 
 def test_gpustat_is_parsed_with_its_processes() -> None:
-    told = """host  Sun Nov 15 20:00:00 2026  550.54
+    text = """host  Sun Nov 15 20:00:00 2026  550.54
 [0] NVIDIA GeForce RTX 4070 | 61'C,  97 % |  6582 / 12282 MB | alice:python/2211(4464M) alice:Xorg/977(642M)
 """
-    gpu, = parse_nvidia_smi(told)
+    gpu, = parse_nvidia_smi(text)
     assert gpu.used == 6582 * MiB
     assert [(each.pid, each.name, each.nbytes) for each in gpu.processes] == [
         (2211, "python", 4464 * MiB), (977, "Xorg", 642 * MiB)]
     answer = explain_reading(reading_of(gpu), notes_30m(), card_of(gpu))
     assert sum(share.nbytes for share in answer.shares) == 12282 * MiB
     assert 642 * MiB in [share.nbytes for share in answer.shares]
-    assert parse_nvidia_smi(told.replace("alice:python/2211", "alice"))[0].processes[0].pid == 977
+    assert parse_nvidia_smi(text.replace("alice:python/2211", "alice"))[0].processes[0].pid == 977
 
 
 def test_an_unknown_process_is_not_counted_twice() -> None:
@@ -284,13 +284,13 @@ def test_the_mig_device_with_the_process_is_explained() -> None:
     first, second = parse_nvidia_smi(CUT)
     assert (first.used, first.total, [each.pid for each in first.processes]) == (4500 * MiB, 4864 * MiB, [123456])
     assert (second.gpu_instance, second.processes) == (8, ())
-    told = explain_reading(reading_of(first), notes_30m(), card_of(first))
-    assert told.title == "4,500 MiB of the GPU are used: 4,464 by this process, 36 by others."
-    assert any("GPU instance 7" in note for note in told.notes)
+    diagnosis = explain_reading(reading_of(first), notes_30m(), card_of(first))
+    assert diagnosis.title == "4,500 MiB of the GPU are used: 4,464 by this process, 36 by others."
+    assert any("GPU instance 7" in note for note in diagnosis.notes)
 
 
 def test_a_forecast_is_marked_as_such() -> None:
-    told = explain_reading(Reading(6582 * MiB, None), notes_30m(), CARD)
-    assert "according to the forecast" in told.title
-    assert "read 4" not in told.what
-    assert told.what.startswith("By its forecast")
+    diagnosis = explain_reading(Reading(6582 * MiB, None), notes_30m(), CARD)
+    assert "according to the forecast" in diagnosis.title
+    assert "read 4" not in diagnosis.what
+    assert diagnosis.what.startswith("By its forecast")

@@ -5,25 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from test_diagnose import ALMOST_FULL, CARD, SETTING, codes, message, run_out
-from test_oom_message import INDEX, WITH_CONFIG, read, with_its_config
 
 from fitgpt.config.run_config import RunConfig
 from fitgpt.diagnosis.case import Case, ExplainedRun, build_case
 from fitgpt.diagnosis.diagnose import Diagnosis, diagnose
 from fitgpt.diagnosis.oom_message import OomMessage
 from fitgpt.diagnosis.rules import RULES, Rule
+from tests.diagnosis.test_diagnose import ALMOST_FULL, CARD, SETTING, codes, message, run_out
+from tests.diagnosis.test_oom_message import INDEX, WITH_CONFIG, read, with_its_config
 
 AT_LOAD = f'''Traceback (most recent call last):
   File "train.py", line 190, in <module>
     model.to(device)
   File "/x/torch/nn/modules/module.py", line 1343, in to
     return self._apply(convert)
-torch.OutOfMemoryError: {ALMOST_FULL.format(asked="148.00 MiB")}'''
+torch.OutOfMemoryError: {ALMOST_FULL.format(size="148.00 MiB")}'''
 IN_EVALUATION = f'''Traceback (most recent call last):
   File "train.py", line 264, in <module>
     losses = estimate_loss()
-torch.OutOfMemoryError: {ALMOST_FULL.format(asked="148.00 MiB")}'''
+torch.OutOfMemoryError: {ALMOST_FULL.format(size="148.00 MiB")}'''
 
 
 def activation_out_of_memory() -> Diagnosis:

@@ -11,7 +11,7 @@ from torch import Tensor
 from fitgpt import GPT, GPTConfig
 from fitgpt.config.memory_savers import LEVELS
 from fitgpt.engine import block, ops
-from helpers import reference_loss
+from tests.helpers import reference_loss
 
 TINY = GPTConfig(n_layer=3, n_head=2, n_embd=32, vocab_size=67, block_size=16, bias=True)
 
@@ -155,7 +155,7 @@ def test_called_without_targets_it_returns_only_the_last_positions_logits() -> N
     assert logits.shape == (4, 1, TINY.vocab_size)
 
 
-def test_a_sequence_longer_than_the_block_is_refused() -> None:
+def test_a_sequence_longer_than_the_block_is_rejected() -> None:
     with pytest.raises(ValueError, match="17 tokens do not fit a block_size of 16"):
         build()(torch.zeros(1, 17, dtype=torch.long))
 

@@ -1,4 +1,4 @@
-"""What is freed when memory runs out, and the warnings about memory."""
+"""What is freed when memory runs out, fragmentation, and a spill into CPU RAM."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from refusing import MESSAGE, SMALL
 
 import fitgpt.training.run as run_module
 from fitgpt.core.units import GiB
@@ -22,9 +21,9 @@ from fitgpt.engine.oom import (
     is_out_of_memory,
     spill,
 )
-from fitgpt.runs.metrics import MemoryReading, StepReport
-from fitgpt.training.reporter import MemoryWarnings
-from helpers import tiny_config
+from fitgpt.runs.metrics import MemoryReading
+from tests.failing_allocations import MESSAGE, SMALL
+from tests.helpers import tiny_config
 
 # ---- freeing
 
@@ -87,21 +86,6 @@ def test_fragmentation_is_reported() -> None:
     assert "memory: fragmentation. 8.00 GiB is reserved" in fragmentation(8 * GiB, 4 * GiB)
     assert fragmentation(8 * GiB, 7 * GiB) == ""
     assert fragmentation(GiB, GiB // 4) == ""
-
-
-def test_each_warning_is_given_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fitgpt.training.reporter.may_spill", lambda: True)
-    warnings, memory = MemoryWarnings(card_bytes=12 * GiB), MemoryReading(0, 13 * GiB, 5 * GiB, 13 * GiB)
-    report = StepReport(0, 1.0, 1.0, 1.0, 1.0, 1.0, None, 0, 1.0, memory, 1.0)
-    assert [note.split(":")[0] for note in warnings.of(report, 5 * GiB)] == ["memory", "memory"]
-    assert warnings.of(report, 5 * GiB) == []
-
-
-def test_a_replayed_cuda_graph_is_not_taken_for_fragmentation() -> None:
-    """PyTorch counts its tensors only while it is captured."""
-    replayed = MemoryReading(0, 5 * GiB, 2 * GiB, 5 * GiB)
-    report = StepReport(0, 1.0, 1.0, 1.0, 1.0, 1.0, None, 0, 1.0, replayed, 1.0)
-    assert MemoryWarnings(card_bytes=12 * GiB).of(report, most_allocated=int(4.5 * GiB)) == []
 
 
 def test_a_spill_into_cpu_ram_is_reported() -> None:

@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 import pytest
-from tape_script import tape
 
 from fitgpt.core.units import MiB
 from fitgpt.memory.tape import Writer
 from fitgpt.memory.timeline import Timeline, needs, replay
+from tests.memory.tape_script import tape
 
 
 def run(*script: tuple[str, int] | str, limit: int | None = None) -> Timeline:
     return replay(tape(*script), limit)
 
 
-@pytest.mark.parametrize(("asked", "given"), [(0, 512), (1, 512), (512, 512), (513, 1024), (MiB, MiB)])
-def test_a_request_is_rounded_up_to_512_bytes(asked: int, given: int) -> None:
-    assert run(("a", asked)).allocated == [given]
+@pytest.mark.parametrize(("requested", "given"), [(0, 512), (1, 512), (512, 512), (513, 1024), (MiB, MiB)])
+def test_a_request_is_rounded_up_to_512_bytes(requested: int, given: int) -> None:
+    assert run(("a", requested)).allocated == [given]
 
 
-@pytest.mark.parametrize(("asked", "segment"), [
+@pytest.mark.parametrize(("requested", "segment"), [
     (512, 2 * MiB), (MiB, 2 * MiB), (MiB + 1, 20 * MiB), (10 * MiB - 512, 20 * MiB), (10 * MiB, 10 * MiB),
     (10 * MiB + 1, 12 * MiB), (33 * MiB, 34 * MiB),
 ])
-def test_a_segment_is_2_or_20_mib_or_the_size_rounded_to_2(asked: int, segment: int) -> None:
-    assert run(("a", asked)).reserved == segment
+def test_a_segment_is_2_or_20_mib_or_the_size_rounded_to_2(requested: int, segment: int) -> None:
+    assert run(("a", requested)).reserved == segment
 
 
 def test_small_and_large_requests_never_share_a_segment() -> None:
@@ -86,7 +86,7 @@ def test_the_limit_counts_segments_not_tensors() -> None:
     assert run(("a", 2 * MiB), limit=20 * MiB).failed is None
 
 
-def test_a_phase_begins_with_what_is_there_and_reserved_is_the_most_so_far() -> None:
+def test_a_phase_begins_with_live_tensors_and_reserved_is_the_maximum_so_far() -> None:
     timeline = run(("a", 100 * MiB), ("b", 50 * MiB), "b", "train:", "a", ("c", 20 * MiB))
     peaks = timeline.peaks()
     assert (peaks["load"].allocated, peaks["load"].event) == (150 * MiB, 1)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from tape_script import tape
-
 from fitgpt.core.units import MiB
 from fitgpt.memory.allocator import MIN_LARGE_ALLOC, NO_LIMIT
 from fitgpt.memory.driver_addresses import MonotonicAddresses, ObservedAddresses
 from fitgpt.memory.timeline import replay
+from tests.memory.tape_script import tape
 
 
 def put(*sizes: int, large_weight: bool = True) -> list[int]:
@@ -22,7 +21,7 @@ def test_a_new_range_lies_below_all_others() -> None:
     assert found == sorted(found, reverse=True)
 
 
-def test_what_is_left_of_a_range_of_32_mib_is_filled_upwards() -> None:
+def test_the_rest_of_a_range_of_32_mib_is_filled_upwards() -> None:
     weight, large, first, second, other = put(200, 20, 4, 4)
     assert large < first < second < weight
     assert other < large, "of 224 MiB nothing was left"
@@ -33,13 +32,13 @@ def test_the_newest_gap_comes_first() -> None:
     assert newer < in_gap < older
 
 
-def test_while_weights_come_from_the_host_every_other_range_is_put_where_they_lay() -> None:
+def test_while_weights_are_loaded_every_other_range_takes_the_place_of_the_cpu_copy() -> None:
     ranges = ObservedAddresses()
     weight, *others = [ranges.place(30 * MiB, loading=True) for _ in range(5)]
     assert [other > weight for other in others] == [True, False, True, False]
 
 
-def test_once_kernels_run_there_is_room_above_the_weights_unless_the_first_of_them_is_large() -> None:
+def test_after_loading_a_segment_lies_above_the_weights_unless_the_weight_is_large() -> None:
     weight, segment = put(300, large_weight=False)
     assert segment > weight
     weight, segment = put(300)

@@ -34,3 +34,12 @@ def test_only_2_11_was_measured() -> None:
 def test_attention_takes_the_kernel_that_torch_takes(capability: tuple[int, int], head_size: int, dtype: str,
                                                      kernel: str) -> None:
     assert Platform(capability).attention(head_size, dtype) == kernel
+
+
+@pytest.mark.parametrize(("capability", "sms", "true_mib"), [
+    pytest.param((8, 6), 28, 3, id="RTX 3060"), pytest.param((8, 6), 82, 6, id="RTX 3090"),
+    pytest.param((8, 9), 24, 24, id="RTX 4060"), pytest.param((8, 9), 46, 36, id="RTX 4070"),
+    pytest.param((8, 9), 128, 72, id="RTX 4090"), pytest.param((12, 0), 170, 96, id="RTX 5090"),
+    pytest.param((8, 0), 108, 40, id="A100"), pytest.param((9, 0), 132, 60, id="H200")])
+def test_l2_cache_is_never_underestimated(capability: tuple[int, int], sms: int, true_mib: int) -> None:
+    assert Platform(capability, sms=sms).cache >= true_mib * 2**20

@@ -7,7 +7,7 @@ import pytest
 from fitgpt.memory.tape import DEFAULT_POOL, GRAPH_POOL, Event, Span, SpanCost, Writer
 
 
-def test_events_stand_in_the_order_they_were_written_and_phases_span_them() -> None:
+def test_events_are_in_the_order_written_and_phases_span_them() -> None:
     writer = Writer()
     writer.phase("load")
     writer.alloc("a", "weights", 10)
@@ -20,7 +20,7 @@ def test_events_stand_in_the_order_they_were_written_and_phases_span_them() -> N
     assert tape.phases == (Span("load", 0, 1), Span("train", 1, 3))
 
 
-def test_a_name_comes_back_after_a_free_but_not_before() -> None:
+def test_a_name_can_be_reused_after_its_free_but_not_before() -> None:
     writer = Writer()
     writer.phase("load")
     writer.alloc("a", "other", 1)
@@ -31,7 +31,7 @@ def test_a_name_comes_back_after_a_free_but_not_before() -> None:
     assert [event.nbytes for event in writer.tape().events] == [1, 1, 2]
 
 
-def test_what_is_not_alive_cannot_be_freed() -> None:
+def test_a_tensor_that_is_not_alive_cannot_be_freed() -> None:
     writer = Writer()
     writer.free_if_alive("a")
     with pytest.raises(ValueError, match="not alive"):
@@ -45,7 +45,7 @@ def test_an_unknown_owner_is_an_error_and_any_phase_is_allowed() -> None:
         writer.alloc("a", "nobody", 1)
 
 
-def test_scratch_lives_as_long_as_its_with() -> None:
+def test_scratch_is_freed_at_the_end_of_its_with_block() -> None:
     writer = Writer()
     writer.phase("train")
     with writer.scratch("scratch", "workspace", 5) as name:

@@ -35,7 +35,7 @@ from fitgpt.show.charts import (
     tick_labels,
     ticks,
 )
-from html_outline import HOSTILE_TEXTS, Outline, chart_data
+from tests.html_outline import HOSTILE_TEXTS, Outline, chart_data
 
 STEP = OwnerTimeline(owners=("weights", "activations", "logits", "surprise"),
                      points=((GiB, 0, 0, 0), (GiB, 2 * GiB, 0, 0), (GiB, 2 * GiB, 3 * GiB, MiB), (GiB, 0, 0, 0)),
@@ -317,7 +317,7 @@ def test_hostile_text_stays_text(hostile: str) -> None:
                    levels=[Level(hostile, 1.0)], marks=[EventMark(0.5, hostile)], note=hostile),
         line_chart(hostile, [], empty=hostile),
         stacked_chart(OwnerTimeline((hostile, "weights"), ((1, 2), (3, 4)), ((0, hostile),), 1), title=hostile, limit=5,
-                limit_name=hostile, note=hostile),
+                      limit_name=hostile, note=hostile),
         owner_bar({hostile: 5}),
     ]
     html = html_page(hostile, "".join(charts))

@@ -14,7 +14,7 @@ import pytest
 from fitgpt.core.units import MiB
 from fitgpt.show import progress
 from fitgpt.show.progress import eval_line, iter_line, run_header
-from training_reports import EVALUATION, FACTS, REPORT
+from tests.training_reports import EVALUATION, FACTS, REPORT
 
 
 def run_through(display: progress.Display) -> None:
@@ -69,7 +69,7 @@ def test_a_wide_terminal_shows_all_figures_and_a_narrow_one_the_main_ones(monkey
     run_through(display)
     shown = "\n".join(lines_of(stream))
     for text in ("training", "1/5,000", "3 min 20 s left", "loss 2.3456", "98,304 tok/s", "mfu 12.34%",
-                  "mem 3.21 GiB", "peak 4.56 GiB", "something is [odd] here", "[triton]", "best so far"):
+                 "mem 3.21 GiB", "peak 4.56 GiB", "something is [odd] here", "[triton]", "best so far"):
         assert text in shown
     display, stream = rich_screen(monkeypatch, 40)
     run_through(display)
@@ -232,12 +232,12 @@ def test_characters_that_the_stream_cannot_encode_are_replaced() -> None:
 def test_a_closed_pipe_gives_exit_code_0_and_no_error_output() -> None:
     script = ("from dataclasses import replace\n"
               "from fitgpt.show import progress\n"
-              "from training_reports import FACTS, REPORT\n"
+              "from tests.training_reports import FACTS, REPORT\n"
               "display = progress.open_display(FACTS, terminal=False)\n"
               "for step in range(3000): display.step(replace(REPORT, step=step))\n"
               "display.close()\n")
     process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                               cwd=Path(__file__).parents[1])  # where training_reports is
+                               cwd=Path(__file__).parents[2])  # where tests.training_reports is found
     assert process.stdout is not None
     assert process.stderr is not None
     process.stdout.readline()

@@ -14,8 +14,8 @@ from fitgpt.commands.main import main
 from fitgpt.commands.report import report
 from fitgpt.config.command_options import ReportOptions
 from fitgpt.runs.metrics import read_metrics
-from html_outline import HOSTILE_TEXTS
-from report_rows import FACTS, PLAN, evaluation, step, write_run
+from tests.html_outline import HOSTILE_TEXTS
+from tests.report_rows import FACTS, PLAN, evaluation, step, write_run
 
 PHONE, DESKTOP = 390, 1200
 
@@ -26,7 +26,7 @@ def real_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from dataclasses import replace
 
     from fitgpt.training.run import run
-    from helpers import tiny_config
+    from tests.helpers import tiny_config
 
     folder = tmp_path_factory.mktemp("real")
     config = tiny_config(folder, out_dir=str(folder / "tiny"), max_iters=60, lr_decay_iters=120, warmup_iters=12,
@@ -45,7 +45,7 @@ def reports(real_run: Path) -> dict[str, Path]:
     facts = FACTS | dict(device="cuda:0", device_name="NVIDIA GeForce RTX 4070", config=config)
     steps = [step(n, loss=3 + 4 * math.exp(-n / 50) + rng.gauss(0, 0.05)) for n in range(400)]
     steps[250]["loss"], steps[300]["loss"] = 900.0, math.nan
-    hostile = [{"kind": "warning", "step": 20 * n, "text": words} for n, words in enumerate(HOSTILE_TEXTS)]
+    hostile = [{"kind": "warning", "step": 20 * n, "text": text} for n, text in enumerate(HOSTILE_TEXTS)]
     evaluations = [evaluation(n) for n in range(0, 401, 50)]
     gpu = write_run(real_run.parent / "gpu", [facts, PLAN, *evaluations, *steps, *hostile])
     made = {"real": (real_run,), "gpu": (gpu,), "both": (real_run, gpu)}
@@ -69,7 +69,7 @@ def opened(browser: Any, path: Path, width: int = DESKTOP, **more: Any) -> tuple
 
 @pytest.mark.parametrize("name", ["real", "gpu", "both"])
 def test_a_page_fits_its_screen_loads_nothing_and_has_no_errors(browser: Any, reports: dict[str, Path],
-                                                                   name: str) -> None:
+                                                                name: str) -> None:
     tab, wrong = opened(browser, reports[name])
     labels = ("[...document.querySelectorAll('.plot text')].filter(one => one.checkVisibility({visibilityProperty: true"
               "})).map(one => one.getBoundingClientRect()).map(box => [box.right, box.height])")

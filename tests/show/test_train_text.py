@@ -11,7 +11,7 @@ import pytest
 from fitgpt.runs.metrics import Evaluation, MemoryReading, SplitLoss
 from fitgpt.show.progress import closing, eval_line, iter_line, run_header
 from fitgpt.show.terminal import fit_parts, sparkline
-from training_reports import EVALUATION, FACTS, REPORT
+from tests.training_reports import EVALUATION, FACTS, REPORT
 
 # nanoGPT's own patterns, as scripts that plot its logs have them
 NANOGPT_ITER = re.compile(r"iter (\d+): loss (\d+\.\d{4}), time (\d+\.\d\d)ms, mfu (-?\d+\.\d\d)%")
@@ -53,7 +53,7 @@ def test_eval_line_shows_both_block_sizes_if_they_differ() -> None:
 def test_header_shows_model_device_data_steps_and_notes() -> None:
     header = run_header(FACTS)
     for text in ("77.36M parameters", "width 576", "NVIDIA GeForce RTX 4070 (cuda:0), bfloat16, compiled", "9.04B",
-                  "4.40M", "5,000, of 524,288 tokens = 32 × 16 × 1024", "58.3 TFLOP/s", *FACTS.notes):
+                 "4.40M", "5,000, of 524,288 tokens = 32 × 16 × 1024", "58.3 TFLOP/s", *FACTS.notes):
         assert text in header
     assert "not compiled" in run_header(replace(FACTS, compiled=False))
     assert "from step 1,500 to 5,000" in run_header(replace(FACTS, start_step=1500))

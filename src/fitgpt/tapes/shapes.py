@@ -9,7 +9,7 @@ How to add an operation: write a function with the signature of torch's, let it 
 allocates, in that order, and return them. Memory that lives only inside the operation is `scratch`. Then list the
 function in TORCH, FUNCTIONAL or ATEN, or in METHODS for a method of Tensor; a pointwise operation or a reduction is one
 name in a list. An operation that changes a tensor in place returns that tensor; a view shares its storage.
-tests/memory/test_traced.py compares all of it with a trace of the real engine: run it after any change here.
+tests/tapes/test_engine_traced.py compares all of it with a trace of the real engine: run it after any change here.
 
 Whose memory it is (the tape's `owner`) follows from the operation: a parameter is "weights", a cast of one "casts", a
 matmul of two activations "gradients", a result with at most one element per row "other", the rest "activations".

@@ -1,0 +1,83 @@
+"""`fitgpt doctor`: exit codes and JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from fitgpt.commands.doctor import CHECKPOINT_BYTES, CHECKPOINTS
+from fitgpt.commands.main import main
+from fitgpt.hardware import diagnostics
+from tests.fake_nvml import FakeNvml
+from tests.hardware.test_diagnostics import FINE
+
+
+def run_doctor(*argv: str, **environment: str) -> SimpleNamespace:
+    ended = subprocess.run([sys.executable, "-m", "fitgpt", "doctor", *argv], capture_output=True, text=True,
+                           timeout=120, env={**os.environ, **environment})
+    return SimpleNamespace(code=ended.returncode, out=ended.stdout, err=ended.stderr)
+
+
+def test_the_installed_torch_is_tested_and_sets_the_exit_code() -> None:
+    seen = run_doctor("--json")
+    document = json.loads(seen.out)
+    assert document["schema"] == 1
+    assert seen.code == (0 if document["trains"] else 5)
+    subjects = {finding["subject"] for finding in document["findings"]}
+    assert {"python", "GPU", "allocator", "disk", "torch", "packages"} <= subjects
+    assert seen.err == ""
+
+
+def test_a_torch_that_fails_on_import_exits_with_5_without_traceback(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so.12: cannot open shared object file')\n")
+    seen = run_doctor(PYTHONPATH=os.pathsep.join([str(tmp_path), *sys.path]))
+    assert seen.code == 5
+    assert "torch does not load: libcudart.so.12" in " ".join(seen.out.split())
+    assert "until what is wrong is fixed" in seen.out
+    assert "Traceback" not in seen.out + seen.err
+
+
+def test_a_gpu_that_torch_cannot_use_exits_with_5(monkeypatch: pytest.MonkeyPatch,
+                                                  capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml())
+    error = ["The driver lists NVIDIA H200, but torch is for CPUs only.", "Fix"]
+    monkeypatch.setattr(diagnostics, "ask_torch", lambda environment: {**FINE, "cuda": None, "device_error": error})
+    assert main(["doctor"]) == 5
+    output = capsys.readouterr().out
+    assert "wrong  device" in output
+    assert "NVIDIA H200" in output
+    assert "→ Fix" in output
+
+
+def test_without_a_gpu_training_can_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(init_error=9))
+    monkeypatch.setattr(diagnostics, "ask_torch", lambda environment: {**FINE, "device": "cpu", "name": "Ryzen"})
+    assert main(["doctor"]) == 0
+    output = capsys.readouterr().out
+    assert "note   GPU" in output
+    assert "Training can run here." in output
+
+
+def test_a_gpu_that_does_not_exist_is_one_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml())
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    error = ["CUDA_VISIBLE_DEVICES='7'", ""]
+    monkeypatch.setattr(diagnostics, "ask_torch", lambda environment: {**FINE, "device_error": error})
+    wrong = [finding for finding in diagnostics.examine(CHECKPOINT_BYTES, CHECKPOINTS) if finding.verdict == "wrong"]
+    assert len(wrong) == 1
+    assert "CUDA_VISIBLE_DEVICES='7'" in wrong[0].what
+
+
+def test_doctor_itself_loads_no_torch(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise ImportError('x')\n")
+    script = ("import sys, fitgpt.commands.main\nfitgpt.commands.main.main(['doctor', '--json'])\n"
+              "assert not {'torch', 'numpy', 'rich'} & set(sys.modules)")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, env=environment, timeout=120)
+    assert ended.returncode == 0

@@ -1,0 +1,213 @@
+"""`fitgpt plan`: the verdict and what it rests on, the changes that would make a run fit, the page of a step."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from accuracy import TRACK_RECORD, basis
+from fitgpt.commands import plan
+from fitgpt.config.run_config import RunConfig
+from fitgpt.core.units import GiB, MiB
+from fitgpt.planning.forecast import recorded_runs
+from tests.plan_command import CONFIG, NOTES_77M, SMALL
+
+KEYS = ["schema", "trainer", "card", "torch", "params", "usable_bytes", "others_bytes", "budget_bytes", "outside_bytes",
+        "reserve_limit_bytes", "needs_bytes", "headroom_bytes", "fits", "process_bytes", "card_bytes", "phases",
+        "owners_at_peak", "reserved_range_bytes", "assumes", "basis"]
+PHASES = ["load", "first_eval", "first_train", "train", "step", "eval", "save", "resume", "sample"]
+
+
+def test_a_resume_includes_optimizer_state_that_a_new_run_allocates_late(run_plan: Any) -> None:
+    early, late = (run_plan(*SMALL, "--gpu=4070", f"--states={when}", "--json").json["phases"]
+                   for when in ("early", "late"))
+    assert late["load"]["allocated_bytes"] < early["load"]["allocated_bytes"]
+    assert late["resume"]["allocated_bytes"] == early["resume"]["allocated_bytes"]
+
+
+def test_nanogpt_77m_fits_a_4070_alone_and_not_beside_2_gib(run_plan: Any) -> None:
+    alone, beside = (run_plan(*NOTES_77M, "--gpu=4070", f"--others={others}") for others in ("0", "2118MiB"))
+    assert (alone.code, beside.code) == (0, 1)
+    assert "\nFits: needs " in alone.out
+    assert "\nDoes not fit: needs " in beside.out
+    room = re.search(r"everything\s+else\s+on\s+the\s+GPU\s+stays\s+under\s+([\d.]+ \w+)", alone.out)
+    assert room is not None
+    assert " ".join(f"stayed under {room[1]}".split()) in " ".join(beside.out.split())
+
+
+def test_a_note_suggests_the_vocabulary_of_a_character_dataset_that_is_missing(run_plan: Any) -> None:
+    assert "--vocab_size=65" in run_plan("--dataset=shakespeare_char", "--gpu=4070").out
+    assert "--vocab_size=65" not in run_plan("--dataset=openwebtext", "--gpu=4070").out
+
+
+def test_json_has_every_key_and_its_figures_agree(run_plan: Any) -> None:
+    for trainer in ("fitgpt", "nanogpt"):
+        document = run_plan(*SMALL, f"--trainer={trainer}", "--gpu=4070", "--others=1GiB", "--json").json
+        assert [key for key in KEYS if key not in document] == []
+        assert list(document["phases"]) == PHASES
+        held = {phase: each for phase, each in document["phases"].items() if each}
+        assert all(set(each) == {"allocated_bytes", "reserved_bytes"} for each in held.values())
+        assert {"load", "first_eval", "first_train", "train", "step", "eval"} <= set(held)
+        assert sum(document["owners_at_peak"].values()) == max(each["allocated_bytes"] for each in held.values())
+        assert held["train"]["allocated_bytes"] >= held["step"]["allocated_bytes"]
+        reserved = max(each["reserved_bytes"] for each in held.values())
+        assert document["process_bytes"] == reserved + document["outside_bytes"]
+        assert document["card_bytes"] == document["process_bytes"] + GiB
+        assert document["budget_bytes"] == document["usable_bytes"] - GiB
+        assert document["reserve_limit_bytes"] == document["budget_bytes"] - document["outside_bytes"]
+        assert document["headroom_bytes"] == document["reserve_limit_bytes"] - document["needs_bytes"]
+        assert document["fits"] is (document["headroom_bytes"] >= 0)
+        assert set(document["assumes"]) == {"torch", "attention", "compile", "allocator"}
+        assert (document["schema"], document["card"], document["trainer"]) == (1, "RTX 4070", trainer)
+        config = RunConfig(n_layer=2, n_head=4, n_embd=256, block_size=256)
+        assert document["params"] == config.gpt_config().count_params()
+
+
+def test_a_budget_includes_the_cuda_context(run_plan: Any) -> None:
+    document = run_plan(*SMALL, "--gpu=4070", "--budget=2GiB", "--json").json
+    assert document["budget_bytes"] == 2 * GiB
+    assert document["reserve_limit_bytes"] == 2 * GiB - document["outside_bytes"]
+    exact = document["needs_bytes"] + document["outside_bytes"]
+    assert run_plan(*SMALL, "--gpu=4070", f"--budget={exact}").code == 0
+    assert run_plan(*SMALL, "--gpu=4070", f"--budget={exact - 1}").code == 1
+
+
+def test_the_smaller_of_budget_and_leave_applies(run_plan: Any) -> None:
+    for leave, budget in (("1GiB", 4 * GiB), ("9GiB", 11930 * MiB - 9 * GiB)):
+        document = run_plan(*SMALL, "--gpu=4070", "--budget=4GiB", f"--leave={leave}", "--json").json
+        assert document["budget_bytes"] == budget
+
+
+def test_a_budget_below_the_cuda_context_gives_negative_headroom(run_plan: Any) -> None:
+    argv = [*SMALL, "--gpu=h200", "--budget=500MiB"]
+    document = run_plan(*argv, "--json").json
+    assert document["reserve_limit_bytes"] == document["budget_bytes"] - document["outside_bytes"] < 0
+    assert document["headroom_bytes"] == document["reserve_limit_bytes"] - document["needs_bytes"]
+    answer = run_plan(*argv)
+    assert answer.code == 1
+    assert "may reserve nothing (a budget of 500.0 MiB" in " ".join(answer.out.split())
+
+
+def test_reserved_memory_never_falls_from_one_phase_to_the_next(run_plan: Any) -> None:
+    """With recorded work the tape trains once more after its evaluation, which may map a little more."""
+    plan = run_plan("--n_head=5", "--n_embd=480", "--n_layer=6", "--batch_size=16", "--block_size=100",
+                    "--vocab_size=1", "--residual=bfloat16", "--optimizer=muon", "--bias", "--eval_batch_size=3",
+                    "--gpu=4070", "--json").json
+    reserved = [plan["phases"][phase]["reserved_bytes"] for phase in PHASES[:7]]
+    assert reserved == sorted(reserved)
+
+
+def test_suggested_changes_make_it_fit(run_plan: Any) -> None:
+    roomy = run_plan(*SMALL, "--n_layer=6", "--gpu=4070", "--json").json
+    budget = roomy["needs_bytes"] + roomy["outside_bytes"] - 20 * MiB
+    tight = [*SMALL, "--n_layer=6", "--gpu=4070", f"--budget={budget}"]
+    answer = run_plan(*tight, "--json")
+    changes = answer.json["changes"]
+    assert answer.code == 1
+    assert len(changes) == 3
+    for change in changes:
+        assert run_plan(*tight, *change["flags"]).code == 0
+        assert change["flags"][0] in run_plan(*tight).out
+
+
+def test_a_sentence_says_that_no_single_change_is_enough(run_plan: Any) -> None:
+    answer = run_plan(*SMALL, "--gpu=4070", "--budget=300MiB")
+    assert answer.code == 1
+    assert "No single change makes it fit. What each would save: --options." in answer.out
+    assert "No single change makes it fit. Several together:" in run_plan(*SMALL, "--gpu=4070", "--budget=300MiB",
+                                                                          "--options").out
+
+
+def test_savings_in_training_include_the_optimizer_step(run_plan: Any) -> None:
+    document = run_plan(*SMALL, "--gpu=4070", "--options", "--json").json
+    muon = next(each for each in document["options"] if each["change"]["flags"] == ["--optimizer=muon"])
+    after = run_plan(*SMALL, "--gpu=4070", "--optimizer=muon", "--json").json["phases"]
+    assert muon["saved"]["train"] == document["phases"]["train"]["allocated_bytes"] - after["train"]["allocated_bytes"]
+
+
+def test_the_fit_command_for_a_nanogpt_run_omits_the_trainer(run_plan: Any) -> None:
+    far = [str(CONFIG / "gpt2_1558m.py"), "--gpu=4070"]
+    for trainer, advice in (("nanogpt", "with the same arguments but without --trainer."),
+                            ("fitgpt", "with the same arguments.")):
+        output = " ".join(run_plan(*far, f"--trainer={trainer}", "--budget=1GiB").out.split())
+        assert f"fitgpt fit, {advice}" in output
+
+
+def test_options_price_every_change_exactly(run_plan: Any) -> None:
+    document = run_plan(*SMALL, "--gpu=4070", "--options", "--json").json
+    flags = {each["change"]["flags"][0]: each for each in document["options"]}
+    assert {"--batch_size=4", "--recompute=input", "--offload=optimizer", "--weights=bfloat16"} <= set(flags)
+    changed = run_plan(*SMALL, "--gpu=4070", "--recompute=input", "--json").json
+    assert flags["--recompute=input"]["needs"] == changed["needs_bytes"]
+    shown = run_plan(*SMALL, "--gpu=4070", "--options").out
+    assert all(flag in shown for flag in flags)
+    levels = ("no_mlp_up", "attention_projection", "attention", "input")
+    speeds = [flags[f"--recompute={level}"]["speed"] for level in levels]
+    assert 1 > speeds[0] > speeds[1] > speeds[2] > speeds[3] > 0.5
+    assert f"{speeds[3]:.2f}  exact  ✓" in shown
+
+
+def test_options_of_nanogpt_have_relative_speeds(run_plan: Any) -> None:
+    options = run_plan(*SMALL, "--gpu=4070", "--trainer=nanogpt", "--options", "--json").json["options"]
+    speeds = {each["change"]["flags"][0]: each["speed"] for each in options}
+    assert speeds["--batch_size=1"] < speeds["--batch_size=4"] < 1 < speeds["--trainer=fitgpt"]
+
+
+def test_every_line_is_at_most_eighty_columns_wide(run_plan: Any) -> None:
+    for argv in ([*SMALL, "--trainer=nanogpt", "--gpu=4070", "--budget=700MiB", "--options"],
+                 [*SMALL, "--gpu=RTX PRO 6000 Blackwell", "--options"], [*SMALL, "--all-cards"]):
+        lines = run_plan(*argv).out.splitlines()
+        assert [line for line in lines if len(line) > 80] == []
+        assert len(lines) > 20
+    assert "\x1b" not in "".join(lines)
+
+
+def test_fits_is_coloured_only_on_a_terminal(run_plan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setattr(plan, "can_redraw", lambda: True)
+    assert "\x1b[1;32mFits\x1b[0m: " in run_plan(*SMALL, "--gpu=4070").out
+    assert "\x1b[1;31mDoes not fit\x1b[0m: " in run_plan(*SMALL, "--gpu=4070", "--budget=300MiB").out
+
+
+def test_the_track_record_is_what_the_recorded_runs_give(run_plan: Any) -> None:
+    rows = [row for record in TRACK_RECORD for row in basis(record, "H200", "2.11")]
+    assert recorded_runs() == [{key: str(value) for key, value in row.items()} for row in rows]
+    for trainer in ("nanogpt", "fitgpt"):
+        errors = [row["worst_percent"] for row in rows if row["trainer"] == trainer]
+        track_record = run_plan(*SMALL, "--gpu=h200", f"--trainer={trainer}", "--json").json["basis"]
+        assert track_record == {"recorded_runs_on_this_card": len(errors), "recorded_runs_in_all": len(errors),
+                                "worst_error_percent": max(errors, key=abs)}
+    worst = "worst error −0.49 % over"  # of docs/accuracy.md's runs as a user has them
+    assert worst in " ".join(run_plan(*SMALL, "--gpu=h200").out.split())
+
+
+def test_nanogpt_with_expandable_segments_has_its_own_track_record(
+        run_plan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    document = run_plan(*SMALL, "--gpu=h200", "--trainer=nanogpt", "--json").json
+    assert (document["assumes"]["allocator"], document["basis"]["recorded_runs_in_all"]) == ("expandable segments", 1)
+
+
+def test_timeline_writes_a_page_with_one_step(run_plan: Any, tmp_path: Path) -> None:
+    answer = run_plan(*SMALL, "--gpu=4070", "--timeline=step.html", "--json")
+    page = (tmp_path / "step.html").read_text()
+    assert answer.json["schema"] == 1  # the sentence about the page goes elsewhere
+    assert "step.html" in answer.err
+    assert "<svg" in page
+    assert "peak " in page
+    assert "×" in page  # the formulas
+
+
+def test_only_a_page_that_plan_wrote_is_replaced(run_plan: Any, tmp_path: Path) -> None:
+    (tmp_path / "mine.html").write_text("<!doctype html>\n<p>by hand</p>")
+    answer = run_plan(*SMALL, "--gpu=4070", "--timeline=mine.html")
+    assert (answer.code, answer.out) == (2, "")
+    assert "--timeline mine_plan.html" in answer.err
+    assert "by hand" in (tmp_path / "mine.html").read_text()
+    assert "replaced" not in run_plan(*SMALL, "--gpu=4070", "--timeline=step.html").out
+    again = run_plan(*SMALL, "--gpu=4070", "--timeline=step.html")
+    assert again.code == 0
+    assert "step.html (it replaced the one that was there)" in again.out

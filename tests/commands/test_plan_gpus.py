@@ -1,0 +1,200 @@
+"""`fitgpt plan` for the GPU in this machine, for one by name and for all that are known."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fitgpt.config.resolve import resolve_run
+from fitgpt.config.run_config import RunConfig
+from fitgpt.core.units import GiB, MiB, show_bytes
+from fitgpt.hardware import gpus, nvidia
+from fitgpt.hardware.nvidia import GpuProcess, GpuReading, Survey
+from fitgpt.memory.platform import Platform
+from fitgpt.planning import budget, forecast
+from fitgpt.planning.plan import same_tape
+from tests.plan_command import SMALL
+
+# ---- one GPU
+
+
+def gpu(**more: Any) -> GpuReading:
+    figures = dict(index=0, name="NVIDIA GeForce RTX 4070", cc="8.9", total_bytes=12282 * MiB, used_bytes=2 * GiB,
+                   free_bytes=9 * GiB, reserved_bytes=400 * MiB, processes=(GpuProcess(812, "Xorg", GiB, "desktop"),))
+    return GpuReading(**{**figures, **more})  # type: ignore[arg-type]
+
+
+def test_the_installed_gpu_is_planned_with_the_memory_others_use(run_plan: Any,
+                                                                 monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvidia, "survey", lambda env=None: Survey((gpu(),)))
+    document = run_plan(*SMALL, "--json").json
+    assert document["card"] == "RTX 4070"
+    assert document["usable_bytes"] == (12282 - 400) * MiB
+    assert document["others_bytes"] == 2 * GiB
+    output = " ".join(run_plan(*SMALL).out.split())
+    assert "Other processes use 2.00 GiB of it now: Xorg 1.00 GiB." in output
+    assert run_plan(*SMALL, "--others=1GiB", "--json").json["others_bytes"] == GiB
+
+
+def test_of_several_gpus_the_one_with_most_free_memory_or_the_one_named(run_plan: Any,
+                                                                        monkeypatch: pytest.MonkeyPatch) -> None:
+    both = (gpu(), gpu(index=1, name="NVIDIA GeForce RTX 3090", total_bytes=24576 * MiB, free_bytes=23 * GiB))
+    monkeypatch.setattr(nvidia, "survey", lambda env=None: Survey(both))
+    assert run_plan(*SMALL, "--json").json["card"] == "RTX 3090"
+    assert run_plan(*SMALL, "--device=cuda:0", "--json").json["card"] == "RTX 4070"
+    answer = run_plan(*SMALL, "--device=cuda:2")
+    assert answer.code == 2
+    assert "cuda:1 (NVIDIA GeForce RTX 3090)" in answer.err
+
+
+def test_an_unknown_gpu_gets_the_largest_context_of_its_size(run_plan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvidia, "survey", lambda env=None: Survey((gpu(name="NVIDIA Odd 9", cc="9.9"),)))
+    answer = run_plan(*SMALL, "--json").json
+    assert answer["card"] == "NVIDIA Odd 9"
+    known = [card.outside_mib for card in gpus.load() if card.usable_mib and card.usable_mib < 12000]
+    assert answer["outside_bytes"] == max(mib for mib in known if mib) * MiB
+
+
+def test_without_a_gpu_the_error_asks_for_a_name_or_a_budget(run_plan: Any) -> None:
+    answer = run_plan(*SMALL)
+    assert answer.code == 2
+    assert "--gpu 4070" in answer.err
+    assert "--budget" in answer.err
+    alone = run_plan(*SMALL, "--budget=6GiB", "--json")
+    assert (alone.code, alone.json["card"], alone.json["budget_bytes"]) == (0, None, 6 * GiB)
+
+
+def test_a_budget_without_a_gpu_names_no_gpu(run_plan: Any) -> None:
+    document = run_plan(*SMALL, "--budget=6GiB", "--json").json
+    output = " ".join(run_plan(*SMALL, "--budget=6GiB").out.split())
+    assert f"(a budget of 6.00 GiB, {show_bytes(document['outside_bytes'])} outside the allocator): " in output
+    assert f"{show_bytes(document['headroom_bytes'])} of the budget are left." in output
+    tight = " ".join(run_plan(*SMALL, "--budget=300MiB").out.split())
+    for said in (output, tight):
+        assert not [claim for claim in ("else on the card", "on this card", " usable") if claim in said]
+    assert "everything else on the GPU stays under" in " ".join(run_plan(*SMALL, "--gpu=4070").out.split())
+
+
+def test_other_vendors_give_an_error_about_what_is_not_known(run_plan: Any) -> None:
+    amd = run_plan(*SMALL, "--gpu=mi300x")
+    assert amd.code == 2
+    assert "has not been measured" in amd.err
+    assert run_plan(*SMALL, "--gpu=mi300x", "--budget=100GiB").code == 0
+    apple = run_plan(*SMALL, "--gpu=Apple M1", "--budget=8GiB")
+    assert (apple.code, "allocator for Apple GPUs" in apple.err) == (2, True)
+
+
+def test_the_installed_torch_is_assumed_unless_another_is_given(run_plan: Any) -> None:
+    installed = ".".join(version("torch").split(".")[:2])
+    assert run_plan(*SMALL, "--gpu=4070", "--json").json["torch"] == installed
+    document = run_plan(*SMALL, "--gpu=4070", "--torch=2.9.1", "--json").json
+    assert document["torch"] == "2.9"
+    assert "nearest known version" in document["assumes"]["torch"]
+
+
+def test_the_users_own_allocator_settings_are_kept(run_plan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvidia, "survey", lambda env=None: Survey((gpu(),)))
+    assert run_plan(*SMALL, "--json").json["assumes"]["allocator"] == "expandable segments"
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:128")
+    assert run_plan(*SMALL, "--json").json["assumes"]["allocator"] != "expandable segments"
+
+
+def test_the_installed_gpu_is_planned_with_its_own_multiprocessors() -> None:
+    card = gpus.find("RTX 3060 12GB")
+    seen = GpuReading(0, "NVIDIA GeForce RTX 3060", "GPU-1", "8.6", total_bytes=12288 * MiB, used_bytes=0)
+    assert budget.on_device(seen).platform.sms == card.sms == budget.on_card(card).platform.sms
+    assert budget.on_device(replace(seen, name="NVIDIA Nonesuch")).platform.sms == Platform.sms
+
+
+# ---- all GPUs
+
+
+def test_all_cards_agrees_with_the_plan_of_each_gpu(run_plan: Any) -> None:
+    argv = [*SMALL, "--n_embd=1024", "--batch_size=32"]
+    answer = run_plan(*argv, "--all-cards", "--json")
+    rows = {row["card"]: row for row in answer.json["cards"]}
+    assert list(rows) == [card.name for card in gpus.load()]
+    assert {row["fits"] for row in rows.values()} == {True, False}
+    for name in ("RTX 4070", "T4", "H200", "RTX 5060", "GTX 1080"):
+        one = run_plan(*argv, f"--gpu={name}", "--json").json
+        assert (rows[name]["needs_bytes"], rows[name]["fits"]) == (one["needs_bytes"], one["fits"])
+    assert rows["MI300X"]["problem"] == "not known"
+
+
+def test_leave_applies_to_every_gpu(run_plan: Any) -> None:
+    rows = [run_plan(*SMALL, flag, "--all-cards", "--json").json["cards"] for flag in ("--others=6GiB", "--leave=6GiB")]
+    assert rows[0] == rows[1]
+
+
+def test_all_cards_states_what_an_unsupported_gpu_needs(run_plan: Any) -> None:
+    flags = ["--step_in_backward", "--gradient_accumulation_steps=1", "--grad_clip=0"]
+    document = run_plan(*SMALL, *flags, "--all-cards", "--json").json
+    rows = {row["card"]: row for row in document["cards"]}
+    assert rows["T4"]["problem"] == "needs --dtype=float32"
+    assert rows["RTX 4070"]["fits"]
+    assert run_plan(*SMALL, *flags, "--gpu=t4").code == 2
+    assert run_plan(*SMALL, *flags, "--gpu=t4", "--dtype=float32").code == 0
+
+
+def test_gpus_that_share_a_replay_have_the_same_tape() -> None:
+    config = RunConfig(n_layer=1, n_head=2, n_embd=64, batch_size=2, block_size=64, vocab_size=64)
+    seen: dict[Any, Any] = {}
+    for card in gpus.load():
+        if card.vendor == "nvidia":
+            platform = budget.on_card(card, torch="2.11").platform
+            for trainer in ("fitgpt", "nanogpt"):
+                run = resolve_run(config, platform, trainer)
+                tape = forecast.write_tape(run, platform, trainer)
+                assert seen.setdefault((trainer, same_tape(run, platform)), tape) == tape
+    assert len(seen) > 4
+
+
+def test_every_gpu_that_fits_has_a_speed(run_plan: Any) -> None:
+    for trainer in ("fitgpt", "nanogpt"):
+        lines = run_plan(*SMALL, "--all-cards", f"--trainer={trainer}").out.splitlines()
+        assert "tok/s" in lines[0]
+        assert all(line.endswith("k") for line in lines if "  fits" in line)
+        cards = run_plan(*SMALL, "--all-cards", f"--trainer={trainer}", "--json").json["cards"]
+        low, high = next(card["tokens_per_s"] for card in cards if card["card"] == "RTX 4070")
+        assert 0 < low <= high
+
+
+@pytest.mark.parametrize("columns", [40, 60])
+@pytest.mark.parametrize(("command", "argv"), [
+    ("plan", ["--gpu=4070", "--options"]), ("plan", ["--all-cards"]), ("cards", []),
+    ("plan", ["--gpu=4070", "--batch_size=64", "--trainer=nanogpt"]), ("fit", ["--gpu=4070"])])
+def test_tables_fit_a_narrow_terminal(run_plan: Any, monkeypatch: pytest.MonkeyPatch, columns: int, command: str,
+                                      argv: list[str]) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    config = [] if command == "cards" else [str(Path(__file__).parents[2] / "config" / "gpt2_124m.py")]
+    output = run_plan(*config, *argv, command=command).out
+    table = output.partition("To write this config")[0]  # the command below it is printed whole, to be copied
+    assert table
+    flags = re.compile(r" +--\S+")  # one that is longer than the line is not broken
+    assert [line for line in table.splitlines() if len(line) > columns and not flags.fullmatch(line)] == []
+
+
+def test_a_narrow_table_keeps_what_matters(run_plan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    output = run_plan(*SMALL, "--gpu=4070").out
+    assert re.search(r"^ +reserved +process$", output, re.MULTILINE)
+    assert re.search(r"^RTX 4070\n? .*fits", run_plan(*SMALL, "--all-cards").out, re.MULTILINE)
+    assert re.search(r"^RTX 4070  .* 11.65 GiB$", run_plan("4070", command="cards").out, re.MULTILINE)
+    monkeypatch.setenv("COLUMNS", "50")
+    assert re.search(r"^GPU +headroom$", run_plan(*SMALL, "--all-cards").out, re.MULTILINE)
+    for columns, has_speeds in ((60, True), (48, False)):  # what is left out is not explained
+        monkeypatch.setenv("COLUMNS", str(columns))
+        output = run_plan(*SMALL, "--gpu=4070", "--options").out
+        assert (bool(re.search("needs +speed", output)), "✓: fits; speed:" in output) == (has_speeds, has_speeds)
+
+
+def test_an_ambiguous_gpu_name_means_the_smallest_and_a_note_names_the_others(run_plan: Any) -> None:
+    notes = {name: [note for note in run_plan(*SMALL, f"--gpu={name}", "--json").json["notes"] if "also means" in note]
+             for name in ("4060 ti", "4060 ti 16gb", "4070")}
+    expected = "'4060 ti' also means the RTX 4060 Ti 16GB: the smallest is taken unless the name says which."
+    assert notes == {"4060 ti": [expected], "4060 ti 16gb": [], "4070": []}

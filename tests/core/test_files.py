@@ -1,0 +1,98 @@
+"""core.files: atomic writes, errors of the disk, JSON with a checksum."""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from fitgpt.core import files
+from fitgpt.core.errors import SystemFault
+from fitgpt.core.files import disk_faults, folder_atomically, seal_json, unseal_json, write_atomically
+
+
+def test_a_file_is_complete_before_it_is_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    real = os.fsync
+
+    def record_size(descriptor: int) -> None:
+        sizes.append(os.fstat(descriptor).st_size)
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", record_size)
+    write_atomically(tmp_path / "run.json", "{}\n")
+    assert sizes[0] == 3  # the file; after it, its folder
+    assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
+
+
+def test_a_file_that_is_too_large_names_the_limit(tmp_path: Path) -> None:
+    with pytest.raises(SystemFault, match="File too large") as raised, disk_faults("write", tmp_path):
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+    assert "ulimit -f" in raised.value.fix
+
+
+def test_a_failed_write_keeps_the_old_content_and_leaves_no_temporary_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "x.json"
+    write_atomically(path, "old")
+
+    def fail(_: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", fail)
+        with pytest.raises(SystemFault, match="Input/output"):
+            write_atomically(path, "new")
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+    write_atomically(path, b"new")
+    assert path.read_text() == "new"
+
+
+def test_a_folder_appears_only_when_it_is_complete(tmp_path: Path) -> None:
+    target, temporary = tmp_path / "t", tmp_path / ".tmp-t"
+
+    def interrupted() -> None:
+        with folder_atomically(target, temporary) as folder:
+            (folder / "a").write_text("x")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert list(tmp_path.iterdir()) == []
+    with folder_atomically(target, temporary) as folder:
+        (folder / "a").write_text("x")
+        assert not target.exists()
+    assert (target / "a").read_text() == "x"
+
+
+def test_on_windows_a_rename_is_retried_while_the_file_is_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    attempts = []
+    real_replace = os.replace
+
+    def held_twice(source: Path, target: Path) -> None:
+        attempts.append(source)
+        if len(attempts) < 3:
+            raise PermissionError(errno.EACCES, "held")
+        real_replace(source, target)
+
+    monkeypatch.setattr(os, "replace", held_twice)
+    (tmp_path / "a").write_text("x")
+    with pytest.raises(PermissionError):
+        files.rename_with_retry(tmp_path / "a", tmp_path / "b")
+    monkeypatch.setattr(sys, "platform", "win32")
+    files.rename_with_retry(tmp_path / "a", tmp_path / "b")
+    assert (tmp_path / "b").exists()
+
+
+def test_sealed_json_keeps_nonfinite_values_and_detects_edits() -> None:
+    document = {"a": [1, 2.5, None, True], "é": {"inf": math.inf, "low": -math.inf}, "1": "NaN"}
+    sealed = seal_json(document)
+    assert unseal_json(sealed) == document
+    with pytest.raises(ValueError, match="its own checksum"):
+        unseal_json(sealed.replace("2.5", "2.6"))

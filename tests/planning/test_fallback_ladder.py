@@ -1,0 +1,106 @@
+"""Fallback plans: each trains the same, needs less than the one before it, and is a little slower."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from fitgpt.config.resolve import resolve_run
+from fitgpt.config.run_config import FALLBACK_OPTIONS, RunConfig
+from fitgpt.data.sample_order import positions_for
+from fitgpt.memory.platform import Platform
+from fitgpt.memory.timeline import replay
+from fitgpt.planning.fallback_ladder import MOST_PLANS, fallback_plans, seconds_per_token, similar_gpu
+from fitgpt.planning.forecast import needs_of, write_tape
+from fitgpt.planning.plan_file import FallbackPlan
+from fitgpt.tapes.engine import host_bytes
+
+HERE = Platform((8, 9), "2.13", sms=46)  # an RTX 4070
+CASES: dict[str, dict[str, Any]] = {
+    "124M": dict(),
+    "77M eager": dict(n_embd=576, batch_size=16, gradient_accumulation_steps=32, dtype="float16", compile=False),
+    "odd batch": dict(n_layer=4, batch_size=15, gradient_accumulation_steps=3),
+    "mixed levels": dict(n_layer=4, recompute="1*input,3*matmuls"),
+    "large evaluation": dict(n_layer=4, batch_size=2, eval_batch_size=32),
+    "lossy": dict(n_layer=4, optimizer="adam8bit", weights="bfloat16"),
+    "at once": dict(n_layer=4, step_in_backward=True, grad_clip=0.0, gradient_accumulation_steps=1),
+}
+
+
+@pytest.fixture(scope="module", params=CASES)
+def case(request: pytest.FixtureRequest) -> tuple[RunConfig, tuple[FallbackPlan, ...]]:
+    config = resolve_run(RunConfig(**CASES[request.param]), HERE)
+    return config, fallback_plans(config, HERE)
+
+
+def test_each_plan_needs_less_and_its_needs_are_exact(case: tuple[RunConfig, tuple[FallbackPlan, ...]]) -> None:
+    config, plans = case
+    needs = [needs_of(config, HERE), *(plan.needs for plan in plans)]
+    assert len(plans) >= 2
+    assert needs == sorted(set(needs), reverse=True)
+    last = replace(config, **plans[-1].changes)
+    assert plans[-1].needs == needs_of(last, HERE)
+    for limit, completes in ((plans[-1].needs, True), (plans[-1].needs - 2**21, False)):
+        assert (replay(write_tape(last, HERE), limit, expandable=True).failed is None) is completes
+
+
+def test_each_plan_trains_the_same_samples_in_the_same_steps(case: tuple[RunConfig, tuple[FallbackPlan, ...]]) -> None:
+    config, plans = case
+    for plan in plans:
+        assert set(plan.changes) <= set(FALLBACK_OPTIONS)
+        smaller = replace(config, **plan.changes)
+        assert smaller.tokens_per_step == config.tokens_per_step
+        samples = [sorted(sample for micro in range(each.gradient_accumulation_steps) for sample in positions_for(
+            7, micro, batch_size=each.batch_size, accumulation=each.gradient_accumulation_steps))
+                   for each in (config, smaller)]
+        assert samples[0] == samples[1]
+
+
+def test_no_plan_is_estimated_faster_than_the_one_before(case: tuple[RunConfig, tuple[FallbackPlan, ...]]) -> None:
+    config, plans = case
+    costs = [seconds_per_token(replace(config, **plan.changes), similar_gpu(HERE), HERE) for plan in plans]
+    assert costs == sorted(costs)
+
+
+def test_a_plan_describes_its_changes() -> None:
+    first, *_, last = fallback_plans(RunConfig(), HERE)
+    assert (first.changes, first.why) == ({"batch_size": 6, "gradient_accumulation_steps": 80}, "batch 6 × 80")
+    assert last.why == ("batch 1 × 480, recompute input, no CUDA graphs, gradients in CPU RAM")
+
+
+def test_lossy_optimizers_are_not_offloaded() -> None:
+    plans = fallback_plans(RunConfig(n_layer=4, optimizer="adam8bit", weights="bfloat16"), HERE)
+    assert all("offload" not in plan.changes for plan in plans)
+
+
+def test_plans_stay_within_the_cpu_ram() -> None:
+    config = RunConfig(n_layer=4)
+    offloaded = host_bytes(resolve_run(replace(config, offload="optimizer"), HERE))
+    uses_ram = [any("offload" in plan.changes for plan in fallback_plans(config, HERE, host_bytes=limit))
+                for limit in (None, offloaded, offloaded - 1)]
+    assert uses_ram == [True, True, False]
+    moved = replace(config, offload="optimizer")  # what is offloaded already does not count
+    assert any(plan.changes.get("offload") == "gradients" for plan in fallback_plans(moved, HERE, host_bytes=0))
+
+
+def test_plans_with_other_dropout_masks_come_last_and_say_so() -> None:
+    plans = fallback_plans(RunConfig(n_layer=4, dropout=0.1), HERE)
+    others = ["batch_size" in plan.changes for plan in plans]
+    assert others == sorted(others)
+    assert set(others) == {False, True}
+    assert [plan.why.endswith(", other dropout masks") for plan in plans] == others
+    needs = [plan.needs for plan in plans]
+    assert needs == sorted(set(needs), reverse=True)
+
+
+def test_there_are_at_most_six_fallback_plans() -> None:
+    assert 5 <= len(fallback_plans(RunConfig(batch_size=64, gradient_accumulation_steps=8), HERE)) <= MOST_PLANS
+
+
+def test_neither_torch_nor_numpy_is_loaded() -> None:
+    script = "import sys, fitgpt.planning.fallback_ladder\nassert not {'torch', 'numpy'} & set(sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script]).returncode == 0

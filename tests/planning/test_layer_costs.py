@@ -1,0 +1,148 @@
+"""Layer costs against the tape: allocated to the byte, needs within bounds that are never too low."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from fitgpt.config.memory_savers import LEVELS
+from fitgpt.config.resolve import resolve_run
+from fitgpt.config.run_config import RunConfig
+from fitgpt.core.errors import UsageError
+from fitgpt.core.units import MiB
+from fitgpt.hardware import gpus
+from fitgpt.memory.platform import Platform
+from fitgpt.memory.tape import EMPTY_CACHE, Tape, round_size
+from fitgpt.memory.timeline import needs, replay
+from fitgpt.planning import layer_costs
+from fitgpt.planning.budget import Budget, platform_for
+from fitgpt.planning.layer_costs import MOST_LOST, PAGE, FragmentationBound, RecomputeMix, describe_mix, mix_of
+from fitgpt.planning.search import FitTarget, Search
+from fitgpt.tapes import engine as engine_tape
+
+RUNS = 160
+SETTINGS = tuple(platform_for(gpus.find(name)) for name in ("4070", "h200", "t4"))
+
+
+def random_run(rng: random.Random) -> tuple[RunConfig, Platform]:
+    """Any memory saver, any mix of recompute levels, up to a few hundred MiB."""
+    platform = rng.choice(SETTINGS)
+    layers, heads = rng.randint(1, 5), rng.choice((2, 4, 6, 8))
+    first = rng.randint(0, layers)
+    levels = [f"{count}*{rng.choice(LEVELS)}" for count in (first, layers - first) if count]
+    options: dict[str, Any] = dict(
+        n_layer=layers, n_head=heads, n_embd=heads * rng.choice((64, 48, 42, 32)), recompute=",".join(levels),
+        batch_size=rng.choice((1, 2, 3, 5, 8, 16)), block_size=rng.choice((64, 128, 256, 512)),
+        gradient_accumulation_steps=rng.choice((1, 2, 5)), vocab_size=rng.choice((50304, 5000, 65)),
+        bias=rng.random() < 0.3, dropout=rng.choice((0.0, 0.0, 0.1)), compile=rng.random() < 0.8,
+        cuda_graphs=rng.choice(("auto", "auto", False)), dtype=rng.choice(("bfloat16", "float16", "float32")),
+        weights=rng.choice(("float32", "float32", "bfloat16")), residual=rng.choice(("float32", "bfloat16")),
+        optimizer=rng.choice(("adamw", "adamw", "adam8bit", "muon")),
+        offload=rng.choice(("none", "none", "optimizer", "gradients")), loss_chunk=rng.choice((0, 0, 512)),
+        eval_batch_size=rng.choice((0, 0, 1, 4)), eval_block_size=rng.choice((0, 0, 64)),
+        casts=rng.choice(("transient", "transient", "kept")), gradients=rng.choice(("freed", "freed", "kept")))
+    if rng.random() < 0.1:
+        options |= dict(step_in_backward=True, grad_clip=0.0, gradient_accumulation_steps=1)
+    try:
+        return resolve_run(RunConfig(**options), platform), platform
+    except UsageError:  # two savers that exclude each other
+        return random_run(rng)
+
+
+@pytest.fixture(scope="module")
+def runs() -> list[tuple[RunConfig, Platform, Tape]]:
+    rng = random.Random(5)
+    drawn = [random_run(rng) for _ in range(RUNS)]
+    return [(config, platform, engine_tape.write(config, platform)) for config, platform in drawn]
+
+
+def most_allocated(tape: Tape) -> int:
+    held = most = 0
+    for is_alloc, name, _, nbytes, _ in tape.events:
+        if name != EMPTY_CACHE:
+            held += round_size(nbytes) if is_alloc else -round_size(nbytes)
+            most = max(most, held)
+    return most
+
+
+def test_allocated_bytes_equal_the_tape(runs: list[tuple[RunConfig, Platform, Tape]]) -> None:
+    for config, platform, tape in runs:
+        shape = layer_costs.CostCache(platform).cost(config)
+        assert shape.allocated(mix_of(config.levels)) == most_allocated(tape), config
+
+
+@pytest.mark.parametrize("expandable", [True, False])
+def test_needs_are_between_the_mapped_bytes_and_the_bound(
+        runs: list[tuple[RunConfig, Platform, Tape]], expandable: bool) -> None:
+    """A replay completes under the bound, and fails under less than the mapped bytes."""
+    for config, platform, tape in runs[::2 if expandable else 5]:
+        shape = layer_costs.CostCache(replace(platform, expandable=expandable)).cost(config)
+        mix = mix_of(config.levels)
+        assert replay(tape, shape.needs(mix), expandable=expandable).failed is None, config
+        too_little = shape.mapped(mix) - (PAGE if expandable else 0) - 1
+        assert not shape.may_fit(mix, too_little)
+        assert replay(tape, too_little, expandable=expandable).failed is not None, config
+
+
+def test_the_bound_is_at_most_8_percent_above_the_needs_of_gpt2() -> None:
+    config = resolve_run(RunConfig(n_layer=12, n_head=12, n_embd=768, batch_size=8, vocab_size=50304), SETTINGS[0])
+    exact = needs(engine_tape.write(config, SETTINGS[0]), expandable=True)
+    bound = layer_costs.CostCache(SETTINGS[0]).cost(config).needs(mix_of(config.levels))
+    assert exact <= bound <= 1.08 * exact
+    assert MOST_LOST[True] == FragmentationBound(80 * MiB, 7, 0.03, 0.06)
+
+
+def test_mapped_along_equals_mapped_of_each_mix(runs: list[tuple[RunConfig, Platform, Tape]]) -> None:
+    for config, platform, _ in runs[:40]:
+        shape, layers = layer_costs.CostCache(platform).cost(config), config.n_layer
+        for few in range(len(LEVELS)):
+            for many in range(len(LEVELS)):
+                if few != many and layers > 1:
+                    alone = [shape.mapped(((few, k), (many, layers - k))) for k in range(1, layers)]
+                    assert shape.mapped_along(few, many, layers) == alone
+                    assert shape.mapped_along(few, many, layers, 2) == alone[::2]
+
+
+@pytest.mark.parametrize("platform", [SETTINGS[0], platform_for(gpus.find("1080 ti"))], ids=["4070", "without Triton"])
+def test_cached_costs_equal_fresh_ones_for_other_depths_chunks_and_savers(platform: Platform) -> None:
+    shared, rng = layer_costs.CostCache(platform), random.Random(1)
+    base = resolve_run(RunConfig(n_layer=5, n_head=4, n_embd=128, vocab_size=5000, block_size=128,
+                                 dtype="float32"), platform)
+    savers: tuple[dict[str, Any], ...] = (
+        {}, dict(offload="optimizer"), dict(offload="gradients"), dict(optimizer="adam8bit"), dict(optimizer="muon"),
+        dict(optimizer="adam8bit", adam8bit="bitsandbytes"),
+        dict(weights="bfloat16"), dict(weights="bfloat16", offload="optimizer"), dict(cuda_graphs=False),
+        *(dict(step_in_backward=True, grad_clip=0.0, gradient_accumulation_steps=1, weights="bfloat16", optimizer=each)
+          for each in ("adamw", "adam8bit")))
+    for _ in range(100):
+        sized = dict(n_layer=rng.randint(1, 6), batch_size=rng.choice((1, 4)), eval_batch_size=rng.choice((0, 2)),
+                     gradient_accumulation_steps=rng.choice((1, 3)), loss_chunk=rng.choice((0, 64)))
+        config = replace(base, **{**sized, **rng.choice(savers)})
+        assert shared.cost(config) == layer_costs.CostCache(platform).cost(config)
+
+
+def test_the_scan_finds_what_trying_every_mix_finds() -> None:
+    config = resolve_run(RunConfig(n_layer=7, n_head=4, n_embd=256, vocab_size=5000, block_size=256, batch_size=8,
+                                   gradient_accumulation_steps=4), SETTINGS[0])
+    mixes: list[RecomputeMix] = [((level, 7),) for level in range(len(LEVELS))]
+    mixes += [((few, k), (many, 7 - k)) for few in range(len(LEVELS)) for many in range(few) for k in range(1, 7)]
+    for limit in (70 * MiB, 100 * MiB, 200 * MiB):
+        target = FitTarget(SETTINGS[0], Budget("RTX 4070", limit, 0, limit, 0), gpus.find("4070"))
+        search, expected = Search(config, target, frozenset()), []
+        search.scan_limit = limit
+        for savers in search.saver_sets:
+            for candidate in search.candidates(savers, limit):
+                search.scan_mixes(candidate)
+                fitting = [candidate._replace(mix=mix) for mix in mixes if candidate.memory.mapped(mix) <= limit]
+                expected += [min(each.seconds for each in fitting)] if fitting else []
+        assert expected
+        assert [each.seconds for each in search.fastest] == pytest.approx(expected)
+
+
+def test_a_described_mix_is_a_value_of_recompute() -> None:
+    for text in ("matmuls", "3*input,9*matmuls", "1*input,10*no_mlp_up,1*all"):
+        config = RunConfig(recompute=text)
+        assert describe_mix(mix_of(config.levels)) == text

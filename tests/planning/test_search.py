@@ -1,0 +1,446 @@
+"""What `fit` chooses: it fits, no candidate of its kind is faster, and nothing changes without permission."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from random import Random
+from typing import Any
+
+import pytest
+
+from fitgpt.config.memory_savers import LEVELS
+from fitgpt.config.resolve import resolve_run
+from fitgpt.config.run_config import RunConfig, diff
+from fitgpt.core.errors import UsageError
+from fitgpt.core.units import MiB
+from fitgpt.hardware import gpus
+from fitgpt.memory.platform import Platform
+from fitgpt.planning import goals, search
+from fitgpt.planning.budget import Budget, platform_for
+from fitgpt.planning.changes import memory_use
+from fitgpt.planning.forecast import fits as run_fits
+from fitgpt.planning.goals import FitResult, decisions_for, find_fastest
+from fitgpt.planning.layer_costs import describe_mix, mix_of, one_layer_down, one_layer_up
+from fitgpt.planning.search import FitTarget, ScoredConfig, Search, describe_allow, parse_allow, saver_sets
+from fitgpt.planning.speed import SpeedEstimate
+from fitgpt.show.fit_text import verdict
+
+CARD = gpus.find("4070")
+SETTING = platform_for(CARD)
+SMALL = RunConfig(n_layer=4, n_head=4, n_embd=256, block_size=256, batch_size=8, gradient_accumulation_steps=4,
+                  vocab_size=5000, eval_iters=6, dtype="bfloat16", compile=True)
+TRAINED = ("n_layer", "n_head", "n_embd", "block_size", "weights", "residual", "optimizer", "dtype", "seed", "dataset",
+           "learning_rate", "grad_clip", "step_in_backward", "bias", "dropout", "vocab_size", "eval_block_size")
+
+
+def budget_of(limit: int) -> Budget:
+    return Budget("RTX 4070", limit, 0, limit, 0)
+
+
+def target_of(limit: int, **more: Any) -> FitTarget:
+    return FitTarget(SETTING, budget_of(limit), CARD, **more)
+
+
+@cache
+def fitted(limit_mib: int, config: RunConfig = SMALL, allow: str = "", **more: Any) -> FitResult:
+    return find_fastest(config, target_of(limit_mib * MiB, **more), parse_allow(allow))
+
+
+def fits(config: RunConfig, platform: Platform, budget: Budget) -> bool:
+    return run_fits(resolve_run(config, platform), platform, budget.reserve_limit)
+
+
+@pytest.mark.parametrize("limit", [90, 160, 900])
+def test_the_chosen_settings_fit_train_the_same_and_use_the_memory(limit: int) -> None:
+    """If any single layer kept more, the run would not fit."""
+    found = fitted(limit)
+    assert found.chosen is not None
+    chosen, budget = found.chosen.config, budget_of(limit * MiB)
+    assert fits(chosen, SETTING, budget)
+    assert found.chosen.needs == memory_use(chosen, SETTING).needs <= limit * MiB
+    assert found.chosen.headroom == limit * MiB - found.chosen.needs
+    assert chosen.batch_size * chosen.gradient_accumulation_steps == 32
+    assert {option for option, _, _ in diff(SMALL, chosen)} & set(TRAINED) == set()
+    for level in set(chosen.levels):
+        for more in LEVELS[:LEVELS.index(level)]:
+            levels = list(chosen.levels)
+            levels.remove(level)
+            kept = sorted([*levels, more], key=LEVELS.index, reverse=True)  # those that keep least come first
+            less = replace(chosen, recompute=",".join(f"1*{each}" for each in kept), grad_checkpoint=False)
+            assert not fits(less, SETTING, budget), (level, more)
+
+
+def test_more_memory_is_never_slower() -> None:
+    speeds = [found.chosen.speed.high for limit in (90, 160, 900)
+              if (found := fitted(limit)).chosen and found.chosen.speed]
+    assert len(speeds) == 3
+    assert speeds == sorted(speeds)
+
+
+def test_no_other_micro_batch_is_more_than_1_percent_faster() -> None:
+    limit = budget_of(160 * MiB)
+    found = fitted(160)
+    assert found.chosen is not None
+    assert found.chosen.speed is not None
+    for batch in (1, 2, 4, 8, 16, 32):
+        for level in LEVELS:
+            other = replace(SMALL, batch_size=batch, gradient_accumulation_steps=32 // batch, recompute=level,
+                            eval_batch_size=1)
+            if fits(other, SETTING, limit):
+                scored = FitTarget(SETTING, limit, CARD).search(other).scored(other, "free", at_most=0)
+                assert scored.speed is not None
+                assert scored.speed.high <= 1.01 * found.chosen.speed.high
+
+
+def test_the_fastest_settings_stay_unchanged() -> None:
+    first = fitted(160)
+    assert first.chosen is not None
+    again = fitted(160, first.chosen.config)
+    assert again.chosen is not None
+    assert again.chosen.flags == ()
+    assert again.decisions == ()
+
+
+def test_a_note_says_that_spare_memory_would_gain_nothing() -> None:
+    def is_noted(config: RunConfig) -> bool:
+        found = fitted(4000, config)
+        assert found.chosen is not None
+        return any("uses the spare memory" in note for note in found.notes)
+
+    best = fitted(4000).chosen
+    assert best is not None
+    assert not is_noted(best.config)  # nothing is recomputed
+    assert is_noted(replace(best.config, recompute="1*matmuls,3*all"))
+
+
+def test_the_verdict_on_an_unchanged_run_depends_on_faster_runners_up() -> None:
+    """Lossy savers have to gain more than 1 %."""
+    given = ScoredConfig(SMALL, (), "free", 900 * MiB, MiB, SpeedEstimate(1000, 1000, 1000, ""))
+    for speed, message in ((1070, "nothing found is enough faster"), (1005, "nothing found is 1 % faster")):
+        other = given._replace(flags=("--weights=bfloat16",), speed=SpeedEstimate(speed, speed, speed, ""))
+        assert message in verdict(FitResult(budget_of(901 * MiB), given, given, runners_up=(other,)))
+
+
+def test_evaluations_cover_the_same_windows_or_a_reason_says_otherwise() -> None:
+    for eval_iters in (6, 5):
+        config = replace(SMALL, eval_iters=eval_iters)
+        found = fitted(900, config)
+        assert found.chosen is not None
+        assert found.chosen.config.batch_size > 8
+        now, before = (each.eval_iters * each.batch_size for each in (found.chosen.config, config))
+        reasons = " ".join(decision.why for decision in found.decisions)
+        assert now >= before
+        assert (f"{now:,} windows instead of {before:,}" in reasons) == (now != before)
+
+
+def test_every_change_is_a_decision_with_its_reason() -> None:
+    found = fitted(90)
+    assert found.chosen is not None
+    explained = {option: pair for decision in found.decisions for option, pair in decision.changes.items()}
+    assert explained == {option: (was, now) for option, was, now in diff(SMALL, found.chosen.config)}
+    assert all(decision.why for decision in found.decisions)
+    assert any("it would need about" in decision.why for decision in found.decisions)
+
+
+def test_the_reason_for_a_larger_micro_batch_depends_on_offload() -> None:
+    target = target_of(900 * MiB)
+    for offload, text in (("none", "larger matmuls"), ("gradients", "gradients leave the GPU less often")):
+        given = replace(SMALL, offload=offload)
+        decision, = decisions_for(given, replace(given, batch_size=16, gradient_accumulation_steps=2), target)
+        assert text in decision.why
+
+
+def test_a_reason_says_as_little_recomputation_as_fits_only_where_layers_recompute() -> None:
+    def why(found: FitResult) -> str:
+        return next(decision.why for decision in found.decisions if "recompute" in decision.changes)
+
+    assert "as little recomputation as fits" in why(fitted(81))
+    assert "as little recomputation as fits" not in why(fitted(900))
+
+
+def test_offload_is_tried_only_where_cpu_ram_is_enough() -> None:
+    tight = fitted(70)
+    assert tight.chosen is not None
+    assert tight.chosen.permission == "places"
+    assert tight.chosen.config.offload != "none"
+    without = fitted(70, host_bytes=1000)
+    assert without.chosen is None or without.chosen.config.offload == "none"
+
+
+def test_lossy_savers_are_used_only_if_allowed_and_only_those() -> None:
+    assert fitted(42).chosen is None
+    found = fitted(60, allow="lossy")
+    assert found.chosen is not None
+    assert found.chosen.permission == "lossy"
+    named = fitted(55, allow="residual")
+    assert named.chosen is not None
+    assert named.chosen.config.weights == "float32"
+    assert named.chosen.config.optimizer == "adamw"
+
+
+def test_a_lossy_saver_is_not_used_where_it_gains_little() -> None:
+    found = fitted(900, allow="adam8bit")
+    assert found.chosen is not None
+    assert found.chosen.config.optimizer == "adamw"
+
+
+@pytest.mark.parametrize("number", range(40))
+def test_allowing_lossy_savers_never_gives_a_worse_answer(number: int) -> None:
+    """What fits without them is kept, unless the estimate says that a lossy candidate is faster."""
+    draw = Random(number)
+    card = gpus.find(draw.choice(("4070", "3060", "4090", "2080ti", "h200")))
+    platform, heads = platform_for(card), draw.choice((2, 4, 8))
+    config = RunConfig(
+        n_layer=draw.choice((2, 4, 8)), n_head=heads, n_embd=64 * heads, block_size=draw.choice((128, 512, 1024)),
+        batch_size=draw.choice((1, 4, 8, 12)), gradient_accumulation_steps=draw.choice((1, 4, 5, 40)),
+        vocab_size=draw.choice((65, 5000, 50304)), dtype="float16", compile=platform.compiles,
+        recompute=draw.choice(("matmuls", "all", "input")))
+    limit = int(memory_use(resolve_run(config, platform), platform).needs * draw.choice((0.7, 1.0, 1.05, 1.2, 2.0)))
+    exact, lossy = (find_fastest(config, FitTarget(platform, budget_of(limit), card), parse_allow(allow)).chosen
+                    for allow in ("", "lossy"))
+    if exact is not None:
+        assert lossy is not None
+        assert exact.speed is not None
+        assert lossy.speed is not None
+        assert lossy.config == exact.config or lossy.speed.likely > (1 + search.TIE / 2) * exact.speed.likely
+
+
+def test_allowing_lossy_savers_does_not_add_an_exact_change_within_the_error() -> None:
+    """GPT-2 350M: `fit` keeps the given run, where `--allow lossy` once took 1.42 GiB more for 0.2 %."""
+    gpt2 = RunConfig(n_layer=24, n_head=16, n_embd=1024, block_size=1024, batch_size=8, gradient_accumulation_steps=60,
+                     vocab_size=50304, dtype="bfloat16", compile=True)
+    kept, lossy = (fitted(11604, gpt2, allow) for allow in ("", "lossy"))
+    assert kept.chosen is not None
+    assert lossy.chosen is not None
+    assert kept.chosen.flags == ()
+    assert lossy.chosen.permission == "lossy"
+
+
+def test_savers_with_another_training_rule_need_their_name() -> None:
+    one_step = replace(SMALL, gradient_accumulation_steps=1)
+    lossy = {option for savers in saver_sets(one_step, SETTING, parse_allow("lossy")) for option in savers.options}
+    assert "step_in_backward" not in lossy
+    named = [savers.options for savers in saver_sets(one_step, SETTING, parse_allow("step_in_backward,muon"))]
+    assert any(options.get("step_in_backward") for options in named)
+    assert any(options.get("optimizer") == "muon" for options in named)
+    for options in named:
+        replace(one_step, **options)  # no two exclude each other
+
+
+def test_bitsandbytes_is_used_only_where_it_was_given() -> None:
+    assert not any("adam8bit" in savers.options for savers in saver_sets(SMALL, SETTING, parse_allow("lossy,muon")))
+    requested = replace(SMALL, optimizer="adam8bit", adam8bit="bitsandbytes")
+    for allow in ("", "lossy"):
+        found = fitted(900, requested, allow)
+        assert found.chosen is not None
+        assert (found.chosen.config.optimizer, found.chosen.config.adam8bit) == ("adam8bit", "bitsandbytes")
+
+
+def test_gpus_without_bfloat16_get_no_bfloat16_savers() -> None:
+    turing = Platform((7, 5))
+    found = [savers.options for savers in saver_sets(replace(SMALL, dtype="float16"), turing, parse_allow("lossy"))]
+    assert any(each.get("optimizer") == "adam8bit" for each in found)
+    assert not any("weights" in each or "residual" in each for each in found)
+
+
+def test_a_shorter_block_or_a_smaller_model_is_chosen_only_if_allowed_and_needed() -> None:
+    shorter = fitted(38, allow="weights,context")
+    assert shorter.chosen is not None
+    assert shorter.chosen.permission == "context"
+    assert shorter.chosen.config.block_size < SMALL.block_size
+    assert shorter.chosen.config.tokens_per_step == SMALL.tokens_per_step
+    smaller = fitted(38, allow="model")
+    assert smaller.chosen is not None
+    assert smaller.chosen.permission == "model"
+    assert smaller.chosen.config.n_embd < SMALL.n_embd
+    assert smaller.chosen.config.n_embd // smaller.chosen.config.n_head == 64
+    roomy = fitted(160, allow="context,model")
+    assert roomy.chosen is not None
+    assert roomy.chosen.config.n_embd == SMALL.n_embd
+    assert roomy.chosen.config.block_size == SMALL.block_size
+
+
+def test_where_nothing_fits_the_smallest_memory_and_suggestions_are_given() -> None:
+    found = fitted(42)
+    assert found.chosen is None
+    assert found.least is not None
+    assert found.least.needs == memory_use(found.least.config, SETTING).needs > 42 * MiB
+    assert [each.flags for each in found.suggestions][:2] == [("--allow=lossy",), ("--allow=model",)]
+    assert found.suggestions[-1].flags[0].startswith("--gpu=")
+    assert not fits(found.least.config, SETTING, budget_of(42 * MiB))
+    tiny = replace(SMALL, n_layer=1, n_head=1, n_embd=64, block_size=64, batch_size=1, gradient_accumulation_steps=1)
+    assert [each.flags[0][:6] for each in fitted(3, tiny, "lossy,context,model").suggestions] == ["--gpu="]
+
+
+@pytest.mark.parametrize("allow", ["", "context", "adam8bit"])
+def test_every_suggestion_fits_in_the_memory_it_states(allow: str) -> None:
+    found = fitted(42, allow=allow)
+    if found.chosen is None:
+        assert found.suggestions
+    for each in found.suggestions:
+        flag, _, value = each.flags[0].partition("=")
+        if flag == "--allow":
+            helped = fitted(42, allow=value)
+            assert helped.chosen is not None
+            assert each.least <= 42 * MiB
+        assert each.text
+
+
+def test_a_run_limited_by_its_budget_gets_a_budget_that_is_enough() -> None:
+    config = replace(SMALL, budget="42MiB")
+    found = find_fastest(config, FitTarget(SETTING, Budget("RTX 4070", 900 * MiB, 0, 42 * MiB, 0), CARD))
+    flag = found.suggestions[0].flags[0]
+    assert flag.startswith("--budget=")
+    assert flag.endswith("MiB")
+    more = int(flag.removeprefix("--budget=").removesuffix("MiB")) * MiB
+    again = find_fastest(config, FitTarget(SETTING, Budget("RTX 4070", 900 * MiB, 0, more, 0), CARD))
+    assert again.chosen is not None
+    leaving = find_fastest(replace(SMALL, leave="858MiB"),
+                           FitTarget(SETTING, Budget("RTX 4070", 900 * MiB, 0, 42 * MiB, 0), CARD))
+    assert leaving.suggestions[0].flags[0].startswith("--leave=")
+
+
+def test_among_tied_candidates_the_one_with_fewest_changes_wins_and_the_given_run_first() -> None:
+    run_search = Search(SMALL, target_of(900 * MiB), frozenset())
+    chosen, *others = run_search.best()
+    best = min(one.score for one in (chosen, *others))
+    assert chosen.score <= (1 + search.TIE) * best
+    for one in others:
+        if one.score <= (1 + search.TIE) * best:
+            assert run_search.change_cost(chosen) <= run_search.change_cost(one)
+    nearly = replace(run_search.config_of(chosen), recompute="matmuls")  # half a percent slower, in less memory
+    assert fitted(900, nearly).decisions == ()
+    assert fitted(900, nearly).runners_up
+
+
+def test_step_in_backward_keeps_tokens_per_step_and_the_batch_limit() -> None:
+    for config in (SMALL, replace(SMALL, gradient_accumulation_steps=1)):
+        for limit in (60, 900):
+            found = fitted(limit, config, allow="step_in_backward")
+            for scored in (found.chosen, *found.runners_up):
+                if scored is not None:
+                    assert scored.config.tokens_per_step == config.tokens_per_step
+    shared = Search(SMALL, target_of(900 * MiB, most_batch=8), parse_allow("step_in_backward"))
+    in_backward = [savers for savers in shared.saver_sets if savers.options.get("step_in_backward")]
+    assert in_backward
+    assert all(shared.batches(savers) == [] for savers in in_backward)
+    assert all(savers.permission == "rules" for savers in in_backward)
+
+
+def test_the_smallest_memory_is_below_that_of_other_settings() -> None:
+    found = fitted(42)
+    assert found.least is not None
+    for changes in (dict(recompute="input"), dict(offload="gradients"), dict(offload="gradients", recompute="input"),
+                    dict(offload="gradients", recompute="input", loss_chunk=128)):
+        other = replace(SMALL, batch_size=1, gradient_accumulation_steps=32, eval_batch_size=1, **changes)  # type: ignore[arg-type]
+        assert found.least.needs <= memory_use(other, SETTING).needs
+
+
+def test_the_batch_limit_of_a_shared_gpu_holds() -> None:
+    found = fitted(900, most_batch=8)
+    assert found.chosen is not None
+    assert found.chosen.config.batch_size <= 8
+
+
+def test_a_resumed_run_keeps_its_model_and_optimizer() -> None:
+    resumed = replace(SMALL, init_from="resume")
+    found = fitted(900, resumed, allow="lossy,context")
+    assert found.chosen is not None
+    assert {option for option, _, _ in diff(resumed, found.chosen.config)} & set(TRAINED) == set()
+    assert any("cannot change its model or optimizer" in note for note in found.notes)
+
+
+def test_grad_checkpoint_is_turned_off_where_memory_is_enough() -> None:
+    config = replace(SMALL, grad_checkpoint=True)
+    found = fitted(900, config)
+    assert found.chosen is not None
+    assert not found.chosen.config.grad_checkpoint
+    assert set(found.chosen.config.levels) == {"all"}
+
+
+def test_an_eager_run_is_compiled_only_where_that_works() -> None:
+    eager = replace(SMALL, compile=False)
+    found = fitted(160, eager)
+    assert found.chosen is not None
+    assert found.chosen.config.compile is True
+    on_windows = replace(SETTING, compiles=False, expandable=False)
+    windows = find_fastest(eager, FitTarget(on_windows, budget_of(900 * MiB), CARD))
+    assert windows.chosen is not None
+    assert windows.chosen.config.compile is False
+
+
+def test_the_frontier_rises_and_the_runners_up_fit_too() -> None:
+    found = fitted(160)
+    needs, speeds = zip(*found.frontier, strict=True)
+    assert list(needs) == sorted(needs)
+    assert list(speeds) == sorted(speeds)
+    assert found.runners_up
+    for each in found.runners_up:
+        assert fits(each.config, SETTING, budget_of(160 * MiB))
+        assert not each.exact
+        assert memory_use(each.config, SETTING).needs <= each.needs <= 160 * MiB
+
+
+def test_a_gpu_without_figures_is_fitted_too() -> None:
+    found = find_fastest(SMALL, FitTarget(SETTING, budget_of(160 * MiB)))
+    assert found.chosen is not None
+    assert found.chosen.speed is None
+
+
+def test_pruned_lossy_candidates_could_not_have_won(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = fitted(60, allow="lossy")
+    fitted.cache_clear()
+    monkeypatch.setattr(search, "_most_lossy", lambda found: [each for each in found if each.permission == "lossy"])
+    in_full = fitted(60, allow="lossy")
+    assert found.chosen is not None
+    assert in_full.chosen is not None
+    assert found.chosen.config == in_full.chosen.config
+
+
+@pytest.mark.parametrize(("typed", "short"), [
+    ("lossy", "lossy"), ("weights,adam8bit,residual", "lossy"), ("adam8bit", "adam8bit"), ("", ""),
+    ("model lossy", "lossy,model")])
+def test_describe_allow_is_the_inverse_of_parse_allow(typed: str, short: str) -> None:
+    assert describe_allow(parse_allow(typed)) == short
+    assert parse_allow(short) == parse_allow(typed)
+
+
+@pytest.mark.parametrize("text", ["losy", "lossy,8bit", "everything"])
+def test_an_unknown_permission_is_rejected(text: str) -> None:
+    with pytest.raises(UsageError, match="is none of lossy"):
+        parse_allow(text)
+
+
+def test_mixes_change_one_layer_at_a_time() -> None:
+    mix = ((5, 2), (1, 2))
+    assert set(one_layer_up(mix)) == {((5, 1), (more, 1), (1, 2)) for more in (4, 3, 2)} | {
+        ((5, 1), (1, 3)), ((5, 1), (1, 2), (0, 1)), ((5, 2), (1, 1), (0, 1))}
+    assert one_layer_down(mix) == ((5, 3), (1, 1))
+    assert one_layer_down(((5, 4),)) is None
+    assert one_layer_down(((1, 4),)) == ((2, 1), (1, 3))
+    assert one_layer_up(((0, 4),)) == []
+    assert all(sum(layers for _, layers in each) == 4 for each in one_layer_up(mix))
+
+
+def test_the_mix_of_a_replayed_candidate_is_in_its_config() -> None:
+    run_search = Search(SMALL, target_of(160 * MiB), frozenset())
+    best = run_search.best()[0]
+    config = run_search.config_of(best)
+    assert config.levels == replace(SMALL, recompute=describe_mix(best.mix)).levels
+    assert mix_of(config.levels) == best.mix
+
+
+def test_other_models_are_not_tried_where_the_smallest_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[Search] = []
+    may_fit = goals.may_fit
+
+    def counted(one: Search) -> bool:
+        tried.append(one)
+        return may_fit(one)
+
+    monkeypatch.setattr(goals, "may_fit", counted)
+    for allow in ("", "lossy,context,model"):
+        deep = replace(SMALL, n_head=16, n_layer=16)
+        assert find_fastest(deep, target_of(MiB), parse_allow(allow)).chosen is None
+    assert len(tried) < 8

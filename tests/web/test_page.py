@@ -1,0 +1,389 @@
+"""The page in a real Chromium: what it shows, what its controls do by pointer and keyboard, and its screenshots."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fitgpt.web.form import RUN_OPTIONS
+from tests.web_server import HOSTILE, NOTES, running_run, serving
+
+LARGEST_PICTURE = 250_000
+SMALL = "gpu=RTX+4070&n_layer=2"  # computed fastest
+OOM = ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 3.07 GiB. GPU 0 has a total capacity of 11.65 "
+       "GiB of which 1.10 GiB is free. Process 1201 has 2.07 GiB memory in use. Including non-PyTorch memory, this "
+       "process has 8.48 GiB memory in use. Of the allocated memory 8.05 GiB is allocated by PyTorch, and 184.00 MiB "
+       "is reserved by PyTorch but unallocated.")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    with running_run(tmp_path_factory.mktemp("served")) as folder:
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def address(run: Path) -> Iterator[str]:
+    with serving(run.parent.parent) as (found, _):
+        yield found
+
+
+@pytest.fixture(scope="module")
+def shown(browser: Any, address: str) -> Iterator[Callable[..., Any]]:
+    """Opens the page with some settings. At the end there must be no console output, no error, no foreign request."""
+    context = browser.new_context(permissions=["clipboard-read", "clipboard-write"])
+    page = context.new_page()
+    page.set_default_timeout(20_000)
+    wrong: list[str] = []
+    page.on("console", lambda message: wrong.append(f"{message.type}: {message.text}"))
+    page.on("pageerror", lambda error: wrong.append(str(error)))
+    page.on("request", lambda request: request.url.startswith(address) or wrong.append(request.url))
+    page.on("response", lambda reply: reply.status < 400 or wrong.append(f"{reply.status} {reply.url}"))
+    page.on("dialog", lambda dialog: wrong.append(dialog.message))
+
+    @contextmanager
+    def opened(query: str = SMALL, width: int = 1280, height: int = 900,
+               scheme: str = "light") -> Iterator[Any]:
+        wrong.clear()
+        page.set_viewport_size({"width": width, "height": height})
+        page.emulate_media(color_scheme=scheme)
+        page.goto(f"{address}?{query}")
+        page.wait_for_selector("html[data-ready]", state="attached")
+        yield page
+        assert wrong == []
+
+    yield opened
+    context.close()
+
+
+def verdict(page: Any, state: str) -> str:
+    """Waits for the verdict with its exact headroom."""
+    page.wait_for_selector(f'#verdict[data-state="{state}"] #headroom:not(:empty)')
+    text: str = page.inner_text("#verdict")
+    return text
+
+
+def width(page: Any, phase: str, part: str) -> float:
+    return float(page.get_attribute(f'[data-phase="{phase}"] rect[data-part="{part}"]', "width").rstrip("%"))
+
+
+def taken(what: Any, where: Path) -> None:
+    """Saves a screenshot of the page or a part of it."""
+    page = getattr(what, "page", what)
+    page.mouse.move(0, 0)
+    page.wait_for_timeout(350)  # bars are animated
+    what.screenshot(path=str(where))
+    assert where.stat().st_size < LARGEST_PICTURE
+
+
+# ---- loading
+
+
+def test_the_page_loads_without_requests_to_other_hosts(
+        shown: Callable[..., Any], picture: Callable[[str], Path]) -> None:
+    with shown("gpu=RTX+4070") as page:
+        assert "Fits" in verdict(page, "fits")
+        assert "to spare" in page.inner_text("#headroom")
+        assert page.locator(".phase-line").count() == 6
+        page.wait_for_selector("#step figure[data-live]")
+        page.wait_for_selector("#gpus button")
+        assert page.locator("#gpus button").count() > 60
+        assert page.get_attribute('#gpus [data-gpu="RTX 4070"]', "aria-current") == "true"
+        assert page.text_content("#phases").count("GiB") > 5
+        assert "fitgpt train" in page.inner_text("#command")
+        page.wait_for_selector("#fix-buttons button")  # they come late, and move what is below them
+        taken(page.locator("#step figure"), picture("timeline"))
+        page.focus("#step .frame")
+        page.keyboard.press("ArrowRight")
+        assert "activations" in page.inner_text("#step .readout")
+
+
+def test_every_option_has_a_control_and_every_control_a_label(shown: Callable[..., Any]) -> None:
+    with shown() as page:
+        for name in RUN_OPTIONS:
+            assert page.locator(f'label[for="k-{name}"]').count() == 1
+        unnamed = page.evaluate("""() => [...document.querySelectorAll("button, input, select, textarea")].filter(
+            (each) => !each.labels?.length && !each.getAttribute("aria-label") && !each.innerText.trim()
+                      && each.checkVisibility()).map((each) => each.outerHTML)""")
+        assert unnamed == []
+
+
+# ---- the bars
+
+
+def test_a_slider_moves_the_bars_and_the_address(shown: Callable[..., Any]) -> None:
+    with shown() as page:
+        verdict(page, "fits")
+        before = width(page, "first_train", "activations")
+        page.focus("#s-batch_size")
+        for _ in range(3):
+            page.keyboard.press("ArrowRight")
+        page.wait_for_selector("#title:has-text('batch 24')")
+        assert page.input_value("#k-batch_size") == "24"
+        assert width(page, "first_train", "activations") > 1.5 * before
+        page.wait_for_url("**batch_size=24**")
+
+
+def test_the_page_updates_while_a_slider_moves(shown: Callable[..., Any]) -> None:
+    with shown() as page:
+        verdict(page, "fits")
+        page.evaluate("""() => { window.titles = new Set(); const place = document.getElementById("title");
+            new MutationObserver(() => titles.add(place.textContent)).observe(place, { childList: true }); }""")
+        page.route("**/api/plan?*", lambda route: (time.sleep(0.05), route.continue_()))
+        page.focus("#s-batch_size")
+        for _ in range(12):  # each before the answer to the one before it
+            page.keyboard.press("ArrowRight")
+            page.wait_for_timeout(20)
+        page.unroute("**/api/plan?*")
+        verdict(page, "fits")
+        assert page.evaluate("titles.size") > 2
+
+
+def test_bars_and_tables_show_the_same_figures(shown: Callable[..., Any]) -> None:
+    with shown("gpu=RTX+4070&trainer=nanogpt&n_layer=24&n_head=16&n_embd=1024") as page:
+        assert "too much" in verdict(page, "full")
+        assert width(page, "train", "unallocated") > 0
+        exact = page.text_content("#phases tr:has-text('training') td:nth-child(2)")
+        assert exact == page.inner_text('[data-phase="train"] span:last-child')
+        weights = page.text_content("#owners tr:has-text('weights') td:nth-child(2)")
+        assert f"weights {weights}" in " ".join(page.inner_text("#bars-legend").split())
+        room, speed = page.inner_text("#headroom").split(" · ")
+        assert f"Does not fit: {room}." in page.text_content("#config")
+        assert speed.endswith(" tokens/s")
+
+
+def test_the_page_is_busy_until_a_slow_plan_arrives(shown: Callable[..., Any]) -> None:
+    waiting: list[Any] = []
+    with shown() as page:
+        verdict(page, "fits")
+        assert page.get_attribute("#results", "aria-busy") is None
+        page.route("**/api/plan?*", lambda route: waiting.append(route))
+        page.fill("#k-n_layer", "24")
+        page.wait_for_selector('#results[aria-busy="true"]')
+        assert "2 layers" in page.inner_text("#title")  # the earlier plan stays, dimmed
+        assert float(page.evaluate("getComputedStyle(document.querySelector('.bars')).opacity")) < 1
+        waiting.pop().continue_()
+        page.unroute("**/api/plan?*")
+        page.wait_for_selector("#title:has-text('24 layers')")
+        page.wait_for_selector("#results:not([aria-busy])")
+
+
+def test_invalid_settings_are_explained_and_fixed_with_a_button(shown: Callable[..., Any]) -> None:
+    with shown("gpu=RTX+2060&dtype=bfloat16") as page:
+        page.wait_for_selector('#verdict[data-state="problem"]')
+        assert "compute capability" in page.inner_text("#summary")
+        assert page.evaluate("document.getElementById('fixes').inert")  # it shows an earlier run
+        assert page.inner_text("#problem-fix button") == "Set dtype=float16"
+        page.click("#problem-fix button")
+        verdict(page, "fits")
+        assert not page.evaluate("document.getElementById('fixes').inert")
+        assert "dtype=float16" in page.url
+
+
+# ---- the run of the notes
+
+
+def test_the_notes_run_fits_with_fitgpt_or_without_other_programs(
+        shown: Callable[..., Any], picture: Callable[[str], Path]) -> None:
+    with shown(NOTES, height=1130) as page:
+        assert "Does not fit" in verdict(page, "full")
+        assert page.input_value("#k-n_embd") == "576"  # the address carries the settings
+        assert page.locator("#k-preset option:checked").inner_text() == "notes_77m: 77.36M"
+        assert page.is_checked("#trainer-nanogpt")
+        page.wait_for_selector('#fix-buttons [data-family="block"]')
+        page.wait_for_selector("#step figure[data-live]")
+        page.wait_for_selector("#gpus button")
+        taken(page, picture("page"))
+        page.click("text=train with fitgpt")
+        assert "Fits" in verdict(page, "fits")
+        assert re.search(r"train with fitgpt: 9\.\d+ GiB → 3\.\d+ GiB at the peak", page.inner_text("#difference"))
+        assert "trainer" not in page.url  # fitgpt is the default
+        page.click("#difference button")
+        verdict(page, "full")
+        assert "trainer=nanogpt" in page.url
+        assert page.is_hidden("#difference")
+        page.go_back()
+        verdict(page, "fits")
+        page.go_back()
+        verdict(page, "full")
+        others = width(page, "train", "others")
+        page.fill("#k-others", "0")
+        verdict(page, "fits")
+        assert others > 0 == width(page, "train", "others")
+        page.wait_for_selector("#status:has-text('Fits')", state="attached")  # for screen readers
+
+
+def test_a_gpu_and_a_preset_are_chosen_with_a_click(shown: Callable[..., Any]) -> None:
+    with shown(f"{SMALL}&grad_checkpoint=True&batch_size=7") as page:
+        page.click('#gpus [data-gpu="RTX 3090"]')
+        page.wait_for_selector("#title:has-text('RTX 3090')")
+        page.wait_for_url("**gpu=RTX+3090**")
+        page.select_option("#k-preset", label="notes_30m: 30.14M")
+        page.wait_for_selector("#title:has-text('6 layers of width 384, batch 16 × 512, float16')")
+        assert page.input_value("#k-batch_size") == "16"
+        assert not page.is_checked("#k-grad_checkpoint")
+
+
+def test_a_fix_button_changes_the_run_in_dark_mode(shown: Callable[..., Any], picture: Callable[[str], Path]) -> None:
+    with shown("gpu=RTX+4070&batch_size=40&budget=8GiB", height=1000, scheme="dark") as page:
+        verdict(page, "full")
+        fix = page.wait_for_selector('#fix-buttons [data-family="recompute"].enough')
+        label = fix.inner_text().split("\n")[0]
+        assert re.fullmatch(r"gradient checkpointing: \d+ layers?", label)
+        fix.click()
+        verdict(page, "fits")
+        assert re.search(r"recompute=\d+\*\w+%2C\d+\*matmuls", page.url)
+        assert label in page.inner_text("#difference")
+        page.wait_for_selector('#fix-buttons [data-family="muon"]')
+        page.wait_for_selector("#gpus button")
+        taken(page, picture("page_dark"))
+
+
+def test_a_fix_button_pressed_while_others_arrive_is_clicked(shown: Callable[..., Any]) -> None:
+    waiting: list[Any] = []
+    with shown("gpu=RTX+4070&batch_size=40&budget=8GiB", height=1000) as page:
+        page.route("**/api/fix?family=offload*", lambda route: waiting.append(route))
+        page.reload()
+        fix = page.wait_for_selector('#fix-buttons [data-family="recompute"].enough')
+        for _ in range(400):
+            if not waiting:
+                page.wait_for_timeout(50)
+        box = fix.bounding_box()
+        page.mouse.move(box["x"] + 20, box["y"] + 10)
+        page.mouse.down()
+        waiting.pop().continue_()
+        page.wait_for_selector('#fix-buttons [data-family="offload"]')
+        page.mouse.up()
+        page.unroute("**/api/fix?family=offload*")
+        verdict(page, "fits")
+
+
+def test_fit_it_for_me_applies_settings_with_reasons(shown: Callable[..., Any]) -> None:
+    with shown("gpu=RTX+4070&batch_size=24&budget=2GiB&n_layer=2") as page:
+        verdict(page, "full")
+        page.click("text=Fit it for me")
+        verdict(page, "fits")
+        page.wait_for_selector("#difference li:has-text('batch_size 24 →')")
+        assert "tokens/s" in page.inner_text("#headroom")
+
+
+# ---- keyboard
+
+
+def tabbed_to(page: Any, selector: str, most: int = 80) -> None:
+    for _ in range(most):
+        page.keyboard.press("Tab")
+        if page.evaluate("(selector) => document.activeElement.matches(selector)", selector):
+            return
+    raise AssertionError(f"{selector} cannot be reached by Tab")
+
+
+def test_everything_works_by_keyboard(shown: Callable[..., Any]) -> None:
+    with shown(f"{SMALL}&batch_size=16&trainer=nanogpt&budget=4GiB") as page:
+        verdict(page, "full")
+        page.wait_for_selector('#fix-buttons [data-family="block"]')
+        tabbed_to(page, "#trainer-nanogpt")
+        page.keyboard.press("ArrowLeft")
+        verdict(page, "fits")
+        assert page.is_checked("#trainer-fitgpt")
+        tabbed_to(page, "#s-batch_size")
+        outline = page.evaluate("getComputedStyle(document.activeElement).outlineStyle")
+        assert outline != "none"
+        page.keyboard.press("End")
+        verdict(page, "full")
+        tabbed_to(page, "#savers > summary")
+        page.keyboard.press("Enter")
+        tabbed_to(page, "#k-recompute")
+        page.keyboard.press("i")  # input
+        page.wait_for_selector("#command:has-text('--recompute=input')")
+        page.wait_for_selector('#fix-buttons:not(.stale) [data-family="batch"]')
+        tabbed_to(page, '[data-family="batch"]')
+        page.keyboard.press("Enter")
+        page.wait_for_selector("#difference:has-text('batch')")
+        page.focus("#tab-plan")
+        page.keyboard.press("ArrowRight")
+        assert page.is_visible("#pasted")
+        assert page.is_hidden("#form")
+
+
+# ---- the other tabs
+
+
+def test_a_pasted_message_is_explained(shown: Callable[..., Any], picture: Callable[[str], Path]) -> None:
+    with shown(f"{NOTES}&compile=False", height=1180) as page:
+        verdict(page, "full")
+        page.click("#tab-explain")
+        page.fill("#pasted", OOM)
+        page.check("#with-plan")
+        page.click("text=Explain")
+        page.wait_for_selector("#diagnosis section")
+        diagnosis = page.inner_text("#diagnosis")
+        assert "16 × 1,024 × 50,304 × 4" in diagnosis
+        taken(page, picture("page_explain"))
+        page.click("#diagnosis button >> nth=0")
+        assert page.is_visible("#verdict")
+        page.wait_for_selector("#difference:not([hidden])")
+        page.click("#tab-explain")
+        page.fill("#pasted", f'Traceback (most recent call last):\n  File "{HOSTILE}", line 5, in f\n    x\n{OOM}')
+        page.uncheck("#with-plan")
+        page.click("text=Explain")
+        page.wait_for_selector("#diagnosis:has-text('<b>bold</b>')")
+        assert page.locator("#diagnosis img, #diagnosis b").count() == 0
+        page.fill("#pasted", HOSTILE)
+        page.click("text=Explain")
+        page.wait_for_selector("#diagnosis:has-text('no message about memory')")
+
+
+def test_a_running_run_is_shown_live(shown: Callable[..., Any], picture: Callable[[str], Path],
+                                     run: Path) -> None:
+    with shown(height=760) as page:
+        page.wait_for_selector("#tab-live.running")
+        page.click("#tab-live")
+        page.wait_for_selector("#live-charts figure[data-live]")
+        assert page.inner_text("#live-name") == "runs/fineweb"
+        assert "211" in page.inner_text("#live-tiles")
+        assert "running" in page.inner_text("#live-status")
+        assert float(page.get_attribute("#live-progress", "value")) == pytest.approx(211 / 400)
+        taken(page, picture("page_live"))
+        with open(run / "metrics.jsonl", "a", encoding="utf-8") as file:  # a run may write anything
+            file.write(json.dumps({"kind": "warning", "text": HOSTILE}) + "\n")
+        page.wait_for_selector("#live-status:has-text('<b>bold</b>')")
+        assert page.locator("#live img, #live-status b").count() == 0
+
+
+# ---- copying and small screens
+
+
+def test_command_config_and_link_are_copied(shown: Callable[..., Any]) -> None:
+    with shown() as page:
+        verdict(page, "fits")
+        for name in ("command", "config", "plan-command"):
+            page.click(f'[data-copy="{name}"]')
+            page.wait_for_selector(f'[data-copy="{name}"]:text("Copied")')
+            assert page.evaluate("navigator.clipboard.readText()") == page.text_content(f"#{name}")
+        page.click('[data-copy="address"]')
+        page.wait_for_selector('[data-copy="address"]:text("Copied")')
+        assert page.evaluate("navigator.clipboard.readText()") == page.url
+
+
+@pytest.mark.parametrize("query", [NOTES, "gpu=<img/src=x>&batch_size=<script>alert(1)</script>&<b>=<b>"])
+def test_the_page_fits_a_phone(shown: Callable[..., Any], picture: Callable[[str], Path],
+                               query: str) -> None:
+    with shown(query, width=390, height=844) as page:
+        page.wait_for_selector('#verdict:not([data-state="waiting"])')
+        if query == NOTES:
+            verdict(page, "full")
+            page.wait_for_selector("#gpus button")
+            taken(page, picture("page_phone"))
+        for tab in ("plan", "explain", "live"):
+            page.evaluate(f"document.getElementById('tab-{tab}').click()")
+            page.wait_for_timeout(50)
+            assert page.evaluate("document.scrollingElement.scrollWidth") <= 390
+        assert page.locator("#plan script:not([type='application/json']), #plan img").count() == 0

@@ -106,12 +106,12 @@ SLOW = {
     "engine/optim/test_bitsandbytes", "engine/test_device", "engine/test_huggingface", "planning/test_changes",
     "planning/test_fallback_ladder", "planning/test_goals", "planning/test_layer_costs",
     "planning/test_measure", "planning/test_plan_snapshot", "planning/test_search", "show/test_report_page",
-    "tapes/engine/test_run_recorded", "tapes/engine/test_run_traced", "tapes/engine/test_sampling",
-    "tapes/nanogpt/test_train_py_recorded", "tapes/test_any_config", "test_docs", "test_end_to_end",
+    "tapes/test_engine_recorded", "tapes/test_engine_traced", "tapes/test_engine_sampling",
+    "tapes/test_nanogpt_recorded", "tapes/test_any_config", "test_docs", "test_end_to_end",
     "test_import_path", "training/test_checkpoint_crashes", "training/test_divergence",
     "training/test_memory_check", "training/test_oom_recovery", "training/test_rehearsal", "training/test_run",
     "training/test_run_killed", "training/test_supervisor", "web/test_answers", "web/test_app",
-    "web/test_fixes", "web/test_page", "web/test_workers",
+    "web/test_answers_fixes", "web/test_page", "web/test_workers",
 }
 
 

@@ -15,7 +15,7 @@ from fitgpt.memory.tape import EMPTY_CACHE, Event
 from fitgpt.tapes import engine as engine_tape
 from fitgpt.tapes import shapes
 from tests.helpers import skip_without_library
-from tests.tapes.engine.engine_trace import trace, trace_sampling
+from tests.tapes.engine_trace import trace, trace_sampling
 
 # No two sizes are alike by chance: the width is no power of two, the block no multiple of anything, and the last of the
 # loss's pieces is a short one.

@@ -13,7 +13,7 @@ from fitgpt.memory.timeline import replay
 from fitgpt.planning.forecast import forecast
 from fitgpt.tapes import aten
 from fitgpt.tapes import engine as engine_tape
-from tests.tapes.engine.test_run_recorded import H200, recorded_runs
+from tests.tapes.test_engine_recorded import H200, recorded_runs
 
 ROWS = [row for name in ("random", "sampling_large_vocabulary") for row in recorded_runs(name)
         if "sample" in row.get("phases", {})]

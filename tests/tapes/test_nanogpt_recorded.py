@@ -17,8 +17,8 @@ from fitgpt.core.units import MiB
 from fitgpt.memory.timeline import replay, reserved_in_other_orders
 from fitgpt.tapes.nanogpt import write
 
-RECORDED = Path(__file__).parents[2] / "recorded" / "nanogpt"
-TOOLS = Path(__file__).parents[3] / "tools"
+RECORDED = Path(__file__).parents[1] / "recorded" / "nanogpt"
+TOOLS = Path(__file__).parents[2] / "tools"
 SEEN = ("models_30m_to_124m", "dtypes_and_shapes")  # the tape was written from these
 
 
@@ -143,7 +143,7 @@ def test_the_forecast_range_contains_measured_reserved_memory(row: dict[str, Any
 
 @pytest.mark.parametrize("figures", TABLES, ids=[*SEEN, "remedies_and_random"])
 def test_accuracy_md_shows_these_figures(figures: list[Figure]) -> None:
-    page = Path(__file__).parents[3] / "docs" / "accuracy.md"
+    page = Path(__file__).parents[2] / "docs" / "accuracy.md"
     assert table(figures) in page.read_text(encoding="utf-8")
 
 

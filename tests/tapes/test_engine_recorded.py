@@ -16,7 +16,7 @@ from fitgpt.memory.platform import Platform
 from fitgpt.memory.timeline import needs
 from fitgpt.planning.forecast import write_tape
 
-RECORDED = Path(__file__).parents[2] / "recorded" / "engine"
+RECORDED = Path(__file__).parents[1] / "recorded" / "engine"
 H200 = Platform((9, 0), "2.11")
 
 
@@ -133,7 +133,7 @@ def test_the_recorded_limits_are_2_percent_around_todays_forecast(name: str) -> 
 
 
 def test_accuracy_md_lists_these_runs() -> None:
-    page = (Path(__file__).parents[3] / "docs" / "accuracy.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "accuracy.md").read_text(encoding="utf-8")
     others = [(FIGURES_OF_OTHERS[name], rows) for name, rows in OTHERS.items()]
     for figures, rows in ((FIGURES_OF_KERNELS, KERNELS), (FIGURES_OF_RANDOM, RANDOM), (FIGURES_OF_SINGLE, SINGLE),
                           *others):

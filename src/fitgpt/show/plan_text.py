@@ -10,7 +10,6 @@ from ..core.units import MiB, show_bytes, show_count, show_seconds, show_steps, 
 from ..memory.timeline import OwnerTimeline
 from ..planning.changes import Change, PricedChange
 from ..planning.forecast import MemoryPlan, TrackRecord
-from ..planning.plan import Duration
 from ..runs.metrics import PHASES
 from .terminal import MIN_TEXT_WIDTH, labelled_rows, paragraph, table, wrap
 

@@ -11,7 +11,6 @@ import dataclasses
 import difflib
 import re
 from collections.abc import Callable, Iterable, Mapping
-from functools import cache
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, get_type_hints
 
 from ..core.errors import UsageError
@@ -92,12 +91,16 @@ class Options:
 AnyOptions = TypeVar("AnyOptions", bound=Options)
 
 
-@cache
+_specs: dict[type[Options], dict[str, OptionSpec]] = {}
+
+
 def option_specs(cls: type[Options]) -> dict[str, OptionSpec]:
     """The options of a class by name, in the order of declaration."""
-    types = get_type_hints(cls)
-    return {field.name: field.metadata["option"]._replace(name=field.name, kind=_KINDS[types[field.name]])
-            for field in dataclasses.fields(cls)}  # type: ignore[arg-type]  # all are dataclasses
+    if cls not in _specs:
+        types = get_type_hints(cls)
+        _specs[cls] = {field.name: field.metadata["option"]._replace(name=field.name, kind=_KINDS[types[field.name]])
+                       for field in dataclasses.fields(cls)}  # type: ignore[arg-type]  # all are dataclasses
+    return _specs[cls]
 
 
 def options_with(cls: type[Options], **facts: Any) -> tuple[str, ...]:

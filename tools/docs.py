@@ -30,7 +30,8 @@ import memory_page  # noqa: E402
 from fitgpt.commands.main import find_command, overview  # noqa: E402
 from fitgpt.config.argv import help_text, markdown_table  # noqa: E402
 from fitgpt.config.command_options import COMMANDS, ExplainOptions, FitOptions, PlanOptions  # noqa: E402
-from fitgpt.config.memory_savers import SAVERS  # noqa: E402
+from fitgpt.config.memory_savers import SAVERS, Saver  # noqa: E402
+from fitgpt.config.optimizers import OPTIMIZERS  # noqa: E402
 from fitgpt.config.run_config import FROZEN_ON_RESUME  # noqa: E402
 from fitgpt.diagnosis.case import Case  # noqa: E402
 from fitgpt.diagnosis.oom_message import OomMessage  # noqa: E402
@@ -103,9 +104,19 @@ def _first_comment(path: Path) -> str:
 
 
 def savers_part() -> str:
-    rows = [f"| `{one.flag}` | {'exact' if one.exact else 'lossy'} | {one.saves} | "
-            f"{one.costs} | {one.needs or '–'} |" for one in SAVERS]
+    rows = [f"| `--{one.setting}` | {'exact' if one.exact else 'lossy'} | {one.saves} | "
+            f"{one.costs} | {_requirements(one) or '–'} |" for one in SAVERS]
     return "\n".join(["| flag | | what is not held | what it costs | needs |", "|---|---|---|---|---|", *rows]) + "\n"
+
+
+def _requirements(saver: Saver) -> str:
+    """As text: "optimizer=adamw or adam8bit, offload=none"."""
+    own = list(map(str, saver.requires))
+    if saver.option == "optimizer":
+        own += map(str, OPTIMIZERS[saver.value].requires)
+    others = [f"not optimizer={name}" for name, spec in OPTIMIZERS.items() for each in spec.requires
+              if each.option == saver.option and saver.value not in each.values]
+    return ", ".join(own + others)
 
 
 def rules_part() -> str:

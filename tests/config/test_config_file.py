@@ -8,19 +8,16 @@ from pathlib import Path
 import pytest
 
 from fitgpt.config.argv import walk
-from fitgpt.config.config_file import MAX_FILE_BYTES, ConfigFile, read_config
+from fitgpt.config.config_file import MAX_FILE_BYTES, read_config
 from fitgpt.config.run_config import RunConfig, resolve
 from fitgpt.core.errors import UsageError
 
 
-def read(tmp_path: Path, text: str | bytes, **scope: object) -> ConfigFile:
+def values(tmp_path: Path, text: str | bytes, **scope: object) -> dict[str, object]:
     path = tmp_path / "x.py"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
-    return read_config(str(path), scope)
-
-
-def values(tmp_path: Path, text: str | bytes, **scope: object) -> dict[str, object]:
-    return {setting.name: setting.value for setting in read(tmp_path, text, **scope).settings}
+    settings, _ = read_config(str(path), scope, "train")
+    return {setting.key: setting.value for setting in settings}
 
 
 def config_of(tmp_path: Path, text: str) -> RunConfig:
@@ -82,14 +79,14 @@ def test_an_empty_file_sets_nothing(tmp_path: Path) -> None:
 def test_other_statements_are_an_error_with_the_line_and_never_run(tmp_path: Path, line: str,
                                                                    capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(UsageError) as caught:
-        read(tmp_path, f"# first\nbatch_size = 4\n{line}\n")
+        values(tmp_path, f"# first\nbatch_size = 4\n{line}\n")
     assert "x.py:3: `" in caught.value.what
     assert capsys.readouterr().out == ""
 
 
 def test_the_error_shows_the_text_and_says_that_configs_are_not_run(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"x\.py:1: `open\('f'\)` .*read, not run"):
-        read(tmp_path, "x = open('f')")
+        values(tmp_path, "x = open('f')")
 
 
 @pytest.mark.parametrize("expression", [
@@ -98,7 +95,7 @@ def test_the_error_shows_the_text_and_says_that_configs_are_not_run(tmp_path: Pa
 ])
 def test_huge_values_are_an_error(tmp_path: Path, expression: str) -> None:
     with pytest.raises(UsageError, match="too large"):
-        read(tmp_path, f"x = {expression}")
+        values(tmp_path, f"x = {expression}")
 
 
 @pytest.mark.parametrize(("expression", "why"), [
@@ -108,7 +105,7 @@ def test_huge_values_are_an_error(tmp_path: Path, expression: str) -> None:
 ])
 def test_arithmetic_that_fails_is_an_error_with_the_line(tmp_path: Path, expression: str, why: str) -> None:
     with pytest.raises(UsageError, match=why) as caught:
-        read(tmp_path, f"\nx = {expression}")
+        values(tmp_path, f"\nx = {expression}")
     assert "x.py:2: `" in caught.value.what
 
 
@@ -118,7 +115,7 @@ def test_arithmetic_that_fails_is_an_error_with_the_line(tmp_path: Path, express
 ])
 def test_deep_nesting_is_an_error(tmp_path: Path, text: str) -> None:
     with pytest.raises(UsageError):
-        read(tmp_path, text)
+        values(tmp_path, text)
 
 
 @pytest.mark.parametrize(("raw", "why"), [
@@ -128,7 +125,7 @@ def test_deep_nesting_is_an_error(tmp_path: Path, text: str) -> None:
 ])
 def test_a_file_that_is_not_python_text_is_an_error(tmp_path: Path, raw: bytes, why: str) -> None:
     with pytest.raises(UsageError, match=why):
-        read(tmp_path, raw)
+        values(tmp_path, raw)
 
 
 @pytest.mark.parametrize(("path", "why"), [
@@ -139,7 +136,7 @@ def test_an_unreadable_path_is_an_error_that_names_it(tmp_path: Path, monkeypatc
                                                       why: str) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError, match=why):
-        read_config(path)
+        read_config(path, {}, "train")
 
 
 def test_a_missing_file_gets_the_nearest_as_fix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,7 +145,7 @@ def test_a_missing_file_gets_the_nearest_as_fix(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "config/train_fineweb.py").touch()
     for typed in ("train_fineweb.py", "train_fineweb", "config/train_finweb.py"):
         with pytest.raises(UsageError) as caught:
-            read_config(typed)
+            read_config(typed, {}, "train")
         assert caught.value.fix == "fitgpt train config/train_fineweb.py"
 
 
@@ -159,7 +156,7 @@ def test_a_run_folder_as_config_file_gets_the_resume_command_as_fix(
     (tmp_path / "my run").mkdir()
     (tmp_path / "my run" / file).touch()
     with pytest.raises(UsageError, match="is a folder") as caught:
-        read_config("my run")
+        read_config("my run", {}, "train")
     assert "--init_from=resume '--out_dir=my run'" in caught.value.fix
 
 
@@ -170,7 +167,7 @@ def test_a_missing_file_like_no_other_gets_a_list_of_config_files(
     (tmp_path / "config/train_gpt2.py").touch()
     (tmp_path / "model.py").touch()
     with pytest.raises(UsageError) as caught:
-        read_config("zzz.py", command="plan")
+        read_config("zzz.py", {}, "plan")
     assert caught.value.what == "There is no config file 'zzz.py'. There are: config/train_gpt2.py."
     assert caught.value.fix == "fitgpt plan config/train_gpt2.py"
 

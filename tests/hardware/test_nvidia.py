@@ -1,12 +1,10 @@
-"""GPUs by NVML or nvidia-smi, and CUDA_VISIBLE_DEVICES."""
+"""GPUs by NVML, and CUDA_VISIBLE_DEVICES."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -22,11 +20,6 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
     fake = FakeNvml()
     monkeypatch.setitem(sys.modules, "pynvml", fake)
     return fake
-
-
-@pytest.fixture
-def no_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pynvml", None)
 
 
 def test_every_figure_of_a_gpu_and_its_processes_are_read(nvml: FakeNvml) -> None:
@@ -55,41 +48,11 @@ def test_no_driver_and_a_broken_driver_are_different(monkeypatch: pytest.MonkeyP
     assert ("driver reports: NVML error" in survey.reason) is faulty
 
 
-def test_without_nvml_nvidia_smi_is_used(no_nvml: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    line = "0, NVIDIA H200, GPU-aaaa-1, 580.65.06, 143771, 143167, 4, 9.0\n"
-    monkeypatch.setattr("shutil.which", lambda name: "/bin/nvidia-smi")
-    monkeypatch.setattr("subprocess.run", lambda *a, **k: SimpleNamespace(returncode=0, stdout=line))
-    assert nvidia.gpus({}) == [GpuReading(0, "NVIDIA H200", "GPU-aaaa-1", "9.0", "580.65.06", 143771 * MiB,
-                                          143167 * MiB, 4 * MiB)]
-
-
-def test_an_old_nvidia_smi_is_queried_again_without_compute_cap(no_nvml: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(command: list[str], **_: Any) -> SimpleNamespace:
-        known = "compute_cap" not in command[1]
-        return SimpleNamespace(returncode=0 if known else 2, stdout="0, T4, GPU-1, 470.57, 15109, 15000, 109\n")
-    monkeypatch.setattr("shutil.which", lambda name: "/bin/nvidia-smi")
-    monkeypatch.setattr("subprocess.run", run)
-    assert [(gpu.name, gpu.cc) for gpu in nvidia.gpus({})] == [("T4", None)]
-
-
-def test_an_nvidia_smi_that_hangs_is_a_broken_driver(no_nvml: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(*_: Any, **__: Any) -> None:
-        raise subprocess.TimeoutExpired("nvidia-smi", 20)
-    monkeypatch.setattr("shutil.which", lambda name: "/bin/nvidia-smi")
-    monkeypatch.setattr("subprocess.run", run)
-    assert nvidia.survey({}) == Survey(reason="nvidia-smi is installed but does not work", faulty=True)
-
-
-def test_without_nvml_and_nvidia_smi_there_is_a_reason(no_nvml: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shutil.which", lambda name: None)
+def test_without_nvidia_ml_py_there_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert nvidia.survey({}) == Survey(reason="nvidia-ml-py is not installed")
     assert nvidia.gpus({}) == []
-    assert "nvidia-smi" in nvidia.survey({}).reason
-
-
-def test_unknown_cells_of_nvidia_smi_are_none_and_other_lines_are_skipped() -> None:
-    answer = 'NVIDIA-SMI has noticed\n0, "Card, odd", [N/A], 550.1, [Not Supported], 5, [N/A], 8.9\n\n'
-    assert nvidia.parse_smi(nvidia.csv_rows(answer)) == (
-        GpuReading(0, "Card, odd", None, "8.9", "550.1", None, 5 * MiB, None),)
+    assert nvidia.read_gpus() == ((), "nvidia-ml-py is not installed")
 
 
 @pytest.mark.parametrize(("chosen", "left"), [

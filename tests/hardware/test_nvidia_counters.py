@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -53,7 +51,7 @@ def test_drivers_before_535_give_throttle_reasons_by_another_name(nvml: Counting
 
 
 @pytest.mark.parametrize(("bits", "reasons"), [(0, ()), (0x1, ()), (0x5, ("power limit",)), (None, None),
-                                               (0x1000, ("reason 0x1000",)), ("odd", None)])
+                                               (0x1000, ("reason 0x1000",))])
 def test_idle_is_no_throttle_reason_and_unknown_bits_are_shown(bits: Any, reasons: Any) -> None:
     assert nvidia.throttle_reasons(bits) == reasons
 
@@ -61,26 +59,6 @@ def test_idle_is_no_throttle_reason_and_unknown_bits_are_shown(bits: Any, reason
 def test_gpus_hidden_by_cuda_visible_devices_are_read_too(nvml: CountingNvml, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
     assert [gpu.index for gpu in nvidia.read_gpus()[0]] == [0, 1]
-
-
-def test_without_nvml_counters_come_from_nvidia_smi_even_an_old_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    def smi(command: list[str], **_: Any) -> SimpleNamespace:
-        query = command[1]
-        if "event_reasons" in query:
-            return SimpleNamespace(returncode=2, stdout="Field is not a valid field to query")
-        if "compute-apps" in query:
-            return SimpleNamespace(returncode=0, stdout="GPU-1, 42, 4464, /usr/bin/python3\nGPU-1, 43, [N/A], odd\n")
-        if "throttle" in query:
-            return SimpleNamespace(returncode=0, stdout="0, 57, 88.20, [N/A], 64, 1800, 2100, 0x0000000000000004\n")
-        return SimpleNamespace(returncode=0, stdout="0, T4, GPU-1, 470.57, 15109, 15000, 109, 7.5\n")
-
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-    monkeypatch.setattr("shutil.which", lambda name: "/bin/nvidia-smi-old")
-    monkeypatch.setattr("subprocess.run", smi)
-    (gpu,), _ = nvidia.read_gpus()
-    assert (gpu.utilisation, gpu.watts, gpu.watt_limit, gpu.celsius) == (57, 88.2, None, 64)
-    assert gpu.throttled == ("power limit",)
-    assert gpu.programs == (GpuProcess(42, "python3", 4464 * MiB), GpuProcess(43, "odd", None))
 
 
 @pytest.mark.parametrize(("command", "name", "kind"), [

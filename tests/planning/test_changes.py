@@ -77,9 +77,9 @@ def test_dropout_draws_other_masks_for_other_batches() -> None:
 def test_every_saver_is_offered_where_it_applies() -> None:
     config = replace(SMALL, gradient_accumulation_steps=1, batch_size=16, recompute="all", casts="kept",
                      gradients="kept", states="late")
-    assert {saver.flag.replace("--step_in_backward", "--step_in_backward=True") for saver in SAVERS} <= (
+    assert {f"--{saver.setting}".replace("--step_in_backward", "--step_in_backward=True") for saver in SAVERS} <= (
         first_flags(config) | {"--loss_chunk=1024", "--adam8bit=bitsandbytes"})
-    exact = {saver.flag: saver.exact for saver in SAVERS}
+    exact = {f"--{saver.setting}": saver.exact for saver in SAVERS}
     for option in single_changes(config):
         if option.change.flags[0] in exact:
             assert option.change.exact == exact[option.change.flags[0]]

@@ -18,7 +18,6 @@ from tests.training_reports import EVALUATION, FACTS, REPORT
 
 
 def run_through(display: progress.Display) -> None:
-    display.start(FACTS)
     display.advance(1)
     display.step(replace(REPORT, step=0))
     display.eval_progress(3, 10, "val")
@@ -32,7 +31,7 @@ def run_through(display: progress.Display) -> None:
 
 def plain() -> tuple[progress.Display, io.StringIO]:
     stream = io.StringIO()
-    return progress.Display(progress.SafeStream(stream)), stream
+    return progress.Display(progress.SafeStream(stream), FACTS), stream
 
 
 def rich_screen(monkeypatch: pytest.MonkeyPatch, columns: int) -> tuple[progress.RichDisplay, io.StringIO]:
@@ -40,7 +39,7 @@ def rich_screen(monkeypatch: pytest.MonkeyPatch, columns: int) -> tuple[progress
     monkeypatch.setenv("LINES", "24")
     monkeypatch.setenv("TERM", "xterm-256color")
     stream = io.StringIO()
-    return progress.RichDisplay(progress.SafeStream(stream)), stream
+    return progress.RichDisplay(progress.SafeStream(stream), FACTS), stream
 
 
 def lines_of(stream: io.StringIO) -> list[str]:
@@ -90,8 +89,7 @@ def drawn(bars: progress.TrainingBars) -> str:
 def test_bar_and_time_left_advance_between_reports(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
     monkeypatch.setattr("fitgpt.show.progress.time.monotonic", lambda: now)
-    bars = progress.TrainingBars()
-    bars.begin(FACTS)
+    bars = progress.TrainingBars(FACTS)
     assert "first step, compiling" in drawn(bars)
     bars.update(replace(REPORT, step=0))
     bars.update(REPORT)
@@ -106,8 +104,7 @@ def test_a_slow_step_shows_its_own_progress(monkeypatch: pytest.MonkeyPatch) -> 
     """Progress is extrapolated, but never beyond the micro-step under way after the launched ones."""
     now = 1000.0
     monkeypatch.setattr("fitgpt.show.progress.time.monotonic", lambda: now)
-    bars = progress.TrainingBars()
-    bars.begin(FACTS)
+    bars = progress.TrainingBars(FACTS)
     bars.update(replace(REPORT, step=0, seconds=60.0))  # the first: kernels were compiled
     bars.launched = 3 + 8 / 32
     now += 5
@@ -130,7 +127,6 @@ def test_a_slow_step_shows_its_own_progress(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_the_bar_shows_the_launched_steps_after_close(monkeypatch: pytest.MonkeyPatch) -> None:
     display, stream = rich_screen(monkeypatch, 80)
-    display.start(FACTS)
     for done in (1, 2):
         display.step(replace(REPORT, step=done - 1, seconds=3600.0))
     display.advance(7.25)  # a quarter of a step that was then dropped
@@ -139,8 +135,7 @@ def test_the_bar_shows_the_launched_steps_after_close(monkeypatch: pytest.Monkey
 
 
 def test_an_evaluation_has_its_own_bar_while_it_runs() -> None:
-    bars = progress.TrainingBars()
-    bars.begin(FACTS)
+    bars = progress.TrainingBars(FACTS)
     bars.evaluating = (40, 200, "val")
     assert "evaluating val" in drawn(bars)
     assert "40/200" in drawn(bars)
@@ -149,7 +144,7 @@ def test_an_evaluation_has_its_own_bar_while_it_runs() -> None:
 
 
 def test_the_sparkline_of_a_long_run_keeps_a_bounded_number_of_losses() -> None:
-    bars = progress.TrainingBars()
+    bars = progress.TrainingBars(FACTS)
     for step in range(20_000):
         bars.update(replace(REPORT, step=step, loss=20_000.0 - step))
     assert len(bars._losses) <= 513
@@ -159,7 +154,6 @@ def test_the_sparkline_of_a_long_run_keeps_a_bounded_number_of_losses() -> None:
 
 def test_the_cursor_stays_visible(monkeypatch: pytest.MonkeyPatch) -> None:
     display, stream = rich_screen(monkeypatch, 80)
-    display.start(FACTS)
     output = stream.getvalue()
     display.close()
     assert output.rfind("\x1b[?25h") > output.rfind("\x1b[?25l")
@@ -213,19 +207,19 @@ class Broken(io.StringIO):
 
 @pytest.mark.parametrize("error", [BrokenPipeError(), OSError(5, "Input/output error"), ValueError("closed file")])
 def test_a_stream_that_fails_does_not_stop_the_run(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    run_through(progress.Display(progress.SafeStream(Broken(error))))
+    run_through(progress.Display(progress.SafeStream(Broken(error)), FACTS))
     monkeypatch.setenv("COLUMNS", "80")
-    run_through(progress.RichDisplay(progress.SafeStream(Broken(error))))
+    run_through(progress.RichDisplay(progress.SafeStream(Broken(error)), FACTS))
 
 
 def test_displays_work_without_stdout() -> None:
-    run_through(progress.Display(progress.SafeStream(None)))
+    run_through(progress.Display(progress.SafeStream(None), FACTS))
 
 
 def test_characters_that_the_stream_cannot_encode_are_replaced() -> None:
     raw = io.BytesIO()
     stream = io.TextIOWrapper(raw, encoding="ascii")
-    run_through(progress.Display(progress.SafeStream(stream)))
+    run_through(progress.Display(progress.SafeStream(stream), FACTS))
     assert b"+/- 0.0021" in raw.getvalue()
 
 
@@ -250,6 +244,8 @@ def test_a_closed_pipe_gives_exit_code_0_and_no_error_output() -> None:
 def test_plain_display_does_not_import_rich() -> None:
     script = ("import sys; sys.modules['rich'] = None\n"
               "from fitgpt.show import progress\n"
-              "progress.Display(progress.SafeStream(sys.stdout)).note('fine')")
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, "fine\n"), done.stderr
+              "from tests.training_reports import FACTS\n"
+              "progress.Display(progress.SafeStream(sys.stdout), FACTS).note('fine')")
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True,
+                          cwd=Path(__file__).parents[2])  # where tests.training_reports is found
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "fine"), done.stderr

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
-from typing import NamedTuple
 
 Shapes = dict[str, tuple[int, ...]]  # name of a parameter → its shape
 
@@ -38,20 +37,13 @@ NORM_EPSILON = 1e-5   # of layer norms, as in GPT-2
 EMBEDDING, POSITIONS = "transformer.wte.weight", "transformer.wpe.weight"
 
 
-class Architecture(NamedTuple):
-    """What has to be known of an architecture before torch is loaded."""
-
-    summary: str
-    parameter_shapes: Callable[[GPTConfig], Shapes]
-
-
 def parameter_shapes(config: GPTConfig) -> Shapes:
     """Every parameter of the model with its shape, in the order of torch's `named_parameters()`.
 
     The output head is tied to the token embedding and is not listed. Weight matrices have two dimensions (outputs,
     inputs), as torch.nn.Linear stores them; biases and norms have one.
     """
-    return ARCHITECTURES["gpt2"].parameter_shapes(config)
+    return ARCHITECTURES["gpt2"](config)
 
 
 def _gpt2(config: GPTConfig) -> Shapes:
@@ -82,6 +74,7 @@ def _with_bias(config: GPTConfig, name: str, *shape: int) -> Shapes:
     return {f"{name}.weight": shape} | ({f"{name}.bias": shape[:1]} if config.bias else {})
 
 
-ARCHITECTURES: dict[str, Architecture] = {
-    "gpt2": Architecture("GPT-2, as nanoGPT's model.py has it", _gpt2),
+# What has to be known of an architecture before torch is loaded: the shapes of its parameters.
+ARCHITECTURES: dict[str, Callable[[GPTConfig], Shapes]] = {
+    "gpt2": _gpt2,  # as nanoGPT's model.py has it
 }

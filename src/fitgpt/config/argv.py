@@ -103,13 +103,12 @@ def _from_file(path: str, cls: type[Options], borrowed: Iterable[str], other_com
     if "=" in path and path.partition("=")[0].replace("-", "_") in specs:
         raise UsageError(f"{path!r} looks like an option without its dashes.", f"--{path}")
     scope = {spec.name: spec.default for spec in specs.values()} | {each.key: each.value for each in found}
-    file = read_config(path, scope, cls.command)
+    assigned, helpers = read_config(path, scope, cls.command)
     settings: list[Assignment] = []
-    for name, value, line in file.settings:
-        where = f"{path}:{line}"
+    for name, value, where in assigned:
         if name in specs:
             settings.append(Assignment(name, checked(specs[name], value, f"{where}: {name} = {value!r}"), where))
-        elif name not in file.helpers and name not in borrowed:
+        elif name not in helpers and name not in borrowed:
             raise _unknown(f"{where}: {name}", name, cls, other_commands, "")
     return settings
 

@@ -14,9 +14,10 @@ import shlex
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..core.errors import UsageError
+from .fields import Assignment
 
 MAX_FILE_BYTES = 2**20
 MAX_INT_BITS = 256     # far above any option, far below what takes time to compute
@@ -40,21 +41,6 @@ READ_NOT_RUN = ("Config files are read, not run: they may set names to literals,
                 "names set above, and to str(), int(), float() or time.time()")
 
 
-class Setting(NamedTuple):
-    """One assignment of a config file."""
-
-    name: str
-    value: object
-    line: int
-
-
-class ConfigFile(NamedTuple):
-    """The settings of a file, in order."""
-
-    settings: tuple[Setting, ...]
-    helpers: frozenset[str]  # names that some line reads: they need not be options
-
-
 class _NotAllowed(Exception):
     """A part of the file that is not allowed; an empty message stands for the general rule, READ_NOT_RUN."""
 
@@ -63,9 +49,11 @@ class _NotAllowed(Exception):
         self.node: Any = node
 
 
-def read_config(path: str, scope: Mapping[str, object] | None = None, command: str = "train") -> ConfigFile:
-    """The settings of a file, in order. `scope`: values of names before its first line. `command`: for the fix of an
-    error."""
+def read_config(path: str, scope: Mapping[str, object], command: str) -> tuple[list[Assignment], set[str]]:
+    """The assignments of a file, in order; and the names that some line reads, which need not be options.
+
+    `scope`: values of names before the first line. `command`: for the fix of an error.
+    """
     source = _read_text(path, command)
     try:
         with warnings.catch_warnings():
@@ -79,13 +67,13 @@ def read_config(path: str, scope: Mapping[str, object] | None = None, command: s
     except (RecursionError, MemoryError):
         raise UsageError(f"{path!r} is nested too deeply to be a config file.") from None
 
-    names = dict(scope or {})
-    settings: list[Setting] = []
+    names = dict(scope)
+    settings: list[Assignment] = []
     for statement in tree.body:
         try:
             for name, value in _assigned(statement, names):
                 names[name] = value
-                settings.append(Setting(name, value, statement.lineno))
+                settings.append(Assignment(name, value, f"{path}:{statement.lineno}"))
         except _NotAllowed as error:
             segment = ast.get_source_segment(source, error.node) or source.splitlines()[error.node.lineno - 1]
             where = f"{path}:{error.node.lineno}: `{_shortened(segment.strip())}`"
@@ -93,8 +81,8 @@ def read_config(path: str, scope: Mapping[str, object] | None = None, command: s
                 raise UsageError(f"{where} {why}.") from None
             raise UsageError(f"{where} is not allowed in a config file. {READ_NOT_RUN}.",
                              "Write the value itself, for example batch_size = 8.") from None
-    read = frozenset(n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load))
-    return ConfigFile(tuple(settings), read)
+    read = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+    return settings, read
 
 
 # ---- the file

@@ -1,24 +1,18 @@
 """The registry of memory savers: for each setting what it saves, what it costs, and what it does not work with.
 
 From SAVERS come the docs' table, the error messages for settings that exclude each other, the changes that `plan
---options` and the page suggest, and what `fit` may use. tests/config/test_memory_savers.py checks every entry: the
-declared saving against two forecasts, every exclusion against RunConfig.
-
-A new saver is an option in run_config.py, an entry here, and its code in engine/.
+--options` and the page suggest, and what `fit` may use. A new saver is an option in run_config.py, an entry here, and
+its code in engine/. tests/config/test_memory_savers.py checks every entry: a formula of its saving against two
+forecasts, every exclusion against RunConfig.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from dataclasses import replace
-from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..core.units import MiB
-from .architectures import POSITIONS, parameter_shapes
 from .fields import Requires, shown
-from .optimizers import OPTIMIZERS, state_bytes
 
 if TYPE_CHECKING:
     from .run_config import RunConfig
@@ -33,23 +27,16 @@ class Saver(NamedTuple):
 
     option: str
     value: Any
-    without: Any            # the value to compare with: what is held if the saver is off
     exact: bool             # the same result up to rounding order
     permission: str
     saves: str
     costs: str
-    phase: str              # of a forecast (runs.metrics.PHASES), in which all of the saving shows
-    bytes_saved: Callable[[RunConfig], int]  # of a config that uses the saver
     label: str              # the page's button; {names} of options are replaced by their values
     requires: tuple[Requires, ...] = ()
 
     @property
     def setting(self) -> str:
         return self.option if self.value is True else f"{self.option}={shown(self.value)}"
-
-    @property
-    def flag(self) -> str:
-        return f"--{self.setting}"
 
     @property
     def family(self) -> str:
@@ -61,139 +48,78 @@ class Saver(NamedTuple):
         """The options to set: the saver's own, and those that it requires and that may be set along with it."""
         return {self.option: self.value, **{each.option: each.values[0] for each in self.requires if each.adjusted}}
 
-    @property
-    def needs(self) -> str:
-        """Requirements as text: "optimizer=adamw or adam8bit, offload=none"."""
-        own = list(map(str, self.requires))
-        if self.option == "optimizer":
-            own += map(str, OPTIMIZERS[self.value].requires)
-        others = [f"not optimizer={name}" for name, spec in OPTIMIZERS.items() for each in spec.requires
-                  if each.option == self.option and self.value not in each.values]
-        return ", ".join(own + others)
-
     def is_on(self, config: RunConfig) -> bool:
         return bool(getattr(config, self.option) == self.value)
 
 
-# ---- formulas
-
-
-def _parameters(config: RunConfig) -> int:
-    return config.gpt_config().count_params()
-
-
-def _matrix_parameters(config: RunConfig) -> int:
-    """Parameters of the weight matrices and embeddings."""
-    return sum(prod(shape) for shape in parameter_shapes(config.gpt_config()).values() if len(shape) == 2)
-
-
-def _cast_parameters(config: RunConfig) -> int:
-    """Parameters that matmuls read: the matrices without the position embedding."""
-    return _matrix_parameters(config) - prod(parameter_shapes(config.gpt_config())[POSITIONS])
-
-
-def _per_layer(bytes_per_token_and_channel: int) -> Callable[[RunConfig], int]:
-    """Activations kept for the backward pass, in half precision."""
-    return lambda config: (bytes_per_token_and_channel * config.n_layer * config.batch_size * config.block_size
-                           * config.n_embd)
-
-
-def _logits(config: RunConfig) -> int:
-    """The logits of one chunk, and their gradient in place: 2 bytes per token and word of the vocabulary."""
-    tokens, vocab = config.batch_size * config.block_size, config.gpt_config().vocab_size
-    return 2 * vocab * (loss_chunk_tokens(tokens, vocab) - loss_chunk_tokens(tokens, vocab, config.loss_chunk))
-
-
-def _block_inputs_only(config: RunConfig) -> int:
-    """What recompute=matmuls keeps, and the softmax statistics of attention: 4 bytes per token and head."""
-    return _per_layer(18)(config) + 4 * config.n_layer * config.batch_size * config.block_size * config.n_head
-
-
-def _residual_stream(config: RunConfig) -> int:
-    """The input of every block, and of the last norm."""
-    return 2 * (config.n_layer + 1) * config.batch_size * config.block_size * config.n_embd
-
-
-def _state_against_adamw(config: RunConfig) -> int:
-    return state_bytes(replace(config, optimizer="adamw", adam8bit="own")) - state_bytes(config)
-
-
 # ---- the registry
 
+_CHECKPOINTING = "gradient checkpointing: {layers}"
 _NOT_LATE = Requires("states", ("early",), adjusted=True)
 _NO_CUDA_GRAPHS = Requires("cuda_graphs", ("auto", False))
 
 SAVERS = (
-    Saver("loss_chunk", 1024, 0, True, "free",
+    Saver("loss_chunk", 1024, True, "free",
           "all logits but those of 1024 tokens; the default, 0, chooses the chunk",
-          "smaller matmuls: not measured", "train", _logits, "chunked loss: {loss_chunk} tokens"),
-    Saver("recompute", "matmuls", "all", True, "free",
+          "smaller matmuls: not measured", "chunked loss: {loss_chunk} tokens"),
+    Saver("recompute", "matmuls", True, "free",
           "12 bytes × tokens × C in each layer against --recompute=all: the results of the norms and GELU; the default",
-          "norms and GELU again: not measured alone", "train", _per_layer(12), "gradient checkpointing: {layers}"),
-    Saver("recompute", "no_mlp_up", "matmuls", True, "free",
+          "norms and GELU again: not measured alone", _CHECKPOINTING),
+    Saver("recompute", "no_mlp_up", True, "free",
           "8 bytes × tokens × C in each layer: the result of the MLP's first matmul",
-          "one of a block's four matmuls again: 5 % of the speed (GPT-2 124M on an H200)", "train", _per_layer(8),
-          "gradient checkpointing: {layers}"),
-    Saver("recompute", "attention_projection", "matmuls", True, "free",
-          "14 bytes × tokens × C in each layer: also q, k and v", "two of the four matmuls again", "train",
-          _per_layer(14), "gradient checkpointing: {layers}"),
-    Saver("recompute", "attention", "matmuls", True, "free",
+          "one of a block's four matmuls again: 5 % of the speed (GPT-2 124M on an H200)", _CHECKPOINTING),
+    Saver("recompute", "attention_projection", True, "free",
+          "14 bytes × tokens × C in each layer: also q, k and v", "two of the four matmuls again", _CHECKPOINTING),
+    Saver("recompute", "attention", True, "free",
           "16 bytes × tokens × C in each layer: also the attention's output projection",
-          "three of the four matmuls again", "train", _per_layer(16), "gradient checkpointing: {layers}"),
-    Saver("recompute", "input", "matmuls", True, "free",
+          "three of the four matmuls again", _CHECKPOINTING),
+    Saver("recompute", "input", True, "free",
           "18 bytes × tokens × C in each layer: everything but the block's input (gradient checkpointing; the same as "
-          "--grad_checkpoint)", "the whole forward pass again: a third more arithmetic", "train", _block_inputs_only,
-          "gradient checkpointing: {layers}"),
-    Saver("offload", "optimizer", "none", True, "places",
+          "--grad_checkpoint)", "the whole forward pass again: a third more arithmetic", _CHECKPOINTING),
+    Saver("offload", "optimizer", True, "places",
           "8P: AdamW's state lives in CPU RAM (16P there)",
-          "gradients and weights cross the PCIe bus at every step, and AdamW runs on the CPU", "load",
-          state_bytes, "offload {offload} to CPU RAM", (_NOT_LATE,)),
-    Saver("offload", "gradients", "none", True, "places",
+          "gradients and weights cross the PCIe bus at every step, and AdamW runs on the CPU",
+          "offload {offload} to CPU RAM", (_NOT_LATE,)),
+    Saver("offload", "gradients", True, "places",
           "12P: gradients too, each leaves the GPU when it is computed",
           "gradients cross the PCIe bus at every micro-step, weights at every step, AdamW runs on the CPU; no CUDA "
-          "graphs", "step", lambda config: state_bytes(config) + 4 * _parameters(config),
-          "offload {offload} to CPU RAM",
+          "graphs", "offload {offload} to CPU RAM",
           (Requires("gradients", ("freed",), "offload=gradients leaves no gradients on the GPU, so it needs "
                     "gradients=freed", adjusted=True), _NOT_LATE, _NO_CUDA_GRAPHS)),
-    Saver("casts", "transient", "kept", True, "free",
+    Saver("casts", "transient", True, "free",
           "2 bytes per element of the weight matrices against --casts=kept: half-precision copies live as long as the "
           "matmul that needs them; the default",
-          "each is made twice per micro-step instead of once per step: 0.6 % slower (124M on an H200)", "load",
-          lambda config: 2 * _cast_parameters(config), "free half-precision weight copies"),
-    Saver("gradients", "freed", "kept", True, "free",
+          "each is made twice per micro-step instead of once per step: 0.6 % slower (124M on an H200)",
+          "free half-precision weight copies"),
+    Saver("gradients", "freed", True, "free",
           "4P during an evaluation, against --gradients=kept: gradients are freed once they are applied, except with "
-          "CUDA graphs, which need them at fixed addresses; the default", "nothing: not timed", "eval",
-          lambda config: 4 * _parameters(config), "free gradients after each step"),
-    Saver("states", "early", "late", True, "free",
+          "CUDA graphs, which need them at fixed addresses; the default", "nothing: not timed",
+          "free gradients after each step"),
+    Saver("states", "early", True, "free",
           "nothing in the end, but against --states=late no later step allocates more than the first: the optimizer "
-          "state exists before it; the default", "nothing", "step", lambda config: 0, "create optimizer state early"),
-    Saver("residual", "bfloat16", "float32", False, "lossy",
+          "state exists before it; the default", "nothing", "create optimizer state early"),
+    Saver("residual", "bfloat16", False, "lossy",
           "2 bytes × tokens × C in each layer: the residual stream between blocks",
-          "nothing: 3 % faster (124M on an H200), 5 % with weights=bfloat16 and adam8bit", "train", _residual_stream,
-          "bfloat16 residual stream"),
-    Saver("weights", "bfloat16", "float32", False, "lossy",
+          "nothing: 3 % faster (124M on an H200), 5 % with weights=bfloat16 and adam8bit", "bfloat16 residual stream"),
+    Saver("weights", "bfloat16", False, "lossy",
           "4P: weight matrices and their gradients in 2 bytes, with stochastic rounding at every step",
-          "nothing: 2 % faster (124M on an H200), 5 % with residual=bfloat16 and adam8bit", "step",
-          lambda config: 4 * _matrix_parameters(config), "bfloat16 weights"),
-    Saver("optimizer", "adam8bit", "adamw", False, "lossy", "6P: AdamW's state in one byte per moment",
-          "nothing in speed alone; with bfloat16 weights and residual 5 % faster", "load", _state_against_adamw,
-          "8-bit Adam"),
-    Saver("adam8bit", "bitsandbytes", "own", False, "never",
+          "nothing: 2 % faster (124M on an H200), 5 % with residual=bfloat16 and adam8bit", "bfloat16 weights"),
+    Saver("optimizer", "adam8bit", False, "lossy", "6P: AdamW's state in one byte per moment",
+          "nothing in speed alone; with bfloat16 weights and residual 5 % faster", "8-bit Adam"),
+    Saver("adam8bit", "bitsandbytes", False, "never",
           "6P, as --optimizer=adam8bit alone: the optimizer of bitsandbytes, which many know, and which has a kernel "
           "for CUDA without Triton, as on Windows",
-          "the CPU waits for the GPU once per step: 3 % slower (124M on an H200)", "load", lambda config: 0,
-          "8-bit Adam of bitsandbytes",
+          "the CPU waits for the GPU once per step: 3 % slower (124M on an H200)", "8-bit Adam of bitsandbytes",
           (Requires("optimizer", ("adam8bit",), "adam8bit=bitsandbytes is a variant of optimizer=adam8bit"),
            Requires("weights", ("float32",), "adam8bit=bitsandbytes rounds weights to nearest, so that "
                     "weights=bfloat16 would lose most of every update", "--adam8bit=own"),
            Requires("offload", ("none",)), Requires("step_in_backward", (False,)))),
-    Saver("optimizer", "muon", "adamw", False, "rules",
+    Saver("optimizer", "muon", False, "rules",
           "4 bytes per parameter of the blocks' weight matrices: one momentum instead of two moments",
-          "fifteen small matmuls for each matrix at every step", "load", _state_against_adamw, "Muon"),
-    Saver("step_in_backward", True, False, False, "rules",
+          "fifteen small matmuls for each matrix at every step", "Muon"),
+    Saver("step_in_backward", True, False, "rules",
           "4P: each gradient is applied when it is computed; only the token embedding's waits for its second part",
-          "no clipping, no accumulation, no skipping of a step that is not finite", "step",
-          lambda config: 4 * _parameters(config), "optimizer step in backward",
+          "no clipping, no accumulation, no skipping of a step that is not finite", "optimizer step in backward",
           (Requires("gradient_accumulation_steps", (1,), "step_in_backward needs gradient_accumulation_steps=1",
                     adjusted=True),
            Requires("grad_clip", (0.0,), "step_in_backward never has all gradients at once, so it needs grad_clip=0",

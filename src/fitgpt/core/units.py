@@ -1,4 +1,4 @@
-"""Bytes, counts, times and names, to and from the words people use. GiB is 2**30 and lives only here and in show/."""
+"""Parse and format byte sizes, counts and durations. GiB is 2**30; it is used only here and in show/."""
 
 from __future__ import annotations
 

@@ -1,20 +1,15 @@
-"""The NVIDIA GPUs of this machine, by NVML or nvidia-smi, without torch: memory, processes, power, clocks."""
+"""The NVIDIA GPUs of this machine, by NVML, without torch: memory, processes, power, clocks."""
 
 from __future__ import annotations
 
-import csv
-import io
 import os
 import re
-import shutil
-import subprocess
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from ..core.errors import DeviceError
-from ..core.units import MiB
 from .host import or_none
 
 
@@ -87,29 +82,39 @@ def gpus(env: Mapping[str, str] | None = None) -> list[GpuReading]:
 
 
 def survey(env: Mapping[str, str] | None = None) -> Survey:
-    """By NVML, or by nvidia-smi where nvidia-ml-py is missing. DeviceError only for CUDA_VISIBLE_DEVICES."""
-    everything = _with_nvml(_survey_by_nvml, _survey_without_nvml)
-    if everything is None:
-        everything = _survey_by_smi()
+    """The GPUs that NVML lists, divided by CUDA_VISIBLE_DEVICES; DeviceError where that names no GPU."""
     chosen = (os.environ if env is None else env).get("CUDA_VISIBLE_DEVICES")
-    if not everything.gpus:
-        return replace(everything, chosen=chosen)  # nothing to check it against: it may mean another vendor's GPUs
-    seen = visible(everything.gpus, chosen)
-    hidden = tuple(gpu for gpu in everything.gpus if gpu not in seen)
-    return replace(everything, gpus=seen, hidden=hidden, chosen=chosen)
+    try:
+        import pynvml
+    except ImportError:
+        return Survey(reason="nvidia-ml-py is not installed", chosen=chosen)
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        if error.value in (pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, pynvml.NVML_ERROR_DRIVER_NOT_LOADED):
+            return Survey(reason="no NVIDIA driver is installed or loaded", chosen=chosen)
+        return Survey(reason=f"the NVIDIA driver reports: {error}", faulty=True, chosen=chosen)
+    found = _readings(pynvml)
+    or_none(pynvml.nvmlShutdown)
+    if not found:  # nothing to check CUDA_VISIBLE_DEVICES against: it may mean another vendor's GPUs
+        return Survey(reason="the NVIDIA driver lists no GPU", chosen=chosen)
+    seen = visible(found, chosen)
+    return Survey(seen, tuple(gpu for gpu in found if gpu not in seen), chosen=chosen)
 
 
 def read_gpus() -> tuple[tuple[GpuState, ...], str]:
     """Every GPU that the driver lists, whatever CUDA_VISIBLE_DEVICES hides; and why there is none. Never raises."""
     found = survey({})
-    counters = _with_nvml(lambda nvml: {gpu.index: _nvml_counters(nvml, gpu.index) for gpu in found.gpus},
-                          lambda nvml, error: {})  # `survey` has the reason
-    if counters is None:
-        counters = _smi_counters() if found.gpus else {}
+    if not found.gpus:
+        return (), found.reason
+    import pynvml
+
+    or_none(pynvml.nvmlInit)  # where it fails, so does every counter
     states = tuple(GpuState(gpu.index, gpu.name, used_bytes=gpu.used_bytes, free_bytes=gpu.free_bytes,
-                            total_bytes=gpu.total_bytes, programs=gpu.processes, **counters.get(gpu.index, {}))
+                            total_bytes=gpu.total_bytes, programs=gpu.processes, **_counters(pynvml, gpu.index))
                    for gpu in found.gpus)
-    return states, found.reason
+    or_none(pynvml.nvmlShutdown)
+    return states, ""
 
 
 HIDES_ALL = ("", "-1", "NoDevFiles")  # values of CUDA_VISIBLE_DEVICES that hide every GPU; the last is Slurm's
@@ -119,7 +124,7 @@ def visible(readings: Sequence[GpuReading], chosen: str | None) -> tuple[GpuRead
     """The GPUs that CUDA_VISIBLE_DEVICES names, in its order. A name of no GPU is an error: CUDA would silently ignore
     it and everything after it. Numbers follow the driver's order, by bus."""
     def error(wrong: str) -> DeviceError:
-        listed = ", ".join(f"{gpu.index} ({gpu.name})" for gpu in readings) or "none"
+        listed = ", ".join(f"{gpu.index} ({gpu.name})" for gpu in readings)
         return DeviceError(f"CUDA_VISIBLE_DEVICES={chosen!r} {wrong}. GPUs that the driver lists: {listed}.",
                            "unset CUDA_VISIBLE_DEVICES, or train without a GPU: --device=cpu")
 
@@ -144,36 +149,10 @@ def visible(readings: Sequence[GpuReading], chosen: str | None) -> tuple[GpuRead
     return tuple(found)
 
 
-# ---- NVML, through nvidia-ml-py
-
-Answer = TypeVar("Answer")
+# ---- figures by NVML, each by itself: GPUs, drivers and versions of the library lack different ones
 
 
-def _with_nvml(read: Callable[[Any], Answer], failed: Callable[[Any, Any], Answer]) -> Answer | None:
-    """The result of `read` with NVML initialised, or of `failed` with its error; None where nvidia-ml-py is not
-    installed."""
-    try:
-        import pynvml
-    except ImportError:
-        return None
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError as error:
-        return failed(pynvml, error)
-    try:
-        return read(pynvml)
-    finally:
-        or_none(pynvml.nvmlShutdown)
-
-
-def _survey_without_nvml(nvml: Any, error: Any) -> Survey:
-    if error.value in (nvml.NVML_ERROR_LIBRARY_NOT_FOUND, nvml.NVML_ERROR_DRIVER_NOT_LOADED):
-        return Survey(reason="no NVIDIA driver is installed or loaded")
-    return Survey(reason=f"the NVIDIA driver reports: {error}", faulty=True)
-
-
-def _survey_by_nvml(nvml: Any) -> Survey:
-    """Each figure by itself: GPUs, drivers and versions of the library lack different ones."""
+def _readings(nvml: Any) -> list[GpuReading]:
     def text(query: Callable[..., Any], *args: Any) -> str | None:
         value = or_none(query, *args)
         return value.decode(errors="replace") if isinstance(value, bytes) else value
@@ -202,7 +181,7 @@ def _survey_by_nvml(nvml: Any) -> Survey:
             used_bytes=getattr(memory, "used", None), reserved_bytes=getattr(memory, "reserved", None),
             processes=identified(((pid, text(nvml.nvmlSystemGetProcessName, pid) or "", process.usedGpuMemory)
                                   for pid, process in running.items()), total)))
-    return Survey(tuple(found), reason="" if found else "the NVIDIA driver lists no GPU")
+    return found
 
 
 # NVML's bits for what keeps clocks low. Bit 0x1, an idle GPU, is no throttling.
@@ -212,10 +191,9 @@ _REASONS = {0x2: "clocks set by hand", 0x4: "power limit", 0x8: "hardware slowdo
 _IDLE = 0x1
 
 
-def _nvml_counters(nvml: Any, index: int) -> dict[str, Any]:
+def _counters(nvml: Any, index: int) -> dict[str, Any]:
+    """The fields of a GpuState that are not in a GpuReading."""
     handle = or_none(lambda: nvml.nvmlDeviceGetHandleByIndex(index))
-    if handle is None:
-        return {}
     reasons = or_none(lambda: nvml.nvmlDeviceGetCurrentClocksEventReasons(handle))
     if reasons is None:  # the name before driver 535
         reasons = or_none(lambda: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle))
@@ -231,86 +209,11 @@ def _nvml_counters(nvml: Any, index: int) -> dict[str, Any]:
 
 
 def throttle_reasons(bits: int | None) -> tuple[str, ...] | None:
-    if not isinstance(bits, int):
+    if bits is None:
         return None
     named = tuple(reason for bit, reason in _REASONS.items() if bits & bit)
     unnamed = bits & ~(sum(_REASONS) | _IDLE)
     return (*named, f"reason {unnamed:#x}") if unnamed else named
-
-
-# ---- nvidia-smi
-
-_SMI_FIELDS = "index,name,uuid,driver_version,memory.total,memory.free,memory.used,compute_cap"
-_COUNTER_FIELDS = "index,utilization.gpu,power.draw,enforced.power.limit,temperature.gpu,clocks.sm,clocks.max.sm"
-_REASON_FIELDS = (",clocks_event_reasons.active", ",clocks_throttle_reasons.active", "")  # new, old, neither
-
-
-def _survey_by_smi() -> Survey:
-    if shutil.which("nvidia-smi") is None:
-        return Survey(reason="no NVIDIA driver was found: neither nvidia-ml-py nor nvidia-smi is installed")
-    rows = _smi_rows("--query-gpu", _SMI_FIELDS)
-    if rows is None:  # drivers before 510 lack the last field
-        rows = _smi_rows("--query-gpu", _SMI_FIELDS.removesuffix(",compute_cap"))
-    if rows is None:
-        return Survey(reason="nvidia-smi is installed but does not work", faulty=True)
-    processes: dict[str, list[tuple[int, str, int | None]]] = {}  # by the GPU's UUID
-    for row in _smi_rows("--query-compute-apps", "gpu_uuid,pid,used_memory,process_name") or ():
-        if len(row) >= 4 and row[1].isdecimal():
-            processes.setdefault(row[0], []).append((int(row[1]), ", ".join(row[3:]), _mib(row[2])))
-    found = tuple(replace(gpu, processes=identified(processes.get(gpu.uuid or "", ()), gpu.total_bytes))
-                  for gpu in parse_smi(rows))
-    return Survey(found, reason="" if found else "the NVIDIA driver lists no GPU")
-
-
-def _smi_rows(query: str, fields: str) -> list[list[str]] | None:
-    """Its output, cell by cell; None where it fails: it rejects a query that contains an unknown field."""
-    try:
-        done = subprocess.run([shutil.which("nvidia-smi") or "nvidia-smi", f"{query}={fields}",
-                               "--format=csv,noheader,nounits"],
-                              capture_output=True, text=True, errors="replace", timeout=20, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return csv_rows(done.stdout) if done.returncode == 0 else None
-
-
-def csv_rows(text: str) -> list[list[str]]:
-    return [[cell.strip() for cell in row] for row in csv.reader(io.StringIO(text), skipinitialspace=True)]
-
-
-def parse_smi(rows: Iterable[Sequence[str]]) -> tuple[GpuReading, ...]:
-    """Rows in the order of _SMI_FIELDS. Others are skipped."""
-    def known(cell: str) -> str | None:
-        return None if not cell or cell.startswith("[") or cell == "N/A" else cell  # "[N/A]", "[Not Supported]"
-
-    return tuple(
-        GpuReading(index=int(row[0]), name=row[1], uuid=known(row[2]), driver_version=known(row[3]),
-                   total_bytes=_mib(row[4]), free_bytes=_mib(row[5]), used_bytes=_mib(row[6]),
-                   cc=known(row[7]) if len(row) > 7 else None)
-        for row in rows if len(row) >= 7 and row[0].isdecimal())
-
-
-def _mib(cell: str) -> int | None:
-    return int(cell) * MiB if cell.isdecimal() else None
-
-
-def _smi_counters() -> dict[int, dict[str, Any]]:
-    """Counters by GPU. A cell that is no number is None."""
-    def number(cell: str) -> float | None:
-        return float(cell) if re.fullmatch(r"[0-9]+(\.[0-9]+)?", cell) else None
-
-    def rounded(cell: str) -> int | None:
-        return None if (value := number(cell)) is None else round(value)
-
-    def reasons(cell: str) -> tuple[str, ...] | None:
-        return throttle_reasons(int(cell, 16) if re.fullmatch(r"0x[0-9a-fA-F]{1,16}", cell) else None)
-
-    queries = (_smi_rows("--query-gpu", _COUNTER_FIELDS + field) for field in _REASON_FIELDS)
-    rows = next((rows for rows in queries if rows is not None), [])
-    return {int(row[0]): {
-        "utilisation": rounded(row[1]), "watts": number(row[2]), "watt_limit": number(row[3]),
-        "celsius": rounded(row[4]), "clock_mhz": rounded(row[5]), "top_clock_mhz": rounded(row[6]),
-        "throttled": reasons(row[7]) if len(row) > 7 else None}
-        for row in rows if len(row) >= 7 and row[0].isdecimal()}
 
 
 # ---- processes on a GPU

@@ -81,16 +81,6 @@ class Timeline:
         """Bytes per owner right after an event. Their sum is what is allocated then."""
         return owners_after(self.tape, self.changes, {event})[event]
 
-    def alive_at(self, event: int) -> dict[str, int]:
-        """The tensors alive right after an event: bytes of their blocks, by name."""
-        alive: dict[str, int] = {}
-        for entry, change in zip(self.tape.events[:event + 1], self.changes, strict=False):
-            if entry.alloc:
-                alive[entry.name] = change
-            elif entry.name != EMPTY_CACHE:
-                del alive[entry.name]
-        return alive
-
 
 def owners_after(tape: Tape, changes: Sequence[int], events: Iterable[int]) -> dict[int, dict[str, int]]:
     """Bytes per owner right after each of these events."""

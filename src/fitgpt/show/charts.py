@@ -27,6 +27,7 @@ TYPICAL_SHARE = 0.98   # of the values; what lies far above them, and above the 
 MAX_POINTS = 1000      # of a curve: about one per pixel of a wide chart
 MAX_POINTS_PER_CHART = 4000
 MAX_MARKS = 40
+MAX_TICKS = 5          # of an axis, about
 MAX_DOTS = 60          # with more of them, a line without dots is clearer
 SERIES_COLOURS = 6     # s0 … s5 in static/charts.css
 WIDE, TALL = 100_000, 10_000  # units of a drawing, stretched over whatever room a chart has
@@ -83,7 +84,7 @@ def line_chart(title: str, series: Sequence[Series], *, unit: str = "number", x_
     xs = [x for one in series for x, _ in one.points]
     if not xs:
         return _figure(title, "", f'<p class="nothing">{escaped(empty)}</p>', "", wide)
-    x0, x1 = min(xs), max(xs)
+    x0, x1, marks = min(xs), max(xs), marks[-MAX_MARKS:]
     max_points = min(MAX_POINTS, MAX_POINTS_PER_CHART // len(series))
     curves = [downsample(one.points, x0, x1, max_points) for one in series]
     scale = Scale(*_padded(x0, x1, 0.01), *_y_range(curves, levels, from_zero))
@@ -93,11 +94,11 @@ def line_chart(title: str, series: Sequence[Series], *, unit: str = "number", x_
         parts.append(f'<path class="outside" d="{dot_path(outside)}"/>')
         note = f"{note} {outside_note}".strip()
     data = {"kind": "line", "unit": unit, "xName": x_name, "scale": list(scale), "fromZero": from_zero,
-            "marks": [[mark.x, mark.text] for mark in marks[-MAX_MARKS:]],
+            "marks": [[mark.x, mark.text] for mark in marks],
             "series": [_series_data(one, curve) for one, curve in zip(series, curves, strict=True)]}
     over = "".join(f'<line class="mark" data-x="{mark.x:g}" x1="{scale.x_percent(mark.x)}" '
                    f'x2="{scale.x_percent(mark.x)}" y1="0" y2="100%"><title>{escaped(mark.text)}</title></line>'
-                   for mark in marks[-MAX_MARKS:] if scale.x0 <= mark.x <= scale.x1)
+                   for mark in marks if scale.x0 <= mark.x <= scale.x1)
     over += "".join(_level(level, scale, unit, at_left=bool(index % 2)) for index, level in enumerate(levels))
     drawing = _svg(_description(title, series, unit), "".join(parts), scale, unit, x_ticks=True, over=over)
     legend = "".join(_key(f"s{one.colour} {one.style}", one.name, "") for one in series) if len(series) > 1 else ""
@@ -293,9 +294,9 @@ def _svg(description: str, inner: str, scale: Scale, unit: str, *, x_ticks: bool
     """Axes, the stretched drawing `inner`, and the parts `over` it that are not stretched."""
     y_labels = "".join(f'<line x1="0" x2="100%" y1="{scale.y_percent(at)}" y2="{scale.y_percent(at)}"/>'
                        f'<text x="-8" y="{scale.y_percent(at)}" dy="4" text-anchor="end">{escaped(label)}</text>'
-                       for at, label in tick_labels(unit, scale.y0, scale.y1, 5))
+                       for at, label in tick_labels(unit, scale.y0, scale.y1))
     x_labels = "".join(f'<text x="{scale.x_percent(at)}" y="100%" dy="18" text-anchor="middle">{escaped(label)}</text>'
-                       for at, label in tick_labels("count", scale.x0, scale.x1, 5)) if x_ticks else (
+                       for at, label in tick_labels("count", scale.x0, scale.x1)) if x_ticks else (
         '<text x="50%" y="100%" dy="18" text-anchor="middle">allocations and frees, in order</text>')
     return (f'<div class="frame"><svg class="plot" role="img" aria-label="{escaped(description)}">'
             f'<g class="axis y">{y_labels}</g><g class="axis x">{x_labels}</g>'
@@ -346,19 +347,14 @@ class Scale(NamedTuple):
         return f"{(self.y1 - y) / (self.y1 - self.y0):.3%}"
 
 
-def ticks(unit: str, low: float, high: float, count: int) -> list[float]:
-    """Round values inside the range, about `count` of them at most."""
+def tick_labels(unit: str, low: float, high: float) -> list[tuple[float, str]]:
+    """(value, short label) of round values inside the range, with the same unit and number of digits for all."""
     base = next((size for size in (TiB, GiB, MiB, KiB) if high - low >= size), 1) if unit == "bytes" else 1
-    rough = (high - low) / base / count
+    rough = (high - low) / base / MAX_TICKS
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * times for times in (1, 2, 5, 10) if power * times >= rough * 0.999) * base
-    return [number * step for number in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
+    values = [number * step for number in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
 
-
-def tick_labels(unit: str, low: float, high: float, count: int) -> list[tuple[float, str]]:
-    """(value, short label), with the same unit and number of digits for all ticks of an axis."""
-    values = ticks(unit, low, high, count)
-    step = values[1] - values[0] if len(values) > 1 else high - low
     largest = max(abs(low), abs(high))
     sizes: tuple[tuple[int, str], ...] = ((1, ""),)
     if unit == "bytes":
@@ -367,6 +363,7 @@ def tick_labels(unit: str, low: float, high: float, count: int) -> list[tuple[fl
         sizes = ((10**12, "T"), (10**9, "B"), (10**6, "M"), (1000, "k"))
     size, name = next((each for each in sizes if largest >= each[0]), sizes[-1])
     # As many digits after the point as a step needs; it is 0 where the range is below the precision of a float.
+    step = values[1] - values[0] if len(values) > 1 else high - low
     digits = max(0, math.ceil(-math.log10(step / size) - 1e-9)) if step > 0 else 0
 
     def label(value: float) -> str:

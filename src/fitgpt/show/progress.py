@@ -172,18 +172,17 @@ def say(text: str, *, warning: bool = False) -> None:
 def open_display(facts: RunFacts, *, terminal: bool) -> Display:
     """A display that has printed the run's header. `terminal`: whether standard output is one."""
     stream = SafeStream(sys.stdout)
-    display = RichDisplay(stream) if terminal and not is_dumb() else Display(stream)
-    display.start(facts)
-    return display
+    return RichDisplay(stream, facts) if terminal and not is_dumb() else Display(stream, facts)
 
 
 class Display:
-    """One line per report, as nanoGPT prints them."""
+    """The run's header, then one line per report, as nanoGPT prints them."""
 
-    def __init__(self, stream: SafeStream) -> None:
+    def __init__(self, stream: SafeStream, facts: RunFacts) -> None:
         self._stream = stream
+        self._start(facts)
 
-    def start(self, facts: RunFacts) -> None:
+    def _start(self, facts: RunFacts) -> None:
         self._print(run_header(facts))
 
     def advance(self, steps: float) -> None:
@@ -220,26 +219,21 @@ class Display:
 class RichDisplay(Display):
     """A progress bar that moves between reports, with evaluations and checkpoints as lines above it."""
 
-    def __init__(self, stream: SafeStream) -> None:
+    def _start(self, facts: RunFacts) -> None:
         from rich.console import Console
         from rich.live import Live
-
-        super().__init__(stream)
-        self._console = Console(file=cast(TextIO, stream), force_terminal=True, highlight=False, markup=False)
-        if min(self._console.size) < 1:  # COLUMNS=0: rich uses it as it is, the standard library asks the terminal
-            self._console.size = shutil.get_terminal_size()
-        self._bars = TrainingBars()
-        self._live = Live(self._bars, console=self._console, refresh_per_second=REFRESHES_PER_SECOND)
-
-    def start(self, facts: RunFacts) -> None:
         from rich.table import Table
         from rich.text import Text
 
+        self._console = Console(file=cast(TextIO, self._stream), force_terminal=True, highlight=False, markup=False)
+        if min(self._console.size) < 1:  # COLUMNS=0: rich uses it as it is, the standard library asks the terminal
+            self._console.size = shutil.get_terminal_size()
         rows = Table.grid(padding=(0, 2))
         for label, text in header_rows(facts):
             rows.add_row(Text(label, "cyan"), Text(text))
         self._console.print(rows)
-        self._bars.begin(facts)
+        self._bars = TrainingBars(facts)
+        self._live = Live(self._bars, console=self._console, refresh_per_second=REFRESHES_PER_SECOND)
         self._live.start()
         self._console.show_cursor(True)  # rich hides it, and a killed run could not show it again
 
@@ -273,19 +267,16 @@ class TrainingBars:
     needed.
     """
 
-    def __init__(self) -> None:
-        self.launched = 0.0   # steps that the CPU has launched on the device
+    def __init__(self, facts: RunFacts) -> None:
+        self.launched: float = facts.start_step  # steps that the CPU has launched on the device
         self.closed = False   # the device has finished them all
         self.evaluating: tuple[int, int, str] | None = None
-        self._facts: RunFacts | None = None
+        self._facts = facts
         self._report: StepReport | None = None
         self._losses: tuple[float, ...] = ()
         self._every = 1       # every n-th report's loss is kept for the sparkline
         self._reports = 0
         self._since = time.monotonic()  # the run's start, then the last report
-
-    def begin(self, facts: RunFacts) -> None:
-        self._facts, self.launched, self._since = facts, facts.start_step, time.monotonic()
 
     def update(self, report: StepReport) -> None:
         if self._reports % self._every == 0:
@@ -296,7 +287,7 @@ class TrainingBars:
         self.launched = max(self.launched, report.step + 1)
         self._report, self._since = report, time.monotonic()
 
-    def steps_done(self, facts: RunFacts) -> float:
+    def steps_done(self) -> float:
         """Steps that the device has probably finished, extrapolated from the last report's speed.
 
         At most what the CPU has launched, plus the micro-step under way. Asking the device would synchronise with it.
@@ -306,24 +297,22 @@ class TrainingBars:
         if self.closed or report is None or report.seconds <= 0 or self._reports < 2:
             return self.launched
         by_now = report.step + 1 + (time.monotonic() - self._since) / report.seconds
-        under_way = 0 if self.evaluating else 1 / max(int(facts.config.get("gradient_accumulation_steps", 1)), 1)
-        return min(by_now, self.launched + under_way, facts.max_iters)
+        under_way = 0 if self.evaluating else 1 / max(int(self._facts.config.get("gradient_accumulation_steps", 1)), 1)
+        return min(by_now, self.launched + under_way, self._facts.max_iters)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
-        if self._facts is None:
-            return
         width = max(options.max_width, 16)
         unicode = not options.ascii_only
-        yield self._bar_line(self._facts, width)
+        yield self._bar_line(width)
         evaluating = self.evaluating
         if self._report is not None or evaluating is None:
-            yield self._figures_line(self._facts, width, unicode)
+            yield self._figures_line(width, unicode)
         if evaluating is not None:
             done, total, split = evaluating
             yield _bar(width, f"evaluating {split}", done, total, [(0, f"{done:,}/{total:,}")], "green")
 
-    def _bar_line(self, facts: RunFacts, width: int) -> RenderableType:
-        done, total, report = self.steps_done(facts), facts.max_iters, self._report
+    def _bar_line(self, width: int) -> RenderableType:
+        done, total, report = self.steps_done(), self._facts.max_iters, self._report
         whole = int(done)
         figures = [(0, f"{whole:,}/{total:,}"), (3, f"{int(100 * done / total)}%" if total else "")]
         if report is not None and report.seconds >= SLOW_STEP_S and done < total:
@@ -334,13 +323,14 @@ class TrainingBars:
             figures.append((1, f"{show_seconds(left)} left" if done < total else "done"))
         return _bar(width, "training", done, total, figures, "cyan")
 
-    def _figures_line(self, facts: RunFacts, width: int, unicode: bool) -> RenderableType:
+    def _figures_line(self, width: int, unicode: bool) -> RenderableType:
         from rich.text import Text
 
         report = self._report
         if report is None:
             waited = show_seconds(time.monotonic() - self._since)
-            return Text(f"first step{', compiling' if facts.compiled else ''}: {waited}", style="dim", no_wrap=True)
+            compiling = ", compiling" if self._facts.compiled else ""
+            return Text(f"first step{compiling}: {waited}", style="dim", no_wrap=True)
         memory, age = report.memory, time.monotonic() - self._since
         counted = memory != MemoryReading()
         curve = sparkline(self._losses, 12 if width < 100 else 24) if unicode else ""

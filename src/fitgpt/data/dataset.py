@@ -1,4 +1,4 @@
-"""A dataset's name to its splits, and sample numbers to the tokens they read.
+"""A dataset's name → its splits; sample numbers → the tokens they read.
 
 A split is a sequence of shards. Each shard is divided into windows of `block` tokens that do not overlap. A window
 is read with the token that follows it, so that inputs and targets come from the same block + 1 tokens. The tokens
@@ -6,16 +6,18 @@ that do not fill a window are the slack of a shard; in each epoch its windows st
 slack, so that their edges move.
 
 Files are read with read(), not mmap: if a shard is truncated during training, a read returns fewer bytes and can be
-reported, while access to a memory map would kill the process (SIGBUS).
+reported, while access to a memory map would kill the process (SIGBUS). They are opened for every batch, so that a
+dataset of thousands of shards needs few file descriptors; each time it is checked that the file is still the same.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +54,7 @@ class Dataset:
 
 
 def open_dataset(dataset: str) -> Dataset:
-    """A name under data/ or a path, prepared by fitgpt or by nanoGPT, to the open dataset."""
+    """A name under data/ or a path, prepared by fitgpt or by nanoGPT → the open dataset."""
     summary, shards = list_shards(dataset)
     splits = {name: Split(name, files) for name, files in shards.items()}
     return Dataset(summary, splits, _overlap_notes(shards["train"], shards["val"]))
@@ -75,7 +77,7 @@ class Split:
         return int(self._window_ends(block)[-1])
 
     def read(self, samples: I64, block: int, seed: int, stream: str = "train") -> I64:
-        """Sample numbers, counted through the whole run, to their tokens, [n, block + 1]."""
+        """Sample numbers, counted through the whole run → their tokens, [n, block + 1]."""
         samples = np.atleast_1d(samples)
         ends = self._window_ends(block)
         windows = int(ends[-1])
@@ -86,7 +88,7 @@ class Split:
         return self._gather(shard, index * block + shift.astype(np.int64), block + 1)
 
     def read_fixed(self, indices: I64, block: int, seed: int) -> I64:
-        """Numbers of evaluation windows, 0 to windows(block) - 1, to their tokens, [n, block + 1].
+        """Numbers of evaluation windows, 0 to windows(block) - 1 → their tokens, [n, block + 1].
 
         Every call returns the same tokens for a number. All windows together cover the split once.
         """
@@ -98,9 +100,10 @@ class Split:
         return self._gather(shard, index * block, block + 1)
 
     def recheck(self) -> None:
-        """Raises DataError if a shard changed since it was opened. Fast enough for every epoch."""
+        """Raises DataError if a shard changed since the dataset was opened. Fast enough for every epoch."""
         for shard in self.shards:
-            _check_unchanged(shard)
+            with _opened(shard):
+                pass
 
     def check_tokens(self, vocab_size: int) -> None:
         """Raises DataError if a token is ≥ vocab_size; from then on every read that returns one raises too.
@@ -141,22 +144,17 @@ class Split:
         rows: NDArray[np.unsignedinteger] = np.empty((len(starts), length), dtype=self._dtype)
         for number in np.unique(shards).tolist():
             shard = self.shards[number]
-            try:
-                with open(shard.path, "rb", buffering=0) as file:
-                    for index in np.flatnonzero(shards == number).tolist():
-                        row = rows[index].view(np.uint8).data
-                        file.seek(shard.start + int(starts[index]) * self._dtype.itemsize)
-                        got = 0
-                        while got < len(row) and (more := file.readinto(row[got:])):
-                            got += more
-                        if got < len(row):
-                            _check_unchanged(shard)
-                            raise DataError(
-                                f"{shard.path} was truncated during training: {len(row):,} bytes were requested at "
-                                f"token {int(starts[index]):,}, and only {got:,} could be read.", _DO_NOT_CHANGE)
-            except OSError as error:
-                raise DataError(f"{shard.path} can no longer be read: {error.strerror or error}.",
-                                _DO_NOT_CHANGE) from error
+            with _opened(shard) as file:
+                for index in np.flatnonzero(shards == number).tolist():
+                    row = rows[index].view(np.uint8).data
+                    file.seek(shard.start + int(starts[index]) * self._dtype.itemsize)
+                    got = 0
+                    while got < len(row) and (more := file.readinto(row[got:])):
+                        got += more
+                    if got < len(row):
+                        raise DataError(
+                            f"{shard.path} was truncated while it was read: {len(row):,} bytes were requested at "
+                            f"token {int(starts[index]):,}, and only {got:,} could be read.", _DO_NOT_CHANGE)
         if self._token_limit and rows.size and int(rows.max()) >= self._token_limit:
             row_number = int(np.argmax(rows.max(axis=1)))
             raise DataError(
@@ -165,17 +163,22 @@ class Split:
         return rows.astype(np.int64)
 
 
-def _check_unchanged(shard: ShardFile) -> None:
+@contextmanager
+def _opened(shard: ShardFile) -> Iterator[FileIO]:
+    """The file of a shard; DataError if it cannot be read, or if it is not as it was when the dataset was opened."""
     try:
-        status = os.stat(shard.path)
+        with open(shard.path, "rb", buffering=0) as file:
+            status = os.fstat(file.fileno())
+            if status.st_size < shard.size:
+                raise DataError(f"{shard.path} was truncated: {shard.size:,} bytes when it was opened, "
+                                f"{status.st_size:,} now.", _DO_NOT_CHANGE)
+            if (status.st_size, status.st_mtime_ns) != (shard.size, shard.mtime_ns):
+                raise DataError(f"{shard.path} was changed after it was opened: its size or modification time differs "
+                                f"({shard.size:,} bytes then, {status.st_size:,} now).", _DO_NOT_CHANGE)
+            yield file
     except OSError as error:
-        raise DataError(f"{shard.path} is missing or cannot be reached: {error.strerror}.", _DO_NOT_CHANGE) from error
-    if status.st_size < shard.size:
-        raise DataError(f"{shard.path} was truncated: {shard.size:,} bytes when it was opened, "
-                        f"{status.st_size:,} now.", _DO_NOT_CHANGE)
-    if (status.st_size, status.st_mtime_ns) != (shard.size, shard.mtime_ns):
-        raise DataError(f"{shard.path} was changed after it was opened: its size or modification time differs "
-                        f"({shard.size:,} bytes then, {status.st_size:,} now).", _DO_NOT_CHANGE)
+        raise DataError(f"{shard.path} is missing or can no longer be read: {error.strerror or error}.",
+                        _DO_NOT_CHANGE) from error
 
 
 # ---- the largest token
@@ -199,15 +202,10 @@ def _max_token(shard: ShardFile) -> int:
 
 def _scan(shard: ShardFile) -> int:
     largest, dtype = 0, _NUMPY_DTYPES[shard.dtype]
-    try:
-        with open(shard.path, "rb") as file:
-            file.seek(shard.start)
-            while len(block := file.read(_SCAN_BYTES)) >= dtype.itemsize:
-                whole = len(block) - len(block) % dtype.itemsize
-                largest = max(largest, int(np.frombuffer(block[:whole], dtype).max()))
-    except OSError as error:
-        raise DataError(f"{shard.path} cannot be read: {error.strerror}.",
-                        "Check the disk it is on, then run the command again.") from error
+    with _opened(shard) as file:
+        file.seek(shard.start)
+        while len(tokens := np.fromfile(file, dtype, _SCAN_BYTES // dtype.itemsize)):
+            largest = max(largest, int(tokens.max()))
     return largest
 
 

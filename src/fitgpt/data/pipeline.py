@@ -1,4 +1,4 @@
-"""PrepareOptions to a dataset on disk: text is read, tokenized and written to shards. A stopped run can be resumed.
+"""PrepareOptions → a dataset on disk: text is read, tokenized and written to shards. A stopped run can be resumed.
 
 A hash of a document's text and the seed decides whether it belongs to train or val, so copies of a document are
 never in both splits. If there are too few documents for val to get its share that way, the end of the larger split

@@ -1,4 +1,4 @@
-"""A sample's number and a seed to the window of the data it reads: a pure function, with no state to save.
+"""A sample's number and a seed → the window of the data it reads: a pure function, with no state to save.
 
 Samples are numbered through the whole run: step × (batch_size × gradient_accumulation_steps) + position.
 Sample i lies in epoch i // windows, and each epoch visits every window once, in an order given by a keyed

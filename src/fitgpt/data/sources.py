@@ -1,4 +1,4 @@
-"""PrepareOptions to a source of text: files and folders, a Hugging Face dataset, or Python's standard library.
+"""PrepareOptions → a source of text: files and folders, a Hugging Face dataset, or Python's standard library.
 
 A source lists what it will read before it reads, always in the same order, and numbers its documents, so that a
 stopped `prepare` can resume from any of them. A document is a text file, a line of a .jsonl file, or a row of a parquet
@@ -117,7 +117,7 @@ def open_source(options: PrepareOptions) -> TextSource:
 # ---- which files
 
 def _list_files(inputs: tuple[str, ...], column: str) -> TextSource:
-    """Files and folders as the user gave them, to the files that will be read."""
+    """Files and folders as the user gave them → the files that will be read."""
     files: list[InputFile] = []
     skipped: Counter[str] = Counter()
     for given in inputs:

@@ -1,4 +1,4 @@
-"""Tokens to shards in a dataset's folder, and the saved state from which a stopped `prepare` resumes.
+"""Tokens → shards in a dataset's folder, and the saved state from which a stopped `prepare` resumes.
 
 Every file is written under a temporary name, synced and renamed, so a stop at any moment corrupts nothing. The saved
 state (progress.json and carry-N.bin) holds the tokens that do not fill a shard yet and the next document to read. The

@@ -136,8 +136,7 @@ class Split:
     def _locate(self, windows: I64, ends: I64) -> tuple[I64, I64]:
         """The shard of each window, and the window's number within that shard."""
         shard = np.searchsorted(ends, windows, side="right").astype(np.int64)
-        before = np.where(shard > 0, ends[np.maximum(shard - 1, 0)], 0)
-        return shard, windows - before
+        return shard, windows - np.append(0, ends)[shard]
 
     def _gather(self, shards: I64, starts: I64, length: int) -> I64:
         """`length` tokens from each shard and start, [n, length]. A shard is opened once, whatever its rows."""

@@ -46,7 +46,6 @@ from .writer import (
     load_state,
     locked,
     remove_created,
-    remove_leftovers,
     remove_written,
     save_state,
     write_file,
@@ -162,7 +161,7 @@ def _existing(job: PrepareJob) -> PreparedDataset | None:
     _check_same_settings(job, manifest.settings, "a dataset")
     summarise(str(job.folder))  # checks every shard
     with suppress(OSError):  # a dataset that this user may only read
-        remove_leftovers(job.folder, manifest)
+        remove_written(job.folder, manifest)
     return PreparedDataset(job.folder, job.dataset, manifest, (), existed=True)
 
 
@@ -292,9 +291,6 @@ def _total_shards(writers: Writers) -> int:
 def stop_requested() -> Iterator[Callable[[], bool]]:
     """A function that says whether Ctrl-C, SIGTERM or SIGHUP came. A second signal raises KeyboardInterrupt."""
     requested = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield requested.is_set
-        return
 
     def handle(number: int, _: FrameType | None) -> None:
         if requested.is_set():
@@ -381,9 +377,9 @@ def _initialise_worker(name: str) -> None:
 
     def exit_with_parent() -> None:
         parent = multiprocessing.parent_process()
-        if parent is not None:
-            parent.join()
-            os._exit(1)
+        assert parent is not None
+        parent.join()
+        os._exit(1)
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=exit_with_parent, daemon=True).start()
@@ -398,7 +394,7 @@ def _encode(texts: list[bytes]) -> list[Tokens]:
 @contextmanager
 def _sigint_blocked() -> Iterator[None]:
     """Processes started inside inherit the block, so Ctrl-C cannot interrupt them before they ignore it."""
-    if not hasattr(signal, "pthread_sigmask"):
+    if not hasattr(signal, "pthread_sigmask"):  # on Windows
         yield
         return
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -425,7 +421,7 @@ def _finish(job: PrepareJob, state: ResumeState, writers: Writers) -> None:
                         {split: tuple(writers[split].shards) for split in SPLITS}, state.documents,
                         dict(sorted(state.counts.items())), job.settings, job.source.description, job.command)
     write_file(job.folder / MANIFEST_NAME, manifest.to_json().encode())
-    remove_leftovers(job.folder, manifest)
+    remove_written(job.folder, manifest)
 
 
 def _balance(job: PrepareJob, state: ResumeState, writers: Writers) -> bool:

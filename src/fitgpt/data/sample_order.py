@@ -10,7 +10,6 @@ version of numpy, gives the same numbers.
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,23 +53,11 @@ def window_of(samples: I64, windows: int, seed: int, stream: str) -> I64:
 
 def hash_of(seed: int, stream: str, *words: U64) -> U64:
     """64 well-mixed bits for each element of `words`, different for each seed and stream."""
-    state = np.array([_stream_key(seed & _MASK, stream)], dtype=np.uint64)
-    for word in words:
-        state = _absorb(state, word)
-    return state
-
-
-@lru_cache(maxsize=64)
-def _stream_key(seed: int, stream: str) -> int:
-    state = np.array([seed], dtype=np.uint64)
+    state = np.array([seed & _MASK], dtype=np.uint64)
     name = stream.encode()
-    for byte in (len(name), *name):
-        state = _absorb(state, np.array([byte], dtype=np.uint64))
-    return int(state[0])
-
-
-def _absorb(state: U64, word: U64) -> U64:
-    return _mix((state ^ word) + _GOLDEN)
+    for word in (len(name), *name, *words):
+        state = _mix((state ^ np.asarray(word, dtype=np.uint64)) + _GOLDEN)
+    return state
 
 
 def _mix(x: U64) -> U64:

@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -266,16 +267,12 @@ def _documents_in(file: InputFile, column: str) -> int:
 def _read_file(file: InputFile, column: str, first_document: int, skip: int) -> TextChunks:
     """The documents of a file without the first `skip`; the first of all is number `first_document`."""
     if file.kind == "parquet":
-        return ParquetReader(file.path, column).read(first_document, skip)
-    if file.kind == "jsonl":
-        return _read_jsonl(file.path, column, first_document, skip)
-    return split_document(first_document, _read_blocks(file.path), bom=True)
-
-
-def _read_blocks(path: Path) -> Iterator[bytes]:
-    with open(path, "rb") as file:
-        while block := file.read(CHUNK_BYTES):
-            yield block
+        yield from ParquetReader(file.path, column).read(first_document, skip)
+    elif file.kind == "jsonl":
+        yield from _read_jsonl(file.path, column, first_document, skip)
+    else:
+        with open(file.path, "rb") as opened:
+            yield from split_document(first_document, iter(partial(opened.read, CHUNK_BYTES), b""), bom=True)
 
 
 def _read_jsonl(path: Path, column: str, first_document: int, skip: int) -> TextChunks:

@@ -81,7 +81,6 @@ def _cut_position(buffer: bytes) -> int:
 
 
 def _clean(document: int, part: int, last: bool, data: bytes, counts: dict[str, int]) -> TextChunk:
-    counts = dict(counts)
     try:
         data.decode()
     except UnicodeDecodeError:

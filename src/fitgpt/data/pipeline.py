@@ -31,6 +31,7 @@ import numpy as np
 from ..config.fields import plain_name
 from ..core.errors import DataError, FitError, Interrupted, SystemFault, UsageError
 from ..core.units import KiB, MiB, parse_count, show_bytes, show_count, show_seconds
+from ..core.worker_process import begin_worker, sigint_blocked
 from .dataset import open_dataset
 from .shards import ITEM_BYTES, MANIFEST_NAME, PROGRESS_NAME, SPLITS, Manifest, read_manifest, summarise
 from .sources import TextSource, open_source
@@ -344,7 +345,7 @@ def encode_in_order(
     pending: deque[tuple[list[TextChunk], Future[list[Tokens]]]] = deque()
     try:
         for batch in _batches(chunks):
-            with _sigint_blocked():
+            with sigint_blocked():  # submit may start a process
                 pending.append((batch, executor.submit(_encode, [chunk.data for chunk in batch])))
             if len(pending) >= _BATCHES_PER_PROCESS * processes:
                 batch, encoded = pending.popleft()
@@ -372,36 +373,15 @@ def _batches(chunks: Iterator[TextChunk]) -> Iterator[list[TextChunk]]:
 
 
 def _initialise_worker(name: str) -> None:
-    """Runs in a worker process: ignore Ctrl-C, which the parent handles, and exit when the parent does."""
     global _tokenizer
 
-    def exit_with_parent() -> None:
-        parent = multiprocessing.parent_process()
-        assert parent is not None
-        parent.join()
-        os._exit(1)
-
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=exit_with_parent, daemon=True).start()
+    begin_worker()
     _tokenizer = get_tokenizer(name)
 
 
 def _encode(texts: list[bytes]) -> list[Tokens]:
     assert _tokenizer is not None
     return [_tokenizer.encode_utf8(text) for text in texts]
-
-
-@contextmanager
-def _sigint_blocked() -> Iterator[None]:
-    """Processes started inside inherit the block, so Ctrl-C cannot interrupt them before they ignore it."""
-    if not hasattr(signal, "pthread_sigmask"):  # on Windows
-        yield
-        return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 # ---- the end

@@ -19,8 +19,7 @@ from ..core.errors import UsageError
 U64 = NDArray[np.uint64]
 I64 = NDArray[np.int64]
 
-MAX_WINDOWS = 2**62   # rows × columns of the permutation must stay below 2**64
-_ROUNDS = 8           # four for each half: two more than a pseudo-random permutation needs in theory
+_ROUNDS = 8   # four for each half: two more than a pseudo-random permutation needs in theory
 _MASK = 2**64 - 1
 
 # The 64-bit golden ratio and the two multipliers of SplitMix64 (Steele, Lea, Flood 2014; Stafford's mix 13).
@@ -44,9 +43,7 @@ def positions_for(
 
 def window_of(samples: I64, windows: int, seed: int, stream: str) -> I64:
     """The window, from 0 to windows - 1, that each sample reads."""
-    if not 1 <= windows <= MAX_WINDOWS:
-        raise ValueError(f"{windows} windows; there must be 1 to 2**62")
-    index = np.atleast_1d(samples).astype(np.uint64)
+    index = samples.astype(np.uint64)
     count = np.uint64(windows)
     return _permute(index % count, windows, hash_of(seed, stream, index // count)).astype(np.int64)
 

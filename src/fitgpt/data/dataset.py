@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..core.errors import DataError
-from ..core.files import replace_file
+from ..core.errors import DataError, SystemFault
+from ..core.files import write_atomically
 from ..core.units import MiB
 from .sample_order import I64, hash_of, window_of
 from .shards import DataSummary, ShardFile, block_too_long, list_shards
@@ -186,9 +186,9 @@ def _max_token(shard: ShardFile) -> int:
         if (cached := int(cache.read_text())) >= 0:
             return cached
     largest = _scan(shard)
-    with suppress(OSError):  # a cache that cannot be written costs another scan next time, and nothing else
+    with suppress(OSError, SystemFault):  # a cache that cannot be written costs another scan next time
         cache.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(cache, cache.with_name(f".tmp-{cache.name}-{os.getpid()}"), f"{largest}\n".encode())
+        write_atomically(cache, f"{largest}\n")
     return largest
 
 

@@ -211,7 +211,7 @@ def test_the_page_of_100_000_steps_is_small_and_keeps_every_spike(tmp_path: Path
 def test_of_a_very_long_file_some_steps_are_read_with_a_note(tmp_path: Path,
                                                              monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics, "LONG_FILE", 2**20)
-    monkeypatch.setattr(metrics, "MAX_LINE", 2**12)
+    monkeypatch.setattr(metrics, "END_BYTES", 2**12)
     lines = (f'{{"kind": "step", "step": {n}, "loss": 3.0, "text": "{"x" * 100}"}}\n' for n in range(40_000))
     run = write_run(tmp_path / "long", [FACTS], "".join(lines) + '{"kind": "warn')
     record = read_run(str(run))

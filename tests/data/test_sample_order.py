@@ -102,12 +102,6 @@ def test_2_to_the_40_windows_and_samples_near_2_to_the_63_stay_in_range() -> Non
         assert len(np.unique(order[:1000])) == 1000
 
 
-@pytest.mark.parametrize("windows", [0, -1, 2**63])
-def test_zero_or_too_many_windows_is_an_error(windows: int) -> None:
-    with pytest.raises(ValueError, match="windows"):
-        window_of(np.arange(3), windows, 1, "train")
-
-
 def test_a_step_has_the_same_samples_for_any_batch_size_and_number_of_ranks() -> None:
     def step(number: int, batch_size: int, accumulation: int, world: int = 1) -> list[int]:
         return [int(sample) for micro in range(accumulation // world) for rank in range(world)

@@ -159,7 +159,7 @@ def test_reading_a_file_as_it_grows_equals_reading_it_at_once(tmp_path: Path) ->
 
 def test_of_a_very_long_file_only_the_end_is_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics, "LONG_FILE", 2**16)
-    monkeypatch.setattr(metrics, "MAX_LINE", 2**10)
+    monkeypatch.setattr(metrics, "END_BYTES", 2**10)
     write_run(tmp_path, FACTS, *(step(number) for number in range(5000)), evaluation(5000), {"kind": "save", "step": 1})
     read: list[Any] = []
     monkeypatch.setattr(watch.RunProgress, "add", lambda progress, row: read.append(row))

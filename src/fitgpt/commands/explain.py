@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -14,9 +13,10 @@ from ..config.command_options import ExplainOptions
 from ..config.fields import Assignment, build, option_specs
 from ..diagnosis.input import explain_options
 from ..show.diagnosis_text import diagnosis_text
+from ..show.terminal import columns
 
 NOT_RECOGNISED = 1
-MIN_WIDTH, MAX_WIDTH = 40, 80
+MAX_WIDTH = 80
 
 
 def explain(assignments: Sequence[Assignment]) -> int:
@@ -26,8 +26,7 @@ def explain(assignments: Sequence[Assignment]) -> int:
     if options.json:
         print(json.dumps(asdict(diagnosis), ensure_ascii=False, indent=1))
     else:
-        columns = shutil.get_terminal_size((MAX_WIDTH, 24)).columns
-        print(diagnosis_text(diagnosis, min(max(columns, MIN_WIDTH), MAX_WIDTH)))
+        print(diagnosis_text(diagnosis, min(columns(), MAX_WIDTH)))
     return NOT_RECOGNISED if diagnosis.subject == "unknown" else 0
 
 

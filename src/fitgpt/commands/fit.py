@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -25,6 +24,7 @@ from ..planning.fit_settings import FitRequest, config_text, fit_from, fit_reque
 from ..planning.goals import FitResult
 from ..planning.plan import plan_for
 from ..show import fit_text as show
+from ..show.terminal import columns
 from ..tapes import engine as engine_tape
 
 
@@ -41,8 +41,8 @@ def fit(assignments: Sequence[Assignment]) -> int:
     if options.json:
         print(json.dumps({**show.fit_json(fitted, options.goal), "wrote": files}, indent=1, ensure_ascii=False))
     else:
-        width = min(max(shutil.get_terminal_size().columns, 40), 100)
-        print(show.fit_text(fitted, run, width=width, todo=next_step(fitted, options, assignments, files)), end="")
+        todo = next_step(fitted, options, assignments, files)
+        print(show.fit_text(fitted, run, width=columns(), todo=todo), end="")
     if fault is not None:
         raise fault
     return 0 if fitted.chosen is not None else 1

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 
 from ..config.command_options import WatchOptions
 from ..runs.watch import Watcher, WatchFrame, has_ended
@@ -16,7 +15,7 @@ def watch(options: WatchOptions) -> int:
     """Shows frames until the run ends. Ctrl-C is the usual way to stop, so it exits with 0 too."""
     watcher = Watcher(options.target)
     try:
-        with _json_lines() if options.json else open_screen(moving=not options.once) as show:
+        with nullcontext(_print_json) if options.json else open_screen(moving=not options.once) as show:
             while True:
                 frame = watcher.read()
                 show(frame)
@@ -27,6 +26,5 @@ def watch(options: WatchOptions) -> int:
         return 0
 
 
-@contextmanager
-def _json_lines() -> Iterator[Callable[[WatchFrame], None]]:
-    yield lambda frame: print(json.dumps(frame.to_json(), allow_nan=False), flush=True)
+def _print_json(frame: WatchFrame) -> None:
+    print(json.dumps(frame.to_json(), allow_nan=False), flush=True)

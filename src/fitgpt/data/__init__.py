@@ -1,1 +1,1 @@
-"""Text to shards to training batches. numpy, no torch; shards needs no numpy either."""
+"""Text → shards → training batches. numpy, no torch; shards needs no numpy either."""

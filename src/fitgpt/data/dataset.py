@@ -1,4 +1,4 @@
-"""A dataset's name to its splits, and sample numbers to the tokens they read.
+"""A dataset's name → its splits; sample numbers → the tokens they read.
 
 A split is a sequence of shards. Each shard is divided into windows of `block` tokens that do not overlap. A window
 is read with the token that follows it, so that inputs and targets come from the same block + 1 tokens. The tokens
@@ -6,24 +6,26 @@ that do not fill a window are the slack of a shard; in each epoch its windows st
 slack, so that their edges move.
 
 Files are read with read(), not mmap: if a shard is truncated during training, a read returns fewer bytes and can be
-reported, while access to a memory map would kill the process (SIGBUS).
+reported, while access to a memory map would kill the process (SIGBUS). They are opened for every batch, so that a
+dataset of thousands of shards needs few file descriptors; each time it is checked that the file is still the same.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..core.errors import DataError
-from ..core.files import replace_file
+from ..core.errors import DataError, SystemFault
+from ..core.files import write_atomically
 from ..core.units import MiB
 from .sample_order import I64, hash_of, window_of
 from .shards import DataSummary, ShardFile, block_too_long, list_shards
@@ -52,7 +54,7 @@ class Dataset:
 
 
 def open_dataset(dataset: str) -> Dataset:
-    """A name under data/ or a path, prepared by fitgpt or by nanoGPT, to the open dataset."""
+    """A name under data/ or a path, prepared by fitgpt or by nanoGPT → the open dataset."""
     summary, shards = list_shards(dataset)
     splits = {name: Split(name, files) for name, files in shards.items()}
     return Dataset(summary, splits, _overlap_notes(shards["train"], shards["val"]))
@@ -67,16 +69,14 @@ class Split:
         self._lengths = np.array([shard.tokens for shard in shards], dtype=np.int64)
         self.tokens = int(self._lengths.sum())
         self._dtype = _NUMPY_DTYPES[shards[0].dtype]
-        # No token may reach it; 0 if unknown.
-        self._token_limit = 1 + max((shard.max_token for shard in shards if shard.max_token is not None), default=-1)
+        self._token_limit = 0  # set by check_tokens: every token is below it
 
     def windows(self, block: int) -> int:
         """The number of windows of `block` tokens in an epoch; the same in every epoch."""
         return int(self._window_ends(block)[-1])
 
     def read(self, samples: I64, block: int, seed: int, stream: str = "train") -> I64:
-        """Sample numbers, counted through the whole run, to their tokens, [n, block + 1]."""
-        samples = np.atleast_1d(samples)
+        """Sample numbers, counted through the whole run → their tokens, [n, block + 1]."""
         ends = self._window_ends(block)
         windows = int(ends[-1])
         shard, index = self._locate(window_of(samples, windows, seed, stream), ends)
@@ -86,21 +86,19 @@ class Split:
         return self._gather(shard, index * block + shift.astype(np.int64), block + 1)
 
     def read_fixed(self, indices: I64, block: int, seed: int) -> I64:
-        """Numbers of evaluation windows, 0 to windows(block) - 1, to their tokens, [n, block + 1].
+        """Numbers of evaluation windows, 0 to windows(block) - 1 → their tokens, [n, block + 1].
 
         Every call returns the same tokens for a number. All windows together cover the split once.
         """
-        indices = np.atleast_1d(indices)
         ends = self._window_ends(block)
-        if indices.size and not 0 <= int(indices.min()) <= int(indices.max()) < int(ends[-1]):
-            raise IndexError(f"evaluation windows are numbered 0 to {int(ends[-1]) - 1}")
         shard, index = self._locate(window_of(indices, int(ends[-1]), seed, "eval"), ends)
         return self._gather(shard, index * block, block + 1)
 
     def recheck(self) -> None:
-        """Raises DataError if a shard changed since it was opened. Fast enough for every epoch."""
+        """Raises DataError if a shard changed since the dataset was opened. Fast enough for every epoch."""
         for shard in self.shards:
-            _check_unchanged(shard)
+            with _opened(shard):
+                pass
 
     def check_tokens(self, vocab_size: int) -> None:
         """Raises DataError if a token is ≥ vocab_size; from then on every read that returns one raises too.
@@ -119,8 +117,6 @@ class Split:
 
     def _window_ends(self, block: int) -> I64:
         """For each shard, the number of windows up to its end (cumulative sum)."""
-        if block < 1:
-            raise ValueError(f"a window has at least 1 token, not {block}")
         ends: I64 = np.cumsum((self._lengths - 1) // block)
         if not ends[-1]:
             longest = int(self._lengths.max())
@@ -133,30 +129,24 @@ class Split:
     def _locate(self, windows: I64, ends: I64) -> tuple[I64, I64]:
         """The shard of each window, and the window's number within that shard."""
         shard = np.searchsorted(ends, windows, side="right").astype(np.int64)
-        before = np.where(shard > 0, ends[np.maximum(shard - 1, 0)], 0)
-        return shard, windows - before
+        return shard, windows - np.append(0, ends)[shard]
 
     def _gather(self, shards: I64, starts: I64, length: int) -> I64:
         """`length` tokens from each shard and start, [n, length]. A shard is opened once, whatever its rows."""
         rows: NDArray[np.unsignedinteger] = np.empty((len(starts), length), dtype=self._dtype)
         for number in np.unique(shards).tolist():
             shard = self.shards[number]
-            try:
-                with open(shard.path, "rb", buffering=0) as file:
-                    for index in np.flatnonzero(shards == number).tolist():
-                        row = rows[index].view(np.uint8).data
-                        file.seek(shard.start + int(starts[index]) * self._dtype.itemsize)
-                        got = 0
-                        while got < len(row) and (more := file.readinto(row[got:])):
-                            got += more
-                        if got < len(row):
-                            _check_unchanged(shard)
-                            raise DataError(
-                                f"{shard.path} was truncated during training: {len(row):,} bytes were requested at "
-                                f"token {int(starts[index]):,}, and only {got:,} could be read.", _DO_NOT_CHANGE)
-            except OSError as error:
-                raise DataError(f"{shard.path} can no longer be read: {error.strerror or error}.",
-                                _DO_NOT_CHANGE) from error
+            with _opened(shard) as file:
+                for index in np.flatnonzero(shards == number).tolist():
+                    row = rows[index].view(np.uint8).data
+                    file.seek(shard.start + int(starts[index]) * self._dtype.itemsize)
+                    got = 0
+                    while got < len(row) and (more := file.readinto(row[got:])):
+                        got += more
+                    if got < len(row):
+                        raise DataError(
+                            f"{shard.path} was truncated while it was read: {len(row):,} bytes were requested at "
+                            f"token {int(starts[index]):,}, and only {got:,} could be read.", _DO_NOT_CHANGE)
         if self._token_limit and rows.size and int(rows.max()) >= self._token_limit:
             row_number = int(np.argmax(rows.max(axis=1)))
             raise DataError(
@@ -165,17 +155,22 @@ class Split:
         return rows.astype(np.int64)
 
 
-def _check_unchanged(shard: ShardFile) -> None:
+@contextmanager
+def _opened(shard: ShardFile) -> Iterator[FileIO]:
+    """The file of a shard; DataError if it cannot be read, or if it is not as it was when the dataset was opened."""
     try:
-        status = os.stat(shard.path)
+        with open(shard.path, "rb", buffering=0) as file:
+            status = os.fstat(file.fileno())
+            if status.st_size < shard.size:
+                raise DataError(f"{shard.path} was truncated: {shard.size:,} bytes when it was opened, "
+                                f"{status.st_size:,} now.", _DO_NOT_CHANGE)
+            if (status.st_size, status.st_mtime_ns) != (shard.size, shard.mtime_ns):
+                raise DataError(f"{shard.path} was changed after it was opened: its size or modification time differs "
+                                f"({shard.size:,} bytes then, {status.st_size:,} now).", _DO_NOT_CHANGE)
+            yield file
     except OSError as error:
-        raise DataError(f"{shard.path} is missing or cannot be reached: {error.strerror}.", _DO_NOT_CHANGE) from error
-    if status.st_size < shard.size:
-        raise DataError(f"{shard.path} was truncated: {shard.size:,} bytes when it was opened, "
-                        f"{status.st_size:,} now.", _DO_NOT_CHANGE)
-    if (status.st_size, status.st_mtime_ns) != (shard.size, shard.mtime_ns):
-        raise DataError(f"{shard.path} was changed after it was opened: its size or modification time differs "
-                        f"({shard.size:,} bytes then, {status.st_size:,} now).", _DO_NOT_CHANGE)
+        raise DataError(f"{shard.path} is missing or can no longer be read: {error.strerror or error}.",
+                        _DO_NOT_CHANGE) from error
 
 
 # ---- the largest token
@@ -191,23 +186,18 @@ def _max_token(shard: ShardFile) -> int:
         if (cached := int(cache.read_text())) >= 0:
             return cached
     largest = _scan(shard)
-    with suppress(OSError):  # a cache that cannot be written costs another scan next time, and nothing else
+    with suppress(OSError, SystemFault):  # a cache that cannot be written costs another scan next time
         cache.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(cache, cache.with_name(f".tmp-{cache.name}-{os.getpid()}"), f"{largest}\n".encode())
+        write_atomically(cache, f"{largest}\n")
     return largest
 
 
 def _scan(shard: ShardFile) -> int:
     largest, dtype = 0, _NUMPY_DTYPES[shard.dtype]
-    try:
-        with open(shard.path, "rb") as file:
-            file.seek(shard.start)
-            while len(block := file.read(_SCAN_BYTES)) >= dtype.itemsize:
-                whole = len(block) - len(block) % dtype.itemsize
-                largest = max(largest, int(np.frombuffer(block[:whole], dtype).max()))
-    except OSError as error:
-        raise DataError(f"{shard.path} cannot be read: {error.strerror}.",
-                        "Check the disk it is on, then run the command again.") from error
+    with _opened(shard) as file:
+        file.seek(shard.start)
+        while len(tokens := np.fromfile(file, dtype, _SCAN_BYTES // dtype.itemsize)):
+            largest = max(largest, int(tokens.max()))
     return largest
 
 

@@ -1,4 +1,4 @@
-"""PrepareOptions to a dataset on disk: text is read, tokenized and written to shards. A stopped run can be resumed.
+"""PrepareOptions → a dataset on disk: text is read, tokenized and written to shards. A stopped run can be resumed.
 
 A hash of a document's text and the seed decides whether it belongs to train or val, so copies of a document are
 never in both splits. If there are too few documents for val to get its share that way, the end of the larger split
@@ -31,6 +31,7 @@ import numpy as np
 from ..config.fields import plain_name
 from ..core.errors import DataError, FitError, Interrupted, SystemFault, UsageError
 from ..core.units import KiB, MiB, parse_count, show_bytes, show_count, show_seconds
+from ..core.worker_process import begin_worker, sigint_blocked
 from .dataset import open_dataset
 from .shards import ITEM_BYTES, MANIFEST_NAME, PROGRESS_NAME, SPLITS, Manifest, read_manifest, summarise
 from .sources import TextSource, open_source
@@ -46,7 +47,6 @@ from .writer import (
     load_state,
     locked,
     remove_created,
-    remove_leftovers,
     remove_written,
     save_state,
     write_file,
@@ -162,7 +162,7 @@ def _existing(job: PrepareJob) -> PreparedDataset | None:
     _check_same_settings(job, manifest.settings, "a dataset")
     summarise(str(job.folder))  # checks every shard
     with suppress(OSError):  # a dataset that this user may only read
-        remove_leftovers(job.folder, manifest)
+        remove_written(job.folder, manifest)
     return PreparedDataset(job.folder, job.dataset, manifest, (), existed=True)
 
 
@@ -292,9 +292,6 @@ def _total_shards(writers: Writers) -> int:
 def stop_requested() -> Iterator[Callable[[], bool]]:
     """A function that says whether Ctrl-C, SIGTERM or SIGHUP came. A second signal raises KeyboardInterrupt."""
     requested = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield requested.is_set
-        return
 
     def handle(number: int, _: FrameType | None) -> None:
         if requested.is_set():
@@ -348,7 +345,7 @@ def encode_in_order(
     pending: deque[tuple[list[TextChunk], Future[list[Tokens]]]] = deque()
     try:
         for batch in _batches(chunks):
-            with _sigint_blocked():
+            with sigint_blocked():  # submit may start a process
                 pending.append((batch, executor.submit(_encode, [chunk.data for chunk in batch])))
             if len(pending) >= _BATCHES_PER_PROCESS * processes:
                 batch, encoded = pending.popleft()
@@ -376,36 +373,15 @@ def _batches(chunks: Iterator[TextChunk]) -> Iterator[list[TextChunk]]:
 
 
 def _initialise_worker(name: str) -> None:
-    """Runs in a worker process: ignore Ctrl-C, which the parent handles, and exit when the parent does."""
     global _tokenizer
 
-    def exit_with_parent() -> None:
-        parent = multiprocessing.parent_process()
-        if parent is not None:
-            parent.join()
-            os._exit(1)
-
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=exit_with_parent, daemon=True).start()
+    begin_worker()
     _tokenizer = get_tokenizer(name)
 
 
 def _encode(texts: list[bytes]) -> list[Tokens]:
     assert _tokenizer is not None
     return [_tokenizer.encode_utf8(text) for text in texts]
-
-
-@contextmanager
-def _sigint_blocked() -> Iterator[None]:
-    """Processes started inside inherit the block, so Ctrl-C cannot interrupt them before they ignore it."""
-    if not hasattr(signal, "pthread_sigmask"):
-        yield
-        return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 # ---- the end
@@ -425,7 +401,7 @@ def _finish(job: PrepareJob, state: ResumeState, writers: Writers) -> None:
                         {split: tuple(writers[split].shards) for split in SPLITS}, state.documents,
                         dict(sorted(state.counts.items())), job.settings, job.source.description, job.command)
     write_file(job.folder / MANIFEST_NAME, manifest.to_json().encode())
-    remove_leftovers(job.folder, manifest)
+    remove_written(job.folder, manifest)
 
 
 def _balance(job: PrepareJob, state: ResumeState, writers: Writers) -> bool:

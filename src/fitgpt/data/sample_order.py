@@ -1,4 +1,4 @@
-"""A sample's number and a seed to the window of the data it reads: a pure function, with no state to save.
+"""A sample's number and a seed → the window of the data it reads: a pure function, with no state to save.
 
 Samples are numbered through the whole run: step × (batch_size × gradient_accumulation_steps) + position.
 Sample i lies in epoch i // windows, and each epoch visits every window once, in an order given by a keyed
@@ -10,7 +10,6 @@ version of numpy, gives the same numbers.
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,8 +19,7 @@ from ..core.errors import UsageError
 U64 = NDArray[np.uint64]
 I64 = NDArray[np.int64]
 
-MAX_WINDOWS = 2**62   # rows × columns of the permutation must stay below 2**64
-_ROUNDS = 8           # four for each half: two more than a pseudo-random permutation needs in theory
+_ROUNDS = 8   # four for each half: two more than a pseudo-random permutation needs in theory
 _MASK = 2**64 - 1
 
 # The 64-bit golden ratio and the two multipliers of SplitMix64 (Steele, Lea, Flood 2014; Stafford's mix 13).
@@ -45,32 +43,18 @@ def positions_for(
 
 def window_of(samples: I64, windows: int, seed: int, stream: str) -> I64:
     """The window, from 0 to windows - 1, that each sample reads."""
-    if not 1 <= windows <= MAX_WINDOWS:
-        raise ValueError(f"{windows} windows; there must be 1 to 2**62")
-    index = np.atleast_1d(samples).astype(np.uint64)
+    index = samples.astype(np.uint64)
     count = np.uint64(windows)
     return _permute(index % count, windows, hash_of(seed, stream, index // count)).astype(np.int64)
 
 
 def hash_of(seed: int, stream: str, *words: U64) -> U64:
     """64 well-mixed bits for each element of `words`, different for each seed and stream."""
-    state = np.array([_stream_key(seed & _MASK, stream)], dtype=np.uint64)
-    for word in words:
-        state = _absorb(state, word)
-    return state
-
-
-@lru_cache(maxsize=64)
-def _stream_key(seed: int, stream: str) -> int:
-    state = np.array([seed], dtype=np.uint64)
+    state = np.array([seed & _MASK], dtype=np.uint64)
     name = stream.encode()
-    for byte in (len(name), *name):
-        state = _absorb(state, np.array([byte], dtype=np.uint64))
-    return int(state[0])
-
-
-def _absorb(state: U64, word: U64) -> U64:
-    return _mix((state ^ word) + _GOLDEN)
+    for word in (len(name), *name, *words):
+        state = _mix((state ^ np.asarray(word, dtype=np.uint64)) + _GOLDEN)
+    return state
 
 
 def _mix(x: U64) -> U64:

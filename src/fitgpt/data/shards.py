@@ -1,4 +1,4 @@
-"""A dataset's name to its DataSummary and shard files, from file headers alone. Standard library only: `plan` loads it.
+"""A dataset's name → its DataSummary and shard files, from file headers alone. Standard library only: `plan` loads it.
 
 A dataset of fitgpt is a folder with manifest.json and the shards that it lists. A shard is a header of 256 bytes
 followed by its tokens, all little-endian:
@@ -60,7 +60,7 @@ _PREPARE_AGAIN = "Prepare the dataset again (`fitgpt prepare … --overwrite`), 
 # ---- vocabularies and block sizes
 
 def padded_vocab(tokenizer: str, vocab_size: int | None) -> int:
-    """The data's vocabulary to the model's: padded to a multiple of 64 for speed, as nanoGPT pads GPT-2's.
+    """The data's vocabulary → the model's: padded to a multiple of 64 for speed, as nanoGPT pads GPT-2's.
 
     The vocabulary of a meta.pkl is not padded, because nanoGPT does not pad it: its models keep their shape.
     """
@@ -265,7 +265,7 @@ class ShardHeader:
 
 
 def pack(header: ShardHeader) -> bytes:
-    """A header to its 256 bytes."""
+    """A header → its 256 bytes."""
     body = _LAYOUT.pack(MAGIC, _BYTE_ORDER, VERSION, ITEM_BYTES[header.dtype], header.vocab_size, header.max_token,
                         header.tokens, header.tokenizer.encode("ascii"), bytes.fromhex(header.sha256))
     body = body.ljust(HEADER_BYTES - _CRC.size, b"\0")
@@ -273,7 +273,7 @@ def pack(header: ShardHeader) -> bytes:
 
 
 def read_header(path: Path, fix: str = _PREPARE_AGAIN) -> tuple[ShardHeader, ShardFile]:
-    """A shard's path to its header, every field checked against the others and against the file's size."""
+    """A shard's path → its header, every field checked against the others and against the file's size."""
     def invalid(why: str) -> DataError:
         return DataError(f"The shard {path} {why}.", fix)
 

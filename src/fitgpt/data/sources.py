@@ -1,4 +1,4 @@
-"""PrepareOptions to a source of text: files and folders, a Hugging Face dataset, or Python's standard library.
+"""PrepareOptions → a source of text: files and folders, a Hugging Face dataset, or Python's standard library.
 
 A source lists what it will read before it reads, always in the same order, and numbers its documents, so that a
 stopped `prepare` can resume from any of them. A document is a text file, a line of a .jsonl file, or a row of a parquet
@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -117,7 +118,7 @@ def open_source(options: PrepareOptions) -> TextSource:
 # ---- which files
 
 def _list_files(inputs: tuple[str, ...], column: str) -> TextSource:
-    """Files and folders as the user gave them, to the files that will be read."""
+    """Files and folders as the user gave them → the files that will be read."""
     files: list[InputFile] = []
     skipped: Counter[str] = Counter()
     for given in inputs:
@@ -266,16 +267,12 @@ def _documents_in(file: InputFile, column: str) -> int:
 def _read_file(file: InputFile, column: str, first_document: int, skip: int) -> TextChunks:
     """The documents of a file without the first `skip`; the first of all is number `first_document`."""
     if file.kind == "parquet":
-        return ParquetReader(file.path, column).read(first_document, skip)
-    if file.kind == "jsonl":
-        return _read_jsonl(file.path, column, first_document, skip)
-    return split_document(first_document, _read_blocks(file.path), bom=True)
-
-
-def _read_blocks(path: Path) -> Iterator[bytes]:
-    with open(path, "rb") as file:
-        while block := file.read(CHUNK_BYTES):
-            yield block
+        yield from ParquetReader(file.path, column).read(first_document, skip)
+    elif file.kind == "jsonl":
+        yield from _read_jsonl(file.path, column, first_document, skip)
+    else:
+        with open(file.path, "rb") as opened:
+            yield from split_document(first_document, iter(partial(opened.read, CHUNK_BYTES), b""), bom=True)
 
 
 def _read_jsonl(path: Path, column: str, first_document: int, skip: int) -> TextChunks:

@@ -1,4 +1,4 @@
-"""Raw bytes to valid UTF-8 in chunks of bounded size, with a count of each repair.
+"""Raw bytes → valid UTF-8 in chunks of bounded size, with a count of each repair.
 
     invalid UTF-8, lone surrogates   each replaced by U+FFFD
     a byte-order mark                removed from the start of a file
@@ -37,7 +37,7 @@ TextChunks = Generator[TextChunk, None, None]
 
 
 def split_document(document: int, reads: Iterable[bytes], *, bom: bool = False) -> TextChunks:
-    """The raw bytes of one document, in reads of any size, to its chunks. `bom`: remove a byte-order mark."""
+    """The raw bytes of one document, in reads of any size → its chunks. `bom`: remove a byte-order mark."""
     part, buffer = 0, b""
     counts: dict[str, int] = {}
     for read in reads:
@@ -58,7 +58,7 @@ def binary_fraction(start: bytes) -> float:
 
 
 def utf8_of(text: str) -> tuple[bytes, int]:
-    """A string to UTF-8, and the number of lone surrogates replaced. JSON escapes can express them, UTF-8 cannot."""
+    """A string → UTF-8, and the number of lone surrogates replaced. JSON escapes can express them, UTF-8 cannot."""
     try:
         return text.encode(), 0
     except UnicodeEncodeError:
@@ -81,7 +81,6 @@ def _cut_position(buffer: bytes) -> int:
 
 
 def _clean(document: int, part: int, last: bool, data: bytes, counts: dict[str, int]) -> TextChunk:
-    counts = dict(counts)
     try:
         data.decode()
     except UnicodeDecodeError:

@@ -1,6 +1,6 @@
-"""Text to tokens and back: bytes, GPT-2's BPE (tiktoken), and the characters of a nanoGPT meta.pkl.
+"""Text → tokens and back: bytes, GPT-2's BPE (tiktoken), and the characters of a nanoGPT meta.pkl.
 
-Also a tokenizer to the files that transformers loads it from, and an exported folder back to its tokenizer.
+Also a tokenizer → the files that transformers loads it from, and an exported folder → its tokenizer.
 """
 
 from __future__ import annotations
@@ -66,14 +66,14 @@ class Tokenizer:
     end_of_text: int | None = None
 
     def encode_ordinary(self, text: str) -> list[int]:
-        """Text to tokens; <|endoftext|> is text like any other."""
+        """Text → tokens; <|endoftext|> is text like any other."""
         raise NotImplementedError
 
     def token_bytes(self, token: int) -> bytes:
         raise NotImplementedError
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
-        """Text to tokens. With `special`, the text <|endoftext|> becomes that token, as in nanoGPT's sample.py."""
+        """Text → tokens. With `special`, the text <|endoftext|> becomes that token, as in nanoGPT's sample.py."""
         if not special or self.end_of_text is None:
             return self.encode_ordinary(text)
         first, *rest = text.split(END_OF_TEXT)
@@ -83,7 +83,7 @@ class Tokenizer:
         return tokens
 
     def encode_utf8(self, data: bytes) -> NDArray[np.uint16]:
-        """Valid UTF-8 to tokens, as an array."""
+        """Valid UTF-8 → tokens, as an array."""
         return np.array(self.encode_ordinary(data.decode()), dtype=np.uint16)
 
     def decode(self, tokens: Iterable[int]) -> str:
@@ -165,7 +165,7 @@ class CharTokenizer(Tokenizer):
 
 
 class StreamDecoder:
-    """Tokens to text, one token at a time. A character that spans several tokens appears with the last of them."""
+    """Tokens → text, one token at a time. A character that spans several tokens appears with the last of them."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer

@@ -1,4 +1,4 @@
-"""Tokens to shards in a dataset's folder, and the saved state from which a stopped `prepare` resumes.
+"""Tokens → shards in a dataset's folder, and the saved state from which a stopped `prepare` resumes.
 
 Every file is written under a temporary name, synced and renamed, so a stop at any moment corrupts nothing. The saved
 state (progress.json and carry-N.bin) holds the tokens that do not fill a shard yet and the next document to read. The
@@ -24,6 +24,7 @@ from ..core.errors import DataError, SystemFault, UsageError
 from ..core.files import replace_file, try_lock
 from .shards import (
     HEADER_BYTES,
+    MANIFEST_NAME,
     PROGRESS_NAME,
     SPLITS,
     Manifest,
@@ -39,7 +40,6 @@ DTYPE = "uint16"   # both tokenizers of `prepare` have fewer than 65,536 tokens
 _SCHEMA = 1
 _LOCK = ".prepare.lock"
 _WRITTEN = re.compile(r"(?:\.tmp-)?(?:(?:train|val)-\d{5,}\.shard|carry-\d+\.bin|progress\.json|manifest\.json)")
-_LEFTOVER = re.compile(r"\.tmp-.*|(?:train|val)-\d{5,}\.shard|carry-\d+\.bin|progress\.json")
 
 
 # ---- the folder
@@ -98,18 +98,11 @@ def locked(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def remove_written(folder: Path) -> None:
-    """Deletes every file that `prepare` writes, and nothing else."""
+def remove_written(folder: Path, finished: Manifest | None = None) -> None:
+    """Deletes every file that `prepare` writes, except those of a finished dataset: its manifest and shards."""
+    kept = {MANIFEST_NAME, *(shard.file for shards in finished.shards.values() for shard in shards)} if finished else ()
     for path in folder.iterdir():
-        if _WRITTEN.fullmatch(path.name):
-            path.unlink()
-
-
-def remove_leftovers(folder: Path, finished: Manifest) -> None:
-    """Deletes what a finished dataset does not need: the saved state, and shards that the manifest does not list."""
-    kept = {shard.file for shards in finished.shards.values() for shard in shards}
-    for path in folder.iterdir():
-        if _LEFTOVER.fullmatch(path.name) and path.name not in kept:
+        if _WRITTEN.fullmatch(path.name) and path.name not in kept:
             path.unlink()
 
 

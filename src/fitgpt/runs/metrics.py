@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 Row = Mapping[str, Any]
 
-MAX_LINE = 2**20         # bytes; rows of fitgpt have a few hundred
+END_BYTES = 2**20        # at the end of a long file, where every step is read
 LONG_FILE = 32 * 2**20   # bytes: about 90,000 steps, which take seconds to parse
 MAX_COUNT = 2**63        # bytes and steps beyond it are no measurement
 
@@ -164,11 +164,9 @@ def read_with_errors(path: Path | str) -> tuple[list[dict[str, Any]], list[int]]
     if not Path(path).exists():
         return [], []
     with open(path, "rb") as file:
-        number, unfinished = 0, False  # unfinished: a line longer than MAX_LINE continues
-        for line, wanted in iterate_lines(file, os.fstat(file.fileno()).st_size):
-            continued, unfinished = unfinished, not line.endswith(b"\n")
-            number += not continued
-            if continued or not wanted or not line.strip():
+        lines = iterate_lines(file, os.fstat(file.fileno()).st_size)
+        for number, (line, wanted) in enumerate(lines, 1):
+            if not wanted or not line.strip():
                 continue
             row = parse_line(line)
             if row is None:
@@ -202,9 +200,9 @@ def iterate_lines(file: BinaryIO, size: int) -> Iterator[tuple[bytes, bool]]:
     """
     position = file.tell()
     stride, steps = reading_stride(size - position), 0
-    while line := file.readline(MAX_LINE):
+    for line in file:
         position += len(line)
-        may_skip = stride > 1 and position < size - MAX_LINE and line.startswith(_STEP_ROW)
+        may_skip = stride > 1 and position < size - END_BYTES and line.startswith(_STEP_ROW)
         steps += may_skip
         yield line, not may_skip or steps % stride == 0
 

@@ -45,18 +45,10 @@ _NOT_EVENTS = {"run", "step", "eval", "save", "plan", "plan_measured", "sample"}
 
 @dataclass(frozen=True)
 class RunEvent:
-    """Something that happened in a run, as a sentence."""
+    """Something that happened in a run, as a sentence; or text that the model generated."""
 
     step: int
-    kind: str   # "resumed", "skipped", "warning", "note", or the kind of its row in metrics.jsonl
-    text: str
-
-
-@dataclass(frozen=True)
-class RunSample:
-    """Text that the model generated at a step."""
-
-    step: int
+    kind: str   # "resumed", "skipped", "warning", "note", "sample", or the kind of its row in metrics.jsonl
     text: str
 
 
@@ -72,7 +64,7 @@ class RunRecord:
     evaluations: tuple[Evaluation, ...]
     saves: tuple[int, ...]                     # the steps at which a checkpoint was written
     events: tuple[RunEvent, ...]
-    samples: tuple[RunSample, ...]
+    samples: tuple[RunEvent, ...]
     planned: dict[str, PhaseMemory]            # by phase; empty: no plan was made
     measured: dict[str, PhaseMemory]
     owners_at_peak: dict[str, int]             # of the plan
@@ -133,7 +125,7 @@ def record_of(name: str, rows: Sequence[Row], config: dict[str, Any] | None,
         steps=steps, evaluations=tuple(evaluation_from(row) for row in rows_by_step(rows, "eval")),
         saves=tuple(count(row["step"]) for row in rows_by_step(rows, "save")),
         events=tuple(_events(rows, steps)),
-        samples=tuple(RunSample(count(row.get("step")), row["text"]) for row in rows
+        samples=tuple(RunEvent(count(row.get("step")), "sample", row["text"]) for row in rows
                       if row.get("kind") == "sample" and isinstance(row.get("text"), str)),
         planned=phases_from(plan), measured=phases_from(last_row(rows, "plan_measured")) or measured_peaks(rows),
         owners_at_peak={owner: nbytes for owner, nbytes, _ in owners_from(plan)},

@@ -22,7 +22,6 @@ from ..core.units import MiB
 from ..hardware.nvidia import GpuProcess, GpuState, read_gpus
 from .folder import LockOwner, is_run, is_running, lock_owner, runs_near, step_folders
 from .metrics import (
-    MAX_LINE,
     Evaluation,
     MemoryReading,
     Row,
@@ -302,7 +301,7 @@ class FollowedRun:
                 self._file, self._position, self.progress = (stat.st_dev, stat.st_ino), 0, RunProgress()
             file.seek(self._position)
             for line, wanted in iterate_lines(file, stat.st_size):
-                if not line.endswith(b"\n") and len(line) < MAX_LINE:
+                if not line.endswith(b"\n"):
                     break
                 self._position += len(line)
                 if wanted and (row := parse_line(line)) is not None:

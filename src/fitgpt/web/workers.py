@@ -10,7 +10,6 @@ import asyncio
 import json
 import multiprocessing
 import os
-import signal
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -19,6 +18,7 @@ from functools import cache
 from typing import NamedTuple
 
 from ..core.errors import FitError
+from ..core.worker_process import begin_worker, sigint_blocked
 from . import answers
 from .answers import Answer
 from .form import PageQuery, flags_in, form, read
@@ -90,20 +90,6 @@ def answer(request: ApiRequest) -> Answer:
 _live_run = cache(LiveRun)  # by run folder: it keeps the history of what it has seen
 
 
-def _begin() -> None:
-    """Runs first in a worker. Ctrl-C is handled by the server, and a worker never outlives it."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _mask_ctrl_c(blocked=False)
-    threading.Thread(target=_end_with_server, daemon=True).start()
-
-
-def _end_with_server() -> None:
-    server = multiprocessing.parent_process()
-    assert server is not None
-    server.join()
-    os._exit(1)
-
-
 # ---- in the server
 
 
@@ -146,19 +132,10 @@ class Worker:
 def _start() -> ProcessPoolExecutor:
     """A pool whose process has started. `spawn` inherits no threads, and nothing is imported from the current
     directory: __main__.py sets PYTHONSAFEPATH, and the child gets the server's sys.path."""
-    executor = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _begin)
-    # The worker inherits the blocked signal until it ignores it; the server gets a Ctrl-C of this moment afterwards.
-    _mask_ctrl_c(blocked=True)
-    try:
+    executor = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), begin_worker)
+    with sigint_blocked():
         executor.submit(os.getpid)
-    finally:
-        _mask_ctrl_c(blocked=False)
     return executor
-
-
-def _mask_ctrl_c(*, blocked: bool) -> None:
-    if hasattr(signal, "pthread_sigmask"):  # not on Windows
-        signal.pthread_sigmask(signal.SIG_BLOCK if blocked else signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 class WorkerPool:

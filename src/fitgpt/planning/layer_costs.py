@@ -272,7 +272,7 @@ class CostCache:
         self._known: dict[tuple[Any, ...], Any] = {}
 
     def cost(self, config: RunConfig) -> RunCost:
-        """Wants a settled config: see memory.forecast. Its recompute policies do not matter."""
+        """Takes a resolved config. Its recompute policies do not matter."""
         optimizer = config.optimizer if config.step_in_backward else None  # else the passes do not depend on it
         key = *_pass_options(config), engine_tape.uses_cuda_graphs(config), config.offload == "gradients", optimizer
         accumulates = config.gradient_accumulation_steps > 1

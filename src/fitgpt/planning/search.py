@@ -276,7 +276,7 @@ class Search:
         would be used."""
         given, found = self.config, list[dict[str, Any]]()
         for compiled in [given.compile] if given.compile or not self.platform.compiles else [False, True]:
-            mode = {"compile": compiled, "cuda_graphs": given.cuda_graphs}
+            mode: dict[str, Any] = {"compile": compiled, "cuda_graphs": given.cuda_graphs}
             found.append(mode)
             if uses_cuda_graphs(replace(given, **savers.options, **mode)):
                 found.append({**mode, "cuda_graphs": False})

@@ -42,10 +42,10 @@ def tape(trainer: str, **options: Any) -> Tape:
 
 def replays_at_every_cap(tape: Tape, expandable: bool) -> dict[int, bool]:
     """Of every cap that could matter, whether the tape replays to its end under it: nothing is skipped."""
-    free_run = replay(tape, expandable=expandable)
+    unlimited = replay(tape, expandable=expandable)
     largest = max(allocation_size(round_size(event.nbytes)) for event in tape.events)
-    first = max(free_run.allocated) // ROUND_LARGE * ROUND_LARGE
-    caps = range(first, free_run.reserved + (largest if expandable else 0) + ROUND_LARGE, ROUND_LARGE)
+    first = max(unlimited.allocated) // ROUND_LARGE * ROUND_LARGE
+    caps = range(first, unlimited.reserved + (largest if expandable else 0) + ROUND_LARGE, ROUND_LARGE)
     return {cap: replay(tape, cap, expandable=expandable).failed is None for cap in caps}
 
 
@@ -70,9 +70,9 @@ def upside_down(name: str) -> tuple[Tape, dict[int, bool]]:
 @pytest.mark.parametrize("name", UPSIDE_DOWN)
 def test_needs_under_a_limit_are_within_it_exactly_if_a_replay_at_the_limit_completes(name: str) -> None:
     written, seen = upside_down(name)
-    free_run, usual = replay(written), needs(written)
+    unlimited, usual = replay(written), needs(written)
     assert {cap: usual <= cap for cap in seen} != seen  # it is one of those runs
-    needed_under = {cap: needs_under(cap, written, usual, free_run=free_run) for cap in seen}
+    needed_under = {cap: needs_under(cap, written, usual, unlimited=unlimited) for cap in seen}
     assert {cap: needed <= cap for cap, needed in needed_under.items()} == seen
     assert all(seen[needed // ROUND_LARGE * ROUND_LARGE] for needed in needed_under.values())
 
@@ -108,11 +108,11 @@ def test_needs_are_found_with_few_replays(tried: list[int | None]) -> None:
 def test_a_limit_costs_at_most_one_more_replay_and_none_far_above_or_below_the_needs(
         tried: list[int | None]) -> None:
     written = tape("fitgpt", compile=False)
-    free_run = replay(written, expandable=True)
-    usual = needs(written, expandable=True, free_run=free_run)
+    unlimited = replay(written, expandable=True)
+    usual = needs(written, expandable=True, unlimited=unlimited)
     for limit, replays in ((2 * usual, 0), (usual // 2, 0), (usual, 1)):
         tried.clear()
-        assert needs_under(limit, written, usual, free_run=free_run, expandable=True) == usual
+        assert needs_under(limit, written, usual, unlimited=unlimited, expandable=True) == usual
         assert len(tried) <= replays
 
 

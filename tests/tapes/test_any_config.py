@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -59,7 +60,9 @@ def check(tape: Tape) -> dict[str, Event]:
 def test_every_config_has_a_tape_that_frees_only_live_tensors(number: int) -> None:
     rng = Random(number)
     card, trainer = rng.choice(ONE_OF_EACH_KIND), "fitgpt" if number % 4 == 0 else "nanogpt"
-    platform = platform_for(card, torch=rng.choice(list(TORCH_VERSIONS)), windows=rng.random() < 0.1)
+    platform = platform_for(card, torch=rng.choice(list(TORCH_VERSIONS)))
+    if rng.random() < 0.1:  # Windows
+        platform = replace(platform, expandable=False, compiles=False)
     config = resolve_run(config_of(rng, card), platform)
     tape = write_tape(config, platform, trainer)
     alive = check(tape)

@@ -167,14 +167,13 @@ def find_config(assignments: Sequence[Assignment], config: str = "", folder: Pat
 CHUNK = 256 * 1024  # bytes; an input up to this size is parsed as a whole
 BEFORE, AFTER = 64 * 1024, 16 * 1024  # bytes kept around a chunk: traceback before its message, figures after
 
-# Lower-case parts of every message in oom_message.py and of nvidia-smi's output. Chunks of a large input that contain
-# none of them are not parsed.
+# Lower-case parts of every message in oom_message.py. Chunks of a large input that contain none of them are not parsed.
 HINTS = (b"out of memory", b"outofmemory", b"tried to allocate", b"total capac", b"reserved in total", b"_alloc_failed",
          b"_not_initialized", b"cpuallocator", b"not enough memory", b"unable to allocate", b"paging file",
          b"winerror 1455", b"memoryerror", b"bad_alloc", b"killed", b"oom-kill", b"oom_kill", b"code 137",
          b"status 137", b"code: 137", b"exitcode: -9", b"exitcode : -9", b"code = -9", b"signal 9", b"sigkill",
-         b"posix_memalign", b"ram ran out", b"cannot allocate memory", b"error_out_of_memory", b"errormemoryallocation",
-         b"nvidia-smi", b"memory.used")
+         b"posix_memalign", b"ram ran out", b"cannot allocate memory", b"error_out_of_memory", b"errormemoryallocation")
+SMI_HINTS = (b"nvidia-smi", b"memory.used")  # the same for nvidia-smi's output
 
 
 class InputText(NamedTuple):
@@ -190,13 +189,14 @@ def read_input(stream: BinaryIO) -> InputText:
     before, chunk, text = b"", next(chunks, b""), ""
     first = chunk
     while chunk:
-        following = next(chunks, b"")
-        searched = (before + chunk).lower()
+        following, overlap = next(chunks, b""), before[-AFTER:]
+        searched = overlap + chunk
+        lower = searched.lower()
         for word in counts:  # a chunk may end inside a word
-            counts[word] += searched.count(word, max(len(before) - len(word) + 1, 0))
-        if not text and any(hint in searched for hint in HINTS):
-            parsed = _decode(before + chunk)
-            if parse_oom_message(parsed) is not None or parse_nvidia_smi(parsed):
+            counts[word] += lower.count(word, max(len(overlap) - len(word) + 1, 0))
+        for hints, parse in ((HINTS, parse_oom_message), (SMI_HINTS, parse_nvidia_smi)):
+            places = [place for hint in hints for place in (lower.find(hint), lower.rfind(hint)) if place >= 0]
+            if places and not text and parse(_decode(searched[max(min(places) - AFTER, 0):max(places) + AFTER])):
                 text = _decode(before + chunk + following[:AFTER])
         before, chunk = (before + chunk)[-BEFORE:], following
     return InputText(text or _decode(first), counts)

@@ -136,20 +136,20 @@ def reserved_in_other_orders(tape: Tape) -> tuple[int, ...]:
     return tuple(replay(tape, addresses=order).reserved for order in orders)
 
 
-def needs(tape: Tape, *, expandable: bool = False, free_run: Timeline | None = None, above: int = 0) -> int:
+def needs(tape: Tape, *, expandable: bool = False, unlimited: Timeline | None = None, above: int = 0) -> int:
     """The memory limit, a multiple of 2 MiB, under which the tape completes while it fails with 2 MiB less.
 
-    `free_run` is the replay without a limit, if there is one already; `above` is a limit that is known to fail. The
+    `unlimited` is the replay without a limit, if there is one already; `above` is a limit that is known to fail. The
     result is never below the peak: the tensors must lie somewhere.
 
     Found by bisection, without a second replay where an earlier one was the same under that limit. The allocator
     releases cached blocks at other moments under another limit, so a few programs fail under a slightly larger limit,
     or complete under a smaller one: `needs_under` answers for one given limit.
     """
-    free_run = free_run or replay(tape, expandable=expandable)
-    completed, failed = free_run, None
-    low = _round_down(max(free_run.peak - ROUND_LARGE, above))  # too small
-    high = _round_up(free_run.largest_granted)                  # large enough
+    unlimited = unlimited or replay(tape, expandable=expandable)
+    completed, failed = unlimited, None
+    low = _round_down(max(unlimited.peak - ROUND_LARGE, above))  # too small
+    high = _round_up(unlimited.largest_granted)                  # large enough
     while high - low > ROUND_LARGE:
         limit = _round_down((low + high) // 2)
         if not completed.is_same_under(limit) and (failed is None or not failed.is_same_under(limit)):
@@ -162,20 +162,20 @@ def needs(tape: Tape, *, expandable: bool = False, free_run: Timeline | None = N
     return high
 
 
-def fits(limit: int, free_run: Timeline, *, expandable: bool = False) -> bool:
-    """Whether the tape completes under a limit. `free_run` is its replay without one, and often answers already."""
-    if limit >= free_run.largest_granted or limit < free_run.peak:
-        return limit >= free_run.largest_granted
-    return replay(free_run.tape, limit, expandable=expandable).failed is None
+def fits(limit: int, unlimited: Timeline, *, expandable: bool = False) -> bool:
+    """Whether the tape completes under a limit. `unlimited` is its replay without one, and often answers already."""
+    if limit >= unlimited.largest_granted or limit < unlimited.peak:
+        return limit >= unlimited.largest_granted
+    return replay(unlimited.tape, limit, expandable=expandable).failed is None
 
 
-def needs_under(limit: int, tape: Tape, usual: int, *, free_run: Timeline, expandable: bool = False) -> int:
+def needs_under(limit: int, tape: Tape, usual: int, *, unlimited: Timeline, expandable: bool = False) -> int:
     """What `needs` answered (`usual`), corrected for one limit: at most that limit if and only if the tape completes
     under it."""
-    completes = fits(limit, free_run, expandable=expandable)
+    completes = fits(limit, unlimited, expandable=expandable)
     if completes == (usual <= limit):
         return usual
-    return limit if completes else needs(tape, expandable=expandable, free_run=free_run, above=limit)
+    return limit if completes else needs(tape, expandable=expandable, unlimited=unlimited, above=limit)
 
 
 # Memory is reserved in multiples of 2 MiB, so limits between two of them are equal.

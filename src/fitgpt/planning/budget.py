@@ -93,11 +93,10 @@ def on_card(card: GpuModel, *, others: int = 0, budget: int | None = None, torch
     return Target(_platform_here(card.capability or (9, 0), torch, card), allowed, card)
 
 
-def platform_for(card: GpuModel, *, torch: str = DEFAULT_TORCH, windows: bool = False) -> Platform:
-    """The platform that a GPU of the table gives a run."""
+def platform_for(card: GpuModel, *, torch: str = DEFAULT_TORCH) -> Platform:
+    """The platform that a GPU of the table gives a run on Linux."""
     capability = card.capability or (9, 0)
-    return Platform(capability, torch, expandable=not windows, compiles=capability >= (7, 0) and not windows,
-                    sms=card.sms or Platform.sms)
+    return Platform(capability, torch, compiles=capability >= (7, 0), sms=card.sms or Platform.sms)
 
 
 def budget_for(card: GpuModel, *, others: int = 0, budget: int | None = None) -> Budget:

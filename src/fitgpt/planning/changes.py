@@ -171,7 +171,7 @@ def repeatedly_divided(number: int) -> list[int]:
 def memory_use(run: ResolvedRun, platform: Platform, trainer: str = "fitgpt") -> MemoryUse:
     timeline = replay_run(run, platform, trainer)
     return MemoryUse({phase: peak.allocated for phase, peak in timeline.peaks().items()},
-                     needs(timeline.tape, expandable=platform.uses_expandable_segments(trainer), free_run=timeline))
+                     needs(timeline.tape, expandable=platform.uses_expandable_segments(trainer), unlimited=timeline))
 
 
 def priced(changed: ChangedRun, before: MemoryUse, platform: Platform, budget: Budget) -> PricedChange:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache
 from itertools import product
 from typing import Any
 
@@ -147,7 +146,6 @@ def seconds_per_token(config: RunConfig, card: GpuModel, platform: Platform) -> 
     return slower / speed.modelled(config, card, platform, speed.likely_efficiency(card))
 
 
-@cache
 def similar_gpu(platform: Platform) -> GpuModel:
     """A GPU whose figures are known: the nearest in compute capability, then in multiprocessors."""
     known = [card for card in gpus.load() if card.capability and speed.has_figures(card)]

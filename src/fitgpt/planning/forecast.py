@@ -120,9 +120,9 @@ def forecast(run: ResolvedRun, platform: Platform, trainer: str = "fitgpt", limi
 
     # What is reserved without a limit, what is needed, and what is reserved under the limit.
     unlimited = timeline = replay(tape, expandable=expandable)
-    needed = needs(tape, expandable=expandable, free_run=unlimited)
+    needed = needs(tape, expandable=expandable, unlimited=unlimited)
     if limit is not None:
-        needed = needs_under(limit, tape, needed, free_run=unlimited, expandable=expandable)
+        needed = needs_under(limit, tape, needed, unlimited=unlimited, expandable=expandable)
         if needed <= limit < unlimited.reserved:
             timeline = replay(tape, limit, expandable=expandable)
     reserved = unlimited.reserved, *(() if expandable else reserved_in_other_orders(tape))

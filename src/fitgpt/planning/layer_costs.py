@@ -9,7 +9,7 @@ the byte. Fragmentation is bounded, not known: a run that is to be chosen is rep
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import count, groupby, repeat
 from operator import attrgetter
@@ -22,7 +22,6 @@ from ..memory.allocator import LARGE_BUFFER
 from ..memory.platform import Platform
 from ..memory.tape import EMPTY_CACHE, GRAPH_POOL, Event, round_size
 from ..tapes import engine as engine_tape
-from ..tapes.engine import draft
 
 RecomputeMix = tuple[tuple[int, int], ...]  # (index of a policy in LEVELS, layers), from the first layer to the last
 
@@ -273,7 +272,7 @@ class CostCache:
         self._known: dict[tuple[Any, ...], Any] = {}
 
     def cost(self, config: RunConfig) -> RunCost:
-        """Wants a settled config: see memory.forecast. Its recompute policies do not matter."""
+        """Takes a resolved config. Its recompute policies do not matter."""
         optimizer = config.optimizer if config.step_in_backward else None  # else the passes do not depend on it
         key = *_pass_options(config), engine_tape.uses_cuda_graphs(config), config.offload == "gradients", optimizer
         accumulates = config.gradient_accumulation_steps > 1
@@ -297,7 +296,7 @@ class CostCache:
 def _run_of(config: RunConfig, platform: Platform, **options: Any) -> engine_tape.Run:
     """With its weights and states loaded. States that come late are taken to be there: from the first step on they
     are."""
-    run = engine_tape.Run(draft(config, states="early", eval_only=False, grad_checkpoint=False, **options), platform)
+    run = engine_tape.Run(replace(config, states="early", eval_only=False, grad_checkpoint=False, **options), platform)
     run.load()
     return run
 
@@ -347,14 +346,15 @@ def _places(config: RunConfig, tokens: int) -> int:
 
 def _heads(config: RunConfig, platform: Platform) -> tuple[NetAndPeak, ...]:
     """The part between the two passes, of each micro-step that differs."""
-    return tuple(step.head for step in _micro_steps(config, platform, layers=0)[0])
+    return tuple(step.head for step in _micro_steps(config, platform, one_layer=True)[0])
 
 
 def _micro_steps(config: RunConfig, platform: Platform,
-                 layers: int = len(LEVELS)) -> tuple[tuple[MicroStepCost, ...], int, int]:
+                 one_layer: bool = False) -> tuple[tuple[MicroStepCost, ...], int, int]:
     """The first micro-step, and the next if it is captured or finds gradients; then the bytes of gradients that come
-    and go: a layer's, and all others'. One layer per recompute policy, or none."""
-    run = _run_of(config, platform, n_layer=layers, recompute=ONE_OF_EACH if layers else "input")
+    and go: a layer's, and all others'. One layer per recompute policy, or one layer in all."""
+    layers = 1 if one_layer else len(LEVELS)
+    run = _run_of(config, platform, n_layer=layers, recompute="input" if one_layer else ONE_OF_EACH)
     w = run.w
     if not run.cuda_graphs:  # else graphs are dropped before training begins. One batch leaves behind what all do
         batch = run.fetch(config.eval_batch, config.eval_block)

@@ -289,9 +289,9 @@ def verdicts(config: RunConfig, trainer: str = "fitgpt", others: int = 0, torch:
         kind = same_tape(run, platform)
         if kind not in known:
             unlimited = replay_run(run, platform, trainer)
-            known[kind] = unlimited, needs(unlimited.tape, expandable=expandable, free_run=unlimited)
+            known[kind] = unlimited, needs(unlimited.tape, expandable=expandable, unlimited=unlimited)
         unlimited, usual = known[kind]
-        needed = needs_under(limit, unlimited.tape, usual, free_run=unlimited, expandable=expandable)
+        needed = needs_under(limit, unlimited.tape, usual, unlimited=unlimited, expandable=expandable)
         rows.append(GpuVerdict(card.name, usable, needed, limit - needed))
     return rows
 

@@ -189,10 +189,9 @@ def read(path: str) -> PlanFile:
     if document.get("schema", SCHEMA) != SCHEMA:
         raise UsageError(f"--plan {path} has schema {document['schema']!r}, and this fitgpt knows {SCHEMA}.",
                          f"Plan again: fitgpt fit -o {shlex.quote(path)}")
-    card, ladder = document.get("card"), document.get("ladder")
-    fallback_plans = _fallback_plans(path, ladder) if isinstance(ladder, list) else None
+    card = document.get("card")
     return PlanFile(path, _options(path, document["config"]), card if isinstance(card, str) else "",
-                    _needs(document.get("forecast")), fallback_plans)
+                    _needs(document.get("forecast")), _fallback_plans(path, document.get("ladder")))
 
 
 def _options(path: str, given: dict[str, Any]) -> dict[str, Any]:
@@ -208,8 +207,10 @@ def _needs(row: Any) -> int | None:
     return needs if isinstance(needs, int) and not isinstance(needs, bool) else None
 
 
-def _fallback_plans(path: str, rows: list[Any]) -> tuple[FallbackPlan, ...] | None:
-    """The fallback plans, their values checked like flags; None where one cannot be read."""
+def _fallback_plans(path: str, rows: Any) -> tuple[FallbackPlan, ...] | None:
+    """The fallback plans, their values checked like flags; None where there are none or one cannot be read."""
+    if not isinstance(rows, list):
+        return None
     plans: list[FallbackPlan] = []
     for each in rows:
         needs = _needs(each)

@@ -24,7 +24,7 @@ from ..core.units import MiB
 from ..hardware import gpus
 from ..hardware.gpus import GpuModel
 from ..memory.platform import Platform
-from ..tapes.engine import draft, host_bytes, uses_cuda_graphs
+from ..tapes.engine import host_bytes, uses_cuda_graphs
 from .budget import Budget
 from .forecast import fits, needs_of
 from .layer_costs import (
@@ -161,7 +161,7 @@ def score(savers: SaverSet, changes: int, seconds: float) -> float:
 class Candidate(NamedTuple):
     """Settings that may be chosen. `mix` says what each layer recomputes, whatever `config.recompute` says."""
 
-    config: RunConfig   # not checked: Search.config_of makes the config to choose
+    config: RunConfig   # resolved; Search.config_of makes the config to choose
     savers: SaverSet
     changes: int        # options that differ from the given run
     memory: RunCost
@@ -223,10 +223,8 @@ class Search:
         self.limit = target.budget.reserve_limit
         self.ranked_on = target.card if target.card and has_figures(target.card) else gpus.find(STAND_IN)
         self.costs = CostCache(self.platform)
-        offloaded = host_bytes(draft(config, offload="optimizer"))
-        self.saver_sets = [savers for savers in saver_sets(config, self.platform, allow) if
-                           savers.options["offload"] == "none" or target.host_bytes is None
-                           or offloaded <= target.host_bytes]
+        self.saver_sets = [savers for savers in saver_sets(config, self.platform, allow) if target.host_bytes is None
+                           or host_bytes(replace(config, **savers.options)) <= target.host_bytes]
         # What the scan finds: the fastest mix of each candidate within a limit, and the fastest per bin of memory.
         self.scan_limit = within_usual_loss(self.limit, self.platform.expandable)
         self.fastest: list[Candidate] = []
@@ -252,7 +250,7 @@ class Search:
                 for chunk in self.chunks(batch):
                     options = {**savers.options, **mode, "batch_size": batch, "loss_chunk": chunk,
                                "gradient_accumulation_steps": sequences // batch}
-                    configs = [draft(given, **options, eval_batch_size=size) for size in self.eval_batches(batch)]
+                    configs = [replace(given, **options, eval_batch_size=size) for size in self.eval_batches(batch)]
                     cost = self.step_cost(configs[0])  # the evaluation batch does not affect the speed
                     for config in configs:
                         changes = sum(getattr(config, name) != getattr(given, name) for name in compared)
@@ -278,9 +276,9 @@ class Search:
         would be used."""
         given, found = self.config, list[dict[str, Any]]()
         for compiled in [given.compile] if given.compile or not self.platform.compiles else [False, True]:
-            mode = {"compile": compiled, "cuda_graphs": given.cuda_graphs}
+            mode: dict[str, Any] = {"compile": compiled, "cuda_graphs": given.cuda_graphs}
             found.append(mode)
-            if uses_cuda_graphs(draft(given, **savers.options, **mode)):
+            if uses_cuda_graphs(replace(given, **savers.options, **mode)):
                 found.append({**mode, "cuda_graphs": False})
         return found
 

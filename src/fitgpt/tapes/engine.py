@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import prod
-from typing import Any
 
 from ..config.architectures import parameter_shapes
 from ..config.optimizers import optimizer_of, state_bytes
@@ -148,7 +147,7 @@ class Run:
             return
         self.has_states = True
         with self.gpu.section("optimizer"):
-            early = draft(self.config, states="early")
+            early = replace(self.config, states="early")
             self.optimizer = engine_module("optim.adamw").make_optimizer(early, self.model)
             for name, tensor in self.optimizer.tensors().items():
                 tensor.storage.rename(parameter_name(name))
@@ -267,13 +266,6 @@ class Run:
 
 
 # ---- bytes elsewhere
-
-
-def draft(config: RunConfig, **options: Any) -> RunConfig:
-    """A config with other options, unchecked: to check sixty options takes longer than to write a layer."""
-    made: RunConfig = object.__new__(RunConfig)
-    made.__dict__.update(config.__dict__, **options)
-    return made
 
 
 def host_bytes(config: RunConfig) -> int:

@@ -377,9 +377,3 @@ def test_an_unreachable_hub_is_an_error_without_traceback(bare_machine: Path, mo
         find_gpt2("gpt2")
     assert "long story" not in refusal.value.what
     assert "hf download" in refusal.value.fix
-
-
-def test_another_name_is_a_usage_error(bare_machine: Path) -> None:
-    for name in ("gpt3", "gpt2/../../etc", ""):
-        with pytest.raises(UsageError, match="gpt2-xl"):
-            find_gpt2(name)

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from .. import __version__
 from ..config.architectures import NORM_EPSILON, GPTConfig
-from ..config.run_config import gpt2_shapes
 from ..core.errors import DataError, UsageError
 from ..core.files import disk_faults, folder_atomically, read_json_object
 from ..data.tokenizers import (
@@ -158,8 +157,6 @@ def _weight_files(path: Path) -> list[Path]:
 
 def find_gpt2(name: str) -> Path:
     """The folder of OpenAI's weights: here, in ./models, in the hub's cache, or fetched from the hub."""
-    if name not in gpt2_shapes:
-        raise UsageError(f"{name!r} is none of {', '.join(gpt2_shapes)}.", "--init_from=gpt2")
     for folder in _likely_places(name):
         if (folder / _CONFIG).is_file() and any((folder / file).is_file() for file in _WEIGHT_FILES):
             return folder
@@ -182,19 +179,12 @@ def find_gpt2(name: str) -> Path:
 def _likely_places(name: str) -> Iterator[Path]:
     yield Path(name)
     yield Path("models") / name
+    # where huggingface_hub keeps its files, by its own variables
+    given = os.environ.get
+    home = given("HF_HOME") or os.path.join(given("XDG_CACHE_HOME") or "~/.cache", "huggingface")
+    hub = Path(given("HF_HUB_CACHE") or given("HUGGINGFACE_HUB_CACHE") or os.path.join(home, "hub")).expanduser()
     for repository in (f"models--openai-community--{name}", f"models--{name}"):
-        cached = _hub_cache() / repository
-        current = cached / "refs" / "main"
+        current = hub / repository / "refs" / "main"
         if current.is_file():
-            yield cached / "snapshots" / current.read_text().strip()
-        yield from sorted((cached / "snapshots").glob("*"))
-
-
-def _hub_cache() -> Path:
-    """Where huggingface_hub keeps its files, by its own variables."""
-    for variable in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
-        if os.environ.get(variable):
-            return Path(os.environ[variable]).expanduser()
-    if os.environ.get("HF_HOME"):
-        return Path(os.environ["HF_HOME"]).expanduser() / "hub"
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "huggingface" / "hub"
+            yield hub / repository / "snapshots" / current.read_text().strip()
+        yield from sorted((hub / repository / "snapshots").glob("*"))

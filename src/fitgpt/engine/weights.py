@@ -75,7 +75,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor],
         digest.update(head)
         file.write(head)
         for name in names:
-            content = tensors[name].detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+            content = tensors[name].detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
             digest.update(content)
             file.write(content)
     return FileSeal(len(head) + end, digest.hexdigest())

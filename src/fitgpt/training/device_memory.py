@@ -42,10 +42,6 @@ class DeviceMemoryPlan:
     fallbacks: Sequence[FallbackPlan] | None = None  # None: not forecast yet
 
     @property
-    def card_bytes(self) -> int:
-        return self.plan.budget.usable if self.plan else 0
-
-    @property
     def needs(self) -> int | None:
         """Bytes that the plan as requested needs to reserve; None: not planned."""
         return self.plan.forecast.needs if self.plan else None

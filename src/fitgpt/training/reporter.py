@@ -38,12 +38,13 @@ class TrainingReporter:
     """What the loop calls. `card_bytes`: the GPU's usable memory; 0: not known."""
 
     def __init__(self, config: RunConfig, facts: RunFacts, splits: Splits, data: DataSummary, folder: RunFolder,
-                 training: Training, display: Display, wandb: Log | None, stop_requested: Callable[[], bool], *,
-                 peaks: Peaks, card_bytes: int = 0) -> None:
+                 training: Training, display: Display, wandb: Log | None, stop_requested: Callable[[], bool],
+                 peaks: Peaks, card_bytes: int) -> None:
         self._config, self._facts, self._splits, self._data = config, facts, splits, data
         self._folder, self._training, self._display, self._stop_requested = folder, training, display, stop_requested
         self._wandb = wandb
         self.peaks = peaks
+        self.advanced = display.advance  # called after every micro-step
         self.eval_batch = config.eval_batch  # halved when memory runs out
         self._last_report: StepReport | None = None
         self._waiting: deque[dict[str, Any]] = deque(maxlen=MAX_WAITING_ROWS)  # to be written
@@ -99,10 +100,6 @@ class TrainingReporter:
     def set_aside_diverged(self) -> checkpoint.SetAside:
         with disk_faults("set checkpoints aside in", self._folder.checkpoints):
             return checkpoint.set_aside_diverged(self._folder.checkpoints)
-
-    def advanced(self, steps: float) -> None:
-        """`steps`: how many have been launched, with a fraction; called after every micro-step."""
-        self._display.advance(steps)
 
     def reported(self, report: StepReport) -> None:
         self._last_report = report

@@ -106,7 +106,7 @@ def run_loop(config: RunConfig, facts: RunFacts, choice: DeviceChoice, dataset: 
                                block=config.eval_block, seed=config.seed)
     display = open_display(facts, terminal=sys.stdout.isatty())
     reporter = TrainingReporter(config, facts, splits, dataset.summary, folder, training, display, wandb,
-                                stop_requested, peaks=peaks, card_bytes=device_memory.card_bytes)
+                                stop_requested, peaks, device_memory.plan.budget.usable if device_memory.plan else 0)
     guard = Guard(training, config, choice, dataset, folder, reporter, device_memory)
     try:
         folder.append_metrics({"kind": "run", **asdict(facts)})

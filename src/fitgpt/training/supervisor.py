@@ -93,7 +93,11 @@ def assignments_from(config: Any, options: Mapping[str, Any]) -> list[Assignment
 
 def supervise(assignments: Sequence[Assignment]) -> int:
     """Runs the training that the assignments describe; returns its exit code. Starts it again after GPU errors."""
-    require_one_process(os.environ)
+    world = os.environ.get("WORLD_SIZE", "1").strip() or "1"
+    if world != "1":
+        raise UsageError(
+            f"WORLD_SIZE is {world}: fitgpt trains with one process on one GPU for now.",
+            "Start it without torchrun: fitgpt train …  (unset WORLD_SIZE if your shell still has it)")
     check_allocator_env(os.environ)
     config, notes = training_config(assignments)
     if config.fit:
@@ -117,14 +121,6 @@ def supervise(assignments: Sequence[Assignment]) -> int:
     return conclude(code, report, config)
 
 
-def require_one_process(environment: Mapping[str, str]) -> None:
-    world = environment.get("WORLD_SIZE", "1").strip() or "1"
-    if world != "1":
-        raise UsageError(
-            f"WORLD_SIZE is {world}: fitgpt trains with one process on one GPU for now.",
-            "Start it without torchrun: fitgpt train …  (unset WORLD_SIZE if your shell still has it)")
-
-
 def run_worker(given: WorkerConfig) -> tuple[int, dict[str, Any]]:
     """Starts the worker and waits for its end → (its exit code, its error report)."""
     with tempfile.TemporaryDirectory(prefix="fitgpt-") as folder:
@@ -143,8 +139,8 @@ def run_worker(given: WorkerConfig) -> tuple[int, dict[str, Any]]:
             code = worker.wait()
             with suppress(BrokenPipeError):
                 worker.stdin.close()
-        if code < 0:
-            show_cursor()
+        if code < 0 and can_redraw():  # a live display that was killed leaves the terminal's cursor hidden
+            print("\x1b[?25h", end="", flush=True)
         if forwarder.killed and code < 0:
             return STOPPED_AT_ONCE, {}
         return code, read_report(report)
@@ -203,24 +199,15 @@ class SignalForwarder:
         self._worker.send_signal(signal.SIGCONT)
 
 
-def show_cursor() -> None:
-    """A live display that was killed leaves the terminal's cursor hidden."""
-    if can_redraw():
-        print("\x1b[?25h", end="", flush=True)
-
-
 def conclude(code: int, report: Mapping[str, Any], config: RunConfig) -> int:
     """The worker's exit code, or the error it reported."""
     if code in (0, STOPPED_AT_ONCE):
         return code
-    fix = f"To resume from the last checkpoint: {resume_command(config.out_dir)}" if can_resume(config.out_dir) else ""
+    resume = shlex.join(["fitgpt", "train", "--init_from=resume", f"--out_dir={config.out_dir}"])
+    fix = f"To resume from the last checkpoint: {resume}" if can_resume(config.out_dir) else ""
     if not report:
         raise error_for_exit(code, fix)
     raise _ERRORS.get(report["code"], FitError)(report["what"], report["fix"] or fix)
-
-
-def resume_command(out_dir: str) -> str:
-    return shlex.join(["fitgpt", "train", "--init_from=resume", f"--out_dir={out_dir}"])
 
 
 def error_for_exit(code: int, fix: str) -> FitError:

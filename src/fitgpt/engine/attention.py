@@ -30,7 +30,7 @@ class AttentionResult(NamedTuple):
 def attend(qkv: Tensor, heads: int, dropout: float) -> AttentionResult:
     """qkv [B, T, 3C] → the heads' concatenated outputs [B, T, C]."""
     width = qkv.shape[2] // 3 // heads
-    q, k, v = _padded(_heads(qkv, heads), qkv.device.type)
+    q, k, v = _padded(split_heads(qkv, heads), qkv.device.type)
     out, *state = _forward(kernel_for(q, k, v, dropout), q, k, v, dropout, 1.0 / math.sqrt(width))
     att = out[..., :width].transpose(1, 2).reshape(*qkv.shape[:2], heads * width)
     return AttentionResult(named("att", att), tuple(state))
@@ -44,7 +44,7 @@ def attend_backward(d_out: Tensor, qkv: Tensor, attended: AttentionResult, heads
     def by_head(flat: Tensor) -> Tensor:
         return flat.view(B, T, heads, width).transpose(1, 2)
 
-    q, k, v, d, out = _padded((*_heads(qkv, heads), by_head(d_out), by_head(attended.out)), qkv.device.type)
+    q, k, v, d, out = _padded((*split_heads(qkv, heads), by_head(d_out), by_head(attended.out)), qkv.device.type)
     gradients = _backward(kernel_for(q, k, v, dropout), d, q, k, v, out, attended.state, dropout,
                           1.0 / math.sqrt(width))
     return torch.stack([g[..., :width].transpose(1, 2) for g in gradients], dim=2).view(B, T, 3 * C)
@@ -57,7 +57,8 @@ def kernel_for(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> str:
     return "flash on CPU" if q.device.type == "cpu" and dropout == 0 else "math"
 
 
-def _heads(qkv: Tensor, heads: int) -> tuple[Tensor, ...]:
+def split_heads(qkv: Tensor, heads: int) -> tuple[Tensor, ...]:
+    """qkv [B, T, 3C] → q, k and v, each a view [B, H, T, C/H]."""
     B, T, width = qkv.shape
     return tuple(part.transpose(1, 2) for part in qkv.view(B, T, 3, heads, width // 3 // heads).unbind(2))
 

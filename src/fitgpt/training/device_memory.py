@@ -26,7 +26,6 @@ from ..planning.plan_file import FallbackPlan, fallback_plans_to_json, phases_to
 from ..runs.metrics import MemoryReading, PhaseMemory
 from .memory_check import does_not_fit
 
-NOT_PLANNED = "memory: not planned, because the run is not on an NVIDIA GPU."
 TOLERANCE = 0.01  # relative: a phase that needs more than this above its forecast is reported
 
 

@@ -95,7 +95,7 @@ def train(training: Training, config: RunConfig, facts: RunFacts, steps: Guard, 
     while True:
         if is_evaluation_due(training, config):
             with meter.paused():
-                evaluation = callbacks.evaluate(training.step)
+                evaluation = callbacks.evaluate()
             if evaluation is None:
                 raise saver.stopped()
             training.evaluated_at, is_best = training.step, False
@@ -240,7 +240,7 @@ class CheckpointSaver:
         try:
             with self._meter.paused():
                 for can_retry in (True, False):  # CPU RAM: others may free some. A save allocates no GPU memory.
-                    failed = attempt(lambda: self._callbacks.save(self._training, is_best=is_best))
+                    failed = attempt(lambda: self._callbacks.save(is_best=is_best))
                     if not isinstance(failed, OutOfMemory):
                         break
                     if not can_retry:

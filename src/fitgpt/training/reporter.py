@@ -50,14 +50,14 @@ class TrainingReporter:
         self._waiting: deque[dict[str, Any]] = deque(maxlen=MAX_WAITING_ROWS)  # to be written
         self._memory_warnings = MemoryWarnings(card_bytes)
 
-    def evaluate(self, step: int) -> Evaluation | OutOfMemory | None:
+    def evaluate(self) -> Evaluation | OutOfMemory | None:
+        training = self._training
         try:
-            return evaluate(self._training.model, self._splits, batch=self.eval_batch, block=self._config.eval_block,
-                            step=step, token_losses=self._training.token_losses,
-                            progress=self._display.eval_progress, stop_requested=self._stop_requested,
-                            shrunk=self._shrunk)
+            return evaluate(training.model, self._splits, batch=self.eval_batch, block=self._config.eval_block,
+                            step=training.step, token_losses=training.token_losses, shrunk=self._shrunk,
+                            progress=self._display.eval_progress, stop_requested=self._stop_requested)
         except EvaluationDoesNotFit as error:
-            self.warn(f"{error.what} The evaluation of step {step} is skipped; training continues.")
+            self.warn(f"{error.what} The evaluation of step {training.step} is skipped; training continues.")
             return OutOfMemory(error.what)
 
     def short_eval(self) -> Evaluation | None:
@@ -74,8 +74,8 @@ class TrainingReporter:
                    "text": f"Out of memory in the evaluation of step {self._training.step}: {why.short}. It continues "
                    f"with {batch} window{'s' if batch > 1 else ''} at once, which changes no loss."})
 
-    def save(self, training: Training, *, is_best: bool) -> None:
-        started = time.perf_counter()
+    def save(self, *, is_best: bool) -> None:
+        started, training = time.perf_counter(), self._training
         state = {"step": training.step, "evaluated_at": training.evaluated_at,
                  "evaluation_status": training.evaluation_status,
                  "last_good": asdict(training.last_good) if training.last_good else None,

@@ -78,16 +78,19 @@ def train(config: str | os.PathLike[str] | Mapping[str, Any] | RunConfig = "", *
 
 def assignments_from(config: Any, options: Mapping[str, Any]) -> list[Assignment]:
     """The options that a config of any kind sets, then `options`."""
-    known = option_specs(RunConfig)
-    for key in (*(config if isinstance(config, Mapping) else ()), *options):
+    known, from_file, values = option_specs(RunConfig), list[Assignment](), dict[str, Any]()
+    if isinstance(config, RunConfig):
+        values = {key: value for key, value in config.to_dict().items() if value != known[key].default}
+    elif isinstance(config, Mapping):
+        values = dict(config)
+    elif config:
+        from_file = walk([os.fspath(config)], RunConfig)
+    values |= options
+    for key in values:
         if key not in known:
             near = nearest(str(key), known)
             raise UsageError(f"{key!r} is not an option of `fitgpt train`.",
                              f"Did you mean {' or '.join(near)}?" if near else "fitgpt train --help lists them all.")
-    if isinstance(config, RunConfig):
-        config = {key: value for key, value in config.to_dict().items() if value != known[key].default}
-    from_file = walk([os.fspath(config)], RunConfig) if config and not isinstance(config, Mapping) else []
-    values = {**(config if isinstance(config, Mapping) else {}), **options}
     return from_file + [Assignment(key, value, f"{key}={value!r}") for key, value in values.items()]
 
 

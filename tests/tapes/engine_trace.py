@@ -279,9 +279,7 @@ def steer(patch: pytest.MonkeyPatch, platform: Platform, config: RunConfig, watc
     from fitgpt.engine import model as engine_model
     from fitgpt.engine.optim import low_precision
 
-    kernels = {"cudnn": attention.CUDNN, "flash": attention.FLASH, "efficient": attention.EFFICIENT,
-               "math": attention.PLAIN}
-    patch.setattr(attention, "kernel_for", lambda *_: kernels[attention_kernel(config, platform)])
+    patch.setattr(attention, "kernel_for", lambda *_: attention_kernel(config, platform))
     for module in (low_precision, engine_model, ops):
         patch.setattr(module, "triton_works", lambda: platform.compiles)
     patch.setattr(without_launches(patch), "_multiprocessors", lambda _: platform.sms)

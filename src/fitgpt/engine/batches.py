@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import queue
-import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -31,40 +30,25 @@ class Prefetcher:
         self._read = read
         self._device = device
         self._last = last  # the last batch that will be requested
-        self._expected = -1
-        self._ready: queue.Queue[tuple[int, Tensor | BaseException]] = queue.Queue()
-        self._wanted: queue.Queue[int | None] = queue.Queue()
-        self._thread = threading.Thread(target=self._read_ahead, daemon=True, name="fitgpt-feed")
-        self._thread.start()
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fitgpt-feed")
+        self._ahead: dict[int, Future[Tensor]] = {}
 
     def get(self, k: int) -> tuple[Tensor, Tensor]:
-        newly_wanted = range(k, k + DEPTH) if k != self._expected else range(k + DEPTH - 1, k + DEPTH)
-        for ahead in newly_wanted:
-            if ahead <= self._last:
-                self._wanted.put(ahead)
-        self._expected = k + 1
-        while True:
-            number, tokens = self._ready.get()
-            if number == k:
-                break  # others were read ahead for an order that has changed
-        if isinstance(tokens, BaseException):
-            self._expected = -1
-            raise tokens
-        tokens = tokens.to(self._device, non_blocking=True)
+        for number in [number for number in self._ahead if not k <= number < k + DEPTH]:
+            self._ahead.pop(number).cancel()  # read ahead for an order that has changed
+        for number in range(k, min(k + DEPTH, self._last + 1)):
+            if number not in self._ahead:
+                self._ahead[number] = self._thread.submit(self._read_pinned, number)
+        tokens = self._ahead.pop(k).result().to(self._device, non_blocking=True)
         return tokens[:, :-1], tokens[:, 1:]
 
     def close(self) -> None:
-        self._wanted.put(None)
-        self._thread.join()
+        self._thread.shutdown(cancel_futures=True)
 
-    def _read_ahead(self) -> None:
-        while (k := self._wanted.get()) is not None:
-            try:
-                tokens = torch.from_numpy(self._read(k))
-                # Pinned memory lets the copy to the GPU overlap with computation.
-                self._ready.put((k, tokens.pin_memory() if self._device.type == "cuda" else tokens))
-            except BaseException as error:  # raised when this batch is requested
-                self._ready.put((k, error))
+    def _read_pinned(self, number: int) -> Tensor:
+        """Pinned memory lets the copy to the GPU overlap with computation."""
+        tokens = torch.from_numpy(self._read(number))
+        return tokens.pin_memory() if self._device.type == "cuda" else tokens
 
 
 def training_batches(config: RunConfig, dataset: Dataset, device: torch.device) -> Prefetcher:

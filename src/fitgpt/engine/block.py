@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from ..config.memory_savers import KEEPS
 from .annotate import named
-from .attention import AttentionResult, attend, attend_backward
+from .attention import AttentionResult, attend, attend_backward, split_heads
 from .ops import EAGER, Gradients, Pointwise, column_sums
 
 
@@ -82,7 +82,10 @@ def forward(x: Tensor, w: BlockWeights, options: BlockOptions, policy: str | Non
     qkv = keep("qkv", linear(h1, w.c_attn, w.c_attn_bias))
     del h1  # freed at once unless it is saved
     if cache is not None:
-        fill(cache, qkv.view(*x.shape[:2], -1), options.heads)
+        keys, values = split_heads(qkv.view(*x.shape[:2], -1), options.heads)[1:]
+        cache.keys[:, :, :x.shape[1]] = keys
+        cache.values[:, :, :x.shape[1]] = values
+        del keys, values
     if policy and options.dropout:
         kept.rng_state = current_rng_state(x.device)
     attended = attend(qkv.view(*x.shape[:2], -1), options.heads, options.dropout)
@@ -112,8 +115,12 @@ def backward(d_y: Tensor, d_y_rounded: Tensor, kept: SavedForBackward, w: BlockW
     tensors, attended, h1, qkv = kept.tensors, kept.attended, None, None
     if attended is None:  # recomputed with the RNG state of the forward pass
         h1, qkv = qkv_again(kept, w, options)
-        with rng_state(kept, rows.device):
-            attended = attend(qkv.view(*kept.x.shape[:2], -1), options.heads, options.dropout)
+        now = current_rng_state(rows.device) if kept.rng_state is not None else None
+        if kept.rng_state is not None:
+            set_rng_state(kept.rng_state, rows.device)
+        attended = attend(qkv.view(*kept.x.shape[:2], -1), options.heads, options.dropout)
+        if now is not None:
+            set_rng_state(now, rows.device)
     att = attended.out.flatten(0, 1)
     proj = tensors.pop("proj", None)
     if proj is None:
@@ -201,36 +208,14 @@ def current_rng_state(device: torch.device) -> Tensor:
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
-class rng_state:
-    """Restores the forward pass's RNG state inside, so that recomputed attention draws the same dropout mask."""
-
-    def __init__(self, kept: SavedForBackward, device: torch.device) -> None:
-        self._then, self._device = kept.rng_state, device
-
-    def __enter__(self) -> None:
-        if self._then is not None:
-            self._now = current_rng_state(self._device)
-            self._set(self._then)
-
-    def __exit__(self, *_: object) -> None:
-        if self._then is not None:
-            self._set(self._now)
-
-    def _set(self, state: Tensor) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.set_rng_state(state, self._device)
-        else:
-            torch.set_rng_state(state)
+def set_rng_state(state: Tensor, device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state, device)
+    else:
+        torch.set_rng_state(state)
 
 
 # ---- sampling
-
-def fill(cache: LayerCache, qkv: Tensor, heads: int) -> None:
-    B, T, width = qkv.shape
-    _, k, v = (part.transpose(1, 2) for part in qkv.view(B, T, 3, heads, width // 3 // heads).unbind(2))
-    cache.keys[:, :, :T] = k
-    cache.values[:, :, :T] = v
-
 
 def next_token(x: Tensor, w: BlockWeights, heads: int, dtype: torch.dtype, cache: LayerCache,
                position: Tensor) -> Tensor:

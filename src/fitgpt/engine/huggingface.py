@@ -14,7 +14,6 @@ from torch import Tensor
 
 from .. import __version__
 from ..config.architectures import NORM_EPSILON, GPTConfig
-from ..config.run_config import gpt2_shapes
 from ..core.errors import DataError, UsageError
 from ..core.files import disk_faults, folder_atomically, read_json_object
 from ..data.tokenizers import (
@@ -39,9 +38,14 @@ _MASK_BUFFERS = (".attn.bias", ".attn.masked_bias")
 
 # ---- writing
 
-def to_hf(config: GPTConfig, model: Mapping[str, Tensor], *, tokenizer: str = "unknown"
-          ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """config.json and tensors under GPT-2's names; where the model has no biases they are zero."""
+def write_folder(out: Path | str, config: GPTConfig, model: Mapping[str, Tensor], *,
+                 tokenizer: str = "unknown", files: Mapping[str, dict[str, Any]] | None = None) -> Path:
+    """Writes the export, the tokenizer's `files` with it, whole or not at all; an earlier one of ours is replaced.
+
+    The tensors have GPT-2's names and layout; where the model has no biases they are zero.
+    """
+    _refuse_to_overwrite(Path(out))
+    out = Path(os.path.abspath(out))  # so that '.' has a name too
     end_of_text = _ENDS_OF_TEXT.get(tokenizer)
     described = {
         "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", VERSION_KEY: __version__,
@@ -63,28 +67,15 @@ def to_hf(config: GPTConfig, model: Mapping[str, Tensor], *, tokenizer: str = "u
         tensors[name] = tensor.t() if name.endswith(_TRANSPOSED) else tensor
         if not config.bias and not name.endswith(("wte.weight", "wpe.weight")):
             tensors[name.removesuffix("weight") + "bias"] = tensor.new_zeros(tensor.shape[0])
-    return described, tensors
-
-
-def write_folder(out: Path | str, config: GPTConfig, model: Mapping[str, Tensor], *,
-                 tokenizer: str = "unknown", files: Mapping[str, dict[str, Any]] | None = None) -> Path:
-    """Writes the export, the tokenizer's `files` with it, whole or not at all; an earlier one of ours is replaced."""
-    _refuse_to_overwrite(Path(out))
-    out = Path(os.path.abspath(out))  # so that '.' has a name too
-    described, tensors = to_hf(config, model, tokenizer=tokenizer)
+    documents = {_CONFIG: described, **(files or {})}
+    if end_of_text is not None:
+        documents[_GENERATION] = {"bos_token_id": end_of_text, "eos_token_id": end_of_text}
     temporary = out.with_name(f".tmp-{out.name}-{os.getpid()}")
     with disk_faults("write the export", out), folder_atomically(out, temporary) as folder:
-        _write_json(folder / _CONFIG, described)
         write_safetensors(folder / _WEIGHTS, tensors, {"format": "pt"})
-        if (end := _ENDS_OF_TEXT.get(tokenizer)) is not None:
-            _write_json(folder / _GENERATION, {"bos_token_id": end, "eos_token_id": end})
-        for name, content in (files or {}).items():
-            _write_json(folder / name, content)
+        for name, content in documents.items():
+            (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     return out
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def _refuse_to_overwrite(out: Path) -> None:
@@ -158,8 +149,6 @@ def _weight_files(path: Path) -> list[Path]:
 
 def find_gpt2(name: str) -> Path:
     """The folder of OpenAI's weights: here, in ./models, in the hub's cache, or fetched from the hub."""
-    if name not in gpt2_shapes:
-        raise UsageError(f"{name!r} is none of {', '.join(gpt2_shapes)}.", "--init_from=gpt2")
     for folder in _likely_places(name):
         if (folder / _CONFIG).is_file() and any((folder / file).is_file() for file in _WEIGHT_FILES):
             return folder
@@ -182,19 +171,12 @@ def find_gpt2(name: str) -> Path:
 def _likely_places(name: str) -> Iterator[Path]:
     yield Path(name)
     yield Path("models") / name
+    # where huggingface_hub keeps its files, by its own variables
+    given = os.environ.get
+    home = given("HF_HOME") or os.path.join(given("XDG_CACHE_HOME") or "~/.cache", "huggingface")
+    hub = Path(given("HF_HUB_CACHE") or given("HUGGINGFACE_HUB_CACHE") or os.path.join(home, "hub")).expanduser()
     for repository in (f"models--openai-community--{name}", f"models--{name}"):
-        cached = _hub_cache() / repository
-        current = cached / "refs" / "main"
+        current = hub / repository / "refs" / "main"
         if current.is_file():
-            yield cached / "snapshots" / current.read_text().strip()
-        yield from sorted((cached / "snapshots").glob("*"))
-
-
-def _hub_cache() -> Path:
-    """Where huggingface_hub keeps its files, by its own variables."""
-    for variable in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
-        if os.environ.get(variable):
-            return Path(os.environ[variable]).expanduser()
-    if os.environ.get("HF_HOME"):
-        return Path(os.environ["HF_HOME"]).expanduser() / "hub"
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "huggingface" / "hub"
+            yield hub / repository / "snapshots" / current.read_text().strip()
+        yield from sorted((hub / repository / "snapshots").glob("*"))

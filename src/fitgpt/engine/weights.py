@@ -4,16 +4,14 @@ ckpt.pt is read here; folders of Hugging Face in huggingface.py, and fitgpt's ow
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import json
 import math
 import re
 import warnings
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -74,18 +72,13 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor],
 
     digest = hashlib.sha256()
     with open(path, "wb") as file:
-        for part in chain([memoryview(head)], chain.from_iterable(_raw_bytes(tensors[name]) for name in names)):
-            digest.update(part)
-            file.write(part)
+        digest.update(head)
+        file.write(head)
+        for name in names:
+            content = tensors[name].detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+            digest.update(content)
+            file.write(content)
     return FileSeal(len(head) + end, digest.hexdigest())
-
-
-def _raw_bytes(tensor: Tensor) -> Iterator[memoryview]:
-    """The tensor's bytes in row-major order, as a view that is valid until the next item."""
-    host = tensor.detach().to("cpu").contiguous()
-    nbytes = host.numel() * host.element_size()
-    if nbytes:
-        yield memoryview((ctypes.c_char * nbytes).from_address(host.data_ptr())).cast("B")
 
 
 # ---- reading

@@ -17,6 +17,7 @@ from ..engine.optim.adamw import NoOptimizer, Scaler, make_optimizer
 from ..engine.weights import WeightSource, fill, read_nanogpt
 from ..runs.folder import RunFolder, holds_run
 from ..runs.metrics import SplitLoss
+from ..runs.model_shape import SHAPE
 from ..show.progress import say
 from . import checkpoint
 from .loop import Training
@@ -46,8 +47,7 @@ def take_shape(config: RunConfig, source: WeightSource | None, dataset: Dataset)
     if source is None:
         vocab = config.vocab_size or padded_vocab(dataset.summary.tokenizer, dataset.summary.vocab_size)
         return replace(config, vocab_size=vocab), []
-    shape = {key: getattr(source.gpt, key)
-             for key in ("n_layer", "n_head", "n_embd", "block_size", "vocab_size", "bias")}
+    shape = {key: getattr(source.gpt, key) for key in SHAPE}
     forced = [f"{key} is {value}, as in {source.place}." for key, value in shape.items()
               if getattr(config, key) not in (value, 0)]
     return replace(config, **shape), forced
@@ -81,19 +81,15 @@ def build_training(config: RunConfig, choice: DeviceChoice) -> Training:
 
 def set_up_gradients(training: Training, config: RunConfig, choice: DeviceChoice) -> None:
     """Turns on CUDA graphs, or keeps gradients between steps, as the config says."""
-    if uses_cuda_graphs(config, choice):
+    on_cuda, cuda_graphs = choice.device.startswith("cuda"), config.cuda_graphs
+    if cuda_graphs == "auto":
+        cuda_graphs = choice.compile and on_cuda and not config.cuda_graph_blockers
+    if cuda_graphs and not on_cuda:
+        raise DeviceError(f"cuda_graphs=True does not work with device={choice.device}.", "--cuda_graphs=auto")
+    if cuda_graphs:
         training.use_cuda_graphs(lambda sentence: say(f"fitgpt: {sentence}", warning=True), trains=not config.eval_only)
     elif config.gradients == "kept" and not config.eval_only:
         training.keep_gradients()
-
-
-def uses_cuda_graphs(config: RunConfig, choice: DeviceChoice) -> bool:
-    on_cuda = choice.device.startswith("cuda")
-    if config.cuda_graphs == "auto":
-        return choice.compile and on_cuda and not config.cuda_graph_blockers
-    if config.cuda_graphs and not on_cuda:
-        raise DeviceError(f"cuda_graphs=True does not work with device={choice.device}.", "--cuda_graphs=auto")
-    return config.cuda_graphs
 
 
 def restore(training: Training, source: WeightSource, *, everything: bool) -> None:

@@ -17,12 +17,10 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
 import shutil
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,7 +41,6 @@ GOOD = "good"          # evaluated, with a plausible loss
 UNKNOWN = "unknown"    # not evaluated
 DIVERGED = "diverged"  # saved while steps were skipped, or after an evaluation that was not good
 _STATE_KINDS = {"step": int, "best": bool, "files": dict, "state": dict}
-_LEFTOVER = re.compile(r"\.tmp-.*-(\d+)")
 
 
 @dataclass(frozen=True)
@@ -51,9 +48,11 @@ class Checkpoint:
     path: Path
     step: int
     best: bool
-    state: dict[str, Any]
-    notes: tuple[str, ...] = ()
-    status: str = UNKNOWN
+    status: str
+    state: dict[str, Any]                                       # the caller's
+    notes: tuple[str, ...] = ()                                 # sentences about damaged or unknown files
+    model: dict[str, Tensor] = field(default_factory=dict)      # without the tied head; of `load` only
+    optimizer: dict[str, Tensor] = field(default_factory=dict)  # empty if only the weights were requested
 
 
 class SetAside(NamedTuple):
@@ -62,16 +61,6 @@ class SetAside(NamedTuple):
     good: Checkpoint | None  # the last good one, now the last; None: all were set aside
     steps: list[int]         # those that were set aside
     folder: Path             # where they are
-
-
-@dataclass(frozen=True)
-class Loaded:
-    path: Path
-    step: int
-    model: dict[str, Tensor]      # without the tied head
-    optimizer: dict[str, Tensor]  # empty if only the weights were requested
-    state: dict[str, Any]
-    notes: tuple[str, ...]        # sentences about damaged or unknown files
 
 
 class _Damaged(Exception):
@@ -113,7 +102,7 @@ def save(folder: Path, step: int, model: Mapping[str, Tensor], optimizer: Mappin
         _prune(folder, keep_last)
     except OSError as error:  # the new one is saved: failing to tidy up is only a note
         notes = [f"Older checkpoints in {folder} could not be tidied up: {error.strerror or error}."]
-    return Checkpoint(target, step, best, dict(state), tuple(notes), status)
+    return Checkpoint(target, step, best, status, dict(state), tuple(notes))
 
 
 # ---- removing and setting aside
@@ -165,13 +154,12 @@ def set_aside_diverged(folder: Path) -> SetAside:
 def _inspect(path: Path) -> Checkpoint | None:
     """The checkpoint if its state.json is valid and the other files have the right sizes; it does not read these."""
     try:
-        document = _read_state(path)
-        for name in (MODEL, OPTIMIZER):
-            _check_size(path / name, document["files"][name]["size"])
+        found, seals = _read_state(path)
+        for name, seal in seals.items():
+            _check_size(path / name, seal.size)
     except (_Damaged, CheckpointError):
         return None
-    status = document.get("status", GOOD if document["best"] else UNKNOWN)  # older checkpoints have none
-    return Checkpoint(path, document["step"], document["best"], document["state"], status=status)
+    return found
 
 
 def _remove(path: Path) -> None:
@@ -182,31 +170,18 @@ def _remove(path: Path) -> None:
 
 
 def clean_leftovers(folder: Path) -> list[str]:
-    """Removes the incomplete folders of killed processes; a sentence per folder. Call before the first save."""
+    """Removes the incomplete folders of killed processes; a sentence per folder. Call before the first save, with the
+    run's lock: then no other process is saving here."""
     notes = []
-    for path in sorted(folder.glob(".tmp-*")) if folder.is_dir() else []:
-        match = _LEFTOVER.fullmatch(path.name)
-        if match and not _runs_elsewhere(int(match[1])):
-            shutil.rmtree(path, ignore_errors=True)
-            notes.append(f"Removed {path}, left by a process that was stopped in the middle of a save.")
+    for path in sorted(folder.glob(".tmp-*")):
+        shutil.rmtree(path, ignore_errors=True)
+        notes.append(f"Removed {path}, left by a process that was stopped in the middle of a save.")
     return notes
-
-
-def _runs_elsewhere(pid: int) -> bool:
-    if pid == os.getpid() or sys.platform == "win32":  # Windows does not remove a folder in use
-        return False
-    try:
-        os.kill(pid, 0)
-    except PermissionError:
-        return True
-    except (OSError, OverflowError):
-        return False
-    return True
 
 
 # ---- loading
 
-def load(folder: Path, which: str | int = "last", *, weights_only: bool = False) -> Loaded:
+def load(folder: Path, which: str | int = "last", *, weights_only: bool = False) -> Checkpoint:
     """The 'last' or 'best' whole checkpoint, or the one of a step, after verifying every byte.
 
     A damaged one is named in `notes` and the next older one used; but a damaged checkpoint requested by its step is an
@@ -216,7 +191,16 @@ def load(folder: Path, which: str | int = "last", *, weights_only: bool = False)
     if not slots:
         raise CheckpointError(f"There is no checkpoint in {folder}.",
                               "Name the run's own --out_dir, or start one with --init_from=scratch.")
-    candidates, notes = _candidates(slots, which)
+    candidates, notes = slots, list[str]()
+    if which == "best":
+        marked = [slot for slot in slots if (found := _inspect(slot.path)) is not None and found.best]
+        candidates = marked + [slot for slot in slots if slot not in marked]
+        notes = [] if marked else ["No checkpoint here is marked best: the last one is used."]
+    elif which != "last":
+        candidates = [slot for slot in slots if slot.step == which][:1]
+        if not candidates:
+            steps = ", ".join(str(slot.step) for slot in reversed(slots))
+            raise CheckpointError(f"There is no checkpoint {which!r}: there are 'last', 'best' and step {steps}.")
     for slot in candidates:
         try:
             return _load_one(slot.path, weights_only, notes)
@@ -231,41 +215,27 @@ def load(folder: Path, which: str | int = "last", *, weights_only: bool = False)
     )
 
 
-def load_folder(path: Path, *, weights_only: bool = False) -> Loaded:
-    """The checkpoint in this folder, whatever its name."""
+def load_folder(path: Path) -> Checkpoint:
+    """The checkpoint in this folder, whatever its name, without the optimizer."""
     try:
-        return _load_one(path, weights_only, [])
+        return _load_one(path, True, [])
     except _Damaged as damage:
         raise CheckpointError(f"{damage}.", "Restore it from a copy, or name another.") from damage
 
 
-def _candidates(newest_first: list[StepFolder], which: str | int) -> tuple[list[StepFolder], list[str]]:
-    """(the checkpoints in the order to try them, notes)."""
-    if which == "last":
-        return newest_first, []
-    if which == "best":
-        marked = [slot for slot in newest_first if (found := _inspect(slot.path)) is not None and found.best]
-        rest = [slot for slot in newest_first if slot not in marked]
-        return marked + rest, [] if marked else ["No checkpoint here is marked best: the last one is used."]
-    chosen = [slot for slot in newest_first if slot.step == which][:1]
-    if not chosen:
-        steps = ", ".join(str(slot.step) for slot in reversed(newest_first))
-        raise CheckpointError(f"There is no checkpoint {which!r}: there are 'last', 'best' and step {steps}.")
-    return chosen, []
-
-
-def _load_one(path: Path, weights_only: bool, notes: list[str]) -> Loaded:
-    document = _read_state(path)
+def _load_one(path: Path, weights_only: bool, notes: list[str]) -> Checkpoint:
+    found, seals = _read_state(path)
     names = (MODEL,) if weights_only else (MODEL, OPTIMIZER)
     for name in names:
-        _verify(path / name, FileSeal(**document["files"][name]))
+        _verify(path / name, seals[name])
     tensors = {name: _read_tensors(path / name) for name in names}
     unknown = sorted({each.name for each in path.iterdir()} - {MODEL, OPTIMIZER, STATE})
     notes = notes + [f"{path / name} is not part of a checkpoint and was ignored." for name in unknown]
-    return Loaded(path, document["step"], tensors[MODEL], tensors.get(OPTIMIZER, {}), document["state"], tuple(notes))
+    return replace(found, model=tensors[MODEL], optimizer=tensors.get(OPTIMIZER, {}), notes=tuple(notes))
 
 
-def _read_state(path: Path) -> dict[str, Any]:
+def _read_state(path: Path) -> tuple[Checkpoint, dict[str, FileSeal]]:
+    """(the checkpoint without its tensors, size and checksum of its other files)."""
     file = path / STATE
     try:
         with _read_faults(file):
@@ -281,7 +251,9 @@ def _read_state(path: Path) -> dict[str, Any]:
             isinstance(document["files"].get(name), dict) and {"size", "sha256"} == document["files"][name].keys()
             for name in (MODEL, OPTIMIZER)):
         raise _Damaged(f"{file} is not the state of a checkpoint")
-    return document
+    status = document.get("status", GOOD if document["best"] else UNKNOWN)  # older checkpoints have none
+    return (Checkpoint(path, document["step"], document["best"], status, document["state"]),
+            {name: FileSeal(**document["files"][name]) for name in (MODEL, OPTIMIZER)})
 
 
 @contextmanager

@@ -26,7 +26,6 @@ from ..planning.plan_file import FallbackPlan, fallback_plans_to_json, phases_to
 from ..runs.metrics import MemoryReading, PhaseMemory
 from .memory_check import does_not_fit
 
-NOT_PLANNED = "memory: not planned, because the run is not on an NVIDIA GPU."
 TOLERANCE = 0.01  # relative: a phase that needs more than this above its forecast is reported
 
 
@@ -40,10 +39,6 @@ class DeviceMemoryPlan:
     target: Target | None = None
     cap: int | None = None                           # limit of the allocator, if one was set
     fallbacks: Sequence[FallbackPlan] | None = None  # None: not forecast yet
-
-    @property
-    def card_bytes(self) -> int:
-        return self.plan.budget.usable if self.plan else 0
 
     @property
     def needs(self) -> int | None:

@@ -95,7 +95,7 @@ def train(training: Training, config: RunConfig, facts: RunFacts, steps: Guard, 
     while True:
         if is_evaluation_due(training, config):
             with meter.paused():
-                evaluation = callbacks.evaluate(training.step)
+                evaluation = callbacks.evaluate()
             if evaluation is None:
                 raise saver.stopped()
             training.evaluated_at, is_best = training.step, False
@@ -159,21 +159,14 @@ def train_step(training: Training, config: RunConfig, feed: Prefetcher, learning
             drop_gradients(training)
             return None
     mean_loss = loss_sum / scaler.scale
-    norm = apply_gradients(model, _StepTracker(training), scaler, learning_rate, config.grad_clip,
-                           stay=training.gradients_stay)
+
+    def step_begins() -> None:
+        training.half_done = True
+
+    norm = apply_gradients(model, training.optimizer, scaler, learning_rate, config.grad_clip,
+                           stay=training.gradients_stay, begins=step_begins)
     training.half_done = False
     return mean_loss, norm
-
-
-class _StepTracker(Optimizer):
-    """The training's optimizer. Sets `half_done` when its step begins: a failure before that has changed nothing."""
-
-    def __init__(self, training: Training) -> None:
-        self._training, self.sink = training, training.optimizer.sink
-
-    def step(self, learning_rate: float, grad_scale: Tensor, found_inf: Tensor) -> None:
-        self._training.half_done = True
-        self._training.optimizer.step(learning_rate, grad_scale, found_inf)
 
 
 def drop_gradients(training: Training) -> None:
@@ -246,7 +239,13 @@ class CheckpointSaver:
             return
         try:
             with self._meter.paused():
-                self._save(is_best)
+                for can_retry in (True, False):  # CPU RAM: others may free some. A save allocates no GPU memory.
+                    failed = attempt(lambda: self._callbacks.save(is_best=is_best))
+                    if not isinstance(failed, OutOfMemory):
+                        break
+                    if not can_retry:
+                        raise SystemFault(f"out of memory: {failed.message}")
+                    release(self._training.device)
         except SystemFault as fault:
             self._failures += 1
             if not may_fail or self._failures >= MAX_FAILED_SAVES:
@@ -256,17 +255,6 @@ class CheckpointSaver:
         else:
             self._failures = 0
             self._training.saved_at = self._training.step
-
-    def _save(self, is_best: bool) -> None:
-        """Retries once when CPU RAM runs out, since others may free some. A save allocates no GPU memory."""
-        def save() -> None:
-            self._callbacks.save(self._training, is_best=is_best)
-
-        if isinstance(attempt(save), OutOfMemory):
-            release(self._training.device)
-            failed = attempt(save)
-            if isinstance(failed, OutOfMemory):
-                raise SystemFault(f"out of memory: {failed.message}")
 
 
 # ---- speed

@@ -29,7 +29,9 @@ def check(config: RunConfig, planned: PlanFile | None = None, *, sleep: Callable
           say: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True)) -> dict[str, int]:
     """Returns the bytes that others use of each GPU, by uuid; DeviceError if the run does not fit. With --wait it waits
     until it does. Checks nothing without an NVIDIA GPU, or where only torch can tell which one is meant."""
-    _require_bitsandbytes(config)
+    if config.adam8bit == "bitsandbytes" and not config.eval_only and find_spec("bitsandbytes") is None:
+        raise UsageError(f"adam8bit=bitsandbytes needs the package bitsandbytes, which is not installed for "
+                         f"{sys.executable}.", "pip install -e '.[bitsandbytes]', or --adam8bit=own")
     last_said, waited = -SAY_EVERY_S, 0.0
     while True:
         seen = nvidia.survey() if config.device not in ("cpu", "mps") else nvidia.Survey()
@@ -38,13 +40,14 @@ def check(config: RunConfig, planned: PlanFile | None = None, *, sleep: Callable
             if planned is not None:
                 planned.refuse_elsewhere()
             return {}
+        others = {gpu.uuid: gpu.used_bytes for gpu in seen.gpus if gpu.uuid and gpu.used_bytes is not None}
         if config.eval_only:
-            return _others(seen)
+            return others
         plan = plan_for(with_data(config)[0], found)
         if planned is not None:
             planned.compare(plan)
         if plan.fits:
-            return _others(seen)
+            return others
         could_fit = replace(plan, budget=apply_limits(config, found.budget._replace(others=0))).fits
         if not config.wait or not could_fit:
             raise does_not_fit(config, plan, could_wait=could_fit)
@@ -54,12 +57,6 @@ def check(config: RunConfig, planned: PlanFile | None = None, *, sleep: Callable
                 f"{show_bytes(found.budget.reserve_limit)} is free. {found.neighbours}".rstrip())
         sleep(LOOK_EVERY_S)
         waited += LOOK_EVERY_S
-
-
-def _require_bitsandbytes(config: RunConfig) -> None:
-    if config.adam8bit == "bitsandbytes" and not config.eval_only and find_spec("bitsandbytes") is None:
-        raise UsageError(f"adam8bit=bitsandbytes needs the package bitsandbytes, which is not installed for "
-                         f"{sys.executable}.", "pip install -e '.[bitsandbytes]', or --adam8bit=own")
 
 
 def _target(config: RunConfig, seen: nvidia.Survey) -> Target | None:
@@ -103,7 +100,3 @@ def _several_changes(config: RunConfig, found: Target) -> str:
 
 def _card(found: Target) -> str:
     return f"the {found.budget.card}" if found.budget.card else "the GPU"
-
-
-def _others(seen: nvidia.Survey) -> dict[str, int]:
-    return {gpu.uuid: gpu.used_bytes for gpu in seen.gpus if gpu.uuid and gpu.used_bytes is not None}

@@ -29,6 +29,7 @@ from ..engine.batches import Prefetcher, training_batches
 from ..engine.device import DeviceChoice
 from ..engine.oom import OutOfMemory, RngState, attempt, fragmentation_hint, release
 from ..engine.optim.adamw import FIRST_SCALE, make_optimizer
+from ..planning.plan_file import FallbackPlan
 from ..runs.folder import RunFolder, holds_run
 from .build import find_source, reinitialise, restore, set_up_gradients
 from .checkpoint import UNKNOWN
@@ -54,7 +55,7 @@ class Guard:
         self.config = config                  # of the next attempt
         self._adopted: RunConfig = config     # as the training computes now
         self._must_adopt = False
-        self._position = -1                   # on the fallback ladder; -1: as requested
+        self._position = 0                    # in _plans()
         self._feed = self.batches(config)
         self._oom_step: int | None = None     # the step of the last OOM
         self._rolled_back_to: int | None = None  # the step of the checkpoint it rolled back to last
@@ -78,7 +79,6 @@ class Guard:
         def adopt_and_work() -> Result:
             if self._must_adopt:
                 self._adopt()
-                self._must_adopt = False
             return work()
 
         while True:
@@ -101,16 +101,29 @@ class Guard:
         self._free_all()
         retry_unchanged = not no_progress and (self._oom_step is None or not 0 <= step - self._oom_step < STABLE_STEPS)
         self._oom_step = step
-        self._reporter.tell({"kind": "oom", "step": step, "phase": "step" if half_done else "train",
-                              "words": oom.message,
-                              **({"text": self._describe(oom, half_done)} if retry_unchanged else {})})
+        row = {"kind": "oom", "step": step, "phase": "step" if half_done else "train", "words": oom.message}
+        if retry_unchanged:
+            retry = "" if half_done else "; retrying the same step"
+            row["text"] = (f"Out of memory in step {step}: {oom.short}. Memory is freed{retry}."
+                           f"{fragmentation_hint(oom.message)}")
+        self._reporter.tell(row)
         if half_done:
             self._roll_back()
             self._rolled_back_to = training.saved_at
             self._reporter.tell({"kind": "went_back", "start_step": training.step,
                                   "text": f"The optimizer step was incomplete: rolled back to step {training.step}."})
-        if not retry_unchanged and not self._step_down(oom):
-            return self._no_smaller_plan(oom)
+        if not retry_unchanged:
+            # The first smaller plan that fits what is free now, else the last.
+            plans, room = self._plans(), self._memory.room()
+            smaller = range(self._position + 1, len(plans))
+            if not smaller:
+                least = min((each.needs for each in plans[1:]), default=self._memory.needs)
+                figures = (f" The smallest plan needs {show_bytes(least)}, and {show_bytes(room)} is free."
+                           if room is not None and least is not None else "")
+                return DeviceError(f"Out of memory in step {training.step}, and there is no smaller fallback plan: "
+                                   f"{oom.short}.{figures}")
+            position = next((each for each in smaller if room is None or plans[each].needs <= room), smaller[-1])
+            self._change_plan(position, "step_down", f"Out of memory again: {oom.short}")
         return RolledBack() if half_done else None
 
     def _free_all(self) -> None:
@@ -119,60 +132,37 @@ class Guard:
         self._must_adopt = True
         release(self._training.device)
 
-    def _describe(self, oom: OutOfMemory, half_done: bool) -> str:
-        retry = "" if half_done else "; retrying the same step"
-        return f"Out of memory in step {self._oom_step}: {oom.short}. Memory is freed{retry}." \
-               f"{fragmentation_hint(oom.message)}"
-
-    def _step_down(self, oom: OutOfMemory) -> bool:
-        """Takes the first smaller plan that fits what is free now, else the last; False if there is none."""
-        ladder, room = self._memory.ladder(), self._memory.room()
-        smaller = range(self._position + 1, len(ladder))
-        if not smaller:
-            return False
-        position = next((each for each in smaller if room is None or ladder[each].needs <= room), smaller[-1])
-        self._change_plan(position, "step_down", f"Out of memory again: {oom.short}")
-        return True
-
-    def _no_smaller_plan(self, oom: OutOfMemory) -> DeviceError:
-        room = self._memory.room()
-        least = min((each.needs for each in self._memory.ladder()), default=self._memory.needs)
-        figures = (f" The smallest plan needs {show_bytes(least)}, and {show_bytes(room)} is free."
-                   if room is not None and least is not None else "")
-        return DeviceError(f"Out of memory in step {self._training.step}, and there is no smaller fallback plan: "
-                           f"{oom.short}.{figures}")
-
     # ---- changing the plan
 
+    def _plans(self) -> list[FallbackPlan]:
+        """The plan as requested, which needs 0 bytes if it is not known how many, and the smaller ones."""
+        return [FallbackPlan({}, self._memory.needs or 0, "the plan as requested"), *self._memory.ladder()]
+
     def _change_plan(self, position: int, kind: str, why: str) -> None:
-        before, ladder = self.config, self._memory.ladder()
+        before, plan = self.config, self._plans()[position]
         self._position = position
-        changes = ladder[position].changes if position >= 0 else {}
-        needs = ladder[position].needs if position >= 0 else self._memory.needs
-        self.config = replace(self._requested, **changes)
+        self.config = replace(self._requested, **plan.changes)
         if (before.batch_size, before.gradient_accumulation_steps) != (
                 self.config.batch_size, self.config.gradient_accumulation_steps):
             self._feed.close()
             self._feed = self.batches(self.config)
         self._must_adopt = True
         self._next_check = self._training.step + CHECK_EVERY
-        how = ladder[position].why if position >= 0 else "the plan as requested"
-        needing = f" (needs {show_bytes(needs)})" if needs is not None and self._memory.room() is not None else ""
+        needing = f" (needs {show_bytes(plan.needs)})" if self._memory.room() is not None else ""
         other_masks = self.config.dropout > 0 and before.batch_size != self.config.batch_size
         same = "same data, other dropout masks" if other_masks else "same steps, same data"
-        self._reporter.tell({"kind": kind, "step": self._training.step, "changes": changes, "needs_bytes": needs,
-                              "text": f"{why}. Continuing with {how}{needing}: {same}."})
+        self._reporter.tell({"kind": kind, "step": self._training.step, "changes": plan.changes,
+                             "needs_bytes": plan.needs,
+                             "text": f"{why}. Continuing with {plan.why}{needing}: {same}."})
 
     def _step_up(self) -> None:
         """Takes a larger plan again if there is room for it."""
-        if not self._requested.step_up or self._position < 0 or self._training.step < self._next_check:
+        if not self._requested.step_up or not self._position or self._training.step < self._next_check:
             return
         self._next_check = self._training.step + CHECK_EVERY
-        room, ladder = self._memory.room(), self._memory.ladder()
-        needs = {-1: self._memory.needs, **{position: each.needs for position, each in enumerate(ladder)}}
-        for position in range(-1, self._position):
-            needed = needs[position]
-            if room is not None and needed is not None and needed * MARGIN <= room:
+        room = self._memory.room()
+        for position, plan in enumerate(self._plans()[:self._position]):
+            if room is not None and plan.needs and plan.needs * MARGIN <= room:
                 self._free_all()
                 self._change_plan(position, "step_up", f"{show_bytes(room)} is free again")
                 return
@@ -196,6 +186,7 @@ class Guard:
         self._adopted = config
         self._reporter.eval_batch = min(self._reporter.eval_batch, config.eval_batch)
         set_up_gradients(training, config, self._choice)
+        self._must_adopt = False
 
     def _roll_back(self) -> None:
         """Restores the last checkpoint, or the start of the run."""

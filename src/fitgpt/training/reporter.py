@@ -38,25 +38,26 @@ class TrainingReporter:
     """What the loop calls. `card_bytes`: the GPU's usable memory; 0: not known."""
 
     def __init__(self, config: RunConfig, facts: RunFacts, splits: Splits, data: DataSummary, folder: RunFolder,
-                 training: Training, display: Display, wandb: Log | None, stop_requested: Callable[[], bool], *,
-                 peaks: Peaks, card_bytes: int = 0) -> None:
+                 training: Training, display: Display, wandb: Log | None, stop_requested: Callable[[], bool],
+                 peaks: Peaks, card_bytes: int) -> None:
         self._config, self._facts, self._splits, self._data = config, facts, splits, data
         self._folder, self._training, self._display, self._stop_requested = folder, training, display, stop_requested
         self._wandb = wandb
         self.peaks = peaks
+        self.advanced = display.advance  # called after every micro-step
         self.eval_batch = config.eval_batch  # halved when memory runs out
         self._last_report: StepReport | None = None
         self._waiting: deque[dict[str, Any]] = deque(maxlen=MAX_WAITING_ROWS)  # to be written
         self._memory_warnings = MemoryWarnings(card_bytes)
 
-    def evaluate(self, step: int) -> Evaluation | OutOfMemory | None:
+    def evaluate(self) -> Evaluation | OutOfMemory | None:
+        training = self._training
         try:
-            return evaluate(self._training.model, self._splits, batch=self.eval_batch, block=self._config.eval_block,
-                            step=step, token_losses=self._training.token_losses,
-                            progress=self._display.eval_progress, stop_requested=self._stop_requested,
-                            shrunk=self._shrunk)
+            return evaluate(training.model, self._splits, batch=self.eval_batch, block=self._config.eval_block,
+                            step=training.step, token_losses=training.token_losses, shrunk=self._shrunk,
+                            progress=self._display.eval_progress, stop_requested=self._stop_requested)
         except EvaluationDoesNotFit as error:
-            self.warn(f"{error.what} The evaluation of step {step} is skipped; training continues.")
+            self.warn(f"{error.what} The evaluation of step {training.step} is skipped; training continues.")
             return OutOfMemory(error.what)
 
     def short_eval(self) -> Evaluation | None:
@@ -73,8 +74,8 @@ class TrainingReporter:
                    "text": f"Out of memory in the evaluation of step {self._training.step}: {why.short}. It continues "
                    f"with {batch} window{'s' if batch > 1 else ''} at once, which changes no loss."})
 
-    def save(self, training: Training, *, is_best: bool) -> None:
-        started = time.perf_counter()
+    def save(self, *, is_best: bool) -> None:
+        started, training = time.perf_counter(), self._training
         state = {"step": training.step, "evaluated_at": training.evaluated_at,
                  "evaluation_status": training.evaluation_status,
                  "last_good": asdict(training.last_good) if training.last_good else None,
@@ -99,10 +100,6 @@ class TrainingReporter:
     def set_aside_diverged(self) -> checkpoint.SetAside:
         with disk_faults("set checkpoints aside in", self._folder.checkpoints):
             return checkpoint.set_aside_diverged(self._folder.checkpoints)
-
-    def advanced(self, steps: float) -> None:
-        """`steps`: how many have been launched, with a fraction; called after every micro-step."""
-        self._display.advance(steps)
 
     def reported(self, report: StepReport) -> None:
         self._last_report = report

@@ -33,7 +33,6 @@ from ..tapes.engine import checkpoint_bytes
 from . import checkpoint
 from .build import build_training, check_data, find_source, restore, take_shape
 from .device_memory import (
-    NOT_PLANNED,
     DeviceMemoryPlan,
     Peaks,
     cumulative_reserved,
@@ -48,6 +47,7 @@ from .rehearsal import rehearse
 from .reporter import Log, TrainingReporter, open_wandb, short_eval
 
 REHEARSAL_SCHEMA = 1
+NOT_PLANNED = "memory: not planned, because the run is not on an NVIDIA GPU."
 NOT_COMPARED = ("There is no plan to compare with: only the memory of an NVIDIA GPU is planned, and only there does "
                 "PyTorch count it.")
 
@@ -106,7 +106,7 @@ def run_loop(config: RunConfig, facts: RunFacts, choice: DeviceChoice, dataset: 
                                block=config.eval_block, seed=config.seed)
     display = open_display(facts, terminal=sys.stdout.isatty())
     reporter = TrainingReporter(config, facts, splits, dataset.summary, folder, training, display, wandb,
-                                stop_requested, peaks=peaks, card_bytes=device_memory.card_bytes)
+                                stop_requested, peaks, device_memory.plan.budget.usable if device_memory.plan else 0)
     guard = Guard(training, config, choice, dataset, folder, reporter, device_memory)
     try:
         folder.append_metrics({"kind": "run", **asdict(facts)})

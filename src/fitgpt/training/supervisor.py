@@ -78,22 +78,29 @@ def train(config: str | os.PathLike[str] | Mapping[str, Any] | RunConfig = "", *
 
 def assignments_from(config: Any, options: Mapping[str, Any]) -> list[Assignment]:
     """The options that a config of any kind sets, then `options`."""
-    known = option_specs(RunConfig)
-    for key in (*(config if isinstance(config, Mapping) else ()), *options):
+    known, from_file, values = option_specs(RunConfig), list[Assignment](), dict[str, Any]()
+    if isinstance(config, RunConfig):
+        values = {key: value for key, value in config.to_dict().items() if value != known[key].default}
+    elif isinstance(config, Mapping):
+        values = dict(config)
+    elif config:
+        from_file = walk([os.fspath(config)], RunConfig)
+    values |= options
+    for key in values:
         if key not in known:
             near = nearest(str(key), known)
             raise UsageError(f"{key!r} is not an option of `fitgpt train`.",
                              f"Did you mean {' or '.join(near)}?" if near else "fitgpt train --help lists them all.")
-    if isinstance(config, RunConfig):
-        config = {key: value for key, value in config.to_dict().items() if value != known[key].default}
-    from_file = walk([os.fspath(config)], RunConfig) if config and not isinstance(config, Mapping) else []
-    values = {**(config if isinstance(config, Mapping) else {}), **options}
     return from_file + [Assignment(key, value, f"{key}={value!r}") for key, value in values.items()]
 
 
 def supervise(assignments: Sequence[Assignment]) -> int:
     """Runs the training that the assignments describe; returns its exit code. Starts it again after GPU errors."""
-    require_one_process(os.environ)
+    world = os.environ.get("WORLD_SIZE", "1").strip() or "1"
+    if world != "1":
+        raise UsageError(
+            f"WORLD_SIZE is {world}: fitgpt trains with one process on one GPU for now.",
+            "Start it without torchrun: fitgpt train …  (unset WORLD_SIZE if your shell still has it)")
     check_allocator_env(os.environ)
     config, notes = training_config(assignments)
     if config.fit:
@@ -117,14 +124,6 @@ def supervise(assignments: Sequence[Assignment]) -> int:
     return conclude(code, report, config)
 
 
-def require_one_process(environment: Mapping[str, str]) -> None:
-    world = environment.get("WORLD_SIZE", "1").strip() or "1"
-    if world != "1":
-        raise UsageError(
-            f"WORLD_SIZE is {world}: fitgpt trains with one process on one GPU for now.",
-            "Start it without torchrun: fitgpt train …  (unset WORLD_SIZE if your shell still has it)")
-
-
 def run_worker(given: WorkerConfig) -> tuple[int, dict[str, Any]]:
     """Starts the worker and waits for its end → (its exit code, its error report)."""
     with tempfile.TemporaryDirectory(prefix="fitgpt-") as folder:
@@ -143,8 +142,8 @@ def run_worker(given: WorkerConfig) -> tuple[int, dict[str, Any]]:
             code = worker.wait()
             with suppress(BrokenPipeError):
                 worker.stdin.close()
-        if code < 0:
-            show_cursor()
+        if code < 0 and can_redraw():  # a live display that was killed leaves the terminal's cursor hidden
+            print("\x1b[?25h", end="", flush=True)
         if forwarder.killed and code < 0:
             return STOPPED_AT_ONCE, {}
         return code, read_report(report)
@@ -203,24 +202,15 @@ class SignalForwarder:
         self._worker.send_signal(signal.SIGCONT)
 
 
-def show_cursor() -> None:
-    """A live display that was killed leaves the terminal's cursor hidden."""
-    if can_redraw():
-        print("\x1b[?25h", end="", flush=True)
-
-
 def conclude(code: int, report: Mapping[str, Any], config: RunConfig) -> int:
     """The worker's exit code, or the error it reported."""
     if code in (0, STOPPED_AT_ONCE):
         return code
-    fix = f"To resume from the last checkpoint: {resume_command(config.out_dir)}" if can_resume(config.out_dir) else ""
+    resume = shlex.join(["fitgpt", "train", "--init_from=resume", f"--out_dir={config.out_dir}"])
+    fix = f"To resume from the last checkpoint: {resume}" if can_resume(config.out_dir) else ""
     if not report:
         raise error_for_exit(code, fix)
     raise _ERRORS.get(report["code"], FitError)(report["what"], report["fix"] or fix)
-
-
-def resume_command(out_dir: str) -> str:
-    return shlex.join(["fitgpt", "train", "--init_from=resume", f"--out_dir={out_dir}"])
 
 
 def error_for_exit(code: int, fix: str) -> FitError:

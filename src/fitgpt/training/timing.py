@@ -9,11 +9,17 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from ..config.run_config import RunConfig
+from ..engine.batches import Prefetcher
+from ..engine.device import resolve_device, synchronize
+from ..engine.oom import cap_memory, is_nvidia, is_out_of_memory, release
+from .build import build_training
+from .loop import train_step
 
 WARM_UP = 2            # steps that are not timed: the first compiles, the second is captured into CUDA graphs
 # The smallest share of a step that a micro-step takes. On a GPU the optimizer moves 28 bytes per parameter, which takes
@@ -26,32 +32,15 @@ def main() -> int:
         request = json.loads(line)
         result = time_config(RunConfig.from_dict(request["config"]), request["cap"], request["seconds"])
         print(json.dumps(result), flush=True)
-        _free_memory()
+        if torch.cuda.is_available():  # frees all that it allocated: the next config starts as in a new process
+            torch._C._cuda_clearCublasWorkspaces()
+            release(torch.device("cuda"))
     return 0
-
-
-def _free_memory() -> None:
-    """Frees all that one config allocated, so that the next one starts as in a new process."""
-    import torch
-
-    from ..engine.oom import release
-
-    if torch.cuda.is_available():
-        torch._C._cuda_clearCublasWorkspaces()
-        release(torch.device("cuda"))
 
 
 def time_config(config: RunConfig, cap: int, seconds: float) -> dict[str, Any]:
     """Times steps in the order of a run: evaluation first, whose CUDA graph stays; then steps of one micro-step and
     steps of two. Their difference is the time of a micro-step, the rest that of the optimizer."""
-    import torch
-
-    from ..engine.batches import Prefetcher
-    from ..engine.device import resolve_device, synchronize
-    from ..engine.oom import cap_memory, is_nvidia, is_out_of_memory
-    from .build import build_training
-    from .loop import train_step
-
     choice = resolve_device(config.device, config.dtype, config.compile)
     if is_nvidia(choice.device):
         cap_memory(choice.device, cap)
@@ -67,15 +56,22 @@ def time_config(config: RunConfig, cap: int, seconds: float) -> dict[str, Any]:
         training.model.train()
 
         def seconds_per_step(micro_steps: int) -> float:
+            """The median of steps that take about `seconds` in total."""
             short = replace(config, gradient_accumulation_steps=micro_steps)
 
-            def step() -> None:
+            def timed_step() -> float:
+                begun = time.perf_counter()
                 train_step(training, short, feed, 1e-4, lambda: False)
                 synchronize(choice.device)
+                return time.perf_counter() - begun
 
             for _ in range(WARM_UP):
-                step()
-            return _median_seconds(step, seconds)
+                timed_step()
+            ends = time.perf_counter() + seconds
+            durations = [timed_step()]
+            while time.perf_counter() < ends:
+                durations.append(timed_step())
+            return statistics.median(durations)
 
         one = seconds_per_step(1)
         two = seconds_per_step(2) if config.gradient_accumulation_steps > 1 else one
@@ -95,16 +91,6 @@ def rate(config: RunConfig, one: float, two: float) -> dict[str, Any]:
     if more and micro_step < one * (MIN_SHARE if config.offload == "none" else MIN_SHARE_OFFLOADED):
         return {"error": "too noisy to time: a second micro-step made no difference to a step."}
     return {"tokens_per_s": config.tokens_per_step / (one + more * micro_step)}
-
-
-def _median_seconds(work: Callable[[], None], seconds: float) -> float:
-    """The median duration of calls that take about `seconds` in total."""
-    durations, ends = list[float](), time.perf_counter() + seconds
-    while not durations or time.perf_counter() < ends:
-        begun = time.perf_counter()
-        work()
-        durations.append(time.perf_counter() - begun)
-    return statistics.median(durations)
 
 
 if __name__ == "__main__":

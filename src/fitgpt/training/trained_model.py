@@ -37,7 +37,7 @@ def from_run(out_dir: Path, which: str | int = "last", *, weights_only: bool = F
     return _from_checkpoint(checkpoint.load(out_dir / "checkpoints", which, weights_only=weights_only))
 
 
-def _from_checkpoint(loaded: checkpoint.Loaded) -> WeightSource:
+def _from_checkpoint(loaded: checkpoint.Checkpoint) -> WeightSource:
     return WeightSource(GPTConfig(**loaded.state["gpt"]), loaded.model, loaded.optimizer, loaded.state,
                         loaded.state["config"], str(loaded.path), loaded.notes)
 
@@ -50,7 +50,7 @@ def open_weights(place: str, which: str | int) -> WeightSource:
     if place in gpt2_shapes and not path.exists():
         return huggingface.read_folder(huggingface.find_gpt2(place))
     if (path / checkpoint.STATE).is_file():
-        return _from_checkpoint(checkpoint.load_folder(path, weights_only=True))
+        return _from_checkpoint(checkpoint.load_folder(path))
     if path.suffix == ".pt":
         return read_nanogpt(path)
     if holds_run(path):

@@ -197,17 +197,20 @@ class Scaler:
 
 @torch.no_grad()
 def apply_gradients(model: nn.Module, optimizer: Optimizer, scaler: Scaler, learning_rate: float, grad_clip: float,
-                    *, stay: bool = False) -> Tensor:
+                    *, stay: bool = False, begins: Callable[[], None] = lambda: None) -> Tensor:
     """Applies the accumulated (scaled) gradients, or skips them if they are not finite; returns their norm.
 
-    Then it frees them, or zeroes them if they `stay` (CUDA graphs need fixed addresses).
+    Then it frees them, or zeroes them if they `stay` (CUDA graphs need fixed addresses). `begins` is called before
+    anything is changed.
     """
     sink = optimizer.sink
     gradients = sink.gradients() if sink else [p.grad for p in model.parameters() if p.grad is not None]
     norm = torch.nn.utils.get_total_norm(gradients).to(scaler.scale.device) / scaler.scale
     found_inf = (~torch.isfinite(norm)).float()
-    clip = (norm / grad_clip).clamp_(min=1.0) if grad_clip else torch.ones_like(norm)
-    optimizer.step(learning_rate, scaler.scale * clip, found_inf)
+    grad_scale = (norm / grad_clip).clamp_(min=1.0) if grad_clip else torch.ones_like(norm)
+    grad_scale *= scaler.scale
+    begins()
+    optimizer.step(learning_rate, grad_scale, found_inf)
     scaler.update(found_inf)
     model.zero_grad(set_to_none=not stay)
     if sink:

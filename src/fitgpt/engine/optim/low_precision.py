@@ -151,15 +151,15 @@ def update_(parameter: Tensor, gradient: Tensor, state: dict[str, Tensor], figur
             beta2: float) -> None:
     """One AdamW update of flat tensors, in place, in float32 between reading and rounding; no change if found_inf."""
     learning_rate, correct1, correct2, unscale, skip = figures.unbind()
+    eight_bit = "first" in state
     g = gradient.float() * unscale
-    first = beta1 * (read_first(state) if "first" in state else state["exp_avg"]) + (1 - beta1) * g
-    second = beta2 * (read_second(state) if "first" in state else state["exp_avg_sq"]) + (1 - beta2) * g * g
+    first = beta1 * (read_first(state) if eight_bit else state["exp_avg"]) + (1 - beta1) * g
+    second = beta2 * (read_second(state) if eight_bit else state["exp_avg_sq"]) + (1 - beta2) * g * g
     step = first * correct1 / ((second * correct2).sqrt() + ADAMW_EPSILON)
     weights = parameter.float()
     stepped = weights - learning_rate * (step + decay * weights)
     rounded = stochastic_round(stepped) if parameter.dtype == torch.bfloat16 else stepped.to(parameter.dtype)
-    new = {**(write_first(first) | write_second(second) if "first" in state
-              else {"exp_avg": first, "exp_avg_sq": second})}
+    new = write_first(first) | write_second(second) if eight_bit else {"exp_avg": first, "exp_avg_sq": second}
     parameter.copy_(torch.where(skip > 0, parameter, rounded))
     for key, held in state.items():
         held.copy_(torch.where(skip > 0, held, new[key]))

@@ -33,8 +33,8 @@ from fitgpt.core.units import GiB, parse_bytes  # noqa: E402
 from fitgpt.hardware.allocator_env import child_environment  # noqa: E402
 from fitgpt.hardware.gpus import find  # noqa: E402
 from fitgpt.planning.budget import on_card  # noqa: E402
-from fitgpt.planning.goals import find_fastest  # noqa: E402
-from fitgpt.planning.search import FitTarget  # noqa: E402
+from fitgpt.planning.fit_goals import find_fastest  # noqa: E402
+from fitgpt.planning.fit_search import FitTarget  # noqa: E402
 
 CASES: dict[str, dict[str, Any]] = {
     "124m": dict(n_layer=12, n_head=12, n_embd=768, block_size=1024, batch_size=12, accumulation=4, dtype="bfloat16"),

@@ -36,10 +36,10 @@ from fitgpt.core.units import GiB  # noqa: E402
 from fitgpt.hardware.allocator_env import child_environment  # noqa: E402
 from fitgpt.hardware.gpus import find  # noqa: E402
 from fitgpt.planning.budget import on_card  # noqa: E402
-from fitgpt.planning.fit_settings import with_margin  # noqa: E402
+from fitgpt.planning.fit import with_margin  # noqa: E402
+from fitgpt.planning.fit_goals import find_fastest  # noqa: E402
+from fitgpt.planning.fit_search import FitTarget, parse_allow  # noqa: E402
 from fitgpt.planning.forecast import forecast  # noqa: E402
-from fitgpt.planning.goals import find_fastest  # noqa: E402
-from fitgpt.planning.search import FitTarget, parse_allow  # noqa: E402
 
 SWEEPS, CELLS = 10, 12     # and the chosen one
 OF_A_BATCH = 4             # levels tried with a micro-batch before the next smaller one has its turn

@@ -38,9 +38,9 @@ from fitgpt.core.files import write_over  # noqa: E402
 from fitgpt.core.units import GiB, MiB  # noqa: E402
 from fitgpt.hardware.gpus import find  # noqa: E402
 from fitgpt.planning.budget import on_card  # noqa: E402
-from fitgpt.planning.fit_settings import with_margin  # noqa: E402
-from fitgpt.planning.goals import find_fastest  # noqa: E402
-from fitgpt.planning.search import FitTarget, parse_allow  # noqa: E402
+from fitgpt.planning.fit import with_margin  # noqa: E402
+from fitgpt.planning.fit_goals import find_fastest  # noqa: E402
+from fitgpt.planning.fit_search import FitTarget, parse_allow  # noqa: E402
 
 SEED, ACCEPTED, REFUSED = 20261115, 60, 20
 SHORT = ["--max_iters=4", "--eval_interval=4", "--eval_iters=2", "--log_interval=1"]

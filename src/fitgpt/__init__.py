@@ -6,7 +6,7 @@ if TYPE_CHECKING:
     from .config.architectures import GPTConfig
     from .diagnosis import explain
     from .engine.model import GPT
-    from .planning.fit_settings import fit
+    from .planning.fit import fit
     from .planning.plan import plan
     from .training.supervisor import train
     from .training.trained_model import load
@@ -19,7 +19,7 @@ _MODULES = {
     "GPT": "engine.model",
     "GPTConfig": "config.architectures",
     "explain": "diagnosis",
-    "fit": "planning.fit_settings",
+    "fit": "planning.fit",
     "load": "training.trained_model",
     "plan": "planning.plan",
     "train": "training.supervisor",

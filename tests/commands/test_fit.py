@@ -25,11 +25,12 @@ from fitgpt.core.units import GiB, MiB
 from fitgpt.hardware import host, nvidia
 from fitgpt.hardware.gpus import find
 from fitgpt.hardware.nvidia import GpuProcess, GpuReading, Survey
-from fitgpt.planning import fit_settings, plan_file
+from fitgpt.planning import fit as fit_planning
+from fitgpt.planning import plan_file
 from fitgpt.planning.budget import named, platform_for
 from fitgpt.planning.changes import memory_use
-from fitgpt.planning.fit_settings import fit_target, for_train, with_margin
-from fitgpt.planning.goals import OUTSIDE_ERROR
+from fitgpt.planning.fit import fit_target, for_train, with_margin
+from fitgpt.planning.fit_goals import OUTSIDE_ERROR
 from fitgpt.planning.measure import TimingProcess
 
 SMALL = """# A small run.
@@ -302,7 +303,7 @@ def test_only_available_cpu_ram_is_used(monkeypatch: pytest.MonkeyPatch) -> None
     target = named("4070", others=None, budget=None)
     assert fit_target(target, RunConfig(budget="9GiB"), is_here=True).host_bytes == 8 * GiB
     elsewhere = fit_target(target, RunConfig(), is_here=False)
-    assert elsewhere.host_bytes == int(host.SHARE * fit_settings.ASSUMED_HOST)
+    assert elsewhere.host_bytes == int(host.SHARE * fit_planning.ASSUMED_HOST)
     monkeypatch.setattr(host, "available_memory", lambda: None)
     assert fit_target(target, RunConfig(budget="9GiB"), is_here=True).host_bytes is None
 
@@ -314,7 +315,7 @@ def test_fallback_plans_stay_within_the_cpu_ram(run_fit: Any, monkeypatch: pytes
         return [each for each in plans if each["changes"].get("offload", "none") != "none"]
 
     assert offloading()
-    monkeypatch.setattr(fit_settings, "ASSUMED_HOST", 1 * MiB)
+    monkeypatch.setattr(fit_planning, "ASSUMED_HOST", 1 * MiB)
     assert not offloading()
 
 
@@ -334,7 +335,7 @@ def test_the_micro_batch_is_not_raised_on_a_gpu_that_another_user_uses(
         run_fit: Any, monkeypatch: pytest.MonkeyPatch, owner: str, name: str, keeps_small: bool) -> None:
     seen = Survey((reading(*nvidia.identified([(77, name, GiB)], None)),))
     monkeypatch.setattr(nvidia, "survey", lambda env=None: seen)
-    monkeypatch.setattr(fit_settings, "is_own_process", lambda pid: owner == "own")
+    monkeypatch.setattr(fit_planning, "is_own_process", lambda pid: owner == "own")
     document = json.loads(run_fit("run.py", "--json").out)
     assert (document["chosen"]["config"]["batch_size"] <= 4) == keeps_small
     assert any("Another user computes" in note for note in document["notes"]) == keeps_small
@@ -346,8 +347,8 @@ def test_the_micro_batch_is_not_raised_on_a_gpu_that_another_user_uses(
 
 
 def test_own_processes_are_recognised() -> None:
-    assert fit_settings.is_own_process(os.getpid())
-    assert not fit_settings.is_own_process(2**22 + 1)
+    assert fit_planning.is_own_process(os.getpid())
+    assert not fit_planning.is_own_process(2**22 + 1)
 
 
 def test_measure_chooses_the_fastest_by_timing(run_fit: Any, monkeypatch: pytest.MonkeyPatch) -> None:

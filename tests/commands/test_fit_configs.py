@@ -12,7 +12,7 @@ from fitgpt.commands import main
 from fitgpt.config.argv import walk
 from fitgpt.config.fields import build
 from fitgpt.config.run_config import RunConfig
-from fitgpt.planning.search import TIE
+from fitgpt.planning.fit_search import TIE
 
 CONFIGS = Path(__file__).parents[2] / "config"
 # A few of 9 configs × 7 GPUs × with and without lossy savers, roomy and tight.

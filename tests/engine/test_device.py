@@ -13,9 +13,9 @@ from fitgpt.core.units import GiB, MiB
 from fitgpt.engine import device
 from fitgpt.engine.device import Host, Tools, choose
 from fitgpt.hardware.nvidia import Survey
-from fitgpt.hardware.torch_compat import CudaDevice, TorchBuild, unusable_gpu_reason
+from fitgpt.hardware.torch_install import CudaDevice, TorchBuild, unusable_gpu_reason
 from fitgpt.runs.metrics import MemoryReading
-from tests.hardware.test_torch_compat import CPU_BUILD, CUDA_BUILD, GTX_1060, RTX_4070, reading_of
+from tests.hardware.test_torch_install import CPU_BUILD, CUDA_BUILD, GTX_1060, RTX_4070, reading_of
 
 ALL_TOOLS = Tools(triton=True, c_compiler=True, cxx_compiler=True, python_headers=True)
 RTX_2060 = CudaDevice(0, "NVIDIA GeForce RTX 2060", (7, 5), 5928 * MiB, "cc-3")

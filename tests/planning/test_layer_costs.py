@@ -19,8 +19,8 @@ from fitgpt.memory.tape import EMPTY_CACHE, Tape, round_size
 from fitgpt.memory.timeline import needs, replay
 from fitgpt.planning import layer_costs
 from fitgpt.planning.budget import Budget, platform_for
+from fitgpt.planning.fit_search import FitTarget, Search
 from fitgpt.planning.layer_costs import MOST_LOST, PAGE, FragmentationBound, RecomputeMix, describe_mix, mix_of
-from fitgpt.planning.search import FitTarget, Search
 from fitgpt.tapes import engine as engine_tape
 
 RUNS = 160

@@ -12,8 +12,8 @@ import pytest
 from fitgpt.config.run_config import RunConfig
 from fitgpt.planning import measure
 from fitgpt.planning.budget import Budget
-from fitgpt.planning.goals import FitResult
-from fitgpt.planning.search import ScoredConfig
+from fitgpt.planning.fit_goals import FitResult
+from fitgpt.planning.fit_search import ScoredConfig
 from fitgpt.planning.speed import SpeedEstimate
 from fitgpt.training import timing
 

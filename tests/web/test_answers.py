@@ -12,8 +12,8 @@ import pytest
 from fitgpt.core.errors import DoesNotFit
 from fitgpt.core.units import GiB, MiB
 from fitgpt.hardware import host
-from fitgpt.planning import fit_settings
-from fitgpt.planning.goals import OUTSIDE_ERROR, find_fastest
+from fitgpt.planning import fit as fit_planning
+from fitgpt.planning.fit_goals import OUTSIDE_ERROR, find_fastest
 from fitgpt.planning.plan import plan_for, verdicts
 from fitgpt.web import answers
 from fitgpt.web.form import read
@@ -137,12 +137,12 @@ def test_fit_uses_the_limits_of_the_fit_command(monkeypatch: pytest.MonkeyPatch)
     query = page_query(**SMALL)
     answers.fitted(query)
     assert targets[0].budget.reserve_limit == query.target.budget.reserve_limit - OUTSIDE_ERROR
-    assert targets[0].host_bytes == int(host.SHARE * fit_settings.ASSUMED_HOST)
+    assert targets[0].host_bytes == int(host.SHARE * fit_planning.ASSUMED_HOST)
     assert targets[0].most_batch is None
     answers.fitted(page_query(**SMALL, budget="2GiB"))
     assert targets[1].budget.reserve_limit == page_query(**SMALL, budget="2GiB").target.budget.reserve_limit
 
-    monkeypatch.setattr(fit_settings, "other_users_on_gpu", lambda device: True)
+    monkeypatch.setattr(fit_planning, "other_users_on_gpu", lambda device: True)
     monkeypatch.setattr(host, "available_memory", lambda: 10 * GiB)
     on_this_machine = query._replace(questions=replace(query.questions, gpu=""))
     found = answers.fitted(on_this_machine)

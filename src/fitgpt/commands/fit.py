@@ -1,4 +1,4 @@
-"""`fitgpt fit`: parse, call planning.fit_settings, print the result, write a config, a plan and a page.
+"""`fitgpt fit`: parse, call planning.fit, print the result, write a config, a plan and a page.
 
 Neither torch nor numpy is loaded; with --measure, a child process loads them.
 """
@@ -20,8 +20,8 @@ from ..core.files import disk_faults, is_own_page, refuse_foreign, write_over
 from ..planning import plan_file
 from ..planning.budget import Target
 from ..planning.fallback_ladder import fallback_plans
-from ..planning.fit_settings import FitRequest, config_text, fit_from, fit_request, is_own_config
-from ..planning.goals import FitResult
+from ..planning.fit import FitRequest, config_text, fit_from, fit_request, is_own_config
+from ..planning.fit_goals import FitResult
 from ..planning.plan import plan_for
 from ..show import fit_text as show
 from ..show.terminal import columns

@@ -1,4 +1,4 @@
-"""Output of nvidia-smi, `nvidia-smi --query-gpu=… --format=csv` or gpustat → each GPU's used memory and processes."""
+"""Pasted output of nvidia-smi, `nvidia-smi --query-gpu=… --format=csv` or gpustat → each GPU's used memory and processes."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""One transformer block, forward and backward, written out, so that the recompute policy decides what is saved between
-them. Matmuls are called here; everything between two of them is one function of ops.py.
+"""One transformer block, forward and backward, written out: gradient checkpointing is a choice of what is saved between
+them, the recompute policy. Matmuls are called here; everything between two of them is one function of ops.py.
 
 Tensors in the order in which they are computed, with their bytes per token in half precision:
 

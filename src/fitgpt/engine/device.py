@@ -24,7 +24,7 @@ import torch
 from ..core.errors import DeviceError, UsageError
 from ..core.units import MiB
 from ..hardware import gpus, nvidia
-from ..hardware.torch_compat import (
+from ..hardware.torch_install import (
     Capability,
     CudaDevice,
     Mismatch,

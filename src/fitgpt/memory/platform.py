@@ -1,4 +1,5 @@
-"""The platform that a tape depends on besides the program: GPU architecture, torch version, kind of allocator."""
+"""What a tape depends on besides the program: GPU architecture, kind of allocator, and the rules of each torch version
+(`--torch`, TORCH_VERSIONS)."""
 
 from __future__ import annotations
 

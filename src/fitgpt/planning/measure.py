@@ -19,8 +19,8 @@ from typing import IO, Any
 
 from ..config.run_config import RunConfig
 from ..hardware.allocator_env import child_environment
-from .goals import FitResult
-from .search import ScoredConfig
+from .fit_goals import FitResult
+from .fit_search import ScoredConfig
 
 Timer = Callable[[RunConfig, int], "float | str"]  # config, memory limit → tokens per second, or what went wrong
 SECONDS_EACH = 2.0     # for steps of one micro-step, and as much for steps of two

@@ -11,8 +11,8 @@ from .plan_text import signed_bytes
 from .terminal import MIN_TEXT_WIDTH, labelled_rows, paragraph, table, wrap
 
 if TYPE_CHECKING:  # a result imports this module to print itself
-    from ..planning.goals import FitResult
-    from ..planning.search import ScoredConfig
+    from ..planning.fit_goals import FitResult
+    from ..planning.fit_search import ScoredConfig
     from ..planning.speed import SpeedEstimate
 
 MIN_FLAGS_WIDTH = 36         # columns that flags need beside figures; with fewer they go below

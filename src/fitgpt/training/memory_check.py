@@ -88,8 +88,8 @@ def does_not_fit(config: RunConfig, plan: Plan, *, could_wait: bool) -> DeviceEr
 
 def _several_changes(config: RunConfig, found: Target) -> str:
     """If no single change is enough: those that `fit` finds, or what would have to be allowed."""
-    from ..planning.goals import describe_suggestions, find_fastest
-    from ..planning.search import FitTarget
+    from ..planning.fit_goals import describe_suggestions, find_fastest
+    from ..planning.fit_search import FitTarget
 
     fitted = find_fastest(config, FitTarget(found.platform, found.budget, found.card, host_bytes=spare_memory()))
     if fitted.chosen is not None:

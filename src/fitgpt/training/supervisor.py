@@ -104,7 +104,7 @@ def supervise(assignments: Sequence[Assignment]) -> int:
     check_allocator_env(os.environ)
     config, notes = training_config(assignments)
     if config.fit:
-        from ..planning.fit_settings import for_train  # only here: it imports the whole search
+        from ..planning.fit import for_train  # only here: it imports the whole search
 
         config, why = for_train(config)
         notes = [*notes, *why]

@@ -22,9 +22,9 @@ from ..memory.platform import Platform
 from ..memory.timeline import Timeline, owners_after, replay
 from ..planning.budget import Budget, Target, check_supported, on_card
 from ..planning.changes import FAMILIES, ChangedRun, single_changes, smallest
-from ..planning.fit_settings import fit_target, shared_gpu_note
+from ..planning.fit import fit_target, shared_gpu_note
+from ..planning.fit_goals import describe_suggestions, describe_too_small, find_fastest
 from ..planning.forecast import one_step, replay_run
-from ..planning.goals import describe_suggestions, describe_too_small, find_fastest
 from ..planning.plan import expected_speed, nanogpt_notes, plan_for, same_tape
 from ..planning.speed import SpeedEstimate
 from ..runs.metrics import PHASES
@@ -56,9 +56,9 @@ def replayed(config: ResolvedRun, platform: Platform, trainer: str) -> Timeline:
 
 
 def fits(config: ResolvedRun, platform: Platform, trainer: str, limit: int) -> bool:
-    """Whether the run completes within `limit` reserved bytes. Replays with the limit only if the free run is unclear.
+    """Whether the run completes within `limit` reserved bytes. Replays with the limit only if that is unclear without one.
 
-    An expandable segment maps whole pages beyond what a tensor needs, so the free run's reserved bytes are enough only
+    An expandable segment maps whole pages beyond what a tensor needs, so the bytes reserved without a limit are enough only
     with room for one more segment.
     """
     timeline, expandable = replayed(config, platform, trainer), platform.uses_expandable_segments(trainer)

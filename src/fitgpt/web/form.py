@@ -30,7 +30,7 @@ QUESTIONS = ("gpu", "others", "budget", "trainer", "torch")
 SETTINGS = (*RUN_OPTIONS, *CARRIED, *QUESTIONS)
 
 EXAMPLE = "RTX 4070"  # selected at first if this machine has no GPU
-CONFIGS = Path(__file__).parents[1] / "configs"
+CONFIGS = Path(__file__).parents[1] / "example_configs"
 DATASET_VOCAB = {"demo": 256, "shakespeare_char": 65}  # config files leave the vocabulary to the dataset
 GROUPS = {"size": PAGE_OPTIONS["size"], "savers": PAGE_OPTIONS["less"], "more": PAGE_OPTIONS["more"]}
 # The stops of each slider. Any other number can be typed beside it.

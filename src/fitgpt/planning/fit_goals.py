@@ -19,7 +19,7 @@ from ..core.units import MiB, show_bytes, show_count
 from ..hardware import gpus
 from ..tapes.engine import host_bytes
 from .budget import Budget, budget_for
-from .search import (
+from .fit_search import (
     MIN_GAIN_CHANGE,
     MIN_GAIN_LOSSY,
     MIN_GAIN_OFFLOAD,

@@ -8,7 +8,7 @@ import pytest
 
 from fitgpt.core.units import GiB, MiB
 from fitgpt.hardware.nvidia import GpuReading, Survey
-from fitgpt.hardware.torch_compat import CudaDevice, Mismatch, TorchBuild, runs_on, unusable_gpu_reason
+from fitgpt.hardware.torch_install import CudaDevice, Mismatch, TorchBuild, runs_on, unusable_gpu_reason
 
 DEFAULT_WHEEL = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120")
 CUDA_BUILD = TorchBuild("2.13.0+cu130", cuda="13.0", archs=DEFAULT_WHEEL)

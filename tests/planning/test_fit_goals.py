@@ -13,8 +13,7 @@ from fitgpt.core.units import MiB, show_bytes
 from fitgpt.hardware import gpus
 from fitgpt.planning.budget import Budget, platform_for
 from fitgpt.planning.changes import memory_use
-from fitgpt.planning.forecast import fits
-from fitgpt.planning.goals import (
+from fitgpt.planning.fit_goals import (
     GOALS,
     OUTSIDE_ERROR,
     ModelSize,
@@ -25,7 +24,8 @@ from fitgpt.planning.goals import (
     with_block,
     with_size,
 )
-from fitgpt.planning.search import FitTarget
+from fitgpt.planning.fit_search import FitTarget
+from fitgpt.planning.forecast import fits
 
 CARD = gpus.find("4070")
 SETTING = platform_for(CARD)

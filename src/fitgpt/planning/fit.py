@@ -16,7 +16,7 @@ from ..core.units import GiB, show_bytes, show_count
 from ..hardware import nvidia
 from ..hardware.host import SHARE, spare_memory
 from .budget import Budget, Target, apply_limits, check_supported, installed, select_gpu, target_for
-from .goals import (
+from .fit_goals import (
     GOALS,
     OUTSIDE_ERROR,
     FitResult,
@@ -25,10 +25,10 @@ from .goals import (
     describe_too_small,
     find_fastest,
 )
+from .fit_search import FitTarget, parse_allow
 from .measure import SECONDS_EACH, TimingProcess, rerank
 from .plan import with_training_length
 from .request import NO_OPTIONS, assignments_from, check_vocab_matches_data, run_config_from, with_data
-from .search import FitTarget, parse_allow
 
 ASSUMED_HOST = 32 * GiB  # CPU RAM of a machine that is not here
 OF_THE_COMMAND = ("out", "html", "json")  # options of `fitgpt fit` that the function does not take

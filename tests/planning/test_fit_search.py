@@ -16,13 +16,13 @@ from fitgpt.core.errors import UsageError
 from fitgpt.core.units import MiB
 from fitgpt.hardware import gpus
 from fitgpt.memory.platform import Platform
-from fitgpt.planning import goals, search
+from fitgpt.planning import fit_goals, fit_search
 from fitgpt.planning.budget import Budget, platform_for
 from fitgpt.planning.changes import memory_use
+from fitgpt.planning.fit_goals import FitResult, decisions_for, find_fastest
+from fitgpt.planning.fit_search import FitTarget, ScoredConfig, Search, describe_allow, parse_allow, saver_sets
 from fitgpt.planning.forecast import fits as run_fits
-from fitgpt.planning.goals import FitResult, decisions_for, find_fastest
 from fitgpt.planning.layer_costs import describe_mix, mix_of, one_layer_down, one_layer_up
-from fitgpt.planning.search import FitTarget, ScoredConfig, Search, describe_allow, parse_allow, saver_sets
 from fitgpt.planning.speed import SpeedEstimate
 from fitgpt.show.fit_text import verdict
 
@@ -203,7 +203,7 @@ def test_allowing_lossy_savers_never_gives_a_worse_answer(number: int) -> None:
         assert lossy is not None
         assert exact.speed is not None
         assert lossy.speed is not None
-        assert lossy.config == exact.config or lossy.speed.likely > (1 + search.TIE / 2) * exact.speed.likely
+        assert lossy.config == exact.config or lossy.speed.likely > (1 + fit_search.TIE / 2) * exact.speed.likely
 
 
 def test_allowing_lossy_savers_does_not_add_an_exact_change_within_the_error() -> None:
@@ -305,9 +305,9 @@ def test_among_tied_candidates_the_one_with_fewest_changes_wins_and_the_given_ru
     run_search = Search(SMALL, target_of(900 * MiB), frozenset())
     chosen, *others = run_search.best()
     best = min(one.score for one in (chosen, *others))
-    assert chosen.score <= (1 + search.TIE) * best
+    assert chosen.score <= (1 + fit_search.TIE) * best
     for one in others:
-        if one.score <= (1 + search.TIE) * best:
+        if one.score <= (1 + fit_search.TIE) * best:
             assert run_search.change_cost(chosen) <= run_search.change_cost(one)
     nearly = replace(run_search.config_of(chosen), recompute="matmuls")  # half a percent slower, in less memory
     assert fitted(900, nearly).decisions == ()
@@ -391,7 +391,7 @@ def test_a_gpu_without_figures_is_fitted_too() -> None:
 def test_pruned_lossy_candidates_could_not_have_won(monkeypatch: pytest.MonkeyPatch) -> None:
     found = fitted(60, allow="lossy")
     fitted.cache_clear()
-    monkeypatch.setattr(search, "_most_lossy", lambda found: [each for each in found if each.permission == "lossy"])
+    monkeypatch.setattr(fit_search, "_most_lossy", lambda found: [each for each in found if each.permission == "lossy"])
     in_full = fitted(60, allow="lossy")
     assert found.chosen is not None
     assert in_full.chosen is not None
@@ -433,13 +433,13 @@ def test_the_mix_of_a_replayed_candidate_is_in_its_config() -> None:
 
 def test_other_models_are_not_tried_where_the_smallest_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[Search] = []
-    may_fit = goals.may_fit
+    may_fit = fit_goals.may_fit
 
     def counted(one: Search) -> bool:
         tried.append(one)
         return may_fit(one)
 
-    monkeypatch.setattr(goals, "may_fit", counted)
+    monkeypatch.setattr(fit_goals, "may_fit", counted)
     for allow in ("", "lossy,context,model"):
         deep = replace(SMALL, n_head=16, n_layer=16)
         assert find_fastest(deep, target_of(MiB), parse_allow(allow)).chosen is None

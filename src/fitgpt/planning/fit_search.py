@@ -4,7 +4,7 @@ Candidates differ in savers, compilation, CUDA graphs, micro-batch, chunk of the
 layer recomputes. They all train on the same tokens per step, in the same order. Memory and speed come from closed forms
 (layer_costs.py, speed.py), so that thousands can be ranked; the best of them are replayed.
 
-One Search is for one shape of the model. goals.py tries other shapes and builds the answer.
+One Search is for one shape of the model. fit_goals.py tries other shapes and builds the answer.
 """
 
 from __future__ import annotations

@@ -56,10 +56,10 @@ def replayed(config: ResolvedRun, platform: Platform, trainer: str) -> Timeline:
 
 
 def fits(config: ResolvedRun, platform: Platform, trainer: str, limit: int) -> bool:
-    """Whether the run completes within `limit` reserved bytes. Replays with the limit only if that is unclear without one.
+    """Whether the run completes within `limit` reserved bytes. Replays with the limit only if it is unclear without.
 
-    An expandable segment maps whole pages beyond what a tensor needs, so the bytes reserved without a limit are enough only
-    with room for one more segment.
+    An expandable segment maps whole pages beyond what a tensor needs, so the bytes reserved without a limit are enough
+    only with room for one more segment.
     """
     timeline, expandable = replayed(config, platform, trainer), platform.uses_expandable_segments(trainer)
     if timeline.peak > limit:

@@ -1,4 +1,4 @@
-"""Pasted output of nvidia-smi, of `nvidia-smi --query-gpu=… --format=csv` or of gpustat → memory and processes per GPU."""
+"""Pasted output of nvidia-smi, `nvidia-smi --query-gpu=… --format=csv` or gpustat → memory and processes per GPU."""
 
 from __future__ import annotations
 

@@ -732,16 +732,17 @@ def jit(function: Any = None, **_: object) -> Any:
     return TritonKernel() if function else lambda _: TritonKernel()
 
 
+POINTWISE = ("abs", "clamp", "exp", "log", "masked_fill", "round", "sign", "sqrt", "square", "triu")
 METHODS: dict[str, Callable[..., Any]] = {
-    **{name: pointwise(name) for name in (
-        "abs", "sqrt", "square", "sign", "round", "log", "clamp", "triu", "masked_fill", "softmax")},
+    **{name: pointwise(name) for name in (*POINTWISE, "softmax")},
+    **{f"{name}_": in_place for name in POINTWISE},
     **{f"__{name}__": pointwise(name) for name in ("neg", "invert")},
     **{f"__{side}{name}__": pointwise(name) for name in ("add", "sub", "mul", "truediv", "pow", "and")
        for side in ("", "r")},
     **{f"__{name}__": pointwise(name, bool_) for name in ("eq", "ne", "gt", "ge", "lt", "le")},
     **{f"__i{name}__": in_place for name in ("add", "sub", "mul", "truediv", "pow", "and")},
-    **dict.fromkeys(("add_", "mul_", "clamp_", "round_", "exp_", "fill_", "normal_", "zero_", "index_add_",
-                     "index_copy_", "scatter_add_", "detach"), in_place),
+    **dict.fromkeys(("add_", "mul_", "fill_", "normal_", "zero_", "index_add_", "index_copy_", "scatter_add_",
+                     "detach"), in_place),
     **{name: reduction(name) for name in ("sum", "amax", "norm")},
     "to": to, "copy_": copy_, "topk": topk, "mv": mm, "addmm_": addmm_, "__matmul__": matmul,
     "float": lambda x: to(x, float32), "bfloat16": lambda x: to(x, bfloat16), "cpu": lambda x: to(x, CPU),

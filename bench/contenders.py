@@ -16,7 +16,7 @@ from fitgpt.training.build import build_training
 
 
 class OurTrainer:
-    """What `fitgpt train` builds for the same knobs, with random tokens for data."""
+    """What `fitgpt train` builds for the same options, with random tokens for data."""
 
     def __init__(self, config: RunConfig) -> None:
         self.training = build_training(config, resolve_device("cuda", config.dtype, config.compile))
@@ -43,8 +43,8 @@ def make_trainer(case: dict[str, Any]) -> tuple[Any, GPTConfig]:
     shape = {key: case[key] for key in ("n_layer", "n_head", "n_embd", "block_size")}
     config = GPTConfig(**shape, vocab_size=50304, bias=False)
     if case["kind"] == "ours":
-        knobs = dict(**shape, vocab_size=50304, batch_size=case["batch_size"], dtype=case["dtype"],
+        settings = dict(**shape, vocab_size=50304, batch_size=case["batch_size"], dtype=case["dtype"],
                      gradient_accumulation_steps=case["accumulation"], **case["knobs"])
-        return OurTrainer(RunConfig(**knobs)), config
+        return OurTrainer(RunConfig(**settings)), config
     kind = {"plain": PlainTrainer, "transformers": TransformersTrainer}[case["kind"]]
     return kind(config, case["dtype"], compiled=case["compiled"], accumulation=case["accumulation"]), config

@@ -44,8 +44,8 @@ def main() -> None:
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
-        name, knobs = options.child
-        print(json.dumps((train_plain if name == "plain" else train_ours)(RunConfig(**json.loads(knobs)))))
+        name, settings = options.child
+        print(json.dumps((train_plain if name == "plain" else train_ours)(RunConfig(**json.loads(settings)))))
         return
     changes = {key: json.loads(value) for key, value in (word.split("=", 1) for word in options.set)}
     settings = {**SETTINGS, **changes}
@@ -66,8 +66,8 @@ def main() -> None:
         indent=1) + "\n")
 
 
-def start(name: str, knobs: dict[str, Any]) -> subprocess.Popen[str]:
-    return subprocess.Popen([sys.executable, __file__, "--dataset=", "-o=", "--child", name, json.dumps(knobs)],
+def start(name: str, settings: dict[str, Any]) -> subprocess.Popen[str]:
+    return subprocess.Popen([sys.executable, __file__, "--dataset=", "-o=", "--child", name, json.dumps(settings)],
                             env=child_environment(os.environ), stdout=subprocess.PIPE, text=True)
 
 

@@ -4,7 +4,7 @@ of its own with an empty compile cache of its own; all are started once, then ta
     python bench/engine.py --case 124m -o bench/results/engine_124m_h200.json
 
 `plain` is a baseline of ours that does what nanoGPT does (bench/plain.py); `transformers` runs where it is installed.
-A contender's settings are knobs of `fitgpt train`, so what is measured here can be run there. With `--cap 11.3GiB`
+A contender's settings are options of `fitgpt train`, so what is measured here can be run there. With `--cap 11.3GiB`
 every process may reserve so much and no more; `fitted` is then what `fitgpt fit` chooses for it, and `plain@13` plain
 with another batch:
 
@@ -65,7 +65,7 @@ CONTENDERS: dict[str, dict[str, Any]] = {
     "plain": dict(kind="plain", compiled=True),
     "plain eager": dict(kind="plain", compiled=False),
     "transformers": dict(kind="transformers", compiled=True),
-    **{name: dict(kind="ours", knobs=knobs) for name, knobs in OURS.items()},
+    **{name: dict(kind="ours", knobs=settings) for name, settings in OURS.items()},
 }
 
 
@@ -263,13 +263,13 @@ def evaluate_turn(trainer: Any, batch: tuple[Any, Any]) -> dict[str, Any]:
 
 def summary(name: str, contender: Contender, turns: list[dict[str, Any]]) -> dict[str, Any]:
     evaluation = contender.ask("evaluate")
-    told = {key: contender.case[key] for key in ("batch_size", "accumulation", "knobs") if key in contender.case}
+    shown = {key: contender.case[key] for key in ("batch_size", "accumulation", "knobs") if key in contender.case}
     failed = [each["error"] for each in (contender.first, *turns, evaluation) if "error" in each]
     if failed:
-        return {"contender": name, **told, "error": failed[0]}
+        return {"contender": name, **shown, "error": failed[0]}
     middle = {key: statistics.median(turn[key] for turn in turns) for key in ("tokens_per_s", "allocated", "reserved")}
     mfu = middle["tokens_per_s"] * contender.first["flops_a_token"] / PEAK_FLOPS
-    return {"contender": name, **told, **middle, "mfu": mfu, **contender.first, **evaluation,
+    return {"contender": name, **shown, **middle, "mfu": mfu, **contender.first, **evaluation,
             "turns": [turn["tokens_per_s"] for turn in turns]}
 
 

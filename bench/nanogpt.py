@@ -108,9 +108,9 @@ def leave() -> None:
 
 
 def arguments(config: dict[str, Any], folder: str, schedule: list[str]) -> list[str]:
-    knobs = {key: value for key, value in config.items() if key != "vocab_size"}
+    settings = {key: value for key, value in config.items() if key != "vocab_size"}
     return ["train.py", "--dataset=drawn", f"--out_dir={folder}/out", *schedule,
-            *(f"--{key}={value}" for key, value in knobs.items())]
+            *(f"--{key}={value}" for key, value in settings.items())]
 
 
 def write_tokens(folder: Path, vocab_size: int) -> None:
@@ -119,9 +119,9 @@ def write_tokens(folder: Path, vocab_size: int) -> None:
     import numpy as np
 
     folder.mkdir(parents=True)
-    dice = np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     for split in ("train", "val"):
-        dice.integers(0, min(vocab_size, 2**16), TOKENS, dtype=np.uint16).tofile(folder / f"{split}.bin")
+        rng.integers(0, min(vocab_size, 2**16), TOKENS, dtype=np.uint16).tofile(folder / f"{split}.bin")
     if vocab_size != 50304:  # else train.py takes GPT-2's, padded
         (folder / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": vocab_size}))
 

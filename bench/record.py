@@ -2,7 +2,7 @@
 
     python bench/record.py tests/recorded/engine/cases/random.json -o tests/recorded/engine/random.json
 
-Each case (a name, knobs of RunConfig, and perhaps a `cap` in bytes) runs in a process of its own, with the allocator's
+Each case (a name, options of RunConfig, perhaps a `cap` in bytes) runs in a process of its own, with the allocator's
 environment that `fitgpt train` sets: load, evaluation, three iterations, evaluation, one more iteration, a checkpoint;
 then, in another process, sampling. Nothing is timed, so the processes run side by side. With `--events FOLDER` every
 allocation and free is kept too.
@@ -122,13 +122,13 @@ def one(case: dict[str, Any], events: str) -> dict[str, Any]:
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(case["cap"] / total)
     watch = Watch(bool(events))
-    dice = np.random.default_rng(0)
+    rng = np.random.default_rng(0)
 
     def read(number: int) -> Any:
-        return dice.integers(0, config.vocab_size, (config.batch_size, config.block_size + 1))
+        return rng.integers(0, config.vocab_size, (config.batch_size, config.block_size + 1))
 
     def read_windows(numbers: Any) -> Any:
-        return dice.integers(0, config.vocab_size, (len(numbers), config.eval_block + 1))
+        return rng.integers(0, config.vocab_size, (len(numbers), config.eval_block + 1))
 
     result: dict[str, Any] = {}
     try:

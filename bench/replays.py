@@ -46,11 +46,11 @@ def main() -> None:
         subprocess.run([sys.executable, __file__, kind], check=True)
 
 
-def of_one(trainer: str, knobs: dict[str, object]) -> float:
+def of_one(trainer: str, settings: dict[str, object]) -> float:
     """Seconds of processor time. 124M, as nanoGPT's train_gpt2.py has it."""
     platform = Platform((9, 0), sms=132)
     config = RunConfig(**{"batch_size": 12, "gradient_accumulation_steps": 40, "block_size": 1024, "vocab_size": 50304,
-                          "dtype": "bfloat16", **knobs})  # type: ignore[arg-type]
+                          "dtype": "bfloat16", **settings})  # type: ignore[arg-type]
     tape = write_tape(resolve_run(config, platform, trainer), platform, trainer)
     return min(timed(lambda: replay(tape, expandable=platform.uses_expandable_segments(trainer))) for _ in range(TIMES))
 

@@ -44,7 +44,7 @@ from fitgpt.planning.forecast import forecast  # noqa: E402
 SWEEPS, CELLS = 10, 12     # and the chosen one
 OF_A_BATCH = 4             # levels tried with a micro-batch before the next smaller one has its turn
 WARM_UP, SECONDS, LEAST_STEPS = 3, 0.7, 3
-KNOBS = ("batch_size", "gradient_accumulation_steps", "recompute", "loss_chunk", "eval_batch_size", "optimizer",
+SETTINGS = ("batch_size", "gradient_accumulation_steps", "recompute", "loss_chunk", "eval_batch_size", "optimizer",
          "weights", "residual", "offload", "compile", "cuda_graphs")
 
 
@@ -107,7 +107,7 @@ def planned(triples: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         fitting = [each for each in spread(others(chosen), as_it_fits) if each != chosen][:CELLS]
         if len(fitting) >= CELLS:
             wanted -= 1
-            cells = [{key: getattr(each, key) for key in KNOBS} for each in (chosen, *fitting, chosen)]
+            cells = [{key: getattr(each, key) for key in SETTINGS} for each in (chosen, *fitting, chosen)]
             yield {"name": triple["name"], "config": triple["config"], "allow": triple["allow"],
                    "budget": triple["budget"], "cells": cells}
 

@@ -78,7 +78,7 @@ def main() -> int:
     with ThreadPoolExecutor(options.at_once) as pool:
         list(pool.map(go, triples))
     passed = sum(row["passed"] for row in rows.values())
-    print(f"{passed} of {len(rows)} as foreseen, in {time.time() - started:.0f} s")
+    print(f"{passed} of {len(rows)} as forecast, in {time.time() - started:.0f} s")
     for row in rows.values():
         if not row["passed"]:
             print(row["name"], json.dumps(row)[:1500])
@@ -89,41 +89,41 @@ def main() -> int:
 
 
 def draw() -> list[dict[str, Any]]:
-    dice, triples = random.Random(SEED), list[dict[str, Any]]()
+    rng, triples = random.Random(SEED), list[dict[str, Any]]()
     while len(triples) < ACCEPTED + REFUSED:
-        triple = asked_of_fit(one(dice, large=len(triples) >= ACCEPTED))
+        triple = asked_of_fit(one(rng, large=len(triples) >= ACCEPTED))
         if triple["accepted"] == (len(triples) < ACCEPTED):
             triples.append({"name": f"{'accepted' if triple['accepted'] else 'refused'} {len(triples):02}", **triple})
     return triples
 
 
-def one(dice: random.Random, *, large: bool) -> tuple[dict[str, Any], int, str]:
+def one(rng: random.Random, *, large: bool) -> tuple[dict[str, Any], int, str]:
     """A model that is worth its budget: it has from 4 to 90 bytes a parameter; or, where a refusal is looked for, from
     2 to 8. What does not train in a few seconds is drawn again."""
     while True:
-        heads, head = dice.choice([4, 6, 8, 9, 12, 16, 20]), dice.choice([48, 64, 64, 64, 80, 128])
-        knobs = {"n_layer": dice.choice([4, 6, 8, 10, 12, 16, 18, 24, 36]), "n_head": heads, "n_embd": heads * head,
-                 "block_size": dice.choice([256, 512, 1024, 1024, 2048]), "dtype": dice.choice(["bfloat16", "float16"]),
-                 "batch_size": dice.choice([1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64]),
-                 "gradient_accumulation_steps": dice.choice([1, 2, 4, 5, 8]),
-                 "bias": dice.random() < 0.25, "dropout": dice.choice([0.0, 0.0, 0.0, 0.1])}
-        budget, allow = dice.randrange(3 * 1024, 12 * 1024) * MiB, dice.choice(["", "", "lossy"])
-        config = RunConfig(**knobs, vocab_size=50304)
+        heads, head = rng.choice([4, 6, 8, 9, 12, 16, 20]), rng.choice([48, 64, 64, 64, 80, 128])
+        settings = {"n_layer": rng.choice([4, 6, 8, 10, 12, 16, 18, 24, 36]), "n_head": heads, "n_embd": heads * head,
+                 "block_size": rng.choice([256, 512, 1024, 1024, 2048]), "dtype": rng.choice(["bfloat16", "float16"]),
+                 "batch_size": rng.choice([1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64]),
+                 "gradient_accumulation_steps": rng.choice([1, 2, 4, 5, 8]),
+                 "bias": rng.random() < 0.25, "dropout": rng.choice([0.0, 0.0, 0.0, 0.1])}
+        budget, allow = rng.randrange(3 * 1024, 12 * 1024) * MiB, rng.choice(["", "", "lossy"])
+        config = RunConfig(**settings, vocab_size=50304)
         params = config.gpt_config().count_params()
         if config.tokens_per_step > MOST_TOKENS:
             continue
         if large and 2 < budget / params < 8:
-            return knobs, budget, "lossy"
+            return settings, budget, "lossy"
         if not large and params <= LARGEST and 4 < budget / params < 90:
-            return knobs, budget, allow
+            return settings, budget, allow
 
 
 def asked_of_fit(drawn: tuple[dict[str, Any], int, str]) -> dict[str, Any]:
-    knobs, budget, allow = drawn
+    settings, budget, allow = drawn
     place = on_card(find("H200"), budget=budget, torch="2.11")
     target = FitTarget(place.platform, with_margin(place), place.card, host_bytes=HOST)
-    found = find_fastest(RunConfig(**knobs, vocab_size=50304), target, parse_allow(allow))
-    triple = {"accepted": found.chosen is not None, "config": knobs, "budget": budget, "allow": allow}
+    found = find_fastest(RunConfig(**settings, vocab_size=50304), target, parse_allow(allow))
+    triple = {"accepted": found.chosen is not None, "config": settings, "budget": budget, "allow": allow}
     if found.chosen is None:
         assert found.least is not None
         triple |= {"least": found.least.config.to_dict(), "needs": found.least.needs,
@@ -137,12 +137,12 @@ def asked_of_fit(drawn: tuple[dict[str, Any], int, str]) -> dict[str, Any]:
 def accepted(triple: dict[str, Any], dataset: str, where_to: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(dir=where_to or None) as folder:
         written, out = Path(folder) / "fitted.py", Path(folder) / "out"
-        knobs = [f"--{key}={value}" for key, value in triple["config"].items()]
+        settings = [f"--{key}={value}" for key, value in triple["config"].items()]
         where = [f"--dataset={dataset}", f"--budget={triple['budget'] // MiB}MiB"]
         plan = f"--plan={written.with_suffix('.plan.json')}"
         train = ["train", plan, *where, f"--out_dir={out}", *SHORT]
         codes, words = list[int](), ""
-        for command in (["fit", *knobs, *where, *([f"--allow={triple['allow']}"] if triple["allow"] else []),
+        for command in (["fit", *settings, *where, *([f"--allow={triple['allow']}"] if triple["allow"] else []),
                          f"-o={written}"], train, [*train, *MORE]):
             done = subprocess.run([sys.executable, "-m", "fitgpt", *command], capture_output=True, text=True, env={
                 **os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]),
@@ -169,12 +169,12 @@ def is_whole(codes: list[int], rows: list[dict[str, Any]]) -> bool:
 
 
 def story(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """What fit chose, what was foreseen and what was measured."""
+    """What fit chose, what was forecast and what was measured."""
     first = {kind: next((row for row in rows if row["kind"] == kind), {}) for kind in ("run", "plan", "plan_measured")}
     asked = first["run"].get("config", {})
-    knobs = ("batch_size", "gradient_accumulation_steps", "recompute", "loss_chunk", "eval_batch_size", "optimizer",
+    settings = ("batch_size", "gradient_accumulation_steps", "recompute", "loss_chunk", "eval_batch_size", "optimizer",
              "weights", "residual", "offload", "step_in_backward", "compile", "cuda_graphs")
-    return {"chosen": {key: asked[key] for key in knobs if key in asked}, "params": first["run"].get("params"),
+    return {"chosen": {key: asked[key] for key in settings if key in asked}, "params": first["run"].get("params"),
             "device_name": first["run"].get("device_name"), "torch": first["run"].get("versions", {}).get("torch"),
             "needs": first["plan"].get("needs_bytes"), "cap": first["plan"].get("reserve_limit_bytes"),
             "foreseen": first["plan"].get("phases"), "measured": first["plan_measured"].get("phases"),

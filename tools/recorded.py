@@ -58,18 +58,18 @@ def from_short_runs(path: Path) -> list[dict[str, Any]]:
     found = []
     for row in json.loads(path.read_text(encoding="utf-8"))["rows"]:
         config = build(RunConfig, walk([str(ROOT / row["config"]), *row["flags"]], RunConfig))
-        knobs = {key: value for key, value in config.to_dict().items() if value != getattr(RunConfig, key)}
+        settings = {key: value for key, value in config.to_dict().items() if value != getattr(RunConfig, key)}
         for key in ("out_dir", "dataset"):
-            knobs.pop(key, None)
-        found.append(row_of({**knobs, "vocab_size": config.vocab_size or 50304}, row["device_name"],
+            settings.pop(key, None)
+        found.append(row_of({**settings, "vocab_size": config.vocab_size or 50304}, row["device_name"],
                             row["tokens_per_s"], path, Path(row["config"]).stem))
     return found
 
 
-def row_of(knobs: dict[str, Any], device: str, tokens_per_s: float, path: Path, name: str) -> dict[str, Any]:
+def row_of(settings: dict[str, Any], device: str, tokens_per_s: float, path: Path, name: str) -> dict[str, Any]:
     card = match_device(device)
     return {"card": card.name if card else re.sub("^NVIDIA ", "", device), "tokens_per_s": round(tokens_per_s),
-            "source": f"{path.relative_to(ROOT)}, {name}", "knobs": knobs}
+            "source": f"{path.relative_to(ROOT)}, {name}", "options": settings}
 
 
 if __name__ == "__main__":

@@ -31,9 +31,9 @@ def test_the_demo_is_the_run_of_its_config_file() -> None:
 
 def test_the_demos_data_can_be_prepared_by_the_documented_command() -> None:
     """The recipe in the config file and in the refusal where the data is missing: `prepare` would not mix two."""
-    with pytest.raises(DataError) as refused:
+    with pytest.raises(DataError) as caught:
         find_dataset("nowhere/stdlib")
-    for text in (CONFIG_FILE.read_text(encoding="utf-8"), refused.value.fix):
+    for text in (CONFIG_FILE.read_text(encoding="utf-8"), caught.value.fix):
         recipe = re.search(r"fitgpt prepare (.*)", text)
         assert recipe
         assert build(PrepareOptions, walk(recipe[1].split(), PrepareOptions, config_files=False)) == demo.DATA

@@ -105,8 +105,8 @@ def test_the_trainer_is_inferred_from_the_size(tmp_path: Path, capsys: pytest.Ca
 def test_trainer_and_compile_mode_are_inferred(trainer: str, compiled: bool, tmp_path: Path,
                                                capsys: pytest.CaptureFixture[str]) -> None:
     other_programs = {"fitgpt": 9200, "nanogpt": 5600}[trainer]
-    refused, _ = run_out(notes_77m(trainer, f"--compile={compiled}"), other_programs)
-    (tmp_path / "oom.txt").write_text(refused.text)
+    failed, _ = run_out(notes_77m(trainer, f"--compile={compiled}"), other_programs)
+    (tmp_path / "oom.txt").write_text(failed.text)
     assert main(["explain", str(tmp_path / "oom.txt"), f"--config={CONFIG}", "--gpu=4070", "--json"]) == 0
     found = json_output(capsys)
     assert "Replayed with the same limit, the forecast runs out of memory at exactly this allocation" in found["what"]

@@ -201,8 +201,8 @@ def test_exit_code_1_and_suggestions_where_nothing_fits(run_fit: Any) -> None:
     assert "CUDA itself takes 196.0 MiB, which leaves nothing" in run_fit("run.py", "--gpu", "4070", "--budget",
                                                                           "90MiB").text
     assert "no memory of the GPU is left" in run_fit("run.py", "--gpu", "4070", "--others=11GiB", "--leave=1GiB").text
-    refused = run_fit("run.py", "--gpu", "4070", "--leave", "20GiB")
-    assert (refused.code, "--leave 20GiB leaves the run nothing: CUDA offers 11.65 GiB" in refused.err) == (2, True)
+    caught = run_fit("run.py", "--gpu", "4070", "--leave", "20GiB")
+    assert (caught.code, "--leave 20GiB leaves the run nothing: CUDA offers 11.65 GiB" in caught.err) == (2, True)
 
 
 def test_the_result_is_printed_even_if_a_file_cannot_be_written(run_fit: Any) -> None:
@@ -241,10 +241,10 @@ def test_json_has_the_whole_result(run_fit: Any) -> None:
     assert document["decisions"][0].keys() == {"changes", "why"}
     assert document["frontier"][0].keys() == {"bytes", "tokens_per_s"}
     assert document["considered"] > 500
-    refused = run_fit("run.py", "--gpu", "4070", "--budget", "230MiB", "--json")
-    assert refused.code == 1
-    assert json.loads(refused.out)["chosen"] is None
-    assert json.loads(refused.out)["least"]["needs_bytes"] > 34 * MiB
+    caught = run_fit("run.py", "--gpu", "4070", "--budget", "230MiB", "--json")
+    assert caught.code == 1
+    assert json.loads(caught.out)["chosen"] is None
+    assert json.loads(caught.out)["least"]["needs_bytes"] > 34 * MiB
 
 
 def test_the_page_has_the_frontier_and_escapes_markup(run_fit: Any) -> None:
@@ -465,10 +465,10 @@ def test_train_with_fit_suggests_what_fits_where_nothing_does(monkeypatch: pytes
     monkeypatch.setattr(nvidia, "survey", lambda env=None: Survey((reading(),)))
     monkeypatch.chdir(tmp_path)
     said = RunConfig(fit=True, vocab_size=50304, budget="800MiB")
-    with pytest.raises(DoesNotFit) as refused:
+    with pytest.raises(DoesNotFit) as caught:
         for_train(said)
-    assert "the smallest memory this run can be trained in is" in str(refused.value.what)
-    assert "It fits with --budget=" in str(refused.value.fix)
+    assert "the smallest memory this run can be trained in is" in str(caught.value.what)
+    assert "It fits with --budget=" in str(caught.value.fix)
 
 
 def test_gpus_with_an_estimated_context_keep_a_margin() -> None:

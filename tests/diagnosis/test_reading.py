@@ -102,7 +102,7 @@ def test_the_process_close_to_the_forecast_is_the_run() -> None:
     runs = [SmiProcess(44021, "python", 4464 * MiB),
             SmiProcess(44022, "python", 6464 * MiB)]
     gpu = SmiGpu(0, "NVIDIA GeForce RTX 4070", 11500 * MiB, 12282 * MiB, tuple(runs))
-    chosen = {foreseen: reading_of(gpu, None, foreseen) for foreseen in ((), (4496 * MiB,), (9000 * MiB, 4496 * MiB))}
+    chosen = {sizes: reading_of(gpu, None, sizes) for sizes in ((), (4496 * MiB,), (9000 * MiB, 4496 * MiB))}
     assert [each.process for each in chosen.values()] == [6464 * MiB, 4464 * MiB, 4464 * MiB]
     assert [each.pid for each in chosen[4496 * MiB,].processes] == [44022]
 

@@ -83,18 +83,18 @@ def test_explicit_settings_are_used_without_a_note() -> None:
 
 
 def test_bfloat16_on_turing_is_rejected_with_the_flag_that_works() -> None:
-    with pytest.raises(DeviceError) as refused:
+    with pytest.raises(DeviceError) as caught:
         choose("auto", "bfloat16", "auto", machine(RTX_2060))
-    assert "NVIDIA GeForce RTX 2060 has 7.5" in refused.value.what
-    assert refused.value.fix == "--dtype=float16"
+    assert "NVIDIA GeForce RTX 2060 has 7.5" in caught.value.what
+    assert caught.value.fix == "--dtype=float16"
     assert choose("auto", "float16", "auto", machine(RTX_2060)).dtype == "float16"
 
 
 def test_a_missing_gpu_is_an_error_that_lists_those_present() -> None:
-    with pytest.raises(DeviceError) as refused:
+    with pytest.raises(DeviceError) as caught:
         choose("cuda:3", "auto", "auto", machine(RTX_4070))
-    assert "cuda:0 (NVIDIA GeForce RTX 4070)" in refused.value.what
-    assert refused.value.fix == "--device=cuda:0"
+    assert "cuda:0 (NVIDIA GeForce RTX 4070)" in caught.value.what
+    assert caught.value.fix == "--device=cuda:0"
 
 
 @pytest.mark.parametrize("requested", ["cuda", "cuda:0", "mps"])
@@ -169,12 +169,12 @@ def test_there_is_no_mismatch_if_the_gpu_works_or_there_is_none(host: Host) -> N
 @pytest.mark.parametrize("requested", ["auto", "cuda", "cuda:0"])
 def test_an_unusable_gpu_stops_the_run_unless_the_cpu_is_requested(requested: str) -> None:
     host = replace(machine(RTX_4070, build=CPU_BUILD), opened=())
-    with pytest.raises(DeviceError) as refused:
+    with pytest.raises(DeviceError) as caught:
         choose(requested, "auto", "auto", host)
-    assert refused.value.exit_code == 5
-    assert "CPUs only" in refused.value.what
-    assert "pip install" in refused.value.fix
-    assert "--device=cpu" in refused.value.fix
+    assert caught.value.exit_code == 5
+    assert "CPUs only" in caught.value.what
+    assert "pip install" in caught.value.fix
+    assert "--device=cpu" in caught.value.fix
     choice = choose("cpu", "auto", "auto", host)
     assert choice.device == "cpu"
     assert choice.mismatch is not None

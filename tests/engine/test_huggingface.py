@@ -350,10 +350,10 @@ def test_the_current_snapshot_is_preferred_and_an_incomplete_one_skipped(bare_ma
 
 
 def test_without_weights_and_hub_library_the_error_names_the_pip_command(bare_machine: Path) -> None:
-    with pytest.raises(DataError, match="gpt2-medium are not on this machine") as refusal:
+    with pytest.raises(DataError, match="gpt2-medium are not on this machine") as caught:
         find_gpt2("gpt2-medium")
-    assert "pip install -e '.[hub]'" in refusal.value.fix
-    assert "hf download openai-community/gpt2-medium config.json model.safetensors" in refusal.value.fix
+    assert "pip install -e '.[hub]'" in caught.value.fix
+    assert "hf download openai-community/gpt2-medium config.json model.safetensors" in caught.value.fix
 
 
 def test_only_what_is_needed_is_fetched(bare_machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -374,7 +374,7 @@ def test_an_unreachable_hub_is_an_error_without_traceback(bare_machine: Path, mo
         raise RuntimeError("no route to the hub\nand a long story")
 
     monkeypatch.setitem(sys.modules, "huggingface_hub", types.SimpleNamespace(snapshot_download=unreachable))
-    with pytest.raises(DataError, match="no route to the hub") as refusal:
+    with pytest.raises(DataError, match="no route to the hub") as caught:
         find_gpt2("gpt2")
-    assert "long story" not in refusal.value.what
-    assert "hf download" in refusal.value.fix
+    assert "long story" not in caught.value.what
+    assert "hf download" in caught.value.fix

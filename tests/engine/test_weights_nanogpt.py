@@ -163,9 +163,9 @@ def test_a_file_that_would_run_code_is_rejected_and_runs_nothing(tmp_path: Path)
     saved(tmp_path / "unknown.pt", config=lambda config: config | {"x": Unknown()})
     torch.save({"model": pickle.dumps(bomb)}, tmp_path / "wrapped.pt")
     for name in ("zip", "old", "raw", "nested", "unknown", "wrapped"):
-        with pytest.raises(CheckpointError) as refusal:
+        with pytest.raises(CheckpointError) as caught:
             read_nanogpt(tmp_path / f"{name}.pt")
-        assert "weights_only" not in str(refusal.value)  # torch's own advice is to open it anyway
+        assert "weights_only" not in str(caught.value)  # torch's own advice is to open it anyway
     assert not marker.exists()
     with pytest.raises(CheckpointError, match=r"wants to call \w+\.system"):
         read_nanogpt(tmp_path / "zip.pt")
@@ -240,6 +240,6 @@ def amsgrad(optimizer: Any) -> Any:
 ])
 def test_differences_from_the_expected_parameters_are_named(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
     saved(tmp_path / "ckpt.pt", **changes)
-    with pytest.raises(CheckpointError, match=said) as refusal:
+    with pytest.raises(CheckpointError, match=said) as caught:
         read_nanogpt(tmp_path / "ckpt.pt")
-    assert refusal.value.fix
+    assert caught.value.fix

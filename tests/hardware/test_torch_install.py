@@ -23,9 +23,9 @@ def reading_of(gpu: CudaDevice, driver_version: str = "580.65.06", free: int = 1
 
 
 def mismatch(gpu: CudaDevice, build: TorchBuild, driver_version: str = "580.65.06", *, opened: bool = False,
-             platform: str = "linux", refusal: str = "") -> Mismatch:
+             platform: str = "linux", caught: str = "") -> Mismatch:
     survey = Survey((reading_of(gpu, driver_version),))
-    found = unusable_gpu_reason(build, survey, (gpu,) if opened else (), refusal, platform)
+    found = unusable_gpu_reason(build, survey, (gpu,) if opened else (), caught, platform)
     assert found is not None
     return found
 
@@ -83,7 +83,7 @@ def test_a_build_for_amd_is_named() -> None:
 
 
 def test_an_unknown_cuda_error_shows_torchs_message() -> None:
-    found = mismatch(RTX_4070, CUDA_BUILD, refusal="CUDA unknown error")
+    found = mismatch(RTX_4070, CUDA_BUILD, caught="CUDA unknown error")
     assert "cannot open it: CUDA unknown error." in found.why
     assert "torch.cuda.init()" in found.fix
 

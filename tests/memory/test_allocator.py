@@ -76,8 +76,8 @@ def test_at_the_limit_free_segments_are_released_and_the_request_is_tried_again(
 def test_a_segment_with_a_block_in_use_is_not_released() -> None:
     timeline = run(("a", 8 * MiB), ("b", 8 * MiB), "a", ("c", 90 * MiB), limit=100 * MiB)
     assert timeline.failed == 3
-    assert timeline.refused is not None
-    assert timeline.refused.name == "c"
+    assert timeline.failed_allocation is not None
+    assert timeline.failed_allocation.name == "c"
     assert timeline.allocated == [8 * MiB, 16 * MiB, 8 * MiB]
 
 

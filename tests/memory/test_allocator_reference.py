@@ -62,6 +62,6 @@ def test_a_replay_is_the_same_under_every_limit_that_it_names(seed: int, expanda
     most = replay(tape, expandable=expandable).reserved
     for share in (0.6, 0.8, 0.9):
         timeline = replay(tape, int(share * most), expandable=expandable)
-        for limit in (timeline.largest_granted, timeline.smallest_refused - 1):
+        for limit in (timeline.largest_granted, timeline.smallest_failed - 1):
             assert timeline.is_same_under(limit)
             assert replay(tape, limit, expandable=expandable) == timeline

@@ -61,7 +61,7 @@ def test_measured_memory_of_the_accepted_runs_is_as_forecast() -> None:
     pairs = {figure: [(row["foreseen"][phase][figure], row["measured"][phase][figure])
                       for row in read("results/triples_h200.json")["rows"] for phase in row["measured"]]
              for figure in ("allocated_bytes", "reserved_bytes")}
-    errors = {figure: [foreseen / measured - 1 for foreseen, measured in found] for figure, found in pairs.items()}
+    errors = {figure: [predicted / measured - 1 for predicted, measured in found] for figure, found in pairs.items()}
     assert len(errors["reserved_bytes"]) == 360
     assert sum(error == 0 for error in errors["reserved_bytes"]) == 350
     assert max(errors["reserved_bytes"]) < 0.00071

@@ -116,9 +116,9 @@ def test_run_completes_under_the_limit_it_needs_and_not_2_mib_below() -> None:
     tape = write(replace(GPT2, n_layer=2, compile=False), history=(2, 2))
     least = needs(tape)
     assert replay(tape, least).failed is None
-    refused = replay(tape, least - 2 * 2**20).refused
-    assert refused is not None
-    assert refused.alloc
+    failed = replay(tape, least - 2 * 2**20).failed_allocation
+    assert failed is not None
+    assert failed.alloc
 
 
 @pytest.mark.parametrize(("micro_steps", "written"), [(1, 1), (2, 2), (3, 3), (6, 6), (7, 5), (40, 6), (41, 5)])

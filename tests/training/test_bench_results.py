@@ -53,8 +53,8 @@ def test_a_run_continues_when_another_process_takes_the_gpu_memory() -> None:
     assert beside["exit_code"] == 0
     assert beside["neighbour"]["took_bytes"] > 130 * GiB
     assert beside["steps_in_order"] == list(range(found["steps"]))
-    refused = [row["phase"] for row in beside["events"] if row["kind"] == "oom"]
-    assert refused.count("train") >= 1
-    assert refused.count("eval") >= 1
+    failed = [row["phase"] for row in beside["events"] if row["kind"] == "oom"]
+    assert failed.count("train") >= 1
+    assert failed.count("eval") >= 1
     assert [row["kind"] for row in beside["events"] if row["kind"].startswith("step_")] == ["step_down", "step_up"]
     assert found["largest_difference_of_a_loss_after"] < 1.5 * found["largest_difference_of_a_loss_before"]

@@ -182,9 +182,9 @@ def test_a_damaged_file_is_named_and_the_previous_checkpoint_used(
     assert torch.equal(loaded.model["transformer.wte.weight"], torch.full((16, 4), 1.0))
     assert len(loaded.notes) == 1
     assert str(harmed) in loaded.notes[0]
-    with pytest.raises(CheckpointError, match="step-00000002") as refusal:
+    with pytest.raises(CheckpointError, match="step-00000002") as caught:
         load(tmp_path, 2)
-    assert "step 1" in refusal.value.fix
+    assert "step 1" in caught.value.fix
     harm(tmp_path / "step-00000001" / name)
     if name != "state.json" or harm is not truncate:
         with pytest.raises(CheckpointError, match=name):
@@ -195,17 +195,17 @@ def test_any_flipped_bit_of_the_state_is_noticed(tmp_path: Path) -> None:
     path = save_step(tmp_path, 1).path / "state.json"
     good = path.read_bytes()
     expected = load(tmp_path).state
-    refusals = []
+    errors_seen = []
     for position in range(len(good)):
         path.write_bytes(good[:position] + bytes([good[position] ^ 1]) + good[position + 1:])
         try:
             state = load(tmp_path, weights_only=True).state
-        except CheckpointError as refusal:
-            refusals.append(refusal.what)
+        except CheckpointError as caught:
+            errors_seen.append(caught.what)
         else:
             assert state == expected  # the flip only turned one white space into another
-    assert all("state.json" in what for what in refusals)
-    assert len(refusals) > 0.8 * len(good)
+    assert all("state.json" in what for what in errors_seen)
+    assert len(errors_seen) > 0.8 * len(good)
 
 
 def test_an_unknown_file_in_a_checkpoint_is_named_and_ignored(tmp_path: Path) -> None:
@@ -226,9 +226,9 @@ def test_a_newer_schema_is_an_error_that_names_it_and_is_never_skipped(tmp_path:
     save_step(tmp_path, 1)
     path = save_step(tmp_path, 2).path / "state.json"
     path.write_text(seal_json(unseal_json(path.read_text()) | {"schema": 99, "fitgpt": "9.1.0"}))
-    with pytest.raises(CheckpointError, match=r"written by fitgpt v9\.1\.0") as refusal:
+    with pytest.raises(CheckpointError, match=r"written by fitgpt v9\.1\.0") as caught:
         load(tmp_path)
-    assert "≥ v9.1.0" in refusal.value.fix
+    assert "≥ v9.1.0" in caught.value.fix
 
 
 @pytest.mark.parametrize("wrong", [

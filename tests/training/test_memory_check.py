@@ -145,9 +145,9 @@ def test_cases_that_only_torch_can_check_pass(cards: Callable[..., None], config
 def test_a_missing_bitsandbytes_is_reported_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     config = RunConfig(device="cpu", optimizer="adam8bit", adam8bit="bitsandbytes")
     monkeypatch.setattr(memory_check, "find_spec", {"bitsandbytes": None}.__getitem__)
-    with pytest.raises(UsageError, match="bitsandbytes, which is not installed") as refusal:
+    with pytest.raises(UsageError, match="bitsandbytes, which is not installed") as caught:
         check(config)
-    assert refusal.value.fix == "pip install -e '.[bitsandbytes]', or --adam8bit=own"
+    assert caught.value.fix == "pip install -e '.[bitsandbytes]', or --adam8bit=own"
     check(replace(config, adam8bit="own"))
     check(replace(config, eval_only=True))  # which has no optimizer
 
@@ -302,7 +302,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[DeviceMemory
     def run(spills: bool = False, **options: Any) -> tuple[DeviceMemoryPlan, list[int]]:
         caps: list[int] = []
         monkeypatch.setattr(oom, "is_nvidia", lambda device: True)
-        monkeypatch.setattr(oom, "card_reading", lambda device, others: (reading(others["GPU-0"]), 46))
+        monkeypatch.setattr(oom, "gpu_reading", lambda device, others: (reading(others["GPU-0"]), 46))
         monkeypatch.setattr(oom, "cap_memory", lambda device, nbytes: caps.append(nbytes))
         monkeypatch.setattr(device_memory, "triton_works", lambda: True)
         monkeypatch.setattr(oom, "may_spill", lambda: spills)

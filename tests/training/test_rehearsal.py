@@ -127,7 +127,7 @@ def test_a_rehearsal_evaluates_and_takes_two_iterations_at_full_size(
 
 
 def test_out_of_memory_in_a_rehearsal_does_not_change_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, refused = tiny_config(tmp_path / "a", max_iters=3), tiny_config(tmp_path / "b", max_iters=3, rehearse=True)
+    plain, caught = tiny_config(tmp_path / "a", max_iters=3), tiny_config(tmp_path / "b", max_iters=3, rehearse=True)
     train(plain)
     real, calls = GPT.accumulate, iter(range(1000))
 
@@ -137,9 +137,9 @@ def test_out_of_memory_in_a_rehearsal_does_not_change_the_run(tmp_path: Path, mo
         return real(self, *batch)
 
     monkeypatch.setattr(GPT, "accumulate", fails_once)
-    train(refused)
-    assert bits(refused) == bits(plain)
-    kinds = [row["kind"] for row in read_metrics(Path(refused.out_dir) / "metrics.jsonl")]
+    train(caught)
+    assert bits(caught) == bits(plain)
+    kinds = [row["kind"] for row in read_metrics(Path(caught.out_dir) / "metrics.jsonl")]
     assert kinds[:3] == ["run", "oom", "rehearsal"]
 
 
@@ -193,9 +193,9 @@ def test_an_unwritable_file_is_reported_before_the_rehearsal(tmp_path: Path,
         return [Assignment(key, value, "") for key, value in (("dataset", config.dataset), ("device", "cpu"),
                                                               ("out", str(out)))]
 
-    with pytest.raises(UsageError, match="is a folder") as refused:
+    with pytest.raises(UsageError, match="is a folder") as caught:
         rehearse.rehearse(said(tmp_path))
-    assert refused.value.fix == f"-o {tmp_path / 'rehearse.json'}"
+    assert caught.value.fix == f"-o {tmp_path / 'rehearse.json'}"
     assert not started
     assert rehearse.rehearse(said(tmp_path / "new" / "r.json")) == 0
     assert (tmp_path / "new").is_dir()
@@ -208,9 +208,9 @@ def test_only_an_earlier_rehearsal_is_replaced(tmp_path: Path, monkeypatch: pyte
     said = [Assignment(key, value, "") for key, value in (("dataset", config.dataset), ("device", "cpu"),
                                                           ("out", str(out)))]
     out.write_text('{"mine": 1}')
-    with pytest.raises(UsageError, match="did not write it") as refused:
+    with pytest.raises(UsageError, match="did not write it") as caught:
         rehearse.rehearse(said)
-    assert "-o " in refused.value.fix
+    assert "-o " in caught.value.fix
     assert out.read_text() == '{"mine": 1}'
     out.unlink()
     rehearse_only(config.to_dict(), [], {}, str(out))

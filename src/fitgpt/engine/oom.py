@@ -93,7 +93,7 @@ def is_nvidia(device: str) -> bool:
     return device.startswith("cuda") and torch.version.hip is None
 
 
-def card_reading(device: str, others: Mapping[str, int]) -> tuple[GpuReading, int]:
+def gpu_reading(device: str, others: Mapping[str, int]) -> tuple[GpuReading, int]:
     """(the GPU as torch sees it, its number of multiprocessors). `others`: bytes used by others, by uuid, read before
     this process started. Without an entry, everything that is not free counts, this process's context included."""
     card = torch.cuda.get_device_properties(device)

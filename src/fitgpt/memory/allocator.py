@@ -112,7 +112,7 @@ class CachingAllocator:
         self.reserved = 0
         # All that the limit is ever asked is whether a total may be reserved. So everything happens in the same way
         # under every limit from the largest total granted up to, but not including, the smallest one refused.
-        self.largest_granted, self.smallest_refused = 0, NO_LIMIT
+        self.largest_granted, self.smallest_failed = 0, NO_LIMIT
         self._graph_blocks = 0  # in use
         self._addresses, self._loading = addresses or ObservedAddresses(), True
         self._pools = [[BlockPool(small=small, graph=pool == GRAPH_POOL) for small in (False, True)]
@@ -146,12 +146,12 @@ class CachingAllocator:
     def _may_reserve(self, nbytes: int, pool: BlockPool) -> bool:
         """Whether the limit allows `nbytes` more, if necessary after releasing cached blocks."""
         if self.reserved + nbytes > self.limit:
-            self.smallest_refused = min(self.smallest_refused, self.reserved + nbytes)
+            self.smallest_failed = min(self.smallest_failed, self.reserved + nbytes)
             if pool.graph:  # nothing is released during a capture
                 return False
             self.release_cached_blocks()
         if self.reserved + nbytes > self.limit:
-            self.smallest_refused = min(self.smallest_refused, self.reserved + nbytes)
+            self.smallest_failed = min(self.smallest_failed, self.reserved + nbytes)
             return False
         self.largest_granted = max(self.largest_granted, self.reserved + nbytes)
         return True

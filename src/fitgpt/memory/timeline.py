@@ -34,11 +34,11 @@ class Timeline:
     segments: list[tuple[int, int]]  # (event, bytes reserved from then on)
     failed: int | None = None        # the number of the event that ran out of memory
     largest_granted: int = 0         # the largest total that the limit allowed to reserve
-    smallest_refused: int = NO_LIMIT  # the smallest total that it did not allow
+    smallest_failed: int = NO_LIMIT  # the smallest total that it did not allow
 
     def is_same_under(self, limit: int) -> bool:
         """Whether a replay under this limit would be the same."""
-        return self.largest_granted <= limit < self.smallest_refused
+        return self.largest_granted <= limit < self.smallest_failed
 
     @cached_property
     def allocated(self) -> list[int]:
@@ -56,7 +56,7 @@ class Timeline:
         return max((nbytes for _, nbytes in self.segments), default=0)
 
     @property
-    def refused(self) -> Event | None:
+    def failed_allocation(self) -> Event | None:
         """The allocation that ran out of memory."""
         return None if self.failed is None else self.tape.events[self.failed]
 
@@ -123,7 +123,7 @@ def replay(tape: Tape, limit: int | None = None, *, expandable: bool = False,
         if allocator.reserved != reserved:
             reserved = allocator.reserved
             segments.append((number, reserved))
-    return Timeline(tape, changes, segments, failed, allocator.largest_granted, allocator.smallest_refused)
+    return Timeline(tape, changes, segments, failed, allocator.largest_granted, allocator.smallest_failed)
 
 
 def reserved_in_other_orders(tape: Tape) -> tuple[int, ...]:

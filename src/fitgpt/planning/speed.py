@@ -256,7 +256,7 @@ class RecordedSpeed(NamedTuple):
 def recorded(trainer: str = "fitgpt") -> tuple[RecordedSpeed, ...]:
     """From recorded.json, which tools/recorded.py writes."""
     document = json.loads(Path(__file__).with_name("recorded.json").read_text(encoding="utf-8"))
-    return tuple(RecordedSpeed(row["card"], RunConfig(**row["knobs"]), row["tokens_per_s"], row["source"])
+    return tuple(RecordedSpeed(row["card"], RunConfig(**row["options"]), row["tokens_per_s"], row["source"])
                  for row in document["nanogpt" if trainer == "nanogpt" else "runs"])
 
 

@@ -286,7 +286,7 @@ def config(records: Sequence[RunRecord]) -> str:
 
     def option_list(names: Iterable[str]) -> str:
         rows = [f"<div><dt>{escaped(clipped(key))}</dt><dd>{escaped(value_of(first, key))}</dd></div>" for key in names]
-        return f'<dl class="knobs">{"".join(rows[:MAX_OPTIONS])}</dl>' if rows else ""
+        return f'<dl class="options">{"".join(rows[:MAX_OPTIONS])}</dl>' if rows else ""
 
     if len(records) == 1:
         title, rest_title, shown = "Config", "Options at their defaults", [key for key in keys if key in first.unusual]

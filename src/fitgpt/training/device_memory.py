@@ -70,7 +70,7 @@ def plan_on_device(config: RunConfig, choice: DeviceChoice, others: Mapping[str,
     config = replace(config, compile=choice.compile)
     if not oom.is_nvidia(choice.device):
         return DeviceMemoryPlan(config, choice.device, fallbacks=fallbacks)
-    reading, multiprocessors = oom.card_reading(choice.device, others or {})
+    reading, multiprocessors = oom.gpu_reading(choice.device, others or {})
     here = budget.on_device(reading)
     platform = replace(here.platform, compiles=triton_works(), sms=multiprocessors)
     target = here._replace(platform=platform, budget=apply_limits(config, here.budget))

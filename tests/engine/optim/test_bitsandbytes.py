@@ -140,9 +140,9 @@ def test_a_tensor_too_large_for_one_call_is_updated_in_several(monkeypatch: pyte
 
 def test_a_missing_library_is_an_error_with_a_fix(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    with pytest.raises(DeviceError, match="does not work with device=cpu here") as refusal:
+    with pytest.raises(DeviceError, match="does not work with device=cpu here") as caught:
         made(model())
-    assert refusal.value.fix.startswith("--adam8bit=own")
+    assert caught.value.fix.startswith("--adam8bit=own")
 
 
 def test_a_library_without_a_build_for_the_device_is_noticed_before_the_first_step(
@@ -153,9 +153,9 @@ def test_a_library_without_a_build_for_the_device_is_noticed_before_the_first_st
         raise RuntimeError("Method 'cadam_8bit_blockwise_grad_fp32' not available in CPU-only version\nReinstall")
 
     monkeypatch.setattr(functional, "optimizer_update_8bit_blockwise", unbuilt)
-    with pytest.raises(DeviceError) as refusal:
+    with pytest.raises(DeviceError) as caught:
         made(model())
-    assert refusal.value.what.endswith("not available in CPU-only version")
+    assert caught.value.what.endswith("not available in CPU-only version")
 
 
 def test_out_of_memory_is_not_reported_as_a_broken_library(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ demo: .venv/has-train
 test: .venv/has-dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -n auto
+	$(BIN)/python -m pytest -n auto --dist loadgroup
 
 .venv/has-train: $(INGREDIENTS)
 	@echo "Installing into .venv (torch is large: the first time takes a few minutes) …"

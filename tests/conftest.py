@@ -105,7 +105,8 @@ SLOW = {
     "commands/test_serve", "commands/test_watch_live", "config/test_memory_savers", "data/test_pipeline_resume",
     "engine/optim/test_bitsandbytes", "engine/test_device", "engine/test_huggingface", "planning/test_changes",
     "planning/test_fallback_ladder", "planning/test_fit_goals", "planning/test_layer_costs",
-    "planning/test_measure", "planning/test_plan_snapshot", "planning/test_fit_search", "show/test_report_page",
+    "planning/test_measure", "planning/test_plan_snapshot", "planning/test_fit_search",
+    "planning/test_track_record", "show/test_report_page",
     "tapes/test_engine_recorded", "tapes/test_engine_traced", "tapes/test_engine_sampling",
     "tapes/test_nanogpt_recorded", "tapes/test_any_config", "test_docs", "test_end_to_end",
     "test_import_path", "training/test_checkpoint_crashes", "training/test_divergence",
@@ -116,6 +117,8 @@ SLOW = {
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Slow tests first: at the end every worker still has something to do."""
     for item in items:
         if item.path.relative_to(TESTS).with_suffix("").as_posix() in SLOW:
             item.add_marker(pytest.mark.slow)
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)

@@ -16,6 +16,7 @@ import json
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -107,15 +108,15 @@ def _of_one_run(row: dict[str, Any], platform: Platform) -> Iterable[Figure]:
 
 
 def compare_logged(rows: Iterable[dict[str, Any]]) -> list[Figure]:
-    """Of runs of `train`, which logs what it foresees before it begins, and what it measured then."""
+    """Of runs of `train`, which logs its forecast before it begins, and what it measured then."""
     return [Figure(row["name"], f"{phase} {kind}", row["foreseen"][phase][f"{kind}_bytes"], held[f"{kind}_bytes"])
             for row in rows for phase, held in row["measured"].items() for kind in ("allocated", "reserved")]
 
 
-# ---- in words
+# ---- as text
 
 def table(figures: Iterable[Figure]) -> str:
-    """Markdown, one line a figure."""
+    """Markdown, one line per figure."""
     lines = ["| run | figure | predicted | measured | off | % |", "|---|---|--:|--:|--:|--:|"]
     lines += [f"| {each.run} | {each.name} | {each.predicted:,} | {each.measured:,} | {each.off:+,} | "
               f"{each.percent:+.3f} |" if each.off else
@@ -124,7 +125,7 @@ def table(figures: Iterable[Figure]) -> str:
 
 
 def by_run(figures: Iterable[Figure], configs: dict[str, dict[str, Any]]) -> str:
-    """Markdown, one line a run: the figure that its forecast misses by most, and how many it meets to the byte."""
+    """Markdown, one line per run: the figure with the largest error, and how many are exact to the byte."""
     runs: dict[str, list[Figure]] = {}
     for each in figures:
         runs.setdefault(each.run, []).append(each)
@@ -133,13 +134,13 @@ def by_run(figures: Iterable[Figure], configs: dict[str, dict[str, Any]]) -> str
     for name, found in runs.items():
         worst = max(found, key=lambda each: abs(each.percent))
         most = max(each.measured for each in found if each.name.endswith("reserved"))
-        lines.append(f"| {name} | {_told(configs[name])} | {most:,} | {len(found)} | "
+        lines.append(f"| {name} | {_settings_text(configs[name])} | {most:,} | {len(found)} | "
                      f"{sum(not each.off for each in found)} | {worst.name if worst.off else ''} | "
                      f"{f'{worst.percent:+.3f}' if worst.off else 0} |")
     return "\n".join(lines)
 
 
-def _told(config: dict[str, Any]) -> str:
+def _settings_text(config: dict[str, Any]) -> str:
     c = dict(config)
     shape = f"{c.pop('n_layer')}/{c.pop('n_head')}/{c.pop('n_embd')}"
     batch = f"{c.pop('batch_size')}×{c.pop('block_size')}×{c.pop('gradient_accumulation_steps')}"
@@ -171,13 +172,14 @@ def basis(path: Path, gpu: str, torch: str) -> list[dict[str, Any]]:
 
 
 def is_odd(config: dict[str, Any]) -> bool:
-    """Of a run of nanoGPT: whether the compiler weighs what to pad."""
+    """Of a run of nanoGPT: whether the compiler times which matmuls to pad."""
     return bool(config["compile"]) and has_odd_sizes(
         config["dtype"], config["batch_size"] * config["block_size"], config.get("vocab_size", 8))
 
 
+@cache
 def of_file(path: Path) -> tuple[str, list[Figure], dict[str, dict[str, Any]]]:
-    """Whose runs a record holds, its figures, and the runs' configs."""
+    """The trainer of a recorded file, its figures, and the configs of its runs."""
     rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
     configs = {row["name"]: row["config"] for row in rows}
     if any("phases" in row for row in rows):

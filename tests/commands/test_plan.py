@@ -8,11 +8,9 @@ from typing import Any
 
 import pytest
 
-from accuracy import TRACK_RECORD, basis
 from fitgpt.commands import plan
 from fitgpt.config.run_config import RunConfig
 from fitgpt.core.units import GiB, MiB
-from fitgpt.planning.forecast import recorded_runs
 from tests.plan_command import CONFIG, NOTES_77M, SMALL
 
 KEYS = ["schema", "trainer", "card", "torch", "params", "usable_bytes", "others_bytes", "budget_bytes", "outside_bytes",
@@ -170,18 +168,6 @@ def test_fits_is_coloured_only_on_a_terminal(run_plan: Any, monkeypatch: pytest.
     monkeypatch.setattr(plan, "can_redraw", lambda: True)
     assert "\x1b[1;32mFits\x1b[0m: " in run_plan(*SMALL, "--gpu=4070").out
     assert "\x1b[1;31mDoes not fit\x1b[0m: " in run_plan(*SMALL, "--gpu=4070", "--budget=300MiB").out
-
-
-def test_the_track_record_is_what_the_recorded_runs_give(run_plan: Any) -> None:
-    rows = [row for record in TRACK_RECORD for row in basis(record, "H200", "2.11")]
-    assert recorded_runs() == [{key: str(value) for key, value in row.items()} for row in rows]
-    for trainer in ("nanogpt", "fitgpt"):
-        errors = [row["worst_percent"] for row in rows if row["trainer"] == trainer]
-        track_record = run_plan(*SMALL, "--gpu=h200", f"--trainer={trainer}", "--json").json["basis"]
-        assert track_record == {"recorded_runs_on_this_card": len(errors), "recorded_runs_in_all": len(errors),
-                                "worst_error_percent": max(errors, key=abs)}
-    worst = "worst error −0.49 % over"  # of docs/accuracy.md's runs as a user has them
-    assert worst in " ".join(run_plan(*SMALL, "--gpu=h200").out.split())
 
 
 def test_nanogpt_with_expandable_segments_has_its_own_track_record(

@@ -17,6 +17,7 @@ import pytest
 from torch import Tensor
 
 from fitgpt import GPT
+from fitgpt.config.argv import walk
 from fitgpt.config.run_config import RunConfig
 from fitgpt.core.errors import NumericsError
 from fitgpt.runs.metrics import Evaluation, MemoryReading, SplitLoss, read_metrics
@@ -73,18 +74,18 @@ def test_the_printed_command_resumes_from_the_good_checkpoint_and_trains_on(tmp_
     {**EXPLODES, "step_in_backward": True, "gradient_accumulation_steps": 1, "save_interval": 1},
     {**EXPLODES, "max_iters": 5, "lr_decay_iters": 5}],
                          ids=["learning rate", "weight decay", "step in backward", "five steps"])
-def test_a_run_that_diverges_before_a_good_evaluation_exits_with_6_and_can_be_restarted(
-        tmp_path: Path, cause: dict[str, Any]) -> None:
+def test_a_run_that_diverges_before_a_good_evaluation_can_be_restarted_in_its_folder(
+        tmp_path: Path, cause: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     """Its checkpoints were never evaluated as good, so none of them is offered."""
-    config = tiny_config(tmp_path)
-    ended = fitgpt(["train", *flags_of(config, **cause)], tmp_path)
-    assert ended.returncode == 6
-    assert "no checkpoint is known to be good" in ended.stderr
-    assert "best val loss" not in ended.stdout
+    config = tiny_config(tmp_path, **cause)
+    with pytest.raises(NumericsError, match="no checkpoint is known to be good") as ended:
+        run(config.to_dict(), [], lambda: False)
+    assert "best val loss" not in capsys.readouterr().out
     assert checkpoints(config) == []
-    remedy = ended.stderr.strip().splitlines()[-1].strip().removeprefix("Start again with ")
-    again = fitgpt(["train", *flags_of(config, **cause), *remedy.split()], tmp_path)  # in the same folder
-    assert again.returncode == 0, again.stderr
+    remedy = walk(ended.value.fix.removeprefix("Start again with ").split(), RunConfig)
+    again = replace(config, **{each.key: each.value for each in remedy})
+    run(again.to_dict(), [], lambda: False)
+    assert checkpoints(config)[-1] == again.max_iters
 
 
 def test_a_loss_that_is_finite_but_far_above_the_last_good_one_has_diverged(tmp_path: Path) -> None:

@@ -60,13 +60,15 @@ def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 
 def test_any_single_allocation_may_fail_and_the_weights_are_the_same_bit_for_bit(
         trained: Callable[..., Ended]) -> None:
-    """Two steps of two micro-batches, two evaluations, two saves. A save makes no allocation that could fail."""
+    """Two steps of two micro-batches, two evaluations, two saves. A save makes no allocation that could fail. Every
+    allocation of the first evaluation and step fails once, and every fourth of the second ones, which repeat them."""
     whole = trained()
     assert [kind for kind, _ in whole.parts] == ["eval", "step", "save", "step", "eval", "save"]
     assert sum(count for kind, count in whole.parts if kind != "save") > 300
     assert [count for kind, count in whole.parts if kind == "save"] == [0, 0]
     bits = whole.bits()
-    assert [(part, number) for part, (_, count) in enumerate(whole.parts) for number in range(1, count + 1)
+    assert [(part, number) for part, (_, count) in enumerate(whole.parts)
+            for number in range(1, count + 1, 1 if part < 2 else 4)
             if trained([number], part).bits() != bits] == []
 
 

@@ -31,6 +31,7 @@ class HubServer(ThreadingHTTPServer):
         self.name, self.files = name, dict(files)
         self.lose_after, self.losses = math.inf, 0
         self.sent = self.lost = 0  # bytes of parquet files; connections
+        self.requests: list[tuple[str, int]] = []  # files, and the first byte that was asked for
         self._thread = threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
         self._thread.start()
 
@@ -85,11 +86,12 @@ class _Handler(BaseHTTPRequestHandler):
         if content is None:
             self._send(404, b"", {"X-Error-Code": "EntryNotFound"})
             return
-        status, headers = 200, {"ETag": f'"{name}"', "X-Repo-Commit": REVISION, "Accept-Ranges": "bytes"}
+        status, first, headers = 200, 0, {"ETag": f'"{name}"', "X-Repo-Commit": REVISION, "Accept-Ranges": "bytes"}
         if found := re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range") or ""):
             first, last = int(found[1]), min(int(found[2]), len(content) - 1)
             headers["Content-Range"] = f"bytes {first}-{last}/{len(content)}"
             status, content = 206, content[first:last + 1]
+        hub.requests.append((name, first))
         if name.endswith(".parquet"):
             hub.sent += len(content)
             if hub.sent > hub.lose_after and hub.lost < hub.losses:

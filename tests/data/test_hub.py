@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -16,9 +17,11 @@ from fitgpt.commands.main import main
 from fitgpt.core.errors import DataError
 from tests.data.hub_server import HubServer
 
-pytest.importorskip("datasets", reason="needs the package datasets: pip install -e '.[datasets]'")
+pytestmark = pytest.mark.skipif(find_spec("datasets") is None,
+                                reason="needs the package datasets: pip install -e '.[datasets]'")
 SRC = Path(__file__).parents[2] / "src"
 NAME, CONFIG, FILES, ROWS = "HuggingFaceFW/fineweb", "sample-10BT", 3, 400
+SETTINGS = ("--tokenizer=bytes", "--val_fraction=0.02", "--shard_tokens=100k")
 README = """---
 configs:
 - config_name: default
@@ -27,8 +30,15 @@ configs:
   data_files: [{split: train, path: sample/10BT/*}]
 ---
 """
-# A retry waits up to 8 s, a lost hub is given up after minutes: here the waits take no time.
-WITHOUT_WAITING = "import sys, time; time.sleep = lambda _: None; from fitgpt.__main__ import main; sys.exit(main())"
+# `fitgpt` without waiting before a retry (up to 8 s each, minutes in all), and with marks at each row group.
+FITGPT = """
+import sys, time
+time.sleep = lambda _: None
+from fitgpt.__main__ import main
+from fitgpt.data import sources
+sources.ROWS_PER_MARK = 100
+sys.exit(main())
+"""
 
 
 def parquet(number: int) -> bytes:
@@ -70,9 +80,6 @@ def expected(files: dict[str, bytes], tmp_path_factory: pytest.TempPathFactory) 
     return shards(folder / "out")
 
 
-SETTINGS = ("--tokenizer=bytes", "--val_fraction=0.02", "--shard_tokens=100k")
-
-
 def shards(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "manifest.json"}
 
@@ -81,7 +88,7 @@ def prepare(hub: HubServer, folder: Path) -> subprocess.CompletedProcess[str]:
     """`fitgpt prepare --hub` in a process of its own: the address of the hub is read when its library is imported."""
     environment = {**os.environ, "HF_ENDPOINT": hub.address, "HF_HOME": str(folder.parent / "cache"),
                    "NO_PROXY": "127.0.0.1", "HF_HUB_DISABLE_TELEMETRY": "1", "PYTHONPATH": str(SRC)}
-    return subprocess.run([sys.executable, "-c", WITHOUT_WAITING, "prepare", f"--hub={NAME}", f"--hub_config={CONFIG}",
+    return subprocess.run([sys.executable, "-c", FITGPT, "prepare", f"--hub={NAME}", f"--hub_config={CONFIG}",
                            f"--out={folder}", *SETTINGS, "--yes"],
                           env=environment, capture_output=True, text=True, timeout=120, check=False)
 
@@ -97,14 +104,17 @@ def test_a_connection_lost_in_the_middle_of_a_file_is_retried_with_a_message(
 
 def test_a_lost_hub_ends_prepare_and_the_same_command_resumes_to_the_same_shards(
         hub: HubServer, files: dict[str, bytes], expected: dict[str, bytes], tmp_path: Path) -> None:
-    hub.lose_after, hub.losses = 2 * len(next(iter(files.values()))), 10**9
+    hub.lose_after, hub.losses = sum(map(len, files.values())) * 4 // 3, 10**9  # in the last file
     stopped = prepare(hub, tmp_path / "out")
     assert stopped.returncode == DataError.exit_code, stopped.stderr
     assert "tokens are kept in" in stopped.stderr
     assert "run the same command again: it resumes" in stopped.stderr
     assert "Traceback" not in stopped.stderr
     hub.losses = 0
+    hub.requests.clear()
     resumed = prepare(hub, tmp_path / "out")
     assert resumed.returncode == 0, resumed.stderr
     assert "Resuming an earlier `prepare` after" in resumed.stdout
     assert shards(tmp_path / "out") == expected
+    read_from_the_start = {name for name, first in hub.requests if first < 100}  # not only the schema at its end
+    assert min(files) not in read_from_the_start

@@ -223,7 +223,8 @@ def _expected_tokens(job: PrepareJob) -> int | None:
 # ---- the work
 
 def _resume_or_start(job: PrepareJob, writers: Writers, notify: Notify) -> ResumeState:
-    new = ResumeState(job.settings, job.source.newest_ns, counts=dict(job.source.skipped))
+    new = ResumeState(job.settings, job.source.newest_ns, counts=dict(job.source.skipped),
+                      hub_marks=job.source.hub_marks)
     if not (job.folder / PROGRESS_NAME).is_file():
         return new
     state = load_state(job.folder, writers)
@@ -236,6 +237,8 @@ def _resume_or_start(job: PrepareJob, writers: Writers, notify: Notify) -> Resum
         raise UsageError(f"{job.folder} holds an unfinished dataset, and its input files were changed since.",
                          f"Start over: {job.command} --overwrite")
     notify(f"Resuming an earlier `prepare` after {show_count(_total_tokens(writers))} tokens.")
+    job.source.hub_marks[:] = state.hub_marks
+    state.hub_marks = job.source.hub_marks
     return state
 
 

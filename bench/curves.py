@@ -80,27 +80,30 @@ def together(runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def train_ours(config: RunConfig) -> dict[str, Any]:
-    """`fitgpt train`, in this process; what it would print goes to stderr."""
+    rows = metrics_of(config)
+    return {"losses": [row["loss"] for row in rows if row["kind"] == "step"],
+            "val_loss": [row for row in rows if row["kind"] == "eval"][-1]["losses"][1]["mean"],
+            "device": rows[0]["device_name"], "torch": rows[0]["versions"]["torch"]}
+
+
+def metrics_of(config: RunConfig) -> list[Any]:
+    """`fitgpt train`, in this process → the rows of its metrics.jsonl; what it would print goes to stderr."""
     from contextlib import redirect_stdout
 
     from fitgpt.training.run import run
 
     with redirect_stdout(sys.stderr):
         run(config.to_dict(), [], lambda: False)
-    rows = read_metrics(Path(config.out_dir) / "metrics.jsonl")
-    return {"losses": [row["loss"] for row in rows if row["kind"] == "step"],
-            "val_loss": [row for row in rows if row["kind"] == "eval"][-1]["losses"][1]["mean"],
-            "device": rows[0]["device_name"], "torch": rows[0]["versions"]["torch"]}
+    return list(read_metrics(Path(config.out_dir) / "metrics.jsonl"))
 
 
 def train_plain(config: RunConfig) -> dict[str, Any]:
     """The same by autograd and autocast: only the first weights, the batches and the schedule are fitgpt's."""
-    import numpy as np
     import torch
     from plain import PlainGPT
 
     from fitgpt.data.dataset import open_dataset
-    from fitgpt.engine.batches import evaluation_splits, training_batches
+    from fitgpt.engine.batches import training_batches
     from fitgpt.engine.device import resolve_device
     from fitgpt.engine.model import build_model
     from fitgpt.training.loop import learning_rate_at
@@ -128,15 +131,27 @@ def train_plain(config: RunConfig) -> dict[str, Any]:
         optimizer.zero_grad()
         losses.append(total)
     feed.close()
-    read, windows = evaluation_splits(dataset, ("val",), windows=config.eval_iters * config.batch_size,
-                                      block=config.eval_block, seed=config.seed)["val"]
+    return {"losses": [loss.item() for loss in losses], "val_loss": validation_loss(model, config)}
+
+
+def validation_loss(model: Any, config: RunConfig) -> float:
+    """The loss on the windows that `fitgpt train` evaluates, of another's model, which returns (logits, mean loss)."""
+    import numpy as np
+    import torch
+
+    from fitgpt.data.dataset import open_dataset
+    from fitgpt.engine.batches import evaluation_splits
+
+    device = next(model.parameters()).device
+    read, windows = evaluation_splits(open_dataset(config.dataset), ("val",), seed=config.seed, block=config.eval_block,
+                                      windows=config.eval_iters * config.batch_size)["val"]
     means = []
     with torch.no_grad(), torch.autocast(device.type, torch.bfloat16):
         for first in range(0, windows, 8):  # whole windows of one length: the mean of means is the mean
             numbers = np.arange(first, min(first + 8, windows))
             tokens = torch.from_numpy(read(numbers)).to(device)
-            means.append(model(tokens[:, :-1], tokens[:, 1:])[1].item() * len(numbers))
-    return {"losses": [loss.item() for loss in losses], "val_loss": sum(means) / windows}
+            means.append(model(tokens[:, :-1], tokens[:, 1:].contiguous())[1].item() * len(numbers))
+    return sum(means) / windows
 
 
 def load_weights(model: Any, weights: dict[str, Any]) -> None:

@@ -95,10 +95,15 @@ def one(case: dict[str, Any], nanogpt: Path) -> dict[str, Any]:
     return {**readings.row, "torch": torch.__version__, "device": torch.cuda.get_device_name()}
 
 
-def enter(folder: Path, nanogpt: Path, vocab_size: int) -> None:
-    """Into a folder where train.py finds data and its configurator, and Python finds its model."""
+def enter(folder: Path, nanogpt: Path, vocab_size: int, tokens: Path | None = None) -> None:
+    """Into a folder where train.py finds data (random, or the folder `tokens`) and its configurator, and Python finds
+    its model."""
     os.chdir(folder)
-    write_tokens(Path("data") / "drawn", vocab_size)
+    if tokens is None:
+        write_tokens(Path("data") / "drawn", vocab_size)
+    else:
+        Path("data").mkdir()
+        Path("data", "drawn").symlink_to(tokens)
     Path("configurator.py").symlink_to(nanogpt / "configurator.py")
     sys.path.insert(0, str(nanogpt))
 

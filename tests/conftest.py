@@ -102,7 +102,8 @@ def run_plan(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 SLOW = {
     "commands/test_demo", "commands/test_explain", "commands/test_fit", "commands/test_fit_configs",
     "commands/test_plan", "commands/test_plan_gpus", "commands/test_plan_runs", "commands/test_report",
-    "commands/test_serve", "commands/test_watch_live", "config/test_memory_savers", "data/test_pipeline_resume",
+    "commands/test_serve", "commands/test_watch_live", "config/test_memory_savers", "data/test_hub",
+    "data/test_pipeline_resume",
     "engine/optim/test_bitsandbytes", "engine/test_device", "engine/test_huggingface", "planning/test_changes",
     "planning/test_fallback_ladder", "planning/test_fit_goals", "planning/test_layer_costs",
     "planning/test_measure", "planning/test_plan_snapshot", "planning/test_fit_search",

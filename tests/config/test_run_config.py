@@ -266,8 +266,8 @@ def test_help_has_the_terms_that_people_search_for(option: str, term: str) -> No
 # ---- the files in config/
 
 CONFIGS = Path(__file__).parents[2] / "config"
-MILLIONS = {"train_fineweb": 63.52, "notes_77m": 76.77, "notes_30m": 29.94, "gpt2_124m": 123.59, "gpt2_350m": 353.55,
-            "gpt2_774m": 772.27, "gpt2_1558m": 1555.20, "shakespeare_char": 10.65, "demo": 0.82}
+MILLIONS = {"train_fineweb": 63.52, "notes_77m": 76.77, "notes_30m": 29.94, "gpt2_124m": 123.59, "fineweb_12gb": 123.59,
+            "gpt2_350m": 353.55, "gpt2_774m": 772.27, "gpt2_1558m": 1555.20, "shakespeare_char": 10.65, "demo": 0.82}
 VOCAB = {"shakespeare_char": 65, "demo": 256}
 
 

@@ -153,9 +153,6 @@ class Rows:
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return iter(self._rows)
 
-    def skip(self, count: int) -> Rows:
-        return Rows(self._rows[count:])
-
 
 def hub(monkeypatch: pytest.MonkeyPatch, load: Any) -> TextSource:
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load))

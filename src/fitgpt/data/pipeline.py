@@ -223,7 +223,8 @@ def _expected_tokens(job: PrepareJob) -> int | None:
 # ---- the work
 
 def _resume_or_start(job: PrepareJob, writers: Writers, notify: Notify) -> ResumeState:
-    new = ResumeState(job.settings, job.source.newest_ns, counts=dict(job.source.skipped))
+    new = ResumeState(job.settings, job.source.newest_ns, counts=dict(job.source.skipped),
+                      hub_marks=job.source.hub_marks)
     if not (job.folder / PROGRESS_NAME).is_file():
         return new
     state = load_state(job.folder, writers)
@@ -236,6 +237,8 @@ def _resume_or_start(job: PrepareJob, writers: Writers, notify: Notify) -> Resum
         raise UsageError(f"{job.folder} holds an unfinished dataset, and its input files were changed since.",
                          f"Start over: {job.command} --overwrite")
     notify(f"Resuming an earlier `prepare` after {show_count(_total_tokens(writers))} tokens.")
+    job.source.hub_marks[:] = state.hub_marks
+    state.hub_marks = job.source.hub_marks
     return state
 
 
@@ -250,7 +253,7 @@ def _tokenize(job: PrepareJob, state: ResumeState, writers: Writers) -> None:
     saved_at, shards_saved = time.monotonic(), _total_shards(writers)
     progress = Progress(job.source.text_bytes, job.max_tokens, state.text_bytes, _total_tokens(writers))
     with stop_requested() as stop, progress, closing(encoded):
-        while left > 0 and (pair := next(encoded, None)):
+        while left > 0 and (pair := _next_or_save(job, state, writers, encoded)):
             chunk, tokens = pair
             if chunk.part == 0:
                 state.in_val = is_validation_document(chunk.data, job.options.seed, job.options.val_fraction)
@@ -272,6 +275,19 @@ def _tokenize(job: PrepareJob, state: ResumeState, writers: Writers) -> None:
                 save_state(job.folder, state, writers)
                 raise Interrupted(f"Stopped after {show_count(_total_tokens(writers))} tokens; they are kept in "
                                   f"{job.folder}.", f"To resume: {job.command}")
+
+
+def _next_or_save(job: PrepareJob, state: ResumeState, writers: Writers,
+                  encoded: Iterator[tuple[TextChunk, Tokens]]) -> tuple[TextChunk, Tokens] | None:
+    """The next chunk; None at the end. If the hub can no longer be read, saves what was read of it and raises."""
+    try:
+        return next(encoded, None)
+    except DataError as error:
+        if not job.source.hub or not _total_tokens(writers):
+            raise
+        save_state(job.folder, state, writers)
+        raise DataError(f"{error.what} The first {show_count(_total_tokens(writers))} tokens are kept in {job.folder}.",
+                        error.fix) from error
 
 
 def is_validation_document(first_chunk: bytes, seed: int, val_fraction: float) -> bool:

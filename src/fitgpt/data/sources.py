@@ -34,6 +34,8 @@ MAX_EXPANSION = 1000         # text compresses 20 times at best; beyond this a p
 _ALWAYS_ALLOWED_BYTES = 1 * GiB
 _MAX_ROW_GROUP_BYTES = 8 * GiB
 _ROWS_PER_BATCH = 32         # bounds memory whatever the row group's size
+ROWS_PER_MARK = 10_000       # of a hub dataset
+_MARKS = 50                  # kept: reading is ahead of writing by at most some batches per process
 _READ_BYTES = 8 * MiB
 _SNIFF_BYTES = 8 * KiB
 _MAX_BINARY = 0.1  # fraction of a file's first bytes; Latin-1 prose, which is read and repaired, has half of that
@@ -60,6 +62,9 @@ class InputFile:
     mtime_ns: int
 
 
+HubMark = tuple[int, dict[str, Any]]  # a document's number, and the state of the stream that continues with it
+
+
 @dataclass(frozen=True)
 class TextSource:
     """Documents in a fixed order, to be read from any of them on: those of files, or of a dataset of the hub."""
@@ -69,6 +74,7 @@ class TextSource:
     files: tuple[InputFile, ...] = ()
     hub: str = ""
     hub_config: str = ""
+    hub_marks: list[HubMark] = field(default_factory=list, compare=False)  # filled while reading; for a resume
     text_bytes: int | None = None          # approximate size of the text; None if unknown before it is read
     skipped: dict[str, int] = field(default_factory=dict)
 
@@ -88,7 +94,7 @@ class TextSource:
     def chunks(self, first: int) -> TextChunks:
         """The chunks of every document from number `first` on."""
         if self.hub:
-            yield from _read_hub(self.hub, self.hub_config, self.column, first)
+            yield from _read_hub(self.hub, self.hub_config, self.column, first, self.hub_marks)
         before, skip = 0, first  # documents in earlier files; documents to skip in this one
         for file in self.files:
             try:
@@ -401,8 +407,11 @@ class ParquetReader:
                          "Copy or download it again; if it is not parquet, give it another suffix.")
 
 
-def _read_hub(name: str, config: str, column: str, skip: int) -> TextChunks:
-    """The train split of a hub dataset, streamed, from row `skip` on. Code in the dataset's repository is not run."""
+def _read_hub(name: str, config: str, column: str, skip: int, marks: list[HubMark]) -> TextChunks:
+    """The train split of a hub dataset, streamed, from row `skip` on. Code in the dataset's repository is not run.
+
+    Starts at the last of `marks` before that row, so that files before it are not downloaded again, and adds new ones.
+    """
     try:
         import datasets
     except ImportError as error:
@@ -410,14 +419,20 @@ def _read_hub(name: str, config: str, column: str, skip: int) -> TextChunks:
                         "pip install -e '.[datasets]'") from error
     try:
         rows = datasets.load_dataset(name, name=config or None, split="train", streaming=True)
-        document = skip
-        for row in rows.skip(skip) if skip else rows:
-            yield from _row_chunks(document, row, column, f"hub dataset {name}, row {document:,}")
+        document, state = max((mark for mark in marks if mark[0] <= skip), default=(0, {}), key=lambda mark: mark[0])
+        if state:
+            rows.load_state_dict(state)
+        for row in rows:
+            if document >= skip:
+                yield from _row_chunks(document, row, column, f"hub dataset {name}, row {document:,}")
             document += 1
+            if document % ROWS_PER_MARK == 0:
+                marks.append((document, rows.state_dict()))
+                del marks[:-_MARKS]
     except DataError:
         raise
     except Exception as error:  # network, authentication, unknown name: there is no common base class
-        first = str(error).splitlines()[0] if str(error) else repr(error)
-        raise DataError(f"The hub dataset {name!r} could not be read: {type(error).__name__}: {first}",
+        first = str(error).splitlines()[0].rstrip(".") if str(error) else repr(error)
+        raise DataError(f"The hub dataset {name!r} could not be read: {type(error).__name__}: {first}.",
                         "Check the name, --hub_config and the network; then run the same command again: "
                         "it resumes where it stopped.") from error

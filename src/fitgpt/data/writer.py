@@ -34,6 +34,7 @@ from .shards import (
     read_header,
     shard_entry,
 )
+from .sources import HubMark
 
 Tokens = NDArray[np.uint16]
 DTYPE = "uint16"   # both tokenizers of `prepare` have fewer than 65,536 tokens
@@ -206,6 +207,7 @@ class ResumeState:
     text_bytes: int = 0
     documents: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SPLITS, 0))
     counts: dict[str, int] = field(default_factory=dict)
+    hub_marks: list[HubMark] = field(default_factory=list)
 
 
 def save_state(folder: Path, state: ResumeState, writers: dict[str, SplitWriter]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import random
@@ -89,6 +90,25 @@ def recorded_run(seed: int, steps: int = 400) -> tuple[dict[str, Any], int, int]
                       "segment_pool_id": (0, 0), "is_expandable": False, "blocks": blocks})
     return {"segments": found, "device_traces": [events],
             "allocator_settings": {"garbage_collection_threshold": 0.5}}, peak, reserved_at_peak
+
+
+RECORDED = Path(__file__).parents[1] / "recorded" / "memory_snapshot.pickle"
+
+
+def test_the_figures_of_a_recorded_snapshot_are_torchs_own_to_the_byte() -> None:
+    figures = json.loads(RECORDED.with_suffix(".json").read_text(encoding="utf-8"))
+    with open(RECORDED, "rb") as file:
+        assert is_pickle(file)
+        snapshot = read_snapshot(file, RECORDED.name)
+    peak = state_at_peak(snapshot.segments, snapshot.histories[0])
+    assert peak.allocated == figures["max_allocated"]
+    assert split_bytes(snapshot.segments) == figures["inactive_split"]
+    assert sum(segment.nbytes for segment in snapshot.segments) == figures["reserved"]
+    assert sum(block.nbytes for segment in snapshot.segments for block in segment.blocks
+               if block.state == "active_allocated") == figures["allocated"]
+    places = [share.what for share in explain_snapshot(snapshot).shares]
+    assert places[:3] == [NO_STACK, "/home/user/bench/memory_snapshot.py:32 forward",
+                          "/home/user/bench/memory_snapshot.py:59 train_step"]  # backward, forward, optimizer.step
 
 
 def read(value: Any) -> Any:

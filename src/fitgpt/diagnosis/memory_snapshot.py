@@ -22,7 +22,7 @@ from ..memory.tape import round_size
 from .diagnose import EXPANDABLE, Diagnosis, MemoryShare, Remedy
 from .rules import FRAGMENTED_SHARE
 
-MAX_FILE = 256 * MiB      # a snapshot of 100,000 events takes some 50 MiB
+MAX_FILE = 256 * MiB      # parsing takes about 3 s per 10 MiB
 MAX_ENTRIES = 4_000_000   # blocks or events; a small file can claim many by repeating one list
 _DEPTH = 12               # segments, blocks, frames and their annotations nest 8 deep
 MAX_HOLDERS, MAX_BLOCKS, MAX_SEGMENT_GROUPS = 12, 5, 6

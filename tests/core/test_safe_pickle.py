@@ -107,3 +107,18 @@ def test_every_truncation_is_rejected() -> None:
     content = pickle.dumps({"a": [1, 2, "three"]})
     for length in range(len(content)):
         reject(content[:length])
+
+
+@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
+def test_more_types_are_parsed_on_request_and_nothing_else(protocol: int) -> None:
+    value = {"a": ((), (1,), (1, "b"), (1, 2, 3), (1, 2, 3, 4)), "b": [True, False, None, 0.5]}
+    assert parse(pickle.dumps(value, protocol), max_depth=8, more_types=True) == value
+    for other in (b"bytes", {1}, frozenset({1}), RunsCommand(), 1j):
+        with pytest.raises(UnsafePickleError, match="other than dict, list, tuple"):
+            parse(pickle.dumps([other], protocol), max_depth=8, more_types=True)
+
+
+@pytest.mark.parametrize("content", [b"\x80\x02K\x01\x86.", b"\x80\x02(K\x01\x87.", b"\x80\x02t."])
+def test_a_tuple_with_missing_items_is_rejected(content: bytes) -> None:
+    with pytest.raises(UnsafePickleError):
+        parse(content, max_depth=8, more_types=True)

@@ -281,8 +281,9 @@ class ExplainOptions(Options):
 
     command = "explain"
 
-    target: str = _explain("", "a file with a message or an nvidia-smi screen, a run folder, a plan, - for standard "
-                           "input, or the message itself; may stand alone, without --target=", positional=True,
+    target: str = _explain("", "a file with a message, an nvidia-smi screen or a memory snapshot, a run folder, a "
+                           "plan, - for standard input, or the message itself; may stand alone, without --target=",
+                           positional=True,
                            rule=lambda text: None if "memory" in text.lower() else _optional_path(text))
     config: str = _explain("", "the run's config file, or its folder; a config file may also stand alone",
                            rule=_optional_path)

@@ -1,4 +1,5 @@
-"""Pickle bytes to plain values (dict, list, str, int). Nothing in the file can import or run anything.
+"""Pickle bytes to plain values (dict, list, str, int; on request tuple, float, bool, None). Nothing in the file can
+import or run anything.
 
 A pickle is a program for a stack machine. `parse` executes only the opcodes that build plain values and rejects the
 pickle at the first other opcode. A restricted `pickle.Unpickler` is no substitute: it allocates what the file claims,
@@ -15,6 +16,8 @@ _CONSTANTS = frozenset({
     "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "UNICODE",
     "BININT", "BININT1", "BININT2", "INT", "LONG", "LONG1", "LONG4",
 })
+_PYTHON_CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
+_TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 _MEMO_PUT = frozenset({"MEMOIZE", "BINPUT", "LONG_BINPUT", "PUT"})
 _MEMO_GET = frozenset({"BINGET", "LONG_BINGET", "GET"})
 _NO_VALUE = frozenset({"PROTO", "FRAME", "STOP"})
@@ -25,20 +28,21 @@ class UnsafePickleError(Exception):
     """The pickle is damaged, or holds more than plain values. The message completes a sentence: "FILE: it …"."""
 
 
-def parse(data: bytes, *, max_depth: int) -> Any:
+def parse(data: bytes, *, max_depth: int, more_types: bool = False) -> Any:
     """Pickle bytes (any protocol) to the dict, list, str or int they describe.
 
-    Raises UnsafePickleError for any other content, and for values nested deeper than `max_depth`.
+    `more_types`: tuple, float, bool and None too, from protocol 2 on. Raises UnsafePickleError for any other content,
+    and for values nested deeper than `max_depth`.
     """
     try:
-        value = _execute(data)
+        value = _execute(data, more_types=more_types)
         _check_depth(value, max_depth)
     except (ValueError, IndexError, OverflowError) as error:
         raise UnsafePickleError(f"it is damaged or no pickle ({error})") from None
     return value
 
 
-def _execute(data: bytes) -> Any:
+def _execute(data: bytes, *, more_types: bool) -> Any:
     stack: list[Any] = []
     memo: dict[Any, Any] = {}
     for opcode, argument, _ in pickletools.genops(io.BytesIO(data)):
@@ -73,8 +77,18 @@ def _execute(data: bytes) -> Any:
             if argument not in memo:
                 raise ValueError("it reads a memo entry that it never wrote")
             stack.append(memo[argument])
+        elif more_types and name in _PYTHON_CONSTANTS:
+            stack.append(_PYTHON_CONSTANTS[name])
+        elif more_types and name == "BINFLOAT":
+            stack.append(argument)
+        elif more_types and name == "TUPLE":
+            stack.append(tuple(_pop_to_mark(stack)))
+        elif more_types and name in _TUPLES:
+            items = [stack.pop() for _ in range(_TUPLES[name])]
+            stack.append(tuple(reversed(items)))
         elif name not in _NO_VALUE:
-            raise UnsafePickleError(f"it holds something other than dict, list, str and int (opcode {name})")
+            types = "dict, list, tuple, str, int, float, bool and None" if more_types else "dict, list, str and int"
+            raise UnsafePickleError(f"it holds something other than {types} (opcode {name})")
     if len(stack) != 1:
         raise ValueError("it does not end with one value")
     return stack[0]
@@ -110,7 +124,7 @@ def _check_depth(value: Any, max_depth: int) -> None:
     for _ in range(max_depth):
         inner: list[Any] = []
         for item in level:
-            if isinstance(item, dict | list) and id(item) not in seen:
+            if isinstance(item, dict | list | tuple) and id(item) not in seen:
                 seen.add(id(item))
                 inner.extend(item.values() if isinstance(item, dict) else item)
             elif item is _MARK:

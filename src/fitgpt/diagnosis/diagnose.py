@@ -63,7 +63,7 @@ class Remedy:
 class Diagnosis:
     """What happened to a run's memory, why, and what would change it. `print` it for the text of `fitgpt explain`."""
 
-    subject: str                 # message, reading, plan, run, unknown
+    subject: str                 # message, reading, plan, run, snapshot, unknown
     title: str
     what: str = ""               # which tensor was requested, or what dominates: a paragraph
     phase: str = ""              # of the run: load, first_eval, train …; empty: not known

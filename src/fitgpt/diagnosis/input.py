@@ -24,6 +24,7 @@ from ..planning.request import run_config_from, with_data
 from ..runs.folder import recorded_config
 from .case import ExplainRequest
 from .diagnose import Diagnosis, diagnose
+from .memory_snapshot import explain_snapshot, is_pickle, read_snapshot
 from .nvidia_smi import parse_nvidia_smi
 from .oom_message import COUNTED, OomMessage, parse_oom_message
 from .plan_or_run import explain_document, explain_run
@@ -76,6 +77,8 @@ def _explain_target(options: ExplainOptions, request: ExplainRequest, folder: Pa
     else:
         try:
             with open(target, "rb") as file:
+                if is_pickle(file):
+                    return explain_snapshot(read_snapshot(file, target))
                 given = read_input(file)
         except OSError as error:
             if error.errno not in (errno.ENOENT, errno.ENAMETOOLONG):

@@ -13,7 +13,7 @@ from .terminal import LABEL_WIDTH, Line, can_redraw, columns, labelled, printabl
 if TYPE_CHECKING:  # a diagnosis imports this module to print itself
     from ..diagnosis.diagnose import Diagnosis
 
-SHARES_LABEL = {"message": "GPU", "reading": "GPU", "plan": "peak", "run": "peak"}
+SHARES_LABEL = {"message": "GPU", "reading": "GPU", "plan": "peak", "run": "peak", "snapshot": "peak"}
 FITS = {True: ": fits", False: ": not enough alone", None: ""}
 VERDICT_STYLES = {"ok": "green", "note": "yellow", "wrong": "bold red"}
 NARROW = 60  # columns; with fewer, a finding's text goes below its heading

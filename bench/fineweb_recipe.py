@@ -53,10 +53,10 @@ SETTINGS: dict[str, Any] = dict(
     dtype="bfloat16", compile=True, eval_iters=30, eval_interval=20, log_interval=10)
 TINY = dict(n_layer=2, n_head=2, n_embd=32, block_size=64, batch_size=4, gradient_accumulation_steps=2, compile=False,
             dtype="float32", eval_iters=2, eval_interval=2, log_interval=1, device="cpu")
-RATES = (6e-4, 1.2e-3, 2.4e-3, 4.8e-3)  # of both optimizers
+RATES = {"adamw": (1.5e-4, 3e-4, 6e-4, 1.2e-3, 2.4e-3, 4.8e-3), "muon": (6e-4, 1.2e-3, 2.4e-3, 4.8e-3, 9.6e-3)}
 TEXT_TOKENS = 50_000_000
 TEXT_BYTES = 250_000_000  # more than 50M tokens: code has about 3 bytes per token
-SLOWEST = 420_000         # tokens/s on an H200, to foresee whether a run ends in time
+SLOWEST = 420_000         # tokens/s on an H200, to predict whether a run ends in time
 START_S = 60              # of a run: imports, compilation, the first evaluation
 
 
@@ -117,7 +117,7 @@ class Recipe:
         """By name, the runs that find the learning rates."""
         steps = self.options.sweep_steps
         return {f"{optimizer} {rate:g}": self.case(optimizer, rate, steps, eval_interval=steps // 4)
-                for optimizer in ("adamw", "muon") for rate in RATES}
+                for optimizer in RATES for rate in RATES[optimizer]}
 
     def final(self) -> dict[str, dict[str, Any]]:
         """By name, the runs to compare. Muon also with half the steps: a loss in the middle of a schedule is higher
@@ -141,9 +141,9 @@ class Recipe:
         """Runs a case and writes its result. False: it failed, or there is no time for it."""
         tokens = case["max_iters"] * case["gradient_accumulation_steps"] * case["batch_size"] * case["block_size"]
         sharing = self.options.at_once if self.options.stage == "sweep" else 1
-        foreseen = START_S + sharing * tokens / SLOWEST
-        if not self.options.tiny and time.time() + foreseen > self.until:
-            print(f"{name}: left for the next call, it takes about {foreseen:.0f} s", flush=True)
+        expected_s = START_S + sharing * tokens / SLOWEST
+        if not self.options.tiny and time.time() + expected_s > self.until:
+            print(f"{name}: left for the next call, it takes about {expected_s:.0f} s", flush=True)
             return False
         print(f"{name}: started", flush=True)
         begun = time.time()
@@ -246,17 +246,17 @@ def run_alone(case: dict[str, Any], data: Path, folder: str, name: str) -> dict[
                    settings.pop("trainer"), json.dumps(settings)]
         child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                                  env=child_environment({**os.environ, "PYTHONUNBUFFERED": "1"}))
-        told = list[str]()
+        lines = list[str]()
         assert child.stderr
         assert child.stdout
         shown = time.time()
         for line in child.stderr:
-            told = [*told[-39:], line]
+            lines = [*lines[-39:], line]
             if time.time() - shown > 15 and re.search(r"(iter|step) \d+", line):
                 print(f"{name}: {line.strip()}", flush=True)
                 shown = time.time()
-        said = child.stdout.read().splitlines()
-        return json.loads(said[-1]) if child.wait() == 0 else {"error": "".join(told)}
+        output = child.stdout.read().splitlines()
+        return json.loads(output[-1]) if child.wait() == 0 else {"error": "".join(lines)}
 
 
 def train_ours(settings: dict[str, Any]) -> dict[str, Any]:

@@ -3,6 +3,7 @@ nanoGPT and its estimate."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,7 +13,7 @@ from fitgpt.hardware.gpus import find
 from fitgpt.planning import nanogpt_speed, speed
 from fitgpt.planning.budget import platform_for
 from fitgpt.planning.speed import likely_efficiency
-from memory_page import markdown, read_rows
+from memory_page import RESULTS, markdown, read_rows
 
 CASES = {"124m": "124M, 4 × 12 × 1024, bfloat16", "77m": "77M, 4 × 16 × 1024, float16",
          "30m": "30M, 4 × 16 × 512, float16"}
@@ -78,13 +79,31 @@ def nanospeed_part() -> str:
     rows = []
     for row in speed.recorded("nanogpt"):
         card = find(row.card)
-        told = nanogpt_speed.modelled(row.config, card, platform_for(card), likely_efficiency(card))
+        expected = nanogpt_speed.modelled(row.config, card, platform_for(card), likely_efficiency(card))
         run = row.config
         rows.append([row.source.partition(", ")[2], f"{run.n_layer} × {run.n_embd}",
                      f"{run.gradient_accumulation_steps} × {run.batch_size} × {run.block_size}", run.dtype,
-                     f"{row.tokens_per_s:,.0f}", f"{told:,.0f}", f"{100 * (told / row.tokens_per_s - 1):+.1f} %"])
+                     f"{row.tokens_per_s:,.0f}", f"{expected:,.0f}",
+                     f"{100 * (expected / row.tokens_per_s - 1):+.1f} %"])
     return markdown(["run", "layers × width", "micro-batches", "dtype", "tokens/s", "estimated", "off by"], rows)
 
 
+def recipe_part() -> str:
+    """Time to equal loss with AdamW and with Muon, from bench/fineweb_recipe.py's results."""
+    found = json.loads((RESULTS / "fineweb_recipe_h200.json").read_text(encoding="utf-8"))
+    reached, rows = found["time_to_equal_loss"], []
+    names = {"nanogpt adamw": "nanoGPT's train.py, AdamW", "fitgpt adamw": "fitgpt, AdamW",
+             "fitgpt muon": "**fitgpt, Muon**", "fitgpt muon, half": "**fitgpt, Muon**, a schedule of half the length"}
+    for name, title in names.items():
+        row, equal = found["final"][name], reached["runs"][name]
+        steps, loss = row["evals"][-1]
+        rows.append([title, f"{row['case']['learning_rate']:g}", f"{steps}", f"{1000 * row['step_s']:.0f} ms",
+                     f"{loss:.3f}", f"{equal['steps']:.0f}" if equal else "not reached",
+                     f"{equal['seconds']:.0f} s" if equal else "not reached"])
+    return markdown(["run", "learning rate", "steps", "per step", "validation loss",
+                     f"steps to {reached['val_loss']:.3f}", "time to it"], rows)
+
+
 PARTS: dict[str, Callable[..., str]] = {"engine": engine_part, "lossy": lossy_part, "fitted": fitted_part,
-                                        "sweeps": sweeps_part, "nanospeed": nanospeed_part}
+                                        "sweeps": sweeps_part, "nanospeed": nanospeed_part,
+                                        "recipe": recipe_part}

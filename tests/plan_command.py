@@ -14,8 +14,10 @@ SMALL = ["--n_layer=2", "--n_head=4", "--n_embd=256", "--batch_size=8", "--block
 
 
 class CommandOutput:
+    """`err`: with the lines of a wrapped error joined."""
+
     def __init__(self, code: int, out: str, err: str) -> None:
-        self.code, self.out, self.err = code, out, err
+        self.code, self.out, self.err = code, out, err.replace("\n" + " " * len("fitgpt: "), " ")
 
     @property
     def json(self) -> Any:

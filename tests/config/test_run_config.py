@@ -74,7 +74,7 @@ def test_nanogpts_example_command_is_understood(tmp_path: Path) -> None:
     "--log_interval=0", "--keep_last=0", "--keep_last=1", "--keep_last=-1", "--vocab_size=-1", "--seed=-1",
     "--save_interval=-1", "--max_skipped_steps=0", "--loss_chunk=-1", "--eval_batch_size=-1", "--eval_block_size=-1",
     "--n_layer=1e9", "--batch_size=1e12", "--device=gpu", "--device=cuda:", "--device=cuda:-1", "--device=cuda:x",
-    "--device=", "--dtype=half", "--dtype=fp16", "--compile=maybe", "--backend=mpi", "--out_dir=", "--out_dir=a\nb",
+    "--device=", "--dtype=fp8", "--compile=maybe", "--backend=mpi", "--out_dir=", "--out_dir=a\nb",
     "--out_dir=" + "x" * 300, "--dataset=", "--bias=2", "--init_from=",
 ])
 def test_an_invalid_value_is_an_error_that_names_the_option(flag: str) -> None:

@@ -207,18 +207,18 @@ def with_training_length(config: RunConfig, options: PlanOptions, data: DataSumm
                          card: GpuModel | None) -> tuple[RunConfig, list[str]]:
     """The config with as many steps as --tokens, --epochs or --hours require, and a note on it. `missing`: why there
     is no data to count epochs of."""
-    given = [flag for flag, value in (("--tokens", options.tokens), ("--epochs", options.epochs),
-                                      ("--hours", options.hours)) if value]
+    given = {f"--{name}": value for name, value in (("tokens", options.tokens), ("epochs", options.epochs),
+                                                    ("hours", options.hours)) if value}
     if not given:
         return config, []
     if len(given) > 1:
         raise UsageError(f"{' and '.join(given)} {'both' if len(given) == 2 else 'all'} set the length of the run.",
-                         "Give one of them.")
+                         next(f"{flag}={value}" for flag, value in given.items()))
     if options.tokens:
         tokens, text = float(parse_count(options.tokens)), f"{show_count(parse_count(options.tokens))} tokens"
     elif options.epochs:
         if data is None:
-            raise UsageError(f"--epochs={options.epochs:g}: of which data? {missing}", "--tokens 10B needs no data.")
+            raise UsageError(f"--epochs={options.epochs:g}: of which data? {missing}", "--tokens 10B")
         tokens = options.epochs * data.train_tokens
         text = f"{options.epochs:g} × {show_count(data.train_tokens)} tokens"
     else:

@@ -49,7 +49,7 @@ def assignments_from(config: Any, options: Mapping[str, Any], command: type[Opti
             near = nearest(str(key), known)
             raise UsageError(f"{key!r} is not an option of `fitgpt train`, and `fitgpt.{command.command}` has no such "
                              "argument.", f"Did you mean {' or '.join(near)}?" if near else
-                             "fitgpt train --help lists them all.")
+                             "fitgpt train --help-all")
         text = key in TEXTS and isinstance(value, int)
         found.append(Assignment(key, str(value) if text else value, f"{key}={value!r}"))
     return found
@@ -75,7 +75,7 @@ def plan_request(assignments: Sequence[Assignment]) -> PlanRequest:
     max_iters = next((each.source for each in of_run if each.key == "max_iters" and each.source.startswith("--")), "")
     if max_iters and (options.tokens or options.epochs or options.hours):
         raise UsageError(f"{max_iters} and --tokens, --epochs or --hours all set the length of the run.",
-                         "Give one of them.")
+                         max_iters)
     config, notes = run_config_from(of_run)
     given_vocab = config.vocab_size
     config, data, missing, more = with_data(config)

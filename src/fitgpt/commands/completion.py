@@ -72,7 +72,8 @@ def fish() -> str:
         for spec in listed_options(cls, everything=True):
             choices = f" -a {_quoted(' '.join(spec.choices))}" if spec.choices else ""
             value = "" if spec.kind == "bool" else f" -r{choices}"
-            lines.append(f"complete -c fitgpt -n '__fish_seen_subcommand_from {name}' -l {spec.flag or spec.name}{value} "
+            flag = shown_flag(spec).removeprefix("--")
+            lines.append(f"complete -c fitgpt -n '__fish_seen_subcommand_from {name}' -l {flag}{value} "
                          f"-d {_quoted(spec.help)}")
     return "\n".join(lines) + "\n"
 

@@ -11,7 +11,18 @@ from typing import Any
 
 from ..core.errors import UsageError
 from .config_file import read_config
-from .fields import BOOLS, Assignment, Options, OptionSpec, checked, nearest, option_specs, parse_value, shown, shown_flag
+from .fields import (
+    BOOLS,
+    Assignment,
+    Options,
+    OptionSpec,
+    checked,
+    nearest,
+    option_specs,
+    parse_value,
+    shown,
+    shown_flag,
+)
 
 
 def walk(argv: Sequence[str], cls: type[Options], *, config_files: bool = True, borrowed: Iterable[str] = (),

@@ -148,9 +148,11 @@ class EvalOptions(Options):
     which: str = _which()
     dataset: str = option("", "dataset: a name under data/, or a path; by default the run's", rule=_optional_path)
     split: str = option("both", "part of the data", choices=("both", "train", "val"))
-    eval_iters: int = option(0, "batches per split: eval_iters × batch_size windows are read; 0 = the run's", rule=count_or_0)
+    eval_iters: int = option(0, "batches per split: eval_iters × batch_size windows are read; 0 = the run's",
+                             rule=count_or_0)
     batch_size: int = option(0, "windows per batch, for eval_iters; 0 = the run's", rule=count_or_0)
-    eval_batch_size: int = option(0, "windows computed at once; does not change the loss; 0 = the run's", rule=count_or_0)
+    eval_batch_size: int = option(0, "windows computed at once; does not change the loss; 0 = the run's",
+                                  rule=count_or_0)
     block_size: int = option(0, "tokens per window, at most the model's block size; 0 = the run's; also "
                              "--eval_block_size", rule=count_or_0, also=("eval_block_size",))
     device: str = _device()
@@ -246,7 +248,8 @@ class PlanOptions(Options):
     command = "plan"
 
     gpu: str = _plan("", "GPU to plan for: 4070, \"RTX 3060 12GB\", h200 (`fitgpt cards` lists them); by default "
-                     "the one in this machine, with the memory that is free now", synonyms=("card", "device_name"), example="4070")
+                     "the one in this machine, with the memory that is free now", synonyms=("card", "device_name"),
+                     example="4070")
     budget: str = budget_option(group="the plan")
     others: str = _others(group="the plan")
     trainer: str = _plan("fitgpt", "trainer: fitgpt, or nanoGPT's own train.py",
@@ -387,7 +390,8 @@ class FitOptions(Options):
                      choices=("fastest", "largest-model", "longest-context", "smallest-memory"))
     tokens: str = _tokens(group="the fit")
     epochs: float = _epochs(group="the fit")
-    hours: float = _fit(0.0, "train for this many hours, at the expected speed of the given run", rule=between(0, 1_000_000))
+    hours: float = _fit(0.0, "train for this many hours, at the expected speed of the given run",
+                        rule=between(0, 1_000_000))
     measure: bool = _fit(False, "time the best candidates on the GPU in this machine, a few seconds each, and take the "
                          "fastest")
     out: str = _fit("", "write a config that `train` takes to this file, and its plan beside it, as NAME.plan.json; or "

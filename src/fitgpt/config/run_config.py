@@ -127,8 +127,8 @@ class RunConfig(Options):
         page="size", main=True, synonyms=("bs", "micro_batch_size", "device_batch_size"))
     block_size: int = _data(
         1024, "tokens per sequence (context length)", rule=count, affects_memory=True, affects_speed=True,
-        frozen_on_resume=True, page="size", main=True, synonyms=("seq_len", "context_length", "sequence_length", "max_seq_len", "n_ctx", "n_positions",
-                               "context"))
+        frozen_on_resume=True, page="size", main=True,
+        synonyms=("seq_len", "context_length", "sequence_length", "max_seq_len", "n_ctx", "n_positions", "context"))
 
     n_layer: int = _model(
         12, "number of blocks", rule=between(1, 10_000), affects_memory=True, affects_speed=True,
@@ -218,8 +218,9 @@ class RunConfig(Options):
     states: str = _system(
         "early", "optimizer state: allocated before the first step, or late, in the first step, as torch.optim does",
         choices=("early", "late"), affects_memory=True, nanogpt=False, page="less")
-    loss_chunk: int = _system(0, "tokens per chunk of the loss, whose logits exist at once; 0 = chosen for the model", rule=count_or_0,
-                              affects_memory=True, affects_speed=True, fallback=True, nanogpt=False, page="less")
+    loss_chunk: int = _system(0, "tokens per chunk of the loss, whose logits exist at once; 0 = chosen for the model",
+                              rule=count_or_0, affects_memory=True, affects_speed=True, fallback=True, nanogpt=False,
+                              page="less")
     backend: str = _system("nccl", "backend of torch.distributed; a single process uses none",
                            choices=("nccl", "gloo"))
 

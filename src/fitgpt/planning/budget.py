@@ -23,7 +23,7 @@ from ..memory.platform import DEFAULT_TORCH, Platform
 if TYPE_CHECKING:
     from ..hardware.nvidia import GpuReading, Survey
 
-NAME_A_GPU = "--gpu 4070"  # one of `fitgpt cards`
+NAME_ONE = "Name one (`fitgpt cards` lists them)"
 PROCESSES_NAMED = 3
 
 
@@ -126,16 +126,15 @@ def installed(device: str, *, others: int | None, budget: int | None, torch: str
     from ..hardware.nvidia import survey
 
     if device in ("cpu", "mps"):
-        raise UsageError(f"device={device}: plans are for the memory of NVIDIA GPUs. Name one; `fitgpt cards` lists them.",
-                         NAME_A_GPU)
+        raise UsageError(f"device={device}: plans are for the memory of NVIDIA GPUs. {NAME_ONE}.", "--gpu 4070")
     seen = survey()
     if seen.gpus:
         return on_device(select_gpu(seen, device), others=others, budget=budget, torch=torch)
     if budget is not None:
         return unnamed(others=others, budget=budget, torch=torch)
     why = f"CUDA_VISIBLE_DEVICES={seen.chosen!r} hides all of them" if seen.hidden else seen.reason
-    raise UsageError(f"There is no GPU here to plan for: {why}. Name one (`fitgpt cards` lists them), or give only what "
-                     "the run may use.", f"{NAME_A_GPU}, or --budget 11.5GiB")
+    raise UsageError(f"There is no GPU here to plan for: {why}. {NAME_ONE}, or give only what the run may use.",
+                     "--gpu 4070, or --budget 11.5GiB")
 
 
 def select_gpu(seen: Survey, device: str) -> GpuReading:

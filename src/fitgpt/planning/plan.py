@@ -53,6 +53,7 @@ class Plan(MemoryPlan):
     data: DataSummary | None = None
     notes: tuple[str, ...] = ()
     with_options: bool = False
+    vocab_assumed: bool = False
 
     @property
     def trainer(self) -> str:
@@ -148,7 +149,7 @@ def plan_from(request: PlanRequest) -> Plan:
     if trainer == "fitgpt" and not config.eval_only and uses_cuda_graphs(found.run):
         notes = ["The first step is captured into CUDA graphs. Later steps replay them in memory that stays reserved, "
                  "and allocate next to nothing."]
-    return replace(found, data=request.data, with_options=options.options, notes=(
+    return replace(found, data=request.data, with_options=options.options, vocab_assumed=request.vocab_assumed, notes=(
         *request.notes, *target.notes, *length, *notes, *unmodelled_allocator_options()))
 
 

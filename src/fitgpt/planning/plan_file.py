@@ -182,8 +182,8 @@ def read(path: str) -> PlanFile:
         raise UsageError(f"--plan {path}: {error.strerror or error}.", f"fitgpt fit -o {shlex.quote(path)}") from error
     except (ValueError, RecursionError) as error:
         beside = Path(path).with_suffix(".plan.json")
-        raise UsageError(f"--plan {path} is not a plan: {error}.", f"--plan {shlex.quote(str(beside))}" if beside.is_file() else
-                         f"fitgpt fit -o {shlex.quote(path)}") from error
+        fix = f"--plan {shlex.quote(str(beside))}" if beside.is_file() else f"fitgpt fit -o {shlex.quote(path)}"
+        raise UsageError(f"--plan {path} is not a plan: {error}.", fix) from error
     if not isinstance(document, dict) or not isinstance(document.get("config"), dict):
         raise UsageError(f"--plan {path} is not a plan: it has no config.", f"fitgpt fit -o {shlex.quote(path)}")
     if document.get("schema", SCHEMA) != SCHEMA:

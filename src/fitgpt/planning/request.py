@@ -66,6 +66,7 @@ class PlanRequest(NamedTuple):
     data: DataSummary | None
     missing: str
     notes: tuple[str, ...]
+    vocab_assumed: bool = False  # neither the options nor the data say how large the vocabulary is
 
 
 def plan_request(assignments: Sequence[Assignment]) -> PlanRequest:
@@ -79,6 +80,7 @@ def plan_request(assignments: Sequence[Assignment]) -> PlanRequest:
     config, notes = run_config_from(of_run)
     given_vocab = config.vocab_size
     config, data, missing, more = with_data(config)
+    vocab_assumed = data is None and not given_vocab and config.init_from == "scratch"
     if options.trainer == "fitgpt":
         check_vocab_matches_data(config, data)
     if config.fit:
@@ -88,7 +90,7 @@ def plan_request(assignments: Sequence[Assignment]) -> PlanRequest:
         more.append(f"With --device={config.device} no GPU is used: the plan is for the GPU named.")
     if options.trainer == "nanogpt":
         more += _options_nanogpt_lacks(config, given_vocab, data)
-    return PlanRequest(options, config, data, missing, (*notes, *more))
+    return PlanRequest(options, config, data, missing, (*notes, *more), vocab_assumed)
 
 
 def _options_nanogpt_lacks(config: RunConfig, given_vocab: int, data: DataSummary | None) -> list[str]:

@@ -29,7 +29,7 @@ import bench_tables  # noqa: E402
 import memory_page  # noqa: E402
 from fitgpt.commands.main import find_command, overview  # noqa: E402
 from fitgpt.config.argv import help_text, markdown_table  # noqa: E402
-from fitgpt.config.command_options import COMMANDS, ExplainOptions, FitOptions, PlanOptions  # noqa: E402
+from fitgpt.config.command_options import COMMANDS  # noqa: E402
 from fitgpt.config.memory_savers import SAVERS, Saver  # noqa: E402
 from fitgpt.config.optimizers import OPTIMIZERS  # noqa: E402
 from fitgpt.config.run_config import FROZEN_ON_RESUME  # noqa: E402
@@ -69,8 +69,7 @@ def help_part(command: str = "") -> str:
 
 
 def options_part(command: str) -> str:
-    own = {"plan": PlanOptions, "fit": FitOptions, "explain": ExplainOptions}  # the rest is train's
-    return markdown_table(own.get(command) or COMMANDS[command])
+    return markdown_table(COMMANDS[command].own or COMMANDS[command])  # the rest is train's
 
 
 def tree_part() -> str:
@@ -186,7 +185,7 @@ PARTS: dict[str, Callable[..., str]] = {
 # In the order in which they are recorded: later ones use what earlier ones made.
 TRANSCRIPT_ORDER = ("plan", "plan_options", "fit", "fit_lossy", "fit_goal", "cards", "explain", "explain_reading",
                     "explain_short", "prepare", "demo", "watch", "doctor", "train", "sample", "eval", "export",
-                    "errors")
+                    "errors", "python")
 
 
 def main() -> int:

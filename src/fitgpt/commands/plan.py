@@ -65,11 +65,13 @@ def _every_gpu(request: PlanRequest) -> int:
              if tokens}
     if options.json:
         print(json.dumps({"schema": SCHEMA, "trainer": options.trainer, "cards": [
-            {"card": each.name, "tokens_per_s": speeds.get(each.name), **hours.get(each.name, {}), "usable_bytes": each.usable,
-             "needs_bytes": None if each.problem else each.needs,
+            {"card": each.name, "tokens_per_s": speeds.get(each.name), **hours.get(each.name, {}),
+             "usable_bytes": each.usable, "needs_bytes": None if each.problem else each.needs,
              "headroom_bytes": None if each.problem else each.headroom, "fits": each.fits, "problem": each.problem}
             for each in rows]}, indent=1, ensure_ascii=False))
     else:
-        print(paragraph(show.run_title(config, options.trainer, "", vocab_assumed=request.vocab_assumed), columns()),
+        title = show.run_title(config, options.trainer, config.gpt_config().count_params(), "",
+                               vocab_assumed=request.vocab_assumed)
+        print(paragraph(title, columns()),
               show.all_cards_table(rows, speeds, tokens, columns()), sep="\n\n", end="")
     return 0 if any(each.fits for each in rows) else 1

@@ -34,7 +34,7 @@ GPUS_NOTE = ("Usable is the memory that CUDA can allocate; TFLOP/s are dense, ha
 def plan_text(plan: Plan, width: int = 80, *, colour: bool = False) -> str:
     """The whole plan: what it is for, the verdict, tables, notes; with --options the table of all changes follows."""
     forecast, budget, priced = plan.forecast, plan.budget, plan.options is not None
-    title = run_title(plan.run, forecast.trainer, with_article(budget.card) if budget.card else "",
+    title = run_title(plan.run, forecast.trainer, forecast.params, with_article(budget.card) if budget.card else "",
                       vocab_assumed=plan.vocab_assumed)
     word = VERDICTS[plan.fits]
     result = paragraph(f"{word}: {verdict(plan, plan.target.neighbours)}", width)
@@ -47,7 +47,8 @@ def plan_text(plan: Plan, width: int = 80, *, colour: bool = False) -> str:
         parts.append(suggestion_text(plan.changes, forecast.trainer, width, priced=priced))
     parts += [phase_table(plan, width), owner_table(plan, width)]
     rows = [("run", run_text(plan.duration)), ("attention", attention_text(plan.run, forecast.assumes["attention"])),
-            ("assumes", assumptions_text(plan)), ("accuracy", accuracy_text(plan, plan.track_record)), ("GPU", " ".join(budget.sources)),
+            ("assumes", assumptions_text(plan)), ("accuracy", accuracy_text(plan, plan.track_record)),
+            ("GPU", " ".join(budget.sources)),
             *(("note", note) for note in plan.notes)]
     parts.append(labelled_rows(rows, width))
     if plan.options is not None:
@@ -55,11 +56,10 @@ def plan_text(plan: Plan, width: int = 80, *, colour: bool = False) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def run_title(run: RunConfig, trainer: str, gpu: str, *, vocab_assumed: bool = False) -> str:
+def run_title(run: RunConfig, trainer: str, params: int, gpu: str, *, vocab_assumed: bool = False) -> str:
     """A run in one line. `gpu`: with its article; empty if it has no name."""
-    shape = run.gpt_config()
-    count, nanogpts = (show_count(shape.count_params(positions=positions)) for positions in (True, False))
-    assumed = f" with a vocabulary of {shape.vocab_size:,} (assumed)" if vocab_assumed else ""
+    count, nanogpts = show_count(params), show_count(run.gpt_config().count_params(positions=False))
+    assumed = f" with a vocabulary of {run.vocab_size:,} (assumed)" if vocab_assumed else ""
     layers = f"{run.n_layer} layer{'s' if run.n_layer > 1 else ''}"
     return (f"{TRAINERS[trainer]}{f' on {gpu}' if gpu else ''}: {count} parameters ({nanogpts} as nanoGPT counts)"
             f"{assumed}, {layers} of width {run.n_embd:,}, batch {run.batch_size:,} × {run.block_size:,}"
@@ -79,8 +79,11 @@ def phase_table(plan: MemoryPlan, width: int = 80) -> str:
     phases, outside = plan.forecast.phases, plan.budget.outside
     unit, size = one_unit(memory.reserved + outside for memory in phases.values())
     rows = [(unit, "allocated", "reserved", "process", "")]
-    rows += [(label, size(phases[phase].allocated), size(phases[phase].reserved), size(phases[phase].reserved + outside),
-              "← peak" if phase == plan.forecast.peak_phase else "") for phase, label in PHASES.items() if phase in phases]
+    for phase, label in PHASES.items():
+        if phase in phases:
+            allocated, reserved = phases[phase]
+            rows.append((label, size(allocated), size(reserved), size(reserved + outside),
+                         "← peak" if phase == plan.forecast.peak_phase else ""))
     return table(rows, left=(0, 4), width=width, optional=(1, 4, 3))
 
 
@@ -161,8 +164,8 @@ def attention_text(run: RunConfig, kernel: str) -> str:
     one = show_bytes(run.batch_size * run.n_head * run.block_size**2 * (4 if run.dtype == "float32" else 2))
     if kernel == "math":
         return f"unfused (math): stores the scores, {matrix}, {one} per matrix; in activations"
-    return (f"{KERNELS[kernel]}: keeps no score matrix ({matrix} would take {one} per layer); its inputs and output are "
-            "in activations")
+    return (f"{KERNELS[kernel]}: keeps no score matrix ({matrix} would take {one} per layer); its inputs and output "
+            "are in activations")
 
 
 def run_text(outlook: Duration) -> str:

@@ -53,7 +53,7 @@ def _every_gpu(request: PlanRequest) -> int:
                                         ("--hours", options.hours)) if given]
     if clashes:
         raise UsageError(f"--all-cards plans for every GPU, and {' and '.join(clashes)} for one.",
-                         "Leave one of them out.")
+                         "--all-cards")
     config, _ = with_training_length(request.config, options, request.data, request.missing, None)
     kept_free = sum(parse_bytes(size) for size in (options.others, config.leave) if size)  # on any GPU
     rows = verdicts(config, options.trainer, kept_free, options.torch)

@@ -4,6 +4,7 @@
 
 out_dir = 'runs/demo'
 dataset = 'stdlib'
+vocab_size = 320  # 256 bytes and an end-of-text token, padded to a multiple of 64
 
 n_layer = 4
 n_head = 4

@@ -1,8 +1,9 @@
-# GPT-2 XL (1558M), from random weights, meant for a 48 GB card (by arithmetic: not run there).
+# GPT-2 XL (1558M), from random weights, meant for a 48 GB GPU (by arithmetic: not run there).
 # To start from OpenAI's weights instead: --init_from=gpt2-xl
 
 out_dir = 'runs/gpt2_1558m'
 dataset = 'fineweb'
+vocab_size = 50304  # GPT-2's tokenizer: 50,257, padded to a multiple of 64
 
 n_layer = 48
 n_head = 25
@@ -10,7 +11,7 @@ n_embd = 1600
 block_size = 1024
 
 batch_size = 4
-gradient_accumulation_steps = 120  # 4 * 1024 * 120 = 491,520 tokens a step
+gradient_accumulation_steps = 120  # 4 * 1024 * 120 = 491,520 tokens per step
 
 max_iters = 600000
 lr_decay_iters = max_iters

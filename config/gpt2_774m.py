@@ -1,8 +1,9 @@
-# GPT-2 large (774M), from random weights, meant for a 24 GB card (by arithmetic: not run there).
+# GPT-2 large (774M), from random weights, meant for a 24 GB GPU (by arithmetic: not run there).
 # To start from OpenAI's weights instead: --init_from=gpt2-large
 
 out_dir = 'runs/gpt2_774m'
 dataset = 'fineweb'
+vocab_size = 50304  # GPT-2's tokenizer: 50,257, padded to a multiple of 64
 
 n_layer = 36
 n_head = 20
@@ -10,7 +11,7 @@ n_embd = 1280
 block_size = 1024
 
 batch_size = 4
-gradient_accumulation_steps = 120  # 4 * 1024 * 120 = 491,520 tokens a step
+gradient_accumulation_steps = 120  # 4 * 1024 * 120 = 491,520 tokens per step
 
 max_iters = 600000
 lr_decay_iters = max_iters

@@ -1,8 +1,9 @@
-# A 10.6M GPT that writes Shakespeare letter by letter: minutes on any card with 4 GB.
+# A 10.6M GPT that writes Shakespeare letter by letter: minutes on any GPU with 4 GB.
 # Data: nanoGPT's data/shakespeare_char (train.bin, val.bin, meta.pkl), as its prepare.py writes it.
 
 out_dir = 'runs/shakespeare-char'
 dataset = 'shakespeare_char'
+vocab_size = 65  # its characters
 
 n_layer = 6
 n_head = 6

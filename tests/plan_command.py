@@ -10,12 +10,28 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 CONFIG = ROOT / "config"
 NOTES_77M = [str(CONFIG / "notes_77m.py"), "--trainer=nanogpt", "--compile=True"]
+# config/train_fineweb.py as in the notes that fitgpt began with.
+NOTES_CONFIG = """\
+n_layer = 12
+n_head = 12
+n_embd = 576
+batch_size = 16
+block_size = 1024
+eval_batch_size = 4
+eval_block_size = 512
+eval_iters = 50
+grad_checkpoint = True
+dtype = 'float16'
+compile = True
+"""
 SMALL = ["--n_layer=2", "--n_head=4", "--n_embd=256", "--batch_size=8", "--block_size=256", "--max_iters=100"]
 
 
 class CommandOutput:
+    """`err`: with the lines of a wrapped error joined."""
+
     def __init__(self, code: int, out: str, err: str) -> None:
-        self.code, self.out, self.err = code, out, err
+        self.code, self.out, self.err = code, out, err.replace("\n" + " " * len("fitgpt: "), " ")
 
     @property
     def json(self) -> Any:

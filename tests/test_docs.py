@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 import shlex
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -226,6 +228,23 @@ def test_config_lines_shown_as_errors_are_errors(tmp_path: Path) -> None:
         with pytest.raises(UsageError) as caught:
             walk([str(file)], RunConfig)
         assert "rejected.py:1" in caught.value.what, line
+
+
+# ---- the notebook
+
+
+def test_the_notebook_is_valid_and_its_cells_run(tmp_path: Path) -> None:
+    notebook = json.loads((ROOT / "docs" / "quickstart.ipynb").read_text(encoding="utf-8"))
+    assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert all({"id", "metadata", "source", "outputs", "execution_count"} <= cell.keys() for cell in cells)
+    (tmp_path / "cells.py").write_text("\n".join("".join(cell["source"]) for cell in cells), encoding="utf-8")
+    done = subprocess.run([sys.executable, "-P", "cells.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    printed = " ".join(done.stdout.split())
+    for expected in ("Fits: needs", "fits: True", "nanoGPT's train.py: False", "OOM-FULL", "the run is in runs/fox",
+                     "the quick brown fox", "as nanoGPT counts, loss 5."):
+        assert expected in printed
 
 
 # ---- exit codes

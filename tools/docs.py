@@ -30,7 +30,7 @@ import memory_page  # noqa: E402
 import real_messages  # noqa: E402
 from fitgpt.commands.main import find_command, overview  # noqa: E402
 from fitgpt.config.argv import help_text, markdown_table  # noqa: E402
-from fitgpt.config.command_options import COMMANDS, ExplainOptions, FitOptions, PlanOptions  # noqa: E402
+from fitgpt.config.command_options import COMMANDS  # noqa: E402
 from fitgpt.config.memory_savers import SAVERS, Saver  # noqa: E402
 from fitgpt.config.optimizers import OPTIMIZERS  # noqa: E402
 from fitgpt.config.run_config import FROZEN_ON_RESUME  # noqa: E402
@@ -70,8 +70,7 @@ def help_part(command: str = "") -> str:
 
 
 def options_part(command: str) -> str:
-    own = {"plan": PlanOptions, "fit": FitOptions, "explain": ExplainOptions}  # the rest is train's
-    return markdown_table(own.get(command) or COMMANDS[command])
+    return markdown_table(COMMANDS[command].own or COMMANDS[command])  # the rest is train's
 
 
 def tree_part() -> str:
@@ -188,7 +187,7 @@ PARTS: dict[str, Callable[..., str]] = {
 # In the order in which they are recorded: later ones use what earlier ones made.
 TRANSCRIPT_ORDER = ("plan", "plan_options", "fit", "fit_lossy", "fit_goal", "cards", "explain", "explain_reading",
                     "explain_short", "explain_snapshot", "prepare", "demo", "watch", "doctor", "train", "sample",
-                    "eval", "export", "errors")
+                    "eval", "export", "errors", "python")
 
 
 def main() -> int:

@@ -18,4 +18,5 @@ def test_cards_are_listed_and_filtered(run_plan: Any) -> None:
         "RTX 4070 Ti", "RTX 4070 Ti SUPER"]
     nothing = run_plan("geforce 9999", command="cards")
     assert nothing.code == 2
-    assert "fitgpt cards lists" in nothing.err
+    assert "`fitgpt cards` lists" in nothing.err
+    assert nothing.err.endswith("\n  fitgpt cards 'RTX 4070'\n")

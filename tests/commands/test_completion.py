@@ -10,8 +10,9 @@ import pytest
 
 from fitgpt.commands.completion import bash, fish
 from fitgpt.commands.main import main
+from fitgpt.config.argv import listed_options
 from fitgpt.config.command_options import COMMANDS
-from fitgpt.config.fields import option_specs
+from fitgpt.config.fields import shown_flag
 
 
 def completed(*words: str) -> list[str]:
@@ -35,8 +36,9 @@ def test_bash_completes_commands() -> None:
 @needs_bash
 @pytest.mark.parametrize("command", COMMANDS)
 def test_bash_completes_every_option_of_a_command(command: str) -> None:
-    for name, spec in option_specs(COMMANDS[command]).items():
-        assert (f"--{name}" if spec.kind == "bool" else f"--{name}=") in completed(command, f"--{name[:3]}")
+    for spec in listed_options(COMMANDS[command], everything=True):
+        flag = shown_flag(spec)
+        assert (flag if spec.kind == "bool" else f"{flag}=") in completed(command, flag[:5])
 
 
 @needs_bash
@@ -57,8 +59,8 @@ def test_fish_completes_every_command_and_option() -> None:
     script = fish()
     for command, cls in COMMANDS.items():
         assert f" -a {command} " in script
-        for name in option_specs(cls):
-            assert f"'__fish_seen_subcommand_from {command}' -l {name}" in script
+        for spec in listed_options(cls, everything=True):
+            assert f"'__fish_seen_subcommand_from {command}' -l {shown_flag(spec)[2:]}" in script
 
 
 def test_zsh_reads_the_bash_script(capsys: pytest.CaptureFixture[str]) -> None:

@@ -84,16 +84,17 @@ def test_the_examples_in_the_help_are_valid(command: str, called: dict[str, Any]
         assert main(argv[1:]) == 0, example
 
 
-def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--version"]) == 0
+@pytest.mark.parametrize("argv", [["--version"], ["-V"], ["version"]])
+def test_version_is_that_of_the_package(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(argv) == 0
     assert capsys.readouterr().out == f"fitgpt {fitgpt.__version__}\n"
 
 
 @pytest.mark.parametrize(("argv", "fix"), [
     (["trian"], "fitgpt train"), (["smaple"], "fitgpt sample"), (["xyzzy"], "--help"), (["help", "evl"], "fitgpt eval"),
     (["config/x.py"], "fitgpt train config/x.py"), (["--batch_size=8"], "fitgpt train --batch_size=8"),
-    ([""], "--help"), (["train.py", "config/x.py"], "fitgpt train and the same options"),
-    (["resume", "runs/a"], "fitgpt train --resume --out_dir=RUN?"), (["generate"], "fitgpt sample"),
+    ([""], "--help"), (["train.py", "config/x.py"], "fitgpt train"),
+    (["resume", "runs/a"], "fitgpt train --resume --out_dir=RUN"), (["generate"], "fitgpt sample"),
 ])
 def test_an_unknown_command_gets_the_nearest_as_fix(argv: list[str], fix: str,
                                                     capsys: pytest.CaptureFixture[str]) -> None:
@@ -144,6 +145,20 @@ def test_a_usage_error_exits_with_2_and_prints_one_paragraph(argv: list[str],
     assert "Traceback" not in err
     assert all(line.startswith("  ") for line in err.splitlines()[1:])
     assert len(err.splitlines()) <= 3
+
+
+def test_an_error_is_wrapped_to_the_terminal_and_its_fix_is_not(
+        monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    assert main(["train", "--n_head=7"]) == 2
+    *what, fix = capsys.readouterr().err.splitlines()
+    assert len(what) > 3
+    assert max(map(len, what)) <= 60
+    assert all(line.startswith(" " * 8) for line in what[1:])
+    assert fix == "  --n_head=6 or --n_head=8 or --n_embd=728 or --n_embd=784"
+    monkeypatch.delenv("COLUMNS")  # a log file
+    assert main(["train", "--n_head=7"]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 2
 
 
 def test_an_option_of_another_command_is_named(capsys: pytest.CaptureFixture[str]) -> None:

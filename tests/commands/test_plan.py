@@ -11,7 +11,7 @@ import pytest
 from fitgpt.commands import plan
 from fitgpt.config.run_config import RunConfig
 from fitgpt.core.units import GiB, MiB
-from tests.plan_command import CONFIG, NOTES_77M, SMALL
+from tests.plan_command import CONFIG, NOTES_77M, NOTES_CONFIG, SMALL, write_chars
 
 KEYS = ["schema", "trainer", "card", "torch", "params", "usable_bytes", "others_bytes", "budget_bytes", "outside_bytes",
         "reserve_limit_bytes", "needs_bytes", "headroom_bytes", "fits", "process_bytes", "card_bytes", "phases",
@@ -34,6 +34,57 @@ def test_nanogpt_77m_fits_a_4070_alone_and_not_beside_2_gib(run_plan: Any) -> No
     room = re.search(r"everything\s+else\s+on\s+the\s+GPU\s+stays\s+under\s+([\d.]+ \w+)", alone.out)
     assert room is not None
     assert " ".join(f"stayed under {room[1]}".split()) in " ".join(beside.out.split())
+
+
+@pytest.mark.parametrize("argv", [["--gpu=4070"], ["--gpu=4070", "--budget=300MiB", "--options"]])
+def test_the_verdict_comes_directly_after_the_title(run_plan: Any, argv: list[str]) -> None:
+    title, result, *_ = run_plan(*SMALL, *argv).out.split("\n\n")
+    assert title.startswith("fitgpt on an RTX 4070: 14.52M parameters (14.45M as nanoGPT counts)")
+    assert re.match("Fits: needs |Does not fit: needs ", result)
+
+
+def test_a_vocabulary_that_is_not_known_is_marked_as_assumed(run_plan: Any, tmp_path: Path) -> None:
+    def title(*argv: str) -> str:
+        return " ".join(run_plan(*SMALL, "--gpu=4070", *argv).out.partition("\n\n")[0].split())
+
+    assert "14.52M parameters (14.45M as nanoGPT counts) with a vocabulary of 50,304 (assumed), 2 layers" in title()
+    assert "assumed" not in title("--vocab_size=50304")
+    write_chars(tmp_path / "data" / "letters", train=1000)
+    assert "assumed" not in title("--dataset=letters")
+
+
+def test_a_table_has_one_unit_and_no_share_of_zero(run_plan: Any) -> None:
+    for argv, unit in ((["--gpu=4070"], "MiB"), (["--gpu=4070", "--batch_size=256", "--trainer=nanogpt"], "GiB")):
+        output = run_plan(*SMALL, *argv, "--options").out
+        tables = [part for part in output.split("\n\n") if re.match("[MG]iB +|At the peak|Single changes", part)]
+        assert len(tables) == 3
+        assert all(re.search(rf"(?:^|\n|[\d.,]+ ){unit} +", part) for part in tables)
+        assert not [line for line in tables[0].splitlines()[1:] if "iB" in line]
+        assert " 0.0%" not in output
+
+
+def test_a_line_says_what_attention_holds(run_plan: Any) -> None:
+    flash = " ".join(run_plan(*SMALL, "--gpu=4070").out.split())
+    assert "attention flash attention: keeps no score matrix (8 × 4 × 256 × 256 would take 4.0 MiB per layer)" in flash
+    efficient = " ".join(run_plan(*SMALL, "--gpu=4070", "--dtype=fp32").out.split())
+    assert "memory-efficient attention: keeps no score matrix (8 × 4 × 256 × 256 would take 8.0 MiB" in efficient
+
+
+def test_the_config_of_the_notes_is_planned_as_pasted(run_plan: Any, tmp_path: Path) -> None:
+    """It sets no max_iters, so that nanoGPT's 600,000 steps apply: more than two months on a 4070."""
+    (tmp_path / "train_fineweb.py").write_text(NOTES_CONFIG)
+    answer = run_plan("train_fineweb.py", "--gpu=4070")
+    assert answer.code == 0
+    result, warning = (" ".join(part.split()) for part in answer.out.split("\n\n")[1:3])
+    assert result.startswith("Fits: ")
+    said = re.match(r"This run takes (\d+) d .* to .*: max_iters is 600,000 \(nanoGPT's default\)\. 20 tokens per "
+                    r"parameter are 1\.55B tokens and take .*: (--max_iters=\d+) (--lr_decay_iters=\d+)$", warning)
+    assert said is not None
+    assert int(said[1]) > 60
+    shorter = run_plan("train_fineweb.py", "--gpu=4070", said[2], said[3])
+    assert "This run takes" not in shorter.out
+    assert "20 per parameter" in " ".join(shorter.out.split())
+    assert run_plan("train_fineweb.py", "--gpu=4070", command="fit").code == 0
 
 
 def test_a_note_suggests_the_vocabulary_of_a_character_dataset_that_is_missing(run_plan: Any) -> None:
@@ -86,7 +137,7 @@ def test_a_budget_below_the_cuda_context_gives_negative_headroom(run_plan: Any) 
     assert document["headroom_bytes"] == document["reserve_limit_bytes"] - document["needs_bytes"]
     answer = run_plan(*argv)
     assert answer.code == 1
-    assert "may reserve nothing (a budget of 500.0 MiB" in " ".join(answer.out.split())
+    assert "nothing available (a budget of 500.0 MiB" in " ".join(answer.out.split())
 
 
 def test_reserved_memory_never_falls_from_one_phase_to_the_next(run_plan: Any) -> None:

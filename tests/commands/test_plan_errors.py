@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +52,20 @@ def test_mistakes_give_a_message_and_a_fix(run_plan: Any, tmp_path: Path, argv: 
     answer = run_plan(*argv)
     assert (answer.code, answer.out) == (2, "")
     assert message in answer.err
-    what, *fix = answer.err.splitlines()
+    what, fix = answer.err.splitlines()
     assert what.startswith("fitgpt: ")
-    assert fix
+    for typed in re.split(", or | or ", fix.strip()):
+        if typed.startswith("fitgpt "):
+            command, *rest = shlex.split(typed)[1:]
+            (tmp_path / "odd.py").write_text("batch_size = 8\n")
+            assert run_plan(*rest, "--gpu=4070", command=command).code == 0, typed
+        elif typed.startswith("--"):  # after the flags that were typed, or in place of those that the message names
+            named = {*re.findall(r"[\w-]+", what.replace("--", "")), *re.findall(r"--([\w-]+)", typed)}
+            kept = [flag for flag in argv if flag.removeprefix("--").partition("=")[0] not in named]
+            assert {run_plan(*before, *shlex.split(typed)).code for before in (argv, kept)} & {0, 1}, typed
+        else:  # in the config file
+            (tmp_path / "odd.py").write_text(f"{typed}\n")
+            assert run_plan(*argv).code == 0, typed
 
 
 def test_a_vocabulary_that_differs_from_the_data_gives_the_error_of_train(run_plan: Any, tmp_path: Path) -> None:

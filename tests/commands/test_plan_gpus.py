@@ -73,7 +73,7 @@ def test_a_budget_without_a_gpu_names_no_gpu(run_plan: Any) -> None:
     document = run_plan(*SMALL, "--budget=6GiB", "--json").json
     output = " ".join(run_plan(*SMALL, "--budget=6GiB").out.split())
     assert f"(a budget of 6.00 GiB, {show_bytes(document['outside_bytes'])} outside the allocator): " in output
-    assert f"{show_bytes(document['headroom_bytes'])} of the budget are left." in output
+    assert f": headroom {show_bytes(document['headroom_bytes'])}." in output
     tight = " ".join(run_plan(*SMALL, "--budget=300MiB").out.split())
     for said in (output, tight):
         assert not [claim for claim in ("else on the card", "on this card", " usable") if claim in said]
@@ -157,11 +157,25 @@ def test_gpus_that_share_a_replay_have_the_same_tape() -> None:
 def test_every_gpu_that_fits_has_a_speed(run_plan: Any) -> None:
     for trainer in ("fitgpt", "nanogpt"):
         lines = run_plan(*SMALL, "--all-cards", f"--trainer={trainer}").out.splitlines()
-        assert "tok/s" in lines[0]
-        assert all(line.endswith("k") for line in lines if "  fits" in line)
+        head, *rows = [line for line in lines if line.startswith("GPU ") or "  fits" in line]
+        assert head.endswith("1,000 tok/s")
+        assert rows
+        assert all(re.search(r"  [\d,.]+–[\d,.]+$", row) for row in rows)
         cards = run_plan(*SMALL, "--all-cards", f"--trainer={trainer}", "--json").json["cards"]
         low, high = next(card["tokens_per_s"] for card in cards if card["card"] == "RTX 4070")
         assert 0 < low <= high
+
+
+def test_all_cards_with_a_length_shows_hours(run_plan: Any) -> None:
+    argv = [*SMALL[:-1], "--all-cards", "--tokens=10B"]
+    head, row = (line for line in run_plan(*argv).out.splitlines() if line.startswith(("GPU ", "RTX 4070  ")))
+    assert head.endswith("hours")
+    cards = run_plan(*argv, "--json").json["cards"]
+    card = next(card for card in cards if card["card"] == "RTX 4070")
+    (slow, fast), (least, most) = card["tokens_per_s"], card["hours"]
+    assert least == pytest.approx(1e10 / fast / 3600, rel=1e-5)
+    assert most == pytest.approx(1e10 / slow / 3600, rel=1e-5)
+    assert row.endswith(f"  {least:,.1f}–{most:,.1f}")
 
 
 @pytest.mark.parametrize("columns", [40, 60])
@@ -182,11 +196,11 @@ def test_tables_fit_a_narrow_terminal(run_plan: Any, monkeypatch: pytest.MonkeyP
 def test_a_narrow_table_keeps_what_matters(run_plan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "40")
     output = run_plan(*SMALL, "--gpu=4070").out
-    assert re.search(r"^ +reserved +process$", output, re.MULTILINE)
+    assert re.search(r"^MiB +reserved +process$", output, re.MULTILINE)
     assert re.search(r"^RTX 4070\n? .*fits", run_plan(*SMALL, "--all-cards").out, re.MULTILINE)
     assert re.search(r"^RTX 4070  .* 11.65 GiB$", run_plan("4070", command="cards").out, re.MULTILINE)
     monkeypatch.setenv("COLUMNS", "50")
-    assert re.search(r"^GPU +headroom$", run_plan(*SMALL, "--all-cards").out, re.MULTILINE)
+    assert re.search(r"^GPU +headroom", run_plan(*SMALL, "--all-cards").out, re.MULTILINE)
     for columns, has_speeds in ((60, True), (48, False)):  # what is left out is not explained
         monkeypatch.setenv("COLUMNS", str(columns))
         output = run_plan(*SMALL, "--gpu=4070", "--options").out

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -9,7 +11,15 @@ from typing import Any, Literal
 import pytest
 
 from fitgpt.config.argv import help_text, markdown_table, walk
-from fitgpt.config.command_options import DemoOptions, EvalOptions, ExportOptions, PrepareOptions, SampleOptions
+from fitgpt.config.command_options import (
+    COMMANDS,
+    DemoOptions,
+    EvalOptions,
+    ExportOptions,
+    PlanArguments,
+    PrepareOptions,
+    SampleOptions,
+)
 from fitgpt.config.fields import (
     Options,
     between,
@@ -120,17 +130,44 @@ def test_the_error_of_an_invalid_value_names_the_flag_and_what_it_takes(key: str
     assert f"--{key}=" in caught.value.fix
 
 
-def test_the_fix_of_an_invalid_value_is_valid() -> None:
-    for cls in (RunConfig, SampleOptions, EvalOptions, ExportOptions, DemoOptions):
-        for one in option_specs(cls).values():
-            if one.kind in ("int", "float"):
-                fix = error_of(f"--{one.name}=nan", cls=cls, config_files=False).fix
-                flag, *_ = fix.split()
-                assert walk([flag], cls, config_files=False)[0].value == one.default
+@pytest.mark.parametrize("cls", COMMANDS.values(), ids=COMMANDS)
+def test_the_fix_of_every_invalid_value_is_a_flag_that_works(cls: type[Options]) -> None:
+    """Each option is given values that most options refuse; what the error suggests must be accepted."""
+    refused = 0
+    for one in option_specs(cls).values():
+        for value in ("nan", "-1", "0", "1e30", "10 GB of it", "2118", "\n", ""):
+            try:
+                walk([f"--{one.name}={value}"], cls, config_files=False)
+            except UsageError as error:
+                refused += 1
+                (flag,) = shlex.split(error.fix)
+                assert [each.key for each in walk([flag], cls, config_files=False)] == [one.name]
+    assert refused
+
+
+@pytest.mark.parametrize(("typed", "fix"), [
+    ("--gradient_accumulation_steps=0", "--gradient_accumulation_steps=1"), ("--keep_last=0", "--keep_last=2"),
+    ("--n_layer=20000", "--n_layer=10000"), ("--grad_clip=-1", "--grad_clip=0"), ("--budget=lots", "--budget=11.5GiB"),
+    ("--dtype=float61", "--dtype=float16"), ("--seeed=8", "--seed=8"), ("--leave=-1", "--leave=1GiB")])
+def test_the_fix_is_the_nearest_value_that_works(typed: str, fix: str) -> None:
+    assert error_of(typed, cls=RunConfig).fix == fix
+
+
+@pytest.mark.parametrize(("typed", "key", "value"), [
+    ("--max_iters=10k", "max_iters", 10_000), ("--max_iters=1.5M", "max_iters", 1_500_000),
+    ("--lr_decay_iters=1B", "lr_decay_iters", 10**9), ("--dtype=fp16", "dtype", "float16"),
+    ("--dtype=bf16", "dtype", "bfloat16"), ("--dtype=half", "dtype", "float16"), ("--dtype=FP32", "dtype", "float32")])
+def test_counts_and_data_types_are_taken_as_people_write_them(typed: str, key: str, value: object) -> None:
+    assert [(each.key, each.value) for each in walk([typed], RunConfig)] == [(key, value)]
+
+
+def test_eval_takes_the_names_of_train() -> None:
+    got = options(EvalOptions, "runs/demo", "--eval_block_size=32", "--eval_batch_size=4")
+    assert (got.block_size, got.eval_batch_size) == (32, 4)
 
 
 @pytest.mark.parametrize(("argv", "fix"), [
-    (["--batch_sise=8"], "--batch_size"), (["--bs=8"], "--batch_size"), (["--Batch_Size=8"], "--batch_size"),
+    (["--batch_sise=8"], "--batch_size=8"), (["--bs=8"], "--batch_size=8"), (["--Batch_Size=8"], "--batch_size=8"),
     (["--no-bais"], "--no_bias"), (["--qick"], "--quick"),
 ])
 def test_an_unknown_option_gets_the_nearest_as_fix(argv: list[str], fix: str) -> None:
@@ -145,7 +182,13 @@ def test_an_option_with_one_dash_gets_two_as_fix() -> None:
 
 def test_an_option_of_another_command_gets_that_command_as_fix() -> None:
     error = error_of("--temperature=1", cls=RunConfig, other_commands=[SampleOptions])
-    assert error.fix == "It is an option of `fitgpt sample`."
+    assert "It is an option of `fitgpt sample`." in error.what
+    assert error.fix == "fitgpt sample --help-all"
+
+
+def test_an_option_of_a_run_is_said_to_be_trains() -> None:
+    error = error_of("--eval_interval=5", cls=SampleOptions, other_commands=[PlanArguments, RunConfig])
+    assert error.fix == "fitgpt train --help-all"
 
 
 @pytest.mark.parametrize("argv", [["--zzzzqqq=1"], ["--=5"], ["-z"], ["---"], ["-5"], ["--no-"], ["--no-start"]])
@@ -276,17 +319,35 @@ def test_token_counts_take_suffixes(count: str) -> None:
 
 
 @pytest.mark.parametrize("columns", ["0", "1", "80", "1000", "-3", "wide"])
-def test_help_fits_the_terminal_and_lists_every_option(monkeypatch: pytest.MonkeyPatch, columns: str) -> None:
+def test_the_whole_help_fits_the_terminal_and_lists_every_option(monkeypatch: pytest.MonkeyPatch, columns: str) -> None:
     monkeypatch.setenv("COLUMNS", columns)
     for cls in (RunConfig, PrepareOptions, SampleOptions, EvalOptions, ExportOptions, DemoOptions):
-        text = help_text(cls)
+        text = help_text(cls, everything=True)
         for one in option_specs(cls).values():
             assert one.name in text or one.name.upper() in text
             assert all(word in text for word in one.help.split())
             if not (one.required or one.kind == "texts"):
-                assert f"--{one.name}=" in text
+                assert f"--{one.name}{'' if one.default is False else '='}" in text
         widest = 100 if columns == "1000" else 80
         assert max(len(line) for line in text.splitlines() if line.strip() not in cls.examples) <= widest
+
+
+@pytest.mark.parametrize("cls", COMMANDS.values(), ids=COMMANDS)
+def test_help_is_short_and_each_text_begins_with_a_noun_or_a_verb(cls: type[Options]) -> None:
+    assert len(help_text(cls).splitlines()) <= 50
+    for one in option_specs(cls).values():
+        assert one.help.split()[0] not in ("of", "its", "if", "see", "by", "after", "before")
+
+
+def test_help_lists_only_options_that_the_command_uses() -> None:
+    training = ("--wait", "--step_up", "--rehearse", "--wandb_run_name", "--plan", "--fit", "--learning_rate")
+    for command in ("plan", "fit", "explain"):
+        own, everything = help_text(COMMANDS[command]), help_text(COMMANDS[command], everything=True)
+        assert "--batch_size=12" not in own
+        assert "--batch_size=12" in everything
+        assert not [flag for flag in training if re.search(rf"^  {flag}\b", everything, re.MULTILINE)]
+    assert "  --all-cards  " in help_text(PlanArguments)
+    assert all(f"  {flag}" in help_text(RunConfig, everything=True) for flag in training)
 
 
 def test_help_shows_defaults_choices_and_switches() -> None:

@@ -188,7 +188,7 @@ def test_an_unknown_name_gets_the_nearest_as_fix(tmp_path: Path) -> None:
     with pytest.raises(UsageError) as caught:
         config_of(tmp_path, "batch_size = 4\nlearnig_rate = 1e-3")
     assert "x.py:2: learnig_rate is not an option" in caught.value.what
-    assert caught.value.fix == "Did you mean learning_rate?"
+    assert caught.value.fix.startswith("learning_rate = ")
 
 
 def test_a_file_can_read_defaults_and_earlier_flags(tmp_path: Path) -> None:

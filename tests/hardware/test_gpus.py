@@ -56,8 +56,9 @@ def test_an_unknown_name_is_an_error_with_the_nearest_names(requested: str) -> N
     with pytest.raises(UsageError) as raised:
         gpus.find(requested)
     assert repr(requested) in raised.value.what
-    named = raised.value.fix.removeprefix("The nearest: ").removesuffix(".").split(", ")
+    named = raised.value.what.partition("The nearest: ")[2].removesuffix(".").split(", ")
     assert all(gpus.find(name).name == name for name in named)
+    assert raised.value.fix == f"--gpu '{named[0]}'"
 
 
 @pytest.mark.parametrize(("name", "may_be"), [
@@ -70,21 +71,22 @@ def test_an_unknown_name_is_an_error_with_the_nearest_names(requested: str) -> N
 def test_an_ambiguous_name_is_an_error_with_the_models_it_may_mean(name: str, may_be: list[str]) -> None:
     with pytest.raises(UsageError) as raised:
         gpus.find(name)
-    assert raised.value.fix == f"One of: {', '.join(may_be)}."
+    assert raised.value.what.endswith(f"One of: {', '.join(may_be)}.")
+    assert raised.value.fix == f"--gpu '{may_be[0]}'"
 
 
 def test_a_long_list_of_models_is_cut_short() -> None:
     with pytest.raises(UsageError) as raised:
         gpus.find("rtx")
-    assert "fitgpt cards rtx lists" in raised.value.fix
-    assert raised.value.fix.count(",") == gpus.MAX_LISTED - 1
+    assert "fitgpt cards rtx lists" in raised.value.what
+    assert raised.value.what.count(",") == gpus.MAX_LISTED - 1
 
 
 @pytest.mark.parametrize("name", ["", "geforce", "xx", "?", "m2"])
 def test_a_name_without_similar_ones_refers_to_the_list(name: str) -> None:
     with pytest.raises(UsageError) as raised:
         gpus.find(name)
-    assert "fitgpt cards lists" in raised.value.fix
+    assert "`fitgpt cards` lists" in raised.value.what
 
 
 def test_search_lists_models_with_these_words() -> None:
@@ -98,7 +100,7 @@ def test_search_lists_models_with_these_words() -> None:
 def test_a_typo_is_corrected() -> None:
     with pytest.raises(UsageError) as raised:
         gpus.find("rtx 407O")
-    assert raised.value.fix == "The nearest: RTX 4070."
+    assert raised.value.fix == "--gpu 'RTX 4070'"
 
 
 @pytest.mark.parametrize(("name", "total_mib", "meant"), [

@@ -6,6 +6,7 @@ import json
 from dataclasses import asdict
 
 from ..config.command_options import CardsOptions
+from ..core.errors import UsageError
 from ..core.units import MiB, show_bytes
 from ..hardware import gpus
 from ..show.plan_text import card_table
@@ -15,7 +16,10 @@ SCHEMA = 1
 
 
 def cards(options: CardsOptions) -> int:
-    found = gpus.search(options.filter) or [gpus.find(options.filter)]  # another spelling, or the nearest names
+    try:
+        found = gpus.search(options.filter) or [gpus.find(options.filter)]  # another spelling
+    except UsageError as error:
+        raise UsageError(error.what, error.fix.replace("--gpu", "fitgpt cards")) from None
     if options.json:
         print(json.dumps({"schema": SCHEMA, "cards": [asdict(card) for card in found]}, indent=1, ensure_ascii=False))
         return 0

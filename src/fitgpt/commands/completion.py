@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from ..config.argv import listed_options
 from ..config.command_options import COMMANDS, CompletionOptions
-from ..config.fields import option_specs
+from ..config.fields import shown_flag
 
 BASH = """\
 _fitgpt() {{
@@ -50,11 +51,12 @@ def bash() -> str:
     flags: dict[str, list[str]] = {}   # of each command
     values: dict[str, list[str]] = {}  # of each option: those that every command with this option takes
     for name, cls in COMMANDS.items():
-        specs = option_specs(cls).values()
-        flags[name] = [f"--{spec.name}" if spec.kind == "bool" else f"--{spec.name}=" for spec in specs] + ["--help"]
+        specs = listed_options(cls, everything=True)
+        flags[name] = [shown_flag(spec) if spec.kind == "bool" else f"{shown_flag(spec)}=" for spec in specs]
+        flags[name] += ["--help", "--help-all"]
         for spec in specs:
             if accepted := spec.choices or SWITCHES.get(spec.kind, ()):
-                flag = f"--{spec.name}"
+                flag = shown_flag(spec)
                 values[flag] = [each for each in values.get(flag, accepted) if each in accepted]
 
     def cases(words: dict[str, list[str]]) -> str:
@@ -67,10 +69,11 @@ def fish() -> str:
     lines = ["complete -c fitgpt -e"]
     for name, cls in COMMANDS.items():
         lines.append(f"complete -c fitgpt -n __fish_use_subcommand -f -a {name} -d {_quoted(cls.summary)}")
-        for spec in option_specs(cls).values():
+        for spec in listed_options(cls, everything=True):
             choices = f" -a {_quoted(' '.join(spec.choices))}" if spec.choices else ""
             value = "" if spec.kind == "bool" else f" -r{choices}"
-            lines.append(f"complete -c fitgpt -n '__fish_seen_subcommand_from {name}' -l {spec.name}{value} "
+            flag = shown_flag(spec).removeprefix("--")
+            lines.append(f"complete -c fitgpt -n '__fish_seen_subcommand_from {name}' -l {flag}{value} "
                          f"-d {_quoted(spec.help)}")
     return "\n".join(lines) + "\n"
 

@@ -19,9 +19,9 @@ DATA = PrepareOptions(embedded=True, name="stdlib", tokenizer="bytes", val_fract
 
 # The same run as config/demo.py (a test compares them). A GPT of 0.8M over bytes: two CPU cores take under two minutes.
 CONFIG: dict[str, Any] = dict(
-    dataset=DATA.name, n_layer=4, n_head=4, n_embd=128, block_size=64, batch_size=12, gradient_accumulation_steps=1,
-    max_iters=1400, lr_decay_iters=1400, warmup_iters=100, learning_rate=2e-3, min_lr=1e-4, beta2=0.99,
-    eval_interval=350, eval_iters=40, log_interval=50,
+    dataset=DATA.name, vocab_size=320, n_layer=4, n_head=4, n_embd=128, block_size=64, batch_size=12,
+    gradient_accumulation_steps=1, max_iters=1400, lr_decay_iters=1400, warmup_iters=100, learning_rate=2e-3,
+    min_lr=1e-4, beta2=0.99, eval_interval=350, eval_iters=40, log_interval=50,
 )
 
 

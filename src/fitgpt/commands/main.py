@@ -21,6 +21,7 @@ from ..config.fields import Options, build, nearest, option_specs
 from ..config.run_config import RunConfig
 from ..core.errors import STOPPED_AT_ONCE, DeviceError, FitError, SystemFault, UsageError
 from ..core.units import NEAREST_SIGNS
+from ..show.terminal import columns, wrap
 
 OUTPUT_CLOSED = 141  # what a shell reports for a program ended by SIGPIPE
 BUG = 70
@@ -89,13 +90,14 @@ def run(argv: list[str]) -> int:
         named = [word for word in rest if not word.startswith("-")]
         print(help_text(find_command(named[0])) if named else overview(), end="")
         return 0
-    if first in ("--version", "-V"):
+    if first in ("version", "--version", "-V"):
         print(f"fitgpt {__version__}")
         return 0
     cls = find_command(first)
     flags = rest[:rest.index("--")] if "--" in rest else rest
-    if "--help" in flags or "-h" in flags:
-        print(help_text(cls), end="")
+    everything = "--help-all" in flags or "--help_all" in flags
+    if everything or "--help" in flags or "-h" in flags:
+        print(help_text(cls, everything=everything), end="")
         return 0
 
     # A command that takes the options of a run gets the assignments in order; the others get their options. Their
@@ -112,14 +114,13 @@ def find_command(name: str) -> type[Options]:
         return COMMANDS[name]
     script = os.path.basename(name).removesuffix(".py")
     if name.endswith(".py") and script in COMMANDS:
-        raise UsageError(f"{name!r} is nanoGPT's script; here it is a command.",
-                         f"fitgpt {script} and the same options")
+        raise UsageError(f"{name!r} is nanoGPT's script; here it is a command with the same options.",
+                         f"fitgpt {script}")
     if name.endswith(".py") or name.startswith("-"):
-        fix = f"fitgpt train {name}" if name.endswith(".py") else f"Options follow the command: fitgpt train {name}"
-        raise UsageError(f"{name!r} is not a command of fitgpt.", fix)
+        raise UsageError(f"{name!r} is not a command of fitgpt: the command comes first.", f"fitgpt train {name}")
     near = [SYNONYMS[name]] if name in SYNONYMS else nearest(name, COMMANDS)
     raise UsageError(f"{name!r} is not a command of fitgpt. The commands: {', '.join(COMMANDS)}.",
-                     f"Did you mean fitgpt {near[0]}?" if near else "fitgpt --help")
+                     f"fitgpt {near[0]}" if near else "fitgpt --help")
 
 
 def load(command: str) -> Any:
@@ -132,7 +133,8 @@ def overview() -> str:
     commands = "\n".join(f"  {name:<12}{cls.summary}" for name, cls in COMMANDS.items())
     return (f"fitgpt {__version__} trains small GPTs on the GPU you have.\n\nusage: fitgpt COMMAND ...\n\n"
             f"{commands}\n\n"
-            "  fitgpt COMMAND --help   options and examples of a command\n"
+            "  fitgpt COMMAND --help       options and examples of a command\n"
+            "  fitgpt COMMAND --help-all   every option, those of a run included\n"
             "  fitgpt --version\n\nTo see it work: fitgpt demo\n")
 
 
@@ -164,9 +166,15 @@ def as_user_error(error: Exception) -> FitError | None:
 
 
 def _complain(what: str, fix: str = "") -> None:
-    """Prints an error to stderr: one paragraph, the fix below it."""
-    indented = "".join(f"\n  {line}" for line in fix.splitlines())
-    _to_stderr(f"fitgpt: {what}{indented}\n")
+    """Prints an error to stderr: one paragraph, the fix below it.
+
+    The paragraph is wrapped for a terminal, or if COLUMNS is set; a log file gets it in one line. The fix is never
+    wrapped: a command or flag in it is to be copied.
+    """
+    lines = [f"fitgpt: {what}"]
+    if os.environ.get("COLUMNS") or sys.stderr.isatty():
+        lines = wrap(what, columns(), "fitgpt: ")
+    _to_stderr("\n".join([*lines, *(f"  {line}" for line in fix.splitlines())]) + "\n")
 
 
 def _to_stderr(text: str) -> None:

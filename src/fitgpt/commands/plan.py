@@ -18,7 +18,7 @@ from ..planning.forecast import one_step, replay_run
 from ..planning.plan import expected_speed, plan_from, verdicts, with_training_length
 from ..planning.request import PlanRequest, plan_request
 from ..show import plan_text as show
-from ..show.terminal import can_redraw, columns
+from ..show.terminal import can_redraw, columns, paragraph
 
 SCHEMA = 1  # of the list of GPUs; of a plan, see planning/plan_file.py
 
@@ -53,20 +53,25 @@ def _every_gpu(request: PlanRequest) -> int:
                                         ("--hours", options.hours)) if given]
     if clashes:
         raise UsageError(f"--all-cards plans for every GPU, and {' and '.join(clashes)} for one.",
-                         "Leave one of them out.")
+                         "--all-cards")
     config, _ = with_training_length(request.config, options, request.data, request.missing, None)
     kept_free = sum(parse_bytes(size) for size in (options.others, config.leave) if size)  # on any GPU
     rows = verdicts(config, options.trainer, kept_free, options.torch)
     planned = {each.name for each in rows if not each.problem}
     speeds = {card.name: (speed.low, speed.high) for card in gpus.load() if card.name in planned
               and (speed := expected_speed(config, card, options.trainer)) is not None}
+    tokens = config.max_iters * config.tokens_per_step if options.tokens or options.epochs else 0
+    hours = {name: {"hours": (tokens / high / 3600, tokens / low / 3600)} for name, (low, high) in speeds.items()
+             if tokens}
     if options.json:
         print(json.dumps({"schema": SCHEMA, "trainer": options.trainer, "cards": [
-            {"card": each.name, "tokens_per_s": speeds.get(each.name), "usable_bytes": each.usable,
-             "needs_bytes": None if each.problem else each.needs,
+            {"card": each.name, "tokens_per_s": speeds.get(each.name), **hours.get(each.name, {}),
+             "usable_bytes": each.usable, "needs_bytes": None if each.problem else each.needs,
              "headroom_bytes": None if each.problem else each.headroom, "fits": each.fits, "problem": each.problem}
             for each in rows]}, indent=1, ensure_ascii=False))
     else:
-        print(show.all_cards_table(rows, {each.name: speeds[each.name] for each in rows
-                                          if each.fits and each.name in speeds}, columns()), end="")
+        title = show.run_title(config, options.trainer, config.gpt_config().count_params(), "",
+                               vocab_assumed=request.vocab_assumed)
+        print(paragraph(title, columns()),
+              show.all_cards_table(rows, speeds, tokens, columns()), sep="\n\n", end="")
     return 0 if any(each.fits for each in rows) else 1

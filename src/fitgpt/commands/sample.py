@@ -16,33 +16,23 @@ from ..runs.metrics import append_sample
 
 def sample(options: SampleOptions) -> int:
     os.environ.update(child_environment(os.environ))  # the allocator's settings, before torch is imported
-    from ..data.tokenizers import StreamDecoder
-    from ..engine.sample import SamplingOptions, generate
-    from ..training.trained_model import model_on_device, open_checkpoint, tokenizer_of
+    from ..engine.sample import SamplingOptions
+    from ..training.trained_model import model_on_device, open_checkpoint, stream_text, tokenizer_of
 
     source = open_checkpoint(options.out_dir if options.init_from == "resume" else options.init_from, options.which)
     warn(*source.notes)
-    tokenizer = tokenizer_of(source, warn)
-    prompt = tokenizer.encode(prompt_text(options.start), special=True)
-    if not prompt:
-        end = tokenizer.end_of_text
-        prompt = [end if end is not None else 0]
+    tokenizer, prompt = tokenizer_of(source, warn), prompt_text(options.start)
     model, choice = model_on_device(source, options.device, options.dtype, options.compile)
     if choice.mismatch:
         warn(f"{choice.mismatch.why} {choice.mismatch.fix}")
     sampling = SamplingOptions(options.temperature, options.top_k, options.top_p)
-    started, tokens = time.perf_counter(), 0
+    started, tokens = time.perf_counter(), options.num_samples * options.max_new_tokens
     for number in range(options.num_samples):
-        decoder = StreamDecoder(tokenizer)
-        text = ["".join(decoder.feed(token) for token in prompt)]
-        print(text[0], end="", flush=True)
-        for token in generate(model, prompt, options.max_new_tokens, sampling, options.seed + number,
-                              tokenizer.vocab_size):
-            text.append(decoder.feed(token))
-            print(text[-1], end="", flush=True)
-            tokens += 1
-        text.append(decoder.finish())
-        print(text[-1], "---------------", sep="\n", flush=True)
+        text = []
+        for part in stream_text(model, tokenizer, prompt, options.max_new_tokens, sampling, options.seed + number):
+            text.append(part)
+            print(part, end="", flush=True)
+        print("\n---------------", flush=True)
         if options.init_from == "resume" and holds_run(options.out_dir):
             append_sample(options.out_dir, int(source.state.get("step", 0)), "".join(text))
     seconds = time.perf_counter() - started

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import shutil
 import textwrap
 from collections.abc import Iterable, Sequence
@@ -10,7 +11,18 @@ from typing import Any
 
 from ..core.errors import UsageError
 from .config_file import read_config
-from .fields import BOOLS, Assignment, Options, OptionSpec, checked, nearest, option_specs, parse_value, shown
+from .fields import (
+    BOOLS,
+    Assignment,
+    Options,
+    OptionSpec,
+    checked,
+    nearest,
+    option_specs,
+    parse_value,
+    shown,
+    shown_flag,
+)
 
 
 def walk(argv: Sequence[str], cls: type[Options], *, config_files: bool = True, borrowed: Iterable[str] = (),
@@ -34,14 +46,15 @@ def walk(argv: Sequence[str], cls: type[Options], *, config_files: bool = True, 
             found += _from_file(token, cls, borrowed, other_commands, found)
         elif positional is None:
             raise UsageError(f"`fitgpt {cls.command}` takes only options, and {token!r} is not one.",
-                             f"fitgpt {cls.command} --help lists them all.")
+                             f"fitgpt {cls.command} --help")
         elif positional.kind == "texts":
             found.append(Assignment(positional.name, (*_texts(found, positional.name), token), token))
         else:
             name = positional.name
             before = next((each.value for each in found if each.key == name and each.source == each.value), None)
             if before is not None:
-                raise UsageError(f"`fitgpt {cls.command}` takes one {name}, but got {before!r} and {token!r}.")
+                raise UsageError(f"`fitgpt {cls.command}` takes one {name}, but got {before!r} and {token!r}.",
+                                 shlex.join(["fitgpt", cls.command, before]))
             found.append(Assignment(name, checked(positional, token, token), token))
     return found
 
@@ -55,11 +68,12 @@ def _flag(token: str, rest: list[str], cls: type[Options], other_commands: Itera
     if not typed.startswith("--"):  # -o FOLDER, -oFOLDER or -o=FOLDER
         typed, equals, text = token[:2], token[2:3], token[2:].removeprefix("=")
         name = next((spec.name for spec in specs.values() if spec.short == typed[1:]), "")
+    name = next((spec.name for spec in specs.values() if name in spec.also), name)
     if not name:  # --=8, -x, or -batch_size=8 with one dash
         long = token.partition("=")[0].lstrip("-").replace("-", "_")
         if long in specs:
             raise UsageError(f"{token!r} has one dash; an option's name takes two.", f"-{token}")
-        raise _unknown(repr(token), long, cls, other_commands, "--")
+        raise _unknown(repr(token), long, cls, other_commands, "--{}" + token.lstrip("-")[len(long):])
     # Flags that stand for a value: --resume, --no-compile.
     stands_for: dict[str, tuple[str, Any]] = {
         switch: (spec.name, value) for spec in specs.values() for switch, value in spec.switches.items()}
@@ -67,11 +81,10 @@ def _flag(token: str, rest: list[str], cls: type[Options], other_commands: Itera
     if name in stands_for:
         key, value = stands_for[name]
         if equals:
-            raise UsageError(f"{token}: {typed} takes no value.",
-                             f"Write {typed}, or --{key}={f'{text}.' if value is False else '…'}")
+            raise UsageError(f"{token}: {typed} takes no value.", typed)
         return Assignment(key, value, typed)
     if name not in specs:
-        raise _unknown(typed, name, cls, other_commands, "--")
+        raise _unknown(typed, name, cls, other_commands, "--{}" + token[len(typed):])
     spec = specs[name]
     where = token
     if not equals:
@@ -81,9 +94,10 @@ def _flag(token: str, rest: list[str], cls: type[Options], other_commands: Itera
                 return Assignment(name, True, typed)
         elif following is None or re.match(r"--?[A-Za-z_]|--$", following):
             and_then = "" if following is None else f"; {following!r} looks like the next option"
-            dash = f" Write a value that begins with a dash as {typed}=-x." if spec.kind == "text" else ""
+            if spec.kind == "text" and following is not None:
+                and_then += f" (write a value that begins with a dash as {typed}=-x)"
             raise UsageError(f"{typed} needs a value{and_then}: {spec.help}.",
-                             f"{typed}={shown(spec.default)} is the default.{dash}")
+                             f"{typed}={shown(spec.example if spec.default == '' else spec.default)}")
         text = rest.pop(0)
         where = f"{typed} {text}"
     if spec.kind == "texts":
@@ -109,47 +123,64 @@ def _from_file(path: str, cls: type[Options], borrowed: Iterable[str], other_com
         if name in specs:
             settings.append(Assignment(name, checked(specs[name], value, f"{where}: {name} = {value!r}"), where))
         elif name not in helpers and name not in borrowed:
-            raise _unknown(f"{where}: {name}", name, cls, other_commands, "")
+            raise _unknown(f"{where}: {name}", name, cls, other_commands, f"{{}} = {value!r}")
     return settings
 
 
 def _unknown(typed: str, name: str, cls: type[Options], other_commands: Iterable[type[Options]],
-             dashes: str) -> UsageError:
-    """An error that suggests the option meant: a synonym's, another command's, or the nearest in spelling."""
+             form: str) -> UsageError:
+    """An error that suggests the option meant: a synonym's, another command's, or the nearest in spelling.
+
+    `form`: how to write it, with {} for its name: "--{}=8" for a flag, "{} = 8" in a config file.
+    """
     what = f"{typed} is not an option of `fitgpt {cls.command}`."
     specs = option_specs(cls).values()
     meant = [spec.name for spec in specs if name.lower() in spec.synonyms]
-    owner = next((other for other in other_commands if name in option_specs(other)), None)
-    if owner is not None and not meant:
-        return UsageError(what, f"It is an option of `fitgpt {owner.command}`.")
+    owners = [other for other in other_commands if name in option_specs(other)]
+    if owners and not meant:
+        owner = next((other for other in owners if other.command == "train"), owners[0])
+        return UsageError(f"{what} It is an option of `fitgpt {owner.command}`.", f"fitgpt {owner.command} --help-all")
     words = [word for spec in specs for word in (spec.name, *spec.switches)]
-    words += [f"no_{spec.name}" for spec in specs if spec.kind in ("bool", "auto") and dashes]
+    words += [f"no_{spec.name}" for spec in specs if spec.kind in ("bool", "auto") and form.startswith("--")]
     if near := meant or nearest(name, words):
-        return UsageError(what, f"Did you mean {' or '.join(dashes + each for each in near)}?")
-    return UsageError(what, f"fitgpt {cls.command} --help lists them all.")
+        return UsageError(what, " or ".join(form.replace("{}", each) for each in near))
+    return UsageError(what, f"fitgpt {cls.command} --help-all")
 
 
 # ---- help
 
+def listed_options(cls: type[Options], *, everything: bool = False) -> list[OptionSpec]:
+    """The options in the help: of `train` the main ones; of `plan` and others that take a run's options, their own.
 
-def help_text(cls: type[Options]) -> str:
+    `everything`: all of `train`, and those of a run that `plan` and others use. They accept the rest as well, so that
+    the options of a `train` command can be given to them unchanged.
+    """
+    specs = option_specs(cls).values()
+    if cls.own is not None:
+        own = option_specs(cls.own)
+        return [*own.values(), *(spec for spec in specs if everything and spec.planned and spec.name not in own)]
+    return [spec for spec in specs if spec.main and not everything] or list(specs)
+
+
+def help_text(cls: type[Options], *, everything: bool = False) -> str:
     """The help of a command: usage, summary, examples and its options by group, as wide as the terminal."""
     width = min(max(shutil.get_terminal_size().columns, 40), 100)
     column = 28 if width >= 70 else 6
+    listed = listed_options(cls, everything=everything)
     lines = [f"usage: {cls.usage}", "", *textwrap.wrap(cls.summary, width)]
     if cls.examples:
         lines += ["", "examples", *(f"  {example}" for example in cls.examples)]
-    for group, members in _groups(cls).items():
+    for group, members in (_groups(listed) if everything or not listed[0].main else {"main options": listed}).items():
         lines += ["", group]
         for spec in members:
-            if spec.positional and (spec.required or spec.kind == "texts"):
-                flag = f"  {spec.name.upper()}"
-            else:
-                flag = f"  {_flag_name(spec)}={spec.name.upper() if spec.required else shown(spec.default)}"
             sentence = textwrap.wrap(_sentence(spec), width - column, break_on_hyphens=False) or [""]
+            flag = f"  {_flag_and_value(spec)}"
             lines.append(flag.ljust(column) + sentence.pop(0) if len(flag) + 2 <= column else flag)
             lines += [" " * column + line for line in sentence]
-    if any(spec.kind in ("bool", "auto") for spec in option_specs(cls).values()):
+    if len(listed) < len(listed_options(cls, everything=True)):
+        more = "every option" if cls.command == "train" else "the options of a run, such as --batch_size=8"
+        lines += ["", *textwrap.wrap(f"fitgpt {cls.command} --help-all lists {more}.", width)]
+    elif everything:
         lines += ["", *textwrap.wrap("An option that takes True or False also takes --option and --no-option. Dashes "
                                      "and underscores are the same; the last of two assignments wins.", width)]
     return "\n".join(lines) + "\n"
@@ -158,22 +189,32 @@ def help_text(cls: type[Options]) -> str:
 def markdown_table(cls: type[Options]) -> str:
     """The options for the docs: one table per group."""
     parts = []
-    for group, members in _groups(cls).items():
+    for group, members in _groups(option_specs(cls).values()).items():
         rows = [f"| `{_flag_name(spec)}` | `{shown(spec.default)}` | {_sentence(spec)} |" for spec in members]
         parts.append("\n".join([f"**{group}**", "", "| option | default | what it is |", "|---|---|---|", *rows]))
     return "\n\n".join(parts) + "\n"
 
 
-def _groups(cls: type[Options]) -> dict[str, list[OptionSpec]]:
+def _groups(specs: Iterable[OptionSpec]) -> dict[str, list[OptionSpec]]:
     groups: dict[str, list[OptionSpec]] = {}
-    for spec in option_specs(cls).values():
+    for spec in specs:
         groups.setdefault(spec.group, []).append(spec)
     return groups
 
 
 def _flag_name(spec: OptionSpec) -> str:
-    name = spec.name.upper() if spec.positional and spec.kind == "texts" else f"--{spec.name}"
+    name = spec.name.upper() if spec.positional and spec.kind == "texts" else shown_flag(spec)
     return f"-{spec.short}, {name}" if spec.short else name
+
+
+def _flag_and_value(spec: OptionSpec) -> str:
+    """--batch_size=12 with its default; a name in capitals where there is none; a switch that is off, alone."""
+    if spec.positional and (spec.required or spec.kind == "texts"):
+        return spec.name.upper()
+    if spec.default is False:
+        return _flag_name(spec)
+    value = spec.name.upper() if spec.required or spec.default == "" else shown(spec.default)
+    return f"{_flag_name(spec)}={value}"
 
 
 def _sentence(spec: OptionSpec) -> str:

@@ -13,9 +13,21 @@ from typing import Literal
 
 from ..core.errors import UsageError
 from ..core.units import parse_count
-from .fields import Options, between, count, count_or_0, must, non_negative, option, optional, path_like, plain_name
+from .fields import (
+    Options,
+    Problem,
+    between,
+    count,
+    count_or_0,
+    must,
+    non_negative,
+    option,
+    optional,
+    path_like,
+    plain_name,
+)
 from .memory_savers import LOSSY_SAVERS, OTHER_RULES
-from .run_config import RunConfig, budget_option, device_name, size_like
+from .run_config import DTYPE_NAMES, RunConfig, budget_option, device_name, size_like
 
 _source = partial(option, group="where the text comes from")
 _result = partial(option, group="the dataset to write")
@@ -23,11 +35,11 @@ _DTYPES = ("auto", "float32", "bfloat16", "float16")
 _optional_path = optional(path_like)
 
 
-def token_count(text: str, least: int = 0) -> str | None:
+def token_count(text: str, least: int = 0) -> Problem | None:
     try:
-        return None if text and parse_count(text) >= least else "must be above 0"
+        return None if text and parse_count(text) >= least else Problem("must be above 0", "100M")
     except UsageError:
-        return "takes a count such as 10B, 500M or 20000"
+        return Problem("takes a count such as 10B, 500M or 20000", "100M")
 
 
 some_tokens = partial(token_count, least=1)
@@ -46,19 +58,19 @@ class PrepareOptions(Options):
         "fitgpt prepare --embedded --tokenizer=bytes")
 
     input: tuple[str, ...] = _source((), "text or parquet files, or folders of them", positional=True)
-    embedded: bool = _source(False, "the source text of Python's own standard library: nothing to download")
+    embedded: bool = _source(False, "the source code of Python's standard library: nothing to download")
     hub: str = _source("", "a dataset of the Hugging Face hub, such as HuggingFaceFW/fineweb, streamed")
-    hub_config: str = _source("", "its configuration, such as sample-10BT")
-    text_column: str = _source("text", "the column of parquet files and hub datasets that holds the text")
+    hub_config: str = _source("", "configuration of the hub dataset, such as sample-10BT")
+    text_column: str = _source("text", "column of parquet files and hub datasets that holds the text")
 
-    out: str = _result("", "the folder to write; by default data/NAME", short="o", rule=_optional_path)
-    name: str = _result("", "the dataset's name under data/; by default that of the source", rule=optional(plain_name))
-    tokenizer: str = _result("gpt2", "how text becomes tokens", choices=("gpt2", "bytes"))
+    out: str = _result("", "folder to write; by default data/NAME", short="o", rule=_optional_path)
+    name: str = _result("", "name of the dataset under data/; by default that of the source", rule=optional(plain_name))
+    tokenizer: str = _result("gpt2", "tokenizer: GPT-2's, or one token per byte", choices=("gpt2", "bytes"))
     max_tokens: str = _result("", "stop after this many tokens, such as 1B or 500M; 0 = all",
                               rule=optional(token_count))
     val_fraction: float = _result(0.005, "share of the documents held out for validation",
                                   rule=must(lambda share: 0 < share < 1, "must be above 0 and below 1"))
-    shard_tokens: str = _result("100M", "tokens in a file", rule=some_tokens)
+    shard_tokens: str = _result("100M", "tokens per file", rule=some_tokens)
     seed: int = _result(1337, "seed of the choice of validation documents", rule=non_negative)
     overwrite: bool = _result(False, "replace a dataset that is already there")
 
@@ -84,13 +96,13 @@ class PrepareOptions(Options):
 
 
 # Options that commands with a trained model share.
-_which = partial(option, "", "its checkpoint: best, last, or the number of a step; by default the last, or the best "
+_which = partial(option, "", "checkpoint: best, last, or the number of a step; by default the last, or the best "
                  "if the run saved only improvements",
                  rule=must(partial(fullmatch, "(best|last|[0-9]{1,12})?"),
-                           "must be best, last, or the number of a step"))
-_device = partial(option, "auto", "auto, cpu, cuda, cuda:N or mps", rule=device_name)
+                           "must be best, last, or the number of a step", "last"))
+_device = partial(option, "auto", "device: auto, cpu, cuda, cuda:N or mps", rule=device_name)
 _dtype = partial(option, "auto", "data type of matmuls: bfloat16 and float16 mean mixed precision",
-                 choices=_DTYPES)
+                 choices=_DTYPES, also_values=DTYPE_NAMES)
 
 
 @dataclass(frozen=True)
@@ -103,23 +115,23 @@ class SampleOptions(Options):
     examples = ("fitgpt sample runs/demo --start='def '", "fitgpt sample --init_from=gpt2-xl --num_samples=5")
     takes_config_files = True
 
-    out_dir: str = option("out", "a run folder or a checkpoint; may stand alone, without --out_dir=", positional=True,
+    out_dir: str = option("out", "run folder or checkpoint; --out_dir= may be left out", positional=True,
                           rule=path_like)
     which: str = _which()
-    init_from: str = option("resume", "resume: the run in out_dir; or gpt2, gpt2-medium, gpt2-large, gpt2-xl, or a "
-                            "folder in Hugging Face format", rule=path_like)
-    start: str = option("\n", "the prompt, or FILE:prompt.txt", synonyms=("prompt",))
-    num_samples: int = option(10, "samples to draw", rule=count)
-    max_new_tokens: int = option(500, "tokens of each", rule=count, synonyms=("max_tokens", "length"))
-    temperature: float = option(0.8, "below 1 is less random, above 1 more; 0 = always the likeliest token",
+    init_from: str = option("resume", "weights: resume means the run in out_dir; or gpt2, gpt2-medium, gpt2-large, "
+                            "gpt2-xl, or a folder in Hugging Face format", rule=path_like)
+    start: str = option("\n", "prompt, or FILE:prompt.txt", synonyms=("prompt",))
+    num_samples: int = option(10, "number of samples", rule=count)
+    max_new_tokens: int = option(500, "tokens per sample", rule=count, synonyms=("max_tokens", "length"))
+    temperature: float = option(0.8, "randomness: below 1 less, above 1 more; 0 = always the likeliest token",
                                 rule=non_negative, synonyms=("temp",))
     top_k: int = option(200, "choose among the k likeliest tokens; 0 = among all", rule=count_or_0)
     top_p: float = option(1.0, "choose among the likeliest tokens that together have this probability",
                           rule=must(lambda share: 0 < share <= 1, "must be above 0 and at most 1"))
-    seed: int = option(1337, "seed: the same seed gives the same text", rule=non_negative)
+    seed: int = option(1337, "seed of the random choices: the same seed gives the same text", rule=non_negative)
     device: str = _device()
     dtype: str = _dtype()
-    compile: bool | Literal["auto"] = option(False, "torch.compile the model: slower to start, faster to write")
+    compile: bool | Literal["auto"] = option(False, "torch.compile the model: starts slower, generates faster")
 
 
 @dataclass(frozen=True)
@@ -131,14 +143,18 @@ class EvalOptions(Options):
     usage = "fitgpt eval RUN [--option=value ...]"
     examples = ("fitgpt eval runs/demo", "fitgpt eval runs/demo --split=val --eval_iters=500 --json")
 
-    run: str = option("", "a run folder, or one of its checkpoints", positional=True, required=True, rule=path_like)
+    run: str = option("", "run folder, or one of its checkpoints", positional=True, required=True, rule=path_like,
+                      example="runs/demo")
     which: str = _which()
-    dataset: str = option("", "a name under data/, or a path; by default the run's", rule=_optional_path)
-    split: str = option("both", "which part of the data", choices=("both", "train", "val"))
-    eval_iters: int = option(0, "eval_iters × batch_size windows of each split; 0 = the run's", rule=count_or_0)
-    batch_size: int = option(0, "see eval_iters; 0 = the run's", rule=count_or_0)
-    eval_batch_size: int = option(0, "windows at once, which changes no loss; 0 = the run's", rule=count_or_0)
-    block_size: int = option(0, "tokens of a window, at most the model's; 0 = the run's", rule=count_or_0)
+    dataset: str = option("", "dataset: a name under data/, or a path; by default the run's", rule=_optional_path)
+    split: str = option("both", "part of the data", choices=("both", "train", "val"))
+    eval_iters: int = option(0, "batches per split: eval_iters × batch_size windows are read; 0 = the run's",
+                             rule=count_or_0)
+    batch_size: int = option(0, "windows per batch, for eval_iters; 0 = the run's", rule=count_or_0)
+    eval_batch_size: int = option(0, "windows computed at once; does not change the loss; 0 = the run's",
+                                  rule=count_or_0)
+    block_size: int = option(0, "tokens per window, at most the model's block size; 0 = the run's; also "
+                             "--eval_block_size", rule=count_or_0, also=("eval_block_size",))
     device: str = _device()
     dtype: str = _dtype()
     compile: bool | Literal["auto"] = option(False, "torch.compile the model")
@@ -152,10 +168,12 @@ class ExportOptions(Options):
     usage = "fitgpt export RUN -o FOLDER [--option=value ...]"
     examples = ("fitgpt export runs/fineweb -o my-gpt", "fitgpt export runs/fineweb -o my-gpt --which=last")
 
-    run: str = option("", "a run folder, or one of its checkpoints", positional=True, required=True, rule=path_like)
-    out: str = option("", "the folder to write", short="o", required=True, rule=path_like)
+    run: str = option("", "run folder, or one of its checkpoints", positional=True, required=True, rule=path_like,
+                      example="runs/demo")
+    out: str = option("", "folder to write", short="o", required=True, rule=path_like, example="my-gpt")
     which: str = _which()
-    dtype: str = option("float32", "of the weights written", choices=_DTYPES[1:])
+    dtype: str = option("float32", "data type of the written weights", choices=_DTYPES[1:],
+                       also_values=DTYPE_NAMES)
 
 
 @dataclass(frozen=True)
@@ -165,9 +183,9 @@ class DemoOptions(Options):
     usage = "fitgpt demo [--option=value ...]"
     examples = ("fitgpt demo", "fitgpt demo --steps=100 --device=cpu")
 
-    out_dir: str = option("runs/demo", "the run's folder", rule=path_like)
+    out_dir: str = option("runs/demo", "folder of the run", rule=path_like)
     device: str = _device()
-    steps: int = option(0, "steps to train; 0 = as many as the demo's config says", rule=count_or_0,
+    steps: int = option(0, "steps to train; 0 = as many as config/demo.py has", rule=count_or_0,
                         synonyms=("max_iters",))
 
 
@@ -178,11 +196,11 @@ class WatchOptions(Options):
     usage = "fitgpt watch [RUN or GPU] [--option=value ...]"
     examples = ("fitgpt watch", "fitgpt watch runs/fineweb --interval=5", "fitgpt watch 0 --once --json")
 
-    target: str = option("", "a run folder, or the number of a GPU; may stand alone, without --target=; by default the "
+    target: str = option("", "run folder, or number of a GPU; --target= may be left out; by default the "
                          "newest run that is running in this folder or in runs/, else the GPUs", positional=True,
                          rule=_optional_path)
     interval: float = option(1.0, "seconds between two updates", rule=between(0.1, 3600))
-    once: bool = option(False, "show it once and stop")
+    once: bool = option(False, "print one update and stop")
     json: bool = option(False, "print JSON, one object per update")
 
 
@@ -203,9 +221,9 @@ class ReportOptions(Options):
     usage = "fitgpt report RUN [RUN ...] [-o FILE]"
     examples = ("fitgpt report runs/demo -o report.html", "fitgpt report runs/a runs/b -o both.html")
 
-    runs: tuple[str, ...] = option((), "a run folder, or several to compare", positional=True, required=True,
+    runs: tuple[str, ...] = option((), "run folder, or several to compare", positional=True, required=True,
                                    rule=lambda paths: next(filter(None, map(path_like, paths)), None))
-    out: str = option("report.html", "the file to write", short="o", rule=path_like)
+    out: str = option("report.html", "file to write", short="o", rule=path_like)
 
 
 # A version as torch itself writes it, too: 2.13.0+cu130, 2.12.0a0+git1234abc.
@@ -213,12 +231,12 @@ _TORCH_VERSION = r"([0-9]{1,3}(\.[0-9]{1,4}){1,2}([a-z]+[0-9]*|\.dev[0-9]*)?(\+[
 
 # Options that `plan` and `fit` share.
 _others = partial(option, "", "GPU memory of other processes: 2118MiB; by default what they use now, or nothing if the "
-                  "GPU is not in this machine", rule=partial(size_like, least=0))
-_torch = partial(option, "", "the version of torch; by default the one installed here, else 2.13",
+                  "GPU is not in this machine", rule=partial(size_like, least=0), example="2118MiB")
+_torch = partial(option, "", "version of torch; by default the one installed here, else 2.13", example="2.11",
                  rule=must(partial(fullmatch, _TORCH_VERSION), "takes a version such as 2.11"))
 _tokens = partial(option, "", "train on this many tokens, such as 10B: sets max_iters and lr_decay_iters",
-                  rule=optional(some_tokens))
-_epochs = partial(option, 0.0, "the same, in passes through the training data", rule=between(0, 1_000_000))
+                  rule=optional(some_tokens), example="10B")
+_epochs = partial(option, 0.0, "train for this many passes through the training data", rule=between(0, 1_000_000))
 
 _plan = partial(option, group="the plan")
 
@@ -229,20 +247,21 @@ class PlanOptions(Options):
 
     command = "plan"
 
-    gpu: str = _plan("", "the GPU to plan for: 4070, \"RTX 3060 12GB\", h200 (`fitgpt cards` lists them); by default "
-                     "the one in this machine, with the memory that is free now", synonyms=("card", "device_name"))
+    gpu: str = _plan("", "GPU to plan for: 4070, \"RTX 3060 12GB\", h200 (`fitgpt cards` lists them); by default "
+                     "the one in this machine, with the memory that is free now", synonyms=("card", "device_name"),
+                     example="4070")
     budget: str = budget_option(group="the plan")
     others: str = _others(group="the plan")
-    trainer: str = _plan("fitgpt", "which trainer: fitgpt, or nanoGPT's own train.py",
+    trainer: str = _plan("fitgpt", "trainer: fitgpt, or nanoGPT's own train.py",
                          choices=("fitgpt", "nanogpt"))
     torch: str = _torch(group="the plan")
-    all_cards: bool = _plan(False, "one row for every known GPU")
-    options: bool = _plan(False, "what every single change would save")
+    all_cards: bool = _plan(False, "plan for every known GPU, one row each", flag="all-cards")
+    options: bool = _plan(False, "list what every single change would save")
     tokens: str = _tokens(group="the plan")
     epochs: float = _epochs(group="the plan")
-    hours: float = _plan(0.0, "the same, in hours, if the GPU's speed is known", rule=between(0, 1_000_000))
+    hours: float = _plan(0.0, "train for this many hours, if the speed of the GPU is known", rule=between(0, 1_000_000))
     timeline: str = _plan("", "write a page with a chart of one step's memory, by owner, to this file",
-                          rule=_optional_path)
+                          rule=_optional_path, example="step.html")
     json: bool = _plan(False, "print JSON")
 
 
@@ -251,6 +270,7 @@ class PlanArguments(RunConfig, PlanOptions):
     """Everything that `plan` takes: its own options, and those of a run."""
 
     command = "plan"
+    own = PlanOptions
     summary = "Forecast the GPU memory of a run, and whether it fits."
     usage = "fitgpt plan [config.py ...] [--gpu NAME] [--option=value ...]"
     examples = (
@@ -267,7 +287,7 @@ class CardsOptions(Options):
     usage = "fitgpt cards [NAME] [--json]"
     examples = ("fitgpt cards", "fitgpt cards 4070")
 
-    filter: str = option("", "only GPUs with this in their names, such as 4070; may stand alone, without --filter=",
+    filter: str = option("", "list only GPUs with this in their names, such as 4070; --filter= may be left out",
                          positional=True)
     json: bool = option(False, "print JSON")
 
@@ -302,6 +322,7 @@ class ExplainArguments(RunConfig, ExplainOptions):
     """Everything that `explain` takes: its own options, and those of a run."""
 
     command = "explain"
+    own = ExplainOptions
     summary = "Say why a run was out of memory, or what uses the memory, and what would change it."
     usage = "fitgpt explain [FILE or RUN or -] [config.py ...] [--option=value ...]"
     examples = (
@@ -318,7 +339,7 @@ class CompletionOptions(Options):
     usage = "fitgpt completion [bash|zsh|fish]"
     examples = ("fitgpt completion bash", "fitgpt completion fish")
 
-    shell: str = option("bash", "the shell; may stand alone, without --shell=", choices=("bash", "zsh", "fish"),
+    shell: str = option("bash", "shell; --shell= may be left out", choices=("bash", "zsh", "fish"),
                         positional=True)
 
 
@@ -339,7 +360,7 @@ class ServeOptions(Options):
     usage = "fitgpt serve [RUN] [--option=value ...]"
     examples = ("fitgpt serve", "fitgpt serve --no-browser --port=9000")
 
-    run: str = option("", "a run folder for the live tab; may stand alone, without --run=; by default the newest that "
+    run: str = option("", "run folder for the live tab; --run= may be left out; by default the newest that "
                       "is running in this folder or in runs/", positional=True, rule=_optional_path)
     port: int = option(8765, "port to listen on; 0 = any free port. If it is in use, the next free one is taken",
                        rule=between(0, 65535))
@@ -357,19 +378,21 @@ class FitOptions(Options):
 
     command = "fit"
 
-    gpu: str = _fit("", "the GPU to fit: 4070, \"RTX 3060 12GB\", h200 (`fitgpt cards` lists them); by default the "
-                    "one in this machine, with the memory that is free now", synonyms=("card", "device_name"))
+    gpu: str = _fit("", "GPU to fit: 4070, \"RTX 3060 12GB\", h200 (`fitgpt cards` lists them); by default the "
+                    "one in this machine, with the memory that is free now", synonyms=("card", "device_name"),
+                    example="4070")
     budget: str = budget_option(group="the fit")
     others: str = _others(group="the fit")
     torch: str = _torch(group="the fit")
-    allow: str = _fit("", "what may change the training's result: lossy (" + ", ".join(LOSSY_SAVERS) + "), any of "
+    allow: str = _fit("", "changes of the training result to allow: lossy (" + ", ".join(LOSSY_SAVERS) + "), any of "
                       "those by name, " + ", ".join(OTHER_RULES) + ", context, model; several with commas")
-    goal: str = _fit("fastest", "what to look for: the fastest settings that fit, the largest GPT-2 shape or the "
+    goal: str = _fit("fastest", "goal: the fastest settings that fit, the largest GPT-2 shape or the "
                      "longest block that can be trained there, or the smallest memory this run can be trained in",
                      choices=("fastest", "largest-model", "longest-context", "smallest-memory"))
     tokens: str = _tokens(group="the fit")
     epochs: float = _epochs(group="the fit")
-    hours: float = _fit(0.0, "the same, in hours, at the expected speed of the given run", rule=between(0, 1_000_000))
+    hours: float = _fit(0.0, "train for this many hours, at the expected speed of the given run",
+                        rule=between(0, 1_000_000))
     measure: bool = _fit(False, "time the best candidates on the GPU in this machine, a few seconds each, and take the "
                          "fastest")
     out: str = _fit("", "write a config that `train` takes to this file, and its plan beside it, as NAME.plan.json; or "
@@ -383,6 +406,7 @@ class FitArguments(RunConfig, FitOptions):
     """Everything that `fit` takes: its own options, and those of a run."""
 
     command = "fit"
+    own = FitOptions
     summary = "Find the fastest settings that fit a GPU, and say why."
     usage = "fitgpt fit [config.py ...] [--gpu NAME] [--allow WHAT] [-o FILE] [--option=value ...]"
     examples = (
@@ -393,21 +417,29 @@ class FitArguments(RunConfig, FitOptions):
 
 
 @dataclass(frozen=True)
-class RehearseOptions(RunConfig):
-    """Everything that `train` takes, and where the result goes."""
+class RehearseOptions(Options):
+    """The option of `rehearse` alone."""
 
     command = "rehearse"
+
+    out: str = option("rehearsal.json", "file to write", group="the rehearsal", short="o", rule=path_like)
+
+
+@dataclass(frozen=True)
+class RehearseArguments(RunConfig, RehearseOptions):
+    """Everything that `rehearse` takes: its own option, and those of a run."""
+
+    command = "rehearse"
+    own = RehearseOptions
     summary = "Run everything that allocates memory once, and compare it with the plan."
     usage = "fitgpt rehearse [config.py ...] [--option=value ...] [-o FILE]"
     examples = (
         "fitgpt rehearse config/train_fineweb.py",
         "fitgpt rehearse config/train_fineweb.py --batch_size=32 -o rehearsal.json")
 
-    out: str = option("rehearsal.json", "the file to write", group="the rehearsal", short="o", rule=path_like)
-
 
 # Every command, in the order of `fitgpt --help`.
 COMMANDS: dict[str, type[Options]] = {cls.command: cls for cls in (
-    PrepareOptions, PlanArguments, FitArguments, CardsOptions, RunConfig, RehearseOptions, SampleOptions, EvalOptions,
+    PrepareOptions, PlanArguments, FitArguments, CardsOptions, RunConfig, RehearseArguments, SampleOptions, EvalOptions,
     ExportOptions, DemoOptions, ExplainArguments, WatchOptions, DoctorOptions, ReportOptions, ServeOptions,
     CompletionOptions)}

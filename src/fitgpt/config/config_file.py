@@ -40,6 +40,8 @@ _CONVERSIONS: dict[str, Callable[[Any], Any]] = {"str": str, "int": int, "float"
 READ_NOT_RUN = ("Config files are read, not run: they may set names to literals, to arithmetic on literals and on "
                 "names set above, and to str(), int(), float() or time.time()")
 
+WRITE_VALUE = "Write names and values, one per line: batch_size = 8"
+
 
 class _NotAllowed(Exception):
     """A part of the file that is not allowed; an empty message stands for the general rule, READ_NOT_RUN."""
@@ -61,11 +63,11 @@ def read_config(path: str, scope: Mapping[str, object], command: str) -> tuple[l
             tree = ast.parse(source)
     except SyntaxError as error:
         text = _shortened((error.text or "").strip())
-        raise UsageError(f"{path}:{error.lineno or 1}: `{text}` is not Python: {error.msg}.") from None
+        raise UsageError(f"{path}:{error.lineno or 1}: `{text}` is not Python: {error.msg}.", WRITE_VALUE) from None
     except ValueError:
-        raise UsageError(f"{path!r} holds a NUL byte, so it is not a config file.") from None
+        raise UsageError(f"{path!r} holds a NUL byte, so it is not a config file.", WRITE_VALUE) from None
     except (RecursionError, MemoryError):
-        raise UsageError(f"{path!r} is nested too deeply to be a config file.") from None
+        raise UsageError(f"{path!r} is nested too deeply to be a config file.", WRITE_VALUE) from None
 
     names = dict(scope)
     settings: list[Assignment] = []
@@ -78,9 +80,9 @@ def read_config(path: str, scope: Mapping[str, object], command: str) -> tuple[l
             segment = ast.get_source_segment(source, error.node) or source.splitlines()[error.node.lineno - 1]
             where = f"{path}:{error.node.lineno}: `{_shortened(segment.strip())}`"
             if why := str(error):
-                raise UsageError(f"{where} {why}.") from None
+                raise UsageError(f"{where} {why}.", WRITE_VALUE) from None
             raise UsageError(f"{where} is not allowed in a config file. {READ_NOT_RUN}.",
-                             "Write the value itself, for example batch_size = 8.") from None
+                             WRITE_VALUE) from None
     read = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
     return settings, read
 

@@ -14,8 +14,17 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, get_type_hints
 
 from ..core.errors import UsageError
+from ..core.units import parse_count
 
-Rule = Callable[[Any], str | None]  # takes a value; returns what is wrong with it ("must be above 0"), or None
+
+class Problem(NamedTuple):
+    """What is wrong with a value: "must be at least 1", and the nearest value that would do."""
+
+    text: str
+    instead: Any = None  # None: the option's example or default
+
+
+Rule = Callable[[Any], Problem | str | None]  # takes a value; returns what is wrong with it, or None
 
 _LARGEST_INT = 2**63 - 1
 _KINDS: dict[Any, str] = {
@@ -52,7 +61,11 @@ class OptionSpec(NamedTuple):
     positional: bool = False
     required: bool = False
     switches: Mapping[str, str] = {}  # {"resume": "resume"}: --resume without a value means --init_from=resume
+    flag: str = ""                 # the name after the dashes as it is shown; "": the field's name
+    example: str = ""              # a value for error messages, where the default is empty or there is none
+    also: tuple[str, ...] = ()     # other names that are accepted
     synonyms: tuple[str, ...] = ()    # names in other programs: not accepted, but recognised in "Did you mean"
+    also_values: Mapping[str, str] = {}  # other names of values that are accepted, each with the value it means
     renamed: Mapping[str, str] = {}   # values of earlier versions, each with its name today
     # Facts about an option of a run. `options_with` lists the options that have one.
     affects_memory: bool = False   # changes how much GPU memory a run allocates
@@ -62,11 +75,15 @@ class OptionSpec(NamedTuple):
     frozen_on_resume: bool = False  # a resumed run cannot change it
     nanogpt: bool = True           # nanoGPT's train.py has it
     page: str = ""                 # group of the web page that shows it: "size", "less", "more"; "": not shown
+    main: bool = False             # `fitgpt train --help` lists it; --help-all lists every option
+    planned: bool = False          # `plan`, `fit` and `explain` use it; default: affects_memory or affects_speed
 
 
 def option(default: Any, help: str, **attributes: Any) -> Any:
     """A dataclass field that declares an option; the attributes are those of OptionSpec."""
-    attributes.setdefault("fixed_by_plan", attributes.get("affects_memory", False))
+    affects_memory = attributes.get("affects_memory", False)
+    attributes.setdefault("fixed_by_plan", affects_memory)
+    attributes.setdefault("planned", affects_memory or attributes.get("affects_speed", False))
     return dataclasses.field(default=default, metadata={"option": OptionSpec(default, help, **attributes)})
 
 
@@ -81,6 +98,7 @@ class Options:
     usage: ClassVar[str] = ""
     examples: ClassVar[tuple[str, ...]] = ()
     takes_config_files: ClassVar[bool] = False  # a .py argument is a config file
+    own: ClassVar[type[Options] | None] = None  # of a command that takes the options of a run: those it adds
 
     def __post_init__(self) -> None:
         for spec in option_specs(type(self)).values():
@@ -116,7 +134,7 @@ def build(cls: type[AnyOptions], assignments: Iterable[Assignment]) -> AnyOption
         if spec.required and values.get(spec.name, spec.default) == spec.default:
             flag = f"-{spec.short}" if spec.short else f"--{spec.name}"
             name = spec.name.upper() if spec.positional else f"{flag} {spec.name.upper()}"
-            raise UsageError(f"`fitgpt {cls.command}` needs {name}: {spec.help}.", f"fitgpt {cls.command} --help")
+            raise UsageError(f"`fitgpt {cls.command}` needs {name}: {spec.help}.", cls.examples[0])
     return cls(**values)
 
 
@@ -145,6 +163,8 @@ def parse_value(cls: type[Options], key: str, text: str, where: str = "") -> Any
             value = int(text)
         elif re.fullmatch(r"[+-]?[0-9]+(\.[0-9]+)?[eE]\+?[0-9]{1,3}", text):  # 1e6, 2.5e3
             value = float(text)
+        elif re.fullmatch(r"[0-9]{1,15}(\.[0-9]{1,15})?[kKmMbB]", text):  # 10k, 1.5M
+            value = parse_count(text)
     elif spec.kind == "float":
         try:
             value = float(text)
@@ -164,20 +184,25 @@ def parse_value(cls: type[Options], key: str, text: str, where: str = "") -> Any
 def checked(spec: OptionSpec, value: Any, where: str) -> Any:
     """The value, converted to the option's type. `where`: what the UsageError names, such as "--batch_size=x"."""
     fits, value = _converted(spec.kind, value)
-    fix = f"--{spec.name}={shown(spec.default)} is the default." if not spec.required else ""
+
+    def error(problem: str, instead: Any = None) -> UsageError:
+        if instead is None:
+            instead = spec.example if spec.example and (spec.required or not spec.default) else spec.default
+        return UsageError(f"{where}: {spec.name} {problem}.", f"{shown_flag(spec)}={shown(instead)}")
+
     if not fits:
-        wanted = f"one of {', '.join(spec.choices)}" if spec.choices else _WANTED[spec.kind]
-        raise UsageError(f"{where}: {spec.name} takes {wanted}.", fix)
+        raise error(f"takes one of {', '.join(spec.choices)}" if spec.choices else f"takes {_WANTED[spec.kind]}")
+    if spec.kind == "text":
+        value = spec.also_values.get(value.lower(), value)
     if value in spec.renamed:
-        now = f"{spec.name}={spec.renamed[value]}"
-        raise UsageError(f"{where}: {spec.name}={value} is now {now}.", f"--{now}")
+        raise UsageError(f"{where}: {spec.name}={value} is now {spec.name}={spec.renamed[value]}.",
+                         f"--{spec.name}={spec.renamed[value]}")
     if spec.choices and value not in spec.choices:
         near = nearest(str(value), spec.choices, cutoff=0.5)
-        raise UsageError(f"{where}: {spec.name} is one of {', '.join(spec.choices)}.",
-                         f"Did you mean --{spec.name}={near[0]}?" if near else fix)
+        raise error(f"is one of {', '.join(spec.choices)}", near[0] if near else None)
     problem = spec.rule(value) if spec.rule else None
     if problem:
-        raise UsageError(f"{where}: {spec.name} {problem}.", fix)
+        raise error(*problem) if isinstance(problem, Problem) else error(problem)
     return value
 
 
@@ -200,6 +225,11 @@ def _converted(kind: str, value: Any) -> tuple[bool, Any]:
     return isinstance(value, bool) or (number and value in (0, 1)), bool(value)
 
 
+def shown_flag(spec: OptionSpec) -> str:
+    """--all-cards"""
+    return f"--{spec.flag or spec.name}"
+
+
 def shown(value: Any) -> str:
     """A value as a user types it after `--option=`."""
     plain = isinstance(value, str) and re.fullmatch(r"[\w./:@+-]+", value)
@@ -214,9 +244,9 @@ def nearest(name: str, candidates: Iterable[str], cutoff: float = 0.6) -> list[s
 # ---- rules
 
 
-def must(holds: Callable[[Any], Any], problem: str) -> Rule:
-    """A rule from a condition and what is wrong where it does not hold."""
-    return lambda value: None if holds(value) else problem
+def must(holds: Callable[[Any], Any], problem: str, instead: Any = None) -> Rule:
+    """A rule from a condition, what is wrong where it does not hold, and a value that would do."""
+    return lambda value: None if holds(value) else Problem(problem, instead)
 
 
 def optional(rule: Rule) -> Rule:
@@ -225,10 +255,10 @@ def optional(rule: Rule) -> Rule:
 
 
 def between(low: float, high: float) -> Rule:
-    def rule(value: float) -> str | None:
+    def rule(value: float) -> Problem | None:
         if value < low:
-            return f"must be at least {low:,}"
-        return f"must be at most {high:,}" if value > high else None
+            return Problem(f"must be at least {low:,}", low)
+        return Problem(f"must be at most {high:,}", high) if value > high else None
 
     return rule
 
@@ -237,7 +267,7 @@ LARGEST_COUNT = 2**31 - 1
 count = between(1, LARGEST_COUNT)
 count_or_0 = between(0, LARGEST_COUNT)
 positive = must(lambda value: value > 0, "must be above 0")
-non_negative = must(lambda value: value >= 0, "must not be below 0")
+non_negative = must(lambda value: value >= 0, "must not be below 0", 0)
 fraction = must(lambda value: 0 <= value < 1, "must be at least 0 and below 1")
 
 

@@ -18,6 +18,7 @@ from .architectures import GPTConfig
 from .fields import (
     Assignment,
     Options,
+    Problem,
     between,
     count,
     count_or_0,
@@ -50,11 +51,16 @@ device_name = must(partial(fullmatch, r"auto|cpu|mps|cuda(:[0-9]{1,3})?"),
                    "must be auto, cpu, cuda, cuda:N (the Nth GPU, from 0) or mps")
 
 
-def size_like(text: str, least: int = 1) -> str | None:
+DTYPE_NAMES = {"fp32": "float32", "float": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16"}
+
+
+def size_like(text: str, least: int = 1) -> Problem | str | None:
     try:
         return None if not text or parse_bytes(text) >= least else "must be above 0"
     except UsageError:
-        return "takes a size such as 11.5GiB or 2118MiB"
+        number = fullmatch(r"[0-9]{1,9}(\.[0-9]+)?", text.strip())  # the unit is missing
+        unit = "GiB" if number and float(number[0]) < 512 else "MiB"
+        return Problem("takes a size such as 11.5GiB or 2118MiB", f"{number[0]}{unit}" if number else None)
 
 
 _io = partial(option, group="run")
@@ -66,8 +72,8 @@ _system = partial(option, group="device and memory")
 _sharing = partial(option, group="sharing a GPU", nanogpt=False)
 _wandb = partial(option, group="wandb")
 budget_option = partial(option, "", "GPU memory the process may use in total, as nvidia-smi shows it, CUDA context "
-                        "included: 11.5GiB; by default what the GPU has and other processes leave", rule=size_like,
-                        synonyms=("memory", "limit", "vram"))
+                        "included: 11.5GiB; by default what other processes leave of it", rule=size_like,
+                        synonyms=("memory", "limit", "vram"), example="11.5GiB", planned=True)
 
 
 @dataclass(frozen=True)
@@ -83,15 +89,16 @@ class RunConfig(Options):
         "fitgpt train config/train_fineweb.py --fit", "fitgpt train config/train_fineweb.py --resume")
     takes_config_files = True
 
-    out_dir: str = _io("out", "the run's folder", rule=path_like, synonyms=("output_dir", "out", "output"))
+    out_dir: str = _io("out", "folder of the run", rule=path_like, synonyms=("output_dir", "out", "output"), main=True,
+                       planned=True)
     init_from: str = _io(
-        "scratch", "where the weights come from: scratch, resume, gpt2, gpt2-medium, gpt2-large, gpt2-xl, a folder (a "
+        "scratch", "initial weights: scratch, resume, gpt2, gpt2-medium, gpt2-large, gpt2-xl, a folder (a "
         "run's, or one in Hugging Face format), or a ckpt.pt", rule=path_like, switches={"resume": "resume"},
-        synonyms=("model", "pretrained", "init"))
-    seed: int = _io(1337, "seed of the first weights, the data order and dropout", rule=non_negative, nanogpt=False,
+        synonyms=("model", "pretrained", "init"), main=True, planned=True)
+    seed: int = _io(1337, "seed of the initial weights, the data order and dropout", rule=non_negative, nanogpt=False,
                     frozen_on_resume=True)
     max_iters: int = _io(600_000, "steps to train", rule=count_or_0,
-                         synonyms=("steps", "max_steps", "iters", "epochs", "num_steps"))
+                         synonyms=("steps", "max_steps", "iters", "epochs", "num_steps"), main=True, planned=True)
     log_interval: int = _io(1, "steps between two log lines", rule=count)
     always_save_checkpoint: bool = _io(True, "save after every evaluation; if False, only after one that improves")
     save_interval: int = _io(0, "steps between checkpoints, besides those at evaluations; 0 = only there",
@@ -102,36 +109,37 @@ class RunConfig(Options):
     max_skipped_steps: int = _io(100, "non-finite steps in a row before the run stops", rule=count, nanogpt=False)
 
     eval_interval: int = _eval(2000, "steps between two evaluations", rule=count, synonyms=("eval_steps",))
-    eval_iters: int = _eval(200, "an evaluation covers eval_iters × batch_size windows of each split", rule=count)
+    eval_iters: int = _eval(200, "batches per evaluation and split: eval_iters × batch_size windows", rule=count)
     eval_only: bool = _eval(False, "evaluate once and stop", affects_memory=True, fixed_by_plan=False)
     eval_batch_size: int = _eval(
-        0, "windows evaluated at once; 0 = batch_size; the loss is the same for any", rule=count_or_0,
+        0, "windows evaluated at once; does not change the loss; 0 = batch_size", rule=count_or_0,
         affects_memory=True, fallback=True, nanogpt=False, page="less")
-    eval_block_size: int = _eval(0, "tokens of an evaluation window; 0 = block_size", rule=count_or_0,
+    eval_block_size: int = _eval(0, "tokens per evaluation window; 0 = block_size", rule=count_or_0,
                                  affects_memory=True, nanogpt=False, page="less")
 
-    dataset: str = _data("openwebtext", "a name under data/, or a path", rule=path_like,
-                         synonyms=("data", "data_dir"))
+    dataset: str = _data("openwebtext", "dataset: a name under data/, or a path", rule=path_like,
+                         synonyms=("data", "data_dir"), main=True, planned=True)
     gradient_accumulation_steps: int = _data(
         5 * 8, "micro-batches per step (gradient accumulation)", rule=count, affects_memory=True, affects_speed=True,
-        fallback=True, page="size", synonyms=("grad_accum", "accumulation", "grad_accum_steps", "accum"))
+        fallback=True, page="size", main=True, synonyms=("grad_accum", "accumulation", "grad_accum_steps", "accum"))
     batch_size: int = _data(
-        12, "sequences in a micro-batch", rule=count, affects_memory=True, affects_speed=True, fallback=True,
-        page="size", synonyms=("bs", "micro_batch_size", "device_batch_size"))
+        12, "sequences per micro-batch", rule=count, affects_memory=True, affects_speed=True, fallback=True,
+        page="size", main=True, synonyms=("bs", "micro_batch_size", "device_batch_size"))
     block_size: int = _data(
-        1024, "tokens in a sequence", rule=count, affects_memory=True, affects_speed=True, frozen_on_resume=True,
-        page="size", synonyms=("seq_len", "context_length", "sequence_length", "max_seq_len", "n_ctx", "n_positions",
-                               "context"))
+        1024, "tokens per sequence (context length)", rule=count, affects_memory=True, affects_speed=True,
+        frozen_on_resume=True, page="size", main=True,
+        synonyms=("seq_len", "context_length", "sequence_length", "max_seq_len", "n_ctx", "n_positions", "context"))
 
     n_layer: int = _model(
         12, "number of blocks", rule=between(1, 10_000), affects_memory=True, affects_speed=True,
-        frozen_on_resume=True, page="size", synonyms=("layers", "num_layers", "depth"))
+        frozen_on_resume=True, page="size", synonyms=("layers", "num_layers", "depth"), main=True)
     n_head: int = _model(
-        12, "attention heads of a block", rule=between(1, 2**20), affects_memory=True, affects_speed=True,
-        frozen_on_resume=True, page="size", synonyms=("heads", "num_heads"))
+        12, "attention heads per block", rule=between(1, 2**20), affects_memory=True, affects_speed=True,
+        frozen_on_resume=True, page="size", synonyms=("heads", "num_heads"), main=True)
     n_embd: int = _model(
         768, "width; a multiple of n_head", rule=between(1, 2**20), affects_memory=True, affects_speed=True,
-        frozen_on_resume=True, page="size", synonyms=("hidden_size", "d_model", "width", "dim", "embed_dim"))
+        frozen_on_resume=True, page="size", main=True,
+        synonyms=("hidden_size", "d_model", "width", "dim", "embed_dim"))
     dropout: float = _model(0.0, "share of activations dropped in training", rule=fraction, affects_memory=True,
                             affects_speed=True, page="more")
     bias: bool = _model(False, "biases in the linear layers and norms, as in GPT-2", affects_memory=True,
@@ -140,7 +148,7 @@ class RunConfig(Options):
         0, "rows of the embedding; 0 = the dataset's, or 50304 if the dataset does not say", rule=count_or_0,
         affects_memory=True, affects_speed=True, frozen_on_resume=True, page="more")
 
-    learning_rate: float = _optim(6e-4, "the highest learning rate", rule=positive, synonyms=("lr", "max_lr"))
+    learning_rate: float = _optim(6e-4, "highest learning rate", rule=positive, synonyms=("lr", "max_lr"), main=True)
     weight_decay: float = _optim(1e-1, "weight decay of the matrices; vectors have none", rule=non_negative,
                                  synonyms=("wd",))
     beta1: float = _optim(0.9, "AdamW's beta1", rule=fraction, frozen_on_resume=True)
@@ -149,19 +157,19 @@ class RunConfig(Options):
         1.0, "largest norm of the gradient (gradient clipping); 0 = no clipping", rule=non_negative,
         affects_memory=True, affects_speed=True, fixed_by_plan=False, page="more", synonyms=("max_grad_norm", "clip"))
     decay_lr: bool = _optim(True, "warm up, then fall to min_lr along a cosine; if False, learning_rate throughout")
-    warmup_iters: int = _optim(2000, "steps of rising learning rate", rule=count_or_0,
+    warmup_iters: int = _optim(2000, "steps in which the learning rate rises", rule=count_or_0,
                                synonyms=("warmup", "warmup_steps"))
-    lr_decay_iters: int = _optim(600_000, "the step that reaches min_lr; usually max_iters", rule=count)
-    min_lr: float = _optim(6e-5, "the learning rate at the end; usually a tenth of the highest", rule=non_negative)
+    lr_decay_iters: int = _optim(600_000, "step that reaches min_lr; usually max_iters", rule=count)
+    min_lr: float = _optim(6e-5, "learning rate at the end; usually a tenth of the highest", rule=non_negative)
 
-    device: str = _system("auto", "auto, cpu, cuda, cuda:N or mps", rule=device_name)
+    device: str = _system("auto", "device: auto, cpu, cuda, cuda:N or mps", rule=device_name, planned=True)
     dtype: str = _system(
         "auto", "data type of matmuls and attention: bfloat16 and float16 mean mixed precision, "
         "float16 with a GradScaler; auto is bfloat16 if the device supports it",
         choices=("auto", "float32", "bfloat16", "float16"), affects_memory=True, affects_speed=True,
-        frozen_on_resume=True, page="more", synonyms=("precision",))
+        frozen_on_resume=True, page="more", synonyms=("precision",), also_values=DTYPE_NAMES, main=True)
     compile: bool | Literal["auto"] = _system("auto", "torch.compile the model; auto: if that works here",
-                                              affects_memory=True, affects_speed=True, page="more")
+                                              affects_memory=True, affects_speed=True, page="more", main=True)
     cuda_graphs: bool | Literal["auto"] = _system(
         "auto", "capture the GPU work of a step in CUDA graphs and replay them, so that the CPU does not slow the GPU "
         "down; auto: with compile, if dropout is 0", affects_memory=True, affects_speed=True, fallback=True,
@@ -173,7 +181,7 @@ class RunConfig(Options):
     grad_checkpoint: bool = _system(
         False, "gradient checkpointing (gradient_checkpointing_enable in transformers): keep only the inputs of the "
         "blocks for the backward pass and recompute the rest: less memory, a third more arithmetic",
-        affects_memory=True, affects_speed=True, nanogpt=False, page="less",
+        affects_memory=True, affects_speed=True, nanogpt=False, page="less", main=True,
         synonyms=("gradient_checkpointing", "gradient_checkpointing_enable", "activation_checkpointing",
                   "checkpointing"))
     weights: str = _system(
@@ -192,7 +200,7 @@ class RunConfig(Options):
         choices=("own", "bitsandbytes"), affects_memory=True, affects_speed=True, frozen_on_resume=True, nanogpt=False,
         page="less", synonyms=("bnb", "bitsandbytes"))
     offload: str = _optim(
-        "none", "what lives in CPU RAM: optimizer (AdamW's state), or gradients too (CPU offload)",
+        "none", "state kept in CPU RAM: optimizer (AdamW's state), or gradients too (CPU offload)",
         choices=("none", "optimizer", "gradients"), affects_memory=True, affects_speed=True, fallback=True,
         nanogpt=False, page="less")
     step_in_backward: bool = _optim(
@@ -205,29 +213,31 @@ class RunConfig(Options):
         renamed={"brief": "transient"},
         affects_memory=True, affects_speed=True, nanogpt=False, page="less")
     gradients: str = _system(
-        "freed", "after a step: freed (zero_grad(set_to_none=True)), or zeroed and kept; with CUDA graphs they are "
-        "kept in any case", choices=("freed", "kept"), affects_memory=True, nanogpt=False, page="less")
+        "freed", "gradients after a step: freed (zero_grad(set_to_none=True)), or zeroed and kept; with CUDA graphs "
+        "they are kept in any case", choices=("freed", "kept"), affects_memory=True, nanogpt=False, page="less")
     states: str = _system(
         "early", "optimizer state: allocated before the first step, or late, in the first step, as torch.optim does",
         choices=("early", "late"), affects_memory=True, nanogpt=False, page="less")
-    loss_chunk: int = _system(0, "tokens whose logits exist at once; 0 = chosen for the model", rule=count_or_0,
-                              affects_memory=True, affects_speed=True, fallback=True, nanogpt=False, page="less")
+    loss_chunk: int = _system(0, "tokens per chunk of the loss, whose logits exist at once; 0 = chosen for the model",
+                              rule=count_or_0, affects_memory=True, affects_speed=True, fallback=True, nanogpt=False,
+                              page="less")
     backend: str = _system("nccl", "backend of torch.distributed; a single process uses none",
                            choices=("nccl", "gloo"))
 
-    budget: str = budget_option(group="sharing a GPU", nanogpt=False)
-    leave: str = _sharing("", "GPU memory to leave free for other processes: 6GiB", rule=size_like)
-    wait: bool = _sharing(False, "if the run does not fit beside what other processes use now, wait until it does")
-    step_up: bool = _sharing(False, "after an out-of-memory error and a fallback plan: return to the faster plan "
-                             "when there is memory for it")
-    rehearse: bool | Literal["auto"] = _sharing("auto", "before the first step, do everything once at full size and "
+    budget: str = budget_option(group="sharing a GPU", nanogpt=False, main=True)
+    leave: str = _sharing("", "GPU memory to leave free for other processes: 6GiB", rule=size_like, example="1GiB",
+                          planned=True)
+    wait: bool = _sharing(False, "wait until there is memory for the run beside what other processes use")
+    step_up: bool = _sharing(False, "return to the faster plan after an out-of-memory error and a fallback plan, when "
+                             "there is memory for it")
+    rehearse: bool | Literal["auto"] = _sharing("auto", "run everything once at full size before the first step, and "
                                                 "undo it; auto: on a CUDA GPU")
-    fit: bool = _sharing(False, "first choose the fastest settings that fit the GPU, as `fitgpt fit` does; the model "
-                         "and its training stay the same")
-    plan: str = _sharing("", "a plan that `fitgpt fit` wrote: run exactly that, or stop with what differs",
-                         rule=optional(path_like))
+    fit: bool = _sharing(False, "choose the fastest settings that fit the GPU first, as `fitgpt fit` does; the model "
+                         "and its training stay the same", main=True)
+    plan: str = _sharing("", "plan that `fitgpt fit` wrote: run exactly that, or stop with what differs",
+                         rule=optional(path_like), example="my_run.plan.json")
 
-    wandb_log: bool = _wandb(False, "also log to Weights & Biases, if it is installed")
+    wandb_log: bool = _wandb(False, "log also to Weights & Biases, if it is installed")
     wandb_project: str = _wandb("owt", "project of the run in Weights & Biases")
     wandb_run_name: str = _wandb("gpt2", "name of the run in Weights & Biases")
 
@@ -241,11 +251,11 @@ class RunConfig(Options):
             raise UsageError(f"recompute={self.recompute} is now recompute={renamed}.", f"--recompute={renamed}")
         levels = parse_levels(self.recompute, self.n_layer)
         if isinstance(levels, str):
-            raise UsageError(f"recompute={self.recompute!r} {levels}.", "--recompute=matmuls is the default.")
+            raise UsageError(f"recompute={self.recompute!r} {levels}.", "--recompute=matmuls")
         if self.eval_block_size > self.block_size:
             raise UsageError(f"eval_block_size={self.eval_block_size} is larger than block_size={self.block_size}: "
                              "the model has learned no positions beyond its block.",
-                             f"--eval_block_size={self.block_size} or less, or 0 for the same as block_size.")
+                             f"--eval_block_size={self.block_size}")
 
         # Requirements of the optimizer and of memory savers: every one that is not met, with its fix.
         required = [(f"optimizer={self.optimizer}", each) for each in OPTIMIZERS[self.optimizer].requires]
@@ -356,7 +366,7 @@ def resolve(assignments: Iterable[Assignment],
     shape = gpt2_shapes.get(init_from, {})
     if shape and values.get("block_size", GPT2_BLOCK) > GPT2_BLOCK:
         raise UsageError(f"block_size={values['block_size']} with init_from={init_from}: that model has learned "
-                         f"{GPT2_BLOCK} positions.", f"--block_size={GPT2_BLOCK} or less.")
+                         f"{GPT2_BLOCK} positions.", f"--block_size={GPT2_BLOCK}")
     config = RunConfig(**(values | shape))
 
     given = {each.key: each for each in assignments}
@@ -380,8 +390,7 @@ def _check_init_from(init_from: str, assignments: list[Assignment]) -> None:
     if init_from not in names and not isdir(init_from) and not (init_from.endswith(".pt") and isfile(init_from)):
         near = nearest(init_from, names)
         raise UsageError(f"init_from={init_from!r} is none of {', '.join(names)}, and there is no such folder or "
-                         "ckpt.pt of nanoGPT.", f"Did you mean --init_from={near[0]}?" if near else
-                         "Name an existing folder: a run's --out_dir, or one in Hugging Face format.")
+                         "ckpt.pt of nanoGPT.", f"--init_from={near[0] if near else 'scratch'}")
 
 
 def diff(a: RunConfig, b: RunConfig) -> list[tuple[str, Any, Any]]:

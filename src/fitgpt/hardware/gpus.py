@@ -188,11 +188,10 @@ def _unknown(name: str) -> UsageError:
     if like:
         left = len(like) - MAX_LISTED
         more = f"; fitgpt cards {' '.join(_words(name))} lists {left} more" if left > 0 else ""
-        return UsageError(f"{name!r} is ambiguous: it may mean {len(like)} GPUs." if len(like) > 1
-                          else f"{name!r} is not the full name of a GPU.",
-                          f"One of: {', '.join(like[:MAX_LISTED])}{more}.")
+        problem = f"is ambiguous: it may mean {len(like)} GPUs" if len(like) > 1 else "is not the full name of a GPU"
+        return UsageError(f"{name!r} {problem}. One of: {', '.join(like[:MAX_LISTED])}{more}.", f"--gpu '{like[0]}'")
     by_words = {" ".join(sorted(_parse(model.name).key)): model.name for model in reversed(load())}
     close = difflib.get_close_matches(" ".join(sorted(_parse(name).key)), by_words, n=3, cutoff=0.6)
-    near = ", ".join(by_words[words] for words in close)
-    return UsageError(f"{name!r} is not a GPU that fitgpt knows.", f"The nearest: {near}." if near
-                      else f"fitgpt cards lists the {len(load())} it knows, such as RTX 4070.")
+    near = [by_words[words] for words in close]
+    nearest = f" The nearest: {', '.join(near)}." if near else f" `fitgpt cards` lists the {len(load())} it knows."
+    return UsageError(f"{name!r} is not a GPU that fitgpt knows.{nearest}", f"--gpu '{(near or ['RTX 4070'])[0]}'")

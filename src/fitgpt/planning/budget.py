@@ -23,7 +23,7 @@ from ..memory.platform import DEFAULT_TORCH, Platform
 if TYPE_CHECKING:
     from ..hardware.nvidia import GpuReading, Survey
 
-NAME_A_GPU = "--gpu 4070 names a GPU that is not here; `fitgpt cards` lists them."
+NAME_ONE = "Name one (`fitgpt cards` lists them)"
 PROCESSES_NAMED = 3
 
 
@@ -70,7 +70,7 @@ def named(gpu: str, *, others: int | None, budget: int | None, torch: str = "") 
     card, twins = gpus.find(gpu), gpus.other_matches(gpu)
     if card.vendor == "apple":
         raise UsageError(f"{card.name}: PyTorch has a different allocator for Apple GPUs, which fitgpt does not model, "
-                         "and their memory is shared with the system.", "fitgpt cards lists the GPUs it can plan for.")
+                         "and their memory is shared with the system.", "fitgpt cards")
     if card.vendor == "nvidia":
         note = f"{gpu!r} also means the {' and the '.join(twins)}: the smallest is taken unless the name says which."
         target = on_card(card, others=others or 0, budget=budget, torch=torch)
@@ -78,7 +78,7 @@ def named(gpu: str, *, others: int | None, budget: int | None, torch: str = "") 
     if budget is None:
         memory = f" of its {card.memory_gb} GB" if card.memory_gb else ""
         raise UsageError(f"{card.name}: how much{memory} ROCm offers, and what a process uses there outside PyTorch's "
-                         "allocator, has not been measured.", f"Give what the run may use: --gpu "
+                         "allocator, has not been measured: give what the run may use.", "--gpu "
                          f"{shlex.quote(card.name)} --budget {max((card.memory_gb or 12) - 2, 1)}GiB")
     target = unnamed(others=others, budget=budget, torch=torch)
     note = (f"{card.name}: workspaces and kernels of ROCm have not been measured; the plan is that of an NVIDIA GPU "
@@ -126,15 +126,15 @@ def installed(device: str, *, others: int | None, budget: int | None, torch: str
     from ..hardware.nvidia import survey
 
     if device in ("cpu", "mps"):
-        raise UsageError(f"device={device}: plans are for the memory of NVIDIA GPUs.", NAME_A_GPU)
+        raise UsageError(f"device={device}: plans are for the memory of NVIDIA GPUs. {NAME_ONE}.", "--gpu 4070")
     seen = survey()
     if seen.gpus:
         return on_device(select_gpu(seen, device), others=others, budget=budget, torch=torch)
     if budget is not None:
         return unnamed(others=others, budget=budget, torch=torch)
     why = f"CUDA_VISIBLE_DEVICES={seen.chosen!r} hides all of them" if seen.hidden else seen.reason
-    raise UsageError(f"There is no GPU here to plan for: {why}.",
-                     f"{NAME_A_GPU}\nOr give only what the run may use: --budget 11.5GiB")
+    raise UsageError(f"There is no GPU here to plan for: {why}. {NAME_ONE}, or give only what the run may use.",
+                     "--gpu 4070, or --budget 11.5GiB")
 
 
 def select_gpu(seen: Survey, device: str) -> GpuReading:
@@ -155,8 +155,8 @@ def on_device(reading: GpuReading, *, others: int | None = None, budget: int | N
     if usable is None and reading.total_bytes is not None:
         usable = gpus.usable_by_rule(reading.total_bytes // MiB) * MiB
     if usable is None:
-        raise UsageError(f"The driver does not report how much memory {reading.name} has.",
-                         "Give what the run may use: --gpu NAME, or --budget 11.5GiB")
+        raise UsageError(f"The driver does not report how much memory {reading.name} has. Give what the run may use.",
+                         "--budget 11.5GiB")
     used = others if others is not None else reading.used_bytes or 0
     outside = card.outside_mib * MiB if card and card.outside_mib else _largest_outside(usable)
     sources = [f"The driver offers {show_bytes(usable)} of GPU {reading.index}, {reading.name}."]
@@ -192,11 +192,11 @@ def apply_limits(config: RunConfig, budget: Budget) -> Budget:
     """The budget within what others leave, what --leave keeps free and what --budget allows."""
     if config.budget and parse_bytes(config.budget) > budget.usable:
         raise UsageError(f"--budget {config.budget} is more than the {show_bytes(budget.usable)} that CUDA offers of "
-                         f"{budget.card or 'the GPU'}.", "Leave it out, or give less.")
+                         f"{budget.card or 'the GPU'}.", f"--budget {budget.usable // MiB}MiB")
     kept_free = parse_bytes(config.leave) if config.leave else 0
     if kept_free >= budget.usable:
         raise UsageError(f"--leave {config.leave} leaves the run nothing: CUDA offers {show_bytes(budget.usable)} of "
-                         f"{budget.card or 'the GPU'} in all.", "--leave 1GiB, or leave it out.")
+                         f"{budget.card or 'the GPU'} in all.", "--leave 1GiB")
     left = budget.usable - budget.others - kept_free
     allowed = parse_bytes(config.budget) if config.budget else left
     return budget._replace(budget=max(min(allowed, left), 0))
@@ -206,13 +206,14 @@ def _check_sizes(allowed: Budget, others: int | None, budget: int | None) -> Non
     gpu = allowed.card or "the GPU"
     if others is not None and others >= allowed.usable:
         raise UsageError(f"--others {show_bytes(others)} leaves nothing: CUDA offers {show_bytes(allowed.usable)} of "
-                         f"{gpu} in all.", "--others 2GiB, or leave it out.")
+                         f"{gpu} in all.", "--others 2GiB")
     if budget is not None and budget > allowed.usable:
         raise UsageError(f"--budget {show_bytes(budget)} is more than the {show_bytes(allowed.usable)} that CUDA "
-                         f"offers of {gpu}.", f"--budget {allowed.usable // MiB}MiB, or leave it out.")
+                         f"offers of {gpu}.", f"--budget {allowed.usable // MiB}MiB")
     if budget is not None and others is not None and budget + others > allowed.usable:
         raise UsageError(f"--budget {show_bytes(budget)} and --others {show_bytes(others)} are together more than the "
-                         f"{show_bytes(allowed.usable)} that CUDA offers of {gpu}.", "Leave one of them out.")
+                         f"{show_bytes(allowed.usable)} that CUDA offers of {gpu}.",
+                         f"--budget {(allowed.usable - others) // MiB}MiB")
 
 
 def check_supported(config: RunConfig, target: Target, trainer: str) -> None:

@@ -53,6 +53,7 @@ class Plan(MemoryPlan):
     data: DataSummary | None = None
     notes: tuple[str, ...] = ()
     with_options: bool = False
+    vocab_assumed: bool = False
 
     @property
     def trainer(self) -> str:
@@ -148,7 +149,7 @@ def plan_from(request: PlanRequest) -> Plan:
     if trainer == "fitgpt" and not config.eval_only and uses_cuda_graphs(found.run):
         notes = ["The first step is captured into CUDA graphs. Later steps replay them in memory that stays reserved, "
                  "and allocate next to nothing."]
-    return replace(found, data=request.data, with_options=options.options, notes=(
+    return replace(found, data=request.data, with_options=options.options, vocab_assumed=request.vocab_assumed, notes=(
         *request.notes, *target.notes, *length, *notes, *unmodelled_allocator_options()))
 
 
@@ -207,18 +208,18 @@ def with_training_length(config: RunConfig, options: PlanOptions, data: DataSumm
                          card: GpuModel | None) -> tuple[RunConfig, list[str]]:
     """The config with as many steps as --tokens, --epochs or --hours require, and a note on it. `missing`: why there
     is no data to count epochs of."""
-    given = [flag for flag, value in (("--tokens", options.tokens), ("--epochs", options.epochs),
-                                      ("--hours", options.hours)) if value]
+    given = {f"--{name}": value for name, value in (("tokens", options.tokens), ("epochs", options.epochs),
+                                                    ("hours", options.hours)) if value}
     if not given:
         return config, []
     if len(given) > 1:
         raise UsageError(f"{' and '.join(given)} {'both' if len(given) == 2 else 'all'} set the length of the run.",
-                         "Give one of them.")
+                         next(f"{flag}={value}" for flag, value in given.items()))
     if options.tokens:
         tokens, text = float(parse_count(options.tokens)), f"{show_count(parse_count(options.tokens))} tokens"
     elif options.epochs:
         if data is None:
-            raise UsageError(f"--epochs={options.epochs:g}: of which data? {missing}", "--tokens 10B needs no data.")
+            raise UsageError(f"--epochs={options.epochs:g}: of which data? {missing}", "--tokens 10B")
         tokens = options.epochs * data.train_tokens
         text = f"{options.epochs:g} × {show_count(data.train_tokens)} tokens"
     else:

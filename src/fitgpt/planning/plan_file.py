@@ -22,7 +22,7 @@ from .budget import Budget
 from .forecast import Forecast, MemoryPlan, OwnerShare, TrackRecord
 
 SCHEMA = 1
-PLAN_AGAIN = "Plan again: fitgpt fit; or train without --plan."
+PLAN_AGAIN = "fitgpt fit -o my_run.plan.json"
 LARGEST = 64 * 2**20  # bytes of a file; a plan has a few kilobytes
 LARGEST_BYTES = 2**63  # no plan or measurement is larger
 SAME = 0.01           # relative; a plan made on another machine may know this GPU's figures less well
@@ -179,16 +179,16 @@ def read(path: str) -> PlanFile:
             raise ValueError("it is too large")
         document = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
-        raise UsageError(f"--plan {path}: {error.strerror or error}.", "fitgpt fit writes one.") from error
+        raise UsageError(f"--plan {path}: {error.strerror or error}.", f"fitgpt fit -o {shlex.quote(path)}") from error
     except (ValueError, RecursionError) as error:
         beside = Path(path).with_suffix(".plan.json")
-        raise UsageError(f"--plan {path} is not a plan: {error}.", f"--plan {shlex.quote(str(beside))} is next to it."
-                         if beside.is_file() else "fitgpt fit writes one.") from error
+        fix = f"--plan {shlex.quote(str(beside))}" if beside.is_file() else f"fitgpt fit -o {shlex.quote(path)}"
+        raise UsageError(f"--plan {path} is not a plan: {error}.", fix) from error
     if not isinstance(document, dict) or not isinstance(document.get("config"), dict):
-        raise UsageError(f"--plan {path} is not a plan: it has no config.", "fitgpt fit writes one.")
+        raise UsageError(f"--plan {path} is not a plan: it has no config.", f"fitgpt fit -o {shlex.quote(path)}")
     if document.get("schema", SCHEMA) != SCHEMA:
         raise UsageError(f"--plan {path} has schema {document['schema']!r}, and this fitgpt knows {SCHEMA}.",
-                         f"Plan again: fitgpt fit -o {shlex.quote(path)}")
+                         f"fitgpt fit -o {shlex.quote(path)}")
     card = document.get("card")
     return PlanFile(path, _options(path, document["config"]), card if isinstance(card, str) else "",
                     _needs(document.get("forecast")), _fallback_plans(path, document.get("ladder")))

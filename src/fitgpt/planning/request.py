@@ -49,7 +49,7 @@ def assignments_from(config: Any, options: Mapping[str, Any], command: type[Opti
             near = nearest(str(key), known)
             raise UsageError(f"{key!r} is not an option of `fitgpt train`, and `fitgpt.{command.command}` has no such "
                              "argument.", f"Did you mean {' or '.join(near)}?" if near else
-                             "fitgpt train --help lists them all.")
+                             "fitgpt train --help-all")
         text = key in TEXTS and isinstance(value, int)
         found.append(Assignment(key, str(value) if text else value, f"{key}={value!r}"))
     return found
@@ -66,6 +66,7 @@ class PlanRequest(NamedTuple):
     data: DataSummary | None
     missing: str
     notes: tuple[str, ...]
+    vocab_assumed: bool = False  # neither the options nor the data say how large the vocabulary is
 
 
 def plan_request(assignments: Sequence[Assignment]) -> PlanRequest:
@@ -75,10 +76,11 @@ def plan_request(assignments: Sequence[Assignment]) -> PlanRequest:
     max_iters = next((each.source for each in of_run if each.key == "max_iters" and each.source.startswith("--")), "")
     if max_iters and (options.tokens or options.epochs or options.hours):
         raise UsageError(f"{max_iters} and --tokens, --epochs or --hours all set the length of the run.",
-                         "Give one of them.")
+                         max_iters)
     config, notes = run_config_from(of_run)
     given_vocab = config.vocab_size
     config, data, missing, more = with_data(config)
+    vocab_assumed = data is None and not given_vocab and config.init_from == "scratch"
     if options.trainer == "fitgpt":
         check_vocab_matches_data(config, data)
     if config.fit:
@@ -88,7 +90,7 @@ def plan_request(assignments: Sequence[Assignment]) -> PlanRequest:
         more.append(f"With --device={config.device} no GPU is used: the plan is for the GPU named.")
     if options.trainer == "nanogpt":
         more += _options_nanogpt_lacks(config, given_vocab, data)
-    return PlanRequest(options, config, data, missing, (*notes, *more))
+    return PlanRequest(options, config, data, missing, (*notes, *more), vocab_assumed)
 
 
 def _options_nanogpt_lacks(config: RunConfig, given_vocab: int, data: DataSummary | None) -> list[str]:

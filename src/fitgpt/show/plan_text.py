@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ..config.run_config import RunConfig
-from ..core.units import MiB, show_bytes, show_count, show_seconds, show_steps, with_article
+from ..core.units import GiB, MiB, show_bytes, show_count, show_seconds, show_steps, with_article
 from ..memory.timeline import OwnerTimeline
 from ..planning.changes import Change, PricedChange
 from ..planning.forecast import MemoryPlan, TrackRecord
@@ -19,6 +19,10 @@ if TYPE_CHECKING:  # a plan imports this module to print itself
 TRAINERS = {"fitgpt": "fitgpt", "nanogpt": "nanoGPT's train.py"}
 VERDICTS = {True: "Fits", False: "Does not fit"}
 RESULTS = {"exact": "same result", "lossy": "changes the result", "other": "losses no longer compare"}  # by Change.kind
+KERNELS = {"flash": "flash attention", "cudnn": "cuDNN's flash attention", "efficient": "memory-efficient attention"}
+SMALLEST_SHARE = 0.0005    # of the allocated memory: a smaller one would show as 0.0 %
+LONG_RUN_HOURS = 30 * 24
+TOKENS_PER_PARAMETER = 20  # of a compute-optimal run (Hoffmann and others, 2022)
 GPUS_NOTE = ("Usable is the memory that CUDA can allocate; TFLOP/s are dense, half precision. Where each of the two "
              "comes from: seen on such a GPU, printed by the vendor, worked out by a formula, or recalled and to be "
              "checked. --json has every figure.")
@@ -28,18 +32,23 @@ GPUS_NOTE = ("Usable is the memory that CUDA can allocate; TFLOP/s are dense, ha
 
 
 def plan_text(plan: Plan, width: int = 80, *, colour: bool = False) -> str:
-    """The whole plan; with --options the table of all changes follows."""
-    forecast, budget, run, priced = plan.forecast, plan.budget, plan.run, plan.options is not None
-    title = run_title(run, forecast.trainer, forecast.params, with_article(budget.card) if budget.card else "")
+    """The whole plan: what it is for, the verdict, tables, notes; with --options the table of all changes follows."""
+    forecast, budget, priced = plan.forecast, plan.budget, plan.options is not None
+    title = run_title(plan.run, forecast.trainer, forecast.params, with_article(budget.card) if budget.card else "",
+                      vocab_assumed=plan.vocab_assumed)
     word = VERDICTS[plan.fits]
     result = paragraph(f"{word}: {verdict(plan, plan.target.neighbours)}", width)
     if colour:
         result = f"\x1b[1;{32 if plan.fits else 31}m{word}\x1b[0m{result[len(word):]}"
-    parts = [paragraph(title, width), phase_table(plan, width), owner_table(plan, width), result]
+    parts = [paragraph(title, width), result]
+    if too_long := long_run_text(plan.duration):
+        parts.append(paragraph(too_long, width))
     if not plan.fits:
         parts.append(suggestion_text(plan.changes, forecast.trainer, width, priced=priced))
-    rows = [("run", run_text(plan.duration)), ("assumes", assumptions_text(plan)),
-            ("accuracy", accuracy_text(plan, plan.track_record)), ("GPU", " ".join(budget.sources)),
+    parts += [phase_table(plan, width), owner_table(plan, width)]
+    rows = [("run", run_text(plan.duration)), ("attention", attention_text(plan.run, forecast.assumes["attention"])),
+            ("assumes", assumptions_text(plan)), ("accuracy", accuracy_text(plan, plan.track_record)),
+            ("GPU", " ".join(budget.sources)),
             *(("note", note) for note in plan.notes)]
     parts.append(labelled_rows(rows, width))
     if plan.options is not None:
@@ -47,33 +56,47 @@ def plan_text(plan: Plan, width: int = 80, *, colour: bool = False) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def run_title(run: RunConfig, trainer: str, params: int, gpu: str) -> str:
+def run_title(run: RunConfig, trainer: str, params: int, gpu: str, *, vocab_assumed: bool = False) -> str:
     """A run in one line. `gpu`: with its article; empty if it has no name."""
+    count, nanogpts = show_count(params), show_count(run.gpt_config().count_params(positions=False))
+    assumed = f" with a vocabulary of {run.vocab_size:,} (assumed)" if vocab_assumed else ""
     layers = f"{run.n_layer} layer{'s' if run.n_layer > 1 else ''}"
-    return (f"{TRAINERS[trainer]}{f' on {gpu}' if gpu else ''}: {show_count(params)} parameters, {layers} of width "
-            f"{run.n_embd:,}, batch {run.batch_size:,} × {run.block_size:,}, {run.dtype}, "
-            f"{'compiled' if run.compile else 'eager'}")
+    return (f"{TRAINERS[trainer]}{f' on {gpu}' if gpu else ''}: {count} parameters ({nanogpts} as nanoGPT counts)"
+            f"{assumed}, {layers} of width {run.n_embd:,}, batch {run.batch_size:,} × {run.block_size:,}"
+            f"{'' if run.dtype == 'auto' else f', {run.dtype}'}"
+            f"{ {True: ', compiled', False: ', eager', 'auto': ''}[run.compile]}")
+
+
+def one_unit(sizes: Iterable[int]) -> tuple[str, Callable[[int], str]]:
+    """The unit of a table, and how it shows a size: whole MiB, as nvidia-smi; from 10 GiB on GiB."""
+    if max(sizes, default=0) >= 10 * GiB:
+        return "GiB", lambda nbytes: f"{nbytes / GiB:.2f}"
+    return "MiB", lambda nbytes: f"{nbytes / MiB:,.0f}"
 
 
 def phase_table(plan: MemoryPlan, width: int = 80) -> str:
     """The memory of each phase, with the peak marked. Reserved is the maximum since the process started."""
-    rows = [("", "allocated", "reserved", "process", "")]
+    phases, outside = plan.forecast.phases, plan.budget.outside
+    unit, size = one_unit(memory.reserved + outside for memory in phases.values())
+    rows = [(unit, "allocated", "reserved", "process", "")]
     for phase, label in PHASES.items():
-        memory = plan.forecast.phases.get(phase)
-        if memory is not None:
-            rows.append((label, show_bytes(memory.allocated), show_bytes(memory.reserved),
-                         show_bytes(memory.reserved + plan.budget.outside),
+        if phase in phases:
+            allocated, reserved = phases[phase]
+            rows.append((label, size(allocated), size(reserved), size(reserved + outside),
                          "← peak" if phase == plan.forecast.peak_phase else ""))
     return table(rows, left=(0, 4), width=width, optional=(1, 4, 3))
 
 
 def owner_table(plan: MemoryPlan, width: int) -> str:
-    """What the memory at the peak consists of, each share with its formula."""
-    forecast = plan.forecast
-    total = sum(share.nbytes for share in forecast.owners_at_peak)
-    lines = [f"At the peak, {show_bytes(total)} allocated:"]
-    for share in forecast.owners_at_peak:
-        start = f"{share.owner:<12}{show_bytes(share.nbytes):>10}{share.nbytes / total:>7.1%}  "
+    """What the memory at the peak consists of, each share with its formula; shares that round to 0.0 % are left out."""
+    shares = plan.forecast.owners_at_peak
+    total = sum(share.nbytes for share in shares)
+    unit, size = one_unit([total])
+    lines = [f"At the peak, {size(total)} {unit} allocated:"]
+    for share in shares:
+        if share.nbytes < SMALLEST_SHARE * total:
+            continue
+        start = f"{share.owner:<12}{size(share.nbytes):>6}{share.nbytes / total:>7.1%}  "
         if len(start) + MIN_TEXT_WIDTH > width:
             lines += [start.rstrip(), *wrap(share.formula, width, "  ")]
         else:
@@ -82,9 +105,9 @@ def owner_table(plan: MemoryPlan, width: int) -> str:
 
 
 def verdict(plan: MemoryPlan, neighbours: str = "") -> str:
-    """What the run needs, what it may reserve, the headroom, and how much other processes may use."""
+    """What the run needs, what is available to it, the headroom, and how much other processes may use."""
     forecast, budget = plan.forecast, plan.budget
-    limit = f"may reserve {show_bytes(budget.reserve_limit) if budget.reserve_limit > 0 else 'nothing'}"
+    limit = f"{show_bytes(budget.reserve_limit) if budget.reserve_limit > 0 else 'nothing'} available"
     takes_all = bool(budget.card) and budget.budget == budget.usable - budget.others
     if takes_all:
         limit += f" ({show_bytes(budget.usable)} usable"
@@ -93,7 +116,7 @@ def verdict(plan: MemoryPlan, neighbours: str = "") -> str:
         limit += f" (a budget of {show_bytes(budget.budget)}"
     limit += f", {show_bytes(budget.outside)} outside the allocator)"
     difference = show_bytes(abs(plan.headroom))
-    headroom = f"headroom {difference}" if budget.card else f"{difference} of the budget are left"
+    headroom = f"headroom {difference}"
     sentences = [f"needs {show_bytes(forecast.needs)}, {limit}: {headroom if plan.fits else f'{difference} too much'}."]
     room = budget.usable - budget.outside - forecast.needs
     if takes_all and plan.fits:
@@ -123,6 +146,28 @@ def suggestion_text(suggestions: Sequence[Change], trainer: str, width: int, *, 
     return "\n".join(lines)
 
 
+def long_run_text(outlook: Duration) -> str:
+    """A sentence on a run that takes more than a month, with a length to type instead; empty for a shorter run."""
+    if outlook.hours is None or outlook.hours[0] < LONG_RUN_HOURS:
+        return ""
+    usual = " (nanoGPT's default)" if outlook.steps == RunConfig.max_iters else ""
+    steps = max(round(TOKENS_PER_PARAMETER * outlook.params / outlook.tokens_per_step), 1)
+    shorter = [hours * steps / outlook.steps for hours in outlook.hours]
+    return (f"This run takes {_time_range(outlook.hours)}: max_iters is {outlook.steps:,}{usual}. "
+            f"{TOKENS_PER_PARAMETER} tokens per parameter are {show_count(steps * outlook.tokens_per_step)} tokens and "
+            f"take {_time_range(shorter)}: --max_iters={steps} --lr_decay_iters={steps}")
+
+
+def attention_text(run: RunConfig, kernel: str) -> str:
+    """What attention holds: fused kernels never store the matrix of scores."""
+    matrix = f"{run.batch_size:,} × {run.n_head:,} × {run.block_size:,} × {run.block_size:,}"
+    one = show_bytes(run.batch_size * run.n_head * run.block_size**2 * (4 if run.dtype == "float32" else 2))
+    if kernel == "math":
+        return f"unfused (math): stores the scores, {matrix}, {one} per matrix; in activations"
+    return (f"{KERNELS[kernel]}: keeps no score matrix ({matrix} would take {one} per layer); its inputs and output "
+            "are in activations")
+
+
 def run_text(outlook: Duration) -> str:
     """Tokens, epochs, disk space, CPU RAM and time of the whole run."""
     if not outlook.steps:
@@ -135,9 +180,13 @@ def run_text(outlook: Duration) -> str:
     if outlook.host_bytes:
         parts.append(f"{show_bytes(outlook.host_bytes)} of CPU RAM")
     if outlook.hours is not None:
-        low, high = (show_seconds(3600 * hours) for hours in outlook.hours)
-        parts.append(low if low == high else f"{low} to {high}")
+        parts.append(_time_range(outlook.hours))
     return ", ".join(parts)
+
+
+def _time_range(hours: Sequence[float]) -> str:
+    low, high = (show_seconds(3600 * each) for each in hours)
+    return low if low == high else f"{low} to {high}"
 
 
 def assumptions_text(plan: MemoryPlan) -> str:
@@ -162,20 +211,21 @@ def accuracy_text(plan: MemoryPlan, basis: TrackRecord) -> str:
 
 def option_table(priced: Sequence[PricedChange], needs_now: int, reserve_limit: int, width: int = 80) -> str:
     """Every single change: what it saves in training and in evaluation, what the run then needs, what it costs."""
+    unit, size = one_unit([needs_now, *(each.needs for each in priced)])
+
     def saved(nbytes: int) -> str:
-        size = abs(nbytes)
-        shown = f"{size / MiB:.0f} MiB" if 10 * MiB <= size < 1000 * MiB else show_bytes(size)
-        return "0" if size < MiB else f"{'−' if nbytes > 0 else '+'}{shown}"
+        shown = size(abs(nbytes))
+        return "0" if not float(shown.replace(",", "")) else f"{'−' if nbytes > 0 else '+'}{shown}"
 
     priced = sorted(priced, key=lambda each: each.needs)
     has_speeds = any(each.speed is not None for each in priced)
-    rows = [("", "training", "eval", "needs", "speed" if has_speeds else "", "", "")]
+    rows = [(unit, "training", "eval", "needs", "speed" if has_speeds else "", "", "")]
     rows += [(each.change.flags[0], saved(each.saved_in_training), saved(each.saved_in_evaluation),
-              show_bytes(each.needs), "" if each.speed is None else f"{each.speed:.2f}", each.change.kind,
+              size(each.needs), "" if each.speed is None else f"{each.speed:.2f}", each.change.kind,
               "✓" if each.fits else "") for each in priced]
     changes = table(rows, left=(0, 5, 6), width=width, optional=(2, 1, 4, 5))
-    lines = [paragraph(f"Single changes. The run needs {show_bytes(needs_now)} now, and {show_bytes(reserve_limit)} "
-                       "may be reserved:", width), changes, ""]
+    lines = [paragraph(f"Single changes. The run needs {show_bytes(needs_now)} now; {show_bytes(reserve_limit)} are "
+                       "available:", width), changes, ""]
     shows_speeds = "speed" in changes.splitlines()[0]  # a narrow table leaves them out
     speeds = "; speed: relative to the run as given, by a roofline estimate (docs/fit.md)" if shows_speeds else ""
     lines.append(paragraph(f"✓: fits{speeds}.", width))
@@ -190,24 +240,29 @@ def option_table(priced: Sequence[PricedChange], needs_now: int, reserve_limit: 
     return "\n".join(lines) + "\n"
 
 
-def all_cards_table(verdicts: Sequence[GpuVerdict], speeds: Mapping[str, tuple[float, float]],
+def all_cards_table(verdicts: Sequence[GpuVerdict], speeds: Mapping[str, tuple[float, float]], tokens: int = 0,
                     width: int = 80) -> str:
-    """One line per GPU; `speeds`: tokens per second (low, high), of those that have an estimate."""
-    rows = [("GPU", "usable", "needs", "headroom", "      tok/s" if speeds else "")]
+    """One line per GPU; `speeds`: tokens per second (low, high), of those that have an estimate; `tokens`: of the run,
+    for the hours it takes; 0: not shown."""
+    unit, size = one_unit(each.usable or 0 for each in verdicts)
+
+    def estimate(name: str, figure: Callable[[float], float]) -> str:
+        """The range of a figure that depends on the tokens per second, the lower end first."""
+        return "–".join(f"{each:,.1f}" for each in sorted(map(figure, speeds[name]))) if name in speeds else ""
+
+    rows = [("GPU", "usable", "needs", "headroom", "", "1,000 tok/s" if speeds else "", "hours" if tokens else "")]
     for each in verdicts:
-        usable = show_bytes(each.usable) if each.usable is not None else "not known"
+        usable = size(each.usable) if each.usable is not None else "not known"
         if each.problem:
-            rows.append((each.name, usable, "", "", each.problem))
-            continue
-        speed = ""
-        if each.name in speeds:
-            low, high = (_few_digits(tokens / 1000) for tokens in speeds[each.name])
-            speed = f"{low}–{high}k"
-        fits = f"fits  {speed}".rstrip() if each.fits else "does not fit"
-        rows.append((each.name, usable, show_bytes(each.needs), signed_bytes(each.headroom), fits))
-    text = table(rows, left=(0, 4), width=width, optional=(1, 2, 3)) + "\n"
-    # Without speeds there may be room for the headroom, which says more.
-    return text if "headroom" in text or not speeds else all_cards_table(verdicts, {}, width)
+            rows.append((each.name, usable, "", "", each.problem, "", ""))
+        else:
+            fits = each.fits
+            rows.append((each.name, usable, size(each.needs), size(each.headroom).replace("-", "−"),
+                         VERDICTS[fits].lower(), estimate(each.name, lambda speed: speed / 1000) if fits else "",
+                         estimate(each.name, lambda speed: tokens / speed / 3600) if fits and tokens else ""))
+    text = table(rows, left=(0, 4), width=width, optional=(1, 2, 5, 6, 3))
+    estimates = "; speed by a roofline estimate (docs/fit.md)" if "tok/s" in text else ""
+    return f"{text}\n\n{paragraph(f'Memory in {unit}{estimates}.', width)}\n"
 
 
 def card_table(rows: Iterable[tuple[str, ...]], width: int = 80) -> str:

@@ -4,8 +4,11 @@ model on its device, the tokenizer it was trained with, evaluation and export.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -17,12 +20,13 @@ from ..core.errors import CheckpointError, DataError, UsageError
 from ..data import tokenizers
 from ..data.dataset import open_dataset
 from ..data.shards import summarise
-from ..data.tokenizers import Tokenizer
+from ..data.tokenizers import StreamDecoder, Tokenizer
 from ..engine import huggingface
 from ..engine.batches import evaluation_splits
 from ..engine.device import DeviceChoice, resolve_device
 from ..engine.evaluate import evaluate
 from ..engine.model import DTYPES, GPT, build_model
+from ..engine.sample import SamplingOptions, generate
 from ..engine.weights import WeightSource, fill, read_nanogpt
 from ..runs.folder import holds_run, recorded_config
 from ..runs.metrics import Evaluation
@@ -78,12 +82,45 @@ def cropped(source: WeightSource, block_size: int) -> WeightSource:
 
 # ---- a model on its device
 
-def load(run: str, which: str = "", *, device: str = "auto", dtype: str = "auto") -> GPT:
-    """The model of a run, a checkpoint, nanoGPT's ckpt.pt, a Hugging Face folder or a GPT-2 name, ready to evaluate.
+@dataclass(frozen=True)
+class TrainedModel:
+    """A model in evaluation mode, and what generates text with it. `model` is a torch module: `model(idx, targets)`."""
+
+    model: GPT
+    source: WeightSource
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer that the weights were trained with; DataError if it is not known."""
+        return tokenizer_of(self.source, warnings.warn)
+
+    def generate(self, prompt: str = "\n", max_new_tokens: int = 500, *, temperature: float = 0.8, top_k: int = 200,
+                 top_p: float = 1.0, seed: int = 1337) -> str:
+        """The prompt and the text after it, as `fitgpt sample` prints them; the same seed gives the same text."""
+        sampling = SamplingOptions(temperature, top_k, top_p)
+        return "".join(stream_text(self.model, self.tokenizer, prompt, max_new_tokens, sampling, seed))
+
+
+def load(run: str | os.PathLike[str], which: str = "", *, device: str = "auto", dtype: str = "auto") -> TrainedModel:
+    """The model of a run, a checkpoint, nanoGPT's ckpt.pt, a Hugging Face folder or a GPT-2 name, ready to use.
 
     `which`: "last", "best" or a step; without it as in `open_checkpoint`.
     """
-    return model_on_device(open_checkpoint(str(run), which), device, dtype, False)[0]
+    source = open_checkpoint(os.fspath(run), which)
+    return TrainedModel(model_on_device(source, device, dtype, False)[0], source)
+
+
+def stream_text(model: GPT, tokenizer: Tokenizer, prompt: str, max_new_tokens: int, sampling: SamplingOptions,
+                seed: int) -> Iterator[str]:
+    """Yields the prompt, then the text of each new token, then what is left of an incomplete character."""
+    tokens = tokenizer.encode(prompt, special=True)
+    if not tokens:
+        tokens = [tokenizer.end_of_text if tokenizer.end_of_text is not None else 0]
+    decoder = StreamDecoder(tokenizer)
+    yield "".join(decoder.feed(token) for token in tokens)
+    for token in generate(model, tokens, max_new_tokens, sampling, seed, tokenizer.vocab_size):
+        yield decoder.feed(token)
+    yield decoder.finish()
 
 
 def open_checkpoint(place: str, which: str) -> WeightSource:

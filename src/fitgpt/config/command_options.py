@@ -53,7 +53,8 @@ class PrepareOptions(Options):
 
     out: str = _result("", "the folder to write; by default data/NAME", short="o", rule=_optional_path)
     name: str = _result("", "the dataset's name under data/; by default that of the source", rule=optional(plain_name))
-    tokenizer: str = _result("gpt2", "how text becomes tokens", choices=("gpt2", "bytes"))
+    tokenizer: str = _result("gpt2", "how text becomes tokens", choices=("gpt2", "bytes"),
+                             meant={"char": "bytes", "chars": "bytes", "character": "bytes", "tiktoken": "gpt2"})
     max_tokens: str = _result("", "stop after this many tokens, such as 1B or 500M; 0 = all",
                               rule=optional(token_count))
     val_fraction: float = _result(0.005, "share of the documents held out for validation",
@@ -179,8 +180,8 @@ class WatchOptions(Options):
     examples = ("fitgpt watch", "fitgpt watch runs/fineweb --interval=5", "fitgpt watch 0 --once --json")
 
     target: str = option("", "a run folder, or the number of a GPU; may stand alone, without --target=; by default the "
-                         "newest run that is running in this folder or in runs/, else the GPUs", positional=True,
-                         rule=_optional_path)
+                         "newest run that is running in this folder or in runs/; if none is, the GPUs; without a GPU, "
+                         "the newest run", positional=True, rule=_optional_path)
     interval: float = option(1.0, "seconds between two updates", rule=between(0.1, 3600))
     once: bool = option(False, "show it once and stop")
     json: bool = option(False, "print JSON, one object per update")

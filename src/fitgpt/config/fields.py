@@ -54,6 +54,7 @@ class OptionSpec(NamedTuple):
     switches: Mapping[str, str] = {}  # {"resume": "resume"}: --resume without a value means --init_from=resume
     synonyms: tuple[str, ...] = ()    # names in other programs: not accepted, but recognised in "Did you mean"
     renamed: Mapping[str, str] = {}   # values of earlier versions, each with its name today
+    meant: Mapping[str, str] = {}     # values that other programs have, each with the nearest choice
     # Facts about an option of a run. `options_with` lists the options that have one.
     affects_memory: bool = False   # changes how much GPU memory a run allocates
     affects_speed: bool = False    # changes the tokens per second of training
@@ -172,7 +173,7 @@ def checked(spec: OptionSpec, value: Any, where: str) -> Any:
         now = f"{spec.name}={spec.renamed[value]}"
         raise UsageError(f"{where}: {spec.name}={value} is now {now}.", f"--{now}")
     if spec.choices and value not in spec.choices:
-        near = nearest(str(value), spec.choices, cutoff=0.5)
+        near = [spec.meant[value]] if value in spec.meant else nearest(str(value), spec.choices, cutoff=0.5)
         raise UsageError(f"{where}: {spec.name} is one of {', '.join(spec.choices)}.",
                          f"Did you mean --{spec.name}={near[0]}?" if near else fix)
     problem = spec.rule(value) if spec.rule else None

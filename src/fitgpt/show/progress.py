@@ -173,8 +173,18 @@ class SafeStream:
 def say(text: str, *, warning: bool = False) -> None:
     """Print text to standard output, or a warning to standard error, even if nobody reads it any more."""
     stream = SafeStream(sys.stderr if warning else sys.stdout)
-    stream.write(text + "\n")
+    stream.write(wrap_log(text) + "\n")
     stream.flush()
+
+
+def wrap_log(text: str) -> str:
+    """Text whose lines fit the width, if that is known. nanoGPT's part of a line is short and comes first, so that
+    scripts read it unchanged."""
+    width = known_width()
+    if width is None:
+        return text
+    return "\n".join(part for line in text.splitlines()
+                     for part in (wrap(line, width, indent=2) if len(line) > width else [line]))
 
 
 # ---- displays
@@ -191,11 +201,10 @@ class Display:
 
     def __init__(self, stream: SafeStream, facts: RunFacts) -> None:
         self._stream = stream
-        self._width = known_width()
         self._start(facts)
 
     def _start(self, facts: RunFacts) -> None:
-        self._stream.write(run_header(facts, self._width) + "\n")
+        self._stream.write(run_header(facts, known_width()) + "\n")
 
     def advance(self, steps: float) -> None:
         """`steps` have been launched on the device. Called at every micro-step: must be cheap."""
@@ -223,11 +232,8 @@ class Display:
         self._stream.flush()
 
     def _print(self, text: str, style: str = "") -> None:
-        """`style`: one of rich's, where colours can be shown. nanoGPT's part of a line is short and comes first, so
-        that wrapping does not change what scripts read."""
-        for line in text.splitlines():
-            wrapped = wrap(line, self._width, indent=2) if self._width and len(line) > self._width else [line]
-            self._stream.write("\n".join(wrapped) + "\n")
+        """`style`: one of rich's, where colours can be shown."""
+        self._stream.write(wrap_log(text) + "\n")
         self._stream.flush()
 
 

@@ -120,6 +120,7 @@ class RunFacts:
     max_iters: int
     versions: dict[str, str]
     notes: tuple[str, ...]  # each a sentence on a value that was chosen for the user
+    tokenizer: str = ""     # of the dataset: "gpt2", "bytes"; empty: not known
 
 
 # ---- writing
@@ -249,7 +250,7 @@ def facts_from(row: Row) -> RunFacts:
         val_tokens=count(row.get("val_tokens")), start_step=count(row.get("start_step")),
         max_iters=count(row.get("max_iters")),
         versions={key: str(value) for key, value in mapping(row.get("versions")).items()},
-        notes=tuple(texts(row.get("notes"))))
+        notes=tuple(texts(row.get("notes"))), tokenizer=text(row.get("tokenizer")))
 
 
 def step_from(row: Row) -> StepReport:

@@ -208,7 +208,7 @@ def gather_facts(config: RunConfig, choice: DeviceChoice, dataset: Dataset, star
         device_name=choice.name, dtype=choice.dtype, compiled=choice.compile, peak_flops=flops, peak_source=source,
         tokens_per_step=config.tokens_per_step, train_tokens=dataset.summary.train_tokens,
         val_tokens=dataset.summary.val_tokens, start_step=start_step, max_iters=config.max_iters,
-        versions=versions(), notes=tuple(notes))
+        versions=versions(), notes=tuple(notes), tokenizer=dataset.summary.tokenizer)
 
 
 def versions() -> dict[str, str]:

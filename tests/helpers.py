@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,18 @@ TINY: dict[str, Any] = dict(
     max_iters=20, lr_decay_iters=20, warmup_iters=2, learning_rate=1e-2, min_lr=1e-3, eval_interval=10, eval_iters=2,
     device="cpu", compile=False,
 )
+
+
+def without_packages(folder: Path, *names: str) -> dict[str, str]:
+    """The environment of a child process in which these packages are not installed: an import hook hides them."""
+    (folder / "sitecustomize.py").write_text(f"""import sys
+class Hidden:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {names!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Hidden())
+""", encoding="utf-8")
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), *filter(None, sys.path)])}
 
 
 def skip_without_library(options: dict[str, Any]) -> None:

@@ -7,7 +7,7 @@ import re
 from html.parser import HTMLParser
 from typing import Any
 
-VOID = {"meta", "link", "br", "wbr", "line", "path", "rect", "circle"}
+VOID = {"input", "meta", "link", "br", "wbr", "line", "path", "rect", "circle"}
 HOSTILE_TEXTS = ("<script>alert(1)</script>", '"><img src=x onerror=alert(1)>', "' onmouseover='alert(1)",
                  "</script><b>", "<!--", "]]>", "&lt;b&gt;", "\x00\x1b[31m", "\ud800", "\u202e", "a\nb")
 

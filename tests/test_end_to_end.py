@@ -337,7 +337,7 @@ def test_eval_of_a_config_file_names_the_command_that_evaluates_it(capsys: pytes
 def test_resuming_a_nanogpt_checkpoint_without_its_flags_names_them(
         nanogpt: object, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--resume", "--out_dir=out", "--device=cpu"]) == 3
-    assert "that it was trained with, and --init_from=resume --out_dir=out" in capsys.readouterr().err
+    assert "that it was trained with, and --resume --out_dir=out" in capsys.readouterr().err
 
 
 def test_a_nanogpt_checkpoint_is_trained_further_with_its_own_optimizer_state(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import subprocess
@@ -41,8 +42,10 @@ def test_the_demos_data_can_be_prepared_by_the_documented_command() -> None:
 
 def test_the_demo_prepares_trains_samples_and_suggests_commands(tmp_path: Path) -> None:
     ended = subprocess.run([sys.executable, "-m", "fitgpt", "demo", "--steps=3", "--out_dir=my runs/demo",
-                            "--device=cpu"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+                            "--device=cpu"], cwd=tmp_path, capture_output=True, text=True, timeout=120,
+                           env={**os.environ, "COLUMNS": "80"})
     assert ended.returncode == 0, ended.stderr
+    assert max(map(len, ended.stdout.splitlines())) <= 80
     assert "Traceback" not in ended.stderr
     run = tmp_path / "my runs" / "demo"
     assert [each.step for each in step_folders(run / "checkpoints")] == [3]
@@ -57,10 +60,12 @@ def test_the_demo_prepares_trains_samples_and_suggests_commands(tmp_path: Path) 
 
 
 def test_the_suggested_commands_are_valid() -> None:
-    lines = demo.next_commands("my runs/demo", 400)
-    assert [shlex.split(line)[1] for line in lines] == ["sample", "train", "eval", "export", "prepare", "train"]
-    for line in lines:
-        command, *argv = shlex.split(line, comments=True)
+    lines = demo.next_commands("my runs/demo", 400, width=60)
+    assert max(map(len, lines)) <= 60
+    commands = [line for line in "\n".join(lines).replace("\\\n", "").splitlines() if not line.startswith("  # ")]
+    assert [shlex.split(line)[1] for line in commands] == ["sample", "train", "eval", "export", "prepare", "train"]
+    for line in commands:
+        command, *argv = shlex.split(line)
         assert command == "fitgpt"
         cls = COMMANDS[argv[0]]
         typed = [str(CONFIG_FILE) if word.endswith(".py") else word for word in argv[1:]]

@@ -14,14 +14,57 @@ import pytest
 from fitgpt.commands.doctor import CHECKPOINT_BYTES, CHECKPOINTS
 from fitgpt.commands.main import main
 from fitgpt.hardware import diagnostics
+from fitgpt.show.diagnosis_text import finding_lines
 from tests.fake_nvml import FakeNvml
 from tests.hardware.test_diagnostics import FINE
+from tests.helpers import without_packages
+from tests.watch_frames import FACTS, step, write_run
+
+TRAINING_PACKAGES = ("torch", "numpy", "safetensors", "tiktoken")
+
+
+def run_fitgpt(*argv: str, cwd: Path | None = None, **environment: str) -> SimpleNamespace:
+    ended = subprocess.run([sys.executable, "-m", "fitgpt", *argv], capture_output=True, text=True, timeout=120,
+                           cwd=cwd, env={**os.environ, **environment})
+    return SimpleNamespace(code=ended.returncode, out=ended.stdout, err=ended.stderr)
 
 
 def run_doctor(*argv: str, **environment: str) -> SimpleNamespace:
-    ended = subprocess.run([sys.executable, "-m", "fitgpt", "doctor", *argv], capture_output=True, text=True,
-                           timeout=120, env={**os.environ, **environment})
-    return SimpleNamespace(code=ended.returncode, out=ended.stdout, err=ended.stderr)
+    return run_fitgpt("doctor", *argv, **environment)
+
+
+def test_without_torch_doctor_has_one_note_and_exits_with_0(tmp_path: Path) -> None:
+    environment = without_packages(tmp_path, *TRAINING_PACKAGES)
+    seen = run_doctor(**environment)
+    assert (seen.code, seen.err) == (0, "")
+    lines = seen.out.splitlines()
+    assert [line for line in lines if "not installed" in line] == [
+        "note   training   not installed; plan, fit, explain, cards, watch, report work"]
+    assert lines[-3].endswith("-m pip install -e '.[train]'")
+    assert lines[-1] == "Planning works here."
+    assert "wrong" not in seen.out
+    assert json.loads(run_doctor("--json", **environment).out)["trains"] is False
+
+
+def test_without_torch_the_commands_that_doctor_names_work_and_train_names_the_install(tmp_path: Path) -> None:
+    environment = without_packages(tmp_path, *TRAINING_PACKAGES)
+    config = str(Path(__file__).parents[2] / "config" / "gpt2_124m.py")
+    write_run(tmp_path / "runs" / "mine", FACTS, step(5))
+    for argv in (["plan", config, "--gpu=4070"], ["fit", config, "--gpu=4070"], ["cards"], ["watch", "--once"],
+                 ["explain", config, "--gpu=4070"], ["report", "runs/mine"]):
+        seen = run_fitgpt(*argv, cwd=tmp_path, **environment)
+        assert (seen.code, seen.err) == (0, ""), argv
+    seen = run_fitgpt("train", config, cwd=tmp_path, **environment)  # there is no data either
+    assert seen.code == 2
+    assert "torch, which is not installed" in seen.err
+    assert "pip install -e '.[train]'" in seen.err
+
+
+def test_no_subject_is_too_long_for_its_column(monkeypatch: pytest.MonkeyPatch) -> None:
+    problems = dict.fromkeys(("numpy", "safetensors"), diagnostics.NOT_INSTALLED)
+    monkeypatch.setattr(diagnostics, "ask_torch", lambda environment: {**FINE, "packages": problems})
+    for finding in diagnostics.examine(CHECKPOINT_BYTES, CHECKPOINTS):
+        assert " " in finding_lines(finding, 80)[0].text[7 + len(finding.subject)], finding
 
 
 def test_the_installed_torch_is_tested_and_sets_the_exit_code() -> None:
@@ -39,7 +82,7 @@ def test_a_torch_that_fails_on_import_exits_with_5_without_traceback(tmp_path: P
     seen = run_doctor(PYTHONPATH=os.pathsep.join([str(tmp_path), *sys.path]))
     assert seen.code == 5
     assert "torch does not load: libcudart.so.12" in " ".join(seen.out.split())
-    assert "until what is wrong is fixed" in seen.out
+    assert "Fix what is marked wrong first." in seen.out
     assert "Traceback" not in seen.out + seen.err
 
 

@@ -122,8 +122,7 @@ def test_with_few_documents_val_still_gets_its_share(documents: int) -> None:
     assert 0.05 <= len(val) / total <= 0.2
     made = read_manifest(Path("data/mine"))
     assert made.documents["train"] >= 1
-    assert made.documents["val"] >= 1
-    assert documents <= sum(made.documents.values()) <= documents + 1
+    assert sum(made.documents.values()) == documents  # one that was cut is not counted twice
 
 
 def test_one_document_is_split_near_its_end() -> None:
@@ -160,7 +159,7 @@ def test_repairs_and_skipped_files_are_counted() -> None:
     prepare("texts")
     counts = read_manifest(Path("data/mine")).counts
     assert counts == {"binary_files_skipped": 1, "empty_documents": 1, "invalid_utf8_replaced": 1}
-    assert sum(read_manifest(Path("data/mine")).documents.values()) in (31, 32)
+    assert sum(read_manifest(Path("data/mine")).documents.values()) == 31
 
 
 def test_input_without_text_is_rejected_and_leaves_no_files() -> None:

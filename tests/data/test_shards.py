@@ -174,9 +174,11 @@ def test_a_missing_split_is_reported_by_file_name(make_bins: Make, make_shards: 
 
 def test_a_missing_dataset_lists_the_others_and_the_command_that_creates_it(make_bins: Make) -> None:
     make_bins(np.zeros(10), np.zeros(10), name="shakespeare")
+    Path("data/openwebtext").mkdir()  # with nothing but nanoGPT's script
+    Path("data/openwebtext/prepare.py").touch()
     with pytest.raises(DataError) as raised:
         summarise("mine")
-    assert "data/ holds: shakespeare" in raised.value.what
+    assert "data/ holds: shakespeare." in raised.value.what
     assert "fitgpt prepare FILE_OR_FOLDER --name=mine" in raised.value.fix
     with pytest.raises(DataError) as raised:
         summarise("stdlib")

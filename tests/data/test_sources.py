@@ -132,7 +132,7 @@ def test_binary_files_are_rejected_with_the_command_that_converts_them(data: byt
     [chunk] = files("my file.utf8.txt").chunks(0)
     assert chunk.data.decode().encode("latin-1") == data
     write("texts/random.dat", data)
-    assert "1 binary files skipped" in reject("texts").what
+    assert "1 binary file skipped" in reject("texts").what
 
 
 @pytest.mark.parametrize("data", [
@@ -151,7 +151,7 @@ def test_input_of_empty_files_is_rejected() -> None:
 
 def test_a_folder_without_text_is_rejected_with_counts_of_skipped_files() -> None:
     write("texts/a.bin", b"\0\0")
-    assert "1 binary files skipped" in reject("texts").what
+    assert "1 binary file skipped" in reject("texts").what
     Path("empty").mkdir()
     assert "no text in empty" in reject("empty").what
 

@@ -188,7 +188,6 @@ def test_a_working_machine_has_only_ok_findings(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(("changes", "subject", "message", "fix"), [
-    ({"import_error": "is not installed"}, "torch", "is not installed", "[train]"),
     ({"import_error": "libcudart.so.12: cannot open shared object file"}, "torch", "libcudart",
      "--force-reinstall torch"),
     ({"device_error": ["The driver lists X, but this torch is a build for CPUs only.", "pip install torch"]}, "device",
@@ -215,9 +214,11 @@ def test_a_cpu_and_an_untested_torch_are_notes() -> None:
 def test_missing_and_broken_packages_are_wrong_each_with_its_command() -> None:
     answer = {**FINE, "packages": {"numpy": "", "safetensors": "is not installed", "tiktoken": "bad ELF"}}
     found = by_subject(diagnostics.check_packages(answer))
-    assert (found["safetensors"][0].verdict, found["tiktoken"][0].verdict) == ("wrong", "wrong")
-    assert "[train]" in found["safetensors"][0].fix
-    assert "--force-reinstall tiktoken" in found["tiktoken"][0].fix
+    missing, broken = found["package"]
+    assert (missing.verdict, broken.verdict) == ("wrong", "wrong")
+    assert missing.what.startswith("safetensors is not installed")
+    assert "[train]" in missing.fix
+    assert "--force-reinstall tiktoken" in broken.fix
     assert found["packages"][0].what.startswith("numpy ")
 
 

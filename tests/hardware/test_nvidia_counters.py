@@ -30,9 +30,9 @@ def test_a_missing_counter_is_shown_as_na(nvml: CountingNvml) -> None:
     _, silent = nvidia.read_gpus()[0]
     assert silent == GpuState(1, "NVIDIA GeForce RTX 4070")
     text = text_of(WatchFrame(0.0, (silent,), "", None, MemoryHistory()))
-    assert "utilisation N/A  power N/A  N/A  clock N/A" in text
-    assert re.search(r"throttled +N/A", text)
-    assert "N/A of N/A" in text
+    assert "utilisation n/a  power n/a  n/a  clock n/a" in text
+    assert re.search(r"throttled +n/a", text)
+    assert "n/a of n/a" in text
 
 
 def test_an_nvml_without_one_function_lacks_only_that_counter(nvml: CountingNvml,

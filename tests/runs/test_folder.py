@@ -103,7 +103,7 @@ def test_a_folder_with_a_run_is_not_overwritten(tmp_path: Path) -> None:
     assert "n_layer: 6 → 12" in raised.value.what
     assert "new: 'absent' → 1" in raised.value.what
     assert "learning_rate" not in raised.value.what
-    assert "--init_from=resume" in raised.value.fix
+    assert "--resume" in raised.value.fix
     assert "--out_dir" in raised.value.fix
     with pytest.raises(UsageError, match="the same"):
         open_run(tmp_path, CONFIG, resume=False)

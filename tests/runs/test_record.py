@@ -274,4 +274,4 @@ def test_the_last_plan_counts() -> None:
     last = {"kind": "plan", "phases": {"train": {"reserved_bytes": 5}, "eval": {"reserved_bytes": 7}},
             "reserve_limit_bytes": 9}
     progress = progress_after(first, last)
-    assert (progress.planned, progress.reserve_limit) == (7, 9)
+    assert (progress.planned_reserved, progress.reserve_limit) == (7, 9)

@@ -16,7 +16,7 @@ from fitgpt.runs.folder import LockOwner, open_run
 from fitgpt.runs.metrics import facts_from
 from fitgpt.runs.watch import MemoryHistory, Spike
 from tests.fake_nvml import CountingNvml
-from tests.watch_frames import FACTS
+from tests.watch_frames import FACTS, evaluation, memory, progress_after, step
 
 
 def test_the_gpu_is_the_one_with_the_runs_process(nvml: CountingNvml, tmp_path: Path) -> None:
@@ -41,6 +41,26 @@ def test_headroom_is_the_free_memory_of_the_gpu(nvml: CountingNvml, tmp_path: Pa
         assert frame.cards[0].index == 0
         assert frame.run is not None
         assert frame.run.headroom_bytes == 60 * MiB
+
+
+def test_the_peaks_are_those_since_the_start_by_phase() -> None:
+    """Each evaluation resets torch's counters, so that the last reading alone says little."""
+    plan = {"kind": "plan", "phases": {"train": {"allocated_bytes": 3, "reserved_bytes": 30}}}
+    progress = progress_after(
+        step(0, memory=memory(99)), {**FACTS, "memory": memory(1)}, plan, evaluation(0, memory=memory(2)),
+        step(0, memory=memory(4)), step(1, memory=memory(6)), step(2, memory=memory(5)),
+        evaluation(3, memory=memory(3)), {"kind": "save", "step": 3, "memory": memory(2)}, step(3, memory=memory(4)))
+    # Reserved is the maximum up to and with each phase, as in a plan.
+    assert [(peak.phase, peak.allocated, peak.reserved, peak.planned_reserved) for peak in progress.phase_peaks()] == [
+        ("load", 1, 1, None), ("first_eval", 2, 2, None), ("first_train", 4, 4, None), ("train", 6, 6, 30),
+        ("eval", 3, 6, None), ("save", 2, 6, None)]
+    assert progress.highest_reserved == 6
+
+
+def test_a_rehearsal_counts_as_part_of_the_run() -> None:
+    phases = {"train": {"allocated_bytes": 8, "reserved_bytes": 9}}
+    progress = progress_after({"kind": "rehearsal", "step": 0, "phases": phases}, step(0, memory=memory(4)))
+    assert progress.highest_reserved == 9
 
 
 def test_a_spike_of_another_program_has_its_name_and_the_runs_phase() -> None:

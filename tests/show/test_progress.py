@@ -67,7 +67,7 @@ def test_a_wide_terminal_shows_all_figures_and_a_narrow_one_the_main_ones(monkey
     display, stream = rich_screen(monkeypatch, 120)
     run_through(display)
     shown = "\n".join(lines_of(stream))
-    for text in ("training", "1/5,000", "3 min 20 s left", "loss 2.3456", "98,304 tok/s", "mfu 12.34%",
+    for text in ("training", "1/5,000", "3 min 20 s left", "loss 2.3456", "98,304 tokens/s", "mfu 12.34%",
                  "mem 3.21 GiB", "peak 4.56 GiB", "something is [odd] here", "[triton]", "best so far"):
         assert text in shown
     display, stream = rich_screen(monkeypatch, 40)

@@ -23,12 +23,12 @@ def test_iter_line_starts_like_nanogpts_and_adds_figures() -> None:
     found = NANOGPT_ITER.match(line)
     assert found is not None
     assert found.groups() == ("100", "2.3456", "123.45", "12.34")
-    assert line[found.end():] == ", 98,304 tok/s, mem 3.21 GiB peak 4.56 GiB, left 3 min 20 s"
+    assert line[found.end():] == ", 98,304 tokens/s, mem 3.21 GiB peak 4.56 GiB, left 3 min 20 s"
 
 
 def test_iter_line_leaves_out_unknown_figures() -> None:
     line = iter_line(replace(REPORT, mfu=None, memory=MemoryReading(), seconds_left=float("inf")))
-    assert line == "iter 100: loss 2.3456, time 123.45ms, mfu n/a, 98,304 tok/s"
+    assert line == "iter 100: loss 2.3456, time 123.45ms, mfu n/a, 98,304 tokens/s"
 
 
 def test_iter_line_shows_skipped_steps_and_loss_scale_only_if_any() -> None:
@@ -42,7 +42,7 @@ def test_eval_line_starts_like_nanogpts_and_adds_standard_errors_and_block_size(
     found = NANOGPT_EVAL.match(line)
     assert found is not None
     assert found.groups() == ("500", "1.2345", "1.3456")
-    assert line[found.end():] == " (± 0.0021, ± 0.0034, block 1024, 412,345 tok/s)"
+    assert line[found.end():] == " (± 0.0021, ± 0.0034, block 1024, 412,345 tokens/s)"
 
 
 def test_eval_line_shows_both_block_sizes_if_they_differ() -> None:
@@ -57,6 +57,8 @@ def test_header_shows_model_device_data_steps_and_notes() -> None:
         assert text in header
     assert "not compiled" in run_header(replace(FACTS, compiled=False))
     assert "from step 1,500 to 5,000" in run_header(replace(FACTS, start_step=1500))
+    assert "nothing to train: step 6,000 of 5,000\n" in run_header(replace(FACTS, start_step=6000))
+    assert max(map(len, run_header(FACTS, width=60).splitlines())) <= 60
     assert "TFLOP/s" not in run_header(replace(FACTS, peak_flops=None))
 
 
@@ -82,7 +84,7 @@ def test_sparkline(values: list[float], width: int, drawn: str) -> None:
 def test_an_evaluation_of_one_window_has_no_standard_error() -> None:
     one = SplitLoss("val", 1.5, math.inf, 1, 1024)
     assert eval_line(Evaluation(5, (one,), 100.0, MemoryReading())) == (
-        "step 5: val loss 1.5000 (block 1024, 100 tok/s)")
+        "step 5: val loss 1.5000 (block 1024, 100 tokens/s)")
     assert "best val loss 1.5000 at block 1024" in closing("out", 5, 1.0, one, [])
 
 

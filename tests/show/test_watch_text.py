@@ -23,13 +23,22 @@ def test_every_figure_of_gpu_and_run_is_shown() -> None:
     text = text_of(FRAME)
     for figure in ("GPU 0", "RTX 4070", "9.00 GiB of 12.00 GiB, 75%", "utilisation 97%", "power 187 of 200 W", "71 °C",
                    "2,475 of 2,550 MHz", "power limit", "Xorg 300.0 MiB (desktop)", "chrome 200.0 MiB (desktop)",
-                   "ollama N/A", "runs/a", "running: process 7", "1,240 of 9,536", "13%", "eval", "5 h 12 min left",
-                   "3.8123", "validation 3.9000", "41,234 tokens/s", "MFU 41.20%", "allocated 7.00 GiB",
+                   "ollama n/a", "runs/a", "running: process 7", "1,240 of 9,536", "13%", "eval", "5 h 12 min left",
+                   "3.8123", "validation 3.9000", "41,234 tokens/s", "mfu 41.20%", "allocated 7.00 GiB",
                    "reserved 8.00 GiB", "planned peak 9.00 GiB", "headroom 2.00 GiB", "a warning",
                    "+3.00 GiB to 8.00 GiB in eval at step 1,000", "in train at step 1,100 (chrome)", "5.00 GiB to"):
         assert figure in text, figure
     assert "python" not in text  # the run itself is no other program
     assert text.index("GPU 0") < text.index("runs/a")
+
+
+def test_the_peaks_of_the_phases_are_shown_beside_their_plan_and_the_current_value() -> None:
+    lines = [" ".join(line.split()) for line in text_of(FRAME, 80).splitlines()]
+    start = next(place for place, line in enumerate(lines) if line.startswith("peaks "))
+    assert lines[start:start + 5] == [
+        "peaks highest reserved planned allocated planned", "load 1.00 GiB 1.00 GiB = 1.00 GiB 1.00 GiB",
+        "training 8.00 GiB 9.00 GiB -11.11 % 7.00 GiB 7.00 GiB", "evaluation — 9.00 GiB — 6.00 GiB",
+        "now 8.00 GiB 7.00 GiB"]
 
 
 @pytest.mark.parametrize("width", [40, 80])
@@ -45,7 +54,7 @@ def test_no_line_is_longer_than_the_terminal_is_wide(width: int) -> None:
     assert longest <= max(width, 20)
     if width >= 40:
         squeezed = re.sub(r"\s+", " ", text_of(FRAME, width))
-        for figure in ("headroom 2.00 GiB", "2,475 of 2,550 MHz", "5 h 12 min left", "ollama N/A"):
+        for figure in ("headroom 2.00 GiB", "2,475 of 2,550 MHz", "5 h 12 min left", "ollama n/a"):
             assert figure in squeezed
 
 

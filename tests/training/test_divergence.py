@@ -61,7 +61,7 @@ def test_the_printed_command_resumes_from_the_good_checkpoint_and_trains_on(tmp_
     assert min(steps(moved_to)) > 20
 
     remedy = exploding.stderr.strip().splitlines()[-1].strip()
-    assert remedy.startswith("fitgpt train --init_from=resume")
+    assert remedy.startswith("fitgpt train --resume")
     resumed = fitgpt(f"{remedy} --max_iters=30", tmp_path)
     assert resumed.returncode == 0, resumed.stderr
     assert checkpoints(config)[-1] == 30

@@ -202,7 +202,9 @@ def test_an_unwritable_file_is_reported_before_the_rehearsal(tmp_path: Path,
 
 
 def test_only_an_earlier_rehearsal_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                               card: Callable[[float], None],
                                                capsys: pytest.CaptureFixture[str]) -> None:
+    card(1.0)
     monkeypatch.setattr(rehearse, "run_worker", lambda worker: (0, {}))
     config, out = tiny_config(tmp_path), tmp_path / "r.json"
     said = [Assignment(key, value, "") for key, value in (("dataset", config.dataset), ("device", "cpu"),
@@ -220,16 +222,15 @@ def test_only_an_earlier_rehearsal_is_replaced(tmp_path: Path, monkeypatch: pyte
     assert "(it replaced the one that was there)" in capsys.readouterr().out
 
 
-def test_on_a_cpu_there_is_no_plan_and_the_file_is_written(
+def test_on_a_cpu_nothing_is_measured_and_no_file_is_written(
         tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config, out = tiny_config(tmp_path), tmp_path / "rehearsal.json"
     rehearse_only(config.to_dict(), ["a note"], {}, str(out))
     said = capsys.readouterr().out
     assert "note      a note" in said
     assert "There is no plan to compare with" in said
-    document = json.loads(out.read_text())
-    assert (document["schema"], document["measured"], document["over_forecast"]) == (1, {}, [])
-    assert document["config"]["batch_size"] == 4
+    assert "no file was written" in said
+    assert not out.exists()
     assert not (tmp_path / "out").exists()
 
 
@@ -341,7 +342,9 @@ def test_a_phase_that_exceeds_its_forecast_fails_the_rehearsal(tmp_path: Path, c
         rehearse_only(config.to_dict(), [], {}, str(out))
     assert raised.value.exit_code == 1
     assert "+2.00 %" in capsys.readouterr().out
-    assert json.loads(out.read_text())["over_forecast"]
+    document = json.loads(out.read_text())
+    assert document["over_forecast"]
+    assert (document["schema"], document["config"]["batch_size"]) == (1, 4)
 
 
 def test_out_of_memory_fails_the_rehearsal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -218,7 +218,7 @@ def test_a_killed_worker_is_reported_as_out_of_ram_with_the_resume_command(endle
     os.kill(endless.child, signal.SIGKILL)
     assert endless.exit_code() == 7
     assert "the computer ran out of CPU RAM, not of GPU memory" in endless.said
-    assert f"fitgpt train --init_from=resume '--out_dir={endless.out}'" in endless.said
+    assert f"fitgpt train --resume '--out_dir={endless.out}'" in endless.said
 
 
 @pytest.fixture(scope="module")
@@ -304,7 +304,7 @@ def test_a_gpu_error_is_resumed_three_times_and_then_reported(
     with pytest.raises(DeviceError, match="fell off the bus") as raised:
         supervisor.supervise([Assignment(key, value, "") for key, value in said.items()])
     assert starts == ["scratch", "resume", "resume", "resume"]
-    assert "fitgpt train --init_from=resume" in raised.value.fix
+    assert "fitgpt train --resume" in raised.value.fix
     assert capsys.readouterr().err.count("Resuming from the last checkpoint") == 3
 
 

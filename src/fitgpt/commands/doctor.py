@@ -10,7 +10,7 @@ from ..config.architectures import GPTConfig
 from ..config.command_options import DoctorOptions
 from ..config.run_config import RunConfig
 from ..core.errors import DeviceError
-from ..hardware.diagnostics import Finding, examine
+from ..hardware.diagnostics import TRAINING, Finding, examine
 from ..show.diagnosis_text import print_finding
 
 SCHEMA = 1
@@ -19,16 +19,19 @@ CHECKPOINTS = RunConfig.keep_last + 2               # those, the best one, and o
 
 
 def doctor(options: DoctorOptions) -> int:
-    """0 where training can run; 5 where something is wrong, for example a GPU that torch cannot use."""
+    """5 where something is wrong, for example a GPU that torch cannot use; else 0, also where torch is not installed,
+    because planning needs none."""
     found: list[Finding] = []
     for finding in examine(CHECKPOINT_BYTES, CHECKPOINTS):
         found.append(finding)
         if not options.json:
             print_finding(finding)
-    trains = not any(finding.verdict == "wrong" for finding in found)
+    wrong = any(finding.verdict == "wrong" for finding in found)
+    trains = not wrong and not any(finding.subject == TRAINING for finding in found)
     if options.json:
         print(json.dumps({"schema": SCHEMA, "fitgpt": __version__, "trains": trains,
                           "findings": [asdict(finding) for finding in found]}))
     else:
-        print("\nTraining can run here." if trains else "\nTraining cannot run here until what is wrong is fixed.")
-    return 0 if trains else DeviceError.exit_code
+        print("\nTraining can run here." if trains else "\nTraining cannot run here. Fix what is marked wrong first."
+              if wrong else "\nPlanning works here.")
+    return DeviceError.exit_code if wrong else 0

@@ -14,11 +14,12 @@ from ..core.files import disk_faults, is_own_json, refuse_foreign
 from ..hardware.allocator_env import check_allocator_env
 from ..planning.request import training_config, with_data
 from ..training import memory_check
-from ..training.supervisor import WorkerConfig, conclude, run_worker
+from ..training.supervisor import WorkerConfig, conclude, require_packages, run_worker
 
 
 def rehearse(assignments: Sequence[Assignment]) -> int:
     """Checks what can be checked without torch; the worker does the rest: training/run.rehearse_only."""
+    require_packages()
     check_allocator_env(os.environ)
     config, notes = training_config([each for each in assignments if each.key in option_specs(RunConfig)])
     out = Path(str({each.key: each.value for each in assignments}.get("out", RehearseOptions.out)))

@@ -65,7 +65,8 @@ class PrepareOptions(Options):
 
     out: str = _result("", "folder to write; by default data/NAME", short="o", rule=_optional_path)
     name: str = _result("", "name of the dataset under data/; by default that of the source", rule=optional(plain_name))
-    tokenizer: str = _result("gpt2", "tokenizer: GPT-2's, or one token per byte", choices=("gpt2", "bytes"))
+    tokenizer: str = _result("gpt2", "tokenizer: GPT-2's, or one token per byte", choices=("gpt2", "bytes"),
+                             meant={"char": "bytes", "chars": "bytes", "character": "bytes", "tiktoken": "gpt2"})
     max_tokens: str = _result("", "stop after this many tokens, such as 1B or 500M; 0 = all",
                               rule=optional(token_count))
     val_fraction: float = _result(0.005, "share of the documents held out for validation",
@@ -196,9 +197,9 @@ class WatchOptions(Options):
     usage = "fitgpt watch [RUN or GPU] [--option=value ...]"
     examples = ("fitgpt watch", "fitgpt watch runs/fineweb --interval=5", "fitgpt watch 0 --once --json")
 
-    target: str = option("", "run folder, or number of a GPU; --target= may be left out; by default the "
-                         "newest run that is running in this folder or in runs/, else the GPUs", positional=True,
-                         rule=_optional_path)
+    target: str = option("", "run folder, or number of a GPU; --target= may be left out; by default the newest run that "
+                         "is running in this folder or in runs/; if none is, the GPUs; without a GPU, the newest run",
+                         positional=True, rule=_optional_path)
     interval: float = option(1.0, "seconds between two updates", rule=between(0.1, 3600))
     once: bool = option(False, "print one update and stop")
     json: bool = option(False, "print JSON, one object per update")

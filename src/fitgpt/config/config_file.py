@@ -101,7 +101,7 @@ def _read_text(path: str, command: str) -> str:
         what = f"{path!r} is a folder; a config file was expected."
         if not run and not nanogpt:
             raise _not_found(what, path, command) from None
-        fix = f"To resume the run in it: {shlex.join(['--init_from=resume', f'--out_dir={path}'])}"
+        fix = f"To resume the run in it: {shlex.join(['--resume', f'--out_dir={path}'])}"
         raise UsageError(what, fix if run else f"{fix}, and the config file and flags it was trained with") from None
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or str(error)

@@ -67,6 +67,7 @@ class OptionSpec(NamedTuple):
     synonyms: tuple[str, ...] = ()    # names in other programs: not accepted, but recognised in "Did you mean"
     also_values: Mapping[str, str] = {}  # other names of values that are accepted, each with the value it means
     renamed: Mapping[str, str] = {}   # values of earlier versions, each with its name today
+    meant: Mapping[str, str] = {}     # values that other programs have, each with the nearest choice
     # Facts about an option of a run. `options_with` lists the options that have one.
     affects_memory: bool = False   # changes how much GPU memory a run allocates
     affects_speed: bool = False    # changes the tokens per second of training
@@ -198,7 +199,7 @@ def checked(spec: OptionSpec, value: Any, where: str) -> Any:
         raise UsageError(f"{where}: {spec.name}={value} is now {spec.name}={spec.renamed[value]}.",
                          f"--{spec.name}={spec.renamed[value]}")
     if spec.choices and value not in spec.choices:
-        near = nearest(str(value), spec.choices, cutoff=0.5)
+        near = [spec.meant[value]] if value in spec.meant else nearest(str(value), spec.choices, cutoff=0.5)
         raise error(f"is one of {', '.join(spec.choices)}", near[0] if near else None)
     problem = spec.rule(value) if spec.rule else None
     if problem:

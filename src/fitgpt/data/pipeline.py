@@ -59,6 +59,7 @@ _SAVE_EVERY_S = 1.0                  # at most, and only after a new shard
 _SAMPLE_BYTES = 256 * KiB            # tokenized first, to estimate the number of tokens
 _LARGE_DOWNLOAD_TOKENS = 5 * 10**9   # about 20 GB of text
 _PROGRESS_LINE_EVERY_S = 5.0
+_NAMES_SHOWN = 5
 _PROGRESS_BAR_EVERY_S = 0.1
 _BATCH_BYTES = 1 * MiB               # sent to a process at once
 _BATCH_CHUNKS = 512
@@ -182,6 +183,10 @@ def _announce(job: PrepareJob, notify: Notify, ask: Ask) -> None:
     workers = "one process" if job.processes == 1 or job.tokenizer.name == "bytes" else f"{job.processes} processes"
     notify(f"Preparing {job.folder} from {job.source.description}{text}, with the tokenizer {job.tokenizer.name} "
            f"in {workers}.")
+    if names := job.source.binary_files:
+        more = f" and {len(names) - _NAMES_SHOWN:,} more" if len(names) > _NAMES_SHOWN else ""
+        notify(f"Skipped, because {'it is' if len(names) == 1 else 'they are'} not text: "
+               f"{', '.join(names[:_NAMES_SHOWN])}{more}.")
     parent = next(folder for folder in (job.folder, *job.folder.absolute().parents) if folder.is_dir())
     free = shutil.disk_usage(parent).free
     if tokens is None:
@@ -436,9 +441,9 @@ def _balance(job: PrepareJob, state: ResumeState, writers: Writers) -> bool:
     writers[larger].add(tail[:cut])
     writers[smaller].add(tail[cut:])
     moved = int((tail[cut:] == end_of_text).sum()) + int(tail[-1] != end_of_text)
-    within_document = cut == 0 or tail[cut - 1] != end_of_text  # that document is now in both splits
+    moved -= int(tail[cut - 1] != end_of_text)  # a document that was cut counts where it begins
     state.documents[smaller] += moved
-    state.documents[larger] -= moved - int(within_document)
+    state.documents[larger] -= moved
     return True
 
 

@@ -150,7 +150,8 @@ def find_dataset(dataset: str) -> Path:
     import difflib
 
     # Suggest the dataset with the nearest name, or the folder of a .bin file that was given.
-    present = sorted(entry.name for entry in os.scandir("data") if entry.is_dir()) if os.path.isdir("data") else []
+    present = sorted({path.parent.name for name in (MANIFEST_NAME, "train.bin")
+                      for path in Path("data").glob(f"*/{name}")})
     near = difflib.get_close_matches(dataset, present, n=1, cutoff=0.7)
     with suppress(OSError, ValueError):  # a name that no file can have
         if dataset.endswith(".bin") and os.path.isfile(dataset):

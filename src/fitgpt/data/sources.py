@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shlex
 import stat
 import sysconfig
@@ -77,6 +78,7 @@ class TextSource:
     hub_marks: list[HubMark] = field(default_factory=list, compare=False)  # filled while reading; for a resume
     text_bytes: int | None = None          # approximate size of the text; None if unknown before it is read
     skipped: dict[str, int] = field(default_factory=dict)
+    binary_files: tuple[str, ...] = ()     # the names of those that were skipped
 
     @property
     def digest(self) -> str:
@@ -127,6 +129,7 @@ def _list_files(inputs: tuple[str, ...], column: str) -> TextSource:
     """Files and folders as the user gave them → the files that will be read."""
     files: list[InputFile] = []
     skipped: Counter[str] = Counter()
+    binary: list[str] = []
     for given in inputs:
         path = Path(given)
         try:
@@ -136,11 +139,11 @@ def _list_files(inputs: tuple[str, ...], column: str) -> TextSource:
             raise DataError(f"The input {given!r} cannot be read: {reason}.",
                             "Check the path: fitgpt prepare FILE_OR_FOLDER --name=NAME") from error
         if stat.S_ISDIR(status.st_mode):
-            files += _walk(path, skipped)
+            files += _walk(path, skipped, binary)
         else:
             files.append(_given_file(path, status))
     if not files:
-        left_out = ", ".join(f"{count} {what.replace('_', ' ')}" for what, count in sorted(skipped.items()))
+        left_out = ", ".join(describe_count(*each) for each in sorted(skipped.items()))
         raise DataError(f"There is no text in {', '.join(inputs)}" + (f": {left_out}." if left_out else "."),
                         "Give text, .jsonl or .parquet files, or a folder that holds some.")
     if markup := sum(file.path.suffix.lower() in _MARKUP for file in files):
@@ -151,7 +154,8 @@ def _list_files(inputs: tuple[str, ...], column: str) -> TextSource:
         raise DataError(f"There is no text in {', '.join(inputs)}: "
                         f"{'it is empty' if len(files) == 1 else f'all {len(files)} files are empty'}.",
                         "Give files that hold text: fitgpt prepare FILE_OR_FOLDER --name=NAME")
-    return TextSource(", ".join(inputs), column, tuple(files), text_bytes=text_bytes, skipped=dict(skipped))
+    return TextSource(", ".join(inputs), column, tuple(files), text_bytes=text_bytes, skipped=dict(skipped),
+                      binary_files=tuple(sorted(binary)))
 
 
 def _given_file(path: Path, status: os.stat_result) -> InputFile:
@@ -181,8 +185,17 @@ def _given_file(path: Path, status: os.stat_result) -> InputFile:
     return _input_file(path, path.name, status)
 
 
-def _walk(root: Path, skipped: Counter[str]) -> list[InputFile]:
-    """Every file below `root` that can be text, sorted by its path. Adds the others to `skipped`, by reason."""
+def describe_count(what: str, count: int) -> str:
+    """1 binary file skipped, 2 binary files skipped: of ("binary_files_skipped", count)."""
+    words = what.replace("_", " ")
+    if count == 1:
+        words = re.sub(r"(file|folder|document|character|surrogate)s\b", r"\1", words)
+    return f"{count:,} {words}"
+
+
+def _walk(root: Path, skipped: Counter[str], binary: list[str]) -> list[InputFile]:
+    """Every file below `root` that can be text, sorted by its path. Adds the others to `skipped`, by reason, and the
+    names of binary ones to `binary`."""
     files = []
     for folder, inner, names in os.walk(root):
         visible = [name for name in inner if not name.startswith(".")]
@@ -198,6 +211,8 @@ def _walk(root: Path, skipped: Counter[str]) -> list[InputFile]:
                 reason = "unreadable_files_skipped"
             if reason:
                 skipped[reason] += 1
+            if reason == "binary_files_skipped":
+                binary.append(str(path))
     skipped += Counter()  # drops zero counts
     return sorted(files, key=lambda file: os.fsencode(file.name))
 

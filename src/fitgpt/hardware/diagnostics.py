@@ -38,6 +38,7 @@ PYTHON = shlex.quote(sys.executable)
 TORCH_TIMEOUT_S = 180        # a first import from a slow disk takes minutes
 COMPILER_TIMEOUT_S = 60
 NOT_INSTALLED = "is not installed"
+TRAINING = "training"        # the subject of the one note where torch is not installed
 
 # Environment variables that change what torch does, and how.
 SLOW_VARIABLES = {
@@ -297,8 +298,12 @@ def check_torch(torch: Mapping[str, Any], machine: Machine) -> Iterator[Finding]
         yield Finding("wrong", "torch", f"The process that loads torch {torch['crash']}.",
                       f"{PYTHON} -X faulthandler -c 'import torch'  shows the error\n{install('torch', again=True)}")
         return
+    if torch["import_error"] == NOT_INSTALLED:
+        yield Finding("note", TRAINING, "not installed; plan, fit, explain, cards, watch, report work",
+                      install("-e '.[train]'"))
+        return
     if torch["import_error"]:
-        yield does_not_load("torch", torch["import_error"])
+        yield Finding("wrong", "torch", f"torch does not load: {torch['import_error']}.", install("torch", again=True))
         return
     build = f"CUDA {torch['cuda']}" if torch["cuda"] else f"ROCm {torch['hip']}" if torch["hip"] else "CPUs only"
     yield Finding("ok", "torch", f"{torch['version']}, built for {build}")
@@ -320,17 +325,16 @@ def check_torch(torch: Mapping[str, Any], machine: Machine) -> Iterator[Finding]
 
 
 def check_packages(torch: Mapping[str, Any]) -> Iterator[Finding]:
+    """The packages that training needs besides torch; those that are missing with torch need no line of their own."""
     problems: Mapping[str, str] = torch.get("packages", {})
-    yield from (does_not_load(name, problem) for name, problem in problems.items() if problem)
+    for name, problem in problems.items():
+        if problem == NOT_INSTALLED and torch.get("import_error") != NOT_INSTALLED:
+            yield Finding("wrong", "package", f"{name} {NOT_INSTALLED} for {sys.executable}.", install("-e '.[train]'"))
+        elif problem and problem != NOT_INSTALLED:
+            yield Finding("wrong", "package", f"{name} does not load: {problem}.", install(name, again=True))
     if working := [f"{name} {or_none(metadata.version, name) or 'of unknown version'}"
                    for name, problem in problems.items() if not problem]:
         yield Finding("ok", "packages", ", ".join(working))
-
-
-def does_not_load(package: str, problem: str) -> Finding:
-    if problem == NOT_INSTALLED:
-        return Finding("wrong", package, f"{package} {NOT_INSTALLED} for {sys.executable}.", install("-e '.[train]'"))
-    return Finding("wrong", package, f"{package} does not load: {problem}.", install(package, again=True))
 
 
 def check_compiling(torch: Mapping[str, Any], machine: Machine) -> Iterator[Finding]:

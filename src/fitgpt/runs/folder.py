@@ -337,5 +337,5 @@ def _refuse_another_run(path: Path, config: Mapping[str, Any]) -> None:
             comparison = "Its config is the same as this one."
     raise UsageError(
         f"{path} already holds a run, with a checkpoint at step {found[-1].step}. {comparison}",
-        "To resume it: --init_from=resume. To start another run: choose another --out_dir.",
+        "To resume it: --resume. To start another run: choose another --out_dir.",
     )

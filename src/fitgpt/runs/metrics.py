@@ -120,6 +120,7 @@ class RunFacts:
     max_iters: int
     versions: dict[str, str]
     notes: tuple[str, ...]  # each a sentence on a value that was chosen for the user
+    tokenizer: str = ""     # of the dataset: "gpt2", "bytes"; empty: not known
 
 
 # ---- writing
@@ -249,7 +250,7 @@ def facts_from(row: Row) -> RunFacts:
         val_tokens=count(row.get("val_tokens")), start_step=count(row.get("start_step")),
         max_iters=count(row.get("max_iters")),
         versions={key: str(value) for key, value in mapping(row.get("versions")).items()},
-        notes=tuple(texts(row.get("notes"))))
+        notes=tuple(texts(row.get("notes"))), tokenizer=text(row.get("tokenizer")))
 
 
 def step_from(row: Row) -> StepReport:
@@ -289,16 +290,48 @@ def owners_from(row: Row) -> list[tuple[str, int, str]]:
     return [share for share in found if share[0] and share[1]]
 
 
+class PhasePeaks:
+    """The measured peak of each phase of a run since it was started; empty where the device counts no memory."""
+
+    def __init__(self) -> None:
+        self.of: dict[str, PhaseMemory] = {}
+
+    def add(self, row: Row) -> None:
+        """Takes the row's memory, if it has any. The first evaluation and the first step are phases of their own."""
+        kind = str(row.get("kind"))
+        if kind == "run":
+            self.of = {}
+            self.seen("load", memory_from(row))
+        elif kind in ("step", "eval"):
+            name = {"step": "train", "eval": "eval"}[kind]
+            self.seen(name if f"first_{name}" in self.of else f"first_{name}", memory_from(row))
+        elif kind == "save":
+            self.seen("save", memory_from(row))
+        elif kind == "rehearsal":
+            for phase, peak in phases_from(row).items():
+                self.seen(phase, MemoryReading(peak_allocated=peak.allocated, peak_reserved=peak.reserved))
+
+    def seen(self, phase: str, memory: MemoryReading) -> None:
+        if memory.peak_reserved:  # 0: the device has no counters
+            before = self.of.get(phase, PhaseMemory(0, 0))
+            self.of[phase] = PhaseMemory(max(before.allocated, memory.peak_allocated),
+                                         max(before.reserved, memory.peak_reserved))
+
+    def since_start(self) -> dict[str, PhaseMemory]:
+        """The phases in their order, `reserved` as in forecasts: the maximum since the start of the run."""
+        most, found = 0, {}
+        for phase in (phase for phase in PHASES if phase in self.of):
+            most = max(most, self.of[phase].reserved)
+            found[phase] = PhaseMemory(self.of[phase].allocated, most)
+        return found
+
+
 def measured_peaks(rows: Iterable[Row]) -> dict[str, PhaseMemory]:
-    """The highest that steps and evaluations reported; empty where the device counts no memory."""
-    peaks: dict[str, PhaseMemory] = {}
+    """The peak of each phase since the run's last start, as far as its rows go."""
+    peaks = PhasePeaks()
     for row in rows:
-        phase, memory = {"step": "train", "eval": "eval"}.get(str(row.get("kind"))), memory_from(row)
-        if phase and (memory.peak_allocated or memory.peak_reserved):
-            before = peaks.get(phase, PhaseMemory(0, 0))
-            peaks[phase] = PhaseMemory(max(before.allocated, memory.peak_allocated),
-                                       max(before.reserved, memory.peak_reserved))
-    return peaks
+        peaks.add(row)
+    return peaks.since_start()
 
 
 # ---- single values of any type

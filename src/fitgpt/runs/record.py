@@ -6,7 +6,7 @@ The run may still be writing, or the folder may be a copy from another machine. 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from ..core.errors import CheckpointError, UsageError
 from ..core.files import disk_faults
 from ..core.units import show_bytes
 from ..memory.timeline import OwnerTimeline
-from .folder import recorded_config, runs_near
+from .folder import is_running, lock_owner, recorded_config, runs_near
 from .metrics import (
     Evaluation,
     PhaseMemory,
@@ -70,6 +70,7 @@ class RunRecord:
     owners_at_peak: dict[str, int]             # of the plan
     reserve_limit: int | None                  # the most that the allocator may reserve
     unreadable: tuple[str, ...]                # what of the folder could not be read, each a sentence
+    running: bool = False                      # a process on this machine trains in the folder now
     timeline: OwnerTimeline | None = None      # one step of the planned tape; commands.report adds it
 
 
@@ -108,7 +109,8 @@ def read_run(folder: str, name: str = "") -> RunRecord:
     except CheckpointError as error:
         unreadable.append(error.what)
         config = None
-    return record_of(name or path.resolve().name, rows, config, unreadable)
+    record = record_of(name or path.resolve().name, rows, config, unreadable)
+    return replace(record, running=is_running(lock_owner(path)))
 
 
 def record_of(name: str, rows: Sequence[Row], config: dict[str, Any] | None,

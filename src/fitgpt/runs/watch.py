@@ -22,8 +22,11 @@ from ..core.units import MiB
 from ..hardware.nvidia import GpuProcess, GpuState, read_gpus
 from .folder import LockOwner, is_run, is_running, lock_owner, runs_near, step_folders
 from .metrics import (
+    PHASES,
     Evaluation,
     MemoryReading,
+    PhaseMemory,
+    PhasePeaks,
     Row,
     RunFacts,
     StepReport,
@@ -72,6 +75,17 @@ class MemoryHistory:
 
 
 @dataclass(frozen=True)
+class PhasePeak:
+    """The peak of one phase since the run started, in bytes, beside its plan. None: not measured, not planned."""
+
+    phase: str
+    allocated: int | None
+    reserved: int | None
+    planned_allocated: int | None
+    planned_reserved: int | None
+
+
+@dataclass(frozen=True)
 class RunState:
     """A run at one moment. None: not reported."""
 
@@ -95,6 +109,8 @@ class RunState:
     warning: str = ""                # the last one
     hint: str = ""                   # the command to type next
     losses: tuple[float, ...] = ()
+    highest_bytes: int | None = None    # the most that it has reserved since it started
+    peaks: tuple[PhasePeak, ...] = ()   # in the order in which a run reaches the phases
 
 
 def has_ended(run: RunState | None) -> bool:
@@ -288,8 +304,9 @@ class FollowedRun:
                       if evaluation else None),
             tokens_per_s=_finite(step.tokens_per_s) if step else None, mfu=step.mfu if step else None,
             seconds_left=max(left - (silent or 0.0), 0.0) if continues and left is not None else None,
-            memory=next((memory for memory in memories if memory is not None), None), planned_bytes=progress.planned,
-            headroom_bytes=None, spikes=tuple(progress.spikes), warning=progress.warning,
+            memory=next((memory for memory in memories if memory is not None), None),
+            planned_bytes=progress.planned_reserved, headroom_bytes=None, highest_bytes=progress.highest_reserved,
+            peaks=progress.phase_peaks(), spikes=tuple(progress.spikes), warning=progress.warning,
             losses=tuple(progress.losses.values()), hint=hint)
 
     def _read_new_rows(self) -> float | None:
@@ -328,17 +345,19 @@ class RunProgress:
         self.last_kind = ""
         self.saves_next = False  # a checkpoint follows the last evaluation
         self.warning = ""
-        self.planned: int | None = None
+        self.planned: dict[str, PhaseMemory] = {}  # by phase
         self.reserve_limit: int | None = None
         self.spikes: list[Spike] = []
         self.losses: dict[int, float] = {}  # by step
         self._start = 0  # the step of the last start, resume or rollback
         self._saved = 0  # the step of the last checkpoint
+        self._peaks = PhasePeaks()
         self._reserved: list[ReservedAtStep] = []
         self._last_reserved: ReservedAtStep | None = None
 
     def add(self, row: Row) -> None:
         kind, step = row.get("kind"), whole(row.get("step"))
+        self._peaks.add(row)
         if kind == "run":
             self.facts = facts_from(row)
         if kind == "run" or whole(row.get("start_step")) is not None:
@@ -354,7 +373,7 @@ class RunProgress:
         elif kind == "save" and step is not None:
             self._saved = step
         elif kind == "plan":  # a resume makes a new plan
-            self.planned = max((peak.reserved for peak in phases_from(row).values()), default=0) or None
+            self.planned = phases_from(row)
             self.reserve_limit = whole(row.get("reserve_limit_bytes")) or self.reserve_limit
         elif kind in ("warning", "oom", "step_down"):
             self.warning = str(row.get("text") or self.warning)
@@ -374,8 +393,19 @@ class RunProgress:
                    self.step.step + 1 if self.step else 0)
 
     @property
+    def planned_reserved(self) -> int | None:
+        return max((peak.reserved for peak in self.planned.values()), default=0) or None
+
+    @property
     def highest_reserved(self) -> int | None:
-        return max((each.nbytes for each in self._reserved), default=None)
+        """Since the run was started, its rehearsal included."""
+        return max((peak.reserved for peak in self._peaks.of.values()), default=None)
+
+    def phase_peaks(self) -> tuple[PhasePeak, ...]:
+        """Measured and planned, by phase; empty where the device counts no memory and nothing was planned."""
+        measured, planned, unknown = self._peaks.since_start(), self.planned, (None, None)
+        return tuple(PhasePeak(phase, *measured.get(phase, unknown), *planned.get(phase, unknown))
+                     for phase in PHASES if phase in measured or phase in planned)
 
     def memory_history(self) -> MemoryHistory:
         """What the run had reserved, since its start."""

@@ -28,6 +28,9 @@ MAX_POINTS = 1000      # of a curve: about one per pixel of a wide chart
 MAX_POINTS_PER_CHART = 4000
 MAX_MARKS = 40
 MAX_TICKS = 5          # of an axis, about
+NEAR_PEAK = 0.97       # of a stacked chart's peak: what counts as part of it
+NEEDLE_SHARE = 0.01    # of the events: a shorter peak gets a band
+NEEDLE_PIXELS = 10
 MAX_DOTS = 60          # with more of them, a line without dots is clearer
 SERIES_COLOURS = 6     # s0 … s5 in static/charts.css
 WIDE, TALL = 100_000, 10_000  # units of a drawing, stretched over whatever room a chart has
@@ -64,6 +67,20 @@ class Level:
 
 
 @dataclass(frozen=True)
+class AltAxis:
+    """Other names for the values of x: tokens or hours instead of steps. The page chooses by a radio button with the id
+    `x-KIND`."""
+
+    kind: str                              # "tokens", "time"
+    name: str                              # at the axis: "tokens", "minutes"
+    knots: Sequence[tuple[float, float]]   # (x, value on this axis), both rising; linear in between
+
+    def x_of(self, value: float) -> float:
+        before, after = next((pair for pair in pairwise(self.knots) if value <= pair[1][1]), self.knots[-2:])
+        return before[0] + (value - before[1]) / (after[1] - before[1]) * (after[0] - before[0])
+
+
+@dataclass(frozen=True)
 class EventMark:
     """A vertical line: something that happened at x."""
 
@@ -76,10 +93,12 @@ class EventMark:
 
 def line_chart(title: str, series: Sequence[Series], *, unit: str = "number", x_name: str = "step",
                levels: Sequence[Level] = (), marks: Sequence[EventMark] = (), from_zero: bool = False, note: str = "",
-               empty: str = "Nothing recorded yet.", wide: bool = False) -> str:
+               empty: str = "Nothing recorded yet.", wide: bool = False, y_name: str = "",
+               axes: Sequence[AltAxis] = (), y_from: float = -math.inf) -> str:
     """Curves over one x, as an HTML figure.
 
     `unit`: number, count or bytes; `note`: a sentence below the chart; `empty`: a sentence in place of an empty chart.
+    `y_from`: the x from which on values decide the range of y; higher ones before it are cut off.
     """
     xs = [x for one in series for x, _ in one.points]
     if not xs:
@@ -87,23 +106,47 @@ def line_chart(title: str, series: Sequence[Series], *, unit: str = "number", x_
     x0, x1, marks = min(xs), max(xs), marks[-MAX_MARKS:]
     max_points = min(MAX_POINTS, MAX_POINTS_PER_CHART // len(series))
     curves = [downsample(one.points, x0, x1, max_points) for one in series]
-    scale = Scale(*_padded(x0, x1, 0.01), *_y_range(curves, levels, from_zero))
-    outside, outside_note = _outside(curves, scale, unit)
-    parts = [_curve(one, curve, scale) for one, curve in zip(series, curves, strict=True)]
+    late = [curve._replace(points=[point for point in curve.points if point.x >= y_from]) for curve in curves]
+    scale = Scale(*_padded(x0, x1, 0.01), *_y_range(late, levels, from_zero))
+    outside, outside_note = _outside(late, scale, unit)
+    parts = [_curve(one, _cut_start(curve, scale.y1, y_from), scale) for one, curve in zip(series, curves, strict=True)]
     if outside:
         parts.append(f'<path class="outside" d="{dot_path(outside)}"/>')
         note = f"{note} {outside_note}".strip()
     data = {"kind": "line", "unit": unit, "xName": x_name, "scale": list(scale), "fromZero": from_zero,
+            "axes": [{"kind": axis.kind, "name": axis.name, "knots": axis.knots} for axis in axes],
             "marks": [[mark.x, mark.text] for mark in marks],
             "series": [_series_data(one, curve) for one, curve in zip(series, curves, strict=True)]}
     over = "".join(f'<line class="mark" data-x="{mark.x:g}" x1="{scale.x_percent(mark.x)}" '
                    f'x2="{scale.x_percent(mark.x)}" y1="0" y2="100%"><title>{escaped(mark.text)}</title></line>'
                    for mark in marks if scale.x0 <= mark.x <= scale.x1)
     over += "".join(_level(level, scale, unit, at_left=bool(index % 2)) for index, level in enumerate(levels))
-    drawing = _svg(_description(title, series, unit), "".join(parts), scale, unit, x_ticks=True, over=over)
+    names = f'<text class="name main" x="50%" y="100%" dy="36" text-anchor="middle">{escaped(x_name)}</text>'
+    names += f'<text class="name" x="0" y="0" dx="-52" dy="-12">{escaped(y_name)}</text>' if y_name else ""
+    drawing = _svg(_description(title, series, unit), "".join(parts), scale, unit, x_ticks=True,
+                   over=names + "".join(_alt_axis(axis, scale) for axis in axes) + over)
     legend = "".join(_key(f"s{one.colour} {one.style}", one.name, "") for one in series) if len(series) > 1 else ""
     legend += "".join(_key(f"{_colour(level)} level", level.name, format_value(unit, level.value)) for level in levels)
     return _figure(title, legend, drawing, note, wide, data)
+
+
+def _cut_start(curve: Downsampled, highest: float, y_from: float) -> Downsampled:
+    """The curve without its points before `y_from` that are too high to be shown, except the last of them, from which
+    the line comes down."""
+    hidden = next((index for index, point in enumerate(curve.points) if point.x >= y_from or point.y <= highest), 0)
+    return curve._replace(points=curve.points[max(hidden - 1, 0):])
+
+
+def _alt_axis(axis: AltAxis, scale: Scale) -> str:
+    kind = f"alt x-{escaped(axis.kind)}"
+    ticks = "".join(_x_tick(scale.x_percent(axis.x_of(value)), label)
+                    for value, label in tick_labels("count", axis.knots[0][1], axis.knots[-1][1]))
+    return (f'<g class="axis {kind}">{ticks}</g><text class="name {kind}" x="50%" y="100%" dy="36" '
+            f'text-anchor="middle">{escaped(axis.name)}</text>')
+
+
+def _x_tick(x: str, label: str) -> str:
+    return f'<text x="{x}" y="100%" dy="18" text-anchor="middle">{escaped(label)}</text>'
 
 
 def _curve(series: Series, curve: Downsampled, scale: Scale) -> str:
@@ -256,12 +299,17 @@ def _phases(timeline: OwnerTimeline, scale: Scale) -> str:
 def _peak(timeline: OwnerTimeline, total: int, scale: Scale) -> str:
     x, y = scale.x_percent(timeline.peak), scale.y_percent(total)
     share = scale.x_position(timeline.peak) / WIDE
+    # A peak that lasts a moment is a line of less than a pixel: a band shows where it is.
+    high = sum(sum(point) >= NEAR_PEAK * total for point in timeline.points)
+    band = (f'<rect class="needle" x="{x}" y="0" width="{NEEDLE_PIXELS}" height="100%" '
+            f'transform="translate({-NEEDLE_PIXELS / 2:g})"/>' if high < NEEDLE_SHARE * len(timeline.points) else "")
+    lasts = f", for {high:,} of {len(timeline.points):,} events" if band else ""
     anchor = "start" if share < 0.25 else "end" if share > 0.75 else "middle"
     phase = next((name for start, name in reversed(timeline.marks) if start <= timeline.peak), "")
     where = f" in {phase}" if phase else ""
-    return (f'<g class="peak" data-x="{timeline.peak}" data-y="{total}"><circle cx="{x}" cy="{y}" r="4"/>'
-            f'<text x="{x}" y="{y}" dy="-10" text-anchor="{anchor}">peak {show_bytes(total)}{escaped(where)}</text>'
-            "</g>")
+    return (f'<g class="peak" data-x="{timeline.peak}" data-y="{total}">{band}<circle cx="{x}" cy="{y}" r="4"/>'
+            f'<text x="{x}" y="{y}" dy="-10" text-anchor="{anchor}">peak {show_bytes(total)}{escaped(where)}{lasts}'
+            "</text></g>")
 
 
 def owner_bar(owners: Mapping[str, int], *, limit: int | None = None) -> str:
@@ -295,7 +343,7 @@ def _svg(description: str, inner: str, scale: Scale, unit: str, *, x_ticks: bool
     y_labels = "".join(f'<line x1="0" x2="100%" y1="{scale.y_percent(at)}" y2="{scale.y_percent(at)}"/>'
                        f'<text x="-8" y="{scale.y_percent(at)}" dy="4" text-anchor="end">{escaped(label)}</text>'
                        for at, label in tick_labels(unit, scale.y0, scale.y1))
-    x_labels = "".join(f'<text x="{scale.x_percent(at)}" y="100%" dy="18" text-anchor="middle">{escaped(label)}</text>'
+    x_labels = "".join(_x_tick(scale.x_percent(at), label)
                        for at, label in tick_labels("count", scale.x0, scale.x1)) if x_ticks else (
         '<text x="50%" y="100%" dy="18" text-anchor="middle">allocations and frees, in order</text>')
     return (f'<div class="frame"><svg class="plot" role="img" aria-label="{escaped(description)}">'

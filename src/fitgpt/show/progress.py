@@ -17,7 +17,7 @@ from ..core.units import NEAREST_SIGNS, show_bytes, show_count, show_seconds, sh
 from ..planning.forecast import MemoryPlan
 from ..runs.metrics import PHASES, Evaluation, MemoryReading, PhaseMemory, RunFacts, SplitLoss, StepReport
 from .plan_text import phase_table, verdict
-from .terminal import LABEL_WIDTH, fit_parts, is_dumb, sparkline, table
+from .terminal import LABEL_WIDTH, bar, fit_parts, is_dumb, known_width, labelled_rows, sparkline, table, wrap
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
@@ -32,8 +32,10 @@ MIN_BAR = 10              # columns
 # ---- text
 
 
-def run_header(facts: RunFacts) -> str:
-    return "\n".join(f"{label:<{LABEL_WIDTH}}{text}" for label, text in header_rows(facts))
+def run_header(facts: RunFacts, width: int | None = None) -> str:
+    """A labelled row per fact, wrapped to `width` if one is given."""
+    rows = header_rows(facts)
+    return labelled_rows(rows, width) if width else "\n".join(f"{label:<{LABEL_WIDTH}}{text}" for label, text in rows)
 
 
 def header_rows(facts: RunFacts) -> list[tuple[str, str]]:
@@ -45,11 +47,14 @@ def header_rows(facts: RunFacts) -> list[tuple[str, str]]:
     batch = (f" = {config['gradient_accumulation_steps']} × {config['batch_size']} × {config['block_size']}"
              if {"gradient_accumulation_steps", "batch_size", "block_size"} <= config.keys() else "")
     resumed = f"from step {facts.start_step:,} " if facts.start_step else ""
+    steps = (f"{resumed}to {facts.max_iters:,}, of {facts.tokens_per_step:,} tokens{batch}"
+             if facts.start_step < facts.max_iters
+             else f"nothing to train: step {facts.start_step:,} of {facts.max_iters:,}")
     rows = [
         ("model", f"{show_count(facts.params)} parameters" + (f": {shape}" if shape else "")),
         ("device", f"{facts.device_name} ({facts.device}), {facts.dtype}, {compiled}"),
         ("data", f"{show_count(facts.train_tokens)} tokens to train on, {show_count(facts.val_tokens)} to validate"),
-        ("steps", f"{resumed}to {facts.max_iters:,}, of {facts.tokens_per_step:,} tokens{batch}"),
+        ("steps", steps),
     ]
     if facts.peak_flops:
         rows.append(("mfu", f"of {facts.peak_source}"))
@@ -64,8 +69,7 @@ def memory_plan(plan: MemoryPlan) -> str:
 def plan_vs_measured(planned: Mapping[str, PhaseMemory], measured: Mapping[str, PhaseMemory]) -> str:
     """Measured and forecast memory, phase by phase; '=' where they agree to the byte."""
     def compared(found: int, forecast: int) -> tuple[str, str, str]:
-        difference = "=" if found == forecast else f"{100 * (found / forecast - 1):+.2f} %" if forecast else ""
-        return show_bytes(found), show_bytes(forecast), difference
+        return show_bytes(found), show_bytes(forecast), difference(found, forecast)
 
     rows = [("", "allocated", "forecast", "", "reserved", "forecast", "")]
     rows += [(PHASES.get(phase, phase), *compared(memory.allocated, planned[phase].allocated),
@@ -74,10 +78,17 @@ def plan_vs_measured(planned: Mapping[str, PhaseMemory], measured: Mapping[str, 
     return "memory, measured against forecast\n" + table(rows)
 
 
+def difference(found: int | None, forecast: int | None) -> str:
+    """+1.20 %; "=" where both are the same; empty where one is unknown."""
+    if found is None or not forecast:
+        return ""
+    return "=" if found == forecast else f"{100 * (found / forecast - 1):+.2f} %"
+
+
 def iter_line(report: StepReport) -> str:
     """nanoGPT's line, so that scripts that parse its logs work, with more figures at its end."""
     parts = [f"iter {report.step}: loss {report.loss:.4f}", f"time {report.seconds * 1000:.2f}ms",
-             f"mfu {show_mfu(report.mfu)}", f"{report.tokens_per_s:,.0f} tok/s"]
+             f"mfu {show_mfu(report.mfu)}", f"{report.tokens_per_s:,.0f} tokens/s"]
     if report.memory != MemoryReading():  # else this device has no counters
         parts.append(f"mem {show_bytes(report.memory.reserved)} peak {show_bytes(report.memory.peak_reserved)}")
     if report.skipped:
@@ -95,7 +106,7 @@ def eval_line(evaluation: Evaluation) -> str:
     blocks = " and ".join(dict.fromkeys(str(loss.block) for loss in evaluation.losses))
     errors = [error for loss in evaluation.losses if (error := _standard_error(loss))]
     return f"step {evaluation.step}: {losses} ({', '.join([*errors, f'block {blocks}'])}, " \
-           f"{evaluation.tokens_per_s:,.0f} tok/s)"
+           f"{evaluation.tokens_per_s:,.0f} tokens/s)"
 
 
 def _standard_error(loss: SplitLoss) -> str:
@@ -162,8 +173,18 @@ class SafeStream:
 def say(text: str, *, warning: bool = False) -> None:
     """Print text to standard output, or a warning to standard error, even if nobody reads it any more."""
     stream = SafeStream(sys.stderr if warning else sys.stdout)
-    stream.write(text + "\n")
+    stream.write(wrap_log(text) + "\n")
     stream.flush()
+
+
+def wrap_log(text: str) -> str:
+    """Text whose lines fit the width, if that is known. nanoGPT's part of a line is short and comes first, so that
+    scripts read it unchanged."""
+    width = known_width()
+    if width is None:
+        return text
+    return "\n".join(part for line in text.splitlines()
+                     for part in (wrap(line, width, indent=2) if len(line) > width else [line]))
 
 
 # ---- displays
@@ -183,7 +204,7 @@ class Display:
         self._start(facts)
 
     def _start(self, facts: RunFacts) -> None:
-        self._print(run_header(facts))
+        self._stream.write(run_header(facts, known_width()) + "\n")
 
     def advance(self, steps: float) -> None:
         """`steps` have been launched on the device. Called at every micro-step: must be cheap."""
@@ -212,7 +233,7 @@ class Display:
 
     def _print(self, text: str, style: str = "") -> None:
         """`style`: one of rich's, where colours can be shown."""
-        self._stream.write(text + "\n")
+        self._stream.write(wrap_log(text) + "\n")
         self._stream.flush()
 
 
@@ -303,15 +324,15 @@ class TrainingBars:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         width = max(options.max_width, 16)
         unicode = not options.ascii_only
-        yield self._bar_line(width)
+        yield self._training_line(width, unicode)
         evaluating = self.evaluating
         if self._report is not None or evaluating is None:
             yield self._figures_line(width, unicode)
         if evaluating is not None:
             done, total, split = evaluating
-            yield _bar(width, f"evaluating {split}", done, total, [(0, f"{done:,}/{total:,}")], "green")
+            yield _bar_line(width, f"evaluating {split}", done, total, [(0, f"{done:,}/{total:,}")], "green", unicode)
 
-    def _bar_line(self, width: int) -> RenderableType:
+    def _training_line(self, width: int, unicode: bool) -> RenderableType:
         done, total, report = self.steps_done(), self._facts.max_iters, self._report
         whole = int(done)
         figures = [(0, f"{whole:,}/{total:,}"), (3, f"{int(100 * done / total)}%" if total else "")]
@@ -321,7 +342,7 @@ class TrainingBars:
             since = done - (report.step + 1)
             left = max(report.seconds_left - since * report.seconds, 0.0)
             figures.append((1, f"{show_seconds(left)} left" if done < total else "done"))
-        return _bar(width, "training", done, total, figures, "cyan")
+        return _bar_line(width, "training", done, total, figures, "cyan", unicode)
 
     def _figures_line(self, width: int, unicode: bool) -> RenderableType:
         from rich.text import Text
@@ -337,7 +358,7 @@ class TrainingBars:
         parts = [(rank, style, text) for rank, style, text in (
             (0, "bold", f"loss {report.loss:.4f}"),
             (3, "cyan", curve),
-            (1, "green", f"{report.tokens_per_s:,.0f} tok/s"),
+            (1, "green", f"{report.tokens_per_s:,.0f} tokens/s"),
             (4, "", f"mfu {show_mfu(report.mfu)}"),
             (2, "", f"mem {show_bytes(memory.reserved)}" if counted else ""),
             (5, "", f"peak {show_bytes(memory.peak_reserved)}" if counted else ""),
@@ -348,20 +369,13 @@ class TrainingBars:
             Text(text, style=style) for text, (_, style, _) in zip(shown, parts, strict=True) if text)
 
 
-def _bar(width: int, label: str, done: float, total: int, figures: list[tuple[int, str]],
-         style: str) -> RenderableType:
+def _bar_line(width: int, label: str, done: float, total: int, figures: list[tuple[int, str]], style: str,
+              unicode: bool) -> RenderableType:
     """A label, a bar over the remaining width, figures; with little room the label is left out first."""
-    from rich.progress_bar import ProgressBar
-    from rich.table import Table
+    from rich.text import Text
 
     label, *shown = fit_parts([(9, label), *figures], width - MIN_BAR - 2)
     texts = [text for text in shown if text]
     room = width - sum(len(text) + 2 for text in (label, *texts) if text)
-    bar = ProgressBar(total=max(total, 1), completed=min(done, total), width=room, complete_style=style,
-                      finished_style=style)
-    cells: list[RenderableType] = [*([label] if label else []), bar, *texts]
-    row = Table.grid(padding=(0, 2, 0, 0))
-    for _ in cells:
-        row.add_column(no_wrap=True)
-    row.add_row(*cells)
-    return row
+    drawn = Text(bar(done / total if total else 1.0, room, unicode=unicode), style)
+    return Text("  ", no_wrap=True).join([*([Text(label)] if label else []), drawn, *map(Text, texts)])

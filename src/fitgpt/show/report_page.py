@@ -6,23 +6,28 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
+from urllib.parse import quote
 
-from ..core.units import show_bytes, show_count, show_seconds
-from ..runs.metrics import PHASES, Evaluation, SplitLoss
+from ..core.units import show_bytes, show_count
+from ..runs.metrics import PHASES
 from ..runs.record import RunEvent, RunRecord
 from .charts import (
+    MAX_POINTS,
     SERIES_COLOURS,
+    AltAxis,
     EventMark,
     Level,
     Series,
     breakable,
+    downsample,
     escaped,
     html_page,
     line_chart,
     owner_bar,
     stacked_chart,
 )
-from .progress import show_mfu
+from .report_summary import elapsed, loss_of, planned_peak, readings, reproduce, to_csv, validation_losses, verdict
+from .terminal import command_lines
 
 MAX_RUNS = SERIES_COLOURS
 MAX_EVENTS = 200
@@ -31,12 +36,16 @@ MAX_OPTIONS = 300
 MAX_SAMPLE_LENGTH = 4000  # characters shown; a run folder may hold anything
 MAX_VALUE_LENGTH = 300
 UNMARKED = {"note"}       # kinds of events without a line in the curves
+MIN_SMOOTHED = 20         # points: fewer are clear as they are
+SMOOTHED_SHARE = 60       # a point of a smoothed curve is that of the 2/60 of the curve around it
+MAX_KNOTS = 60            # of the time axis
+COMMAND_WIDTH = 100       # columns
 
 
 def report_page(records: Sequence[RunRecord], made_by: str) -> str:
     title = " and ".join(record.name for record in records)
-    parts = [header(records, title), summary(records), curves(records), memory(records),
-             events(records), samples(records), config(records), versions(records),
+    parts = [header(records, title), summary(records), curves(records), memory(records), events(records),
+             samples(records), commands(records), config(records), versions(records),
              f"<footer>Made by {escaped(made_by)}. Point at a curve for its values; drag to zoom, or click and turn "
              "the wheel; arrow keys, + and − work too, and 0 shows everything again.</footer>"]
     return html_page(f"{title} · fitgpt", "\n".join(part for part in parts if part))
@@ -46,7 +55,7 @@ def report_page(records: Sequence[RunRecord], made_by: str) -> str:
 
 
 def header(records: Sequence[RunRecord], title: str) -> str:
-    """The title, a line per run, and what could not be read."""
+    """The title, a verdict and a line of facts per run, and what could not be read."""
     lines, unreadable = "", ""
     for record in records:
         name, facts = f"{record.name}: " if len(records) > 1 else "", record.facts
@@ -54,6 +63,8 @@ def header(records: Sequence[RunRecord], title: str) -> str:
             f"{show_count(facts.params)} parameters" if facts.params else "", clipped(facts.device_name),
             clipped(facts.dtype), "compiled" if facts.compiled else "not compiled",
             f"{show_count(facts.train_tokens)} tokens of data" if facts.train_tokens else ""]
+        if judged := verdict(record):
+            lines += f'<p class="run-verdict">{escaped(clipped(name + judged, MAX_SAMPLE_LENGTH))}</p>'
         lines += f"<p>{escaped(name + ' · '.join(part for part in parts if part))}</p>"
         unreadable += "".join(f"<p>{escaped(clipped(name + each))}</p>" for each in record.unreadable)
     callout = f'\n<div class="callout">{unreadable}</div>' if unreadable else ""
@@ -61,83 +72,34 @@ def header(records: Sequence[RunRecord], title: str) -> str:
 
 
 def summary(records: Sequence[RunRecord]) -> str:
-    """Six figures per run: tiles for one run, a table for several."""
+    """The key figures of each run: tiles for one run, a table for several."""
     if len(records) == 1:
         tiles = "".join(f"<div><dt>{name}</dt><dd>{escaped(figure)}</dd><dd>{escaped(more)}</dd></div>"
                         for name, (figure, more) in readings(records[0]).items())
         return f'<dl class="tiles">{tiles}</dl>'
     found = [readings(record) for record in records]
+    names = dict.fromkeys(name for each in found for name in each)
     rows = [(name, [f"{escaped(figure)}<br><small class='quiet'>{escaped(more)}</small>"
-                    for figure, more in (each[name] for each in found)]) for name in found[0]]
+                    for figure, more in (each.get(name, ("–", "")) for each in found)]) for name in names]
     return f'<div class="card">{table_of_runs(records, rows)}</div>'
 
 
 def table_of_runs(records: Sequence[RunRecord], rows: Iterable[tuple[str, Iterable[str]]], kind: str = "") -> str:
     """A row per (name, a cell per run in HTML)."""
-    heads = "".join(f'<th class="s{index}"><i></i>{escaped(clipped(record.name))}</th>'
+    heads = "".join(f'<th scope="col" class="s{index}"><i></i>{escaped(clipped(record.name))}</th>'
                     for index, record in enumerate(records))
-    head = f"<thead><tr><th></th>{heads}</tr></thead>" if len(records) > 1 else ""
-    body = "".join(f"<tr><th>{escaped(clipped(name))}</th>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
-                   for name, cells in rows)
+    head = f"<thead><tr><td></td>{heads}</tr></thead>" if len(records) > 1 else ""
+    body = "".join(f'<tr><th scope="row">{escaped(clipped(name))}</th>'
+                   f"{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>" for name, cells in rows)
     return f"<table{kind}>{head}<tbody>{body}</tbody></table>"
-
-
-def readings(record: RunRecord) -> dict[str, tuple[str, str]]:
-    """Name → (figure, what belongs to it)."""
-    facts, steps = record.facts, record.steps
-    found = {name: ("–", more) for name, more in (
-        ("best validation loss", "not evaluated yet"), ("last training loss", "no step yet"), ("steps", ""),
-        ("speed", ""), ("peak memory", ""), ("time in steps", ""))}
-
-    evaluated = [(each.step, loss) for each in record.evaluations if (loss := loss_of(each, "val"))
-                 and math.isfinite(loss.mean)]
-    if evaluated:
-        step, best = min(evaluated, key=lambda each: each[1].mean)
-        error = f"± {best.stderr:.4f}, " if math.isfinite(best.stderr) else ""
-        found["best validation loss"] = f"{best.mean:.4f}", f"{error}block {best.block:,}, step {step:,}"
-    if steps:
-        found["last training loss"] = f"{steps[-1].loss:.4f}", f"at step {steps[-1].step:,}"
-
-    # The last step reported, evaluated or saved.
-    done = max([0, *(each.step + 1 for each in steps[-1:]), *(each.step for each in record.evaluations[-1:]),
-                *record.saves[-1:]])
-    more = [f"of {facts.max_iters:,}" if facts and facts.max_iters else "",
-            f"{show_count(done * facts.tokens_per_step)} tokens" if facts and facts.tokens_per_step else ""]
-    found["steps"] = f"{done:,}", ", ".join(each for each in more if each)
-
-    speeds = [each.tokens_per_s for each in steps if each.tokens_per_s > 0 and math.isfinite(each.tokens_per_s)]
-    mfus = [each.mfu for each in steps if each.mfu is not None]
-    if speeds:
-        mfu = f", MFU {show_mfu(statistics.median(mfus))}" if mfus else ""
-        found["speed"] = f"{statistics.median(speeds):,.0f}", f"tokens per second{mfu}"
-
-    measured = max((each.reserved for each in record.measured.values()), default=0)
-    planned = f"planned {show_bytes(planned_peak(record))}" if planned_peak(record) else ""
-    found["peak memory"] = ((show_bytes(measured), f"reserved; {planned}" if planned else "reserved") if measured else
-                            ("–", planned or "no counters on this device"))
-
-    # Of steps alone, without evaluations: each report has the mean seconds of the steps since the one before.
-    spans = [(after.step - before.step) * after.seconds for before, after in pairwise(steps)]
-    seconds = math.fsum(each for each in spans if 0 <= each < math.inf)
-    saves = f"saved {len(record.saves):,} time{'' if len(record.saves) == 1 else 's'}"
-    found["time in steps"] = show_seconds(seconds) if seconds else "–", saves
-    return found
-
-
-def loss_of(evaluation: Evaluation, split: str) -> SplitLoss | None:
-    return next((loss for loss in evaluation.losses if loss.split == split), None)
-
-
-def planned_peak(record: RunRecord) -> int:
-    return max((each.reserved for each in record.planned.values()), default=0)
 
 
 # ---- curves
 
 
 def curves(records: Sequence[RunRecord]) -> str:
-    """Loss, learning rate, speed, gradient norm and memory, over steps; over tokens where the runs' steps differ in
-    size."""
+    """Loss, learning rate, speed, gradient norm and memory, over steps, tokens or time; over tokens where the runs'
+    steps differ in size."""
     alone = len(records) == 1
     sizes = [record.facts.tokens_per_step if record.facts else 0 for record in records]
     by_tokens = len(set(sizes)) > 1 and all(sizes)
@@ -151,28 +113,92 @@ def curves(records: Sequence[RunRecord]) -> str:
                        [(each.step * units[index], value(each)) for each in record.steps], index)
                 for index, record in enumerate(records)]
 
+    axes = alt_axes(records) if not by_tokens else []
     losses = [one for index, record in enumerate(records) for one in loss_series(record, index, units[index], alone)]
     blocks = {loss.block for record in records for each in record.evaluations for loss in each.losses}
     uneven = "Evaluated at different block sizes: these losses do not compare." if len(blocks) > 1 else ""
     dotted = "Dotted lines: see Events, below." if marks else ""
+    start = max((after_warm_up(record) * unit for record, unit in zip(records, units, strict=True)), default=0)
+    cut = f"The axis is scaled for the losses after warm-up, from {x_name} {start:,} on." if start else ""
     charts = [
-        line_chart("Loss", losses, x_name=x_name, marks=marks, wide=True, note=f"{uneven} {dotted}".strip()),
+        line_chart("Loss", losses, x_name=x_name, marks=marks, wide=True, y_name="nats per token", axes=axes,
+                   y_from=start, note=" ".join(filter(None, (uneven, cut, dotted)))),
+        difference_chart(records, units, x_name, axes),
         line_chart("Learning rate", curve_per_run("learning rate", lambda each: each.lr), x_name=x_name,
-                   from_zero=True),
-        line_chart("Tokens per second", curve_per_run("tokens per second", lambda each: each.tokens_per_s),
-                   unit="count", x_name=x_name, from_zero=True),
+                   from_zero=True, y_name="learning rate", axes=axes),
+        line_chart("Speed", curve_per_run("tokens/s", lambda each: each.tokens_per_s),
+                   unit="count", x_name=x_name, from_zero=True, y_name="tokens/s", axes=axes),
         line_chart("Gradient norm, before clipping", curve_per_run("gradient norm", lambda each: each.grad_norm),
-                   x_name=x_name, from_zero=True),
-        memory_chart(records, units, x_name),
+                   x_name=x_name, from_zero=True, y_name="L2 norm", axes=axes),
+        memory_chart(records, units, x_name, axes),
     ]
-    return f'<div class="grid">{"".join(charts)}</div>'
+    return f'{axis_choice(records, x_name, axes)}<div class="grid">{"".join(charts)}</div>'
+
+
+def axis_choice(records: Sequence[RunRecord], x_name: str, axes: Sequence[AltAxis]) -> str:
+    """Radio buttons for the axis of all curves (style sheet only, so that they work without scripts), and the figures
+    to download."""
+    kinds = [("step", f"{x_name}s" if x_name == "step" else x_name), *((axis.kind, axis.kind) for axis in axes)]
+    buttons = "".join(f'<label><input type="radio" name="x" id="x-{kind}"{" checked" if not index else ""}>{name}'
+                      "</label>" for index, (kind, name) in enumerate(kinds))
+    choice = f"<legend>x axis:</legend>{buttons}" if axes else ""
+    if not any(record.steps or record.evaluations for record in records):
+        return ""
+    data = f"data:text/csv;charset=utf-8,{quote(to_csv(records), safe=',:')}"
+    link = f'<a download="figures.csv" href="{escaped(data)}">Download the figures (CSV)</a>'
+    return f'<fieldset class="axis-choice">{choice}{link}</fieldset>'
+
+
+def alt_axes(records: Sequence[RunRecord]) -> list[AltAxis]:
+    """Tokens, if the steps of all runs have the same size; and the time in steps, of a single run."""
+    last = max((each.step for record in records for each in (*record.steps, *record.evaluations)), default=0)
+    size = records[0].facts.tokens_per_step if records[0].facts else 0
+    axes = [AltAxis("tokens", "tokens", [(0, 0), (last, last * size)])] if size and last else []
+    if len(records) == 1 and (times := elapsed(records[0].steps)) and times[-1][1] > 0:
+        unit, seconds = next(each for each in (("hours", 3600), ("minutes", 60), ("seconds", 1))
+                             if times[-1][1] >= 2 * each[1] or each[1] == 1)
+        stride = -(-len(times) // MAX_KNOTS)
+        knots = [(step, spent / seconds) for step, spent in (*times[:-1:stride], times[-1])]
+        rising = [knots[0], *(after for before, after in pairwise(knots) if after[0] > before[0] and after[1] > before[1])]
+        if len(rising) > 1:
+            axes.append(AltAxis("time", f"{unit} of training steps", rising))
+    return axes
+
+
+def after_warm_up(record: RunRecord) -> int:
+    """The step from which on losses decide the range of the axis; 0: all do.
+
+    The first losses are near log(vocabulary), so high that the rest of the run would be a flat line below them. A
+    warm-up of more than half the run is no guide: then it is a twentieth of the run.
+    """
+    if len(record.steps) < MIN_SMOOTHED:
+        return 0
+    last, warm_up = record.steps[-1].step, record.config.get("warmup_iters")
+    return warm_up if isinstance(warm_up, int) and 0 < warm_up <= last / 2 else last // 20
+
+
+def smoothed(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """A running mean of running medians, which a single spike does not move; empty for few points."""
+    if len(points) < MIN_SMOOTHED:
+        return []
+    few = [point for point in downsample(points, points[0][0], points[-1][0], MAX_POINTS).points
+           if math.isfinite(point.y)]
+    values = [point.y for point in few]
+    for average in (statistics.median, statistics.fmean):
+        reach = [min(max(len(values) // SMOOTHED_SHARE, 2), place, len(values) - 1 - place)
+                 for place in range(len(values))]  # shorter at both ends, which stay where they are
+        values = [average(values[place - side:place + side + 1]) for place, side in enumerate(reach)]
+    return [(point.x, value) for point, value in zip(few, values, strict=True)]
 
 
 def loss_series(record: RunRecord, index: int, unit: int, alone: bool) -> list[Series]:
-    """The loss of each step, and the evaluated losses; with several runs the former is faint."""
-    name = "" if alone else f"{record.name}, "
-    found = [Series(f"{name}training", [(each.step * unit, each.loss) for each in record.steps], index,
-                    "line" if alone else "faint")]
+    """A smoothed curve of the training loss, for a single run over the pale one of each report; the evaluated losses
+    over them. Where there are few reports they are not smoothed."""
+    name, reported = "" if alone else f"{record.name}, ", [(each.step * unit, each.loss) for each in record.steps]
+    clear, style = smoothed(reported), "dashed" if index % 2 else "line"
+    found = [Series(f"{name}training", clear or reported, index, style)]
+    if clear and alone:
+        found = [Series("training, each report", reported, index, "faint"), Series("training, smoothed", clear, index)]
     for split, called, colour in (("train", "training, evaluated", 2), ("val", "validation", 1)):
         if split == "train" and not alone:
             continue
@@ -182,7 +208,30 @@ def loss_series(record: RunRecord, index: int, unit: int, alone: bool) -> list[S
     return [each for each in found if each.points]
 
 
-def memory_chart(records: Sequence[RunRecord], units: Sequence[int], x_name: str) -> str:
+def difference_chart(records: Sequence[RunRecord], units: Sequence[int], x_name: str, axes: Sequence[AltAxis]) -> str:
+    """Validation losses of the other runs minus those of the first, where both were evaluated."""
+    curves = [[(step * unit, loss.mean) for step, loss in validation_losses(record)]
+              for record, unit in zip(records, units, strict=True)]
+    series = [Series(f"{record.name} − {records[0].name}",
+                     [(x, y - base) for x, y in curve if (base := value_at(curves[0], x)) is not None], index, "dotted")
+              for index, (record, curve) in enumerate(zip(records, curves, strict=True)) if index]
+    series = [each for each in series if each.points]
+    if not series:
+        return ""
+    return line_chart("Difference in validation loss", series, x_name=x_name, y_name="nats per token", axes=axes,
+                      levels=[Level(f"as {records[0].name}", 0.0, 0)], note="Below the line is better.", wide=True)
+
+
+def value_at(curve: Sequence[tuple[float, float]], x: float) -> float | None:
+    """The curve's value there, linear between its points; None outside of them."""
+    for (x0, y0), (x1, y1) in pairwise(curve):
+        if x0 <= x <= x1:
+            return y0 + (x - x0) / (x1 - x0) * (y1 - y0)
+    return next((y for at, y in curve if at == x), None)
+
+
+def memory_chart(records: Sequence[RunRecord], units: Sequence[int], x_name: str, axes: Sequence[AltAxis]) -> str:
+    """Empty where no device counted memory."""
     alone = len(records) == 1
     series: list[Series] = []
     levels: dict[float, Level] = {}  # by value: those of the same value become one, with both names
@@ -201,10 +250,10 @@ def memory_chart(records: Sequence[RunRecord], units: Sequence[int], x_name: str
                 same = levels.get(value)
                 levels[value] = Level(f"{same.name} and {name}{called}" if same else f"{name}{called}", value, colour)
     series = [each for each in series if each.points]
-    if not series and any(record.steps for record in records):
-        return line_chart("Memory", [], empty="This device has no memory counters.")
+    if not series:
+        return ""
     return line_chart("Peak memory so far", series, unit="bytes", x_name=x_name, levels=list(levels.values()),
-                      from_zero=True)
+                      from_zero=True, axes=axes, y_name="reserved")
 
 
 # ---- planned and measured memory
@@ -235,9 +284,9 @@ def plan_table(record: RunRecord) -> str:
             if planned.reserved:
                 cells[4] = f"{measured.reserved / planned.reserved - 1:+.2%}"
         figures = "".join(f'<td class="figure">{each}</td>' for each in cells)
-        rows.append(f"<tr><th>{escaped(clipped(PHASES.get(phase, phase)))}</th>{figures}</tr>")
+        rows.append(f'<tr><th scope="row">{escaped(clipped(PHASES.get(phase, phase)))}</th>{figures}</tr>')
     heads = ("planned, allocated", "reserved", "measured, allocated", "reserved", "reserved, difference")
-    return ("<table><thead><tr><th>phase</th>" + "".join(f'<th class="figure">{each}</th>' for each in heads)
+    return ("<table><thead><tr><th>phase</th>" + "".join(f'<th scope="col" class="figure">{each}</th>' for each in heads)
             + f"</tr></thead><tbody>{''.join(rows[:MAX_EVENTS])}</tbody></table>")
 
 
@@ -261,20 +310,31 @@ def events(records: Sequence[RunRecord]) -> str:
     if left_out > 0:
         rows[MAX_EVENTS // 2:-(MAX_EVENTS // 2)] = [
             f'<tr><td></td><td colspan="3" class="kind">{left_out:,} more</td></tr>']
-    which = "<th>run</th>" if len(records) > 1 else ""
-    return ('<h2>Events</h2><div class="card"><table><thead><tr><th class="figure">step</th>'
-            f"{which}<th>what</th><th></th></tr></thead><tbody>{''.join(rows)}</tbody></table></div>")
+    which = '<th scope="col">run</th>' if len(records) > 1 else ""
+    return ('<h2>Events</h2><div class="card"><table><thead><tr><th scope="col" class="figure">step</th>'
+            f'{which}<th scope="col">kind</th><th scope="col">what happened</th></tr></thead>'
+            f"<tbody>{''.join(rows)}</tbody></table></div>")
 
 
 def samples(records: Sequence[RunRecord]) -> str:
     blocks = "".join(
         f'<p class="quiet">{escaped(record.name) + ", " if len(records) > 1 else ""}step {each.step:,}</p>'
-        f'<pre class="sample">{escaped(clipped(each.text, MAX_SAMPLE_LENGTH))}</pre>'
+        f'<pre class="sample" tabindex="0">{escaped(clipped(each.text, MAX_SAMPLE_LENGTH))}</pre>'
         for record in records for each in record.samples[-MAX_SAMPLES:])
     return f'<h2>Samples</h2><div class="card">{blocks}</div>' if blocks else ""
 
 
-# ---- config and versions
+# ---- the command, config and versions
+
+
+def commands(records: Sequence[RunRecord]) -> str:
+    """A command per run that trains it again, from its data and with its seed."""
+    found = [(record, reproduce(record)) for record in records]
+    blocks = "".join((f'<p class="quiet">{escaped(record.name)}</p>' if len(records) > 1 else "")
+                     + '<pre class="command">'
+                     + escaped(clipped("\n".join(command_lines(words, COMMAND_WIDTH, 0)), MAX_SAMPLE_LENGTH)) + "</pre>"
+                     for record, words in found if words)
+    return f'<h2>To train it again</h2><div class="card">{blocks}</div>' if blocks else ""
 
 
 def config(records: Sequence[RunRecord]) -> str:

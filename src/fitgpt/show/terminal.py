@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import shlex
 import shutil
 import sys
 import textwrap
@@ -24,6 +25,11 @@ class Line(NamedTuple):
 def columns() -> int:
     """The width for lines of text: the terminal's, within limits that read well."""
     return min(max(shutil.get_terminal_size().columns, MIN_COLUMNS), MAX_COLUMNS)
+
+
+def known_width() -> int | None:
+    """The width to which a log is wrapped: the terminal's, or $COLUMNS; None for a file or a pipe without it."""
+    return columns() if sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdecimal() else None
 
 
 def can_redraw() -> bool:
@@ -57,6 +63,19 @@ def wrap(text: str, width: int, start: str = "", indent: int | None = None) -> l
     lines = textwrap.wrap(text.replace(" %", "\xa0%"), width, initial_indent=start, subsequent_indent=" " * indent,
                           break_long_words=False, break_on_hyphens=False)
     return [line.replace("\xa0", " ") for line in lines]
+
+
+def command_lines(words: Iterable[str], width: int, indent: int = 2) -> list[str]:
+    """A shell command, its words quoted, as lines of at most `width` columns that can be copied: all but the last end
+    with a backslash."""
+    lines = [" " * indent]
+    for word in map(shlex.quote, words):
+        if lines[-1].strip() and len(lines[-1]) + 1 + len(word) + 2 > width:
+            lines[-1] += " \\"
+            lines.append(" " * (indent + 2) + word)
+        else:
+            lines[-1] += f" {word}" if lines[-1].strip() else word
+    return lines
 
 
 def paragraph(text: str, width: int) -> str:
@@ -111,6 +130,13 @@ def sparkline(values: Sequence[float], width: int) -> str:
     means = [sum(finite[start:end]) / (end - start) for start, end in pairwise(cuts)]
     low, span = min(means), max(means) - min(means)
     return "".join("▁▂▃▄▅▆▇█"[round(7 * (mean - low) / span) if span else 0] for mean in means)
+
+
+def bar(share: float, width: int, *, unicode: bool = True) -> str:
+    """A bar of `width` characters, of which a `share` is filled; both parts can be told apart without colours."""
+    done, left = "█░" if unicode else "#."
+    filled = int(min(max(share, 0.0), 1.0) * width)  # rounded down: full only at the end
+    return done * filled + left * (width - filled)
 
 
 def fit_parts(parts: Sequence[tuple[int, str]], width: int) -> list[str]:

@@ -11,11 +11,12 @@ from contextlib import contextmanager
 
 from ..core.units import show_bytes, show_seconds
 from ..hardware.nvidia import GpuProcess, GpuState
-from ..runs.watch import MemoryHistory, RunState, WatchFrame
-from .progress import show_mfu
-from .terminal import LABEL_WIDTH, Line, can_redraw, has_unicode, printable, sparkline
+from ..runs.metrics import PHASES, MemoryReading
+from ..runs.watch import MemoryHistory, PhasePeak, RunState, WatchFrame, has_ended
+from .progress import difference, show_mfu
+from .terminal import LABEL_WIDTH, MIN_TEXT_WIDTH, Line, bar, can_redraw, has_unicode, printable, sparkline, table
 
-UNKNOWN, NO_PLAN = "N/A", "—"
+UNKNOWN, NO_PLAN = "n/a", "—"
 NEARLY_FULL = 0.95
 SPIKES_SHOWN = 3
 PROGRAMS_SHOWN = 6
@@ -44,8 +45,7 @@ def gpu_lines(card: GpuState, width: int) -> list[Line]:
     used = f"{_bytes(card.used_bytes)} of {_bytes(card.total_bytes)}" + (f", {share:.0%}" if share is not None else "")
     memory, room = [used], min(width - LABEL_WIDTH - len(used) - 2, 30)
     if share is not None and room >= 8:
-        filled = round(min(max(share, 0.0), 1.0) * room)
-        memory.append("█" * filled + "░" * (room - filled))
+        memory.append(bar(share, room))
     others = [one for one in card.programs if one.kind != "run"]
     return [
         *flowed(f"GPU {card.index}", [card.name], width, "bold"),
@@ -63,13 +63,11 @@ def run_lines(run: RunState, history: MemoryHistory, width: int, unicode: bool) 
     total = f" of {run.max_iters:,}" if run.max_iters is not None else ""
     share = f"{100 * run.step // run.max_iters}%" if run.max_iters else ""  # rounded down: 100% only at the end
     left, held = run.seconds_left, run.memory
-    mfu = UNKNOWN if run.mfu is None else show_mfu(run.mfu)
     silent = f", last record {show_seconds(run.silent_s)} ago" if run.silent_s is not None else ""
     status = {"elsewhere": f"{run.whereabouts}, which cannot be checked from here",
               "starting": f"starting: {run.whereabouts}", "running": f"running: {run.whereabouts}"}
     memory = [f"allocated {_bytes(held.allocated if held else None)}",
-              f"reserved {_bytes(held.reserved if held else None)}",
-              f"highest {_bytes(held.peak_reserved if held else None)}",
+              f"reserved {_bytes(held.reserved if held else None)}", f"highest {_bytes(run.highest_bytes)}",
               f"planned peak {_bytes(run.planned_bytes, NO_PLAN)}", f"headroom {_bytes(run.headroom_bytes)}"]
     if held is None and run.planned_bytes is None and run.headroom_bytes is None:
         memory = [UNKNOWN]
@@ -81,14 +79,30 @@ def run_lines(run: RunState, history: MemoryHistory, width: int, unicode: bool) 
         *flowed("", [run.hint], width),
         *flowed("step", [f"{run.step:,}{total}", share, run.phase or "",
                          f"{show_seconds(left)} left" if left is not None and math.isfinite(left) else ""], width),
-        *flowed("speed", [_figure(run.tokens_per_s, " tokens/s"), f"MFU {mfu}"], width),
+        *flowed("speed", [_figure(run.tokens_per_s, " tokens/s"), f"mfu {show_mfu(run.mfu)}"], width),
         *flowed("loss", [_figure(run.loss, digits=4), f"validation {_figure(run.val_loss, digits=4)}"], width),
         *(flowed("", [sparkline(run.losses, min(width - LABEL_WIDTH, GRAPH_WIDTH))], width, "cyan") if unicode else []),
         *flowed("memory", memory, width),
         *history_lines(history, width, unicode),
+        *peak_lines(run.peaks, None if has_ended(run) else held, width),
         *flowed("spikes", spikes, width, "yellow"),
         *flowed("warning", [run.warning], width, "yellow"),
     ]
+
+
+def peak_lines(peaks: Sequence[PhasePeak], now: MemoryReading | None, width: int) -> list[Line]:
+    """The highest memory of each phase since the run started, beside its plan; and what it uses `now`."""
+    if not peaks:
+        return []
+    rows = [("highest", "reserved", "planned", "", "allocated", "planned")]
+    rows += [(PHASES[peak.phase], _bytes(peak.reserved, NO_PLAN), _bytes(peak.planned_reserved, NO_PLAN),
+              difference(peak.reserved, peak.planned_reserved), _bytes(peak.allocated, NO_PLAN),
+              _bytes(peak.planned_allocated, NO_PLAN)) for peak in peaks]
+    if now is not None:
+        rows.append(("now", show_bytes(now.reserved), "", "", show_bytes(now.allocated), ""))
+    lines = table(rows, width=max(width - LABEL_WIDTH, MIN_TEXT_WIDTH), optional=(5, 4, 3)).splitlines()
+    return [Line((("" if index else "peaks").ljust(LABEL_WIDTH) + line)[:max(width, MIN_TEXT_WIDTH)])
+            for index, line in enumerate(lines)]
 
 
 def history_lines(history: MemoryHistory, width: int, unicode: bool) -> list[Line]:

@@ -23,7 +23,7 @@ from ..planning.fallback_ladder import fallback_plans
 from ..planning.forecast import Forecast, MemoryPlan
 from ..planning.plan import plan_for
 from ..planning.plan_file import FallbackPlan, fallback_plans_to_json, phases_to_json
-from ..runs.metrics import MemoryReading, PhaseMemory
+from ..runs.metrics import PhaseMemory, PhasePeaks
 from .memory_check import does_not_fit
 
 TOLERANCE = 0.01  # relative: a phase that needs more than this above its forecast is reported
@@ -87,18 +87,12 @@ def plan_on_device(config: RunConfig, choice: DeviceChoice, others: Mapping[str,
 
 # ---- measured memory
 
-class Peaks:
-    """The measured peak of each phase of a run."""
+class Peaks(PhasePeaks):
+    """PhasePeaks that can also measure on the device."""
 
     def __init__(self, device: torch.device) -> None:
-        self.of: dict[str, PhaseMemory] = {}
+        super().__init__()
         self._device = str(device)
-
-    def seen(self, phase: str, memory: MemoryReading) -> None:
-        if memory.peak_reserved:  # 0: the device has no counters
-            before = self.of.get(phase, PhaseMemory(0, 0))
-            self.of[phase] = PhaseMemory(max(before.allocated, memory.peak_allocated),
-                                         max(before.reserved, memory.peak_reserved))
 
     @property
     def most_allocated(self) -> int:
@@ -119,16 +113,6 @@ def phases_of(forecast: Forecast) -> dict[str, PhaseMemory]:
         train, step = forecast.phases["train"], forecast.phases["step"]
         phases["train"] = PhaseMemory(max(train.allocated, step.allocated), max(train.reserved, step.reserved))
     return phases
-
-
-def cumulative_reserved(measured: Mapping[str, PhaseMemory]) -> dict[str, PhaseMemory]:
-    """Measured phases with `reserved` as in forecasts: the maximum since the start of the run."""
-    most, found = 0, {}
-    for phase in ("load", "first_eval", "first_train", "train", "eval", "save"):
-        if phase in measured:
-            most = max(most, measured[phase].reserved)
-            found[phase] = PhaseMemory(measured[phase].allocated, most)
-    return found
 
 
 def over_forecast(forecast: Mapping[str, PhaseMemory], measured: Mapping[str, PhaseMemory]) -> list[str]:

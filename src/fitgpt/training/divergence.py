@@ -103,7 +103,7 @@ class DivergenceCheck:
         flags = suggest_lower_lr(config, RunConfig.from_dict(good.state["config"]))
         return NumericsError(
             f"{why} The run has diverged. Its last good checkpoint is of step {good.step}: {good.path}.{where}",
-            shlex.join(["fitgpt", "train", "--init_from=resume", f"--out_dir={config.out_dir}", *flags]))
+            shlex.join(["fitgpt", "train", "--resume", f"--out_dir={config.out_dir}", *flags]))
 
 
 def suggest_lower_lr(config: RunConfig, usual: RunConfig) -> list[str]:

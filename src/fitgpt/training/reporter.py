@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from ..engine.device import read_memory
 from ..engine.evaluate import Shrunk, evaluate
 from ..engine.oom import EvaluationDoesNotFit, OutOfMemory, fragmentation, may_spill, spill
 from ..runs.folder import RunFolder
-from ..runs.metrics import Evaluation, MemoryReading, RunFacts, StepReport
+from ..runs.metrics import Evaluation, RunFacts, StepReport
 from ..show.progress import Display
 from . import checkpoint
 from .device_memory import Peaks
@@ -88,13 +88,14 @@ class TrainingReporter:
         saved = checkpoint.save(self._folder.checkpoints, training.step, weights, moments, state, best=is_best,
                                 keep_last=self._config.keep_last, status=checkpoint_status(training))
         after = read_memory(self._facts.device)  # a save allocates no GPU memory
-        self.peaks.seen("save", MemoryReading(peak_allocated=max(before.allocated, after.allocated),
-                                              peak_reserved=max(before.reserved, after.reserved)))
+        memory = replace(after, peak_allocated=max(before.allocated, after.allocated),
+                         peak_reserved=max(before.reserved, after.reserved))
         for note in saved.notes:
             self._display.note(note)
         seconds = time.perf_counter() - started
         nbytes = sum(each.numel() * each.element_size() for part in (weights, moments) for each in part.values())
-        self._record({"kind": "save", "step": training.step, "best": is_best, "seconds": seconds})
+        self._record({"kind": "save", "step": training.step, "best": is_best, "seconds": seconds,
+                      "memory": asdict(memory)})
         self._display.saved(str(saved.path), seconds, nbytes)
 
     def set_aside_diverged(self) -> checkpoint.SetAside:
@@ -103,14 +104,12 @@ class TrainingReporter:
 
     def reported(self, report: StepReport) -> None:
         self._last_report = report
-        self.peaks.seen("train" if "first_train" in self.peaks.of else "first_train", report.memory)
         self._record({"kind": "step", **asdict(report)})
         self._display.step(report)
         for note in self._memory_warnings.of(report, self.peaks.most_allocated):
             self.tell({"kind": "note", "step": report.step, "text": note})
 
     def evaluated(self, evaluation: Evaluation, *, is_best: bool) -> None:
-        self.peaks.seen("eval" if "first_eval" in self.peaks.of else "first_eval", evaluation.memory)
         self._record({"kind": "eval", "best": is_best, **asdict(evaluation)})
         self._display.evaluated(evaluation, is_best)
         if self._wandb:
@@ -121,6 +120,7 @@ class TrainingReporter:
 
     def _record(self, row: dict[str, Any]) -> None:
         """Writes a row of metrics.jsonl. On a full disk rows wait here, in order, and training continues."""
+        self.peaks.add(row)
         self._waiting.append(row)
         try:
             while self._waiting:

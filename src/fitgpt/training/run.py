@@ -35,7 +35,6 @@ from .build import build_training, check_data, find_source, restore, take_shape
 from .device_memory import (
     DeviceMemoryPlan,
     Peaks,
-    cumulative_reserved,
     over_forecast,
     phases_of,
     plan_on_device,
@@ -101,7 +100,8 @@ def run_loop(config: RunConfig, facts: RunFacts, choice: DeviceChoice, dataset: 
     if stop_requested():  # while torch was loading
         raise Interrupted("Stopped before training began, as requested.")
     peaks = Peaks(training.device)
-    peaks.seen("load", read_memory(facts.device))
+    started = {"kind": "run", **asdict(facts), "memory": asdict(read_memory(facts.device))}
+    peaks.add(started)
     splits = evaluation_splits(dataset, ("train", "val"), windows=config.eval_iters * config.batch_size,
                                block=config.eval_block, seed=config.seed)
     display = open_display(facts, terminal=sys.stdout.isatty())
@@ -109,7 +109,7 @@ def run_loop(config: RunConfig, facts: RunFacts, choice: DeviceChoice, dataset: 
                                 stop_requested, peaks, device_memory.plan.budget.usable if device_memory.plan else 0)
     guard = Guard(training, config, choice, dataset, folder, reporter, device_memory)
     try:
-        folder.append_metrics({"kind": "run", **asdict(facts)})
+        folder.append_metrics(started)
         if device_memory.plan:
             folder.append_metrics(plan_row(device_memory.plan, device_memory.ladder()))
             display.note(memory_plan(device_memory.plan))
@@ -129,7 +129,7 @@ def run_loop(config: RunConfig, facts: RunFacts, choice: DeviceChoice, dataset: 
         guard.close()
         display.close()
         if device_memory.plan and "train" in peaks.of:
-            measured = cumulative_reserved(peaks.of)
+            measured = peaks.since_start()
             say(plan_vs_measured(phases_of(device_memory.plan.forecast), measured))
             with suppress(SystemFault):  # such as a full disk: it must not hide why the run ended
                 folder.append_metrics({"kind": "plan_measured", "phases": phases_to_json(measured)})
@@ -143,7 +143,7 @@ def rehearse_under_guard(guard: Guard, reporter: TrainingReporter, training: Tra
         lambda: rehearse(training, guard.config, guard.batches, reporter.short_eval, reporter.peaks))
     if isinstance(done, DeviceError):
         raise done
-    seconds, measured = show_seconds(time.perf_counter() - started), cumulative_reserved(reporter.peaks.of)
+    seconds, measured = show_seconds(time.perf_counter() - started), reporter.peaks.since_start()
     reporter.tell({"kind": "rehearsal", "step": training.step, "phases": phases_to_json(measured), "text":
                    f"rehearsed in {seconds}: evaluation, two iterations and a checkpoint's copies, at full size."})
     if device_memory.plan and guard.config == requested:
@@ -178,17 +178,20 @@ def rehearse_only(config_dict: Mapping[str, Any], notes: Sequence[str], others: 
                            lambda batch, why: failures.append(f"evaluation: {why.short}.")), peaks))
     if isinstance(done, OutOfMemory):
         failures.append(f"training: {done.short}.")
-    seconds, measured = time.perf_counter() - started, cumulative_reserved(peaks.of)
+    seconds, measured = time.perf_counter() - started, peaks.since_start()
     forecast = phases_of(device_memory.plan.forecast) if device_memory.plan else {}
     exceeded = over_forecast(forecast, measured)
-    wrote = write_over(Path(out), json.dumps({
-        "schema": REHEARSAL_SCHEMA, "versions": versions(), "device": choice.device, "device_name": choice.name,
-        "seconds": seconds, "config": config.to_dict(), "forecast": phases_to_json(forecast),
-        "measured": phases_to_json(measured), "over_forecast": exceeded, "out_of_memory": failures,
-    }, indent=1, ensure_ascii=False) + "\n")
+    where = "Nothing was measured, so no file was written."
+    if measured or failures:
+        wrote = write_over(Path(out), json.dumps({
+            "schema": REHEARSAL_SCHEMA, "versions": versions(), "device": choice.device, "device_name": choice.name,
+            "seconds": seconds, "config": config.to_dict(), "forecast": phases_to_json(forecast),
+            "measured": phases_to_json(measured), "over_forecast": exceeded, "out_of_memory": failures,
+        }, indent=1, ensure_ascii=False) + "\n")
+        where = f"The measurements are in {wrote}."
     say(plan_vs_measured(forecast, measured) if device_memory.plan else NOT_COMPARED)
     say(f"rehearsed in {show_seconds(seconds)}: evaluation, two iterations and a checkpoint's copies, at full size. "
-        f"The measurements are in {wrote}.")
+        f"{where}")
     if failures:
         raise DoesNotFit(f"Out of memory in the rehearsal. {' '.join(failures)}",
                          "`fitgpt plan` with the same options and --options shows what each change would save.")
@@ -205,7 +208,7 @@ def gather_facts(config: RunConfig, choice: DeviceChoice, dataset: Dataset, star
         device_name=choice.name, dtype=choice.dtype, compiled=choice.compile, peak_flops=flops, peak_source=source,
         tokens_per_step=config.tokens_per_step, train_tokens=dataset.summary.train_tokens,
         val_tokens=dataset.summary.val_tokens, start_step=start_step, max_iters=config.max_iters,
-        versions=versions(), notes=tuple(notes))
+        versions=versions(), notes=tuple(notes), tokenizer=dataset.summary.tokenizer)
 
 
 def versions() -> dict[str, str]:

@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,7 @@ def supervise(assignments: Sequence[Assignment]) -> int:
         raise UsageError(
             f"WORLD_SIZE is {world}: fitgpt trains with one process on one GPU for now.",
             "Start it without torchrun: fitgpt train …  (unset WORLD_SIZE if your shell still has it)")
+    require_packages()
     check_allocator_env(os.environ)
     config, notes = training_config(assignments)
     if config.fit:
@@ -122,6 +124,14 @@ def supervise(assignments: Sequence[Assignment]) -> int:
             f"{RESTARTS}).", warning=True)
         config = replace(config, init_from="resume")
     return conclude(code, report, config)
+
+
+def require_packages() -> None:
+    """ModuleNotFoundError if a package of the worker is not installed. Before anything else: preparing data, for
+    example, needs the same packages. Imports none of them."""
+    for package in ("torch", "numpy", "safetensors"):
+        if find_spec(package) is None:
+            raise ModuleNotFoundError(f"Training needs {package}.", name=package)
 
 
 def run_worker(given: WorkerConfig) -> tuple[int, dict[str, Any]]:
@@ -206,7 +216,7 @@ def conclude(code: int, report: Mapping[str, Any], config: RunConfig) -> int:
     """The worker's exit code, or the error it reported."""
     if code in (0, STOPPED_AT_ONCE):
         return code
-    resume = shlex.join(["fitgpt", "train", "--init_from=resume", f"--out_dir={config.out_dir}"])
+    resume = shlex.join(["fitgpt", "train", "--resume", f"--out_dir={config.out_dir}"])
     fix = f"To resume from the last checkpoint: {resume}" if can_resume(config.out_dir) else ""
     if not report:
         raise error_for_exit(code, fix)

@@ -65,6 +65,13 @@ const charts = (() => {
     return x - xs[low] <= xs[high] - x ? low : high;
   }
 
+  function between(knots, value, from, to) { // the value of one column of the knots, as the other has it
+    const found = knots.findIndex((knot, place) => place > 0 && value <= knot[from]);
+    const place = found < 0 ? knots.length - 1 : found;
+    const before = knots[place - 1], after = knots[place];
+    return before[to] + (value - before[from]) / (after[from] - before[from]) * (after[to] - before[to]);
+  }
+
   function valuesFrom(changes, count) { // [place, value, place, value …] → the value at every place
     const y = new Array(count).fill(0);
     for (let n = 0; n < changes.length; n += 2) y.fill(changes[n + 1], changes[n]);
@@ -264,11 +271,22 @@ const charts = (() => {
         svg("text", { x: -8, y: this.down(y), dy: 4, "text-anchor": "end" },
           tickLabel(this.data.unit, y, rows.step, most))]));
       if (this.data.kind === "stacked") return;
-      const columns = ticks("count", x0, x1, Math.max(2, Math.min(Math.round(box.width / 60), 12)));
+      const mostColumns = Math.max(2, Math.min(Math.round(box.width / 60), 12));
+      for (const axis of this.data.axes || []) this.drawAltAxis(axis, mostColumns);
+      const columns = ticks("count", x0, x1, mostColumns);
       const whole = columns.found.filter((x) => columns.step >= 1 || Number.isInteger(x));
       this.plot.querySelector(".axis.x").replaceChildren(...whole.map((x) =>
         svg("text", { x: this.across(x), y: "100%", dy: 18, "text-anchor": "middle" },
           tickLabel("count", x, columns.step, Math.max(Math.abs(x0), Math.abs(x1))))));
+    }
+
+    drawAltAxis({ kind, knots }, mostColumns) { // tokens or time, in place of steps
+      const { x0, x1 } = this.view;
+      const low = between(knots, Math.max(x0, knots[0][0]), 0, 1), high = between(knots, Math.min(x1, knots.at(-1)[0]), 0, 1);
+      const { step, found } = ticks("count", low, high, mostColumns);
+      this.plot.querySelector(`.axis.x-${kind}`).replaceChildren(...found.map((value) =>
+        svg("text", { x: this.across(between(knots, value, 1, 0)), y: "100%", dy: 18, "text-anchor": "middle" },
+          tickLabel("count", value, step, high))));
     }
 
     place(element) { // what lies over the drawing at its own size
@@ -277,7 +295,7 @@ const charts = (() => {
         || (dy !== undefined && (+dy < this.view.y0 || +dy > this.view.y1));
       element.setAttribute("visibility", outside ? "hidden" : "visible");
       for (const part of [element, ...element.children]) {
-        const names = { line: [["x1", "x2"], ["y1", "y2"]], circle: [["cx"], ["cy"]], text: [["x"], ["y"]] }[part.tagName];
+        const names = { line: [["x1", "x2"], ["y1", "y2"]], circle: [["cx"], ["cy"]], text: [["x"], ["y"]], rect: [["x"], []] }[part.tagName];
         if (!names) continue;
         if (dx !== undefined) for (const name of names[0]) part.setAttribute(name, this.across(+dx));
         if (dy !== undefined) for (const name of names[1]) part.setAttribute(name, this.down(+dy));
@@ -339,7 +357,9 @@ const charts = (() => {
       }
       const near = (this.view.x1 - this.view.x0) * 0.02;
       const events = this.data.marks.filter(([at]) => Math.abs(at - x) <= near / 2);
-      return [line(this.data.xName, formatValue("count", x), ""), ...this.data.series.filter((one) => one.x.length).map((one) => {
+      const others = (this.data.axes || []).map(({ name, knots }) =>
+        line(name, formatValue("count", Math.max(between(knots, x, 0, 1), 0)), ""));
+      return [line(this.data.xName, formatValue("count", x), ""), ...others, ...this.data.series.filter((one) => one.x.length).map((one) => {
         const place = nearest(one.x, x);
         const away = Math.abs(one.x[place] - x) > near ? ` (${this.data.xName} ${formatValue("count", one.x[place])})` : "";
         const spread = one.low && typeof one.y[place] === "number"

@@ -39,7 +39,9 @@ def plan_text(plan: Plan, width: int = 80, *, colour: bool = False) -> str:
     if not plan.fits:
         parts.append(suggestion_text(plan.changes, forecast.trainer, width, priced=priced))
     rows = [("run", run_text(plan.duration)), ("assumes", assumptions_text(plan)),
-            ("accuracy", accuracy_text(plan, plan.track_record)), ("GPU", " ".join(budget.sources)),
+            ("accuracy", accuracy_text(plan, plan.track_record)),
+            *((("nearest", f"recorded run: {nearest.describe()}"),) if (nearest := plan.nearest_recorded_run) else ()),
+            ("GPU", " ".join(budget.sources)),
             *(("note", note) for note in plan.notes)]
     parts.append(labelled_rows(rows, width))
     if plan.options is not None:

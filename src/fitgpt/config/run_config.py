@@ -50,9 +50,9 @@ device_name = must(partial(fullmatch, r"auto|cpu|mps|cuda(:[0-9]{1,3})?"),
                    "must be auto, cpu, cuda, cuda:N (the Nth GPU, from 0) or mps")
 
 
-def size_like(text: str, least: int = 1) -> str | None:
+def size_like(text: str, least: int = 1, unit: str = "") -> str | None:
     try:
-        return None if not text or parse_bytes(text) >= least else "must be above 0"
+        return None if not text or parse_bytes(text, unit) >= least else "must be above 0"
     except UsageError:
         return "takes a size such as 11.5GiB or 2118MiB"
 

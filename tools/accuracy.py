@@ -24,7 +24,7 @@ from fitgpt.config.resolve import resolve_run
 from fitgpt.config.run_config import RunConfig
 from fitgpt.memory.platform import Platform
 from fitgpt.memory.timeline import PhasePeak, replay
-from fitgpt.planning.forecast import COLUMNS, SHAPE, record_kind
+from fitgpt.planning.forecast import COLUMNS, SHAPE, record_kind, recorded_options
 from fitgpt.tapes import engine as engine_tape
 from fitgpt.tapes.nanogpt import write
 from fitgpt.tapes.nanogpt_compiled import has_odd_sizes
@@ -163,10 +163,17 @@ def basis(path: Path, gpu: str, torch: str) -> list[dict[str, Any]]:
     for name, of_run in runs.items():
         config = RunConfig(**configs[name])
         worst = max((abs(each.percent), each.percent) for each in of_run)[1]
+        reserved = [each for each in of_run if each.name.endswith("reserved")]
+        allocated = [each for each in of_run if each not in reserved]
         found.append({"trainer": kinds[name], "gpu": gpu, "torch": torch, "name": name,
+                      "params": config.gpt_config().count_params(),
                       **{option: getattr(config, option) for option in SHAPE},
                       "mode": "compiled" if config.compile else "eager",
-                      "reserved_bytes": max(each.measured for each in of_run if each.name.endswith("reserved")),
+                      "options": recorded_options(config, trainer),
+                      "allocated_bytes": max(each.measured for each in allocated),
+                      "reserved_bytes": max(each.measured for each in reserved),
+                      "forecast_allocated_bytes": max(each.predicted for each in allocated),
+                      "forecast_reserved_bytes": max(each.predicted for each in reserved),
                       "figures": len(of_run), "worst_percent": round(worst, 3)})
     return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import shutil
@@ -42,7 +43,7 @@ def walk(argv: Sequence[str], cls: type[Options], *, config_files: bool = True, 
             only_arguments = True
         elif token.startswith("-") and token != "-" and not only_arguments:
             found.append(_flag(token, rest, cls, other_commands, found))
-        elif config_files and (token.endswith(".py") or positional is None):
+        elif config_files and (positional is None or (token.endswith(".py") and not _is_text(token, positional))):
             found += _from_file(token, cls, borrowed, other_commands, found)
         elif positional is None:
             raise UsageError(f"`fitgpt {cls.command}` takes only options, and {token!r} is not one.",
@@ -103,6 +104,11 @@ def _flag(token: str, rest: list[str], cls: type[Options], other_commands: Itera
     if spec.kind == "texts":
         return Assignment(name, (*_texts(found, name), text), where)
     return Assignment(name, parse_value(cls, name, text, where), where)
+
+
+def _is_text(token: str, positional: OptionSpec) -> bool:
+    """Whether the token is a text such as 'Killed python train.py', for an option that takes any text."""
+    return positional.rule is None and " " in token and not os.path.exists(token)
 
 
 def _texts(found: list[Assignment], key: str) -> tuple[str, ...]:

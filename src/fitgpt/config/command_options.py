@@ -33,6 +33,7 @@ _source = partial(option, group="where the text comes from")
 _result = partial(option, group="the dataset to write")
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 _optional_path = optional(path_like)
+_mib_like = partial(size_like, unit="MiB")
 
 
 def token_count(text: str, least: int = 0) -> Problem | None:
@@ -303,16 +304,18 @@ class ExplainOptions(Options):
     command = "explain"
 
     target: str = _explain("", "a file with a message, an nvidia-smi screen or a memory snapshot, a run folder, a "
-                           "plan, - for standard input, or the message itself; may stand alone, without --target=",
-                           positional=True,
-                           rule=lambda text: None if "memory" in text.lower() else _optional_path(text))
+                           "plan, - for standard input, or the text itself: a message, or \"6582MiB / 12282MiB\"; "
+                           "may stand alone, without --target=", positional=True)
     config: str = _explain("", "the run's config file, or its folder; a config file may also stand alone",
                            rule=_optional_path)
-    reading: str = _explain("", "memory in use on the GPU, as nvidia-smi shows it: 6582MiB", rule=size_like)
-    process: str = _explain("", "memory of the run's own process, as nvidia-smi shows it: 4464MiB", rule=size_like)
+    reading: str = _explain("", "memory in use on the GPU, as nvidia-smi shows it: 6582MiB; without a unit, MiB",
+                            rule=_mib_like)
+    process: str = _explain("", "memory of the run's own process, as nvidia-smi shows it: 4464MiB; without a unit, MiB",
+                            rule=_mib_like)
     gpu: str = _explain("", "the GPU it happened on: 4070, \"RTX 3060 12GB\" (`fitgpt cards` lists them); by default "
                         "the one that the message names, or the one in this machine", synonyms=("card", "device_name"))
-    others: str = _explain("", "GPU memory of other processes: 2118MiB", rule=partial(size_like, least=0))
+    others: str = _explain("", "GPU memory of other processes: 2118MiB; without a unit, MiB",
+                           rule=partial(_mib_like, least=0))
     trainer: str = _explain("auto", "which trainer it was; auto: as the traceback and the sizes show, else fitgpt",
                             choices=("auto", "fitgpt", "nanogpt"))
     json: bool = _explain(False, "print JSON")

@@ -54,13 +54,14 @@ device_name = must(partial(fullmatch, r"auto|cpu|mps|cuda(:[0-9]{1,3})?"),
 DTYPE_NAMES = {"fp32": "float32", "float": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16"}
 
 
-def size_like(text: str, least: int = 1) -> Problem | str | None:
+def size_like(text: str, least: int = 1, unit: str = "") -> Problem | str | None:
+    """`unit`: that of a bare number."""
     try:
-        return None if not text or parse_bytes(text) >= least else "must be above 0"
+        return None if not text or parse_bytes(text, unit) >= least else "must be above 0"
     except UsageError:
         number = fullmatch(r"[0-9]{1,9}(\.[0-9]+)?", text.strip())  # the unit is missing
-        unit = "GiB" if number and float(number[0]) < 512 else "MiB"
-        return Problem("takes a size such as 11.5GiB or 2118MiB", f"{number[0]}{unit}" if number else None)
+        likely = "GiB" if number and float(number[0]) < 512 else "MiB"
+        return Problem("takes a size such as 11.5GiB or 2118MiB", f"{number[0]}{likely}" if number else None)
 
 
 _io = partial(option, group="run")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import re
+import unicodedata
 
 from .errors import UsageError
 
@@ -12,15 +13,26 @@ KiB, MiB, GiB, TiB = 2**10, 2**20, 2**30, 2**40
 _BYTE_UNITS = {"": 1, "b": 1, "k": KiB, "kb": 10**3, "kib": KiB, "m": MiB, "mb": 10**6, "mib": MiB,
                "g": GiB, "gb": 10**9, "gib": GiB, "t": TiB, "tb": 10**12, "tib": TiB}
 _COUNT_UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
-# A comma parts thousands and nothing else: 11,5GiB is refused, not taken for 115.
-_QUANTITY = re.compile(r"\s*((?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9][0-9_]*)(?:\.[0-9]+)?(?:[eE]\+?[0-9]{1,2})?|\.[0-9]+)"
-                       r"\s*([A-Za-z]*)\s*\Z")
+# 2,118 and 1_000: a group of three digits after a comma are thousands. 6,5: one or two digits are decimals.
+_NUMBER = (r"[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?|[0-9]+,[0-9]{1,2}"
+           r"|[0-9][0-9_]*(?:\.[0-9]+)?(?:[eE]\+?[0-9]{1,2})?|\.[0-9]+")
+_QUANTITY = re.compile(rf"\s*({_NUMBER})\s*([A-Za-z]*)\s*\Z")
+_ARABIC_SEPARATORS = {"٫": ".", "٬": ","}
 
 
-def parse_bytes(text: str) -> int:
-    """'11.5GiB', '2118 MiB', '12GB', '8G' (= GiB) or plain bytes; '8' and '2118' are not taken for bytes."""
+def ascii_digits(text: str) -> str:
+    """The text with full-width, Arabic-Indic, Devanagari and other decimal digits written as 0 to 9."""
+    return "".join(_ARABIC_SEPARATORS.get(sign, str(unicodedata.decimal(sign, sign)))
+                   for sign in unicodedata.normalize("NFKC", text))
+
+
+def parse_bytes(text: str, unit: str = "") -> int:
+    """'11.5GiB', '2118 MiB', '6,5 GB', '8G' (= GiB) or plain bytes. '8' and '2118' are not bytes: they have the given
+    unit, and without one they are an error."""
     nbytes = _parse(text, _BYTE_UNITS, "a size such as 11.5GiB or 2118MiB")
     if 0 < nbytes < MiB and text.strip()[-1].isdigit():
+        if unit:
+            return parse_bytes(f"{text.strip()}{unit}")
         likely = "GiB" if nbytes < 512 else "MiB"
         raise UsageError(f"{text!r} is a size without a unit.", f"{text.strip()}{likely}, for instance.")
     return nbytes
@@ -37,11 +49,12 @@ def parse_count(text: str) -> int:
 
 
 def _parse(text: str, units: dict[str, int], wanted: str) -> int:
-    match = _QUANTITY.match(text)
+    match = _QUANTITY.match(ascii_digits(text))
     unit = units.get(match[2].lower()) if match else None
     if match is None or unit is None:
         raise UsageError(f"{text!r} is not {wanted}.")
-    return round(float(match[1].replace("_", "").replace(",", "")) * unit)
+    decimal_comma = re.fullmatch(r"[0-9]+,[0-9]{1,2}", match[1])
+    return round(float(match[1].replace("_", "").replace(",", "." if decimal_comma else "")) * unit)
 
 
 def show_bytes(nbytes: int) -> str:

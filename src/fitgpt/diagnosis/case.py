@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from ..config.resolve import ResolvedRun, resolve_run
 from ..config.run_config import DEFAULT_VOCAB, GPT2_VOCAB, RunConfig
-from ..core.units import GiB, MiB
+from ..core.units import GiB, MiB, show_bytes
 from ..hardware.gpus import GpuModel, load
 from ..memory.allocator import LARGE_BUFFER, SMALL_BUFFER, allocation_size
 from ..memory.platform import Platform
@@ -21,9 +21,10 @@ from ..memory.tape import Event, Tape, round_size
 from ..memory.timeline import Timeline, replay
 from ..planning.budget import Budget, budget_for, platform_for
 from ..planning.forecast import Forecast, MemoryPlan, forecast, write_tape
-from .oom_message import OomMessage, is_compiled, phase_of, trainer_of
+from .oom_message import FRAMEWORKS, OomMessage, is_compiled, phase_of, trainer_of
 
-NOT_ON_GPU = ("killed", "ram", "mps")  # kinds of messages that the forecast of a CUDA GPU does not explain
+# Kinds of messages that the forecast of a CUDA GPU does not explain.
+NOT_ON_GPU = ("killed", "ram", "mps", "vague", *FRAMEWORKS.keys() - {"nccl", "unsloth"})
 SAME_CARD = 0.004  # the usable memory of one GPU model may differ by this: 24084 and 24217 MiB of a 4090
 SAME_RUN = 0.1     # if the allocated memory differs by more, tape and message are not of the same run
 TRAINERS = {"fitgpt": "fitgpt", "nanogpt": "nanoGPT"}
@@ -164,6 +165,24 @@ def usage_in(message: OomMessage) -> GpuUsage | None:
     return GpuUsage(message.total, message.free, message.allocated, message.unallocated, process, others, tuple(listed))
 
 
+MIN_CONTEXT, MAX_CONTEXT = 150 * MiB, 800 * MiB  # of a process that only touched a GPU
+SAME_CONTEXT = 0.03  # contexts on one GPU differ by less
+
+
+def rank_contexts(processes: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Of (pid, bytes), those that are contexts of other ranks: two or more of nearly the same size."""
+    small = sorted((each for each in processes if MIN_CONTEXT <= each[1] <= MAX_CONTEXT), key=lambda each: each[1])
+    alike = [[other for other in small if abs(other[1] - size) <= SAME_CONTEXT * size] for _, size in small]
+    most = max(alike, key=len, default=[])
+    return most if len(most) > 1 else []
+
+
+def describe_rank_contexts(contexts: Sequence[tuple[int, int]]) -> str:
+    total = sum(size for _, size in contexts)
+    return (f"{len(contexts)} other processes hold about {show_bytes(total // len(contexts))} each, "
+            f"{show_bytes(total)} together: the CUDA contexts of other ranks, which should be on their own GPUs.")
+
+
 def budget_at_failure(message: OomMessage, usage: GpuUsage | None, card: GpuModel | None, others: int) -> Budget | None:
     """What the run could have reserved, by the message's figures or else by the card's; None if neither is known.
 
@@ -216,6 +235,8 @@ def match_tensor(message: OomMessage, phase: str, run: ExplainedRun, limit: int 
     failing = next((each for each in agreeing if each.fails_here), None)
     if failing is not None or is_segment_size(message):
         return failing
+    if phase == "save":  # another tensor of this size says nothing about it
+        found = []
     return min(agreeing or found, key=lambda each: abs(each.allocated - (message.allocated or 0)), default=None)
 
 
@@ -267,7 +288,7 @@ _OWNERS = {"weights": "weights", "gradients": "a gradient", "optimizer": "optimi
            "workspace": "a kernel's workspace", "data": "the batch", "other": "a small tensor"}
 _BACKWARD = re.compile(r"(?:\d+\.)?d_.*|.*\.(?:grad|raw|fresh)|.*backward.*")
 _TENSORS = tuple((re.compile(pattern), text) for pattern, text in (
-    (r"log_softmax\.float", "the float32 copy of the log-probabilities, which the loss keeps for its backward pass"),
+    (r"log_softmax\.float", "the float32 copy of the log-probabilities, which the loss is computed from"),
     (r"log_softmax", "the log-probabilities of every token"),
     (r"logits of .*", "the logits of every token"),
     (r"logits", "the logits of one chunk of the loss"),
@@ -344,8 +365,13 @@ def describe_choice(chosen: Hypothesis, hypotheses: Sequence[Hypothesis]) -> str
 
     also = [each.describe() for each in hypotheses if each.match is not None and each is not chosen]
     without = [each.describe() for each in hypotheses if each.match is None]
-    text = (f"Trainer or compile mode was not given: {chosen.describe()} (--trainer={chosen.run.trainer} "
-            f"--compile={compiled}) explains the message")
+    missing = {"Trainer": len({each.run.trainer for each in hypotheses}) > 1,
+               "compile mode": len({each.run.resolved.compile for each in hypotheses}) > 1}
+    what = " and ".join(name for name, varies in missing.items() if varies)
+    flags = [f"--trainer={chosen.run.trainer}"] if missing["Trainer"] else []
+    flags += [f"--compile={compiled}"] if missing["compile mode"] else []
+    text = (f"{what[0].upper()}{what[1:]} {'were' if all(missing.values()) else 'was'} not given: {chosen.describe()} "
+            f"({' '.join(flags)}) explains the message")
     text += f" best; {join(also)} may request this size, too" if also else ""
     text += f"; {join(without)} never request{'s' if len(without) == 1 else ''} this size" if without else ""
     return f"{text}."

@@ -28,8 +28,8 @@ from .case import (
     guess_logits,
     is_segment_size,
 )
-from .oom_message import OomMessage, user_frame
-from .rules import TOOLS, had_free_memory, matching_rules
+from .oom_message import FRAMEWORKS, OomMessage, user_frame
+from .rules import TOOLS, Rule, had_free_memory, matching_rules
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def diagnose(message: OomMessage, run: ExplainedRun | None = None, card: GpuMode
     # The advice of the rules that decide, then changes with their forecast, then the advice of the other rules.
     advice = {decides: [Remedy(todo, effect) for each in rules if each.decides == decides
                         for todo, effect in each.rule.advice_for(case)] for decides in (True, False)}
-    changes = remedies_for(case.run, case.plan) if case.run is not None and case.plan is not None else ()
+    changes = remedies_for(case.run, case.plan) if case.run and case.plan and case.phase != "save" else ()
     remedies = (*advice[True], *changes, *advice[False])
     last = {remedy.todo: number for number, remedy in enumerate(remedies)}  # what several rules advise comes late
 
@@ -114,7 +114,7 @@ def diagnose(message: OomMessage, run: ExplainedRun | None = None, card: GpuMode
 
     shares, shares_of = _usage_shares(case)
     return Diagnosis(
-        subject="message", title=_title(message), what=_what(case), phase=case.tape_phase, shares=shares,
+        subject="message", title=_title(message, rules[0].rule), what=_what(case), phase=case.tape_phase, shares=shares,
         shares_of=shares_of, causes=tuple(Cause(each.rule.code, each.text) for each in rules),
         remedies=tuple(remedies[number] for number in sorted(last.values())), needed=_needed(case), notes=tuple(notes))
 
@@ -122,11 +122,15 @@ def diagnose(message: OomMessage, run: ExplainedRun | None = None, card: GpuMode
 # ---- what happened
 
 
-def _title(message: OomMessage) -> str:
+def _title(message: OomMessage, cause: Rule) -> str:
     if message.kind == "killed":
         return "The process was killed, most likely because CPU RAM ran out, not GPU memory."
     if message.kind == "ram":
         return "CPU RAM ran out, not GPU memory."
+    if message.kind in FRAMEWORKS:
+        return f"{cause.title}."
+    if message.kind == "vague":
+        return "Memory ran out."
     if message.requested is None:
         return "Most likely GPU memory ran out." if "NOT_INITIALIZED" in message.text else "GPU memory ran out."
     free = "" if message.free is None else f"; {show_bytes(message.free)} were free"
@@ -220,7 +224,8 @@ def _needed(case: Case) -> tuple[str, ...]:
         needed.append("the run's config, fitgpt explain FILE config.py: which tensor it was, what each change saves")
     if not message.frames and case.match is None:
         needed.append("the traceback above the message: in which phase it happened")
-    if message.kind in ("library", "driver") or (case.usage is not None and case.usage.others is None):
+    without_figures = message.kind in ("library", "driver", "nccl", "unsloth")
+    if without_figures or (case.usage is not None and case.usage.others is None):
         tool = TOOLS[case.vendor]["list_processes"]
         if case.vendor == "nvidia":
             needed.append(f"{tool}'s output at that moment: which processes hold the GPU's memory")
@@ -250,6 +255,7 @@ def _forecast_note(case: Case, run: ExplainedRun, plan: MemoryPlan) -> str:
 # ---- changes of the run, with their forecast
 
 MAX_REMEDIES = 4
+MIN_SAVING = 0.02  # of the peak; less is not worth listing
 EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 # Tried if no single change is enough: several together, with fitgpt, the exact ones first.
 COMBINATIONS: tuple[dict[str, Any], ...] = (
@@ -261,39 +267,53 @@ COMBINATIONS: tuple[dict[str, Any], ...] = (
 )
 
 
-def remedies_for(run: ExplainedRun, plan: MemoryPlan) -> tuple[Remedy, ...]:
-    """If the plan fits, what the smallest change of each family saves. Otherwise the smallest of each family that makes
-    the run fit; if none does, several together."""
-    # For `fitgpt train`, without a `compile` that was inferred from another trainer's run.
-    fitgpt_config = replace(run.config, compile="auto") if run.inferred and run.trainer != "fitgpt" else run.config
-    # Without changes of what is trained: another context, or other tokens per step.
-    families = by_family(tuple(
-        changed if changed.change.trainer == run.trainer else changed._replace(config=fitgpt_config)
+def _families(run: ExplainedRun) -> list[list[ChangedRun]]:
+    """The single changes of the run by family, ranked as in planning/changes.py; for `fitgpt train` without a `compile`
+    that was inferred from another trainer's run; without changes of what is trained: another context, or other tokens
+    per step."""
+    return list(by_family(tuple(
+        changed if changed.change.trainer == run.trainer else changed._replace(config=_fitgpt_config(run))
         for changed in single_changes(run.config, run.trainer, compiles=run.platform.compiles)
-        if changed.change.comparable and changed.change.family != "accumulation")).values()
+        if changed.change.comparable and changed.change.family != "accumulation")).values())
+
+
+def _fitgpt_config(run: ExplainedRun) -> RunConfig:
+    return replace(run.config, compile="auto") if run.inferred and run.trainer != "fitgpt" else run.config
+
+
+def savings(run: ExplainedRun) -> tuple[Remedy, ...]:
+    """What the smallest exact change of each family saves, where that is worth listing."""
+    first = [family[0] for family in _families(run) if family[0].change.exact]
+    saving = (changed for changed in first
+              if run.timeline.peak - _peak_after(changed, run) >= MIN_SAVING * run.timeline.peak)
+    return tuple(_remedy(changed, run, fits=None) for changed in islice(saving, MAX_REMEDIES))
+
+
+def remedies_for(run: ExplainedRun, plan: MemoryPlan) -> tuple[Remedy, ...]:
+    """If the plan fits, `savings`. Otherwise the smallest change of each family that makes the run fit; if none does,
+    several together."""
+    if plan.fits:
+        return savings(run)
+    families = _families(run)
 
     def is_enough(changed: ChangedRun) -> bool:
         return fits(changed.resolved(run.platform), run.platform, plan.budget.reserve_limit, changed.change.trainer)
 
-    if plan.fits:
-        first = [family[0] for family in families if family[0].change.exact]
-        saving = (changed for changed in first if _peak_after(changed, run) < run.timeline.peak)
-        return tuple(_remedy(changed, run, fits=None) for changed in islice(saving, MAX_REMEDIES))
-
     enough = [changed for family in families if (changed := smallest(family, is_enough))][:MAX_REMEDIES]
     if not enough:  # the first exact combination that is enough, and the first lossy one
-        combined = [changed for options in COMBINATIONS if (changed := _combination(fitgpt_config, options))]
+        combined = [changed for options in COMBINATIONS if (
+            changed := _combination(_fitgpt_config(run), options))]
         enough = [changed for exact in (True, False) if (changed := next(
             (each for each in combined if each.change.exact == exact and is_enough(each)), None))]
     remedies = [_remedy(changed, run, fits=True) for changed in enough]
 
-    # nanoGPT does not enable expandable_segments; the environment variable can.
+    # nanoGPT does not enable expandable_segments; the environment variable can. Where that is enough, it costs least.
     if run.trainer == "nanogpt":
         after = replay(run.tape, plan.budget.reserve_limit, expandable=True)
         if after.failed is None:
-            remedies.append(Remedy(EXPANDABLE, f"reserves {show_bytes(after.reserved)} instead of "
-                                   f"{show_bytes(run.timeline.reserved)} for the same tensors", True,
-                                   "nothing; not on Windows"))
+            remedies.insert(0, Remedy(EXPANDABLE, f"reserves {show_bytes(after.reserved)} instead of "
+                                      f"{show_bytes(run.timeline.reserved)} for the same tensors", True,
+                                      "nothing; not on Windows"))
     return tuple(remedies)
 
 

@@ -6,6 +6,7 @@ import codecs
 import errno
 import json
 import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from io import BytesIO
@@ -17,7 +18,7 @@ from ..config.command_options import ExplainOptions
 from ..config.fields import Assignment
 from ..config.run_config import RunConfig
 from ..core.errors import UsageError
-from ..core.units import optional_bytes
+from ..core.units import parse_bytes
 from ..hardware.gpus import find
 from ..planning import budget
 from ..planning.request import run_config_from, with_data
@@ -25,7 +26,7 @@ from ..runs.folder import recorded_config
 from .case import ExplainRequest
 from .diagnose import Diagnosis, diagnose
 from .memory_snapshot import explain_snapshot, is_pickle, read_snapshot
-from .nvidia_smi import parse_nvidia_smi
+from .nvidia_smi import parse_fragment, parse_nvidia_smi
 from .oom_message import COUNTED, OomMessage, parse_oom_message
 from .plan_or_run import explain_document, explain_run
 from .reading import explain_figures, explain_nvidia_smi
@@ -34,6 +35,7 @@ INPUTS = ("the whole message, from `CUDA out of memory` to its last figure, with
           "or the output of nvidia-smi, a plan in JSON, or a run folder",
           "or two figures: fitgpt explain --reading 6582MiB --process 4464MiB config.py")
 EXAMPLE = "fitgpt explain oom.txt config.py, or pipe it: fitgpt explain - < oom.txt"
+NO_UNIT = "Numbers without a unit are taken as MiB, as nvidia-smi prints them."
 RESUMED = ("init_from", "resume")  # a resumed run has the tape of a run from scratch
 
 
@@ -43,9 +45,9 @@ def explain(text: str, config: RunConfig | None = None, *, gpu: str = "", traine
 
     Its subject is "unknown" if the text is none of these. `others`: bytes that other processes hold of the GPU.
     """
-    given = read_input(BytesIO(text.encode("utf-8", "replace")))
+    given = _read_text(text)
     request = ExplainRequest(config, gpu=gpu, trainer=trainer, others=others)
-    return _explain_text(given, request) or _unknown("the text", INPUTS[:2])
+    return _explain_text(given, request) or _unknown("the text", given, INPUTS[:2])
 
 
 def explain_options(options: ExplainOptions, assignments: Sequence[Assignment],
@@ -53,10 +55,11 @@ def explain_options(options: ExplainOptions, assignments: Sequence[Assignment],
     """The options of `fitgpt explain`, the assignments of the run's config, and piped input if any → Diagnosis."""
     target = options.target
     folder = Path(target) if target and os.path.isdir(target) else None
-    file = target if folder is None and target != "-" and not _is_message(target) else ""
+    file = target if folder is None and target != "-" and not _is_text(target) else ""
     config, name, notes = find_config(assignments, options.config, folder, file)
-    request = ExplainRequest(config, name, options.gpu, options.trainer, optional_bytes(options.others),
-                             optional_bytes(options.process))
+    request = ExplainRequest(config, name, options.gpu, options.trainer, _mib(options.others), _mib(options.process))
+    if any(text.strip().isdecimal() for text in (options.reading, options.process, options.others)):
+        notes = (*notes, NO_UNIT)
     diagnosis = _explain_target(options, request, folder, stdin)
     return diagnosis if diagnosis.subject == "unknown" else replace(diagnosis, notes=(*diagnosis.notes, *notes))
 
@@ -65,15 +68,15 @@ def _explain_target(options: ExplainOptions, request: ExplainRequest, folder: Pa
                     stdin: BinaryIO | None) -> Diagnosis:
     target = options.target
     if options.reading or (options.process and not target):
-        return explain_figures(optional_bytes(options.reading), request)
+        return explain_figures(_mib(options.reading), request)
 
     # The text of a file, of the target itself or of standard input.
     source, given = target, None
     if folder is not None or target in ("", "-"):
         source = target if folder is not None else "the piped input"
         given = read_input(stdin) if stdin is not None else None
-    elif _is_message(target):
-        given = read_input(BytesIO(target.encode()))
+    elif _is_text(target):
+        source, given = "the text", _read_text(target)
     else:
         try:
             with open(target, "rb") as file:
@@ -81,14 +84,14 @@ def _explain_target(options: ExplainOptions, request: ExplainRequest, folder: Pa
                     return explain_snapshot(read_snapshot(file, target))
                 given = read_input(file)
         except OSError as error:
-            if error.errno not in (errno.ENOENT, errno.ENAMETOOLONG):
+            if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG):
                 raise
             raise UsageError(f"There is no file or folder {target!r:.200}.",
                              "fitgpt explain - < oom.txt reads piped input.") from None
     if given is not None and given.text.strip():
         diagnosis = _explain_text(given, request)
         if diagnosis is not None or folder is None:
-            return diagnosis or _unknown(source, INPUTS)
+            return diagnosis or _unknown(source, given, INPUTS)
 
     # There is no text: the config, or the run of a folder.
     if request.config is None:
@@ -101,9 +104,21 @@ def _explain_target(options: ExplainOptions, request: ExplainRequest, folder: Pa
     return diagnosis
 
 
-def _is_message(target: str) -> bool:
-    """Whether the target is the message itself, not the path of a file."""
-    return not os.path.exists(target) and parse_oom_message(target) is not None
+def _is_text(target: str) -> bool:
+    """Whether the target is the text itself, not the path of a file: there is no such file, and it has several words or
+    is understood."""
+    if os.path.exists(target) or Path(target).suffix in (".txt", ".log", ".json"):
+        return False
+    return len(target.split()) > 1 or _explain_text(_read_text(target), ExplainRequest()) is not None
+
+
+def _read_text(text: str) -> InputText:
+    return read_input(BytesIO(text.encode("utf-8", "replace")))
+
+
+def _mib(text: str) -> int | None:
+    """Bytes of an option that may be empty; a number without a unit is in MiB, as nvidia-smi prints."""
+    return parse_bytes(text, "MiB") if text else None
 
 
 def _explain_text(given: InputText, request: ExplainRequest) -> Diagnosis | None:
@@ -123,13 +138,23 @@ def _explain_text(given: InputText, request: ExplainRequest) -> Diagnosis | None
     try:
         document = json.loads(given.text)
     except (ValueError, RecursionError):
-        return None
-    return explain_document(document, request) if isinstance(document, dict) else None
+        document = None
+    if isinstance(document, dict) and (diagnosis := explain_document(document, request)):
+        return diagnosis
+    if gpu := parse_fragment(given.text):
+        diagnosis = explain_nvidia_smi([gpu], request)
+        bare = not re.search(r"\d\s*[MG]i?B?\b", given.text, re.IGNORECASE)
+        return replace(diagnosis, notes=(*diagnosis.notes, NO_UNIT)) if bare else diagnosis
+    if any(given.counts[word] for word in RAN_OUT):
+        return diagnose(OomMessage("vague", "", ""))
+    return None
 
 
-def _unknown(source: str, inputs: tuple[str, ...]) -> Diagnosis:
-    return Diagnosis("unknown", f"{source[0].upper()}{source[1:]} contains no message about memory, no output of "
-                     "nvidia-smi and no plan that fitgpt knows. It does not guess.", needed=inputs)
+def _unknown(source: str, given: InputText, inputs: tuple[str, ...]) -> Diagnosis:
+    contains = "mentions memory, but has no message" if given.counts[MEMORY] else "contains no message about memory"
+    return Diagnosis("unknown", f"{source[0].upper()}{source[1:]} {contains}, no output of nvidia-smi and no plan "
+                     "that fitgpt knows. It does not guess.",
+                     needed=inputs)
 
 
 # ---- the config of the run
@@ -175,7 +200,13 @@ HINTS = (b"out of memory", b"outofmemory", b"tried to allocate", b"total capac",
          b"_not_initialized", b"cpuallocator", b"not enough memory", b"unable to allocate", b"paging file",
          b"winerror 1455", b"memoryerror", b"bad_alloc", b"killed", b"oom-kill", b"oom_kill", b"code 137",
          b"status 137", b"code: 137", b"exitcode: -9", b"exitcode : -9", b"code = -9", b"signal 9", b"sigkill",
-         b"posix_memalign", b"ram ran out", b"cannot allocate memory", b"error_out_of_memory", b"errormemoryallocation")
+         b"posix_memalign", b"ram ran out", b"cannot allocate memory", b"error_out_of_memory", b"errormemoryallocation",
+         b"would exceed allowed memory", b"allocation on device", b"already allocated", b"by pytorch", b"memory in use",
+         b"failed to cuda", b"shared memory", b"bus error", b"/dev/shm", b"</torch", b"out of resource",
+         b"resource_exhausted", b"resource exhausted", b"oom debugging", b"oom when allocating", b"resourceexhausted",
+         b"bfc_allocator", b"insufficient memory", b"[metal::malloc]", b"[malloc_or_wait]", b"for the cache blocks",
+         b"gpu memory utilization", b"kv cache", b"negligible gpu memory", b"due to signal 9", b"memory exhausted")
+RAN_OUT, MEMORY = (b"out of memory", b"outofmemory"), b"memory"  # not messages alone
 SMI_HINTS = (b"nvidia-smi", b"memory.used")  # the same for nvidia-smi's output
 
 
@@ -188,7 +219,7 @@ class InputText(NamedTuple):
 
 def read_input(stream: BinaryIO) -> InputText:
     """Reads the stream to its end, and keeps little of it."""
-    chunks, counts = _utf8_chunks(stream), dict.fromkeys(COUNTED.values(), 0)
+    chunks, counts = _utf8_chunks(stream), dict.fromkeys((*COUNTED.values(), *RAN_OUT, MEMORY), 0)
     before, chunk, text = b"", next(chunks, b""), ""
     first = chunk
     while chunk:
@@ -208,7 +239,7 @@ def read_input(stream: BinaryIO) -> InputText:
 def message_in(given: InputText) -> OomMessage | None:
     """The first message of an input, with the number of further ones; None if there is no known message."""
     found = parse_oom_message(given.text)
-    return found and replace(found, repeated=max(given.counts[COUNTED[found.kind]] - 1, 0))
+    return found and replace(found, repeated=max(given.counts.get(COUNTED.get(found.kind, b""), 0) - 1, 0))
 
 
 def _utf8_chunks(stream: BinaryIO) -> Iterator[bytes]:

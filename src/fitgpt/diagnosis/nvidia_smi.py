@@ -1,11 +1,12 @@
-"""Pasted output of nvidia-smi, `nvidia-smi --query-gpu=… --format=csv` or gpustat → memory and processes per GPU."""
+"""Pasted output of nvidia-smi, `nvidia-smi --query-gpu=… --format=csv` or gpustat, or a row or cell of it → memory and
+processes per GPU."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
 
-from ..core.units import MiB
+from ..core.units import GiB, MiB, ascii_digits
 from .oom_message import clean
 
 MAX_LINE = 200  # characters; nvidia-smi's lines have fewer than 100
@@ -18,6 +19,14 @@ _PROCESS = re.compile(r"^\W*(\d+)\s+(?:(N/A|\d+)\s+(?:N/A|\d+)\s+)?(\d+)\s+(?:C\
 # gpustat: [0] NVIDIA GeForce RTX 4070 | 50'C, 30 % | 6582 / 12282 MB | alice:python/2211(4464M)
 _GPUSTAT = re.compile(r"^\[(\d+)\]\s*(\S.*?)\s*[|│].*[|│]\s*(\d+)\s*/\s*(\d+)\s*MB\b(.*)")
 _GPUSTAT_PROCESS = re.compile(r"([\w.+-]+)/(\d+)\((\d+)M\)")
+# A cell: "6582MiB / 12282MiB", "6.4 of 12 GiB", "6582 / 12282". Such tools print MB and GB and mean MiB and GiB.
+_UNIT = r"\s*([MG])?i?B?\b"
+_CELL = re.compile(rf"(?<![\w.,])(\d+(?:[.,]\d+)?){_UNIT}\s*(?:/|of)\s*(\d+(?:[.,]\d+)?){_UNIT}", re.IGNORECASE)
+_CSV_CELL = re.compile(r"(\d+)(?:\s*MiB)?")
+_SIZE_ALONE = re.compile(rf"(\d+(?:[.,]\d+)?){_UNIT}", re.IGNORECASE)
+_PYTHON_ROW = re.compile(r"(\S*python\S*)\s.*?(\d+)\s*MiB", re.IGNORECASE)  # the end of a row of the process table
+MAX_FRAGMENT = 20  # lines; in a longer text, 2 / 3 GB is a download
+MIN_TOTAL = 500 * MiB  # of a GPU
 
 
 @dataclass(frozen=True)
@@ -41,7 +50,7 @@ class SmiGpu:
     index: int
     name: str           # nvidia-smi may truncate it: "NVIDIA GeForce ..."
     used: int | None
-    total: int
+    total: int | None   # None: a row or cell without it
     processes: tuple[SmiProcess, ...] = ()
     gpu_instance: int | None = None  # of a MIG device
 
@@ -50,6 +59,46 @@ def parse_nvidia_smi(text: str) -> tuple[SmiGpu, ...]:
     """The GPUs of the first nvidia-smi output in a text, or their MIG devices; empty if there is none."""
     lines = [line for line in clean(text).split("\n") if len(line) < MAX_LINE]
     return _parse_table(lines) or _parse_csv(lines) or _parse_gpustat(lines)
+
+
+def parse_fragment(text: str) -> SmiGpu | None:
+    """The GPU of a row or cell of such an output, or of a size alone: 6582MiB. None if it is neither."""
+    lines = [line.strip(" |│") for line in ascii_digits(clean(text)).split("\n") if line.strip(" |│")]
+    if not 0 < len(lines) <= MAX_FRAGMENT:
+        return None
+    used, total, processes = None, None, list[SmiProcess]()
+    for line in (line for line in lines if len(line) < MAX_LINE):
+        if found := _PROCESS.match(line):
+            processes.append(_process(found))
+        elif found := _PYTHON_ROW.search(line):
+            processes.append(SmiProcess(0, found[1].strip(","), int(found[2]) * MiB))
+        elif total is None and (sizes := _used_and_total(line)):
+            used, total = sizes
+    if len(lines) == 1 and total is None and not processes and (found := _SIZE_ALONE.fullmatch(lines[0])):
+        used = _bytes(found[1], found[2])
+    return SmiGpu(0, "", used, total, tuple(processes)) if used is not None or processes else None
+
+
+def _used_and_total(line: str) -> tuple[int, int] | None:
+    """Of "6582MiB / 12282MiB" or of csv without a header, with or without units: 6582, 12282."""
+    cells = [int(cell[1]) * MiB for each in line.split(",") if (cell := _CSV_CELL.fullmatch(each.strip()))]
+    if len(cells) > 2 and cells[0] < 64 * MiB:  # the GPU's index
+        del cells[0]
+    sizes = sorted(cells[:2])
+    found = next((cell for cell in _CELL.finditer(line) if cell[2] or cell[4] or cell[0] == line), None)
+    if len(sizes) < 2 and found:
+        sizes = [_bytes(found[1], found[2] or found[4]), _bytes(found[3], found[4] or found[2])]
+    return (sizes[0], sizes[1]) if len(sizes) == 2 and sizes[0] <= sizes[1] and sizes[1] >= MIN_TOTAL else None
+
+
+def _bytes(number: str, unit: str | None) -> int:
+    """MiB if there is no unit."""
+    return round(float(number.replace(",", ".")) * (GiB if (unit or "").lower() == "g" else MiB))
+
+
+def _process(found: re.Match[str]) -> SmiProcess:
+    return SmiProcess(int(found[3]), found[4].strip(), None if found[5] == "N/A" else
+                      int(re.sub(r"\D", "", found[5])) * MiB)
 
 
 def _parse_table(lines: list[str]) -> tuple[SmiGpu, ...]:
@@ -73,9 +122,8 @@ def _parse_table(lines: list[str]) -> tuple[SmiGpu, ...]:
             mig[index, instance] = SmiGpu(index, gpus[index].name, int(found[3]) * MiB, int(found[4]) * MiB,
                                           gpu_instance=instance)
         elif found := _PROCESS.match(line):
-            size = None if found[5] == "N/A" else int(re.sub(r"\D", "", found[5])) * MiB
             owner = int(found[1]), int(found[2]) if (found[2] or "").isdigit() else None
-            processes.setdefault(owner, []).append(SmiProcess(int(found[3]), found[4].strip(), size))
+            processes.setdefault(owner, []).append(_process(found))
     whole = (gpu for gpu in gpus.values() if all(index != gpu.index for index, _ in mig))
     return tuple(replace(gpu, processes=tuple(processes.get((gpu.index, gpu.gpu_instance), ())))
                  for gpu in (*whole, *mig.values()))

@@ -1,5 +1,5 @@
-"""Text → OomMessage: an out-of-memory message of PyTorch 1.0 to 2.15, CUDA's libraries, the driver or the system, and
-the stack frames of the traceback before it."""
+"""Text → OomMessage: an out-of-memory message of PyTorch 0.4 to 2.15, CUDA's libraries, the driver, the system or
+another framework, and the stack frames of the traceback before it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ class StackFrame:
 class OomMessage:
     """The figures of an out-of-memory message, in bytes. None: the message does not contain the figure."""
 
-    kind: str                    # cuda, hip, xpu, mps: PyTorch's allocators; driver, library; ram: CPU RAM; killed
+    kind: str                    # cuda, hip, xpu, mps: PyTorch's allocators; driver, library; ram: CPU RAM; killed;
+                                 # one of FRAMEWORKS; vague: not known which memory
     text: str                    # the message, on one line
     source: str                  # who prints such a message: "PyTorch", "cuBLAS", "Windows"
     requested: int | None = None
@@ -90,8 +91,14 @@ _MAX_LENGTH = 2000   # characters of a message, without white space
 OLD_PYTORCH = "PyTorch before 1.10"
 
 # All patterns match text without white space: a line wrap may split any word.
-_ALLOCATOR = re.compile(rf"(?:(CUDA|HIP|XPU)outofmemory\.?)(?:Triedtoallocate{_SIZE})?"
-                        rf"|Triedtoallocate{_SIZE}|\(?GPU\d*;{_SIZE}totalcapacity")
+# A message may also begin with any of its figures, where the text before them was not copied.
+_ALLOCATOR = re.compile(rf"(CUDA|HIP|XPU)outofmemory\.?(?:Triedtoallocate{_SIZE})?|Triedtoallocate{_SIZE}"
+                        r"|(?:OutOfMemoryError:)?Allocationondevice\d*wouldexceedallowedmemory\.?(?:\(outofmemory\))?"
+                        r"|OutOfMemoryError:Allocationondevice"
+                        rf"|\(?GPU\d*;{_SIZE}totalcapacity|GPU\d+hasatotalcapac|thisprocesshas{_SIZE}memoryinuse"
+                        rf"|{_SIZE}(?:totalcapacity;|alreadyallocated;|isallocatedbyPyTorch|reservedintotalbyPyTorch"
+                        r"|isreservedbyPyTorchbutunallocated)"
+                        rf"|Currentlyallocated:{_SIZE}Requested:")
 _WARNING = re.compile(r"memoryallocationfailedwithOOMondevice(\d+)whiletryingtoallocate(\d+)bytes"
                       r"\(free:(\d+),total:(\d+)\)")
 _MPS = re.compile(rf"MPSbackendoutofmemory(?:\(MPSallocated:{_SIZE},otherallocations:{_SIZE},maxallowed:{_SIZE}\)"
@@ -100,34 +107,57 @@ _LIBRARY = re.compile(r"(CU|HIP|ROC)(BLAS|DNN|SOLVER|SPARSE|FFT)_STATUS_(?:ALLOC
 # These match text in lower case: a case-insensitive pattern takes four times as long.
 _DRIVER = re.compile(r"(?:cuda|hip)(?:driver)?error:outofmemory|cudaruntimeerr(?:or)?\(2\):outofmemory"
                      r"|cuda_error_out_of_memory|cudaerrormemoryallocation|hiperroroutofmemory"
-                     r"|tritonerror\[\w+\]:outofmemory|cudafailure(?:2|\(2\))?'outofmemory'")
+                     r"|tritonerror\[\w+\]:outofmemory|thcudacheckfail.{0,300}?:outofmemory"
+                     r"|cu(?:da)?m(?:em)?alloc\w*failed:outofmemory")
 _RAM = re.compile(r"defaultcpuallocator:[\w']{1,40}memory:youtriedtoallocate(\d+)bytes"
                   r"|notenoughmemory:youtriedtoallocate(\d+(?:\.\d+)?)([kmgt]?b)"
                   rf"|unabletoallocate{_SIZE.lower()}foranarray"
                   r"|posix_memalign\(&data,galignment,nbytes\)==0\.12vs0"
-                  r"|winerror1455|pagingfileistoosmall|std::bad_alloc|cannotallocatememory|(?<!outof)memoryerror"
+                  r"|winerror1455|pagingfileistoosmall|std::bad_alloc|cannotallocatememory|(?<!outof)memoryerror(?!:cumem)"
                   r"|ramranout,not(?:the)?(?:card|gpu)")
 _KILLED = re.compile(r"outofmemory:kill(?:ed)?process|oom[-_]kill|oomkilled|exit(?:ed)?(?:with)?(?:code|status):?=?137"
                      r"|exitcode:-9|returncode=-9|killedthetrainingprocess\(signal9\)|signal9\(sigkill\)"
                      r"|signals\.sigkill:9|killedbysignal:killed")
+# Memory that PyTorch's CUDA allocator does not manage, or that another library ran out of, by its words.
+FRAMEWORKS = {kind: re.compile(pattern) for kind, pattern in {
+    "nccl": r"cudafailure(?:2|\(2\))?'outofmemory'|failedtocuda(?:host)?calloc",
+    "shm": r"insufficientsharedmemory|outofsharedmemory|killedbysignal:buserror|unabletowritetofile</torch"
+           r"|unabletoopensharedmemoryobject|/dev/shm.{0,120}nospaceleft|nospaceleft.{0,120}/dev/shm"
+           r"|failedtoextend/dev/shm|sharedmemorysegment/dev/shm|buserror\(coredumped\)",
+    "triton": r"outofresources?:(?:shared|tensor)memory",
+    "jax": r"resource_?exhausted:outofmemory|bufferassignmentoomdebugging",
+    "tensorflow": r"oomwhenallocatingtensor|resourceexhaustederror|bfc_allocator\.cc",
+    "metal": r"kiogpucommandbuffercallbackerroroutofmemory|insufficientmemory\(ioaf"
+             r"|commandbufferexecutionfailed:insufficientmemory|\[metal::malloc\]|\[malloc_or_wait\]unable",
+    "vllm": r"noavailablememoryforthecacheblocks|lessthandesiredgpumemoryutilization"
+            r"|largerthanthe(?:maximumnumberoftokensthatcanbestoredin|available)kvcache",
+    "unsloth": r"noornegligiblegpumemory",
+    "compiler": r"killedsignalterminatedprogram|internalcompilererror:killed|diedduetosignal9|virtualmemoryexhausted",
+}.items()}
+_LESS_SPECIFIC = ("warning", "driver", "tensorflow")  # JAX has TensorFlow's allocator; the others precede a message
 _AS_PRINTED = {"cuda": _ALLOCATOR, "warning": _WARNING, "mps": _MPS, "library": _LIBRARY}
-_IN_LOWER_CASE = {"driver": _DRIVER, "ram": _RAM, "killed": _KILLED}
-_KILLED_LINE = re.compile(r"(?m)(?:^|[\s\]])\**Killed\**[ \t]*$")  # printed by the shell; needs the lines
+_IN_LOWER_CASE = {"driver": _DRIVER, "ram": _RAM, "killed": _KILLED, **FRAMEWORKS}
+# Printed by the shell, by bash and zsh with more on the line; needs the lines.
+_KILLED_LINE = re.compile(r"(?m)(?:^|[\s\]])\**Killed\**[ \t]*$|(?:^|\s)\d+ Killed\s|^\[\d+\][+-]?\s+Killed\s"
+                          r"|\bzsh: killed\b")
 
 _FIELDS: dict[str, tuple[re.Pattern[str], ...]] = {
     name: tuple(map(re.compile, patterns)) for name, patterns in {
-        "total": (rf"{_SIZE}totalcapacity", rf"totalcapaci?tyof{_SIZE}", rf"{_SIZE}total,"),
-        "free": (rf"ofwhich{_SIZE}isfree", rf"[;,]{_SIZE}free"),
+        "total": (rf"{_SIZE}totalcapacity", rf"totalcapaci?tyof{_SIZE}", rf"{_SIZE}total,",
+                  rf"Devicelimit:{_SIZE}"),
+        "requested": (rf"Triedtoallocate{_SIZE}", rf"Requested:{_SIZE}"),
+        "free": (rf"ofwhich{_SIZE}isfree", rf"[;,]{_SIZE}free", rf"Free\(accordingtoCUDA\):{_SIZE}"),
         "process": (rf"thisprocesshas{_SIZE}memoryinuse", rf"{_SIZE}inusebythisprocess"),
-        "allocated": (rf"{_SIZE}alreadyallocated", rf"Oftheallocatedmemory{_SIZE}isallocatedbyPyTorch"),
+        "allocated": (rf"{_SIZE}alreadyallocated", rf"{_SIZE}isallocatedbyPyTorch",
+                      rf"Currentlyallocated:{_SIZE}"),
         "unallocated": (rf"{_SIZE}isreservedbyPyTorchbutunallocated", rf"{_SIZE}cached"),
         "reserved": (rf"{_SIZE}reservedintotalbyPyTorch",),
-        "allowed": (rf"{_SIZE}allowed;",),
+        "allowed": (rf"{_SIZE}allowed;", rf"memoryfraction\):{_SIZE}"),
         "private_pools": (rf"with{_SIZE}allocatedinprivatepools",),
     }.items()}
 _NEXT_MESSAGE = re.compile(r'outofmemory|Triedtoallocate|Traceback\(mostrecent|File"')
 _OTHERS = re.compile(rf"Process(\d+)has{_SIZE}memoryinuse")
-_GPU = re.compile(r"GPU(\d+)")
+_GPU, _DEVICE = re.compile(r"GPU(\d+)"), re.compile(r"Allocationondevice(\d+)")
 
 # A word that each message of a kind contains once: the count of the word is the number of messages.
 COUNTED = {"cuda": b"tried to allocate", "hip": b"tried to allocate", "xpu": b"tried to allocate",
@@ -145,8 +175,9 @@ def parse_oom_message(text: str) -> OomMessage | None:
     if not matches:
         return OomMessage("killed", "Killed", "the shell") if _KILLED_LINE.search(text) else None
     kind = min(matches, key=lambda each: matches[each].start())
-    if kind == "warning" and "cuda" in matches:  # PyTorch prints it before it raises: the message follows
-        kind = "cuda"
+    if kind in _LESS_SPECIFIC:
+        kind = min((each for each in matches if each == "cuda" or each in FRAMEWORKS), default=kind,
+                   key=lambda each: (each == "tensorflow", matches[each].start()))
     match, end = matches[kind], matches[kind].end()
     if kind == "cuda":
         message, end = _parse_allocator(match)
@@ -167,7 +198,8 @@ def parse_oom_message(text: str) -> OomMessage | None:
         message = OomMessage(kind, "", "Windows" if windows else "the CPU allocator",
                              int(exact) if exact else printed[0] if printed else None)
     else:
-        source = {"library": f"{match[1].lower()}{match[2]}" if kind == "library" else "", "driver": "the driver"}
+        source = {"library": f"{match[1].lower()}{match[2]}" if kind == "library" else "", "driver": "the driver",
+                  "nccl": "NCCL"}
         message = OomMessage(kind, "", source.get(kind, "the system"))
 
     def position(number: int) -> int:
@@ -187,18 +219,21 @@ def _parse_allocator(match: re.Match[str]) -> tuple[OomMessage, int]:
     # From its first word to the next message or traceback.
     stop = _NEXT_MESSAGE.search(match.string, match.end(), match.start() + _MAX_LENGTH)
     body = match.string[match.start():stop.start() if stop else match.start() + _MAX_LENGTH]
-    requested, tolerance = _size(match[2] or match[4], match[3] or match[5]) if match[2] or match[4] else (None, 0)
     fields = {name: found for name, patterns in _FIELDS.items()
               if (found := next((found for pattern in patterns if (found := pattern.search(body))), None))}
     others = list(_OTHERS.finditer(body))
     sizes: dict[str, Any] = {name: size for name, found in fields.items()
                              if (size := _size(found[1], found[2])[0]) < _IMPOSSIBLE}
+    requested, tolerance = sizes.pop("requested", None), _size(*fields["requested"].groups())[1] if (
+        "requested" in fields) else 0
+    if "Currentlyallocated:" in body:  # cudaMallocAsync, whose unallocated memory is not printed
+        sizes["unallocated"] = 0
     reserved = sizes.pop("reserved", None)
     if reserved is not None and "allocated" in sizes:
         sizes["unallocated"] = max(reserved - sizes["allocated"], 0)
     if sizes.get("process") == 0:  # inside a container the driver does not know the process
         del sizes["process"]
-    gpu = _GPU.search(body)
+    gpu = _GPU.search(body) or _DEVICE.search(body)
     old = "cached" in body or ("reservedintotal" in body and "max_split_size_mb" not in body)
     message = OomMessage((match[1] or "CUDA").lower(), "", OLD_PYTORCH if old else "PyTorch", requested, tolerance,
                          int(gpu[1]) if gpu else None,
@@ -229,7 +264,8 @@ _BEGIN = re.compile(r"Traceback \(most recent call last\)")
 _COMPILED_ALLOCATION = re.compile(r"empty_strided(?:_\w+)?\(\(([\d, ]+)\),.*?torch\.(\w+)")
 _TORCH = re.compile(r"[/\\]torch[/\\]")
 _COMPILED = re.compile(r"torchinductor|[/\\]torch[/\\]_(?:dynamo|inductor|functorch)[/\\]")
-_MAX_FRAMES = 100
+_CALL = re.compile(r"\s*[\w.\[\]]+(?:\(| = .*\()")
+_MAX_FRAMES, _MAX_QUOTED = 100, 8
 
 
 def parse_frames(text: str) -> tuple[StackFrame, ...]:
@@ -246,13 +282,20 @@ def parse_frames(text: str) -> tuple[StackFrame, ...]:
             arrow = next((arrow for later in lines[number + 1:number + 12] if (arrow := _ARROW.match(later))), None)
             frames.append(StackFrame(found[1], int(arrow[1]) if arrow else None, found[2],
                                      arrow[2].strip() if arrow else ""))
+    if not frames:  # a line of code, quoted without its file
+        calls = [line.strip() for line in reversed(lines[-_MAX_QUOTED:-1]) if _CALL.match(line)]
+        quoted = (StackFrame("", None, "", line) for line in calls)
+        return next(((frame,) for frame in quoted if phase_of((frame,))), ())
     return tuple(frames[-_MAX_FRAMES:])
 
 
-# What a function's name, or a line of code, shows about the phase. The first that matches counts.
+# What a function's name, or a line of code, shows about the phase. The first that matches counts: saving and optimizer
+# steps first, because functions that evaluate or train call them.
 _PHASES = {phase: re.compile(pattern, re.MULTILINE) for phase, pattern in {
+    "save": r"(?i:\b(?!\w*(?:load|set_))\w*state_dict\w*(?:\(|$)|fsdp_save|full_state_dict\b|safe_save_model"
+            r"|torch\.save\(|save_pretrained|\bsave_file\(|save_checkpoint\(|save_model\()",
+    "step": r"optimi[sz]er\.step\(|scaler\.step\(|_multi_tensor_|_single_tensor_|_foreach_|_init_group|\bexp_avg",
     "eval": r"(?i:estimate_loss|evaluat|prediction_loop|prediction_step|validat|\beval\b)",
-    "step": r"optimi[sz]er\.step\(|scaler\.step\(|_multi_tensor_|_single_tensor_|_foreach_|_init_group",
     "backward": r"\.backward\(|^backward$",
     "forward": r"^(?:forward|_call_impl|__call__)$|\b(?:raw_)?model\(",
     "load": r"\.to\(|\.cuda\(|load_state_dict|from_pretrained|torch\.load\(|_load_from_|^(?:to|cuda|_apply)$",
@@ -260,18 +303,16 @@ _PHASES = {phase: re.compile(pattern, re.MULTILINE) for phase, pattern in {
 
 
 def phase_of(frames: tuple[StackFrame, ...]) -> str:
-    """eval, step, backward, load or forward; empty if the traceback does not show it."""
+    """save, step, eval, backward, forward or load; empty if the traceback does not show it."""
     lines = "\n".join(f"{frame.function}\n{frame.code}" for frame in frames)
-    for phase, pattern in _PHASES.items():
-        in_optimizer = phase == "step" and any(re.search(r"[/\\]optim[/\\]", frame.file) for frame in frames)
-        if in_optimizer or pattern.search(lines):
-            return phase
-    return ""
+    in_optimizer = "load_state_dict" not in lines and any(re.search(r"[/\\]optim[/\\]", frame.file) for frame in frames)
+    return next((phase for phase, pattern in _PHASES.items()
+                 if pattern.search(lines) or (phase == "step" and in_optimizer)), "")
 
 
 def user_frame(frames: tuple[StackFrame, ...]) -> StackFrame | None:
     """The innermost frame outside PyTorch's own files."""
-    own = [frame for frame in frames if not _TORCH.search(frame.file)]
+    own = [frame for frame in frames if frame.file and not _TORCH.search(frame.file)]
     return own[-1] if own else None
 
 

@@ -1,4 +1,5 @@
-"""A reading of GPU memory, two figures or the output of nvidia-smi → Diagnosis: who holds each MiB of the GPU."""
+"""A reading of GPU memory, two figures or the output of nvidia-smi → Diagnosis: who holds each MiB of the GPU, and
+which changes would reduce it."""
 
 from __future__ import annotations
 
@@ -11,10 +12,12 @@ from ..core.units import MiB, show_bytes
 from ..hardware.gpus import GpuModel, find, match_device
 from ..hardware.nvidia import gpus
 from ..planning import budget
+from ..planning.forecast import nearest_recorded_run
 from ..runs.metrics import PHASES
-from .case import SCRIPTS, TRAINERS, ExplainedRun, ExplainRequest
-from .diagnose import Diagnosis, MemoryShare
+from .case import SCRIPTS, TRAINERS, ExplainedRun, ExplainRequest, describe_rank_contexts, rank_contexts
+from .diagnose import Cause, Diagnosis, MemoryShare, Remedy, savings
 from .nvidia_smi import SmiGpu, SmiProcess
+from .rules import RANKS_ADVICE, SMALLER_BATCH
 
 CLOSE = 0.05         # a forecast this near to a reading is of the same run, in that phase
 EQUALLY_CLOSE = 0.02 # two forecasts this near to a reading explain it equally well
@@ -46,7 +49,12 @@ class OutsideMemory(NamedTuple):
 
 
 def explain_figures(used: int | None, request: ExplainRequest) -> Diagnosis:
-    """The used memory of a GPU, and that of the run's process, as two figures."""
+    """The used memory of a GPU, that of the run's process and that of others: two of them give the third."""
+    process, others = request.process, request.others
+    if others is not None and process is None and used is not None:
+        process = max(used - others, 0)
+    elif others is not None and used is None and process is not None:
+        used = process + others
     if request.gpu:
         card: GpuModel | None = find(request.gpu)
     else:
@@ -54,7 +62,7 @@ def explain_figures(used: int | None, request: ExplainRequest) -> Diagnosis:
             card = next((match_device(gpu.name, round((gpu.total_bytes or 0) / MiB)) for gpu in gpus()), None)
         except DeviceError:
             card = None
-    return explain_reading(Reading(used, request.process), request.run_on(card), card, request.trainer)
+    return explain_reading(Reading(used, process), request.run_on(card), card, request.trainer)
 
 
 def explain_nvidia_smi(listed: Sequence[SmiGpu], request: ExplainRequest) -> Diagnosis:
@@ -65,11 +73,14 @@ def explain_nvidia_smi(listed: Sequence[SmiGpu], request: ExplainRequest) -> Dia
     if run is not None and outside is not None:
         runs = (run, run.with_other_trainer()) if request.trainer == "auto" else (run,)
         forecasts = [each.forecast.reserved + outside.nbytes for each in runs]
-    return explain_reading(reading_of(gpu, request.process, forecasts), run, card, request.trainer)
+    process = request.process
+    if process is None and request.others is not None and gpu.used is not None:
+        process = max(gpu.used - request.others, 0)
+    return explain_reading(reading_of(gpu, process, forecasts), run, card, request.trainer)
 
 
 def card_of(gpu: SmiGpu) -> GpuModel | None:
-    return match_device(gpu.name, round(gpu.total / MiB) if gpu.gpu_instance is None else None)
+    return match_device(gpu.name, round(gpu.total / MiB) if gpu.total and gpu.gpu_instance is None else None)
 
 
 def outside_on(card: GpuModel | None) -> OutsideMemory | None:
@@ -99,7 +110,11 @@ def reading_of(gpu: SmiGpu, process: int | None = None, forecasts: Sequence[int]
                          "--process=… selects another.")
     if gpu.gpu_instance is not None:
         notes.append(f"The GPU is split into MIG devices; this is GPU instance {gpu.gpu_instance}.")
-    return Reading(gpu.used, process, gpu.total, tuple(each for each in gpu.processes if each is not run), tuple(notes))
+    used = gpu.used
+    if used is not None and process is not None and process > used and run is not None:
+        used = None
+        notes.append("The GPU's figure is left out: it is smaller than that of a process.")
+    return Reading(used, process, gpu.total, tuple(each for each in gpu.processes if each is not run), tuple(notes))
 
 
 # ---- the run's forecast beside the reading
@@ -164,18 +179,11 @@ def explain_reading(reading: Reading, run: ExplainedRun | None = None, card: Gpu
 
     comparison = None
     if run is not None and outside is not None:
-        other = run.with_other_trainer()
         if reading.process is None and reading.used is not None:
-            forecast = run.forecast.reserved + outside.nbytes
-            if forecast <= reading.used:
-                reading = replace(reading, process=forecast, forecast=True)
-                hint = (f" It is {TRAINERS[run.trainer]}'s; {TRAINERS[other.trainer]} would hold "
-                        f"{(other.forecast.reserved + outside.nbytes) / MiB:,.0f} MiB: --trainer={other.trainer}."
-                        if trainer == "auto" else "")
-                notes.append("The memory of the process was not given: the config's forecast is "
-                             f"taken.{hint} --process=… gives it.")
+            run, reading, note = _forecast_process(reading, run, outside.nbytes, both=trainer == "auto")
+            notes.append(note)
         elif reading.process is not None and trainer == "auto":
-            chosen, left = (compare(each, reading.process, outside.nbytes) for each in (run, other))
+            chosen, left = (compare(each, reading.process, outside.nbytes) for each in (run, run.with_other_trainer()))
             if left.clearly_closer_than(chosen):
                 chosen, left = left, chosen
             clear, run = chosen.clearly_closer_than(left), chosen.run
@@ -185,6 +193,12 @@ def explain_reading(reading: Reading, run: ExplainedRun | None = None, card: Gpu
                 f"{'' if clear else ', not clearly closer'}. --trainer={left.run.trainer} selects it.")
         if reading.process is not None:
             comparison = compare(run, reading.process, outside.nbytes)
+        if nearest := nearest_recorded_run(run.resolved, run.forecast, card.name if card else ""):
+            notes.append(f"Nearest recorded run: {nearest.describe()}.")
+
+    contexts = rank_contexts([(each.pid, each.nbytes or 0) for each in reading.processes if each.computes])
+    remedies = [Remedy(*each) for each in (RANKS_ADVICE if contexts else ())]
+    remedies += savings(run) if run is not None else [Remedy(*each) for each in SMALLER_BATCH]
 
     needed = []
     if reading.process is None:
@@ -197,7 +211,31 @@ def explain_reading(reading: Reading, run: ExplainedRun | None = None, card: Gpu
         subject="reading", title=_title(reading), what=_what(reading, comparison) if comparison else "",
         shares=tuple(_shares(reading, comparison, outside)),
         shares_of="the whole GPU" if reading.total is not None else "the used memory",
-        needed=tuple(needed), notes=(*notes, *assumptions))
+        causes=(Cause("OOM-RANKS", describe_rank_contexts(contexts)),) if contexts else (),
+        remedies=tuple(remedies), needed=tuple(needed), notes=(*notes, *assumptions))
+
+
+def _forecast_process(reading: Reading, run: ExplainedRun, outside: int, *,
+                      both: bool) -> tuple[ExplainedRun, Reading, str]:
+    """The run whose forecast is taken for the memory of its process, the reading with it, and a note. `both`: of the
+    trainers whose forecast is within the used memory, the one that leaves least to other processes."""
+    used = reading.used or 0
+    runs = [run, run.with_other_trainer()] if both else [run]
+    held = {each.trainer: each.forecast.reserved + outside for each in runs}
+    possible = [each for each in runs if held[each.trainer] <= used]
+
+    def left(each: ExplainedRun) -> str:
+        return (f"{TRAINERS[each.trainer]} would hold {held[each.trainer] / MiB:,.0f} MiB and leave "
+                f"{(used - held[each.trainer]) / MiB:,.0f} to others")
+
+    if not possible:
+        more = f"By its forecast {TRAINERS[run.trainer]} holds {held[run.trainer] / MiB:,.0f} MiB, more than is used: "
+        return run, reading, f"{more}the run has another config or trainer, or was read before its peak."
+    chosen = max(possible, key=lambda each: held[each.trainer])
+    others = "".join(f" {left(each)}: --trainer={each.trainer}." for each in possible if each is not chosen)
+    note = (f"The memory of the process was not given: the config's forecast is taken. {left(chosen)}.{others} "
+            "--process=… gives it.")
+    return chosen, replace(reading, process=held[chosen.trainer], forecast=True), note
 
 
 def _check_figures(reading: Reading, card: GpuModel | None) -> None:
@@ -266,14 +304,14 @@ def _shares(reading: Reading, comparison: RunComparison | None, outside: Outside
     if sum(nbytes for _, nbytes in listed) > left:  # the run is one of them, but which one is not known
         listed = []
     for each, nbytes in listed:
-        yield MemoryShare(f"process {each.pid}", nbytes, each.name)
+        yield MemoryShare(f"process {each.pid}" if each.pid else "another process", nbytes, each.name)
         left -= nbytes
     if left > 0:
         what = "other processes" if process is not None else "all processes"
-        yield MemoryShare(f"{what} and the driver" if listed else what, left,
-                          "" if listed else "desktop, browser, other runs")
-    if reading.total is not None:
-        yield MemoryShare("free", max(reading.total - used, 0))
+        yield MemoryShare("in no listed process" if listed else what, left,
+                          "the driver, the display" if listed else "desktop, browser, other runs")
+    if reading.total is not None and reading.total >= used:
+        yield MemoryShare("free", reading.total - used)
 
 
 def _reserved_shares(reserved: int, comparison: RunComparison | None) -> Iterator[MemoryShare]:

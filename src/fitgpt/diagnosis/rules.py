@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from ..core.units import GiB, show_bytes, show_count
 from ..memory.timeline import replay
-from .case import MAX_OUTSIDE, Case
+from .case import MAX_OUTSIDE, Case, describe_rank_contexts, rank_contexts
 from .oom_message import OLD_PYTORCH
 
 Advice = tuple[tuple[str, str], ...]  # (what to type or do, its effect); names in braces are those of TOOLS
@@ -49,7 +49,8 @@ class Rule:
     only_cause: bool = False                                     # nothing more can be known from such a message
 
     def advice_for(self, case: Case) -> Advice:
-        parts = (self.advice,) if case.plan is not None else (self.advice, self.advice_without_plan)
+        # A save does not depend on what the changes change.
+        parts = [self.advice] if case.plan or case.phase == "save" else [self.advice, self.advice_without_plan]
         return tuple((todo.format(**TOOLS[case.vendor]), effect)
                      for part in parts for todo, effect in (part(case) if callable(part) else part))
 
@@ -64,11 +65,11 @@ RULES: list[Rule] = []
 
 
 def matching_rules(case: Case) -> list[MatchingRule]:
-    """The rules that apply, those that decide first. OOM-FULL applies only if no other rule does."""
+    """The rules that apply, those that decide first. OOM-FULL, the last, applies only if no other rule decides."""
     found = [MatchingRule(rule, text, rule.decides(case)) for rule in RULES if (text := rule.text(case)) is not None]
     if found[0].rule.only_cause:
         return found[:1]
-    return sorted(found[:-1] or found, key=lambda each: not each.decides)
+    return sorted(found[:-1] if any(each.decides for each in found[:-1]) else found, key=lambda each: not each.decides)
 
 
 def _rule(code: str, title: str, **fields: Any) -> Callable[[Callable[[Case], str | None]], None]:
@@ -77,6 +78,11 @@ def _rule(code: str, title: str, **fields: Any) -> Callable[[Callable[[Case], st
         RULES.append(Rule(text, code, title, **fields))
 
     return add
+
+
+def _rule_of_kind(kind: str, code: str, title: str, text: str, **fields: Any) -> None:
+    """Adds a rule for messages that are recognised by their words alone (FRAMEWORKS of oom_message.py)."""
+    _rule(code, title, only_cause=True, **fields)(lambda case: text if case.message.kind == kind else None)
 
 
 def _has_figures(case: Case) -> bool:
@@ -166,7 +172,7 @@ def _library(case: Case) -> str | None:
 
 @_rule("OOM-DRIVER", "The driver is out of memory, without figures", only_cause=True,
        pattern="`CUDA error: out of memory`, `cuda runtime error (2)`, `CUDA_ERROR_OUT_OF_MEMORY`, `Triton Error "
-               "[CUDA]: out of memory`, NCCL's `Cuda failure 'out of memory'`",
+               "[CUDA]: out of memory`, `THCudaCheck FAIL … out of memory`",
        background="Not PyTorch's allocator but the driver itself: when a context is created on a GPU that other "
                   "processes have filled; for kernels; or for pinned memory, which WSL limits to a share of its RAM.",
        advice=(LIST_PROCESSES,
@@ -179,20 +185,157 @@ def _driver(case: Case) -> str | None:
             "memory. So there are no figures, and the traceback may not show the line that requested it.")
 
 
+SET_DEVICE = ("torch.cuda.set_device(local_rank)",
+              "before the first CUDA call of each rank: otherwise every rank also creates a context on GPU 0")
+FEWER_COMMUNICATORS: Advice = (
+    ("NCCL_MAX_NCHANNELS=4", "fewer channels: NCCL's buffers grow with channels and peers; may cost bandwidth"),
+    ("fewer process groups", "each NCCL communicator allocates its own buffers"))
+
+_rule_of_kind(
+    "nccl", "OOM-NCCL", "NCCL found no GPU memory",
+    "NCCL found no memory for its buffers. It asks the driver, not PyTorch's allocator, so there are no figures: "
+    "tensors and PyTorch's cached memory had filled the GPU. A communicator takes 0.5 to several GiB, more with more "
+    "ranks.",
+    pattern="NCCL's `Cuda failure 'out of memory'`, `Failed to CUDA calloc`",
+    background="NCCL allocates at the first collective of each process group, after PyTorch's allocator has reserved "
+               "most of the GPU. Measured for one communicator: 544 MB with 2 ranks, 688 MB with more "
+               "(github.com/NVIDIA/nccl/issues/964). NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=ALLOC prints each allocation.",
+    advice=(("torch.cuda.set_per_process_memory_fraction(0.9)", "leaves a tenth of the GPU to NCCL and the context"),
+            SET_DEVICE, *FEWER_COMMUNICATORS),
+    advice_without_plan=SMALLER_BATCH)
+
+_rule_of_kind(
+    "unsloth", "OOM-UNSLOTH", "Unsloth found no free GPU memory",
+    "Unsloth's fused cross entropy asks the driver how much GPU memory is free, to choose the size of its chunks, and "
+    "found next to none: the model, its optimizer state and PyTorch's cached memory fill the GPU.",
+    pattern="`No or negligible GPU memory available for fused cross entropy`",
+    background="The memory may be cached by PyTorch and not free for the driver, after an evaluation for example.",
+    advice=(("torch.cuda.empty_cache()", "before the step that fails: returns cached memory to the driver"),
+            LIST_PROCESSES),
+    advice_without_plan=SMALLER_BATCH)
+
+# One sentence for memory that fitgpt does not forecast.
+_rule_of_kind(
+    "shm", "OOM-SHM", "Shared memory of data loader workers ran out (/dev/shm), not GPU memory",
+    "DataLoader workers pass batches to the training process through /dev/shm, a part of CPU RAM that containers limit "
+    "to 64 MiB by default. GPU memory is not involved.",
+    pattern="`DataLoader worker … Bus error`, `insufficient shared memory (shm)`, `unable to write to file "
+            "</torch_…>`, `No space left on device` for /dev/shm",
+    background="`df -h /dev/shm` shows its size and use. NCCL uses it too. `Too many open files` is another limit: "
+               "`ulimit -n`.",
+    advice=(("docker run --shm-size=8g", "or --ipc=host: a larger /dev/shm for the container"),
+            ("DataLoader(…, num_workers=0)", "uses no shared memory, and is slower; `fitgpt train` has no workers"),
+            ("sudo mount -o remount,size=8G /dev/shm", "outside a container")))
+_rule_of_kind(
+    "compiler", "OOM-COMPILER", "A compiler was killed: CPU RAM ran out, not GPU memory",
+    "A compiler (nvcc, cc1plus) was killed while it built an extension: several of them together need more CPU RAM "
+    "than there is. GPU memory is not involved.",
+    pattern="`Killed signal terminated program cc1plus`, `'cicc' died due to signal 9`, `internal compiler error: "
+            "Killed`",
+    background="Builds of flash-attn, xformers or vLLM start one compiler per core, each with several GiB.",
+    advice=(("MAX_JOBS=2 pip install …", "compiles two files at a time"),))
+_rule_of_kind(
+    "triton", "OOM-TRITON", "A Triton kernel needs more shared memory than the GPU has per multiprocessor",
+    "A Triton kernel needs more of a multiprocessor's shared memory, about 100 to 228 KiB, than this GPU has. That is "
+    "the kernel's block size, not the GPU's memory: batch size and other processes do not matter.",
+    pattern="`out of resource: shared memory, Required: …, Hardware limit: …`",
+    background="Kernels tuned for an A100 or H100 ask for more than consumer GPUs have.",
+    advice=(("smaller block sizes or num_stages in the kernel", "or a version of the library for this GPU"),
+            ("torch.compile(…) without mode=\"max-autotune\"", "if torch.compile generated the kernel")))
+_rule_of_kind(
+    "jax", "OOM-JAX", "JAX ran out of GPU memory",
+    "JAX's own allocator (XLA) ran out, not PyTorch's. It takes 75 % of the GPU at its start, and fitgpt does not "
+    "forecast JAX programs.",
+    pattern="`RESOURCE_EXHAUSTED: Out of memory`",
+    background="Beside a PyTorch process on the same GPU, that first allocation is usually the cause.",
+    advice=(("XLA_PYTHON_CLIENT_PREALLOCATE=false", "JAX takes memory as it needs it"),
+            ("XLA_PYTHON_CLIENT_MEM_FRACTION=.5", "or takes another share at its start"), LIST_PROCESSES))
+_rule_of_kind(
+    "tensorflow", "OOM-TENSORFLOW", "TensorFlow ran out of GPU memory",
+    "TensorFlow's own allocator (BFC) ran out, not PyTorch's. It takes nearly the whole GPU at its start, and fitgpt "
+    "does not forecast TensorFlow programs.",
+    pattern="`OOM when allocating tensor`, `ResourceExhaustedError`, `bfc_allocator.cc`",
+    background="Two TensorFlow processes on one GPU fail this way even if both are small.",
+    advice=(("TF_FORCE_GPU_ALLOW_GROWTH=true", "TensorFlow takes memory as it needs it"), LIST_PROCESSES,
+            ("a smaller batch", "the usual change, if this process has the GPU alone")))
+_rule_of_kind(
+    "metal", "OOM-METAL", "Apple's GPU (Metal, MLX) ran out of memory",
+    "Metal found no memory for a command buffer or an array. Apple's GPU shares the machine's RAM and may use about "
+    "two thirds to three quarters of it; fitgpt does not forecast MLX programs.",
+    pattern="`kIOGPUCommandBufferCallbackErrorOutOfMemory`, `[metal::malloc]`, `[malloc_or_wait] Unable to allocate`",
+    background="For PyTorch on Apple's GPU see OOM-MPS.",
+    advice=(("close other programs", "they use the same RAM"),
+            ("a smaller batch, a shorter context, or gradient checkpointing", "mlx_lm.lora has --grad-checkpoint"),
+            ("sudo sysctl iogpu.wired_limit_mb=…", "raises the GPU's share until the next start; leave macOS some "
+             "GiB")))
+_rule_of_kind(
+    "vllm", "OOM-VLLM", "vLLM found no GPU memory for its KV cache",
+    "vLLM reserves a share of the GPU (gpu_memory_utilization), loads the model into it and gives the rest to the KV "
+    "cache; nothing was left, or other processes hold part of that share. fitgpt forecasts training, not inference.",
+    pattern="`No available memory for the cache blocks`, `less than desired GPU memory utilization`",
+    background="The model's weights count against the same share: 2 bytes per parameter in half precision.",
+    advice=(("--gpu-memory-utilization 0.95", "a larger share, if other processes leave it"),
+            ("--max-model-len 4096", "a shorter context needs a smaller cache"),
+            ("--enforce-eager", "no CUDA graphs, which take some GiB"), LIST_PROCESSES))
+
+
+# ---- phases in which the batch does not matter: named before the figures
+
+
+@_rule("OOM-SAVE", "While a checkpoint was saved",
+       pattern="the traceback passes through `state_dict()`, `torch.save`, `save_pretrained` or FSDP's save",
+       background="FSDP's full state dict gathers all parameters on one GPU, and their optimizer state too if that is "
+                  "saved: 4 to 12 bytes per parameter that training never needs at once.",
+       advice=(("FullStateDictConfig(offload_to_cpu=True, rank0_only=True)",
+                "FSDP: gathers one layer at a time into CPU RAM; or save a sharded state dict, "
+                "StateDictType.SHARDED_STATE_DICT, torch.distributed.checkpoint"),
+               ("copy the state dict to the CPU tensor by tensor, then torch.save",
+                "on one GPU, if the program copies or converts it before it saves"),
+               ("torch.cuda.empty_cache()", "before the save: returns cached memory of training")))
+def _save(case: Case) -> str | None:
+    if case.phase != "save":
+        return None
+    return ("Memory ran out while a checkpoint was saved: the state dict was gathered or copied on the GPU. "
+            "Activations are not allocated then, so the batch size does not change it.")
+
+
+@_rule("OOM-OPTIMIZER-FIRST-STEP", "In the optimizer step",
+       pattern="the traceback is in torch/optim, or quotes `exp_avg`; or the forecast's allocation belongs to the "
+               "optimizer",
+       background="Forward and backward can succeed and the first step still fail: the moments are created there and "
+                  "stay allocated.",
+       advice_without_plan=(
+           ("torch.optim.AdamW(…, fused=True)", "steps in place, without copies; nanoGPT and fitgpt do"),
+           *SMALLER_STATE))
+def _optimizer_first_step(case: Case) -> str | None:
+    if case.phase != "step" and (case.owner != "optimizer" or case.tape_phase == "load"):
+        return None
+    here = f" ({show_bytes(8 * case.run.forecast.params)} here)" if case.run else ""
+    return (f"The optimizer step requested it. AdamW creates its two moments, 8 bytes per parameter{here}, in the "
+            "first step; and its foreach implementation, the default, copies them again during each step. Forward and "
+            "backward passes before the step do not show that.")
+
+
 # ---- the figures of the message
 
 
+NEARLY_ALL = 0.95  # of a GPU; context and weights take more than the rest
+
+
 @_rule("OOM-LARGER-THAN-CARD", "One tensor larger than the GPU",
-       pattern="the requested size is larger than the GPU's total capacity",
+       pattern="the requested size is larger than the GPU's total capacity, or nearly as large",
        background="Usually the logits of a very large batch, or attention scores (batch × heads × block × block) "
                   "without fused attention. Where a GPU shares the machine's RAM, the total is a setting of the BIOS "
                   "or the driver.",
        advice_without_plan=SMALLER_BATCH)
 def _larger_than_card(case: Case) -> str | None:
-    if case.usage is None or not _has_figures(case) or case.requested <= case.usage.total:
+    if case.usage is None or not _has_figures(case) or case.requested <= NEARLY_ALL * case.usage.total:
         return None
-    return (f"One tensor of {show_bytes(case.requested)} is larger than the whole GPU, {show_bytes(case.usage.total)}: "
-            "freeing other memory cannot help.")
+    size = f"One tensor of {show_bytes(case.requested)} is"
+    if case.requested > case.usage.total:
+        return f"{size} larger than the whole GPU, {show_bytes(case.usage.total)}: freeing other memory cannot help."
+    return (f"{size} nearly the whole GPU, {show_bytes(case.usage.total)}. No run can have that much beside its "
+            "context and its weights: the request itself is too large, whatever else the GPU holds.")
 
 
 @_rule("OOM-SPILL", "More reserved than the GPU has",
@@ -210,57 +353,72 @@ def _spill(case: Case) -> str | None:
             "is many times slower.")
 
 
+def _is_limited(case: Case) -> bool:
+    """Whether the limit of the process, not the GPU, made the allocation fail."""
+    allowed, total, free = case.message.allowed, case.message.total, case.message.free
+    return allowed is not None and (total is None or allowed < total) and (free is None or case.requested <= free)
+
+
 @_rule("OOM-CAP", "A memory limit that the process has set",
-       pattern="`… allowed;` in the message",
+       pattern="`… allowed;` in the message, less than the GPU's total, and more memory free than requested",
        background="The allocator fails at the limit although the GPU has free memory. The limit counts segments, not "
                   "the context.",
        advice=(("torch.cuda.set_per_process_memory_fraction(1.0)", "removes the limit; or omit the call"),),
        advice_without_plan=SMALLER_BATCH)
 def _process_limit(case: Case) -> str | None:
-    if case.message.allowed is None:
+    if not _is_limited(case):
         return None
     reserved = (case.usage.reserved if case.usage else None) or 0
-    return (f"The process is limited to {show_bytes(case.message.allowed)} (set_per_process_memory_fraction, or the "
-            f"allocator's environment) and has reserved {show_bytes(reserved)} of it. The GPU itself has free memory.")
+    free = f" The GPU itself has {show_bytes(case.usage.free)} free." if case.usage else ""
+    return (f"The process is limited to {show_bytes(case.message.allowed or 0)} (set_per_process_memory_fraction, or "
+            f"the allocator's environment) and has reserved {show_bytes(reserved)} of it.{free}")
 
 
-FRAGMENTED_SHARE = 0.1  # of the reserved memory; less is unallocated in every run
+# Unallocated memory that covers what is missing is the cause if it is this share of the reserved memory, or this many
+# times what is missing. Otherwise, and below the least share, it is a second cause: a full GPU always has some.
+FRAGMENTED_SHARE, FRAGMENTED_TIMES, LEAST_SHARE = 0.1, 4, 0.02
 
 
-def _expandable_segments_decide(case: Case) -> bool:
-    if case.plan is None or case.run is None:
-        return True
-    limit = case.plan.budget.reserve_limit
-    return not case.run.expandable and replay(case.run.tape, limit, expandable=True).failed is None
+def _fragmentation_decides(case: Case) -> bool:
+    """By a replay with expandable segments if there is a plan, else by the figures."""
+    if case.plan is not None and case.run is not None:
+        limit = case.plan.budget.reserve_limit
+        return not case.run.expandable and replay(case.run.tape, limit, expandable=True).failed is None
+    unallocated, reserved = (case.usage.unallocated or 0, case.usage.reserved or 0) if case.usage else (0, 0)
+    return unallocated >= max(min(FRAGMENTED_SHARE * reserved, FRAGMENTED_TIMES * case.missing), LEAST_SHARE * reserved)
 
 
 def _fragmented_advice(case: Case) -> Advice:
+    if case.plan is not None:
+        return ()  # the forecast with expandable segments is among the changes of the run
     if case.message.source == OLD_PYTORCH:
-        return (("PyTorch 2.2 or later", "has expandable_segments, which avoid this fragmentation"), *SMALLER_BATCH)
+        return (("PyTorch 2.2 or later", "has expandable_segments, which avoid this fragmentation"),)
     name = "PYTORCH_HIP_ALLOC_CONF" if case.message.kind == "hip" else "PYTORCH_CUDA_ALLOC_CONF"
     return ((f"{name}=expandable_segments:True",
-             "avoids fragmentation: segments grow as needed; not on Windows. `fitgpt train` sets it"), *SMALLER_BATCH)
+             "avoids fragmentation: segments grow as needed; not on Windows. `fitgpt train` sets it"),)
 
 
 @_rule("OOM-FRAGMENTED", "Fragmentation",
-       pattern="`reserved but unallocated` (or `cached`) is at least the missing amount, and a tenth of the reserved "
-               "memory",
+       pattern="`reserved but unallocated` (or `cached`) is at least the missing amount. It is named first if it is a "
+               "tenth of the reserved memory, or four times the missing amount and 2 % of the reserved memory",
        background="PyTorch keeps freed memory in segments, split as earlier tensors needed it; a segment with one live "
                   "tensor in it cannot be released. Varying sizes, and evaluation between training steps, cause most "
                   "fragmentation.",
-       advice_without_plan=_fragmented_advice, decides=_expandable_segments_decide)
+       advice=_fragmented_advice, advice_without_plan=SMALLER_BATCH, decides=_fragmentation_decides)
 def _fragmented(case: Case) -> str | None:
     usage = case.usage
     if usage is None or usage.unallocated is None or not _has_figures(case):
         return None
-    if not 0 < case.missing <= usage.unallocated or usage.unallocated < FRAGMENTED_SHARE * (usage.reserved or 0):
+    if not 0 < case.missing <= usage.unallocated:
         return None
     text = (f"Fragmentation: {show_bytes(usage.unallocated)} are reserved by PyTorch but unallocated, and "
             f"{show_bytes(usage.free)} were free. Together they are more than the {show_bytes(case.requested)} "
             "requested, but not contiguous.")
-    if case.plan is None or case.run is None or case.run.expandable:
+    if case.plan is None or case.run is None:
+        return text if _fragmentation_decides(case) else f"{text} A full GPU always has some of it."
+    if case.run.expandable:
         return text
-    fits = "fit" if _expandable_segments_decide(case) else "still not fit"
+    fits = "fit" if _fragmentation_decides(case) else "still not fit"
     return f"{text} With expandable_segments the run would {fits}."
 
 
@@ -299,9 +457,26 @@ def _neighbour(case: Case) -> str | None:
     return f"{who} Without them the run would {'fit' if _neighbours_decide(case) else 'still not fit'}."
 
 
+RANKS_ADVICE: Advice = (
+    SET_DEVICE, ("torch.load(…, map_location=\"cpu\")", "keeps a checkpoint off GPU 0 while ranks load it"))
+
+
+@_rule("OOM-RANKS", "Contexts of other ranks on this GPU",
+       pattern="two or more other processes hold nearly the same, 150 to 800 MiB each, as nvidia-smi or the message "
+               "lists them",
+       background="A CUDA context takes a few hundred MiB on each GPU that a process touches. Without set_device every "
+                  "rank touches GPU 0, when it loads a checkpoint without map_location for example.",
+       advice=RANKS_ADVICE,
+       decides=lambda case: case.usage is not None and sum(
+           size for _, size in rank_contexts(case.usage.pids)) >= case.missing)
+def _ranks(case: Case) -> str | None:
+    contexts = rank_contexts(case.usage.pids) if case.usage is not None else []
+    return describe_rank_contexts(contexts) if contexts and case.missing else None
+
+
 def had_free_memory(case: Case) -> bool:
-    return case.usage is not None and _has_figures(case) and (
-        case.message.allowed is None and case.requested <= case.usage.free)
+    return case.usage is not None and _has_figures(case) and not _is_limited(case) and (
+        case.requested <= case.usage.free)
 
 
 @_rule("OOM-ROOM", "Failed although enough memory was free",
@@ -319,7 +494,7 @@ def _room(case: Case) -> str | None:
             "not map the allocation.")
 
 
-# ---- what the run was doing, by its traceback or by the tape of its config
+# ---- what the run was doing, by its traceback or by the forecast of its config
 
 
 @_rule("OOM-STATES", "Weights, gradients and optimizer state alone are too large",
@@ -340,7 +515,7 @@ def _states(case: Case) -> str | None:
 
 
 @_rule("OOM-AT-LOAD", "While the model was loaded",
-       pattern="the traceback ends in `.to(device)`, `.cuda()` or in loading weights; or the tape's phase is load",
+       pattern="the traceback ends in `.to(device)`, `.cuda()` or in loading weights; or the forecast's phase is load",
        background="A float32 model takes 4 bytes per parameter; a checkpoint loaded directly to the GPU takes as much "
                   "again.",
        advice=(LIST_PROCESSES,),
@@ -352,24 +527,8 @@ def _at_load(case: Case) -> str | None:
             "and the batch size does not change them.")
 
 
-@_rule("OOM-OPTIMIZER-FIRST-STEP", "In the optimizer step",
-       pattern="the traceback is in torch/optim; or the allocation on the tape belongs to the optimizer",
-       background="Forward and backward can succeed and the first step still fail: the moments are created there and "
-                  "stay allocated.",
-       advice_without_plan=(
-           ("torch.optim.AdamW(…, fused=True)", "steps in place, without copies; nanoGPT and fitgpt do"),
-           *SMALLER_STATE))
-def _optimizer_first_step(case: Case) -> str | None:
-    if case.phase != "step" and (case.owner != "optimizer" or case.tape_phase == "load"):
-        return None
-    here = f" ({show_bytes(8 * case.run.forecast.params)} here)" if case.run else ""
-    return (f"The optimizer step requested it. AdamW creates its two moments, 8 bytes per parameter{here}, in the "
-            "first step; and its foreach implementation, the default, copies them again during each step. Forward and "
-            "backward passes before the step do not show that.")
-
-
 @_rule("OOM-EVAL", "In evaluation",
-       pattern="the traceback passes through `estimate_loss` or `evaluate`; or the tape's phase is an evaluation",
+       pattern="the traceback passes through `estimate_loss` or `evaluate`; or the forecast's phase is an evaluation",
        background="Evaluation allocates less than training with the same batch. It fails if it runs first, before any "
                   "step, or after training has fragmented the allocator's memory.",
        advice_without_plan=(("fitgpt train … --eval_batch_size=4", "evaluates 4 sequences at once, with the same loss; "
@@ -433,7 +592,7 @@ def _activations(case: Case) -> str | None:
 @_rule("OOM-CONTEXT", "Much non-PyTorch memory",
        pattern="`this process has …` is more than 1 GiB above the memory that PyTorch reserved",
        background="PyTorch's allocator does not manage this memory, and no option of the run changes it.",
-       advice_without_plan=SMALLER_BATCH)
+       advice=(SET_DEVICE, *FEWER_COMMUNICATORS), advice_without_plan=SMALLER_BATCH)
 def _context(case: Case) -> str | None:
     outside = (case.usage.outside if case.usage else None) or 0
     if outside <= GiB:
@@ -443,22 +602,30 @@ def _context(case: Case) -> str | None:
 
 
 def _truncated_advice(case: Case) -> Advice:
+    if case.message.kind == "vague":
+        return (("the whole message, with the traceback above it", "contains the figures, and which memory it was"),
+                LIST_PROCESSES, ("dmesg | tail", "shows whether the system ran out of CPU RAM"))
     if case.usage is None:
         return (("the message to its end", "contains the requested size, and who held the GPU's memory"),)
     return (("the message to its end", "contains the memory of this process, and PyTorch's part of it"), LIST_PROCESSES)
 
 
 @_rule("OOM-CUT", "A truncated message",
-       pattern="`CUDA out of memory.` and nothing after it, or nothing after the free memory",
+       pattern="`CUDA out of memory.` and nothing after it, or some of its figures are missing; or `out of memory` "
+               "without a known message",
        background="The figures are on the same line as the words; some logs truncate long lines.",
        advice=_truncated_advice, advice_without_plan=SMALLER_BATCH)
 def _truncated(case: Case) -> str | None:
-    if case.usage is None:
-        missing = case.message.requested is None
-        return "The message is truncated: GPU memory ran out, but all figures are missing." if missing else None
-    if not case.usage.truncated:
+    message, usage = case.message, case.usage
+    if message.kind == "vague":
+        return "The text says that memory ran out, and not which: GPU memory or CPU RAM."
+    if message.requested is None:
+        figures = (message.total, message.free, message.process, message.allocated)
+        missing = "the requested size is" if any(each is not None for each in figures) else "all figures are"
+        return f"The message is truncated: GPU memory ran out, but {missing} missing."
+    if usage is None or not usage.truncated:
         return None
-    return (f"{show_bytes(case.usage.used)} of the GPU's {show_bytes(case.usage.total)} are in use, and the message "
+    return (f"{show_bytes(usage.used)} of the GPU's {show_bytes(usage.total)} are in use, and the message "
             "does not say by which process: the figures of this process and of PyTorch would follow the free memory.")
 
 

@@ -10,9 +10,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from math import prod
+from math import log2, prod
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..config.resolve import ResolvedRun
 from ..config.run_config import DEFAULT_VOCAB, RunConfig
@@ -366,7 +366,11 @@ def _logits_terms(tensors: Sequence[Alive], sizes: FormulaSizes) -> list[Term]:
 TRACK_RECORD = Path(__file__).with_name("track_record.csv")
 SHAPE = ("n_layer", "n_head", "n_embd", "block_size", "batch_size", "gradient_accumulation_steps", "vocab_size",
          "dtype")
-COLUMNS = ("trainer", "gpu", "torch", "name", *SHAPE, "mode", "reserved_bytes", "figures", "worst_percent")
+COLUMNS = ("trainer", "gpu", "torch", "name", "params", *SHAPE, "mode", "options", "allocated_bytes",
+           "reserved_bytes", "forecast_allocated_bytes", "forecast_reserved_bytes", "figures", "worst_percent")
+RECORDED_OPTIONS = ("bias", "dropout", "recompute", "weights", "residual", "casts", "gradients", "optimizer", "offload",
+                    "step_in_backward")  # further options that change the memory
+NANOGPT_OPTIONS = ("bias", "dropout")
 
 
 class TrackRecord(NamedTuple):
@@ -381,12 +385,17 @@ def recorded_runs() -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def track_record_of(forecast: Forecast, gpu: str) -> TrackRecord:
-    """The recorded runs of that trainer, and the worst error of their forecasts."""
+def _recorded_like(forecast: Forecast) -> list[dict[str, str]]:
+    """The recorded runs of that trainer and allocator."""
     assumes = forecast.assumes
     kind = record_kind(forecast.trainer, expandable=assumes["allocator"] == EXPANDABLE,
                        odd=ODD_SIZES in assumes["compile"])
-    rows = [row for row in recorded_runs() if row["trainer"] == kind]
+    return [row for row in recorded_runs() if row["trainer"] == kind]
+
+
+def track_record_of(forecast: Forecast, gpu: str) -> TrackRecord:
+    """The recorded runs of that trainer, and the worst error of their forecasts."""
+    rows = _recorded_like(forecast)
     errors = [float(row["worst_percent"]) for row in rows]
     return TrackRecord(sum(row["gpu"] == gpu for row in rows), len(rows), max(errors, key=abs) if errors else None)
 
@@ -397,3 +406,60 @@ def record_kind(trainer: str, *, expandable: bool, odd: bool) -> str:
     if trainer != "nanogpt":
         return trainer
     return f"{trainer}, {EXPANDABLE}" if expandable else f"{trainer}, {ODD_SIZES}" if odd else trainer
+
+
+class RecordedRun(NamedTuple):
+    """A recorded run, what was measured, and the forecast of it. Bytes."""
+
+    gpu: str
+    torch: str
+    params: int
+    n_layer: int
+    n_embd: int
+    batch_size: int
+    block_size: int
+    vocab_size: int
+    dtype: str
+    mode: str          # compiled or eager
+    options: str       # those that differ from the defaults: "recompute=input weights=bfloat16"
+    allocated_bytes: int
+    reserved_bytes: int
+    forecast_allocated_bytes: int
+    forecast_reserved_bytes: int
+
+    def describe(self) -> str:
+        with_options = f" {self.options}," if self.options else ""
+        return (f"{show_count(self.params)} parameters, batch {self.batch_size:,} × {self.block_size:,}, {self.dtype}, "
+                f"{self.mode},{with_options} {self.gpu}: measured {show_bytes(self.allocated_bytes)} allocated, "
+                f"{show_bytes(self.reserved_bytes)} reserved; forecast {show_bytes(self.forecast_allocated_bytes)} and "
+                f"{show_bytes(self.forecast_reserved_bytes)}")
+
+
+def nearest_recorded_run(run: ResolvedRun, forecast: Forecast, gpu: str) -> RecordedRun | None:
+    """The recorded run of the same trainer that is most similar; None if there is none.
+
+    Distance: the factors by which layers, width, batch, block and vocabulary differ, as log2; 1 for the other compile
+    mode, and for float32 against half precision; ½ for each other option that differs, and for another GPU.
+    """
+    sizes = ("n_layer", "n_embd", "batch_size", "block_size", "vocab_size")
+    mode, options = "compiled" if run.compile else "eager", set(recorded_options(run, forecast.trainer).split())
+
+    def distance(row: dict[str, str]) -> float:
+        return (sum(abs(log2(int(row[size]) / (getattr(run, size) or DEFAULT_VOCAB))) for size in sizes)
+                + (row["mode"] != mode) + ((row["dtype"] == "float32") != (run.dtype == "float32"))
+                + len(options ^ set(row["options"].split())) / 2 + (row["gpu"] != gpu) / 2)
+
+    row = min(_recorded_like(forecast), key=distance, default=None)
+    if row is None:
+        return None
+    figures: dict[str, Any] = {name: int(row[name]) if row[name].isdigit() else row[name]
+                               for name in RecordedRun._fields}
+    return RecordedRun(**figures)
+
+
+def recorded_options(run: RunConfig, trainer: str) -> str:
+    """The value of the column `options`."""
+    if run.grad_checkpoint:  # the same recompute policy
+        run = replace(run, grad_checkpoint=False, recompute="input")
+    names = NANOGPT_OPTIONS if trainer == "nanogpt" else RECORDED_OPTIONS
+    return " ".join(f"{name}={getattr(run, name)}" for name in names if getattr(run, name) != getattr(RunConfig, name))

@@ -33,7 +33,15 @@ from .budget import (
     unmodelled_allocator_options,
 )
 from .changes import Change, PricedChange, memory_use, priced, single_changes, smallest_that_fit
-from .forecast import MemoryPlan, TrackRecord, forecast, replay_run, track_record_of
+from .forecast import (
+    MemoryPlan,
+    RecordedRun,
+    TrackRecord,
+    forecast,
+    nearest_recorded_run,
+    replay_run,
+    track_record_of,
+)
 from .plan_file import document
 from .request import NO_OPTIONS, PlanRequest, assignments_from, plan_request
 from .speed import SpeedEstimate
@@ -83,6 +91,10 @@ class Plan(MemoryPlan):
         return track_record_of(self.forecast, self.budget.card)
 
     @cached_property
+    def nearest_recorded_run(self) -> RecordedRun | None:
+        return nearest_recorded_run(self.run, self.forecast, self.budget.card)
+
+    @cached_property
     def options(self) -> list[PricedChange] | None:
         """What every single change saves, with --options."""
         if not self.with_options:
@@ -101,6 +113,7 @@ class Plan(MemoryPlan):
                 "changes": [change._asdict() for change in self.changes],
                 "options": self.options and [{**each._asdict(), "change": each.change._asdict()}
                                              for each in self.options],
+                "nearest_recorded_run": self.nearest_recorded_run and self.nearest_recorded_run._asdict(),
                 "notes": list(self.notes), "sources": list(self.budget.sources)}
 
     def __str__(self) -> str:

@@ -36,7 +36,7 @@ def diagnosis_text(diagnosis: Diagnosis, width: int = 80) -> str:
     if diagnosis.remedies:
         lines.append("")
     # Each command on a line of its own, unbroken, so that it can be copied; its effect below.
-    label = "change" if diagnosis.subject in ("plan", "run") else "fix"
+    label = "fix" if diagnosis.subject == "message" else "change"
     for index, remedy in enumerate(diagnosis.remedies):
         lines.append(f"{'' if index else label:<{LABEL_WIDTH}}{remedy.todo}")
         costs = f". Costs: {remedy.costs}" if remedy.costs else ""

@@ -48,6 +48,7 @@ def plan_text(plan: Plan, width: int = 80, *, colour: bool = False) -> str:
     parts += [phase_table(plan, width), owner_table(plan, width)]
     rows = [("run", run_text(plan.duration)), ("attention", attention_text(plan.run, forecast.assumes["attention"])),
             ("assumes", assumptions_text(plan)), ("accuracy", accuracy_text(plan, plan.track_record)),
+            *((("nearest", f"recorded run: {nearest.describe()}"),) if (nearest := plan.nearest_recorded_run) else ()),
             ("GPU", " ".join(budget.sources)),
             *(("note", note) for note in plan.notes)]
     parts.append(labelled_rows(rows, width))

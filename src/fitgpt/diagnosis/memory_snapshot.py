@@ -38,7 +38,7 @@ NOT_RECORDED = "no recorded stack, as before the history begins"
 
 
 @dataclass(frozen=True)
-class Block:
+class SnapshotBlock:
     """A part of a segment, as it is now."""
 
     address: int
@@ -58,11 +58,11 @@ class Segment:
     pool: tuple[int, ...]
     kind: str                # small, large
     expandable: bool
-    blocks: tuple[Block, ...]
+    blocks: tuple[SnapshotBlock, ...]
 
 
 @dataclass(frozen=True)
-class Event:
+class TraceEntry:
     """An entry of the history."""
 
     action: str              # alloc, free_requested, free_completed, segment_alloc, segment_free, oom …
@@ -77,7 +77,7 @@ class MemorySnapshot:
     """The segments of all GPUs, and the history of each GPU, empty if none was recorded."""
 
     segments: tuple[Segment, ...]
-    histories: tuple[tuple[Event, ...], ...]
+    histories: tuple[tuple[TraceEntry, ...], ...]
 
 
 def is_pickle(file: BinaryIO) -> bool:
@@ -126,7 +126,7 @@ def _segment(segment: dict[str, Any], blocks: list[Any]) -> Segment:
     following = address
     for block in blocks:  # torch before 2.1 writes no addresses of blocks: they are adjacent
         nbytes = _int(block, "size")
-        parts.append(Block(_int(block, "address", following), nbytes, _str(block, "state"), _frames(block)))
+        parts.append(SnapshotBlock(_int(block, "address", following), nbytes, _str(block, "state"), _frames(block)))
         following = parts[-1].address + nbytes
     pool = segment.get("segment_pool_id", ())
     return Segment(_int(segment, "device", 0), address, _int(segment, "total_size"), _int(segment, "stream", 0),
@@ -134,8 +134,8 @@ def _segment(segment: dict[str, Any], blocks: list[Any]) -> Segment:
                    segment.get("is_expandable") is True, tuple(parts))
 
 
-def _event(entry: Any) -> Event:
-    return Event(_str(entry, "action"), _int(entry, "addr", 0), _int(entry, "size", 0), _frames(entry),
+def _event(entry: Any) -> TraceEntry:
+    return TraceEntry(_str(entry, "action"), _int(entry, "addr", 0), _int(entry, "size", 0), _frames(entry),
                  _int(entry, "device_free", 0))
 
 
@@ -189,7 +189,7 @@ class MemoryState:
     # Where a free block can end: starts of blocks in use and ends of segments, sorted.
     bounds: list[int] = field(default_factory=list)
 
-    def apply(self, event: Event) -> None:
+    def apply(self, event: TraceEntry) -> None:
         end = event.address + event.nbytes
         if event.action == "alloc":
             self.hold(event.address, Held(self._block_size(event), event.frames))
@@ -209,7 +209,7 @@ class MemoryState:
         self.allocated += held.nbytes
         bisect.insort(self.bounds, address)
 
-    def _block_size(self, event: Event) -> int:
+    def _block_size(self, event: TraceEntry) -> int:
         """The history has requested sizes. A block of the large pool is split only if more than 1 MiB remains."""
         nbytes = round_size(event.nbytes)
         if nbytes <= SMALL_SIZE or self.expandable:
@@ -224,7 +224,7 @@ class MemoryState:
             del self.bounds[place]
 
 
-def state_at_peak(segments: Iterable[Segment], history: Sequence[Event]) -> MemoryState:
+def state_at_peak(segments: Iterable[Segment], history: Sequence[TraceEntry]) -> MemoryState:
     """The state in which most was allocated; without a history, the state now."""
     segments = tuple(segments)
     start = _start(segments, history)
@@ -238,7 +238,7 @@ def state_at_peak(segments: Iterable[Segment], history: Sequence[Event]) -> Memo
     return start
 
 
-def _start(segments: tuple[Segment, ...], history: Sequence[Event]) -> MemoryState:
+def _start(segments: tuple[Segment, ...], history: Sequence[TraceEntry]) -> MemoryState:
     """The state before the first event: what is freed or still held without having been allocated in the history."""
     before: dict[int, Held] = {}
     before_segments: list[int] = []  # their ends
@@ -330,7 +330,7 @@ def _busiest(snapshot: MemorySnapshot) -> int:
     return max(reserved, key=lambda each: reserved[each], default=0)
 
 
-def _notes(snapshot: MemorySnapshot, device: int, segments: tuple[Segment, ...], history: Sequence[Event],
+def _notes(snapshot: MemorySnapshot, device: int, segments: tuple[Segment, ...], history: Sequence[TraceEntry],
            peak: MemoryState) -> tuple[str, ...]:
     notes = []
     largest = sorted(peak.live.values(), key=lambda held: -held.nbytes)[:MAX_BLOCKS]

@@ -96,9 +96,7 @@ def read_snapshot(file: BinaryIO, name: str) -> MemorySnapshot:
                          "torch.cuda.memory._record_memory_history(max_entries=100000) records fewer events.")
     try:
         return _snapshot_from(safe_pickle.parse(data, max_depth=_DEPTH, more_types=True))
-    except safe_pickle.UnsafePickleError as error:
-        raise rejected(str(error)) from None
-    except _NoSnapshot as error:
+    except (safe_pickle.UnsafePickleError, _NoSnapshot) as error:
         raise rejected(str(error)) from None
 
 
@@ -135,7 +133,7 @@ def _segment(segment: dict[str, Any], blocks: list[Any]) -> Segment:
 
 def _event(entry: Any) -> TraceEntry:
     return TraceEntry(_str(entry, "action"), _int(entry, "addr", 0), _int(entry, "size", 0), _line(entry),
-                 _int(entry, "device_free", 0))
+                      _int(entry, "device_free", 0))
 
 
 def _list(value: Any, key: str) -> list[Any]:

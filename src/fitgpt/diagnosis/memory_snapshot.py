@@ -22,14 +22,13 @@ from ..memory.tape import round_size
 from .diagnose import EXPANDABLE, Diagnosis, MemoryShare, Remedy
 from .rules import FRAGMENTED_SHARE
 
-MAX_FILE = 256 * MiB      # parsing takes about 3 s per 10 MiB
+MAX_FILE = 256 * MiB      # parsing takes about 5 s per 10 MiB
 MAX_ENTRIES = 4_000_000   # blocks or events; a small file can claim many by repeating one list
+MAX_FRAMES = 500          # of a stack
 _DEPTH = 12               # segments, blocks, frames and their annotations nest 8 deep
 MAX_HOLDERS, MAX_BLOCKS, MAX_SEGMENT_GROUPS = 12, 5, 6
 _TORCH = re.compile(r"[/\\]torch[/\\]")
 
-Frames = Sequence[Any]
-NO_FRAMES: Frames = ()
 NO_STACK = "no Python stack, as in the backward pass"
 NOT_RECORDED = "no recorded stack, as before the history begins"
 
@@ -38,13 +37,13 @@ NOT_RECORDED = "no recorded stack, as before the history begins"
 
 
 @dataclass(frozen=True)
-class Block:
+class SnapshotBlock:
     """A part of a segment, as it is now."""
 
     address: int
     nbytes: int
     state: str               # active_allocated, active_awaiting_free, inactive
-    frames: Frames = NO_FRAMES
+    line: str = ""           # of Python that allocated it; empty: not recorded, or none
 
 
 @dataclass(frozen=True)
@@ -55,20 +54,19 @@ class Segment:
     address: int
     nbytes: int
     stream: int
-    pool: tuple[int, ...]
-    kind: str                # small, large
+    pool: str                # of a private pool, as CUDA graphs have: its number
     expandable: bool
-    blocks: tuple[Block, ...]
+    blocks: tuple[SnapshotBlock, ...]
 
 
 @dataclass(frozen=True)
-class Event:
+class TraceEntry:
     """An entry of the history."""
 
     action: str              # alloc, free_requested, free_completed, segment_alloc, segment_free, oom …
     address: int
     nbytes: int              # as requested, before rounding
-    frames: Frames = NO_FRAMES
+    line: str = ""           # of Python that allocated it; empty: none
     device_free: int = 0     # of an oom: bytes that CUDA still had
 
 
@@ -77,7 +75,7 @@ class MemorySnapshot:
     """The segments of all GPUs, and the history of each GPU, empty if none was recorded."""
 
     segments: tuple[Segment, ...]
-    histories: tuple[tuple[Event, ...], ...]
+    histories: tuple[tuple[TraceEntry, ...], ...]
 
 
 def is_pickle(file: BinaryIO) -> bool:
@@ -98,9 +96,7 @@ def read_snapshot(file: BinaryIO, name: str) -> MemorySnapshot:
                          "torch.cuda.memory._record_memory_history(max_entries=100000) records fewer events.")
     try:
         return _snapshot_from(safe_pickle.parse(data, max_depth=_DEPTH, more_types=True))
-    except safe_pickle.UnsafePickleError as error:
-        raise rejected(str(error)) from None
-    except _NoSnapshot as error:
+    except (safe_pickle.UnsafePickleError, _NoSnapshot) as error:
         raise rejected(str(error)) from None
 
 
@@ -126,17 +122,18 @@ def _segment(segment: dict[str, Any], blocks: list[Any]) -> Segment:
     following = address
     for block in blocks:  # torch before 2.1 writes no addresses of blocks: they are adjacent
         nbytes = _int(block, "size")
-        parts.append(Block(_int(block, "address", following), nbytes, _str(block, "state"), _frames(block)))
+        parts.append(SnapshotBlock(_int(block, "address", following), nbytes, _str(block, "state"), _line(block)))
         following = parts[-1].address + nbytes
     pool = segment.get("segment_pool_id", ())
+    private = isinstance(pool, tuple) and len(pool) == 2 and all(type(each) is int for each in pool) and any(pool)
     return Segment(_int(segment, "device", 0), address, _int(segment, "total_size"), _int(segment, "stream", 0),
-                   tuple(pool) if isinstance(pool, tuple | list) else (), _str(segment, "segment_type"),
-                   segment.get("is_expandable") is True, tuple(parts))
+                   f"{pool[0] % 2**63}, {pool[1] % 2**63}" if private else "", segment.get("is_expandable") is True,
+                   tuple(parts))
 
 
-def _event(entry: Any) -> Event:
-    return Event(_str(entry, "action"), _int(entry, "addr", 0), _int(entry, "size", 0), _frames(entry),
-                 _int(entry, "device_free", 0))
+def _event(entry: Any) -> TraceEntry:
+    return TraceEntry(_str(entry, "action"), _int(entry, "addr", 0), _int(entry, "size", 0), _line(entry),
+                      _int(entry, "device_free", 0))
 
 
 def _list(value: Any, key: str) -> list[Any]:
@@ -160,9 +157,21 @@ def _str(value: Any, key: str) -> str:
     return found
 
 
-def _frames(value: Any) -> Frames:
-    frames = value.get("frames", NO_FRAMES) if isinstance(value, dict) else NO_FRAMES
-    return frames if isinstance(frames, list) else NO_FRAMES
+def _line(value: Any) -> str:
+    """The innermost line of Python outside PyTorch's own files on a stack: "model.py:41 forward"; empty if none."""
+    frames = value.get("frames") if isinstance(value, dict) else None
+    for frame in frames[:MAX_FRAMES] if isinstance(frames, list) else ():  # innermost first
+        file = frame.get("filename") if isinstance(frame, dict) else None
+        if isinstance(file, str) and file.endswith((".py", ">")) and not _TORCH.search(file[-1000:]):
+            line = frame.get("line")
+            number = line if type(line) is int and 0 <= line < 2**31 else 0
+            return f"{_printable(file)}:{number} {_printable(frame.get('name'))}"
+    return ""
+
+
+def _printable(text: Any) -> str:
+    """For the terminal: of limited length, without control characters."""
+    return "".join(filter(str.isprintable, text[-150:])) if isinstance(text, str) else ""
 
 
 # ---- what was held at the peak
@@ -173,8 +182,7 @@ class Held:
     """A live allocation."""
 
     nbytes: int              # of its block
-    frames: Frames
-    recorded: bool = True    # False: allocated before the history begins
+    line: str                # that allocated it; or why there is none
 
 
 @dataclass
@@ -189,10 +197,10 @@ class MemoryState:
     # Where a free block can end: starts of blocks in use and ends of segments, sorted.
     bounds: list[int] = field(default_factory=list)
 
-    def apply(self, event: Event) -> None:
+    def apply(self, event: TraceEntry) -> None:
         end = event.address + event.nbytes
         if event.action == "alloc":
-            self.hold(event.address, Held(self._block_size(event), event.frames))
+            self.hold(event.address, Held(self._block_size(event), event.line or NO_STACK))
         elif event.action == "free_requested" and event.address in self.live:
             self.allocated -= self.live.pop(event.address).nbytes
         elif event.action == "free_completed":
@@ -209,7 +217,7 @@ class MemoryState:
         self.allocated += held.nbytes
         bisect.insort(self.bounds, address)
 
-    def _block_size(self, event: Event) -> int:
+    def _block_size(self, event: TraceEntry) -> int:
         """The history has requested sizes. A block of the large pool is split only if more than 1 MiB remains."""
         nbytes = round_size(event.nbytes)
         if nbytes <= SMALL_SIZE or self.expandable:
@@ -224,7 +232,7 @@ class MemoryState:
             del self.bounds[place]
 
 
-def state_at_peak(segments: Iterable[Segment], history: Sequence[Event]) -> MemoryState:
+def state_at_peak(segments: Iterable[Segment], history: Sequence[TraceEntry]) -> MemoryState:
     """The state in which most was allocated; without a history, the state now."""
     segments = tuple(segments)
     start = _start(segments, history)
@@ -238,7 +246,7 @@ def state_at_peak(segments: Iterable[Segment], history: Sequence[Event]) -> Memo
     return start
 
 
-def _start(segments: tuple[Segment, ...], history: Sequence[Event]) -> MemoryState:
+def _start(segments: tuple[Segment, ...], history: Sequence[TraceEntry]) -> MemoryState:
     """The state before the first event: what is freed or still held without having been allocated in the history."""
     before: dict[int, Held] = {}
     before_segments: list[int] = []  # their ends
@@ -250,7 +258,7 @@ def _start(segments: tuple[Segment, ...], history: Sequence[Event]) -> MemorySta
         elif event.action == "free_requested" and event.address in live:
             live.discard(event.address)
         elif event.action == "free_requested":
-            before.setdefault(event.address, Held(round_size(event.nbytes), NO_FRAMES, recorded=False))
+            before.setdefault(event.address, Held(round_size(event.nbytes), NOT_RECORDED))
         elif event.action in ("segment_alloc", "segment_map"):
             ends[end] += 1
             reserved -= event.nbytes
@@ -268,22 +276,13 @@ def _start(segments: tuple[Segment, ...], history: Sequence[Event]) -> MemorySta
             before_segments.append(end)
         for block in segment.blocks:
             if block.state == "active_allocated" and block.address not in live:
-                before.setdefault(block.address, Held(block.nbytes, block.frames, recorded=False))
+                before.setdefault(block.address, Held(block.nbytes, block.line or NOT_RECORDED))
     expandable = any(segment.expandable for segment in segments) or any(
         event.action == "segment_map" for event in history)
     state = MemoryState(max(reserved, 0), expandable, bool(before), bounds=sorted(before_segments))
     for address, held in before.items():
         state.hold(address, held)
     return state
-
-
-def place(held: Held) -> str:
-    """The innermost line of Python outside PyTorch's own files that allocated it: "model.py:41 forward"."""
-    for frame in held.frames:  # innermost first
-        file = str(frame.get("filename", "")) if isinstance(frame, dict) else ""
-        if file.endswith((".py", ">")) and not _TORCH.search(file):
-            return f"{file}:{frame.get('line', 0)} {frame.get('name', '')}"[:200]
-    return NO_STACK if held.recorded else NOT_RECORDED
 
 
 # ---- in words
@@ -298,13 +297,13 @@ def explain_snapshot(snapshot: MemorySnapshot) -> Diagnosis:
 
     groups: dict[str, list[int]] = defaultdict(list)
     for held in peak.live.values():
-        groups[place(held)].append(held.nbytes)
+        groups[held.line].append(held.nbytes)
     holders = sorted(groups.items(), key=lambda each: -sum(each[1]))
     shares = [MemoryShare(where, sum(sizes), _blocks(len(sizes))) for where, sizes in holders[:MAX_HOLDERS]]
     rest = [nbytes for _, sizes in holders[MAX_HOLDERS:] for nbytes in sizes]
     if rest:
         shares.append(MemoryShare(f"{len(holders) - MAX_HOLDERS} other places", sum(rest), _blocks(len(rest))))
-    shares.append(MemoryShare("reserved by PyTorch but unallocated", peak.reserved - peak.allocated))
+    shares.append(MemoryShare("reserved by PyTorch but unallocated", max(peak.reserved - peak.allocated, 0)))
 
     allocated = sum(block.nbytes for segment in segments for block in segment.blocks
                     if block.state == "active_allocated")
@@ -315,7 +314,7 @@ def explain_snapshot(snapshot: MemorySnapshot) -> Diagnosis:
         title=f"{now}; at the peak {show_bytes(peak.allocated)} and {show_bytes(peak.reserved)}." if history
         else f"{now}.",
         what="" if failed is None else
-        f"An allocation of {show_bytes(failed.nbytes)} failed ({place(Held(0, failed.frames))}); CUDA had "
+        f"An allocation of {show_bytes(failed.nbytes)} failed ({failed.line or NO_STACK}); CUDA had "
         f"{show_bytes(failed.device_free)} free.",
         shares=tuple(shares), shares_of=f"{show_bytes(peak.reserved)} reserved {'at the peak' if history else 'now'}",
         remedies=_remedies(holders, peak), notes=_notes(snapshot, device, segments, history, peak))
@@ -330,13 +329,13 @@ def _busiest(snapshot: MemorySnapshot) -> int:
     return max(reserved, key=lambda each: reserved[each], default=0)
 
 
-def _notes(snapshot: MemorySnapshot, device: int, segments: tuple[Segment, ...], history: Sequence[Event],
+def _notes(snapshot: MemorySnapshot, device: int, segments: tuple[Segment, ...], history: Sequence[TraceEntry],
            peak: MemoryState) -> tuple[str, ...]:
     notes = []
     largest = sorted(peak.live.values(), key=lambda held: -held.nbytes)[:MAX_BLOCKS]
     if largest:
         notes.append(f"Largest blocks {'at the peak' if history else 'now'}: " + "; ".join(
-            f"{show_bytes(held.nbytes)} {place(held)}" for held in largest) + ".")
+            f"{show_bytes(held.nbytes)} {held.line}" for held in largest) + ".")
     unused = sum(segment.nbytes for segment in segments if all(block.state == "inactive" for block in segment.blocks))
     notes.append(f"Free now in segments that also hold tensors (inactive split): {show_bytes(split_bytes(segments))}. "
                  f"In segments without tensors, which empty_cache() releases: {show_bytes(unused)}.")
@@ -362,14 +361,14 @@ def split_bytes(segments: Iterable[Segment]) -> int:
 
 def _segment_notes(segments: Sequence[Segment]) -> list[str]:
     """Reserved memory by stream and memory pool, if there is more than one."""
-    groups: dict[tuple[int, tuple[int, ...]], list[Segment]] = defaultdict(list)
+    groups: dict[tuple[int, str], list[Segment]] = defaultdict(list)
     for segment in segments:
         groups[segment.stream, segment.pool].append(segment)
     if len(groups) < 2:
         return []
     largest = sorted(groups.items(), key=lambda each: -sum(segment.nbytes for segment in each[1]))
     return ["Segments by stream and pool: " + "; ".join(
-        f"stream {stream}{'' if not any(pool) else f', private pool {pool}'}: "
+        f"stream {stream}{pool and f', private pool ({pool})'}: "
         f"{show_bytes(sum(segment.nbytes for segment in found))} in {len(found)}"
         for (stream, pool), found in largest[:MAX_SEGMENT_GROUPS])
         + ("; …" if len(largest) > MAX_SEGMENT_GROUPS else "") + "."]
@@ -383,12 +382,13 @@ def _remedies(holders: Sequence[tuple[str, list[int]]], peak: MemoryState) -> tu
     remedies, unallocated = [], peak.reserved - peak.allocated
     if unallocated > max(FRAGMENTED_SHARE * peak.reserved, LARGE_BUFFER) and not peak.expandable:
         remedies.append(Remedy(EXPANDABLE, f"{show_bytes(unallocated)} of {show_bytes(peak.reserved)} are reserved but "
-                               "unallocated at the peak; segments that grow as needed avoid most of that",
+                               "unallocated at the peak; segments that grow as needed usually avoid that",
                                costs="nothing; not on Windows"))
     first = next((each for each in holders if each[0] not in (NO_STACK, NOT_RECORDED)), None)
     if first is not None:
         where, sizes = first
-        remedies.append(Remedy(where, f"allocated {show_bytes(sum(sizes))} of the {show_bytes(peak.allocated)} at the "
-                               "peak, more than any other line: a smaller micro-batch or recomputation reduces "
-                               "activations, 8-bit or offloaded state the optimizer's"))
+        share = f"{show_bytes(sum(sizes))} of the {show_bytes(peak.allocated)}"
+        remedies.append(Remedy(f"look first at {where}", f"it allocated {share} at the peak, more than any other line. "
+                               "A smaller micro-batch or recomputation reduces activations; 8-bit or offloaded state, "
+                               "the optimizer's"))
     return tuple(remedies)

@@ -53,7 +53,7 @@ SETTINGS: dict[str, Any] = dict(
     dtype="bfloat16", compile=True, eval_iters=30, eval_interval=20, log_interval=10)
 TINY = dict(n_layer=2, n_head=2, n_embd=32, block_size=64, batch_size=4, gradient_accumulation_steps=2, compile=False,
             dtype="float32", eval_iters=2, eval_interval=2, log_interval=1, device="cpu")
-RATES = (6e-4, 1.2e-3, 2.4e-3, 4.8e-3)  # of both optimizers
+RATES = {"adamw": (1.5e-4, 3e-4, 6e-4, 1.2e-3, 2.4e-3, 4.8e-3), "muon": (6e-4, 1.2e-3, 2.4e-3, 4.8e-3, 9.6e-3)}
 TEXT_TOKENS = 50_000_000
 TEXT_BYTES = 250_000_000  # more than 50M tokens: code has about 3 bytes per token
 SLOWEST = 420_000         # tokens/s on an H200, to foresee whether a run ends in time
@@ -117,7 +117,7 @@ class Recipe:
         """By name, the runs that find the learning rates."""
         steps = self.options.sweep_steps
         return {f"{optimizer} {rate:g}": self.case(optimizer, rate, steps, eval_interval=steps // 4)
-                for optimizer in ("adamw", "muon") for rate in RATES}
+                for optimizer, rates in RATES.items() for rate in rates}
 
     def final(self) -> dict[str, dict[str, Any]]:
         """By name, the runs to compare. Muon also with half the steps: a loss in the middle of a schedule is higher
@@ -242,10 +242,12 @@ def run_alone(case: dict[str, Any], data: Path, folder: str, name: str) -> dict[
     """Starts the child and passes its progress on, a line every 15 s."""
     with tempfile.TemporaryDirectory() as out:
         settings = {**case, "dataset": str(data), "out_dir": f"{out}/run"}
-        command = [sys.executable, __file__, "final", "--out=", f"--nanogpt={folder}", "--child",
-                   settings.pop("trainer"), json.dumps(settings)]
+        trainer = settings.pop("trainer")
+        command = [sys.executable, __file__, "final", "--out=", f"--nanogpt={folder}", "--child", trainer,
+                   json.dumps(settings)]
+        environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
         child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                                 env=child_environment({**os.environ, "PYTHONUNBUFFERED": "1"}))
+                                 env=child_environment(environment) if trainer == "fitgpt" else environment)
         told = list[str]()
         assert child.stderr
         assert child.stdout

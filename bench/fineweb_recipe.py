@@ -124,9 +124,9 @@ class Recipe:
         than that of a schedule which ends there."""
         if not self.options.nanogpt:
             raise SystemExit("Give the folder of nanoGPT: --nanogpt=../nanoGPT")
-        if not self.found["sweep"]:
-            raise SystemExit(f"{self.path} has no learning rates: first run the stage sweep with the same --out.")
         steps, best = self.options.final_steps, best_rates(self.found["sweep"])
+        if set(best) != set(RATES):
+            raise SystemExit(f"{self.path} has no learning rates: first run the stage sweep with the same --out.")
         return {"nanogpt adamw": {**self.case("adamw", best["adamw"], steps), "trainer": "nanogpt"},
                 "fitgpt adamw": self.case("adamw", best["adamw"], steps),
                 "fitgpt muon": self.case("muon", best["muon"], steps),

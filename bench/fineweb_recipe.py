@@ -117,16 +117,16 @@ class Recipe:
         """By name, the runs that find the learning rates."""
         steps = self.options.sweep_steps
         return {f"{optimizer} {rate:g}": self.case(optimizer, rate, steps, eval_interval=steps // 4)
-                for optimizer in RATES for rate in RATES[optimizer]}
+                for optimizer, rates in RATES.items() for rate in rates}
 
     def final(self) -> dict[str, dict[str, Any]]:
         """By name, the runs to compare. Muon also with half the steps: a loss in the middle of a schedule is higher
         than that of a schedule which ends there."""
         if not self.options.nanogpt:
             raise SystemExit("Give the folder of nanoGPT: --nanogpt=../nanoGPT")
-        if not self.found["sweep"]:
-            raise SystemExit(f"{self.path} has no learning rates: first run the stage sweep with the same --out.")
         steps, best = self.options.final_steps, best_rates(self.found["sweep"])
+        if set(best) != set(RATES):
+            raise SystemExit(f"{self.path} has no learning rates: first run the stage sweep with the same --out.")
         return {"nanogpt adamw": {**self.case("adamw", best["adamw"], steps), "trainer": "nanogpt"},
                 "fitgpt adamw": self.case("adamw", best["adamw"], steps),
                 "fitgpt muon": self.case("muon", best["muon"], steps),
@@ -242,10 +242,12 @@ def run_alone(case: dict[str, Any], data: Path, folder: str, name: str) -> dict[
     """Starts the child and passes its progress on, a line every 15 s."""
     with tempfile.TemporaryDirectory() as out:
         settings = {**case, "dataset": str(data), "out_dir": f"{out}/run"}
-        command = [sys.executable, __file__, "final", "--out=", f"--nanogpt={folder}", "--child",
-                   settings.pop("trainer"), json.dumps(settings)]
+        trainer = settings.pop("trainer")
+        command = [sys.executable, __file__, "final", "--out=", f"--nanogpt={folder}", "--child", trainer,
+                   json.dumps(settings)]
+        environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
         child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                                 env=child_environment({**os.environ, "PYTHONUNBUFFERED": "1"}))
+                                 env=child_environment(environment) if trainer == "fitgpt" else environment)
         lines = list[str]()
         assert child.stderr
         assert child.stdout

@@ -384,3 +384,14 @@ def test_progress_shows_the_fraction_done_and_the_time_left() -> None:
     assert resumed.describe(500, 100).startswith("100 tokens · 500 B of text")
     assert resumed.describe(750, 150).startswith(" 75% · 150 tokens · 750 B of text")
     assert resumed.describe(750, 150).endswith(" left")
+
+
+def test_the_speed_in_the_docs_is_the_recorded_one() -> None:
+    root = Path(__file__).parents[2]
+    page = (root / "docs/prepare.md").read_text(encoding="utf-8")
+    recorded = json.loads((root / "bench/results/prepare_speed.json").read_text(encoding="utf-8"))
+    for row in recorded["rows"]:
+        rates = row["tokens_per_cpu_s"], row["tokens_per_s"]
+        cells = [f"{rate / 1e6:.2f}M | {6e9 / rate / 3600:.2f} h" for rate in rates]
+        assert f"| {row['processes']} | {' | '.join(cells)} |" in page
+    assert recorded["date"] in page

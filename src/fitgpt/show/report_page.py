@@ -151,12 +151,13 @@ def axis_choice(records: Sequence[RunRecord], x_name: str, axes: Sequence[AltAxi
     kinds = [("step", f"{x_name}s" if x_name == "step" else x_name), *((axis.kind, axis.kind) for axis in axes)]
     buttons = "".join(f'<label><input type="radio" name="x" id="x-{kind}"{" checked" if not index else ""}>{name}'
                       "</label>" for index, (kind, name) in enumerate(kinds))
-    choice = f"<legend>x axis:</legend>{buttons}" if axes else ""
     if not any(record.steps or record.evaluations for record in records):
         return ""
     data = f"data:text/csv;charset=utf-8,{quote(to_csv(records), safe=',:')}"
     link = f'<a download="figures.csv" href="{escaped(data)}">Download the figures (CSV)</a>'
-    return f'<fieldset class="axis-choice">{choice}{link}</fieldset>'
+    if not axes:
+        return f'<p class="axis-choice">{link}</p>'
+    return f'<fieldset class="axis-choice"><legend>x axis:</legend>{buttons}{link}</fieldset>'
 
 
 def alt_axes(records: Sequence[RunRecord]) -> list[AltAxis]:

@@ -11,7 +11,7 @@ from fitgpt.core.units import GiB, MiB
 from fitgpt.hardware.nvidia import GpuProcess, GpuState
 from fitgpt.runs.folder import lock_owner
 from fitgpt.runs.metrics import MemoryReading
-from fitgpt.runs.watch import FollowedRun, MemoryHistory, PhasePeak, RunProgress, RunState, Spike, WatchFrame
+from fitgpt.runs.watch import FollowedRun, MemoryHistory, PhaseRow, RunProgress, RunState, Spike, WatchFrame
 from fitgpt.show.watch_text import frame_lines
 
 FACTS = {"kind": "run", "config": {"eval_interval": 100, "always_save_checkpoint": True}, "device": "cuda:0",
@@ -24,8 +24,8 @@ RUN = RunState("runs/a", "running", "process 7", 3.0, "NVIDIA GeForce RTX 4070",
                41234.0, 0.412, 18720.0, MemoryReading(7 * GiB, 8 * GiB, 7 * GiB, 8 * GiB), 9 * GiB, 2 * GiB,
                (Spike("eval", 1000, 3 * GiB, 8 * GiB), Spike("train", 1100, GiB, 2 * GiB, "chrome")), "a warning", "",
                tuple(4 - step / 100 for step in range(50)), 8 * GiB,
-               (PhasePeak("load", GiB, GiB, GiB, GiB), PhasePeak("train", 7 * GiB, 8 * GiB, 7 * GiB, 9 * GiB),
-                PhasePeak("eval", None, None, 6 * GiB, 9 * GiB)))
+               (PhaseRow("load", GiB, GiB, GiB, GiB), PhaseRow("train", 7 * GiB, 8 * GiB, 7 * GiB, 9 * GiB),
+                PhaseRow("eval", None, None, 6 * GiB, 9 * GiB)))
 FRAME = WatchFrame(0.0, (CARD,), "", RUN, MemoryHistory(tuple([5 * GiB] * 20 + [8 * GiB] * 20), ((20, "eval"),)))
 
 

@@ -17,6 +17,7 @@ from fitgpt.show.charts import (
     OWNER_COLOURS,
     TALL,
     WIDE,
+    AltAxis,
     EventMark,
     Level,
     Scale,
@@ -170,6 +171,26 @@ def test_a_downsampled_curve_has_a_band_from_minimum_to_maximum() -> None:
     assert len(html) < 120_000
 
 
+def test_values_before_y_from_do_not_set_the_range_and_come_in_at_the_upper_edge() -> None:
+    points = [(0, 11.0), (10, 5.0), *((x, 3.0) for x in range(20, 100, 10))]
+    html = line_chart("Loss", [Series("training", points)], y_from=10)
+    assert 5 < chart_data(html)["scale"][3] < 5.5
+    assert chart_data(html)["series"][0]["y"][0] == 11  # the readout has it nevertheless
+    drawn = places(Outline(html).elements("path", "curve")[0]["d"] or "")
+    assert drawn[0][1] == 0
+    assert drawn[0][0] > WIDE // 20  # where the line crosses the edge, not at step 0
+    assert "marked at the edge" not in html
+
+
+def test_another_axis_has_its_ticks_at_the_values_of_x() -> None:
+    axis = AltAxis("time", "hours", [(0, 0.0), (50, 1.0), (100, 4.0)])
+    html = line_chart("Loss", [Series("training", [(0, 4.0), (100, 3.0)])], x_name="step", y_name="nats", axes=[axis])
+    assert axis.x_of(2.5) == 75
+    ticks = html.partition('<g class="axis alt x-time">')[2].partition("</g>")[0]
+    assert re.findall(r">(\d)<", ticks) == ["0", "1", "2", "3", "4"]
+    assert re.findall(r'class="name[^>]*>([^<]+)', html) == ["step", "nats", "hours"]
+
+
 # ---- figures
 
 
@@ -216,6 +237,12 @@ def test_a_stacked_chart_lists_owners_with_their_bytes_at_the_peak() -> None:
                     ("total", "at the peak", "6.00 GiB")]
     assert "peak 6.00 GiB in backward" in html
     assert "limit 11.00 GiB" in html
+
+
+def test_a_peak_of_a_moment_is_marked_by_a_band() -> None:
+    needle = OwnerTimeline(("weights",), tuple((9 if place % 50 == 0 else 5,) for place in range(1000)), (), 700)
+    assert 'class="needle"' in stacked_chart(needle)
+    assert 'class="needle"' not in stacked_chart(STEP)
 
 
 def test_stacked_layers_are_as_high_as_their_bytes() -> None:

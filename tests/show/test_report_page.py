@@ -71,8 +71,8 @@ def opened(browser: Any, path: Path, width: int = DESKTOP, **more: Any) -> tuple
 def test_a_page_fits_its_screen_loads_nothing_and_has_no_errors(browser: Any, reports: dict[str, Path],
                                                                 name: str) -> None:
     tab, wrong = opened(browser, reports[name])
-    labels = ("[...document.querySelectorAll('.plot text')].filter(one => one.checkVisibility({visibilityProperty: true"
-              "})).map(one => one.getBoundingClientRect()).map(box => [box.right, box.height])")
+    labels = ("[...document.querySelectorAll('.plot text')].filter(one => !one.closest('.alt') && one.checkVisibility({"
+              "visibilityProperty: true})).map(one => one.getBoundingClientRect()).map(box => [box.right, box.height])")
     for width in (DESKTOP, PHONE):
         tab.set_viewport_size({"width": width, "height": 900})
         tab.wait_for_timeout(50)  # charts are laid out again
@@ -136,6 +136,15 @@ def test_pointing_at_a_curve_shows_its_values(browser: Any, reports: dict[str, P
     tab.close()
 
 
+def focus_first_chart(tab: Any) -> None:
+    """By the keyboard alone."""
+    for _ in range(10):
+        tab.keyboard.press("Tab")
+        if tab.evaluate("document.activeElement.classList.contains('frame')"):
+            return
+    pytest.fail("no chart can be reached with the Tab key")
+
+
 def ticks_of(tab: Any, place: int = 0) -> list[str]:
     found: list[str] = tab.locator(".plot").nth(place).locator(".axis.x text").all_text_contents()
     return found
@@ -176,7 +185,7 @@ def test_the_wheel_zooms_only_a_focused_chart(browser: Any, reports: dict[str, P
 def test_the_keyboard_alone_shows_values_zooms_and_resets(browser: Any, reports: dict[str, Path]) -> None:
     tab, _ = opened(browser, reports["gpu"])
     whole = ticks_of(tab)
-    tab.keyboard.press("Tab")
+    focus_first_chart(tab)
     tab.keyboard.press("End")
     assert "step\n400" in tab.locator(".readout").first.inner_text()
     tab.keyboard.press("ArrowLeft")
@@ -230,13 +239,40 @@ def test_touch_shows_values_and_pinching_zooms(browser: Any, reports: dict[str, 
     tab.close()
 
 
-def test_curves_and_figures_are_visible_without_javascript(browser: Any, reports: dict[str, Path]) -> None:
+def test_curves_axes_and_the_download_work_without_javascript(browser: Any, reports: dict[str, Path]) -> None:
     tab = browser.new_context(java_script_enabled=False).new_page()
     tab.goto(reports["gpu"].as_uri())
     assert tab.locator(".plot").count() == 6
+    names = tab.locator("figure.wide").first.locator(".name:visible")
+    assert names.all_text_contents() == ["step", "nats per token"]
+    for kind, name in (("tokens", "tokens"), ("time", "minutes of training steps")):
+        tab.locator(f"#x-{kind}").check()
+        assert names.all_text_contents() == ["nats per token", name]
+        assert not tab.locator(".axis.x").first.is_visible()
+    with tab.expect_download() as download:
+        tab.get_by_text("Download the figures").click()
+    rows = Path(download.value.path()).read_text(encoding="utf-8").splitlines()
+    assert rows[0].startswith("run,step,tokens,hours,loss")
+    assert rows[1].startswith("gpu,0,")
+    assert len(rows) == 1 + 400 + 9
     assert tab.locator(".curve").first.bounding_box()["width"] > 300
     assert tab.get_by_text("peak ", exact=False).first.is_visible()
     assert len(tab.locator(".plot").first.locator(".axis.x text").all_text_contents()) >= 3
+    tab.close()
+
+
+def test_keys_of_charts_keep_their_colours_in_print_and_in_forced_colours(browser: Any,
+                                                                         reports: dict[str, Path]) -> None:
+    tab, _ = opened(browser, reports["both"])
+    colours = """() => [...document.querySelectorAll('figure.wide .legend li i, figure.wide .curve')].map(
+        one => getComputedStyle(one).color + getComputedStyle(one).printColorAdjust)"""
+    shown = tab.evaluate(colours)
+    assert len(set(shown)) > 1
+    assert all(each.endswith("exact") for each in shown)
+    tab.emulate_media(forced_colors="active")
+    assert tab.evaluate(colours) == shown
+    tab.emulate_media(forced_colors="none", media="print")
+    assert tab.evaluate(colours) == shown
     tab.close()
 
 

@@ -23,7 +23,7 @@ from fitgpt.memory.platform import Platform
 from fitgpt.planning.budget import Budget, Target
 from fitgpt.planning.plan import plan_for
 from fitgpt.runs.folder import RunFolder
-from fitgpt.runs.metrics import MemoryReading, PhaseMemory, read_metrics
+from fitgpt.runs.metrics import MemoryReading, PhaseMemory, last_row, measured_peaks, phases_from, read_metrics
 from fitgpt.show.progress import plan_vs_measured
 from fitgpt.training import rehearsal
 from fitgpt.training.device_memory import DeviceMemoryPlan, Peaks, phases_of
@@ -315,6 +315,19 @@ def test_a_stopped_run_still_compares_plan_and_measurement(tmp_path: Path, card:
     with pytest.raises(Interrupted):
         run_module.run(config.to_dict(), [], lambda: next(stop_checks) > 8)
     assert read_metrics(tmp_path / "out" / "metrics.jsonl")[-1]["kind"] == "plan_measured"
+
+
+def test_the_peak_of_every_phase_is_recorded_while_the_run_goes_on(tmp_path: Path,
+                                                                   card: Callable[[float], None]) -> None:
+    """For `fitgpt watch`; without a rehearsal, which measures all phases by itself."""
+    card(1.0)
+    train(tiny_config(tmp_path, max_iters=4, eval_interval=2, rehearse=False))
+    rows = [row for row in read_metrics(tmp_path / "out" / "metrics.jsonl") if row["kind"] != "plan_measured"]
+    planned = phases_from(last_row(rows, "plan"))
+    measured = measured_peaks(rows)
+    assert list(measured) == ["load", "first_eval", "first_train", "train", "eval", "save"]
+    assert measured["load"] == planned["load"]
+    assert all(0 < peak.allocated <= peak.reserved for peak in measured.values())
 
 
 def test_a_full_disk_at_the_end_does_not_hide_why_the_run_ended(tmp_path: Path, card: Callable[[float], None],

@@ -75,7 +75,7 @@ class MemoryHistory:
 
 
 @dataclass(frozen=True)
-class PhasePeak:
+class PhaseRow:
     """The peak of one phase since the run started, in bytes, beside its plan. None: not measured, not planned."""
 
     phase: str
@@ -110,7 +110,7 @@ class RunState:
     hint: str = ""                   # the command to type next
     losses: tuple[float, ...] = ()
     highest_bytes: int | None = None    # the most that it has reserved since it started
-    peaks: tuple[PhasePeak, ...] = ()   # in the order in which a run reaches the phases
+    peaks: tuple[PhaseRow, ...] = ()   # in the order in which a run reaches the phases
 
 
 def has_ended(run: RunState | None) -> bool:
@@ -401,10 +401,10 @@ class RunProgress:
         """Since the run was started, its rehearsal included."""
         return max((peak.reserved for peak in self._peaks.of.values()), default=None)
 
-    def phase_peaks(self) -> tuple[PhasePeak, ...]:
+    def phase_peaks(self) -> tuple[PhaseRow, ...]:
         """Measured and planned, by phase; empty where the device counts no memory and nothing was planned."""
         measured, planned, unknown = self._peaks.since_start(), self.planned, (None, None)
-        return tuple(PhasePeak(phase, *measured.get(phase, unknown), *planned.get(phase, unknown))
+        return tuple(PhaseRow(phase, *measured.get(phase, unknown), *planned.get(phase, unknown))
                      for phase in PHASES if phase in measured or phase in planned)
 
     def memory_history(self) -> MemoryHistory:

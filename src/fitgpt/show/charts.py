@@ -131,10 +131,13 @@ def line_chart(title: str, series: Sequence[Series], *, unit: str = "number", x_
 
 
 def _cut_start(curve: Downsampled, highest: float, y_from: float) -> Downsampled:
-    """The curve without its points before `y_from` that are too high to be shown, except the last of them, from which
-    the line comes down."""
-    hidden = next((index for index, point in enumerate(curve.points) if point.x >= y_from or point.y <= highest), 0)
-    return curve._replace(points=curve.points[max(hidden - 1, 0):])
+    """The curve without its points before `y_from` that are too high to be shown: it comes in at the upper edge."""
+    shown = next((index for index, point in enumerate(curve.points) if point.x >= y_from or point.y <= highest), 0)
+    before, after = curve.points[max(shown - 1, 0)], curve.points[shown]
+    if not (shown and after.y < highest < before.y):
+        return curve._replace(points=curve.points[shown:])
+    x = after.x + (highest - after.y) / (before.y - after.y) * (before.x - after.x)
+    return curve._replace(points=[Point(x, highest, highest, highest), *curve.points[shown:]])
 
 
 def _alt_axis(axis: AltAxis, scale: Scale) -> str:
@@ -157,11 +160,12 @@ def _curve(series: Series, curve: Downsampled, scale: Scale) -> str:
         parts.append(f'<path class="band s{series.colour}" d="{area_path(edges)}"/>')
     elif series.errors:
         whiskers = [(scale.position(x, y + error), scale.position(x, y - error))
-                    for (x, y), error in zip(series.points, series.errors, strict=False) if math.isfinite(error)]
+                    for (x, y), error in zip(series.points, series.errors, strict=False)
+                    if math.isfinite(error) and y < scale.y1]
         parts.append(f'<path class="whisker s{series.colour}" d="{"".join(map(line_path, whiskers))}"/>')
     parts.append(f'<path class="curve s{series.colour} {series.style}" d="{line_path(positions)}"/>')
     if series.style == "dotted" and len(positions) <= MAX_DOTS:
-        drawn = [position for position in positions if position]
+        drawn = [position for position in positions if position and position[1] > 0]  # at the edge: cut off
         parts.append(f'<path class="dots s{series.colour}" d="{dot_path(drawn)}"/>')
     return "".join(parts)
 
@@ -300,16 +304,18 @@ def _peak(timeline: OwnerTimeline, total: int, scale: Scale) -> str:
     x, y = scale.x_percent(timeline.peak), scale.y_percent(total)
     share = scale.x_position(timeline.peak) / WIDE
     # A peak that lasts a moment is a line of less than a pixel: a band shows where it is.
-    high = sum(sum(point) >= NEAR_PEAK * total for point in timeline.points)
+    count, is_high = len(timeline.points), [sum(point) >= NEAR_PEAK * total for point in timeline.points]
+    end = next((at for at in range(timeline.peak, count) if not is_high[at]), count)
+    high = end - next((at for at in range(timeline.peak, -1, -1) if not is_high[at]), -1) - 1
     band = (f'<rect class="needle" x="{x}" y="0" width="{NEEDLE_PIXELS}" height="100%" '
-            f'transform="translate({-NEEDLE_PIXELS / 2:g})"/>' if high < NEEDLE_SHARE * len(timeline.points) else "")
-    lasts = f", for {high:,} of {len(timeline.points):,} events" if band else ""
+            f'transform="translate({-NEEDLE_PIXELS / 2:g})"><title>the peak lasts {high:,} of {count:,} events'
+            "</title></rect>" if high < NEEDLE_SHARE * count else "")
     anchor = "start" if share < 0.25 else "end" if share > 0.75 else "middle"
     phase = next((name for start, name in reversed(timeline.marks) if start <= timeline.peak), "")
     where = f" in {phase}" if phase else ""
     return (f'<g class="peak" data-x="{timeline.peak}" data-y="{total}">{band}<circle cx="{x}" cy="{y}" r="4"/>'
-            f'<text x="{x}" y="{y}" dy="-10" text-anchor="{anchor}">peak {show_bytes(total)}{escaped(where)}{lasts}'
-            "</text></g>")
+            f'<text x="{x}" y="{y}" dy="-10" text-anchor="{anchor}">peak {show_bytes(total)}{escaped(where)}</text>'
+            "</g>")
 
 
 def owner_bar(owners: Mapping[str, int], *, limit: int | None = None) -> str:

@@ -26,7 +26,17 @@ from .charts import (
     owner_bar,
     stacked_chart,
 )
-from .report_summary import elapsed, loss_of, planned_peak, readings, reproduce, to_csv, validation_losses, verdict
+from .report_summary import (
+    elapsed,
+    loss_of,
+    planned_peak,
+    readings,
+    reproduce,
+    steps_done,
+    to_csv,
+    validation_losses,
+    verdict,
+)
 from .terminal import command_lines
 
 MAX_RUNS = SERIES_COLOURS
@@ -141,25 +151,29 @@ def axis_choice(records: Sequence[RunRecord], x_name: str, axes: Sequence[AltAxi
     kinds = [("step", f"{x_name}s" if x_name == "step" else x_name), *((axis.kind, axis.kind) for axis in axes)]
     buttons = "".join(f'<label><input type="radio" name="x" id="x-{kind}"{" checked" if not index else ""}>{name}'
                       "</label>" for index, (kind, name) in enumerate(kinds))
-    choice = f"<legend>x axis:</legend>{buttons}" if axes else ""
     if not any(record.steps or record.evaluations for record in records):
         return ""
     data = f"data:text/csv;charset=utf-8,{quote(to_csv(records), safe=',:')}"
     link = f'<a download="figures.csv" href="{escaped(data)}">Download the figures (CSV)</a>'
-    return f'<fieldset class="axis-choice">{choice}{link}</fieldset>'
+    if not axes:
+        return f'<p class="axis-choice">{link}</p>'
+    return f'<fieldset class="axis-choice"><legend>x axis:</legend>{buttons}{link}</fieldset>'
 
 
 def alt_axes(records: Sequence[RunRecord]) -> list[AltAxis]:
     """Tokens, if the steps of all runs have the same size; and the time in steps, of a single run."""
-    last = max((each.step for record in records for each in (*record.steps, *record.evaluations)), default=0)
+    last = max(steps_done(record) for record in records)
     size = records[0].facts.tokens_per_step if records[0].facts else 0
     axes = [AltAxis("tokens", "tokens", [(0, 0), (last, last * size)])] if size and last else []
     if len(records) == 1 and (times := elapsed(records[0].steps)) and times[-1][1] > 0:
-        unit, seconds = next(each for each in (("hours", 3600), ("minutes", 60), ("seconds", 1))
-                             if times[-1][1] >= 2 * each[1] or each[1] == 1)
+        size_of = {"hours": 3600, "minutes": 60, "seconds": 1}
+        unit = next((name for name, seconds in size_of.items() if times[-1][1] >= 2 * seconds), "seconds")
         stride = -(-len(times) // MAX_KNOTS)
-        knots = [(step, spent / seconds) for step, spent in (*times[:-1:stride], times[-1])]
-        rising = [knots[0], *(after for before, after in pairwise(knots) if after[0] > before[0] and after[1] > before[1])]
+        knots = [(step, seconds / size_of[unit]) for step, seconds in (*times[:-1:stride], times[-1])]
+        rising = knots[:1]
+        for step, value in knots[1:]:
+            if step > rising[-1][0] and value > rising[-1][1]:
+                rising.append((step, value))
         if len(rising) > 1:
             axes.append(AltAxis("time", f"{unit} of training steps", rising))
     return axes
@@ -218,7 +232,8 @@ def difference_chart(records: Sequence[RunRecord], units: Sequence[int], x_name:
     series = [each for each in series if each.points]
     if not series:
         return ""
-    return line_chart("Difference in validation loss", series, x_name=x_name, y_name="nats per token", axes=axes,
+    title = "Difference in validation loss" + (f": {series[0].name}" if len(series) == 1 else "")
+    return line_chart(clipped(title), series, x_name=x_name, y_name="nats per token", axes=axes,
                       levels=[Level(f"as {records[0].name}", 0.0, 0)], note="Below the line is better.", wide=True)
 
 
@@ -286,8 +301,9 @@ def plan_table(record: RunRecord) -> str:
         figures = "".join(f'<td class="figure">{each}</td>' for each in cells)
         rows.append(f'<tr><th scope="row">{escaped(clipped(PHASES.get(phase, phase)))}</th>{figures}</tr>')
     heads = ("planned, allocated", "reserved", "measured, allocated", "reserved", "reserved, difference")
-    return ("<table><thead><tr><th>phase</th>" + "".join(f'<th scope="col" class="figure">{each}</th>' for each in heads)
-            + f"</tr></thead><tbody>{''.join(rows[:MAX_EVENTS])}</tbody></table>")
+    columns = "".join(f'<th scope="col" class="figure">{each}</th>' for each in heads)
+    return (f'<table><thead><tr><th scope="col">phase</th>{columns}</tr></thead>'
+            f"<tbody>{''.join(rows[:MAX_EVENTS])}</tbody></table>")
 
 
 # ---- events and samples
@@ -329,11 +345,12 @@ def samples(records: Sequence[RunRecord]) -> str:
 
 def commands(records: Sequence[RunRecord]) -> str:
     """A command per run that trains it again, from its data and with its seed."""
-    found = [(record, reproduce(record)) for record in records]
-    blocks = "".join((f'<p class="quiet">{escaped(record.name)}</p>' if len(records) > 1 else "")
-                     + '<pre class="command">'
-                     + escaped(clipped("\n".join(command_lines(words, COMMAND_WIDTH, 0)), MAX_SAMPLE_LENGTH)) + "</pre>"
-                     for record, words in found if words)
+    blocks = ""
+    for record in records:
+        if words := reproduce(record):
+            typed = clipped("\n".join(command_lines(words, COMMAND_WIDTH, 0)), MAX_SAMPLE_LENGTH)
+            blocks += f'<p class="quiet">{escaped(record.name)}</p>' if len(records) > 1 else ""
+            blocks += f'<pre class="command">{escaped(typed)}</pre>'
     return f'<h2>To train it again</h2><div class="card">{blocks}</div>' if blocks else ""
 
 

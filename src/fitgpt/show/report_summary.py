@@ -26,7 +26,7 @@ NOT_EVALUATED = "not evaluated yet"
 
 
 def verdict(record: RunRecord) -> str:
-    """Whether the run is finished, its memory against its plan, its best evaluation and whether the loss was falling."""
+    """Whether the run is finished, its best evaluation, whether the loss was still falling, memory against the plan."""
     return " ".join(sentence for sentence in (_progress(record), _loss(record), _memory(record)) if sentence)
 
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from ..core.units import show_bytes, show_seconds
 from ..hardware.nvidia import GpuProcess, GpuState
 from ..runs.metrics import PHASES, MemoryReading
-from ..runs.watch import MemoryHistory, PhasePeak, RunState, WatchFrame, has_ended
+from ..runs.watch import MemoryHistory, PhaseRow, RunState, WatchFrame, has_ended
 from .progress import difference, show_mfu
 from .terminal import LABEL_WIDTH, MIN_TEXT_WIDTH, Line, bar, can_redraw, has_unicode, printable, sparkline, table
 
@@ -90,7 +90,7 @@ def run_lines(run: RunState, history: MemoryHistory, width: int, unicode: bool) 
     ]
 
 
-def peak_lines(peaks: Sequence[PhasePeak], now: MemoryReading | None, width: int) -> list[Line]:
+def peak_lines(peaks: Sequence[PhaseRow], now: MemoryReading | None, width: int) -> list[Line]:
     """The highest memory of each phase since the run started, beside its plan; and what it uses `now`."""
     if not peaks:
         return []

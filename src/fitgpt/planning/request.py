@@ -125,7 +125,7 @@ def training_config(assignments: Sequence[Assignment]) -> tuple[RunConfig, list[
             why = ("it holds neither a run of fitgpt nor nanoGPT's ckpt.pt" if recorded is None
                    else "its run has no checkpoint")
             raise CheckpointError(f"There is nothing to resume in {out_dir}: {why}.",
-                                  "Name the run's folder with --out_dir=…, or start one: leave --init_from=resume out.")
+                                  "Name the run's folder with --out_dir=…, or start a run: leave --resume out.")
     config, notes = resolve(assignments, recorded)
     if recorded is not None:
         check_resume(recorded, config.to_dict(), given)
@@ -133,7 +133,7 @@ def training_config(assignments: Sequence[Assignment]) -> tuple[RunConfig, list[
         summarise(config.dataset)  # report a missing dataset now, not after torch has loaded
     except DataError as error:
         if recorded is None and given.get("init_from") == "resume" and "dataset" not in given:
-            resumed = shlex.join(["--init_from=resume", f"--out_dir={out_dir}"])
+            resumed = shlex.join(["--resume", f"--out_dir={out_dir}"])
             raise DataError(error.what, "nanoGPT's ckpt.pt is resumed with the config file and options that it was "
                             f"trained with, and {resumed}") from None
         raise

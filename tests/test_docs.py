@@ -58,6 +58,7 @@ def parse_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
             build(part, [each for each in assignments if each.key in option_specs(part)])
 
     monkeypatch.setattr(cli, "load", load)
+    monkeypatch.setenv("COLUMNS", tool.COLUMNS)  # errors are wrapped as in the transcripts
     shutil.copytree(ROOT / "config", tmp_path / "config")
     for name in NANOGPT_CONFIGS:
         (tmp_path / "config" / f"{name}.py").touch()

@@ -157,7 +157,7 @@ def test_a_run_folder_as_config_file_gets_the_resume_command_as_fix(
     (tmp_path / "my run" / file).touch()
     with pytest.raises(UsageError, match="is a folder") as caught:
         read_config("my run", {}, "train")
-    assert "--resume '--out_dir=my run'" in caught.value.fix
+    assert caught.value.fix == "fitgpt train --resume '--out_dir=my run'"
 
 
 def test_a_missing_file_like_no_other_gets_a_list_of_config_files(

@@ -27,8 +27,7 @@ def test_every_option_has_a_control_with_help() -> None:
 def test_every_config_file_is_a_preset(file: Path) -> None:
     expected = {each.key: each.value for each in walk([str(file)], RunConfig) if each.key in RUN_OPTIONS}
     settings = next(each["settings"] for each in presets() if each["name"].startswith(f"{file.stem}: "))
-    from_dataset = {key: value for key, value in settings.items() if key != "vocab_size"}
-    assert page_query(**from_dataset).config == replace(RunConfig(), **expected)
+    assert page_query(**settings).config == replace(RunConfig(), **expected)
 
 
 def test_presets_are_sorted_by_size_and_can_be_planned() -> None:

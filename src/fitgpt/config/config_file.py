@@ -101,13 +101,13 @@ def _read_text(path: str, command: str) -> str:
         what = f"{path!r} is a folder; a config file was expected."
         if not run and not nanogpt:
             raise _not_found(what, path, command) from None
-        fix = f"To resume the run in it: {shlex.join(['--resume', f'--out_dir={path}'])}"
-        raise UsageError(what, fix if run else f"{fix}, and the config file and flags it was trained with") from None
+        what += "" if run else " nanoGPT's ckpt.pt is resumed with the config file and options it was trained with."
+        raise UsageError(what, shlex.join(["fitgpt", "train", "--resume", f"--out_dir={path}"])) from None
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or str(error)
-        raise UsageError(f"The config file {path!r} cannot be read: {why}.") from None
+        raise UsageError(f"The config file {path!r} cannot be read: {why}.", f"fitgpt {command} --help") from None
     if len(raw) > MAX_FILE_BYTES:
-        raise UsageError(f"{path!r} is larger than 1 MiB, so it is not a config file.")
+        raise UsageError(f"{path!r} is larger than 1 MiB, so it is not a config file.", f"fitgpt {command} --help")
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:

@@ -123,9 +123,9 @@ class Plan(MemoryPlan):
         return plan_text(self, columns()).rstrip("\n")
 
     def __repr__(self) -> str:
-        from ..show.plan_text import verdict
+        from ..show.plan_text import VERDICTS, verdict
 
-        return f"<fitgpt.plan: {'fits' if self.fits else 'does not fit'}: {verdict(self)}>"
+        return f"<fitgpt.plan: {VERDICTS[self.fits]}: {verdict(self)}>"
 
     def _repr_html_(self) -> str:
         """For notebooks."""

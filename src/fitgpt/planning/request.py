@@ -125,7 +125,7 @@ def training_config(assignments: Sequence[Assignment]) -> tuple[RunConfig, list[
             why = ("it holds neither a run of fitgpt nor nanoGPT's ckpt.pt" if recorded is None
                    else "its run has no checkpoint")
             raise CheckpointError(f"There is nothing to resume in {out_dir}: {why}.",
-                                  "Name the run's folder with --out_dir=…, or start one: leave --resume out.")
+                                  "Name the run's folder with --out_dir=…, or start a run: leave --resume out.")
     config, notes = resolve(assignments, recorded)
     if recorded is not None:
         check_resume(recorded, config.to_dict(), given)

@@ -31,7 +31,6 @@ SETTINGS = (*RUN_OPTIONS, *CARRIED, *QUESTIONS)
 
 EXAMPLE = "RTX 4070"  # selected at first if this machine has no GPU
 CONFIGS = Path(__file__).parents[1] / "example_configs"
-DATASET_VOCAB = {"demo": 256, "shakespeare_char": 65}  # config files leave the vocabulary to the dataset
 GROUPS = {"size": PAGE_OPTIONS["size"], "savers": PAGE_OPTIONS["less"], "more": PAGE_OPTIONS["more"]}
 # The stops of each slider. Any other number can be typed beside it.
 _COUNTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256)
@@ -75,7 +74,7 @@ def presets() -> list[dict[str, Any]]:
     own = []
     for file in CONFIGS.glob("*.py"):
         assignments = [each for each in walk([str(file)], RunConfig) if each.key in RUN_OPTIONS]
-        config, _ = resolve(assignments, {"vocab_size": DATASET_VOCAB.get(file.stem, 0)})
+        config, _ = resolve(assignments)
         own.append((config.gpt_config().count_params(), file.stem, config))
     own.sort(key=lambda each: each[0])
     theirs = {"train_gpt2": RunConfig(), "finetune_shakespeare: GPT-2 XL": RunConfig(

@@ -184,6 +184,14 @@ def test_the_track_record_is_what_the_recorded_runs_give(run_plan: Any) -> None:
     assert worst in " ".join(run_plan(*SMALL, "--gpu=h200").out.split())
 
 
+def test_the_nearest_recorded_run_is_shown(run_plan: Any) -> None:
+    argv = [*NOTES_77M, "--gpu=4070"]
+    nearest = run_plan(*argv, "--json").json["nearest_recorded_run"]
+    assert (nearest["n_layer"], nearest["n_embd"], nearest["batch_size"], nearest["mode"]) == (12, 576, 16, "compiled")
+    assert "measured 9.89 GiB allocated, 10.65 GiB reserved; forecast" in " ".join(run_plan(*argv).out.split())
+    assert run_plan(*argv, "--compile=False", "--json").json["nearest_recorded_run"]["mode"] == "eager"
+
+
 def test_nanogpt_with_expandable_segments_has_its_own_track_record(
         run_plan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from fitgpt.core.units import GiB, MiB
+from fitgpt.diagnosis import explain
 from fitgpt.diagnosis.input import AFTER, CHUNK, message_in, read_input
 from fitgpt.diagnosis.nvidia_smi import parse_nvidia_smi
 from fitgpt.diagnosis.oom_message import clean, parse_oom_message
@@ -117,6 +118,34 @@ def test_random_bytes_are_not_a_message() -> None:
         assert not parse_nvidia_smi(text)
         parse_oom_message(text[:200] + MESSAGE[:cut] + text[200:])  # whatever it says: no error
         parse_oom_message(MESSAGE[:cut] + MESSAGE[cut + rng.randrange(40):])
+
+
+def test_every_cut_of_a_message_gets_an_answer() -> None:
+    rng = random.Random(11)
+    for file in sorted((Path(__file__).parent / "messages").glob("*.txt")):
+        text = file.read_text(encoding="utf-8")
+        cuts = [(0, len(text) * part // 8) for part in range(1, 9)]
+        cuts += [(rng.randrange(len(text)), len(text)), *(sorted(rng.sample(range(len(text)), 2)) for _ in range(3))]
+        for start, end in cuts:
+            diagnosis = explain(text[start:end])
+            assert diagnosis.title
+            assert str(diagnosis)
+            if "memory" in text[start:end].lower():
+                assert "no message about memory" not in diagnosis.title
+
+
+@pytest.mark.parametrize("text", ["CUDA out of memory. ", "6582MiB / 12282MiB\n", "/dev/shm no space"])
+def test_five_megabytes_get_an_answer(text: str) -> None:
+    assert explain(text * (5_000_000 // len(text))).title
+
+
+@pytest.mark.parametrize(("text", "subject"), [
+    ("the program is out of memory, I think", "message"), ("torch.cuda.OutOfMemoryError", "message"),
+    ("my GPU has too little memory", "unknown"), ("hello", "unknown")])
+def test_text_that_mentions_memory_is_not_denied(text: str, subject: str) -> None:
+    diagnosis = explain(text)
+    assert diagnosis.subject == subject
+    assert ("no message about memory" in diagnosis.title) == (text == "hello")
 
 
 # ---- size

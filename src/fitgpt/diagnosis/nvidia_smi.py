@@ -25,7 +25,7 @@ _CELL = re.compile(rf"(?<![\w.,])(\d+(?:[.,]\d+)?){_UNIT}\s*(?:/|of)\s*(\d+(?:[.
 _CSV_CELL = re.compile(r"(\d+)(?:\s*MiB)?")
 _SIZE_ALONE = re.compile(rf"(\d+(?:[.,]\d+)?){_UNIT}", re.IGNORECASE)
 _PYTHON_ROW = re.compile(r"(\S*python\S*)\s.*?(\d+)\s*MiB", re.IGNORECASE)  # the end of a row of the process table
-MAX_FRAGMENT = 20  # lines; in a longer text, 2 / 3 GB is a download
+MAX_FRAGMENT = 2000  # characters; in a longer text, 2 / 3 GB is a download
 MIN_TOTAL = 500 * MiB  # of a GPU
 
 
@@ -63,9 +63,9 @@ def parse_nvidia_smi(text: str) -> tuple[SmiGpu, ...]:
 
 def parse_fragment(text: str) -> SmiGpu | None:
     """The GPU of a row or cell of such an output, or of a size alone: 6582MiB. None if it is neither."""
-    lines = [line.strip(" |│") for line in ascii_digits(clean(text)).split("\n") if line.strip(" |│")]
-    if not 0 < len(lines) <= MAX_FRAGMENT:
+    if len(text) > MAX_FRAGMENT:
         return None
+    lines = [line.strip(" |│") for line in ascii_digits(clean(text)).split("\n") if line.strip(" |│")]
     used, total, processes = None, None, list[SmiProcess]()
     for line in (line for line in lines if len(line) < MAX_LINE):
         if found := _PROCESS.match(line):

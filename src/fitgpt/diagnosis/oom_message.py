@@ -122,7 +122,7 @@ _KILLED = re.compile(r"outofmemory:kill(?:ed)?process|oom[-_]kill|oomkilled|exit
 FRAMEWORKS = {kind: re.compile(pattern) for kind, pattern in {
     "nccl": r"cudafailure(?:2|\(2\))?'outofmemory'|failedtocuda(?:host)?calloc",
     "shm": r"insufficientsharedmemory|outofsharedmemory|killedbysignal:buserror|unabletowritetofile</torch"
-           r"|unabletoopensharedmemoryobject|/dev/shm.{0,120}nospaceleft|nospaceleft.{0,120}/dev/shm"
+           r"|unabletoopensharedmemoryobject|/dev/shm.{0,40}nospaceleft|nospaceleft.{0,40}/dev/shm"
            r"|failedtoextend/dev/shm|sharedmemorysegment/dev/shm|buserror\(coredumped\)",
     "triton": r"outofresources?:(?:shared|tensor)memory",
     "jax": r"resource_?exhausted:outofmemory|bufferassignmentoomdebugging",

@@ -141,6 +141,7 @@ def test_the_shares_add_up_to_the_gpu(name: str) -> None:
     ("ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure 2 'out of memory'", "nccl"),
     ("THCudaCheck FAIL file=/pytorch/aten/src/THC/generic/THCStorage.cu line=58 error=2 : out of memory", "driver"),
     ("pycuda._driver.MemoryError: cuMemAlloc failed: out of memory", "driver"),
+    ("[CUDA ERROR] at file train_gpt2.cu:693: out of memory", "driver"),
     ("torch.OutOfMemoryError: Allocation on device", "cuda"),
     ("RuntimeError: unable to write to file </torch_15537_3162929600>", "shm"),
     ("NCCL WARN Error: failed to extend /dev/shm/nccl-fjwOOB to 5967876 bytes", "shm"),

@@ -226,7 +226,8 @@ def test_memory_in_no_listed_process_is_not_called_all_processes() -> None:
 
 @pytest.mark.parametrize(("text", "used", "total", "process"), [
     ("6582MiB / 12282MiB", 6582, 12282, None), ("6582 / 12282", 6582, 12282, None),
-    ("6.5 GiB of 12GiB", 6656, 12288, None), ("6,5/12 GB", 6656, 12288, None), ("６５８２MiB / １２２８２MiB", 6582, 12282, None),
+    ("6.5 GiB of 12GiB", 6656, 12288, None), ("6,5/12 GB", 6656, 12288, None),
+    ("６５８２MiB / １２２８２MiB", 6582, 12282, None),
     (SCREEN.splitlines()[9], 6582, 12282, None), (SCREEN.splitlines()[20], None, None, 4464),
     ("C   .../envs/gpt/bin/python                      4464MiB |", None, None, 4464),
     ("4711, /usr/bin/python3, 4464 MiB", None, None, 4464),

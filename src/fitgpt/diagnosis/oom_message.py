@@ -108,7 +108,7 @@ _LIBRARY = re.compile(r"(CU|HIP|ROC)(BLAS|DNN|SOLVER|SPARSE|FFT)_STATUS_(?:ALLOC
 _DRIVER = re.compile(r"(?:cuda|hip)(?:driver)?error:outofmemory|cudaruntimeerr(?:or)?\(2\):outofmemory"
                      r"|cuda_error_out_of_memory|cudaerrormemoryallocation|hiperroroutofmemory"
                      r"|tritonerror\[\w+\]:outofmemory|thcudacheckfail.{0,300}?:outofmemory"
-                     r"|cu(?:da)?m(?:em)?alloc\w*failed:outofmemory")
+                     r"|cu(?:da)?m(?:em)?alloc\w*failed:outofmemory|cudaerror(?:\]at|in).{0,80}?:outofmemory")
 _RAM = re.compile(r"defaultcpuallocator:[\w']{1,40}memory:youtriedtoallocate(\d+)bytes"
                   r"|notenoughmemory:youtriedtoallocate(\d+(?:\.\d+)?)([kmgt]?b)"
                   rf"|unabletoallocate{_SIZE.lower()}foranarray"

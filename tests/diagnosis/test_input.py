@@ -60,6 +60,7 @@ def test_prefixes_of_lines_are_removed(prefix: str) -> None:
     "  3%|██▊   | 12/400 [00:10<05:12, 1.24it/s]\r" + MESSAGE,
     "\ufeff" + MESSAGE,
     MESSAGE.replace(" ", "\u00a0"),
+    MESSAGE.lower(),
     "\x00\x01\x02\ufffd" * 100 + MESSAGE + "\x00\xff" * 100,
 ])
 def test_colours_prompts_and_garbage_are_ignored(text: str) -> None:

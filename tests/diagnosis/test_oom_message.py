@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +175,9 @@ def test_the_message_of_cudamallocasync_has_its_figures() -> None:
     assert (found.requested, found.gpu, found.total, found.free) == (50 * MiB, 0, 12 * GiB, 0)
     assert (found.allocated, found.allowed) == (round(11.37 * GiB), None)
     assert [cause.code for cause in diagnose(found).causes] == ["OOM-FULL"]
+    pool = replace(found, allocated=8 * GiB)  # 3 GiB more than a context are in no tensor
+    assert [cause.code for cause in diagnose(pool).causes] == ["OOM-FRAGMENTED"]
+    assert "backend:native" in diagnose(pool).remedies[0].todo
 
 
 def test_a_message_without_its_beginning_keeps_its_figures() -> None:

@@ -226,8 +226,9 @@ def read_input(stream: BinaryIO) -> InputText:
         for word in counts:  # a chunk may end inside a word
             counts[word] += lower.count(word, max(len(overlap) - len(word) + 1, 0))
         for hints, parse in ((HINTS, parse_oom_message), (SMI_HINTS, parse_nvidia_smi)):
-            places = [place for hint in hints for place in (lower.find(hint), lower.rfind(hint)) if place >= 0]
-            if places and not text and parse(_decode(searched[max(min(places) - AFTER, 0):max(places) + AFTER])):
+            places = [place for hint in hints if not text and (found := lower.find(hint)) >= 0
+                      for place in (found, lower.rfind(hint))]
+            if places and parse(_decode(searched[max(min(places) - AFTER, 0):max(places) + AFTER])):
                 text = _decode(before + chunk + following[:AFTER])
         before, chunk = (before + chunk)[-BEFORE:], following
     return InputText(text or _decode(first), counts)

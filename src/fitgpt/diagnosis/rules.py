@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from ..core.units import GiB, show_bytes, show_count
 from ..memory.timeline import replay
 from .case import MAX_OUTSIDE, Case, describe_rank_contexts, rank_contexts
-from .oom_message import OLD_PYTORCH
+from .oom_message import CUDA_MALLOC_ASYNC, OLD_PYTORCH
 
 Advice = tuple[tuple[str, str], ...]  # (what to type or do, its effect); names in braces are those of TOOLS
 
@@ -400,6 +400,9 @@ def _fragmented_advice(case: Case) -> Advice:
         return ()  # the forecast with expandable segments is among the changes of the run
     if case.message.source == OLD_PYTORCH:
         return (("PyTorch 2.2 or later", "has expandable_segments, which avoid this fragmentation"),)
+    if case.message.source == CUDA_MALLOC_ASYNC:
+        return (("PYTORCH_CUDA_ALLOC_CONF=backend:native,expandable_segments:True",
+                 "PyTorch's own allocator, which says in its message who holds the memory"), LIST_PROCESSES)
     name = "PYTORCH_HIP_ALLOC_CONF" if case.message.kind == "hip" else "PYTORCH_CUDA_ALLOC_CONF"
     return ((f"{name}=expandable_segments:True",
              "avoids fragmentation: segments grow as needed; not on Windows. `fitgpt train` sets it"),)
@@ -418,6 +421,9 @@ def _fragmented(case: Case) -> str | None:
         return None
     if not 0 < case.missing <= usage.unallocated:
         return None
+    if case.message.source == CUDA_MALLOC_ASYNC:
+        return (f"Fragmentation, or other processes: about {show_bytes(usage.unallocated)} are neither free nor in "
+                "tensors of this process. cudaMallocAsync keeps freed memory, and its message does not say how much.")
     text = (f"Fragmentation: {show_bytes(usage.unallocated)} are reserved by PyTorch but unallocated, and "
             f"{show_bytes(usage.free)} were free. Together they are more than the {show_bytes(case.requested)} "
             "requested, but not contiguous.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import textwrap
 import tracemalloc
 from io import BytesIO
@@ -133,15 +134,17 @@ def test_every_cut_of_a_message_gets_an_answer() -> None:
             assert str(diagnosis)
             if "memory" in text[start:end].lower():
                 assert "no message about memory" not in diagnosis.title
+        assert explain(re.sub(r"\d+", "9" * 5000, text)).title  # no figure is too long
 
 
-@pytest.mark.parametrize("text", ["CUDA out of memory. ", "6582MiB / 12282MiB\n", "/dev/shm no space"])
+@pytest.mark.parametrize("text", ["CUDA out of memory. ", "6582MiB / 12282MiB\n"])
 def test_five_megabytes_get_an_answer(text: str) -> None:
     assert explain(text * (5_000_000 // len(text))).title
 
 
 @pytest.mark.parametrize(("text", "subject"), [
     ("the program is out of memory, I think", "message"), ("torch.cuda.OutOfMemoryError", "message"),
+    ('  File "train.py", line 3, in <module>\n    loss.backward()\ntorch.cuda.OutOfMemoryErr', "message"),
     ("my GPU has too little memory", "unknown"), ("hello", "unknown")])
 def test_text_that_mentions_memory_is_not_denied(text: str, subject: str) -> None:
     diagnosis = explain(text)

@@ -256,7 +256,7 @@ def _forecast_note(case: Case, run: ExplainedRun, plan: MemoryPlan) -> str:
 # ---- changes of the run, with their forecast
 
 MAX_REMEDIES = 4
-MIN_SAVING = 0.02  # of the peak; less is not worth listing
+MIN_SAVING = 0.05  # of the peak; less is not worth listing
 EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 # Tried if no single change is enough: several together, with fitgpt, the exact ones first.
 COMBINATIONS: tuple[dict[str, Any], ...] = (

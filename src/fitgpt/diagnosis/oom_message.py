@@ -85,7 +85,7 @@ def _without_prefixes(line: str) -> str:
 # ---- the message
 
 _UNITS = {"bytes": 1, "b": 1, "k": KiB, "m": MiB, "g": GiB, "t": TiB}  # MPS prints GB and means GiB
-_SIZE = r"(?<!\d)(?<!\d[.,])(\d+(?:[.,]\d+)?)(bytes|[kmgt]i?b|b)"  # 7,79: the decimal comma of some locales
+_SIZE = r"(?<!\d)(?<!\d[.,])(\d{1,18}(?:[.,]\d{1,9})?)(bytes|[kmgt]i?b|b)"  # 7,79: the decimal comma of some locales
 _IMPOSSIBLE = 2**50  # torch 2.1 prints -1 as 17179869184.00 GiB where the driver reports no figure
 _MAX_LENGTH = 2000   # characters of a message, without white space
 OLD_PYTORCH, CUDA_MALLOC_ASYNC = "PyTorch before 1.10", "PyTorch with cudaMallocAsync"
@@ -99,8 +99,8 @@ _ALLOCATOR = re.compile(rf"(cuda|hip|xpu)outofmemory\.?(?:triedtoallocate{_SIZE}
                         rf"|{_SIZE}(?:totalcapacity;|alreadyallocated;|isallocatedbypytorch|reservedintotalbypytorch"
                         r"|isreservedbypytorchbutunallocated)"
                         rf"|currentlyallocated:{_SIZE}requested:")
-_WARNING = re.compile(r"memoryallocationfailedwithoomondevice(\d+)whiletryingtoallocate(\d+)bytes"
-                      r"\(free:(\d+),total:(\d+)\)")
+_WARNING = re.compile(r"memoryallocationfailedwithoomondevice(\d{1,4})whiletryingtoallocate(\d{1,18})bytes"
+                      r"\(free:(\d{1,18}),total:(\d{1,18})\)")
 _MPS = re.compile(rf"mpsbackendoutofmemory(?:\(mpsallocated:{_SIZE},otherallocations:{_SIZE},maxallowed:{_SIZE}\)"
                   rf"\.?triedtoallocate{_SIZE})?")
 _LIBRARY = re.compile(r"(cu|hip|roc)(blas|dnn|solver|sparse|fft)_status_(?:alloc_failed|not_initialized)")
@@ -108,8 +108,8 @@ _DRIVER = re.compile(r"(?:cuda|hip)(?:driver)?error:outofmemory|cudaruntimeerr(?
                      r"|cuda_error_out_of_memory|cudaerrormemoryallocation|hiperroroutofmemory"
                      r"|tritonerror\[\w+\]:outofmemory|thcudacheckfail.{0,300}?:outofmemory"
                      r"|cu(?:da)?m(?:em)?alloc\w*failed:outofmemory|cudaerror(?:\]at|in).{0,80}?:outofmemory")
-_RAM = re.compile(r"defaultcpuallocator:[\w']{1,40}memory:youtriedtoallocate(\d+)bytes"
-                  r"|notenoughmemory:youtriedtoallocate(\d+(?:\.\d+)?)([kmgt]?b)"
+_RAM = re.compile(r"defaultcpuallocator:[\w']{1,40}memory:youtriedtoallocate(\d{1,18})bytes"
+                  r"|notenoughmemory:youtriedtoallocate(\d{1,18}(?:\.\d{1,9})?)([kmgt]?b)"
                   rf"|unabletoallocate{_SIZE}foranarray"
                   r"|posix_memalign\(&data,galignment,nbytes\)==0\.12vs0"
                   r"|winerror1455|pagingfileistoosmall|std::bad_alloc|cannotallocatememory|(?<!outof)memoryerror(?!:cumem)"
@@ -155,8 +155,8 @@ _FIELDS: dict[str, tuple[re.Pattern[str], ...]] = {
         "private_pools": (rf"with{_SIZE}allocatedinprivatepools",),
     }.items()}
 _NEXT_MESSAGE = re.compile(r'outofmemory|triedtoallocate|traceback\(mostrecent|file"')
-_OTHERS = re.compile(rf"process(\d+)has{_SIZE}memoryinuse")
-_GPU, _DEVICE = re.compile(r"gpu(\d+)"), re.compile(r"allocationondevice(\d+)")
+_OTHERS = re.compile(rf"process(\d{{1,18}})has{_SIZE}memoryinuse")
+_GPU = re.compile(r"(?:gpu|allocationondevice)(\d{1,4})")
 
 # A word that each message of a kind contains once: the count of the word is the number of messages.
 COUNTED = {"cuda": b"tried to allocate", "hip": b"tried to allocate", "xpu": b"tried to allocate",
@@ -208,7 +208,14 @@ def parse_oom_message(text: str) -> OomMessage | None:
     compiled = next((found for frame in reversed(frames) if (found := _COMPILED_ALLOCATION.search(frame.code))), None)
     return replace(message, text=" ".join(text[start:position(end - 1) + 1].split()), frames=frames,
                    dtype=compiled[2] if compiled else "",
-                   shape=tuple(map(int, re.findall(r"\d+", compiled[1]))) if compiled else ())
+                   shape=tuple(map(int, re.findall(r"\d{1,18}", compiled[1]))) if compiled else ())
+
+
+def vague_message(text: str) -> OomMessage:
+    """The message of a text that says only that memory ran out, with its traceback; of a GPU if the text names one."""
+    text = clean(text)
+    on_gpu = re.search(r"torch|cuda|gpu", text, re.IGNORECASE)
+    return OomMessage("cuda" if on_gpu else "vague", "", "", frames=parse_frames(f"{text}\n"))
 
 
 def _parse_allocator(match: re.Match[str]) -> tuple[OomMessage, int]:
@@ -232,7 +239,7 @@ def _parse_allocator(match: re.Match[str]) -> tuple[OomMessage, int]:
         sizes["unallocated"] = max(reserved - sizes["allocated"], 0)
     if sizes.get("process") == 0:  # inside a container the driver does not know the process
         del sizes["process"]
-    gpu = _GPU.search(body) or _DEVICE.search(body)
+    gpu = _GPU.search(body)
     message = OomMessage(match[1] or "cuda", "", source, requested, tolerance,
                          int(gpu[1]) if gpu else None,
                          others=tuple((int(each[1]), _size(each[2], each[3])[0]) for each in others), **sizes)
@@ -253,10 +260,10 @@ def _size(number: str, unit: str) -> tuple[int, int]:
 
 # ---- the traceback before it
 
-_PYTHON = re.compile(r'^\s*File "([^"\n]+)", line (\d+)(?:, in (\S+))?')
+_PYTHON = re.compile(r'^\s*File "([^"\n]+)", line (\d{1,9})(?:, in (\S+))?')
 _NOTEBOOK = re.compile(r"^\s*((?:[~\w./\\:+-]+\.py|<ipython-input-[^>]+>)) in (<?\w[\w ]*>?)")
-_ARROW = re.compile(r"^\s*-+> (\d+) (.*)")
-_PYTEST = re.compile(r"^\s*(\S+\.py):(\d+):? in (\w+)")
+_ARROW = re.compile(r"^\s*-+> (\d{1,9}) (.*)")
+_PYTEST = re.compile(r"^\s*(\S+\.py):(\d{1,9}):? in (\w+)")
 _BEGIN = re.compile(r"Traceback \(most recent call last\)")
 # Compiled code allocates with empty_strided_cuda((65536, 50304), …, torch.bfloat16).
 _COMPILED_ALLOCATION = re.compile(r"empty_strided(?:_\w+)?\(\(([\d, ]+)\),.*?torch\.(\w+)")

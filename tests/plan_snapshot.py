@@ -23,7 +23,8 @@ from fitgpt.commands.main import main as fitgpt
 SNAPSHOT = Path(__file__).parent / "recorded" / "plan_snapshot.json"
 SEED, RUNS = 20261117, 150  # runs per trainer
 GPUS = ("4070", "3060", "4060 Ti 16GB", "3090", "4090", "2080 Ti", "5090", "H200", "A100 80GB", "T4")
-TEXTS = ("schema", "torch", "assumes", "basis", "formulas", "changes", "options", "notes", "sources")
+TEXTS = ("schema", "torch", "assumes", "basis", "formulas", "changes", "options", "notes", "sources",
+         "nearest_recorded_run")
 
 
 def generate() -> list[list[str]]:

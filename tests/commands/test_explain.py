@@ -66,8 +66,36 @@ def test_the_message_may_be_the_argument(capsys: pytest.CaptureFixture[str], no_
     assert len(eager_message.encode()) > 255  # too long to be a file's name
     assert main(["explain", eager_message, CONFIG, "--compile=False", "--trainer=nanogpt", "--gpu=4070"]) == 0
     assert "16 × 1,024 × 50,304 × 4 bytes" in capsys.readouterr().out
-    assert main(["explain", f"no memory, no file {'x' * 300}"]) == 2
+    assert main(["explain", "x" * 300]) == 2
     assert "There is no file or folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("argv", "expected"), [
+    (["6582MiB / 12282MiB"], "6,582 MiB of the GPU are used."),
+    (["6582, 12282"], "Numbers without a unit are taken as MiB"),
+    (["--reading", "6582", "--process", "4464", "--gpu", "4070"], "4,464 by this process, 2,118 by others"),
+    (["--reading=6582", "--others=2118"], "4,464 by this process, 2,118 by others"),
+    (["--process=4464", "--others=2118"], "6,582 MiB of the GPU are used"),
+    (["--reading", "6,5GiB"], "6,656 MiB of the GPU are used"),
+    (["run.sh: line 14: 12345 Killed  python train.py"], "The process was killed"),
+    (["the GPU has no memory left"], "mentions memory"),
+])
+def test_what_people_type_is_understood(argv: list[str], expected: str, no_stdin: None,
+                                        monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("fitgpt.diagnosis.reading.gpus", list)
+    assert main(["explain", *argv]) == ("mentions" in expected)
+    assert expected in " ".join(capsys.readouterr().out.split())
+
+
+def test_what_was_given_is_not_called_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str],
+                                              eager_message: str) -> None:
+    (tmp_path / "oom.txt").write_text(eager_message)
+    assert main(["explain", str(tmp_path / "oom.txt"), CONFIG, "--compile=False", "--gpu=4070", "--json"]) == 0
+    answer = json_output(capsys)
+    assert any(note.startswith("Trainer was not given: eager nanoGPT (--trainer=nanogpt) explains the message")
+               for note in answer["notes"])
+    assert "keeps for its backward pass" not in answer["what"]  # an evaluation has none
+    assert "tape" not in json.dumps(answer)
 
 
 def test_a_file_named_like_a_message_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str], no_stdin: None,

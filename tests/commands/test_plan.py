@@ -221,6 +221,14 @@ def test_fits_is_coloured_only_on_a_terminal(run_plan: Any, monkeypatch: pytest.
     assert "\x1b[1;31mDoes not fit\x1b[0m: " in run_plan(*SMALL, "--gpu=4070", "--budget=300MiB").out
 
 
+def test_the_nearest_recorded_run_is_shown(run_plan: Any) -> None:
+    argv = [*NOTES_77M, "--gpu=4070"]
+    nearest = run_plan(*argv, "--json").json["nearest_recorded_run"]
+    assert (nearest["n_layer"], nearest["n_embd"], nearest["batch_size"], nearest["mode"]) == (12, 576, 16, "compiled")
+    assert "measured 9.89 GiB allocated, 10.65 GiB reserved; forecast" in " ".join(run_plan(*argv).out.split())
+    assert run_plan(*argv, "--compile=False", "--json").json["nearest_recorded_run"]["mode"] == "eager"
+
+
 def test_nanogpt_with_expandable_segments_has_its_own_track_record(
         run_plan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import textwrap
 import tracemalloc
 from io import BytesIO
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from fitgpt.core.units import GiB, MiB
+from fitgpt.diagnosis import explain
 from fitgpt.diagnosis.input import AFTER, CHUNK, message_in, read_input
 from fitgpt.diagnosis.nvidia_smi import parse_nvidia_smi
 from fitgpt.diagnosis.oom_message import clean, parse_oom_message
@@ -59,6 +61,7 @@ def test_prefixes_of_lines_are_removed(prefix: str) -> None:
     "  3%|██▊   | 12/400 [00:10<05:12, 1.24it/s]\r" + MESSAGE,
     "\ufeff" + MESSAGE,
     MESSAGE.replace(" ", "\u00a0"),
+    MESSAGE.lower(),
     "\x00\x01\x02\ufffd" * 100 + MESSAGE + "\x00\xff" * 100,
 ])
 def test_colours_prompts_and_garbage_are_ignored(text: str) -> None:
@@ -117,6 +120,36 @@ def test_random_bytes_are_not_a_message() -> None:
         assert not parse_nvidia_smi(text)
         parse_oom_message(text[:200] + MESSAGE[:cut] + text[200:])  # whatever it says: no error
         parse_oom_message(MESSAGE[:cut] + MESSAGE[cut + rng.randrange(40):])
+
+
+def test_every_cut_of_a_message_gets_an_answer() -> None:
+    rng = random.Random(11)
+    for file in sorted((Path(__file__).parent / "messages").glob("*.txt")):
+        text = file.read_text(encoding="utf-8")
+        cuts = [(0, len(text) * part // 8) for part in range(1, 9)]
+        cuts += [(rng.randrange(len(text)), len(text)), *(sorted(rng.sample(range(len(text)), 2)) for _ in range(3))]
+        for start, end in cuts:
+            diagnosis = explain(text[start:end])
+            assert diagnosis.title
+            assert str(diagnosis)
+            if "memory" in text[start:end].lower():
+                assert "no message about memory" not in diagnosis.title
+        assert explain(re.sub(r"\d+", "9" * 5000, text)).title  # no figure is too long
+
+
+@pytest.mark.parametrize("text", ["CUDA out of memory. ", "6582MiB / 12282MiB\n"])
+def test_five_megabytes_get_an_answer(text: str) -> None:
+    assert explain(text * (5_000_000 // len(text))).title
+
+
+@pytest.mark.parametrize(("text", "subject"), [
+    ("the program is out of memory, I think", "message"), ("torch.cuda.OutOfMemoryError", "message"),
+    ('  File "train.py", line 3, in <module>\n    loss.backward()\ntorch.cuda.OutOfMemoryErr', "message"),
+    ("my GPU has too little memory", "unknown"), ("hello", "unknown")])
+def test_text_that_mentions_memory_is_not_denied(text: str, subject: str) -> None:
+    diagnosis = explain(text)
+    assert diagnosis.subject == subject
+    assert ("no message about memory" in diagnosis.title) == (text == "hello")
 
 
 # ---- size

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -134,7 +135,19 @@ def test_the_shares_add_up_to_the_gpu(name: str) -> None:
     ("fitgpt: The machine's RAM ran out, not the card's memory.", "ram"),
     ("RuntimeError: CUDA driver error: out of memory", "driver"),
     ("RuntimeError: Triton Error [CUDA]: out of memory", "driver"),
-    ("ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure 2 'out of memory'", "driver"),
+    ("ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure 2 'out of memory'", "nccl"),
+    ("THCudaCheck FAIL file=/pytorch/aten/src/THC/generic/THCStorage.cu line=58 error=2 : out of memory", "driver"),
+    ("pycuda._driver.MemoryError: cuMemAlloc failed: out of memory", "driver"),
+    ("[CUDA ERROR] at file train_gpt2.cu:693: out of memory", "driver"),
+    ("torch.OutOfMemoryError: Allocation on device", "cuda"),
+    ("RuntimeError: unable to write to file </torch_15537_3162929600>", "shm"),
+    ("NCCL WARN Error: failed to extend /dev/shm/nccl-fjwOOB to 5967876 bytes", "shm"),
+    ("nvcc error   : 'cicc' died due to signal 9 (Kill signal)", "compiler"),
+    ("[metal::malloc] Attempting to allocate 22116270080 bytes which is greater than the maximum", "metal"),
+    ("run.sh: line 14: 12345 Killed                  python train.py", "killed"),
+    ("  3%|▎      | 12/400 [00:10<05:12,  1.24it/s]run.sh: line 14: 3103923 Killed      python train.py", "killed"),
+    ("[1]+  Killed                  python train.py", "killed"),
+    ("zsh: killed     python train.py", "killed"),
     ("RuntimeError: [enforce fail at CPUAllocator.cpp:56] posix_memalign(&data, gAlignment, nbytes) == 0. 12 vs 0",
      "ram"),
     ("RuntimeError: DataLoader worker (pid 22323) is killed by signal: Killed.", "killed"),
@@ -146,6 +159,29 @@ def test_other_messages_are_recognised(text: str, kind: str) -> None:
     assert found is not None
     assert found.kind == kind
     assert diagnose(found).causes
+
+
+def test_the_message_of_cudamallocasync_has_its_figures() -> None:
+    found = parse_oom_message(
+        "torch.cuda.OutOfMemoryError: Allocation on device 0 would exceed allowed memory. (out of memory)\nCurrently "
+        "allocated     : 11.37 GiB\nRequested               : 50.00 MiB\nDevice limit            : 12.00 GiB\nFree "
+        "(according to CUDA): 0 bytes\nPyTorch limit (set by user-supplied memory fraction)\n                        : "
+        "17179869184.00 GiB")
+    assert found is not None
+    assert (found.requested, found.gpu, found.total, found.free) == (50 * MiB, 0, 12 * GiB, 0)
+    assert (found.allocated, found.allowed) == (round(11.37 * GiB), None)
+    assert [cause.code for cause in diagnose(found).causes] == ["OOM-FULL"]
+    pool = replace(found, allocated=8 * GiB)  # 3 GiB more than a context are in no tensor
+    assert [cause.code for cause in diagnose(pool).causes] == ["OOM-FRAGMENTED"]
+    assert "backend:native" in diagnose(pool).remedies[0].todo
+
+
+def test_a_message_without_its_beginning_keeps_its_figures() -> None:
+    found = parse_oom_message("11.73 GiB total capacity; 9.55 GiB already allocated; 43.31 MiB free; 10.58 GiB "
+                              "reserved in total by PyTorch)")
+    assert found is not None
+    assert (found.requested, found.total, found.free) == (None, round(11.73 * GiB), round(43.31 * MiB))
+    assert "the requested size is missing" in diagnose(found).causes[0].what
 
 
 def test_a_decimal_comma_is_parsed() -> None:

@@ -43,6 +43,12 @@ def test_phase_trainer_and_compile_mode_of_a_traceback() -> None:
     ("logits, loss = model(X, Y)", "train.py", "<module>", "forward"),
     ("logits, loss = model(X, Y)", "train.py", "estimate_loss", "eval"),
     ("metrics = trainer.evaluate()", "run.py", "main", "eval"),
+    ("state = model.state_dict()", "train.py", "main", "save"),
+    ("trainer.save_model(out)", "train.py", "validate_and_save", "save"),
+    ("torch.save(checkpoint, path)", "train.py", "evaluate", "save"),
+    ("model.load_state_dict(torch.load(path))", "train.py", "main", "load"),
+    ("optimizer.step()", "train.py", "train_and_evaluate", "step"),
+    ("optimizer.load_state_dict(state)", "/x/torch/optim/optimizer.py", "load_state_dict", "load"),
     ("x = 1", "x.py", "<module>", ""),
 ])
 def test_each_phase_is_recognised(code: str, file: str, function: str, phase: str) -> None:

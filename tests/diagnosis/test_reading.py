@@ -12,7 +12,7 @@ from fitgpt.config.run_config import RunConfig
 from fitgpt.core.errors import UsageError
 from fitgpt.core.units import MiB
 from fitgpt.diagnosis.case import ExplainedRun
-from fitgpt.diagnosis.nvidia_smi import SmiGpu, SmiProcess, parse_nvidia_smi
+from fitgpt.diagnosis.nvidia_smi import SmiGpu, SmiProcess, parse_fragment, parse_nvidia_smi
 from fitgpt.diagnosis.reading import Reading, card_of, explain_reading, reading_of
 from fitgpt.hardware import gpus
 from fitgpt.planning.budget import platform_for
@@ -91,11 +91,32 @@ def test_more_than_the_card_has_is_a_usage_error() -> None:
         explain_reading(Reading(20 * 1024 * MiB, 4464 * MiB), notes_30m(), CARD)
 
 
-def test_without_a_process_figure_the_other_trainer_is_noted() -> None:
+def test_without_a_process_figure_the_trainer_that_leaves_least_to_others_is_taken() -> None:
     diagnosis = explain_reading(Reading(6582 * MiB, None), notes_30m("fitgpt"), CARD, "auto")
-    assert any("nanoGPT would hold 4,496 MiB: --trainer=nanogpt." in note for note in diagnosis.notes)
-    assert not any("would hold" in note for note in explain_reading(
-        Reading(6582 * MiB, None), notes_30m("fitgpt"), CARD, "fitgpt").notes)
+    assert diagnosis.title == ("6,582 MiB of the GPU are used: 4,496 by this process, according to the forecast, 2,086 "
+                               "by others.")
+    assert any("fitgpt would hold 1,360 MiB and leave 5,222 to others: --trainer=fitgpt." in note
+               for note in diagnosis.notes)
+    small = explain_reading(Reading(3000 * MiB, None), notes_30m("nanogpt"), CARD, "auto")  # nanoGPT would hold more
+    assert "1,360 by this process" in small.title
+    given = explain_reading(Reading(6582 * MiB, None), notes_30m("fitgpt"), CARD, "fitgpt")
+    assert "1,360 by this process" in given.title
+    assert not any("--trainer" in note for note in given.notes)
+
+
+def test_a_forecast_above_the_reading_is_not_taken() -> None:
+    diagnosis = explain_reading(Reading(900 * MiB, None), notes_30m("fitgpt"), CARD, "auto")
+    assert any("holds 1,360 MiB, more than is used" in note for note in diagnosis.notes)
+    assert sum(share.nbytes for share in diagnosis.shares) == 900 * MiB
+
+
+def test_a_reading_ends_with_changes_and_the_nearest_recorded_run() -> None:
+    diagnosis = explain_reading(Reading(6582 * MiB, 4464 * MiB), notes_30m(), CARD)
+    assert [remedy.todo for remedy in diagnosis.remedies][:1] == ["fitgpt train config/notes_30m.py"]
+    assert all("less" in remedy.effect for remedy in diagnosis.remedies)
+    assert diagnosis.notes[-1].startswith("Nearest recorded run: 30.14M parameters, batch 16 × 512, float16, compiled, "
+                                          "H200: measured 3.56 GiB allocated, 4.17 GiB reserved; forecast")
+    assert explain_reading(Reading(6582 * MiB, None)).remedies  # without a config, too
 
 
 def test_the_process_close_to_the_forecast_is_the_run() -> None:
@@ -117,19 +138,19 @@ def test_the_reading_selects_the_clearly_closer_trainer() -> None:
     diagnosis = explain_reading(Reading(6582 * MiB, 4464 * MiB), run, CARD, "auto")
     assert "under nanoGPT's train.py in the training phase" in diagnosis.what
     assert {share.what: share.nbytes for share in diagnosis.shares}["logits"] == 16 * 512 * 50304 * 6
-    assert diagnosis.notes[-1] == (
+    assert diagnosis.notes[-2] == (
         "The trainer was not given. nanoGPT's forecast, 4,496 MiB, 0.7% more than was read, is the closer one; "
         "fitgpt's is 1,360 MiB, 70% less than was read. --trainer=fitgpt selects it.")
     own = run.forecast.reserved + 196 * MiB
     ours = explain_reading(Reading(own, own), run, CARD, "auto")
     assert "under fitgpt in the training phase" in ours.what
-    assert ours.notes[-1].endswith("--trainer=nanogpt selects it.")
+    assert ours.notes[-2].endswith("--trainer=nanogpt selects it.")
 
 
 def test_two_distant_trainers_are_not_distinguished() -> None:
     diagnosis = explain_reading(Reading(6582 * MiB, 2500 * MiB), notes_30m("fitgpt"), CARD, "auto")
     assert "config under fitgpt holds" in diagnosis.what
-    assert "not clearly closer. --trainer=nanogpt selects it" in diagnosis.notes[-1]
+    assert "not clearly closer. --trainer=nanogpt selects it" in diagnosis.notes[-2]
 
 
 def test_a_given_trainer_is_kept_and_the_excess_is_shown() -> None:
@@ -138,7 +159,7 @@ def test_a_given_trainer_is_kept_and_the_excess_is_shown() -> None:
     shares = {share.what: share.nbytes for share in diagnosis.shares}
     assert shares["more than the forecast"] == (4464 - 1360) * MiB
     assert sum(shares.values()) == 6582 * MiB
-    assert not diagnosis.notes
+    assert not any("trainer" in note for note in diagnosis.notes)
 
 
 def test_a_run_in_its_first_evaluation_is_recognised() -> None:
@@ -195,6 +216,46 @@ def test_nvidia_smi_lists_gpus_and_processes() -> None:
     assert shares["process 5822"] == 1310
     assert shares["free"] == 12282 - 6582
     assert sum(share.nbytes for share in diagnosis.shares) == 12282 * MiB
+
+
+def test_memory_in_no_listed_process_is_not_called_all_processes() -> None:
+    gpu = parse_nvidia_smi(SCREEN.replace(".../envs/gpt/bin/python", "/usr/bin/blender       "))[0]
+    last = explain_reading(reading_of(gpu)).shares[-2]
+    assert (last.what, last.nbytes) == ("in no listed process", (6582 - 642 - 120 - 4464 - 1310) * MiB)
+
+
+@pytest.mark.parametrize(("text", "used", "total", "process"), [
+    ("6582MiB / 12282MiB", 6582, 12282, None), ("6582 / 12282", 6582, 12282, None),
+    ("6.5 GiB of 12GiB", 6656, 12288, None), ("6,5/12 GB", 6656, 12288, None),
+    ("６５８２MiB / １２２８２MiB", 6582, 12282, None),
+    (SCREEN.splitlines()[9], 6582, 12282, None), (SCREEN.splitlines()[20], None, None, 4464),
+    ("C   .../envs/gpt/bin/python                      4464MiB |", None, None, 4464),
+    ("4711, /usr/bin/python3, 4464 MiB", None, None, 4464),
+    ("6582, 12282", 6582, 12282, None), ("12282, 6582", 6582, 12282, None), ("6582 MiB, 12282 MiB", 6582, 12282, None),
+    ("0, NVIDIA GeForce RTX 4070, 6582, 12282", 6582, 12282, None), ("6582MiB", 6582, None, None),
+    ("6582", 6582, None, None),
+])
+def test_a_row_or_a_cell_is_enough(text: str, used: int | None, total: int | None, process: int | None) -> None:
+    gpu = parse_fragment(text)
+    assert gpu is not None
+    found = (gpu.used, gpu.total, gpu.processes[0].nbytes if gpu.processes else None)
+    assert found == tuple(None if each is None else each * MiB for each in (used, total, process))
+
+
+@pytest.mark.parametrize("text", ["", "step 12/4000, loss 3.1", "187W /  200W", "epoch 3 of 10", "12 / 400", "3 fans"])
+def test_other_text_is_not_a_row(text: str) -> None:
+    assert parse_fragment(text) is None
+
+
+def test_contexts_of_other_ranks_are_named() -> None:
+    row = SCREEN.splitlines()[20]
+    ranks = "\n".join(row.replace("4711", str(pid)).replace("4464MiB", " 530MiB") for pid in (4712, 4713, 4714))
+    gpu = parse_nvidia_smi(SCREEN.replace(row, f"{row}\n{ranks}"))[0]
+    diagnosis = explain_reading(reading_of(gpu))
+    assert diagnosis.causes[0].what.startswith("3 other processes hold about 530.0 MiB each, 1.55 GiB together: the "
+                                               "CUDA contexts of other ranks")
+    assert diagnosis.remedies[0].todo == "torch.cuda.set_device(local_rank)"
+    assert not explain_reading(reading_of(parse_nvidia_smi(SCREEN)[0])).causes
 
 
 def test_older_nvidia_smi_with_a_truncated_name_is_parsed() -> None:

@@ -25,6 +25,18 @@ IN_EVALUATION = f'''Traceback (most recent call last):
     losses = estimate_loss()
 torch.OutOfMemoryError: {ALMOST_FULL.format(size="148.00 MiB")}'''
 
+AT_SAVE = f'''Traceback (most recent call last):
+  File "train.py", line 310, in train
+    self._maybe_log_save_evaluate(loss)
+  File "/x/torch/distributed/fsdp/fully_sharded_data_parallel.py", line 2395, in state_dict
+    return super().state_dict(*args, **kwargs)
+torch.OutOfMemoryError: {ALMOST_FULL.format(size="148.00 MiB")}'''
+BESIDE_RANKS = (
+    "CUDA out of memory. Tried to allocate 500.00 MiB. GPU 0 has a total capacity of 23.70 GiB of which 118.62 MiB is "
+    "free. Process 11 has 530.00 MiB memory in use. Process 12 has 530.00 MiB memory in use. Process 13 has 528.00 MiB "
+    "memory in use. Including non-PyTorch memory, this process has 21.70 GiB memory in use. Of the allocated memory "
+    "21.00 GiB is allocated by PyTorch, and 100.10 MiB is reserved by PyTorch but unallocated.")
+
 
 def activation_out_of_memory() -> Diagnosis:
     run = ExplainedRun(RunConfig(n_layer=24, n_head=16, n_embd=1024, batch_size=32, compile=True, dtype="float16"),
@@ -38,6 +50,27 @@ MADE: dict[str, Callable[[], Diagnosis]] = {
     "OOM-AT-LOAD": lambda: diagnose(message(AT_LOAD)),
     "OOM-EVAL": lambda: diagnose(message(IN_EVALUATION)),
     "OOM-ACTIVATIONS": activation_out_of_memory,
+    "OOM-SAVE": lambda: diagnose(message(AT_SAVE)),
+    "OOM-RANKS": lambda: diagnose(message(BESIDE_RANKS)),
+    **{code: lambda text=text: diagnose(message(text)) for code, text in {
+        "OOM-NCCL": "alloc.h:178 NCCL WARN Cuda failure 'out of memory'\nNCCL WARN Failed to CUDA calloc 6291456 bytes",
+        "OOM-UNSLOTH": "RuntimeError: Unsloth: No or negligible GPU memory available for fused cross entropy.",
+        "OOM-SHM": "RuntimeError: DataLoader worker (pid 46794) is killed by signal: Bus error. It is possible that "
+                   "dataloader's workers are out of shared memory. Please try to raise your shared memory limit.",
+        "OOM-COMPILER": "c++: fatal error: Killed signal terminated program cc1plus",
+        "OOM-TRITON": "triton.runtime.errors.OutOfResources: out of resource: shared memory, Required: 131072, "
+                      "Hardware limit: 101376. Reducing block sizes or `num_stages` may help.",
+        "OOM-JAX": "bfc_allocator.cc:497] Allocator (GPU_0_bfc) ran out of memory trying to allocate 6.00MiB\n"
+                   "jaxlib.xla_extension.XlaRuntimeError: RESOURCE_EXHAUSTED: Out of memory while trying to allocate "
+                   "6291456 bytes.",
+        "OOM-TENSORFLOW": "failed to allocate 2.2G from device: CUDA_ERROR_OUT_OF_MEMORY: out of memory\n"
+                          "ResourceExhaustedError: OOM when allocating tensor with shape[64,512,768] by allocator "
+                          "GPU_0_bfc",
+        "OOM-METAL": "[METAL] Command buffer execution failed: Insufficient Memory (00000008:"
+                     "kIOGPUCommandBufferCallbackErrorOutOfMemory)",
+        "OOM-VLLM": "ValueError: No available memory for the cache blocks. Try increasing `gpu_memory_utilization` "
+                    "when initializing the engine.",
+    }.items()},
 }
 
 
@@ -78,7 +111,8 @@ def test_the_last_rule_applies_to_every_case() -> None:
     assert RULES[-1].text(build_case(message("RuntimeError: CUDA out of memory.")))
 
 
-@pytest.mark.parametrize(("code", "phase"), [("OOM-CUT", ""), ("OOM-AT-LOAD", "load"), ("OOM-EVAL", "eval")])
+@pytest.mark.parametrize(("code", "phase"), [("OOM-CUT", ""), ("OOM-AT-LOAD", "load"), ("OOM-EVAL", "eval"),
+                                             ("OOM-SAVE", "save")])
 def test_a_traceback_alone_shows_the_phase(code: str, phase: str) -> None:
     diagnosis = MADE[code]()
     assert (codes(diagnosis), diagnosis.phase) == ([code], phase)
@@ -89,3 +123,77 @@ def test_an_activation_is_named_with_its_layer() -> None:
     assert codes(diagnosis) == ["OOM-ACTIVATIONS"]
     assert "layer" in diagnosis.what
     assert "32 × 1,024 × 1,024 × " in diagnosis.what
+
+
+def advice(text: str) -> list[str]:
+    return [remedy.todo for remedy in diagnose(message(text)).remedies]
+
+
+def allocator_message(size: str, free: str, allocated: str, reserved: str, total: str = "11.73 GiB") -> str:
+    return (f"CUDA out of memory. Tried to allocate {size} (GPU 0; {total} total capacity; {allocated} already "
+            f"allocated; {free} free; {reserved} reserved in total by PyTorch) If reserved memory is >> allocated "
+            "memory try setting max_split_size_mb")
+
+
+@pytest.mark.parametrize(("text", "expected"), [
+    # 1,055 MiB are unallocated, 9.7 % of the reserved memory and 25 times what is missing.
+    (allocator_message("86.00 MiB", "43.31 MiB", "9.55 GiB", "10.58 GiB"), ["OOM-FRAGMENTED"]),
+    (allocator_message("1.00 GiB", "43.31 MiB", "9.20 GiB", "10.58 GiB"), ["OOM-FRAGMENTED"]),  # 13 % of the reserved
+    (allocator_message("500.00 MiB", "10.00 MiB", "9.95 GiB", "10.58 GiB"), ["OOM-FULL", "OOM-FRAGMENTED"]),  # 6 %
+    (allocator_message("20.00 MiB", "0 bytes", "10.48 GiB", "10.58 GiB"), ["OOM-FULL", "OOM-FRAGMENTED"]),    # 102 MiB
+    (allocator_message("500.00 MiB", "10.00 MiB", "10.38 GiB", "10.58 GiB"), ["OOM-FULL"]),  # not covered
+])
+def test_fragmentation_is_judged_by_what_is_missing(text: str, expected: list[str]) -> None:
+    diagnosis = diagnose(message(text))
+    assert codes(diagnosis) == expected
+    assert ("expandable_segments" in diagnosis.remedies[0].todo) == ("OOM-FRAGMENTED" in expected)
+
+
+CAPPED = ("CUDA out of memory. Tried to allocate {size}. GPU 0 has a total capacity of 11.93 GiB of which 515.00 MiB "
+          "is free. {allowed} allowed; Of the allocated memory {allocated} is allocated by PyTorch, and 60.00 MiB is "
+          "reserved by PyTorch but unallocated.")
+
+
+@pytest.mark.parametrize(("size", "allowed", "allocated", "expected"), [
+    ("4.00 GiB", "11.93 GiB", "10.90 GiB", "OOM-FULL"), ("64.00 MiB", "11.93 GiB", "10.90 GiB", "OOM-ROOM"),
+    ("64.00 MiB", "10.00 GiB", "9.90 GiB", "OOM-CAP"), ("4.00 GiB", "10.00 GiB", "9.90 GiB", "OOM-FULL")])
+def test_a_limit_is_the_cause_only_if_the_gpu_has_free_memory(size: str, allowed: str, allocated: str,
+                                                              expected: str) -> None:
+    found = message(CAPPED.format(size=size, allowed=allowed, allocated=allocated))
+    assert codes(diagnose(found))[0] == expected
+
+
+def test_a_save_is_never_answered_with_a_smaller_batch() -> None:
+    in_fsdp = f"Please check clone implementation of lm_head.weight. Error: {ALMOST_FULL.format(size='148.00 MiB')}"
+    for text in (AT_SAVE, in_fsdp):
+        assert codes(diagnose(message(text))) == ["OOM-SAVE"]
+        assert not any("batch" in todo for todo in advice(text))
+    run = ExplainedRun(RunConfig(n_layer=2, n_head=2, n_embd=128), "nanogpt", SETTING)
+    assert not any("batch" in remedy.todo for remedy in diagnose(message(AT_SAVE), run, CARD).remedies)
+
+
+def test_a_quoted_line_of_adam_shows_the_optimizer_step() -> None:
+    quoted = f"    denom = (exp_avg_sq.sqrt() / bias_correction2_sqrt).add_(eps)\nRuntimeError: {ALMOST_FULL}"
+    assert codes(diagnose(message(quoted.format(size="148.00 MiB"))))[0] == "OOM-OPTIMIZER-FIRST-STEP"
+
+
+def test_a_request_of_nearly_the_whole_gpu_is_about_the_request() -> None:
+    text = allocator_message("23.11 GiB", "20.89 GiB", "1.54 GiB", "1.70 GiB", total="23.70 GiB")
+    assert codes(diagnose(message(text))) == ["OOM-LARGER-THAN-CARD"]
+
+
+def test_other_ranks_and_nccl_are_answered_with_set_device() -> None:
+    much_outside = BESIDE_RANKS.replace("21.00 GiB", "19.00 GiB")
+    assert codes(diagnose(message(much_outside))) == ["OOM-RANKS", "OOM-CONTEXT"]
+    for text in (BESIDE_RANKS, much_outside, "NCCL WARN Cuda failure 2 'out of memory'"):
+        assert "torch.cuda.set_device(local_rank)" in advice(text)
+    assert "NCCL_MAX_NCHANNELS=4" in advice(much_outside)
+
+
+@pytest.mark.parametrize("code", ["OOM-SHM", "OOM-TRITON", "OOM-JAX", "OOM-TENSORFLOW", "OOM-METAL", "OOM-VLLM",
+                                  "OOM-COMPILER"])
+def test_other_memory_gets_one_cause_and_no_forecast(code: str) -> None:
+    diagnosis = MADE[code]()
+    assert codes(diagnosis) == [code]
+    assert not diagnosis.needed
+    assert not diagnosis.shares

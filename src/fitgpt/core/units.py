@@ -9,6 +9,7 @@ import unicodedata
 from .errors import UsageError
 
 KiB, MiB, GiB, TiB = 2**10, 2**20, 2**30, 2**40
+LARGEST = 10**100  # of a size or a count that is parsed
 
 _BYTE_UNITS = {"": 1, "b": 1, "k": KiB, "kb": 10**3, "kib": KiB, "m": MiB, "mb": 10**6, "mib": MiB,
                "g": GiB, "gb": 10**9, "gib": GiB, "t": TiB, "tb": 10**12, "tib": TiB}
@@ -54,7 +55,10 @@ def _parse(text: str, units: dict[str, int], wanted: str) -> int:
     if match is None or unit is None:
         raise UsageError(f"{text!r} is not {wanted}.")
     decimal_comma = re.fullmatch(r"[0-9]+,[0-9]{1,2}", match[1])
-    return round(float(match[1].replace("_", "").replace(",", "." if decimal_comma else "")) * unit)
+    number = float(match[1].replace("_", "").replace(",", "." if decimal_comma else "")) * unit
+    if number > LARGEST:
+        raise UsageError(f"{text!r:.60} is not {wanted}.")
+    return round(number)
 
 
 def show_bytes(nbytes: int) -> str:

@@ -21,7 +21,7 @@ from ..memory.tape import Event, Tape, round_size
 from ..memory.timeline import Timeline, replay
 from ..planning.budget import Budget, budget_for, platform_for
 from ..planning.forecast import Forecast, MemoryPlan, forecast, write_tape
-from .oom_message import FRAMEWORKS, OomMessage, is_compiled, phase_of, trainer_of
+from .oom_message import CUDA_MALLOC_ASYNC, FRAMEWORKS, OomMessage, is_compiled, phase_of, trainer_of
 
 # Kinds of messages that the forecast of a CUDA GPU does not explain.
 NOT_ON_GPU = ("killed", "ram", "mps", "vague", *FRAMEWORKS.keys() - {"nccl", "unsloth"})
@@ -162,7 +162,10 @@ def usage_in(message: OomMessage) -> GpuUsage | None:
             listed.remove(own)
             process = own[1]
     others = None if process is None else max(message.total - message.free - process, sum(size for _, size in listed))
-    return GpuUsage(message.total, message.free, message.allocated, message.unallocated, process, others, tuple(listed))
+    unallocated = message.unallocated
+    if message.source == CUDA_MALLOC_ASYNC:  # its pool keeps what neither tensors nor a context take
+        unallocated = max(message.total - message.free - (message.allocated or 0) - MAX_OUTSIDE, 0)
+    return GpuUsage(message.total, message.free, message.allocated, unallocated, process, others, tuple(listed))
 
 
 MIN_CONTEXT, MAX_CONTEXT = 150 * MiB, 800 * MiB  # of a process that only touched a GPU

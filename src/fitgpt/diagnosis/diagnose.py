@@ -28,7 +28,7 @@ from .case import (
     guess_logits,
     is_segment_size,
 )
-from .oom_message import FRAMEWORKS, OomMessage, user_frame
+from .oom_message import CUDA_MALLOC_ASYNC, FRAMEWORKS, OomMessage, user_frame
 from .rules import TOOLS, Rule, had_free_memory, matching_rules
 
 
@@ -194,7 +194,8 @@ def _usage_shares(case: Case) -> tuple[tuple[MemoryShare, ...], str]:
             else ""
         shares.append(MemoryShare("tensors of this process", usage.allocated, pools))
     if usage.unallocated is not None:
-        shares.append(MemoryShare("reserved by PyTorch but unallocated", usage.unallocated))
+        guess = "or other processes; cudaMallocAsync does not say" if case.message.source == CUDA_MALLOC_ASYNC else ""
+        shares.append(MemoryShare("reserved by PyTorch but unallocated", usage.unallocated, guess))
     if usage.reserved is None and usage.process is not None:
         shares.append(MemoryShare("this process", usage.process))
     if usage.spilled:
@@ -255,7 +256,7 @@ def _forecast_note(case: Case, run: ExplainedRun, plan: MemoryPlan) -> str:
 # ---- changes of the run, with their forecast
 
 MAX_REMEDIES = 4
-MIN_SAVING = 0.02  # of the peak; less is not worth listing
+MIN_SAVING = 0.05  # of the peak; less is not worth listing
 EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 # Tried if no single change is enough: several together, with fitgpt, the exact ones first.
 COMBINATIONS: tuple[dict[str, Any], ...] = (

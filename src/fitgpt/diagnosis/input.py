@@ -27,7 +27,7 @@ from .case import ExplainRequest
 from .diagnose import Diagnosis, diagnose
 from .memory_snapshot import explain_snapshot, is_pickle, read_snapshot
 from .nvidia_smi import parse_fragment, parse_nvidia_smi
-from .oom_message import COUNTED, OomMessage, parse_oom_message
+from .oom_message import COUNTED, OomMessage, parse_oom_message, vague_message
 from .plan_or_run import explain_document, explain_run
 from .reading import explain_figures, explain_nvidia_smi
 
@@ -123,17 +123,9 @@ def _mib(text: str) -> int | None:
 
 def _explain_text(given: InputText, request: ExplainRequest) -> Diagnosis | None:
     """None if the text is neither a message nor nvidia-smi's output nor a plan."""
-    message = message_in(given)
-    if message is not None:
-        card, others = find(request.gpu) if request.gpu else None, request.others
-        if card is not None and card.vendor == "nvidia":
-            budget.on_card(card, others=others or 0)  # raises an error if the card has less than `others`
-        unknown = message.process is None and not message.others
-        if others is not None and unknown and message.total is not None and message.free is not None:
-            message = replace(message, process=max(message.total - message.free - others, 0))
-        return diagnose(message, request.run_on(card), card, request.trainer, others or 0)
-    gpus = parse_nvidia_smi(given.text)
-    if gpus:
+    if message := message_in(given):
+        return _explain_message(message, request)
+    if gpus := parse_nvidia_smi(given.text):
         return explain_nvidia_smi(gpus, request)
     try:
         document = json.loads(given.text)
@@ -146,8 +138,18 @@ def _explain_text(given: InputText, request: ExplainRequest) -> Diagnosis | None
         bare = not re.search(r"\d\s*[MG]i?B?\b", given.text, re.IGNORECASE)
         return replace(diagnosis, notes=(*diagnosis.notes, NO_UNIT)) if bare else diagnosis
     if any(given.counts[word] for word in RAN_OUT):
-        return diagnose(OomMessage("vague", "", ""))
+        return _explain_message(vague_message(given.text), request)
     return None
+
+
+def _explain_message(message: OomMessage, request: ExplainRequest) -> Diagnosis:
+    card, others = find(request.gpu) if request.gpu else None, request.others
+    if card is not None and card.vendor == "nvidia":
+        budget.on_card(card, others=others or 0)  # raises an error if the card has less than `others`
+    unknown = message.process is None and not message.others
+    if others is not None and unknown and message.total is not None and message.free is not None:
+        message = replace(message, process=max(message.total - message.free - others, 0))
+    return diagnose(message, request.run_on(card), card, request.trainer, others or 0)
 
 
 def _unknown(source: str, given: InputText, inputs: tuple[str, ...]) -> Diagnosis:
@@ -229,8 +231,9 @@ def read_input(stream: BinaryIO) -> InputText:
         for word in counts:  # a chunk may end inside a word
             counts[word] += lower.count(word, max(len(overlap) - len(word) + 1, 0))
         for hints, parse in ((HINTS, parse_oom_message), (SMI_HINTS, parse_nvidia_smi)):
-            places = [place for hint in hints for place in (lower.find(hint), lower.rfind(hint)) if place >= 0]
-            if places and not text and parse(_decode(searched[max(min(places) - AFTER, 0):max(places) + AFTER])):
+            places = [place for hint in hints if not text and (found := lower.find(hint)) >= 0
+                      for place in (found, lower.rfind(hint))]
+            if places and parse(_decode(searched[max(min(places) - AFTER, 0):max(places) + AFTER])):
                 text = _decode(before + chunk + following[:AFTER])
         before, chunk = (before + chunk)[-BEFORE:], following
     return InputText(text or _decode(first), counts)

@@ -21,11 +21,12 @@ _GPUSTAT = re.compile(r"^\[(\d+)\]\s*(\S.*?)\s*[|│].*[|│]\s*(\d+)\s*/\s*(\d+
 _GPUSTAT_PROCESS = re.compile(r"([\w.+-]+)/(\d+)\((\d+)M\)")
 # A cell: "6582MiB / 12282MiB", "6.4 of 12 GiB", "6582 / 12282". Such tools print MB and GB and mean MiB and GiB.
 _UNIT = r"\s*([MG])?i?B?\b"
-_CELL = re.compile(rf"(?<![\w.,])(\d+(?:[.,]\d+)?){_UNIT}\s*(?:/|of)\s*(\d+(?:[.,]\d+)?){_UNIT}", re.IGNORECASE)
+_NUMBER = r"(\d{1,9}(?:[.,]\d{1,9})?)"
+_CELL = re.compile(rf"(?<![\w.,]){_NUMBER}{_UNIT}\s*(?:/|of)\s*{_NUMBER}{_UNIT}", re.IGNORECASE)
 _CSV_CELL = re.compile(r"(\d+)(?:\s*MiB)?")
-_SIZE_ALONE = re.compile(rf"(\d+(?:[.,]\d+)?){_UNIT}", re.IGNORECASE)
+_SIZE_ALONE = re.compile(rf"{_NUMBER}{_UNIT}", re.IGNORECASE)
 _PYTHON_ROW = re.compile(r"(\S*python\S*)\s.*?(\d+)\s*MiB", re.IGNORECASE)  # the end of a row of the process table
-MAX_FRAGMENT = 20  # lines; in a longer text, 2 / 3 GB is a download
+MAX_FRAGMENT = 2000  # characters; in a longer text, 2 / 3 GB is a download
 MIN_TOTAL = 500 * MiB  # of a GPU
 
 
@@ -63,9 +64,9 @@ def parse_nvidia_smi(text: str) -> tuple[SmiGpu, ...]:
 
 def parse_fragment(text: str) -> SmiGpu | None:
     """The GPU of a row or cell of such an output, or of a size alone: 6582MiB. None if it is neither."""
-    lines = [line.strip(" |│") for line in ascii_digits(clean(text)).split("\n") if line.strip(" |│")]
-    if not 0 < len(lines) <= MAX_FRAGMENT:
+    if len(text) > MAX_FRAGMENT:
         return None
+    lines = [line.strip(" |│") for line in ascii_digits(clean(text)).split("\n") if line.strip(" |│")]
     used, total, processes = None, None, list[SmiProcess]()
     for line in (line for line in lines if len(line) < MAX_LINE):
         if found := _PROCESS.match(line):

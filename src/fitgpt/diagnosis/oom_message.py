@@ -85,33 +85,32 @@ def _without_prefixes(line: str) -> str:
 # ---- the message
 
 _UNITS = {"bytes": 1, "b": 1, "k": KiB, "m": MiB, "g": GiB, "t": TiB}  # MPS prints GB and means GiB
-_SIZE = r"(?<!\d)(?<!\d[.,])(\d+(?:[.,]\d+)?)(bytes|[KMGT]i?B|B)"  # 7,79: the decimal comma of some locales
+_SIZE = r"(?<!\d)(?<!\d[.,])(\d{1,18}(?:[.,]\d{1,9})?)(bytes|[kmgt]i?b|b)"  # 7,79: the decimal comma of some locales
 _IMPOSSIBLE = 2**50  # torch 2.1 prints -1 as 17179869184.00 GiB where the driver reports no figure
 _MAX_LENGTH = 2000   # characters of a message, without white space
-OLD_PYTORCH = "PyTorch before 1.10"
+OLD_PYTORCH, CUDA_MALLOC_ASYNC = "PyTorch before 1.10", "PyTorch with cudaMallocAsync"
 
-# All patterns match text without white space: a line wrap may split any word.
-# A message may also begin with any of its figures, where the text before them was not copied.
-_ALLOCATOR = re.compile(rf"(CUDA|HIP|XPU)outofmemory\.?(?:Triedtoallocate{_SIZE})?|Triedtoallocate{_SIZE}"
-                        r"|(?:OutOfMemoryError:)?Allocationondevice\d*wouldexceedallowedmemory\.?(?:\(outofmemory\))?"
-                        r"|OutOfMemoryError:Allocationondevice"
-                        rf"|\(?GPU\d*;{_SIZE}totalcapacity|GPU\d+hasatotalcapac|thisprocesshas{_SIZE}memoryinuse"
-                        rf"|{_SIZE}(?:totalcapacity;|alreadyallocated;|isallocatedbyPyTorch|reservedintotalbyPyTorch"
-                        r"|isreservedbyPyTorchbutunallocated)"
-                        rf"|Currentlyallocated:{_SIZE}Requested:")
-_WARNING = re.compile(r"memoryallocationfailedwithOOMondevice(\d+)whiletryingtoallocate(\d+)bytes"
-                      r"\(free:(\d+),total:(\d+)\)")
-_MPS = re.compile(rf"MPSbackendoutofmemory(?:\(MPSallocated:{_SIZE},otherallocations:{_SIZE},maxallowed:{_SIZE}\)"
-                  rf"\.?Triedtoallocate{_SIZE})?")
-_LIBRARY = re.compile(r"(CU|HIP|ROC)(BLAS|DNN|SOLVER|SPARSE|FFT)_STATUS_(?:ALLOC_FAILED|NOT_INITIALIZED)")
-# These match text in lower case: a case-insensitive pattern takes four times as long.
+# All patterns match text without white space, since a line wrap may split any word, and in lower case: a pattern that
+# ignores the case takes four times as long. A message may begin with any of its figures, if only they were copied.
+_ALLOCATOR = re.compile(rf"(cuda|hip|xpu)outofmemory\.?(?:triedtoallocate{_SIZE})?|(?<!you)triedtoallocate{_SIZE}"
+                        r"|(?:outofmemoryerror:)?allocationondevice\d*wouldexceedallowedmemory\.?(?:\(outofmemory\))?"
+                        r"|outofmemoryerror:allocationondevice"
+                        rf"|\(?gpu\d*;{_SIZE}totalcapacity|gpu\d+hasatotalcapac|thisprocesshas{_SIZE}memoryinuse"
+                        rf"|{_SIZE}(?:totalcapacity;|alreadyallocated;|isallocatedbypytorch|reservedintotalbypytorch"
+                        r"|isreservedbypytorchbutunallocated)"
+                        rf"|currentlyallocated:{_SIZE}requested:")
+_WARNING = re.compile(r"memoryallocationfailedwithoomondevice(\d{1,4})whiletryingtoallocate(\d{1,18})bytes"
+                      r"\(free:(\d{1,18}),total:(\d{1,18})\)")
+_MPS = re.compile(rf"mpsbackendoutofmemory(?:\(mpsallocated:{_SIZE},otherallocations:{_SIZE},maxallowed:{_SIZE}\)"
+                  rf"\.?triedtoallocate{_SIZE})?")
+_LIBRARY = re.compile(r"(cu|hip|roc)(blas|dnn|solver|sparse|fft)_status_(?:alloc_failed|not_initialized)")
 _DRIVER = re.compile(r"(?:cuda|hip)(?:driver)?error:outofmemory|cudaruntimeerr(?:or)?\(2\):outofmemory"
                      r"|cuda_error_out_of_memory|cudaerrormemoryallocation|hiperroroutofmemory"
                      r"|tritonerror\[\w+\]:outofmemory|thcudacheckfail.{0,300}?:outofmemory"
-                     r"|cu(?:da)?m(?:em)?alloc\w*failed:outofmemory")
-_RAM = re.compile(r"defaultcpuallocator:[\w']{1,40}memory:youtriedtoallocate(\d+)bytes"
-                  r"|notenoughmemory:youtriedtoallocate(\d+(?:\.\d+)?)([kmgt]?b)"
-                  rf"|unabletoallocate{_SIZE.lower()}foranarray"
+                     r"|cu(?:da)?m(?:em)?alloc\w*failed:outofmemory|cudaerror(?:\]at|in).{0,80}?:outofmemory")
+_RAM = re.compile(r"defaultcpuallocator:[\w']{1,40}memory:youtriedtoallocate(\d{1,18})bytes"
+                  r"|notenoughmemory:youtriedtoallocate(\d{1,18}(?:\.\d{1,9})?)([kmgt]?b)"
+                  rf"|unabletoallocate{_SIZE}foranarray"
                   r"|posix_memalign\(&data,galignment,nbytes\)==0\.12vs0"
                   r"|winerror1455|pagingfileistoosmall|std::bad_alloc|cannotallocatememory|(?<!outof)memoryerror(?!:cumem)"
                   r"|ramranout,not(?:the)?(?:card|gpu)")
@@ -122,7 +121,7 @@ _KILLED = re.compile(r"outofmemory:kill(?:ed)?process|oom[-_]kill|oomkilled|exit
 FRAMEWORKS = {kind: re.compile(pattern) for kind, pattern in {
     "nccl": r"cudafailure(?:2|\(2\))?'outofmemory'|failedtocuda(?:host)?calloc",
     "shm": r"insufficientsharedmemory|outofsharedmemory|killedbysignal:buserror|unabletowritetofile</torch"
-           r"|unabletoopensharedmemoryobject|/dev/shm.{0,120}nospaceleft|nospaceleft.{0,120}/dev/shm"
+           r"|unabletoopensharedmemoryobject|/dev/shm.{0,40}nospaceleft|nospaceleft.{0,40}/dev/shm"
            r"|failedtoextend/dev/shm|sharedmemorysegment/dev/shm|buserror\(coredumped\)",
     "triton": r"outofresources?:(?:shared|tensor)memory",
     "jax": r"resource_?exhausted:outofmemory|bufferassignmentoomdebugging",
@@ -135,8 +134,8 @@ FRAMEWORKS = {kind: re.compile(pattern) for kind, pattern in {
     "compiler": r"killedsignalterminatedprogram|internalcompilererror:killed|diedduetosignal9|virtualmemoryexhausted",
 }.items()}
 _LESS_SPECIFIC = ("warning", "driver", "tensorflow")  # JAX has TensorFlow's allocator; the others precede a message
-_AS_PRINTED = {"cuda": _ALLOCATOR, "warning": _WARNING, "mps": _MPS, "library": _LIBRARY}
-_IN_LOWER_CASE = {"driver": _DRIVER, "ram": _RAM, "killed": _KILLED, **FRAMEWORKS}
+_KINDS = {"cuda": _ALLOCATOR, "warning": _WARNING, "mps": _MPS, "library": _LIBRARY, "driver": _DRIVER, "ram": _RAM,
+          "killed": _KILLED, **FRAMEWORKS}
 # Printed by the shell, by bash and zsh with more on the line; needs the lines.
 _KILLED_LINE = re.compile(r"(?m)(?:^|[\s\]])\**Killed\**[ \t]*$|(?:^|\s)\d+ Killed\s|^\[\d+\][+-]?\s+Killed\s"
                           r"|\bzsh: killed\b")
@@ -144,20 +143,20 @@ _KILLED_LINE = re.compile(r"(?m)(?:^|[\s\]])\**Killed\**[ \t]*$|(?:^|\s)\d+ Kill
 _FIELDS: dict[str, tuple[re.Pattern[str], ...]] = {
     name: tuple(map(re.compile, patterns)) for name, patterns in {
         "total": (rf"{_SIZE}totalcapacity", rf"totalcapaci?tyof{_SIZE}", rf"{_SIZE}total,",
-                  rf"Devicelimit:{_SIZE}"),
-        "requested": (rf"Triedtoallocate{_SIZE}", rf"Requested:{_SIZE}"),
-        "free": (rf"ofwhich{_SIZE}isfree", rf"[;,]{_SIZE}free", rf"Free\(accordingtoCUDA\):{_SIZE}"),
+                  rf"devicelimit:{_SIZE}"),
+        "requested": (rf"triedtoallocate{_SIZE}", rf"requested:{_SIZE}"),
+        "free": (rf"ofwhich{_SIZE}isfree", rf"[;,]{_SIZE}free", rf"free\(accordingtocuda\):{_SIZE}"),
         "process": (rf"thisprocesshas{_SIZE}memoryinuse", rf"{_SIZE}inusebythisprocess"),
-        "allocated": (rf"{_SIZE}alreadyallocated", rf"{_SIZE}isallocatedbyPyTorch",
-                      rf"Currentlyallocated:{_SIZE}"),
-        "unallocated": (rf"{_SIZE}isreservedbyPyTorchbutunallocated", rf"{_SIZE}cached"),
-        "reserved": (rf"{_SIZE}reservedintotalbyPyTorch",),
+        "allocated": (rf"{_SIZE}alreadyallocated", rf"{_SIZE}isallocatedbypytorch",
+                      rf"currentlyallocated:{_SIZE}"),
+        "unallocated": (rf"{_SIZE}isreservedbypytorchbutunallocated", rf"{_SIZE}cached"),
+        "reserved": (rf"{_SIZE}reservedintotalbypytorch",),
         "allowed": (rf"{_SIZE}allowed;", rf"memoryfraction\):{_SIZE}"),
         "private_pools": (rf"with{_SIZE}allocatedinprivatepools",),
     }.items()}
-_NEXT_MESSAGE = re.compile(r'outofmemory|Triedtoallocate|Traceback\(mostrecent|File"')
-_OTHERS = re.compile(rf"Process(\d+)has{_SIZE}memoryinuse")
-_GPU, _DEVICE = re.compile(r"GPU(\d+)"), re.compile(r"Allocationondevice(\d+)")
+_NEXT_MESSAGE = re.compile(r'outofmemory|triedtoallocate|traceback\(mostrecent|file"')
+_OTHERS = re.compile(rf"process(\d{{1,18}})has{_SIZE}memoryinuse")
+_GPU = re.compile(r"(?:gpu|allocationondevice)(\d{1,4})")
 
 # A word that each message of a kind contains once: the count of the word is the number of messages.
 COUNTED = {"cuda": b"tried to allocate", "hip": b"tried to allocate", "xpu": b"tried to allocate",
@@ -168,10 +167,8 @@ COUNTED = {"cuda": b"tried to allocate", "hip": b"tried to allocate", "xpu": b"t
 def parse_oom_message(text: str) -> OomMessage | None:
     """The first message in a text; None if there is no known message."""
     text = clean(text)
-    unwrapped = "".join(text.split())
-    lower = unwrapped.replace("İ", "i").lower()  # İ is the only character that would become two
-    matches = {kind: match for text, patterns in ((unwrapped, _AS_PRINTED), (lower, _IN_LOWER_CASE))
-               for kind, pattern in patterns.items() if (match := pattern.search(text))}
+    unwrapped = "".join(text.split()).replace("İ", "i").lower()  # İ is the only character that would become two
+    matches = {kind: match for kind, pattern in _KINDS.items() if (match := pattern.search(unwrapped))}
     if not matches:
         return OomMessage("killed", "Killed", "the shell") if _KILLED_LINE.search(text) else None
     kind = min(matches, key=lambda each: matches[each].start())
@@ -198,7 +195,7 @@ def parse_oom_message(text: str) -> OomMessage | None:
         message = OomMessage(kind, "", "Windows" if windows else "the CPU allocator",
                              int(exact) if exact else printed[0] if printed else None)
     else:
-        source = {"library": f"{match[1].lower()}{match[2]}" if kind == "library" else "", "driver": "the driver",
+        source = {"library": f"{match[1]}{match[2].upper()}" if kind == "library" else "", "driver": "the driver",
                   "nccl": "NCCL"}
         message = OomMessage(kind, "", source.get(kind, "the system"))
 
@@ -211,7 +208,14 @@ def parse_oom_message(text: str) -> OomMessage | None:
     compiled = next((found for frame in reversed(frames) if (found := _COMPILED_ALLOCATION.search(frame.code))), None)
     return replace(message, text=" ".join(text[start:position(end - 1) + 1].split()), frames=frames,
                    dtype=compiled[2] if compiled else "",
-                   shape=tuple(map(int, re.findall(r"\d+", compiled[1]))) if compiled else ())
+                   shape=tuple(map(int, re.findall(r"\d{1,18}", compiled[1]))) if compiled else ())
+
+
+def vague_message(text: str) -> OomMessage:
+    """The message of a text that says only that memory ran out, with its traceback; of a GPU if the text names one."""
+    text = clean(text)
+    on_gpu = re.search(r"torch|cuda|gpu", text, re.IGNORECASE)
+    return OomMessage("cuda" if on_gpu else "vague", "", "", frames=parse_frames(f"{text}\n"))
 
 
 def _parse_allocator(match: re.Match[str]) -> tuple[OomMessage, int]:
@@ -226,16 +230,17 @@ def _parse_allocator(match: re.Match[str]) -> tuple[OomMessage, int]:
                              if (size := _size(found[1], found[2])[0]) < _IMPOSSIBLE}
     requested, tolerance = sizes.pop("requested", None), _size(*fields["requested"].groups())[1] if (
         "requested" in fields) else 0
-    if "Currentlyallocated:" in body:  # cudaMallocAsync, whose unallocated memory is not printed
-        sizes["unallocated"] = 0
+    old = "cached" in body or ("reservedintotal" in body and "max_split_size_mb" not in body)
+    source = OLD_PYTORCH if old else "PyTorch"
+    if "currentlyallocated:" in body:  # its unallocated memory is not printed
+        source, sizes["unallocated"] = CUDA_MALLOC_ASYNC, 0
     reserved = sizes.pop("reserved", None)
     if reserved is not None and "allocated" in sizes:
         sizes["unallocated"] = max(reserved - sizes["allocated"], 0)
     if sizes.get("process") == 0:  # inside a container the driver does not know the process
         del sizes["process"]
-    gpu = _GPU.search(body) or _DEVICE.search(body)
-    old = "cached" in body or ("reservedintotal" in body and "max_split_size_mb" not in body)
-    message = OomMessage((match[1] or "CUDA").lower(), "", OLD_PYTORCH if old else "PyTorch", requested, tolerance,
+    gpu = _GPU.search(body)
+    message = OomMessage(match[1] or "cuda", "", source, requested, tolerance,
                          int(gpu[1]) if gpu else None,
                          others=tuple((int(each[1]), _size(each[2], each[3])[0]) for each in others), **sizes)
     warning = _WARNING.search(match.string, 0, match.start())
@@ -255,16 +260,16 @@ def _size(number: str, unit: str) -> tuple[int, int]:
 
 # ---- the traceback before it
 
-_PYTHON = re.compile(r'^\s*File "([^"\n]+)", line (\d+)(?:, in (\S+))?')
+_PYTHON = re.compile(r'^\s*File "([^"\n]+)", line (\d{1,9})(?:, in (\S+))?')
 _NOTEBOOK = re.compile(r"^\s*((?:[~\w./\\:+-]+\.py|<ipython-input-[^>]+>)) in (<?\w[\w ]*>?)")
-_ARROW = re.compile(r"^\s*-+> (\d+) (.*)")
-_PYTEST = re.compile(r"^\s*(\S+\.py):(\d+):? in (\w+)")
+_ARROW = re.compile(r"^\s*-+> (\d{1,9}) (.*)")
+_PYTEST = re.compile(r"^\s*(\S+\.py):(\d{1,9}):? in (\w+)")
 _BEGIN = re.compile(r"Traceback \(most recent call last\)")
 # Compiled code allocates with empty_strided_cuda((65536, 50304), …, torch.bfloat16).
 _COMPILED_ALLOCATION = re.compile(r"empty_strided(?:_\w+)?\(\(([\d, ]+)\),.*?torch\.(\w+)")
 _TORCH = re.compile(r"[/\\]torch[/\\]")
 _COMPILED = re.compile(r"torchinductor|[/\\]torch[/\\]_(?:dynamo|inductor|functorch)[/\\]")
-_CALL = re.compile(r"\s*[\w.\[\]]+(?:\(| = .*\()")
+_CALL = re.compile(r"\s*[\w.\[\]]+(?:\(| = .*\()|.*check clone implementation")
 _MAX_FRAMES, _MAX_QUOTED = 100, 8
 
 
@@ -283,7 +288,7 @@ def parse_frames(text: str) -> tuple[StackFrame, ...]:
             frames.append(StackFrame(found[1], int(arrow[1]) if arrow else None, found[2],
                                      arrow[2].strip() if arrow else ""))
     if not frames:  # a line of code, quoted without its file
-        calls = [line.strip() for line in reversed(lines[-_MAX_QUOTED:-1]) if _CALL.match(line)]
+        calls = [line.strip() for line in reversed(lines[-_MAX_QUOTED:]) if _CALL.match(line)]
         quoted = (StackFrame("", None, "", line) for line in calls)
         return next(((frame,) for frame in quoted if phase_of((frame,))), ())
     return tuple(frames[-_MAX_FRAMES:])
@@ -293,7 +298,7 @@ def parse_frames(text: str) -> tuple[StackFrame, ...]:
 # steps first, because functions that evaluate or train call them.
 _PHASES = {phase: re.compile(pattern, re.MULTILINE) for phase, pattern in {
     "save": r"(?i:\b(?!\w*(?:load|set_))\w*state_dict\w*(?:\(|$)|fsdp_save|full_state_dict\b|safe_save_model"
-            r"|torch\.save\(|save_pretrained|\bsave_file\(|save_checkpoint\(|save_model\()",
+            r"|check clone implementation|torch\.save\(|save_pretrained|\bsave_file\(|save_checkpoint\(|save_model\()",
     "step": r"optimi[sz]er\.step\(|scaler\.step\(|_multi_tensor_|_single_tensor_|_foreach_|_init_group|\bexp_avg",
     "eval": r"(?i:estimate_loss|evaluat|prediction_loop|prediction_step|validat|\beval\b)",
     "backward": r"\.backward\(|^backward$",

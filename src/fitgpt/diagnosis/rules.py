@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from ..core.units import GiB, show_bytes, show_count
 from ..memory.timeline import replay
 from .case import MAX_OUTSIDE, Case, describe_rank_contexts, rank_contexts
-from .oom_message import OLD_PYTORCH
+from .oom_message import CUDA_MALLOC_ASYNC, OLD_PYTORCH
 
 Advice = tuple[tuple[str, str], ...]  # (what to type or do, its effect); names in braces are those of TOOLS
 
@@ -279,7 +279,11 @@ _rule_of_kind(
             ("--enforce-eager", "no CUDA graphs, which take some GiB"), LIST_PROCESSES))
 
 
-# ---- phases in which the batch does not matter: named before the figures
+# ---- phases in which the batch does not matter: named before the figures, unless other processes decide
+
+
+def _without_neighbours(case: Case) -> bool:
+    return not (_has_neighbours(case) and _neighbours_decide(case))
 
 
 @_rule("OOM-SAVE", "While a checkpoint was saved",
@@ -291,7 +295,8 @@ _rule_of_kind(
                 "StateDictType.SHARDED_STATE_DICT, torch.distributed.checkpoint"),
                ("copy the state dict to the CPU tensor by tensor, then torch.save",
                 "on one GPU, if the program copies or converts it before it saves"),
-               ("torch.cuda.empty_cache()", "before the save: returns cached memory of training")))
+               ("torch.cuda.empty_cache()", "before the save: returns cached memory of training")),
+       decides=_without_neighbours)
 def _save(case: Case) -> str | None:
     if case.phase != "save":
         return None
@@ -306,7 +311,7 @@ def _save(case: Case) -> str | None:
                   "stay allocated.",
        advice_without_plan=(
            ("torch.optim.AdamW(…, fused=True)", "steps in place, without copies; nanoGPT and fitgpt do"),
-           *SMALLER_STATE))
+           *SMALLER_STATE), decides=_without_neighbours)
 def _optimizer_first_step(case: Case) -> str | None:
     if case.phase != "step" and (case.owner != "optimizer" or case.tape_phase == "load"):
         return None
@@ -329,7 +334,9 @@ NEARLY_ALL = 0.95  # of a GPU; context and weights take more than the rest
                   "or the driver.",
        advice_without_plan=SMALLER_BATCH)
 def _larger_than_card(case: Case) -> str | None:
-    if case.usage is None or not _has_figures(case) or case.requested <= NEARLY_ALL * case.usage.total:
+    if case.usage is None or not _has_figures(case) or case.requested <= case.usage.free:
+        return None
+    if case.requested <= NEARLY_ALL * case.usage.total:
         return None
     size = f"One tensor of {show_bytes(case.requested)} is"
     if case.requested > case.usage.total:
@@ -374,9 +381,9 @@ def _process_limit(case: Case) -> str | None:
             f"the allocator's environment) and has reserved {show_bytes(reserved)} of it.{free}")
 
 
-# Unallocated memory that covers what is missing is the cause if it is this share of the reserved memory, or this many
-# times what is missing. Otherwise, and below the least share, it is a second cause: a full GPU always has some.
-FRAGMENTED_SHARE, FRAGMENTED_TIMES, LEAST_SHARE = 0.1, 4, 0.02
+# Unallocated memory that covers what is missing is the cause if it is this share of the reserved memory; or this many
+# times what is missing, and not just what a full GPU always has between its blocks. Otherwise it is a second cause.
+FRAGMENTED_SHARE, FRAGMENTED_TIMES, LEAST_FRAGMENTED = 0.1, 4, GiB // 2
 
 
 def _fragmentation_decides(case: Case) -> bool:
@@ -385,7 +392,7 @@ def _fragmentation_decides(case: Case) -> bool:
         limit = case.plan.budget.reserve_limit
         return not case.run.expandable and replay(case.run.tape, limit, expandable=True).failed is None
     unallocated, reserved = (case.usage.unallocated or 0, case.usage.reserved or 0) if case.usage else (0, 0)
-    return unallocated >= max(min(FRAGMENTED_SHARE * reserved, FRAGMENTED_TIMES * case.missing), LEAST_SHARE * reserved)
+    return unallocated >= min(FRAGMENTED_SHARE * reserved, max(FRAGMENTED_TIMES * case.missing, LEAST_FRAGMENTED))
 
 
 def _fragmented_advice(case: Case) -> Advice:
@@ -393,6 +400,9 @@ def _fragmented_advice(case: Case) -> Advice:
         return ()  # the forecast with expandable segments is among the changes of the run
     if case.message.source == OLD_PYTORCH:
         return (("PyTorch 2.2 or later", "has expandable_segments, which avoid this fragmentation"),)
+    if case.message.source == CUDA_MALLOC_ASYNC:
+        return (("PYTORCH_CUDA_ALLOC_CONF=backend:native,expandable_segments:True",
+                 "PyTorch's own allocator, which says in its message who holds the memory"), LIST_PROCESSES)
     name = "PYTORCH_HIP_ALLOC_CONF" if case.message.kind == "hip" else "PYTORCH_CUDA_ALLOC_CONF"
     return ((f"{name}=expandable_segments:True",
              "avoids fragmentation: segments grow as needed; not on Windows. `fitgpt train` sets it"),)
@@ -400,7 +410,7 @@ def _fragmented_advice(case: Case) -> Advice:
 
 @_rule("OOM-FRAGMENTED", "Fragmentation",
        pattern="`reserved but unallocated` (or `cached`) is at least the missing amount. It is named first if it is a "
-               "tenth of the reserved memory, or four times the missing amount and 2 % of the reserved memory",
+               "tenth of the reserved memory, or four times the missing amount and 512 MiB",
        background="PyTorch keeps freed memory in segments, split as earlier tensors needed it; a segment with one live "
                   "tensor in it cannot be released. Varying sizes, and evaluation between training steps, cause most "
                   "fragmentation.",
@@ -411,6 +421,9 @@ def _fragmented(case: Case) -> str | None:
         return None
     if not 0 < case.missing <= usage.unallocated:
         return None
+    if case.message.source == CUDA_MALLOC_ASYNC:
+        return (f"Fragmentation, or other processes: about {show_bytes(usage.unallocated)} are neither free nor in "
+                "tensors of this process. cudaMallocAsync keeps freed memory, and its message does not say how much.")
     text = (f"Fragmentation: {show_bytes(usage.unallocated)} are reserved by PyTorch but unallocated, and "
             f"{show_bytes(usage.free)} were free. Together they are more than the {show_bytes(case.requested)} "
             "requested, but not contiguous.")
@@ -423,6 +436,17 @@ def _fragmented(case: Case) -> str | None:
 
 
 NEIGHBOUR_SHARE = 0.1  # of the GPU; a desktop takes less
+NEIGHBOUR_SHARE_ALONE = 0.45  # if the requested size is not known
+
+
+def _has_neighbours(case: Case) -> bool:
+    """Whether other processes hold at least what is missing; nearly half of the GPU if the message does not say how
+    much that is."""
+    usage = case.usage
+    if usage is None or usage.spilled or (case.message.requested is not None and case.missing == 0):
+        return False
+    share = NEIGHBOUR_SHARE if case.message.requested is not None else NEIGHBOUR_SHARE_ALONE
+    return usage.others_at_least >= max(case.missing, share * usage.total)
 
 
 def _neighbours_decide(case: Case) -> bool:
@@ -443,15 +467,15 @@ def _neighbour_advice(case: Case) -> Advice:
        advice=_neighbour_advice, advice_without_plan=SMALLER_BATCH, decides=_neighbours_decide)
 def _neighbour(case: Case) -> str | None:
     usage = case.usage
-    if usage is None or not _has_figures(case) or case.missing == 0:
-        return None
-    if usage.others_at_least < max(case.missing, NEIGHBOUR_SHARE * usage.total):
+    if usage is None or not _has_neighbours(case):
         return None
     if usage.others is None:
         who = (f"{show_bytes(usage.not_pytorch)} of the GPU are neither free nor reserved by PyTorch. This process's "
                f"own context takes at most about {show_bytes(MAX_OUTSIDE)} of that; other processes hold the rest.")
     else:
         who = f"Other processes hold {show_bytes(usage.others)} of the GPU."
+    if case.message.requested is None:
+        return f"{who} The message does not say how much was requested."
     if case.plan is None:
         return f"{who} Without them the {show_bytes(case.requested)} would have been free."
     return f"{who} Without them the run would {'fit' if _neighbours_decide(case) else 'still not fit'}."

@@ -445,7 +445,8 @@ def nearest_recorded_run(run: ResolvedRun, forecast: Forecast, gpu: str) -> Reco
     mode, options = "compiled" if run.compile else "eager", set(recorded_options(run, forecast.trainer).split())
 
     def distance(row: dict[str, str]) -> float:
-        return (sum(abs(log2(int(row[size]) / (getattr(run, size) or DEFAULT_VOCAB))) for size in sizes)
+        factors = ((int(row[size]) or DEFAULT_VOCAB) / (getattr(run, size) or DEFAULT_VOCAB) for size in sizes)
+        return (sum(abs(log2(factor)) for factor in factors)
                 + (row["mode"] != mode) + ((row["dtype"] == "float32") != (run.dtype == "float32"))
                 + len(options ^ set(row["options"].split())) / 2 + (row["gpu"] != gpu) / 2)
 

@@ -92,7 +92,7 @@ def test_what_was_given_is_not_called_missing(tmp_path: Path, capsys: pytest.Cap
     (tmp_path / "oom.txt").write_text(eager_message)
     assert main(["explain", str(tmp_path / "oom.txt"), CONFIG, "--compile=False", "--gpu=4070", "--json"]) == 0
     answer = json_output(capsys)
-    assert any(note.startswith("Trainer was not given: eager nanoGPT (--trainer=nanogpt) explains the message")
+    assert any(note.startswith("The trainer was not given: eager nanoGPT (--trainer=nanogpt) explains the message")
                for note in answer["notes"])
     assert "keeps for its backward pass" not in answer["what"]  # an evaluation has none
     assert "tape" not in json.dumps(answer)

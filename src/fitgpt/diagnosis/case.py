@@ -368,13 +368,13 @@ def describe_choice(chosen: Hypothesis, hypotheses: Sequence[Hypothesis]) -> str
 
     also = [each.describe() for each in hypotheses if each.match is not None and each is not chosen]
     without = [each.describe() for each in hypotheses if each.match is None]
-    missing = {"Trainer": len({each.run.trainer for each in hypotheses}) > 1,
-               "compile mode": len({each.run.resolved.compile for each in hypotheses}) > 1}
-    what = " and ".join(name for name, varies in missing.items() if varies)
-    flags = [f"--trainer={chosen.run.trainer}"] if missing["Trainer"] else []
-    flags += [f"--compile={compiled}"] if missing["compile mode"] else []
-    text = (f"{what[0].upper()}{what[1:]} {'were' if all(missing.values()) else 'was'} not given: {chosen.describe()} "
-            f"({' '.join(flags)}) explains the message")
+    flags = {"trainer": f"--trainer={chosen.run.trainer}", "compile mode": f"--compile={compiled}"}
+    if len({each.run.trainer for each in hypotheses}) == 1:
+        del flags["trainer"]
+    if len({each.run.inferred for each in hypotheses}) == 1:
+        del flags["compile mode"]
+    missing = "Trainer and compile mode were" if len(flags) > 1 else f"The {next(iter(flags))} was"
+    text = f"{missing} not given: {chosen.describe()} ({' '.join(flags.values())}) explains the message"
     text += f" best; {join(also)} may request this size, too" if also else ""
     text += f"; {join(without)} never request{'s' if len(without) == 1 else ''} this size" if without else ""
     return f"{text}."

@@ -198,8 +198,9 @@ class WatchOptions(Options):
     usage = "fitgpt watch [RUN or GPU] [--option=value ...]"
     examples = ("fitgpt watch", "fitgpt watch runs/fineweb --interval=5", "fitgpt watch 0 --once --json")
 
-    target: str = option("", "run folder, or number of a GPU; --target= may be left out; by default the newest run that "
-                         "is running in this folder or in runs/; if none is, the GPUs; without a GPU, the newest run",
+    target: str = option("", "run folder, or number of a GPU; --target= may be left out; by default the newest run "
+                         "that is running in this folder or in runs/; if none is, the GPUs; without a GPU, the "
+                         "newest run",
                          positional=True, rule=_optional_path)
     interval: float = option(1.0, "seconds between two updates", rule=between(0.1, 3600))
     once: bool = option(False, "print one update and stop")

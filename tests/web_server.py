@@ -19,7 +19,7 @@ from fitgpt.web.form import PageQuery, read
 
 SMALL = dict(n_layer=1, n_head=2, n_embd=64, block_size=64, batch_size=4, vocab_size=512)
 NOTES = ("gpu=RTX+4070&others=2118MiB&trainer=nanogpt&n_layer=12&n_head=12&n_embd=576&batch_size=16"
-         "&gradient_accumulation_steps=32&dtype=float16")  # the 77M run of the notes
+         "&gradient_accumulation_steps=32&dtype=float16&max_iters=10000")  # the 77M run of the notes
 RUN = "runs/fineweb"
 HOSTILE = "<b>bold</b><img src=x onerror=alert(1)>"
 

@@ -70,14 +70,17 @@ def tiles(run: RunState, card: GpuState | None, no_card: str) -> list[tuple[str,
 
 
 def charts(run: RunState, history: MemoryHistory) -> str:
+    """Loss by step; memory, where there is a GPU."""
     steps = max(run.step - 1, 0) / max(len(run.losses) - 1, 1)  # the losses are evenly spaced over the steps done
-    losses = [Series("loss", [(at * steps, loss) for at, loss in enumerate(run.losses)])] if run.losses else []
-    held = [Series("memory", list(enumerate(history.values)))] if history.values else []
+    losses = [Series("training", [(at * steps, loss) for at, loss in enumerate(run.losses)])] if run.losses else []
+    losses += [Series("validation", run.val_losses, 1, "dotted")] if run.val_losses else []
+    drawn = line_chart("Loss by step", losses, empty="No step has been reported yet.", wide=not history.values)
+    if not history.values:
+        return drawn
     planned = [Level("planned", run.planned_bytes, 5)] if run.planned_bytes else []
-    return (line_chart("Loss", losses, empty="No step has been reported yet.")
-            + line_chart("Memory", held, unit="bytes", x_name="sample", levels=planned, from_zero=True,
-                         marks=[EventMark(at, f"spike in {phase}") for at, phase in history.marks],
-                         empty="No GPU memory has been measured yet."))
+    return drawn + line_chart("GPU memory by sample", [Series("memory", list(enumerate(history.values)))], unit="bytes",
+                              x_name="sample", levels=planned, from_zero=True,
+                              marks=[EventMark(at, f"spike in {phase}") for at, phase in history.marks])
 
 
 def _figure(value: float | None) -> str:

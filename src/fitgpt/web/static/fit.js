@@ -1,0 +1,119 @@
+// Settings for a goal: the fastest that fit, the largest model … with speed against memory, and runners-up.
+import { get } from "./api.js";
+import { byId, bytes, element, svgElement } from "./dom.js";
+import { tryChange } from "./plan.js";
+import * as settings from "./settings.js";
+import { t } from "./strings.js";
+
+let base = null;       // the settings that the search began with
+let applying = false;
+
+export function start() {
+  for (const button of document.querySelectorAll("[data-goal]")) {
+    button.addEventListener("click", () => search({ goal: button.dataset.goal, allow: byId("lossy").checked ? "lossy" : "" }));
+  }
+}
+
+// What was found for settings that have changed since is removed.
+export function clear() {
+  if (applying || base === null) return;
+  base = null;
+  byId("fit-result").hidden = true;
+  byId("fit-note").textContent = t("fit.note");
+}
+
+async function search({ goal, allow = "", within = "" }) {
+  const note = byId("fit-note"), query = settings.query(), from = within ? base : settings.all();
+  const arguments_ = new URLSearchParams({ goal, allow, within, ...(within ? withoutEmpty(base) : {}) });
+  busy(true);
+  note.textContent = t("fit.searching");
+  const found = await get("fit", within ? arguments_.toString() : `${arguments_}&${query}`);
+  busy(false);
+  if (found.problem) note.textContent = `${found.problem.what} ${found.problem.fix}`;
+  else if (query === settings.query()) show(found, from, within); // unchanged in the meantime
+}
+
+const withoutEmpty = (all) => Object.fromEntries(Object.entries(all).filter(([, text]) => text !== ""));
+const busy = (now) => { for (const button of byId("fit").querySelectorAll("button")) button.disabled = now; };
+
+function show(found, from, within) {
+  base = from;
+  const changes = found.chosen?.settings ?? {}, changed = Object.keys(changes).length > 0;
+  byId("fit-note").textContent = !found.chosen ? found.too_small
+    : changed ? t("fit.found", { count: found.considered.toLocaleString("en") }) : t("fit.same");
+  if (found.chosen) apply(t(`goal.${found.goal}`), changes, found.reasons);
+  byId("fit-result").hidden = false;
+  if (within) return mark(found.chosen);
+  byId("fit-suggestions").replaceChildren(...found.suggestions.map(suggestion));
+  drawChart(found);
+  drawRunnersUp(found);
+}
+
+function apply(label, changes, reasons = []) {
+  applying = true;
+  tryChange(label, { ...base, ...changes }, reasons);
+  applying = false;
+}
+
+function suggestion(each) {
+  const button = element("button", { type: "button" }, each.label);
+  button.addEventListener("click", () => {
+    if (each.allow) search({ goal: "fastest", allow: each.allow });
+    else settings.change(each.settings, { step: true });
+  });
+  return element("li", {}, button, " ", each.text);
+}
+
+function drawRunnersUp(found) {
+  const rows = [...(found.chosen ? [found.chosen] : []), ...found.runners_up];
+  byId("runners-up").hidden = !rows.length;
+  byId("runners-up").querySelector("tbody").replaceChildren(...rows.map((each, at) => {
+    const use = element("button", { type: "button" }, t("fit.use"));
+    use.addEventListener("click", () => { apply(t("fit.runner_up", { number: at + 1 }), each.settings); mark(each); });
+    return element("tr", {}, element("td", {}, use), element("td", { class: "figure" }, `${each.exact ? "" : "≤ "}${bytes(each.needs)}`),
+      element("td", { class: "figure" }, each.speed || "–"), element("td", {}, element("code", {}, each.flags || t("fit.as_given"))));
+  }));
+}
+
+// ---- speed against memory: a curve, with a button at each of its points
+
+let place = null; // (bytes, tokens/s) → percent of the drawing
+
+function drawChart({ points, given, chosen, limit }) {
+  const drawn = points.length > 1;
+  byId("fit-chart").hidden = !drawn;
+  if (!drawn) return;
+  const marked = [given, chosen].filter((each) => each?.likely);
+  const most = 1.06 * Math.max(limit, ...marked.map((each) => each.needs)), top = 1.12 * Math.max(...points.map(([, speed]) => speed), ...marked.map((each) => each.likely));
+  place = (nbytes, speed) => [100 * nbytes / most, 100 - 100 * speed / top];
+  const line = (x1, y1, x2, y2, kind) => svgElement("line", { x1: `${x1}%`, y1: `${y1}%`, x2: `${x2}%`, y2: `${y2}%`, class: kind });
+  const places = points.map(([nbytes, speed]) => place(nbytes, speed));
+  const [x] = place(limit, 0);
+  const texts = [0.5, 1].map((share) => svgElement("text", { x: 4, y: `${100 - 100 * share / 1.12}%`, dy: -4 }, `${short(share * top / 1.12)}`));
+  byId("fit-plot").replaceChildren(
+    svgElement("svg", { "aria-hidden": "true" }, line(0, 100, 100, 100, "axis"), ...[0.5, 1].map((share) => line(0, 100 - 100 * share / 1.12, 100, 100 - 100 * share / 1.12, "axis")),
+      ...texts, ...places.slice(1).map(([right, y], at) => line(...places[at], right, y, "curve")),
+      line(x, 0, x, 100, "limit-halo"), line(x, 0, x, 100, "limit-line"),
+      svgElement("text", { class: "limit-name", x: `${x}%`, y: 12, dx: -6, "text-anchor": "end" }, t("fit.limit", { limit: bytes(limit) }))),
+    ...points.map(([nbytes, speed]) => point(nbytes, speed, "", t("fit.point", { memory: bytes(nbytes), speed: short(speed) }),
+      () => search({ goal: "fastest", within: String(nbytes) }))),
+    ...(given?.likely ? [point(given.needs, given.likely, "given", t("fit.given", { memory: bytes(given.needs) }), () => { apply(t("fit.as_given"), {}); mark(given); })] : []));
+  mark(chosen);
+}
+
+function point(nbytes, speed, kind, label, act) {
+  const [x, y] = place(nbytes, speed), one = element("button", { type: "button", class: `point ${kind}`, "aria-label": label, title: label });
+  Object.assign(one.style, { left: `${x}%`, top: `${y}%` });
+  one.addEventListener("click", act);
+  return one;
+}
+
+function mark(scored) {
+  byId("fit-plot").querySelector(".chosen")?.remove();
+  if (!scored?.likely || !place) return;
+  const [x, y] = place(scored.needs, scored.likely), dot = element("span", { class: "chosen", "aria-hidden": "true" });
+  Object.assign(dot.style, { left: `${x}%`, top: `${y}%` });
+  byId("fit-plot").append(dot);
+}
+
+const short = (speed) => speed >= 1e6 ? `${(speed / 1e6).toFixed(1)}M` : speed >= 1000 ? `${(speed / 1000).toFixed(speed < 1e4 ? 1 : 0)}k` : speed.toFixed(0);

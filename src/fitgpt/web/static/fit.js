@@ -71,7 +71,7 @@ function drawRunnersUp(found) {
     const use = element("button", { type: "button" }, t("fit.use"));
     use.addEventListener("click", () => { apply(t("fit.runner_up", { number: at + 1 }), each.settings); mark(each); });
     return element("tr", {}, element("td", {}, use), element("td", { class: "figure" }, `${each.exact ? "" : "≤ "}${bytes(each.needs)}`),
-      element("td", { class: "figure" }, each.speed || "–"), element("td", {}, element("code", {}, each.flags || t("fit.as_given"))));
+      element("td", { class: "figure" }, each.speed || "–"), element("td", {}, ...(each.flags ? each.flags.split(" ").flatMap((flag) => [element("code", { class: "flag" }, flag), " "]) : [t("fit.as_given")])));
   }));
 }
 
@@ -88,11 +88,16 @@ function drawChart({ points, given, chosen, limit }) {
   place = (nbytes, speed) => [100 * nbytes / most, 100 - 100 * speed / top];
   const line = (x1, y1, x2, y2, kind) => svgElement("line", { x1: `${x1}%`, y1: `${y1}%`, x2: `${x2}%`, y2: `${y2}%`, class: kind });
   const places = points.map(([nbytes, speed]) => place(nbytes, speed));
-  const [x] = place(limit, 0);
-  const texts = [0.5, 1].map((share) => svgElement("text", { x: 4, y: `${100 - 100 * share / 1.12}%`, dy: -4 }, `${short(share * top / 1.12)}`));
+  const [x] = place(limit, 0), gib = 2 ** 30, steps = [0.25, 0.5, 1, 2, 4, 8, 16, 32].find((step) => most / gib / step <= 7) ?? 64;
+  const across = [0.5, 1].map((share) => share * Math.max(...points.map(([, speed]) => speed))).flatMap((speed) => {
+    const [, y] = place(0, speed);
+    return [line(0, y, 100, y, "axis"), svgElement("text", { y: `${y}%`, dy: -4 }, t("speed", { speed: short(speed) }))];
+  });
+  const below = Array.from({ length: Math.floor(most / gib / steps) + 1 }, (_, at) => svgElement("text", { x: `${place(at * steps * gib, 0)[0]}%`, y: "100%", dy: 16,
+    "text-anchor": at ? "middle" : "start" }, at ? `${at * steps} GiB` : "0"));
   byId("fit-plot").replaceChildren(
-    svgElement("svg", { "aria-hidden": "true" }, line(0, 100, 100, 100, "axis"), ...[0.5, 1].map((share) => line(0, 100 - 100 * share / 1.12, 100, 100 - 100 * share / 1.12, "axis")),
-      ...texts, ...places.slice(1).map(([right, y], at) => line(...places[at], right, y, "curve")),
+    svgElement("svg", { "aria-hidden": "true" }, line(0, 100, 100, 100, "axis"), ...across, ...below,
+      ...places.slice(1).map(([right, y], at) => line(...places[at], right, y, "curve")),
       line(x, 0, x, 100, "limit-halo"), line(x, 0, x, 100, "limit-line"),
       svgElement("text", { class: "limit-name", x: `${x}%`, y: 12, dx: -6, "text-anchor": "end" }, t("fit.limit", { limit: bytes(limit) }))),
     ...points.map(([nbytes, speed]) => point(nbytes, speed, "", t("fit.point", { memory: bytes(nbytes), speed: short(speed) }),

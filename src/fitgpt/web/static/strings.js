@@ -13,7 +13,7 @@ export async function load() {
   return { language, names: Object.fromEntries(Object.entries(catalogues).map(([name, each]) => [name, each.language])) };
 }
 
-// t("fits.on", {count: 3}). In a text from right to left a value keeps its own direction: it is isolated.
+// t("speed", {speed: "50k"}). In a text from right to left a value keeps its own direction: it is isolated.
 export function t(key, values = {}) {
   const isolated = (value) => words.direction === "rtl" ? `\u2068${value}\u2069` : String(value);
   if (!(key in words)) throw new Error(`no text for ${key}`);

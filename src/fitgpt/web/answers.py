@@ -38,7 +38,6 @@ from ..planning.speed import SpeedEstimate
 from ..runs.metrics import PHASES
 from ..show import plan_text as show
 from ..show.charts import stacked_chart
-from ..show.fit_text import verdict as fit_verdict
 from .form import PageQuery, as_settings, command, config_file, plan_command, settings_in, without_dashes
 
 Answer = dict[str, Any]
@@ -351,7 +350,7 @@ def fitted(query: PageQuery, goal: str = "fastest", allow: str = "", within: str
 
     given = scored(found.given) | {"settings": {}}
     return {
-        "goal": goal, "verdict": fit_verdict(found), "limit": whole.reserve_limit, "considered": found.considered,
+        "goal": goal, "limit": whole.reserve_limit, "considered": found.considered,
         "given": given if query.trainer == "fitgpt" else None,  # the search is of fitgpt's runs
         "chosen": found.chosen and scored(found.chosen), "runners_up": [scored(each) for each in found.runners_up],
         "points": _thinned([(needs, speed) for needs, speed in found.frontier if needs <= whole.reserve_limit]),

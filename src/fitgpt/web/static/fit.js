@@ -5,12 +5,13 @@ import { tryChange } from "./plan.js";
 import * as settings from "./settings.js";
 import { t } from "./strings.js";
 
-let base = null;       // the settings that the search began with
+let base = null;  // the settings that the search began with
+let curve = null; // … and those of its curve: with the shape that was found, and what was allowed
 let applying = false;
 
 export function start() {
   for (const button of document.querySelectorAll("[data-goal]")) {
-    button.addEventListener("click", () => search({ goal: button.dataset.goal, allow: byId("lossy").checked ? "lossy" : "" }));
+    button.addEventListener("click", () => search(button.dataset.goal, byId("lossy").checked ? "lossy" : ""));
   }
 }
 
@@ -22,44 +23,53 @@ export function clear() {
   byId("fit-note").textContent = t("fit.note");
 }
 
-async function search({ goal, allow = "", within = "" }) {
-  const note = byId("fit-note"), query = settings.query(), from = within ? base : settings.all();
-  const arguments_ = new URLSearchParams({ goal, allow, within, ...(within ? withoutEmpty(base) : {}) });
-  busy(true);
-  note.textContent = t("fit.searching");
-  const found = await get("fit", within ? arguments_.toString() : `${arguments_}&${query}`);
-  busy(false);
-  if (found.problem) note.textContent = `${found.problem.what} ${found.problem.fix}`;
-  else if (query === settings.query()) show(found, from, within); // unchanged in the meantime
-}
-
-const withoutEmpty = (all) => Object.fromEntries(Object.entries(all).filter(([, text]) => text !== ""));
-const busy = (now) => { for (const button of byId("fit").querySelectorAll("button")) button.disabled = now; };
-
-function show(found, from, within) {
+async function search(goal, allow) {
+  const from = settings.all(), found = await ask(from, { goal, allow });
+  if (!found) return;
   base = from;
-  const changes = found.chosen?.settings ?? {}, changed = Object.keys(changes).length > 0;
-  byId("fit-note").textContent = !found.chosen ? found.too_small
-    : changed ? t("fit.found", { count: found.considered.toLocaleString("en") }) : t("fit.same");
-  if (found.chosen) apply(t(`goal.${found.goal}`), changes, found.reasons);
-  byId("fit-result").hidden = false;
-  if (within) return mark(found.chosen);
+  curve = { allow, settings: ["largest-model", "longest-context"].includes(goal) ? { ...from, ...found.chosen?.settings } : from };
   byId("fit-suggestions").replaceChildren(...found.suggestions.map(suggestion));
   drawChart(found);
   drawRunnersUp(found);
+  byId("fit-result").hidden = false;
+  if (found.chosen) apply(t(`goal.${goal}`), base, found);
 }
 
-function apply(label, changes, reasons = []) {
+// A point of the curve: the fastest within that memory.
+async function searchWithin(nbytes) {
+  const found = await ask(curve.settings, { goal: "fastest", allow: curve.allow, within: nbytes });
+  if (!found?.chosen) return;
+  apply(t("goal.fastest"), curve.settings, found);
+  mark(found.chosen);
+}
+
+// null: there is a problem, or the settings have changed in the meantime.
+async function ask(from, request) {
+  const note = byId("fit-note"), before = settings.query();
+  busy(true);
+  note.textContent = t("fit.searching");
+  const given = Object.entries(from).filter(([, text]) => text !== "");
+  const found = await get("fit", new URLSearchParams([...Object.entries(request), ...given]).toString());
+  busy(false);
+  if (found.problem) note.textContent = `${found.problem.what} ${found.problem.fix}`;
+  else if (!found.chosen) note.textContent = found.too_small;
+  else note.textContent = Object.keys(found.chosen.settings).length ? t("fit.found", { count: found.considered.toLocaleString("en") }) : t("fit.same");
+  return found.problem || before !== settings.query() ? null : found;
+}
+
+const busy = (now) => { for (const button of byId("fit").querySelectorAll("button")) button.disabled = now; };
+
+function apply(label, from, { chosen, reasons }) {
   applying = true;
-  tryChange(label, { ...base, ...changes }, reasons);
+  tryChange(label, { ...from, ...chosen.settings }, reasons);
   applying = false;
 }
 
 function suggestion(each) {
   const button = element("button", { type: "button" }, each.label);
   button.addEventListener("click", () => {
-    if (each.allow) search({ goal: "fastest", allow: each.allow });
-    else settings.change(each.settings, { step: true });
+    settings.change(each.settings, { step: true });
+    search("fastest", each.allow);
   });
   return element("li", {}, button, " ", each.text);
 }
@@ -69,7 +79,7 @@ function drawRunnersUp(found) {
   byId("runners-up").hidden = !rows.length;
   byId("runners-up").querySelector("tbody").replaceChildren(...rows.map((each, at) => {
     const use = element("button", { type: "button" }, t("fit.use"));
-    use.addEventListener("click", () => { apply(t("fit.runner_up", { number: at + 1 }), each.settings); mark(each); });
+    use.addEventListener("click", () => { apply(t("fit.runner_up", { number: at + 1 }), base, { chosen: each, reasons: [] }); mark(each); });
     return element("tr", {}, element("td", {}, use), element("td", { class: "figure" }, `${each.exact ? "" : "≤ "}${bytes(each.needs)}`),
       element("td", { class: "figure" }, each.speed || "–"), element("td", {}, ...(each.flags ? each.flags.split(" ").flatMap((flag) => [element("code", { class: "flag" }, flag), " "]) : [t("fit.as_given")])));
   }));
@@ -101,8 +111,8 @@ function drawChart({ points, given, chosen, limit }) {
       line(x, 0, x, 100, "limit-halo"), line(x, 0, x, 100, "limit-line"),
       svgElement("text", { class: "limit-name", x: `${x}%`, y: 12, dx: -6, "text-anchor": "end" }, t("fit.limit", { limit: bytes(limit) }))),
     ...points.map(([nbytes, speed]) => point(nbytes, speed, "", t("fit.point", { memory: bytes(nbytes), speed: short(speed) }),
-      () => search({ goal: "fastest", within: String(nbytes) }))),
-    ...(given?.likely ? [point(given.needs, given.likely, "given", t("fit.given", { memory: bytes(given.needs) }), () => { apply(t("fit.as_given"), {}); mark(given); })] : []));
+      () => searchWithin(nbytes))),
+    ...(given?.likely ? [point(given.needs, given.likely, "given", t("fit.given", { memory: bytes(given.needs) }), () => { apply(t("fit.as_given"), base, { chosen: given, reasons: [] }); mark(given); })] : []));
   mark(chosen);
 }
 

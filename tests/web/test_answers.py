@@ -131,9 +131,11 @@ def test_the_length_that_is_suggested_has_20_tokens_per_parameter() -> None:
 
 # ---- fit
 
+FEW = SMALL | {"gradient_accumulation_steps": 2}  # few candidates
+
 
 def test_fit_returns_settings_that_fit_with_reasons_runners_up_and_a_curve() -> None:
-    given = {"batch_size": 24, "budget": "2GiB", "n_layer": 2}
+    given = {"batch_size": 24, "gradient_accumulation_steps": 2, "budget": "2GiB", "n_layer": 2}
     query = page_query(**given)
     assert not answers.plan(query)["fits"]
     found = answers.fitted(query)
@@ -144,7 +146,7 @@ def test_fit_returns_settings_that_fit_with_reasons_runners_up_and_a_curve() -> 
     assert len(found["runners_up"]) > 1
     assert any("batch_size 24 →" in reason for reason in found["reasons"])
     assert not any("stay free" in reason for reason in found["reasons"])  # a given budget gets no margin
-    assert "128.0 MiB stay free as a margin" in answers.fitted(page_query(**SMALL))["reasons"][-1]
+    assert "128.0 MiB stay free as a margin" in answers.fitted(page_query(**FEW))["reasons"][-1]
     needs, speeds = zip(*found["points"], strict=True)
     assert list(needs) == sorted(needs)
     assert list(speeds) == sorted(speeds)
@@ -156,26 +158,27 @@ def test_fit_returns_settings_that_fit_with_reasons_runners_up_and_a_curve() -> 
 
 
 def test_fit_names_the_change_of_trainer_first() -> None:
-    found = answers.fitted(page_query(trainer="nanogpt", **SMALL))
+    found = answers.fitted(page_query(trainer="nanogpt", **FEW))
     assert found["chosen"]["settings"]["trainer"] == "fitgpt"
     assert found["reasons"][0].startswith("trainer nano")
     assert found["given"] is None  # the curve is of fitgpt's runs
 
 
 def test_another_goal_is_found_the_same_way() -> None:
-    found = answers.fitted(page_query(**SMALL), "smallest-memory")
+    found = answers.fitted(page_query(**FEW), "smallest-memory")
     assert found["chosen"]["needs"] < found["given"]["needs"]
     with pytest.raises(UsageError, match="none of fastest"):
-        answers.fitted(page_query(**SMALL), "cheapest")
+        answers.fitted(page_query(**FEW), "cheapest")
 
 
 def test_where_nothing_fits_there_are_suggestions_with_settings() -> None:
-    found = answers.fitted(page_query(budget="600MiB", n_layer=2))
+    small = dict(n_layer=2, batch_size=2, gradient_accumulation_steps=1)
+    found = answers.fitted(page_query(budget="600MiB", **small))
     assert found["chosen"] is None
     assert "smallest memory" in found["too_small"]
     assert any(each["allow"] == "lossy" for each in found["suggestions"]) or found["suggestions"][0]["settings"]
     budget = next(each["settings"] for each in found["suggestions"] if "budget" in each["settings"])
-    assert answers.fitted(page_query(n_layer=2, **budget))["chosen"]
+    assert answers.fitted(page_query(**small, **budget))["chosen"]
 
 
 def test_fit_uses_the_limits_of_the_fit_command(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,13 +186,13 @@ def test_fit_uses_the_limits_of_the_fit_command(monkeypatch: pytest.MonkeyPatch)
     targets: list[Any] = []
     monkeypatch.setitem(GOALS, "fastest", lambda config, target, allow: (
         targets.append(target), find_fastest(config, target, allow))[1])
-    query = page_query(**SMALL)
+    query = page_query(**FEW)
     answers.fitted(query)
     assert targets[0].budget.reserve_limit == query.target.budget.reserve_limit - OUTSIDE_ERROR
     assert targets[0].host_bytes == int(host.SHARE * fit_planning.ASSUMED_HOST)
     assert targets[0].most_batch is None
-    answers.fitted(page_query(**SMALL, budget="2GiB"))
-    assert targets[1].budget.reserve_limit == page_query(**SMALL, budget="2GiB").target.budget.reserve_limit
+    answers.fitted(page_query(**FEW, budget="2GiB"))
+    assert targets[1].budget.reserve_limit == page_query(**FEW, budget="2GiB").target.budget.reserve_limit
 
     monkeypatch.setattr(fit_planning, "other_users_on_gpu", lambda device: True)
     monkeypatch.setattr(host, "available_memory", lambda: 10 * GiB)

@@ -19,6 +19,8 @@ NAMED = {
     "option": {*RUN_OPTIONS, *QUESTIONS, "max_iters", "preset"}, "phase": set(PHASES), "goal": set(GOALS),
     "part": {*OWNERS, "others", "outside", "unallocated"}, "kind": {"lossy", "other"},
     "verdict": {"fits", "full", "problem"}, "headroom": {"fits", "full"}, "paste.read": {"config", "command"},
+    "group": {"amd", "workstation", "data_centre"},
+    "tile": {"steps", "loss", "speed", "time_left", "reserved", "headroom", "device"},
 }
 
 

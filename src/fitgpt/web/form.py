@@ -83,7 +83,7 @@ def presets() -> list[dict[str, Any]]:
         own.append((config.gpt_config().count_params(), file.stem, config))
     own.sort(key=lambda each: each[0])
     named = [("config/", f"{name}: {show_count(params)}", config) for params, name, config in own]
-    named += [("nanoGPT's configs", "train_gpt2", RunConfig()), ("nanoGPT's configs", "finetune_shakespeare", RunConfig(
+    named += [("nanoGPT", "train_gpt2", RunConfig()), ("nanoGPT", "finetune_shakespeare", RunConfig(
         **gpt2_shapes["gpt2-xl"], batch_size=1, gradient_accumulation_steps=32, max_iters=20))]
     for size, shape in gpt2_shapes.items():
         config = RunConfig(**shape, batch_size=8)
@@ -105,13 +105,13 @@ def _control(name: str) -> dict[str, Any]:
 
 
 def _gpu_group(gpu: gpus.GpuModel) -> str:
-    """The group of a GPU in the list, by its name: RTX 40, RTX 30, workstation, data centre."""
+    """The group of a GPU in the list: RTX 40, RTX 30 …, or one that the page's catalogue names."""
     words = gpu.name.split()
     if gpu.vendor == "amd":
-        return "AMD: needs a budget"
+        return "amd"
     if words[0] in ("RTX", "GTX") and words[1].isdecimal() and len(words[1]) == 4 and words[1] != "6000":
         return f"{words[0]} {words[1][:2]}"
-    return "workstation" if words[0] in ("RTX", "TITAN") else "data centre"
+    return "workstation" if words[0] in ("RTX", "TITAN") else "data_centre"
 
 
 # ---- what the form sends

@@ -46,14 +46,15 @@ def live_document(frame: WatchFrame) -> dict[str, Any]:
 
 
 def tiles(run: RunState, card: GpuState | None, no_card: str) -> list[tuple[str, str, str]]:
-    """(name, figure, detail) per tile; figures that are not known are left out."""
+    """(name, figure, detail) per tile, the name as in the page's catalogue or that of the GPU; figures that are not
+    known are left out."""
     memory = run.memory
     found = [
         ("steps", f"{run.step:,}", f"of {run.max_iters:,}" if run.max_iters else ""),
         ("loss", _figure(run.loss), f"validation {_figure(run.val_loss)}" if run.val_loss is not None else ""),
         ("speed", f"{run.tokens_per_s:,.0f}" if run.tokens_per_s and math.isfinite(run.tokens_per_s) else UNKNOWN,
          "tokens/s" + (f", MFU {show_mfu(run.mfu)}" if run.mfu is not None else "")),
-        ("time left", show_seconds(run.seconds_left) if run.seconds_left is not None else UNKNOWN, run.phase or ""),
+        ("time_left", show_seconds(run.seconds_left) if run.seconds_left is not None else UNKNOWN, run.phase or ""),
         ("reserved", show_bytes(memory.reserved) if memory else UNKNOWN,
          f"planned {show_bytes(run.planned_bytes)}" if run.planned_bytes else ""),
         ("headroom", show_bytes(run.headroom_bytes) if run.headroom_bytes is not None else UNKNOWN, ""),

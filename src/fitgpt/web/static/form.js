@@ -6,6 +6,7 @@ import { t } from "./strings.js";
 const controls = []; // functions that update a control from the settings
 let stops = {};      // of the sliders; those of n_embd and n_head come with each plan
 const MIB = 2 ** 20;
+const GROUPS = ["amd", "workstation", "data_centre"]; // of GPUs; others are named after a model, such as RTX 40
 
 export const controlsOf = (form) => Object.values(form.groups).flat();
 const runNames = (form) => controlsOf(form).map((one) => one.name);
@@ -192,6 +193,6 @@ function presetField(form) {
 
 function grouped(list, entries, option) {
   for (const name of new Set(entries.map((each) => each.group))) {
-    list.append(element("optgroup", { label: name }, ...entries.filter((each) => each.group === name).map(option)));
+    list.append(element("optgroup", { label: GROUPS.includes(name) ? t(`group.${name}`) : name }, ...entries.filter((each) => each.group === name).map(option)));
   }
 }

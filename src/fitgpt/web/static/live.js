@@ -5,6 +5,7 @@ import { byId, bytes, element } from "./dom.js";
 import { t } from "./strings.js";
 
 const OPEN = 2000, ELSEWHERE = 20000;
+const TILES = ["steps", "loss", "speed", "time_left", "reserved", "headroom", "device"]; // another is the GPU's name
 let next;
 
 export async function look() {
@@ -28,7 +29,7 @@ function draw(live) {
   byId("live-progress").hidden = live.progress === null;
   if (live.progress !== null) byId("live-progress").value = live.progress;
   byId("live-tiles").replaceChildren(...live.tiles.map(([what, figure, more]) =>
-    element("div", {}, element("dt", {}, what), element("dd", {}, figure), element("dd", {}, more))));
+    element("div", {}, element("dt", {}, TILES.includes(what) ? t(`tile.${what}`) : what), element("dd", {}, figure), element("dd", {}, more))));
   drawCharts(live.charts);
   byId("live-programs").hidden = !live.programs.length;
   if (live.programs.length) table("programs", [t("live.program"), t("live.pid"), t("live.memory")], live.programs.map((one) =>

@@ -17,7 +17,7 @@ ABOUT = {"language", "direction"}
 # Keys that the scripts make from a name: t(`option.${name}`).
 NAMED = {
     "option": {*RUN_OPTIONS, *QUESTIONS, "max_iters", "preset"}, "phase": set(PHASES), "goal": set(GOALS),
-    "part": {*OWNERS, "others", "outside", "unallocated"}, "kind": {"lossy", "other"},
+    "part": {*OWNERS, "others", "outside", "unallocated"}, "kind": {"lossy", "batch", "other"},
     "verdict": {"fits", "full", "problem"}, "headroom": {"fits", "full"}, "paste.read": {"config", "command"},
     "group": {"amd", "workstation", "data_centre"},
     "tile": {"steps", "loss", "speed", "time_left", "reserved", "headroom", "device"},

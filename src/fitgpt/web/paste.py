@@ -24,11 +24,12 @@ from ..diagnosis.nvidia_smi import SmiGpu, parse_nvidia_smi
 from ..diagnosis.oom_message import OomMessage, parse_oom_message
 from ..diagnosis.reading import card_of
 from ..show.plan_text import run_title
-from .form import DATASET_VOCAB, SETTINGS, PageQuery, presets, read, settings_in
+from .form import SETTINGS, PageQuery, presets, read, settings_in
 
 Answer = dict[str, Any]
 
 PASTED = "pasted text"  # the name of a pasted config file in errors
+VOCABULARIES = {"shakespeare_char": 65}  # of datasets in nanoGPT's config files, which leave it to meta.pkl
 _ASSIGNMENT = re.compile(r"^(\w+)\s*(?::\s*\w+\s*)?=(?!=)", re.MULTILINE)
 _PROMPT = re.compile(r"^\s*(?:[\w.@:~/-]*[$#%>]\s+)?")
 _PROGRAM = re.compile(r"(?:\S*/)?(?:python[\d.]*|torchrun|accelerate|fitgpt|train\.py)$")
@@ -88,9 +89,11 @@ def _command(words: list[str]) -> Answer:
         found |= known.get(re.split(r"[\\/]", file)[-1].removesuffix(".py"), {})
     for flag in _flags([word for word in words if word not in files]):
         name = flag[0].lstrip("-").partition("=")[0].replace("-", "_")
-        if {name, name.removeprefix("no_")} & set(option_specs(PlanArguments)):
+        try:
             found |= {each.key: each.value for each in walk(flag, PlanArguments)}
-        else:
+        except UsageError:
+            if {name, name.removeprefix("no_")} & set(option_specs(PlanArguments)):
+                raise  # its value is wrong
             unknown.append(flag[0])
     unread = [file for file in files if re.split(r"[\\/]", file)[-1].removesuffix(".py") not in known]
     # Flags of a config file that is not known change what the form has: its text may have been pasted before.
@@ -111,7 +114,7 @@ def _flags(words: Iterable[str]) -> list[list[str]]:
 def _settings(found: dict[str, Any]) -> Answer:
     """The settings of the page among some options, and the names of those that it does not need."""
     settings = {**gpt2_shapes.get(str(found.get("init_from")), {}), **found}
-    vocab = DATASET_VOCAB.get(str(found.get("dataset")))
+    vocab = VOCABULARIES.get(str(found.get("dataset")))
     if vocab and "vocab_size" not in settings:
         settings["vocab_size"] = vocab
     default = option_specs(RunConfig)

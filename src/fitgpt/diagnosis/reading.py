@@ -270,7 +270,7 @@ def _shares(reading: Reading, comparison: RunComparison | None, outside: Outside
         left -= nbytes
     if left > 0:
         what = "other processes" if process is not None else "all processes"
-        yield MemoryShare("the driver, and processes that are not listed" if listed else what, left,
+        yield MemoryShare(f"{what} and the driver" if listed else what, left,
                           "" if listed else "desktop, browser, other runs")
     if reading.total is not None:
         yield MemoryShare("free", max(reading.total - used, 0))

@@ -345,8 +345,8 @@ def fitted(query: PageQuery, goal: str = "fastest", allow: str = "", within: str
         if query.trainer != "fitgpt":
             settings["trainer"] = "fitgpt"
         likely = each.measured or (each.speed.likely if each.speed else None)
-        return {"settings": settings, "flags": " ".join(each.flags), "needs": each.needs, "exact": each.exact,
-                "fits": each.fits, "speed": _tokens(each.speed), "likely": likely}
+        return {"settings": settings, "flags": " ".join(each.flags), "needs": each.needs, "fits": each.fits,
+                "speed": _tokens(each.speed), "likely": likely}
 
     given = scored(found.given) | {"settings": {}}
     return {

@@ -80,7 +80,7 @@ function drawRunnersUp(found) {
   byId("runners-up").querySelector("tbody").replaceChildren(...rows.map((each, at) => {
     const use = element("button", { type: "button" }, t("fit.use"));
     use.addEventListener("click", () => { apply(t("fit.runner_up", { number: at + 1 }), base, { chosen: each, reasons: [] }); mark(each); });
-    return element("tr", {}, element("td", {}, use), element("td", { class: "figure" }, `${each.exact ? "" : "≤ "}${bytes(each.needs)}`),
+    return element("tr", {}, element("td", {}, use), element("td", { class: "figure" }, bytes(each.needs)),
       element("td", { class: "figure" }, each.speed || "–"), element("td", {}, ...(each.flags ? each.flags.split(" ").flatMap((flag) => [element("code", { class: "flag" }, flag), " "]) : [t("fit.as_given")])));
   }));
 }

@@ -511,6 +511,7 @@ def test_command_config_and_link_are_copied_and_the_config_is_saved(shown: Calla
         assert page.evaluate(colours) == shown_in
         page.emulate_media(forced_colors="none", media="print")
         assert page.evaluate("getComputedStyle(document.querySelector('.legend i')).printColorAdjust") == "exact"
+        assert page.is_hidden("#form")  # the plan is printed, not its controls
         page.emulate_media(media="screen")
 
 

@@ -455,8 +455,8 @@ def test_pasted_text_fills_the_form_and_tabs_are_in_the_address(shown: Callable[
         assert "learning_rate" in note
         assert "Not known as options: experts" in note
         paste(page, "python train.py --n_layer=2 --block_size=512")
-        page.wait_for_selector("#title:has-text('nanoGPT')")
-        assert page.input_value("#k-block_size") == "512"
+        page.wait_for_selector("#title:has-text('× 512')")
+        assert page.is_checked("#trainer-nanogpt")
         paste(page, "n_layer = 3\nimport os\n")
         page.wait_for_selector("#paste-note:has-text('pasted text:2')")
 

@@ -70,6 +70,7 @@ def form() -> dict[str, Any]:
         "groups": {group: [_control(name) for name in names] for group, names in GROUPS.items()},
         "trainers": list(own["trainer"].choices), "torch": list(TORCH_VERSIONS), "others": OTHERS_MIB,
         "help": {name: own[name].help for name in QUESTIONS}, "has_docs": DOCS.is_dir(),
+        "default_vocab": str(DEFAULT_VOCAB),
     }
 
 

@@ -186,7 +186,8 @@ function presetField(form) {
     if (list.value !== "") settings.replaceRun({ eval_iters: "", ...form.presets[list.value].settings }, names);
   });
   const defaults = Object.fromEntries(controlsOf(form).map((one) => [one.name, one.default]));
-  const same = (preset) => names.every((name) => settings.value(name) === (preset.settings[name] ?? defaults[name]));
+  const meant = (name, text) => name === "vocab_size" && text === "0" ? form.default_vocab : text;
+  const same = (preset) => names.every((name) => meant(name, settings.value(name)) === meant(name, preset.settings[name] ?? defaults[name]));
   controls.push(() => { const found = form.presets.findIndex(same); list.value = found < 0 ? "" : String(found); });
   return element("div", { class: "field wide" }, ...parts);
 }

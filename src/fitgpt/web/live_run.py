@@ -53,7 +53,7 @@ def tiles(run: RunState, card: GpuState | None, no_card: str) -> list[tuple[str,
         ("steps", f"{run.step:,}", f"of {run.max_iters:,}" if run.max_iters else ""),
         ("loss", _figure(run.loss), f"validation {_figure(run.val_loss)}" if run.val_loss is not None else ""),
         ("speed", f"{run.tokens_per_s:,.0f}" if run.tokens_per_s and math.isfinite(run.tokens_per_s) else UNKNOWN,
-         "tokens/s" + (f", MFU {show_mfu(run.mfu)}" if run.mfu is not None else "")),
+         "tokens/s" + (f", mfu {show_mfu(run.mfu)}" if run.mfu is not None else "")),
         ("time_left", show_seconds(run.seconds_left) if run.seconds_left is not None else UNKNOWN, run.phase or ""),
         ("reserved", show_bytes(memory.reserved) if memory else UNKNOWN,
          f"planned {show_bytes(run.planned_bytes)}" if run.planned_bytes else ""),
@@ -75,11 +75,11 @@ def charts(run: RunState, history: MemoryHistory) -> str:
     steps = max(run.step - 1, 0) / max(len(run.losses) - 1, 1)  # the losses are evenly spaced over the steps done
     losses = [Series("training", [(at * steps, loss) for at, loss in enumerate(run.losses)])] if run.losses else []
     losses += [Series("validation", run.val_losses, 1, "dotted")] if run.val_losses else []
-    drawn = line_chart("Loss by step", losses, empty="No step has been reported yet.", wide=not history.values)
+    drawn = line_chart("Loss", losses, empty="No step has been reported yet.", wide=not history.values)
     if not history.values:
         return drawn
     planned = [Level("planned", run.planned_bytes, 5)] if run.planned_bytes else []
-    return drawn + line_chart("GPU memory by sample", [Series("memory", list(enumerate(history.values)))], unit="bytes",
+    return drawn + line_chart("GPU memory", [Series("memory", list(enumerate(history.values)))], unit="bytes",
                               x_name="sample", levels=planned, from_zero=True,
                               marks=[EventMark(at, f"spike in {phase}") for at, phase in history.marks])
 

@@ -21,6 +21,7 @@ import sysconfig
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import patch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tools")]
@@ -65,8 +66,8 @@ def fenced(text: str) -> str:
 
 
 def help_part(command: str = "") -> str:
-    os.environ["COLUMNS"] = COLUMNS
-    return fenced(help_text(find_command(command)) if command else overview())
+    with patch.dict(os.environ, COLUMNS=COLUMNS):
+        return fenced(help_text(find_command(command)) if command else overview())
 
 
 def options_part(command: str) -> str:

@@ -232,8 +232,8 @@ def test_step_path_writes_each_height_once() -> None:
 def test_a_stacked_chart_lists_owners_with_their_bytes_at_the_peak() -> None:
     html = stacked_chart(STEP, limit=11 * GiB)
     keys = re.findall(r'<li class="([^"]+)"><i></i><span>([^<]+)</span> <b>([^<]+)</b>', html)
-    assert keys == [("o-other", "surprise", "1.0 MiB"), ("o-logits", "logits", "3.00 GiB"),
-                    ("o-activations", "activations", "2.00 GiB"), ("o-weights", "weights", "1.00 GiB"),
+    assert keys == [("o-weights", "weights", "1.00 GiB"), ("o-activations", "activations", "2.00 GiB"),
+                    ("o-logits", "logits", "3.00 GiB"), ("o-other", "surprise", "1.0 MiB"),
                     ("total", "at the peak", "6.00 GiB")]
     assert "peak 6.00 GiB in backward" in html
     assert "limit 11.00 GiB" in html

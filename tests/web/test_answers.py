@@ -1,4 +1,4 @@
-"""The page's answers equal what `fitgpt plan`, `fit` and `explain` compute."""
+"""The page's answers equal what `fitgpt plan` and `fit` compute."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from fitgpt.core.errors import DoesNotFit
+from fitgpt.core.errors import UsageError
 from fitgpt.core.units import GiB, MiB
 from fitgpt.hardware import host
 from fitgpt.planning import fit as fit_planning
-from fitgpt.planning.fit_goals import OUTSIDE_ERROR, find_fastest
+from fitgpt.planning.fit_goals import GOALS, OUTSIDE_ERROR, find_fastest
 from fitgpt.planning.plan import plan_for, verdicts
 from fitgpt.web import answers
 from fitgpt.web.form import read
@@ -55,9 +55,9 @@ def test_plan_and_exact_agree_around_the_limit(trainer: str, compiled: bool) -> 
     dict(trainer="nanogpt", n_layer=48, n_head=25, n_embd=1600, batch_size=1)], ids=str)
 def test_a_deep_run_gets_its_final_verdict_and_bars_in_the_first_answer(options: dict[str, Any]) -> None:
     plan, exact = answers.plan(page_query(**options)), answers.exact(page_query(**options))
-    assert (plan["fits"], plan["verdict"]) == (exact["fits"], exact["verdict"])
-    phases = {each["name"]: each["allocated"] for each in exact["phases"]}
-    assert all(row["allocated"] == phases[row["name"]] for row in plan["bars"]["rows"])
+    assert plan["fits"] == exact["fits"]
+    phases = {each["phase"]: each["allocated"] for each in exact["phases"]}
+    assert all(row["allocated"] == phases[row["phase"]] for row in plan["bars"]["rows"])
 
 
 def test_the_summary_says_what_is_reserved_or_what_does_not_fit() -> None:
@@ -112,35 +112,87 @@ def test_a_speed_is_given_for_known_gpus(trainer: str) -> None:
                if row["name"].startswith("RTX 40"))
 
 
+def test_a_run_that_does_not_fit_has_no_speed_and_no_hours() -> None:
+    fitting, full = (answers.exact(page_query(budget=budget, max_iters=1000, **SMALL)) for budget in ("", "210MiB"))
+    assert (fitting["fits"], full["fits"]) == (True, False)
+    assert fitting["speed"]
+    assert fitting["length"]["hours"]
+    assert (full["speed"], full["length"]["hours"]) == ("", "")
+    assert not any(name == "speed" for name, _ in full["facts"])
+    assert full["length"]["tokens"] == fitting["length"]["tokens"] == "10.24M"
+
+
+def test_the_length_that_is_suggested_has_20_tokens_per_parameter() -> None:
+    length = answers.exact(page_query(**SMALL))["length"]
+    assert length["default"]
+    suggested = answers.exact(page_query(max_iters=length["suggested"], **SMALL))["length"]
+    assert (suggested["per_parameter"], suggested["default"]) == ("20", False)
+
+
 # ---- fit
 
+FEW = SMALL | {"gradient_accumulation_steps": 2}  # few candidates
 
-def test_fit_returns_settings_that_fit_with_reasons() -> None:
-    query = page_query(batch_size=24, budget="2GiB", n_layer=2)
+
+def test_fit_returns_settings_that_fit_with_reasons_runners_up_and_a_curve() -> None:
+    given = {"batch_size": 24, "gradient_accumulation_steps": 2, "budget": "2GiB", "n_layer": 2}
+    query = page_query(**given)
     assert not answers.plan(query)["fits"]
     found = answers.fitted(query)
-    after = page_query(**({"batch_size": 24, "budget": "2GiB", "n_layer": 2} | found["settings"]))
-    assert answers.exact(after)["fits"]
-    assert after.config.tokens_per_step == query.config.tokens_per_step
+    for each in (found["chosen"], *found["runners_up"]):
+        after = page_query(**(given | each["settings"]))
+        assert answers.plan(after)["fits"]
+        assert after.config.tokens_per_step == query.config.tokens_per_step
+    assert len(found["runners_up"]) > 1
     assert any("batch_size 24 →" in reason for reason in found["reasons"])
     assert not any("stay free" in reason for reason in found["reasons"])  # a given budget gets no margin
-    assert "128.0 MiB stay free as a margin" in answers.fitted(page_query(n_layer=2))["reasons"][-1]
-    with pytest.raises(DoesNotFit, match="smallest memory"):
-        answers.fitted(page_query(budget="600MiB", n_layer=2))
+    assert "128.0 MiB stay free as a margin" in answers.fitted(page_query(**FEW))["reasons"][-1]
+    needs, speeds = zip(*found["points"], strict=True)
+    assert list(needs) == sorted(needs)
+    assert list(speeds) == sorted(speeds)
+    assert len(needs) <= answers.MAX_POINTS
+    assert needs[-1] <= found["limit"]
+
+    within = answers.fitted(query, within=str(needs[1]))  # what a click on the second point asks for
+    assert 0 < within["chosen"]["needs"] <= needs[1]
+
+
+def test_fit_names_the_change_of_trainer_first() -> None:
+    found = answers.fitted(page_query(trainer="nanogpt", **FEW))
+    assert found["chosen"]["settings"]["trainer"] == "fitgpt"
+    assert found["reasons"][0].startswith("trainer nano")
+    assert found["given"] is None  # the curve is of fitgpt's runs
+
+
+def test_another_goal_is_found_the_same_way() -> None:
+    found = answers.fitted(page_query(**FEW), "smallest-memory")
+    assert found["chosen"]["needs"] < found["given"]["needs"]
+    with pytest.raises(UsageError, match="none of fastest"):
+        answers.fitted(page_query(**FEW), "cheapest")
+
+
+def test_where_nothing_fits_there_are_suggestions_with_settings() -> None:
+    small = dict(n_layer=2, batch_size=2, gradient_accumulation_steps=1)
+    found = answers.fitted(page_query(budget="600MiB", **small))
+    assert found["chosen"] is None
+    assert "smallest memory" in found["too_small"]
+    assert any(each["allow"] == "lossy" for each in found["suggestions"]) or found["suggestions"][0]["settings"]
+    budget = next(each["settings"] for each in found["suggestions"] if "budget" in each["settings"])
+    assert answers.fitted(page_query(**small, **budget))["chosen"]
 
 
 def test_fit_uses_the_limits_of_the_fit_command(monkeypatch: pytest.MonkeyPatch) -> None:
     """The margin of an estimated GPU, the limit on CPU RAM, and a small batch on a GPU that others use."""
     targets: list[Any] = []
-    monkeypatch.setattr(answers, "find_fastest",
-                        lambda config, target: (targets.append(target), find_fastest(config, target))[1])
-    query = page_query(**SMALL)
+    monkeypatch.setitem(GOALS, "fastest", lambda config, target, allow: (
+        targets.append(target), find_fastest(config, target, allow))[1])
+    query = page_query(**FEW)
     answers.fitted(query)
     assert targets[0].budget.reserve_limit == query.target.budget.reserve_limit - OUTSIDE_ERROR
     assert targets[0].host_bytes == int(host.SHARE * fit_planning.ASSUMED_HOST)
     assert targets[0].most_batch is None
-    answers.fitted(page_query(**SMALL, budget="2GiB"))
-    assert targets[1].budget.reserve_limit == page_query(**SMALL, budget="2GiB").target.budget.reserve_limit
+    answers.fitted(page_query(**FEW, budget="2GiB"))
+    assert targets[1].budget.reserve_limit == page_query(**FEW, budget="2GiB").target.budget.reserve_limit
 
     monkeypatch.setattr(fit_planning, "other_users_on_gpu", lambda device: True)
     monkeypatch.setattr(host, "available_memory", lambda: 10 * GiB)
@@ -148,18 +200,3 @@ def test_fit_uses_the_limits_of_the_fit_command(monkeypatch: pytest.MonkeyPatch)
     found = answers.fitted(on_this_machine)
     assert (targets[2].most_batch, targets[2].host_bytes) == (4, 8 * GiB)
     assert "Another user computes" in found["reasons"][0]
-
-
-# ---- explain
-
-
-def test_a_pasted_message_is_explained_with_and_without_the_plan() -> None:
-    text = (ROOT / "tests" / "diagnosis" / "messages" / "nanogpt-88.txt").read_text(encoding="utf-8")
-    assert "394.0 MiB" in answers.explain(text, None)["title"]
-    found = answers.explain("CUDA out of memory. Tried to allocate 3.07 GiB (GPU 0; 11.65 GiB total capacity; 7.10 GiB "
-                            "already allocated; 1.10 GiB free; 7.30 GiB reserved in total by PyTorch)",
-                            NOTES + "&compile=False")
-    assert "16 × 1,024 × 50,304 × 4" in found["what"]
-    assert any(remedy["settings"] for remedy in found["remedies"])
-    assert "no message about memory" in answers.explain("", None)["title"]
-    assert "no message about memory" in answers.explain("<script>alert(1)</script>", None)["title"]

@@ -101,7 +101,7 @@ def test_loopback_names_are_accepted(port: int, host: str) -> None:
 def test_a_page_of_another_site_is_rejected(port: int, origin: str) -> None:
     origin = origin.format(port=port)
     assert get(port, "/api/plan?gpu=4070", Origin=origin).status == 403
-    assert get(port, "/api/explain", b"{}", Origin=origin, Content_Type="application/json").status == 403
+    assert get(port, "/api/paste", b"{}", Origin=origin, Content_Type="application/json").status == 403
     assert get(port, "/api/plan", method="OPTIONS", Origin=origin).status == 403
 
 
@@ -116,19 +116,20 @@ def test_the_page_itself_and_links_to_it_are_accepted(port: int) -> None:
 
 
 @pytest.mark.parametrize("path", ["/static/../app.py", "/static/%2e%2e%2fapp.py", "/static/index.html", "/static/",
-                                  "/static//etc/passwd", "/api/", "/api/nothing", "/api/explain%00", "/x"])
+                                  "/static//etc/passwd", "/api/", "/api/nothing", "/api/paste%00", "/x",
+                                  "/docs/../README.md", "/docs/", "/static/strings/en.json"])
 def test_other_paths_are_not_found(port: int, path: str) -> None:
     assert get(port, path).status in (404, 405)
 
 
 def test_other_methods_are_not_allowed(port: int) -> None:
     assert get(port, "/api/plan", b"").status == 405
-    assert get(port, "/api/explain").status == 405
+    assert get(port, "/api/paste").status == 405
     assert get(port, "/", method="DELETE").status == 405
 
 
-def explain(port: int, body: bytes, kind: str = "application/json", **headers: str) -> Reply:
-    return get(port, "/api/explain", body, Content_Type=kind, **headers)
+def paste(port: int, body: bytes, kind: str = "application/json", **headers: str) -> Reply:
+    return get(port, "/api/paste", body, Content_Type=kind, **headers)
 
 
 @pytest.mark.parametrize(("body", "status"), [
@@ -136,20 +137,20 @@ def explain(port: int, body: bytes, kind: str = "application/json", **headers: s
     (b'{"text": 5, "query": null}', 400), (b'{"text": "", "query": 5}', 400), (b'{"text": "", "query": null}', 200),
     (b'{"text": "\\ud800", "query": null}', 200), (b'{"text": "", "query": "n_layer=0"}', 200)])
 def test_an_invalid_body_is_a_400(port: int, body: bytes, status: int) -> None:
-    assert explain(port, body).status == status
+    assert paste(port, body).status == status
 
 
 def test_a_body_that_is_not_declared_as_json_is_a_415(port: int) -> None:
-    assert explain(port, b'{"text": "", "query": null}', "text/plain").status == 415
+    assert paste(port, b'{"text": "", "query": null}', "text/plain").status == 415
 
 
 def test_a_large_body_is_a_413_by_its_header_or_its_size(port: int) -> None:
-    assert explain(port, b"x" * (MAX_BODY + 1)).status == 413
-    request = (f"POST /api/explain HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nContent-Type: application/json\r\n"
+    assert paste(port, b"x" * (MAX_BODY + 1)).status == 413
+    request = (f"POST /api/paste HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nContent-Type: application/json\r\n"
                f"Content-Length: {2**40}\r\n\r\n")
     assert b" 413 " in raw(port, request.encode())
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
-    connection.request("POST", "/api/explain", (b"x" * 65536 for _ in range(16)), {"Content-Type": "application/json"},
+    connection.request("POST", "/api/paste", (b"x" * 65536 for _ in range(16)), {"Content-Type": "application/json"},
                        encode_chunked=True)
     assert connection.getresponse().status == 413
     connection.close()
@@ -167,15 +168,15 @@ def test_hostile_text_comes_back_only_as_json(port: int, text: str) -> None:
         assert reply.headers["content-type"] == "application/json"
         assert reply.json["problem"]["what"] if setting != "anything" else reply.json["fits"]
     message = f"CUDA out of memory. Tried to allocate 20 MiB {text}"
-    diagnosis = explain(port, json.dumps({"text": message, "query": None}).encode())
-    assert diagnosis.json["title"]
+    found = paste(port, json.dumps({"text": message, "query": None}).encode())
+    assert found.json["diagnosis"]["title"]
 
 
 # ---- slow clients and slow answers
 
 
 def test_400_clients_that_never_finish_do_not_block_others(port: int) -> None:
-    head = f"POST /api/explain HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nContent-Type: application/json\r\n".encode()
+    head = f"POST /api/paste HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nContent-Type: application/json\r\n".encode()
     slow = []
     try:
         for number in range(400):

@@ -19,7 +19,7 @@ from fitgpt.core.errors import UsageError
 from fitgpt.memory.platform import Platform
 from fitgpt.planning import forecast
 from fitgpt.web import answers
-from fitgpt.web.form import QUESTIONS, RUN_OPTIONS, command, config_file, flags_in, plan_command
+from fitgpt.web.form import QUESTIONS, RUN_OPTIONS, command, config_file, plan_command, settings_in, without_dashes
 from tests.web_server import SMALL, page_query
 
 
@@ -77,16 +77,25 @@ def test_settings_that_name_a_file_are_ignored() -> None:
     assert "'dataset' is not a setting of this page" in answers.plan(query)["notes"][0]
 
 
-def test_flags_at_the_start_of_a_fix_become_settings() -> None:
-    assert flags_in("--dtype=float16") == {"dtype": "float16"}
-    assert flags_in("--n_head=7 or --n_head=14") == {"n_head": "7"}
-    assert flags_in("--recompute='4*no_mlp_up,8*matmuls' …") == {"recompute": "4*no_mlp_up,8*matmuls"}
-    assert flags_in("fitgpt plan --gpu 4070") == {}
-    assert flags_in("--out_dir=/x") == {}
+@pytest.mark.parametrize(("fix", "settings"), [
+    ("--dtype=float16, or nothing", [{"dtype": "float16"}]),
+    ("--n_head=7 or --n_head=14", [{"n_head": "7"}, {"n_head": "14"}]),
+    ("--recompute='4*no_mlp_up,8*matmuls' …", [{"recompute": "4*no_mlp_up,8*matmuls"}]),
+    ("Give what it may use: --gpu 'RX 7900 XTX' --budget 22GiB.", [{"gpu": "RX 7900 XTX", "budget": "22GiB"}]),
+    ("Did you mean --dtype=float16?", [{"dtype": "float16"}]),
+    ("--others=… --gpu NAME, or --out_dir=/x", [])])
+def test_the_flags_of_a_fix_become_settings(fix: str, settings: list[dict[str, str]]) -> None:
+    assert settings_in(fix) == settings
+
+
+def test_sentences_name_settings_without_dashes() -> None:
+    assert without_dashes("--batch_size=12 is the default, --others 2GiB --options.") == (
+        "batch_size=12 is the default, others=2GiB --options.")
 
 
 @pytest.mark.parametrize("settings", [
-    {}, dict(recompute="4*no_mlp_up,8*matmuls", bias=True, dropout=0.1, others="2118MiB", budget="8GiB", torch="2.11")])
+    {}, dict(max_iters=5000),
+    dict(recompute="4*no_mlp_up,8*matmuls", bias=True, dropout=0.1, others="2118MiB", budget="8GiB", torch="2.11")])
 def test_command_and_config_file_reproduce_the_config(settings: dict[str, Any], tmp_path: Path) -> None:
     query = page_query(**settings)
     found = {each.key: each.value for each in walk(shlex.split(plan_command(query))[2:], PlanArguments)}
@@ -96,7 +105,7 @@ def test_command_and_config_file_reproduce_the_config(settings: dict[str, Any], 
     file = tmp_path / "x.py"
     file.write_text(config_file(query, "a comment"), encoding="utf-8")
     for argv in (shlex.split(command(query))[2:], [str(file)]):
-        expected = replace(query.config, budget=query.questions.budget)
+        expected = replace(query.config, budget=query.questions.budget, lr_decay_iters=query.config.max_iters)
         assert replace(RunConfig(), **{each.key: each.value for each in walk(argv, RunConfig)}) == expected
 
 

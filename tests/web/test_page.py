@@ -1,8 +1,10 @@
-"""The page in a real Chromium: what it shows, what its controls do by pointer and keyboard, and its screenshots."""
+"""The page in a real Chromium: what it shows, what its controls do by pointer and keyboard, its accessibility
+(axe-core, layout shift, print, forced colours), and its screenshots."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -11,12 +13,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from axe_playwright_python.sync_playwright import Axe
 
 from fitgpt.web.form import RUN_OPTIONS
-from tests.web_server import HOSTILE, NOTES, running_run, serving
+from tests.web.test_paste import SMI
+from tests.web_server import HOSTILE, NOTES, recorded_rows, running_run, serving
 
 LARGEST_PICTURE = 250_000
+MOST_SHIFT = 0.1  # cumulative layout shift: "good" up to this value, by web.dev
+SHIFTS = """window.shift = 0; new PerformanceObserver((list) => {
+    for (const entry of list.getEntries()) if (!entry.hadRecentInput) window.shift += entry.value;
+}).observe({ type: "layout-shift", buffered: true });"""
 SMALL = "gpu=RTX+4070&n_layer=2"  # computed fastest
+TOO_LARGE = f"{SMALL}&trainer=nanogpt&budget=2GiB&batch_size=24&gradient_accumulation_steps=2"
 OOM = ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 3.07 GiB. GPU 0 has a total capacity of 11.65 "
        "GiB of which 1.10 GiB is free. Process 1201 has 2.07 GiB memory in use. Including non-PyTorch memory, this "
        "process has 8.48 GiB memory in use. Of the allocated memory 8.05 GiB is allocated by PyTorch, and 184.00 MiB "
@@ -39,6 +48,7 @@ def address(run: Path) -> Iterator[str]:
 def shown(browser: Any, address: str) -> Iterator[Callable[..., Any]]:
     """Opens the page with some settings. At the end there must be no console output, no error, no foreign request."""
     context = browser.new_context(permissions=["clipboard-read", "clipboard-write"])
+    context.add_init_script(SHIFTS)
     page = context.new_page()
     page.set_default_timeout(20_000)
     wrong: list[str] = []
@@ -61,6 +71,15 @@ def shown(browser: Any, address: str) -> Iterator[Callable[..., Any]]:
 
     yield opened
     context.close()
+
+
+def check_accessibility(page: Any) -> None:
+    """No violation of any rule of axe-core, as the page is, and in the other colour scheme."""
+    for scheme in ("dark", "light"):
+        page.emulate_media(color_scheme=scheme, reduced_motion="reduce")
+        page.wait_for_timeout(50)
+        found = Axe().run(page)
+        assert not found.response["violations"], found.generate_report()
 
 
 def verdict(page: Any, state: str) -> str:
@@ -86,26 +105,41 @@ def taken(what: Any, where: Path) -> None:
 # ---- loading
 
 
-def test_the_page_loads_without_requests_to_other_hosts(
+def test_the_page_loads_without_requests_to_other_hosts_or_layout_shift(
         shown: Callable[..., Any], picture: Callable[[str], Path]) -> None:
-    with shown("gpu=RTX+4070") as page:
+    with shown("gpu=4070&tab=plan") as page:
         assert "Fits" in verdict(page, "fits")
         assert "to spare" in page.inner_text("#headroom")
+        assert "tokens/s" in page.inner_text("#headroom")
+        assert "600,000 steps" in page.inner_text("#length")
         assert page.locator(".phase-line").count() == 6
         page.wait_for_selector("#step figure[data-live]")
         page.wait_for_selector("#gpus button")
         assert page.locator("#gpus button").count() > 60
-        assert page.get_attribute('#gpus [data-gpu="RTX 4070"]', "aria-current") == "true"
+        assert page.get_attribute('#gpus [data-gpu="RTX 4070"]', "aria-current") == "true"  # 4070 is one name of it
+        assert page.locator("#k-gpu option:checked").inner_text() == "RTX 4070 · 12 GB"
         assert page.text_content("#phases").count("GiB") > 5
         assert "fitgpt train" in page.inner_text("#command")
-        page.wait_for_selector("#fix-buttons button")  # they come late, and move what is below them
+        page.wait_for_selector('#fix-buttons:not(.stale) [data-family="muon"]')
+        assert page.locator("#fix-buttons .enough").count() == 0  # it fits already: nothing has to be fixed
+        assert page.evaluate("shift") < MOST_SHIFT
+
+        assert page.locator("main").count() == page.locator("main:visible").count() == 1
+        scope = page.inner_text("footer")
+        assert "one NVIDIA GPU" in scope
+        assert "Not covered" in scope
+        assert page.request.get(page.locator("footer a").first.evaluate("(link) => link.href")).ok
+
         taken(page.locator("#step figure"), picture("timeline"))
         page.focus("#step .frame")
         page.keyboard.press("ArrowRight")
         assert "activations" in page.inner_text("#step .readout")
+        page.click("#length button")
+        page.wait_for_selector("#length:has-text('20 per parameter')")
+        page.wait_for_url("**max_iters=**")
 
 
-def test_every_option_has_a_control_and_every_control_a_label(shown: Callable[..., Any]) -> None:
+def test_every_option_has_a_control_with_a_label_and_help(shown: Callable[..., Any]) -> None:
     with shown() as page:
         for name in RUN_OPTIONS:
             assert page.locator(f'label[for="k-{name}"]').count() == 1
@@ -113,50 +147,64 @@ def test_every_option_has_a_control_and_every_control_a_label(shown: Callable[..
             (each) => !each.labels?.length && !each.getAttribute("aria-label") && !each.innerText.trim()
                       && each.checkVisibility()).map((each) => each.outerHTML)""")
         assert unnamed == []
+        page.click('[popovertarget="h-others"]')
+        assert page.is_visible("#h-others")
+        page.keyboard.press("Escape")
+        assert page.is_hidden("#h-others")
+
+
+def test_without_javascript_there_is_only_a_note(browser: Any, address: str) -> None:
+    context = browser.new_context(java_script_enabled=False)
+    page = context.new_page()
+    page.goto(address)
+    assert "needs JavaScript" in page.inner_text("main")
+    assert len(page.inner_text("body")) < 150
+    context.close()
 
 
 # ---- the bars
 
 
-def test_a_slider_moves_the_bars_and_the_address(shown: Callable[..., Any]) -> None:
+def test_a_slider_moves_the_bars_and_the_address_while_it_moves(shown: Callable[..., Any]) -> None:
     with shown() as page:
         verdict(page, "fits")
         before = width(page, "first_train", "activations")
-        page.focus("#s-batch_size")
-        for _ in range(3):
-            page.keyboard.press("ArrowRight")
-        page.wait_for_selector("#title:has-text('batch 24')")
-        assert page.input_value("#k-batch_size") == "24"
-        assert width(page, "first_train", "activations") > 1.5 * before
-        page.wait_for_url("**batch_size=24**")
-
-
-def test_the_page_updates_while_a_slider_moves(shown: Callable[..., Any]) -> None:
-    with shown() as page:
-        verdict(page, "fits")
         page.evaluate("""() => { window.titles = new Set(); const place = document.getElementById("title");
             new MutationObserver(() => titles.add(place.textContent)).observe(place, { childList: true }); }""")
         page.route("**/api/plan?*", lambda route: (time.sleep(0.05), route.continue_()))
         page.focus("#s-batch_size")
-        for _ in range(12):  # each before the answer to the one before it
+        for _ in range(8):  # each before the answer to the one before it
             page.keyboard.press("ArrowRight")
             page.wait_for_timeout(20)
         page.unroute("**/api/plan?*")
-        verdict(page, "fits")
+        page.wait_for_selector("#title:has-text('batch 80')")
         assert page.evaluate("titles.size") > 2
+        assert page.input_value("#k-batch_size") == "80"
+        assert width(page, "first_train", "activations") > 1.5 * before
+        page.wait_for_url("**batch_size=80**")
 
 
-def test_bars_and_tables_show_the_same_figures(shown: Callable[..., Any]) -> None:
-    with shown("gpu=RTX+4070&trainer=nanogpt&n_layer=24&n_head=16&n_embd=1024") as page:
+def test_bars_and_tables_show_the_same_figures_of_a_run_that_does_not_fit(shown: Callable[..., Any]) -> None:
+    with shown("gpu=RTX+4070&trainer=nanogpt&n_layer=24&n_head=16&n_embd=1024&others=1GiB") as page:
         assert "too much" in verdict(page, "full")
+        assert "tokens/s" not in page.inner_text("#headroom")  # the speed of a run that cannot be
+        assert "tokens" in page.inner_text("#length")
         assert width(page, "train", "unallocated") > 0
-        exact = page.text_content("#phases tr:has-text('training') td:nth-child(2)")
-        assert exact == page.inner_text('[data-phase="train"] span:last-child')
+        process = float(page.text_content("#phases tr:has-text('training') td:nth-child(4)").removesuffix(" GiB"))
+        total = float(page.inner_text('[data-phase="train"] span:last-child').removesuffix(" GiB"))
+        assert total == pytest.approx(process + 1, abs=0.011)  # with other programs
+        assert "GPU in total" in page.inner_text(".ends.above")
         weights = page.text_content("#owners tr:has-text('weights') td:nth-child(2)")
         assert f"weights {weights}" in " ".join(page.inner_text("#bars-legend").split())
-        room, speed = page.inner_text("#headroom").split(" · ")
-        assert f"Does not fit: {room}." in page.text_content("#config")
-        assert speed.endswith(" tokens/s")
+        assert f"Does not fit: {page.inner_text('#headroom')}." in page.text_content("#config")
+
+        page.click("#savers > summary")  # options that nanoGPT does not have
+        assert page.is_disabled("#k-recompute")
+        assert page.is_disabled("#s-loss_chunk")
+        assert page.is_visible("#savers .badge >> nth=0")
+        page.check("#trainer-fitgpt")
+        assert page.is_enabled("#k-recompute")
+        assert page.is_hidden("#savers .badge >> nth=0")
 
 
 def test_the_page_is_busy_until_a_slow_plan_arrives(shown: Callable[..., Any]) -> None:
@@ -175,7 +223,7 @@ def test_the_page_is_busy_until_a_slow_plan_arrives(shown: Callable[..., Any]) -
         page.wait_for_selector("#results:not([aria-busy])")
 
 
-def test_invalid_settings_are_explained_and_fixed_with_a_button(shown: Callable[..., Any]) -> None:
+def test_invalid_settings_are_explained_with_a_button_per_fix(shown: Callable[..., Any]) -> None:
     with shown("gpu=RTX+2060&dtype=bfloat16") as page:
         page.wait_for_selector('#verdict[data-state="problem"]')
         assert "compute capability" in page.inner_text("#summary")
@@ -185,6 +233,25 @@ def test_invalid_settings_are_explained_and_fixed_with_a_button(shown: Callable[
         verdict(page, "fits")
         assert not page.evaluate("document.getElementById('fixes').inert")
         assert "dtype=float16" in page.url
+        page.fill("#k-n_embd", "770")
+        page.wait_for_selector('#verdict[data-state="problem"]')
+        assert page.locator("#problem-fix button").count() == 4
+        assert "--" not in page.inner_text("#results > .callout:visible")
+        page.click("text=Set n_embd=768")
+        verdict(page, "fits")
+
+
+def test_a_server_that_is_gone_is_reported_once(browser: Any, address: str) -> None:
+    page = browser.new_page()
+    page.goto(f"{address}?{SMALL}")
+    verdict(page, "fits")
+    page.route("**/api/*", lambda route: route.abort())
+    page.fill("#k-n_layer", "3")
+    page.wait_for_selector("#offline:visible")
+    assert "Fits" in page.inner_text("#verdict")  # of the earlier run, whose details cannot be used
+    assert page.evaluate("document.getElementById('fixes').inert")
+    assert page.inner_text("main").count("does not answer") == 1
+    page.close()
 
 
 # ---- the run of the notes
@@ -200,12 +267,13 @@ def test_the_notes_run_fits_with_fitgpt_or_without_other_programs(
         page.wait_for_selector('#fix-buttons [data-family="block"]')
         page.wait_for_selector("#step figure[data-live]")
         page.wait_for_selector("#gpus button")
+        assert page.evaluate("shift") < MOST_SHIFT
         taken(page, picture("page"))
         page.click("text=train with fitgpt")
         assert "Fits" in verdict(page, "fits")
         assert re.search(r"train with fitgpt: 9\.\d+ GiB → 3\.\d+ GiB at the peak", page.inner_text("#difference"))
         assert "trainer" not in page.url  # fitgpt is the default
-        page.click("#difference button")
+        page.click("#undo")
         verdict(page, "full")
         assert "trainer=nanogpt" in page.url
         assert page.is_hidden("#difference")
@@ -225,9 +293,10 @@ def test_a_gpu_and_a_preset_are_chosen_with_a_click(shown: Callable[..., Any]) -
         page.click('#gpus [data-gpu="RTX 3090"]')
         page.wait_for_selector("#title:has-text('RTX 3090')")
         page.wait_for_url("**gpu=RTX+3090**")
-        page.select_option("#k-preset", label="notes_30m: 30.14M")
-        page.wait_for_selector("#title:has-text('6 layers of width 384, batch 16 × 512, float16')")
+        page.select_option("#k-preset", label="notes_77m: 77.36M")
+        page.wait_for_selector("#title:has-text('12 layers of width 576, batch 16 × 1,024, float16')")
         assert page.input_value("#k-batch_size") == "16"
+        assert page.input_value("#k-max_iters") == "10000"
         assert not page.is_checked("#k-grad_checkpoint")
 
 
@@ -255,6 +324,7 @@ def test_a_fix_button_pressed_while_others_arrive_is_clicked(shown: Callable[...
         for _ in range(400):
             if not waiting:
                 page.wait_for_timeout(50)
+        fix.scroll_into_view_if_needed()
         box = fix.bounding_box()
         page.mouse.move(box["x"] + 20, box["y"] + 10)
         page.mouse.down()
@@ -265,19 +335,36 @@ def test_a_fix_button_pressed_while_others_arrive_is_clicked(shown: Callable[...
         verdict(page, "fits")
 
 
-def test_fit_it_for_me_applies_settings_with_reasons(shown: Callable[..., Any]) -> None:
-    with shown("gpu=RTX+4070&batch_size=24&budget=2GiB&n_layer=2") as page:
+def test_the_fastest_that_fits_is_found_with_a_chart_whose_points_fill_the_form(
+        shown: Callable[..., Any], picture: Callable[[str], Path]) -> None:
+    with shown(NOTES if os.environ.get("FITGPT_PICTURES") else TOO_LARGE) as page:
         verdict(page, "full")
-        page.click("text=Fit it for me")
+        page.click("text=Fastest that fits")
         verdict(page, "fits")
-        page.wait_for_selector("#difference li:has-text('batch_size 24 →')")
-        assert "tokens/s" in page.inner_text("#headroom")
+        assert page.locator("#difference li").first.inner_text().startswith("trainer nano")
+        assert page.is_checked("#trainer-fitgpt")
+        page.wait_for_selector("#fix-buttons:not(.stale, :has(.stale)) button")
+        page.wait_for_selector("#gpus button")
+        check_accessibility(page)
+        taken(page.locator("#fit"), picture("page_fit"))
+
+        chosen = page.inner_text("#plan-command")
+        page.locator(".point").nth(1).focus()  # less memory, by keyboard
+        page.keyboard.press("Enter")
+        page.wait_for_function("(before) => document.getElementById('plan-command').textContent !== before", arg=chosen)
+        verdict(page, "fits")
+        assert page.is_visible("#fit-chart")
+        assert page.locator("#fit-plot .chosen").count() == 1
+        page.click("#runners-up button >> nth=0")  # what was chosen first
+        page.wait_for_function("(before) => document.getElementById('plan-command').textContent === before", arg=chosen)
+        page.fill("#k-n_layer", "3")  # another run: the chart is not of it
+        page.wait_for_selector("#fit-result", state="hidden")
 
 
 # ---- keyboard
 
 
-def tabbed_to(page: Any, selector: str, most: int = 80) -> None:
+def tabbed_to(page: Any, selector: str, most: int = 120) -> None:
     for _ in range(most):
         page.keyboard.press("Tab")
         if page.evaluate("(selector) => document.activeElement.matches(selector)", selector):
@@ -309,48 +396,86 @@ def test_everything_works_by_keyboard(shown: Callable[..., Any]) -> None:
         page.wait_for_selector("#difference:has-text('batch')")
         page.focus("#tab-plan")
         page.keyboard.press("ArrowRight")
-        assert page.is_visible("#pasted")
+        assert page.is_visible("#explain")
         assert page.is_hidden("#form")
 
 
-# ---- the other tabs
+# ---- the paste box
+
+
+def paste(page: Any, text: str) -> None:
+    page.fill("#pasted", text)
+    page.click("text=Read it")
 
 
 def test_a_pasted_message_is_explained(shown: Callable[..., Any], picture: Callable[[str], Path]) -> None:
-    with shown(f"{NOTES}&compile=False", height=1180) as page:
+    with shown(NOTES, height=1180) as page:
         verdict(page, "full")
-        page.click("#tab-explain")
-        page.fill("#pasted", OOM)
-        page.check("#with-plan")
-        page.click("text=Explain")
-        page.wait_for_selector("#diagnosis section")
-        diagnosis = page.inner_text("#diagnosis")
-        assert "16 × 1,024 × 50,304 × 4" in diagnosis
-        taken(page, picture("page_explain"))
-        page.click("#diagnosis button >> nth=0")
-        assert page.is_visible("#verdict")
-        page.wait_for_selector("#difference:not([hidden])")
-        page.click("#tab-explain")
-        page.fill("#pasted", f'Traceback (most recent call last):\n  File "{HOSTILE}", line 5, in f\n    x\n{OOM}')
-        page.uncheck("#with-plan")
-        page.click("text=Explain")
+        paste(page, f'Traceback (most recent call last):\n  File "{HOSTILE}", line 5, in f\n    x\n{OOM}')
         page.wait_for_selector("#diagnosis:has-text('<b>bold</b>')")
         assert page.locator("#diagnosis img, #diagnosis b").count() == 0
-        page.fill("#pasted", HOSTILE)
-        page.click("text=Explain")
+        paste(page, HOSTILE)
         page.wait_for_selector("#diagnosis:has-text('no message about memory')")
+
+        paste(page, OOM)
+        page.click("text=Explain it with the plan")  # the plan is of the compiled run, the message of the eager one
+        page.wait_for_selector("#diagnosis .callout:has-text('compile=False')")
+        assert page.is_checked("#with-plan")
+        assert "16 × 1,024 × 50,304 × 4" in page.inner_text("#diagnosis")
+        check_accessibility(page)
+        taken(page, picture("page_explain"))
+        promised = page.inner_text("#diagnosis li:has(button:text('Try it')) >> nth=1")
+        page.click("text=Try it in the plan >> nth=1")
+        page.wait_for_selector("#difference:not([hidden])")
+        assert "tab=" not in page.url
+        assert re.search(r"→ (\S+ GiB)", page.inner_text("#difference"))[1] in promised
+
+
+def test_pasted_text_fills_the_form_and_tabs_are_in_the_address(shown: Callable[..., Any]) -> None:
+    with shown("gpu=RTX+3090&n_layer=2") as page:
+        paste(page, SMI)
+        page.wait_for_selector("#diagnosis section")
+        assert "tab=explain" in page.url
+        page.reload()
+        page.wait_for_selector("#explain:visible")
+        page.go_back()
+        page.wait_for_selector("#plan:visible")
+        page.go_forward()
+        page.wait_for_selector("#explain:visible")
+
+        paste(page, SMI)
+        page.click("text=Plan with this GPU and these programs")
+        page.wait_for_selector("#title:has-text('RTX 4070')")
+        assert page.input_value("#k-others") == "2118"
+        paste(page, "n_layer = 3\nbatch_size = 2 * 4\nlearning_rate = 1e-3\nexperts = 8\n")
+        page.wait_for_selector("#title:has-text('3 layers')")
+        assert page.input_value("#k-batch_size") == "8"
+        assert "RTX 4070" in page.inner_text("#title")  # a config file leaves the GPU
+        note = page.inner_text("#paste-note")
+        assert "learning_rate" in note
+        assert "Not known as options: experts" in note
+        paste(page, "python train.py --n_layer=2 --block_size=512")
+        page.wait_for_selector("#title:has-text('× 512')")
+        assert page.is_checked("#trainer-nanogpt")
+        paste(page, "n_layer = 3\nimport os\n")
+        page.wait_for_selector("#paste-note:has-text('pasted text:2')")
 
 
 def test_a_running_run_is_shown_live(shown: Callable[..., Any], picture: Callable[[str], Path],
                                      run: Path) -> None:
+    rows = recorded_rows()
+    done = max(row["step"] for row in rows if row["kind"] == "step") + 1
+    of = next(row["max_iters"] for row in rows if row["kind"] == "run")
     with shown(height=760) as page:
         page.wait_for_selector("#tab-live.running")
         page.click("#tab-live")
+        page.reload()  # the address has the tab
         page.wait_for_selector("#live-charts figure[data-live]")
         assert page.inner_text("#live-name") == "runs/fineweb"
-        assert "211" in page.inner_text("#live-tiles")
+        assert f"{done:,}" in page.inner_text("#live-tiles")
         assert "running" in page.inner_text("#live-status")
-        assert float(page.get_attribute("#live-progress", "value")) == pytest.approx(211 / 400)
+        assert float(page.get_attribute("#live-progress", "value")) == pytest.approx(done / of)
+        check_accessibility(page)
         taken(page, picture("page_live"))
         with open(run / "metrics.jsonl", "a", encoding="utf-8") as file:  # a run may write anything
             file.write(json.dumps({"kind": "warning", "text": HOSTILE}) + "\n")
@@ -358,10 +483,10 @@ def test_a_running_run_is_shown_live(shown: Callable[..., Any], picture: Callabl
         assert page.locator("#live img, #live-status b").count() == 0
 
 
-# ---- copying and small screens
+# ---- copying, printing, small screens, languages
 
 
-def test_command_config_and_link_are_copied(shown: Callable[..., Any]) -> None:
+def test_command_config_and_link_are_copied_and_the_config_is_saved(shown: Callable[..., Any]) -> None:
     with shown() as page:
         verdict(page, "fits")
         for name in ("command", "config", "plan-command"):
@@ -371,19 +496,54 @@ def test_command_config_and_link_are_copied(shown: Callable[..., Any]) -> None:
         page.click('[data-copy="address"]')
         page.wait_for_selector('[data-copy="address"]:text("Copied")')
         assert page.evaluate("navigator.clipboard.readText()") == page.url
+        with page.expect_download() as saving:
+            page.click("#download")
+        assert saving.value.suggested_filename == "config.py"
+        assert Path(saving.value.path()).read_text(encoding="utf-8") == page.text_content("#config")
+
+        # Legends keep their colours in print and in forced colours.
+        colours = """() => [...document.querySelectorAll(".legend i")].map(
+            (key) => getComputedStyle(key).backgroundColor)"""
+        page.wait_for_selector("#step .legend i")
+        shown_in = page.evaluate(colours)
+        assert len(set(shown_in)) > 5
+        page.emulate_media(forced_colors="active")
+        assert page.evaluate(colours) == shown_in
+        page.emulate_media(forced_colors="none", media="print")
+        assert page.evaluate("getComputedStyle(document.querySelector('.legend i')).printColorAdjust") == "exact"
+        assert page.is_hidden("#form")  # the plan is printed, not its controls
+        page.emulate_media(media="screen")
 
 
 @pytest.mark.parametrize("query", [NOTES, "gpu=<img/src=x>&batch_size=<script>alert(1)</script>&<b>=<b>"])
-def test_the_page_fits_a_phone(shown: Callable[..., Any], picture: Callable[[str], Path],
-                               query: str) -> None:
+def test_the_page_fits_a_phone_in_both_directions(shown: Callable[..., Any], query: str) -> None:
     with shown(query, width=390, height=844) as page:
         page.wait_for_selector('#verdict:not([data-state="waiting"])')
         if query == NOTES:
             verdict(page, "full")
             page.wait_for_selector("#gpus button")
-            taken(page, picture("page_phone"))
-        for tab in ("plan", "explain", "live"):
-            page.evaluate(f"document.getElementById('tab-{tab}').click()")
-            page.wait_for_timeout(50)
-            assert page.evaluate("document.scrollingElement.scrollWidth") <= 390
+            assert page.evaluate("shift") < MOST_SHIFT
+        for direction in ("ltr", "rtl"):
+            page.evaluate(f"document.documentElement.dir = '{direction}'")
+            for tab in ("plan", "explain", "live"):
+                page.evaluate(f"document.getElementById('tab-{tab}').click()")
+                page.wait_for_timeout(50)
+                assert page.evaluate("document.scrollingElement.scrollWidth") <= 390
         assert page.locator("#plan script:not([type='application/json']), #plan img").count() == 0
+
+
+def test_the_language_is_the_browsers_or_the_chosen_one(shown: Callable[..., Any]) -> None:
+    with shown() as page:
+        assert page.locator("html").get_attribute("lang") == "en"
+        assert page.is_hidden("#language") == (page.locator("#language option").count() < 2)
+        english = page.evaluate("async () => (await (await fetch('/static/strings.json')).json()).en")
+        other = {key: f"x{text}" for key, text in english.items()} | {"direction": "rtl", "language": "Other"}
+        page.route("**/static/strings.json", lambda route: route.fulfill(json={"en": english, "ar": other}))
+        page.reload()
+        page.select_option("#language", label="Other")
+        page.wait_for_url("**lang=ar**")
+        page.wait_for_selector("html[lang=ar][dir=rtl] #verdict[data-state=fits] #word:text('xFits')")
+        assert page.evaluate("""() => [...document.querySelectorAll("[data-t]")].every(
+            (each) => each.textContent.startsWith("x") || each.id === "live-name" || each.id === "gpus-note")""")
+        check_accessibility(page)
+        page.unroute("**/static/strings.json")

@@ -56,7 +56,11 @@ def read_config(path: str, scope: Mapping[str, object], command: str) -> tuple[l
 
     `scope`: values of names before the first line. `command`: for the fix of an error.
     """
-    source = _read_text(path, command)
+    return parse_config(_read_text(path, command), path, scope)
+
+
+def parse_config(source: str, path: str, scope: Mapping[str, object]) -> tuple[list[Assignment], set[str]]:
+    """`read_config` of a text. `path`: its name in errors."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # invalid escape sequences in strings

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
@@ -73,6 +73,7 @@ class Diagnosis:
     remedies: tuple[Remedy, ...] = ()   # the one to try first
     needed: tuple[str, ...] = ()        # what the user could add to learn more
     notes: tuple[str, ...] = ()
+    inferred: dict[str, Any] = field(default_factory=dict)  # options of the explained run that were not given
 
     def __str__(self) -> str:
         from ..show.diagnosis_text import diagnosis_text  # a diagnosis prints itself; nothing else here shows anything
@@ -116,7 +117,8 @@ def diagnose(message: OomMessage, run: ExplainedRun | None = None, card: GpuMode
     return Diagnosis(
         subject="message", title=_title(message, rules[0].rule), what=_what(case), phase=case.tape_phase, shares=shares,
         shares_of=shares_of, causes=tuple(Cause(each.rule.code, each.text) for each in rules),
-        remedies=tuple(remedies[number] for number in sorted(last.values())), needed=_needed(case), notes=tuple(notes))
+        remedies=tuple(remedies[number] for number in sorted(last.values())), needed=_needed(case), notes=tuple(notes),
+        inferred={"compile": case.run.config.compile} if case.run is not None and case.run.inferred else {})
 
 
 # ---- what happened

@@ -109,6 +109,7 @@ class RunState:
     warning: str = ""                # the last one
     hint: str = ""                   # the command to type next
     losses: tuple[float, ...] = ()
+    val_losses: tuple[tuple[int, float], ...] = ()  # (step, loss) of each evaluation
     highest_bytes: int | None = None    # the most that it has reserved since it started
     peaks: tuple[PhaseRow, ...] = ()   # in the order in which a run reaches the phases
 
@@ -136,7 +137,7 @@ class WatchFrame:
         document = {"schema": SCHEMA, **asdict(self)}
         del document["history"]
         if document["run"] is not None:
-            del document["run"]["losses"]
+            del document["run"]["losses"], document["run"]["val_losses"]
             document["run"] = spell_nonfinite(document["run"])
         return document
 
@@ -300,14 +301,13 @@ class FollowedRun:
             phase=(None if not continues else "load" if status == "starting"
                    else current_phase(progress, silent or 0.0)),
             step=progress.steps_done, max_iters=progress.max_iters, loss=step.loss if step else None,
-            val_loss=(next((each.mean for each in evaluation.losses if each.split == "val"), None)
-                      if evaluation else None),
+            val_loss=progress.val_losses.get(evaluation.step) if evaluation else None,
             tokens_per_s=_finite(step.tokens_per_s) if step else None, mfu=step.mfu if step else None,
             seconds_left=max(left - (silent or 0.0), 0.0) if continues and left is not None else None,
             memory=next((memory for memory in memories if memory is not None), None),
             planned_bytes=progress.planned_reserved, headroom_bytes=None, highest_bytes=progress.highest_reserved,
             peaks=progress.phase_peaks(), spikes=tuple(progress.spikes), warning=progress.warning,
-            losses=tuple(progress.losses.values()), hint=hint)
+            losses=tuple(progress.losses.values()), val_losses=tuple(progress.val_losses.items()), hint=hint)
 
     def _read_new_rows(self) -> float | None:
         """Reads up to the last complete line. → when the file was written last."""
@@ -349,6 +349,7 @@ class RunProgress:
         self.reserve_limit: int | None = None
         self.spikes: list[Spike] = []
         self.losses: dict[int, float] = {}  # by step
+        self.val_losses: dict[int, float] = {}
         self._start = 0  # the step of the last start, resume or rollback
         self._saved = 0  # the step of the last checkpoint
         self._peaks = PhasePeaks()
@@ -368,6 +369,7 @@ class RunProgress:
             self._add_memory(row, step + 1, "train")
         elif kind == "eval" and step is not None:
             self.evaluation = evaluation_from(row)
+            self.val_losses.update((step, each.mean) for each in self.evaluation.losses if each.split == "val")
             self.saves_next = row.get("best") is True or self.config("always_save_checkpoint") is True
             self._add_memory(row, step, "eval")
         elif kind == "save" and step is not None:
@@ -415,6 +417,7 @@ class RunProgress:
         """Drops what the run did beyond the step from which it resumes."""
         self._start, self._saved, self.last_kind = start, min(self._saved, start), "run"
         self.losses = {step: loss for step, loss in self.losses.items() if step < start}
+        self.val_losses = {step: loss for step, loss in self.val_losses.items() if step <= start}
         self._reserved = [each for each in self._reserved if each.step <= start]
         self.spikes = [spike for spike in self.spikes if spike.step <= start]
         self._last_reserved = None  # a new process, or one that freed everything

@@ -285,7 +285,7 @@ def stacked_chart(timeline: OwnerTimeline, *, title: str = "One step, by owner",
                    scale, "bytes", x_ticks=False, over=over)
     data = {"kind": "stacked", "unit": "bytes", "xName": "event", "scale": list(scale), "fromZero": True,
             "marks": timeline.marks, "count": len(totals), "series": series}
-    legend = "".join(reversed(keys)) + _key("total", "at the peak", show_bytes(total))
+    legend = "".join(keys) + _key("total", "at the peak", show_bytes(total))
     return _figure(title, legend, drawing, note, True, data)
 
 

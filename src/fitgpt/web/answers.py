@@ -1,36 +1,44 @@
-"""PageQuery → the answers that the page draws: plan, timeline of a step, exact needs, all GPUs, fixes, fit, explain.
+"""PageQuery → the answers that the page draws: plan, timeline of a step, exact needs, all GPUs, fixes, fit.
 
-Every answer is a dict that becomes JSON. Bytes are plain numbers; sentences are written here, not in JavaScript.
+Every answer is a dict that becomes JSON. Bytes are plain numbers. Sentences that the command line prints too are
+written here, in English; the page's own words are in static/strings.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from .. import diagnosis
 from ..config.memory_savers import SAVER_LABELS
 from ..config.resolve import ResolvedRun, resolve_run
 from ..config.run_config import DEFAULT_VOCAB, RunConfig
-from ..core.errors import DoesNotFit, UsageError
-from ..core.units import MiB, optional_bytes, show_bytes
+from ..core.errors import UsageError
+from ..core.units import MiB, show_bytes, show_count, show_seconds
 from ..hardware import gpus
 from ..memory.platform import Platform
 from ..memory.timeline import Timeline, owners_after, replay
 from ..planning.budget import Budget, Target, check_supported, on_card
 from ..planning.changes import FAMILIES, ChangedRun, single_changes, smallest
 from ..planning.fit import fit_target, shared_gpu_note
-from ..planning.fit_goals import describe_suggestions, describe_too_small, find_fastest
+from ..planning.fit_goals import (
+    GOALS,
+    TOKENS_PER_PARAMETER,
+    Decision,
+    FitResult,
+    Suggestion,
+    describe_too_small,
+)
+from ..planning.fit_search import ScoredConfig, parse_allow
 from ..planning.forecast import one_step, replay_run
 from ..planning.plan import expected_speed, nanogpt_notes, plan_for, same_tape
 from ..planning.speed import SpeedEstimate
 from ..runs.metrics import PHASES
 from ..show import plan_text as show
 from ..show.charts import stacked_chart
-from .form import PageQuery, as_settings, command, config_file, flags_in, plan_command, read
+from .form import PageQuery, as_settings, command, config_file, plan_command, settings_in, without_dashes
 
 Answer = dict[str, Any]
 
@@ -83,15 +91,15 @@ def plan(query: PageQuery) -> Answer:
     config, timeline = _resolved(query)
     budget, title = query.target.budget, _title(query, config)
     fitting = fits(config, query.target.platform, query.trainer, budget.reserve_limit)
-    verdict, summary = show.VERDICTS[fitting], _summary(timeline, budget.reserve_limit, fitting)
+    summary = _summary(timeline, budget.reserve_limit, fitting)
     notes = nanogpt_notes(query.config, query.target.platform) if query.trainer == "nanogpt" else []
     return {
-        "fits": fitting, "verdict": verdict, "summary": summary, "title": title,
+        "fits": fitting, "summary": summary, "title": title,
         "trainer": query.trainer, "peak": timeline.peak, "bars": _bars(timeline, budget),
         "command": command(query), "plan_command": plan_command(query),
-        "config_file": config_file(query, f"{title}. {verdict}: {summary}"),
-        "resolved": {"dtype": config.dtype, "compile": str(config.compile), "torch": query.target.platform.torch,
-                     "others": budget.others, "budget": budget.budget},
+        "config_file": config_file(query, f"{title}. {show.VERDICTS[fitting]}: {summary}"),
+        "resolved": {"gpu": query.target.card.name if query.target.card else "", "dtype": config.dtype,
+                     "compile": str(config.compile), "others": budget.others, "budget": budget.budget},
         "slider_values": {"n_head": _head_counts(config.n_embd), "n_embd": _widths(config.n_head)},
         "notes": [*query.ignored, *query.target.notes, *notes],
     }
@@ -122,13 +130,11 @@ def _bars(timeline: Timeline, budget: Budget) -> Answer:
     shown = [peaks[phase] for phase in BARS if phase in peaks]
     owners = owners_after(timeline.tape, timeline.changes, {peak.event for peak in shown})
     highest = max(shown, key=lambda peak: peak.allocated)
-    rows = [{"phase": peak.phase, "name": PHASES[peak.phase], "owners": owners[peak.event],
+    rows = [{"phase": peak.phase, "owners": owners[peak.event],
              "allocated": peak.allocated, "reserved": peak.reserved, "peak": peak is highest} for peak in shown]
-    whole_gpu = budget.budget == budget.usable - budget.others
-    name = f"{budget.card or 'the GPU'}: {show_bytes(budget.usable)} usable" if whole_gpu else (
-        f"a budget of {show_bytes(budget.budget)}")
-    return {"limit": budget.budget + budget.others, "limit_name": name, "others": budget.others,
-            "outside": budget.outside, "rows": rows}
+    return {"limit": budget.budget + budget.others, "budget": budget.budget, "others": budget.others,
+            "outside": budget.outside, "card": budget.card, "rows": rows,
+            "whole_gpu": budget.budget == budget.usable - budget.others}
 
 
 def _head_counts(width: int) -> list[int]:
@@ -167,23 +173,30 @@ def exact(query: PageQuery) -> Answer:
              ("GPU", " ".join(target.budget.sources)),
              ("step", f"{run.tokens_per_step:,} tokens per step; a checkpoint takes {show_bytes(run.checkpoint_bytes)} "
                       f"on disk{cpu_ram}")]
-    if speed:
+    if speed and memory.fits:
         facts.append(("speed", f"{_tokens(speed)} tokens/s, by {speed.basis}"))
-    verdict = show.VERDICTS[memory.fits]
     headroom = f"{show_bytes(abs(memory.headroom))} {'to spare' if memory.fits else 'too much'}"
+    hours = [show_seconds(3600 * each) for each in run.hours] if run.hours and memory.fits else []
     return {
-        "fits": memory.fits, "verdict": verdict,
-        "summary": show.verdict(memory, target.neighbours), "needs": memory.forecast.needs,
-        "headroom": memory.headroom, "headroom_text": headroom,
-        "config_file": config_file(query, f"{_title(query, memory.run)}. {verdict}: {headroom}."),
-        "speed": _tokens(speed),
-        "phases": [{"name": PHASES[phase], "allocated": held.allocated, "reserved": held.reserved,
+        "fits": memory.fits, "summary": show.verdict(memory, target.neighbours), "needs": memory.forecast.needs,
+        "headroom": memory.headroom,
+        "config_file": config_file(query, f"{_title(query, memory.run)}. {show.VERDICTS[memory.fits]}: {headroom}."),
+        "speed": _tokens(speed) if memory.fits else "",  # a run that cannot be has no speed
+        "length": {"steps": run.steps, "tokens": show_count(run.tokens), "hours": " – ".join(dict.fromkeys(hours)),
+                   "per_parameter": _few_digits(run.tokens / run.params),
+                   "default": query.config.max_iters == RunConfig.max_iters, "suggested_per": TOKENS_PER_PARAMETER,
+                   "suggested": max(round(TOKENS_PER_PARAMETER * run.params / run.tokens_per_step), 1)},
+        "phases": [{"phase": phase, "allocated": held.allocated, "reserved": held.reserved,
                     "process": held.reserved + target.budget.outside, "peak": phase == memory.forecast.peak_phase}
                    for phase in PHASES if (held := memory.forecast.phases.get(phase))],
         "owners": [{"owner": share.owner, "nbytes": share.nbytes, "formula": share.formula}
                    for share in memory.forecast.owners_at_peak],
         "facts": facts,
     }
+
+
+def _few_digits(number: float) -> str:
+    return f"{number:,.0f}" if number >= 10 else f"{number:.2g}"
 
 
 def _tokens(speed: SpeedEstimate | None) -> str:
@@ -272,8 +285,7 @@ def fix(query: PageQuery, family: str) -> Answer:
     return {"fix": {
         "family": family, "label": _label(chosen), "settings": settings, "flags": " ".join(change.flags),
         "saves": change.what, "costs": change.slower, "peak": after, "saved": before - after, "fits": enough,
-        "kind": change.kind,
-        "effect": f"{show_bytes(abs(before - after))} {'less' if after <= before else 'more'} at the peak"}}
+        "kind": change.kind, "helps": enough and not fitting}}
 
 
 def _of_some_layers(config: RunConfig, all_layers: ChangedRun, fitting: bool,
@@ -310,36 +322,72 @@ def _label(option: ChangedRun) -> str:
     return LABELS.get(option.change.family, " ".join(option.change.flags)).format(**words)
 
 
-# ---- fit and explain
+# ---- fit
+
+MAX_POINTS = 12  # of the curve of speed against memory
 
 
-def fitted(query: PageQuery) -> Answer:
-    """The settings that `fitgpt fit` chooses, nothing lossy, with a reason per change. Raises DoesNotFit."""
+def fitted(query: PageQuery, goal: str = "fastest", allow: str = "", within: str = "") -> Answer:
+    """What `fitgpt fit` chooses, why, its runners-up, and speed against memory. `within`: bytes that may be reserved,
+    where less than the GPU has."""
     config = replace(query.config, vocab_size=query.config.vocab_size or DEFAULT_VOCAB, budget=query.questions.budget)
     target = fit_target(query.target, config, is_here=not query.questions.gpu)
-    found = find_fastest(config, target)
-    if found.chosen is None:
-        raise DoesNotFit(describe_too_small(found), " ".join([describe_suggestions(found), *found.notes]))
-    settings = as_settings(config, found.chosen.config)
-    if query.trainer != "fitgpt":
-        settings["trainer"] = "fitgpt"
-    reasons = [f"{', '.join(f'{option} {was} → {now}' for option, (was, now) in each.changes.items())}: {each.why}."
-               for each in found.decisions]
-    margin = [f"{show_bytes(target.budget.margin)} stay free as a margin: the memory outside PyTorch's allocator is "
-              "estimated for this GPU, not measured."] if target.budget.margin else []
-    return {"settings": settings, "considered": found.considered,
-            "reasons": [*shared_gpu_note(target), *reasons, *margin]}
+    whole = target.budget
+    if within.isdecimal():
+        target = target._replace(budget=whole._replace(
+            budget=min(int(within) + whole.outside, whole.budget - whole.margin), margin=0))
+    if goal not in GOALS:
+        raise UsageError(f"goal={goal[:40]!r} is none of {', '.join(GOALS)}.")
+    found = GOALS[goal](config, target, parse_allow(allow))
+
+    def scored(each: ScoredConfig) -> Answer:
+        settings = as_settings(config, each.config)
+        if query.trainer != "fitgpt":
+            settings["trainer"] = "fitgpt"
+        likely = each.measured or (each.speed.likely if each.speed else None)
+        return {"settings": settings, "flags": " ".join(each.flags), "needs": each.needs, "fits": each.fits,
+                "speed": _tokens(each.speed), "likely": likely}
+
+    given = scored(found.given) | {"settings": {}}
+    return {
+        "goal": goal, "limit": whole.reserve_limit, "considered": found.considered,
+        "given": given if query.trainer == "fitgpt" else None,  # the search is of fitgpt's runs
+        "chosen": found.chosen and scored(found.chosen), "runners_up": [scored(each) for each in found.runners_up],
+        "points": _thinned([(needs, speed) for needs, speed in found.frontier if needs <= whole.reserve_limit]),
+        "reasons": [*shared_gpu_note(target), *_reasons(query, found), *found.notes, *_margin_note(target.budget)],
+        "too_small": "" if found.chosen else describe_too_small(found),
+        "suggestions": [_suggestion(each) for each in found.suggestions]}
 
 
-def explain(text: str, query: str | None) -> Answer:
-    """A pasted OOM message, nvidia-smi screen or plan → its diagnosis. `query`: the plan of the run that failed."""
-    planned = read(query) if query is not None else None
-    found = diagnosis.explain(text, planned.config if planned else None, trainer=planned.trainer if planned else "auto",
-                              others=optional_bytes(planned.questions.others) if planned else None)
-    document = asdict(found)
-    for remedy in document["remedies"]:
-        remedy["settings"] = flags_in(remedy["todo"])
-        if not remedy["settings"] and planned and planned.trainer == "nanogpt" and (
-                remedy["todo"].startswith("fitgpt train")):
-            remedy["settings"] = {"trainer": "fitgpt"}
-    return document
+def _reasons(query: PageQuery, found: FitResult) -> list[str]:
+    """A sentence per decision, the change of the trainer first."""
+    decisions = list(found.decisions)
+    if query.trainer != "fitgpt" and not any("trainer" in each.changes for each in decisions):
+        decisions.insert(0, Decision({"trainer": ("nanoGPT", "fitgpt")}, "the search is over fitgpt's options, which "
+                                     "nanoGPT does not have; fitgpt computes the loss in chunks, so that the logits of "
+                                     "a micro-batch never exist all at once"))
+    return [f"{', '.join(f'{option} {was} → {now}' for option, (was, now) in each.changes.items())}: {each.why}."
+            for each in decisions]
+
+
+def _margin_note(budget: Budget) -> list[str]:
+    return [f"{show_bytes(budget.margin)} stay free as a margin: the memory outside PyTorch's allocator is estimated "
+            "for this GPU, not measured."] if budget.margin else []
+
+
+def _suggestion(each: Suggestion) -> Answer:
+    """Where nothing fits: settings that would help, or what to allow."""
+    flags = " ".join(each.flags)
+    allow = re.fullmatch(r"--allow=(\S+)", flags)
+    settings = settings_in(re.sub(r"--(\w+)=(.+)", r"--\1='\2'", flags))  # the name of a GPU has spaces
+    return {"label": without_dashes(flags), "text": each.text, "allow": allow[1] if allow else "",
+            "settings": settings[0] if settings else {}, "least": each.least}
+
+
+def _thinned(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
+    """At most MAX_POINTS of a curve, evenly spaced in memory, with its ends."""
+    if len(points) <= MAX_POINTS:
+        return points
+    first, last = points[0][0], points[-1][0]
+    places = [first + (last - first) * number / (MAX_POINTS - 1) for number in range(MAX_POINTS)]
+    return list(dict.fromkeys(min(points, key=lambda point: abs(point[0] - place)) for place in places))

@@ -25,10 +25,12 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..show import charts
+from .form import DOCS
 from .workers import NAMES, ApiRequest, Busy, TooSlow, WorkerPool
 
 STATIC = Path(__file__).parent / "static"
-MEDIA_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+MEDIA_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml",
+               ".json": "application/json", ".md": "text/plain"}
 MAX_HEAD = 16 * 1024
 MAX_BODY = 512 * 1024
 MAX_QUERY_LENGTH = 8192
@@ -81,37 +83,44 @@ async def run_server(address: ServerAddress, listening: socket.socket, run: str)
 
 
 def make_app(address: ServerAddress, pool: WorkerPool, run: str = "") -> ASGIApp:
-    # All files by name, read once: a request chooses one of these and never names a path.
-    files = {path.name: path.read_bytes() for path in STATIC.iterdir() if path.suffix in MEDIA_TYPES}
-    files |= {"charts.css": charts.style().encode(), "charts.js": charts.script().encode()}
+    # All files by their path in the address, read once: a request chooses one of these.
+    files = {f"/static/{path.name}": path.read_bytes() for path in STATIC.iterdir() if path.suffix in MEDIA_TYPES}
+    files |= {"/": files.pop("/static/index.html"), "/static/strings.json": json.dumps(catalogues()).encode(),
+              "/static/charts.css": charts.style().encode(), "/static/charts.js": charts.script().encode()}
+    files |= {f"/docs/{path.name}": path.read_bytes() for path in DOCS.glob("*.md")}
 
     async def file(request: Request) -> Response:
-        name = request.path_params.get("name", "index.html")
-        if name not in files or (name == "index.html" and request.url.path != "/"):
+        path = request.url.path
+        if path not in files:
             raise HTTPException(404, "There is no such file.")
-        return Response(files[name], media_type=MEDIA_TYPES[Path(name).suffix], headers={"cache-control": "no-cache"})
+        return Response(files[path], media_type=MEDIA_TYPES[Path(path).suffix or ".html"],
+                        headers={"cache-control": "no-cache"})
 
     async def get_answer(request: Request) -> Response:
         name, query = request.path_params["name"], request.url.query
-        if name not in NAMES or name == "explain":
-            raise HTTPException(405 if name == "explain" else 404, "There is no such API request.")
+        if name not in NAMES or name == "paste":
+            raise HTTPException(405 if name == "paste" else 404, "There is no such API request.")
         if len(query) > MAX_QUERY_LENGTH:
             raise HTTPException(414, "The address is too long.")
-        family, _, rest = query.partition("&") if name == "fix" else ("", "", query)
-        return await _answer(request, pool, ApiRequest(name, rest, family.removeprefix("family="), run=run))
+        return await _answer(request, pool, ApiRequest(name, query, run=run))
 
-    async def explain(request: Request) -> Response:
+    async def paste(request: Request) -> Response:
         body = await _json_body(request)
         text, query = body.get("text"), body.get("query")
         if not isinstance(text, str) or not isinstance(query, str | None):
             raise HTTPException(400, "The body must have a text, and the query of a plan or null.")
-        return await _answer(request, pool, ApiRequest("explain", query, text=text))
+        return await _answer(request, pool, ApiRequest("paste", query, text))
 
     app = Starlette(
-        routes=[Route("/", file), Route("/static/{name}", file), Route("/api/explain", explain, methods=["POST"]),
-                Route("/api/{name}", get_answer)],
+        routes=[Route("/api/paste", paste, methods=["POST"]), Route("/api/{name}", get_answer),
+                Route("/{path:path}", file)],
         exception_handlers={HTTPException: _http_error, Exception: _bug})
     return SecurityMiddleware(app, address)
+
+
+def catalogues() -> dict[str, dict[str, str]]:
+    """The page's words by language: every file of static/strings."""
+    return {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(STATIC.glob("strings/*.json"))}
 
 
 class SecurityMiddleware:
@@ -196,7 +205,7 @@ async def _answer(request: Request, pool: WorkerPool, wanted: ApiRequest) -> Res
 async def _json_body(request: Request) -> dict[str, Any]:
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise HTTPException(415, "The content-type must be application/json.")
-    too_large = HTTPException(413, f"A text to explain may have at most {MAX_BODY // 1024} KiB.")
+    too_large = HTTPException(413, f"A pasted text may have at most {MAX_BODY // 1024} KiB.")
     length = request.headers.get("content-length", "0")
     if not length.isdecimal() or int(length) > MAX_BODY:
         raise too_large

@@ -6,6 +6,7 @@ Only options that affect memory are read, and none that names a file: a shared l
 
 from __future__ import annotations
 
+import re
 import time
 from functools import lru_cache
 from pathlib import Path
@@ -25,13 +26,16 @@ from ..memory.platform import TORCH_VERSIONS
 from ..planning.budget import Target, check_supported, target_for
 
 RUN_OPTIONS = tuple(name for names in PAGE_OPTIONS.values() for name in names)
-CARRIED = ("eval_iters",)  # affects no memory, but a smaller evaluation batch needs more iterations
+# Affect no memory: a smaller evaluation batch needs more iterations; the length of the run decides how long it takes.
+CARRIED = ("eval_iters", "max_iters")
 QUESTIONS = ("gpu", "others", "budget", "trainer", "torch")
 SETTINGS = (*RUN_OPTIONS, *CARRIED, *QUESTIONS)
+ARGUMENTS = ("family", "goal", "allow", "within")  # of an API request, beside the settings
 
 EXAMPLE = "RTX 4070"  # selected at first if this machine has no GPU
 CONFIGS = Path(__file__).parents[1] / "example_configs"
-GROUPS = {"size": PAGE_OPTIONS["size"], "savers": PAGE_OPTIONS["less"], "more": PAGE_OPTIONS["more"]}
+DOCS = Path(__file__).parents[3] / "docs"  # where fitgpt runs from its repository
+GROUPS = {"size": (*PAGE_OPTIONS["size"], "max_iters"), "savers": PAGE_OPTIONS["less"], "more": PAGE_OPTIONS["more"]}
 # The stops of each slider. Any other number can be typed beside it.
 _COUNTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256)
 STOPS: dict[str, tuple[int, ...]] = {
@@ -64,7 +68,8 @@ def form() -> dict[str, Any]:
         "presets": presets(),
         "groups": {group: [_control(name) for name in names] for group, names in GROUPS.items()},
         "trainers": list(own["trainer"].choices), "torch": list(TORCH_VERSIONS), "others": OTHERS_MIB,
-        "help": {name: own[name].help for name in QUESTIONS},
+        "help": {name: own[name].help for name in QUESTIONS}, "has_docs": DOCS.is_dir(),
+        "default_vocab": str(DEFAULT_VOCAB),
     }
 
 
@@ -73,16 +78,16 @@ def presets() -> list[dict[str, Any]]:
     options that are not at their default: choosing a preset resets all others."""
     own = []
     for file in CONFIGS.glob("*.py"):
-        assignments = [each for each in walk([str(file)], RunConfig) if each.key in RUN_OPTIONS]
+        assignments = [each for each in walk([str(file)], RunConfig) if each.key in (*RUN_OPTIONS, *CARRIED)]
         config, _ = resolve(assignments)
         own.append((config.gpt_config().count_params(), file.stem, config))
     own.sort(key=lambda each: each[0])
-    theirs = {"train_gpt2": RunConfig(), "finetune_shakespeare: GPT-2 XL": RunConfig(
-        **gpt2_shapes["gpt2-xl"], batch_size=1, gradient_accumulation_steps=32)}
-    for size, shape in gpt2_shapes.items():  # these only evaluate; the page plans what training that model takes
-        theirs[f"eval_{size.replace('-', '_')}, trained"] = RunConfig(**shape, batch_size=8)
     named = [("config/", f"{name}: {show_count(params)}", config) for params, name, config in own]
-    named += [("nanoGPT's configs", name, config) for name, config in theirs.items()]
+    named += [("nanoGPT", "train_gpt2", RunConfig()), ("nanoGPT", "finetune_shakespeare", RunConfig(
+        **gpt2_shapes["gpt2-xl"], batch_size=1, gradient_accumulation_steps=32, max_iters=20))]
+    for size, shape in gpt2_shapes.items():
+        config = RunConfig(**shape, batch_size=8)
+        named.append(("GPT-2", f"{size}: {show_count(config.gpt_config().count_params())}", config))
     return [{"group": group, "name": name,
              "settings": {key: str(value) for key, _, value in diff(RunConfig(), config)}}
             for group, name, config in named]
@@ -96,17 +101,17 @@ def _control(name: str) -> dict[str, Any]:
         choices = ["auto", "True", "False"]
     kind = "switch" if option.kind == "bool" else "choice" if choices else "slider" if name in STOPS else "number"
     return {"name": name, "kind": kind, "default": str(option.default), "help": option.help, "choices": choices,
-            "stops": list(STOPS.get(name, ())), "integer": option.kind == "int"}
+            "stops": list(STOPS.get(name, ())), "integer": option.kind == "int", "fitgpt_only": name in NOT_NANOGPTS}
 
 
 def _gpu_group(gpu: gpus.GpuModel) -> str:
-    """The group of a GPU in the list, by its name: RTX 40, RTX 30, workstation, data centre."""
+    """The group of a GPU in the list: RTX 40, RTX 30 …, or one that the page's catalogue names."""
     words = gpu.name.split()
     if gpu.vendor == "amd":
-        return "AMD: needs a budget"
+        return "amd"
     if words[0] in ("RTX", "GTX") and words[1].isdecimal() and len(words[1]) == 4 and words[1] != "6000":
         return f"{words[0]} {words[1][:2]}"
-    return "workstation" if words[0] in ("RTX", "TITAN") else "data centre"
+    return "workstation" if words[0] in ("RTX", "TITAN") else "data_centre"
 
 
 # ---- what the form sends
@@ -130,6 +135,8 @@ def read(query: str) -> PageQuery:
         raise UsageError(f"The address has more than {MAX_FIELDS} settings.", "Remove some of them.") from None
     assignments, ignored = [], []
     for key, text in pairs:
+        if key in ARGUMENTS:
+            continue
         if key not in SETTINGS:
             ignored.append(f"{key[:MAX_VALUE_LENGTH]!r} is not a setting of this page and is ignored")
         elif len(text) > MAX_VALUE_LENGTH:
@@ -171,15 +178,28 @@ def as_settings(before: RunConfig, after: RunConfig) -> dict[str, str]:
     return {key: str(now) for key, _, now in diff(before, after) if key in (*RUN_OPTIONS, *CARRIED)}
 
 
-def flags_in(fix: str) -> dict[str, str]:
-    """The settings in the flags that a fix begins with: '--dtype=float16, or …' → {"dtype": "float16"}."""
-    found: dict[str, str] = {}
-    for word in fix.split():
-        name, _, text = word.rstrip(".,").removeprefix("--").partition("=")
-        if not word.startswith("--") or name not in SETTINGS or not text:
-            break
-        found[name] = text.strip("'\"")
+_FLAG = re.compile(r"""--(\w[\w-]*)[= ]('[^']*'|"[^"]*"|[^\s,;?…]+)""")
+
+
+def settings_in(fix: str) -> list[dict[str, str]]:
+    """The settings in the flags of a fix, one dict per alternative: '--n_head=7 or --n_head=14' → two."""
+    found: list[dict[str, str]] = []
+    end = -1
+    for flag in _FLAG.finditer(fix):
+        name, text = flag[1].replace("-", "_"), flag[2].strip("'\"").rstrip(".")
+        if name not in SETTINGS or text == "NAME":
+            continue
+        if end > 0 and fix[end:flag.start()].isspace():
+            found[-1][name] = text
+        else:
+            found.append({name: text})
+        end = flag.end()
     return found
+
+
+def without_dashes(text: str) -> str:
+    """A sentence that names flags, as the page says it: --batch_size=12 and --others 2GiB are settings there."""
+    return re.sub(r"--(\w[\w-]*)(?:=| (?=[\w'\"]))", r"\1=", text)
 
 
 def command(query: PageQuery) -> str:
@@ -209,6 +229,8 @@ def config_file(query: PageQuery, comment: str) -> str:
 def _training_options(query: PageQuery) -> dict[str, Any]:
     """The options that are not at their default, for the trainer's command line."""
     options = _not_default(query)
+    if "max_iters" in options:
+        options["lr_decay_iters"] = query.config.max_iters  # else a short run would keep its highest learning rate
     if query.trainer == "nanogpt":
         options.pop("vocab_size", None)  # train.py reads it from the dataset
     elif query.questions.budget:

@@ -46,14 +46,15 @@ def live_document(frame: WatchFrame) -> dict[str, Any]:
 
 
 def tiles(run: RunState, card: GpuState | None, no_card: str) -> list[tuple[str, str, str]]:
-    """(name, figure, detail) per tile; figures that are not known are left out."""
+    """(name, figure, detail) per tile, the name as in the page's catalogue or that of the GPU; figures that are not
+    known are left out."""
     memory = run.memory
     found = [
         ("steps", f"{run.step:,}", f"of {run.max_iters:,}" if run.max_iters else ""),
         ("loss", _figure(run.loss), f"validation {_figure(run.val_loss)}" if run.val_loss is not None else ""),
         ("speed", f"{run.tokens_per_s:,.0f}" if run.tokens_per_s and math.isfinite(run.tokens_per_s) else UNKNOWN,
          "tokens/s" + (f", mfu {show_mfu(run.mfu)}" if run.mfu is not None else "")),
-        ("time left", show_seconds(run.seconds_left) if run.seconds_left is not None else UNKNOWN, run.phase or ""),
+        ("time_left", show_seconds(run.seconds_left) if run.seconds_left is not None else UNKNOWN, run.phase or ""),
         ("reserved", show_bytes(memory.reserved) if memory else UNKNOWN,
          f"planned {show_bytes(run.planned_bytes)}" if run.planned_bytes else ""),
         ("headroom", show_bytes(run.headroom_bytes) if run.headroom_bytes is not None else UNKNOWN, ""),
@@ -70,14 +71,17 @@ def tiles(run: RunState, card: GpuState | None, no_card: str) -> list[tuple[str,
 
 
 def charts(run: RunState, history: MemoryHistory) -> str:
+    """Loss by step; memory, where there is a GPU."""
     steps = max(run.step - 1, 0) / max(len(run.losses) - 1, 1)  # the losses are evenly spaced over the steps done
-    losses = [Series("loss", [(at * steps, loss) for at, loss in enumerate(run.losses)])] if run.losses else []
-    held = [Series("memory", list(enumerate(history.values)))] if history.values else []
+    losses = [Series("training", [(at * steps, loss) for at, loss in enumerate(run.losses)])] if run.losses else []
+    losses += [Series("validation", run.val_losses, 1, "dotted")] if run.val_losses else []
+    drawn = line_chart("Loss", losses, empty="No step has been reported yet.", wide=not history.values)
+    if not history.values:
+        return drawn
     planned = [Level("planned", run.planned_bytes, 5)] if run.planned_bytes else []
-    return (line_chart("Loss", losses, empty="No step has been reported yet.")
-            + line_chart("Memory", held, unit="bytes", x_name="sample", levels=planned, from_zero=True,
-                         marks=[EventMark(at, f"spike in {phase}") for at, phase in history.marks],
-                         empty="No GPU memory has been measured yet."))
+    return drawn + line_chart("GPU memory", [Series("memory", list(enumerate(history.values)))], unit="bytes",
+                              x_name="sample", levels=planned, from_zero=True,
+                              marks=[EventMark(at, f"spike in {phase}") for at, phase in history.marks])
 
 
 def _figure(value: float | None) -> str:

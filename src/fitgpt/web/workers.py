@@ -16,29 +16,30 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from functools import cache
 from typing import NamedTuple
+from urllib.parse import parse_qsl
 
 from ..core.errors import FitError
 from ..core.worker_process import begin_worker, sigint_blocked
 from . import answers
 from .answers import Answer
-from .form import PageQuery, flags_in, form, read
+from .form import PageQuery, form, read, settings_in, without_dashes
 from .live_run import LiveRun
+from .paste import paste
 
 MAX_WAITING = 32  # requests per worker
 QUICK = ("form", "plan", "step", "live")
 FROM_SETTINGS: dict[str, Callable[[PageQuery], Answer]] = {
     "plan": answers.plan, "step": answers.step, "exact": answers.exact, "gpus": answers.all_gpus,
-    "fixes": answers.families, "fit": answers.fitted}
-NAMES = ("form", "live", "fix", "explain", *FROM_SETTINGS)
+    "fixes": answers.families}
+NAMES = ("form", "live", "fix", "fit", "paste", *FROM_SETTINGS)
 
 
 class ApiRequest(NamedTuple):
     """What the page asks for: one of NAMES, and what that answer depends on."""
 
     name: str
-    query: str | None = ""  # the settings; None: explain without a plan
-    family: str = ""        # of fix
-    text: str = ""          # of explain
+    query: str | None = ""  # the settings, and arguments of fix and fit; None: paste without a plan
+    text: str = ""          # of paste
     run: str = ""           # of live: a run folder, or empty to look for one
 
 
@@ -72,19 +73,27 @@ def answer(request: ApiRequest) -> Answer:
                 return form()
             case "live":
                 return _live_run(request.run).look()
-            case "explain":
-                return answers.explain(request.text, request.query)
+            case "paste":
+                return paste(request.text, request.query)
             case "fix":
-                return answers.fix(read(request.query or ""), request.family)
+                return answers.fix(read(request.query or ""), **arguments(request.query, "family"))
+            case "fit":
+                return answers.fitted(read(request.query or ""), **arguments(request.query, "goal", "allow", "within"))
             case name:
                 return FROM_SETTINGS[name](read(request.query or ""))
     except FitError as error:
-        return {"problem": {"what": error.what, "fix": error.fix, "settings": flags_in(error.fix)}}
+        return {"problem": {"what": without_dashes(error.what), "fix": without_dashes(error.fix),
+                            "settings": settings_in(error.fix)}}
     except Exception as error:
         import traceback
 
         traceback.print_exc()
         return {"bug": f"This is a bug in fitgpt: {' '.join(traceback.format_exception_only(error)[-1].split())}"}
+
+
+def arguments(query: str | None, *names: str) -> dict[str, str]:
+    """The arguments of a request, without its settings."""
+    return {name: text for name, text in parse_qsl(query or "") if name in names}
 
 
 _live_run = cache(LiveRun)  # by run folder: it keeps the history of what it has seen

@@ -1,5 +1,6 @@
 // Requests to the server. A failed request returns { problem }, an aborted one null.
 import { byId } from "./dom.js";
+import { t } from "./strings.js";
 
 export async function get(name, query = "", signal = undefined) {
   return json(fetch(`/api/${name}${query ? `?${query}` : ""}`, { signal, cache: "no-store" }));
@@ -14,15 +15,13 @@ async function json(response) {
   try {
     const answer = await (await response).json();
     byId("offline").hidden = true;
-    return answer.bug ? problem(answer.bug, "Please report it, with the address of this page.") : answer;
+    return answer.bug ? { problem: { what: answer.bug, fix: t("bug"), settings: [] } } : answer;
   } catch (error) {
     if (error.name === "AbortError") return null;
     byId("offline").hidden = false;
-    return problem("The server does not answer.", "fitgpt serve");
+    return { offline: true, problem: { what: t("offline"), fix: "", settings: [] } };
   }
 }
-
-const problem = (what, fix) => ({ problem: { what, fix, settings: {} } });
 
 // Calls `act` once after the last of several calls in a row.
 export function debounce(milliseconds, act) {

@@ -1,14 +1,20 @@
-// The copy buttons: command, config file, address.
-import { byId } from "./dom.js";
+// The buttons that copy the command, the config file or the address, and the one that saves the config file.
+import { byId, element } from "./dom.js";
+import { t } from "./strings.js";
 
 export function start() {
   for (const button of document.querySelectorAll("[data-copy]")) button.addEventListener("click", () => copied(button));
+  byId("download").addEventListener("click", () => {
+    const url = URL.createObjectURL(new Blob([byId("config").textContent], { type: "text/x-python" }));
+    element("a", { href: url, download: "config.py" }).click();
+    URL.revokeObjectURL(url);
+  });
 }
 
 async function copied(button) {
   const name = button.dataset.copy, label = button.textContent;
   const done = await copy(name === "address" ? location.href : byId(name).textContent, byId(name));
-  button.textContent = done ? "Copied" : "Select it, then Ctrl-C";
+  button.textContent = t(done ? "copied" : "copy.by_hand");
   setTimeout(() => { button.textContent = label; }, 1800);
 }
 

@@ -1,27 +1,8 @@
 // The fix buttons: one per kind of change, requested one after another, in a fixed order.
 import { get } from "./api.js";
+import { byId, bytes, element } from "./dom.js";
 import { tryChange } from "./plan.js";
-import * as settings from "./settings.js";
-import { byId, element } from "./dom.js";
-
-export function start() {
-  byId("fit").addEventListener("click", fit);
-}
-
-async function fit() {
-  const button = byId("fit"), note = byId("fit-note"), query = settings.query();
-  button.disabled = true;
-  note.textContent = "Searching thousands of settings …";
-  const found = await get("fit", query);
-  button.disabled = false;
-  if (found.problem) {
-    note.textContent = `${found.problem.what} ${found.problem.fix}`;
-  } else if (query === settings.query()) { // unchanged in the meantime
-    const changed = Object.keys(found.settings).length > 0;
-    note.textContent = changed ? `The fastest of ${found.considered.toLocaleString("en")} that fit.` : "These settings are already the fastest that fit.";
-    if (changed) tryChange("Fit it for me", found.settings, found.reasons);
-  }
-}
+import { t } from "./strings.js";
 
 // An old button stays, faded, until the new one arrives, so that nothing below it moves.
 export async function showAll(query, signal) {
@@ -54,9 +35,11 @@ function show(box, families, shown) {
 }
 
 function button(fix) {
-  const one = element("button", { type: "button", class: `${fix.kind}${fix.fits ? " enough" : ""}`, title: `saves ${fix.saves}`, "data-family": fix.family },
-    element("b", {}, fix.label), element("span", { class: "effect" }, fix.effect + (fix.fits ? ", fits" : "")),
-    element("span", { class: "costs" }, `costs: ${fix.costs}`));
+  const effect = [t(fix.saved >= 0 ? "fix.less" : "fix.more", { memory: bytes(Math.abs(fix.saved)) }), fix.helps ? t("fix.fits") : ""];
+  const badge = fix.kind === "exact" ? [] : [" ", element("small", { class: "badge" }, t(`kind.${fix.kind}`))];
+  const one = element("button", { type: "button", class: fix.helps && "enough", title: fix.saves, "data-family": fix.family },
+    element("b", {}, fix.label, ...badge), element("span", { class: "effect" }, effect.filter(Boolean).join(", ")),
+    element("span", { class: "costs" }, t("costs", { what: fix.costs })));
   one.addEventListener("click", () => { one.blur(); tryChange(fix.label, fix.settings); byId("results").focus({ preventScroll: true }); });
   return one;
 }

@@ -2,8 +2,10 @@
 import { get } from "./api.js";
 import { table } from "./plan.js";
 import { byId, bytes, element } from "./dom.js";
+import { t } from "./strings.js";
 
 const OPEN = 2000, ELSEWHERE = 20000;
+const TILES = ["steps", "loss", "speed", "time_left", "reserved", "headroom", "device"]; // another is the GPU's name
 let next;
 
 export async function look() {
@@ -20,19 +22,18 @@ function draw(live) {
     byId("live-status").textContent = live?.why || live?.problem?.what || "";
     return;
   }
-  tab.textContent = live.running ? "Live run" : "Last run";
+  tab.textContent = t(live.running ? "tab.live" : "tab.last");
   tab.classList.toggle("running", live.running);
   byId("live-name").textContent = run.folder;
   byId("live-status").textContent = [run.status, run.phase, run.whereabouts, run.device_name, run.warning, run.hint].filter(Boolean).join(" · ");
   byId("live-progress").hidden = live.progress === null;
   if (live.progress !== null) byId("live-progress").value = live.progress;
   byId("live-tiles").replaceChildren(...live.tiles.map(([what, figure, more]) =>
-    element("div", {}, element("dt", {}, what), element("dd", {}, figure), element("dd", {}, more))));
+    element("div", {}, element("dt", {}, TILES.includes(what) ? t(`tile.${what}`) : what), element("dd", {}, figure), element("dd", {}, more))));
   drawCharts(live.charts);
   byId("live-programs").hidden = !live.programs.length;
-  byId("live-programs").querySelector("table").id = "programs";
-  if (live.programs.length) table("programs", ["program", "pid", "memory"], live.programs.map((one) =>
-    [one.name + (one.kind === "run" ? " (this run)" : ""), String(one.pid), one.nbytes === null ? "–" : bytes(one.nbytes)]));
+  if (live.programs.length) table("programs", [t("live.program"), t("live.pid"), t("live.memory")], live.programs.map((one) =>
+    [one.kind === "run" ? t("live.this_run", { name: one.name }) : one.name, String(one.pid), one.nbytes === null ? "–" : bytes(one.nbytes)]));
 }
 
 function drawCharts(html) {

@@ -1,30 +1,54 @@
-// Entry point: builds the form, then requests a plan at every change.
+// Entry point: loads the words, builds the form, then requests a plan at every change.
 import { get } from "./api.js";
 import * as copy from "./copy.js";
-import * as explain from "./explain.js";
+import { byId, element } from "./dom.js";
+import * as fit from "./fit.js";
 import * as fixes from "./fixes.js";
 import * as form from "./form.js";
 import * as gpus from "./gpus.js";
 import * as live from "./live.js";
+import * as paste from "./paste.js";
 import * as plan from "./plan.js";
 import * as settings from "./settings.js";
+import * as strings from "./strings.js";
 import * as tabs from "./tabs.js";
 
-const choices = await get("form");
+const asked = get("form");
+const { language, names } = await strings.load();
+const choices = await asked;
 if (!choices.problem) {
-  const options = Object.fromEntries(Object.values(choices.groups).flat().map((one) => [one.name, one.default]));
+  const options = Object.fromEntries(form.controlsOf(choices).map((one) => [one.name, one.default]));
   const others = { gpu: "", others: "", budget: "", trainer: "fitgpt", torch: "", eval_iters: "200" };
   settings.start({ ...others, ...options }, choices.here ? {} : { gpu: choices.example });
   form.build(choices);
-  settings.onChange(() => { plan.clearComparison(); form.show(); gpus.markChosen(); plan.refresh(); });
+  settings.onChange(() => { plan.clearComparison(); fit.clear(); form.show(); gpus.markChosen(); tabs.show(); plan.refresh(); });
   plan.onExact(fixes.showAll);
   plan.onExact(gpus.showAll);
-  tabs.start();
   tabs.onOpen((name) => { if (name === "live") live.look(); });
-  fixes.start();
+  tabs.start();
+  fit.start();
   copy.start();
-  explain.start();
+  paste.start(form.controlsOf(choices).map((one) => one.name));
+  languages();
+  footer();
+  document.documentElement.dataset.built = ""; // shows the page
   await plan.refresh();
   live.look();
 }
 document.documentElement.dataset.ready = "";
+
+function languages() {
+  const list = byId("language");
+  list.append(...Object.entries(names).map(([name, text]) => element("option", { value: name, lang: name }, text)));
+  list.value = language;
+  list.parentElement.hidden = list.options.length < 2;
+  list.addEventListener("change", () => settings.setLanguage(list.value));
+}
+
+function footer() { // the documents are served where fitgpt runs from its repository
+  byId("version").textContent = strings.t("footer.version", { version: choices.version });
+  for (const each of document.querySelectorAll("[data-doc]")) {
+    const file = `docs/${each.dataset.doc}.md`;
+    each.append(" ", choices.has_docs ? element("a", { href: `/${file}` }, file) : element("code", {}, file));
+  }
+}

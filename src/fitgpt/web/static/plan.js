@@ -4,6 +4,7 @@ import * as bars from "./bars.js";
 import { byId, bytes, element } from "./dom.js";
 import * as form from "./form.js";
 import * as settings from "./settings.js";
+import { t } from "./strings.js";
 
 const BUSY_AFTER = 150; // ms: a shorter wait needs no busy state
 let requesting = false, changedAgain = false;
@@ -67,6 +68,7 @@ const followUp = debounce(90, async () => {
 
 function draw(plan) {
   byId("problem-fix").hidden = true;
+  if (plan.offline) return setInert(true);
   if (plan.problem) return drawProblem(plan.problem);
   shown = plan;
   drawVerdictAndBars(plan);
@@ -77,7 +79,7 @@ function draw(plan) {
 
 function drawVerdictAndBars(plan) {
   setInert(false);
-  drawVerdict(plan.fits ? "fits" : "full", plan.verdict, "", plan.summary);
+  drawVerdict(plan.fits ? "fits" : "full", "", plan.summary);
   byId("title").textContent = [plan.title, ...plan.notes].join(". ");
   bars.draw(plan.bars, compared?.ends);
 }
@@ -90,45 +92,58 @@ function drawProblem(problem) {
   shown = null;
   setInert(true);
   byId("title").textContent = "";
-  drawVerdict("problem", "Invalid settings", "", problem.what);
-  const [text, button] = byId("problem-fix").children;
-  text.textContent = problem.fix;
+  byId("length").replaceChildren();
+  drawVerdict("problem", "", problem.what);
   byId("problem-fix").hidden = !problem.fix;
-  button.hidden = !Object.keys(problem.settings).length;
-  button.textContent = `Set ${Object.entries(problem.settings).map(([name, value]) => `${name}=${value}`).join(", ")}`;
-  button.onclick = () => settings.change(problem.settings, { step: true });
+  byId("problem-fix").replaceChildren(problem.fix, ...problem.settings.flatMap((changes) => {
+    const list = Object.entries(changes).map(([name, value]) => `${name}=${value}`).join(", ");
+    const button = element("button", { type: "button" }, t("set", { settings: list }));
+    button.addEventListener("click", () => settings.change(changes, { step: true }));
+    return [" ", button];
+  }));
   announce(`${problem.what} ${problem.fix}`);
 }
 
-function drawVerdict(state, word, headroom, summary) {
+function drawVerdict(state, headroom, summary) {
   byId("verdict").dataset.state = state;
-  byId("word").textContent = word;
+  byId("word").textContent = t(`verdict.${state}`);
   byId("headroom").textContent = headroom;
   const optionFirst = /^[a-z_0-9]+[=_]/.test(summary);  // an option's name keeps its lower case
   byId("summary").textContent = optionFirst ? summary : summary.charAt(0).toUpperCase() + summary.slice(1);
 }
 
 function drawDifference(plan) {
-  const box = byId("difference"), [text, undo, reasons] = box.children;
-  box.hidden = compared === null;
+  byId("difference").hidden = compared === null;
   if (compared === null) return;
   const less = compared.peak - plan.peak;
-  text.textContent = `${compared.label}: ${bytes(compared.peak)} → ${bytes(plan.peak)} at the peak, `
-    + (less === 0 ? "the same." : `${bytes(Math.abs(less))} ${less > 0 ? "less" : "more"}.`);
-  reasons.replaceChildren(...compared.reasons.map((reason) => element("li", {}, reason)));
+  byId("difference-text").textContent = t(less === 0 ? "difference.same" : less > 0 ? "difference.less" : "difference.more", {
+    label: compared.label, before: bytes(compared.peak), after: bytes(plan.peak), memory: bytes(Math.abs(less)) });
+  byId("difference-reasons").replaceChildren(...compared.reasons.map((reason) => element("li", {}, reason)));
   const { settings: earlier } = compared;
-  undo.onclick = () => { settings.change(earlier, { step: true }); byId("results").focus(); };
+  byId("undo").onclick = () => { settings.change(earlier, { step: true }); byId("results").focus(); };
+}
+
+// How long the run takes, and a length to choose where it has nanoGPT's default of 600,000 steps.
+function drawLength({ hours, steps, tokens, per_parameter, default: by_default, suggested, suggested_per }) {
+  const count = (number) => number.toLocaleString("en");
+  const text = t(hours ? "length.hours" : "length", { hours, steps: count(steps), tokens, per_parameter });
+  const set = element("button", { type: "button" }, t("length.set", { steps: count(suggested), per: suggested_per }));
+  set.addEventListener("click", () => settings.change({ max_iters: suggested }, { step: true }));
+  byId("length").replaceChildren(text, ...(by_default ? [" ", t("length.default"), " ", set] : []));
 }
 
 function drawExact(exact) {
   if (exact.problem || shown === null) return;
-  drawVerdict(exact.fits ? "fits" : "full", exact.verdict, exact.headroom_text + (exact.speed && ` · ${exact.speed} tokens/s`), exact.summary);
-  announce(`${exact.verdict}: ${exact.headroom_text}.`);
+  const state = exact.fits ? "fits" : "full";
+  const room = t(`headroom.${state}`, { memory: bytes(Math.abs(exact.headroom)) });
+  drawVerdict(state, room + (exact.speed && ` · ${t("speed", { speed: exact.speed })}`), exact.summary);
+  drawLength(exact.length);
+  announce(`${t(`verdict.${state}`)}: ${room}.`);
   byId("config").textContent = exact.config_file;
   bars.markNeeds(shown.bars, exact.needs);
-  table("phases", ["", "allocated", "reserved", "process"], exact.phases.map((each) =>
-    [each.name + (each.peak ? " ← peak" : ""), bytes(each.allocated), bytes(each.reserved), bytes(each.process)]));
-  table("owners", ["", "bytes", "formula"], exact.owners.map((each) => [each.owner, bytes(each.nbytes), each.formula]), [1]);
+  table("phases", [t("table.phase"), t("table.allocated"), t("table.reserved"), t("table.process")], exact.phases.map((each) =>
+    [t(`phase.${each.phase}`) + (each.peak ? ` ← ${t("table.peak")}` : ""), bytes(each.allocated), bytes(each.reserved), bytes(each.process)]));
+  table("owners", [t("table.owner"), t("table.bytes"), t("table.formula")], exact.owners.map((each) => [t(`part.${each.owner}`), bytes(each.nbytes), each.formula]), [1]);
   byId("facts").replaceChildren(...exact.facts.flatMap(([name, text]) => [element("dt", {}, name), element("dd", {}, text)]));
 }
 

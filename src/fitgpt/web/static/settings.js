@@ -1,7 +1,9 @@
-// The settings that are not at their default. The page's address carries them, so that a plan can be shared.
+// The settings that are not at their default. The page's address carries them, and the tab, so that it can be shared.
 import { debounce } from "./api.js";
 
+const OF_THE_PAGE = ["tab", "lang"]; // in the address, but no settings of a run
 const changed = new Map();
+const page = new Map();
 const listeners = [];
 let defaults = {}; // of every setting
 let initial = {};  // settings of a page whose address has none
@@ -17,13 +19,11 @@ export const value = (name) => changed.get(name) ?? defaults[name] ?? "";
 export const all = () => Object.fromEntries(Object.keys(defaults).map((name) => [name, value(name)]));
 export const query = () => new URLSearchParams([...changed].sort()).toString();
 export const onChange = (listener) => listeners.push(listener);
+export const tab = () => page.get("tab") || "plan";
 
 // `step` adds an entry to the browser's history, for Back and Undo; the moves of a slider do not.
 export function change(settings, { step = false } = {}) {
-  if (step) {
-    writeAddress();
-    history.pushState(null, "", location.href);
-  }
+  if (step) newEntry();
   for (const [name, text] of Object.entries(settings)) set(name, String(text));
   writeSoon();
   notify();
@@ -35,6 +35,31 @@ export function replaceRun(settings, runNames) {
   change({ ...cleared, ...settings }, { step: true });
 }
 
+// The same setting by another name, such as RTX 4070 for 4070.
+export function rename(name, text) {
+  set(name, text);
+  writeSoon();
+}
+
+export function openTab(name) {
+  if (name === tab()) return;
+  newEntry();
+  if (name === "plan") page.delete("tab");
+  else page.set("tab", name);
+  writeAddress();
+}
+
+export function setLanguage(name) {
+  page.set("lang", name);
+  writeAddress();
+  location.reload();
+}
+
+function newEntry() {
+  writeAddress();
+  history.pushState(null, "", location.href);
+}
+
 function set(name, text) {
   if (text === defaults[name] || text === "") changed.delete(name);
   else changed.set(name, text);
@@ -42,14 +67,15 @@ function set(name, text) {
 
 function readAddress() {
   changed.clear();
+  page.clear();
   const found = new URLSearchParams(location.search);
-  for (const [name, text] of found) if (name !== "tab") changed.set(name, text);
+  for (const [name, text] of found) (OF_THE_PAGE.includes(name) ? page : changed).set(name, text);
   for (const [name, text] of Object.entries(initial)) if (!found.has(name)) set(name, text);
   writeAddress();
 }
 
 function writeAddress() {
-  const text = query();
+  const text = new URLSearchParams([...[...changed].sort(), ...page]).toString();
   history.replaceState(null, "", text ? `?${text}` : location.pathname);
 }
 

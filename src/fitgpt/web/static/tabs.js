@@ -1,32 +1,45 @@
-// Tabs, by pointer and by arrow keys.
+// Tabs, by pointer and by arrow keys. The address has the open one.
 import { byId } from "./dom.js";
+import * as settings from "./settings.js";
 
 const listeners = [];
-const tabs = () => [...document.querySelectorAll('[role="tab"]')].filter((tab) => !tab.hidden);
+const tabs = () => [...document.querySelectorAll('[role="tab"]')];
+const panel = (tab) => tab.getAttribute("aria-controls");
 
 export const onOpen = (listener) => listeners.push(listener);
 
 export function open(name) {
-  for (const tab of document.querySelectorAll('[role="tab"]')) {
-    const chosen = tab.getAttribute("aria-controls") === name;
+  settings.openTab(name);
+  show();
+}
+
+// Shows the tab of the address.
+export function show() {
+  const name = tabs().some((tab) => panel(tab) === settings.tab()) ? settings.tab() : "plan";
+  if (!byId(name).hidden) return;
+  for (const tab of tabs()) {
+    const chosen = panel(tab) === name;
     tab.setAttribute("aria-selected", String(chosen));
     tab.tabIndex = chosen ? 0 : -1;
-    byId(tab.getAttribute("aria-controls")).hidden = !chosen;
+    byId(panel(tab)).hidden = !chosen;
   }
+  byId("paste").hidden = name === "live";
   for (const listener of listeners) listener(name);
 }
 
 export function start() {
-  for (const tab of document.querySelectorAll('[role="tab"]')) {
-    tab.addEventListener("click", () => open(tab.getAttribute("aria-controls")));
+  for (const tab of tabs()) {
+    tab.addEventListener("click", () => open(panel(tab)));
     tab.addEventListener("keydown", (event) => {
-      const move = { ArrowLeft: -1, ArrowRight: 1, Home: -100, End: 100 }[event.key];
+      const forward = document.documentElement.dir === "rtl" ? -1 : 1;
+      const move = { ArrowLeft: -forward, ArrowRight: forward, Home: -100, End: 100 }[event.key];
       if (move === undefined) return;
       event.preventDefault();
-      const all = tabs(), at = all.indexOf(tab) + move;
+      const all = tabs().filter((each) => !each.hidden), at = all.indexOf(tab) + move;
       const to = all[Math.abs(move) === 1 ? (at + all.length) % all.length : move < 0 ? 0 : all.length - 1];
-      open(to.getAttribute("aria-controls"));
+      open(panel(to));
       to.focus();
     });
   }
+  show();
 }

@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,9 @@ from tests.plan_command import CommandOutput
 # One thread, here and in every process a test starts: sums then come out in one order, so that runs can be compared
 # bit for bit; and tests are small, more threads would only fight each other.
 os.environ["OMP_NUM_THREADS"] = "1"
+# Measured speeds are kept in a folder of this test session, never in that of the user.
+FITGPT_HOME = tempfile.TemporaryDirectory(prefix="fitgpt-home-")
+os.environ["FITGPT_HOME"] = FITGPT_HOME.name
 # A shell starts background jobs with SIGINT ignored, and children inherit that: tests that send SIGINT would hang.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -98,10 +98,7 @@ def fit_from(request: FitRequest, say: Callable[[str], None] = lambda text: None
             result = rerank(result, process.time, say)
         chosen = result.chosen
         if chosen is not None and chosen.config != by_estimate:
-            if not chosen.exact:
-                needs = target.search(request.config).needs(chosen.config)
-                chosen = chosen._replace(needs=needs, headroom=target.budget.reserve_limit - needs, exact=True)
-            result = result._replace(chosen=chosen, decisions=decisions_for(request.config, chosen.config, target))
+            result = result._replace(decisions=decisions_for(request.config, chosen.config, target))
     return result._replace(notes=(*result.notes, *notes))
 
 

@@ -272,7 +272,7 @@ def fit_json(fitted: FitResult, goal: str) -> dict[str, Any]:
 
 def _scored_json(scored: ScoredConfig) -> dict[str, Any]:
     return {"config": scored.config.to_dict(), "flags": list(scored.flags), "permission": scored.permission,
-            "needs_bytes": scored.needs, "needs_exact": scored.exact, "headroom_bytes": scored.headroom,
+            "needs_bytes": scored.needs, "headroom_bytes": scored.headroom,
             "fits": scored.fits, "tokens_per_s": speed_json(scored)}
 
 
@@ -295,7 +295,7 @@ def _speed(speed: SpeedEstimate | None) -> str:
 
 
 def _needs(scored: ScoredConfig) -> str:
-    return f"{'' if scored.exact else '≤ '}{show_bytes(scored.needs)}"
+    return show_bytes(scored.needs)
 
 
 def _flags(scored: ScoredConfig) -> str:

@@ -11,7 +11,7 @@ from itertools import islice, pairwise
 from typing import Any, NamedTuple
 
 from ..config.fields import shown
-from ..config.memory_savers import LEVELS, LOSSY_SAVERS, SAVERS, loss_chunk_tokens
+from ..config.memory_savers import LOSSY_SAVERS, SAVERS, loss_chunk_tokens
 from ..config.resolve import resolve_run
 from ..config.run_config import RunConfig
 from ..core.errors import UsageError
@@ -143,9 +143,9 @@ def _other_trainer(config: RunConfig, search: Search) -> Decision:
     saved = (f"{show_bytes(before - now)} less with the given settings ({show_bytes(now)} instead of "
              f"{show_bytes(before)})") if now < before else "no less memory with the given settings"
     speed_text = f", and about {faster:.0f} % faster by the estimate" if faster >= 1 else ""
-    return Decision({"trainer": ("nanogpt", "fitgpt")}, f"{saved}{speed_text}: fitgpt never holds all logits, and saves "
-                    "half as much of each layer for backward; the same model, precision and tokens per step, the data "
-                    "in another order")
+    return Decision({"trainer": ("nanogpt", "fitgpt")},
+                    f"{saved}{speed_text}: fitgpt never holds all logits, and saves half as much of each layer for "
+                    "backward; the same model, precision and tokens per step, the data in another order")
 
 
 def decisions_for(given: RunConfig, chosen: RunConfig, target: FitTarget) -> tuple[Decision, ...]:

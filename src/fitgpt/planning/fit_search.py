@@ -299,13 +299,11 @@ class Search:
         memory, layers = self.costs.cost(config), config.n_layer
         mixes: list[RecomputeMix] = [((level, layers),) for level in range(len(LEVELS))]
         mapped = [memory.mapped(mix) for mix in mixes]
-        for less in range(len(LEVELS)):
-            for more in range(less):
-                if mapped[less] <= self.usual_limit < mapped[more]:
-                    few = bisect_left(range(1, layers), True, key=lambda few: memory.mapped(
-                        ((less, few), (more, layers - few))) <= self.usual_limit) + 1  # noqa: B023: called at once
-                    if few < layers:
-                        mixes.append(((less, few), (more, layers - few)))
+        for more, less in combinations(range(len(LEVELS)), 2):
+            if mapped[less] <= self.usual_limit < mapped[more]:
+                along: list[RecomputeMix] = [((less, few), (more, layers - few)) for few in range(1, layers)]
+                first = bisect_left(along, True, key=lambda mix: memory.mapped(mix) <= self.usual_limit)
+                mixes += along[first:first + 1]
         seconds = self.seconds(config, mixes)
         compared = ("batch_size", "eval_batch", "loss_chunk", "cuda_graphs", "compile", *savers.options)
         changes = sum(getattr(config, name) != getattr(self.config, name) for name in compared)

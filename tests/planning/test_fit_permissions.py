@@ -17,21 +17,22 @@ from fitgpt.planning.fit_search import Candidate, FitTarget, SaverSet, Search, p
 from fitgpt.planning.layer_costs import CostCache
 
 GPUS = ("4070", "3060", "h200", "2080ti")
-SHARES = (0.6, 0.8, 0.95, 1.0, 1.05, 1.5, 4.0)  # of what the given run needs, that the GPU offers
+SHARES = (0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97, 1.0, 1.03, 1.1, 1.2, 1.5, 2.0, 4.0)  # of what the given run needs, that the GPU offers
 CHAINS = (("", "lossy", "lossy,muon"), ("", "residual", "lossy"))
 SHAPES = [RunConfig(n_layer=layers, n_head=width // 64, n_embd=width, block_size=block, vocab_size=vocab)
           for layers, width, block, vocab in ((2, 128, 256, 5000), (3, 256, 128, 65), (6, 192, 512, 50304))]
-CASES = 30  # × SHARES
+CASES = 15  # × SHARES
 
 
 class Case:
-    """A generated run on a GPU of some size. Memory is that of closed forms, which a real search confirms by replays."""
+    """A generated run on a GPU of some size. Memory is that of closed forms, which a search confirms by replays."""
 
     def __init__(self, config: RunConfig, target: FitTarget, settings: list[tuple[RunConfig, SaverSet]],
                  costs: CostCache) -> None:
         self.config, self.target, self.settings, self.costs = config, target, settings, costs
         self.all_candidates: list[Candidate] = []
-        self.all_candidates = [one for each in settings for one in self.search("lossy,muon").with_mixes(*each)]
+        full = self.search("lossy,muon")
+        self.all_candidates = [one for each in settings for one in full.with_mixes(*each)]
 
     def search(self, allow: str) -> Search:
         search = self.target.search(self.config, parse_allow(allow))
@@ -41,7 +42,7 @@ class Case:
 
     def choice(self, allow: str) -> tuple[Search, Candidate | None]:
         search = self.search(allow)
-        return search, next(iter(search.best()), None)
+        return search, search.choose()
 
 
 def generated(number: int) -> Iterator[Case]:
@@ -108,27 +109,26 @@ def test_the_generated_runs_are_not_trivial(cases: list[Case]) -> None:
         search, found = case.choice(allow)
         return found is not None and search.config_of(found) != case.config
 
-    changed = [is_changed(case, "") for case in cases[::3]]
-    assert 10 < sum(changed) < len(changed) - 10
-    assert any(case.choice("lossy")[1] != case.choice("")[1] for case in cases[::3])
+    changed = [(is_changed(case, ""), case.choice("lossy")[1] != case.choice("")[1]) for case in cases[::5]]
+    assert len(set(changed)) == 4
 
 
-Broken = Callable[[Search, Candidate, Candidate], bool]
+def any_gain(search: Search, candidate: Candidate, other: Candidate) -> bool:
+    return candidate.seconds < other.seconds
 
 
-@pytest.mark.parametrize("broken", [lambda search, one, other: one.seconds < other.seconds,
-                                    lambda search, one, other: one.seconds < 1.1 * other.seconds],
-                         ids=["any gain counts", "a loss counts"])
-def test_a_rule_without_the_error_is_noticed(cases: list[Case], monkeypatch: pytest.MonkeyPatch,
-                                             broken: Broken) -> None:
-    true_gains = Search.gains
+def the_fastest(search: Search, ranked: list[Candidate], current: Candidate) -> Candidate:
+    return ranked[0]
 
+
+@pytest.mark.parametrize(("name", "broken"), [("gains", any_gain), ("leanest_gain", the_fastest)])
+def test_a_rule_without_the_error_is_noticed(cases: list[Case], monkeypatch: pytest.MonkeyPatch, name: str,
+                                             broken: Callable[..., object]) -> None:
     class BrokenSearch(Search):
-        def best(self) -> list[Candidate]:
+        def choose(self) -> Candidate | None:
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(Search, "gains", broken)
-                return super().best()
+                patch.setattr(Search, name, broken)
+                return super().choose()
 
     monkeypatch.setattr(FitTarget, "search", lambda self, config, allow: BrokenSearch(config, self, allow))
-    assert Search.gains is true_gains
-    assert list(violations(cases[::4], (("", "lossy"),)))
+    assert list(violations(cases[::9], (("", "lossy"),)))

@@ -12,7 +12,7 @@ from ..core.errors import UsageError
 from ..core.units import MiB, show_bytes, show_count
 from ..hardware.gpus import GpuModel
 from ..memory.timeline import replay
-from ..planning.changes import Change, ChangedRun, by_family, single_changes, smallest
+from ..planning.changes import RANKS, Change, ChangedRun, by_family, single_changes, smallest
 from ..planning.forecast import MemoryPlan, fits, replay_run, tensor_formula
 from ..runs.metrics import PHASES
 from .case import (
@@ -277,7 +277,8 @@ def remedies_for(run: ExplainedRun, plan: MemoryPlan) -> tuple[Remedy, ...]:
 
     if plan.fits:
         first = [family[0] for family in families if family[0].change.exact]
-        saving = (changed for changed in first if _peak_after(changed, run) < run.timeline.peak)
+        peaks = [(RANKS.index(changed.change.rank), _peak_after(changed, run), changed) for changed in first]
+        saving = [changed for _, peak, changed in sorted(peaks, key=lambda each: each[:2]) if peak < run.timeline.peak]
         return tuple(_remedy(changed, run, fits=None) for changed in islice(saving, MAX_REMEDIES))
 
     enough = [changed for family in families if (changed := smallest(family, is_enough))][:MAX_REMEDIES]

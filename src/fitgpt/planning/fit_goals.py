@@ -116,10 +116,9 @@ def _found(given: RunConfig, search: Search, allow: frozenset[str], permission: 
            why_shape: str = GIVEN_SHAPE_DOES_NOT_FIT) -> FitResult | None:
     """The result of a search; None if nothing fits. `given`: the config before the shape changed; `permission` and
     `why_shape`: what that took, and why it did."""
-    best = search.best()
-    if not best:
+    chosen = search.choose()
+    if chosen is None:
         return None
-    chosen, *others = best
     config, step_up = search.config_of(chosen), search.step_up(chosen)
 
     def scored(candidate: Candidate) -> ScoredConfig:
@@ -128,7 +127,7 @@ def _found(given: RunConfig, search: Search, allow: frozenset[str], permission: 
         return found._replace(flags=changed, permission=(permission if changed else "") or found.permission)
 
     return FitResult(search.target.budget, search.scored(given, "free"), scored(chosen),
-                     decisions(search, given, config, why_shape), tuple(map(scored, others)),
+                     decisions(search, given, config, why_shape), tuple(map(scored, search.runners_up(chosen))),
                      scored(step_up) if step_up else None, search.error, search.frontier(),
                      considered=search.considered, replayed=search.replays, notes=permission_notes(given, allow))
 
@@ -282,8 +281,8 @@ def _largest(config: RunConfig, target: FitTarget, allow: frozenset[str], shapes
     notes = [f"{note}.{_training_time(found.chosen)}"]
     if found.chosen.config.offload != config.offload:  # the largest that needs no CPU RAM is often many times faster
         _, search = _last_that_fits(shapes, target._replace(host_bytes=0), may)
-        if best := search.best():
-            scored = search.scored(search.config_of(best[0]), "free")
+        if chosen := search.choose():
+            scored = search.scored(search.config_of(chosen), "free")
             notes.append(f"The largest without offload: {shapes.describe(scored.config)}.{_training_time(scored)}")
     return found._replace(notes=(*found.notes, *notes))
 

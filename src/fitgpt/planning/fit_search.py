@@ -3,7 +3,7 @@
 1. Enumerate: candidates differ in savers, compilation, CUDA graphs, micro-batch, chunk of the loss, evaluation batch,
    and what each layer recomputes. They all train on the same tokens per step, in the same order.
 2. Bound: memory and speed of each come from closed forms (layer_costs.py, speed.py).
-3. Choose: `best`, by the estimate's own error.
+3. Choose: `Search.choose`, by the estimate's own error.
 4. Replay the chosen few, and let as few layers recompute as fit.
 
 One Search is for one shape of the model. fit_goals.py tries other shapes and builds the answer.
@@ -329,8 +329,8 @@ class Search:
         error = MEASURED_ERROR if candidate.measured and other.measured else self.error
         return candidate.seconds * (1 + error) < other.seconds
 
-    def best(self) -> list[Candidate]:
-        """The one to choose, then the fastest others; empty if nothing fits.
+    def choose(self) -> Candidate | None:
+        """The settings to choose; None if nothing fits.
 
         The given run stays if it fits and nothing gains more than the estimate's error. Each further permission (CPU
         RAM, lossy savers, other rules) must gain as much over the choice without it. So more permissions never make the
@@ -345,12 +345,14 @@ class Search:
                 winner = self.leanest_gain(group, chosen) if chosen else self.fastest(group)
                 winners += [winner] if winner else []
             chosen = min(winners, key=lambda one: one.seconds, default=chosen)
-        if chosen is None:
-            return []
+        return chosen
+
+    def runners_up(self, chosen: Candidate) -> list[Candidate]:
+        """The fastest others that fit."""
         unwanted = self.config_of(chosen), self.given
         others = (one for one in self.that_fit(self._different(self._fitting(self.scan())))
                   if self.config_of(one) not in unwanted)
-        return [chosen, *islice(others, REPLAYED - 1)]
+        return list(islice(others, REPLAYED - 1))
 
     def _groups(self, permission: str) -> list[list[Candidate]]:
         """Candidates that fit by closed forms with this permission, by their lossy savers: the fastest group first, and

@@ -30,6 +30,8 @@ from ..planning.speed import SpeedEstimate
 from ..runs.metrics import PHASES
 from ..show import plan_text as show
 from ..show.charts import stacked_chart
+from ..show.fit_text import step_up_text
+from ..show.fit_text import verdict as fit_verdict
 from .form import PageQuery, as_settings, command, config_file, flags_in, plan_command, read
 
 Answer = dict[str, Any]
@@ -317,7 +319,7 @@ def fitted(query: PageQuery) -> Answer:
     """The settings that `fitgpt fit` chooses, nothing lossy, with a reason per change. Raises DoesNotFit."""
     config = replace(query.config, vocab_size=query.config.vocab_size or DEFAULT_VOCAB, budget=query.questions.budget)
     target = fit_target(query.target, config, is_here=not query.questions.gpu)
-    found = find_fastest(config, target)
+    found = find_fastest(config, target, from_trainer=query.trainer)
     if found.chosen is None:
         raise DoesNotFit(describe_too_small(found), " ".join([describe_suggestions(found), *found.notes]))
     settings = as_settings(config, found.chosen.config)
@@ -328,7 +330,8 @@ def fitted(query: PageQuery) -> Answer:
     margin = [f"{show_bytes(target.budget.margin)} stay free as a margin: the memory outside PyTorch's allocator is "
               "estimated for this GPU, not measured."] if target.budget.margin else []
     return {"settings": settings, "considered": found.considered,
-            "reasons": [*shared_gpu_note(target), *reasons, *margin]}
+            "reasons": [*shared_gpu_note(target), *(reasons or [f"It {fit_verdict(found)}"]),
+                        *filter(None, [step_up_text(found)]), *margin]}
 
 
 def explain(text: str, query: str | None) -> Answer:

@@ -18,7 +18,6 @@ from fitgpt.planning.fit_goals import (
     OUTSIDE_ERROR,
     ModelSize,
     gpt2_sizes,
-    may_fit,
     shorter_blocks,
     smaller_models,
     with_block,
@@ -56,7 +55,7 @@ def test_the_largest_model_fits_and_the_next_size_does_not() -> None:
     sizes = gpt2_sizes()
     config = found.chosen.config
     beyond = sizes[sizes.index(ModelSize(config.n_layer, config.n_head, config.n_embd)) + 1]
-    assert not may_fit(place.search(with_size(GIVEN, beyond), frozenset()))
+    assert not place.search(with_size(GIVEN, beyond), frozenset()).may_fit()
     assert "The largest that can be trained there" in found.notes[0]
     assert "tokens/s, 20 tokens per parameter" in found.notes[0]
 
@@ -88,7 +87,7 @@ def test_the_longest_block_fits_and_128_more_tokens_do_not() -> None:
     assert config.block_size % 128 == 0
     assert fits(config, SETTING, place.budget.reserve_limit)
     beyond = with_block(GIVEN, config.block_size + 128)
-    assert not may_fit(place.search(beyond, frozenset()))
+    assert not place.search(beyond, frozenset()).may_fit()
     assert config.batch_size == 1
 
 

@@ -17,7 +17,8 @@ from fitgpt.planning.fit_search import Candidate, FitTarget, SaverSet, Search, p
 from fitgpt.planning.layer_costs import CostCache
 
 GPUS = ("4070", "3060", "h200", "2080ti")
-SHARES = (0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97, 1.0, 1.03, 1.1, 1.2, 1.5, 2.0, 4.0)  # of what the given run needs, that the GPU offers
+# Of what the given run needs, the share that the GPU offers.
+SHARES = (0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97, 1.0, 1.03, 1.1, 1.2, 1.5, 2.0, 4.0)
 CHAINS = (("", "lossy", "lossy,muon"), ("", "residual", "lossy"))
 SHAPES = [RunConfig(n_layer=layers, n_head=width // 64, n_embd=width, block_size=block, vocab_size=vocab)
           for layers, width, block, vocab in ((2, 128, 256, 5000), (3, 256, 128, 65), (6, 192, 512, 50304))]

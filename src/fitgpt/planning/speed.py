@@ -315,20 +315,20 @@ def estimate_by(roofline: Roofline, key: Callable[[ResolvedRun], tuple[Any, ...]
     efficiencies."""
     here = [(resolve_run(each.config, platform, trainer), each) for each in recorded(card.name, trainer)]
     if key is not None:
-        for other, found in here:
+        for other, measured in here:
             if key(other) == key(run):
-                return SpeedEstimate(found.tokens_per_s, found.tokens_per_s, found.tokens_per_s, found.basis)
+                return SpeedEstimate(*3 * (measured.tokens_per_s,), measured.basis)
     kind = gpu_class(card)
     expected = roofline(run, kind.likely, 1.0)
 
     def ratios(runs: list[tuple[ResolvedRun, RecordedSpeed]]) -> list[float]:
         """Measured speeds relative to the roofline's."""
-        return [found.tokens_per_s / roofline(other, kind.likely, 1.0) for other, found in runs]
+        return [measured.tokens_per_s / roofline(other, kind.likely, 1.0) for other, measured in runs]
 
     same_shape = [each for each in here if SHAPE(each[0]) == SHAPE(run)]
     if same_shape:
-        scale = median(ratios(same_shape))
-        error = max(SMALLEST_ERROR, *(abs(scale / ratio - 1) for ratio in ratios(same_shape)))
+        found = ratios(same_shape)
+        scale, error = median(found), max(SMALLEST_ERROR, max(found) / min(found) - 1)
         return SpeedEstimate((1 - error) * scale * expected, (1 + error) * scale * expected, scale * expected,
                              f"a roofline scaled to {_runs(same_shape)} of this shape recorded on this GPU, within "
                              f"{100 * error:.0f} %")

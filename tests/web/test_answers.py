@@ -133,7 +133,7 @@ def test_fit_uses_the_limits_of_the_fit_command(monkeypatch: pytest.MonkeyPatch)
     """The margin of an estimated GPU, the limit on CPU RAM, and a small batch on a GPU that others use."""
     targets: list[Any] = []
     monkeypatch.setattr(answers, "find_fastest",
-                        lambda config, target: (targets.append(target), find_fastest(config, target))[1])
+                        lambda config, target, **more: (targets.append(target), find_fastest(config, target))[1])
     query = page_query(**SMALL)
     answers.fitted(query)
     assert targets[0].budget.reserve_limit == query.target.budget.reserve_limit - OUTSIDE_ERROR

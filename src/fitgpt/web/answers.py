@@ -274,7 +274,7 @@ def fix(query: PageQuery, family: str) -> Answer:
     return {"fix": {
         "family": family, "label": _label(chosen), "settings": settings, "flags": " ".join(change.flags),
         "saves": change.what, "costs": change.slower, "peak": after, "saved": before - after, "fits": enough,
-        "kind": change.kind,
+        "kind": change.kind, "rank": change.rank,
         "effect": f"{show_bytes(abs(before - after))} {'less' if after <= before else 'more'} at the peak"}}
 
 

@@ -164,7 +164,8 @@ def test_changes_rank_exact_and_free_then_exact_and_slower_then_what_is_trained(
         before = memory_use(config, SETTING, trainer)
         priced_ones = ranked(priced(option, before, SETTING, budget_of(GiB)) for option in changes)
         for first, second in pairwise(priced_ones):
-            if (first.change.rank, first.fits) == (second.change.rank, second.fits):
+            if (first.change.kind, first.change.rank, first.fits) == (
+                    second.change.kind, second.change.rank, second.fits):
                 assert first.needs <= second.needs
         assert [RANKS.index(each.change.rank) for each in priced_ones] == ranks
 

@@ -26,6 +26,7 @@ from .forecast import fits, replay_run
 TRAINING, EVALUATION = ("first_train", "train", "step"), ("first_eval", "eval")
 SMALLEST_CHUNK = 128  # tokens; loss_chunk_tokens goes no lower by itself
 RANKS = ("free", "slower", "changes what is trained")
+KINDS = ("exact", "lossy", "batch", "other")
 FREE = ("trainer", "compile", "gradients", "states")  # families that cost no time
 # Families of changes: what costs nothing first, then what costs little time, then what changes what is trained.
 # Memory savers are in the order of the registry, except those that a run can use in several sizes.
@@ -50,7 +51,7 @@ class Change(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """"batch": another effective batch size. "other": the loss no longer compares with that of the run."""
+        """One of KINDS. "batch": another effective batch size. "other": losses no longer compare."""
         if self.exact:
             return "exact"
         return "other" if not self.comparable else "lossy" if self.same_batch else "batch"
@@ -199,8 +200,9 @@ def priced(changed: ChangedRun, before: MemoryUse, platform: Platform, budget: B
 
 
 def ranked(changes: Iterable[PricedChange]) -> list[PricedChange]:
-    """By rank; within a rank those that make the run fit first, then the largest saving."""
-    return sorted(changes, key=lambda each: (RANKS.index(each.change.rank), not each.fits, each.needs))
+    """By rank, then by kind; of one kind those that make the run fit first, then the largest saving."""
+    return sorted(changes, key=lambda each: (RANKS.index(each.change.rank), KINDS.index(each.change.kind),
+                                             not each.fits, each.needs))
 
 
 # ---- which are enough

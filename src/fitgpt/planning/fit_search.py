@@ -332,18 +332,21 @@ class Search:
     def choose(self) -> Candidate | None:
         """The settings to choose; None if nothing fits.
 
-        The given run stays if it fits and nothing gains more than the estimate's error. Each further permission (CPU
-        RAM, lossy savers, other rules) must gain as much over the choice without it. So more permissions never make the
-        answer slower, and memory is spent only on a gain that the estimate can tell.
+        The given run stays if it fits and nothing gains more than the estimate's error; what gains should then need
+        little memory. If it does not fit, the fastest is chosen. Each further permission (CPU RAM, lossy savers, other
+        rules) must gain more than the error over the choice without it. So more permission never makes the answer
+        slower, and memory is spent only on a gain that the estimate can tell.
         """
-        chosen = self.unchanged()
+        chosen = given = self.unchanged()
         for permission in PERMISSIONS:
             winners = list[Candidate]()
             for group in self._groups(permission):
                 if winners and group[0].seconds > (1 + TIE) * winners[0].seconds:
                     break  # its winner would be slower
-                winner = self.leanest_gain(group, chosen) if chosen else self.fastest(group)
-                winners += [winner] if winner else []
+                better = [one for one in group if chosen is None or self.gains(one, chosen)]
+                winner = self.leanest(better) if given else self.fastest(better)
+                if winner and (chosen is None or self.gains(winner, chosen)):
+                    winners.append(winner)
             chosen = min(winners, key=lambda one: one.seconds, default=chosen)
         return chosen
 
@@ -380,13 +383,11 @@ class Search:
         (seconds, measured), = self.seconds(self.config, [mix])
         return Candidate(self.config, savers, memory, mix, seconds, measured, memory.mapped(mix), 0)
 
-    def leanest_gain(self, ranked: Sequence[Candidate], current: Candidate) -> Candidate | None:
-        """Of those that gain over the current choice, and over which the fastest does not gain, the one that needs
-        least memory."""
-        better = [one for one in ranked if self.gains(one, current)]
-        near = [one for one in better if not self.gains(better[0], one)]
-        leanest = sorted(near, key=lambda one: (one.mapped, one.changes))[:SMALLEST_TRIED]
-        return next((one for one in leanest if self.fits(self.config_of(one))), None)
+    def leanest(self, ranked: Sequence[Candidate]) -> Candidate | None:
+        """Of those over which the fastest does not gain, the one that fits and needs least memory."""
+        near = [one for one in ranked if not self.gains(ranked[0], one)]
+        smallest = sorted(near, key=lambda one: (one.mapped, one.changes))[:SMALLEST_TRIED]
+        return next((one for one in smallest if self.fits(self.config_of(one))), None)
 
     def fastest(self, ranked: Sequence[Candidate]) -> Candidate | None:
         """The fastest that fits; of those as fast, the one with fewest changes, then least memory."""

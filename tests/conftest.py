@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,9 @@ from tests.plan_command import CommandOutput
 # One thread, here and in every process a test starts: sums then come out in one order, so that runs can be compared
 # bit for bit; and tests are small, more threads would only fight each other.
 os.environ["OMP_NUM_THREADS"] = "1"
+# Measured speeds are kept in a folder of this test session, never in that of the user.
+FITGPT_HOME = tempfile.TemporaryDirectory(prefix="fitgpt-home-")
+os.environ["FITGPT_HOME"] = FITGPT_HOME.name
 # A shell starts background jobs with SIGINT ignored, and children inherit that: tests that send SIGINT would hang.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -105,8 +109,8 @@ SLOW = {
     "commands/test_serve", "commands/test_watch_live", "config/test_memory_savers", "data/test_hub",
     "data/test_pipeline_resume",
     "engine/optim/test_bitsandbytes", "engine/test_device", "engine/test_huggingface", "planning/test_changes",
-    "planning/test_fallback_ladder", "planning/test_fit_goals", "planning/test_layer_costs",
-    "planning/test_measure", "planning/test_plan_snapshot", "planning/test_fit_search",
+    "planning/test_fallback_ladder", "planning/test_fit_goals", "planning/test_fit_permissions",
+    "planning/test_layer_costs", "planning/test_measure", "planning/test_plan_snapshot", "planning/test_fit_search",
     "planning/test_track_record", "show/test_report_page",
     "tapes/test_engine_recorded", "tapes/test_engine_traced", "tapes/test_engine_sampling",
     "tapes/test_nanogpt_recorded", "tapes/test_any_config", "test_docs", "test_end_to_end",

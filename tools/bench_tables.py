@@ -77,7 +77,7 @@ def _cell(cell: dict[str, Any]) -> str:
 def nanospeed_part() -> str:
     """nanoGPT's own train.py on an H200, from bench/nanospeed.py's results, beside the estimate."""
     rows = []
-    for row in speed.recorded("nanogpt"):
+    for row in speed.shipped("nanogpt"):
         card = find(row.card)
         expected = nanogpt_speed.modelled(row.config, card, platform_for(card), likely_efficiency(card))
         run = row.config

@@ -165,6 +165,7 @@ def record(names: list[str]) -> None:
 def _output(command: str, home: Path) -> str:
     """What it prints, and how it ends if not well. `# Ctrl-C after 8 s` in a command is done."""
     environment = {**os.environ, "COLUMNS": COLUMNS, "PYTHONPATH": str(ROOT / "src"),
+                   "FITGPT_HOME": str(home / ".fitgpt"),  # never the measured speeds of whoever records
                    "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     running = subprocess.Popen(["bash", "-c", f"exec 2>&1; {command}"], cwd=home, env=environment, text=True,
                                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, start_new_session=True)

@@ -12,7 +12,6 @@ from fitgpt.commands import main
 from fitgpt.config.argv import walk
 from fitgpt.config.fields import build
 from fitgpt.config.run_config import RunConfig
-from fitgpt.planning.fit_search import TIE
 
 CONFIGS = Path(__file__).parents[2] / "config"
 # A few of 9 configs × 7 GPUs × with and without lossy savers, roomy and tight.
@@ -21,7 +20,7 @@ SAMPLE = [("demo", "1080ti", ""), ("shakespeare_char", "h200", "lossy"), ("notes
 
 
 @pytest.mark.parametrize(("config", "card", "allow"), SAMPLE)
-def test_plan_agrees_that_the_chosen_settings_fit_and_they_are_faster(
+def test_plan_agrees_that_the_chosen_settings_fit_and_nothing_gains_more_than_the_error(
         config: str, card: str, allow: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
         capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
@@ -40,7 +39,6 @@ def test_plan_agrees_that_the_chosen_settings_fit_and_they_are_faster(
     assert chosen["headroom_bytes"] >= 0
     faster = chosen["tokens_per_s"]["likely"] / given["tokens_per_s"]["likely"]
     if given["fits"]:
-        assert faster > 1 + TIE / 2 if chosen["flags"] else faster == 1
-    for other in fitted["runners_up"]:  # none is much faster, unless it takes more permission
-        if other["permission"] == chosen["permission"]:
-            assert other["tokens_per_s"]["likely"] <= 1.02 * chosen["tokens_per_s"]["likely"]
+        assert faster > 1 + fitted["speed_error"] if chosen["flags"] else faster == 1
+    for other in fitted["runners_up"]:  # none is faster by more than the error
+        assert other["tokens_per_s"]["likely"] <= (1 + fitted["speed_error"]) * chosen["tokens_per_s"]["likely"]

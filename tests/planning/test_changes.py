@@ -14,7 +14,15 @@ from fitgpt.config.run_config import RunConfig
 from fitgpt.core.units import GiB, MiB
 from fitgpt.memory.platform import Platform
 from fitgpt.planning.budget import Budget
-from fitgpt.planning.changes import ChangedRun, memory_use, priced, single_changes, smallest_that_fit
+from fitgpt.planning.changes import (
+    RANKS,
+    ChangedRun,
+    memory_use,
+    priced,
+    ranked,
+    single_changes,
+    smallest_that_fit,
+)
 from fitgpt.planning.forecast import fits, forecast
 
 SETTING = Platform((8, 9))
@@ -143,6 +151,31 @@ def test_the_smallest_change_of_each_family_that_fits_is_found() -> None:
     for change in found:
         assert fits(by_flags[change.flags].config, SETTING, least)
     assert [change.exact for change in found] == sorted((change.exact for change in found), reverse=True)
+
+
+def test_changes_rank_exact_and_free_then_exact_and_slower_then_what_is_trained() -> None:
+    """In the order of families for a run that does not fit; with savings, the largest first."""
+    config = replace(SMALL, compile=False, casts="kept", gradients="kept", states="late")
+    for trainer in ("fitgpt", "nanogpt"):
+        changes = single_changes(config, trainer)
+        ranks = [RANKS.index(option.change.rank) for option in changes]
+        assert ranks == sorted(ranks)
+        assert set(ranks) == {0, 1, 2}
+        before = memory_use(config, SETTING, trainer)
+        priced_ones = ranked(priced(option, before, SETTING, budget_of(GiB)) for option in changes)
+        for first, second in pairwise(priced_ones):
+            if (first.change.kind, first.change.rank, first.fits) == (
+                    second.change.kind, second.change.rank, second.fits):
+                assert first.needs <= second.needs
+        assert [RANKS.index(each.change.rank) for each in priced_ones] == ranks
+
+
+def test_a_change_of_the_effective_batch_size_is_never_a_plain_saving() -> None:
+    changed = [option for trainer in ("fitgpt", "nanogpt") for option in single_changes(SMALL, trainer)
+               if option.config.tokens_per_step != SMALL.tokens_per_step]
+    assert {option.change.family for option in changed} == {"accumulation", "step_in_backward"}
+    for option in changed:
+        assert (option.change.kind, option.change.rank) == ("batch", "changes what is trained")
 
 
 def test_only_scales_have_several_changes_in_a_family() -> None:

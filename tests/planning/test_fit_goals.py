@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from fitgpt.config.resolve import resolve_run
 from fitgpt.config.run_config import RunConfig, gpt2_shapes
 from fitgpt.core.errors import UsageError
 from fitgpt.core.units import MiB, show_bytes
@@ -17,15 +18,15 @@ from fitgpt.planning.fit_goals import (
     GOALS,
     OUTSIDE_ERROR,
     ModelSize,
+    find_fastest,
     gpt2_sizes,
-    may_fit,
     shorter_blocks,
     smaller_models,
     with_block,
     with_size,
 )
 from fitgpt.planning.fit_search import FitTarget
-from fitgpt.planning.forecast import fits
+from fitgpt.planning.forecast import fits, needs_of
 
 CARD = gpus.find("4070")
 SETTING = platform_for(CARD)
@@ -56,7 +57,7 @@ def test_the_largest_model_fits_and_the_next_size_does_not() -> None:
     sizes = gpt2_sizes()
     config = found.chosen.config
     beyond = sizes[sizes.index(ModelSize(config.n_layer, config.n_head, config.n_embd)) + 1]
-    assert not may_fit(place.search(with_size(GIVEN, beyond), frozenset()))
+    assert not place.search(with_size(GIVEN, beyond), frozenset()).may_fit()
     assert "The largest that can be trained there" in found.notes[0]
     assert "tokens/s, 20 tokens per parameter" in found.notes[0]
 
@@ -88,7 +89,7 @@ def test_the_longest_block_fits_and_128_more_tokens_do_not() -> None:
     assert config.block_size % 128 == 0
     assert fits(config, SETTING, place.budget.reserve_limit)
     beyond = with_block(GIVEN, config.block_size + 128)
-    assert not may_fit(place.search(beyond, frozenset()))
+    assert not place.search(beyond, frozenset()).may_fit()
     assert config.batch_size == 1
 
 
@@ -112,6 +113,16 @@ def test_the_goal_fastest_keeps_the_model() -> None:
     found = GOALS["fastest"](GIVEN, target(900), frozenset())
     assert found.chosen is not None
     assert found.chosen.config.n_embd == GIVEN.n_embd
+
+
+def test_leaving_nanogpt_is_the_first_decision_with_what_it_saves() -> None:
+    found = find_fastest(GIVEN, target(300), from_trainer="nanogpt")
+    first = found.decisions[0]
+    assert first.changes == {"trainer": ("nanogpt", "fitgpt")}
+    run = resolve_run(GIVEN, SETTING)
+    before, now = needs_of(resolve_run(GIVEN, SETTING, "nanogpt"), SETTING, "nanogpt"), needs_of(run, SETTING)
+    assert first.why.startswith(f"{show_bytes(before - now)} less with the given settings")
+    assert all("trainer" not in each.changes for each in find_fastest(GIVEN, target(300)).decisions)
 
 
 @pytest.mark.parametrize("goal", ["largest-model", "longest-context"])

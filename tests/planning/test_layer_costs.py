@@ -1,4 +1,4 @@
-"""Layer costs against the tape: allocated to the byte, needs within bounds that are never too low."""
+"""Layer costs against the tape: allocated to the byte, and never more than a replay needs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,14 @@ from fitgpt.memory.timeline import needs, replay
 from fitgpt.planning import layer_costs
 from fitgpt.planning.budget import Budget, platform_for
 from fitgpt.planning.fit_search import FitTarget, Search
-from fitgpt.planning.layer_costs import MOST_LOST, PAGE, FragmentationBound, RecomputeMix, describe_mix, mix_of
+from fitgpt.planning.layer_costs import (
+    PAGE,
+    RecomputeMix,
+    describe_mix,
+    mix_of,
+    with_usual_loss,
+    within_usual_loss,
+)
 from fitgpt.tapes import engine as engine_tape
 
 RUNS = 160
@@ -75,35 +82,22 @@ def test_allocated_bytes_equal_the_tape(runs: list[tuple[RunConfig, Platform, Ta
 
 
 @pytest.mark.parametrize("expandable", [True, False])
-def test_needs_are_between_the_mapped_bytes_and_the_bound(
+def test_a_replay_fails_under_less_than_the_mapped_bytes(
         runs: list[tuple[RunConfig, Platform, Tape]], expandable: bool) -> None:
-    """A replay completes under the bound, and fails under less than the mapped bytes."""
     for config, platform, tape in runs[::2 if expandable else 5]:
         shape = layer_costs.CostCache(replace(platform, expandable=expandable)).cost(config)
         mix = mix_of(config.levels)
-        assert replay(tape, shape.needs(mix), expandable=expandable).failed is None, config
         too_little = shape.mapped(mix) - (PAGE if expandable else 0) - 1
         assert not shape.may_fit(mix, too_little)
         assert replay(tape, too_little, expandable=expandable).failed is not None, config
 
 
-def test_the_bound_is_at_most_8_percent_above_the_needs_of_gpt2() -> None:
+def test_the_usual_fragmentation_is_that_of_gpt2() -> None:
     config = resolve_run(RunConfig(n_layer=12, n_head=12, n_embd=768, batch_size=8, vocab_size=50304), SETTINGS[0])
-    exact = needs(engine_tape.write(config, SETTINGS[0]), expandable=True)
-    bound = layer_costs.CostCache(SETTINGS[0]).cost(config).needs(mix_of(config.levels))
-    assert exact <= bound <= 1.08 * exact
-    assert MOST_LOST[True] == FragmentationBound(80 * MiB, 7, 0.03, 0.06)
-
-
-def test_mapped_along_equals_mapped_of_each_mix(runs: list[tuple[RunConfig, Platform, Tape]]) -> None:
-    for config, platform, _ in runs[:40]:
-        shape, layers = layer_costs.CostCache(platform).cost(config), config.n_layer
-        for few in range(len(LEVELS)):
-            for many in range(len(LEVELS)):
-                if few != many and layers > 1:
-                    alone = [shape.mapped(((few, k), (many, layers - k))) for k in range(1, layers)]
-                    assert shape.mapped_along(few, many, layers) == alone
-                    assert shape.mapped_along(few, many, layers, 2) == alone[::2]
+    mapped = layer_costs.CostCache(SETTINGS[0]).cost(config).mapped(mix_of(config.levels))
+    assert with_usual_loss(mapped, True) == pytest.approx(
+        needs(engine_tape.write(config, SETTINGS[0]), expandable=True), rel=0.02)
+    assert within_usual_loss(with_usual_loss(mapped, True), True) == pytest.approx(mapped, abs=2)
 
 
 @pytest.mark.parametrize("platform", [SETTINGS[0], platform_for(gpus.find("1080 ti"))], ids=["4070", "without Triton"])
@@ -124,22 +118,25 @@ def test_cached_costs_equal_fresh_ones_for_other_depths_chunks_and_savers(platfo
         assert shared.cost(config) == layer_costs.CostCache(platform).cost(config)
 
 
-def test_the_scan_finds_what_trying_every_mix_finds() -> None:
+def test_two_levels_per_candidate_are_as_fast_as_trying_every_mix() -> None:
     config = resolve_run(RunConfig(n_layer=7, n_head=4, n_embd=256, vocab_size=5000, block_size=256, batch_size=8,
                                    gradient_accumulation_steps=4), SETTINGS[0])
     mixes: list[RecomputeMix] = [((level, 7),) for level in range(len(LEVELS))]
     mixes += [((few, k), (many, 7 - k)) for few in range(len(LEVELS)) for many in range(few) for k in range(1, 7)]
-    for limit in (70 * MiB, 100 * MiB, 200 * MiB):
+    for limit in (150 * MiB, 180 * MiB, 260 * MiB):
         target = FitTarget(SETTINGS[0], Budget("RTX 4070", limit, 0, limit, 0), gpus.find("4070"))
-        search, expected = Search(config, target, frozenset()), []
-        search.scan_limit = limit
-        for savers in search.saver_sets:
-            for candidate in search.candidates(savers, limit):
-                search.scan_mixes(candidate)
-                fitting = [candidate._replace(mix=mix) for mix in mixes if candidate.memory.mapped(mix) <= limit]
-                expected += [min(each.seconds for each in fitting)] if fitting else []
-        assert expected
-        assert [each.seconds for each in search.fastest] == pytest.approx(expected)
+        search = Search(config, target, frozenset())
+        savers, found = search.saver_sets[0], 0
+        for each in search.configs(savers):
+            fastest = min((one.seconds for one in search.with_mixes(each, savers) if one.mapped <= search.usual_limit),
+                          default=None)
+            memory = search.costs.cost(each)
+            expected = [seconds for mix, (seconds, _) in zip(mixes, search.seconds(each, mixes), strict=True)
+                        if memory.mapped(mix) <= search.usual_limit]
+            if fastest is not None:  # None: not even with all layers alike
+                assert fastest == pytest.approx(min(expected))
+                found += 1
+        assert found
 
 
 def test_a_described_mix_is_a_value_of_recompute() -> None:

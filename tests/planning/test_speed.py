@@ -29,7 +29,7 @@ def middle(config: RunConfig, card: gpus.GpuModel = CARD) -> float:
     return speed.modelled(resolve_run(config, platform), card, platform, speed.likely_efficiency(card))
 
 
-@pytest.mark.parametrize("run", speed.recorded(), ids=lambda run: run.source)
+@pytest.mark.parametrize("run", speed.shipped(), ids=lambda run: run.source)
 def test_every_recorded_run_is_within_10_percent_of_the_roofline(run: speed.RecordedSpeed) -> None:
     assert middle(run.config, gpus.find(run.card)) == pytest.approx(run.tokens_per_s, rel=0.10)
 
@@ -46,7 +46,7 @@ def test_the_recorded_runs_are_those_of_the_results() -> None:
 
 
 def test_recompute_levels_rank_as_measured() -> None:
-    runs = [run for run in speed.recorded() if "engine_124m" in run.source]
+    runs = [run for run in speed.shipped() if "engine_124m" in run.source]
     assert len(runs) >= 4
     by_measurement = sorted(runs, key=lambda run: run.tokens_per_s)
     for slower, faster in pairwise(by_measurement):
@@ -55,7 +55,7 @@ def test_recompute_levels_rank_as_measured() -> None:
 
 
 def test_a_measured_run_has_one_figure() -> None:
-    run = speed.recorded()[0]
+    run = speed.shipped()[0]
     found = speed.estimate(run.config, gpus.find(run.card))
     assert found is not None
     assert found.low == found.high == run.tokens_per_s

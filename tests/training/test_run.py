@@ -8,6 +8,7 @@ import os
 import sys
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 
 import pytest
 import torch
@@ -18,12 +19,15 @@ from fitgpt.data.dataset import open_dataset
 from fitgpt.data.sample_order import positions_for
 from fitgpt.engine.device import DeviceChoice
 from fitgpt.engine.model import GPT, build_model
+from fitgpt.hardware import gpus
+from fitgpt.planning import measured_speeds
 from fitgpt.runs.folder import RunFolder, recorded_config
 from fitgpt.runs.metrics import read_metrics
 from fitgpt.show.progress import Display
 from fitgpt.tapes.engine import checkpoint_bytes
 from fitgpt.training import checkpoint
 from fitgpt.training.build import build_training
+from fitgpt.training.reporter import SPEED_REPORTS
 from fitgpt.training.run import run
 from tests.helpers import reference_loss, skip_without_library, tiny_config
 
@@ -148,6 +152,25 @@ def test_the_first_metrics_row_describes_the_run(tmp_path: Path) -> None:
     assert rows[0]["versions"]["torch"] == torch.__version__
     kinds = [row["kind"] for row in rows]
     assert kinds == ["run", "eval", "step", "step", "eval", "save"]
+
+
+def test_the_speed_of_a_finished_run_on_a_gpu_is_kept_for_later_estimates(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FITGPT_HOME", str(tmp_path / "home"))
+    train(tiny_config(tmp_path / "cpu", max_iters=12))
+    assert not (tmp_path / "home").exists()
+    card = gpus.find("4070")
+    on_gpu = DeviceChoice("cpu", "", "float32", compile=False, notes=(), card=card, mismatch=None)
+    monkeypatch.setattr("fitgpt.training.run.resolve_device", lambda *requested: on_gpu)
+    train(tiny_config(tmp_path / "short", max_iters=3))
+    with pytest.raises(Interrupted):
+        train(tiny_config(tmp_path / "stopped", max_iters=100), stop_after=80)
+    assert measured_speeds.load(card.name) == []
+    rows = train(tiny_config(tmp_path / "gpu", max_iters=12))
+    kept, = measured_speeds.load(card.name)
+    speeds = [row["tokens_per_s"] for row in rows if row["kind"] == "step"]
+    assert kept.tokens_per_s == pytest.approx(median(speeds[-SPEED_REPORTS:]), rel=1e-3)
+    assert (kept.command, kept.torch, kept.config.n_embd) == ("train", torch.__version__, 32)
 
 
 def test_evaluation_uses_its_own_batch_and_block(tmp_path: Path) -> None:

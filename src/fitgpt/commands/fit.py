@@ -20,7 +20,7 @@ from ..core.files import disk_faults, is_own_page, refuse_foreign, write_over
 from ..planning import plan_file
 from ..planning.budget import Target
 from ..planning.fallback_ladder import fallback_plans
-from ..planning.fit import FitRequest, config_text, fit_from, fit_request, is_own_config
+from ..planning.fit import FitRequest, config_text, fit_from, fit_request, is_own_config, without_float_errors
 from ..planning.fit_goals import FitResult
 from ..planning.plan import plan_for
 from ..show import fit_text as show
@@ -90,7 +90,8 @@ def write_files(fitted: FitResult, request: FitRequest, run: str) -> list[str]:
     assert fitted.chosen is not None  # only settings that fit are written
     config, plan, page = files_of(request.options)
     texts: dict[Path, str] = {}
-    as_given = fitted.chosen._replace(config=replace(fitted.chosen.config, vocab_size=request.given.vocab_size))
+    as_given = fitted.chosen._replace(config=without_float_errors(
+        replace(fitted.chosen.config, vocab_size=request.given.vocab_size)))
     if config:
         texts[config] = config_text(fitted._replace(chosen=as_given), run)
     if plan:

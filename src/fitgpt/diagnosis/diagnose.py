@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from typing import Any
 
 from ..config.fields import shown
@@ -12,7 +11,7 @@ from ..core.errors import UsageError
 from ..core.units import MiB, show_bytes, show_count
 from ..hardware.gpus import GpuModel
 from ..memory.timeline import replay
-from ..planning.changes import Change, ChangedRun, by_family, single_changes, smallest
+from ..planning.changes import RANKS, Change, ChangedRun, by_family, single_changes, smallest
 from ..planning.forecast import MemoryPlan, fits, replay_run, tensor_formula
 from ..runs.metrics import PHASES
 from .case import (
@@ -287,9 +286,10 @@ def _fitgpt_config(run: ExplainedRun) -> RunConfig:
 def savings(run: ExplainedRun) -> tuple[Remedy, ...]:
     """What the smallest exact change of each family saves, where that is worth listing."""
     first = [family[0] for family in _families(run) if family[0].change.exact]
-    saving = (changed for changed in first
-              if run.timeline.peak - _peak_after(changed, run) >= MIN_SAVING * run.timeline.peak)
-    return tuple(_remedy(changed, run, fits=None) for changed in islice(saving, MAX_REMEDIES))
+    peaks = [(RANKS.index(changed.change.rank), _peak_after(changed, run), changed) for changed in first]
+    saving = [changed for _, peak, changed in sorted(peaks, key=lambda each: each[:2])
+              if run.timeline.peak - peak >= MIN_SAVING * run.timeline.peak]
+    return tuple(_remedy(changed, run, fits=None) for changed in saving[:MAX_REMEDIES])
 
 
 def remedies_for(run: ExplainedRun, plan: MemoryPlan) -> tuple[Remedy, ...]:

@@ -1,13 +1,14 @@
 """ResolvedRun → single changes that make it smaller, what each saves, and which are enough. The one ranking of changes
 that `plan`, `explain`, `train` and the web page use.
 
-Changes of one family are in order: each saves more than the one before it.
+They rank as an expert would rank them: what is exact and free, what is exact and slower, then whatever changes what is
+trained. Changes of one family are in order: each saves more than the one before it.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from math import isqrt
 from typing import Any, NamedTuple, TypeVar
@@ -24,6 +25,9 @@ from .forecast import fits, replay_run
 
 TRAINING, EVALUATION = ("first_train", "train", "step"), ("first_eval", "eval")
 SMALLEST_CHUNK = 128  # tokens; loss_chunk_tokens goes no lower by itself
+RANKS = ("free", "slower", "changes what is trained")
+KINDS = ("exact", "lossy", "batch", "other")
+FREE = ("trainer", "compile", "gradients", "states")  # families that cost no time
 # Families of changes: what costs nothing first, then what costs little time, then what changes what is trained.
 # Memory savers are in the order of the registry, except those that a run can use in several sizes.
 BY_SIZE = ("loss", "evaluation", "batch", "recompute")
@@ -43,11 +47,19 @@ class Change(NamedTuple):
     slower: str              # what it costs
     family: str              # of FAMILIES
     trainer: str             # the trainer of the changed run
+    same_batch: bool = True  # whether a step still trains on as many tokens
 
     @property
     def kind(self) -> str:
-        """"other": the loss no longer compares with that of the run."""
-        return "exact" if self.exact else "lossy" if self.comparable else "other"
+        """One of KINDS. "batch": another effective batch size. "other": losses no longer compare."""
+        if self.exact:
+            return "exact"
+        return "other" if not self.comparable else "lossy" if self.same_batch else "batch"
+
+    @property
+    def rank(self) -> str:
+        """One of RANKS."""
+        return RANKS[2] if not self.exact else RANKS[0] if self.family in FREE else RANKS[1]
 
 
 class ChangedRun(NamedTuple):
@@ -88,7 +100,7 @@ class MemoryUse(NamedTuple):
 
 
 def single_changes(config: RunConfig, trainer: str = "fitgpt", *, compiles: bool = True) -> tuple[ChangedRun, ...]:
-    """All that apply to this config, ranked. `compiles`: whether torch.compile works on the GPU."""
+    """All that apply to this config, by rank, then by family. `compiles`: whether torch.compile works on the GPU."""
     found: list[ChangedRun] = []
 
     def add(family: str, what: str, slower: str, *, exact: bool = True, comparable: bool = True,
@@ -101,7 +113,9 @@ def single_changes(config: RunConfig, trainer: str = "fitgpt", *, compiles: bool
         flags = tuple(f"--{key}={shown(getattr(changed, key))}" for key in options
                       if getattr(changed, key) != getattr(config, key))
         if flags:
-            found.append(ChangedRun(Change(flags, what, exact, comparable, slower, family, trainer), changed))
+            same_batch = changed.tokens_per_step == config.tokens_per_step
+            found.append(ChangedRun(Change(flags, what, exact and same_batch, comparable, slower, family, trainer,
+                                           same_batch), changed))
 
     # The same tokens per step and the same evaluation, in smaller micro-batches. Dropout masks are drawn per
     # micro-batch, so they change.
@@ -129,7 +143,7 @@ def single_changes(config: RunConfig, trainer: str = "fitgpt", *, compiles: bool
         add("block", "half of the activations: the context is half as long", "smaller matmuls", exact=False,
             comparable=False, block_size=half, gradient_accumulation_steps=2 * accumulation,
             eval_block_size=min(config.eval_block_size, half))
-    return tuple(sorted(found, key=lambda each: (not each.change.exact, FAMILIES.index(each.change.family))))
+    return tuple(sorted(found, key=lambda each: (RANKS.index(each.change.rank), FAMILIES.index(each.change.family))))
 
 
 def _add_savers(config: RunConfig, add: Callable[..., None]) -> None:
@@ -183,6 +197,12 @@ def priced(changed: ChangedRun, before: MemoryUse, platform: Platform, budget: B
     in_training, in_evaluation = (before.most_in(phases) - after.most_in(phases) for phases in (TRAINING, EVALUATION))
     return PricedChange(changed.change, saved, in_training, in_evaluation, after.needs,
                         budget.reserve_limit - after.needs)
+
+
+def ranked(changes: Iterable[PricedChange]) -> list[PricedChange]:
+    """By rank, then by kind; of one kind those that make the run fit first, then the largest saving."""
+    return sorted(changes, key=lambda each: (RANKS.index(each.change.rank), KINDS.index(each.change.kind),
+                                             not each.fits, each.needs))
 
 
 # ---- which are enough

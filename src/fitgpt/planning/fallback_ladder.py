@@ -24,7 +24,7 @@ from ..tapes import engine as engine_tape
 from . import speed
 from .changes import repeatedly_divided
 from .forecast import needs_of
-from .layer_costs import CostCache, describe_mix, mix_of
+from .layer_costs import CostCache, describe_mix, mix_of, with_usual_loss
 from .plan_file import FallbackPlan
 
 MOST_PLANS = 6            # each takes a tenth of a second to forecast
@@ -77,7 +77,7 @@ def _frontier(config: RunConfig, platform: Platform, needed: int, host_limit: in
     card, costs = similar_gpu(platform), CostCache(platform)
 
     def size(each: RunConfig) -> int:
-        return costs.cost(each).needs(mix_of(each.levels))
+        return with_usual_loss(costs.cost(each).mapped(mix_of(each.levels)), platform.expandable)
 
     least, found = float(size(config)), list[RunConfig]()
     limit = None if host_limit is None else host_limit + engine_tape.host_bytes(config)

@@ -10,11 +10,13 @@ from typing import Any, NamedTuple
 
 from ..config.command_options import FitArguments, FitOptions, PlanOptions
 from ..config.fields import Assignment, build, option_specs, shown
+from ..config.resolve import resolve_run
 from ..config.run_config import RunConfig
 from ..core.errors import DeviceError, DoesNotFit, UsageError
 from ..core.units import GiB, show_bytes, show_count
 from ..hardware import nvidia
 from ..hardware.host import SHARE, spare_memory
+from . import measured_speeds
 from .budget import Budget, Target, apply_limits, check_supported, installed, select_gpu, target_for
 from .fit_goals import (
     GOALS,
@@ -97,11 +99,12 @@ def fit_from(request: FitRequest, say: Callable[[str], None] = lambda text: None
         with TimingProcess(SECONDS_EACH) as process:
             result = rerank(result, process.time, say)
         chosen = result.chosen
+        for each in (chosen, *result.runners_up):
+            if each is not None and each.measured and target.card:
+                measured_speeds.add(target.card.name, resolve_run(each.config, target.platform), each.measured,
+                                    target.platform.torch, "fit --measure")
         if chosen is not None and chosen.config != by_estimate:
-            if not chosen.exact:
-                needs = target.search(request.config).needs(chosen.config)
-                chosen = chosen._replace(needs=needs, headroom=target.budget.reserve_limit - needs, exact=True)
-            result = result._replace(chosen=chosen, decisions=decisions_for(request.config, chosen.config, target))
+            result = result._replace(decisions=decisions_for(request.config, chosen.config, target))
     return result._replace(notes=(*result.notes, *notes))
 
 
@@ -169,7 +172,8 @@ def for_train(given: RunConfig) -> tuple[RunConfig, list[str]]:
     chosen = replace(result.chosen.config, vocab_size=given.vocab_size)
     notes = [f"fit: {', '.join(f'{option}={shown(now)}' for option, (_, now) in each.changes.items())}, {each.why}"
              for each in result.decisions]
-    return chosen, notes or ["fit: the given settings are the fastest that fit."]
+    return chosen, notes or [f"fit: the given settings fit, and nothing is faster by more than the estimate's error, "
+                             f"±{100 * result.error:.0f} %."]
 
 
 # ---- the config file that `fit` writes
@@ -207,8 +211,16 @@ def config_text(fitted: FitResult, run: str) -> str:
     lines += [f"{name} = {value!r}" for name, value in options.items() if name not in changed]
     for decision in fitted.decisions:
         lines += ["", *textwrap.wrap(one_line(decision.why), WIDTH, initial_indent="# ", subsequent_indent="# ")]
-        lines += [f"{option} = {now!r}  # was {before!r}" for option, (before, now) in decision.changes.items()]
+        lines += [f"{option} = {now!r}  # was {before!r}" for option, (before, now) in decision.changes.items()
+                  if option in options]
     return "\n".join(lines) + "\n"
+
+
+def without_float_errors(config: RunConfig) -> RunConfig:
+    """6e-4 / 10 in a config file is 5.9999999999999995e-05: → 6e-05."""
+    rounded: dict[str, Any] = {name: float(f"{value:.15g}") for name, value in config.to_dict().items()
+                               if isinstance(value, float)}
+    return replace(config, **rounded)
 
 
 def is_own_config(text: str) -> bool:

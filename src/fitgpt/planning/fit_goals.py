@@ -11,19 +11,16 @@ from itertools import islice, pairwise
 from typing import Any, NamedTuple
 
 from ..config.fields import shown
-from ..config.memory_savers import LEVELS, LOSSY_SAVERS, SAVERS, loss_chunk_tokens
+from ..config.memory_savers import LOSSY_SAVERS, SAVERS, loss_chunk_tokens
 from ..config.resolve import resolve_run
 from ..config.run_config import RunConfig
 from ..core.errors import UsageError
 from ..core.units import MiB, show_bytes, show_count
 from ..hardware import gpus
 from ..tapes.engine import host_bytes
+from . import nanogpt_speed, speed
 from .budget import Budget, budget_for
 from .fit_search import (
-    MIN_GAIN_CHANGE,
-    MIN_GAIN_LOSSY,
-    MIN_GAIN_OFFLOAD,
-    TIE,
     Candidate,
     FitTarget,
     ScoredConfig,
@@ -33,11 +30,11 @@ from .fit_search import (
     permission_notes,
     permitted,
 )
+from .forecast import needs_of
 from .speed import likely_efficiency, modelled
 
 GIVEN_SHAPE_DOES_NOT_FIT = "nothing with the given shape fits"
 OUTSIDE_ERROR = 128 * MiB   # of gpus.outside_by_rule: most of the OOM messages it was fitted to are within 110 MiB
-CANDIDATES_TRIED = 8        # of the smallest, before a shape is given up
 TOKENS_PER_PARAMETER = 20   # compute-optimal training: Hoffmann et al. 2022
 LOOK_AHEAD = 2              # shapes tried beyond the first that does not fit
 EVERYTHING = frozenset({"context", "model", *LOSSY_SAVERS})
@@ -67,6 +64,8 @@ class FitResult(NamedTuple):
     chosen: ScoredConfig | None                   # None: nothing fits
     decisions: tuple[Decision, ...] = ()
     runners_up: tuple[ScoredConfig, ...] = ()     # these fit too
+    step_up: ScoredConfig | None = None           # faster than the chosen one, and not taken
+    error: float = 0.0                            # of the speed estimate: a smaller gain changes nothing
     frontier: tuple[tuple[int, float], ...] = ()  # (bytes, tokens per second): the fastest within that memory
     least: ScoredConfig | None = None  # the smallest memory the run can train in, where requested or nothing fits
     suggestions: tuple[Suggestion, ...] = ()      # where nothing fits: the smallest change first
@@ -95,47 +94,57 @@ class FitResult(NamedTuple):
 # ---- the fastest settings
 
 
-def find_fastest(config: RunConfig, target: FitTarget, allow: frozenset[str] = frozenset()) -> FitResult:
-    """The fastest settings that fit; with a shorter block or a smaller model only if that is allowed and needed."""
+def find_fastest(config: RunConfig, target: FitTarget, allow: frozenset[str] = frozenset(), *,
+                 from_trainer: str = "fitgpt") -> FitResult:
+    """The fastest settings that fit; with a shorter block or a smaller model only if that is allowed and needed.
+    `from_trainer`: the trainer that the run was planned for; the answer is for fitgpt's."""
     may = permitted(config, allow)
     search = target.search(config, may)
-    if best := search.best():
-        return _result(config, search, best, allow)
-    variants = list(_variants(config, may))
-    permissions = {variant: permission for permission, variant in variants}
-    for smaller in _that_may_fit([variant for _, variant in variants], target, may):
-        if best := smaller.best():
-            return _result(config, smaller, best, allow, permissions[smaller.given])
-    return _nothing_fits(config, search, target, allow)
+    found = _found(config, search, allow)
+    if found is None:
+        variants = list(_variants(config, may))
+        permissions = {variant: permission for permission, variant in variants}
+        smaller = _that_may_fit([variant for _, variant in variants], target, may)
+        found = next(filter(None, (_found(config, each, allow, permissions[each.given]) for each in smaller)), None)
+    found = found or _nothing_fits(config, search, target, allow)
+    if from_trainer == "nanogpt" and found.chosen is not None:
+        found = found._replace(decisions=(_other_trainer(config, search), *found.decisions))
+    return found
 
 
-def _result(given: RunConfig, search: Search, best: list[Candidate], allow: frozenset[str],
-            permission: str = "", why_shape: str = GIVEN_SHAPE_DOES_NOT_FIT) -> FitResult:
-    """The first candidate is chosen, the others are runners-up. `given`: the config before the shape changed;
-    `why_shape`: why it did."""
-    chosen, *others = best
-    config = search.config_of(chosen)
+def _found(given: RunConfig, search: Search, allow: frozenset[str], permission: str = "",
+           why_shape: str = GIVEN_SHAPE_DOES_NOT_FIT) -> FitResult | None:
+    """The result of a search; None if nothing fits. `given`: the config before the shape changed; `permission` and
+    `why_shape`: what that took, and why it did."""
+    chosen = search.choose()
+    if chosen is None:
+        return None
+    config, step_up = search.config_of(chosen), search.step_up(chosen)
 
-    def compared_with_given(scored: ScoredConfig) -> ScoredConfig:
-        changed = flags(given, scored.config)
-        return scored._replace(flags=changed, permission=(permission if changed else "") or scored.permission)
+    def scored(candidate: Candidate) -> ScoredConfig:
+        found = search.scored(search.config_of(candidate), candidate.savers.permission)
+        changed = flags(given, found.config)
+        return found._replace(flags=changed, permission=(permission if changed else "") or found.permission)
 
-    runners_up = []
-    for other in others:  # with an upper bound on its needs: it fits, so it needs no more than the limit
-        bound = min(other.memory.needs(other.mix), search.limit)
-        runners_up.append(search.scored(search.config_of(other), other.savers.permission, at_most=bound))
-    notes = list(permission_notes(given, allow))
-    if config == given and set(given.levels) != {LEVELS[0]} and not search.is_maximal(given):
-        notes.append("Its layers could keep more activations and it would still fit; by the estimate nothing that uses "
-                     "the spare memory is enough faster to be worth a change.")
-    if any((1 + TIE) * other.seconds < chosen.seconds for other in others):
-        notes.append(f"A runner-up is faster, but not by enough: lossy savers must gain {MIN_GAIN_LOSSY:.0%}, more in "
-                     f"CPU RAM {MIN_GAIN_OFFLOAD:.0%} (its speed is assumed), and any change {MIN_GAIN_CHANGE:.1%}; "
-                     f"below {TIE:.0%}, fewer changes and less memory decide.".replace("%", " %"))
-    return FitResult(search.target.budget, compared_with_given(search.scored(given, "free")),
-                     compared_with_given(search.scored(config, chosen.savers.permission)),
-                     decisions(search, given, config, why_shape), tuple(map(compared_with_given, runners_up)),
-                     search.frontier(), considered=search.considered, replayed=search.replays, notes=tuple(notes))
+    return FitResult(search.target.budget, search.scored(given, "free"), scored(chosen),
+                     decisions(search, given, config, why_shape), tuple(map(scored, search.runners_up(chosen))),
+                     scored(step_up) if step_up else None, search.error, search.frontier(),
+                     considered=search.considered, replayed=search.replays, notes=permission_notes(given, allow))
+
+
+def _other_trainer(config: RunConfig, search: Search) -> Decision:
+    """Why the run goes from nanoGPT's train.py to fitgpt: what that saves with the given settings."""
+    platform, card = search.platform, search.target.card
+    before = needs_of(resolve_run(config, platform, "nanogpt"), platform, "nanogpt")
+    now = search.needs(config)
+    speeds = [likely(config, card, platform) for likely in (nanogpt_speed.likely, speed.likely)] if card else []
+    faster = 100 * (speeds[1] / speeds[0] - 1) if speeds and speeds[0] and speeds[1] else 0.0
+    saved = (f"{show_bytes(before - now)} less with the given settings ({show_bytes(now)} instead of "
+             f"{show_bytes(before)})") if now < before else "no less memory with the given settings"
+    speed_text = f", and about {faster:.0f} % faster by the estimate" if faster >= 1 else ""
+    return Decision({"trainer": ("nanogpt", "fitgpt")},
+                    f"{saved}{speed_text}: fitgpt never holds all logits, and saves half as much of each layer for "
+                    "backward; the same model, precision and tokens per step, the data in another order")
 
 
 def decisions_for(given: RunConfig, chosen: RunConfig, target: FitTarget) -> tuple[Decision, ...]:
@@ -143,16 +152,10 @@ def decisions_for(given: RunConfig, chosen: RunConfig, target: FitTarget) -> tup
     return decisions(target.search(chosen), given, chosen, GIVEN_SHAPE_DOES_NOT_FIT)
 
 
-def may_fit(search: Search) -> bool:
-    """Whether one of the smallest candidates fits, by replays."""
-    smallest = search.smallest_candidates(search.saver_sets)[:CANDIDATES_TRIED]
-    return any(search.fits(search.config_of(one)) for one in smallest)
-
-
 def _that_may_fit(variants: Sequence[RunConfig], target: FitTarget, may: frozenset[str]) -> Iterator[Search]:
     """Variants in their order; none if the last, which is the smallest, does not fit."""
-    if variants and may_fit(target.search(variants[-1], may)):
-        yield from (search for search in (target.search(variant, may) for variant in variants) if may_fit(search))
+    if variants and target.search(variants[-1], may).may_fit():
+        yield from (search for search in (target.search(variant, may) for variant in variants) if search.may_fit())
 
 
 def _variants(config: RunConfig, allow: frozenset[str]) -> Iterator[tuple[str, RunConfig]]:
@@ -264,42 +267,38 @@ def _largest(config: RunConfig, target: FitTarget, allow: frozenset[str], shapes
         raise UsageError(f"--goal {shapes.goal} changes the model, and init_from={config.init_from} names one that "
                          "exists.", "--init_from=scratch")
     may = permitted(config, allow)
-    number, best, search = _last_that_fits(shapes, target, may)
-    if not best:
+    number, search = _last_that_fits(shapes, target, may)
+    found = _found(config, search, allow, shapes.permission, "the largest that can be trained there")
+    if found is None:
         return _nothing_fits(shapes.make(0), search, target, allow)
-    found = _result(config, search, best, allow, shapes.permission, "the largest that can be trained there")
     assert found.chosen is not None
     note = f"The largest that can be trained there: {shapes.describe(shapes.make(number))}"
     if number + 1 < shapes.number:
         beyond, why = shapes.make(number + 1), "does not fit"
-        if target.host_bytes is not None and may_fit(target._replace(host_bytes=None).search(beyond, may)):
+        if target.host_bytes is not None and target._replace(host_bytes=None).search(beyond, may).may_fit():
             why = f"needs more than {show_bytes(target.host_bytes)} of CPU RAM"
         note += f"; {shapes.describe(beyond)} {why}"
     notes = [f"{note}.{_training_time(found.chosen)}"]
     if found.chosen.config.offload != config.offload:  # the largest that needs no CPU RAM is often many times faster
-        _, best, search = _last_that_fits(shapes, target._replace(host_bytes=0), may)
-        if best:
-            scored = search.scored(search.config_of(best[0]), "free", at_most=0)
+        _, search = _last_that_fits(shapes, target._replace(host_bytes=0), may)
+        if chosen := search.choose():
+            scored = search.scored(search.config_of(chosen), "free")
             notes.append(f"The largest without offload: {shapes.describe(scored.config)}.{_training_time(scored)}")
     return found._replace(notes=(*found.notes, *notes))
 
 
-def _last_that_fits(shapes: Shapes, target: FitTarget, may: frozenset[str]) -> tuple[int, list[Candidate], Search]:
-    """Its number, the best candidates and the search; no candidates: not even the first shape fits."""
-    def fits(number: int) -> bool:
-        return may_fit(target.search(shapes.make(number), may))
+def _last_that_fits(shapes: Shapes, target: FitTarget, may: frozenset[str]) -> tuple[int, Search]:
+    """The number of the largest shape that fits, and its search; the first shape, if none does."""
+    def search(number: int) -> Search:
+        return target.search(shapes.make(number), may)
 
-    low = bisect_left(range(shapes.number), True, key=lambda number: not fits(number))
+    low = bisect_left(range(shapes.number), True, key=lambda number: not search(number).may_fit())
     while True:  # memory grows in pages: a slightly larger run may need no more
-        further = next((number for number in range(low, min(low + LOOK_AHEAD, shapes.number)) if fits(number)), None)
-        if further is None:
+        further = (number for number in range(low, min(low + LOOK_AHEAD, shapes.number)) if search(number).may_fit())
+        if (found := next(further, None)) is None:
             break
-        low = further + 1
-    for number in reversed(range(low)):
-        search = target.search(shapes.make(number), may)
-        if best := search.best():
-            return number, best, search
-    return 0, [], target.search(shapes.make(0), may)
+        low = found + 1
+    return max(low - 1, 0), search(max(low - 1, 0))
 
 
 def _training_time(scored: ScoredConfig) -> str:
@@ -324,7 +323,6 @@ def _training_time(scored: ScoredConfig) -> str:
 def smallest_memory(config: RunConfig, target: FitTarget, allow: frozenset[str]) -> FitResult:
     """The settings that need least memory, whatever their speed; and the least without offload, if they offload."""
     search = target.search(config, permitted(config, allow))
-    search.scan()
     least = search.scored(*search.least())
     notes = list(permission_notes(config, allow))
     if least.fits:
@@ -338,6 +336,7 @@ def smallest_memory(config: RunConfig, target: FitTarget, allow: frozenset[str])
                      f"{' '.join(alone.flags) or 'the given settings'}.")
     return FitResult(target.budget, search.scored(config, "free"), least if least.fits else None,
                      decisions(search, config, least.config, "") if least.fits else (), frontier=search.frontier(),
+                     error=search.error,
                      least=least, considered=search.considered, replayed=search.replays, notes=tuple(notes))
 
 

@@ -1,8 +1,10 @@
-"""A config and a FitTarget → the fastest settings that fit: permitted memory savers, candidates, their ranking.
+"""A config and a FitTarget → the fastest settings that fit: permitted memory savers, candidates, and the choice.
 
-Candidates differ in savers, compilation, CUDA graphs, micro-batch, chunk of the loss, evaluation batch, and what each
-layer recomputes. They all train on the same tokens per step, in the same order. Memory and speed come from closed forms
-(layer_costs.py, speed.py), so that thousands can be ranked; the best of them are replayed.
+1. Enumerate: candidates differ in savers, compilation, CUDA graphs, micro-batch, chunk of the loss, evaluation batch,
+   and what each layer recomputes. They all train on the same tokens per step, in the same order.
+2. Bound: memory and speed of each come from closed forms (layer_costs.py, speed.py).
+3. Choose: `Search.choose`, by the estimate's own error.
+4. Replay the chosen few, and let as few layers recompute as fit.
 
 One Search is for one shape of the model. fit_goals.py tries other shapes and builds the answer.
 """
@@ -10,7 +12,7 @@ One Search is for one shape of the model. fit_goals.py tries other shapes and bu
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations, islice
 from typing import Any, NamedTuple
@@ -33,13 +35,24 @@ from .layer_costs import (
     RecomputeMix,
     RunCost,
     describe_mix,
+    levels_of,
     lower_all,
     mix_of,
     one_layer_up,
     with_usual_loss,
     within_usual_loss,
 )
-from .speed import SpeedEstimate, StepCost, estimate, has_figures, likely_efficiency, step_cost
+from .speed import (
+    MEASURED_ERROR,
+    SpeedEstimate,
+    estimate,
+    has_figures,
+    likely_efficiency,
+    modelled,
+    recorded,
+    speed_key,
+    step_cost,
+)
 
 # ---- permissions
 
@@ -94,8 +107,8 @@ class SaverSet(NamedTuple):
     """Memory savers to use together, and the permission they take."""
 
     permission: str
+    names: tuple[str, ...]   # of NAMED_SAVERS
     options: dict[str, Any]
-    more_offload: bool  # whether more lives in CPU RAM than in the given run
 
 
 def saver_sets(config: RunConfig, platform: Platform, allow: frozenset[str]) -> list[SaverSet]:
@@ -118,44 +131,24 @@ def saver_sets(config: RunConfig, platform: Platform, allow: frozenset[str]) -> 
                 replace(config, **options)
             except UsageError:
                 continue  # they exclude each other
-            more_offload = OFFLOAD.index(place) > OFFLOAD.index(config.offload)
             permission = ("rules" if set(names) & set(OTHER_RULES) else "lossy" if names else
-                          "places" if more_offload else "free")
-            found.append(SaverSet(permission, options, more_offload))
+                          "places" if OFFLOAD.index(place) > OFFLOAD.index(config.offload) else "free")
+            found.append(SaverSet(permission, names, options))
     return sorted(found, key=lambda savers: PERMISSIONS.index(savers.permission))
-
-
-def _most_lossy(found: list[SaverSet]) -> list[SaverSet]:
-    """The set with most lossy savers, nothing offloaded."""
-    lossy = [savers for savers in found if savers.permission in LOSSY and savers.options["offload"] == "none"]
-    return [max(lossy, key=lambda savers: len(savers.options))] if lossy else []
 
 
 # ---- candidates
 
-CHUNKS = (256, 512, 1024, 2048, 4096, 8192)  # tokens per chunk of the loss …
-MOST_CHUNKS = 64                             # … and chunks per micro-batch
+CHUNKS = (256, 1024, 4096)                   # tokens per chunk of the loss …
+MOST_CHUNKS = 16                             # … and chunks per micro-batch
 EVAL_TOKENS = 4096                           # tokens that keep a GPU busy in an evaluation
-MOST_MIXES = 24                              # mixes of two recompute levels that are tried
 MOST_SEQUENCES = 4096                        # of a micro-batch: larger ones are no faster
+LARGER = 1.25                                # times as large: the next micro-batch that is tried
 BIN = 32 * MiB                               # of the frontier
-PAIRS = tuple((few, many) for few in range(len(LEVELS)) for many in range(few))
 STAND_IN = "RTX 4070"                        # ranks candidates for a GPU whose figures are not known
+TIE = 0.01            # closer than this, the roofline cannot rank two settings of one run
 REPLAYED = 4          # candidates with different savers, micro-batches or modes that are replayed
 SMALLEST_TRIED = 12   # candidates replayed to find the smallest memory, or before giving up
-# How much faster a candidate must be to be chosen: per changed option, with a lossy saver, and with more in CPU RAM,
-# whose speed is assumed.
-MIN_GAIN_CHANGE, MIN_GAIN_LOSSY, MIN_GAIN_OFFLOAD = 0.002, 0.05, 0.05
-TIE = 0.01            # closer than this, the estimate cannot rank: fewer changes and less memory decide …
-CHANGE_WEIGHT = 1 / 3 # … where one changed option counts as much as this share of the memory limit
-# Whether to skip candidates: given the savers, the number of changes, and the seconds per step without recomputing.
-Prune = Callable[[SaverSet, int, float], bool]
-
-
-def score(savers: SaverSet, changes: int, seconds: float) -> float:
-    """Seconds per step, raised by what the changes must gain. The lowest score is chosen."""
-    return (seconds * (1 + MIN_GAIN_CHANGE * changes) * (1 + MIN_GAIN_LOSSY * (savers.permission in LOSSY))
-            * (1 + MIN_GAIN_OFFLOAD * savers.more_offload))
 
 
 class Candidate(NamedTuple):
@@ -163,25 +156,12 @@ class Candidate(NamedTuple):
 
     config: RunConfig   # resolved; Search.config_of makes the config to choose
     savers: SaverSet
-    changes: int        # options that differ from the given run
     memory: RunCost
-    cost: StepCost
     mix: RecomputeMix
-
-    @property
-    def seconds(self) -> float:
-        """Estimated seconds per step."""
-        in_layers = sum(layers * self.cost.layers[level] for level, layers in self.mix)
-        return self.cost.seconds(self.config.gradient_accumulation_steps, in_layers)
-
-    @property
-    def score(self) -> float:
-        return score(self.savers, self.changes, self.seconds)
-
-    @property
-    def mapped(self) -> int:
-        """Bytes that the allocator must reserve if nothing is lost to fragmentation."""
-        return self.memory.mapped(self.mix)
+    seconds: float      # per step, by the estimate
+    measured: bool      # whether that very run was measured on this GPU
+    mapped: int         # bytes that the allocator must reserve if nothing is lost to fragmentation
+    changes: int        # options that differ from the given run
 
 
 class ScoredConfig(NamedTuple):
@@ -194,7 +174,6 @@ class ScoredConfig(NamedTuple):
     headroom: int                 # what may be reserved, minus what it needs
     speed: SpeedEstimate | None   # None: the GPU's figures are not known
     measured: float | None = None # tokens per second, if it was timed
-    exact: bool = True            # whether `needs` comes from replays; else it is an upper bound
 
     @property
     def fits(self) -> bool:
@@ -221,55 +200,58 @@ class Search:
         self.given, self.target, self.platform = given, target, target.platform
         self.config = config = resolve_run(given, self.platform)
         self.limit = target.budget.reserve_limit
-        self.ranked_on = target.card if target.card and has_figures(target.card) else gpus.find(STAND_IN)
+        self.usual_limit = within_usual_loss(self.limit, self.platform.expandable)  # for closed forms
+        self.ranked_on = card = target.card if target.card and has_figures(target.card) else gpus.find(STAND_IN)
         self.costs = CostCache(self.platform)
         self.saver_sets = [savers for savers in saver_sets(config, self.platform, allow) if target.host_bytes is None
                            or host_bytes(replace(config, **savers.options)) <= target.host_bytes]
-        # What the scan finds: the fastest mix of each candidate within a limit, and the fastest per bin of memory.
-        self.scan_limit = within_usual_loss(self.limit, self.platform.expandable)
-        self.fastest: list[Candidate] = []
-        self.bins: dict[int, float] = {}
-        self.considered = 0
-        self._replayed: dict[RunConfig, bool] = {}
+        expected = estimate(config, card, self.platform, measured=False)
+        assert expected is not None  # the GPU's figures are known
+        self.error = expected.error
+        self.scale = expected.likely / modelled(config, card, self.platform, likely_efficiency(card))
+        self.measured = {speed_key(resolve_run(each.config, self.platform)): each.tokens_per_s
+                         for each in reversed(recorded(card.name))} if target.card else {}
+        self.candidates: list[Candidate] = []
+        self._fits: dict[RunConfig, bool] = {}
+        self._needs: dict[RunConfig, int] = {}
+
+    @property
+    def considered(self) -> int:
+        return len(self.candidates)
 
     @property
     def replays(self) -> int:
-        return len(self._replayed)
+        return len(self._fits.keys() | self._needs.keys())
 
     # ---- candidates
 
-    def candidates(self, savers: SaverSet, limit: int | None = None, *, batches: Sequence[int] | None = None,
-                   prune: Prune | None = None) -> Iterator[Candidate]:
-        """Those that may fit `limit`, with every layer keeping all. Smaller micro-batches come first in each mode."""
+    def scan(self) -> list[Candidate]:
+        """All candidates, with all layers alike or with as few recomputing as may fit."""
+        if not self.candidates:
+            self.candidates = [candidate for savers in self.saver_sets for config in self.configs(savers)
+                               for candidate in self.with_mixes(config, savers)]
+        return self.candidates
+
+    def configs(self, savers: SaverSet, batches: Sequence[int] | None = None) -> Iterator[RunConfig]:
+        """Settings with these savers; larger micro-batches only while one may fit."""
         given, layers = self.config, self.config.n_layer
         sequences = given.batch_size * given.gradient_accumulation_steps
-        compared = ("batch_size", "eval_batch", "loss_chunk", "cuda_graphs", "compile", *savers.options)
         for mode in self.modes(savers):
             for batch in batches or self.batches(savers):
                 larger_may_fit = False
                 for chunk in self.chunks(batch):
-                    options = {**savers.options, **mode, "batch_size": batch, "loss_chunk": chunk,
-                               "gradient_accumulation_steps": sequences // batch}
-                    configs = [replace(given, **options, eval_batch_size=size) for size in self.eval_batches(batch)]
-                    cost = self.step_cost(configs[0])  # the evaluation batch does not affect the speed
-                    for config in configs:
-                        changes = sum(getattr(config, name) != getattr(given, name) for name in compared)
-                        least = cost.seconds(config.gradient_accumulation_steps, layers * min(cost.layers))
-                        if prune is not None and prune(savers, changes, least):
-                            larger_may_fit = True  # not known, so larger batches are tried
-                            continue
+                    for eval_batch in self.eval_batches(batch):
+                        config = replace(given, **{**savers.options, **mode, "batch_size": batch, "loss_chunk": chunk,
+                                                   "gradient_accumulation_steps": sequences // batch,
+                                                   "eval_batch_size": eval_batch})
+                        yield config
                         memory = self.costs.cost(config)
-                        levels = reversed(range(len(LEVELS)))  # what keeps least usually needs least
-                        if limit is None or any(memory.mapped(((level, layers),)) <= limit for level in levels):
-                            larger_may_fit = True
-                            yield Candidate(config, savers, changes, memory, cost, ((0, layers),))
-                        else:
-                            self.considered += len(LEVELS)
+                        least = min(memory.mapped(((level, layers),)) for level in range(len(LEVELS)))
+                        larger_may_fit |= least <= self.limit
+                        if least > memory.floor:
+                            break  # training needs more than evaluation: a smaller evaluation batch saves nothing
                 if not larger_may_fit:
                     break
-
-    def step_cost(self, config: RunConfig) -> StepCost:
-        return step_cost(config, self.ranked_on, self.platform, likely_efficiency(self.ranked_on))
 
     def modes(self, savers: SaverSet) -> list[dict[str, Any]]:
         """Settings of compile and cuda_graphs: as given, compiled where that works, and without CUDA graphs where they
@@ -283,14 +265,17 @@ class Search:
         return found
 
     def batches(self, savers: SaverSet) -> list[int]:
-        """The micro-batches that divide the sequences of a step."""
+        """Micro-batches that divide the sequences of a step: the given one, and others in growing steps."""
         given = self.config.batch_size
         sequences = given * self.config.gradient_accumulation_steps
         most = self.target.most_batch or sequences
         if savers.options.get("step_in_backward", self.config.step_in_backward):  # it excludes accumulation
             return [sequences] if sequences <= max(most, given) else []
-        sizes = range(1, min(most, MOST_SEQUENCES) + 1)
-        return [size for size in sizes if sequences % size == 0] + [given] * (given > MOST_SEQUENCES)
+        found = list[int]()
+        for size in (size for size in range(1, min(most, MOST_SEQUENCES) + 1) if sequences % size == 0):
+            if size != given and (not found or size >= LARGER * found[-1]):
+                found.append(size)
+        return sorted([*found, given])
 
     def chunks(self, batch: int) -> list[int]:
         """Values of `loss_chunk`; 0 is the engine's own choice."""
@@ -301,103 +286,131 @@ class Search:
         return sorted({0, *sizes, *({given} if given < tokens else ())}, key=lambda size: size or usual)
 
     def eval_batches(self, batch: int) -> list[int]:
-        """Values of `eval_batch_size`: as given, as many windows as keep the GPU busy, and one."""
+        """Values of `eval_batch_size`: as given, as many windows as keep the GPU busy, and one; the largest first."""
         given = self.config.eval_batch
         busy = max(EVAL_TOKENS // self.config.eval_block, 1)
         sizes = {given, *(size for size in (busy, 1) if size < given)}
-        return sorted(0 if size == batch and not self.config.eval_batch_size else size for size in sizes)
+        return [0 if size == batch and not self.config.eval_batch_size else size
+                for size in sorted(sizes, reverse=True)]
 
-    # ---- ranking
+    def with_mixes(self, config: RunConfig, savers: SaverSet) -> Iterator[Candidate]:
+        """The config with all layers at one recompute level, for each level; and with two levels, as many layers as may
+        fit at the faster one. Layers that keep less come first: their temporaries then meet fewer saved tensors."""
+        memory, layers = self.costs.cost(config), config.n_layer
+        mixes: list[RecomputeMix] = [((level, layers),) for level in range(len(LEVELS))]
+        mapped = [memory.mapped(mix) for mix in mixes]
+        for more, less in combinations(range(len(LEVELS)), 2):
+            if mapped[less] <= self.usual_limit < mapped[more]:
+                along: list[RecomputeMix] = [((less, few), (more, layers - few)) for few in range(1, layers)]
+                first = bisect_left(along, True, key=lambda mix: memory.mapped(mix) <= self.usual_limit)
+                mixes += along[first:first + 1]
+        seconds = self.seconds(config, mixes)
+        compared = ("batch_size", "eval_batch", "loss_chunk", "cuda_graphs", "compile", *savers.options)
+        changes = sum(getattr(config, name) != getattr(self.config, name) for name in compared)
+        given = mix_of(self.config.levels)
+        for mix, (taken, measured) in zip(mixes, seconds, strict=True):
+            yield Candidate(config, savers, memory, mix, taken, measured, memory.mapped(mix), changes + (mix != given))
 
-    def scan(self) -> None:
-        """Ranks all candidates without lossy savers and with all of them; of the others only those that may win."""
-        in_full = [savers for savers in self.saver_sets if savers.permission not in LOSSY]
-        in_full += _most_lossy(self.saver_sets)
-        for savers in in_full:
-            for candidate in self.candidates(savers, self.scan_limit):
-                self.scan_mixes(candidate)
-        best = min((one.score for one in self.fastest), default=float("inf"))
-        for savers in (savers for savers in self.saver_sets if savers not in in_full):
-            for candidate in self.candidates(savers, self.scan_limit,
-                                             prune=lambda *settings: score(*settings) >= (1 + TIE) * best):
-                self.scan_mixes(candidate)
+    def seconds(self, config: RunConfig, mixes: Iterable[RecomputeMix]) -> list[tuple[float, bool]]:
+        """Seconds per step with each mix, and whether that very run was measured."""
+        cost = step_cost(config, self.ranked_on, self.platform, likely_efficiency(self.ranked_on))
+        found = []
+        for mix in mixes:
+            in_layers = sum(layers * cost.layers[level] for level, layers in mix)
+            estimated = cost.seconds(config.gradient_accumulation_steps, in_layers) / self.scale
+            speed = self.measured.get(speed_key(config, levels_of(mix))) if self.measured else None
+            found.append((config.tokens_per_step / speed if speed else estimated, speed is not None))
+        return found
 
-    def scan_mixes(self, candidate: Candidate) -> None:
-        """Tries all mixes of at most two levels. Layers that keep less come first: their temporaries then meet fewer
-        saved tensors. Not every number of layers of a deep model: the mix that is chosen is refined layer by layer."""
-        layers, memory, cost = candidate.config.n_layer, candidate.memory, candidate.cost
-        micro_steps, bins, limit = candidate.config.gradient_accumulation_steps, self.bins, self.scan_limit
-        best: tuple[float, RecomputeMix] | None = None
-        for level in range(len(LEVELS)):
-            uniform = candidate._replace(mix=((level, layers),))
-            held, seconds = uniform.mapped, uniform.seconds
-            if held <= limit and (best is None or seconds < best[0]):
-                best = seconds, uniform.mix
-            bins[held // BIN] = min(seconds, bins.get(held // BIN, seconds))
-        counts = range(1, layers, -(-layers // MOST_MIXES))
-        for few, many in PAIRS:
-            first, more = cost.fixed + layers * cost.layers[many], cost.layers[few] - cost.layers[many]
-            row = memory.mapped_along(few, many, layers, counts.step)
-            for k, held in zip(counts, row, strict=True):
-                seconds = micro_steps * max(first + k * more, cost.host) + cost.step
-                if held <= limit and (best is None or seconds < best[0]):
-                    best = seconds, ((few, k), (many, layers - k))
-                if seconds < bins.get(held // BIN, 1e30):
-                    bins[held // BIN] = seconds
-        self.considered += len(LEVELS) + len(PAIRS) * len(counts)
-        if best is not None:
-            self.fastest.append(candidate._replace(mix=best[1]))
+    # ---- the choice
 
-    def best(self) -> list[Candidate]:
-        """The one to choose, then the fastest others; empty if nothing fits.
+    def gains(self, candidate: Candidate, other: Candidate) -> bool:
+        """Whether a candidate is faster than another by more than the estimate's error."""
+        error = MEASURED_ERROR if candidate.measured and other.measured else self.error
+        return candidate.seconds * (1 + error) < other.seconds
 
-        The given run stays unless an exact candidate is faster, and an exact candidate unless a lossy one is. So more
-        permissions never make the answer worse, and the exact answer does not depend on lossy candidates.
+    def choose(self) -> Candidate | None:
+        """The settings to choose; None if nothing fits.
+
+        The given run stays if it fits and nothing gains more than the estimate's error; what gains should then need
+        little memory. If it does not fit, the fastest is chosen. Each further permission (CPU RAM, lossy savers, other
+        rules) must gain more than the error over the choice without it. So more permission never makes the answer
+        slower, and memory is spent only on a gain that the estimate can tell.
         """
-        self.scan()
-        chosen = self.unchanged()
-        found = [chosen] if chosen is not None else []
-        for lossy in (False, True):
-            fitting = self._fastest([savers for savers in self.saver_sets if (savers.permission in LOSSY) == lossy])
-            found += fitting
-            # Of those as fast as the fastest, the one that changes least, if it is faster than the choice so far by
-            # more than the estimate's error.
-            fastest = min((one.score for one in fitting), default=0.0)
-            near = [one for one in fitting if one.score <= (1 + TIE) * fastest
-                    and (chosen is None or (1 + TIE) * one.score < chosen.score)]
-            chosen = min(near, key=self.change_cost) if near else chosen
-        if chosen is None:
-            return []
-        others = {self.config_of(one): one for one in sorted(found, key=lambda one: one.score)}
+        chosen = given = self.unchanged()
+        for permission in PERMISSIONS:
+            winners = list[Candidate]()
+            for group in self._groups(permission):
+                if winners and group[0].seconds > (1 + TIE) * winners[0].seconds:
+                    break  # its winner would be slower
+                better = [one for one in group if chosen is None or self.gains(one, chosen)]
+                winner = self.leanest(better) if given else self.fastest(better)
+                if winner and (chosen is None or self.gains(winner, chosen)):
+                    winners.append(winner)
+            chosen = min(winners, key=lambda one: one.seconds, default=chosen)
+        return chosen
+
+    def runners_up(self, chosen: Candidate) -> list[Candidate]:
+        """The fastest others that fit."""
         unwanted = self.config_of(chosen), self.given
-        return [chosen, *[one for config, one in others.items() if config not in unwanted][:REPLAYED - 1]]
+        others = (one for one in self.that_fit(self._different(self._fitting(self.scan())))
+                  if self.config_of(one) not in unwanted)
+        return list(islice(others, REPLAYED - 1))
 
-    def _fastest(self, of: list[SaverSet]) -> list[Candidate]:
-        """The fastest with these savers that fit, by replays."""
-        ranked = sorted((one for one in self.fastest if one.savers in of), key=lambda one: one.score)
-        tied = [one for one in ranked if one.score <= (1 + TIE) * ranked[0].score]
-        return ([*self._first_that_fit(sorted(tied, key=self.change_cost), 1), *self._first_that_fit(ranked, REPLAYED)]
-                or self._first_that_fit(self.smallest_candidates(of)[:SMALLEST_TRIED], 1))
+    def _groups(self, permission: str) -> list[list[Candidate]]:
+        """Candidates that fit by closed forms with this permission, by their lossy savers: the fastest group first, and
+        in each the fastest candidate. If none of a group does, its smallest, which may fit."""
+        groups: dict[tuple[str, ...], list[Candidate]] = {}
+        for one in self.scan():
+            if one.savers.permission == permission:
+                groups.setdefault(one.savers.names, []).append(one)
+        fitting = (self._fitting(group) or list(islice(self.smallest(group), SMALLEST_TRIED))
+                   for group in groups.values())
+        return sorted((group for group in fitting if group), key=lambda group: group[0].seconds)
 
-    def change_cost(self, candidate: Candidate) -> float:
-        """What decides between tied candidates: changed options and memory."""
-        return CHANGE_WEIGHT * candidate.changes + candidate.mapped / max(self.limit, 1)
+    def _fitting(self, candidates: Iterable[Candidate]) -> list[Candidate]:
+        """Those that fit by closed forms, with the usual fragmentation; the fastest first."""
+        return sorted((one for one in candidates if one.mapped <= self.usual_limit),
+                      key=lambda one: (one.seconds, one.changes, one.mapped))
 
     def unchanged(self) -> Candidate | None:
         """The given run, if it fits."""
-        savers = next((savers for savers in self.saver_sets if not savers.more_offload and all(
-            getattr(self.config, option) == value or option in FREE_SETTINGS
-            for option, value in savers.options.items())), None)
+        savers = next((savers for savers in self.saver_sets if savers.permission == "free"
+                       and savers.options["offload"] == self.config.offload), None)
         if savers is None or not self.fits(self.given):  # None: what is offloaded does not fit the CPU RAM
             return None
-        return Candidate(self.config, savers, 0, self.costs.cost(self.config), self.step_cost(self.config),
-                         mix_of(self.given.levels))
+        memory, mix = self.costs.cost(self.config), mix_of(self.given.levels)
+        (seconds, measured), = self.seconds(self.config, [mix])
+        return Candidate(self.config, savers, memory, mix, seconds, measured, memory.mapped(mix), 0)
+
+    def leanest(self, ranked: Sequence[Candidate]) -> Candidate | None:
+        """Of those over which the fastest does not gain, the one that fits and needs least memory."""
+        near = [one for one in ranked if not self.gains(ranked[0], one)]
+        smallest = sorted(near, key=lambda one: (one.mapped, one.changes))[:SMALLEST_TRIED]
+        return next((one for one in smallest if self.fits(self.config_of(one))), None)
+
+    def fastest(self, ranked: Sequence[Candidate]) -> Candidate | None:
+        """The fastest that fits; of those as fast, the one with fewest changes, then least memory."""
+        first = next(self.that_fit(self._different(ranked)), None)
+        if first is None:
+            return None
+        tied = [one for one in ranked if one.seconds <= (1 + TIE) * first.seconds]
+        found = self.that_fit(self._different(sorted(tied, key=lambda one: (one.changes, one.mapped))))
+        return next((one for one in islice(found, REPLAYED) if one.seconds <= (1 + TIE) * first.seconds), first)
+
+    def step_up(self, chosen: Candidate) -> Candidate | None:
+        """The next step up from the chosen settings: nearly the fastest that fits, if it is faster at all."""
+        return self.fastest([one for one in self._fitting(self.scan()) if (1 + TIE) * one.seconds < chosen.seconds])
 
     def frontier(self) -> tuple[tuple[int, float], ...]:
         """(bytes, tokens per second): the fastest candidate within each amount of memory; more memory only where it is
         faster."""
+        bins: dict[int, float] = {}
+        for one in self.scan():
+            place = one.mapped // BIN
+            bins[place] = min(one.seconds, bins.get(place, one.seconds))
         found: list[tuple[int, float]] = []
-        for place, seconds in sorted(self.bins.items()):
+        for place, seconds in sorted(bins.items()):
             if not found or seconds < found[-1][1] * 0.999:
                 found.append(((place + 1) * BIN, seconds))
         return tuple((with_usual_loss(mapped, self.platform.expandable), self.config.tokens_per_step / seconds)
@@ -405,22 +418,26 @@ class Search:
 
     # ---- the smallest
 
-    def smallest(self, of: list[SaverSet]) -> list[Candidate]:
-        """Candidates with the smallest micro-batch, each with the mix that needs least, the smallest first."""
-        mixes: list[RecomputeMix] = [((level, self.config.n_layer),) for level in range(len(LEVELS))]
-        found = [one._replace(mix=min((one.memory.mapped(mix), mix) for mix in mixes)[1]) for savers in of
-                 for one in self.candidates(savers, batches=self.batches(savers)[:1])]
+    def smallest(self, candidates: Iterable[Candidate]) -> Iterator[Candidate]:
+        """Those that may fit, the smallest of each kind, the smallest first."""
+        may_fit = (one for one in candidates if one.memory.may_fit(one.mix, self.limit))
+        return self._different(sorted(may_fit, key=lambda one: (one.mapped, one.changes)), "cuda_graphs",
+                               "eval_batch_size")
+
+    def small(self) -> list[Candidate]:
+        """Candidates with the smallest micro-batch, the smallest first."""
+        found = [one for savers in self.saver_sets for config in self.configs(savers, self.batches(savers)[:1])
+                 for one in self.with_mixes(config, savers)]
         return sorted(found, key=lambda one: (one.mapped, one.changes))
 
-    def smallest_candidates(self, of: list[SaverSet]) -> list[Candidate]:
-        """The smallest of each kind, as far as they may fit."""
-        found = [one for one in self.smallest(of) if one.memory.may_fit(one.mix, self.limit)]
-        return list(self._different(found, "cuda_graphs", "eval_batch_size"))
+    def may_fit(self) -> bool:
+        """Whether one of the smallest candidates fits, by replays."""
+        return any(self.fits(self.config_of(one)) for one in islice(self.smallest(self.small()), SMALLEST_TRIED))
 
     def least(self) -> tuple[RunConfig, str]:
         """The config that needs least, and the permission it takes. The smallest by closed forms are replayed, until
         the next cannot need less."""
-        first, *others = islice(self._different(self.smallest(self.saver_sets), "cuda_graphs"), SMALLEST_TRIED)
+        first, *others = islice(self._different(self.small(), "cuda_graphs"), SMALLEST_TRIED)
         best, least = first, self.needs(self.config_of(first))
         for one in others:
             if one.mapped - PAGE >= least:
@@ -433,17 +450,41 @@ class Search:
 
     def fits(self, config: RunConfig) -> bool:
         """Whether the config fits, by a replay."""
-        if config not in self._replayed:
-            self._replayed[config] = fits(resolve_run(config, self.platform), self.platform, self.limit)
-        return self._replayed[config]
+        if config not in self._fits:
+            self._fits[config] = fits(resolve_run(config, self.platform), self.platform, self.limit)
+        return self._fits[config]
 
     def needs(self, config: RunConfig) -> int:
-        return needs_of(resolve_run(config, self.platform), self.platform)
+        if config not in self._needs:
+            self._needs[config] = needs_of(resolve_run(config, self.platform), self.platform)
+        return self._needs[config]
 
-    def estimated_needs(self, config: RunConfig) -> int:
-        """By closed forms, with the usual fragmentation."""
-        run = resolve_run(config, self.platform)
-        return with_usual_loss(self.costs.cost(run).mapped(mix_of(run.levels)), self.platform.expandable)
+    def that_fit(self, candidates: Iterable[Candidate]) -> Iterator[Candidate]:
+        """The candidates that fit, by replays, each with as few layers recomputed as fit."""
+        return (one for one in map(self._refined, candidates) if one is not None)
+
+    def _refined(self, candidate: Candidate) -> Candidate | None:
+        """First more layers recompute until it fits, then fewer while one layer less fits."""
+        memory = candidate.memory
+
+        def fits(mix: RecomputeMix) -> bool:
+            return self.fits(self.config_of(candidate._replace(mix=mix)))
+
+        mix = candidate.mix
+        while not fits(mix):
+            excess = self.needs(self.config_of(candidate._replace(mix=mix))) - self.limit
+            less = next((less for less in lower_all(mix) if memory.mapped(less) <= memory.mapped(mix) - excess), None)
+            if less is None:
+                return None
+            mix = less
+        higher: RecomputeMix | None = mix
+        while higher is not None:
+            mix = higher
+            found = [more for more in one_layer_up(mix) if memory.may_fit(more, self.limit)]
+            taken = dict(zip(found, self.seconds(candidate.config, found), strict=True))
+            higher = next(filter(fits, sorted(found, key=lambda more: taken[more])), None)
+        (seconds, measured), = self.seconds(candidate.config, [mix])
+        return candidate._replace(mix=mix, seconds=seconds, measured=measured, mapped=memory.mapped(mix))
 
     def is_maximal(self, config: RunConfig) -> bool:
         """Whether some layers recompute, and the run would not fit if any single one of them kept more."""
@@ -453,11 +494,17 @@ class Search:
         return bool(higher) and not any(
             self.fits(replace(config, recompute=describe_mix(mix), grad_checkpoint=False)) for mix in may_fit)
 
-    def scored(self, config: RunConfig, permission: str, *, at_most: int | None = None) -> ScoredConfig:
-        """`at_most`: an upper bound on what the config needs, where the exact figure is not worth the replays."""
-        needs = self.needs(config) if at_most is None else at_most
+    # ---- configs
+
+    def estimated_needs(self, config: RunConfig) -> int:
+        """By closed forms, with the usual fragmentation."""
+        run = resolve_run(config, self.platform)
+        return with_usual_loss(self.costs.cost(run).mapped(mix_of(run.levels)), self.platform.expandable)
+
+    def scored(self, config: RunConfig, permission: str) -> ScoredConfig:
+        needs = self.needs(config)
         return ScoredConfig(config, flags(self.given, config), permission, needs, self.limit - needs,
-                            estimate(config, self.target.card, self.platform), exact=at_most is None)
+                            estimate(config, self.target.card, self.platform))
 
     def config_of(self, candidate: Candidate) -> RunConfig:
         """A checked config that changes what it must of the given one, and nothing else."""
@@ -473,7 +520,7 @@ class Search:
             options |= {"recompute": describe_mix(candidate.mix), "grad_checkpoint": False}
         return replace(given, **options)
 
-    def _different(self, candidates: Sequence[Candidate], *options: str) -> Iterator[Candidate]:
+    def _different(self, candidates: Iterable[Candidate], *options: str) -> Iterator[Candidate]:
         """The first of each kind: of those that differ in savers, micro-batch, compilation, or in these options."""
         seen = set()
         for candidate in candidates:
@@ -482,36 +529,6 @@ class Search:
             if kind not in seen:
                 seen.add(kind)
                 yield candidate
-
-    def _first_that_fit(self, candidates: Sequence[Candidate], how_many: int) -> list[Candidate]:
-        """The first of each kind that fit, by replays, each with as few layers recomputed as fit."""
-        refined = (self._refined(candidate) for candidate in self._different(candidates))
-        return list(islice((one for one in refined if one is not None), how_many))
-
-    def _refined(self, candidate: Candidate) -> Candidate | None:
-        """With as few layers recomputed as fit: first fewer kept until it fits, then more while one layer more fits."""
-        memory, costs = candidate.memory, candidate.cost.layers
-
-        def fits(mix: RecomputeMix) -> bool:
-            return self.fits(self.config_of(candidate._replace(mix=mix)))
-
-        smaller = [candidate.mix]
-        for mix in lower_all(candidate.mix):  # a level that keeps less may need more, where little is kept at all
-            if memory.mapped(mix) < memory.mapped(smaller[-1]):
-                smaller.append(mix)
-        fails, place, stride = -1, 0, 1  # growing strides, then bisection: the first that fits is usually near
-        while place < len(smaller) and not fits(smaller[place]):
-            fails, place, stride = place, place + stride, 2 * stride
-        place = bisect_left(smaller, True, fails + 1, min(place, len(smaller)), key=fits)
-        if place == len(smaller):
-            return None
-        found: RecomputeMix | None = smaller[place]
-        while found is not None:
-            mix = found
-            higher = [more for more in one_layer_up(mix) if memory.may_fit(more, self.limit)]
-            higher.sort(key=lambda more: sum(layers * costs[level] for level, layers in more))  # the fastest first
-            found = next(filter(fits, higher), None)
-        return candidate._replace(mix=mix)
 
 
 FLAGS_FIRST = ("n_layer", "n_head", "n_embd", "block_size", "batch_size", "gradient_accumulation_steps", "recompute")

@@ -3,7 +3,7 @@
 A micro-step goes up the layers and down again, and layers of one recompute policy are alike: each leaves some bytes
 behind and reaches some bytes above its start. Both are read off an ordinary tape of one layer per policy, span by span.
 So the peak of any number of layers at any mix of policies is the highest of a few sums, equal to what the tape says, to
-the byte. Fragmentation is bounded, not known: a run that is to be chosen is replayed.
+the byte. Fragmentation is not known: a run that is to be chosen is replayed.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import count, groupby, repeat
+from itertools import groupby
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
 
@@ -29,24 +29,17 @@ RecomputeMix = tuple[tuple[int, int], ...]  # (index of a policy in LEVELS, laye
 PAGE = LARGE_BUFFER
 
 
-class FragmentationBound(NamedTuple):
-    """Fragmentation: bytes, tensors of a micro-batch's [N, C], and shares of all that is held and of the gradients that
-    are freed after each step, which end up in the holes that activations leave."""
-
-    pages: int
-    tensors: int = 0
-    share: float = 0.0
-    gradients: float = 0.0
-
-
-# Bounds: above what any of 4,400 random runs lost with expandable segments, and any of 2,900 with plain ones.
-MOST_LOST = {True: FragmentationBound(80 * MiB, 7, 0.03, 0.06), False: FragmentationBound(448 * MiB, 14, 0.11, 0.10)}
-# As most runs have it: half of those lost less, half more.
-USUALLY_LOST = {True: FragmentationBound(20 * MiB, share=0.01), False: FragmentationBound(20 * MiB, share=0.05)}
+# Fragmentation of most runs, with and without expandable segments: bytes, and a share of what is held. Half of 7,300
+# random runs lost less, half more. So a run that is to be chosen is replayed.
+USUALLY_LOST = {True: (20 * MiB, 0.01), False: (20 * MiB, 0.05)}
 
 
 def mix_of(levels: tuple[str, ...]) -> RecomputeMix:
     return tuple((LEVELS.index(level), len(list(run))) for level, run in groupby(levels))
+
+
+def levels_of(mix: RecomputeMix) -> tuple[str, ...]:
+    return tuple(LEVELS[level] for level, layers in mix for _ in range(layers))
 
 
 def describe_mix(mix: RecomputeMix) -> str:
@@ -85,14 +78,14 @@ def _ordered(counts: dict[int, int]) -> RecomputeMix:
 
 
 def with_usual_loss(mapped: int, expandable: bool) -> int:
-    usual = USUALLY_LOST[expandable]
-    return mapped + usual.pages + int(usual.share * mapped)
+    nbytes, share = USUALLY_LOST[expandable]
+    return mapped + nbytes + int(share * mapped)
 
 
 def within_usual_loss(limit: int, expandable: bool) -> int:
     """What may be mapped, if the rest of a limit is for the usual fragmentation."""
-    usual = USUALLY_LOST[expandable]
-    return int((limit - usual.pages) / (1 + usual.share))
+    nbytes, share = USUALLY_LOST[expandable]
+    return int((limit - nbytes) / (1 + share))
 
 
 class NetAndPeak(NamedTuple):
@@ -100,9 +93,6 @@ class NetAndPeak(NamedTuple):
 
     net: int
     peak: int
-
-
-Line = tuple[int, int]  # its slope and its start
 
 
 class MicroStepCost(NamedTuple):
@@ -143,20 +133,6 @@ class MicroStepCost(NamedTuple):
                 most = at - net + peak
         return max(most, at + self.embedding_backward.peak)
 
-    def lines(self, few: int, many: int, layers: int) -> list[Line]:
-        """The same for 0 < k < layers layers at policy `few`, the others at `many`: the highest of these lines at k."""
-        up, down, before, behind = self.forward[few], self.backward[few], self.forward[many], self.backward[many]
-        start, full, turned = self.embedding.net, layers * before.net, self.embedding.net + self.head.net
-        grows, left = up.net - before.net, layers * (before.net + behind.net)
-        falls = grows - behind.net  # once the layers at `many` are done
-        return [
-            (0, self.embedding.peak),
-            (up.net, start - up.net + up.peak),
-            (grows, full + max(start - before.net + before.peak, start + self.head.peak, turned + behind.peak)),
-            (falls, turned + left + max(behind.peak - behind.net, down.peak)),
-            (falls + down.net, turned + left + max(down.peak - down.net, self.embedding_backward.peak)),
-        ]
-
 
 class Resident(NamedTuple):
     """What is there before the first batch."""
@@ -188,7 +164,6 @@ class RunCost:
     steps: tuple[MicroStepCost, ...]
     gradients: int     # of all parameters, where they are freed after each step
     places: int        # bytes of the default pool that a captured micro-step reads
-    tensor: int        # bytes of a micro-batch's [N, C] in the precision of matmuls
     expandable: bool   # the allocator's segments
 
     def allocated(self, mix: RecomputeMix) -> int:
@@ -206,25 +181,10 @@ class RunCost:
 
     def mapped(self, mix: RecomputeMix) -> int:
         """What must be held from the driver if there is no fragmentation."""
-        return max(self._floor, *(beside + step.peak(mix) for beside, step in self._beside))
-
-    def mapped_along(self, few: int, many: int, layers: int, stride: int = 1) -> list[int]:
-        """The same with 1, 1 + stride … of the layers at policy `few` and the others at `many`."""
-        ends = [(beside + start + slope, beside + start + slope * (layers - 1), slope) for beside, step in self._beside
-                for slope, start in step.lines(few, many, layers)]
-        leader = max(ends)  # a line that is below another at both ends is below it all along
-        ruling = [leader, *(each for each in ends if each[1] > leader[1])]
-        return list(map(max, repeat(self._floor, len(range(1, layers, stride))),
-                        *(count(at_first, stride * slope) for at_first, _, slope in ruling)))
-
-    def needs(self, mix: RecomputeMix) -> int:
-        """On the safe side of what a replay says."""
-        mapped, most = self.mapped(mix), MOST_LOST[self.expandable]
-        return (mapped + most.pages + most.tensors * self.tensor + int(most.share * mapped)
-                + int(most.gradients * self.gradients))
+        return max(self.floor, *(beside + step.peak(mix) for beside, step in self._beside))
 
     @cached_property
-    def _floor(self) -> int:
+    def floor(self) -> int:
         """What is held whatever the recompute policies."""
         loaded, look = self.resident.loaded, self.evaluation
         return max(self.resident.loading, loaded + look.peak, loaded + look.beside + look.captured_peak,
@@ -283,7 +243,6 @@ class CostCache:
         return RunCost(resident, evaluation,
                        tuple(step._replace(head=head) for step, head in zip(steps, heads, strict=True)),
                        config.n_layer * per_layer + others, _places(config, config.batch_size * config.block_size),
-                       engine_tape.BYTES[config.dtype] * config.batch_size * config.block_size * config.n_embd,
                        self.platform.expandable)
 
     def _once(self, read: Callable[[RunConfig, Platform], Found], config: RunConfig, *key: Any) -> Found:

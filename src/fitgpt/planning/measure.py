@@ -20,16 +20,18 @@ from typing import IO, Any
 from ..config.run_config import RunConfig
 from ..hardware.allocator_env import child_environment
 from .fit_goals import FitResult
-from .fit_search import ScoredConfig
+from .fit_search import PERMISSIONS, ScoredConfig
+from .speed import MEASURED_ERROR
 
 Timer = Callable[[RunConfig, int], "float | str"]  # config, memory limit → tokens per second, or what went wrong
 SECONDS_EACH = 2.0     # for steps of one micro-step, and as much for steps of two
-NOISE = 0.005          # closer than this, two are equally fast: then the estimate decides
 STARTS_WITHIN_S = 300  # compiling a large model takes a minute or two
 
 
 def rerank(fitted: FitResult, timer: Timer, say: Callable[[str], None] = lambda text: None) -> FitResult:
-    """The result with the fastest by measurement as chosen. Candidates that could not be timed come last."""
+    """The result with the choice by measurement: the given settings, unless others are faster by more than the error of
+    two measurements; of those as fast as the fastest, the ones that need least. Candidates that could not be timed come
+    last."""
     if fitted.chosen is None:
         return fitted
     unchanged = (fitted.given,) if fitted.given.fits and fitted.chosen.flags else ()
@@ -46,10 +48,18 @@ def rerank(fitted: FitResult, timer: Timer, say: Callable[[str], None] = lambda 
             say(f"{number} of {len(candidates)}: {_name(scored)}: {found:,.0f} tokens/s")
     if not timed:
         return fitted._replace(notes=(*fitted.notes, *notes))
-    most = max(each.measured or 0 for each in timed)
-    best = next(each for each in timed if (each.measured or 0) >= (1 - NOISE) * most)  # of equally fast ones the first
-    others = sorted((each for each in timed if each is not best), key=lambda each: -(each.measured or 0))
-    return fitted._replace(chosen=best, runners_up=(*others, *failed), notes=(*fitted.notes, *notes))
+    chosen = next((each for each in timed if each.config == fitted.given.config), None)
+    for permission in PERMISSIONS:  # more permission must gain more than the error of two measurements
+        better = [each for each in timed if each.permission == permission and _gains(each, chosen)]
+        near = [each for each in better if not any(_gains(other, each) for other in better)]
+        chosen = min(near, key=lambda each: each.needs, default=chosen)
+    others = sorted((each for each in timed if each is not chosen), key=lambda each: -(each.measured or 0))
+    return fitted._replace(chosen=chosen, runners_up=(*others, *failed), step_up=None, error=MEASURED_ERROR,
+                           notes=(*fitted.notes, *notes))
+
+
+def _gains(scored: ScoredConfig, other: ScoredConfig | None) -> bool:
+    return other is None or (scored.measured or 0) > (1 + MEASURED_ERROR) * (other.measured or 0)
 
 
 def _name(scored: ScoredConfig) -> str:

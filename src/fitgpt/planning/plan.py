@@ -32,7 +32,7 @@ from .budget import (
     target_for,
     unmodelled_allocator_options,
 )
-from .changes import Change, PricedChange, memory_use, priced, single_changes, smallest_that_fit
+from .changes import Change, PricedChange, memory_use, priced, ranked, single_changes, smallest_that_fit
 from .forecast import (
     MemoryPlan,
     RecordedRun,
@@ -101,17 +101,18 @@ class Plan(MemoryPlan):
             return None
         platform, card = self.target.platform, self.target.card
         before = memory_use(self.run, platform, self.trainer)
-        return [priced(changed, before, platform, self.budget)._replace(
-                    speed=relative_speed(changed.config, changed.change.trainer, self.run, self.trainer, card))
-                for changed in single_changes(self.run, self.trainer, compiles=platform.compiles)]
+        return ranked(priced(changed, before, platform, self.budget)._replace(
+                          speed=relative_speed(changed.config, changed.change.trainer, self.run, self.trainer, card))
+                      for changed in single_changes(self.run, self.trainer, compiles=platform.compiles))
 
     def to_dict(self) -> dict[str, Any]:
         """What --json prints."""
         return {**document(self, self.target.platform.torch, self.track_record),
                 "run": {**self.duration._asdict(), "tokens_per_param": self.duration.tokens / self.duration.params},
                 "formulas": {share.owner: share.formula for share in self.forecast.owners_at_peak},
-                "changes": [change._asdict() for change in self.changes],
-                "options": self.options and [{**each._asdict(), "change": each.change._asdict()}
+                "changes": [{**change._asdict(), "rank": change.rank} for change in self.changes],
+                "options": self.options and [{**each._asdict(), "change": {**each.change._asdict(),
+                                                                           "rank": each.change.rank}}
                                              for each in self.options],
                 "nearest_recorded_run": self.nearest_recorded_run and self.nearest_recorded_run._asdict(),
                 "notes": list(self.notes), "sources": list(self.budget.sources)}

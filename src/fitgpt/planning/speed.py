@@ -9,18 +9,22 @@ the shares are assumed, so an estimate there is a range; it is good enough to ra
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
+from operator import attrgetter
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 from ..config.memory_savers import KEEPS, LEVELS, loss_chunk_tokens
 from ..config.optimizers import optimizer_of
 from ..config.resolve import ResolvedRun, resolve_run
 from ..config.run_config import SPEED_OPTIONS, RunConfig
+from ..core.units import show_count
 from ..hardware.gpus import GpuModel
 from ..memory.platform import Platform
 from ..tapes import engine as engine_tape
+from . import measured_speeds
 from .budget import platform_for
 
 BYTES = engine_tape.BYTES
@@ -230,6 +234,9 @@ def likely_efficiency(card: GpuModel) -> Efficiency:
 
 OTHER_HOSTS = 1.5, 0.6   # times as long on the CPU, at most and at least, where nothing was recorded: assumed
 SMALLEST_ERROR = 0.05    # that is assumed of a roofline, however close it is to recorded runs
+MEASURED_ERROR = 0.02    # between two measured speeds: clocks, temperature, and what else uses the GPU
+ENOUGH_SHAPES = 3        # shapes recorded on a GPU from which on they say something about other shapes
+SHAPE = attrgetter("n_layer", "n_head", "n_embd", "block_size", "vocab_size")
 # A run, the efficiencies, and the time of the CPU relative to that of the recorded runs → tokens per second.
 Roofline = Callable[[ResolvedRun, Efficiency, float], float]
 
@@ -242,6 +249,11 @@ class SpeedEstimate(NamedTuple):
     likely: float
     basis: str    # what it is based on
 
+    @property
+    def error(self) -> float:
+        """Relative: half the width of the range. Two speeds that are closer than this may be in the other order."""
+        return max((self.high - self.low) / (2 * self.likely), MEASURED_ERROR)
+
 
 class RecordedSpeed(NamedTuple):
     """A run whose speed was measured."""
@@ -250,14 +262,25 @@ class RecordedSpeed(NamedTuple):
     config: RunConfig
     tokens_per_s: float
     source: str
+    basis: str    # a phrase with the source, for an estimate
 
 
 @cache
-def recorded(trainer: str = "fitgpt") -> tuple[RecordedSpeed, ...]:
+def shipped(trainer: str = "fitgpt") -> tuple[RecordedSpeed, ...]:
     """From recorded.json, which tools/recorded.py writes."""
     document = json.loads(Path(__file__).with_name("recorded.json").read_text(encoding="utf-8"))
-    return tuple(RecordedSpeed(row["card"], RunConfig(**row["options"]), row["tokens_per_s"], row["source"])
+    return tuple(RecordedSpeed(row["card"], RunConfig(**row["options"]), row["tokens_per_s"], row["source"],
+                               f"measured: {row['source']}")
                  for row in document["nanogpt" if trainer == "nanogpt" else "runs"])
+
+
+def recorded(gpu: str, trainer: str = "fitgpt") -> list[RecordedSpeed]:
+    """Runs on this GPU: those in the user's store, the newest first, then those that come with fitgpt."""
+    own = measured_speeds.load(gpu) if trainer == "fitgpt" else []
+    return [*(RecordedSpeed(gpu, each.config, each.tokens_per_s, each.command,
+                            f"measured here on {each.date}: {show_count(round(each.tokens_per_s))} tokens/s "
+                            f"({each.command}, torch {each.torch})") for each in own),
+            *(each for each in shipped(trainer) if each.card == gpu)]
 
 
 def modelled(config: RunConfig, card: GpuModel, platform: Platform, efficiency: Efficiency) -> float:
@@ -274,42 +297,62 @@ def likely(config: RunConfig, card: GpuModel, platform: Platform) -> float | Non
     return modelled(resolve_run(config, platform), card, platform, likely_efficiency(card))
 
 
-def estimate(config: RunConfig, card: GpuModel | None, platform: Platform | None = None) -> SpeedEstimate | None:
-    """The speed to expect of a run, and what that is based on; None where the GPU's figures are not known."""
+def estimate(config: RunConfig, card: GpuModel | None, platform: Platform | None = None, *,
+             measured: bool = True) -> SpeedEstimate | None:
+    """The speed to expect of a run, and what that is based on; None where the GPU's figures are not known. `measured`:
+    whether a measurement of this very run counts."""
     if card is None or not has_figures(card):
         return None
     on = platform or platform_for(card)
-    return estimate_by(lambda run, efficiency, host: modelled(run, card, on, efficiency), speed_key,
-                       resolve_run(config, on), card, on, "fitgpt")
+    return estimate_by(lambda run, efficiency, host: modelled(run, card, on, efficiency),
+                       speed_key if measured else None, resolve_run(config, on), card, on, "fitgpt")
 
 
-def estimate_by(roofline: Roofline, key: Callable[[ResolvedRun], tuple[Any, ...]], run: ResolvedRun, card: GpuModel,
-                platform: Platform, trainer: str) -> SpeedEstimate:
-    """A measured speed, if a run with the same key was recorded on this GPU. Else the roofline: as wrong as it is for
-    the runs recorded on this GPU, or within the assumed efficiencies if there are none."""
-    here = [(resolve_run(each.config, platform, trainer), each) for each in recorded(trainer) if each.card == card.name]
-    for other, measured in here:
-        if key(other) == key(run):
-            speed = measured.tokens_per_s
-            return SpeedEstimate(speed, speed, speed, f"measured: {measured.source}")
+def estimate_by(roofline: Roofline, key: Callable[[ResolvedRun], tuple[Any, ...]] | None, run: ResolvedRun,
+                card: GpuModel, platform: Platform, trainer: str) -> SpeedEstimate:
+    """A measured speed, if a run with the same key was recorded on this GPU. Else the roofline: scaled to the recorded
+    runs of the same shape; or as wrong as it is for recorded runs of several other shapes; or within the assumed
+    efficiencies."""
+    here = [(resolve_run(each.config, platform, trainer), each) for each in recorded(card.name, trainer)]
+    if key is not None:
+        for other, measured in here:
+            if key(other) == key(run):
+                return SpeedEstimate(*3 * (measured.tokens_per_s,), measured.basis)
     kind = gpu_class(card)
     expected = roofline(run, kind.likely, 1.0)
-    if here:
-        error = max(SMALLEST_ERROR, *(abs(roofline(other, kind.likely, 1.0) / measured.tokens_per_s - 1)
-                                      for other, measured in here))
+
+    def ratios(runs: list[tuple[ResolvedRun, RecordedSpeed]]) -> list[float]:
+        """Measured speeds relative to the roofline's."""
+        return [measured.tokens_per_s / roofline(other, kind.likely, 1.0) for other, measured in runs]
+
+    same_shape = [each for each in here if SHAPE(each[0]) == SHAPE(run)]
+    if same_shape:
+        found = ratios(same_shape)
+        scale, error = median(found), max(SMALLEST_ERROR, max(found) / min(found) - 1)
+        return SpeedEstimate((1 - error) * scale * expected, (1 + error) * scale * expected, scale * expected,
+                             f"a roofline scaled to {_runs(same_shape)} of this shape recorded on this GPU, within "
+                             f"{100 * error:.0f} %")
+    if len({SHAPE(other) for other, _ in here}) >= ENOUGH_SHAPES:
+        error = max(SMALLEST_ERROR, *(abs(1 / ratio - 1) for ratio in ratios(here)))
         return SpeedEstimate((1 - error) * expected, (1 + error) * expected, expected,
-                             f"a roofline that is within {100 * error:.0f} % of {len(here)} runs recorded on this GPU")
+                             f"a roofline that is within {100 * error:.0f} % of {_runs(here)} recorded on this GPU")
     low, high = map(roofline, (run, run), (kind.least, kind.most), OTHER_HOSTS)
+    missing = "nothing of this shape" if here else "nothing"
     return SpeedEstimate(low, high, expected, f"a roofline of {card.tflops:g} TFLOP/s and {card.bandwidth_gbs:g} GB/s, "
-                         f"calibrated on runs of an H200, with efficiencies assumed for {kind.text}; nothing was "
+                         f"calibrated on runs of an H200, with efficiencies assumed for {kind.text}; {missing} was "
                          "recorded on this GPU")
 
 
-def speed_key(config: RunConfig) -> tuple[Any, ...]:
-    """What the speed of a resolved config depends on: configs with the same key are equally fast."""
+def _runs(found: Sequence[object]) -> str:
+    return "1 run" if len(found) == 1 else f"{len(found)} runs"
+
+
+def speed_key(config: RunConfig, levels: tuple[str, ...] = ()) -> tuple[Any, ...]:
+    """What the speed of a resolved config depends on: configs with the same key are equally fast. `levels`: what each
+    layer recomputes, if not as in the config."""
     effective = {
         "compile": bool(config.compile), "cuda_graphs": engine_tape.uses_cuda_graphs(config),
         "grad_clip": config.grad_clip > 0,
-        "recompute": config.levels, "grad_checkpoint": None,
+        "recompute": levels or config.levels, "grad_checkpoint": None,
         "loss_chunk": loss_chunk_tokens(config.batch_size * config.block_size, config.vocab_size, config.loss_chunk)}
     return tuple(effective.get(name, getattr(config, name)) for name in SPEED_OPTIONS)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..core.units import GiB, MiB, show_bytes, show_count, with_article
+from ..planning.speed import MEASURED_ERROR, SpeedEstimate
 from . import charts
 from .plan_text import signed_bytes
 from .terminal import MIN_TEXT_WIDTH, labelled_rows, paragraph, table, wrap
@@ -13,7 +14,6 @@ from .terminal import MIN_TEXT_WIDTH, labelled_rows, paragraph, table, wrap
 if TYPE_CHECKING:  # a result imports this module to print itself
     from ..planning.fit_goals import FitResult
     from ..planning.fit_search import ScoredConfig
-    from ..planning.speed import SpeedEstimate
 
 MIN_FLAGS_WIDTH = 36         # columns that flags need beside figures; with fewer they go below
 PLOT_ROWS, PLOT_COLUMNS = 9, 64
@@ -25,7 +25,6 @@ COLOURS = {"given": 1, "chosen": 2}
 CURVE_NAME = "fastest run within this memory"
 PERMISSIONS = {"free": "same training result", "places": "part of the state in CPU RAM", "lossy": "lossy memory savers",
                "rules": "another training rule"}
-SAME_SPEED = 1  # percent; closer than this, an estimate cannot tell which of two is faster
 
 
 def fit_text(fitted: FitResult, run: str, *, width: int = 80, todo: str = "") -> str:
@@ -35,6 +34,8 @@ def fit_text(fitted: FitResult, run: str, *, width: int = 80, todo: str = "") ->
     parts = [paragraph(f"{run}{where}: {verdict(fitted)}", width)]
     if chosen is not None:
         parts.append(_comparison(fitted, width))
+        if fitted.step_up is not None:
+            parts.append(paragraph(step_up_text(fitted), width))
         lines = ["Why"]
         for decision in fitted.decisions:
             changes = ", ".join(f"{option} {was} → {now}" for option, (was, now) in decision.changes.items())
@@ -51,11 +52,6 @@ def fit_text(fitted: FitResult, run: str, *, width: int = 80, todo: str = "") ->
             parts.append("\n".join(lines))
     if fitted.runners_up:
         parts.append("\n".join(["Runners-up", *_runner_up_lines(fitted.runners_up, width)]))
-        if chosen is not None and not chosen.measured and any(
-                0 < _gain(chosen, each) <= SAME_SPEED for each in fitted.runners_up):
-            tie = (f"Estimates within {SAME_SPEED} % are a tie; among tied settings, few changes and much headroom are "
-                   "preferred.")
-            parts[-1] += "\n" + paragraph(tie, width)
     if len(fitted.frontier) > 1:
         parts.append(_plot(fitted, min(width - PLOT_MARGIN - 2, PLOT_COLUMNS)))
     parts.append(labelled_rows(_note_rows(fitted), width))
@@ -79,8 +75,12 @@ def verdict(fitted: FitResult) -> str:
     if not chosen.flags:
         if not fitted.given.fits:
             return "as given."
-        margin = "enough" if any(_gain(chosen, each) > SAME_SPEED for each in fitted.runners_up) else f"{SAME_SPEED} %"
-        return f"fits as given, and nothing found is {margin} faster: leave it as it is."
+        reason = "nothing is faster"
+        if chosen.measured:
+            reason = f"nothing was measured to be more than {100 * MEASURED_ERROR:.0f} % faster"
+        elif fitted.step_up:
+            reason = f"nothing is faster by more than the estimate's error ({_error(fitted)})"
+        return f"fits as given, and {reason}: leave it as it is."
     if least is chosen:
         return f"the minimum memory is {show_bytes(chosen.needs)}."
     if chosen.permission in ("model", "context"):
@@ -94,6 +94,23 @@ def verdict(fitted: FitResult) -> str:
         gain = 100 * (chosen.measured / before - 1) if before and chosen.measured else _gain(fitted.given, chosen)
         effect = f"fits as given; these changes make it {f'{gain:.1f} % ' if gain > 0 else ''}faster"
     return f"{effect} ({PERMISSIONS[chosen.permission]})."
+
+
+def step_up_text(fitted: FitResult) -> str:
+    """The next step up from the chosen settings, and why it was not taken; empty where there is none."""
+    chosen, more = fitted.chosen, fitted.step_up
+    if chosen is None or more is None:
+        return ""
+    faster = f"about {_gain(chosen, more):.0f} % faster ({_speed(chosen.speed)} → {_speed(more.speed)} tokens/s)"
+    difference = show_bytes(abs(more.needs - chosen.needs))
+    price = f"for {difference} more" if more.needs > chosen.needs else f"with {difference} less"
+    return (f"Next step up, not taken: {faster if more.speed else 'faster'}, {price}: {_flags(more)} "
+            f"({PERMISSIONS.get(more.permission, more.permission)}). A gain within the estimate's error, "
+            f"{_error(fitted)}, changes nothing; --measure times it on the GPU.")
+
+
+def _error(fitted: FitResult) -> str:
+    return f"±{100 * fitted.error:.0f} %"
 
 
 def _measured_as_given(fitted: FitResult) -> float | None:
@@ -227,6 +244,7 @@ def fit_page(fitted: FitResult, run: str) -> str:
               ("Notes", notes)]
     return charts.html_page(title, "\n".join([
         f"<h1>{charts.breakable(title)}</h1>", f"<p>{charts.escaped(summary[0].upper() + summary[1:])}</p>",
+        *([f"<p>{charts.breakable(step_up_text(fitted))}</p>"] if fitted.step_up else []),
         _speed_chart(fitted),
         *(f'<h2>{heading}</h2>\n<div class="card"><table class="whole">{rows}</table></div>'
           for heading, rows in tables if rows)]))
@@ -264,6 +282,7 @@ def fit_json(fitted: FitResult, goal: str) -> dict[str, Any]:
             "decisions": [{"changes": {option: {"was": was, "now": now} for option, (was, now) in each.changes.items()},
                            "why": each.why} for each in fitted.decisions],
             "runners_up": [_scored_json(each) for each in fitted.runners_up],
+            "step_up": fitted.step_up and _scored_json(fitted.step_up), "speed_error": round(fitted.error, 4),
             "frontier": [{"bytes": needs, "tokens_per_s": round(speed, 1)} for needs, speed in fitted.frontier],
             "ways_out": [{"flags": list(each.flags), "least_bytes": each.least, "why": each.text}
                          for each in fitted.suggestions],
@@ -272,7 +291,7 @@ def fit_json(fitted: FitResult, goal: str) -> dict[str, Any]:
 
 def _scored_json(scored: ScoredConfig) -> dict[str, Any]:
     return {"config": scored.config.to_dict(), "flags": list(scored.flags), "permission": scored.permission,
-            "needs_bytes": scored.needs, "needs_exact": scored.exact, "headroom_bytes": scored.headroom,
+            "needs_bytes": scored.needs, "headroom_bytes": scored.headroom,
             "fits": scored.fits, "tokens_per_s": speed_json(scored)}
 
 
@@ -295,7 +314,7 @@ def _speed(speed: SpeedEstimate | None) -> str:
 
 
 def _needs(scored: ScoredConfig) -> str:
-    return f"{'' if scored.exact else '≤ '}{show_bytes(scored.needs)}"
+    return show_bytes(scored.needs)
 
 
 def _flags(scored: ScoredConfig) -> str:

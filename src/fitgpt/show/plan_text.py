@@ -18,7 +18,8 @@ if TYPE_CHECKING:  # a plan imports this module to print itself
 
 TRAINERS = {"fitgpt": "fitgpt", "nanogpt": "nanoGPT's train.py"}
 VERDICTS = {True: "Fits", False: "Does not fit"}
-RESULTS = {"exact": "same result", "lossy": "changes the result", "other": "losses no longer compare"}  # by Change.kind
+RESULTS = {"exact": "same result", "lossy": "changes the result", "other": "losses no longer compare",
+           "batch": "changes the effective batch size, and so what is trained"}  # by Change.kind
 KERNELS = {"flash": "flash attention", "cudnn": "cuDNN's flash attention", "efficient": "memory-efficient attention"}
 SMALLEST_SHARE = 0.0005    # of the allocated memory: a smaller one would show as 0.0 %
 LONG_RUN_HOURS = 30 * 24
@@ -218,7 +219,6 @@ def option_table(priced: Sequence[PricedChange], needs_now: int, reserve_limit: 
         shown = size(abs(nbytes))
         return "0" if not float(shown.replace(",", "")) else f"{'−' if nbytes > 0 else '+'}{shown}"
 
-    priced = sorted(priced, key=lambda each: each.needs)
     has_speeds = any(each.speed is not None for each in priced)
     rows = [(unit, "training", "eval", "needs", "speed" if has_speeds else "", "", "")]
     rows += [(each.change.flags[0], saved(each.saved_in_training), saved(each.saved_in_evaluation),
@@ -226,10 +226,13 @@ def option_table(priced: Sequence[PricedChange], needs_now: int, reserve_limit: 
               "✓" if each.fits else "") for each in priced]
     changes = table(rows, left=(0, 5, 6), width=width, optional=(2, 1, 4, 5))
     lines = [paragraph(f"Single changes. The run needs {show_bytes(needs_now)} now; {show_bytes(reserve_limit)} are "
-                       "available:", width), changes, ""]
+                       "available. First what is exact and free, then exact and slower, then what changes what is "
+                       "trained:", width), changes, ""]
     shows_speeds = "speed" in changes.splitlines()[0]  # a narrow table leaves them out
     speeds = "; speed: relative to the run as given, by a roofline estimate (docs/fit.md)" if shows_speeds else ""
     lines.append(paragraph(f"✓: fits{speeds}.", width))
+    if any(each.change.kind == "batch" for each in priced):
+        lines.append(paragraph("batch: another effective batch size, which changes what is trained.", width))
     if any(not each.change.comparable for each in priced):
         lines.append(paragraph("other: losses at another block size do not compare with this run's.", width))
     by_effect: dict[str, list[Change]] = {}

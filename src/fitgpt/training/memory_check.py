@@ -78,7 +78,8 @@ def does_not_fit(config: RunConfig, plan: Plan, *, could_wait: bool) -> DeviceEr
     parts += [f"a budget of {config.budget}"] if config.budget else []
     parts += [f"{show_bytes(budget.outside)} outside the allocator"]
     changes = plan.changes
-    fixes = ["Add " + "; or ".join(" ".join(change.flags) for change in changes) + "."] if changes else []
+    fixes = ["Add " + "; or ".join(" ".join(change.flags) + (
+        "" if change.exact else f" ({change.rank})") for change in changes) + "."] if changes else []
     fixes += ["Add --wait to start as soon as others have freed enough."] if could_wait and not config.wait else []
     fixes += [] if changes else [_several_changes(with_data(config)[0], found)]
     return DeviceError(

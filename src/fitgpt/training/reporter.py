@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from ..config.run_config import RunConfig
@@ -28,6 +29,7 @@ from .divergence import checkpoint_status
 from .loop import Training
 
 MAX_WAITING_ROWS = 100_000  # about 50 MB of CPU RAM; then the oldest are dropped
+SPEED_REPORTS = 10  # reports of a run from which its speed is kept for later estimates
 SHORT_EVAL_BATCHES = 2  # per split: with CUDA graphs the first runs eagerly and the second is captured
 
 Splits = Mapping[str, tuple[ReadWindows, int]]
@@ -47,6 +49,7 @@ class TrainingReporter:
         self.advanced = display.advance  # called after every micro-step
         self.eval_batch = config.eval_batch  # halved when memory runs out
         self._last_report: StepReport | None = None
+        self._speeds: deque[float] = deque(maxlen=SPEED_REPORTS)  # tokens per second of the last reports
         self._waiting: deque[dict[str, Any]] = deque(maxlen=MAX_WAITING_ROWS)  # to be written
         self._memory_warnings = MemoryWarnings(card_bytes)
 
@@ -104,10 +107,16 @@ class TrainingReporter:
 
     def reported(self, report: StepReport) -> None:
         self._last_report = report
+        self._speeds.append(report.tokens_per_s)
         self._record({"kind": "step", **asdict(report)})
         self._display.step(report)
         for note in self._memory_warnings.of(report, self.peaks.most_allocated):
             self.tell({"kind": "note", "step": report.step, "text": note})
+
+    def tokens_per_s(self) -> float | None:
+        """The speed of this run: the median of the last reports; None if there were too few. The first ones compile and
+        capture CUDA graphs."""
+        return median(self._speeds) if len(self._speeds) == SPEED_REPORTS else None
 
     def evaluated(self, evaluation: Evaluation, *, is_best: bool) -> None:
         self._record({"kind": "eval", "best": is_best, **asdict(evaluation)})

@@ -25,6 +25,7 @@ from ..engine.batches import evaluation_splits, training_batches
 from ..engine.device import DeviceChoice, read_memory, resolve_device
 from ..engine.oom import OutOfMemory, attempt
 from ..hardware.gpus import peak_flops
+from ..planning import measured_speeds
 from ..planning.plan_file import FallbackPlan, phases_to_json
 from ..runs.folder import RunFolder, holds_run, need_disk, open_run
 from ..runs.metrics import RunFacts
@@ -125,6 +126,9 @@ def run_loop(config: RunConfig, facts: RunFacts, choice: DeviceChoice, dataset: 
             if evaluation is not None:
                 peaks.seen("first_eval", evaluation.memory)
         train(training, config, facts, guard, reporter, stop_requested)
+        if choice.card and guard.config == config and (speed := reporter.tokens_per_s()):
+            measured_speeds.add(choice.card.name, replace(config, compile=choice.compile), speed,
+                                facts.versions["torch"], "train")
     finally:
         guard.close()
         display.close()

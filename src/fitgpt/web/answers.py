@@ -38,6 +38,7 @@ from ..planning.speed import SpeedEstimate
 from ..runs.metrics import PHASES
 from ..show import plan_text as show
 from ..show.charts import stacked_chart
+from ..show.fit_text import step_up_text
 from .form import PageQuery, as_settings, command, config_file, plan_command, settings_in, without_dashes
 
 Answer = dict[str, Any]
@@ -285,7 +286,7 @@ def fix(query: PageQuery, family: str) -> Answer:
     return {"fix": {
         "family": family, "label": _label(chosen), "settings": settings, "flags": " ".join(change.flags),
         "saves": change.what, "costs": change.slower, "peak": after, "saved": before - after, "fits": enough,
-        "kind": change.kind, "helps": enough and not fitting}}
+        "kind": change.kind, "rank": change.rank, "helps": enough and not fitting}}
 
 
 def _of_some_layers(config: RunConfig, all_layers: ChangedRun, fitting: bool,
@@ -348,13 +349,18 @@ def fitted(query: PageQuery, goal: str = "fastest", allow: str = "", within: str
         return {"settings": settings, "flags": " ".join(each.flags), "needs": each.needs, "fits": each.fits,
                 "speed": _tokens(each.speed), "likely": likely}
 
+    # A point of the curve is chosen for its speed, whatever memory that takes.
+    step_up, chosen = found.step_up, found.step_up or found.chosen if within else found.chosen
+    others = [*filter(None, [step_up]), *(each for each in found.runners_up if step_up is None
+                                          or each.config != step_up.config)]
     given = scored(found.given) | {"settings": {}}
     return {
         "goal": goal, "limit": whole.reserve_limit, "considered": found.considered,
         "given": given if query.trainer == "fitgpt" else None,  # the search is of fitgpt's runs
-        "chosen": found.chosen and scored(found.chosen), "runners_up": [scored(each) for each in found.runners_up],
+        "chosen": chosen and scored(chosen), "runners_up": [scored(each) for each in others],
         "points": _thinned([(needs, speed) for needs, speed in found.frontier if needs <= whole.reserve_limit]),
-        "reasons": [*shared_gpu_note(target), *_reasons(query, found), *found.notes, *_margin_note(target.budget)],
+        "reasons": [] if within else [*shared_gpu_note(target), *_reasons(query, found),
+                                      *filter(None, [step_up_text(found)]), *found.notes, *_margin_note(target.budget)],
         "too_small": "" if found.chosen else describe_too_small(found),
         "suggestions": [_suggestion(each) for each in found.suggestions]}
 

@@ -1,0 +1,86 @@
+"""The local store of measured speeds: tokens per second of runs on this user's GPUs, from `fit --measure` and from
+finished training runs. Later estimates use them.
+
+One file of JSON lines, speeds.jsonl in FITGPT_HOME; by default in the user's data directory, ~/.local/share/fitgpt. A
+row has the GPU, the options that speed depends on, the torch version, the date and the tokens per second. The store is
+never a reason for a command to fail: a line that cannot be read is skipped, and a file that cannot be written stays as
+it is.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from contextlib import suppress
+from datetime import date
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..config.run_config import SPEED_OPTIONS, RunConfig
+from ..core.errors import FitError, SystemFault
+from ..core.files import write_atomically
+
+MOST_ROWS = 500  # the newest are kept
+
+
+class MeasuredSpeed(NamedTuple):
+    gpu: str
+    config: RunConfig
+    tokens_per_s: float
+    torch: str
+    date: str      # "2026-11-18"
+    command: str   # that measured it: "fit --measure" or "train"
+
+
+def store_path() -> Path:
+    home = os.environ.get("FITGPT_HOME")
+    if home:
+        return Path(home).expanduser() / "speeds.jsonl"
+    data = os.environ.get("XDG_DATA_HOME") or os.path.expanduser("~/.local/share")
+    return Path(data) / "fitgpt" / "speeds.jsonl"
+
+
+def load(gpu: str) -> list[MeasuredSpeed]:
+    """The runs that were measured on this GPU, the newest first."""
+    found = (_parse(row) for row in reversed(_rows()) if row.get("gpu") == gpu)
+    return [each for each in found if each is not None]
+
+
+def add(gpu: str, config: RunConfig, tokens_per_s: float, torch: str, command: str) -> None:
+    """Adds a measurement; it replaces an earlier one of the same run on the same GPU with the same torch. `config`:
+    resolved, with the vocabulary of its data."""
+    row = {"gpu": gpu, "torch": torch, "options": {name: getattr(config, name) for name in SPEED_OPTIONS},
+           "tokens_per_s": round(tokens_per_s, 1), "date": date.today().isoformat(), "command": command}
+    kept = [each for each in _rows() if any(each.get(key) != row[key] for key in ("gpu", "torch", "options"))]
+    path = store_path()
+    with suppress(SystemFault, OSError):  # a full or read-only disk: the measurement is not kept
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, "".join(f"{json.dumps(each)}\n" for each in [*kept, row][-MOST_ROWS:]))
+
+
+def _rows() -> list[dict[str, Any]]:
+    """The JSON objects of the store, the oldest first."""
+    try:
+        lines = store_path().read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+    found = []
+    for line in lines:
+        with suppress(ValueError, RecursionError):
+            row = json.loads(line)
+            if isinstance(row, dict):
+                found.append(row)
+    return found
+
+
+def _parse(row: dict[str, Any]) -> MeasuredSpeed | None:
+    """None where the row is damaged, or of a version of fitgpt with other options."""
+    try:
+        speed = float(row["tokens_per_s"])
+        if not (math.isfinite(speed) and speed > 0):
+            return None
+        return MeasuredSpeed(row["gpu"], RunConfig(**row["options"]), speed, str(row["torch"]), str(row["date"]),
+                             str(row["command"]))
+    except (KeyError, TypeError, ValueError, FitError):
+        return None

@@ -21,6 +21,7 @@ from tests.plan_command import CommandOutput
 # One thread, here and in every process a test starts: sums then come out in one order, so that runs can be compared
 # bit for bit; and tests are small, more threads would only fight each other.
 os.environ["OMP_NUM_THREADS"] = "1"
+os.environ.pop("COLUMNS", None)  # workers of pytest-xdist have it, and logs are wrapped where it is set
 # Measured speeds are kept in a folder of this test session, never in that of the user.
 FITGPT_HOME = tempfile.TemporaryDirectory(prefix="fitgpt-home-")
 os.environ["FITGPT_HOME"] = FITGPT_HOME.name

@@ -95,7 +95,7 @@ def test_training_lowers_the_loss_and_writes_metrics(folder: Path) -> None:
 
 def test_train_and_load_are_library_functions(folder: Path) -> None:
     assert fitgpt.train(SMALL, dataset="mine", out_dir="runs/library", max_iters=1) == Path("runs/library")
-    assert isinstance(fitgpt.load("runs/library", device="cpu"), GPT)
+    assert isinstance(fitgpt.load("runs/library", device="cpu").model, GPT)
     with pytest.raises(UsageError, match="'batchsize' is not an option"):
         fitgpt.train(batchsize=8)
     with pytest.raises(DataError, match="nowhere"):

@@ -94,8 +94,7 @@ def recorded_plan(plan: MemoryPlan, rows: Sequence[Row]) -> MemoryPlan:
 
 # ---- the diagnosis
 
-# Metrics of steps and evaluations do not distinguish these phases.
-_MEASURED_TOGETHER = {"train": ("first_train", "train", "step"), "eval": ("first_eval", "eval")}
+_MEASURED_TOGETHER = {"train": ("train", "step")}  # a step is measured as a whole
 
 
 def explain_plan(plan: MemoryPlan, run: ExplainedRun | None = None, rows: Sequence[Row] = ()) -> Diagnosis:

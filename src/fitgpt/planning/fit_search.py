@@ -399,8 +399,12 @@ class Search:
         return next((one for one in islice(found, REPLAYED) if one.seconds <= (1 + TIE) * first.seconds), first)
 
     def step_up(self, chosen: Candidate) -> Candidate | None:
-        """The next step up from the chosen settings: nearly the fastest that fits, if it is faster at all."""
-        return self.fastest([one for one in self._fitting(self.scan()) if (1 + TIE) * one.seconds < chosen.seconds])
+        """The next step up from the chosen settings: of those as fast as the fastest, the one that needs least memory;
+        None if nothing is faster."""
+        faster = [one for one in self._fitting(self.scan()) if (1 + TIE) * one.seconds < chosen.seconds]
+        tied = [one for one in faster if one.seconds <= (1 + TIE) * faster[0].seconds]
+        smallest = sorted(tied, key=lambda one: (one.mapped, one.changes))[:SMALLEST_TRIED]
+        return next((one for one in smallest if self.fits(self.config_of(one))), None)
 
     def frontier(self) -> tuple[tuple[int, float], ...]:
         """(bytes, tokens per second): the fastest candidate within each amount of memory; more memory only where it is

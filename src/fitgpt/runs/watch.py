@@ -109,9 +109,9 @@ class RunState:
     warning: str = ""                # the last one
     hint: str = ""                   # the command to type next
     losses: tuple[float, ...] = ()
-    val_losses: tuple[tuple[int, float], ...] = ()  # (step, loss) of each evaluation
     highest_bytes: int | None = None    # the most that it has reserved since it started
-    peaks: tuple[PhaseRow, ...] = ()   # in the order in which a run reaches the phases
+    peaks: tuple[PhaseRow, ...] = ()    # in the order in which a run reaches the phases
+    val_losses: tuple[tuple[int, float], ...] = ()  # (step, loss) of each evaluation
 
 
 def has_ended(run: RunState | None) -> bool:

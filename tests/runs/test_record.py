@@ -275,3 +275,10 @@ def test_the_last_plan_counts() -> None:
             "reserve_limit_bytes": 9}
     progress = progress_after(first, last)
     assert (progress.planned_reserved, progress.reserve_limit) == (7, 9)
+
+
+def test_a_recorded_run_on_a_gpu_reserved_what_was_forecast_in_every_phase() -> None:
+    recorded = Path(__file__).parents[1] / "recorded" / "runs" / "h200" / "metrics.jsonl"
+    peaks = progress_after(*metrics.read_metrics(recorded)).phase_peaks()
+    assert [peak.phase for peak in peaks] == ["load", "first_eval", "first_train", "train", "eval", "save"]
+    assert all(peak.reserved == peak.planned_reserved for peak in peaks)

@@ -254,7 +254,7 @@ def all_cards_table(verdicts: Sequence[GpuVerdict], speeds: Mapping[str, tuple[f
         """The range of a figure that depends on the tokens per second, the lower end first."""
         return "–".join(f"{each:,.1f}" for each in sorted(map(figure, speeds[name]))) if name in speeds else ""
 
-    rows = [("GPU", "usable", "needs", "headroom", "", "1,000 tok/s" if speeds else "", "hours" if tokens else "")]
+    rows = [("GPU", "usable", "needs", "headroom", "", "1,000 tokens/s" if speeds else "", "hours" if tokens else "")]
     for each in verdicts:
         usable = size(each.usable) if each.usable is not None else "not known"
         if each.problem:
@@ -265,7 +265,7 @@ def all_cards_table(verdicts: Sequence[GpuVerdict], speeds: Mapping[str, tuple[f
                          VERDICTS[fits].lower(), estimate(each.name, lambda speed: speed / 1000) if fits else "",
                          estimate(each.name, lambda speed: tokens / speed / 3600) if fits and tokens else ""))
     text = table(rows, left=(0, 4), width=width, optional=(1, 2, 5, 6, 3))
-    estimates = "; speed by a roofline estimate (docs/fit.md)" if "tok/s" in text else ""
+    estimates = "; speed by a roofline estimate (docs/fit.md)" if "tokens/s" in text else ""
     return f"{text}\n\n{paragraph(f'Memory in {unit}{estimates}.', width)}\n"
 
 

@@ -158,7 +158,7 @@ def test_every_gpu_that_fits_has_a_speed(run_plan: Any) -> None:
     for trainer in ("fitgpt", "nanogpt"):
         lines = run_plan(*SMALL, "--all-cards", f"--trainer={trainer}").out.splitlines()
         head, *rows = [line for line in lines if line.startswith("GPU ") or "  fits" in line]
-        assert head.endswith("1,000 tok/s")
+        assert head.endswith("1,000 tokens/s")
         assert rows
         assert all(re.search(r"  [\d,.]+–[\d,.]+$", row) for row in rows)
         cards = run_plan(*SMALL, "--all-cards", f"--trainer={trainer}", "--json").json["cards"]

@@ -22,7 +22,7 @@ from fitgpt.planning.changes import memory_use
 from fitgpt.planning.fit_goals import FitResult, decisions_for, find_fastest
 from fitgpt.planning.fit_search import FitTarget, Search, describe_allow, parse_allow, saver_sets
 from fitgpt.planning.forecast import fits as run_fits
-from fitgpt.planning.layer_costs import describe_mix, mix_of, one_layer_down, one_layer_up
+from fitgpt.planning.layer_costs import mix_of, one_layer_down, one_layer_up
 from fitgpt.planning.speed import estimate
 from fitgpt.show.fit_text import step_up_text, verdict
 
@@ -30,6 +30,7 @@ CARD = gpus.find("4070")
 SETTING = platform_for(CARD)
 SMALL = RunConfig(n_layer=4, n_head=4, n_embd=256, block_size=256, batch_size=8, gradient_accumulation_steps=2,
                   vocab_size=5000, eval_iters=6, dtype="bfloat16", compile=True)
+TINY = replace(SMALL, n_layer=2, n_head=2, n_embd=128, block_size=128, batch_size=2)  # for a cheaper search
 LARGE_BATCH = replace(SMALL, batch_size=16, gradient_accumulation_steps=2, eval_iters=3)  # little is faster
 TRAINED = ("n_layer", "n_head", "n_embd", "block_size", "weights", "residual", "optimizer", "dtype", "seed", "dataset",
            "learning_rate", "grad_clip", "step_in_backward", "bias", "dropout", "vocab_size", "eval_block_size")
@@ -52,7 +53,7 @@ def fits(config: RunConfig, platform: Platform, budget: Budget) -> bool:
     return run_fits(resolve_run(config, platform), platform, budget.reserve_limit)
 
 
-@pytest.mark.parametrize("limit", [70, 90])
+@pytest.mark.parametrize("limit", [70, 81])
 def test_the_chosen_settings_fit_train_the_same_and_use_the_memory(limit: int) -> None:
     """If any single layer kept more, the run would not fit."""
     found = fitted(limit)
@@ -63,6 +64,7 @@ def test_the_chosen_settings_fit_train_the_same_and_use_the_memory(limit: int) -
     assert found.chosen.headroom == limit * MiB - found.chosen.needs
     assert chosen.batch_size * chosen.gradient_accumulation_steps == 16
     assert {option for option, _, _ in diff(SMALL, chosen)} & set(TRAINED) == set()
+    assert set(chosen.levels) != {"all"}
     for level in set(chosen.levels):
         for more in LEVELS[:LEVELS.index(level)]:
             levels = list(chosen.levels)
@@ -195,7 +197,7 @@ def test_offload_is_tried_only_where_cpu_ram_is_enough() -> None:
 
 def test_lossy_savers_are_used_only_if_allowed_and_only_those() -> None:
     assert fitted(42).chosen is None
-    found = fitted(60, allow="lossy")
+    found = fitted(42, allow="lossy,context")
     assert found.chosen is not None
     assert found.chosen.permission == "lossy"
     named = fitted(55, allow="residual")
@@ -225,7 +227,7 @@ def test_savers_with_another_training_rule_need_their_name() -> None:
 
 def test_bitsandbytes_is_used_only_where_it_was_given() -> None:
     assert not any("adam8bit" in savers.options for savers in saver_sets(SMALL, SETTING, parse_allow("lossy,muon")))
-    requested = replace(SMALL, optimizer="adam8bit", adam8bit="bitsandbytes")
+    requested = replace(TINY, optimizer="adam8bit", adam8bit="bitsandbytes")
     for allow in ("", "residual"):
         found = fitted(900, requested, allow)
         assert found.chosen is not None
@@ -278,7 +280,7 @@ def test_every_suggestion_fits_in_the_memory_it_states() -> None:
 
 
 def test_a_run_limited_by_its_budget_gets_a_budget_that_is_enough() -> None:
-    config = replace(SMALL, n_layer=2, n_head=1, n_embd=64, budget="5MiB")
+    config = replace(TINY, budget="5MiB")
     found = find_fastest(config, FitTarget(SETTING, Budget("RTX 4070", 900 * MiB, 0, 5 * MiB, 0), CARD))
     flag = found.suggestions[0].flags[0]
     assert flag.startswith("--budget=")
@@ -291,7 +293,7 @@ def test_a_run_limited_by_its_budget_gets_a_budget_that_is_enough() -> None:
     assert leaving.suggestions[0].flags[0].startswith("--leave=")
 
 
-def test_among_tied_candidates_the_one_with_fewest_changes_wins() -> None:
+def test_among_tied_candidates_the_one_with_fewest_changes_wins_and_its_config_has_its_mix() -> None:
     search = Search(SMALL, target_of(90 * MiB), frozenset())
     chosen = search.choose()
     assert chosen is not None
@@ -299,15 +301,15 @@ def test_among_tied_candidates_the_one_with_fewest_changes_wins() -> None:
         assert one.seconds >= chosen.seconds / (1 + fit_search.TIE)
         if one.seconds <= chosen.seconds:
             assert one.changes >= chosen.changes
+    assert mix_of(search.config_of(chosen).levels) == chosen.mix
 
 
 def test_step_in_backward_keeps_tokens_per_step_and_the_batch_limit() -> None:
     for config in (SMALL, replace(SMALL, gradient_accumulation_steps=1)):
-        for limit in (60, 900):
-            found = fitted(limit, config, allow="step_in_backward")
-            for scored in (found.chosen, *found.runners_up):
-                if scored is not None:
-                    assert scored.config.tokens_per_step == config.tokens_per_step
+        found = fitted(60, config, allow="step_in_backward")
+        assert found.chosen is not None
+        for scored in (found.chosen, *found.runners_up):
+            assert scored.config.tokens_per_step == config.tokens_per_step
     shared = Search(SMALL, target_of(900 * MiB, most_batch=8), parse_allow("step_in_backward"))
     in_backward = [savers for savers in shared.saver_sets if savers.options.get("step_in_backward")]
     assert in_backward
@@ -325,13 +327,13 @@ def test_the_smallest_memory_is_below_that_of_other_settings() -> None:
 
 
 def test_the_batch_limit_of_a_shared_gpu_holds() -> None:
-    found = fitted(900, most_batch=8)
+    found = fitted(900, TINY, most_batch=2)
     assert found.chosen is not None
-    assert found.chosen.config.batch_size <= 8
+    assert max(each.config.batch_size for each in (found.chosen, *found.runners_up)) <= 2
 
 
 def test_a_resumed_run_keeps_its_model_and_optimizer() -> None:
-    resumed = replace(SMALL, init_from="resume")
+    resumed = replace(TINY, init_from="resume")
     found = fitted(900, resumed, allow="lossy,context")
     assert found.chosen is not None
     assert {option for option, _, _ in diff(resumed, found.chosen.config)} & set(TRAINED) == set()
@@ -347,7 +349,7 @@ def test_grad_checkpoint_is_turned_off_where_that_gains_more_than_the_error() ->
 
 
 def test_an_eager_run_is_compiled_only_where_that_works() -> None:
-    eager = replace(SMALL, compile=False)
+    eager = replace(TINY, compile=False)
     found = fitted(160, eager)
     assert found.chosen is not None
     assert found.chosen.config.compile is True
@@ -369,7 +371,7 @@ def test_the_frontier_rises_and_the_runners_up_fit_too() -> None:
 
 
 def test_a_gpu_without_figures_is_fitted_too() -> None:
-    found = find_fastest(SMALL, FitTarget(SETTING, budget_of(160 * MiB)))
+    found = find_fastest(TINY, FitTarget(SETTING, budget_of(160 * MiB)))
     assert found.chosen is not None
     assert found.chosen.speed is None
 
@@ -397,15 +399,6 @@ def test_mixes_change_one_layer_at_a_time() -> None:
     assert one_layer_down(((1, 4),)) == ((2, 1), (1, 3))
     assert one_layer_up(((0, 4),)) == []
     assert all(sum(layers for _, layers in each) == 4 for each in one_layer_up(mix))
-
-
-def test_the_mix_of_a_replayed_candidate_is_in_its_config() -> None:
-    run_search = Search(SMALL, target_of(160 * MiB), frozenset())
-    best = run_search.choose()
-    assert best is not None
-    config = run_search.config_of(best)
-    assert config.levels == replace(SMALL, recompute=describe_mix(best.mix)).levels
-    assert mix_of(config.levels) == best.mix
 
 
 def test_other_models_are_not_tried_where_the_smallest_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,8 +30,8 @@ from fitgpt.planning import fit as fit_planning
 from fitgpt.planning import plan_file
 from fitgpt.planning.budget import named, platform_for
 from fitgpt.planning.changes import memory_use
-from fitgpt.planning.fit import fit_target, for_train, with_margin
-from fitgpt.planning.fit_goals import OUTSIDE_ERROR
+from fitgpt.planning.fit import FitRequest, fit_from, fit_target, for_train, with_margin
+from fitgpt.planning.fit_goals import OUTSIDE_ERROR, FitResult
 from fitgpt.planning.measure import TimingProcess
 
 SMALL = """# A small run.
@@ -60,11 +61,26 @@ class FitOutput(NamedTuple):
         return " ".join(self.out.split())
 
 
+results: dict[FitRequest, FitResult] = {}
+
+
+def fit_once(request: FitRequest, say: Callable[[str], None] = print) -> FitResult:
+    """One search for all tests that ask the same; most of them are about what is printed or written. Not shared on the
+    GPU of this machine: there the answer depends on what was measured before."""
+    if not request.options.gpu:
+        return fit_from(request, say)
+    question = request._replace(options=replace(request.options, out="", html="", json=False))
+    if question not in results:
+        results[question] = fit_from(question, say)
+    return results[question]
+
+
 @pytest.fixture
 def run_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("FITGPT_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(fit, "fit_from", fit_once)
     Path("run.py").write_text(SMALL)
 
     def run_fit(*argv: str) -> FitOutput:
@@ -149,9 +165,7 @@ def test_only_the_plan_is_written_to_a_json_file(run_fit: Any) -> None:
     assert sorted(path.name for path in Path().iterdir()) == ["p.json", "run.py"]
 
 
-def test_only_a_config_that_fit_wrote_is_replaced(run_fit: Any) -> None:
-    run_fit(*TIGHT, "-o", "mine.py")
-    assert "Wrote mine.py (it replaced the one that was there)." in run_fit(*TIGHT, "-o", "mine.py").out
+def test_a_config_that_fit_did_not_write_is_not_replaced(run_fit: Any) -> None:
     output = run_fit(*TIGHT, "-o", "run.py")
     assert output.code == 2
     assert "did not write it" in output.err
@@ -185,7 +199,7 @@ def test_a_plan_or_page_that_fit_did_not_write_is_not_replaced(
     assert not Path("mine.py").exists()
 
 
-def test_its_own_plan_and_page_are_replaced_with_a_note(run_fit: Any) -> None:
+def test_its_own_files_are_replaced_with_a_note(run_fit: Any) -> None:
     argv = [*TIGHT, "-o", "mine.py", "--html", "page.html"]
     run_fit(*argv)
     out = run_fit(*argv).out
@@ -384,7 +398,8 @@ def test_free_savers_alone_do_not_change_a_run_that_fits(run_fit: Any) -> None:
     assert kept["chosen"]["flags"] == []
 
 
-@pytest.mark.parametrize("question", [["--goal=smallest-memory"], ["--goal=largest-model"], ["--budget=200MiB"]])
+@pytest.mark.parametrize("question", [
+    ["--budget=300MiB", "--goal=smallest-memory"], ["--budget=260MiB", "--goal=largest-model"], ["--budget=230MiB"]])
 def test_free_savers_are_turned_on_for_every_goal(run_fit: Any, question: list[str]) -> None:
     plain, off = (json.loads(run_fit("run.py", "--gpu", "4070", *question, *more, "--json").out)
                   for more in ((), ("--gradients=kept", "--states=late")))
@@ -403,12 +418,13 @@ def test_eval_only_is_not_fitted(run_fit: Any) -> None:
 
 
 def test_the_function_returns_what_the_command_prints(run_fit: Any) -> None:
-    printed = json.loads(run_fit(*TIGHT, "--allow=lossy", "--json").out)
-    result = fitgpt.fit("run.py", gpu=4070, budget="300MiB", allow="lossy")
+    printed = json.loads(run_fit(*TIGHT, "--allow=residual", "--json").out)
+    result = fitgpt.fit("run.py", gpu=4070, budget="300MiB", allow="residual")
     assert result.chosen is not None
     assert list(result.chosen.flags) == printed["chosen"]["flags"]
     assert list(result.notes) == printed["notes"]
-    assert fitgpt.fit({"n_layer": 2, "vocab_size": 65}, gpu="4070", goal="smallest-memory").least is not None
+    assert fitgpt.fit({"n_layer": 1, "vocab_size": 65, "gradient_accumulation_steps": 1}, gpu="4070",
+                      goal="smallest-memory").least is not None
     for wrong in ({"bach_size": 8}, {"json": True}, {"goal": "fast"}, {"allow": "losy"}):
         with pytest.raises(UsageError):
             fitgpt.fit("run.py", gpu="4070", **wrong)
@@ -424,14 +440,16 @@ def test_neither_torch_nor_numpy_is_loaded(run_fit: Any) -> None:
 def test_train_with_fit_uses_the_chosen_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(nvidia, "survey", lambda env=None: Survey((reading(),)))
     monkeypatch.chdir(tmp_path)
-    said = RunConfig(fit=True, batch_size=48, gradient_accumulation_steps=10, vocab_size=50304, budget="5GiB")
-    chosen, notes = for_train(said)
+    small = RunConfig(n_layer=2, n_head=4, n_embd=256, block_size=256, vocab_size=5000)
+    chosen, notes = for_train(replace(small, fit=True, batch_size=16, gradient_accumulation_steps=1, budget="300MiB"))
     assert not chosen.fit
-    assert chosen.batch_size * chosen.gradient_accumulation_steps == 480
+    assert chosen.batch_size < 16
+    assert chosen.batch_size * chosen.gradient_accumulation_steps == 16
     assert notes
     assert all("fit: " in note and "=" in note for note in notes)
-    kept, notes = for_train(RunConfig(fit=True, batch_size=4, gradient_accumulation_steps=120, vocab_size=50304))
-    assert kept == RunConfig(batch_size=4, gradient_accumulation_steps=120, vocab_size=50304)
+    fast = replace(small, batch_size=16, gradient_accumulation_steps=1)
+    kept, notes = for_train(replace(fast, fit=True))
+    assert kept == fast
     assert "nothing is faster by more than the estimate's error" in notes[0]
 
 
@@ -467,7 +485,7 @@ def test_the_suggested_command_works(run_fit: Any) -> None:
 def test_train_with_fit_suggests_what_fits_where_nothing_does(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(nvidia, "survey", lambda env=None: Survey((reading(),)))
     monkeypatch.chdir(tmp_path)
-    said = RunConfig(fit=True, vocab_size=50304, budget="800MiB")
+    said = RunConfig(fit=True, n_layer=2, n_head=2, n_embd=128, block_size=128, vocab_size=5000, budget="200MiB")
     with pytest.raises(DoesNotFit) as caught:
         for_train(said)
     assert "the smallest memory this run can be trained in is" in str(caught.value.what)

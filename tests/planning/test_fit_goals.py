@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from functools import cache
 
 import pytest
 
@@ -17,6 +18,7 @@ from fitgpt.planning.changes import memory_use
 from fitgpt.planning.fit_goals import (
     GOALS,
     OUTSIDE_ERROR,
+    FitResult,
     ModelSize,
     find_fastest,
     gpt2_sizes,
@@ -39,6 +41,11 @@ def target(limit_mib: int) -> FitTarget:
     return FitTarget(SETTING, Budget("RTX 4070", limit, 0, limit, 0), CARD)
 
 
+@cache
+def largest(host_bytes: int | None = None) -> FitResult:
+    return GOALS["largest-model"](GIVEN, target(70)._replace(host_bytes=host_bytes), frozenset())
+
+
 def test_the_sizes_include_gpt2s_and_grow() -> None:
     sizes = gpt2_sizes()
     for shape in gpt2_shapes.values():
@@ -49,7 +56,7 @@ def test_the_sizes_include_gpt2s_and_grow() -> None:
 
 def test_the_largest_model_fits_and_the_next_size_does_not() -> None:
     place = target(70)
-    found = GOALS["largest-model"](GIVEN, place, frozenset())
+    found = largest()
     assert found.chosen is not None
     assert found.chosen.permission == "model"
     assert fits(found.chosen.config, SETTING, place.budget.reserve_limit)
@@ -63,11 +70,11 @@ def test_the_largest_model_fits_and_the_next_size_does_not() -> None:
 
 
 def test_where_the_largest_model_is_offloaded_the_largest_without_offload_is_named_too() -> None:
-    found = GOALS["largest-model"](GIVEN, target(70), frozenset())
+    found = largest()
     assert found.chosen is not None
     assert found.chosen.config.offload != "none"
     assert found.notes[1].startswith("The largest without offload: ")
-    alone = GOALS["largest-model"](GIVEN, target(70)._replace(host_bytes=0), frozenset())
+    alone = largest(host_bytes=0)
     assert alone.chosen is not None
     assert alone.chosen.config.offload == "none"
     assert f"{alone.chosen.config.n_layer} layers" in found.notes[1]
@@ -75,10 +82,8 @@ def test_where_the_largest_model_is_offloaded_the_largest_without_offload_is_nam
 
 
 def test_the_note_says_whether_gpu_memory_or_cpu_ram_is_the_limit() -> None:
-    by_gpu = GOALS["largest-model"](GIVEN, target(70), frozenset())
-    assert "parameters does not fit." in by_gpu.notes[0]
-    by_ram = GOALS["largest-model"](GIVEN, target(70)._replace(host_bytes=20 * MiB), frozenset())
-    assert "of CPU RAM." in by_ram.notes[0]
+    assert "parameters does not fit." in largest().notes[0]
+    assert "of CPU RAM." in largest(host_bytes=0).notes[0]
 
 
 def test_the_longest_block_fits_and_128_more_tokens_do_not() -> None:

@@ -22,14 +22,15 @@ from fitgpt.planning.changes import memory_use
 from fitgpt.planning.fit_goals import FitResult, decisions_for, find_fastest
 from fitgpt.planning.fit_search import FitTarget, Search, describe_allow, parse_allow, saver_sets
 from fitgpt.planning.forecast import fits as run_fits
-from fitgpt.planning.layer_costs import describe_mix, mix_of, one_layer_down, one_layer_up
+from fitgpt.planning.layer_costs import mix_of, one_layer_down, one_layer_up
 from fitgpt.planning.speed import estimate
 from fitgpt.show.fit_text import step_up_text, verdict
 
 CARD = gpus.find("4070")
 SETTING = platform_for(CARD)
-SMALL = RunConfig(n_layer=4, n_head=4, n_embd=256, block_size=256, batch_size=8, gradient_accumulation_steps=4,
+SMALL = RunConfig(n_layer=4, n_head=4, n_embd=256, block_size=256, batch_size=8, gradient_accumulation_steps=2,
                   vocab_size=5000, eval_iters=6, dtype="bfloat16", compile=True)
+TINY = replace(SMALL, n_layer=2, n_head=2, n_embd=128, block_size=128, batch_size=2)  # for a cheaper search
 LARGE_BATCH = replace(SMALL, batch_size=16, gradient_accumulation_steps=2, eval_iters=3)  # little is faster
 TRAINED = ("n_layer", "n_head", "n_embd", "block_size", "weights", "residual", "optimizer", "dtype", "seed", "dataset",
            "learning_rate", "grad_clip", "step_in_backward", "bias", "dropout", "vocab_size", "eval_block_size")
@@ -52,7 +53,7 @@ def fits(config: RunConfig, platform: Platform, budget: Budget) -> bool:
     return run_fits(resolve_run(config, platform), platform, budget.reserve_limit)
 
 
-@pytest.mark.parametrize("limit", [70, 90, 110])
+@pytest.mark.parametrize("limit", [70, 81])
 def test_the_chosen_settings_fit_train_the_same_and_use_the_memory(limit: int) -> None:
     """If any single layer kept more, the run would not fit."""
     found = fitted(limit)
@@ -61,8 +62,9 @@ def test_the_chosen_settings_fit_train_the_same_and_use_the_memory(limit: int) -
     assert fits(chosen, SETTING, budget)
     assert found.chosen.needs == memory_use(chosen, SETTING).needs <= limit * MiB
     assert found.chosen.headroom == limit * MiB - found.chosen.needs
-    assert chosen.batch_size * chosen.gradient_accumulation_steps == 32
+    assert chosen.batch_size * chosen.gradient_accumulation_steps == 16
     assert {option for option, _, _ in diff(SMALL, chosen)} & set(TRAINED) == set()
+    assert set(chosen.levels) != {"all"}
     for level in set(chosen.levels):
         for more in LEVELS[:LEVELS.index(level)]:
             levels = list(chosen.levels)
@@ -84,9 +86,9 @@ def test_no_other_micro_batch_is_more_than_1_percent_faster() -> None:
     found = fitted(160)
     assert found.chosen is not None
     assert found.chosen.speed is not None
-    for batch in (1, 2, 4, 8, 16, 32):
+    for batch in (1, 2, 4, 8, 16):
         for level in LEVELS:
-            other = replace(SMALL, batch_size=batch, gradient_accumulation_steps=32 // batch, recompute=level,
+            other = replace(SMALL, batch_size=batch, gradient_accumulation_steps=16 // batch, recompute=level,
                             eval_batch_size=1)
             if fits(other, SETTING, limit):
                 expected = estimate(other, CARD, SETTING)
@@ -121,7 +123,7 @@ def test_a_run_that_fits_stays_as_given_and_the_next_step_up_is_named_with_its_p
 
 
 def test_a_gain_beyond_the_error_is_taken_with_as_little_memory_as_gives_it() -> None:
-    slow = replace(SMALL, compile=False, recompute="input", batch_size=1, gradient_accumulation_steps=32)
+    slow = replace(SMALL, compile=False, recompute="input", batch_size=1, gradient_accumulation_steps=16)
     search = Search(slow, target_of(900 * MiB), frozenset())
     given, chosen = search.unchanged(), search.choose()
     assert given is not None
@@ -150,7 +152,7 @@ def test_a_measured_gain_of_three_percent_is_taken_and_an_estimated_one_is_not(
 
 def test_evaluations_cover_the_same_windows_or_a_reason_says_otherwise() -> None:
     for eval_iters in (6, 5):
-        config = replace(SMALL, eval_iters=eval_iters, batch_size=16, gradient_accumulation_steps=2)
+        config = replace(SMALL, eval_iters=eval_iters, batch_size=16, gradient_accumulation_steps=1)
         found = fitted(90, config)
         assert found.chosen is not None
         assert found.chosen.config.batch_size < 16
@@ -173,7 +175,7 @@ def test_the_reason_for_a_larger_micro_batch_depends_on_offload() -> None:
     target = target_of(900 * MiB)
     for offload, text in (("none", "larger matmuls"), ("gradients", "gradients leave the GPU less often")):
         given = replace(SMALL, offload=offload)
-        decision, = decisions_for(given, replace(given, batch_size=16, gradient_accumulation_steps=2), target)
+        decision, = decisions_for(given, replace(given, batch_size=16, gradient_accumulation_steps=1), target)
         assert text in decision.why
 
 
@@ -195,7 +197,7 @@ def test_offload_is_tried_only_where_cpu_ram_is_enough() -> None:
 
 def test_lossy_savers_are_used_only_if_allowed_and_only_those() -> None:
     assert fitted(42).chosen is None
-    found = fitted(60, allow="lossy")
+    found = fitted(42, allow="lossy,context")
     assert found.chosen is not None
     assert found.chosen.permission == "lossy"
     named = fitted(55, allow="residual")
@@ -204,20 +206,10 @@ def test_lossy_savers_are_used_only_if_allowed_and_only_those() -> None:
     assert named.chosen.config.optimizer == "adamw"
 
 
-def test_a_lossy_saver_is_not_used_where_it_gains_little() -> None:
-    found = fitted(900, allow="adam8bit")
-    assert found.chosen is not None
-    assert found.chosen.config.optimizer == "adamw"
-
-
-def test_allowing_lossy_savers_does_not_add_an_exact_change_within_the_error() -> None:
-    """GPT-2 350M: `fit` keeps the given run, where `--allow lossy` once took 1.42 GiB more for 0.2 %."""
-    gpt2 = RunConfig(n_layer=24, n_head=16, n_embd=1024, block_size=1024, batch_size=8, gradient_accumulation_steps=60,
-                     vocab_size=50304, dtype="bfloat16", compile=True)
-    kept, lossy = (fitted(11604, gpt2, allow) for allow in ("", "lossy"))
-    assert kept.chosen is not None
+def test_allowing_a_lossy_saver_adds_neither_it_nor_an_exact_change_within_the_error() -> None:
+    lossy = fitted(900, LARGE_BATCH, "adam8bit")
     assert lossy.chosen is not None
-    assert kept.chosen.flags == lossy.chosen.flags == ()
+    assert lossy.chosen.flags == ()
     assert lossy.step_up is not None
     assert lossy.step_up.permission == "lossy"
 
@@ -235,8 +227,8 @@ def test_savers_with_another_training_rule_need_their_name() -> None:
 
 def test_bitsandbytes_is_used_only_where_it_was_given() -> None:
     assert not any("adam8bit" in savers.options for savers in saver_sets(SMALL, SETTING, parse_allow("lossy,muon")))
-    requested = replace(SMALL, optimizer="adam8bit", adam8bit="bitsandbytes")
-    for allow in ("", "lossy"):
+    requested = replace(TINY, optimizer="adam8bit", adam8bit="bitsandbytes")
+    for allow in ("", "residual"):
         found = fitted(900, requested, allow)
         assert found.chosen is not None
         assert (found.chosen.config.optimizer, found.chosen.config.adam8bit) == ("adam8bit", "bitsandbytes")
@@ -278,35 +270,30 @@ def test_where_nothing_fits_the_smallest_memory_and_suggestions_are_given() -> N
     assert [each.flags[0][:6] for each in fitted(3, tiny, "lossy,context,model").suggestions] == ["--gpu="]
 
 
-@pytest.mark.parametrize("allow", ["", "context", "adam8bit"])
-def test_every_suggestion_fits_in_the_memory_it_states(allow: str) -> None:
-    found = fitted(42, allow=allow)
-    if found.chosen is None:
-        assert found.suggestions
-    for each in found.suggestions:
-        flag, _, value = each.flags[0].partition("=")
-        if flag == "--allow":
-            helped = fitted(42, allow=value)
-            assert helped.chosen is not None
-            assert each.least <= 42 * MiB
+def test_every_suggestion_fits_in_the_memory_it_states() -> None:
+    allowing = [each for each in fitted(42, allow="context").suggestions if each.flags[0].startswith("--allow=")]
+    assert [each.flags for each in allowing] == [("--allow=lossy,context",), ("--allow=context,model",)]
+    for each in allowing:
+        assert fitted(42, allow=each.flags[0].removeprefix("--allow=")).chosen is not None
+        assert each.least <= 42 * MiB
         assert each.text
 
 
 def test_a_run_limited_by_its_budget_gets_a_budget_that_is_enough() -> None:
-    config = replace(SMALL, budget="42MiB")
-    found = find_fastest(config, FitTarget(SETTING, Budget("RTX 4070", 900 * MiB, 0, 42 * MiB, 0), CARD))
+    config = replace(TINY, budget="5MiB")
+    found = find_fastest(config, FitTarget(SETTING, Budget("RTX 4070", 900 * MiB, 0, 5 * MiB, 0), CARD))
     flag = found.suggestions[0].flags[0]
     assert flag.startswith("--budget=")
     assert flag.endswith("MiB")
     more = int(flag.removeprefix("--budget=").removesuffix("MiB")) * MiB
     again = find_fastest(config, FitTarget(SETTING, Budget("RTX 4070", 900 * MiB, 0, more, 0), CARD))
     assert again.chosen is not None
-    leaving = find_fastest(replace(SMALL, leave="858MiB"),
-                           FitTarget(SETTING, Budget("RTX 4070", 900 * MiB, 0, 42 * MiB, 0), CARD))
+    leaving = find_fastest(replace(config, budget="", leave="895MiB"),
+                           FitTarget(SETTING, Budget("RTX 4070", 900 * MiB, 0, 5 * MiB, 0), CARD))
     assert leaving.suggestions[0].flags[0].startswith("--leave=")
 
 
-def test_among_tied_candidates_the_one_with_fewest_changes_wins() -> None:
+def test_among_tied_candidates_the_one_with_fewest_changes_wins_and_its_config_has_its_mix() -> None:
     search = Search(SMALL, target_of(90 * MiB), frozenset())
     chosen = search.choose()
     assert chosen is not None
@@ -314,15 +301,15 @@ def test_among_tied_candidates_the_one_with_fewest_changes_wins() -> None:
         assert one.seconds >= chosen.seconds / (1 + fit_search.TIE)
         if one.seconds <= chosen.seconds:
             assert one.changes >= chosen.changes
+    assert mix_of(search.config_of(chosen).levels) == chosen.mix
 
 
 def test_step_in_backward_keeps_tokens_per_step_and_the_batch_limit() -> None:
     for config in (SMALL, replace(SMALL, gradient_accumulation_steps=1)):
-        for limit in (60, 900):
-            found = fitted(limit, config, allow="step_in_backward")
-            for scored in (found.chosen, *found.runners_up):
-                if scored is not None:
-                    assert scored.config.tokens_per_step == config.tokens_per_step
+        found = fitted(60, config, allow="step_in_backward")
+        assert found.chosen is not None
+        for scored in (found.chosen, *found.runners_up):
+            assert scored.config.tokens_per_step == config.tokens_per_step
     shared = Search(SMALL, target_of(900 * MiB, most_batch=8), parse_allow("step_in_backward"))
     in_backward = [savers for savers in shared.saver_sets if savers.options.get("step_in_backward")]
     assert in_backward
@@ -335,18 +322,18 @@ def test_the_smallest_memory_is_below_that_of_other_settings() -> None:
     assert found.least is not None
     for changes in (dict(recompute="input"), dict(offload="gradients"), dict(offload="gradients", recompute="input"),
                     dict(offload="gradients", recompute="input", loss_chunk=128)):
-        other = replace(SMALL, batch_size=1, gradient_accumulation_steps=32, eval_batch_size=1, **changes)  # type: ignore[arg-type]
+        other = replace(SMALL, batch_size=1, gradient_accumulation_steps=16, eval_batch_size=1, **changes)  # type: ignore[arg-type]
         assert found.least.needs <= memory_use(other, SETTING).needs
 
 
 def test_the_batch_limit_of_a_shared_gpu_holds() -> None:
-    found = fitted(900, most_batch=8)
+    found = fitted(900, TINY, most_batch=2)
     assert found.chosen is not None
-    assert found.chosen.config.batch_size <= 8
+    assert max(each.config.batch_size for each in (found.chosen, *found.runners_up)) <= 2
 
 
 def test_a_resumed_run_keeps_its_model_and_optimizer() -> None:
-    resumed = replace(SMALL, init_from="resume")
+    resumed = replace(TINY, init_from="resume")
     found = fitted(900, resumed, allow="lossy,context")
     assert found.chosen is not None
     assert {option for option, _, _ in diff(resumed, found.chosen.config)} & set(TRAINED) == set()
@@ -362,7 +349,7 @@ def test_grad_checkpoint_is_turned_off_where_that_gains_more_than_the_error() ->
 
 
 def test_an_eager_run_is_compiled_only_where_that_works() -> None:
-    eager = replace(SMALL, compile=False)
+    eager = replace(TINY, compile=False)
     found = fitted(160, eager)
     assert found.chosen is not None
     assert found.chosen.config.compile is True
@@ -384,7 +371,7 @@ def test_the_frontier_rises_and_the_runners_up_fit_too() -> None:
 
 
 def test_a_gpu_without_figures_is_fitted_too() -> None:
-    found = find_fastest(SMALL, FitTarget(SETTING, budget_of(160 * MiB)))
+    found = find_fastest(TINY, FitTarget(SETTING, budget_of(160 * MiB)))
     assert found.chosen is not None
     assert found.chosen.speed is None
 
@@ -414,15 +401,6 @@ def test_mixes_change_one_layer_at_a_time() -> None:
     assert all(sum(layers for _, layers in each) == 4 for each in one_layer_up(mix))
 
 
-def test_the_mix_of_a_replayed_candidate_is_in_its_config() -> None:
-    run_search = Search(SMALL, target_of(160 * MiB), frozenset())
-    best = run_search.choose()
-    assert best is not None
-    config = run_search.config_of(best)
-    assert config.levels == replace(SMALL, recompute=describe_mix(best.mix)).levels
-    assert mix_of(config.levels) == best.mix
-
-
 def test_other_models_are_not_tried_where_the_smallest_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[Search] = []
     may_fit = Search.may_fit
@@ -433,6 +411,5 @@ def test_other_models_are_not_tried_where_the_smallest_does_not_fit(monkeypatch:
 
     monkeypatch.setattr(Search, "may_fit", counted)
     for allow in ("", "lossy,context,model"):
-        deep = replace(SMALL, n_head=16, n_layer=16)
-        assert find_fastest(deep, target_of(MiB), parse_allow(allow)).chosen is None
+        assert find_fastest(replace(SMALL, n_head=16), target_of(MiB), parse_allow(allow)).chosen is None
     assert len(tried) < 8

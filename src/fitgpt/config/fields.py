@@ -103,8 +103,7 @@ class Options:
 
     def __post_init__(self) -> None:
         for spec in option_specs(type(self)).values():
-            value = getattr(self, spec.name)
-            object.__setattr__(self, spec.name, checked(spec, value, f"{spec.name}={shown(value)}"))
+            object.__setattr__(self, spec.name, checked(spec, getattr(self, spec.name)))
 
 
 AnyOptions = TypeVar("AnyOptions", bound=Options)
@@ -182,21 +181,24 @@ def parse_value(cls: type[Options], key: str, text: str, where: str = "") -> Any
     return checked(spec, value, where or f"--{key}={text}")
 
 
-def checked(spec: OptionSpec, value: Any, where: str) -> Any:
-    """The value, converted to the option's type. `where`: what the UsageError names, such as "--batch_size=x"."""
-    fits, value = _converted(spec.kind, value)
+def checked(spec: OptionSpec, given: Any, where: str = "") -> Any:
+    """The value, converted to the option's type. `where`: what the UsageError names, by default "batch_size=x"."""
+    fits, value = _converted(spec.kind, given)
+
+    def place() -> str:
+        return where or f"{spec.name}={shown(given)}"
 
     def error(problem: str, instead: Any = None) -> UsageError:
         if instead is None:
             instead = spec.example if spec.example and (spec.required or not spec.default) else spec.default
-        return UsageError(f"{where}: {spec.name} {problem}.", f"{shown_flag(spec)}={shown(instead)}")
+        return UsageError(f"{place()}: {spec.name} {problem}.", f"{shown_flag(spec)}={shown(instead)}")
 
     if not fits:
         raise error(f"takes one of {', '.join(spec.choices)}" if spec.choices else f"takes {_WANTED[spec.kind]}")
     if spec.kind == "text":
         value = spec.also_values.get(value.lower(), value)
     if value in spec.renamed:
-        raise UsageError(f"{where}: {spec.name}={value} is now {spec.name}={spec.renamed[value]}.",
+        raise UsageError(f"{place()}: {spec.name}={value} is now {spec.name}={spec.renamed[value]}.",
                          f"--{spec.name}={spec.renamed[value]}")
     if spec.choices and value not in spec.choices:
         near = [spec.meant[value]] if value in spec.meant else nearest(str(value), spec.choices, cutoff=0.5)

@@ -134,6 +134,15 @@ class MicroStepCost(NamedTuple):
         return max(most, at + self.embedding_backward.peak)
 
 
+class MicroSteps(NamedTuple):
+    """The first micro-step, and the next if it is captured or finds gradients."""
+
+    steps: tuple[MicroStepCost, ...]
+    loss_chunk: int        # the option with which they were read
+    layer_gradients: int   # bytes of gradients that come and go: of one layer …
+    other_gradients: int   # … and of all other parameters
+
+
 class Resident(NamedTuple):
     """What is there before the first batch."""
 
@@ -238,12 +247,13 @@ class CostCache:
         accumulates = config.gradient_accumulation_steps > 1
         resident = self._once(_resident, config, key, config.n_layer, config.optimizer, config.adam8bit, config.offload)
         evaluation = self._once(_evaluation, config, key, config.eval_batch, config.eval_block, config.loss_chunk)
-        steps, per_layer, others = self._once(_micro_steps, config, key, config.batch_size, accumulates)
-        heads = self._once(_heads, config, key, config.batch_size, accumulates, config.loss_chunk)
-        return RunCost(resident, evaluation,
-                       tuple(step._replace(head=head) for step, head in zip(steps, heads, strict=True)),
-                       config.n_layer * per_layer + others, _places(config, config.batch_size * config.block_size),
-                       self.platform.expandable)
+        found = self._once(_micro_steps, config, key, config.batch_size, accumulates)
+        steps = found.steps
+        if config.loss_chunk != found.loss_chunk:  # only the heads differ
+            heads = self._once(_heads, config, key, config.batch_size, accumulates, config.loss_chunk)
+            steps = tuple(step._replace(head=head) for step, head in zip(steps, heads, strict=True))
+        return RunCost(resident, evaluation, steps, config.n_layer * found.layer_gradients + found.other_gradients,
+                       _places(config, config.batch_size * config.block_size), self.platform.expandable)
 
     def _once(self, read: Callable[[RunConfig, Platform], Found], config: RunConfig, *key: Any) -> Found:
         found: Found | None = self._known.get((read, *key))
@@ -305,13 +315,11 @@ def _places(config: RunConfig, tokens: int) -> int:
 
 def _heads(config: RunConfig, platform: Platform) -> tuple[NetAndPeak, ...]:
     """The part between the two passes, of each micro-step that differs."""
-    return tuple(step.head for step in _micro_steps(config, platform, one_layer=True)[0])
+    return tuple(step.head for step in _micro_steps(config, platform, one_layer=True).steps)
 
 
-def _micro_steps(config: RunConfig, platform: Platform,
-                 one_layer: bool = False) -> tuple[tuple[MicroStepCost, ...], int, int]:
-    """The first micro-step, and the next if it is captured or finds gradients; then the bytes of gradients that come
-    and go: a layer's, and all others'. One layer per recompute policy, or one layer in all."""
+def _micro_steps(config: RunConfig, platform: Platform, one_layer: bool = False) -> MicroSteps:
+    """With one layer per recompute policy; or with one layer in all, which is enough for the heads."""
     layers = 1 if one_layer else len(LEVELS)
     run = _run_of(config, platform, n_layer=layers, recompute="input" if one_layer else ONE_OF_EACH)
     w = run.w
@@ -331,7 +339,7 @@ def _micro_steps(config: RunConfig, platform: Platform,
     size = 2 * layers + 3  # embedding, layers forward, head, layers backward, embedding again
     steps = [_micro_step(events, spans[at:at + size], layers, base, comes_and_goes)
              for at in range(0, len(spans), size)]
-    return tuple(steps), of_layer, in_all - layers * of_layer
+    return MicroSteps(tuple(steps), config.loss_chunk, of_layer, in_all - layers * of_layer)
 
 
 def _micro_step(events: list[Event], spans: list[tuple[str, int, int]], layers: int, base: int,

@@ -123,7 +123,8 @@ def test_the_trainer_is_inferred_from_the_size(tmp_path: Path, capsys: pytest.Ca
                                                eager_message: str) -> None:
     """fitgpt never allocates all logits at once, so a message about 3.07 GiB of them is nanoGPT's."""
     (tmp_path / "oom.txt").write_text(eager_message)
-    assert main(["explain", str(tmp_path / "oom.txt"), f"--config={CONFIG}", "--n_layer=2", "--compile=False", "--json"]) == 0
+    assert main(["explain", str(tmp_path / "oom.txt"), f"--config={CONFIG}", "--n_layer=2", "--compile=False",
+                 "--json"]) == 0
     assert "nanoGPT's train.py" in json.dumps(json_output(capsys), ensure_ascii=False)
 
 
@@ -134,7 +135,8 @@ def test_trainer_and_compile_mode_are_inferred(trainer: str, compiled: bool, tmp
     other_programs = {"fitgpt": 10700, "nanogpt": 5600}[trainer]
     failed, _ = run_out(notes_77m(trainer, f"--compile={compiled}", "--n_layer=2"), other_programs)
     (tmp_path / "oom.txt").write_text(failed.text)
-    assert main(["explain", str(tmp_path / "oom.txt"), f"--config={CONFIG}", "--n_layer=2", "--gpu=4070", "--json"]) == 0
+    assert main(["explain", str(tmp_path / "oom.txt"), f"--config={CONFIG}", "--n_layer=2", "--gpu=4070",
+                 "--json"]) == 0
     found = json_output(capsys)
     assert "Replayed with the same limit, the forecast runs out of memory at exactly this allocation" in found["what"]
     assert any(f"(--trainer={trainer} --compile={compiled}) explains the message" in note for note in found["notes"])
@@ -367,7 +369,8 @@ def test_a_plan_file_is_explained_by_its_config(tmp_path: Path, no_stdin: None,
 
 def test_a_plan_with_a_config_lists_changes_and_savings(
         tmp_path: Path, no_stdin: None, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["fit", *SHALLOW, "--gpu=4070", "--recompute=all", "--gradient_accumulation_steps=1", "-o", str(tmp_path / "plan.json")]) == 0
+    assert main(["fit", *SHALLOW, "--gpu=4070", "--recompute=all", "--gradient_accumulation_steps=1",
+                 "-o", str(tmp_path / "plan.json")]) == 0
     capsys.readouterr()
     assert main(["explain", str(tmp_path / "plan.json"), "--json"]) == 0
     changes = json_output(capsys)["remedies"]

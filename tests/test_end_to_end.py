@@ -29,10 +29,13 @@ from fitgpt.engine.model import GPT, build_model
 from fitgpt.engine.weights import fill
 from fitgpt.runs.metrics import read_metrics
 from fitgpt.runs.record import read_run
-from fitgpt.training import checkpoint
+from fitgpt.training import checkpoint, supervisor
 from fitgpt.training.loop import learning_rate_at
+from fitgpt.training.run import run
 from fitgpt.training.trained_model import from_run
 from tests.helpers import reference_loss
+
+pytestmark = pytest.mark.xdist_group("end to end")  # one process trains the runs that these tests share
 
 SMALL: dict[str, Any] = dict(
     n_layer=2, n_head=2, n_embd=32, block_size=32, batch_size=4, gradient_accumulation_steps=2, learning_rate=1e-2,
@@ -53,6 +56,17 @@ def inside(folder: Path) -> Iterator[Path]:
         os.chdir(before)
 
 
+def work_here(given: supervisor.WorkerConfig) -> tuple[int, dict[str, Any]]:
+    """In the place of supervisor.run_worker: without the seconds in which a new process imports torch."""
+    run(given.config, given.notes, lambda: False, others=given.others)
+    return 0, {}
+
+
+@pytest.fixture
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "run_worker", work_here)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A folder to work in, with data/mine made from texts, and two trained runs: runs/plain and runs/biased."""
@@ -63,8 +77,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             (folder / "texts" / f"{number}.txt").write_text(f"Nº {number}: {text}\n", encoding="utf-8")
         assert main(["prepare", "texts", "--name=mine", "--tokenizer=bytes", "--val_fraction=0.2",
                      "--processes=1"]) == 0
-        for name, bias in (("plain", False), ("biased", True)):
-            assert main(["train", *flags(**SMALL, dataset="mine", out_dir=f"runs/{name}", bias=bias)]) == 0
+        assert main(["train", *flags(**SMALL, dataset="mine", out_dir="runs/plain", bias=False)]) == 0
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(supervisor, "run_worker", work_here)
+            assert main(["train", *flags(**SMALL, dataset="mine", out_dir="runs/biased", bias=True)]) == 0
         yield folder
 
 
@@ -206,7 +222,7 @@ def test_an_export_has_the_same_logits_in_transformers(folder: Path, name: str) 
     torch.testing.assert_close(theirs(tokens[None]).logits[0], expected, atol=1e-4, rtol=0)
 
 
-def test_training_starts_from_a_folder_of_transformers(folder: Path) -> None:
+def test_training_starts_from_a_folder_of_transformers(folder: Path, in_this_process: None) -> None:
     """Cropped to a shorter block, as nanoGPT does; the loss before the first step is transformers' own."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
@@ -227,16 +243,15 @@ def test_training_starts_from_a_folder_of_transformers(folder: Path) -> None:
     assert from_run(folder / "runs/from-hf").gpt.block_size == 32
 
 
-def test_a_new_run_starts_from_the_weights_of_another(folder: Path) -> None:
+def test_a_new_run_starts_from_the_weights_of_another(folder: Path, in_this_process: None) -> None:
     """With its shape, and its loss before the first step."""
-    assert main(["train", *flags(**SMALL, dataset="mine", out_dir="runs/first", bias=False)]) == 0
     assert main(["train", *flags(**{**SMALL, "max_iters": 1, "n_layer": 3}, dataset="mine", out_dir="runs/second",
-                                 init_from="runs/first")]) == 0
+                                 init_from="runs/plain")]) == 0
     first, second = ([row for row in read_metrics(folder / "runs" / name / "metrics.jsonl") if row["kind"] == "eval"]
-                     for name in ("first", "second"))
+                     for name in ("plain", "second"))
     assert second[0]["step"] == 0
     assert second[0]["losses"][1]["mean"] == pytest.approx(first[-1]["losses"][1]["mean"], rel=1e-5)
-    assert from_run(folder / "runs/second").gpt == from_run(folder / "runs/first").gpt
+    assert from_run(folder / "runs/second").gpt == from_run(folder / "runs/plain").gpt
 
 
 @pytest.mark.parametrize("verb", ["train", "sample"])
@@ -306,7 +321,8 @@ def test_a_nanogpt_checkpoint_can_be_sampled(nanogpt: object, capsys: pytest.Cap
 
 
 def test_a_character_run_samples_without_its_dataset_and_a_ckpt_pt_needs_it(
-        folder: Path, nanogpt: object, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        folder: Path, nanogpt: object, in_this_process: None, monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", *flags(**{**SMALL, "max_iters": 1}, dataset="letters", out_dir="runs/letters")]) == 0
     (folder / "elsewhere").mkdir(exist_ok=True)
     monkeypatch.chdir(folder / "elsewhere")
@@ -319,11 +335,12 @@ def test_a_character_run_samples_without_its_dataset_and_a_ckpt_pt_needs_it(
 
 
 @pytest.mark.parametrize("place", ["out", "out/ckpt.pt"])
-def test_a_new_run_starts_from_nanogpts_weights(folder: Path, nanogpt: tuple[GPT, object], place: str) -> None:
-    run = f"runs/from-{place.replace('/', '-')}"
+def test_a_new_run_starts_from_nanogpts_weights(folder: Path, nanogpt: tuple[GPT, object], in_this_process: None,
+                                                place: str) -> None:
+    out_dir = f"runs/from-{place.replace('/', '-')}"
     barely = {**SMALL, "max_iters": 1, "learning_rate": 1e-12, "min_lr": 1e-12}
-    assert main(["train", *flags(**barely, dataset="letters", out_dir=run, init_from=place)]) == 0
-    started = checkpoint.load(folder / run / "checkpoints", "last")
+    assert main(["train", *flags(**barely, dataset="letters", out_dir=out_dir, init_from=place)]) == 0
+    started = checkpoint.load(folder / out_dir / "checkpoints", "last")
     assert started.state["step"] == 1
     for name, parameter in nanogpt[0].named_parameters():
         torch.testing.assert_close(started.model[name], parameter.detach())

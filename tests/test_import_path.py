@@ -7,6 +7,7 @@ fitgpt uses. A file that is imported says so in IMPORTED and ends its process.
 from __future__ import annotations
 
 import ast
+import contextlib
 import os
 import shlex
 import subprocess
@@ -17,8 +18,15 @@ from pathlib import Path
 import pytest
 
 import fitgpt
+from fitgpt.commands.main import main
 from fitgpt.config import command_options
+from fitgpt.config.argv import walk
+from fitgpt.config.fields import build
+from fitgpt.config.run_config import RunConfig
+from fitgpt.training.run import run
 from tests.web_server import serving
+
+pytestmark = pytest.mark.xdist_group("import path")  # one process makes the folder that these tests share
 
 PACKAGES = ("torch", "numpy", "safetensors", "tiktoken", "regex", "requests", "rich", "pynvml", "starlette", "uvicorn",
             "anyio", "h11", "pyarrow", "wandb", "bitsandbytes", "triton", "sympy", "yaml", "transformers")
@@ -49,14 +57,16 @@ COMMANDS = {
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With a dataset and a run. Every module is shadowed but those that Python itself loads before fitgpt."""
     folder = tmp_path_factory.mktemp("cloned")
+    (folder / "texts.txt").write_text("Each word follows from the last one. " * 3000)
+    with contextlib.chdir(folder):
+        assert main(["prepare", "texts.txt", "--name=mine", "--tokenizer=bytes", "--val_fraction=0.1",
+                     "--processes=1"]) == 0
+        config = build(RunConfig, walk([*TINY, "--compile=False", "--out_dir=run"], RunConfig))
+        run(config.to_dict(), [], lambda: False)
     loaded = subprocess.check_output([sys.executable, "-P", "-c", "import re, runpy, sys; print(*sys.modules)"],
                                      text=True).split()
     for name in {*sys.stdlib_module_names, *PACKAGES} - {*loaded, "sitecustomize", "usercustomize"}:
         (folder / f"{name}.py").write_text(SHADOW)
-    (folder / "texts.txt").write_text("Each word follows from the last one. " * 3000)
-    for command in (("prepare", "texts.txt", "--name=mine", "--tokenizer=bytes", "--val_fraction=0.1"),
-                    ("train", *TINY, "--out_dir=run")):
-        subprocess.run([sys.executable, "-P", "-m", "fitgpt", *command], cwd=folder, check=True, capture_output=True)
     return folder
 
 
@@ -92,8 +102,8 @@ def test_a_command_imports_nothing_from_the_current_directory(command: str, fold
     assert ended.returncode == 0, ended.stderr
 
 
-@pytest.mark.parametrize("command", ["prepare", "plan", "train", "doctor"])
-@pytest.mark.parametrize("entries", [".", os.pathsep])  # a trailing colon leaves an empty entry: a common mistake
+# Those that start other processes. A trailing colon leaves an empty entry: a common mistake.
+@pytest.mark.parametrize(("command", "entries"), [("prepare", "."), ("train", os.pathsep), ("doctor", ".")])
 def test_a_command_imports_nothing_from_relative_entries_of_pythonpath(
         command: str, entries: str, folder: Path, environment: dict[str, str], tmp_path: Path) -> None:
     script = tmp_path / "fitgpt"  # as pip writes it

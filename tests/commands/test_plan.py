@@ -178,7 +178,7 @@ def test_savings_in_training_include_the_optimizer_step(run_plan: Any) -> None:
 
 
 def test_the_fit_command_for_a_nanogpt_run_omits_the_trainer(run_plan: Any) -> None:
-    far = [str(CONFIG / "gpt2_1558m.py"), "--gpu=4070"]
+    far = [str(CONFIG / "gpt2_1558m.py"), "--n_layer=4", "--gpu=4070"]
     for trainer, advice in (("nanogpt", "with the same arguments but without --trainer."),
                             ("fitgpt", "with the same arguments.")):
         output = " ".join(run_plan(*far, f"--trainer={trainer}", "--budget=1GiB").out.split())

@@ -161,9 +161,6 @@ def test_every_gpu_that_fits_has_a_speed(run_plan: Any) -> None:
         assert head.endswith("1,000 tokens/s")
         assert rows
         assert all(re.search(r"  [\d,.]+–[\d,.]+$", row) for row in rows)
-        cards = run_plan(*SMALL, "--all-cards", f"--trainer={trainer}", "--json").json["cards"]
-        low, high = next(card["tokens_per_s"] for card in cards if card["card"] == "RTX 4070")
-        assert 0 < low <= high
 
 
 def test_all_cards_with_a_length_shows_hours(run_plan: Any) -> None:
@@ -173,6 +170,7 @@ def test_all_cards_with_a_length_shows_hours(run_plan: Any) -> None:
     cards = run_plan(*argv, "--json").json["cards"]
     card = next(card for card in cards if card["card"] == "RTX 4070")
     (slow, fast), (least, most) = card["tokens_per_s"], card["hours"]
+    assert 0 < slow <= fast
     assert least == pytest.approx(1e10 / fast / 3600, rel=1e-5)
     assert most == pytest.approx(1e10 / slow / 3600, rel=1e-5)
     assert row.endswith(f"  {least:,.1f}–{most:,.1f}")
@@ -185,7 +183,7 @@ def test_all_cards_with_a_length_shows_hours(run_plan: Any) -> None:
 def test_tables_fit_a_narrow_terminal(run_plan: Any, monkeypatch: pytest.MonkeyPatch, columns: int, command: str,
                                       argv: list[str]) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
-    config = [] if command == "cards" else [str(Path(__file__).parents[2] / "config" / "gpt2_124m.py")]
+    config = [] if command == "cards" else [str(Path(__file__).parents[2] / "config" / "gpt2_124m.py"), "--n_layer=2"]
     output = run_plan(*config, *argv, command=command).out
     table = output.partition("To write this config")[0]  # the command below it is printed whole, to be copied
     assert table

@@ -126,8 +126,8 @@ def test_every_cut_of_a_message_gets_an_answer() -> None:
     rng = random.Random(11)
     for file in sorted((Path(__file__).parent / "messages").glob("*.txt")):
         text = file.read_text(encoding="utf-8")
-        cuts = [(0, len(text) * part // 8) for part in range(1, 9)]
-        cuts += [(rng.randrange(len(text)), len(text)), *(sorted(rng.sample(range(len(text)), 2)) for _ in range(3))]
+        cuts = [(0, len(text) * part // 4) for part in range(1, 5)]
+        cuts += [(rng.randrange(len(text)), len(text)), sorted(rng.sample(range(len(text)), 2))]
         for start, end in cuts:
             diagnosis = explain(text[start:end])
             assert diagnosis.title
@@ -174,7 +174,7 @@ class Endless:
         return data
 
 
-@pytest.mark.parametrize(("line", "megabytes"), [(b"step 1: loss 3.1, mem 4 GiB\n", 40),
+@pytest.mark.parametrize(("line", "megabytes"), [(b"step 1: loss 3.1, mem 4 GiB\n", 10),
                                                  (b"worker was killed by the night\n", 2)])
 def test_the_message_in_a_large_log_is_found(line: bytes, megabytes: int) -> None:
     found = message_in(read_input(Endless(megabytes * 10**6, megabytes * 750_011, line)))  # type: ignore[arg-type]
@@ -184,7 +184,7 @@ def test_the_message_in_a_large_log_is_found(line: bytes, megabytes: int) -> Non
 
 def test_a_large_log_is_read_with_little_memory() -> None:
     tracemalloc.start()
-    found = message_in(read_input(Endless(64 * CHUNK, 60 * CHUNK, b"step 1\n")))  # type: ignore[arg-type]
+    found = message_in(read_input(Endless(40 * CHUNK, 36 * CHUNK, b"step 1\n")))  # type: ignore[arg-type]
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert found is not None

@@ -17,6 +17,8 @@ from fitgpt.runs.metrics import read_metrics
 from tests.html_outline import HOSTILE_TEXTS
 from tests.report_rows import FACTS, PLAN, evaluation, step, write_run
 
+pytestmark = pytest.mark.xdist_group("report page")  # one process makes the reports and starts the browser
+
 PHONE, DESKTOP = 390, 1200
 
 
@@ -67,28 +69,6 @@ def opened(browser: Any, path: Path, width: int = DESKTOP, **more: Any) -> tuple
     return tab, wrong
 
 
-@pytest.mark.parametrize("name", ["real", "gpu", "both"])
-def test_a_page_fits_its_screen_loads_nothing_and_has_no_errors(browser: Any, reports: dict[str, Path],
-                                                                name: str) -> None:
-    tab, wrong = opened(browser, reports[name])
-    labels = ("[...document.querySelectorAll('.plot text')].filter(one => !one.closest('.alt') && one.checkVisibility({"
-              "visibilityProperty: true})).map(one => one.getBoundingClientRect()).map(box => [box.right, box.height])")
-    for width in (DESKTOP, PHONE):
-        tab.set_viewport_size({"width": width, "height": 900})
-        tab.wait_for_timeout(50)  # charts are laid out again
-        assert tab.evaluate("document.documentElement.scrollWidth") <= width
-        rights, heights = zip(*tab.evaluate(labels), strict=True)
-        assert max(rights) <= width
-        assert min(heights) >= 12  # text is not shrunk with the chart
-    grounds = []
-    for scheme in ("light", "dark"):
-        tab.emulate_media(color_scheme=scheme)
-        grounds.append(tab.evaluate("getComputedStyle(document.body).backgroundColor"))
-    assert grounds == ["rgb(247, 247, 245)", "rgb(18, 20, 24)"]
-    assert wrong == []
-    tab.close()
-
-
 # Words of up to 16 letters that are broken over two lines: their first and last letters differ in height.
 BROKEN_WORDS = """() => {
   const broken = [], walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
@@ -105,16 +85,39 @@ BROKEN_WORDS = """() => {
 }"""
 
 
+@pytest.mark.parametrize("name", ["real", "gpu", "both"])
+def test_a_page_fits_its_screen_loads_nothing_and_has_no_errors(browser: Any, reports: dict[str, Path],
+                                                                name: str) -> None:
+    tab, wrong = opened(browser, reports[name])
+    labels = ("[...document.querySelectorAll('.plot text')].filter(one => !one.closest('.alt') && one.checkVisibility({"
+              "visibilityProperty: true})).map(one => one.getBoundingClientRect()).map(box => [box.right, box.height])")
+    for width in (DESKTOP, PHONE):
+        tab.set_viewport_size({"width": width, "height": 900})
+        tab.wait_for_timeout(50)  # charts are laid out again
+        assert tab.evaluate("document.documentElement.scrollWidth") <= width
+        rights, heights = zip(*tab.evaluate(labels), strict=True)
+        assert max(rights) <= width
+        assert min(heights) >= 12  # text is not shrunk with the chart
+    assert tab.evaluate(BROKEN_WORDS) == []  # on the phone
+    grounds = []
+    for scheme in ("light", "dark"):
+        tab.emulate_media(color_scheme=scheme)
+        grounds.append(tab.evaluate("getComputedStyle(document.body).backgroundColor"))
+    assert grounds == ["rgb(247, 247, 245)", "rgb(18, 20, 24)"]
+    assert wrong == []
+    tab.close()
+
+
 @pytest.fixture(scope="module")
-def pages(reports: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("pages")
     config = Path(__file__).parents[2] / "config" / "gpt2_124m.py"
     assert main(["plan", str(config), "--gpu=4070", f"--timeline={folder / 'timeline.html'}"]) == 0
     assert main(["fit", str(config), "--gpu=4070", f"--html={folder / 'fit.html'}"]) == 0
-    return {**reports, "timeline": folder / "timeline.html", "fit": folder / "fit.html"}
+    return {"timeline": folder / "timeline.html", "fit": folder / "fit.html"}
 
 
-@pytest.mark.parametrize("name", ["real", "gpu", "both", "timeline", "fit"])
+@pytest.mark.parametrize("name", ["timeline", "fit"])
 def test_no_word_is_broken_on_a_phone(browser: Any, pages: dict[str, Path], name: str) -> None:
     tab, wrong = opened(browser, pages[name], PHONE)
     assert tab.evaluate("document.documentElement.scrollWidth") <= PHONE

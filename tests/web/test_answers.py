@@ -51,7 +51,6 @@ def test_plan_and_exact_agree_around_the_limit(trainer: str, compiled: bool) -> 
 
 @pytest.mark.parametrize("options", [
     dict(), dict(n_layer=24), dict(compile=False), dict(recompute="input"),
-    dict(trainer="nanogpt", n_layer=24, n_head=16, n_embd=1024, batch_size=2),
     dict(trainer="nanogpt", n_layer=48, n_head=25, n_embd=1600, batch_size=1)], ids=str)
 def test_a_deep_run_gets_its_final_verdict_and_bars_in_the_first_answer(options: dict[str, Any]) -> None:
     plan, exact = answers.plan(page_query(**options)), answers.exact(page_query(**options))
@@ -82,7 +81,7 @@ def test_the_notes_run_fits_without_other_programs_or_with_fitgpt() -> None:
 
 
 def test_every_gpu_has_the_verdict_of_a_plan_for_it() -> None:
-    query = page_query(others="1GiB", batch_size=24)
+    query = page_query(others="1GiB", n_layer=2, batch_size=96)
     rows = {row["name"]: row for row in answers.all_gpus(query)["gpus"]}
     expected = verdicts(query.config, "fitgpt", 1024 * MiB)
     assert {name: row["fits"] for name, row in rows.items()} == {
@@ -146,7 +145,6 @@ def test_fit_returns_settings_that_fit_with_reasons_runners_up_and_a_curve() -> 
     assert len(found["runners_up"]) > 1
     assert any("batch_size 24 →" in reason for reason in found["reasons"])
     assert not any("stay free" in reason for reason in found["reasons"])  # a given budget gets no margin
-    assert "128.0 MiB stay free as a margin" in answers.fitted(page_query(**FEW))["reasons"][-1]
     needs, speeds = zip(*found["points"], strict=True)
     assert list(needs) == sorted(needs)
     assert list(speeds) == sorted(speeds)
@@ -187,7 +185,7 @@ def test_fit_uses_the_limits_of_the_fit_command(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(GOALS, "fastest", lambda config, target, allow: (
         targets.append(target), find_fastest(config, target, allow))[1])
     query = page_query(**FEW)
-    answers.fitted(query)
+    assert "128.0 MiB stay free as a margin" in answers.fitted(query)["reasons"][-1]
     assert targets[0].budget.reserve_limit == query.target.budget.reserve_limit - OUTSIDE_ERROR
     assert targets[0].host_bytes == int(host.SHARE * fit_planning.ASSUMED_HOST)
     assert targets[0].most_batch is None

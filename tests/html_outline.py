@@ -1,4 +1,4 @@
-"""An HTML page as its tags, the data inside a chart, and hostile text to put into pages."""
+"""An HTML page as its tags, the data inside a chart, hostile text to put into pages, and their accessibility."""
 
 from __future__ import annotations
 
@@ -48,3 +48,14 @@ def chart_data(chart: str) -> dict[str, Any]:
     assert found is not None
     data: dict[str, Any] = json.loads(found[1])
     return data
+
+
+def check_accessibility(page: Any, schemes: tuple[str, ...] = ("dark", "light")) -> None:
+    """No violation of any rule of axe-core, in each colour scheme."""
+    from axe_playwright_python.sync_playwright import Axe
+
+    for scheme in schemes:
+        page.emulate_media(color_scheme=scheme, reduced_motion="reduce")
+        page.wait_for_timeout(50)
+        found = Axe().run(page)
+        assert not found.response["violations"], found.generate_report()

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from axe_playwright_python.sync_playwright import Axe
 
 from fitgpt.web.form import RUN_OPTIONS
 from tests.conftest import PICTURES
+from tests.html_outline import check_accessibility
 from tests.web.test_paste import SMI
 from tests.web_server import HOSTILE, NOTES, recorded_rows, running_run, serving
 
@@ -75,15 +75,6 @@ def shown(browser: Any, address: str) -> Iterator[Callable[..., Any]]:
 
     yield opened
     context.close()
-
-
-def check_accessibility(page: Any, schemes: tuple[str, ...] = ("dark", "light")) -> None:
-    """No violation of any rule of axe-core, in each colour scheme."""
-    for scheme in schemes:
-        page.emulate_media(color_scheme=scheme, reduced_motion="reduce")
-        page.wait_for_timeout(50)
-        found = Axe().run(page)
-        assert not found.response["violations"], found.generate_report()
 
 
 def verdict(page: Any, state: str) -> str:

@@ -14,6 +14,7 @@ import pytest
 
 from fitgpt.commands.main import main
 from fitgpt.hardware import nvidia
+from fitgpt.hardware.allocator_env import ALLOCATOR_VARIABLES
 from fitgpt.hardware.nvidia import Survey
 from tests.fake_nvml import CountingNvml, FakeNvml
 from tests.plan_command import CommandOutput
@@ -34,6 +35,14 @@ CHROMIUMS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-sta
 # No window, no GPU, and nothing asked of the world outside.
 CHROMIUM_FLAGS = ("--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update",
                   "--disable-sync", "--no-first-run")
+
+
+@pytest.fixture(autouse=True)
+def allocator_environment() -> Iterator[None]:
+    """`sample`, `eval` and `export` set the allocator's variables for their process, which is that of all tests here."""
+    yield
+    for name in ALLOCATOR_VARIABLES:
+        os.environ.pop(name, None)
 
 
 @pytest.fixture(scope="module")  # while it is open, its event loop is this thread's: others could not have one

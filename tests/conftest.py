@@ -39,7 +39,7 @@ CHROMIUM_FLAGS = ("--no-sandbox", "--disable-gpu", "--disable-background-network
 
 @pytest.fixture(autouse=True)
 def allocator_environment() -> Iterator[None]:
-    """`sample`, `eval` and `export` set the allocator's variables for their process, which is that of all tests here."""
+    """`sample`, `eval` and `export` set the allocator's variables for their process: here that of all tests."""
     yield
     for name in ALLOCATOR_VARIABLES:
         os.environ.pop(name, None)

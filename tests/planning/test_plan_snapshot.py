@@ -1,4 +1,4 @@
-"""Forecasts change only on purpose: every third of 302 plans of both trainers against recorded bytes, verdicts and
+"""Forecasts change only on purpose: every tenth of 302 plans of both trainers against recorded bytes, verdicts and
 owners. CI compares all of them: `python tests/plan_snapshot.py`."""
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ def test_plans_are_those_of_the_snapshot(trainer: str, tmp_path: Path, monkeypat
     monkeypatch.chdir(tmp_path)
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
-    lines = [argv for argv in generate() if f"--trainer={trainer}" in argv][::3]
-    assert len(lines) > 50
+    lines = [argv for argv in generate() if f"--trainer={trainer}" in argv][::10]
+    assert len(lines) > 14
     changed = {" ".join(argv): found for argv in lines
                if (found := differences(ROWS[tuple(argv)], {"argv": argv, **answer(argv)}))}
     assert changed == {}

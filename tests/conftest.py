@@ -114,10 +114,11 @@ def run_plan(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 
 # Files whose tests start processes or a browser, train, or replay recorded runs: marked slow.
 SLOW = {
-    "commands/test_demo", "commands/test_explain", "commands/test_fit", "commands/test_fit_configs",
-    "commands/test_plan", "commands/test_plan_gpus", "commands/test_plan_runs", "commands/test_report",
+    "commands/test_demo", "commands/test_doctor", "commands/test_explain", "commands/test_fit",
+    "commands/test_fit_configs", "commands/test_plan", "commands/test_plan_gpus", "commands/test_plan_runs",
+    "commands/test_report",
     "commands/test_serve", "commands/test_watch_live", "config/test_memory_savers", "data/test_hub",
-    "data/test_pipeline_resume",
+    "data/test_pipeline_resume", "diagnosis/test_diagnose", "diagnosis/test_input", "engine/test_ops_compiled",
     "engine/optim/test_bitsandbytes", "engine/test_device", "engine/test_huggingface", "planning/test_changes",
     "planning/test_fallback_ladder", "planning/test_fit_goals", "planning/test_fit_permissions",
     "planning/test_layer_costs", "planning/test_measure", "planning/test_plan_snapshot", "planning/test_fit_search",

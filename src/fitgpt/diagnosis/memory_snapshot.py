@@ -285,7 +285,7 @@ def _start(segments: tuple[Segment, ...], history: Sequence[TraceEntry]) -> Memo
     return state
 
 
-# ---- in words
+# ---- as text
 
 
 def explain_snapshot(snapshot: MemorySnapshot) -> Diagnosis:

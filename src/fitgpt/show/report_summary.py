@@ -22,7 +22,7 @@ NOT_REPEATED = {"out_dir", "plan", "fit", "wait"}  # options that only concern h
 NOT_EVALUATED = "not evaluated yet"
 
 
-# ---- in words
+# ---- as text
 
 
 def verdict(record: RunRecord) -> str:

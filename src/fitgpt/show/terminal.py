@@ -133,7 +133,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 def bar(share: float, width: int, *, unicode: bool = True) -> str:
-    """A bar of `width` characters, of which a `share` is filled; both parts can be told apart without colours."""
+    """A bar of `width` characters, of which a `share` is filled; both parts differ without colours, too."""
     done, left = "█░" if unicode else "#."
     filled = int(min(max(share, 0.0), 1.0) * width)  # rounded down: full only at the end
     return done * filled + left * (width - filled)

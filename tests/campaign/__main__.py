@@ -33,6 +33,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CAMPAIGNS = ("faults", "kills", "damage", "allocations", "fuzz", "http")
 QUICK_S = 11.0     # per campaign, without its start
 SHOW_EVERY_S = 10.0
+SHOWN = 25          # failed cases
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONHASHSEED": "0"}
 
 
@@ -133,12 +134,14 @@ def run_campaign(name: str, jobs: int, seconds: float) -> int:
                 worker.wait()
     print(describe(name, before, started), flush=True)
     broken = [worker.returncode for worker in workers if worker.returncode]
-    for row in results(name).values():
-        if not row["ok"]:
-            print(f"  FAILED {name}/{row['case']}: {row['kind']}: {row['note'].splitlines()[:1]}")
+    bad = [row for row in results(name).values() if not row["ok"]]
+    for row in bad[:SHOWN]:
+        print(f"  FAILED {name}/{row['case']}: {row['kind']}: {row['note'].splitlines()[:1]}"[:160])
+    if len(bad) > SHOWN:
+        print(f"  and {len(bad) - SHOWN} more, in {results_folder(name)}")
     if broken:
         print(f"  {name}: a worker ended with {broken}")
-    return len(broken) + summary(name)["failed"]
+    return len(broken) + len(bad)
 
 
 def describe(name: str, before: int, started: float) -> str:

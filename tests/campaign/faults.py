@@ -47,10 +47,10 @@ class Scenario(NamedTuple):
 
 # ---- the folders that the commands start from
 
-def with_texts(folder: Path) -> None:
+def with_texts(folder: Path, files: int = 3) -> None:
     (folder / "texts").mkdir()
-    for number in range(3):
-        (folder / "texts" / f"{number}.txt").write_text(TEXT[number * 997:])
+    for number in range(files):
+        (folder / "texts" / f"{number:03d}.txt").write_text(TEXT[number * 97:])
 
 
 def with_data(folder: Path) -> None:

@@ -6,6 +6,7 @@ group, signals, waiting) is that of the real one.
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import runpy
@@ -26,6 +27,8 @@ from fitgpt.commands.main import main
 from fitgpt.config.command_options import COMMANDS  # noqa: F401  imported before the forks, as all below
 from fitgpt.data import pipeline
 from fitgpt.training import run, supervisor, trained_model, worker  # noqa: F401
+
+from .outcome import Outcome, failed
 
 torch.set_num_threads(1)  # a forked process has no other threads of ours, and sums come out in one order
 
@@ -118,7 +121,8 @@ def start(argv: Sequence[str], folder: Path, before: Callable[[], None] = lambda
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.setitimer(signal.ITIMER_REAL, LIMIT_S)
-        os.environ.update(TMPDIR=str(folder / "tmp"), FITGPT_HOME=str(folder / "home"), COLUMNS="200")
+        os.environ.update(TMPDIR=str(folder / "tmp"), FITGPT_HOME=str(folder / "home"), COLUMNS="200",
+                          XDG_CACHE_HOME=str(folder / "home"))
         tempfile.tempdir = None
         for name in ("tmp", "home"):
             (folder / name).mkdir(exist_ok=True)
@@ -167,6 +171,35 @@ def _alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except OSError:
         return False
+
+
+def isolated(work: Callable[[], Outcome], seconds: float = 20.0) -> Outcome:
+    """What `work` returns in a forked process; a failed outcome if that process crashes or hangs."""
+    read_end, write_end = os.pipe()
+    pid = os.fork()
+    if not pid:
+        os.close(read_end)
+        for number in (1, 2):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), number)
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+
+        def report() -> int:
+            try:
+                outcome = work()
+            except Exception:
+                outcome = failed("crashed", traceback.format_exc())
+            with open(write_end, "w") as pipe:
+                json.dump(outcome, pipe)
+            return 0
+
+        leave(report)
+    os.close(write_end)
+    with open(read_end) as pipe:
+        found = pipe.read()
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    if code == -signal.SIGALRM:
+        return failed("hangs", f"no end after {seconds:g} s")
+    return Outcome(*json.loads(found)) if code == 0 else failed("crashed", f"the process ended with {code}")
 
 
 # ---- folders

@@ -18,12 +18,12 @@ import hashlib
 import importlib
 import json
 import os
-import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from .outcome import Campaign, shuffled
 
 ROOT = Path(__file__).resolve().parents[2]
 CAMPAIGNS = ("faults", "kills", "damage", "allocations", "fuzz", "http")
-QUICK_S = 11.0     # per campaign, without its start
+QUICK_S = 75.0      # all campaigns together
 SHOW_EVERY_S = 10.0
 SHOWN = 25          # failed cases
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONHASHSEED": "0"}
@@ -40,7 +40,7 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONHAS
 def main() -> int:
     given = arguments()
     if given.worker:
-        return work(given.worker, given.share, given.seconds)
+        return work(given.worker, given.share, given.until)
     if given.only or given.list:
         if "faults.so" in os.environ.get("LD_PRELOAD", ""):
             return run_one(given.only) if given.only else list_cases(given.list)
@@ -51,10 +51,10 @@ def main() -> int:
 
         publish.write(summaries())
         return 0
-    chosen, failures = given.campaign or CAMPAIGNS, 0
-    for name in chosen:
-        failures += run_campaign(name, given.jobs, QUICK_S if given.quick else given.seconds)
-    return 1 if failures else 0
+    chosen = given.campaign or CAMPAIGNS
+    if given.quick:  # all at once, with one process each
+        return 1 if run_campaigns(chosen, 1, QUICK_S) else 0
+    return 1 if sum(run_campaigns([name], given.jobs, given.seconds) for name in chosen) else 0
 
 
 def arguments() -> argparse.Namespace:
@@ -69,6 +69,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--publish", action="store_true", help="writes bench/results/reliability.json")
     parser.add_argument("--worker", choices=CAMPAIGNS, help=argparse.SUPPRESS)
     parser.add_argument("--share", default="0/1", help=argparse.SUPPRESS)
+    parser.add_argument("--until", type=float, default=float("inf"), help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
@@ -114,44 +115,53 @@ def summaries() -> list[dict[str, Any]]:
 
 # ---- running
 
-def run_campaign(name: str, jobs: int, seconds: float) -> int:
-    """Runs what is not done yet, in several processes, and shows progress. → how many cases failed."""
-    started, before = time.monotonic(), len(results(name))
+def run_campaigns(names: Sequence[str], jobs: int, seconds: float) -> int:
+    """Runs what is not done yet of these campaigns, at once, and shows progress. → how many cases failed."""
+    started, before = time.time(), {name: len(results(name)) for name in names}
+    until = started + seconds if seconds else float("inf")
     with worker_environment() as env:
-        workers = [subprocess.Popen([sys.executable, "-m", "tests.campaign", "--worker", name, f"--share={number}/{jobs}",
-                                     f"--seconds={seconds}"], cwd=ROOT, env=env) for number in range(jobs)]
-        shown = time.monotonic()
+        workers = {(name, number): subprocess.Popen(
+            [sys.executable, "-m", "tests.campaign", "--worker", name, f"--share={number}/{jobs}", f"--until={until}"],
+            cwd=ROOT, env=env) for name in names for number in range(jobs)}
+        shown = time.time()
         try:
-            while any(worker.poll() is None for worker in workers):
+            while any(worker.poll() is None for worker in workers.values()):
                 time.sleep(0.2)
-                if time.monotonic() - shown > SHOW_EVERY_S:
-                    shown = time.monotonic()
-                    print(describe(name, before, started), flush=True)
+                if time.time() - shown > SHOW_EVERY_S:
+                    shown = time.time()
+                    for name in names:
+                        print(describe(name, before[name], started), flush=True)
         finally:
-            for worker in workers:
+            for worker in workers.values():
                 worker.terminate()
-            for worker in workers:
+            for worker in workers.values():
                 worker.wait()
-    print(describe(name, before, started), flush=True)
-    broken = [worker.returncode for worker in workers if worker.returncode]
-    bad = [row for row in results(name).values() if not row["ok"]]
-    for row in bad[:SHOWN]:
-        print(f"  FAILED {name}/{row['case']}: {row['kind']}: {row['note'].splitlines()[:1]}"[:160])
-    if len(bad) > SHOWN:
-        print(f"  and {len(bad) - SHOWN} more, in {results_folder(name)}")
-    if broken:
-        print(f"  {name}: a worker ended with {broken}")
-    return len(broken) + len(bad)
+    failures = 0
+    for name in names:
+        print(describe(name, before[name], started), *kinds_of(name), sep="\n", flush=True)
+        bad = [row for row in results(name).values() if not row["ok"]]
+        for row in bad[:SHOWN]:
+            print(f"  FAILED {name}/{row['case']}: {row['kind']}: {row['note'].splitlines()[:1]}"[:160])
+        if len(bad) > SHOWN:
+            print(f"  and {len(bad) - SHOWN} more, in {results_folder(name)}")
+        failures += len(bad)
+    for (name, _), worker in workers.items():
+        if worker.returncode:
+            print(f"  {name}: a worker ended with {worker.returncode}")
+            failures += 1
+    return failures
 
 
 def describe(name: str, before: int, started: float) -> str:
-    found = summary(name)
-    total = results_folder(name) / "total"
+    found, total = summary(name), results_folder(name) / "total"
     of = f" of {int(total.read_text()):,}" if total.exists() else ""
-    rate = (found["cases"] - before) / max(1e-9, time.monotonic() - started)
-    kinds = ", ".join(f"{count:,} {kind}" for kind, count in found["kinds"].items())
-    return (f"{name:<12}{found['cases']:,}{of} cases, {found['failed']} failed, {rate:.1f} per s, "
-            f"{time.monotonic() - started:.0f} s: {kinds}")
+    seconds = time.time() - started
+    return (f"{name:<12}{found['cases']:,}{of} cases, {found['failed']} failed, "
+            f"{(found['cases'] - before) / seconds:.1f} per s, {seconds:.0f} s")
+
+
+def kinds_of(name: str) -> list[str]:
+    return [f"  {count:>8,} {kind}" for kind, count in summary(name)["kinds"].items()]
 
 
 class worker_environment:
@@ -179,21 +189,21 @@ def scratch_folder() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="fitgpt-campaign-", dir=memory if os.access(memory, os.W_OK) else None)
 
 
-def work(name: str, share: str, seconds: float) -> int:
+def work(name: str, share: str, until: float) -> int:
     """A worker: runs its share of the cases, and writes a line per case."""
     number, of = map(int, share.split("/"))
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that folders are removed
     kept = results_folder(name)
     with scratch_folder() as folder, open(kept / f"{number}.jsonl", "a", encoding="utf-8") as out:
         campaign = opened(name, Path(folder))
         (kept / "total").write_text(str(len(campaign.cases)))
-        done, deadline = results(name), time.monotonic() + seconds if seconds else float("inf")
+        done = results(name)
         for case in shuffled(campaign.cases)[number::of]:
-            if case in done:
-                continue
-            if time.monotonic() > deadline:
+            if time.time() > until:
                 break
-            out.write(json.dumps({"case": case, **campaign.run(case)._asdict()}) + "\n")
-            out.flush()
+            if case not in done:
+                out.write(json.dumps({"case": case, **campaign.run(case)._asdict()}) + "\n")
+                out.flush()
     return 0
 
 

@@ -49,7 +49,7 @@ from fitgpt.web import form, paste
 from . import fuzz_inputs as inputs
 from .damage import TEMPLATES
 from .fuzz_inputs import mutated_bytes, mutated_value
-from .outcome import Campaign, Outcome, failed
+from .outcome import Campaign, Outcome
 from .processes import fresh, isolated
 
 REQUIRED = "0 tracebacks or hangs of 100,000"

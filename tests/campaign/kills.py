@@ -12,17 +12,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 from fitgpt.runs.metrics import read_metrics
 
 from .faults import DATASET, PREPARE, RESUME, checkpoints_intact, go_on, must, with_data, with_texts
 from .outcome import Campaign, Outcome, failed
-from .processes import TRAIN, Ended, children_of, contents, fitgpt, fresh, output_of, start, wait, wait_until_gone
+from .processes import TRAIN, Ended, children_of, contents, fresh, output_of, start, wait, wait_until_gone
 
 REQUIRED = "500 kills, 0 lost, byte-identical"
-RUNS = {"train": 80, "prepare": 20, "command": 4}
+RUNS = {"train": 40, "prepare": 10, "command": 3}
 STEPS = 300
 WITHIN = 0.25  # of the time that a whole run takes: so it is killed some five times
 LONG = [*TRAIN, f"--max_iters={STEPS}", f"--lr_decay_iters={STEPS}", "--eval_interval=50", "--save_interval=4"]

@@ -221,6 +221,7 @@ def test_the_extras_exist_in_pyproject() -> None:
 def test_every_requirement_of_every_extra_is_pinned() -> None:
     """And what these require in turn, as far as it is installed here."""
     import tomllib
+    from contextlib import suppress
     from importlib.metadata import PackageNotFoundError, requires
 
     from packaging.requirements import Requirement
@@ -239,10 +240,8 @@ def test_every_requirement_of_every_extra_is_pinned() -> None:
             continue
         seen.add(str(wanted))
         missing |= {name} - pinned
-        try:
+        with suppress(PackageNotFoundError):
             waiting += [Requirement(each) for each in requires(name) or ()]
-        except PackageNotFoundError:
-            pass
     assert not missing
 
 

@@ -110,7 +110,7 @@ def restore(training: Training, source: WeightSource, *, everything: bool) -> No
     training.evaluation_status = state.get("evaluation_status", checkpoint.UNKNOWN)
     training.best, training.last_good = (SplitLoss(**state[name]) if state.get(name) else None
                                          for name in ("best", "last_good"))
-    if state.get("scaler"):
+    if "scaler" in state:  # nanoGPT's has none
         training.scaler.load_dict(state["scaler"])
 
 

@@ -112,7 +112,7 @@ class Platform:
 
     @property
     def workspace(self) -> int:
-        """Bytes of a cuBLAS workspace. Deterministic algorithms need CUBLAS_WORKSPACE_CONFIG=:4096:8, eight of 4 MiB."""
+        """Bytes of a cuBLAS workspace. Deterministic algorithms need CUBLAS_WORKSPACE_CONFIG=:4096:8, 8 of 4 MiB."""
         large = self.deterministic or self.capability[0] in self.rules.large_workspace
         return LARGE_WORKSPACE if large else SMALL_WORKSPACE
 

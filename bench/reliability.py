@@ -22,6 +22,7 @@ import hashlib
 import json
 import os
 import random
+import shutil
 import signal
 import statistics
 import subprocess
@@ -53,7 +54,8 @@ class Campaign:
         self.name, self.out, self.device = name, Path(options.out), options.device
         self.ends, self.at_once = time.monotonic() + options.seconds, options.at_once
         self.work = self.out / "work" / name
-        self.work.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(self.work, ignore_errors=True)  # of an earlier time
+        self.work.mkdir(parents=True)
         self.rows: list[Row] = []
         self._lock = Lock()
         self.dataset = write_tokens(self.out / "work" / "tokens", TINY["vocab_size"] if self.is_cpu else 50304)

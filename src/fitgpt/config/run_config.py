@@ -171,6 +171,10 @@ class RunConfig(Options):
         frozen_on_resume=True, page="more", synonyms=("precision",), also_values=DTYPE_NAMES, main=True)
     compile: bool | Literal["auto"] = _system("auto", "torch.compile the model; auto: if that works here",
                                               affects_memory=True, affects_speed=True, page="more", main=True)
+    deterministic: bool = _system(
+        False, "the same run again, or resumed, gives bit-identical weights on the same GPU and versions: only "
+        "deterministic kernels, without cuDNN's attention", affects_memory=True, affects_speed=True, nanogpt=False,
+        synonyms=("reproducible", "use_deterministic_algorithms"))
     cuda_graphs: bool | Literal["auto"] = _system(
         "auto", "capture the GPU work of a step in CUDA graphs and replay them, so that the CPU does not slow the GPU "
         "down; auto: with compile, if dropout is 0", affects_memory=True, affects_speed=True, fallback=True,

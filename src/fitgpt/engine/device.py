@@ -269,6 +269,16 @@ def cpu_name() -> str:
     return f"{name}, {threads} thread{'s' if threads > 1 else ''}"
 
 
+def set_deterministic(on: bool) -> None:
+    """Makes torch use deterministic kernels only, and raise where it has none; or ends that. A setting of the process,
+    before its first matmul: cuBLAS reads its variable once."""
+    if on:
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    torch.use_deterministic_algorithms(on)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # the engine reads nothing that it has not written
+    torch.backends.cuda.enable_cudnn_sdp(not on)  # cuDNN's attention has no deterministic backward pass
+
+
 def read_memory(device: str) -> MemoryReading:
     if device.startswith("cuda"):
         counted = torch.cuda.memory_stats(device)  # one call: each single counter builds this whole table

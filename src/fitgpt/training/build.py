@@ -11,7 +11,7 @@ from ..core.errors import CheckpointError, DataError, DeviceError
 from ..data.dataset import Dataset
 from ..data.shards import check_vocab, padded_vocab
 from ..engine import huggingface
-from ..engine.device import DeviceChoice
+from ..engine.device import DeviceChoice, set_deterministic
 from ..engine.model import DTYPES, make_model
 from ..engine.optim.adamw import NoOptimizer, Scaler, make_optimizer
 from ..engine.weights import WeightSource, fill, read_nanogpt
@@ -72,6 +72,7 @@ def build_training(config: RunConfig, choice: DeviceChoice) -> Training:
     """Model, optimizer and loss scaler on the device."""
     device = torch.device(choice.device)
     torch.set_float32_matmul_precision("high")  # TF32 for float32, as in nanoGPT
+    set_deterministic(config.deterministic)
     model = make_model(config, device, dtype=choice.dtype, compiled=choice.compile)
     optimizer = NoOptimizer() if config.eval_only else make_optimizer(config, model)
     training = Training(model, optimizer, Scaler(device, scaling=choice.dtype == "float16"))
@@ -110,7 +111,7 @@ def restore(training: Training, source: WeightSource, *, everything: bool) -> No
     training.evaluation_status = state.get("evaluation_status", checkpoint.UNKNOWN)
     training.best, training.last_good = (SplitLoss(**state[name]) if state.get(name) else None
                                          for name in ("best", "last_good"))
-    if state.get("scaler"):
+    if "scaler" in state:  # nanoGPT's has none
         training.scaler.load_dict(state["scaler"])
 
 

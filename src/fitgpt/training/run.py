@@ -114,6 +114,7 @@ def run_loop(config: RunConfig, facts: RunFacts, choice: DeviceChoice, dataset: 
         if device_memory.plan:
             folder.append_metrics(plan_row(device_memory.plan, device_memory.ladder()))
             display.note(memory_plan(device_memory.plan))
+        guard.fit_free_memory()
         rehearses = config.rehearse if config.rehearse != "auto" else device_memory.plan is not None
         if rehearses and (training.step < config.max_iters or config.eval_only):
             rehearse_under_guard(guard, reporter, training, display, device_memory)
@@ -148,7 +149,8 @@ def rehearse_under_guard(guard: Guard, reporter: TrainingReporter, training: Tra
     if isinstance(done, DeviceError):
         raise done
     seconds, measured = show_seconds(time.perf_counter() - started), reporter.peaks.since_start()
-    reporter.tell({"kind": "rehearsal", "step": training.step, "phases": phases_to_json(measured), "text":
+    reporter.tell({"kind": "rehearsal", "step": training.step, "phases": phases_to_json(measured),
+                   "outside_bytes": device_memory.outside(), "text":
                    f"rehearsed in {seconds}: evaluation, two iterations and a checkpoint's copies, at full size."})
     if device_memory.plan and guard.config == requested:
         display.note(plan_vs_measured(phases_of(device_memory.plan.forecast), measured))

@@ -42,6 +42,10 @@ def from_run(out_dir: Path, which: str | int = "last", *, weights_only: bool = F
 
 
 def _from_checkpoint(loaded: checkpoint.Checkpoint) -> WeightSource:
+    missing = [key for key in ("step", "gpt", "config", "scaler") if key not in loaded.state]
+    if missing:
+        raise CheckpointError(f"{loaded.path} is not a checkpoint of `fitgpt train`: it lacks {', '.join(missing)}.",
+                              "Use another checkpoint.")
     return WeightSource(GPTConfig(**loaded.state["gpt"]), loaded.model, loaded.optimizer, loaded.state,
                         loaded.state["config"], str(loaded.path), loaded.notes)
 

@@ -32,7 +32,9 @@ from .outcome import Campaign, shuffled
 ROOT = Path(__file__).resolve().parents[2]
 CAMPAIGNS = ("faults", "kills", "damage", "allocations", "fuzz", "http")
 QUICK_S = 75.0      # all campaigns together
+GRACE_S = 8.0       # for the cases that are running then
 SHOW_EVERY_S = 10.0
+STOPPED = 130       # a worker that was interrupted
 SHOWN = 25          # failed cases
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONHASHSEED": "0"}
 
@@ -40,7 +42,10 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONHAS
 def main() -> int:
     given = arguments()
     if given.worker:
-        return work(given.worker, given.share, given.until)
+        try:
+            return work(given.worker, given.share, given.until)
+        except KeyboardInterrupt:
+            return STOPPED
     if given.only or given.list:
         if "faults.so" in os.environ.get("LD_PRELOAD", ""):
             return run_one(given.only) if given.only else list_cases(given.list)
@@ -125,7 +130,7 @@ def run_campaigns(names: Sequence[str], jobs: int, seconds: float) -> int:
             cwd=ROOT, env=env) for name in names for number in range(jobs)}
         shown = time.time()
         try:
-            while any(worker.poll() is None for worker in workers.values()):
+            while any(worker.poll() is None for worker in workers.values()) and time.time() < until + GRACE_S:
                 time.sleep(0.2)
                 if time.time() - shown > SHOW_EVERY_S:
                     shown = time.time()
@@ -146,7 +151,7 @@ def run_campaigns(names: Sequence[str], jobs: int, seconds: float) -> int:
             print(f"  and {len(bad) - SHOWN} more, in {results_folder(name)}")
         failures += len(bad)
     for (name, _), worker in workers.items():
-        if worker.returncode:
+        if worker.returncode not in (0, STOPPED):
             print(f"  {name}: a worker ended with {worker.returncode}")
             failures += 1
     return failures

@@ -118,8 +118,8 @@ WEIGHTS = ("out/checkpoints/step-00000005*/*.safetensors",)
 DATASET = ("data/*.shard", "data/manifest.json")
 SCENARIOS = {
     "train": Scenario(with_data, ["train", *TRAIN], WEIGHTS, go_on, checkpoints_intact),
-    "resume": Scenario(with_interrupted_run, [*RESUME, "--max_iters=5"], WEIGHTS, lambda folder: [*RESUME, "--max_iters=5"],
-                       checkpoints_intact),
+    "resume": Scenario(with_interrupted_run, [*RESUME, "--max_iters=5"], WEIGHTS,
+                       lambda folder: [*RESUME, "--max_iters=5"], checkpoints_intact),
     "prepare": Scenario(with_texts, PREPARE, DATASET, lambda folder: PREPARE),
     "overwrite": Scenario(with_other_data, [*PREPARE, "--overwrite"], DATASET,
                           lambda folder: [*PREPARE, "--overwrite"]),

@@ -1,7 +1,7 @@
 """Every parser of what a user, a file or a request can hold, with inputs that are mostly valid.
 
-A case is a block of 100 inputs. An input must be accepted, or refused with one of fitgpt's own errors; anything else is a
-failure, and so is an input that takes more than 5 seconds of CPU time.
+A case is a block of 100 inputs. An input must be accepted, or refused with one of fitgpt's own errors; anything else is
+a failure, and so is an input that takes more than 5 seconds of CPU time.
 """
 
 from __future__ import annotations
@@ -161,8 +161,9 @@ def snapshot(chance: random.Random) -> bytes:
 def ckpt(chance: random.Random) -> Any:
     """nanoGPT's checkpoint with odd values in it, tensors of other shapes and kinds included."""
     found = dict(torch.load("original.pt", weights_only=True))
-    odd: tuple[Any, ...] = (*inputs.ODD_VALUES, torch.zeros(0), torch.tensor(float("nan")), torch.ones(3, dtype=torch.int64),
-                            torch.zeros(2, 2).to_sparse(), torch.empty(4, device="meta"), torch.zeros(1).expand(2**28))
+    odd: tuple[Any, ...] = (
+        *inputs.ODD_VALUES, torch.zeros(0), torch.tensor(float("nan")), torch.ones(3, dtype=torch.int64),
+        torch.zeros(2, 2).to_sparse(), torch.empty(4, device="meta"), torch.zeros(1).expand(2**28))
     for _ in range(chance.randint(0, 2)):
         holder: Any = found
         while isinstance(holder, dict) and holder:
@@ -206,8 +207,8 @@ PARSERS = {
                                  ("hardware/allocator_env.py",)),
     "plan.json": Parser(inputs.json_of(lambda: document("original_plan.json"), sealed=True),
                         written("plan.json", lambda: plan_file.read("plan.json")), 40, ("planning/plan_file.py",)),
-    "plan.json in explain": Parser(inputs.json_of(lambda: document("original_plan.json")), lambda text: explain(text), 20,
-                                   ("planning/plan_file.py", "diagnosis/plan_or_run.py")),
+    "plan.json in explain": Parser(inputs.json_of(lambda: document("original_plan.json")), lambda text: explain(text),
+                                   20, ("planning/plan_file.py", "diagnosis/plan_or_run.py")),
     "meta.pkl": Parser(inputs.meta_pickle, written("meta.pkl", lambda: read_meta(Path("meta.pkl"))), 100,
                        ("core/safe_pickle.py",)),
     "memory snapshot": Parser(snapshot, lambda data: explain_snapshot(read_snapshot(io.BytesIO(data), "x.pickle")), 20,
@@ -225,8 +226,8 @@ PARSERS = {
     "config.json": Parser(inputs.json_of(lambda: document("original_config.json")),
                           written("hf/config.json", lambda: huggingface.read_folder(Path("hf"))), 40,
                           ("runs/model_shape.py", "engine/huggingface.py")),
-    "safetensors": Parser(safetensors, written("hf/model.safetensors", lambda: huggingface.read_folder(Path("hf"))), 40,
-                          ("engine/huggingface.py",)),
+    "safetensors": Parser(safetensors, written("hf/model.safetensors", lambda: huggingface.read_folder(Path("hf"))),
+                          40, ("engine/huggingface.py",)),
     "speeds.jsonl": Parser(inputs.rows_of(lambda: rows("original_speeds.jsonl")),
                            written("speeds.jsonl", lambda: measured_speeds.load("NVIDIA H200")), 20,
                            ("planning/measured_speeds.py",)),

@@ -18,8 +18,8 @@ from fitgpt.core.files import seal_json
 TESTS = Path(__file__).resolve().parents[1]
 ODD_NUMBERS = ("0", "-1", "1e400", "nan", "inf", "-inf", "0x10", "1_000", "٣", "9" * 400, str(2**31), str(2**63),
                str(2**64), "1e-400", "0.1.2", "1e5", "+5", " 7 ", "1,5", "½")
-ODD_TEXTS = ("", " ", "\0", "\ud800", "∞", "🦊", "\x1b[31m", "a" * 5000, "../../x", "%s%n", "{}", "'", '"', "\\", "None",
-             "True", "<b>", "\r\n", "\u202e", "﻿", "-", "--", "=")
+ODD_TEXTS = ("", " ", "\0", "\ud800", "∞", "🦊", "\x1b[31m", "a" * 5000, "../../x", "%s%n", "{}", "'", '"', "\\",
+             "None", "True", "<b>", "\r\n", "\u202e", "\ufeff", "-", "--", "=")
 ODD_VALUES = (None, True, False, 0, -1, 2**31, 2**63, 2**70, 1.5, float("nan"), float("inf"), -0.0, 1e308, "", "x",
               "a" * 3000, "\ud800", [], {}, [[]], {"": {}}, [None], "12", "1e999", [1, [2, [3, [4]]]])
 
@@ -124,19 +124,21 @@ def config_file(chance: random.Random) -> str:
                                    f"[{value}]", f"max({value}, 2)", "batch_size * 4", f"{value} + block_size % 7"))
         lines.append(f"{name} = {value}{chance.choice(('', '  # why', ';'))}")
     if chance.random() < 0.1:
-        lines.append(chance.choice(("import os", "x: int = 3", "a = b = 2", "n_layer += 1", "def f(): pass", "x = lambda: 1",
-                                    "if True:\n    n_layer = 1", "assert n_layer", "x = " + "(" * 200 + ")" * 200,
-                                    "y = 2 ** 99999", "z = 'a' * 10**9", "print(1)", "for i in x: pass")))
+        lines.append(chance.choice((
+            "import os", "x: int = 3", "a = b = 2", "n_layer += 1", "def f(): pass", "x = lambda: 1", "print(1)",
+            "if True:\n    n_layer = 1", "assert n_layer", "x = " + "(" * 200 + ")" * 200, "y = 2 ** 99999",
+            "z = 'a' * 10**9", "for i in x: pass")))
     return mutated_text("\n".join(lines) + "\n", chance, 0.3)
 
 
 def query_string(chance: random.Random) -> str:
     specs = option_specs(RunConfig)
-    names = ["n_layer", "n_head", "n_embd", "block_size", "batch_size", "gradient_accumulation_steps", "dtype", "recompute",
-             "optimizer", "offload", "compile", "vocab_size", "loss_chunk", "weights"]
+    names = ["n_layer", "n_head", "n_embd", "block_size", "batch_size", "gradient_accumulation_steps", "dtype",
+             "recompute", "optimizer", "offload", "compile", "vocab_size", "loss_chunk", "weights"]
     pairs = [f"{name}={option_value(specs[name], chance)}" for name in chance.sample(names, chance.randint(0, 5))]
-    pairs += chance.sample(["gpu=4070", "gpu=RTX+4070", "others=2118MiB", "trainer=nanogpt", "budget=8GiB", "torch=2.11",
-                            "n_layer=4", "n_embd=256", "n_head=4", "gpu=", "gpu=nothing", "x=y", "&&&", "=%ff%00"], 3)
+    pairs += chance.sample(["gpu=4070", "gpu=RTX+4070", "others=2118MiB", "trainer=nanogpt", "budget=8GiB", "x=y",
+                            "torch=2.11", "n_layer=4", "n_embd=256", "n_head=4", "gpu=", "gpu=nothing", "&&&",
+                            "family=batch", "=%ff%00"], 3)
     return mutated_text("&".join(pairs), chance, 0.3)
 
 
@@ -154,16 +156,16 @@ def oom_message(chance: random.Random) -> str:
         return f"{number} {chance.choice(('GiB', 'MiB', 'KiB', 'bytes', 'GB', 'byt', '', 'TiB'))}"
     device = chance.choice(("GPU 0", "GPU", "GPU 12", "cuda:0", "GPU ٣"))
     text = chance.choice((
-        f"torch.OutOfMemoryError: CUDA out of memory. Tried to allocate {size()}. {device} has a total capacity of {size()} "
-        f"of which {size()} is free. Process {chance.randint(1, 10**6)} has {size()} memory in use. Including non-PyTorch "
-        f"memory, this process has {size()} memory in use. Of the allocated memory {size()} is allocated by PyTorch, and "
-        f"{size()} is reserved by PyTorch but unallocated.",
-        f"RuntimeError: CUDA out of memory. Tried to allocate {size()} ({device}; {size()} total capacity; {size()} already "
-        f"allocated; {size()} free; {size()} reserved in total by PyTorch)",
+        f"torch.OutOfMemoryError: CUDA out of memory. Tried to allocate {size()}. {device} has a total capacity of "
+        f"{size()} of which {size()} is free. Process {chance.randint(1, 10**6)} has {size()} memory in use. Including "
+        f"non-PyTorch memory, this process has {size()} memory in use. Of the allocated memory {size()} is allocated "
+        f"by PyTorch, and {size()} is reserved by PyTorch but unallocated.",
+        f"RuntimeError: CUDA out of memory. Tried to allocate {size()} ({device}; {size()} total capacity; {size()} "
+        f"already allocated; {size()} free; {size()} reserved in total by PyTorch)",
         f"RuntimeError: [enforce fail at alloc_cpu.cpp:83] . DefaultCPUAllocator: can't allocate memory: you tried to "
         f"allocate {size()}s.",
         f"MPS backend out of memory (MPS allocated: {size()}, other allocations: {size()}, max allowed: {size()})."))
-    frames = "".join(f'  File "/x/{chance.choice(("model", "train"))}.py", line {chance.randint(1, 10**5)}, in f\n    y\n'
+    frames = "".join(f'  File "/x/model.py", line {chance.randint(1, 10**5)}, in forward\n    y = self.c_fc(x)\n'
                      for _ in range(chance.randint(0, 4)))
     return mutated_text(frames + text, chance, 0.4)
 
@@ -171,12 +173,13 @@ def oom_message(chance: random.Random) -> str:
 def nvidia_smi(chance: random.Random) -> str:
     def mib() -> str:
         return chance.choice((f"{chance.randint(0, 200000)}MiB", f"{chance.choice(ODD_NUMBERS)}MiB", "N/A"))
-    rows = "".join(f"|   {number}  NVIDIA GeForce RTX 40{chance.randint(50, 90)}   Off |   00000000:01:00.0 Off |   N/A |\n"
+    rows = "".join(f"|   {number}  NVIDIA GeForce RTX 4070   Off |   00000000:01:00.0 Off |   N/A |\n"
                    f"| 30%   45C    P2    50W / 200W |   {mib()} / {mib()} |   {chance.randint(0, 100)}%   Default |\n"
                    for number in range(chance.randint(0, 3)))
     processes = "".join(f"|    {number}   N/A  N/A   {chance.randint(1, 99999)}   C   python   {mib()} |\n"
                         for number in range(chance.randint(0, 4)))
-    text = chance.choice((f"| NVIDIA-SMI 550.1   Driver Version: 550.1   CUDA Version: 12.4 |\n{rows}| Processes: |\n{processes}",
+    head = "| NVIDIA-SMI 550.1   Driver Version: 550.1   CUDA Version: 12.4 |\n"
+    text = chance.choice((f"{head}{rows}| Processes: |\n{processes}",
                           f"index, name, memory.used [MiB], memory.total [MiB]\n0, NVIDIA A100, {mib()}, {mib()}\n",
                           f"[0] NVIDIA RTX 4070 | 45'C, 3 % | {chance.randint(0, 99999)} / 12282 MB | me(123M)\n",
                           f"memory used {mib()} of {mib()}"))
@@ -184,19 +187,22 @@ def nvidia_smi(chance: random.Random) -> str:
 
 
 def pasted(chance: random.Random) -> str:
-    return chance.choice((oom_message, nvidia_smi, config_file, lambda c: "python train.py " + " ".join(argv(c)[1])))(chance)
+    kinds = (oom_message, nvidia_smi, config_file, lambda chance: f"python train.py {' '.join(argv(chance)[1])}")
+    return chance.choice(kinds)(chance)
 
 
 def allocator_env(chance: random.Random) -> str:
-    pairs = [f"{chance.choice(('expandable_segments', 'max_split_size_mb', 'garbage_collection_threshold', 'roundup_power2_divisions', 'backend', 'x'))}"
-             f":{chance.choice(('True', 'False', '128', '0.8', '[256:1,512:2,>:8]', 'native', '', *ODD_NUMBERS))}"
-             for _ in range(chance.randint(0, 3))]
+    names = ("expandable_segments", "max_split_size_mb", "garbage_collection_threshold", "roundup_power2_divisions",
+             "backend", "x")
+    values = ("True", "False", "128", "0.8", "[256:1,512:2,>:8]", "native", "", *ODD_NUMBERS)
+    pairs = [f"{chance.choice(names)}:{chance.choice(values)}" for _ in range(chance.randint(0, 3))]
     return mutated_text(",".join(pairs), chance, 0.3)
 
 
 def size_text(chance: random.Random) -> str:
     number = chance.choice((str(chance.randint(0, 10**6)), f"{chance.uniform(0, 100):.3f}", *ODD_NUMBERS))
-    return mutated_text(number + chance.choice(("", " ")) + chance.choice(("GiB", "MiB", "GB", "M", "B", "K", "T", "")), chance, 0.3)
+    unit = chance.choice(("GiB", "MiB", "GB", "M", "B", "K", "T", ""))
+    return mutated_text(f"{number}{chance.choice(('', ' '))}{unit}", chance, 0.3)
 
 
 # ---- files
@@ -204,9 +210,11 @@ def size_text(chance: random.Random) -> str:
 def meta_pickle(chance: random.Random) -> bytes:
     characters = [chr(97 + number) for number in range(chance.randint(1, 40))]
     itos: Any = dict(enumerate(characters)) if chance.random() < 0.7 else characters
-    meta = {"vocab_size": len(characters), "itos": itos, "stoi": {each: number for number, each in enumerate(characters)}}
-    if chance.random() < 0.5:
-        meta = mutated_value(meta, chance) if chance.random() < 0.3 else {**meta, chance.choice(list(meta)): chance.choice(ODD_VALUES)}
+    meta = {"vocab_size": len(characters), "itos": itos, "stoi": {each: at for at, each in enumerate(characters)}}
+    if chance.random() < 0.2:
+        meta = mutated_value(meta, chance)
+    elif chance.random() < 0.3:
+        meta[chance.choice(list(meta))] = chance.choice(ODD_VALUES)
     return mutated_bytes(pickle.dumps(meta, protocol=chance.randint(0, 5)), chance, 0.4)
 
 

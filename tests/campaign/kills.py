@@ -1,7 +1,7 @@
 """SIGKILL at random moments, again and again, until a run or a `prepare` gets to its end.
 
-A case is one run with its own seed, killed some five times. The moments are seeded; what the process does at that moment is
-up to the machine. In `command-…` the installed command is killed, in the others a fork that has torch loaded already.
+A case is one run with its own seed, killed some ten times. The moments are seeded; what the process does at that moment
+is up to the machine. In `command-…` the installed command is killed, else a fork that has torch loaded already.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from .processes import TRAIN, Ended, children_of, contents, fresh, output_of, st
 
 REQUIRED = "500 kills, 0 lost, byte-identical"
 RUNS = {"train": 40, "prepare": 10, "command": 3}
-STEPS = 300
-WITHIN = 0.25  # of the time that a whole run takes: so it is killed some five times
+STEPS = 200
+WITHIN = 0.25  # of the time that a whole run takes: so it is killed some ten times
 LONG = [*TRAIN, f"--max_iters={STEPS}", f"--lr_decay_iters={STEPS}", "--eval_interval=50", "--save_interval=4"]
 VICTIMS = ("worker", "supervisor", "both")
 MOST_KILLS = 40  # then it may finish

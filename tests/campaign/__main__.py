@@ -52,9 +52,9 @@ def main() -> int:
         with worker_environment() as env:
             return subprocess.call([sys.executable, "-m", "tests.campaign", *sys.argv[1:]], cwd=ROOT, env=env)
     if given.publish:
-        from . import publish
+        from .publish import write
 
-        publish.write(summaries())
+        write({name: (summary(name), list(results(name).values()), total(name)) for name in CAMPAIGNS})
         return 0
     chosen = given.campaign or CAMPAIGNS
     if given.quick:  # all at once, with one process each
@@ -104,6 +104,12 @@ def results(name: str) -> dict[str, dict[str, Any]]:
     return found
 
 
+def total(name: str) -> int:
+    """How many cases the campaign has; 0: not known yet."""
+    file = results_folder(name) / "total"
+    return int(file.read_text()) if file.exists() else 0
+
+
 def summary(name: str) -> dict[str, Any]:
     kinds: dict[str, int] = {}
     rows = results(name).values()
@@ -112,10 +118,6 @@ def summary(name: str) -> dict[str, Any]:
     bad = [row for row in rows if not row["ok"]]
     return {"campaign": name, "cases": len(rows), "trials": sum(kinds.values()), "failed": len(bad),
             "kinds": dict(sorted(kinds.items())), "failures": sorted(row["case"] for row in bad)}
-
-
-def summaries() -> list[dict[str, Any]]:
-    return [summary(name) for name in CAMPAIGNS]
 
 
 # ---- running
@@ -158,8 +160,7 @@ def run_campaigns(names: Sequence[str], jobs: int, seconds: float) -> int:
 
 
 def describe(name: str, before: int, started: float) -> str:
-    found, total = summary(name), results_folder(name) / "total"
-    of = f" of {int(total.read_text()):,}" if total.exists() else ""
+    found, of = summary(name), f" of {total(name):,}" if total(name) else ""
     seconds = time.time() - started
     return (f"{name:<12}{found['cases']:,}{of} cases, {found['failed']} failed, "
             f"{(found['cases'] - before) / seconds:.1f} per s, {seconds:.0f} s")

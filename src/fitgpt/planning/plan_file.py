@@ -178,8 +178,8 @@ def read(path: str) -> PlanFile:
             raise ValueError("it is too large")
         text = Path(path).read_text(encoding="utf-8")
         document = json.loads(text)
-        if isinstance(document, dict) and "checksum" in document:  # without one, somebody else wrote it
-            document = unseal_json(text)
+        if isinstance(document, dict) and "checksum" in document:
+            document = _unsealed(text)
     except OSError as error:
         raise UsageError(f"--plan {path}: {error.strerror or error}.", f"fitgpt fit -o {shlex.quote(path)}") from error
     except (ValueError, RecursionError) as error:
@@ -194,6 +194,13 @@ def read(path: str) -> PlanFile:
     card = document.get("card")
     return PlanFile(path, _options(path, document["config"]), card if isinstance(card, str) else "",
                     _needs(document.get("forecast")), _fallback_plans(path, document.get("ladder")))
+
+
+def _unsealed(text: str) -> dict[str, Any]:
+    try:
+        return unseal_json(text)
+    except ValueError:
+        raise ValueError("it was changed after `fitgpt fit` wrote it; if you did that, remove its checksum") from None
 
 
 def _options(path: str, given: dict[str, Any]) -> dict[str, Any]:

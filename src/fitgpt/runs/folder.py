@@ -260,6 +260,9 @@ def open_run(out_dir: Path | str, config: Mapping[str, Any], *, resume: bool) ->
     try:
         if not resume:
             _refuse_another_run(path, config)
+        for leftover in path.glob(".tmp-*"):  # of a process that was killed as it started
+            with suppress(OSError):
+                leftover.unlink()
         _probe_disk(path)
         with disk_faults("repair", path / "metrics.jsonl"):
             notes += metrics.repair(path / "metrics.jsonl") if resume else metrics.set_aside(path)

@@ -99,8 +99,9 @@ def test_a_stopped_worker_is_ended_with_its_stacks_and_the_run_can_be_resumed(
 NO_ANSWER = """
 import sys, time
 from fitgpt.data import dataset
+from fitgpt.engine import batches
 from fitgpt.training import liveness, worker
-liveness.GRACE_S = 1.0
+liveness.GRACE_S, batches.CLOSE_S = 1.0, 0.1
 def read(*_):
     print("reading", flush=True)
     time.sleep(1000)

@@ -389,8 +389,10 @@ def resolve(assignments: Iterable[Assignment],
 def _check_init_from(init_from: str, assignments: list[Assignment]) -> None:
     if any(each.source == "--resume" for each in assignments) and init_from != "resume":
         later = next(each for each in reversed(assignments) if each.key == "init_from")
+        file = later.source.rpartition(":")[0]
         raise UsageError(f"--resume, and after it {later.source} says init_from={init_from}: they contradict each "
-                         "other.", "Put --resume last.")
+                         "other.", f"Leave out --resume or {later.source}" if later.source.startswith("-")
+                         else f"Put --resume after the file: {file} --resume")
     names = ["scratch", "resume", *gpt2_shapes]
     if init_from not in names and not isdir(init_from) and not (init_from.endswith(".pt") and isfile(init_from)):
         near = nearest(init_from, names)

@@ -14,9 +14,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from io import BufferedReader
 from itertools import count
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from .errors import SystemFault, UsageError
 from .units import show_bytes
@@ -47,7 +48,7 @@ _FIXES = {
 
 # ---- reading
 
-def open_regular(path: Path | str) -> BinaryIO:
+def open_regular(path: Path | str) -> BufferedReader:
     """Opens a file for reading. OSError if it is a pipe or a device: reading those may block, or never end."""
     file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NONBLOCK", 0)))  # noqa: SIM115
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -63,7 +64,7 @@ def read_limited(path: Path | str, limit: int, *, pipes: bool = False) -> bytes:
         size = os.fstat(file.fileno()).st_size
         content = b"" if size > limit else file.read(limit + 1)
     if max(size, len(content)) > limit:
-        raise ValueError(f"it is larger than {show_bytes(limit)}")
+        raise ValueError(f"it is larger than {show_bytes(limit)}, the limit")
     return content
 
 

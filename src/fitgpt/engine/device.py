@@ -247,10 +247,28 @@ def read_tools() -> Tools:
 
 @lru_cache(maxsize=1)
 def triton_works() -> bool:
-    """Triton compiles a small C library when it first runs: without a C compiler the plain path is used."""
+    """Triton compiles a small C library when it first runs: without a C compiler that works the plain path is used."""
     tools = read_tools()
     return (tools.triton and tools.c_compiler and tools.python_headers
-            and torch.cuda.get_device_capability() >= TRITON_FROM)
+            and torch.cuda.get_device_capability() >= TRITON_FROM and _runs_a_triton_kernel())
+
+
+def _runs_a_triton_kernel() -> bool:
+    """Tries one. The memory it takes is given back: a run's memory is planned from nothing."""
+    from .oom import is_out_of_memory
+
+    try:
+        from .kernels import fused_cross_entropy_
+
+        fused_cross_entropy_(torch.zeros(1, 8, device="cuda"), torch.zeros(1, dtype=torch.int64, device="cuda"), None)
+        torch.cuda.synchronize()
+    except Exception as error:  # of Triton, of a compiler, of a driver that is too old: each has its own
+        if is_out_of_memory(error):
+            raise
+        return False
+    finally:
+        torch.cuda.empty_cache()
+    return True
 
 
 def _is_program(command: str) -> bool:
@@ -275,7 +293,8 @@ def set_deterministic(on: bool) -> None:
     if on:
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     torch.use_deterministic_algorithms(on)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # the engine reads nothing that it has not written
+    # The engine reads only what it has written: nothing need be filled.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cuda.enable_cudnn_sdp(not on)  # cuDNN's attention has no deterministic backward pass
 
 

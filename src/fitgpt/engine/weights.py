@@ -127,9 +127,9 @@ def _check_records(path: Path, error_type: type[FitError]) -> None:
         claimed, size = sum(record.file_size for record in records), path.stat().st_size
         pickled = max((record.file_size for record in records if record.filename.endswith(".pkl")), default=0)
         if claimed > size or pickled > MAX_PICKLE_BYTES:
-            raise error_type(f"{path} has {show_bytes(size)} and claims {show_bytes(claimed)}, {show_bytes(pickled)} of "
-                             f"it names and numbers (the limit is {show_bytes(MAX_PICKLE_BYTES)}): it is damaged, or "
-                             "made to use up memory.", _FIX_COPY)
+            raise error_type(f"{path} has {show_bytes(size)} and claims {show_bytes(claimed)}, of which "
+                             f"{show_bytes(pickled)} without tensors, where the limit is "
+                             f"{show_bytes(MAX_PICKLE_BYTES)}: it is damaged, or made to use up memory.", _FIX_COPY)
         for record in records:
             try:
                 with opened.open(record) as content:
@@ -161,8 +161,8 @@ def _check_claims(content: Any, path: Path, error_type: type[FitError]) -> None:
             waiting += item
     claimed, size = sum(claims.values()), path.stat().st_size
     if claimed > size:
-        raise error_type(f"{path} has {show_bytes(size)} and claims tensors of {show_bytes(claimed)}: it is damaged, or "
-                         "made to use up memory.", _FIX_COPY)
+        raise error_type(f"{path} has {show_bytes(size)} and claims tensors of {show_bytes(claimed)}: it is damaged, "
+                         "or made to use up memory.", _FIX_COPY)
 
 
 def nonfinite(tensors: Mapping[str, Tensor]) -> str:

@@ -63,8 +63,8 @@ def check_data(config: RunConfig, dataset: Dataset, source: WeightSource | None)
             "Restore the data, or start a new run from these weights with another --out_dir.")
     if dataset.summary.vocab_size is not None:
         check_vocab(None, config.vocab_size, dataset.summary.vocab_size)
+    dataset.verify(config.vocab_size, say)
     for name in ("train", "val"):
-        dataset.split(name).check_tokens(config.vocab_size)
         dataset.split(name).windows(config.block_size if name == "train" else config.eval_block)
 
 

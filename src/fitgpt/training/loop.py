@@ -152,8 +152,11 @@ def train_step(training: Training, config: RunConfig, feed: Prefetcher, learning
         number = training.step * accumulation + micro
         if config.dropout:
             seed_dropout(config.seed, number)
-        inputs, targets = feed.get(number)
-        loss_sum += training.accumulate(inputs, targets, scale, *sink)
+        batch = feed.get(number, stop_requested)
+        if batch is None:
+            drop_gradients(training)
+            return None
+        loss_sum += training.accumulate(*batch, scale, *sink)
         advanced(training.step + (micro + 1) / accumulation)
         if micro + 1 < accumulation and stop_requested():
             drop_gradients(training)

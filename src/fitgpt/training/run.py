@@ -41,6 +41,7 @@ from .device_memory import (
     plan_on_device,
     plan_row,
 )
+from .liveness import Heartbeat
 from .loop import Training, is_evaluation_due, train
 from .oom_recovery import Guard
 from .rehearsal import rehearse
@@ -53,9 +54,10 @@ NOT_COMPARED = ("There is no plan to compare with: only the memory of an NVIDIA 
 
 
 def run(config_dict: Mapping[str, Any], notes: Sequence[str], stop_requested: Callable[[], bool], *,
-        others: Mapping[str, int] | None = None, fallbacks: Sequence[FallbackPlan] | None = None) -> None:
+        others: Mapping[str, int] | None = None, fallbacks: Sequence[FallbackPlan] | None = None,
+        heartbeat: Heartbeat | None = None) -> None:
     """Trains one run. `others`: bytes that others used of each GPU, by uuid, before this process started; `fallbacks`:
-    smaller plans from a plan.json."""
+    smaller plans from a plan.json; `heartbeat`: where progress is written."""
     config = RunConfig.from_dict(config_dict)
     dataset = open_dataset(config.dataset)
     choice = resolve_device(config.device, config.dtype, config.compile)
@@ -83,7 +85,7 @@ def run(config_dict: Mapping[str, Any], notes: Sequence[str], stop_requested: Ca
                                           f"{config.max_iters}: a higher --max_iters trains it further."))
         source = None  # frees its copies of the weights and optimizer state
         started = time.perf_counter()
-        run_loop(config, facts, choice, dataset, folder, training, device_memory, wandb, stop_requested)
+        run_loop(config, facts, choice, dataset, folder, training, device_memory, wandb, stop_requested, heartbeat)
         seconds, hints = time.perf_counter() - started, []
         if training.saved_at != training.step and not config.eval_only and training.step > 0:
             hints.append("The last steps are not saved: always_save_checkpoint=False saves improvements only.")
@@ -96,7 +98,7 @@ def run(config_dict: Mapping[str, Any], notes: Sequence[str], stop_requested: Ca
 
 def run_loop(config: RunConfig, facts: RunFacts, choice: DeviceChoice, dataset: Dataset, folder: RunFolder,
              training: Training, device_memory: DeviceMemoryPlan, wandb: Log | None,
-             stop_requested: Callable[[], bool]) -> None:
+             stop_requested: Callable[[], bool], heartbeat: Heartbeat | None = None) -> None:
     """Rehearses if that is due, then trains; reports forecast against measured memory however it ends."""
     if stop_requested():  # while torch was loading
         raise Interrupted("Stopped before training began, as requested.")
@@ -107,7 +109,8 @@ def run_loop(config: RunConfig, facts: RunFacts, choice: DeviceChoice, dataset: 
                                block=config.eval_block, seed=config.seed)
     display = open_display(facts, terminal=sys.stdout.isatty())
     reporter = TrainingReporter(config, facts, splits, dataset.summary, folder, training, display, wandb,
-                                stop_requested, peaks, device_memory.plan.budget.usable if device_memory.plan else 0)
+                                stop_requested, peaks, device_memory.plan.budget.usable if device_memory.plan else 0,
+                                heartbeat)
     guard = Guard(training, config, choice, dataset, folder, reporter, device_memory)
     try:
         folder.append_metrics(started)
@@ -144,6 +147,7 @@ def rehearse_under_guard(guard: Guard, reporter: TrainingReporter, training: Tra
                          device_memory: DeviceMemoryPlan) -> None:
     """Rehearses before the first step: what would be out of memory hours later is out of memory now."""
     started, requested = time.perf_counter(), guard.config
+    reporter.heartbeat.begin("the rehearsal")
     done = guard.protected(
         lambda: rehearse(training, guard.config, guard.batches, reporter.short_eval, reporter.peaks))
     if isinstance(done, DeviceError):

@@ -36,6 +36,7 @@ from ..core.errors import (
     SystemFault,
     UsageError,
 )
+from ..core.units import show_seconds
 from ..hardware.allocator_env import check_allocator_env, child_environment
 from ..planning import plan_file
 from ..planning.request import training_config
@@ -43,10 +44,12 @@ from ..runs.folder import can_resume
 from ..show.progress import say
 from ..show.terminal import can_redraw
 from . import memory_check
-from .worker import blocked_stop_signals, stop_signals
+from .liveness import LEAST_S, Watch, dump_stacks
+from .worker import HEARTBEAT, STACKS, blocked_stop_signals, stop_signals
 
 # The live bar draws over the blank line at the end.
 STOPPING = b"\nStopping: finishing the current step, then saving. Ctrl-C once more stops at once.\n\n"
+KILL_S = 10.0  # to wait for a process that was killed
 RESTARTS = 3  # after a GPU error that only a new process can clear
 # Signals that another process sends; no process gets them through an error of its own.
 _SENT = ("SIGUSR1", "SIGUSR2", "SIGQUIT", "SIGALRM", "SIGVTALRM", "SIGPROF", "SIGXCPU", "SIGTERM", "SIGHUP", "SIGINT")
@@ -64,6 +67,7 @@ class WorkerConfig:
     others: dict[str, int] = field(default_factory=dict)  # bytes that other processes use of each GPU, by uuid
     fallbacks: list[dict[str, Any]] | None = None         # smaller plans, if a plan.json has them
     rehearsal: str = ""                                   # only rehearse, and write the result to this file
+    stuck_s: float = LEAST_S                              # seconds of silence that are never too long; tests give less
 
 
 def train(config: str | os.PathLike[str] | Mapping[str, Any] | RunConfig = "", **options: Any) -> Path:
@@ -104,26 +108,37 @@ def supervise(assignments: Sequence[Assignment]) -> int:
             "Start it without torchrun: fitgpt train …  (unset WORLD_SIZE if your shell still has it)")
     require_packages()
     check_allocator_env(os.environ)
-    config, notes = training_config(assignments)
-    if config.fit:
-        from ..planning.fit import for_train  # only here: it imports the whole search
-
-        config, why = for_train(config)
-        notes = [*notes, *why]
+    given, notes = training_config(assignments)
+    config, why = with_fit(given)
     planned = plan_file.read(config.plan) if config.plan else None
-    config = replace(config, plan="")  # its options are in the config now
+    given, config = replace(given, plan=""), replace(config, plan="")  # its options are in the config now
     fallbacks = None
     if planned and planned.fallback_plans is not None:
         fallbacks = [each._asdict() for each in planned.fallback_plans_of(config)]
     for attempt in range(RESTARTS + 1):
         others = memory_check.check(config, planned)  # each time: other processes may use more or less by now
-        code, report = run_worker(WorkerConfig(config.to_dict(), notes, others=others, fallbacks=fallbacks))
-        if not report.get("restart") or attempt == RESTARTS or not can_resume(config.out_dir):
+        code, report = run_worker(WorkerConfig(config.to_dict(), [*notes, *why], others=others, fallbacks=fallbacks))
+        changes, saved = report.get("restart_with"), can_resume(config.out_dir)
+        if changes is None or attempt == RESTARTS or not (changes or saved):
             break
-        say(f"fitgpt: {report['what']} Resuming from the last checkpoint (restart {attempt + 1} of at most "
-            f"{RESTARTS}).", warning=True)
-        config = replace(config, init_from="resume")
+        setting = "".join(f" with {option}={value}" for option, value in changes.items())
+        say(f"fitgpt: {report['what']} {'Resuming from the last checkpoint' if saved else 'Starting again'}{setting} "
+            f"(restart {attempt + 1} of at most {RESTARTS}).", warning=True)
+        if changes:  # planned anew, and recorded so
+            notes = [*notes, *(f"{option}: {value}, because {report['what']}" for option, value in changes.items())]
+            given = replace(given, **changes)
+            config, why = with_fit(given)
+        config = replace(config, init_from="resume") if saved else config
     return conclude(code, report, config)
+
+
+def with_fit(given: RunConfig) -> tuple[RunConfig, list[str]]:
+    """The run with the settings that --fit chooses, and why; unchanged without it."""
+    if not given.fit:
+        return given, []
+    from ..planning.fit import for_train  # only here: it imports the whole search
+
+    return for_train(given)
 
 
 def require_packages() -> None:
@@ -149,14 +164,51 @@ def run_worker(given: WorkerConfig) -> tuple[int, dict[str, Any]]:
             with suppress(BrokenPipeError):  # it died before it could read: its exit code says how
                 worker.stdin.write(json.dumps(asdict(replace(given, report=str(report)))).encode() + b"\n")
                 worker.stdin.flush()
-            code = worker.wait()
+            stuck = wait_or_end_stuck(worker, Path(folder), given.stuck_s)
+            code = worker.returncode
             with suppress(BrokenPipeError):
                 worker.stdin.close()
         if code < 0 and can_redraw():  # a live display that was killed leaves the terminal's cursor hidden
             print("\x1b[?25h", end="", flush=True)
         if forwarder.killed and code < 0:
             return STOPPED_AT_ONCE, {}
+        if stuck:
+            return Interrupted.exit_code, {"code": Interrupted.exit_code, "what": stuck, "fix": ""}
         return code, read_report(report)
+
+
+def wait_or_end_stuck(worker: subprocess.Popen[bytes], folder: Path, stuck_s: float) -> str:
+    """Waits for the worker's end → empty; ends one that makes no progress → a sentence that says so."""
+    poll_s = min(1.0, stuck_s / 4)
+    watch = Watch(folder / HEARTBEAT, poll_s)
+    while True:
+        try:
+            worker.wait(poll_s)
+            return ""
+        except subprocess.TimeoutExpired:
+            if not watch.is_stuck():
+                continue
+        stacks = dump_stacks(worker.pid, folder / STACKS)
+        kill_group(worker)
+        with suppress(subprocess.TimeoutExpired):  # a process that waits for a dead disk cannot even be killed
+            worker.wait(KILL_S)
+        where = "Its stacks could not be read."
+        if stacks:
+            with tempfile.NamedTemporaryFile("w", prefix="fitgpt-stacks-", suffix=".txt", delete=False) as file:
+                file.write(stacks)
+            where = f"The stacks of its threads are in {file.name}."
+        step = f"after step {watch.entry.step}" if watch.entry.step >= 0 else "before its first step"
+        return (f"The training process was stuck and was ended: no progress for {show_seconds(watch.quiet)} in "
+                f"{watch.entry.doing}, {step}. {where}")
+
+
+def kill_group(worker: subprocess.Popen[bytes]) -> None:
+    """Kills the worker and the processes it has started."""
+    with suppress(ProcessLookupError):
+        if os.name == "posix":
+            os.killpg(worker.pid, signal.SIGKILL)
+        else:
+            worker.kill()
 
 
 def read_report(path: Path) -> dict[str, Any]:
@@ -196,8 +248,7 @@ class SignalForwarder:
     def _stop(self, number: int, frame: object) -> None:
         if self._requested and number == signal.SIGINT:
             self.killed = True
-            with suppress(ProcessLookupError):
-                os.killpg(self._worker.pid, signal.SIGKILL)
+            kill_group(self._worker)
             return
         if not self._requested:
             self._requested = True

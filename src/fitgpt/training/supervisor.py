@@ -13,7 +13,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -36,6 +35,7 @@ from ..core.errors import (
     SystemFault,
     UsageError,
 )
+from ..core.files import temporary_folder
 from ..core.units import show_seconds
 from ..hardware.allocator_env import check_allocator_env, child_environment
 from ..planning import plan_file
@@ -151,8 +151,8 @@ def require_packages() -> None:
 
 def run_worker(given: WorkerConfig) -> tuple[int, dict[str, Any]]:
     """Starts the worker and waits for its end → (its exit code, its error report)."""
-    with tempfile.TemporaryDirectory(prefix="fitgpt-") as folder:
-        report = Path(folder) / "report.json"
+    with temporary_folder() as folder:
+        report = folder / "report.json"
         with blocked_stop_signals():  # until both processes have handlers; the worker inherits the mask and unblocks
             # A process group of its own: Ctrl-C reaches the worker once, from here, and not twice.
             group: dict[str, Any] = {"process_group": 0} if os.name == "posix" else {}

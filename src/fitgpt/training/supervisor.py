@@ -13,6 +13,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -276,6 +277,9 @@ def conclude(code: int, report: Mapping[str, Any], config: RunConfig) -> int:
 
 def error_for_exit(code: int, fix: str) -> FitError:
     """The error of a worker that ended without a report: by its exit code, negative for a signal."""
+    if code in _ERRORS:
+        return _ERRORS[code]("The training process failed and could not write its error report: see above. Is the disk "
+                             f"of {tempfile.gettempdir()} full?", fix)
     if code >= 0:
         return FitError(f"The training process ended with exit code {code} and without an error report.", fix)
     name = next((known.name for known in signal.Signals if known == -code), f"signal {-code}")

@@ -48,8 +48,9 @@ class DeviceMemoryPlan:
     def ladder(self) -> Sequence[FallbackPlan]:
         """The fallback plans, forecast when they are first needed."""
         if self.fallbacks is None:
+            spare = spare_memory()
             self.fallbacks = fallback_plans(self.config, self.target.platform if self.target else Platform(),
-                                            host_bytes=spare_memory())
+                                            host_bytes=None if spare is None else spare // self.config.ranks)
         return self.fallbacks
 
     def room(self) -> int | None:
@@ -79,7 +80,7 @@ def plan_on_device(config: RunConfig, choice: DeviceChoice, others: Mapping[str,
         raise does_not_fit(config, plan, could_wait=False)
     # On Windows a run without a limit does not fail: the driver spills into CPU RAM, which is many times slower.
     is_capped = bool(config.budget or config.leave or oom.may_spill())
-    cap = target.budget.reserve_limit if is_capped else None
+    cap = plan.budget.reserve_limit if is_capped else None
     if cap is not None:
         oom.cap_memory(choice.device, cap)
     return DeviceMemoryPlan(config, choice.device, plan, target, cap, fallbacks)

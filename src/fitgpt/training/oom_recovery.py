@@ -31,7 +31,7 @@ from ..engine.oom import OutOfMemory, RngState, attempt, fragmentation_hint, rel
 from ..engine.optim.adamw import FIRST_SCALE, make_optimizer
 from ..planning.plan_file import FallbackPlan
 from ..runs.folder import RunFolder, holds_run
-from .build import find_source, reinitialise, restore, set_up_gradients
+from .build import find_source, reinitialise, set_up_gradients, start_from
 from .checkpoint import UNKNOWN
 from .device_memory import DeviceMemoryPlan
 from .loop import RolledBack, StepResult, Training, train_step
@@ -60,12 +60,13 @@ class Guard:
         self._oom_step: int | None = None     # the step of the last OOM
         self._rolled_back_to: int | None = None  # the step of the checkpoint it rolled back to last
         self._next_check = 0                  # the step of the next check for room
+        self._known_plans: list[FallbackPlan] | None = None
 
     def close(self) -> None:
         self._feed.close()
 
     def batches(self, config: RunConfig) -> Prefetcher:
-        return training_batches(config, self._dataset, self._training.device)
+        return training_batches(config, self._dataset, self._training.device, self._training.ranks.rank)
 
     def take(self, learning_rate: float,
              stop_requested: Callable[[], bool]) -> StepResult | RolledBack | DeviceError | None:
@@ -83,7 +84,8 @@ class Guard:
 
         while True:
             rng_state = RngState(self._training.device)
-            done = attempt(adopt_and_work)
+            done, self._training.half_done = self._training.ranks.agreed(
+                attempt(adopt_and_work), half_done=self._training.half_done)
             if not isinstance(done, OutOfMemory):
                 return done
             rng_state.restore()
@@ -114,7 +116,7 @@ class Guard:
                                   "text": f"The optimizer step was incomplete: rolled back to step {training.step}."})
         if not retry_unchanged:
             # The first smaller plan that fits what is free now, else the last.
-            plans, room = self._plans(), self._memory.room()
+            plans, room = self._plans(), self._room()
             smaller = range(self._position + 1, len(plans))
             if not smaller:
                 least = min((each.needs for each in plans[1:]), default=self._memory.needs)
@@ -135,8 +137,17 @@ class Guard:
     # ---- changing the plan
 
     def _plans(self) -> list[FallbackPlan]:
-        """The plan as requested, which needs 0 bytes if it is not known how many, and the smaller ones."""
-        return [FallbackPlan({}, self._memory.needs or 0, "the plan as requested"), *self._memory.ladder()]
+        """The plan as requested, which needs 0 bytes if it is not known how many, and the smaller ones. All ranks take
+        those of rank 0: which ones there are depends on the CPU RAM that is free."""
+        if self._known_plans is None:
+            own = [FallbackPlan({}, self._memory.needs or 0, "the plan as requested"), *self._memory.ladder()]
+            self._known_plans = [FallbackPlan(*plan) for plan in self._training.ranks.from_first(own)]
+        return self._known_plans
+
+    def _room(self) -> int | None:
+        """Bytes that the rank with the least room could reserve in all now; None: not known."""
+        return min((room for room in self._training.ranks.exchange(self._memory.room()) if room is not None),
+                   default=None)
 
     def _change_plan(self, position: int, kind: str, why: str) -> None:
         before, plan = self.config, self._plans()[position]
@@ -160,7 +171,7 @@ class Guard:
         if not self._requested.step_up or not self._position or self._training.step < self._next_check:
             return
         self._next_check = self._training.step + CHECK_EVERY
-        room = self._memory.room()
+        room = self._room()
         for position, plan in enumerate(self._plans()[:self._position]):
             if room is not None and plan.needs and plan.needs * MARGIN <= room:
                 self._free_all()
@@ -190,15 +201,17 @@ class Guard:
 
     def _roll_back(self) -> None:
         """Restores the last checkpoint, or the start of the run."""
-        training, saved = self._training, holds_run(self._folder.path)
+        training = self._training
+        saved = training.ranks.from_first(holds_run(self._folder.path))
         has_state = saved or self._requested.init_from == "resume"
-        source = from_run(self._folder.path) if saved else find_source(self._requested, self._folder)
+        source = None
+        if training.ranks.is_first:
+            source = from_run(self._folder.path) if saved else find_source(self._requested, self._folder)
         if self._adopted.offload != "none":  # it may have copied only some of the gradients
             training.optimizer = make_optimizer(self._adopted, training.model)
         if source is None:
             reinitialise(training, self._requested)
-        else:
-            restore(training, source, everything=has_state)
+        start_from(training, source, everything=has_state)
         if not has_state:
             zeros = {name: torch.zeros_like(each, device="cpu")  # except master weights, which follow the weights
                      for name, each in training.optimizer.tensors().items() if not name.endswith(".master")}

@@ -42,7 +42,7 @@ from ..planning.request import training_config
 from ..runs.folder import can_resume
 from ..show.progress import say
 from ..show.terminal import can_redraw
-from . import memory_check
+from . import launch, memory_check
 from .worker import blocked_stop_signals, stop_signals
 
 # The live bar draws over the blank line at the end.
@@ -97,14 +97,11 @@ def assignments_from(config: Any, options: Mapping[str, Any]) -> list[Assignment
 
 def supervise(assignments: Sequence[Assignment]) -> int:
     """Runs the training that the assignments describe; returns its exit code. Starts it again after GPU errors."""
-    world = os.environ.get("WORLD_SIZE", "1").strip() or "1"
-    if world != "1":
-        raise UsageError(
-            f"WORLD_SIZE is {world}: fitgpt trains with one process on one GPU for now.",
-            "Start it without torchrun: fitgpt train …  (unset WORLD_SIZE if your shell still has it)")
+    launched = launch.launched_ranks(os.environ) > 1  # by torchrun, which also restarts them
     require_packages()
     check_allocator_env(os.environ)
-    config, notes = training_config(assignments)
+    config, notes = training_config(launch.with_restart(assignments, os.environ))
+    config = launch.with_ranks(config, os.environ)
     if config.fit:
         from ..planning.fit import for_train  # only here: it imports the whole search
 
@@ -116,9 +113,11 @@ def supervise(assignments: Sequence[Assignment]) -> int:
     if planned and planned.fallback_plans is not None:
         fallbacks = [each._asdict() for each in planned.fallback_plans_of(config)]
     for attempt in range(RESTARTS + 1):
-        others = memory_check.check(config, planned)  # each time: other processes may use more or less by now
+        others: dict[str, int] = {}
+        for device in launch.devices(config, os.environ):  # each time: other processes may use more or less by now
+            others |= memory_check.check(replace(config, device=device), planned)
         code, report = run_worker(WorkerConfig(config.to_dict(), notes, others=others, fallbacks=fallbacks))
-        if not report.get("restart") or attempt == RESTARTS or not can_resume(config.out_dir):
+        if not report.get("restart") or launched or attempt == RESTARTS or not can_resume(config.out_dir):
             break
         say(f"fitgpt: {report['what']} Resuming from the last checkpoint (restart {attempt + 1} of at most "
             f"{RESTARTS}).", warning=True)
@@ -135,28 +134,36 @@ def require_packages() -> None:
 
 
 def run_worker(given: WorkerConfig) -> tuple[int, dict[str, Any]]:
-    """Starts the worker and waits for its end → (its exit code, its error report)."""
+    """Starts the worker, or one per rank, and waits for their end → (exit code, error report). Of several ranks, those
+    of the one that failed first for a reason of its own."""
     with tempfile.TemporaryDirectory(prefix="fitgpt-") as folder:
-        report = Path(folder) / "report.json"
+        environments = launch.rank_environments(given.config, os.environ)
         with blocked_stop_signals():  # until both processes have handlers; the worker inherits the mask and unblocks
             # A process group of its own: Ctrl-C reaches the worker once, from here, and not twice.
             group: dict[str, Any] = {"process_group": 0} if os.name == "posix" else {}
-            worker = subprocess.Popen([sys.executable, "-P", "-m", "fitgpt.training.worker"], stdin=subprocess.PIPE,
-                                      env=child_environment(os.environ), **group)
-            forwarder = SignalForwarder(worker)
-        assert worker.stdin is not None
+            workers = [subprocess.Popen([sys.executable, "-P", "-m", "fitgpt.training.worker"], stdin=subprocess.PIPE,
+                                        env=child_environment({**os.environ, **own}), **group) for own in environments]
+            forwarder = SignalForwarder(workers)
         with forwarder:
-            with suppress(BrokenPipeError):  # it died before it could read: its exit code says how
-                worker.stdin.write(json.dumps(asdict(replace(given, report=str(report)))).encode() + b"\n")
-                worker.stdin.flush()
-            code = worker.wait()
-            with suppress(BrokenPipeError):
-                worker.stdin.close()
-        if code < 0 and can_redraw():  # a live display that was killed leaves the terminal's cursor hidden
+            for rank, worker in enumerate(workers):
+                assert worker.stdin is not None
+                with suppress(BrokenPipeError):  # it died before it could read: its exit code says how
+                    line = json.dumps(asdict(replace(given, report=str(Path(folder, f"report-{rank}.json")))))
+                    worker.stdin.write(line.encode() + b"\n")
+                    worker.stdin.flush()
+            ended = launch.wait_for(workers)
+            for worker in workers:
+                assert worker.stdin is not None
+                with suppress(BrokenPipeError):
+                    worker.stdin.close()
+        codes = [worker.returncode for worker in workers]
+        if min(codes) < 0 and can_redraw():  # a live display that was killed leaves the terminal's cursor hidden
             print("\x1b[?25h", end="", flush=True)
-        if forwarder.killed and code < 0:
+        if forwarder.killed and min(codes) < 0:
             return STOPPED_AT_ONCE, {}
-        return code, read_report(report)
+        reports = [read_report(Path(folder, f"report-{rank}.json")) for rank in range(len(workers))]
+        rank = launch.culprit(ended, codes, reports)
+        return codes[rank], launch.named(reports[rank], rank, given.config, os.environ)
 
 
 def read_report(path: Path) -> dict[str, Any]:
@@ -176,9 +183,9 @@ class SignalForwarder:
     closes, both the shell and the kernel send one.
     """
 
-    def __init__(self, worker: subprocess.Popen[bytes]) -> None:
+    def __init__(self, workers: Sequence[subprocess.Popen[bytes]]) -> None:
         self.killed = False
-        self._worker = worker
+        self._workers = workers
         self._requested = False
         if os.name == "posix":
             handlers = {**dict.fromkeys(stop_signals(), self._stop), signal.SIGTSTP: self._suspend}
@@ -196,31 +203,39 @@ class SignalForwarder:
     def _stop(self, number: int, frame: object) -> None:
         if self._requested and number == signal.SIGINT:
             self.killed = True
-            with suppress(ProcessLookupError):
-                os.killpg(self._worker.pid, signal.SIGKILL)
+            for worker in self._workers:
+                with suppress(ProcessLookupError):
+                    os.killpg(worker.pid, signal.SIGKILL)
             return
         if not self._requested:
             self._requested = True
             with suppress(OSError):  # the terminal may be closed
                 os.write(2, STOPPING)  # not through Python's buffers, which the interrupted code may be using
-        self._worker.send_signal(number)
+        self._send(number)
 
     def _suspend(self, number: int, frame: object) -> None:
         """Ctrl-Z stops both processes; `fg` or `bg` continues both."""
-        self._worker.send_signal(signal.SIGSTOP)
+        self._send(signal.SIGSTOP)
         os.kill(os.getpid(), signal.SIGSTOP)
-        self._worker.send_signal(signal.SIGCONT)
+        self._send(signal.SIGCONT)
+
+    def _send(self, number: int) -> None:
+        for worker in self._workers:
+            worker.send_signal(number)
 
 
 def conclude(code: int, report: Mapping[str, Any], config: RunConfig) -> int:
     """The worker's exit code, or the error it reported."""
     if code in (0, STOPPED_AT_ONCE):
         return code
-    resume = shlex.join(["fitgpt", "train", "--resume", f"--out_dir={config.out_dir}"])
+    on_gpus = [f"--gpus={config.gpus}"] if config.ranks > 1 and not config.gpus.endswith("xranks") else []
+    resume = shlex.join(["fitgpt", "train", "--resume", f"--out_dir={config.out_dir}", *on_gpus])
     fix = f"To resume from the last checkpoint: {resume}" if can_resume(config.out_dir) else ""
-    if not report:
-        raise error_for_exit(code, fix)
-    raise _ERRORS.get(report["code"], FitError)(report["what"], report["fix"] or fix)
+    where = report.get("where", "")  # which of several ranks
+    if "what" not in report:
+        error = error_for_exit(code, fix)
+        raise type(error)(where + error.what, error.fix)
+    raise _ERRORS.get(report["code"], FitError)(where + report["what"], report["fix"] or fix)
 
 
 def error_for_exit(code: int, fix: str) -> FitError:

@@ -132,10 +132,17 @@ def as_fit_error(error: Exception) -> tuple[FitError, bool]:
 
 def write_report(path: str, error: FitError, restart: bool) -> int:
     """Writes the error for the supervisor; returns the exit code."""
-    report: dict[str, Any] = {"code": error.exit_code, "what": error.what, "fix": error.fix, "restart": restart}
+    report: dict[str, Any] = {"code": error.exit_code, "what": error.what, "fix": error.fix, "restart": restart,
+                              "lost_rank": type(error).__name__ == "LostRank"}
     Path(path).write_text(json.dumps(report))
     return error.exit_code
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    if code and int(os.environ.get("WORLD_SIZE") or 1) > 1:
+        # Without Python's shutdown: that would wait for collectives in which other ranks take part no more.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)

@@ -26,6 +26,7 @@ from datetime import timedelta
 from enum import IntEnum
 from hashlib import sha256
 from pathlib import Path
+from platform import node
 from typing import Any, TypeVar
 
 import torch
@@ -70,6 +71,7 @@ class Ranks:
     rank: int = 0
     world: int = 1
     stop_requested: Callable[[], bool] = lambda: False  # on this rank
+    joined: bool = False          # in a process group
     gradients: Any = None         # the process group that adds up GPU gradients; None: the default group, gloo
     stopping: bool = field(default=False, init=False)  # all ranks know that a stop was requested
     failed: tuple[Status, int] | None = field(default=None, init=False)  # what `agree` found, for `agreed`
@@ -82,7 +84,7 @@ class Ranks:
 
     def worst(self, own: Status) -> tuple[Status, int]:
         """(the worst status of any rank, a rank that has it). Every rank calls it at the same point."""
-        if self.world == 1:
+        if not self.joined:
             return own, self.rank
         code = torch.tensor(own * self.world + self.rank)
         with lost_ranks():
@@ -101,7 +103,7 @@ class Ranks:
 
     def agreed(self, done: Result | OutOfMemory, *, half_done: bool) -> tuple[Result | OutOfMemory, bool]:
         """After an attempt: (what it returned, or OutOfMemory on all ranks if any failed; whether any is half done)."""
-        if self.world == 1:
+        if not self.joined:
             return done, half_done
         failed, self.failed = self.failed, None
         if failed is None:
@@ -117,13 +119,13 @@ class Ranks:
 
     def must_stop(self) -> bool:
         """Whether a stop was requested, as all ranks know it."""
-        return self.stop_requested() if self.world == 1 else self.stopping
+        return self.stopping if self.joined else self.stop_requested()
 
     # ---- values, through CPU RAM
 
     def exchange(self, value: Any) -> list[Any]:
         """The value of each rank, as JSON returns it."""
-        if self.world == 1:
+        if not self.joined:
             return [value]
         text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]
@@ -142,7 +144,7 @@ class Ranks:
 
     def add_up(self, tensors: Iterable[Tensor]) -> None:
         """Each tensor becomes the sum over all ranks. Allocates nothing in PyTorch's allocator."""
-        if self.world == 1 and self.gradients is None:
+        if not self.joined:
             return
         by_kind: dict[tuple[str, torch.dtype], list[Tensor]] = {}
         for tensor in tensors:
@@ -160,7 +162,7 @@ class Ranks:
     @torch.no_grad()
     def copy_from_first(self, tensors: Iterable[Tensor]) -> None:
         """Each tensor becomes rank 0's."""
-        if self.world == 1:
+        if not self.joined:
             return
         with lost_ranks():
             for tensor in tensors:
@@ -175,7 +177,7 @@ class Ranks:
 
     def leave(self) -> None:
         """At the end of a run without an error."""
-        if self.world > 1:
+        if self.joined:
             dist.destroy_process_group()
 
 
@@ -213,7 +215,7 @@ def join(config: RunConfig, stop_requested: Callable[[], bool],
         raise unreachable(address, str(error)) from error
     if rank:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-    return Ranks(rank, world, stop_requested), device
+    return Ranks(rank, world, stop_requested, joined=True), device
 
 
 def device_of(config: RunConfig, local_rank: int) -> str:
@@ -246,10 +248,13 @@ def unreachable(address: str, message: str) -> SystemFault:
 
 def check_alike(ranks: Ranks, config: RunConfig, device: str, dtype: str, data: str) -> None:
     """UsageError if the ranks differ in version, config or data, or if two use one GPU. `data`: its fingerprint."""
-    if ranks.world == 1:
+    if not ranks.joined:
         return
     shared = {key: value for key, value in config.to_dict().items() if key not in OF_ONE_RANK}
-    gpu = f"{os.uname().nodename} {torch.cuda.get_device_properties(device).uuid}" if device.startswith("cuda") else ""
+    gpu = ""
+    if device.startswith("cuda") and config.backend == "nccl":
+        # As NCCL tells GPUs apart: NCCL_HOSTID replaces the machine's name.
+        gpu = f"{os.environ.get('NCCL_HOSTID') or node()} {torch.cuda.get_device_properties(device).uuid}"
     alike = {"version of fitgpt": __version__, "version of torch": torch.__version__, "dtype": dtype,
              "data": data[:12], "config": sha256(json.dumps(shared, sort_keys=True).encode()).hexdigest()[:12]}
     told = ranks.exchange({"alike": alike, "config": shared, "gpu": gpu})
@@ -266,17 +271,17 @@ def check_alike(ranks: Ranks, config: RunConfig, device: str, dtype: str, data: 
 
 
 def check_gpus(gpus: Sequence[str]) -> None:
-    """UsageError if two ranks use one GPU, which NCCL does not support. Empty: not on a GPU."""
+    """UsageError if two ranks use one GPU, which NCCL does not support. Empty: not through NCCL."""
     for rank, gpu in enumerate(gpus):
         if gpu and gpu in gpus[:rank]:
             raise UsageError(f"Two ranks on one GPU: ranks {gpus.index(gpu)} and {rank} both use {gpu.split()[-1]}.",
-                             "--gpus=all, or torchrun --nproc-per-node=gpu: one rank per GPU. CUDA_VISIBLE_DEVICES must "
-                             "not show the same single GPU to all of them.")
+                             "--gpus=all, or torchrun --nproc-per-node=gpu: one rank per GPU. CUDA_VISIBLE_DEVICES "
+                             "must not show the same single GPU to all of them.")
 
 
 def connect_gpus(ranks: Ranks, config: RunConfig, device: str) -> None:
     """Creates the communicator that adds up gradients on GPUs. NCCL allocates its buffers here, not in a step."""
-    if ranks.world == 1 or not device.startswith("cuda") or config.backend == "gloo":
+    if not ranks.joined or not device.startswith("cuda") or config.backend == "gloo":
         return
     try:
         ranks.gradients = dist.new_group(backend="nccl", timeout=TIMEOUT, device_id=torch.device(device))

@@ -220,7 +220,8 @@ def gather_facts(config: RunConfig, choice: DeviceChoice, dataset: Dataset, star
     return RunFacts(
         config=config.to_dict(), params=config.gpt_config().count_params(), device=choice.device,
         device_name=choice.name, dtype=choice.dtype, compiled=choice.compile,
-        peak_flops=flops * ranks.world if flops else flops, peak_source=source, ranks=tuple(of_ranks) if ranks.world > 1 else (),
+        peak_flops=flops * ranks.world if flops else flops, peak_source=source,
+        ranks=tuple(of_ranks) if ranks.world > 1 else (),
         tokens_per_step=config.tokens_per_step, train_tokens=dataset.summary.train_tokens,
         val_tokens=dataset.summary.val_tokens, start_step=start_step, max_iters=config.max_iters,
         versions=versions(), notes=tuple(notes), tokenizer=dataset.summary.tokenizer)

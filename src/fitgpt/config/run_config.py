@@ -287,7 +287,7 @@ class RunConfig(Options):
                              "else", "--grad_checkpoint=False"))
         if self.cuda_graphs is True and self.dropout:
             problems.append((f"cuda_graphs=True does not work with dropout={self.dropout:g}", "--cuda_graphs=auto"))
-        if problem := self._indivisible():
+        if not problems and (problem := self._indivisible()):
             problems.append(problem)
         if problems:
             fixes = dict.fromkeys(fix for _, fix in problems)

@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import cast
 
 import numpy as np
 import torch
@@ -89,7 +90,7 @@ def _split_loss(split: str, token_losses: TokenLosses, device: torch.device, rea
                     return None
         finally:
             feed.close()
-        return [float(mean) for mean in means[:own].cpu()]
+        return cast("list[float]", means[:own].tolist())
 
     while isinstance(computed := attempt(partial(compute, batch)), OutOfMemory):
         release(device)
@@ -105,6 +106,8 @@ def _split_loss(split: str, token_losses: TokenLosses, device: torch.device, rea
         why = computed.short if isinstance(computed, OutOfMemory) else f"rank {rank} has too little"
         raise EvaluationDoesNotFit(f"Out of memory even with a single window of {block} tokens: {why}.",
                                    "Close other programs on the GPU, or try a smaller --eval_block_size.")
-    wide = torch.tensor([mean for part in ranks.exchange(computed) for mean in part], dtype=torch.float64)
-    stderr = (wide.std() / math.sqrt(windows)).item() if windows > 1 else math.inf
-    return SplitLoss(split=split, mean=wide.mean().item(), stderr=stderr, windows=windows, block=block), batch
+    losses = [loss for part in ranks.exchange(computed) for loss in part]
+    mean = sum(losses) / windows
+    deviation = sum((loss - mean) ** 2 for loss in losses)
+    stderr = math.sqrt(deviation / (windows - 1) / windows) if windows > 1 else math.inf
+    return SplitLoss(split=split, mean=mean, stderr=stderr, windows=windows, block=block), batch

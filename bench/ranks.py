@@ -35,6 +35,7 @@ MODEL = {"cuda": dict(n_layer=12, n_head=12, n_embd=768, block_size=1024, batch_
                       gradient_accumulation_steps=1, dtype="bfloat16"),
          "cpu": dict(n_layer=2, n_head=2, n_embd=32, block_size=16, batch_size=2, vocab_size=64,
                      gradient_accumulation_steps=1, dtype="float32", compile=False)}
+ONE_GPU = dict(NCCL_HOSTID="rank{rank}", NCCL_SOCKET_IFNAME="lo", GLOO_SOCKET_IFNAME="lo")
 WARM_UP, BLOCKS, BLOCK_STEPS = 12, 24, 10  # steps, blocks of steps, steps of a block
 SAME = dict(n_layer=4, n_head=4, n_embd=256, block_size=256, batch_size=4, gradient_accumulation_steps=4,
             vocab_size=1024, max_iters=30, eval_interval=15, eval_iters=4, warmup_iters=5, lr_decay_iters=30,
@@ -167,7 +168,7 @@ def speed(device: str) -> dict[str, Any]:
 
 def nccl(world: int) -> dict[str, Any]:
     rows = children("nccl", world, "cuda", 100, NCCL_DEBUG="INFO", NCCL_DEBUG_SUBSYS="INIT,ALLOC,GRAPH",
-                    NCCL_HOSTID="rank{rank}")
+                    **ONE_GPU)
     first = rows[0]
     return {**{key: value for key, value in first.items() if key != "log"},
             "log": first["log"][:4000], "log_lines": [len(row["log"]) for row in rows]}
@@ -222,8 +223,8 @@ def same_weights(device: str, backend: str, dtype: str) -> dict[str, Any]:
         if device == "cpu":
             options |= {"n_embd": 32, "n_layer": 1, "block_size": 32}
         one = trained(folder, "one", 1, options)
-        two = trained(folder, "two", 2, options, NCCL_HOSTID="rank{rank}")
-        again = trained(folder, "again", 2, options, NCCL_HOSTID="rank{rank}")
+        two = trained(folder, "two", 2, options, **ONE_GPU)
+        again = trained(folder, "again", 2, options, **ONE_GPU)
         return {"backend": backend, "dtype": dtype, "config": SAME,
                 "largest_difference_of_a_weight": farthest(one[0], two[0]),
                 "between_two_runs_of_two_ranks": farthest(two[0], again[0]),

@@ -38,6 +38,7 @@ class Budget(NamedTuple):
     outside: int           # of this process, outside PyTorch's allocator: CUDA context and kernels
     sources: tuple[str, ...] = ()  # where the figures come from, one sentence each
     margin: int = 0        # kept free where `outside` is a formula's figure
+    nccl: int = 0          # of `outside`: NCCL's buffers, if there are several ranks
 
     @property
     def reserve_limit(self) -> int:
@@ -235,15 +236,20 @@ def apply_limits(config: RunConfig, budget: Budget) -> Budget:
     return budget._replace(budget=max(min(allowed, left), 0))
 
 
+def has_nvlink(card: str) -> bool:
+    """Whether GPUs of that name are usually connected by NVLink."""
+    return WITH_NVLINK.search(card) is not None
+
+
 def for_ranks(config: RunConfig, budget: Budget) -> Budget:
     """The budget of one rank of several: NCCL's buffers are outside the allocator, too."""
-    if config.ranks == 1 or config.backend == "gloo" or config.device == "cpu":
+    if config.ranks == 1 or config.backend == "gloo" or config.device == "cpu" or budget.nccl:
         return budget
-    link, channels = (("NVLink", NVLINK_CHANNELS) if WITH_NVLINK.search(budget.card) else ("PCIe", PCIE_CHANNELS))
+    link, channels = ("NVLink", NVLINK_CHANNELS) if has_nvlink(budget.card) else ("PCIe", PCIE_CHANNELS)
     nccl = NCCL_MIB_PER_CHANNEL * channels * MiB
     source = (f"Of it, NCCL is assumed to use {show_bytes(nccl)} per rank: {channels} channels of "
               f"{NCCL_MIB_PER_CHANNEL} MiB ({link}; not measured with several GPUs).")
-    return budget._replace(outside=budget.outside + nccl, sources=(*budget.sources, source))
+    return budget._replace(outside=budget.outside + nccl, nccl=nccl, sources=(*budget.sources, source))
 
 
 def _check_sizes(allowed: Budget, others: int | None, budget: int | None) -> None:

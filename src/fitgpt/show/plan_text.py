@@ -35,8 +35,11 @@ GPUS_NOTE = ("Usable is the memory that CUDA can allocate; TFLOP/s are dense, ha
 def plan_text(plan: Plan, width: int = 80, *, colour: bool = False) -> str:
     """The whole plan: what it is for, the verdict, tables, notes; with --options the table of all changes follows."""
     forecast, budget, priced = plan.forecast, plan.budget, plan.options is not None
-    title = run_title(plan.run, forecast.trainer, forecast.params, with_article(budget.card) if budget.card else "",
-                      vocab_assumed=plan.vocab_assumed)
+    gpu = with_article(budget.card) if budget.card else ""
+    if plan.ranks:
+        names = list(dict.fromkeys(each.budget.card for each in plan.ranks))
+        gpu = f"{len(plan.ranks)} × {names[0]}" if len(names) == 1 else f"{len(plan.ranks)} GPUs"
+    title = run_title(plan.run, forecast.trainer, forecast.params, gpu, vocab_assumed=plan.vocab_assumed)
     word = VERDICTS[plan.fits]
     result = paragraph(f"{word}: {verdict(plan, plan.target.neighbours)}", width)
     if colour:
@@ -80,12 +83,13 @@ def one_unit(sizes: Iterable[int]) -> tuple[str, Callable[[int], str]]:
 
 def rank_table(ranks: Sequence[MemoryPlan], width: int) -> str:
     """Each rank with its GPU, what it needs and what it may reserve. Ranks that are alike share a row."""
-    alike: dict[MemoryPlan, list[int]] = {}
+    alike: dict[int, list[int]] = {}  # ranks on GPUs that are alike have one plan
     for number, plan in enumerate(ranks):
-        alike.setdefault(plan, []).append(number)
+        alike.setdefault(id(plan), []).append(number)
     unit, size = one_unit(max(plan.forecast.needs, plan.budget.reserve_limit) for plan in ranks)
     rows = [(f"{len(ranks)} ranks", "GPU", f"needs, {unit}", "may reserve", "process", "")]
-    for plan, numbers in alike.items():
+    for numbers in alike.values():
+        plan = ranks[numbers[0]]
         label = f"{numbers[0]}" if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
         if numbers != list(range(numbers[0], numbers[-1] + 1)):
             label = ", ".join(map(str, numbers))

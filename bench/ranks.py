@@ -222,13 +222,14 @@ def same_weights(device: str, backend: str, dtype: str) -> dict[str, Any]:
         options = {**SAME, **PRECISE[dtype], "device": device, "backend": backend, "rehearse": False}
         if device == "cpu":
             options |= {"n_embd": 32, "n_layer": 1, "block_size": 32}
-        one = trained(folder, "one", 1, options)
+        one, one_again = (trained(folder, name, 1, options) for name in ("one", "one_again"))
         two = trained(folder, "two", 2, options, **ONE_GPU)
         again = trained(folder, "again", 2, options, **ONE_GPU)
         return {"backend": backend, "dtype": dtype, "config": SAME,
-                "largest_difference_of_a_weight": farthest(one[0], two[0]),
-                "between_two_runs_of_two_ranks": farthest(two[0], again[0]),
-                "val_loss": [one[1], two[1], again[1]], "rank_memory": two[2], "of_one": one[2]}
+                "difference": {"one and two ranks": difference(one[0], two[0]),
+                               "one rank, twice": difference(one[0], one_again[0]),
+                               "two ranks, twice": difference(two[0], again[0])},
+                "val_loss": [one[1], one_again[1], two[1], again[1]], "rank_memory": two[2], "of_one": one[2]}
 
 
 def trained(folder: Path, name: str, world: int, options: dict[str, Any],
@@ -237,7 +238,7 @@ def trained(folder: Path, name: str, world: int, options: dict[str, Any],
     port, started = free_port(), []
     flags = [f"--{key}={value}" for key, value in {**options, "dataset": str(folder), "out_dir": name}.items()]
     for rank in range(world):
-        variables = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+        variables = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "NVIDIA_TF32_OVERRIDE": "0"}
         if world > 1:
             variables |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank),
                           "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo",
@@ -261,12 +262,16 @@ def trained(folder: Path, name: str, world: int, options: dict[str, Any],
             steps[-1].get("rank_memory") or steps[-1]["memory"])
 
 
-def farthest(one: Path, other: Path) -> float:
-    """The largest difference of a weight, relative to the largest weight of its tensor."""
+def difference(one: Path, other: Path) -> dict[str, float]:
+    """Of the weights: the norm of their difference relative to their norm; and the largest difference of a weight,
+    relative to the largest weight of its tensor."""
+    import torch
     from safetensors.torch import load_file
 
     ours, theirs = (load_file(each / "model.safetensors") for each in (one, other))
-    return max(((ours[name] - theirs[name]).abs().max() / theirs[name].abs().max()).item() for name in theirs)
+    flat = [torch.cat([each[name].double().flatten() for name in theirs]) for each in (ours, theirs)]
+    return {"relative_norm": ((flat[0] - flat[1]).norm() / flat[1].norm()).item(), "largest": max(
+        ((ours[name] - theirs[name]).abs().max() / theirs[name].abs().max()).item() for name in theirs)}
 
 
 if __name__ == "__main__":

@@ -46,9 +46,10 @@ class Budget(NamedTuple):
         return self.budget - self.outside - self.margin
 
 
-# NCCL's buffers, which are outside PyTorch's allocator: MiB per channel, and channels between GPUs with NVLink and
-# without (docs/many_gpus.md says where these figures come from).
-NCCL_MIB_PER_CHANNEL, NVLINK_CHANNELS, PCIE_CHANNELS = 24, 32, 8
+# What NCCL uses outside PyTorch's allocator (docs/many_gpus.md): kernels and their local memory, as measured with one
+# rank on an H200, in proportion to the multiprocessors; and buffers per channel, from NVIDIA's own figures.
+NCCL_KERNELS_MIB, H200_SMS = 558, 132
+NCCL_MIB_PER_CHANNEL, NVLINK_CHANNELS, PCIE_CHANNELS = 24, 24, 4
 WITH_NVLINK = re.compile(r"\b(V100|A100|A800|H100|H200|H800|GH200|B200|B300|GB200)\b")
 
 
@@ -241,15 +242,17 @@ def has_nvlink(card: str) -> bool:
     return WITH_NVLINK.search(card) is not None
 
 
-def for_ranks(config: RunConfig, budget: Budget) -> Budget:
-    """The budget of one rank of several: NCCL's buffers are outside the allocator, too."""
+def for_ranks(config: RunConfig, target: Target) -> Target:
+    """The target of one rank of several: NCCL's memory is outside the allocator, too."""
+    budget = target.budget
     if config.ranks == 1 or config.backend == "gloo" or config.device == "cpu" or budget.nccl:
-        return budget
+        return target
     link, channels = ("NVLink", NVLINK_CHANNELS) if has_nvlink(budget.card) else ("PCIe", PCIE_CHANNELS)
-    nccl = NCCL_MIB_PER_CHANNEL * channels * MiB
-    source = (f"Of it, NCCL is assumed to use {show_bytes(nccl)} per rank: {channels} channels of "
-              f"{NCCL_MIB_PER_CHANNEL} MiB ({link}; not measured with several GPUs).")
-    return budget._replace(outside=budget.outside + nccl, nccl=nccl, sources=(*budget.sources, source))
+    nccl = (NCCL_KERNELS_MIB * target.platform.sms // H200_SMS + NCCL_MIB_PER_CHANNEL * channels) * MiB
+    source = (f"NCCL is estimated to use {show_bytes(nccl)} more per rank: kernels, as measured on an H200 with one "
+              f"rank, and {channels} channels ({link}) of {NCCL_MIB_PER_CHANNEL} MiB. Not measured on several GPUs.")
+    return target._replace(budget=budget._replace(outside=budget.outside + nccl, nccl=nccl,
+                                                  sources=(*budget.sources, source)))
 
 
 def _check_sizes(allowed: Budget, others: int | None, budget: int | None) -> None:

@@ -117,7 +117,7 @@ def fit_from(request: FitRequest, say: Callable[[str], None] = lambda text: None
 def tightest(gpu: str, config: RunConfig, **limits: str) -> tuple[RunConfig, Target]:
     """(the config with the number of its ranks, the GPU that leaves a run least): all ranks have the same settings."""
     config, targets = targets_for(gpu, config, **limits)
-    limited = [target._replace(budget=for_ranks(config, apply_limits(config, target.budget))) for target in targets]
+    limited = [for_ranks(config, target._replace(budget=apply_limits(config, target.budget))) for target in targets]
     return config, min(limited, key=lambda each: each.budget.reserve_limit)
 
 

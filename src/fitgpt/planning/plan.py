@@ -118,7 +118,8 @@ class Plan(MemoryPlan):
                                              for each in self.options],
                 "nearest_recorded_run": self.nearest_recorded_run and self.nearest_recorded_run._asdict(),
                 "notes": list(self.notes), "sources": list(self.budget.sources),
-                "ranks": [{"rank": number, **rank_document(each)} for number, each in enumerate(self.ranks)]}
+                **({"ranks": [{"rank": number, **rank_document(each)} for number, each in enumerate(self.ranks)]}
+                   if self.ranks else {})}
 
     def __str__(self) -> str:
         from ..show.plan_text import plan_text  # a plan prints itself; nothing else here shows anything
@@ -181,7 +182,7 @@ def plan_from(request: PlanRequest) -> Plan:
 def plan_for(config: RunConfig, target: Target, trainer: str = "fitgpt") -> Plan:
     """The plan of a config whose vocabulary is known."""
     run = resolve_run(config, target.platform, trainer)
-    target = target._replace(budget=for_ranks(config, target.budget))
+    target = for_ranks(config, target)
     return Plan(forecast(run, target.platform, trainer, target.budget.reserve_limit), target.budget, run, target)
 
 

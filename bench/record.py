@@ -4,8 +4,8 @@
 
 Each case (a name, options of RunConfig, perhaps a `cap` in bytes) runs in a process of its own, with the allocator's
 environment that `fitgpt train` sets: load, evaluation, three iterations, evaluation, one more iteration, a checkpoint;
-then, in another process, sampling. Nothing is timed, so the processes run side by side. With `--events FOLDER` every
-allocation and free is kept too.
+then, in another process, sampling. A case with `gpus` is one rank (`rank`) of a fake process group. Nothing is timed,
+so the processes run side by side. With `--events FOLDER` every allocation and free is kept too.
 """
 
 from __future__ import annotations
@@ -133,15 +133,15 @@ def one(case: dict[str, Any], events: str) -> dict[str, Any]:
     result: dict[str, Any] = {}
     try:
         with watch.phase("load"):
-            training = build_training(config, choice)
-        splits = {split: (read_windows, EVAL_BATCHES * config.eval_batch) for split in ("train", "val")}
-        last = (ITERATIONS + 1) * config.gradient_accumulation_steps - 1
+            training = build_training(config, choice, fake_ranks(config, case.get("rank", 0)))
+        splits = {split: (read_windows, EVAL_BATCHES * config.eval_batch * config.ranks) for split in ("train", "val")}
+        last = (ITERATIONS + 1) * config.micro_batches - 1
         feed = Prefetcher(read, torch.device(choice.device), last=last)
 
         def look(step: int) -> None:
             """An evaluation starts its peaks afresh when it is done, and says what they were."""
             evaluation = evaluate(training.model, splits, batch=config.eval_batch, block=config.eval_block, step=step,
-                                  token_losses=training.token_losses)
+                                  token_losses=training.token_losses, ranks=training.ranks)
             assert evaluation is not None
             watch.seen(evaluation.memory.peak_allocated, evaluation.memory.peak_reserved)
 
@@ -168,6 +168,19 @@ def one(case: dict[str, Any], events: str) -> dict[str, Any]:
     watch.keep_events(events, case["name"])
     result["about"] = {"card": torch.cuda.get_device_name(), "torch": torch.__version__}
     return result
+
+
+def fake_ranks(config: RunConfig, rank: int) -> Any:
+    """One rank of several, in a process group whose collectives do nothing: every buffer is allocated all the same."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from fitgpt.engine.ranks import ALONE, Ranks
+
+    if config.ranks == 1:
+        return ALONE
+    dist.init_process_group("fake", rank=rank, world_size=config.ranks, store=FakeStore())
+    return Ranks(rank, config.ranks, joined=True, gradients=dist.new_group(backend="fake"))
 
 
 def sampling(config: RunConfig, dtype: str, name: str, events: str) -> dict[str, Any]:

@@ -52,7 +52,7 @@ def check(config: RunConfig, planned: PlanFile | None = None, *, sleep: Callable
             planned.compare(plan)
         if plan.fits:
             return others
-        could_fit = replace(plan, budget=apply_limits(config, found.budget._replace(others=0))).fits
+        could_fit = replace(plan, budget=apply_limits(config, plan.budget._replace(others=0))).fits
         if not config.wait or not could_fit:
             raise does_not_fit(config, plan, could_wait=could_fit)
         if waited - last_said >= SAY_EVERY_S:

@@ -20,7 +20,7 @@ from ..hardware.torch_install import failed_import
 from ..planning.plan_file import FallbackPlan
 from .liveness import Heartbeat, register_stack_dump
 
-HEARTBEAT, STACKS = "heartbeat", "stacks"  # files beside the error report
+REPORT, HEARTBEAT, STACKS = "report.json", "heartbeat", "stacks"  # files of one worker
 _OUT_OF_RAM = "DefaultCPUAllocator"  # in torch's message when malloc fails
 
 
@@ -161,14 +161,19 @@ def compiler_message(error: BaseException) -> str:
     return ""
 
 
-
 def write_report(path: str, error: FitError, restart_with: dict[str, Any] | None = None) -> int:
     """Writes the error for the supervisor; returns the exit code. `restart_with`: options for a new process."""
     report: dict[str, Any] = {"code": error.exit_code, "what": error.what, "fix": error.fix,
-                              "restart_with": restart_with}
+                              "restart_with": restart_with, "lost_rank": type(error).__name__ == "LostRank"}
     Path(path).write_text(json.dumps(report))
     return error.exit_code
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    if code and int(os.environ.get("WORLD_SIZE") or 1) > 1:
+        # Without Python's shutdown: that would wait for collectives in which other ranks take part no more.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)

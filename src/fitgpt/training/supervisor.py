@@ -191,7 +191,7 @@ def run_worker(given: WorkerConfig) -> tuple[int, dict[str, Any]]:
 
 
 def end_stuck(workers: Sequence[subprocess.Popen[bytes]], folders: Sequence[Path], watches: Sequence[Watch]) -> str:
-    """Ends workers of which one makes no progress → a sentence that says so. The others of several ranks wait for it."""
+    """Ends workers of which one makes no progress → a sentence on it. The others of several ranks wait for that one."""
     alive = [rank for rank, worker in enumerate(workers) if worker.poll() is None]
     found = {rank: dump_stacks(workers[rank].pid, folders[rank] / STACKS) for rank in alive}
     for rank in alive:

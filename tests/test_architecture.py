@@ -26,6 +26,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("data", "runs"),
     ("tapes", "engine"),
     ("planning",),
+    ("tracing",),
     ("diagnosis",),
     ("show",),
     ("training", "web"),
@@ -40,6 +41,7 @@ PRINTS_ITSELF = {("planning.plan", "show"), ("planning.fit_goals", "show"), ("di
 AT_ONCE = {
     "engine": {"torch", "numpy", "safetensors"},
     "data": {"numpy"},
+    "tracing": {"torch"},
     "training": {"torch", "numpy", "safetensors"},
 }
 WHEN_CALLED = {

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..memory.platform import Platform
+from ..memory.platform import MAX_FLASH_HEAD, Platform
 
 ops = torch.ops.aten
 HALF = (torch.float16, torch.bfloat16)
+NARROW_FLASH = ((8, 6), (8, 7), (8, 9), (12, 0), (12, 1))  # no training with some head sizes above 192
 MASK_ALIGNMENT = 8  # preprocess_mask() in attention.cpp
 
 
@@ -76,7 +77,28 @@ class AttentionSteering:
 
     def choose(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float, is_causal: bool,
                enable_gqa: bool) -> str:
-        """select_sdp_backend() in ATen/native/transformers/cuda/sdp_utils.cpp."""
-        if query.dim() != 4:
+        """select_sdp_backend() in ATen/native/transformers/cuda/sdp_utils.cpp: cudnn, flash, efficient or math."""
+        tensors, backends = (query, key, value), torch.backends.cuda
+        capability, head = self.platform.capability, query.shape[-1]
+        grad = torch.is_grad_enabled() and any(each.requires_grad for each in tensors)
+        if any(each.dim() != 4 for each in tensors) or any(each.shape[0] != query.shape[0] for each in tensors) \
+                or 0 in query.shape or 0 in key.shape or any(each.stride(-1) != 1 for each in tensors):
             return "math"
-        return self.platform.attention(query.shape[-1], str(query.dtype)[6:])
+        same_heads = query.shape[1] == key.shape[1] == value.shape[1]
+        grouped = enable_gqa and query.shape[1] % key.shape[1] == 0 and query.shape[1] % value.shape[1] == 0
+        half = query.dtype in (HALF if capability >= (8, 0) else HALF[:1])
+        can_share, same_size = same_heads or grouped, head == key.shape[-1] == value.shape[-1]
+        if self.platform.attention(head, str(query.dtype)[6:]) == "cudnn" and half and can_share and key.shape[2] > 1 \
+                and value.shape[-1] % 8 == 0 and not torch.are_deterministic_algorithms_enabled() \
+                and not (query.shape[2] == 1 and dropout_p) and getattr(backends, "cudnn_sdp_enabled", lambda: True)():
+            return "cudnn"
+        narrow = head <= 192 or (head > 224 and not dropout_p)
+        if backends.flash_sdp_enabled() and half and mask is None and same_size and head <= MAX_FLASH_HEAD \
+                and capability >= (8, 0) and can_share and not (is_causal and query.shape[2] != key.shape[2]) \
+                and (not grad or capability not in NARROW_FLASH or narrow):
+            return "flash"
+        alignment = (8 if half else 4) if capability >= (8, 0) else 8 if half and capability >= (7, 0) else 1
+        if backends.mem_efficient_sdp_enabled() and same_heads and head % alignment == 0 \
+                and value.shape[-1] % alignment == 0 and capability >= (5, 0) and (half or query.dtype == torch.float32):
+            return "efficient"
+        return "math"

@@ -208,11 +208,22 @@ def _heads(query: Tensor) -> tuple[int, int, int, int]:
     return batch, heads, tokens, head
 
 
+def _contiguous(call: Call, *tensors: Tensor) -> None:
+    """Copies of heads [B, H, T, D] that are not stored as [B, T, H, D]: .contiguous() in attention_backward.cu."""
+    for each in tensors:
+        if not each.transpose(1, 2).is_contiguous():
+            call.scratch(each.numel() * each.element_size())
+
+
 def flash_backward(call: Call) -> None:
-    query = call.args[1]
+    gradient, query, key, _, out = call.args[:5]
+    _contiguous(call, gradient, out)
     call.output(0, 1, 2)
     for nbytes in scratch.flash_backward(*_heads(query)):
         call.scratch(nbytes)
+    if query.shape[1] != key.shape[1]:  # gradients of keys and values per head of the queries, then summed
+        for _ in range(2):
+            call.scratch(key.numel() // key.shape[1] * query.shape[1] * key.element_size())
 
 
 def cudnn_backward(call: Call) -> None:
@@ -222,6 +233,7 @@ def cudnn_backward(call: Call) -> None:
 
 def efficient_backward(call: Call) -> None:
     gradient, query = call.args[0], call.args[1]
+    _contiguous(call, gradient)
     call.output(0, 1, 2)
     shape = _heads(query)
     rows = 4 * prod(shape[:3])

@@ -12,14 +12,15 @@ run side by side. `--nanogpt` is a checkout of nanoGPT, for the cases that run i
 from __future__ import annotations
 
 import argparse
-import gzip
 import json
+import lzma
 import os
 import re
 import runpy
 import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
 import threading
 import time
@@ -33,6 +34,7 @@ ROOT = Path(__file__).resolve().parent.parent
 CASES = ROOT / "bench" / "trace_cases"
 TOKENS = 200_000       # of nanoGPT's data
 GPU = "h200"
+LARGEST_ARCHIVE = 15 * 2**20
 MOST_STEPS = 1000      # no case has so many: every step is traced
 FIGURES = ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved")
 Row = dict[str, Any]
@@ -42,7 +44,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["measure", "trace", "table", "one"])
     parser.add_argument("folder", nargs="?", default="")
-    parser.add_argument("--out", default="", help="a folder for measured.json, traced.json, traces/ and history/")
+    parser.add_argument("--out", default="", help="a folder for measured.json, traced.json, traces_N.tar and history_N.tar")
     parser.add_argument("--nanogpt", default="", help="the folder with nanoGPT's train.py")
     parser.add_argument("--only", default="", help="a regular expression for names of cases")
     parser.add_argument("--at_once", type=int, default=8)
@@ -67,6 +69,8 @@ def main() -> int:
         every_case(cases, out / "measured.json", options, lambda case: measured(case, options, out))
     if not options.no_trace:
         every_case(cases, out / "traced.json", options, lambda case: traced(case, options, out))
+    for folder in ("history", "traces"):
+        pack(out / folder)
     print(table(out))
     return 0
 
@@ -93,6 +97,22 @@ def every_case(cases: list[Row], path: Path, options: argparse.Namespace, run: C
     print(f"{path.name}: {len(rows)} cases in {time.time() - started:.0f} s, {len(failed)} failed", flush=True)
     for row in failed:
         print(f"  {row['name']}: {row['error'][-300:]}", flush=True)
+
+
+def pack(folder: Path) -> None:
+    """The files of a folder as tar archives of at most 15 MiB beside it: NAME_0.tar, NAME_1.tar …"""
+    archives, size = list[list[Path]](), 0
+    for path in sorted(folder.glob("*.xz")):
+        if not archives or size + path.stat().st_size > LARGEST_ARCHIVE:
+            archives.append([])
+            size = 0
+        archives[-1].append(path)
+        size += path.stat().st_size
+    for number, paths in enumerate(archives):
+        with tarfile.open(folder.with_name(f"{folder.name}_{number}.tar"), "w") as archive:
+            for path in paths:
+                archive.add(path, path.name)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager
@@ -128,7 +148,7 @@ def environment_of(case: Row) -> dict[str, str]:
 
 
 def measured(case: Row, options: argparse.Namespace, out: Path) -> Row:
-    history = out / "history" / f"{case['name'].replace(' ', '_')}.json.gz" if options.history else None
+    history = out / "history" / f"{case['name'].replace(' ', '_')}.json.xz" if options.history else None
     if history:
         history.parent.mkdir(exist_ok=True)
     with script_of(case, options.nanogpt) as (script, folder), tempfile.TemporaryDirectory() as caches:
@@ -189,11 +209,11 @@ def write_history(path: Path) -> None:
     events = []
     for entry in torch.cuda.memory._snapshot()["device_traces"][0]:
         frames = [f"{Path(frame['filename']).name}:{frame['line']} {frame['name']}"
-                  for frame in entry.get("frames", [])[:6]]
+                  for frame in entry.get("frames", [])[:5]]
         events.append([actions.setdefault(entry["action"], len(actions)), entry["size"],
                        addresses.setdefault(entry["addr"], len(addresses)),
                        places.setdefault(" < ".join(frames), len(places)), entry["stream"] != 0])
-    with gzip.open(path, "wt") as file:
+    with lzma.open(path, "wt", preset=2) as file:
         json.dump({"actions": list(actions), "places": list(places), "events": events}, file, separators=(",", ":"))
 
 
@@ -202,7 +222,7 @@ def write_history(path: Path) -> None:
 
 def traced(case: Row, options: argparse.Namespace, out: Path) -> Row:
     saved = (out / "traces" / f"{case['name'].replace(' ', '_')}.json").resolve()
-    saved.parent.mkdir(exist_ok=True)
+    saved.parent.mkdir(parents=True, exist_ok=True)
     with script_of(case, options.nanogpt) as (script, folder):
         command = [sys.executable, "-P", "-m", "fitgpt", "trace", "--gpu", GPU, "--steps", str(MOST_STEPS), "--json",
                    "--save", str(saved), str(script), *case["args"]]
@@ -213,6 +233,8 @@ def traced(case: Row, options: argparse.Namespace, out: Path) -> Row:
             return {"error": f"not done after {options.seconds} s"}
     if done.returncode not in (0, 1) or not done.stdout.strip():
         return {"error": done.stderr[-1500:] or f"exit code {done.returncode}"}
+    with lzma.open(f"{saved}.xz", "wb") as file:
+        file.write(saved.read_bytes())
     plan = json.loads(done.stdout[done.stdout.index("{"):])
     return {"steps": plan["steps"], "peak": plan["peak"], "not_seen": plan.get("not_seen"), "torch": plan["torch"]}
 

@@ -1,4 +1,4 @@
-"""Memory of real training scripts on a GPU, and `fitgpt trace`'s forecast of each: the truth that traces are compared with.
+"""Memory of real training scripts on a GPU, and what `fitgpt trace` forecasts for each.
 
     python bench/trace.py measure --out FOLDER --nanogpt ../nanoGPT      on a GPU: run every case, and trace it there
     python bench/trace.py trace --out FOLDER --nanogpt ../nanoGPT        without a GPU: trace only
@@ -44,7 +44,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["measure", "trace", "table", "one"])
     parser.add_argument("folder", nargs="?", default="")
-    parser.add_argument("--out", default="", help="a folder for measured.json, traced.json, traces_N.tar and history_N.tar")
+    parser.add_argument("--out", default="", help="a folder for measured.json, traced.json and archives")
     parser.add_argument("--nanogpt", default="", help="the folder with nanoGPT's train.py")
     parser.add_argument("--only", default="", help="a regular expression for names of cases")
     parser.add_argument("--at_once", type=int, default=8)

@@ -39,7 +39,7 @@ model = Translator().to(args.device)
 criterion = nn.CrossEntropyLoss(ignore_index=PAD)
 optimizer = torch.optim.Adam(model.parameters(), lr=1e-4, betas=(0.9, 0.98), eps=1e-9)
 losses = 0.0
-for step in range(args.steps):
+for _ in range(args.steps):
     source = torch.randint(2, args.vocab, (args.batch, args.seq)).to(args.device)
     target = torch.randint(2, args.vocab, (args.batch, args.seq)).to(args.device)
     logits = model(source, target[:, :-1])

@@ -8,20 +8,23 @@ if TYPE_CHECKING:
     from .engine.model import GPT
     from .planning.fit import fit
     from .planning.plan import plan
+    from .tracing.trace import estimate, trace
     from .training.supervisor import train
     from .training.trained_model import load
 
 __version__ = "0.1.0"
-__all__ = ["GPT", "GPTConfig", "__version__", "explain", "fit", "load", "plan", "train"]
+__all__ = ["GPT", "GPTConfig", "__version__", "estimate", "explain", "fit", "load", "plan", "trace", "train"]
 
 # Where each public name is defined: imported when it is first used.
 _MODULES = {
     "GPT": "engine.model",
     "GPTConfig": "config.architectures",
+    "estimate": "tracing.trace",
     "explain": "diagnosis",
     "fit": "planning.fit",
     "load": "training.trained_model",
     "plan": "planning.plan",
+    "trace": "tracing.trace",
     "train": "training.supervisor",
 }
 

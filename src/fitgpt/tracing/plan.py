@@ -25,6 +25,8 @@ from ..planning.plan_file import document
 from .trace_file import Kind, Trace
 
 SCRIPT = "script"          # Forecast.trainer
+PASSES = {"load": "loading", "forward": "the forward pass", "backward": "the backward pass",
+          "optimizer": "the optimizer step", "eval": "evaluation"}  # phases of a trace
 LARGEST_TENSORS = 10
 PER_SEQUENCE = ("activations", "attention", "logits", "data")  # owners whose bytes grow with the batch
 LAYER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")  # "model.layers.3.mlp": layer 3

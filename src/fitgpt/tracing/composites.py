@@ -23,7 +23,7 @@ MASK_ALIGNMENT = 8  # preprocess_mask() in attention.cpp
 def install(platform: Platform) -> Any:
     """Returns the library that holds the kernels: they last until its _destroy()."""
     library = torch.library.Library("aten", "IMPL")
-    attention = Attention(platform)
+    attention = AttentionSteering(platform)
     library.impl("dropout", dropout, "AutogradMeta")
     library.impl("scaled_dot_product_attention", attention, "AutogradMeta")
     return library
@@ -38,7 +38,7 @@ def dropout(source: Tensor, p: float, train: bool) -> Tensor:
     return ops.native_dropout(source, p, train)[0]  # type: ignore[no-any-return]
 
 
-class Attention:
+class AttentionSteering:
     """scaled_dot_product_attention() of ATen/native/transformers/attention.cpp, with the kernel a GPU would choose."""
 
     def __init__(self, platform: Platform) -> None:

@@ -15,6 +15,7 @@ guard for CUDA); `meta` tensors run on the thread that calls backward().
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from typing import Any
@@ -59,7 +60,7 @@ class TracedGpu(TorchDispatchMode):
 
     def __init__(self, platform: Platform, recorder: Recorder) -> None:
         super().__init__()
-        self.platform, self.recorder = platform, recorder
+        self.platform = platform
         self.values = Values()
         self.autocast = Autocast(self._is_cast)
         self.in_optimizer = False
@@ -67,8 +68,14 @@ class TracedGpu(TorchDispatchMode):
         # bytes.
         self._places: dict[int, TracedTensor | torch.device] = {}
         self._references: dict[int, Any] = {}
-        self._workspaces: set[str] = set()
+        self.use(recorder)
         self._shapes: dict[Any, Any] = {}
+        self._sole: tuple[int, int] | None = None
+
+    def use(self, recorder: Recorder) -> None:
+        """Records there from now on, as of the beginning of a process."""
+        self.recorder = recorder
+        self._workspaces: set[str] = set()
         recorder.enter(LOAD)
 
     @classmethod
@@ -215,6 +222,8 @@ class TracedGpu(TorchDispatchMode):
             return self._data_dependent(func, args, kwargs)
         if func is ops.index.Tensor and any(isinstance(each, Tensor) and each.dtype == torch.bool for each in args[1]):
             args = (args[0], self._mask_to_indices(args[0], args[1]))
+        if func is ops.add.Tensor and self._accumulates(args[0]):
+            return args[0]
         written = _written(func, args, kwargs)
         if written and all(each.alias_info is not None for each in func._schema.returns):
             self.values.update(func, args, kwargs, written)
@@ -295,6 +304,25 @@ class TracedGpu(TorchDispatchMode):
                 found.append(each)
         return found
 
+    def _accumulates(self, gradient: Tensor) -> bool:
+        """Whether autograd would add to this gradient in place: can_accumulate_inplace() in input_buffer.cpp.
+
+        It does so between two nodes, if nothing else refers to the gradient or its storage. Under a dispatch mode torch
+        adds into a new tensor instead (isTensorSubclassLike() is true then).
+        """
+        if torch._C._current_graph_task_id() == -1 or torch.is_grad_enabled() or not _called_by_engine():
+            return False
+        counts = gradient._use_count(), torch._C._storage_Use_Count(gradient.untyped_storage()._cdata)
+        if self._sole is None:  # `calibrate` is running
+            self._sole = counts
+        return counts[0] <= self._sole[0] and counts[1] <= self._sole[1] and _is_dense(gradient)
+
+    def calibrate(self) -> None:
+        """Learns the reference counts of a gradient that only autograd refers to; they differ between versions."""
+        source = torch.ones(2, device=META, requires_grad=True)
+        doubled = source * 2
+        (doubled * 3 + doubled * 4).sum().backward()
+
     # ---- shapes
 
     def _shape(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -371,6 +399,24 @@ def _key(given: Any) -> Any:
     if isinstance(given, tuple | list):
         return tuple(map(_key, given))
     return type(given), given  # 1 and 1.0 are not the same
+
+
+def _called_by_engine() -> bool:
+    """Whether the operation comes from autograd's C++ code, not from Python code inside a backward pass."""
+    frame = sys._getframe(1)
+    while frame.f_code.co_filename == __file__ and frame.f_back is not None:
+        frame = frame.f_back
+    return frame.f_code.co_name == "_engine_run_backward"
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    expected = 1
+    for stride, size in sorted((stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+                               if size > 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
 
 
 def _aliases(tensor: Tensor, args: Any) -> bool:

@@ -39,6 +39,11 @@ class Call:
         for place in places:
             self._keep(self.results[place], "")
 
+    def host(self, *places: int) -> None:
+        """These results are on the host."""
+        for place in places:
+            self._host(self.results[place])
+
     def scratch(self, nbytes: int) -> TracedTensor:
         """Memory that is freed at the end of the operation, unless `free` comes first."""
         self._scratch.append(self._recorder.alloc(nbytes, str(self.op), "workspace"))
@@ -53,7 +58,7 @@ class Call:
         """Memory that the first use on a thread allocates, and that stays: forward and backward have a thread each."""
         if (key := f"{name} of the {self._thread} thread") not in self._workspaces:
             self._workspaces.add(key)
-            self._recorder.alloc(nbytes, key, "workspace")
+            self._recorder.alloc(nbytes, name, "workspace")
 
     def finish(self, owner: str) -> None:
         for result in self.results:
@@ -67,7 +72,7 @@ class Call:
 
 def matmul(call: Call) -> None:
     call.output(0)
-    call.workspace("cuBLAS workspace", call.platform.workspace)
+    call.workspace("cublas workspace", call.platform.workspace)
 
 
 def matmul_with_bias(call: Call) -> None:
@@ -76,7 +81,7 @@ def matmul_with_bias(call: Call) -> None:
     bias, _, mat2 = call.args[:3]
     beta = call.kwargs.get("beta", 1)
     if bias.dim() == 1 and beta == 1 and bias.is_contiguous() and bias.shape[0] == mat2.shape[1] and min(mat2.shape) > 1:
-        call.workspace("cuBLASLt workspace", scratch.CUBLASLT)
+        call.workspace("cublaslt workspace", scratch.CUBLASLT)
 
 
 # ---- reductions: setReduceConfig() in ATen/native/cuda/Reduce.cuh
@@ -185,8 +190,15 @@ def flash(call: Call) -> None:
     call.output(0, 1)
 
 
+def efficient(call: Call) -> None:
+    """(out, lse, seed, offset): the random state stays on the host."""
+    call.host(2, 3)
+
+
 def cudnn(call: Call) -> None:
-    """(out, lse, …, seed, offset, …): the random state comes first."""
+    """(out, lse, …, seed, offset, …): the random state comes first. Without gradients there is no log-sum-exp."""
+    if not call.argument(4, "compute_log_sumexp"):
+        call.host(1)
     call.output(6, 7, 0, 1)
     call.scratch(scratch.CUDNN_SCRATCH)
 
@@ -242,6 +254,7 @@ KERNELS: dict[Any, Callable[[Call], None]] = {
     ops.embedding_dense_backward.default: embedding_backward,
     ops.native_dropout.default: dropout,
     ops._scaled_dot_product_flash_attention.default: flash,
+    ops._scaled_dot_product_efficient_attention.default: efficient,
     ops._scaled_dot_product_cudnn_attention.default: cudnn,
     ops._scaled_dot_product_flash_attention_backward.default: flash_backward,
     ops._scaled_dot_product_cudnn_attention_backward.default: cudnn_backward,

@@ -1,4 +1,4 @@
-"""PyTorch code → Trace: the tape of its GPU memory, with optimizer steps and the origin of each tensor.
+"""PyTorch code → LiveTrace: the tape of its GPU memory, with optimizer steps and the origin of each tensor.
 
     with fitgpt.trace(gpu="4070") as memory:    # CUDA tensors inside have shapes but no storage
         train_a_few_steps()
@@ -31,7 +31,7 @@ STEPS = 4  # optimizer steps that `estimate` takes
 
 
 @dataclass
-class Trace:
+class LiveTrace:
     """The memory of a traced program."""
 
     target: Target                                     # the GPU it was traced for, with its budget
@@ -68,18 +68,21 @@ class StepsDone(BaseException):
 
 @contextmanager
 def trace(gpu: str = "", *, device: str = "cuda", torch_version: str = "", target: Target | None = None,
-          stop_after: int | None = None) -> Iterator[Trace]:
+          stop_after: int | None = None) -> Iterator[LiveTrace]:
     """Records the GPU memory of the code in the `with` block. `stop_after`: raises StepsDone at the first forward
     pass after so many optimizer steps."""
     target = target or target_for(gpu, device, torch=torch_version or ".".join(torch.__version__.split(".")[:2]))
-    result = Trace(target)
+    result = LiveTrace(target)
     with recording(result.recorder, target, stop_after):
         yield result
 
 
 @contextmanager
 def recording(recorder: Recorder, target: Target, stop_after: int | None = None) -> Iterator[TracedGpu]:
-    mode, replaced = TracedGpu(target.platform, recorder), patches.Patches()
+    mode, replaced = TracedGpu(target.platform, Recorder()), patches.Patches()
+    with mode:
+        mode.calibrate()
+    mode.use(recorder)
     calls = ModuleCalls(mode, stop_after)
     library = composites.install(target.platform)
     mode.autocast.install()
@@ -102,6 +105,6 @@ def recording(recorder: Recorder, target: Target, stop_after: int | None = None)
 
 
 def estimate(model: torch.nn.Module, batch: Any, optimizer: torch.optim.Optimizer | Callable[..., Any] | None = None, *,
-             gpu: str = "", loss: Callable[[Any], torch.Tensor] | None = None, steps: int = STEPS) -> Trace:
+             gpu: str = "", loss: Callable[[Any], torch.Tensor] | None = None, steps: int = STEPS) -> LiveTrace:
     """Memory of training `model` on batches like `batch` (a dict of keyword arguments, a tuple, or a tensor)."""
     raise NotImplementedError

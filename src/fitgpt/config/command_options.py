@@ -318,7 +318,7 @@ class TraceOptions(Options):
     steps: int = option(4, "stop the script after this many optimizer steps", rule=count)
     allocator: str = option("auto", "PyTorch's allocator: auto is as the script sets it",
                             choices=("auto", "native", "expandable"))
-    save: str = option("", "write the trace to this file: `fitgpt trace FILE` and `fitgpt explain --trace FILE` read it",
+    save: str = option("", "write the trace to this file, for `fitgpt trace FILE` and `fitgpt explain --trace FILE`",
                        rule=_optional_path, example="my.trace.json")
     all_cards: bool = option(False, "plan for every known GPU, one row each", flag="all-cards")
     timeline: str = option("", "write a page with a chart of one step's memory, by owner, to this file",
@@ -478,6 +478,6 @@ class RehearseArguments(RunConfig, RehearseOptions):
 
 # Every command, in the order of `fitgpt --help`.
 COMMANDS: dict[str, type[Options]] = {cls.command: cls for cls in (
-    PrepareOptions, PlanArguments, TraceOptions, FitArguments, CardsOptions, RunConfig, RehearseArguments, SampleOptions,
-    EvalOptions, ExportOptions, DemoOptions, ExplainArguments, WatchOptions, DoctorOptions, ReportOptions, ServeOptions,
-    CompletionOptions)}
+    PrepareOptions, PlanArguments, TraceOptions, FitArguments, CardsOptions, RunConfig, RehearseArguments,
+    SampleOptions, EvalOptions, ExportOptions, DemoOptions, ExplainArguments, WatchOptions, DoctorOptions,
+    ReportOptions, ServeOptions, CompletionOptions)}

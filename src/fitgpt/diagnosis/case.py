@@ -290,7 +290,8 @@ def guess_logits(message: OomMessage) -> str:
 # What tensors are called, by their owner or their name on the tape.
 _OWNERS = {"weights": "weights", "gradients": "a gradient", "optimizer": "optimizer state",
            "casts": "a half-precision copy of weights", "activations": "an activation", "logits": "logits",
-           "attention": "an attention score", "workspace": "a kernel's workspace", "data": "the batch", "other": "a small tensor"}
+           "attention": "attention scores", "workspace": "a kernel's workspace", "data": "the batch",
+           "other": "a small tensor"}
 _BACKWARD = re.compile(r"(?:\d+\.)?d_.*|.*\.(?:grad|raw|fresh)|.*backward.*")
 _TENSORS = tuple((re.compile(pattern), text) for pattern, text in (
     (r"log_softmax\.float", "the float32 copy of the log-probabilities, which the loss is computed from"),

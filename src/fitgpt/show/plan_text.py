@@ -83,7 +83,8 @@ def traced_changes_text(plan: TracedPlan, width: int) -> str:
     lines = [paragraph("What changes would save, by arithmetic on the trace; trace again to check:", width)]
     for each in plan.changes:
         fits = "fits" if each.fits else f"{show_bytes(-each.headroom)} too much"
-        lines += wrap(f"{each.change}: needs {show_bytes(each.needs)}, {fits}; saves {each.what}", width, "  ", indent=4)
+        lines += wrap(f"{each.change}: needs {show_bytes(each.needs)}, {fits}; saves {each.what}", width, "  ",
+                      indent=4)
     return "\n".join(lines)
 
 

@@ -219,7 +219,8 @@ def owners_of(trace: Trace, timeline: Timeline, event: int) -> tuple[OwnerShare,
     shares = []
     for owner, modules in blocks.items():
         most = ", ".join(f"{name} {show_bytes(nbytes)}" for name, nbytes in modules.most_common(2))
-        shares.append(OwnerShare(owner, modules.total(), f"{counts[owner]:,} tensor{'s' * (counts[owner] > 1)}: {most}"))
+        tensors = f"{counts[owner]:,} tensor{'' if counts[owner] == 1 else 's'}"
+        shares.append(OwnerShare(owner, modules.total(), f"{tensors}: {most}"))
     return tuple(sorted(shares, key=lambda share: -share.nbytes))
 
 

@@ -2,8 +2,8 @@
 
     python -P -m fitgpt.tracing.script REQUEST
 
-REQUEST is JSON: the script's command line, the GPU, the number of steps, and the file to write. The file gets the trace;
-or, as JSON with the key `error`, why there is none. This is the only place of fitgpt that executes a user's code.
+REQUEST is JSON: the script's command line, the GPU, the number of steps, and the file to write. The file gets the
+trace; or, as JSON with the key `error`, why there is none. Only this module of fitgpt executes a user's code.
 """
 
 from __future__ import annotations
@@ -16,13 +16,17 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Sequence
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from ..core.errors import CannotTrace, ScriptFailed, UsageError
 from ..planning.budget import target_for
 from .trace_file import Trace, from_json, to_json, trace_of
+
+if TYPE_CHECKING:
+    from .patches import Patches
 
 UNTRACEABLE, FAILED, USAGE = "untraceable", "failed", "usage"  # kinds of error
 NOTHING = ("{script} allocated no GPU memory: it ran to its end without a tensor on `cuda`.",
@@ -73,16 +77,18 @@ def run(command: list[str], gpu: str, others: str, budget: str, steps: int) -> T
     import torch
 
     from .errors import Untraceable
+    from .patches import Patches
     from .recorder import Recorder
     from .trace import StepsDone, recording
 
     target = target_for(gpu, "auto", others=others, budget=budget, torch=torch.__version__)
-    recorder, module = Recorder(), command[0] == "-m"
+    recorder, replaced, module = Recorder(), Patches(), command[0] == "-m"
     script = command[1] if module else command[0]
     sys.argv = [script, *command[2 if module else 1:]]
     sys.path.insert(0, os.getcwd() if module else str(Path(script).resolve().parent))
     try:
         with redirect_stdout(sys.stderr), recording(recorder, target, steps):
+            write_no_weights(replaced)
             if module:
                 runpy.run_module(script, run_name="__main__", alter_sys=True)
             else:
@@ -100,9 +106,23 @@ def run(command: list[str], gpu: str, others: str, budget: str, steps: int) -> T
             if isinstance(each, Untraceable):
                 raise CannotTrace(f"{place(each.__traceback__)}: {each}") from None
         raise ScriptFailed(f"{script} failed, as it would without fitgpt:\n{shown(error, script)}") from None
+    finally:
+        replaced.undo()
     if not recorder.tensors:
         raise CannotTrace(NOTHING[0].format(script=script), NOTHING[1])
     return trace_of(recorder, tuple(command), target.platform, torch.__version__)
+
+
+def write_no_weights(patches: Patches) -> None:
+    """torch.save and safetensors, which save_pretrained uses, write nothing. Other files are the script's own."""
+    import torch
+
+    patches.set(torch, "save", lambda *args, **kwargs: None)
+    with suppress(ImportError):
+        import safetensors.torch as safetensors
+
+        for name in ("save_file", "save_model"):
+            patches.set(safetensors, name, lambda *args, **kwargs: None)
 
 
 def causes(error: BaseException | None) -> list[BaseException]:

@@ -101,8 +101,9 @@ class Trace:
         """The trace with the cuBLAS workspaces of another GPU. Other kernels stay as traced."""
         if platform.workspace == self.platform.workspace:
             return self
-        return replace(self, tensors=tuple(kind._replace(nbytes=platform.workspace) if kind.op.startswith(WORKSPACE) else kind
-                                           for kind in self.tensors))
+        return replace(self, tensors=tuple(
+            kind._replace(nbytes=platform.workspace) if kind.op.startswith(WORKSPACE) else kind
+            for kind in self.tensors))
 
 
 def trace_of(recorder: Recorder, command: tuple[str, ...], platform: Platform, torch: str) -> Trace:
@@ -118,11 +119,11 @@ def trace_of(recorder: Recorder, command: tuple[str, ...], platform: Platform, t
         position.append(len(events))
     phases = [(name, position[start]) for name, start in recorder.phases] or [("load", 0)]
     values = [os.environ.get(name, "").lower() for name in ALLOCATOR_VARIABLES]
-    return Trace(command, tuple(Kind(tensor.nbytes, tensor.owner, tensor.op, tensor.module, tensor.source,
-                                     tensor.dtype, tuple(tensor.shape)) for tensor in recorder.tensors if tensor.nbytes),
-                 tuple(events), tuple(phases), tuple(position[step] for step in recorder.steps), recorder.params,
-                 platform.capability, platform.sms, torch, any("expandable_segments:true" in each for each in values),
-                 recorder.compiled, tuple(recorder.notes))
+    kinds = (Kind(tensor.nbytes, tensor.owner, tensor.op, tensor.module, tensor.source, tensor.dtype,
+                  tuple(tensor.shape)) for tensor in recorder.tensors if tensor.nbytes)
+    return Trace(command, tuple(kinds), tuple(events), tuple(phases), tuple(position[step] for step in recorder.steps),
+                 recorder.params, platform.capability, platform.sms, torch,
+                 any("expandable_segments:true" in each for each in values), recorder.compiled, tuple(recorder.notes))
 
 
 # ---- written

@@ -50,29 +50,31 @@ class Recorder:
     steps: list[int] = field(default_factory=list)       # the number of events after each optimizer step
     notes: dict[str, None] = field(default_factory=dict) # what the trace cannot know, one sentence each, in order
     allocated: int = 0                                   # bytes alive
-    _events: list[tuple[bool, TracedTensor | None]] = field(default_factory=list)
-    _phases: list[tuple[str, int]] = field(default_factory=list)
+    events: list[tuple[bool, TracedTensor | None]] = field(default_factory=list)
+    phases: list[tuple[str, int]] = field(default_factory=lambda: [(LOAD, 0)])  # and the event each begins with
+    params: int = 0          # of the model
+    compiled: bool = False   # torch.compile was called; what it was given ran eager
 
     def enter(self, phase: str) -> None:
         """The program goes on in another phase."""
-        if phase != self.phase or not self._phases:
+        if phase != self.phase:
             self.phase = phase
-            if self._phases and self._phases[-1][1] == len(self._events):
-                self._phases[-1] = phase, len(self._events)
+            if self.phases[-1][1] == len(self.events):
+                self.phases[-1] = phase, len(self.events)
             else:
-                self._phases.append((phase, len(self._events)))
+                self.phases.append((phase, len(self.events)))
 
     def alloc(self, nbytes: int, op: str, owner: str = "", shape: tuple[int, ...] = (), dtype: str = "") -> TracedTensor:
         tensor = TracedTensor(len(self.tensors), nbytes, op, self.phase, owner or self._owner(), shape=shape,
                               dtype=dtype, module=self.modules[-1] if self.modules else "", source=source_line())
         self.tensors.append(tensor)
         self.allocated += nbytes
-        self._events.append((True, tensor))
+        self.events.append((True, tensor))
         return tensor
 
     def free(self, tensor: TracedTensor) -> None:
         self.allocated -= tensor.nbytes
-        self._events.append((False, tensor))
+        self.events.append((False, tensor))
 
     def scratch(self, sizes: Iterable[int], op: str) -> None:
         """Memory that lives only inside an operation, freed in the order opposite to its allocation."""
@@ -81,20 +83,20 @@ class Recorder:
             self.free(each)
 
     def empty_cache(self) -> None:
-        self._events.append((False, None))
+        self.events.append((False, None))
 
     @property
     def length(self) -> int:
         """How many events were recorded so far."""
-        return len(self._events)
+        return len(self.events)
 
     def _owner(self) -> str:
         return {LOAD: "other", OPTIMIZER: "optimizer"}.get(self.phase, "activations")
 
     def tape(self) -> Tape:
         events = tuple(Event(False, EMPTY_CACHE, "other", 0) if tensor is None
-                       else Event(alloc, tensor.name, tensor.owner, tensor.nbytes) for alloc, tensor in self._events)
-        phases = self._phases or [(LOAD, 0)]
+                       else Event(alloc, tensor.name, tensor.owner, tensor.nbytes) for alloc, tensor in self.events)
+        phases = self.phases
         ends = [*(start for _, start in phases[1:]), len(events)]
         return Tape(events, tuple(Span(name, start, end) for (name, start), end in zip(phases, ends, strict=True)))
 

@@ -250,6 +250,7 @@ def _cuda(patches: Patches, device: TracedGpu, platform: Platform, card: GpuMode
                 patches.set(accelerator, attribute, answer)
     # A tensor of inference mode has no autograd key, on which composites.py registers.
     patches.set(torch, "inference_mode", lambda mode=True: torch.no_grad() if mode is True else torch.enable_grad())
+    patches.set(torch._C, "_cuda_getCurrentRawStream", lambda *_: 0)
     patches.set(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)
     if not torch.version.cuda:
         patches.set(torch.version, "cuda", "13.0")

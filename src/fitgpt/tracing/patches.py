@@ -44,6 +44,7 @@ def install(patches: Patches, device: TracedGpu, platform: Platform, card: GpuMo
     _tensors(patches)
     _constructors(patches)
     _autocast(patches, device)
+    _compilers(patches, device)
     _cuda(patches, device, platform, card, memory)
 
 
@@ -170,6 +171,17 @@ def _autocast(patches: Patches, device: TracedGpu) -> None:
 
     patches.set(torch, "set_autocast_enabled", set_enabled)
     patches.set(torch, "clear_autocast_cache", clear_cache)
+
+
+def _compilers(patches: Patches, device: TracedGpu) -> None:
+    """What would be compiled runs as it is; the trace says so."""
+    def compile(model: Any = None, **_: Any) -> Any:
+        device.recorder.compiled = True
+        return model if model is not None else lambda function: function
+
+    patches.set(torch, "compile", compile)
+    patches.set(torch.nn.Module, "compile", lambda module, *_, **__: compile(module) and None)
+    patches.set(torch.jit, "script", lambda function=None, *_, **__: function)
 
 
 class NoStream:

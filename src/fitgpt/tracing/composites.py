@@ -26,6 +26,7 @@ def install(platform: Platform) -> Any:
     library = torch.library.Library("aten", "IMPL")
     attention = AttentionSteering(platform)
     library.impl("dropout", dropout, "AutogradMeta")
+    library.impl("rms_norm", rms_norm, "AutogradMeta")
     library.impl("scaled_dot_product_attention", attention, "AutogradMeta")
     return library
 
@@ -37,6 +38,34 @@ def dropout(source: Tensor, p: float, train: bool) -> Tensor:
     if p == 1:
         return source.mul(torch.zeros((), dtype=source.dtype))
     return ops.native_dropout(source, p, train)[0]  # type: ignore[no-any-return]
+
+
+def rms_norm(source: Tensor, normalized_shape: list[int], weight: Tensor | None = None,
+             eps: float | None = None) -> Tensor:
+    """rms_norm_symint() in ATen/native/layer_norm.cpp: one kernel, unless the weight has another dtype."""
+    if weight is not None and weight.dtype != source.dtype:
+        return ops.rms_norm.default.decompose(source, normalized_shape, weight, eps)  # type: ignore[no-any-return]
+    return FusedRMSNorm.apply(source, weight, len(normalized_shape))  # type: ignore[no-any-return,no-untyped-call]
+
+
+class FusedRMSNorm(torch.autograd.Function):
+    """_fused_rms_norm and its backward, which only CUDA has: the memory of layer_norm_kernel.cu."""
+
+    @staticmethod
+    def forward(ctx: Any, source: Tensor, weight: Tensor | None, dims: int) -> Tensor:
+        source = source.contiguous()
+        result = torch.empty_like(source)
+        rows = source.shape[:source.dim() - dims]
+        ctx.save_for_backward(source, weight, torch.empty((*rows, *[1] * dims), dtype=torch.float32,
+                                                          device=source.device))
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        source, weight, _ = ctx.saved_tensors
+        gradient = gradient.contiguous()
+        return (torch.empty_like(source) if ctx.needs_input_grad[0] else None,
+                torch.empty_like(weight) if ctx.needs_input_grad[1] else None, None)
 
 
 class AttentionSteering:

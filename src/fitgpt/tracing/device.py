@@ -71,6 +71,7 @@ class TracedGpu(TorchDispatchMode):
         self.use(recorder)
         self._shapes: dict[Any, Any] = {}
         self._sole: tuple[int, int] | None = None
+        self._origins: dict[int, str] = {}  # by sequence number of an autograd node: the module that called it
 
     def use(self, recorder: Recorder) -> None:
         """Records there from now on, as of the beginning of a process."""
@@ -235,7 +236,8 @@ class TracedGpu(TorchDispatchMode):
         result = self._shape(func, args, kwargs)
         results = list(result) if isinstance(result, tuple | list) else [result]
         if not func.is_view and func not in VIEWS:
-            owner = "data" if func is ops._to_copy.default and not here and self.recorder.phase != LOAD else ""
+            from_host = func is ops._to_copy.default and not here
+            owner = "data" if from_host and (self.recorder.phase != LOAD or not args[0].is_floating_point()) else ""
             self._record(func, args, kwargs, results, owner)
             self.values.compute(func, args, kwargs, results)
         return result
@@ -356,13 +358,16 @@ class TracedGpu(TorchDispatchMode):
     # ---- phases
 
     def _find_phase(self, func: Any, given: list[Tensor], here: list[Tensor]) -> None:
-        recorder = self.recorder
+        recorder, sequence = self.recorder, torch.autograd._get_sequence_nr()
         if torch._C._current_graph_task_id() != -1:
             recorder.enter(BACKWARD)
+            node = torch._C._current_autograd_node()
+            recorder.origin = self._origins.get(node._sequence_nr(), "") if node is not None else ""
         elif self.in_optimizer:
             recorder.enter(OPTIMIZER)
         elif recorder.modules:
             recorder.enter(FORWARD if torch.is_grad_enabled() else EVALUATION)
+            self._origins[sequence - 1] = recorder.modules[-1]  # of the node that autograd has just made
         elif given and not here and recorder.phase not in (LOAD, EVALUATION):
             recorder.enter(FORWARD)  # the next batch
 

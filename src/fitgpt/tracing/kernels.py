@@ -19,6 +19,7 @@ from ..tapes import aten as scratch
 from .recorder import Recorder, TracedTensor
 
 ops = torch.ops.aten
+MANY_ROWS = 64 * 1024  # of a layer norm, from which on its backward pass sums in two steps
 
 
 class Call:
@@ -183,6 +184,30 @@ def embedding_backward(call: Call) -> None:
         call.scratch(nbytes)
 
 
+# ---- norms
+
+
+def layer_norm(call: Call) -> None:
+    """Works on contiguous tensors: layer_norm_kernel.cu."""
+    if not call.args[0].is_contiguous():
+        call.scratch(call.args[0].numel() * call.args[0].element_size())
+
+
+def layer_norm_backward(call: Call) -> None:
+    """With many rows and few columns, partial sums of the weight's gradients: 32 rows each."""
+    gradient, source, shape = call.args[:3]
+    for each in (gradient, source):
+        if not each.is_contiguous():
+            call.scratch(each.numel() * each.element_size())
+    columns = prod(shape)
+    rows = source.numel() // columns
+    if rows > MANY_ROWS and columns // 32 < call.platform.sms // 2:
+        call.output(0)
+        for place in (1, 2):
+            if isinstance(call.results[place], Tensor):
+                call.scratch(-(-rows // 32) * columns * call.results[place].element_size())
+
+
 # ---- attention
 
 
@@ -264,6 +289,8 @@ KERNELS: dict[Any, Callable[[Call], None]] = {
     ops.mean.dim: reduction,
     ops._foreach_norm.Scalar: foreach_norm,
     ops.embedding_dense_backward.default: embedding_backward,
+    ops.native_layer_norm.default: layer_norm,
+    ops.native_layer_norm_backward.default: layer_norm_backward,
     ops.native_dropout.default: dropout,
     ops._scaled_dot_product_flash_attention.default: flash,
     ops._scaled_dot_product_efficient_attention.default: efficient,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -12,24 +14,27 @@ from .patches import Patches
 from .recorder import SETTLED
 
 
+class StepsDone(BaseException):
+    """Stops a program that has taken the wanted number of optimizer steps. Not an Exception: programs catch those."""
+
+
 class ModuleCalls:
     """Follows calls of modules and optimizers."""
 
     def __init__(self, device: TracedGpu, stop_after: int | None) -> None:
         self.device, self.recorder, self.stop_after = device, device.recorder, stop_after
-        self._names: dict[int, str] = {}
-        self._roots: dict[int, nn.Module] = {}
-        self._stepped: set[int] = set()     # optimizers that have stepped since the last forward pass
-        self.vocabularies: set[int] = set()
+        self._names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+        self._stepped: set[int] = set()  # optimizers that have stepped since the last forward pass
+        self._last = 0                   # the number of events after the last of these steps
 
     def install(self, patches: Patches) -> None:
-        original = nn.Module.__call__
+        original: Callable[..., Any] = nn.Module.__call__
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             stack = self.recorder.modules
             if not stack:
                 self._begin(module)
-            stack.append(self._names.get(id(module), type(module).__name__))
+            stack.append(self._names.get(module, type(module).__name__))
             try:
                 return original(module, *args, **kwargs)
             finally:
@@ -41,14 +46,14 @@ class ModuleCalls:
         """A call that no other module makes: of the whole model, or of a part that the program calls itself."""
         if torch._C._current_graph_task_id() == -1 and not self.device.in_optimizer:
             self._finish_step()
-        if id(module) not in self._names:
-            self._roots[id(module)] = module
+        if module not in self._names:
             for name, each in module.named_modules():
-                self._names[id(each)] = name or type(each).__name__
-            for each in module.modules():
+                self._names[each] = name or type(each).__name__
                 if isinstance(each, nn.Embedding):
-                    self.vocabularies.add(each.num_embeddings)
-            self._own(list(module.parameters()) + list(module.buffers()), "weights")
+                    self.recorder.vocabulary = max(self.recorder.vocabulary, each.num_embeddings)
+            parameters = list(module.parameters())
+            self.recorder.params = max(self.recorder.params, sum(each.numel() for each in parameters))
+            self._own([*parameters, *module.buffers()], "weights")
 
     def _own(self, tensors: list[Tensor], owner: str) -> None:
         for each in tensors:
@@ -74,8 +79,6 @@ class ModuleCalls:
             self._stepped.clear()
             self.recorder.steps.append(self._last)
             if self.stop_after is not None and len(self.recorder.steps) >= self.stop_after:
-                from .trace import StepsDone
-
                 raise StepsDone
 
     def finish(self) -> None:

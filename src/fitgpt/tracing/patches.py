@@ -44,6 +44,7 @@ def install(patches: Patches, device: TracedGpu, platform: Platform, card: GpuMo
     _tensors(patches)
     _constructors(patches)
     _autocast(patches, device)
+    _compilers(patches, device)
     _cuda(patches, device, platform, card, memory)
 
 
@@ -172,6 +173,17 @@ def _autocast(patches: Patches, device: TracedGpu) -> None:
     patches.set(torch, "clear_autocast_cache", clear_cache)
 
 
+def _compilers(patches: Patches, device: TracedGpu) -> None:
+    """What would be compiled runs as it is; the trace says so."""
+    def compile(model: Any = None, **_: Any) -> Any:
+        device.recorder.compiled = True
+        return model if model is not None else lambda function: function
+
+    patches.set(torch, "compile", compile)
+    patches.set(torch.nn.Module, "compile", lambda module, *_, **__: compile(module) and None)
+    patches.set(torch.jit, "script", lambda function=None, *_, **__: function)
+
+
 class NoStream:
     """A stream or an event that does nothing."""
 
@@ -250,6 +262,7 @@ def _cuda(patches: Patches, device: TracedGpu, platform: Platform, card: GpuMode
                 patches.set(accelerator, attribute, answer)
     # A tensor of inference mode has no autograd key, on which composites.py registers.
     patches.set(torch, "inference_mode", lambda mode=True: torch.no_grad() if mode is True else torch.enable_grad())
+    patches.set(torch._C, "_cuda_getCurrentRawStream", lambda *_: 0)
     patches.set(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)
     if not torch.version.cuda:
         patches.set(torch.version, "cuda", "13.0")

@@ -53,6 +53,8 @@ class Recorder:
     events: list[tuple[bool, TracedTensor | None]] = field(default_factory=list)
     phases: list[tuple[str, int]] = field(default_factory=lambda: [(LOAD, 0)])  # and the event each begins with
     params: int = 0          # of the model
+    vocabulary: int = 0      # rows of the model's largest embedding
+    origin: str = ""         # the module whose gradients a backward pass computes now
     compiled: bool = False   # torch.compile was called; what it was given ran eager
 
     def enter(self, phase: str) -> None:
@@ -65,8 +67,8 @@ class Recorder:
                 self.phases.append((phase, len(self.events)))
 
     def alloc(self, nbytes: int, op: str, owner: str = "", shape: tuple[int, ...] = (), dtype: str = "") -> TracedTensor:
-        tensor = TracedTensor(len(self.tensors), nbytes, op, self.phase, owner or self._owner(), shape=shape,
-                              dtype=dtype, module=self.modules[-1] if self.modules else "", source=source_line())
+        tensor = TracedTensor(len(self.tensors), nbytes, op, self.phase, owner or self._owner(shape), shape=shape,
+                              dtype=dtype, module=self.modules[-1] if self.modules else self.origin, source=source_line())
         self.tensors.append(tensor)
         self.allocated += nbytes
         self.events.append((True, tensor))
@@ -90,8 +92,10 @@ class Recorder:
         """How many events were recorded so far."""
         return len(self.events)
 
-    def _owner(self) -> str:
-        return {LOAD: "other", OPTIMIZER: "optimizer"}.get(self.phase, "activations")
+    def _owner(self, shape: tuple[int, ...]) -> str:
+        if self.phase in (LOAD, OPTIMIZER):
+            return "optimizer" if self.phase == OPTIMIZER else "other"
+        return "logits" if len(shape) > 1 and shape[-1] == self.vocabulary else "activations"
 
     def tape(self) -> Tape:
         events = tuple(Event(False, EMPTY_CACHE, "other", 0) if tensor is None

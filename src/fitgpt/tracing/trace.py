@@ -24,7 +24,7 @@ from ..memory.tape import Tape
 from ..planning.budget import Target, target_for
 from . import composites, patches
 from .device import TracedGpu
-from .modules import ModuleCalls
+from .modules import ModuleCalls, StepsDone
 from .recorder import BACKWARD, Recorder, TracedTensor
 
 STEPS = 4  # optimizer steps that `estimate` takes
@@ -60,10 +60,6 @@ class LiveTrace:
     def notes(self) -> tuple[str, ...]:
         """What the trace cannot know, one sentence each."""
         return tuple(self.recorder.notes)
-
-
-class StepsDone(BaseException):
-    """Stops a program that has taken the wanted number of optimizer steps. Not an Exception: programs catch those."""
 
 
 @contextmanager

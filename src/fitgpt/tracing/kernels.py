@@ -152,6 +152,13 @@ def reduction_scratch(source: Tensor, dims: list[int], platform: Platform, accum
     return [accumulator * outputs * split * (1 if on_fastest else block_width * vector), 4 * grid]
 
 
+def cumulative(call: Call) -> None:
+    """Of another type than its result, the source is converted first: ReduceOps.cpp."""
+    call.output(0)
+    if call.args[0].dtype != call.results[0].dtype:
+        call.scratch(call.results[0].numel() * call.results[0].element_size())
+
+
 def foreach_norm(call: Call) -> None:
     sizes = [each.numel() for each in call.args[0]]
     call.scratch(scratch.norm_partials(sizes))
@@ -252,8 +259,11 @@ def flash_backward(call: Call) -> None:
 
 
 def cudnn_backward(call: Call) -> None:
+    """With fewer heads of keys, their gradients are first computed per head of the queries, in one workspace."""
+    query, key = call.args[1:3]
     call.output(0, 1, 2)
-    call.scratch(scratch.cudnn_backward(*_heads(call.args[1])))
+    per_head = 0 if query.shape[1] == key.shape[1] else 2 * key.numel() // key.shape[1] * query.shape[1]
+    call.scratch(scratch.cudnn_backward(*_heads(query)) + per_head * key.element_size())
 
 
 def efficient_backward(call: Call) -> None:
@@ -287,6 +297,7 @@ KERNELS: dict[Any, Callable[[Call], None]] = {
     ops.sum.dim_IntList: reduction,
     ops.mean.default: reduction,
     ops.mean.dim: reduction,
+    ops.cumsum.default: cumulative,
     ops._foreach_norm.Scalar: foreach_norm,
     ops.embedding_dense_backward.default: embedding_backward,
     ops.native_layer_norm.default: layer_norm,

@@ -82,6 +82,7 @@ class AttentionSteering:
             least = torch.full((), -65504.0 if kernel == "cudnn" else -math.inf, dtype=query.dtype,
                                device=attn_mask.device)
             attn_mask = torch.where(attn_mask, 0.0, least)
+            del least
         grad = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
         if kernel == "cudnn":
             return ops._scaled_dot_product_cudnn_attention(query, key, value, attn_mask, grad, dropout_p,  # type: ignore[no-any-return]

@@ -93,6 +93,9 @@ def reduction(call: Call) -> None:
     dims = call.args[1] if len(call.args) > 1 and isinstance(call.args[1], list | tuple | int) else None
     dims = [dims] if isinstance(dims, int) else dims or list(range(source.dim()))
     call.output(0)
+    wanted = call.results[0].dtype
+    if source.dtype != wanted and not (source.dtype in (torch.float16, torch.bfloat16) and wanted == torch.float32):
+        call.scratch(source.numel() * call.results[0].element_size())  # converted first: make_reduction_from_ty()
     for nbytes in reduction_scratch(source, dims, call.platform):
         call.scratch(nbytes)
 
@@ -162,6 +165,24 @@ def cumulative(call: Call) -> None:
 def foreach_norm(call: Call) -> None:
     sizes = [each.numel() for each in call.args[0]]
     call.scratch(scratch.norm_partials(sizes))
+
+
+def softmax_backward(call: Call) -> None:
+    """The product of gradient and output comes first: SoftMax.cu."""
+    gradient, output = call.args[:2]
+    call.output(0)
+    call.scratch(output.numel() * max(gradient.element_size(), output.element_size()))
+
+
+def index(call: Call) -> None:
+    """Several index tensors get the same strides: AdvancedIndex in TensorAdvancedIndexing.cpp."""
+    indices = [each for each in call.args[1] if isinstance(each, Tensor)]
+    shared = torch.broadcast_shapes(*(each.shape for each in indices))
+    expanded = [each.expand(shared) for each in indices]
+    if len({each.stride() for each in expanded}) > 1:
+        for each in expanded:
+            if not each.is_contiguous():
+                call.scratch(each.numel() * each.element_size())
 
 
 # ---- embedding
@@ -298,6 +319,8 @@ KERNELS: dict[Any, Callable[[Call], None]] = {
     ops.mean.default: reduction,
     ops.mean.dim: reduction,
     ops.cumsum.default: cumulative,
+    ops._softmax_backward_data.default: softmax_backward,
+    ops.index.Tensor: index,
     ops._foreach_norm.Scalar: foreach_norm,
     ops.embedding_dense_backward.default: embedding_backward,
     ops.native_layer_norm.default: layer_norm,

@@ -39,6 +39,8 @@ FP32_RESULT = """
 FP32_NORM = {"norm.Scalar": "norm.ScalarOpt_dtype", "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype"}
 PROMOTE = "addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add".split()
 
+ADDED = {"rms_norm": "2.12"}  # operations that a version of torch added: 2.11 has it not, 2.13 has
+
 
 def overload(name: str) -> Any:
     """"pow.Scalar" → torch.ops.aten.pow.Scalar; None where this version of torch has no such operation."""
@@ -52,8 +54,8 @@ class Autocast:
     `on_cast` is told of every cast that goes into the cache.
     """
 
-    def __init__(self, on_cast: Callable[[Tensor], None]) -> None:
-        self._on_cast = on_cast
+    def __init__(self, version: str, on_cast: Callable[[Tensor], None]) -> None:
+        self._version, self._on_cast = version, on_cast
         self._cache: dict[int, tuple[Any, Tensor]] = {}
         self._library: Any = None
 
@@ -64,8 +66,14 @@ class Autocast:
             for names, policy in ((LOWER_PRECISION, self._lower), (FP32, self._fp32), (FP32_RESULT, self._fp32_result),
                                   (FP32_NORM, self._fp32_norm), (PROMOTE, self._promote)):
                 for name in names:
-                    if op := overload(name):
+                    if (op := overload(name)) and self._is_listed(name):
                         self._library.impl(name, partial(_without_autocast, policy, op), KEY, allow_override=True)
+
+    def _is_listed(self, name: str) -> bool:
+        """Whether this build of torch casts the operation's arguments, and the traced version does too."""
+        added = tuple(map(int, ADDED.get(name, "0").split(".")))
+        return (torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", KEY)
+                and tuple(map(int, self._version.split(".")[:2])) >= added)
 
     def uninstall(self) -> None:
         self.clear()

@@ -53,8 +53,8 @@ class FusedRMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, source: Tensor, weight: Tensor | None, dims: int) -> Tensor:
-        source = source.contiguous()
-        result = torch.empty_like(source)
+        copy = source.contiguous()
+        result = torch.empty_like(copy)
         rows = source.shape[:source.dim() - dims]
         ctx.save_for_backward(source, weight, torch.empty((*rows, *[1] * dims), dtype=torch.float32,
                                                           device=source.device))
@@ -63,9 +63,33 @@ class FusedRMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
         source, weight, _ = ctx.saved_tensors
-        gradient = gradient.contiguous()
+        gradient, source = gradient.contiguous(), source.contiguous()
         return (torch.empty_like(source) if ctx.needs_input_grad[0] else None,
                 torch.empty_like(weight) if ctx.needs_input_grad[1] else None, None)
+
+
+def math_attention(query_: Tensor, key_: Tensor, value_: Tensor, mask: Tensor | None, dropout_p: float, is_causal: bool,
+                   scale: float | None, enable_gqa: bool) -> Tensor:
+    """_scaled_dot_product_attention_math() in attention.cpp, which adds the mask in place only without dispatch modes.
+    Its variables live until it returns, as there."""
+    wide = query_.dtype in HALF and not torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
+    query_wide, key_wide, value_wide = (each.to(torch.float32) if wide else each for each in (query_, key_, value_))
+    factor = math.sqrt(1 / math.sqrt(query_.shape[-1]) if scale is None else abs(scale))
+    query = query_wide * factor
+    if is_causal:
+        mask = torch.ones(query.shape[-2], key_.shape[-2], dtype=torch.bool, device=query.device).tril()
+        mask = torch.where(mask, 0.0, torch.full((), -math.inf, dtype=query.dtype, device=query.device))
+    key, value = key_wide, value_wide
+    if enable_gqa and query.shape[-3] != key.shape[-3]:
+        key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
+        value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
+    weights = torch.matmul(query, key.transpose(-2, -1) * factor)
+    if mask is not None:
+        weights.add_(mask)
+    weights = ops._safe_softmax(weights, -1)
+    if dropout_p > 0:
+        weights = torch.dropout(weights, dropout_p, True)
+    return torch.matmul(weights, value).to(query_.dtype)
 
 
 class AttentionSteering:
@@ -79,10 +103,8 @@ class AttentionSteering:
                  enable_gqa: bool = False) -> Tensor:
         kernel = self.choose(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
         if attn_mask is not None and attn_mask.dtype == torch.bool:
-            least = torch.full((), -65504.0 if kernel == "cudnn" else -math.inf, dtype=query.dtype,
-                               device=attn_mask.device)
-            attn_mask = torch.where(attn_mask, 0.0, least)
-            del least
+            attn_mask = torch.where(attn_mask, 0.0, torch.full(
+                (), -65504.0 if kernel == "cudnn" else -math.inf, dtype=query.dtype, device=attn_mask.device))
         grad = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
         if kernel == "cudnn":
             return ops._scaled_dot_product_cudnn_attention(query, key, value, attn_mask, grad, dropout_p,  # type: ignore[no-any-return]
@@ -102,8 +124,7 @@ class AttentionSteering:
                 attn_mask = attn_mask.expand(*query.shape[:3], key.shape[2])
             return ops._scaled_dot_product_efficient_attention(query, key, value, attn_mask, grad, dropout_p,  # type: ignore[no-any-return]
                                                                is_causal, scale=scale)[0]
-        return ops._scaled_dot_product_attention_math(query, key, value, attn_mask, dropout_p, is_causal, None,  # type: ignore[no-any-return]
-                                                      scale=scale, enable_gqa=enable_gqa)[0]
+        return math_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
 
     def choose(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float, is_causal: bool,
                enable_gqa: bool) -> str:

@@ -62,7 +62,7 @@ class TracedGpu(TorchDispatchMode):
         super().__init__()
         self.platform = platform
         self.values = Values()
-        self.autocast = Autocast(self._is_cast)
+        self.autocast = Autocast(platform.torch, self._is_cast)
         self.in_optimizer = False
         # By address of a storage: its block, or where it is if it is not on the GPU. A storage without an entry has no
         # bytes.

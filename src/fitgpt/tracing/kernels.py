@@ -93,9 +93,10 @@ def reduction(call: Call) -> None:
     dims = call.args[1] if len(call.args) > 1 and isinstance(call.args[1], list | tuple | int) else None
     dims = [dims] if isinstance(dims, int) else dims or list(range(source.dim()))
     call.output(0)
-    wanted = call.results[0].dtype
-    if source.dtype != wanted and not (source.dtype in (torch.float16, torch.bfloat16) and wanted == torch.float32):
-        call.scratch(source.numel() * call.results[0].element_size())  # converted first: make_reduction_from_ty()
+    result = call.results[0]
+    if source.dtype != result.dtype and not (source.element_size() == 2 and result.dtype == torch.float32):
+        # Converted first, unless the kernel can: make_reduction_from_ty() in ReduceOpsUtils.h.
+        call.scratch(source.numel() * result.element_size())
     for nbytes in reduction_scratch(source, dims, call.platform):
         call.scratch(nbytes)
 
@@ -156,33 +157,30 @@ def reduction_scratch(source: Tensor, dims: list[int], platform: Platform, accum
 
 
 def cumulative(call: Call) -> None:
-    """Of another type than its result, the source is converted first: ReduceOps.cpp."""
+    """Works in the dtype of its result: ScanKernels.cpp."""
     call.output(0)
     if call.args[0].dtype != call.results[0].dtype:
         call.scratch(call.results[0].numel() * call.results[0].element_size())
 
 
-def foreach_norm(call: Call) -> None:
-    sizes = [each.numel() for each in call.args[0]]
-    call.scratch(scratch.norm_partials(sizes))
+def safe_softmax(call: Call) -> None:
+    """Looks for rows that are masked everywhere: _safe_softmax() in attention.cpp."""
+    source = call.args[0]
+    call.output(0)
+    for nbytes in (source.numel(), source.numel() // source.shape[call.args[1]], source.element_size()):
+        call.scratch(nbytes)
 
 
 def softmax_backward(call: Call) -> None:
-    """The product of gradient and output comes first: SoftMax.cu."""
+    """The product of gradient and output: softmax_backward_cuda_out() in SoftMax.cu."""
     gradient, output = call.args[:2]
     call.output(0)
-    call.scratch(output.numel() * max(gradient.element_size(), output.element_size()))
+    call.scratch(gradient.numel() * max(gradient.element_size(), output.element_size()))
 
 
-def index(call: Call) -> None:
-    """Several index tensors get the same strides: AdvancedIndex in TensorAdvancedIndexing.cpp."""
-    indices = [each for each in call.args[1] if isinstance(each, Tensor)]
-    shared = torch.broadcast_shapes(*(each.shape for each in indices))
-    expanded = [each.expand(shared) for each in indices]
-    if len({each.stride() for each in expanded}) > 1:
-        for each in expanded:
-            if not each.is_contiguous():
-                call.scratch(each.numel() * each.element_size())
+def foreach_norm(call: Call) -> None:
+    sizes = [each.numel() for each in call.args[0]]
+    call.scratch(scratch.norm_partials(sizes))
 
 
 # ---- embedding
@@ -210,6 +208,18 @@ def embedding_backward(call: Call) -> None:
     call.free(call.scratch(scratch.SCAN))
     for nbytes in (8, 8 * partial, 4 * partial * width):
         call.scratch(nbytes)
+
+
+def index(call: Call) -> None:
+    """Several index tensors of different strides are made contiguous: AdvancedIndex in TensorAdvancedIndexing.cpp."""
+    indices = [each for each in call.args[1] if isinstance(each, Tensor)]
+    if len(indices) < 2:
+        return
+    expanded = torch.broadcast_tensors(*indices)
+    if len({each.stride() for each in expanded}) > 1:
+        for each in expanded:
+            if not each.is_contiguous():
+                call.scratch(each.numel() * each.element_size())
 
 
 # ---- norms
@@ -280,11 +290,11 @@ def flash_backward(call: Call) -> None:
 
 
 def cudnn_backward(call: Call) -> None:
-    """With fewer heads of keys, their gradients are first computed per head of the queries, in one workspace."""
     query, key = call.args[1:3]
     call.output(0, 1, 2)
-    per_head = 0 if query.shape[1] == key.shape[1] else 2 * key.numel() // key.shape[1] * query.shape[1]
-    call.scratch(scratch.cudnn_backward(*_heads(query)) + per_head * key.element_size())
+    # Fewer heads of keys than of queries: their gradients per head of the queries, too, in the same precision.
+    expanded = 0 if query.shape[1] == key.shape[1] else 2 * key.numel() // key.shape[1] * query.shape[1]
+    call.scratch(scratch.cudnn_backward(*_heads(query)) + expanded * key.element_size())
 
 
 def efficient_backward(call: Call) -> None:
@@ -319,10 +329,12 @@ KERNELS: dict[Any, Callable[[Call], None]] = {
     ops.mean.default: reduction,
     ops.mean.dim: reduction,
     ops.cumsum.default: cumulative,
+    ops.cumprod.default: cumulative,
+    ops._safe_softmax.default: safe_softmax,
     ops._softmax_backward_data.default: softmax_backward,
-    ops.index.Tensor: index,
     ops._foreach_norm.Scalar: foreach_norm,
     ops.embedding_dense_backward.default: embedding_backward,
+    ops.index.Tensor: index,
     ops.native_layer_norm.default: layer_norm,
     ops.native_layer_norm_backward.default: layer_norm_backward,
     ops.native_dropout.default: dropout,

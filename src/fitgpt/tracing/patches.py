@@ -56,6 +56,16 @@ def is_cuda(device: Any) -> bool:
     return isinstance(device, int) and not isinstance(device, bool)
 
 
+def default_device() -> torch.device:
+    """Of `with torch.device(...)` or set_default_device. torch.get_default_device() would call torch.tensor."""
+    from torch.utils._device import DeviceContext
+
+    for mode in reversed(torch.overrides._get_current_function_mode_stack()):
+        if isinstance(mode, DeviceContext):
+            return mode.device  # type: ignore[no-any-return]
+    return HOST
+
+
 def _tensors(patches: Patches) -> None:
     patches.set(Tensor, "device", property(device_of))
     patches.set(Tensor, "is_cuda", property(lambda tensor: device_of(tensor).type == "cuda"))
@@ -129,7 +139,7 @@ def _constructors(patches: Patches) -> None:
             if isinstance(data, Tensor) and device is None:
                 return original(data, *args, **kwargs)  # type: ignore[no-any-return]
             if device is None:
-                device = torch.get_default_device()
+                device = default_device()
             if is_cuda(device):
                 requires_grad = kwargs.pop("requires_grad", False)
                 if not (isinstance(data, Tensor) and _real_device(data).type == "meta"):

@@ -15,6 +15,8 @@ from torch import Tensor
 MOST_BYTES = 4 * 1024 * 1024  # of integers and flags
 MOST_FLOAT_BYTES = 64 * 1024  # of floating-point numbers: weights are not worth it
 RANDOM = ("rand", "normal", "bernoulli", "dropout", "multinomial", "uniform", "exponential")
+# GradScaler's check for overflow: its flag stays 0.0, since gradients are taken to be finite.
+UNCHANGED = ("aten::_amp_foreach_non_finite_check_and_unscale_", "aten::_amp_update_scale_")
 _real_device = torch._C.TensorBase.device.__get__  # type: ignore[attr-defined]
 
 
@@ -72,6 +74,8 @@ class Values:
 
     def update(self, func: Any, args: Any, kwargs: Any, written: list[Tensor]) -> None:
         """An operation that writes into tensors: their values too, or they become unknown."""
+        if func._schema.name in UNCHANGED:
+            return
         if not any(each.untyped_storage()._cdata in self._known or each.numel() * each.element_size() ==
                    each.untyped_storage().nbytes() and _few(each) and func._schema.name in
                    ("aten::copy_", "aten::fill_", "aten::zero_") for each in written):

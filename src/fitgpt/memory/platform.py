@@ -92,6 +92,10 @@ class Platform:
     compiles: bool = True                 # whether torch.compile works: it needs Triton
     sms: int = 132                        # streaming multiprocessors
     kernel: str = ""                      # of attention; "": torch's choice
+    # Recorded on this GPU model with this torch version (`fitgpt record`); 0 or "": by the rules below.
+    recorded_workspace: int = 0           # bytes of a cuBLAS workspace
+    recorded_cache: int = 0               # bytes of the L2 cache
+    recorded_attention: str = ""          # torch's choice in half precision for heads of at most 128 elements
 
     @property
     def rules(self) -> TorchRules:
@@ -112,6 +116,8 @@ class Platform:
     @property
     def workspace(self) -> int:
         """Bytes of a cuBLAS workspace."""
+        if self.recorded_workspace:
+            return self.recorded_workspace
         return LARGE_WORKSPACE if self.capability[0] in self.rules.large_workspace else SMALL_WORKSPACE
 
     @property
@@ -128,6 +134,8 @@ class Platform:
         Spec sheets, MiB: RTX 3060 3, 3090 6; 4060 24, 4070 36, 4070 Ti 48, 4090 72, L40 96; 5070 48, 5090 96; A100 40,
         B200 126. The H200's was measured.
         """
+        if self.recorded_cache:
+            return self.recorded_cache
         known = {(8, 0): 40, (9, 0): 60, (10, 0): 126, (10, 3): 126}.get(self.capability)
         return (known or (6 if self.capability < (8, 9) else 48 if self.sms <= 60 else 96)) * MiB
 
@@ -135,6 +143,8 @@ class Platform:
         """The kernel of scaled_dot_product_attention: cudnn, flash, efficient or math."""
         if self.kernel:
             return self.kernel
+        if self.recorded_attention and dtype != "float32" and head_size <= MAX_CUDNN_HEAD and head_size % 8 == 0:
+            return self.recorded_attention
         if self.capability < (5, 0) and dtype != "float32":
             return "math"
         if dtype == "float32" or self.capability < (8, 0):

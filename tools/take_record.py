@@ -68,12 +68,12 @@ def updated(table: str, row: GpuModel) -> str:
 
 
 def row_text(row: GpuModel) -> str:
-    """Empty cells at the end are left out."""
+    """Memory sizes by a formula stay empty, and empty cells at the end are left out."""
     columns = next(line for line in TABLE.read_text(encoding="utf-8").splitlines() if not line.startswith("#"))
     cells = []
     for column in columns.split(","):
         value = getattr(row, column)
-        computed = getattr(row, column.replace("_mib", "_src"), "") == "formula"  # it stays computed
+        computed = column[:-4] in ("usable", "outside") and getattr(row, f"{column[:-4]}_src") == "formula"
         cells.append("" if value is None or computed else {True: "yes", False: "no"}[value] if isinstance(value, bool)
                      else f"{value:g}" if isinstance(value, float) else str(value))
     while cells and not cells[-1]:

@@ -20,8 +20,9 @@ from ..config.run_config import RunConfig
 from ..core.errors import DataError, DeviceError, Interrupted, SystemFault
 from ..core.files import disk_faults, is_own_json, refuse_foreign, write_atomically
 from ..core.units import MiB, parse_bytes, show_bytes, show_seconds
+from ..hardware import nvidia
 from ..hardware.allocator_env import ALLOCATOR_VARIABLES, child_environment
-from ..hardware.nvidia import GpuReading, gpus, read_gpus, survey
+from ..hardware.nvidia import GpuReading
 from ..planning import gpu_record, measured_speeds, record_check
 from ..planning.budget import select_gpu
 from ..planning.gpu_record import GpuRecord, GpuRun, RecordedGpu
@@ -38,7 +39,7 @@ def record(options: RecordOptions) -> int:
     require_packages()
     out = Path(options.out)
     refuse_foreign(out, lambda text: is_own_json(text, "schema", "gpu", "runs"), "record", "-o")
-    seen = survey()
+    seen = nvidia.survey()
     if not seen.gpus:
         raise DeviceError(f"There is no NVIDIA GPU here to record: {seen.reason or 'all of them are hidden'}.",
                           "fitgpt cards lists the GPUs that are known already")
@@ -62,7 +63,7 @@ def begin(out: Path, reading: GpuReading, device: str) -> GpuRecord:
         raise DeviceError(f"The figures of {reading.name} could not be read: {figures['error']}", "fitgpt doctor")
     versions = {"fitgpt": __version__, "torch": figures.pop("torch"), "cuda": figures.pop("cuda"),
                 "driver": reading.driver_version or "", "python": platform.python_version()}
-    clock = next((gpu.top_clock_mhz for gpu in read_gpus()[0] if gpu.index == reading.index), None)
+    clock = next((gpu.top_clock_mhz for gpu in nvidia.read_gpus()[0] if gpu.index == reading.index), None)
     driver_mib = (reading.total_bytes or figures["usable_bytes"]) // MiB
     fresh = GpuRecord(date.today().isoformat(), versions,
                       RecordedGpu(driver_mib=driver_mib, boost_mhz=clock or 0, **figures))
@@ -119,7 +120,7 @@ def measure(case: GpuRun, device: str, room: int, reading: GpuReading, before: i
 
 def used_now(reading: GpuReading) -> int:
     """Bytes that processes use of the GPU."""
-    return next((gpu.used_bytes or 0 for gpu in gpus() if gpu.index == reading.index), 0)
+    return next((gpu.used_bytes or 0 for gpu in nvidia.gpus() if gpu.index == reading.index), 0)
 
 
 def ask_child(request: dict[str, Any], *, native: bool) -> dict[str, Any]:

@@ -55,7 +55,14 @@ class GpuModel:
     @property
     def has_matrix_units(self) -> bool:
         """Whether it has tensor cores; without, `tflops` is the float32 rate."""
+        if self.name.startswith("GTX"):  # those of Turing have none, either
+            return False
         return self.vendor == "amd" or (self.capability is not None and self.capability >= (7, 0))
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether its memory is the system's: Jetson Orin and Thor, GB10, Apple."""
+        return self.vendor == "apple" or self.capability in ((8, 7), (11, 0), (12, 1))
 
 
 def usable_by_rule(driver_mib: int) -> int:
@@ -149,10 +156,12 @@ def peak_flops(model: GpuModel | None, dtype: str) -> tuple[float | None, str]:
 # ---- names. The key must agree; memory and form (SXM, PCIe) choose among models of one key.
 
 _IGNORED = {"nvidia", "geforce", "tesla", "quadro", "amd", "radeon", "apple", "rtx", "gtx", "rx", "gpu", "graphics",
-            "blackwell", "generation", "edition", "workstation", "server", "hbm2", "hbm2e"}
+            "jetson", "dgx", "colab", "kaggle", "blackwell", "generation", "edition", "workstation", "server", "hbm2",
+            "hbm2e"}
 _FORMS = {"sxm": "sxm", "sxm2": "sxm", "sxm4": "sxm", "sxm5": "sxm", "hbm3": "sxm", "pcie": "pcie"}
 _JOINED = re.compile(r"\b(rtx|gtx|rx)(?=\d)|(?<=\d{4})(?=ti|super|xt|laptop|mobile|[sm]\b)|(?<=ti)(?=super|s\b)")
-_ABBREVIATIONS = {"s": "super", "m": "laptop", "mobile": "laptop"}  # 4070S, 3060M, "4070 mobile"
+_ABBREVIATIONS = {"s": "super", "m": "laptop", "mobile": "laptop",  # 4070S, 3060M, "4070 mobile"
+                  "spark": "gb10"}  # "DGX Spark"
 _MEMORY = re.compile(r"(\d+)gb\Z")
 _BARE_SIZE = re.compile(r".*[ _-]\d{1,3}(?=[gG]?\Z)", re.DOTALL)
 MAX_LISTED = 8

@@ -76,7 +76,7 @@ def named(gpu: str, *, others: int | None, budget: int | None, torch: str = "") 
     if card.vendor == "nvidia":
         note = f"{gpu!r} also means the {' and the '.join(twins)}: the smallest is taken unless the name says which."
         target = on_card(card, others=others or 0, budget=budget, torch=torch)
-        return target._replace(notes=(note,)) if twins else target
+        return target._replace(notes=(note, *target.notes)) if twins else target
     if budget is None:
         memory = f" of its {card.memory_gb} GB" if card.memory_gb else ""
         raise UsageError(f"{card.name}: how much{memory} ROCm offers, and what a process uses there outside PyTorch's "
@@ -93,7 +93,8 @@ def on_card(card: GpuModel, *, others: int = 0, budget: int | None = None, torch
     card = gpu_record.with_own_record(card)
     allowed = budget_for(card, others=others, budget=budget)
     _check_sizes(allowed, others if others else None, budget)
-    return Target(_platform_here(card.capability or (9, 0), torch, card), allowed, card)
+    platform = _platform_here(card.capability or (9, 0), torch, card)
+    return Target(platform, allowed, card, notes=_shared_memory_note(card))
 
 
 def platform_for(card: GpuModel, *, torch: str = DEFAULT_TORCH) -> Platform:
@@ -191,7 +192,17 @@ def on_device(reading: GpuReading, *, others: int | None = None, budget: int | N
         more = " …" if len(found) > PROCESSES_NAMED else ""
         names = f": {', '.join(found[:PROCESSES_NAMED])}{more}" if found else ""
         neighbours = f"Other processes use {show_bytes(reading.used_bytes or 0)} of it now{names}."
-    return Target(_platform_here((int(major), int(minor or 0)), torch, card), allowed, card, neighbours)
+    notes = _shared_memory_note(card)
+    if notes and reading.used_bytes is None:
+        neighbours = ""
+    return Target(_platform_here((int(major), int(minor or 0)), torch, card), allowed, card, neighbours, notes)
+
+
+def _shared_memory_note(card: GpuModel | None) -> tuple[str, ...]:
+    if card is None or not card.shares_memory:
+        return ()
+    return (f"The {card.name} shares its memory with the system, and the driver does not report what is in use: give "
+            "what the system, other programs and the page cache use with --others. Nothing was measured on such GPUs.",)
 
 
 def _largest_outside(usable: int) -> int:

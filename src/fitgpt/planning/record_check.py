@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 from ..config.resolve import resolve_run
 from ..config.run_config import RunConfig
 from ..core.units import KiB, show_bytes
-from ..hardware.gpus import GpuModel
 from ..memory.platform import LARGE_WORKSPACE, SMALL_WORKSPACE, Platform
 from ..memory.timeline import PhasePeak, replay, reserved_in_other_orders
 from ..tapes import aten
@@ -156,16 +155,17 @@ def explain(record: GpuRecord) -> Explanation:
     best: Explanation | None = None
     for platform in settings:
         figures = tuple(figure for run in record.runs if run.phases for figure in _figures(run, platform))
-        found = Explanation(platform, figures, (*_contradictions(record, platform),
+        found = Explanation(platform, figures, (*_other_settings(record, platform),
                                                 *(each.describe() for each in figures if not each.explained)))
         if best is None or len(found.mismatches) < len(best.mismatches):
             best = found
         if not best.mismatches:
             break
     assert best is not None
+    wrong = [*_wrong_for_model(record, by_rule), *_impossible(record)]
     if not best.figures:
-        return best._replace(mismatches=(*best.mismatches, "The record has no run with figures of memory."))
-    return best
+        wrong.append("The record has no run with figures of memory.")
+    return best._replace(mismatches=(*wrong, *best.mismatches))
 
 
 def differences(run: GpuRun, record: GpuRecord) -> list[str]:
@@ -180,8 +180,8 @@ def _figures(run: GpuRun, platform: Platform) -> Iterable[Figure]:
     return compare_run(run.name, run.config, run.phases, on)
 
 
-def _contradictions(record: GpuRecord, platform: Platform) -> list[str]:
-    """What the record says of the GPU and cannot be true with these settings, or of that GPU model."""
+def _other_settings(record: GpuRecord, platform: Platform) -> list[str]:
+    """What the record itself states of the workspace and the attention kernels, if it is not as in `platform`."""
     gpu, found = record.gpu, list[str]()
     if gpu.workspace_bytes and gpu.workspace_bytes != platform.workspace:
         found.append(f"cuBLAS workspace: recorded {gpu.workspace_bytes:,} bytes, replayed {platform.workspace:,}")
@@ -190,19 +190,24 @@ def _contradictions(record: GpuRecord, platform: Platform) -> list[str]:
         expected = engine_tape.attention_kernel(resolved, replace(platform, kernel=run.kernel))
         if run.attention != expected:
             found.append(f"{run.name}: the attention kernel was {run.attention}, replayed with {expected}")
+    return found
+
+
+def bytes_of_sum(platform: Platform) -> int:
+    """The peak of the sum that `fitgpt record` measures: its result and its scratch."""
+    return sum(aten.round_up(nbytes, BLOCK) for nbytes in (
+        4 * SUM_COLUMNS, *aten.sum_over_rows(SUM_ROWS, SUM_COLUMNS, platform)))
+
+
+def _wrong_for_model(record: GpuRecord, platform: Platform) -> list[str]:
+    """Figures of the GPU that contradict each other, its compute capability, or the table of GPUs."""
+    gpu, model, found = record.gpu, record.model, list[str]()
     if gpu.threads != platform.threads:
         found.append(f"{gpu.threads} resident threads per multiprocessor; compute capability {gpu.cc} has "
                      f"{platform.threads}")
-    in_sum = sum(aten.round_up(nbytes, BLOCK) for nbytes in (
-        4 * SUM_COLUMNS, *aten.sum_over_rows(SUM_ROWS, SUM_COLUMNS, platform)))
-    if gpu.sum_bytes != in_sum:
-        found.append(f"a sum over rows: recorded {gpu.sum_bytes:,} bytes, replayed {in_sum:,} for {gpu.sms} "
-                     "multiprocessors")
-    return found + _wrong_for_model(record, record.model) + _impossible(record)
-
-
-def _wrong_for_model(record: GpuRecord, model: GpuModel | None) -> list[str]:
-    gpu, found = record.gpu, list[str]()
+    if gpu.sum_bytes != bytes_of_sum(platform):
+        found.append(f"a sum over rows: recorded {gpu.sum_bytes:,} bytes, replayed {bytes_of_sum(platform):,} for "
+                     f"{gpu.sms} multiprocessors")
     if gpu.usable_bytes > gpu.driver_mib * 2**20:
         found.append(f"CUDA cannot offer {show_bytes(gpu.usable_bytes)} of {gpu.driver_mib:,} MiB")
     if model is None:

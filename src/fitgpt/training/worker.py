@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.errors import STOPPED_AT_ONCE, DeviceError, FitError, Interrupted, SystemFault, UsageError
+from ..core.extras import install_command
 from ..planning.plan_file import FallbackPlan
 
 _OUT_OF_RAM = "DefaultCPUAllocator"  # in torch's message when malloc fails
@@ -96,7 +97,7 @@ def main() -> int:
     except FitError as error:
         return write_report(given["report"], error, restart=False)
     except ModuleNotFoundError as error:
-        needed = UsageError(f"Training needs {error.name}, which is not installed here.", "pip install -e '.[train]'")
+        needed = UsageError(f"Training needs {error.name}, which is not installed here.", install_command("train"))
         return write_report(given["report"], needed, restart=False)
     except Exception as error:
         return write_report(given["report"], *as_fit_error(error))

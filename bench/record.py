@@ -4,8 +4,8 @@
 
 Each case (a name, options of RunConfig, perhaps a `cap` in bytes) runs in a process of its own, with the allocator's
 environment that `fitgpt train` sets: load, evaluation, three iterations, evaluation, one more iteration, a checkpoint;
-then, in another process, sampling. Nothing is timed, so the processes run side by side. With `--events FOLDER` every
-allocation and free is kept too.
+then, in another process, sampling. A case with `gpus` is one rank (`rank`) of a fake process group. Nothing is timed,
+so the processes run side by side. With `--events FOLDER` every allocation and free is kept too.
 """
 
 from __future__ import annotations
@@ -108,12 +108,26 @@ def one(case: dict[str, Any], events: str) -> dict[str, Any]:
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(case["cap"] / total)
     watch = open_watch(bool(events))
-    failed = record_phases(config, "cuda", watch, save=case.get("save", True))
+    failed = record_phases(config, "cuda", watch, save=case.get("save", True),
+                           ranks=fake_ranks(config, case.get("rank", 0)))
     result: dict[str, Any] = {"out_of_memory": {"phase": watch.now, "message": failed}} if failed else {}
     result["phases"] = watch.peaks
     keep_events(watch, events, case["name"])
     result["about"] = {"card": torch.cuda.get_device_name(), "torch": torch.__version__}
     return result
+
+
+def fake_ranks(config: RunConfig, rank: int) -> Any:
+    """One rank of several, in a process group whose collectives do nothing: every buffer is allocated all the same."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from fitgpt.engine.ranks import ALONE, Ranks
+
+    if config.ranks == 1:
+        return ALONE
+    dist.init_process_group("fake", rank=rank, world_size=config.ranks, store=FakeStore())
+    return Ranks(rank, config.ranks, joined=True, gradients=dist.new_group(backend="fake"))
 
 
 def sampling(config: RunConfig, name: str, events: str) -> dict[str, Any]:
@@ -135,12 +149,12 @@ def sampling(config: RunConfig, name: str, events: str) -> dict[str, Any]:
 
 
 def open_watch(with_events: bool) -> Any:
-    """training/recording.Watch; one that also keeps what is allocated and freed in each phase, if asked."""
+    """training/recording.PhaseWatch; one that also keeps what is allocated and freed in each phase, if asked."""
     import torch
 
-    from fitgpt.training.recording import Watch
+    from fitgpt.training.recording import PhaseWatch
 
-    class EventWatch(Watch):
+    class EventWatch(PhaseWatch):
         def __init__(self) -> None:
             super().__init__()
             self.events: list[dict[str, Any]] = []
@@ -157,7 +171,7 @@ def open_watch(with_events: bool) -> Any:
                 self.events.append({"phase": name, "events": [
                     [each["action"], each["addr"], each["size"], each["stream"], where(each)] for each in trace]})
 
-    return EventWatch() if with_events else Watch()
+    return EventWatch() if with_events else PhaseWatch()
 
 
 def keep_events(watch: Any, folder: str, name: str) -> None:

@@ -22,6 +22,7 @@ from ..config.run_config import RunConfig
 from ..core.errors import STOPPED_AT_ONCE, DeviceError, FitError, SystemFault, UsageError
 from ..core.extras import install_command
 from ..core.units import NEAREST_SIGNS
+from ..hardware.torch_install import failed_import
 from ..show.terminal import columns, wrap
 
 OUTPUT_CLOSED = 141  # what a shell reports for a program ended by SIGPIPE
@@ -146,6 +147,8 @@ def as_user_error(error: Exception) -> FitError | None:
     """The error as one that tells the user what to do; None if it is a bug in fitgpt."""
     if isinstance(error, FitError):
         return error
+    if not isinstance(error, ModuleNotFoundError) and (broken := failed_import(error)):
+        return broken
     if isinstance(error, ImportError):
         package = (error.name or "").partition(".")[0]
         if isinstance(error, ModuleNotFoundError) and package in EXTRAS:

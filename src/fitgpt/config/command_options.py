@@ -210,10 +210,12 @@ class WatchOptions(Options):
 @dataclass(frozen=True)
 class DoctorOptions(Options):
     command = "doctor"
-    summary = "Check the installation and the GPU, and name the command that fixes each problem."
-    usage = "fitgpt doctor [--json]"
-    examples = ("fitgpt doctor",)
+    summary = "Check the installation and the GPU, and name the command that fixes each problem; or verify a dataset."
+    usage = "fitgpt doctor [DATASET] [--json]"
+    examples = ("fitgpt doctor", "fitgpt doctor fineweb")
 
+    dataset: str = option("", "dataset whose shards are compared with their checksums, all of them", positional=True,
+                          rule=_optional_path)
     json: bool = option(False, "print JSON")
 
 

@@ -177,7 +177,7 @@ def find_config(assignments: Sequence[Assignment], config: str = "", folder: Pat
     if folder is None and file and not assignments and (Path(file).parent / "run.json").is_file():
         folder = Path(file).parent
     if folder is not None:
-        recorded, name = recorded_config(folder), f"--out_dir={folder} --init_from=resume"
+        recorded, name = recorded_config(folder), f"--out_dir={folder} --resume"
         if recorded is None and not assignments:
             raise UsageError(f"{folder} holds no run of fitgpt: no run.json, which contains its config.",
                              f"fitgpt explain {folder} --config=config.py")

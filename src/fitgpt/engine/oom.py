@@ -34,14 +34,16 @@ class EvaluationDoesNotFit(DeviceError):
 
 @dataclass(frozen=True)
 class OutOfMemory:
-    """A failed allocation. `message`: the first line of the error."""
+    """A failed allocation. `message`: the first line of the error; `rank`: where, if there are several."""
 
     message: str
+    rank: int | None = None
 
     @property
     def short(self) -> str:
         """Without the statistics that torch appends."""
-        return self.message.split(" GPU ")[0].strip().rstrip(".")
+        short = self.message.split(" GPU ")[0].strip().rstrip(".")
+        return short if self.rank is None else f"rank {self.rank}: {short}"
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -94,8 +96,10 @@ def is_nvidia(device: str) -> bool:
 
 
 def gpu_reading(device: str, others: Mapping[str, int]) -> tuple[GpuReading, int]:
-    """(the GPU as torch sees it, its number of multiprocessors). `others`: bytes used by others, by uuid, read before
-    this process started. Without an entry, everything that is not free counts, this process's context included."""
+    """(the GPU as torch sees it, its number of multiprocessors); from now on it is torch's default GPU. `others`: bytes
+    used by others, by uuid, read before this process started. Without an entry, everything that is not free counts,
+    this process's context included."""
+    torch.cuda.set_device(device)
     card = torch.cuda.get_device_properties(device)
     free, total = torch.cuda.mem_get_info(device)
     uuid = str(getattr(card, "uuid", "")).removeprefix("GPU-").lower()

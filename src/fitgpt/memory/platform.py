@@ -92,6 +92,7 @@ class Platform:
     compiles: bool = True                 # whether torch.compile works: it needs Triton
     sms: int = 132                        # streaming multiprocessors
     kernel: str = ""                      # of attention; "": torch's choice
+    deterministic: bool = False           # whether torch.use_deterministic_algorithms is on
     # Recorded on this GPU model with this torch version (`fitgpt record`); 0 or "": by the rules below.
     recorded_workspace: int = 0           # bytes of a cuBLAS workspace
     recorded_cache: int = 0               # bytes of the L2 cache
@@ -115,7 +116,9 @@ class Platform:
 
     @property
     def workspace(self) -> int:
-        """Bytes of a cuBLAS workspace."""
+        """Bytes of a cuBLAS workspace. Deterministic algorithms need CUBLAS_WORKSPACE_CONFIG=:4096:8, 8 of 4 MiB."""
+        if self.deterministic:
+            return LARGE_WORKSPACE
         if self.recorded_workspace:
             return self.recorded_workspace
         return LARGE_WORKSPACE if self.capability[0] in self.rules.large_workspace else SMALL_WORKSPACE
@@ -149,9 +152,15 @@ class Platform:
             return "math"
         if dtype == "float32" or self.capability < (8, 0):
             return "efficient"  # flash attention needs Ampere and half precision
-        if self.capability in CUDNN_ATTENTION and head_size <= MAX_CUDNN_HEAD and head_size % 8 == 0:
+        if (self.capability in CUDNN_ATTENTION and head_size <= MAX_CUDNN_HEAD and head_size % 8 == 0
+                and not self.deterministic):  # its backward pass is not deterministic
             return "cudnn"
         return "flash" if head_size <= MAX_FLASH_HEAD else "efficient"
+
+    def flash_splits(self, batch: int, heads: int) -> int:
+        """Copies of the queries' gradient in flash attention's backward pass. A deterministic one gives each group of
+        thread blocks a copy of its own, where others add up atomically: mha_bwd in flash_api.cpp."""
+        return -(-self.sms // (batch * heads)) if self.deterministic else 1
 
     def uses_expandable_segments(self, trainer: str) -> bool:
         """Whether segments are expandable: fitgpt asks for them itself, nanoGPT leaves it to the environment."""

@@ -39,11 +39,19 @@ class Budget(NamedTuple):
     outside: int           # of this process, outside PyTorch's allocator: CUDA context and kernels
     sources: tuple[str, ...] = ()  # where the figures come from, one sentence each
     margin: int = 0        # kept free where `outside` is a formula's figure
+    nccl: int = 0          # of `outside`: NCCL's buffers, if there are several ranks
 
     @property
     def reserve_limit(self) -> int:
         """The most the allocator may reserve; negative where not even `outside` has room."""
         return self.budget - self.outside - self.margin
+
+
+# What NCCL uses outside PyTorch's allocator (docs/many_gpus.md): kernels and their local memory, as measured with one
+# rank on an H200, in proportion to the multiprocessors; and buffers per channel, from NVIDIA's own figures.
+NCCL_KERNELS_MIB, H200_SMS = 558, 132
+NCCL_MIB_PER_CHANNEL, NVLINK_CHANNELS, PCIE_CHANNELS = 24, 24, 4
+WITH_NVLINK = re.compile(r"\b(V100|A100|A800|H100|H200|H800|GH200|B200|B300|GB200)\b")
 
 
 class Target(NamedTuple):
@@ -130,6 +138,32 @@ def unnamed(*, others: int | None, budget: int, torch: str = "") -> Target:
     sources = (f"No GPU is named: a process is assumed to use {show_bytes(outside)} outside PyTorch's allocator, the "
                "most of any GPU of that size, on compute capability 8.9.",)
     return Target(_platform_here((8, 9), torch, None), Budget("", usable, others or 0, budget, outside, sources), None)
+
+
+def targets_for(gpu: str, config: RunConfig, *, others: str = "", budget: str = "",
+                torch: str = "") -> tuple[RunConfig, list[Target]]:
+    """(the config with the number of its ranks, the GPU of each rank). `gpu`: --gpu; without --gpus there is one."""
+    gpus_given = config.gpus
+    if not gpus_given:
+        return config, [target_for(gpu, config.device, others=others, budget=budget, torch=torch)]
+    if gpu:
+        raise UsageError(f"--gpu {gpu} plans for one GPU, and --gpus {gpus_given} for several.",
+                         f"--gpus {config.ranks if config.ranks > 1 else 2}x{shlex.quote(gpu)}")
+    count, times, name = gpus_given.partition("x")
+    if times and name == "cpu":
+        raise UsageError(f"--gpus {gpus_given}: plans are for the memory of NVIDIA GPUs. {NAME_ONE}.", "--gpus 2x4070")
+    if times:
+        return config, [target_for(name, config.device, others=others, budget=budget, torch=torch)] * int(count)
+
+    from ..hardware.nvidia import survey
+
+    seen = survey()
+    numbers = [str(index) for index in range(len(seen.gpus))] if gpus_given == "all" else gpus_given.split(",")
+    if not seen.gpus:
+        raise UsageError(f"--gpus {gpus_given}: there is no GPU here to plan for: {seen.reason}. {NAME_ONE}.",
+                         "--gpus 2x4070")
+    config = replace(config, gpus=",".join(numbers) if len(numbers) > 1 else "")
+    return config, [target_for("", f"cuda:{number}", others=others, budget=budget, torch=torch) for number in numbers]
 
 
 # ---- a GPU that is installed here
@@ -227,6 +261,24 @@ def apply_limits(config: RunConfig, budget: Budget) -> Budget:
     left = budget.usable - budget.others - kept_free
     allowed = parse_bytes(config.budget) if config.budget else left
     return budget._replace(budget=max(min(allowed, left), 0))
+
+
+def has_nvlink(card: str) -> bool:
+    """Whether GPUs of that name are usually connected by NVLink."""
+    return WITH_NVLINK.search(card) is not None
+
+
+def for_ranks(config: RunConfig, target: Target) -> Target:
+    """The target of one rank of several: NCCL's memory is outside the allocator, too."""
+    budget = target.budget
+    if config.ranks == 1 or config.backend == "gloo" or config.device == "cpu" or budget.nccl:
+        return target
+    link, channels = ("NVLink", NVLINK_CHANNELS) if has_nvlink(budget.card) else ("PCIe", PCIE_CHANNELS)
+    nccl = (NCCL_KERNELS_MIB * target.platform.sms // H200_SMS + NCCL_MIB_PER_CHANNEL * channels) * MiB
+    source = (f"NCCL is estimated to use {show_bytes(nccl)} more per rank: kernels, as measured on an H200 with one "
+              f"rank, and {channels} channels ({link}) of {NCCL_MIB_PER_CHANNEL} MiB. Not measured on several GPUs.")
+    return target._replace(budget=budget._replace(outside=budget.outside + nccl, nccl=nccl,
+                                                  sources=(*budget.sources, source)))
 
 
 def _check_sizes(allowed: Budget, others: int | None, budget: int | None) -> None:

@@ -369,7 +369,7 @@ SHAPE = ("n_layer", "n_head", "n_embd", "block_size", "batch_size", "gradient_ac
 COLUMNS = ("trainer", "gpu", "torch", "name", "params", *SHAPE, "mode", "options", "allocated_bytes",
            "reserved_bytes", "forecast_allocated_bytes", "forecast_reserved_bytes", "figures", "worst_percent")
 RECORDED_OPTIONS = ("bias", "dropout", "recompute", "weights", "residual", "casts", "gradients", "optimizer", "offload",
-                    "step_in_backward")  # further options that change the memory
+                    "step_in_backward", "deterministic")  # further options that change the memory
 NANOGPT_OPTIONS = ("bias", "dropout")
 
 

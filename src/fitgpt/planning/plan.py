@@ -20,16 +20,17 @@ from ..hardware.gpus import GpuModel
 from ..memory.platform import Platform
 from ..memory.timeline import Timeline, needs, needs_under
 from ..tapes.aten import round_up
-from ..tapes.engine import attention_kernel, checkpoint_bytes, uses_cuda_graphs
+from ..tapes.engine import attention_kernel, checkpoint_bytes, platform_of, uses_cuda_graphs
 from ..tapes.nanogpt_compiled import MULTIPLE, has_odd_sizes, splits_loss_rows
 from . import nanogpt_speed, speed
 from .budget import (
     Target,
     apply_limits,
     check_supported,
+    for_ranks,
     on_card,
     platform_for,
-    target_for,
+    targets_for,
     unmodelled_allocator_options,
 )
 from .changes import Change, PricedChange, memory_use, priced, ranked, single_changes, smallest_that_fit
@@ -42,7 +43,7 @@ from .forecast import (
     replay_run,
     track_record_of,
 )
-from .plan_file import document
+from .plan_file import document, rank_document
 from .request import NO_OPTIONS, PlanRequest, assignments_from, plan_request
 from .speed import SpeedEstimate
 
@@ -62,6 +63,7 @@ class Plan(MemoryPlan):
     notes: tuple[str, ...] = ()
     with_options: bool = False
     vocab_assumed: bool = False
+    ranks: tuple[Plan, ...] = ()  # of each rank, if there are several; this plan is that of the one with least headroom
 
     @property
     def trainer(self) -> str:
@@ -115,7 +117,9 @@ class Plan(MemoryPlan):
                                                                            "rank": each.change.rank}}
                                              for each in self.options],
                 "nearest_recorded_run": self.nearest_recorded_run and self.nearest_recorded_run._asdict(),
-                "notes": list(self.notes), "sources": list(self.budget.sources)}
+                "notes": list(self.notes), "sources": list(self.budget.sources),
+                **({"ranks": [{"rank": number, **rank_document(each)} for number, each in enumerate(self.ranks)]}
+                   if self.ranks else {})}
 
     def __str__(self) -> str:
         from ..show.plan_text import plan_text  # a plan prints itself; nothing else here shows anything
@@ -152,13 +156,21 @@ def plan(config: str | os.PathLike[str] | Mapping[str, Any] | RunConfig = NO_OPT
 
 def plan_from(request: PlanRequest) -> Plan:
     options, trainer = request.options, request.options.trainer
-    target = target_for(options.gpu, request.config.device, others=options.others, budget=options.budget,
-                        torch=options.torch)
-    if request.config.leave:
-        target = target._replace(budget=apply_limits(request.config, target.budget))
-    check_supported(request.config, target, trainer)
-    config, length = with_training_length(request.config, options, request.data, request.missing, target.card)
-    found = plan_for(config, target, trainer)
+    if request.config.gpus and trainer == "nanogpt":
+        raise UsageError("Plans of nanoGPT's train.py are for one GPU: torch's DDP, which it uses on several, is not "
+                         "modelled.", "--trainer fitgpt, or without --gpus")
+    given, targets = targets_for(options.gpu, request.config, others=options.others, budget=options.budget,
+                                 torch=options.torch)
+    if given.leave:
+        targets = [target._replace(budget=apply_limits(given, target.budget)) for target in targets]
+    for target in targets:
+        check_supported(given, target, trainer)
+    plans = {target: plan_for(given, target, trainer) for target in dict.fromkeys(targets)}
+    target = min(targets, key=lambda each: plans[each].headroom)
+    config, length = with_training_length(given, options, request.data, request.missing, target.card)
+    found = plans[target] if config == given else plan_for(config, target, trainer)
+    if len(targets) > 1:
+        found = replace(found, ranks=tuple(plans[each] for each in targets))
     notes = nanogpt_notes(config, target.platform) if trainer == "nanogpt" else []
     if trainer == "fitgpt" and not config.eval_only and uses_cuda_graphs(found.run):
         notes = ["The first step is captured into CUDA graphs. Later steps replay them in memory that stays reserved, "
@@ -170,6 +182,7 @@ def plan_from(request: PlanRequest) -> Plan:
 def plan_for(config: RunConfig, target: Target, trainer: str = "fitgpt") -> Plan:
     """The plan of a config whose vocabulary is known."""
     run = resolve_run(config, target.platform, trainer)
+    target = for_ranks(config, target)
     return Plan(forecast(run, target.platform, trainer, target.budget.reserve_limit), target.budget, run, target)
 
 
@@ -314,5 +327,7 @@ def verdicts(config: RunConfig, trainer: str = "fitgpt", others: int = 0, torch:
 def same_tape(run: ResolvedRun, platform: Platform) -> tuple[Any, ...]:
     """What a tape depends on. Where two platforms agree in it, so do their tapes, except for the partial sums of a
     norm: a few MiB that grow with the number of multiprocessors."""
-    return (run.dtype, run.compile, platform.workspace, attention_kernel(run, platform), platform.torch,
-            platform.expandable, platform.cache, splits_loss_rows(run.batch_size * run.block_size, platform.sms))
+    here = platform_of(run, platform)
+    return (run.dtype, run.compile, here.workspace, attention_kernel(run, platform), platform.torch,
+            platform.expandable, platform.cache, splits_loss_rows(run.batch_size * run.block_size, platform.sms),
+            here.flash_splits(run.batch_size, run.n_head))

@@ -99,6 +99,7 @@ class StepReport:
     loss_scale: float      # 1.0 except in float16
     memory: MemoryReading  # its peaks are those of training since the last evaluation
     seconds_left: float
+    rank_memory: tuple[MemoryReading, ...] = ()  # of each rank, if there are several
 
 
 @dataclass(frozen=True)
@@ -121,6 +122,7 @@ class RunFacts:
     versions: dict[str, str]
     notes: tuple[str, ...]  # each a sentence on a value that was chosen for the user
     tokenizer: str = ""     # of the dataset: "gpt2", "bytes"; empty: not known
+    ranks: tuple[dict[str, Any], ...] = ()  # if there are several: host, pid, device and device_name of each
 
 
 # ---- writing

@@ -35,13 +35,18 @@ GPUS_NOTE = ("Usable is the memory that CUDA can allocate; TFLOP/s are dense, ha
 def plan_text(plan: Plan, width: int = 80, *, colour: bool = False) -> str:
     """The whole plan: what it is for, the verdict, tables, notes; with --options the table of all changes follows."""
     forecast, budget, priced = plan.forecast, plan.budget, plan.options is not None
-    title = run_title(plan.run, forecast.trainer, forecast.params, with_article(budget.card) if budget.card else "",
-                      vocab_assumed=plan.vocab_assumed)
+    gpu = with_article(budget.card) if budget.card else ""
+    if plan.ranks:
+        names = list(dict.fromkeys(each.budget.card for each in plan.ranks))
+        gpu = f"{len(plan.ranks)} × {names[0]}" if len(names) == 1 else f"{len(plan.ranks)} GPUs"
+    title = run_title(plan.run, forecast.trainer, forecast.params, gpu, vocab_assumed=plan.vocab_assumed)
     word = VERDICTS[plan.fits]
     result = paragraph(f"{word}: {verdict(plan, plan.target.neighbours)}", width)
     if colour:
         result = f"\x1b[1;{32 if plan.fits else 31}m{word}\x1b[0m{result[len(word):]}"
     parts = [paragraph(title, width), result]
+    if plan.ranks:
+        parts.append(rank_table(plan.ranks, width))
     if too_long := long_run_text(plan.duration):
         parts.append(paragraph(too_long, width))
     if not plan.fits:
@@ -74,6 +79,24 @@ def one_unit(sizes: Iterable[int]) -> tuple[str, Callable[[int], str]]:
     if max(sizes, default=0) >= 10 * GiB:
         return "GiB", lambda nbytes: f"{nbytes / GiB:.2f}"
     return "MiB", lambda nbytes: f"{nbytes / MiB:,.0f}"
+
+
+def rank_table(ranks: Sequence[MemoryPlan], width: int) -> str:
+    """Each rank with its GPU, what it needs and what it may reserve. Ranks that are alike share a row."""
+    alike: dict[int, list[int]] = {}  # ranks on GPUs that are alike have one plan
+    for number, plan in enumerate(ranks):
+        alike.setdefault(id(plan), []).append(number)
+    unit, size = one_unit(max(plan.forecast.needs, plan.budget.reserve_limit) for plan in ranks)
+    rows = [(f"{len(ranks)} ranks", "GPU", f"needs, {unit}", "may reserve", "process", "")]
+    for numbers in alike.values():
+        plan = ranks[numbers[0]]
+        label = f"{numbers[0]}" if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
+        if numbers != list(range(numbers[0], numbers[-1] + 1)):
+            label = ", ".join(map(str, numbers))
+        rows.append((f"rank {label}", plan.budget.card, size(plan.forecast.needs), size(plan.budget.reserve_limit),
+                     size(plan.process_bytes), "fits" if plan.fits else "does not fit"))
+    return (table(rows, left=(0, 1, 5), width=width, optional=(4,))
+            + "\nThe tables below are those of the rank with the least headroom.")
 
 
 def phase_table(plan: MemoryPlan, width: int = 80) -> str:

@@ -26,6 +26,7 @@ from ..engine.batches import Prefetcher
 from ..engine.device import resolve_device
 from ..engine.evaluate import evaluate
 from ..engine.oom import cap_memory
+from ..engine.ranks import ALONE, Ranks
 from ..planning.gpu_record import SUM_COLUMNS, SUM_ROWS
 from . import checkpoint
 from .build import build_training
@@ -54,7 +55,7 @@ def recorded(run: dict[str, Any], device: str) -> dict[str, Any]:
     what other processes use."""
     config = RunConfig(**run["config"])
     force_kernel(run["kernel"])
-    watch = Watch()
+    watch = PhaseWatch()
     failed = record_phases(config, device, watch)
     if failed:
         return {"error": failed}
@@ -63,7 +64,7 @@ def recorded(run: dict[str, Any], device: str) -> dict[str, Any]:
     return {"phases": watch.peaks, "used_outside": used_outside, "attention": attention_kernel(config, device)}
 
 
-def record_phases(config: RunConfig, device: str, watch: Watch, *, save: bool = True) -> str:
+def record_phases(config: RunConfig, device: str, watch: PhaseWatch, *, save: bool = True, ranks: Ranks = ALONE) -> str:
     """Fills `watch`. → what torch said if memory ran out, or an empty text."""
     choice = resolve_device(device, config.dtype, config.compile)
     rng = np.random.default_rng(0)
@@ -76,16 +77,16 @@ def record_phases(config: RunConfig, device: str, watch: Watch, *, save: bool = 
 
     try:
         with watch.phase("load"):
-            training = build_training(config, choice)
-        splits = {split: (read_windows, EVAL_BATCHES * config.eval_batch) for split in ("train", "val")}
-        last = (ITERATIONS + 1) * config.gradient_accumulation_steps - 1
+            training = build_training(config, choice, ranks)
+        splits = {split: (read_windows, EVAL_BATCHES * config.eval_batch * config.ranks) for split in ("train", "val")}
+        last = (ITERATIONS + 1) * config.micro_batches - 1
         feed = Prefetcher(read, torch.device(choice.device), last=last)
 
         def look(phase: str, step: int) -> None:
             """An evaluation resets the peak counters when it is done, and returns what they were."""
             with watch.phase(phase):
                 evaluation = evaluate(training.model, splits, batch=config.eval_batch, block=config.eval_block,
-                                      step=step, token_losses=training.token_losses)
+                                      step=step, token_losses=training.token_losses, ranks=training.ranks)
                 assert evaluation is not None
                 watch.seen(evaluation.memory.peak_allocated, evaluation.memory.peak_reserved)
 
@@ -125,7 +126,7 @@ def attention_kernel(config: RunConfig, device: str) -> str:
     return kernel_for(q, k, v, config.dropout)
 
 
-class Watch:
+class PhaseWatch:
     """Peaks of each phase."""
 
     def __init__(self) -> None:

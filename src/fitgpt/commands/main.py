@@ -21,6 +21,7 @@ from ..config.command_options import COMMANDS
 from ..config.fields import Assignment, Options, build, nearest, option_specs
 from ..config.run_config import RunConfig
 from ..core.errors import STOPPED_AT_ONCE, DeviceError, FitError, SystemFault, UsageError
+from ..core.extras import install_command
 from ..core.units import NEAREST_SIGNS
 from ..hardware.torch_install import failed_import
 from ..show.terminal import columns, wrap
@@ -159,7 +160,7 @@ def as_user_error(error: Exception) -> FitError | None:
         package = (error.name or "").partition(".")[0]
         if isinstance(error, ModuleNotFoundError) and package in EXTRAS:
             return UsageError(f"This needs the package {package}, which is not installed for {sys.executable}.",
-                              f"pip install -e '.[{EXTRAS[package]}]'")
+                              install_command(EXTRAS[package]))
         if package in EXTRAS:
             return DeviceError(f"The package {package} is installed but does not load: {error}.",
                                f"pip install --force-reinstall {package}")

@@ -478,8 +478,22 @@ class RehearseArguments(RunConfig, RehearseOptions):
         "fitgpt rehearse config/train_fineweb.py --batch_size=32 -o rehearsal.json")
 
 
+@dataclass(frozen=True)
+class RecordOptions(Options):
+    command = "record"
+    summary = "Measure the GPU in this machine for plans and fits, in about ten minutes."
+    usage = "fitgpt record -o FILE [--option=value ...]"
+    examples = ("fitgpt record -o my-4070.json", "fitgpt record -o my-4070.json --leave=1GiB")
+
+    out: str = option("gpu-record.json", "file to write; a record that is not complete is continued", short="o",
+                      rule=path_like)
+    device: str = option("auto", "GPU: auto, cuda or cuda:N", rule=device_name)
+    leave: str = option("512MiB", "memory of the GPU to leave free for the desktop and other programs",
+                        rule=partial(size_like, least=0), example="1GiB")
+
+
 # Every command, in the order of `fitgpt --help`.
 COMMANDS: dict[str, type[Options]] = {cls.command: cls for cls in (
     PrepareOptions, PlanArguments, TraceOptions, FitArguments, CardsOptions, RunConfig, RehearseArguments,
-    SampleOptions, EvalOptions, ExportOptions, DemoOptions, ExplainArguments, WatchOptions, DoctorOptions,
+    RecordOptions, SampleOptions, EvalOptions, ExportOptions, DemoOptions, ExplainArguments, WatchOptions, DoctorOptions,
     ReportOptions, ServeOptions, CompletionOptions)}

@@ -15,6 +15,7 @@ from torch import Tensor
 from .. import __version__
 from ..config.architectures import NORM_EPSILON, GPTConfig
 from ..core.errors import DataError, UsageError
+from ..core.extras import install_command
 from ..core.files import disk_faults, folder_atomically, read_json_object, recover_folder
 from ..data.tokenizers import (
     FILE_NAMES,
@@ -169,7 +170,7 @@ def find_gpt2(name: str) -> Path:
         import huggingface_hub
     except ImportError:
         raise DataError(f"The weights of {name} are not on this machine.",
-                        f"pip install -e '.[hub]' and run this again to fetch them. {by_hand}") from None
+                        f"{install_command('hub')} and run this again to fetch them. {by_hand}") from None
     try:
         return Path(huggingface_hub.snapshot_download(
             f"openai-community/{name}", allow_patterns=[_CONFIG, _WEIGHTS]))

@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ..config.run_config import RunConfig
 from ..core.errors import UsageError
-from ..core.units import MiB, optional_bytes, parse_bytes, show_bytes
+from ..core.units import KiB, MiB, optional_bytes, parse_bytes, show_bytes
 from ..hardware import gpus
 from ..hardware.allocator_env import ALLOCATOR_VARIABLES
 from ..hardware.gpus import GpuModel
 from ..memory.platform import DEFAULT_TORCH, Platform
+from . import gpu_record
 
 if TYPE_CHECKING:
     from ..hardware.nvidia import GpuReading, Survey
@@ -83,7 +84,7 @@ def named(gpu: str, *, others: int | None, budget: int | None, torch: str = "") 
     if card.vendor == "nvidia":
         note = f"{gpu!r} also means the {' and the '.join(twins)}: the smallest is taken unless the name says which."
         target = on_card(card, others=others or 0, budget=budget, torch=torch)
-        return target._replace(notes=(note,)) if twins else target
+        return target._replace(notes=(note, *target.notes)) if twins else target
     if budget is None:
         memory = f" of its {card.memory_gb} GB" if card.memory_gb else ""
         raise UsageError(f"{card.name}: how much{memory} ROCm offers, and what a process uses there outside PyTorch's "
@@ -96,16 +97,28 @@ def named(gpu: str, *, others: int | None, budget: int | None, torch: str = "") 
 
 
 def on_card(card: GpuModel, *, others: int = 0, budget: int | None = None, torch: str = "") -> Target:
-    """A row of the table of GPUs."""
+    """A row of the table of GPUs, with what was recorded on this machine's GPU of that model."""
+    card = gpu_record.with_own_record(card)
     allowed = budget_for(card, others=others, budget=budget)
     _check_sizes(allowed, others if others else None, budget)
-    return Target(_platform_here(card.capability or (9, 0), torch, card), allowed, card)
+    platform = _platform_here(card.capability or (9, 0), torch, card)
+    return Target(platform, allowed, card, notes=_shared_memory_note(card))
 
 
 def platform_for(card: GpuModel, *, torch: str = DEFAULT_TORCH) -> Platform:
     """The platform that a GPU of the table gives a run on Linux."""
     capability = card.capability or (9, 0)
-    return Platform(capability, torch, compiles=capability >= (7, 0), sms=card.sms or Platform.sms)
+    return with_record(Platform(capability, torch, compiles=capability >= (7, 0), sms=card.sms or Platform.sms), card)
+
+
+def with_record(platform: Platform, card: GpuModel | None) -> Platform:
+    """With what was recorded on the GPU; the workspace and the attention kernel hold for one version of torch."""
+    if card is None:
+        return platform
+    same_torch = card.recorded_torch == platform.torch
+    return replace(platform, recorded_cache=(card.l2_mib or 0) * MiB,
+                   recorded_workspace=(card.workspace_kib or 0) * KiB if same_torch else 0,
+                   recorded_attention=card.attention if same_torch else "")
 
 
 def budget_for(card: GpuModel, *, others: int = 0, budget: int | None = None) -> Budget:
@@ -185,7 +198,7 @@ def select_gpu(seen: Survey, device: str) -> GpuReading:
 
 def on_device(reading: GpuReading, *, others: int | None = None, budget: int | None = None, torch: str = "") -> Target:
     """What the driver reports of a GPU; what it does not report comes from the table of GPUs."""
-    card = gpus.match_device(reading.name, reading.total_bytes // MiB if reading.total_bytes else None)
+    card = gpu_record.find(reading.name, reading.total_bytes // MiB if reading.total_bytes else None)
     usable = reading.usable_bytes or (card.usable_mib * MiB if card and card.usable_mib else None)
     if usable is None and reading.total_bytes is not None:
         usable = gpus.usable_by_rule(reading.total_bytes // MiB) * MiB
@@ -195,6 +208,9 @@ def on_device(reading: GpuReading, *, others: int | None = None, budget: int | N
     used = others if others is not None else reading.used_bytes or 0
     outside = card.outside_mib * MiB if card and card.outside_mib else _largest_outside(usable)
     sources = [f"The driver offers {show_bytes(usable)} of GPU {reading.index}, {reading.name}."]
+    if card and card.outside_src == gpu_record.OWN:
+        sources.append(f"A training process uses {card.outside_mib} MiB outside PyTorch's allocator ({gpu_record.OWN}, "
+                       f"{card.recorded}).")
     if card is None or card.outside_mib is None:
         sources.append(f"{reading.name} is not in the table of GPUs: a process is assumed to use "
                        f"{show_bytes(outside)} outside PyTorch's allocator, the most of any GPU of that size.")
@@ -210,7 +226,17 @@ def on_device(reading: GpuReading, *, others: int | None = None, budget: int | N
         more = " …" if len(found) > PROCESSES_NAMED else ""
         names = f": {', '.join(found[:PROCESSES_NAMED])}{more}" if found else ""
         neighbours = f"Other processes use {show_bytes(reading.used_bytes or 0)} of it now{names}."
-    return Target(_platform_here((int(major), int(minor or 0)), torch, card), allowed, card, neighbours)
+    notes = _shared_memory_note(card)
+    if notes and reading.used_bytes is None:
+        neighbours = ""
+    return Target(_platform_here((int(major), int(minor or 0)), torch, card), allowed, card, neighbours, notes)
+
+
+def _shared_memory_note(card: GpuModel | None) -> tuple[str, ...]:
+    if card is None or not card.shares_memory:
+        return ()
+    return (f"The {card.name} shares its memory with the system, and the driver does not report what is in use: give "
+            "what the system, other programs and the page cache use with --others. Nothing was measured on such GPUs.",)
 
 
 def _largest_outside(usable: int) -> int:
@@ -292,9 +318,10 @@ def _platform_here(capability: tuple[int, int], torch: str, card: GpuModel | Non
     windows = sys.platform == "win32"
     values = [value.replace(" ", "").lower() for name in ALLOCATOR_VARIABLES if (value := os.environ.get(name))]
     expandable = not windows and all("expandable_segments:true" in value for value in values)
-    return Platform(capability, torch_version(torch), expandable=expandable,
-                    expandable_requested=expandable and bool(values), compiles=capability >= (7, 0) and not windows,
-                    sms=card.sms if card and card.sms else Platform.sms)
+    platform = Platform(capability, torch_version(torch), expandable=expandable,
+                        expandable_requested=expandable and bool(values), compiles=capability >= (7, 0) and not windows,
+                        sms=card.sms if card and card.sms else Platform.sms)
+    return with_record(platform, card)
 
 
 def torch_version(given: str = "") -> str:

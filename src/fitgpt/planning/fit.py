@@ -16,7 +16,7 @@ from ..core.errors import DeviceError, DoesNotFit, UsageError
 from ..core.units import GiB, show_bytes, show_count
 from ..hardware import nvidia
 from ..hardware.host import SHARE, spare_memory
-from . import measured_speeds
+from . import gpu_record, measured_speeds
 from .budget import Budget, Target, apply_limits, check_supported, for_ranks, select_gpu, targets_for
 from .fit_goals import (
     GOALS,
@@ -132,7 +132,7 @@ def fit_target(target: Target, config: RunConfig, *, is_here: bool) -> FitTarget
 def with_margin(target: Target) -> Budget:
     """Without a user's limit, a fit keeps a margin free: for most GPUs the memory outside the allocator is estimated by
     a rule, and a run that uses every byte of the estimate could run out of memory."""
-    if target.card is not None and target.card.outside_src == "seen":
+    if target.card is not None and target.card.outside_src in ("seen", gpu_record.OWN):
         return target.budget
     return target.budget._replace(margin=OUTSIDE_ERROR)
 

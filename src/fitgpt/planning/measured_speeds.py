@@ -33,12 +33,16 @@ class MeasuredSpeed(NamedTuple):
     command: str   # that measured it: "fit --measure" or "train"
 
 
-def store_path() -> Path:
+def data_home() -> Path:
+    """The folder of what is measured on this machine."""
     home = os.environ.get("FITGPT_HOME")
     if home:
-        return Path(home).expanduser() / "speeds.jsonl"
-    data = os.environ.get("XDG_DATA_HOME") or os.path.expanduser("~/.local/share")
-    return Path(data) / "fitgpt" / "speeds.jsonl"
+        return Path(home).expanduser()
+    return Path(os.environ.get("XDG_DATA_HOME") or os.path.expanduser("~/.local/share")) / "fitgpt"
+
+
+def store_path() -> Path:
+    return data_home() / "speeds.jsonl"
 
 
 def load(gpu: str) -> list[MeasuredSpeed]:

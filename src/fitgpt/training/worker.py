@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.errors import STOPPED_AT_ONCE, DeviceError, FitError, Interrupted, SystemFault, UsageError
+from ..core.extras import install_command
 from ..hardware.torch_install import failed_import
 from ..planning.plan_file import FallbackPlan
 from .liveness import Heartbeat, register_stack_dump
@@ -109,7 +110,7 @@ def main() -> int:
     except FitError as error:
         return write_report(given["report"], error)
     except ModuleNotFoundError as error:
-        needed = UsageError(f"Training needs {error.name}, which is not installed here.", "pip install -e '.[train]'")
+        needed = UsageError(f"Training needs {error.name}, which is not installed here.", install_command("train"))
         return write_report(given["report"], needed)
     except Exception as error:
         return write_report(given["report"], *as_fit_error(error))

@@ -124,3 +124,19 @@ def test_doctor_itself_loads_no_torch(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, env=environment, timeout=120)
     assert ended.returncode == 0
+
+
+def test_a_dataset_is_verified_and_a_damaged_one_exits_with_3(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    Path("a.txt").write_text("some text\n" * 1000)
+    prepare = ["prepare", "a.txt", "--name=a", "--tokenizer=bytes", "--val_fraction=0.1"]
+    assert main(prepare) == main(["doctor", "a"]) == 0
+    assert "every checksum matches" in capsys.readouterr().out
+    shard = Path("data/a/train-00000.shard")
+    content = bytearray(shard.read_bytes())
+    content[1000] ^= 1
+    shard.write_bytes(content)
+    assert main(["doctor", "a"]) == main(prepare) == 3
+    assert "train-00000.shard is damaged" in capsys.readouterr().err

@@ -218,6 +218,33 @@ def test_the_extras_exist_in_pyproject() -> None:
         assert any(each.startswith(package) for each in project["optional-dependencies"][extra])
 
 
+def test_every_requirement_of_every_extra_is_pinned() -> None:
+    """And what these require in turn, as far as it is installed here."""
+    import tomllib
+    from contextlib import suppress
+    from importlib.metadata import PackageNotFoundError, requires
+
+    from packaging.requirements import Requirement
+    from packaging.utils import canonicalize_name
+
+    root = Path(__file__).parents[2]
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    pinned = {canonicalize_name(line.partition("==")[0]) for line in (root / "constraints.txt").read_text().split()}
+    waiting = [Requirement(each) for group in (project["dependencies"], *project["optional-dependencies"].values())
+               for each in group]
+    seen, missing = set[str](), set[str]()
+    while waiting:
+        wanted = waiting.pop()
+        name = canonicalize_name(wanted.name)
+        if str(wanted) in seen or not (wanted.marker is None or wanted.marker.evaluate({"extra": ""})):
+            continue
+        seen.add(str(wanted))
+        missing |= {name} - pinned
+        with suppress(PackageNotFoundError):
+            waiting += [Requirement(each) for each in requires(name) or ()]
+    assert not missing
+
+
 def test_a_torch_that_does_not_load_is_a_device_error(monkeypatch: pytest.MonkeyPatch,
                                                       capsys: pytest.CaptureFixture[str]) -> None:
     target_raises(monkeypatch, ImportError("libcudart.so.12: cannot open", name="torch._C"))

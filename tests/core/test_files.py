@@ -5,14 +5,27 @@ from __future__ import annotations
 import errno
 import math
 import os
+import shutil
 import sys
+from collections.abc import Callable
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from fitgpt.core import files
 from fitgpt.core.errors import SystemFault
-from fitgpt.core.files import disk_faults, folder_atomically, seal_json, unseal_json, write_atomically
+from fitgpt.core.files import (
+    disk_faults,
+    folder_atomically,
+    open_regular,
+    read_limited,
+    recover_folder,
+    seal_json,
+    unseal_json,
+    write_atomically,
+)
 
 
 def test_a_file_is_complete_before_it_is_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,6 +82,55 @@ def test_a_folder_appears_only_when_it_is_complete(tmp_path: Path) -> None:
         (folder / "a").write_text("x")
         assert not target.exists()
     assert (target / "a").read_text() == "x"
+
+
+@pytest.mark.parametrize("exchanges", [True, False])
+@pytest.mark.parametrize("completed", range(4))
+def test_a_kill_while_a_folder_is_replaced_loses_neither(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                         exchanges: bool, completed: int) -> None:
+    """Killed after so many changes of a name: the target, or what `recover_folder` brings back, is whole."""
+    target, killed_pid = tmp_path / "t", 2**22 + 1  # above the highest pid of Linux
+    target.mkdir()
+    (target / "a").write_text("old")
+    calls = count(1)
+
+    def until_killed(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*paths: Path) -> Any:
+            if next(calls) > completed:
+                raise SystemExit
+            return real(*paths)
+        return call
+
+    is_replaced = True
+    with monkeypatch.context() as patched:
+        patched.setattr(files, "_exchange", until_killed(files._exchange if exchanges else lambda one, other: False))
+        patched.setattr(files, "rename_with_retry", until_killed(files.rename_with_retry))
+        patched.setattr(shutil, "rmtree", lambda *_, **__: None)  # a killed process does not remove anything either
+        try:
+            with folder_atomically(target, tmp_path / f".tmp-t-{killed_pid}") as folder:
+                (folder / "a").write_text("new")
+        except SystemExit:
+            is_replaced = False
+    recover_folder(target)
+    assert (target / "a").read_text() == ("new" if is_replaced else "old")
+    assert list(tmp_path.iterdir()) == [target]
+    assert is_replaced == (completed >= (1 if exchanges and sys.platform == "linux" else 3))
+
+
+def test_a_pipe_is_not_opened_and_a_large_file_not_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError, match="pipe or a device"):
+        open_regular(tmp_path / "pipe")
+    with pytest.raises(OSError, match="pipe or a device"):
+        read_limited("/dev/zero", 100)
+    with pytest.raises(ValueError, match="larger than 100 B"):
+        read_limited("/dev/zero", 100, pipes=True)
+    with open(tmp_path / "sparse", "wb") as file:
+        file.truncate(2**40)
+    with pytest.raises(ValueError, match="larger than"):
+        read_limited(tmp_path / "sparse", 100)
+    (tmp_path / "small").write_bytes(b"x" * 100)
+    assert read_limited(tmp_path / "small", 100) == b"x" * 100
 
 
 def test_on_windows_a_rename_is_retried_while_the_file_is_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

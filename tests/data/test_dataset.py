@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -13,8 +14,9 @@ import pytest
 
 from fitgpt.core.errors import DataError
 from fitgpt.data import dataset
-from fitgpt.data.dataset import Split, open_dataset
+from fitgpt.data.dataset import ShardScans, Split, open_dataset
 from fitgpt.data.sample_order import positions_for, window_of
+from fitgpt.data.shards import ShardFile
 
 Make = Callable[..., Path]
 
@@ -27,6 +29,10 @@ def distinct(count: int) -> np.ndarray:
 def train_split(make_bins: Make, tokens: np.ndarray) -> Split:
     make_bins(tokens, np.arange(100))
     return open_dataset("nano").split("train")
+
+
+def check_tokens(split: Split, vocab_size: int) -> None:
+    split.check_tokens(vocab_size, ShardScans(os.path.dirname(split.shards[0].path), print))
 
 
 def test_windows_lie_within_shards_and_do_not_overlap(make_shards: Make) -> None:
@@ -127,14 +133,14 @@ def test_a_token_beyond_the_vocabulary_is_rejected(make_bins: Make, make_shards:
     tokens = distinct(1000) % 65
     tokens[777] = 65
     split = train_split(make_bins, tokens)
-    split.check_tokens(66)
+    check_tokens(split, 66)
     with pytest.raises(DataError) as raised:
-        split.check_tokens(65)
+        check_tokens(split, 65)
     assert "train.bin holds the token 65" in raised.value.what
     assert "vocabulary is 65" in raised.value.what
     make_shards(tokens, tokens, shard_tokens=100)
     with pytest.raises(DataError, match=r"train-00007\.shard holds the token 65"):
-        open_dataset("made").split("train").check_tokens(65)
+        check_tokens(open_dataset("made").split("train"), 65)
 
 
 def test_a_headerless_bin_is_scanned_once_and_again_after_a_change(
@@ -143,14 +149,14 @@ def test_a_headerless_bin_is_scanned_once_and_again_after_a_change(
     scans = []
     original = dataset._scan
     monkeypatch.setattr(dataset, "_scan", lambda shard: scans.append(shard.path) or original(shard))
-    train_split(make_bins, distinct(1000)).check_tokens(1000)
-    open_dataset("nano").split("train").check_tokens(1000)
+    check_tokens(train_split(make_bins, distinct(1000)), 1000)
+    check_tokens(open_dataset("nano").split("train"), 1000)
     assert len(scans) == 1
     tokens = distinct(1000)
     tokens[0] = 5000
     split = train_split(make_bins, tokens)
     with pytest.raises(DataError, match="5,000"):
-        split.check_tokens(1000)
+        check_tokens(split, 1000)
     assert len(scans) == 2
 
 
@@ -159,21 +165,70 @@ def test_a_damaged_or_unwritable_cache_only_costs_a_scan(
     make_bins: Make, monkeypatch: pytest.MonkeyPatch, content: str, tmp_path: Path
 ) -> None:
     split = train_split(make_bins, distinct(1000))
-    split.check_tokens(1000)
+    check_tokens(split, 1000)
     for cached in (tmp_path / "cache").rglob("*.json"):
         cached.write_text(content)
     with pytest.raises(DataError, match="999"):
-        split.check_tokens(999)
+        check_tokens(split, 999)
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with pytest.raises(DataError, match="999"):
-        split.check_tokens(999)
+        check_tokens(split, 999)
+
+
+def flip(shard: ShardFile) -> None:
+    """Flips one bit of a token, and leaves no trace in the file's times."""
+    with open(shard.path, "r+b") as file:
+        file.seek(shard.start + 100)
+        byte = file.read(1)[0]
+        file.seek(shard.start + 100)
+        file.write(bytes([byte ^ 1]))
+    os.utime(shard.path, ns=(shard.mtime_ns, shard.mtime_ns))
+
+
+def test_damaged_shards_are_all_named_before_they_are_used(make_shards: Make) -> None:
+    folder = make_shards(distinct(500), distinct(100), shard_tokens=100)
+    shards = open_dataset("made").split("train").shards
+    flip(shards[1])
+    flip(shards[4])
+    for _ in range(2):  # it is not remembered as good
+        with pytest.raises(DataError, match=r"train-00001\.shard is damaged.*train-00004\.shard is damaged"):
+            open_dataset(str(folder)).verify(65536)
+    open_dataset(str(folder)).verify(65536, splits=["val"])
+
+
+def test_a_verified_shard_is_read_again_only_after_a_change_or_on_request(
+    make_shards: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, scans = make_shards(distinct(300), distinct(100), shard_tokens=100), []
+    original = dataset._scan
+    monkeypatch.setattr(dataset, "_scan", lambda shard: scans.append(shard.path) or original(shard))
+    for fresh, expected in ((False, 4), (False, 4), (True, 8)):
+        open_dataset(str(folder)).verify(65536, fresh=fresh)
+        assert len(scans) == expected
+    copied = folder / "copy"
+    shutil.copy2(folder / "train-00000.shard", copied)  # the same size and times, another inode
+    os.replace(copied, folder / "train-00000.shard")
+    open_dataset(str(folder)).verify(65536)
+    assert len(scans) == 9
+
+
+def test_tokens_of_more_than_two_bytes_without_a_header_are_an_error(make_bins: Make) -> None:
+    tokens = np.random.default_rng(0).integers(2, 60_000, 2000)
+    folder = make_bins(tokens, tokens)
+    open_dataset("nano").verify(60_000)
+    for wide in ("<u4", "<i8"):
+        tokens.astype(wide).tofile(folder / "train.bin")
+        with pytest.raises(DataError, match=r"train\.bin looks like tokens of 4 or 8 bytes"):
+            open_dataset("nano").verify(60_000)
+    np.zeros(2000, "<u2").tofile(folder / "train.bin")  # both halves are alike: uint16
+    open_dataset("nano").verify(60_000)
 
 
 def test_a_token_damaged_on_disk_after_opening_is_rejected_when_read(make_shards: Make, make_bins: Make) -> None:
     for folder, start in ((make_shards(distinct(200), distinct(30)), 256), (make_bins(distinct(200), distinct(30)), 0)):
         split = open_dataset(folder.name).split("train")
-        split.check_tokens(257)
+        check_tokens(split, 257)
         shard = split.shards[0]
         with open(shard.path, "r+b") as file:
             file.seek(start + 100 * 2 + 1)

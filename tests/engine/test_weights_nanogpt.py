@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from torch import nn
 
 from fitgpt.config.architectures import GPTConfig, parameter_shapes
 from fitgpt.core.errors import CheckpointError
-from fitgpt.engine.weights import read_nanogpt
+from fitgpt.engine.weights import MAX_PICKLE_BYTES, read_nanogpt
 
 ARGS = {"n_layer": 2, "n_head": 2, "n_embd": 4, "block_size": 6, "bias": True, "vocab_size": 10, "dropout": 0.1}
 
@@ -243,3 +245,77 @@ def test_differences_from_the_expected_parameters_are_named(tmp_path: Path, chan
     with pytest.raises(CheckpointError, match=said) as caught:
         read_nanogpt(tmp_path / "ckpt.pt")
     assert caught.value.fix
+
+
+# ---- damage, claims and values
+
+def repacked(path: Path, compression: int, extra: int = 0) -> None:
+    """Writes the records again, as an archiver does, with `extra` zeros after the pickle."""
+    with zipfile.ZipFile(path) as opened:
+        records = {name: opened.read(name) for name in opened.namelist()}
+    with zipfile.ZipFile(path, "w", compression) as out:
+        for name, content in records.items():
+            out.writestr(name, content + bytes(extra if name.endswith("data.pkl") else 0))
+
+
+def test_a_damaged_weight_is_an_error_that_names_its_record(tmp_path: Path) -> None:
+    path = tmp_path / "ckpt.pt"
+    model, _ = saved(path)
+    content = bytearray(path.read_bytes())
+    place = content.find(model.state_dict()["transformer.wpe.weight"].numpy().tobytes())
+    content[place + 9] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match="does not match its CRC-32"):
+        read_nanogpt(path)
+
+
+@pytest.mark.parametrize(("compression", "extra", "said"), [
+    (zipfile.ZIP_DEFLATED, 0, "compressed records"), (zipfile.ZIP_DEFLATED, 2**20, "compressed records"),
+    (zipfile.ZIP_STORED, MAX_PICKLE_BYTES, "the limit is 16.0 MiB")])
+def test_a_file_that_was_packed_again_is_an_error(tmp_path: Path, compression: int, extra: int, said: str) -> None:
+    path = tmp_path / "ckpt.pt"
+    saved(path)
+    repacked(path, compression, extra)
+    with pytest.raises(CheckpointError, match=said):
+        read_nanogpt(path)
+
+
+def replaced(name: str, change: Any) -> Any:
+    return lambda model: {key: change(value) if key == name else value for key, value in model.items()
+                          if key != "lm_head.weight"}
+
+
+def with_value(value: float) -> Any:
+    return lambda tensor: tensor.clone().index_fill_(0, torch.tensor([1]), value)
+
+
+def first_moment(key: str, value: float) -> Any:
+    def change(optimizer: Any) -> Any:
+        optimizer["state"][0][key] = torch.full_like(optimizer["state"][0][key], value)
+        return optimizer
+    return change
+
+
+@pytest.mark.parametrize(("changes", "said"), [
+    ({"model": replaced("transformer.wpe.weight", lambda t: t[:1, :1].expand(2**30, 2**8))}, "tensors of 1.00 TiB"),
+    ({"model": replaced("transformer.wpe.weight", lambda t: t.to_sparse())}, "sparse, quantized or meta"),
+    ({"model": replaced("transformer.wpe.weight", lambda t: t.to("meta"))}, "sparse, quantized or meta"),
+    ({"model": replaced("transformer.wte.weight", with_value(math.nan))}, "wte.weight has values that are NaN"),
+    ({"model": replaced("transformer.h.1.ln_2.weight", with_value(-math.inf))}, "ln_2.weight has values that are NaN"),
+    ({"optimizer": first_moment("exp_avg", math.nan)}, "exp_avg has values that are NaN"),
+    ({"optimizer": first_moment("exp_avg_sq", -1.0)}, "exp_avg_sq is negative"),
+    ({"optimizer": first_moment("step", math.nan)}, "step has values that are NaN"),
+    ({"iter_num": lambda _: -5}, "iter_num is -5"),
+    ({"iter_num": lambda _: 2**62}, "iter_num is 4611686018427387904"),
+])
+def test_absurd_claims_and_values_are_errors(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+    path = tmp_path / "ckpt.pt"
+    saved(path, **changes)
+    with pytest.raises(CheckpointError, match=said):
+        read_nanogpt(path)
+
+
+def test_a_best_loss_that_is_not_finite_counts_as_none(tmp_path: Path) -> None:
+    path = tmp_path / "ckpt.pt"
+    saved(path, best_val_loss=lambda _: torch.tensor(math.nan))
+    assert read_nanogpt(path).state["best"] is None

@@ -11,10 +11,18 @@ import pytest
 
 from fitgpt.config.resolve import resolve_run
 from fitgpt.config.run_config import FALLBACK_OPTIONS, RunConfig
+from fitgpt.core.units import MiB
 from fitgpt.data.sample_order import positions_for
+from fitgpt.hardware import gpus
 from fitgpt.memory.platform import Platform
 from fitgpt.memory.timeline import replay
-from fitgpt.planning.fallback_ladder import MOST_PLANS, fallback_plans, seconds_per_token, similar_gpu
+from fitgpt.planning.fallback_ladder import (
+    MOST_PLANS,
+    fallback_plans,
+    fastest_within,
+    seconds_per_token,
+    similar_gpu,
+)
 from fitgpt.planning.forecast import needs_of, write_tape
 from fitgpt.planning.plan_file import FallbackPlan
 from fitgpt.tapes.engine import host_bytes
@@ -104,3 +112,42 @@ def test_there_are_at_most_six_fallback_plans() -> None:
 def test_neither_torch_nor_numpy_is_loaded() -> None:
     script = "import sys, fitgpt.planning.fallback_ladder\nassert not {'torch', 'numpy'} & set(sys.modules)"
     assert subprocess.run([sys.executable, "-c", script]).returncode == 0
+
+
+# ---- when it is known how much memory there is
+
+
+def test_a_run_that_lacks_some_mib_keeps_most_of_its_speed() -> None:
+    """GPT-2 774M beside a process that left 7 GiB: the ladder's next plan has its gradients in CPU RAM."""
+    here, card = Platform((9, 0), "2.11"), gpus.find("h200")
+    config = resolve_run(RunConfig(
+        n_layer=36, n_head=20, n_embd=1280, bias=True, block_size=512, batch_size=2, gradient_accumulation_steps=32,
+        recompute="32*input,2*attention_projection,1*matmuls,1*all", eval_batch_size=16, offload="optimizer",
+        loss_chunk=256), here)
+    limit = needs_of(config, here) - 64 * MiB
+    found = fastest_within(config, here, card, limit)
+    assert found is not None
+    smaller = replace(config, **found.changes)
+    assert found.needs == needs_of(smaller, here) <= limit
+    assert set(found.changes) <= {*FALLBACK_OPTIONS, "grad_checkpoint"}
+    assert smaller.tokens_per_step == config.tokens_per_step
+    assert seconds_per_token(smaller, card, here) < seconds_per_token(config, card, here) / 0.8
+
+
+def test_with_dropout_the_masks_stay_where_that_is_possible() -> None:
+    config = resolve_run(RunConfig(n_layer=4, batch_size=32, dropout=0.1), HERE)
+    needs = needs_of(config, HERE)
+    kept = fastest_within(config, HERE, None, needs - 64 * MiB)
+    other = fastest_within(config, HERE, None, int(0.4 * needs), host_bytes=0)
+    assert kept is not None
+    assert "batch_size" not in kept.changes
+    assert other is not None
+    assert "other dropout masks" in other.why
+
+
+def test_settings_that_a_running_training_cannot_change_stay() -> None:
+    config = resolve_run(RunConfig(n_layer=4, optimizer="adam8bit", weights="bfloat16"), HERE)
+    found = fastest_within(config, HERE, None, needs_of(config, HERE) - 64 * MiB)
+    assert found is not None
+    assert set(found.changes) <= set(FALLBACK_OPTIONS) - {"offload"}
+    assert fastest_within(config, HERE, None, 64 * MiB) is None

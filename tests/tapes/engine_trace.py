@@ -31,6 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fitgpt import engine
 from fitgpt.config.run_config import RunConfig
+from fitgpt.engine.device import set_deterministic
 from fitgpt.memory.platform import Platform
 from fitgpt.tapes.engine import (
     EVAL_BATCHES,
@@ -60,8 +61,11 @@ def trace(config: RunConfig, platform: Platform, monkeypatch: pytest.MonkeyPatch
     watch = Watch()
     with monkeypatch.context() as patch, torch.random.fork_rng(devices=[]):
         steer(patch, platform, config, watch)
-        with CallsItselfCuda(), watch:
-            run(config, watch)
+        try:
+            with CallsItselfCuda(), watch:
+                run(config, watch)
+        finally:
+            set_deterministic(False)  # a setting of the process
     return watch.phases
 
 
@@ -279,6 +283,7 @@ def steer(patch: pytest.MonkeyPatch, platform: Platform, config: RunConfig, watc
     from fitgpt.engine import model as engine_model
     from fitgpt.engine.optim import low_precision
 
+    patch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
     patch.setattr(attention, "kernel_for", lambda *_: attention_kernel(config, platform))
     for module in (low_precision, engine_model, ops):
         patch.setattr(module, "triton_works", lambda: platform.compiles)

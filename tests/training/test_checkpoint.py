@@ -26,7 +26,7 @@ def test_weights_optimizer_and_state_come_back_bit_for_bit(tmp_path: Path) -> No
     torch.manual_seed(0)
     model = {"a": torch.randn(3, 5), "b": torch.randn(7).bfloat16()}
     optimizer = {"a.exp_avg": torch.randn(3, 5), "a.step": torch.tensor(3.0)}
-    state = {"best_val_loss": math.inf, "scaler": {"scale": 65536.0}, "lr": 0.1 + 0.2, "config": {"n_layer": 2}}
+    state = {"best_val_loss": math.inf, "lr": 0.1 + 0.2, "config": {"n_layer": 2}}
     save(tmp_path, 500, model, optimizer, state, best=True, keep_last=2)
     loaded = load(tmp_path)
     assert (loaded.step, loaded.state, loaded.notes) == (500, state, ())
@@ -283,3 +283,31 @@ def test_state_is_plain_json_for_other_tools(tmp_path: Path) -> None:
     document = json.loads((path / "state.json").read_text(), parse_constant=lambda name: pytest.fail(name))
     assert document["step"] == 1
     assert math.isnan(load(tmp_path).state["loss"])
+
+
+@pytest.mark.parametrize(("part", "value", "said"), [
+    ("transformer.wte.weight", math.nan, "wte.weight has values that are NaN"),
+    ("transformer.wte.weight.exp_avg", math.inf, "exp_avg has values that are NaN or infinite"),
+    ("transformer.ln_f.weight.exp_avg_sq", -1.0, "exp_avg_sq is negative"),
+    ("transformer.wte.weight.step", math.nan, "step has values that are NaN")])
+def test_a_checkpoint_with_impossible_values_is_not_used(tmp_path: Path, part: str, value: float, said: str) -> None:
+    save_step(tmp_path, 1)
+    model, optimizer = tensors(2)
+    (model if part in model else optimizer)[part].view(-1)[0] = value
+    save(tmp_path, 2, model, optimizer, {}, best=False, keep_last=3)
+    loaded = load(tmp_path)
+    assert loaded.step == 1
+    assert said in loaded.notes[0]
+
+
+@pytest.mark.parametrize("wrong", [
+    {"step": "x"}, {"step": -1}, {"step": 2**70}, {"best": 5}, {"best": {"a": 1}}, {"gpt": None},
+    {"gpt": {"n_layer": 2**80}}, {"scaler": None}, {"scaler": {"scale": math.nan}}, {"config": []}, {"data": 7},
+    {"evaluated_at": 1.5}, {"evaluation_status": "fine"},
+    {"last_good": {"split": "val", "mean": math.nan, "stderr": 0.0, "windows": 1, "block": 1}}])
+def test_a_checkpoint_with_a_state_that_no_run_has_is_not_used(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    save_step(tmp_path, 1)
+    save(tmp_path, 2, *tensors(2), wrong, best=False, keep_last=3)
+    loaded = load(tmp_path)
+    assert loaded.step == 1
+    assert f"{next(iter(wrong))} = " in loaded.notes[0]

@@ -247,6 +247,32 @@ def test_it_takes_the_first_fallback_plan_that_fits_what_is_free(trained: Callab
     assert "(needs 2.00 GiB)" in ended.rows("step_down")[0]["text"]
 
 
+def test_a_plan_is_searched_for_what_is_free_before_one_of_the_ladder_is_taken(
+        trained: Callable[..., Ended], monkeypatch: pytest.MonkeyPatch) -> None:
+    searched: list[int] = []
+
+    def fastest_within(self: DeviceMemoryPlan, room: int) -> FallbackPlan | None:
+        searched.append(room)
+        return FallbackPlan({"loss_chunk": 3}, 3 * GiB, "loss in chunks of 3 tokens") if len(searched) == 1 else None
+
+    monkeypatch.setattr(DeviceMemoryPlan, "fastest_within", fastest_within)
+    monkeypatch.setattr(DeviceMemoryPlan, "room", lambda self: 4 * GiB)
+    monkeypatch.setattr(DeviceMemoryPlan, "needs", 4 * GiB)  # as if the run had a plan, on a CPU
+    ended = trained([40, 41, 60], part=1)  # the third fails in the plan that was found
+    assert [row["changes"] for row in ended.rows("step_down")] == [{"loss_chunk": 3}, FALLBACKS[1].changes]
+    assert searched == [int(0.98 * 4 * GiB), int(0.98 * 3 * GiB)]
+
+
+def test_a_run_starts_with_a_smaller_plan_if_less_is_free_than_was_planned_with(
+        trained: Callable[..., Ended], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DeviceMemoryPlan, "room", lambda self: int(2.5 * GiB))
+    monkeypatch.setattr(DeviceMemoryPlan, "needs", 4 * GiB)
+    ended = trained()
+    assert [row["step"] for row in ended.rows("step_down")] == [0]
+    assert ended.rows("step_down")[0]["text"].startswith("Only 2.50 GiB is free for the run. Continuing with batch 1")
+    assert ended.rows("oom") == []
+
+
 @pytest.mark.parametrize("allowed", [True, False])
 def test_it_steps_up_again_when_there_is_room_and_only_if_allowed(
         trained: Callable[..., Ended], monkeypatch: pytest.MonkeyPatch, allowed: bool) -> None:

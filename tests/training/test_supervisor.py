@@ -274,7 +274,7 @@ def test_each_fatal_signal_has_its_error(number: int, kind: type[FitError], mess
 
 def test_an_error_report_counts_even_if_the_worker_then_crashes() -> None:
     with pytest.raises(DataError, match="The shard is gone") as raised:
-        conclude(-signal.SIGSEGV, {"code": 3, "what": "The shard is gone.", "fix": "Copy it again.", "restart": False},
+        conclude(-signal.SIGSEGV, {"code": 3, "what": "The shard is gone.", "fix": "Copy it again."},
                  RunConfig(out_dir="nowhere"))
     assert raised.value.fix == "Copy it again."
 
@@ -292,18 +292,20 @@ def test_an_exit_without_a_report_names_the_exit_code() -> None:
 
 
 @pytest.mark.parametrize(("error", "kind", "again"), [
-    (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), DeviceError, False),
-    (torch.AcceleratorError("CUDA error: out of memory"), DeviceError, False),
-    (torch.AcceleratorError("CUDA error: device-side assert triggered"), DeviceError, True),
-    (RuntimeError("DefaultCPUAllocator: can't allocate memory"), SystemFault, False),
-    (MemoryError(), SystemFault, False),
-    (PermissionError(13, "Permission denied", "x"), SystemFault, False),
-    (KeyError("x"), FitError, False),
+    (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), DeviceError, None),
+    (torch.AcceleratorError("CUDA error: out of memory"), DeviceError, None),
+    (torch.AcceleratorError("CUDA error: device-side assert triggered"), DeviceError, {}),
+    (subprocess.CalledProcessError(1, ["/bin/false"]), DeviceError, {"compile": False}),
+    (RuntimeError("DefaultCPUAllocator: can't allocate memory"), SystemFault, None),
+    (MemoryError(), SystemFault, None),
+    (PermissionError(13, "Permission denied", "x"), SystemFault, None),
+    (KeyError("x"), FitError, None),
 ])
-def test_only_errors_that_a_new_process_clears_are_retried(error: Exception, kind: type, again: bool) -> None:
-    shown, restart = as_fit_error(error)
+def test_only_errors_that_a_new_process_clears_are_retried(error: Exception, kind: type,
+                                                           again: dict[str, Any] | None) -> None:
+    shown, restart_with = as_fit_error(error)
     assert type(shown) is kind
-    assert restart is again
+    assert restart_with == again
 
 
 def test_a_gpu_error_is_resumed_three_times_and_then_reported(
@@ -313,7 +315,7 @@ def test_a_gpu_error_is_resumed_three_times_and_then_reported(
 
     def broken(given: supervisor.WorkerConfig) -> tuple[int, dict[str, Any]]:
         starts.append(given.config["init_from"])
-        return 5, {"code": 5, "what": "The GPU fell off the bus.", "fix": "", "restart": True}
+        return 5, {"code": 5, "what": "The GPU fell off the bus.", "fix": "", "restart_with": {}}
 
     monkeypatch.setattr(supervisor, "run_worker", broken)
     said = {"dataset": write_dataset(tmp_path / "data"), "out_dir": str(tmp_path / "out")}
@@ -324,13 +326,32 @@ def test_a_gpu_error_is_resumed_three_times_and_then_reported(
     assert capsys.readouterr().err.count("Resuming from the last checkpoint") == 3
 
 
+def test_a_failing_compiler_starts_the_run_again_without_it_and_records_that(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    given: list[supervisor.WorkerConfig] = []
+
+    def worker(config: supervisor.WorkerConfig) -> tuple[int, dict[str, Any]]:
+        given.append(config)
+        failed = {"code": 5, "what": "torch.compile failed: x.", "fix": "--compile=False",
+                  "restart_with": {"compile": False}}
+        return (0, {}) if len(given) > 1 else (5, failed)
+
+    monkeypatch.setattr(supervisor, "run_worker", worker)
+    said = {"dataset": write_dataset(tmp_path / "data"), "out_dir": str(tmp_path / "out"), "compile": True}
+    assert supervisor.supervise([Assignment(key, value, "") for key, value in said.items()]) == 0
+    assert [(each.config["compile"], each.config["init_from"]) for each in given] == [
+        (True, "scratch"), (False, "scratch")]
+    assert given[1].notes[-1] == "compile: False, because torch.compile failed: x."
+    assert "Starting again with compile=False" in capsys.readouterr().err
+
+
 def test_each_restart_reads_again_what_others_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "out" / "checkpoints" / "step-00000005").mkdir(parents=True)
     used, read = iter((1, 2, 3, 4)), list[dict[str, int]]()
 
     def broken(given: supervisor.WorkerConfig) -> tuple[int, dict[str, Any]]:
         read.append(given.others)
-        return 5, {"code": 5, "what": "The GPU fell off the bus.", "fix": "", "restart": True}
+        return 5, {"code": 5, "what": "The GPU fell off the bus.", "fix": "", "restart_with": {}}
 
     monkeypatch.setattr(supervisor, "run_worker", broken)
     monkeypatch.setattr(supervisor.memory_check, "check", lambda *run: {"GPU-0": next(used)})
@@ -342,7 +363,7 @@ def test_each_restart_reads_again_what_others_use(tmp_path: Path, monkeypatch: p
 
 def test_a_stop_without_a_checkpoint_promises_no_resume(tmp_path: Path) -> None:
     with pytest.raises(Interrupted) as raised:
-        conclude(75, {"code": 75, "what": "Stopped.", "fix": "", "restart": False}, RunConfig(out_dir=str(tmp_path)))
+        conclude(75, {"code": 75, "what": "Stopped.", "fix": ""}, RunConfig(out_dir=str(tmp_path)))
     assert raised.value.fix == ""
 
 

@@ -189,6 +189,10 @@ class RunConfig(Options):
         frozen_on_resume=True, page="more", synonyms=("precision",), also_values=DTYPE_NAMES, main=True)
     compile: bool | Literal["auto"] = _system("auto", "torch.compile the model; auto: if that works here",
                                               affects_memory=True, affects_speed=True, page="more", main=True)
+    deterministic: bool = _system(
+        False, "the same run again, or resumed, gives bit-identical weights on the same GPU and versions: only "
+        "deterministic kernels, without cuDNN's attention", affects_memory=True, affects_speed=True, nanogpt=False,
+        synonyms=("reproducible", "use_deterministic_algorithms"))
     cuda_graphs: bool | Literal["auto"] = _system(
         "auto", "capture the GPU work of a step in CUDA graphs and replay them, so that the CPU does not slow the GPU "
         "down; auto: with compile, if dropout is 0", affects_memory=True, affects_speed=True, fallback=True,
@@ -433,8 +437,10 @@ def resolve(assignments: Iterable[Assignment],
 def _check_init_from(init_from: str, assignments: list[Assignment]) -> None:
     if any(each.source == "--resume" for each in assignments) and init_from != "resume":
         later = next(each for each in reversed(assignments) if each.key == "init_from")
+        file = later.source.rpartition(":")[0]
         raise UsageError(f"--resume, and after it {later.source} says init_from={init_from}: they contradict each "
-                         "other.", "Put --resume last.")
+                         "other.", f"Leave out --resume or {later.source}" if later.source.startswith("-")
+                         else f"Put --resume after the file: {file} --resume")
     names = ["scratch", "resume", *gpt2_shapes]
     if init_from not in names and not isdir(init_from) and not (init_from.endswith(".pt") and isfile(init_from)):
         near = nearest(init_from, names)

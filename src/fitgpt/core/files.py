@@ -6,23 +6,31 @@ import errno
 import json
 import math
 import os
+import re
 import shlex
 import shutil
+import stat
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from io import BufferedReader
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 from .errors import SystemFault, UsageError
+from .units import show_bytes
 
 _WINDOWS_RETRY_S = 2.5  # a virus scanner keeps a new file open for at most about this long
 
 PAGE_MARK = '<meta name="generator" content="fitgpt">'  # in the head of every page of show.charts
+MAX_JSON_BYTES = 64 * 2**20  # of a JSON file that is read: the manifest of 400,000 shards, for example
 _MAX_LENGTH = 16 * 2**20  # characters of a file that fitgpt writes
 _LOCK_OFFSET = 2**30      # Windows forbids reading locked bytes: lock one far beyond the text
+
+_OLD = "-old"             # ends the name of an earlier folder that is being replaced
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of renameat2(2)
 
 _OTHER_FOLDER = "Choose another folder (--out_dir; for prepare, fit and export, -o)."
 _FIXES = {
@@ -37,6 +45,30 @@ _FIXES = {
                  "FAT they end at 4 GiB.",
 }
 
+
+# ---- reading
+
+def open_regular(path: Path | str) -> BufferedReader:
+    """Opens a file for reading. OSError if it is a pipe or a device: reading those may block, or never end."""
+    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NONBLOCK", 0)))  # noqa: SIM115
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "it is a pipe or a device, not a file", str(path))
+    return file
+
+
+def read_limited(path: Path | str, limit: int, *, pipes: bool = False) -> bytes:
+    """The content of a file; ValueError if it has more than `limit` bytes, of which no more are read. With `pipes` it
+    may be a pipe or a device, for a path that the user typed: `--plan <(…)`."""
+    with open(path, "rb") if pipes else open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        content = b"" if size > limit else file.read(limit + 1)
+    if max(size, len(content)) > limit:
+        raise ValueError(f"it is larger than {show_bytes(limit)}, the limit")
+    return content
+
+
+# ---- writing
 
 @contextmanager
 def disk_faults(doing: str, path: Path) -> Iterator[None]:
@@ -116,9 +148,11 @@ def replace_file(path: Path, temporary: Path, *parts: bytes | memoryview) -> Non
 def folder_atomically(target: Path, temporary: Path) -> Iterator[Path]:
     """Yields `temporary` (beside `target`) to fill; then every file is synced and the folder renamed.
 
-    If anything fails inside, the temporary folder is removed and `target` stays as it was, or absent.
+    If anything fails inside, the temporary folder is removed and `target` stays as it was, or absent. An earlier folder
+    is exchanged with the new one in one operation. Where the file system cannot do that it is renamed to `…-old` first,
+    and `recover_folder` undoes a kill in between.
     """
-    displaced = temporary.with_name(f"{temporary.name}-old")
+    displaced = temporary.with_name(f"{temporary.name}{_OLD}")
     try:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
@@ -127,16 +161,58 @@ def folder_atomically(target: Path, temporary: Path) -> Iterator[Path]:
             with open(file, "rb+") as opened:
                 os.fsync(opened.fileno())
         sync_folder(temporary)
-        if target.exists():
-            rename_with_retry(target, displaced)
-        rename_with_retry(temporary, target)
+        if not (target.exists() and _exchange(temporary, target)):
+            if target.exists():
+                rename_with_retry(target, displaced)
+            rename_with_retry(temporary, target)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         if displaced.exists() and not target.exists():
             rename_with_retry(displaced, target)
         raise
     sync_folder(target.parent)
+    shutil.rmtree(temporary, ignore_errors=True)  # the earlier folder, if they were exchanged
     shutil.rmtree(displaced, ignore_errors=True)
+
+
+def recover_folder(target: Path) -> None:
+    """Undoes what a killed `folder_atomically` left, whose temporary folder was `.tmp-NAME-PID`: brings back an earlier
+    folder that was already renamed, and removes the rest."""
+    name = re.compile(rf"\.tmp-{re.escape(target.name)}-(\d{{1,9}})({_OLD})?")
+    found = [(match, path) for path in target.parent.glob(".tmp-*") if (match := name.fullmatch(path.name))]
+    for match, path in sorted(found, key=lambda each: not each[0][2]):  # earlier folders first
+        if is_alive(int(match[1])):
+            continue
+        if match[2] and not target.exists():
+            rename_with_retry(path, target)
+        else:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process on this machine has this pid; True where that cannot be known."""
+    if os.name != "posix":
+        return True  # on Windows os.kill(pid, 0) would be Ctrl-C
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        pass  # another user's
+    return True
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Exchanges the names of two folders atomically, with Linux's renameat2; False where it cannot."""
+    if sys.platform != "linux":
+        return False
+    import ctypes  # slow to import
+
+    try:
+        rename = ctypes.CDLL(None, use_errno=True).renameat2
+    except (OSError, AttributeError):  # a C library older than 2018
+        return False
+    return bool(rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0)
 
 
 def rename_with_retry(source: Path, target: Path) -> None:
@@ -192,16 +268,18 @@ def try_lock(descriptor: int) -> bool:
 def read_json_object(path: Path) -> dict[str, Any]:
     """A JSON file → its object; empty where it is missing or is not an object."""
     try:
-        found = json.loads(path.read_bytes())
+        found = json.loads(read_limited(path, MAX_JSON_BYTES))
     except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 
 
-def seal_json(document: dict[str, Any]) -> str:
+def seal_json(document: dict[str, Any], *, indent: int | None = 1) -> str:
     """A document → JSON with the checksum of its content. Infinities and NaN survive the round trip."""
     body = _tag_nonfinite(document)
-    return json.dumps({**body, "checksum": _checksum(body)}, indent=1, allow_nan=False) + "\n"
+    separators = (",", ":") if indent is None else None
+    return json.dumps({**body, "checksum": _checksum(body)}, indent=indent, separators=separators,
+                      allow_nan=False) + "\n"
 
 
 def unseal_json(text: str | bytes) -> dict[str, Any]:

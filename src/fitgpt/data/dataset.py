@@ -13,28 +13,36 @@ dataset of thousands of shards needs few file descriptors; each time it is check
 from __future__ import annotations
 
 import hashlib
+import json
 import os
-from collections.abc import Iterator, Sequence
+import shlex
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..core.errors import DataError, SystemFault
-from ..core.files import write_atomically
-from ..core.units import MiB
+from ..core.files import open_regular, read_json_object, write_atomically
+from ..core.units import GiB, MiB, show_bytes
 from .sample_order import I64, hash_of, window_of
-from .shards import DataSummary, ShardFile, block_too_long, list_shards
+from .shards import PREPARE_AGAIN, SPLITS, DataSummary, ShardFile, block_too_long, list_shards
 
 _NUMPY_DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 _DO_NOT_CHANGE = ("Do not change the data while a run uses it: restore the shard, or prepare the dataset again "
                   "(`fitgpt prepare … --overwrite`). Then resume from the last checkpoint.")
 
 _SCAN_BYTES = 8 * MiB            # per read
+_LARGE_BYTES = 1 * GiB           # takes longer than a second to verify
+_SHOWN_EVERY_S = 5.0
+_NAMED = 5                       # damaged shards in an error
+_WIDE_ZEROS = 0.99               # share of zeros and ones in the upper halves of 4-byte tokens below 131,072
+_FEW_TOKENS = 64                 # too few to tell
 _PROBE_TOKENS = 64               # long enough that passages do not repeat by chance
 _PROBES_PER_END = 4
 _PROBE_DISTINCT = 8              # a run of spaces or zeros is not evidence of overlap
@@ -51,6 +59,13 @@ class Dataset:
 
     def split(self, name: str) -> Split:
         return self.splits[name]
+
+    def verify(self, vocab_size: int, notify: Callable[[str], None] = lambda sentence: None,
+               splits: Sequence[str] = SPLITS, *, fresh: bool = False) -> None:
+        """Raises DataError if a shard does not match its checksum, or if a token is ≥ vocab_size."""
+        scans = ShardScans(self.summary.path, notify, fresh=fresh)
+        for name in splits:
+            self.splits[name].check_tokens(vocab_size, scans)
 
 
 def open_dataset(dataset: str) -> Dataset:
@@ -100,14 +115,14 @@ class Split:
             with _opened(shard):
                 pass
 
-    def check_tokens(self, vocab_size: int) -> None:
-        """Raises DataError if a token is ≥ vocab_size; from then on every read that returns one raises too.
+    def check_tokens(self, vocab_size: int, scans: ShardScans) -> None:
+        """Raises DataError if a shard is damaged or a token ≥ vocab_size; from then on every read that returns one
+        raises too.
 
         Call this before any work on a GPU: there an index out of range is a device-side assert, after which the
         process cannot use CUDA any more.
         """
-        for shard in self.shards:
-            largest = _max_token(shard)
+        for shard, largest in zip(self.shards, scans.largest_tokens(self.shards), strict=True):
             if largest >= vocab_size:
                 raise DataError(
                     f"{shard.path} holds the token {largest:,}, and the model's vocabulary is {vocab_size:,}: "
@@ -159,7 +174,7 @@ class Split:
 def _opened(shard: ShardFile) -> Iterator[FileIO]:
     """The file of a shard; DataError if it cannot be read, or if it is not as it was when the dataset was opened."""
     try:
-        with open(shard.path, "rb", buffering=0) as file:
+        with open_regular(shard.path) as file:
             status = os.fstat(file.fileno())
             if status.st_size < shard.size:
                 raise DataError(f"{shard.path} was truncated: {shard.size:,} bytes when it was opened, "
@@ -167,37 +182,89 @@ def _opened(shard: ShardFile) -> Iterator[FileIO]:
             if (status.st_size, status.st_mtime_ns) != (shard.size, shard.mtime_ns):
                 raise DataError(f"{shard.path} was changed after it was opened: its size or modification time differs "
                                 f"({shard.size:,} bytes then, {status.st_size:,} now).", _DO_NOT_CHANGE)
-            yield file
+            yield cast(FileIO, file.raw)  # windows are read one by one: a buffer would read more than they need
     except OSError as error:
         raise DataError(f"{shard.path} is missing or can no longer be read: {error.strerror or error}.",
                         _DO_NOT_CHANGE) from error
 
 
-# ---- the largest token
+# ---- the content of shards, read once
 
-def _max_token(shard: ShardFile) -> int:
-    """The largest token of a shard: from its header, else from the user's cache, else from a scan of the file."""
-    if shard.max_token is not None:
-        return shard.max_token
-    key = f"{os.path.realpath(shard.path)}\n{shard.size}\n{shard.mtime_ns}"
-    root = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
-    cache = root / "fitgpt" / "max-token" / f"{hashlib.sha256(os.fsencode(key)).hexdigest()[:32]}.json"
-    with suppress(OSError, ValueError):
-        if (cached := int(cache.read_text())) >= 0:
-            return cached
-    largest = _scan(shard)
-    with suppress(OSError, SystemFault):  # a cache that cannot be written costs another scan next time
-        cache.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(cache, f"{largest}\n")
-    return largest
+class ShardScans:
+    """The largest token of each shard of a dataset. A shard's file is read once: it must match its checksum, and the
+    result is remembered in the user's cache until the file's size, modification time or inode changes.
+
+    `fresh`: reads every file, whatever is remembered. `notify`: shows a sentence to the user, for large datasets.
+    """
+
+    def __init__(self, folder: str, notify: Callable[[str], None], *, fresh: bool = False) -> None:
+        self._notify = notify
+        root = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
+        name = hashlib.sha256(os.fsencode(os.path.realpath(folder))).hexdigest()[:32]
+        self._cache = root / "fitgpt" / "scanned" / f"{name}.json"
+        self._known = {} if fresh else read_json_object(self._cache)
+
+    def largest_tokens(self, shards: Sequence[ShardFile]) -> list[int]:
+        """Of each shard; DataError that names all that do not match their checksum, or have none and look like uint32.
+        """
+        new = [shard for shard in shards if self._remembered(shard) is None]
+        nbytes, read, shown = sum(shard.size for shard in new), 0, time.monotonic()
+        errors: list[DataError] = []
+        if nbytes > _LARGE_BYTES:
+            self._notify(f"Verifying {show_bytes(nbytes)} of {os.path.dirname(new[0].path)}. This is done once, and "
+                         "again for files that change.")
+        try:
+            for shard in new:
+                try:
+                    self._known[os.path.basename(shard.path)] = [*_stamp(shard), _scan(shard)]
+                except DataError as error:
+                    errors.append(error)
+                read += shard.size
+                if time.monotonic() - shown > _SHOWN_EVERY_S:
+                    self._notify(f"{read / nbytes:4.0%} verified, {show_bytes(read)} of {show_bytes(nbytes)}")
+                    shown = time.monotonic()
+        finally:
+            if new:
+                with suppress(OSError, SystemFault):  # a cache that cannot be written costs another scan next time
+                    self._cache.parent.mkdir(parents=True, exist_ok=True)
+                    write_atomically(self._cache, json.dumps(self._known))
+        if errors:
+            hidden = len(errors) - _NAMED
+            raise DataError(" ".join([*(error.what for error in errors[:_NAMED]),
+                                      *([f"So are {hidden:,} more."] if hidden > 0 else [])]), errors[0].fix)
+        return [self._remembered(shard) or 0 for shard in shards]
+
+    def _remembered(self, shard: ShardFile) -> int | None:
+        match self._known.get(os.path.basename(shard.path)):
+            case [*stamp, int(largest)] if stamp == _stamp(shard) and largest >= 0:
+                return largest
+        return None
+
+
+def _stamp(shard: ShardFile) -> list[Any]:
+    return [shard.size, shard.mtime_ns, shard.inode, shard.sha256]
 
 
 def _scan(shard: ShardFile) -> int:
-    largest, dtype = 0, _NUMPY_DTYPES[shard.dtype]
+    """The largest token of a file, all of which is read."""
+    dtype = _NUMPY_DTYPES[shard.dtype]
+    digest, largest, small = hashlib.sha256(), 0, np.zeros(2, np.int64)  # small: tokens below 2, at even and odd places
     with _opened(shard) as file:
         file.seek(shard.start)
         while len(tokens := np.fromfile(file, dtype, _SCAN_BYTES // dtype.itemsize)):
             largest = max(largest, int(tokens.max()))
+            if shard.sha256:
+                digest.update(tokens.data)
+            else:
+                small += [np.count_nonzero(tokens[place::2] < 2) for place in (0, 1)]
+    if shard.sha256 and digest.hexdigest() != shard.sha256:
+        raise DataError(f"The shard {shard.path} is damaged: its tokens do not match their checksum.", PREPARE_AGAIN)
+    even, odd = (2 * small / shard.tokens).tolist()
+    if odd >= _WIDE_ZEROS > even and shard.tokens % 2 == 0 and shard.tokens >= _FEW_TOKENS:
+        narrow = f"import numpy as np; f={shard.path!r}; np.fromfile(f, 'u4').astype('u2').tofile(f)"
+        raise DataError(
+            f"{shard.path} looks like tokens of 4 or 8 bytes: {odd:.0%} of every second 2 bytes are 0 or 1. Files without "
+            "a header hold uint16 tokens.", f"Write it as uint16: python -c {shlex.quote(narrow)}")
     return largest
 
 

@@ -33,7 +33,7 @@ from ..core.errors import DataError, FitError, Interrupted, SystemFault, UsageEr
 from ..core.units import KiB, MiB, parse_count, show_bytes, show_count, show_seconds
 from ..core.worker_process import begin_worker, sigint_blocked
 from .dataset import open_dataset
-from .shards import ITEM_BYTES, MANIFEST_NAME, PROGRESS_NAME, SPLITS, Manifest, read_manifest, summarise
+from .shards import ITEM_BYTES, MANIFEST_NAME, PROGRESS_NAME, SPLITS, Manifest, read_manifest
 from .sources import TextSource, open_source
 from .text import TextChunk
 from .tokenizers import Tokenizer, get_tokenizer
@@ -103,7 +103,7 @@ def prepare_dataset(options: PrepareOptions, *, notify: Notify, ask: Ask) -> Pre
     Announces the work through `notify` before it starts, and asks before a large download.
     """
     job = _job(options)
-    if not options.overwrite and (existing := _existing(job)):
+    if not options.overwrite and (existing := _existing(job, notify)):
         return existing
     check_not_nanogpt(job.folder)
     _announce(job, notify, ask)
@@ -112,7 +112,7 @@ def prepare_dataset(options: PrepareOptions, *, notify: Notify, ask: Ask) -> Pre
         with locked(job.folder):
             if options.overwrite:
                 remove_written(job.folder)
-            elif existing := _existing(job):  # another process prepared it meanwhile
+            elif existing := _existing(job, notify):  # another process prepared it meanwhile
                 return existing
             tokenizer = job.tokenizer
             writers = {split: SplitWriter(job.folder, split, tokenizer.name, tokenizer.vocab_size, job.shard_tokens)
@@ -155,13 +155,14 @@ def _job(options: PrepareOptions) -> PrepareJob:
                       shard_tokens, settings, shlex.join(words))
 
 
-def _existing(job: PrepareJob) -> PreparedDataset | None:
-    """The finished dataset in the folder, if there is one; UsageError if it was prepared differently."""
+def _existing(job: PrepareJob, notify: Notify) -> PreparedDataset | None:
+    """The finished dataset in the folder, if there is one; UsageError if it was prepared differently, DataError if it is
+    damaged."""
     if not (job.folder / MANIFEST_NAME).is_file():
         return None
     manifest = read_manifest(job.folder)
     _check_same_settings(job, manifest.settings, "a dataset")
-    summarise(str(job.folder))  # checks every shard
+    open_dataset(str(job.folder)).verify(manifest.vocab_size, notify)
     with suppress(OSError):  # a dataset that this user may only read
         remove_written(job.folder, manifest)
     return PreparedDataset(job.folder, job.dataset, manifest, (), existed=True)
@@ -421,7 +422,8 @@ def _finish(job: PrepareJob, state: ResumeState, writers: Writers) -> None:
     manifest = Manifest(job.tokenizer.name, job.tokenizer.vocab_size, DTYPE,
                         {split: tuple(writers[split].shards) for split in SPLITS}, state.documents,
                         dict(sorted(state.counts.items())), job.settings, job.source.description, job.command)
-    write_file(job.folder / MANIFEST_NAME, manifest.to_json().encode())
+    # A name that is not valid UTF-8 has surrogates in Python: as escapes they are valid JSON.
+    write_file(job.folder / MANIFEST_NAME, manifest.to_json().encode("utf-8", "backslashreplace"))
     remove_written(job.folder, manifest)
 
 

@@ -33,6 +33,7 @@ from typing import Any
 from ..config.run_config import DEFAULT_VOCAB
 from ..core import safe_pickle
 from ..core.errors import DataError
+from ..core.files import MAX_JSON_BYTES, open_regular, read_limited
 from ..core.units import KiB, MiB, show_bytes
 
 MAGIC = b"FITGPT\r\n"
@@ -54,7 +55,7 @@ _META_DEPTH = 8                  # nanoGPT's own meta.pkl has depth 2
 _EDGE_BYTES = 64 * KiB           # at each end of a headerless file, hashed into the fingerprint
 _PADDED_TO = 64                  # aligned for tensor cores; nanoGPT rounds GPT-2's vocabulary up to it too
 _LARGEST_PADDING = 1024          # models pad their vocabulary to a multiple of 64 or 128; more is another vocabulary
-_PREPARE_AGAIN = "Prepare the dataset again (`fitgpt prepare … --overwrite`), or copy the file again from its source."
+PREPARE_AGAIN = "Prepare the dataset again (`fitgpt prepare … --overwrite`), or copy the file again from its source."
 
 
 # ---- vocabularies and block sizes
@@ -107,7 +108,7 @@ class DataSummary:
 
 @dataclass(frozen=True)
 class ShardFile:
-    """A shard on disk. `size` and `mtime_ns` reveal later whether the file was changed."""
+    """A shard on disk. `size`, `mtime_ns` and `inode` reveal later whether the file was changed."""
 
     path: str
     tokens: int
@@ -116,6 +117,8 @@ class ShardFile:
     max_token: int | None    # None: unknown until the file is scanned
     size: int
     mtime_ns: int
+    inode: int
+    sha256: str = ""         # of the tokens' bytes; empty: the file has no checksum
 
 
 ShardFiles = dict[str, tuple[ShardFile, ...]]  # by split
@@ -248,7 +251,7 @@ def _headerless_shard(path: Path) -> ShardFile:
     if size % 2:
         raise DataError(f"{path} has {size:,} bytes ({show_bytes(size)}), an odd number; "
                         "uint16 tokens take 2 bytes each, so the file is truncated or not a list of tokens.", fix)
-    return ShardFile(str(path), size // 2, "uint16", 0, None, size, status.st_mtime_ns)
+    return ShardFile(str(path), size // 2, "uint16", 0, None, size, status.st_mtime_ns, status.st_ino)
 
 
 # ---- the header of a shard
@@ -273,13 +276,13 @@ def pack(header: ShardHeader) -> bytes:
     return body + _CRC.pack(zlib.crc32(body))
 
 
-def read_header(path: Path, fix: str = _PREPARE_AGAIN) -> tuple[ShardHeader, ShardFile]:
+def read_header(path: Path, fix: str = PREPARE_AGAIN) -> tuple[ShardHeader, ShardFile]:
     """A shard's path → its header, every field checked against the others and against the file's size."""
     def invalid(why: str) -> DataError:
         return DataError(f"The shard {path} {why}.", fix)
 
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             status = os.fstat(file.fileno())
             raw = file.read(HEADER_BYTES)
     except OSError as error:
@@ -311,7 +314,8 @@ def read_header(path: Path, fix: str = _PREPARE_AGAIN) -> tuple[ShardHeader, Sha
                       f"tokens, so {expected:,} bytes in all, and the file has {size:,} bytes")
     header = ShardHeader(dtype, tokens, vocab_size, max_token, tokenizer.rstrip(b"\0").decode("ascii", "replace"),
                          digest.hex())
-    return header, ShardFile(str(path), tokens, dtype, HEADER_BYTES, max_token, size, status.st_mtime_ns)
+    return header, ShardFile(str(path), tokens, dtype, HEADER_BYTES, max_token, size, status.st_mtime_ns,
+                             status.st_ino, header.sha256)
 
 
 # ---- manifest.json
@@ -357,7 +361,7 @@ def read_manifest(folder: Path) -> Manifest:
     """The manifest of a folder. Every field is checked: the file may be edited, truncated or from a newer fitgpt."""
     path = folder / MANIFEST_NAME
     try:
-        document = json.loads(path.read_bytes())
+        document = json.loads(read_limited(path, MAX_JSON_BYTES))
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}.", "Make it readable for this user.") from error
     except (ValueError, RecursionError) as error:
@@ -436,13 +440,10 @@ def read_meta(path: Path) -> NanoGPTMeta:
             f"mv {path} {path}.rejected")
 
     try:
-        size = path.stat().st_size
-        if size > MAX_META_BYTES:
-            raise rejected(f"it is {show_bytes(size)}, and the limit is {show_bytes(MAX_META_BYTES)}")
-        meta = safe_pickle.parse(path.read_bytes(), max_depth=_META_DEPTH)
+        meta = safe_pickle.parse(read_limited(path, MAX_META_BYTES), max_depth=_META_DEPTH)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}.", "Make it readable for this user.") from error
-    except safe_pickle.UnsafePickleError as error:
+    except (ValueError, safe_pickle.UnsafePickleError) as error:
         raise rejected(str(error)) from None
     if not isinstance(meta, dict):
         raise rejected("it does not hold a dict")

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..core.errors import DataError, SystemFault, UsageError
-from ..core.files import replace_file, try_lock
+from ..core.files import MAX_JSON_BYTES, read_limited, replace_file, try_lock
 from .shards import (
     HEADER_BYTES,
     MANIFEST_NAME,
@@ -234,7 +234,7 @@ def load_state(folder: Path, writers: dict[str, SplitWriter]) -> ResumeState | N
     """The saved state, restored into the writers too; None if it is missing or damaged."""
     path = folder / PROGRESS_NAME
     try:
-        document = json.loads(path.read_bytes())
+        document = json.loads(read_limited(path, MAX_JSON_BYTES))
         if document["schema"] != _SCHEMA:
             return None
         shards = {split: [shard_entry(row, path) for row in document["shards"][split]] for split in SPLITS}
@@ -242,8 +242,8 @@ def load_state(folder: Path, writers: dict[str, SplitWriter]) -> ResumeState | N
             header, _ = read_header(folder / entry.file)
             if (header.tokens, header.sha256) != (entry.tokens, entry.sha256):
                 return None
-        carry = (folder / Path(document["carry"]).name).read_bytes()
         train_bytes, val_bytes = (document["carry_bytes"][split] for split in SPLITS)
+        carry = read_limited(folder / Path(document["carry"]).name, train_bytes + val_bytes)
         if hashlib.sha256(carry).hexdigest() != document["carry_sha256"] or len(carry) != train_bytes + val_bytes:
             return None
         state = ResumeState(**document["progress"])

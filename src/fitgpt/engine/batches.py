@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future
+from contextlib import suppress
+from queue import SimpleQueue
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -17,6 +20,8 @@ from ..data.sample_order import positions_for
 ReadWindows = Callable[["np.ndarray[Any, Any]"], Any]  # window numbers [n] → token ids [n, T + 1]
 
 DEPTH = 3  # batches read ahead: one in use by the copy, one ready, one being read
+LOOK_EVERY_S = 0.2  # for a stop request, while a batch is being read
+CLOSE_S = 5.0       # a read that takes longer, on a disk that does not answer, is left alone
 
 
 class Prefetcher:
@@ -30,20 +35,43 @@ class Prefetcher:
         self._read = read
         self._device = device
         self._last = last  # the last batch that will be requested
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fitgpt-feed")
         self._ahead: dict[int, Future[Tensor]] = {}
+        self._requests: SimpleQueue[tuple[int, Future[Tensor]] | None] = SimpleQueue()
+        # A daemon: a process that has to end does not wait for a disk.
+        self._thread = Thread(target=self._serve, name="fitgpt-feed", daemon=True)
+        self._thread.start()
 
-    def get(self, k: int) -> tuple[Tensor, Tensor]:
+    def get(self, k: int, stop_requested: Callable[[], bool] = lambda: False) -> tuple[Tensor, Tensor] | None:
+        """None if a stop was requested before the batch was there."""
         for number in [number for number in self._ahead if not k <= number < k + DEPTH]:
             self._ahead.pop(number).cancel()  # read ahead for an order that has changed
         for number in range(k, min(k + DEPTH, self._last + 1)):
             if number not in self._ahead:
-                self._ahead[number] = self._thread.submit(self._read_pinned, number)
-        tokens = self._ahead.pop(k).result().to(self._device, non_blocking=True)
+                self._ahead[number] = Future()
+                self._requests.put((number, self._ahead[number]))
+        batch = self._ahead.pop(k)
+        while not batch.done():
+            with suppress(TimeoutError, CancelledError):
+                batch.exception(LOOK_EVERY_S)
+            if not batch.done() and stop_requested():
+                return None
+        tokens = batch.result().to(self._device, non_blocking=True)
         return tokens[:, :-1], tokens[:, 1:]
 
     def close(self) -> None:
-        self._thread.shutdown(cancel_futures=True)
+        for future in self._ahead.values():
+            future.cancel()
+        self._requests.put(None)
+        self._thread.join(CLOSE_S)
+
+    def _serve(self) -> None:
+        while (request := self._requests.get()) is not None:
+            number, future = request
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(self._read_pinned(number))
+                except BaseException as error:
+                    future.set_exception(error)
 
     def _read_pinned(self, number: int) -> Tensor:
         """Pinned memory lets the copy to the GPU overlap with computation."""

@@ -247,10 +247,28 @@ def read_tools() -> Tools:
 
 @lru_cache(maxsize=1)
 def triton_works() -> bool:
-    """Triton compiles a small C library when it first runs: without a C compiler the plain path is used."""
+    """Triton compiles a small C library when it first runs: without a C compiler that works the plain path is used."""
     tools = read_tools()
     return (tools.triton and tools.c_compiler and tools.python_headers
-            and torch.cuda.get_device_capability() >= TRITON_FROM)
+            and torch.cuda.get_device_capability() >= TRITON_FROM and _runs_a_triton_kernel())
+
+
+def _runs_a_triton_kernel() -> bool:
+    """Tries one. The memory it takes is given back: a run's memory is planned from nothing."""
+    from .oom import is_out_of_memory
+
+    try:
+        from .kernels import fused_cross_entropy_
+
+        fused_cross_entropy_(torch.zeros(1, 8, device="cuda"), torch.zeros(1, dtype=torch.int64, device="cuda"), None)
+        torch.cuda.synchronize()
+    except Exception as error:  # of Triton, of a compiler, of a driver that is too old: each has its own
+        if is_out_of_memory(error):
+            raise
+        return False
+    finally:
+        torch.cuda.empty_cache()
+    return True
 
 
 def _is_program(command: str) -> bool:
@@ -267,6 +285,17 @@ def cpu_name() -> str:
     model = re.search(r"model name\s*: *(.+)", listed)
     name = model[1].strip() if model else platform.processor() or "CPU"
     return f"{name}, {threads} thread{'s' if threads > 1 else ''}"
+
+
+def set_deterministic(on: bool) -> None:
+    """Makes torch use deterministic kernels only, and raise where it has none; or ends that. A setting of the process,
+    before its first matmul: cuBLAS reads its variable once."""
+    if on:
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    torch.use_deterministic_algorithms(on)
+    # The engine reads only what it has written: nothing need be filled.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.backends.cuda.enable_cudnn_sdp(not on)  # cuDNN's attention has no deterministic backward pass
 
 
 def read_memory(device: str) -> MemoryReading:

@@ -81,7 +81,10 @@ def _split_loss(split: str, token_losses: TokenLosses, device: torch.device, rea
                           device, last=batches - 1)
         try:
             for k in range(batches):
-                inputs, targets = feed.get(k)
+                tokens = feed.get(k, stop_requested)
+                if tokens is None:
+                    return None
+                inputs, targets = tokens
                 end = min(done + batch, own)
                 means[done:end] = token_losses(inputs, targets).mean(dim=1)[:end - done]
                 done = end

@@ -15,7 +15,7 @@ from torch import Tensor
 from .. import __version__
 from ..config.architectures import NORM_EPSILON, GPTConfig
 from ..core.errors import DataError, UsageError
-from ..core.files import disk_faults, folder_atomically, read_json_object
+from ..core.files import disk_faults, folder_atomically, read_json_object, recover_folder
 from ..data.tokenizers import (
     FILE_NAMES,
     TOKENIZER_KEY,
@@ -25,7 +25,15 @@ from ..data.tokenizers import (
     tokenizer_of_export,
 )
 from ..runs.model_shape import hugging_face_shape
-from .weights import TIED_HEAD, TIED_TO, WeightSource, checked_parameters, unpickle_tensors, write_safetensors
+from .weights import (
+    TIED_HEAD,
+    TIED_TO,
+    WeightSource,
+    checked_parameters,
+    refuse_nonfinite,
+    unpickle_tensors,
+    write_safetensors,
+)
 
 _ENDS_OF_TEXT = {each.name: each.end_of_text for each in (GPT2Tokenizer, ByteTokenizer)}
 
@@ -46,6 +54,8 @@ def write_folder(out: Path | str, config: GPTConfig, model: Mapping[str, Tensor]
     """
     _refuse_to_overwrite(Path(out))
     out = Path(os.path.abspath(out))  # so that '.' has a name too
+    with disk_faults("look at", out):
+        recover_folder(out)
     end_of_text = _ENDS_OF_TEXT.get(tokenizer)
     described = {
         "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", VERSION_KEY: __version__,
@@ -70,8 +80,8 @@ def write_folder(out: Path | str, config: GPTConfig, model: Mapping[str, Tensor]
     documents = {_CONFIG: described, **(files or {})}
     if end_of_text is not None:
         documents[_GENERATION] = {"bos_token_id": end_of_text, "eos_token_id": end_of_text}
-    temporary = out.with_name(f".tmp-{out.name}-{os.getpid()}")
-    with disk_faults("write the export", out), folder_atomically(out, temporary) as folder:
+    with disk_faults("write the export", out), folder_atomically(
+            out, out.with_name(f".tmp-{out.name}-{os.getpid()}")) as folder:
         write_safetensors(folder / _WEIGHTS, tensors, {"format": "pt"})
         for name, content in documents.items():
             (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
@@ -108,6 +118,7 @@ def read_folder(path: Path) -> WeightSource:
             name = f"transformer.{name}"
         if not name.endswith(_MASK_BUFFERS):
             model[name] = tensor.t() if name.endswith(_TRANSPOSED) and tensor.dim() == 2 else tensor
+    refuse_nonfinite(model, path)
     weights = {name: each.contiguous() for name, each in checked_parameters(config, model, path, DataError).items()}
     return WeightSource(config, weights, state=tokenizer_of_export(path), place=str(path), notes=notes)
 

@@ -96,8 +96,10 @@ def is_nvidia(device: str) -> bool:
 
 
 def gpu_reading(device: str, others: Mapping[str, int]) -> tuple[GpuReading, int]:
-    """(the GPU as torch sees it, its number of multiprocessors). `others`: bytes used by others, by uuid, read before
-    this process started. Without an entry, everything that is not free counts, this process's context included."""
+    """(the GPU as torch sees it, its number of multiprocessors); from now on it is torch's default GPU. `others`: bytes
+    used by others, by uuid, read before this process started. Without an entry, everything that is not free counts,
+    this process's context included."""
+    torch.cuda.set_device(device)
     card = torch.cuda.get_device_properties(device)
     free, total = torch.cuda.mem_get_info(device)
     uuid = str(getattr(card, "uuid", "")).removeprefix("GPU-").lower()

@@ -259,8 +259,12 @@ def column_sums(rows: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def add_rows_(total: Tensor, indices: Tensor, gradient: Tensor) -> None:
-    """Adds row i of `gradient` to row indices[i]. In half precision, rows of one index are summed in float32."""
-    if total.dtype in (torch.float32, torch.float64):
+    """Adds row i of `gradient` to row indices[i]. In half precision, rows of one index are summed in float32.
+
+    index_add_ adds atomically on CUDA, in any order; embedding_dense_backward sorts, and adds in the order of i.
+    """
+    must_sort = total.device.type == "cuda" and torch.are_deterministic_algorithms_enabled()
+    if total.dtype in (torch.float32, torch.float64) and not must_sort:
         total.index_add_(0, indices, gradient.to(total.dtype))
     else:
         total += torch.ops.aten.embedding_dense_backward(gradient.to(total.dtype), indices, len(total), -1, False)

@@ -20,11 +20,16 @@ from torch import Tensor
 
 from ..config.architectures import GPTConfig, parameter_shapes
 from ..core.errors import CheckpointError, FitError
+from ..core.units import MiB, show_bytes
 from ..runs.metrics import SplitLoss
 from .model import GPT
 
 TIED_HEAD, TIED_TO = "lm_head.weight", "transformer.wte.weight"
 DIFFERENCES_SHOWN = 5
+MAX_PICKLE_BYTES = 16 * MiB  # of a ckpt.pt without its tensors; GPT-2 XL's has less than 1 MiB
+MAX_STEP = 10**12            # of a checkpoint
+_READ_BYTES = 4 * MiB
+_FIX_COPY = "Copy it again from its source, or use another."
 _FIX_DIFFERENT = "Use a file that matches: this one was changed after it was written, or is of another model."
 _DTYPE_NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -84,14 +89,22 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor],
 # ---- reading
 
 def unpickle_tensors(path: Path, error_type: type[FitError]) -> Any:
-    """Reads a .pt or .bin file with torch's weights_only loader, the only way pickles are read."""
+    """Reads a .pt or .bin file with torch's weights_only loader, the only way pickles are read. Its records are compared
+    with their CRC-32 first, and what it claims with its size."""
     if not path.is_file():
         raise error_type(f"There is no file {path}.", "Check the path.")
     try:
+        is_zip = zipfile.is_zipfile(path)
+        if is_zip:
+            _check_records(path, error_type)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's advice to developers
             # only the zip format can be memory-mapped
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
+        _check_claims(content, path, error_type)
+        return content
+    except FitError:
+        raise
     except PermissionError as error:
         raise error_type(f"Cannot read {path}: {error.strerror}.", "Make it readable for this user.") from error
     except Exception as error:  # a damaged or hostile pickle can raise anything at all
@@ -101,6 +114,77 @@ def unpickle_tensors(path: Path, error_type: type[FitError]) -> Any:
         else:
             what = f"{path} is damaged, or holds more than tensors and plain values. Nothing in it was run."
         raise error_type(what, "Use a file from a source you trust, saved as safetensors if there is one.") from error
+
+
+def _check_records(path: Path, error_type: type[FitError]) -> None:
+    """Reads every record of a zip file. torch maps records into memory: it does not look at their checksums, and would
+    take compressed bytes for tensors."""
+    with zipfile.ZipFile(path) as opened:
+        records = opened.infolist()
+        if any(record.compress_type != zipfile.ZIP_STORED for record in records):
+            raise error_type(f"{path} has compressed records: another program than torch.save wrote it.",
+                             "Use the file as torch.save wrote it, not one that was packed again.")
+        claimed, size = sum(record.file_size for record in records), path.stat().st_size
+        pickled = max((record.file_size for record in records if record.filename.endswith(".pkl")), default=0)
+        if claimed > size or pickled > MAX_PICKLE_BYTES:
+            raise error_type(f"{path} has {show_bytes(size)} and claims {show_bytes(claimed)}, of which "
+                             f"{show_bytes(pickled)} without tensors, where the limit is "
+                             f"{show_bytes(MAX_PICKLE_BYTES)}: it is damaged, or made to use up memory.", _FIX_COPY)
+        for record in records:
+            try:
+                with opened.open(record) as content:
+                    while content.read(_READ_BYTES):
+                        pass
+            except zipfile.BadZipFile as error:
+                raise error_type(f"{path} is damaged: the record {record.filename} does not match its CRC-32.",
+                                 _FIX_COPY) from error
+
+
+def _check_claims(content: Any, path: Path, error_type: type[FitError]) -> None:
+    """Raises unless all tensors are dense and together not larger than the file. A tensor with strides of 0 can claim
+    any size; two names of one tensor, such as a tied head, count once."""
+    claims: dict[tuple[Any, ...], int] = {}
+    waiting, seen = [content], set[int]()
+    while waiting:
+        item = waiting.pop()
+        if id(item) in seen:  # a list may hold itself
+            continue
+        seen.add(id(item))
+        if isinstance(item, Tensor):
+            if item.layout != torch.strided or item.is_meta or item.is_quantized:
+                raise error_type(f"{path} holds a sparse, quantized or meta tensor, which weights are not.",
+                                 _FIX_DIFFERENT)
+            claims[item.untyped_storage().data_ptr(), item.storage_offset(), item.shape, item.stride()] = item.nbytes
+        elif isinstance(item, dict):
+            waiting += item.values()
+        elif isinstance(item, list | tuple):
+            waiting += item
+    claimed, size = sum(claims.values()), path.stat().st_size
+    if claimed > size:
+        raise error_type(f"{path} has {show_bytes(size)} and claims tensors of {show_bytes(claimed)}: it is damaged, "
+                         "or made to use up memory.", _FIX_COPY)
+
+
+def nonfinite(tensors: Mapping[str, Tensor]) -> str:
+    """What is wrong with the values of weights or of an optimizer's state: the first that is NaN, infinite, or negative
+    where that cannot be; empty if nothing is. Needs no memory."""
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point() or not tensor.numel():
+            continue
+        values = tensor.float() if tensor.element_size() == 1 else tensor  # aminmax has no float8
+        low, high = (bound.item() for bound in torch.aminmax(values))
+        if not math.isfinite(low) or not math.isfinite(high):
+            return f"{name} has values that are NaN or infinite"
+        if low < 0 and name.endswith((".exp_avg_sq", ".step")):
+            return f"{name} is negative"
+    return ""
+
+
+def refuse_nonfinite(tensors: Mapping[str, Tensor], where: object) -> None:
+    if wrong := nonfinite(tensors):
+        raise CheckpointError(f"{where} cannot be used: {wrong}.",
+                              "Use an earlier checkpoint, or a copy from its source: the run it is of has diverged, or "
+                              "the file is damaged.")
 
 
 def checked_parameters(config: GPTConfig, found: Mapping[str, Tensor], where: object,
@@ -149,9 +233,11 @@ def read_nanogpt(path: Path) -> WeightSource:
                if not isinstance(ckpt, dict) or not isinstance(ckpt.get(key), kind)]
     if missing:
         raise CheckpointError(f"{path} is no checkpoint of nanoGPT: it lacks {', '.join(missing)}.", _FIX_CKPT)
+    if not 0 <= ckpt["iter_num"] <= MAX_STEP:
+        raise CheckpointError(f"{path} is no checkpoint of nanoGPT: its iter_num is {ckpt['iter_num']}.", _FIX_CKPT)
     try:
         best = float(ckpt["best_val_loss"])
-    except (KeyError, TypeError, ValueError, RuntimeError):
+    except (KeyError, TypeError, ValueError, RuntimeError, OverflowError):
         raise CheckpointError(f"{path} is no checkpoint of nanoGPT: it lacks best_val_loss.", _FIX_CKPT) from None
     found: dict[str, Tensor] = {}
     for key, tensor in ckpt["model"].items():
@@ -165,9 +251,13 @@ def read_nanogpt(path: Path) -> WeightSource:
         if not name.endswith(_MASK_BUFFER):
             found[name] = tensor
     config = _nanogpt_shape(ckpt["model_args"], "transformer.ln_f.bias" in found, path)
-    state = {"step": ckpt["iter_num"], "best": asdict(SplitLoss("val", best, math.inf, 0, config.block_size))}
-    return WeightSource(config, checked_parameters(config, found, path, CheckpointError),
-                        _nanogpt_optimizer(ckpt["optimizer"], config, path), state, ckpt["config"], str(path))
+    refuse_nonfinite(found, path)
+    weights = checked_parameters(config, found, path, CheckpointError)
+    optimizer = _nanogpt_optimizer(ckpt["optimizer"], config, path)
+    refuse_nonfinite(optimizer, path)
+    state = {"step": ckpt["iter_num"], "best": asdict(SplitLoss("val", best, math.inf, 0, config.block_size))
+             if math.isfinite(best) else None}
+    return WeightSource(config, weights, optimizer, state, ckpt["config"], str(path))
 
 
 def _nanogpt_shape(args: Mapping[str, Any], has_bias: bool, path: object) -> GPTConfig:

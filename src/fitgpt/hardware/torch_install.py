@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..core.errors import DeviceError
 from . import nvidia
 
 Capability = tuple[int, int]
+
+LOADED = ("torch", "numpy", "safetensors", "triton")  # packages with native libraries, which may not load
 
 # NVIDIA's table: CUDA's major version → the first driver branch that runs it.
 _DRIVER_NEEDED = {11: 450, 12: 525, 13: 580}
@@ -50,6 +54,20 @@ class Mismatch:
     gpu: str
     why: str
     fix: str
+
+
+def failed_import(error: BaseException) -> DeviceError | None:
+    """The error of a package that is installed and does not load, such as a torch that lacks a library; None if this
+    error did not come from a package's import. Whatever its class: CDLL raises OSError, numpy RuntimeError."""
+    frame = error.__traceback__
+    while frame is not None:
+        code, package = frame.tb_frame.f_code, str(frame.tb_frame.f_globals.get("__name__", "")).partition(".")[0]
+        if package in LOADED and code.co_name == "<module>":
+            last_line = " ".join(str(error).split()).rstrip(".") or type(error).__name__
+            return DeviceError(f"{package} is installed for {sys.executable}, but does not load: {last_line}.",
+                               f"{sys.executable} -m pip install --force-reinstall {package}")
+        frame = frame.tb_next
+    return None
 
 
 def unusable_gpu_reason(build: TorchBuild, survey: nvidia.Survey, opened: Sequence[CudaDevice] = (),

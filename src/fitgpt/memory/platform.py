@@ -92,6 +92,7 @@ class Platform:
     compiles: bool = True                 # whether torch.compile works: it needs Triton
     sms: int = 132                        # streaming multiprocessors
     kernel: str = ""                      # of attention; "": torch's choice
+    deterministic: bool = False           # whether torch.use_deterministic_algorithms is on
 
     @property
     def rules(self) -> TorchRules:
@@ -111,8 +112,9 @@ class Platform:
 
     @property
     def workspace(self) -> int:
-        """Bytes of a cuBLAS workspace."""
-        return LARGE_WORKSPACE if self.capability[0] in self.rules.large_workspace else SMALL_WORKSPACE
+        """Bytes of a cuBLAS workspace. Deterministic algorithms need CUBLAS_WORKSPACE_CONFIG=:4096:8, 8 of 4 MiB."""
+        large = self.deterministic or self.capability[0] in self.rules.large_workspace
+        return LARGE_WORKSPACE if large else SMALL_WORKSPACE
 
     @property
     def threads(self) -> int:
@@ -139,9 +141,15 @@ class Platform:
             return "math"
         if dtype == "float32" or self.capability < (8, 0):
             return "efficient"  # flash attention needs Ampere and half precision
-        if self.capability in CUDNN_ATTENTION and head_size <= MAX_CUDNN_HEAD and head_size % 8 == 0:
+        if (self.capability in CUDNN_ATTENTION and head_size <= MAX_CUDNN_HEAD and head_size % 8 == 0
+                and not self.deterministic):  # its backward pass is not deterministic
             return "cudnn"
         return "flash" if head_size <= MAX_FLASH_HEAD else "efficient"
+
+    def flash_splits(self, batch: int, heads: int) -> int:
+        """Copies of the queries' gradient in flash attention's backward pass. A deterministic one gives each group of
+        thread blocks a copy of its own, where others add up atomically: mha_bwd in flash_api.cpp."""
+        return -(-self.sms // (batch * heads)) if self.deterministic else 1
 
     def uses_expandable_segments(self, trainer: str) -> bool:
         """Whether segments are expandable: fitgpt asks for them itself, nanoGPT leaves it to the environment."""

@@ -1,4 +1,5 @@
-"""Config + Platform → fallback plans: smaller plans of the same run, for use after an out-of-memory error.
+"""Config + Platform → fallback plans: smaller plans of the same run, for use after an out-of-memory error. Forecast
+before the run starts, in steps from fast to small; or searched for when it is known how much memory there is.
 
 A fallback plan changes how a step is computed, never what: the same samples in the same order, the same arithmetic up
 to rounding order. One exception: dropout masks are drawn per micro-batch, so a smaller micro-batch draws others; such
@@ -22,7 +23,9 @@ from ..hardware.gpus import GpuModel
 from ..memory.platform import Platform
 from ..tapes import engine as engine_tape
 from . import speed
+from .budget import Budget
 from .changes import repeatedly_divided
+from .fit_search import FitTarget, SaverSet, Search
 from .forecast import needs_of
 from .layer_costs import CostCache, describe_mix, mix_of, with_usual_loss
 from .plan_file import FallbackPlan
@@ -50,12 +53,51 @@ def fallback_plans(config: RunConfig, platform: Platform, *, host_bytes: int | N
     return tuple(plans)
 
 
+def fastest_within(config: RunConfig, platform: Platform, card: GpuModel | None, limit: int, *,
+                   host_bytes: int | None = None) -> FallbackPlan | None:
+    """The fastest plan of the same run that needs at most `limit` bytes, as `fit` chooses it; None if there is none.
+    With dropout, one with the same masks if there is one. `host_bytes`: as above."""
+    config = resolve_run(config, platform)
+    host_limit = None if host_bytes is None else host_bytes + engine_tape.host_bytes(config)
+    target = FitTarget(platform, Budget("", limit, 0, limit, 0), card, config.batch_size, host_limit)
+    for same_batch in (True, False) if config.dropout else (False,):
+        search = InRunSearch(config, target, same_batch)
+        chosen = search.choose()
+        if chosen is not None:
+            found = search.config_of(chosen)
+            changes = _difference(config, replace(found, eval_iters=config.eval_iters))
+            return FallbackPlan(changes, search.needs(found), describe(config, found))
+    return None
+
+
+class InRunSearch(Search):
+    """A search among the settings that a training can change to while it runs."""
+
+    def __init__(self, config: RunConfig, target: FitTarget, same_batch: bool) -> None:
+        super().__init__(config, target, frozenset())
+        self._same_batch = same_batch
+        self.saver_sets = [savers for savers in self.saver_sets if self._is_possible(savers.options)]
+
+    def batches(self, savers: SaverSet) -> list[int]:
+        return [self.config.batch_size] if self._same_batch else super().batches(savers)
+
+    def _is_possible(self, options: dict[str, Any]) -> bool:
+        changed = {option for option, value in options.items() if getattr(self.config, option) != value}
+        return changed <= ({"offload"} if can_offload_more(self.config) else set())
+
+
+def can_offload_more(config: RunConfig) -> bool:
+    """Whether more can go to CPU RAM in a run: only AdamW with float32 weights gives the same result there."""
+    return config.weights == "float32" and config.optimizer == "adamw" and not config.step_in_backward
+
+
 def describe(config: RunConfig, smaller: RunConfig) -> str:
     """What changes: 'batch 4 × 160, recompute no_mlp_up'."""
     texts = {
         "batch_size": f"batch {smaller.batch_size} × {smaller.gradient_accumulation_steps}",
         "eval_batch_size": f"evaluation batch {smaller.eval_batch}",
-        "recompute": f"recompute {smaller.recompute}", "loss_chunk": f"loss in chunks of {smaller.loss_chunk} tokens",
+        "recompute": f"recompute {smaller.recompute}",
+        "loss_chunk": f"loss in chunks of {smaller.loss_chunk or 'the usual number of'} tokens",
         "cuda_graphs": "no CUDA graphs", "offload": f"{smaller.offload} in CPU RAM"}
     changed = _difference(config, smaller)
     parts = [text for option, text in texts.items() if option in changed]
@@ -122,10 +164,9 @@ def _smaller(config: RunConfig, needed: int) -> Iterator[RunConfig]:
 
     graphs: list[dict[str, Any]] = [{}, {"cuda_graphs": False}] if engine_tape.uses_cuda_graphs(config) else [{}]
 
-    # More in CPU RAM. Only AdamW with float32 weights gives the same result there; gradients that leave the GPU exclude
-    # CUDA graphs.
+    # More in CPU RAM. Gradients that leave the GPU exclude CUDA graphs.
     offload: list[dict[str, Any]] = [{}]
-    if config.weights == "float32" and config.optimizer == "adamw" and not config.step_in_backward:
+    if can_offload_more(config):
         places = option_specs(RunConfig)["offload"].choices
         offload += [{"offload": place, **({"cuda_graphs": False} if place == "gradients" else {})}
                     for place in places[places.index(config.offload) + 1:]]

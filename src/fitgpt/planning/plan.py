@@ -20,7 +20,7 @@ from ..hardware.gpus import GpuModel
 from ..memory.platform import Platform
 from ..memory.timeline import Timeline, needs, needs_under
 from ..tapes.aten import round_up
-from ..tapes.engine import attention_kernel, checkpoint_bytes, uses_cuda_graphs
+from ..tapes.engine import attention_kernel, checkpoint_bytes, platform_of, uses_cuda_graphs
 from ..tapes.nanogpt_compiled import MULTIPLE, has_odd_sizes, splits_loss_rows
 from . import nanogpt_speed, speed
 from .budget import (
@@ -327,5 +327,7 @@ def verdicts(config: RunConfig, trainer: str = "fitgpt", others: int = 0, torch:
 def same_tape(run: ResolvedRun, platform: Platform) -> tuple[Any, ...]:
     """What a tape depends on. Where two platforms agree in it, so do their tapes, except for the partial sums of a
     norm: a few MiB that grow with the number of multiprocessors."""
-    return (run.dtype, run.compile, platform.workspace, attention_kernel(run, platform), platform.torch,
-            platform.expandable, platform.cache, splits_loss_rows(run.batch_size * run.block_size, platform.sms))
+    here = platform_of(run, platform)
+    return (run.dtype, run.compile, here.workspace, attention_kernel(run, platform), platform.torch,
+            platform.expandable, platform.cache, splits_loss_rows(run.batch_size * run.block_size, platform.sms),
+            here.flash_splits(run.batch_size, run.n_head))

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from ..config.fields import Assignment, checked, option_specs, shown
 from ..config.run_config import FALLBACK_OPTIONS, FIXED_BY_PLAN, RunConfig
 from ..core.errors import DeviceError, UsageError
-from ..core.files import is_own_json
+from ..core.files import is_own_json, seal_json, unseal_json
 from ..core.units import show_bytes, with_article
 from ..runs.metrics import PHASES, PhaseMemory
 from .budget import Budget
@@ -75,9 +75,8 @@ def text_of_fit(forecast: dict[str, Any], config: RunConfig, budget: Budget, pla
     the user gave it."""
     held = {"card": budget.card, "usable": budget.usable, "others": budget.others, "budget": budget.budget,
             "outside": budget.outside, "margin": budget.margin}
-    return json.dumps({**forecast, "config": config.to_dict(), "card": budget.card, "budget": held,
-                       "forecast": forecast, "tokens_per_s": speed, "ladder": fallback_plans_to_json(plans)},
-                      indent=1) + "\n"
+    return seal_json({**forecast, "config": config.to_dict(), "card": budget.card, "budget": held,
+                      "forecast": forecast, "tokens_per_s": speed, "ladder": fallback_plans_to_json(plans)})
 
 
 def is_of_fit(text: str) -> bool:
@@ -187,7 +186,10 @@ def read(path: str) -> PlanFile:
     try:
         if Path(path).stat().st_size > LARGEST:
             raise ValueError("it is too large")
-        document = json.loads(Path(path).read_text(encoding="utf-8"))
+        text = Path(path).read_text(encoding="utf-8")
+        document = json.loads(text)
+        if isinstance(document, dict) and "checksum" in document:
+            document = _unsealed(text)
     except OSError as error:
         raise UsageError(f"--plan {path}: {error.strerror or error}.", f"fitgpt fit -o {shlex.quote(path)}") from error
     except (ValueError, RecursionError) as error:
@@ -202,6 +204,13 @@ def read(path: str) -> PlanFile:
     card = document.get("card")
     return PlanFile(path, _options(path, document["config"]), card if isinstance(card, str) else "",
                     _needs(document.get("forecast")), _fallback_plans(path, document.get("ladder")))
+
+
+def _unsealed(text: str) -> dict[str, Any]:
+    try:
+        return unseal_json(text)
+    except ValueError:
+        raise ValueError("it was changed after `fitgpt fit` wrote it; if you did that, remove its checksum") from None
 
 
 def _options(path: str, given: dict[str, Any]) -> dict[str, Any]:

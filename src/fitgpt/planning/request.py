@@ -19,7 +19,7 @@ from ..config.fields import Assignment, Options, build, nearest, option_specs
 from ..config.run_config import DEFAULT_VOCAB, GPT2_VOCAB, NOT_NANOGPTS, RunConfig, check_resume, gpt2_shapes, resolve
 from ..core.errors import CheckpointError, DataError, UsageError
 from ..data.shards import DataSummary, block_too_long, check_vocab, padded_vocab, summarise
-from ..runs.folder import can_resume, recorded_config
+from ..runs.folder import can_resume, recorded_config, runs_near
 from ..runs.model_shape import shape_in
 from .plan_file import with_plan
 
@@ -124,8 +124,10 @@ def training_config(assignments: Sequence[Assignment]) -> tuple[RunConfig, list[
         if not can_resume(out_dir):
             why = ("it holds neither a run of fitgpt nor nanoGPT's ckpt.pt" if recorded is None
                    else "its run has no checkpoint")
+            near = [shlex.quote(f"--out_dir={folder}") for folder in runs_near(Path()) if can_resume(folder)]
             raise CheckpointError(f"There is nothing to resume in {out_dir}: {why}.",
-                                  "Name the run's folder with --out_dir=…, or start a run: leave --resume out.")
+                                  f"fitgpt train --resume {near[0]}" if near
+                                  else "Start a run: leave out --resume. No run is in this folder or in runs/.")
     config, notes = resolve(assignments, recorded)
     if recorded is not None:
         check_resume(recorded, config.to_dict(), given)

@@ -26,8 +26,11 @@ from .. import __version__
 from ..config.run_config import AS_RECORDED
 from ..core.errors import CheckpointError, SystemFault, UsageError
 from ..core.files import (
+    MAX_JSON_BYTES,
     disk_faults,
+    is_alive,
     read_json_object,
+    read_limited,
     seal_json,
     sync_folder,
     try_lock,
@@ -82,7 +85,7 @@ def recorded_config(out_dir: Path | str) -> dict[str, Any] | None:
         with disk_faults("read", path):
             if not path.exists():
                 return None
-            document = unseal_json(path.read_bytes())
+            document = unseal_json(read_limited(path, MAX_JSON_BYTES))
     except (ValueError, RecursionError) as error:
         raise CheckpointError(
             f"{path} is damaged or was edited: {error}.",
@@ -182,18 +185,14 @@ def lock_owner(folder: Path) -> LockOwner | None:
 def _holds(pid: int, lock: Path) -> bool | None:
     """Whether the process is alive and has the file open: its pid may have been reused by another process."""
     if os.name != "posix":
-        return None  # on Windows os.kill(pid, 0) would be Ctrl-C
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
+        return None
+    if not is_alive(pid):
         return False
-    except OSError:
-        return True  # another user's: it is alive, and no more can be known
     try:
         held = lock.stat()
         descriptors = list(Path(f"/proc/{pid}/fd").iterdir())
     except OSError:
-        return True  # no /proc, or no permission
+        return True  # no /proc, or another user's process: no more can be known
     for descriptor in descriptors:
         with suppress(OSError):
             if os.path.samestat(descriptor.stat(), held):
@@ -261,6 +260,9 @@ def open_run(out_dir: Path | str, config: Mapping[str, Any], *, resume: bool) ->
     try:
         if not resume:
             _refuse_another_run(path, config)
+        for leftover in path.glob(".tmp-*"):  # of a process that was killed as it started
+            with suppress(OSError):
+                leftover.unlink()
         _probe_disk(path)
         with disk_faults("repair", path / "metrics.jsonl"):
             notes += metrics.repair(path / "metrics.jsonl") if resume else metrics.set_aside(path)

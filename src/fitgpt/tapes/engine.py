@@ -43,7 +43,8 @@ def write_sampling(config: RunConfig, platform: Platform) -> Tape:
     Seven recorded runs make the same blocks of more than 512 bytes. Left out are scalars, and what a draw makes after
     its softmax. Nothing is compiled by default.
     """
-    config = replace(config, weights="float32", residual="float32", casts="transient", compile=False, dropout=0.0)
+    config = replace(config, weights="float32", residual="float32", casts="transient", compile=False, dropout=0.0,
+                     deterministic=False)
     writer, sample = Writer(), engine_module("sample")
     gpu = Gpu(writer, platform, attention_kernel(config, platform), masked_attention_kernel(config, platform))
     writer.phase("sample")
@@ -65,7 +66,12 @@ def uses_cuda_graphs(config: RunConfig) -> bool:
 def attention_kernel(config: RunConfig, platform: Platform) -> str:
     """torch's choice for heads padded to a multiple of 8, as engine/attention.py pads them."""
     head_size = config.n_embd // config.n_head
-    return platform.attention(head_size + -head_size % 8, config.dtype)
+    return platform_of(config, platform).attention(head_size + -head_size % 8, config.dtype)
+
+
+def platform_of(config: RunConfig, platform: Platform) -> Platform:
+    """The platform as the run's own settings of torch make it."""
+    return replace(platform, deterministic=True) if config.deterministic else platform
 
 
 def masked_attention_kernel(config: RunConfig, platform: Platform) -> str:
@@ -91,7 +97,7 @@ class Run:
 
     def __init__(self, config: RunConfig, platform: Platform) -> None:
         self.config, self.w = config, Writer()
-        self.gpu = Gpu(self.w, platform, attention_kernel(config, platform))
+        self.gpu = Gpu(self.w, platform_of(config, platform), attention_kernel(config, platform))
         self.cuda_graphs = uses_cuda_graphs(config)
         self.gradients_stay = self.cuda_graphs or config.gradients == "kept"
         self.has_states = config.eval_only  # whether the optimizer's are there, as far as they are needed

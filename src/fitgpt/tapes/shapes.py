@@ -583,7 +583,8 @@ def flash_attention_backward(d: Tensor, q: Tensor, *_: object, **__: object) -> 
     copies = relaid(d, "d.relaid", "out.relaid")
     gradients = tuple(heads_like(q, name) for name in "qkv")
     rows, sums = aten.flash_backward(*q.shape)
-    held = scratch(rows, "attention delta"), scratch(sums, "attention sums")
+    splits = _gpu.get().platform.flash_splits(*q.shape[:2])
+    held = scratch(rows, "attention delta"), scratch(splits * sums, "attention sums")
     del held, copies
     return gradients
 
@@ -778,6 +779,7 @@ TORCH = SimpleNamespace(
     stack=stack, split=lambda x, size: [x[start:start + size] for start in range(0, len(x), size)],
     where=pointwise("where"), lerp=pointwise("lerp"), isfinite=pointwise("isfinite", bool_),
     mm=mm, addmm=addmm, native_layer_norm=native_layer_norm,
+    are_deterministic_algorithms_enabled=lambda: _gpu.get().platform.deterministic,
     manual_seed=nothing, Generator=lambda device: SimpleNamespace(manual_seed=nothing),
     no_grad=lambda: lambda function: function, is_grad_enabled=lambda: False,
     _fused_sdp_choice=lambda *_: SDP_BACKENDS[_gpu.get().attention],

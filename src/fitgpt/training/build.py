@@ -13,7 +13,7 @@ from ..core.errors import CheckpointError, DataError, DeviceError
 from ..data.dataset import Dataset
 from ..data.shards import check_vocab, padded_vocab
 from ..engine import huggingface
-from ..engine.device import DeviceChoice
+from ..engine.device import DeviceChoice, set_deterministic
 from ..engine.model import DTYPES, make_model
 from ..engine.optim.adamw import NoOptimizer, Scaler, make_optimizer
 from ..engine.ranks import ALONE, Ranks
@@ -66,8 +66,8 @@ def check_data(config: RunConfig, dataset: Dataset, source: WeightSource | None)
             "Restore the data, or start a new run from these weights with another --out_dir.")
     if dataset.summary.vocab_size is not None:
         check_vocab(None, config.vocab_size, dataset.summary.vocab_size)
+    dataset.verify(config.vocab_size, say)
     for name in ("train", "val"):
-        dataset.split(name).check_tokens(config.vocab_size)
         dataset.split(name).windows(config.block_size if name == "train" else config.eval_block)
 
 
@@ -75,6 +75,7 @@ def build_training(config: RunConfig, choice: DeviceChoice, ranks: Ranks = ALONE
     """Model, optimizer and loss scaler on the device."""
     device = torch.device(choice.device)
     torch.set_float32_matmul_precision("high")  # TF32 for float32, as in nanoGPT
+    set_deterministic(config.deterministic)
     model = make_model(config, device, dtype=choice.dtype, compiled=choice.compile)
     optimizer = NoOptimizer() if config.eval_only else make_optimizer(config, model)
     training = Training(model, optimizer, Scaler(device, scaling=choice.dtype == "float16"))
@@ -118,7 +119,7 @@ def restore_state(training: Training, state: Mapping[str, Any]) -> None:
     training.evaluation_status = state.get("evaluation_status", checkpoint.UNKNOWN)
     training.best, training.last_good = (SplitLoss(**state[name]) if state.get(name) else None
                                          for name in ("best", "last_good"))
-    if state.get("scaler"):
+    if "scaler" in state:  # nanoGPT's has none
         training.scaler.load_dict(state["scaler"])
 
 

@@ -16,11 +16,13 @@ The branch is in the name, so that a single rename makes a new checkpoint the la
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,10 +31,22 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from .. import __version__
+from ..config.architectures import GPTConfig
 from ..core.errors import CheckpointError
-from ..core.files import disk_faults, folder_atomically, rename_with_retry, seal_json, sync_folder, unseal_json
-from ..engine.weights import FileSeal, write_safetensors
+from ..core.files import (
+    MAX_JSON_BYTES,
+    disk_faults,
+    folder_atomically,
+    read_limited,
+    rename_with_retry,
+    seal_json,
+    sync_folder,
+    unseal_json,
+)
+from ..engine.optim.adamw import SCALER_STATE
+from ..engine.weights import MAX_STEP, FileSeal, nonfinite, write_safetensors
 from ..runs.folder import StepFolder, step_folder_name, step_folders
+from ..runs.metrics import SplitLoss
 
 SCHEMA = 1
 MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
@@ -41,6 +55,42 @@ GOOD = "good"          # evaluated, with a plausible loss
 UNKNOWN = "unknown"    # not evaluated
 DIVERGED = "diverged"  # saved while steps were skipped, or after an evaluation that was not good
 _STATE_KINDS = {"step": int, "best": bool, "files": dict, "state": dict}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_count(value: Any, least: int = 0, most: int = MAX_STEP) -> bool:
+    return type(value) is int and least <= value <= most
+
+
+def _is_loss(value: Any) -> bool:
+    return value is None or (
+        isinstance(value, dict) and value.keys() == SplitLoss.__dataclass_fields__.keys()
+        and isinstance(value["split"], str) and _is_number(value["mean"]) and math.isfinite(value["mean"])
+        and _is_number(value["stderr"]) and _is_count(value["windows"]) and _is_count(value["block"], 1))
+
+
+def _is_scaler(value: Any) -> bool:
+    return isinstance(value, dict) and value.keys() == set(SCALER_STATE) and all(
+        _is_number(each) and 0 <= each < math.inf for each in value.values()) and value["scale"] > 0
+
+
+def _is_shape(value: Any) -> bool:
+    sizes = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")
+    return (isinstance(value, dict) and value.keys() <= GPTConfig.__dataclass_fields__.keys()
+            and all(_is_count(value.get(size), 1, 2**31) for size in sizes) and not value["n_embd"] % value["n_head"]
+            and all(type(value.get(switch, False)) is bool for switch in ("bias", "grad_checkpoint"))
+            and _is_number(dropout := value.get("dropout", 0.0)) and 0 <= dropout < 1)
+
+
+# What training.reporter saves as `state`, each value with its rule: the file may be edited and sealed again.
+_STATE_RULES: dict[str, Callable[[Any], bool]] = {
+    "step": _is_count, "evaluated_at": partial(_is_count, least=-1), "scaler": _is_scaler, "gpt": _is_shape,
+    "evaluation_status": lambda value: value in (GOOD, UNKNOWN, DIVERGED), "best": _is_loss, "last_good": _is_loss,
+    **{name: lambda value: isinstance(value, str) for name in ("data", "tokenizer", "characters")},
+    "config": lambda value: isinstance(value, dict)}
 
 
 @dataclass(frozen=True)
@@ -229,6 +279,9 @@ def _load_one(path: Path, weights_only: bool, notes: list[str]) -> Checkpoint:
     for name in names:
         _verify(path / name, seals[name])
     tensors = {name: _read_tensors(path / name) for name in names}
+    for name, found_tensors in tensors.items():
+        if wrong := nonfinite(found_tensors):
+            raise _Damaged(f"{path / name} cannot be used: {wrong}")
     unknown = sorted({each.name for each in path.iterdir()} - {MODEL, OPTIMIZER, STATE})
     notes = notes + [f"{path / name} is not part of a checkpoint and was ignored." for name in unknown]
     return replace(found, model=tensors[MODEL], optimizer=tensors.get(OPTIMIZER, {}), notes=tuple(notes))
@@ -239,7 +292,7 @@ def _read_state(path: Path) -> tuple[Checkpoint, dict[str, FileSeal]]:
     file = path / STATE
     try:
         with _read_faults(file):
-            document = unseal_json(file.read_bytes())
+            document = unseal_json(read_limited(file, MAX_JSON_BYTES))
     except (ValueError, RecursionError) as error:
         raise _Damaged(f"{file} is damaged ({error})") from error
     if not isinstance(document.get("schema"), int) or "fitgpt" not in document:
@@ -251,6 +304,10 @@ def _read_state(path: Path) -> tuple[Checkpoint, dict[str, FileSeal]]:
             isinstance(document["files"].get(name), dict) and {"size", "sha256"} == document["files"][name].keys()
             for name in (MODEL, OPTIMIZER)):
         raise _Damaged(f"{file} is not the state of a checkpoint")
+    wrong = {"step": document["step"]} if not _is_count(document["step"]) else {
+        key: value for key, value in document["state"].items() if key in _STATE_RULES and not _STATE_RULES[key](value)}
+    for key, value in wrong.items():
+        raise _Damaged(f"{file} has {key} = {value!r:.60}, which no run has")
     status = document.get("status", GOOD if document["best"] else UNKNOWN)  # older checkpoints have none
     return (Checkpoint(path, document["step"], document["best"], status, document["state"]),
             {name: FileSeal(**document["files"][name]) for name in (MODEL, OPTIMIZER)})

@@ -17,7 +17,7 @@ from ..engine import oom
 from ..engine.device import DeviceChoice, read_memory, reset_peaks, synchronize, triton_works
 from ..hardware.host import spare_memory
 from ..memory.platform import Platform
-from ..planning import budget
+from ..planning import budget, fallback_ladder
 from ..planning.budget import Target, apply_limits
 from ..planning.fallback_ladder import fallback_plans
 from ..planning.forecast import Forecast, MemoryPlan
@@ -39,6 +39,8 @@ class DeviceMemoryPlan:
     target: Target | None = None
     cap: int | None = None                           # limit of the allocator, if one was set
     fallbacks: Sequence[FallbackPlan] | None = None  # None: not forecast yet
+    planned: bool = False                            # whether they come from a plan.json: then there are no others
+    others: int | None = None                        # bytes that others used before this process started
 
     @property
     def needs(self) -> int | None:
@@ -48,10 +50,35 @@ class DeviceMemoryPlan:
     def ladder(self) -> Sequence[FallbackPlan]:
         """The fallback plans, forecast when they are first needed."""
         if self.fallbacks is None:
-            spare = spare_memory()
             self.fallbacks = fallback_plans(self.config, self.target.platform if self.target else Platform(),
-                                            host_bytes=None if spare is None else spare // self.config.ranks)
+                                            host_bytes=self._spare())
         return self.fallbacks
+
+    def fastest_within(self, room: int) -> FallbackPlan | None:
+        """The fastest smaller plan that needs at most `room` bytes; None if there is none, or a plan.json has them."""
+        if self.target is None or self.planned:
+            return None
+        return fallback_ladder.fastest_within(self.config, self.target.platform, self.target.card, room,
+                                              host_bytes=self._spare())
+
+    def _spare(self) -> int | None:
+        """This rank's share of the CPU RAM that is free; None: not known."""
+        spare = spare_memory()
+        return None if spare is None else spare // self.config.ranks
+
+    def outside(self) -> int | None:
+        """Bytes of this process outside the allocator, as far as its kernels are loaded by now; what others have taken
+        since it started counts too. None: not known."""
+        if self.others is None or self.plan is None or (free := oom.room(self.device)) is None:
+            return None
+        return self.plan.budget.usable - self.others - free
+
+    def expected_room(self) -> int | None:
+        """What `room` will be once all kernels are loaded; None: not known."""
+        room, outside = self.room(), self.outside()
+        if room is None or outside is None or self.plan is None or self.cap is not None:
+            return room
+        return room - max(self.plan.budget.outside - outside, 0)
 
     def room(self) -> int | None:
         """Bytes that the allocator could reserve in all now, with --leave left free; None: not known."""
@@ -70,7 +97,7 @@ def plan_on_device(config: RunConfig, choice: DeviceChoice, others: Mapping[str,
     """
     config = replace(config, compile=choice.compile)
     if not oom.is_nvidia(choice.device):
-        return DeviceMemoryPlan(config, choice.device, fallbacks=fallbacks)
+        return DeviceMemoryPlan(config, choice.device, fallbacks=fallbacks, planned=fallbacks is not None)
     reading, multiprocessors = oom.gpu_reading(choice.device, others or {})
     here = budget.on_device(reading)
     platform = replace(here.platform, compiles=triton_works(), sms=multiprocessors)
@@ -83,7 +110,8 @@ def plan_on_device(config: RunConfig, choice: DeviceChoice, others: Mapping[str,
     cap = plan.budget.reserve_limit if is_capped else None
     if cap is not None:
         oom.cap_memory(choice.device, cap)
-    return DeviceMemoryPlan(config, choice.device, plan, target, cap, fallbacks)
+    return DeviceMemoryPlan(config, choice.device, plan, target, cap, fallbacks, fallbacks is not None,
+                            here.budget.others)
 
 
 # ---- measured memory

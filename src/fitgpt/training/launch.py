@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -102,26 +103,29 @@ def rank_environments(config: Mapping[str, Any], environment: Mapping[str, str])
     return [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)]
 
 
-def wait_for(workers: Sequence[subprocess.Popen[bytes]], sleep: Callable[[float], None] = time.sleep) -> list[int]:
-    """The exit codes of all workers, those that failed first in front of the others: [rank, rank, …]. When one has
-    failed, the others get GRACE_S seconds to end by themselves and are then killed."""
-    if len(workers) == 1:
-        workers[0].wait()
-        return [0]
+def wait_for(workers: Sequence[subprocess.Popen[bytes]], poll_s: float, is_stuck: Callable[[], bool]) -> list[int]:
+    """Waits for the end of all workers → their ranks, in the order in which they ended. When one has failed, the others
+    get GRACE_S seconds to end by themselves and are then killed. `is_stuck` is called every `poll_s` seconds; where it
+    is true, those that still run are left out."""
     ended: list[int] = []
-    deadline = None
+    deadline, next_look = float("inf"), time.monotonic() + poll_s
     while len(ended) < len(workers):
+        with suppress(subprocess.TimeoutExpired):  # returns at once when a single worker ends
+            next(worker for rank, worker in enumerate(workers) if rank not in ended).wait(
+                poll_s if len(workers) == 1 else LOOK_EVERY_S)
         for rank, worker in enumerate(workers):
             if rank not in ended and worker.poll() is not None:
                 ended.append(rank)
-                if worker.returncode and deadline is None:
-                    deadline = time.monotonic() + GRACE_S
-        if deadline is not None and time.monotonic() > deadline:
+                if worker.returncode:
+                    deadline = min(deadline, time.monotonic() + GRACE_S)
+        if time.monotonic() > deadline:
             for rank, worker in enumerate(workers):
                 if rank not in ended:
                     worker.kill()
-            deadline = float("inf")
-        sleep(LOOK_EVERY_S)
+        if time.monotonic() >= next_look and len(ended) < len(workers):
+            next_look = time.monotonic() + poll_s
+            if is_stuck():
+                break
     return ended
 
 

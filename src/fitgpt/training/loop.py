@@ -160,8 +160,11 @@ def train_step(training: Training, config: RunConfig, feed: Prefetcher, learning
     for micro in range(config.micro_batches):
         if config.dropout:  # by the number over all ranks: the masks do not depend on how many there are
             seed_dropout(config.seed, training.step * accumulation + micro * ranks.world + ranks.rank)
-        inputs, targets = feed.get(training.step * config.micro_batches + micro)
-        loss_sum += training.accumulate(inputs, targets, scale, *sink)
+        batch = feed.get(training.step * config.micro_batches + micro, stop_requested)
+        if batch is None:
+            stopped = True
+            break
+        loss_sum += training.accumulate(*batch, scale, *sink)
         advanced(training.step + (micro + 1) / config.micro_batches)
         if micro + 1 < config.micro_batches and stop_requested():
             stopped = True

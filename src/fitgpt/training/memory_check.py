@@ -1,10 +1,11 @@
-"""Before a run starts: reads what is free on the GPU and who uses the rest, and checks that the run fits.
+"""Before a run starts: reads what is free on the GPU and who uses the rest, and checks that the run fits; CPU RAM too.
 
 Runs in the supervisor, which never imports torch: a run that does not fit is reported without that wait.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -15,7 +16,8 @@ from ..config.run_config import RunConfig
 from ..core.errors import DeviceError, UsageError
 from ..core.units import show_bytes
 from ..hardware import nvidia
-from ..hardware.host import spare_memory
+from ..hardware.host import available_memory, spare_memory
+from ..planning import host_memory
 from ..planning.budget import Target, apply_limits, on_device, select_gpu
 from ..planning.plan import Plan, plan_for
 from ..planning.plan_file import PlanFile
@@ -35,6 +37,8 @@ def check(config: RunConfig, planned: PlanFile | None = None, *, sleep: Callable
     last_said, waited = -SAY_EVERY_S, 0.0
     while True:
         seen = nvidia.survey() if config.device not in ("cpu", "mps") else nvidia.Survey()
+        on_cpu = config.device == "cpu" or (config.device == "auto" and not seen.gpus and not other_gpu())
+        host_memory.check(config, available_memory(), on_cpu=on_cpu)
         found = _target(config, seen)
         if found is None:
             if planned is not None:
@@ -57,6 +61,11 @@ def check(config: RunConfig, planned: PlanFile | None = None, *, sleep: Callable
                 f"{show_bytes(found.budget.reserve_limit)} is free. {found.neighbours}".rstrip())
         sleep(LOOK_EVERY_S)
         waited += LOOK_EVERY_S
+
+
+def other_gpu() -> bool:
+    """Whether there may be a GPU that is not NVIDIA's: an Apple one, or AMD's with ROCm's driver."""
+    return sys.platform == "darwin" or os.path.exists("/dev/kfd")
 
 
 def _target(config: RunConfig, seen: nvidia.Survey) -> Target | None:

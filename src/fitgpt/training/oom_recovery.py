@@ -1,9 +1,9 @@
 """Out of memory in a step: free everything, retry the same step, then retry it with a smaller fallback plan.
 
-First retry unchanged: another process may have freed memory, and empty_cache() has removed fragmentation. Then take the
-first fallback plan that fits what is free now. A retried step is the same step: its samples do not depend on how it is
-split into micro-batches, dropout is seeded by the micro-batch's number, and the RNG state is restored. Only dropout's
-masks differ if the micro-batches do.
+First retry unchanged: another process may have freed memory, and empty_cache() has removed fragmentation. Then search
+for the fastest plan that fits what is free now, as measured: the kernels are loaded by then. A retried step is the same
+step: its samples do not depend on how it is split into micro-batches, dropout is seeded by the micro-batch's number,
+and the RNG state is restored. Only dropout's masks differ if the micro-batches do.
 
 No step is applied twice or half. Until the optimizer's step begins nothing has changed, and the gradients are computed
 again. AdamW's step allocates nothing: its state exists from the start, its kernel works in place, and so do the
@@ -15,6 +15,7 @@ checkpoint, the same plan would never get further: the next smaller one is taken
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeVar
@@ -23,7 +24,7 @@ import torch
 
 from ..config.run_config import RunConfig
 from ..core.errors import CheckpointError, DeviceError
-from ..core.units import show_bytes
+from ..core.units import MiB, show_bytes
 from ..data.dataset import Dataset
 from ..engine.batches import Prefetcher, training_batches
 from ..engine.device import DeviceChoice
@@ -41,6 +42,8 @@ from .trained_model import from_run
 STABLE_STEPS = 10  # after so many steps a new OOM is a new case, and the same plan is retried once more
 CHECK_EVERY = 50   # steps between two checks whether a larger plan fits again
 MARGIN = 1.05      # a larger plan is taken again when this times its needs is free
+SLACK = 32 * MiB   # of what is free, left for kernels that only the next plan loads
+LESS = 0.98        # of what the plan that ran out of memory needs: the next one needs at most this
 
 Result = TypeVar("Result")
 
@@ -55,12 +58,11 @@ class Guard:
         self.config = config                  # of the next attempt
         self._adopted: RunConfig = config     # as the training computes now
         self._must_adopt = False
-        self._position = 0                    # in _plans()
+        self._plan = self._as_requested()     # of `config`
         self._feed = self.batches(config)
         self._oom_step: int | None = None     # the step of the last OOM
         self._rolled_back_to: int | None = None  # the step of the checkpoint it rolled back to last
         self._next_check = 0                  # the step of the next check for room
-        self._known_plans: list[FallbackPlan] | None = None
 
     def close(self) -> None:
         self._feed.close()
@@ -115,18 +117,37 @@ class Guard:
             self._reporter.tell({"kind": "went_back", "start_step": training.step,
                                   "text": f"The optimizer step was incomplete: rolled back to step {training.step}."})
         if not retry_unchanged:
-            # The first smaller plan that fits what is free now, else the last.
-            plans, room = self._plans(), self._room()
-            smaller = range(self._position + 1, len(plans))
-            if not smaller:
-                least = min((each.needs for each in plans[1:]), default=self._memory.needs)
-                figures = (f" The smallest plan needs {show_bytes(least)}, and {show_bytes(room)} is free."
-                           if room is not None and least is not None else "")
+            room = self._least(self._memory.room())
+            smaller = self._smaller_plan(room)
+            if smaller is None:
+                figures = (f" The smallest plan needs {show_bytes(self._plan.needs)}, and {show_bytes(room)} is free."
+                           if room is not None and self._memory.needs is not None else "")
                 return DeviceError(f"Out of memory in step {training.step}, and there is no smaller fallback plan: "
                                    f"{oom.short}.{figures}")
-            position = next((each for each in smaller if room is None or plans[each].needs <= room), smaller[-1])
-            self._change_plan(position, "step_down", f"Out of memory again: {oom.short}")
+            self._change_plan(smaller, "step_down", f"Out of memory again: {oom.short}")
         return RolledBack() if half_done else None
+
+    def fit_free_memory(self) -> None:
+        """Before the first step: takes a smaller plan if less memory is free than was planned with."""
+        room = self._least(self._memory.expected_room())
+        if room is not None and room < (self._training.ranks.from_first(self._memory.needs) or 0):
+            smaller = self._smaller_plan(room)
+            if smaller is not None:
+                self._free_all()
+                self._change_plan(smaller, "step_down", f"Only {show_bytes(room)} is free for the run")
+
+    def _smaller_plan(self, room: int | None) -> FallbackPlan | None:
+        """The fastest plan that fits what is free now; else the next one of the ladder that does, or the last one; None
+        if there is none that needs less than the present one."""
+        def smaller() -> FallbackPlan | None:
+            if room is not None:
+                found = self._memory.fastest_within(min(room - SLACK, int(LESS * self._plan.needs)))
+                if found is not None:
+                    return found
+            plans = [each for each in self._memory.ladder() if each.needs < self._plan.needs]
+            return next((each for each in plans if room is None or each.needs <= room), plans[-1] if plans else None)
+
+        return self._from_first(smaller)
 
     def _free_all(self) -> None:
         self._training.half_done = False
@@ -136,22 +157,22 @@ class Guard:
 
     # ---- changing the plan
 
-    def _plans(self) -> list[FallbackPlan]:
-        """The plan as requested, which needs 0 bytes if it is not known how many, and the smaller ones. All ranks take
-        those of rank 0: which ones there are depends on the CPU RAM that is free."""
-        if self._known_plans is None:
-            own = [FallbackPlan({}, self._memory.needs or 0, "the plan as requested"), *self._memory.ladder()]
-            self._known_plans = [FallbackPlan(*plan) for plan in self._training.ranks.from_first(own)]
-        return self._known_plans
+    def _as_requested(self) -> FallbackPlan:
+        """The plan as requested, which needs more than any other if it is not known how much."""
+        return FallbackPlan({}, self._memory.needs or sys.maxsize, "the plan as requested")
 
-    def _room(self) -> int | None:
-        """Bytes that the rank with the least room could reserve in all now; None: not known."""
-        return min((room for room in self._training.ranks.exchange(self._memory.room()) if room is not None),
-                   default=None)
+    def _least(self, room: int | None) -> int | None:
+        """The room of the rank that has least; None: not known."""
+        return min((each for each in self._training.ranks.exchange(room) if each is not None), default=None)
 
-    def _change_plan(self, position: int, kind: str, why: str) -> None:
-        before, plan = self.config, self._plans()[position]
-        self._position = position
+    def _from_first(self, choose: Callable[[], FallbackPlan | None]) -> FallbackPlan | None:
+        """What rank 0 chooses, for all ranks: which plans there are depends on the CPU RAM that is free."""
+        ranks = self._training.ranks
+        chosen = ranks.from_first(choose() if ranks.is_first else None)
+        return FallbackPlan(*chosen) if chosen else None
+
+    def _change_plan(self, plan: FallbackPlan, kind: str, why: str) -> None:
+        before, self._plan = self.config, plan
         self.config = replace(self._requested, **plan.changes)
         if (before.batch_size, before.gradient_accumulation_steps) != (
                 self.config.batch_size, self.config.gradient_accumulation_steps):
@@ -168,15 +189,20 @@ class Guard:
 
     def _step_up(self) -> None:
         """Takes a larger plan again if there is room for it."""
-        if not self._requested.step_up or not self._position or self._training.step < self._next_check:
+        if not self._requested.step_up or not self._plan.changes or self._training.step < self._next_check:
             return
         self._next_check = self._training.step + CHECK_EVERY
-        room = self._room()
-        for position, plan in enumerate(self._plans()[:self._position]):
-            if room is not None and plan.needs and plan.needs * MARGIN <= room:
-                self._free_all()
-                self._change_plan(position, "step_up", f"{show_bytes(room)} is free again")
-                return
+        room = self._least(self._memory.room())
+
+        def larger() -> FallbackPlan | None:
+            plans = (self._as_requested(), *self._memory.ladder())
+            return next((plan for plan in plans if room is not None and self._plan.needs < plan.needs
+                         and plan.needs * MARGIN <= room), None)
+
+        plan = self._from_first(larger)
+        if plan is not None and room is not None:
+            self._free_all()
+            self._change_plan(plan, "step_up", f"{show_bytes(room)} is free again")
 
     # ---- what a change does to the training
 

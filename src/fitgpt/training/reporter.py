@@ -26,6 +26,7 @@ from ..show.progress import Display
 from . import checkpoint
 from .device_memory import Peaks
 from .divergence import checkpoint_status
+from .liveness import SAVING, Heartbeat
 from .loop import Training
 
 MAX_WAITING_ROWS = 100_000  # about 50 MB of CPU RAM; then the oldest are dropped
@@ -41,31 +42,42 @@ class TrainingReporter:
 
     def __init__(self, config: RunConfig, facts: RunFacts, splits: Splits, data: DataSummary, folder: RunFolder,
                  training: Training, display: Display, wandb: Log | None, stop_requested: Callable[[], bool],
-                 peaks: Peaks, card_bytes: int) -> None:
+                 peaks: Peaks, card_bytes: int, heartbeat: Heartbeat | None = None) -> None:
         self._config, self._facts, self._splits, self._data = config, facts, splits, data
         self._folder, self._training, self._display, self._stop_requested = folder, training, display, stop_requested
         self._wandb = wandb
         self.peaks = peaks
-        self.advanced = display.advance  # called after every micro-step
+        self.heartbeat = heartbeat or Heartbeat(log_interval=config.log_interval)
         self.eval_batch = config.eval_batch  # halved when memory runs out
         self._last_report: StepReport | None = None
         self._speeds: deque[float] = deque(maxlen=SPEED_REPORTS)  # tokens per second of the last reports
         self._waiting: deque[dict[str, Any]] = deque(maxlen=MAX_WAITING_ROWS)  # to be written
         self._memory_warnings = MemoryWarnings(card_bytes)
 
+    def advanced(self, steps: float) -> None:
+        """Called after every micro-step."""
+        self.heartbeat.advanced(steps)
+        self._display.advance(steps)
+
     def evaluate(self) -> Evaluation | OutOfMemory | None:
         training = self._training
+        self.heartbeat.begin("an evaluation")
+
+        def progress(done: int, total: int, split: str) -> None:
+            self.heartbeat.beat()
+            self._display.eval_progress(done, total, split)
+
         try:
             return evaluate(training.model, self._splits, batch=self.eval_batch, block=self._config.eval_block,
                             step=training.step, token_losses=training.token_losses, shrunk=self._shrunk,
-                            progress=self._display.eval_progress, stop_requested=self._stop_requested,
-                            ranks=training.ranks)
+                            progress=progress, stop_requested=self._stop_requested, ranks=training.ranks)
         except EvaluationDoesNotFit as error:
             self.warn(f"{error.what} The evaluation of step {training.step} is skipped; training continues.")
             return OutOfMemory(error.what)
 
     def short_eval(self) -> Evaluation | None:
         """A short evaluation with the run's settings; None if not even one window fits."""
+        self.heartbeat.begin("a short evaluation")
         try:
             return short_eval(self._training, self._splits, self.eval_batch, self._config.eval_block, self._shrunk)
         except EvaluationDoesNotFit as error:
@@ -80,6 +92,7 @@ class TrainingReporter:
 
     def save(self, *, is_best: bool) -> None:
         started, training = time.perf_counter(), self._training
+        self.heartbeat.begin(SAVING)  # on every rank: the others wait for rank 0
         if not training.ranks.is_first:
             return
         state = {"step": training.step, "evaluated_at": training.evaluated_at,
@@ -112,6 +125,7 @@ class TrainingReporter:
 
     def reported(self, report: StepReport) -> None:
         self._last_report = report
+        self.heartbeat.reported(report.seconds)
         self._speeds.append(report.tokens_per_s)
         self._record({"kind": "step", **asdict(report)})
         self._display.step(report)
@@ -150,6 +164,8 @@ class TrainingReporter:
 
     def tell(self, row: dict[str, Any]) -> None:
         """An event: a row for metrics.jsonl, whose `text` is shown to the user."""
+        if row["kind"] in ("oom", "step_down", "step_up"):
+            self.heartbeat.forget()
         self._record(row)
         if row.get("text"):
             show = self._display.warn if row["kind"] in ("oom", "went_back", "step_down") else self._display.note

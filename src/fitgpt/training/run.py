@@ -43,6 +43,7 @@ from .device_memory import (
     plan_on_device,
     plan_row,
 )
+from .liveness import Heartbeat
 from .loop import Training, is_evaluation_due, train
 from .oom_recovery import Guard
 from .rehearsal import rehearse
@@ -55,9 +56,10 @@ NOT_COMPARED = ("There is no plan to compare with: only the memory of an NVIDIA 
 
 
 def run(config_dict: Mapping[str, Any], notes: Sequence[str], stop_requested: Callable[[], bool], *,
-        others: Mapping[str, int] | None = None, fallbacks: Sequence[FallbackPlan] | None = None) -> None:
+        others: Mapping[str, int] | None = None, fallbacks: Sequence[FallbackPlan] | None = None,
+        heartbeat: Heartbeat | None = None) -> None:
     """Trains one run. `others`: bytes that others used of each GPU, by uuid, before this process started; `fallbacks`:
-    smaller plans from a plan.json."""
+    smaller plans from a plan.json; `heartbeat`: where progress is written."""
     config = RunConfig.from_dict(config_dict)
     ranks, device = join(config, stop_requested)
     dataset = open_dataset(config.dataset)
@@ -90,7 +92,7 @@ def run(config_dict: Mapping[str, Any], notes: Sequence[str], stop_requested: Ca
                                           f"{config.max_iters}: a higher --max_iters trains it further."))
         source = None  # frees its copies of the weights and optimizer state
         started = time.perf_counter()
-        run_loop(config, facts, choice, dataset, folder, training, device_memory, wandb, stop_requested)
+        run_loop(config, facts, choice, dataset, folder, training, device_memory, wandb, stop_requested, heartbeat)
         ranks.leave()
         seconds, hints = time.perf_counter() - started, []
         if training.saved_at != training.step and not config.eval_only and training.step > 0:
@@ -104,7 +106,7 @@ def run(config_dict: Mapping[str, Any], notes: Sequence[str], stop_requested: Ca
 
 def run_loop(config: RunConfig, facts: RunFacts, choice: DeviceChoice, dataset: Dataset, folder: RunFolder,
              training: Training, device_memory: DeviceMemoryPlan, wandb: Log | None,
-             stop_requested: Callable[[], bool]) -> None:
+             stop_requested: Callable[[], bool], heartbeat: Heartbeat | None = None) -> None:
     """Rehearses if that is due, then trains; reports forecast against measured memory however it ends."""
     if training.ranks.must_stop():  # while torch was loading
         raise Interrupted("Stopped before training began, as requested.")
@@ -115,13 +117,15 @@ def run_loop(config: RunConfig, facts: RunFacts, choice: DeviceChoice, dataset: 
                                block=config.eval_block, seed=config.seed)
     display = open_display(facts, terminal=sys.stdout.isatty())
     reporter = TrainingReporter(config, facts, splits, dataset.summary, folder, training, display, wandb,
-                                stop_requested, peaks, device_memory.plan.budget.usable if device_memory.plan else 0)
+                                stop_requested, peaks, device_memory.plan.budget.usable if device_memory.plan else 0,
+                                heartbeat)
     guard = Guard(training, config, choice, dataset, folder, reporter, device_memory)
     try:
         folder.append_metrics(started)
         if device_memory.plan:
             folder.append_metrics(plan_row(device_memory.plan, device_memory.ladder()))
             display.note(memory_plan(device_memory.plan))
+        guard.fit_free_memory()
         rehearses = config.rehearse if config.rehearse != "auto" else device_memory.plan is not None
         if rehearses and (training.step < config.max_iters or config.eval_only):
             rehearse_under_guard(guard, reporter, training, display, device_memory)
@@ -151,12 +155,14 @@ def rehearse_under_guard(guard: Guard, reporter: TrainingReporter, training: Tra
                          device_memory: DeviceMemoryPlan) -> None:
     """Rehearses before the first step: what would be out of memory hours later is out of memory now."""
     started, requested = time.perf_counter(), guard.config
+    reporter.heartbeat.begin("the rehearsal")
     done = guard.protected(
         lambda: rehearse(training, guard.config, guard.batches, reporter.short_eval, reporter.peaks))
     if isinstance(done, DeviceError):
         raise done
     seconds, measured = show_seconds(time.perf_counter() - started), reporter.peaks.since_start()
-    reporter.tell({"kind": "rehearsal", "step": training.step, "phases": phases_to_json(measured), "text":
+    reporter.tell({"kind": "rehearsal", "step": training.step, "phases": phases_to_json(measured),
+                   "outside_bytes": device_memory.outside(), "text":
                    f"rehearsed in {seconds}: evaluation, two iterations and a checkpoint's copies, at full size."})
     if device_memory.plan and guard.config == requested:
         display.note(plan_vs_measured(phases_of(device_memory.plan.forecast), measured))

@@ -36,6 +36,7 @@ from ..core.errors import (
     SystemFault,
     UsageError,
 )
+from ..core.units import show_seconds
 from ..hardware.allocator_env import check_allocator_env, child_environment
 from ..planning import plan_file
 from ..planning.request import training_config
@@ -43,10 +44,12 @@ from ..runs.folder import can_resume
 from ..show.progress import say
 from ..show.terminal import can_redraw
 from . import launch, memory_check
-from .worker import blocked_stop_signals, stop_signals
+from .liveness import LEAST_S, Watch, dump_stacks
+from .worker import HEARTBEAT, REPORT, STACKS, blocked_stop_signals, stop_signals
 
 # The live bar draws over the blank line at the end.
 STOPPING = b"\nStopping: finishing the current step, then saving. Ctrl-C once more stops at once.\n\n"
+KILL_S = 10.0  # to wait for a process that was killed
 RESTARTS = 3  # after a GPU error that only a new process can clear
 # Signals that another process sends; no process gets them through an error of its own.
 _SENT = ("SIGUSR1", "SIGUSR2", "SIGQUIT", "SIGALRM", "SIGVTALRM", "SIGPROF", "SIGXCPU", "SIGTERM", "SIGHUP", "SIGINT")
@@ -64,6 +67,7 @@ class WorkerConfig:
     others: dict[str, int] = field(default_factory=dict)  # bytes that other processes use of each GPU, by uuid
     fallbacks: list[dict[str, Any]] | None = None         # smaller plans, if a plan.json has them
     rehearsal: str = ""                                   # only rehearse, and write the result to this file
+    stuck_s: float = LEAST_S                              # seconds of silence that are never too long; tests give less
 
 
 def train(config: str | os.PathLike[str] | Mapping[str, Any] | RunConfig = "", **options: Any) -> Path:
@@ -100,15 +104,11 @@ def supervise(assignments: Sequence[Assignment]) -> int:
     launched = launch.launched_ranks(os.environ) > 1  # by torchrun, which also restarts them
     require_packages()
     check_allocator_env(os.environ)
-    config, notes = training_config(launch.with_restart(assignments, os.environ))
-    config = launch.with_ranks(config, os.environ)
-    if config.fit:
-        from ..planning.fit import for_train  # only here: it imports the whole search
-
-        config, why = for_train(config)
-        notes = [*notes, *why]
+    given, notes = training_config(launch.with_restart(assignments, os.environ))
+    given = launch.with_ranks(given, os.environ)
+    config, why = with_fit(given)
     planned = plan_file.read(config.plan) if config.plan else None
-    config = replace(config, plan="")  # its options are in the config now
+    given, config = replace(given, plan=""), replace(config, plan="")  # its options are in the config now
     fallbacks = None
     if planned and planned.fallback_plans is not None:
         fallbacks = [each._asdict() for each in planned.fallback_plans_of(config)]
@@ -116,13 +116,28 @@ def supervise(assignments: Sequence[Assignment]) -> int:
         others: dict[str, int] = {}
         for device in launch.devices(config, os.environ):  # each time: other processes may use more or less by now
             others |= memory_check.check(replace(config, device=device), planned)
-        code, report = run_worker(WorkerConfig(config.to_dict(), notes, others=others, fallbacks=fallbacks))
-        if not report.get("restart") or launched or attempt == RESTARTS or not can_resume(config.out_dir):
+        code, report = run_worker(WorkerConfig(config.to_dict(), [*notes, *why], others=others, fallbacks=fallbacks))
+        changes, saved = report.get("restart_with"), can_resume(config.out_dir)
+        if changes is None or launched or attempt == RESTARTS or not (changes or saved):
             break
-        say(f"fitgpt: {report['what']} Resuming from the last checkpoint (restart {attempt + 1} of at most "
-            f"{RESTARTS}).", warning=True)
-        config = replace(config, init_from="resume")
+        setting = "".join(f" with {option}={value}" for option, value in changes.items())
+        say(f"fitgpt: {report['what']} {'Resuming from the last checkpoint' if saved else 'Starting again'}{setting} "
+            f"(restart {attempt + 1} of at most {RESTARTS}).", warning=True)
+        if changes:  # planned anew, and recorded so
+            notes = [*notes, *(f"{option}: {value}, because {report['what']}" for option, value in changes.items())]
+            given = replace(given, **changes)
+            config, why = with_fit(given)
+        config = replace(config, init_from="resume") if saved else config
     return conclude(code, report, config)
+
+
+def with_fit(given: RunConfig) -> tuple[RunConfig, list[str]]:
+    """The run with the settings that --fit chooses, and why; unchanged without it."""
+    if not given.fit:
+        return given, []
+    from ..planning.fit import for_train  # only here: it imports the whole search
+
+    return for_train(given)
 
 
 def require_packages() -> None:
@@ -138,6 +153,10 @@ def run_worker(given: WorkerConfig) -> tuple[int, dict[str, Any]]:
     of the one that failed first for a reason of its own."""
     with tempfile.TemporaryDirectory(prefix="fitgpt-") as folder:
         environments = launch.rank_environments(given.config, os.environ)
+        folders = [Path(folder, str(rank)) for rank in range(len(environments))]
+        for own in folders:
+            own.mkdir()
+        poll_s = min(1.0, given.stuck_s / 4)
         with blocked_stop_signals():  # until both processes have handlers; the worker inherits the mask and unblocks
             # A process group of its own: Ctrl-C reaches the worker once, from here, and not twice.
             group: dict[str, Any] = {"process_group": 0} if os.name == "posix" else {}
@@ -145,25 +164,60 @@ def run_worker(given: WorkerConfig) -> tuple[int, dict[str, Any]]:
                                         env=child_environment({**os.environ, **own}), **group) for own in environments]
             forwarder = SignalForwarder(workers)
         with forwarder:
-            for rank, worker in enumerate(workers):
+            for worker, own in zip(workers, folders, strict=True):
                 assert worker.stdin is not None
                 with suppress(BrokenPipeError):  # it died before it could read: its exit code says how
-                    line = json.dumps(asdict(replace(given, report=str(Path(folder, f"report-{rank}.json")))))
+                    line = json.dumps(asdict(replace(given, report=str(own / REPORT))))
                     worker.stdin.write(line.encode() + b"\n")
                     worker.stdin.flush()
-            ended = launch.wait_for(workers)
+            watches = [Watch(own / HEARTBEAT, poll_s) for own in folders]
+            ended = launch.wait_for(workers, poll_s, lambda: any([watch.is_stuck() for watch in watches]))
+            stuck = "" if len(ended) == len(workers) else end_stuck(workers, folders, watches)
             for worker in workers:
                 assert worker.stdin is not None
                 with suppress(BrokenPipeError):
                     worker.stdin.close()
-        codes = [worker.returncode for worker in workers]
+        # A worker that could not even be killed has no exit code.
+        codes = [-signal.SIGKILL if worker.returncode is None else worker.returncode for worker in workers]
         if min(codes) < 0 and can_redraw():  # a live display that was killed leaves the terminal's cursor hidden
             print("\x1b[?25h", end="", flush=True)
         if forwarder.killed and min(codes) < 0:
             return STOPPED_AT_ONCE, {}
-        reports = [read_report(Path(folder, f"report-{rank}.json")) for rank in range(len(workers))]
+        if stuck:
+            return Interrupted.exit_code, {"code": Interrupted.exit_code, "what": stuck, "fix": ""}
+        reports = [read_report(own / REPORT) for own in folders]
         rank = launch.culprit(ended, codes, reports)
         return codes[rank], launch.named(reports[rank], rank, given.config, os.environ)
+
+
+def end_stuck(workers: Sequence[subprocess.Popen[bytes]], folders: Sequence[Path], watches: Sequence[Watch]) -> str:
+    """Ends workers of which one makes no progress → a sentence on it. The others of several ranks wait for that one."""
+    alive = [rank for rank, worker in enumerate(workers) if worker.poll() is None]
+    found = {rank: dump_stacks(workers[rank].pid, folders[rank] / STACKS) for rank in alive}
+    for rank in alive:
+        kill_group(workers[rank])
+    for rank in alive:
+        with suppress(subprocess.TimeoutExpired):  # a process that waits for a dead disk cannot even be killed
+            workers[rank].wait(KILL_S)
+    stacks = "\n".join(f"Rank {rank}:\n{text}" if len(workers) > 1 else text for rank, text in found.items() if text)
+    where = "Its stacks could not be read."
+    if stacks:
+        with tempfile.NamedTemporaryFile("w", prefix="fitgpt-stacks-", suffix=".txt", delete=False) as file:
+            file.write(stacks)
+        where = f"The stacks of its threads are in {file.name}."
+    slowest = max(watches, key=lambda watch: watch.quiet)
+    step = f"after step {slowest.entry.step}" if slowest.entry.step >= 0 else "before its first step"
+    return (f"The training process was stuck and was ended: no progress for {show_seconds(slowest.quiet)} in "
+            f"{slowest.entry.doing}, {step}. {where}")
+
+
+def kill_group(worker: subprocess.Popen[bytes]) -> None:
+    """Kills the worker and the processes it has started."""
+    with suppress(ProcessLookupError):
+        if os.name == "posix":
+            os.killpg(worker.pid, signal.SIGKILL)
+        else:
+            worker.kill()
 
 
 def read_report(path: Path) -> dict[str, Any]:
@@ -204,8 +258,7 @@ class SignalForwarder:
         if self._requested and number == signal.SIGINT:
             self.killed = True
             for worker in self._workers:
-                with suppress(ProcessLookupError):
-                    os.killpg(worker.pid, signal.SIGKILL)
+                kill_group(worker)
             return
         if not self._requested:
             self._requested = True

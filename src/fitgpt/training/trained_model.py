@@ -5,6 +5,7 @@ model on its device, the tokenizer it was trained with, evaluation and export.
 from __future__ import annotations
 
 import os
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -42,6 +43,10 @@ def from_run(out_dir: Path, which: str | int = "last", *, weights_only: bool = F
 
 
 def _from_checkpoint(loaded: checkpoint.Checkpoint) -> WeightSource:
+    missing = [key for key in ("step", "gpt", "config", "scaler") if key not in loaded.state]
+    if missing:
+        raise CheckpointError(f"{loaded.path} is not a checkpoint of `fitgpt train`: it lacks {', '.join(missing)}.",
+                              "Use another checkpoint.")
     return WeightSource(GPTConfig(**loaded.state["gpt"]), loaded.model, loaded.optimizer, loaded.state,
                         loaded.state["config"], str(loaded.path), loaded.notes)
 
@@ -162,8 +167,7 @@ def evaluate_checkpoint(source: WeightSource, options: EvalOptions) -> tuple[Eva
                         f"trained on {trained_on} tokens: the same ids mean different text.",
                         f"Prepare the text again with --tokenizer={trained_on}.")
     names = ("train", "val") if options.split == "both" else (options.split,)
-    for name in names:
-        dataset.split(name).check_tokens(source.gpt.vocab_size)
+    dataset.verify(source.gpt.vocab_size, lambda sentence: print(sentence, file=sys.stderr, flush=True), names)
     batch = options.batch_size or recorded.batch_size
     windows = (options.eval_iters or recorded.eval_iters) * batch
     model, choice = model_on_device(source, options.device, options.dtype, options.compile)

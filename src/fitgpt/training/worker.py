@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,8 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from ..core.errors import STOPPED_AT_ONCE, DeviceError, FitError, Interrupted, SystemFault, UsageError
+from ..hardware.torch_install import failed_import
 from ..planning.plan_file import FallbackPlan
+from .liveness import Heartbeat, register_stack_dump
 
+REPORT, HEARTBEAT, STACKS = "report.json", "heartbeat", "stacks"  # files of one worker
 _OUT_OF_RAM = "DefaultCPUAllocator"  # in torch's message when malloc fails
 
 
@@ -50,15 +55,16 @@ class StopRequest:
     def __call__(self) -> bool:
         return self._requested
 
-    def listen(self, supervisor_pipe: int) -> None:
-        """`supervisor_pipe`: a file descriptor whose other end only the supervisor has open."""
+    def listen(self, supervisor_pipe: int, heartbeat: Heartbeat) -> None:
+        """`supervisor_pipe`: a file descriptor whose other end only the supervisor has open. A worker whose supervisor
+        died finishes its step and saves; one that waits for something is ended after a time of grace."""
         numbers = stop_signals()
         for number in numbers:
             signal.signal(number, self._on_signal)
         if os.name == "posix":
             signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)  # blocked by the supervisor until now
             signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # sent by `stty tostop` to background groups that write
-        threading.Thread(target=self._wait_for_end_of, args=(supervisor_pipe,), daemon=True).start()
+        threading.Thread(target=self._wait_for_end_of, args=(supervisor_pipe, heartbeat), daemon=True).start()
 
     def close(self) -> None:
         """Ignores stop signals from now on: one during Python's own shutdown would print a traceback."""
@@ -70,10 +76,14 @@ class StopRequest:
             os._exit(STOPPED_AT_ONCE)  # checkpoints are renamed into place, so none can be left incomplete
         self._requested = True
 
-    def _wait_for_end_of(self, supervisor_pipe: int) -> None:
+    def _wait_for_end_of(self, supervisor_pipe: int, heartbeat: Heartbeat) -> None:
         while os.read(supervisor_pipe, 4096):
             pass
         self._requested = True
+        died = time.monotonic()
+        while not heartbeat.grace_is_over(died):
+            time.sleep(0.2)
+        os._exit(Interrupted.exit_code)
 
 
 # ---- the process
@@ -84,7 +94,10 @@ def main() -> int:
         return Interrupted.exit_code
     given = json.loads(line)
     stop = StopRequest()
-    stop.listen(sys.stdin.fileno())
+    here = Path(given["report"]).parent
+    heartbeat = Heartbeat(here / HEARTBEAT, given["stuck_s"], given["config"]["log_interval"])
+    register_stack_dump(here / STACKS)
+    stop.listen(sys.stdin.fileno(), heartbeat)
     try:
         from .run import rehearse_only, run
 
@@ -92,12 +105,12 @@ def main() -> int:
             rehearse_only(given["config"], given["notes"], given["others"], given["rehearsal"])
         else:
             fallbacks = None if given["fallbacks"] is None else [FallbackPlan(**each) for each in given["fallbacks"]]
-            run(given["config"], given["notes"], stop, others=given["others"], fallbacks=fallbacks)
+            run(given["config"], given["notes"], stop, others=given["others"], fallbacks=fallbacks, heartbeat=heartbeat)
     except FitError as error:
-        return write_report(given["report"], error, restart=False)
+        return write_report(given["report"], error)
     except ModuleNotFoundError as error:
         needed = UsageError(f"Training needs {error.name}, which is not installed here.", "pip install -e '.[train]'")
-        return write_report(given["report"], needed, restart=False)
+        return write_report(given["report"], needed)
     except Exception as error:
         return write_report(given["report"], *as_fit_error(error))
     finally:
@@ -105,8 +118,11 @@ def main() -> int:
     return 0
 
 
-def as_fit_error(error: Exception) -> tuple[FitError, bool]:
-    """(an unexpected error as one for the user, whether a new process may get further)."""
+def as_fit_error(error: Exception) -> tuple[FitError, dict[str, Any] | None]:
+    """(an unexpected error as one for the user, the options with which a new process may get further; None: none)."""
+    broken = failed_import(error)
+    if broken is not None:
+        return broken, None
     import torch
 
     from ..engine.oom import is_out_of_memory
@@ -114,26 +130,41 @@ def as_fit_error(error: Exception) -> tuple[FitError, bool]:
     message = str(error)
     if isinstance(error, MemoryError) or _OUT_OF_RAM in message:
         return SystemFault("Out of CPU RAM (not GPU memory).",
-                           "Close other programs, or try a smaller --batch_size."), False
+                           "Close other programs, or try a smaller --batch_size."), None
     if is_out_of_memory(error):
         return DeviceError(f"Out of GPU memory: {message.splitlines()[0]}",
                            "Try a smaller --batch_size with more --gradient_accumulation_steps, --loss_chunk=512, "
-                           "or --grad_checkpoint."), False
+                           "or --grad_checkpoint."), None
     if type(error).__name__ == "FailOnRecompileLimitHit":
         return DeviceError("torch.compile reached its recompile limit for one function: too many different shapes.",
-                           "Resume without it: --resume --compile=False"), False
+                           "Resume without it: --resume --compile=False"), None
+    if said := compiler_message(error):
+        return DeviceError(f"torch.compile failed: {said}.", "--compile=False"), {"compile": False}
     if isinstance(error, torch.AcceleratorError):
-        return DeviceError(f"The GPU reported an error that only a new process can clear: {error}"), True
+        return DeviceError(f"The GPU reported an error that only a new process can clear: {error}"), {}
     if isinstance(error, OSError):
         where = f"{error.filename}: " if error.filename else ""
-        return SystemFault(f"{where}{error.strerror or message}."), False
-    return FitError("This is a bug in fitgpt or in torch:\n" + "".join(traceback.format_exception(error))), False
+        return SystemFault(f"{where}{error.strerror or message}."), None
+    return FitError("This is a bug in fitgpt or in torch:\n" + "".join(traceback.format_exception(error))), None
 
 
-def write_report(path: str, error: FitError, restart: bool) -> int:
-    """Writes the error for the supervisor; returns the exit code."""
-    report: dict[str, Any] = {"code": error.exit_code, "what": error.what, "fix": error.fix, "restart": restart,
-                              "lost_rank": type(error).__name__ == "LostRank"}
+def compiler_message(error: BaseException) -> str:
+    """What a compiler said that torch.compile or Triton started; empty if the error did not come from one."""
+    behind: BaseException | None = error
+    while behind is not None:
+        module = type(behind).__module__
+        if module.startswith(("torch._inductor", "torch._dynamo", "triton")) or isinstance(
+                behind, subprocess.CalledProcessError):
+            lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+            return lines[0].rstrip(".:")
+        behind = behind.__cause__ or behind.__context__
+    return ""
+
+
+def write_report(path: str, error: FitError, restart_with: dict[str, Any] | None = None) -> int:
+    """Writes the error for the supervisor; returns the exit code. `restart_with`: options for a new process."""
+    report: dict[str, Any] = {"code": error.exit_code, "what": error.what, "fix": error.fix,
+                              "restart_with": restart_with, "lost_rank": type(error).__name__ == "LostRank"}
     Path(path).write_text(json.dumps(report))
     return error.exit_code
 

@@ -20,6 +20,7 @@ from ..ops import Gradients
 
 # Loss scaling for float16, with the defaults of torch.amp.GradScaler.
 FIRST_SCALE, GROWTH, BACKOFF, GROWTH_INTERVAL = 2.0**16, 2.0, 0.5, 2000
+SCALER_STATE = ("scale", "good_steps", "skipped", "skipped_in_a_row")  # of Scaler, in a checkpoint
 
 
 @dataclass(frozen=True)
@@ -184,8 +185,7 @@ class Scaler:
             self.good_steps *= ~grown
 
     def to_dict(self) -> dict[str, float]:
-        return {"scale": self.scale.item(), "good_steps": self.good_steps.item(),
-                "skipped": self.skipped.item(), "skipped_in_a_row": self.skipped_in_a_row.item()}
+        return {name: getattr(self, name).item() for name in SCALER_STATE}
 
     def load_dict(self, state: Mapping[str, float]) -> None:
         if self.scaling:

@@ -1,0 +1,116 @@
+"""SIGKILL at random moments, again and again, until a run or a `prepare` gets to its end.
+
+A case is one run with its own seed, killed some ten times. The moments are seeded; what the process does at that moment
+is up to the machine. In `command-…` the installed command is killed, else a fork that has torch loaded already.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from fitgpt.runs.metrics import read_metrics
+
+from .faults import DATASET, PREPARE, RESUME, checkpoints_intact, go_on, must, with_data, with_texts
+from .outcome import Campaign, Outcome, failed
+from .processes import TRAIN, Ended, children_of, contents, fresh, output_of, start, wait, wait_until_gone
+
+REQUIRED = "500 kills, 0 lost, byte-identical"
+RUNS = {"train": 40, "prepare": 10, "command": 3}
+STEPS = 200
+WITHIN = 0.25  # of the time that a whole run takes: so it is killed some ten times
+LONG = [*TRAIN, f"--max_iters={STEPS}", f"--lr_decay_iters={STEPS}", "--eval_interval=50", "--save_interval=4"]
+VICTIMS = ("worker", "supervisor", "both")
+MOST_KILLS = 40  # then it may finish
+
+
+def campaign(folder: Path) -> Campaign:
+    templates = {"train": folder / "data", "prepare": folder / "texts", "command": folder / "data"}
+    templates["train"].mkdir()
+    with_data(templates["train"])
+    templates["prepare"].mkdir()
+    with_texts(templates["prepare"], files=120)
+    results = {"train": (f"out/checkpoints/step-{STEPS:08d}/*.safetensors",), "prepare": DATASET}
+    results["command"] = results["train"]
+    seconds, expected = dict[str, float](), dict[str, dict[str, bytes]]()
+    for kind, argv in (("train", ["train", *LONG]), ("prepare", PREPARE)):
+        whole, begun = fresh(templates[kind], folder / "whole"), time.monotonic()
+        must(argv, whole)
+        seconds[kind], expected[kind] = WITHIN * (time.monotonic() - begun), contents(whole, *results[kind])
+    expected["command"], seconds["command"] = expected["train"], seconds["train"] + 3.0
+
+    def run(case: str) -> Outcome:
+        kind = case.split("-")[0]
+        moments, there, kills = random.Random(case), fresh(templates[kind], folder / "case"), 0
+        while True:
+            argv = PREPARE if kind == "prepare" else _train_argv(there)
+            pid = _start_command(argv, there) if kind == "command" else start(argv, there)
+            ended, killed = _one_life(pid, there, moments, seconds[kind] if kills < MOST_KILLS else float("inf"))
+            kills += killed
+            if ended.problem:
+                return failed("crashed", f"after {kills} kills: {ended.problem}\n{ended.output}")._replace(count=kills)
+            if not killed and ended.code == 0:
+                break
+            if not killed and ended.code != 75:  # 75: the kill of an earlier life came as it ended
+                return failed("stuck", f"after {kills} kills: exit code {ended.code}\n{ended.output}")
+            if kind != "prepare" and (lost := checkpoints_intact(there)):
+                return failed("lost", f"after {kills} kills: {lost}\n{ended.output}")._replace(count=kills)
+        if contents(there, *results[kind]) != expected[kind]:
+            return failed("different", f"after {kills} kills\n{ended.output}")._replace(count=kills)
+        if problem := _record_problem(there) if kind != "prepare" else "":
+            return failed("record", problem)._replace(count=kills)
+        left = [path for path in there.rglob(".tmp-*") if path.relative_to(there).parts[0] not in ("tmp", "home")]
+        if left:
+            return failed("leftovers", f"{list(map(str, left))}")._replace(count=kills)
+        return Outcome("byte-identical", count=kills)
+
+    return Campaign([f"{kind}-{number:03d}" for kind, count in RUNS.items() for number in range(count)], run)
+
+
+def _train_argv(folder: Path) -> list[str]:
+    argv = go_on(folder)
+    return argv if argv == RESUME else ["train", *LONG]
+
+
+def _start_command(argv: list[str], folder: Path) -> int:
+    env = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+    with open(output_of(folder), "w") as output:
+        return subprocess.Popen([sys.executable, "-m", "fitgpt", *argv], cwd=folder, env=env, stdout=output,
+                                stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True).pid
+
+
+def _one_life(pid: int, folder: Path, moments: random.Random, seconds: float) -> tuple[Ended, bool]:
+    """The command's end, and whether it was killed: at a random moment within so many seconds, if it still ran then."""
+    moment, victim = moments.random() * min(seconds, 1e9), moments.choice(VICTIMS)
+    deadline = time.monotonic() + moment
+    while time.monotonic() < deadline:
+        if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            return wait(pid, folder), False
+        time.sleep(0.001)
+    workers = children_of(pid)
+    killed = workers if victim == "worker" and workers else [pid, *(workers if victim == "both" else [])]
+    for each in killed:
+        _kill(each)
+    ended = wait(pid, folder)
+    if orphans := wait_until_gone(workers):
+        for each in orphans:
+            _kill(each)
+        return Ended(1, f"processes {orphans} outlived the command by 30 s\n{ended.output}"), True
+    return ended, True
+
+
+def _kill(pid: int) -> None:
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+def _record_problem(folder: Path) -> str:
+    steps = [row["step"] for row in read_metrics(folder / "out" / "metrics.jsonl") if row["kind"] == "step"]
+    return "" if steps == list(range(STEPS)) else f"metrics.jsonl has the steps {steps}"

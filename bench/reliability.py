@@ -208,7 +208,7 @@ class Timing:
         self._process.kill()
         self._process.wait()
 
-    def time(self, config: Row, seconds: float = 1.0) -> Row:
+    def time(self, config: Row, seconds: float = 0.5) -> Row:
         from fitgpt.config.run_config import RunConfig
 
         assert self._process.stdin

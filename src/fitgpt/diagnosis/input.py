@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import re
+import stat
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from io import BytesIO
@@ -77,12 +78,15 @@ def _explain_target(options: ExplainOptions, request: ExplainRequest, folder: Pa
     source, given = target, None
     if folder is not None or target in ("", "-"):
         source = target if folder is not None else "the piped input"
-        given = read_input(stdin) if stdin is not None else None
+        if stdin is not None:
+            refuse_device(stdin, source)
+            given = read_input(stdin)
     elif _is_text(target):
         source, given = "the text", _read_text(target)
     else:
         try:
             with open(target, "rb") as file:
+                refuse_device(file, target)
                 if is_pickle(file):
                     return explain_snapshot(read_snapshot(file, target))
                 given = read_input(file)
@@ -107,6 +111,18 @@ def _explain_target(options: ExplainOptions, request: ExplainRequest, folder: Pa
     if target and folder is None:
         return replace(diagnosis, notes=(*diagnosis.notes, f"{source} is empty: only the config is explained."))
     return diagnosis
+
+
+def refuse_device(stream: BinaryIO, name: str) -> None:
+    """UsageError for a device such as /dev/zero, which never ends. Terminals and /dev/null do."""
+    try:
+        mode = os.fstat(stream.fileno()).st_mode
+    except OSError:  # no file: io.BytesIO
+        return
+    endless = stat.S_ISCHR(mode) and not stream.isatty() and not os.path.samestat(
+        os.fstat(stream.fileno()), os.stat(os.devnull))
+    if endless or stat.S_ISBLK(mode):
+        raise UsageError(f"{name} is a device, not a file with a message.", EXAMPLE)
 
 
 def _is_text(target: str) -> bool:

@@ -297,6 +297,9 @@ class UnwrittenRunFolder(RunFolder):
     def __init__(self, path: str) -> None:
         self.path, self.checkpoints, self.notes = Path(path), Path(path) / "checkpoints", ()
 
+    def check_ours(self) -> None:
+        pass
+
     def record(self, config: Mapping[str, Any]) -> None:
         pass
 

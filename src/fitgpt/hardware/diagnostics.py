@@ -14,16 +14,15 @@ import signal
 import subprocess
 import sys
 import sysconfig
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 from .. import __version__
 from ..core.errors import DeviceError
+from ..core.files import temporary_folder
 from ..core.units import GiB, MiB, show_bytes
 from .allocator_env import ALLOCATOR_DEFAULT, ALLOCATOR_VARIABLES, check_allocator_env, child_environment
 from .host import available_memory, or_none
@@ -366,8 +365,8 @@ def try_compiler(environment: Mapping[str, str]) -> str:
     compiler = environment.get("CC") or next((name for name in ("gcc", "clang") if shutil.which(name)), "")
     if not compiler:
         return "there is no C compiler."
-    with tempfile.TemporaryDirectory(prefix="fitgpt-") as folder:
-        source = Path(folder, "probe.c")
+    with temporary_folder() as folder:
+        source = folder / "probe.c"
         source.write_text("#include <Python.h>\nint probe(void) { return 0; }\n", encoding="utf-8")
         command = [*shlex.split(compiler), "-shared", "-fPIC", f"-I{sysconfig.get_path('include')}", str(source), "-o",
                    str(source.with_suffix(".so"))]
@@ -377,7 +376,7 @@ def try_compiler(environment: Mapping[str, str]) -> str:
         except (OSError, subprocess.TimeoutExpired) as error:
             return f"{compiler} does not run: {error}."
     errors = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines() or [""]
-    return "" if done.returncode == 0 else f"{compiler} says: {errors[0].replace(folder, '').strip()}"
+    return "" if done.returncode == 0 else f"{compiler} says: {errors[0].replace(str(folder), '').strip()}"
 
 
 def check_ranks(torch: Mapping[str, Any]) -> Iterator[Finding]:

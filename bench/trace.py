@@ -206,15 +206,18 @@ def write_history(path: Path) -> None:
     import torch
 
     actions, places, addresses = dict[str, int](), dict[str, int](), dict[int, int]()
-    events = []
+    events, segments = [], []
     for entry in torch.cuda.memory._snapshot()["device_traces"][0]:
         frames = [f"{Path(frame['filename']).name}:{frame['line']} {frame['name']}"
                   for frame in entry.get("frames", [])[:5]]
+        if entry["action"] == "segment_alloc":
+            segments.append([len(events), entry["addr"]])
         events.append([actions.setdefault(entry["action"], len(actions)), entry["size"],
                        addresses.setdefault(entry["addr"], len(addresses)),
                        places.setdefault(" < ".join(frames), len(places)), entry["stream"] != 0])
     with lzma.open(path, "wt", preset=2) as file:
-        json.dump({"actions": list(actions), "places": list(places), "events": events}, file, separators=(",", ":"))
+        json.dump({"actions": list(actions), "places": list(places), "events": events,
+                   "segments": segments}, file, separators=(",", ":"))
 
 
 # ---- traced

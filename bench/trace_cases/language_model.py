@@ -42,7 +42,8 @@ MASKED = {"bert": PLAIN, "roberta": PLAIN, "distilbert": dict(dim=768, hidden_di
           "modernbert": {**{k: v for k, v in PLAIN.items()}, "intermediate_size": 1152, "pad_token_id": 0,
                          "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2},
           "electra": PLAIN, "deberta-v2": {**PLAIN, "relative_attention": True, "pos_att_type": ["p2c", "c2p"]}}
-SEQ2SEQ = {"t5": dict(d_model=512, d_kv=64, d_ff=2048, num_layers=6, num_heads=8, vocab_size=32128),
+SEQ2SEQ = {"t5": dict(d_model=512, d_kv=64, d_ff=2048, num_layers=6, num_heads=8, vocab_size=32128,
+                      decoder_start_token_id=0),
            "bart": dict(d_model=768, encoder_layers=4, decoder_layers=4, encoder_attention_heads=12,
                         decoder_attention_heads=12, encoder_ffn_dim=3072, decoder_ffn_dim=3072, vocab_size=50265)}
 WEIGHTS = {"bf16": torch.bfloat16, "fp16": torch.float16}                       # the whole model is cast
@@ -111,7 +112,9 @@ def build_optimizer(model: torch.nn.Module, name: str) -> torch.optim.Optimizer:
     if name == "adafactor":
         return torch.optim.Adafactor(model.parameters(), lr=1e-3)
     if name == "adafactor-transformers":
-        return transformers.Adafactor(model.parameters(), lr=1e-3, relative_step=False, scale_parameter=False)
+        from transformers.optimization import Adafactor
+
+        return Adafactor(model.parameters(), lr=1e-3, relative_step=False, scale_parameter=False)
     if name == "rmsprop":
         return torch.optim.RMSprop(model.parameters(), lr=1e-4)
     raise SystemExit(f"unknown optimizer {name}")

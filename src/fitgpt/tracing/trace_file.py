@@ -26,7 +26,7 @@ SCHEMA = 1
 TRACE_AGAIN = "fitgpt trace --save my.trace.json train.py"
 LARGEST = 5 * MiB
 EMPTIED = -1       # in Trace.events: torch.cuda.empty_cache()
-WORKSPACE = "cuBLAS workspace"  # what the operation of such a tensor begins with
+WORKSPACE = "cublas workspace"  # the operation that cuBLAS's workspace is recorded under
 
 
 class Kind(NamedTuple):
@@ -102,7 +102,7 @@ class Trace:
         if platform.workspace == self.platform.workspace:
             return self
         return replace(self, tensors=tuple(
-            kind._replace(nbytes=platform.workspace) if kind.op.startswith(WORKSPACE) else kind
+            kind._replace(nbytes=platform.workspace) if kind.op == WORKSPACE else kind
             for kind in self.tensors))
 
 

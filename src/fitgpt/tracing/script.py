@@ -79,9 +79,10 @@ def run(command: list[str], gpu: str, others: str, budget: str, steps: int) -> T
     import torch
 
     from .errors import Untraceable
+    from .modules import StepsDone
     from .patches import Patches
     from .recorder import Recorder
-    from .trace import StepsDone, recording
+    from .trace import recording
 
     target = target_for(gpu, "auto", others=others, budget=budget, torch=torch.__version__)
     recorder, replaced, module = Recorder(), Patches(), command[0] == "-m"

@@ -7,6 +7,7 @@ key replaces them: it calls the operations that CUDA would call, so autograd sav
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..memory.platform import MAX_FLASH_HEAD, Platform
+from .kernels import partial_sums
 
 ops = torch.ops.aten
 HALF = (torch.float16, torch.bfloat16)
@@ -26,7 +28,7 @@ def install(platform: Platform) -> Any:
     library = torch.library.Library("aten", "IMPL")
     attention = AttentionSteering(platform)
     library.impl("dropout", dropout, "AutogradMeta")
-    library.impl("rms_norm", rms_norm, "AutogradMeta")
+    library.impl("rms_norm", partial(rms_norm, platform), "AutogradMeta")
     library.impl("scaled_dot_product_attention", attention, "AutogradMeta")
     return library
 
@@ -40,19 +42,20 @@ def dropout(source: Tensor, p: float, train: bool) -> Tensor:
     return ops.native_dropout(source, p, train)[0]  # type: ignore[no-any-return]
 
 
-def rms_norm(source: Tensor, normalized_shape: list[int], weight: Tensor | None = None,
+def rms_norm(platform: Platform, source: Tensor, normalized_shape: list[int], weight: Tensor | None = None,
              eps: float | None = None) -> Tensor:
     """rms_norm_symint() in ATen/native/layer_norm.cpp: one kernel, unless the weight has another dtype."""
     if weight is not None and weight.dtype != source.dtype:
         return ops.rms_norm.default.decompose(source, normalized_shape, weight, eps)  # type: ignore[no-any-return]
-    return FusedRMSNorm.apply(source, weight, len(normalized_shape))  # type: ignore[no-any-return,no-untyped-call]
+    return FusedRMSNorm.apply(source, weight, len(normalized_shape), platform)  # type: ignore[no-any-return]
 
 
 class FusedRMSNorm(torch.autograd.Function):
     """_fused_rms_norm and its backward, which only CUDA has: the memory of layer_norm_kernel.cu."""
 
     @staticmethod
-    def forward(ctx: Any, source: Tensor, weight: Tensor | None, dims: int) -> Tensor:
+    def forward(ctx: Any, source: Tensor, weight: Tensor | None, dims: int, platform: Platform) -> Tensor:
+        ctx.platform = platform
         copy = source.contiguous()
         result = torch.empty_like(copy)
         rows = source.shape[:source.dim() - dims]
@@ -61,11 +64,14 @@ class FusedRMSNorm(torch.autograd.Function):
         return result
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         source, weight, _ = ctx.saved_tensors
         gradient, source = gradient.contiguous(), source.contiguous()
-        return (torch.empty_like(source) if ctx.needs_input_grad[0] else None,
-                torch.empty_like(weight) if ctx.needs_input_grad[1] else None, None)
+        of_source = torch.empty_like(source) if ctx.needs_input_grad[0] else None
+        of_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
+        if of_weight is not None and (rows := partial_sums(source, weight.numel(), ctx.platform)):
+            of_weight = torch.empty((rows, *weight.shape), dtype=weight.dtype, device=weight.device).sum(0)
+        return of_source, of_weight, None, None
 
 
 def math_attention(query_: Tensor, key_: Tensor, value_: Tensor, mask: Tensor | None, dropout_p: float, is_causal: bool,
@@ -114,7 +120,7 @@ class AttentionSteering:
             scale = 1 / math.sqrt(head) if scale is None else scale
             query, key, value = (pad(each, (0, -each.shape[-1] % 8)) if each.shape[-1] % 8 else each
                                  for each in (query, key, value))
-            out = ops._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
+            out = ops._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
             return out if out.shape[-1] == head else out[..., :head]  # type: ignore[no-any-return]
         if kernel == "efficient":
             if attn_mask is not None:
@@ -150,6 +156,7 @@ class AttentionSteering:
             return "flash"
         alignment = (8 if half else 4) if capability >= (8, 0) else 8 if half and capability >= (7, 0) else 1
         if backends.mem_efficient_sdp_enabled() and same_heads and head % alignment == 0 \
-                and value.shape[-1] % alignment == 0 and capability >= (5, 0) and (half or query.dtype == torch.float32):
+                and value.shape[-1] % alignment == 0 and capability >= (5, 0) \
+                and (half or query.dtype == torch.float32):
             return "efficient"
         return "math"

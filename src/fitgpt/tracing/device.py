@@ -34,7 +34,7 @@ from .values import Values
 CARD, META, HOST = torch.device("cuda", 0), torch.device("meta"), torch.device("cpu")
 LARGE_HOST = 256 * 1024   # bytes: an uninitialised tensor of the host from here on has no storage either
 ops = torch.ops.aten
-_real_device = torch._C.TensorBase.device.__get__  # type: ignore[attr-defined]
+_real_device = torch._C.TensorBase.device.__get__
 _inside = threading.local()                        # .depth: how many operations of the mode are running
 
 VIEWS = {ops._unsafe_view.default, ops.detach.default, ops.alias.default, ops.lift_fresh.default}
@@ -48,7 +48,7 @@ def device_of(tensor: Tensor) -> torch.device:
     """The device as the program sees it."""
     real: torch.device = _real_device(tensor)
     mode = TracedGpu.active
-    if real.type != "meta" or mode is None or getattr(_inside, "depth", 0):
+    if real.type != "meta" or mode is None or getattr(_inside, "depth", False):
         return real
     return mode.place_of(tensor)
 
@@ -314,7 +314,8 @@ class TracedGpu(TorchDispatchMode):
         """
         if torch._C._current_graph_task_id() == -1 or torch.is_grad_enabled() or not _called_by_engine():
             return False
-        counts = gradient._use_count(), torch._C._storage_Use_Count(gradient.untyped_storage()._cdata)
+        counts = (gradient._use_count(),  # type: ignore[attr-defined]
+                  torch._C._storage_Use_Count(gradient.untyped_storage()._cdata))
         if self._sole is None:  # `calibrate` is running
             self._sole = counts
         return counts[0] <= self._sole[0] and counts[1] <= self._sole[1] and _is_dense(gradient)
@@ -328,7 +329,7 @@ class TracedGpu(TorchDispatchMode):
     # ---- shapes
 
     def _shape(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """torch works out many results' shapes in Python, which is slow: it is asked once per call with equal shapes."""
+        """torch works out many shapes in Python, which is slow: it is asked once for arguments of equal shapes."""
         if func.is_view or func in VIEWS:
             return func(*args, **kwargs)
         try:
@@ -358,7 +359,7 @@ class TracedGpu(TorchDispatchMode):
     # ---- phases
 
     def _find_phase(self, func: Any, given: list[Tensor], here: list[Tensor]) -> None:
-        recorder, sequence = self.recorder, torch.autograd._get_sequence_nr()
+        recorder, sequence = self.recorder, torch._C._autograd._get_sequence_nr()
         if torch._C._current_graph_task_id() != -1:
             recorder.enter(BACKWARD)
             node = torch._C._current_autograd_node()

@@ -80,8 +80,8 @@ def matmul_with_bias(call: Call) -> None:
     """cuBLASLt adds the bias in the product's kernel: isInputCompliesAddmmCudaLt() in Blas.cpp."""
     matmul(call)
     bias, _, mat2 = call.args[:3]
-    beta = call.kwargs.get("beta", 1)
-    if bias.dim() == 1 and beta == 1 and bias.is_contiguous() and bias.shape[0] == mat2.shape[1] and min(mat2.shape) > 1:
+    if bias.dim() == 1 and bias.is_contiguous() and bias.shape[0] == mat2.shape[1] and min(mat2.shape) > 1 \
+            and call.kwargs.get("beta", 1) == 1:
         call.workspace("cublaslt workspace", scratch.CUBLASLT)
 
 
@@ -90,7 +90,8 @@ def matmul_with_bias(call: Call) -> None:
 
 def reduction(call: Call) -> None:
     source = call.args[0]
-    dims = call.args[1] if len(call.args) > 1 and isinstance(call.args[1], list | tuple | int) else None
+    names = [each.name for each in call.op._schema.arguments]
+    dims = call.argument(names.index("dim"), "dim") if "dim" in names else None
     dims = [dims] if isinstance(dims, int) else dims or list(range(source.dim()))
     call.output(0)
     result = call.results[0]
@@ -150,7 +151,8 @@ def reduction_scratch(source: Tensor, dims: list[int], platform: Platform, accum
     busy = platform.sms * (platform.threads // (block_width * block_height))
     if per_thread < scratch.MAX_PER_THREAD or grid > busy:
         return []
-    split = max(min(-(-busy // grid), -(-per_thread // scratch.MIN_PER_THREAD)), -(-per_thread // scratch.MAX_PER_THREAD))
+    split = max(min(-(-busy // grid), -(-per_thread // scratch.MIN_PER_THREAD)),
+                -(-per_thread // scratch.MAX_PER_THREAD))
     if split <= 1:
         return []
     return [accumulator * outputs * split * (1 if on_fastest else block_width * vector), 4 * grid]
@@ -232,18 +234,30 @@ def layer_norm(call: Call) -> None:
 
 
 def layer_norm_backward(call: Call) -> None:
-    """With many rows and few columns, partial sums of the weight's gradients: 32 rows each."""
+    """With many rows and few columns, the weight's gradients are summed in two steps: 32 rows, then the rest."""
     gradient, source, shape = call.args[:3]
     for each in (gradient, source):
         if not each.is_contiguous():
             call.scratch(each.numel() * each.element_size())
-    columns = prod(shape)
+    partial = partial_sums(source, prod(shape), call.platform)
+    if not partial:
+        return
+    call.output(0)
+    gradients = [place for place in (1, 2) if isinstance(call.results[place], Tensor)]
+    replaced = [call.scratch(call.results[place].nbytes) for place in gradients]
+    sums = [torch.empty(partial, prod(shape), dtype=call.results[place].dtype, device="meta") for place in gradients]
+    for each in sums:
+        call.scratch(each.nbytes)
+    for place, each, first in zip(gradients, sums, replaced, strict=True):
+        call.output(place)
+        call.free(*reversed([call.scratch(nbytes) for nbytes in reduction_scratch(each, [0], call.platform)]), first)
+
+
+def partial_sums(source: Tensor, columns: int, platform: Platform) -> int:
+    """Rows of partial sums in a norm's backward pass; 0: none. LaunchGammaBetaBackwardCUDAKernel() in
+    layer_norm_kernel.cu."""
     rows = source.numel() // columns
-    if rows > MANY_ROWS and columns // 32 < call.platform.sms // 2:
-        call.output(0)
-        for place in (1, 2):
-            if isinstance(call.results[place], Tensor):
-                call.scratch(-(-rows // 32) * columns * call.results[place].element_size())
+    return -(-rows // 32) if rows > MANY_ROWS and columns // 32 < platform.sms // 2 else 0
 
 
 # ---- attention
@@ -328,6 +342,11 @@ KERNELS: dict[Any, Callable[[Call], None]] = {
     ops.sum.dim_IntList: reduction,
     ops.mean.default: reduction,
     ops.mean.dim: reduction,
+    ops.linalg_vector_norm.default: reduction,
+    ops.norm.Scalar: reduction,
+    ops.norm.ScalarOpt_dim: reduction,
+    ops.norm.ScalarOpt_dtype: reduction,
+    ops.norm.ScalarOpt_dim_dtype: reduction,
     ops.cumsum.default: cumulative,
     ops.cumprod.default: cumulative,
     ops._safe_softmax.default: safe_softmax,

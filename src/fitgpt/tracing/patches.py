@@ -62,7 +62,7 @@ def default_device() -> torch.device:
 
     for mode in reversed(torch.overrides._get_current_function_mode_stack()):
         if isinstance(mode, DeviceContext):
-            return mode.device  # type: ignore[no-any-return]
+            return mode.device
     return HOST
 
 
@@ -85,8 +85,8 @@ def _tensors(patches: Patches) -> None:
             args, kwargs, wanted = args[1:], {**kwargs, "dtype": wanted.dtype}, device_of(wanted)
             kwargs["device"] = wanted
         on_stand_in = _real_device(tensor).type == "meta"
-        if is_cuda(wanted) or on_stand_in and isinstance(wanted, str | torch.device) and \
-                torch.device(wanted) == device_of(tensor):
+        if is_cuda(wanted) or (on_stand_in and isinstance(wanted, str | torch.device) and \
+                torch.device(wanted) == device_of(tensor)):
             if on_stand_in and device_of(tensor).type == "cpu":  # a large tensor of the host
                 return _upload(tensor, args, kwargs)
             if "device" in kwargs:
@@ -104,7 +104,7 @@ def _tensors(patches: Patches) -> None:
 
     def upload(tensor: Tensor, args: Any, kwargs: Any) -> Tensor:
         dtypes = [each for each in (*args, kwargs.get("dtype")) if isinstance(each, torch.dtype)]
-        return _Upload.apply(tensor, dtypes[0] if dtypes else tensor.dtype)  # type: ignore[no-any-return,no-untyped-call]
+        return _Upload.apply(tensor, dtypes[0] if dtypes else tensor.dtype)  # type: ignore[no-any-return]
 
     global _upload
     _upload = upload
@@ -122,7 +122,7 @@ class _Upload(torch.autograd.Function):
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=CARD)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         return gradient.to(HOST), None
 
 
@@ -162,7 +162,8 @@ def _constructors(patches: Patches) -> None:
         """A generator of the GPU is one of the host that says otherwise: nothing is drawn from it."""
 
         def __new__(cls, device: Any = None) -> Any:
-            return real_generator.__new__(cls, "cpu" if is_cuda(device) else device or "cpu")
+            host = "cpu" if is_cuda(device) else device or "cpu"
+            return real_generator.__new__(cls, host)  # type: ignore[call-arg]
 
     patches.set(torch, "Generator", HostGenerator)
 
@@ -232,10 +233,11 @@ def _cuda(patches: Patches, device: TracedGpu, platform: Platform, card: GpuMode
         "_lazy_call": lambda call, **_: None,
         "is_bf16_supported": lambda *_, **__: platform.has_bf16, "is_tf32_supported": lambda: platform.has_bf16,
         "get_device_name": lambda *_: name, "get_device_capability": lambda *_: platform.capability,
-        "get_device_properties": lambda *_: properties, "get_arch_list": lambda: ["sm_%d%d" % platform.capability],
+        "get_device_properties": lambda *_: properties,
+        "get_arch_list": lambda: [f"sm_{properties.major}{properties.minor}"],
         "synchronize": lambda *_: None, "ipc_collect": lambda: None,
         "empty_cache": device.recorder.empty_cache,
-        "current_stream": lambda *_: NoStream(), "default_stream": lambda *_: NoStream(), "stream": lambda *_: NoStream(),
+        "current_stream": NoStream, "default_stream": NoStream, "stream": NoStream,
         "set_stream": lambda *_: None, "Stream": NoStream, "Event": NoStream, "ExternalStream": NoStream,
         "memory_allocated": allocated, "max_memory_allocated": allocated, "memory_reserved": allocated,
         "max_memory_reserved": allocated, "memory_cached": allocated, "max_memory_cached": allocated,
@@ -248,7 +250,8 @@ def _cuda(patches: Patches, device: TracedGpu, platform: Platform, card: GpuMode
         "manual_seed_all": lambda *_: None, "seed": lambda: None, "seed_all": lambda: None, "initial_seed": lambda: 0,
         "get_rng_state": lambda *_: random_state.clone(), "get_rng_state_all": lambda: [random_state.clone()],
         "set_rng_state": lambda *_: None, "set_rng_state_all": lambda *_: None,
-        "is_current_stream_capturing": lambda: False, "utilization": lambda *_: 0, "can_device_access_peer": lambda *_: False,
+        "is_current_stream_capturing": lambda: False, "utilization": lambda *_: 0,
+        "can_device_access_peer": lambda *_: False,
     }
     for attribute, answer in answers.items():
         if hasattr(cuda, attribute):
@@ -264,8 +267,9 @@ def _cuda(patches: Patches, device: TracedGpu, platform: Platform, card: GpuMode
             "is_available": lambda: True, "device_count": lambda: 1, "current_device_index": lambda: 0,
             "current_accelerator": lambda check_available=False: torch.device("cuda"), "synchronize": lambda *_: None,
             "current_device_idx": lambda: 0, "set_device_index": lambda *_: None, "set_device_idx": lambda *_: None,
-            "empty_cache": device.recorder.empty_cache, "memory_allocated": allocated, "max_memory_allocated": allocated,
-            "memory_reserved": allocated, "max_memory_reserved": allocated, "reset_peak_memory_stats": lambda *_: None,
+            "empty_cache": device.recorder.empty_cache, "memory_allocated": allocated,
+            "max_memory_allocated": allocated, "memory_reserved": allocated,
+            "max_memory_reserved": allocated, "reset_peak_memory_stats": lambda *_: None,
             "current_stream": lambda *_: NoStream(), "get_memory_info": lambda *_: (memory - allocated(), memory),
         }.items():
             if hasattr(accelerator, attribute):

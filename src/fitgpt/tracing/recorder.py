@@ -66,9 +66,10 @@ class Recorder:
             else:
                 self.phases.append((phase, len(self.events)))
 
-    def alloc(self, nbytes: int, op: str, owner: str = "", shape: tuple[int, ...] = (), dtype: str = "") -> TracedTensor:
-        tensor = TracedTensor(len(self.tensors), nbytes, op, self.phase, owner or self._owner(shape), shape=shape,
-                              dtype=dtype, module=self.modules[-1] if self.modules else self.origin, source=source_line())
+    def alloc(self, nbytes: int, op: str, owner: str = "", shape: tuple[int, ...] = (),
+              dtype: str = "") -> TracedTensor:
+        tensor = TracedTensor(len(self.tensors), nbytes, op, self.phase, owner or self._owner(shape),
+                              self.modules[-1] if self.modules else self.origin, source_line(), shape, dtype)
         self.tensors.append(tensor)
         self.allocated += nbytes
         self.events.append((True, tensor))
@@ -127,7 +128,7 @@ def _place(filename: str) -> str:
     if filename not in _places:
         path = filename.replace(os.sep, "/")
         inside = (path.startswith(PACKAGE.replace(os.sep, "/")) or "/torch/" in path or path.startswith("<")
-                  or path.startswith(os.path.dirname(os.__file__).replace(os.sep, "/") + "/") and
-                  "site-packages" not in path)
+                  or (path.startswith(os.path.dirname(os.__file__).replace(os.sep, "/") + "/") and
+                  "site-packages" not in path))
         _places[filename] = "inside" if inside else "library" if "site-packages" in path else "user"
     return _places[filename]

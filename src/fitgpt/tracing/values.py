@@ -14,10 +14,10 @@ from torch import Tensor
 
 MOST_BYTES = 4 * 1024 * 1024  # of integers and flags
 MOST_FLOAT_BYTES = 64 * 1024  # of floating-point numbers: weights are not worth it
-RANDOM = ("rand", "normal", "bernoulli", "dropout", "multinomial", "uniform", "exponential")
+UNDEFINED = ("empty", "rand", "normal", "bernoulli", "dropout", "multinomial", "uniform", "exponential")
 # GradScaler's check for overflow: its flag stays 0.0, since gradients are taken to be finite.
 UNCHANGED = ("aten::_amp_foreach_non_finite_check_and_unscale_", "aten::_amp_update_scale_")
-_real_device = torch._C.TensorBase.device.__get__  # type: ignore[attr-defined]
+_real_device = torch._C.TensorBase.device.__get__
 
 
 class Values:
@@ -62,7 +62,7 @@ class Values:
 
     def evaluate(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The operation on the host; None if a value is unknown."""
-        if any(word in func._schema.name for word in RANDOM) or func._schema.name in ("aten::empty", "aten::empty_like"):
+        if any(word in func._schema.name for word in UNDEFINED):
             return None
         try:
             args, kwargs = self._on_host(args), {name: self._on_host(value) for name, value in kwargs.items()}
@@ -76,9 +76,9 @@ class Values:
         """An operation that writes into tensors: their values too, or they become unknown."""
         if func._schema.name in UNCHANGED:
             return
-        if not any(each.untyped_storage()._cdata in self._known or each.numel() * each.element_size() ==
-                   each.untyped_storage().nbytes() and _few(each) and func._schema.name in
-                   ("aten::copy_", "aten::fill_", "aten::zero_") for each in written):
+        overwritten = func._schema.name in ("aten::copy_", "aten::fill_", "aten::zero_")
+        if not any(each.untyped_storage()._cdata in self._known or (overwritten and _few(each) and _is_whole(each))
+                   for each in written):
             return
         for each in written:
             if each.untyped_storage()._cdata not in self._known:
@@ -98,6 +98,10 @@ class Values:
         if isinstance(given, tuple | list):
             return type(given)(map(self._on_host, given))
         return given
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
 
 
 class _Unknown(Exception):

@@ -495,5 +495,5 @@ class RecordOptions(Options):
 # Every command, in the order of `fitgpt --help`.
 COMMANDS: dict[str, type[Options]] = {cls.command: cls for cls in (
     PrepareOptions, PlanArguments, TraceOptions, FitArguments, CardsOptions, RunConfig, RehearseArguments,
-    RecordOptions, SampleOptions, EvalOptions, ExportOptions, DemoOptions, ExplainArguments, WatchOptions, DoctorOptions,
-    ReportOptions, ServeOptions, CompletionOptions)}
+    RecordOptions, SampleOptions, EvalOptions, ExportOptions, DemoOptions, ExplainArguments, WatchOptions,
+    DoctorOptions, ReportOptions, ServeOptions, CompletionOptions)}

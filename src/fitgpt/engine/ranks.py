@@ -303,8 +303,8 @@ class UnwrittenRunFolder(RunFolder):
     def record(self, config: Mapping[str, Any]) -> None:
         pass
 
-    def append_metrics(self, row: Mapping[str, Any]) -> None:
-        pass
+    def append_metrics(self, row: Mapping[str, Any]) -> str:
+        return ""
 
     def close(self) -> None:
         pass

@@ -8,6 +8,7 @@
     python bench/engine_cases.py attention_kernels       each attention kernel; chosen, not random
     python bench/engine_cases.py memory_page             the runs of docs/memory.md, and their remedies
     python bench/engine_cases.py bitsandbytes            8-bit optimizer state of bitsandbytes; chosen
+    python bench/engine_cases.py ranks                   one rank of 2, 4 or 8, at random
 
 Every config drawn is kept: none is left out because of its result. A config that RunConfig rejects is drawn again, and
 so is one that would hold more than 40 GiB or compute for minutes.
@@ -35,7 +36,7 @@ from fitgpt.memory.timeline import needs  # noqa: E402
 from fitgpt.planning.forecast import write_tape  # noqa: E402
 
 CASES = ROOT / "tests" / "recorded" / "engine" / "cases"
-SEED, RUNS, SAVERS_OFF, HELD_OUT, LIMITED = 20261115, 48, 13, 48, 20
+SEED, RUNS, SAVERS_OFF, HELD_OUT, LIMITED, RANKS = 20261115, 48, 13, 48, 20, 24
 H200 = Platform((9, 0), "2.11")
 MARGIN = 0.02  # distance of a limit from what a run needs
 
@@ -116,6 +117,18 @@ def held_out() -> list[dict[str, Any]]:
     return draw(SEED + 2, HELD_OUT, change)
 
 
+def ranks() -> list[dict[str, Any]]:
+    """As `random`, of 2, 4 or 8 ranks: 1 to 4 micro-batches each. Every rank is recorded in some case."""
+    def change(rng: random.Random, options: dict[str, Any]) -> dict[str, Any]:
+        world = rng.choice([2, 4, 8])
+        return {**options, "gpus": f"{world}xranks",
+                "gradient_accumulation_steps": options["gradient_accumulation_steps"] * world}
+
+    drawn = draw(SEED + 3, RANKS, change)
+    return [{**case, "sample": False, "rank": number % RunConfig(**case["config"]).ranks}
+            for number, case in enumerate(drawn)]
+
+
 def draw(seed: int = SEED, runs: int = RUNS, change: Any = lambda rng, options: options) -> list[dict[str, Any]]:
     rng, cases = random.Random(seed), list[dict[str, Any]]()
     while len(cases) < runs:
@@ -126,7 +139,7 @@ def draw(seed: int = SEED, runs: int = RUNS, change: Any = lambda rng, options: 
             config = resolve_run(RunConfig(**options), H200)
         except UsageError:
             continue
-        work = config.gpt_config().count_params() * config.tokens_per_step
+        work = config.gpt_config().count_params() * config.tokens_per_step // config.ranks
         if work < 4e13 and needs(write_tape(config, H200), expandable=True) < 40 * GiB:
             cases.append({"name": f"run {len(cases):02}", "config": options, "sample": len(cases) % 8 == 0})
     return cases
@@ -186,7 +199,7 @@ def with_limits(drawn: list[dict[str, Any]]) -> list[dict[str, Any]]:
 GENERATORS = {
     "random": draw, "memory_limit": lambda: with_limits(draw()), "savers_off": savers_off, "held_out": held_out,
     "memory_limit_held_out": lambda: with_limits(held_out()), "attention_kernels": attention_kernels,
-    "memory_page": memory_page, "bitsandbytes": bitsandbytes}
+    "memory_page": memory_page, "bitsandbytes": bitsandbytes, "ranks": ranks}
 
 if __name__ == "__main__":
     main()

@@ -18,14 +18,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from fitgpt.config.resolve import resolve_run
 from fitgpt.config.run_config import RunConfig
 from fitgpt.memory.platform import Platform
-from fitgpt.memory.timeline import PhasePeak, replay
+from fitgpt.memory.timeline import replay
 from fitgpt.planning.forecast import COLUMNS, SHAPE, record_kind, recorded_options
-from fitgpt.tapes import engine as engine_tape
+from fitgpt.planning.record_check import Figure, compare_run
 from fitgpt.tapes.nanogpt import write
 from fitgpt.tapes.nanogpt_compiled import has_odd_sizes
 
@@ -40,24 +40,6 @@ TRACK_RECORD = (*NANOGPT_RECORDS, *ENGINE_RECORDS, ROOT / "bench" / "results" / 
 
 NANOGPT = "nanogpt"
 H200 = Platform((9, 0), "2.11")
-PHASES = ("load", "first_eval", "first_train", "train", "eval", "save")  # of a recorded run; train includes its step
-
-
-class Figure(NamedTuple):
-    """One measured number of one recorded run, and what the tape says of it."""
-
-    run: str
-    name: str        # as the record has it: train_peak, eval_first_reserved …
-    predicted: int
-    measured: int
-
-    @property
-    def off(self) -> int:
-        return self.predicted - self.measured
-
-    @property
-    def percent(self) -> float:
-        return 100 * self.off / self.measured
 
 
 # ---- nanoGPT's runs
@@ -87,24 +69,8 @@ def compare(rows: Iterable[dict[str, Any]]) -> list[Figure]:
 
 def compare_own(rows: Iterable[dict[str, Any]], platform: Platform) -> list[Figure]:
     """Allocated and reserved of every phase; reserved is the most since the run began."""
-    return [figure for row in rows if "phases" in row for figure in _of_one_run(row, platform)]
-
-
-def _of_one_run(row: dict[str, Any], platform: Platform) -> Iterable[Figure]:
-    platform = replace(platform, kernel=row.get("kernel", ""))
-    config = resolve_run(RunConfig(**row["config"]), platform)
-    peaks = replay(engine_tape.write(config, platform), expandable=platform.expandable).peaks()
-    step, train = peaks["step"], peaks["train"]
-    peaks["train"] = PhasePeak("train", max(train.allocated, step.allocated), step.reserved, 0)
-    if "sample" in row["phases"]:
-        peaks |= replay(engine_tape.write_sampling(config, platform), expandable=platform.expandable).peaks()
-    reserved = 0
-    for phase in (*PHASES, "sample"):
-        if phase in row["phases"]:
-            seen = row["phases"][phase]
-            reserved = seen["reserved"] if phase == "sample" else max(reserved, seen["reserved"])
-            yield Figure(row["name"], f"{phase} allocated", peaks[phase].allocated, seen["allocated"])
-            yield Figure(row["name"], f"{phase} reserved", peaks[phase].reserved, reserved)
+    return [figure for row in rows if "phases" in row for figure in compare_run(
+        row["name"], row["config"], row["phases"], replace(platform, kernel=row.get("kernel", "")))]
 
 
 def compare_logged(rows: Iterable[dict[str, Any]]) -> list[Figure]:

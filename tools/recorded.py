@@ -20,8 +20,10 @@ from fitgpt.config.argv import walk  # noqa: E402
 from fitgpt.config.fields import build  # noqa: E402
 from fitgpt.config.run_config import RunConfig  # noqa: E402
 from fitgpt.hardware.gpus import match_device  # noqa: E402
+from fitgpt.planning.gpu_record import parse  # noqa: E402
 
 RESULTS, TARGET = ROOT / "bench" / "results", ROOT / "src" / "fitgpt" / "planning" / "recorded.json"
+RECORDS = ROOT / "tests" / "recorded" / "gpus"
 SHORT_RUNS = ("capped_xl_on_h200.json",)  # whose last steps are steady enough to count as a measurement
 
 
@@ -37,7 +39,15 @@ def document() -> dict[str, Any]:
 
 def recorded_runs() -> list[dict[str, Any]]:
     runs = [run for path in sorted(RESULTS.glob("engine_*.json")) for run in from_engine(path)]
-    return runs + [run for name in SHORT_RUNS if (RESULTS / name).is_file() for run in from_short_runs(RESULTS / name)]
+    runs += [run for name in SHORT_RUNS if (RESULTS / name).is_file() for run in from_short_runs(RESULTS / name)]
+    return runs + [run for path in sorted(RECORDS.glob("*.json")) for run in from_record(path)]
+
+
+def from_record(path: Path) -> list[dict[str, Any]]:
+    """The timed runs of a record of a GPU."""
+    record = parse(path.read_text(encoding="utf-8"), path.name)
+    return [row_of(run.config, record.gpu.name, run.tokens_per_s, path, run.name)
+            for run in record.runs if run.tokens_per_s]
 
 
 def runs_of_nanogpt() -> list[dict[str, Any]]:

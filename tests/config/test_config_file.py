@@ -270,3 +270,20 @@ def test_nanogpts_own_config_files_mean_the_same(tmp_path: Path, name: str) -> N
     assert {key: getattr(config, key) for key in expected} == expected
     if name == "finetune_shakespeare":
         assert float(config.wandb_run_name.removeprefix("ft-")) > 1.7e9
+
+
+# ---- configs that fitgpt comes with
+
+
+@pytest.mark.parametrize("name", ["gpt2_124m", "gpt2_124m.py", "config/gpt2_124m.py"])
+def test_a_config_of_fitgpt_is_found_in_any_folder(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert resolve(walk([name], RunConfig))[0].batch_size == 12
+
+
+def test_a_file_of_the_user_comes_before_one_of_fitgpt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "gpt2_124m.py").write_text("n_layer = 3\n")
+    assert resolve(walk(["gpt2_124m.py"], RunConfig))[0].n_layer == 3
+    with pytest.raises(UsageError, match="There is no config file 'elsewhere"):
+        walk(["elsewhere/gpt2_124m.py"], RunConfig)

@@ -203,5 +203,5 @@ def test_every_excluded_combination_is_an_error_whose_fix_works(settings: dict[s
 
 def excluded_value(required: Requires) -> Any:
     spec = option_specs(RunConfig)[required.option]
-    candidates = spec.choices or ((True, False) if spec.kind in ("bool", "auto") else (2, 1))
+    candidates = spec.choices or {"bool": (True, False), "auto": (True, False), "text": ("0,1",)}.get(spec.kind, (2, 1))
     return next(value for value in candidates if value not in required.values)

@@ -18,7 +18,8 @@ def _other(key: str) -> Any:
                "block_size": 2048, "init_from": "resume", "min_lr": 1e-6, "learning_rate": 1e-3, "compile": False,
                "cuda_graphs": False, "recompute": "input", "weights": "bfloat16", "residual": "bfloat16",
                "optimizer": "adam8bit", "adam8bit": "bitsandbytes", "offload": "optimizer", "casts": "kept",
-               "gradients": "kept", "states": "late", "budget": "8GiB", "leave": "2GiB", "rehearse": False}
+               "gradients": "kept", "states": "late", "budget": "8GiB", "leave": "2GiB", "rehearse": False,
+               "gpus": "0"}
     if key in special:
         return special[key]
     another = {"bool": lambda: not one.default, "text": lambda: one.default + "x", "int": lambda: one.default + 1,

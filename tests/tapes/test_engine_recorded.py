@@ -110,6 +110,20 @@ def test_one_sequence_and_one_head_are_forecast_with_every_kernel() -> None:
         "one head of 128, compiled first_eval allocated"}
 
 
+# ---- one rank of several
+
+
+def test_a_rank_of_2_4_or_8_is_forecast_to_the_byte() -> None:
+    """In a fake process group: every buffer is really allocated, and collectives do nothing."""
+    drawn, recorded = cases("ranks"), recorded_runs("ranks")
+    assert [(row["rank"], row["config"]) for row in recorded] == [(case["rank"], case["config"]) for case in drawn]
+    assert {RunConfig(**row["config"]).ranks for row in recorded} == {2, 4, 8}
+    reserved = [each for each in figures_of("ranks") if each.name.endswith("reserved")]
+    assert len(reserved) == 6 * len(drawn) == 144
+    assert all(each.off == 0 for each in reserved)
+    assert max(abs(each.percent) for each in figures_of("ranks")) <= 0.004
+
+
 # ---- under a cap
 
 

@@ -370,10 +370,10 @@ def test_a_stop_without_a_checkpoint_promises_no_resume(tmp_path: Path) -> None:
 # ---- errors before the start
 
 
-def test_more_than_one_process_is_rejected_before_torch_loads() -> None:
-    ended = short_command(WORLD_SIZE="2")
+def test_a_world_size_without_the_other_variables_of_torchrun_is_rejected_before_torch_loads() -> None:
+    ended = short_command(WORLD_SIZE="2", RANK="0")
     assert ended.returncode == 2
-    assert "WORLD_SIZE is 2: fitgpt trains with one process on one GPU" in ended.stderr
+    assert "WORLD_SIZE is 2, as under torchrun, but LOCAL_RANK, MASTER_ADDR, MASTER_PORT not set" in ended.stderr
     assert_torch_was_not_loaded(ended)
 
 

@@ -50,7 +50,7 @@ def _every_gpu(request: PlanRequest) -> int:
     options = request.options
     clashes = [flag for flag, given in (("--gpu", options.gpu), ("--budget", options.budget),
                                         ("--options", options.options), ("--timeline", options.timeline),
-                                        ("--hours", options.hours)) if given]
+                                        ("--hours", options.hours), ("--gpus", request.config.gpus)) if given]
     if clashes:
         raise UsageError(f"--all-cards plans for every GPU, and {' and '.join(clashes)} for one.",
                          "--all-cards")

@@ -14,6 +14,7 @@ import shlex
 import time
 import warnings
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from ..core.errors import UsageError
@@ -21,6 +22,7 @@ from ..core.files import read_limited
 from ..core.units import show_bytes
 from .fields import Assignment
 
+EXAMPLES = Path(__file__).parents[1] / "example_configs"  # the repository's folder config/, which the package contains
 MAX_FILE_BYTES = 2**16  # nanoGPT's have 2 KiB; one of 1 MiB took 40 s and 650 MB to parse
 MAX_INT_BITS = 256     # far above any option, far below what takes time to compute
 MAX_TEXT = 10_000      # characters of one string
@@ -101,7 +103,7 @@ def parse_config(source: str, path: str, scope: Mapping[str, object]) -> tuple[l
 
 def _read_text(path: str, command: str) -> str:
     try:
-        raw = read_limited(path, MAX_FILE_BYTES, pipes=True)
+        raw = read_limited(path if os.path.exists(path) else shipped(path) or path, MAX_FILE_BYTES, pipes=True)
     except FileNotFoundError:
         raise _not_found(f"There is no config file {path!r}.", path, command) from None
     except IsADirectoryError:
@@ -121,6 +123,15 @@ def _read_text(path: str, command: str) -> str:
                          "Save it as UTF-8.") from None
 
 
+def shipped(path: str) -> Path | None:
+    """The config that fitgpt comes with for "gpt2_124m", "gpt2_124m.py" or "config/gpt2_124m.py". None: no such one, or
+    the user has one of that name in the folder config."""
+    folder, name = os.path.split(path)
+    found = EXAMPLES / f"{name.removesuffix('.py')}.py"
+    is_shadowed = os.path.exists(os.path.join("config", found.name))
+    return found if folder in ("", "config") and name and not is_shadowed and found.is_file() else None
+
+
 def _not_found(what: str, path: str, command: str) -> UsageError:
     """An error that lists config files with similar names, else the files there are, and suggests the first."""
     folder, name = os.path.split(path)
@@ -128,6 +139,10 @@ def _not_found(what: str, path: str, command: str) -> UsageError:
                     if os.path.isdir(place) for entry in os.listdir(place) if entry.endswith(".py")})
     near = [file for file in files if os.path.basename(file) in (name, name + ".py")]
     near = near or difflib.get_close_matches(os.path.normpath(path), files, n=2, cutoff=0.7)
+    if not near:
+        own = sorted(f"config/{file.name}" for file in EXAMPLES.glob("*.py"))
+        near = difflib.get_close_matches(os.path.normpath(path), own, n=2, cutoff=0.7)
+        files = files or own
     if not near:
         files = [file for file in files if os.path.dirname(file)] or files  # files of a folder before loose scripts
         what += f" There are: {', '.join(files[:9])}." if files else ""

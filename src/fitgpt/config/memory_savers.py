@@ -128,7 +128,9 @@ SAVERS = (
                     "gradients=freed", adjusted=True), _NOT_LATE,
            Requires("dtype", ("bfloat16", "float32", "auto"), "step_in_backward cannot skip a step, which "
                     "dtype=float16 with its GradScaler needs"),
-           Requires("offload", ("none",)), _NO_CUDA_GRAPHS)),
+           Requires("offload", ("none",)), _NO_CUDA_GRAPHS,
+           Requires("gpus", ("",), "step_in_backward applies gradients before ranks could add them up, so it does not "
+                    "work with gpus", "--gpus="))),
 )
 
 # `fit --allow`: savers that round, all of them by "lossy"; and savers that train by another rule, each by its name.

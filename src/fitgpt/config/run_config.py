@@ -51,6 +51,20 @@ device_name = must(partial(fullmatch, r"auto|cpu|mps|cuda(:[0-9]{1,3})?"),
                    "must be auto, cpu, cuda, cuda:N (the Nth GPU, from 0) or mps")
 
 
+def gpu_list(text: str) -> Problem | str | None:
+    """GPUs that train together: 'all', numbers such as '0,1', or a count and a name such as '2x4070'."""
+    if text in ("", "all") or fullmatch(r"[1-9][0-9]{0,3}x\S.*", text):
+        return None
+    numbers = text.split(",")
+    if not all(fullmatch("[0-9]{1,3}", number) for number in numbers):
+        return Problem("must be all, numbers of GPUs such as 0,1, or for `plan` and `fit` a count and a name such as "
+                       "2x4070", "all")
+    if len(set(map(int, numbers))) < len(numbers):
+        return Problem("names one GPU twice: every rank needs a GPU of its own",
+                       ",".join(dict.fromkeys(str(int(number)) for number in numbers)))
+    return None
+
+
 DTYPE_NAMES = {"fp32": "float32", "float": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16"}
 
 
@@ -164,6 +178,10 @@ class RunConfig(Options):
     min_lr: float = _optim(6e-5, "learning rate at the end; usually a tenth of the highest", rule=non_negative)
 
     device: str = _system("auto", "device: auto, cpu, cuda, cuda:N or mps", rule=device_name, planned=True)
+    gpus: str = _system("", "GPUs to train on together, with one process (rank) each: all, or numbers such as 0,1; for "
+                        "`plan` and `fit` also a count and a name: 2x4070. Each step's micro-batches are divided over "
+                        "the ranks", rule=gpu_list, example="all", planned=True, nanogpt=False, main=True,
+                        synonyms=("num_gpus", "n_gpus", "nproc_per_node", "ngpu", "devices", "world_size"))
     dtype: str = _system(
         "auto", "data type of matmuls and attention: bfloat16 and float16 mean mixed precision, "
         "float16 with a GradScaler; auto is bfloat16 if the device supports it",
@@ -174,7 +192,7 @@ class RunConfig(Options):
     deterministic: bool = _system(
         False, "the same run again, or resumed, gives bit-identical weights on the same GPU and versions: only "
         "deterministic kernels, without cuDNN's attention", affects_memory=True, affects_speed=True, nanogpt=False,
-        synonyms=("reproducible", "use_deterministic_algorithms"))
+        page="more", synonyms=("reproducible", "use_deterministic_algorithms"))
     cuda_graphs: bool | Literal["auto"] = _system(
         "auto", "capture the GPU work of a step in CUDA graphs and replay them, so that the CPU does not slow the GPU "
         "down; auto: with compile, if dropout is 0", affects_memory=True, affects_speed=True, fallback=True,
@@ -226,7 +244,7 @@ class RunConfig(Options):
     loss_chunk: int = _system(0, "tokens per chunk of the loss, whose logits exist at once; 0 = chosen for the model",
                               rule=count_or_0, affects_memory=True, affects_speed=True, fallback=True, nanogpt=False,
                               page="less")
-    backend: str = _system("nccl", "backend of torch.distributed; a single process uses none",
+    backend: str = _system("nccl", "backend of torch.distributed for gradients on GPUs; a single process uses none",
                            choices=("nccl", "gloo"))
 
     budget: str = budget_option(group="sharing a GPU", nanogpt=False, main=True)
@@ -273,9 +291,26 @@ class RunConfig(Options):
                              "else", "--grad_checkpoint=False"))
         if self.cuda_graphs is True and self.dropout:
             problems.append((f"cuda_graphs=True does not work with dropout={self.dropout:g}", "--cuda_graphs=auto"))
+        if not problems and (problem := self._indivisible()):
+            problems.append(problem)
         if problems:
             fixes = dict.fromkeys(fix for _, fix in problems)
             raise UsageError("; ".join(what for what, _ in problems) + ".", " ".join(fixes))
+
+    def _indivisible(self) -> tuple[str, str] | None:
+        """What is wrong if the micro-batches of a step cannot be divided over the ranks, and the nearest that can."""
+        steps, ranks = self.gradient_accumulation_steps, self.ranks
+        if steps % ranks == 0:
+            return None
+        nearest = max(round(steps / ranks), 1) * ranks
+        fix = f"--gradient_accumulation_steps={nearest}"
+        if self.init_from == "resume":  # the sequences of a step stay: split them into other micro-batches
+            sequences = self.batch_size * steps
+            batch = next((size for size in range(self.batch_size, 0, -1) if sequences % (size * ranks) == 0), 0)
+            fix = (f"--batch_size={batch} --gradient_accumulation_steps={sequences // batch}" if batch else
+                   f"Resume on a number of GPUs that divides the {sequences} sequences of a step.")
+        return (f"gradient_accumulation_steps={steps} cannot be divided over {ranks} ranks: it counts the "
+                "micro-batches of all of them, as in nanoGPT", fix)
 
     @property
     def cuda_graph_blockers(self) -> tuple[str, ...]:
@@ -291,6 +326,17 @@ class RunConfig(Options):
     def levels(self) -> tuple[str, ...]:
         """What each layer keeps for the backward pass: see memory_savers.KEEPS."""
         return tuple(parse_levels("input" if self.grad_checkpoint else self.recompute, self.n_layer))
+
+    @property
+    def ranks(self) -> int:
+        """Processes that train together. `all` counts as one until it is known how many GPUs there are."""
+        count, times, _ = self.gpus.partition("x")
+        return int(count) if times else len(self.gpus.split(","))
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches per step on each rank."""
+        return self.gradient_accumulation_steps // self.ranks
 
     @property
     def tokens_per_step(self) -> int:
@@ -363,6 +409,8 @@ def resolve(assignments: Iterable[Assignment],
     """
     assignments = list(assignments)
     values = RunConfig.from_dict(base).to_dict() if base else {}
+    if "x" in values.get("gpus", ""):  # a number of ranks that torchrun started: it is the launcher's again
+        del values["gpus"]
     for key, value, _ in assignments:
         if not (base and value == AS_RECORDED.get(key)):
             values[key] = value

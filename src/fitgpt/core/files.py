@@ -293,10 +293,12 @@ def read_json_object(path: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def seal_json(document: dict[str, Any]) -> str:
+def seal_json(document: dict[str, Any], *, indent: int | None = 1) -> str:
     """A document → JSON with the checksum of its content. Infinities and NaN survive the round trip."""
     body = _tag_nonfinite(document)
-    return json.dumps({**body, "checksum": _checksum(body)}, indent=1, allow_nan=False) + "\n"
+    separators = (",", ":") if indent is None else None
+    return json.dumps({**body, "checksum": _checksum(body)}, indent=indent, separators=separators,
+                      allow_nan=False) + "\n"
 
 
 def unseal_json(text: str | bytes) -> dict[str, Any]:

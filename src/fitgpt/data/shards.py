@@ -45,7 +45,7 @@ SPLITS = ("train", "val")
 MANIFEST_NAME = "manifest.json"
 MANIFEST_SCHEMA = 1
 PROGRESS_NAME = "progress.json"  # present while `prepare` has not finished
-MAX_META_BYTES = 64 * MiB        # of a meta.pkl; the vocabulary of any character set takes less than 1 MiB
+MAX_META_BYTES = 4 * MiB         # of a meta.pkl; the vocabulary of any character set takes less than 1 MiB
 
 _LAYOUT = struct.Struct("<8sIIIIqq32s32s")
 _CRC = struct.Struct("<I")

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..core.errors import DataError
+from ..core.extras import install_command
 from ..core.units import GiB, KiB, MiB, show_bytes
 from .text import CHUNK_BYTES, TextChunks, binary_fraction, split_document, utf8_of
 
@@ -352,7 +353,7 @@ class ParquetReader:
             from pyarrow import parquet
         except ImportError as error:
             raise DataError("Reading parquet needs the package pyarrow, which is not installed.",
-                            "pip install -e '.[parquet]'") from error
+                            install_command("parquet")) from error
         self._path, self._column, self._arrow = path, column, pyarrow
         try:
             self._file = parquet.ParquetFile(path)
@@ -431,7 +432,7 @@ def _read_hub(name: str, config: str, column: str, skip: int, marks: list[HubMar
         import datasets
     except ImportError as error:
         raise DataError("Streaming a dataset from the hub needs the package datasets, which is not installed.",
-                        "pip install -e '.[datasets]'") from error
+                        install_command("datasets")) from error
     try:
         rows = datasets.load_dataset(name, name=config or None, split="train", streaming=True)
         document, state = max((mark for mark in marks if mark[0] <= skip), default=(0, {}), key=lambda mark: mark[0])

@@ -79,19 +79,20 @@ class Prefetcher:
         return tokens.pin_memory() if self._device.type == "cuda" else tokens
 
 
-def training_batches(config: RunConfig, dataset: Dataset, device: torch.device) -> Prefetcher:
-    """Micro-batches by their number, from the start of the run."""
+def training_batches(config: RunConfig, dataset: Dataset, device: torch.device, rank: int = 0) -> Prefetcher:
+    """A rank's micro-batches by their number, from the start of the run."""
     split, accumulation = dataset.split("train"), config.gradient_accumulation_steps
     windows, per_step = split.windows(config.block_size), config.batch_size * accumulation
 
     def read(number: int) -> Any:
-        step, micro = divmod(number, accumulation)
+        step, micro = divmod(number, config.micro_batches)
         if micro == 0 and step * per_step % windows < per_step:
             split.recheck()  # at the start of an epoch
-        samples = positions_for(step, micro, batch_size=config.batch_size, accumulation=accumulation)
+        samples = positions_for(step, micro, batch_size=config.batch_size, accumulation=accumulation,
+                                rank=rank, world=config.ranks)
         return split.read(samples, config.block_size, config.seed)
 
-    return Prefetcher(read, device, last=config.max_iters * accumulation - 1)
+    return Prefetcher(read, device, last=config.max_iters * config.micro_batches - 1)
 
 
 def evaluation_splits(dataset: Dataset, names: Sequence[str], *, windows: int, block: int,

@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import cast
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from .batches import Prefetcher, ReadWindows
 from .device import read_memory, reset_peaks
 from .model import GPT
 from .oom import EvaluationDoesNotFit, OutOfMemory, attempt, release
+from .ranks import ALONE, Ranks, Status
 
 TokenLosses = Callable[[Tensor, Tensor], Tensor]  # inputs and targets [B, T] → losses [B, T]
 ReportProgress = Callable[[int, int, str], None]  # windows done, total windows, split
@@ -30,8 +32,8 @@ def evaluate(model: GPT, splits: Mapping[str, tuple[ReadWindows, int]], *, batch
              token_losses: TokenLosses | None = None,
              progress: ReportProgress = lambda done, total, split: None,
              stop_requested: Callable[[], bool] = lambda: False,
-             shrunk: Shrunk = lambda batch, why: None) -> Evaluation | None:
-    """The mean loss of each split; None if a stop was requested before the end.
+             shrunk: Shrunk = lambda batch, why: None, ranks: Ranks = ALONE) -> Evaluation | None:
+    """The mean loss of each split; None if a stop was requested before the end. Ranks divide the windows.
 
     `splits` maps a name to its reader and its number of windows: always the first ones of a fixed order. Window means
     are averaged in float64 at the end, so that `batch` only decides how many are computed at once. `token_losses`
@@ -49,7 +51,7 @@ def evaluate(model: GPT, splits: Mapping[str, tuple[ReadWindows, int]], *, batch
                 progress(before + windows_done, total, split)
 
             loss, batch = _split_loss(split, token_losses or model.token_losses, device, read, windows, batch, block,
-                                      advanced, stop_requested, shrunk)
+                                      advanced, stop_requested, shrunk, ranks)
             if loss is None:
                 return None
             losses.append(loss)
@@ -63,15 +65,16 @@ def evaluate(model: GPT, splits: Mapping[str, tuple[ReadWindows, int]], *, batch
 
 def _split_loss(split: str, token_losses: TokenLosses, device: torch.device, read: ReadWindows, windows: int,
                 batch: int, block: int, advanced: Callable[[int], None], stop_requested: Callable[[], bool],
-                shrunk: Shrunk) -> tuple[SplitLoss | None, int]:
+                shrunk: Shrunk, ranks: Ranks) -> tuple[SplitLoss | None, int]:
     """(the split's loss or, if a stop was requested, None; the batch at the end)."""
     means: Tensor | None = None  # of the windows. They stay when memory runs out, and are not computed again.
-    done = 0
+    start, stop = ranks.share_of(windows)
+    own, done = stop - start, 0
 
-    def compute(batch: int) -> SplitLoss | None:
-        """The last batch is padded, so that all have one shape."""
+    def compute(batch: int) -> list[float] | None:
+        """The means of this rank's windows. The last batch is padded, so that all have one shape."""
         nonlocal means, done
-        first, batches = done, math.ceil((windows - done) / batch)
+        first, batches = start + done, math.ceil((own - done) / batch)
         if means is None:
             means = torch.empty(batches * batch, device=device)
         feed = Prefetcher(lambda k: read(np.minimum(first + np.arange(k * batch, (k + 1) * batch), windows - 1)),
@@ -82,7 +85,7 @@ def _split_loss(split: str, token_losses: TokenLosses, device: torch.device, rea
                 if tokens is None:
                     return None
                 inputs, targets = tokens
-                end = min(done + batch, windows)
+                end = min(done + batch, own)
                 means[done:end] = token_losses(inputs, targets).mean(dim=1)[:end - done]
                 done = end
                 advanced(done)
@@ -90,16 +93,24 @@ def _split_loss(split: str, token_losses: TokenLosses, device: torch.device, rea
                     return None
         finally:
             feed.close()
-        means = means[:windows].cpu()
-        wide = means.double()
-        stderr = (wide.std() / math.sqrt(windows)).item() if windows > 1 else math.inf
-        return SplitLoss(split=split, mean=wide.mean().item(), stderr=stderr, windows=windows, block=block)
+        return cast("list[float]", means[:own].tolist())
 
-    while isinstance(loss := attempt(partial(compute, batch)), OutOfMemory):
+    while isinstance(computed := attempt(partial(compute, batch)), OutOfMemory):
         release(device)
         if batch == 1:
-            raise EvaluationDoesNotFit(f"Out of memory even with a single window of {block} tokens: {loss.short}.",
-                                       "Close other programs on the GPU, or try a smaller --eval_block_size.")
+            break
         batch = -(-batch // 2)
-        shrunk(batch, loss)
-    return loss, batch
+        shrunk(batch, computed)
+    failed = isinstance(computed, OutOfMemory)
+    status, rank = ranks.worst(Status.OUT_OF_MEMORY if failed else Status.STOP if computed is None else Status.FINE)
+    if status == Status.STOP:
+        return None, batch
+    if status != Status.FINE:
+        why = computed.short if isinstance(computed, OutOfMemory) else f"rank {rank} has too little"
+        raise EvaluationDoesNotFit(f"Out of memory even with a single window of {block} tokens: {why}.",
+                                   "Close other programs on the GPU, or try a smaller --eval_block_size.")
+    losses = [loss for part in ranks.exchange(computed) for loss in part]
+    mean = sum(losses) / windows
+    deviation = sum((loss - mean) ** 2 for loss in losses)
+    stderr = math.sqrt(deviation / (windows - 1) / windows) if windows > 1 else math.inf
+    return SplitLoss(split=split, mean=mean, stderr=stderr, windows=windows, block=block), batch

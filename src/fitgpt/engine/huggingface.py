@@ -6,6 +6,7 @@ import json
 import os
 import textwrap
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from torch import Tensor
 from .. import __version__
 from ..config.architectures import NORM_EPSILON, GPTConfig
 from ..core.errors import DataError, UsageError
-from ..core.files import disk_faults, folder_atomically, read_json_object, recover_folder
+from ..core.extras import install_command
+from ..core.files import disk_faults, folder_atomically, read_json_object, read_limited, recover_folder
 from ..data.tokenizers import (
     FILE_NAMES,
     TOKENIZER_KEY,
@@ -169,7 +171,7 @@ def find_gpt2(name: str) -> Path:
         import huggingface_hub
     except ImportError:
         raise DataError(f"The weights of {name} are not on this machine.",
-                        f"pip install -e '.[hub]' and run this again to fetch them. {by_hand}") from None
+                        f"{install_command('hub')} and run this again to fetch them. {by_hand}") from None
     try:
         return Path(huggingface_hub.snapshot_download(
             f"openai-community/{name}", allow_patterns=[_CONFIG, _WEIGHTS]))
@@ -187,7 +189,9 @@ def _likely_places(name: str) -> Iterator[Path]:
     home = given("HF_HOME") or os.path.join(given("XDG_CACHE_HOME") or "~/.cache", "huggingface")
     hub = Path(given("HF_HUB_CACHE") or given("HUGGINGFACE_HUB_CACHE") or os.path.join(home, "hub")).expanduser()
     for repository in (f"models--openai-community--{name}", f"models--{name}"):
-        current = hub / repository / "refs" / "main"
-        if current.is_file():
-            yield hub / repository / "snapshots" / current.read_text().strip()
+        commit = b""
+        with suppress(OSError, ValueError):
+            commit = read_limited(hub / repository / "refs" / "main", 100)
+        if commit:
+            yield hub / repository / "snapshots" / os.fsdecode(commit.strip())
         yield from sorted((hub / repository / "snapshots").glob("*"))

@@ -34,14 +34,16 @@ class EvaluationDoesNotFit(DeviceError):
 
 @dataclass(frozen=True)
 class OutOfMemory:
-    """A failed allocation. `message`: the first line of the error."""
+    """A failed allocation. `message`: the first line of the error; `rank`: where, if there are several."""
 
     message: str
+    rank: int | None = None
 
     @property
     def short(self) -> str:
         """Without the statistics that torch appends."""
-        return self.message.split(" GPU ")[0].strip().rstrip(".")
+        short = self.message.split(" GPU ")[0].strip().rstrip(".")
+        return short if self.rank is None else f"rank {self.rank}: {short}"
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -69,6 +69,7 @@ def examine(checkpoint_bytes: int, checkpoints: int) -> Iterator[Finding]:
     yield from check_torch(torch, machine)
     yield from check_packages(torch)
     yield from check_compiling(torch, machine)
+    yield from check_ranks(torch)
 
 
 # ---- reading the machine
@@ -376,6 +377,27 @@ def try_compiler(environment: Mapping[str, str]) -> str:
             return f"{compiler} does not run: {error}."
     errors = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines() or [""]
     return "" if done.returncode == 0 else f"{compiler} says: {errors[0].replace(str(folder), '').strip()}"
+
+
+def check_ranks(torch: Mapping[str, Any]) -> Iterator[Finding]:
+    """Training on several GPUs: which rank gets which, NCCL, and whether they can access each other's memory."""
+    ranks = torch.get("ranks") or {}
+    gpus: Sequence[str] = ranks.get("gpus", ())
+    if len(gpus) < 2:
+        return
+    listed = ", ".join(f"rank {index} on cuda:{index} ({name})" for index, name in enumerate(gpus))
+    yield Finding("ok", "ranks", f"fitgpt train --gpus=all starts {len(gpus)}: {listed}")
+    if not ranks["nccl"]:
+        yield Finding("note", "NCCL", "This torch has no NCCL: ranks add up gradients with gloo, through CPU RAM, "
+                      "which is slow.", "--backend=gloo")
+        return
+    yield Finding("ok", "NCCL", f"version {ranks['nccl']}")
+    if apart := [f"{one} and {other}" for one, other in ranks["no_peer_access"]]:
+        yield Finding("note", "peer access", f"GPUs {', '.join(apart)} cannot access each other's memory (P2P): NCCL "
+                      "goes through CPU RAM. Usual for GeForce cards.",
+                      "nvidia-smi topo -m  shows how they are connected")
+    else:
+        yield Finding("ok", "peer access", "every GPU can access the memory of the others")
 
 
 # ---- commands that fix

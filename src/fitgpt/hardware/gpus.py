@@ -34,6 +34,18 @@ class GpuModel:
     tflops_src: str
     bf16: bool | None
     note: str
+    # Of a record (`fitgpt record`), and only of one.
+    recorded: str = ""                 # its date and torch version: "2026-11-18, torch 2.11"
+    workspace_kib: int | None = None   # of cuBLAS
+    attention: str = ""                # torch's choice in half precision for heads of at most 128 elements
+    l2_mib: int | None = None          # L2 cache
+    matmul_tflops: float | None = None # half precision, measured
+    copy_gbs: float | None = None      # bytes read and written by a copy, measured
+
+    @property
+    def recorded_torch(self) -> str:
+        """"2.11": the version that the recorded workspace and attention kernel hold for."""
+        return self.recorded.rpartition("torch ")[2]
 
     @property
     def capability(self) -> tuple[int, int] | None:
@@ -43,7 +55,14 @@ class GpuModel:
     @property
     def has_matrix_units(self) -> bool:
         """Whether it has tensor cores; without, `tflops` is the float32 rate."""
+        if self.name.startswith("GTX"):  # those of Turing have none, either
+            return False
         return self.vendor == "amd" or (self.capability is not None and self.capability >= (7, 0))
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether its memory is the system's: Jetson Orin and Thor, GB10, Apple."""
+        return self.vendor == "apple" or self.capability in ((8, 7), (11, 0), (12, 1))
 
 
 def usable_by_rule(driver_mib: int) -> int:
@@ -62,7 +81,8 @@ def outside_by_rule(sms: int) -> int:
 def load() -> tuple[GpuModel, ...]:
     """Every model, in the order of the table."""
     text = Path(__file__).with_name("gpus.csv").read_text(encoding="utf-8")
-    return tuple(map(_model, csv.DictReader(line for line in text.splitlines() if not line.startswith("#"))))
+    rows = (line for line in text.splitlines() if not line.startswith("#"))
+    return tuple(map(_model, csv.DictReader(rows, restval="")))
 
 
 def _model(row: dict[str, str]) -> GpuModel:
@@ -84,7 +104,9 @@ def _model(row: dict[str, str]) -> GpuModel:
         driver_mib=driver_mib, driver_src=row["driver_src"], usable_mib=usable_mib, usable_src=usable_src,
         outside_mib=outside_mib, outside_src=outside_src, sms=sms, boost_mhz=whole("boost_mhz"),
         bandwidth_gbs=number("bandwidth_gbs"), tflops=number("tflops"), tflops_src=row["tflops_src"],
-        bf16={"yes": True, "no": False, "": None}[row["bf16"]], note=row["note"])
+        bf16={"yes": True, "no": False, "": None}[row["bf16"]], note=row["note"], recorded=row["recorded"],
+        workspace_kib=whole("workspace_kib"), attention=row["attention"], l2_mib=whole("l2_mib"),
+        matmul_tflops=number("matmul_tflops"), copy_gbs=number("copy_gbs"))
 
 
 def find(name: str) -> GpuModel:
@@ -134,10 +156,12 @@ def peak_flops(model: GpuModel | None, dtype: str) -> tuple[float | None, str]:
 # ---- names. The key must agree; memory and form (SXM, PCIe) choose among models of one key.
 
 _IGNORED = {"nvidia", "geforce", "tesla", "quadro", "amd", "radeon", "apple", "rtx", "gtx", "rx", "gpu", "graphics",
-            "blackwell", "generation", "edition", "workstation", "server", "hbm2", "hbm2e"}
+            "jetson", "dgx", "colab", "kaggle", "blackwell", "generation", "edition", "workstation", "server", "hbm2",
+            "hbm2e"}
 _FORMS = {"sxm": "sxm", "sxm2": "sxm", "sxm4": "sxm", "sxm5": "sxm", "hbm3": "sxm", "pcie": "pcie"}
 _JOINED = re.compile(r"\b(rtx|gtx|rx)(?=\d)|(?<=\d{4})(?=ti|super|xt|laptop|mobile|[sm]\b)|(?<=ti)(?=super|s\b)")
-_ABBREVIATIONS = {"s": "super", "m": "laptop", "mobile": "laptop"}  # 4070S, 3060M, "4070 mobile"
+_ABBREVIATIONS = {"s": "super", "m": "laptop", "mobile": "laptop",  # 4070S, 3060M, "4070 mobile"
+                  "spark": "gb10"}  # "DGX Spark"
 _MEMORY = re.compile(r"(\d+)gb\Z")
 _BARE_SIZE = re.compile(r".*[ _-]\d{1,3}(?=[gG]?\Z)", re.DOTALL)
 MAX_LISTED = 8

@@ -93,6 +93,10 @@ class Platform:
     sms: int = 132                        # streaming multiprocessors
     kernel: str = ""                      # of attention; "": torch's choice
     deterministic: bool = False           # whether torch.use_deterministic_algorithms is on
+    # Recorded on this GPU model with this torch version (`fitgpt record`); 0 or "": by the rules below.
+    recorded_workspace: int = 0           # bytes of a cuBLAS workspace
+    recorded_cache: int = 0               # bytes of the L2 cache
+    recorded_attention: str = ""          # torch's choice in half precision for heads of at most 128 elements
 
     @property
     def rules(self) -> TorchRules:
@@ -113,8 +117,11 @@ class Platform:
     @property
     def workspace(self) -> int:
         """Bytes of a cuBLAS workspace. Deterministic algorithms need CUBLAS_WORKSPACE_CONFIG=:4096:8, 8 of 4 MiB."""
-        large = self.deterministic or self.capability[0] in self.rules.large_workspace
-        return LARGE_WORKSPACE if large else SMALL_WORKSPACE
+        if self.deterministic:
+            return LARGE_WORKSPACE
+        if self.recorded_workspace:
+            return self.recorded_workspace
+        return LARGE_WORKSPACE if self.capability[0] in self.rules.large_workspace else SMALL_WORKSPACE
 
     @property
     def threads(self) -> int:
@@ -130,6 +137,8 @@ class Platform:
         Spec sheets, MiB: RTX 3060 3, 3090 6; 4060 24, 4070 36, 4070 Ti 48, 4090 72, L40 96; 5070 48, 5090 96; A100 40,
         B200 126. The H200's was measured.
         """
+        if self.recorded_cache:
+            return self.recorded_cache
         known = {(8, 0): 40, (9, 0): 60, (10, 0): 126, (10, 3): 126}.get(self.capability)
         return (known or (6 if self.capability < (8, 9) else 48 if self.sms <= 60 else 96)) * MiB
 
@@ -137,6 +146,8 @@ class Platform:
         """The kernel of scaled_dot_product_attention: cudnn, flash, efficient or math."""
         if self.kernel:
             return self.kernel
+        if self.recorded_attention and dtype != "float32" and head_size <= MAX_CUDNN_HEAD and head_size % 8 == 0:
+            return self.recorded_attention
         if self.capability < (5, 0) and dtype != "float32":
             return "math"
         if dtype == "float32" or self.capability < (8, 0):

@@ -9,16 +9,18 @@ import os
 import re
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..config.run_config import RunConfig
 from ..core.errors import UsageError
-from ..core.units import MiB, optional_bytes, parse_bytes, show_bytes
+from ..core.units import KiB, MiB, optional_bytes, parse_bytes, show_bytes
 from ..hardware import gpus
 from ..hardware.allocator_env import ALLOCATOR_VARIABLES
 from ..hardware.gpus import GpuModel
 from ..memory.platform import DEFAULT_TORCH, Platform
+from . import gpu_record
 
 if TYPE_CHECKING:
     from ..hardware.nvidia import GpuReading, Survey
@@ -37,11 +39,19 @@ class Budget(NamedTuple):
     outside: int           # of this process, outside PyTorch's allocator: CUDA context and kernels
     sources: tuple[str, ...] = ()  # where the figures come from, one sentence each
     margin: int = 0        # kept free where `outside` is a formula's figure
+    nccl: int = 0          # of `outside`: NCCL's buffers, if there are several ranks
 
     @property
     def reserve_limit(self) -> int:
         """The most the allocator may reserve; negative where not even `outside` has room."""
         return self.budget - self.outside - self.margin
+
+
+# What NCCL uses outside PyTorch's allocator (docs/many_gpus.md): kernels and their local memory, as measured with one
+# rank on an H200, in proportion to the multiprocessors; and buffers per channel, from NVIDIA's own figures.
+NCCL_KERNELS_MIB, H200_SMS = 558, 132
+NCCL_MIB_PER_CHANNEL, NVLINK_CHANNELS, PCIE_CHANNELS = 24, 24, 4
+WITH_NVLINK = re.compile(r"\b(V100|A100|A800|H100|H200|H800|GH200|B200|B300|GB200)\b")
 
 
 class Target(NamedTuple):
@@ -74,7 +84,7 @@ def named(gpu: str, *, others: int | None, budget: int | None, torch: str = "") 
     if card.vendor == "nvidia":
         note = f"{gpu!r} also means the {' and the '.join(twins)}: the smallest is taken unless the name says which."
         target = on_card(card, others=others or 0, budget=budget, torch=torch)
-        return target._replace(notes=(note,)) if twins else target
+        return target._replace(notes=(note, *target.notes)) if twins else target
     if budget is None:
         memory = f" of its {card.memory_gb} GB" if card.memory_gb else ""
         raise UsageError(f"{card.name}: how much{memory} ROCm offers, and what a process uses there outside PyTorch's "
@@ -87,16 +97,28 @@ def named(gpu: str, *, others: int | None, budget: int | None, torch: str = "") 
 
 
 def on_card(card: GpuModel, *, others: int = 0, budget: int | None = None, torch: str = "") -> Target:
-    """A row of the table of GPUs."""
+    """A row of the table of GPUs, with what was recorded on this machine's GPU of that model."""
+    card = gpu_record.with_own_record(card)
     allowed = budget_for(card, others=others, budget=budget)
     _check_sizes(allowed, others if others else None, budget)
-    return Target(_platform_here(card.capability or (9, 0), torch, card), allowed, card)
+    platform = _platform_here(card.capability or (9, 0), torch, card)
+    return Target(platform, allowed, card, notes=_shared_memory_note(card))
 
 
 def platform_for(card: GpuModel, *, torch: str = DEFAULT_TORCH) -> Platform:
     """The platform that a GPU of the table gives a run on Linux."""
     capability = card.capability or (9, 0)
-    return Platform(capability, torch, compiles=capability >= (7, 0), sms=card.sms or Platform.sms)
+    return with_record(Platform(capability, torch, compiles=capability >= (7, 0), sms=card.sms or Platform.sms), card)
+
+
+def with_record(platform: Platform, card: GpuModel | None) -> Platform:
+    """With what was recorded on the GPU; the workspace and the attention kernel hold for one version of torch."""
+    if card is None:
+        return platform
+    same_torch = card.recorded_torch == platform.torch
+    return replace(platform, recorded_cache=(card.l2_mib or 0) * MiB,
+                   recorded_workspace=(card.workspace_kib or 0) * KiB if same_torch else 0,
+                   recorded_attention=card.attention if same_torch else "")
 
 
 def budget_for(card: GpuModel, *, others: int = 0, budget: int | None = None) -> Budget:
@@ -116,6 +138,32 @@ def unnamed(*, others: int | None, budget: int, torch: str = "") -> Target:
     sources = (f"No GPU is named: a process is assumed to use {show_bytes(outside)} outside PyTorch's allocator, the "
                "most of any GPU of that size, on compute capability 8.9.",)
     return Target(_platform_here((8, 9), torch, None), Budget("", usable, others or 0, budget, outside, sources), None)
+
+
+def targets_for(gpu: str, config: RunConfig, *, others: str = "", budget: str = "",
+                torch: str = "") -> tuple[RunConfig, list[Target]]:
+    """(the config with the number of its ranks, the GPU of each rank). `gpu`: --gpu; without --gpus there is one."""
+    gpus_given = config.gpus
+    if not gpus_given:
+        return config, [target_for(gpu, config.device, others=others, budget=budget, torch=torch)]
+    if gpu:
+        raise UsageError(f"--gpu {gpu} plans for one GPU, and --gpus {gpus_given} for several.",
+                         f"--gpus {config.ranks if config.ranks > 1 else 2}x{shlex.quote(gpu)}")
+    count, times, name = gpus_given.partition("x")
+    if times and name == "cpu":
+        raise UsageError(f"--gpus {gpus_given}: plans are for the memory of NVIDIA GPUs. {NAME_ONE}.", "--gpus 2x4070")
+    if times:
+        return config, [target_for(name, config.device, others=others, budget=budget, torch=torch)] * int(count)
+
+    from ..hardware.nvidia import survey
+
+    seen = survey()
+    numbers = [str(index) for index in range(len(seen.gpus))] if gpus_given == "all" else gpus_given.split(",")
+    if not seen.gpus:
+        raise UsageError(f"--gpus {gpus_given}: there is no GPU here to plan for: {seen.reason}. {NAME_ONE}.",
+                         "--gpus 2x4070")
+    config = replace(config, gpus=",".join(numbers) if len(numbers) > 1 else "")
+    return config, [target_for("", f"cuda:{number}", others=others, budget=budget, torch=torch) for number in numbers]
 
 
 # ---- a GPU that is installed here
@@ -150,7 +198,7 @@ def select_gpu(seen: Survey, device: str) -> GpuReading:
 
 def on_device(reading: GpuReading, *, others: int | None = None, budget: int | None = None, torch: str = "") -> Target:
     """What the driver reports of a GPU; what it does not report comes from the table of GPUs."""
-    card = gpus.match_device(reading.name, reading.total_bytes // MiB if reading.total_bytes else None)
+    card = gpu_record.find(reading.name, reading.total_bytes // MiB if reading.total_bytes else None)
     usable = reading.usable_bytes or (card.usable_mib * MiB if card and card.usable_mib else None)
     if usable is None and reading.total_bytes is not None:
         usable = gpus.usable_by_rule(reading.total_bytes // MiB) * MiB
@@ -160,6 +208,9 @@ def on_device(reading: GpuReading, *, others: int | None = None, budget: int | N
     used = others if others is not None else reading.used_bytes or 0
     outside = card.outside_mib * MiB if card and card.outside_mib else _largest_outside(usable)
     sources = [f"The driver offers {show_bytes(usable)} of GPU {reading.index}, {reading.name}."]
+    if card and card.outside_src == gpu_record.OWN:
+        sources.append(f"A training process uses {card.outside_mib} MiB outside PyTorch's allocator ({gpu_record.OWN}, "
+                       f"{card.recorded}).")
     if card is None or card.outside_mib is None:
         sources.append(f"{reading.name} is not in the table of GPUs: a process is assumed to use "
                        f"{show_bytes(outside)} outside PyTorch's allocator, the most of any GPU of that size.")
@@ -175,7 +226,17 @@ def on_device(reading: GpuReading, *, others: int | None = None, budget: int | N
         more = " …" if len(found) > PROCESSES_NAMED else ""
         names = f": {', '.join(found[:PROCESSES_NAMED])}{more}" if found else ""
         neighbours = f"Other processes use {show_bytes(reading.used_bytes or 0)} of it now{names}."
-    return Target(_platform_here((int(major), int(minor or 0)), torch, card), allowed, card, neighbours)
+    notes = _shared_memory_note(card)
+    if notes and reading.used_bytes is None:
+        neighbours = ""
+    return Target(_platform_here((int(major), int(minor or 0)), torch, card), allowed, card, neighbours, notes)
+
+
+def _shared_memory_note(card: GpuModel | None) -> tuple[str, ...]:
+    if card is None or not card.shares_memory:
+        return ()
+    return (f"The {card.name} shares its memory with the system, and the driver does not report what is in use: give "
+            "what the system, other programs and the page cache use with --others. Nothing was measured on such GPUs.",)
 
 
 def _largest_outside(usable: int) -> int:
@@ -200,6 +261,24 @@ def apply_limits(config: RunConfig, budget: Budget) -> Budget:
     left = budget.usable - budget.others - kept_free
     allowed = parse_bytes(config.budget) if config.budget else left
     return budget._replace(budget=max(min(allowed, left), 0))
+
+
+def has_nvlink(card: str) -> bool:
+    """Whether GPUs of that name are usually connected by NVLink."""
+    return WITH_NVLINK.search(card) is not None
+
+
+def for_ranks(config: RunConfig, target: Target) -> Target:
+    """The target of one rank of several: NCCL's memory is outside the allocator, too."""
+    budget = target.budget
+    if config.ranks == 1 or config.backend == "gloo" or config.device == "cpu" or budget.nccl:
+        return target
+    link, channels = ("NVLink", NVLINK_CHANNELS) if has_nvlink(budget.card) else ("PCIe", PCIE_CHANNELS)
+    nccl = (NCCL_KERNELS_MIB * target.platform.sms // H200_SMS + NCCL_MIB_PER_CHANNEL * channels) * MiB
+    source = (f"NCCL is estimated to use {show_bytes(nccl)} more per rank: kernels, as measured on an H200 with one "
+              f"rank, and {channels} channels ({link}) of {NCCL_MIB_PER_CHANNEL} MiB. Not measured on several GPUs.")
+    return target._replace(budget=budget._replace(outside=budget.outside + nccl, nccl=nccl,
+                                                  sources=(*budget.sources, source)))
 
 
 def _check_sizes(allowed: Budget, others: int | None, budget: int | None) -> None:
@@ -239,9 +318,10 @@ def _platform_here(capability: tuple[int, int], torch: str, card: GpuModel | Non
     windows = sys.platform == "win32"
     values = [value.replace(" ", "").lower() for name in ALLOCATOR_VARIABLES if (value := os.environ.get(name))]
     expandable = not windows and all("expandable_segments:true" in value for value in values)
-    return Platform(capability, torch_version(torch), expandable=expandable,
-                    expandable_requested=expandable and bool(values), compiles=capability >= (7, 0) and not windows,
-                    sms=card.sms if card and card.sms else Platform.sms)
+    platform = Platform(capability, torch_version(torch), expandable=expandable,
+                        expandable_requested=expandable and bool(values), compiles=capability >= (7, 0) and not windows,
+                        sms=card.sms if card and card.sms else Platform.sms)
+    return with_record(platform, card)
 
 
 def torch_version(given: str = "") -> str:

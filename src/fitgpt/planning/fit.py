@@ -16,8 +16,8 @@ from ..core.errors import DeviceError, DoesNotFit, UsageError
 from ..core.units import GiB, show_bytes, show_count
 from ..hardware import nvidia
 from ..hardware.host import SHARE, spare_memory
-from . import measured_speeds
-from .budget import Budget, Target, apply_limits, check_supported, installed, select_gpu, target_for
+from . import gpu_record, measured_speeds
+from .budget import Budget, Target, apply_limits, check_supported, for_ranks, select_gpu, targets_for
 from .fit_goals import (
     GOALS,
     OUTSIDE_ERROR,
@@ -76,12 +76,15 @@ def fit_request(assignments: Sequence[Assignment]) -> FitRequest:
     if options.measure and not (seen := nvidia.survey()).gpus:
         raise DeviceError(f"There is no GPU here to measure on: {seen.reason or 'the driver shows none'}.",
                           "Leave out --measure: without it the speed is estimated.")
-    target = target_for(options.gpu, config.device, others=options.others, budget=options.budget, torch=options.torch)
-    target = target._replace(budget=apply_limits(config, target.budget))
+    if options.measure and config.gpus:
+        raise UsageError(f"--measure times candidates on one GPU, and --gpus {config.gpus} names several.",
+                         "Leave out one of them.")
+    config, target = tightest(options.gpu, config, others=options.others, budget=options.budget, torch=options.torch)
+    given = replace(given, gpus=config.gpus)
     check_supported(config, target, "fitgpt")
     config, length_notes = with_training_length(config, length, data, missing, target.card)
     given = replace(given, max_iters=config.max_iters, lr_decay_iters=config.lr_decay_iters)
-    on_gpu = fit_target(target, config, is_here=not options.gpu)
+    on_gpu = fit_target(target, config, is_here=not options.gpu and "x" not in config.gpus)
     return FitRequest(options, given, config, on_gpu,
                       (*notes, *more, *target.notes, *length_notes, *shared_gpu_note(on_gpu)))
 
@@ -111,6 +114,13 @@ def fit_from(request: FitRequest, say: Callable[[str], None] = lambda text: None
 # ---- the target
 
 
+def tightest(gpu: str, config: RunConfig, **limits: str) -> tuple[RunConfig, Target]:
+    """(the config with the number of its ranks, the GPU that leaves a run least): all ranks have the same settings."""
+    config, targets = targets_for(gpu, config, **limits)
+    limited = [for_ranks(config, target._replace(budget=apply_limits(config, target.budget))) for target in targets]
+    return config, min(limited, key=lambda each: each.budget.reserve_limit)
+
+
 def fit_target(target: Target, config: RunConfig, *, is_here: bool) -> FitTarget:
     """A target with the limits of a fit, for `fit`, `train --fit` and the page alike. `is_here`: no GPU was named."""
     keep_small = is_here and not config.budget and other_users_on_gpu(config.device)
@@ -122,7 +132,7 @@ def fit_target(target: Target, config: RunConfig, *, is_here: bool) -> FitTarget
 def with_margin(target: Target) -> Budget:
     """Without a user's limit, a fit keeps a margin free: for most GPUs the memory outside the allocator is estimated by
     a rule, and a run that uses every byte of the estimate could run out of memory."""
-    if target.card is not None and target.card.outside_src == "seen":
+    if target.card is not None and target.card.outside_src in ("seen", gpu_record.OWN):
         return target.budget
     return target.budget._replace(margin=OUTSIDE_ERROR)
 
@@ -163,8 +173,7 @@ def for_train(given: RunConfig) -> tuple[RunConfig, list[str]]:
     if given.device in ("cpu", "mps") or not nvidia.survey().gpus:
         return given, ["fit: nothing to choose, because there is no NVIDIA GPU here."]
     config = with_data(given)[0]
-    target = installed(config.device, others=None, budget=None)
-    target = target._replace(budget=apply_limits(config, target.budget))
+    config, target = tightest("", config)
     result = find_fastest(config, fit_target(target, config, is_here=True))
     if result.chosen is None:
         raise DoesNotFit(describe_too_small(result), f"{describe_suggestions(result)} `fitgpt fit` with the same "

@@ -45,6 +45,7 @@ from .layer_costs import (
 from .speed import (
     MEASURED_ERROR,
     SpeedEstimate,
+    communication,
     estimate,
     has_figures,
     likely_efficiency,
@@ -272,7 +273,8 @@ class Search:
         if savers.options.get("step_in_backward", self.config.step_in_backward):  # it excludes accumulation
             return [sequences] if sequences <= max(most, given) else []
         found = list[int]()
-        for size in (size for size in range(1, min(most, MOST_SEQUENCES) + 1) if sequences % size == 0):
+        for size in (size for size in range(1, min(most, MOST_SEQUENCES) + 1)
+                     if sequences % (size * self.config.ranks) == 0):
             if size != given and (not found or size >= LARGER * found[-1]):
                 found.append(size)
         return sorted([*found, given])
@@ -317,8 +319,10 @@ class Search:
         found = []
         for mix in mixes:
             in_layers = sum(layers * cost.layers[level] for level, layers in mix)
-            estimated = cost.seconds(config.gradient_accumulation_steps, in_layers) / self.scale
-            speed = self.measured.get(speed_key(config, levels_of(mix))) if self.measured else None
+            estimated = (cost.seconds(config.micro_batches, in_layers) / self.scale
+                         + communication(config, self.ranked_on))
+            measured = self.measured and config.ranks == 1
+            speed = self.measured.get(speed_key(config, levels_of(mix))) if measured else None
             found.append((config.tokens_per_step / speed if speed else estimated, speed is not None))
         return found
 

@@ -244,7 +244,7 @@ class CostCache:
         """Takes a resolved config. Its recompute policies do not matter."""
         optimizer = config.optimizer if config.step_in_backward else None  # else the passes do not depend on it
         key = *_pass_options(config), engine_tape.uses_cuda_graphs(config), config.offload == "gradients", optimizer
-        accumulates = config.gradient_accumulation_steps > 1
+        accumulates = config.micro_batches > 1
         resident = self._once(_resident, config, key, config.n_layer, config.optimizer, config.adam8bit, config.offload)
         evaluation = self._once(_evaluation, config, key, config.eval_batch, config.eval_block, config.loss_chunk)
         found = self._once(_micro_steps, config, key, config.batch_size, accumulates)
@@ -332,7 +332,7 @@ def _micro_steps(config: RunConfig, platform: Platform, one_layer: bool = False)
     run.micro_steps()
     comes_and_goes = not run.gradients_stay and run.optimizer.sink is None
     of_layer, in_all = (_gradients(w.events_since(0), prefix) if comes_and_goes else 0 for prefix in ("0.", ""))
-    if run.cuda_graphs and config.gradient_accumulation_steps == 1:  # the next micro-step is another step's
+    if run.cuda_graphs and config.micro_batches == 1:  # the next micro-step is another step's
         run.step()
         run.micro_steps()
     events, spans = w.events_since(0), [span for span in run.gpu.spans if span[0] != "update"]

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from ..config.run_config import SPEED_OPTIONS, RunConfig
 from ..core.errors import FitError, SystemFault
-from ..core.files import write_atomically
+from ..core.files import MAX_JSON_BYTES, read_limited, write_atomically
 
 MOST_ROWS = 500  # the newest are kept
 
@@ -33,12 +33,16 @@ class MeasuredSpeed(NamedTuple):
     command: str   # that measured it: "fit --measure" or "train"
 
 
-def store_path() -> Path:
+def data_home() -> Path:
+    """The folder of what is measured on this machine."""
     home = os.environ.get("FITGPT_HOME")
     if home:
-        return Path(home).expanduser() / "speeds.jsonl"
-    data = os.environ.get("XDG_DATA_HOME") or os.path.expanduser("~/.local/share")
-    return Path(data) / "fitgpt" / "speeds.jsonl"
+        return Path(home).expanduser()
+    return Path(os.environ.get("XDG_DATA_HOME") or os.path.expanduser("~/.local/share")) / "fitgpt"
+
+
+def store_path() -> Path:
+    return data_home() / "speeds.jsonl"
 
 
 def load(gpu: str) -> list[MeasuredSpeed]:
@@ -62,8 +66,8 @@ def add(gpu: str, config: RunConfig, tokens_per_s: float, torch: str, command: s
 def _rows() -> list[dict[str, Any]]:
     """The JSON objects of the store, the oldest first."""
     try:
-        lines = store_path().read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
+        lines = read_limited(store_path(), MAX_JSON_BYTES).decode("utf-8", "replace").splitlines()
+    except (OSError, ValueError):
         return []
     found = []
     for line in lines:

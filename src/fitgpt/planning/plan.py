@@ -27,9 +27,10 @@ from .budget import (
     Target,
     apply_limits,
     check_supported,
+    for_ranks,
     on_card,
     platform_for,
-    target_for,
+    targets_for,
     unmodelled_allocator_options,
 )
 from .changes import Change, PricedChange, memory_use, priced, ranked, single_changes, smallest_that_fit
@@ -42,7 +43,7 @@ from .forecast import (
     replay_run,
     track_record_of,
 )
-from .plan_file import document
+from .plan_file import document, rank_document
 from .request import NO_OPTIONS, PlanRequest, assignments_from, plan_request
 from .speed import SpeedEstimate
 
@@ -62,6 +63,7 @@ class Plan(MemoryPlan):
     notes: tuple[str, ...] = ()
     with_options: bool = False
     vocab_assumed: bool = False
+    ranks: tuple[Plan, ...] = ()  # of each rank, if there are several; this plan is that of the one with least headroom
 
     @property
     def trainer(self) -> str:
@@ -115,7 +117,9 @@ class Plan(MemoryPlan):
                                                                            "rank": each.change.rank}}
                                              for each in self.options],
                 "nearest_recorded_run": self.nearest_recorded_run and self.nearest_recorded_run._asdict(),
-                "notes": list(self.notes), "sources": list(self.budget.sources)}
+                "notes": list(self.notes), "sources": list(self.budget.sources),
+                **({"ranks": [{"rank": number, **rank_document(each)} for number, each in enumerate(self.ranks)]}
+                   if self.ranks else {})}
 
     def __str__(self) -> str:
         from ..show.plan_text import plan_text  # a plan prints itself; nothing else here shows anything
@@ -152,13 +156,21 @@ def plan(config: str | os.PathLike[str] | Mapping[str, Any] | RunConfig = NO_OPT
 
 def plan_from(request: PlanRequest) -> Plan:
     options, trainer = request.options, request.options.trainer
-    target = target_for(options.gpu, request.config.device, others=options.others, budget=options.budget,
-                        torch=options.torch)
-    if request.config.leave:
-        target = target._replace(budget=apply_limits(request.config, target.budget))
-    check_supported(request.config, target, trainer)
-    config, length = with_training_length(request.config, options, request.data, request.missing, target.card)
-    found = plan_for(config, target, trainer)
+    if request.config.gpus and trainer == "nanogpt":
+        raise UsageError("Plans of nanoGPT's train.py are for one GPU: torch's DDP, which it uses on several, is not "
+                         "modelled.", "--trainer fitgpt, or without --gpus")
+    given, targets = targets_for(options.gpu, request.config, others=options.others, budget=options.budget,
+                                 torch=options.torch)
+    if given.leave:
+        targets = [target._replace(budget=apply_limits(given, target.budget)) for target in targets]
+    for target in targets:
+        check_supported(given, target, trainer)
+    plans = {target: plan_for(given, target, trainer) for target in dict.fromkeys(targets)}
+    target = min(targets, key=lambda each: plans[each].headroom)
+    config, length = with_training_length(given, options, request.data, request.missing, target.card)
+    found = plans[target] if config == given else plan_for(config, target, trainer)
+    if len(targets) > 1:
+        found = replace(found, ranks=tuple(plans[each] for each in targets))
     notes = nanogpt_notes(config, target.platform) if trainer == "nanogpt" else []
     if trainer == "fitgpt" and not config.eval_only and uses_cuda_graphs(found.run):
         notes = ["The first step is captured into CUDA graphs. Later steps replay them in memory that stays reserved, "
@@ -170,6 +182,7 @@ def plan_from(request: PlanRequest) -> Plan:
 def plan_for(config: RunConfig, target: Target, trainer: str = "fitgpt") -> Plan:
     """The plan of a config whose vocabulary is known."""
     run = resolve_run(config, target.platform, trainer)
+    target = for_ranks(config, target)
     return Plan(forecast(run, target.platform, trainer, target.budget.reserve_limit), target.budget, run, target)
 
 

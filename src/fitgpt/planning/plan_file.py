@@ -58,6 +58,16 @@ def document(plan: MemoryPlan, torch: str, record: TrackRecord) -> dict[str, Any
     }
 
 
+def rank_document(plan: MemoryPlan) -> dict[str, Any]:
+    """One rank of several in `plan --json`."""
+    forecast, budget = plan.forecast, plan.budget
+    return {"card": budget.card or None, "usable_bytes": budget.usable, "others_bytes": budget.others,
+            "outside_bytes": budget.outside, "reserve_limit_bytes": budget.reserve_limit,
+            "needs_bytes": forecast.needs, "headroom_bytes": plan.headroom, "fits": plan.fits,
+            "process_bytes": plan.process_bytes, "peak_phase": forecast.peak_phase,
+            "phases": phases_to_json(forecast.phases)}
+
+
 def text_of_fit(forecast: dict[str, Any], config: RunConfig, budget: Budget, plans: Sequence[FallbackPlan],
                 speed: dict[str, Any] | None) -> str:
     """What `fit` writes. `forecast` is the plan's `document`, whose keys are repeated at the top level; `config` is as

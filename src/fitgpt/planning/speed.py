@@ -25,7 +25,7 @@ from ..hardware.gpus import GpuModel
 from ..memory.platform import Platform
 from ..tapes import engine as engine_tape
 from . import measured_speeds
-from .budget import platform_for
+from .budget import has_nvlink, platform_for
 
 BYTES = engine_tape.BYTES
 
@@ -57,6 +57,11 @@ class StepCost(NamedTuple):
 
     def seconds(self, micro_steps: int, in_layers: float) -> float:
         return micro_steps * max(self.fixed + in_layers, self.host) + self.step
+
+
+# Between two GPUs, per direction. PCIe 4.0 x16 has 31.5 GB/s; without peer access, as between GeForce cards, the data
+# crosses it twice, through CPU RAM. NVLink of an A100 has 300 GB/s, and collectives reach about half of it.
+PCIE_BYTES_PER_S, NVLINK_BYTES_PER_S = 10e9, 150e9
 
 
 def has_figures(card: GpuModel | None) -> bool:
@@ -287,7 +292,15 @@ def modelled(config: RunConfig, card: GpuModel, platform: Platform, efficiency: 
     """Tokens per second by the roofline alone."""
     cost = step_cost(config, card, platform, efficiency)
     in_layers = sum(cost.layers[LEVELS.index(level)] for level in config.levels)
-    return config.tokens_per_step / cost.seconds(config.gradient_accumulation_steps, in_layers)
+    return config.tokens_per_step / (cost.seconds(config.micro_batches, in_layers) + communication(config, card))
+
+
+def communication(config: RunConfig, card: GpuModel) -> float:
+    """Seconds per step in which the ranks add up their gradients, computed from the bandwidth of the links. In a ring
+    each rank sends and receives 2 (n - 1) / n of the gradients' bytes (NVIDIA's nccl-tests, PERFORMANCE.md)."""
+    ranks, gradients = config.ranks, config.gpt_config().count_params() * engine_tape.BYTES[config.weights]
+    link = NVLINK_BYTES_PER_S if has_nvlink(card.name) else PCIE_BYTES_PER_S
+    return 2 * (ranks - 1) / ranks * gradients / link
 
 
 def likely(config: RunConfig, card: GpuModel, platform: Platform) -> float | None:
@@ -304,8 +317,9 @@ def estimate(config: RunConfig, card: GpuModel | None, platform: Platform | None
     if card is None or not has_figures(card):
         return None
     on = platform or platform_for(card)
-    return estimate_by(lambda run, efficiency, host: modelled(run, card, on, efficiency),
-                       speed_key if measured else None, resolve_run(config, on), card, on, "fitgpt")
+    key = speed_key if measured and config.ranks == 1 else None  # speeds were measured on one GPU
+    return estimate_by(lambda run, efficiency, host: modelled(run, card, on, efficiency), key, resolve_run(config, on),
+                       card, on, "fitgpt")
 
 
 def estimate_by(roofline: Roofline, key: Callable[[ResolvedRun], tuple[Any, ...]] | None, run: ResolvedRun,

@@ -12,13 +12,17 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
+
+from ..core.files import open_regular
 
 Row = Mapping[str, Any]
 
 END_BYTES = 2**20        # at the end of a long file, where every step is read
 LONG_FILE = 32 * 2**20   # bytes: about 90,000 steps, which take seconds to parse
+MAX_LINE = 16 * 2**20    # bytes; a longer one is no row, and is read in parts
 MAX_COUNT = 2**63        # bytes and steps beyond it are no measurement
 
 _NONFINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -99,6 +103,17 @@ class StepReport:
     loss_scale: float      # 1.0 except in float16
     memory: MemoryReading  # its peaks are those of training since the last evaluation
     seconds_left: float
+    rank_memory: tuple[MemoryReading, ...] = ()  # of each rank, if there are several
+
+
+@dataclass(frozen=True)
+class RankFacts:
+    """One of several processes that train together."""
+
+    host: str
+    pid: int
+    device: str
+    device_name: str
 
 
 @dataclass(frozen=True)
@@ -121,6 +136,18 @@ class RunFacts:
     versions: dict[str, str]
     notes: tuple[str, ...]  # each a sentence on a value that was chosen for the user
     tokenizer: str = ""     # of the dataset: "gpt2", "bytes"; empty: not known
+    ranks: tuple[RankFacts, ...] = ()  # of each rank, if there are several
+
+    @property
+    def devices(self) -> str:
+        """The device with its name; of several ranks each."""
+        if not self.ranks:
+            return f"{self.device_name} ({self.device})"
+        hosts = {rank.host for rank in self.ranks}
+        names = {rank.device_name for rank in self.ranks}
+        listed = ", ".join((f"{rank.host} " if len(hosts) > 1 else "") + rank.device +
+                           (f" {rank.device_name}" if len(names) > 1 else "") for rank in self.ranks)
+        return f"{len(self.ranks)} ranks" + (f" on {self.device_name}" if len(names) == 1 else "") + f": {listed}"
 
 
 # ---- writing
@@ -164,7 +191,7 @@ def read_with_errors(path: Path | str) -> tuple[list[dict[str, Any]], list[int]]
     broken: list[int] = []
     if not Path(path).exists():
         return [], []
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         lines = iterate_lines(file, os.fstat(file.fileno()).st_size)
         for number, (line, wanted) in enumerate(lines, 1):
             if not wanted or not line.strip():
@@ -201,7 +228,7 @@ def iterate_lines(file: BinaryIO, size: int) -> Iterator[tuple[bytes, bool]]:
     """
     position = file.tell()
     stride, steps = reading_stride(size - position), 0
-    for line in file:
+    for line in iter(partial(file.readline, MAX_LINE), b""):
         position += len(line)
         may_skip = stride > 1 and position < size - END_BYTES and line.startswith(_STEP_ROW)
         steps += may_skip
@@ -250,7 +277,9 @@ def facts_from(row: Row) -> RunFacts:
         val_tokens=count(row.get("val_tokens")), start_step=count(row.get("start_step")),
         max_iters=count(row.get("max_iters")),
         versions={key: str(value) for key, value in mapping(row.get("versions")).items()},
-        notes=tuple(texts(row.get("notes"))), tokenizer=text(row.get("tokenizer")))
+        notes=tuple(texts(row.get("notes"))), tokenizer=text(row.get("tokenizer")),
+        ranks=tuple(RankFacts(text(each.get("host")), count(each.get("pid")), text(each.get("device")),
+                              text(each.get("device_name"))) for each in _mappings(row.get("ranks"))))
 
 
 def step_from(row: Row) -> StepReport:
@@ -260,7 +289,8 @@ def step_from(row: Row) -> StepReport:
         grad_norm=number(row.get("grad_norm")), seconds=number(row.get("seconds")),
         tokens_per_s=number(row.get("tokens_per_s")), mfu=mfu if math.isfinite(mfu) else None,
         skipped=count(row.get("skipped")), loss_scale=number(row.get("loss_scale"), 1.0),
-        memory=memory_from(row), seconds_left=number(row.get("seconds_left")))
+        memory=memory_from(row), seconds_left=number(row.get("seconds_left")),
+        rank_memory=tuple(memory_from({"memory": each}) for each in _mappings(row.get("rank_memory"))))
 
 
 def evaluation_from(row: Row) -> Evaluation:
@@ -383,10 +413,14 @@ def repair(path: Path) -> list[str]:
     with open(path, "rb+") as file:
         end = file.seek(0, os.SEEK_END)
         tail_start, tail = end, b""
-        while tail_start > 0 and b"\n" not in tail:
+        while tail_start > 0 and b"\n" not in tail and len(tail) < MAX_LINE:
             tail_start = max(0, tail_start - 65536)
             file.seek(tail_start)
             tail = file.read(end - tail_start)
+        if b"\n" not in tail and tail_start > 0:  # no row is so long
+            file.seek(end)
+            file.write(b"\n")
+            return [f"The last line of {path} is damaged, and is ignored."]
         torn = tail[tail.rfind(b"\n") + 1:]
         if not torn:
             return []

@@ -181,7 +181,7 @@ class Run:
             with self.gpu.section("optimizer", skips_scalars=True):
                 self.optimizer.begin(0.0)
         self.batch_name = ""
-        for _ in range(min(config.gradient_accumulation_steps, MICRO_STEPS)):
+        for _ in range(min(config.micro_batches, MICRO_STEPS)):
             before, self.batch_name = self.batch_name, self.fetch(config.batch_size, config.block_size)
             if before:
                 w.free(before)

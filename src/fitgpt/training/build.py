@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -14,6 +16,7 @@ from ..engine import huggingface
 from ..engine.device import DeviceChoice, set_deterministic
 from ..engine.model import DTYPES, make_model
 from ..engine.optim.adamw import NoOptimizer, Scaler, make_optimizer
+from ..engine.ranks import ALONE, Ranks
 from ..engine.weights import WeightSource, fill, read_nanogpt
 from ..runs.folder import RunFolder, holds_run
 from ..runs.metrics import SplitLoss
@@ -68,7 +71,7 @@ def check_data(config: RunConfig, dataset: Dataset, source: WeightSource | None)
         dataset.split(name).windows(config.block_size if name == "train" else config.eval_block)
 
 
-def build_training(config: RunConfig, choice: DeviceChoice) -> Training:
+def build_training(config: RunConfig, choice: DeviceChoice, ranks: Ranks = ALONE) -> Training:
     """Model, optimizer and loss scaler on the device."""
     device = torch.device(choice.device)
     torch.set_float32_matmul_precision("high")  # TF32 for float32, as in nanoGPT
@@ -76,6 +79,7 @@ def build_training(config: RunConfig, choice: DeviceChoice) -> Training:
     model = make_model(config, device, dtype=choice.dtype, compiled=choice.compile)
     optimizer = NoOptimizer() if config.eval_only else make_optimizer(config, model)
     training = Training(model, optimizer, Scaler(device, scaling=choice.dtype == "float16"))
+    training.ranks = ranks
     set_up_gradients(training, config, choice)
     return training
 
@@ -104,7 +108,11 @@ def restore(training: Training, source: WeightSource, *, everything: bool) -> No
                               f"{'and others ' if len(wrong) > 5 else ''}missing or of another shape.",
                               "To start a new run from its weights alone, export them and name that folder: "
                               f"fitgpt export {source.place} -o FOLDER, then --init_from=FOLDER.")
-    state = source.state
+    restore_state(training, source.state)
+
+
+def restore_state(training: Training, state: Mapping[str, Any]) -> None:
+    """All of a checkpoint but its tensors."""
     training.step = state["step"]
     training.saved_at = state["step"] if "data" in state else -1  # nanoGPT's checkpoint is not in our folder
     training.evaluated_at = state.get("evaluated_at", -1)
@@ -113,6 +121,22 @@ def restore(training: Training, source: WeightSource, *, everything: bool) -> No
                                          for name in ("best", "last_good"))
     if "scaler" in state:  # nanoGPT's has none
         training.scaler.load_dict(state["scaler"])
+
+
+def start_from(training: Training, source: WeightSource | None, *, everything: bool) -> None:
+    """`restore` on rank 0, if there is a source; then all ranks get rank 0's weights and, with `everything`, state.
+    Only rank 0 needs to see the files."""
+    ranks, optimizer = training.ranks, training.optimizer
+    if source is not None:
+        restore(training, source, everything=everything)
+    ranks.copy_from_first(training.model.parameters())
+    if everything and ranks.world > 1:
+        tensors = optimizer.tensors()
+        ranks.copy_from_first(tensors.values())
+        state = ranks.from_first(source.state if source else None)
+        if not ranks.is_first:
+            optimizer.load_tensors(tensors)
+            restore_state(training, state)
 
 
 def reinitialise(training: Training, config: RunConfig) -> None:

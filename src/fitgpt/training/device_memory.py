@@ -51,7 +51,7 @@ class DeviceMemoryPlan:
         """The fallback plans, forecast when they are first needed."""
         if self.fallbacks is None:
             self.fallbacks = fallback_plans(self.config, self.target.platform if self.target else Platform(),
-                                            host_bytes=spare_memory())
+                                            host_bytes=self._spare())
         return self.fallbacks
 
     def fastest_within(self, room: int) -> FallbackPlan | None:
@@ -59,7 +59,12 @@ class DeviceMemoryPlan:
         if self.target is None or self.planned:
             return None
         return fallback_ladder.fastest_within(self.config, self.target.platform, self.target.card, room,
-                                              host_bytes=spare_memory())
+                                              host_bytes=self._spare())
+
+    def _spare(self) -> int | None:
+        """This rank's share of the CPU RAM that is free; None: not known."""
+        spare = spare_memory()
+        return None if spare is None else spare // self.config.ranks
 
     def outside(self) -> int | None:
         """Bytes of this process outside the allocator, as far as its kernels are loaded by now; what others have taken
@@ -73,7 +78,7 @@ class DeviceMemoryPlan:
         room, outside = self.room(), self.outside()
         if room is None or outside is None or self.plan is None or self.cap is not None:
             return room
-        return room - max(self.plan.budget.outside - outside, 0)
+        return room - max(self.plan.budget.outside - max(outside, 0), 0)  # below 0: others have freed some
 
     def room(self) -> int | None:
         """Bytes that the allocator could reserve in all now, with --leave left free; None: not known."""
@@ -102,7 +107,7 @@ def plan_on_device(config: RunConfig, choice: DeviceChoice, others: Mapping[str,
         raise does_not_fit(config, plan, could_wait=False)
     # On Windows a run without a limit does not fail: the driver spills into CPU RAM, which is many times slower.
     is_capped = bool(config.budget or config.leave or oom.may_spill())
-    cap = target.budget.reserve_limit if is_capped else None
+    cap = plan.budget.reserve_limit if is_capped else None
     if cap is not None:
         oom.cap_memory(choice.device, cap)
     return DeviceMemoryPlan(config, choice.device, plan, target, cap, fallbacks, fallbacks is not None,

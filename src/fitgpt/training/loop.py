@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,7 +21,8 @@ from ..engine.device import read_memory, synchronize
 from ..engine.model import GPT
 from ..engine.oom import OutOfMemory, attempt, release
 from ..engine.optim.adamw import Optimizer, Scaler, apply_gradients
-from ..runs.metrics import RunFacts, SplitLoss, StepReport
+from ..engine.ranks import ALONE, Ranks
+from ..runs.metrics import MemoryReading, RunFacts, SplitLoss, StepReport
 from .checkpoint import GOOD, UNKNOWN
 from .divergence import DivergenceCheck, judge
 
@@ -52,10 +53,16 @@ class Training:
         self.token_losses: Callable[[Tensor, Tensor], Tensor] = self.model.token_losses
         self.gradients_stay = False  # zeroed after a step instead of freed
         self.half_done = False       # the optimizer has begun to change the weights and has not finished
+        self.ranks: Ranks = ALONE    # the processes that train together
 
     @property
     def device(self) -> torch.device:
         return self.model.lm_head.weight.device
+
+    def gradients(self) -> list[Tensor]:
+        """The gradients accumulated so far, on the GPU or where the optimizer keeps them."""
+        sink = self.optimizer.sink
+        return sink.gradients() if sink else [p.grad for p in self.model.parameters() if p.grad is not None]
 
     def keep_gradients(self) -> None:
         """Allocates gradients that are zeroed after each step instead of freed: CUDA graphs need fixed addresses."""
@@ -131,38 +138,43 @@ def train(training: Training, config: RunConfig, facts: RunFacts, steps: Guard, 
             report = make_report(training, config, facts, meter, result, learning_rate)
             callbacks.reported(report)
             divergence.stepped(report.loss)
-        if stop_requested():
+        if training.ranks.must_stop():
             raise saver.stopped()
 
 
 def train_step(training: Training, config: RunConfig, feed: Prefetcher, learning_rate: float,
                stop_requested: Callable[[], bool],
                advanced: Callable[[float], None] = lambda steps: None) -> StepResult | None:
-    """One optimizer step over all its micro-batches → (mean loss, gradient norm), on the device.
+    """One optimizer step over all its micro-batches → (mean loss, gradient norm), on the device. Of several ranks each
+    computes its share: the loss is that share's part of the mean, the norm that of the whole step.
 
     None if a stop was requested: the unfinished step is dropped and changes nothing.
     """
     model, scaler, accumulation = training.model, training.scaler, config.gradient_accumulation_steps
+    ranks, stopped = training.ranks, False
     training.half_done = isinstance(training.optimizer.sink, Optimizer)  # it applies each gradient at once
     training.optimizer.begin(learning_rate)
     model.refresh_casts()
     sink = [training.optimizer.sink] if training.optimizer.sink else []
     scale = scaler.scale / accumulation
     loss_sum = torch.zeros((), device=scale.device)
-    for micro in range(accumulation):
-        number = training.step * accumulation + micro
-        if config.dropout:
-            seed_dropout(config.seed, number)
-        batch = feed.get(number, stop_requested)
+    for micro in range(config.micro_batches):
+        if config.dropout:  # by the number over all ranks: the masks do not depend on how many there are
+            seed_dropout(config.seed, training.step * accumulation + micro * ranks.world + ranks.rank)
+        batch = feed.get(training.step * config.micro_batches + micro, stop_requested)
         if batch is None:
-            drop_gradients(training)
-            return None
+            stopped = True
+            break
         loss_sum += training.accumulate(*batch, scale, *sink)
-        advanced(training.step + (micro + 1) / accumulation)
-        if micro + 1 < accumulation and stop_requested():
-            drop_gradients(training)
-            return None
+        advanced(training.step + (micro + 1) / config.micro_batches)
+        if micro + 1 < config.micro_batches and stop_requested():
+            stopped = True
+            break
     mean_loss = loss_sum / scaler.scale
+    if not ranks.agree(stop=stopped):
+        drop_gradients(training)
+        return None
+    ranks.add_up(training.gradients())
 
     def step_begins() -> None:
         training.half_done = True
@@ -215,13 +227,16 @@ def make_report(training: Training, config: RunConfig, facts: RunFacts, meter: M
                 result: tuple[Tensor, Tensor], learning_rate: float) -> StepReport:
     """Reads the step's loss and norm from the device: the only place where the CPU waits for it."""
     loss, norm = (value.item() for value in result)
+    of_ranks = training.ranks.exchange((loss, astuple(memory := read_memory(facts.device))))
+    loss = sum(part for part, _ in of_ranks)
     seconds, tokens_per_s = meter.lap()
     flops = flops_per_token(training.model.config, config.block_size)
     return StepReport(
         step=training.step - 1, loss=loss, lr=learning_rate, grad_norm=norm, seconds=seconds,
         tokens_per_s=tokens_per_s, mfu=tokens_per_s * flops / facts.peak_flops if facts.peak_flops else None,
         skipped=int(training.scaler.skipped.item()), loss_scale=training.scaler.scale.item(),
-        memory=read_memory(facts.device), seconds_left=meter.time_left(config.max_iters - training.step))
+        memory=memory, seconds_left=meter.time_left(config.max_iters - training.step),
+        rank_memory=tuple(MemoryReading(*read) for _, read in of_ranks) if len(of_ranks) > 1 else ())
 
 
 class CheckpointSaver:
@@ -242,6 +257,10 @@ class CheckpointSaver:
     def save(self, *, is_best: bool = False, may_fail: bool = True) -> None:
         if not self._enabled or self._training.saved_at == self._training.step:
             return
+        self._save(is_best, may_fail)
+        self._training.saved_at = self._training.ranks.from_first(self._training.saved_at)
+
+    def _save(self, is_best: bool, may_fail: bool) -> None:
         try:
             with self._meter.paused():
                 for can_retry in (True, False):  # CPU RAM: others may free some. A save allocates no GPU memory.

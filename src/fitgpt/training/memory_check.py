@@ -14,6 +14,7 @@ from importlib.util import find_spec
 
 from ..config.run_config import RunConfig
 from ..core.errors import DeviceError, UsageError
+from ..core.extras import install_command
 from ..core.units import show_bytes
 from ..hardware import nvidia
 from ..hardware.host import available_memory, spare_memory
@@ -33,7 +34,7 @@ def check(config: RunConfig, planned: PlanFile | None = None, *, sleep: Callable
     until it does. Checks nothing without an NVIDIA GPU, or where only torch can tell which one is meant."""
     if config.adam8bit == "bitsandbytes" and not config.eval_only and find_spec("bitsandbytes") is None:
         raise UsageError(f"adam8bit=bitsandbytes needs the package bitsandbytes, which is not installed for "
-                         f"{sys.executable}.", "pip install -e '.[bitsandbytes]', or --adam8bit=own")
+                         f"{sys.executable}.", f"{install_command('bitsandbytes')}, or --adam8bit=own")
     last_said, waited = -SAY_EVERY_S, 0.0
     while True:
         seen = nvidia.survey() if config.device not in ("cpu", "mps") else nvidia.Survey()
@@ -52,7 +53,7 @@ def check(config: RunConfig, planned: PlanFile | None = None, *, sleep: Callable
             planned.compare(plan)
         if plan.fits:
             return others
-        could_fit = replace(plan, budget=apply_limits(config, found.budget._replace(others=0))).fits
+        could_fit = replace(plan, budget=apply_limits(config, plan.budget._replace(others=0))).fits
         if not config.wait or not could_fit:
             raise does_not_fit(config, plan, could_wait=could_fit)
         if waited - last_said >= SAY_EVERY_S:

@@ -32,7 +32,7 @@ from ..engine.oom import OutOfMemory, RngState, attempt, fragmentation_hint, rel
 from ..engine.optim.adamw import FIRST_SCALE, make_optimizer
 from ..planning.plan_file import FallbackPlan
 from ..runs.folder import RunFolder, holds_run
-from .build import find_source, reinitialise, restore, set_up_gradients
+from .build import find_source, reinitialise, set_up_gradients, start_from
 from .checkpoint import UNKNOWN
 from .device_memory import DeviceMemoryPlan
 from .loop import RolledBack, StepResult, Training, train_step
@@ -68,7 +68,7 @@ class Guard:
         self._feed.close()
 
     def batches(self, config: RunConfig) -> Prefetcher:
-        return training_batches(config, self._dataset, self._training.device)
+        return training_batches(config, self._dataset, self._training.device, self._training.ranks.rank)
 
     def take(self, learning_rate: float,
              stop_requested: Callable[[], bool]) -> StepResult | RolledBack | DeviceError | None:
@@ -86,7 +86,8 @@ class Guard:
 
         while True:
             rng_state = RngState(self._training.device)
-            done = attempt(adopt_and_work)
+            done, self._training.half_done = self._training.ranks.agreed(
+                attempt(adopt_and_work), half_done=self._training.half_done)
             if not isinstance(done, OutOfMemory):
                 return done
             rng_state.restore()
@@ -116,7 +117,7 @@ class Guard:
             self._reporter.tell({"kind": "went_back", "start_step": training.step,
                                   "text": f"The optimizer step was incomplete: rolled back to step {training.step}."})
         if not retry_unchanged:
-            room = self._memory.room()
+            room = self._least(self._memory.room())
             smaller = self._smaller_plan(room)
             if smaller is None:
                 figures = (f" The smallest plan needs {show_bytes(self._plan.needs)}, and {show_bytes(room)} is free."
@@ -128,8 +129,8 @@ class Guard:
 
     def fit_free_memory(self) -> None:
         """Before the first step: takes a smaller plan if less memory is free than was planned with."""
-        room = self._memory.expected_room()
-        if room is not None and room < (self._memory.needs or 0):
+        room = self._least(self._memory.expected_room())
+        if room is not None and room < (self._training.ranks.from_first(self._memory.needs) or 0):
             smaller = self._smaller_plan(room)
             if smaller is not None:
                 self._free_all()
@@ -138,12 +139,15 @@ class Guard:
     def _smaller_plan(self, room: int | None) -> FallbackPlan | None:
         """The fastest plan that fits what is free now; else the next one of the ladder that does, or the last one; None
         if there is none that needs less than the present one."""
-        if room is not None:
-            found = self._memory.fastest_within(min(room - SLACK, int(LESS * self._plan.needs)))
-            if found is not None:
-                return found
-        smaller = [each for each in self._memory.ladder() if each.needs < self._plan.needs]
-        return next((each for each in smaller if room is None or each.needs <= room), smaller[-1] if smaller else None)
+        def smaller() -> FallbackPlan | None:
+            if room is not None:
+                found = self._memory.fastest_within(min(room - SLACK, int(LESS * self._plan.needs)))
+                if found is not None:
+                    return found
+            plans = [each for each in self._memory.ladder() if each.needs < self._plan.needs]
+            return next((each for each in plans if room is None or each.needs <= room), plans[-1] if plans else None)
+
+        return self._from_first(smaller)
 
     def _free_all(self) -> None:
         self._training.half_done = False
@@ -156,6 +160,16 @@ class Guard:
     def _as_requested(self) -> FallbackPlan:
         """The plan as requested, which needs more than any other if it is not known how much."""
         return FallbackPlan({}, self._memory.needs or sys.maxsize, "the plan as requested")
+
+    def _least(self, room: int | None) -> int | None:
+        """The room of the rank that has least; None: not known."""
+        return min((each for each in self._training.ranks.exchange(room) if each is not None), default=None)
+
+    def _from_first(self, choose: Callable[[], FallbackPlan | None]) -> FallbackPlan | None:
+        """What rank 0 chooses, for all ranks: which plans there are depends on the CPU RAM that is free."""
+        ranks = self._training.ranks
+        chosen = ranks.from_first(choose() if ranks.is_first else None)
+        return FallbackPlan(*chosen) if chosen else None
 
     def _change_plan(self, plan: FallbackPlan, kind: str, why: str) -> None:
         before, self._plan = self.config, plan
@@ -178,12 +192,17 @@ class Guard:
         if not self._requested.step_up or not self._plan.changes or self._training.step < self._next_check:
             return
         self._next_check = self._training.step + CHECK_EVERY
-        room = self._memory.room()
-        for plan in (self._as_requested(), *self._memory.ladder()):
-            if room is not None and self._plan.needs < plan.needs and plan.needs * MARGIN <= room:
-                self._free_all()
-                self._change_plan(plan, "step_up", f"{show_bytes(room)} is free again")
-                return
+        room = self._least(self._memory.room())
+
+        def larger() -> FallbackPlan | None:
+            plans = (self._as_requested(), *self._memory.ladder())
+            return next((plan for plan in plans if room is not None and self._plan.needs < plan.needs
+                         and plan.needs * MARGIN <= room), None)
+
+        plan = self._from_first(larger)
+        if plan is not None and room is not None:
+            self._free_all()
+            self._change_plan(plan, "step_up", f"{show_bytes(room)} is free again")
 
     # ---- what a change does to the training
 
@@ -208,15 +227,17 @@ class Guard:
 
     def _roll_back(self) -> None:
         """Restores the last checkpoint, or the start of the run."""
-        training, saved = self._training, holds_run(self._folder.path)
+        training = self._training
+        saved = training.ranks.from_first(holds_run(self._folder.path))
         has_state = saved or self._requested.init_from == "resume"
-        source = from_run(self._folder.path) if saved else find_source(self._requested, self._folder)
+        source = None
+        if training.ranks.is_first:
+            source = from_run(self._folder.path) if saved else find_source(self._requested, self._folder)
         if self._adopted.offload != "none":  # it may have copied only some of the gradients
             training.optimizer = make_optimizer(self._adopted, training.model)
         if source is None:
             reinitialise(training, self._requested)
-        else:
-            restore(training, source, everything=has_state)
+        start_from(training, source, everything=has_state)
         if not has_state:
             zeros = {name: torch.zeros_like(each, device="cpu")  # except master weights, which follow the weights
                      for name, each in training.optimizer.tensors().items() if not name.endswith(".master")}

@@ -39,8 +39,8 @@ def rehearse(training: Training, config: RunConfig, feed: Callable[[RunConfig], 
         if evaluation is not None:
             peaks.seen(phase, evaluation.memory)
 
-    micro_steps = min(config.gradient_accumulation_steps, MICRO_STEPS)
-    short = replace(config, gradient_accumulation_steps=micro_steps, max_iters=1)
+    micro_steps = min(config.micro_batches, MICRO_STEPS)
+    short = replace(config, gradient_accumulation_steps=micro_steps * config.ranks, max_iters=1)
     batches = feed(short)
     try:
         with without_side_effects(training) as stand_in:

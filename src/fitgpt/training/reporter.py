@@ -70,7 +70,7 @@ class TrainingReporter:
         try:
             return evaluate(training.model, self._splits, batch=self.eval_batch, block=self._config.eval_block,
                             step=training.step, token_losses=training.token_losses, shrunk=self._shrunk,
-                            progress=progress, stop_requested=self._stop_requested)
+                            progress=progress, stop_requested=self._stop_requested, ranks=training.ranks)
         except EvaluationDoesNotFit as error:
             self.warn(f"{error.what} The evaluation of step {training.step} is skipped; training continues.")
             return OutOfMemory(error.what)
@@ -92,7 +92,9 @@ class TrainingReporter:
 
     def save(self, *, is_best: bool) -> None:
         started, training = time.perf_counter(), self._training
-        self.heartbeat.begin(SAVING)
+        self.heartbeat.begin(SAVING)  # on every rank: the others wait for rank 0
+        if not training.ranks.is_first:
+            return
         state = {"step": training.step, "evaluated_at": training.evaluated_at,
                  "evaluation_status": training.evaluation_status,
                  "last_good": asdict(training.last_good) if training.last_good else None,
@@ -117,6 +119,8 @@ class TrainingReporter:
         self._display.saved(str(saved.path), seconds, nbytes)
 
     def set_aside_diverged(self) -> checkpoint.SetAside:
+        if not self._training.ranks.is_first:
+            return checkpoint.SetAside(None, [], self._folder.checkpoints)
         self._folder.check_ours()
         with disk_faults("set checkpoints aside in", self._folder.checkpoints):
             return checkpoint.set_aside_diverged(self._folder.checkpoints)
@@ -174,9 +178,10 @@ class TrainingReporter:
 
 def short_eval(training: Training, splits: Splits, batch: int, block: int, shrunk: Shrunk) -> Evaluation | None:
     """An evaluation over just enough windows to show how much memory one takes."""
-    few = {split: (read, min(windows, SHORT_EVAL_BATCHES * batch)) for split, (read, windows) in splits.items()}
+    most = SHORT_EVAL_BATCHES * batch * training.ranks.world
+    few = {split: (read, min(windows, most)) for split, (read, windows) in splits.items()}
     return evaluate(training.model, few, batch=batch, block=block, step=training.step,
-                    token_losses=training.token_losses, shrunk=shrunk)
+                    token_losses=training.token_losses, shrunk=shrunk, ranks=training.ranks)
 
 
 class MemoryWarnings:

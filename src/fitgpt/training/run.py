@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import shlex
 import sys
@@ -24,15 +25,16 @@ from ..data.dataset import Dataset, open_dataset
 from ..engine.batches import evaluation_splits, training_batches
 from ..engine.device import DeviceChoice, read_memory, resolve_device
 from ..engine.oom import OutOfMemory, attempt
+from ..engine.ranks import Ranks, UnwrittenRunFolder, check_alike, connect_gpus, join
 from ..hardware.gpus import peak_flops
 from ..planning import measured_speeds
 from ..planning.plan_file import FallbackPlan, phases_to_json
 from ..runs.folder import RunFolder, holds_run, need_disk, open_run
-from ..runs.metrics import RunFacts
+from ..runs.metrics import RankFacts, RunFacts
 from ..show.progress import Display, closing, memory_plan, open_display, plan_vs_measured, say
 from ..tapes.engine import checkpoint_bytes
 from . import checkpoint
-from .build import build_training, check_data, find_source, restore, take_shape
+from .build import build_training, check_data, find_source, start_from, take_shape
 from .device_memory import (
     DeviceMemoryPlan,
     Peaks,
@@ -59,25 +61,30 @@ def run(config_dict: Mapping[str, Any], notes: Sequence[str], stop_requested: Ca
     """Trains one run. `others`: bytes that others used of each GPU, by uuid, before this process started; `fallbacks`:
     smaller plans from a plan.json; `heartbeat`: where progress is written."""
     config = RunConfig.from_dict(config_dict)
+    ranks, device = join(config, stop_requested)
     dataset = open_dataset(config.dataset)
-    choice = resolve_device(config.device, config.dtype, config.compile)
+    choice = resolve_device(device, config.dtype, config.compile)
+    check_alike(ranks, config, choice.device, choice.dtype, dataset.summary.fingerprint)
+    connect_gpus(ranks, config, choice.device)
     resuming = config.init_from == "resume"
-    with open_run(config.out_dir, config.to_dict(), resume=resuming) as folder:
-        leftovers = checkpoint.clean_leftovers(folder.checkpoints)
-        source = find_source(config, folder)
-        config, shape_notes = take_shape(config, source, dataset)
-        config = replace(config, dtype=choice.dtype)
+    with (open_run(config.out_dir, config.to_dict(), resume=resuming) if ranks.is_first
+          else UnwrittenRunFolder(config.out_dir)) as folder:
+        source, leftovers, shape_notes = None, list[str](), list[str]()
+        if ranks.is_first:
+            leftovers = checkpoint.clean_leftovers(folder.checkpoints)
+            source = find_source(config, folder)
+            config, shape_notes = take_shape(config, source, dataset)
+            need_disk(config.out_dir, checkpoint_bytes(config) * 2)
+        config = replace(RunConfig.from_dict(ranks.from_first(config.to_dict())), dtype=choice.dtype)
         check_data(config, dataset, source)
-        need_disk(config.out_dir, checkpoint_bytes(config) * 2)
         device_memory = plan_on_device(config, choice, others, fallbacks)
         if not (resuming and config.eval_only):  # else a later resume would only evaluate
             folder.record(config.to_dict())
 
-        training = build_training(config, choice)
-        if source is not None:
-            restore(training, source, everything=resuming)
-        wandb, wandb_note = open_wandb(config, folder.path)
-        facts = gather_facts(config, choice, dataset, training.step, [
+        training = build_training(config, choice, ranks)
+        start_from(training, source, everything=resuming)
+        wandb, wandb_note = open_wandb(config, folder.path) if ranks.is_first else (None, ())
+        facts = gather_facts(config, choice, dataset, training.step, ranks, [
             *notes, *choice.notes, *([] if device_memory.plan else [NOT_PLANNED]), *wandb_note, *shape_notes,
             *leftovers, *folder.notes, *dataset.notes, *(source.notes if source else ())])
         if resuming and training.step >= config.max_iters:
@@ -86,6 +93,7 @@ def run(config_dict: Mapping[str, Any], notes: Sequence[str], stop_requested: Ca
         source = None  # frees its copies of the weights and optimizer state
         started = time.perf_counter()
         run_loop(config, facts, choice, dataset, folder, training, device_memory, wandb, stop_requested, heartbeat)
+        ranks.leave()
         seconds, hints = time.perf_counter() - started, []
         if training.saved_at != training.step and not config.eval_only and training.step > 0:
             hints.append("The last steps are not saved: always_save_checkpoint=False saves improvements only.")
@@ -100,7 +108,7 @@ def run_loop(config: RunConfig, facts: RunFacts, choice: DeviceChoice, dataset: 
              training: Training, device_memory: DeviceMemoryPlan, wandb: Log | None,
              stop_requested: Callable[[], bool], heartbeat: Heartbeat | None = None) -> None:
     """Rehearses if that is due, then trains; reports forecast against measured memory however it ends."""
-    if stop_requested():  # while torch was loading
+    if training.ranks.must_stop():  # while torch was loading
         raise Interrupted("Stopped before training began, as requested.")
     peaks = Peaks(training.device)
     started = {"kind": "run", **asdict(facts), "memory": asdict(read_memory(facts.device))}
@@ -121,7 +129,7 @@ def run_loop(config: RunConfig, facts: RunFacts, choice: DeviceChoice, dataset: 
         rehearses = config.rehearse if config.rehearse != "auto" else device_memory.plan is not None
         if rehearses and (training.step < config.max_iters or config.eval_only):
             rehearse_under_guard(guard, reporter, training, display, device_memory)
-            if stop_requested():
+            if training.ranks.must_stop():
                 raise Interrupted("Stopped before training began, as requested.")
         if device_memory.plan and training.step < config.max_iters and not is_evaluation_due(training, config):
             # The forecast assumes that an evaluation runs first: in another order of allocations a run that just fits
@@ -130,7 +138,7 @@ def run_loop(config: RunConfig, facts: RunFacts, choice: DeviceChoice, dataset: 
             if evaluation is not None:
                 peaks.seen("first_eval", evaluation.memory)
         train(training, config, facts, guard, reporter, stop_requested)
-        if choice.card and guard.config == config and (speed := reporter.tokens_per_s()):
+        if choice.card and guard.config == config and config.ranks == 1 and (speed := reporter.tokens_per_s()):
             measured_speeds.add(choice.card.name, replace(config, compile=choice.compile), speed,
                                 facts.versions["torch"], "train")
     finally:
@@ -210,12 +218,16 @@ def rehearse_only(config_dict: Mapping[str, Any], notes: Sequence[str], others: 
                          "Please report it, with the file: forecasts are meant to be exact to 1 %.")
 
 
-def gather_facts(config: RunConfig, choice: DeviceChoice, dataset: Dataset, start_step: int,
+def gather_facts(config: RunConfig, choice: DeviceChoice, dataset: Dataset, start_step: int, ranks: Ranks,
                  notes: Sequence[str]) -> RunFacts:
     flops, source = peak_flops(choice.card, choice.dtype)
+    of_ranks = ranks.exchange({"host": platform.node(), "pid": os.getpid(), "device": choice.device,
+                               "device_name": choice.name})
     return RunFacts(
         config=config.to_dict(), params=config.gpt_config().count_params(), device=choice.device,
-        device_name=choice.name, dtype=choice.dtype, compiled=choice.compile, peak_flops=flops, peak_source=source,
+        device_name=choice.name, dtype=choice.dtype, compiled=choice.compile,
+        peak_flops=flops * ranks.world if flops else flops, peak_source=source,
+        ranks=tuple(RankFacts(**each) for each in of_ranks) if ranks.world > 1 else (),
         tokens_per_step=config.tokens_per_step, train_tokens=dataset.summary.train_tokens,
         val_tokens=dataset.summary.val_tokens, start_step=start_step, max_iters=config.max_iters,
         versions=versions(), notes=tuple(notes), tokenizer=dataset.summary.tokenizer)

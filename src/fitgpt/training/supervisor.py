@@ -44,9 +44,9 @@ from ..planning.request import training_config
 from ..runs.folder import can_resume
 from ..show.progress import say
 from ..show.terminal import can_redraw
-from . import memory_check
+from . import launch, memory_check
 from .liveness import LEAST_S, Watch, dump_stacks
-from .worker import HEARTBEAT, STACKS, blocked_stop_signals, stop_signals
+from .worker import HEARTBEAT, REPORT, STACKS, blocked_stop_signals, stop_signals
 
 # The live bar draws over the blank line at the end.
 STOPPING = b"\nStopping: finishing the current step, then saving. Ctrl-C once more stops at once.\n\n"
@@ -102,14 +102,11 @@ def assignments_from(config: Any, options: Mapping[str, Any]) -> list[Assignment
 
 def supervise(assignments: Sequence[Assignment]) -> int:
     """Runs the training that the assignments describe; returns its exit code. Starts it again after GPU errors."""
-    world = os.environ.get("WORLD_SIZE", "1").strip() or "1"
-    if world != "1":
-        raise UsageError(
-            f"WORLD_SIZE is {world}: fitgpt trains with one process on one GPU for now.",
-            "Start it without torchrun: fitgpt train …  (unset WORLD_SIZE if your shell still has it)")
+    launched = launch.launched_ranks(os.environ) > 1  # by torchrun, which also restarts them
     require_packages()
     check_allocator_env(os.environ)
-    given, notes = training_config(assignments)
+    given, notes = training_config(launch.with_restart(assignments, os.environ))
+    given = launch.with_ranks(given, os.environ)
     config, why = with_fit(given)
     planned = plan_file.read(config.plan) if config.plan else None
     given, config = replace(given, plan=""), replace(config, plan="")  # its options are in the config now
@@ -117,10 +114,12 @@ def supervise(assignments: Sequence[Assignment]) -> int:
     if planned and planned.fallback_plans is not None:
         fallbacks = [each._asdict() for each in planned.fallback_plans_of(config)]
     for attempt in range(RESTARTS + 1):
-        others = memory_check.check(config, planned)  # each time: other processes may use more or less by now
+        others: dict[str, int] = {}
+        for device in launch.devices(config, os.environ):  # each time: other processes may use more or less by now
+            others |= memory_check.check(replace(config, device=device), planned)
         code, report = run_worker(WorkerConfig(config.to_dict(), [*notes, *why], others=others, fallbacks=fallbacks))
         changes, saved = report.get("restart_with"), can_resume(config.out_dir)
-        if changes is None or attempt == RESTARTS or not (changes or saved):
+        if changes is None or launched or attempt == RESTARTS or not (changes or saved):
             break
         setting = "".join(f" with {option}={value}" for option, value in changes.items())
         say(f"fitgpt: {report['what']} {'Resuming from the last checkpoint' if saved else 'Starting again'}{setting} "
@@ -151,56 +150,66 @@ def require_packages() -> None:
 
 
 def run_worker(given: WorkerConfig) -> tuple[int, dict[str, Any]]:
-    """Starts the worker and waits for its end → (its exit code, its error report)."""
+    """Starts the worker, or one per rank, and waits for their end → (exit code, error report). Of several ranks, those
+    of the one that failed first for a reason of its own."""
     with temporary_folder() as folder:
-        report = folder / "report.json"
+        environments = launch.rank_environments(given.config, os.environ)
+        folders = [folder / str(rank) for rank in range(len(environments))]
+        for own in folders:
+            own.mkdir()
+        poll_s = min(1.0, given.stuck_s / 4)
         with blocked_stop_signals():  # until both processes have handlers; the worker inherits the mask and unblocks
             # A process group of its own: Ctrl-C reaches the worker once, from here, and not twice.
             group: dict[str, Any] = {"process_group": 0} if os.name == "posix" else {}
-            worker = subprocess.Popen([sys.executable, "-P", "-m", "fitgpt.training.worker"], stdin=subprocess.PIPE,
-                                      env=child_environment(os.environ), **group)
-            forwarder = SignalForwarder(worker)
-        assert worker.stdin is not None
+            workers = [subprocess.Popen([sys.executable, "-P", "-m", "fitgpt.training.worker"], stdin=subprocess.PIPE,
+                                        env=child_environment({**os.environ, **own}), **group) for own in environments]
+            forwarder = SignalForwarder(workers)
         with forwarder:
-            with suppress(BrokenPipeError):  # it died before it could read: its exit code says how
-                worker.stdin.write(json.dumps(asdict(replace(given, report=str(report)))).encode() + b"\n")
-                worker.stdin.flush()
-            stuck = wait_or_end_stuck(worker, Path(folder), given.stuck_s)
-            code = worker.returncode
-            with suppress(BrokenPipeError):
-                worker.stdin.close()
-        if code < 0 and can_redraw():  # a live display that was killed leaves the terminal's cursor hidden
+            for worker, own in zip(workers, folders, strict=True):
+                assert worker.stdin is not None
+                with suppress(BrokenPipeError):  # it died before it could read: its exit code says how
+                    line = json.dumps(asdict(replace(given, report=str(own / REPORT))))
+                    worker.stdin.write(line.encode() + b"\n")
+                    worker.stdin.flush()
+            watches = [Watch(own / HEARTBEAT, poll_s) for own in folders]
+            ended = launch.wait_for(workers, poll_s, lambda: any([watch.is_stuck() for watch in watches]))
+            stuck = "" if len(ended) == len(workers) else end_stuck(workers, folders, watches)
+            for worker in workers:
+                assert worker.stdin is not None
+                with suppress(BrokenPipeError):
+                    worker.stdin.close()
+        # A worker that could not even be killed has no exit code.
+        codes = [-signal.SIGKILL if worker.returncode is None else worker.returncode for worker in workers]
+        if min(codes) < 0 and can_redraw():  # a live display that was killed leaves the terminal's cursor hidden
             print("\x1b[?25h", end="", flush=True)
-        if forwarder.killed and code < 0:
+        if forwarder.killed and min(codes) < 0:
             return STOPPED_AT_ONCE, {}
         if stuck:
             return Interrupted.exit_code, {"code": Interrupted.exit_code, "what": stuck, "fix": ""}
-        return code, read_report(report)
+        reports = [read_report(own / REPORT) for own in folders]
+        rank = launch.culprit(ended, codes, reports)
+        return codes[rank], launch.named(reports[rank], rank, given.config, os.environ)
 
 
-def wait_or_end_stuck(worker: subprocess.Popen[bytes], folder: Path, stuck_s: float) -> str:
-    """Waits for the worker's end → empty; ends one that makes no progress → a sentence that says so."""
-    poll_s = min(1.0, stuck_s / 4)
-    watch = Watch(folder / HEARTBEAT, poll_s)
-    while True:
-        try:
-            worker.wait(poll_s)
-            return ""
-        except subprocess.TimeoutExpired:
-            if not watch.is_stuck():
-                continue
-        stacks = dump_stacks(worker.pid, folder / STACKS)
-        kill_group(worker)
+def end_stuck(workers: Sequence[subprocess.Popen[bytes]], folders: Sequence[Path], watches: Sequence[Watch]) -> str:
+    """Ends workers of which one makes no progress → a sentence on it. The others of several ranks wait for that one."""
+    alive = [rank for rank, worker in enumerate(workers) if worker.poll() is None]
+    found = {rank: dump_stacks(workers[rank].pid, folders[rank] / STACKS) for rank in alive}
+    for rank in alive:
+        kill_group(workers[rank])
+    for rank in alive:
         with suppress(subprocess.TimeoutExpired):  # a process that waits for a dead disk cannot even be killed
-            worker.wait(KILL_S)
-        where = "Its stacks could not be read."
-        if stacks:
-            with tempfile.NamedTemporaryFile("w", prefix="fitgpt-stacks-", suffix=".txt", delete=False) as file:
-                file.write(stacks)
-            where = f"The stacks of its threads are in {file.name}."
-        step = f"after step {watch.entry.step}" if watch.entry.step >= 0 else "before its first step"
-        return (f"The training process was stuck and was ended: no progress for {show_seconds(watch.quiet)} in "
-                f"{watch.entry.doing}, {step}. {where}")
+            workers[rank].wait(KILL_S)
+    stacks = "\n".join(f"Rank {rank}:\n{text}" if len(workers) > 1 else text for rank, text in found.items() if text)
+    where = "Its stacks could not be read."
+    if stacks:
+        with tempfile.NamedTemporaryFile("w", prefix="fitgpt-stacks-", suffix=".txt", delete=False) as file:
+            file.write(stacks)
+        where = f"The stacks of its threads are in {file.name}."
+    slowest = max(watches, key=lambda watch: watch.quiet)
+    step = f"after step {slowest.entry.step}" if slowest.entry.step >= 0 else "before its first step"
+    return (f"The training process was stuck and was ended: no progress for {show_seconds(slowest.quiet)} in "
+            f"{slowest.entry.doing}, {step}. {where}")
 
 
 def kill_group(worker: subprocess.Popen[bytes]) -> None:
@@ -229,9 +238,9 @@ class SignalForwarder:
     closes, both the shell and the kernel send one.
     """
 
-    def __init__(self, worker: subprocess.Popen[bytes]) -> None:
+    def __init__(self, workers: Sequence[subprocess.Popen[bytes]]) -> None:
         self.killed = False
-        self._worker = worker
+        self._workers = workers
         self._requested = False
         if os.name == "posix":
             handlers = {**dict.fromkeys(stop_signals(), self._stop), signal.SIGTSTP: self._suspend}
@@ -249,30 +258,38 @@ class SignalForwarder:
     def _stop(self, number: int, frame: object) -> None:
         if self._requested and number == signal.SIGINT:
             self.killed = True
-            kill_group(self._worker)
+            for worker in self._workers:
+                kill_group(worker)
             return
         if not self._requested:
             self._requested = True
             with suppress(OSError):  # the terminal may be closed
                 os.write(2, STOPPING)  # not through Python's buffers, which the interrupted code may be using
-        self._worker.send_signal(number)
+        self._send(number)
 
     def _suspend(self, number: int, frame: object) -> None:
         """Ctrl-Z stops both processes; `fg` or `bg` continues both."""
-        self._worker.send_signal(signal.SIGSTOP)
+        self._send(signal.SIGSTOP)
         os.kill(os.getpid(), signal.SIGSTOP)
-        self._worker.send_signal(signal.SIGCONT)
+        self._send(signal.SIGCONT)
+
+    def _send(self, number: int) -> None:
+        for worker in self._workers:
+            worker.send_signal(number)
 
 
 def conclude(code: int, report: Mapping[str, Any], config: RunConfig) -> int:
     """The worker's exit code, or the error it reported."""
     if code in (0, STOPPED_AT_ONCE):
         return code
-    resume = shlex.join(["fitgpt", "train", "--resume", f"--out_dir={config.out_dir}"])
+    on_gpus = [f"--gpus={config.gpus}"] if config.ranks > 1 and not config.gpus.endswith("xranks") else []
+    resume = shlex.join(["fitgpt", "train", "--resume", f"--out_dir={config.out_dir}", *on_gpus])
     fix = f"To resume from the last checkpoint: {resume}" if can_resume(config.out_dir) else ""
-    if not report:
-        raise error_for_exit(code, fix)
-    raise _ERRORS.get(report["code"], FitError)(report["what"], report["fix"] or fix)
+    where = report.get("where", "")  # which of several ranks
+    if "what" not in report:
+        error = error_for_exit(code, fix)
+        raise type(error)(where + error.what, error.fix)
+    raise _ERRORS.get(report["code"], FitError)(where + report["what"], report["fix"] or fix)
 
 
 def error_for_exit(code: int, fix: str) -> FitError:

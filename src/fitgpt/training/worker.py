@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from ..core.errors import STOPPED_AT_ONCE, DeviceError, FitError, Interrupted, SystemFault, UsageError
+from ..core.extras import install_command
 from ..core.files import disk_faults
 from ..hardware.torch_install import failed_import
 from ..planning.plan_file import FallbackPlan
 from .liveness import Heartbeat, register_stack_dump
 
-HEARTBEAT, STACKS = "heartbeat", "stacks"  # files beside the error report
+REPORT, HEARTBEAT, STACKS = "report.json", "heartbeat", "stacks"  # files of one worker
 _OUT_OF_RAM = "DefaultCPUAllocator"  # in torch's message when malloc fails
 
 
@@ -114,7 +115,7 @@ def main() -> int:
     except FitError as error:
         return write_report(given["report"], error)
     except ModuleNotFoundError as error:
-        needed = UsageError(f"Training needs {error.name}, which is not installed here.", "pip install -e '.[train]'")
+        needed = UsageError(f"Training needs {error.name}, which is not installed here.", install_command("train"))
         return write_report(given["report"], needed)
     except Exception as error:
         return write_report(given["report"], *as_fit_error(error))
@@ -169,7 +170,7 @@ def compiler_message(error: BaseException) -> str:
 def write_report(path: str, error: FitError, restart_with: dict[str, Any] | None = None) -> int:
     """Writes the error for the supervisor; returns the exit code. `restart_with`: options for a new process."""
     report: dict[str, Any] = {"code": error.exit_code, "what": error.what, "fix": error.fix,
-                              "restart_with": restart_with}
+                              "restart_with": restart_with, "lost_rank": type(error).__name__ == "LostRank"}
     try:
         Path(path).write_text(json.dumps(report))
     except OSError:  # the disk of the temporary folder is full, for example: the supervisor refers to this
@@ -178,4 +179,10 @@ def write_report(path: str, error: FitError, restart_with: dict[str, Any] | None
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    if code and int(os.environ.get("WORLD_SIZE") or 1) > 1:
+        # Without Python's shutdown: that would wait for collectives in which other ranks take part no more.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)

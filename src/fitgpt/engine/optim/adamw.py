@@ -205,7 +205,7 @@ def apply_gradients(model: nn.Module, optimizer: Optimizer, scaler: Scaler, lear
     """
     sink = optimizer.sink
     gradients = sink.gradients() if sink else [p.grad for p in model.parameters() if p.grad is not None]
-    norm = torch.nn.utils.get_total_norm(gradients).to(scaler.scale.device) / scaler.scale
+    norm = torch.nn.utils.get_total_norm(gradients).to(scaler.scale) / scaler.scale  # float32, as the kernel needs it
     found_inf = (~torch.isfinite(norm)).float()
     grad_scale = (norm / grad_clip).clamp_(min=1.0) if grad_clip else torch.ones_like(norm)
     grad_scale *= scaler.scale

@@ -3,12 +3,12 @@
     make campaign                        all of them, in about an hour on two cores; interrupted, it resumes
     make campaign-quick                  a part of each, in at most 90 seconds
     python -m tests.campaign damage      one of them
-    python -m tests.campaign --only faults/train/017-rename-out:run.json/EIO     one case, with what it found
+    python -m tests.campaign --only faults/train/045-rename/EIO     one case, with what it found
     python -m tests.campaign --list faults
     python -m tests.campaign --publish   writes the results so far to bench/results/reliability.json
 
-Results are kept in build/campaign/, one line per case; they add up while the code of src/ is unchanged.
-The exit code is 1 if a case failed.
+Results are kept in build/campaign/, one line per case; they add up while src/ and the campaigns are unchanged. The exit
+code is 1 if a case failed.
 """
 
 from __future__ import annotations
@@ -81,10 +81,11 @@ def arguments() -> argparse.Namespace:
 # ---- results
 
 def results_folder(name: str) -> Path:
-    """Named by a hash of the package and of the campaign: results of other code do not count."""
-    digest = hashlib.sha256(Path(__file__).with_name(f"{name}.py").read_bytes())
-    for path in sorted((ROOT / "src" / "fitgpt").rglob("*")):
-        if path.is_file() and "__pycache__" not in path.parts:
+    """Named by a hash of the package and of what the campaigns do: results of other code do not count."""
+    here, digest = Path(__file__).parent, hashlib.sha256()
+    drivers = {Path(__file__), here / "publish.py"}
+    for path in sorted([*(ROOT / "src" / "fitgpt").rglob("*"), *here.iterdir()]):
+        if path.is_file() and "__pycache__" not in path.parts and path not in drivers:
             digest.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes())
     folder = ROOT / "build" / "campaign" / f"{name}-{digest.hexdigest()[:12]}"
     folder.mkdir(parents=True, exist_ok=True)

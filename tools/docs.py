@@ -189,9 +189,9 @@ PARTS: dict[str, Callable[..., str]] = {
     **traces.PARTS,
 }
 # In the order in which they are recorded: later ones use what earlier ones made.
-TRANSCRIPT_ORDER = ("plan", "plan_options", "trace", "fit", "fit_lossy", "fit_goal", "cards", "explain", "explain_reading",
-                    "explain_short", "explain_snapshot", "prepare", "demo", "watch", "doctor", "train", "sample",
-                    "eval", "export", "errors", "python")
+TRANSCRIPT_ORDER = ("plan", "plan_options", "trace", "fit", "fit_lossy", "fit_goal", "cards", "explain",
+                    "explain_reading", "explain_short", "explain_snapshot", "prepare", "demo", "watch", "doctor",
+                    "train", "sample", "eval", "export", "errors", "python")
 
 
 def main() -> int:

@@ -27,7 +27,7 @@ CUBLAS = Kind(32 * MiB, "workspace", WORKSPACE, "model", "model.py:7")
 
 
 def small_trace() -> Trace:
-    """Weights and a workspace; two steps in which two layers save two tensors each; an optimizer that keeps its state."""
+    """Weights, a workspace, and two steps: two layers save two tensors each, the first step makes optimizer state."""
     tensors = (WEIGHT, CUBLAS, *SAVED, STATE, *SAVED)
     events = (0, 0, 0, 0, 0, 0, 6, 5, 4, 3, 0, EMPTIED, 0, 0, 0, 0, 11, 10, 9, 8)
     phases = (("load", 0), ("forward", 1), ("backward", 6), ("optimizer", 10), ("forward", 11), ("backward", 16))
@@ -47,7 +47,7 @@ def test_a_changed_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_trace_larger_than_the_limit_is_refused_with_fewer_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert trace_file.LARGEST == 5 * MiB
+    assert 5 * MiB >= trace_file.LARGEST
     monkeypatch.setattr(trace_file, "LARGEST", 500)
     with pytest.raises(UsageError, match="a saved trace at most") as refused:
         to_json(small_trace())
@@ -124,8 +124,8 @@ def test_a_saved_trace_is_planned_for_another_gpu_and_other_processes(
 
 def test_explain_names_the_tensor_of_a_message(saved: str, capsys: pytest.CaptureFixture[str]) -> None:
     message = ("CUDA out of memory. Tried to allocate 300.00 MiB. GPU 0 has a total capacity of 2.00 GiB of which "
-               "200.00 MiB is free. Including non-PyTorch memory, this process has 1.80 GiB memory in use. Of the allocated "
-               "memory 1.63 GiB is allocated by PyTorch, and 0 bytes is reserved by PyTorch but unallocated.")
+               "200.00 MiB is free. Including non-PyTorch memory, this process has 1.80 GiB memory in use. Of the "
+               "allocated memory 1.63 GiB is allocated by PyTorch, and 0 bytes is reserved by PyTorch but unallocated.")
     assert main(["explain", message, "--trace", saved]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "75 × 1,024 × 1,024 × float32, 300.0 MiB: activations of model.layers" in out

@@ -1,7 +1,7 @@
 """Reliability on a GPU: determinism, kills, a neighbour that leaves little memory, failing allocations.
 
-    python bench/reliability.py deterministic kill_resume alloc_fail --out DIR     memory and bits; beside others
-    python bench/reliability.py speed beside --out DIR                             timed; alone on the GPU
+    python bench/reliability.py deterministic kill_resume alloc_fail warm --out DIR    memory and bits; beside others
+    python bench/reliability.py speed beside --out DIR                                 timed; alone on the GPU
 
 | campaign | question |
 |---|---|
@@ -11,7 +11,8 @@
 | alloc_fail | does a failed allocation, in any phase, change the weights |
 | beside | does `train --fit` next to a process that leaves 3 to 12 GiB train, and as fast as alone |
 
-Each case is written to DIR/CAMPAIGN.json when it ends. `--seconds` ends a campaign early: no new case is begun after
+`warm` compiles what the runs of `beside` will need. Each case is written to DIR/CAMPAIGN.json when it ends; runs are in
+a temporary folder. `--seconds` ends a campaign early: no new case is begun after
 it. `--device cpu` tries the campaigns that need no GPU.
 """
 
@@ -27,6 +28,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -52,13 +54,14 @@ class Campaign:
 
     def __init__(self, name: str, options: argparse.Namespace) -> None:
         self.name, self.out, self.device = name, Path(options.out), options.device
-        self.ends, self.at_once = time.monotonic() + options.seconds, options.at_once
-        self.work = self.out / "work" / name
+        self.ends, self.at_once, self.only = time.monotonic() + options.seconds, options.at_once, options.only
+        self.out.mkdir(parents=True, exist_ok=True)
+        self.work = Path(tempfile.gettempdir()) / "fitgpt-reliability" / name
         shutil.rmtree(self.work, ignore_errors=True)  # of an earlier time
         self.work.mkdir(parents=True)
         self.rows: list[Row] = []
         self._lock = Lock()
-        self.dataset = write_tokens(self.out / "work" / "tokens", TINY["vocab_size"] if self.is_cpu else 50304)
+        self.dataset = write_tokens(self.work / "tokens", TINY["vocab_size"] if self.is_cpu else 50304)
 
     @property
     def is_cpu(self) -> bool:
@@ -173,11 +176,16 @@ def deterministic(campaign: Campaign) -> None:
                 return {"case": name, "passed": False, "exit": code, "said": said[-1500:]}
         first, second = map(bits, outs)
         errors = forecast_errors(outs[0])
+        plain = campaign.work / f"{name} plain"
+        if name in ("eager bfloat16", "compiled bfloat16", "eager bfloat16 recompute input, no accumulation"):
+            campaign.train(plain, {**options, "max_iters": 30})
         off = max((abs(error["reserved"]) for error in errors.values()), default=None)
         return {"case": name, "passed": first == second and off in (0, None), "same_bits": first == second,
-                "most_reserved_off": off, "errors": errors, "bits": first}
+                "most_reserved_off": off, "errors": errors, "bits": first,
+                "errors_without": forecast_errors(plain)}
 
-    campaign.each(case, variants(campaign.device), campaign.at_once)
+    chosen = [(name, options) for name, options in variants(campaign.device) if campaign.only in name]
+    campaign.each(case, chosen, campaign.at_once)
 
 
 def speed(campaign: Campaign) -> None:
@@ -198,17 +206,21 @@ def speed(campaign: Campaign) -> None:
 class Timing:
     """A process of training/timing.py."""
 
+    def __init__(self, threads: int = 16) -> None:
+        self._threads = threads
+
     def __enter__(self) -> Timing:
         self._process = subprocess.Popen([sys.executable, "-P", "-m", "fitgpt.training.timing"], text=True,
                                          stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                         env={**environment(16), "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"})
+                                         env={**environment(self._threads),
+                                              "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"})
         return self
 
     def __exit__(self, *_: object) -> None:
         self._process.kill()
         self._process.wait()
 
-    def time(self, config: Row, seconds: float = 1.0) -> Row:
+    def time(self, config: Row, seconds: float = 0.5) -> Row:
         from fitgpt.config.run_config import RunConfig
 
         assert self._process.stdin
@@ -227,7 +239,8 @@ class Timing:
 def kill_resume(campaign: Campaign) -> None:
     """Chains of kills of both processes, each at a random moment after a random step; the last resume runs to the
     end. All chains at once."""
-    chosen = [(name, options) for name, options in variants(campaign.device) if "optimizer" not in options][:7]
+    names = ("eager float32", "eager float16", "compiled float32", "compiled bfloat16", "compiled float16 dropout")
+    chosen = [(name, options) for name, options in variants(campaign.device) if name in names]
     kills, steps = (3, 40) if campaign.is_cpu else (4, 60)
 
     def case(given: tuple[str, Row]) -> Row:
@@ -319,11 +332,12 @@ def allocations(options: argparse.Namespace) -> None:
     shape = TINY if options.device == "cpu" else {**SMALL, "n_layer": 2, "n_embd": 192, "batch_size": 4}
     chance, number = random.Random(f"{options.kind} {options.seed}"), iter(range(10**6))
 
-    def run(around: Callable[[Callable[[], None]], None]) -> tuple[Path, dict[str, str]]:
+    def run(around: Callable[[Callable[[], None]], None], rehearse: bool = True) -> tuple[Path, dict[str, str]]:
         out = Path(options.out) / str(next(number))
         config = RunConfig(**{**shape, "compile": compiled == "compiled", "dtype": dtype, "max_iters": 4,
-                              "eval_interval": 2, "save_interval": 1, "deterministic": True, "rehearse": True,
-                              "device": options.device, "dataset": options.dataset, "out_dir": str(out)})
+                              "eval_interval": 2, "save_interval": 1, "deterministic": True,
+                              "rehearse": rehearse, "device": options.device, "dataset": options.dataset,
+                              "out_dir": str(out)})
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
         try:
             around(lambda: run_module.run(config.to_dict(), [], lambda: False, fallbacks=()))
@@ -361,13 +375,15 @@ def allocations(options: argparse.Namespace) -> None:
         cases = [limited(chance) for _ in range(PER_PROCESS)]
     for case in cases:
         for _ in range(10):  # a limit that was never met is tried again elsewhere
-            out, found = run(case)
+            out, found = run(case, rehearse=compiled == "eager" or chance.random() < 0.5)
             ooms = metrics(out, "oom")
             if ooms:
                 break
         failed += bool(ooms)
         for row in ooms:
-            during = "rehearsal" if not metrics(out, "rehearsal") or row["step"] == 0 else row["phase"]
+            rows = metrics(out, "oom", "rehearsal")
+            before = any(each["kind"] == "rehearsal" for each in rows[rows.index(row):])
+            during = "rehearsal" if before else row["phase"]
             phases[during] = phases.get(during, 0) + 1
         if found != expected:
             wrong.append(f"{out.name}: {[row['words'][:80] for row in ooms]} {metrics(out, 'step_down')}")
@@ -375,16 +391,18 @@ def allocations(options: argparse.Namespace) -> None:
 
 
 def limited(chance: random.Random) -> Callable[[Callable[[], None]], None]:
-    """Before some call of a pass, the allocator may reserve only a little more than it has; when it has raised
+    """Before an eager pass or a capture, the allocator may reserve only a little more than it has; when it has raised
     OutOfMemoryError, as much as before."""
     import torch
 
+    from fitgpt.engine.cuda_graphs import GraphCapturer
     from fitgpt.engine.model import GPT
     from fitgpt.engine.oom import cap_memory
 
     def around(work: Callable[[], None]) -> None:
-        at, share, calls = chance.randrange(0, 24), chance.random(), iter(range(10**9))
-        real = {name: getattr(GPT, name) for name in ("accumulate", "token_losses")}
+        at, share, calls = chance.randrange(5), chance.random(), iter(range(10**9))
+        places = [(GPT, "accumulate"), (GPT, "token_losses"), (GraphCapturer, "_capture")]
+        real = [getattr(*place) for place in places]
         lowered = []
 
         def lifted(*_: object) -> None:
@@ -392,75 +410,113 @@ def limited(chance: random.Random) -> Callable[[Callable[[], None]], None]:
                 lowered.clear()
                 torch.cuda.set_per_process_memory_fraction(1.0)
 
-        def watched(name: str) -> Callable[..., Any]:
-            def call(self: GPT, *given: Any, **named: Any) -> Any:
-                if next(calls) == at and not torch.cuda.is_current_stream_capturing():
+        def watched(function: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*given: Any, **named: Any) -> Any:
+                if not torch.cuda.is_current_stream_capturing() and next(calls) == at:
                     torch.cuda.empty_cache()
-                    cap_memory("cuda:0", torch.cuda.memory_reserved() + int(share * 64 * MiB))
+                    cap_memory("cuda:0", torch.cuda.memory_reserved() + int(share * 100 * MiB))
                     lowered.append(at)
-                return real[name](self, *given, **named)
+                return function(*given, **named)
             return call
 
         torch._C._cuda_attach_out_of_memory_observer(lifted)
-        for name in real:
-            setattr(GPT, name, watched(name))
+        for (owner, name), function in zip(places, real, strict=True):
+            setattr(owner, name, watched(function))
         try:
             work()
         finally:
             torch.cuda.set_per_process_memory_fraction(1.0)
-            for name, method in real.items():
-                setattr(GPT, name, method)
+            for (owner, name), function in zip(places, real, strict=True):
+                setattr(owner, name, function)
 
     return around
 
 
 # ---- beside a process that leaves little memory
 
+# The batch is prime: then `fit` can choose between it and 1, and few kernels have to be compiled.
 MODELS: dict[str, Row] = {
-    "30M": dict(n_layer=6, n_head=6, n_embd=384, batch_size=32, gradient_accumulation_steps=2, block_size=1024),
-    "124M": dict(n_layer=12, n_head=12, n_embd=768, batch_size=16, gradient_accumulation_steps=2, block_size=1024),
-    "350M": dict(n_layer=24, n_head=16, n_embd=1024, batch_size=8, gradient_accumulation_steps=2, block_size=1024),
-    "774M": dict(n_layer=36, n_head=20, n_embd=1280, batch_size=16, gradient_accumulation_steps=2, block_size=512)}
-FREE_GIB = {"30M": (3, 3.3, 4.1, 5, 6.5, 8, 10, 12), "124M": (3.2, 4, 4.7, 5.5, 7, 8.6, 10, 12),
-            "350M": (4.2, 5, 6.1, 7, 8.2, 9.5, 11, 12), "774M": (6.5, 7, 7.9, 9, 10.5, 12)}
-STEPS = 14
+    "30M": dict(n_layer=6, n_head=6, n_embd=384, batch_size=31, block_size=1024),
+    "124M": dict(n_layer=12, n_head=12, n_embd=768, batch_size=13, block_size=1024),
+    "350M": dict(n_layer=24, n_head=16, n_embd=1024, batch_size=7, block_size=1024),
+    "774M": dict(n_layer=36, n_head=20, n_embd=1280, batch_size=7, block_size=512)}
+FREE_GIB = {"30M": (3, 3.5, 4.2, 5, 6, 7.5, 9, 11), "124M": (3.2, 3.7, 4.3, 5, 5.8, 6.7, 8, 9.5, 12),
+            "350M": (5, 6.5, 7, 7.6, 8.4, 9.3, 10.3, 11.2, 12), "774M": (7, 8.5, 10, 12)}
+RUN = dict(gradient_accumulation_steps=1, vocab_size=50304, eval_iters=1, eval_interval=100_000, max_iters=90_000,
+           log_interval=1, dtype="bfloat16", compile=True)
 RATIO = 0.7  # of the speed of the same plan on a free GPU
+WARM_UP = 4  # steps
 
 
-def beside(campaign: Campaign, first: int = 0, last: int = 30) -> None:
-    """`train --fit` while another process leaves so much; then the plan it ended with, timed on the free GPU."""
-    cases = [(name, free, number % 3 != 2) for name, sizes in FREE_GIB.items() for number, free in enumerate(sizes)]
-    cases = sorted(cases, key=lambda each: hashlib.sha256(repr(each).encode()).digest())[first:last]
-    cases.sort()  # runs of one model after another: their compiled kernels are cached
-    with Neighbour() as neighbour, Timing() as timing:
-        def case(given: tuple[str, float, bool]) -> Row:
-            name, free, compiled = given
-            out = campaign.work / f"{name} {free} {compiled}"
-            options = {**MODELS[name], "vocab_size": 50304, "eval_iters": 1, "eval_interval": 1000,
-                       "always_save_checkpoint": False, "max_iters": STEPS, "log_interval": 1,
-                       "dtype": "bfloat16", "compile": compiled, "fit": True}
+def warm(campaign: Campaign) -> None:
+    """Compiles the passes of both batches of each model, in the cache that all runs share."""
+    def case(given: tuple[str, int]) -> Row:
+        name, batch = given
+        with Timing(2) as timing:
+            model = {**MODELS[name], **RUN, "batch_size": batch, "gradient_accumulation_steps": 1}
+            model |= {"offload": "optimizer"} if name == "774M" else {}
+            return {"case": f"{name} {batch}", "passed": "tokens_per_s" in timing.time(model, 0.1)}
+
+    campaign.each(case, [(name, batch) for name, model in MODELS.items() for batch in (model["batch_size"], 1)], 8)
+
+
+def beside(campaign: Campaign) -> None:
+    """`train --fit` while another process leaves so much. After some steps the other process frees its memory, and the
+    next steps tell the speed of the same plan on a free GPU. A run that had to change its plan is compared with the
+    plan that was chosen first."""
+    with Neighbour() as neighbour:
+        def case(given: tuple[str, float]) -> Row:
+            name, free = given
+            out = campaign.work / f"{name} {free}"
             left = neighbour.leave(int(free * GiB))
+            log = campaign.work / f"{name} {free}.log"
+            with log.open("w") as file:
+                process = subprocess.Popen(campaign.command(out, {**RUN, **MODELS[name], "fit": True}),
+                                           env=environment(8), stdout=file, stderr=subprocess.STDOUT)
             try:
-                code, said = campaign.train(out, options, 100)
-            finally:
+                started = time.monotonic()
+                rates = rates_after(process, out, WARM_UP, 12)
+                ready = time.monotonic() - started
                 neighbour.leave(140 * GiB)
-            steps, downs = metrics(out, "step"), metrics(out, "step_down")
-            row = {"case": f"{name} {free} GiB {'compiled' if compiled else 'eager'}", "exit": code, "left": left,
+                alone = rates_after(process, out, len(metrics(out, "step")) + 1, 6)
+                ended = process.poll()
+            finally:
+                for pid in children(process.pid) if process.poll() is None else []:
+                    os.kill(pid, signal.SIGKILL)
+                process.wait(20)  # it ends with its worker, whose memory is free then
+                neighbour.leave(140 * GiB)
+                said = log.read_text(errors="replace")
+            downs, config = metrics(out, "step_down"), (metrics(out, "run") or [{}])[-1].get("config", {})
+            row = {"case": f"{name} {free} GiB", "ended": ended, "left": left, "ready_s": round(ready, 1),
                    "ooms": [each["words"][:120] for each in metrics(out, "oom")],
                    "downs": [each["text"] for each in downs],
                    "outside": [each.get("outside_bytes") for each in metrics(out, "rehearsal")],
-                   "plan": [(each["needs_bytes"], each["reserve_limit_bytes"]) for each in metrics(out, "plan")]}
-            if code or len(steps) < STEPS:
+                   "plan": [(each["needs_bytes"], each["reserve_limit_bytes"]) for each in metrics(out, "plan")],
+                   "config": {key: config.get(key) for key in ("batch_size", "recompute", "offload", "loss_chunk",
+                                                               "compile", "cuda_graphs")}}
+            if ended is not None or not rates or not alone:
                 return {**row, "passed": False, "said": said[-1200:]}
-            rate = statistics.median(each["tokens_per_s"] for each in steps[6:])
-            config = {**metrics(out, "run")[-1]["config"], **(downs[-1]["changes"] if downs else {})}
-            alone = timing.time({**config, "vocab_size": 50304, "fit": False}).get("tokens_per_s")
-            ratio = rate / alone if alone else None
-            changed = {key: config[key] for key in ("batch_size", "recompute", "offload", "loss_chunk", "cuda_graphs")}
-            return {**row, "tokens_per_s": rate, "alone": alone, "ratio": ratio and round(ratio, 3), "config": changed,
-                    "passed": bool(ratio and ratio >= RATIO)}
+            free_rate = statistics.median(alone)
+            if downs:
+                with Timing(8) as timing:
+                    free_rate = timing.time({**config, "fit": False})["tokens_per_s"]
+            ratio = statistics.median(rates) / free_rate
+            return {**row, "tokens_per_s": round(statistics.median(rates)), "alone": round(free_rate),
+                    "ratio": round(ratio, 3), "passed": ratio >= RATIO}
 
-        campaign.each(case, cases)
+        campaign.each(case, [(name, free) for name, sizes in FREE_GIB.items() for free in sizes])
+
+
+def rates_after(process: subprocess.Popen[bytes], out: Path, first: int, wanted: int) -> list[float]:
+    """Tokens per second of the `wanted` steps from the first on; of fewer where they are slow."""
+    begun, ends = 0.0, time.monotonic() + 70
+    while process.poll() is None and time.monotonic() < ends:
+        rates = [row["tokens_per_s"] for row in metrics(out, "step")[first:]]
+        begun = begun or (time.monotonic() if rates else 0.0)
+        if len(rates) >= wanted or (len(rates) >= 3 and time.monotonic() - begun > 5):
+            return rates
+        time.sleep(0.05)
+    return []
 
 
 class Neighbour:
@@ -503,7 +559,7 @@ for line in sys.stdin:
 
 CAMPAIGNS: dict[str, Callable[..., None]] = {
     "deterministic": deterministic, "speed": speed, "kill_resume": kill_resume, "alloc_fail": alloc_fail,
-    "beside": beside}
+    "warm": warm, "beside": beside}
 
 
 def main() -> int:
@@ -513,8 +569,7 @@ def main() -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--seconds", type=float, default=10_000, help="per campaign")
     parser.add_argument("--at_once", type=int, default=7, help="runs side by side, where nothing is timed")
-    parser.add_argument("--first", type=int, default=0, help="of the cases of `beside`")
-    parser.add_argument("--last", type=int, default=30)
+    parser.add_argument("--only", default="", help="cases of `deterministic` whose name has this")
     for hidden in ("--kind", "--dataset"):
         parser.add_argument(hidden, default="", help=argparse.SUPPRESS)
     parser.add_argument("--seed", type=int, default=0, help=argparse.SUPPRESS)
@@ -525,10 +580,7 @@ def main() -> int:
     failed = 0
     for name in options.campaigns:
         campaign = Campaign(name, options)
-        if name == "beside":
-            beside(campaign, options.first, options.last)
-        else:
-            CAMPAIGNS[name](campaign)
+        CAMPAIGNS[name](campaign)
         wrong = [row["case"] for row in campaign.rows if not row["passed"]]
         failed += len(wrong)
         print(f"== {name}: {len(campaign.rows) - len(wrong)} of {len(campaign.rows)} passed {wrong or ''}", flush=True)

@@ -26,6 +26,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("data", "runs"),
     ("tapes", "engine"),
     ("planning",),
+    ("tracing",),
     ("diagnosis",),
     ("show",),
     ("training", "web"),
@@ -34,12 +35,14 @@ LEVELS: tuple[tuple[str, ...], ...] = (
 )
 LEVEL_OF = {part: level for level, parts in enumerate(LEVELS) for part in parts}
 # A plan, a fit and a diagnosis print themselves: inside __str__ and __repr__ they import what shows them.
-PRINTS_ITSELF = {("planning.plan", "show"), ("planning.fit_goals", "show"), ("diagnosis.diagnose", "show")}
+PRINTS_ITSELF = {("planning.plan", "show"), ("planning.fit_goals", "show"), ("tracing.plan", "show"),
+                  ("diagnosis.diagnose", "show")}
 
 # Packages from outside the standard library: who may import them at once, and who only inside a function.
 AT_ONCE = {
     "engine": {"torch", "numpy", "safetensors"},
     "data": {"numpy"},
+    "tracing": {"torch"},
     "training": {"torch", "numpy", "safetensors"},
 }
 WHEN_CALLED = {

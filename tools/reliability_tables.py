@@ -9,8 +9,8 @@ from typing import Any
 from memory_page import RESULTS, markdown
 
 QUESTIONS = {
-    "faults": "SIGKILL at, and EIO, ENOSPC, EXDEV, ESTALE, a disk that stays full and an error after the call took effect "
-              "in, every call that changes a file: train, resume, prepare, overwrite, export",
+    "faults": "SIGKILL at, and EIO, ENOSPC, EXDEV, ESTALE, a disk that stays full and an error after the call took "
+              "effect in, every call that changes a file: train, resume, prepare, overwrite, export",
     "kills": "SIGKILL at random moments, resumed to the end",
     "damage": "a bit, a byte, a page, a cut, growth in every kind of file that is read",
     "allocations": "every allocation of a run on the CPU fails once",
@@ -34,8 +34,8 @@ def campaigns_part() -> str:
                      failures])
     head = ["campaign", "what is done", "required", "cases run", "trials", "failed"]
     return (markdown(head, rows) + f"\n`{found['command']}` on {found['date']}, commit {found['commit']}, torch "
-            f"{found['versions']['torch']}, Python {found['versions']['python']}, {found['machine']}. In `kills` a trial "
-            "is one kill, in `fuzz` one input.\n")
+            f"{found['versions']['torch']}, Python {found['versions']['python']}, {found['machine']}. In `kills` a "
+            "trial is one kill, in `fuzz` one input.\n")
 
 
 def outcomes_part(*campaigns: str) -> str:
@@ -62,9 +62,21 @@ def damage_part() -> str:
 def parsers_part() -> str:
     parsers = next(row["parsers"] for row in document()["rows"] if row["campaign"] == "fuzz")
     rows = [[name, f"{each['inputs']:,}", f"{each['accepted'] / max(1, each['inputs']):.0%}",
-             f"{each['reached']} of {each['branches']}" if "branches" in each else "–"] for name, each in parsers.items()]
+             f"{each['reached']} of {each['branches']}" if "branches" in each else "–"]
+            for name, each in parsers.items()]
     return markdown(["parser", "inputs", "accepted", "branches reached"], rows)
 
 
+def gpu_part() -> str:
+    """One row per campaign of bench/reliability.py whose results are kept; its output, a list, is under "rows"."""
+    rows = []
+    for path in sorted(RESULTS.glob("reliability_*_h200.json")):
+        found = json.loads(path.read_text(encoding="utf-8"))
+        passed = [row for row in found["rows"] if row.get("passed")]
+        rows.append([f"`{path.stem.removeprefix('reliability_').removesuffix('_h200')}`", f"{len(found['rows'])}",
+                     f"{len(passed)}", f"{found['date']}, commit {found['commit']}"])
+    return markdown(["campaign", "cases on an H200", "passed", "date and commit"], rows) if rows else ""
+
+
 PARTS: dict[str, Callable[..., str]] = {"campaigns": campaigns_part, "outcomes": outcomes_part, "damage": damage_part,
-                                        "parsers": parsers_part}
+                                        "parsers": parsers_part, "gpu_campaigns": gpu_part}

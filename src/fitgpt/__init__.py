@@ -1,4 +1,5 @@
-"""fitgpt plans, fits, trains and explains GPT training runs on consumer GPUs. `GPT`, `load` and `train` need torch."""
+"""fitgpt plans, fits, trains and explains GPT training runs on consumer GPUs. `GPT`, `load`, `train`, `trace`
+and `estimate` need torch."""
 # Imports nothing, not even typing: __main__.py has to clean the import path first.
 
 TYPE_CHECKING = False
@@ -8,20 +9,23 @@ if TYPE_CHECKING:
     from .engine.model import GPT
     from .planning.fit import fit
     from .planning.plan import plan
+    from .tracing.inline import estimate, trace
     from .training.supervisor import train
     from .training.trained_model import load
 
 __version__ = "0.1.0"
-__all__ = ["GPT", "GPTConfig", "__version__", "explain", "fit", "load", "plan", "train"]
+__all__ = ["GPT", "GPTConfig", "__version__", "estimate", "explain", "fit", "load", "plan", "trace", "train"]
 
 # Where each public name is defined: imported when it is first used.
 _MODULES = {
     "GPT": "engine.model",
     "GPTConfig": "config.architectures",
+    "estimate": "tracing.inline",
     "explain": "diagnosis",
     "fit": "planning.fit",
     "load": "training.trained_model",
     "plan": "planning.plan",
+    "trace": "tracing.inline",
     "train": "training.supervisor",
 }
 

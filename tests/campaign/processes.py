@@ -36,7 +36,7 @@ LIMIT_S = 180.0  # on a machine that does ten other things besides
 DOCUMENTED = {0, 1, 2, 3, 4, 5, 6, 7, 75, 130, 141}  # exit codes other than 70, a bug
 TRAIN = ["--dataset=data", "--out_dir=out", "--device=cpu", "--compile=False", "--n_layer=1", "--n_head=1",
          "--n_embd=8", "--block_size=8", "--batch_size=2", "--gradient_accumulation_steps=2",
-         "--max_iters=5", "--lr_decay_iters=5", "--warmup_iters=1", "--eval_interval=2", "--eval_iters=1",
+         "--max_iters=3", "--lr_decay_iters=3", "--warmup_iters=1", "--eval_interval=2", "--eval_iters=1",
          "--save_interval=1", "--keep_last=2", "--log_interval=1", "--dropout=0.1"]
 
 
@@ -81,6 +81,7 @@ class ForkedWorker(subprocess.Popen):  # type: ignore[type-arg]
 def as_program(module: str, arguments: Sequence[str], env: dict[str, str] | None) -> int:
     os.environ.update(env or {})
     sys.stdin, sys.argv = open(0, closefd=False), [module, *arguments]  # noqa: SIM115
+    sys.modules.pop(module, None)  # runpy warns of a module that is there already
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=False)
     except SystemExit as end:

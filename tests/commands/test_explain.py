@@ -437,7 +437,7 @@ def test_the_documented_message_equals_the_simulated_one() -> None:
 
 def test_docs_have_a_section_for_every_rule() -> None:
     page = (ROOT / "docs" / "explain.md").read_text(encoding="utf-8")
-    assert [line.split()[1] for line in page.splitlines() if line.startswith("### OOM-")] == [
+    assert [line.split()[1] for line in page.splitlines() if line.startswith(("### OOM-", "### RANKS-"))] == [
         rule.code for rule in RULES]
 
 
@@ -451,3 +451,12 @@ def test_an_unreadable_config_is_a_usage_error(no_stdin: None,
 def test_a_process_larger_than_the_reading_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "--reading=6582MiB", "--process=9000MiB"]) == 2
     assert "more than --reading" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("target", ["/dev/zero", "-"])
+def test_a_device_that_never_ends_is_a_usage_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+                                                   target: str) -> None:
+    with open("/dev/zero", encoding="latin1") as zero:
+        monkeypatch.setattr(sys, "stdin", zero)
+        assert main(["explain", target]) == 2
+    assert "is a device" in capsys.readouterr().err

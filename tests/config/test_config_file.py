@@ -92,6 +92,7 @@ def test_the_error_shows_the_text_and_says_that_configs_are_not_run(tmp_path: Pa
 @pytest.mark.parametrize("expression", [
     "9 ** 9 ** 9", "2 ** 10000000", "'x' * 10**9", "10**9 * 'x'", "('x' * 9000) * 9000", "10 ** 80 * 10 ** 80",
     "9" * 4000, "int(1e300)", "'a' * 6000 + 'b' * 6000",
+    "f\"{'a' * 6000}{'a' * 6000}{open('stops before this')}\"",
 ])
 def test_huge_values_are_an_error(tmp_path: Path, expression: str) -> None:
     with pytest.raises(UsageError, match="too large"):
@@ -120,7 +121,7 @@ def test_deep_nesting_is_an_error(tmp_path: Path, text: str) -> None:
 
 @pytest.mark.parametrize(("raw", "why"), [
     (b"x = '\xff\xfe'", "not UTF-8"), ("x = 1".encode("utf-16"), "not UTF-8"), (b"x = 1\x00", "NUL|null"),
-    (b"x = = 1", r"x\.py:1: `x = = 1` is not Python"), (b"#" * (MAX_FILE_BYTES + 1), "larger than 1 MiB"),
+    (b"x = = 1", r"x\.py:1: `x = = 1` is not Python"), (b"#" * (MAX_FILE_BYTES + 1), "larger than 64.0 KiB"),
     (b"  x = 1\ny = 2", "not Python"),
 ])
 def test_a_file_that_is_not_python_text_is_an_error(tmp_path: Path, raw: bytes, why: str) -> None:

@@ -23,6 +23,7 @@ from fitgpt.core.files import (
     read_limited,
     recover_folder,
     seal_json,
+    temporary_folder,
     unseal_json,
     write_atomically,
 )
@@ -158,3 +159,19 @@ def test_sealed_json_keeps_nonfinite_values_and_detects_edits() -> None:
     assert unseal_json(sealed) == document
     with pytest.raises(ValueError, match="its own checksum"):
         unseal_json(sealed.replace("2.5", "2.6"))
+
+
+def test_a_temporary_folder_of_a_killed_process_is_removed_by_the_next(tmp_path: Path,
+                                                                       monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    left = tmp_path / "fitgpt-tmp-left"
+    left.mkdir()
+    (left / "lock").touch()
+    with temporary_folder() as used:
+        assert left.exists()  # it may be one that is being made
+        for folder in (left, used):
+            os.utime(folder / "lock", (0, 0))
+        with temporary_folder():
+            assert not left.exists()
+            assert used.exists()
+    assert list(tmp_path.iterdir()) == []

@@ -395,3 +395,10 @@ def test_the_speed_in_the_docs_is_the_recorded_one() -> None:
         cells = [f"{rate / 1e6:.2f}M | {6e9 / rate / 3600:.2f} h" for rate in rates]
         assert f"| {row['processes']} | {' | '.join(cells)} |" in page
     assert recorded["date"] in page
+
+
+def test_an_input_whose_name_is_not_utf8_is_prepared_and_found_again() -> None:
+    name = os.fsdecode(b"\xed\xa0\x80.txt")
+    Path(name).write_text("text\n" * 1000)
+    assert not prepare(name).existed
+    assert prepare(name).existed

@@ -114,6 +114,12 @@ def test_a_flipped_bit_anywhere_in_a_header_is_rejected() -> None:
         reject(shard(bytes(damaged) + PAYLOAD))
 
 
+def test_a_pipe_in_place_of_a_shard_is_rejected_and_does_not_block() -> None:
+    os.mkfifo("train-00000.shard")
+    with pytest.raises(DataError, match="pipe or a device"):
+        read_header(Path("train-00000.shard"))
+
+
 # ---- datasets
 
 def test_a_prepared_dataset_is_summarised_by_name_and_by_path(make_shards: Make) -> None:

@@ -54,6 +54,21 @@ MADE: dict[str, Callable[[], Diagnosis]] = {
     "OOM-RANKS": lambda: diagnose(message(BESIDE_RANKS)),
     **{code: lambda text=text: diagnose(message(text)) for code, text in {
         "OOM-NCCL": "alloc.h:178 NCCL WARN Cuda failure 'out of memory'\nNCCL WARN Failed to CUDA calloc 6291456 bytes",
+        "OOM-ONE-RANK": f"[rank1]: torch.OutOfMemoryError: {ALMOST_FULL.format(size='148.00 MiB')}\n"
+                        "[rank0]: Watchdog caught collective operation timeout: WorkNCCL(SeqNum=42, OpType=ALLREDUCE)",
+        "RANKS-ONE-GPU": "init.cc:943 NCCL WARN Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 60\n"
+                         "ncclInvalidUsage: This usually reflects invalid usage of NCCL library.",
+        "RANKS-PORT": "torch.distributed.DistNetworkError: The server socket has failed to listen on any local network "
+                      "address. port: 29500, useIpv6: false, code: -98, name: EADDRINUSE, message: address already in "
+                      "use",
+        "RANKS-TIMEOUT": "[rank0]:[E ProcessGroupNCCL.cpp:632] [Rank 0] Watchdog caught collective operation timeout: "
+                         "WorkNCCL(SeqNum=8, OpType=ALLREDUCE, NumelIn=1, Timeout(ms)=600000) ran for 600029 "
+                         "milliseconds before timing out.",
+        "RANKS-LOST": "RuntimeError: [../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer "
+                      "[127.0.0.1]:41231",
+        "RANKS-NCCL": "torch.distributed.DistBackendError: NCCL error in: NCCLUtils.cpp:94, unhandled system error "
+                      "(run with NCCL_DEBUG=INFO for details), NCCL version 2.28.9\nncclSystemError: System call (e.g. "
+                      "socket, malloc) or external library call failed or device error.",
         "OOM-UNSLOTH": "RuntimeError: Unsloth: No or negligible GPU memory available for fused cross entropy.",
         "OOM-SHM": "RuntimeError: DataLoader worker (pid 46794) is killed by signal: Bus error. It is possible that "
                    "dataloader's workers are out of shared memory. Please try to raise your shared memory limit.",

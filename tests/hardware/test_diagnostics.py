@@ -281,3 +281,18 @@ def test_torch_is_tested_with_the_environment_of_train(monkeypatch: pytest.Monke
     plain = {name: value for name, value in os.environ.items() if "ALLOC_CONF" not in name}
     assert diagnostics.ask_torch(plain)["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
     assert "PYTORCH_ALLOC_CONF" not in diagnostics.ask_torch({**plain, "PYTORCH_ALLOC_CONF": "nonsense"})
+
+
+# ---- ranks
+
+
+def test_several_gpus_are_listed_with_their_ranks_and_how_they_reach_each_other() -> None:
+    pair = {**FINE, "ranks": {"gpus": [GPU.name] * 2, "nccl": "2.28.9", "no_peer_access": [[0, 1]]}}
+    found = by_subject(diagnostics.check_ranks(pair))
+    assert f"rank 1 on cuda:1 ({GPU.name})" in found["ranks"][0].what
+    assert found["NCCL"][0].what == "version 2.28.9"
+    assert found["peer access"][0].verdict == "note"
+    assert found["peer access"][0].what.startswith("GPUs 0 and 1 cannot access each other's memory")
+    without = {**FINE, "ranks": {"gpus": [GPU.name] * 2, "nccl": "", "no_peer_access": []}}
+    assert by_subject(diagnostics.check_ranks(without))["NCCL"][0].fix == "--backend=gloo"
+    assert list(diagnostics.check_ranks(FINE)) == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import math
 import os
+import shutil
 import signal
 import socket
 import stat
@@ -17,7 +18,7 @@ import pytest
 
 from fitgpt.core.errors import CheckpointError, SystemFault, UsageError
 from fitgpt.core.files import seal_json
-from fitgpt.runs.folder import need_disk, open_run, recorded_config, step_folders
+from fitgpt.runs.folder import RunFolderLost, need_disk, open_run, recorded_config, step_folders
 from fitgpt.runs.metrics import read_metrics
 
 CONFIG = {"n_layer": 6, "learning_rate": 6e-4, "dataset": "x"}
@@ -28,6 +29,51 @@ def with_a_checkpoint(out: Path, config: dict[str, Any] = CONFIG) -> Path:
         run.record(config)
     (out / "checkpoints" / "step-00000500").mkdir(parents=True)
     return out
+
+
+# ---- the folder while a run trains in it
+
+def test_a_renamed_folder_ends_the_run_and_names_its_new_place(tmp_path: Path) -> None:
+    with open_run(tmp_path / "a", CONFIG, resume=False) as run:
+        run.append_metrics({"kind": "step", "step": 1})
+        (tmp_path / "a").rename(tmp_path / "b")
+        for write in (run.check_ours, lambda: run.record(CONFIG), lambda: run.append_metrics({"kind": "step"})):
+            with pytest.raises(RunFolderLost) as raised:
+                write()
+            assert raised.value.exit_code == 7
+            assert f"renamed to {tmp_path / 'b'}" in raised.value.what
+            assert raised.value.fix.endswith(f"--resume --out_dir={tmp_path / 'b'}")
+    assert not (tmp_path / "a").exists()
+    assert len(read_metrics(tmp_path / "b" / "metrics.jsonl")) == 1
+
+
+def test_a_folder_that_another_run_took_over_is_not_written_to(tmp_path: Path) -> None:
+    with open_run(tmp_path / "a", CONFIG, resume=False) as first:
+        shutil.rmtree(tmp_path / "a")
+        with pytest.raises(RunFolderLost, match="was removed"):
+            first.check_ours()
+        with open_run(tmp_path / "a", CONFIG, resume=False) as second:
+            with pytest.raises(RunFolderLost, match=f"process {os.getpid()} trains there now"):
+                first.append_metrics({"kind": "step", "step": 1})
+            second.append_metrics({"kind": "step", "step": 2})
+    assert [row["step"] for row in read_metrics(tmp_path / "a" / "metrics.jsonl")] == [2]
+
+
+def test_a_removed_lock_ends_the_run(tmp_path: Path) -> None:
+    with open_run(tmp_path / "a", CONFIG, resume=False) as run:
+        (tmp_path / "a" / "lock").unlink()
+        with pytest.raises(RunFolderLost, match="its lock was removed"):
+            run.check_ours()
+
+
+@pytest.mark.parametrize("rotate", [os.unlink, lambda path: os.rename(path, f"{path}.1")])
+def test_metrics_go_to_a_new_file_if_theirs_is_moved_or_removed(tmp_path: Path, rotate: Any) -> None:
+    with open_run(tmp_path / "a", CONFIG, resume=False) as run:
+        assert run.append_metrics({"kind": "step", "step": 1}) == ""
+        rotate(tmp_path / "a" / "metrics.jsonl")
+        assert "new file" in run.append_metrics({"kind": "step", "step": 2})
+        assert run.append_metrics({"kind": "step", "step": 3}) == ""
+    assert [row["step"] for row in read_metrics(tmp_path / "a" / "metrics.jsonl")] == [2, 3]
 
 
 # ---- opening

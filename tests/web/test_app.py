@@ -250,3 +250,8 @@ def test_other_machines_need_the_token_once() -> None:
 @pytest.mark.parametrize(("host", "status"), [("127.0.0.2:80", 200), ("localhost:80", 200), ("127.0.0.3:80", 421)])
 def test_the_address_it_listens_on_is_accepted_as_host(host: str, status: int) -> None:
     assert through(ServerAddress(80, host="127.0.0.2"), "/", host=host).status == status
+
+
+@pytest.mark.parametrize("query", ["", "?gpu=4070", "?family=&gpu=4070"])
+def test_a_fix_without_its_family_is_a_bad_request(port: int, query: str) -> None:
+    assert get(port, f"/api/fix{query}").status == 400

@@ -1,5 +1,5 @@
-"""`fitgpt doctor`: what is on this machine, what is wrong with it, and the command that fixes it; or whether a dataset is
-as it was written.
+"""`fitgpt doctor`: what is on this machine, what is wrong with it, and the command that fixes it; or whether the shards
+of a dataset match their checksums.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """argv → command → exit code; the only place that prints an error.
 
     0 ok · 1 does not fit · 2 usage or config · 3 data · 4 checkpoint · 5 device · 6 numerics · 7 disk or system
-    70 a bug in fitgpt · 75 stopped on request, resumable · 130 stopped at once · 141 the reader closed our output
+    8 a script cannot be traced · 9 a traced script failed · 70 a bug in fitgpt · 75 stopped on request, resumable
+    130 stopped at once · 141 the reader closed our output
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from importlib import import_module
 from typing import Any
 
 from .. import __version__
-from ..config.argv import help_text, walk
+from ..config.argv import help_text, script_start, walk
 from ..config.command_options import COMMANDS
-from ..config.fields import Options, build, nearest, option_specs
+from ..config.fields import Assignment, Options, build, nearest, option_specs
 from ..config.run_config import RunConfig
 from ..core.errors import STOPPED_AT_ONCE, DeviceError, FitError, SystemFault, UsageError
 from ..core.extras import install_command
@@ -96,6 +97,10 @@ def run(argv: list[str]) -> int:
         print(f"fitgpt {__version__}")
         return 0
     cls = find_command(first)
+    script: list[str] = []
+    if cls.takes_script:
+        start = script_start(rest, cls)
+        rest, script = rest[:start], rest[start:]
     flags = rest[:rest.index("--")] if "--" in rest else rest
     everything = "--help-all" in flags or "--help_all" in flags
     if everything or "--help" in flags or "-h" in flags:
@@ -108,6 +113,8 @@ def run(argv: list[str]) -> int:
     others = [other for other in COMMANDS.values() if other is not cls]
     borrowed = () if takes_run else {name for other in others for name in option_specs(other)}
     assignments = walk(rest, cls, config_files=cls.takes_config_files, borrowed=borrowed, other_commands=others)
+    if script:
+        assignments.append(Assignment("script", tuple(script), script[0]))
     return int(load(cls.command)(assignments if takes_run else build(cls, assignments)) or 0)
 
 

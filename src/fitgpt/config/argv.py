@@ -60,6 +60,20 @@ def walk(argv: Sequence[str], cls: type[Options], *, config_files: bool = True, 
     return found
 
 
+def script_start(argv: Sequence[str], cls: type[Options]) -> int:
+    """Where the command line of a script begins: the first argument that is neither an option nor its value, or -m."""
+    specs, takes_value = option_specs(cls), False
+    for number, token in enumerate(argv):
+        if takes_value:
+            takes_value = False
+        elif token in ("-m", "--") or not token.startswith("-"):
+            return number + (token == "--")
+        else:
+            spec = specs.get(token.lstrip("-").replace("-", "_"))
+            takes_value = spec is not None and spec.kind not in ("bool", "auto")
+    return len(argv)
+
+
 def _flag(token: str, rest: list[str], cls: type[Options], other_commands: Iterable[type[Options]],
           found: list[Assignment]) -> Assignment:
     """The assignment of a flag; takes its value from `rest` if it is not attached with an equals sign."""

@@ -297,6 +297,37 @@ class CardsOptions(Options):
     json: bool = option(False, "print JSON")
 
 
+@dataclass(frozen=True)
+class TraceOptions(Options):
+    """The options of `trace`; they come before the script."""
+
+    command = "trace"
+    summary = "Forecast the GPU memory of any PyTorch training script. Runs the script; needs no GPU."
+    usage = "fitgpt trace [--option=value ...] SCRIPT.py [ARGUMENT ...]"
+    examples = (
+        "fitgpt trace --gpu 4070 train.py --batch_size 8 --lr 3e-4",
+        "fitgpt trace --gpu 4070 --steps 6 --save my.trace.json -m my_package.train",
+        "fitgpt trace --gpu 3060 --others 1GiB my.trace.json")
+    takes_script = True
+
+    script: tuple[str, ...] = option((), "the script and its arguments, -m MODULE and arguments, or a saved trace",
+                                     positional=True, required=True)
+    gpu: str = option("", "GPU to plan for: 4070, \"RTX 3060 12GB\", h200 (`fitgpt cards` lists them); by default "
+                      "the one in this machine, with the memory that is free now", synonyms=("card", "device_name"),
+                      example="4070")
+    budget: str = budget_option()
+    others: str = _others()
+    steps: int = option(4, "stop the script after this many optimizer steps", rule=count)
+    allocator: str = option("auto", "PyTorch's allocator: auto is as the script sets it",
+                            choices=("auto", "native", "expandable"))
+    save: str = option("", "write the trace to this file, for `fitgpt trace FILE` and `fitgpt explain --trace FILE`",
+                       rule=_optional_path, example="my.trace.json")
+    all_cards: bool = option(False, "plan for every known GPU, one row each", flag="all-cards")
+    timeline: str = option("", "write a page with a chart of one step's memory, by owner, to this file",
+                           rule=_optional_path, example="step.html")
+    json: bool = option(False, "print JSON")
+
+
 _explain = partial(option, group="what to explain")
 
 
@@ -317,6 +348,8 @@ class ExplainOptions(Options):
                             rule=_mib_like)
     gpu: str = _explain("", "the GPU it happened on: 4070, \"RTX 3060 12GB\" (`fitgpt cards` lists them); by default "
                         "the one that the message names, or the one in this machine", synonyms=("card", "device_name"))
+    trace: str = _explain("", "a trace of the script, saved by `fitgpt trace --save`: names the tensor",
+                          rule=_optional_path, example="my.trace.json")
     others: str = _explain("", "GPU memory of other processes: 2118MiB; without a unit, MiB",
                            rule=partial(_mib_like, least=0))
     trainer: str = _explain("auto", "which trainer it was; auto: as the traceback and the sizes show, else fitgpt",
@@ -461,7 +494,6 @@ class RecordOptions(Options):
 
 # Every command, in the order of `fitgpt --help`.
 COMMANDS: dict[str, type[Options]] = {cls.command: cls for cls in (
-    PrepareOptions, PlanArguments, FitArguments, CardsOptions, RunConfig, RehearseArguments,
-    RecordOptions, SampleOptions, EvalOptions,
-    ExportOptions, DemoOptions, ExplainArguments, WatchOptions, DoctorOptions, ReportOptions, ServeOptions,
-    CompletionOptions)}
+    PrepareOptions, PlanArguments, TraceOptions, FitArguments, CardsOptions, RunConfig, RehearseArguments,
+    RecordOptions, SampleOptions, EvalOptions, ExportOptions, DemoOptions, ExplainArguments, WatchOptions,
+    DoctorOptions, ReportOptions, ServeOptions, CompletionOptions)}

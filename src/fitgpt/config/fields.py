@@ -99,6 +99,7 @@ class Options:
     usage: ClassVar[str] = ""
     examples: ClassVar[tuple[str, ...]] = ()
     takes_config_files: ClassVar[bool] = False  # a .py argument is a config file
+    takes_script: ClassVar[bool] = False        # the first argument and all after it are the option `script`
     own: ClassVar[type[Options] | None] = None  # of a command that takes the options of a run: those it adds
 
     def __post_init__(self) -> None:

@@ -192,7 +192,7 @@ class RunConfig(Options):
     deterministic: bool = _system(
         False, "the same run again, or resumed, gives bit-identical weights on the same GPU and versions: only "
         "deterministic kernels, without cuDNN's attention", affects_memory=True, affects_speed=True, nanogpt=False,
-        synonyms=("reproducible", "use_deterministic_algorithms"))
+        page="more", synonyms=("reproducible", "use_deterministic_algorithms"))
     cuda_graphs: bool | Literal["auto"] = _system(
         "auto", "capture the GPU work of a step in CUDA graphs and replay them, so that the CPU does not slow the GPU "
         "down; auto: with compile, if dropout is 0", affects_memory=True, affects_speed=True, fallback=True,

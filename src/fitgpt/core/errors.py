@@ -8,6 +8,8 @@
     ├── DeviceError         5  the GPU, the driver, the torch build
     ├── NumericsError       6  the arithmetic broke down
     ├── SystemFault         7  disk, permissions, another process in the way
+    ├── CannotTrace         8  a script that cannot be traced
+    ├── ScriptFailed        9  a traced script failed by itself
     └── Interrupted        75  stopped on request, and resumable
 
 `what` says the value and the rule it breaks; `fix` is something to type or do that works.
@@ -56,6 +58,14 @@ class NumericsError(FitError):
 
 class SystemFault(FitError):
     exit_code = 7
+
+
+class CannotTrace(FitError):
+    exit_code = 8
+
+
+class ScriptFailed(FitError):
+    exit_code = 9
 
 
 class Interrupted(FitError):

@@ -13,7 +13,7 @@ import stat
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from io import BufferedReader
 from itertools import count
 from pathlib import Path
@@ -29,6 +29,8 @@ MAX_JSON_BYTES = 64 * 2**20  # of a JSON file that is read: the manifest of 400,
 _MAX_LENGTH = 16 * 2**20  # characters of a file that fitgpt writes
 _LOCK_OFFSET = 2**30      # Windows forbids reading locked bytes: lock one far beyond the text
 
+_TEMPORARY = "fitgpt-tmp-"  # folders in TMPDIR
+_UNLOCKED_S = 60.0        # a folder that is being made may not be locked yet
 _OLD = "-old"             # ends the name of an earlier folder that is being replaced
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of renameat2(2)
 
@@ -198,7 +200,7 @@ def is_alive(pid: int) -> bool:
     except ProcessLookupError:
         return False
     except OSError:
-        pass  # another user's
+        return True  # another user's
     return True
 
 
@@ -242,6 +244,23 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+@contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """Yields a new folder in TMPDIR, which is removed at the end; and first those that killed processes left: the lock
+    of a folder in use is taken."""
+    import tempfile  # slow to import
+
+    for lock in Path(tempfile.gettempdir()).glob(f"{_TEMPORARY}*/lock"):
+        with suppress(OSError), open(lock, "rb+") as file:
+            is_new = time.time() - os.fstat(file.fileno()).st_mtime < _UNLOCKED_S
+            if not is_new and try_lock(file.fileno()):
+                shutil.rmtree(lock.parent, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=_TEMPORARY) as folder, open(Path(folder) / "lock", "wb") as file:
+        with suppress(OSError):  # a disk without locks
+            try_lock(file.fileno())
+        yield Path(folder)
+
+
 def try_lock(descriptor: int) -> bool:
     """Locks an open file until it is closed, without waiting. → whether it did: False where another process has it.
 
@@ -274,10 +293,12 @@ def read_json_object(path: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def seal_json(document: dict[str, Any]) -> str:
+def seal_json(document: dict[str, Any], *, indent: int | None = 1) -> str:
     """A document → JSON with the checksum of its content. Infinities and NaN survive the round trip."""
     body = _tag_nonfinite(document)
-    return json.dumps({**body, "checksum": _checksum(body)}, indent=1, allow_nan=False) + "\n"
+    separators = (",", ":") if indent is None else None
+    return json.dumps({**body, "checksum": _checksum(body)}, indent=indent, separators=separators,
+                      allow_nan=False) + "\n"
 
 
 def unseal_json(text: str | bytes) -> dict[str, Any]:

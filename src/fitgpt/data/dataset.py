@@ -263,8 +263,8 @@ def _scan(shard: ShardFile) -> int:
     if odd >= _WIDE_ZEROS > even and shard.tokens % 2 == 0 and shard.tokens >= _FEW_TOKENS:
         narrow = f"import numpy as np; f={shard.path!r}; np.fromfile(f, 'u4').astype('u2').tofile(f)"
         raise DataError(
-            f"{shard.path} looks like tokens of 4 or 8 bytes: {odd:.0%} of every second 2 bytes are 0 or 1. Files without "
-            "a header hold uint16 tokens.", f"Write it as uint16: python -c {shlex.quote(narrow)}")
+            f"{shard.path} looks like tokens of 4 or 8 bytes: {odd:.0%} of every second 2 bytes are 0 or 1. Files "
+            "without a header hold uint16 tokens.", f"Write it as uint16: python -c {shlex.quote(narrow)}")
     return largest
 
 

@@ -156,8 +156,8 @@ def _job(options: PrepareOptions) -> PrepareJob:
 
 
 def _existing(job: PrepareJob, notify: Notify) -> PreparedDataset | None:
-    """The finished dataset in the folder, if there is one; UsageError if it was prepared differently, DataError if it is
-    damaged."""
+    """The finished dataset in the folder, if there is one; UsageError if it was prepared differently, DataError if it
+    is damaged."""
     if not (job.folder / MANIFEST_NAME).is_file():
         return None
     manifest = read_manifest(job.folder)

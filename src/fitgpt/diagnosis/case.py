@@ -21,6 +21,7 @@ from ..memory.tape import Event, Tape, round_size
 from ..memory.timeline import Timeline, replay
 from ..planning.budget import Budget, budget_for, platform_for
 from ..planning.forecast import Forecast, MemoryPlan, forecast, write_tape
+from ..tracing.trace_file import Trace
 from .oom_message import CUDA_MALLOC_ASYNC, FRAMEWORKS, OomMessage, is_compiled, phase_of, trainer_of
 
 # Kinds of messages that the forecast of a CUDA GPU does not explain.
@@ -78,6 +79,7 @@ class ExplainRequest:
     trainer: str = "auto"
     others: int | None = None      # bytes of other processes
     process: int | None = None     # bytes of the run's process
+    trace: Trace | None = None     # of the script
 
     def run_on(self, card: GpuModel | None) -> ExplainedRun | None:
         """The run on that card, or on one of compute capability 8.6; None without a config."""
@@ -288,7 +290,8 @@ def guess_logits(message: OomMessage) -> str:
 # What tensors are called, by their owner or their name on the tape.
 _OWNERS = {"weights": "weights", "gradients": "a gradient", "optimizer": "optimizer state",
            "casts": "a half-precision copy of weights", "activations": "an activation", "logits": "logits",
-           "workspace": "a kernel's workspace", "data": "the batch", "other": "a small tensor"}
+           "attention": "attention scores", "workspace": "a kernel's workspace", "data": "the batch",
+           "other": "a small tensor"}
 _BACKWARD = re.compile(r"(?:\d+\.)?d_.*|.*\.(?:grad|raw|fresh)|.*backward.*")
 _TENSORS = tuple((re.compile(pattern), text) for pattern, text in (
     (r"log_softmax\.float", "the float32 copy of the log-probabilities, which the loss is computed from"),

@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import re
+import stat
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from io import BytesIO
@@ -23,6 +24,7 @@ from ..hardware.gpus import find
 from ..planning import budget
 from ..planning.request import run_config_from, with_data
 from ..runs.folder import recorded_config
+from ..tracing.trace_file import from_json, is_trace, read
 from .case import ExplainRequest
 from .diagnose import Diagnosis, diagnose
 from .memory_snapshot import explain_snapshot, is_pickle, read_snapshot
@@ -30,6 +32,7 @@ from .nvidia_smi import parse_fragment, parse_nvidia_smi
 from .oom_message import COUNTED, OomMessage, parse_oom_message, vague_message
 from .plan_or_run import explain_document, explain_run
 from .reading import explain_figures, explain_nvidia_smi
+from .traced import explain_trace, explain_traced_message
 
 INPUTS = ("the whole message, from `CUDA out of memory` to its last figure, with the traceback above it",
           "or the output of nvidia-smi, a plan in JSON, or a run folder",
@@ -57,7 +60,8 @@ def explain_options(options: ExplainOptions, assignments: Sequence[Assignment],
     folder = Path(target) if target and os.path.isdir(target) else None
     file = target if folder is None and target != "-" and not _is_text(target) else ""
     config, name, notes = find_config(assignments, options.config, folder, file)
-    request = ExplainRequest(config, name, options.gpu, options.trainer, _mib(options.others), _mib(options.process))
+    request = ExplainRequest(config, name, options.gpu, options.trainer, _mib(options.others), _mib(options.process),
+                             read(options.trace) if options.trace else None)
     if any(text.strip().isdecimal() for text in (options.reading, options.process, options.others)):
         notes = (*notes, NO_UNIT)
     diagnosis = _explain_target(options, request, folder, stdin)
@@ -74,12 +78,15 @@ def _explain_target(options: ExplainOptions, request: ExplainRequest, folder: Pa
     source, given = target, None
     if folder is not None or target in ("", "-"):
         source = target if folder is not None else "the piped input"
-        given = read_input(stdin) if stdin is not None else None
+        if stdin is not None:
+            refuse_device(stdin, source)
+            given = read_input(stdin)
     elif _is_text(target):
         source, given = "the text", _read_text(target)
     else:
         try:
             with open(target, "rb") as file:
+                refuse_device(file, target)
                 if is_pickle(file):
                     return explain_snapshot(read_snapshot(file, target))
                 given = read_input(file)
@@ -93,7 +100,9 @@ def _explain_target(options: ExplainOptions, request: ExplainRequest, folder: Pa
         if diagnosis is not None or folder is None:
             return diagnosis or _unknown(source, given, INPUTS)
 
-    # There is no text: the config, or the run of a folder.
+    # There is no text: the trace, the config, or the run of a folder.
+    if request.trace is not None:
+        return explain_trace(request.trace, request.gpu, request.others)
     if request.config is None:
         what = (f"{source} is empty." if target and given is not None else
                 "`fitgpt explain` needs something to explain: a file, a run folder, a config or piped text.")
@@ -102,6 +111,18 @@ def _explain_target(options: ExplainOptions, request: ExplainRequest, folder: Pa
     if target and folder is None:
         return replace(diagnosis, notes=(*diagnosis.notes, f"{source} is empty: only the config is explained."))
     return diagnosis
+
+
+def refuse_device(stream: BinaryIO, name: str) -> None:
+    """UsageError for a device such as /dev/zero, which never ends. Terminals and /dev/null do."""
+    try:
+        mode = os.fstat(stream.fileno()).st_mode
+    except OSError:  # no file: io.BytesIO
+        return
+    endless = stat.S_ISCHR(mode) and not stream.isatty() and not os.path.samestat(
+        os.fstat(stream.fileno()), os.stat(os.devnull))
+    if endless or stat.S_ISBLK(mode):
+        raise UsageError(f"{name} is a device, not a file with a message.", EXAMPLE)
 
 
 def _is_text(target: str) -> bool:
@@ -131,6 +152,8 @@ def _explain_text(given: InputText, request: ExplainRequest) -> Diagnosis | None
         document = json.loads(given.text)
     except (ValueError, RecursionError):
         document = None
+    if is_trace(given.text):
+        return explain_trace(from_json(given.text), request.gpu, request.others)
     if isinstance(document, dict) and (diagnosis := explain_document(document, request)):
         return diagnosis
     if gpu := parse_fragment(given.text):
@@ -149,6 +172,8 @@ def _explain_message(message: OomMessage, request: ExplainRequest) -> Diagnosis:
     unknown = message.process is None and not message.others
     if others is not None and unknown and message.total is not None and message.free is not None:
         message = replace(message, process=max(message.total - message.free - others, 0))
+    if request.trace is not None:
+        return explain_traced_message(message, request.trace, card, others or 0)
     return diagnose(message, request.run_on(card), card, request.trainer, others or 0)
 
 

@@ -44,6 +44,7 @@ class OomMessage:
     dtype: str = ""
     frames: tuple[StackFrame, ...] = ()  # of the traceback before it, innermost last
     repeated: int = 0                 # further messages of this kind after it
+    rank: int | None = None           # that failed first, if the text names ranks
 
     @property
     def reserved(self) -> int | None:
@@ -59,7 +60,16 @@ _PREFIX = re.compile(
     r"\s*(?:`+|>(?=[\s>])|[|│┃❱](?=\s)|E(?=\s{2,})|\[rank\d+\]:?|\(\w+ pid=\d+[^)]*\)|\d+:(?=\s)"
     r"|\[?\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d[.,\d]*(?:Z|[+-]\d\d:?\d\d)?\]?"
     rf"|\[?{_LEVEL}\b\]?:?\s*(?:\d\d-\d\d )?(?:\d\d:\d\d:\d\d[.,\d]*)?\s*(?:\[[\w.]+:\d+\])?:?)")
-_RANK = re.compile(r"\s*\[rank(\d+)\]")
+_RANK = re.compile(r"\s*\[rank(\d{1,6})\]")  # torch's prefix
+_OWN_RANK = re.compile(r"\brank (\d{1,6})(?: of \d{1,6} \([^)]{1,20}\))?: ", re.IGNORECASE)  # fitgpt's words
+
+
+def failed_rank(text: str) -> int | None:
+    """The rank that ran out of memory first, where the text names it."""
+    for line in text.split("\n"):
+        if "out of memory" in line.lower() and (found := _RANK.match(line) or _OWN_RANK.search(line)):
+            return int(found[1])
+    return None
 
 
 def clean(text: str) -> str:
@@ -133,9 +143,19 @@ FRAMEWORKS = {kind: re.compile(pattern) for kind, pattern in {
     "unsloth": r"noornegligiblegpumemory",
     "compiler": r"killedsignalterminatedprogram|internalcompilererror:killed|diedduetosignal9|virtualmemoryexhausted",
 }.items()}
-_LESS_SPECIFIC = ("warning", "driver", "tensorflow")  # JAX has TensorFlow's allocator; the others precede a message
+# Errors between ranks. Where one of them ran out of memory, the others' errors follow from it.
+COMMUNICATION = {kind: re.compile(pattern) for kind, pattern in {
+    "two ranks on one gpu": r"duplicategpudetected|tworanksononegpu",
+    "port": r"eaddrinuse|addressalreadyinuse",
+    "collective timeout": r"caughtcollectiveoperationtimeout|nccltimeout"
+                          r"|timedoutwaiting\d{3,}msfor(?:recv|send)operation",
+    "lost rank": r"ncclremoteerror|connectionclosedby(?:remote)?peer|connectionresetbypeer|anotherrankhasended",
+    "nccl error": r"nccl(?:unhandledcuda|system|internal|invalid\w*)error|ncclinvalidusage",
+}.items()}
+# JAX has TensorFlow's allocator; the others precede a message, or follow from it
+_LESS_SPECIFIC = ("warning", "driver", "tensorflow", *COMMUNICATION)
 _KINDS = {"cuda": _ALLOCATOR, "warning": _WARNING, "mps": _MPS, "library": _LIBRARY, "driver": _DRIVER, "ram": _RAM,
-          "killed": _KILLED, **FRAMEWORKS}
+          "killed": _KILLED, **FRAMEWORKS, **COMMUNICATION}
 # Printed by the shell, by bash and zsh with more on the line; needs the lines.
 _KILLED_LINE = re.compile(r"(?m)(?:^|[\s\]])\**Killed\**[ \t]*$|(?:^|\s)\d+ Killed\s|^\[\d+\][+-]?\s+Killed\s"
                           r"|\bzsh: killed\b")
@@ -166,6 +186,7 @@ COUNTED = {"cuda": b"tried to allocate", "hip": b"tried to allocate", "xpu": b"t
 
 def parse_oom_message(text: str) -> OomMessage | None:
     """The first message in a text; None if there is no known message."""
+    rank = failed_rank(text)
     text = clean(text)
     unwrapped = "".join(text.split()).replace("İ", "i").lower()  # İ is the only character that would become two
     matches = {kind: match for kind, pattern in _KINDS.items() if (match := pattern.search(unwrapped))}
@@ -206,7 +227,7 @@ def parse_oom_message(text: str) -> OomMessage | None:
     start = position(match.start())
     frames = parse_frames(text[:start])
     compiled = next((found for frame in reversed(frames) if (found := _COMPILED_ALLOCATION.search(frame.code))), None)
-    return replace(message, text=" ".join(text[start:position(end - 1) + 1].split()), frames=frames,
+    return replace(message, text=" ".join(text[start:position(end - 1) + 1].split()), frames=frames, rank=rank,
                    dtype=compiled[2] if compiled else "",
                    shape=tuple(map(int, re.findall(r"\d{1,18}", compiled[1]))) if compiled else ())
 

@@ -205,6 +205,53 @@ _rule_of_kind(
     advice_without_plan=SMALLER_BATCH)
 
 _rule_of_kind(
+    "two ranks on one gpu", "RANKS-ONE-GPU", "Two ranks on one GPU",
+    "NCCL refuses it: every rank needs a GPU of its own, and two of them use the same one.",
+    pattern="NCCL's `Duplicate GPU detected : rank … and rank … both on CUDA device …`",
+    background="Ranks that do not call set_device all use GPU 0. More ranks than GPUs, or CUDA_VISIBLE_DEVICES with a "
+               "single GPU for all ranks, have the same effect. `fitgpt train` chooses the GPU by LOCAL_RANK.",
+    advice=(("torchrun --nproc-per-node=gpu", "as many ranks as there are GPUs; or fitgpt train --gpus=all"),
+            SET_DEVICE, ("fitgpt doctor", "shows which rank gets which GPU")))
+_rule_of_kind(
+    "port", "RANKS-PORT", "The port of rank 0 is in use",
+    "Rank 0 cannot listen on MASTER_PORT: another program does, often an earlier run that has not ended.",
+    pattern="`EADDRINUSE`, `address already in use`",
+    background="torchrun's default is 29500, so two runs on one machine collide. `fitgpt train --gpus` takes a free "
+               "port.",
+    advice=(("torchrun --standalone …", "takes a free port; on one machine"),
+            ("torchrun --master-port=29511 …", "another port, the same on all machines"),
+            ("ss -ltnp | grep 29500", "shows which program has it")))
+_rule_of_kind(
+    "collective timeout", "RANKS-TIMEOUT", "A rank waited too long for the others",
+    "A collective did not complete in time: another rank never reached it. It ran out of memory, died, or took another "
+    "path, an evaluation for example. The cause is in that rank's own output, usually earlier.",
+    pattern="`Watchdog caught collective operation timeout`, gloo's `Timed out waiting … for recv operation`",
+    background="Catching an out-of-memory error on one rank and continuing leaves the others in their collective. "
+               "`fitgpt train` exchanges a status before each collective, so that all ranks retry together.",
+    advice=(("the output of every rank: torchrun --redirects=3 --log-dir=logs …", "one file per rank"),
+            ("NCCL_DEBUG=INFO", "shows where a connection is stuck"), LIST_PROCESSES))
+_rule_of_kind(
+    "lost rank", "RANKS-LOST", "Another rank has ended",
+    "The connection to another rank was closed: that rank ended first, and its own output says why.",
+    pattern="`ncclRemoteError`, `Connection closed by peer`, `Connection closed by remote peer`",
+    background="Most often the system killed that rank for its CPU RAM, or it ran out of GPU memory. All ranks of a "
+               "node load torch and read a checkpoint at once.",
+    advice=(("dmesg | tail", "shows whether the system killed a process"),
+            ("fitgpt train --resume --out_dir=…", "continues from the last checkpoint"),
+            ("torchrun --max-restarts=3 …", "restarts all ranks; `fitgpt train` then resumes")))
+_rule_of_kind(
+    "nccl error", "RANKS-NCCL", "NCCL reported an error",
+    "NCCL could not set up or use a connection between GPUs. It is not PyTorch's allocator, and the message does not "
+    "say whether memory was the reason.",
+    pattern="`ncclSystemError`, `ncclUnhandledCudaError`, `ncclInternalError`, `ncclInvalidUsage`",
+    background="System error: network interface or shared memory (/dev/shm). Unhandled CUDA error: often a full GPU, "
+               "or a driver that does not match. Invalid usage: usually two ranks on one GPU.",
+    advice=(("NCCL_DEBUG=INFO", "prints the reason, a line with WARN before the error"), LIST_PROCESSES,
+            ("NCCL_SOCKET_IFNAME=eth0", "the network interface, if there are several"),
+            ("docker run --shm-size=1g", "in a container: NCCL uses /dev/shm"),
+            ("fitgpt train … --backend=gloo", "without NCCL: slower, and tells whether NCCL is the cause")))
+
+_rule_of_kind(
     "unsloth", "OOM-UNSLOTH", "Unsloth found no free GPU memory",
     "Unsloth's fused cross entropy asks the driver how much GPU memory is free, to choose the size of its chunks, and "
     "found next to none: the model, its optimizer state and PyTorch's cached memory fill the GPU.",
@@ -479,6 +526,21 @@ def _neighbour(case: Case) -> str | None:
     if case.plan is None:
         return f"{who} Without them the {show_bytes(case.requested)} would have been free."
     return f"{who} Without them the run would {'fit' if _neighbours_decide(case) else 'still not fit'}."
+
+
+@_rule("OOM-ONE-RANK", "One rank of several",
+       pattern="the line with `out of memory` names a rank: `[rank1]:`, `rank 1: …`",
+       background="Ranks hold the same tensors, but their GPUs need not have the same memory free: a desktop, another "
+                  "program, or contexts of other ranks on GPU 0. With an uneven share of data, one rank has longer "
+                  "sequences.",
+       advice=(LIST_PROCESSES,), decides=lambda case: False)
+def _one_rank(case: Case) -> str | None:
+    rank = case.message.rank
+    if rank is None:
+        return None
+    return (f"Rank {rank} ran out of memory. All ranks hold the same tensors, so either its GPU had less free than the "
+            "others', or they are as nearly full. What other ranks report after it (timeouts, closed connections) "
+            "follows from it.")
 
 
 RANKS_ADVICE: Advice = (

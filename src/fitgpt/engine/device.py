@@ -292,7 +292,8 @@ def set_deterministic(on: bool) -> None:
     before its first matmul: cuBLAS reads its variable once."""
     if on:
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-    torch.use_deterministic_algorithms(on)
+    if on != torch.are_deterministic_algorithms_enabled():  # the call imports the compiler: seconds at every start
+        torch.use_deterministic_algorithms(on)
     # The engine reads only what it has written: nothing need be filled.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cuda.enable_cudnn_sdp(not on)  # cuDNN's attention has no deterministic backward pass

@@ -297,11 +297,14 @@ class UnwrittenRunFolder(RunFolder):
     def __init__(self, path: str) -> None:
         self.path, self.checkpoints, self.notes = Path(path), Path(path) / "checkpoints", ()
 
+    def check_ours(self) -> None:
+        pass
+
     def record(self, config: Mapping[str, Any]) -> None:
         pass
 
-    def append_metrics(self, row: Mapping[str, Any]) -> None:
-        pass
+    def append_metrics(self, row: Mapping[str, Any]) -> str:
+        return ""
 
     def close(self) -> None:
         pass

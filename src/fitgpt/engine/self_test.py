@@ -31,9 +31,22 @@ def self_test() -> dict[str, Any]:
         choice = device.choose("auto", "auto", "auto", host)
         result |= {"device": choice.device, "name": choice.name, "dtype": choice.dtype, "compile": choice.compile,
                    "notes": choice.notes, "compute_error": compute_error(choice.device)}
+        result["ranks"] = rank_facts()
     except FitError as error:
         result["device_error"] = [error.what, error.fix]
     return result
+
+
+def rank_facts() -> dict[str, Any]:
+    """What training on several GPUs depends on: their names, NCCL's version, and pairs without peer access."""
+    import torch
+
+    count = torch.cuda.device_count()
+    pairs = [(one, other) for one in range(count) for other in range(one + 1, count)]
+    has_nccl = count > 0 and torch.distributed.is_available() and torch.distributed.is_nccl_available()
+    return {"gpus": [torch.cuda.get_device_properties(index).name for index in range(count)],
+            "nccl": ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else "",  # type: ignore[no-untyped-call]
+            "no_peer_access": [pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)]}
 
 
 def import_error(module: str) -> str:

@@ -89,8 +89,8 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor],
 # ---- reading
 
 def unpickle_tensors(path: Path, error_type: type[FitError]) -> Any:
-    """Reads a .pt or .bin file with torch's weights_only loader, the only way pickles are read. Its records are compared
-    with their CRC-32 first, and what it claims with its size."""
+    """Reads a .pt or .bin file with torch's weights_only loader, the only way pickles are read. Its records are
+    compared with their CRC-32 first, and what it claims with its size."""
     if not path.is_file():
         raise error_type(f"There is no file {path}.", "Check the path.")
     try:

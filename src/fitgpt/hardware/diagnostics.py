@@ -14,16 +14,15 @@ import signal
 import subprocess
 import sys
 import sysconfig
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 from .. import __version__
 from ..core.errors import DeviceError
+from ..core.files import temporary_folder
 from ..core.units import GiB, MiB, show_bytes
 from .allocator_env import ALLOCATOR_DEFAULT, ALLOCATOR_VARIABLES, check_allocator_env, child_environment
 from .host import available_memory, or_none
@@ -70,6 +69,7 @@ def examine(checkpoint_bytes: int, checkpoints: int) -> Iterator[Finding]:
     yield from check_torch(torch, machine)
     yield from check_packages(torch)
     yield from check_compiling(torch, machine)
+    yield from check_ranks(torch)
 
 
 # ---- reading the machine
@@ -365,8 +365,8 @@ def try_compiler(environment: Mapping[str, str]) -> str:
     compiler = environment.get("CC") or next((name for name in ("gcc", "clang") if shutil.which(name)), "")
     if not compiler:
         return "there is no C compiler."
-    with tempfile.TemporaryDirectory(prefix="fitgpt-") as folder:
-        source = Path(folder, "probe.c")
+    with temporary_folder() as folder:
+        source = folder / "probe.c"
         source.write_text("#include <Python.h>\nint probe(void) { return 0; }\n", encoding="utf-8")
         command = [*shlex.split(compiler), "-shared", "-fPIC", f"-I{sysconfig.get_path('include')}", str(source), "-o",
                    str(source.with_suffix(".so"))]
@@ -376,7 +376,28 @@ def try_compiler(environment: Mapping[str, str]) -> str:
         except (OSError, subprocess.TimeoutExpired) as error:
             return f"{compiler} does not run: {error}."
     errors = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines() or [""]
-    return "" if done.returncode == 0 else f"{compiler} says: {errors[0].replace(folder, '').strip()}"
+    return "" if done.returncode == 0 else f"{compiler} says: {errors[0].replace(str(folder), '').strip()}"
+
+
+def check_ranks(torch: Mapping[str, Any]) -> Iterator[Finding]:
+    """Training on several GPUs: which rank gets which, NCCL, and whether they can access each other's memory."""
+    ranks = torch.get("ranks") or {}
+    gpus: Sequence[str] = ranks.get("gpus", ())
+    if len(gpus) < 2:
+        return
+    listed = ", ".join(f"rank {index} on cuda:{index} ({name})" for index, name in enumerate(gpus))
+    yield Finding("ok", "ranks", f"fitgpt train --gpus=all starts {len(gpus)}: {listed}")
+    if not ranks["nccl"]:
+        yield Finding("note", "NCCL", "This torch has no NCCL: ranks add up gradients with gloo, through CPU RAM, "
+                      "which is slow.", "--backend=gloo")
+        return
+    yield Finding("ok", "NCCL", f"version {ranks['nccl']}")
+    if apart := [f"{one} and {other}" for one, other in ranks["no_peer_access"]]:
+        yield Finding("note", "peer access", f"GPUs {', '.join(apart)} cannot access each other's memory (P2P): NCCL "
+                      "goes through CPU RAM. Usual for GeForce cards.",
+                      "nvidia-smi topo -m  shows how they are connected")
+    else:
+        yield Finding("ok", "peer access", "every GPU can access the memory of the others")
 
 
 # ---- commands that fix

@@ -22,6 +22,7 @@ from ..memory.tape import EMPTY_CACHE, Event, Span, Tape
 from ..memory.timeline import (
     MAX_POINTS,
     OwnerTimeline,
+    PhasePeak,
     Timeline,
     chart_points,
     needs,
@@ -116,24 +117,8 @@ def forecast(run: ResolvedRun, platform: Platform, trainer: str = "fitgpt", limi
     less is then forecast as it completes."""
     nanogpt, expandable = trainer == "nanogpt", platform.uses_expandable_segments(trainer)
     params = run.gpt_config().count_params()
-    tape = write_tape(run, platform, trainer)
-
-    # What is reserved without a limit, what is needed, and what is reserved under the limit.
-    unlimited = timeline = replay(tape, expandable=expandable)
-    needed = needs(tape, expandable=expandable, unlimited=unlimited)
-    if limit is not None:
-        needed = needs_under(limit, tape, needed, unlimited=unlimited, expandable=expandable)
-        if needed <= limit < unlimited.reserved:
-            timeline = replay(tape, limit, expandable=expandable)
-    reserved = unlimited.reserved, *(() if expandable else reserved_in_other_orders(tape))
-    most = max(reserved) if timeline is unlimited else timeline.reserved
-
-    # Phases. Reserved is cumulative: a phase that repeats comes after all the others.
-    peaks = timeline.peaks()
-    highest = max(peaks.values(), key=lambda peak: peak.allocated)
-    so_far = accumulate((peak.reserved for peak in peaks.values()), max)
-    phases = {phase: PhaseMemory(peak.allocated, held) for (phase, peak), held in zip(peaks.items(), so_far,
-                                                                                      strict=True)}
+    timeline, needed, reserved_range, phases, highest = replayed(write_tape(run, platform, trainer), limit,
+                                                                 expandable=expandable)
     if nanogpt and not run.eval_only:  # a resume reads weights and moments onto the GPU, next to the model it has made
         resumed = phases["load"].allocated + 12 * params
         phases["save"] = PhaseMemory(timeline.allocated[-1], timeline.reserved)
@@ -158,10 +143,40 @@ def forecast(run: ResolvedRun, platform: Platform, trainer: str = "fitgpt", limi
     return Forecast(
         trainer=trainer, params=params, phases=phases,
         peak_phase=highest.phase, owners_at_peak=owners(run, trainer, timeline, highest.event),
-        needs=needed, reserved_range=(min(*reserved, most), most),
+        needs=needed, reserved_range=reserved_range,
         assumes={"torch": platform.describe_torch(), "attention": attention,
                  "compile": compiled if run.compile else "eager", "allocator": EXPANDABLE if expandable else NATIVE},
         host_bytes=0 if nanogpt else engine_tape.host_bytes(run))
+
+
+class Replayed(NamedTuple):
+    """A tape replayed: to its end, or under a limit within which it completes."""
+
+    timeline: Timeline
+    needs: int                       # the smallest memory limit under which it completes
+    reserved_range: tuple[int, int]  # lowest and highest, over the addresses a driver may return
+    phases: dict[str, PhaseMemory]
+    highest: PhasePeak               # the phase that allocates most
+
+
+def replayed(tape: Tape, limit: int | None, *, expandable: bool) -> Replayed:
+    """What is reserved without a limit, what is needed, and what is reserved under the limit."""
+    unlimited = timeline = replay(tape, expandable=expandable)
+    needed = needs(tape, expandable=expandable, unlimited=unlimited)
+    if limit is not None:
+        needed = needs_under(limit, tape, needed, unlimited=unlimited, expandable=expandable)
+        if needed <= limit < unlimited.reserved:
+            timeline = replay(tape, limit, expandable=expandable)
+    reserved = unlimited.reserved, *(() if expandable else reserved_in_other_orders(tape))
+    most = max(reserved) if timeline is unlimited else timeline.reserved
+
+    # Reserved is cumulative: a phase that repeats comes after all the others.
+    peaks = timeline.peaks()
+    so_far = accumulate((peak.reserved for peak in peaks.values()), max)
+    phases = {phase: PhaseMemory(peak.allocated, held) for (phase, peak), held in zip(peaks.items(), so_far,
+                                                                                      strict=True)}
+    return Replayed(timeline, needed, (min(*reserved, most), most), phases,
+                    max(peaks.values(), key=lambda peak: peak.allocated))
 
 
 def one_step(timeline: Timeline, most: int = MAX_POINTS) -> OwnerTimeline:
@@ -227,20 +242,25 @@ class FormulaSizes(NamedTuple):
 
 def owners(config: RunConfig, trainer: str, timeline: Timeline, event: int) -> tuple[OwnerShare, ...]:
     """Every owner after an event, the largest first; their sum is what is allocated then."""
-    alive: dict[str, tuple[Event, int]] = {}
-    for entry, change in zip(timeline.tape.events[:event + 1], timeline.changes, strict=False):
-        if entry.alloc:
-            alive[entry.name] = entry, change
-        elif entry.name != EMPTY_CACHE:
-            del alive[entry.name]
     tensors: dict[str, list[Alive]] = {}
-    for entry, change in alive.values():
+    for entry, change in alive_after(timeline, event):
         tensors.setdefault(entry.owner, []).append(Alive(entry.name, entry.nbytes, change))
     phase = next((phase for phase, start, end in timeline.tape.phases if start <= event < end), "")
     sizes = formula_sizes(config, trainer, phase)
     shares = [OwnerShare(owner, sum(each.taken for each in held), formula(owner, held, sizes))
               for owner, held in tensors.items()]
     return tuple(sorted(shares, key=lambda share: -share.nbytes))
+
+
+def alive_after(timeline: Timeline, event: int) -> list[tuple[Event, int]]:
+    """The tensors that are allocated after an event, each with the bytes of its block."""
+    alive: dict[str, tuple[Event, int]] = {}
+    for entry, change in zip(timeline.tape.events[:event + 1], timeline.changes, strict=False):
+        if entry.alloc:
+            alive[entry.name] = entry, change
+        elif entry.name != EMPTY_CACHE:
+            del alive[entry.name]
+    return list(alive.values())
 
 
 def formula_sizes(config: RunConfig, trainer: str, phase: str) -> FormulaSizes:

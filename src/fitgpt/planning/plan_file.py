@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from ..config.fields import Assignment, checked, option_specs, shown
 from ..config.run_config import FALLBACK_OPTIONS, FIXED_BY_PLAN, RunConfig
 from ..core.errors import DeviceError, UsageError
-from ..core.files import is_own_json, seal_json, unseal_json
+from ..core.files import MAX_JSON_BYTES, is_own_json, read_limited, seal_json, unseal_json
 from ..core.units import show_bytes, with_article
 from ..runs.metrics import PHASES, PhaseMemory
 from .budget import Budget
@@ -23,7 +23,6 @@ from .forecast import Forecast, MemoryPlan, OwnerShare, TrackRecord
 
 SCHEMA = 1
 PLAN_AGAIN = "fitgpt fit -o my_run.plan.json"
-LARGEST = 64 * 2**20  # bytes of a file; a plan has a few kilobytes
 LARGEST_BYTES = 2**63  # no plan or measurement is larger
 SAME = 0.01           # relative; a plan made on another machine may know this GPU's figures less well
 
@@ -184,9 +183,7 @@ def with_plan(assignments: Sequence[Assignment]) -> list[Assignment]:
 
 def read(path: str) -> PlanFile:
     try:
-        if Path(path).stat().st_size > LARGEST:
-            raise ValueError("it is too large")
-        text = Path(path).read_text(encoding="utf-8")
+        text = read_limited(path, MAX_JSON_BYTES, pipes=True).decode()
         document = json.loads(text)
         if isinstance(document, dict) and "checksum" in document:
             document = _unsealed(text)

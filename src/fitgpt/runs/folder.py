@@ -13,6 +13,7 @@ import errno
 import json
 import os
 import re
+import shlex
 import shutil
 import socket
 import time
@@ -24,7 +25,7 @@ from typing import Any, NamedTuple
 
 from .. import __version__
 from ..config.run_config import AS_RECORDED
-from ..core.errors import CheckpointError, SystemFault, UsageError
+from ..core.errors import CheckpointError, FitError, SystemFault, UsageError
 from ..core.files import (
     MAX_JSON_BYTES,
     disk_faults,
@@ -206,33 +207,71 @@ def is_running(owner: LockOwner | None) -> bool:
 
 # ---- opening
 
+class RunFolderLost(FitError):
+    """The folder is no longer this run's: it was removed or renamed, or another run has taken its name. Unlike a full
+    disk this ends the run at once, so it is no SystemFault."""
+
+    exit_code = SystemFault.exit_code
+
+
 class RunFolder:
-    """A run folder that is locked by this process until it is closed."""
+    """A run folder that is locked by this process until it is closed. Before every write, `check_ours`."""
 
     def __init__(self, path: Path, lock: int, notes: tuple[str, ...]) -> None:
         self.path = path
         self.checkpoints = path / "checkpoints"
         self.notes = notes  # what was repaired or is not available, each a sentence
         self._lock = lock
-        self._metrics = os.open(path / "metrics.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        self._metrics = _open_metrics(path)
         self._torn = False  # the last append failed midway
+
+    def check_ours(self) -> None:
+        """Raises RunFolderLost unless the folder's lock is still the file that this process locked."""
+        with disk_faults("look at", self.path):
+            try:
+                if os.path.samestat(os.stat(self.path / "lock"), os.fstat(self._lock)):
+                    return
+            except FileNotFoundError:
+                pass
+        place = _path_of(self._lock)
+        if place is not None and place.name == "lock" and place.parent != self.path.absolute():
+            resume = shlex.join(["fitgpt", "train", "--resume", f"--out_dir={place.parent}"])
+            raise RunFolderLost(f"{self.path} was renamed to {place.parent} while this run trained in it. Its "
+                                "checkpoints are there; what was trained since the last one is lost.",
+                                f"To resume: {resume}")
+        owner = lock_owner(self.path)
+        if is_running(owner):
+            raise RunFolderLost(f"{self.path} was removed or replaced while this run trained in it, and {owner} trains "
+                                "there now. Nothing of this run was written into it.",
+                                "Start this run again with another --out_dir.")
+        raise RunFolderLost(f"{self.path} or its lock was removed while this run trained in it. Checkpoints that were "
+                            "removed with it are gone, and so is what was trained since the last one.",
+                            "Do not remove the folder of a run that is training: stop it first (Ctrl-C).")
 
     def record(self, config: Mapping[str, Any]) -> None:
         """Writes run.json atomically."""
+        self.check_ours()
         document = {"schema": SCHEMA, "fitgpt": __version__, "config": dict(config)}
         write_atomically(self.path / "run.json", seal_json(document))
 
-    def append_metrics(self, row: Mapping[str, Any]) -> None:
-        """Appends one line to metrics.jsonl, in one write."""
-        line = metrics.encode_row(row)
-        if self._torn:
-            line = b"\n" + line
-        with disk_faults("append to", self.path / "metrics.jsonl"):
+    def append_metrics(self, row: Mapping[str, Any]) -> str:
+        """Appends one line to metrics.jsonl, in one write. → a note if that is a new file, because the earlier one was
+        moved or removed; else empty."""
+        self.check_ours()
+        line, note, file = metrics.encode_row(row), "", self.path / "metrics.jsonl"
+        with disk_faults("append to", file):
+            if not file.exists() or not os.path.samestat(file.stat(), os.fstat(self._metrics)):
+                os.close(self._metrics)
+                self._metrics, self._torn = _open_metrics(self.path), False
+                note = f"{file} was moved or removed: from here on the metrics are in a new file."
+            if self._torn:
+                line = b"\n" + line
             self._torn = True
             written = os.write(self._metrics, line)
             if written < len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             self._torn = False
+        return note
 
     def close(self) -> None:
         if self._lock >= 0:
@@ -245,6 +284,19 @@ class RunFolder:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _open_metrics(folder: Path) -> int:
+    return os.open(folder / "metrics.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+
+
+def _path_of(descriptor: int) -> Path | None:
+    """Where an open file is now; None where that is not known, or nowhere."""
+    try:
+        place = os.readlink(f"/proc/self/fd/{descriptor}")
+        return Path(place) if os.path.samestat(os.stat(place), os.fstat(descriptor)) else None
+    except OSError:
+        return None
 
 
 def open_run(out_dir: Path | str, config: Mapping[str, Any], *, resume: bool) -> RunFolder:

@@ -103,6 +103,16 @@ class StepReport:
 
 
 @dataclass(frozen=True)
+class RankFacts:
+    """One of several processes that train together."""
+
+    host: str
+    pid: int
+    device: str
+    device_name: str
+
+
+@dataclass(frozen=True)
 class RunFacts:
     """What is known before step 0: the row that begins each start of a run."""
 
@@ -122,7 +132,18 @@ class RunFacts:
     versions: dict[str, str]
     notes: tuple[str, ...]  # each a sentence on a value that was chosen for the user
     tokenizer: str = ""     # of the dataset: "gpt2", "bytes"; empty: not known
-    ranks: tuple[dict[str, Any], ...] = ()  # if there are several: host, pid, device and device_name of each
+    ranks: tuple[RankFacts, ...] = ()  # of each rank, if there are several
+
+    @property
+    def devices(self) -> str:
+        """The device with its name; of several ranks each."""
+        if not self.ranks:
+            return f"{self.device_name} ({self.device})"
+        hosts = {rank.host for rank in self.ranks}
+        names = {rank.device_name for rank in self.ranks}
+        listed = ", ".join((f"{rank.host} " if len(hosts) > 1 else "") + rank.device +
+                           (f" {rank.device_name}" if len(names) > 1 else "") for rank in self.ranks)
+        return f"{len(self.ranks)} ranks" + (f" on {self.device_name}" if len(names) == 1 else "") + f": {listed}"
 
 
 # ---- writing
@@ -252,7 +273,9 @@ def facts_from(row: Row) -> RunFacts:
         val_tokens=count(row.get("val_tokens")), start_step=count(row.get("start_step")),
         max_iters=count(row.get("max_iters")),
         versions={key: str(value) for key, value in mapping(row.get("versions")).items()},
-        notes=tuple(texts(row.get("notes"))), tokenizer=text(row.get("tokenizer")))
+        notes=tuple(texts(row.get("notes"))), tokenizer=text(row.get("tokenizer")),
+        ranks=tuple(RankFacts(text(each.get("host")), count(each.get("pid")), text(each.get("device")),
+                              text(each.get("device_name"))) for each in _mappings(row.get("ranks"))))
 
 
 def step_from(row: Row) -> StepReport:
@@ -262,7 +285,8 @@ def step_from(row: Row) -> StepReport:
         grad_norm=number(row.get("grad_norm")), seconds=number(row.get("seconds")),
         tokens_per_s=number(row.get("tokens_per_s")), mfu=mfu if math.isfinite(mfu) else None,
         skipped=count(row.get("skipped")), loss_scale=number(row.get("loss_scale"), 1.0),
-        memory=memory_from(row), seconds_left=number(row.get("seconds_left")))
+        memory=memory_from(row), seconds_left=number(row.get("seconds_left")),
+        rank_memory=tuple(memory_from({"memory": each}) for each in _mappings(row.get("rank_memory"))))
 
 
 def evaluation_from(row: Row) -> Evaluation:

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -112,6 +113,18 @@ class RunState:
     highest_bytes: int | None = None    # the most that it has reserved since it started
     peaks: tuple[PhaseRow, ...] = ()    # in the order in which a run reaches the phases
     val_losses: tuple[tuple[int, float], ...] = ()  # (step, loss) of each evaluation
+    ranks: tuple[RankState, ...] = ()   # if there are several
+
+
+@dataclass(frozen=True)
+class RankState:
+    """One rank of a run, and its memory at the last report. None: its device counts none."""
+
+    host: str
+    pid: int
+    device: str
+    device_name: str
+    memory: MemoryReading | None
 
 
 def has_ended(run: RunState | None) -> bool:
@@ -161,10 +174,11 @@ class Watcher:
             owner = lock_owner(run.folder)
             state = run.state(owner, now)
             gpu, no_gpu = gpu_of_run(run.progress.facts, owner, gpus, no_gpu)
-            if gpu is not None and owner is not None and is_running(owner):
-                gpu = replace(gpu, programs=tuple(replace(program, kind="run") if program.pid == owner.pid else program
-                                                  for program in gpu.programs))
-            gpus = (gpu,) if gpu else ()
+            pids = own_pids(run.progress.facts, owner) if is_running(owner) else set[int]()
+            found = () if gpu is None else (gpu, *(other for other in gpus if other is not gpu and any(
+                program.pid in pids for program in other.programs)))  # of the first rank, and of the others here
+            gpus = tuple(replace(each, programs=tuple(replace(program, kind="run") if program.pid in pids else program
+                                                      for program in each.programs)) for each in found)
         elif self._gpu is not None:
             gpus = (numbered(gpus, self._gpu, no_gpu),)
 
@@ -224,6 +238,13 @@ def find_run(gpus: tuple[GpuState, ...], reason: str) -> FollowedRun | None:
                          "Name the run's folder: fitgpt watch RUN")
     found = running or ([] if gpus else folders)
     return FollowedRun(found[0]) if found else None
+
+
+def own_pids(facts: RunFacts | None, owner: LockOwner | None) -> set[int]:
+    """The processes of the run on this machine: that of rank 0, which has the lock, and of other ranks."""
+    if owner is None or not owner.here:
+        return set()
+    return {owner.pid, *(rank.pid for rank in (facts.ranks if facts else ()) if rank.host == owner.host)}
 
 
 def gpu_of_run(facts: RunFacts | None, owner: LockOwner | None, gpus: tuple[GpuState, ...],
@@ -307,7 +328,8 @@ class FollowedRun:
             memory=next((memory for memory in memories if memory is not None), None),
             planned_bytes=progress.planned_reserved, headroom_bytes=None, highest_bytes=progress.highest_reserved,
             peaks=progress.phase_peaks(), spikes=tuple(progress.spikes), warning=progress.warning,
-            losses=tuple(progress.losses.values()), val_losses=tuple(progress.val_losses.items()), hint=hint)
+            losses=tuple(progress.losses.values()), val_losses=tuple(progress.val_losses.items()), hint=hint,
+            ranks=rank_states(progress.facts, step))
 
     def _read_new_rows(self) -> float | None:
         """Reads up to the last complete line. → when the file was written last."""
@@ -325,6 +347,12 @@ class FollowedRun:
                     self.progress.add(row)
             written = stat.st_mtime
         return written
+
+
+def rank_states(facts: RunFacts | None, step: StepReport | None) -> tuple[RankState, ...]:
+    memories = [_counted(memory) for memory in step.rank_memory] if step else []
+    return tuple(RankState(rank.host, rank.pid, rank.device, rank.device_name, memory) for rank, memory in
+                 zip_longest(facts.ranks if facts else (), memories) if rank is not None)
 
 
 class ReservedAtStep(NamedTuple):

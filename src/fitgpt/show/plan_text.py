@@ -15,8 +15,10 @@ from .terminal import MIN_TEXT_WIDTH, labelled_rows, paragraph, table, wrap
 
 if TYPE_CHECKING:  # a plan imports this module to print itself
     from ..planning.plan import Duration, GpuVerdict, Plan
+    from ..tracing.plan import TracedPlan
+    from ..tracing.trace_file import Trace
 
-TRAINERS = {"fitgpt": "fitgpt", "nanogpt": "nanoGPT's train.py"}
+TRAINERS = {"fitgpt": "fitgpt", "nanogpt": "nanoGPT's train.py", "script": "traced scripts"}
 VERDICTS = {True: "Fits", False: "Does not fit"}
 RESULTS = {"exact": "same result", "lossy": "changes the result", "other": "losses no longer compare",
            "batch": "changes the effective batch size, and so what is trained"}  # by Change.kind
@@ -40,11 +42,7 @@ def plan_text(plan: Plan, width: int = 80, *, colour: bool = False) -> str:
         names = list(dict.fromkeys(each.budget.card for each in plan.ranks))
         gpu = f"{len(plan.ranks)} × {names[0]}" if len(names) == 1 else f"{len(plan.ranks)} GPUs"
     title = run_title(plan.run, forecast.trainer, forecast.params, gpu, vocab_assumed=plan.vocab_assumed)
-    word = VERDICTS[plan.fits]
-    result = paragraph(f"{word}: {verdict(plan, plan.target.neighbours)}", width)
-    if colour:
-        result = f"\x1b[1;{32 if plan.fits else 31}m{word}\x1b[0m{result[len(word):]}"
-    parts = [paragraph(title, width), result]
+    parts = [paragraph(title, width), verdict_text(plan, plan.target.neighbours, width, colour=colour)]
     if plan.ranks:
         parts.append(rank_table(plan.ranks, width))
     if too_long := long_run_text(plan.duration):
@@ -61,6 +59,65 @@ def plan_text(plan: Plan, width: int = 80, *, colour: bool = False) -> str:
     if plan.options is not None:
         parts.append(option_table(plan.options, forecast.needs, budget.reserve_limit, width).rstrip("\n"))
     return "\n\n".join(parts) + "\n"
+
+
+def traced_text(plan: TracedPlan, width: int = 80, *, colour: bool = False) -> str:
+    """The plan of a traced script: the verdict, tables, its largest tensors, and what was not seen."""
+    gpu = with_article(plan.budget.card) if plan.budget.card else ""
+    parts = [paragraph(traced_title(plan.trace, gpu), width),
+             verdict_text(plan, plan.target.neighbours, width, colour=colour)]
+    if not plan.fits:
+        parts.append(traced_changes_text(plan, width))
+    parts += [phase_table(plan, width), step_table(plan, width), owner_table(plan, width), tensor_table(plan, width),
+              labelled_rows([("assumes", assumptions_text(plan)), ("accuracy", accuracy_text(plan, plan.track_record)),
+                             ("GPU", " ".join(plan.budget.sources)),
+                             *(("not seen", note) for note in plan.trace.notes),
+                             *(("note", note) for note in plan.notes)], width)]
+    return "\n\n".join(parts) + "\n"
+
+
+def traced_title(trace: Trace, gpu: str) -> str:
+    """A traced script in one line. `gpu`: with its article; empty if it has no name."""
+    steps = f"{len(trace.steps)} optimizer step{'' if len(trace.steps) == 1 else 's'} traced"
+    return (f"{' '.join(trace.command)}{f' on {gpu}' if gpu else ''}: {show_count(trace.params)} parameters, {steps} "
+            f"with torch {trace.torch}{', compiled' if trace.compiled else ''}")
+
+
+def traced_changes_text(plan: TracedPlan, width: int) -> str:
+    """What changes would save, by arithmetic on the trace."""
+    lines = [paragraph("What changes would save, by arithmetic on the trace; trace again to check:", width)]
+    for each in plan.changes:
+        fits = "fits" if each.fits else f"{show_bytes(-each.headroom)} too much"
+        lines += wrap(f"{each.change}: needs {show_bytes(each.needs)}, {fits}; saves {each.what}", width, "  ",
+                      indent=4)
+    return "\n".join(lines)
+
+
+def step_table(plan: TracedPlan, width: int) -> str:
+    """Both figures after each optimizer step."""
+    unit, size = one_unit([plan.forecast.reserved])
+    rows = [(f"after step, {unit}", *(str(number) for number in range(1, len(plan.steps) + 1))),
+            ("allocated", *(size(step.allocated_bytes) for step in plan.steps)),
+            ("reserved", *(size(step.reserved_bytes) for step in plan.steps))]
+    most = max((width - 20) // 9, 1)
+    return table([row[:most + 1] for row in rows], left=(0,), width=width)
+
+
+def tensor_table(plan: TracedPlan, width: int) -> str:
+    """The largest tensors at the peak, each with its module and the line of the script that made it."""
+    unit, size = one_unit([plan.forecast.allocated])
+    lines = [f"Largest tensors at the peak, {unit}:"]
+    for each in plan.tensors:
+        where = ", ".join(filter(None, (each.module, each.op, each.source)))
+        lines += wrap(f"{each.what}  {where}", width, f"{size(each.nbytes):>8}  {each.owner:<12}", indent=10)
+    return "\n".join(lines)
+
+
+def verdict_text(plan: MemoryPlan, neighbours: str, width: int, *, colour: bool) -> str:
+    """The verdict as a paragraph, its first word coloured."""
+    word = VERDICTS[plan.fits]
+    text = paragraph(f"{word}: {verdict(plan, neighbours)}", width)
+    return f"\x1b[1;{32 if plan.fits else 31}m{word}\x1b[0m{text[len(word):]}" if colour else text
 
 
 def run_title(run: RunConfig, trainer: str, params: int, gpu: str, *, vocab_assumed: bool = False) -> str:

@@ -52,7 +52,7 @@ def header_rows(facts: RunFacts) -> list[tuple[str, str]]:
              else f"nothing to train: step {facts.start_step:,} of {facts.max_iters:,}")
     rows = [
         ("model", f"{show_count(facts.params)} parameters" + (f": {shape}" if shape else "")),
-        ("device", f"{facts.device_name} ({facts.device}), {facts.dtype}, {compiled}"),
+        ("device", f"{facts.devices}, {facts.dtype}, {compiled}"),
         ("data", f"{show_count(facts.train_tokens)} tokens to train on, {show_count(facts.val_tokens)} to validate"),
         ("steps", steps),
     ]

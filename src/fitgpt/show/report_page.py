@@ -70,7 +70,8 @@ def header(records: Sequence[RunRecord], title: str) -> str:
     for record in records:
         name, facts = f"{record.name}: " if len(records) > 1 else "", record.facts
         parts = ["The run has not written its header yet."] if facts is None else [
-            f"{show_count(facts.params)} parameters" if facts.params else "", clipped(facts.device_name),
+            f"{show_count(facts.params)} parameters" if facts.params else "",
+            clipped(facts.devices if facts.ranks else facts.device_name),
             clipped(facts.dtype), "compiled" if facts.compiled else "not compiled",
             f"{show_count(facts.train_tokens)} tokens of data" if facts.train_tokens else ""]
         if judged := verdict(record):
@@ -392,7 +393,7 @@ def versions(records: Sequence[RunRecord]) -> str:
     names = list(dict.fromkeys(name for each in facts if each for name in each.versions))
     rows = [(name, [each.versions.get(name, "–") if each else "–" for each in facts]) for name in names[:MAX_OPTIONS]]
     if any(facts):
-        rows.append(("device", [f"{each.device_name} ({each.device})" if each else "–" for each in facts]))
+        rows.append(("device", [each.devices if each else "–" for each in facts]))
     if not rows:
         return ""
     cells = [(name, [escaped(clipped(text)) for text in texts]) for name, texts in rows]

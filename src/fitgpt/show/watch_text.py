@@ -83,6 +83,9 @@ def run_lines(run: RunState, history: MemoryHistory, width: int, unicode: bool) 
         *flowed("loss", [_figure(run.loss, digits=4), f"validation {_figure(run.val_loss, digits=4)}"], width),
         *(flowed("", [sparkline(run.losses, min(width - LABEL_WIDTH, GRAPH_WIDTH))], width, "cyan") if unicode else []),
         *flowed("memory", memory, width),
+        *flowed("ranks", [f"{number} {rank.device} (process {rank.pid} on {rank.host})"
+                          + (f" reserved {show_bytes(rank.memory.reserved)}" if rank.memory else "")
+                          for number, rank in enumerate(run.ranks)], width),
         *history_lines(history, width, unicode),
         *peak_lines(run.peaks, None if has_ended(run) else held, width),
         *flowed("spikes", spikes, width, "yellow"),

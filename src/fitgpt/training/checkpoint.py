@@ -133,7 +133,7 @@ def save(folder: Path, step: int, model: Mapping[str, Tensor], optimizer: Mappin
 
     with disk_faults("save the checkpoint", target):
         if not folder.exists():
-            folder.mkdir(parents=True)
+            folder.mkdir()  # not its parent: a run's folder that is gone must not come back without its lock
             sync_folder(folder.parent)
         with folder_atomically(target, folder / f".tmp-{step}-{os.getpid()}") as temporary:
             files = {MODEL: write_safetensors(temporary / MODEL, model),

@@ -78,7 +78,7 @@ class DeviceMemoryPlan:
         room, outside = self.room(), self.outside()
         if room is None or outside is None or self.plan is None or self.cap is not None:
             return room
-        return room - max(self.plan.budget.outside - outside, 0)
+        return room - max(self.plan.budget.outside - max(outside, 0), 0)  # below 0: others have freed some
 
     def room(self) -> int | None:
         """Bytes that the allocator could reserve in all now, with --leave left free; None: not known."""

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from .oom_recovery import Guard
     from .reporter import TrainingReporter
 
-MAX_FAILED_SAVES = 3  # in a row; then the run stops rather than train on unsaved
+MAX_FAILED_SAVES = 3   # in a row …
+FAILED_SAVES_S = 60.0  # … and for so long; then the run stops rather than train on unsaved
 
 
 @dataclass
@@ -239,12 +240,13 @@ def make_report(training: Training, config: RunConfig, facts: RunFacts, meter: M
 
 
 class CheckpointSaver:
-    """Saves checkpoints. A failed save is only reported, until MAX_FAILED_SAVES fail in a row: older checkpoints are
-    still there. `enabled`: False for a run that only evaluates, which has nothing to save."""
+    """Saves checkpoints. A failed save is only reported, until MAX_FAILED_SAVES fail in a row and for FAILED_SAVES_S:
+    older checkpoints are still there, and a disk may be full for a moment. `enabled`: False for a run that only
+    evaluates, which has nothing to save."""
 
     def __init__(self, training: Training, callbacks: TrainingReporter, meter: Meter, *, enabled: bool = True) -> None:
         self._training, self._callbacks, self._meter, self._enabled = training, callbacks, meter, enabled
-        self._failures = 0
+        self._failures, self._failing_since = 0, 0.0
 
     def stopped(self) -> Interrupted:
         """Saves after a stop request and returns the error that ends the run."""
@@ -269,8 +271,11 @@ class CheckpointSaver:
                         raise SystemFault(f"out of memory: {failed.message}")
                     release(self._training.device)
         except SystemFault as fault:
+            if not self._failures:
+                self._failing_since = time.monotonic()
             self._failures += 1
-            if not may_fail or self._failures >= MAX_FAILED_SAVES:
+            is_lasting = time.monotonic() - self._failing_since >= FAILED_SAVES_S
+            if not may_fail or (self._failures >= MAX_FAILED_SAVES and is_lasting):
                 raise
             self._callbacks.warn(f"The checkpoint of step {self._training.step} could not be saved ({fault.what}). "
                                  "Training continues and tries again at the next interval.")

@@ -101,6 +101,7 @@ class TrainingReporter:
                  "characters": self._data.characters}  # so that `sample` works without the dataset
         weights, moments = training.model.weight_tensors(), training.optimizer.tensors()
         before = read_memory(self._facts.device)
+        self._folder.check_ours()
         saved = checkpoint.save(self._folder.checkpoints, training.step, weights, moments, state, best=is_best,
                                 keep_last=self._config.keep_last, status=checkpoint_status(training))
         after = read_memory(self._facts.device)  # a save allocates no GPU memory
@@ -117,6 +118,7 @@ class TrainingReporter:
     def set_aside_diverged(self) -> checkpoint.SetAside:
         if not self._training.ranks.is_first:
             return checkpoint.SetAside(None, [], self._folder.checkpoints)
+        self._folder.check_ours()
         with disk_faults("set checkpoints aside in", self._folder.checkpoints):
             return checkpoint.set_aside_diverged(self._folder.checkpoints)
 
@@ -151,8 +153,10 @@ class TrainingReporter:
         self._waiting.append(row)
         try:
             while self._waiting:
-                self._folder.append_metrics(self._waiting[0])
+                note = self._folder.append_metrics(self._waiting[0])
                 self._waiting.popleft()
+                if note:
+                    self._display.warn(note)
         except SystemFault as fault:
             if len(self._waiting) == 1:
                 self._display.warn(f"{fault.what} Training continues; metrics are written when there is space again.")

@@ -30,7 +30,7 @@ from ..hardware.gpus import peak_flops
 from ..planning import measured_speeds
 from ..planning.plan_file import FallbackPlan, phases_to_json
 from ..runs.folder import RunFolder, holds_run, need_disk, open_run
-from ..runs.metrics import RunFacts
+from ..runs.metrics import RankFacts, RunFacts
 from ..show.progress import Display, closing, memory_plan, open_display, plan_vs_measured, say
 from ..tapes.engine import checkpoint_bytes
 from . import checkpoint
@@ -233,7 +233,7 @@ def gather_facts(config: RunConfig, choice: DeviceChoice, dataset: Dataset, star
         config=config.to_dict(), params=config.gpt_config().count_params(), device=choice.device,
         device_name=choice.name, dtype=choice.dtype, compiled=choice.compile,
         peak_flops=flops * ranks.world if flops else flops, peak_source=source,
-        ranks=tuple(of_ranks) if ranks.world > 1 else (),
+        ranks=tuple(RankFacts(**each) for each in of_ranks) if ranks.world > 1 else (),
         tokens_per_step=config.tokens_per_step, train_tokens=dataset.summary.train_tokens,
         val_tokens=dataset.summary.val_tokens, start_step=start_step, max_iters=config.max_iters,
         versions=versions(), notes=tuple(notes), tokenizer=dataset.summary.tokenizer)

@@ -36,6 +36,7 @@ from ..core.errors import (
     SystemFault,
     UsageError,
 )
+from ..core.files import temporary_folder
 from ..core.units import show_seconds
 from ..hardware.allocator_env import check_allocator_env, child_environment
 from ..planning import plan_file
@@ -151,9 +152,9 @@ def require_packages() -> None:
 def run_worker(given: WorkerConfig) -> tuple[int, dict[str, Any]]:
     """Starts the worker, or one per rank, and waits for their end → (exit code, error report). Of several ranks, those
     of the one that failed first for a reason of its own."""
-    with tempfile.TemporaryDirectory(prefix="fitgpt-") as folder:
+    with temporary_folder() as folder:
         environments = launch.rank_environments(given.config, os.environ)
-        folders = [Path(folder, str(rank)) for rank in range(len(environments))]
+        folders = [folder / str(rank) for rank in range(len(environments))]
         for own in folders:
             own.mkdir()
         poll_s = min(1.0, given.stuck_s / 4)
@@ -191,7 +192,7 @@ def run_worker(given: WorkerConfig) -> tuple[int, dict[str, Any]]:
 
 
 def end_stuck(workers: Sequence[subprocess.Popen[bytes]], folders: Sequence[Path], watches: Sequence[Watch]) -> str:
-    """Ends workers of which one makes no progress → a sentence that says so. The others of several ranks wait for it."""
+    """Ends workers of which one makes no progress → a sentence on it. The others of several ranks wait for that one."""
     alive = [rank for rank, worker in enumerate(workers) if worker.poll() is None]
     found = {rank: dump_stacks(workers[rank].pid, folders[rank] / STACKS) for rank in alive}
     for rank in alive:
@@ -293,6 +294,9 @@ def conclude(code: int, report: Mapping[str, Any], config: RunConfig) -> int:
 
 def error_for_exit(code: int, fix: str) -> FitError:
     """The error of a worker that ended without a report: by its exit code, negative for a signal."""
+    if code in _ERRORS:
+        return _ERRORS[code]("The training process failed and could not write its error report: see above. Is the disk "
+                             f"of {tempfile.gettempdir()} full?", fix)
     if code >= 0:
         return FitError(f"The training process ended with exit code {code} and without an error report.", fix)
     name = next((known.name for known in signal.Signals if known == -code), f"signal {-code}")

@@ -17,6 +17,7 @@ from typing import Any
 
 from ..core.errors import STOPPED_AT_ONCE, DeviceError, FitError, Interrupted, SystemFault, UsageError
 from ..core.extras import install_command
+from ..core.files import disk_faults
 from ..hardware.torch_install import failed_import
 from ..planning.plan_file import FallbackPlan
 from . import trackers
@@ -97,8 +98,12 @@ def main() -> int:
     given = json.loads(line)
     stop = StopRequest()
     here = Path(given["report"]).parent
-    heartbeat = Heartbeat(here / HEARTBEAT, given["stuck_s"], given["config"]["log_interval"])
-    register_stack_dump(here / STACKS)
+    try:
+        with disk_faults("write in", here):
+            heartbeat = Heartbeat(here / HEARTBEAT, given["stuck_s"], given["config"]["log_interval"])
+            register_stack_dump(here / STACKS)
+    except FitError as error:
+        return write_report(given["report"], error)
     stop.listen(sys.stdin.fileno(), heartbeat)
     try:
         from .run import rehearse_only, run
@@ -167,7 +172,10 @@ def write_report(path: str, error: FitError, restart_with: dict[str, Any] | None
     """Writes the error for the supervisor; returns the exit code. `restart_with`: options for a new process."""
     report: dict[str, Any] = {"code": error.exit_code, "what": error.what, "fix": error.fix,
                               "restart_with": restart_with, "lost_rank": type(error).__name__ == "LostRank"}
-    Path(path).write_text(json.dumps(report))
+    try:
+        Path(path).write_text(json.dumps(report))
+    except OSError:  # the disk of the temporary folder is full, for example: the supervisor refers to this
+        print(f"{error.what}\n  {error.fix}", file=sys.stderr)
     return error.exit_code
 
 

@@ -102,6 +102,8 @@ def make_app(address: ServerAddress, pool: WorkerPool, run: str = "") -> ASGIApp
             raise HTTPException(405 if name == "paste" else 404, "There is no such API request.")
         if len(query) > MAX_QUERY_LENGTH:
             raise HTTPException(414, "The address is too long.")
+        if name == "fix" and not request.query_params.get("family"):
+            raise HTTPException(400, "A fix is of a family: family=NAME is missing.")
         return await _answer(request, pool, ApiRequest(name, query, run=run))
 
     async def paste(request: Request) -> Response:

@@ -1,0 +1,77 @@
+"""`fitgpt trace`: a script, or a saved trace → a plan on the terminal, in JSON, for every GPU, or as a page."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from pathlib import Path
+
+from ..config.command_options import TraceOptions
+from ..core.errors import UsageError
+from ..core.files import is_own_page, refuse_foreign, write_over
+from ..core.units import optional_bytes
+from ..planning.budget import target_for
+from ..planning.forecast import one_step
+from ..show import plan_text as show
+from ..show.terminal import can_redraw, columns, paragraph
+from ..tracing.plan import SCRIPT, plan_trace, verdicts
+from ..tracing.script import trace_script
+from ..tracing.trace_file import Trace, is_trace, read, to_json
+
+SCHEMA = 1  # of the list of GPUs
+
+
+def trace(options: TraceOptions) -> int:
+    save, timeline = (Path(name) if name else None for name in (options.save, options.timeline))
+    for path, flag, is_ours in ((save, "--save", is_trace), (timeline, "--timeline", is_own_page)):
+        if path and not path.parent.is_dir():
+            raise UsageError(f"{flag} {path}: there is no folder {path.parent}.", f"{flag} {shlex.quote(path.name)}")
+        if path:
+            refuse_foreign(path, is_ours, "trace", flag)
+    if options.all_cards and (options.gpu or options.budget or timeline):
+        raise UsageError("--all-cards plans for every GPU, and --gpu, --budget and --timeline for one.", "--all-cards")
+    allocator = "" if options.allocator == "auto" else options.allocator
+    target = None if options.all_cards else target_for(options.gpu, "auto", others=options.others,
+                                                       budget=options.budget)
+    traced = _trace_of(options)
+    notes = sys.stderr if options.json else sys.stdout
+    if save:
+        print(f"The trace is saved in {write_over(save, to_json(traced))}.", file=notes)
+    if target is None:
+        return _every_gpu(traced, options, allocator)
+    found = plan_trace(traced, target, allocator)
+    if options.json:
+        print(json.dumps(found.to_dict(), indent=1, ensure_ascii=False))
+    else:
+        print(show.traced_text(found, columns(), colour=can_redraw() and not os.environ.get("NO_COLOR")), end="")
+    if timeline:
+        wrote = write_over(timeline, show.timeline_page(found, one_step(found.timeline)))
+        print(f"One step is drawn in {wrote}.", file=notes)
+    return 0 if found.fits else 1
+
+
+def _trace_of(options: TraceOptions) -> Trace:
+    """A saved trace is read; anything else is run."""
+    first = options.script[0]
+    if first.endswith(".json") or (os.path.isfile(first) and not first.endswith(".py") and len(options.script) == 1):
+        if len(options.script) > 1:
+            raise UsageError(f"{first} is a saved trace, and takes no arguments: {options.script[1]!r}.",
+                             shlex.join(["fitgpt", "trace", "--gpu", options.gpu or "4070", first]))
+        return read(first)
+    return trace_script(options.script, gpu=options.gpu or ("h200" if options.all_cards else ""),
+                        others=options.others, budget=options.budget, steps=options.steps)
+
+
+def _every_gpu(traced: Trace, options: TraceOptions, allocator: str) -> int:
+    rows = verdicts(traced, optional_bytes(options.others) or 0, allocator)
+    if options.json:
+        print(json.dumps({"schema": SCHEMA, "trainer": SCRIPT, "command": list(traced.command), "cards": [
+            {"card": each.name, "usable_bytes": each.usable, "needs_bytes": None if each.problem else each.needs,
+             "headroom_bytes": None if each.problem else each.headroom, "fits": each.fits, "problem": each.problem}
+            for each in rows]}, indent=1, ensure_ascii=False))
+    else:
+        print(paragraph(show.traced_title(traced, ""), columns()), show.all_cards_table(rows, {}, 0, columns()),
+              sep="\n\n", end="")
+    return 0 if any(each.fits for each in rows) else 1

@@ -1,0 +1,457 @@
+"""A GPU without memory: inside `TracedGpu`, CUDA tensors have a shape and no storage, and every allocation is recorded.
+
+A CUDA tensor is a tensor on torch's `meta` device that calls itself `cuda:0`. Real autograd runs on it, so what a
+backward pass needs lives exactly as long as it does on a GPU. Three layers:
+
+- a TorchDispatchMode sees every operation below autograd: it computes the shapes of results, follows their storages by
+  weak references, and answers questions about values (values.py);
+- kernels on dispatch keys replace decisions that torch's C++ code takes by `is_cuda()`: autocast (autocast.py),
+  attention and dropout (composites.py);
+- Python functions that would need a driver are replaced (patches.py).
+
+Why not FakeTensorMode: in a CPU build of torch, autograd aborts the process on fake CUDA tensors (there is no device
+guard for CUDA); `meta` tensors run on the thread that calls backward().
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..memory.platform import Platform
+from .autocast import Autocast
+from .errors import Untraceable
+from .kernels import KERNELS, Call
+from .recorder import BACKWARD, EVALUATION, FORWARD, LOAD, OPTIMIZER, Recorder, TracedTensor
+from .values import Values
+
+CARD, META, HOST = torch.device("cuda", 0), torch.device("meta"), torch.device("cpu")
+LARGE_HOST = 256 * 1024   # bytes: an uninitialised tensor of the host from here on has no storage either
+ops = torch.ops.aten
+_real_device = torch._C.TensorBase.device.__get__
+_inside = threading.local()                        # .depth: how many operations of the mode are running
+
+VIEWS = {ops._unsafe_view.default, ops.detach.default, ops.alias.default, ops.lift_fresh.default}
+DATA_DEPENDENT = {
+    ops.nonzero.default, ops.masked_select.default, ops._unique2.default, ops.unique_dim.default,
+    ops.unique_consecutive.default, ops.repeat_interleave.Tensor, ops.bincount.default,
+}
+
+
+def device_of(tensor: Tensor) -> torch.device:
+    """The device as the program sees it."""
+    real: torch.device = _real_device(tensor)
+    mode = TracedGpu.active
+    if real.type != "meta" or mode is None or getattr(_inside, "depth", False):
+        return real
+    return mode.place_of(tensor)
+
+
+class TracedGpu(TorchDispatchMode):
+    """A GPU of `platform`, with a recorder of its memory."""
+
+    active: TracedGpu | None = None
+
+    def __init__(self, platform: Platform, recorder: Recorder) -> None:
+        super().__init__()
+        self.platform = platform
+        self.values = Values()
+        self.autocast = Autocast(platform.torch, self._is_cast)
+        self.in_optimizer = False
+        # By address of a storage: its block, or where it is if it is not on the GPU. A storage without an entry has no
+        # bytes.
+        self._places: dict[int, TracedTensor | torch.device] = {}
+        self._references: dict[int, Any] = {}
+        self.use(recorder)
+        self._shapes: dict[Any, Any] = {}
+        self._sole: tuple[int, int] | None = None
+        self._origins: dict[int, str] = {}  # by sequence number of an autograd node: the module that called it
+
+    def use(self, recorder: Recorder) -> None:
+        """Records there from now on, as of the beginning of a process."""
+        self.recorder = recorder
+        self._workspaces: set[str] = set()
+        recorder.enter(LOAD)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # True would import torch's compiler, which takes seconds
+
+    # ---- places
+
+    def place_of(self, tensor: Tensor) -> torch.device:
+        found = self._places.get(tensor.untyped_storage()._cdata)
+        return found if isinstance(found, torch.device) else CARD
+
+    def block_of(self, tensor: Tensor) -> TracedTensor | None:
+        if not tensor.is_sparse and _real_device(tensor).type == "meta":
+            found = self._places.get(tensor.untyped_storage()._cdata)
+            return found if isinstance(found, TracedTensor) else None
+        return None
+
+    def on_card(self, given: Any) -> bool:
+        return isinstance(given, Tensor) and _real_device(given).type == "meta" and self.place_of(given) is CARD
+
+    def keep(self, tensor: Tensor, owner: str = "", op: str = "") -> None:
+        """Records the allocation of a result's storage, unless it is known already."""
+        storage = tensor.untyped_storage()
+        if storage._cdata in self._places or not storage.nbytes():
+            return
+        block = self.recorder.alloc(storage.nbytes(), op, owner, tuple(tensor.shape), str(tensor.dtype)[6:])
+        self._follow(storage, block)
+
+    def put(self, tensor: Tensor, place: torch.device) -> None:
+        """States that a tensor without storage is not on the GPU: on the host, or on `meta` because the user asked."""
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._places:
+            self._follow(storage, place)
+
+    def _follow(self, storage: Any, place: TracedTensor | torch.device) -> None:
+        key = storage._cdata
+        places, references, values, recorder = self._places, self._references, self.values, self.recorder
+
+        def freed(_: Any) -> None:
+            del places[key], references[key]
+            values.forget(key)
+            if isinstance(place, TracedTensor):
+                recorder.free(place)
+
+        places[key] = place
+        references[key] = weakref.ref(storage, freed)
+
+    def _is_cast(self, tensor: Tensor) -> None:
+        if block := self.block_of(tensor):
+            block.owner = "casts"
+
+    # ---- operations
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        _inside.depth = getattr(_inside, "depth", 0) + 1
+        try:
+            return self._run(func, args, dict(kwargs or {}))
+        finally:
+            _inside.depth -= 1
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        given = list(_tensors((args, tuple(kwargs.values()))))
+        here = [each for each in given if _real_device(each).type == "meta"]
+        device = kwargs.get("device")
+        if not here and (device is None or device.type == "cpu"):
+            return self._on_host(func, args, kwargs)
+        if not here and device.type not in ("cuda", "meta"):
+            return func(*args, **kwargs)
+        place = self._place_of_result(given, here, device)
+        if place is not CARD:
+            return self._off_card(func, args, kwargs, place)
+        kwargs.pop("pin_memory", None)
+        if kwargs.get("generator") is not None:
+            kwargs["generator"] = None
+        if device is not None and device.type == "cuda":
+            kwargs["device"] = META
+        self._find_phase(func, given, here)
+        return self._on_card(func, args, kwargs, given, here)
+
+    def _place_of_result(self, given: list[Tensor], here: list[Tensor], device: torch.device | None) -> torch.device:
+        if device is not None and device.type in ("cuda", "cpu"):
+            return CARD if device.type == "cuda" or any(self.place_of(each) is CARD for each in here) else HOST
+        if here:
+            places = [self.place_of(each) for each in here]
+            return CARD if CARD in places else places[0]
+        return META if self.meta_wanted() else CARD
+
+    @staticmethod
+    def meta_wanted() -> bool:
+        """Whether the program itself asked for torch's `meta` device: with torch.device("meta"), or .to("meta")."""
+        if getattr(_inside, "wants_meta", 0):
+            return True
+        from torch.utils._device import DeviceContext
+
+        return any(isinstance(mode, DeviceContext) and mode.device.type == "meta"
+                   for mode in torch.overrides._get_current_function_mode_stack())
+
+    def _on_host(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Uninitialised tensors of the host that are large have no storage: weights before they move to the GPU."""
+        if func is ops.empty.memory_format:
+            dtype = kwargs.get("dtype") or torch.get_default_dtype()
+            numel = 1
+            for each in args[0]:
+                numel *= each
+            if numel * dtype.itemsize >= LARGE_HOST:
+                kwargs["device"] = META
+                kwargs.pop("pin_memory", None)
+                result = func(*args, **kwargs)
+                self.put(result, HOST)
+                return result
+        return func(*args, **kwargs)
+
+    def _off_card(self, func: Any, args: Any, kwargs: Any, place: torch.device) -> Any:
+        """An operation on tensors of the host that have no storage, or on the program's own `meta` tensors."""
+        if place == HOST:
+            if func is ops._local_scalar_dense.default:
+                return _any_value(args[0].dtype)
+            if func is ops.copy_.default and _real_device(args[0]).type == "cpu":
+                return args[0]
+            if kwargs.get("device") is not None:
+                kwargs["device"] = META
+            kwargs.pop("generator", None)
+            written = _written(func, args, kwargs)
+            if written:
+                return written[0] if func._schema.returns else None
+        result = func(*args, **kwargs)
+        for each in _tensors((result,)):
+            if _real_device(each).type == "meta":
+                self.put(each, place)
+        return result
+
+    def _on_card(self, func: Any, args: Any, kwargs: Any, given: list[Tensor], here: list[Tensor]) -> Any:
+        if func is ops._local_scalar_dense.default:
+            known = self.values.of(args[0])
+            return known.item() if known is not None else _any_value(args[0].dtype)
+        if func is ops._to_copy.default and kwargs.get("device") is not None and kwargs["device"].type == "cpu":
+            return self._to_host(args[0], kwargs.get("dtype"))
+        if func is ops.copy_.default:
+            return self._copy(*args, **kwargs)
+        if func is ops.embedding.default:  # on CUDA, rows selected by flat indices: ATen's Embedding.cpp
+            return self._embedding(*args[:2])
+        if func in DATA_DEPENDENT:
+            return self._data_dependent(func, args, kwargs)
+        if func is ops.index.Tensor and any(isinstance(each, Tensor) and each.dtype == torch.bool for each in args[1]):
+            args = (args[0], self._mask_to_indices(args[0], args[1]))
+        if func is ops.add.Tensor and self._accumulates(args[0]):
+            return args[0]
+        written = _written(func, args, kwargs)
+        if written and all(each.alias_info is not None for each in func._schema.returns):
+            self.values.update(func, args, kwargs, written)
+            if func in KERNELS:
+                self._record(func, args, kwargs, [])
+            if len(func._schema.returns) == 0:
+                return None
+            return written[0] if len(func._schema.returns) == 1 else tuple(written[:len(func._schema.returns)])
+        result = self._shape(func, args, kwargs)
+        results = list(result) if isinstance(result, tuple | list) else [result]
+        if not func.is_view and func not in VIEWS:
+            from_host = func is ops._to_copy.default and not here
+            owner = "data" if from_host and (self.recorder.phase != LOAD or not args[0].is_floating_point()) else ""
+            self._record(func, args, kwargs, results, owner)
+            self.values.compute(func, args, kwargs, results)
+        return result
+
+    def _record(self, func: Any, args: Any, kwargs: Any, results: list[Any], owner: str = "") -> None:
+        thread = "backward" if torch._C._current_graph_task_id() != -1 else "forward"
+        name = str(func)
+        call = Call(func, args, kwargs, results, self.platform, self.recorder, self._workspaces, thread,
+                    lambda tensor, owner: self.keep(tensor, owner, name), lambda tensor: self.put(tensor, HOST))
+        if kernel := KERNELS.get(func):
+            kernel(call)
+        call.finish(owner)
+
+    # ---- particular operations
+
+    def _to_host(self, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+        known = self.values.of(tensor)
+        dtype = dtype or tensor.dtype
+        if known is not None:
+            return known.to(dtype, copy=True)
+        if tensor.numel() * dtype.itemsize >= LARGE_HOST:
+            result = torch.empty(tensor.shape, dtype=dtype, device=META)
+            self.put(result, HOST)
+            return result
+        return torch.full(tensor.shape, _any_value(dtype), dtype=dtype)
+
+    def _copy(self, to: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+        if _real_device(to).type == "cpu":
+            known = self.values.of(source)
+            if known is not None:
+                to.copy_(known.expand(to.shape) if known.shape != to.shape else known)
+            return to
+        if not self.on_card(to):
+            return to
+        crosses = not self.on_card(source)
+        if crosses and to.dtype != source.dtype:  # converted on the GPU, in a copy of the host's: ATen's Copy.cu
+            self.recorder.scratch([source.numel() * source.element_size()], "copy_ in another precision")
+        self.values.update(ops.copy_.default, (to, source), {}, [to])
+        return to
+
+    def _embedding(self, weight: Tensor, indices: Tensor) -> Tensor:
+        result = torch.empty((*indices.shape, weight.shape[1]), dtype=weight.dtype, device=META)
+        self.keep(result, "", "aten.embedding.default")
+        return result
+
+    def _data_dependent(self, func: Any, args: Any, kwargs: Any) -> Any:
+        result = self.values.evaluate(func, args, kwargs)
+        if result is None:
+            raise Untraceable(f"{func} gives a result whose size depends on values, which a trace does not have")
+        made = []
+        for each in result if isinstance(result, tuple | list) else (result,):
+            tensor = torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device=META)
+            self.keep(tensor, "", str(func))
+            self.values.know(tensor, each)
+            made.append(tensor)
+        return tuple(made) if isinstance(result, tuple | list) else made[0]
+
+    def _mask_to_indices(self, source: Tensor, indices: Any) -> list[Any]:
+        """x[mask] is x[mask.nonzero()] on CUDA too: expandTensors() in IndexingUtils.h."""
+        found = []
+        for each in indices:
+            if isinstance(each, Tensor) and each.dtype == torch.bool:
+                where = self._data_dependent(ops.nonzero.default, (each,), {})
+                found += list(where.unbind(1))
+            else:
+                found.append(each)
+        return found
+
+    def _accumulates(self, gradient: Tensor) -> bool:
+        """Whether autograd would add to this gradient in place: can_accumulate_inplace() in input_buffer.cpp.
+
+        It does so between two nodes, if nothing else refers to the gradient or its storage. Under a dispatch mode torch
+        adds into a new tensor instead (isTensorSubclassLike() is true then).
+        """
+        if torch._C._current_graph_task_id() == -1 or torch.is_grad_enabled() or not _called_by_engine():
+            return False
+        counts = (gradient._use_count(),  # type: ignore[attr-defined]
+                  torch._C._storage_Use_Count(gradient.untyped_storage()._cdata))
+        if self._sole is None:  # `calibrate` is running
+            self._sole = counts
+        return counts[0] <= self._sole[0] and counts[1] <= self._sole[1] and _is_dense(gradient)
+
+    def calibrate(self) -> None:
+        """Learns the reference counts of a gradient that only autograd refers to; they differ between versions."""
+        source = torch.ones(2, device=META, requires_grad=True)
+        doubled = source * 2
+        (doubled * 3 + doubled * 4).sum().backward()
+
+    # ---- shapes
+
+    def _shape(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """torch works out many shapes in Python, which is slow: it is asked once for arguments of equal shapes."""
+        if func.is_view or func in VIEWS:
+            return func(*args, **kwargs)
+        try:
+            key = func, _key(args), _key(tuple(kwargs.items()))
+        except TypeError:
+            return self._ask(func, args, kwargs)
+        known = self._shapes.get(key)
+        if known is None:
+            result = self._ask(func, args, kwargs)
+            known = self._shapes[key] = _describe(result)
+            if any(_aliases(each, args) for each in _tensors((result,))):
+                self._shapes[key] = Ellipsis
+            return result
+        if known is Ellipsis:
+            return self._ask(func, args, kwargs)
+        return _made(known)
+
+    @staticmethod
+    def _ask(func: Any, args: Any, kwargs: Any) -> Any:
+        try:
+            return func(*args, **kwargs)
+        except NotImplementedError as error:
+            if func._can_decompose():
+                return func.decompose(*args, **kwargs)
+            raise Untraceable(f"{func} has no kernel for tensors without storage") from error
+
+    # ---- phases
+
+    def _find_phase(self, func: Any, given: list[Tensor], here: list[Tensor]) -> None:
+        recorder, sequence = self.recorder, torch._C._autograd._get_sequence_nr()
+        if torch._C._current_graph_task_id() != -1:
+            recorder.enter(BACKWARD)
+            node = torch._C._current_autograd_node()
+            recorder.origin = self._origins.get(node._sequence_nr(), "") if node is not None else ""
+        elif self.in_optimizer:
+            recorder.enter(OPTIMIZER)
+        elif recorder.modules:
+            recorder.enter(FORWARD if torch.is_grad_enabled() else EVALUATION)
+            self._origins[sequence - 1] = recorder.modules[-1]  # of the node that autograd has just made
+        elif given and not here and recorder.phase not in (LOAD, EVALUATION):
+            recorder.enter(FORWARD)  # the next batch
+
+
+class _Shape:
+    __slots__ = ("dtype", "size", "stride")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.size, self.stride, self.dtype = tuple(tensor.shape), tensor.stride(), tensor.dtype
+
+
+def _describe(result: Any) -> Any:
+    if isinstance(result, Tensor):
+        return _Shape(result)
+    if isinstance(result, tuple | list):
+        return type(result) if not result else [type(result), *map(_describe, result)]
+    return (result,)
+
+
+def _made(known: Any) -> Any:
+    if isinstance(known, _Shape):
+        return torch.empty_strided(known.size, known.stride, dtype=known.dtype, device=META)
+    if isinstance(known, type):
+        return known()
+    if isinstance(known, list):
+        return tuple(map(_made, known[1:])) if known[0] is tuple else list(map(_made, known[1:]))
+    return known[0]
+
+
+def _key(given: Any) -> Any:
+    if isinstance(given, Tensor):
+        return (tuple(given.shape), given.stride(), given.dtype, _real_device(given).type,
+                given.storage_offset() % 16 == 0)
+    if isinstance(given, tuple | list):
+        return tuple(map(_key, given))
+    return type(given), given  # 1 and 1.0 are not the same
+
+
+def _called_by_engine() -> bool:
+    """Whether the operation comes from autograd's C++ code, not from Python code inside a backward pass."""
+    frame = sys._getframe(1)
+    while frame.f_code.co_filename == __file__ and frame.f_back is not None:
+        frame = frame.f_back
+    return frame.f_code.co_name == "_engine_run_backward"
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    expected = 1
+    for stride, size in sorted((stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+                               if size > 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _aliases(tensor: Tensor, args: Any) -> bool:
+    storage = tensor.untyped_storage()._cdata
+    return any(each.untyped_storage()._cdata == storage for each in _tensors(args))
+
+
+def _tensors(given: Any) -> Any:
+    for each in given:
+        if isinstance(each, Tensor):
+            yield each
+        elif isinstance(each, tuple | list):
+            yield from _tensors(each)
+
+
+_written_places: dict[Any, list[tuple[int, str]]] = {}
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """The tensors that an operation writes into: they exist already, so nothing is allocated."""
+    if func not in _written_places:
+        _written_places[func] = [(place, each.name) for place, each in enumerate(func._schema.arguments)
+                                 if each.alias_info is not None and each.alias_info.is_write]
+    given = [args[place] if place < len(args) else kwargs.get(name) for place, name in _written_places[func]]
+    return list(_tensors(given))
+
+
+def _any_value(dtype: torch.dtype) -> Any:
+    """The answer where a program asks for a value that was never computed: a loss of 1.0, a flag that is not set."""
+    if dtype.is_floating_point:
+        return 1.0
+    return False if dtype == torch.bool else 1

@@ -1,0 +1,366 @@
+"""What CUDA's kernels allocate besides their results: one table, by operation (`KERNELS`).
+
+torch's `meta` device gives the shapes of results. A function of the table adds what differs on CUDA: scratch memory,
+cuBLAS workspaces, and the order in which results are allocated where it is not the order of return. Sizes of scratch
+memory are those of tapes/aten.py, which were recorded on an H200.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..memory.platform import Platform
+from ..tapes import aten as scratch
+from .recorder import Recorder, TracedTensor
+
+ops = torch.ops.aten
+MANY_ROWS = 64 * 1024  # of a layer norm, from which on its backward pass sums in two steps
+
+
+class Call:
+    """One call of an operation on the GPU, while its memory is recorded."""
+
+    def __init__(self, op: Any, args: Any, kwargs: Any, results: list[Any], platform: Platform, recorder: Recorder,
+                 workspaces: set[str], thread: str, keep: Callable[[Tensor, str], None],
+                 host: Callable[[Tensor], None]) -> None:
+        self.op, self.args, self.kwargs, self.results = op, args, kwargs, results
+        self.platform, self._recorder, self._workspaces, self._thread = platform, recorder, workspaces, thread
+        self._keep, self._host, self._scratch = keep, host, list[TracedTensor]()
+
+    def argument(self, place: int, name: str, default: Any = None) -> Any:
+        return self.args[place] if place < len(self.args) else self.kwargs.get(name, default)
+
+    def output(self, *places: int) -> None:
+        """Allocates these results now; the others follow at the end."""
+        for place in places:
+            self._keep(self.results[place], "")
+
+    def host(self, *places: int) -> None:
+        """These results are on the host."""
+        for place in places:
+            self._host(self.results[place])
+
+    def scratch(self, nbytes: int) -> TracedTensor:
+        """Memory that is freed at the end of the operation, unless `free` comes first."""
+        self._scratch.append(self._recorder.alloc(nbytes, str(self.op), "workspace"))
+        return self._scratch[-1]
+
+    def free(self, *tensors: TracedTensor) -> None:
+        for each in tensors:
+            self._scratch.remove(each)
+            self._recorder.free(each)
+
+    def workspace(self, name: str, nbytes: int) -> None:
+        """Memory that the first use on a thread allocates, and that stays: forward and backward have a thread each."""
+        if (key := f"{name} of the {self._thread} thread") not in self._workspaces:
+            self._workspaces.add(key)
+            self._recorder.alloc(nbytes, name, "workspace")
+
+    def finish(self, owner: str) -> None:
+        for result in self.results:
+            if isinstance(result, Tensor):
+                self._keep(result, owner)
+        self.free(*reversed(self._scratch))
+
+
+# ---- matrix products
+
+
+def matmul(call: Call) -> None:
+    call.output(0)
+    call.workspace("cublas workspace", call.platform.workspace)
+
+
+def matmul_with_bias(call: Call) -> None:
+    """cuBLASLt adds the bias in the product's kernel: isInputCompliesAddmmCudaLt() in Blas.cpp."""
+    matmul(call)
+    bias, _, mat2 = call.args[:3]
+    if bias.dim() == 1 and bias.is_contiguous() and bias.shape[0] == mat2.shape[1] and min(mat2.shape) > 1 \
+            and call.kwargs.get("beta", 1) == 1:
+        call.workspace("cublaslt workspace", scratch.CUBLASLT)
+
+
+# ---- reductions: setReduceConfig() in ATen/native/cuda/Reduce.cuh
+
+
+def reduction(call: Call) -> None:
+    source = call.args[0]
+    names = [each.name for each in call.op._schema.arguments]
+    dims = call.argument(names.index("dim"), "dim") if "dim" in names else None
+    dims = [dims] if isinstance(dims, int) else dims or list(range(source.dim()))
+    call.output(0)
+    result = call.results[0]
+    if source.dtype != result.dtype and not (source.element_size() == 2 and result.dtype == torch.float32):
+        # Converted first, unless the kernel can: make_reduction_from_ty() in ReduceOpsUtils.h.
+        call.scratch(source.numel() * result.element_size())
+    for nbytes in reduction_scratch(source, dims, call.platform):
+        call.scratch(nbytes)
+
+
+def last_power(number: int) -> int:
+    return 1 << (max(number, 1).bit_length() - 1)
+
+
+def reduction_scratch(source: Tensor, dims: list[int], platform: Platform, accumulator: int = 4,
+                      vt0: int = 4) -> list[int]:
+    """Bytes of partial results and counters, where several blocks of threads share an output."""
+    reduced = {dim % source.dim() for dim in dims} if source.dim() else set()
+    groups = []  # dimensions as the tensor iterator has them: reduced ones first, by stride, neighbours merged
+    for chosen in (True, False):
+        merged = list[list[int]]()
+        for size, stride in sorted(((source.shape[d], source.stride(d)) for d in range(source.dim())
+                                    if (d in reduced) == chosen and source.shape[d] > 1), key=lambda each: each[1]):
+            if merged and merged[-1][0] * merged[-1][1] == stride:
+                merged[-1][0] *= size
+            else:
+                merged.append([size, stride])
+        groups.append(merged)
+    inner, outer = groups
+    outputs, inputs = prod(size for size, _ in outer), prod(size for size, _ in inner)
+    if not inner or not outputs or not inputs:
+        return []
+    on_fastest = not outer or inner[0][1] < outer[0][1]
+    width, height = (inputs, outputs) if on_fastest else (outputs, inputs)
+    vector = 1
+    if (inner if on_fastest else outer)[0][1] == 1:
+        if on_fastest and width > 128 and len(inner) + len(outer) == 1:
+            width //= vt0
+        elif not on_fastest:
+            vector = 4
+            for number in (outer[0][0], source.storage_offset(), *(s for _, s in inner), *(s for _, s in outer[1:])):
+                while number % vector:
+                    vector //= 2
+            width //= vector
+    most = scratch.THREADS // vector
+    width_power, height_power = min(last_power(width), most), min(last_power(height), most)
+    block_width = min(width_power, scratch.WARP)
+    block_height = min(height_power, most // block_width)
+    block_width = min(width_power, most // block_height)
+    step_input, step_output = (block_width, 1) if on_fastest else (1, block_width)
+    per_thread = -(-inputs // step_input)
+    splits_rows = per_thread >= block_height * 16 or per_thread >= scratch.MAX_PER_THREAD
+    if not splits_rows:
+        return []
+    per_thread = -(-inputs // (step_input * block_height))
+    grid = -(-(outputs // vector) // step_output)
+    busy = platform.sms * (platform.threads // (block_width * block_height))
+    if per_thread < scratch.MAX_PER_THREAD or grid > busy:
+        return []
+    split = max(min(-(-busy // grid), -(-per_thread // scratch.MIN_PER_THREAD)),
+                -(-per_thread // scratch.MAX_PER_THREAD))
+    if split <= 1:
+        return []
+    return [accumulator * outputs * split * (1 if on_fastest else block_width * vector), 4 * grid]
+
+
+def cumulative(call: Call) -> None:
+    """Works in the dtype of its result: ScanKernels.cpp."""
+    call.output(0)
+    if call.args[0].dtype != call.results[0].dtype:
+        call.scratch(call.results[0].numel() * call.results[0].element_size())
+
+
+def safe_softmax(call: Call) -> None:
+    """Looks for rows that are masked everywhere: _safe_softmax() in attention.cpp."""
+    source = call.args[0]
+    call.output(0)
+    for nbytes in (source.numel(), source.numel() // source.shape[call.args[1]], source.element_size()):
+        call.scratch(nbytes)
+
+
+def softmax_backward(call: Call) -> None:
+    """The product of gradient and output: softmax_backward_cuda_out() in SoftMax.cu."""
+    gradient, output = call.args[:2]
+    call.output(0)
+    call.scratch(gradient.numel() * max(gradient.element_size(), output.element_size()))
+
+
+def foreach_norm(call: Call) -> None:
+    sizes = [each.numel() for each in call.args[0]]
+    call.scratch(scratch.norm_partials(sizes))
+
+
+# ---- embedding
+
+
+def embedding_backward(call: Call) -> None:
+    """Sorts many indices and sums rows of equal ones: EmbeddingBackwardKernel.cu."""
+    gradient, indices, rows = call.args[:3]
+    count, width = indices.numel(), gradient.shape[-1]
+    if count <= scratch.SIMPLE_EMBEDDING:
+        return
+    segments = min(count, rows)
+    partial = count // 10 + segments
+    call.scratch(8 * count)
+    call.scratch(8 * count)
+    ordinals = call.scratch(8 * count)
+    call.free(call.scratch(16 * count + 1024 * -(-count // scratch.SORT_TILE) + scratch.SORT_DIGITS + 255), ordinals)
+    call.output(0)
+    call.scratch(8 * count)
+    call.scratch(8)
+    keys = call.scratch(8 * count)
+    call.free(call.scratch(scratch.SCAN), keys)
+    call.scratch(8 * segments)
+    call.scratch(8 * segments)
+    call.free(call.scratch(scratch.SCAN))
+    for nbytes in (8, 8 * partial, 4 * partial * width):
+        call.scratch(nbytes)
+
+
+def index(call: Call) -> None:
+    """Several index tensors of different strides are made contiguous: AdvancedIndex in TensorAdvancedIndexing.cpp."""
+    indices = [each for each in call.args[1] if isinstance(each, Tensor)]
+    if len(indices) < 2:
+        return
+    expanded = torch.broadcast_tensors(*indices)
+    if len({each.stride() for each in expanded}) > 1:
+        for each in expanded:
+            if not each.is_contiguous():
+                call.scratch(each.numel() * each.element_size())
+
+
+# ---- norms
+
+
+def layer_norm(call: Call) -> None:
+    """Works on contiguous tensors: layer_norm_kernel.cu."""
+    if not call.args[0].is_contiguous():
+        call.scratch(call.args[0].numel() * call.args[0].element_size())
+
+
+def layer_norm_backward(call: Call) -> None:
+    """With many rows and few columns, the weight's gradients are summed in two steps: 32 rows, then the rest."""
+    gradient, source, shape = call.args[:3]
+    for each in (gradient, source):
+        if not each.is_contiguous():
+            call.scratch(each.numel() * each.element_size())
+    partial = partial_sums(source, prod(shape), call.platform)
+    if not partial:
+        return
+    call.output(0)
+    gradients = [place for place in (1, 2) if isinstance(call.results[place], Tensor)]
+    replaced = [call.scratch(call.results[place].nbytes) for place in gradients]
+    sums = [torch.empty(partial, prod(shape), dtype=call.results[place].dtype, device="meta") for place in gradients]
+    for each in sums:
+        call.scratch(each.nbytes)
+    for place, each, first in zip(gradients, sums, replaced, strict=True):
+        call.output(place)
+        call.free(*reversed([call.scratch(nbytes) for nbytes in reduction_scratch(each, [0], call.platform)]), first)
+
+
+def partial_sums(source: Tensor, columns: int, platform: Platform) -> int:
+    """Rows of partial sums in a norm's backward pass; 0: none. LaunchGammaBetaBackwardCUDAKernel() in
+    layer_norm_kernel.cu."""
+    rows = source.numel() // columns
+    return -(-rows // 32) if rows > MANY_ROWS and columns // 32 < platform.sms // 2 else 0
+
+
+# ---- attention
+
+
+def flash(call: Call) -> None:
+    call.output(0, 1)
+
+
+def efficient(call: Call) -> None:
+    """(out, lse, seed, offset): the random state stays on the host."""
+    call.host(2, 3)
+
+
+def cudnn(call: Call) -> None:
+    """(out, lse, …, seed, offset, …): the random state comes first. Without gradients there is no log-sum-exp."""
+    if not call.argument(4, "compute_log_sumexp"):
+        call.host(1)
+    call.output(6, 7, 0, 1)
+    call.scratch(scratch.CUDNN_SCRATCH)
+
+
+def _heads(query: Tensor) -> tuple[int, int, int, int]:
+    batch, heads, tokens, head = query.shape
+    return batch, heads, tokens, head
+
+
+def _contiguous(call: Call, *tensors: Tensor) -> None:
+    """Copies of heads [B, H, T, D] that are not stored as [B, T, H, D]: .contiguous() in attention_backward.cu."""
+    for each in tensors:
+        if not each.transpose(1, 2).is_contiguous():
+            call.scratch(each.numel() * each.element_size())
+
+
+def flash_backward(call: Call) -> None:
+    gradient, query, key, _, out = call.args[:5]
+    _contiguous(call, gradient, out)
+    call.output(0, 1, 2)
+    for nbytes in scratch.flash_backward(*_heads(query)):
+        call.scratch(nbytes)
+    if query.shape[1] != key.shape[1]:  # gradients of keys and values per head of the queries, then summed
+        for _ in range(2):
+            call.scratch(key.numel() // key.shape[1] * query.shape[1] * key.element_size())
+
+
+def cudnn_backward(call: Call) -> None:
+    query, key = call.args[1:3]
+    call.output(0, 1, 2)
+    # Fewer heads of keys than of queries: their gradients per head of the queries, too, in the same precision.
+    expanded = 0 if query.shape[1] == key.shape[1] else 2 * key.numel() // key.shape[1] * query.shape[1]
+    call.scratch(scratch.cudnn_backward(*_heads(query)) + expanded * key.element_size())
+
+
+def efficient_backward(call: Call) -> None:
+    gradient, query = call.args[0], call.args[1]
+    _contiguous(call, gradient)
+    call.output(0, 1, 2)
+    shape = _heads(query)
+    rows = 4 * prod(shape[:3])
+    if gradient.dtype == torch.float32:
+        product, summed = call.scratch(4 * prod(shape)), call.scratch(rows)
+        call.scratch(rows)
+        call.free(summed, product)
+    else:
+        call.scratch(rows)
+    call.scratch(scratch.efficient_backward(*shape))
+
+
+def dropout(call: Call) -> None:
+    call.output(1, 0)
+
+
+KERNELS: dict[Any, Callable[[Call], None]] = {
+    ops.mm.default: matmul,
+    ops.bmm.default: matmul,
+    ops.baddbmm.default: matmul,
+    ops.addmm.default: matmul_with_bias,
+    ops.addmv.default: matmul,
+    ops.mv.default: matmul,
+    ops.dot.default: matmul,
+    ops.sum.default: reduction,
+    ops.sum.dim_IntList: reduction,
+    ops.mean.default: reduction,
+    ops.mean.dim: reduction,
+    ops.linalg_vector_norm.default: reduction,
+    ops.norm.Scalar: reduction,
+    ops.norm.ScalarOpt_dim: reduction,
+    ops.norm.ScalarOpt_dtype: reduction,
+    ops.norm.ScalarOpt_dim_dtype: reduction,
+    ops.cumsum.default: cumulative,
+    ops.cumprod.default: cumulative,
+    ops._safe_softmax.default: safe_softmax,
+    ops._softmax_backward_data.default: softmax_backward,
+    ops._foreach_norm.Scalar: foreach_norm,
+    ops.embedding_dense_backward.default: embedding_backward,
+    ops.index.Tensor: index,
+    ops.native_layer_norm.default: layer_norm,
+    ops.native_layer_norm_backward.default: layer_norm_backward,
+    ops.native_dropout.default: dropout,
+    ops._scaled_dot_product_flash_attention.default: flash,
+    ops._scaled_dot_product_efficient_attention.default: efficient,
+    ops._scaled_dot_product_cudnn_attention.default: cudnn,
+    ops._scaled_dot_product_flash_attention_backward.default: flash_backward,
+    ops._scaled_dot_product_cudnn_attention_backward.default: cudnn_backward,
+    ops._scaled_dot_product_efficient_attention_backward.default: efficient_backward,
+}

@@ -1,0 +1,86 @@
+"""Which module and which optimizer step the program is in: module paths, owners of parameters and gradients, steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from .device import TracedGpu
+from .patches import Patches
+from .recorder import SETTLED
+
+
+class StepsDone(BaseException):
+    """Stops a program that has taken the wanted number of optimizer steps. Not an Exception: programs catch those."""
+
+
+class ModuleCalls:
+    """Follows calls of modules and optimizers."""
+
+    def __init__(self, device: TracedGpu, stop_after: int | None) -> None:
+        self.device, self.recorder, self.stop_after = device, device.recorder, stop_after
+        self._names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+        self._stepped: set[int] = set()  # optimizers that have stepped since the last forward pass
+        self._last = 0                   # the number of events after the last of these steps
+
+    def install(self, patches: Patches) -> None:
+        original: Callable[..., Any] = nn.Module.__call__
+
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            stack = self.recorder.modules
+            if not stack:
+                self._begin(module)
+            stack.append(self._names.get(module, type(module).__name__))
+            try:
+                return original(module, *args, **kwargs)
+            finally:
+                stack.pop()
+
+        patches.set(nn.Module, "__call__", call)
+
+    def _begin(self, module: nn.Module) -> None:
+        """A call that no other module makes: of the whole model, or of a part that the program calls itself."""
+        if torch._C._current_graph_task_id() == -1 and not self.device.in_optimizer:
+            self._finish_step()
+        if module not in self._names:
+            for name, each in module.named_modules():
+                self._names[each] = name or type(each).__name__
+                if isinstance(each, nn.Embedding):
+                    self.recorder.vocabulary = max(self.recorder.vocabulary, each.num_embeddings)
+            parameters = list(module.parameters())
+            self.recorder.params = max(self.recorder.params, sum(each.numel() for each in parameters))
+            self._own([*parameters, *module.buffers()], "weights")
+
+    def _own(self, tensors: list[Tensor], owner: str) -> None:
+        for each in tensors:
+            block = self.device.block_of(each)
+            if block is not None and block.owner not in SETTLED:
+                block.owner = owner
+
+    def before_step(self, optimizer: Any, *_: Any) -> None:
+        self.device.in_optimizer = True
+        params = [each for group in optimizer.param_groups for each in group["params"]]
+        self._own(params, "weights")
+        self._own([each.grad for each in params if each.grad is not None], "gradients")
+
+    def after_step(self, optimizer: Any, *_: Any) -> None:
+        self.device.in_optimizer = False
+        if id(optimizer) in self._stepped:
+            self._finish_step()
+        self._stepped.add(id(optimizer))
+        self._last = self.recorder.length
+
+    def _finish_step(self) -> None:
+        if self._stepped:
+            self._stepped.clear()
+            self.recorder.steps.append(self._last)
+            if self.stop_after is not None and len(self.recorder.steps) >= self.stop_after:
+                raise StepsDone
+
+    def finish(self) -> None:
+        self.stop_after = None
+        self._finish_step()

@@ -1,0 +1,300 @@
+"""Functions of torch that would need a driver or a device, replaced while a trace runs.
+
+They are attributes of Python modules and classes, so the replacement holds in every thread and for code that was
+imported earlier.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..hardware.gpus import GpuModel
+from ..memory.platform import Platform
+from .device import CARD, HOST, META, TracedGpu, _inside, _real_device, device_of
+
+
+class Patches:
+    """Replaces attributes and puts them back."""
+
+    def __init__(self) -> None:
+        self._replaced: list[tuple[Any, str, Any, bool]] = []
+
+    def set(self, target: Any, name: str, value: Any) -> None:
+        own = name in vars(target)
+        self._replaced.append((target, name, vars(target).get(name), own))
+        setattr(target, name, value)
+
+    def undo(self) -> None:
+        for target, name, value, own in reversed(self._replaced):
+            if own:
+                setattr(target, name, value)
+            else:
+                delattr(target, name)
+        self._replaced.clear()
+
+
+def install(patches: Patches, device: TracedGpu, platform: Platform, card: GpuModel | None, memory: int) -> None:
+    """`memory`: what the GPU offers, in bytes."""
+    _tensors(patches)
+    _constructors(patches)
+    _autocast(patches, device)
+    _compilers(patches, device)
+    _cuda(patches, device, platform, card, memory)
+
+
+def is_cuda(device: Any) -> bool:
+    if isinstance(device, torch.device):
+        return device.type == "cuda"
+    if isinstance(device, str):
+        return device.partition(":")[0] == "cuda"
+    return isinstance(device, int) and not isinstance(device, bool)
+
+
+def default_device() -> torch.device:
+    """Of `with torch.device(...)` or set_default_device. torch.get_default_device() would call torch.tensor."""
+    from torch.utils._device import DeviceContext
+
+    for mode in reversed(torch.overrides._get_current_function_mode_stack()):
+        if isinstance(mode, DeviceContext):
+            return mode.device
+    return HOST
+
+
+def _tensors(patches: Patches) -> None:
+    patches.set(Tensor, "device", property(device_of))
+    patches.set(Tensor, "is_cuda", property(lambda tensor: device_of(tensor).type == "cuda"))
+    patches.set(Tensor, "is_meta", property(lambda tensor: device_of(tensor).type == "meta"))
+    patches.set(Tensor, "is_cpu", property(lambda tensor: device_of(tensor).type == "cpu"))
+    patches.set(Tensor, "get_device", lambda tensor: 0 if device_of(tensor).type == "cuda" else -1)
+    patches.set(Tensor, "pin_memory", lambda tensor, device=None: tensor)
+    patches.set(Tensor, "is_pinned", lambda tensor, device=None: device_of(tensor).type == "cpu")
+    patches.set(Tensor, "record_stream", lambda tensor, stream: None)
+    patches.set(Tensor, "share_memory_", lambda tensor: tensor)
+    real_to = torch._C.TensorBase.to
+
+    def to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """A device that is CUDA becomes the stand-in: C++ would look for a driver."""
+        wanted = kwargs.get("device", args[0] if args else None)
+        if isinstance(wanted, Tensor):
+            args, kwargs, wanted = args[1:], {**kwargs, "dtype": wanted.dtype}, device_of(wanted)
+            kwargs["device"] = wanted
+        on_stand_in = _real_device(tensor).type == "meta"
+        if is_cuda(wanted) or (on_stand_in and isinstance(wanted, str | torch.device) and \
+                torch.device(wanted) == device_of(tensor)):
+            if on_stand_in and device_of(tensor).type == "cpu":  # a large tensor of the host
+                return _upload(tensor, args, kwargs)
+            if "device" in kwargs:
+                kwargs["device"] = META
+            else:
+                args = (META, *args[1:])
+            return real_to(tensor, *args, **kwargs)
+        if isinstance(wanted, str | torch.device) and torch.device(wanted).type == "meta":
+            _inside.wants_meta = getattr(_inside, "wants_meta", 0) + 1
+            try:
+                return real_to(tensor, *args, **kwargs) if not on_stand_in else torch.empty_like(tensor, device="meta")
+            finally:
+                _inside.wants_meta -= 1
+        return real_to(tensor, *args, **kwargs)
+
+    def upload(tensor: Tensor, args: Any, kwargs: Any) -> Tensor:
+        dtypes = [each for each in (*args, kwargs.get("dtype")) if isinstance(each, torch.dtype)]
+        return _Upload.apply(tensor, dtypes[0] if dtypes else tensor.dtype)  # type: ignore[no-any-return]
+
+    global _upload
+    _upload = upload
+    patches.set(Tensor, "to", to)
+    patches.set(Tensor, "cuda", lambda tensor, device=None, non_blocking=False, memory_format=torch.preserve_format:
+                to(tensor, CARD, non_blocking=non_blocking))
+    patches.set(Tensor, "cpu", lambda tensor, memory_format=torch.preserve_format: to(tensor, HOST))
+
+
+class _Upload(torch.autograd.Function):
+    """A large tensor of the host, which has no storage, moves to the GPU."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=CARD)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient.to(HOST), None
+
+
+_upload: Callable[..., Tensor]
+
+
+def _constructors(patches: Patches) -> None:
+    """torch.tensor and its relatives build on the host and copy in C++, where a driver would be needed."""
+    for name in ("tensor", "as_tensor", "asarray"):
+        original = getattr(torch, name)
+
+        def made(data: Any, *args: Any, original: Any = original, **kwargs: Any) -> Tensor:
+            device = kwargs.pop("device", None)
+            if isinstance(data, Tensor) and device is None:
+                return original(data, *args, **kwargs)  # type: ignore[no-any-return]
+            if device is None:
+                device = default_device()
+            if is_cuda(device):
+                requires_grad = kwargs.pop("requires_grad", False)
+                if not (isinstance(data, Tensor) and _real_device(data).type == "meta"):
+                    data = original(data, *args, device=HOST, **kwargs)
+                result: Tensor = data.to(CARD)
+                return result.requires_grad_() if requires_grad else result
+            return original(data, *args, device=device, **kwargs)  # type: ignore[no-any-return]
+
+        patches.set(torch, name, functools.wraps(original)(made))
+    grouped = torch._C._group_tensors_by_device_and_dtype
+
+    def group(tensors: Any, with_indices: bool = False) -> Any:
+        return {(CARD if place is not None and place.type == "meta" else place, dtype): value
+                for (place, dtype), value in grouped(tensors, with_indices).items()}
+
+    patches.set(torch._C, "_group_tensors_by_device_and_dtype", group)
+    real_generator = torch.Generator
+
+    class HostGenerator(real_generator):  # type: ignore[misc,valid-type]
+        """A generator of the GPU is one of the host that says otherwise: nothing is drawn from it."""
+
+        def __new__(cls, device: Any = None) -> Any:
+            host = "cpu" if is_cuda(device) else device or "cpu"
+            return real_generator.__new__(cls, host)  # type: ignore[call-arg]
+
+    patches.set(torch, "Generator", HostGenerator)
+
+
+def _autocast(patches: Patches, device: TracedGpu) -> None:
+    enable, clear = torch.set_autocast_enabled, torch.clear_autocast_cache
+
+    def set_enabled(*args: Any) -> None:
+        enable(*args)
+        if len(args) == 1 or args[0] == "cuda":
+            device.autocast.switch(bool(args[-1]))
+
+    def clear_cache() -> None:
+        clear()
+        device.autocast.clear()
+
+    patches.set(torch, "set_autocast_enabled", set_enabled)
+    patches.set(torch, "clear_autocast_cache", clear_cache)
+
+
+def _compilers(patches: Patches, device: TracedGpu) -> None:
+    """What would be compiled runs as it is; the trace says so."""
+    def compile(model: Any = None, **_: Any) -> Any:
+        device.recorder.compiled = True
+        return model if model is not None else lambda function: function
+
+    patches.set(torch, "compile", compile)
+    patches.set(torch.nn.Module, "compile", lambda module, *_, **__: compile(module) and None)
+    patches.set(torch.jit, "script", lambda function=None, *_, **__: function)
+
+
+class NoStream:
+    """A stream or an event that does nothing."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.device, self.device_index, self.cuda_stream, self.stream_id = CARD, 0, 0, 0
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *args, **kwargs: True if name == "query" else 1.0 if name == "elapsed_time" else None
+
+    def __enter__(self) -> NoStream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+
+def _cuda(patches: Patches, device: TracedGpu, platform: Platform, card: GpuModel | None, memory: int) -> None:
+    name = f"NVIDIA {card.name}" if card else "GPU"
+    properties = SimpleNamespace(
+        name=name, major=platform.capability[0], minor=platform.capability[1], total_memory=memory,
+        multi_processor_count=platform.sms, max_threads_per_multi_processor=platform.threads, warp_size=32,
+        regs_per_multiprocessor=65536, shared_memory_per_block_optin=101376, shared_memory_per_multiprocessor=102400,
+        L2_cache_size=platform.cache, is_integrated=False, is_multi_gpu_board=False, uuid="", gcnArchName="",
+        shared_memory_per_block=49152)
+    random_state = torch.random.get_rng_state()
+
+    def allocated(*_: Any, **__: Any) -> int:
+        return device.recorder.allocated
+
+    cuda = torch.cuda
+    answers: dict[str, Any] = {
+        "is_available": lambda: True, "device_count": lambda: 1, "is_initialized": lambda: True,
+        "current_device": lambda: 0, "set_device": lambda *_: None, "init": lambda: None, "_lazy_init": lambda: None,
+        "_lazy_call": lambda call, **_: None,
+        "is_bf16_supported": lambda *_, **__: platform.has_bf16, "is_tf32_supported": lambda: platform.has_bf16,
+        "get_device_name": lambda *_: name, "get_device_capability": lambda *_: platform.capability,
+        "get_device_properties": lambda *_: properties,
+        "get_arch_list": lambda: [f"sm_{properties.major}{properties.minor}"],
+        "synchronize": lambda *_: None, "ipc_collect": lambda: None,
+        "empty_cache": device.recorder.empty_cache,
+        "current_stream": NoStream, "default_stream": NoStream, "stream": NoStream,
+        "set_stream": lambda *_: None, "Stream": NoStream, "Event": NoStream, "ExternalStream": NoStream,
+        "memory_allocated": allocated, "max_memory_allocated": allocated, "memory_reserved": allocated,
+        "max_memory_reserved": allocated, "memory_cached": allocated, "max_memory_cached": allocated,
+        "mem_get_info": lambda *_: (max(memory - allocated(), 0), memory),
+        "reset_peak_memory_stats": lambda *_: None, "reset_max_memory_allocated": lambda *_: None,
+        "reset_max_memory_cached": lambda *_: None, "reset_accumulated_memory_stats": lambda *_: None,
+        "memory_stats": lambda *_, **__: _Zeros(), "memory_summary": lambda *_, **__: "",
+        "memory_snapshot": lambda *_, **__: [],
+        "set_per_process_memory_fraction": lambda *_: None, "manual_seed": lambda *_: None,
+        "manual_seed_all": lambda *_: None, "seed": lambda: None, "seed_all": lambda: None, "initial_seed": lambda: 0,
+        "get_rng_state": lambda *_: random_state.clone(), "get_rng_state_all": lambda: [random_state.clone()],
+        "set_rng_state": lambda *_: None, "set_rng_state_all": lambda *_: None,
+        "is_current_stream_capturing": lambda: False, "utilization": lambda *_: 0,
+        "can_device_access_peer": lambda *_: False,
+    }
+    for attribute, answer in answers.items():
+        if hasattr(cuda, attribute):
+            patches.set(cuda, attribute, answer)
+    for module in (cuda.memory, cuda.random):
+        for attribute, answer in answers.items():
+            if attribute in vars(module) and callable(vars(module)[attribute]):
+                patches.set(module, attribute, answer)
+    patches.set(cuda, "device", _CurrentDevice)
+    accelerator = getattr(torch, "accelerator", None)
+    if accelerator is not None:
+        for attribute, answer in {
+            "is_available": lambda: True, "device_count": lambda: 1, "current_device_index": lambda: 0,
+            "current_accelerator": lambda check_available=False: torch.device("cuda"), "synchronize": lambda *_: None,
+            "current_device_idx": lambda: 0, "set_device_index": lambda *_: None, "set_device_idx": lambda *_: None,
+            "empty_cache": device.recorder.empty_cache, "memory_allocated": allocated,
+            "max_memory_allocated": allocated, "memory_reserved": allocated,
+            "max_memory_reserved": allocated, "reset_peak_memory_stats": lambda *_: None,
+            "current_stream": lambda *_: NoStream(), "get_memory_info": lambda *_: (memory - allocated(), memory),
+        }.items():
+            if hasattr(accelerator, attribute):
+                patches.set(accelerator, attribute, answer)
+    # A tensor of inference mode has no autograd key, on which composites.py registers.
+    patches.set(torch, "inference_mode", lambda mode=True: torch.no_grad() if mode is True else torch.enable_grad())
+    patches.set(torch._C, "_cuda_getCurrentRawStream", lambda *_: 0)
+    patches.set(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)
+    if not torch.version.cuda:
+        patches.set(torch.version, "cuda", "13.0")
+
+
+class _Zeros(dict[str, int]):
+    def __missing__(self, key: str) -> int:
+        return 0
+
+
+class _CurrentDevice:
+    """torch.cuda.device: there is one."""
+
+    def __init__(self, device: Any) -> None:
+        self.idx = 0
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *_: object) -> None:
+        return None

@@ -1,0 +1,315 @@
+"""Trace + Target → TracedPlan: whether a traced script fits, its largest tensors, and what changes would save.
+
+The changes are arithmetic on the trace: tensors are resized or left out, and the tape is replayed. Nothing is traced
+again for them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from ..core.units import MiB, show_bytes
+from ..hardware import gpus
+from ..memory.platform import EXPANDABLE, NATIVE, Platform
+from ..memory.tape import Span, Tape
+from ..memory.timeline import Timeline, needs, needs_under, replay
+from ..planning.budget import Target, on_card
+from ..planning.forecast import Forecast, MemoryPlan, OwnerShare, TrackRecord, alive_after, replayed, track_record_of
+from ..planning.plan import GpuVerdict
+from ..planning.plan_file import document
+from .trace_file import Kind, Trace
+
+SCRIPT = "script"          # Forecast.trainer
+PASSES = {"load": "loading", "forward": "the forward pass", "backward": "the backward pass",
+          "optimizer": "the optimizer step", "eval": "evaluation"}  # phases of a trace
+LARGEST_TENSORS = 10
+PER_SEQUENCE = ("activations", "attention", "logits", "data")  # owners whose bytes grow with the batch
+LAYER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")  # "model.layers.3.mlp": layer 3
+# bitsandbytes keeps states of at least 4096 elements in 8 bits, with a float32 scale per 256.
+SMALLEST_8BIT, SCALE = 4096, 1 / 64
+# What compiled scripts reserved, as a share of their eager trace: the range of the recorded ones, docs/accuracy.md.
+COMPILED = (0.41, 1.04)
+ARITHMETIC = "arithmetic on the trace, not traced"
+
+
+class PeakMemory(NamedTuple):
+    allocated_bytes: int
+    reserved_bytes: int
+
+
+class StepMemory(NamedTuple):
+    """After an optimizer step: now, and the most so far."""
+
+    allocated_bytes: int
+    reserved_bytes: int
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int
+
+
+class LargeTensor(NamedTuple):
+    """A tensor that is allocated at the peak."""
+
+    nbytes: int
+    owner: str
+    what: str      # "8 × 1,024 × 50,257 × float32"
+    op: str
+    module: str
+    source: str
+
+
+class TracedChange(NamedTuple):
+    """Something to change in the script, and what it would need then, by arithmetic on the trace."""
+
+    change: str
+    what: str
+    needs: int
+    headroom: int
+
+    @property
+    def fits(self) -> bool:
+        return self.headroom >= 0
+
+
+@dataclass(frozen=True)
+class TracedPlan(MemoryPlan):
+    """A traced script, the GPU it is planned for, and its forecast there. `print` it for the table; `to_dict()` has the
+    keys of --json."""
+
+    trace: Trace
+    target: Target
+    timeline: Timeline
+    notes: tuple[str, ...] = ()
+
+    @property
+    def peak(self) -> PeakMemory:
+        return PeakMemory(self.forecast.allocated, self.forecast.reserved)
+
+    @cached_property
+    def steps(self) -> tuple[StepMemory, ...]:
+        """After each optimizer step, as the four functions of torch.cuda report it."""
+        allocated, found = self.timeline.allocated, list[StepMemory]()
+        for after in self.trace.steps:
+            if after > len(allocated):
+                break
+            reserved = [0, *(nbytes for event, nbytes in self.timeline.segments if event < after)]
+            found.append(StepMemory(allocated[after - 1] if after else 0, reserved[-1],
+                                    max(allocated[:after], default=0), max(reserved)))
+        return tuple(found)
+
+    @cached_property
+    def tensors(self) -> tuple[LargeTensor, ...]:
+        """The ten largest at the peak."""
+        alive = [(change, self.trace.tensors[int(event.name.partition(" ")[0]) - 1])
+                 for event, change in alive_after(self.timeline, self._highest)]
+        alive.sort(key=lambda each: -each[0])
+        return tuple(LargeTensor(nbytes, kind.owner, kind.describe(), kind.op, kind.module, kind.source)
+                     for nbytes, kind in alive[:LARGEST_TENSORS])
+
+    @property
+    def _highest(self) -> int:
+        allocated = self.timeline.allocated
+        return allocated.index(max(allocated))
+
+    @cached_property
+    def changes(self) -> tuple[TracedChange, ...]:
+        """Those that save memory, the largest saving first."""
+        expandable = self.target.platform.uses_expandable_segments(SCRIPT)
+        found = []
+        for change, what, size in possible_changes(self.trace):
+            needed = needs(self.trace.resized(size), expandable=expandable)
+            if needed < self.forecast.needs:
+                found.append(TracedChange(change, what, needed, self.budget.reserve_limit - needed))
+        return tuple(sorted(found, key=lambda each: each.needs))
+
+    @cached_property
+    def track_record(self) -> TrackRecord:
+        return track_record_of(self.forecast, self.budget.card)
+
+    def to_dict(self) -> dict[str, Any]:
+        """What --json prints: the keys of `plan --json`, and those of a trace."""
+        return {**document(self, self.target.platform.torch, self.track_record),
+                "command": list(self.trace.command), "peak": self.peak._asdict(),
+                "steps": [step._asdict() for step in self.steps],
+                "tensors": [tensor._asdict() for tensor in self.tensors],
+                "formulas": {share.owner: share.formula for share in self.forecast.owners_at_peak},
+                "changes": [{**each._asdict(), "fits": each.fits, "basis": ARITHMETIC} for each in self.changes],
+                "compiled": self.trace.compiled, "not_seen": list(self.trace.notes), "notes": list(self.notes),
+                "sources": list(self.budget.sources)}
+
+    def __str__(self) -> str:
+        from ..show.plan_text import traced_text  # a plan prints itself; nothing else here shows anything
+        from ..show.terminal import columns
+
+        return traced_text(self, columns()).rstrip("\n")
+
+    def __repr__(self) -> str:
+        from ..show.plan_text import VERDICTS, verdict
+
+        return f"<fitgpt.trace: {VERDICTS[self.fits]}: {verdict(self)}>"
+
+    def _repr_html_(self) -> str:
+        """For notebooks."""
+        from html import escape
+
+        return f"<pre>{escape(str(self))}</pre>"
+
+
+def plan_trace(trace: Trace, target: Target, allocator: str = "") -> TracedPlan:
+    """`allocator`: native or expandable; "": as the script would have it."""
+    expandable = trace.expandable if not allocator else allocator == "expandable"
+    platform = replace(target.platform, torch=trace.platform.torch, expandable=expandable,
+                       expandable_requested=expandable)
+    target, traced = target._replace(platform=platform), trace.on(platform)
+    limit = target.budget.reserve_limit
+    timeline, needed, reserved_range, phases, highest = replayed(
+        with_phases(traced.tape, traced.phases, traced.steps), limit, expandable=expandable)
+    if trace.compiled:
+        low, high = (int(share * timeline.reserved) for share in COMPILED)
+        needed, reserved_range = high, (low, high)
+    forecast = Forecast(
+        trainer=SCRIPT, params=trace.params, phases=phases, peak_phase=highest.phase,
+        owners_at_peak=owners_of(traced, timeline, highest.event), needs=needed, reserved_range=reserved_range,
+        assumes={"torch": platform.describe_torch(), "attention": "traced",
+                 "compile": "a range from the eager trace" if trace.compiled else "eager",
+                 "allocator": EXPANDABLE if expandable else NATIVE}, host_bytes=0)
+    return TracedPlan(forecast, target.budget, traced, target, timeline, (*target.notes, *notes_on(trace, platform)))
+
+
+def notes_on(trace: Trace, platform: Platform) -> list[str]:
+    """How the GPU differs from the one it was traced for."""
+    there = trace.platform
+    if trace.capability == platform.capability:
+        return []
+    major, minor = trace.capability
+    differ = [dtype for dtype in ("float32", "bfloat16", "float16")
+              if there.attention(64, dtype) != platform.attention(64, dtype)]
+    if not differ:
+        return [f"Traced for compute capability {major}.{minor}; workspaces of cuBLAS are those of this GPU."]
+    return [f"Traced for compute capability {major}.{minor}, whose attention kernel for {' and '.join(differ)} is "
+            "another than this GPU's. Trace again with this --gpu for its own."]
+
+
+def with_phases(tape: Tape, phases: tuple[tuple[str, int], ...], steps: tuple[int, ...]) -> Tape:
+    """The tape with the phases of a plan: load, first_eval, first_train, train, step, eval."""
+    first_step, trained, found = steps[0] if steps else len(tape.events), False, list[Span]()
+    for span, (name, start) in zip(tape.phases, phases, strict=True):
+        trains = name in ("forward", "backward", "optimizer")
+        trained = trained or trains
+        if trains:
+            name = "first_train" if start < first_step else "step" if name == "optimizer" else "train"
+        elif name == "eval" and not trained:
+            name = "first_eval"
+        found.append(Span(name, span.start, span.end))
+    return replace(tape, phases=tuple(found))
+
+
+def owners_of(trace: Trace, timeline: Timeline, event: int) -> tuple[OwnerShare, ...]:
+    """Every owner after an event, the largest first, with the modules that hold most of it."""
+    blocks: dict[str, Counter[str]] = {}
+    counts = Counter[str]()
+    for entry, change in alive_after(timeline, event):
+        kind = trace.tensors[int(entry.name.partition(" ")[0]) - 1]
+        blocks.setdefault(entry.owner, Counter())[LAYER.sub(r".*.", kind.module).strip(".") or kind.op] += change
+        counts[entry.owner] += 1
+    shares = []
+    for owner, modules in blocks.items():
+        most = ", ".join(f"{name} {show_bytes(nbytes)}" for name, nbytes in modules.most_common(2))
+        tensors = f"{counts[owner]:,} tensor{'' if counts[owner] == 1 else 's'}"
+        shares.append(OwnerShare(owner, modules.total(), f"{tensors}: {most}"))
+    return tuple(sorted(shares, key=lambda share: -share.nbytes))
+
+
+# ---- changes
+
+Size = Callable[[int, Kind], int]  # the number of a tensor, and what it is → its bytes after the change
+
+
+def possible_changes(trace: Trace) -> list[tuple[str, str, Size]]:
+    """What to change, what it saves, and the sizes of tensors then."""
+    lives = lifetimes(trace)
+    saved = saved_by_layers(trace, lives)
+    temporary = {number for number, (start, end) in lives.items() if start == end == "optimizer"}
+    states = {number for number, (start, end) in lives.items() if start == "optimizer" and end == ""}
+
+    def half_batch(number: int, kind: Kind) -> int:
+        return kind.nbytes // 2 if kind.owner in PER_SEQUENCE else kind.nbytes
+
+    def checkpointed(number: int, kind: Kind) -> int:
+        return 0 if number in saved else kind.nbytes
+
+    def in_8_bits(number: int, kind: Kind) -> int:
+        elements = kind.nbytes // 4
+        return int(elements * (1 + SCALE)) if number in states and kind.dtype == "float32" \
+            and elements >= SMALLEST_8BIT else kind.nbytes
+
+    def fused(number: int, kind: Kind) -> int:
+        return 0 if number in temporary else kind.nbytes
+
+    found: list[tuple[str, str, Size]] = [("half the batch size", "half of activations, logits and data", half_batch)]
+    if saved:
+        found.append(("gradient checkpointing", "what every layer but one saves for backward, except one tensor each",
+                      checkpointed))
+    if any(in_8_bits(number, trace.tensors[number - 1]) != trace.tensors[number - 1].nbytes for number in states):
+        found.append(("an 8-bit optimizer", "three quarters of the optimizer's state", in_8_bits))
+    if sum(trace.tensors[number - 1].nbytes for number in temporary) > MiB:
+        found.append(("a fused optimizer (fused=True)", "temporaries of the optimizer step", fused))
+    return found
+
+
+def lifetimes(trace: Trace) -> dict[int, tuple[str, str]]:
+    """By tensor: the phases in which it is allocated and freed; "": never freed."""
+    found: dict[int, tuple[str, str]] = {}
+    starts = dict((start, name) for name, start in trace.phases)
+    phase, following = "", 0
+    for position, code in enumerate(trace.events):
+        phase = starts.get(position, phase)
+        if code == 0:
+            following += 1
+            found[following] = phase, ""
+        elif code > 0:
+            found[code] = found[code][0], phase
+    return found
+
+
+def saved_by_layers(trace: Trace, lives: dict[int, tuple[str, str]]) -> set[int]:
+    """The tensors that gradient checkpointing would not keep: those that a layer's forward allocates and backward
+    frees, except the last of each layer and those of the last layer, which is recomputed first."""
+    layers: dict[int, list[int]] = {}
+    for number, (start, end) in lives.items():
+        found = LAYER.search(trace.tensors[number - 1].module)
+        if start == "forward" and end == "backward" and found:
+            layers.setdefault(int(found[1]), []).append(number)
+    last = max(layers, default=0)
+    return {number for layer, numbers in layers.items() if layer != last for number in numbers[:-1]}
+
+
+# ---- every GPU of the table
+
+
+def verdicts(trace: Trace, others: int = 0, allocator: str = "") -> list[GpuVerdict]:
+    """One verdict per GPU. GPUs with the same workspaces are replayed once."""
+    expandable = trace.expandable if not allocator else allocator == "expandable"
+    known: dict[int, tuple[Timeline, int]] = {}
+    rows = []
+    for card in gpus.load():
+        usable = card.usable_mib * MiB if card.usable_mib else None
+        if card.vendor != "nvidia" or usable is None:
+            rows.append(GpuVerdict(card.name, usable, problem="not known"))
+            continue
+        if others >= usable:
+            rows.append(GpuVerdict(card.name, usable, problem="nothing left by others"))
+            continue
+        target = on_card(card, others=others)
+        platform, limit = replace(target.platform, torch=trace.platform.torch), target.budget.reserve_limit
+        if platform.workspace not in known:
+            unlimited = replay(trace.on(platform).tape, expandable=expandable)
+            known[platform.workspace] = unlimited, needs(unlimited.tape, expandable=expandable, unlimited=unlimited)
+        unlimited, usual = known[platform.workspace]
+        needed = needs_under(limit, unlimited.tape, usual, unlimited=unlimited, expandable=expandable)
+        rows.append(GpuVerdict(card.name, usable, needed, limit - needed))
+    return rows

@@ -1,0 +1,134 @@
+"""Allocations and frees as they happen → a Tape with phases, owners, step marks and the origin of each tensor.
+
+Knows nothing of torch's operations: `device.py` reports what comes and goes. Owners are decided late, because a tensor
+shows only later that it became a weight or a gradient; so the tape is built at the end.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from types import FrameType
+
+from ..memory.tape import EMPTY_CACHE, Event, Span, Tape
+
+LOAD, FORWARD, BACKWARD, OPTIMIZER, EVALUATION = "load", "forward", "backward", "optimizer", "eval"
+PACKAGE = os.path.dirname(os.path.abspath(__file__))
+# Owners that a tensor keeps, whatever happens to it later.
+SETTLED = {"weights", "workspace", "casts"}
+
+
+@dataclass(eq=False, slots=True)
+class TracedTensor:
+    """A block of GPU memory and where it came from."""
+
+    number: int
+    nbytes: int
+    op: str               # "aten.addmm.default"
+    phase: str
+    owner: str
+    module: str = ""      # "transformer.h.0.attn.c_attn"
+    source: str = ""      # "train.py:42"
+    shape: tuple[int, ...] = ()
+    dtype: str = ""
+
+    @property
+    def name(self) -> str:
+        """Its name on the tape."""
+        return f"{self.number} {self.module or self.op}"
+
+
+@dataclass
+class Recorder:
+    """What was recorded so far."""
+
+    phase: str = LOAD
+    tensors: list[TracedTensor] = field(default_factory=list)
+    modules: list[str] = field(default_factory=list)     # paths of the modules whose forward is running
+    steps: list[int] = field(default_factory=list)       # the number of events after each optimizer step
+    notes: dict[str, None] = field(default_factory=dict) # what the trace cannot know, one sentence each, in order
+    allocated: int = 0                                   # bytes alive
+    events: list[tuple[bool, TracedTensor | None]] = field(default_factory=list)
+    phases: list[tuple[str, int]] = field(default_factory=lambda: [(LOAD, 0)])  # and the event each begins with
+    params: int = 0          # of the model
+    vocabulary: int = 0      # rows of the model's largest embedding
+    origin: str = ""         # the module whose gradients a backward pass computes now
+    compiled: bool = False   # torch.compile was called; what it was given ran eager
+
+    def enter(self, phase: str) -> None:
+        """The program goes on in another phase."""
+        if phase != self.phase:
+            self.phase = phase
+            if self.phases[-1][1] == len(self.events):
+                self.phases[-1] = phase, len(self.events)
+            else:
+                self.phases.append((phase, len(self.events)))
+
+    def alloc(self, nbytes: int, op: str, owner: str = "", shape: tuple[int, ...] = (),
+              dtype: str = "") -> TracedTensor:
+        tensor = TracedTensor(len(self.tensors), nbytes, op, self.phase, owner or self._owner(shape),
+                              self.modules[-1] if self.modules else self.origin, source_line(), shape, dtype)
+        self.tensors.append(tensor)
+        self.allocated += nbytes
+        self.events.append((True, tensor))
+        return tensor
+
+    def free(self, tensor: TracedTensor) -> None:
+        self.allocated -= tensor.nbytes
+        self.events.append((False, tensor))
+
+    def scratch(self, sizes: Iterable[int], op: str) -> None:
+        """Memory that lives only inside an operation, freed in the order opposite to its allocation."""
+        used = [self.alloc(nbytes, op, "workspace") for nbytes in sizes]
+        for each in reversed(used):
+            self.free(each)
+
+    def empty_cache(self) -> None:
+        self.events.append((False, None))
+
+    @property
+    def length(self) -> int:
+        """How many events were recorded so far."""
+        return len(self.events)
+
+    def _owner(self, shape: tuple[int, ...]) -> str:
+        if self.phase in (LOAD, OPTIMIZER):
+            return "optimizer" if self.phase == OPTIMIZER else "other"
+        return "logits" if len(shape) > 1 and shape[-1] == self.vocabulary else "activations"
+
+    def tape(self) -> Tape:
+        events = tuple(Event(False, EMPTY_CACHE, "other", 0) if tensor is None
+                       else Event(alloc, tensor.name, tensor.owner, tensor.nbytes) for alloc, tensor in self.events)
+        phases = self.phases
+        ends = [*(start for _, start in phases[1:]), len(events)]
+        return Tape(events, tuple(Span(name, start, end) for (name, start), end in zip(phases, ends, strict=True)))
+
+
+def source_line() -> str:
+    """"train.py:42": the line of the user's code that is running, or of a library if nothing else is on the stack."""
+    frame: FrameType | None = sys._getframe(2)
+    found = ""
+    while frame is not None:
+        where = _place(frame.f_code.co_filename)
+        if where == "user":
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        if where == "library" and not found:
+            found = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    return found
+
+
+_places: dict[str, str] = {}
+
+
+def _place(filename: str) -> str:
+    """"user", "library", or "inside" for torch, Python's own files and this package."""
+    if filename not in _places:
+        path = filename.replace(os.sep, "/")
+        inside = (path.startswith(PACKAGE.replace(os.sep, "/")) or "/torch/" in path or path.startswith("<")
+                  or (path.startswith(os.path.dirname(os.__file__).replace(os.sep, "/") + "/") and
+                  "site-packages" not in path))
+        _places[filename] = "inside" if inside else "library" if "site-packages" in path else "user"
+    return _places[filename]

@@ -1,0 +1,160 @@
+"""The traced process: runs a script as `python script.py` would, and writes its Trace. `fitgpt trace` starts it.
+
+    python -P -m fitgpt.tracing.script REQUEST
+
+REQUEST is JSON: the script's command line, the GPU, the number of steps, and the file to write. The file gets the
+trace; or, as JSON with the key `error`, why there is none. Only this module of fitgpt executes a user's code.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Sequence
+from contextlib import redirect_stdout, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from ..core.errors import CannotTrace, ScriptFailed, UsageError
+from ..planning.budget import target_for
+from .trace_file import Trace, from_json, to_json, trace_of
+
+if TYPE_CHECKING:
+    from .patches import Patches
+
+UNTRACEABLE, FAILED, USAGE = "untraceable", "failed", "usage"  # kinds of error
+WORKAROUND = ("Trace the script without that part, or with code whose sizes do not depend on values: torch.where in "
+              "place of x[mask].")
+NOTHING = ("{script} allocated no GPU memory: it ran to its end without a tensor on `cuda`.",
+           "Trace a script that trains on a GPU, with the arguments that you train with.")
+
+
+# ---- the parent
+
+
+def trace_script(command: Sequence[str], *, gpu: str, others: str, budget: str, steps: int) -> Trace:
+    """Runs the command (a script or -m MODULE, and arguments) in a child process. Its output goes to stderr."""
+    if command[0] != "-m" and not Path(command[0]).is_file():
+        raise UsageError(f"There is no file {command[0]!r}.", "fitgpt trace --gpu 4070 train.py")
+    if len(command) < 2 and command[0] == "-m":
+        raise UsageError("-m needs the name of a module.", "fitgpt trace -m my_package.train")
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "trace.json"
+        request = {"command": list(command), "gpu": gpu, "others": others, "budget": budget, "steps": steps,
+                   "result": str(result)}
+        child = subprocess.run([sys.executable, "-P", "-m", "fitgpt.tracing.script", json.dumps(request)],
+                               stdout=sys.stderr.fileno(), check=False)
+        text = result.read_text(encoding="utf-8") if result.is_file() else ""
+    if not text:
+        raise CannotTrace(f"The traced process ended with exit code {child.returncode} and left no trace.",
+                          "Its output is above.")
+    told = json.loads(text)
+    if "error" in told:
+        kind = {UNTRACEABLE: CannotTrace, FAILED: ScriptFailed}.get(told["error"], UsageError)
+        raise kind(told["what"], told["fix"])
+    return from_json(text)
+
+
+# ---- the child
+
+
+def main(request: str) -> None:
+    wanted = json.loads(request)
+    try:
+        text = to_json(run(wanted["command"], wanted["gpu"], wanted["others"], wanted["budget"], wanted["steps"]))
+    except (CannotTrace, ScriptFailed, UsageError) as error:
+        kind = UNTRACEABLE if isinstance(error, CannotTrace) else FAILED if isinstance(error, ScriptFailed) else USAGE
+        text = json.dumps({"error": kind, "what": error.what, "fix": error.fix})
+    Path(wanted["result"]).write_text(text, encoding="utf-8")
+
+
+def run(command: list[str], gpu: str, others: str, budget: str, steps: int) -> Trace:
+    """Runs the script until it has taken `steps` optimizer steps, or to its end."""
+    import torch
+
+    from .errors import Untraceable
+    from .modules import StepsDone
+    from .patches import Patches
+    from .recorder import Recorder
+    from .trace import recording
+
+    target = target_for(gpu, "auto", others=others, budget=budget, torch=torch.__version__)
+    recorder, replaced, module = Recorder(), Patches(), command[0] == "-m"
+    script = command[1] if module else command[0]
+    sys.argv = [script, *command[2 if module else 1:]]
+    sys.path.insert(0, os.getcwd() if module else str(Path(script).resolve().parent))
+    try:
+        with redirect_stdout(sys.stderr), recording(recorder, target, steps):
+            write_no_weights(replaced)
+            if module:
+                runpy.run_module(script, run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(script, run_name="__main__")
+        recorder.notes["The script ran to its end."] = None
+    except StepsDone:
+        recorder.notes[f"Stopped after {steps} optimizer steps: what the script does later was not seen."] = None
+    except SystemExit as ended:
+        if ended.code not in (None, 0):
+            raise ScriptFailed(f"{script} ended with exit code {ended.code}.", "Its output is above.") from None
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        for each in causes(error):
+            if isinstance(each, Untraceable):
+                raise CannotTrace(f"{place(each.__traceback__)}: {each}", WORKAROUND) from None
+        raise ScriptFailed(f"{script} failed, as it would without fitgpt.", shown(error, script)) from None
+    finally:
+        replaced.undo()
+    if not recorder.tensors:
+        raise CannotTrace(NOTHING[0].format(script=script), NOTHING[1])
+    return trace_of(recorder, tuple(command), target.platform, torch.__version__)
+
+
+def write_no_weights(patches: Patches) -> None:
+    """torch.save and safetensors, which save_pretrained uses, write nothing. Other files are the script's own."""
+    import torch
+
+    patches.set(torch, "save", lambda *args, **kwargs: None)
+    with suppress(ImportError):
+        import safetensors.torch as safetensors
+
+        for name in ("save_file", "save_model"):
+            patches.set(safetensors, name, lambda *args, **kwargs: None)
+
+
+def causes(error: BaseException | None) -> list[BaseException]:
+    """The error, and those that led to it."""
+    found: list[BaseException] = []
+    while error is not None and error not in found:
+        found.append(error)
+        error = error.__cause__ or error.__context__
+    return found
+
+
+def place(frames: TracebackType | None) -> str:
+    """"train.py, line 42": the innermost line that is neither torch's nor ours."""
+    ours = str(Path(__file__).resolve().parents[1])
+    for frame in reversed(traceback.extract_tb(frames)):
+        if "site-packages" not in frame.filename and not frame.filename.startswith((ours, "<", os.path.dirname(
+                os.__file__))):
+            return f"{frame.filename}, line {frame.lineno}"
+    return "The script"
+
+
+def shown(error: BaseException, script: str) -> str:
+    """The traceback, from the script's first line on."""
+    frames = error.__traceback__
+    start = frames
+    while start is not None and not start.tb_frame.f_code.co_filename.endswith(os.path.basename(script)):
+        start = start.tb_next
+    return "".join(traceback.format_exception(type(error), error, start or frames)).rstrip()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

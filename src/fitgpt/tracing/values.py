@@ -1,0 +1,113 @@
+"""Small tensors whose values are known although they have no storage: batches of tokens, masks, counters.
+
+A program asks its tensors for values now and then: a step counter, whether a mask is all ones, how many labels are
+not padding. Tensors that come from the host, and small results computed from such tensors alone, keep a copy on the
+host, by storage. All other values are unknown.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MOST_BYTES = 4 * 1024 * 1024  # of integers and flags
+MOST_FLOAT_BYTES = 64 * 1024  # of floating-point numbers: weights are not worth it
+UNDEFINED = ("empty", "rand", "normal", "bernoulli", "dropout", "multinomial", "uniform", "exponential")
+# GradScaler's check for overflow: its flag stays 0.0, since gradients are taken to be finite.
+UNCHANGED = ("aten::_amp_foreach_non_finite_check_and_unscale_", "aten::_amp_update_scale_")
+_real_device = torch._C.TensorBase.device.__get__
+
+
+class Values:
+    """By address of a storage without data: its values, as a storage on the host."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, Any] = {}
+
+    def of(self, tensor: Tensor) -> Tensor | None:
+        storage = self._known.get(tensor.untyped_storage()._cdata)
+        if storage is None:
+            return None
+        made = torch.empty(0, dtype=tensor.dtype)
+        return made.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+    def know(self, tensor: Tensor, values: Tensor) -> None:
+        """States a tensor's values, if they are few."""
+        if not _few(tensor):
+            return
+        storage = torch.UntypedStorage(tensor.untyped_storage().nbytes(), device="cpu")
+        self._known[tensor.untyped_storage()._cdata] = storage
+        copy = torch.empty(0, dtype=tensor.dtype).set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+        copy.copy_(values)
+
+    def forget(self, key: int) -> None:
+        self._known.pop(key, None)
+
+    def compute(self, func: Any, args: Any, kwargs: Any, results: list[Any]) -> None:
+        """Values of the results of an operation: from known arguments; else a single number is taken to be 1.0."""
+        tensors = [each for each in results if isinstance(each, Tensor)]
+        if not tensors or not all(map(_few, tensors)):
+            return
+        found = self.evaluate(func, args, kwargs)
+        if found is not None:
+            for tensor, value in zip(results, found if isinstance(found, tuple | list) else [found], strict=False):
+                if isinstance(tensor, Tensor) and isinstance(value, Tensor):
+                    self.know(tensor, value)
+            return
+        for tensor in tensors:
+            if tensor.numel() == 1 and tensor.is_floating_point():
+                self.know(tensor, torch.ones(()))
+
+    def evaluate(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The operation on the host; None if a value is unknown."""
+        if any(word in func._schema.name for word in UNDEFINED):
+            return None
+        try:
+            args, kwargs = self._on_host(args), {name: self._on_host(value) for name, value in kwargs.items()}
+            if kwargs.get("device") is not None:
+                kwargs["device"] = torch.device("cpu")
+            return func(*args, **kwargs)
+        except (_Unknown, RuntimeError, NotImplementedError):
+            return None
+
+    def update(self, func: Any, args: Any, kwargs: Any, written: list[Tensor]) -> None:
+        """An operation that writes into tensors: their values too, or they become unknown."""
+        if func._schema.name in UNCHANGED:
+            return
+        overwritten = func._schema.name in ("aten::copy_", "aten::fill_", "aten::zero_")
+        if not any(each.untyped_storage()._cdata in self._known or (overwritten and _few(each) and _is_whole(each))
+                   for each in written):
+            return
+        for each in written:
+            if each.untyped_storage()._cdata not in self._known:
+                self.know(each, torch.zeros((), dtype=each.dtype))
+        if self.evaluate(func, args, kwargs) is None:
+            for each in written:
+                self.forget(each.untyped_storage()._cdata)
+
+    def _on_host(self, given: Any) -> Any:
+        if isinstance(given, Tensor):
+            if _real_device(given).type == "cpu":
+                return given
+            known = self.of(given)
+            if known is None:
+                raise _Unknown
+            return known
+        if isinstance(given, tuple | list):
+            return type(given)(map(self._on_host, given))
+        return given
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
+
+
+class _Unknown(Exception):
+    pass
+
+
+def _few(tensor: Tensor) -> bool:
+    nbytes = tensor.untyped_storage().nbytes()
+    return nbytes <= (MOST_FLOAT_BYTES if tensor.is_floating_point() else MOST_BYTES)

@@ -1,6 +1,7 @@
 """Plans as JSON: what `plan --json` prints, and what `fit` writes for `train --plan`. Written and read only here.
 
-`train --plan` ignores keys that are missing. Keys that are there must hold, or the run does not start.
+`train --plan` ignores keys that are missing. Keys that are there must hold, or the run does not start: `checksum` too,
+which is of all others. Without it a plan may be edited.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple
 from ..config.fields import Assignment, checked, option_specs, shown
 from ..config.run_config import FALLBACK_OPTIONS, FIXED_BY_PLAN, RunConfig
 from ..core.errors import DeviceError, UsageError
-from ..core.files import MAX_JSON_BYTES, is_own_json, read_limited
+from ..core.files import MAX_JSON_BYTES, is_own_json, read_limited, seal_json, unseal_json
 from ..core.units import show_bytes, with_article
 from ..runs.metrics import PHASES, PhaseMemory
 from .budget import Budget
@@ -64,9 +65,8 @@ def text_of_fit(forecast: dict[str, Any], config: RunConfig, budget: Budget, pla
     the user gave it."""
     held = {"card": budget.card, "usable": budget.usable, "others": budget.others, "budget": budget.budget,
             "outside": budget.outside, "margin": budget.margin}
-    return json.dumps({**forecast, "config": config.to_dict(), "card": budget.card, "budget": held,
-                       "forecast": forecast, "tokens_per_s": speed, "ladder": fallback_plans_to_json(plans)},
-                      indent=1) + "\n"
+    return seal_json({**forecast, "config": config.to_dict(), "card": budget.card, "budget": held,
+                      "forecast": forecast, "tokens_per_s": speed, "ladder": fallback_plans_to_json(plans)})
 
 
 def is_of_fit(text: str) -> bool:
@@ -174,7 +174,10 @@ def with_plan(assignments: Sequence[Assignment]) -> list[Assignment]:
 
 def read(path: str) -> PlanFile:
     try:
-        document = json.loads(read_limited(path, MAX_JSON_BYTES, pipes=True).decode())
+        text = read_limited(path, MAX_JSON_BYTES, pipes=True).decode()
+        document = json.loads(text)
+        if isinstance(document, dict) and "checksum" in document:
+            document = unseal_json(text)
     except OSError as error:
         raise UsageError(f"--plan {path}: {error.strerror or error}.", f"fitgpt fit -o {shlex.quote(path)}") from error
     except (ValueError, RecursionError) as error:

@@ -12,7 +12,7 @@ QUESTIONS = {
     "faults": "SIGKILL at, and EIO, ENOSPC, EXDEV, ESTALE, a disk that stays full and an error after the call took "
               "effect in, every call that changes a file: train, resume, prepare, overwrite, export",
     "kills": "SIGKILL at random moments, resumed to the end",
-    "damage": "a bit, a byte, a page, a cut, growth in every kind of file that is read",
+    "damage": "a bit, a byte, a digit, a page, a cut, growth in every kind of file that is read",
     "allocations": "every allocation of a run on the CPU fails once",
     "fuzz": "generated inputs, mostly valid, to every parser",
     "http": "hostile requests to the page's server",

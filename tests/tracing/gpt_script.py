@@ -111,7 +111,7 @@ def train(config: RunConfig, iterations: int, eval_iters: int) -> None:
         for _ in range(2 * eval_iters):
             X, Y = get_batch()
             with context():
-                logits, loss = model(X, Y)  # noqa: RUF059: it stays alive, as in train.py
+                logits, loss = model(X, Y)  # noqa: RUF059 (alive, as in train.py)
             loss.item()
         model.train()
 

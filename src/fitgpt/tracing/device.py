@@ -280,7 +280,9 @@ class TracedGpu(TorchDispatchMode):
 
     def _embedding(self, weight: Tensor, indices: Tensor) -> Tensor:
         result = torch.empty((*indices.shape, weight.shape[1]), dtype=weight.dtype, device=META)
-        flat = None if indices.is_contiguous() else self.recorder.alloc(8 * indices.numel(), "flat indices", "workspace")
+        flat = None
+        if not indices.is_contiguous():
+            flat = self.recorder.alloc(8 * indices.numel(), "flat indices", "workspace")
         self.keep(result, "", "aten.embedding.default")
         if flat is not None:
             self.recorder.free(flat)

@@ -31,6 +31,8 @@ from .kernels import KERNELS, Call
 from .recorder import BACKWARD, EVALUATION, FORWARD, LOAD, OPTIMIZER, Recorder, TracedTensor
 from .values import Values
 
+UNKNOWN_CONVOLUTIONS = ("cuDNN chooses the kernels of convolutions on the GPU: their workspaces, up to a few percent of "
+                        "the memory, are estimated.")
 CARD, META, HOST = torch.device("cuda", 0), torch.device("meta"), torch.device("cpu")
 LARGE_HOST = 256 * 1024   # bytes: an uninitialised tensor of the host from here on has no storage either
 ops = torch.ops.aten
@@ -245,6 +247,8 @@ class TracedGpu(TorchDispatchMode):
                     lambda tensor, owner: self.keep(tensor, owner, name), lambda tensor: self.put(tensor, HOST))
         if kernel := KERNELS.get(func):
             kernel(call)
+            if func is ops.convolution.default:
+                self.recorder.notes[UNKNOWN_CONVOLUTIONS] = None
         call.finish(owner)
 
     # ---- particular operations

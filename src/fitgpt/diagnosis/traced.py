@@ -67,5 +67,5 @@ def tensor_text(message: OomMessage, trace: Trace, timeline: Timeline, limit: in
 
 
 def remedies_of(plan: TracedPlan) -> tuple[Remedy, ...]:
-    return tuple(Remedy(each.change, f"needs {show_bytes(each.needs)}, by arithmetic on the trace", each.fits,
-                        f"in memory: {each.what}") for each in plan.changes)
+    return tuple(Remedy(each.change, f"needs {show_bytes(each.needs)}, by arithmetic on the trace; saves {each.what}",
+                        each.fits) for each in plan.changes)

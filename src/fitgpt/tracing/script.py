@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from .patches import Patches
 
 UNTRACEABLE, FAILED, USAGE = "untraceable", "failed", "usage"  # kinds of error
+WORKAROUND = ("Trace the script without that part, or with code whose sizes do not depend on values: torch.where in "
+              "place of x[mask].")
 NOTHING = ("{script} allocated no GPU memory: it ran to its end without a tensor on `cuda`.",
            "Trace a script that trains on a GPU, with the arguments that you train with.")
 
@@ -105,8 +107,8 @@ def run(command: list[str], gpu: str, others: str, budget: str, steps: int) -> T
             raise
         for each in causes(error):
             if isinstance(each, Untraceable):
-                raise CannotTrace(f"{place(each.__traceback__)}: {each}") from None
-        raise ScriptFailed(f"{script} failed, as it would without fitgpt:\n{shown(error, script)}") from None
+                raise CannotTrace(f"{place(each.__traceback__)}: {each}", WORKAROUND) from None
+        raise ScriptFailed(f"{script} failed, as it would without fitgpt.", shown(error, script)) from None
     finally:
         replaced.undo()
     if not recorder.tensors:

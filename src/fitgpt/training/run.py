@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,7 @@ def run(config_dict: Mapping[str, Any], notes: Sequence[str], stop_requested: Ca
             config, shape_notes = take_shape(config, source, dataset)
             need_disk(config.out_dir, checkpoint_bytes(config) * 2)
         config = replace(RunConfig.from_dict(ranks.from_first(config.to_dict())), dtype=choice.dtype)
-        check_data(config, dataset, source)
+        check_data(config, dataset, source, partial(_verifying, stop_requested, heartbeat or Heartbeat()))
         device_memory = plan_on_device(config, choice, others, fallbacks)
         if not (resuming and config.eval_only):  # else a later resume would only evaluate
             folder.record(config.to_dict())
@@ -104,6 +105,13 @@ def run(config_dict: Mapping[str, Any], notes: Sequence[str], stop_requested: Ca
         say(closing(config.out_dir, training.step - facts.start_step, seconds, training.best, hints))
     if choice.mismatch:
         say(f"fitgpt: {choice.mismatch.why} {choice.mismatch.fix}", warning=True)
+
+
+def _verifying(stop_requested: Callable[[], bool], heartbeat: Heartbeat) -> None:
+    """Called while the data is verified, which may take minutes."""
+    heartbeat.begin("verifying the data")
+    if stop_requested():
+        raise Interrupted("Stopped before training began, as requested.")
 
 
 def run_loop(config: RunConfig, facts: RunFacts, choice: DeviceChoice, dataset: Dataset, folder: RunFolder,

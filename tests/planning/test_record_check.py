@@ -91,7 +91,25 @@ def test_every_record_in_the_repository_is_explained_and_in_the_table(path: Path
     assert all(figure.off == 0 for figure in found.figures if figure.name.endswith("reserved"))
     row = record.model
     assert row is not None
-    assert record.apply(row, "seen") == row
+    assert take_record.row_of(record, row) == row
+
+
+@pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.stem)
+def test_a_row_without_measured_memory_gets_it_from_its_record(path: Path) -> None:
+    """The GPU as if nothing had been measured on it: from formulas to what is in the table, or less outside it."""
+    record = parse(path.read_text(encoding="utf-8"))
+    row = record.model
+    assert row is not None
+    assert row.sms is not None
+    assert row.driver_mib is not None
+    unmeasured = replace(row, usable_mib=gpus.usable_by_rule(row.driver_mib), usable_src="formula", recorded="",
+                         outside_mib=gpus.outside_by_rule(row.sms), outside_src="formula", workspace_kib=None,
+                         attention="", l2_mib=None, matmul_tflops=None, copy_gbs=None)
+    found = take_record.row_of(record, unmeasured)
+    assert (found.usable_mib, found.usable_src, found.outside_src) == (row.usable_mib, "seen", "seen")
+    assert found.outside_mib is not None
+    assert row.outside_mib is not None
+    assert 0 <= row.outside_mib - found.outside_mib <= 16
 
 
 def test_runs_as_the_planner_forecasts_them_are_explained_by_the_rules(of_4070: GpuRecord) -> None:

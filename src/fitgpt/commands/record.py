@@ -37,8 +37,8 @@ STEADY = 16 * MiB      # other processes' memory may change by this while a run'
 
 def record(options: RecordOptions) -> int:
     if sys.platform == "win32":
-        raise UsageError("`fitgpt record` compares both of PyTorch's allocators, and expandable segments do not exist on "
-                         "Windows.", "Run it on Linux; fitgpt rehearse compares one run with its forecast.")
+        raise UsageError("`fitgpt record` compares PyTorch's two allocators, and Windows has no expandable segments.",
+                         "Run it on Linux; fitgpt rehearse compares one run with its forecast.")
     require_packages()
     out = Path(options.out)
     refuse_foreign(out, lambda text: is_own_json(text, "schema", "gpu", "runs"), "record", "-o")

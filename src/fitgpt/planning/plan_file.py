@@ -1,6 +1,7 @@
 """Plans as JSON: what `plan --json` prints, and what `fit` writes for `train --plan`. Written and read only here.
 
-`train --plan` ignores keys that are missing. Keys that are there must hold, or the run does not start.
+`train --plan` ignores keys that are missing. Keys that are there must hold, or the run does not start: `checksum` too,
+which is of all others. Without it a plan may be edited.
 """
 
 from __future__ import annotations

@@ -35,9 +35,15 @@ CARD, META, HOST = torch.device("cuda", 0), torch.device("meta"), torch.device("
 LARGE_HOST = 256 * 1024   # bytes: an uninitialised tensor of the host from here on has no storage either
 ops = torch.ops.aten
 _real_device = torch._C.TensorBase.device.__get__
-_inside = threading.local()                        # .depth: how many operations of the mode are running
+# .depth: how many operations of the mode are running; .wants_meta: the program asked for torch's `meta` device
+_inside = threading.local()
 
 VIEWS = {ops._unsafe_view.default, ops.detach.default, ops.alias.default, ops.lift_fresh.default}
+# Backward passes write these results into zeros of their own. Under a dispatch mode they make new ones:
+# gather_backward() and others in FunctionsManual.cpp and TensorAdvancedIndexing.cpp ask isTensorSubclassLike().
+IN_PLACE_IN_BACKWARD = {
+    ops.scatter_add.default, ops.index_add.default, ops.index_put.default, ops.scatter.src, ops.scatter.value,
+}
 DATA_DEPENDENT = {
     ops.nonzero.default, ops.masked_select.default, ops._unique2.default, ops.unique_dim.default,
     ops.unique_consecutive.default, ops.repeat_interleave.Tensor, ops.bincount.default,
@@ -160,20 +166,10 @@ class TracedGpu(TorchDispatchMode):
     def _place_of_result(self, given: list[Tensor], here: list[Tensor], device: torch.device | None) -> torch.device:
         if device is not None and device.type in ("cuda", "cpu"):
             return CARD if device.type == "cuda" or any(self.place_of(each) is CARD for each in here) else HOST
-        if here:
+        if here and not getattr(_inside, "wants_meta", 0):
             places = [self.place_of(each) for each in here]
             return CARD if CARD in places else places[0]
-        return META if self.meta_wanted() else CARD
-
-    @staticmethod
-    def meta_wanted() -> bool:
-        """Whether the program itself asked for torch's `meta` device: with torch.device("meta"), or .to("meta")."""
-        if getattr(_inside, "wants_meta", 0):
-            return True
-        from torch.utils._device import DeviceContext
-
-        return any(isinstance(mode, DeviceContext) and mode.device.type == "meta"
-                   for mode in torch.overrides._get_current_function_mode_stack())
+        return META if getattr(_inside, "wants_meta", 0) else CARD
 
     def _on_host(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Uninitialised tensors of the host that are large have no storage: weights before they move to the GPU."""
@@ -223,7 +219,7 @@ class TracedGpu(TorchDispatchMode):
             return self._data_dependent(func, args, kwargs)
         if func is ops.index.Tensor and any(isinstance(each, Tensor) and each.dtype == torch.bool for each in args[1]):
             args = (args[0], self._mask_to_indices(args[0], args[1]))
-        if func is ops.add.Tensor and self._accumulates(args[0]):
+        if (func is ops.add.Tensor and self._accumulates(args[0])) or (func in IN_PLACE_IN_BACKWARD and _in_engine()):
             return args[0]
         written = _written(func, args, kwargs)
         if written and all(each.alias_info is not None for each in func._schema.returns):
@@ -280,7 +276,10 @@ class TracedGpu(TorchDispatchMode):
 
     def _embedding(self, weight: Tensor, indices: Tensor) -> Tensor:
         result = torch.empty((*indices.shape, weight.shape[1]), dtype=weight.dtype, device=META)
+        flat = [] if indices.is_contiguous() else [self.recorder.alloc(indices.numel() * 8, "flat indices", "workspace")]
         self.keep(result, "", "aten.embedding.default")
+        for each in flat:
+            self.recorder.free(each)
         return result
 
     def _data_dependent(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -312,7 +311,7 @@ class TracedGpu(TorchDispatchMode):
         It does so between two nodes, if nothing else refers to the gradient or its storage. Under a dispatch mode torch
         adds into a new tensor instead (isTensorSubclassLike() is true then).
         """
-        if torch._C._current_graph_task_id() == -1 or torch.is_grad_enabled() or not _called_by_engine():
+        if torch.is_grad_enabled() or not _in_engine():
             return False
         counts = (gradient._use_count(),  # type: ignore[attr-defined]
                   torch._C._storage_Use_Count(gradient.untyped_storage()._cdata))
@@ -407,8 +406,10 @@ def _key(given: Any) -> Any:
     return type(given), given  # 1 and 1.0 are not the same
 
 
-def _called_by_engine() -> bool:
+def _in_engine() -> bool:
     """Whether the operation comes from autograd's C++ code, not from Python code inside a backward pass."""
+    if torch._C._current_graph_task_id() == -1:
+        return False
     frame = sys._getframe(1)
     while frame.f_code.co_filename == __file__ and frame.f_back is not None:
         frame = frame.f_back

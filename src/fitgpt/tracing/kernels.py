@@ -191,6 +191,8 @@ def foreach_norm(call: Call) -> None:
 def embedding_backward(call: Call) -> None:
     """Sorts many indices and sums rows of equal ones: EmbeddingBackwardKernel.cu."""
     gradient, indices, rows = call.args[:3]
+    if not indices.is_contiguous():
+        call.scratch(8 * indices.numel())
     count, width = indices.numel(), gradient.shape[-1]
     if count <= scratch.SIMPLE_EMBEDDING:
         return

@@ -7,7 +7,8 @@ imported earlier.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -45,6 +46,9 @@ def install(patches: Patches, device: TracedGpu, platform: Platform, card: GpuMo
     _constructors(patches)
     _autocast(patches, device)
     _compilers(patches, device)
+    # Module.to() keeps the identity of parameters, as it does between host and GPU: torch.nn.Module._apply replaces
+    # them where tensors are of different kinds, and an optimizer that was made before would train the old ones.
+    patches.set(torch.__future__, "_swap_module_params_on_conversion", True)
     _cuda(patches, device, platform, card, memory)
 
 
@@ -54,6 +58,17 @@ def is_cuda(device: Any) -> bool:
     if isinstance(device, str):
         return device.partition(":")[0] == "cuda"
     return isinstance(device, int) and not isinstance(device, bool)
+
+
+@contextmanager
+def wanting_meta(device: Any) -> Iterator[None]:
+    """What is made inside is on `meta`, not on the GPU, if that is the device that the program asked for."""
+    wanted = isinstance(device, str | torch.device) and torch.device(device).type == "meta"
+    _inside.wants_meta = getattr(_inside, "wants_meta", 0) + wanted
+    try:
+        yield
+    finally:
+        _inside.wants_meta -= wanted
 
 
 def default_device() -> torch.device:
@@ -80,6 +95,8 @@ def _tensors(patches: Patches) -> None:
 
     def to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """A device that is CUDA becomes the stand-in: C++ would look for a driver."""
+        if getattr(_inside, "moving", False):  # called again: a function mode looks methods up by name
+            return real_to(tensor, *args, **kwargs)
         wanted = kwargs.get("device", args[0] if args else None)
         if isinstance(wanted, Tensor):
             args, kwargs, wanted = args[1:], {**kwargs, "dtype": wanted.dtype}, device_of(wanted)
@@ -93,13 +110,14 @@ def _tensors(patches: Patches) -> None:
                 kwargs["device"] = META
             else:
                 args = (META, *args[1:])
-            return real_to(tensor, *args, **kwargs)
-        if isinstance(wanted, str | torch.device) and torch.device(wanted).type == "meta":
-            _inside.wants_meta = getattr(_inside, "wants_meta", 0) + 1
+            _inside.moving = True
             try:
-                return real_to(tensor, *args, **kwargs) if not on_stand_in else torch.empty_like(tensor, device="meta")
+                return real_to(tensor, *args, **kwargs)
             finally:
-                _inside.wants_meta -= 1
+                _inside.moving = False
+        if isinstance(wanted, str | torch.device) and torch.device(wanted).type == "meta":
+            with wanting_meta(wanted):
+                return real_to(tensor, *args, **kwargs) if not on_stand_in else torch.empty_like(tensor, device="meta")
         return real_to(tensor, *args, **kwargs)
 
     def upload(tensor: Tensor, args: Any, kwargs: Any) -> Tensor:
@@ -131,6 +149,9 @@ _upload: Callable[..., Tensor]
 
 def _constructors(patches: Patches) -> None:
     """torch.tensor and its relatives build on the host and copy in C++, where a driver would be needed."""
+    from torch.utils._device import DeviceContext, _device_constructors
+
+    _device_constructors()  # remembers the functions as they are now
     for name in ("tensor", "as_tensor", "asarray"):
         original = getattr(torch, name)
 
@@ -149,6 +170,22 @@ def _constructors(patches: Patches) -> None:
             return original(data, *args, device=device, **kwargs)  # type: ignore[no-any-return]
 
         patches.set(torch, name, functools.wraps(original)(made))
+    # The program's own `meta` tensors: whoever asks for that device by name gets it.
+    for name in ("empty", "zeros", "ones", "full", "rand", "randn", "empty_strided", "empty_like", "zeros_like"):
+        original = getattr(torch, name)
+
+        def made_on(*args: Any, original: Any = original, **kwargs: Any) -> Tensor:
+            with wanting_meta(kwargs.get("device")):
+                return original(*args, **kwargs)  # type: ignore[no-any-return]
+
+        patches.set(torch, name, functools.wraps(original)(made_on))
+    in_context = DeviceContext.__torch_function__
+
+    def torch_function(mode: DeviceContext, *args: Any, **kwargs: Any) -> Any:
+        with wanting_meta(mode.device):
+            return in_context(mode, *args, **kwargs)
+
+    patches.set(DeviceContext, "__torch_function__", torch_function)
     grouped = torch._C._group_tensors_by_device_and_dtype
 
     def group(tensors: Any, with_indices: bool = False) -> Any:

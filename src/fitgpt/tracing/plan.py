@@ -91,15 +91,7 @@ class TracedPlan(MemoryPlan):
 
     @cached_property
     def steps(self) -> tuple[StepMemory, ...]:
-        """After each optimizer step, as the four functions of torch.cuda report it."""
-        allocated, found = self.timeline.allocated, list[StepMemory]()
-        for after in self.trace.steps:
-            if after > len(allocated):
-                break
-            reserved = [0, *(nbytes for event, nbytes in self.timeline.segments if event < after)]
-            found.append(StepMemory(allocated[after - 1] if after else 0, reserved[-1],
-                                    max(allocated[:after], default=0), max(reserved)))
-        return tuple(found)
+        return steps_of(self.trace, self.timeline)
 
     @cached_property
     def tensors(self) -> tuple[LargeTensor, ...]:
@@ -157,6 +149,18 @@ class TracedPlan(MemoryPlan):
         from html import escape
 
         return f"<pre>{escape(str(self))}</pre>"
+
+
+def steps_of(trace: Trace, timeline: Timeline) -> tuple[StepMemory, ...]:
+    """After each optimizer step, as the four functions of torch.cuda report it."""
+    allocated, found = timeline.allocated, list[StepMemory]()
+    for after in trace.steps:
+        if after > len(allocated):
+            break
+        reserved = [0, *(nbytes for event, nbytes in timeline.segments if event < after)]
+        found.append(StepMemory(allocated[after - 1] if after else 0, reserved[-1],
+                                max(allocated[:after], default=0), max(reserved)))
+    return tuple(found)
 
 
 def plan_trace(trace: Trace, target: Target, allocator: str = "") -> TracedPlan:

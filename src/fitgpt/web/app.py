@@ -209,7 +209,7 @@ async def _json_body(request: Request) -> dict[str, Any]:
         raise HTTPException(415, "The content-type must be application/json.")
     too_large = HTTPException(413, f"A pasted text may have at most {MAX_BODY // 1024} KiB.")
     length = request.headers.get("content-length", "0")
-    if not length.isdecimal() or int(length) > MAX_BODY:
+    if not length.isdecimal() or len(length) > 20 or int(length) > MAX_BODY:
         raise too_large
     body = b""
     try:

@@ -61,7 +61,7 @@ def checked(record: GpuRecord) -> Explanation:
     if found.mismatches:
         listed = "\n  ".join(found.mismatches[:SHOWN])
         raise DataError(f"The record is rejected: no workspace and attention kernel explain it. With those that "
-                        f"explain most, {len(found.mismatches)} figures differ:\n  {listed}")
+                        f"explain most, these figures differ ({len(found.mismatches)}):\n  {listed}")
     return found
 
 

@@ -31,7 +31,7 @@ from typing import Any
 from .outcome import Campaign, shuffled
 
 ROOT = Path(__file__).resolve().parents[2]
-CAMPAIGNS = ("faults", "kills", "damage", "allocations", "fuzz", "http")
+CAMPAIGNS = ("faults", "kills", "ranks", "damage", "allocations", "fuzz", "http")
 QUICK_S = 75.0      # all campaigns together
 GRACE_S = 8.0       # for the cases that are running then
 SHOW_EVERY_S = 10.0

@@ -32,7 +32,7 @@ from .outcome import Campaign, shuffled
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "build" / "campaign"
-CAMPAIGNS = ("faults", "kills", "damage", "allocations", "fuzz", "http")
+CAMPAIGNS = ("faults", "kills", "ranks", "damage", "allocations", "fuzz", "http")
 QUICK_S = 75.0      # all campaigns together
 ROOM = 2 * 2**30    # bytes
 GRACE_S = 8.0       # for the cases that are running then

@@ -191,7 +191,7 @@ class worker_environment:
         from .shim import library
 
         self._folder = tempfile.TemporaryDirectory(prefix="fitgpt-campaign-")
-        env = {**os.environ, **ONE_THREAD, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
+        env = {**os.environ, **ONE_THREAD, "PYTHONPATH": os.pathsep.join(map(str, (ROOT / "src", ROOT, ROOT / "tools")))}
         if shutil.which("cc"):
             env["LD_PRELOAD"] = str(library(Path(self._folder.name)))
         return env

@@ -191,7 +191,8 @@ class worker_environment:
         from .shim import library
 
         self._folder = tempfile.TemporaryDirectory(prefix="fitgpt-campaign-")
-        env = {**os.environ, **ONE_THREAD, "PYTHONPATH": os.pathsep.join(map(str, (ROOT / "src", ROOT, ROOT / "tools")))}
+        path = os.pathsep.join(map(str, (ROOT / "src", ROOT, ROOT / "tools")))
+        env = {**os.environ, **ONE_THREAD, "PYTHONPATH": path}
         if shutil.which("cc"):
             env["LD_PRELOAD"] = str(library(Path(self._folder.name)))
         return env

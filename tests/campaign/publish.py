@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import subprocess
 import time
 from collections import defaultdict
-from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,9 @@ Results = tuple[dict[str, Any], list[dict[str, Any]], int]  # the summary, the o
 def write(results: dict[str, Results]) -> None:
     rows = []
     for name, (summary, outcomes, total) in results.items():
-        row = {**summary, "required": import_module(f"tests.campaign.{name}").REQUIRED, "cases_in_all": total}
+        source = Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8")  # importing it would load torch
+        required = re.search('^REQUIRED = "(.+)"$', source, re.MULTILINE)
+        row = {**summary, "required": required[1] if required else "", "cases_in_all": total}
         if name == "fuzz":
             row["parsers"] = parsers(outcomes)
         rows.append(row)

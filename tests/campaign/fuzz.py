@@ -128,6 +128,13 @@ def parse_ckpt(document: Any) -> object:
     return read_nanogpt(Path("ckpt.pt"))
 
 
+def parse_size(text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except FitError:
+        return parse_count(text)
+
+
 def parse_jsonl() -> None:
     cls = COMMANDS["prepare"]
     source = open_source(build(cls, walk(["texts.jsonl", "--tokenizer=bytes"], cls, config_files=False)))
@@ -190,7 +197,7 @@ def recorded(chance: random.Random) -> str:
 
 def shard(chance: random.Random) -> bytes:
     content = Path("original.shard").read_bytes()
-    return mutated_bytes(content[:256], chance, 0.9) + content[256:]
+    return mutated_bytes(content[:256], chance, 0.4) + content[256:]
 
 
 STATE = "out/checkpoints/step-00000003/state.json"
@@ -202,7 +209,7 @@ PARSERS = {
     "nvidia-smi": Parser(inputs.nvidia_smi, lambda text: explain(text), 100, ("diagnosis/nvidia_smi.py",)),
     "pasted text": Parser(inputs.pasted, lambda text: paste.paste(text, None), 60, ("web/paste.py",)),
     "query string": Parser(inputs.query_string, form.read, 100, ("web/form.py",)),
-    "sizes": Parser(inputs.size_text, lambda text: (parse_bytes(text), parse_count(text)), 100, ("core/units.py",)),
+    "sizes": Parser(inputs.size_text, parse_size, 100, ("core/units.py",)),
     "allocator settings": Parser(inputs.allocator_env,
                                  lambda text: check_allocator_env({"PYTORCH_CUDA_ALLOC_CONF": text}), 100,
                                  ("hardware/allocator_env.py",)),

@@ -134,13 +134,15 @@ def config_file(chance: random.Random) -> str:
 
 def query_string(chance: random.Random) -> str:
     specs = option_specs(RunConfig)
-    names = ["n_layer", "n_head", "n_embd", "block_size", "batch_size", "gradient_accumulation_steps", "dtype",
-             "recompute", "optimizer", "offload", "compile", "vocab_size", "loss_chunk", "weights"]
-    pairs = [f"{name}={option_value(specs[name], chance)}" for name in chance.sample(names, chance.randint(0, 5))]
-    pairs += chance.sample(["gpu=4070", "gpu=RTX+4070", "others=2118MiB", "trainer=nanogpt", "budget=8GiB", "x=y",
-                            "torch=2.11", "n_layer=4", "n_embd=256", "n_head=4", "gpu=", "gpu=nothing", "&&&",
-                            "family=batch", "=%ff%00"], 3)
-    return mutated_text("&".join(pairs), chance, 0.3)
+    names = ("block_size", "batch_size", "gradient_accumulation_steps", "dtype", "recompute", "optimizer", "offload",
+             "compile", "vocab_size", "loss_chunk", "weights")
+    pairs = [chance.choice(("n_layer=4&n_head=4&n_embd=256", "n_layer=12&n_head=12&n_embd=768", "n_layer=2"))]
+    pairs += [f"{name}={option_value(specs[name], chance)}" for name in chance.sample(names, chance.randint(0, 3))]
+    pairs += chance.sample(("gpu=4070", "gpu=RTX+4070", "others=2118MiB", "trainer=nanogpt", "torch=2.11",
+                            "family=batch"), chance.randint(1, 3))
+    if chance.random() < 0.2:
+        pairs.append(chance.choice(("gpu=", "gpu=nothing", "x=y", "&&&", "=%ff%00", "n_embd=7", "budget=8GiB")))
+    return mutated_text("&".join(pairs), chance, 0.2)
 
 
 @cache

@@ -180,6 +180,7 @@ def isolated(work: Callable[[], Outcome], seconds: float = LIMIT_S) -> Outcome:
     pid = os.fork()
     if not pid:
         os.close(read_end)
+        os.setpgid(0, 0)  # Ctrl-C is for the campaign: it must not look like a crash of this process
         for number in (1, 2):
             os.dup2(os.open(os.devnull, os.O_WRONLY), number)
         signal.setitimer(signal.ITIMER_REAL, seconds)

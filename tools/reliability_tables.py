@@ -13,7 +13,7 @@ QUESTIONS = {
               "effect in, every call that changes a file: train, resume, prepare, overwrite, export",
     "kills": "SIGKILL at random moments, resumed to the end",
     "ranks": "SIGKILL of one of 2 or 3 gloo ranks at random moments, resumed to the end",
-    "damage": "a bit, a byte, a page, a cut, growth in every kind of file that is read",
+    "damage": "a bit, a byte, a digit, a page, a cut, growth in every kind of file that is read",
     "allocations": "every allocation of a run on the CPU fails once",
     "fuzz": "generated inputs, mostly valid, to every parser",
     "http": "hostile requests to the page's server",

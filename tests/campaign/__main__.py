@@ -31,8 +31,10 @@ from typing import Any
 from .outcome import Campaign, shuffled
 
 ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "build" / "campaign"
 CAMPAIGNS = ("faults", "kills", "ranks", "damage", "allocations", "fuzz", "http")
 QUICK_S = 75.0      # all campaigns together
+ROOM = 2 * 2**30    # bytes
 GRACE_S = 8.0       # for the cases that are running then
 SHOW_EVERY_S = 10.0
 STOPPED = 130       # a worker that was interrupted
@@ -42,6 +44,7 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONHAS
 
 def main() -> int:
     given = arguments()
+    os.environ.setdefault("CAMPAIGN_RESULTS", str(given.out.resolve()))  # for workers too
     if given.worker:
         try:
             return work(given.worker, given.share, given.until)
@@ -62,8 +65,10 @@ def main() -> int:
     if "faults" in chosen and shutil.which("cc") is None:
         print("There is no C compiler (cc): the campaign faults is left out.")
         chosen.remove("faults")
-    if given.quick:  # all at once, with one process each
+    if given.quick:
         return 1 if run_campaigns(chosen, 1, QUICK_S) else 0
+    if given.at_once:
+        return 1 if run_campaigns(chosen, given.jobs, given.seconds) else 0
     return 1 if sum(run_campaigns([name], given.jobs, given.seconds) for name in chosen) else 0
 
 
@@ -72,7 +77,9 @@ def arguments() -> argparse.Namespace:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("campaign", nargs="*", choices=[[], *CAMPAIGNS], help="all, unless some are named")
     parser.add_argument("--quick", action="store_true", help="a part of each campaign, at most 90 s in all")
-    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="processes at once")
+    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="processes per campaign")
+    parser.add_argument("--at_once", action="store_true", help="all campaigns at the same time, not one after another")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="where results are kept; default build/campaign")
     parser.add_argument("--seconds", type=float, default=0.0, help="stop each campaign after so long; 0: at its end")
     parser.add_argument("--only", metavar="CAMPAIGN/CASE", help="runs one case and prints its outcome")
     parser.add_argument("--list", choices=CAMPAIGNS, help="prints the names of the cases")
@@ -93,7 +100,7 @@ def results_folder(name: str) -> Path:
     for path in sorted([*(ROOT / "src" / "fitgpt").rglob("*"), *here.iterdir()]):
         if path.is_file() and "__pycache__" not in path.parts and path not in drivers:
             digest.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes())
-    folder = ROOT / "build" / "campaign" / f"{name}-{digest.hexdigest()[:12]}"
+    folder = Path(os.environ.get("CAMPAIGN_RESULTS", RESULTS)) / f"{name}-{digest.hexdigest()[:12]}"
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
@@ -201,7 +208,8 @@ def opened(name: str, folder: Path) -> Campaign:
 def scratch_folder() -> tempfile.TemporaryDirectory[str]:
     """In memory where that is possible: hundreds of thousands of small files are written."""
     memory = Path("/dev/shm")
-    return tempfile.TemporaryDirectory(prefix="fitgpt-campaign-", dir=memory if os.access(memory, os.W_OK) else None)
+    roomy = os.access(memory, os.W_OK) and shutil.disk_usage(memory).free > ROOM
+    return tempfile.TemporaryDirectory(prefix="fitgpt-campaign-", dir=memory if roomy else None)
 
 
 def work(name: str, share: str, until: float) -> int:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,11 @@ from ..data.dataset import Dataset, open_dataset
 from ..engine.batches import evaluation_splits, training_batches
 from ..engine.device import DeviceChoice, read_memory, resolve_device
 from ..engine.oom import OutOfMemory, attempt
-from ..engine.ranks import Ranks, UnwrittenRunFolder, check_alike, connect_gpus, join
+from ..engine.ranks import Ranks, UnwrittenRunFolder, check_alike, connect_gpus, is_restarted, join
 from ..hardware.gpus import peak_flops
 from ..planning import measured_speeds
 from ..planning.plan_file import FallbackPlan, phases_to_json
-from ..runs.folder import RunFolder, holds_run, need_disk, open_run
+from ..runs.folder import RunFolder, can_resume, holds_run, need_disk, open_run
 from ..runs.metrics import RankFacts, RunFacts
 from ..show.progress import Display, closing, memory_plan, open_display, plan_vs_measured, say
 from ..tapes.engine import checkpoint_bytes
@@ -67,6 +68,8 @@ def run(config_dict: Mapping[str, Any], notes: Sequence[str], stop_requested: Ca
     choice = resolve_device(device, config.dtype, config.compile)
     check_alike(ranks, config, choice.device, choice.dtype, dataset.summary.fingerprint)
     connect_gpus(ranks, config, choice.device)
+    if is_restarted(ranks) and ranks.from_first(can_resume(config.out_dir)):
+        config = replace(config, init_from="resume")
     resuming = config.init_from == "resume"
     with (open_run(config.out_dir, config.to_dict(), resume=resuming) if ranks.is_first
           else UnwrittenRunFolder(config.out_dir)) as folder:
@@ -77,7 +80,7 @@ def run(config_dict: Mapping[str, Any], notes: Sequence[str], stop_requested: Ca
             config, shape_notes = take_shape(config, source, dataset)
             need_disk(config.out_dir, checkpoint_bytes(config) * 2)
         config = replace(RunConfig.from_dict(ranks.from_first(config.to_dict())), dtype=choice.dtype)
-        check_data(config, dataset, source)
+        check_data(config, dataset, source, partial(_verifying, stop_requested, heartbeat or Heartbeat()))
         device_memory = plan_on_device(config, choice, others, fallbacks)
         if not (resuming and config.eval_only):  # else a later resume would only evaluate
             folder.record(config.to_dict())
@@ -104,6 +107,13 @@ def run(config_dict: Mapping[str, Any], notes: Sequence[str], stop_requested: Ca
         say(closing(config.out_dir, training.step - facts.start_step, seconds, training.best, hints))
     if choice.mismatch:
         say(f"fitgpt: {choice.mismatch.why} {choice.mismatch.fix}", warning=True)
+
+
+def _verifying(stop_requested: Callable[[], bool], heartbeat: Heartbeat) -> None:
+    """Called while the data is verified, which may take minutes."""
+    heartbeat.begin("verifying the data")
+    if stop_requested():
+        raise Interrupted("Stopped before training began, as requested.")
 
 
 def run_loop(config: RunConfig, facts: RunFacts, choice: DeviceChoice, dataset: Dataset, folder: RunFolder,

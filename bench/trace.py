@@ -2,6 +2,7 @@
 
     python bench/trace.py measure --out FOLDER --nanogpt ../nanoGPT      on a GPU: run every case, and trace it there
     python bench/trace.py trace --out FOLDER --nanogpt ../nanoGPT        without a GPU: trace only
+    python bench/trace.py memtracker --out FOLDER --nanogpt ../nanoGPT   on a GPU: what torch's MemTracker reports
     python bench/trace.py table FOLDER                                    forecast beside measurement
 
 The cases (bench/trace_cases/cases.json) are scripts with arguments. Each runs in a process of its own as `python
@@ -42,7 +43,7 @@ Row = dict[str, Any]
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["measure", "trace", "table", "one"])
+    parser.add_argument("what", choices=["measure", "trace", "memtracker", "table", "one"])
     parser.add_argument("folder", nargs="?", default="")
     parser.add_argument("--out", default="", help="a folder for measured.json, traced.json and archives")
     parser.add_argument("--nanogpt", default="", help="the folder with nanoGPT's train.py")
@@ -67,7 +68,9 @@ def main() -> int:
     out.mkdir(parents=True, exist_ok=True)
     if options.what == "measure":
         every_case(cases, out / "measured.json", options, lambda case: measured(case, options, out))
-    if not options.no_trace:
+    if options.what == "memtracker":
+        every_case(cases, out / "memtracker.json", options, lambda case: measured(case, options, out))
+    elif not options.no_trace:
         every_case(cases, out / "traced.json", options, lambda case: traced(case, options, out))
     for folder in ("history", "traces"):
         pack(out / folder)
@@ -152,7 +155,7 @@ def measured(case: Row, options: argparse.Namespace, out: Path) -> Row:
     if history:
         history.parent.mkdir(exist_ok=True)
     with script_of(case, options.nanogpt) as (script, folder), tempfile.TemporaryDirectory() as caches:
-        task = json.dumps({"script": str(script), "args": case["args"]})
+        task = json.dumps({"script": str(script), "args": case["args"], "tracked": options.what == "memtracker"})
         environment = {**environment_of(case), "TORCHINDUCTOR_CACHE_DIR": caches}
         command = [sys.executable, __file__, "one", task, "--out", str(history.resolve() if history else "")]
         try:
@@ -185,6 +188,8 @@ def one(task: Row, history: str) -> Row:
         torch.cuda.memory._record_memory_history("all", context="alloc", stacks="python", max_entries=1_000_000)
     sys.argv, sys.path[0] = [task["script"], *task["args"]], str(Path(task["script"]).parent)
     with redirect_stdout(sys.stderr):
+        if task["tracked"]:
+            return memtracker(task["script"])
         kept = runpy.run_path(task["script"], run_name="__main__")
     row = {"steps": steps, "end": read(), "torch": torch.__version__,
            "gpu": torch.cuda.get_device_name() if cuda else None, "versions": versions()}
@@ -192,6 +197,32 @@ def one(task: Row, history: str) -> Row:
         write_history(Path(history))
     del kept
     return row
+
+
+def memtracker(script: str) -> Row:
+    """The peak that torch's MemTracker reports of the script, which runs for real: its best case."""
+    import torch
+    from torch.distributed._tools.mem_tracker import MemTracker
+
+    original, depth = torch.nn.Module.__call__, [0]
+
+    def call(module: Any, *args: Any, **kwargs: Any) -> Any:
+        """It tracks one call of a module: before the next it must forget the last."""
+        if not depth[0]:
+            tracker.reset_mod_stats()
+        depth[0] += 1
+        try:
+            return original(module, *args, **kwargs)
+        finally:
+            depth[0] -= 1
+
+    with MemTracker() as tracker:
+        torch.nn.Module.__call__ = call
+        kept = runpy.run_path(script, run_name="__main__")
+    peaks = [sum(held.values()) if "Total" not in held else held["Total"]
+             for device, held in tracker.get_tracker_snapshot("peak").items() if device.type == "cuda"]
+    del kept
+    return {"peak_bytes": max(peaks, default=0), "torch": torch.__version__}
 
 
 def versions() -> dict[str, str]:
@@ -247,6 +278,8 @@ def traced(case: Row, options: argparse.Namespace, out: Path) -> Row:
 
 def table(folder: Path) -> str:
     """One line per case: the most reserved and allocated, forecast against measured."""
+    if (folder / "memtracker.json").is_file() and not (folder / "measured.json").is_file():
+        return ""
     found = {name: {row["name"]: row for row in json.loads(path.read_text(encoding="utf-8"))["rows"]}
              for name in ("measured", "traced") if (path := folder / f"{name}.json").is_file()}
     lines = []

@@ -30,6 +30,7 @@ import bench_tables  # noqa: E402
 import memory_page  # noqa: E402
 import real_messages  # noqa: E402
 import reliability_tables  # noqa: E402
+import traces  # noqa: E402
 from fitgpt.commands.main import find_command, overview  # noqa: E402
 from fitgpt.config.argv import help_text, markdown_table  # noqa: E402
 from fitgpt.config.command_options import COMMANDS  # noqa: E402
@@ -185,12 +186,12 @@ def _output(command: str, home: Path) -> str:
 PARTS: dict[str, Callable[..., str]] = {
     "help": help_part, "options": options_part, "tree": tree_part, "configs": configs_part, "savers": savers_part,
     "frozen": frozen_part, "rules": rules_part, "transcript": transcript_part,
-    **memory_page.PARTS, **bench_tables.PARTS, **real_messages.PARTS, **reliability_tables.PARTS,
+    **memory_page.PARTS, **bench_tables.PARTS, **real_messages.PARTS, **reliability_tables.PARTS, **traces.PARTS,
 }
 # In the order in which they are recorded: later ones use what earlier ones made.
-TRANSCRIPT_ORDER = ("plan", "plan_options", "fit", "fit_lossy", "fit_goal", "cards", "explain", "explain_reading",
-                    "explain_short", "explain_snapshot", "prepare", "demo", "watch", "doctor", "train", "sample",
-                    "eval", "export", "errors", "python")
+TRANSCRIPT_ORDER = ("plan", "plan_options", "trace", "fit", "fit_lossy", "fit_goal", "cards", "explain",
+                    "explain_reading", "explain_short", "explain_snapshot", "prepare", "demo", "watch", "doctor",
+                    "train", "sample", "eval", "export", "errors", "python")
 
 
 def main() -> int:

@@ -6,6 +6,7 @@ import json
 import pickle
 import random
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -71,11 +72,11 @@ def mutated_value(value: Any, chance: random.Random, odds: float = 0.6) -> Any:
                 if change < 0.2:
                     del holder[key]
                 elif change < 0.3 and isinstance(holder, list):
-                    holder.extend(holder[:5])
+                    holder.extend(deepcopy(holder[:5]))
                 elif change < 0.5 and isinstance(holder[key], int | float) and not isinstance(holder[key], bool):
                     holder[key] = chance.choice((holder[key] + 1, -holder[key], holder[key] * 1000, holder[key] / 3))
                 else:
-                    holder[key] = chance.choice(ODD_VALUES)
+                    holder[key] = deepcopy(chance.choice(ODD_VALUES))
                 break
             holder = holder[key]
     return value
@@ -214,7 +215,7 @@ def meta_pickle(chance: random.Random) -> bytes:
     if chance.random() < 0.2:
         meta = mutated_value(meta, chance)
     elif chance.random() < 0.3:
-        meta[chance.choice(list(meta))] = chance.choice(ODD_VALUES)
+        meta[chance.choice(list(meta))] = deepcopy(chance.choice(ODD_VALUES))
     return mutated_bytes(pickle.dumps(meta, protocol=chance.randint(0, 5)), chance, 0.4)
 
 

@@ -1,7 +1,8 @@
 """SIGKILL at random moments, again and again, until a run or a `prepare` gets to its end.
 
-A case is one run with its own seed, killed some ten times. The moments are seeded; what the process does at that moment
-is up to the machine. In `command-…` the installed command is killed, else a fork that has torch loaded already.
+A case is one run with its own seed, killed some ten times: as it starts, or some time after a new checkpoint or shard.
+The moments are seeded; what the process does then is up to the machine. In `command-…` the installed command is killed,
+else a fork that has torch loaded already.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import sys
 import time
 from pathlib import Path
 
+from fitgpt.runs.folder import step_folders
 from fitgpt.runs.metrics import read_metrics
 
 from .faults import DATASET, PREPARE, RESUME, checkpoints_intact, go_on, must, with_data, with_texts
@@ -22,9 +24,10 @@ from .processes import TRAIN, Ended, children_of, contents, fresh, output_of, st
 
 REQUIRED = "500 kills, 0 lost, byte-identical"
 RUNS = {"train": 40, "prepare": 10, "command": 3}
-STEPS = 200
-WITHIN = 0.25  # of the time that a whole run takes: so it is killed some ten times
-LONG = [*TRAIN, f"--max_iters={STEPS}", f"--lr_decay_iters={STEPS}", "--eval_interval=50", "--save_interval=4"]
+STEPS, SAVE_INTERVAL = 200, 4
+MOST_NEW = 8    # checkpoints or shards before the kill
+LONG = [*TRAIN, f"--max_iters={STEPS}", f"--lr_decay_iters={STEPS}", "--eval_interval=50",
+        f"--save_interval={SAVE_INTERVAL}"]
 VICTIMS = ("worker", "supervisor", "both")
 MOST_KILLS = 40  # then it may finish
 
@@ -37,12 +40,12 @@ def campaign(folder: Path) -> Campaign:
     with_texts(templates["prepare"], files=120)
     results = {"train": (f"out/checkpoints/step-{STEPS:08d}/*.safetensors",), "prepare": DATASET}
     results["command"] = results["train"]
-    seconds, expected = dict[str, float](), dict[str, dict[str, bytes]]()
+    expected = dict[str, dict[str, bytes]]()
     for kind, argv in (("train", ["train", *LONG]), ("prepare", PREPARE)):
-        whole, begun = fresh(templates[kind], folder / "whole"), time.monotonic()
+        whole = fresh(templates[kind], folder / "whole")
         must(argv, whole)
-        seconds[kind], expected[kind] = WITHIN * (time.monotonic() - begun), contents(whole, *results[kind])
-    expected["command"], seconds["command"] = expected["train"], seconds["train"] + 3.0
+        expected[kind] = contents(whole, *results[kind])
+    expected["command"] = expected["train"]
 
     def run(case: str) -> Outcome:
         kind = case.split("-")[0]
@@ -50,7 +53,7 @@ def campaign(folder: Path) -> Campaign:
         while True:
             argv = PREPARE if kind == "prepare" else _train_argv(there)
             pid = _start_command(argv, there) if kind == "command" else start(argv, there)
-            ended, killed = _one_life(pid, there, moments, seconds[kind] if kills < MOST_KILLS else float("inf"))
+            ended, killed = _one_life(pid, there, moments if kills < MOST_KILLS else None)
             kills += killed
             if ended.problem:
                 return failed("crashed", f"after {kills} kills: {ended.problem}\n{ended.output}")._replace(count=kills)
@@ -84,13 +87,18 @@ def _start_command(argv: list[str], folder: Path) -> int:
                                 stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True).pid
 
 
-def _one_life(pid: int, folder: Path, moments: random.Random, seconds: float) -> tuple[Ended, bool]:
-    """The command's end, and whether it was killed: at a random moment within so many seconds, if it still ran then."""
-    moment, victim = moments.random() * min(seconds, 1e9), moments.choice(VICTIMS)
-    deadline = time.monotonic() + moment
+def _one_life(pid: int, folder: Path, moments: random.Random | None) -> tuple[Ended, bool]:
+    """The command's end, and whether it was killed before; without `moments` it is not killed."""
+    if moments is None:
+        return wait(pid, folder), False
+    starting, new, victim = moments.random() < 0.25, moments.randint(1, MOST_NEW), moments.choice(VICTIMS)
+    deadline = time.monotonic() + moments.uniform(0, 0.2) if starting else float("inf")
+    enough, delay = _progress(folder) + new, moments.uniform(0, 0.03)
     while time.monotonic() < deadline:
         if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
             return wait(pid, folder), False
+        if deadline == float("inf") and _progress(folder) >= enough:
+            deadline = time.monotonic() + delay
         time.sleep(0.001)
     workers = children_of(pid)
     killed = workers if victim == "worker" and workers else [pid, *(workers if victim == "both" else [])]
@@ -102,6 +110,12 @@ def _one_life(pid: int, folder: Path, moments: random.Random, seconds: float) ->
             _kill(each)
         return Ended(1, f"processes {orphans} outlived the command by 30 s\n{ended.output}"), True
     return ended, True
+
+
+def _progress(folder: Path) -> int:
+    """Checkpoints saved, or shards written, so far."""
+    steps = [slot.step // SAVE_INTERVAL for slot in step_folders(folder / "out" / "checkpoints")]
+    return max(steps, default=0) + len(list(folder.glob("data/train-*.shard")))
 
 
 def _kill(pid: int) -> None:

@@ -158,6 +158,12 @@ def test_the_written_plan_is_one_that_train_takes_with_fallback_plans(run_fit: A
     assert read.options["batch_size"] == document["config"]["batch_size"]
     assert read.fallback_plans is not None
     assert len(read.fallback_plans) == len(needs)
+    document["config"]["learning_rate"] *= 2
+    Path("config/mine.plan.json").write_text(json.dumps(document))
+    with pytest.raises(UsageError, match="its own checksum"):
+        plan_file.read("config/mine.plan.json")
+    Path("config/mine.plan.json").write_text(json.dumps({key: document[key] for key in document if key != "checksum"}))
+    assert plan_file.read("config/mine.plan.json").options["learning_rate"] == document["config"]["learning_rate"]
 
 
 def test_only_the_plan_is_written_to_a_json_file(run_fit: Any) -> None:

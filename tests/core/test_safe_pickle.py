@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from fitgpt.core import safe_pickle
 from fitgpt.core.safe_pickle import UnsafePickleError, parse
 
 PROTOCOLS = range(pickle.HIGHEST_PROTOCOL + 1)
@@ -122,3 +123,10 @@ def test_more_types_are_parsed_on_request_and_nothing_else(protocol: int) -> Non
 def test_a_tuple_with_missing_items_is_rejected(content: bytes) -> None:
     with pytest.raises(UnsafePickleError):
         parse(content, max_depth=8, more_types=True)
+
+
+@pytest.mark.parametrize("bomb", [b"]" * 200, b"]" + b"\x94" * 200, b"](" + b"K\x01" * 200, b"]" + b"]a" * 200])
+def test_more_objects_than_the_limit_are_rejected(monkeypatch: pytest.MonkeyPatch, bomb: bytes) -> None:
+    monkeypatch.setattr(safe_pickle, "MAX_OBJECTS", 100)
+    with pytest.raises(UnsafePickleError, match="more than 100 objects"):
+        parse(b"\x80\x04" + bomb + b".", max_depth=8)

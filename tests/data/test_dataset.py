@@ -148,7 +148,7 @@ def test_a_headerless_bin_is_scanned_once_and_again_after_a_change(
 ) -> None:
     scans = []
     original = dataset._scan
-    monkeypatch.setattr(dataset, "_scan", lambda shard: scans.append(shard.path) or original(shard))
+    monkeypatch.setattr(dataset, "_scan", lambda shard, was_read: scans.append(shard.path) or original(shard, was_read))
     check_tokens(train_split(make_bins, distinct(1000)), 1000)
     check_tokens(open_dataset("nano").split("train"), 1000)
     assert len(scans) == 1
@@ -202,7 +202,7 @@ def test_a_verified_shard_is_read_again_only_after_a_change_or_on_request(
 ) -> None:
     folder, scans = make_shards(distinct(300), distinct(100), shard_tokens=100), []
     original = dataset._scan
-    monkeypatch.setattr(dataset, "_scan", lambda shard: scans.append(shard.path) or original(shard))
+    monkeypatch.setattr(dataset, "_scan", lambda shard, was_read: scans.append(shard.path) or original(shard, was_read))
     for fresh, expected in ((False, 4), (False, 4), (True, 8)):
         open_dataset(str(folder)).verify(65536, fresh=fresh)
         assert len(scans) == expected
@@ -211,6 +211,20 @@ def test_a_verified_shard_is_read_again_only_after_a_change_or_on_request(
     os.replace(copied, folder / "train-00000.shard")
     open_dataset(str(folder)).verify(65536)
     assert len(scans) == 9
+
+
+def test_verifying_can_be_stopped_and_resumes_after_the_shards_it_has_read(make_shards: Make) -> None:
+    folder, parts = make_shards(distinct(300), distinct(100), shard_tokens=100), []
+
+    def stopping() -> None:
+        parts.append(len(parts))
+        if len(parts) == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        open_dataset(str(folder)).verify(65536, reading=stopping)
+    open_dataset(str(folder)).verify(65536, reading=stopping)
+    assert len(parts) == 5  # the third and fourth shard
 
 
 def test_tokens_of_more_than_two_bytes_without_a_header_are_an_error(make_bins: Make) -> None:

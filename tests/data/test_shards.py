@@ -247,7 +247,8 @@ def test_a_shard_of_another_dataset_is_rejected(make_shards: Make) -> None:
 @pytest.mark.parametrize("change", [
     {"schema": 2}, {"schema": None}, {"tokenizer": 5}, {"vocab_size": -1}, {"vocab_size": "257"}, {"splits": []},
     {"splits": {"train": {}}}, {"counts": {"a": "b"}}, {"dtype": None}, {"settings": 3},
-], ids=str)
+    {"tokenizer": "\ud800"},
+], ids=ascii)
 def test_a_manifest_with_an_invalid_field_is_rejected(make_shards: Make, change: dict[str, Any]) -> None:
     path = make_shards(np.arange(100), np.arange(100)) / "manifest.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))

@@ -355,3 +355,13 @@ def test_a_forecast_is_marked_as_such() -> None:
     assert "according to the forecast" in diagnosis.title
     assert "read 4" not in diagnosis.what
     assert diagnosis.what.startswith("By its forecast")
+
+
+@pytest.mark.parametrize("text", [
+    "index, name, memory.used [MiB], memory.total [MiB]\n0, RTX, {0} MiB, {0} MiB\n", "{0}MiB / {0}MiB", "{0}, {0}",
+    "[0] NVIDIA GeForce RTX 4070 | 50'C, 30 % | {0} / {0} MB | a:python/2211({0}M)", "python x {0} MiB",
+    "index, name, memory.used [MiB], memory.total [MiB]\n²{1}, RTX, 1 MiB, 2 MiB\n"])
+def test_figures_of_hundreds_of_digits_are_none(text: str) -> None:
+    pasted = text.format("9" * 400, "")
+    assert all((gpu.total or 0) < 2**40 for gpu in parse_nvidia_smi(pasted))
+    assert parse_fragment(pasted) is None

@@ -218,6 +218,7 @@ def amsgrad(optimizer: Any) -> Any:
 
 @pytest.mark.parametrize(("changes", "said"), [
     ({"model": lambda _: None}, "lacks model"),
+    ({"optimizer": with_changed("param_groups", torch.ones(3))}, "is not the AdamW"),
     ({"optimizer": lambda _: None, "iter_num": lambda _: None}, "lacks optimizer, iter_num"),
     ({"best_val_loss": lambda _: None}, "lacks best_val_loss"),
     ({"best_val_loss": lambda _: "low"}, "lacks best_val_loss"),

@@ -16,7 +16,7 @@ def available(folder: Path, meminfo: str = "", **group: str) -> int | None:
     (folder / "meminfo").write_text(meminfo)
     for name, text in group.items():
         (folder / f"memory.{name}").write_text(text)
-    return host.available_memory(folder / "meminfo", folder)
+    return host.available_memory(folder / "meminfo", folder, folder / "cgroup")
 
 
 def test_memory_used_by_programs_is_not_available(tmp_path: Path) -> None:
@@ -36,7 +36,16 @@ def test_page_cache_of_a_container_is_available(tmp_path: Path) -> None:
 
 def test_an_unknown_figure_is_none(tmp_path: Path) -> None:
     assert available(tmp_path, "MemAvailable: lots\n") is None
-    assert host.available_memory(tmp_path / "nowhere", tmp_path / "nowhere") is None
+    assert host.available_memory(tmp_path / "nowhere", tmp_path / "nowhere", tmp_path / "nowhere") is None
+
+
+def test_the_lowest_limit_of_its_control_group_and_those_above_counts(tmp_path: Path) -> None:
+    (tmp_path / "cgroup").write_text("0::/user.slice/run.scope\n")
+    for group, limit in (("user.slice", 9), ("user.slice/run.scope", 12)):
+        (tmp_path / group).mkdir()
+        (tmp_path / group / "memory.max").write_text(f"{limit * GiB}\n")
+        (tmp_path / group / "memory.current").write_text(f"{2 * GiB}\n")
+    assert available(tmp_path, MEMINFO) == 7 * GiB
 
 
 def test_doctor_uses_the_same_figure(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from fitgpt.core.errors import SystemFault
+from fitgpt.engine.ranks import ALONE
 from fitgpt.training import loop
 from fitgpt.training.loop import CheckpointSaver, Meter
 
@@ -21,7 +22,7 @@ def test_a_run_stops_after_three_failed_saves_and_a_minute(monkeypatch: pytest.M
     def save(**_: Any) -> None:
         raise SystemFault("No space left on device.")
 
-    training: Any = SimpleNamespace(step=0, saved_at=-1, device=None)
+    training: Any = SimpleNamespace(step=0, saved_at=-1, device=None, ranks=ALONE)
     callbacks: Any = SimpleNamespace(save=save, warn=warnings.append)
     saver = CheckpointSaver(training, callbacks, Meter(1, lambda: None))
     for training.step in range(saves - 1):

@@ -35,7 +35,7 @@ SYNONYMS = {"resume": "train --resume --out_dir=RUN", "finetune": "train --init_
 
 # Optional packages, each with the extra of pyproject.toml that installs it.
 EXTRAS = {"torch": "train", "numpy": "train", "safetensors": "train", "tiktoken": "train", "pyarrow": "parquet",
-          "huggingface_hub": "hub", "datasets": "datasets", "wandb": "wandb",
+          "huggingface_hub": "hub", "datasets": "datasets", "wandb": "wandb", "tensorboard": "tensorboard",
           "starlette": "web", "uvicorn": "web"}
 FIXES = {errno.ENOSPC: "Free some space, or write to another disk.", errno.EDQUOT: "Your quota there is used up.",
          errno.EACCES: "Give yourself the right to it, or choose another place.",

@@ -9,9 +9,12 @@ from pathlib import Path
 
 from ..config.command_options import SampleOptions
 from ..core.errors import UsageError
+from ..core.files import read_limited
 from ..hardware.allocator_env import child_environment
 from ..runs.folder import holds_run
 from ..runs.metrics import append_sample
+
+MAX_PROMPT_BYTES = 16 * 2**20  # far longer than any block
 
 
 def sample(options: SampleOptions) -> int:
@@ -46,9 +49,12 @@ def prompt_text(start: str) -> str:
         return start
     path = Path(start.removeprefix("FILE:"))
     try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else f"it is not UTF-8 text (byte {error.start})"
+        return read_limited(path, MAX_PROMPT_BYTES, pipes=True).decode()
+    except UnicodeDecodeError as error:
+        raise UsageError(f"The prompt file {path} is not UTF-8 text (byte {error.start}).",
+                         "--start='some text'") from error
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else str(error)
         raise UsageError(f"The prompt file {path} cannot be read: {why}.", "--start='some text'") from error
 
 

@@ -85,7 +85,7 @@ _model = partial(option, group="model")
 _optim = partial(option, group="optimizer")
 _system = partial(option, group="device and memory")
 _sharing = partial(option, group="sharing a GPU", nanogpt=False)
-_wandb = partial(option, group="wandb")
+_tracker = partial(option, group="trackers")
 budget_option = partial(option, "", "GPU memory the process may use in total, as nvidia-smi shows it, CUDA context "
                         "included: 11.5GiB; by default what other processes leave of it", rule=size_like,
                         synonyms=("memory", "limit", "vram"), example="11.5GiB", planned=True)
@@ -260,9 +260,11 @@ class RunConfig(Options):
     plan: str = _sharing("", "plan that `fitgpt fit` wrote: run exactly that, or stop with what differs",
                          rule=optional(path_like), example="my_run.plan.json")
 
-    wandb_log: bool = _wandb(False, "log also to Weights & Biases, if it is installed")
-    wandb_project: str = _wandb("owt", "project of the run in Weights & Biases")
-    wandb_run_name: str = _wandb("gpt2", "name of the run in Weights & Biases")
+    wandb_log: bool = _tracker(False, "log evaluations also to Weights & Biases, if it is installed")
+    wandb_project: str = _tracker("owt", "project of the run in Weights & Biases")
+    wandb_run_name: str = _tracker("gpt2", "name of the run in Weights & Biases")
+    tensorboard: bool = _tracker(False, "log evaluations also for TensorBoard, if it is installed, in the run's folder",
+                                 synonyms=("tensorboard_log",), nanogpt=False)
 
     # ---- rules between options
 

@@ -17,11 +17,13 @@ _CONSTANTS = frozenset({
     "BININT", "BININT1", "BININT2", "INT", "LONG", "LONG1", "LONG4",
 })
 _PYTHON_CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
+_CONTAINERS = frozenset({"EMPTY_DICT", "EMPTY_LIST", "DICT", "LIST", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"})
 _TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 _MEMO_PUT = frozenset({"MEMOIZE", "BINPUT", "LONG_BINPUT", "PUT"})
 _MEMO_GET = frozenset({"BINGET", "LONG_BINGET", "GET"})
 _NO_VALUE = frozenset({"PROTO", "FRAME", "STOP"})
 _MARK = object()
+MAX_OBJECTS = 16_000_000  # on the stack, in the memo, and lists, dicts and tuples: about 2 GB. A byte can make one
 
 
 class UnsafePickleError(Exception):
@@ -45,8 +47,12 @@ def parse(data: bytes, *, max_depth: int, more_types: bool = False) -> Any:
 def _execute(data: bytes, *, more_types: bool) -> Any:
     stack: list[Any] = []
     memo: dict[Any, Any] = {}
+    containers = 0
     for opcode, argument, _ in pickletools.genops(io.BytesIO(data)):
         name = opcode.name
+        containers += name in _CONTAINERS
+        if containers + len(memo) + len(stack) > MAX_OBJECTS:
+            raise UnsafePickleError(f"it has more than {MAX_OBJECTS:,} objects")
         if name in _CONSTANTS:
             if isinstance(argument, bool):  # protocol 0 writes True as the INT "01"
                 raise UnsafePickleError("it holds a bool")

@@ -33,6 +33,7 @@ from ..core.units import GiB, MiB, show_bytes
 from .sample_order import I64, hash_of, window_of
 from .shards import PREPARE_AGAIN, SPLITS, DataSummary, ShardFile, block_too_long, list_shards
 
+Notify = Callable[[str], None]  # shows a sentence to the user
 _NUMPY_DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 _DO_NOT_CHANGE = ("Do not change the data while a run uses it: restore the shard, or prepare the dataset again "
                   "(`fitgpt prepare … --overwrite`). Then resume from the last checkpoint.")
@@ -60,10 +61,10 @@ class Dataset:
     def split(self, name: str) -> Split:
         return self.splits[name]
 
-    def verify(self, vocab_size: int, notify: Callable[[str], None] = lambda sentence: None,
-               splits: Sequence[str] = SPLITS, *, fresh: bool = False) -> None:
-        """Raises DataError if a shard does not match its checksum, or if a token is ≥ vocab_size."""
-        scans = ShardScans(self.summary.path, notify, fresh=fresh)
+    def verify(self, vocab_size: int, notify: Notify = lambda sentence: None, splits: Sequence[str] = SPLITS, *,
+               reading: Callable[[], None] = lambda: None, fresh: bool = False) -> None:
+        """Raises DataError if a shard does not match its checksum, or if a token is ≥ vocab_size. See ShardScans."""
+        scans = ShardScans(self.summary.path, notify, reading, fresh=fresh)
         for name in splits:
             self.splits[name].check_tokens(vocab_size, scans)
 
@@ -195,10 +196,12 @@ class ShardScans:
     result is remembered in the user's cache until the file's size, modification time or inode changes.
 
     `fresh`: reads every file, whatever is remembered. `notify`: shows a sentence to the user, for large datasets.
+    `reading`: called every few MiB; it may raise an error to stop.
     """
 
-    def __init__(self, folder: str, notify: Callable[[str], None], *, fresh: bool = False) -> None:
-        self._notify = notify
+    def __init__(self, folder: str, notify: Notify, reading: Callable[[], None] = lambda: None, *,
+                 fresh: bool = False) -> None:
+        self._notify, self._reading = notify, reading
         root = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
         name = hashlib.sha256(os.fsencode(os.path.realpath(folder))).hexdigest()[:32]
         self._cache = root / "fitgpt" / "scanned" / f"{name}.json"
@@ -208,21 +211,26 @@ class ShardScans:
         """Of each shard; DataError that names all that do not match their checksum, or have none and look like uint32.
         """
         new = [shard for shard in shards if self._remembered(shard) is None]
-        nbytes, read, shown = sum(shard.size for shard in new), 0, time.monotonic()
+        nbytes, done, shown = sum(shard.size for shard in new), 0, time.monotonic()
         errors: list[DataError] = []
+
+        def was_read(more: int) -> None:
+            nonlocal done, shown
+            self._reading()
+            done += more
+            if time.monotonic() - shown > _SHOWN_EVERY_S:
+                self._notify(f"{done / nbytes:4.0%} verified, {show_bytes(done)} of {show_bytes(nbytes)}")
+                shown = time.monotonic()
+
         if nbytes > _LARGE_BYTES:
             self._notify(f"Verifying {show_bytes(nbytes)} of {os.path.dirname(new[0].path)}. This is done once, and "
                          "again for files that change.")
         try:
             for shard in new:
                 try:
-                    self._known[os.path.basename(shard.path)] = [*_stamp(shard), _scan(shard)]
+                    self._known[os.path.basename(shard.path)] = [*_stamp(shard), _scan(shard, was_read)]
                 except DataError as error:
                     errors.append(error)
-                read += shard.size
-                if time.monotonic() - shown > _SHOWN_EVERY_S:
-                    self._notify(f"{read / nbytes:4.0%} verified, {show_bytes(read)} of {show_bytes(nbytes)}")
-                    shown = time.monotonic()
         finally:
             if new:
                 with suppress(OSError, SystemFault):  # a cache that cannot be written costs another scan next time
@@ -245,13 +253,14 @@ def _stamp(shard: ShardFile) -> list[Any]:
     return [shard.size, shard.mtime_ns, shard.inode, shard.sha256]
 
 
-def _scan(shard: ShardFile) -> int:
-    """The largest token of a file, all of which is read."""
+def _scan(shard: ShardFile, was_read: Callable[[int], None]) -> int:
+    """The largest token of a file, all of which is read. `was_read` is called with the bytes of each part."""
     dtype = _NUMPY_DTYPES[shard.dtype]
     digest, largest, small = hashlib.sha256(), 0, np.zeros(2, np.int64)  # small: tokens below 2, at even and odd places
     with _opened(shard) as file:
         file.seek(shard.start)
         while len(tokens := np.fromfile(file, dtype, _SCAN_BYTES // dtype.itemsize)):
+            was_read(tokens.nbytes)
             largest = max(largest, int(tokens.max()))
             if shard.sha256:
                 digest.update(tokens.data)

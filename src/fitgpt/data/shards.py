@@ -22,6 +22,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shlex
 import struct
 import zlib
@@ -44,7 +45,7 @@ SPLITS = ("train", "val")
 MANIFEST_NAME = "manifest.json"
 MANIFEST_SCHEMA = 1
 PROGRESS_NAME = "progress.json"  # present while `prepare` has not finished
-MAX_META_BYTES = 64 * MiB        # of a meta.pkl; the vocabulary of any character set takes less than 1 MiB
+MAX_META_BYTES = 4 * MiB         # of a meta.pkl; the vocabulary of any character set takes less than 1 MiB
 
 _LAYOUT = struct.Struct("<8sIIIIqq32s32s")
 _CRC = struct.Struct("<I")
@@ -409,6 +410,8 @@ def _field(holder: dict[str, Any], key: str, kind: type, path: Path) -> Any:
         raise _damaged(path, f"{key!r} is missing or is no {kind.__name__}")
     if kind is int and (isinstance(holder[key], bool) or holder[key] < 0):
         raise _damaged(path, f"{key!r} is {holder[key]!r}, not a count")
+    if kind is str and re.search("[\ud800-\udfff]", holder[key]):  # JSON can write half of a surrogate pair
+        raise _damaged(path, f"{key!r} is {holder[key]!r}, not text")
     return holder[key]
 
 

@@ -448,5 +448,5 @@ def build_case(message: OomMessage, run: ExplainedRun | None = None, card: GpuMo
 
 def card_with(usable: int) -> GpuModel | None:
     """The only GPU model with this much usable memory; None if there is none or more than one."""
-    near = [card for card in load() if card.usable_mib and abs(card.usable_mib * MiB / usable - 1) <= SAME_CARD]
+    near = [card for card in load() if card.usable_mib and abs(card.usable_mib * MiB - usable) <= SAME_CARD * usable]
     return near[0] if len({card.name for card in near}) == 1 else None

@@ -26,6 +26,7 @@ _CELL = re.compile(rf"(?<![\w.,]){_NUMBER}{_UNIT}\s*(?:/|of)\s*{_NUMBER}{_UNIT}"
 _CSV_CELL = re.compile(r"(\d+)(?:\s*MiB)?")
 _SIZE_ALONE = re.compile(rf"{_NUMBER}{_UNIT}", re.IGNORECASE)
 _PYTHON_ROW = re.compile(r"(\S*python\S*)\s.*?(\d+)\s*MiB", re.IGNORECASE)  # the end of a row of the process table
+_HUGE = re.compile(r"\d{16}")
 MAX_FRAGMENT = 2000  # characters; in a longer text, 2 / 3 GB is a download
 MIN_TOTAL = 500 * MiB  # of a GPU
 
@@ -58,7 +59,7 @@ class SmiGpu:
 
 def parse_nvidia_smi(text: str) -> tuple[SmiGpu, ...]:
     """The GPUs of the first nvidia-smi output in a text, or their MIG devices; empty if there is none."""
-    lines = [line for line in clean(text).split("\n") if len(line) < MAX_LINE]
+    lines = [line for line in clean(text).split("\n") if _is_plausible(line)]
     return _parse_table(lines) or _parse_csv(lines) or _parse_gpustat(lines)
 
 
@@ -68,7 +69,7 @@ def parse_fragment(text: str) -> SmiGpu | None:
         return None
     lines = [line.strip(" |│") for line in ascii_digits(clean(text)).split("\n") if line.strip(" |│")]
     used, total, processes = None, None, list[SmiProcess]()
-    for line in (line for line in lines if len(line) < MAX_LINE):
+    for line in filter(_is_plausible, lines):
         if found := _PROCESS.match(line):
             processes.append(_process(found))
         elif found := _PYTHON_ROW.search(line):
@@ -78,6 +79,11 @@ def parse_fragment(text: str) -> SmiGpu | None:
     if len(lines) == 1 and total is None and not processes and (found := _SIZE_ALONE.fullmatch(lines[0])):
         used = _bytes(found[1], found[2])
     return SmiGpu(0, "", used, total, tuple(processes)) if used is not None or processes else None
+
+
+def _is_plausible(line: str) -> bool:
+    """Whether the line is short enough, and so are its numbers: none of 16 digits is a figure of nvidia-smi."""
+    return len(line) < MAX_LINE and _HUGE.search(line) is None
 
 
 def _used_and_total(line: str) -> tuple[int, int] | None:
@@ -123,7 +129,7 @@ def _parse_table(lines: list[str]) -> tuple[SmiGpu, ...]:
             mig[index, instance] = SmiGpu(index, gpus[index].name, int(found[3]) * MiB, int(found[4]) * MiB,
                                           gpu_instance=instance)
         elif found := _PROCESS.match(line):
-            owner = int(found[1]), int(found[2]) if (found[2] or "").isdigit() else None
+            owner = int(found[1]), int(found[2]) if (found[2] or "").isdecimal() else None
             processes.setdefault(owner, []).append(_process(found))
     whole = (gpu for gpu in gpus.values() if all(index != gpu.index for index, _ in mig))
     return tuple(replace(gpu, processes=tuple(processes.get((gpu.index, gpu.gpu_instance), ())))
@@ -138,7 +144,7 @@ def _parse_csv(lines: list[str]) -> tuple[SmiGpu, ...]:
     for line in lines[at + 1:]:
         row = dict(zip(names, (cell.strip() for cell in line.split(",")), strict=False))
         total, used = (re.match(r"(\d+)(?: MiB)?$", row.get(f"memory.{which}", "")) for which in ("total", "used"))
-        index = int(row["index"]) if row.get("index", "").isdigit() else len(found)
+        index = int(row["index"]) if row.get("index", "").isdecimal() else len(found)
         if total is None or index in found:
             break
         found[index] = SmiGpu(index, row.get("name", ""), int(used[1]) * MiB if used else None, int(total[1]) * MiB)

@@ -6,6 +6,7 @@ import json
 import os
 import textwrap
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from .. import __version__
 from ..config.architectures import NORM_EPSILON, GPTConfig
 from ..core.errors import DataError, UsageError
 from ..core.extras import install_command
-from ..core.files import disk_faults, folder_atomically, read_json_object, recover_folder
+from ..core.files import disk_faults, folder_atomically, read_json_object, read_limited, recover_folder
 from ..data.tokenizers import (
     FILE_NAMES,
     TOKENIZER_KEY,
@@ -188,7 +189,9 @@ def _likely_places(name: str) -> Iterator[Path]:
     home = given("HF_HOME") or os.path.join(given("XDG_CACHE_HOME") or "~/.cache", "huggingface")
     hub = Path(given("HF_HUB_CACHE") or given("HUGGINGFACE_HUB_CACHE") or os.path.join(home, "hub")).expanduser()
     for repository in (f"models--openai-community--{name}", f"models--{name}"):
-        current = hub / repository / "refs" / "main"
-        if current.is_file():
-            yield hub / repository / "snapshots" / current.read_text().strip()
+        commit = b""
+        with suppress(OSError, ValueError):
+            commit = read_limited(hub / repository / "refs" / "main", 100)
+        if commit:
+            yield hub / repository / "snapshots" / os.fsdecode(commit.strip())
         yield from sorted((hub / repository / "snapshots").glob("*"))

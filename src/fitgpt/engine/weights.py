@@ -299,7 +299,7 @@ def _nanogpt_optimizer(stored: Mapping[str, Any], config: GPTConfig, path: objec
                 flat[f"{name}.{moment}"] = tensor.float()
             if entry:
                 raise ValueError(f"{name} has {', '.join(map(str, entry))}")
-    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise CheckpointError(f"The optimizer in {path} is not the AdamW that nanoGPT makes for this model ({error}).",
                               _FIX_CKPT) from error
     return flat

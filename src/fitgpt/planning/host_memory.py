@@ -24,11 +24,14 @@ IN_FLIGHT = 4  # batches in CPU RAM: engine/batches.DEPTH read ahead, and one th
 def needs(config: RunConfig, *, on_cpu: bool) -> dict[str, int]:
     """Bytes by purpose."""
     config = replace(config, vocab_size=config.vocab_size or 1)  # of the data, which is not read here
-    shapes = parameter_shapes(config.gpt_config()).values()
+    shapes = list(parameter_shapes(config.gpt_config()).values())
     tokens = max(config.batch_size * (config.block_size + 1), config.eval_batch * (config.eval_block + 1))
     batch = TOKEN * tokens
     found = {"batches read ahead": IN_FLIGHT * (batch if on_cpu else pinned(batch)),
              "offloaded optimizer state": host_bytes(config)}
+    if config.offload != "none" and not on_cpu:  # master weights are pinned, and a buffer for the largest gradient
+        sizes = [4 * prod(shape) for shape in shapes]
+        found["offloaded optimizer state"] += sum(pinned(size) - size for size in sizes) + pinned(max(sizes))
     if on_cpu:
         weights = sum(prod(shape) * BYTES[config.weights] for shape in shapes)
         training = 0 if config.eval_only else weights + state_bytes(config)

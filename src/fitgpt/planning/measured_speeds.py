@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from ..config.run_config import SPEED_OPTIONS, RunConfig
 from ..core.errors import FitError, SystemFault
-from ..core.files import write_atomically
+from ..core.files import MAX_JSON_BYTES, read_limited, write_atomically
 
 MOST_ROWS = 500  # the newest are kept
 
@@ -66,8 +66,8 @@ def add(gpu: str, config: RunConfig, tokens_per_s: float, torch: str, command: s
 def _rows() -> list[dict[str, Any]]:
     """The JSON objects of the store, the oldest first."""
     try:
-        lines = store_path().read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
+        lines = read_limited(store_path(), MAX_JSON_BYTES).decode("utf-8", "replace").splitlines()
+    except (OSError, ValueError):
         return []
     found = []
     for line in lines:

@@ -215,7 +215,27 @@ LOW_POWER_NAMES = ("T4", "L4", "RTX A2000 12GB")  # 70 to 72 W, by their spec sh
 HALF_RATE = 768  # FLOP per clock and multiprocessor: GeForce GPUs have 512, others 1024 or more (gpus.csv)
 
 
+# What plain matmuls and copies reach of an H200's figures (`fitgpt record`, tests/recorded/gpus/h200.json): HOPPER's
+# likely efficiencies are those of our kernels on the same GPU.
+PLAIN_MATMULS, PLAIN_COPIES = 667.9 / 989, 4171.2 / 4800
+
+
 def gpu_class(card: GpuModel) -> GpuClass:
+    """The GPU's class; scaled to the rates of plain matmuls and copies, where they were recorded on such a GPU."""
+    kind = _class_of(card)
+    if not (card.matmul_tflops and card.copy_gbs and card.tflops and card.bandwidth_gbs):
+        return kind
+    matmuls = card.matmul_tflops / card.tflops / PLAIN_MATMULS * HOPPER.likely.matmuls / kind.likely.matmuls
+    copies = card.copy_gbs / card.bandwidth_gbs / PLAIN_COPIES * HOPPER.likely.bytes / kind.likely.bytes
+
+    def scaled(of: Efficiency) -> Efficiency:
+        return Efficiency(of.matmuls * matmuls, of.attention * matmuls, of.bytes * copies)
+
+    return GpuClass(f"{kind.text}, scaled to rates recorded on such a GPU", scaled(kind.least), scaled(kind.likely),
+                    scaled(kind.most))
+
+
+def _class_of(card: GpuModel) -> GpuClass:
     clocks = (card.sms or 0) * (card.boost_mhz or 0)
     is_half_rate = clocks > 0 and 1e6 * (card.tflops or 0) / clocks < HALF_RATE
     if card.capability is None:

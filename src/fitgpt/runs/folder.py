@@ -235,18 +235,20 @@ class RunFolder:
                 pass
         place = _path_of(self._lock)
         if place is not None and place.name == "lock" and place.parent != self.path.absolute():
-            resume = shlex.join(["fitgpt", "train", "--resume", f"--out_dir={place.parent}"])
             raise RunFolderLost(f"{self.path} was renamed to {place.parent} while this run trained in it. Its "
                                 "checkpoints are there; what was trained since the last one is lost.",
-                                f"To resume: {resume}")
+                                f"To resume: {_resume_command(place.parent)}")
         owner = lock_owner(self.path)
         if is_running(owner):
             raise RunFolderLost(f"{self.path} was removed or replaced while this run trained in it, and {owner} trains "
                                 "there now. Nothing of this run was written into it.",
                                 "Start this run again with another --out_dir.")
-        raise RunFolderLost(f"{self.path} or its lock was removed while this run trained in it. Checkpoints that were "
-                            "removed with it are gone, and so is what was trained since the last one.",
-                            "Do not remove the folder of a run that is training: stop it first (Ctrl-C).")
+        if holds_run(self.path):
+            raise RunFolderLost(f"The lock of {self.path} was removed while this run trained there: another run could "
+                                "have begun in it. Its checkpoints are kept; what was trained since the last one is "
+                                "lost.", f"To resume: {_resume_command(self.path)}")
+        raise RunFolderLost(f"{self.path} was removed while this run trained in it, and its checkpoints with it.",
+                            "Stop a run (Ctrl-C) before you remove its folder.")
 
     def record(self, config: Mapping[str, Any]) -> None:
         """Writes run.json atomically."""
@@ -284,6 +286,10 @@ class RunFolder:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _resume_command(folder: Path) -> str:
+    return shlex.join(["fitgpt", "train", "--resume", f"--out_dir={folder}"])
 
 
 def _open_metrics(folder: Path) -> int:

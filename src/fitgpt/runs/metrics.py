@@ -12,13 +12,17 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
+
+from ..core.files import open_regular
 
 Row = Mapping[str, Any]
 
 END_BYTES = 2**20        # at the end of a long file, where every step is read
 LONG_FILE = 32 * 2**20   # bytes: about 90,000 steps, which take seconds to parse
+MAX_LINE = 16 * 2**20    # bytes; a longer one is no row, and is read in parts
 MAX_COUNT = 2**63        # bytes and steps beyond it are no measurement
 
 _NONFINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -187,7 +191,7 @@ def read_with_errors(path: Path | str) -> tuple[list[dict[str, Any]], list[int]]
     broken: list[int] = []
     if not Path(path).exists():
         return [], []
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         lines = iterate_lines(file, os.fstat(file.fileno()).st_size)
         for number, (line, wanted) in enumerate(lines, 1):
             if not wanted or not line.strip():
@@ -224,7 +228,7 @@ def iterate_lines(file: BinaryIO, size: int) -> Iterator[tuple[bytes, bool]]:
     """
     position = file.tell()
     stride, steps = reading_stride(size - position), 0
-    for line in file:
+    for line in iter(partial(file.readline, MAX_LINE), b""):
         position += len(line)
         may_skip = stride > 1 and position < size - END_BYTES and line.startswith(_STEP_ROW)
         steps += may_skip
@@ -409,10 +413,14 @@ def repair(path: Path) -> list[str]:
     with open(path, "rb+") as file:
         end = file.seek(0, os.SEEK_END)
         tail_start, tail = end, b""
-        while tail_start > 0 and b"\n" not in tail:
+        while tail_start > 0 and b"\n" not in tail and len(tail) < MAX_LINE:
             tail_start = max(0, tail_start - 65536)
             file.seek(tail_start)
             tail = file.read(end - tail_start)
+        if b"\n" not in tail and tail_start > 0:  # no row is so long
+            file.seek(end)
+            file.write(b"\n")
+            return [f"The last line of {path} is damaged, and is ignored."]
         torn = tail[tail.rfind(b"\n") + 1:]
         if not torn:
             return []

@@ -9,7 +9,6 @@ C++ arguments as GCC evaluates them: from last to first.
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -67,7 +66,7 @@ class Autocast:
 
     def __init__(self, version: str, on_cast: Callable[[Tensor], None]) -> None:
         self._version, self._on_cast = version, on_cast
-        self._cache: dict[int, tuple[Any, Tensor]] = {}
+        self._cache: dict[int, tuple[Tensor, Tensor]] = {}
         self._library: Any = None
 
     def install(self) -> None:
@@ -151,13 +150,11 @@ class Autocast:
                      and given.is_leaf and not given._is_view() and torch.is_autocast_cache_enabled())
         if not cacheable:
             return given.to(dtype)
-        known = self._cache.get(given._cdata)
-        if known is not None and known[0]() is given:
-            return known[1]
-        cast = given.to(dtype)
-        self._on_cast(cast)
-        self._cache[given._cdata] = weakref.ref(given), cast
-        return cast
+        if given._cdata not in self._cache:
+            cast = given.to(dtype)
+            self._on_cast(cast)
+            self._cache[given._cdata] = given, cast  # the weight too: its address stays its own
+        return self._cache[given._cdata][1]
 
 
 def eligible(given: Any) -> bool:

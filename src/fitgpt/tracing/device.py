@@ -29,15 +29,22 @@ from .autocast import Autocast
 from .errors import Untraceable
 from .kernels import KERNELS, Call
 from .recorder import BACKWARD, EVALUATION, FORWARD, LOAD, OPTIMIZER, Recorder, TracedTensor
-from .values import Values
+from .values import Values, is_stand_in
 
+UNKNOWN_CONVOLUTIONS = ("cuDNN chooses the kernels of convolutions on the GPU: their workspaces, up to a few percent "
+                        "of the memory, are estimated.")
 CARD, META, HOST = torch.device("cuda", 0), torch.device("meta"), torch.device("cpu")
 LARGE_HOST = 256 * 1024   # bytes: an uninitialised tensor of the host from here on has no storage either
 ops = torch.ops.aten
-_real_device = torch._C.TensorBase.device.__get__
-_inside = threading.local()                        # .depth: how many operations of the mode are running
+# .depth: how many operations of the mode are running; .wants_meta: the program asked for torch's `meta` device
+_inside = threading.local()
 
 VIEWS = {ops._unsafe_view.default, ops.detach.default, ops.alias.default, ops.lift_fresh.default}
+# Backward passes write these results into zeros of their own. Under a dispatch mode they make new ones:
+# gather_backward() and others in FunctionsManual.cpp and TensorAdvancedIndexing.cpp ask isTensorSubclassLike().
+IN_PLACE_IN_BACKWARD = {
+    ops.scatter_add.default, ops.index_add.default, ops.index_put.default, ops.scatter.src, ops.scatter.value,
+}
 DATA_DEPENDENT = {
     ops.nonzero.default, ops.masked_select.default, ops._unique2.default, ops.unique_dim.default,
     ops.unique_consecutive.default, ops.repeat_interleave.Tensor, ops.bincount.default,
@@ -46,11 +53,9 @@ DATA_DEPENDENT = {
 
 def device_of(tensor: Tensor) -> torch.device:
     """The device as the program sees it."""
-    real: torch.device = _real_device(tensor)
-    mode = TracedGpu.active
-    if real.type != "meta" or mode is None or getattr(_inside, "depth", False):
-        return real
-    return mode.place_of(tensor)
+    if is_stand_in(tensor) and TracedGpu.active is not None and not getattr(_inside, "depth", False):
+        return TracedGpu.active.place_of(tensor)
+    return torch._C.TensorBase.device.__get__(tensor)
 
 
 class TracedGpu(TorchDispatchMode):
@@ -90,13 +95,13 @@ class TracedGpu(TorchDispatchMode):
         return found if isinstance(found, torch.device) else CARD
 
     def block_of(self, tensor: Tensor) -> TracedTensor | None:
-        if not tensor.is_sparse and _real_device(tensor).type == "meta":
+        if not tensor.is_sparse and is_stand_in(tensor):
             found = self._places.get(tensor.untyped_storage()._cdata)
             return found if isinstance(found, TracedTensor) else None
         return None
 
     def on_card(self, given: Any) -> bool:
-        return isinstance(given, Tensor) and _real_device(given).type == "meta" and self.place_of(given) is CARD
+        return isinstance(given, Tensor) and is_stand_in(given) and self.place_of(given) is CARD
 
     def keep(self, tensor: Tensor, owner: str = "", op: str = "") -> None:
         """Records the allocation of a result's storage, unless it is known already."""
@@ -140,7 +145,7 @@ class TracedGpu(TorchDispatchMode):
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         given = list(_tensors((args, tuple(kwargs.values()))))
-        here = [each for each in given if _real_device(each).type == "meta"]
+        here = [each for each in given if is_stand_in(each)]
         device = kwargs.get("device")
         if not here and (device is None or device.type == "cpu"):
             return self._on_host(func, args, kwargs)
@@ -160,20 +165,10 @@ class TracedGpu(TorchDispatchMode):
     def _place_of_result(self, given: list[Tensor], here: list[Tensor], device: torch.device | None) -> torch.device:
         if device is not None and device.type in ("cuda", "cpu"):
             return CARD if device.type == "cuda" or any(self.place_of(each) is CARD for each in here) else HOST
-        if here:
+        if here and not getattr(_inside, "wants_meta", 0):
             places = [self.place_of(each) for each in here]
             return CARD if CARD in places else places[0]
-        return META if self.meta_wanted() else CARD
-
-    @staticmethod
-    def meta_wanted() -> bool:
-        """Whether the program itself asked for torch's `meta` device: with torch.device("meta"), or .to("meta")."""
-        if getattr(_inside, "wants_meta", 0):
-            return True
-        from torch.utils._device import DeviceContext
-
-        return any(isinstance(mode, DeviceContext) and mode.device.type == "meta"
-                   for mode in torch.overrides._get_current_function_mode_stack())
+        return META if getattr(_inside, "wants_meta", 0) else CARD
 
     def _on_host(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Uninitialised tensors of the host that are large have no storage: weights before they move to the GPU."""
@@ -195,7 +190,7 @@ class TracedGpu(TorchDispatchMode):
         if place == HOST:
             if func is ops._local_scalar_dense.default:
                 return _any_value(args[0].dtype)
-            if func is ops.copy_.default and _real_device(args[0]).type == "cpu":
+            if func is ops.copy_.default and not is_stand_in(args[0]):
                 return args[0]
             if kwargs.get("device") is not None:
                 kwargs["device"] = META
@@ -205,7 +200,7 @@ class TracedGpu(TorchDispatchMode):
                 return written[0] if func._schema.returns else None
         result = func(*args, **kwargs)
         for each in _tensors((result,)):
-            if _real_device(each).type == "meta":
+            if is_stand_in(each):
                 self.put(each, place)
         return result
 
@@ -213,6 +208,9 @@ class TracedGpu(TorchDispatchMode):
         if func is ops._local_scalar_dense.default:
             known = self.values.of(args[0])
             return known.item() if known is not None else _any_value(args[0].dtype)
+        if func is ops.equal.default:
+            known = self.values.evaluate(func, args, kwargs)
+            return True if known is None else known
         if func is ops._to_copy.default and kwargs.get("device") is not None and kwargs["device"].type == "cpu":
             return self._to_host(args[0], kwargs.get("dtype"))
         if func is ops.copy_.default:
@@ -223,7 +221,7 @@ class TracedGpu(TorchDispatchMode):
             return self._data_dependent(func, args, kwargs)
         if func is ops.index.Tensor and any(isinstance(each, Tensor) and each.dtype == torch.bool for each in args[1]):
             args = (args[0], self._mask_to_indices(args[0], args[1]))
-        if func is ops.add.Tensor and self._accumulates(args[0]):
+        if (func is ops.add.Tensor and self._accumulates(args[0])) or (func in IN_PLACE_IN_BACKWARD and _in_engine()):
             return args[0]
         written = _written(func, args, kwargs)
         if written and all(each.alias_info is not None for each in func._schema.returns):
@@ -249,6 +247,8 @@ class TracedGpu(TorchDispatchMode):
                     lambda tensor, owner: self.keep(tensor, owner, name), lambda tensor: self.put(tensor, HOST))
         if kernel := KERNELS.get(func):
             kernel(call)
+            if func is ops.convolution.default:
+                self.recorder.notes[UNKNOWN_CONVOLUTIONS] = None
         call.finish(owner)
 
     # ---- particular operations
@@ -265,7 +265,7 @@ class TracedGpu(TorchDispatchMode):
         return torch.full(tensor.shape, _any_value(dtype), dtype=dtype)
 
     def _copy(self, to: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-        if _real_device(to).type == "cpu":
+        if not is_stand_in(to):
             known = self.values.of(source)
             if known is not None:
                 to.copy_(known.expand(to.shape) if known.shape != to.shape else known)
@@ -280,13 +280,19 @@ class TracedGpu(TorchDispatchMode):
 
     def _embedding(self, weight: Tensor, indices: Tensor) -> Tensor:
         result = torch.empty((*indices.shape, weight.shape[1]), dtype=weight.dtype, device=META)
+        flat = None
+        if not indices.is_contiguous():
+            flat = self.recorder.alloc(8 * indices.numel(), "flat indices", "workspace")
         self.keep(result, "", "aten.embedding.default")
+        if flat is not None:
+            self.recorder.free(flat)
         return result
 
     def _data_dependent(self, func: Any, args: Any, kwargs: Any) -> Any:
         result = self.values.evaluate(func, args, kwargs)
         if result is None:
-            raise Untraceable(f"{func} gives a result whose size depends on values, which a trace does not have")
+            raise Untraceable(f"{func} gives a result whose size depends on values, which a trace does not have; trace "
+                              "the script with a fixed size there, as large as it gets")
         made = []
         for each in result if isinstance(result, tuple | list) else (result,):
             tensor = torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device=META)
@@ -312,7 +318,7 @@ class TracedGpu(TorchDispatchMode):
         It does so between two nodes, if nothing else refers to the gradient or its storage. Under a dispatch mode torch
         adds into a new tensor instead (isTensorSubclassLike() is true then).
         """
-        if torch._C._current_graph_task_id() == -1 or torch.is_grad_enabled() or not _called_by_engine():
+        if torch.is_grad_enabled() or not _in_engine():
             return False
         counts = (gradient._use_count(),  # type: ignore[attr-defined]
                   torch._C._storage_Use_Count(gradient.untyped_storage()._cdata))
@@ -354,7 +360,8 @@ class TracedGpu(TorchDispatchMode):
         except NotImplementedError as error:
             if func._can_decompose():
                 return func.decompose(*args, **kwargs)
-            raise Untraceable(f"{func} has no kernel for tensors without storage") from error
+            raise Untraceable(f"{func} has no kernel for tensors without storage; register one with "
+                              "torch.library.register_fake, or trace the script without this operation") from error
 
     # ---- phases
 
@@ -400,15 +407,17 @@ def _made(known: Any) -> Any:
 
 def _key(given: Any) -> Any:
     if isinstance(given, Tensor):
-        return (tuple(given.shape), given.stride(), given.dtype, _real_device(given).type,
+        return (tuple(given.shape), given.stride(), given.dtype, 'meta' if is_stand_in(given) else '',
                 given.storage_offset() % 16 == 0)
     if isinstance(given, tuple | list):
         return tuple(map(_key, given))
     return type(given), given  # 1 and 1.0 are not the same
 
 
-def _called_by_engine() -> bool:
+def _in_engine() -> bool:
     """Whether the operation comes from autograd's C++ code, not from Python code inside a backward pass."""
+    if torch._C._current_graph_task_id() == -1:
+        return False
     frame = sys._getframe(1)
     while frame.f_code.co_filename == __file__ and frame.f_back is not None:
         frame = frame.f_back

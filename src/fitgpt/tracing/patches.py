@@ -7,7 +7,8 @@ imported earlier.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,8 @@ from torch import Tensor
 
 from ..hardware.gpus import GpuModel
 from ..memory.platform import Platform
-from .device import CARD, HOST, META, TracedGpu, _inside, _real_device, device_of
+from .device import CARD, HOST, META, TracedGpu, _inside, device_of
+from .values import is_stand_in
 
 
 class Patches:
@@ -42,9 +44,14 @@ class Patches:
 def install(patches: Patches, device: TracedGpu, platform: Platform, card: GpuModel | None, memory: int) -> None:
     """`memory`: what the GPU offers, in bytes."""
     _tensors(patches)
+    _texts(patches, device)
     _constructors(patches)
+    _files(patches)
     _autocast(patches, device)
     _compilers(patches, device)
+    # Module.to() keeps the identity of parameters, as it does between host and GPU: torch.nn.Module._apply replaces
+    # them where tensors are of different kinds, and an optimizer that was made before would train the old ones.
+    patches.set(torch.__future__, "_swap_module_params_on_conversion", True)
     _cuda(patches, device, platform, card, memory)
 
 
@@ -54,6 +61,17 @@ def is_cuda(device: Any) -> bool:
     if isinstance(device, str):
         return device.partition(":")[0] == "cuda"
     return isinstance(device, int) and not isinstance(device, bool)
+
+
+@contextmanager
+def wanting_meta(device: Any) -> Iterator[None]:
+    """What is made inside is on `meta`, not on the GPU, if that is the device that the program asked for."""
+    wanted = isinstance(device, str | torch.device) and torch.device(device).type == "meta"
+    _inside.wants_meta = getattr(_inside, "wants_meta", 0) + wanted
+    try:
+        yield
+    finally:
+        _inside.wants_meta -= wanted
 
 
 def default_device() -> torch.device:
@@ -80,11 +98,13 @@ def _tensors(patches: Patches) -> None:
 
     def to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """A device that is CUDA becomes the stand-in: C++ would look for a driver."""
+        if getattr(_inside, "moving", False):  # called again: a function mode looks methods up by name
+            return real_to(tensor, *args, **kwargs)
         wanted = kwargs.get("device", args[0] if args else None)
         if isinstance(wanted, Tensor):
             args, kwargs, wanted = args[1:], {**kwargs, "dtype": wanted.dtype}, device_of(wanted)
             kwargs["device"] = wanted
-        on_stand_in = _real_device(tensor).type == "meta"
+        on_stand_in = is_stand_in(tensor)
         if is_cuda(wanted) or (on_stand_in and isinstance(wanted, str | torch.device) and \
                 torch.device(wanted) == device_of(tensor)):
             if on_stand_in and device_of(tensor).type == "cpu":  # a large tensor of the host
@@ -93,13 +113,14 @@ def _tensors(patches: Patches) -> None:
                 kwargs["device"] = META
             else:
                 args = (META, *args[1:])
-            return real_to(tensor, *args, **kwargs)
-        if isinstance(wanted, str | torch.device) and torch.device(wanted).type == "meta":
-            _inside.wants_meta = getattr(_inside, "wants_meta", 0) + 1
+            _inside.moving = True
             try:
-                return real_to(tensor, *args, **kwargs) if not on_stand_in else torch.empty_like(tensor, device="meta")
+                return real_to(tensor, *args, **kwargs)
             finally:
-                _inside.wants_meta -= 1
+                _inside.moving = False
+        if isinstance(wanted, str | torch.device) and torch.device(wanted).type == "meta":
+            with wanting_meta(wanted):
+                return real_to(tensor, *args, **kwargs) if not on_stand_in else torch.empty_like(tensor, device="meta")
         return real_to(tensor, *args, **kwargs)
 
     def upload(tensor: Tensor, args: Any, kwargs: Any) -> Tensor:
@@ -112,6 +133,62 @@ def _tensors(patches: Patches) -> None:
     patches.set(Tensor, "cuda", lambda tensor, device=None, non_blocking=False, memory_format=torch.preserve_format:
                 to(tensor, CARD, non_blocking=non_blocking))
     patches.set(Tensor, "cpu", lambda tensor, memory_format=torch.preserve_format: to(tensor, HOST))
+
+
+def _texts(patches: Patches, device: TracedGpu) -> None:
+    """Printing a tensor: torch turns dispatch modes off for that, and then finds no values."""
+    real_repr, real_type = Tensor.__repr__, Tensor.type
+
+    def text(tensor: Tensor, **kwargs: Any) -> str:
+        if not is_stand_in(tensor):
+            return str(real_repr(tensor, **kwargs))
+        known = device.values.of(tensor)
+        if known is not None:
+            return f"{real_repr(known)[:-1]}, device='{device_of(tensor)}')"
+        return f"tensor(..., device='{device_of(tensor)}', size={tuple(tensor.shape)}, dtype={tensor.dtype})"
+
+    def kind(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        found = real_type(tensor, *args, **kwargs)
+        return found.replace("torch.meta.", "torch.cuda.") if isinstance(found, str) else found
+
+    patches.set(Tensor, "__repr__", text)
+    patches.set(Tensor, "type", kind)
+
+
+def _files(patches: Patches) -> None:
+    """torch.load: what belongs on the GPU is read on the host and moved."""
+    real_load = torch.load
+
+    def load(file: Any, map_location: Any = None, **kwargs: Any) -> Any:
+        if map_location is not None and not is_cuda(map_location):
+            return real_load(file, map_location=map_location, **kwargs)
+        saved_on: dict[int, str] = {}
+
+        def on_host(storage: Any, location: str) -> Any:
+            saved_on[storage._cdata] = location
+            return storage
+
+        moved: dict[int, Tensor] = {}
+
+        def move(value: Any) -> Any:
+            if isinstance(value, Tensor):
+                location = saved_on.get(value.untyped_storage()._cdata, "")
+                if map_location is None and not is_cuda(location):
+                    return value
+                if id(value) not in moved:
+                    moved[id(value)] = value.to(CARD)
+                return moved[id(value)]
+            if isinstance(value, dict):
+                for name, each in value.items():
+                    value[name] = move(each)
+                return value
+            if type(value) in (list, tuple):
+                return type(value)(map(move, value))
+            return value
+
+        return move(real_load(file, map_location=on_host, **kwargs))
+
+    patches.set(torch, "load", load)
 
 
 class _Upload(torch.autograd.Function):
@@ -131,6 +208,9 @@ _upload: Callable[..., Tensor]
 
 def _constructors(patches: Patches) -> None:
     """torch.tensor and its relatives build on the host and copy in C++, where a driver would be needed."""
+    from torch.utils._device import DeviceContext, _device_constructors
+
+    _device_constructors()  # remembers the functions as they are now
     for name in ("tensor", "as_tensor", "asarray"):
         original = getattr(torch, name)
 
@@ -142,13 +222,29 @@ def _constructors(patches: Patches) -> None:
                 device = default_device()
             if is_cuda(device):
                 requires_grad = kwargs.pop("requires_grad", False)
-                if not (isinstance(data, Tensor) and _real_device(data).type == "meta"):
+                if not (isinstance(data, Tensor) and is_stand_in(data)):
                     data = original(data, *args, device=HOST, **kwargs)
                 result: Tensor = data.to(CARD)
                 return result.requires_grad_() if requires_grad else result
             return original(data, *args, device=device, **kwargs)  # type: ignore[no-any-return]
 
         patches.set(torch, name, functools.wraps(original)(made))
+    # The program's own `meta` tensors: whoever asks for that device by name gets it.
+    for name in ("empty", "zeros", "ones", "full", "rand", "randn", "empty_strided", "empty_like", "zeros_like"):
+        original = getattr(torch, name)
+
+        def made_on(*args: Any, original: Any = original, **kwargs: Any) -> Tensor:
+            with wanting_meta(kwargs.get("device")):
+                return original(*args, **kwargs)  # type: ignore[no-any-return]
+
+        patches.set(torch, name, functools.wraps(original)(made_on))
+    in_context = DeviceContext.__torch_function__
+
+    def torch_function(mode: DeviceContext, *args: Any, **kwargs: Any) -> Any:
+        with wanting_meta(mode.device):
+            return in_context(mode, *args, **kwargs)
+
+    patches.set(DeviceContext, "__torch_function__", torch_function)
     grouped = torch._C._group_tensors_by_device_and_dtype
 
     def group(tensors: Any, with_indices: bool = False) -> Any:
@@ -185,10 +281,21 @@ def _autocast(patches: Patches, device: TracedGpu) -> None:
 
 
 def _compilers(patches: Patches, device: TracedGpu) -> None:
-    """What would be compiled runs as it is; the trace says so."""
+    """What would be compiled runs as it is; the trace says so. Libraries compile functions that nobody calls."""
     def compile(model: Any = None, **_: Any) -> Any:
-        device.recorder.compiled = True
-        return model if model is not None else lambda function: function
+        if model is None:
+            return compile
+        if isinstance(model, torch.nn.Module):
+            device.recorder.compiled = True
+            vars(model)["_orig_mod"] = model  # programs ask for what was compiled
+            return model
+
+        @functools.wraps(model)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            device.recorder.compiled = True
+            return model(*args, **kwargs)
+
+        return call
 
     patches.set(torch, "compile", compile)
     patches.set(torch.nn.Module, "compile", lambda module, *_, **__: compile(module) and None)

@@ -11,11 +11,10 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
-from pathlib import Path
 from typing import NamedTuple
 
 from ..core.errors import UsageError
-from ..core.files import is_own_json, seal_json, unseal_json
+from ..core.files import is_own_json, read_limited, seal_json, unseal_json
 from ..core.units import MiB
 from ..hardware.allocator_env import ALLOCATOR_VARIABLES
 from ..memory.platform import Platform
@@ -166,9 +165,7 @@ def is_trace(text: str) -> bool:
 def read(path: str) -> Trace:
     """The file of --save; UsageError where it is none, or was changed."""
     try:
-        if Path(path).stat().st_size > LARGEST:
-            raise ValueError("it is too large")
-        return from_json(Path(path).read_text(encoding="utf-8"))
+        return from_json(read_limited(path, LARGEST, pipes=True).decode())
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror or error}.", TRACE_AGAIN) from error
     except (KeyError, TypeError, IndexError, ValueError, RecursionError) as error:

@@ -17,7 +17,11 @@ MOST_FLOAT_BYTES = 64 * 1024  # of floating-point numbers: weights are not worth
 UNDEFINED = ("empty", "rand", "normal", "bernoulli", "dropout", "multinomial", "uniform", "exponential")
 # GradScaler's check for overflow: its flag stays 0.0, since gradients are taken to be finite.
 UNCHANGED = ("aten::_amp_foreach_non_finite_check_and_unscale_", "aten::_amp_update_scale_")
-_real_device = torch._C.TensorBase.device.__get__
+
+
+def is_stand_in(tensor: Tensor) -> bool:
+    """Whether a tensor is really on torch's `meta` device, whatever `tensor.device` says."""
+    return torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.Meta)
 
 
 class Values:
@@ -89,7 +93,7 @@ class Values:
 
     def _on_host(self, given: Any) -> Any:
         if isinstance(given, Tensor):
-            if _real_device(given).type == "cpu":
+            if not is_stand_in(given):
                 return given
             known = self.of(given)
             if known is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -56,7 +56,8 @@ def take_shape(config: RunConfig, source: WeightSource | None, dataset: Dataset)
     return replace(config, **shape), forced
 
 
-def check_data(config: RunConfig, dataset: Dataset, source: WeightSource | None) -> None:
+def check_data(config: RunConfig, dataset: Dataset, source: WeightSource | None,
+               reading: Callable[[], None] = lambda: None) -> None:
     """Checks fingerprint, vocabulary and lengths before any GPU work: a token id out of range is a CUDA error there."""
     recorded = source.state.get("data") if source else None
     if config.init_from == "resume" and recorded and recorded != dataset.summary.fingerprint:
@@ -66,7 +67,7 @@ def check_data(config: RunConfig, dataset: Dataset, source: WeightSource | None)
             "Restore the data, or start a new run from these weights with another --out_dir.")
     if dataset.summary.vocab_size is not None:
         check_vocab(None, config.vocab_size, dataset.summary.vocab_size)
-    dataset.verify(config.vocab_size, say)
+    dataset.verify(config.vocab_size, say, reading=reading)
     for name in ("train", "val"):
         dataset.split(name).windows(config.block_size if name == "train" else config.eval_block)
 

@@ -37,6 +37,7 @@ from ..core.files import (
     MAX_JSON_BYTES,
     disk_faults,
     folder_atomically,
+    open_regular,
     read_limited,
     rename_with_retry,
     seal_json,
@@ -333,7 +334,7 @@ def _check_size(file: Path, size: int) -> None:
 
 def _verify(file: Path, seal: FileSeal) -> None:
     _check_size(file, seal.size)
-    with _read_faults(file), open(file, "rb") as opened:
+    with _read_faults(file), open_regular(file) as opened:
         digest = hashlib.file_digest(opened, "sha256").hexdigest()
     if digest != seal.sha256:
         raise _Damaged(f"{file} is damaged (its content does not match its checksum)")

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -28,24 +25,24 @@ from .device_memory import Peaks
 from .divergence import checkpoint_status
 from .liveness import SAVING, Heartbeat
 from .loop import Training
+from .trackers import Tracker
 
 MAX_WAITING_ROWS = 100_000  # about 50 MB of CPU RAM; then the oldest are dropped
 SPEED_REPORTS = 10  # reports of a run from which its speed is kept for later estimates
 SHORT_EVAL_BATCHES = 2  # per split: with CUDA graphs the first runs eagerly and the second is captured
 
 Splits = Mapping[str, tuple[ReadWindows, int]]
-Log = Callable[[dict[str, Any]], None]
 
 
 class TrainingReporter:
     """What the loop calls. `card_bytes`: the GPU's usable memory; 0: not known."""
 
     def __init__(self, config: RunConfig, facts: RunFacts, splits: Splits, data: DataSummary, folder: RunFolder,
-                 training: Training, display: Display, wandb: Log | None, stop_requested: Callable[[], bool],
+                 training: Training, display: Display, trackers: Sequence[Tracker], stop_requested: Callable[[], bool],
                  peaks: Peaks, card_bytes: int, heartbeat: Heartbeat | None = None) -> None:
         self._config, self._facts, self._splits, self._data = config, facts, splits, data
         self._folder, self._training, self._display, self._stop_requested = folder, training, display, stop_requested
-        self._wandb = wandb
+        self._trackers = trackers
         self.peaks = peaks
         self.heartbeat = heartbeat or Heartbeat(log_interval=config.log_interval)
         self.eval_batch = config.eval_batch  # halved when memory runs out
@@ -142,11 +139,13 @@ class TrainingReporter:
     def evaluated(self, evaluation: Evaluation, *, is_best: bool) -> None:
         self._record({"kind": "eval", "best": is_best, **asdict(evaluation)})
         self._display.evaluated(evaluation, is_best)
-        if self._wandb:
-            last = self._last_report
-            self._wandb({"iter": evaluation.step, "train/loss": evaluation.of("train").mean,
+        last = self._last_report
+        for tracker in self._trackers:
+            tracker.log({"iter": evaluation.step, "train/loss": evaluation.of("train").mean,
                          "val/loss": evaluation.of("val").mean, "lr": last.lr if last else 0.0,
                          "mfu": 100 * (last.mfu or 0.0) if last else 0.0})
+            if problem := tracker.problem():
+                self.tell({"kind": "note", "step": evaluation.step, "text": problem})
 
     def _record(self, row: dict[str, Any]) -> None:
         """Writes a row of metrics.jsonl. On a full disk rows wait here, in order, and training continues."""
@@ -200,23 +199,3 @@ class MemoryWarnings:
         new = [name for name, note in notes.items() if note and name not in self._given]
         self._given.update(new)
         return [notes[name] for name in new]
-
-
-def open_wandb(config: RunConfig, folder: Path) -> tuple[Log | None, tuple[str, ...]]:
-    """A function that logs nanoGPT's five keys to Weights & Biases, if it is requested and installed; or none, and a
-    sentence that says where the metrics are."""
-    if not config.wandb_log:
-        return None, ()
-    try:
-        wandb: Any = importlib.import_module("wandb")
-        wandb.init(project=config.wandb_project, name=config.wandb_run_name, config=config.to_dict())
-    except ModuleNotFoundError:
-        return None, (f"wandb_log: wandb is not installed; the metrics are in {folder / 'metrics.jsonl'}.",)
-    except Exception as error:  # no account, no network: never a reason not to train
-        return None, (f"wandb_log: wandb did not start ({error}); the metrics are in {folder / 'metrics.jsonl'}.",)
-
-    def log(row: dict[str, Any]) -> None:
-        with suppress(Exception):  # unreachable now: metrics.jsonl has the row
-            wandb.log(row)
-
-    return log, ()

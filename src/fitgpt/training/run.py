@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,8 @@ from .liveness import Heartbeat
 from .loop import Training, is_evaluation_due, train
 from .oom_recovery import Guard
 from .rehearsal import rehearse
-from .reporter import Log, TrainingReporter, open_wandb, short_eval
+from .reporter import TrainingReporter, short_eval
+from .trackers import Tracker, open_trackers
 
 REHEARSAL_SCHEMA = 1
 NOT_PLANNED = "memory: not planned, because the run is not on an NVIDIA GPU."
@@ -78,23 +80,24 @@ def run(config_dict: Mapping[str, Any], notes: Sequence[str], stop_requested: Ca
             config, shape_notes = take_shape(config, source, dataset)
             need_disk(config.out_dir, checkpoint_bytes(config) * 2)
         config = replace(RunConfig.from_dict(ranks.from_first(config.to_dict())), dtype=choice.dtype)
-        check_data(config, dataset, source)
+        check_data(config, dataset, source, partial(_verifying, stop_requested, heartbeat or Heartbeat()))
         device_memory = plan_on_device(config, choice, others, fallbacks)
         if not (resuming and config.eval_only):  # else a later resume would only evaluate
             folder.record(config.to_dict())
 
         training = build_training(config, choice, ranks)
         start_from(training, source, everything=resuming)
-        wandb, wandb_note = open_wandb(config, folder.path) if ranks.is_first else (None, ())
+        trackers, tracker_notes = open_trackers(config, folder.path) if ranks.is_first else ([], [])
         facts = gather_facts(config, choice, dataset, training.step, ranks, [
-            *notes, *choice.notes, *([] if device_memory.plan else [NOT_PLANNED]), *wandb_note, *shape_notes,
+            *notes, *choice.notes, *([] if device_memory.plan else [NOT_PLANNED]), *tracker_notes, *shape_notes,
             *leftovers, *folder.notes, *dataset.notes, *(source.notes if source else ())])
         if resuming and training.step >= config.max_iters:
             facts = replace(facts, notes=(*facts.notes, f"The run is at step {training.step} already, and max_iters is "
                                           f"{config.max_iters}: a higher --max_iters trains it further."))
         source = None  # frees its copies of the weights and optimizer state
         started = time.perf_counter()
-        run_loop(config, facts, choice, dataset, folder, training, device_memory, wandb, stop_requested, heartbeat)
+        run_loop(config, facts, choice, dataset, folder, training, device_memory, trackers, stop_requested,
+                 heartbeat)
         ranks.leave()
         seconds, hints = time.perf_counter() - started, []
         if training.saved_at != training.step and not config.eval_only and training.step > 0:
@@ -106,8 +109,15 @@ def run(config_dict: Mapping[str, Any], notes: Sequence[str], stop_requested: Ca
         say(f"fitgpt: {choice.mismatch.why} {choice.mismatch.fix}", warning=True)
 
 
+def _verifying(stop_requested: Callable[[], bool], heartbeat: Heartbeat) -> None:
+    """Called while the data is verified, which may take minutes."""
+    heartbeat.begin("verifying the data")
+    if stop_requested():
+        raise Interrupted("Stopped before training began, as requested.")
+
+
 def run_loop(config: RunConfig, facts: RunFacts, choice: DeviceChoice, dataset: Dataset, folder: RunFolder,
-             training: Training, device_memory: DeviceMemoryPlan, wandb: Log | None,
+             training: Training, device_memory: DeviceMemoryPlan, trackers: Sequence[Tracker],
              stop_requested: Callable[[], bool], heartbeat: Heartbeat | None = None) -> None:
     """Rehearses if that is due, then trains; reports forecast against measured memory however it ends."""
     if training.ranks.must_stop():  # while torch was loading
@@ -118,7 +128,7 @@ def run_loop(config: RunConfig, facts: RunFacts, choice: DeviceChoice, dataset: 
     splits = evaluation_splits(dataset, ("train", "val"), windows=config.eval_iters * config.batch_size,
                                block=config.eval_block, seed=config.seed)
     display = open_display(facts, terminal=sys.stdout.isatty())
-    reporter = TrainingReporter(config, facts, splits, dataset.summary, folder, training, display, wandb,
+    reporter = TrainingReporter(config, facts, splits, dataset.summary, folder, training, display, trackers,
                                 stop_requested, peaks, device_memory.plan.budget.usable if device_memory.plan else 0,
                                 heartbeat)
     guard = Guard(training, config, choice, dataset, folder, reporter, device_memory)
@@ -145,6 +155,10 @@ def run_loop(config: RunConfig, facts: RunFacts, choice: DeviceChoice, dataset: 
                                 facts.versions["torch"], "train")
     finally:
         guard.close()
+        for tracker in trackers:
+            tracker.close()
+            if problem := tracker.problem():
+                display.note(problem)
         display.close()
         if device_memory.plan and "train" in peaks.of:
             measured = peaks.since_start()

@@ -20,6 +20,7 @@ from ..core.extras import install_command
 from ..core.files import disk_faults
 from ..hardware.torch_install import failed_import
 from ..planning.plan_file import FallbackPlan
+from . import trackers
 from .liveness import Heartbeat, register_stack_dump
 
 REPORT, HEARTBEAT, STACKS = "report.json", "heartbeat", "stacks"  # files of one worker
@@ -180,8 +181,9 @@ def write_report(path: str, error: FitError, restart_with: dict[str, Any] | None
 
 if __name__ == "__main__":
     code = main()
-    if code and int(os.environ.get("WORLD_SIZE") or 1) > 1:
-        # Without Python's shutdown: that would wait for collectives in which other ranks take part no more.
+    if (code and int(os.environ.get("WORLD_SIZE") or 1) > 1) or trackers.stuck:
+        # Without Python's shutdown: that would wait for collectives in which other ranks take part no more, or for a
+        # tracker that hangs.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

@@ -334,7 +334,7 @@ def fitted(query: PageQuery, goal: str = "fastest", allow: str = "", within: str
     config = replace(query.config, vocab_size=query.config.vocab_size or DEFAULT_VOCAB, budget=query.questions.budget)
     target = fit_target(query.target, config, is_here=not query.questions.gpu)
     whole = target.budget
-    if within.isdecimal():
+    if within.isdecimal() and len(within) < 20:
         target = target._replace(budget=whole._replace(
             budget=min(int(within) + whole.outside, whole.budget - whole.margin), margin=0))
     if goal not in GOALS:

@@ -1,0 +1,96 @@
+"""Lists and rules that are copied from torch's source, against that source or against recorded runs."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from fitgpt.memory.platform import Platform
+from fitgpt.planning.budget import target_for
+from fitgpt.tapes import aten
+from fitgpt.tracing import autocast
+from fitgpt.tracing.composites import AttentionSteering
+from fitgpt.tracing.kernels import reduction_scratch
+from fitgpt.tracing.recorder import Recorder
+from fitgpt.tracing.trace import recording
+
+HEADER = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"
+
+
+@pytest.mark.parametrize(("macro", "names"), [
+    ("AT_FORALL_LOWER_PRECISION_FP", autocast.LOWER_PRECISION), ("AT_FORALL_FP32", autocast.FP32),
+    ("AT_FORALL_FP32_SET_OPT_DTYPE", autocast.FP32_RESULT), ("AT_FORALL_PROMOTE", autocast.PROMOTE),
+])
+def test_autocast_casts_the_operations_that_torch_lists(macro: str, names: list[str]) -> None:
+    text = re.search(rf"#define {macro}\(_\)(.*?)\n\n", HEADER.read_text(encoding="utf-8"), re.S)
+    assert text
+    listed = [re.sub(r",\s*", ".", each) for each in re.findall(r"_\(([^)]*)\)", text[1])]
+    assert listed == names
+
+
+@pytest.mark.parametrize(("operation", "dtype"), [
+    (lambda x, w: F.linear(x, w), torch.bfloat16), (lambda x, w: x @ w, torch.bfloat16),
+    (lambda x, w: torch.einsum("ij,jk->ik", x, w), torch.bfloat16), (lambda x, w: x + w, torch.float32),
+    (lambda x, w: F.softmax(F.linear(x, w), -1), torch.float32), (lambda x, w: F.linear(x, w).sum(), torch.float32),
+    (lambda x, w: F.layer_norm(F.linear(x, w), (64,)), torch.float32),
+    (lambda x, w: F.cross_entropy(F.linear(x, w), torch.zeros(64, dtype=torch.int64, device="cuda")), torch.float32),
+    (lambda x, w: F.gelu(F.linear(x, w)), torch.bfloat16), (lambda x, w: F.linear(x, w).pow(2), torch.float32),
+])
+def test_autocast_gives_the_dtypes_of_cuda(operation: object, dtype: torch.dtype) -> None:
+    with recording(Recorder(), target_for("4070", "cuda")):
+        x, w = torch.empty(64, 64, device="cuda"), torch.nn.Parameter(torch.empty(64, 64, device="cuda"))
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            assert operation(x, w).dtype == dtype  # type: ignore[operator]
+
+
+def test_autocast_keeps_the_copy_of_a_weight_until_its_block_ends() -> None:
+    recorder = Recorder()
+    with recording(recorder, target_for("4070", "cuda")):
+        weight = torch.nn.Parameter(torch.empty(64, 64, device="cuda"))
+        with torch.autocast("cuda", dtype=torch.float16):
+            for _ in range(3):
+                F.linear(torch.empty(2, 64, device="cuda", dtype=torch.float16), weight)
+        with torch.autocast("cuda", dtype=torch.float16, cache_enabled=False):
+            for _ in range(2):
+                F.linear(torch.empty(2, 64, device="cuda", dtype=torch.float16), weight)
+    assert [tensor.owner for tensor in recorder.tensors if tensor.op == "aten._to_copy.default"].count("casts") == 1
+    assert len([tensor for tensor in recorder.tensors if tensor.op == "aten._to_copy.default"]) == 3
+
+
+def test_sums_over_rows_have_the_scratch_of_the_recorded_runs() -> None:
+    """tapes/aten.py's rule is for one shape and was recorded; the general one agrees."""
+    platform = Platform()
+    for rows in (1, 100, 4096, 8192, 16384, 100_000):
+        for columns in (1, 43, 128, 384, 768, 2304, 50_304):
+            general = reduction_scratch(torch.empty(rows, columns, device="meta"), [0], platform)
+            assert general == aten.sum_over_rows(rows, columns, platform), (rows, columns)
+
+
+@pytest.mark.parametrize(("capability", "shape", "keys", "dtype", "settings", "kernel"), [
+    ((8, 9), (2, 8, 64, 64), 8, torch.bfloat16, {}, "flash"),
+    ((8, 9), (2, 8, 64, 64), 2, torch.bfloat16, {"enable_gqa": True}, "flash"),
+    ((8, 9), (2, 8, 64, 64), 8, torch.bfloat16, {"mask": True}, "efficient"),
+    ((8, 9), (2, 8, 64, 64), 2, torch.bfloat16, {"mask": True, "enable_gqa": True}, "math"),
+    ((8, 9), (2, 8, 64, 64), 8, torch.float32, {}, "efficient"),
+    ((8, 9), (2, 8, 64, 64), 2, torch.float32, {"enable_gqa": True}, "math"),
+    ((8, 9), (2, 8, 64, 42), 8, torch.float16, {}, "flash"),
+    ((8, 9), (2, 8, 64, 42), 8, torch.float32, {}, "math"),
+    ((7, 5), (2, 8, 64, 64), 8, torch.float16, {}, "efficient"),
+    ((7, 5), (2, 8, 64, 64), 8, torch.bfloat16, {}, "math"),
+    ((9, 0), (2, 8, 64, 64), 8, torch.bfloat16, {"mask": True}, "cudnn"),
+    ((9, 0), (2, 8, 64, 64), 2, torch.bfloat16, {"enable_gqa": True}, "cudnn"),
+    ((9, 0), (2, 8, 64, 42), 8, torch.bfloat16, {}, "flash"),
+])
+def test_the_attention_kernel_is_the_one_that_sdp_utils_chooses(
+        capability: tuple[int, int], shape: tuple[int, int, int, int], keys: int, dtype: torch.dtype,
+        settings: dict[str, bool], kernel: str) -> None:
+    query = torch.empty(shape, dtype=dtype, device="meta")
+    key = torch.empty((shape[0], keys, *shape[2:]), dtype=dtype, device="meta")
+    mask = torch.empty(shape[2], shape[2], device="meta") if settings.get("mask") else None
+    chosen = AttentionSteering(Platform(capability)).choose(query, key, key, mask, 0.0, False,
+                                                            settings.get("enable_gqa", False))
+    assert chosen == kernel

@@ -1,0 +1,195 @@
+"""Traced programs against what is known of them: the written tape of nanoGPT, torch's own behaviour."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from fitgpt.config.run_config import RunConfig
+from fitgpt.memory.tape import Tape
+from fitgpt.memory.timeline import replay
+from fitgpt.planning.budget import Target, target_for
+from fitgpt.tapes import nanogpt
+from fitgpt.tracing.errors import Untraceable
+from fitgpt.tracing.modules import StepsDone
+from fitgpt.tracing.recorder import Recorder
+from fitgpt.tracing.trace import recording
+from tests.tracing import gpt_script
+
+H200 = target_for("h200", "cuda", torch="2.11")
+RTX = target_for("4070", "cuda", torch="2.13")
+SMALL = dict(n_layer=2, n_head=4, n_embd=128, batch_size=4, block_size=128, vocab_size=512, compile=False)
+
+
+def sizes(tape: Tape, up_to: int) -> list[tuple[bool, int]]:
+    """Allocations and frees in order; neighbouring frees by size, since their order changes nothing."""
+    found: list[tuple[bool, int]] = []
+    for alloc, events in groupby(tape.events[:up_to], key=lambda event: event.alloc):
+        group = [(alloc, event.nbytes) for event in events]
+        found += group if alloc else sorted(group)
+    return found
+
+
+@pytest.mark.parametrize(("target", "settings"), [
+    (H200, dict(dtype="float32", bias=True, gradient_accumulation_steps=2)),
+    (H200, dict(dtype="bfloat16", bias=False, gradient_accumulation_steps=2)),
+    (H200, dict(dtype="float16", bias=True, dropout=0.1, gradient_accumulation_steps=1)),
+    (H200, dict(dtype="bfloat16", bias=False, n_embd=168, gradient_accumulation_steps=1)),  # heads padded from 42 to 48
+    (RTX, dict(dtype="bfloat16", bias=True, gradient_accumulation_steps=1)),                # flash attention
+])
+def test_nanogpt_allocates_as_its_written_tape_says(target: Target, settings: dict[str, object]) -> None:
+    config = RunConfig(**{**SMALL, **settings})  # type: ignore[arg-type]
+    recorder = Recorder()
+    with recording(recorder, target):
+        gpt_script.train(config, iterations=3, eval_iters=1)
+    written = nanogpt.write(config, target.platform, eval_batches=(2, 2),
+                            history=(config.gradient_accumulation_steps,) * 3)
+    traced = recorder.tape()
+    # The written tape ends with its last evaluation, whose tensors it frees; the program then frees everything.
+    end = max(number for number, event in enumerate(written.events) if event.alloc) + 1
+    assert sizes(traced, end) == sizes(written, end)
+    assert replay(traced).reserved == replay(written).reserved
+    assert len(recorder.steps) == 3
+
+
+def test_gradients_between_two_nodes_are_added_in_place() -> None:
+    """As on a GPU, where no dispatch mode is active: the sum of two gradients takes no memory of its own."""
+    recorder = Recorder()
+    with recording(recorder, RTX):
+        x = torch.ones(1000, device="cuda", requires_grad=True)
+        y = x * 2
+        (y * 3 + y * 4).sum().backward()
+    assert not [tensor for tensor in recorder.tensors if tensor.op == "aten.add.Tensor" and tensor.phase == "backward"]
+
+
+def test_owners_modules_phases_and_lines_of_tensors() -> None:
+    recorder = Recorder()
+    with recording(recorder, RTX):
+        model = nn.Sequential(nn.Embedding(5000, 64), nn.Linear(64, 5000)).to("cuda")
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        for _ in range(2):
+            tokens = torch.zeros(8, 16, dtype=torch.int64).to("cuda")
+            with torch.autocast("cuda", dtype=torch.bfloat16):
+                logits = model(tokens)
+            logits.sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    by_owner = {owner: [tensor for tensor in recorder.tensors if tensor.owner == owner]
+                for owner in ("weights", "gradients", "optimizer", "casts", "data", "logits", "workspace")}
+    assert [tensor.shape for tensor in by_owner["weights"]] == [(5000, 64), (5000, 64), (5000,)]
+    assert len(by_owner["gradients"]) == 2 * 3
+    assert sum(tensor.nbytes for tensor in by_owner["optimizer"]) == 8 * 645_000 + 3 * 4
+    assert {tensor.shape for tensor in by_owner["casts"]} == {(5000, 64), (5000,)}
+    assert [tensor.nbytes for tensor in by_owner["data"]] == [1024, 1024]
+    assert by_owner["logits"][0].module == "1"
+    assert by_owner["logits"][0].shape == (128, 5000)
+    assert by_owner["logits"][0].source.startswith(__file__)
+    assert {tensor.module for tensor in by_owner["gradients"]} >= {"0"}  # a backward pass knows the module, too
+    assert [name for name, _ in recorder.phases] == ["load", *2 * ["forward", "backward", "optimizer"]]
+    assert len(recorder.steps) == 2
+    assert recorder.params == 645_000
+
+
+def test_stops_at_the_forward_pass_after_the_last_step() -> None:
+    def train() -> None:
+        model = nn.Linear(8, 8).to("cuda")
+        optimizers = [torch.optim.SGD([each], lr=0.1) for each in model.parameters()]
+        for _ in range(10):
+            model(torch.ones(2, 8, device="cuda")).sum().backward()
+            for optimizer in optimizers:  # several optimizers make one step
+                optimizer.step()
+
+    recorder = Recorder()
+    with recording(recorder, RTX, 2), pytest.raises(StepsDone):
+        train()
+    assert len(recorder.steps) == 2
+
+
+def test_a_size_that_depends_on_unknown_values_is_refused() -> None:
+    with recording(Recorder(), RTX):
+        scores = torch.empty(100, device="cuda").softmax(0)
+        with pytest.raises(Untraceable, match="nonzero"):
+            scores[scores > 0.5]
+
+
+def test_a_mask_that_came_from_the_host_is_known() -> None:
+    with recording(Recorder(), RTX):
+        mask = torch.tensor([True, False, True]).to("cuda")
+        assert torch.empty(3, 5, device="cuda")[mask].shape == (2, 5)
+        assert mask.sum().item() == 2
+
+
+def test_values_that_were_never_computed_have_a_harmless_answer() -> None:
+    with recording(Recorder(), RTX):
+        loss = torch.empty(10, device="cuda").mean()
+        assert loss.item() == 1.0
+        assert torch.isfinite(loss)
+        assert not torch.isnan(loss).any()
+        assert loss.cpu().item() == 1.0
+
+
+def test_the_program_sees_a_gpu_and_afterwards_everything_is_as_before() -> None:
+    before = torch.cuda.is_available(), torch.Tensor.to, torch.tensor, nn.Module.__call__
+    with recording(Recorder(), RTX):
+        assert torch.cuda.is_available()
+        assert torch.cuda.get_device_capability() == (8, 9)
+        assert torch.cuda.is_bf16_supported()
+        for tensor in (torch.zeros(2, device="cuda"), torch.tensor([1.0], device="cuda:0"), torch.ones(2).cuda(),
+                       torch.ones(2).to("cuda"), torch.ones(2).to(torch.empty(1, device="cuda"))):
+            assert (str(tensor.device), tensor.is_cuda, tensor.is_meta) == ("cuda:0", True, False)
+        with torch.device("cuda"):
+            assert nn.Linear(2, 2).weight.is_cuda
+            assert torch.tensor(1).is_cuda
+        with torch.device("meta"):
+            assert nn.Linear(2, 2).weight.is_meta
+        assert str(torch.ones(2).device) == "cpu"
+        assert torch.randn(4, device="cuda", generator=torch.Generator("cuda").manual_seed(1)).is_cuda
+        torch.cuda.synchronize()
+        with torch.cuda.stream(torch.cuda.Stream()):
+            torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
+    assert before == (torch.cuda.is_available(), torch.Tensor.to, torch.tensor, nn.Module.__call__)
+    assert not torch.nn.functional.dropout(torch.ones(3, device="meta")).is_cuda
+
+
+def test_large_weights_of_the_host_have_no_storage() -> None:
+    """A model of 7 billion parameters can be built: nobody has to have its bytes."""
+    with recording(Recorder(), RTX):
+        layer = nn.Linear(2**20, 2**20, bias=False)
+        assert str(layer.weight.device) == "cpu"
+        assert layer.to("cuda").weight.is_cuda
+
+
+def test_an_optimizer_made_before_the_model_moves_trains_the_moved_parameters() -> None:
+    recorder = Recorder()
+    with recording(recorder, RTX):
+        model = nn.Sequential(nn.Linear(512, 512), nn.LayerNorm(512))  # a large weight, and small ones
+        optimizer = torch.optim.AdamW(model.parameters())
+        model.to("cuda")
+        model(torch.ones(2, 512, device="cuda")).sum().backward()
+        optimizer.step()
+    states = [tensor for tensor in recorder.tensors if tensor.op == "aten.zeros_like.default"]
+    assert len(states) == 2 * 4
+
+
+@pytest.mark.parametrize("map_location", ["cuda", torch.device("cuda:0")])
+def test_weights_are_loaded_onto_the_gpu(tmp_path: Path, map_location: object) -> None:
+    path = tmp_path / "weights.pt"
+    torch.save({"weight": torch.ones(300, 300), "step": 3}, path)
+    with recording(Recorder(), RTX):
+        loaded = torch.load(path, map_location=map_location)
+        assert loaded["weight"].is_cuda
+        assert loaded["step"] == 3
+
+
+def test_a_compiled_model_runs_as_it_is_and_the_trace_says_so() -> None:
+    recorder = Recorder()
+    with recording(recorder, RTX):
+        unused = torch.compile(lambda x: x)
+        assert not recorder.compiled
+        torch.compile(nn.Linear(4, 4).to("cuda"), mode="max-autotune")(torch.ones(2, 4, device="cuda"))
+        assert recorder.compiled
+    del unused

@@ -1,0 +1,144 @@
+"""A trace as a file, and the plan of a trace: without torch."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fitgpt.commands.main import main
+from fitgpt.core.errors import UsageError
+from fitgpt.core.units import MiB
+from fitgpt.memory.platform import Platform
+from fitgpt.memory.tape import Event
+from fitgpt.planning.budget import target_for
+from fitgpt.tracing import trace_file
+from fitgpt.tracing.plan import plan_trace, possible_changes
+from fitgpt.tracing.trace_file import EMPTIED, WORKSPACE, Kind, Trace, from_json, read, to_json
+
+WEIGHT = Kind(400 * MiB, "weights", "aten.empty", "model", "train.py:3", "float32", (100, 1024, 1024))
+STATE = Kind(800 * MiB, "optimizer", "aten.zeros_like", "", "train.py:9", "float32", (200, 1024, 1024))
+SAVED = [Kind(300 * MiB, "activations", "aten.mm", f"model.layers.{layer}.mlp", "model.py:7", "float32",
+              (75, 1024, 1024)) for layer in (0, 0, 1, 1)]
+CUBLAS = Kind(32 * MiB, "workspace", WORKSPACE, "model", "model.py:7")
+
+
+def small_trace() -> Trace:
+    """Weights, a workspace, and two steps: two layers save two tensors each, the first step makes optimizer state."""
+    tensors = (WEIGHT, CUBLAS, *SAVED, STATE, *SAVED)
+    events = (0, 0, 0, 0, 0, 0, 6, 5, 4, 3, 0, EMPTIED, 0, 0, 0, 0, 11, 10, 9, 8)
+    phases = (("load", 0), ("forward", 1), ("backward", 6), ("optimizer", 10), ("forward", 11), ("backward", 16))
+    return Trace(("train.py", "--lr", "1"), tensors, events, phases, (12, 20), 104_857_600, (9, 0), 132, "2.11.0+cu130",
+                 expandable=False, notes=("Stopped after 2 optimizer steps.",))
+
+
+def test_a_trace_survives_the_file() -> None:
+    assert from_json(to_json(small_trace())) == small_trace()
+
+
+def test_a_changed_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "my.trace.json"
+    path.write_text(to_json(small_trace()).replace("1.0", "2.0").replace('"params":104857600', '"params":1'))
+    with pytest.raises(UsageError, match=r"is not a saved trace: its content does not match its own checksum"):
+        read(str(path))
+
+
+def test_a_trace_larger_than_the_limit_is_refused_with_fewer_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert 5 * MiB >= trace_file.LARGEST
+    monkeypatch.setattr(trace_file, "LARGEST", 500)
+    with pytest.raises(UsageError, match="a saved trace at most") as refused:
+        to_json(small_trace())
+    assert refused.value.fix == "--steps 1"
+
+
+def test_its_tape_has_every_event() -> None:
+    tape = small_trace().tape
+    assert len(tape.events) == len(small_trace().events)
+    assert tape.events[:2] == (Event(True, "1 model", "weights", 400 * MiB),
+                               Event(True, "2 model", "workspace", 32 * MiB))
+    assert tape.peak == (400 + 32 + 800 + 1200) * MiB
+
+
+def test_another_gpu_has_its_own_workspace() -> None:
+    ada = Platform((8, 9), "2.11")
+    assert [kind.nbytes for kind in small_trace().on(ada).tensors if kind.op == WORKSPACE] == [ada.workspace]
+
+
+def test_the_plan_has_phases_steps_owners_and_the_largest_tensors() -> None:
+    plan = plan_trace(small_trace(), target_for("h200", "auto"))
+    assert list(plan.forecast.phases) == ["load", "first_train", "train"]
+    assert [step.allocated_bytes for step in plan.steps] == [1232 * MiB, 1232 * MiB]
+    assert plan.peak.allocated_bytes == 2432 * MiB
+    owners = [share.owner for share in plan.forecast.owners_at_peak]
+    assert owners == ["activations", "optimizer", "weights", "workspace"]
+    assert plan.tensors[0].what == "200 × 1,024 × 1,024 × float32"
+    assert plan.tensors[0].source == "train.py:9"
+
+
+def test_the_allocator_can_be_chosen() -> None:
+    target = target_for("h200", "auto")
+    for allocator, name in (("", "native"), ("expandable", "expandable segments")):
+        assert plan_trace(small_trace(), target, allocator).forecast.assumes["allocator"] == name
+
+
+def test_a_compiled_script_gets_a_range_and_not_the_eager_figure() -> None:
+    plan = plan_trace(replace(small_trace(), compiled=True), target_for("h200", "auto"))
+    low, high = plan.forecast.reserved_range
+    assert low < plan.peak.reserved_bytes
+    assert plan.forecast.needs == high
+    assert plan.forecast.assumes["compile"] == "a range from the eager trace"
+
+
+def test_changes_are_arithmetic_on_the_trace() -> None:
+    trace = small_trace()
+    peaks = {change: trace.resized(size).peak // MiB for change, _, size in possible_changes(trace)}
+    assert peaks == {"half the batch size": 32 + 400 + 800 + 600,
+                     "gradient checkpointing": 32 + 400 + 800 + 900,
+                     "an 8-bit optimizer": 32 + 400 + 203 + 1200}
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> str:
+    path = tmp_path / "my.trace.json"
+    path.write_text(to_json(small_trace()), encoding="utf-8")
+    return str(path)
+
+
+def test_a_saved_trace_is_planned_for_another_gpu_and_other_processes(
+        saved: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trace", "--gpu", "4070", "--json", saved]) == 0
+    told: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert told["fits"]
+    assert told["command"] == ["train.py", "--lr", "1"]
+    assert set(told) >= {"phases", "peak", "steps", "needs_bytes", "owners_at_peak", "tensors", "changes", "not_seen"}
+    assert main(["trace", "--gpu", "4070", "--others", "10GiB", saved]) == 1
+    out = capsys.readouterr().out
+    assert "Does not fit: needs 2.3" in out
+    assert "half the batch size: needs" in out
+    assert main(["trace", "--all-cards", saved]) == 0
+    assert "RTX 4070" in capsys.readouterr().out
+
+
+def test_explain_names_the_tensor_of_a_message(saved: str, capsys: pytest.CaptureFixture[str]) -> None:
+    message = ("CUDA out of memory. Tried to allocate 300.00 MiB. GPU 0 has a total capacity of 2.00 GiB of which "
+               "200.00 MiB is free. Including non-PyTorch memory, this process has 1.80 GiB memory in use. Of the "
+               "allocated memory 1.63 GiB is allocated by PyTorch, and 0 bytes is reserved by PyTorch but unallocated.")
+    assert main(["explain", message, "--trace", saved]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "75 × 1,024 × 1,024 × float32, 300.0 MiB: activations of model.layers" in out
+    assert "allocated at model.py:7" in out
+    assert main(["explain", saved, "--gpu", "4070"]) == 0
+    assert "The run fits" in capsys.readouterr().out
+
+
+def test_options_of_the_script_are_left_to_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import sys\nprint(sys.argv[1:])\nraise SystemExit(3)\n", encoding="utf-8")
+    assert main(["trace", "--gpu", "4070", str(script), "--json", "--help"]) == 9
+    captured = capfd.readouterr()
+    assert "['--json', '--help']" in captured.err
+    assert f"{script} ended with exit code 3." in captured.err
+    assert captured.out == ""

@@ -1,0 +1,221 @@
+"""Traced scripts beside their recorded runs, and beside what other estimators say of the same runs.
+
+    python tools/traces.py     one line per run
+
+The runs and the traces, which were made next to them: tests/recorded/README.md.
+"""
+
+from __future__ import annotations
+
+import json
+import lzma
+import sys
+from collections.abc import Iterable
+from functools import cache, cached_property
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tools")]
+
+from fitgpt.core.units import MiB  # noqa: E402
+from fitgpt.memory.timeline import Timeline, replay, reserved_in_other_orders  # noqa: E402
+from fitgpt.tracing.plan import COMPILED, StepMemory, steps_of  # noqa: E402
+from fitgpt.tracing.trace_file import Trace, from_json  # noqa: E402
+from memory_page import markdown  # noqa: E402
+
+RECORDED = ROOT / "tests" / "recorded" / "traces"
+LANGUAGE, CONVOLUTION, COMPILED_GROUP = "language", "convolution", "compiled"
+Row = dict[str, Any]
+
+
+class TracedRun:
+    """A recorded run of a script, and its trace."""
+
+    def __init__(self, row: Row) -> None:
+        self.row = row
+        self.name, self.group, self.architecture = row["name"], row["group"], row["architecture"]
+
+    @cached_property
+    def measured(self) -> list[StepMemory]:
+        """After each step; several optimizers that step one after the other take one step."""
+        steps, seen = list[StepMemory](), set[int]()
+        for each in self.row["steps"]:
+            figures = StepMemory(each["memory_allocated"], each["memory_reserved"], each["max_memory_allocated"],
+                                 each["max_memory_reserved"])
+            if not seen or each["optimizer"] in seen:
+                seen.clear()
+                steps.append(figures)
+            steps[-1] = figures
+            seen.add(each["optimizer"])
+        return steps
+
+    @cached_property
+    def trace(self) -> Trace | None:
+        path = RECORDED / "stored" / f"{self.name.replace(' ', '_')}.json.xz"
+        return from_json(lzma.decompress(path.read_bytes()).decode()) if path.is_file() else None
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        assert self.trace is not None
+        return replay(self.trace.tape, expandable=self.trace.expandable)
+
+    @cached_property
+    def forecast(self) -> tuple[StepMemory, ...]:
+        return steps_of(self.trace, self.timeline) if self.trace else ()
+
+    @property
+    def reserved(self) -> int:
+        """The most, measured."""
+        return self.measured[-1].peak_reserved_bytes
+
+    @cached_property
+    def forecast_reserved(self) -> int:
+        """As `fitgpt trace` has it: the most over the orders of addresses that a driver may have."""
+        assert self.trace is not None
+        others = () if self.trace.expandable else reserved_in_other_orders(self.trace.tape)
+        return max(self.timeline.reserved, *others) if others else self.timeline.reserved
+
+    def errors(self) -> tuple[int, int]:
+        """Of the most reserved and the most allocated up to the last step: forecast − measured."""
+        real, said = self.measured[-1], self.forecast[-1]
+        return (self.forecast_reserved - real.peak_reserved_bytes,
+                said.peak_allocated_bytes - real.peak_allocated_bytes)
+
+    def percents(self) -> tuple[float, float]:
+        real, (reserved, allocated) = self.measured[-1], self.errors()
+        return 100 * reserved / real.peak_reserved_bytes, 100 * allocated / real.peak_allocated_bytes
+
+
+@cache
+def runs() -> list[TracedRun]:
+    rows = json.loads((RECORDED / "measured.json").read_text(encoding="utf-8"))["rows"]
+    return [TracedRun(row) for row in rows]
+
+
+def traced(group: str) -> list[TracedRun]:
+    """Those that have a trace of every step."""
+    return [run for run in runs() if run.group == group and len(run.forecast) == len(run.measured)]
+
+
+# ---- tables
+
+
+def table_part(group: str) -> str:
+    rows = []
+    for run in traced(group):
+        (reserved, allocated), percents = run.errors(), run.percents()
+        rows.append([run.name, " ".join(run.row["args"]).replace("--", "") or run.row["script"],
+                     "expandable" if run.row.get("expandable") else "native", f"{run.reserved / MiB:,.0f}",
+                     *(f"{percent:+.3f} %" if off else "0" for off, percent in zip((reserved, allocated), percents,
+                                                                                   strict=True))])
+    return markdown(["run", "arguments", "allocator", "reserved, MiB", "reserved, error", "allocated, error"], rows)
+
+
+def summary_part() -> str:
+    rows = []
+    for group in (LANGUAGE, CONVOLUTION):
+        found = traced(group)
+        reserved, allocated = ([each.percents()[kind] for each in found] for kind in (0, 1))
+        exact = [sum(not each.errors()[kind] for each in found) for kind in (0, 1)]
+        rows.append([group, str(len(found)), str(len({run.architecture for run in found})),
+                     f"{exact[0]} of {len(found)}", f"{min(reserved):+.2f} to {max(reserved):+.2f} %",
+                     f"{exact[1]} of {len(found)}", f"{min(allocated):+.2f} to {max(allocated):+.2f} %"])
+    return markdown(["scripts", "runs", "architectures", "reserved at 0 bytes", "reserved, errors",
+                     "allocated at 0 bytes", "allocated, errors"], rows)
+
+
+def compiled_part() -> str:
+    """What compiled scripts reserved, as a share of the eager trace."""
+    rows = [[run.name, f"{run.reserved / MiB:,.0f}", f"{run.timeline.reserved / MiB:,.0f}",
+             f"{run.reserved / run.timeline.reserved:.2f}"] for run in runs()
+            if run.group == COMPILED_GROUP and run.trace is not None]
+    return markdown(["run", "reserved, MiB", "eager trace, MiB", "share"], rows) + (
+        f"\n`fitgpt trace` states {COMPILED[0]:g} to {COMPILED[1]:g} times the eager trace.\n")
+
+
+# ---- other estimators, on the same runs
+
+
+def of_accelerate(run: TracedRun) -> int | None:
+    """`accelerate estimate-memory` 1.15: estimate_training_usage() in accelerate/commands/estimate.py, the largest."""
+    assert run.trace is not None
+    size = 4 * run.trace.params
+    return 4 * size if _precision(run) == "fp32" else 2 * size
+
+
+def of_deepspeed(run: TracedRun) -> int | None:
+    """estimate_zero2_model_states_mem_needs() for one GPU, without offload: (4 + 16) bytes per parameter."""
+    assert run.trace is not None
+    return 20 * run.trace.params
+
+
+def of_unsloth(run: TracedRun) -> int | None:
+    """Full fine-tuning by VRAM_ESTIMATION.md of Unsloth Studio, without its 1.4 GB of CUDA overhead, which is outside
+    PyTorch's allocator. Only for decoders of its form: SwiGLU and grouped-query attention."""
+    if run.row["script"] != "language_model.py" or run.architecture not in UNSLOTH_SHAPES:
+        return None
+    assert run.trace is not None
+    options = _options(run.row["args"])
+    layers, width, hidden, keys = 6, 768, 2048, UNSLOTH_SHAPES[run.architecture]
+    if any("num_hidden_layers" in each for each in run.row["args"]):
+        return None
+    tokens = int(options.get("batch", 8)) * int(options.get("seq", 512))
+    per_layer = (tokens * (width + 2 * keys) + 2 * tokens + tokens * 2 * hidden) * 2 * 1.25
+    weights, gradients = 2 * run.trace.params, 2 * run.trace.params
+    kept = 2.0 if "checkpoint" in options else layers
+    state = 4 if "sgd" in options.get("optimizer", "") else 6
+    return int(weights + max(gradients, 0.15 * weights) + state * run.trace.params + kept * per_layer)
+
+
+UNSLOTH_SHAPES = {"llama": 256, "mistral": 256, "qwen2": 256, "qwen3": 256, "gemma2": 256, "gemma3_text": 256,
+                  "granite": 256, "olmo2": 256, "phi3": 256, "smollm3": 256}  # K: width of keys, by its formula
+
+
+def of_memtracker(run: TracedRun) -> int | None:
+    """torch.distributed._tools.mem_tracker.MemTracker around the script on the GPU: what it says of the real run."""
+    path = RECORDED / "memtracker.json"
+    rows = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.is_file() else []
+    return next((row["peak_bytes"] for row in rows if row["name"] == run.name), None)
+
+
+def _precision(run: TracedRun) -> str:
+    options = _options(run.row["args"])
+    return options.get("precision") or options.get("dtype") or "bf16"
+
+
+def _options(args: Iterable[str]) -> dict[str, str]:
+    words = list(args)
+    return {word[2:].partition("=")[0]: word.partition("=")[2] or (following if not following.startswith("--") else "")
+            for word, following in zip(words, [*words[1:], "--"], strict=False) if word.startswith("--")}
+
+
+class Estimator(NamedTuple):
+    name: str
+    estimate: Any
+
+
+ESTIMATORS = (Estimator("MemTracker (runs the script on a GPU)", of_memtracker),
+              Estimator("accelerate estimate-memory", of_accelerate),
+              Estimator("DeepSpeed, ZeRO-2 on one GPU", of_deepspeed), Estimator("Unsloth Studio", of_unsloth))
+
+
+def estimators_part() -> str:
+    """Errors of the bytes reserved, over the recorded language models."""
+    rows = []
+    for name, estimate in (("**fitgpt trace**", lambda run: run.forecast_reserved), *ESTIMATORS):
+        found = [(100 * (said - run.reserved) / run.reserved) for run in traced(LANGUAGE)
+                 if (said := estimate(run)) is not None]
+        if found:
+            rows.append([name, str(len(found)), f"{median(map(abs, found)):.2f} %",
+                         f"{min(found):+.1f} to {max(found):+.1f} %", str(sum(each < -0.5 for each in found))])
+    return markdown(["estimator", "runs", "median error", "errors", "runs more than 0.5 % low"], rows)
+
+
+PARTS = {"traces": table_part, "trace_summary": summary_part, "trace_compiled": compiled_part,
+         "trace_estimators": estimators_part}
+
+if __name__ == "__main__":
+    for part in (summary_part(), table_part(LANGUAGE), table_part(CONVOLUTION), compiled_part(), estimators_part()):
+        print(part)

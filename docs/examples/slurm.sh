@@ -7,7 +7,8 @@
 #SBATCH --gpus-per-node=4
 #SBATCH --cpus-per-task=16
 #SBATCH --signal=TERM@120
-# TERM comes 120 s before the time limit: the run saves and stops, and `--resume` continues it.
+# TERM comes 120 s before the time limit: the run saves and stops, and `--resume` continues it. torchrun waits 30 s for
+# its ranks before it kills them.
 set -eu
 HOST=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 exec srun torchrun --nnodes="$SLURM_NNODES" --nproc-per-node=gpu --rdzv-backend=c10d \

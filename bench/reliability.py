@@ -345,7 +345,7 @@ def allocations(options: argparse.Namespace) -> None:
             sys.stdout = sys.__stdout__
         return out, bits(out)
 
-    failed, phases, wrong = 0, dict[str, int](), list[str]()
+    failed, phases, wrong, met = 0, dict[str, int](), list[str](), list[int]()
     if compiled == "eager":
         counting = FailingAllocations()
 
@@ -364,6 +364,7 @@ def allocations(options: argparse.Namespace) -> None:
                 finally:
                     run_module.run_loop = real
                     counting.count = mode.count
+                    met.extend(number for number in chosen if number <= mode.count)
 
             return around
 
@@ -372,27 +373,28 @@ def allocations(options: argparse.Namespace) -> None:
         cases = [failing([chance.randrange(1, total + 1)]) for _ in range(PER_PROCESS)]
     else:
         _, expected = run(lambda work: work())
-        cases = [limited(chance) for _ in range(PER_PROCESS)]
+        cases = [limited(chance, met) for _ in range(PER_PROCESS)]
     for case in cases:
+        met.clear()
         for _ in range(10):  # a limit that was never met is tried again elsewhere
             out, found = run(case, rehearse=compiled == "eager" or chance.random() < 0.5)
-            ooms = metrics(out, "oom")
-            if ooms:
+            if met:
                 break
-        failed += bool(ooms)
-        for row in ooms:
-            rows = metrics(out, "oom", "rehearsal")
-            before = any(each["kind"] == "rehearsal" for each in rows[rows.index(row):])
-            during = "rehearsal" if before else row["phase"]
-            phases[during] = phases.get(during, 0) + 1
+        failed += bool(met)
+        ooms, rows = metrics(out, "oom"), metrics(out, "oom", "rehearsal")
+        during = "save"  # which tries again and leaves no row
+        if ooms:
+            later = rows[rows.index(ooms[0]):]
+            during = "rehearsal" if any(each["kind"] == "rehearsal" for each in later) else ooms[0]["phase"]
+        phases[during] = phases.get(during, 0) + 1
         if found != expected:
             wrong.append(f"{out.name}: {[row['words'][:80] for row in ooms]} {metrics(out, 'step_down')}")
     print(json.dumps({"failed": failed, "phases": phases, "wrong": wrong, "torch": torch.__version__}))
 
 
-def limited(chance: random.Random) -> Callable[[Callable[[], None]], None]:
+def limited(chance: random.Random, met: list[int]) -> Callable[[Callable[[], None]], None]:
     """Before an eager pass or a capture, the allocator may reserve only a little more than it has; when it has raised
-    OutOfMemoryError, as much as before."""
+    OutOfMemoryError, as much as before, and `met` gets an entry."""
     import torch
 
     from fitgpt.engine.cuda_graphs import GraphCapturer
@@ -407,6 +409,7 @@ def limited(chance: random.Random) -> Callable[[Callable[[], None]], None]:
 
         def lifted(*_: object) -> None:
             if lowered:
+                met.extend(lowered)
                 lowered.clear()
                 torch.cuda.set_per_process_memory_fraction(1.0)
 

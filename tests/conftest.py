@@ -8,7 +8,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -45,12 +45,17 @@ def allocator_environment() -> Iterator[None]:
         os.environ.pop(name, None)
 
 
+def missing(what: str) -> NoReturn:
+    """Skips a test where a program is missing, saying so; in CI the test fails."""
+    (pytest.fail if os.environ.get("CI") else pytest.skip)(what)
+
+
 @pytest.fixture(scope="module")  # while it is open, its event loop is this thread's: others could not have one
 def browser() -> Iterator[Any]:
-    """A real Chromium, driven by playwright. Skipped, saying so, only where there is none."""
+    """A real Chromium, driven by playwright."""
     program = next(filter(None, map(shutil.which, CHROMIUMS)), None)
     if program is None:
-        pytest.skip(f"no Chromium is installed (looked for {', '.join(CHROMIUMS)})")
+        missing(f"no Chromium is installed (looked for {', '.join(CHROMIUMS)})")
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
@@ -128,7 +133,7 @@ SLOW = {
     "test_import_path", "training/test_checkpoint_crashes", "training/test_divergence",
     "training/test_liveness", "training/test_memory_check", "training/test_oom_recovery", "training/test_rehearsal",
     "training/test_run", "training/test_run_killed", "training/test_supervisor", "web/test_answers", "web/test_app",
-    "web/test_answers_fixes", "web/test_page", "web/test_workers",
+    "web/test_answers_fixes", "web/test_page", "web/test_site", "web/test_workers",
 }
 
 

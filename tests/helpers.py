@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -39,6 +38,8 @@ sys.meta_path.insert(0, Hidden())
 def skip_without_library(options: dict[str, Any]) -> None:
     """bitsandbytes comes with the extra `dev`, but has no build for some machines."""
     if options.get("adam8bit") == "bitsandbytes":
+        import pytest  # here, since the campaigns need the rest of this file and no pytest
+
         pytest.importorskip("bitsandbytes")
 
 

@@ -93,7 +93,7 @@ def in_float64(*given: Any, **named: Any) -> GPT:
     return model
 
 
-def killed_at_random(config: RunConfig, world: int, victim: int, delay: float) -> list[int]:
+def killed_at_random(config: RunConfig, world: int, victim: int | None, delay: float) -> list[int]:
     """One life of a run: after its next checkpoint and a delay, a rank is killed. All exit codes 0: it got through."""
     folder = Path(config.out_dir) / "checkpoints"
     before = {path.name for path in folder.glob("step-*")}
@@ -105,6 +105,6 @@ def killed_at_random(config: RunConfig, world: int, victim: int, delay: float) -
                 ended[pid] = os.waitstatus_to_exitcode(found[1])
         time.sleep(0.005)
     time.sleep(delay)
-    if pids[victim] not in ended:
+    if victim is not None and pids[victim] not in ended:
         os.kill(pids[victim], signal.SIGKILL)
     return [ended[pid] if pid in ended else wait([pid])[0] for pid in pids]

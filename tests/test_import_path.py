@@ -40,6 +40,7 @@ COMMANDS = {
     "cards": (),
     "train": (*TINY, "--out_dir=new"),
     "rehearse": TINY,
+    "record": (),
     "sample": ("run", "--num_samples=1", "--max_new_tokens=2"),
     "eval": ("run",),
     "export": ("run", "-o", "exported"),
@@ -99,7 +100,7 @@ def test_a_command_imports_nothing_from_the_current_directory(command: str, fold
     ended = subprocess.run([sys.executable, "-m", "fitgpt", command, *COMMANDS[command]], cwd=folder, env=environment,
                            capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=120)
     assert imported(folder) == ""
-    assert ended.returncode == 0, ended.stderr
+    assert ended.returncode == 0 or (command == "record" and ended.returncode == 5), ended.stderr  # 5: no GPU
 
 
 # Those that start other processes. A trailing colon leaves an empty entry: a common mistake.

@@ -1,22 +1,28 @@
-"""Helpers of the web tests: a `fitgpt serve` process, a folder with a running run, a page query."""
+"""Helpers of the web tests: a `fitgpt serve` process, the static site, a folder with a running run, a page query."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache, partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from itertools import takewhile
 from pathlib import Path
+from threading import Thread
 from typing import Any
 from urllib.parse import urlencode
 
 from fitgpt.web.form import PageQuery, read
+from static_site import build
+from tests.conftest import missing
 
 SMALL = dict(n_layer=1, n_head=2, n_embd=64, block_size=64, batch_size=4, vocab_size=512)
 NOTES = ("gpu=RTX+4070&others=2118MiB&trainer=nanogpt&n_layer=12&n_head=12&n_embd=576&batch_size=16"
@@ -51,6 +57,32 @@ def serving(folder: Path, *flags: str) -> Iterator[tuple[str, subprocess.Popen[s
         except subprocess.TimeoutExpired:
             process.kill()
             raise
+
+
+@contextmanager
+def serving_files(folder: Path) -> Iterator[tuple[str, ThreadingHTTPServer]]:
+    """The address and the server of a folder, as `python -m http.server` serves it."""
+    class QuietHandler(SimpleHTTPRequestHandler):
+        def log_message(self, *args: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(QuietHandler, directory=str(folder)))
+    Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/", server
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+@cache
+def built_site() -> Path:
+    """The folder of the static site, built from these sources."""
+    for program in ("npm", "node"):
+        if not shutil.which(program):
+            missing(f"{program} is not installed")
+    build.main()
+    return build.SITE
 
 
 def recorded_rows() -> list[dict[str, Any]]:

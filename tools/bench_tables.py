@@ -104,6 +104,22 @@ def recipe_part() -> str:
                      f"steps to {reached['val_loss']:.3f}", "time to it"], rows)
 
 
+def site_part() -> str:
+    """Size and speed of the static site, from bench/site.py's results."""
+    found = json.loads((RESULTS / "site.json").read_text(encoding="utf-8"))
+    sent, seconds, slider = found["bytes"], found["seconds"], found["slider_ms"]
+    head = (f"{found['date']}, Chromium {found['chromium'].partition('.')[0]}, {found['cores']} cores of an "
+            f"{found['cpu']} with a load of {found['load']} per core, medians of {found['repeats']}:\n\n")
+    return head + markdown(["", "first visit", "later visits"], [
+        ["bytes sent by a host that compresses nothing", f"{sent['sent_on_first_visit'] / 1e6:.1f} MB", "0"],
+        ["… by one that compresses text", f"{sent['compressed_by_host'] / 1e6:.1f} MB", "0"],
+        ["precomputed verdict", f"{seconds['precomputed_verdict_cold']:.1f} s", ""],
+        *([name, *(f"{seconds[visit][key]:.1f} s" for visit in ("cold", "warm"))] for name, key in (
+            ("first verdict computed in the browser", "verdict"), ("CPU time until then", "verdict_cpu"),
+            ("exact headroom", "exact"), ("all single changes", "fixes"))),
+        ["bars after a move of a slider, median (95 %)", f"{slider['median']:.0f} ms ({slider['p95']} ms)", ""]])
+
+
 PARTS: dict[str, Callable[..., str]] = {"engine": engine_part, "lossy": lossy_part, "fitted": fitted_part,
                                         "sweeps": sweeps_part, "nanospeed": nanospeed_part,
-                                        "recipe": recipe_part}
+                                        "recipe": recipe_part, "site": site_part}

@@ -40,7 +40,9 @@ def document() -> dict[str, Any]:
 def recorded_runs() -> list[dict[str, Any]]:
     runs = [run for path in sorted(RESULTS.glob("engine_*.json")) for run in from_engine(path)]
     runs += [run for name in SHORT_RUNS if (RESULTS / name).is_file() for run in from_short_runs(RESULTS / name)]
-    return runs + [run for path in sorted(RECORDS.glob("*.json")) for run in from_record(path)]
+    benchmarked = {run["card"] for run in runs}  # there a few seconds of a record add nothing
+    return runs + [run for path in sorted(RECORDS.glob("*.json")) for run in from_record(path)
+                   if run["card"] not in benchmarked]
 
 
 def from_record(path: Path) -> list[dict[str, Any]]:

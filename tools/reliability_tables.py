@@ -12,7 +12,8 @@ QUESTIONS = {
     "faults": "SIGKILL at, and EIO, ENOSPC, EXDEV, ESTALE, a disk that stays full and an error after the call took "
               "effect in, every call that changes a file: train, resume, prepare, overwrite, export",
     "kills": "SIGKILL at random moments, resumed to the end",
-    "damage": "a bit, a byte, a page, a cut, growth in every kind of file that is read",
+    "ranks": "SIGKILL of one of 2 or 3 gloo ranks at random moments, resumed to the end",
+    "damage": "a bit, a byte, a digit, a page, a cut, growth in every kind of file that is read",
     "allocations": "every allocation of a run on the CPU fails once",
     "fuzz": "generated inputs, mostly valid, to every parser",
     "http": "hostile requests to the page's server",
@@ -34,8 +35,8 @@ def campaigns_part() -> str:
                      failures])
     head = ["campaign", "what is done", "required", "cases run", "trials", "failed"]
     return (markdown(head, rows) + f"\n`{found['command']}` on {found['date']}, commit {found['commit']}, torch "
-            f"{found['versions']['torch']}, Python {found['versions']['python']}, {found['machine']}. In `kills` a "
-            "trial is one kill, in `fuzz` one input.\n")
+            f"{found['versions']['torch']}, Python {found['versions']['python']}, {found['machine']}. In `kills` "
+            "and `ranks` a trial is one kill, in `fuzz` one input.\n")
 
 
 def outcomes_part(*campaigns: str) -> str:

@@ -13,6 +13,7 @@ import csv
 import io
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import recorded
@@ -35,7 +36,7 @@ def main(path: str) -> int:
     except FitError as error:
         print(error)
         return error.exit_code
-    row = record.apply(record.model, "seen")
+    row = row_of(record, record.model)
     TABLE.write_text(updated(TABLE.read_text(encoding="utf-8"), row), encoding="utf-8")
     KEPT.mkdir(exist_ok=True)
     (KEPT / f"{re.sub(r'[^a-z0-9]+', '_', row.name.lower())}.json").write_text(record.to_json(), encoding="utf-8")
@@ -44,13 +45,23 @@ def main(path: str) -> int:
     return 0
 
 
+def row_of(record: GpuRecord, before: GpuModel | None) -> GpuModel:
+    """The row with the record's figures. Of memory seen before, the least usable and the most outside stay."""
+    row = record.apply(before, "seen")
+    if before and before.usable_src == "seen":
+        row = replace(row, usable_mib=min(before.usable_mib or 0, row.usable_mib or 0))
+    if before and before.outside_src == "seen":
+        row = replace(row, outside_mib=max(before.outside_mib or 0, row.outside_mib or 0))
+    return row
+
+
 def checked(record: GpuRecord) -> Explanation:
     """How the record is explained; DataError if it is not."""
     found = explain(record)
     if found.mismatches:
         listed = "\n  ".join(found.mismatches[:SHOWN])
         raise DataError(f"The record is rejected: no workspace and attention kernel explain it. With those that "
-                        f"explain most, {len(found.mismatches)} figures differ:\n  {listed}")
+                        f"explain most, these figures differ ({len(found.mismatches)}):\n  {listed}")
     return found
 
 

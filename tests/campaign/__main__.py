@@ -3,12 +3,12 @@
     make campaign                        all of them, in about an hour on two cores; interrupted, it resumes
     make campaign-quick                  a part of each, in at most 90 seconds
     python -m tests.campaign damage      one of them
-    python -m tests.campaign --only faults/train/017-rename-out:run.json/EIO     one case, with what it found
+    python -m tests.campaign --only faults/train/045-rename/EIO     one case, with what it found
     python -m tests.campaign --list faults
     python -m tests.campaign --publish   writes the results so far to bench/results/reliability.json
 
-Results are kept in build/campaign/, one line per case; they add up while the code of src/ is unchanged.
-The exit code is 1 if a case failed.
+Results are kept in build/campaign/, one line per case; they add up while src/ and the campaigns are unchanged. The exit
+code is 1 if a case failed.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import hashlib
 import importlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -30,8 +31,10 @@ from typing import Any
 from .outcome import Campaign, shuffled
 
 ROOT = Path(__file__).resolve().parents[2]
-CAMPAIGNS = ("faults", "kills", "damage", "allocations", "fuzz", "http")
+RESULTS = ROOT / "build" / "campaign"
+CAMPAIGNS = ("faults", "kills", "ranks", "damage", "allocations", "fuzz", "http")
 QUICK_S = 75.0      # all campaigns together
+ROOM = 2 * 2**30    # bytes
 GRACE_S = 8.0       # for the cases that are running then
 SHOW_EVERY_S = 10.0
 STOPPED = 130       # a worker that was interrupted
@@ -41,24 +44,31 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONHAS
 
 def main() -> int:
     given = arguments()
+    os.environ.setdefault("CAMPAIGN_RESULTS", str(given.out.resolve()))  # for workers too
     if given.worker:
         try:
             return work(given.worker, given.share, given.until)
         except KeyboardInterrupt:
             return STOPPED
     if given.only or given.list:
-        if "faults.so" in os.environ.get("LD_PRELOAD", ""):
+        if given.in_environment:
             return run_one(given.only) if given.only else list_cases(given.list)
         with worker_environment() as env:
-            return subprocess.call([sys.executable, "-m", "tests.campaign", *sys.argv[1:]], cwd=ROOT, env=env)
+            return subprocess.call([sys.executable, "-m", "tests.campaign", *sys.argv[1:], "--in_environment"],
+                                   cwd=ROOT, env=env)
     if given.publish:
         from .publish import write
 
         write({name: (summary(name), list(results(name).values()), total(name)) for name in CAMPAIGNS})
         return 0
-    chosen = given.campaign or CAMPAIGNS
-    if given.quick:  # all at once, with one process each
+    chosen = list(given.campaign or CAMPAIGNS)
+    if "faults" in chosen and shutil.which("cc") is None:
+        print("There is no C compiler (cc): the campaign faults is left out.")
+        chosen.remove("faults")
+    if given.quick:
         return 1 if run_campaigns(chosen, 1, QUICK_S) else 0
+    if given.at_once:
+        return 1 if run_campaigns(chosen, given.jobs, given.seconds) else 0
     return 1 if sum(run_campaigns([name], given.jobs, given.seconds) for name in chosen) else 0
 
 
@@ -67,11 +77,14 @@ def arguments() -> argparse.Namespace:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("campaign", nargs="*", choices=[[], *CAMPAIGNS], help="all, unless some are named")
     parser.add_argument("--quick", action="store_true", help="a part of each campaign, at most 90 s in all")
-    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="processes at once")
+    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="processes per campaign")
+    parser.add_argument("--at_once", action="store_true", help="all campaigns at the same time, not one after another")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="where results are kept; default build/campaign")
     parser.add_argument("--seconds", type=float, default=0.0, help="stop each campaign after so long; 0: at its end")
     parser.add_argument("--only", metavar="CAMPAIGN/CASE", help="runs one case and prints its outcome")
     parser.add_argument("--list", choices=CAMPAIGNS, help="prints the names of the cases")
     parser.add_argument("--publish", action="store_true", help="writes bench/results/reliability.json")
+    parser.add_argument("--in_environment", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--worker", choices=CAMPAIGNS, help=argparse.SUPPRESS)
     parser.add_argument("--share", default="0/1", help=argparse.SUPPRESS)
     parser.add_argument("--until", type=float, default=float("inf"), help=argparse.SUPPRESS)
@@ -81,12 +94,13 @@ def arguments() -> argparse.Namespace:
 # ---- results
 
 def results_folder(name: str) -> Path:
-    """Named by a hash of the package and of the campaign: results of other code do not count."""
-    digest = hashlib.sha256(Path(__file__).with_name(f"{name}.py").read_bytes())
-    for path in sorted((ROOT / "src" / "fitgpt").rglob("*")):
-        if path.is_file() and "__pycache__" not in path.parts:
+    """Named by a hash of the package and of what the campaigns do: results of other code do not count."""
+    here, digest = Path(__file__).parent, hashlib.sha256()
+    drivers = {Path(__file__), here / "publish.py"}
+    for path in sorted([*(ROOT / "src" / "fitgpt").rglob("*"), *here.iterdir()]):
+        if path.is_file() and "__pycache__" not in path.parts and path not in drivers:
             digest.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes())
-    folder = ROOT / "build" / "campaign" / f"{name}-{digest.hexdigest()[:12]}"
+    folder = Path(os.environ.get("CAMPAIGN_RESULTS", RESULTS)) / f"{name}-{digest.hexdigest()[:12]}"
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
@@ -177,8 +191,10 @@ class worker_environment:
         from .shim import library
 
         self._folder = tempfile.TemporaryDirectory(prefix="fitgpt-campaign-")
-        path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
-        return {**os.environ, **ONE_THREAD, "PYTHONPATH": path, "LD_PRELOAD": str(library(Path(self._folder.name)))}
+        env = {**os.environ, **ONE_THREAD, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
+        if shutil.which("cc"):
+            env["LD_PRELOAD"] = str(library(Path(self._folder.name)))
+        return env
 
     def __exit__(self, *_: object) -> None:
         self._folder.cleanup()
@@ -192,7 +208,8 @@ def opened(name: str, folder: Path) -> Campaign:
 def scratch_folder() -> tempfile.TemporaryDirectory[str]:
     """In memory where that is possible: hundreds of thousands of small files are written."""
     memory = Path("/dev/shm")
-    return tempfile.TemporaryDirectory(prefix="fitgpt-campaign-", dir=memory if os.access(memory, os.W_OK) else None)
+    roomy = os.access(memory, os.W_OK) and shutil.disk_usage(memory).free > ROOM
+    return tempfile.TemporaryDirectory(prefix="fitgpt-campaign-", dir=memory if roomy else None)
 
 
 def work(name: str, share: str, until: float) -> int:

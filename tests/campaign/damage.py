@@ -1,4 +1,4 @@
-"""Damage to every kind of file that fitgpt reads: a bit, a byte, a page of zeros, a cut, growth.
+"""Damage to every kind of file that fitgpt reads: a bit, a byte, a digit, a page of zeros, a cut, growth.
 
 Damage is *noticed* if the file is refused, or if another one is used and that is said; *harmless* if what is read is
 the same; *silent* if something else is read and nothing is said. A format without a checksum cannot be better than what
@@ -45,7 +45,7 @@ from .outcome import Campaign, Outcome
 from .processes import TRAIN, contents, fitgpt, fresh, isolated
 
 REQUIRED = "0 silent of 5,000"
-KINDS = ("bit", "byte", "page", "cut", "growth", "empty")
+KINDS = ("bit", "byte", "digit", "page", "cut", "growth", "empty")
 PER_CHECKED, PER_UNCHECKED = 420, 100
 PAGE = 4096
 ROOT = Path(__file__).resolve().parents[2]
@@ -251,7 +251,10 @@ def damaged(content: bytes, kind: str, chance: random.Random) -> bytes:
                                         content[-chance.randint(1, len(content)):]])
     at = chance.randrange(len(content))
     changed = bytearray(content)
-    if kind == "page":
+    if kind == "digit" and (digits := [each for each, byte in enumerate(content) if chr(byte).isdecimal()]):
+        at = chance.choice(digits)
+        changed[at] = chance.choice(b"0123456789".replace(content[at:at + 1], b""))
+    elif kind == "page":
         start = at // PAGE * PAGE
         changed[start:start + PAGE] = bytes(min(PAGE, len(content) - start))
     else:

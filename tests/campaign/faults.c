@@ -53,12 +53,13 @@ static int decide(const char *call, int folder, const char *path) {
     if (!plan.root[0])
         return COUNT;
     const char *full = path_of(folder, path, buffer);
-    if (strncmp(full, plan.root, strlen(plan.root)) != 0)
+    size_t length = strlen(plan.root);
+    if (strncmp(full, plan.root, length) != 0 || (full[length] && full[length] != '/'))
         return COUNT;
     long number = __atomic_add_fetch(plan.count, 1, __ATOMIC_SEQ_CST);
     if (plan.log >= 0) {
-        int length = snprintf(line, sizeof line, "%ld %s %s\n", number, call, full + strlen(plan.root));
-        syscall(SYS_write, plan.log, line, length);
+        int written = snprintf(line, sizeof line, "%ld %s .%s\n", number, call, full + length);
+        syscall(SYS_write, plan.log, line, written);
     }
     int removes = strcmp(call, "unlink") == 0 || strcmp(call, "rmdir") == 0 || strcmp(call, "truncate") == 0;
     if (plan.action == FAIL_FROM_HERE ? number < plan.at || removes : number != plan.at) /* a full disk still removes */

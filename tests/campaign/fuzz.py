@@ -18,6 +18,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from contextlib import redirect_stderr, redirect_stdout
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -264,7 +265,8 @@ def campaign(folder: Path) -> Campaign:
         return isolated(lambda: in_folder(folder / "case", lambda: block(name, int(number))), 300.0)
 
     cases = [f"{name}/{number:04d}" for name, parser in PARSERS.items() for number in range(parser.blocks)]
-    return Campaign([*cases, *(f"{name}/coverage" for name in PARSERS)], run)
+    measured = PARSERS if find_spec("coverage") else ()
+    return Campaign([*cases, *(f"{name}/coverage" for name in measured)], run)
 
 
 def in_folder(folder: Path, work: Callable[[], Outcome]) -> Outcome:

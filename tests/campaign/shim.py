@@ -23,4 +23,4 @@ def arm(folder: Path, at: int, action: int, error: int, log: Path) -> None:
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     faults_arm = ctypes.CDLL(None).faults_arm
     faults_arm.argtypes = [ctypes.c_char_p, ctypes.c_long, ctypes.c_int, ctypes.c_int, ctypes.c_int]
-    faults_arm(f"{folder}/".encode(), at, action, error, descriptor)
+    faults_arm(str(folder).encode(), at, action, error, descriptor)

@@ -210,3 +210,40 @@ def test_an_ambiguous_gpu_name_means_the_smallest_and_a_note_names_the_others(ru
              for name in ("4060 ti", "4060 ti 16gb", "4070")}
     expected = "'4060 ti' also means the RTX 4060 Ti 16GB: the smallest is taken unless the name says which."
     assert notes == {"4060 ti": [expected], "4060 ti 16gb": [], "4070": []}
+
+
+# ---- several GPUs, one rank each
+
+
+def test_each_rank_is_planned_with_its_share_of_the_micro_batches_and_nccls_memory(run_plan: Any) -> None:
+    one = run_plan(*SMALL, "--gpu=4070", "--gradient_accumulation_steps=1", "--json").json
+    answer = run_plan(*SMALL, "--gpus=2x4070", "--gradient_accumulation_steps=2", "--json")
+    assert answer.code == 0
+    ranks = answer.json["ranks"]
+    assert [(rank["rank"], rank["card"], rank["fits"]) for rank in ranks] == [
+        (0, "RTX 4070", True), (1, "RTX 4070", True)]
+    assert ranks[0]["phases"]["train"] == one["phases"]["train"]  # one micro-batch each: no byte for communication
+    assert ranks[0]["outside_bytes"] > one["outside_bytes"]
+    assert any("NCCL is estimated to use" in source and "Not measured" in source for source in answer.json["sources"])
+    gloo = run_plan(*SMALL, "--gpus=2x4070", "--backend=gloo", "--json").json["ranks"]
+    assert gloo[0]["outside_bytes"] == one["outside_bytes"]
+
+
+def test_a_plan_exits_with_1_if_any_rank_does_not_fit(run_plan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    full = gpu(index=1, used_bytes=11 * GiB, free_bytes=GiB)
+    monkeypatch.setattr(nvidia, "survey", lambda env=None: Survey((gpu(used_bytes=0), full)))
+    answer = run_plan(*SMALL, "--gpus=all", "--json")
+    assert answer.code == 1
+    assert [rank["fits"] for rank in answer.json["ranks"]] == [True, False]
+    table = " ".join(run_plan(*SMALL, "--gpus=0,1").out.split())
+    assert "2 ranks" in table
+    assert "does not fit" in table
+
+
+def test_gpus_that_cannot_be_planned_for_are_refused_with_a_fix(run_plan: Any) -> None:
+    for arguments, what in ((["--gpus=2x4070", "--gpu=4070"], "for several"), (["--gpus=2xcpu"], "NVIDIA GPUs"),
+                            (["--gpus=2x4070", "--trainer=nanogpt"], "DDP"), (["--gpus=0,0"], "twice"),
+                            (["--gpus=3x4070"], "--gradient_accumulation_steps=39")):
+        answer = run_plan(*SMALL, *arguments)
+        assert answer.code == 2
+        assert what in answer.err

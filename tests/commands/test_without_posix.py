@@ -1,4 +1,4 @@
-"""`plan`, `fit`, `explain`, `cards` without the modules and calls that only POSIX systems have. Not run on Windows itself."""
+"""`plan`, `fit`, `explain`, `cards` without the modules and calls that only POSIX has. Not run on Windows itself."""
 
 from __future__ import annotations
 

@@ -22,12 +22,11 @@ from fitgpt.planning.gpu_record import MOST_BYTES, OWN, GpuRecord, GpuRun, Recor
 from fitgpt.planning.record_check import PHASES, TIMED, cases, explain, platform_of
 from fitgpt.tapes import engine as engine_tape
 
-RECORDED = sorted((Path(__file__).parents[1] / "recorded" / "gpus").glob("*.json"))
+RECORDS = Path(__file__).parents[1] / "recorded" / "gpus"
+RECORDED = sorted(RECORDS.glob("*.json"))
 VERSIONS = {"fitgpt": "0.1.0", "torch": "2.11.0+cu130", "cuda": "13.0", "driver": "580.65.06", "python": "3.12.3"}
 RTX_4070 = RecordedGpu("NVIDIA GeForce RTX 4070", "8.9", 46, 1536, 36 * MiB, 12282, 11800 * MiB, 2475,
                        matmul_tflops=52.0, copy_gbs=440.0)
-H200 = RecordedGpu("NVIDIA H200", "9.0", 132, 2048, 60 * MiB, 143771, 143155 * MiB, 1980,
-                   matmul_tflops=700.0, copy_gbs=4000.0)
 
 
 def simulated(gpu: RecordedGpu, *names: str, **settings: object) -> GpuRecord:
@@ -91,7 +90,25 @@ def test_every_record_in_the_repository_is_explained_and_in_the_table(path: Path
     assert all(figure.off == 0 for figure in found.figures if figure.name.endswith("reserved"))
     row = record.model
     assert row is not None
-    assert record.apply(row, "seen") == row
+    assert take_record.row_of(record, row) == row
+
+
+@pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.stem)
+def test_a_row_without_measured_memory_gets_it_from_its_record(path: Path) -> None:
+    """The GPU as if nothing had been measured on it: from formulas to what is in the table, or less outside it."""
+    record = parse(path.read_text(encoding="utf-8"))
+    row = record.model
+    assert row is not None
+    assert row.sms is not None
+    assert row.driver_mib is not None
+    unmeasured = replace(row, usable_mib=gpus.usable_by_rule(row.driver_mib), usable_src="formula", recorded="",
+                         outside_mib=gpus.outside_by_rule(row.sms), outside_src="formula", workspace_kib=None,
+                         attention="", l2_mib=None, matmul_tflops=None, copy_gbs=None)
+    found = take_record.row_of(record, unmeasured)
+    assert (found.usable_mib, found.usable_src, found.outside_src) == (row.usable_mib, "seen", "seen")
+    assert found.outside_mib is not None
+    assert row.outside_mib is not None
+    assert 0 <= row.outside_mib - found.outside_mib <= 16
 
 
 def test_runs_as_the_planner_forecasts_them_are_explained_by_the_rules(of_4070: GpuRecord) -> None:
@@ -110,10 +127,15 @@ def test_a_gpu_that_differs_from_the_rules_is_explained_by_its_workspace_and_ker
 
 
 def test_figures_of_another_gpu_are_rejected(of_4070: GpuRecord) -> None:
-    other = simulated(H200, "eager", "small, biases, dropout")
-    runs_of_h200 = explain(replace(of_4070, runs=other.runs))
-    assert any(text.startswith("eager, train reserved: recorded") for text in runs_of_h200.mismatches)
-    everything_but_the_name = explain(replace(other, gpu=replace(other.gpu, name=RTX_4070.name, driver_mib=12282)))
+    """Runs of a real record of an H200, in one that claims to be of an RTX 4070; and the other way round."""
+    real = parse((RECORDS / "h200.json").read_text(encoding="utf-8"))
+    of_h200 = replace(real, runs=tuple(run for run in real.runs if run.name in ("eager", "small, biases, dropout")))
+    assert explain(of_h200).mismatches == ()
+    with pytest.raises(DataError, match="eager, train reserved: recorded"):
+        take_record.checked(replace(of_4070, runs=of_h200.runs))
+    with pytest.raises(DataError, match="cuBLAS workspace: recorded"):  # explained by 4070's, but it was not measured
+        take_record.checked(replace(of_h200, runs=of_4070.runs[:3]))
+    everything_but_the_name = explain(replace(of_h200, gpu=replace(real.gpu, name=RTX_4070.name, driver_mib=12282)))
     assert any("multiprocessors" in text for text in everything_but_the_name.mismatches)
     of_60 = simulated(replace(RTX_4070, sms=60), "eager")
     scratch = replace(of_4070, gpu=replace(of_4070.gpu, sum_bytes=of_60.gpu.sum_bytes))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import groupby
+from pathlib import Path
 
 import pytest
 import torch
@@ -94,21 +95,25 @@ def test_owners_modules_phases_and_lines_of_tensors() -> None:
 
 
 def test_stops_at_the_forward_pass_after_the_last_step() -> None:
-    recorder = Recorder()
-    with pytest.raises(StepsDone), recording(recorder, RTX, 2):
+    def train() -> None:
         model = nn.Linear(8, 8).to("cuda")
         optimizers = [torch.optim.SGD([each], lr=0.1) for each in model.parameters()]
         for _ in range(10):
             model(torch.ones(2, 8, device="cuda")).sum().backward()
             for optimizer in optimizers:  # several optimizers make one step
                 optimizer.step()
+
+    recorder = Recorder()
+    with recording(recorder, RTX, 2), pytest.raises(StepsDone):
+        train()
     assert len(recorder.steps) == 2
 
 
 def test_a_size_that_depends_on_unknown_values_is_refused() -> None:
-    with pytest.raises(Untraceable, match="nonzero"), recording(Recorder(), RTX):
+    with recording(Recorder(), RTX):
         scores = torch.empty(100, device="cuda").softmax(0)
-        scores[scores > 0.5]
+        with pytest.raises(Untraceable, match="nonzero"):
+            scores[scores > 0.5]
 
 
 def test_a_mask_that_came_from_the_host_is_known() -> None:
@@ -156,3 +161,49 @@ def test_large_weights_of_the_host_have_no_storage() -> None:
         layer = nn.Linear(2**20, 2**20, bias=False)
         assert str(layer.weight.device) == "cpu"
         assert layer.to("cuda").weight.is_cuda
+
+
+def test_an_optimizer_made_before_the_model_moves_trains_the_moved_parameters() -> None:
+    recorder = Recorder()
+    with recording(recorder, RTX):
+        model = nn.Sequential(nn.Linear(512, 512), nn.LayerNorm(512))  # a large weight, and small ones
+        optimizer = torch.optim.AdamW(model.parameters())
+        model.to("cuda")
+        model(torch.ones(2, 512, device="cuda")).sum().backward()
+        optimizer.step()
+    states = [tensor for tensor in recorder.tensors if tensor.op == "aten.zeros_like.default"]
+    assert len(states) == 2 * 4
+
+
+@pytest.mark.parametrize("map_location", ["cuda", torch.device("cuda:0")])
+def test_weights_are_loaded_onto_the_gpu(tmp_path: Path, map_location: object) -> None:
+    path = tmp_path / "weights.pt"
+    torch.save({"weight": torch.ones(300, 300), "step": 3}, path)
+    with recording(Recorder(), RTX):
+        loaded = torch.load(path, map_location=map_location)
+        assert loaded["weight"].is_cuda
+        assert loaded["step"] == 3
+
+
+def test_a_compiled_model_runs_as_it_is_and_the_trace_says_so() -> None:
+    recorder = Recorder()
+    with recording(recorder, RTX):
+        unused = torch.compile(lambda x: x)
+        assert not recorder.compiled
+        torch.compile(nn.Linear(4, 4).to("cuda"), mode="max-autotune")(torch.ones(2, 4, device="cuda"))
+        assert recorder.compiled
+    del unused
+
+
+def test_a_loop_that_ends_at_a_known_length_ends() -> None:
+    """As generation does: it stops at an unknown token or at the largest length."""
+    with recording(Recorder(), RTX):
+        unfinished, length = torch.ones(2, dtype=torch.int64, device="cuda"), 0
+        while unfinished.max() != 0:
+            length += 1
+            token = torch.empty(2, 50, device="cuda").softmax(-1).argmax(-1)
+            done = torch.isin(token, torch.tensor([0], device="cuda")) | torch.full((2,), length >= 5, device="cuda")
+            unfinished = unfinished & ~done
+        assert length == 5
+        with pytest.raises(Untraceable):
+            done[torch.isin(token, torch.tensor([0], device="cuda"))]

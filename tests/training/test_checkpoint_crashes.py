@@ -1,14 +1,12 @@
-"""Disks that say no, and deaths at any moment: the last checkpoint that was acknowledged still loads."""
+"""Disks that say no, and deaths at any moment: the last checkpoint that was acknowledged still loads. Many more of both:
+tests/campaign."""
 
 from __future__ import annotations
 
 import errno
 import os
-import random
 import shutil
-import signal
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -97,41 +95,6 @@ def in_a_child(work: Callable[[], None]) -> int:
         finally:
             os._exit(1)
     return pid
-
-
-@needs_fork
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_after_sigkill_at_random_moments_the_last_saved_checkpoint_loads(tmp_path: Path) -> None:
-    chance = random.Random(7)
-    step = 0
-    for _ in range(30):
-        read_end, write_end = os.pipe()
-
-        def save_for_ever(first: int = step + 1, progress: int = write_end) -> None:
-            for number in range(first, first + 10_000):
-                save_step(tmp_path, number, best=number % 3 == 0, keep_last=2)
-                os.write(progress, b"%d\n" % number)
-
-        child = in_a_child(save_for_ever)
-        os.close(write_end)
-        acknowledged = os.read(read_end, 20)  # at least one save is through
-        time.sleep(chance.random() * 0.03)
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        while chunk := os.read(read_end, 4096):
-            acknowledged += chunk
-        os.close(read_end)
-        last_told = int(acknowledged.split()[-1])
-        loaded = load(tmp_path)
-        assert loaded.notes == ()
-        assert loaded.step in (last_told, last_told + 1)  # the kill may fall between the rename and the telling
-        assert torch.equal(loaded.model["transformer.wte.weight"], torch.full((16, 4), float(loaded.step)))
-        assert torch.equal(loaded.optimizer["transformer.wte.weight.step"], torch.tensor(float(loaded.step)))
-        best = load(tmp_path, "best")
-        assert best.step % 3 == 0 or loaded.step < 3
-        step = loaded.step
-        clean_leftovers(tmp_path)
-        assert not list(tmp_path.glob(".tmp-*"))
 
 
 @needs_fork

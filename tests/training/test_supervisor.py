@@ -287,8 +287,8 @@ def test_an_incomplete_error_report_is_ignored(tmp_path: Path, written: str | No
 
 
 def test_an_exit_without_a_report_names_the_exit_code() -> None:
-    with pytest.raises(FitError, match="exit code 3 and without an error report"):
-        conclude(3, {}, RunConfig(out_dir="nowhere"))
+    with pytest.raises(FitError, match="exit code 9 and without an error report"):
+        conclude(9, {}, RunConfig(out_dir="nowhere"))
 
 
 @pytest.mark.parametrize(("error", "kind", "again"), [

@@ -13,8 +13,9 @@ from urllib.parse import quote
 
 import pytest
 
+from fitgpt.web.api import ApiRequest
 from fitgpt.web.app import MAX_BODY, ServerAddress, make_app
-from fitgpt.web.workers import ApiRequest, Busy, TooSlow
+from fitgpt.web.workers import Busy, TooSlow
 from tests.web_server import running_run, serving
 
 
@@ -58,10 +59,10 @@ def raw(port: int, request: bytes) -> bytes:
 def test_page_files_and_api_are_served(port: int) -> None:
     page = get(port, "/")
     assert page.status == 200
-    named = set(re.findall(rb'"(/static/[\w.]+)"', page.body))
+    named = set(re.findall(rb'"(static/[\w.]+)"', page.body))
     assert len(named) >= 6
     for name in named:
-        assert get(port, name.decode()).status == 200, name
+        assert get(port, f"/{name.decode()}").status == 200, name
     assert get(port, "/api/plan?gpu=4070").json["fits"] is True
     assert get(port, "/api/live").json["run"]["folder"] == "runs/fineweb"
 

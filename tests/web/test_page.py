@@ -1,5 +1,7 @@
 """The page in a real Chromium: what it shows, what its controls do by pointer and keyboard, its accessibility
-(axe-core, layout shift, print, forced colours), and its screenshots."""
+(axe-core, layout shift, print, forced colours), and its screenshots.
+
+`make test` tests the page of `fitgpt serve`, `make test-site` the static site: FITGPT_PAGE says which."""
 
 from __future__ import annotations
 
@@ -18,10 +20,11 @@ from fitgpt.web.form import RUN_OPTIONS
 from tests.conftest import PICTURES
 from tests.html_outline import check_accessibility
 from tests.web.test_paste import SMI
-from tests.web_server import HOSTILE, NOTES, recorded_rows, running_run, serving
+from tests.web_server import HOSTILE, NOTES, built_site, recorded_rows, running_run, serving, serving_files
 
 pytestmark = pytest.mark.xdist_group("page")  # one process starts the server and the browser
 
+ON_SITE = os.environ.get("FITGPT_PAGE") == "site"
 TAKING_PICTURES = bool(os.environ.get("FITGPT_PICTURES"))  # of larger runs than the tests need
 LARGEST_PICTURE = 250_000
 MOST_SHIFT = 0.1  # cumulative layout shift: "good" up to this value, by web.dev
@@ -44,19 +47,20 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def address(run: Path) -> Iterator[str]:
-    with serving(run.parent.parent) as (found, _):
+    with serving_files(built_site()) if ON_SITE else serving(run.parent.parent) as (found, _):
         yield found
 
 
 @pytest.fixture(scope="module")
 def shown(browser: Any, address: str) -> Iterator[Callable[..., Any]]:
     """Opens the page with some settings. At the end there must be no console output, no error, no foreign request."""
-    context = browser.new_context(permissions=["clipboard-read", "clipboard-write"])
+    context = browser.new_context(permissions=["clipboard-read", "clipboard-write"], service_workers="block")
     context.add_init_script(SHIFTS)
     page = context.new_page()
-    page.set_default_timeout(20_000)
+    page.set_default_timeout(60_000 if ON_SITE else 20_000)  # Python starts anew with every page of the site
     wrong: list[str] = []
-    page.on("console", lambda message: wrong.append(f"{message.type}: {message.text}"))
+    page.on("console", lambda message: "blocked by Playwright" in message.text  # the site's service worker
+            or wrong.append(f"{message.type}: {message.text}"))
     page.on("pageerror", lambda error: wrong.append(str(error)))
     page.on("request", lambda request: request.url.startswith(address) or wrong.append(request.url))
     page.on("response", lambda reply: reply.status < 400 or wrong.append(f"{reply.status} {reply.url}"))
@@ -209,6 +213,7 @@ def test_bars_and_tables_show_the_same_figures_of_a_run_that_does_not_fit(shown:
         assert page.is_hidden("#savers .badge >> nth=0")
 
 
+@pytest.mark.served
 def test_the_page_is_busy_until_a_slow_plan_arrives(shown: Callable[..., Any]) -> None:
     waiting: list[Any] = []
     with shown() as page:
@@ -243,6 +248,7 @@ def test_invalid_settings_are_explained_with_a_button_per_fix(shown: Callable[..
         verdict(page, "fits")
 
 
+@pytest.mark.served
 def test_a_server_that_is_gone_is_reported_once(browser: Any, address: str) -> None:
     page = browser.new_page()
     page.goto(f"{address}?{SMALL}")
@@ -302,6 +308,7 @@ def test_a_gpu_and_a_preset_are_chosen_with_a_click(shown: Callable[..., Any]) -
         assert not page.is_checked("#k-grad_checkpoint")
 
 
+@pytest.mark.served
 def test_a_fix_button_pressed_while_others_arrive_changes_the_run_in_dark_mode(
         shown: Callable[..., Any], picture: Callable[[str], Path]) -> None:
     waiting: list[Any] = []
@@ -425,7 +432,10 @@ def test_a_pasted_message_is_explained(shown: Callable[..., Any], picture: Calla
         page.click("text=Try it in the plan >> nth=1")
         page.wait_for_selector("#difference:not([hidden])")
         assert "tab=" not in page.url
+        assert "paste=" not in page.url  # a link to a plan does not contain a traceback
         assert re.search(r"→ (\S+ GiB)", page.inner_text("#difference"))[1] in promised
+        page.go_back()
+        page.wait_for_selector("#diagnosis section:visible")
 
 
 def test_pasted_text_fills_the_form_and_tabs_are_in_the_address(shown: Callable[..., Any]) -> None:
@@ -434,7 +444,8 @@ def test_pasted_text_fills_the_form_and_tabs_are_in_the_address(shown: Callable[
         page.wait_for_selector("#diagnosis section")
         assert "tab=explain" in page.url
         page.reload()
-        page.wait_for_selector("#explain:visible")
+        page.wait_for_selector("#diagnosis section:visible")
+        assert page.input_value("#pasted") == SMI
         page.go_back()
         page.wait_for_selector("#plan:visible")
         page.go_forward()
@@ -458,6 +469,7 @@ def test_pasted_text_fills_the_form_and_tabs_are_in_the_address(shown: Callable[
         page.wait_for_selector("#paste-note:has-text('pasted text:2')")
 
 
+@pytest.mark.served
 def test_a_running_run_is_shown_live(shown: Callable[..., Any], picture: Callable[[str], Path],
                                      run: Path) -> None:
     rows = recorded_rows()
@@ -522,8 +534,8 @@ def test_the_page_fits_a_phone_in_both_directions(shown: Callable[..., Any], que
             assert page.evaluate("shift") < MOST_SHIFT
         for direction in ("ltr", "rtl"):
             page.evaluate(f"document.documentElement.dir = '{direction}'")
-            for tab in ("plan", "explain", "live"):
-                page.evaluate(f"document.getElementById('tab-{tab}').click()")
+            for tab in range(page.locator('[role="tab"]').count()):
+                page.evaluate(f"document.querySelectorAll('[role=tab]')[{tab}].click()")
                 page.wait_for_timeout(50)
                 assert page.evaluate("document.scrollingElement.scrollWidth") <= 390
         assert page.locator("#plan script:not([type='application/json']), #plan img").count() == 0
@@ -533,7 +545,7 @@ def test_the_language_is_the_browsers_or_the_chosen_one(shown: Callable[..., Any
     with shown() as page:
         assert page.locator("html").get_attribute("lang") == "en"
         assert page.is_hidden("#language") == (page.locator("#language option").count() < 2)
-        english = page.evaluate("async () => (await (await fetch('/static/strings.json')).json()).en")
+        english = page.evaluate("async () => (await (await fetch('static/strings.json')).json()).en")
         other = {key: f"x{text}" for key, text in english.items()} | {"direction": "rtl", "language": "Other"}
         page.route("**/static/strings.json", lambda route: route.fulfill(json={"en": english, "ar": other}))
         page.reload()

@@ -9,8 +9,8 @@ import pytest
 from fitgpt.memory.tape import OWNERS
 from fitgpt.planning.fit_goals import GOALS
 from fitgpt.runs.metrics import PHASES
-from fitgpt.web.app import STATIC, catalogues
 from fitgpt.web.form import QUESTIONS, RUN_OPTIONS
+from fitgpt.web.page_files import STATIC, catalogues
 
 CATALOGUES = catalogues()
 ABOUT = {"language", "direction"}

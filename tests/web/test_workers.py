@@ -12,8 +12,8 @@ from concurrent.futures import Future
 
 import pytest
 
-from fitgpt.web import workers
-from fitgpt.web.workers import MAX_WAITING, ApiRequest, Busy, TooSlow, Worker, WorkerPool
+from fitgpt.web.api import ApiRequest, answer
+from fitgpt.web.workers import MAX_WAITING, Busy, TooSlow, Worker, WorkerPool
 
 TIMEOUT = 60
 PLAN = ApiRequest("plan", "gpu=4070&n_layer=1")
@@ -107,14 +107,14 @@ def test_a_slow_answer_does_not_delay_a_quick_one() -> None:
 
 
 def test_a_mistake_is_a_problem_and_a_crash_is_a_bug(capfd: pytest.CaptureFixture[str]) -> None:
-    problem = workers.answer(ApiRequest("plan", "n_embd=500&gpu=4070"))["problem"]
+    problem = answer(ApiRequest("plan", "n_embd=500&gpu=4070"))["problem"]
     assert problem["settings"][0].keys() == {"n_head"}
-    assert "bug in fitgpt" in workers.answer(ApiRequest("paste", None, text=None))["bug"]  # type: ignore[arg-type]
+    assert "bug in fitgpt" in answer(ApiRequest("paste", None, text=None))["bug"]  # type: ignore[arg-type]
     assert "TypeError" in capfd.readouterr().err
 
 
 def test_answers_load_neither_torch_nor_numpy_nor_the_server() -> None:
-    script = ("import sys\nfrom fitgpt.web.workers import ApiRequest, answer\n"
+    script = ("import sys\nfrom fitgpt.web.api import ApiRequest, answer\n"
               "for name in ('form', 'plan', 'step', 'exact', 'fixes', 'live'):\n"
               "    answer(ApiRequest(name, 'gpu=4070&n_layer=1'))\n"
               "assert not {'torch', 'numpy', 'starlette', 'uvicorn'} & set(sys.modules)")

@@ -17,7 +17,7 @@ from .. import __version__
 from ..config.command_options import RecordOptions
 from ..config.resolve import resolve_run
 from ..config.run_config import RunConfig
-from ..core.errors import DataError, DeviceError, Interrupted, SystemFault
+from ..core.errors import DataError, DeviceError, Interrupted, SystemFault, UsageError
 from ..core.files import disk_faults, is_own_json, refuse_foreign, write_atomically
 from ..core.units import MiB, parse_bytes, show_bytes, show_seconds
 from ..hardware import nvidia
@@ -36,6 +36,9 @@ STEADY = 16 * MiB      # other processes' memory may change by this while a run'
 
 
 def record(options: RecordOptions) -> int:
+    if sys.platform == "win32":
+        raise UsageError("`fitgpt record` compares PyTorch's two allocators, and Windows has no expandable segments.",
+                         "Run it on Linux; fitgpt rehearse compares one run with its forecast.")
     require_packages()
     out = Path(options.out)
     refuse_foreign(out, lambda text: is_own_json(text, "schema", "gpu", "runs"), "record", "-o")

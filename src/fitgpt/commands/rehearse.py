@@ -10,6 +10,7 @@ from pathlib import Path
 from ..config.command_options import RehearseOptions
 from ..config.fields import Assignment, option_specs
 from ..config.run_config import RunConfig
+from ..core.errors import UsageError
 from ..core.files import disk_faults, is_own_json, refuse_foreign
 from ..hardware.allocator_env import check_allocator_env
 from ..planning.request import training_config, with_data
@@ -22,6 +23,9 @@ def rehearse(assignments: Sequence[Assignment]) -> int:
     require_packages()
     check_allocator_env(os.environ)
     config, notes = training_config([each for each in assignments if each.key in option_specs(RunConfig)])
+    if config.gpus:
+        raise UsageError(f"--gpus={config.gpus}: `fitgpt rehearse` rehearses on one GPU. On several, `train` rehearses "
+                         "before its first step.", "fitgpt train --gpus=all --rehearse=True …")
     out = Path(str({each.key: each.value for each in assignments}.get("out", RehearseOptions.out)))
     refuse_foreign(out, lambda text: is_own_json(text, "forecast", "measured"), "rehearse", "-o")
     with disk_faults("make the folder of", out):  # before minutes of work whose result could not be written

@@ -411,8 +411,7 @@ def resolve(assignments: Iterable[Assignment],
     """
     assignments = list(assignments)
     values = RunConfig.from_dict(base).to_dict() if base else {}
-    if "x" in values.get("gpus", ""):  # a number of ranks that torchrun started: it is the launcher's again
-        del values["gpus"]
+    before = values.pop("gpus", "")  # each start decides anew on how many GPUs it trains
     for key, value, _ in assignments:
         if not (base and value == AS_RECORDED.get(key)):
             values[key] = value
@@ -425,8 +424,11 @@ def resolve(assignments: Iterable[Assignment],
     config = RunConfig(**(values | shape))
 
     given = {each.key: each for each in assignments}
-    notes = [f"{given[key].source}: {key} is {value} here, not {given[key].value}, because init_from={init_from}."
-             for key, value in shape.items() if key in given and given[key].value != value]
+    notes = list[str]()
+    if before not in ("", config.gpus):
+        notes = [f"The run was trained with gpus={before} before; each start decides anew on which GPUs."]
+    notes += [f"{given[key].source}: {key} is {value} here, not {given[key].value}, because init_from={init_from}."
+              for key, value in shape.items() if key in given and given[key].value != value]
     if config.decay_lr and config.min_lr > config.learning_rate:
         notes.append(f"min_lr={config.min_lr:g} is above learning_rate={config.learning_rate:g}: the learning rate "
                      f"will rise where it should decay. Meant: --min_lr={config.learning_rate / 10:g}?")

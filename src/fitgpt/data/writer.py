@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import json
 import os
 import re
 from collections.abc import Iterator
@@ -21,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..core.errors import DataError, SystemFault, UsageError
-from ..core.files import MAX_JSON_BYTES, read_limited, replace_file, try_lock
+from ..core.files import MAX_JSON_BYTES, read_limited, replace_file, seal_json, try_lock, unseal_json
 from .shards import (
     HEADER_BYTES,
     MANIFEST_NAME,
@@ -225,7 +224,7 @@ def save_state(folder: Path, state: ResumeState, writers: dict[str, SplitWriter]
         "carry_bytes": {split: len(part) for split, part in parts.items()},
         "carry_sha256": hashlib.sha256(b"".join(parts.values())).hexdigest(),
     }
-    write_file(folder / PROGRESS_NAME, json.dumps(document).encode())
+    write_file(folder / PROGRESS_NAME, seal_json(document).encode())
     for path in old:
         path.unlink(missing_ok=True)
 
@@ -234,7 +233,7 @@ def load_state(folder: Path, writers: dict[str, SplitWriter]) -> ResumeState | N
     """The saved state, restored into the writers too; None if it is missing or damaged."""
     path = folder / PROGRESS_NAME
     try:
-        document = json.loads(read_limited(path, MAX_JSON_BYTES))
+        document = unseal_json(read_limited(path, MAX_JSON_BYTES))
         if document["schema"] != _SCHEMA:
             return None
         shards = {split: [shard_entry(row, path) for row in document["shards"][split]] for split in SPLITS}

@@ -19,6 +19,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -32,6 +33,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import Store, TCPStore
+from torch.distributed.rendezvous import rendezvous
 
 from .. import __version__
 from ..config.run_config import RunConfig
@@ -42,6 +45,7 @@ from .oom import OutOfMemory
 # Only a rank that has died or hangs makes others wait longer: each step begins on all ranks at nearly the same time,
 # and rank 0 writes a checkpoint in minutes.
 TIMEOUT = timedelta(minutes=30)
+CONNECT, RETRY_S = timedelta(seconds=5), 0.2
 OF_ONE_RANK = ("device",)  # options that differ between ranks
 
 Result = TypeVar("Result")
@@ -210,12 +214,38 @@ def join(config: RunConfig, stop_requested: Callable[[], bool],
         torch.cuda.set_device(device)  # before anything else: else GPU 0 gets a CUDA context of every rank
     address = f"{environment['MASTER_ADDR']}:{environment['MASTER_PORT']}"
     try:
-        dist.init_process_group("gloo", rank=rank, world_size=world, timeout=TIMEOUT)
+        store = store_of_this_start(rank, environment) if "TORCHELASTIC_RUN_ID" in environment else None
+        dist.init_process_group("gloo", rank=rank, world_size=world, timeout=TIMEOUT, store=store)
     except (RuntimeError, ValueError) as error:
         raise unreachable(address, str(error)) from error
     if rank:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     return Ranks(rank, world, stop_requested, joined=True), device
+
+
+def store_of_this_start(rank: int, environment: Mapping[str, str]) -> Store:
+    """A store that rank 0 opens. torchrun keeps its own over restarts: there a rank may find the addresses of processes
+    that have ended, and wait for them (seen with torch 2.13)."""
+    torchruns, _, _ = next(rendezvous("env://", timeout=TIMEOUT))
+    host, key, ends = environment["MASTER_ADDR"], "fitgpt/port", time.monotonic() + TIMEOUT.total_seconds()
+    if rank == 0:
+        store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
+        torchruns.set(key, str(store.port))
+        return store
+    while True:
+        try:  # the port of an earlier start has closed with its rank 0
+            store = TCPStore(host, int(torchruns.get(key)), wait_for_workers=False, timeout=CONNECT)
+            store.set_timeout(TIMEOUT)
+            return store
+        except RuntimeError:
+            if time.monotonic() > ends:
+                raise
+            time.sleep(RETRY_S)
+
+
+def is_restarted(ranks: Ranks, environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether torchrun (--max-restarts) has restarted the ranks. Only the machine on which one failed counts it."""
+    return any(ranks.exchange(environment.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"))
 
 
 def device_of(config: RunConfig, local_rank: int) -> str:

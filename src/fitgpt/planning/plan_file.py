@@ -187,7 +187,7 @@ def read(path: str) -> PlanFile:
         text = read_limited(path, MAX_JSON_BYTES, pipes=True).decode()
         document = json.loads(text)
         if isinstance(document, dict) and "checksum" in document:
-            document = _unsealed(text)
+            document = unseal_json(text)
     except OSError as error:
         raise UsageError(f"--plan {path}: {error.strerror or error}.", f"fitgpt fit -o {shlex.quote(path)}") from error
     except (ValueError, RecursionError) as error:
@@ -202,13 +202,6 @@ def read(path: str) -> PlanFile:
     card = document.get("card")
     return PlanFile(path, _options(path, document["config"]), card if isinstance(card, str) else "",
                     _needs(document.get("forecast")), _fallback_plans(path, document.get("ladder")))
-
-
-def _unsealed(text: str) -> dict[str, Any]:
-    try:
-        return unseal_json(text)
-    except ValueError:
-        raise ValueError("it was changed after `fitgpt fit` wrote it; if you did that, remove its checksum") from None
 
 
 def _options(path: str, given: dict[str, Any]) -> dict[str, Any]:

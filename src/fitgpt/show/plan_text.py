@@ -209,7 +209,8 @@ def verdict(plan: MemoryPlan, neighbours: str = "") -> str:
         sentences.append(neighbours)
     low, high = (show_bytes(nbytes) for nbytes in forecast.reserved_range)
     if low != high:
-        sentences.append(f"Reserved will be {low} to {high}, depending on the addresses the CUDA driver returns.")
+        why = "the addresses the CUDA driver returns" if "range" not in forecast.assumes["compile"] else "the compiler"
+        sentences.append(f"Reserved will be {low} to {high}, depending on {why}.")
     return " ".join(sentences)
 
 

@@ -29,12 +29,13 @@ from .autocast import Autocast
 from .errors import Untraceable
 from .kernels import KERNELS, Call
 from .recorder import BACKWARD, EVALUATION, FORWARD, LOAD, OPTIMIZER, Recorder, TracedTensor
-from .values import Values
+from .values import Values, is_stand_in, tensors_in
 
+UNKNOWN_CONVOLUTIONS = ("cuDNN chooses the kernels of convolutions on the GPU: their workspaces, up to a few percent "
+                        "of the memory, are estimated.")
 CARD, META, HOST = torch.device("cuda", 0), torch.device("meta"), torch.device("cpu")
 LARGE_HOST = 256 * 1024   # bytes: an uninitialised tensor of the host from here on has no storage either
 ops = torch.ops.aten
-_real_device = torch._C.TensorBase.device.__get__
 # .depth: how many operations of the mode are running; .wants_meta: the program asked for torch's `meta` device
 _inside = threading.local()
 
@@ -44,6 +45,7 @@ VIEWS = {ops._unsafe_view.default, ops.detach.default, ops.alias.default, ops.li
 IN_PLACE_IN_BACKWARD = {
     ops.scatter_add.default, ops.index_add.default, ops.index_put.default, ops.scatter.src, ops.scatter.value,
 }
+GROUPED_MM = getattr(getattr(ops, "_grouped_mm", None), "default", None)
 DATA_DEPENDENT = {
     ops.nonzero.default, ops.masked_select.default, ops._unique2.default, ops.unique_dim.default,
     ops.unique_consecutive.default, ops.repeat_interleave.Tensor, ops.bincount.default,
@@ -52,11 +54,9 @@ DATA_DEPENDENT = {
 
 def device_of(tensor: Tensor) -> torch.device:
     """The device as the program sees it."""
-    real: torch.device = _real_device(tensor)
-    mode = TracedGpu.active
-    if real.type != "meta" or mode is None or getattr(_inside, "depth", False):
-        return real
-    return mode.place_of(tensor)
+    if is_stand_in(tensor) and TracedGpu.active is not None and not getattr(_inside, "depth", False):
+        return TracedGpu.active.place_of(tensor)
+    return torch._C.TensorBase.device.__get__(tensor)
 
 
 class TracedGpu(TorchDispatchMode):
@@ -96,13 +96,13 @@ class TracedGpu(TorchDispatchMode):
         return found if isinstance(found, torch.device) else CARD
 
     def block_of(self, tensor: Tensor) -> TracedTensor | None:
-        if not tensor.is_sparse and _real_device(tensor).type == "meta":
+        if not tensor.is_sparse and is_stand_in(tensor):
             found = self._places.get(tensor.untyped_storage()._cdata)
             return found if isinstance(found, TracedTensor) else None
         return None
 
     def on_card(self, given: Any) -> bool:
-        return isinstance(given, Tensor) and _real_device(given).type == "meta" and self.place_of(given) is CARD
+        return isinstance(given, Tensor) and is_stand_in(given) and self.place_of(given) is CARD
 
     def keep(self, tensor: Tensor, owner: str = "", op: str = "") -> None:
         """Records the allocation of a result's storage, unless it is known already."""
@@ -145,8 +145,8 @@ class TracedGpu(TorchDispatchMode):
             _inside.depth -= 1
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        given = list(_tensors((args, tuple(kwargs.values()))))
-        here = [each for each in given if _real_device(each).type == "meta"]
+        given = list(tensors_in((args, tuple(kwargs.values()))))
+        here = [each for each in given if is_stand_in(each)]
         device = kwargs.get("device")
         if not here and (device is None or device.type == "cpu"):
             return self._on_host(func, args, kwargs)
@@ -191,7 +191,7 @@ class TracedGpu(TorchDispatchMode):
         if place == HOST:
             if func is ops._local_scalar_dense.default:
                 return _any_value(args[0].dtype)
-            if func is ops.copy_.default and _real_device(args[0]).type == "cpu":
+            if func is ops.copy_.default and not is_stand_in(args[0]):
                 return args[0]
             if kwargs.get("device") is not None:
                 kwargs["device"] = META
@@ -200,8 +200,8 @@ class TracedGpu(TorchDispatchMode):
             if written:
                 return written[0] if func._schema.returns else None
         result = func(*args, **kwargs)
-        for each in _tensors((result,)):
-            if _real_device(each).type == "meta":
+        for each in tensors_in((result,)):
+            if is_stand_in(each):
                 self.put(each, place)
         return result
 
@@ -209,6 +209,9 @@ class TracedGpu(TorchDispatchMode):
         if func is ops._local_scalar_dense.default:
             known = self.values.of(args[0])
             return known.item() if known is not None else _any_value(args[0].dtype)
+        if func is ops.equal.default:
+            known = self.values.evaluate(func, args, kwargs)
+            return True if known is None else known
         if func is ops._to_copy.default and kwargs.get("device") is not None and kwargs["device"].type == "cpu":
             return self._to_host(args[0], kwargs.get("dtype"))
         if func is ops.copy_.default:
@@ -245,6 +248,8 @@ class TracedGpu(TorchDispatchMode):
                     lambda tensor, owner: self.keep(tensor, owner, name), lambda tensor: self.put(tensor, HOST))
         if kernel := KERNELS.get(func):
             kernel(call)
+            if func is ops.convolution.default:
+                self.recorder.notes[UNKNOWN_CONVOLUTIONS] = None
         call.finish(owner)
 
     # ---- particular operations
@@ -261,7 +266,7 @@ class TracedGpu(TorchDispatchMode):
         return torch.full(tensor.shape, _any_value(dtype), dtype=dtype)
 
     def _copy(self, to: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-        if _real_device(to).type == "cpu":
+        if not is_stand_in(to):
             known = self.values.of(source)
             if known is not None:
                 to.copy_(known.expand(to.shape) if known.shape != to.shape else known)
@@ -276,16 +281,19 @@ class TracedGpu(TorchDispatchMode):
 
     def _embedding(self, weight: Tensor, indices: Tensor) -> Tensor:
         result = torch.empty((*indices.shape, weight.shape[1]), dtype=weight.dtype, device=META)
-        flat = [] if indices.is_contiguous() else [self.recorder.alloc(indices.numel() * 8, "flat indices", "workspace")]
+        flat = None
+        if not indices.is_contiguous():
+            flat = self.recorder.alloc(8 * indices.numel(), "flat indices", "workspace")
         self.keep(result, "", "aten.embedding.default")
-        for each in flat:
-            self.recorder.free(each)
+        if flat is not None:
+            self.recorder.free(flat)
         return result
 
     def _data_dependent(self, func: Any, args: Any, kwargs: Any) -> Any:
-        result = self.values.evaluate(func, args, kwargs)
+        result = self.values.evaluate(func, args, kwargs, assume=False)
         if result is None:
-            raise Untraceable(f"{func} gives a result whose size depends on values, which a trace does not have")
+            raise Untraceable(f"{func} gives a result whose size depends on values, which a trace does not have; trace "
+                              "the script with a fixed size there, as large as it gets")
         made = []
         for each in result if isinstance(result, tuple | list) else (result,):
             tensor = torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device=META)
@@ -339,7 +347,7 @@ class TracedGpu(TorchDispatchMode):
         if known is None:
             result = self._ask(func, args, kwargs)
             known = self._shapes[key] = _describe(result)
-            if any(_aliases(each, args) for each in _tensors((result,))):
+            if any(_aliases(each, args) for each in tensors_in((result,))):
                 self._shapes[key] = Ellipsis
             return result
         if known is Ellipsis:
@@ -348,12 +356,17 @@ class TracedGpu(TorchDispatchMode):
 
     @staticmethod
     def _ask(func: Any, args: Any, kwargs: Any) -> Any:
+        if func is GROUPED_MM and args[0].dim() == 2:  # the shape function takes bfloat16 only; CUDA takes others too
+            experts = [] if args[1].dim() == 3 else [kwargs["offs"] if "offs" in kwargs else args[2]]
+            return args[0].new_empty((*(each.shape[0] for each in experts), args[0].shape[0], args[1].shape[-1]),
+                                     dtype=kwargs.get("out_dtype"))
         try:
             return func(*args, **kwargs)
         except NotImplementedError as error:
             if func._can_decompose():
                 return func.decompose(*args, **kwargs)
-            raise Untraceable(f"{func} has no kernel for tensors without storage") from error
+            raise Untraceable(f"{func} has no kernel for tensors without storage; register one with "
+                              "torch.library.register_fake, or trace the script without this operation") from error
 
     # ---- phases
 
@@ -370,6 +383,9 @@ class TracedGpu(TorchDispatchMode):
             self._origins[sequence - 1] = recorder.modules[-1]  # of the node that autograd has just made
         elif given and not here and recorder.phase not in (LOAD, EVALUATION):
             recorder.enter(FORWARD)  # the next batch
+
+
+_empty_strided = torch.empty_strided  # not the replaced one of patches.py
 
 
 class _Shape:
@@ -389,7 +405,7 @@ def _describe(result: Any) -> Any:
 
 def _made(known: Any) -> Any:
     if isinstance(known, _Shape):
-        return torch.empty_strided(known.size, known.stride, dtype=known.dtype, device=META)
+        return _empty_strided(known.size, known.stride, dtype=known.dtype, device=META)
     if isinstance(known, type):
         return known()
     if isinstance(known, list):
@@ -399,7 +415,7 @@ def _made(known: Any) -> Any:
 
 def _key(given: Any) -> Any:
     if isinstance(given, Tensor):
-        return (tuple(given.shape), given.stride(), given.dtype, _real_device(given).type,
+        return (tuple(given.shape), given.stride(), given.dtype, 'meta' if is_stand_in(given) else '',
                 given.storage_offset() % 16 == 0)
     if isinstance(given, tuple | list):
         return tuple(map(_key, given))
@@ -428,15 +444,7 @@ def _is_dense(tensor: Tensor) -> bool:
 
 def _aliases(tensor: Tensor, args: Any) -> bool:
     storage = tensor.untyped_storage()._cdata
-    return any(each.untyped_storage()._cdata == storage for each in _tensors(args))
-
-
-def _tensors(given: Any) -> Any:
-    for each in given:
-        if isinstance(each, Tensor):
-            yield each
-        elif isinstance(each, tuple | list):
-            yield from _tensors(each)
+    return any(each.untyped_storage()._cdata == storage for each in tensors_in(args))
 
 
 _written_places: dict[Any, list[tuple[int, str]]] = {}
@@ -448,7 +456,7 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
         _written_places[func] = [(place, each.name) for place, each in enumerate(func._schema.arguments)
                                  if each.alias_info is not None and each.alias_info.is_write]
     given = [args[place] if place < len(args) else kwargs.get(name) for place, name in _written_places[func]]
-    return list(_tensors(given))
+    return list(tensors_in(given))
 
 
 def _any_value(dtype: torch.dtype) -> Any:

@@ -14,11 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core.units import MiB
 from ..memory.platform import Platform
 from ..tapes import aten as scratch
 from .recorder import Recorder, TracedTensor
 
 ops = torch.ops.aten
+CUDNN_ALIGNMENT = 512
+LEAST_WEIGHT_SCRATCH = 16 * MiB  # of a convolution's weight gradient, which is summed in parts
 MANY_ROWS = 64 * 1024  # of a layer norm, from which on its backward pass sums in two steps
 
 
@@ -226,6 +229,51 @@ def index(call: Call) -> None:
                 call.scratch(each.numel() * each.element_size())
 
 
+# ---- convolutions
+
+
+def convolution(call: Call) -> None:
+    source, weight, result = call.args[0], call.args[1], call.results[0]
+    call.output(0)
+    if is_depthwise(source, call.args[8]):
+        return
+    direct = prod(weight.shape[2:]) == 1 and max(call.args[3]) == 1
+    call.scratch(copies(source, *([] if direct else [source, weight, result])))
+
+
+def convolution_backward(call: Call) -> None:
+    gradient, source, weight = call.args[:3]
+    if is_depthwise(source, call.args[9]):
+        return
+    kernel = [] if prod(weight.shape[2:]) == 1 else [weight]
+    if isinstance(call.results[0], Tensor):
+        call.output(0)
+        call.free(call.scratch(copies(source, gradient, source, *kernel)))
+    if isinstance(call.results[1], Tensor):
+        call.output(1)
+        call.scratch(max(copies(source, gradient, source, *kernel), LEAST_WEIGHT_SCRATCH))
+
+
+def is_depthwise(source: Tensor, groups: int) -> bool:
+    """Whether torch's own kernel runs, which needs no workspace: use_cudnn_depthwise() in Convolution.cpp."""
+    return groups > 1 and groups == source.shape[1]
+
+
+def copies(source: Tensor, *tensors: Tensor) -> int:
+    """cuDNN computes in channels-last order and copies tensors that are not. Which kernel it chooses is not known: this
+    is the largest workspace of most recorded convolutions."""
+    last = source.dim() == 4 and source.is_contiguous(memory_format=torch.channels_last)
+    return CUDNN_ALIGNMENT + (0 if last else sum(each.nbytes for each in tensors))
+
+
+def group_norm(call: Call) -> None:
+    """A factor and an offset per channel: group_norm_kernel.cu."""
+    samples, channels = call.args[3:5]
+    call.output(0, 1, 2)
+    for _ in range(2):
+        call.scratch(4 * samples * channels)
+
+
 # ---- norms
 
 
@@ -355,6 +403,9 @@ KERNELS: dict[Any, Callable[[Call], None]] = {
     ops._softmax_backward_data.default: softmax_backward,
     ops._foreach_norm.Scalar: foreach_norm,
     ops.embedding_dense_backward.default: embedding_backward,
+    ops.convolution.default: convolution,
+    ops.convolution_backward.default: convolution_backward,
+    ops.native_group_norm.default: group_norm,
     ops.index.Tensor: index,
     ops.native_layer_norm.default: layer_norm,
     ops.native_layer_norm_backward.default: layer_norm_backward,

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from ..hardware.gpus import GpuModel
 from ..memory.platform import Platform
-from .device import CARD, HOST, META, TracedGpu, _inside, _real_device, device_of
+from .device import CARD, HOST, META, TracedGpu, _inside, device_of
+from .values import is_stand_in
 
 
 class Patches:
@@ -43,7 +44,9 @@ class Patches:
 def install(patches: Patches, device: TracedGpu, platform: Platform, card: GpuModel | None, memory: int) -> None:
     """`memory`: what the GPU offers, in bytes."""
     _tensors(patches)
+    _texts(patches, device)
     _constructors(patches)
+    _files(patches)
     _autocast(patches, device)
     _compilers(patches, device)
     # Module.to() keeps the identity of parameters, as it does between host and GPU: torch.nn.Module._apply replaces
@@ -101,7 +104,7 @@ def _tensors(patches: Patches) -> None:
         if isinstance(wanted, Tensor):
             args, kwargs, wanted = args[1:], {**kwargs, "dtype": wanted.dtype}, device_of(wanted)
             kwargs["device"] = wanted
-        on_stand_in = _real_device(tensor).type == "meta"
+        on_stand_in = is_stand_in(tensor)
         if is_cuda(wanted) or (on_stand_in and isinstance(wanted, str | torch.device) and \
                 torch.device(wanted) == device_of(tensor)):
             if on_stand_in and device_of(tensor).type == "cpu":  # a large tensor of the host
@@ -130,6 +133,62 @@ def _tensors(patches: Patches) -> None:
     patches.set(Tensor, "cuda", lambda tensor, device=None, non_blocking=False, memory_format=torch.preserve_format:
                 to(tensor, CARD, non_blocking=non_blocking))
     patches.set(Tensor, "cpu", lambda tensor, memory_format=torch.preserve_format: to(tensor, HOST))
+
+
+def _texts(patches: Patches, device: TracedGpu) -> None:
+    """Printing a tensor: torch turns dispatch modes off for that, and then finds no values."""
+    real_repr, real_type = Tensor.__repr__, Tensor.type
+
+    def text(tensor: Tensor, **kwargs: Any) -> str:
+        if not is_stand_in(tensor):
+            return str(real_repr(tensor, **kwargs))
+        known = device.values.of(tensor)
+        if known is not None:
+            return f"{real_repr(known)[:-1]}, device='{device_of(tensor)}')"
+        return f"tensor(..., device='{device_of(tensor)}', size={tuple(tensor.shape)}, dtype={tensor.dtype})"
+
+    def kind(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        found = real_type(tensor, *args, **kwargs)
+        return found.replace("torch.meta.", "torch.cuda.") if isinstance(found, str) else found
+
+    patches.set(Tensor, "__repr__", text)
+    patches.set(Tensor, "type", kind)
+
+
+def _files(patches: Patches) -> None:
+    """torch.load: what belongs on the GPU is read on the host and moved."""
+    real_load = torch.load
+
+    def load(file: Any, map_location: Any = None, **kwargs: Any) -> Any:
+        if map_location is not None and not is_cuda(map_location):
+            return real_load(file, map_location=map_location, **kwargs)
+        saved_on: dict[int, str] = {}
+
+        def on_host(storage: Any, location: str) -> Any:
+            saved_on[storage._cdata] = location
+            return storage
+
+        moved: dict[int, Tensor] = {}
+
+        def move(value: Any) -> Any:
+            if isinstance(value, Tensor):
+                location = saved_on.get(value.untyped_storage()._cdata, "")
+                if map_location is None and not is_cuda(location):
+                    return value
+                if id(value) not in moved:
+                    moved[id(value)] = value.to(CARD)
+                return moved[id(value)]
+            if isinstance(value, dict):
+                for name, each in value.items():
+                    value[name] = move(each)
+                return value
+            if type(value) in (list, tuple):
+                return type(value)(map(move, value))
+            return value
+
+        return move(real_load(file, map_location=on_host, **kwargs))
+
+    patches.set(torch, "load", load)
 
 
 class _Upload(torch.autograd.Function):
@@ -163,7 +222,7 @@ def _constructors(patches: Patches) -> None:
                 device = default_device()
             if is_cuda(device):
                 requires_grad = kwargs.pop("requires_grad", False)
-                if not (isinstance(data, Tensor) and _real_device(data).type == "meta"):
+                if not (isinstance(data, Tensor) and is_stand_in(data)):
                     data = original(data, *args, device=HOST, **kwargs)
                 result: Tensor = data.to(CARD)
                 return result.requires_grad_() if requires_grad else result
@@ -222,10 +281,21 @@ def _autocast(patches: Patches, device: TracedGpu) -> None:
 
 
 def _compilers(patches: Patches, device: TracedGpu) -> None:
-    """What would be compiled runs as it is; the trace says so."""
+    """What would be compiled runs as it is; the trace says so. Libraries compile functions that nobody calls."""
     def compile(model: Any = None, **_: Any) -> Any:
-        device.recorder.compiled = True
-        return model if model is not None else lambda function: function
+        if model is None:
+            return compile
+        if isinstance(model, torch.nn.Module):
+            device.recorder.compiled = True
+            vars(model)["_orig_mod"] = model  # programs ask for what was compiled
+            return model
+
+        @functools.wraps(model)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            device.recorder.compiled = True
+            return model(*args, **kwargs)
+
+        return call
 
     patches.set(torch, "compile", compile)
     patches.set(torch.nn.Module, "compile", lambda module, *_, **__: compile(module) and None)

@@ -34,6 +34,8 @@ LAYER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")  # "model.layers.3.mlp": layer 3
 SMALLEST_8BIT, SCALE = 4096, 1 / 64
 # What compiled scripts reserved, as a share of their eager trace: the range of the recorded ones, docs/accuracy.md.
 COMPILED = (0.41, 1.04)
+COMPILED_NOTE = ("The script calls torch.compile, and a trace runs eager. Phases, steps, owners and tensors are those of "
+                 "the eager trace; the range of the compiled run is estimated from it.")
 ARITHMETIC = "arithmetic on the trace, not traced"
 
 
@@ -87,7 +89,9 @@ class TracedPlan(MemoryPlan):
 
     @property
     def peak(self) -> PeakMemory:
-        return PeakMemory(self.forecast.allocated, self.forecast.reserved)
+        """Reserved is the upper end of its range: the driver's addresses decide, or the compiler."""
+        most = self.forecast.reserved_range[1]
+        return PeakMemory(min(self.forecast.allocated, most), most)
 
     @cached_property
     def steps(self) -> tuple[StepMemory, ...]:
@@ -181,7 +185,8 @@ def plan_trace(trace: Trace, target: Target, allocator: str = "") -> TracedPlan:
         assumes={"torch": platform.describe_torch(), "attention": "traced",
                  "compile": "a range from the eager trace" if trace.compiled else "eager",
                  "allocator": EXPANDABLE if expandable else NATIVE}, host_bytes=0)
-    return TracedPlan(forecast, target.budget, traced, target, timeline, (*target.notes, *notes_on(trace, platform)))
+    notes = (*target.notes, *((COMPILED_NOTE,) if trace.compiled else ()), *notes_on(trace, platform))
+    return TracedPlan(forecast, target.budget, traced, target, timeline, notes)
 
 
 def notes_on(trace: Trace, platform: Platform) -> list[str]:

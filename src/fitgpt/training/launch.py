@@ -16,11 +16,9 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from ..config.fields import Assignment
 from ..config.run_config import RunConfig
 from ..core.errors import DeviceError, Interrupted, NumericsError, UsageError
 from ..hardware import nvidia
-from ..runs.folder import can_resume
 
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 LOOK_EVERY_S = 0.05
@@ -37,15 +35,6 @@ def launched_ranks(environment: Mapping[str, str]) -> int:
                          "torchrun --nproc-per-node=2 -m fitgpt train …; or, if your shell still has it: unset "
                          "WORLD_SIZE")
     return int(world)
-
-
-def with_restart(assignments: Sequence[Assignment], environment: Mapping[str, str]) -> list[Assignment]:
-    """After torchrun has restarted the ranks (--max-restarts), the run resumes if it has a checkpoint."""
-    given = {each.key: each.value for each in assignments}
-    out_dir = str(given.get("out_dir", RunConfig.out_dir))
-    restarted = environment.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and launched_ranks(environment) > 1
-    return [*assignments, *([Assignment("init_from", "resume", "--resume")]
-                            if restarted and can_resume(out_dir) else [])]
 
 
 def with_ranks(config: RunConfig, environment: Mapping[str, str]) -> RunConfig:

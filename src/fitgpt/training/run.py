@@ -26,11 +26,11 @@ from ..data.dataset import Dataset, open_dataset
 from ..engine.batches import evaluation_splits, training_batches
 from ..engine.device import DeviceChoice, read_memory, resolve_device
 from ..engine.oom import OutOfMemory, attempt
-from ..engine.ranks import Ranks, UnwrittenRunFolder, check_alike, connect_gpus, join
+from ..engine.ranks import Ranks, UnwrittenRunFolder, check_alike, connect_gpus, is_restarted, join
 from ..hardware.gpus import peak_flops
 from ..planning import measured_speeds
 from ..planning.plan_file import FallbackPlan, phases_to_json
-from ..runs.folder import RunFolder, holds_run, need_disk, open_run
+from ..runs.folder import RunFolder, can_resume, holds_run, need_disk, open_run
 from ..runs.metrics import RankFacts, RunFacts
 from ..show.progress import Display, closing, memory_plan, open_display, plan_vs_measured, say
 from ..tapes.engine import checkpoint_bytes
@@ -68,6 +68,8 @@ def run(config_dict: Mapping[str, Any], notes: Sequence[str], stop_requested: Ca
     choice = resolve_device(device, config.dtype, config.compile)
     check_alike(ranks, config, choice.device, choice.dtype, dataset.summary.fingerprint)
     connect_gpus(ranks, config, choice.device)
+    if is_restarted(ranks) and ranks.from_first(can_resume(config.out_dir)):
+        config = replace(config, init_from="resume")
     resuming = config.init_from == "resume"
     with (open_run(config.out_dir, config.to_dict(), resume=resuming) if ranks.is_first
           else UnwrittenRunFolder(config.out_dir)) as folder:

@@ -105,7 +105,7 @@ def supervise(assignments: Sequence[Assignment]) -> int:
     launched = launch.launched_ranks(os.environ) > 1  # by torchrun, which also restarts them
     require_packages()
     check_allocator_env(os.environ)
-    given, notes = training_config(launch.with_restart(assignments, os.environ))
+    given, notes = training_config(assignments)
     given = launch.with_ranks(given, os.environ)
     config, why = with_fit(given)
     planned = plan_file.read(config.plan) if config.plan else None

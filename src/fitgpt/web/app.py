@@ -24,13 +24,11 @@ from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ..show import charts
+from .api import NAMES, ApiRequest
 from .form import DOCS
-from .workers import NAMES, ApiRequest, Busy, TooSlow, WorkerPool
+from .page_files import MEDIA_TYPES, page_files
+from .workers import Busy, TooSlow, WorkerPool
 
-STATIC = Path(__file__).parent / "static"
-MEDIA_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml",
-               ".json": "application/json", ".md": "text/plain"}
 MAX_HEAD = 16 * 1024
 MAX_BODY = 512 * 1024
 MAX_QUERY_LENGTH = 8192
@@ -84,9 +82,7 @@ async def run_server(address: ServerAddress, listening: socket.socket, run: str)
 
 def make_app(address: ServerAddress, pool: WorkerPool, run: str = "") -> ASGIApp:
     # All files by their path in the address, read once: a request chooses one of these.
-    files = {f"/static/{path.name}": path.read_bytes() for path in STATIC.iterdir() if path.suffix in MEDIA_TYPES}
-    files |= {"/": files.pop("/static/index.html"), "/static/strings.json": json.dumps(catalogues()).encode(),
-              "/static/charts.css": charts.style().encode(), "/static/charts.js": charts.script().encode()}
+    files = {f"/{path}".removesuffix("index.html"): content for path, content in page_files().items()}
     files |= {f"/docs/{path.name}": path.read_bytes() for path in DOCS.glob("*.md")}
 
     async def file(request: Request) -> Response:
@@ -118,11 +114,6 @@ def make_app(address: ServerAddress, pool: WorkerPool, run: str = "") -> ASGIApp
                 Route("/{path:path}", file)],
         exception_handlers={HTTPException: _http_error, Exception: _bug})
     return SecurityMiddleware(app, address)
-
-
-def catalogues() -> dict[str, dict[str, str]]:
-    """The page's words by language: every file of static/strings."""
-    return {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(STATIC.glob("strings/*.json"))}
 
 
 class SecurityMiddleware:

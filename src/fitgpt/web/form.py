@@ -77,7 +77,7 @@ def presets() -> list[dict[str, Any]]:
     """The config files of this project, smallest model first, and nanoGPT's own that differ from them. Each has the
     options that are not at their default: choosing a preset resets all others."""
     own = []
-    for file in CONFIGS.glob("*.py"):
+    for file in sorted(CONFIGS.glob("*.py")):
         assignments = [each for each in walk([str(file)], RunConfig) if each.key in (*RUN_OPTIONS, *CARRIED)]
         config, _ = resolve(assignments)
         own.append((config.gpt_config().count_params(), file.stem, config))

@@ -1,25 +1,20 @@
-// Requests to the server. A failed request returns { problem }, an aborted one null.
+// Questions of the page. A failed one returns { problem }, an aborted one null.
+import { SERVED, ask } from "./ask.js";
 import { byId } from "./dom.js";
 import { t } from "./strings.js";
 
-export async function get(name, query = "", signal = undefined) {
-  return json(fetch(`/api/${name}${query ? `?${query}` : ""}`, { signal, cache: "no-store" }));
-}
+export const get = (name, query = "", signal = undefined) => answered(ask(name, { query, signal }));
+export const paste = (text, query) => answered(ask("paste", { text, query }));
 
-export async function post(name, body) {
-  return json(fetch(`/api/${name}`, {
-    method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body) }));
-}
-
-async function json(response) {
+async function answered(asked) {
   try {
-    const answer = await (await response).json();
+    const answer = await asked;
     byId("offline").hidden = true;
     return answer.bug ? { problem: { what: answer.bug, fix: t("bug"), settings: [] } } : answer;
   } catch (error) {
     if (error.name === "AbortError") return null;
     byId("offline").hidden = false;
-    return { offline: true, problem: { what: t("offline"), fix: "", settings: [] } };
+    return { offline: true, problem: { what: t(SERVED ? "offline" : "site.failed"), fix: "", settings: [] } };
   }
 }
 

@@ -10,6 +10,8 @@ let curve = null; // … and those of its curve: with the shape that was found, 
 let applying = false;
 
 export function start() {
+  byId("lossy").checked = settings.ofPage("lossy") !== "";
+  byId("lossy").addEventListener("change", () => settings.setPage({ lossy: byId("lossy").checked ? "1" : "" }));
   for (const button of document.querySelectorAll("[data-goal]")) {
     button.addEventListener("click", () => search(button.dataset.goal, byId("lossy").checked ? "lossy" : ""));
   }

@@ -1,35 +1,64 @@
 // The paste box: a config file or a command line fills the form; nvidia-smi's output or a message is explained, and
 // offers its GPU and programs to the form.
-import { post } from "./api.js";
+import * as api from "./api.js";
 import { byId, bytes, element } from "./dom.js";
 import { tryChange } from "./plan.js";
 import * as settings from "./settings.js";
 import { t } from "./strings.js";
-import { open } from "./tabs.js";
+import { onOpen, open } from "./tabs.js";
 
+const LONGEST_IN_ADDRESS = 4000; // characters: longer links are cut off in many places
 let runNames = [];
+let explained = ""; // the text whose diagnosis is shown
 
 export function start(names) {
   runNames = names;
   byId("paste-form").addEventListener("submit", (event) => { event.preventDefault(); read(); });
   byId("pasted").addEventListener("paste", () => setTimeout(read));
-  byId("with-plan").addEventListener("change", () => { if (byId("pasted").value.trim()) read(); });
+  byId("with-plan").addEventListener("change", () => {
+    settings.setPage({ about: byId("with-plan").checked ? "plan" : "" });
+    if (byId("pasted").value.trim()) read();
+  });
+  onOpen(inAddress);
+  show();
 }
 
-async function read() {
+// A link to the diagnosis has the text, one to the plan has not: a traceback contains paths and names.
+function inAddress(tab) {
+  if (tab !== "explain") settings.setPage({ paste: "" });
+  else if (explained) settings.setPage({ paste: explained.length <= LONGEST_IN_ADDRESS ? explained : "" });
+}
+
+// Explains the text of the address.
+export function show() {
+  const text = settings.ofPage("paste");
+  byId("with-plan").checked = settings.ofPage("about") === "plan";
+  if (text === "" || text === explained) return;
+  byId("pasted").value = text;
+  read({ opens: false });
+}
+
+async function read({ opens = true } = {}) {
   const note = byId("paste-note"), text = byId("pasted").value;
   note.textContent = t("paste.reading");
-  const found = await post("paste", { text, query: byId("with-plan").checked ? settings.query() : null });
+  byId("diagnosis").inert = true; // it is of an earlier text
+  const found = await api.paste(text, byId("with-plan").checked ? settings.query() : null);
   note.textContent = "";
+  byId("diagnosis").inert = false;
   if (found.problem) note.textContent = `${found.problem.what} ${found.problem.fix}`;
   else if (found.kind === "config" || found.kind === "command") fill(found, note);
-  else explain(found);
+  else {
+    explained = text;
+    explain(found);
+    if (opens) open("explain");
+    inAddress(settings.ofPage("tab"));
+  }
 }
 
 function fill(found, note) {
   if (found.replaces) settings.replaceRun({ eval_iters: "", ...found.settings }, runNames);
   else settings.change(found.settings, { step: true });
-  open("plan");
+  open("plan", { step: false });
   const list = Object.entries(found.settings).map(([name, value]) => `${name}=${value}`).join(", ");
   note.textContent = [t(`paste.read.${found.kind}`, { settings: list || "–" }),
     found.unread?.length ? t("paste.unread", { files: found.unread.join(", ") }) : "",
@@ -40,7 +69,6 @@ function fill(found, note) {
 // ---- diagnoses
 
 function explain({ kind, offers, diagnosis }) {
-  open("explain");
   byId("explain-empty").hidden = true;
   byId("diagnosis").replaceChildren(...(kind === "other" && diagnosis.subject === "unknown" ? [card(t("paste.nothing"))] : [
     ...offers.filter((each) => Object.keys(each.settings).length).map(offer),
@@ -57,16 +85,21 @@ function button(label, act) {
   return one;
 }
 
+function tryInPlan(label, changes) { // one step back returns here
+  tryChange(label, changes);
+  open("plan", { step: false });
+}
+
 function offer(each) {
   const what = t(each.gpu ? "offer.gpu" : "offer.programs", { gpu: each.gpu, others: each.others || "0 B" });
   return element("p", { class: "callout" }, what, each.own.length ? ` ${t("offer.own", { names: each.own.join(", ") })}` : "", " ",
-    button(t(each.gpu ? "offer.plan" : "offer.plan_programs"), () => { open("plan"); tryChange(what, each.settings); }));
+    button(t(each.gpu ? "offer.plan" : "offer.plan_programs"), () => tryInPlan(what, each.settings)));
 }
 
 function inferred(changes) {
   const text = Object.entries(changes).map(([name, value]) => `${name}=${value}`).join(", ");
   return element("p", { class: "callout" }, t("explain.inferred", { settings: text }), " ",
-    button(t("set", { settings: text }), () => { open("plan"); tryChange(text, changes); }));
+    button(t("set", { settings: text }), () => tryInPlan(text, changes)));
 }
 
 function parts(diagnosis) {
@@ -95,7 +128,7 @@ function remedy(each) {
   const item = element("li", {}, element("code", {}, each.todo),
     element("p", { class: "quiet" }, `${each.effect}${fits}${each.costs ? `. ${t("costs", { what: each.costs })}` : ""}`));
   if (byId("with-plan").checked && Object.keys(each.settings).length) {
-    item.append(button(t("remedy.try"), () => { open("plan"); tryChange(each.todo, each.settings); }));
+    item.append(button(t("remedy.try"), () => tryInPlan(each.todo, each.settings)));
   }
   return item;
 }

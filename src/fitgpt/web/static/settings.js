@@ -1,7 +1,8 @@
-// The settings that are not at their default. The page's address carries them, and the tab, so that it can be shared.
+// The settings that are not at their default. The page's address carries them and what else the page shows, so that it can
+// be shared: after the #, because a browser does not send that part to the server.
 import { debounce } from "./api.js";
 
-const OF_THE_PAGE = ["tab", "lang"]; // in the address, but no settings of a run
+const OF_THE_PAGE = ["tab", "lang", "lossy", "about", "paste"]; // in the address, but no settings of a run
 const changed = new Map();
 const page = new Map();
 const listeners = [];
@@ -19,7 +20,8 @@ export const value = (name) => changed.get(name) ?? defaults[name] ?? "";
 export const all = () => Object.fromEntries(Object.keys(defaults).map((name) => [name, value(name)]));
 export const query = () => new URLSearchParams([...changed].sort()).toString();
 export const onChange = (listener) => listeners.push(listener);
-export const tab = () => page.get("tab") || "plan";
+export const ofPage = (name) => page.get(name) ?? "";
+export const inAddress = () => new URLSearchParams([...new URLSearchParams(location.search), ...new URLSearchParams(location.hash.slice(1))]);
 
 // `step` adds an entry to the browser's history, for Back and Undo; the moves of a slider do not.
 export function change(settings, { step = false } = {}) {
@@ -41,18 +43,12 @@ export function rename(name, text) {
   writeSoon();
 }
 
-export function openTab(name) {
-  if (name === tab()) return;
-  newEntry();
-  if (name === "plan") page.delete("tab");
-  else page.set("tab", name);
+// What the page shows beside the settings. `step`: as above.
+export function setPage(changes, { step = false } = {}) {
+  if (Object.entries(changes).every(([name, text]) => ofPage(name) === text)) return;
+  if (step) newEntry();
+  for (const [name, text] of Object.entries(changes)) text === "" ? page.delete(name) : page.set(name, text);
   writeAddress();
-}
-
-export function setLanguage(name) {
-  page.set("lang", name);
-  writeAddress();
-  location.reload();
 }
 
 function newEntry() {
@@ -68,7 +64,7 @@ function set(name, text) {
 function readAddress() {
   changed.clear();
   page.clear();
-  const found = new URLSearchParams(location.search);
+  const found = inAddress();
   for (const [name, text] of found) (OF_THE_PAGE.includes(name) ? page : changed).set(name, text);
   for (const [name, text] of Object.entries(initial)) if (!found.has(name)) set(name, text);
   writeAddress();
@@ -76,7 +72,7 @@ function readAddress() {
 
 function writeAddress() {
   const text = new URLSearchParams([...[...changed].sort(), ...page]).toString();
-  history.replaceState(null, "", text ? `?${text}` : location.pathname);
+  history.replaceState(null, "", text ? `${location.pathname}#${text}` : location.pathname);
 }
 
 const writeSoon = debounce(80, writeAddress); // browsers limit how often the address may change

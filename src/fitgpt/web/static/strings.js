@@ -1,9 +1,9 @@
 // The page's own words, by language: static/strings/*.json. Texts of the planner and of diagnoses stay English.
 let words = {};
 
-export async function load() {
-  const catalogues = await (await fetch("/static/strings.json")).json();
-  const wanted = [new URLSearchParams(location.search).get("lang"), ...navigator.languages].filter(Boolean);
+export async function load(chosen) {
+  const catalogues = await (await fetch("static/strings.json")).json();
+  const wanted = [chosen, ...navigator.languages].filter(Boolean);
   const language = wanted.map((name) => name.toLowerCase().split("-")[0]).find((name) => catalogues[name]) || "en";
   words = catalogues[language];
   Object.assign(document.documentElement, { lang: language, dir: words.direction });

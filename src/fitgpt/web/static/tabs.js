@@ -8,14 +8,14 @@ const panel = (tab) => tab.getAttribute("aria-controls");
 
 export const onOpen = (listener) => listeners.push(listener);
 
-export function open(name) {
-  settings.openTab(name);
+export function open(name, { step = true } = {}) {
+  settings.setPage({ tab: name === "plan" ? "" : name }, { step });
   show();
 }
 
 // Shows the tab of the address.
 export function show() {
-  const name = tabs().some((tab) => panel(tab) === settings.tab()) ? settings.tab() : "plan";
+  const name = tabs().some((tab) => panel(tab) === settings.ofPage("tab")) ? settings.ofPage("tab") : "plan";
   if (!byId(name).hidden) return;
   for (const tab of tabs()) {
     const chosen = panel(tab) === name;

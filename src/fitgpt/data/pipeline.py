@@ -422,8 +422,8 @@ def _finish(job: PrepareJob, state: ResumeState, writers: Writers) -> None:
     manifest = Manifest(job.tokenizer.name, job.tokenizer.vocab_size, DTYPE,
                         {split: tuple(writers[split].shards) for split in SPLITS}, state.documents,
                         dict(sorted(state.counts.items())), job.settings, job.source.description, job.command)
-    # A name that is not valid UTF-8 has surrogates in Python: as escapes they are valid JSON.
-    write_file(job.folder / MANIFEST_NAME, manifest.to_json().encode("utf-8", "backslashreplace"))
+    # A file name that is not valid UTF-8 has surrogates in Python, and "?" in the manifest.
+    write_file(job.folder / MANIFEST_NAME, manifest.to_json().encode("utf-8", "replace"))
     remove_written(job.folder, manifest)
 
 

@@ -156,7 +156,10 @@ def run_campaigns(names: Sequence[str], jobs: int, seconds: float) -> int:
             for worker in workers.values():
                 worker.terminate()
             for worker in workers.values():
-                worker.wait()
+                try:
+                    worker.wait(timeout=GRACE_S)
+                except subprocess.TimeoutExpired:
+                    worker.kill()
     failures = 0
     for name in names:
         print(describe(name, before[name], started), *kinds_of(name), sep="\n", flush=True)

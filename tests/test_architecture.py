@@ -50,6 +50,7 @@ WHEN_CALLED = {
     "engine": {"triton", "bitsandbytes", "huggingface_hub"},
     "data": {"rich", "tiktoken", "pyarrow", "datasets"},
     "show": {"rich"},
+    "tracing": {"safetensors"},
     "commands": {"torch"},
     "planning": {"torch"},
     "web": {"starlette", "uvicorn"},

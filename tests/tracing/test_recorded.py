@@ -56,11 +56,12 @@ def test_compiled_runs_are_in_the_stated_range() -> None:
     assert all(COMPILED[0] <= share <= COMPILED[1] for share in shares)
 
 
-@pytest.mark.parametrize("name", ["modern gpt manual attention", "nn.Transformer"])
+@pytest.mark.parametrize("name", ["modern gpt float32", "nn.Transformer"])
 def test_a_script_traced_here_has_the_allocations_of_the_trace_made_beside_the_run(name: str) -> None:
+    """With another version of torch. Scripts with rms_norm under autocast differ: 2.12 casts it to float32."""
     run = named(name)
     assert run.trace is not None
-    here = trace_script([str(CASES / run.row["script"]), *run.row["args"]], gpu="h200", others="", budget="", steps=99)
+    here = trace_script([str(CASES / run.row["script"]), *run.row["args"]], gpu="h200", steps=99, torch="2.11")
     assert here.events == run.trace.events
     assert [kind.nbytes for kind in here.tensors] == [kind.nbytes for kind in run.trace.tensors]
     assert here.steps == run.trace.steps

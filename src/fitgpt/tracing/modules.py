@@ -13,7 +13,6 @@ from .device import TracedGpu
 from .patches import Patches
 from .recorder import SETTLED
 
-
 UNKNOWN_RNNS = "On a GPU, cuDNN runs recurrent layers (LSTM, GRU) in kernels of its own, whose memory is not known."
 
 

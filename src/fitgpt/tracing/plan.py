@@ -34,8 +34,8 @@ LAYER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")  # "model.layers.3.mlp": layer 3
 SMALLEST_8BIT, SCALE = 4096, 1 / 64
 # What compiled scripts reserved, as a share of their eager trace: the range of the recorded ones, docs/accuracy.md.
 COMPILED = (0.41, 1.04)
-COMPILED_NOTE = ("The script calls torch.compile, and a trace runs eager. Phases, steps, owners and tensors are those of "
-                 "the eager trace; the range of the compiled run is estimated from it.")
+COMPILED_NOTE = ("The script calls torch.compile, and a trace runs eager. Phases, steps, owners and tensors are those "
+                 "of the eager trace; the range of the compiled run is estimated from it.")
 ARITHMETIC = "arithmetic on the trace, not traced"
 
 

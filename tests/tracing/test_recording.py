@@ -193,3 +193,17 @@ def test_a_compiled_model_runs_as_it_is_and_the_trace_says_so() -> None:
         torch.compile(nn.Linear(4, 4).to("cuda"), mode="max-autotune")(torch.ones(2, 4, device="cuda"))
         assert recorder.compiled
     del unused
+
+
+def test_a_loop_that_ends_at_a_known_length_ends() -> None:
+    """As generation does: it stops at an unknown token or at the largest length."""
+    with recording(Recorder(), RTX):
+        unfinished, length = torch.ones(2, dtype=torch.int64, device="cuda"), 0
+        while unfinished.max() != 0:
+            length += 1
+            token = torch.empty(2, 50, device="cuda").softmax(-1).argmax(-1)
+            done = torch.isin(token, torch.tensor([0], device="cuda")) | torch.full((2,), length >= 5, device="cuda")
+            unfinished = unfinished & ~done
+        assert length == 5
+        with pytest.raises(Untraceable):
+            done[torch.isin(token, torch.tensor([0], device="cuda"))]

@@ -29,7 +29,7 @@ from .autocast import Autocast
 from .errors import Untraceable
 from .kernels import KERNELS, Call
 from .recorder import BACKWARD, EVALUATION, FORWARD, LOAD, OPTIMIZER, Recorder, TracedTensor
-from .values import Values, is_stand_in
+from .values import Values, is_stand_in, tensors_in
 
 UNKNOWN_CONVOLUTIONS = ("cuDNN chooses the kernels of convolutions on the GPU: their workspaces, up to a few percent "
                         "of the memory, are estimated.")
@@ -45,6 +45,7 @@ VIEWS = {ops._unsafe_view.default, ops.detach.default, ops.alias.default, ops.li
 IN_PLACE_IN_BACKWARD = {
     ops.scatter_add.default, ops.index_add.default, ops.index_put.default, ops.scatter.src, ops.scatter.value,
 }
+GROUPED_MM = getattr(getattr(ops, "_grouped_mm", None), "default", None)
 DATA_DEPENDENT = {
     ops.nonzero.default, ops.masked_select.default, ops._unique2.default, ops.unique_dim.default,
     ops.unique_consecutive.default, ops.repeat_interleave.Tensor, ops.bincount.default,
@@ -144,7 +145,7 @@ class TracedGpu(TorchDispatchMode):
             _inside.depth -= 1
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        given = list(_tensors((args, tuple(kwargs.values()))))
+        given = list(tensors_in((args, tuple(kwargs.values()))))
         here = [each for each in given if is_stand_in(each)]
         device = kwargs.get("device")
         if not here and (device is None or device.type == "cpu"):
@@ -199,7 +200,7 @@ class TracedGpu(TorchDispatchMode):
             if written:
                 return written[0] if func._schema.returns else None
         result = func(*args, **kwargs)
-        for each in _tensors((result,)):
+        for each in tensors_in((result,)):
             if is_stand_in(each):
                 self.put(each, place)
         return result
@@ -289,7 +290,7 @@ class TracedGpu(TorchDispatchMode):
         return result
 
     def _data_dependent(self, func: Any, args: Any, kwargs: Any) -> Any:
-        result = self.values.evaluate(func, args, kwargs)
+        result = self.values.evaluate(func, args, kwargs, assume=False)
         if result is None:
             raise Untraceable(f"{func} gives a result whose size depends on values, which a trace does not have; trace "
                               "the script with a fixed size there, as large as it gets")
@@ -346,7 +347,7 @@ class TracedGpu(TorchDispatchMode):
         if known is None:
             result = self._ask(func, args, kwargs)
             known = self._shapes[key] = _describe(result)
-            if any(_aliases(each, args) for each in _tensors((result,))):
+            if any(_aliases(each, args) for each in tensors_in((result,))):
                 self._shapes[key] = Ellipsis
             return result
         if known is Ellipsis:
@@ -355,6 +356,10 @@ class TracedGpu(TorchDispatchMode):
 
     @staticmethod
     def _ask(func: Any, args: Any, kwargs: Any) -> Any:
+        if func is GROUPED_MM and args[0].dim() == 2:  # the shape function takes bfloat16 only; CUDA takes others too
+            experts = [] if args[1].dim() == 3 else [kwargs["offs"] if "offs" in kwargs else args[2]]
+            return args[0].new_empty((*(each.shape[0] for each in experts), args[0].shape[0], args[1].shape[-1]),
+                                     dtype=kwargs.get("out_dtype"))
         try:
             return func(*args, **kwargs)
         except NotImplementedError as error:
@@ -380,6 +385,9 @@ class TracedGpu(TorchDispatchMode):
             recorder.enter(FORWARD)  # the next batch
 
 
+_empty_strided = torch.empty_strided  # not the replaced one of patches.py
+
+
 class _Shape:
     __slots__ = ("dtype", "size", "stride")
 
@@ -397,7 +405,7 @@ def _describe(result: Any) -> Any:
 
 def _made(known: Any) -> Any:
     if isinstance(known, _Shape):
-        return torch.empty_strided(known.size, known.stride, dtype=known.dtype, device=META)
+        return _empty_strided(known.size, known.stride, dtype=known.dtype, device=META)
     if isinstance(known, type):
         return known()
     if isinstance(known, list):
@@ -436,15 +444,7 @@ def _is_dense(tensor: Tensor) -> bool:
 
 def _aliases(tensor: Tensor, args: Any) -> bool:
     storage = tensor.untyped_storage()._cdata
-    return any(each.untyped_storage()._cdata == storage for each in _tensors(args))
-
-
-def _tensors(given: Any) -> Any:
-    for each in given:
-        if isinstance(each, Tensor):
-            yield each
-        elif isinstance(each, tuple | list):
-            yield from _tensors(each)
+    return any(each.untyped_storage()._cdata == storage for each in tensors_in(args))
 
 
 _written_places: dict[Any, list[tuple[int, str]]] = {}
@@ -456,7 +456,7 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
         _written_places[func] = [(place, each.name) for place, each in enumerate(func._schema.arguments)
                                  if each.alias_info is not None and each.alias_info.is_write]
     given = [args[place] if place < len(args) else kwargs.get(name) for place, name in _written_places[func]]
-    return list(_tensors(given))
+    return list(tensors_in(given))
 
 
 def _any_value(dtype: torch.dtype) -> Any:

@@ -7,6 +7,7 @@ host, by storage. All other values are unknown.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ class Values:
 
     def __init__(self) -> None:
         self._known: dict[int, Any] = {}
+        self._assumed: set[int] = set()  # of these, the values are a guess
 
     def of(self, tensor: Tensor) -> Tensor | None:
         storage = self._known.get(tensor.untyped_storage()._cdata)
@@ -39,8 +41,13 @@ class Values:
 
     def know(self, tensor: Tensor, values: Tensor) -> None:
         """States a tensor's values, if they are few."""
+        self._know(tensor, values, False)
+
+    def _know(self, tensor: Tensor, values: Tensor, assumed: bool) -> None:
         if not _few(tensor):
             return
+        if assumed:
+            self._assumed.add(tensor.untyped_storage()._cdata)
         storage = torch.UntypedStorage(tensor.untyped_storage().nbytes(), device="cpu")
         self._known[tensor.untyped_storage()._cdata] = storage
         copy = torch.empty(0, dtype=tensor.dtype).set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
@@ -48,28 +55,37 @@ class Values:
 
     def forget(self, key: int) -> None:
         self._known.pop(key, None)
+        self._assumed.discard(key)
 
     def compute(self, func: Any, args: Any, kwargs: Any, results: list[Any]) -> None:
-        """Values of the results of an operation: from known arguments; else a single number is taken to be 1.0."""
+        """Values of the results of an operation: from known arguments, else assumed ones.
+
+        Assumed: a single number is 1.0, a flag is not set, everything is finite. They answer a program's questions, and
+        sizes never depend on them.
+        """
         tensors = [each for each in results if isinstance(each, Tensor)]
         if not tensors or not all(map(_few, tensors)):
             return
         found = self.evaluate(func, args, kwargs)
         if found is not None:
+            assumed = self._any_assumed(args, kwargs)
             for tensor, value in zip(results, found if isinstance(found, tuple | list) else [found], strict=False):
                 if isinstance(tensor, Tensor) and isinstance(value, Tensor):
-                    self.know(tensor, value)
+                    self._know(tensor, value, assumed)
             return
         for tensor in tensors:
-            if tensor.numel() == 1 and tensor.is_floating_point():
-                self.know(tensor, torch.ones(()))
+            if tensor.dtype == torch.bool:
+                self._know(tensor, torch.tensor(func._schema.name in ("aten::all", "aten::isfinite")), True)
+            elif tensor.numel() == 1 and tensor.is_floating_point():
+                self._know(tensor, torch.ones(()), True)
 
-    def evaluate(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The operation on the host; None if a value is unknown."""
+    def evaluate(self, func: Any, args: Any, kwargs: Any, *, assume: bool = True) -> Any:
+        """The operation on the host; None if a value is unknown, or without `assume` if it is only assumed."""
         if any(word in func._schema.name for word in UNDEFINED):
             return None
         try:
-            args, kwargs = self._on_host(args), {name: self._on_host(value) for name, value in kwargs.items()}
+            args = self._on_host(args, assume)
+            kwargs = {name: self._on_host(value, assume) for name, value in kwargs.items()}
             if kwargs.get("device") is not None:
                 kwargs["device"] = torch.device("cpu")
             return func(*args, **kwargs)
@@ -87,21 +103,38 @@ class Values:
         for each in written:
             if each.untyped_storage()._cdata not in self._known:
                 self.know(each, torch.zeros((), dtype=each.dtype))
-        if self.evaluate(func, args, kwargs) is None:
-            for each in written:
-                self.forget(each.untyped_storage()._cdata)
+        assumed = self._any_assumed(args, kwargs)
+        known = self.evaluate(func, args, kwargs) is not None
+        for each in written:
+            key = each.untyped_storage()._cdata
+            if not known:
+                self.forget(key)
+            elif assumed:
+                self._assumed.add(key)
 
-    def _on_host(self, given: Any) -> Any:
+    def _any_assumed(self, args: Any, kwargs: Any) -> bool:
+        return any(each.untyped_storage()._cdata in self._assumed for each in tensors_in((args, [*kwargs.values()])))
+
+    def _on_host(self, given: Any, assume: bool) -> Any:
         if isinstance(given, Tensor):
             if not is_stand_in(given):
                 return given
             known = self.of(given)
-            if known is None:
+            if known is None or (given.untyped_storage()._cdata in self._assumed and not assume):
                 raise _Unknown
             return known
         if isinstance(given, tuple | list):
-            return type(given)(map(self._on_host, given))
+            return type(given)(self._on_host(each, assume) for each in given)
         return given
+
+
+def tensors_in(given: Any) -> Iterator[Tensor]:
+    """The tensors of nested lists and tuples, in order."""
+    for each in given:
+        if isinstance(each, Tensor):
+            yield each
+        elif isinstance(each, tuple | list):
+            yield from tensors_in(each)
 
 
 def _is_whole(tensor: Tensor) -> bool:

@@ -52,6 +52,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=int, default=150, help="after which a case is given up")
     parser.add_argument("--no_trace", action="store_true", help="measure only")
     parser.add_argument("--history", action="store_true", help="keep every allocation and free, too")
+    parser.add_argument("--torch", default="", help="version of torch whose rules traces follow")
     parser.add_argument("--extra", default="", help="arguments after those of each case")
     options = parser.parse_args()
     if options.what == "one":
@@ -259,7 +260,8 @@ def traced(case: Row, options: argparse.Namespace, out: Path) -> Row:
     saved.parent.mkdir(parents=True, exist_ok=True)
     with script_of(case, options.nanogpt) as (script, folder):
         command = [sys.executable, "-P", "-m", "fitgpt", "trace", "--gpu", GPU, "--steps", str(MOST_STEPS), "--json",
-                   "--save", str(saved), str(script), *case["args"]]
+                   "--save", str(saved), *(["--torch", options.torch] if options.torch else []), str(script),
+                   *case["args"]]
         try:
             done = subprocess.run(command, capture_output=True, text=True, env=environment_of(case), cwd=folder,
                                   timeout=options.seconds, check=False)

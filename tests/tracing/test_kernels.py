@@ -75,6 +75,7 @@ def test_sums_over_rows_have_the_scratch_of_the_recorded_runs() -> None:
     ((8, 9), (2, 8, 64, 64), 2, torch.bfloat16, {"enable_gqa": True}, "flash"),
     ((8, 9), (2, 8, 64, 64), 8, torch.bfloat16, {"mask": True}, "efficient"),
     ((8, 9), (2, 8, 64, 64), 2, torch.bfloat16, {"mask": True, "enable_gqa": True}, "math"),
+    ((9, 0), (2, 8, 64, 64), 8, torch.bfloat16, {"mask": True, "learned": True}, "math"),  # T5's position bias
     ((8, 9), (2, 8, 64, 64), 8, torch.float32, {}, "efficient"),
     ((8, 9), (2, 8, 64, 64), 2, torch.float32, {"enable_gqa": True}, "math"),
     ((8, 9), (2, 8, 64, 42), 8, torch.float16, {}, "flash"),
@@ -90,7 +91,9 @@ def test_the_attention_kernel_is_the_one_that_sdp_utils_chooses(
         settings: dict[str, bool], kernel: str) -> None:
     query = torch.empty(shape, dtype=dtype, device="meta")
     key = torch.empty((shape[0], keys, *shape[2:]), dtype=dtype, device="meta")
-    mask = torch.empty(shape[2], shape[2], device="meta") if settings.get("mask") else None
+    mask = None
+    if settings.get("mask"):
+        mask = torch.empty(shape[2], shape[2], device="meta", requires_grad=settings.get("learned", False))
     chosen = AttentionSteering(Platform(capability)).choose(query, key, key, mask, 0.0, False,
                                                             settings.get("enable_gqa", False))
     assert chosen == kernel

@@ -61,7 +61,7 @@ def _trace_of(options: TraceOptions) -> Trace:
                              shlex.join(["fitgpt", "trace", "--gpu", options.gpu or "4070", first]))
         return read(first)
     return trace_script(options.script, gpu=options.gpu or ("h200" if options.all_cards else ""),
-                        others=options.others, budget=options.budget, steps=options.steps)
+                        others=options.others, budget=options.budget, steps=options.steps, torch=options.torch)
 
 
 def _every_gpu(traced: Trace, options: TraceOptions, allocator: str) -> int:

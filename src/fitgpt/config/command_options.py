@@ -318,6 +318,7 @@ class TraceOptions(Options):
     budget: str = budget_option()
     others: str = _others()
     steps: int = option(4, "stop the script after this many optimizer steps", rule=count)
+    torch: str = _torch()
     allocator: str = option("auto", "PyTorch's allocator: auto is as the script sets it",
                             choices=("auto", "native", "expandable"))
     save: str = option("", "write the trace to this file, for `fitgpt trace FILE` and `fitgpt explain --trace FILE`",

@@ -141,6 +141,8 @@ class AttentionSteering:
         if any(each.dim() != 4 for each in tensors) or any(each.shape[0] != query.shape[0] for each in tensors) \
                 or 0 in query.shape or 0 in key.shape or any(each.stride(-1) != 1 for each in tensors):
             return "math"
+        if mask is not None and mask.requires_grad and torch.is_grad_enabled():  # recorded: T5's position bias
+            return "math"
         same_heads = query.shape[1] == key.shape[1] == value.shape[1]
         grouped = enable_gqa and query.shape[1] % key.shape[1] == 0 and query.shape[1] % value.shape[1] == 0
         half = query.dtype in (HALF if capability >= (8, 0) else HALF[:1])

@@ -13,6 +13,8 @@ from .device import TracedGpu
 from .patches import Patches
 from .recorder import SETTLED
 
+UNKNOWN_RNNS = "On a GPU, cuDNN runs recurrent layers (LSTM, GRU) in kernels of its own, whose memory is not known."
+
 
 class StepsDone(BaseException):
     """Stops a program that has taken the wanted number of optimizer steps. Not an Exception: programs catch those."""
@@ -51,6 +53,8 @@ class ModuleCalls:
                 self._names[each] = name or type(each).__name__
                 if isinstance(each, nn.Embedding):
                     self.recorder.vocabulary = max(self.recorder.vocabulary, each.num_embeddings)
+                if isinstance(each, nn.RNNBase):
+                    self.recorder.notes[UNKNOWN_RNNS] = None
             parameters = list(module.parameters())
             self.recorder.params = max(self.recorder.params, sum(each.numel() for each in parameters))
             self._own([*parameters, *module.buffers()], "weights")

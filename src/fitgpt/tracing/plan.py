@@ -25,6 +25,7 @@ from ..planning.plan_file import document
 from .trace_file import Kind, Trace
 
 SCRIPT = "script"          # Forecast.trainer
+CONVOLUTIONS = "script, convolutions"  # their own recorded runs
 PASSES = {"load": "loading", "forward": "the forward pass", "backward": "the backward pass",
           "optimizer": "the optimizer step", "eval": "evaluation"}  # phases of a trace
 LARGEST_TENSORS = 10
@@ -34,8 +35,8 @@ LAYER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")  # "model.layers.3.mlp": layer 3
 SMALLEST_8BIT, SCALE = 4096, 1 / 64
 # What compiled scripts reserved, as a share of their eager trace: the range of the recorded ones, docs/accuracy.md.
 COMPILED = (0.41, 1.04)
-COMPILED_NOTE = ("The script calls torch.compile, and a trace runs eager. Phases, steps, owners and tensors are those of "
-                 "the eager trace; the range of the compiled run is estimated from it.")
+COMPILED_NOTE = ("The script calls torch.compile, and a trace runs eager. Phases, steps, owners and tensors are those "
+                 "of the eager trace; the range of the compiled run is estimated from it.")
 ARITHMETIC = "arithmetic on the trace, not traced"
 
 
@@ -124,7 +125,9 @@ class TracedPlan(MemoryPlan):
 
     @cached_property
     def track_record(self) -> TrackRecord:
-        return track_record_of(self.forecast, self.budget.card)
+        convolutions = any("convolution" in kind.op for kind in self.trace.tensors)
+        trainer = CONVOLUTIONS if convolutions else SCRIPT
+        return track_record_of(self.forecast._replace(trainer=trainer), self.budget.card)
 
     def to_dict(self) -> dict[str, Any]:
         """What --json prints: the keys of `plan --json`, and those of a trace."""

@@ -38,7 +38,8 @@ NOTHING = ("{script} allocated no GPU memory: it ran to its end without a tensor
 # ---- the parent
 
 
-def trace_script(command: Sequence[str], *, gpu: str, others: str, budget: str, steps: int) -> Trace:
+def trace_script(command: Sequence[str], *, gpu: str, others: str = "", budget: str = "", steps: int = 4,
+                 torch: str = "") -> Trace:
     """Runs the command (a script or -m MODULE, and arguments) in a child process. Its output goes to stderr."""
     if command[0] != "-m" and not Path(command[0]).is_file():
         raise UsageError(f"There is no file {command[0]!r}.", "fitgpt trace --gpu 4070 train.py")
@@ -47,7 +48,7 @@ def trace_script(command: Sequence[str], *, gpu: str, others: str, budget: str, 
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "trace.json"
         request = {"command": list(command), "gpu": gpu, "others": others, "budget": budget, "steps": steps,
-                   "result": str(result)}
+                   "torch": torch, "result": str(result)}
         child = subprocess.run([sys.executable, "-P", "-m", "fitgpt.tracing.script", json.dumps(request)],
                                stdout=sys.stderr.fileno(), check=False)
         text = result.read_text(encoding="utf-8") if result.is_file() else ""
@@ -67,15 +68,16 @@ def trace_script(command: Sequence[str], *, gpu: str, others: str, budget: str, 
 def main(request: str) -> None:
     wanted = json.loads(request)
     try:
-        text = to_json(run(wanted["command"], wanted["gpu"], wanted["others"], wanted["budget"], wanted["steps"]))
+        text = to_json(run(wanted["command"], wanted["gpu"], wanted["others"], wanted["budget"], wanted["steps"],
+                           wanted["torch"]))
     except (CannotTrace, ScriptFailed, UsageError) as error:
         kind = UNTRACEABLE if isinstance(error, CannotTrace) else FAILED if isinstance(error, ScriptFailed) else USAGE
         text = json.dumps({"error": kind, "what": error.what, "fix": error.fix})
     Path(wanted["result"]).write_text(text, encoding="utf-8")
 
 
-def run(command: list[str], gpu: str, others: str, budget: str, steps: int) -> Trace:
-    """Runs the script until it has taken `steps` optimizer steps, or to its end."""
+def run(command: list[str], gpu: str, others: str, budget: str, steps: int, version: str) -> Trace:
+    """Runs the script until it has taken `steps` optimizer steps, or to its end. `version`: of torch, for its rules."""
     import torch
 
     from .errors import Untraceable
@@ -84,7 +86,7 @@ def run(command: list[str], gpu: str, others: str, budget: str, steps: int) -> T
     from .recorder import Recorder
     from .trace import recording
 
-    target = target_for(gpu, "auto", others=others, budget=budget, torch=torch.__version__)
+    target = target_for(gpu, "auto", others=others, budget=budget, torch=version or torch.__version__)
     recorder, replaced, module = Recorder(), Patches(), command[0] == "-m"
     script = command[1] if module else command[0]
     sys.argv = [script, *command[2 if module else 1:]]
@@ -113,7 +115,7 @@ def run(command: list[str], gpu: str, others: str, budget: str, steps: int) -> T
         replaced.undo()
     if not recorder.tensors:
         raise CannotTrace(NOTHING[0].format(script=script), NOTHING[1])
-    return trace_of(recorder, tuple(command), target.platform, torch.__version__)
+    return trace_of(recorder, tuple(command), target.platform, version or torch.__version__)
 
 
 def write_no_weights(patches: Patches) -> None:

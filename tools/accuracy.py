@@ -36,7 +36,9 @@ NANOGPT_RECORDS = tuple(RECORDED / "nanogpt" / f"{name}.json" for name in (
     "odd_vocabularies", "common_shapes", "any_shape"))
 ENGINE_RECORDS = tuple(RECORDED / "engine" / f"{name}.json" for name in (
     "random", "held_out", "attention_kernels", "savers_off", "memory_page", "bitsandbytes"))
-TRACK_RECORD = (*NANOGPT_RECORDS, *ENGINE_RECORDS, ROOT / "bench" / "results" / "triples_h200.json")  # in its order
+TRACES = RECORDED / "traces" / "measured.json"
+TRACK_RECORD = (*NANOGPT_RECORDS, *ENGINE_RECORDS, ROOT / "bench" / "results" / "triples_h200.json",
+                TRACES)  # in its order
 
 NANOGPT = "nanogpt"
 H200 = Platform((9, 0), "2.11")
@@ -152,6 +154,10 @@ def _settings_text(config: dict[str, Any]) -> str:
 
 def basis(path: Path, gpu: str, torch: str) -> list[dict[str, Any]]:
     """One row per recorded run: its shape and mode, and the largest error of its forecast."""
+    if path == TRACES:
+        from traces import basis as basis_of_traces  # it imports this module, by the page of memory
+
+        return basis_of_traces(gpu, torch)
     rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
     trainer, figures, configs = of_file(path)
     kinds = {row["name"]: record_kind(trainer, expandable=bool(row.get("expandable")),

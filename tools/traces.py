@@ -21,7 +21,8 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tools")]
 
 from fitgpt.core.units import MiB  # noqa: E402
 from fitgpt.memory.timeline import Timeline, replay, reserved_in_other_orders  # noqa: E402
-from fitgpt.tracing.plan import COMPILED, StepMemory, steps_of  # noqa: E402
+from fitgpt.planning.forecast import COLUMNS  # noqa: E402
+from fitgpt.tracing.plan import COMPILED, CONVOLUTIONS, SCRIPT, StepMemory, steps_of  # noqa: E402
 from fitgpt.tracing.trace_file import Trace, from_json  # noqa: E402
 from memory_page import markdown  # noqa: E402
 
@@ -95,8 +96,23 @@ def runs() -> list[TracedRun]:
 
 
 def traced(group: str) -> list[TracedRun]:
-    """Those that have a trace of every step."""
-    return [run for run in runs() if run.group == group and len(run.forecast) == len(run.measured)]
+    """Those with a trace of every step. A run may have skipped steps after an overflow, which a trace does not know."""
+    return [run for run in runs() if run.group == group and len(run.forecast) >= len(run.measured)]
+
+
+def basis(gpu: str, torch: str) -> list[Row]:
+    """Rows of src/fitgpt/planning/track_record.csv, by its COLUMNS: a script has no shape that fitgpt knows."""
+    found = []
+    for group, trainer in ((LANGUAGE, SCRIPT), (CONVOLUTION, CONVOLUTIONS)):
+        for run in traced(group):
+            real, said = run.measured[-1], run.forecast[-1]
+            found.append({**dict.fromkeys(COLUMNS, ""), "trainer": trainer, "gpu": gpu, "torch": torch,
+                          "name": run.name, "mode": "eager", "options": " ".join(run.row["args"]),
+                          "allocated_bytes": real.peak_allocated_bytes, "reserved_bytes": real.peak_reserved_bytes,
+                          "forecast_allocated_bytes": said.peak_allocated_bytes,
+                          "forecast_reserved_bytes": run.forecast_reserved, "figures": 2,
+                          "worst_percent": round(max(run.percents(), key=abs), 3)})
+    return found
 
 
 # ---- tables
@@ -142,13 +158,15 @@ def of_accelerate(run: TracedRun) -> int | None:
     """`accelerate estimate-memory` 1.15: estimate_training_usage() in accelerate/commands/estimate.py, the largest."""
     assert run.trace is not None
     size = 4 * run.trace.params
+    if not size:
+        return None
     return 4 * size if _precision(run) == "fp32" else 2 * size
 
 
 def of_deepspeed(run: TracedRun) -> int | None:
     """estimate_zero2_model_states_mem_needs() for one GPU, without offload: (4 + 16) bytes per parameter."""
     assert run.trace is not None
-    return 20 * run.trace.params
+    return 20 * run.trace.params or None
 
 
 def of_unsloth(run: TracedRun) -> int | None:
@@ -157,6 +175,8 @@ def of_unsloth(run: TracedRun) -> int | None:
     if run.row["script"] != "language_model.py" or run.architecture not in UNSLOTH_SHAPES:
         return None
     assert run.trace is not None
+    if not run.trace.params:
+        return None
     options = _options(run.row["args"])
     layers, width, hidden, keys = 6, 768, 2048, UNSLOTH_SHAPES[run.architecture]
     if any("num_hidden_layers" in each for each in run.row["args"]):
@@ -177,7 +197,7 @@ def of_memtracker(run: TracedRun) -> int | None:
     """torch.distributed._tools.mem_tracker.MemTracker around the script on the GPU: what it says of the real run."""
     path = RECORDED / "memtracker.json"
     rows = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.is_file() else []
-    return next((row["peak_bytes"] for row in rows if row["name"] == run.name), None)
+    return next((row.get("peak_bytes") for row in rows if row["name"] == run.name), None)
 
 
 def _precision(run: TracedRun) -> str:

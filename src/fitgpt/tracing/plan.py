@@ -25,6 +25,7 @@ from ..planning.plan_file import document
 from .trace_file import Kind, Trace
 
 SCRIPT = "script"          # Forecast.trainer
+CONVOLUTIONS = "script, convolutions"  # their own recorded runs
 PASSES = {"load": "loading", "forward": "the forward pass", "backward": "the backward pass",
           "optimizer": "the optimizer step", "eval": "evaluation"}  # phases of a trace
 LARGEST_TENSORS = 10
@@ -124,7 +125,9 @@ class TracedPlan(MemoryPlan):
 
     @cached_property
     def track_record(self) -> TrackRecord:
-        return track_record_of(self.forecast, self.budget.card)
+        convolutions = any("convolution" in kind.op for kind in self.trace.tensors)
+        trainer = CONVOLUTIONS if convolutions else SCRIPT
+        return track_record_of(self.forecast._replace(trainer=trainer), self.budget.card)
 
     def to_dict(self) -> dict[str, Any]:
         """What --json prints: the keys of `plan --json`, and those of a trace."""

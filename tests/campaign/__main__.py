@@ -160,6 +160,7 @@ def run_campaigns(names: Sequence[str], jobs: int, seconds: float) -> int:
                     worker.wait(timeout=GRACE_S)
                 except subprocess.TimeoutExpired:
                     worker.kill()
+                    worker.wait()
     failures = 0
     for name in names:
         print(describe(name, before[name], started), *kinds_of(name), sep="\n", flush=True)
@@ -170,7 +171,7 @@ def run_campaigns(names: Sequence[str], jobs: int, seconds: float) -> int:
             print(f"  and {len(bad) - SHOWN} more, in {results_folder(name)}")
         failures += len(bad)
     for (name, _), worker in workers.items():
-        if worker.returncode not in (0, STOPPED):
+        if worker.returncode not in (0, STOPPED, -signal.SIGKILL):
             print(f"  {name}: a worker ended with {worker.returncode}")
             failures += 1
     return failures

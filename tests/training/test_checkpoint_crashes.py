@@ -1,4 +1,4 @@
-"""Disks that say no, and deaths at any moment: the last checkpoint that was acknowledged still loads. Many more of both:
+"""Disks that fail, and deaths at any moment: the last checkpoint that was acknowledged still loads. Many more of both:
 tests/campaign."""
 
 from __future__ import annotations

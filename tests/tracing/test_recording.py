@@ -169,8 +169,10 @@ def test_an_optimizer_made_before_the_model_moves_trains_the_moved_parameters() 
         model = nn.Sequential(nn.Linear(512, 512), nn.LayerNorm(512))  # a large weight, and small ones
         optimizer = torch.optim.AdamW(model.parameters())
         model.to("cuda")
-        model(torch.ones(2, 512, device="cuda")).sum().backward()
-        optimizer.step()
+        for _ in range(2):
+            loss = model.to("cuda")(torch.ones(2, 512, device="cuda")).sum()
+            loss.backward()
+            optimizer.step()
     states = [tensor for tensor in recorder.tensors if tensor.op == "aten.zeros_like.default"]
     assert len(states) == 2 * 4
 

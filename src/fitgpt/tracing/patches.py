@@ -49,9 +49,7 @@ def install(patches: Patches, device: TracedGpu, platform: Platform, card: GpuMo
     _files(patches)
     _autocast(patches, device)
     _compilers(patches, device)
-    # Module.to() keeps the identity of parameters, as it does between host and GPU: torch.nn.Module._apply replaces
-    # them where tensors are of different kinds, and an optimizer that was made before would train the old ones.
-    patches.set(torch.__future__, "_swap_module_params_on_conversion", True)
+    _modules(patches)
     _cuda(patches, device, platform, card, memory)
 
 
@@ -300,6 +298,23 @@ def _compilers(patches: Patches, device: TracedGpu) -> None:
     patches.set(torch, "compile", compile)
     patches.set(torch.nn.Module, "compile", lambda module, *_, **__: compile(module) and None)
     patches.set(torch.jit, "script", lambda function=None, *_, **__: function)
+
+
+def _modules(patches: Patches) -> None:
+    """Module.to() keeps the identity of parameters, as it does between host and GPU. Where tensors are of different
+    kinds, Module._apply makes new parameters, and an optimizer that was made before would train the old ones."""
+    apply = torch.nn.Module._apply
+
+    def swapping(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        before = torch.__future__.get_swap_module_params_on_conversion()
+        if not all(is_stand_in(each) for each in module.parameters()):
+            torch.__future__.set_swap_module_params_on_conversion(True)
+        try:
+            return apply(module, *args, **kwargs)
+        finally:
+            torch.__future__.set_swap_module_params_on_conversion(before)
+
+    patches.set(torch.nn.Module, "_apply", swapping)
 
 
 class NoStream:

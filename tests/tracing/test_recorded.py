@@ -57,7 +57,7 @@ def test_compiled_runs_are_in_the_stated_range() -> None:
 
 
 @pytest.mark.parametrize("name", ["modern gpt float32", "nn.Transformer"])
-def test_a_script_traced_here_has_the_allocations_of_the_trace_made_beside_the_run(name: str) -> None:
+def test_a_script_traced_here_has_the_allocations_of_the_stored_trace(name: str) -> None:
     """With another version of torch. Scripts with rms_norm under autocast differ: 2.12 casts it to float32."""
     run = named(name)
     assert run.trace is not None

@@ -33,9 +33,11 @@ PACKAGES = ("torch", "numpy", "safetensors", "tiktoken", "regex", "requests", "r
 SHADOW = 'open("IMPORTED", "a").write(__name__ + "\\n")\nraise SystemExit(99)\n'
 TINY = ("--dataset=mine", "--n_layer=1", "--n_head=2", "--n_embd=32", "--block_size=16", "--batch_size=2",
         "--gradient_accumulation_steps=1", "--max_iters=2", "--eval_interval=2", "--eval_iters=1", "--device=cpu")
+EXAMPLE = Path(__file__).parents[1] / "docs" / "examples" / "train_gpt.py"
 COMMANDS = {
     "prepare": ("texts.txt", "--name=prepared", "--tokenizer=gpt2", "--val_fraction=0.1", "--processes=2"),
     "plan": ("--gpu=4070", "--options", *TINY),
+    "trace": ("--gpu=4070", "--steps=1", str(EXAMPLE), "--batch_size=2"),  # in another folder
     "fit": ("--gpu=4070", *TINY),
     "cards": (),
     "train": (*TINY, "--out_dir=new"),

@@ -58,6 +58,8 @@ def test_help_of_a_command_works_among_invalid_options(command: str, capsys: pyt
     texts = []
     for argv in (["help", command], [command, "--help"], [command, "--no-such-flag", "-h"],
                  [command, "nowhere.py", "--help"]):
+        if command == "trace" and argv[1] == "nowhere.py":
+            continue  # what follows the script's name is the script's
         assert main(argv) == 0
         texts.append(capsys.readouterr().out)
     assert texts[0].startswith(f"usage: fitgpt {command}")

@@ -242,6 +242,7 @@ NOTEBOOKS = {
 }
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", NOTEBOOKS)
 def test_a_notebook_is_valid_and_its_cells_run(name: str, tmp_path: Path) -> None:
     notebook = json.loads((ROOT / "docs" / f"{name}.ipynb").read_text(encoding="utf-8"))

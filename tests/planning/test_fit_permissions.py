@@ -16,6 +16,8 @@ from fitgpt.planning.budget import Budget, platform_for
 from fitgpt.planning.fit_search import Candidate, FitTarget, SaverSet, Search, parse_allow
 from fitgpt.planning.layer_costs import CostCache
 
+pytestmark = pytest.mark.xdist_group("fit permissions")  # one process makes the cases
+
 GPUS = ("4070", "3060", "h200", "2080ti")
 # Of what the given run needs, the share that the GPU offers.
 SHARES = (0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97, 1.0, 1.03, 1.1, 1.2, 1.5, 2.0, 4.0)

@@ -13,7 +13,7 @@ from fitgpt.tracing.script import trace_script
 from traces import CONVOLUTION, LANGUAGE, TracedRun, runs, traced
 
 CASES = Path(__file__).parents[2] / "bench" / "trace_cases"
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("recorded traces")]  # one process replays each trace once
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("recorded")]  # one process replays each trace once
 
 
 def named(name: str) -> TracedRun:

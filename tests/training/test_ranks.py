@@ -27,7 +27,7 @@ from tests.failing_allocations import FALLBACKS, FailingAllocations
 from tests.helpers import tiny_config
 from tests.rank_processes import LOST, killed_at_random, logs, trained
 
-pytestmark = [pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork"), pytest.mark.slow]
+pytestmark = [pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork"), pytest.mark.slow, pytest.mark.ci]
 
 # Without clipping: its factor is float32, whatever the weights are.
 SETTINGS: dict[str, Any] = dict(gradient_accumulation_steps=6, n_embd=16, n_layer=1, batch_size=2, grad_clip=0.0)

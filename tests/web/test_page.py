@@ -22,7 +22,7 @@ from tests.html_outline import check_accessibility
 from tests.web.test_paste import SMI
 from tests.web_server import HOSTILE, NOTES, built_site, recorded_rows, running_run, serving, serving_files
 
-pytestmark = pytest.mark.xdist_group("page")  # one process starts the server and the browser
+pytestmark = [pytest.mark.ci, pytest.mark.xdist_group("page")]  # one process starts the server and the browser
 
 ON_SITE = os.environ.get("FITGPT_PAGE") == "site"
 TAKING_PICTURES = bool(os.environ.get("FITGPT_PICTURES"))  # of larger runs than the tests need

@@ -18,7 +18,7 @@ from fitgpt.runs.metrics import read_metrics
 from tests.html_outline import HOSTILE_TEXTS, check_accessibility
 from tests.report_rows import FACTS, PLAN, evaluation, step, write_run
 
-pytestmark = pytest.mark.xdist_group("report page")  # one process makes the reports and starts the browser
+pytestmark = [pytest.mark.ci, pytest.mark.xdist_group("report page")]  # one process makes them and starts the browser
 
 PHONE, DESKTOP = 390, 1200
 RECORDED = Path(__file__).parents[1] / "recorded" / "runs" / "h200" / "metrics.jsonl"

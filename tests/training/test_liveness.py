@@ -1,4 +1,4 @@
-"""A stuck worker is ended with its stacks written down; a worker without a supervisor, or told to stop, never waits."""
+"""A stuck worker is ended with its stacks written; a worker without a supervisor, or asked to stop, never waits."""
 
 from __future__ import annotations
 

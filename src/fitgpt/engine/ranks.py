@@ -287,17 +287,17 @@ def check_alike(ranks: Ranks, config: RunConfig, device: str, dtype: str, data: 
         gpu = f"{os.environ.get('NCCL_HOSTID') or node()} {torch.cuda.get_device_properties(device).uuid}"
     alike = {"version of fitgpt": __version__, "version of torch": torch.__version__, "dtype": dtype,
              "data": data[:12], "config": sha256(json.dumps(shared, sort_keys=True).encode()).hexdigest()[:12]}
-    told = ranks.exchange({"alike": alike, "config": shared, "gpu": gpu})
-    for rank, other in enumerate(told):
-        for what, first in told[0]["alike"].items():
+    of_ranks = ranks.exchange({"alike": alike, "config": shared, "gpu": gpu})
+    for rank, other in enumerate(of_ranks):
+        for what, first in of_ranks[0]["alike"].items():
             if other["alike"][what] != first:
                 detail = f"{first} on rank 0 and {other['alike'][what]} on rank {rank}"
                 if what == "config":
-                    detail = ", ".join(f"{key}={told[0]['config'][key]!r} on rank 0 and {value!r} on rank {rank}"
-                                       for key, value in other["config"].items() if told[0]["config"][key] != value)
+                    detail = ", ".join(f"{key}={of_ranks[0]['config'][key]!r} on rank 0 and {value!r} on rank {rank}"
+                                       for key, value in other["config"].items() if of_ranks[0]["config"][key] != value)
                 raise UsageError(f"The ranks differ in {what}: {detail}.",
                                  "Start all ranks with the same command, the same installation and the same data.")
-    check_gpus([each["gpu"] for each in told])
+    check_gpus([each["gpu"] for each in of_ranks])
 
 
 def check_gpus(gpus: Sequence[str]) -> None:

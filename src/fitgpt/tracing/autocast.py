@@ -61,7 +61,7 @@ def overload(name: str) -> Any:
 class Autocast:
     """The kernels, while installed, and the cache of half-precision weights.
 
-    `on_cast` is told of every cast that goes into the cache.
+    `on_cast` is called with every cast that goes into the cache.
     """
 
     def __init__(self, version: str, on_cast: Callable[[Tensor], None]) -> None:

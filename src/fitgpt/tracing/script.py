@@ -55,10 +55,10 @@ def trace_script(command: Sequence[str], *, gpu: str, others: str = "", budget: 
     if not text:
         raise CannotTrace(f"The traced process ended with exit code {child.returncode} and left no trace.",
                           "Its output is above.")
-    told = json.loads(text)
-    if "error" in told:
-        kind = {UNTRACEABLE: CannotTrace, FAILED: ScriptFailed}.get(told["error"], UsageError)
-        raise kind(told["what"], told["fix"])
+    report = json.loads(text)
+    if "error" in report:
+        kind = {UNTRACEABLE: CannotTrace, FAILED: ScriptFailed}.get(report["error"], UsageError)
+        raise kind(report["what"], report["fix"])
     return from_json(text)
 
 

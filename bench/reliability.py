@@ -330,10 +330,10 @@ def allocations(options: argparse.Namespace) -> None:
 
     compiled, dtype = options.kind.split()
     shape = TINY if options.device == "cpu" else {**SMALL, "n_layer": 2, "n_embd": 192, "batch_size": 4}
-    chance, number = random.Random(f"{options.kind} {options.seed}"), iter(range(10**6))
+    chance, out = random.Random(f"{options.kind} {options.seed}"), Path(options.out)
 
-    def run(around: Callable[[Callable[[], None]], None], rehearse: bool = True) -> tuple[Path, dict[str, str]]:
-        out = Path(options.out) / str(next(number))
+    def run(around: Callable[[Callable[[], None]], None], rehearse: bool = True) -> dict[str, str]:
+        shutil.rmtree(out, ignore_errors=True)  # of the run before: 200 runs would fill the disk
         config = RunConfig(**{**shape, "compile": compiled == "compiled", "dtype": dtype, "max_iters": 4,
                               "eval_interval": 2, "save_interval": 1, "deterministic": True,
                               "rehearse": rehearse, "device": options.device, "dataset": options.dataset,
@@ -343,7 +343,7 @@ def allocations(options: argparse.Namespace) -> None:
             around(lambda: run_module.run(config.to_dict(), [], lambda: False, fallbacks=()))
         finally:
             sys.stdout = sys.__stdout__
-        return out, bits(out)
+        return bits(out)
 
     failed, phases, wrong, met = 0, dict[str, int](), list[str](), list[int]()
     if compiled == "eager":
@@ -371,15 +371,15 @@ def allocations(options: argparse.Namespace) -> None:
 
             return around
 
-        _, expected = run(failing(0))
+        expected = run(failing(0))
         cases = [failing(counting.count) for _ in range(PER_PROCESS)]
     else:
-        _, expected = run(lambda work: work())
+        expected = run(lambda work: work())
         cases = [limited(chance, met) for _ in range(PER_PROCESS)]
-    for case in cases:
+    for number, case in enumerate(cases):
         met.clear()
         for _ in range(10):  # a number or limit that was never met is drawn again
-            out, found = run(case, rehearse=compiled == "eager" or chance.random() < 0.5)
+            found = run(case, rehearse=compiled == "eager" or chance.random() < 0.5)
             if met:
                 break
         failed += bool(met)
@@ -390,7 +390,7 @@ def allocations(options: argparse.Namespace) -> None:
             during = "rehearsal" if any(each["kind"] == "rehearsal" for each in later) else ooms[0]["phase"]
         phases[during] = phases.get(during, 0) + 1
         if found != expected:
-            wrong.append(f"{out.name}: {[row['words'][:80] for row in ooms]} {metrics(out, 'step_down')}")
+            wrong.append(f"{number}: {[row['words'][:80] for row in ooms]} {metrics(out, 'step_down')}")
     print(json.dumps({"failed": failed, "phases": phases, "wrong": wrong, "torch": torch.__version__}))
 
 

@@ -48,6 +48,14 @@ _FIXES = {
 }
 
 
+def data_home() -> Path:
+    """The folder of what is measured on this machine."""
+    home = os.environ.get("FITGPT_HOME")
+    if home:
+        return Path(home).expanduser()
+    return Path(os.environ.get("XDG_DATA_HOME") or os.path.expanduser("~/.local/share")) / "fitgpt"
+
+
 # ---- reading
 
 def open_regular(path: Path | str) -> BufferedReader:

@@ -171,8 +171,8 @@ def run_campaigns(names: Sequence[str], jobs: int, seconds: float) -> int:
             print(f"  and {len(bad) - SHOWN} more, in {results_folder(name)}")
         failures += len(bad)
         if len(results(name)) == before[name] != (total(name) or None):
-            print(f"  FAILED {name}: no case was run in {time.time() - started:.0f} s. Its set-up takes longer, or failed: "
-                  f"python -m tests.campaign --list {name}")
+            print(f"  FAILED {name}: no case was run in {time.time() - started:.0f} s. Its set-up takes longer, or "
+                  f"failed: python -m tests.campaign --list {name}")
             failures += 1
     for (name, _), worker in workers.items():
         if worker.returncode not in (0, STOPPED, -signal.SIGKILL):

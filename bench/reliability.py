@@ -23,6 +23,7 @@ import hashlib
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import statistics
@@ -184,7 +185,7 @@ def deterministic(campaign: Campaign) -> None:
                 "most_reserved_off": off, "errors": errors, "bits": first,
                 "errors_without": forecast_errors(plain)}
 
-    chosen = [(name, options) for name, options in variants(campaign.device) if campaign.only in name]
+    chosen = [(name, options) for name, options in variants(campaign.device) if re.search(campaign.only, name)]
     campaign.each(case, chosen, campaign.at_once)
 
 
@@ -462,7 +463,8 @@ def warm(campaign: Campaign) -> None:
             model |= {"offload": "optimizer"} if name == "774M" else {}
             return {"case": f"{name} {batch}", "passed": "tokens_per_s" in timing.time(model, 0.1)}
 
-    campaign.each(case, [(name, batch) for name, model in MODELS.items() for batch in (model["batch_size"], 1)], 8)
+    names = [name for name in MODELS if re.search(campaign.only, name)]
+    campaign.each(case, [(name, batch) for name in names for batch in (MODELS[name]["batch_size"], 1)], 8)
 
 
 def beside(campaign: Campaign) -> None:
@@ -509,7 +511,8 @@ def beside(campaign: Campaign) -> None:
             return {**row, "tokens_per_s": round(statistics.median(rates)), "alone": round(free_rate),
                     "ratio": round(ratio, 3), "passed": ratio >= RATIO}
 
-        campaign.each(case, [(name, free) for name, sizes in FREE_GIB.items() for free in sizes])
+        campaign.each(case, [(name, free) for name, sizes in FREE_GIB.items() for free in sizes
+                             if re.search(campaign.only, name)])
 
 
 def rates_after(process: subprocess.Popen[bytes], out: Path, first: int, wanted: int) -> list[float]:
@@ -574,7 +577,7 @@ def main() -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--seconds", type=float, default=10_000, help="per campaign")
     parser.add_argument("--at_once", type=int, default=7, help="runs side by side, where nothing is timed")
-    parser.add_argument("--only", default="", help="cases of `deterministic` whose name has this")
+    parser.add_argument("--only", default="", help="a regular expression: cases of `deterministic`, models of `beside` and `warm`")
     for hidden in ("--kind", "--dataset"):
         parser.add_argument(hidden, default="", help=argparse.SUPPRESS)
     parser.add_argument("--seed", type=int, default=0, help=argparse.SUPPRESS)

@@ -577,7 +577,8 @@ def main() -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--seconds", type=float, default=10_000, help="per campaign")
     parser.add_argument("--at_once", type=int, default=7, help="runs side by side, where nothing is timed")
-    parser.add_argument("--only", default="", help="a regular expression: cases of `deterministic`, models of `beside` and `warm`")
+    parser.add_argument("--only", default="",
+                        help="a regular expression: cases of `deterministic`, models of `beside` and `warm`")
     for hidden in ("--kind", "--dataset"):
         parser.add_argument(hidden, default="", help=argparse.SUPPRESS)
     parser.add_argument("--seed", type=int, default=0, help=argparse.SUPPRESS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from itertools import groupby
 from pathlib import Path
 
@@ -209,3 +210,15 @@ def test_a_loop_that_ends_at_a_known_length_ends() -> None:
         assert length == 5
         with pytest.raises(Untraceable):
             done[torch.isin(token, torch.tensor([0], device="cuda"))]
+
+
+def test_a_copied_model_has_buffers_of_the_same_shape_at_other_addresses() -> None:
+    recorder = Recorder()
+    with recording(recorder, RTX):
+        model = nn.BatchNorm1d(3000).to("cuda")
+        before = recorder.allocated
+        copied = copy.deepcopy(model)
+        assert copied.state_dict()["running_mean"].shape == (3000,)
+        assert recorder.allocated == 2 * before
+        tensors = [*model.state_dict().values(), *copied.state_dict().values()]
+        assert len({tensor.data_ptr() for tensor in tensors}) == len(tensors)

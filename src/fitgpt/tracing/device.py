@@ -45,6 +45,7 @@ VIEWS = {ops._unsafe_view.default, ops.detach.default, ops.alias.default, ops.li
 IN_PLACE_IN_BACKWARD = {
     ops.scatter_add.default, ops.index_add.default, ops.index_put.default, ops.scatter.src, ops.scatter.value,
 }
+SETS_STORAGE = {ops.set_.source_Storage_storage_offset, ops.set_.source_Storage}  # copy.deepcopy() of a buffer
 GROUPED_MM = getattr(getattr(ops, "_grouped_mm", None), "default", None)
 DATA_DEPENDENT = {
     ops.nonzero.default, ops.masked_select.default, ops._unique2.default, ops.unique_dim.default,
@@ -224,6 +225,10 @@ class TracedGpu(TorchDispatchMode):
             args = (args[0], self._mask_to_indices(args[0], args[1]))
         if (func is ops.add.Tensor and self._accumulates(args[0])) or (func in IN_PLACE_IN_BACKWARD and _in_engine()):
             return args[0]
+        if func in SETS_STORAGE:
+            result = func(*args, **kwargs)
+            self.keep(result, "", str(func))
+            return result
         written = _written(func, args, kwargs)
         if written and all(each.alias_info is not None for each in func._schema.returns):
             self.values.update(func, args, kwargs, written)

@@ -92,6 +92,12 @@ def _tensors(patches: Patches) -> None:
     patches.set(Tensor, "is_pinned", lambda tensor, device=None: device_of(tensor).type == "cpu")
     patches.set(Tensor, "record_stream", lambda tensor, stream: None)
     patches.set(Tensor, "share_memory_", lambda tensor: tensor)
+    # Programs compare addresses to find shared weights: save_pretrained of transformers does. `meta` has none.
+    real_ptr = torch.UntypedStorage.data_ptr
+    patches.set(torch.UntypedStorage, "data_ptr",
+                lambda storage: storage._cdata if storage.device.type == "meta" else real_ptr(storage))
+    patches.set(Tensor, "data_ptr", lambda tensor: tensor.untyped_storage().data_ptr()
+                + tensor.storage_offset() * tensor.element_size())
     real_to = torch._C.TensorBase.to
 
     def to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:

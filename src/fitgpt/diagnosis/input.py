@@ -21,7 +21,7 @@ from ..config.command_options import ExplainOptions
 from ..config.fields import Assignment
 from ..config.run_config import RunConfig
 from ..core.errors import UsageError
-from ..core.units import MiB, parse_bytes, show_bytes
+from ..core.units import MiB, optional_bytes, show_bytes
 from ..hardware.gpus import find
 from ..planning import budget
 from ..planning.request import run_config_from, with_data
@@ -62,7 +62,8 @@ def explain_options(options: ExplainOptions, assignments: Sequence[Assignment],
     folder = Path(target) if target and os.path.isdir(target) else None
     file = target if folder is None and target != "-" and not _is_text(target) else ""
     config, name, notes = find_config(assignments, options.config, folder, file)
-    request = ExplainRequest(config, name, options.gpu, options.trainer, _mib(options.others), _mib(options.process),
+    request = ExplainRequest(config, name, options.gpu, options.trainer, optional_bytes(options.others, "MiB"),
+                             optional_bytes(options.process, "MiB"),
                              read(options.trace) if options.trace else None)
     if any(text.strip().isdecimal() for text in (options.reading, options.process, options.others)):
         notes = (*notes, NO_UNIT)
@@ -74,7 +75,7 @@ def _explain_target(options: ExplainOptions, request: ExplainRequest, folder: Pa
                     stdin: BinaryIO | None) -> Diagnosis:
     target = options.target
     if options.reading or (options.process and not target):
-        return explain_figures(_mib(options.reading), request)
+        return explain_figures(optional_bytes(options.reading, "MiB"), request)
 
     # The text of a file, of the target itself or of standard input.
     source, given = target, None
@@ -139,11 +140,6 @@ def _is_text(target: str) -> bool:
 
 def _read_text(text: str) -> InputText:
     return read_input(BytesIO(text.encode("utf-8", "replace")))
-
-
-def _mib(text: str) -> int | None:
-    """Bytes of an option that may be empty; a number without a unit is in MiB, as nvidia-smi prints."""
-    return parse_bytes(text, "MiB") if text else None
 
 
 def _explain_text(given: InputText, request: ExplainRequest) -> Diagnosis | None:

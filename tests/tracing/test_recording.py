@@ -95,6 +95,32 @@ def test_owners_modules_phases_and_lines_of_tensors() -> None:
     assert recorder.params == 645_000
 
 
+class SelfAttention(nn.Module):
+    def __init__(self, fused: bool) -> None:
+        super().__init__()
+        self.qkv, self.fused = nn.Linear(64, 3 * 64), fused
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (each.view(2, 32, 4, 16).transpose(1, 2) for each in self.qkv(x).split(64, dim=-1))
+        if self.fused:
+            return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return (q @ k.transpose(-2, -1) / 4).softmax(-1) @ v  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(("fused", "shapes"), [
+    (True, {(2, 4, 32, 16), (2, 4, 32), (2,), ()}),  # output and gradients, log-sum-exp, random state, scratch
+    (False, {(8, 32, 32), (2, 4, 32, 32)}),          # scores
+])
+def test_scores_and_what_fused_kernels_allocate_belong_to_attention(fused: bool, shapes: set[tuple[int, ...]]) -> None:
+    recorder = Recorder()
+    with recording(recorder, RTX):
+        model = SelfAttention(fused).to("cuda", torch.bfloat16)
+        model(torch.ones(2, 32, 64, device="cuda", dtype=torch.bfloat16)).sum().backward()
+    found = [tensor for tensor in recorder.tensors if tensor.owner == "attention"]
+    assert {tensor.shape for tensor in found} == shapes
+    assert {tensor.phase for tensor in found} == {"forward", "backward"}
+
+
 def test_stops_at_the_forward_pass_after_the_last_step() -> None:
     def train() -> None:
         model = nn.Linear(8, 8).to("cuda")

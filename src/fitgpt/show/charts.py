@@ -40,7 +40,7 @@ HUGE = 1e300           # beyond it arithmetic on a range overflows; counts as in
 # seen with normal, red-blind, green-blind and blue-blind eyes, most of all between neighbours in a stack.
 OWNER_COLOURS = {
     "weights": "#5775c6", "gradients": "#ab6100", "optimizer": "#b29ff3", "casts": "#0c617c", "activations": "#67be9c",
-    "logits": "#a32b3b", "workspace": "#bb9625", "data": "#f5bfe8", "other": "#828484",
+    "attention": "#45129b", "logits": "#a32b3b", "workspace": "#bb9625", "data": "#f5bfe8", "other": "#828484",
 }
 
 Position = tuple[int, int]  # (x, y) in units of a drawing

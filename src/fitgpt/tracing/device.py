@@ -46,6 +46,7 @@ IN_PLACE_IN_BACKWARD = {
     ops.scatter_add.default, ops.index_add.default, ops.index_put.default, ops.scatter.src, ops.scatter.value,
 }
 SETS_STORAGE = {ops.set_.source_Storage_storage_offset, ops.set_.source_Storage}  # copy.deepcopy() of a buffer
+SOFTMAX = {ops._softmax.default, ops._safe_softmax.default}
 GROUPED_MM = getattr(getattr(ops, "_grouped_mm", None), "default", None)
 DATA_DEPENDENT = {
     ops.nonzero.default, ops.masked_select.default, ops._unique2.default, ops.unique_dim.default,
@@ -249,13 +250,17 @@ class TracedGpu(TorchDispatchMode):
     def _record(self, func: Any, args: Any, kwargs: Any, results: list[Any], owner: str = "") -> None:
         thread = "backward" if torch._C._current_graph_task_id() != -1 else "forward"
         name = str(func)
-        call = Call(func, args, kwargs, results, self.platform, self.recorder, self._workspaces, thread,
+        if func in SOFTMAX and results[0].dim() > 2 and results[0].shape[-1] != self.recorder.vocabulary:
+            self.recorder.has_scores(tuple(results[0].shape))
+        if "_scaled_dot_product" in name:
+            owner = "attention"
+        call = Call(func, args, kwargs, results, self.platform, self.recorder, self._workspaces, thread, owner,
                     lambda tensor, owner: self.keep(tensor, owner, name), lambda tensor: self.put(tensor, HOST))
         if kernel := KERNELS.get(func):
             kernel(call)
             if func is ops.convolution.default:
                 self.recorder.notes[UNKNOWN_CONVOLUTIONS] = None
-        call.finish(owner)
+        call.finish()
 
     # ---- particular operations
 

@@ -21,6 +21,7 @@ from ..config.command_options import ExplainOptions
 from ..config.fields import Assignment
 from ..config.run_config import RunConfig
 from ..core.errors import UsageError
+from ..core.files import open_at_once
 from ..core.units import MiB, optional_bytes, show_bytes
 from ..hardware.gpus import find
 from ..planning import budget
@@ -87,7 +88,7 @@ def _explain_target(options: ExplainOptions, request: ExplainRequest, folder: Pa
         source, given = "the text", _read_text(target)
     else:
         try:
-            with open(target, "rb") as file:
+            with open_at_once(target) as file:
                 limit = limit_of(file, target)
                 if is_pickle(file):
                     return explain_snapshot(read_snapshot(file, target))

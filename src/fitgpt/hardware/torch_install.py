@@ -60,8 +60,8 @@ def failed_import(error: BaseException) -> DeviceError | None:
     """The error of a package that is installed and does not load, such as a torch that lacks a library; None if this
     error did not come from a package's import. Whatever its class: CDLL raises OSError, numpy RuntimeError."""
     # A name that the package lacks: `from safetensors import SafetensorError`, where it is another version.
-    lacks_name = type(error) is ImportError and error.name
-    importing, frame = [error.name or ""] if lacks_name else [], error.__traceback__
+    importing = [error.name or ""] if type(error) is ImportError else []
+    frame = error.__traceback__
     while frame is not None:
         if frame.tb_frame.f_code.co_name == "<module>":
             importing.append(str(frame.tb_frame.f_globals.get("__name__", "")))

@@ -32,7 +32,7 @@ from .case import ExplainRequest
 from .diagnose import Diagnosis, diagnose
 from .memory_snapshot import explain_snapshot, is_pickle, read_snapshot
 from .nvidia_smi import MAX_FRAGMENT, parse_fragment, parse_nvidia_smi
-from .oom_message import COUNTED, OomMessage, parse_oom_message, vague_message
+from .oom_message import COUNTED, OomMessage, is_cut_traceback, parse_oom_message, vague_message
 from .plan_or_run import explain_document, explain_run
 from .reading import explain_figures, explain_nvidia_smi
 from .traced import explain_trace, explain_traced_message
@@ -180,7 +180,9 @@ def _explain_message(message: OomMessage, request: ExplainRequest) -> Diagnosis:
 
 def _unknown(source: str, given: InputText, inputs: tuple[str, ...]) -> Diagnosis:
     mentioned = given.counts[MEMORY] or _MEMORY_WORDS.search(given.text)
-    contains = "mentions memory, but has no message" if mentioned else "contains no message about memory"
+    contains = ("mentions memory, but has no message" if mentioned else
+                "has a traceback without its last line, the error message: it contains no message about memory"
+                if is_cut_traceback(given.text) else "contains no message about memory")
     return Diagnosis("unknown", f"{source} {contains}, no output of nvidia-smi and no plan that fitgpt knows. It does "
                      "not guess.", needed=inputs)
 
@@ -239,7 +241,8 @@ HINTS = (b"out of memory", b"outofmemory", b"tried to allocate", b"total capac",
          b"gpu memory utilization", b"kv cache", b"negligible gpu memory", b"due to signal 9", b"memory exhausted",
          b"_internal_error", b"cudnn algorithm", b"bfcarena", b"failed to create cublas",
          b"executable batch size")
-RAN_OUT, MEMORY = (b"out of memory", b"outofmemory"), b"memory"  # not messages alone
+# Not messages alone. The last two are the end of PyTorch's message.
+RAN_OUT, MEMORY = (b"out of memory", b"outofmemory", b"reserved memory is >>", b"avoid fragmentation"), b"memory"
 _OOM = re.compile(r"\bOOM(?:s|ed)?\b")
 _MEMORY_WORDS = re.compile(r"\bvram\b|speicher|mémoire|memoria|памят|内存|显存|メモリ|ذاكرة|मेमोरी", re.IGNORECASE)
 SMI_HINTS = (b"nvidia-smi", b"memory.used")  # the same for nvidia-smi's output

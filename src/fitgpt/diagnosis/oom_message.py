@@ -261,6 +261,12 @@ def vague_message(text: str) -> OomMessage:
     return OomMessage("cuda" if on_gpu else "vague", "", "", frames=parse_frames(f"{text}\n"))
 
 
+def is_cut_traceback(text: str) -> bool:
+    """Whether the text ends within a traceback, before the line that names the error."""
+    lines = [line for line in clean(text).split("\n") if line.strip()]
+    return any(map(_PYTHON.match, lines)) and lines[-1][0].isspace()
+
+
 def _parse_allocator(match: re.Match[str]) -> tuple[OomMessage, int]:
     """The figures of a message of PyTorch's allocator, and where it ends."""
     # From its first word to the next message or traceback.

@@ -54,6 +54,13 @@ DATA_DEPENDENT = {
 }
 
 
+def first_gpu(device: torch.device) -> bool:
+    """True; a GPU that is not the first is refused."""
+    if device.type == "cuda" and device.index:
+        raise Untraceable(f"the script uses {device}, and a trace is of one GPU, cuda:0; trace it on one GPU")
+    return True
+
+
 def device_of(tensor: Tensor) -> torch.device:
     """The device as the program sees it."""
     if is_stand_in(tensor) and TracedGpu.active is not None and not getattr(_inside, "depth", False):
@@ -154,6 +161,8 @@ class TracedGpu(TorchDispatchMode):
             return self._on_host(func, args, kwargs)
         if not here and device.type not in ("cuda", "meta"):
             return func(*args, **kwargs)
+        if device is not None:
+            first_gpu(device)
         place = self._place_of_result(given, here, device)
         if place is not CARD:
             return self._off_card(func, args, kwargs, place)
@@ -303,7 +312,7 @@ class TracedGpu(TorchDispatchMode):
         result = self.values.evaluate(func, args, kwargs, assume=False)
         if result is None:
             raise Untraceable(f"{func} gives a result whose size depends on values, which a trace does not have; trace "
-                              "the script with a fixed size there, as large as it gets")
+                              "the script with a fixed size there, as large as it gets, or with torch.where")
         made = []
         for each in result if isinstance(result, tuple | list) else (result,):
             tensor = torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device=META)

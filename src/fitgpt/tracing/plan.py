@@ -36,8 +36,8 @@ SMALLEST_8BIT, SCALE = 4096, 1 / 64
 # What compiled scripts reserved, as a share of their trace: of one with the compiler's own plan, and of an eager one.
 # The ranges of the recorded ones, docs/accuracy.md.
 PLANNED, UNPLANNED = (0.95, 1.28), (0.41, 1.04)
-PLANNED_NOTE = ("The script calls torch.compile. Inductor, its compiler, planned the memory from shapes. What it decides "
-                "by timing kernels on the GPU is not known, hence the range.")
+PLANNED_NOTE = ("The script calls torch.compile. Inductor, its compiler, planned the memory from shapes. What it "
+                "decides by timing kernels on the GPU is not known, hence the range.")
 UNPLANNED_NOTE = ("The script calls torch.compile, and the compiler does not run on its shapes alone. Phases, steps, "
                   "owners and tensors are those of an eager trace; the range of the compiled run is estimated from it.")
 ARITHMETIC = "arithmetic on the trace, not traced"

@@ -76,7 +76,8 @@ class Call:
 
 
 def matmul(call: Call) -> None:
-    call.output(0)
+    if call.results:  # none, where it writes into a tensor that is there: compiled code does
+        call.output(0)
     call.workspace("cublas workspace", call.platform.workspace)
 
 
@@ -388,6 +389,10 @@ KERNELS: dict[Any, Callable[[Call], None]] = {
     ops.addmm.default: matmul_with_bias,
     ops.addmv.default: matmul,
     ops.mv.default: matmul,
+    ops.mm.out: matmul,
+    ops.bmm.out: matmul,
+    ops.baddbmm.out: matmul,
+    ops.addmm.out: matmul_with_bias,
     ops.dot.default: matmul,
     ops.sum.default: reduction,
     ops.sum.dim_IntList: reduction,

@@ -66,6 +66,9 @@ def test_prefixes_of_lines_are_removed(prefix: str) -> None:
     "  3%|██▊   | 12/400 [00:10<05:12, 1.24it/s]\r" + MESSAGE,
     "\ufeff" + MESSAGE,
     MESSAGE.replace(" ", "\u00a0"),
+    f"<pre>{MESSAGE.replace(' ', '&nbsp;')}</pre>",
+    MESSAGE.replace("GiB of", "GiB<br>of"),
+    "[31m" + MESSAGE.replace("GPU", "[1mGPU\\u001b[0m") + "[0m",
     MESSAGE.lower(),
     "\x00\x01\x02\ufffd" * 100 + MESSAGE + "\x00\xff" * 100,
 ])
@@ -150,11 +153,19 @@ def test_five_megabytes_get_an_answer(text: str) -> None:
 @pytest.mark.parametrize(("text", "subject"), [
     ("the program is out of memory, I think", "message"), ("torch.cuda.OutOfMemoryError", "message"),
     ('  File "train.py", line 3, in <module>\n    loss.backward()\ntorch.cuda.OutOfMemoryErr', "message"),
-    ("my GPU has too little memory", "unknown"), ("hello", "unknown")])
+    ("to avoid fragmentation.  See documentation", "message"), ("CUDA OOM on my 4070", "message"),
+    ("out of memory after 1,073,741,824 of 8,000,000,000 bytes", "message"),
+    ("my GPU has too little memory", "unknown"), ("VRAM is full", "unknown"), ("hello", "unknown")])
 def test_text_that_mentions_memory_is_not_denied(text: str, subject: str) -> None:
     diagnosis = explain(text)
     assert diagnosis.subject == subject
     assert ("no message about memory" in diagnosis.title) == (text == "hello")
+
+
+def test_a_traceback_without_its_error_is_named() -> None:
+    frames = 'Traceback (most recent call last):\n  File "train.py", line 3, in <module>\n    loss.backward()'
+    assert "traceback without its last line" in explain(frames).title
+    assert "traceback" not in explain(f"{frames}\nValueError: no").title
 
 
 # ---- size

@@ -164,6 +164,25 @@ def test_fragmentation_is_judged_by_what_is_missing(text: str, expected: list[st
     assert ("expandable_segments" in diagnosis.remedies[0].todo) == ("OOM-FRAGMENTED" in expected)
 
 
+def test_expandable_segments_are_advised_with_an_update_if_the_message_is_from_a_pytorch_without_them() -> None:
+    old = allocator_message("86.00 MiB", "43.31 MiB", "9.55 GiB", "10.58 GiB")
+    new = ("CUDA out of memory. Tried to allocate 86.00 MiB. GPU 0 has a total capacity of 11.73 GiB of which 43.31 "
+           "MiB is free. Of the allocated memory 9.55 GiB is allocated by PyTorch, and 1.03 GiB is reserved by PyTorch "
+           "but unallocated.")
+    assert advice(old)[0].startswith("PyTorch 2.2, then PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True")
+    assert advice(new)[0] == "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+
+
+def test_a_few_free_mib_are_a_full_gpu() -> None:
+    text = allocator_message("2.00 MiB", "3.00 MiB", "8.00 GiB", "8.10 GiB")
+    assert "OOM-ROOM" not in codes(diagnose(message(text)))
+
+
+def test_cpu_ram_on_windows_is_answered_with_the_paging_file() -> None:
+    text = "DefaultCPUAllocator: not enough memory: you tried to allocate 26214400 bytes."
+    assert "paging file" in advice(text)[0]
+
+
 CAPPED = ("CUDA out of memory. Tried to allocate {size}. GPU 0 has a total capacity of 11.93 GiB of which 515.00 MiB "
           "is free. {allowed} allowed; Of the allocated memory {allocated} is allocated by PyTorch, and 60.00 MiB is "
           "reserved by PyTorch but unallocated.")

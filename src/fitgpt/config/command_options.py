@@ -87,8 +87,8 @@ class PrepareOptions(Options):
         if len(sources) != 1:
             got = " and ".join(sources) or "none"
             raise UsageError(f"`fitgpt prepare` takes one source of text, but got {got}.",
-                             "fitgpt prepare texts/, or fitgpt prepare --hub HuggingFaceFW/fineweb "
-                             "--hub_config sample-10BT, or fitgpt prepare --embedded")
+                             "fitgpt prepare texts/, or fitgpt prepare --embedded, or\n"
+                             "fitgpt prepare --hub=HuggingFaceFW/fineweb --hub_config=sample-10BT")
         if self.hub_config and not self.hub:
             raise UsageError(f"--hub_config={self.hub_config} without --hub: of which dataset?",
                              f"--hub HuggingFaceFW/fineweb --hub_config {self.hub_config}")

@@ -25,7 +25,7 @@ from ..tracing.trace_file import Trace
 from .oom_message import CUDA_MALLOC_ASYNC, FRAMEWORKS, OomMessage, is_compiled, phase_of, trainer_of
 
 # Kinds of messages that the forecast of a CUDA GPU does not explain.
-NOT_ON_GPU = ("killed", "ram", "mps", "vague", *FRAMEWORKS.keys() - {"nccl", "unsloth"})
+NOT_ON_GPU = ("killed", "ram", "mps", "vague", *FRAMEWORKS.keys() - {"nccl", "unsloth", "no batch"})
 SAME_CARD = 0.004  # the usable memory of one GPU model may differ by this: 24084 and 24217 MiB of a 4090
 SAME_RUN = 0.1     # if the allocated memory differs by more, tape and message are not of the same run
 TRAINERS = {"fitgpt": "fitgpt", "nanogpt": "nanoGPT"}
@@ -404,8 +404,9 @@ class Case:
 
     @property
     def missing(self) -> int:
-        """Requested and not free."""
-        return max(self.requested - (self.usage.free if self.usage else 0), 0)
+        """Requested and not free; less than 32 MiB are the rest of a full GPU, too little for a segment."""
+        free = self.usage.free if self.usage else 0
+        return max(self.requested - (free if free >= 32 * MiB else 0), 0)
 
     @property
     def tape_phase(self) -> str:

@@ -27,7 +27,7 @@ from .case import (
     guess_logits,
     is_segment_size,
 )
-from .oom_message import CUDA_MALLOC_ASYNC, FRAMEWORKS, OomMessage, user_frame
+from .oom_message import CUDA_MALLOC_ASYNC, FRAMEWORKS, MORE_THAN_1EB, OomMessage, user_frame
 from .rules import TOOLS, Rule, had_free_memory, matching_rules
 
 
@@ -133,7 +133,10 @@ def _title(message: OomMessage, cause: Rule) -> str:
     if message.kind == "vague":
         return "Memory ran out."
     if message.requested is None:
-        return "Most likely GPU memory ran out." if "NOT_INITIALIZED" in message.text else "GPU memory ran out."
+        likely = message.kind == "library" and "ALLOC_FAILED" not in message.text
+        return "Most likely GPU memory ran out." if likely else "GPU memory ran out."
+    if message.requested == MORE_THAN_1EB:
+        return "Out of memory: more than 1 EB were requested."
     free = "" if message.free is None else f"; {show_bytes(message.free)} were free"
     gpu = "" if message.gpu is None else f" on GPU {message.gpu}"
     return f"Out of memory: {show_bytes(message.requested)} were requested{gpu}{free}."

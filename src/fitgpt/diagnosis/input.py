@@ -21,6 +21,7 @@ from ..config.command_options import ExplainOptions
 from ..config.fields import Assignment
 from ..config.run_config import RunConfig
 from ..core.errors import UsageError
+from ..core.files import open_at_once
 from ..core.units import MiB, optional_bytes, show_bytes
 from ..hardware.gpus import find
 from ..planning import budget
@@ -30,8 +31,8 @@ from ..tracing.trace_file import from_json, is_trace, read
 from .case import ExplainRequest
 from .diagnose import Diagnosis, diagnose
 from .memory_snapshot import explain_snapshot, is_pickle, read_snapshot
-from .nvidia_smi import parse_fragment, parse_nvidia_smi
-from .oom_message import COUNTED, OomMessage, parse_oom_message, vague_message
+from .nvidia_smi import MAX_FRAGMENT, parse_fragment, parse_nvidia_smi
+from .oom_message import COUNTED, OomMessage, is_cut_traceback, parse_oom_message, vague_message
 from .plan_or_run import explain_document, explain_run
 from .reading import explain_figures, explain_nvidia_smi
 from .traced import explain_trace, explain_traced_message
@@ -52,7 +53,7 @@ def explain(text: str, config: RunConfig | None = None, *, gpu: str = "", traine
     """
     given = _read_text(text)
     request = ExplainRequest(config, gpu=gpu, trainer=trainer, others=others)
-    return _explain_text(given, request) or _unknown("the text", given, INPUTS[:2])
+    return _explain_text(given, request) or _unknown("The text", given, INPUTS[:2])
 
 
 def explain_options(options: ExplainOptions, assignments: Sequence[Assignment],
@@ -80,14 +81,14 @@ def _explain_target(options: ExplainOptions, request: ExplainRequest, folder: Pa
     # The text of a file, of the target itself or of standard input.
     source, given = target, None
     if folder is not None or target in ("", "-"):
-        source = target if folder is not None else "the piped input"
+        source = target if folder is not None else "The piped input"
         if stdin is not None:
             given = read_input(stdin, limit_of(stdin, source))
     elif _is_text(target):
-        source, given = "the text", _read_text(target)
+        source, given = "The text", _read_text(target)
     else:
         try:
-            with open(target, "rb") as file:
+            with open_at_once(target) as file:
                 limit = limit_of(file, target)
                 if is_pickle(file):
                     return explain_snapshot(read_snapshot(file, target))
@@ -156,13 +157,13 @@ def _explain_text(given: InputText, request: ExplainRequest) -> Diagnosis | None
         return explain_trace(from_json(given.text), request.gpu, request.others)
     if isinstance(document, dict) and (diagnosis := explain_document(document, request)):
         return diagnosis
-    if gpu := parse_fragment(given.text):
+    ran_out = any(given.counts[word] for word in RAN_OUT) or (
+        len(given.text) <= MAX_FRAGMENT and _OOM.search(given.text))
+    bare = not re.search(r"\d\s*[MG]i?B?\b", given.text, re.IGNORECASE)
+    if (gpu := parse_fragment(given.text)) and not (bare and ran_out):
         diagnosis = explain_nvidia_smi([gpu], request)
-        bare = not re.search(r"\d\s*[MG]i?B?\b", given.text, re.IGNORECASE)
         return replace(diagnosis, notes=(*diagnosis.notes, NO_UNIT)) if bare else diagnosis
-    if any(given.counts[word] for word in RAN_OUT):
-        return _explain_message(vague_message(given.text), request)
-    return None
+    return _explain_message(vague_message(given.text), request) if ran_out else None
 
 
 def _explain_message(message: OomMessage, request: ExplainRequest) -> Diagnosis:
@@ -178,10 +179,12 @@ def _explain_message(message: OomMessage, request: ExplainRequest) -> Diagnosis:
 
 
 def _unknown(source: str, given: InputText, inputs: tuple[str, ...]) -> Diagnosis:
-    contains = "mentions memory, but has no message" if given.counts[MEMORY] else "contains no message about memory"
-    return Diagnosis("unknown", f"{source[0].upper()}{source[1:]} {contains}, no output of nvidia-smi and no plan "
-                     "that fitgpt knows. It does not guess.",
-                     needed=inputs)
+    mentioned = given.counts[MEMORY] or _MEMORY_WORDS.search(given.text)
+    contains = ("mentions memory, but has no message" if mentioned else
+                "has a traceback without its last line, the error message: it contains no message about memory"
+                if is_cut_traceback(given.text) else "contains no message about memory")
+    return Diagnosis("unknown", f"{source} {contains}, no output of nvidia-smi and no plan that fitgpt knows. It does "
+                     "not guess.", needed=inputs)
 
 
 # ---- the config of the run
@@ -235,8 +238,13 @@ HINTS = (b"out of memory", b"outofmemory", b"tried to allocate", b"total capac",
          b"failed to cuda", b"shared memory", b"bus error", b"/dev/shm", b"</torch", b"out of resource",
          b"resource_exhausted", b"resource exhausted", b"oom debugging", b"oom when allocating", b"resourceexhausted",
          b"bfc_allocator", b"insufficient memory", b"[metal::malloc]", b"[malloc_or_wait]", b"for the cache blocks",
-         b"gpu memory utilization", b"kv cache", b"negligible gpu memory", b"due to signal 9", b"memory exhausted")
-RAN_OUT, MEMORY = (b"out of memory", b"outofmemory"), b"memory"  # not messages alone
+         b"gpu memory utilization", b"kv cache", b"negligible gpu memory", b"due to signal 9", b"memory exhausted",
+         b"_internal_error", b"cudnn algorithm", b"bfcarena", b"failed to create cublas",
+         b"executable batch size")
+# Not messages alone. The last two are the end of PyTorch's message.
+RAN_OUT, MEMORY = (b"out of memory", b"outofmemory", b"reserved memory is >>", b"avoid fragmentation"), b"memory"
+_OOM = re.compile(r"\bOOM(?:s|ed)?\b")
+_MEMORY_WORDS = re.compile(r"\bvram\b|speicher|mémoire|memoria|памят|内存|显存|メモリ|ذاكرة|मेमोरी", re.IGNORECASE)
 SMI_HINTS = (b"nvidia-smi", b"memory.used")  # the same for nvidia-smi's output
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from html import unescape
 from itertools import islice
 from typing import Any
 
@@ -53,8 +54,10 @@ class OomMessage:
 
 # ---- clean text
 
-_ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[@-Z\\-_]")
+_ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[@-Z\\-_]"
+                   r"|(?:\\u001b|\\x1b|\\033)?\[\d{1,3}(?:;\d{1,3}){0,4}m")  # the escape may be lost, or written out
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f\ufffd]")
+_LINE_BREAK = re.compile(r"<br ?/?>")
 _LEVEL = r"(?:INFO|WARN(?:ING)?|ERROR|DEBUG|FATAL|CRITICAL)"
 _PREFIX = re.compile(
     r"\s*(?:`+|>(?=[\s>])|[|│┃❱](?=\s)|E(?=\s{2,})|\[rank\d+\]:?|\(\w+ pid=\d+[^)]*\)|\d+:(?=\s)"
@@ -73,8 +76,10 @@ def failed_rank(text: str) -> int | None:
 
 
 def clean(text: str) -> str:
-    """The text without colours, control characters, and the prefixes of loggers, quotes and terminals."""
-    text = _CONTROL.sub(" ", _ANSI.sub("", text).replace("\r\n", "\n").replace("\r", "\n"))
+    """The text without colours, control characters, HTML's entities, and the prefixes of loggers, quotes and
+    terminals."""
+    text = _LINE_BREAK.sub("\n", unescape(_ANSI.sub("", text))).replace("\r\n", "\n").replace("\r", "\n")
+    text = _CONTROL.sub(" ", text)
     lines = text.split("\n")
     # Where several ranks wrote into one log: only the lines of the rank that ran out of memory first.
     failed = next((rank[1] for line in lines if (rank := _RANK.match(line)) and "out of memory" in line.lower()), None)
@@ -98,13 +103,16 @@ _UNITS = {"bytes": 1, "b": 1, "k": KiB, "m": MiB, "g": GiB, "t": TiB}  # MPS pri
 _SIZE = r"(?<!\d)(?<!\d[.,])(\d{1,18}(?:[.,]\d{1,9})?)(bytes|[kmgt]i?b|b)"  # 7,79: the decimal comma of some locales
 _IMPOSSIBLE = 2**50  # torch 2.1 prints -1 as 17179869184.00 GiB where the driver reports no figure
 _MAX_LENGTH = 2000   # characters of a message, without white space
-OLD_PYTORCH, CUDA_MALLOC_ASYNC = "PyTorch before 1.10", "PyTorch with cudaMallocAsync"
+OLD_PYTORCH, BEFORE_EXPANDABLE, CUDA_MALLOC_ASYNC = ("PyTorch before 1.10", "PyTorch 1.10 to 2.0",
+                                                     "PyTorch with cudaMallocAsync")
+MORE_THAN_1EB = 2**60  # printed as such: the size overflowed
 
 # All patterns match text without white space, since a line wrap may split any word, and in lower case: a pattern that
 # ignores the case takes four times as long. A message may begin with any of its figures, if only they were copied.
-_ALLOCATOR = re.compile(rf"(cuda|hip|xpu)outofmemory\.?(?:triedtoallocate{_SIZE})?|(?<!you)triedtoallocate{_SIZE}"
+_ALLOCATOR = re.compile(rf"(cuda|hip|xpu)outofmemory\.?(?:triedtoallocate(?:{_SIZE}|morethan1eb))?"
+                        rf"|(?<!you)triedtoallocate{_SIZE}"
                         r"|(?:outofmemoryerror:)?allocationondevice\d*wouldexceedallowedmemory\.?(?:\(outofmemory\))?"
-                        r"|outofmemoryerror:allocationondevice"
+                        r"|outofmemoryerror:allocationondevice|allocationondevice\d*thiserrormeansyouranoutofmemory"
                         rf"|\(?gpu\d*;{_SIZE}totalcapacity|gpu\d+hasatotalcapac|thisprocesshas{_SIZE}memoryinuse"
                         rf"|{_SIZE}(?:totalcapacity;|alreadyallocated;|isallocatedbypytorch|reservedintotalbypytorch"
                         r"|isreservedbypytorchbutunallocated)"
@@ -113,14 +121,16 @@ _WARNING = re.compile(r"memoryallocationfailedwithoomondevice(\d{1,4})whiletryin
                       r"\(free:(\d{1,18}),total:(\d{1,18})\)")
 _MPS = re.compile(rf"mpsbackendoutofmemory(?:\(mpsallocated:{_SIZE},otherallocations:{_SIZE},maxallowed:{_SIZE}\)"
                   rf"\.?triedtoallocate{_SIZE})?")
-_LIBRARY = re.compile(r"(cu|hip|roc)(blas|dnn|solver|sparse|fft)_status_(?:alloc_failed|not_initialized)")
+_LIBRARY = re.compile(r"(cu|hip|roc)(blas|dnn|solver|sparse|fft)_status_(?:alloc_failed|not_initialized)"
+                      r"|(cu)(dnn)_status_internal_error|unabletofindavalid(cu)(dnn)algorithm")
 _DRIVER = re.compile(r"(?:cuda|hip)(?:driver)?error:outofmemory|cudaruntimeerr(?:or)?\(2\):outofmemory"
                      r"|cuda_error_out_of_memory|cudaerrormemoryallocation|hiperroroutofmemory"
                      r"|tritonerror\[\w+\]:outofmemory|thcudacheckfail.{0,300}?:outofmemory"
+                     r"|erroroutofmemoryatline\d{1,6}infile"  # bitsandbytes
                      r"|cu(?:da)?m(?:em)?alloc\w*failed:outofmemory|cudaerror(?:\]at|in).{0,80}?:outofmemory")
 _RAM = re.compile(r"defaultcpuallocator:[\w']{1,40}memory:youtriedtoallocate(\d{1,18})bytes"
                   r"|notenoughmemory:youtriedtoallocate(\d{1,18}(?:\.\d{1,9})?)([kmgt]?b)"
-                  rf"|unabletoallocate{_SIZE}foranarray"
+                  rf"|(?:_arraymemoryerror:)?unabletoallocate{_SIZE}foranarray"
                   r"|posix_memalign\(&data,galignment,nbytes\)==0\.12vs0"
                   r"|winerror1455|pagingfileistoosmall|std::bad_alloc|cannotallocatememory|(?<!outof)memoryerror(?!:cumem)"
                   r"|ramranout,not(?:the)?(?:card|gpu)")
@@ -135,14 +145,21 @@ FRAMEWORKS = {kind: re.compile(pattern) for kind, pattern in {
            r"|failedtoextend/dev/shm|sharedmemorysegment/dev/shm|buserror\(coredumped\)",
     "triton": r"outofresources?:(?:shared|tensor)memory",
     "jax": r"resource_?exhausted:outofmemory|bufferassignmentoomdebugging",
-    "tensorflow": r"oomwhenallocatingtensor|resourceexhaustederror|bfc_allocator\.cc",
+    "tensorflow": r"oomwhenallocatingtensor|resourceexhaustederror|bfc_allocator\.cc"
+                  r"|failedtoalloc(?:ate)?[\w.]{1,20}(?:\(\d{1,18}bytes\))?fromdevice:cuda_error"
+                  r"|failedtocreatecublashandle",
     "metal": r"kiogpucommandbuffercallbackerroroutofmemory|insufficientmemory\(ioaf"
              r"|commandbufferexecutionfailed:insufficientmemory|\[metal::malloc\]|\[malloc_or_wait\]unable",
     "vllm": r"noavailablememoryforthecacheblocks|lessthandesiredgpumemoryutilization"
             r"|largerthanthe(?:maximumnumberoftokensthatcanbestoredin|available)kvcache",
     "unsloth": r"noornegligiblegpumemory",
+    "no batch": r"noexecutablebatchsizefound",
+    "other library": r"(?:ggml|cupy|\[trt\]).{0,150}?outofmemory|bfcarena.{0,150}?failedtoallocate"
+                     r"|outofmemoryallocating[\d,]{1,25}bytes|outofmemoryerrorongpu\d{1,4}\.cannotallocate",
     "compiler": r"killedsignalterminatedprogram|internalcompilererror:killed|diedduetosignal9|virtualmemoryexhausted",
 }.items()}
+_OTHER_LIBRARIES = {"ggml": "llama.cpp", "cupy": "CuPy", "outofmemoryallocating": "CuPy", "[trt]": "TensorRT",
+                    "bfcarena": "ONNX Runtime", "outofmemoryerrorongpu": "Paddle"}  # by the words above
 # Errors between ranks. Where one of them ran out of memory, the others' errors follow from it.
 COMMUNICATION = {kind: re.compile(pattern) for kind, pattern in {
     "two ranks on one gpu": r"duplicategpudetected|tworanksononegpu",
@@ -212,13 +229,18 @@ def parse_oom_message(text: str) -> OomMessage | None:
     elif kind == "ram":
         exact, *sizes = match.groups()
         printed = [_size(number, unit)[0] for number, unit in (sizes[:2], sizes[2:]) if number]
-        windows = match[0].startswith(("winerror", "paging"))
+        # PyTorch prints "not enough memory" only on Windows: c10/core/impl/alloc_cpu.cpp.
+        windows = match[0].startswith(("winerror", "paging", "defaultcpuallocator:notenough"))
         message = OomMessage(kind, "", "Windows" if windows else "the CPU allocator",
                              int(exact) if exact else printed[0] if printed else None)
     else:
-        source = {"library": f"{match[1]}{match[2].upper()}" if kind == "library" else "", "driver": "the driver",
-                  "nccl": "NCCL"}
-        message = OomMessage(kind, "", source.get(kind, "the system"))
+        source = {"driver": "the driver", "nccl": "NCCL"}.get(kind, "the system")
+        if kind == "library":
+            family, name = filter(None, match.groups())
+            source = f"{family}{name.upper()}"
+        elif kind == "other library":
+            source = next(name for start, name in _OTHER_LIBRARIES.items() if match[0].startswith(start))
+        message = OomMessage(kind, "", source)
 
     def position(number: int) -> int:
         """Of a character of the unwrapped text, in the text."""
@@ -239,6 +261,12 @@ def vague_message(text: str) -> OomMessage:
     return OomMessage("cuda" if on_gpu else "vague", "", "", frames=parse_frames(f"{text}\n"))
 
 
+def is_cut_traceback(text: str) -> bool:
+    """Whether the text ends within a traceback, before the line that names the error."""
+    lines = [line for line in clean(text).split("\n") if line.strip()]
+    return any(map(_PYTHON.match, lines)) and lines[-1][0].isspace()
+
+
 def _parse_allocator(match: re.Match[str]) -> tuple[OomMessage, int]:
     """The figures of a message of PyTorch's allocator, and where it ends."""
     # From its first word to the next message or traceback.
@@ -246,15 +274,21 @@ def _parse_allocator(match: re.Match[str]) -> tuple[OomMessage, int]:
     body = match.string[match.start():stop.start() if stop else match.start() + _MAX_LENGTH]
     fields = {name: found for name, patterns in _FIELDS.items()
               if (found := next((found for pattern in patterns if (found := pattern.search(body))), None))}
-    others = list(_OTHERS.finditer(body))
+    others = [(found, size) for found in _OTHERS.finditer(body)
+              if (size := _size(found[2], found[3])[0]) < _IMPOSSIBLE]
     sizes: dict[str, Any] = {name: size for name, found in fields.items()
                              if (size := _size(found[1], found[2])[0]) < _IMPOSSIBLE}
     requested, tolerance = sizes.pop("requested", None), _size(*fields["requested"].groups())[1] if (
         "requested" in fields) else 0
-    old = "cached" in body or ("reservedintotal" in body and "max_split_size_mb" not in body)
-    source = OLD_PYTORCH if old else "PyTorch"
-    if "currentlyallocated:" in body:  # its unallocated memory is not printed
-        source, sizes["unallocated"] = CUDA_MALLOC_ASYNC, 0
+    if match[0].endswith("morethan1eb"):
+        requested = MORE_THAN_1EB
+    # The hint "If reserved memory is >> …" is as old as PyTorch 1.10; 2.1 changed the wording.
+    old = "cached" in body or ("reservedintotal" in body and "ifreservedmemory" not in body)
+    source = OLD_PYTORCH if old else BEFORE_EXPANDABLE if "totalcapacity;" in body else "PyTorch"
+    if "allocationondevice" in body or "currentlyallocated:" in body:
+        source = CUDA_MALLOC_ASYNC
+        if "allocated" in sizes:
+            sizes["unallocated"] = 0  # not printed
     reserved = sizes.pop("reserved", None)
     if reserved is not None and "allocated" in sizes:
         sizes["unallocated"] = max(reserved - sizes["allocated"], 0)
@@ -263,11 +297,11 @@ def _parse_allocator(match: re.Match[str]) -> tuple[OomMessage, int]:
     gpu = _GPU.search(body)
     message = OomMessage(match[1] or "cuda", "", source, requested, tolerance,
                          int(gpu[1]) if gpu else None,
-                         others=tuple((int(each[1]), _size(each[2], each[3])[0]) for each in others), **sizes)
+                         others=tuple((int(found[1]), size) for found, size in others), **sizes)
     warning = _WARNING.search(match.string, 0, match.start())
     if warning and requested is not None and abs(int(warning[2]) - requested) <= tolerance + 2 * MiB:
         message = replace(message, requested=int(warning[2]), tolerance=0, free=int(warning[3]), total=int(warning[4]))
-    ends = [len(match[0]), *(found.end() for found in (*fields.values(), *others))]
+    ends = [len(match[0]), *(found.end() for found in (*fields.values(), *(found for found, _ in others)))]
     return message, match.start() + max(ends)
 
 

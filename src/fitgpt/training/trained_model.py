@@ -73,9 +73,10 @@ def open_weights(place: str, which: str | int) -> WeightSource:
     if path.suffix == ".py":
         raise CheckpointError(f"{place} is a config file, and holds no weights.",
                               f"To evaluate what it names: fitgpt train {place} --eval_only")
-    raise CheckpointError(
-        f"{place} holds no weights: no checkpoint of fitgpt, no ckpt.pt of nanoGPT, no Hugging Face model.",
-        "Name the folder of a run (its --out_dir), a ckpt.pt, or gpt2, gpt2-medium, gpt2-large, gpt2-xl.")
+    what = ("holds no weights: no checkpoint of fitgpt, no ckpt.pt of nanoGPT, no Hugging Face model" if path.exists()
+            else "does not exist")
+    raise CheckpointError(f"{place} {what}.", "Name the folder of a run (its --out_dir), a ckpt.pt,\n"
+                                              "or gpt2, gpt2-medium, gpt2-large, gpt2-xl.")
 
 
 def cropped(source: WeightSource, block_size: int) -> WeightSource:

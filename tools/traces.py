@@ -23,12 +23,26 @@ from fitgpt.core.units import MiB  # noqa: E402
 from fitgpt.memory.timeline import Timeline, replay, reserved_in_other_orders  # noqa: E402
 from fitgpt.planning.forecast import COLUMNS  # noqa: E402
 from fitgpt.tracing.plan import COMPILED, CONVOLUTIONS, SCRIPT, StepMemory, steps_of  # noqa: E402
-from fitgpt.tracing.trace_file import Trace, from_json  # noqa: E402
+from fitgpt.tracing.trace_file import Trace, from_json, to_json  # noqa: E402
 from memory_page import markdown  # noqa: E402
 
 RECORDED = ROOT / "tests" / "recorded" / "traces"
 LANGUAGE, CONVOLUTION, COMPILED_GROUP = "language", "convolution", "compiled"
 Row = dict[str, Any]
+
+
+def stored(path: Path) -> Trace:
+    """A trace that `store` wrote."""
+    return from_json(lzma.decompress(path.read_bytes()).decode())
+
+
+def store(trace: Trace, path: Path) -> None:
+    path.write_bytes(lzma.compress(to_json(trace).encode()))
+
+
+def allocations(trace: Trace) -> tuple[Any, ...]:
+    """What must be equal in a stored trace and one made later, also by another version of torch."""
+    return trace.events, [kind.nbytes for kind in trace.tensors], trace.steps
 
 
 class TracedRun:
@@ -55,7 +69,7 @@ class TracedRun:
     @cached_property
     def trace(self) -> Trace | None:
         path = RECORDED / "stored" / f"{self.name.replace(' ', '_')}.json.xz"
-        return from_json(lzma.decompress(path.read_bytes()).decode()) if path.is_file() else None
+        return stored(path) if path.is_file() else None
 
     @cached_property
     def timeline(self) -> Timeline:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import random
 import re
 import textwrap
+import threading
 import tracemalloc
+from contextlib import suppress
 from io import BytesIO
 from pathlib import Path
 
 import pytest
 
+from fitgpt.config.command_options import ExplainOptions
 from fitgpt.core.units import GiB, MiB
 from fitgpt.diagnosis import explain
-from fitgpt.diagnosis.input import AFTER, CHUNK, message_in, read_input
+from fitgpt.diagnosis import input as module
+from fitgpt.diagnosis.input import AFTER, CHUNK, explain_options, message_in, read_input
 from fitgpt.diagnosis.nvidia_smi import parse_nvidia_smi
 from fitgpt.diagnosis.oom_message import clean, parse_oom_message
 
@@ -219,6 +224,25 @@ def test_messages_are_counted_across_chunks() -> None:
 
 def test_a_large_text_without_a_message_returns_none() -> None:
     assert message_in(read_input(BytesIO(b"killed time, out of cheese\n" * 20_000))) is None
+
+
+def test_a_pipe_that_never_ends_is_read_up_to_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_PIPED", 2 * CHUNK)
+    reading, writing = os.pipe()
+
+    def write() -> None:
+        with suppress(BrokenPipeError):
+            for _ in range(16):  # far more than the limit, and not endless: the test must end if nothing limits it
+                os.write(writing, MESSAGE.encode() + b"\n" * CHUNK)
+        os.close(writing)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    with open(reading, "rb") as pipe:
+        diagnosis = explain_options(ExplainOptions(target="-"), [], pipe)
+    writer.join()
+    assert diagnosis.subject == "message"
+    assert diagnosis.notes[-1] == module.NOT_READ
 
 
 def test_cleaning_keeps_the_words() -> None:

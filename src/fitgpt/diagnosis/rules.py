@@ -802,11 +802,18 @@ def _truncated(case: Case) -> str | None:
             "does not say by which process: the figures of this process and of PyTorch would follow the free memory.")
 
 
+def _much_outside(case: Case) -> bool:
+    """Whether memory that is neither free nor PyTorch's, of processes that are not listed, is as much as is missing."""
+    usage = case.usage
+    return (usage is not None and usage.others is None and not usage.truncated
+            and usage.not_pytorch >= max(case.missing, NEIGHBOUR_SHARE * usage.total))
+
+
 @_rule("OOM-FULL", "The run fills the GPU",
        pattern="no other rule applies: the process's own tensors take the memory",
        background="The run is larger than the GPU. With its config, `explain` shows what it allocates and what each "
                   "change saves.",
-       advice_without_plan=SMALLER_BATCH)
+       advice=lambda case: (LIST_PROCESSES,) if _much_outside(case) else (), advice_without_plan=SMALLER_BATCH)
 def _full(case: Case) -> str | None:
     usage, message = case.usage, case.message
     if usage is None and message.total is not None and message.reserved is not None:
@@ -821,5 +828,7 @@ def _full(case: Case) -> str | None:
                 f"PyTorch: this process's context and other processes leave too little for a run that has "
                 f"{show_bytes(usage.reserved)} and requested {show_bytes(case.requested)} more.")
     nbytes, what = (usage.process or 0, "holds") if usage.allocated is None else (usage.allocated, "has allocated")
+    outside = (f" {show_bytes(usage.not_pytorch)} are neither free nor reserved by PyTorch: this process's context, "
+               "and perhaps a desktop or other processes." if _much_outside(case) else "")
     return (f"The run itself fills the GPU: this process {what} {show_bytes(nbytes)} of {show_bytes(usage.total)}, and "
-            f"requested {show_bytes(case.requested)} more.")
+            f"requested {show_bytes(case.requested)} more.{outside}")

@@ -9,7 +9,8 @@ from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
-OWNERS = ("weights", "gradients", "optimizer", "casts", "activations", "logits", "workspace", "data", "other")
+OWNERS = ("weights", "gradients", "optimizer", "casts", "activations", "attention", "logits", "workspace", "data",
+          "other")
 EMPTY_CACHE = "torch.cuda.empty_cache()"  # the name of an event that is neither an allocation nor a free
 MIN_BLOCK_SIZE = 512                      # torch's kMinBlockSize
 

@@ -129,7 +129,7 @@ def _found(given: RunConfig, search: Search, allow: frozenset[str], permission: 
     return FitResult(search.target.budget, search.scored(given, "free"), scored(chosen),
                      decisions(search, given, config, why_shape), tuple(map(scored, search.runners_up(chosen))),
                      scored(step_up) if step_up else None, search.error, search.frontier(),
-                     considered=search.considered, replayed=search.replays, notes=permission_notes(given, allow))
+                     considered=len(search.candidates), replayed=search.replays, notes=permission_notes(given, allow))
 
 
 def _other_trainer(config: RunConfig, search: Search) -> Decision:
@@ -175,7 +175,7 @@ def _nothing_fits(config: RunConfig, search: Search, target: FitTarget, allow: f
     """The smallest memory of the run, and what would help."""
     least = search.scored(*search.least())
     return FitResult(target.budget, search.scored(config, "free"), None, least=least, frontier=search.frontier(),
-                     considered=search.considered, replayed=search.replays,
+                     considered=len(search.candidates), replayed=search.replays,
                      suggestions=tuple(_suggestions(config, least.needs, target, allow)),
                      notes=permission_notes(config, allow))
 
@@ -337,7 +337,7 @@ def smallest_memory(config: RunConfig, target: FitTarget, allow: frozenset[str])
     return FitResult(target.budget, search.scored(config, "free"), least if least.fits else None,
                      decisions(search, config, least.config, "") if least.fits else (), frontier=search.frontier(),
                      error=search.error,
-                     least=least, considered=search.considered, replayed=search.replays, notes=tuple(notes))
+                     least=least, considered=len(search.candidates), replayed=search.replays, notes=tuple(notes))
 
 
 # ---- other sizes of model and block

@@ -29,11 +29,11 @@ class Call:
     """One call of an operation on the GPU, while its memory is recorded."""
 
     def __init__(self, op: Any, args: Any, kwargs: Any, results: list[Any], platform: Platform, recorder: Recorder,
-                 workspaces: set[str], thread: str, keep: Callable[[Tensor, str], None],
+                 workspaces: set[str], thread: str, owner: str, keep: Callable[[Tensor, str], None],
                  host: Callable[[Tensor], None]) -> None:
         self.op, self.args, self.kwargs, self.results = op, args, kwargs, results
         self.platform, self._recorder, self._workspaces, self._thread = platform, recorder, workspaces, thread
-        self._keep, self._host, self._scratch = keep, host, list[TracedTensor]()
+        self._owner, self._keep, self._host, self._scratch = owner, keep, host, list[TracedTensor]()
 
     def argument(self, place: int, name: str, default: Any = None) -> Any:
         return self.args[place] if place < len(self.args) else self.kwargs.get(name, default)
@@ -41,7 +41,7 @@ class Call:
     def output(self, *places: int) -> None:
         """Allocates these results now; the others follow at the end."""
         for place in places:
-            self._keep(self.results[place], "")
+            self._keep(self.results[place], self._owner)
 
     def host(self, *places: int) -> None:
         """These results are on the host."""
@@ -50,7 +50,8 @@ class Call:
 
     def scratch(self, nbytes: int) -> TracedTensor:
         """Memory that is freed at the end of the operation, unless `free` comes first."""
-        self._scratch.append(self._recorder.alloc(nbytes, str(self.op), "workspace"))
+        owner = self._owner if self._owner == "attention" else "workspace"
+        self._scratch.append(self._recorder.alloc(nbytes, str(self.op), owner))
         return self._scratch[-1]
 
     def free(self, *tensors: TracedTensor) -> None:
@@ -64,10 +65,10 @@ class Call:
             self._workspaces.add(key)
             self._recorder.alloc(nbytes, name, "workspace")
 
-    def finish(self, owner: str) -> None:
+    def finish(self) -> None:
         for result in self.results:
             if isinstance(result, Tensor):
-                self._keep(result, owner)
+                self._keep(result, self._owner)
         self.free(*reversed(self._scratch))
 
 

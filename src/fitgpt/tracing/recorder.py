@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from math import prod
 from types import FrameType
 
 from ..memory.tape import EMPTY_CACHE, Event, Span, Tape
@@ -54,6 +55,7 @@ class Recorder:
     phases: list[tuple[str, int]] = field(default_factory=lambda: [(LOAD, 0)])  # and the event each begins with
     params: int = 0          # of the model
     vocabulary: int = 0      # rows of the model's largest embedding
+    scores: set[tuple[int, ...]] = field(default_factory=set)  # shapes of attention's score matrices: see `has_scores`
     origin: str = ""         # the module whose gradients a backward pass computes now
     compiled: bool = False   # torch.compile was called; what it was given ran eager
 
@@ -96,7 +98,18 @@ class Recorder:
     def _owner(self, shape: tuple[int, ...]) -> str:
         if self.phase in (LOAD, OPTIMIZER):
             return "optimizer" if self.phase == OPTIMIZER else "other"
-        return "logits" if len(shape) > 1 and shape[-1] == self.vocabulary else "activations"
+        if len(shape) > 1 and shape[-1] == self.vocabulary:
+            return "logits"
+        return "attention" if as_matrices(shape) in self.scores else "activations"
+
+    def has_scores(self, shape: tuple[int, ...]) -> None:
+        """Attention weights have this shape. So have the scores that they are computed from, their dropout and their
+        gradients: all tensors of this shape are attention's, also those allocated before."""
+        if (scores := as_matrices(shape)) not in self.scores:
+            self.scores.add(scores)
+            for tensor in self.tensors:
+                if tensor.owner == "activations" and as_matrices(tensor.shape) == scores:
+                    tensor.owner = "attention"
 
     def tape(self) -> Tape:
         events = tuple(Event(False, EMPTY_CACHE, "other", 0) if tensor is None
@@ -104,6 +117,11 @@ class Recorder:
         phases = self.phases
         ends = [*(start for _, start in phases[1:]), len(events)]
         return Tape(events, tuple(Span(name, start, end) for (name, start), end in zip(phases, ends, strict=True)))
+
+
+def as_matrices(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Batch and heads as one dimension, or as two: (8, 12, 512, 512) and (96, 512, 512) → (96, 512, 512)."""
+    return prod(shape[:-2]), *shape[-2:]
 
 
 def source_line() -> str:

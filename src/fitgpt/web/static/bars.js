@@ -2,7 +2,8 @@
 import { byId, bytes, element, svgElement } from "./dom.js";
 import { t } from "./strings.js";
 
-const OWNERS = ["weights", "gradients", "optimizer", "casts", "activations", "logits", "workspace", "data", "other"];
+const OWNERS = ["weights", "gradients", "optimizer", "casts", "activations", "attention", "logits", "workspace", "data",
+  "other"];
 const PARTS = ["others", "outside", ...OWNERS, "unallocated"];
 const GIB = 2 ** 30;
 

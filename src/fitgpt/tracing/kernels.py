@@ -389,11 +389,17 @@ def efficient_backward(call: Call) -> None:
     rows = 4 * prod(shape[:3])
     if gradient.dtype == torch.float32:
         product, summed = call.scratch(4 * prod(shape)), call.scratch(rows)
-        call.scratch(rows)
+        delta = call.scratch(rows)
         call.free(summed, product)
     else:
-        call.scratch(rows)
+        delta = call.scratch(rows)
     call.scratch(scratch.efficient_backward(*shape))
+    call.free(delta)
+
+
+def isinf(call: Call) -> None:
+    """abs() == inf: TensorCompare.cpp."""
+    call.scratch(call.args[0].nbytes)
 
 
 def log_sigmoid(call: Call) -> None:
@@ -434,6 +440,7 @@ KERNELS: dict[Any, Callable[[Call], None]] = {
     ops._log_softmax_backward_data.default: softmax,
     ops._softmax_backward_data.default: softmax_backward,
     ops.log_sigmoid_forward.default: log_sigmoid,
+    ops.isinf.default: isinf,
     ops._foreach_norm.Scalar: foreach_norm,
     ops.embedding_dense_backward.default: embedding_backward,
     ops.convolution.default: convolution,

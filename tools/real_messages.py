@@ -82,7 +82,7 @@ def messages_part() -> str:
     rows = [_row(name, entry) for name, entry in entries().items()]
     results = [row[-1].partition(":")[0] for row in rows]
     counts = ", ".join(f"{results.count(result)} {result}" for result in ("hit", "verdict", "other cause", "miss"))
-    table = markdown(["thread", "GPU", "program", "requested", "allocated", "forecast: needs", "can reserve",
+    table = markdown(["thread", "GPU", "forecast of", "requested", "allocated", "forecast: needs", "can reserve",
                       "allocated at that request", "replayed in what the process had", "result"], rows)
     consumer = sum(is_consumer(entry) for entry in entries().values())
     return f"{len(rows)} messages, {consumer} of them from GeForce, TITAN or T4: {counts}.\n\n{table}"

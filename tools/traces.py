@@ -22,7 +22,7 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tools")]
 from fitgpt.core.units import MiB  # noqa: E402
 from fitgpt.memory.timeline import Timeline, replay, reserved_in_other_orders  # noqa: E402
 from fitgpt.planning.forecast import COLUMNS  # noqa: E402
-from fitgpt.tracing.plan import COMPILED, CONVOLUTIONS, SCRIPT, StepMemory, steps_of  # noqa: E402
+from fitgpt.tracing.plan import CONVOLUTIONS, PLANNED, SCRIPT, UNPLANNED, StepMemory, steps_of  # noqa: E402
 from fitgpt.tracing.trace_file import Trace, from_json, to_json  # noqa: E402
 from memory_page import markdown  # noqa: E402
 
@@ -157,12 +157,13 @@ def summary_part() -> str:
 
 
 def compiled_part() -> str:
-    """What compiled scripts reserved, as a share of the eager trace."""
-    rows = [[run.name, f"{run.reserved / MiB:,.0f}", f"{run.timeline.reserved / MiB:,.0f}",
-             f"{run.reserved / run.timeline.reserved:.2f}"] for run in runs()
+    """What compiled scripts reserved, as a share of their trace."""
+    rows = [[run.name, f"{run.reserved / MiB:,.0f}", "compiled" if run.trace.planned else "eager",
+             f"{run.timeline.reserved / MiB:,.0f}", f"{run.reserved / run.timeline.reserved:.2f}"] for run in runs()
             if run.group == COMPILED_GROUP and run.trace is not None]
-    return markdown(["run", "reserved, MiB", "eager trace, MiB", "share"], rows) + (
-        f"\n`fitgpt trace` states {COMPILED[0]:g} to {COMPILED[1]:g} times the eager trace.\n")
+    return markdown(["run", "reserved, MiB", "trace", "its reserved, MiB", "share"], rows) + (
+        f"\n`fitgpt trace` states {PLANNED[0]:g} to {PLANNED[1]:g} times the trace with the compiler's own plan, and "
+        f"{UNPLANNED[0]:g} to {UNPLANNED[1]:g} times an eager trace.\n")
 
 
 # ---- other estimators, on the same runs

@@ -38,7 +38,7 @@ def test_each_message_gets_an_answer_and_the_deciding_cause_of_its_thread(name: 
 @pytest.mark.parametrize(("name", "named"), [("simpletransformers-500", True), ("transformers-15170", False)])
 def test_a_full_gpu_names_memory_outside_pytorch_if_it_is_a_tenth(name: str, named: bool) -> None:
     diagnosis = explain((FOLDER / f"{name}.txt").read_text(encoding="utf-8"))
-    assert ("neither free nor reserved by PyTorch" in diagnosis.causes[0].text) == named
+    assert ("neither free nor reserved by PyTorch" in diagnosis.causes[0].what) == named
     assert any("nvidia-smi" in remedy.todo for remedy in diagnosis.remedies) == named
 
 

@@ -69,6 +69,8 @@ MADE: dict[str, Callable[[], Diagnosis]] = {
         "RANKS-NCCL": "torch.distributed.DistBackendError: NCCL error in: NCCLUtils.cpp:94, unhandled system error "
                       "(run with NCCL_DEBUG=INFO for details), NCCL version 2.28.9\nncclSystemError: System call (e.g. "
                       "socket, malloc) or external library call failed or device error.",
+        "OOM-EVAL-LOGITS": "    preds = logits if preds is None else torch.cat((preds, logits), dim=0)\nRuntimeError: "
+                           "CUDA out of memory. Tried to allocate 8.68 GiB",
         "OOM-UNSLOTH": "RuntimeError: Unsloth: No or negligible GPU memory available for fused cross entropy.",
         "OOM-SHM": "RuntimeError: DataLoader worker (pid 46794) is killed by signal: Bus error. It is possible that "
                    "dataloader's workers are out of shared memory. Please try to raise your shared memory limit.",

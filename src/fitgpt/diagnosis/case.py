@@ -171,15 +171,17 @@ def usage_in(message: OomMessage) -> GpuUsage | None:
 
 
 MIN_CONTEXT, MAX_CONTEXT = 150 * MiB, 800 * MiB  # of a process that only touched a GPU
+MAX_CONTEXT_OF_MANY = 3 * GiB // 2  # with NCCL's buffers; of three or more processes of the same size
 SAME_CONTEXT = 0.03  # contexts on one GPU differ by less
 
 
 def rank_contexts(processes: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     """Of (pid, bytes), those that are contexts of other ranks: two or more of nearly the same size."""
-    small = sorted((each for each in processes if MIN_CONTEXT <= each[1] <= MAX_CONTEXT), key=lambda each: each[1])
+    small = sorted((each for each in processes if MIN_CONTEXT <= each[1] <= MAX_CONTEXT_OF_MANY),
+                   key=lambda each: each[1])
     alike = [[other for other in small if abs(other[1] - size) <= SAME_CONTEXT * size] for _, size in small]
     most = max(alike, key=len, default=[])
-    return most if len(most) > 1 else []
+    return most if len(most) > 2 or (len(most) == 2 and most[1][1] <= MAX_CONTEXT) else []
 
 
 def describe_rank_contexts(contexts: Sequence[tuple[int, int]]) -> str:

@@ -28,7 +28,7 @@ from .case import (
     is_segment_size,
 )
 from .oom_message import CUDA_MALLOC_ASYNC, FRAMEWORKS, MORE_THAN_1EB, OomMessage, user_frame
-from .rules import TOOLS, Rule, had_free_memory, matching_rules
+from .rules import SMALLER_BATCH, TOOLS, Rule, had_free_memory, matching_rules
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,10 @@ def diagnose(message: OomMessage, run: ExplainedRun | None = None, card: GpuMode
                         for todo, effect in each.rule.advice_for(case)] for decides in (True, False)}
     changes = remedies_for(case.run, case.plan) if case.run and case.plan and case.phase != "save" else ()
     remedies = (*advice[True], *changes, *advice[False])
-    last = {remedy.todo: number for number, remedy in enumerate(remedies)}  # what several rules advise comes late
+    places: dict[str, int] = {}  # of each remedy once; a smaller batch comes late if several rules advise it
+    for number, remedy in enumerate(remedies):
+        if remedy.todo not in places or remedy.todo == SMALLER_BATCH[0][0]:
+            places[remedy.todo] = number
 
     notes = []
     if message.repeated:
@@ -116,7 +119,8 @@ def diagnose(message: OomMessage, run: ExplainedRun | None = None, card: GpuMode
     return Diagnosis(
         subject="message", title=_title(message, rules[0].rule), what=_what(case), phase=case.tape_phase, shares=shares,
         shares_of=shares_of, causes=tuple(Cause(each.rule.code, each.text) for each in rules),
-        remedies=tuple(remedies[number] for number in sorted(last.values())), needed=_needed(case), notes=tuple(notes),
+        remedies=tuple(remedies[number] for number in sorted(places.values())), needed=_needed(case),
+        notes=tuple(notes),
         inferred={"compile": case.run.config.compile} if case.run is not None and case.run.inferred else {})
 
 

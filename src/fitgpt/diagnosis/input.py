@@ -243,7 +243,7 @@ HINTS = (b"out of memory", b"outofmemory", b"tried to allocate", b"total capac",
          b"executable batch size")
 # Not messages alone. The last two are the end of PyTorch's message.
 RAN_OUT, MEMORY = (b"out of memory", b"outofmemory", b"reserved memory is >>", b"avoid fragmentation"), b"memory"
-_OOM = re.compile(r"\bOOM(?:s|ed)?\b")
+_OOM = re.compile(r"\bOOM(?:s|ed)?\b", re.ASCII)  # 报OOM is two words
 _MEMORY_WORDS = re.compile(r"\bvram\b|speicher|mémoire|memoria|памят|内存|显存|メモリ|ذاكرة|मेमोरी", re.IGNORECASE)
 SMI_HINTS = (b"nvidia-smi", b"memory.used")  # the same for nvidia-smi's output
 

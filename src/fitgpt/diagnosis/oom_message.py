@@ -246,10 +246,12 @@ def parse_oom_message(text: str) -> OomMessage | None:
         """Of a character of the unwrapped text, in the text."""
         return next(islice(re.finditer(r"\S", text), number, None)).start()
 
-    start = position(match.start())
+    start, after = position(match.start()), position(end - 1) + 1
     frames = parse_frames(text[:start])
+    if not frames and (below := _TRACEBACK_BELOW.match(text, after)):  # as `logging.exception` prints it
+        frames = parse_frames(below[1])
     compiled = next((found for frame in reversed(frames) if (found := _COMPILED_ALLOCATION.search(frame.code))), None)
-    return replace(message, text=" ".join(text[start:position(end - 1) + 1].split()), frames=frames, rank=rank,
+    return replace(message, text=" ".join(text[start:after].split()), frames=frames, rank=rank,
                    dtype=compiled[2] if compiled else "",
                    shape=tuple(map(int, re.findall(r"\d{1,18}", compiled[1]))) if compiled else ())
 
@@ -320,6 +322,7 @@ _NOTEBOOK = re.compile(r"^\s*((?:[~\w./\\:+-]+\.py|<ipython-input-[^>]+>)) in (<
 _ARROW = re.compile(r"^\s*-+> (\d{1,9}) (.*)")
 _PYTEST = re.compile(r"^\s*(\S+\.py):(\d{1,9}):? in (\w+)")
 _BEGIN = re.compile(r"Traceback \(most recent call last\)")
+_TRACEBACK_BELOW = re.compile(r"[^\n]*\n(Traceback \(most recent call last\):\n(?:[ \t][^\n]*\n?)*)")
 # Compiled code allocates with empty_strided_cuda((65536, 50304), …, torch.bfloat16).
 _COMPILED_ALLOCATION = re.compile(r"empty_strided(?:_\w+)?\(\(([\d, ]+)\),.*?torch\.(\w+)")
 _TORCH = re.compile(r"[/\\]torch[/\\]")
@@ -355,10 +358,11 @@ _PHASES = {phase: re.compile(pattern, re.MULTILINE) for phase, pattern in {
     "save": r"(?i:\b(?!\w*(?:load|set_))\w*state_dict\w*(?:\(|$)|fsdp_save|full_state_dict\b|safe_save_model"
             r"|check clone implementation|torch\.save\(|save_pretrained|\bsave_file\(|save_checkpoint\(|save_model\()",
     "step": r"optimi[sz]er\.step\(|scaler\.step\(|_multi_tensor_|_single_tensor_|_foreach_|_init_group|\bexp_avg",
-    "eval": r"(?i:estimate_loss|evaluat|prediction_loop|prediction_step|validat|\beval\b)",
+    "eval": r"(?i:estimate_loss|evaluat|prediction_loop|prediction_step|validat|\beval\b)|cat\(\(preds|nested_concat",
     "backward": r"\.backward\(|^backward$",
     "forward": r"^(?:forward|_call_impl|__call__)$|\b(?:raw_)?model\(",
-    "load": r"\.to\(|\.cuda\(|load_state_dict|from_pretrained|torch\.load\(|_load_from_|^(?:to|cuda|_apply)$",
+    "load": r"\.to\(|\.cuda\(|load_state_dict|from_pretrained|\bmap_location\b|torch\.load\(|_load_from_"
+            r"|^(?:to|cuda|_apply)$",
 }.items()}
 
 
@@ -368,6 +372,24 @@ def phase_of(frames: tuple[StackFrame, ...]) -> str:
     in_optimizer = "load_state_dict" not in lines and any(re.search(r"[/\\]optim[/\\]", frame.file) for frame in frames)
     return next((phase for phase, pattern in _PHASES.items()
                  if pattern.search(lines) or (phase == "step" and in_optimizer)), "")
+
+
+def _shows(pattern: str, frames: tuple[StackFrame, ...]) -> bool:
+    return any(re.search(pattern, f"{frame.function}\n{frame.code}") for frame in frames)
+
+
+def keeps_all_logits(frames: tuple[StackFrame, ...]) -> bool:
+    """Whether logits of several evaluation batches are joined: transformers' Trainer."""
+    return _shows(r"cat\(\(preds|nested_concat|\bpreds_host\b", frames)
+
+
+def creates_state(frames: tuple[StackFrame, ...]) -> bool:
+    """Whether the optimizer creates its state, as in its first step."""
+    return _shows(r"_init_group|zeros_like", frames)
+
+
+def reads_checkpoint(frames: tuple[StackFrame, ...]) -> bool:
+    return _shows(r"torch\.load\(|\bmap_location\b|optimizer\.load_state_dict", frames)
 
 
 def user_frame(frames: tuple[StackFrame, ...]) -> StackFrame | None:

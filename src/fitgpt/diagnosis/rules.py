@@ -14,7 +14,15 @@ from typing import Any, NamedTuple
 from ..core.units import GiB, show_bytes, show_count
 from ..memory.timeline import replay
 from .case import MAX_OUTSIDE, Case, describe_rank_contexts, rank_contexts
-from .oom_message import BEFORE_EXPANDABLE, CUDA_MALLOC_ASYNC, MORE_THAN_1EB, OLD_PYTORCH
+from .oom_message import (
+    BEFORE_EXPANDABLE,
+    CUDA_MALLOC_ASYNC,
+    MORE_THAN_1EB,
+    OLD_PYTORCH,
+    creates_state,
+    keeps_all_logits,
+    reads_checkpoint,
+)
 
 Advice = tuple[tuple[str, str], ...]  # (what to type or do, its effect); names in braces are those of TOOLS
 
@@ -171,13 +179,20 @@ def _library(case: Case) -> str | None:
             "are no figures: the GPU was full, or nearly full, at its first use.")
 
 
+def _driver_advice(case: Case) -> Advice:
+    if "THC" in case.message.text:
+        return (LIST_PROCESSES,)
+    if any("distributed" in frame.file for frame in case.message.frames):
+        return (SET_DEVICE, LIST_PROCESSES)
+    return (LIST_PROCESSES, ("memory=24GB in .wslconfig, then wsl --shutdown", "on WSL, which limits pinned memory"))
+
+
 @_rule("OOM-DRIVER", "The driver is out of memory, without figures", only_cause=True,
        pattern="`CUDA error: out of memory`, `cuda runtime error (2)`, `CUDA_ERROR_OUT_OF_MEMORY`, `Triton Error "
                "[CUDA]: out of memory`, `THCudaCheck FAIL … out of memory`",
        background="Not PyTorch's allocator but the driver itself: when a context is created on a GPU that other "
                   "processes have filled; for kernels; or for pinned memory, which WSL limits to a share of its RAM.",
-       advice=lambda case: (LIST_PROCESSES,) if "THC" in case.message.text else (
-           LIST_PROCESSES, ("memory=24GB in .wslconfig, then wsl --shutdown", "on WSL, which limits pinned memory")),
+       advice=_driver_advice,
        advice_without_plan=SMALLER_BATCH)
 def _driver(case: Case) -> str | None:
     if case.message.kind != "driver":
@@ -380,12 +395,28 @@ def _save(case: Case) -> str | None:
             "Activations are not allocated then, so the batch size does not change it.")
 
 
+@_rule("OOM-EVAL-LOGITS", "Evaluation keeps the logits of all batches",
+       pattern="the traceback is at `torch.cat((preds, logits))`, `nested_concat(preds_host, logits)`",
+       background="transformers' Trainer joins the logits of the whole evaluation for compute_metrics, by default on "
+                  "the GPU: 4 bytes × sequences × tokens × vocabulary.",
+       advice=(("eval_accumulation_steps=1", "in TrainingArguments: moves them to CPU RAM after each batch"),
+               ("prediction_loss_only=True", "in TrainingArguments: keeps none, if the loss is enough"),
+               ("preprocess_logits_for_metrics=…", "an argument of Trainer, a function that returns logits.argmax(-1): "
+                "keeps one number per token")),
+       decides=_without_neighbours)
+def _eval_logits(case: Case) -> str | None:
+    if not keeps_all_logits(case.message.frames):
+        return None
+    return ("The evaluation keeps the logits of all its batches on the GPU, and joins them into one tensor. They grow "
+            "with the number of sequences evaluated; a smaller batch does not change that.")
+
+
 @_rule("OOM-OPTIMIZER-FIRST-STEP", "In the optimizer step",
        pattern="the traceback is in torch/optim, or quotes `exp_avg`; or the forecast's allocation belongs to the "
                "optimizer",
        background="Forward and backward can succeed and the first step still fail: the moments are created there and "
                   "stay allocated.",
-       advice_without_plan=(
+       advice_without_plan=lambda case: SMALLER_STATE if creates_state(case.message.frames) else (
            ("torch.optim.AdamW(…, fused=True)", "steps in place, without copies; nanoGPT and fitgpt do"),
            *SMALLER_STATE), decides=_without_neighbours)
 def _optimizer_first_step(case: Case) -> str | None:
@@ -466,6 +497,23 @@ def _process_limit(case: Case) -> str | None:
     free = f" The GPU itself has {show_bytes(case.usage.free)} free." if case.usage else ""
     return (f"The process is limited to {show_bytes(case.message.allowed or 0)} (set_per_process_memory_fraction, or "
             f"the allocator's environment) and has reserved {show_bytes(reserved)} of it.{free}")
+
+
+MAP_LOCATION = ("torch.load(…, map_location=\"cpu\")", "keeps a checkpoint off the GPU while it is loaded")
+RANKS_ADVICE: Advice = (SET_DEVICE, MAP_LOCATION)
+
+
+@_rule("OOM-RANKS", "Contexts of other ranks on this GPU",
+       pattern="two or more other processes hold nearly the same, 150 to 800 MiB each, as nvidia-smi or the message "
+               "lists them",
+       background="A CUDA context takes a few hundred MiB on each GPU that a process touches. Without set_device every "
+                  "rank touches GPU 0, when it loads a checkpoint without map_location for example.",
+       advice=RANKS_ADVICE,
+       decides=lambda case: case.usage is not None and sum(
+           size for _, size in rank_contexts(case.usage.pids)) >= case.missing)
+def _ranks(case: Case) -> str | None:
+    contexts = rank_contexts(case.usage.pids) if case.usage is not None else []
+    return describe_rank_contexts(contexts) if contexts and case.missing else None
 
 
 # Unallocated memory that covers what is missing is the cause if it is this share of the reserved memory; or this many
@@ -589,23 +637,6 @@ def _one_rank(case: Case) -> str | None:
             "follows from it.")
 
 
-RANKS_ADVICE: Advice = (
-    SET_DEVICE, ("torch.load(…, map_location=\"cpu\")", "keeps a checkpoint off GPU 0 while ranks load it"))
-
-
-@_rule("OOM-RANKS", "Contexts of other ranks on this GPU",
-       pattern="two or more other processes hold nearly the same, 150 to 800 MiB each, as nvidia-smi or the message "
-               "lists them",
-       background="A CUDA context takes a few hundred MiB on each GPU that a process touches. Without set_device every "
-                  "rank touches GPU 0, when it loads a checkpoint without map_location for example.",
-       advice=RANKS_ADVICE,
-       decides=lambda case: case.usage is not None and sum(
-           size for _, size in rank_contexts(case.usage.pids)) >= case.missing)
-def _ranks(case: Case) -> str | None:
-    contexts = rank_contexts(case.usage.pids) if case.usage is not None else []
-    return describe_rank_contexts(contexts) if contexts and case.missing else None
-
-
 def had_free_memory(case: Case) -> bool:
     return _has_figures(case) and not _is_limited(case) and case.missing == 0
 
@@ -651,11 +682,14 @@ def _states(case: Case) -> str | None:
        pattern="the traceback ends in `.to(device)`, `.cuda()` or in loading weights; or the forecast's phase is load",
        background="A float32 model takes 4 bytes per parameter; a checkpoint loaded directly to the GPU takes as much "
                   "again.",
-       advice=(LIST_PROCESSES,),
+       advice=lambda case: ((MAP_LOCATION,) if reads_checkpoint(case.message.frames) else ()) + (LIST_PROCESSES,),
        advice_without_plan=(("fitgpt train … --weights=bfloat16", "2 bytes per weight instead of 4; lossy"),))
 def _at_load(case: Case) -> str | None:
     if case.tape_phase != "load":
         return None
+    if reads_checkpoint(case.message.frames):
+        return ("Memory ran out while a checkpoint was read to the GPU, beside the model and the optimizer that are to "
+                "take its values: without map_location its tensors go where they were when it was saved.")
     return ("Memory ran out while the model was loaded to the GPU, before any batch: only weights are allocated then, "
             "and the batch size does not change them.")
 

@@ -46,6 +46,7 @@ from .layer_costs import (
 from .speed import (
     MEASURED_ERROR,
     SpeedEstimate,
+    StepCost,
     communication,
     estimate,
     has_figures,
@@ -157,8 +158,9 @@ MOST_CHUNKS = 16            # … and chunks per micro-batch
 EVAL_TOKENS = 4096          # tokens that keep a GPU busy in an evaluation
 LARGER = 1.25               # times as large: the next micro-batch that is tried
 TIE = 0.01                  # closer than this, the roofline cannot rank two settings of one run
-REPLAYED = 4                # candidates with different savers, micro-batches or compilation that are replayed
-SMALLEST_TRIED = 12         # candidates replayed to find the smallest memory, or before giving up
+MOST_OF_A_GAIN = 0.8        # that a step up should have: the rest often takes several times as much memory
+TRIED = 12                  # candidates replayed before giving up
+RUNNERS_UP = 3
 
 
 class Candidate(NamedTuple):
@@ -166,12 +168,18 @@ class Candidate(NamedTuple):
 
     config: RunConfig   # resolved; Search.config_of makes the config to choose
     savers: SaverSet
+    other_options: int         # options that differ from the given run, without recompute
     memory: RunCost
-    mix: RecomputeMix
-    seconds: float      # per step, by the estimate
-    measured: bool      # whether that very run was measured on this GPU
-    mapped: int         # bytes that the allocator must reserve if nothing is lost to fragmentation
-    changes: int        # options that differ from the given run
+    time: StepCost
+    mix: RecomputeMix = ()
+    other_mix: bool = False    # whether it differs from the given run's
+    mapped: int = 0            # bytes that the allocator must reserve if nothing is lost to fragmentation
+    seconds: float = 0.0       # per step, by the estimate
+    measured: bool = False     # whether that very run was measured on this GPU
+
+    @property
+    def changes(self) -> int:
+        return self.other_options + self.other_mix
 
 
 class ScoredConfig(NamedTuple):
@@ -209,6 +217,7 @@ class Search:
     def __init__(self, given: RunConfig, target: FitTarget, allow: frozenset[str]) -> None:
         self.given, self.target, self.platform = given, target, target.platform
         self.config = config = resolve_run(given, self.platform)
+        self.mix = mix_of(config.levels)
         self.limit = target.budget.reserve_limit
         self.usual_limit = within_usual_loss(self.limit, self.platform.expandable)  # for closed forms
         self.ranked_on = card = target.card if target.card and has_figures(target.card) else similar_gpu(self.platform)
@@ -303,32 +312,34 @@ class Search:
         """The config with what the layers of the given run recompute, with all layers at one recompute level, for each
         level; and with two levels, as many layers as may fit at the faster one. Layers that keep less come first: their
         temporaries then meet fewer saved tensors."""
-        memory, layers, given = self.costs.cost(config), config.n_layer, mix_of(self.config.levels)
+        settings, layers = self.settings(config, savers), config.n_layer
         alike: list[RecomputeMix] = [((level, layers),) for level in range(len(LEVELS))]
-        mapped = [memory.mapped(mix) for mix in alike]
-        mixes = [*alike, *([given] if given not in alike else [])]
+        mapped = [settings.memory.mapped(mix) for mix in alike]
+        mixes = [*alike, *([self.mix] if self.mix not in alike else [])]
         for more, less in combinations(range(len(LEVELS)), 2):
             if mapped[less] <= self.usual_limit < mapped[more]:
                 along: list[RecomputeMix] = [((less, few), (more, layers - few)) for few in range(1, layers)]
-                first = bisect_left(along, True, key=lambda mix: memory.mapped(mix) <= self.usual_limit)
+                first = bisect_left(along, True, key=lambda mix: settings.memory.mapped(mix) <= self.usual_limit)
                 mixes += along[first:first + 1]
-        compared = ("batch_size", "eval_batch", "loss_chunk", "cuda_graphs", "compile", *savers.options)
-        changes = sum(getattr(config, name) != getattr(self.config, name) for name in compared)
-        for mix, (taken, measured) in zip(mixes, self.seconds(config, mixes), strict=True):
-            yield Candidate(config, savers, memory, mix, taken, measured, memory.mapped(mix), changes + (mix != given))
+        yield from (self.with_mix(settings, mix) for mix in mixes)
 
-    def seconds(self, config: RunConfig, mixes: Iterable[RecomputeMix]) -> list[tuple[float, bool]]:
-        """Seconds per step with each mix, and whether that very run was measured."""
-        cost = step_cost(config, self.ranked_on, self.platform, likely_efficiency(self.ranked_on))
-        found = []
-        for mix in mixes:
-            in_layers = sum(layers * cost.layers[level] for level, layers in mix)
-            estimated = (cost.seconds(config.micro_batches, in_layers) / self.scale
-                         + communication(config, self.ranked_on))
-            measured = self.measured and config.ranks == 1
-            speed = self.measured.get(speed_key(config, levels_of(mix))) if measured else None
-            found.append((config.tokens_per_step / speed if speed else estimated, speed is not None))
-        return found
+    def settings(self, config: RunConfig, savers: SaverSet) -> Candidate:
+        """A candidate without a mix."""
+        compared = ("batch_size", "eval_batch", "loss_chunk", "cuda_graphs", "compile", *savers.options)
+        changed = sum(getattr(config, name) != getattr(self.config, name) for name in compared)
+        time = step_cost(config, self.ranked_on, self.platform, likely_efficiency(self.ranked_on))
+        return Candidate(config, savers, changed, self.costs.cost(config), time)
+
+    def with_mix(self, candidate: Candidate, mix: RecomputeMix) -> Candidate:
+        """A candidate with another mix, and its bytes and seconds."""
+        config, time = candidate.config, candidate.time
+        in_layers = sum(layers * time.layers[level] for level, layers in mix)
+        seconds = time.seconds(config.micro_batches, in_layers) / self.scale + communication(config, self.ranked_on)
+        is_known = self.measured and config.ranks == 1  # speeds were measured on one GPU
+        speed = self.measured.get(speed_key(config, levels_of(mix))) if is_known else None
+        return candidate._replace(
+            mix=mix, other_mix=mix != self.mix, mapped=candidate.memory.mapped(mix),
+            seconds=config.tokens_per_step / speed if speed else seconds, measured=speed is not None)
 
     def frontier(self) -> tuple[tuple[int, float], ...]:
         """(bytes, tokens per second): the fastest candidate within each amount of memory; more memory only where it is
@@ -358,18 +369,20 @@ class Search:
         """The first of each kind, if it fits: with as few layers recomputed as fit."""
         return (one for one in map(self._refined, different(candidates)) if one is not None)
 
+    def first_that_fits(self, candidates: Iterable[Candidate]) -> Candidate | None:
+        """As it is. None if none of the first few fits."""
+        return next((one for one in islice(candidates, TRIED) if one.memory.may_fit(one.mix, self.limit)
+                     and self.fits(self.config_of(one))), None)
+
+    def leanest(self, candidates: Iterable[Candidate]) -> Candidate | None:
+        """The one that fits and needs least memory."""
+        return self.first_that_fits(smallest(candidates))
+
     def fastest(self, by_speed: Sequence[Candidate]) -> Candidate | None:
         """The fastest that fits; of those as fast, the one with fewest changes, then least memory."""
         first = next(self.that_fit(by_speed), None)
-        if first is None:
-            return None
-        near = sorted(as_fast_as(first, by_speed), key=lambda one: (one.changes, one.mapped))
-        return next(as_fast_as(first, islice(self.that_fit(near), REPLAYED)), first)
-
-    def leanest(self, candidates: Iterable[Candidate]) -> Candidate | None:
-        """The one that needs least memory, if it fits."""
-        return next((one for one in smallest(candidates) if one.memory.may_fit(one.mix, self.limit)
-                     and self.fits(self.config_of(one))), None)
+        return first and (self.first_that_fits(simplest(
+            one for one in by_speed if one.seconds <= (1 + TIE) * first.seconds)) or first)
 
     def fits(self, config: RunConfig) -> bool:
         """Whether the config fits, by a replay."""
@@ -389,26 +402,19 @@ class Search:
 
     def _refined(self, candidate: Candidate) -> Candidate | None:
         """First more layers recompute until it fits, then fewer while one layer less fits."""
-        memory = candidate.memory
-
-        def fits(mix: RecomputeMix) -> bool:
-            return self.fits(self.config_of(candidate._replace(mix=mix)))
-
-        mix = candidate.mix
-        while not fits(mix):
-            excess = self.needs(self.config_of(candidate._replace(mix=mix))) - self.limit
-            less = next((less for less in lower_all(mix) if memory.mapped(less) <= memory.mapped(mix) - excess), None)
+        while not self.fits(config := self.config_of(candidate)):
+            most = candidate.mapped - (self.needs(config) - self.limit)
+            less = next((mix for mix in lower_all(candidate.mix) if candidate.memory.mapped(mix) <= most), None)
             if less is None:
                 return None
-            mix = less
-        higher: RecomputeMix | None = mix
-        while higher is not None:
-            mix = higher
-            found = [more for more in one_layer_up(mix) if memory.may_fit(more, self.limit)]
-            taken = dict(zip(found, self.seconds(candidate.config, found), strict=True))
-            higher = next(filter(fits, sorted(found, key=lambda more: taken[more])), None)
-        (seconds, measured), = self.seconds(candidate.config, [mix])
-        return candidate._replace(mix=mix, seconds=seconds, measured=measured, mapped=memory.mapped(mix))
+            candidate = self.with_mix(candidate, less)
+        while True:
+            higher = [self.with_mix(candidate, mix) for mix in one_layer_up(candidate.mix)
+                      if candidate.memory.may_fit(mix, self.limit)]
+            fitting = (one for one in sorted(higher, key=lambda one: one.seconds) if self.fits(self.config_of(one)))
+            if (faster := next(fitting, None)) is None:
+                return candidate
+            candidate = faster
 
     # ---- 5. choose
 
@@ -447,22 +453,21 @@ class Search:
         """The given run, if it fits."""
         if not self.fits(self.given):
             return None
-        memory, mix = self.costs.cost(self.config), mix_of(self.given.levels)
-        (seconds, measured), = self.seconds(self.config, [mix])
-        return Candidate(self.config, SaverSet("free", (), {}), memory, mix, seconds, measured, memory.mapped(mix), 0)
+        return self.with_mix(self.settings(self.config, SaverSet("free", (), {})), self.mix)
 
     def runners_up(self, chosen: Candidate) -> list[Candidate]:
         """The fastest others that fit."""
         unwanted = self.config_of(chosen), self.given
         others = (one for one in self.that_fit(self.expected_to_fit(self.candidates))
                   if self.config_of(one) not in unwanted)
-        return list(islice(others, REPLAYED - 1))
+        return list(islice(others, RUNNERS_UP))
 
     def step_up(self, chosen: Candidate) -> Candidate | None:
-        """The next step up from the chosen settings: of those as fast as the fastest, the one that needs least memory;
-        None if nothing is faster."""
+        """The next step up from the chosen settings: of those with most of the gain that is possible, the one with
+        fewest changes, then least memory; None if nothing is faster."""
         faster = [one for one in self.expected_to_fit(self.candidates) if (1 + TIE) * one.seconds < chosen.seconds]
-        return self.leanest(as_fast_as(faster[0], faster)) if faster else None
+        return self.first_that_fits(simplest(one for one in faster if chosen.seconds - one.seconds >= MOST_OF_A_GAIN * (
+            chosen.seconds - faster[0].seconds)))
 
     # ---- the smallest
 
@@ -478,7 +483,7 @@ class Search:
     def least(self) -> tuple[RunConfig, str]:
         """The config that needs least, and the permission it takes. The smallest by closed forms are replayed, until
         the next cannot need less."""
-        first, *others = smallest(self.small())
+        first, *others = islice(smallest(self.small()), TRIED)
         best, least = first, self.needs(self.config_of(first))
         for one in others:
             if one.mapped - PAGE >= least:
@@ -499,7 +504,7 @@ class Search:
             options["compile"] = chosen.compile
         if chosen.batch_size != given.batch_size:  # the same windows are evaluated
             options["eval_iters"] = -(-given.eval_iters * given.batch_size // chosen.batch_size)
-        if candidate.mix != mix_of(given.levels):
+        if candidate.other_mix:
             options |= {"recompute": describe_mix(candidate.mix), "grad_checkpoint": False}
         return replace(given, **options)
 
@@ -522,15 +527,15 @@ class Search:
             self.fits(replace(config, recompute=describe_mix(mix), grad_checkpoint=False)) for mix in may_fit)
 
 
-def as_fast_as(candidate: Candidate, others: Iterable[Candidate]) -> Iterator[Candidate]:
-    """Those that are no slower, as far as the roofline can tell."""
-    return (one for one in others if one.seconds <= (1 + TIE) * candidate.seconds)
+def simplest(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """Those with fewest changes first, of these the ones that need least memory."""
+    return sorted(candidates, key=lambda one: (one.changes, one.mapped))
 
 
-def smallest(candidates: Iterable[Candidate]) -> list[Candidate]:
+def smallest(candidates: Iterable[Candidate]) -> Iterator[Candidate]:
     """The smallest of each kind, the smallest first."""
     by_memory = sorted(candidates, key=lambda one: (one.mapped, one.changes))
-    return list(islice(different(by_memory, "cuda_graphs", "eval_batch_size"), SMALLEST_TRIED))
+    return different(by_memory, "cuda_graphs", "eval_batch_size")
 
 
 def different(candidates: Iterable[Candidate], *options: str) -> Iterator[Candidate]:

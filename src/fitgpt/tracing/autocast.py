@@ -158,8 +158,10 @@ class Autocast:
 
 
 def eligible(given: Any) -> bool:
-    """Whether autocast may cast it: a floating-point tensor of the GPU, not float64."""
-    return isinstance(given, Tensor) and given.is_cuda and given.is_floating_point() and given.dtype != torch.float64
+    """Whether autocast may cast it: a floating-point tensor of the GPU, not float64. While torch.compile traces,
+    tensors of the GPU are on `meta`."""
+    return (isinstance(given, Tensor) and given.device.type in ("cuda", "meta") and given.is_floating_point()
+            and given.dtype != torch.float64)
 
 
 def _flat(given: Any) -> Any:

@@ -79,6 +79,7 @@ class TracedGpu(TorchDispatchMode):
         self.values = Values()
         self.autocast = Autocast(platform.torch, self._is_cast)
         self.in_optimizer = False
+        self.in_compiled_forward = False  # of a training step; torch runs it without gradients
         # By address of a storage: its block, or where it is if it is not on the GPU. A storage without an entry has no
         # bytes.
         self._places: dict[int, TracedTensor | torch.device] = {}
@@ -398,7 +399,7 @@ class TracedGpu(TorchDispatchMode):
         elif self.in_optimizer:
             recorder.enter(OPTIMIZER)
         elif recorder.modules:
-            recorder.enter(FORWARD if torch.is_grad_enabled() else EVALUATION)
+            recorder.enter(FORWARD if torch.is_grad_enabled() or self.in_compiled_forward else EVALUATION)
             self._origins[sequence - 1] = recorder.modules[-1]  # of the node that autograd has just made
         elif given and not here and recorder.phase not in (LOAD, EVALUATION):
             recorder.enter(FORWARD)  # the next batch

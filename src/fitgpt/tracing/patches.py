@@ -99,9 +99,9 @@ def default_device() -> torch.device:
 
 def _tensors(patches: Patches) -> None:
     patches.set(Tensor, "device", property(device_of))
-    patches.set(Tensor, "is_cuda", property(lambda tensor: device_of(tensor).type == "cuda"))
-    patches.set(Tensor, "is_meta", property(lambda tensor: device_of(tensor).type == "meta"))
-    patches.set(Tensor, "is_cpu", property(lambda tensor: device_of(tensor).type == "cpu"))
+    patches.set(Tensor, "is_cuda", property(lambda tensor: tensor.device.type == "cuda"))
+    patches.set(Tensor, "is_meta", property(lambda tensor: tensor.device.type == "meta"))
+    patches.set(Tensor, "is_cpu", property(lambda tensor: tensor.device.type == "cpu"))
     patches.set(Tensor, "get_device", lambda tensor: 0 if device_of(tensor).type == "cuda" else -1)
     patches.set(Tensor, "pin_memory", lambda tensor, device=None: tensor)
     patches.set(Tensor, "is_pinned", lambda tensor, device=None: device_of(tensor).type == "cpu")
@@ -121,7 +121,8 @@ def _tensors(patches: Patches) -> None:
             return real_to(tensor, *args, **kwargs)
         wanted = kwargs.get("device", args[0] if args else None)
         if isinstance(wanted, Tensor):
-            args, kwargs, wanted = args[1:], {**kwargs, "dtype": wanted.dtype}, device_of(wanted)
+            kwargs = {**kwargs, **dict(zip(("non_blocking", "copy"), args[1:], strict=False)), "dtype": wanted.dtype}
+            args, wanted = (), device_of(wanted)
             kwargs["device"] = wanted
         on_stand_in = is_stand_in(tensor)
         if is_cuda(wanted) or (on_stand_in and isinstance(wanted, str | torch.device) and \
@@ -303,25 +304,39 @@ def _autocast(patches: Patches, device: TracedGpu) -> None:
 
 
 def _compilers(patches: Patches, device: TracedGpu) -> None:
-    """What would be compiled runs as it is; the trace says so. Libraries compile functions that nobody calls."""
+    """What is compiled runs as compiler.py says. Libraries compile functions that nobody calls."""
+    from torch.utils import checkpoint
+
+    from .compiler import Compiler
+
+    compiler = Compiler(device)
+
     def compile(model: Any = None, **_: Any) -> Any:
         if model is None:
             return compile
         if isinstance(model, torch.nn.Module):
-            device.recorder.compiled = True
-            vars(model)["_orig_mod"] = model  # programs ask for what was compiled
-            return model
+            return CompiledModule(model, compiler.compile(model))
+        return functools.wraps(model)(compiler.compile(model))
 
-        @functools.wraps(model)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            device.recorder.compiled = True
-            return model(*args, **kwargs)
-
-        return call
+    def compile_in_place(module: torch.nn.Module, *_: Any, **__: Any) -> None:
+        module._compiled_call_impl = compiler.compile(module)
 
     patches.set(torch, "compile", compile)
-    patches.set(torch.nn.Module, "compile", lambda module, *_, **__: compile(module) and None)
+    patches.set(torch.nn.Module, "compile", compile_in_place)
+    patches.set(checkpoint, "checkpoint", functools.partial(compiler.checkpoint, checkpoint.checkpoint))
     patches.set(torch.jit, "script", lambda function=None, *_, **__: function)
+
+
+class CompiledModule(torch.nn.Module):
+    """What torch.compile(module) returns, like torch._dynamo.OptimizedModule: the module's attributes are its own."""
+
+    def __init__(self, module: torch.nn.Module, run: Callable[..., Any]) -> None:
+        super().__init__()
+        self._orig_mod = module
+        self.forward = run
+
+    def __getattr__(self, name: str) -> Any:
+        return super().__getattr__(name) if name == "_orig_mod" else getattr(self._orig_mod, name)
 
 
 def _modules(patches: Patches) -> None:
@@ -453,6 +468,7 @@ def _cuda(patches: Patches, device: TracedGpu, platform: Platform, card: GpuMode
             if attribute in vars(module) and callable(vars(module)[attribute]):
                 patches.set(module, attribute, answer)
     patches.set(cuda, "device", _CurrentDevice)
+    patches.set(cuda, "_DeviceGuard", _CurrentDevice)
     accelerator = getattr(torch, "accelerator", None)
     if accelerator is not None:
         for attribute, answer in {

@@ -57,7 +57,8 @@ class Recorder:
     vocabulary: int = 0      # rows of the model's largest embedding
     scores: set[tuple[int, ...]] = field(default_factory=set)  # shapes of attention's score matrices: see `has_scores`
     origin: str = ""         # the module whose gradients a backward pass computes now
-    compiled: bool = False   # torch.compile was called; what it was given ran eager
+    compiled: bool = False   # whether something ran that torch.compile was given
+    unplanned: str = ""      # why some of it ran eager: the compiler's error
 
     def enter(self, phase: str) -> None:
         """The program goes on in another phase."""

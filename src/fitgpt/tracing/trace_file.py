@@ -58,7 +58,8 @@ class Trace:
     sms: int
     torch: str                         # version that it was traced with
     expandable: bool                   # whether the script would have run with expandable segments
-    compiled: bool = False             # whether the script calls torch.compile; the trace is eager
+    compiled: bool = False             # whether the script calls torch.compile
+    planned: bool = False              # whether all of that is traced as compiled, not as eager code
     notes: tuple[str, ...] = ()        # what was not seen, one sentence each
 
     @property
@@ -116,13 +117,16 @@ def trace_of(recorder: Recorder, command: tuple[str, ...], platform: Platform, t
         elif tensor.nbytes:
             events.append(0 if alloc else kept[tensor.number])
         position.append(len(events))
+    if recorder.unplanned:
+        recorder.notes[f"torch.compile, whose compiler ended with {recorder.unplanned}"] = None
     phases = [(name, position[start]) for name, start in recorder.phases] or [("load", 0)]
     values = [os.environ.get(name, "").lower() for name in ALLOCATOR_VARIABLES]
     kinds = (Kind(tensor.nbytes, tensor.owner, tensor.op, tensor.module, tensor.source, tensor.dtype,
                   tuple(tensor.shape)) for tensor in recorder.tensors if tensor.nbytes)
     return Trace(command, tuple(kinds), tuple(events), tuple(phases), tuple(position[step] for step in recorder.steps),
                  recorder.params, platform.capability, platform.sms, torch,
-                 any("expandable_segments:true" in each for each in values), recorder.compiled, tuple(recorder.notes))
+                 any("expandable_segments:true" in each for each in values), recorder.compiled,
+                 recorder.compiled and not recorder.unplanned, tuple(recorder.notes))
 
 
 # ---- written
@@ -138,7 +142,8 @@ def to_json(trace: Trace) -> str:
     text = seal_json({
         "schema": SCHEMA, "command": list(trace.command), "params": trace.params,
         "capability": list(trace.capability), "sms": trace.sms, "torch": trace.torch, "expandable": trace.expandable,
-        "compiled": trace.compiled, "notes": list(trace.notes), "phases": [list(each) for each in trace.phases],
+        "compiled": trace.compiled, "planned": trace.planned, "notes": list(trace.notes),
+        "phases": [list(each) for each in trace.phases],
         "steps": list(trace.steps), "strings": list(strings), "kinds": rows,
         "tensors": [kinds[kind] for kind in trace.tensors], "events": list(_distances(trace.events))}, indent=None)
     if len(text) > LARGEST:
@@ -187,4 +192,5 @@ def from_json(text: str) -> Trace:
     return Trace(tuple(document["command"]), tuple(kinds[number] for number in document["tensors"]), tuple(events),
                  tuple((name, start) for name, start in document["phases"]), tuple(document["steps"]),
                  document["params"], (document["capability"][0], document["capability"][1]), document["sms"],
-                 document["torch"], document["expandable"], document["compiled"], tuple(document["notes"]))
+                 document["torch"], document["expandable"], document["compiled"],
+                 document.get("planned", False), tuple(document["notes"]))

@@ -33,7 +33,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--weights", default="float32", choices=["float32", *HALF])
     parser.add_argument("--autocast", default="", choices=["", *HALF])
-    parser.add_argument("--optimizer", default="AdamW", choices=["AdamW", "Adam"])
+    parser.add_argument("--optimizer", default="AdamW", choices=["AdamW", "Adam", "SGD"])
     parser.add_argument("--foreach", action="store_true", help="an optimizer without that loop, as in torch 2")
     parser.add_argument("--clip", type=float, default=0.0)
     parser.add_argument("--lora", nargs="*", default=[], help="freeze the weights; LoRA adapters at these modules")
@@ -62,15 +62,14 @@ def build_model(options: argparse.Namespace) -> Any:
     kind = getattr(transformers, options.model)
     config = kind.config_class(**{name: json.loads(value) for name, _, value in
                                   (each.partition("=") for each in options.config)})
-    config._attn_implementation = options.attention
     with torch.device("cuda"):  # a checkpoint of 7B parameters would not fit in the RAM of most machines
-        model = kind(config).to(getattr(torch, options.weights))
+        model = kind._from_config(config, dtype=getattr(torch, options.weights), attn_implementation=options.attention)
     if options.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": True})
     if options.lora:
         model.requires_grad_(False)
         for module in list(model.modules()):
-            for name in set(options.lora) & {name for name, _ in module.named_children()}:
+            for name in [name for name, _ in module.named_children() if name in options.lora]:
                 setattr(module, name, LoraLayer(getattr(module, name)))
     return model.train()
 

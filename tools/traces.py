@@ -27,6 +27,7 @@ from fitgpt.tracing.trace_file import Trace, from_json, to_json  # noqa: E402
 from memory_page import markdown  # noqa: E402
 
 RECORDED = ROOT / "tests" / "recorded" / "traces"
+HELD_OUT = RECORDED / "held_out"
 LANGUAGE, CONVOLUTION, COMPILED_GROUP = "language", "convolution", "compiled"
 Row = dict[str, Any]
 
@@ -48,8 +49,8 @@ def allocations(trace: Trace) -> tuple[Any, ...]:
 class TracedRun:
     """A recorded run of a script, and its trace."""
 
-    def __init__(self, row: Row) -> None:
-        self.row = row
+    def __init__(self, row: Row, folder: Path) -> None:
+        self.row, self.folder = row, folder
         self.name, self.group, self.architecture = row["name"], row["group"], row["architecture"]
 
     @cached_property
@@ -68,7 +69,7 @@ class TracedRun:
 
     @cached_property
     def trace(self) -> Trace | None:
-        path = RECORDED / "stored" / f"{self.name.replace(' ', '_')}.json.xz"
+        path = self.folder / "stored" / f"{self.name.replace(' ', '_')}.json.xz"
         return stored(path) if path.is_file() else None
 
     @cached_property
@@ -105,8 +106,27 @@ class TracedRun:
 
 @cache
 def runs() -> list[TracedRun]:
-    rows = json.loads((RECORDED / "measured.json").read_text(encoding="utf-8"))["rows"]
-    return [TracedRun(row) for row in rows]
+    return [TracedRun(row, RECORDED) for row in _rows(RECORDED / "measured.json")]
+
+
+@cache
+def held_out_runs() -> list[TracedRun]:
+    """Scripts that were traced before they were measured; their stored traces are of today."""
+    return [TracedRun(row, HELD_OUT) for row in _rows(HELD_OUT / "measured.json")]
+
+
+def held_out_errors(run: TracedRun) -> tuple[float, float] | None:
+    """In percent, of the forecast made before the measurement: reserved, allocated."""
+    said = next(row for row in _rows(HELD_OUT / "predicted.json") if row["name"] == run.name)
+    if "error" in said:
+        return None
+    real, peak = run.measured[-1], said["peak"]
+    return (100 * (peak["reserved_bytes"] / real.peak_reserved_bytes - 1),
+            100 * (peak["allocated_bytes"] / real.peak_allocated_bytes - 1))
+
+
+def _rows(path: Path) -> list[Row]:
+    return list(json.loads(path.read_text(encoding="utf-8"))["rows"])
 
 
 def traced(group: str) -> list[TracedRun]:
@@ -154,6 +174,17 @@ def summary_part() -> str:
                      f"{exact[1]} of {len(found)}", f"{min(allocated):+.2f} to {max(allocated):+.2f} %"])
     return markdown(["scripts", "runs", "architectures", "reserved at 0 bytes", "reserved, errors",
                      "allocated at 0 bytes", "allocated, errors"], rows)
+
+
+def held_out_part(group: str) -> str:
+    def cells(percents: tuple[float, float] | None) -> list[str]:
+        return [f"{percent:+.3f} %" if round(percent, 3) else "0" for percent in percents] if percents else ["failed"] * 2
+
+    rows = [[f"[{run.name}](../bench/trace_cases/{run.row['script']})", run.architecture,
+             "expandable" if run.row.get("expandable") else "native", f"{run.reserved / MiB:,.0f}",
+             *cells(held_out_errors(run)), *cells(run.percents())] for run in held_out_runs() if run.group == group]
+    return markdown(["run", "architecture", "allocator", "reserved, MiB", "reserved, held out", "allocated, held out",
+                     "reserved, today", "allocated, today"], rows)
 
 
 def compiled_part() -> str:
@@ -248,9 +279,10 @@ def estimators_part() -> str:
     return markdown(["estimator", "runs", "median error", "errors", "runs more than 0.5 % low"], rows)
 
 
-PARTS = {"traces": table_part, "trace_summary": summary_part, "trace_compiled": compiled_part,
+PARTS = {"traces": table_part, "traces_held_out": held_out_part, "trace_summary": summary_part, "trace_compiled": compiled_part,
          "trace_estimators": estimators_part}
 
 if __name__ == "__main__":
-    for part in (summary_part(), table_part(LANGUAGE), table_part(CONVOLUTION), compiled_part(), estimators_part()):
+    for part in (summary_part(), table_part(LANGUAGE), table_part(CONVOLUTION), held_out_part(LANGUAGE),
+                 held_out_part(CONVOLUTION), compiled_part(), estimators_part()):
         print(part)

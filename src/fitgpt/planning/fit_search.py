@@ -5,8 +5,8 @@
 2. Bound: memory and seconds of each come from closed forms (layer_costs.py, speed.py).
 3. Sort those that fit by closed forms, the fastest first.
 4. Replay the best few, and let as few layers recompute as fit.
-5. Choose (`Search.choose`): the given run if it fits and nothing gains more than the estimate's error, else the fastest;
-   of settings that the estimate cannot tell apart, those that need less.
+5. Choose (`Search.choose`): the given run if it fits and nothing gains more than the estimate's error, else the
+   fastest; of settings that the estimate cannot tell apart, those that need less.
 
 One Search is for one shape of the model. fit_goals.py tries other shapes and builds the answer.
 """

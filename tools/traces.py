@@ -178,7 +178,7 @@ def summary_part() -> str:
 
 def held_out_part(group: str) -> str:
     def cells(percents: tuple[float, float] | None) -> list[str]:
-        return [f"{percent:+.3f} %" if round(percent, 3) else "0" for percent in percents] if percents else ["failed"] * 2
+        return [f"{each:+.3f} %" if round(each, 3) else "0" for each in percents] if percents else ["failed"] * 2
 
     rows = [[f"[{run.name}](../bench/trace_cases/{run.row['script']})", run.architecture,
              "expandable" if run.row.get("expandable") else "native", f"{run.reserved / MiB:,.0f}",
@@ -279,8 +279,8 @@ def estimators_part() -> str:
     return markdown(["estimator", "runs", "median error", "errors", "runs more than 0.5 % low"], rows)
 
 
-PARTS = {"traces": table_part, "traces_held_out": held_out_part, "trace_summary": summary_part, "trace_compiled": compiled_part,
-         "trace_estimators": estimators_part}
+PARTS = {"traces": table_part, "traces_held_out": held_out_part, "trace_summary": summary_part,
+         "trace_compiled": compiled_part, "trace_estimators": estimators_part}
 
 if __name__ == "__main__":
     for part in (summary_part(), table_part(LANGUAGE), table_part(CONVOLUTION), held_out_part(LANGUAGE),

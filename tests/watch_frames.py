@@ -23,7 +23,7 @@ CARD = GpuState(0, "NVIDIA GeForce RTX 4070", 9 * GiB, 2 * GiB, 12 * GiB, 97, 18
 RUN = RunState("runs/a", "running", "process 7", 3.0, "NVIDIA GeForce RTX 4070", "eval", 1240, 9536, 3.8123, 3.9,
                41234.0, 0.412, 18720.0, MemoryReading(7 * GiB, 8 * GiB, 7 * GiB, 8 * GiB), 9 * GiB, 2 * GiB,
                (Spike("eval", 1000, 3 * GiB, 8 * GiB), Spike("train", 1100, GiB, 2 * GiB, "chrome")), "a warning", "",
-               tuple(4 - step / 100 for step in range(50)), 8 * GiB,
+               tuple((step, 4 - step / 100) for step in range(50)), 8 * GiB,
                (PhaseRow("load", GiB, GiB, GiB, GiB), PhaseRow("train", 7 * GiB, 8 * GiB, 7 * GiB, 9 * GiB),
                 PhaseRow("eval", None, None, 6 * GiB, 9 * GiB)))
 FRAME = WatchFrame(0.0, (CARD,), "", RUN, MemoryHistory(tuple([5 * GiB] * 20 + [8 * GiB] * 20), ((20, "eval"),)))

@@ -178,7 +178,9 @@ def summary_part() -> str:
 
 def held_out_part(group: str) -> str:
     def cells(percents: tuple[float, float] | None) -> list[str]:
-        return [f"{each:+.3f} %" if round(each, 3) else "0" for each in percents] if percents else ["failed"] * 2
+        if percents is None:
+            return ["failed"] * 2
+        return [f"{percent:+.3f} %" if round(percent, 3) else "0" for percent in percents]
 
     rows = [[f"[{run.name}](../bench/trace_cases/{run.row['script']})", run.architecture,
              "expandable" if run.row.get("expandable") else "native", f"{run.reserved / MiB:,.0f}",

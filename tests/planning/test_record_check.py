@@ -233,4 +233,6 @@ def test_a_damaged_store_is_never_a_reason_for_a_plan_to_fail(tmp_path: Path, mo
     (tmp_path / "gpus").mkdir()
     (tmp_path / "gpus" / "a.json").write_bytes(b"\xff{")
     (tmp_path / "gpus" / "b.json").mkdir()
+    with open(tmp_path / "gpus" / "c.json", "wb") as file:
+        file.truncate(2**42)  # more than the memory
     assert named("4070", others=None, budget=None).card == gpus.find("4070")

@@ -136,7 +136,7 @@ def test_a_partial_line_is_read_once_it_is_complete(tmp_path: Path) -> None:
         assert followed.state(None, 0.0).step == 11
         file.write(line[25:])
     state = followed.state(None, 0.0)
-    assert (state.step, state.loss, state.losses) == (21, 2.0, (3.0, 2.0))
+    assert (state.step, state.loss, state.losses) == (21, 2.0, ((10, 3.0), (20, 2.0)))
     assert followed.state(None, 0.0) == state
 
 
@@ -173,7 +173,7 @@ def test_a_resume_undoes_what_is_beyond_its_start(tmp_path: Path) -> None:
     write_run(tmp_path, FACTS, *(step(number, loss=float(number)) for number in range(10)), evaluation(10),
               {**FACTS, "start_step": 5})
     state = state_of(tmp_path)
-    assert (state.step, state.losses) == (5, (0.0, 1.0, 2.0, 3.0, 4.0))
+    assert (state.step, state.losses) == (5, ((0, 0.0), (1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0)))
     assert (state.loss, state.val_loss) == (None, None)
 
 
@@ -182,7 +182,7 @@ def test_a_rollback_undoes_steps_and_keeps_the_facts_of_the_run(tmp_path: Path) 
               {"kind": "went_back", "start_step": 5, "text": "The training goes back to step 5."},
               lock={"pid": 7, "host": "fast-box"})
     state = state_of(tmp_path)
-    assert (state.step, state.losses, state.max_iters) == (5, (0.0, 1.0, 2.0, 3.0, 4.0), 1000)
+    assert (state.step, state.losses, state.max_iters) == (5, ((0, 0.0), (1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0)), 1000)
     assert (state.phase, state.device_name) == ("train", "NVIDIA H200")
 
 
@@ -201,7 +201,7 @@ def test_a_replaced_or_truncated_file_is_read_from_its_start(tmp_path: Path) -> 
     assert followed.state(None, 0.0).step == 50  # what was known, until there is more
     write_run(tmp_path, {**FACTS, "max_iters": 70}, step(0), *[{"kind": "warning", "text": "x" * 100}] * 100)
     longer = followed.state(None, 0.0)
-    assert (longer.step, longer.max_iters, longer.losses) == (1, 70, (3.5,))
+    assert (longer.step, longer.max_iters, longer.losses) == (1, 70, ((0, 3.5),))
     write_run(tmp_path, {**FACTS, "max_iters": 7})  # cut back in place
     shorter = followed.state(None, 0.0)
     assert (shorter.step, shorter.max_iters, shorter.losses) == (0, 7, ())

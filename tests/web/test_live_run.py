@@ -17,7 +17,8 @@ from fitgpt.web.live_run import LiveRun, live_document
 
 def test_a_run_is_shown_with_its_gpu_memory_and_programs() -> None:
     run = RunState("runs/x", "running", "process 5", 1.0, "RTX 4070", "train", 10, 100, math.nan, 2.5, 5e4, 0.41, 60.0,
-                   MemoryReading(GiB, 2 * GiB, GiB, 2 * GiB), 3 * GiB, GiB, losses=(3.0, math.nan, 2.0))
+                   MemoryReading(GiB, 2 * GiB, GiB, 2 * GiB), 3 * GiB, GiB,
+                   losses=((0, 3.0), (5, math.nan), (9, 2.0)))
     card = GpuState(0, "RTX 4070", 9 * GiB, 2 * GiB, 11 * GiB, 97, 180.0, 200.0, 71,
                     programs=(GpuProcess(5, "python", 8 * GiB, "run"), GpuProcess(6, "Xorg", GiB)))
     document = live_document(WatchFrame(0.0, (card,), "", run, MemoryHistory((GiB, 8 * GiB), ((1, "train"),))))
@@ -27,6 +28,7 @@ def test_a_run_is_shown_with_its_gpu_memory_and_programs() -> None:
     assert tiles["RTX 4070"] == ("9.00 GiB of 11.00 GiB", "97 % busy, 71 °C, 180 W")
     assert [each["name"] for each in document["programs"]] == ["python", "Xorg"]
     assert "spike in train" in document["charts"]
+    assert '"x":[0,5,9]' in document["charts"]  # each loss at its step
     assert json.dumps(document, allow_nan=False)
 
 

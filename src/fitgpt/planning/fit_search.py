@@ -2,9 +2,11 @@
 
 1. Enumerate: candidates differ in savers, compilation, CUDA graphs, micro-batch, chunk of the loss, evaluation batch,
    and what each layer recomputes. They all train on the same tokens per step, in the same order.
-2. Bound: memory and speed of each come from closed forms (layer_costs.py, speed.py).
-3. Choose: `Search.choose`, by the estimate's own error.
-4. Replay the chosen few, and let as few layers recompute as fit.
+2. Bound: memory and seconds of each come from closed forms (layer_costs.py, speed.py).
+3. Sort those that fit by closed forms, the fastest first.
+4. Replay the best few, and let as few layers recompute as fit.
+5. Choose (`Search.choose`): the given run if it fits and nothing gains more than the estimate's error, else the
+   fastest; of settings that the estimate cannot tell apart, those that need less.
 
 One Search is for one shape of the model. fit_goals.py tries other shapes and builds the answer.
 """
@@ -464,10 +466,15 @@ class Search:
 
     def step_up(self, chosen: Candidate) -> Candidate | None:
         """The next step up from the chosen settings: of those with most of the gain that is possible, the one with
-        fewest changes, then least memory; None if nothing is faster."""
-        faster = [one for one in self.expected_to_fit(self.candidates) if (1 + TIE) * one.seconds < chosen.seconds]
-        return self.first_that_fits(simplest(one for one in faster if chosen.seconds - one.seconds >= MOST_OF_A_GAIN * (
-            chosen.seconds - faster[0].seconds)))
+        least permission, then least memory; None if nothing is faster. CUDA graphs stay: without them no run is faster.
+        """
+        faster = [one for one in self.expected_to_fit(self.candidates) if (1 + TIE) * one.seconds < chosen.seconds
+                  and one.config.cuda_graphs == chosen.config.cuda_graphs]
+        least = faster[0].seconds if faster else 0.0
+        enough = max((1 + TIE) * least, least + (1 - MOST_OF_A_GAIN) * (chosen.seconds - least))
+        return self.first_that_fits(sorted(
+            (one for one in faster if one.seconds <= enough),
+            key=lambda one: (PERMISSIONS.index(one.savers.permission), one.mapped, one.changes)))
 
     # ---- the smallest
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.errors import DataError, SystemFault
-from ..core.files import data_home, write_atomically
+from ..core.files import data_home, read_limited, write_atomically
 from ..core.units import KiB, MiB
 from ..hardware import gpus
 from ..hardware.gpus import GpuModel
@@ -177,8 +177,8 @@ def own_records() -> list[GpuRecord]:
     found = []
     with suppress(OSError):
         for path in sorted(_folder().glob("*.json")):
-            with suppress(OSError, DataError, UnicodeDecodeError):
-                found.append(parse(path.read_text(encoding="utf-8")))
+            with suppress(OSError, DataError, ValueError):
+                found.append(parse(read_limited(path, MOST_BYTES).decode()))
     return found
 
 

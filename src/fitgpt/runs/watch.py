@@ -110,7 +110,7 @@ class RunState:
     spikes: tuple[Spike, ...] = ()
     warning: str = ""                # the last one
     hint: str = ""                   # the command to type next
-    losses: tuple[float, ...] = ()
+    losses: tuple[tuple[int, float], ...] = ()  # (step, loss) of each report
     highest_bytes: int | None = None    # the most that it has reserved since it started
     peaks: tuple[PhaseRow, ...] = ()    # in the order in which a run reaches the phases
     val_losses: tuple[tuple[int, float], ...] = ()  # (step, loss) of each evaluation
@@ -329,7 +329,7 @@ class FollowedRun:
             memory=next((memory for memory in memories if memory is not None), None),
             planned_bytes=progress.planned_reserved, headroom_bytes=None, highest_bytes=progress.highest_reserved,
             peaks=progress.phase_peaks(), spikes=tuple(progress.spikes), warning=progress.warning,
-            losses=tuple(progress.losses.values()), val_losses=tuple(progress.val_losses.items()), hint=hint,
+            losses=tuple(progress.losses.items()), val_losses=tuple(progress.val_losses.items()), hint=hint,
             ranks=rank_states(progress.facts, step))
 
     def _read_new_rows(self) -> float | None:

@@ -62,7 +62,7 @@ def gpu_lines(card: GpuState, width: int) -> list[Line]:
 def run_lines(run: RunState, history: MemoryHistory, width: int, unicode: bool) -> list[Line]:
     total = f" of {run.max_iters:,}" if run.max_iters is not None else ""
     share = f"{100 * run.step // run.max_iters}%" if run.max_iters else ""  # rounded down: 100% only at the end
-    left, held = run.seconds_left, run.memory
+    left, held, losses = run.seconds_left, run.memory, [loss for _, loss in run.losses]
     silent = f", last record {show_seconds(run.silent_s)} ago" if run.silent_s is not None else ""
     status = {"elsewhere": f"{run.whereabouts}, which cannot be checked from here",
               "starting": f"starting: {run.whereabouts}", "running": f"running: {run.whereabouts}"}
@@ -81,7 +81,7 @@ def run_lines(run: RunState, history: MemoryHistory, width: int, unicode: bool) 
                          f"{show_seconds(left)} left" if left is not None and math.isfinite(left) else ""], width),
         *flowed("speed", [_figure(run.tokens_per_s, " tokens/s"), f"mfu {show_mfu(run.mfu)}"], width),
         *flowed("loss", [_figure(run.loss, digits=4), f"validation {_figure(run.val_loss, digits=4)}"], width),
-        *(flowed("", [sparkline(run.losses, min(width - LABEL_WIDTH, GRAPH_WIDTH))], width, "cyan") if unicode else []),
+        *(flowed("", [sparkline(losses, min(width - LABEL_WIDTH, GRAPH_WIDTH))], width, "cyan") if unicode else []),
         *flowed("memory", memory, width),
         *flowed("ranks", [f"{number} {rank.device} (process {rank.pid} on {rank.host})"
                           + (f" reserved {show_bytes(rank.memory.reserved)}" if rank.memory else "")

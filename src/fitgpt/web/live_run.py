@@ -72,8 +72,7 @@ def tiles(run: RunState, card: GpuState | None, no_card: str) -> list[tuple[str,
 
 def charts(run: RunState, history: MemoryHistory) -> str:
     """Loss by step; memory, where there is a GPU."""
-    steps = max(run.step - 1, 0) / max(len(run.losses) - 1, 1)  # the losses are evenly spaced over the steps done
-    losses = [Series("training", [(at * steps, loss) for at, loss in enumerate(run.losses)])] if run.losses else []
+    losses = [Series("training", run.losses)] if run.losses else []
     losses += [Series("validation", run.val_losses, 1, "dotted")] if run.val_losses else []
     drawn = line_chart("Loss", losses, empty="No step has been reported yet.", wide=not history.values)
     if not history.values:

@@ -11,7 +11,7 @@ import pytest
 from fitgpt.tracing.plan import PLANNED, UNPLANNED
 from fitgpt.tracing.script import trace_script
 from real_messages import trace_path, traced_now
-from traces import CONVOLUTION, LANGUAGE, TracedRun, allocations, runs, stored, traced
+from traces import CONVOLUTION, LANGUAGE, TracedRun, allocations, held_out_runs, runs, stored, traced
 
 CASES = Path(__file__).parents[2] / "bench" / "trace_cases"
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("recorded")]  # one process replays each trace once
@@ -22,8 +22,9 @@ def named(name: str) -> TracedRun:
 
 
 def test_every_case_was_recorded() -> None:
-    cases = json.loads((CASES / "cases.json").read_text(encoding="utf-8"))["cases"]
-    assert {case["name"] for case in cases} == {run.name for run in runs()}
+    cases = json.loads((CASES / "cases.json").read_text(encoding="utf-8"))
+    for name, found in (("cases", runs()), ("held_out", held_out_runs())):
+        assert {case["name"] for case in cases[name]} == {run.name for run in found}
 
 
 def test_at_least_40_runs_of_12_architectures_of_language_models_are_traced() -> None:
@@ -44,6 +45,11 @@ def test_reserved_memory_of_most_language_models_is_exact() -> None:
 def test_allocated_memory_of_language_models_is_within_a_fifth_of_a_percent() -> None:
     errors = {run.name: run.percents()[1] for run in traced(LANGUAGE)}
     assert {name: error for name, error in errors.items() if abs(error) > 0.2} == {}
+
+
+def test_held_out_language_models_are_within_the_same_bounds() -> None:
+    errors = {run.name: run.percents() for run in held_out_runs() if run.group == LANGUAGE}
+    assert {name: error for name, error in errors.items() if not -0.5 <= error[0] <= 1 or abs(error[1]) > 0.2} == {}
 
 
 def test_reserved_memory_of_convolutional_models_is_within_3_percent_except_in_channels_last() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 from fitgpt.config.run_config import RunConfig
+from fitgpt.core.errors import CannotTrace, FitError, ScriptFailed
 from fitgpt.memory.tape import Tape
 from fitgpt.memory.timeline import replay
 from fitgpt.planning.budget import Target, target_for
@@ -19,6 +21,7 @@ from fitgpt.tapes import nanogpt
 from fitgpt.tracing.errors import Untraceable
 from fitgpt.tracing.modules import StepsDone
 from fitgpt.tracing.recorder import Recorder
+from fitgpt.tracing.script import run
 from fitgpt.tracing.trace import recording
 from tests.tracing import gpt_script
 
@@ -280,3 +283,19 @@ def test_inference_mode_casts_weights_at_each_use() -> None:
         assert not torch.inference_mode(twice)(model)
         assert torch.is_grad_enabled()
     assert [tensor.dtype for tensor in recorder.tensors if tensor.shape == (3000, 3000)][-2:] == 2 * ["bfloat16"]
+
+
+@pytest.mark.parametrize(("code", "error", "says"), [
+    ("torch.cuda.CUDAGraph()", CannotTrace, "train.py, line 2: a trace cannot do this without a GPU"),
+    ("raise SystemExit('no data')", ScriptFailed, "train.py ended: no data"),
+    ("for", ScriptFailed, "SyntaxError"),
+])
+def test_what_only_a_trace_cannot_do_is_told_from_what_the_script_does_wrong(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, error: type[FitError], says: str) -> None:
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    script = tmp_path / "train.py"
+    script.write_text(f"import torch\n{code}\n", encoding="utf-8")
+    with pytest.raises(error) as raised:
+        run([str(script)], "4070", "", "", 4, "")
+    assert says in f"{raised.value.what} {raised.value.fix}"

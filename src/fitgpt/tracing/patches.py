@@ -25,7 +25,7 @@ from .values import is_stand_in
 real_device = torch.device
 
 
-class Device(type):
+class TorchDevice(type):
     """torch.device while a trace runs. torch.device(0) is cuda:0, which torch does not know without a GPU."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> torch.device:
@@ -485,7 +485,7 @@ def _cuda(patches: Patches, device: TracedGpu, platform: Platform, card: GpuMode
     for attribute in ("range_push", "range_pop", "mark"):
         patches.set(cuda.nvtx, attribute, lambda *_, **__: 0)
     patches.set(torch, "inference_mode", InferenceMode)
-    patches.set(torch, "device", Device("device", (), {}))
+    patches.set(torch, "device", TorchDevice("device", (), {}))
     patches.set(torch._C, "_scatter", lambda tensor, *_: [tensor.to(CARD)])  # nn.DataParallel on one GPU
     patches.set(torch._C, "_cuda_getCurrentRawStream", lambda *_: 0)
     patches.set(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)

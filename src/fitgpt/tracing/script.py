@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 UNTRACEABLE, FAILED, USAGE = "untraceable", "failed", "usage"  # kinds of error
 WORKAROUND = ("Trace the script without that part, or with code whose sizes do not depend on values: torch.where in "
               "place of x[mask].")
+NO_VALUES = "Values are not computed: losses and other numbers that the script printed are made up."
 NOTHING = ("{script} allocated no GPU memory: it ran to its end without a tensor on `cuda`.",
            "Trace a script that trains on a GPU, with the arguments that you train with.")
 
@@ -113,6 +114,7 @@ def run(command: list[str], gpu: str, others: str, budget: str, steps: int, vers
         raise ScriptFailed(f"{script} failed, as it would without fitgpt.", shown(error, script)) from None
     finally:
         replaced.undo()
+    recorder.notes[NO_VALUES] = None
     if not recorder.tensors:
         raise CannotTrace(NOTHING[0].format(script=script), NOTHING[1])
     return trace_of(recorder, tuple(command), target.platform, version or torch.__version__)

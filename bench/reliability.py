@@ -23,6 +23,7 @@ import hashlib
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import statistics
@@ -184,7 +185,7 @@ def deterministic(campaign: Campaign) -> None:
                 "most_reserved_off": off, "errors": errors, "bits": first,
                 "errors_without": forecast_errors(plain)}
 
-    chosen = [(name, options) for name, options in variants(campaign.device) if campaign.only in name]
+    chosen = [(name, options) for name, options in variants(campaign.device) if re.search(campaign.only, name)]
     campaign.each(case, chosen, campaign.at_once)
 
 
@@ -330,10 +331,10 @@ def allocations(options: argparse.Namespace) -> None:
 
     compiled, dtype = options.kind.split()
     shape = TINY if options.device == "cpu" else {**SMALL, "n_layer": 2, "n_embd": 192, "batch_size": 4}
-    chance, number = random.Random(f"{options.kind} {options.seed}"), iter(range(10**6))
+    chance, out = random.Random(f"{options.kind} {options.seed}"), Path(options.out)
 
-    def run(around: Callable[[Callable[[], None]], None], rehearse: bool = True) -> tuple[Path, dict[str, str]]:
-        out = Path(options.out) / str(next(number))
+    def run(around: Callable[[Callable[[], None]], None], rehearse: bool = True) -> dict[str, str]:
+        shutil.rmtree(out, ignore_errors=True)  # of the run before: 200 runs would fill the disk
         config = RunConfig(**{**shape, "compile": compiled == "compiled", "dtype": dtype, "max_iters": 4,
                               "eval_interval": 2, "save_interval": 1, "deterministic": True,
                               "rehearse": rehearse, "device": options.device, "dataset": options.dataset,
@@ -343,15 +344,18 @@ def allocations(options: argparse.Namespace) -> None:
             around(lambda: run_module.run(config.to_dict(), [], lambda: False, fallbacks=()))
         finally:
             sys.stdout = sys.__stdout__
-        return out, bits(out)
+        return bits(out)
 
     failed, phases, wrong, met = 0, dict[str, int](), list[str](), list[int]()
     if compiled == "eager":
         counting = FailingAllocations()
 
-        def failing(chosen: Iterable[int]) -> Callable[[Callable[[], None]], None]:
-            """In the loop and the rehearsal: building the model is no part of it."""
+        def failing(total: int) -> Callable[[Callable[[], None]], None]:
+            """One of so many allocations in the loop and the rehearsal; building the model is no part of it. The first
+            run of a process allocates more than later ones, so the number drawn may be too large: then another is
+            drawn in the next run. 0: none fails."""
             def around(work: Callable[[], None]) -> None:
+                chosen = [chance.randrange(1, total + 1)] if total else []
                 real, mode = run_module.run_loop, FailingAllocations(chosen)
 
                 def watched(*given: Any) -> None:
@@ -368,16 +372,15 @@ def allocations(options: argparse.Namespace) -> None:
 
             return around
 
-        _, expected = run(failing(()))
-        total = counting.count
-        cases = [failing([chance.randrange(1, total + 1)]) for _ in range(PER_PROCESS)]
+        expected = run(failing(0))
+        cases = [failing(counting.count) for _ in range(PER_PROCESS)]
     else:
-        _, expected = run(lambda work: work())
+        expected = run(lambda work: work())
         cases = [limited(chance, met) for _ in range(PER_PROCESS)]
-    for case in cases:
+    for number, case in enumerate(cases):
         met.clear()
-        for _ in range(10):  # a limit that was never met is tried again elsewhere
-            out, found = run(case, rehearse=compiled == "eager" or chance.random() < 0.5)
+        for _ in range(10):  # a number or limit that was never met is drawn again
+            found = run(case, rehearse=compiled == "eager" or chance.random() < 0.5)
             if met:
                 break
         failed += bool(met)
@@ -388,7 +391,7 @@ def allocations(options: argparse.Namespace) -> None:
             during = "rehearsal" if any(each["kind"] == "rehearsal" for each in later) else ooms[0]["phase"]
         phases[during] = phases.get(during, 0) + 1
         if found != expected:
-            wrong.append(f"{out.name}: {[row['words'][:80] for row in ooms]} {metrics(out, 'step_down')}")
+            wrong.append(f"{number}: {[row['words'][:80] for row in ooms]} {metrics(out, 'step_down')}")
     print(json.dumps({"failed": failed, "phases": phases, "wrong": wrong, "torch": torch.__version__}))
 
 
@@ -460,7 +463,8 @@ def warm(campaign: Campaign) -> None:
             model |= {"offload": "optimizer"} if name == "774M" else {}
             return {"case": f"{name} {batch}", "passed": "tokens_per_s" in timing.time(model, 0.1)}
 
-    campaign.each(case, [(name, batch) for name, model in MODELS.items() for batch in (model["batch_size"], 1)], 8)
+    names = [name for name in MODELS if re.search(campaign.only, name)]
+    campaign.each(case, [(name, batch) for name in names for batch in (MODELS[name]["batch_size"], 1)], 8)
 
 
 def beside(campaign: Campaign) -> None:
@@ -507,7 +511,8 @@ def beside(campaign: Campaign) -> None:
             return {**row, "tokens_per_s": round(statistics.median(rates)), "alone": round(free_rate),
                     "ratio": round(ratio, 3), "passed": ratio >= RATIO}
 
-        campaign.each(case, [(name, free) for name, sizes in FREE_GIB.items() for free in sizes])
+        campaign.each(case, [(name, free) for name, sizes in FREE_GIB.items() for free in sizes
+                             if re.search(campaign.only, name)])
 
 
 def rates_after(process: subprocess.Popen[bytes], out: Path, first: int, wanted: int) -> list[float]:
@@ -572,7 +577,8 @@ def main() -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--seconds", type=float, default=10_000, help="per campaign")
     parser.add_argument("--at_once", type=int, default=7, help="runs side by side, where nothing is timed")
-    parser.add_argument("--only", default="", help="cases of `deterministic` whose name has this")
+    parser.add_argument("--only", default="",
+                        help="a regular expression: cases of `deterministic`, models of `beside` and `warm`")
     for hidden in ("--kind", "--dataset"):
         parser.add_argument(hidden, default="", help=argparse.SUPPRESS)
     parser.add_argument("--seed", type=int, default=0, help=argparse.SUPPRESS)

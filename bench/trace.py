@@ -5,9 +5,10 @@
     python bench/trace.py memtracker --out FOLDER --nanogpt ../nanoGPT   on a GPU: what torch's MemTracker reports
     python bench/trace.py table FOLDER                                    forecast beside measurement
 
-The cases (bench/trace_cases/cases.json) are scripts with arguments. Each runs in a process of its own as `python
-script.py` would; after every optimizer step the allocator's four figures are read. Nothing is timed, so the processes
-run side by side. `--nanogpt` is a checkout of nanoGPT, for the cases that run its train.py.
+The cases (bench/trace_cases/cases.json) are scripts with arguments; `--set held_out` takes those that were traced
+before they were measured. Each runs in a process of its own as `python script.py` would; after every optimizer step the
+allocator's four figures are read. Nothing is timed, so the processes run side by side. `--nanogpt` is a checkout of
+nanoGPT, for the cases that run its train.py.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ def main() -> int:
     parser.add_argument("folder", nargs="?", default="")
     parser.add_argument("--out", default="", help="a folder for measured.json, traced.json and archives")
     parser.add_argument("--nanogpt", default="", help="the folder with nanoGPT's train.py")
+    parser.add_argument("--set", default="cases", choices=["cases", "held_out"], help="which list of cases.json")
     parser.add_argument("--only", default="", help="a regular expression for names of cases")
     parser.add_argument("--at_once", type=int, default=8)
     parser.add_argument("--seconds", type=int, default=150, help="after which a case is given up")
@@ -61,7 +63,7 @@ def main() -> int:
     if options.what == "table":
         print(table(Path(options.folder)))
         return 0
-    cases = [case for case in json.loads((CASES / "cases.json").read_text(encoding="utf-8"))["cases"]
+    cases = [case for case in json.loads((CASES / "cases.json").read_text(encoding="utf-8"))[options.set]
              if re.search(options.only, case["name"])]
     for case in cases:
         case["args"] = [*case["args"], *options.extra.split()]

@@ -111,6 +111,12 @@ def test_the_version_has_one_source(wheel: Path, sdist: Path) -> None:
     assert 'dynamic = ["version"]' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
 
 
+def test_a_package_that_names_no_repository_is_rejected_by_the_index(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as packed:
+        metadata = packed.read(f"fitgpt-{fitgpt.__version__}.dist-info/METADATA").decode()
+    assert ("Project-URL: " in metadata) != ("Classifier: Private :: Do Not Upload" in metadata)
+
+
 # ---- installed
 
 

@@ -69,7 +69,7 @@ def parse_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 # ---- generated parts
 
 
-@pytest.mark.xdist_group("recorded")  # tables of recorded runs, which these tests replay once per process
+@pytest.mark.ci  # replays every recorded run
 def test_generated_parts_are_up_to_date() -> None:
     assert [str(path.relative_to(ROOT)) for path in tool.stale()] == []
 

@@ -8,6 +8,7 @@ import pickle
 import random
 import re
 import string
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,7 +26,9 @@ from fitgpt.config.run_config import RunConfig
 from fitgpt.core.errors import DataError, UsageError
 from fitgpt.data.dataset import open_dataset
 from fitgpt.data.sample_order import positions_for
+from fitgpt.engine import device
 from fitgpt.engine.model import GPT, build_model
+from fitgpt.engine.ops import Pointwise
 from fitgpt.engine.weights import fill
 from fitgpt.runs.metrics import read_metrics
 from fitgpt.runs.record import read_run
@@ -153,6 +156,26 @@ def test_sample_takes_nanogpts_flags_and_a_prompt_from_a_file(folder: Path, caps
     kept = read_run("runs/plain").samples
     assert [each.text for each in kept[-4:]] == samples[:2] * 2
     assert kept[-1].step > 0
+
+
+@pytest.mark.parametrize("command", [["eval", "runs/plain", "--eval_iters=1"],
+                                     ["sample", "runs/plain", "--num_samples=1", "--max_new_tokens=9"]])
+def test_a_failing_compiler_leaves_eval_and_sample_eager(
+        command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def fails(*_: object) -> None:
+        raise subprocess.CalledProcessError(1, ["c++"])
+
+    def compile_model(model: GPT) -> None:
+        model.ops, model._block_next = Pointwise(*[fails] * len(Pointwise._fields)), fails
+
+    monkeypatch.setattr(GPT, "compile", compile_model)
+    monkeypatch.setattr(device, "_compile", lambda requested, *_: (requested, ""))  # whether there is a compiler or not
+    assert main([*command, "--device=cpu"]) == 0
+    eager = capsys.readouterr().out
+    assert main([*command, "--device=cpu", "--compile"]) == 0
+    compiled = capsys.readouterr()
+    assert re.sub(r"[\d.,k]+ tokens/s", "", compiled.out) == re.sub(r"[\d.,k]+ tokens/s", "", eager)
+    assert "compile: False, because torch.compile failed: Command '['c++']' returned" in compiled.err
 
 
 def test_a_prompt_file_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -81,6 +81,10 @@ def built_site() -> Path:
     for program in ("npm", "node"):
         if not shutil.which(program):
             missing(f"{program} is not installed")
+    try:
+        build.download()
+    except subprocess.CalledProcessError:
+        missing(f"npm cannot download Pyodide {build.VERSION}")
     build.main()
     return build.SITE
 

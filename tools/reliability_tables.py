@@ -69,14 +69,16 @@ def parsers_part() -> str:
 
 
 def gpu_part() -> str:
-    """One row per campaign of bench/reliability.py whose results are kept; its output, a list, is under "rows"."""
+    """One row per campaign of bench/reliability.py whose results are kept; its output, a list, is under "rows". A run
+    of kill_resume has several kills, one of alloc_fail several failed allocations."""
     rows = []
     for path in sorted(RESULTS.glob("reliability_*_h200.json")):
         found = json.loads(path.read_text(encoding="utf-8"))
         passed = [row for row in found["rows"] if row.get("passed")]
-        rows.append([f"`{path.stem.removeprefix('reliability_').removesuffix('_h200')}`", f"{len(found['rows'])}",
-                     f"{len(passed)}", f"{found['date']}, commit {found['commit']}"])
-    return markdown(["campaign", "cases on an H200", "passed", "date and commit"], rows) if rows else ""
+        trials, fine = (sum(row.get("kills", row.get("failed", 1)) for row in each) for each in (found["rows"], passed))
+        rows.append([f"`{path.stem.removeprefix('reliability_').removesuffix('_h200')}`", f"{trials}", f"{fine}",
+                     f"{found['date']}, commit {found['commit']}"])
+    return markdown(["campaign", "trials on an H200", "passed", "date and commit"], rows) if rows else ""
 
 
 PARTS: dict[str, Callable[..., str]] = {"campaigns": campaigns_part, "outcomes": outcomes_part, "damage": damage_part,

@@ -21,7 +21,7 @@ from fitgpt.core.errors import DataError, FitError
 from fitgpt.hardware import gpus
 from fitgpt.hardware.gpus import GpuModel
 from fitgpt.planning.gpu_record import GpuRecord, parse
-from fitgpt.planning.record_check import Explanation, explain
+from fitgpt.planning.record_check import Explanation, cases, explain
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = ROOT / "src" / "fitgpt" / "hardware" / "gpus.csv"
@@ -36,6 +36,8 @@ def main(path: str) -> int:
     except FitError as error:
         print(error)
         return error.exit_code
+    except OSError as error:
+        sys.exit(f"{path} cannot be read: {error.strerror}.")
     row = row_of(record, record.model)
     TABLE.write_text(updated(TABLE.read_text(encoding="utf-8"), row), encoding="utf-8")
     KEPT.mkdir(exist_ok=True)
@@ -56,12 +58,20 @@ def row_of(record: GpuRecord, before: GpuModel | None) -> GpuModel:
 
 
 def checked(record: GpuRecord) -> Explanation:
-    """How the record is explained; DataError if it is not."""
+    """How the record is explained; DataError if it is not, or if a GPU of that name has another size of memory."""
+    namesake = gpus.match_device(record.gpu.name)
+    if namesake and record.model is None:
+        raise DataError(f"The record is rejected: memory of {record.gpu.driver_mib:,} MiB, and the {namesake.name} has "
+                        f"{namesake.driver_mib:,}. If there is such a variant, add a row for it to gpus.csv first.")
     found = explain(record)
     if found.mismatches:
         listed = "\n  ".join(found.mismatches[:SHOWN])
         raise DataError(f"The record is rejected: no workspace and attention kernel explain it. With those that "
                         f"explain most, these figures differ ({len(found.mismatches)}):\n  {listed}")
+    missing = {case.name for case in cases(found.platform)} - {run.name for run in record.runs}
+    if missing:
+        raise DataError(f"The record is not complete: {', '.join(sorted(missing))}.",
+                        "fitgpt record with the same file continues it")
     return found
 
 

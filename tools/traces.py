@@ -24,12 +24,26 @@ from fitgpt.core.units import MiB  # noqa: E402
 from fitgpt.memory.timeline import Timeline, replay, reserved_in_other_orders  # noqa: E402
 from fitgpt.planning.forecast import COLUMNS  # noqa: E402
 from fitgpt.tracing.plan import CONVOLUTIONS, PLANNED, SCRIPT, UNPLANNED, StepMemory, steps_of  # noqa: E402
-from fitgpt.tracing.trace_file import Trace, from_json  # noqa: E402
+from fitgpt.tracing.trace_file import Trace, from_json, to_json  # noqa: E402
 from memory_page import markdown  # noqa: E402
 
 RECORDED = ROOT / "tests" / "recorded" / "traces"
 LANGUAGE, CONVOLUTION, COMPILED_GROUP = "language", "convolution", "compiled"
 Row = dict[str, Any]
+
+
+def stored(path: Path) -> Trace:
+    """A trace that `store` wrote."""
+    return from_json(lzma.decompress(path.read_bytes()).decode())
+
+
+def store(trace: Trace, path: Path) -> None:
+    path.write_bytes(lzma.compress(to_json(trace).encode()))
+
+
+def allocations(trace: Trace) -> tuple[Any, ...]:
+    """What must be equal in a stored trace and one made later, also by another version of torch."""
+    return trace.events, [kind.nbytes for kind in trace.tensors], trace.steps
 
 
 class TracedRun:
@@ -59,7 +73,7 @@ class TracedRun:
         path = RECORDED / "stored" / f"{self.name.replace(' ', '_')}.json.xz"
         if not path.is_file():
             return None
-        trace, steps = from_json(lzma.decompress(path.read_bytes()).decode()), len(self.measured)
+        trace, steps = stored(path), len(self.measured)
         if len(trace.steps) <= steps:
             return trace
         end = trace.steps[steps - 1]

@@ -8,7 +8,7 @@
     python -m tests.campaign --publish   writes the results so far to bench/results/reliability.json
 
 Results are kept in build/campaign/, one line per case; they add up while src/ and the campaigns are unchanged. The exit
-code is 1 if a case failed.
+code is 1 if a case failed, or if a campaign that is not complete ran none.
 """
 
 from __future__ import annotations
@@ -170,6 +170,10 @@ def run_campaigns(names: Sequence[str], jobs: int, seconds: float) -> int:
         if len(bad) > SHOWN:
             print(f"  and {len(bad) - SHOWN} more, in {results_folder(name)}")
         failures += len(bad)
+        if len(results(name)) == before[name] != (total(name) or None):
+            print(f"  FAILED {name}: no case was run in {time.time() - started:.0f} s. Its set-up takes longer, or "
+                  f"failed: python -m tests.campaign --list {name}")
+            failures += 1
     for (name, _), worker in workers.items():
         if worker.returncode not in (0, STOPPED, -signal.SIGKILL):
             print(f"  {name}: a worker ended with {worker.returncode}")

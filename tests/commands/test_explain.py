@@ -179,7 +179,7 @@ def test_empty_piped_input_beside_a_config_is_noted(no_stdin: None,
                                                     capsys: pytest.CaptureFixture[str]) -> None:
     for sources, empty in (([], False), (["-"], True)):
         assert main(["explain", *sources, *SHALLOW, "--gpu=4070"]) == 0
-        assert ("the piped input is empty" in capsys.readouterr().out) is empty
+        assert ("The piped input is empty" in capsys.readouterr().out) is empty
 
 
 def test_two_figures_are_explained_without_a_file(no_stdin: None, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 import fitgpt
 from fitgpt.commands import main as cli
-from fitgpt.commands.main import EXTRAS, main
+from fitgpt.commands.main import EXTRAS, main, overview
 from fitgpt.config.command_options import COMMANDS
 from fitgpt.core import errors
 
@@ -324,6 +324,11 @@ def test_without_stderr_messages_do_not_reach_stdout(
     monkeypatch.setattr(sys, "stderr", None)
     assert main(["cards"]) == 0
     assert capsys.readouterr().out == ""
+
+
+def test_the_list_of_commands_is_as_wide_as_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert max(map(len, overview().splitlines())) <= 80
 
 
 def test_help_works_in_an_ascii_terminal_without_columns() -> None:

@@ -38,7 +38,8 @@ def test_the_installed_gpu_is_planned_with_the_memory_others_use(run_plan: Any,
     assert document["others_bytes"] == 2 * GiB
     output = " ".join(run_plan(*SMALL).out.split())
     assert "Other processes use 2.00 GiB of it now: Xorg 1.00 GiB." in output
-    assert run_plan(*SMALL, "--others=1GiB", "--json").json["others_bytes"] == GiB
+    for size in ("1GiB", "1024"):  # without a unit, MiB
+        assert run_plan(*SMALL, f"--others={size}", "--json").json["others_bytes"] == GiB
 
 
 def test_of_several_gpus_the_one_with_most_free_memory_or_the_one_named(run_plan: Any,

@@ -249,10 +249,16 @@ def test_runs_with_different_batch_sizes_are_compared_by_tokens() -> None:
     assert [one["x"][-1] for one in data["series"]] == [10_000, 20_000]
 
 
-def test_losses_at_different_block_sizes_have_a_note() -> None:
-    other = evaluation(2, losses=[dict(split="val", mean=1.0, stderr=0.1, windows=8, block=128)])
-    assert "do not compare" in report_page([record_of("a", [FACTS, evaluation(2)], None),
-                                            record_of("b", [FACTS, other], None)], "fitgpt")
+def test_losses_at_different_block_sizes_have_a_note_and_no_difference() -> None:
+    def page_with(block: int) -> str:
+        other = evaluation(2, losses=[dict(split="val", mean=1.0, stderr=0.1, windows=8, block=block)])
+        return report_page([record_of("a", [FACTS, evaluation(2)], None), record_of("b", [FACTS, other], None)],
+                           "fitgpt")
+
+    assert "do not compare" in page_with(128)
+    assert "Difference in validation loss" not in page_with(128)
+    assert "do not compare" not in page_with(64)
+    assert "Difference in validation loss" in page_with(64)
 
 
 def test_runs_are_named_by_the_part_of_the_path_that_differs(tmp_path: Path) -> None:

@@ -6,7 +6,9 @@ import errno
 import math
 import os
 import shutil
+import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
@@ -116,6 +118,19 @@ def test_a_kill_while_a_folder_is_replaced_loses_neither(tmp_path: Path, monkeyp
     assert (target / "a").read_text() == ("new" if is_replaced else "old")
     assert list(tmp_path.iterdir()) == [target]
     assert is_replaced == (completed >= (1 if exchanges and sys.platform == "linux" else 3))
+
+
+def test_a_pipe_is_read_to_its_end_and_one_without_a_writer_is_not_waited_for(tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    with open(reading), open(writing, "wb", buffering=0) as writer:
+        later = threading.Timer(0.05, lambda: (writer.write(b"text"), writer.close()))
+        later.start()
+        assert read_limited(f"/dev/fd/{reading}", 10, pipes=True) == b"text"
+        later.join()
+    os.mkfifo(tmp_path / "pipe")
+    read = "from fitgpt.core.files import read_limited; read_limited('pipe', 10, pipes=True)"
+    done = subprocess.run([sys.executable, "-c", read], cwd=tmp_path, capture_output=True, text=True, timeout=20)
+    assert "it is a pipe that nothing was written to" in done.stderr
 
 
 def test_a_pipe_is_not_opened_and_a_large_file_not_read(tmp_path: Path) -> None:

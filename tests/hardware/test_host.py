@@ -48,6 +48,18 @@ def test_the_lowest_limit_of_its_control_group_and_those_above_counts(tmp_path: 
     assert available(tmp_path, MEMINFO) == 7 * GiB
 
 
+@pytest.mark.parametrize(("limit", "expected"), [(8 * GiB, 7 * GiB), (2**63 - 4096, 30 * GiB)])
+@pytest.mark.parametrize("group", ["memory", "memory/docker/abc"])  # as a container sees it, and as the host does
+def test_a_limit_of_cgroup_version_1_counts(tmp_path: Path, limit: int, expected: int, group: str) -> None:
+    (tmp_path / "cgroup").write_text("5:cpu,cpuacct:/docker/abc\n4:memory:/docker/abc\n0::/\n")
+    (tmp_path / group).mkdir(parents=True)
+    for name, text in (("limit_in_bytes", limit), ("usage_in_bytes", 3 * GiB),
+                       ("stat", f"inactive_file 0\ntotal_inactive_file {2 * GiB}")):
+        (tmp_path / group / f"memory.{name}").write_text(f"{text}\n")
+    assert available(tmp_path, MEMINFO) == expected
+    assert available(tmp_path) == (expected if limit == 8 * GiB else None)
+
+
 def test_doctor_uses_the_same_figure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(diagnostics, "available_memory", lambda: 7)
     assert diagnostics.read_machine().ram == 7

@@ -60,7 +60,8 @@ def generated(number: int) -> Iterator[Case]:
     costs, roomy = CostCache(platform), FitTarget(platform, Budget(card.name, 10**12, 0, 10**12, 0), card)
     search = roomy.search(config, parse_allow("lossy,muon"))
     search.costs = costs
-    settings = [(each, savers) for savers in search.saver_sets for each in search.configs(savers)]
+    settings = [(each, savers) for savers in search.saver_sets
+                for each in search.configs(savers, search.batches(savers))]
     for share in SHARES:
         limit = int(share * search.estimated_needs(config))
         yield Case(config, FitTarget(platform, Budget(card.name, limit, 0, limit, 0), card), settings, costs)

@@ -127,12 +127,12 @@ def test_two_levels_per_candidate_are_as_fast_as_trying_every_mix() -> None:
         target = FitTarget(SETTINGS[0], Budget("RTX 4070", limit, 0, limit, 0), gpus.find("4070"))
         search = Search(config, target, frozenset())
         savers, found = search.saver_sets[0], 0
-        for each in search.configs(savers):
+        for each in search.configs(savers, search.batches(savers)):
             fastest = min((one.seconds for one in search.with_mixes(each, savers) if one.mapped <= search.usual_limit),
                           default=None)
-            memory = search.costs.cost(each)
-            expected = [seconds for mix, (seconds, _) in zip(mixes, search.seconds(each, mixes), strict=True)
-                        if memory.mapped(mix) <= search.usual_limit]
+            settings = search.settings(each, savers)
+            expected = [one.seconds for one in (search.with_mix(settings, mix) for mix in mixes)
+                        if one.mapped <= search.usual_limit]
             if fastest is not None:  # None: not even with all layers alike
                 assert fastest == pytest.approx(min(expected))
                 found += 1

@@ -137,6 +137,8 @@ def test_figures_of_another_gpu_are_rejected(of_4070: GpuRecord) -> None:
         take_record.checked(replace(of_h200, runs=of_4070.runs[:3]))
     everything_but_the_name = explain(replace(of_h200, gpu=replace(real.gpu, name=RTX_4070.name, driver_mib=12282)))
     assert any("multiprocessors" in text for text in everything_but_the_name.mismatches)
+    with pytest.raises(DataError, match="143,771 MiB, and the RTX 4070 has 12,282"):  # it would replace that row
+        take_record.checked(replace(of_h200, gpu=replace(real.gpu, name=RTX_4070.name)))
     of_60 = simulated(replace(RTX_4070, sms=60), "eager")
     scratch = replace(of_4070, gpu=replace(of_4070.gpu, sum_bytes=of_60.gpu.sum_bytes))
     assert any("a sum over rows" in text for text in explain(scratch).mismatches)
@@ -164,8 +166,10 @@ def test_a_speed_beyond_the_matmul_rate_is_rejected(of_4070: GpuRecord) -> None:
         of_4070, runs=runs)).mismatches)
 
 
-def test_a_record_without_runs_is_rejected(of_4070: GpuRecord) -> None:
+def test_a_record_without_runs_or_with_some_of_them_is_rejected(of_4070: GpuRecord) -> None:
     assert explain(replace(of_4070, runs=())).mismatches == ("The record has no run with figures of memory.",)
+    with pytest.raises(DataError, match="not complete: timed 11M"):
+        take_record.checked(replace(of_4070, runs=of_4070.runs[:-1]))
 
 
 # ---- what an accepted record changes

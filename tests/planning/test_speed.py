@@ -54,6 +54,19 @@ def test_recompute_levels_rank_as_measured() -> None:
             assert middle(faster.config, H200) > middle(slower.config, H200)
 
 
+def test_deterministic_runs_are_slower_as_measured() -> None:
+    path = Path(__file__).parents[2] / "bench" / "results" / "deterministic_speed_h200.json"
+    for row in json.loads(path.read_text())["rows"]:
+        how, dtype = row["case"].split()
+        config = replace(GPT2, batch_size=row["batch_size"], gradient_accumulation_steps=2, dtype=dtype,
+                         compile=how == "compiled")
+        fast, slow = (middle(replace(config, deterministic=on), H200) for on in (False, True))
+        assert slow / fast == pytest.approx(row["ratio"], rel=0.02)
+    found = speed.estimate(replace(GPT2, deterministic=True), CARD)
+    assert found is not None
+    assert found.basis.endswith("the cost of --deterministic is that of GPT-2 124M on an H200")
+
+
 def test_a_measured_run_has_one_figure() -> None:
     run = speed.shipped()[0]
     found = speed.estimate(run.config, gpus.find(run.card))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import math
 import os
+import re
 import shutil
 import signal
 import socket
@@ -29,6 +30,15 @@ def with_a_checkpoint(out: Path, config: dict[str, Any] = CONFIG) -> Path:
         run.record(config)
     (out / "checkpoints" / "step-00000500").mkdir(parents=True)
     return out
+
+
+@pytest.mark.parametrize("opened", ["folder import open_run; open_run('.', {}, resume=True)",
+                                    "watch import FollowedRun, Path; FollowedRun(Path('.')).state(None, 0)"])
+def test_a_pipe_in_place_of_the_metrics_is_an_error_and_not_waited_for(tmp_path: Path, opened: str) -> None:
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    done = subprocess.run([sys.executable, "-c", f"from fitgpt.runs.{opened}"], cwd=tmp_path, capture_output=True,
+                          text=True, timeout=20)
+    assert re.search(r"SystemFault: Cannot write in|OSError: .* it is a pipe", done.stderr)
 
 
 # ---- the folder while a run trains in it

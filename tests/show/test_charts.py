@@ -266,6 +266,19 @@ def test_stacked_chart_data_has_the_value_of_every_point() -> None:
         assert values == [point[place] for point in STEP.points]
 
 
+def test_a_limit_far_above_everything_is_in_the_legend_only() -> None:
+    """A line at 141 GB would flatten a run of 5 GiB."""
+    line = line_chart("Memory", [Series("reserved", [(0, 5 * GiB), (1, 5 * GiB)])], unit="bytes", from_zero=True,
+                      levels=[Level("limit", 139 * GiB)])
+    for html in (line, stacked_chart(STEP, limit=139 * GiB)):
+        assert chart_data(html)["scale"][3] < 7 * GiB
+        assert 'class="level limit"' not in html
+        assert "limit</span> <b>139.00 GiB" in html
+    bar = owner_bar({"weights": GiB}, limit=139 * GiB)
+    assert [part["width"] for part in Outline(bar).elements("rect")] == ["100.000%"]
+    assert "limit</span> <b>139.00 GiB" in bar
+
+
 def test_owners_without_bytes_are_left_out() -> None:
     html = stacked_chart(OwnerTimeline(("weights", "casts"), ((5, 0), (6, 0)), (), 1))
     assert "casts" not in html

@@ -10,7 +10,8 @@ import pytest
 
 from fitgpt.tracing.plan import PLANNED, UNPLANNED
 from fitgpt.tracing.script import trace_script
-from traces import CONVOLUTION, LANGUAGE, TracedRun, runs, traced
+from real_messages import trace_path, traced_now
+from traces import CONVOLUTION, LANGUAGE, TracedRun, allocations, runs, stored, traced
 
 CASES = Path(__file__).parents[2] / "bench" / "trace_cases"
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("recorded")]  # one process replays each trace once
@@ -65,6 +66,11 @@ def test_a_script_traced_here_has_the_allocations_of_the_stored_trace(name: str)
     run = named(name)
     assert run.trace is not None
     here = trace_script([str(CASES / run.row["script"]), *run.row["args"]], gpu="h200", steps=99, torch="2.11")
-    assert here.events == run.trace.events
-    assert [kind.nbytes for kind in here.tensors] == [kind.nbytes for kind in run.trace.tensors]
-    assert here.steps == run.trace.steps
+    assert allocations(here) == allocations(run.trace)
+
+
+@pytest.mark.parametrize("name", ["transformers-2784", "simpletransformers-500"])
+def test_the_script_of_a_real_message_traced_here_has_the_allocations_of_the_stored_trace(name: str) -> None:
+    """The others: python tools/real_messages.py --check."""
+    pytest.importorskip("transformers")
+    assert allocations(traced_now(name)) == allocations(stored(trace_path(name)))

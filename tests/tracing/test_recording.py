@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 from pathlib import Path
 
@@ -235,3 +237,46 @@ def test_a_loop_that_ends_at_a_known_length_ends() -> None:
         assert length == 5
         with pytest.raises(Untraceable):
             done[torch.isin(token, torch.tensor([0], device="cuda"))]
+
+
+def test_a_copied_model_has_buffers_of_the_same_shape_at_other_addresses() -> None:
+    recorder = Recorder()
+    with recording(recorder, RTX):
+        model = nn.BatchNorm1d(3000).to("cuda")
+        before = recorder.allocated
+        copied = copy.deepcopy(model)
+        assert copied.state_dict()["running_mean"].shape == (3000,)
+        assert recorder.allocated == 2 * before
+        tensors = [*model.state_dict().values(), *copied.state_dict().values()]
+        assert len({tensor.data_ptr() for tensor in tensors}) == len(tensors)
+
+
+def test_a_thread_allocates_on_the_gpu() -> None:
+    """transformers loads weights in threads."""
+    recorder = Recorder()
+    with recording(recorder, RTX), ThreadPoolExecutor(1) as pool:
+        loaded = pool.submit(lambda: torch.ones(1000).to(torch.device(0))).result()
+        assert loaded.is_cuda
+        assert recorder.allocated == 4000
+
+
+def test_a_second_gpu_is_refused() -> None:
+    with recording(Recorder(), RTX):
+        for make in (lambda: torch.ones(1).to("cuda:1"), lambda: torch.ones(1, device=torch.device("cuda", 1))):
+            with pytest.raises(Untraceable, match="cuda:1"):
+                make()
+
+
+def test_inference_mode_casts_weights_at_each_use() -> None:
+    recorder = Recorder()
+
+    def twice(model: nn.Module) -> bool:
+        for _ in range(2):
+            model(torch.ones(1, 3000, device="cuda"))
+        return torch.is_grad_enabled()
+
+    with recording(recorder, RTX), torch.autocast("cuda", torch.bfloat16):
+        model = nn.Linear(3000, 3000, bias=False).to("cuda")
+        assert not torch.inference_mode(twice)(model)
+        assert torch.is_grad_enabled()
+    assert [tensor.dtype for tensor in recorder.tensors if tensor.shape == (3000, 3000)][-2:] == 2 * ["bfloat16"]

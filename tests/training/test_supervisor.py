@@ -296,6 +296,7 @@ def test_an_exit_without_a_report_names_the_exit_code() -> None:
     (torch.AcceleratorError("CUDA error: out of memory"), DeviceError, None),
     (torch.AcceleratorError("CUDA error: device-side assert triggered"), DeviceError, {}),
     (subprocess.CalledProcessError(1, ["/bin/false"]), DeviceError, {"compile": False}),
+    (ImportError("cannot import name 'SafetensorError'", name="safetensors"), DeviceError, None),
     (RuntimeError("DefaultCPUAllocator: can't allocate memory"), SystemFault, None),
     (MemoryError(), SystemFault, None),
     (PermissionError(13, "Permission denied", "x"), SystemFault, None),

@@ -419,7 +419,7 @@ def test_a_pasted_message_is_explained(shown: Callable[..., Any], picture: Calla
         page.wait_for_selector("#diagnosis:has-text('<b>bold</b>')")
         assert page.locator("#diagnosis img, #diagnosis b").count() == 0
         paste(page, HOSTILE)
-        page.wait_for_selector("#diagnosis:has-text('no message about memory')")
+        page.wait_for_selector("#paste-note:has-text('no message about memory')")
 
         paste(page, OOM)
         page.click("text=Explain it with the plan")  # the plan is of the compiled run, the message of the eager one
@@ -521,6 +521,9 @@ def test_command_config_and_link_are_copied_and_the_config_is_saved(shown: Calla
         page.emulate_media(forced_colors="none", media="print")
         assert page.evaluate("getComputedStyle(document.querySelector('.legend i')).printColorAdjust") == "exact"
         assert page.is_hidden("#form")  # the plan is printed, not its controls
+        page.set_viewport_size({"width": 718, "height": 1000})  # A4
+        headline, length = (page.locator(each).bounding_box() for each in ("#headline", "#length"))
+        assert headline["y"] + headline["height"] <= length["y"]
         page.emulate_media(media="screen")
 
 

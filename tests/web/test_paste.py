@@ -35,7 +35,7 @@ def test_a_config_file_becomes_settings_and_lists_what_it_does_not_use() -> None
     assert (found["kind"], found["replaces"]) == ("config", True)
     assert found["settings"] == {"n_layer": "6", "n_embd": "384", "batch_size": "16", "max_iters": "5000",
                                  "vocab_size": "65"}
-    assert found["ignored"] == ["dataset", "learning_rate"]
+    assert found["ignored"] == ["learning_rate"]  # the dataset has given the vocabulary
     assert found["unknown"] == ["num_experts"]
 
 
@@ -71,6 +71,9 @@ def test_a_shipped_config_file_in_a_command_line_is_used_and_another_is_named() 
     assert (found["settings"]["n_embd"], found["settings"]["batch_size"]) == ("576", "8")
     assert (found["unread"], found["unknown"], found["ignored"]) == ([], ["--foo=3"], ["wandb_log"])
     assert paste("python train.py /etc/passwd.py", None)["unread"] == ["/etc/passwd.py"]
+    found = paste("torchrun --nproc_per_node=8 train.py config/train_shakespeare_char.py", None)  # nanoGPT's name of it
+    assert (found["settings"]["n_embd"], found["settings"]["vocab_size"]) == ("384", "65")
+    assert (found["unread"], found["unknown"]) == ([], ["--nproc_per_node=8"])
 
 
 def test_nvidia_smi_offers_its_gpu_and_what_other_programs_hold() -> None:

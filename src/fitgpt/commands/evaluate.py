@@ -18,7 +18,7 @@ def evaluate(options: EvalOptions) -> int:
 
     source = open_checkpoint(options.run, options.which)
     warn(*source.notes)
-    result, choice = evaluate_checkpoint(source, options)
+    result, choice = evaluate_checkpoint(source, options, warn)
     if choice.mismatch:
         warn(f"{choice.mismatch.why} {choice.mismatch.fix}")
     if options.json:

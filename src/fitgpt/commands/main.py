@@ -139,7 +139,8 @@ def load(command: str) -> Any:
 
 
 def overview() -> str:
-    commands = "\n".join(f"  {name:<12}{cls.summary}" for name, cls in COMMANDS.items())
+    commands = "\n".join(line for name, cls in COMMANDS.items()
+                         for line in wrap(cls.summary, columns(), f"  {name:<12}"))
     return (f"fitgpt {__version__} trains small GPTs on the GPU you have.\n\nusage: fitgpt COMMAND ...\n\n"
             f"{commands}\n\n"
             "  fitgpt COMMAND --help       options and examples of a command\n"

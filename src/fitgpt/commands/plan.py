@@ -12,7 +12,7 @@ from pathlib import Path
 from ..config.fields import Assignment
 from ..core.errors import UsageError
 from ..core.files import is_own_page, refuse_foreign, write_over
-from ..core.units import parse_bytes
+from ..core.units import optional_bytes
 from ..hardware import gpus
 from ..planning.forecast import one_step, replay_run
 from ..planning.plan import expected_speed, plan_from, verdicts, with_training_length
@@ -55,7 +55,7 @@ def _every_gpu(request: PlanRequest) -> int:
         raise UsageError(f"--all-cards plans for every GPU, and {' and '.join(clashes)} for one.",
                          "--all-cards")
     config, _ = with_training_length(request.config, options, request.data, request.missing, None)
-    kept_free = sum(parse_bytes(size) for size in (options.others, config.leave) if size)  # on any GPU
+    kept_free = (optional_bytes(options.others, "MiB") or 0) + (optional_bytes(config.leave) or 0)  # on any GPU
     rows = verdicts(config, options.trainer, kept_free, options.torch)
     planned = {each.name for each in rows if not each.problem}
     speeds = {card.name: (speed.low, speed.high) for card in gpus.load() if card.name in planned

@@ -19,16 +19,32 @@ MAX_PROMPT_BYTES = 16 * 2**20  # far longer than any block
 
 def sample(options: SampleOptions) -> int:
     os.environ.update(child_environment(os.environ))  # the allocator's settings, before torch is imported
+    from ..engine.device import DeviceChoice
+    from ..engine.model import GPT
     from ..engine.sample import SamplingOptions
-    from ..training.trained_model import model_on_device, open_checkpoint, stream_text, tokenizer_of
+    from ..training.trained_model import (
+        model_on_device,
+        open_checkpoint,
+        stream_text,
+        tokenizer_of,
+        with_eager_fallback,
+    )
 
     source = open_checkpoint(options.out_dir if options.init_from == "resume" else options.init_from, options.which)
     warn(*source.notes)
     tokenizer, prompt = tokenizer_of(source, warn), prompt_text(options.start)
-    model, choice = model_on_device(source, options.device, options.dtype, options.compile)
+    sampling = SamplingOptions(options.temperature, options.top_k, options.top_p)
+
+    def ready(compile: bool | str) -> tuple[GPT, DeviceChoice]:
+        """The model, compiled for the prompt and for a single token before any text is printed."""
+        model, choice = model_on_device(source, options.device, options.dtype, compile)
+        if choice.compile:
+            "".join(stream_text(model, tokenizer, prompt, 2, sampling, options.seed))
+        return model, choice
+
+    model, choice = with_eager_fallback(ready, options.compile, warn)
     if choice.mismatch:
         warn(f"{choice.mismatch.why} {choice.mismatch.fix}")
-    sampling = SamplingOptions(options.temperature, options.top_k, options.top_p)
     started, tokens = time.perf_counter(), options.num_samples * options.max_new_tokens
     for number in range(options.num_samples):
         text = []

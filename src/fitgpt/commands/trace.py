@@ -65,7 +65,7 @@ def _trace_of(options: TraceOptions) -> Trace:
 
 
 def _every_gpu(traced: Trace, options: TraceOptions, allocator: str) -> int:
-    rows = verdicts(traced, optional_bytes(options.others) or 0, allocator)
+    rows = verdicts(traced, optional_bytes(options.others, "MiB") or 0, allocator)
     if options.json:
         print(json.dumps({"schema": SCHEMA, "trainer": SCRIPT, "command": list(traced.command), "cards": [
             {"card": each.name, "usable_bytes": each.usable, "needs_bytes": None if each.problem else each.needs,

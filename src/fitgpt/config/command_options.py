@@ -87,8 +87,8 @@ class PrepareOptions(Options):
         if len(sources) != 1:
             got = " and ".join(sources) or "none"
             raise UsageError(f"`fitgpt prepare` takes one source of text, but got {got}.",
-                             "fitgpt prepare texts/, or fitgpt prepare --hub HuggingFaceFW/fineweb "
-                             "--hub_config sample-10BT, or fitgpt prepare --embedded")
+                             "fitgpt prepare texts/, or fitgpt prepare --embedded, or\n"
+                             "fitgpt prepare --hub=HuggingFaceFW/fineweb --hub_config=sample-10BT")
         if self.hub_config and not self.hub:
             raise UsageError(f"--hub_config={self.hub_config} without --hub: of which dataset?",
                              f"--hub HuggingFaceFW/fineweb --hub_config {self.hub_config}")
@@ -235,8 +235,9 @@ class ReportOptions(Options):
 _TORCH_VERSION = r"([0-9]{1,3}(\.[0-9]{1,4}){1,2}([a-z]+[0-9]*|\.dev[0-9]*)?(\+[\w.]*)?)?"
 
 # Options that `plan` and `fit` share.
-_others = partial(option, "", "GPU memory of other processes: 2118MiB; by default what they use now, or nothing if the "
-                  "GPU is not in this machine", rule=partial(size_like, least=0), example="2118MiB")
+_others = partial(option, "", "GPU memory of other processes: 2118MiB; without a unit, MiB; by default what they use "
+                  "now, or nothing if the GPU is not in this machine", rule=partial(_mib_like, least=0),
+                  example="2118MiB")
 _torch = partial(option, "", "version of torch; by default the one installed here, else 2.13", example="2.11",
                  rule=must(partial(fullmatch, _TORCH_VERSION), "takes a version such as 2.11"))
 _tokens = partial(option, "", "train on this many tokens, such as 10B: sets max_iters and lr_decay_iters",

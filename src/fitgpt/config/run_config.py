@@ -204,7 +204,7 @@ class RunConfig(Options):
     grad_checkpoint: bool = _system(
         False, "gradient checkpointing (gradient_checkpointing_enable in transformers): keep only the inputs of the "
         "blocks for the backward pass and recompute the rest: less memory, a third more arithmetic",
-        affects_memory=True, affects_speed=True, nanogpt=False, page="less", main=True,
+        affects_memory=True, affects_speed=True, fallback=True, nanogpt=False, page="less", main=True,
         synonyms=("gradient_checkpointing", "gradient_checkpointing_enable", "activation_checkpointing",
                   "checkpointing"))
     weights: str = _system(

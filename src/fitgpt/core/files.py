@@ -48,11 +48,28 @@ _FIXES = {
 }
 
 
+def data_home() -> Path:
+    """The folder of what is measured on this machine."""
+    home = os.environ.get("FITGPT_HOME")
+    if home:
+        return Path(home).expanduser()
+    return Path(os.environ.get("XDG_DATA_HOME") or os.path.expanduser("~/.local/share")) / "fitgpt"
+
+
 # ---- reading
+
+def open_at_once(path: Path | str) -> BufferedReader:
+    """Opens a file, a pipe or a device for reading. A pipe that no process writes to reads as empty, where `open` would
+    wait for one."""
+    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NONBLOCK", 0)))  # noqa: SIM115
+    if hasattr(os, "O_NONBLOCK"):
+        os.set_blocking(file.fileno(), True)
+    return file
+
 
 def open_regular(path: Path | str) -> BufferedReader:
     """Opens a file for reading. OSError if it is a pipe or a device: reading those may block, or never end."""
-    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NONBLOCK", 0)))  # noqa: SIM115
+    file = open_at_once(path)
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
         raise OSError(errno.EINVAL, "it is a pipe or a device, not a file", str(path))
@@ -62,9 +79,12 @@ def open_regular(path: Path | str) -> BufferedReader:
 def read_limited(path: Path | str, limit: int, *, pipes: bool = False) -> bytes:
     """The content of a file; ValueError if it has more than `limit` bytes, of which no more are read. With `pipes` it
     may be a pipe or a device, for a path that the user typed: `--plan <(…)`."""
-    with open(path, "rb") if pipes else open_regular(path) as file:
-        size = os.fstat(file.fileno()).st_size
+    with open_at_once(path) if pipes else open_regular(path) as file:
+        status = os.fstat(file.fileno())
+        size = status.st_size
         content = b"" if size > limit else file.read(limit + 1)
+    if stat.S_ISFIFO(status.st_mode) and not content:
+        raise ValueError("it is a pipe that nothing was written to")
     if max(size, len(content)) > limit:
         raise ValueError(f"it is larger than {show_bytes(limit)}, the limit")
     return content

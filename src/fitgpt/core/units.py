@@ -39,9 +39,9 @@ def parse_bytes(text: str, unit: str = "") -> int:
     return nbytes
 
 
-def optional_bytes(text: str) -> int | None:
+def optional_bytes(text: str, unit: str = "") -> int | None:
     """Bytes of an option that may be empty."""
-    return parse_bytes(text) if text else None
+    return parse_bytes(text, unit) if text else None
 
 
 def parse_count(text: str) -> int:

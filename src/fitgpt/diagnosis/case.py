@@ -25,7 +25,7 @@ from ..tracing.trace_file import Trace
 from .oom_message import CUDA_MALLOC_ASYNC, FRAMEWORKS, OomMessage, is_compiled, phase_of, trainer_of
 
 # Kinds of messages that the forecast of a CUDA GPU does not explain.
-NOT_ON_GPU = ("killed", "ram", "mps", "vague", *FRAMEWORKS.keys() - {"nccl", "unsloth"})
+NOT_ON_GPU = ("killed", "ram", "mps", "vague", *FRAMEWORKS.keys() - {"nccl", "unsloth", "no batch"})
 SAME_CARD = 0.004  # the usable memory of one GPU model may differ by this: 24084 and 24217 MiB of a 4090
 SAME_RUN = 0.1     # if the allocated memory differs by more, tape and message are not of the same run
 TRAINERS = {"fitgpt": "fitgpt", "nanogpt": "nanoGPT"}
@@ -171,15 +171,17 @@ def usage_in(message: OomMessage) -> GpuUsage | None:
 
 
 MIN_CONTEXT, MAX_CONTEXT = 150 * MiB, 800 * MiB  # of a process that only touched a GPU
+MAX_CONTEXT_OF_MANY = 3 * GiB // 2  # with NCCL's buffers; of three or more processes of the same size
 SAME_CONTEXT = 0.03  # contexts on one GPU differ by less
 
 
 def rank_contexts(processes: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     """Of (pid, bytes), those that are contexts of other ranks: two or more of nearly the same size."""
-    small = sorted((each for each in processes if MIN_CONTEXT <= each[1] <= MAX_CONTEXT), key=lambda each: each[1])
+    small = sorted((each for each in processes if MIN_CONTEXT <= each[1] <= MAX_CONTEXT_OF_MANY),
+                   key=lambda each: each[1])
     alike = [[other for other in small if abs(other[1] - size) <= SAME_CONTEXT * size] for _, size in small]
     most = max(alike, key=len, default=[])
-    return most if len(most) > 1 else []
+    return most if len(most) > 2 or (len(most) == 2 and most[1][1] <= MAX_CONTEXT) else []
 
 
 def describe_rank_contexts(contexts: Sequence[tuple[int, int]]) -> str:
@@ -404,8 +406,9 @@ class Case:
 
     @property
     def missing(self) -> int:
-        """Requested and not free."""
-        return max(self.requested - (self.usage.free if self.usage else 0), 0)
+        """Requested and not free; less than 32 MiB are the rest of a full GPU, too little for a segment."""
+        free = self.usage.free if self.usage else 0
+        return max(self.requested - (free if free >= 32 * MiB else 0), 0)
 
     @property
     def tape_phase(self) -> str:

@@ -27,8 +27,8 @@ from .case import (
     guess_logits,
     is_segment_size,
 )
-from .oom_message import CUDA_MALLOC_ASYNC, FRAMEWORKS, OomMessage, user_frame
-from .rules import TOOLS, Rule, had_free_memory, matching_rules
+from .oom_message import CUDA_MALLOC_ASYNC, FRAMEWORKS, MORE_THAN_1EB, OomMessage, user_frame
+from .rules import SMALLER_BATCH, TOOLS, Rule, had_free_memory, matching_rules
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,10 @@ def diagnose(message: OomMessage, run: ExplainedRun | None = None, card: GpuMode
                         for todo, effect in each.rule.advice_for(case)] for decides in (True, False)}
     changes = remedies_for(case.run, case.plan) if case.run and case.plan and case.phase != "save" else ()
     remedies = (*advice[True], *changes, *advice[False])
-    last = {remedy.todo: number for number, remedy in enumerate(remedies)}  # what several rules advise comes late
+    places: dict[str, int] = {}  # of each remedy once; a smaller batch comes late if several rules advise it
+    for number, remedy in enumerate(remedies):
+        if remedy.todo not in places or remedy.todo == SMALLER_BATCH[0][0]:
+            places[remedy.todo] = number
 
     notes = []
     if message.repeated:
@@ -116,7 +119,8 @@ def diagnose(message: OomMessage, run: ExplainedRun | None = None, card: GpuMode
     return Diagnosis(
         subject="message", title=_title(message, rules[0].rule), what=_what(case), phase=case.tape_phase, shares=shares,
         shares_of=shares_of, causes=tuple(Cause(each.rule.code, each.text) for each in rules),
-        remedies=tuple(remedies[number] for number in sorted(last.values())), needed=_needed(case), notes=tuple(notes),
+        remedies=tuple(remedies[number] for number in sorted(places.values())), needed=_needed(case),
+        notes=tuple(notes),
         inferred={"compile": case.run.config.compile} if case.run is not None and case.run.inferred else {})
 
 
@@ -133,7 +137,10 @@ def _title(message: OomMessage, cause: Rule) -> str:
     if message.kind == "vague":
         return "Memory ran out."
     if message.requested is None:
-        return "Most likely GPU memory ran out." if "NOT_INITIALIZED" in message.text else "GPU memory ran out."
+        likely = message.kind == "library" and "ALLOC_FAILED" not in message.text
+        return "Most likely GPU memory ran out." if likely else "GPU memory ran out."
+    if message.requested == MORE_THAN_1EB:
+        return "Out of memory: more than 1 EB were requested."
     free = "" if message.free is None else f"; {show_bytes(message.free)} were free"
     gpu = "" if message.gpu is None else f" on GPU {message.gpu}"
     return f"Out of memory: {show_bytes(message.requested)} were requested{gpu}{free}."

@@ -10,7 +10,9 @@ import re
 import stat
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from io import BytesIO
+from itertools import islice
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -19,7 +21,8 @@ from ..config.command_options import ExplainOptions
 from ..config.fields import Assignment
 from ..config.run_config import RunConfig
 from ..core.errors import UsageError
-from ..core.units import parse_bytes
+from ..core.files import open_at_once
+from ..core.units import MiB, optional_bytes, show_bytes
 from ..hardware.gpus import find
 from ..planning import budget
 from ..planning.request import run_config_from, with_data
@@ -28,8 +31,8 @@ from ..tracing.trace_file import from_json, is_trace, read
 from .case import ExplainRequest
 from .diagnose import Diagnosis, diagnose
 from .memory_snapshot import explain_snapshot, is_pickle, read_snapshot
-from .nvidia_smi import parse_fragment, parse_nvidia_smi
-from .oom_message import COUNTED, OomMessage, parse_oom_message, vague_message
+from .nvidia_smi import MAX_FRAGMENT, parse_fragment, parse_nvidia_smi
+from .oom_message import COUNTED, OomMessage, is_cut_traceback, parse_oom_message, vague_message
 from .plan_or_run import explain_document, explain_run
 from .reading import explain_figures, explain_nvidia_smi
 from .traced import explain_trace, explain_traced_message
@@ -50,7 +53,7 @@ def explain(text: str, config: RunConfig | None = None, *, gpu: str = "", traine
     """
     given = _read_text(text)
     request = ExplainRequest(config, gpu=gpu, trainer=trainer, others=others)
-    return _explain_text(given, request) or _unknown("the text", given, INPUTS[:2])
+    return _explain_text(given, request) or _unknown("The text", given, INPUTS[:2])
 
 
 def explain_options(options: ExplainOptions, assignments: Sequence[Assignment],
@@ -60,7 +63,8 @@ def explain_options(options: ExplainOptions, assignments: Sequence[Assignment],
     folder = Path(target) if target and os.path.isdir(target) else None
     file = target if folder is None and target != "-" and not _is_text(target) else ""
     config, name, notes = find_config(assignments, options.config, folder, file)
-    request = ExplainRequest(config, name, options.gpu, options.trainer, _mib(options.others), _mib(options.process),
+    request = ExplainRequest(config, name, options.gpu, options.trainer, optional_bytes(options.others, "MiB"),
+                             optional_bytes(options.process, "MiB"),
                              read(options.trace) if options.trace else None)
     if any(text.strip().isdecimal() for text in (options.reading, options.process, options.others)):
         notes = (*notes, NO_UNIT)
@@ -72,24 +76,23 @@ def _explain_target(options: ExplainOptions, request: ExplainRequest, folder: Pa
                     stdin: BinaryIO | None) -> Diagnosis:
     target = options.target
     if options.reading or (options.process and not target):
-        return explain_figures(_mib(options.reading), request)
+        return explain_figures(optional_bytes(options.reading, "MiB"), request)
 
     # The text of a file, of the target itself or of standard input.
     source, given = target, None
     if folder is not None or target in ("", "-"):
-        source = target if folder is not None else "the piped input"
+        source = target if folder is not None else "The piped input"
         if stdin is not None:
-            refuse_device(stdin, source)
-            given = read_input(stdin)
+            given = read_input(stdin, limit_of(stdin, source))
     elif _is_text(target):
-        source, given = "the text", _read_text(target)
+        source, given = "The text", _read_text(target)
     else:
         try:
-            with open(target, "rb") as file:
-                refuse_device(file, target)
+            with open_at_once(target) as file:
+                limit = limit_of(file, target)
                 if is_pickle(file):
                     return explain_snapshot(read_snapshot(file, target))
-                given = read_input(file)
+                given = read_input(file, limit)
         except OSError as error:
             if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG):
                 raise
@@ -98,7 +101,8 @@ def _explain_target(options: ExplainOptions, request: ExplainRequest, folder: Pa
     if given is not None and given.text.strip():
         diagnosis = _explain_text(given, request)
         if diagnosis is not None or folder is None:
-            return diagnosis or _unknown(source, given, INPUTS)
+            diagnosis = diagnosis or _unknown(source, given, INPUTS)
+            return replace(diagnosis, notes=(*diagnosis.notes, NOT_READ)) if given.is_cut else diagnosis
 
     # There is no text: the trace, the config, or the run of a folder.
     if request.trace is not None:
@@ -113,16 +117,18 @@ def _explain_target(options: ExplainOptions, request: ExplainRequest, folder: Pa
     return diagnosis
 
 
-def refuse_device(stream: BinaryIO, name: str) -> None:
-    """UsageError for a device such as /dev/zero, which never ends. Terminals and /dev/null do."""
+def limit_of(stream: BinaryIO, name: str) -> int | None:
+    """How many bytes to read of a pipe, which may never end; None for a file. UsageError for a device such as
+    /dev/zero, which never ends. Terminals and /dev/null do."""
     try:
         mode = os.fstat(stream.fileno()).st_mode
     except OSError:  # no file: io.BytesIO
-        return
+        return None
     endless = stat.S_ISCHR(mode) and not stream.isatty() and not os.path.samestat(
         os.fstat(stream.fileno()), os.stat(os.devnull))
     if endless or stat.S_ISBLK(mode):
         raise UsageError(f"{name} is a device, not a file with a message.", EXAMPLE)
+    return None if stat.S_ISREG(mode) else MAX_PIPED
 
 
 def _is_text(target: str) -> bool:
@@ -135,11 +141,6 @@ def _is_text(target: str) -> bool:
 
 def _read_text(text: str) -> InputText:
     return read_input(BytesIO(text.encode("utf-8", "replace")))
-
-
-def _mib(text: str) -> int | None:
-    """Bytes of an option that may be empty; a number without a unit is in MiB, as nvidia-smi prints."""
-    return parse_bytes(text, "MiB") if text else None
 
 
 def _explain_text(given: InputText, request: ExplainRequest) -> Diagnosis | None:
@@ -156,13 +157,13 @@ def _explain_text(given: InputText, request: ExplainRequest) -> Diagnosis | None
         return explain_trace(from_json(given.text), request.gpu, request.others)
     if isinstance(document, dict) and (diagnosis := explain_document(document, request)):
         return diagnosis
-    if gpu := parse_fragment(given.text):
+    ran_out = any(given.counts[word] for word in RAN_OUT) or (
+        len(given.text) <= MAX_FRAGMENT and _OOM.search(given.text))
+    bare = not re.search(r"\d\s*[MG]i?B?\b", given.text, re.IGNORECASE)
+    if (gpu := parse_fragment(given.text)) and not (bare and ran_out):
         diagnosis = explain_nvidia_smi([gpu], request)
-        bare = not re.search(r"\d\s*[MG]i?B?\b", given.text, re.IGNORECASE)
         return replace(diagnosis, notes=(*diagnosis.notes, NO_UNIT)) if bare else diagnosis
-    if any(given.counts[word] for word in RAN_OUT):
-        return _explain_message(vague_message(given.text), request)
-    return None
+    return _explain_message(vague_message(given.text), request) if ran_out else None
 
 
 def _explain_message(message: OomMessage, request: ExplainRequest) -> Diagnosis:
@@ -178,10 +179,12 @@ def _explain_message(message: OomMessage, request: ExplainRequest) -> Diagnosis:
 
 
 def _unknown(source: str, given: InputText, inputs: tuple[str, ...]) -> Diagnosis:
-    contains = "mentions memory, but has no message" if given.counts[MEMORY] else "contains no message about memory"
-    return Diagnosis("unknown", f"{source[0].upper()}{source[1:]} {contains}, no output of nvidia-smi and no plan "
-                     "that fitgpt knows. It does not guess.",
-                     needed=inputs)
+    mentioned = given.counts[MEMORY] or _MEMORY_WORDS.search(given.text)
+    contains = ("mentions memory, but has no message" if mentioned else
+                "has a traceback without its last line, the error message: it contains no message about memory"
+                if is_cut_traceback(given.text) else "contains no message about memory")
+    return Diagnosis("unknown", f"{source} {contains}, no output of nvidia-smi and no plan that fitgpt knows. It does "
+                     "not guess.", needed=inputs)
 
 
 # ---- the config of the run
@@ -220,6 +223,9 @@ def find_config(assignments: Sequence[Assignment], config: str = "", folder: Pat
 # ---- inputs of any size
 
 CHUNK = 256 * 1024  # bytes; an input up to this size is parsed as a whole
+MAX_PIPED = 256 * MiB  # bytes read of a pipe, in about 5 s
+NOT_READ = (f"Only the first {show_bytes(MAX_PIPED)} of the pipe were read. A file is read to its end: "
+            "fitgpt explain oom.txt")
 BEFORE, AFTER = 64 * 1024, 16 * 1024  # bytes kept around a chunk: traceback before its message, figures after
 
 # Lower-case parts of every message in oom_message.py. Chunks of a large input that contain none of them are not parsed.
@@ -232,8 +238,13 @@ HINTS = (b"out of memory", b"outofmemory", b"tried to allocate", b"total capac",
          b"failed to cuda", b"shared memory", b"bus error", b"/dev/shm", b"</torch", b"out of resource",
          b"resource_exhausted", b"resource exhausted", b"oom debugging", b"oom when allocating", b"resourceexhausted",
          b"bfc_allocator", b"insufficient memory", b"[metal::malloc]", b"[malloc_or_wait]", b"for the cache blocks",
-         b"gpu memory utilization", b"kv cache", b"negligible gpu memory", b"due to signal 9", b"memory exhausted")
-RAN_OUT, MEMORY = (b"out of memory", b"outofmemory"), b"memory"  # not messages alone
+         b"gpu memory utilization", b"kv cache", b"negligible gpu memory", b"due to signal 9", b"memory exhausted",
+         b"_internal_error", b"cudnn algorithm", b"bfcarena", b"failed to create cublas",
+         b"executable batch size")
+# Not messages alone. The last two are the end of PyTorch's message.
+RAN_OUT, MEMORY = (b"out of memory", b"outofmemory", b"reserved memory is >>", b"avoid fragmentation"), b"memory"
+_OOM = re.compile(r"\bOOM(?:s|ed)?\b", re.ASCII)  # 报OOM is two words
+_MEMORY_WORDS = re.compile(r"\bvram\b|speicher|mémoire|memoria|памят|内存|显存|メモリ|ذاكرة|मेमोरी", re.IGNORECASE)
 SMI_HINTS = (b"nvidia-smi", b"memory.used")  # the same for nvidia-smi's output
 
 
@@ -242,11 +253,14 @@ class InputText(NamedTuple):
 
     text: str
     counts: dict[bytes, int]  # occurrences in the whole input of the words that count messages
+    is_cut: bool              # whether there was more
 
 
-def read_input(stream: BinaryIO) -> InputText:
-    """Reads the stream to its end, and keeps little of it."""
-    chunks, counts = _utf8_chunks(stream), dict.fromkeys((*COUNTED.values(), *RAN_OUT, MEMORY), 0)
+def read_input(stream: BinaryIO, limit: int | None = None) -> InputText:
+    """Reads the stream to its end, or up to the limit, and keeps little of it."""
+    read = iter(partial(stream.read, CHUNK), b"")
+    chunks = _utf8(islice(read, None if limit is None else limit // CHUNK))
+    counts = dict.fromkeys((*COUNTED.values(), *RAN_OUT, MEMORY), 0)
     before, chunk, text = b"", next(chunks, b""), ""
     first = chunk
     while chunk:
@@ -261,7 +275,7 @@ def read_input(stream: BinaryIO) -> InputText:
             if places and parse(_decode(searched[max(min(places) - AFTER, 0):max(places) + AFTER])):
                 text = _decode(before + chunk + following[:AFTER])
         before, chunk = (before + chunk)[-BEFORE:], following
-    return InputText(text or _decode(first), counts)
+    return InputText(text or _decode(first), counts, next(read, b"") != b"")
 
 
 def message_in(given: InputText) -> OomMessage | None:
@@ -270,14 +284,13 @@ def message_in(given: InputText) -> OomMessage | None:
     return found and replace(found, repeated=max(given.counts.get(COUNTED.get(found.kind, b""), 0) - 1, 0))
 
 
-def _utf8_chunks(stream: BinaryIO) -> Iterator[bytes]:
-    """The stream in chunks. UTF-16, which PowerShell writes when it redirects, is converted to UTF-8."""
-    chunk = stream.read(CHUNK)
-    utf16 = chunk[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-    decoder = codecs.getincrementaldecoder("utf-16")(errors="replace")
-    while chunk:
+def _utf8(chunks: Iterator[bytes]) -> Iterator[bytes]:
+    """UTF-16, which PowerShell writes when it redirects, is converted to UTF-8."""
+    decoder, utf16 = codecs.getincrementaldecoder("utf-16")(errors="replace"), None
+    for chunk in chunks:
+        if utf16 is None:
+            utf16 = chunk[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
         yield decoder.decode(chunk).encode("utf-8", errors="replace") if utf16 else chunk
-        chunk = stream.read(CHUNK)
 
 
 def _decode(data: bytes) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from html import unescape
 from itertools import islice
 from typing import Any
 
@@ -53,8 +54,10 @@ class OomMessage:
 
 # ---- clean text
 
-_ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[@-Z\\-_]")
+_ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[@-Z\\-_]"
+                   r"|(?:\\u001b|\\x1b|\\033)?\[\d{1,3}(?:;\d{1,3}){0,4}m")  # the escape may be lost, or written out
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f\ufffd]")
+_LINE_BREAK = re.compile(r"<br ?/?>")
 _LEVEL = r"(?:INFO|WARN(?:ING)?|ERROR|DEBUG|FATAL|CRITICAL)"
 _PREFIX = re.compile(
     r"\s*(?:`+|>(?=[\s>])|[|│┃❱](?=\s)|E(?=\s{2,})|\[rank\d+\]:?|\(\w+ pid=\d+[^)]*\)|\d+:(?=\s)"
@@ -73,8 +76,10 @@ def failed_rank(text: str) -> int | None:
 
 
 def clean(text: str) -> str:
-    """The text without colours, control characters, and the prefixes of loggers, quotes and terminals."""
-    text = _CONTROL.sub(" ", _ANSI.sub("", text).replace("\r\n", "\n").replace("\r", "\n"))
+    """The text without colours, control characters, HTML's entities, and the prefixes of loggers, quotes and
+    terminals."""
+    text = _LINE_BREAK.sub("\n", unescape(_ANSI.sub("", text))).replace("\r\n", "\n").replace("\r", "\n")
+    text = _CONTROL.sub(" ", text)
     lines = text.split("\n")
     # Where several ranks wrote into one log: only the lines of the rank that ran out of memory first.
     failed = next((rank[1] for line in lines if (rank := _RANK.match(line)) and "out of memory" in line.lower()), None)
@@ -98,13 +103,16 @@ _UNITS = {"bytes": 1, "b": 1, "k": KiB, "m": MiB, "g": GiB, "t": TiB}  # MPS pri
 _SIZE = r"(?<!\d)(?<!\d[.,])(\d{1,18}(?:[.,]\d{1,9})?)(bytes|[kmgt]i?b|b)"  # 7,79: the decimal comma of some locales
 _IMPOSSIBLE = 2**50  # torch 2.1 prints -1 as 17179869184.00 GiB where the driver reports no figure
 _MAX_LENGTH = 2000   # characters of a message, without white space
-OLD_PYTORCH, CUDA_MALLOC_ASYNC = "PyTorch before 1.10", "PyTorch with cudaMallocAsync"
+OLD_PYTORCH, BEFORE_EXPANDABLE, CUDA_MALLOC_ASYNC = ("PyTorch before 1.10", "PyTorch 1.10 to 2.0",
+                                                     "PyTorch with cudaMallocAsync")
+MORE_THAN_1EB = 2**60  # printed as such: the size overflowed
 
 # All patterns match text without white space, since a line wrap may split any word, and in lower case: a pattern that
 # ignores the case takes four times as long. A message may begin with any of its figures, if only they were copied.
-_ALLOCATOR = re.compile(rf"(cuda|hip|xpu)outofmemory\.?(?:triedtoallocate{_SIZE})?|(?<!you)triedtoallocate{_SIZE}"
+_ALLOCATOR = re.compile(rf"(cuda|hip|xpu)outofmemory\.?(?:triedtoallocate(?:{_SIZE}|morethan1eb))?"
+                        rf"|(?<!you)triedtoallocate{_SIZE}"
                         r"|(?:outofmemoryerror:)?allocationondevice\d*wouldexceedallowedmemory\.?(?:\(outofmemory\))?"
-                        r"|outofmemoryerror:allocationondevice"
+                        r"|outofmemoryerror:allocationondevice|allocationondevice\d*thiserrormeansyouranoutofmemory"
                         rf"|\(?gpu\d*;{_SIZE}totalcapacity|gpu\d+hasatotalcapac|thisprocesshas{_SIZE}memoryinuse"
                         rf"|{_SIZE}(?:totalcapacity;|alreadyallocated;|isallocatedbypytorch|reservedintotalbypytorch"
                         r"|isreservedbypytorchbutunallocated)"
@@ -113,14 +121,16 @@ _WARNING = re.compile(r"memoryallocationfailedwithoomondevice(\d{1,4})whiletryin
                       r"\(free:(\d{1,18}),total:(\d{1,18})\)")
 _MPS = re.compile(rf"mpsbackendoutofmemory(?:\(mpsallocated:{_SIZE},otherallocations:{_SIZE},maxallowed:{_SIZE}\)"
                   rf"\.?triedtoallocate{_SIZE})?")
-_LIBRARY = re.compile(r"(cu|hip|roc)(blas|dnn|solver|sparse|fft)_status_(?:alloc_failed|not_initialized)")
+_LIBRARY = re.compile(r"(cu|hip|roc)(blas|dnn|solver|sparse|fft)_status_(?:alloc_failed|not_initialized)"
+                      r"|(cu)(dnn)_status_internal_error|unabletofindavalid(cu)(dnn)algorithm")
 _DRIVER = re.compile(r"(?:cuda|hip)(?:driver)?error:outofmemory|cudaruntimeerr(?:or)?\(2\):outofmemory"
                      r"|cuda_error_out_of_memory|cudaerrormemoryallocation|hiperroroutofmemory"
                      r"|tritonerror\[\w+\]:outofmemory|thcudacheckfail.{0,300}?:outofmemory"
+                     r"|erroroutofmemoryatline\d{1,6}infile"  # bitsandbytes
                      r"|cu(?:da)?m(?:em)?alloc\w*failed:outofmemory|cudaerror(?:\]at|in).{0,80}?:outofmemory")
 _RAM = re.compile(r"defaultcpuallocator:[\w']{1,40}memory:youtriedtoallocate(\d{1,18})bytes"
                   r"|notenoughmemory:youtriedtoallocate(\d{1,18}(?:\.\d{1,9})?)([kmgt]?b)"
-                  rf"|unabletoallocate{_SIZE}foranarray"
+                  rf"|(?:_arraymemoryerror:)?unabletoallocate{_SIZE}foranarray"
                   r"|posix_memalign\(&data,galignment,nbytes\)==0\.12vs0"
                   r"|winerror1455|pagingfileistoosmall|std::bad_alloc|cannotallocatememory|(?<!outof)memoryerror(?!:cumem)"
                   r"|ramranout,not(?:the)?(?:card|gpu)")
@@ -135,14 +145,21 @@ FRAMEWORKS = {kind: re.compile(pattern) for kind, pattern in {
            r"|failedtoextend/dev/shm|sharedmemorysegment/dev/shm|buserror\(coredumped\)",
     "triton": r"outofresources?:(?:shared|tensor)memory",
     "jax": r"resource_?exhausted:outofmemory|bufferassignmentoomdebugging",
-    "tensorflow": r"oomwhenallocatingtensor|resourceexhaustederror|bfc_allocator\.cc",
+    "tensorflow": r"oomwhenallocatingtensor|resourceexhaustederror|bfc_allocator\.cc"
+                  r"|failedtoalloc(?:ate)?[\w.]{1,20}(?:\(\d{1,18}bytes\))?fromdevice:cuda_error"
+                  r"|failedtocreatecublashandle",
     "metal": r"kiogpucommandbuffercallbackerroroutofmemory|insufficientmemory\(ioaf"
              r"|commandbufferexecutionfailed:insufficientmemory|\[metal::malloc\]|\[malloc_or_wait\]unable",
     "vllm": r"noavailablememoryforthecacheblocks|lessthandesiredgpumemoryutilization"
             r"|largerthanthe(?:maximumnumberoftokensthatcanbestoredin|available)kvcache",
     "unsloth": r"noornegligiblegpumemory",
+    "no batch": r"noexecutablebatchsizefound",
+    "other library": r"(?:ggml|cupy|\[trt\]).{0,150}?outofmemory|bfcarena.{0,150}?failedtoallocate"
+                     r"|outofmemoryallocating[\d,]{1,25}bytes|outofmemoryerrorongpu\d{1,4}\.cannotallocate",
     "compiler": r"killedsignalterminatedprogram|internalcompilererror:killed|diedduetosignal9|virtualmemoryexhausted",
 }.items()}
+_OTHER_LIBRARIES = {"ggml": "llama.cpp", "cupy": "CuPy", "outofmemoryallocating": "CuPy", "[trt]": "TensorRT",
+                    "bfcarena": "ONNX Runtime", "outofmemoryerrorongpu": "Paddle"}  # by the words above
 # Errors between ranks. Where one of them ran out of memory, the others' errors follow from it.
 COMMUNICATION = {kind: re.compile(pattern) for kind, pattern in {
     "two ranks on one gpu": r"duplicategpudetected|tworanksononegpu",
@@ -212,22 +229,29 @@ def parse_oom_message(text: str) -> OomMessage | None:
     elif kind == "ram":
         exact, *sizes = match.groups()
         printed = [_size(number, unit)[0] for number, unit in (sizes[:2], sizes[2:]) if number]
-        windows = match[0].startswith(("winerror", "paging"))
+        # PyTorch prints "not enough memory" only on Windows: c10/core/impl/alloc_cpu.cpp.
+        windows = match[0].startswith(("winerror", "paging", "defaultcpuallocator:notenough"))
         message = OomMessage(kind, "", "Windows" if windows else "the CPU allocator",
                              int(exact) if exact else printed[0] if printed else None)
     else:
-        source = {"library": f"{match[1]}{match[2].upper()}" if kind == "library" else "", "driver": "the driver",
-                  "nccl": "NCCL"}
-        message = OomMessage(kind, "", source.get(kind, "the system"))
+        source = {"driver": "the driver", "nccl": "NCCL"}.get(kind, "the system")
+        if kind == "library":
+            family, name = filter(None, match.groups())
+            source = f"{family}{name.upper()}"
+        elif kind == "other library":
+            source = next(name for start, name in _OTHER_LIBRARIES.items() if match[0].startswith(start))
+        message = OomMessage(kind, "", source)
 
     def position(number: int) -> int:
         """Of a character of the unwrapped text, in the text."""
         return next(islice(re.finditer(r"\S", text), number, None)).start()
 
-    start = position(match.start())
+    start, after = position(match.start()), position(end - 1) + 1
     frames = parse_frames(text[:start])
+    if not frames and (below := _TRACEBACK_BELOW.match(text, after)):  # as `logging.exception` prints it
+        frames = parse_frames(below[1])
     compiled = next((found for frame in reversed(frames) if (found := _COMPILED_ALLOCATION.search(frame.code))), None)
-    return replace(message, text=" ".join(text[start:position(end - 1) + 1].split()), frames=frames, rank=rank,
+    return replace(message, text=" ".join(text[start:after].split()), frames=frames, rank=rank,
                    dtype=compiled[2] if compiled else "",
                    shape=tuple(map(int, re.findall(r"\d{1,18}", compiled[1]))) if compiled else ())
 
@@ -239,6 +263,12 @@ def vague_message(text: str) -> OomMessage:
     return OomMessage("cuda" if on_gpu else "vague", "", "", frames=parse_frames(f"{text}\n"))
 
 
+def is_cut_traceback(text: str) -> bool:
+    """Whether the text ends within a traceback, before the line that names the error."""
+    lines = [line for line in clean(text).split("\n") if line.strip()]
+    return any(map(_PYTHON.match, lines)) and lines[-1][0].isspace()
+
+
 def _parse_allocator(match: re.Match[str]) -> tuple[OomMessage, int]:
     """The figures of a message of PyTorch's allocator, and where it ends."""
     # From its first word to the next message or traceback.
@@ -246,15 +276,21 @@ def _parse_allocator(match: re.Match[str]) -> tuple[OomMessage, int]:
     body = match.string[match.start():stop.start() if stop else match.start() + _MAX_LENGTH]
     fields = {name: found for name, patterns in _FIELDS.items()
               if (found := next((found for pattern in patterns if (found := pattern.search(body))), None))}
-    others = list(_OTHERS.finditer(body))
+    others = [(found, size) for found in _OTHERS.finditer(body)
+              if (size := _size(found[2], found[3])[0]) < _IMPOSSIBLE]
     sizes: dict[str, Any] = {name: size for name, found in fields.items()
                              if (size := _size(found[1], found[2])[0]) < _IMPOSSIBLE}
     requested, tolerance = sizes.pop("requested", None), _size(*fields["requested"].groups())[1] if (
         "requested" in fields) else 0
-    old = "cached" in body or ("reservedintotal" in body and "max_split_size_mb" not in body)
-    source = OLD_PYTORCH if old else "PyTorch"
-    if "currentlyallocated:" in body:  # its unallocated memory is not printed
-        source, sizes["unallocated"] = CUDA_MALLOC_ASYNC, 0
+    if match[0].endswith("morethan1eb"):
+        requested = MORE_THAN_1EB
+    # The hint "If reserved memory is >> …" is as old as PyTorch 1.10; 2.1 changed the wording.
+    old = "cached" in body or ("reservedintotal" in body and "ifreservedmemory" not in body)
+    source = OLD_PYTORCH if old else BEFORE_EXPANDABLE if "totalcapacity;" in body else "PyTorch"
+    if "allocationondevice" in body or "currentlyallocated:" in body:
+        source = CUDA_MALLOC_ASYNC
+        if "allocated" in sizes:
+            sizes["unallocated"] = 0  # not printed
     reserved = sizes.pop("reserved", None)
     if reserved is not None and "allocated" in sizes:
         sizes["unallocated"] = max(reserved - sizes["allocated"], 0)
@@ -263,11 +299,11 @@ def _parse_allocator(match: re.Match[str]) -> tuple[OomMessage, int]:
     gpu = _GPU.search(body)
     message = OomMessage(match[1] or "cuda", "", source, requested, tolerance,
                          int(gpu[1]) if gpu else None,
-                         others=tuple((int(each[1]), _size(each[2], each[3])[0]) for each in others), **sizes)
+                         others=tuple((int(found[1]), size) for found, size in others), **sizes)
     warning = _WARNING.search(match.string, 0, match.start())
     if warning and requested is not None and abs(int(warning[2]) - requested) <= tolerance + 2 * MiB:
         message = replace(message, requested=int(warning[2]), tolerance=0, free=int(warning[3]), total=int(warning[4]))
-    ends = [len(match[0]), *(found.end() for found in (*fields.values(), *others))]
+    ends = [len(match[0]), *(found.end() for found in (*fields.values(), *(found for found, _ in others)))]
     return message, match.start() + max(ends)
 
 
@@ -286,6 +322,7 @@ _NOTEBOOK = re.compile(r"^\s*((?:[~\w./\\:+-]+\.py|<ipython-input-[^>]+>)) in (<
 _ARROW = re.compile(r"^\s*-+> (\d{1,9}) (.*)")
 _PYTEST = re.compile(r"^\s*(\S+\.py):(\d{1,9}):? in (\w+)")
 _BEGIN = re.compile(r"Traceback \(most recent call last\)")
+_TRACEBACK_BELOW = re.compile(r"[^\n]*\n(Traceback \(most recent call last\):\n(?:[ \t][^\n]*\n?)*)")
 # Compiled code allocates with empty_strided_cuda((65536, 50304), …, torch.bfloat16).
 _COMPILED_ALLOCATION = re.compile(r"empty_strided(?:_\w+)?\(\(([\d, ]+)\),.*?torch\.(\w+)")
 _TORCH = re.compile(r"[/\\]torch[/\\]")
@@ -321,10 +358,11 @@ _PHASES = {phase: re.compile(pattern, re.MULTILINE) for phase, pattern in {
     "save": r"(?i:\b(?!\w*(?:load|set_))\w*state_dict\w*(?:\(|$)|fsdp_save|full_state_dict\b|safe_save_model"
             r"|check clone implementation|torch\.save\(|save_pretrained|\bsave_file\(|save_checkpoint\(|save_model\()",
     "step": r"optimi[sz]er\.step\(|scaler\.step\(|_multi_tensor_|_single_tensor_|_foreach_|_init_group|\bexp_avg",
-    "eval": r"(?i:estimate_loss|evaluat|prediction_loop|prediction_step|validat|\beval\b)",
+    "eval": r"(?i:estimate_loss|evaluat|prediction_loop|prediction_step|validat|\beval\b)|cat\(\(preds|nested_concat",
     "backward": r"\.backward\(|^backward$",
     "forward": r"^(?:forward|_call_impl|__call__)$|\b(?:raw_)?model\(",
-    "load": r"\.to\(|\.cuda\(|load_state_dict|from_pretrained|torch\.load\(|_load_from_|^(?:to|cuda|_apply)$",
+    "load": r"\.to\(|\.cuda\(|load_state_dict|from_pretrained|\bmap_location\b|torch\.load\(|_load_from_"
+            r"|^(?:to|cuda|_apply)$",
 }.items()}
 
 
@@ -334,6 +372,24 @@ def phase_of(frames: tuple[StackFrame, ...]) -> str:
     in_optimizer = "load_state_dict" not in lines and any(re.search(r"[/\\]optim[/\\]", frame.file) for frame in frames)
     return next((phase for phase, pattern in _PHASES.items()
                  if pattern.search(lines) or (phase == "step" and in_optimizer)), "")
+
+
+def _shows(pattern: str, frames: tuple[StackFrame, ...]) -> bool:
+    return any(re.search(pattern, f"{frame.function}\n{frame.code}") for frame in frames)
+
+
+def keeps_all_logits(frames: tuple[StackFrame, ...]) -> bool:
+    """Whether logits of several evaluation batches are joined: transformers' Trainer."""
+    return _shows(r"cat\(\(preds|nested_concat|\bpreds_host\b", frames)
+
+
+def creates_state(frames: tuple[StackFrame, ...]) -> bool:
+    """Whether the optimizer creates its state, as in its first step."""
+    return _shows(r"_init_group|zeros_like", frames)
+
+
+def reads_checkpoint(frames: tuple[StackFrame, ...]) -> bool:
+    return _shows(r"torch\.load\(|\bmap_location\b|optimizer\.load_state_dict", frames)
 
 
 def user_frame(frames: tuple[StackFrame, ...]) -> StackFrame | None:

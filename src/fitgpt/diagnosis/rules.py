@@ -14,7 +14,15 @@ from typing import Any, NamedTuple
 from ..core.units import GiB, show_bytes, show_count
 from ..memory.timeline import replay
 from .case import MAX_OUTSIDE, Case, describe_rank_contexts, rank_contexts
-from .oom_message import CUDA_MALLOC_ASYNC, OLD_PYTORCH
+from .oom_message import (
+    BEFORE_EXPANDABLE,
+    CUDA_MALLOC_ASYNC,
+    MORE_THAN_1EB,
+    OLD_PYTORCH,
+    creates_state,
+    keeps_all_logits,
+    reads_checkpoint,
+)
 
 Advice = tuple[tuple[str, str], ...]  # (what to type or do, its effect); names in braces are those of TOOLS
 
@@ -127,8 +135,8 @@ def _ram(case: Case) -> str | None:
     if case.message.kind != "ram":
         return None
     if case.message.source == "Windows":
-        return ("Windows could not commit the RAM that a program requested while loading: the paging file is too "
-                "small. GPU memory is not involved.")
+        size = show_bytes(case.requested) if case.requested else "the RAM that a program requested while loading"
+        return f"Windows could not commit {size}: RAM and paging file are too small. GPU memory is not involved."
     size = f" of {show_bytes(case.requested)}" if case.requested else ""
     return f"An allocation{size} in CPU RAM failed. GPU memory is not involved."
 
@@ -153,7 +161,7 @@ def _mps(case: Case) -> str | None:
 
 @_rule("OOM-CUBLAS", "A CUDA library found the GPU full", only_cause=True,
        pattern="`CUBLAS_STATUS_ALLOC_FAILED`, `CUDNN_STATUS_ALLOC_FAILED`, or `…_NOT_INITIALIZED` when a handle is "
-               "created",
+               "created; `CUDNN_STATUS_INTERNAL_ERROR`, `Unable to find a valid cuDNN algorithm`",
        background="cuBLAS and cuDNN take some MiB from the driver at their first use. If PyTorch's allocator or "
                   "another process holds the rest of the GPU, they fail with a code and no figures. An index out of "
                   "range in an earlier kernel can end in the same code.",
@@ -162,12 +170,21 @@ def _mps(case: Case) -> str | None:
 def _library(case: Case) -> str | None:
     if case.message.kind != "library":
         return None
-    if "NOT_INITIALIZED" in case.message.text:
-        return (f"{case.message.source} could not be initialized. Most often it found no free memory: it asks the "
-                "driver, not PyTorch's allocator, so there are no figures. Otherwise it does not match the driver, or "
-                "an earlier kernel failed.")
+    if "ALLOC_FAILED" not in case.message.text:
+        failed = "could not be initialized" if "NOT_INITIALIZED" in case.message.text else "failed"
+        return (f"{case.message.source} {failed}. Most often it found no free memory: it asks the driver, not "
+                "PyTorch's allocator, so there are no figures. Otherwise it does not match the driver, or an earlier "
+                "kernel failed.")
     return (f"{case.message.source} found no memory for itself. It asks the driver, not PyTorch's allocator, so there "
             "are no figures: the GPU was full, or nearly full, at its first use.")
+
+
+def _driver_advice(case: Case) -> Advice:
+    if "THC" in case.message.text:
+        return (LIST_PROCESSES,)
+    if any("distributed" in frame.file for frame in case.message.frames):
+        return (SET_DEVICE, LIST_PROCESSES)
+    return (LIST_PROCESSES, ("memory=24GB in .wslconfig, then wsl --shutdown", "on WSL, which limits pinned memory"))
 
 
 @_rule("OOM-DRIVER", "The driver is out of memory, without figures", only_cause=True,
@@ -175,12 +192,13 @@ def _library(case: Case) -> str | None:
                "[CUDA]: out of memory`, `THCudaCheck FAIL … out of memory`",
        background="Not PyTorch's allocator but the driver itself: when a context is created on a GPU that other "
                   "processes have filled; for kernels; or for pinned memory, which WSL limits to a share of its RAM.",
-       advice=(LIST_PROCESSES,
-               ("memory=24GB in .wslconfig, then wsl --shutdown", "on WSL, which limits pinned memory")),
+       advice=_driver_advice,
        advice_without_plan=SMALLER_BATCH)
 def _driver(case: Case) -> str | None:
     if case.message.kind != "driver":
         return None
+    if "THC" in case.message.text:
+        return "PyTorch before 1.0 found no GPU memory for a tensor. It prints no figures."
     return ("The driver found no memory for an allocation outside PyTorch's allocator: a context, a kernel or pinned "
             "memory. So there are no figures, and the traceback may not show the line that requested it.")
 
@@ -261,6 +279,17 @@ _rule_of_kind(
             LIST_PROCESSES),
     advice_without_plan=SMALLER_BATCH)
 
+_rule_of_kind(
+    "no batch", "OOM-NO-BATCH-SIZE", "Memory ran out with every batch size",
+    "accelerate (auto_find_batch_size) reduces the batch after each out-of-memory error, and memory ran out with one "
+    "sequence too. Weights, gradients and optimizer state are too large for the GPU, or one sequence is too long.",
+    pattern="`No executable batch size found, reached zero`",
+    background="The message of each failed attempt has the figures; accelerate does not print it. "
+               "`auto_find_batch_size=False` shows the first one.",
+    advice=(LIST_PROCESSES, ("truncate long sequences", "activations and logits grow with the longest one"),
+            ("gradient_checkpointing=True", "in TrainingArguments: keeps one activation per layer; exact, slower")),
+    advice_without_plan=(("optim=\"adamw_bnb_8bit\", or LoRA", "smaller optimizer state; lossy"),))
+
 # One sentence for memory that fitgpt does not forecast.
 _rule_of_kind(
     "shm", "OOM-SHM", "Shared memory of data loader workers ran out (/dev/shm), not GPU memory",
@@ -305,6 +334,21 @@ _rule_of_kind(
     background="Two TensorFlow processes on one GPU fail this way even if both are small.",
     advice=(("TF_FORCE_GPU_ALLOW_GROWTH=true", "TensorFlow takes memory as it needs it"), LIST_PROCESSES,
             ("a smaller batch", "the usual change, if this process has the GPU alone")))
+
+
+@_rule("OOM-OTHER-LIBRARY", "Another library ran out of GPU memory", only_cause=True,
+       pattern="`cudaMalloc failed: out of memory` of llama.cpp (ggml), `cupy.cuda.memory.OutOfMemoryError`, ONNX "
+               "Runtime's `BFCArena`, TensorRT's `OutOfMemory`, Paddle's `Out of memory error on GPU`",
+       background="PyTorch's figures do not contain its memory. `torch.cuda.empty_cache()` returns what PyTorch keeps "
+                  "in the same process.",
+       advice=(LIST_PROCESSES, ("a smaller model, batch or context", "or fewer layers on the GPU (llama.cpp: -ngl)")))
+def _other_library(case: Case) -> str | None:
+    if case.message.kind != "other library":
+        return None
+    return (f"{case.message.source} ran out of GPU memory. It does not use PyTorch's allocator, and fitgpt does not "
+            "forecast it.")
+
+
 _rule_of_kind(
     "metal", "OOM-METAL", "Apple's GPU (Metal, MLX) ran out of memory",
     "Metal found no memory for a command buffer or an array. Apple's GPU shares the machine's RAM and may use about "
@@ -351,12 +395,28 @@ def _save(case: Case) -> str | None:
             "Activations are not allocated then, so the batch size does not change it.")
 
 
+@_rule("OOM-EVAL-LOGITS", "Evaluation keeps the logits of all batches",
+       pattern="the traceback is at `torch.cat((preds, logits))`, `nested_concat(preds_host, logits)`",
+       background="transformers' Trainer joins the logits of the whole evaluation for compute_metrics, by default on "
+                  "the GPU: 4 bytes × sequences × tokens × vocabulary.",
+       advice=(("eval_accumulation_steps=1", "in TrainingArguments: moves them to CPU RAM after each batch"),
+               ("prediction_loss_only=True", "in TrainingArguments: keeps none, if the loss is enough"),
+               ("preprocess_logits_for_metrics=…", "an argument of Trainer, a function that returns logits.argmax(-1): "
+                "keeps one number per token")),
+       decides=_without_neighbours)
+def _eval_logits(case: Case) -> str | None:
+    if not keeps_all_logits(case.message.frames):
+        return None
+    return ("The evaluation keeps the logits of all its batches on the GPU, and joins them into one tensor. They grow "
+            "with the number of sequences evaluated; a smaller batch does not change that.")
+
+
 @_rule("OOM-OPTIMIZER-FIRST-STEP", "In the optimizer step",
        pattern="the traceback is in torch/optim, or quotes `exp_avg`; or the forecast's allocation belongs to the "
                "optimizer",
        background="Forward and backward can succeed and the first step still fail: the moments are created there and "
                   "stay allocated.",
-       advice_without_plan=(
+       advice_without_plan=lambda case: SMALLER_STATE if creates_state(case.message.frames) else (
            ("torch.optim.AdamW(…, fused=True)", "steps in place, without copies; nanoGPT and fitgpt do"),
            *SMALLER_STATE), decides=_without_neighbours)
 def _optimizer_first_step(case: Case) -> str | None:
@@ -372,15 +432,25 @@ def _optimizer_first_step(case: Case) -> str | None:
 
 
 NEARLY_ALL = 0.95  # of a GPU; context and weights take more than the rest
+LARGEST_TENSOR = 80 * GiB  # where the message does not contain the GPU's total
 
 
 @_rule("OOM-LARGER-THAN-CARD", "One tensor larger than the GPU",
-       pattern="the requested size is larger than the GPU's total capacity, or nearly as large",
+       pattern="the requested size is larger than the GPU's total capacity, or nearly as large; without that figure, "
+               "larger than 80 GiB; `Tried to allocate more than 1EB memory`",
        background="Usually the logits of a very large batch, or attention scores (batch × heads × block × block) "
                   "without fused attention. Where a GPU shares the machine's RAM, the total is a setting of the BIOS "
                   "or the driver.",
-       advice_without_plan=SMALLER_BATCH)
+       advice=lambda case: ((("the traceback above the message", "shows the line that computed the size"),)
+                            if case.requested == MORE_THAN_1EB else ()),
+       advice_without_plan=lambda case: () if case.requested == MORE_THAN_1EB else SMALLER_BATCH)
 def _larger_than_card(case: Case) -> str | None:
+    if case.requested == MORE_THAN_1EB:
+        return ("No tensor has this size: it was computed wrongly, from a negative or undefined number of elements for "
+                "example. Freeing memory cannot help.")
+    if case.message.total is None and case.requested > LARGEST_TENSOR:
+        return (f"One tensor of {show_bytes(case.requested)} is larger than most GPUs: the request itself is too "
+                "large, whatever else the GPU holds.")
     if case.usage is None or not _has_figures(case) or case.requested <= case.usage.free:
         return None
     if case.requested <= NEARLY_ALL * case.usage.total:
@@ -400,11 +470,12 @@ def _larger_than_card(case: Case) -> str | None:
                 "fails at once instead of becoming slow"),),
        advice_without_plan=SMALLER_BATCH)
 def _spill(case: Case) -> str | None:
-    if case.usage is None or not case.usage.spilled:
+    reserved, total = case.message.reserved, case.message.total
+    if reserved is None or total is None or reserved <= total:
         return None
-    return (f"PyTorch has reserved {show_bytes(case.usage.reserved or 0)} on a GPU of {show_bytes(case.usage.total)}: "
-            "the Windows driver (in WSL too) moved the rest into CPU RAM, over the bus. A run that continues like this "
-            "is many times slower.")
+    return (f"PyTorch has reserved {show_bytes(reserved)} on a GPU of {show_bytes(total)}: the Windows "
+            "driver (in WSL too) moved the rest into CPU RAM, over the bus. A run that continues like this is many "
+            "times slower.")
 
 
 def _is_limited(case: Case) -> bool:
@@ -428,6 +499,23 @@ def _process_limit(case: Case) -> str | None:
             f"the allocator's environment) and has reserved {show_bytes(reserved)} of it.{free}")
 
 
+MAP_LOCATION = ("torch.load(…, map_location=\"cpu\")", "keeps a checkpoint off the GPU while it is loaded")
+RANKS_ADVICE: Advice = (SET_DEVICE, MAP_LOCATION)
+
+
+@_rule("OOM-RANKS", "Contexts of other ranks on this GPU",
+       pattern="two or more other processes hold nearly the same, 150 to 800 MiB each, as nvidia-smi or the message "
+               "lists them",
+       background="A CUDA context takes a few hundred MiB on each GPU that a process touches. Without set_device every "
+                  "rank touches GPU 0, when it loads a checkpoint without map_location for example.",
+       advice=RANKS_ADVICE,
+       decides=lambda case: case.usage is not None and sum(
+           size for _, size in rank_contexts(case.usage.pids)) >= case.missing)
+def _ranks(case: Case) -> str | None:
+    contexts = rank_contexts(case.usage.pids) if case.usage is not None else []
+    return describe_rank_contexts(contexts) if contexts and case.missing else None
+
+
 # Unallocated memory that covers what is missing is the cause if it is this share of the reserved memory; or this many
 # times what is missing, and not just what a full GPU always has between its blocks. Otherwise it is a second cause.
 FRAGMENTED_SHARE, FRAGMENTED_TIMES, LEAST_FRAGMENTED = 0.1, 4, GiB // 2
@@ -447,6 +535,12 @@ def _fragmented_advice(case: Case) -> Advice:
         return ()  # the forecast with expandable segments is among the changes of the run
     if case.message.source == OLD_PYTORCH:
         return (("PyTorch 2.2 or later", "has expandable_segments, which avoid this fragmentation"),)
+    if case.message.source == BEFORE_EXPANDABLE:
+        return (("PyTorch 2.2, then PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
+                 "avoids fragmentation; not on Windows. The message is from an earlier PyTorch, which does not know "
+                 "this setting"),
+                ("PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:128", "without an update: large segments are not split for "
+                 "smaller tensors; this does not always help"))
     if case.message.source == CUDA_MALLOC_ASYNC:
         return (("PYTORCH_CUDA_ALLOC_CONF=backend:native,expandable_segments:True",
                  "PyTorch's own allocator, which says in its message who holds the memory"), LIST_PROCESSES)
@@ -543,34 +637,18 @@ def _one_rank(case: Case) -> str | None:
             "follows from it.")
 
 
-RANKS_ADVICE: Advice = (
-    SET_DEVICE, ("torch.load(…, map_location=\"cpu\")", "keeps a checkpoint off GPU 0 while ranks load it"))
-
-
-@_rule("OOM-RANKS", "Contexts of other ranks on this GPU",
-       pattern="two or more other processes hold nearly the same, 150 to 800 MiB each, as nvidia-smi or the message "
-               "lists them",
-       background="A CUDA context takes a few hundred MiB on each GPU that a process touches. Without set_device every "
-                  "rank touches GPU 0, when it loads a checkpoint without map_location for example.",
-       advice=RANKS_ADVICE,
-       decides=lambda case: case.usage is not None and sum(
-           size for _, size in rank_contexts(case.usage.pids)) >= case.missing)
-def _ranks(case: Case) -> str | None:
-    contexts = rank_contexts(case.usage.pids) if case.usage is not None else []
-    return describe_rank_contexts(contexts) if contexts and case.missing else None
-
-
 def had_free_memory(case: Case) -> bool:
-    return case.usage is not None and _has_figures(case) and not _is_limited(case) and (
-        case.requested <= case.usage.free)
+    return _has_figures(case) and not _is_limited(case) and case.missing == 0
 
 
 @_rule("OOM-ROOM", "Failed although enough memory was free",
        pattern="more memory free than requested, and no limit",
        background="`free` is read after the failure. Several ranks on one GPU, a program that starts at the same time, "
-                  "a driver that cannot map a large allocation (WSL), or a limit outside PyTorch cause this.",
+                  "a driver that cannot map a large allocation (WSL), or a limit outside PyTorch cause this. Windows "
+                  "backs each allocation of a GPU with RAM or paging file, and fails when these are used up.",
        advice=(("{watch_processes}", "while it starts, shows whether another process uses this GPU for a moment"),
-               ("{select_gpu}", "and another number for each further process: every rank needs its own GPU")))
+               ("{select_gpu}", "and another number for each further process: every rank needs its own GPU"),
+               ("a larger paging file", "on Windows, where CPU RAM may have run out")))
 def _room(case: Case) -> str | None:
     if case.usage is None or not had_free_memory(case):
         return None
@@ -604,11 +682,14 @@ def _states(case: Case) -> str | None:
        pattern="the traceback ends in `.to(device)`, `.cuda()` or in loading weights; or the forecast's phase is load",
        background="A float32 model takes 4 bytes per parameter; a checkpoint loaded directly to the GPU takes as much "
                   "again.",
-       advice=(LIST_PROCESSES,),
+       advice=lambda case: ((MAP_LOCATION,) if reads_checkpoint(case.message.frames) else ()) + (LIST_PROCESSES,),
        advice_without_plan=(("fitgpt train … --weights=bfloat16", "2 bytes per weight instead of 4; lossy"),))
 def _at_load(case: Case) -> str | None:
     if case.tape_phase != "load":
         return None
+    if reads_checkpoint(case.message.frames):
+        return ("Memory ran out while a checkpoint was read to the GPU, beside the model and the optimizer that are to "
+                "take its values: without map_location its tensors go where they were when it was saved.")
     return ("Memory ran out while the model was loaded to the GPU, before any batch: only weights are allocated then, "
             "and the batch size does not change them.")
 
@@ -678,7 +759,8 @@ def _activations(case: Case) -> str | None:
 @_rule("OOM-CONTEXT", "Much non-PyTorch memory",
        pattern="`this process has …` is more than 1 GiB above the memory that PyTorch reserved",
        background="PyTorch's allocator does not manage this memory, and no option of the run changes it.",
-       advice=(SET_DEVICE, *FEWER_COMMUNICATORS), advice_without_plan=SMALLER_BATCH)
+       advice=(SET_DEVICE, *FEWER_COMMUNICATORS), advice_without_plan=SMALLER_BATCH,
+       decides=lambda case: case.usage is not None and (case.usage.outside or 0) >= case.missing)
 def _context(case: Case) -> str | None:
     outside = (case.usage.outside if case.usage else None) or 0
     if outside <= GiB:
@@ -691,6 +773,9 @@ def _truncated_advice(case: Case) -> Advice:
     if case.message.kind == "vague":
         return (("the whole message, with the traceback above it", "contains the figures, and which memory it was"),
                 LIST_PROCESSES, ("dmesg | tail", "shows whether the system ran out of CPU RAM"))
+    if case.message.source == CUDA_MALLOC_ASYNC:
+        return (("PYTORCH_CUDA_ALLOC_CONF=backend:native", "PyTorch's own allocator, whose message has figures; "
+                 "ComfyUI: --disable-cuda-malloc"),)
     if case.usage is None:
         return (("the message to its end", "contains the requested size, and who held the GPU's memory"),)
     return (("the message to its end", "contains the memory of this process, and PyTorch's part of it"), LIST_PROCESSES)
@@ -709,22 +794,31 @@ def _truncated(case: Case) -> str | None:
         figures = (message.total, message.free, message.process, message.allocated)
         missing = "the requested size is" if any(each is not None for each in figures) else "all figures are"
         return f"The message is truncated: GPU memory ran out, but {missing} missing."
+    if usage is None and message.total is None and case.requested <= LARGEST_TENSOR:
+        return "The message is truncated: it does not say who held the GPU's memory."
     if usage is None or not usage.truncated:
         return None
     return (f"{show_bytes(usage.used)} of the GPU's {show_bytes(usage.total)} are in use, and the message "
             "does not say by which process: the figures of this process and of PyTorch would follow the free memory.")
 
 
+def _much_outside(case: Case) -> bool:
+    """Whether memory that is neither free nor PyTorch's, of processes that are not listed, is as much as is missing."""
+    usage = case.usage
+    return (usage is not None and usage.others is None and not usage.truncated
+            and usage.not_pytorch >= max(case.missing, NEIGHBOUR_SHARE * usage.total))
+
+
 @_rule("OOM-FULL", "The run fills the GPU",
        pattern="no other rule applies: the process's own tensors take the memory",
        background="The run is larger than the GPU. With its config, `explain` shows what it allocates and what each "
                   "change saves.",
-       advice_without_plan=SMALLER_BATCH)
+       advice=lambda case: (LIST_PROCESSES,) if _much_outside(case) else (), advice_without_plan=SMALLER_BATCH)
 def _full(case: Case) -> str | None:
     usage, message = case.usage, case.message
     if usage is None and message.total is not None and message.reserved is not None:
-        others = (": the run's own tensors do not fill the GPU" if message.total - message.reserved >= case.requested
-                  else "")
+        left = message.total - message.reserved - MAX_OUTSIDE
+        others = ": the run's own tensors do not fill the GPU" if left >= case.requested else ""
         return (f"PyTorch had reserved {show_bytes(message.reserved)} of the GPU's {show_bytes(message.total)}, and "
                 f"the message does not say how much was free{others}.")
     if usage is None:
@@ -734,5 +828,7 @@ def _full(case: Case) -> str | None:
                 f"PyTorch: this process's context and other processes leave too little for a run that has "
                 f"{show_bytes(usage.reserved)} and requested {show_bytes(case.requested)} more.")
     nbytes, what = (usage.process or 0, "holds") if usage.allocated is None else (usage.allocated, "has allocated")
+    outside = (f" {show_bytes(usage.not_pytorch)} are neither free nor reserved by PyTorch: this process's context, "
+               "and perhaps a desktop or other processes." if _much_outside(case) else "")
     return (f"The run itself fills the GPU: this process {what} {show_bytes(nbytes)} of {show_bytes(usage.total)}, and "
-            f"requested {show_bytes(case.requested)} more.")
+            f"requested {show_bytes(case.requested)} more.{outside}")

@@ -31,9 +31,8 @@ def explain_traced_message(message: OomMessage, trace: Trace, card: GpuModel | N
     budget = budget_at_failure(message, usage_in(message), card, others)
     platform = budgets.platform_for(card) if card else trace.platform
     traced = trace.on(platform)
-    limit = budget.reserve_limit if budget else None
-    timeline = replay(traced.tape, limit, expandable=trace.expandable)
-    what = tensor_text(message, traced, timeline, limit)
+    timeline = replay(traced.tape, budget.reserve_limit if budget else None, expandable=trace.expandable)
+    what = tensor_text(message, traced, timeline)
     if budget is None or not what:
         return replace(found, what=" ".join(filter(None, (what or NOT_FOUND, found.what))))
     plan = plan_trace(trace, budgets.Target(platform, budget, card))
@@ -43,27 +42,38 @@ def explain_traced_message(message: OomMessage, trace: Trace, card: GpuModel | N
 NOT_FOUND = "No allocation of the trace has this size: the message comes from another run, or from a later step."
 
 
-def tensor_text(message: OomMessage, trace: Trace, timeline: Timeline, limit: int | None) -> str:
+def tensor_text(message: OomMessage, trace: Trace, timeline: Timeline) -> str:
     """Which tensor of the trace was requested; empty if none has the size."""
+    requested = requested_event(message, trace, timeline)
+    if requested is None:
+        return ""
     events = trace.tape.events
-    failed = timeline.failed
-    if failed is None or not has_requested_size(events[failed].nbytes, message):
-        before = replay(trace.tape, expandable=trace.expandable).allocated
-        alike = [number for number, event in enumerate(events)
-                 if event.alloc and has_requested_size(event.nbytes, message)]
-        if not alike or is_segment_size(message):
-            return ""
-        failed = min(alike, key=lambda number: abs(before[number] - (message.allocated or 0)))
-    kind = trace.tensors[int(events[failed].name.partition(" ")[0]) - 1]
-    step = sum(after <= failed for after in trace.steps) + 1
-    phase = next(name for name, start in reversed(trace.phases) if start <= failed)
+    kind = trace.tensors[int(events[requested].name.partition(" ")[0]) - 1]
+    step = sum(after <= requested for after in trace.steps) + 1
+    phase = next(name for name, start in reversed(trace.phases) if start <= requested)
     module = f" of {kind.module}" if kind.module else ""
     segment = f", in a new segment of {show_bytes(message.requested or 0)}" if is_segment_size(message) else ""
     text = (f"{kind.describe()}, {kind.nbytes / MiB:,.1f} MiB{segment}: {kind.owner}{module} ({kind.op}), allocated at "
             f"{kind.source}, in {PASSES.get(phase, phase)} of step {step}.")
-    if failed == timeline.failed:
+    if requested == timeline.failed:
         text += " Replayed with the same limit, the trace runs out of memory at exactly this allocation."
     return text
+
+
+def requested_event(message: OomMessage, trace: Trace, timeline: Timeline) -> int | None:
+    """The number of the allocation that the message is about: the one at which the timeline fails if it has the size,
+    else of those that have it the one with the most similar amount allocated before it."""
+    if message.requested is None:
+        return None
+    events, failed = trace.tape.events, timeline.failed
+    if failed is not None and has_requested_size(events[failed].nbytes, message):
+        return failed
+    if is_segment_size(message):
+        return None
+    before = (0, *replay(trace.tape, expandable=trace.expandable).allocated)
+    return min((number for number, event in enumerate(events)
+                if event.alloc and has_requested_size(event.nbytes, message)),
+               key=lambda number: abs(before[number] - (message.allocated or 0)), default=None)
 
 
 def remedies_of(plan: TracedPlan) -> tuple[Remedy, ...]:

@@ -11,6 +11,7 @@ import platform
 import re
 import shlex
 import shutil
+import subprocess
 import sys
 import sysconfig
 import warnings
@@ -269,6 +270,19 @@ def _runs_a_triton_kernel() -> bool:
     finally:
         torch.cuda.empty_cache()
     return True
+
+
+def compiler_message(error: BaseException) -> str:
+    """What a compiler said that torch.compile or Triton started; empty if the error did not come from one."""
+    behind: BaseException | None = error
+    while behind is not None:
+        module = type(behind).__module__
+        if module.startswith(("torch._inductor", "torch._dynamo", "triton")) or isinstance(
+                behind, subprocess.CalledProcessError):
+            lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+            return lines[0].rstrip(".:")
+        behind = behind.__cause__ or behind.__context__
+    return ""
 
 
 def _is_program(command: str) -> bool:

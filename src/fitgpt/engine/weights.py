@@ -31,6 +31,7 @@ MAX_STEP = 10**12            # of a checkpoint
 _READ_BYTES = 4 * MiB
 _FIX_COPY = "Copy it again from its source, or use another."
 _FIX_DIFFERENT = "Use a file that matches: this one was changed after it was written, or is of another model."
+_WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _DTYPE_NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
@@ -191,10 +192,6 @@ def checked_parameters(config: GPTConfig, found: Mapping[str, Tensor], where: ob
                        error_type: type[FitError]) -> dict[str, Tensor]:
     """The weights of this GPT in its own order, without the tied head. Raises, naming the first few differences, unless
     `found` is exactly its parameters."""
-    head, tied_to = found.get(TIED_HEAD), found.get(TIED_TO)
-    if head is not None and tied_to is not None and not torch.equal(head, tied_to):
-        raise error_type(f"{where} has a {TIED_HEAD} that differs from {TIED_TO}; in this GPT they are one tensor.",
-                         "Use weights whose head is tied, as GPT-2's and nanoGPT's are.")
     if config.n_layer > len(found):  # before a damaged file makes this list arbitrarily long
         raise error_type(f"{where} says n_layer={config.n_layer} and holds {len(found)} tensors.", _FIX_DIFFERENT)
     expected = parameter_shapes(config)
@@ -204,12 +201,15 @@ def checked_parameters(config: GPTConfig, found: Mapping[str, Tensor], where: ob
     for name in (name for name in expected if name in found):
         if tuple(found[name].shape) != expected[name]:
             wrong.append(f"{name} is {list(found[name].shape)} where {list(expected[name])} is due")
-        elif not found[name].is_floating_point():
-            wrong.append(f"{name} holds {found[name].dtype}, not floating-point numbers")
+    wrong += [f"{name} holds {tensor.dtype}, and weights are one of {', '.join(map(str, _WEIGHT_DTYPES))}"
+              for name, tensor in found.items() if tensor.dtype not in _WEIGHT_DTYPES]
     if wrong:
         more = f"; and {len(wrong) - DIFFERENCES_SHOWN} more" if len(wrong) > DIFFERENCES_SHOWN else ""
         raise error_type(f"{where} does not match its own configuration: {'; '.join(wrong[:DIFFERENCES_SHOWN])}{more}.",
                          _FIX_DIFFERENT)
+    if TIED_HEAD in found and not torch.equal(found[TIED_HEAD], found[TIED_TO]):
+        raise error_type(f"{where} has a {TIED_HEAD} that differs from {TIED_TO}; in this GPT they are one tensor.",
+                         "Use weights whose head is tied, as GPT-2's and nanoGPT's are.")
     return {name: found[name] for name in expected}
 
 

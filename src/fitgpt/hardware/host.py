@@ -4,11 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 SHARE = 0.8  # of the available CPU RAM that a run may use: other programs need some too
 MEMINFO, CGROUP, MEMBERSHIP = Path("/proc/meminfo"), Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+NO_LIMIT = 2**62  # bytes; version 1 reports 2**63 less a page where there is none
 Answer = TypeVar("Answer")
+
+
+class CgroupNames(NamedTuple):
+    """Files of a control group, and the entry of memory.stat for the page cache."""
+
+    limit: str
+    usage: str
+    cached: str
+
+
+# https://docs.kernel.org/admin-guide/cgroup-v2.html and cgroup-v1/memory.html
+VERSION_2 = CgroupNames("memory.max", "memory.current", "inactive_file")
+VERSION_1 = CgroupNames("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 
 
 def available_memory(meminfo: Path = MEMINFO, root: Path = CGROUP, membership: Path = MEMBERSHIP) -> int | None:
@@ -18,22 +32,25 @@ def available_memory(meminfo: Path = MEMINFO, root: Path = CGROUP, membership: P
         lines = meminfo.read_text(encoding="utf-8").splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
 
-    def own_group() -> Path:
-        lines = membership.read_text(encoding="utf-8").splitlines()
-        return next(root / line.removeprefix("0::/") for line in lines if line.startswith("0::/"))
+    def left_in(group: Path, names: CgroupNames) -> int:
+        limit, used = (int((group / name).read_text()) for name in (names.limit, names.usage))
+        if limit >= NO_LIMIT:
+            raise ValueError(f"no limit: {limit}")
+        return max(limit - used + (or_none(cached, group, names) or 0), 0)
 
-    def left_in(group: Path) -> int:
-        used = int((group / "memory.current").read_text()) - (or_none(cached, group) or 0)
-        return max(int((group / "memory.max").read_text()) - used, 0)
-
-    def cached(group: Path) -> int:
+    def cached(group: Path, names: CgroupNames) -> int:
         """Page cache, which counts as used and can be reclaimed."""
         lines = (group / "memory.stat").read_text(encoding="utf-8").splitlines()
-        return next(int(line.split()[1]) for line in lines if line.startswith("inactive_file "))
+        return next(int(line.split()[1]) for line in lines if line.startswith(f"{names.cached} "))
 
-    own = or_none(own_group) or root
-    groups = [root, *(each for each in (own, *own.parents) if each != root and each.is_relative_to(root))]
-    known = [or_none(available), *(or_none(left_in, group) for group in groups)]
+    known = [or_none(available)]
+    lines = (or_none(membership.read_text) or "").splitlines()
+    member_of = [line.split(":", 2) for line in lines if line.count(":") >= 2]
+    for top, controller, names in ((root, "", VERSION_2), (root / "memory", "memory", VERSION_1)):
+        paths = [path for _, controllers, path in member_of if controller in controllers.split(",")]
+        own = [top / path.removeprefix("/") for path in paths]
+        groups = {top, *own, *(above for each in own for above in each.parents if above.is_relative_to(top))}
+        known += [or_none(left_in, group, names) for group in groups]
     return min((nbytes for nbytes in known if nbytes is not None), default=None)
 
 

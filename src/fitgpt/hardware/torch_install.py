@@ -59,15 +59,19 @@ class Mismatch:
 def failed_import(error: BaseException) -> DeviceError | None:
     """The error of a package that is installed and does not load, such as a torch that lacks a library; None if this
     error did not come from a package's import. Whatever its class: CDLL raises OSError, numpy RuntimeError."""
+    # A name that the package lacks: `from safetensors import SafetensorError`, where it is another version.
+    importing = [error.name or ""] if type(error) is ImportError else []
     frame = error.__traceback__
     while frame is not None:
-        code, package = frame.tb_frame.f_code, str(frame.tb_frame.f_globals.get("__name__", "")).partition(".")[0]
-        if package in LOADED and code.co_name == "<module>":
-            last_line = " ".join(str(error).split()).rstrip(".") or type(error).__name__
-            return DeviceError(f"{package} is installed for {sys.executable}, but does not load: {last_line}.",
-                               f"{sys.executable} -m pip install --force-reinstall {package}")
+        if frame.tb_frame.f_code.co_name == "<module>":
+            importing.append(str(frame.tb_frame.f_globals.get("__name__", "")))
         frame = frame.tb_next
-    return None
+    package = next((name.partition(".")[0] for name in importing if name.partition(".")[0] in LOADED), None)
+    if package is None:
+        return None
+    last_line = " ".join(str(error).split()).rstrip(".") or type(error).__name__
+    return DeviceError(f"{package} is installed for {sys.executable}, but does not load: {last_line}.",
+                       f"{sys.executable} -m pip install --force-reinstall {package}")
 
 
 def unusable_gpu_reason(build: TorchBuild, survey: nvidia.Survey, opened: Sequence[CudaDevice] = (),

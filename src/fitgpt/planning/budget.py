@@ -68,8 +68,9 @@ class Target(NamedTuple):
 
 
 def target_for(gpu: str, device: str, *, others: str = "", budget: str = "", torch: str = "") -> Target:
-    """The GPU of that name, or the one installed here if it is empty. Sizes are as typed: "11.5GiB"."""
-    other_bytes, budget_bytes = (optional_bytes(size) for size in (others, budget))
+    """The GPU of that name, or the one installed here if it is empty. Sizes are as typed: "11.5GiB"; `others`
+    without a unit is in MiB, as nvidia-smi prints it."""
+    other_bytes, budget_bytes = optional_bytes(others, "MiB"), optional_bytes(budget)
     if gpu:
         return named(gpu, others=other_bytes, budget=budget_bytes, torch=torch)
     return installed(device, others=other_bytes, budget=budget_bytes, torch=torch)

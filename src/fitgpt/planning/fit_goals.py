@@ -5,13 +5,13 @@ smallest memory; and why each option differs from the given run. Each is a searc
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import islice, pairwise
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from ..config.fields import shown
-from ..config.memory_savers import LOSSY_SAVERS, SAVERS, loss_chunk_tokens
+from ..config.memory_savers import SAVERS, loss_chunk_tokens
 from ..config.resolve import resolve_run
 from ..config.run_config import RunConfig
 from ..core.errors import UsageError
@@ -27,6 +27,7 @@ from .fit_search import (
     Search,
     describe_allow,
     flags,
+    parse_allow,
     permission_notes,
     permitted,
 )
@@ -36,8 +37,6 @@ from .speed import likely_efficiency, modelled
 GIVEN_SHAPE_DOES_NOT_FIT = "nothing with the given shape fits"
 OUTSIDE_ERROR = 128 * MiB   # of gpus.outside_by_rule: most of the OOM messages it was fitted to are within 110 MiB
 TOKENS_PER_PARAMETER = 20   # compute-optimal training: Hoffmann et al. 2022
-LOOK_AHEAD = 2              # shapes tried beyond the first that does not fit
-EVERYTHING = frozenset({"context", "model", *LOSSY_SAVERS})
 
 
 class Suggestion(NamedTuple):
@@ -101,11 +100,8 @@ def find_fastest(config: RunConfig, target: FitTarget, allow: frozenset[str] = f
     may = permitted(config, allow)
     search = target.search(config, may)
     found = _found(config, search, allow)
-    if found is None:
-        variants = list(_variants(config, may))
-        permissions = {variant: permission for permission, variant in variants}
-        smaller = _that_may_fit([variant for _, variant in variants], target, may)
-        found = next(filter(None, (_found(config, each, allow, permissions[each.given]) for each in smaller)), None)
+    if found is None and (smaller := largest_that_fits(smaller_shapes(config, may), target, may)):
+        found = _found(config, smaller.search, allow, smaller.permission)
     found = found or _nothing_fits(config, search, target, allow)
     if from_trainer == "nanogpt" and found.chosen is not None:
         found = found._replace(decisions=(_other_trainer(config, search), *found.decisions))
@@ -129,7 +125,7 @@ def _found(given: RunConfig, search: Search, allow: frozenset[str], permission: 
     return FitResult(search.target.budget, search.scored(given, "free"), scored(chosen),
                      decisions(search, given, config, why_shape), tuple(map(scored, search.runners_up(chosen))),
                      scored(step_up) if step_up else None, search.error, search.frontier(),
-                     considered=search.considered, replayed=search.replays, notes=permission_notes(given, allow))
+                     considered=len(search.candidates), replayed=search.replays, notes=permission_notes(given, allow))
 
 
 def _other_trainer(config: RunConfig, search: Search) -> Decision:
@@ -152,22 +148,6 @@ def decisions_for(given: RunConfig, chosen: RunConfig, target: FitTarget) -> tup
     return decisions(target.search(chosen), given, chosen, GIVEN_SHAPE_DOES_NOT_FIT)
 
 
-def _that_may_fit(variants: Sequence[RunConfig], target: FitTarget, may: frozenset[str]) -> Iterator[Search]:
-    """Variants in their order; none if the last, which is the smallest, does not fit."""
-    if variants and target.search(variants[-1], may).may_fit():
-        yield from (search for search in (target.search(variant, may) for variant in variants) if search.may_fit())
-
-
-def _variants(config: RunConfig, allow: frozenset[str]) -> Iterator[tuple[str, RunConfig]]:
-    """(permission, config): a shorter block first, then a smaller model, then both."""
-    if "context" in allow:
-        yield from (("context", each) for each in shorter_blocks(config))
-    if "model" in allow:
-        yield from (("model", each) for each in smaller_models(config))
-    if {"context", "model"} <= allow:
-        yield from (("model", small) for short in shorter_blocks(config) for small in smaller_models(short))
-
-
 # ---- where nothing fits
 
 
@@ -175,7 +155,7 @@ def _nothing_fits(config: RunConfig, search: Search, target: FitTarget, allow: f
     """The smallest memory of the run, and what would help."""
     least = search.scored(*search.least())
     return FitResult(target.budget, search.scored(config, "free"), None, least=least, frontier=search.frontier(),
-                     considered=search.considered, replayed=search.replays,
+                     considered=len(search.candidates), replayed=search.replays,
                      suggestions=tuple(_suggestions(config, least.needs, target, allow)),
                      notes=permission_notes(config, allow))
 
@@ -189,27 +169,19 @@ def _suggestions(config: RunConfig, least: int, target: FitTarget, allow: frozen
         flag = f"--leave={(free - budgeted) // MiB}MiB" if config.leave else f"--budget={-(-budgeted // MiB)}MiB"
         yield Suggestion((flag,), least, "as allowed, in more of the GPU's memory")
 
-    def with_permission(flag: str, variants: Iterable[RunConfig], may: frozenset[str], text: str) -> list[Suggestion]:
-        """The first of the variants that may fit with this permission."""
-        return [Suggestion((f"--allow={flag}",), search.needs(search.least()[0]),
-                           text if text.startswith("the same") else f"{text}: {describe_shape(search.given)}")
-                for search in islice(_that_may_fit(list(variants), target, may), 1)]
-
-    tried: dict[str, tuple[Iterable[RunConfig], str]] = {
-        "lossy": ([config], "the same model and block, with lossy savers"),
-        "context": (shorter_blocks(config), "a shorter block"),
-        "model": (smaller_models(config), "a smaller model")}
-    found = False
-    for word, (variants, text) in tried.items():
-        more = permitted(config, allow | (frozenset(LOSSY_SAVERS) if word == "lossy" else {word}))
-        if more != permitted(config, allow):
-            for suggestion in with_permission(describe_allow(allow | {word}), variants, more, text):
-                found = True
-                yield suggestion
-    everything = permitted(config, EVERYTHING)
-    if not found and everything != permitted(config, allow):
-        every_variant = [variant for _, variant in _variants(config, everything)]
-        yield from with_permission("lossy,context,model", every_variant, everything, "a smaller model")
+    permissions = {"lossy": "the same model and block, with lossy savers", "context": "a shorter block",
+                   "model": "a smaller model", "lossy,context,model": "a smaller model"}
+    is_enough = False
+    for words, text in permissions.items():
+        more = permitted(config, allow | parse_allow(words))
+        if more == permitted(config, allow) or (is_enough and "," in words):
+            continue
+        shapes = smaller_shapes(config, permitted(config, parse_allow(words)))
+        if fitting := largest_that_fits([Shapes("lossy", [config])] if words == "lossy" else shapes, target, more):
+            is_enough, search = True, fitting.search
+            yield Suggestion((f"--allow={describe_allow(allow | parse_allow(words))}",),
+                             search.needs(search.least()[0]),
+                             text if words == "lossy" else f"{text}: {describe_shape(search.given)}")
 
     enough = [card for card in gpus.load() if card.capability and card.capability >= (8, 0) and card.memory_gb
               and "Laptop" not in card.name and budget_for(card).reserve_limit - OUTSIDE_ERROR >= least]
@@ -235,70 +207,50 @@ def describe_too_small(result: FitResult) -> str:
 # ---- the largest model, the longest context
 
 
-class Shapes(NamedTuple):
-    """Runs that each need more memory than the one before."""
-
-    goal: str
-    number: int
-    make: Callable[[int], RunConfig]
-    describe: Callable[[RunConfig], str]
-    permission: str
-
-
 def largest_model(config: RunConfig, target: FitTarget, allow: frozenset[str]) -> FitResult:
     """The largest of GPT-2's sizes and sizes between them; the rest of the run as given."""
-    sizes = gpt2_sizes()
-    return _largest(config, target, allow, Shapes(
-        "largest-model", len(sizes), lambda number: with_size(config, sizes[number]), lambda run: (
-            f"{run.n_layer} layers, {run.n_head} heads, width {run.n_embd:,}: "
-            f"{show_count(run.gpt_config().count_params())} parameters"), "model"))
+    def describe(run: RunConfig) -> str:
+        return (f"{run.n_layer} layers, {run.n_head} heads, width {run.n_embd:,}: "
+                f"{show_count(run.gpt_config().count_params())} parameters")
+
+    shapes = Shapes("model", gpt2_sizes()[::-1], lambda size: with_size(config, size))
+    return _largest(config, target, allow, "largest-model", shapes, describe)
 
 
 def longest_context(config: RunConfig, target: FitTarget, allow: frozenset[str]) -> FitResult:
     """The longest block, in steps of 128 tokens, one sequence per micro-batch."""
-    blocks = range(BLOCK_STEP, LONGEST + 1, BLOCK_STEP)
-    return _largest(config, target, allow, Shapes(
-        "longest-context", len(blocks), lambda number: with_block(config, blocks[number]), lambda run: (
-            f"a block of {run.block_size:,} tokens, {run.tokens_per_step:,} tokens per step"), "context"))
+    def describe(run: RunConfig) -> str:
+        return f"a block of {run.block_size:,} tokens, {run.tokens_per_step:,} tokens per step"
+
+    shapes = Shapes("context", range(LONGEST, 0, -BLOCK_STEP), lambda block: with_block(config, block))
+    return _largest(config, target, allow, "longest-context", shapes, describe)
 
 
-def _largest(config: RunConfig, target: FitTarget, allow: frozenset[str], shapes: Shapes) -> FitResult:
+def _largest(config: RunConfig, target: FitTarget, allow: frozenset[str], goal: str, shapes: Shapes,
+             describe: Callable[[RunConfig], str]) -> FitResult:
     if config.init_from != "scratch":
-        raise UsageError(f"--goal {shapes.goal} changes the model, and init_from={config.init_from} names one that "
-                         "exists.", "--init_from=scratch")
+        raise UsageError(f"--goal {goal} changes the model, and init_from={config.init_from} names one that exists.",
+                         "--init_from=scratch")
     may = permitted(config, allow)
-    number, search = _last_that_fits(shapes, target, may)
-    found = _found(config, search, allow, shapes.permission, "the largest that can be trained there")
-    if found is None:
-        return _nothing_fits(shapes.make(0), search, target, allow)
-    assert found.chosen is not None
-    note = f"The largest that can be trained there: {shapes.describe(shapes.make(number))}"
-    if number + 1 < shapes.number:
-        beyond, why = shapes.make(number + 1), "does not fit"
-        if target.host_bytes is not None and target._replace(host_bytes=None).search(beyond, may).may_fit():
+    fitting = largest_that_fits([shapes], target, may)
+    why_shape = "the largest that can be trained there"
+    found = fitting and _found(config, fitting.search, allow, shapes.permission, why_shape)
+    if fitting is None or found is None or found.chosen is None:
+        smallest = shapes.make(shapes.sizes[-1])
+        return _nothing_fits(smallest, target.search(smallest, may), target, allow)
+    note = f"The largest that can be trained there: {describe(fitting.search.given)}"
+    if fitting.larger is not None:
+        why = "does not fit"
+        if target.host_bytes is not None and target._replace(host_bytes=None).search(fitting.larger, may).may_fit():
             why = f"needs more than {show_bytes(target.host_bytes)} of CPU RAM"
-        note += f"; {shapes.describe(beyond)} {why}"
+        note += f"; {describe(fitting.larger)} {why}"
     notes = [f"{note}.{_training_time(found.chosen)}"]
     if found.chosen.config.offload != config.offload:  # the largest that needs no CPU RAM is often many times faster
-        _, search = _last_that_fits(shapes, target._replace(host_bytes=0), may)
-        if chosen := search.choose():
-            scored = search.scored(search.config_of(chosen), "free")
-            notes.append(f"The largest without offload: {shapes.describe(scored.config)}.{_training_time(scored)}")
+        alone = largest_that_fits([shapes], target._replace(host_bytes=0), may)
+        if alone and (chosen := alone.search.choose()):
+            scored = alone.search.scored(alone.search.config_of(chosen), "free")
+            notes.append(f"The largest without offload: {describe(scored.config)}.{_training_time(scored)}")
     return found._replace(notes=(*found.notes, *notes))
-
-
-def _last_that_fits(shapes: Shapes, target: FitTarget, may: frozenset[str]) -> tuple[int, Search]:
-    """The number of the largest shape that fits, and its search; the first shape, if none does."""
-    def search(number: int) -> Search:
-        return target.search(shapes.make(number), may)
-
-    low = bisect_left(range(shapes.number), True, key=lambda number: not search(number).may_fit())
-    while True:  # memory grows in pages: a slightly larger run may need no more
-        further = (number for number in range(low, min(low + LOOK_AHEAD, shapes.number)) if search(number).may_fit())
-        if (found := next(further, None)) is None:
-            break
-        low = found + 1
-    return max(low - 1, 0), search(max(low - 1, 0))
 
 
 def _training_time(scored: ScoredConfig) -> str:
@@ -337,10 +289,52 @@ def smallest_memory(config: RunConfig, target: FitTarget, allow: frozenset[str])
     return FitResult(target.budget, search.scored(config, "free"), least if least.fits else None,
                      decisions(search, config, least.config, "") if least.fits else (), frontier=search.frontier(),
                      error=search.error,
-                     least=least, considered=search.considered, replayed=search.replays, notes=tuple(notes))
+                     least=least, considered=len(search.candidates), replayed=search.replays, notes=tuple(notes))
 
 
 # ---- other sizes of model and block
+
+
+class Shapes(NamedTuple):
+    """Runs with another model or block, the largest first."""
+
+    permission: str                                          # that it takes to use one
+    sizes: Sequence[Any]
+    make: Callable[[Any], RunConfig] = lambda config: config  # size → run
+
+
+class FittingShape(NamedTuple):
+    search: Search
+    permission: str
+    larger: RunConfig | None  # the next larger shape, which does not fit
+
+
+def largest_that_fits(shapes: Sequence[Shapes], target: FitTarget, may: frozenset[str]) -> FittingShape | None:
+    """The largest shape that fits, of the first shapes that have one. None if the last one of all, which is the
+    smallest, does not fit."""
+    def fits(config: RunConfig) -> bool:
+        return target.search(config, may).may_fit()
+
+    if not shapes or not fits(shapes[-1].make(shapes[-1].sizes[-1])):
+        return None
+    for permission, sizes, make in shapes:
+        place = bisect_left(sizes, True, key=lambda size: fits(make(size)))
+        if place < len(sizes):
+            larger = make(sizes[place - 1]) if place else None
+            return FittingShape(target.search(make(sizes[place]), may), permission, larger)
+    return None
+
+
+def smaller_shapes(config: RunConfig, allow: frozenset[str]) -> list[Shapes]:
+    """What is allowed: a shorter block, a smaller model, then both."""
+    blocks, models = list(shorter_blocks(config)), list(smaller_models(config))
+    found = [Shapes("context", blocks)] if "context" in allow else []
+    if "model" in allow:
+        found.append(Shapes("model", models))
+    if {"context", "model"} <= allow:
+        found += [Shapes("model", list(smaller_models(short))) for short in blocks]
+    return [each for each in found if each.sizes]
+
 
 HEAD_WIDTH = 64         # of GPT-2, whatever its size
 GPT2 = ((1, 1), (12, 12), (16, 24), (20, 36), (25, 48), (64, 142))  # (heads, layers): its sizes, interpolated

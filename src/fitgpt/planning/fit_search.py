@@ -14,7 +14,9 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import cached_property
 from itertools import combinations, islice
+from math import isqrt
 from typing import Any, NamedTuple
 
 from ..config.fields import nearest, option_specs, shown
@@ -22,7 +24,6 @@ from ..config.memory_savers import LEVELS, LOSSY_SAVERS, OTHER_RULES, SAVERS, lo
 from ..config.resolve import resolve_run
 from ..config.run_config import RunConfig, diff, gpt2_shapes
 from ..core.errors import UsageError
-from ..core.units import MiB
 from ..hardware import gpus
 from ..hardware.gpus import GpuModel
 from ..memory.platform import Platform
@@ -45,6 +46,7 @@ from .layer_costs import (
 from .speed import (
     MEASURED_ERROR,
     SpeedEstimate,
+    StepCost,
     communication,
     estimate,
     has_figures,
@@ -128,28 +130,37 @@ def saver_sets(config: RunConfig, platform: Platform, allow: frozenset[str]) -> 
             options = {**savers, **free, "offload": place}
             if options.get("gradient_accumulation_steps") == 1:  # then one micro-batch has all sequences of a step
                 options["batch_size"] = config.batch_size * config.gradient_accumulation_steps
-            try:
-                replace(config, **options)
-            except UsageError:
-                continue  # they exclude each other
+            if not works_with(config, options):
+                continue
             permission = ("rules" if set(names) & set(OTHER_RULES) else "lossy" if names else
-                          "places" if OFFLOAD.index(place) > OFFLOAD.index(config.offload) else "free")
+                          place_permission(config, place))
             found.append(SaverSet(permission, names, options))
     return sorted(found, key=lambda savers: PERMISSIONS.index(savers.permission))
 
 
+def place_permission(config: RunConfig, offload: str) -> str:
+    return "places" if OFFLOAD.index(offload) > OFFLOAD.index(config.offload) else "free"
+
+
+def works_with(config: RunConfig, options: dict[str, Any]) -> bool:
+    """Whether no two options exclude each other."""
+    try:
+        replace(config, **options)
+    except UsageError:
+        return False
+    return True
+
+
 # ---- candidates
 
-CHUNKS = (256, 1024, 4096)                   # tokens per chunk of the loss …
-MOST_CHUNKS = 16                             # … and chunks per micro-batch
-EVAL_TOKENS = 4096                           # tokens that keep a GPU busy in an evaluation
-MOST_SEQUENCES = 4096                        # of a micro-batch: larger ones are no faster
-LARGER = 1.25                                # times as large: the next micro-batch that is tried
-BIN = 32 * MiB                               # of the frontier
-STAND_IN = "RTX 4070"                        # ranks candidates for a GPU whose figures are not known
-TIE = 0.01            # closer than this, the roofline cannot rank two settings of one run
-REPLAYED = 4          # candidates with different savers, micro-batches or modes that are replayed
-SMALLEST_TRIED = 12   # candidates replayed to find the smallest memory, or before giving up
+CHUNKS = (256, 1024, 4096)  # tokens per chunk of the loss …
+MOST_CHUNKS = 16            # … and chunks per micro-batch
+EVAL_TOKENS = 4096          # tokens that keep a GPU busy in an evaluation
+LARGER = 1.25               # times as large: the next micro-batch that is tried
+TIE = 0.01                  # closer than this, the roofline cannot rank two settings of one run
+MOST_OF_A_GAIN = 0.8        # that a step up should have: the rest often takes several times as much memory
+TRIED = 12                  # candidates replayed before giving up
+RUNNERS_UP = 3
 
 
 class Candidate(NamedTuple):
@@ -157,12 +168,18 @@ class Candidate(NamedTuple):
 
     config: RunConfig   # resolved; Search.config_of makes the config to choose
     savers: SaverSet
+    other_options: int         # options that differ from the given run, without recompute
     memory: RunCost
-    mix: RecomputeMix
-    seconds: float      # per step, by the estimate
-    measured: bool      # whether that very run was measured on this GPU
-    mapped: int         # bytes that the allocator must reserve if nothing is lost to fragmentation
-    changes: int        # options that differ from the given run
+    time: StepCost
+    mix: RecomputeMix = ()
+    other_mix: bool = False    # whether it differs from the given run's
+    mapped: int = 0            # bytes that the allocator must reserve if nothing is lost to fragmentation
+    seconds: float = 0.0       # per step, by the estimate
+    measured: bool = False     # whether that very run was measured on this GPU
+
+    @property
+    def changes(self) -> int:
+        return self.other_options + self.other_mix
 
 
 class ScoredConfig(NamedTuple):
@@ -200,49 +217,44 @@ class Search:
     def __init__(self, given: RunConfig, target: FitTarget, allow: frozenset[str]) -> None:
         self.given, self.target, self.platform = given, target, target.platform
         self.config = config = resolve_run(given, self.platform)
+        self.mix = mix_of(config.levels)
         self.limit = target.budget.reserve_limit
         self.usual_limit = within_usual_loss(self.limit, self.platform.expandable)  # for closed forms
-        self.ranked_on = card = target.card if target.card and has_figures(target.card) else gpus.find(STAND_IN)
+        self.ranked_on = card = target.card if target.card and has_figures(target.card) else similar_gpu(self.platform)
         self.costs = CostCache(self.platform)
-        self.saver_sets = [savers for savers in saver_sets(config, self.platform, allow) if target.host_bytes is None
-                           or host_bytes(replace(config, **savers.options)) <= target.host_bytes]
+        self.saver_sets = [savers for savers in saver_sets(config, self.platform, allow)
+                           if self.has_ram(replace(config, **savers.options))]
         expected = estimate(config, card, self.platform, measured=False)
         assert expected is not None  # the GPU's figures are known
         self.error = expected.error
         self.scale = expected.likely / modelled(config, card, self.platform, likely_efficiency(card))
         self.measured = {speed_key(resolve_run(each.config, self.platform)): each.tokens_per_s
                          for each in reversed(recorded(card.name))} if target.card else {}
-        self.candidates: list[Candidate] = []
         self._fits: dict[RunConfig, bool] = {}
         self._needs: dict[RunConfig, int] = {}
 
     @property
-    def considered(self) -> int:
-        return len(self.candidates)
-
-    @property
     def replays(self) -> int:
+        """Configs that were replayed."""
         return len(self._fits.keys() | self._needs.keys())
 
-    # ---- candidates
+    # ---- 1. enumerate
 
-    def scan(self) -> list[Candidate]:
-        """All candidates, with all layers alike or with as few recomputing as may fit."""
-        if not self.candidates:
-            self.candidates = [candidate for savers in self.saver_sets for config in self.configs(savers)
-                               for candidate in self.with_mixes(config, savers)]
-        return self.candidates
+    @cached_property
+    def candidates(self) -> list[Candidate]:
+        return [candidate for savers in self.saver_sets for config in self.configs(savers, self.batches(savers))
+                for candidate in self.with_mixes(config, savers)]
 
-    def configs(self, savers: SaverSet, batches: Sequence[int] | None = None) -> Iterator[RunConfig]:
+    def configs(self, savers: SaverSet, batches: Sequence[int]) -> Iterator[RunConfig]:
         """Settings with these savers; larger micro-batches only while one may fit."""
         given, layers = self.config, self.config.n_layer
         sequences = given.batch_size * given.gradient_accumulation_steps
         for mode in self.modes(savers):
-            for batch in batches or self.batches(savers):
+            for batch in batches:
                 larger_may_fit = False
                 for chunk in self.chunks(batch):
                     for eval_batch in self.eval_batches(batch):
-                        config = replace(given, **{**savers.options, **mode, "batch_size": batch, "loss_chunk": chunk,
+                        config = replace(given, **{**mode, **savers.options, "batch_size": batch, "loss_chunk": chunk,
                                                    "gradient_accumulation_steps": sequences // batch,
                                                    "eval_batch_size": eval_batch})
                         yield config
@@ -261,7 +273,7 @@ class Search:
         for compiled in [given.compile] if given.compile or not self.platform.compiles else [False, True]:
             mode: dict[str, Any] = {"compile": compiled, "cuda_graphs": given.cuda_graphs}
             found.append(mode)
-            if uses_cuda_graphs(replace(given, **savers.options, **mode)):
+            if uses_cuda_graphs(replace(given, **{**mode, **savers.options})):
                 found.append({**mode, "cuda_graphs": False})
         return found
 
@@ -273,9 +285,8 @@ class Search:
         if savers.options.get("step_in_backward", self.config.step_in_backward):  # it excludes accumulation
             return [sequences] if sequences <= max(most, given) else []
         found = list[int]()
-        for size in (size for size in range(1, min(most, MOST_SEQUENCES) + 1)
-                     if sequences % (size * self.config.ranks) == 0):
-            if size != given and (not found or size >= LARGER * found[-1]):
+        for size in divisors(sequences // self.config.ranks):
+            if size <= most and size != given and (not found or size >= LARGER * found[-1]):
                 found.append(size)
         return sorted([*found, given])
 
@@ -295,43 +306,117 @@ class Search:
         return [0 if size == batch and not self.config.eval_batch_size else size
                 for size in sorted(sizes, reverse=True)]
 
+    # ---- 2. bound: memory and time by closed forms
+
     def with_mixes(self, config: RunConfig, savers: SaverSet) -> Iterator[Candidate]:
-        """The config with all layers at one recompute level, for each level; and with two levels, as many layers as may
-        fit at the faster one. Layers that keep less come first: their temporaries then meet fewer saved tensors."""
-        memory, layers = self.costs.cost(config), config.n_layer
-        mixes: list[RecomputeMix] = [((level, layers),) for level in range(len(LEVELS))]
-        mapped = [memory.mapped(mix) for mix in mixes]
+        """The config with what the layers of the given run recompute, with all layers at one recompute level, for each
+        level; and with two levels, as many layers as may fit at the faster one. Layers that keep less come first: their
+        temporaries then meet fewer saved tensors."""
+        settings, layers = self.settings(config, savers), config.n_layer
+        alike: list[RecomputeMix] = [((level, layers),) for level in range(len(LEVELS))]
+        mapped = [settings.memory.mapped(mix) for mix in alike]
+        mixes = [*alike, *([self.mix] if self.mix not in alike else [])]
         for more, less in combinations(range(len(LEVELS)), 2):
             if mapped[less] <= self.usual_limit < mapped[more]:
                 along: list[RecomputeMix] = [((less, few), (more, layers - few)) for few in range(1, layers)]
-                first = bisect_left(along, True, key=lambda mix: memory.mapped(mix) <= self.usual_limit)
+                first = bisect_left(along, True, key=lambda mix: settings.memory.mapped(mix) <= self.usual_limit)
                 mixes += along[first:first + 1]
-        seconds = self.seconds(config, mixes)
+        yield from (self.with_mix(settings, mix) for mix in mixes)
+
+    def settings(self, config: RunConfig, savers: SaverSet) -> Candidate:
+        """A candidate without a mix."""
         compared = ("batch_size", "eval_batch", "loss_chunk", "cuda_graphs", "compile", *savers.options)
-        changes = sum(getattr(config, name) != getattr(self.config, name) for name in compared)
-        given = mix_of(self.config.levels)
-        for mix, (taken, measured) in zip(mixes, seconds, strict=True):
-            yield Candidate(config, savers, memory, mix, taken, measured, memory.mapped(mix), changes + (mix != given))
+        changed = sum(getattr(config, name) != getattr(self.config, name) for name in compared)
+        time = step_cost(config, self.ranked_on, self.platform, likely_efficiency(self.ranked_on))
+        return Candidate(config, savers, changed, self.costs.cost(config), time)
 
-    def seconds(self, config: RunConfig, mixes: Iterable[RecomputeMix]) -> list[tuple[float, bool]]:
-        """Seconds per step with each mix, and whether that very run was measured."""
-        cost = step_cost(config, self.ranked_on, self.platform, likely_efficiency(self.ranked_on))
-        found = []
-        for mix in mixes:
-            in_layers = sum(layers * cost.layers[level] for level, layers in mix)
-            estimated = (cost.seconds(config.micro_batches, in_layers) / self.scale
-                         + communication(config, self.ranked_on))
-            measured = self.measured and config.ranks == 1
-            speed = self.measured.get(speed_key(config, levels_of(mix))) if measured else None
-            found.append((config.tokens_per_step / speed if speed else estimated, speed is not None))
-        return found
+    def with_mix(self, candidate: Candidate, mix: RecomputeMix) -> Candidate:
+        """A candidate with another mix, and its bytes and seconds."""
+        config, time = candidate.config, candidate.time
+        in_layers = sum(layers * time.layers[level] for level, layers in mix)
+        seconds = time.seconds(config.micro_batches, in_layers) / self.scale + communication(config, self.ranked_on)
+        is_known = self.measured and config.ranks == 1  # speeds were measured on one GPU
+        speed = self.measured.get(speed_key(config, levels_of(mix))) if is_known else None
+        return candidate._replace(
+            mix=mix, other_mix=mix != self.mix, mapped=candidate.memory.mapped(mix),
+            seconds=config.tokens_per_step / speed if speed else seconds, measured=speed is not None)
 
-    # ---- the choice
+    def frontier(self) -> tuple[tuple[int, float], ...]:
+        """(bytes, tokens per second): the fastest candidate within each amount of memory; more memory only where it is
+        faster."""
+        found = list[Candidate]()
+        for one in sorted(self.candidates, key=lambda one: (one.mapped, one.seconds)):
+            if not found or (1 + TIE) * one.seconds < found[-1].seconds:
+                found.append(one)
+        return tuple((with_usual_loss(one.mapped, self.platform.expandable), self.config.tokens_per_step / one.seconds)
+                     for one in found)
+
+    # ---- 3. sort
+
+    def expected_to_fit(self, candidates: Iterable[Candidate]) -> list[Candidate]:
+        """Those that fit by closed forms, with the usual fragmentation: the fastest first."""
+        return sorted((one for one in candidates if one.mapped <= self.usual_limit),
+                      key=lambda one: (one.seconds, one.changes, one.mapped))
 
     def gains(self, candidate: Candidate, other: Candidate) -> bool:
         """Whether a candidate is faster than another by more than the estimate's error."""
         error = MEASURED_ERROR if candidate.measured and other.measured else self.error
         return candidate.seconds * (1 + error) < other.seconds
+
+    # ---- 4. replay the best few
+
+    def that_fit(self, candidates: Iterable[Candidate]) -> Iterator[Candidate]:
+        """The first of each kind, if it fits: with as few layers recomputed as fit."""
+        return (one for one in map(self._refined, different(candidates)) if one is not None)
+
+    def first_that_fits(self, candidates: Iterable[Candidate]) -> Candidate | None:
+        """As it is. None if none of the first few fits."""
+        return next((one for one in islice(candidates, TRIED) if one.memory.may_fit(one.mix, self.limit)
+                     and self.fits(self.config_of(one))), None)
+
+    def leanest(self, candidates: Iterable[Candidate]) -> Candidate | None:
+        """The one that fits and needs least memory."""
+        return self.first_that_fits(smallest(candidates))
+
+    def fastest(self, by_speed: Sequence[Candidate]) -> Candidate | None:
+        """The fastest that fits; of those as fast, the one with fewest changes, then least memory."""
+        first = next(self.that_fit(by_speed), None)
+        return first and (self.first_that_fits(simplest(
+            one for one in by_speed if one.seconds <= (1 + TIE) * first.seconds)) or first)
+
+    def fits(self, config: RunConfig) -> bool:
+        """Whether the config fits, by a replay."""
+        if config not in self._fits:
+            run = resolve_run(config, self.platform)
+            self._fits[config] = self.has_ram(run) and fits(run, self.platform, self.limit)
+        return self._fits[config]
+
+    def has_ram(self, config: RunConfig) -> bool:
+        """Whether there is enough CPU RAM for what is offloaded."""
+        return self.target.host_bytes is None or host_bytes(config) <= self.target.host_bytes
+
+    def needs(self, config: RunConfig) -> int:
+        if config not in self._needs:
+            self._needs[config] = needs_of(resolve_run(config, self.platform), self.platform)
+        return self._needs[config]
+
+    def _refined(self, candidate: Candidate) -> Candidate | None:
+        """First more layers recompute until it fits, then fewer while one layer less fits."""
+        while not self.fits(config := self.config_of(candidate)):
+            most = candidate.mapped - (self.needs(config) - self.limit)
+            less = next((mix for mix in lower_all(candidate.mix) if candidate.memory.mapped(mix) <= most), None)
+            if less is None:
+                return None
+            candidate = self.with_mix(candidate, less)
+        while True:
+            higher = [self.with_mix(candidate, mix) for mix in one_layer_up(candidate.mix)
+                      if candidate.memory.may_fit(mix, self.limit)]
+            fitting = (one for one in sorted(higher, key=lambda one: one.seconds) if self.fits(self.config_of(one)))
+            if (faster := next(fitting, None)) is None:
+                return candidate
+            candidate = faster
+
+    # ---- 5. choose
 
     def choose(self) -> Candidate | None:
         """The settings to choose; None if nothing fits.
@@ -343,109 +428,62 @@ class Search:
         """
         chosen = given = self.unchanged()
         for permission in PERMISSIONS:
-            winners = list[Candidate]()
-            for group in self._groups(permission):
-                if winners and group[0].seconds > (1 + TIE) * winners[0].seconds:
-                    break  # its winner would be slower
-                better = [one for one in group if chosen is None or self.gains(one, chosen)]
-                winner = self.leanest(better) if given else self.fastest(better)
-                if winner and (chosen is None or self.gains(winner, chosen)):
-                    winners.append(winner)
+            groups: dict[tuple[str, ...], list[Candidate]] = {}  # by lossy savers: each has a winner of its own, so
+            for one in self.candidates:                          # that the choice is no slower with more of them
+                if one.savers.permission == permission:
+                    groups.setdefault(one.savers.names, []).append(one)
+            winners = [winner for group in groups.values()
+                       if (winner := self._winner(group, chosen, lean=given is not None)) is not None]
             chosen = min(winners, key=lambda one: one.seconds, default=chosen)
         return chosen
+
+    def _winner(self, group: list[Candidate], chosen: Candidate | None, *, lean: bool) -> Candidate | None:
+        """The best of a group that gains over the choice so far. `lean`: of those over which the fastest does not gain,
+        the one that needs least memory; else the fastest."""
+        better = [one for one in self.expected_to_fit(group) if chosen is None or self.gains(one, chosen)]
+        if lean:
+            return self.leanest(one for one in better if not self.gains(better[0], one))
+        winner = self.fastest(better)
+        if winner is None and chosen is None:  # with less fragmentation than usual the smallest may fit
+            least = self.leanest(group)
+            winner = self.fastest([least]) if least else None
+        return winner if winner and (chosen is None or self.gains(winner, chosen)) else None
+
+    def unchanged(self) -> Candidate | None:
+        """The given run, if it fits."""
+        if not self.fits(self.given):
+            return None
+        return self.with_mix(self.settings(self.config, SaverSet("free", (), {})), self.mix)
 
     def runners_up(self, chosen: Candidate) -> list[Candidate]:
         """The fastest others that fit."""
         unwanted = self.config_of(chosen), self.given
-        others = (one for one in self.that_fit(self._different(self._fitting(self.scan())))
+        others = (one for one in self.that_fit(self.expected_to_fit(self.candidates))
                   if self.config_of(one) not in unwanted)
-        return list(islice(others, REPLAYED - 1))
-
-    def _groups(self, permission: str) -> list[list[Candidate]]:
-        """Candidates that fit by closed forms with this permission, by their lossy savers: the fastest group first, and
-        in each the fastest candidate. If none of a group does, its smallest, which may fit."""
-        groups: dict[tuple[str, ...], list[Candidate]] = {}
-        for one in self.scan():
-            if one.savers.permission == permission:
-                groups.setdefault(one.savers.names, []).append(one)
-        fitting = (self._fitting(group) or list(islice(self.smallest(group), SMALLEST_TRIED))
-                   for group in groups.values())
-        return sorted((group for group in fitting if group), key=lambda group: group[0].seconds)
-
-    def _fitting(self, candidates: Iterable[Candidate]) -> list[Candidate]:
-        """Those that fit by closed forms, with the usual fragmentation; the fastest first."""
-        return sorted((one for one in candidates if one.mapped <= self.usual_limit),
-                      key=lambda one: (one.seconds, one.changes, one.mapped))
-
-    def unchanged(self) -> Candidate | None:
-        """The given run, if it fits."""
-        savers = next((savers for savers in self.saver_sets if savers.permission == "free"
-                       and savers.options["offload"] == self.config.offload), None)
-        if savers is None or not self.fits(self.given):  # None: what is offloaded does not fit the CPU RAM
-            return None
-        memory, mix = self.costs.cost(self.config), mix_of(self.given.levels)
-        (seconds, measured), = self.seconds(self.config, [mix])
-        return Candidate(self.config, savers, memory, mix, seconds, measured, memory.mapped(mix), 0)
-
-    def leanest(self, ranked: Sequence[Candidate]) -> Candidate | None:
-        """Of those over which the fastest does not gain, the one that fits and needs least memory."""
-        near = [one for one in ranked if not self.gains(ranked[0], one)]
-        smallest = sorted(near, key=lambda one: (one.mapped, one.changes))[:SMALLEST_TRIED]
-        return next((one for one in smallest if self.fits(self.config_of(one))), None)
-
-    def fastest(self, ranked: Sequence[Candidate]) -> Candidate | None:
-        """The fastest that fits; of those as fast, the one with fewest changes, then least memory."""
-        first = next(self.that_fit(self._different(ranked)), None)
-        if first is None:
-            return None
-        tied = [one for one in ranked if one.seconds <= (1 + TIE) * first.seconds]
-        found = self.that_fit(self._different(sorted(tied, key=lambda one: (one.changes, one.mapped))))
-        return next((one for one in islice(found, REPLAYED) if one.seconds <= (1 + TIE) * first.seconds), first)
+        return list(islice(others, RUNNERS_UP))
 
     def step_up(self, chosen: Candidate) -> Candidate | None:
-        """The next step up from the chosen settings: of those as fast as the fastest, the one that needs least memory;
-        None if nothing is faster."""
-        faster = [one for one in self._fitting(self.scan()) if (1 + TIE) * one.seconds < chosen.seconds]
-        tied = [one for one in faster if one.seconds <= (1 + TIE) * faster[0].seconds]
-        smallest = sorted(tied, key=lambda one: (one.mapped, one.changes))[:SMALLEST_TRIED]
-        return next((one for one in smallest if self.fits(self.config_of(one))), None)
-
-    def frontier(self) -> tuple[tuple[int, float], ...]:
-        """(bytes, tokens per second): the fastest candidate within each amount of memory; more memory only where it is
-        faster."""
-        bins: dict[int, float] = {}
-        for one in self.scan():
-            place = one.mapped // BIN
-            bins[place] = min(one.seconds, bins.get(place, one.seconds))
-        found: list[tuple[int, float]] = []
-        for place, seconds in sorted(bins.items()):
-            if not found or seconds < found[-1][1] * 0.999:
-                found.append(((place + 1) * BIN, seconds))
-        return tuple((with_usual_loss(mapped, self.platform.expandable), self.config.tokens_per_step / seconds)
-                     for mapped, seconds in found)
+        """The next step up from the chosen settings: of those with most of the gain that is possible, the one with
+        fewest changes, then least memory; None if nothing is faster."""
+        faster = [one for one in self.expected_to_fit(self.candidates) if (1 + TIE) * one.seconds < chosen.seconds]
+        return self.first_that_fits(simplest(one for one in faster if chosen.seconds - one.seconds >= MOST_OF_A_GAIN * (
+            chosen.seconds - faster[0].seconds)))
 
     # ---- the smallest
 
-    def smallest(self, candidates: Iterable[Candidate]) -> Iterator[Candidate]:
-        """Those that may fit, the smallest of each kind, the smallest first."""
-        may_fit = (one for one in candidates if one.memory.may_fit(one.mix, self.limit))
-        return self._different(sorted(may_fit, key=lambda one: (one.mapped, one.changes)), "cuda_graphs",
-                               "eval_batch_size")
-
     def small(self) -> list[Candidate]:
-        """Candidates with the smallest micro-batch, the smallest first."""
-        found = [one for savers in self.saver_sets for config in self.configs(savers, self.batches(savers)[:1])
-                 for one in self.with_mixes(config, savers)]
-        return sorted(found, key=lambda one: (one.mapped, one.changes))
+        """Candidates with the smallest micro-batch."""
+        return [one for savers in self.saver_sets for config in self.configs(savers, self.batches(savers)[:1])
+                for one in self.with_mixes(config, savers)]
 
     def may_fit(self) -> bool:
         """Whether one of the smallest candidates fits, by replays."""
-        return any(self.fits(self.config_of(one)) for one in islice(self.smallest(self.small()), SMALLEST_TRIED))
+        return self.leanest(self.small()) is not None
 
     def least(self) -> tuple[RunConfig, str]:
         """The config that needs least, and the permission it takes. The smallest by closed forms are replayed, until
         the next cannot need less."""
-        first, *others = islice(self._different(self.small(), "cuda_graphs"), SMALLEST_TRIED)
+        first, *others = islice(smallest(self.small()), TRIED)
         best, least = first, self.needs(self.config_of(first))
         for one in others:
             if one.mapped - PAGE >= least:
@@ -454,65 +492,7 @@ class Search:
                 best, least = one, needs
         return self.config_of(best), best.savers.permission
 
-    # ---- replays
-
-    def fits(self, config: RunConfig) -> bool:
-        """Whether the config fits, by a replay."""
-        if config not in self._fits:
-            self._fits[config] = fits(resolve_run(config, self.platform), self.platform, self.limit)
-        return self._fits[config]
-
-    def needs(self, config: RunConfig) -> int:
-        if config not in self._needs:
-            self._needs[config] = needs_of(resolve_run(config, self.platform), self.platform)
-        return self._needs[config]
-
-    def that_fit(self, candidates: Iterable[Candidate]) -> Iterator[Candidate]:
-        """The candidates that fit, by replays, each with as few layers recomputed as fit."""
-        return (one for one in map(self._refined, candidates) if one is not None)
-
-    def _refined(self, candidate: Candidate) -> Candidate | None:
-        """First more layers recompute until it fits, then fewer while one layer less fits."""
-        memory = candidate.memory
-
-        def fits(mix: RecomputeMix) -> bool:
-            return self.fits(self.config_of(candidate._replace(mix=mix)))
-
-        mix = candidate.mix
-        while not fits(mix):
-            excess = self.needs(self.config_of(candidate._replace(mix=mix))) - self.limit
-            less = next((less for less in lower_all(mix) if memory.mapped(less) <= memory.mapped(mix) - excess), None)
-            if less is None:
-                return None
-            mix = less
-        higher: RecomputeMix | None = mix
-        while higher is not None:
-            mix = higher
-            found = [more for more in one_layer_up(mix) if memory.may_fit(more, self.limit)]
-            taken = dict(zip(found, self.seconds(candidate.config, found), strict=True))
-            higher = next(filter(fits, sorted(found, key=lambda more: taken[more])), None)
-        (seconds, measured), = self.seconds(candidate.config, [mix])
-        return candidate._replace(mix=mix, seconds=seconds, measured=measured, mapped=memory.mapped(mix))
-
-    def is_maximal(self, config: RunConfig) -> bool:
-        """Whether some layers recompute, and the run would not fit if any single one of them kept more."""
-        run = resolve_run(config, self.platform)
-        memory, higher = self.costs.cost(run), one_layer_up(mix_of(run.levels))
-        may_fit = [mix for mix in higher if memory.may_fit(mix, self.limit)]
-        return bool(higher) and not any(
-            self.fits(replace(config, recompute=describe_mix(mix), grad_checkpoint=False)) for mix in may_fit)
-
     # ---- configs
-
-    def estimated_needs(self, config: RunConfig) -> int:
-        """By closed forms, with the usual fragmentation."""
-        run = resolve_run(config, self.platform)
-        return with_usual_loss(self.costs.cost(run).mapped(mix_of(run.levels)), self.platform.expandable)
-
-    def scored(self, config: RunConfig, permission: str) -> ScoredConfig:
-        needs = self.needs(config)
-        return ScoredConfig(config, flags(self.given, config), permission, needs, self.limit - needs,
-                            estimate(config, self.target.card, self.platform))
 
     def config_of(self, candidate: Candidate) -> RunConfig:
         """A checked config that changes what it must of the given one, and nothing else."""
@@ -524,19 +504,66 @@ class Search:
             options["compile"] = chosen.compile
         if chosen.batch_size != given.batch_size:  # the same windows are evaluated
             options["eval_iters"] = -(-given.eval_iters * given.batch_size // chosen.batch_size)
-        if candidate.mix != mix_of(given.levels):
+        if candidate.other_mix:
             options |= {"recompute": describe_mix(candidate.mix), "grad_checkpoint": False}
         return replace(given, **options)
 
-    def _different(self, candidates: Iterable[Candidate], *options: str) -> Iterator[Candidate]:
-        """The first of each kind: of those that differ in savers, micro-batch, compilation, or in these options."""
-        seen = set()
-        for candidate in candidates:
-            savers = tuple(candidate.savers.options.items())
-            kind = (savers, *(getattr(candidate.config, option) for option in ("batch_size", "compile", *options)))
-            if kind not in seen:
-                seen.add(kind)
-                yield candidate
+    def scored(self, config: RunConfig, permission: str) -> ScoredConfig:
+        needs = self.needs(config)
+        return ScoredConfig(config, flags(self.given, config), permission, needs, self.limit - needs,
+                            estimate(config, self.target.card, self.platform))
+
+    def estimated_needs(self, config: RunConfig) -> int:
+        """By closed forms, with the usual fragmentation."""
+        run = resolve_run(config, self.platform)
+        return with_usual_loss(self.costs.cost(run).mapped(mix_of(run.levels)), self.platform.expandable)
+
+    def is_maximal(self, config: RunConfig) -> bool:
+        """Whether some layers recompute, and the run would not fit if any single one of them kept more."""
+        run = resolve_run(config, self.platform)
+        memory, higher = self.costs.cost(run), one_layer_up(mix_of(run.levels))
+        may_fit = [mix for mix in higher if memory.may_fit(mix, self.limit)]
+        return bool(higher) and not any(
+            self.fits(replace(config, recompute=describe_mix(mix), grad_checkpoint=False)) for mix in may_fit)
+
+
+def simplest(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """Those with fewest changes first, of these the ones that need least memory."""
+    return sorted(candidates, key=lambda one: (one.changes, one.mapped))
+
+
+def smallest(candidates: Iterable[Candidate]) -> Iterator[Candidate]:
+    """The smallest of each kind, the smallest first."""
+    by_memory = sorted(candidates, key=lambda one: (one.mapped, one.changes))
+    return different(by_memory, "cuda_graphs", "eval_batch_size")
+
+
+def different(candidates: Iterable[Candidate], *options: str) -> Iterator[Candidate]:
+    """The first of each kind: of those that differ in savers, micro-batch, compilation, or in these options."""
+    seen = set()
+    for candidate in candidates:
+        savers = tuple(candidate.savers.options.items())
+        kind = (savers, *(getattr(candidate.config, option) for option in ("batch_size", "compile", *options)))
+        if kind not in seen:
+            seen.add(kind)
+            yield candidate
+
+
+def divisors(number: int) -> list[int]:
+    """12 → 1, 2, 3, 4, 6, 12."""
+    small = [each for each in range(1, isqrt(number) + 1) if number % each == 0]
+    return sorted({*small, *(number // each for each in small)})
+
+
+def similar_gpu(platform: Platform) -> GpuModel:
+    """A GPU whose figures are known: the nearest in compute capability, then in multiprocessors."""
+    known = [card for card in gpus.load() if card.capability and has_figures(card)]
+
+    def distance(card: GpuModel) -> tuple[float, int]:
+        (major, minor), (other_major, other_minor) = platform.capability, card.capability or (0, 0)
+        return abs(10 * (major - other_major) + minor - other_minor), abs((card.sms or 0) - platform.sms)
+
+    return min(known, key=distance)
 
 
 FLAGS_FIRST = ("n_layer", "n_head", "n_embd", "block_size", "batch_size", "gradient_accumulation_steps", "recompute")

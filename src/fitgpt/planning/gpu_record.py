@@ -16,11 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from ..core.errors import DataError, SystemFault
-from ..core.files import write_atomically
+from ..core.files import data_home, write_atomically
 from ..core.units import KiB, MiB
 from ..hardware import gpus
 from ..hardware.gpus import GpuModel
-from .measured_speeds import data_home
 
 SCHEMA = 1
 MOST_BYTES = 50_000

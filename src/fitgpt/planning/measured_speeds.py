@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from contextlib import suppress
 from datetime import date
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import Any, NamedTuple
 
 from ..config.run_config import SPEED_OPTIONS, RunConfig
 from ..core.errors import FitError, SystemFault
-from ..core.files import MAX_JSON_BYTES, read_limited, write_atomically
+from ..core.files import MAX_JSON_BYTES, data_home, read_limited, write_atomically
 
 MOST_ROWS = 500  # the newest are kept
 
@@ -31,14 +30,6 @@ class MeasuredSpeed(NamedTuple):
     torch: str
     date: str      # "2026-11-18"
     command: str   # that measured it: "fit --measure" or "train"
-
-
-def data_home() -> Path:
-    """The folder of what is measured on this machine."""
-    home = os.environ.get("FITGPT_HOME")
-    if home:
-        return Path(home).expanduser()
-    return Path(os.environ.get("XDG_DATA_HOME") or os.path.expanduser("~/.local/share")) / "fitgpt"
 
 
 def store_path() -> Path:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from ..config.command_options import PlanArguments, PlanOptions
 from ..config.fields import LARGEST_COUNT, option_specs
@@ -50,12 +50,39 @@ from .speed import SpeedEstimate
 OF_THE_COMMAND = ("all_cards", "timeline", "json")  # options of `fitgpt plan` that the function does not take
 
 
-@dataclass(frozen=True)
-class Plan(MemoryPlan):
+class PrintedPlan(MemoryPlan):
+    """A memory plan that prints itself, in a terminal and in a notebook."""
+
+    function: ClassVar[str]  # that returns it
+
+    def text(self, width: int) -> str:
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        from ..show.terminal import columns  # a plan prints itself; nothing else here shows anything
+
+        return self.text(columns()).rstrip("\n")
+
+    def __repr__(self) -> str:
+        from ..show.plan_text import VERDICTS, verdict
+
+        return f"<{self.function}: {VERDICTS[self.fits]}: {verdict(self)}>"
+
+    def _repr_html_(self) -> str:
+        """For notebooks."""
+        from html import escape
+
+        return f"<pre>{escape(str(self))}</pre>"
+
+
+@dataclass(frozen=True, repr=False)
+class Plan(PrintedPlan):
     """A run, the target it is planned for, and its forecast there. What only some answers need is computed on demand.
 
     `print` it for the table; `to_dict()` has the keys of --json.
     """
+
+    function = "fitgpt.plan"
 
     run: ResolvedRun
     target: Target
@@ -121,22 +148,10 @@ class Plan(MemoryPlan):
                 **({"ranks": [{"rank": number, **rank_document(each)} for number, each in enumerate(self.ranks)]}
                    if self.ranks else {})}
 
-    def __str__(self) -> str:
-        from ..show.plan_text import plan_text  # a plan prints itself; nothing else here shows anything
-        from ..show.terminal import columns
+    def text(self, width: int) -> str:
+        from ..show.plan_text import plan_text
 
-        return plan_text(self, columns()).rstrip("\n")
-
-    def __repr__(self) -> str:
-        from ..show.plan_text import VERDICTS, verdict
-
-        return f"<fitgpt.plan: {VERDICTS[self.fits]}: {verdict(self)}>"
-
-    def _repr_html_(self) -> str:
-        """For notebooks."""
-        from html import escape
-
-        return f"<pre>{escape(str(self))}</pre>"
+        return plan_text(self, width)
 
 
 def plan(config: str | os.PathLike[str] | Mapping[str, Any] | RunConfig = NO_OPTIONS, gpu: str | int = "", *,

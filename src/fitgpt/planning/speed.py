@@ -45,6 +45,9 @@ EAGER = 2.5               # times the bytes of a fused kernel that its eager par
 PCIE_BYTES_S = 12e9       # assumed: PCIe 4.0 × 16 of a consumer board at half its figure, as copies of many tensors see
 FLOAT32_PER_CLOCK = 128   # FLOP per multiprocessor of Volta's and Turing's FP32 units
 HOST_ADAMW_BYTES_S = 15e9 # assumed: two memory channels, a few cores
+# Speed with --deterministic relative to without, compiled and eager: GPT-2 124M on an H200
+# (bench/results/deterministic_speed_h200.json). Assumed for other shapes and GPUs.
+DETERMINISTIC = {"bfloat16": (0.889, 0.900), "float16": (0.895, 0.871), "float32": (0.642, 0.725)}
 
 
 class StepCost(NamedTuple):
@@ -132,7 +135,8 @@ def step_cost(config: RunConfig, card: GpuModel, platform: Platform, efficiency:
             step += 4 * params / PCIE_BYTES_S
     if config.casts == "kept" and config.weights != config.dtype:
         step += (m + p) * (v * c + 12 * c * c * config.n_layer) / bandwidth
-    return StepCost(fixed + sent, tuple(layers), host, step)
+    slower = 1 / DETERMINISTIC[config.dtype][0 if config.compile else 1] if config.deterministic else 1.0
+    return StepCost(slower * fixed + sent, tuple(slower * layer for layer in layers), slower * host, step)
 
 
 def matmul_rate(rate: float, efficiency: Efficiency, results: int, sms: int) -> float:
@@ -338,8 +342,11 @@ def estimate(config: RunConfig, card: GpuModel | None, platform: Platform | None
         return None
     on = platform or platform_for(card)
     key = speed_key if measured and config.ranks == 1 else None  # speeds were measured on one GPU
-    return estimate_by(lambda run, efficiency, host: modelled(run, card, on, efficiency), key, resolve_run(config, on),
-                       card, on, "fitgpt")
+    found = estimate_by(lambda run, efficiency, host: modelled(run, card, on, efficiency), key, resolve_run(config, on),
+                        card, on, "fitgpt")
+    if config.deterministic and found.low < found.high:  # not measured
+        found = found._replace(basis=f"{found.basis}; the cost of --deterministic is that of GPT-2 124M on an H200")
+    return found
 
 
 def estimate_by(roofline: Roofline, key: Callable[[ResolvedRun], tuple[Any, ...]] | None, run: ResolvedRun,

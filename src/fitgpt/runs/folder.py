@@ -293,7 +293,8 @@ def _resume_command(folder: Path) -> str:
 
 
 def _open_metrics(folder: Path) -> int:
-    return os.open(folder / "metrics.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    at_once = getattr(os, "O_NONBLOCK", 0)  # an error if it is a pipe that nothing reads, which would be waited for
+    return os.open(folder / "metrics.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND | at_once, 0o666)
 
 
 def _path_of(descriptor: int) -> Path | None:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..core.errors import DeviceError, UsageError
+from ..core.files import open_regular
 from ..core.units import MiB
 from ..hardware.nvidia import GpuProcess, GpuState, read_gpus
 from .folder import LockOwner, is_run, is_running, lock_owner, runs_near, step_folders
@@ -334,7 +335,7 @@ class FollowedRun:
     def _read_new_rows(self) -> float | None:
         """Reads up to the last complete line. → when the file was written last."""
         written = None
-        with suppress(FileNotFoundError), open(self.folder / "metrics.jsonl", "rb") as file:
+        with suppress(FileNotFoundError), open_regular(self.folder / "metrics.jsonl") as file:
             stat = os.fstat(file.fileno())
             if (stat.st_dev, stat.st_ino) != self._file or stat.st_size < self._position:  # replaced, or truncated
                 self._file, self._position, self.progress = (stat.st_dev, stat.st_ino), 0, RunProgress()

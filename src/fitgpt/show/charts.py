@@ -31,6 +31,7 @@ MAX_TICKS = 5          # of an axis, about
 NEAR_PEAK = 0.97       # of a stacked chart's peak: what counts as part of it
 NEEDLE_SHARE = 0.01    # of the events: a shorter peak gets a band
 NEEDLE_PIXELS = 10
+FAR_LIMIT = 5          # times the largest value: a higher limit is in the legend only, for it would flatten everything
 MAX_DOTS = 60          # with more of them, a line without dots is clearer
 SERIES_COLOURS = 6     # s0 … s5 in static/charts.css
 WIDE, TALL = 100_000, 10_000  # units of a drawing, stretched over whatever room a chart has
@@ -107,7 +108,9 @@ def line_chart(title: str, series: Sequence[Series], *, unit: str = "number", x_
     max_points = min(MAX_POINTS, MAX_POINTS_PER_CHART // len(series))
     curves = [downsample(one.points, x0, x1, max_points) for one in series]
     late = [curve._replace(points=[point for point in curve.points if point.x >= y_from]) for curve in curves]
-    scale = Scale(*_padded(x0, x1, 0.01), *_y_range(late, levels, from_zero))
+    highest = max((point.high for curve in late for point in curve.points if math.isfinite(point.high)), default=0.0)
+    drawn = [level for level in levels if level.colour is not None or level.value <= FAR_LIMIT * highest]
+    scale = Scale(*_padded(x0, x1, 0.01), *_y_range(late, drawn, from_zero))
     outside, outside_note = _outside(late, scale, unit)
     parts = [_curve(one, _cut_start(curve, scale.y1, y_from), scale) for one, curve in zip(series, curves, strict=True)]
     if outside:
@@ -120,7 +123,7 @@ def line_chart(title: str, series: Sequence[Series], *, unit: str = "number", x_
     over = "".join(f'<line class="mark" data-x="{mark.x:g}" x1="{scale.x_percent(mark.x)}" '
                    f'x2="{scale.x_percent(mark.x)}" y1="0" y2="100%"><title>{escaped(mark.text)}</title></line>'
                    for mark in marks if scale.x0 <= mark.x <= scale.x1)
-    over += "".join(_level(level, scale, unit, at_left=bool(index % 2)) for index, level in enumerate(levels))
+    over += "".join(_level(level, scale, unit, at_left=bool(index % 2)) for index, level in enumerate(drawn))
     names = f'<text class="name main" x="50%" y="100%" dy="36" text-anchor="middle">{escaped(x_name)}</text>'
     names += f'<text class="name" x="0" y="0" dx="-52" dy="-12">{escaped(y_name)}</text>' if y_name else ""
     drawing = _svg(_description(title, series, unit), "".join(parts), scale, unit, x_ticks=True,
@@ -259,8 +262,9 @@ def stacked_chart(timeline: OwnerTimeline, *, title: str = "One step, by owner",
     totals = [sum(point) for point in timeline.points]
     if not totals or max(totals) <= 0:
         return _figure(title, "", '<p class="nothing">Nothing is allocated.</p>', note, True)
-    scale = Scale(0, max(len(totals) - 1, 1), 0, max(*totals, limit or 0) * 1.12)
     total = totals[timeline.peak]
+    drawn_limit = limit if limit is not None and limit <= FAR_LIMIT * total else None
+    scale = Scale(0, max(len(totals) - 1, 1), 0, max(*totals, drawn_limit or 0) * 1.12)
     layers, series, keys, shares, sums = [], [], [], [], [0] * len(totals)
     for owner, name in enumerate(timeline.owners):
         values = [point[owner] for point in timeline.points]
@@ -278,14 +282,16 @@ def stacked_chart(timeline: OwnerTimeline, *, title: str = "One step, by owner",
         if at_peak:
             shares.append(f"{name} {show_bytes(at_peak)}")
     over = _phases(timeline, scale) + _peak(timeline, total, scale)
-    if limit is not None:
-        over += _level(Level(limit_name, limit), scale, "bytes", at_left=timeline.peak > len(totals) / 2)
+    if drawn_limit is not None:
+        over += _level(Level(limit_name, drawn_limit), scale, "bytes", at_left=timeline.peak > len(totals) / 2)
     # Painted from the highest sum down, each down to zero: neighbours then share an edge without a seam.
     drawing = _svg(f"{title}: at most {show_bytes(total)}, of which {', '.join(shares)}", "".join(reversed(layers)),
                    scale, "bytes", x_ticks=False, over=over)
     data = {"kind": "stacked", "unit": "bytes", "xName": "event", "scale": list(scale), "fromZero": True,
             "marks": timeline.marks, "count": len(totals), "series": series}
     legend = "".join(keys) + _key("total", "at the peak", show_bytes(total))
+    if limit is not None and drawn_limit is None:
+        legend += _key("limit level", limit_name, show_bytes(limit))
     return _figure(title, legend, drawing, note, True, data)
 
 
@@ -321,14 +327,15 @@ def _peak(timeline: OwnerTimeline, total: int, scale: Scale) -> str:
 def owner_bar(owners: Mapping[str, int], *, limit: int | None = None) -> str:
     """One bar of bytes by owner, with a line at the limit if there is one."""
     total = sum(owners.values())
-    width = max(total, limit or 0) or 1
+    drawn_limit = limit if limit is not None and limit <= FAR_LIMIT * total else None
+    width = max(total, drawn_limit or 0) or 1
     parts, x = [], 0
     for name, nbytes in owners.items():
         parts.append(f'<rect class="{_owner_class(name)}" x="{x / width:.3%}" width="{nbytes / width:.3%}" '
                      f'height="100%"><title>{escaped(name)} {show_bytes(nbytes)}</title></rect>')
         x += nbytes
-    if limit is not None:
-        end = f"{limit / width:.3%}"
+    if drawn_limit is not None:
+        end = f"{drawn_limit / width:.3%}"
         parts.append(f'<line x1="{end}" x2="{end}" y1="-5" y2="100%"/>')
     description = ", ".join(f"{name} {show_bytes(nbytes)}" for name, nbytes in owners.items())
     keys = "".join(_key(_owner_class(name), name, show_bytes(nbytes)) for name, nbytes in owners.items())

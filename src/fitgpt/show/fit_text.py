@@ -106,7 +106,7 @@ def step_up_text(fitted: FitResult) -> str:
     price = f"for {difference} more" if more.needs > chosen.needs else f"with {difference} less"
     return (f"Next step up, not taken: {faster if more.speed else 'faster'}, {price}: {_flags(more)} "
             f"({PERMISSIONS.get(more.permission, more.permission)}). A gain within the estimate's error, "
-            f"{_error(fitted)}, changes nothing; --measure times it on the GPU.")
+            f"{_error(fitted)}, changes nothing; to time it on the GPU: fitgpt fit --measure.")
 
 
 def _error(fitted: FitResult) -> str:

@@ -130,11 +130,12 @@ def curves(records: Sequence[RunRecord]) -> str:
     uneven = "Evaluated at different block sizes: these losses do not compare." if len(blocks) > 1 else ""
     dotted = "Dotted lines: see Events, below." if marks else ""
     start = max((after_warm_up(record) * unit for record, unit in zip(records, units, strict=True)), default=0)
-    cut = f"The axis is scaled for the losses after warm-up, from {x_name} {start:,} on." if start else ""
+    since = f"{start:,} tokens" if by_tokens else f"step {start:,}"
+    cut = f"The axis is scaled for the losses after warm-up, from {since} on." if start else ""
     charts = [
         line_chart("Loss", losses, x_name=x_name, marks=marks, wide=True, y_name="nats per token", axes=axes,
                    y_from=start, note=" ".join(filter(None, (uneven, cut, dotted)))),
-        difference_chart(records, units, x_name, axes),
+        "" if uneven else difference_chart(records, units, x_name, axes),
         line_chart("Learning rate", curve_per_run("learning rate", lambda each: each.lr), x_name=x_name,
                    from_zero=True, y_name="learning rate", axes=axes),
         line_chart("Speed", curve_per_run("tokens/s", lambda each: each.tokens_per_s),

@@ -28,6 +28,9 @@ def install(platform: Platform) -> Any:
     library = torch.library.Library("aten", "IMPL")
     attention = AttentionSteering(platform)
     library.impl("dropout", dropout, "AutogradMeta")
+    library.impl("linear", linear, "AutogradMeta")
+    library.impl("softmax.int", partial(softmax, ops._softmax, ops.softmax.int), "AutogradMeta")
+    library.impl("log_softmax.int", partial(softmax, ops._log_softmax, ops.log_softmax.int), "AutogradMeta")
     library.impl("rms_norm", partial(rms_norm, platform), "AutogradMeta")
     library.impl("scaled_dot_product_attention", attention, "AutogradMeta")
     return library
@@ -40,6 +43,21 @@ def dropout(source: Tensor, p: float, train: bool) -> Tensor:
     if p == 1:
         return source.mul(torch.zeros((), dtype=source.dtype))
     return ops.native_dropout(source, p, train)[0]  # type: ignore[no-any-return]
+
+
+def linear(source: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """linear() in ATen/native/Linear.cpp, which adds the bias in place only without dispatch modes. In
+    nn.MultiheadAttention the source is not contiguous."""
+    if bias is None or source.dim() == 2 or source.is_contiguous():
+        return ops.linear.default.decompose(source, weight, bias)  # type: ignore[no-any-return]
+    return torch.matmul(source, weight.t()).add_(bias)
+
+
+def softmax(kernel: Any, composite: Any, source: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+    """CUDA's kernel reads float16 and writes float32: softmax() in ATen/native/SoftMax.cpp."""
+    if source.dtype == torch.float16 and dtype == torch.float32:
+        return kernel(source, dim, True)  # type: ignore[no-any-return]
+    return composite.decompose(source, dim, dtype)  # type: ignore[no-any-return]
 
 
 def rms_norm(platform: Platform, source: Tensor, normalized_shape: list[int], weight: Tensor | None = None,
@@ -95,6 +113,7 @@ def math_attention(query_: Tensor, key_: Tensor, value_: Tensor, mask: Tensor | 
     weights = ops._safe_softmax(weights, -1)
     if dropout_p > 0:
         weights = torch.dropout(weights, dropout_p, True)
+    _returned = weights.to(query_.dtype)  # the second result, which GCC evaluates first; the caller drops it
     return torch.matmul(weights, value).to(query_.dtype)
 
 

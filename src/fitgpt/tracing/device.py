@@ -45,12 +45,20 @@ VIEWS = {ops._unsafe_view.default, ops.detach.default, ops.alias.default, ops.li
 IN_PLACE_IN_BACKWARD = {
     ops.scatter_add.default, ops.index_add.default, ops.index_put.default, ops.scatter.src, ops.scatter.value,
 }
+SETS_STORAGE = {ops.set_.source_Storage_storage_offset, ops.set_.source_Storage}  # copy.deepcopy() of a buffer
 SOFTMAX = {ops._softmax.default, ops._safe_softmax.default}
 GROUPED_MM = getattr(getattr(ops, "_grouped_mm", None), "default", None)
 DATA_DEPENDENT = {
     ops.nonzero.default, ops.masked_select.default, ops._unique2.default, ops.unique_dim.default,
     ops.unique_consecutive.default, ops.repeat_interleave.Tensor, ops.bincount.default,
 }
+
+
+def first_gpu(device: torch.device) -> bool:
+    """True; a GPU that is not the first is refused."""
+    if device.type == "cuda" and device.index:
+        raise Untraceable(f"the script uses {device}, and a trace is of one GPU, cuda:0; trace it on one GPU")
+    return True
 
 
 def device_of(tensor: Tensor) -> torch.device:
@@ -154,6 +162,8 @@ class TracedGpu(TorchDispatchMode):
             return self._on_host(func, args, kwargs)
         if not here and device.type not in ("cuda", "meta"):
             return func(*args, **kwargs)
+        if device is not None:
+            first_gpu(device)
         place = self._place_of_result(given, here, device)
         if place is not CARD:
             return self._off_card(func, args, kwargs, place)
@@ -226,6 +236,10 @@ class TracedGpu(TorchDispatchMode):
             args = (args[0], self._mask_to_indices(args[0], args[1]))
         if (func is ops.add.Tensor and self._accumulates(args[0])) or (func in IN_PLACE_IN_BACKWARD and _in_engine()):
             return args[0]
+        if func in SETS_STORAGE:
+            result = func(*args, **kwargs)
+            self.keep(result, "", str(func))
+            return result
         written = _written(func, args, kwargs)
         if written and all(each.alias_info is not None for each in func._schema.returns):
             self.values.update(func, args, kwargs, written)
@@ -299,7 +313,7 @@ class TracedGpu(TorchDispatchMode):
         result = self.values.evaluate(func, args, kwargs, assume=False)
         if result is None:
             raise Untraceable(f"{func} gives a result whose size depends on values, which a trace does not have; trace "
-                              "the script with a fixed size there, as large as it gets")
+                              "the script with a fixed size there, as large as it gets, or with torch.where")
         made = []
         for each in result if isinstance(result, tuple | list) else (result,):
             tensor = torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device=META)
@@ -367,7 +381,11 @@ class TracedGpu(TorchDispatchMode):
             return args[0].new_empty((*(each.shape[0] for each in experts), args[0].shape[0], args[1].shape[-1]),
                                      dtype=kwargs.get("out_dtype"))
         try:
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            if func is ops.convolution_backward.default and isinstance(result[1], Tensor) and args[2].dim() == 4 and \
+                    args[2].is_contiguous(memory_format=torch.channels_last):  # as cuDNN; 2.11 says otherwise on `meta`
+                return result[0], result[1].contiguous(memory_format=torch.channels_last), result[2]
+            return result
         except NotImplementedError as error:
             if func._can_decompose():
                 return func.decompose(*args, **kwargs)

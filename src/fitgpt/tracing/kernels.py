@@ -22,6 +22,7 @@ from .recorder import Recorder, TracedTensor
 ops = torch.ops.aten
 CUDNN_ALIGNMENT = 512
 LEAST_WEIGHT_SCRATCH = 16 * MiB  # of a convolution's weight gradient, which is summed in parts
+FEW_ROWS = 32  # of an embedding whose gradients are not summed in parts: recorded with 2 and 32 rows, not with 514
 MANY_ROWS = 64 * 1024  # of a layer norm, from which on its backward pass sums in two steps
 
 
@@ -178,6 +179,14 @@ def safe_softmax(call: Call) -> None:
         call.scratch(nbytes)
 
 
+def softmax(call: Call) -> None:
+    """Works on a contiguous tensor: host_softmax() in SoftMax.cu. Its backward pass too, for logarithms."""
+    source = call.args[0]
+    call.output(0)
+    if not source.is_contiguous():
+        call.scratch(source.numel() * source.element_size())
+
+
 def softmax_backward(call: Call) -> None:
     """The product of gradient and output: softmax_backward_cuda_out() in SoftMax.cu."""
     gradient, output = call.args[:2]
@@ -196,6 +205,8 @@ def foreach_norm(call: Call) -> None:
 def embedding_backward(call: Call) -> None:
     """Sorts many indices and sums rows of equal ones: EmbeddingBackwardKernel.cu."""
     gradient, indices, rows = call.args[:3]
+    if not gradient.is_contiguous():
+        call.scratch(gradient.numel() * gradient.element_size())
     if not indices.is_contiguous():
         call.scratch(8 * indices.numel())
     count, width = indices.numel(), gradient.shape[-1]
@@ -215,7 +226,10 @@ def embedding_backward(call: Call) -> None:
     call.scratch(8 * segments)
     call.scratch(8 * segments)
     call.free(call.scratch(scratch.SCAN))
-    for nbytes in (8, 8 * partial, 4 * partial * width):
+    sums = [4 * partial * width]
+    if rows <= FEW_ROWS:
+        sums = [8 * partial, *([4 * rows * width] if gradient.element_size() == 2 else [])]
+    for nbytes in (8, 8 * partial, *sums):
         call.scratch(nbytes)
 
 
@@ -288,15 +302,19 @@ def layer_norm(call: Call) -> None:
 def layer_norm_backward(call: Call) -> None:
     """With many rows and few columns, the weight's gradients are summed in two steps: 32 rows, then the rest."""
     gradient, source, shape = call.args[:3]
-    for each in (gradient, source):
-        if not each.is_contiguous():
-            call.scratch(each.numel() * each.element_size())
+    if not source.is_contiguous():
+        call.scratch(source.numel() * source.element_size())
+    gradients = [place for place in (1, 2) if isinstance(call.results[place], Tensor)]
+    if isinstance(call.results[0], Tensor):
+        call.output(0)
     partial = partial_sums(source, prod(shape), call.platform)
     if not partial:
+        call.output(*gradients)
+    replaced = [call.scratch(call.results[place].nbytes) for place in gradients if partial]
+    if not gradient.is_contiguous():
+        call.scratch(gradient.numel() * gradient.element_size())
+    if not partial:
         return
-    call.output(0)
-    gradients = [place for place in (1, 2) if isinstance(call.results[place], Tensor)]
-    replaced = [call.scratch(call.results[place].nbytes) for place in gradients]
     sums = [torch.empty(partial, prod(shape), dtype=call.results[place].dtype, device="meta") for place in gradients]
     for each in sums:
         call.scratch(each.nbytes)
@@ -371,11 +389,22 @@ def efficient_backward(call: Call) -> None:
     rows = 4 * prod(shape[:3])
     if gradient.dtype == torch.float32:
         product, summed = call.scratch(4 * prod(shape)), call.scratch(rows)
-        call.scratch(rows)
+        delta = call.scratch(rows)
         call.free(summed, product)
     else:
-        call.scratch(rows)
+        delta = call.scratch(rows)
     call.scratch(scratch.efficient_backward(*shape))
+    call.free(delta)
+
+
+def isinf(call: Call) -> None:
+    """abs() == inf: TensorCompare.cpp."""
+    call.scratch(call.args[0].nbytes)
+
+
+def log_sigmoid(call: Call) -> None:
+    """(out, buffer): only the host's kernel has a buffer. Activation.cpp."""
+    call.host(1)
 
 
 def dropout(call: Call) -> None:
@@ -406,7 +435,12 @@ KERNELS: dict[Any, Callable[[Call], None]] = {
     ops.cumsum.default: cumulative,
     ops.cumprod.default: cumulative,
     ops._safe_softmax.default: safe_softmax,
+    ops._softmax.default: softmax,
+    ops._log_softmax.default: softmax,
+    ops._log_softmax_backward_data.default: softmax,
     ops._softmax_backward_data.default: softmax_backward,
+    ops.log_sigmoid_forward.default: log_sigmoid,
+    ops.isinf.default: isinf,
     ops._foreach_norm.Scalar: foreach_norm,
     ops.embedding_dense_backward.default: embedding_backward,
     ops.convolution.default: convolution,

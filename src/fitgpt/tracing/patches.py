@@ -7,6 +7,7 @@ imported earlier.
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -17,8 +18,21 @@ from torch import Tensor
 
 from ..hardware.gpus import GpuModel
 from ..memory.platform import Platform
-from .device import CARD, HOST, META, TracedGpu, _inside, device_of
+from .device import CARD, HOST, META, TracedGpu, _inside, device_of, first_gpu
+from .errors import Untraceable
 from .values import is_stand_in
+
+real_device = torch.device
+
+
+class Device(type):
+    """torch.device while a trace runs. torch.device(0) is cuda:0, which torch does not know without a GPU."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> torch.device:
+        return real_device("cuda", *args) if args and isinstance(args[0], int) else real_device(*args, **kwargs)
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, real_device)
 
 
 class Patches:
@@ -50,15 +64,16 @@ def install(patches: Patches, device: TracedGpu, platform: Platform, card: GpuMo
     _autocast(patches, device)
     _compilers(patches, device)
     _modules(patches)
+    _threads_and_processes(patches, device)
     _cuda(patches, device, platform, card, memory)
 
 
 def is_cuda(device: Any) -> bool:
-    if isinstance(device, torch.device):
-        return device.type == "cuda"
-    if isinstance(device, str):
-        return device.partition(":")[0] == "cuda"
-    return isinstance(device, int) and not isinstance(device, bool)
+    if isinstance(device, int) and not isinstance(device, bool):
+        device = f"cuda:{device}"
+    if isinstance(device, str) and device.partition(":")[0] == "cuda":
+        device = real_device(device)
+    return isinstance(device, real_device) and device.type == "cuda" and first_gpu(device)
 
 
 @contextmanager
@@ -92,6 +107,12 @@ def _tensors(patches: Patches) -> None:
     patches.set(Tensor, "is_pinned", lambda tensor, device=None: device_of(tensor).type == "cpu")
     patches.set(Tensor, "record_stream", lambda tensor, stream: None)
     patches.set(Tensor, "share_memory_", lambda tensor: tensor)
+    # Programs compare addresses to find shared weights: save_pretrained of transformers does. `meta` has none.
+    real_ptr = torch.UntypedStorage.data_ptr
+    patches.set(torch.UntypedStorage, "data_ptr",
+                lambda storage: storage._cdata if storage.device.type == "meta" else real_ptr(storage))
+    patches.set(Tensor, "data_ptr", lambda tensor: tensor.untyped_storage().data_ptr()
+                + tensor.storage_offset() * tensor.element_size())
     real_to = torch._C.TensorBase.to
 
     def to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -228,11 +249,14 @@ def _constructors(patches: Patches) -> None:
             return original(data, *args, device=device, **kwargs)  # type: ignore[no-any-return]
 
         patches.set(torch, name, functools.wraps(original)(made))
-    # The program's own `meta` tensors: whoever asks for that device by name gets it.
-    for name in ("empty", "zeros", "ones", "full", "rand", "randn", "empty_strided", "empty_like", "zeros_like"):
+    # The program's own `meta` tensors: whoever asks for that device by name gets it. A number is a GPU.
+    for name in ("empty", "zeros", "ones", "full", "rand", "randn", "empty_strided", "empty_like", "zeros_like",
+                 "ones_like", "full_like", "rand_like", "randn_like", "arange", "randint", "randperm", "linspace"):
         original = getattr(torch, name)
 
         def made_on(*args: Any, original: Any = original, **kwargs: Any) -> Tensor:
+            if isinstance(kwargs.get("device"), int):
+                kwargs["device"] = real_device("cuda", kwargs["device"])
             with wanting_meta(kwargs.get("device")):
                 return original(*args, **kwargs)  # type: ignore[no-any-return]
 
@@ -332,6 +356,52 @@ def _modules(patches: Patches) -> None:
     patches.set(torch.nn.Module, "_apply", swapping)
 
 
+def _threads_and_processes(patches: Patches, device: TracedGpu) -> None:
+    """A dispatch mode holds in one thread: each further thread gets it too. transformers loads weights in threads."""
+    run = threading.Thread.run
+
+    def traced(thread: threading.Thread) -> None:
+        torch._C._push_on_torch_dispatch_stack(device)
+        try:
+            run(thread)
+        finally:
+            torch._C._pop_torch_dispatch_stack(None)
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise Untraceable("torch.multiprocessing.spawn starts processes, which are not traced; call the function "
+                          "itself, as rank 0 of 1")
+
+    patches.set(threading.Thread, "run", traced)
+    patches.set(torch.multiprocessing, "spawn", refuse)
+
+
+class InferenceMode(torch.no_grad):
+    """torch.inference_mode as no_grad: an inference tensor has no autograd key, on which composites.py registers. In
+    inference mode, autocast casts weights again at each use (recorded with torch 2.11)."""
+
+    def __new__(cls, mode: Any = True) -> Any:
+        return torch.no_grad.__new__(cls) if isinstance(mode, bool) else cls()(mode)
+
+    def __init__(self, mode: bool = True) -> None:
+        super().__init__()
+        self.mode = mode
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        self.cached = torch.is_autocast_cache_enabled()
+        if self.mode:
+            torch.set_autocast_cache_enabled(False)
+        else:
+            torch.set_grad_enabled(self.prev)
+
+    def __exit__(self, *error: Any) -> None:
+        torch.set_autocast_cache_enabled(self.cached)
+        super().__exit__(*error)
+
+    def clone(self) -> InferenceMode:
+        return InferenceMode(self.mode)
+
+
 class NoStream:
     """A stream or an event that does nothing."""
 
@@ -412,8 +482,11 @@ def _cuda(patches: Patches, device: TracedGpu, platform: Platform, card: GpuMode
         }.items():
             if hasattr(accelerator, attribute):
                 patches.set(accelerator, attribute, answer)
-    # A tensor of inference mode has no autograd key, on which composites.py registers.
-    patches.set(torch, "inference_mode", lambda mode=True: torch.no_grad() if mode is True else torch.enable_grad())
+    for attribute in ("range_push", "range_pop", "mark"):
+        patches.set(cuda.nvtx, attribute, lambda *_, **__: 0)
+    patches.set(torch, "inference_mode", InferenceMode)
+    patches.set(torch, "device", Device("device", (), {}))
+    patches.set(torch._C, "_scatter", lambda tensor, *_: [tensor.to(CARD)])  # nn.DataParallel on one GPU
     patches.set(torch._C, "_cuda_getCurrentRawStream", lambda *_: 0)
     patches.set(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)
     if not torch.version.cuda:

@@ -19,8 +19,8 @@ from ..memory.platform import EXPANDABLE, NATIVE, Platform
 from ..memory.tape import Span, Tape
 from ..memory.timeline import Timeline, needs, needs_under, replay
 from ..planning.budget import Target, on_card
-from ..planning.forecast import Forecast, MemoryPlan, OwnerShare, TrackRecord, alive_after, replayed, track_record_of
-from ..planning.plan import GpuVerdict
+from ..planning.forecast import Forecast, OwnerShare, TrackRecord, alive_after, replayed, track_record_of
+from ..planning.plan import GpuVerdict, PrintedPlan
 from ..planning.plan_file import document
 from .trace_file import Kind, Trace
 
@@ -81,10 +81,12 @@ class TracedChange(NamedTuple):
         return self.headroom >= 0
 
 
-@dataclass(frozen=True)
-class TracedPlan(MemoryPlan):
+@dataclass(frozen=True, repr=False)
+class TracedPlan(PrintedPlan):
     """A traced script, the GPU it is planned for, and its forecast there. `print` it for the table; `to_dict()` has the
     keys of --json."""
+
+    function = "fitgpt.trace"
 
     trace: Trace
     target: Target
@@ -143,22 +145,10 @@ class TracedPlan(MemoryPlan):
                 "compiled": self.trace.compiled, "not_seen": list(self.trace.notes), "notes": list(self.notes),
                 "sources": list(self.budget.sources)}
 
-    def __str__(self) -> str:
-        from ..show.plan_text import traced_text  # a plan prints itself; nothing else here shows anything
-        from ..show.terminal import columns
+    def text(self, width: int) -> str:
+        from ..show.plan_text import traced_text
 
-        return traced_text(self, columns()).rstrip("\n")
-
-    def __repr__(self) -> str:
-        from ..show.plan_text import VERDICTS, verdict
-
-        return f"<fitgpt.trace: {VERDICTS[self.fits]}: {verdict(self)}>"
-
-    def _repr_html_(self) -> str:
-        """For notebooks."""
-        from html import escape
-
-        return f"<pre>{escape(str(self))}</pre>"
+        return traced_text(self, width)
 
 
 def steps_of(trace: Trace, timeline: Timeline) -> tuple[StepMemory, ...]:

@@ -29,8 +29,10 @@ if TYPE_CHECKING:
     from .patches import Patches
 
 UNTRACEABLE, FAILED, USAGE = "untraceable", "failed", "usage"  # kinds of error
-WORKAROUND = ("Trace the script without that part, or with code whose sizes do not depend on values: torch.where in "
-              "place of x[mask].")
+WORKAROUND = "Trace the script without that part."
+# Errors of torch where it looks for CUDA and the trace has no answer, by a part of their text.
+NEEDS_CUDA = ("not compiled with CUDA", "dummy base class", "NCCL built in", "CUDA build", "no NVIDIA driver",
+              "CUDA GPUs are available", "accelerator device when none", "has no attribute '_cuda")
 NO_VALUES = "Values are not computed: losses and other numbers that the script printed are made up."
 NOTHING = ("{script} allocated no GPU memory: it ran to its end without a tensor on `cuda`.",
            "Trace a script that trains on a GPU, with the arguments that you train with.")
@@ -103,7 +105,9 @@ def run(command: list[str], gpu: str, others: str, budget: str, steps: int, vers
     except StepsDone:
         recorder.notes[f"Stopped after {steps} optimizer steps: what the script does later was not seen."] = None
     except SystemExit as ended:
-        if ended.code not in (None, 0):
+        if isinstance(ended.code, str):
+            raise ScriptFailed(f"{script} ended: {ended.code}", "Its output is above.") from None
+        if ended.code:
             raise ScriptFailed(f"{script} ended with exit code {ended.code}.", "Its output is above.") from None
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt):
@@ -111,6 +115,9 @@ def run(command: list[str], gpu: str, others: str, budget: str, steps: int, vers
         for each in causes(error):
             if isinstance(each, Untraceable):
                 raise CannotTrace(f"{place(each.__traceback__)}: {each}", WORKAROUND) from None
+        if is_ours(error):
+            raise CannotTrace(f"{place(error.__traceback__)}: a trace cannot do this without a GPU: "
+                              f"{type(error).__name__}: {error}", WORKAROUND) from None
         raise ScriptFailed(f"{script} failed, as it would without fitgpt.", shown(error, script)) from None
     finally:
         replaced.undo()
@@ -151,8 +158,18 @@ def place(frames: TracebackType | None) -> str:
     return "The script"
 
 
+def is_ours(error: BaseException) -> bool:
+    """Whether the script would have gone on with a GPU: torch misses CUDA, or our code does not know what to do."""
+    frames = traceback.extract_tb(error.__traceback__)
+    inside = bool(frames) and frames[-1].filename.startswith(str(Path(__file__).parent))
+    return any(part in str(error) for part in NEEDS_CUDA) or (
+        inside and isinstance(error, NotImplementedError | AttributeError | KeyError | AssertionError))
+
+
 def shown(error: BaseException, script: str) -> str:
     """The traceback, from the script's first line on."""
+    if isinstance(error, SyntaxError):
+        return "".join(traceback.format_exception_only(error)).rstrip()
     frames = error.__traceback__
     start = frames
     while start is not None and not start.tb_frame.f_code.co_filename.endswith(os.path.basename(script)):

@@ -138,6 +138,7 @@ def train(training: Training, config: RunConfig, facts: RunFacts, steps: Guard, 
             report = make_report(training, config, facts, meter, result, learning_rate)
             callbacks.reported(report)
             divergence.stepped(report.loss)
+        del result  # on the GPU: kept, these scalars would move the small tensors of the next step
         if training.ranks.must_stop():
             raise saver.stopped()
 

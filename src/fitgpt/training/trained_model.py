@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -24,7 +25,7 @@ from ..data.shards import summarise
 from ..data.tokenizers import StreamDecoder, Tokenizer
 from ..engine import huggingface
 from ..engine.batches import evaluation_splits
-from ..engine.device import DeviceChoice, resolve_device
+from ..engine.device import DeviceChoice, compiler_message, resolve_device
 from ..engine.evaluate import evaluate
 from ..engine.model import DTYPES, GPT, build_model
 from ..engine.sample import SamplingOptions, generate
@@ -34,6 +35,7 @@ from ..runs.metrics import Evaluation
 from . import checkpoint
 
 Warn = Callable[[str], None]
+Result = TypeVar("Result")
 
 
 # ---- reading
@@ -71,9 +73,10 @@ def open_weights(place: str, which: str | int) -> WeightSource:
     if path.suffix == ".py":
         raise CheckpointError(f"{place} is a config file, and holds no weights.",
                               f"To evaluate what it names: fitgpt train {place} --eval_only")
-    raise CheckpointError(
-        f"{place} holds no weights: no checkpoint of fitgpt, no ckpt.pt of nanoGPT, no Hugging Face model.",
-        "Name the folder of a run (its --out_dir), a ckpt.pt, or gpt2, gpt2-medium, gpt2-large, gpt2-xl.")
+    what = ("holds no weights: no checkpoint of fitgpt, no ckpt.pt of nanoGPT, no Hugging Face model" if path.exists()
+            else "does not exist")
+    raise CheckpointError(f"{place} {what}.", "Name the folder of a run (its --out_dir), a ckpt.pt,\n"
+                                              "or gpt2, gpt2-medium, gpt2-large, gpt2-xl.")
 
 
 def cropped(source: WeightSource, block_size: int) -> WeightSource:
@@ -148,9 +151,21 @@ def model_on_device(source: WeightSource, device: str, dtype: str, compile: bool
     return model.eval(), choice
 
 
+def with_eager_fallback(compute: Callable[[bool | str], Result], compile: bool | str, warn: Warn) -> Result:
+    """`compute(compile)`; if the compiler fails in it, `compute(False)`, as `fitgpt train` starts again without it."""
+    try:
+        return compute(compile)
+    except Exception as error:
+        said = compiler_message(error)
+        if not said:
+            raise
+    warn(f"compile: False, because torch.compile failed: {said}.")
+    return compute(False)
+
+
 # ---- evaluation
 
-def evaluate_checkpoint(source: WeightSource, options: EvalOptions) -> tuple[Evaluation, DeviceChoice]:
+def evaluate_checkpoint(source: WeightSource, options: EvalOptions, warn: Warn) -> tuple[Evaluation, DeviceChoice]:
     """The loss of the weights on the data they were trained on, or on --dataset."""
     known = {key: value for key, value in source.config.items() if key in RunConfig.__dataclass_fields__}
     recorded = RunConfig.from_dict(known)
@@ -170,12 +185,16 @@ def evaluate_checkpoint(source: WeightSource, options: EvalOptions) -> tuple[Eva
     dataset.verify(source.gpt.vocab_size, lambda sentence: print(sentence, file=sys.stderr, flush=True), names)
     batch = options.batch_size or recorded.batch_size
     windows = (options.eval_iters or recorded.eval_iters) * batch
-    model, choice = model_on_device(source, options.device, options.dtype, options.compile)
     splits = evaluation_splits(dataset, names, windows=windows, block=block, seed=recorded.seed)
-    result = evaluate(model, splits, batch=options.eval_batch_size or options.batch_size or recorded.eval_batch,
-                      block=block, step=int(source.state.get("step", 0)))
-    assert result is not None  # None only after a stop request
-    return result, choice
+
+    def compute(compile: bool | str) -> tuple[Evaluation, DeviceChoice]:
+        model, choice = model_on_device(source, options.device, options.dtype, compile)
+        result = evaluate(model, splits, batch=options.eval_batch_size or options.batch_size or recorded.eval_batch,
+                          block=block, step=int(source.state.get("step", 0)))
+        assert result is not None  # None only after a stop request
+        return result, choice
+
+    return with_eager_fallback(compute, options.compile, warn)
 
 
 # ---- export

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -132,6 +131,7 @@ def as_fit_error(error: Exception) -> tuple[FitError, dict[str, Any] | None]:
         return broken, None
     import torch
 
+    from ..engine.device import compiler_message
     from ..engine.oom import is_out_of_memory
 
     message = str(error)
@@ -153,19 +153,6 @@ def as_fit_error(error: Exception) -> tuple[FitError, dict[str, Any] | None]:
         where = f"{error.filename}: " if error.filename else ""
         return SystemFault(f"{where}{error.strerror or message}."), None
     return FitError("This is a bug in fitgpt or in torch:\n" + "".join(traceback.format_exception(error))), None
-
-
-def compiler_message(error: BaseException) -> str:
-    """What a compiler said that torch.compile or Triton started; empty if the error did not come from one."""
-    behind: BaseException | None = error
-    while behind is not None:
-        module = type(behind).__module__
-        if module.startswith(("torch._inductor", "torch._dynamo", "triton")) or isinstance(
-                behind, subprocess.CalledProcessError):
-            lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-            return lines[0].rstrip(".:")
-        behind = behind.__cause__ or behind.__context__
-    return ""
 
 
 def write_report(path: str, error: FitError, restart_with: dict[str, Any] | None = None) -> int:

@@ -359,8 +359,9 @@ def fitted(query: PageQuery, goal: str = "fastest", allow: str = "", within: str
         "given": given if query.trainer == "fitgpt" else None,  # the search is of fitgpt's runs
         "chosen": chosen and scored(chosen), "runners_up": [scored(each) for each in others],
         "points": _thinned([(needs, speed) for needs, speed in found.frontier if needs <= whole.reserve_limit]),
-        "reasons": [] if within else [*shared_gpu_note(target), *_reasons(query, found),
-                                      *filter(None, [step_up_text(found)]), *found.notes, *_margin_note(target.budget)],
+        "reasons": [] if within else [
+            *shared_gpu_note(target), *_reasons(query, found), *filter(None, [without_dashes(step_up_text(found))]),
+            *found.notes, *_margin_note(target.budget)],
         "too_small": "" if found.chosen else describe_too_small(found),
         "suggestions": [_suggestion(each) for each in found.suggestions]}
 

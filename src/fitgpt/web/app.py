@@ -198,7 +198,7 @@ async def _answer(request: Request, pool: WorkerPool, wanted: ApiRequest) -> Res
 async def _json_body(request: Request) -> dict[str, Any]:
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise HTTPException(415, "The content-type must be application/json.")
-    too_large = HTTPException(413, f"A pasted text may have at most {MAX_BODY // 1024} KiB.")
+    too_large = HTTPException(413, f"A pasted text may have at most {MAX_BODY // 1024} KiB: paste its last part.")
     length = request.headers.get("content-length", "0")
     if not length.isdecimal() or len(length) > 20 or int(length) > MAX_BODY:
         raise too_large

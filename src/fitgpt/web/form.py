@@ -160,8 +160,9 @@ def _check_size(config: RunConfig, trainer: str) -> None:
     tokens = max(config.batch_size * config.block_size, config.eval_batch * config.eval_block)
     chunks = tokens / loss_chunk_tokens(tokens, config.vocab_size or DEFAULT_VOCAB, config.loss_chunk)
     if trainer == "fitgpt" and chunks > MAX_CHUNKS:
+        fix = "--loss_chunk=0" if config.loss_chunk else "--batch_size=1 --block_size=1024"
         raise UsageError(f"The loss of {tokens:,} tokens would be computed in {chunks:,.0f} chunks; the page plans at "
-                         f"most {MAX_CHUNKS:,}.", "--loss_chunk=0, or a smaller batch.")
+                         f"most {MAX_CHUNKS:,}.", fix)
 
 
 @lru_cache(maxsize=8)

@@ -32,6 +32,7 @@ PASTED = "pasted text"  # the name of a pasted config file in errors
 VOCABULARIES = {"shakespeare_char": 65}  # of datasets in nanoGPT's config files, which leave it to meta.pkl
 _ASSIGNMENT = re.compile(r"^(\w+)\s*(?::\s*\w+\s*)?=(?!=)", re.MULTILINE)
 _PROMPT = re.compile(r"^\s*(?:[\w.@:~/-]*[$#%>]\s+)?")
+_SEVERAL = re.compile(r"--(?:nproc[-_]per[-_]node|num_processes)=(?!1$)")  # GPUs: the page plans for one
 _PROGRAM = re.compile(r"(?:\S*/)?(?:python[\d.]*|torchrun|accelerate|fitgpt|train\.py)$")
 
 
@@ -80,11 +81,12 @@ def _command_line(text: str) -> list[str]:
 def _command(words: list[str]) -> Answer:
     script = next((at for at, word in enumerate(words) if word.endswith("train.py") or word == "fitgpt"), -1)
     trainer = "" if script < 0 else "fitgpt" if words[script] == "fitgpt" else "nanogpt"
-    words = words[script + 1:]
+    launcher, words = words[:max(script, 0)], words[script + 1:]
     files = [word for word in words if word.endswith(".py")]
     known = {each["name"].partition(":")[0]: each["settings"] for each in presets()}
+    known["train_shakespeare_char"] = known["shakespeare_char"]  # its name in nanoGPT, with the same values
     found: dict[str, Any] = {"trainer": trainer} if trainer else {}
-    unknown = []
+    unknown = [word for word in launcher if _SEVERAL.match(word)]
     for file in files:
         found |= known.get(re.split(r"[\\/]", file)[-1].removesuffix(".py"), {})
     for flag in _flags([word for word in words if word not in files]):
@@ -121,8 +123,9 @@ def _settings(found: dict[str, Any]) -> Answer:
     if "trainer" not in settings and any(settings.get(name, default[name].default) != default[name].default
                                          for name in NOT_NANOGPTS):
         settings["trainer"] = "fitgpt"
+    used = {*SETTINGS, "dataset" if vocab else "", "init_from" if found.get("init_from") in gpt2_shapes else ""}
     return {"settings": {name: str(value) for name, value in settings.items() if name in SETTINGS},
-            "ignored": sorted(name for name in found if name not in SETTINGS)}
+            "ignored": sorted(name for name in found if name not in used)}
 
 
 # ---- nvidia-smi and messages: a diagnosis, the GPU and its other programs
@@ -156,7 +159,7 @@ def _explained(text: str, query: str | None) -> Answer:
     """The diagnosis, with the settings of each remedy, and those in which the explained run differs from the plan."""
     planned = read(query) if query is not None else None
     found = diagnosis.explain(text, planned.config if planned else None, trainer=planned.trainer if planned else "auto",
-                              others=optional_bytes(planned.questions.others) if planned else None)
+                              others=optional_bytes(planned.questions.others, "MiB") if planned else None)
     inferred = {name: str(value) for name, value in found.inferred.items()} if planned else {}
     document = asdict(found) | {"inferred": inferred, "run": _title(planned, found.inferred) if planned else ""}
     for remedy in document["remedies"]:

@@ -140,10 +140,10 @@ function othersField(form) {
   return element("div", { class: "field" }, ...parts, slider("others", () => form.others, now, set));
 }
 
-function mib(text) { // forms in the address: 2118MiB, 2GiB, plain bytes
+function mib(text) { // forms in the address: 2118MiB, 2118, 2GiB, plain bytes
   const found = /^\s*([\d.]+)\s*([a-z]*)\s*$/i.exec(text);
   if (!found) return 0;
-  const unit = { "": 1 / MIB, k: 1 / 1024, m: 1, g: 1024, t: 1024 ** 2 }[found[2].toLowerCase().replace(/i?b$/, "")] ?? 1;
+  const unit = { "": Number(found[1]) < MIB ? 1 : 1 / MIB, k: 1 / 1024, m: 1, g: 1024, t: 1024 ** 2 }[found[2].toLowerCase().replace(/i?b$/, "")] ?? 1;
   return Math.round(Number(found[1]) * unit);
 }
 

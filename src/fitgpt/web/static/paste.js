@@ -40,6 +40,7 @@ export function show() {
 
 async function read({ opens = true } = {}) {
   const note = byId("paste-note"), text = byId("pasted").value;
+  if (!text.trim()) return byId("pasted").focus();
   note.textContent = t("paste.reading");
   byId("diagnosis").inert = true; // it is of an earlier text
   const found = await api.paste(text, byId("with-plan").checked ? settings.query() : null);
@@ -47,7 +48,10 @@ async function read({ opens = true } = {}) {
   byId("diagnosis").inert = false;
   if (found.problem) note.textContent = `${found.problem.what} ${found.problem.fix}`;
   else if (found.kind === "config" || found.kind === "command") fill(found, note);
-  else {
+  else if (found.kind === "other" && found.diagnosis.subject === "unknown") {
+    note.textContent = t("paste.nothing");
+    settings.setPage({ paste: "" });
+  } else {
     explained = text;
     explain(found);
     if (opens) open("explain");
@@ -68,12 +72,12 @@ function fill(found, note) {
 
 // ---- diagnoses
 
-function explain({ kind, offers, diagnosis }) {
+function explain({ offers, diagnosis }) {
   byId("explain-empty").hidden = true;
-  byId("diagnosis").replaceChildren(...(kind === "other" && diagnosis.subject === "unknown" ? [card(t("paste.nothing"))] : [
+  byId("diagnosis").replaceChildren(...[
     ...offers.filter((each) => Object.keys(each.settings).length).map(offer),
     diagnosis.run ? element("p", { class: "quiet" }, t("explain.run", { run: diagnosis.run })) : null,
-    Object.keys(diagnosis.inferred).length ? inferred(diagnosis.inferred) : null, ...parts(diagnosis)].filter(Boolean)));
+    Object.keys(diagnosis.inferred).length ? inferred(diagnosis.inferred) : null, ...parts(diagnosis)].filter(Boolean));
 }
 
 const card = (title, ...inside) => element("section", { class: "card" }, element("h2", {}, title), ...inside);
@@ -92,8 +96,9 @@ function tryInPlan(label, changes) { // one step back returns here
 
 function offer(each) {
   const what = t(each.gpu ? "offer.gpu" : "offer.programs", { gpu: each.gpu, others: each.others || "0 B" });
+  const label = t(each.gpu ? "offer.plan" : "offer.plan_programs");
   return element("p", { class: "callout" }, what, each.own.length ? ` ${t("offer.own", { names: each.own.join(", ") })}` : "", " ",
-    button(t(each.gpu ? "offer.plan" : "offer.plan_programs"), () => tryInPlan(what, each.settings)));
+    button(label, () => tryInPlan(label, each.settings)));
 }
 
 function inferred(changes) {

@@ -82,6 +82,7 @@ class Compiler:
 
     def _aot(self, function: Any) -> Callable[..., Any]:
         from torch._functorch.aot_autograd import aot_function
+        from torch._inductor import lowering  # noqa: F401 - decompositions look for it there
         from torch._inductor.decomposition import select_decomp_table
 
         def held() -> dict[str, Tensor]:
@@ -143,7 +144,7 @@ class Compiler:
 
     def _code(self, graph: Any, kind: str) -> Callable[[list[Any]], Any]:
         """Inductor's code for a graph on `meta`, compiled for the GPU."""
-        from torch._inductor import async_compile, lowering  # noqa: F401 - passes look for it there
+        from torch._inductor import async_compile
         from torch._inductor.compile_fx import _recursive_post_grad_passes
         from torch._inductor.debug import DebugContext
         from torch._inductor.graph import GraphLowering

@@ -11,6 +11,7 @@ import json
 import lzma
 import sys
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import cache, cached_property
 from pathlib import Path
 from statistics import median
@@ -69,8 +70,16 @@ class TracedRun:
 
     @cached_property
     def trace(self) -> Trace | None:
+        """Up to as many optimizer steps as were measured: after an overflow GradScaler skips one, a trace does not."""
         path = self.folder / "stored" / f"{self.name.replace(' ', '_')}.json.xz"
-        return stored(path) if path.is_file() else None
+        if not path.is_file():
+            return None
+        trace, steps = stored(path), len(self.measured)
+        if len(trace.steps) <= steps:
+            return trace
+        end = trace.steps[steps - 1]
+        return replace(trace, events=trace.events[:end], steps=trace.steps[:steps],
+                       phases=tuple(phase for phase in trace.phases if phase[1] < end))
 
     @cached_property
     def timeline(self) -> Timeline:

@@ -218,14 +218,44 @@ def test_weights_are_loaded_onto_the_gpu(tmp_path: Path, map_location: object) -
         assert loaded["step"] == 3
 
 
-def test_a_compiled_model_runs_as_it_is_and_the_trace_says_so() -> None:
+class Activations(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.outside = nn.Linear(256, 256), nn.Linear(256, 256)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.outside(self.inside(x).exp().sin().cos().tanh()).sum()  # type: ignore[no-any-return]
+
+
+def test_a_compiled_model_is_traced_as_its_compiler_plans_it() -> None:
+    """Without a driver and without triton. Of `exp().sin().cos().tanh()`, eager code keeps three results for its backward
+    pass; compiled code keeps the product that they are computed from, and the last."""
+    saved = {}
+    for compiled in (False, True):
+        recorder = Recorder()
+        with recording(recorder, RTX):
+            unused = torch.compile(lambda x: x)
+            model = Activations().to("cuda")
+            run = torch.compile(model) if compiled else model
+            loss = run(torch.ones(1024, 256, device="cuda"))
+            saved[compiled] = recorder.allocated
+            loss.backward()
+            assert model.inside.weight.grad is not None
+        assert (recorder.compiled, recorder.unplanned) == (compiled, "")
+        del unused
+    assert saved[False] - saved[True] == 1024 * 256 * 4
+
+
+def test_a_compiled_model_that_branches_on_values_runs_eager_and_the_trace_says_so() -> None:
+    class Branch(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + 1 if x.sum() > 3 else x
+
     recorder = Recorder()
     with recording(recorder, RTX):
-        unused = torch.compile(lambda x: x)
-        assert not recorder.compiled
-        torch.compile(nn.Linear(4, 4).to("cuda"), mode="max-autotune")(torch.ones(2, 4, device="cuda"))
-        assert recorder.compiled
-    del unused
+        torch.compile(Branch())(torch.ones(2, 4, device="cuda"))
+    assert recorder.compiled
+    assert "DataDependent" in recorder.unplanned
 
 
 def test_a_loop_that_ends_at_a_known_length_ends() -> None:

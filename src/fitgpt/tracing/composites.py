@@ -162,7 +162,7 @@ class AttentionSteering:
             return "math"
         if mask is not None and mask.requires_grad and torch.is_grad_enabled():  # recorded: T5's position bias
             return "math"
-        if mask is not None and dropout_p and torch.compiler.is_compiling():  # recorded: BERT, compiled
+        if mask is not None and mask.stride(-1) != 1:  # an expanded one: check_last_dim_stride_equals_1_dense()
             return "math"
         same_heads = query.shape[1] == key.shape[1] == value.shape[1]
         grouped = enable_gqa and query.shape[1] % key.shape[1] == 0 and query.shape[1] % value.shape[1] == 0

@@ -33,6 +33,8 @@ from .values import Values, is_stand_in, tensors_in
 
 UNKNOWN_CONVOLUTIONS = ("cuDNN chooses the kernels of convolutions on the GPU: their workspaces, up to a few percent "
                         "of the memory, are estimated.")
+UNRECORDED_BITSANDBYTES = ("The shapes of bitsandbytes' results are known, what its kernels need besides is not; no run "
+                           "of it was recorded.")
 CARD, META, HOST = torch.device("cuda", 0), torch.device("meta"), torch.device("cpu")
 LARGE_HOST = 256 * 1024   # bytes: an uninitialised tensor of the host from here on has no storage either
 ops = torch.ops.aten
@@ -218,6 +220,8 @@ class TracedGpu(TorchDispatchMode):
         return result
 
     def _on_card(self, func: Any, args: Any, kwargs: Any, given: list[Tensor], here: list[Tensor]) -> Any:
+        if func.namespace == "bitsandbytes":
+            self.recorder.notes[UNRECORDED_BITSANDBYTES] = None
         if func is ops._local_scalar_dense.default:
             known = self.values.of(args[0])
             return known.item() if known is not None else _any_value(args[0].dtype)
@@ -381,7 +385,11 @@ class TracedGpu(TorchDispatchMode):
             return args[0].new_empty((*(each.shape[0] for each in experts), args[0].shape[0], args[1].shape[-1]),
                                      dtype=kwargs.get("out_dtype"))
         try:
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            if func is ops.convolution_backward.default and isinstance(result[1], Tensor) and args[2].dim() == 4 and \
+                    args[2].is_contiguous(memory_format=torch.channels_last):  # as cuDNN; 2.11 says otherwise on `meta`
+                return result[0], result[1].contiguous(memory_format=torch.channels_last), result[2]
+            return result
         except NotImplementedError as error:
             if func._can_decompose():
                 return func.decompose(*args, **kwargs)

@@ -314,6 +314,8 @@ def _compilers(patches: Patches, device: TracedGpu) -> None:
     def compile(model: Any = None, **_: Any) -> Any:
         if model is None:
             return compile
+        if getattr(model, "__module__", "").startswith("bitsandbytes."):  # on a GPU it has kernels of its own instead
+            return model
         if isinstance(model, torch.nn.Module):
             return CompiledModule(model, compiler.compile(model))
         return functools.wraps(model)(compiler.compile(model))

@@ -33,6 +33,7 @@ WORKAROUND = "Trace the script without that part."
 # Errors of torch where it looks for CUDA and the trace has no answer, by a part of their text.
 NEEDS_CUDA = ("not compiled with CUDA", "dummy base class", "NCCL built in", "CUDA build", "no NVIDIA driver",
               "CUDA GPUs are available", "accelerator device when none", "has no attribute '_cuda")
+NO_VALUES = "Values are not computed: losses and other numbers that the script printed are made up."
 NOTHING = ("{script} allocated no GPU memory: it ran to its end without a tensor on `cuda`.",
            "Trace a script that trains on a GPU, with the arguments that you train with.")
 
@@ -120,6 +121,7 @@ def run(command: list[str], gpu: str, others: str, budget: str, steps: int, vers
         raise ScriptFailed(f"{script} failed, as it would without fitgpt.", shown(error, script)) from None
     finally:
         replaced.undo()
+    recorder.notes[NO_VALUES] = None
     if not recorder.tensors:
         raise CannotTrace(NOTHING[0].format(script=script), NOTHING[1])
     return trace_of(recorder, tuple(command), target.platform, version or torch.__version__)

@@ -228,8 +228,8 @@ class Activations(nn.Module):
 
 
 def test_a_compiled_model_is_traced_as_its_compiler_plans_it() -> None:
-    """Without a driver and without triton. Of `exp().sin().cos().tanh()`, eager code keeps three results for its backward
-    pass; compiled code keeps the product that they are computed from, and the last."""
+    """Without a driver and without triton. Of `exp().sin().cos().tanh()`, eager code keeps three results for backward;
+    compiled code keeps the product that they are computed from, and the last."""
     saved = {}
     for compiled in (False, True):
         recorder = Recorder()

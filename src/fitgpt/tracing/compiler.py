@@ -46,8 +46,12 @@ class Compiler:
             self.device.recorder.compiled = True
             key = _key((args, kwargs)), torch.is_grad_enabled(), getattr(function, "training", None)
             if key not in known:
+                from torch._guards import TracingContext, tracing
+                from torch._subclasses.fake_tensor import FakeTensorMode
+
                 try:
-                    with self._compilation():
+                    # The context tells Inductor which saved tensors the backward pass may overwrite.
+                    with self._compilation(), tracing(TracingContext(FakeTensorMode())):
                         known[key] = self._aot(function)
                         return known[key](*args, **kwargs)
                 except Untraceable:
@@ -226,7 +230,7 @@ def _key(given: Any) -> Any:
 
 def _partition(held: int, graph: Any, inputs: Any, **kwargs: Any) -> Any:
     """As torch._inductor.compile_fx does. The first `held` inputs are parameters and buffers: they live anyway."""
-    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._functorch import partitioners
     from torch._inductor import config
     from torch._inductor.compile_fx import _recursive_joint_graph_passes
     from torch._inductor.virtualized import V
@@ -239,9 +243,11 @@ def _partition(held: int, graph: Any, inputs: Any, **kwargs: Any) -> Any:
         with V.set_fake_mode(_move_to_gpu(graph)), torch._C._AutoDispatchBelowAutograd(), \
                 config.patch(shape_padding=False, joint_graph_constant_folding=False):
             changed = _recursive_joint_graph_passes(graph)
+        # States of random numbers for what is computed again: they would be read from the GPU.
+        patches.set(partitioners, "functionalize_rng_ops", lambda joint, forward, backward, *_: (forward, backward))
+        return partitioners.min_cut_rematerialization_partition(changed or graph, inputs, compiler="inductor", **kwargs)
     finally:
         patches.undo()
-    return min_cut_rematerialization_partition(changed or graph, inputs, compiler="inductor", **kwargs)
 
 
 def _move_to_gpu(graph: Any) -> Any:

@@ -33,8 +33,8 @@ from .values import Values, is_stand_in, tensors_in
 
 UNKNOWN_CONVOLUTIONS = ("cuDNN chooses the kernels of convolutions on the GPU: their workspaces, up to a few percent "
                         "of the memory, are estimated.")
-UNRECORDED_BITSANDBYTES = ("The shapes of bitsandbytes' results are known, what its kernels need besides is not; no run "
-                           "of it was recorded.")
+UNRECORDED_BITSANDBYTES = ("The shapes of bitsandbytes' results are known, what its kernels need besides is not; no "
+                           "run of it was recorded.")
 CARD, META, HOST = torch.device("cuda", 0), torch.device("meta"), torch.device("cpu")
 LARGE_HOST = 256 * 1024   # bytes: an uninitialised tensor of the host from here on has no storage either
 ops = torch.ops.aten

@@ -54,7 +54,7 @@ def linear(source: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 
 
 def softmax(kernel: Any, composite: Any, source: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
-    """CUDA's kernel reads float16 and writes float32: softmax() in ATen/native/SoftMax.cpp."""
+    """CUDA's kernel reads float16 and writes float32: softmax() in ATen/native/SoftMax.cpp. Not recorded."""
     if source.dtype == torch.float16 and dtype == torch.float32:
         return kernel(source, dim, True)  # type: ignore[no-any-return]
     return composite.decompose(source, dim, dtype)  # type: ignore[no-any-return]

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from .device import CARD, META, TracedGpu, _inside
 from .errors import Untraceable
-from .patches import Patches
+from .monkeypatch import Patches
 
 CHECKPOINT_OPTIONS = {"use_reentrant", "context_fn", "determinism_check", "debug", "preserve_rng_state", "early_stop"}
 TIMED_VARIANTS = 2  # of a generated kernel, at its first run

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .device import TracedGpu
-from .patches import Patches
+from .monkeypatch import Patches
 from .recorder import SETTLED
 
 UNKNOWN_RNNS = "On a GPU, cuDNN runs recurrent layers (LSTM, GRU) in kernels of its own, whose memory is not known."

@@ -20,6 +20,7 @@ from ..hardware.gpus import GpuModel
 from ..memory.platform import Platform
 from .device import CARD, HOST, META, TracedGpu, _inside, device_of, first_gpu
 from .errors import Untraceable
+from .monkeypatch import Patches
 from .values import is_stand_in
 
 real_device = torch.device
@@ -33,26 +34,6 @@ class TorchDevice(type):
 
     def __instancecheck__(cls, instance: Any) -> bool:
         return isinstance(instance, real_device)
-
-
-class Patches:
-    """Replaces attributes and puts them back."""
-
-    def __init__(self) -> None:
-        self._replaced: list[tuple[Any, str, Any, bool]] = []
-
-    def set(self, target: Any, name: str, value: Any) -> None:
-        own = name in vars(target)
-        self._replaced.append((target, name, vars(target).get(name), own))
-        setattr(target, name, value)
-
-    def undo(self) -> None:
-        for target, name, value, own in reversed(self._replaced):
-            if own:
-                setattr(target, name, value)
-            else:
-                delattr(target, name)
-        self._replaced.clear()
 
 
 def install(patches: Patches, device: TracedGpu, platform: Platform, card: GpuModel | None, memory: int) -> None:

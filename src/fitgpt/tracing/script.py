@@ -26,7 +26,7 @@ from ..planning.budget import target_for
 from .trace_file import Trace, from_json, to_json, trace_of
 
 if TYPE_CHECKING:
-    from .patches import Patches
+    from .monkeypatch import Patches
 
 UNTRACEABLE, FAILED, USAGE = "untraceable", "failed", "usage"  # kinds of error
 WORKAROUND = "Trace the script without that part."
@@ -85,7 +85,7 @@ def run(command: list[str], gpu: str, others: str, budget: str, steps: int, vers
 
     from .errors import Untraceable
     from .modules import StepsDone
-    from .patches import Patches
+    from .monkeypatch import Patches
     from .recorder import Recorder
     from .trace import recording
 

@@ -12,6 +12,7 @@ from ..planning.budget import Target
 from . import composites, patches
 from .device import TracedGpu
 from .modules import ModuleCalls
+from .monkeypatch import Patches
 from .recorder import Recorder
 
 
@@ -21,7 +22,7 @@ def recording(recorder: Recorder, target: Target, stop_after: int | None = None)
 
     `stop_after`: StepsDone is raised at the first forward pass after so many optimizer steps.
     """
-    device, replaced = TracedGpu(target.platform, Recorder()), patches.Patches()
+    device, replaced = TracedGpu(target.platform, Recorder()), Patches()
     with device:
         device.calibrate()
     device.use(recorder)

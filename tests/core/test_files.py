@@ -190,3 +190,11 @@ def test_a_temporary_folder_of_a_killed_process_is_removed_by_the_next(tmp_path:
             assert not left.exists()
             assert used.exists()
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="renameat2 is Linux's")
+def test_an_exchange_that_fails_is_an_error_and_not_taken_for_one_that_is_unsupported(tmp_path: Path) -> None:
+    """It may have happened all the same. Done again in another way, it would bring back the earlier folder."""
+    (tmp_path / "new").mkdir()
+    with pytest.raises(FileNotFoundError):
+        files._exchange(tmp_path / "new", tmp_path / "missing")

@@ -225,7 +225,8 @@ def is_alive(pid: int) -> bool:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Exchanges the names of two folders atomically, with Linux's renameat2; False where it cannot."""
+    """Exchanges the names of two folders atomically, with Linux's renameat2; False where the system or the file system
+    does not support it. Another error is raised: the exchange may have happened all the same (NFS)."""
     if sys.platform != "linux":
         return False
     import ctypes  # slow to import
@@ -234,7 +235,12 @@ def _exchange(one: Path, other: Path) -> bool:
         rename = ctypes.CDLL(None, use_errno=True).renameat2
     except (OSError, AttributeError):  # a C library older than 2018
         return False
-    return bool(rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0)
+    if rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+        return False
+    raise OSError(number, os.strerror(number), str(other))
 
 
 def rename_with_retry(source: Path, target: Path) -> None:

@@ -62,8 +62,9 @@ def softmax(kernel: Any, composite: Any, source: Tensor, dim: int, dtype: torch.
 
 def rms_norm(platform: Platform, source: Tensor, normalized_shape: list[int], weight: Tensor | None = None,
              eps: float | None = None) -> Tensor:
-    """rms_norm_symint() in ATen/native/layer_norm.cpp: one kernel, unless the weight has another dtype."""
-    if weight is not None and weight.dtype != source.dtype:
+    """rms_norm_symint() in ATen/native/layer_norm.cpp: one kernel, unless the weight has another dtype. A compiler
+    makes kernels of its own."""
+    if torch.compiler.is_compiling() or (weight is not None and weight.dtype != source.dtype):
         return ops.rms_norm.default.decompose(source, normalized_shape, weight, eps)  # type: ignore[no-any-return]
     return FusedRMSNorm.apply(source, weight, len(normalized_shape), platform)  # type: ignore[no-any-return]
 

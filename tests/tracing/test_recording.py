@@ -329,3 +329,15 @@ def test_what_only_a_trace_cannot_do_is_told_from_what_the_script_does_wrong(
     with pytest.raises(error) as raised:
         run([str(script)], "4070", "", "", 4, "")
     assert says in f"{raised.value.what} {raised.value.fix}"
+
+
+def test_a_script_that_asks_for_its_peak_gets_the_peak_in_the_allocators_units() -> None:
+    with recording(Recorder(), RTX):
+        kept = torch.empty(100, device="cuda")  # 400 bytes
+        passing = torch.empty(1000, device="cuda")
+        del passing
+        assert torch.cuda.memory_allocated() == 512
+        assert torch.cuda.max_memory_allocated() == 512 + 4096
+        torch.cuda.reset_peak_memory_stats()
+        assert torch.cuda.max_memory_allocated() == 512
+        del kept

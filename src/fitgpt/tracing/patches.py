@@ -416,6 +416,13 @@ def _cuda(patches: Patches, device: TracedGpu, platform: Platform, card: GpuMode
     def allocated(*_: Any, **__: Any) -> int:
         return device.recorder.allocated
 
+    def peak(*_: Any, **__: Any) -> int:
+        """Also for reserved memory, which is known only when the tape is replayed, and is at least this."""
+        return device.recorder.peak
+
+    def reset_peak(*_: Any, **__: Any) -> None:
+        device.recorder.peak = device.recorder.allocated
+
     cuda = torch.cuda
     answers: dict[str, Any] = {
         "is_available": lambda: True, "device_count": lambda: 1, "is_initialized": lambda: True,
@@ -429,10 +436,10 @@ def _cuda(patches: Patches, device: TracedGpu, platform: Platform, card: GpuMode
         "empty_cache": device.recorder.empty_cache,
         "current_stream": NoStream, "default_stream": NoStream, "stream": NoStream,
         "set_stream": lambda *_: None, "Stream": NoStream, "Event": NoStream, "ExternalStream": NoStream,
-        "memory_allocated": allocated, "max_memory_allocated": allocated, "memory_reserved": allocated,
-        "max_memory_reserved": allocated, "memory_cached": allocated, "max_memory_cached": allocated,
+        "memory_allocated": allocated, "max_memory_allocated": peak, "memory_reserved": peak,
+        "max_memory_reserved": peak, "memory_cached": peak, "max_memory_cached": peak,
         "mem_get_info": lambda *_: (max(memory - allocated(), 0), memory),
-        "reset_peak_memory_stats": lambda *_: None, "reset_max_memory_allocated": lambda *_: None,
+        "reset_peak_memory_stats": reset_peak, "reset_max_memory_allocated": reset_peak,
         "reset_max_memory_cached": lambda *_: None, "reset_accumulated_memory_stats": lambda *_: None,
         "memory_stats": lambda *_, **__: _Zeros(), "memory_summary": lambda *_, **__: "",
         "memory_snapshot": lambda *_, **__: [],
@@ -459,8 +466,8 @@ def _cuda(patches: Patches, device: TracedGpu, platform: Platform, card: GpuMode
             "current_accelerator": lambda check_available=False: torch.device("cuda"), "synchronize": lambda *_: None,
             "current_device_idx": lambda: 0, "set_device_index": lambda *_: None, "set_device_idx": lambda *_: None,
             "empty_cache": device.recorder.empty_cache, "memory_allocated": allocated,
-            "max_memory_allocated": allocated, "memory_reserved": allocated,
-            "max_memory_reserved": allocated, "reset_peak_memory_stats": lambda *_: None,
+            "max_memory_allocated": peak, "memory_reserved": peak,
+            "max_memory_reserved": peak, "reset_peak_memory_stats": reset_peak,
             "current_stream": lambda *_: NoStream(), "get_memory_info": lambda *_: (memory - allocated(), memory),
         }.items():
             if hasattr(accelerator, attribute):

@@ -50,7 +50,8 @@ class Recorder:
     modules: list[str] = field(default_factory=list)     # paths of the modules whose forward is running
     steps: list[int] = field(default_factory=list)       # the number of events after each optimizer step
     notes: dict[str, None] = field(default_factory=dict) # what the trace cannot know, one sentence each, in order
-    allocated: int = 0                                   # bytes alive
+    allocated: int = 0                                   # bytes alive, as the allocator rounds them
+    peak: int = 0                                        # the most of them, since the script last reset it
     events: list[tuple[bool, TracedTensor | None]] = field(default_factory=list)
     phases: list[tuple[str, int]] = field(default_factory=lambda: [(LOAD, 0)])  # and the event each begins with
     params: int = 0          # of the model
@@ -74,12 +75,13 @@ class Recorder:
         tensor = TracedTensor(len(self.tensors), nbytes, op, self.phase, owner or self._owner(shape),
                               self.modules[-1] if self.modules else self.origin, source_line(), shape, dtype)
         self.tensors.append(tensor)
-        self.allocated += nbytes
+        self.allocated += _rounded(nbytes)
+        self.peak = max(self.peak, self.allocated)
         self.events.append((True, tensor))
         return tensor
 
     def free(self, tensor: TracedTensor) -> None:
-        self.allocated -= tensor.nbytes
+        self.allocated -= _rounded(tensor.nbytes)
         self.events.append((False, tensor))
 
     def scratch(self, sizes: Iterable[int], op: str) -> None:
@@ -118,6 +120,10 @@ class Recorder:
         phases = self.phases
         ends = [*(start for _, start in phases[1:]), len(events)]
         return Tape(events, tuple(Span(name, start, end) for (name, start), end in zip(phases, ends, strict=True)))
+
+
+def _rounded(nbytes: int) -> int:
+    return -(-nbytes // 512) * 512
 
 
 def as_matrices(shape: tuple[int, ...]) -> tuple[int, ...]:

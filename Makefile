@@ -1,7 +1,7 @@
 # make demo: trains, evaluates and samples a small GPT on what this machine has.
 # make test: what CI checks first (.ci/run has all).
 # make site: builds site/, the page as static files (docs/site.md); make test-site tests it.
-# make campaign: the campaigns of docs/reliability.md, in about an hour; it resumes where it was interrupted.
+# make campaign: the campaigns of docs/reliability.md, in about half an hour; it resumes where it was interrupted.
 # make campaign-quick: a part of each, in at most 90 seconds.
 # All but site build .venv from constraints.txt; PYTHON=… chooses the Python, and keeps a torch it already has.
 PYTHON ?= python3

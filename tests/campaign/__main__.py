@@ -1,6 +1,6 @@
 """Runs campaigns: python -m tests.campaign [--quick] [--jobs N] [--only NAME …] [CAMPAIGN …]
 
-    make campaign                        all of them, in about an hour on two cores; interrupted, it resumes
+    make campaign                        all of them, in about half an hour on two idle cores; interrupted, it resumes
     make campaign-quick                  a part of each, in at most 90 seconds
     python -m tests.campaign damage      one of them
     python -m tests.campaign --only faults/train/045-rename/EIO     one case, with what it found

@@ -69,7 +69,8 @@ def parse_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 # ---- generated parts
 
 
-@pytest.mark.ci  # replays every recorded run
+@pytest.mark.ci
+@pytest.mark.xdist_group("recorded")  # replays every recorded run, once per process
 def test_generated_parts_are_up_to_date() -> None:
     assert [str(path.relative_to(ROOT)) for path in tool.stale()] == []
 

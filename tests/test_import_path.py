@@ -89,7 +89,8 @@ def test_every_command_is_tried() -> None:
     assert COMMANDS.keys() == command_options.COMMANDS.keys()
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", [pytest.param(each, marks=[pytest.mark.ci] if each == "demo" else [])
+                                     for each in COMMANDS])
 def test_a_command_imports_nothing_from_the_current_directory(command: str, folder: Path,
                                                               environment: dict[str, str]) -> None:
     """Started with `python -m`, which puts that directory first."""

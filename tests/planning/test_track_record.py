@@ -10,7 +10,7 @@ from accuracy import TRACK_RECORD, basis
 from fitgpt.planning.forecast import recorded_runs
 from tests.plan_command import SMALL
 
-pytestmark = pytest.mark.xdist_group("recorded")  # one process replays each recorded run once
+pytestmark = [pytest.mark.ci, pytest.mark.xdist_group("recorded")]  # replays every recorded run
 
 
 def test_the_track_record_is_what_the_recorded_runs_give(run_plan: Any) -> None:

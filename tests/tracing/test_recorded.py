@@ -66,6 +66,7 @@ def test_compiled_runs_are_in_the_stated_range() -> None:
         assert low <= share <= high
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", ["modern gpt float32", "nn.Transformer"])
 def test_a_script_traced_here_has_the_allocations_of_the_stored_trace(name: str) -> None:
     """With another version of torch. Scripts with rms_norm under autocast differ: 2.12 casts it to float32."""
@@ -75,6 +76,7 @@ def test_a_script_traced_here_has_the_allocations_of_the_stored_trace(name: str)
     assert allocations(here) == allocations(run.trace)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", ["transformers-2784", "simpletransformers-500"])
 def test_the_script_of_a_real_message_traced_here_has_the_allocations_of_the_stored_trace(name: str) -> None:
     """The others: python tools/real_messages.py --check."""

@@ -50,7 +50,7 @@ WHEN_CALLED = {
     "engine": {"triton", "bitsandbytes", "huggingface_hub"},
     "data": {"rich", "tiktoken", "pyarrow", "datasets"},
     "show": {"rich"},
-    "tracing": {"safetensors"},
+    "tracing": {"safetensors", "transformers"},
     "commands": {"torch"},
     "planning": {"torch"},
     "web": {"starlette", "uvicorn"},

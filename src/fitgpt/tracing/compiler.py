@@ -12,6 +12,7 @@ timed there, so matrix products are not padded.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -88,6 +89,12 @@ class Compiler:
         from torch._functorch.aot_autograd import aot_function
         from torch._inductor import lowering  # noqa: F401 - decompositions look for it there
         from torch._inductor.decomposition import select_decomp_table
+
+        if "transformers" in sys.modules:  # models return their key-value cache, also in training
+            with suppress(ImportError):
+                from transformers.integrations.executorch import register_dynamic_cache_export_support
+
+                register_dynamic_cache_export_support()
 
         def held() -> dict[str, Tensor]:
             """Parameters and buffers, which are inputs of the graphs."""

@@ -227,6 +227,8 @@ def _constructors(patches: Patches) -> None:
                     data = original(data, *args, device=HOST, **kwargs)
                 result: Tensor = data.to(CARD)
                 return result.requires_grad_() if requires_grad else result
+            if torch.compiler.is_compiling() and device == META:  # on `meta` the compiler's modes do not see it
+                return original(data, *args, device=HOST, **kwargs).to(META)  # type: ignore[no-any-return]
             return original(data, *args, device=device, **kwargs)  # type: ignore[no-any-return]
 
         patches.set(torch, name, functools.wraps(original)(made))

@@ -179,7 +179,7 @@ def plan_trace(trace: Trace, target: Target, allocator: str = "") -> TracedPlan:
         trainer=SCRIPT, params=trace.params, phases=phases, peak_phase=highest.phase,
         owners_at_peak=owners_of(traced, timeline, highest.event), needs=needed, reserved_range=reserved_range,
         assumes={"torch": platform.describe_torch(), "attention": "traced",
-                 "compile": "eager" if not trace.compiled else "the compiler's own plan" if trace.planned
+                 "compile": "eager" if not trace.compiled else "a range around the compiler's plan" if trace.planned
                  else "a range from the eager trace",
                  "allocator": EXPANDABLE if expandable else NATIVE}, host_bytes=0)
     of_compiler = [PLANNED_NOTE if trace.planned else UNPLANNED_NOTE] if trace.compiled else []

@@ -22,6 +22,7 @@ from typing import Any
 
 from .. import __version__
 from ..core.errors import DeviceError
+from ..core.extras import packages
 from ..core.files import temporary_folder
 from ..core.units import GiB, MiB, show_bytes
 from .allocator_env import ALLOCATOR_DEFAULT, ALLOCATOR_VARIABLES, check_allocator_env, child_environment
@@ -300,7 +301,7 @@ def check_torch(torch: Mapping[str, Any], machine: Machine) -> Iterator[Finding]
         return
     if torch["import_error"] == NOT_INSTALLED:
         yield Finding("note", TRAINING, "not installed; plan, fit, explain, cards, watch, report work",
-                      install("-e '.[train]'"))
+                      install(packages("train")))
         return
     if torch["import_error"]:
         yield Finding("wrong", "torch", f"torch does not load: {torch['import_error']}.", install("torch", again=True))
@@ -329,7 +330,8 @@ def check_packages(torch: Mapping[str, Any]) -> Iterator[Finding]:
     problems: Mapping[str, str] = torch.get("packages", {})
     for name, problem in problems.items():
         if problem == NOT_INSTALLED and torch.get("import_error") != NOT_INSTALLED:
-            yield Finding("wrong", "package", f"{name} {NOT_INSTALLED} for {sys.executable}.", install("-e '.[train]'"))
+            yield Finding("wrong", "package", f"{name} {NOT_INSTALLED} for {sys.executable}.",
+                          install(packages("train")))
         elif problem and problem != NOT_INSTALLED:
             yield Finding("wrong", "package", f"{name} does not load: {problem}.", install(name, again=True))
     if working := [f"{name} {or_none(metadata.version, name) or 'of unknown version'}"

@@ -129,6 +129,17 @@ def test_a_file_that_is_not_python_text_is_an_error(tmp_path: Path, raw: bytes, 
         values(tmp_path, raw)
 
 
+@pytest.mark.parametrize("line", ["n_layer = '12'", "min_lr = -1", "dtype = 'int8'", "batch_size = 0"])
+def test_the_fix_of_a_value_in_a_file_is_a_line_of_the_file(tmp_path: Path, line: str) -> None:
+    """A flag beside the file would not be enough: the file would still be invalid."""
+    file = tmp_path / "x.py"
+    file.write_text(line)
+    with pytest.raises(UsageError, match=line) as caught:
+        walk([str(file)], RunConfig)
+    file.write_text(caught.value.fix)
+    assert walk([str(file)], RunConfig)[0].key == line.partition(" ")[0]
+
+
 @pytest.mark.parametrize(("path", "why"), [
     ("nowhere.py", "no config file"), (".", "is a folder"), ("a\0b.py", "cannot be read"),
     ("x" * 300 + ".py", "cannot"),

@@ -141,7 +141,8 @@ def _from_file(path: str, cls: type[Options], borrowed: Iterable[str], other_com
     settings: list[Assignment] = []
     for name, value, where in assigned:
         if name in specs:
-            settings.append(Assignment(name, checked(specs[name], value, f"{where}: {name} = {value!r}"), where))
+            valid = checked(specs[name], value, f"{where}: {name} = {value!r}", in_file=True)
+            settings.append(Assignment(name, valid, where))
         elif name not in helpers and name not in borrowed:
             raise _unknown(f"{where}: {name}", name, cls, other_commands, f"{{}} = {value!r}")
     return settings

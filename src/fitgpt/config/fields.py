@@ -182,8 +182,9 @@ def parse_value(cls: type[Options], key: str, text: str, where: str = "") -> Any
     return checked(spec, value, where or f"--{key}={text}")
 
 
-def checked(spec: OptionSpec, given: Any, where: str = "") -> Any:
-    """The value, converted to the option's type. `where`: what the UsageError names, by default "batch_size=x"."""
+def checked(spec: OptionSpec, given: Any, where: str = "", *, in_file: bool = False) -> Any:
+    """The value, converted to the option's type. `where`: what the UsageError names, by default "batch_size=x";
+    `in_file`: its fix is a line of a config file, not a flag: a flag does not replace a value that is invalid there."""
     fits, value = _converted(spec.kind, given)
 
     def place() -> str:
@@ -192,7 +193,10 @@ def checked(spec: OptionSpec, given: Any, where: str = "") -> Any:
     def error(problem: str, instead: Any = None) -> UsageError:
         if instead is None:
             instead = spec.example if spec.example and (spec.required or not spec.default) else spec.default
-        return UsageError(f"{place()}: {spec.name} {problem}.", f"{shown_flag(spec)}={shown(instead)}")
+        return UsageError(f"{place()}: {spec.name} {problem}.", fix(instead))
+
+    def fix(value: Any) -> str:
+        return f"{spec.name} = {value!r}" if in_file else f"{shown_flag(spec)}={shown(value)}"
 
     if not fits:
         raise error(f"takes one of {', '.join(spec.choices)}" if spec.choices else f"takes {_WANTED[spec.kind]}")
@@ -200,7 +204,7 @@ def checked(spec: OptionSpec, given: Any, where: str = "") -> Any:
         value = spec.also_values.get(value.lower(), value)
     if value in spec.renamed:
         raise UsageError(f"{place()}: {spec.name}={value} is now {spec.name}={spec.renamed[value]}.",
-                         f"--{spec.name}={spec.renamed[value]}")
+                         fix(spec.renamed[value]))
     if spec.choices and value not in spec.choices:
         near = [spec.meant[value]] if value in spec.meant else nearest(str(value), spec.choices, cutoff=0.5)
         raise error(f"is one of {', '.join(spec.choices)}", near[0] if near else None)

@@ -78,10 +78,12 @@ def test_the_config_of_the_notes_is_planned_as_pasted(run_plan: Any, tmp_path: P
     result, warning = (" ".join(part.split()) for part in answer.out.split("\n\n")[1:3])
     assert result.startswith("Fits: ")
     said = re.match(r"This run takes (\d+) d .* to .*: max_iters is 600,000 \(nanoGPT's default\)\. 20 tokens per "
-                    r"parameter are 1\.55B tokens and take .*: (--max_iters=\d+) (--lr_decay_iters=\d+)$", warning)
+                    r"parameter are 1\.55B tokens and take .*: (--max_iters=\d+) (--lr_decay_iters=\d+) "
+                    r"(--warmup_iters=\d+)$", warning)
     assert said is not None
     assert int(said[1]) > 60
-    shorter = run_plan("train_fineweb.py", "--gpu=4070", said[2], said[3])
+    shorter = run_plan("train_fineweb.py", "--gpu=4070", *said.groups()[1:])
+    assert int(said[4].partition("=")[2]) * 10 < int(said[2].partition("=")[2])
     assert "This run takes" not in shorter.out
     assert "20 per parameter" in " ".join(shorter.out.split())
     assert run_plan("train_fineweb.py", "--gpu=4070", command="fit").code == 0
@@ -193,6 +195,10 @@ def test_options_price_every_change_exactly(run_plan: Any) -> None:
     assert flags["--recompute=input"]["needs"] == changed["needs_bytes"]
     shown = run_plan(*SMALL, "--gpu=4070", "--options").out
     assert all(flag in shown for flag in flags)
+    for each in document["options"]:  # "--batch_size=4 …" with what has to be typed with it
+        together = " ".join(each["change"]["flags"])
+        assert together in " ".join(shown.split())
+        assert (f"{each['change']['flags'][0]} …  " in shown) == (" " in together)
     levels = ("no_mlp_up", "attention_projection", "attention", "input")
     speeds = [flags[f"--recompute={level}"]["speed"] for level in levels]
     assert 1 > speeds[0] > speeds[1] > speeds[2] > speeds[3] > 0.5

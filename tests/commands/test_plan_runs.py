@@ -33,6 +33,7 @@ def test_tokens_and_epochs_become_steps(run_plan: Any, tmp_path: Path) -> None:
     for million in ("1M", "1e6", "1_000_000"):
         counted = run_plan(*argv, f"--tokens={million}")
         assert "are 489 steps: max_iters=489 lr_decay_iters=489." in " ".join(counted.out.split())
+        assert "warmup_iters=2000 is above lr_decay_iters=489" in counted.out
     assert run_plan(*argv, "--epochs=2", "--json").json["run"]["steps"] == 81  # 80 whole steps and a token
 
 

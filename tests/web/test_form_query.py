@@ -105,7 +105,9 @@ def test_command_and_config_file_reproduce_the_config(settings: dict[str, Any], 
     file = tmp_path / "x.py"
     file.write_text(config_file(query, "a comment"), encoding="utf-8")
     for argv in (shlex.split(command(query))[2:], [str(file)]):
-        expected = replace(query.config, budget=query.questions.budget, lr_decay_iters=query.config.max_iters)
+        steps = query.config.max_iters  # the learning rate decays, and warms up in at most a tenth of the run
+        expected = replace(query.config, budget=query.questions.budget, lr_decay_iters=steps,
+                           warmup_iters={5000: 250, 600000: 2000}[steps])
         assert replace(RunConfig(), **{each.key: each.value for each in walk(argv, RunConfig)}) == expected
 
 

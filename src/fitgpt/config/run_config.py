@@ -432,10 +432,20 @@ def resolve(assignments: Iterable[Assignment],
     if config.decay_lr and config.min_lr > config.learning_rate:
         notes.append(f"min_lr={config.min_lr:g} is above learning_rate={config.learning_rate:g}: the learning rate "
                      f"will rise where it should decay. Meant: --min_lr={config.learning_rate / 10:g}?")
-    if config.decay_lr and config.warmup_iters > config.lr_decay_iters:
-        notes.append(f"warmup_iters={config.warmup_iters} is above lr_decay_iters={config.lr_decay_iters}: the "
-                     f"learning rate only warms up. Meant: --warmup_iters={config.lr_decay_iters // 20}?")
-    return config, notes
+    return config, [*notes, *warmup_notes(config)]
+
+
+def warmup_notes(config: RunConfig) -> list[str]:
+    """A sentence on a learning rate that never decays."""
+    if not config.decay_lr or config.warmup_iters <= config.lr_decay_iters:
+        return []
+    return [f"warmup_iters={config.warmup_iters} is above lr_decay_iters={config.lr_decay_iters}: the learning rate "
+            f"only warms up. Meant: --warmup_iters={shorter_warmup(config.lr_decay_iters, config.warmup_iters)}?"]
+
+
+def shorter_warmup(steps: int, warmup_iters: int) -> int:
+    """The warm-up for a run of that many steps: the given one, or a twentieth of a run of which it is over a tenth."""
+    return warmup_iters if 10 * warmup_iters <= steps else steps // 20
 
 
 def _check_init_from(init_from: str, assignments: list[Assignment]) -> None:

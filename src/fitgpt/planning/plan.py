@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 from ..config.command_options import PlanArguments, PlanOptions
 from ..config.fields import LARGEST_COUNT, option_specs
 from ..config.resolve import ResolvedRun, resolve_run
-from ..config.run_config import NOT_NANOGPTS, RunConfig
+from ..config.run_config import NOT_NANOGPTS, RunConfig, warmup_notes
 from ..core.errors import UsageError
 from ..core.units import MiB, parse_count, show_count, show_steps
 from ..data.shards import DataSummary
@@ -277,7 +277,8 @@ def with_training_length(config: RunConfig, options: PlanOptions, data: DataSumm
         raise UsageError(f"{text} are {steps:,} steps, and a run has at most {LARGEST_COUNT:,}.", "--tokens 10B")
     longer = replace(config, max_iters=steps, lr_decay_iters=steps)
     late = " One step takes longer." if options.hours and not whole else ""
-    return longer, [f"{text} are {show_steps(steps)}: max_iters={steps} lr_decay_iters={steps}.{late}"]
+    return longer, [f"{text} are {show_steps(steps)}: max_iters={steps} lr_decay_iters={steps}.{late}",
+                    *warmup_notes(longer)]
 
 
 def relative_speed(changed: RunConfig, its_trainer: str, config: RunConfig, trainer: str,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from ..config.run_config import RunConfig
+from ..config.run_config import RunConfig, shorter_warmup
 from ..core.units import GiB, MiB, show_bytes, show_count, show_seconds, show_steps, with_article
 from ..memory.timeline import OwnerTimeline
 from ..planning.changes import Change, PricedChange
@@ -45,7 +45,7 @@ def plan_text(plan: Plan, width: int = 80, *, colour: bool = False) -> str:
     parts = [paragraph(title, width), verdict_text(plan, plan.target.neighbours, width, colour=colour)]
     if plan.ranks:
         parts.append(rank_table(plan.ranks, width))
-    if too_long := long_run_text(plan.duration):
+    if too_long := long_run_text(plan.duration, plan.run.warmup_iters):
         parts.append(paragraph(too_long, width))
     if not plan.fits:
         parts.append(suggestion_text(plan.changes, forecast.trainer, width, priced=priced))
@@ -229,16 +229,19 @@ def suggestion_text(suggestions: Sequence[Change], trainer: str, width: int, *, 
     return "\n".join(lines)
 
 
-def long_run_text(outlook: Duration) -> str:
+def long_run_text(outlook: Duration, warmup_iters: int) -> str:
     """A sentence on a run that takes more than a month, with a length to type instead; empty for a shorter run."""
     if outlook.hours is None or outlook.hours[0] < LONG_RUN_HOURS:
         return ""
     usual = " (nanoGPT's default)" if outlook.steps == RunConfig.max_iters else ""
     steps = max(round(TOKENS_PER_PARAMETER * outlook.params / outlook.tokens_per_step), 1)
     shorter = [hours * steps / outlook.steps for hours in outlook.hours]
+    warmup = shorter_warmup(steps, warmup_iters)
+    flags = [f"--max_iters={steps}", f"--lr_decay_iters={steps}",
+             *([f"--warmup_iters={warmup}"] if warmup != warmup_iters else [])]
     return (f"This run takes {_time_range(outlook.hours)}: max_iters is {outlook.steps:,}{usual}. "
             f"{TOKENS_PER_PARAMETER} tokens per parameter are {show_count(steps * outlook.tokens_per_step)} tokens and "
-            f"take {_time_range(shorter)}: --max_iters={steps} --lr_decay_iters={steps}")
+            f"take {_time_range(shorter)}: {' '.join(flags)}")
 
 
 def attention_text(run: RunConfig, kernel: str) -> str:
@@ -302,9 +305,9 @@ def option_table(priced: Sequence[PricedChange], needs_now: int, reserve_limit: 
 
     has_speeds = any(each.speed is not None for each in priced)
     rows = [(unit, "training", "eval", "needs", "speed" if has_speeds else "", "", "")]
-    rows += [(each.change.flags[0], saved(each.saved_in_training), saved(each.saved_in_evaluation),
-              size(each.needs), "" if each.speed is None else f"{each.speed:.2f}", each.change.kind,
-              "✓" if each.fits else "") for each in priced]
+    rows += [(each.change.flags[0] + (" …" if len(each.change.flags) > 1 else ""), saved(each.saved_in_training),
+              saved(each.saved_in_evaluation), size(each.needs), "" if each.speed is None else f"{each.speed:.2f}",
+              each.change.kind, "✓" if each.fits else "") for each in priced]
     changes = table(rows, left=(0, 5, 6), width=width, optional=(2, 1, 4, 5))
     lines = [paragraph(f"Single changes. The run needs {show_bytes(needs_now)} now; {show_bytes(reserve_limit)} are "
                        "available. First what is exact and free, then exact and slower, then what changes what is "
@@ -312,6 +315,8 @@ def option_table(priced: Sequence[PricedChange], needs_now: int, reserve_limit: 
     shows_speeds = "speed" in changes.splitlines()[0]  # a narrow table leaves them out
     speeds = "; speed: relative to the run as given, by a roofline estimate (docs/fit.md)" if shows_speeds else ""
     lines.append(paragraph(f"✓: fits{speeds}.", width))
+    if any(len(each.change.flags) > 1 for each in priced):
+        lines.append(paragraph("…: together with other flags, listed below.", width))
     if any(each.change.kind == "batch" for each in priced):
         lines.append(paragraph("batch: another effective batch size, which changes what is trained.", width))
     if any(not each.change.comparable for each in priced):
@@ -320,8 +325,13 @@ def option_table(priced: Sequence[PricedChange], needs_now: int, reserve_limit: 
     for each in priced:
         by_effect.setdefault(f"saves {each.change.what}; cost: {each.change.slower}.", []).append(each.change)
     for effect, same in by_effect.items():
-        flags = same[0].flags if len(same) == 1 else [f"{flag.partition('=')[0]}=…" for flag in same[0].flags]
-        lines += wrap(f"{' '.join(flags)}: {effect}", width, indent=2)
+        if len(same) == 1 or len(same[0].flags) > 1:  # to be typed together
+            for change in same[:-1]:
+                lines += wrap(f"{' '.join(change.flags)}, or", width, indent=2)
+            flags = " ".join(same[-1].flags)
+        else:
+            flags = f"{same[0].flags[0].partition('=')[0]}=…"
+        lines += wrap(f"{flags}: {effect}", width, indent=2)
     return "\n".join(lines) + "\n"
 
 

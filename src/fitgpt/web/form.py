@@ -18,7 +18,16 @@ from ..config.argv import walk
 from ..config.command_options import PlanArguments, PlanOptions
 from ..config.fields import Assignment, build, option_specs, parse_value, shown
 from ..config.memory_savers import LEVELS, loss_chunk_tokens
-from ..config.run_config import DEFAULT_VOCAB, NOT_NANOGPTS, PAGE_OPTIONS, RunConfig, diff, gpt2_shapes, resolve
+from ..config.run_config import (
+    DEFAULT_VOCAB,
+    NOT_NANOGPTS,
+    PAGE_OPTIONS,
+    RunConfig,
+    diff,
+    gpt2_shapes,
+    resolve,
+    shorter_warmup,
+)
 from ..core.errors import DeviceError, UsageError
 from ..core.units import show_count
 from ..hardware import gpus, nvidia
@@ -231,7 +240,10 @@ def _training_options(query: PageQuery) -> dict[str, Any]:
     """The options that are not at their default, for the trainer's command line."""
     options = _not_default(query)
     if "max_iters" in options:
-        options["lr_decay_iters"] = query.config.max_iters  # else a short run would keep its highest learning rate
+        steps = query.config.max_iters
+        options["lr_decay_iters"] = steps  # else a short run would keep its highest learning rate
+        if (warmup := shorter_warmup(steps, RunConfig.warmup_iters)) != RunConfig.warmup_iters:
+            options["warmup_iters"] = warmup
     if query.trainer == "nanogpt":
         options.pop("vocab_size", None)  # train.py reads it from the dataset
     elif query.questions.budget:

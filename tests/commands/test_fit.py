@@ -220,8 +220,9 @@ def test_exit_code_1_and_suggestions_where_nothing_fits(run_fit: Any) -> None:
     assert "--allow" in output.text
     assert "Nothing fits, so nothing was written." in output.out
     assert not Path("mine.py").exists()
-    assert "CUDA itself takes 196.0 MiB, which leaves nothing" in run_fit("run.py", "--gpu", "4070", "--budget",
-                                                                          "90MiB").text
+    too_small = run_fit("run.py", "--gpu", "4070", "--budget", "90MiB")
+    assert "CUDA itself takes 196.0 MiB, which leaves nothing" in too_small.text
+    assert "┤" not in too_small.out  # there is no memory to draw
     assert "no memory of the GPU is left" in run_fit("run.py", "--gpu", "4070", "--others=11GiB", "--leave=1GiB").text
     caught = run_fit("run.py", "--gpu", "4070", "--leave", "20GiB")
     assert (caught.code, "--leave 20GiB leaves the run nothing: CUDA offers 11.65 GiB" in caught.err) == (2, True)

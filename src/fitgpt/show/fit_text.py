@@ -52,7 +52,7 @@ def fit_text(fitted: FitResult, run: str, *, width: int = 80, todo: str = "") ->
             parts.append("\n".join(lines))
     if fitted.runners_up:
         parts.append("\n".join(["Runners-up", *_runner_up_lines(fitted.runners_up, width)]))
-    if len(fitted.frontier) > 1:
+    if len(fitted.frontier) > 1 and budget.reserve_limit > 0:
         parts.append(_plot(fitted, min(width - PLOT_MARGIN - 2, PLOT_COLUMNS)))
     parts.append(labelled_rows(_note_rows(fitted), width))
     if todo:

@@ -59,6 +59,18 @@ def test_the_demo_prepares_trains_samples_and_suggests_commands(tmp_path: Path) 
     assert "fitgpt sample 'my runs/demo'" in closing
 
 
+def test_the_demo_trains_on_text_that_was_prepared_with_another_split(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained: list[str],
+        capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(demo, "prepare", lambda options: pytest.fail("prepared again"))
+    (tmp_path / "text.txt").write_text("def f(): pass\n" * 100)
+    subprocess.run([sys.executable, "-m", "fitgpt", "prepare", "text.txt", "--name=stdlib", "--tokenizer=bytes"],
+                   check=True, stdout=subprocess.DEVNULL, timeout=120)
+    assert demo.demo(DemoOptions(out_dir="demo")) == 0
+    assert capsys.readouterr().out.startswith("The text is in data/stdlib already.")
+
+
 def test_the_suggested_commands_are_valid() -> None:
     lines = demo.next_commands("my runs/demo", 400, width=60)
     assert max(map(len, lines)) <= 60

@@ -13,6 +13,7 @@ from typing import Any
 from ..config.command_options import DemoOptions, PrepareOptions, SampleOptions
 from ..config.fields import Assignment
 from ..core.errors import DeviceError, DoesNotFit
+from ..data.shards import MANIFEST_NAME, read_manifest
 from ..show.terminal import columns, command_lines, paragraph
 from .prepare import prepare
 from .sample import sample
@@ -32,7 +33,10 @@ def demo(options: DemoOptions) -> int:
     def start(**settings: Any) -> int:
         return train([Assignment(key, value, "the demo") for key, value in settings.items()])
 
-    prepare(DATA)
+    if is_prepared():
+        print(f"The text is in data/{DATA.name} already.")
+    else:
+        prepare(DATA)
     print(flush=True)
     out_dir, steps = free_folder(options.out_dir), options.steps or CONFIG["max_iters"]
     settings = {**CONFIG, "out_dir": out_dir, "device": options.device, "max_iters": steps, "fit": True,
@@ -59,6 +63,12 @@ def demo(options: DemoOptions) -> int:
     if unusable:
         print(f"\nfitgpt: {unusable}", file=sys.stderr)
     return 0
+
+
+def is_prepared() -> bool:
+    """Whether the dataset is there, with the tokenizer that the model needs; another split of it does as well."""
+    folder = Path("data") / DATA.name
+    return (folder / MANIFEST_NAME).is_file() and read_manifest(folder).tokenizer == DATA.tokenizer
 
 
 def free_folder(wanted: str) -> str:

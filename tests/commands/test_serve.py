@@ -130,3 +130,10 @@ def test_a_missing_package_is_named_with_the_extra_that_installs_it(package: str
     assert ended.returncode == 2
     assert package in ended.stderr
     assert "[web]" in ended.stderr
+
+
+def test_a_run_folder_that_does_not_exist_is_an_error_before_an_address_is_printed(tmp_path: Path) -> None:
+    ended = subprocess.run([sys.executable, "-m", "fitgpt", "serve", "runs/nowhere", "--no-browser", "--port=0"],
+                           capture_output=True, text=True, timeout=TIMEOUT, cwd=tmp_path)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert "runs/nowhere does not exist" in ended.stderr

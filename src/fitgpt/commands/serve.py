@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from ..config.command_options import ServeOptions
 from ..core.errors import SystemFault, UsageError
+from ..runs.watch import named_run
 
 if TYPE_CHECKING:
     from ..web.app import ServerAddress
@@ -29,6 +30,8 @@ def serve(options: ServeOptions) -> int:
     # First: a missing package must be reported before an address is printed.
     from ..web.app import ServerAddress, run_server
 
+    if options.run:
+        named_run(options.run, "fitgpt serve, without RUN, shows the newest run in this folder or in runs/")
     listening = listen(options.host, options.port)
     host, port = listening.getsockname()[:2]
     address = ServerAddress(port, "" if ipaddress.ip_address(host).is_loopback else secrets.token_urlsafe(18), host)

@@ -219,15 +219,16 @@ def numbered(gpus: tuple[GpuState, ...], number: int, reason: str) -> GpuState:
                       "fitgpt watch RUN reads a run's folder, and needs no GPU.")
 
 
-def named_run(target: str) -> Path:
+def named_run(target: str, fix: str = "fitgpt watch RUN, where RUN is the --out_dir of a run; or fitgpt watch 0, for "
+              "GPU 0") -> Path:
+    """The folder, if it holds a run. `fix`: of the UsageError."""
     folder = Path(target)
     if is_run(folder):
         return folder
     near = ", ".join(str(found) for found in runs_near(Path())[:5])
     what = ("contains no run of fitgpt" if folder.is_dir() else "is not a folder" if folder.exists()
             else "does not exist")
-    raise UsageError(f"{target} {what}." + (f" Runs near here: {near}." if near else ""),
-                     "fitgpt watch RUN, where RUN is the --out_dir of a run; or fitgpt watch 0, for GPU 0")
+    raise UsageError(f"{target} {what}." + (f" Runs near here: {near}." if near else ""), fix)
 
 
 def find_run(gpus: tuple[GpuState, ...], reason: str) -> FollowedRun | None:

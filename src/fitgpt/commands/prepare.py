@@ -52,8 +52,8 @@ def _print_result(result: PreparedDataset) -> None:
     for note in result.notes:
         _say(f"Note: {note}")
     if manifest.tokens("val") < _SMALL_VAL_TOKENS:
-        _say(f"Note: val has only {manifest.tokens('val'):,} tokens; a larger --val_fraction gives a less noisy "
-             "val loss.")
+        _say(f"Note: val has only {_plural(manifest.tokens('val'), 'token')}; a larger --val_fraction gives a less "
+             "noisy val loss.")
     _say(f"The dataset is in {result.folder}. To train on it:")
     print(*command_lines(_train_command(result), columns()), sep="\n", flush=True)
 

@@ -15,7 +15,7 @@ import pytest
 
 from fitgpt.web.api import ApiRequest
 from fitgpt.web.app import MAX_BODY, ServerAddress, make_app
-from fitgpt.web.workers import Busy, TooSlow
+from fitgpt.web.workers import Busy, TooSlow, WorkerEnded
 from tests.web_server import running_run, serving
 
 
@@ -189,7 +189,8 @@ def test_400_clients_that_never_finish_do_not_block_others(port: int) -> None:
             each.close()
 
 
-@pytest.mark.parametrize(("error", "text"), [(Busy, "Too many requests"), (TooSlow, "took longer than 40 s")])
+@pytest.mark.parametrize(("error", "text"), [(Busy, "Too many requests"), (TooSlow, "took longer than 40 s"),
+                                               (WorkerEnded, "computes the answers ended")])
 def test_an_answer_that_cannot_be_computed_is_a_503_with_a_fix(error: type[Exception], text: str) -> None:
     reply = through(ServerAddress(80), "/api/plan", FailingPool(error), host="localhost:80")
     assert reply.status == 503

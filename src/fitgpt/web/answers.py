@@ -170,7 +170,7 @@ def exact(query: PageQuery) -> Answer:
     run = memory.duration
     speed = expected_speed(query.config, target.card, query.trainer, target.platform)
     cpu_ram = f"; {show_bytes(run.host_bytes)} of CPU RAM" if run.host_bytes else ""
-    facts = [("assumes", show.assumptions_text(memory)), ("basis", show.accuracy_text(memory, memory.track_record)),
+    facts = [("assumes", show.assumptions_text(memory)), ("accuracy", show.accuracy_text(memory, memory.track_record)),
              ("GPU", " ".join(target.budget.sources)),
              ("step", f"{run.tokens_per_step:,} tokens per step; a checkpoint takes {show_bytes(run.checkpoint_bytes)} "
                       f"on disk{cpu_ram}")]

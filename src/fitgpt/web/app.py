@@ -27,7 +27,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from .api import NAMES, ApiRequest
 from .form import DOCS
 from .page_files import MEDIA_TYPES, page_files
-from .workers import Busy, TooSlow, WorkerPool
+from .workers import Busy, TooSlow, WorkerEnded, WorkerPool
 
 MAX_HEAD = 16 * 1024
 MAX_BODY = 512 * 1024
@@ -192,6 +192,9 @@ async def _answer(request: Request, pool: WorkerPool, wanted: ApiRequest) -> Res
     except TooSlow:
         return _problem(503, f"The answer took longer than {ANSWER_SECONDS:.0f} s and was stopped.",
                         "fitgpt plan in a terminal has no time limit.")
+    except WorkerEnded:
+        return _problem(503, "The process that computes the answers ended.",
+                        "Reload the page; if it ends again, the terminal of fitgpt serve shows why.")
     return Response(reply, 500 if reply.startswith(b'{"bug"') else 200, media_type="application/json")
 
 

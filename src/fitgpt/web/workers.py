@@ -10,6 +10,7 @@ import asyncio
 import multiprocessing
 import os
 import threading
+import time
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 
@@ -25,6 +26,10 @@ class Busy(Exception):
 
 class TooSlow(Exception):
     """The answer took longer than the time limit."""
+
+
+class WorkerEnded(Exception):
+    """The worker ended before the time limit: it did not start, or something killed it."""
 
 
 # ---- in the worker process
@@ -58,8 +63,10 @@ class Worker:
         if self._waiting >= MAX_WAITING:
             raise Busy
         self._waiting += 1
+        begun = time.monotonic()
         try:
             async with self._turn:
+                begun = time.monotonic()
                 computing = asyncio.wrap_future(self._submit(request))
                 computing.add_done_callback(lambda done: done.cancelled() or done.exception())  # or asyncio logs it
                 try:
@@ -68,7 +75,7 @@ class Worker:
                     await asyncio.wait({computing})  # until then the worker is busy
                     raise
         except BrokenProcessPool:
-            raise TooSlow from None
+            raise (TooSlow if time.monotonic() - begun >= self.seconds else WorkerEnded) from None
         finally:
             self._waiting -= 1
 
@@ -96,7 +103,7 @@ class WorkerPool:
         self._quick, self._slow = Worker(seconds), Worker(seconds)
 
     async def answer(self, request: ApiRequest) -> bytes:
-        """JSON. Raises Busy or TooSlow."""
+        """JSON. Raises Busy, TooSlow or WorkerEnded."""
         return await (self._quick if request.name in QUICK else self._slow).answer(request)
 
     def close(self) -> None:

@@ -4,9 +4,13 @@ import * as settings from "./settings.js";
 import { byId, bytes, element, svgElement } from "./dom.js";
 import { t } from "./strings.js";
 
+// The verdicts of an earlier run stay, faded, until the new ones arrive.
+export const fade = () => byId("gpus").classList.add("stale");
+
 export async function showAll(query, signal) {
   const answer = await get("gpus", query, signal);
   if (signal.aborted || !answer || answer.problem) return;
+  byId("gpus").classList.remove("stale");
   const fitting = answer.gpus.filter((gpu) => gpu.fits).length;
   byId("gpus-note").textContent = t("gpus.note", { fitting, count: answer.gpus.length });
   if (byId("gpus").contains(document.activeElement)) return markChosen();

@@ -24,7 +24,7 @@ if (!choices.problem) {
   const others = { gpu: "", others: "", budget: "", trainer: "fitgpt", torch: "", eval_iters: "200" };
   settings.start({ ...others, ...options }, choices.here ? {} : { gpu: choices.example });
   form.build(choices);
-  settings.onChange(() => { plan.clearComparison(); fit.clear(); form.show(); gpus.markChosen(); tabs.show(); paste.show(); plan.refresh(); });
+  settings.onChange(() => { plan.clearComparison(); fit.clear(); form.show(); gpus.markChosen(); gpus.fade(); tabs.show(); paste.show(); plan.refresh(); });
   plan.onExact(fixes.showAll);
   plan.onExact(gpus.showAll);
   tabs.onOpen((name) => { if (name === "live") live.look(); });
@@ -39,6 +39,9 @@ if (!choices.problem) {
   document.documentElement.dataset.built = ""; // shows the page
   await plan.refresh();
   if (SERVED) live.look();
+} else if (!choices.offline) {
+  byId("offline").textContent = `${choices.problem.what} ${choices.problem.fix}`;
+  byId("offline").hidden = false;
 }
 document.documentElement.dataset.ready = "";
 

@@ -152,6 +152,8 @@ def record(names: list[str]) -> None:
         home = Path(folder)
         (home / "config").symlink_to(ROOT / "config")
         (home / "examples").symlink_to(DOCS / "examples")
+        (home / "docs").mkdir()
+        (home / "docs" / "examples").symlink_to(DOCS / "examples")
         (home / "recorded").symlink_to(ROOT / "tests" / "recorded")
         (home / "my_texts").mkdir()
         for page in pages():

@@ -262,6 +262,17 @@ def test_a_server_that_is_gone_is_reported_once(browser: Any, address: str) -> N
     page.close()
 
 
+@pytest.mark.served
+def test_a_page_that_cannot_start_says_why(browser: Any, address: str) -> None:
+    page = browser.new_page()
+    problem = {"problem": {"what": "It ended.", "fix": "Reload the page.", "settings": {}}}
+    page.route("**/api/form", lambda route: route.fulfill(status=503, json=problem))
+    page.goto(address)
+    page.wait_for_selector("#offline:visible")
+    assert page.inner_text("main").strip() == "It ended. Reload the page."
+    page.close()
+
+
 # ---- the run of the notes
 
 

@@ -153,6 +153,8 @@ def test_the_shares_add_up_to_the_gpu(name: str) -> None:
     ("RuntimeError: DataLoader worker (pid 22323) is killed by signal: Killed.", "killed"),
     ("iter 144: loss 0.58\n\n**Killed**\n", "killed"),
     ("fitgpt: The system killed the training process (signal 9).", "killed"),
+    ("train.sh: Zeile 3: 12345 Getötet                python3 train.py", "killed"),
+    ("systemd-oomd[812]: Killed /user.slice/user-1000.slice due to memory used (15782313984) / total", "killed"),
     ("Status code 137 indicates OOM error in the docker container.", "killed"),
     ("make: *** [Makefile:12: train] Error 137", "killed"),
     ("systemd[1]: train.service: Main process exited, code=killed, status=9/KILL", "killed"),

@@ -49,6 +49,7 @@ def test_phase_trainer_and_compile_mode_of_a_traceback() -> None:
     ("model.load_state_dict(torch.load(path))", "train.py", "main", "load"),
     ("optimizer.step()", "train.py", "train_and_evaluate", "step"),
     ("optimizer.load_state_dict(state)", "/x/torch/optim/optimizer.py", "load_state_dict", "load"),
+    ("self.optimizer.run()", "stage3.py", "_optimizer_step", "step"),
     ("loss = criterion(net(x), y)", "train.py", "val_one_epoch", "eval"),
     ("h = hidden_states.to(torch.float32)", "llama.py", "norm", ""),
     ("batch = batch.to(device)", "train.py", "main", ""),

@@ -311,6 +311,21 @@ def test_gpustat_is_parsed_with_its_processes() -> None:
     assert [(each.name, each.nbytes) for each in of_users.processes] == [("alice", 4464 * MiB), ("bob", 642 * MiB)]
 
 
+@pytest.mark.parametrize(("text", "title"), [
+    ("    FB Memory Usage\n        Total                             : 12282 MiB\n        Reserved                   "
+     "       : 305 MiB\n        Used                              : 6582 MiB\n        Free         : 5394 MiB\n",
+     "6,582 MiB of the GPU are used."),
+    ("GPU[0]\t\t: VRAM Total Memory (B): 17163091968\nGPU[0]\t\t: VRAM Total Used Memory (B): 8581545984\n",
+     "8,184 MiB of the GPU are used."),
+    ("    PID  USER DEV    TYPE  GPU        GPU MEM    CPU  HOST MEM Command\n"
+     "   4711 alice   0 Compute  97%   4464MiB  36%   101%   2212MiB python train.py",
+     "This process holds 4,464 MiB of the GPU."),
+    ("|    0   N/A  N/A   4711      C   ./train.par        4464MiB |", "This process holds 4,464 MiB of the GPU."),
+])
+def test_other_tools_are_read(text: str, title: str) -> None:
+    assert explain(text).title == title
+
+
 def test_a_process_that_computes_may_be_the_run_whatever_its_name() -> None:
     row = "|    0   N/A  N/A   {}      C   [xarexec] ./train.par      {}MiB |\n"
     screen = row.format(2695172, 26167) + "".join(row.format(pid, 871) for pid in range(2695173, 2695180))

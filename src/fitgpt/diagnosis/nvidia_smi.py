@@ -19,6 +19,11 @@ _PROCESS = re.compile(r"^\W*(\d+)\s+(?:(N/A|\d+)\s+(?:N/A|\d+)\s+)?(\d+)\s+(C\+G
 # gpustat: [0] NVIDIA GeForce RTX 4070 | 50'C, 30 % | 6582 / 12282 MB | alice:python/2211(4464M)
 _GPUSTAT = re.compile(r"^\[(\d+)\]\s*(\S.*?)\s*[|│].*[|│]\s*(\d+)\s*/\s*(\d+)\s*MB\b(.*)")
 _GPUSTAT_PROCESS = re.compile(r"([\w.+-]+)(?:/(\d+))?\((\d+)M\)")  # without -c and -p, users instead of names
+# nvtop: PID USER DEV TYPE GPU GPU-MEM CPU HOST-MEM Command
+_NVTOP_PROCESS = re.compile(r"^\s*(\d+)\s+\S+\s+\d+\s+(Compute|Graphic|Both)\D.*?\s(\d+)MiB\s.*?MiB\s+(\S.*)")
+# A figure per line: nvidia-smi -q, in MiB, and rocm-smi --showmeminfo vram, in bytes
+_LISTED = {MiB: re.compile(r"FB Memory Usage\s+Total\s*: (\d{1,9}) MiB(?:\s+Reserved\s*: .*)?\s+Used\s*: (\d{1,9})"),
+           1: re.compile(r"VRAM Total Memory \(B\): (\d{1,15})\s+.*?VRAM Total Used Memory \(B\): (\d{1,15})")}
 # A cell: "6582MiB / 12282MiB", "6.4 of 12 GiB", "6582 / 12282". Such tools print MB and GB and mean MiB and GiB.
 _UNIT = r"\s*([MG])?i?B?\b"
 _NUMBER = r"(\d{1,9}(?:[.,]\d{1,9})?)"
@@ -41,7 +46,7 @@ class SmiProcess:
     pid: int
     name: str
     nbytes: int | None  # None: printed as N/A (WSL, Windows)
-    kind: str = ""      # C: computes; G: graphics
+    kind: str = ""      # C: computes; G: graphics; empty: not known
 
     @property
     def computes(self) -> bool:
@@ -71,7 +76,7 @@ class SmiGpu:
 def parse_nvidia_smi(text: str) -> tuple[SmiGpu, ...]:
     """The GPUs of the first nvidia-smi output in a text, or their MIG devices; empty if there is none."""
     lines = [line for line in clean(text).split("\n") if _is_plausible(line)]
-    return _parse_table(lines) or _parse_csv(lines) or _parse_gpustat(lines)
+    return _parse_table(lines) or _parse_csv(lines) or _parse_gpustat(lines) or _parse_list(lines)
 
 
 def parse_fragment(text: str) -> SmiGpu | None:
@@ -87,6 +92,8 @@ def parse_fragment(text: str) -> SmiGpu | None:
     for line in filter(_is_plausible, lines):
         if found := _PROCESS.match(line):
             processes.append(_process(found))
+        elif found := _NVTOP_PROCESS.match(line):
+            processes.append(SmiProcess(int(found[1]), found[4], int(found[3]) * MiB, found[2][0]))
         elif found := _PYTHON_ROW.search(line):
             processes.append(SmiProcess(0, found[1].strip(","), int(found[2]) * MiB))
         elif total is None and (sizes := _used_and_total(line)):
@@ -166,6 +173,13 @@ def _parse_csv(lines: list[str]) -> tuple[SmiGpu, ...]:
             break
         found[index] = SmiGpu(index, row.get("name", ""), int(used[1]) * MiB if used else None, int(total[1]) * MiB)
     return tuple(found.values())
+
+
+def _parse_list(lines: list[str]) -> tuple[SmiGpu, ...]:
+    """A figure per line, the GPUs in their order."""
+    found = [(int(used) * unit, int(total) * unit) for unit, pattern in _LISTED.items()
+             for total, used in pattern.findall("\n".join(lines))]
+    return tuple(SmiGpu(index, "", used, total) for index, (used, total) in enumerate(found))
 
 
 def _parse_gpustat(lines: list[str]) -> tuple[SmiGpu, ...]:

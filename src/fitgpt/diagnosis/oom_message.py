@@ -140,7 +140,7 @@ _RAM = re.compile(r"defaultcpuallocator:[\w']{1,40}memory:youtriedtoallocate(\d{
 _KILLED = re.compile(r"outofmemory:kill(?:ed)?process|oom[-_]?kill"
                      r"|(?:exit(?:ed)?(?:with)?(?:code|status)?|(?:status|return)code|error)[:=]?(?:137|-9)(?![\d.]*\d)"
                      r"|killedthetrainingprocess\(signal9\)|signal:?9[\(,:]sigkill|signals\.sigkill:9|signal:killed"
-                     r"|status=9/kill|outofmemorykiller|out[-_]of[-_]memory(?:handler|\(exitcode0\))"
+                     r"|status=9/kill|systemd-oomd(?:\[\d{1,9}\])?:killed|outofmemorykiller|out[-_]of[-_]memory(?:handler|\(exitcode0\))"
                      r"|srun:error:[\w.-]{1,60}:tasks?[\d,-]{1,40}:outofmemory"
                      r"|killedduetothenoderunninglowonmemory|killedduetomemorypressure|rayoutofmemoryerror")
 # Memory that PyTorch's CUDA allocator does not manage, or that another library ran out of, by its words.
@@ -186,7 +186,8 @@ _LESS_SPECIFIC = ("warning", "driver", "tensorflow", *COMMUNICATION)
 _KINDS = {"cuda": _ALLOCATOR, "warning": _WARNING, "mps": _MPS, "library": _LIBRARY, "driver": _DRIVER, "ram": _RAM,
           "killed": _KILLED, **FRAMEWORKS, **COMMUNICATION}
 # Printed by the shell, by bash and zsh with more on the line; needs the lines.
-_KILLED_LINE = re.compile(r"(?m)(?:^|[\s\]])\**Killed\**[ \t]*$|(?:^|\s)\d+ Killed\s|^\[\d+\][+-]?\s+Killed\s"
+_WORD = "(?:Killed|Getötet|Убито|已杀死|強制終了)"  # in the shell's language
+_KILLED_LINE = re.compile(rf"(?m)(?:^|[\s\]])\**{_WORD}\**[ \t]*$|(?:^|\s)\d+ {_WORD}\s|^\[\d+\][+-]?\s+{_WORD}\s"
                           r"|\bzsh: killed\b")
 
 _FIELDS: dict[str, tuple[re.Pattern[str], ...]] = {
@@ -387,7 +388,8 @@ _MODULE = r"(?:model|net|network|module|encoder|decoder|unet|vae|pipe|pipeline|s
 _PHASES = {phase: re.compile(pattern, re.MULTILINE) for phase, pattern in {
     "save": r"(?i:\b(?!\w*(?:load|set_))\w*state_dict\w*(?:\(|$)|fsdp_save|full_state_dict\b|safe_save_model"
             r"|check clone implementation|torch\.save\(|save_pretrained|\bsave_file\(|save_checkpoint\(|save_model\()",
-    "step": r"optimi[sz]er\.step\(|scaler\.step\(|_multi_tensor_|_single_tensor_|_foreach_|_init_group|\bexp_avg",
+    "step": r"optimi[sz]er\.step\(|^_?optimi[sz]er_step$|scaler\.step\(|_multi_tensor_|_single_tensor_|_foreach_"
+            r"|_init_group|\bexp_avg",
     "eval": r"(?i:estimate_loss|evaluat|prediction_loop|prediction_step|validat|\beval\b)|^val(?:_\w+)?$"
             r"|cat\(\(preds|nested_concat",
     "backward": r"\.backward\(|^backward$",

@@ -206,7 +206,7 @@ _FIELDS: dict[str, tuple[re.Pattern[str], ...]] = {
     }.items()}
 _NEXT_MESSAGE = re.compile(r'outofmemory|triedtoallocate|traceback\(mostrecent|file"')
 _OTHERS = re.compile(rf"process(\d{{1,18}})has{_SIZE}memoryinuse")
-_GPU = re.compile(r"(?:gpu|allocationondevice)(\d{1,4})")
+_GPU = re.compile(r"(?:[gn]pu|allocationondevice)(\d{1,4})")
 
 # A word that each message of a kind contains once: the count of the word is the number of messages.
 COUNTED = {"cuda": b"tried to allocate", "hip": b"tried to allocate", "xpu": b"tried to allocate",

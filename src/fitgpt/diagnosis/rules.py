@@ -411,10 +411,10 @@ _rule_of_kind(
 def _server_advice(case: Case) -> Advice:
     text = case.message.text.lower()
     if "desired" in text:  # it wants a share that others hold
-        return (LIST_PROCESSES, ("--gpu-memory-utilization 0.6", "a smaller share, less than what is free"))
+        return (LIST_PROCESSES, ("--gpu-memory-utilization 0.6", "a smaller share, below the message's free / total"))
     if "mem-fraction-static" in text:
-        return (("--mem-fraction-static 0.9", "a larger share for weights and KV cache"), ("--context-length 4096",
-                "a shorter context needs a smaller cache"), LIST_PROCESSES)
+        return (("--mem-fraction-static 0.9", "a larger share for weights and KV cache"),
+                ("--context-length 4096", "a shorter context needs a smaller cache"), LIST_PROCESSES)
     return (("--gpu-memory-utilization 0.95", "a larger share, if other processes leave it"),
             ("--max-model-len 4096", "a shorter context needs a smaller cache"),
             ("--enforce-eager", "no CUDA graphs, which take some GiB"), LIST_PROCESSES)

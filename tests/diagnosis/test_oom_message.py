@@ -153,6 +153,20 @@ def test_the_shares_add_up_to_the_gpu(name: str) -> None:
     ("RuntimeError: DataLoader worker (pid 22323) is killed by signal: Killed.", "killed"),
     ("iter 144: loss 0.58\n\n**Killed**\n", "killed"),
     ("fitgpt: The system killed the training process (signal 9).", "killed"),
+    ("train.sh: Zeile 3: 12345 Getötet                python3 train.py", "killed"),
+    ("systemd-oomd[812]: Killed /user.slice/user-1000.slice due to memory used (15782313984) / total", "killed"),
+    ("Status code 137 indicates OOM error in the docker container.", "killed"),
+    ("make: *** [Makefile:12: train] Error 137", "killed"),
+    ("systemd[1]: train.service: Main process exited, code=killed, status=9/KILL", "killed"),
+    ("Error: process didn't exit successfully (signal: 9, SIGKILL: kill)", "killed"),
+    ("Job ID: 4711\nState: OUT_OF_MEMORY (exit code 0)", "killed"),
+    ("Your notebook tried to allocate more memory than is available. It has restarted.", "ram"),
+    ("页面文件太小，无法完成操作。 (os error 1455)", "ram"),
+    ("RuntimeError: CUDA error: no kernel image is available\nCuda Error in allocate: 2 (out of memory) "
+     "../rtSafe/safeRuntime.cpp (25) - out of memory", "other library"),
+    ("ggml_vulkan: vk::Device::allocateMemory: ErrorOutOfDeviceMemory", "other library"),
+    ("(0) RESOURCE_EXHAUSTED: Failed to allocate request for 6.27GiB", "jax"),
+    ("Ran out of memory trying to allocate 128.00MiB", "tensorflow"),
 ])
 def test_other_messages_are_recognised(text: str, kind: str) -> None:
     found = parse_oom_message(text)

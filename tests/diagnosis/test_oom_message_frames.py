@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fitgpt.diagnosis.oom_message import StackFrame, is_compiled, parse_frames, phase_of, trainer_of, user_frame
+from fitgpt.diagnosis.oom_message import StackFrame, clean, is_compiled, parse_frames, phase_of, trainer_of, user_frame
 
 NANOGPT = '''Traceback (most recent call last):
   File "/home/me/nanoGPT/train.py", line 264, in <module>
@@ -49,6 +49,10 @@ def test_phase_trainer_and_compile_mode_of_a_traceback() -> None:
     ("model.load_state_dict(torch.load(path))", "train.py", "main", "load"),
     ("optimizer.step()", "train.py", "train_and_evaluate", "step"),
     ("optimizer.load_state_dict(state)", "/x/torch/optim/optimizer.py", "load_state_dict", "load"),
+    ("self.optimizer.run()", "stage3.py", "_optimizer_step", "step"),
+    ("loss = criterion(net(x), y)", "train.py", "val_one_epoch", "eval"),
+    ("h = hidden_states.to(torch.float32)", "llama.py", "norm", ""),
+    ("batch = batch.to(device)", "train.py", "main", ""),
     ("x = 1", "x.py", "<module>", ""),
 ])
 def test_each_phase_is_recognised(code: str, file: str, function: str, phase: str) -> None:
@@ -61,6 +65,19 @@ def test_notebook_and_pytest_tracebacks_are_parsed() -> None:
     assert [(frame.function, frame.line) for frame in parse_frames(notebook)] == [
         ("<module>", 30), ("_call_impl", 722)]
     assert [frame.line for frame in parse_frames("a/trainer.py:1412: in train\n    return inner(\n")] == [1412]
+
+
+def test_tracebacks_of_ipython_8_and_rich_are_parsed() -> None:
+    ipython = ("Cell In[11], line 2\n      1 #torch.cuda.empty_cache()\n----> 2 trainer_stats = trainer.train()\n\n"
+               "File ~/site-packages/flair/trainer.py:624, in ModelTrainer.train_custom(self, base_path)\n"
+               "    622     gradient_norm = None\n--> 624 scaler.step(self.optimizer)\n    625 scaler.update()\n")
+    assert [(frame.file, frame.line, frame.function, frame.code) for frame in parse_frames(ipython)] == [
+        ("Cell In[11]", 2, "", "trainer_stats = trainer.train()"),
+        ("~/site-packages/flair/trainer.py", 624, "train_custom", "scaler.step(self.optimizer)")]
+    rich = ("│ C:\\venv\\grad_scaler.py:290 in _maybe_opt_step        │\n│   289 │   │   if not found:        │\n"
+            "│ ❱ 290 │   │   │   retval = optimizer.step(*args)   │\n│   291 │   │   return retval      │\n")
+    frame, = parse_frames(clean(rich))
+    assert (frame.line, frame.function, frame.code) == (290, "_maybe_opt_step", "retval = optimizer.step(*args)")
 
 
 def test_only_the_last_traceback_counts() -> None:

@@ -11,6 +11,7 @@ from fitgpt.config.fields import build
 from fitgpt.config.run_config import RunConfig
 from fitgpt.core.errors import UsageError
 from fitgpt.core.units import MiB
+from fitgpt.diagnosis import explain
 from fitgpt.diagnosis.case import ExplainedRun
 from fitgpt.diagnosis.nvidia_smi import SmiGpu, SmiProcess, parse_fragment, parse_nvidia_smi
 from fitgpt.diagnosis.reading import Reading, card_of, explain_reading, reading_of
@@ -306,7 +307,52 @@ def test_gpustat_is_parsed_with_its_processes() -> None:
     answer = explain_reading(reading_of(gpu), notes_30m(), card_of(gpu))
     assert sum(share.nbytes for share in answer.shares) == 12282 * MiB
     assert 642 * MiB in [share.nbytes for share in answer.shares]
-    assert parse_nvidia_smi(text.replace("alice:python/2211", "alice"))[0].processes[0].pid == 977
+    of_users = parse_nvidia_smi(text.replace("alice:python/2211", "alice").replace("alice:Xorg/977", "bob"))[0]
+    assert [(each.name, each.nbytes) for each in of_users.processes] == [("alice", 4464 * MiB), ("bob", 642 * MiB)]
+
+
+@pytest.mark.parametrize(("text", "title"), [
+    ("    FB Memory Usage\n        Total                             : 12282 MiB\n        Reserved                   "
+     "       : 305 MiB\n        Used                              : 6582 MiB\n        Free         : 5394 MiB\n",
+     "6,582 MiB of the GPU are used."),
+    ("GPU[0]\t\t: VRAM Total Memory (B): 17163091968\nGPU[0]\t\t: VRAM Total Used Memory (B): 8581545984\n",
+     "8,184 MiB of the GPU are used."),
+    ("    PID  USER DEV    TYPE  GPU        GPU MEM    CPU  HOST MEM Command\n"
+     "   4711 alice   0 Compute  97%   4464MiB  36%   101%   2212MiB python train.py",
+     "This process holds 4,464 MiB of the GPU."),
+    ("|    0   N/A  N/A   4711      C   ./train.par        4464MiB |", "This process holds 4,464 MiB of the GPU."),
+])
+def test_other_tools_are_read(text: str, title: str) -> None:
+    assert explain(text).title == title
+
+
+def test_a_process_that_computes_may_be_the_run_whatever_its_name() -> None:
+    row = "|    0   N/A  N/A   {}      C   [xarexec] ./train.par      {}MiB |\n"
+    screen = row.format(2695172, 26167) + "".join(row.format(pid, 871) for pid in range(2695173, 2695180))
+    answer = explain(screen)
+    assert answer.title == "This process holds 26,167 MiB of the GPU."
+    assert [cause.code for cause in answer.causes] == ["OOM-RANKS"]
+
+
+@pytest.mark.parametrize(("shared", "codes"), [("5.0", ["OOM-SPILL"]), ("0.3", [])])
+@pytest.mark.parametrize("text", [
+    "Dedicated GPU memory 11.8/12.0 GB\nShared GPU memory {}/31.9 GB", "Shared GPU memory\n{}/31.9 GB\n"
+    "Dedicated GPU memory\n11.8/12.0 GB", "Dedizierter GPU-Speicher 11,8/12,0 GB\n"
+    "Gemeinsam genutzter GPU-Speicher {}/31,9 GB", "专用 GPU 内存 11.8/12.0 GB\n共享 GPU 内存 {}/31.9 GB"])
+def test_shared_memory_in_the_task_manager_is_a_gpu_that_spills(text: str, shared: str, codes: list[str]) -> None:
+    answer = explain(text.format(shared))
+    assert answer.title == "12,083 MiB of the GPU are used."
+    assert [cause.code for cause in answer.causes] == codes
+
+
+def test_a_memory_summary_shows_what_is_reserved_beside_the_tensors() -> None:
+    folder = Path(__file__).parent / "messages"
+    answer = explain((folder / "pytorch-35901-summary.txt").read_text(encoding="utf-8"))
+    assert [share.nbytes // MiB for share in answer.shares] == [1062, 12420 - 1062]
+    assert [cause.code for cause in answer.causes] == ["OOM-FRAGMENTED"]
+    assert "4.76 GiB were allocated" in answer.what
+    assert not explain((folder / "pytorch-35901-summary.txt").read_text(encoding="utf-8").replace(
+        "OOMs: 1            |        cudaMalloc retries: 1", "OOMs: 0 | cudaMalloc retries: 0")).causes
 
 
 def test_an_unknown_process_is_not_counted_twice() -> None:

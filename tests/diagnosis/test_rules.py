@@ -85,6 +85,8 @@ MADE: dict[str, Callable[[], Diagnosis]] = {
                           "GPU_0_bfc",
         "OOM-METAL": "[METAL] Command buffer execution failed: Insufficient Memory (00000008:"
                      "kIOGPUCommandBufferCallbackErrorOutOfMemory)",
+        "OOM-DEVICE-MAP": "ValueError: Some modules are dispatched on the CPU or the disk. Make sure you have enough "
+                          "GPU RAM to fit the quantized model.",
         "OOM-VLLM": "ValueError: No available memory for the cache blocks. Try increasing `gpu_memory_utilization` "
                     "when initializing the engine.",
     }.items()},
@@ -144,6 +146,39 @@ def test_an_activation_is_named_with_its_layer() -> None:
 
 def advice(text: str) -> list[str]:
     return [remedy.todo for remedy in diagnose(message(text)).remedies]
+
+
+PINNED = '  File "pin_memory.py", line 58, in pin_memory\n    return data.pin_memory(device)\n'
+DESIRED = ("ValueError: Free memory on device (31.44/47.38 GiB) on startup is less than desired GPU memory utilization "
+           "(0.95, 45.01 GiB). Decrease GPU memory utilization or reduce GPU memory used by other processes.")
+
+
+@pytest.mark.parametrize(("text", "first"), [
+    ("RuntimeError: DataLoader worker (pid 19597) is killed by signal: Killed.", "DataLoader(…, num_workers=0)"),
+    ("slurmstepd: error: Detected 1 oom_kill event in StepId=1.0.", "dmesg | tail"),
+    ("RuntimeError: unable to mmap 72 bytes from file </torch_25_30_6>: Cannot allocate memory (12)",
+     "DataLoader(…, num_workers=0)"),
+    (f"{PINNED}RuntimeError: CUDA error: out of memory", "DataLoader(…, pin_memory=False)"),
+    (DESIRED, "nvidia-smi"),
+    ("RuntimeError: Not enough memory. Please try to increase --mem-fraction-static.", "--mem-fraction-static 0.9"),
+    ("NPU out of memory. Tried to allocate 5.03 GiB (NPU 3; 60.96 GiB total capacity; 49.47 GiB already allocated; "
+     "1.32 GiB free; 57.55 GiB reserved in total by PyTorch)", "PYTORCH_NPU_ALLOC_CONF=expandable_segments:True"),
+])
+def test_the_first_advice_is_of_the_cause_that_the_words_show(text: str, first: str) -> None:
+    assert advice(text)[0] == first
+
+
+def test_a_smaller_batch_is_not_advised_while_a_model_is_loaded() -> None:
+    beside = allocator_message("20.00 MiB", "17.19 MiB", "0.94 GiB", "0.94 GiB")
+    loading = f'  File "a.py", line 1, in load\n    state = torch.load(path)\nRuntimeError: {beside}'
+    assert codes(diagnose(message(loading))) == ["OOM-NEIGHBOUR", "OOM-AT-LOAD"]
+    assert any("batch" in todo for todo in advice(beside))
+    assert not any("batch" in todo for todo in advice(loading))
+
+
+def test_one_tensor_of_most_of_the_gpu_is_called_so() -> None:
+    text = allocator_message("9.00 GiB", "8.00 GiB", "2.00 GiB", "2.10 GiB")
+    assert diagnose(message(text)).causes[0].what.startswith("One tensor of 9.00 GiB is most of the GPU's 11.73 GiB")
 
 
 def allocator_message(size: str, free: str, allocated: str, reserved: str, total: str = "11.73 GiB") -> str:

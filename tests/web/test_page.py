@@ -430,7 +430,7 @@ def test_a_pasted_message_is_explained(shown: Callable[..., Any], picture: Calla
         page.wait_for_selector("#diagnosis:has-text('<b>bold</b>')")
         assert page.locator("#diagnosis img, #diagnosis b").count() == 0
         paste(page, HOSTILE)
-        page.wait_for_selector("#paste-note:has-text('no message about memory')")
+        page.wait_for_selector("#paste-note:has-text('no out-of-memory message')")
 
         paste(page, OOM)
         page.click("text=Explain it with the plan")  # the plan is of the compiled run, the message of the eager one

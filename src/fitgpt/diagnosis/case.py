@@ -427,7 +427,8 @@ class Case:
     def vendor(self) -> str:
         """The GPU's vendor, by the words of the message."""
         text = f"{self.message.kind} {self.message.source} {self.message.text}".lower()
-        return "amd" if "hip" in text or "rocblas" in text else "intel" if self.message.kind == "xpu" else "nvidia"
+        return ("amd" if "hip" in text or "rocblas" in text else
+                {"xpu": "intel", "npu": "huawei"}.get(self.message.kind, "nvidia"))
 
     @property
     def is_nanogpt(self) -> bool:

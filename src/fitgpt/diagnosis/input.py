@@ -31,6 +31,7 @@ from ..tracing.trace_file import from_json, is_trace, read
 from .case import ExplainRequest
 from .diagnose import Diagnosis, diagnose
 from .memory_snapshot import explain_snapshot, is_pickle, read_snapshot
+from .memory_summary import explain_memory_summary
 from .nvidia_smi import MAX_FRAGMENT, parse_fragment, parse_nvidia_smi
 from .oom_message import COUNTED, OomMessage, is_cut_traceback, parse_oom_message, vague_message
 from .plan_or_run import explain_document, explain_run
@@ -149,6 +150,8 @@ def _explain_text(given: InputText, request: ExplainRequest) -> Diagnosis | None
         return _explain_message(message, request)
     if gpus := parse_nvidia_smi(given.text):
         return explain_nvidia_smi(gpus, request)
+    if summary := explain_memory_summary(given.text):
+        return summary
     try:
         document = json.loads(given.text)
     except (ValueError, RecursionError):
@@ -179,12 +182,9 @@ def _explain_message(message: OomMessage, request: ExplainRequest) -> Diagnosis:
 
 
 def _unknown(source: str, given: InputText, inputs: tuple[str, ...]) -> Diagnosis:
-    mentioned = given.counts[MEMORY] or _MEMORY_WORDS.search(given.text)
-    contains = ("mentions memory, but has no message" if mentioned else
-                "has a traceback without its last line, the error message: it contains no message about memory"
-                if is_cut_traceback(given.text) else "contains no message about memory")
-    return Diagnosis("unknown", f"{source} {contains}, no output of nvidia-smi and no plan that fitgpt knows. It does "
-                     "not guess.", needed=inputs)
+    cut = " It is a traceback without its last line, the error message." if is_cut_traceback(given.text) else ""
+    return Diagnosis("unknown", f"{source} contains no out-of-memory message, no output of nvidia-smi and no plan in a "
+                     f"form that fitgpt knows.{cut} It does not guess.", needed=inputs)
 
 
 # ---- the config of the run
@@ -231,20 +231,28 @@ BEFORE, AFTER = 64 * 1024, 16 * 1024  # bytes kept around a chunk: traceback bef
 # Lower-case parts of every message in oom_message.py. Chunks of a large input that contain none of them are not parsed.
 HINTS = (b"out of memory", b"outofmemory", b"tried to allocate", b"total capac", b"reserved in total", b"_alloc_failed",
          b"_not_initialized", b"cpuallocator", b"not enough memory", b"unable to allocate", b"paging file",
-         b"winerror 1455", b"memoryerror", b"bad_alloc", b"killed", b"oom-kill", b"oom_kill", b"code 137",
-         b"status 137", b"code: 137", b"exitcode: -9", b"exitcode : -9", b"code = -9", b"signal 9", b"sigkill",
-         b"posix_memalign", b"ram ran out", b"cannot allocate memory", b"error_out_of_memory", b"errormemoryallocation",
-         b"would exceed allowed memory", b"allocation on device", b"already allocated", b"by pytorch", b"memory in use",
-         b"failed to cuda", b"shared memory", b"bus error", b"/dev/shm", b"</torch", b"out of resource",
-         b"resource_exhausted", b"resource exhausted", b"oom debugging", b"oom when allocating", b"resourceexhausted",
-         b"bfc_allocator", b"insufficient memory", b"[metal::malloc]", b"[malloc_or_wait]", b"for the cache blocks",
-         b"gpu memory utilization", b"kv cache", b"negligible gpu memory", b"due to signal 9", b"memory exhausted",
-         b"_internal_error", b"cudnn algorithm", b"bfcarena", b"failed to create cublas",
-         b"executable batch size")
+         b"error 1455", b"memoryerror", b"bad_alloc", b"killed", b"oom-kill", b"oom_kill", b"oomkill", b"code 137",
+         b"status 137", b"error 137", b"code: 137", b"exitcode: -9", b"exitcode : -9", b"code = -9", b"code -9",
+         b"signal 9", b"signal: 9", b"status=9", b"sigkill", b"out_of_memory", b"posix_memalign", b"ram ran out",
+         b"available ram", b"low on memory", b"memory pressure", b"more system memory", b"cannot allocate memory",
+         b"error_out_of_memory", b"errormemoryallocation", b"would exceed allowed memory", b"allocation on device",
+         b"already allocated", b"by pytorch", b"memory in use", b"invalid buffer size", b"failed to cuda",
+         b"failed to allocate", b"outofdevicememory", b"out_of_device_memory", b"shared memory", b"bus error",
+         b"/dev/shm", b"</torch", b"unable to mmap", b"out of resource", b"resource_exhausted", b"resource exhausted",
+         b"oom debugging", b"oom when allocating", b"resourceexhausted", b"bfc_allocator", b"ran out of memory",
+         b"insufficient memory", b"[metal::malloc]", b"[malloc_or_wait]", b"for the cache blocks",
+         b"gpu memory utilization", b"kv cache", b"mem-fraction-static", b"dispatched on the cpu",
+         b"negligible gpu memory", b"memory exhausted", b"_internal_error", b"cudnn algorithm", b"bfcarena",
+         b"create cublas", b"create cudnn", b"executable batch size")
 # Not messages alone. The last two are the end of PyTorch's message.
-RAN_OUT, MEMORY = (b"out of memory", b"outofmemory", b"reserved memory is >>", b"avoid fragmentation"), b"memory"
-_OOM = re.compile(r"\bOOM(?:s|ed)?\b", re.ASCII)  # 报OOM is two words
-_MEMORY_WORDS = re.compile(r"\bvram\b|speicher|mémoire|memoria|памят|内存|显存|メモリ|ذاكرة|मेमोरी", re.IGNORECASE)
+RAN_OUT = (b"out of memory", b"outofmemory", b"reserved memory is >>", b"avoid fragmentation")
+# The same in a short text, in other words and languages. ASCII: 报OOM is two words.
+_OOM = re.compile(
+    r"(?a:\bOOM(?:s|ed)?\b)|(?i:out of v?ram\b"
+    r"|(?:not enough|insufficient|lack of|too little) (?:gpu |video )?(?:v?ram|memory)"
+    r"|(?:nicht genügend|nicht genug|zu wenig)[ \w-]{0,20}speicher|memoria insuficiente|mémoire insuffisante"
+    r"|(?:не хватает|недостаточно|нехватка) \w{0,20} ?памяти|[内显]存不[足够]|爆显存|記憶體不足"
+    r"|メモリ(?:が)?不足|메모리 ?부족)")
 SMI_HINTS = (b"nvidia-smi", b"memory.used")  # the same for nvidia-smi's output
 
 
@@ -260,7 +268,7 @@ def read_input(stream: BinaryIO, limit: int | None = None) -> InputText:
     """Reads the stream to its end, or up to the limit, and keeps little of it."""
     read = iter(partial(stream.read, CHUNK), b"")
     chunks = _utf8(islice(read, None if limit is None else limit // CHUNK))
-    counts = dict.fromkeys((*COUNTED.values(), *RAN_OUT, MEMORY), 0)
+    counts = dict.fromkeys((*COUNTED.values(), *RAN_OUT), 0)
     before, chunk, text = b"", next(chunks, b""), ""
     first = chunk
     while chunk:

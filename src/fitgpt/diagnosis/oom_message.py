@@ -26,8 +26,8 @@ class StackFrame:
 class OomMessage:
     """The figures of an out-of-memory message, in bytes. None: the message does not contain the figure."""
 
-    kind: str                    # cuda, hip, xpu, mps: PyTorch's allocators; driver, library; ram: CPU RAM; killed;
-                                 # one of FRAMEWORKS; vague: not known which memory
+    kind: str                    # cuda, hip, xpu, npu, mps: PyTorch's allocators; driver, library; ram: CPU RAM;
+                                 # killed; one of FRAMEWORKS; vague: not known which memory
     text: str                    # the message, on one line
     source: str                  # who prints such a message: "PyTorch", "cuBLAS", "Windows"
     requested: int | None = None
@@ -60,7 +60,7 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f\ufffd]")
 _LINE_BREAK = re.compile(r"<br ?/?>")
 _LEVEL = r"(?:INFO|WARN(?:ING)?|ERROR|DEBUG|FATAL|CRITICAL)"
 _PREFIX = re.compile(
-    r"\s*(?:`+|>(?=[\s>])|[|│┃❱](?=\s)|E(?=\s{2,})|\[rank\d+\]:?|\(\w+ pid=\d+[^)]*\)|\d+:(?=\s)"
+    r"\s*(?:`+|>(?=[\s>])|[|│┃❱](?=\s)|E(?=\s{2,})|\[rank\d+\]:?|\([\w =]{0,60}\bpid=\d+[^)]*\)|\d+:(?=\s)"
     r"|\[?\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d[.,\d]*(?:Z|[+-]\d\d:?\d\d)?\]?"
     rf"|\[?{_LEVEL}\b\]?:?\s*(?:\d\d-\d\d )?(?:\d\d:\d\d:\d\d[.,\d]*)?\s*(?:\[[\w.]+:\d+\])?:?)")
 _RANK = re.compile(r"\s*\[rank(\d{1,6})\]")  # torch's prefix
@@ -103,13 +103,14 @@ _UNITS = {"bytes": 1, "b": 1, "k": KiB, "m": MiB, "g": GiB, "t": TiB}  # MPS pri
 _SIZE = r"(?<!\d)(?<!\d[.,])(\d{1,18}(?:[.,]\d{1,9})?)(bytes|[kmgt]i?b|b)"  # 7,79: the decimal comma of some locales
 _IMPOSSIBLE = 2**50  # torch 2.1 prints -1 as 17179869184.00 GiB where the driver reports no figure
 _MAX_LENGTH = 2000   # characters of a message, without white space
+_MAX_LINE = 300      # characters of its line, before and after it
 OLD_PYTORCH, BEFORE_EXPANDABLE, CUDA_MALLOC_ASYNC = ("PyTorch before 1.10", "PyTorch 1.10 to 2.0",
                                                      "PyTorch with cudaMallocAsync")
 MORE_THAN_1EB = 2**60  # printed as such: the size overflowed
 
 # All patterns match text without white space, since a line wrap may split any word, and in lower case: a pattern that
 # ignores the case takes four times as long. A message may begin with any of its figures, if only they were copied.
-_ALLOCATOR = re.compile(rf"(cuda|hip|xpu)outofmemory\.?(?:triedtoallocate(?:{_SIZE}|morethan1eb))?"
+_ALLOCATOR = re.compile(rf"(cuda|hip|xpu|npu)outofmemory\.?(?:triedtoallocate(?:{_SIZE}|morethan1eb))?"
                         rf"|(?<!you)triedtoallocate{_SIZE}"
                         r"|(?:outofmemoryerror:)?allocationondevice\d*wouldexceedallowedmemory\.?(?:\(outofmemory\))?"
                         r"|outofmemoryerror:allocationondevice|allocationondevice\d*thiserrormeansyouranoutofmemory"
@@ -120,7 +121,7 @@ _ALLOCATOR = re.compile(rf"(cuda|hip|xpu)outofmemory\.?(?:triedtoallocate(?:{_SI
 _WARNING = re.compile(r"memoryallocationfailedwithoomondevice(\d{1,4})whiletryingtoallocate(\d{1,18})bytes"
                       r"\(free:(\d{1,18}),total:(\d{1,18})\)")
 _MPS = re.compile(rf"mpsbackendoutofmemory(?:\(mpsallocated:{_SIZE},otherallocations:{_SIZE},maxallowed:{_SIZE}\)"
-                  rf"\.?triedtoallocate{_SIZE})?")
+                  rf"\.?triedtoallocate{_SIZE})?|invalidbuffersize:{_SIZE}")
 _LIBRARY = re.compile(r"(cu|hip|roc)(blas|dnn|solver|sparse|fft)_status_(?:alloc_failed|not_initialized)"
                       r"|(cu)(dnn)_status_internal_error|unabletofindavalid(cu)(dnn)algorithm")
 _DRIVER = re.compile(r"(?:cuda|hip)(?:driver)?error:outofmemory|cudaruntimeerr(?:or)?\(2\):outofmemory"
@@ -132,34 +133,45 @@ _RAM = re.compile(r"defaultcpuallocator:[\w']{1,40}memory:youtriedtoallocate(\d{
                   r"|notenoughmemory:youtriedtoallocate(\d{1,18}(?:\.\d{1,9})?)([kmgt]?b)"
                   rf"|(?:_arraymemoryerror:)?unabletoallocate{_SIZE}foranarray"
                   r"|posix_memalign\(&data,galignment,nbytes\)==0\.12vs0"
-                  r"|winerror1455|pagingfileistoosmall|std::bad_alloc|cannotallocatememory|(?<!outof)memoryerror(?!:cumem)"
-                  r"|ramranout,not(?:the)?(?:card|gpu)")
-_KILLED = re.compile(r"outofmemory:kill(?:ed)?process|oom[-_]kill|oomkilled|exit(?:ed)?(?:with)?(?:code|status):?=?137"
-                     r"|exitcode:-9|returncode=-9|killedthetrainingprocess\(signal9\)|signal9\(sigkill\)"
-                     r"|signals\.sigkill:9|killedbysignal:killed")
+                  r"|(?:win|os)error1455|pagingfileistoosmall|页面文件太小|auslagerungsdateiistzuklein|std::bad_alloc"
+                  r"|cannotallocatememory|(?<!outof)memoryerror(?!:cumem)|ramranout,not(?:the)?(?:card|gpu)"
+                  r"|crashedafterusingallavailableram|notebooktriedtoallocatemorememorythanisavailable"  # Colab, Kaggle
+                  r"|requiresmoresystemmemory\(")  # Ollama
+_KILLED = re.compile(r"outofmemory:kill(?:ed)?process|oom[-_]?kill"
+                     r"|(?:exit(?:ed)?(?:with)?(?:code|status)?|(?:status|return)code|error)[:=]?(?:137|-9)(?![\d.]*\d)"
+                     r"|killedthetrainingprocess\(signal9\)|signal:?9[\(,:]sigkill|signals\.sigkill:9|signal:killed"
+                     r"|status=9/kill|systemd-oomd(?:\[\d{1,9}\])?:killed|outofmemorykiller|out[-_]of[-_]memory(?:handler|\(exitcode0\))"
+                     r"|srun:error:[\w.-]{1,60}:tasks?[\d,-]{1,40}:outofmemory"
+                     r"|killedduetothenoderunninglowonmemory|killedduetomemorypressure|rayoutofmemoryerror")
 # Memory that PyTorch's CUDA allocator does not manage, or that another library ran out of, by its words.
 FRAMEWORKS = {kind: re.compile(pattern) for kind, pattern in {
     "nccl": r"cudafailure(?:2|\(2\))?'outofmemory'|failedtocuda(?:host)?calloc",
     "shm": r"insufficientsharedmemory|outofsharedmemory|killedbysignal:buserror|unabletowritetofile</torch"
            r"|unabletoopensharedmemoryobject|/dev/shm.{0,40}nospaceleft|nospaceleft.{0,40}/dev/shm"
-           r"|failedtoextend/dev/shm|sharedmemorysegment/dev/shm|buserror\(coredumped\)",
-    "triton": r"outofresources?:(?:shared|tensor)memory",
-    "jax": r"resource_?exhausted:outofmemory|bufferassignmentoomdebugging",
+           r"|failedtoextend/dev/shm|sharedmemorysegment/dev/shm|buserror\(coredumped\)"
+           r"|unabletommap\d{1,18}bytesfromfile<(?:/torch_|filenamenotspecified)",
+    "triton": r"outofresources?:(?:(?:shared|tensor)memory|\w{1,300}required:\d{1,18},?hardwarelimit)",
+    "jax": r"resource_?exhausted:(?:outofmemory|failedtoallocate)|bufferassignmentoomdebugging",
     "tensorflow": r"oomwhenallocatingtensor|resourceexhaustederror|bfc_allocator\.cc"
-                  r"|failedtoalloc(?:ate)?[\w.]{1,20}(?:\(\d{1,18}bytes\))?fromdevice:cuda_error"
-                  r"|failedtocreatecublashandle",
+                  r"|failedtoalloc(?:ate)?[\w.]{1,20}(?:\(\d{1,18}bytes\))?fromdevice:"
+                  r"|ranoutofmemorytryingtoallocate|(?:failedto|couldnot)createcu(?:blas|dnn)handle",
     "metal": r"kiogpucommandbuffercallbackerroroutofmemory|insufficientmemory\(ioaf"
              r"|commandbufferexecutionfailed:insufficientmemory|\[metal::malloc\]|\[malloc_or_wait\]unable",
     "vllm": r"noavailablememoryforthecacheblocks|lessthandesiredgpumemoryutilization"
-            r"|largerthanthe(?:maximumnumberoftokensthatcanbestoredin|available)kvcache",
+            r"|largerthanthe(?:maximumnumberoftokensthatcanbestoredin|available)kvcache"
+            r"|notenoughmemory.{0,80}?--mem-fraction-static",
+    "device map": r"modulesaredispatchedonthecpuorthedisk",
     "unsloth": r"noornegligiblegpumemory",
     "no batch": r"noexecutablebatchsizefound",
-    "other library": r"(?:ggml|cupy|\[trt\]).{0,150}?outofmemory|bfcarena.{0,150}?failedtoallocate"
+    "other library": r"(?:ggml|cupy|llamarunner|\[trt\]|rtsafe/).{0,150}?outofmemory"
+                     r"|bfcarena.{0,150}?failedtoallocate|ggml_\w{1,60}:.{0,150}?(?:failedtoallocate|outofdevicememory)"
+                     r"|vk_error_out_of_device_memory|erroroutofdevicememory"
                      r"|outofmemoryallocating[\d,]{1,25}bytes|outofmemoryerrorongpu\d{1,4}\.cannotallocate",
     "compiler": r"killedsignalterminatedprogram|internalcompilererror:killed|diedduetosignal9|virtualmemoryexhausted",
 }.items()}
-_OTHER_LIBRARIES = {"ggml": "llama.cpp", "cupy": "CuPy", "outofmemoryallocating": "CuPy", "[trt]": "TensorRT",
-                    "bfcarena": "ONNX Runtime", "outofmemoryerrorongpu": "Paddle"}  # by the words above
+_OTHER_LIBRARIES = {"ggml": "llama.cpp", "llamarunner": "llama.cpp", "cupy": "CuPy", "outofmemoryallocating": "CuPy",
+                    "[trt]": "TensorRT", "rtsafe": "TensorRT", "bfcarena": "ONNX Runtime", "vk_error": "Vulkan",
+                    "erroroutofdevice": "Vulkan", "outofmemoryerrorongpu": "Paddle"}  # by the words above
 # Errors between ranks. Where one of them ran out of memory, the others' errors follow from it.
 COMMUNICATION = {kind: re.compile(pattern) for kind, pattern in {
     "two ranks on one gpu": r"duplicategpudetected|tworanksononegpu",
@@ -174,7 +186,8 @@ _LESS_SPECIFIC = ("warning", "driver", "tensorflow", *COMMUNICATION)
 _KINDS = {"cuda": _ALLOCATOR, "warning": _WARNING, "mps": _MPS, "library": _LIBRARY, "driver": _DRIVER, "ram": _RAM,
           "killed": _KILLED, **FRAMEWORKS, **COMMUNICATION}
 # Printed by the shell, by bash and zsh with more on the line; needs the lines.
-_KILLED_LINE = re.compile(r"(?m)(?:^|[\s\]])\**Killed\**[ \t]*$|(?:^|\s)\d+ Killed\s|^\[\d+\][+-]?\s+Killed\s"
+_WORD = "(?:Killed|Getötet|Убито|已杀死|強制終了)"  # in the shell's language
+_KILLED_LINE = re.compile(rf"(?m)(?:^|[\s\]])\**{_WORD}\**[ \t]*$|(?:^|\s)\d+ {_WORD}\s|^\[\d+\][+-]?\s+{_WORD}\s"
                           r"|\bzsh: killed\b")
 
 _FIELDS: dict[str, tuple[re.Pattern[str], ...]] = {
@@ -193,7 +206,7 @@ _FIELDS: dict[str, tuple[re.Pattern[str], ...]] = {
     }.items()}
 _NEXT_MESSAGE = re.compile(r'outofmemory|triedtoallocate|traceback\(mostrecent|file"')
 _OTHERS = re.compile(rf"process(\d{{1,18}})has{_SIZE}memoryinuse")
-_GPU = re.compile(r"(?:gpu|allocationondevice)(\d{1,4})")
+_GPU = re.compile(r"(?:[gn]pu|allocationondevice)(\d{1,4})")
 
 # A word that each message of a kind contains once: the count of the word is the number of messages.
 COUNTED = {"cuda": b"tried to allocate", "hip": b"tried to allocate", "xpu": b"tried to allocate",
@@ -221,7 +234,10 @@ def parse_oom_message(text: str) -> OomMessage | None:
         message = OomMessage("cuda", "", "PyTorch", requested, gpu=gpu, total=total, free=free)
     elif kind == "mps":
         message = OomMessage(kind, "", "PyTorch on Apple's GPU")
-        if match[1]:
+        if match[9]:
+            requested, tolerance = _size(match[9], match[10])
+            message = replace(message, requested=requested, tolerance=tolerance)
+        elif match[1]:
             (allocated, _), (others, _), (allowed, _), (requested, tolerance) = (
                 _size(match[group], match[group + 1]) for group in (1, 3, 5, 7))
             message = replace(message, requested=requested, tolerance=tolerance, allocated=allocated, unallocated=0,
@@ -230,7 +246,8 @@ def parse_oom_message(text: str) -> OomMessage | None:
         exact, *sizes = match.groups()
         printed = [_size(number, unit)[0] for number, unit in (sizes[:2], sizes[2:]) if number]
         # PyTorch prints "not enough memory" only on Windows: c10/core/impl/alloc_cpu.cpp.
-        windows = match[0].startswith(("winerror", "paging", "defaultcpuallocator:notenough"))
+        windows = match[0].startswith(("winerror", "oserror", "paging", "页面", "auslagerung",
+                                       "defaultcpuallocator:notenough"))
         message = OomMessage(kind, "", "Windows" if windows else "the CPU allocator",
                              int(exact) if exact else printed[0] if printed else None)
     else:
@@ -250,6 +267,9 @@ def parse_oom_message(text: str) -> OomMessage | None:
     frames = parse_frames(text[:start])
     if not frames and (below := _TRACEBACK_BELOW.match(text, after)):  # as `logging.exception` prints it
         frames = parse_frames(below[1])
+    if kind == "killed":  # its line says who was killed, and by whom
+        start = max(text.rfind("\n", 0, start) + 1, start - _MAX_LINE)
+        after += len(text[after:after + _MAX_LINE].partition("\n")[0])
     compiled = next((found for frame in reversed(frames) if (found := _COMPILED_ALLOCATION.search(frame.code))), None)
     return replace(message, text=" ".join(text[start:after].split()), frames=frames, rank=rank,
                    dtype=compiled[2] if compiled else "",
@@ -294,6 +314,8 @@ def _parse_allocator(match: re.Match[str]) -> tuple[OomMessage, int]:
     reserved = sizes.pop("reserved", None)
     if reserved is not None and "allocated" in sizes:
         sizes["unallocated"] = max(reserved - sizes["allocated"], 0)
+    if sizes.get("free", 0) > sizes.get("total", _IMPOSSIBLE):  # where a GPU shares the machine's RAM
+        del sizes["free"]
     if sizes.get("process") == 0:  # inside a container the driver does not know the process
         del sizes["process"]
     gpu = _GPU.search(body)
@@ -318,9 +340,11 @@ def _size(number: str, unit: str) -> tuple[int, int]:
 # ---- the traceback before it
 
 _PYTHON = re.compile(r'^\s*File "([^"\n]+)", line (\d{1,9})(?:, in (\S+))?')
-_NOTEBOOK = re.compile(r"^\s*((?:[~\w./\\:+-]+\.py|<ipython-input-[^>]+>)) in (<?\w[\w ]*>?)")
-_ARROW = re.compile(r"^\s*-+> (\d{1,9}) (.*)")
-_PYTEST = re.compile(r"^\s*(\S+\.py):(\d{1,9}):? in (\w+)")
+# pytest and Rich: train.py:290 in step; IPython 8: File ~/train.py:290, in Trainer.step(self); Cell In[3], line 2
+_LOCATION = re.compile(r"^\s*(?:File )?([^\s\"]+\.py):(\d{1,9})[:,]? in (?:[\w<>]{1,99}\.)*([\w<>]{1,99})"
+                       r"|^\s*(Cell In ?\[\d{1,9}\]), line (\d{1,9})")
+_NOTEBOOK = re.compile(r"^\s*((?:[~\w./\\:+-]+\.py|<ipython-input-[^>]+>)) in (<?\w[\w ]*>?)")  # IPython before 8
+_NUMBERED = re.compile(r"^\s*(-+> )?(\d{1,9}) [│|\s]*(.*)")  # a line of code below them
 _BEGIN = re.compile(r"Traceback \(most recent call last\)")
 _TRACEBACK_BELOW = re.compile(r"[^\n]*\n(Traceback \(most recent call last\):\n(?:[ \t][^\n]*\n?)*)")
 # Compiled code allocates with empty_strided_cuda((65536, 50304), …, torch.bfloat16).
@@ -337,14 +361,20 @@ def parse_frames(text: str) -> tuple[StackFrame, ...]:
     lines = text[begins[-1] if begins else 0:].split("\n")
     frames: list[StackFrame] = []
     for number, line in enumerate(lines):
-        if found := _PYTHON.match(line) or _PYTEST.match(line):
-            following = lines[number + 1].strip() if number + 1 < len(lines) else ""
-            code = "" if _PYTHON.match(following) else following
-            frames.append(StackFrame(found[1], int(found[2]), found[3] or "", code))
-        elif found := _NOTEBOOK.match(line):
-            arrow = next((arrow for later in lines[number + 1:number + 12] if (arrow := _ARROW.match(later))), None)
-            frames.append(StackFrame(found[1], int(arrow[1]) if arrow else None, found[2],
-                                     arrow[2].strip() if arrow else ""))
+        if found := _PYTHON.match(line):
+            code = lines[number + 1].strip() if number + 1 < len(lines) else ""
+            frames.append(StackFrame(found[1], int(found[2]), found[3] or "", "" if _PYTHON.match(code) else code))
+        elif found := _LOCATION.match(line) or _NOTEBOOK.match(line):
+            below = lines[number + 1:number + 12]
+            numbered = [each for each in map(_NUMBERED.match, below) if each]
+            if found.re is _NOTEBOOK:
+                at = next((int(each[2]) for each in numbered if each[1]), None)
+                file, function = found.groups()
+            else:
+                at, file, function = int(found[2] or found[5]), found[1] or found[4], found[3] or ""
+            plain = "" if numbered or not below else below[0].strip()
+            code = next((each[3].strip() for each in numbered if int(each[2]) == at), plain)
+            frames.append(StackFrame(file, at, function, code))
     if not frames:  # a line of code, quoted without its file
         calls = [line.strip() for line in reversed(lines[-_MAX_QUOTED:]) if _CALL.match(line)]
         quoted = (StackFrame("", None, "", line) for line in calls)
@@ -354,15 +384,19 @@ def parse_frames(text: str) -> tuple[StackFrame, ...]:
 
 # What a function's name, or a line of code, shows about the phase. The first that matches counts: saving and optimizer
 # steps first, because functions that evaluate or train call them.
+_MODULE = r"(?:model|net|network|module|encoder|decoder|unet|vae|pipe|pipeline|self|\))"
 _PHASES = {phase: re.compile(pattern, re.MULTILINE) for phase, pattern in {
     "save": r"(?i:\b(?!\w*(?:load|set_))\w*state_dict\w*(?:\(|$)|fsdp_save|full_state_dict\b|safe_save_model"
             r"|check clone implementation|torch\.save\(|save_pretrained|\bsave_file\(|save_checkpoint\(|save_model\()",
-    "step": r"optimi[sz]er\.step\(|scaler\.step\(|_multi_tensor_|_single_tensor_|_foreach_|_init_group|\bexp_avg",
-    "eval": r"(?i:estimate_loss|evaluat|prediction_loop|prediction_step|validat|\beval\b)|cat\(\(preds|nested_concat",
+    "step": r"optimi[sz]er\.step\(|^_?optimi[sz]er_step$|scaler\.step\(|_multi_tensor_|_single_tensor_|_foreach_"
+            r"|_init_group|\bexp_avg",
+    "eval": r"(?i:estimate_loss|evaluat|prediction_loop|prediction_step|validat|\beval\b)|^val(?:_\w+)?$"
+            r"|cat\(\(preds|nested_concat",
     "backward": r"\.backward\(|^backward$",
     "forward": r"^(?:forward|_call_impl|__call__)$|\b(?:raw_)?model\(",
-    "load": r"\.to\(|\.cuda\(|load_state_dict|from_pretrained|\bmap_location\b|torch\.load\(|_load_from_"
-            r"|^(?:to|cuda|_apply)$",
+    # A batch and a dtype are given to `.to()` as well, in each step.
+    "load": rf"{_MODULE}\.to\(|{_MODULE}\.cuda\(|load_state_dict|from_pretrained|\bmap_location\b|torch\.load\("
+            r"|_cuda_deserialize|_load_from_|set_module_tensor_to_device|^(?:to|cuda|_apply|convert|load_(?:model|checkpoint|unet)\w*)$",
 }.items()}
 
 
@@ -389,7 +423,7 @@ def creates_state(frames: tuple[StackFrame, ...]) -> bool:
 
 
 def reads_checkpoint(frames: tuple[StackFrame, ...]) -> bool:
-    return _shows(r"torch\.load\(|\bmap_location\b|optimizer\.load_state_dict", frames)
+    return _shows(r"torch\.load\(|\bmap_location\b|_cuda_deserialize|optimizer\.load_state_dict", frames)
 
 
 def user_frame(frames: tuple[StackFrame, ...]) -> StackFrame | None:

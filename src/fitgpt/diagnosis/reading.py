@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ..core.errors import DeviceError, UsageError
-from ..core.units import MiB, show_bytes
+from ..core.units import GiB, MiB, show_bytes
 from ..hardware.gpus import GpuModel, find, match_device
 from ..hardware.nvidia import gpus
 from ..planning import budget
@@ -17,12 +17,13 @@ from ..runs.metrics import PHASES
 from .case import SCRIPTS, TRAINERS, ExplainedRun, ExplainRequest, describe_rank_contexts, rank_contexts
 from .diagnose import Cause, Diagnosis, MemoryShare, Remedy, savings
 from .nvidia_smi import SmiGpu, SmiProcess
-from .rules import RANKS_ADVICE, SMALLER_BATCH
+from .rules import RANKS_ADVICE, SMALLER_BATCH, SPILL_ADVICE
 
 CLOSE = 0.05         # a forecast this near to a reading is of the same run, in that phase
 EQUALLY_CLOSE = 0.02 # two forecasts this near to a reading explain it equally well
 MAX_ABOVE_USABLE = 1.1  # nvidia-smi counts a little more memory than CUDA can use
 CLEARLY_CLOSER = 3   # times as close: then the reading is of that trainer
+MIN_SPILLED = GiB    # of shared GPU memory; a few hundred MiB are in use at all times
 LONGEST_FIRST = ("train", "first_train", "first_eval", "load")  # phases in which a run may be read
 
 
@@ -36,6 +37,8 @@ class Reading:
     processes: tuple[SmiProcess, ...] = ()  # the others, if they are listed
     notes: tuple[str, ...] = ()
     forecast: bool = False    # `process` was not read: it is the forecast of the config
+    shared: int | None = None # CPU RAM that the GPU uses, on Windows
+    contexts: tuple[tuple[int, int], ...] = ()  # (pid, bytes) of other ranks
 
 
 class OutsideMemory(NamedTuple):
@@ -96,17 +99,17 @@ def reading_of(gpu: SmiGpu, process: int | None = None, forecasts: Sequence[int]
     def error(each: SmiProcess) -> float:
         return min((abs((each.nbytes or 0) / nbytes - 1) for nbytes in forecasts), default=1.0)
 
-    python = [each for each in gpu.processes if each.computes]
-    close = [each for each in python if error(each) <= CLOSE]
-    run = min(close, key=error) if close else max(python, key=lambda each: each.nbytes or 0, default=None)
+    close = [each for each in gpu.runs if error(each) <= CLOSE]
+    run = min(close, key=error) if close else max(gpu.runs, key=lambda each: each.nbytes or 0, default=None)
     notes = []
     if process is None and run is not None:
         process = run.nbytes
         if process is None:
             notes.append("The driver reports no memory per process here (WSL and Windows print N/A).")
-        elif len(python) > 1:
+        elif len(gpu.runs) > 1:
             why = "whose memory is close to the config's forecast" if close else "the largest"
-            notes.append(f"{len(python)} Python processes use the GPU; {run.pid}, {why}, is taken for the run. "
+            python = "Python " if run.computes else ""
+            notes.append(f"{len(gpu.runs)} {python}processes use the GPU; {run.pid}, {why}, is taken for the run. "
                          "--process=… selects another.")
     if gpu.gpu_instance is not None:
         notes.append(f"The GPU is split into MIG devices; this is GPU instance {gpu.gpu_instance}.")
@@ -114,7 +117,9 @@ def reading_of(gpu: SmiGpu, process: int | None = None, forecasts: Sequence[int]
     if used is not None and process is not None and process > used and run is not None:
         used = None
         notes.append("The GPU's figure is left out: it is smaller than that of a process.")
-    return Reading(used, process, gpu.total, tuple(each for each in gpu.processes if each is not run), tuple(notes))
+    contexts = rank_contexts([(each.pid, each.nbytes or 0) for each in gpu.runs if each is not run])
+    return Reading(used, process, gpu.total, tuple(each for each in gpu.processes if each is not run), tuple(notes),
+                   shared=gpu.shared, contexts=tuple(contexts))
 
 
 # ---- the run's forecast beside the reading
@@ -196,8 +201,16 @@ def explain_reading(reading: Reading, run: ExplainedRun | None = None, card: Gpu
         if nearest := nearest_recorded_run(run.resolved, run.forecast, card.name if card else ""):
             notes.append(f"Nearest recorded run: {nearest.describe()}.")
 
-    contexts = rank_contexts([(each.pid, each.nbytes or 0) for each in reading.processes if each.computes])
-    remedies = [Remedy(*each) for each in (RANKS_ADVICE if contexts else ())]
+    causes, advice = [], list[tuple[str, str]]()
+    if reading.contexts:
+        causes.append(Cause("OOM-RANKS", describe_rank_contexts(reading.contexts)))
+        advice += RANKS_ADVICE
+    if reading.shared is not None and reading.shared >= MIN_SPILLED:
+        causes.append(Cause("OOM-SPILL", f"The GPU uses {show_bytes(reading.shared)} of CPU RAM as shared GPU memory: "
+                            "the Windows driver (in WSL too) moved there what the GPU has no room for. Over the bus, "
+                            "steps are many times slower."))
+        advice += SPILL_ADVICE
+    remedies = [Remedy(*each) for each in advice]
     remedies += savings(run) if run is not None else [Remedy(*each) for each in SMALLER_BATCH]
 
     needed = []
@@ -211,8 +224,7 @@ def explain_reading(reading: Reading, run: ExplainedRun | None = None, card: Gpu
         subject="reading", title=_title(reading), what=_what(reading, comparison) if comparison else "",
         shares=tuple(_shares(reading, comparison, outside)),
         shares_of="the whole GPU" if reading.total is not None else "the used memory",
-        causes=(Cause("OOM-RANKS", describe_rank_contexts(contexts)),) if contexts else (),
-        remedies=tuple(remedies), needed=tuple(needed), notes=(*notes, *assumptions))
+        causes=tuple(causes), remedies=tuple(remedies), needed=tuple(needed), notes=(*notes, *assumptions))
 
 
 def _forecast_process(reading: Reading, run: ExplainedRun, outside: int, *,
@@ -304,7 +316,8 @@ def _shares(reading: Reading, comparison: RunComparison | None, outside: Outside
     if sum(nbytes for _, nbytes in listed) > left:  # the run is one of them, but which one is not known
         listed = []
     for each, nbytes in listed:
-        yield MemoryShare(f"process {each.pid}" if each.pid else "another process", nbytes, each.name)
+        unnamed = "a process" if process is None else "another process"
+        yield MemoryShare(f"process {each.pid}" if each.pid else unnamed, nbytes, each.name)
         left -= nbytes
     if left > 0:
         what = "other processes" if process is not None else "all processes"

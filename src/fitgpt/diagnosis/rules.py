@@ -7,6 +7,7 @@ generated from its fields.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -28,15 +29,22 @@ Advice = tuple[tuple[str, str], ...]  # (what to type or do, its effect); names 
 
 TOOLS = {
     "nvidia": {"list_processes": "nvidia-smi", "watch_processes": "nvidia-smi -l 1",
-               "select_gpu": "CUDA_VISIBLE_DEVICES=0", "synchronous": "CUDA_LAUNCH_BLOCKING=1"},
+               "select_gpu": "CUDA_VISIBLE_DEVICES=0", "synchronous": "CUDA_LAUNCH_BLOCKING=1",
+               "alloc_conf": "PYTORCH_CUDA_ALLOC_CONF"},
     "amd": {"list_processes": "rocm-smi --showpids", "watch_processes": "watch -n 1 rocm-smi --showpids",
-            "select_gpu": "HIP_VISIBLE_DEVICES=0", "synchronous": "AMD_SERIALIZE_KERNEL=3"},
+            "select_gpu": "HIP_VISIBLE_DEVICES=0", "synchronous": "AMD_SERIALIZE_KERNEL=3",
+            "alloc_conf": "PYTORCH_HIP_ALLOC_CONF"},
     "intel": {"list_processes": "xpu-smi ps", "watch_processes": "watch -n 1 xpu-smi ps",
-              "select_gpu": "ZE_AFFINITY_MASK=0", "synchronous": "CUDA_LAUNCH_BLOCKING=1"},
+              "select_gpu": "ZE_AFFINITY_MASK=0", "synchronous": "CUDA_LAUNCH_BLOCKING=1",
+              "alloc_conf": "PYTORCH_ALLOC_CONF"},
+    "huawei": {"list_processes": "npu-smi info", "watch_processes": "watch -n 1 npu-smi info",
+               "select_gpu": "ASCEND_RT_VISIBLE_DEVICES=0", "synchronous": "ASCEND_LAUNCH_BLOCKING=1",
+               "alloc_conf": "PYTORCH_NPU_ALLOC_CONF"},
 }
 LIST_PROCESSES = ("{list_processes}", "lists the processes on the GPU; ending one frees its memory")
 SMALLER_BATCH: Advice = (("half the --batch_size, twice the --gradient_accumulation_steps",
                           "the same training, with half of the activations and logits at a time"),)
+MAP_LOCATION = ("torch.load(…, map_location=\"cpu\")", "keeps a checkpoint off the GPU while it is loaded")
 SMALLER_STATE: Advice = (
     ("fitgpt train … --weights=bfloat16 --optimizer=adam8bit", "6 bytes per parameter instead of 16; lossy"),
     ("fitgpt train … --offload=optimizer", "keeps AdamW's moments in CPU RAM; exact, slower"))
@@ -57,10 +65,11 @@ class Rule:
     only_cause: bool = False                                     # nothing more can be known from such a message
 
     def advice_for(self, case: Case) -> Advice:
-        # A save does not depend on what the changes change.
+        # A save does not depend on what the changes change, and before the first batch its size does not matter.
         parts = [self.advice] if case.plan or case.phase == "save" else [self.advice, self.advice_without_plan]
         return tuple((todo.format(**TOOLS[case.vendor]), effect)
-                     for part in parts for todo, effect in (part(case) if callable(part) else part))
+                     for part in parts for todo, effect in (part(case) if callable(part) else part)
+                     if (todo, effect) != SMALLER_BATCH[0] or case.tape_phase != "load")
 
 
 class MatchingRule(NamedTuple):
@@ -100,14 +109,31 @@ def _has_figures(case: Case) -> bool:
 # ---- memory that PyTorch's CUDA allocator does not manage
 
 
+NO_WORKERS = ("DataLoader(…, num_workers=0)", "or fewer workers: each is a process with its own copy of the dataset's "
+              "objects; `fitgpt train` has none")
+
+
+def _in_worker(case: Case) -> bool:
+    """Whether the message is about a process of a DataLoader."""
+    return "dataloader" in case.message.text.lower() or any(
+        frame.file.endswith(("dataloader.py", "popen_fork.py")) for frame in case.message.frames)
+
+
+def _killed_advice(case: Case) -> Advice:
+    text = case.message.text.lower()
+    more = (("sbatch --mem=64G", "Slurm's limit for the job") if re.search("slurm|srun|out_of_memory", text) else
+            ("resources.limits.memory", "in the pod's spec: the container's limit") if "oomkilled" in text else
+            ("close other programs, or give the machine or the container more RAM", "the GPU is not involved"))
+    found = (("dmesg | tail", "shows whether it was memory: `Out of memory: Killed process`"), more)
+    return (NO_WORKERS, *found) if _in_worker(case) else (*found, NO_WORKERS)
+
+
 @_rule("OOM-KILLED", "The system killed the process", only_cause=True,
        pattern="`Killed`, `died with <Signals.SIGKILL: 9>`, exit code 137 or -9, the kernel's `Out of memory: Killed "
-               "process`, `oom_kill`",
+               "process`, `oom_kill`, Slurm's `Out Of Memory`, Kubernetes' `OOMKilled`, Ray's `running low on memory`",
        background="Once RAM and swap are used up, Linux kills the process that holds most; containers and job "
                   "schedulers do it at their limit. Nothing is printed but `Killed`, or nothing at all.",
-       advice=(("dmesg | tail", "shows whether it was memory: `Out of memory: Killed process`"),
-               ("close other programs, or give the machine or the container more RAM", "the GPU is not involved"),
-               ("fewer data loader workers", "each holds a copy; `fitgpt train` has none")))
+       advice=_killed_advice)
 def _killed(case: Case) -> str | None:
     if case.message.kind != "killed":
         return None
@@ -120,14 +146,15 @@ def _ram_advice(case: Case) -> Advice:
     if case.message.source == "Windows":
         return (("let Windows manage the paging file's size, on a disk with free space",
                  "System > Advanced > Performance > Virtual memory"),)
-    return (("close other programs, or load the data in chunks",
+    return (*((NO_WORKERS,) if _in_worker(case) else ()),
+            ("close other programs, or load the data in chunks",
              "`fitgpt prepare` and `fitgpt train` read it chunk by chunk"),
             ("--offload=none", "if the optimizer was offloaded: that takes 16 bytes per parameter of CPU RAM"))
 
 
 @_rule("OOM-CPU", "CPU RAM ran out", only_cause=True,
        pattern="`DefaultCPUAllocator`, `Unable to allocate … for an array`, `MemoryError`, `std::bad_alloc`, `The "
-               "paging file is too small`",
+               "paging file is too small`, Colab's `using all available RAM`, Ollama's `requires more system memory`",
        background="The CPU allocator failed. On Windows every process that loads PyTorch's libraries reserves "
                   "gigabytes of paging file, whether it uses them or not.",
        advice=_ram_advice)
@@ -142,15 +169,19 @@ def _ram(case: Case) -> str | None:
 
 
 @_rule("OOM-MPS", "Apple's GPU reached its limit", only_cause=True,
-       pattern="`MPS backend out of memory`",
+       pattern="`MPS backend out of memory`, `Invalid buffer size`",
        background="The GPU shares the machine's memory, and PyTorch stops at a share of it. fitgpt forecasts CUDA GPUs "
                   "only.",
-       advice=(("PYTORCH_MPS_HIGH_WATERMARK_RATIO=0.0", "removes the limit; then the whole machine may run out"),),
+       advice=lambda case: () if "buffer size" in case.message.text.lower() else (
+           ("PYTORCH_MPS_HIGH_WATERMARK_RATIO=0.0", "removes the limit; then the whole machine may run out"),),
        advice_without_plan=SMALLER_BATCH)
 def _mps(case: Case) -> str | None:
     message = case.message
     if message.kind != "mps":
         return None
+    if message.requested is not None and message.allocated is None:
+        return (f"One tensor of {show_bytes(message.requested)} is larger than Metal allows for a buffer, which is at "
+                "most a share of the machine's memory: often attention scores (batch × heads × tokens × tokens).")
     if message.allowed is None or message.allocated is None:
         return "PyTorch on Apple's GPU reached its limit, a share of the machine's memory."
     others = sum(size for _, size in message.others)
@@ -182,9 +213,17 @@ def _library(case: Case) -> str | None:
 def _driver_advice(case: Case) -> Advice:
     if "THC" in case.message.text:
         return (LIST_PROCESSES,)
-    if any("distributed" in frame.file for frame in case.message.frames):
+    frames = case.message.frames
+    if any("vllm" in frame.file for frame in frames):
+        return (("--gpu-memory-utilization 0.8", "vLLM: leaves memory outside its share, for CUDA graphs and contexts"),
+                ("--enforce-eager", "no CUDA graphs"), LIST_PROCESSES)
+    if any("distributed" in frame.file for frame in frames):
         return (SET_DEVICE, LIST_PROCESSES)
-    return (LIST_PROCESSES, ("memory=24GB in .wslconfig, then wsl --shutdown", "on WSL, which limits pinned memory"))
+    pinned = (("DataLoader(…, pin_memory=False)", "DeepSpeed: \"pin_memory\": false; slower copies to the GPU"),
+              ("memory=24GB in .wslconfig, then wsl --shutdown", "on WSL, which limits pinned memory"))
+    if any("pin_memory" in f"{frame.function} {frame.code}" for frame in frames):
+        return pinned
+    return (*((MAP_LOCATION,) if reads_checkpoint(frames) else ()), LIST_PROCESSES, *pinned)
 
 
 @_rule("OOM-DRIVER", "The driver is out of memory, without figures", only_cause=True,
@@ -290,6 +329,15 @@ _rule_of_kind(
             ("gradient_checkpointing=True", "in TrainingArguments: keeps one activation per layer; exact, slower")),
     advice_without_plan=(("optim=\"adamw_bnb_8bit\", or LoRA", "smaller optimizer state; lossy"),))
 
+
+def _shared_memory_advice(case: Case) -> Advice:
+    no_workers = ("DataLoader(…, num_workers=0)", "uses no shared memory, and is slower; `fitgpt train` has no workers")
+    if "mmap" in case.message.text:  # more mappings than Linux allows, or no RAM
+        return (no_workers, ("sudo sysctl -w vm.max_map_count=262144", "if each tensor is small: more mappings"))
+    return (("docker run --shm-size=8g", "or --ipc=host: a larger /dev/shm for the container"), no_workers,
+            ("sudo mount -o remount,size=8G /dev/shm", "outside a container"))
+
+
 # One sentence for memory that fitgpt does not forecast.
 _rule_of_kind(
     "shm", "OOM-SHM", "Shared memory of data loader workers ran out (/dev/shm), not GPU memory",
@@ -299,9 +347,7 @@ _rule_of_kind(
             "</torch_…>`, `No space left on device` for /dev/shm",
     background="`df -h /dev/shm` shows its size and use. NCCL uses it too. `Too many open files` is another limit: "
                "`ulimit -n`.",
-    advice=(("docker run --shm-size=8g", "or --ipc=host: a larger /dev/shm for the container"),
-            ("DataLoader(…, num_workers=0)", "uses no shared memory, and is slower; `fitgpt train` has no workers"),
-            ("sudo mount -o remount,size=8G /dev/shm", "outside a container")))
+    advice=_shared_memory_advice)
 _rule_of_kind(
     "compiler", "OOM-COMPILER", "A compiler was killed: CPU RAM ran out, not GPU memory",
     "A compiler (nvcc, cc1plus) was killed while it built an extension: several of them together need more CPU RAM "
@@ -338,7 +384,8 @@ _rule_of_kind(
 
 @_rule("OOM-OTHER-LIBRARY", "Another library ran out of GPU memory", only_cause=True,
        pattern="`cudaMalloc failed: out of memory` of llama.cpp (ggml), `cupy.cuda.memory.OutOfMemoryError`, ONNX "
-               "Runtime's `BFCArena`, TensorRT's `OutOfMemory`, Paddle's `Out of memory error on GPU`",
+               "Runtime's `BFCArena`, TensorRT's `OutOfMemory`, Paddle's `Out of memory error on GPU`, Vulkan's "
+               "`ErrorOutOfDeviceMemory`",
        background="PyTorch's figures do not contain its memory. `torch.cuda.empty_cache()` returns what PyTorch keeps "
                   "in the same process.",
        advice=(LIST_PROCESSES, ("a smaller model, batch or context", "or fewer layers on the GPU (llama.cpp: -ngl)")))
@@ -359,15 +406,37 @@ _rule_of_kind(
             ("a smaller batch, a shorter context, or gradient checkpointing", "mlx_lm.lora has --grad-checkpoint"),
             ("sudo sysctl iogpu.wired_limit_mb=…", "raises the GPU's share until the next start; leave macOS some "
              "GiB")))
-_rule_of_kind(
-    "vllm", "OOM-VLLM", "vLLM found no GPU memory for its KV cache",
-    "vLLM reserves a share of the GPU (gpu_memory_utilization), loads the model into it and gives the rest to the KV "
-    "cache; nothing was left, or other processes hold part of that share. fitgpt forecasts training, not inference.",
-    pattern="`No available memory for the cache blocks`, `less than desired GPU memory utilization`",
-    background="The model's weights count against the same share: 2 bytes per parameter in half precision.",
-    advice=(("--gpu-memory-utilization 0.95", "a larger share, if other processes leave it"),
+
+
+def _server_advice(case: Case) -> Advice:
+    text = case.message.text.lower()
+    if "desired" in text:  # it wants a share that others hold
+        return (LIST_PROCESSES, ("--gpu-memory-utilization 0.6", "a smaller share, below the message's free / total"))
+    if "mem-fraction-static" in text:
+        return (("--mem-fraction-static 0.9", "a larger share for weights and KV cache"),
+                ("--context-length 4096", "a shorter context needs a smaller cache"), LIST_PROCESSES)
+    return (("--gpu-memory-utilization 0.95", "a larger share, if other processes leave it"),
             ("--max-model-len 4096", "a shorter context needs a smaller cache"),
-            ("--enforce-eager", "no CUDA graphs, which take some GiB"), LIST_PROCESSES))
+            ("--enforce-eager", "no CUDA graphs, which take some GiB"), LIST_PROCESSES)
+
+
+_rule_of_kind(
+    "vllm", "OOM-VLLM", "An inference server found no GPU memory for its KV cache",
+    "vLLM and SGLang reserve a share of the GPU (gpu_memory_utilization, mem-fraction-static), load the model into it "
+    "and give the rest to the KV cache; nothing was left, or other processes hold part of that share. fitgpt forecasts "
+    "training, not inference.",
+    pattern="`No available memory for the cache blocks`, `less than desired GPU memory utilization`, `Please try to "
+            "increase --mem-fraction-static`",
+    background="The model's weights count against the same share: 2 bytes per parameter in half precision.",
+    advice=_server_advice)
+_rule_of_kind(
+    "device map", "OOM-DEVICE-MAP", "The quantized model does not fit in the free GPU memory",
+    "transformers (device_map=\"auto\") placed part of the model in CPU RAM or on disk, because the free GPU memory is "
+    "too small for all of it, and bitsandbytes does not run there. Nothing was allocated yet.",
+    pattern="`Some modules are dispatched on the CPU or the disk`",
+    background="accelerate counts the memory that is free when the model is loaded, and keeps a tenth for buffers.",
+    advice=(LIST_PROCESSES, ("BitsAndBytesConfig(load_in_4bit=True)", "half of the memory of 8 bits; lossy"),
+            ("BitsAndBytesConfig(llm_int8_enable_fp32_cpu_offload=True)", "runs that part on the CPU, slowly")))
 
 
 # ---- phases in which the batch does not matter: named before the figures, unless other processes decide
@@ -451,23 +520,27 @@ def _larger_than_card(case: Case) -> str | None:
     if case.message.total is None and case.requested > LARGEST_TENSOR:
         return (f"One tensor of {show_bytes(case.requested)} is larger than most GPUs: the request itself is too "
                 "large, whatever else the GPU holds.")
-    if case.usage is None or not _has_figures(case) or case.requested <= case.usage.free:
+    total, size = case.message.total, f"One tensor of {show_bytes(case.requested)} is"
+    if total is None or (case.usage is not None and case.usage.spilled):
         return None
-    if case.requested <= NEARLY_ALL * case.usage.total:
+    if case.requested > total:
+        return f"{size} larger than the whole GPU, {show_bytes(total)}: freeing other memory cannot help."
+    if case.usage is None or case.requested <= max(NEARLY_ALL * total, case.usage.free):
         return None
-    size = f"One tensor of {show_bytes(case.requested)} is"
-    if case.requested > case.usage.total:
-        return f"{size} larger than the whole GPU, {show_bytes(case.usage.total)}: freeing other memory cannot help."
-    return (f"{size} nearly the whole GPU, {show_bytes(case.usage.total)}. No run can have that much beside its "
-            "context and its weights: the request itself is too large, whatever else the GPU holds.")
+    return (f"{size} nearly the whole GPU, {show_bytes(total)}. No run can have that much beside its context and its "
+            "weights: the request itself is too large, whatever else the GPU holds.")
+
+
+SPILL_ADVICE: Advice = (("NVIDIA Control Panel > CUDA - Sysmem Fallback Policy > Prefer No Sysmem Fallback",
+                         "fails at once instead of becoming slow"),)
 
 
 @_rule("OOM-SPILL", "More reserved than the GPU has",
-       pattern="PyTorch reserved more than the GPU's total capacity",
+       pattern="PyTorch reserved more than the GPU's total capacity; or Task Manager shows 1 GB or more of shared GPU "
+               "memory",
        background="Windows drivers move what does not fit into CPU RAM instead of failing. Steps become slow first; "
                   "the message appears when RAM is full too.",
-       advice=(("NVIDIA Control Panel > CUDA - Sysmem Fallback Policy > Prefer No Sysmem Fallback",
-                "fails at once instead of becoming slow"),),
+       advice=SPILL_ADVICE,
        advice_without_plan=SMALLER_BATCH)
 def _spill(case: Case) -> str | None:
     reserved, total = case.message.reserved, case.message.total
@@ -499,7 +572,6 @@ def _process_limit(case: Case) -> str | None:
             f"the allocator's environment) and has reserved {show_bytes(reserved)} of it.{free}")
 
 
-MAP_LOCATION = ("torch.load(…, map_location=\"cpu\")", "keeps a checkpoint off the GPU while it is loaded")
 RANKS_ADVICE: Advice = (SET_DEVICE, MAP_LOCATION)
 
 
@@ -530,12 +602,16 @@ def _fragmentation_decides(case: Case) -> bool:
     return unallocated >= min(FRAGMENTED_SHARE * reserved, max(FRAGMENTED_TIMES * case.missing, LEAST_FRAGMENTED))
 
 
+EXPANDABLE_SEGMENTS = ("{alloc_conf}=expandable_segments:True",
+                       "avoids fragmentation: segments grow as needed; not on Windows. `fitgpt train` sets it")
+
+
 def _fragmented_advice(case: Case) -> Advice:
     if case.plan is not None:
         return ()  # the forecast with expandable segments is among the changes of the run
-    if case.message.source == OLD_PYTORCH:
+    if case.message.source == OLD_PYTORCH and case.vendor == "nvidia":
         return (("PyTorch 2.2 or later", "has expandable_segments, which avoid this fragmentation"),)
-    if case.message.source == BEFORE_EXPANDABLE:
+    if case.message.source == BEFORE_EXPANDABLE and case.vendor == "nvidia":
         return (("PyTorch 2.2, then PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
                  "avoids fragmentation; not on Windows. The message is from an earlier PyTorch, which does not know "
                  "this setting"),
@@ -544,9 +620,7 @@ def _fragmented_advice(case: Case) -> Advice:
     if case.message.source == CUDA_MALLOC_ASYNC:
         return (("PYTORCH_CUDA_ALLOC_CONF=backend:native,expandable_segments:True",
                  "PyTorch's own allocator, which says in its message who holds the memory"), LIST_PROCESSES)
-    name = "PYTORCH_HIP_ALLOC_CONF" if case.message.kind == "hip" else "PYTORCH_CUDA_ALLOC_CONF"
-    return ((f"{name}=expandable_segments:True",
-             "avoids fragmentation: segments grow as needed; not on Windows. `fitgpt train` sets it"),)
+    return (EXPANDABLE_SEGMENTS,)
 
 
 @_rule("OOM-FRAGMENTED", "Fragmentation",
@@ -756,11 +830,15 @@ def _activations(case: Case) -> str | None:
 # ---- what remains
 
 
+def _context_decides(case: Case) -> bool:
+    return case.usage is not None and (case.usage.outside or 0) >= case.missing
+
+
 @_rule("OOM-CONTEXT", "Much non-PyTorch memory",
        pattern="`this process has …` is more than 1 GiB above the memory that PyTorch reserved",
        background="PyTorch's allocator does not manage this memory, and no option of the run changes it.",
-       advice=(SET_DEVICE, *FEWER_COMMUNICATORS), advice_without_plan=SMALLER_BATCH,
-       decides=lambda case: case.usage is not None and (case.usage.outside or 0) >= case.missing)
+       advice=lambda case: (SET_DEVICE, *FEWER_COMMUNICATORS) if case.usage is None or _context_decides(case) else (),
+       advice_without_plan=SMALLER_BATCH, decides=_context_decides)
 def _context(case: Case) -> str | None:
     outside = (case.usage.outside if case.usage else None) or 0
     if outside <= GiB:
@@ -828,6 +906,10 @@ def _full(case: Case) -> str | None:
                 f"PyTorch: this process's context and other processes leave too little for a run that has "
                 f"{show_bytes(usage.reserved)} and requested {show_bytes(case.requested)} more.")
     nbytes, what = (usage.process or 0, "holds") if usage.allocated is None else (usage.allocated, "has allocated")
+    if case.requested > max(nbytes, usage.total // 2):
+        return (f"One tensor of {show_bytes(case.requested)} is most of the GPU's {show_bytes(usage.total)}, of which "
+                f"{show_bytes(usage.free)} were free; all else that this process {what} is {show_bytes(nbytes)}. Often "
+                "such a tensor is attention scores (batch × heads × tokens × tokens), or the logits of a large batch.")
     outside = (f" {show_bytes(usage.not_pytorch)} are neither free nor reserved by PyTorch: this process's context, "
                "and perhaps a desktop or other processes." if _much_outside(case) else "")
     return (f"The run itself fills the GPU: this process {what} {show_bytes(nbytes)} of {show_bytes(usage.total)}, and "

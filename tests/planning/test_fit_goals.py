@@ -28,7 +28,7 @@ from fitgpt.planning.fit_goals import (
     with_size,
 )
 from fitgpt.planning.fit_search import FitTarget
-from fitgpt.planning.forecast import fits, needs_of
+from fitgpt.planning.forecast import fits, replay_run
 
 CARD = gpus.find("4070")
 SETTING = platform_for(CARD)
@@ -125,7 +125,8 @@ def test_leaving_nanogpt_is_the_first_decision_with_what_it_saves() -> None:
     first = found.decisions[0]
     assert first.changes == {"trainer": ("nanogpt", "fitgpt")}
     run = resolve_run(GIVEN, SETTING)
-    before, now = needs_of(resolve_run(GIVEN, SETTING, "nanogpt"), SETTING, "nanogpt"), needs_of(run, SETTING)
+    before = replay_run(resolve_run(GIVEN, SETTING, "nanogpt"), SETTING, "nanogpt").needs
+    now = replay_run(run, SETTING).needs
     assert first.why.startswith(f"{show_bytes(before - now)} less with the given settings")
     assert all("trainer" not in each.changes for each in find_fastest(GIVEN, target(300)).decisions)
 

@@ -16,7 +16,7 @@ from fitgpt.core.units import MiB
 from fitgpt.hardware import gpus
 from fitgpt.memory.platform import Platform
 from fitgpt.memory.tape import EMPTY_CACHE, Tape, round_size
-from fitgpt.memory.timeline import needs, replay
+from fitgpt.memory.timeline import replay
 from fitgpt.planning import layer_costs
 from fitgpt.planning.budget import Budget, platform_for
 from fitgpt.planning.fit_search import FitTarget, Search
@@ -96,7 +96,7 @@ def test_the_usual_fragmentation_is_that_of_gpt2() -> None:
     config = resolve_run(RunConfig(n_layer=12, n_head=12, n_embd=768, batch_size=8, vocab_size=50304), SETTINGS[0])
     mapped = layer_costs.CostCache(SETTINGS[0]).cost(config).mapped(mix_of(config.levels))
     assert with_usual_loss(mapped, True) == pytest.approx(
-        needs(engine_tape.write(config, SETTINGS[0]), expandable=True), rel=0.02)
+        replay(engine_tape.write(config, SETTINGS[0]), expandable=True).needs, rel=0.02)
     assert within_usual_loss(with_usual_loss(mapped, True), True) == pytest.approx(mapped, abs=2)
 
 

@@ -197,7 +197,7 @@ def plan(tmp_path: Path, cards: Callable[..., None]) -> Callable[..., str]:
                           "device": "auto"})
     found = on_device(reading())
 
-    needs = forecast.needs_of(resolve_run(config, found.platform), found.platform)
+    needs = forecast.replay_run(resolve_run(config, found.platform), found.platform).needs
 
     def write(**changes: Any) -> str:
         document = {"schema": 1, "config": config.to_dict(), "card": "RTX 4070", "budget": found.budget._asdict(),

@@ -19,7 +19,6 @@ from ..config.resolve import ResolvedRun, resolve_run
 from ..config.run_config import DEFAULT_VOCAB, RunConfig
 from ..core.errors import UsageError
 from ..memory.platform import Platform
-from ..memory.timeline import needs
 from .budget import Budget
 from .forecast import fits, replay_run
 
@@ -184,8 +183,7 @@ def repeatedly_divided(number: int) -> list[int]:
 
 def memory_use(run: ResolvedRun, platform: Platform, trainer: str = "fitgpt") -> MemoryUse:
     timeline = replay_run(run, platform, trainer)
-    return MemoryUse({phase: peak.allocated for phase, peak in timeline.peaks().items()},
-                     needs(timeline.tape, expandable=platform.uses_expandable_segments(trainer), unlimited=timeline))
+    return MemoryUse({phase: peak.allocated for phase, peak in timeline.peaks().items()}, timeline.needs)
 
 
 def priced(changed: ChangedRun, before: MemoryUse, platform: Platform, budget: Budget) -> PricedChange:

@@ -19,7 +19,7 @@ from ..memory.platform import Platform
 from ..tapes import engine as engine_tape
 from .budget import Budget
 from .fit_search import OFFLOAD, Candidate, FitTarget, SaverSet, Search, place_permission, works_with
-from .forecast import needs_of
+from .forecast import replay_run
 from .plan_file import FallbackPlan
 
 MOST_PLANS = 6  # each takes a tenth of a second to forecast
@@ -63,7 +63,7 @@ class InRunSearch(Search):
         """`limit`: bytes that may be reserved; None: as many as the run needs. `spare_ram`: bytes of CPU RAM besides
         what the run uses already; None: no limit."""
         run = resolve_run(config, platform)
-        limit = needs_of(run, platform) if limit is None else limit
+        limit = replay_run(run, platform).needs if limit is None else limit
         host_limit = None if spare_ram is None else spare_ram + engine_tape.host_bytes(run)
         super().__init__(run, FitTarget(platform, Budget("", limit, 0, limit, 0), card, run.batch_size, host_limit),
                          frozenset())

@@ -31,7 +31,7 @@ from .fit_search import (
     permission_notes,
     permitted,
 )
-from .forecast import needs_of
+from .forecast import replay_run
 from .speed import likely_efficiency, modelled
 
 GIVEN_SHAPE_DOES_NOT_FIT = "nothing with the given shape fits"
@@ -131,7 +131,7 @@ def _found(given: RunConfig, search: Search, allow: frozenset[str], permission: 
 def _other_trainer(config: RunConfig, search: Search) -> Decision:
     """Why the run goes from nanoGPT's train.py to fitgpt: what that saves with the given settings."""
     platform, card = search.platform, search.target.card
-    before = needs_of(resolve_run(config, platform, "nanogpt"), platform, "nanogpt")
+    before = replay_run(resolve_run(config, platform, "nanogpt"), platform, "nanogpt").needs
     now = search.needs(config)
     speeds = [likely(config, card, platform) for likely in (nanogpt_speed.likely, speed.likely)] if card else []
     faster = 100 * (speeds[1] / speeds[0] - 1) if speeds and speeds[0] and speeds[1] else 0.0

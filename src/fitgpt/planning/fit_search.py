@@ -31,7 +31,7 @@ from ..hardware.gpus import GpuModel
 from ..memory.platform import Platform
 from ..tapes.engine import host_bytes, uses_cuda_graphs
 from .budget import Budget
-from .forecast import fits, needs_of
+from .forecast import fits, replay_run
 from .layer_costs import (
     PAGE,
     CostCache,
@@ -399,7 +399,7 @@ class Search:
 
     def needs(self, config: RunConfig) -> int:
         if config not in self._needs:
-            self._needs[config] = needs_of(resolve_run(config, self.platform), self.platform)
+            self._needs[config] = replay_run(resolve_run(config, self.platform), self.platform).needs
         return self._needs[config]
 
     def _refined(self, candidate: Candidate) -> Candidate | None:

@@ -25,8 +25,6 @@ from ..memory.timeline import (
     PhasePeak,
     Timeline,
     chart_points,
-    needs,
-    needs_under,
     replay,
     reserved_in_other_orders,
 )
@@ -100,11 +98,6 @@ def replay_run(run: ResolvedRun, platform: Platform, trainer: str = "fitgpt") ->
     return replay(write_tape(run, platform, trainer), expandable=platform.uses_expandable_segments(trainer))
 
 
-def needs_of(run: ResolvedRun, platform: Platform, trainer: str = "fitgpt") -> int:
-    """The smallest memory limit, in 2 MiB steps, under which the run completes."""
-    return needs(write_tape(run, platform, trainer), expandable=platform.uses_expandable_segments(trainer))
-
-
 def fits(run: ResolvedRun, platform: Platform, limit: int, trainer: str = "fitgpt") -> bool:
     """Whether the run completes under a memory limit: one replay, none where its tensors alone take more."""
     tape = write_tape(run, platform, trainer)
@@ -162,11 +155,9 @@ class Replayed(NamedTuple):
 def replayed(tape: Tape, limit: int | None, *, expandable: bool) -> Replayed:
     """What is reserved without a limit, what is needed, and what is reserved under the limit."""
     unlimited = timeline = replay(tape, expandable=expandable)
-    needed = needs(tape, expandable=expandable, unlimited=unlimited)
-    if limit is not None:
-        needed = needs_under(limit, tape, needed, unlimited=unlimited, expandable=expandable)
-        if needed <= limit < unlimited.reserved:
-            timeline = replay(tape, limit, expandable=expandable)
+    needed = unlimited.needs if limit is None else unlimited.needs_under(limit)
+    if limit is not None and needed <= limit < unlimited.reserved:
+        timeline = replay(tape, limit, expandable=expandable)
     reserved = unlimited.reserved, *(() if expandable else reserved_in_other_orders(tape))
     most = max(reserved) if timeline is unlimited else timeline.reserved
 

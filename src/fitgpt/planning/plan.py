@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
@@ -18,7 +18,7 @@ from ..data.shards import DataSummary
 from ..hardware import gpus
 from ..hardware.gpus import GpuModel
 from ..memory.platform import Platform
-from ..memory.timeline import Timeline, needs, needs_under
+from ..memory.timeline import Timeline
 from ..tapes.aten import round_up
 from ..tapes.engine import attention_kernel, checkpoint_bytes, platform_of, uses_cuda_graphs
 from ..tapes.nanogpt_compiled import MULTIPLE, has_odd_sizes, splits_loss_rows
@@ -309,9 +309,8 @@ class GpuVerdict(NamedTuple):
         return not self.problem and self.headroom >= 0
 
 
-def verdicts(config: RunConfig, trainer: str = "fitgpt", others: int = 0, torch: str = "") -> list[GpuVerdict]:
-    """One verdict per GPU. GPUs on which the tape is the same are replayed once."""
-    known: dict[tuple[Any, ...], tuple[Timeline, int]] = {}  # the replay without a limit, and what it needs
+def every_gpu(needs_on: Callable[[Target], int], others: int = 0, torch: str = "") -> list[GpuVerdict]:
+    """One verdict per GPU. `needs_on`: what the run needs there; UsageError where it cannot run."""
     rows = []
     for card in gpus.load():
         usable = card.usable_mib * MiB if card.usable_mib else None
@@ -323,20 +322,27 @@ def verdicts(config: RunConfig, trainer: str = "fitgpt", others: int = 0, torch:
             continue
         target = on_card(card, others=others, torch=torch)
         try:
-            check_supported(config, target, trainer)
+            needs = needs_on(target)
         except UsageError as error:
             rows.append(GpuVerdict(card.name, usable, problem=f"needs {error.fix}"))
-            continue
-        platform, limit = target.platform, target.budget.reserve_limit
-        run, expandable = resolve_run(config, platform, trainer), platform.uses_expandable_segments(trainer)
-        kind = same_tape(run, platform)
-        if kind not in known:
-            unlimited = replay_run(run, platform, trainer)
-            known[kind] = unlimited, needs(unlimited.tape, expandable=expandable, unlimited=unlimited)
-        unlimited, usual = known[kind]
-        needed = needs_under(limit, unlimited.tape, usual, unlimited=unlimited, expandable=expandable)
-        rows.append(GpuVerdict(card.name, usable, needed, limit - needed))
+        else:
+            rows.append(GpuVerdict(card.name, usable, needs, target.budget.reserve_limit - needs))
     return rows
+
+
+def verdicts(config: RunConfig, trainer: str = "fitgpt", others: int = 0, torch: str = "") -> list[GpuVerdict]:
+    """One verdict per GPU. GPUs on which the tape is the same are replayed once."""
+    known: dict[tuple[Any, ...], Timeline] = {}
+
+    def needs_on(target: Target) -> int:
+        check_supported(config, target, trainer)
+        run = resolve_run(config, target.platform, trainer)
+        kind = same_tape(run, target.platform)
+        if kind not in known:
+            known[kind] = replay_run(run, target.platform, trainer)
+        return known[kind].needs_under(target.budget.reserve_limit)
+
+    return every_gpu(needs_on, others, torch)
 
 
 def same_tape(run: ResolvedRun, platform: Platform) -> tuple[Any, ...]:

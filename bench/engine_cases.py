@@ -27,8 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "src"))
 
 from fitgpt.config.memory_savers import LEVELS  # noqa: E402
-from fitgpt.config.resolve import resolve_run  # noqa: E402
-from fitgpt.config.run_config import RunConfig  # noqa: E402
+from fitgpt.config.run_config import RunConfig, resolve_run  # noqa: E402
 from fitgpt.core.errors import UsageError  # noqa: E402
 from fitgpt.core.units import GiB  # noqa: E402
 from fitgpt.memory.platform import Platform  # noqa: E402

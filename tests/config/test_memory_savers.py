@@ -15,7 +15,7 @@ from fitgpt.config.argv import walk
 from fitgpt.config.fields import Requires, option_specs
 from fitgpt.config.memory_savers import KEEPS, LEVELS, SAVERS, Saver, loss_chunk_tokens, parse_levels
 from fitgpt.config.optimizers import OPTIMIZERS, state_bytes
-from fitgpt.config.run_config import RunConfig, resolve
+from fitgpt.config.run_config import RunConfig, config_from
 from fitgpt.core.errors import UsageError
 from fitgpt.memory.platform import Platform
 from fitgpt.planning.changes import single_changes
@@ -155,7 +155,7 @@ def test_the_declared_saving_is_the_difference_of_two_forecasts(saver: Saver) ->
 @pytest.mark.parametrize("saver", SAVERS, ids=lambda saver: saver.setting)
 def test_every_saver_is_an_option_of_train_with_texts(saver: Saver) -> None:
     required = [f"--{each.option}={each.values[0]}" for each in saver.requires]
-    config, _ = resolve(walk([f"--{saver.setting}", *required], RunConfig))
+    config, _ = config_from(walk([f"--{saver.setting}", *required], RunConfig))
     assert saver.is_on(config)
     assert not saver.is_on(replace(config, **{saver.option: SAVINGS[saver.setting][0]}))
     assert saver.saves

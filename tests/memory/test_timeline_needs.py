@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from fitgpt.config.resolve import resolve_run
-from fitgpt.config.run_config import RunConfig
+from fitgpt.config.run_config import RunConfig, resolve_run
 from fitgpt.core.units import MiB
 from fitgpt.memory import timeline
 from fitgpt.memory.allocator import LARGE_BUFFER, ROUND_LARGE, allocation_size

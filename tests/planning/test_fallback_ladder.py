@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from fitgpt.config.resolve import resolve_run
-from fitgpt.config.run_config import FALLBACK_OPTIONS, RunConfig
+from fitgpt.config.run_config import FALLBACK_OPTIONS, RunConfig, resolve_run
 from fitgpt.core.units import MiB
 from fitgpt.data.sample_order import positions_for
 from fitgpt.hardware import gpus

@@ -8,8 +8,7 @@ from functools import cache
 
 import pytest
 
-from fitgpt.config.resolve import resolve_run
-from fitgpt.config.run_config import RunConfig, gpt2_shapes
+from fitgpt.config.run_config import RunConfig, gpt2_shapes, resolve_run
 from fitgpt.core.errors import UsageError
 from fitgpt.core.units import MiB, show_bytes
 from fitgpt.hardware import gpus

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from fitgpt.config.memory_savers import LEVELS
-from fitgpt.config.resolve import resolve_run
-from fitgpt.config.run_config import RunConfig
+from fitgpt.config.run_config import RunConfig, resolve_run
 from fitgpt.core.errors import UsageError
 from fitgpt.core.units import MiB
 from fitgpt.hardware import gpus

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from fitgpt.config.memory_savers import LEVELS
-from fitgpt.config.resolve import resolve_run
-from fitgpt.config.run_config import RunConfig
+from fitgpt.config.run_config import RunConfig, resolve_run
 from fitgpt.hardware import gpus
 from fitgpt.planning import plan, speed
 from fitgpt.planning.budget import platform_for

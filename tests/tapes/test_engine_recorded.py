@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from accuracy import Figure, by_run, of_file
-from fitgpt.config.resolve import resolve_run
-from fitgpt.config.run_config import RunConfig
+from fitgpt.config.run_config import RunConfig, resolve_run
 from fitgpt.memory.platform import Platform
 from fitgpt.planning.forecast import replay_run
 

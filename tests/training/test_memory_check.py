@@ -17,8 +17,7 @@ import pytest
 from fitgpt.config.argv import walk
 from fitgpt.config.command_options import PlanArguments
 from fitgpt.config.fields import Assignment
-from fitgpt.config.resolve import resolve_run
-from fitgpt.config.run_config import RunConfig, check_resume
+from fitgpt.config.run_config import RunConfig, check_resume, resolve_run
 from fitgpt.core.errors import DeviceError, UsageError
 from fitgpt.core.units import GiB, MiB, parse_bytes
 from fitgpt.engine import oom

@@ -15,8 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from ..config.fields import shown
 from ..config.memory_savers import LEVELS, SAVERS, loss_chunk_tokens
-from ..config.resolve import ResolvedRun, resolve_run
-from ..config.run_config import DEFAULT_VOCAB, RunConfig
+from ..config.run_config import DEFAULT_VOCAB, ResolvedRun, RunConfig, resolve_run
 from ..core.errors import UsageError
 from ..memory.platform import Platform
 from .budget import Budget

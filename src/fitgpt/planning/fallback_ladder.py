@@ -12,8 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ..config.resolve import resolve_run
-from ..config.run_config import RunConfig, diff
+from ..config.run_config import RunConfig, diff, resolve_run
 from ..hardware.gpus import GpuModel
 from ..memory.platform import Platform
 from ..tapes import engine as engine_tape

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 
 from ..config.command_options import FitArguments, FitOptions, PlanOptions
 from ..config.fields import Assignment, build, option_specs, shown
-from ..config.resolve import resolve_run
-from ..config.run_config import RunConfig
+from ..config.run_config import RunConfig, resolve_run
 from ..core.errors import DeviceError, DoesNotFit, UsageError
 from ..core.units import GiB, show_bytes, show_count
 from ..hardware import nvidia

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 
 from ..config.fields import shown
 from ..config.memory_savers import SAVERS, loss_chunk_tokens
-from ..config.resolve import resolve_run
-from ..config.run_config import RunConfig
+from ..config.run_config import RunConfig, resolve_run
 from ..core.errors import UsageError
 from ..core.units import MiB, show_bytes, show_count
 from ..hardware import gpus

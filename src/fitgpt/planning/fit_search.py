@@ -23,8 +23,7 @@ from typing import Any, NamedTuple
 
 from ..config.fields import nearest, option_specs, shown
 from ..config.memory_savers import LEVELS, LOSSY_SAVERS, OTHER_RULES, SAVERS, loss_chunk_tokens
-from ..config.resolve import resolve_run
-from ..config.run_config import RunConfig, diff, gpt2_shapes
+from ..config.run_config import RunConfig, diff, gpt2_shapes, resolve_run
 from ..core.errors import UsageError
 from ..hardware import gpus
 from ..hardware.gpus import GpuModel

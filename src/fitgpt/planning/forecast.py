@@ -14,8 +14,7 @@ from math import log2, prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..config.resolve import ResolvedRun
-from ..config.run_config import DEFAULT_VOCAB, RunConfig
+from ..config.run_config import DEFAULT_VOCAB, ResolvedRun, RunConfig
 from ..core.units import MiB, show_bytes, show_count
 from ..memory.platform import EXPANDABLE, NATIVE, Platform
 from ..memory.tape import EMPTY_CACHE, Event, Span, Tape

@@ -10,8 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from ..config.command_options import PlanArguments, PlanOptions
 from ..config.fields import LARGEST_COUNT, option_specs
-from ..config.resolve import ResolvedRun, resolve_run
-from ..config.run_config import NOT_NANOGPTS, RunConfig
+from ..config.run_config import NOT_NANOGPTS, ResolvedRun, RunConfig, resolve_run
 from ..core.errors import UsageError
 from ..core.units import MiB, parse_count, show_count, show_steps
 from ..data.shards import DataSummary

@@ -10,8 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from ..config.resolve import resolve_run
-from ..config.run_config import RunConfig
+from ..config.run_config import RunConfig, resolve_run
 from ..core.units import KiB, show_bytes
 from ..memory.platform import LARGE_WORKSPACE, SMALL_WORKSPACE, Platform
 from ..memory.timeline import PhasePeak, replay, reserved_in_other_orders

@@ -18,8 +18,7 @@ from typing import Any, NamedTuple
 
 from ..config.memory_savers import KEEPS, LEVELS, loss_chunk_tokens
 from ..config.optimizers import optimizer_of
-from ..config.resolve import ResolvedRun, resolve_run
-from ..config.run_config import SPEED_OPTIONS, RunConfig
+from ..config.run_config import SPEED_OPTIONS, ResolvedRun, RunConfig, resolve_run
 from ..core.units import show_count
 from ..hardware.gpus import GpuModel
 from ..memory.platform import Platform

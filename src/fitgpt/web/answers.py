@@ -13,8 +13,7 @@ from functools import lru_cache
 from typing import Any
 
 from ..config.memory_savers import SAVER_LABELS
-from ..config.resolve import ResolvedRun, resolve_run
-from ..config.run_config import DEFAULT_VOCAB, RunConfig
+from ..config.run_config import DEFAULT_VOCAB, ResolvedRun, RunConfig, resolve_run
 from ..core.errors import UsageError
 from ..core.units import MiB, show_bytes, show_count, show_seconds
 from ..hardware import gpus

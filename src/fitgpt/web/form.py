@@ -18,7 +18,7 @@ from ..config.argv import walk
 from ..config.command_options import PlanArguments, PlanOptions
 from ..config.fields import Assignment, build, option_specs, parse_value, shown
 from ..config.memory_savers import LEVELS, loss_chunk_tokens
-from ..config.run_config import DEFAULT_VOCAB, NOT_NANOGPTS, PAGE_OPTIONS, RunConfig, diff, gpt2_shapes, resolve
+from ..config.run_config import DEFAULT_VOCAB, NOT_NANOGPTS, PAGE_OPTIONS, RunConfig, config_from, diff, gpt2_shapes
 from ..core.errors import DeviceError, UsageError
 from ..core.units import show_count
 from ..hardware import gpus, nvidia
@@ -79,7 +79,7 @@ def presets() -> list[dict[str, Any]]:
     own = []
     for file in sorted(CONFIGS.glob("*.py")):
         assignments = [each for each in walk([str(file)], RunConfig) if each.key in (*RUN_OPTIONS, *CARRIED)]
-        config, _ = resolve(assignments)
+        config, _ = config_from(assignments)
         own.append((config.gpt_config().count_params(), file.stem, config))
     own.sort(key=lambda each: each[0])
     named = [("config/", f"{name}: {show_count(params)}", config) for params, name, config in own]
@@ -145,7 +145,7 @@ def read(query: str) -> PageQuery:
         else:
             assignments.append(Assignment(key, parse_value(PlanArguments, key, text), f"--{key}={text}"))
     questions = build(PlanOptions, [each for each in assignments if each.key in QUESTIONS])
-    config, _ = resolve([each for each in assignments if each.key not in QUESTIONS])
+    config, _ = config_from([each for each in assignments if each.key not in QUESTIONS])
     _check_size(config, questions.trainer)
     moment = 0 if questions.gpu else int(time.monotonic() / DRIVER_SECONDS)
     target = _target(questions.gpu, questions.others, questions.budget, questions.torch, moment)

@@ -44,6 +44,7 @@ from .layer_costs import (
     with_usual_loss,
     within_usual_loss,
 )
+from .measured_speeds import measured_on
 from .speed import (
     MEASURED_ERROR,
     SpeedEstimate,
@@ -53,7 +54,6 @@ from .speed import (
     has_figures,
     likely_efficiency,
     modelled,
-    recorded,
     speed_key,
     step_cost,
 )
@@ -230,7 +230,7 @@ class Search:
         self.error = expected.error
         self.scale = expected.likely / modelled(config, card, self.platform, likely_efficiency(card))
         self.measured = {speed_key(resolve_run(each.config, self.platform)): each.tokens_per_s
-                         for each in reversed(recorded(card.name))} if target.card else {}
+                         for each in reversed(measured_on(card.name))} if target.card else {}
         self._fits: dict[RunConfig, bool] = {}
         self._needs: dict[RunConfig, int] = {}
 

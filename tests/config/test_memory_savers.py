@@ -57,18 +57,6 @@ def test_an_invalid_recompute_is_an_error(text: str, says: str) -> None:
     assert says in error.value.what
 
 
-@pytest.mark.parametrize(("settings", "what", "fix"), [
-    ({"recompute": "products"}, "recompute=products is now recompute=matmuls", "--recompute=matmuls"),
-    ({"recompute": "1*no_wide,11*products"}, "is now recompute=1*no_mlp_up,11*matmuls",
-     "--recompute=1*no_mlp_up,11*matmuls"),
-    ({"casts": "brief"}, "casts=brief is now casts=transient", "--casts=transient")])
-def test_a_value_of_an_earlier_version_gets_its_new_name_as_fix(settings: dict[str, Any], what: str, fix: str) -> None:
-    with pytest.raises(UsageError) as error:
-        RunConfig(**settings)
-    assert what in error.value.what
-    assert error.value.fix == fix
-
-
 def test_grad_checkpoint_means_recompute_input() -> None:
     assert RunConfig(grad_checkpoint=True).levels == ("input",) * 12
     assert RunConfig().levels == ("matmuls",) * 12

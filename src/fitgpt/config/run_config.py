@@ -35,7 +35,7 @@ from .fields import (
     positive,
     shown,
 )
-from .memory_savers import LEVELS, SAVERS, parse_levels, with_new_names
+from .memory_savers import LEVELS, SAVERS, parse_levels
 from .optimizers import OPTIMIZERS
 
 GPT2_VOCAB = 50257
@@ -235,7 +235,6 @@ class RunConfig(Options):
     casts: str = _system(
         "transient", "half-precision copies of the weight matrices (mixed precision): each made for a matmul and then "
         "freed, or kept from step to step, for 2 bytes per element", choices=("transient", "kept"),
-        renamed={"brief": "transient"},
         affects_memory=True, affects_speed=True, nanogpt=False, page="less")
     gradients: str = _system(
         "freed", "gradients after a step: freed (zero_grad(set_to_none=True)), or zeroed and kept; with CUDA graphs "
@@ -274,8 +273,6 @@ class RunConfig(Options):
         super().__post_init__()
         if self.n_embd % self.n_head:
             raise _width_error(self.n_embd, self.n_head)
-        if (renamed := with_new_names(self.recompute)) != self.recompute:
-            raise UsageError(f"recompute={self.recompute} is now recompute={renamed}.", f"--recompute={renamed}")
         levels = parse_levels(self.recompute, self.n_layer)
         if isinstance(levels, str):
             raise UsageError(f"recompute={self.recompute!r} {levels}.", "--recompute=matmuls")

@@ -62,7 +62,6 @@ from .speed import (
 
 # What a change may take, from what nobody minds to what only the user may allow.
 PERMISSIONS = ("free", "places", "lossy", "rules", "context", "model")
-LOSSY = ("lossy", "rules")  # permissions of changes after which losses differ
 NAMED_SAVERS = {**LOSSY_SAVERS, **OTHER_RULES}
 ALLOWABLE = ("lossy", "context", "model", *NAMED_SAVERS)
 OFFLOAD = option_specs(RunConfig)["offload"].choices  # the fastest first

@@ -122,7 +122,7 @@ def measure(case: GpuRun, device: str, room: int, reading: GpuReading, before: i
 
 def used_now(reading: GpuReading) -> int:
     """Bytes that processes use of the GPU."""
-    return next((gpu.used_bytes or 0 for gpu in nvidia.gpus() if gpu.index == reading.index), 0)
+    return next((gpu.used_bytes or 0 for gpu in nvidia.survey().gpus if gpu.index == reading.index), 0)
 
 
 def ask_child(request: dict[str, Any], *, native: bool) -> dict[str, Any]:

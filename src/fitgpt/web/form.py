@@ -57,7 +57,7 @@ DRIVER_SECONDS = 3                  # how long a reading of this machine's GPU i
 def form() -> dict[str, Any]:
     """GPUs, presets, and every option that affects memory, each with its help."""
     try:
-        here = max(nvidia.gpus(), key=lambda gpu: gpu.free_bytes or 0, default=None)
+        here = max(nvidia.survey().gpus, key=lambda gpu: gpu.free_bytes or 0, default=None)
     except DeviceError:
         here = None
     own = option_specs(PlanOptions)

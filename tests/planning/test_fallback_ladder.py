@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from fitgpt.config.optimizers import host_bytes
 from fitgpt.config.run_config import FALLBACK_OPTIONS, RunConfig, resolve_run
 from fitgpt.core.units import MiB
 from fitgpt.data.sample_order import positions_for
@@ -20,7 +21,6 @@ from fitgpt.planning.fallback_ladder import MOST_PLANS, fallback_plans, fastest_
 from fitgpt.planning.fit_search import similar_gpu
 from fitgpt.planning.forecast import replay_run, write_tape
 from fitgpt.planning.plan_file import FallbackPlan
-from fitgpt.tapes.engine import host_bytes
 
 HERE = Platform((8, 9), "2.13", sms=46)  # an RTX 4070
 CASES: dict[str, dict[str, Any]] = {

@@ -87,7 +87,7 @@ def test_mapped_bytes_are_the_most_that_the_tape_holds(runs: list[tuple[RunConfi
     for config, platform, tape in runs:
         mapped = layer_costs.CostCache(platform).cost(config).mapped(mix_of(config.levels))
         batch = max(config.batch_size * (config.block_size + 1), config.eval_batch * (config.eval_block + 1))
-        left_out = round_size(8 * batch) if engine_tape.uses_cuda_graphs(config) else 0
+        left_out = round_size(8 * batch) if config.uses_cuda_graphs else 0
         assert 0 <= most_held(tape) - mapped <= left_out, config
 
 

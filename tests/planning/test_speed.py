@@ -18,7 +18,6 @@ from fitgpt.planning import plan, speed
 from fitgpt.planning.budget import platform_for
 from fitgpt.planning.measured_speeds import MeasuredSpeed, shipped
 from fitgpt.planning.speed import HOPPER, gpu_class
-from fitgpt.tapes import engine as engine_tape
 
 H200, CARD = gpus.find("h200"), gpus.find("4070")
 GPT2 = RunConfig(n_layer=12, n_head=12, n_embd=768, vocab_size=50304, batch_size=8, gradient_accumulation_steps=4)
@@ -141,7 +140,7 @@ def test_estimates_are_near_the_measured_sweeps() -> None:
         for cell in row["cells"]:
             options = {key: value for key, value in cell.items() if hasattr(GPT2, key) and key != "tokens_per_s"}
             config = RunConfig(**{**row["config"], **options}, vocab_size=50304)
-            uses_graphs = engine_tape.uses_cuda_graphs(resolve_run(config, platform_for(H200)))
+            uses_graphs = resolve_run(config, platform_for(H200)).uses_cuda_graphs
             errors[uses_graphs].append(abs(middle(config, H200) / cell["tokens_per_s"] - 1))
     assert len(errors[True]) == 101
     assert len(errors[False]) == 39

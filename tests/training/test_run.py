@@ -13,6 +13,7 @@ from statistics import median
 import pytest
 import torch
 
+from fitgpt.config.optimizers import checkpoint_bytes
 from fitgpt.config.run_config import RunConfig
 from fitgpt.core.errors import CheckpointError, DataError, Interrupted, NumericsError, SystemFault, UsageError
 from fitgpt.data.dataset import open_dataset
@@ -24,7 +25,6 @@ from fitgpt.planning import measured_speeds
 from fitgpt.runs.folder import RunFolder, recorded_config
 from fitgpt.runs.metrics import read_metrics
 from fitgpt.show.progress import Display
-from fitgpt.tapes.engine import checkpoint_bytes
 from fitgpt.training import checkpoint
 from fitgpt.training.build import build_training
 from fitgpt.training.reporter import SPEED_REPORTS

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
-from .architectures import parameter_shapes
+from .architectures import BYTES, parameter_shapes
 from .fields import Requires
 
 if TYPE_CHECKING:
@@ -120,3 +120,16 @@ def state_bytes(config: RunConfig) -> int:
         state = spec.state_of(prod(shape), block_matrix=".h." in name and len(shape) == 2)
         total += sum(tensor.nbytes(prod(shape)) for tensor in state)
     return total
+
+
+def host_bytes(config: RunConfig) -> int:
+    """In CPU RAM, with offload: AdamW's moments, master weights and the gradients it is given."""
+    return 0 if config.offload == "none" else 16 * config.gpt_config().count_params()
+
+
+def checkpoint_bytes(config: RunConfig) -> int:
+    """On disk: weights and the optimizer's state, as they are held; with offload also masters of rounded weights."""
+    matrix = BYTES[config.weights] + (4 if config.offload != "none" and config.weights != "float32" else 0)
+    shapes = parameter_shapes(config.gpt_config()).values()
+    weights = sum(prod(shape) * (matrix if len(shape) == 2 else 4) for shape in shapes)
+    return weights + state_bytes(config) - optimizer_of(config).shared_bytes

@@ -313,15 +313,18 @@ class RunConfig(Options):
         return (f"gradient_accumulation_steps={steps} cannot be divided over {ranks} ranks: it counts the "
                 "micro-batches of all of them, as in nanoGPT", fix)
 
-    @property
-    def cuda_graph_blockers(self) -> tuple[str, ...]:
-        """Settings that exclude CUDA graphs: a graph cannot restore the RNG state for recomputed dropout, nor talk to
-        the CPU while it runs."""
-        savers = [saver.setting for saver in SAVERS if saver.is_on(self)
-                  and any(each.option == "cuda_graphs" and True not in each.values for each in saver.requires)]
-        return (*([f"dropout={self.dropout:g}"] if self.dropout else []), *savers)
-
     # ---- derived values
+
+    @property
+    def uses_cuda_graphs(self) -> bool:
+        """Whether a GPU runs CUDA graphs, if `compile` is definite. By default not where a setting excludes them: a
+        graph cannot restore the RNG state for recomputed dropout, nor talk to the CPU while it runs."""
+        if self.cuda_graphs != "auto":
+            return self.cuda_graphs
+        excluded = self.dropout > 0 or any(
+            each.option == "cuda_graphs" and True not in each.values
+            for saver in SAVERS if saver.is_on(self) for each in saver.requires)
+        return bool(self.compile) and not excluded
 
     @property
     def levels(self) -> tuple[str, ...]:

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 from ..config.fields import shown
 from ..config.memory_savers import SAVERS, loss_chunk_tokens
+from ..config.optimizers import host_bytes
 from ..config.run_config import RunConfig, resolve_run
 from ..core.errors import UsageError
 from ..core.units import MiB, show_bytes, show_count
 from ..hardware import gpus
-from ..tapes.engine import host_bytes
 from . import nanogpt_speed, speed
 from .budget import Budget, budget_for
 from .fit_search import (

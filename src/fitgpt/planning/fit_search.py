@@ -23,12 +23,12 @@ from typing import Any, NamedTuple
 
 from ..config.fields import nearest, option_specs, shown
 from ..config.memory_savers import LEVELS, LOSSY_SAVERS, OTHER_RULES, SAVERS, loss_chunk_tokens
+from ..config.optimizers import host_bytes
 from ..config.run_config import RunConfig, diff, gpt2_shapes, resolve_run
 from ..core.errors import UsageError
 from ..hardware import gpus
 from ..hardware.gpus import GpuModel
 from ..memory.platform import Platform
-from ..tapes.engine import host_bytes, uses_cuda_graphs
 from .budget import Budget
 from .forecast import fits, replay_run
 from .layer_costs import (
@@ -273,7 +273,7 @@ class Search:
         for compiled in [given.compile] if given.compile or not self.platform.compiles else [False, True]:
             mode: dict[str, Any] = {"compile": compiled, "cuda_graphs": given.cuda_graphs}
             found.append(mode)
-            if uses_cuda_graphs(replace(given, **{**mode, **savers.options})):
+            if replace(given, **{**mode, **savers.options}).uses_cuda_graphs:
                 found.append({**mode, "cuda_graphs": False})
         return found
 

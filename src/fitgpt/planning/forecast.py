@@ -14,6 +14,7 @@ from math import log2, prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..config.optimizers import host_bytes
 from ..config.run_config import DEFAULT_VOCAB, ResolvedRun, RunConfig
 from ..core.units import MiB, show_bytes, show_count
 from ..memory.platform import EXPANDABLE, NATIVE, Platform
@@ -138,7 +139,7 @@ def forecast(run: ResolvedRun, platform: Platform, trainer: str = "fitgpt", limi
         needs=needed, reserved_range=reserved_range,
         assumes={"torch": platform.describe_torch(), "attention": attention,
                  "compile": compiled if run.compile else "eager", "allocator": EXPANDABLE if expandable else NATIVE},
-        host_bytes=0 if nanogpt else engine_tape.host_bytes(run))
+        host_bytes=0 if nanogpt else host_bytes(run))
 
 
 class Replayed(NamedTuple):

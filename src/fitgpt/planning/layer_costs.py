@@ -234,7 +234,7 @@ class CostCache:
     def cost(self, config: RunConfig) -> RunCost:
         """Takes a resolved config. Its recompute policies do not matter."""
         optimizer = config.optimizer if config.step_in_backward else None  # else the passes do not depend on it
-        key = *_pass_options(config), engine_tape.uses_cuda_graphs(config), config.offload == "gradients", optimizer
+        key = *_pass_options(config), config.uses_cuda_graphs, config.offload == "gradients", optimizer
         accumulates = config.micro_batches > 1
         resident = self._once(_resident, config, key, config.n_layer, config.optimizer, config.adam8bit, config.offload)
         evaluation = self._once(_evaluation, config, key, config.eval_batch, config.eval_block, config.loss_chunk)
@@ -300,7 +300,7 @@ def _evaluation(config: RunConfig, platform: Platform) -> EvalCost:
 
 def _places(config: RunConfig, tokens: int) -> int:
     """Bytes of the inputs and targets that a CUDA graph reads."""
-    return 2 * round_size(8 * tokens) if engine_tape.uses_cuda_graphs(config) else 0
+    return 2 * round_size(8 * tokens) if config.uses_cuda_graphs else 0
 
 
 def _heads(config: RunConfig, platform: Platform) -> tuple[NetAndPeak, ...]:

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from ..config.command_options import PlanArguments, PlanOptions
 from ..config.fields import LARGEST_COUNT, option_specs
+from ..config.optimizers import checkpoint_bytes
 from ..config.run_config import NOT_NANOGPTS, ResolvedRun, RunConfig, resolve_run
 from ..core.errors import UsageError
 from ..core.units import MiB, parse_count, show_count, show_steps
@@ -19,7 +20,7 @@ from ..hardware.gpus import GpuModel
 from ..memory.platform import Platform
 from ..memory.timeline import Timeline
 from ..tapes.aten import round_up
-from ..tapes.engine import attention_kernel, checkpoint_bytes, platform_of, uses_cuda_graphs
+from ..tapes.engine import attention_kernel, platform_of
 from ..tapes.nanogpt_compiled import MULTIPLE, has_odd_sizes, splits_loss_rows
 from . import nanogpt_speed, speed
 from .budget import (
@@ -186,7 +187,7 @@ def plan_from(request: PlanRequest) -> Plan:
     if len(targets) > 1:
         found = replace(found, ranks=tuple(plans[each] for each in targets))
     notes = nanogpt_notes(config, target.platform) if trainer == "nanogpt" else []
-    if trainer == "fitgpt" and not config.eval_only and uses_cuda_graphs(found.run):
+    if trainer == "fitgpt" and not config.eval_only and found.run.uses_cuda_graphs:
         notes = ["The first step is captured into CUDA graphs. Later steps replay them in memory that stays reserved, "
                  "and allocate next to nothing."]
     return replace(found, data=request.data, with_options=options.options, vocab_assumed=request.vocab_assumed, notes=(

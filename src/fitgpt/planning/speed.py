@@ -13,16 +13,14 @@ from operator import attrgetter
 from statistics import median
 from typing import Any, NamedTuple
 
+from ..config.architectures import BYTES
 from ..config.memory_savers import KEEPS, LEVELS, loss_chunk_tokens
 from ..config.optimizers import optimizer_of
 from ..config.run_config import SPEED_OPTIONS, ResolvedRun, RunConfig, resolve_run
 from ..hardware.gpus import GpuModel
 from ..memory.platform import Platform
-from ..tapes import engine as engine_tape
 from .budget import has_nvlink, platform_for
 from .measured_speeds import MeasuredSpeed, measured_on
-
-BYTES = engine_tape.BYTES
 
 TILE = 128                # rows and columns of a matmul's result that one multiprocessor computes at once …
 LAST_WAVE = 0.25          # … and the share of a wave of tiles that is lost at the end of a matmul
@@ -76,7 +74,7 @@ def step_cost(config: RunConfig, card: GpuModel, platform: Platform, efficiency:
     matmul_flops = matmul_rate(rate, efficiency, n * c, sms)
     attention = rate * efficiency.attention / head_cost(c // config.n_head)
 
-    cuda_graphs = engine_tape.uses_cuda_graphs(config)
+    cuda_graphs = config.uses_cuda_graphs
     gap = KERNEL_GAP_S if cuda_graphs else LAUNCH_GAP_S
     # Bytes read and written per element to cast a weight for one matmul.
     cast = 0 if config.weights == config.dtype or config.casts == "kept" else m + p
@@ -289,7 +287,7 @@ def modelled(config: RunConfig, card: GpuModel, platform: Platform, efficiency: 
 def communication(config: RunConfig, card: GpuModel) -> float:
     """Seconds per step in which the ranks add up their gradients, computed from the bandwidth of the links. In a ring
     each rank sends and receives 2 (n - 1) / n of the gradients' bytes (NVIDIA's nccl-tests, PERFORMANCE.md)."""
-    ranks, gradients = config.ranks, config.gpt_config().count_params() * engine_tape.BYTES[config.weights]
+    ranks, gradients = config.ranks, config.gpt_config().count_params() * BYTES[config.weights]
     link = NVLINK_BYTES_PER_S if has_nvlink(card.name) else PCIE_BYTES_PER_S
     return 2 * (ranks - 1) / ranks * gradients / link
 
@@ -359,7 +357,7 @@ def speed_key(config: RunConfig, levels: tuple[str, ...] = ()) -> tuple[Any, ...
     """What the speed of a resolved config depends on: configs with the same key are equally fast. `levels`: what each
     layer recomputes, if not as in the config."""
     effective = {
-        "compile": bool(config.compile), "cuda_graphs": engine_tape.uses_cuda_graphs(config),
+        "compile": bool(config.compile), "cuda_graphs": config.uses_cuda_graphs,
         "grad_clip": config.grad_clip > 0,
         "recompute": levels or config.levels, "grad_checkpoint": None,
         "loss_chunk": loss_chunk_tokens(config.batch_size * config.block_size, config.vocab_size, config.loss_chunk)}

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from math import isqrt
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from ..config.fields import shown
 from ..config.memory_savers import LEVELS, SAVERS, loss_chunk_tokens
@@ -213,10 +213,7 @@ def by_family(changes: tuple[ChangedRun, ...]) -> dict[str, list[ChangedRun]]:
     return found
 
 
-Item = TypeVar("Item")
-
-
-def smallest(family: list[Item], enough: Callable[[Item], bool]) -> Item | None:
+def smallest(family: list[ChangedRun], enough: Callable[[ChangedRun], bool]) -> ChangedRun | None:
     """The first that is enough. If the last one is not, none is: each saves more than the one before it."""
     if not family:
         return None

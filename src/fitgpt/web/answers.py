@@ -354,7 +354,7 @@ def fitted(query: PageQuery, goal: str = "fastest", allow: str = "", within: str
 def _reasons(query: PageQuery, found: FitResult) -> list[str]:
     """A sentence per decision, the change of the trainer first."""
     decisions = list(found.decisions)
-    if query.trainer != "fitgpt" and not any("trainer" in each.changes for each in decisions):
+    if query.trainer != "fitgpt":
         decisions.insert(0, Decision({"trainer": ("nanoGPT", "fitgpt")}, "the search is over fitgpt's options, which "
                                      "nanoGPT does not have; fitgpt computes the loss in chunks, so that the logits of "
                                      "a micro-batch never exist all at once"))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
-from ..config.command_options import PlanArguments, PlanOptions
+from ..config.command_options import FitOptions, PlanArguments, PlanOptions
 from ..config.fields import LARGEST_COUNT, option_specs
 from ..config.optimizers import checkpoint_bytes
 from ..config.run_config import NOT_NANOGPTS, ResolvedRun, RunConfig, resolve_run
@@ -182,7 +182,7 @@ def plan_from(request: PlanRequest) -> Plan:
         check_supported(given, target, trainer)
     plans = {target: plan_for(given, target, trainer) for target in dict.fromkeys(targets)}
     target = min(targets, key=lambda each: plans[each].headroom)
-    config, length = with_training_length(given, options, request.data, request.missing, target.card)
+    config, length = with_training_length(given, options, request.data, request.missing, target.card, trainer)
     found = plans[target] if config == given else plan_for(config, target, trainer)
     if len(targets) > 1:
         found = replace(found, ranks=tuple(plans[each] for each in targets))
@@ -246,8 +246,8 @@ def expected_speed(config: RunConfig, card: GpuModel | None, trainer: str = "fit
     return estimate(config, card, platform)
 
 
-def with_training_length(config: RunConfig, options: PlanOptions, data: DataSummary | None, missing: str,
-                         card: GpuModel | None) -> tuple[RunConfig, list[str]]:
+def with_training_length(config: RunConfig, options: PlanOptions | FitOptions, data: DataSummary | None, missing: str,
+                         card: GpuModel | None, trainer: str = "fitgpt") -> tuple[RunConfig, list[str]]:
     """The config with as many steps as --tokens, --epochs or --hours require, and a note on it. `missing`: why there
     is no data to count epochs of."""
     given = {f"--{name}": value for name, value in (("tokens", options.tokens), ("epochs", options.epochs),
@@ -265,7 +265,7 @@ def with_training_length(config: RunConfig, options: PlanOptions, data: DataSumm
         tokens = options.epochs * data.train_tokens
         text = f"{options.epochs:g} × {show_count(data.train_tokens)} tokens"
     else:
-        expected = expected_speed(config, card, options.trainer)
+        expected = expected_speed(config, card, trainer)
         if expected is None:
             raise UsageError(f"--hours={options.hours:g}: there is no speed estimate for this GPU, so hours cannot be "
                              "turned into steps.", "--tokens 10B, or --max_iters=10000")

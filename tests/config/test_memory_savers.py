@@ -155,9 +155,8 @@ def test_every_recompute_level_but_the_first_is_a_saver() -> None:
     assert [saver.value for saver in SAVERS if saver.option == "recompute"] == list(LEVELS[1:])
 
 
-def test_every_optimizer_but_adamw_is_a_saver_with_the_same_exactness() -> None:
-    savers = {saver.value: saver.exact for saver in SAVERS if saver.option == "optimizer"}
-    assert savers == {name: spec.exact for name, spec in OPTIMIZERS.items() if name != "adamw"}
+def test_every_optimizer_but_adamw_is_a_saver() -> None:
+    assert [saver.value for saver in SAVERS if saver.option == "optimizer"] == [*OPTIMIZERS][1:]
 
 
 def test_every_saver_is_offered_as_a_change() -> None:

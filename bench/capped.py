@@ -25,7 +25,7 @@ sys.path.insert(0, str(ROOT / "src"))
 
 from fitgpt import __version__  # noqa: E402
 from fitgpt.config.argv import walk  # noqa: E402
-from fitgpt.config.run_config import RunConfig, resolve  # noqa: E402
+from fitgpt.config.run_config import RunConfig, config_from  # noqa: E402
 from fitgpt.core.units import MiB, parse_bytes, show_bytes  # noqa: E402
 from fitgpt.hardware.allocator_env import child_environment  # noqa: E402
 from fitgpt.hardware.gpus import find  # noqa: E402
@@ -131,7 +131,7 @@ def child(case: dict[str, Any]) -> None:
 
     torch.cuda.set_per_process_memory_fraction(case["cap"] / torch.cuda.get_device_properties(0).total_memory)
     flags = [*case["flags"], f"--dataset={case['dataset']}", f"--out_dir={case['out_dir']}"]
-    config, notes = resolve(walk([str(ROOT / case["config"]), *flags], RunConfig))
+    config, notes = config_from(walk([str(ROOT / case["config"]), *flags], RunConfig))
     run(config.to_dict(), notes, lambda: False)
 
 

@@ -27,13 +27,11 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "src"))
 
 from fitgpt.config.memory_savers import LEVELS  # noqa: E402
-from fitgpt.config.resolve import resolve_run  # noqa: E402
-from fitgpt.config.run_config import RunConfig  # noqa: E402
+from fitgpt.config.run_config import RunConfig, resolve_run  # noqa: E402
 from fitgpt.core.errors import UsageError  # noqa: E402
 from fitgpt.core.units import GiB  # noqa: E402
 from fitgpt.memory.platform import Platform  # noqa: E402
-from fitgpt.memory.timeline import needs  # noqa: E402
-from fitgpt.planning.forecast import write_tape  # noqa: E402
+from fitgpt.planning.forecast import replay_run  # noqa: E402
 
 CASES = ROOT / "tests" / "recorded" / "engine" / "cases"
 SEED, RUNS, SAVERS_OFF, HELD_OUT, LIMITED, RANKS = 20261115, 48, 13, 48, 20, 24
@@ -140,7 +138,7 @@ def draw(seed: int = SEED, runs: int = RUNS, change: Any = lambda rng, options: 
         except UsageError:
             continue
         work = config.gpt_config().count_params() * config.tokens_per_step // config.ranks
-        if work < 4e13 and needs(write_tape(config, H200), expandable=True) < 40 * GiB:
+        if work < 4e13 and replay_run(config, H200).needs < 40 * GiB:
             cases.append({"name": f"run {len(cases):02}", "config": options, "sample": len(cases) % 8 == 0})
     return cases
 
@@ -188,7 +186,7 @@ def with_limits(drawn: list[dict[str, Any]]) -> list[dict[str, Any]]:
     cases: list[dict[str, Any]] = []
     for case in drawn:
         config = resolve_run(RunConfig(**case["config"]), H200)
-        needed = needs(write_tape(config, H200), expandable=True)
+        needed = replay_run(config, H200).needs
         if needed >= GiB and len(cases) < 2 * LIMITED:
             for sign, side in ((-1, "below"), (1, "above")):
                 cases.append({"name": f"{case['name']} {side}", "config": case["config"], "needs": needed,

@@ -16,8 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "src"))
 
-from fitgpt.config.resolve import resolve_run  # noqa: E402
-from fitgpt.config.run_config import RunConfig  # noqa: E402
+from fitgpt.config.run_config import RunConfig, resolve_run  # noqa: E402
 from fitgpt.memory.platform import Platform  # noqa: E402
 from fitgpt.memory.timeline import replay  # noqa: E402
 from fitgpt.planning.forecast import write_tape  # noqa: E402

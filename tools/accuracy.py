@@ -20,8 +20,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from fitgpt.config.resolve import resolve_run
-from fitgpt.config.run_config import RunConfig
+from fitgpt.config.run_config import RunConfig, resolve_run
 from fitgpt.memory.platform import Platform
 from fitgpt.memory.timeline import replay
 from fitgpt.planning.forecast import COLUMNS, SHAPE, record_kind, recorded_options

@@ -10,8 +10,9 @@ from typing import Any
 from fitgpt.config.run_config import RunConfig
 from fitgpt.core.units import GiB, show_bytes
 from fitgpt.hardware.gpus import find
-from fitgpt.planning import nanogpt_speed, speed
+from fitgpt.planning import nanogpt_speed
 from fitgpt.planning.budget import platform_for
+from fitgpt.planning.measured_speeds import shipped
 from fitgpt.planning.speed import likely_efficiency
 from memory_page import RESULTS, markdown, read_rows
 
@@ -77,7 +78,7 @@ def _cell(cell: dict[str, Any]) -> str:
 def nanospeed_part() -> str:
     """nanoGPT's own train.py on an H200, from bench/nanospeed.py's results, beside the estimate."""
     rows = []
-    for row in speed.shipped("nanogpt"):
+    for row in shipped("nanogpt"):
         card = find(row.card)
         expected = nanogpt_speed.modelled(row.config, card, platform_for(card), likely_efficiency(card))
         run = row.config

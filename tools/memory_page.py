@@ -11,8 +11,7 @@ from accuracy import NANOGPT_RECORDS, RECORDED, Figure, by_run, is_odd, of_file,
 from fitgpt.config.architectures import GPTConfig
 from fitgpt.config.argv import walk
 from fitgpt.config.memory_savers import loss_chunk_tokens
-from fitgpt.config.resolve import resolve_run
-from fitgpt.config.run_config import RunConfig, resolve
+from fitgpt.config.run_config import RunConfig, config_from, resolve_run
 from fitgpt.core.units import GiB, MiB, show_bytes
 from fitgpt.hardware.gpus import find
 from fitgpt.memory.platform import Platform
@@ -173,7 +172,7 @@ def _per_token(nbytes: int, tokens: int, config: RunConfig) -> str:
 
 def run_of(name: str, *flags: str) -> RunConfig:
     """The notes' run with some changes; its vocabulary is GPT-2's, whatever data lies around."""
-    return resolve(walk([str(ROOT / "config" / f"{name}.py"), "--vocab_size=50304", *flags], RunConfig))[0]
+    return config_from(walk([str(ROOT / "config" / f"{name}.py"), "--vocab_size=50304", *flags], RunConfig))[0]
 
 
 def process_part(name: str, trainer: str) -> str:

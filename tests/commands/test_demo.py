@@ -15,7 +15,7 @@ from fitgpt.commands import demo
 from fitgpt.config.argv import walk
 from fitgpt.config.command_options import COMMANDS, DemoOptions, PrepareOptions
 from fitgpt.config.fields import Assignment, build
-from fitgpt.config.run_config import RunConfig, resolve
+from fitgpt.config.run_config import RunConfig, config_from
 from fitgpt.core.errors import DataError, DeviceError, DoesNotFit
 from fitgpt.data.shards import find_dataset
 from fitgpt.runs.folder import step_folders
@@ -26,7 +26,7 @@ CONFIG_FILE = Path(__file__).parents[2] / "config" / "demo.py"
 
 def test_the_demo_is_the_run_of_its_config_file() -> None:
     """All of it: a clone has config/, an installed package only what is in the code."""
-    config, _ = resolve(walk([str(CONFIG_FILE)], RunConfig))
+    config, _ = config_from(walk([str(CONFIG_FILE)], RunConfig))
     assert RunConfig(**demo.CONFIG, out_dir=DemoOptions().out_dir) == config
 
 

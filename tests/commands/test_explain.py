@@ -81,7 +81,7 @@ def test_the_message_may_be_the_argument(capsys: pytest.CaptureFixture[str], no_
 ])
 def test_what_people_type_is_understood(argv: list[str], expected: str, no_stdin: None,
                                         monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("fitgpt.diagnosis.reading.gpus", list)
+    monkeypatch.setattr("fitgpt.diagnosis.reading.survey", Survey)
     assert main(["explain", *argv]) == ("fitgpt knows" in expected)
     assert expected in " ".join(capsys.readouterr().out.split())
 
@@ -194,7 +194,7 @@ def test_two_figures_are_explained_without_a_file(no_stdin: None, capsys: pytest
 
 def test_a_reading_without_a_card_uses_the_card_that_plan_assumes(
         monkeypatch: pytest.MonkeyPatch, no_stdin: None, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("fitgpt.diagnosis.reading.gpus", list)
+    monkeypatch.setattr("fitgpt.diagnosis.reading.survey", Survey)
     config = str(ROOT / "config" / "notes_30m.py")
     assert main(["explain", "--reading=6582MiB", "--process=4464MiB", config, "--json"]) == 0
     answer = json_output(capsys)

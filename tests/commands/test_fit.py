@@ -19,8 +19,7 @@ import fitgpt
 from fitgpt.commands import fit, main
 from fitgpt.config.argv import walk
 from fitgpt.config.fields import build
-from fitgpt.config.resolve import resolve_run
-from fitgpt.config.run_config import RunConfig
+from fitgpt.config.run_config import RunConfig, resolve_run
 from fitgpt.core.errors import DoesNotFit, UsageError
 from fitgpt.core.units import GiB, MiB, show_bytes
 from fitgpt.hardware import host, nvidia

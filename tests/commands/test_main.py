@@ -349,9 +349,9 @@ def test_help_and_configs_load_neither_torch_nor_numpy() -> None:
 import sys
 from fitgpt.commands.main import main
 main(["--help"]); main(["train", "--help"]); main(["sample", "--help"]); main(["train", "--n_layr=3"])
-from fitgpt.config.run_config import RunConfig, resolve
+from fitgpt.config.run_config import RunConfig, config_from
 from fitgpt.config.argv import walk
-resolve(walk([{str(config)!r}, "--batch_size=8"], RunConfig))[0].gpt_config()
+config_from(walk([{str(config)!r}, "--batch_size=8"], RunConfig))[0].gpt_config()
 heavy = {{"torch", "numpy", "rich", "pyarrow", "asyncio"}} & set(sys.modules)
 sys.exit(f"loaded: {{heavy}}" if heavy else 0)
 """

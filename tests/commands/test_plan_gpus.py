@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from fitgpt.config.resolve import resolve_run
-from fitgpt.config.run_config import RunConfig
+from fitgpt.config.run_config import RunConfig, resolve_run
 from fitgpt.core.units import GiB, MiB, show_bytes
 from fitgpt.hardware import gpus, nvidia
 from fitgpt.hardware.nvidia import GpuProcess, GpuReading, Survey

@@ -9,7 +9,7 @@ import pytest
 
 from fitgpt.config.argv import walk
 from fitgpt.config.config_file import MAX_FILE_BYTES, read_config
-from fitgpt.config.run_config import RunConfig, resolve
+from fitgpt.config.run_config import RunConfig, config_from
 from fitgpt.core.errors import UsageError
 
 
@@ -23,7 +23,7 @@ def values(tmp_path: Path, text: str | bytes, **scope: object) -> dict[str, obje
 def config_of(tmp_path: Path, text: str) -> RunConfig:
     path = tmp_path / "x.py"
     path.write_text(text)
-    return resolve(walk([str(path)], RunConfig))[0]
+    return config_from(walk([str(path)], RunConfig))[0]
 
 
 @pytest.mark.parametrize(("expression", "value"), [
@@ -207,7 +207,7 @@ def test_a_file_can_read_defaults_and_earlier_flags(tmp_path: Path) -> None:
     path = tmp_path / "x.py"
     path.write_text("min_lr = learning_rate / 10")
     assert config_of(tmp_path, "min_lr = learning_rate / 10").min_lr == pytest.approx(6e-5)
-    assert resolve(walk(["--learning_rate=1", str(path)], RunConfig))[0].min_lr == 0.1
+    assert config_from(walk(["--learning_rate=1", str(path)], RunConfig))[0].min_lr == 0.1
 
 
 @pytest.mark.parametrize(("line", "wanted"), [
@@ -289,12 +289,12 @@ def test_nanogpts_own_config_files_mean_the_same(tmp_path: Path, name: str) -> N
 @pytest.mark.parametrize("name", ["gpt2_124m", "gpt2_124m.py", "config/gpt2_124m.py"])
 def test_a_config_of_fitgpt_is_found_in_any_folder(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert resolve(walk([name], RunConfig))[0].batch_size == 12
+    assert config_from(walk([name], RunConfig))[0].batch_size == 12
 
 
 def test_a_file_of_the_user_comes_before_one_of_fitgpt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "gpt2_124m.py").write_text("n_layer = 3\n")
-    assert resolve(walk(["gpt2_124m.py"], RunConfig))[0].n_layer == 3
+    assert config_from(walk(["gpt2_124m.py"], RunConfig))[0].n_layer == 3
     with pytest.raises(UsageError, match="There is no config file 'elsewhere"):
         walk(["elsewhere/gpt2_124m.py"], RunConfig)

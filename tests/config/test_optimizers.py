@@ -12,8 +12,7 @@ torch = pytest.importorskip("torch")
 from fitgpt.config.architectures import parameter_shapes  # noqa: E402
 from fitgpt.config.fields import option_specs  # noqa: E402
 from fitgpt.config.optimizers import OPTIMIZERS, optimizer_of, state_bytes  # noqa: E402
-from fitgpt.config.resolve import resolve_run  # noqa: E402
-from fitgpt.config.run_config import RunConfig  # noqa: E402
+from fitgpt.config.run_config import RunConfig, resolve_run  # noqa: E402
 from fitgpt.engine.model import GPT  # noqa: E402
 from fitgpt.engine.optim.adamw import make_optimizer  # noqa: E402
 from fitgpt.memory.platform import Platform  # noqa: E402

@@ -18,9 +18,9 @@ from fitgpt.config.run_config import (
     NOT_NANOGPTS,
     PAGE_OPTIONS,
     RunConfig,
+    config_from,
     diff,
     gpt2_shapes,
-    resolve,
 )
 from fitgpt.core.errors import CheckpointError, UsageError
 
@@ -33,11 +33,11 @@ NANOGPT = dict(
 
 
 def config(*argv: str, base: dict[str, Any] | None = None) -> RunConfig:
-    return resolve(walk(argv, RunConfig), base)[0]
+    return config_from(walk(argv, RunConfig), base)[0]
 
 
 def notes(*argv: str) -> list[str]:
-    return resolve(walk(argv, RunConfig))[1]
+    return config_from(walk(argv, RunConfig))[1]
 
 
 def error_of(*argv: str) -> UsageError:
@@ -123,10 +123,10 @@ def test_eval_block_size_is_at_most_block_size() -> None:
     (["--learning_rate=3e-5"], "min_lr=6e-05 is above learning_rate=3e-05"),
     (["--lr_decay_iters=1000"], "warmup_iters=2000 is above lr_decay_iters=1000")])
 def test_an_odd_learning_rate_schedule_is_accepted_with_a_note(flags: list[str], says: str) -> None:
-    _, notes = resolve(walk(flags, RunConfig))
+    _, notes = config_from(walk(flags, RunConfig))
     assert [says in note for note in notes] == [True]
-    assert resolve(walk([*flags, "--decay_lr=False"], RunConfig))[1] == []
-    assert resolve([])[1] == []
+    assert config_from(walk([*flags, "--decay_lr=False"], RunConfig))[1] == []
+    assert config_from([])[1] == []
 
 
 def test_max_iters_may_be_below_warmup_iters() -> None:
@@ -216,7 +216,7 @@ def test_an_invalid_recorded_config_is_a_checkpoint_error(record: dict[str, Any]
     with pytest.raises(CheckpointError, match="recorded config"):
         RunConfig.from_dict(record)
     with pytest.raises(CheckpointError, match="recorded config"):
-        resolve([], record)
+        config_from([], record)
 
 
 def test_a_resumed_run_takes_its_recorded_config_and_the_given_options() -> None:

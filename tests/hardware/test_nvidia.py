@@ -23,7 +23,7 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
 
 
 def test_every_figure_of_a_gpu_and_its_processes_are_read(nvml: FakeNvml) -> None:
-    first = nvidia.gpus({})[0]
+    first = nvidia.survey({}).gpus[0]
     assert replace(first, processes=()) == GpuReading(
         0, "NVIDIA H200", "GPU-aaaa-1", "9.0", "580.65.06", 100 * MiB, 60 * MiB, 30 * MiB, 10 * MiB)
     assert first.processes[:2] == (GpuProcess(7, "python", 20 * MiB), GpuProcess(5, "python", 2 * MiB))
@@ -33,7 +33,7 @@ def test_every_figure_of_a_gpu_and_its_processes_are_read(nvml: FakeNvml) -> Non
 
 
 def test_a_gpu_that_reports_little_is_still_listed(nvml: FakeNvml) -> None:
-    second = nvidia.gpus({})[1]
+    second = nvidia.survey({}).gpus[1]
     assert (second.name, second.cc, second.total_bytes, second.processes) == ("NVIDIA GeForce RTX 4070", None, None, ())
     assert second.usable_bytes is None
 
@@ -51,7 +51,6 @@ def test_no_driver_and_a_broken_driver_are_different(monkeypatch: pytest.MonkeyP
 def test_without_nvidia_ml_py_there_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert nvidia.survey({}) == Survey(reason="nvidia-ml-py is not installed")
-    assert nvidia.gpus({}) == []
     assert nvidia.read_gpus() == ((), "nvidia-ml-py is not installed")
 
 
@@ -79,6 +78,6 @@ def test_hidden_gpus_are_listed(nvml: FakeNvml) -> None:
 
 
 def test_reading_the_driver_loads_no_torch() -> None:
-    script = ("import sys\nfrom fitgpt.hardware import gpus, nvidia\nnvidia.gpus({})\ngpus.load()\n"
+    script = ("import sys\nfrom fitgpt.hardware import gpus, nvidia\nnvidia.survey({}).gpus\ngpus.load()\n"
               "sys.exit('torch' in sys.modules)")
     assert subprocess.run([sys.executable, "-c", script], timeout=60).returncode == 0

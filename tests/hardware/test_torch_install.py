@@ -32,7 +32,6 @@ def mismatch(gpu: CudaDevice, build: TorchBuild, driver_version: str = "580.65.0
 
 def test_a_cpu_build_of_torch_next_to_a_gpu_names_the_pip_command() -> None:
     found = mismatch(RTX_4070, CPU_BUILD)
-    assert found.gpu == "NVIDIA GeForce RTX 4070"
     assert found.why == ("The driver lists NVIDIA GeForce RTX 4070, but this torch (2.13.0+cpu) is a build for CPUs "
                          "only.")
     assert found.fix.startswith("pip install --force-reinstall torch==2.13.0 ")

@@ -6,7 +6,7 @@ import pytest
 
 from fitgpt.core.units import MiB
 from fitgpt.memory.tape import Writer
-from fitgpt.memory.timeline import Timeline, needs, replay
+from fitgpt.memory.timeline import Timeline, replay
 from tests.memory.tape_script import tape
 
 
@@ -120,7 +120,7 @@ def test_owners_sum_to_what_is_allocated() -> None:
 
 def test_a_tape_completes_under_what_it_needs_and_fails_with_2_mib_less() -> None:
     script = (("a", 50 * MiB), "a", ("b", 100 * MiB), ("c", 3 * MiB), "b", ("d", 60 * MiB), ("e", 30 * MiB))
-    least = needs(tape(*script))
+    least = replay(tape(*script)).needs
     assert replay(tape(*script), least).failed is None
     assert replay(tape(*script), least - 2 * MiB).failed is not None
     assert least < replay(tape(*script)).reserved

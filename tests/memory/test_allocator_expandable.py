@@ -10,7 +10,7 @@ import pytest
 from fitgpt.core.units import MiB
 from fitgpt.memory.allocator import CachingAllocator, ExpandableAllocator, MemoryBlock
 from fitgpt.memory.tape import Tape, Writer, round_size
-from fitgpt.memory.timeline import needs, replay
+from fitgpt.memory.timeline import replay
 from tests.memory.tape_script import tape
 
 
@@ -62,7 +62,7 @@ def shuffled(seed: int) -> Tape:
 @pytest.mark.parametrize("seed", range(4))
 def test_blocks_in_use_never_overlap(expandable: bool, seed: int) -> None:
     written = shuffled(seed)
-    limit = needs(written, expandable=expandable)
+    limit = replay(written, expandable=expandable).needs
     allocator = ExpandableAllocator(limit) if expandable else CachingAllocator(limit)
     blocks: dict[str, MemoryBlock] = {}
     for event in written.events:
@@ -81,7 +81,7 @@ def test_blocks_in_use_never_overlap(expandable: bool, seed: int) -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_a_tape_completes_under_what_it_needs_and_allocates_rounded_sizes(seed: int) -> None:
     written = shuffled(seed)
-    least = needs(written, expandable=True)
+    least = replay(written, expandable=True).needs
     timeline = replay(written, least, expandable=True)
     assert timeline.failed is None
     assert replay(written, least - 2 * MiB, expandable=True).failed is not None

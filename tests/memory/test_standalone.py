@@ -16,7 +16,7 @@ SCRIPT = """
 import sys
 from alone.memory.platform import Platform
 from alone.memory.tape import Writer
-from alone.memory.timeline import needs, replay
+from alone.memory.timeline import replay
 
 writer = Writer()
 writer.phase("load")
@@ -27,9 +27,9 @@ with writer.span("forward"):
 writer.free("activations")
 tape = writer.tape()
 timeline = replay(tape)
-assert (timeline.peak, timeline.reserved, needs(tape)) == (150 << 20, 150 << 20, 150 << 20)
+assert (timeline.peak, timeline.reserved, timeline.needs) == (150 << 20, 150 << 20, 150 << 20)
 assert timeline.owners_at(1) == {"weights": 100 << 20, "activations": 50 << 20}
-assert needs(tape, expandable=True) <= replay(tape, expandable=True).reserved == 160 << 20
+assert replay(tape, expandable=True).needs <= replay(tape, expandable=True).reserved == 160 << 20
 assert tape.span_costs()[0].peak == 50 << 20
 assert Platform((8, 9)).attention(64, "bfloat16") == "flash"
 assert not {"fitgpt", "torch", "numpy"} & set(sys.modules)

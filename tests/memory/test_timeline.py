@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fitgpt.config.resolve import resolve_run
-from fitgpt.config.run_config import RunConfig
+from fitgpt.config.run_config import RunConfig, resolve_run
 from fitgpt.core.units import MiB
 from fitgpt.memory.platform import Platform
 from fitgpt.memory.tape import OWNERS, Writer

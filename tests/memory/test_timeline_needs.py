@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 
-from fitgpt.config.resolve import resolve_run
-from fitgpt.config.run_config import RunConfig
+from fitgpt.config.run_config import RunConfig, resolve_run
 from fitgpt.core.units import MiB
 from fitgpt.memory import timeline
 from fitgpt.memory.allocator import LARGE_BUFFER, ROUND_LARGE, allocation_size
 from fitgpt.memory.platform import Platform
 from fitgpt.memory.tape import Tape, round_size
-from fitgpt.memory.timeline import needs, needs_under, replay
+from fitgpt.memory.timeline import replay
 from fitgpt.planning import forecast
 from fitgpt.planning.budget import Budget, Target
 from fitgpt.planning.forecast import write_tape
@@ -57,7 +56,7 @@ def replays_at_every_cap(tape: Tape, expandable: bool) -> dict[int, bool]:
 def test_the_needs_of_an_ordinary_run_are_the_smallest_limit_and_every_larger_one_is_enough(
         expandable: bool, trainer: str, options: dict[str, Any]) -> None:
     written = tape(trainer, **options)
-    found, seen = needs(written, expandable=expandable), replays_at_every_cap(written, expandable)
+    found, seen = replay(written, expandable=expandable).needs, replays_at_every_cap(written, expandable)
     assert {cap: found <= cap for cap in seen} == seen
 
 
@@ -70,9 +69,9 @@ def upside_down(name: str) -> tuple[Tape, dict[int, bool]]:
 @pytest.mark.parametrize("name", UPSIDE_DOWN)
 def test_needs_under_a_limit_are_within_it_exactly_if_a_replay_at_the_limit_completes(name: str) -> None:
     written, seen = upside_down(name)
-    unlimited, usual = replay(written), needs(written)
-    assert {cap: usual <= cap for cap in seen} != seen  # it is one of those runs
-    needed_under = {cap: needs_under(cap, written, usual, unlimited=unlimited) for cap in seen}
+    unlimited = replay(written)
+    assert {cap: unlimited.needs <= cap for cap in seen} != seen  # it is one of those runs
+    needed_under = {cap: unlimited.needs_under(cap) for cap in seen}
     assert {cap: needed <= cap for cap, needed in needed_under.items()} == seen
     assert all(seen[needed // ROUND_LARGE * ROUND_LARGE] for needed in needed_under.values())
 
@@ -80,7 +79,7 @@ def test_needs_under_a_limit_are_within_it_exactly_if_a_replay_at_the_limit_comp
 @pytest.mark.parametrize("name", UPSIDE_DOWN)
 def test_a_plan_fits_exactly_if_its_own_replay_completes(name: str) -> None:
     written, seen = upside_down(name)
-    usual = needs(written)
+    usual = replay(written).needs
     contradicting = {cap: enough for cap, enough in seen.items() if enough != (usual <= cap)}
     assert contradicting
     for cap, enough in contradicting.items():
@@ -101,7 +100,7 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
 def test_needs_are_found_with_few_replays(tried: list[int | None]) -> None:
     written = tape("nanogpt", compile=False, batch_size=16, vocab_size=50304)
     by_trying = sum(1 for _ in range(ROUND_LARGE, replay(written).reserved, ROUND_LARGE)).bit_length()
-    needs(written)
+    assert replay(written).needs
     assert len(tried) < by_trying / 2
 
 
@@ -109,10 +108,10 @@ def test_a_limit_costs_at_most_one_more_replay_and_none_far_above_or_below_the_n
         tried: list[int | None]) -> None:
     written = tape("fitgpt", compile=False)
     unlimited = replay(written, expandable=True)
-    usual = needs(written, expandable=True, unlimited=unlimited)
+    usual = unlimited.needs
     for limit, replays in ((2 * usual, 0), (usual // 2, 0), (usual, 1)):
         tried.clear()
-        assert needs_under(limit, written, usual, unlimited=unlimited, expandable=True) == usual
+        assert unlimited.needs_under(limit) == usual
         assert len(tried) <= replays
 
 

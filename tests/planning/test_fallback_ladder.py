@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from fitgpt.config.resolve import resolve_run
-from fitgpt.config.run_config import FALLBACK_OPTIONS, RunConfig
+from fitgpt.config.optimizers import host_bytes
+from fitgpt.config.run_config import FALLBACK_OPTIONS, RunConfig, resolve_run
 from fitgpt.core.units import MiB
 from fitgpt.data.sample_order import positions_for
 from fitgpt.hardware import gpus
@@ -19,9 +19,8 @@ from fitgpt.memory.timeline import replay
 from fitgpt.planning import speed
 from fitgpt.planning.fallback_ladder import MOST_PLANS, fallback_plans, fastest_within
 from fitgpt.planning.fit_search import similar_gpu
-from fitgpt.planning.forecast import needs_of, write_tape
+from fitgpt.planning.forecast import replay_run, write_tape
 from fitgpt.planning.plan_file import FallbackPlan
-from fitgpt.tapes.engine import host_bytes
 
 HERE = Platform((8, 9), "2.13", sms=46)  # an RTX 4070
 CASES: dict[str, dict[str, Any]] = {
@@ -43,11 +42,11 @@ def case(request: pytest.FixtureRequest) -> tuple[RunConfig, tuple[FallbackPlan,
 
 def test_each_plan_needs_less_and_its_needs_are_exact(case: tuple[RunConfig, tuple[FallbackPlan, ...]]) -> None:
     config, plans = case
-    needs = [needs_of(config, HERE), *(plan.needs for plan in plans)]
+    needs = [replay_run(config, HERE).needs, *(plan.needs for plan in plans)]
     assert len(plans) >= 2
     assert needs == sorted(set(needs), reverse=True)
     last = replace(config, **plans[-1].changes)
-    assert plans[-1].needs == needs_of(last, HERE)
+    assert plans[-1].needs == replay_run(last, HERE).needs
     for limit, completes in ((plans[-1].needs, True), (plans[-1].needs - 2**21, False)):
         assert (replay(write_tape(last, HERE), limit, expandable=True).failed is None) is completes
 
@@ -131,11 +130,11 @@ def test_a_run_that_lacks_some_mib_keeps_most_of_its_speed() -> None:
         n_layer=36, n_head=20, n_embd=1280, bias=True, block_size=512, batch_size=2, gradient_accumulation_steps=32,
         recompute="32*input,2*attention_projection,1*matmuls,1*all", eval_batch_size=16, offload="optimizer",
         loss_chunk=256), here)
-    limit = needs_of(config, here) - 64 * MiB
+    limit = replay_run(config, here).needs - 64 * MiB
     found = fastest_within(config, here, card, limit)
     assert found is not None
     smaller = replace(config, **found.changes)
-    assert found.needs == needs_of(smaller, here) <= limit
+    assert found.needs == replay_run(smaller, here).needs <= limit
     assert set(found.changes) <= set(FALLBACK_OPTIONS)
     assert smaller.tokens_per_step == config.tokens_per_step
     assert seconds_per_token(smaller, card) < seconds_per_token(config, card) / 0.8
@@ -143,7 +142,7 @@ def test_a_run_that_lacks_some_mib_keeps_most_of_its_speed() -> None:
 
 def test_with_dropout_the_masks_stay_where_that_is_possible() -> None:
     config = resolve_run(RunConfig(n_layer=4, batch_size=32, dropout=0.1), HERE)
-    needs = needs_of(config, HERE)
+    needs = replay_run(config, HERE).needs
     kept = fastest_within(config, HERE, None, needs - 64 * MiB)
     other = fastest_within(config, HERE, None, int(0.4 * needs), host_bytes=0)
     assert kept is not None
@@ -154,11 +153,11 @@ def test_with_dropout_the_masks_stay_where_that_is_possible() -> None:
 
 def test_settings_that_a_running_training_cannot_change_stay() -> None:
     config = resolve_run(RunConfig(n_layer=4, optimizer="adam8bit", weights="bfloat16"), HERE)
-    found = fastest_within(config, HERE, None, needs_of(config, HERE) - 64 * MiB)
+    found = fastest_within(config, HERE, None, replay_run(config, HERE).needs - 64 * MiB)
     assert found is not None
     assert set(found.changes) <= set(FALLBACK_OPTIONS) - {"offload"}
     eager = resolve_run(RunConfig(n_layer=4, compile=False, gradients="kept"), HERE)
-    found = fastest_within(eager, HERE, None, needs_of(eager, HERE) - 64 * MiB)
+    found = fastest_within(eager, HERE, None, replay_run(eager, HERE).needs - 64 * MiB)
     assert found is not None
     assert "compile" not in found.changes
     assert fastest_within(config, HERE, None, 64 * MiB) is None

@@ -8,7 +8,6 @@ from functools import cache
 
 import pytest
 
-from fitgpt.config.resolve import resolve_run
 from fitgpt.config.run_config import RunConfig, gpt2_shapes
 from fitgpt.core.errors import UsageError
 from fitgpt.core.units import MiB, show_bytes
@@ -20,7 +19,6 @@ from fitgpt.planning.fit_goals import (
     OUTSIDE_ERROR,
     FitResult,
     ModelSize,
-    find_fastest,
     gpt2_sizes,
     shorter_blocks,
     smaller_models,
@@ -28,7 +26,7 @@ from fitgpt.planning.fit_goals import (
     with_size,
 )
 from fitgpt.planning.fit_search import FitTarget
-from fitgpt.planning.forecast import fits, needs_of
+from fitgpt.planning.forecast import fits
 
 CARD = gpus.find("4070")
 SETTING = platform_for(CARD)
@@ -118,16 +116,6 @@ def test_the_goal_fastest_keeps_the_model() -> None:
     found = GOALS["fastest"](GIVEN, target(900), frozenset())
     assert found.chosen is not None
     assert found.chosen.config.n_embd == GIVEN.n_embd
-
-
-def test_leaving_nanogpt_is_the_first_decision_with_what_it_saves() -> None:
-    found = find_fastest(GIVEN, target(300), from_trainer="nanogpt")
-    first = found.decisions[0]
-    assert first.changes == {"trainer": ("nanogpt", "fitgpt")}
-    run = resolve_run(GIVEN, SETTING)
-    before, now = needs_of(resolve_run(GIVEN, SETTING, "nanogpt"), SETTING, "nanogpt"), needs_of(run, SETTING)
-    assert first.why.startswith(f"{show_bytes(before - now)} less with the given settings")
-    assert all("trainer" not in each.changes for each in find_fastest(GIVEN, target(300)).decisions)
 
 
 @pytest.mark.parametrize("goal", ["largest-model", "longest-context"])

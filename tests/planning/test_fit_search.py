@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from fitgpt.config.memory_savers import LEVELS
-from fitgpt.config.resolve import resolve_run
-from fitgpt.config.run_config import RunConfig, diff
+from fitgpt.config.run_config import RunConfig, diff, resolve_run
 from fitgpt.core.errors import UsageError
 from fitgpt.core.units import MiB, show_bytes
 from fitgpt.hardware import gpus

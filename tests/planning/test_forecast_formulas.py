@@ -6,8 +6,7 @@ import re
 
 import pytest
 
-from fitgpt.config.resolve import resolve_run
-from fitgpt.config.run_config import RunConfig
+from fitgpt.config.run_config import RunConfig, resolve_run
 from fitgpt.core.units import parse_bytes, parse_count
 from fitgpt.memory.platform import Platform
 from fitgpt.planning.forecast import Alive, FormulaSizes, OwnerShare, formula, owners, replay_run

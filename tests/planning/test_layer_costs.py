@@ -1,4 +1,4 @@
-"""Layer costs against the tape: allocated to the byte, and never more than a replay needs."""
+"""Layer costs against the tape: what it holds, and never more than a replay needs."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 
 from fitgpt.config.memory_savers import LEVELS
-from fitgpt.config.resolve import resolve_run
-from fitgpt.config.run_config import RunConfig
+from fitgpt.config.run_config import RunConfig, resolve_run
 from fitgpt.core.errors import UsageError
 from fitgpt.core.units import MiB
 from fitgpt.hardware import gpus
 from fitgpt.memory.platform import Platform
-from fitgpt.memory.tape import EMPTY_CACHE, Tape, round_size
-from fitgpt.memory.timeline import needs, replay
+from fitgpt.memory.tape import EMPTY_CACHE, GRAPH_POOL, Tape, round_size
+from fitgpt.memory.timeline import replay
 from fitgpt.planning import layer_costs
 from fitgpt.planning.budget import Budget, platform_for
 from fitgpt.planning.fit_search import FitTarget, Search
@@ -66,19 +65,30 @@ def runs() -> list[tuple[RunConfig, Platform, Tape]]:
     return [(config, platform, engine_tape.write(config, platform)) for config, platform in drawn]
 
 
-def most_allocated(tape: Tape) -> int:
-    held = most = 0
-    for is_alloc, name, _, nbytes, _ in tape.events:
-        if name != EMPTY_CACHE:
-            held += round_size(nbytes) if is_alloc else -round_size(nbytes)
-            most = max(most, held)
+def most_held(tape: Tape) -> int:
+    """The most that lies in blocks at any moment. The pool of CUDA graphs keeps its highest point until it is empty and
+    released."""
+    outside = in_pool = pool = most = 0
+    for is_alloc, name, _, nbytes, where in tape.events:
+        change = round_size(nbytes) if is_alloc else -round_size(nbytes)
+        if name == EMPTY_CACHE:
+            pool = pool if in_pool else 0
+        elif where == GRAPH_POOL:
+            in_pool += change
+            pool = max(pool, in_pool)
+        else:
+            outside += change
+        most = max(most, outside + pool)
     return most
 
 
-def test_allocated_bytes_equal_the_tape(runs: list[tuple[RunConfig, Platform, Tape]]) -> None:
+def test_mapped_bytes_are_the_most_that_the_tape_holds(runs: list[tuple[RunConfig, Platform, Tape]]) -> None:
+    """To the byte. With CUDA graphs, in some runs, the peak comes when the next batch is fetched, which is left out."""
     for config, platform, tape in runs:
-        shape = layer_costs.CostCache(platform).cost(config)
-        assert shape.allocated(mix_of(config.levels)) == most_allocated(tape), config
+        mapped = layer_costs.CostCache(platform).cost(config).mapped(mix_of(config.levels))
+        batch = max(config.batch_size * (config.block_size + 1), config.eval_batch * (config.eval_block + 1))
+        left_out = round_size(8 * batch) if config.uses_cuda_graphs else 0
+        assert 0 <= most_held(tape) - mapped <= left_out, config
 
 
 @pytest.mark.parametrize("expandable", [True, False])
@@ -96,7 +106,7 @@ def test_the_usual_fragmentation_is_that_of_gpt2() -> None:
     config = resolve_run(RunConfig(n_layer=12, n_head=12, n_embd=768, batch_size=8, vocab_size=50304), SETTINGS[0])
     mapped = layer_costs.CostCache(SETTINGS[0]).cost(config).mapped(mix_of(config.levels))
     assert with_usual_loss(mapped, True) == pytest.approx(
-        needs(engine_tape.write(config, SETTINGS[0]), expandable=True), rel=0.02)
+        replay(engine_tape.write(config, SETTINGS[0]), expandable=True).needs, rel=0.02)
     assert within_usual_loss(with_usual_loss(mapped, True), True) == pytest.approx(mapped, abs=2)
 
 

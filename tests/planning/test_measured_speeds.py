@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fitgpt.config.resolve import resolve_run
-from fitgpt.config.run_config import RunConfig
+from fitgpt.config.run_config import RunConfig, resolve_run
 from fitgpt.hardware import gpus
 from fitgpt.planning import measured_speeds, speed
 from fitgpt.planning.budget import platform_for

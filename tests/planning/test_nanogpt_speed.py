@@ -11,12 +11,13 @@ from fitgpt.config.run_config import RunConfig
 from fitgpt.hardware import gpus
 from fitgpt.planning import nanogpt_speed, plan, speed
 from fitgpt.planning.budget import platform_for
+from fitgpt.planning.measured_speeds import shipped
 
 H200, CARD = gpus.find("h200"), gpus.find("4070")
 GPT2 = RunConfig(n_layer=12, n_head=12, n_embd=768, vocab_size=50304, batch_size=8, gradient_accumulation_steps=5,
                  dtype="bfloat16", compile=True)
 NANOGPTS = replace(GPT2, batch_size=12, gradient_accumulation_steps=40)  # train.py's own defaults
-RUNS = {run.source.partition(", ")[2]: run for run in speed.shipped("nanogpt")}
+RUNS = {run.source.partition(", ")[2]: run for run in shipped("nanogpt")}
 FARTHEST = {"characters, eager": 0.094}  # off; all others are nearer than …
 OTHERS = 0.043
 

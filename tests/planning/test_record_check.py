@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 import take_record
-from fitgpt.config.resolve import resolve_run
-from fitgpt.config.run_config import RunConfig
+from fitgpt.config.run_config import RunConfig, resolve_run
 from fitgpt.core.errors import DataError
 from fitgpt.core.units import MiB
 from fitgpt.hardware import gpus

@@ -12,13 +12,12 @@ from pathlib import Path
 import pytest
 
 from fitgpt.config.memory_savers import LEVELS
-from fitgpt.config.resolve import resolve_run
-from fitgpt.config.run_config import RunConfig
+from fitgpt.config.run_config import RunConfig, resolve_run
 from fitgpt.hardware import gpus
 from fitgpt.planning import plan, speed
 from fitgpt.planning.budget import platform_for
+from fitgpt.planning.measured_speeds import MeasuredSpeed, shipped
 from fitgpt.planning.speed import HOPPER, gpu_class
-from fitgpt.tapes import engine as engine_tape
 
 H200, CARD = gpus.find("h200"), gpus.find("4070")
 GPT2 = RunConfig(n_layer=12, n_head=12, n_embd=768, vocab_size=50304, batch_size=8, gradient_accumulation_steps=4)
@@ -29,8 +28,8 @@ def middle(config: RunConfig, card: gpus.GpuModel = CARD) -> float:
     return speed.modelled(resolve_run(config, platform), card, platform, speed.likely_efficiency(card))
 
 
-@pytest.mark.parametrize("run", [run for run in speed.shipped() if run.card == "H200"], ids=lambda run: run.source)
-def test_every_recorded_run_is_within_10_percent_of_the_roofline(run: speed.RecordedSpeed) -> None:
+@pytest.mark.parametrize("run", [run for run in shipped() if run.card == "H200"], ids=lambda run: run.source)
+def test_every_recorded_run_is_within_10_percent_of_the_roofline(run: MeasuredSpeed) -> None:
     assert middle(run.config, gpus.find(run.card)) == pytest.approx(run.tokens_per_s, rel=0.10)
 
 
@@ -46,7 +45,7 @@ def test_the_recorded_runs_are_those_of_the_results() -> None:
 
 
 def test_recompute_levels_rank_as_measured() -> None:
-    runs = [run for run in speed.shipped() if "engine_124m" in run.source]
+    runs = [run for run in shipped() if "engine_124m" in run.source]
     assert len(runs) >= 4
     by_measurement = sorted(runs, key=lambda run: run.tokens_per_s)
     for slower, faster in pairwise(by_measurement):
@@ -68,7 +67,7 @@ def test_deterministic_runs_are_slower_as_measured() -> None:
 
 
 def test_a_measured_run_has_one_figure() -> None:
-    run = speed.shipped()[0]
+    run = shipped()[0]
     found = speed.estimate(run.config, gpus.find(run.card))
     assert found is not None
     assert found.low == found.high == run.tokens_per_s
@@ -141,7 +140,7 @@ def test_estimates_are_near_the_measured_sweeps() -> None:
         for cell in row["cells"]:
             options = {key: value for key, value in cell.items() if hasattr(GPT2, key) and key != "tokens_per_s"}
             config = RunConfig(**{**row["config"], **options}, vocab_size=50304)
-            uses_graphs = engine_tape.uses_cuda_graphs(resolve_run(config, platform_for(H200)))
+            uses_graphs = resolve_run(config, platform_for(H200)).uses_cuda_graphs
             errors[uses_graphs].append(abs(middle(config, H200) / cell["tokens_per_s"] - 1))
     assert len(errors[True]) == 101
     assert len(errors[False]) == 39

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fitgpt.config.argv import walk
-from fitgpt.config.run_config import RunConfig, resolve
+from fitgpt.config.run_config import RunConfig, config_from
 from fitgpt.core.units import GiB
 from fitgpt.runs.record import RunRecord, record_of
 from fitgpt.show.report_summary import readings, reproduce, to_csv, verdict
@@ -75,7 +75,7 @@ def test_the_command_trains_the_same_config_in_another_folder() -> None:
     typed = "\n".join(command_lines(words, 60)).replace("\\\n", "")  # as a shell joins the lines
     argv = shlex.split(typed)
     assert argv[:2] == ["fitgpt", "train"]
-    again, _ = resolve(walk(argv[2:], RunConfig))
+    again, _ = config_from(walk(argv[2:], RunConfig))
     assert again == replace(config, out_dir="runs/x-again", init_from="scratch")
 
 

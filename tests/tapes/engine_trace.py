@@ -39,7 +39,6 @@ from fitgpt.tapes.engine import (
     PROMPT,
     attention_kernel,
     masked_attention_kernel,
-    uses_cuda_graphs,
 )
 from fitgpt.tapes.shapes import MASK_MULTIPLE
 
@@ -127,7 +126,7 @@ def run(config: RunConfig, watch: Watch) -> None:
         iterate("first_train" if step == 0 else "train")
     watch.phase("eval")
     look()
-    if uses_cuda_graphs(config):
+    if config.uses_cuda_graphs:
         iterate("train")
     feed.close()
     watch.phase("after")

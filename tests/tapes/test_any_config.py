@@ -7,8 +7,7 @@ from random import Random
 
 import pytest
 
-from fitgpt.config.resolve import resolve_run
-from fitgpt.config.run_config import RunConfig
+from fitgpt.config.run_config import RunConfig, resolve_run
 from fitgpt.hardware.gpus import GpuModel, load
 from fitgpt.memory.platform import TORCH_VERSIONS, Platform
 from fitgpt.memory.tape import EMPTY_CACHE, Event, Tape

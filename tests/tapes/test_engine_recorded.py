@@ -10,11 +10,9 @@ from typing import Any
 import pytest
 
 from accuracy import Figure, by_run, of_file
-from fitgpt.config.resolve import resolve_run
-from fitgpt.config.run_config import RunConfig
+from fitgpt.config.run_config import RunConfig, resolve_run
 from fitgpt.memory.platform import Platform
-from fitgpt.memory.timeline import needs
-from fitgpt.planning.forecast import write_tape
+from fitgpt.planning.forecast import replay_run
 
 RECORDED = Path(__file__).parents[1] / "recorded" / "engine"
 H200 = Platform((9, 0), "2.11")
@@ -142,7 +140,7 @@ def test_a_limit_2_percent_below_the_forecast_is_too_low_and_2_percent_above_is_
 @pytest.mark.parametrize("name", LIMITED)
 def test_the_recorded_limits_are_2_percent_around_todays_forecast(name: str) -> None:
     for row in LIMITED[name]:
-        needed = needs(write_tape(resolve_run(RunConfig(**row["config"]), H200), H200), expandable=True)
+        needed = replay_run(resolve_run(RunConfig(**row["config"]), H200), H200).needs
         assert row["cap"] == round(needed * (0.98 if row["name"].endswith("below") else 1.02))
 
 

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from fitgpt.config.resolve import resolve_run
-from fitgpt.config.run_config import RunConfig
+from fitgpt.config.run_config import RunConfig, resolve_run
 from fitgpt.memory.platform import Platform
 from fitgpt.memory.timeline import replay
 from fitgpt.planning.forecast import forecast

@@ -11,7 +11,7 @@ import pytest
 from fitgpt.config.run_config import RunConfig
 from fitgpt.memory.platform import Platform
 from fitgpt.memory.tape import Tape
-from fitgpt.memory.timeline import needs, replay, reserved_in_other_orders
+from fitgpt.memory.timeline import replay, reserved_in_other_orders
 from fitgpt.tapes import nanogpt as nanogpt_tape
 from fitgpt.tapes.nanogpt import history_of, parameters
 
@@ -114,7 +114,7 @@ def test_dropout_saves_a_mask_of_one_byte_per_element() -> None:
 
 def test_run_completes_under_the_limit_it_needs_and_not_2_mib_below() -> None:
     tape = write(replace(GPT2, n_layer=2, compile=False), history=(2, 2))
-    least = needs(tape)
+    least = replay(tape).needs
     assert replay(tape, least).failed is None
     failed = replay(tape, least - 2 * 2**20).failed_allocation
     assert failed is not None

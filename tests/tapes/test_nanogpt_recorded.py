@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from accuracy import H200, NANOGPT, Figure, is_odd, of_file, table
-from fitgpt.config.resolve import resolve_run
-from fitgpt.config.run_config import RunConfig
+from fitgpt.config.run_config import RunConfig, resolve_run
 from fitgpt.core.units import MiB
 from fitgpt.memory.timeline import replay, reserved_in_other_orders
 from fitgpt.tapes.nanogpt import write

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fitgpt.config.fields import Assignment
-from fitgpt.config.run_config import RunConfig, resolve
+from fitgpt.config.run_config import RunConfig, config_from
 from fitgpt.core.errors import DeviceError, UsageError
 from fitgpt.hardware import nvidia
 from fitgpt.hardware.nvidia import GpuReading, Survey
@@ -75,9 +75,9 @@ def test_the_rank_that_failed_for_a_reason_of_its_own_is_named_not_those_that_lo
 def test_a_resumed_run_keeps_its_sequences_per_step_on_any_number_of_ranks_and_says_where_it_was() -> None:
     recorded = RunConfig(gpus="0,1", batch_size=12, gradient_accumulation_steps=40).to_dict()
     resumed = [Assignment("init_from", "resume", "--resume")]
-    config, notes = resolve(resumed, recorded)
+    config, notes = config_from(resumed, recorded)
     assert config.ranks == 1
     assert "gpus=0,1 before" in notes[0]
     with pytest.raises(UsageError) as error:
-        resolve([*resumed, Assignment("gpus", "3xcpu", "--gpus=3xcpu")], recorded)
+        config_from([*resumed, Assignment("gpus", "3xcpu", "--gpus=3xcpu")], recorded)
     assert error.value.fix == "--batch_size=10 --gradient_accumulation_steps=48"

@@ -17,8 +17,7 @@ import pytest
 from fitgpt.config.argv import walk
 from fitgpt.config.command_options import PlanArguments
 from fitgpt.config.fields import Assignment
-from fitgpt.config.resolve import resolve_run
-from fitgpt.config.run_config import RunConfig, check_resume
+from fitgpt.config.run_config import RunConfig, check_resume, resolve_run
 from fitgpt.core.errors import DeviceError, UsageError
 from fitgpt.core.units import GiB, MiB, parse_bytes
 from fitgpt.engine import oom
@@ -197,7 +196,7 @@ def plan(tmp_path: Path, cards: Callable[..., None]) -> Callable[..., str]:
                           "device": "auto"})
     found = on_device(reading())
 
-    needs = forecast.needs_of(resolve_run(config, found.platform), found.platform)
+    needs = forecast.replay_run(resolve_run(config, found.platform), found.platform).needs
 
     def write(**changes: Any) -> str:
         document = {"schema": 1, "config": config.to_dict(), "card": "RTX 4070", "budget": found.budget._asdict(),

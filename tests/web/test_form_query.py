@@ -13,8 +13,7 @@ import pytest
 from fitgpt.config.argv import walk
 from fitgpt.config.command_options import PlanArguments, PlanOptions
 from fitgpt.config.fields import option_specs
-from fitgpt.config.resolve import resolve_run
-from fitgpt.config.run_config import RunConfig
+from fitgpt.config.run_config import RunConfig, resolve_run
 from fitgpt.core.errors import UsageError
 from fitgpt.memory.platform import Platform
 from fitgpt.planning import forecast

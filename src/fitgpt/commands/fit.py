@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from ..config.command_options import FitOptions
 from ..config.fields import Assignment, shown
+from ..config.optimizers import host_bytes
 from ..core.errors import SystemFault, UsageError
 from ..core.files import disk_faults, is_own_page, refuse_foreign, write_over
 from ..planning import plan_file
@@ -25,7 +26,6 @@ from ..planning.fit_goals import FitResult
 from ..planning.plan import plan_for
 from ..show import fit_text as show
 from ..show.terminal import columns
-from ..tapes import engine as engine_tape
 
 
 def fit(assignments: Sequence[Assignment]) -> int:
@@ -110,7 +110,7 @@ def plan_text(fitted: FitResult, request: FitRequest) -> str:
     target = request.target
     config = replace(fitted.chosen.config, vocab_size=request.config.vocab_size)
     plan = plan_for(config, Target(target.platform, target.budget, target.card))
-    ram_left = None if target.host_bytes is None else max(target.host_bytes - engine_tape.host_bytes(config), 0)
+    ram_left = None if target.host_bytes is None else max(target.host_bytes - host_bytes(config), 0)
     return plan_file.text_of_fit(
         plan_file.document(plan, target.platform.torch, plan.track_record), fitted.chosen.config, target.budget,
         fallback_plans(config, target.platform, host_bytes=ram_left), show.speed_json(fitted.chosen))

@@ -15,8 +15,7 @@ from typing import Any
 
 from .. import __version__
 from ..config.command_options import RecordOptions
-from ..config.resolve import resolve_run
-from ..config.run_config import RunConfig
+from ..config.run_config import RunConfig, resolve_run
 from ..core.errors import DataError, DeviceError, Interrupted, SystemFault, UsageError
 from ..core.files import disk_faults, is_own_json, refuse_foreign, write_atomically
 from ..core.units import MiB, parse_bytes, show_bytes, show_seconds
@@ -123,7 +122,7 @@ def measure(case: GpuRun, device: str, room: int, reading: GpuReading, before: i
 
 def used_now(reading: GpuReading) -> int:
     """Bytes that processes use of the GPU."""
-    return next((gpu.used_bytes or 0 for gpu in nvidia.gpus() if gpu.index == reading.index), 0)
+    return next((gpu.used_bytes or 0 for gpu in nvidia.survey().gpus if gpu.index == reading.index), 0)
 
 
 def ask_child(request: dict[str, Any], *, native: bool) -> dict[str, Any]:

@@ -11,8 +11,7 @@ from typing import Any
 from .. import __version__
 from ..config.command_options import ReportOptions
 from ..config.fields import option_specs
-from ..config.resolve import resolve_run
-from ..config.run_config import RunConfig
+from ..config.run_config import RunConfig, resolve_run
 from ..core.errors import FitError, UsageError
 from ..core.files import disk_faults, is_own_page, refuse_foreign, write_atomically
 from ..core.units import show_bytes

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from math import prod
 
 Shapes = dict[str, tuple[int, ...]]  # name of a parameter → its shape
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}  # per element
 
 
 @dataclass(frozen=True)

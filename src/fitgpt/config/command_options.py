@@ -234,7 +234,10 @@ class ReportOptions(Options):
 # A version as torch itself writes it, too: 2.13.0+cu130, 2.12.0a0+git1234abc.
 _TORCH_VERSION = r"([0-9]{1,3}(\.[0-9]{1,4}){1,2}([a-z]+[0-9]*|\.dev[0-9]*)?(\+[\w.]*)?)?"
 
-# Options that `plan` and `fit` share.
+# Options that `plan`, `fit` and `trace` share.
+_gpu = partial(option, "", "GPU to plan for: 4070, \"RTX 3060 12GB\", h200 (`fitgpt cards` lists them); by default the "
+               "one in this machine, with the memory that is free now", synonyms=("card", "device_name"),
+               example="4070")
 _others = partial(option, "", "GPU memory of other processes: 2118MiB; without a unit, MiB; by default what they use "
                   "now, or nothing if the GPU is not in this machine", rule=partial(_mib_like, least=0),
                   example="2118MiB")
@@ -243,6 +246,9 @@ _torch = partial(option, "", "version of torch; by default the one installed her
 _tokens = partial(option, "", "train on this many tokens, such as 10B: sets max_iters and lr_decay_iters",
                   rule=optional(some_tokens), example="10B")
 _epochs = partial(option, 0.0, "train for this many passes through the training data", rule=between(0, 1_000_000))
+_all_cards = partial(option, False, "plan for every known GPU, one row each", flag="all-cards")
+_timeline = partial(option, "", "write a page with a chart of one step's memory, by owner, to this file",
+                    rule=_optional_path, example="step.html")
 
 _plan = partial(option, group="the plan")
 
@@ -253,21 +259,18 @@ class PlanOptions(Options):
 
     command = "plan"
 
-    gpu: str = _plan("", "GPU to plan for: 4070, \"RTX 3060 12GB\", h200 (`fitgpt cards` lists them); by default "
-                     "the one in this machine, with the memory that is free now", synonyms=("card", "device_name"),
-                     example="4070")
+    gpu: str = _gpu(group="the plan")
     budget: str = budget_option(group="the plan")
     others: str = _others(group="the plan")
     trainer: str = _plan("fitgpt", "trainer: fitgpt, or nanoGPT's own train.py",
                          choices=("fitgpt", "nanogpt"))
     torch: str = _torch(group="the plan")
-    all_cards: bool = _plan(False, "plan for every known GPU, one row each", flag="all-cards")
+    all_cards: bool = _all_cards(group="the plan")
     options: bool = _plan(False, "list what every single change would save")
     tokens: str = _tokens(group="the plan")
     epochs: float = _epochs(group="the plan")
     hours: float = _plan(0.0, "train for this many hours, if the speed of the GPU is known", rule=between(0, 1_000_000))
-    timeline: str = _plan("", "write a page with a chart of one step's memory, by owner, to this file",
-                          rule=_optional_path, example="step.html")
+    timeline: str = _timeline(group="the plan")
     json: bool = _plan(False, "print JSON")
 
 
@@ -313,9 +316,7 @@ class TraceOptions(Options):
 
     script: tuple[str, ...] = option((), "the script and its arguments, -m MODULE and arguments, or a saved trace",
                                      positional=True, required=True)
-    gpu: str = option("", "GPU to plan for: 4070, \"RTX 3060 12GB\", h200 (`fitgpt cards` lists them); by default "
-                      "the one in this machine, with the memory that is free now", synonyms=("card", "device_name"),
-                      example="4070")
+    gpu: str = _gpu()
     budget: str = budget_option()
     others: str = _others()
     steps: int = option(4, "stop the script after this many optimizer steps", rule=count)
@@ -324,9 +325,8 @@ class TraceOptions(Options):
                             choices=("auto", "native", "expandable"))
     save: str = option("", "write the trace to this file, for `fitgpt trace FILE` and `fitgpt explain --trace FILE`",
                        rule=_optional_path, example="my.trace.json")
-    all_cards: bool = option(False, "plan for every known GPU, one row each", flag="all-cards")
-    timeline: str = option("", "write a page with a chart of one step's memory, by owner, to this file",
-                           rule=_optional_path, example="step.html")
+    all_cards: bool = _all_cards()
+    timeline: str = _timeline()
     json: bool = option(False, "print JSON")
 
 
@@ -420,9 +420,7 @@ class FitOptions(Options):
 
     command = "fit"
 
-    gpu: str = _fit("", "GPU to fit: 4070, \"RTX 3060 12GB\", h200 (`fitgpt cards` lists them); by default the "
-                    "one in this machine, with the memory that is free now", synonyms=("card", "device_name"),
-                    example="4070")
+    gpu: str = _gpu(group="the fit")
     budget: str = budget_option(group="the fit")
     others: str = _others(group="the fit")
     torch: str = _torch(group="the fit")

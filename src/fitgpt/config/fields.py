@@ -66,7 +66,6 @@ class OptionSpec(NamedTuple):
     also: tuple[str, ...] = ()     # other names that are accepted
     synonyms: tuple[str, ...] = ()    # names in other programs: not accepted, but recognised in "Did you mean"
     also_values: Mapping[str, str] = {}  # other names of values that are accepted, each with the value it means
-    renamed: Mapping[str, str] = {}   # values of earlier versions, each with its name today
     meant: Mapping[str, str] = {}     # values that other programs have, each with the nearest choice
     # Facts about an option of a run. `options_with` lists the options that have one.
     affects_memory: bool = False   # changes how much GPU memory a run allocates
@@ -187,24 +186,17 @@ def checked(spec: OptionSpec, given: Any, where: str = "", *, in_file: bool = Fa
     `in_file`: its fix is a line of a config file, not a flag: a flag does not replace a value that is invalid there."""
     fits, value = _converted(spec.kind, given)
 
-    def place() -> str:
-        return where or f"{spec.name}={shown(given)}"
-
     def error(problem: str, instead: Any = None) -> UsageError:
         if instead is None:
             instead = spec.example if spec.example and (spec.required or not spec.default) else spec.default
-        return UsageError(f"{place()}: {spec.name} {problem}.", fix(instead))
-
-    def fix(value: Any) -> str:
-        return f"{spec.name} = {value!r}" if in_file else f"{shown_flag(spec)}={shown(value)}"
+        place = where or f"{spec.name}={shown(given)}"
+        fix = f"{spec.name} = {instead!r}" if in_file else f"{shown_flag(spec)}={shown(instead)}"
+        return UsageError(f"{place}: {spec.name} {problem}.", fix)
 
     if not fits:
         raise error(f"takes one of {', '.join(spec.choices)}" if spec.choices else f"takes {_WANTED[spec.kind]}")
     if spec.kind == "text":
         value = spec.also_values.get(value.lower(), value)
-    if value in spec.renamed:
-        raise UsageError(f"{place()}: {spec.name}={value} is now {spec.name}={spec.renamed[value]}.",
-                         fix(spec.renamed[value]))
     if spec.choices and value not in spec.choices:
         near = [spec.meant[value]] if value in spec.meant else nearest(str(value), spec.choices, cutoff=0.5)
         raise error(f"is one of {', '.join(spec.choices)}", near[0] if near else None)

@@ -154,12 +154,6 @@ KEEPS: dict[str, frozenset[str]] = {
     "input": frozenset(),
 }
 LEVELS = tuple(KEEPS)
-RENAMED_LEVELS = {"products": "matmuls", "no_wide": "no_mlp_up"}  # names of earlier versions
-
-
-def with_new_names(text: str) -> str:
-    """A value of `recompute` with the levels of earlier versions under their names of today."""
-    return re.sub(r"\w+", lambda word: RENAMED_LEVELS.get(word[0], word[0]), text)
 
 
 def parse_levels(text: str, layers: int) -> list[str] | str:

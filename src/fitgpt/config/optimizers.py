@@ -11,7 +11,7 @@ from collections.abc import Callable
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
-from .architectures import parameter_shapes
+from .architectures import BYTES, parameter_shapes
 from .fields import Requires
 
 if TYPE_CHECKING:
@@ -51,7 +51,6 @@ class OptimizerSpec(NamedTuple):
     """Facts about an optimizer. Its state is the same for float32 and bfloat16 weights, unless `low_precision`."""
 
     summary: str
-    exact: bool                          # the same update as AdamW up to rounding order
     engine_class: str                    # "module:Class" in engine/optim/
     state: State                         # of a parameter, unless one of the next two applies
     small_state: State | None = None     # of a parameter with fewer than SMALLEST_ROUNDED elements
@@ -76,29 +75,28 @@ class OptimizerSpec(NamedTuple):
 
 
 OPTIMIZERS: dict[str, OptimizerSpec] = {
-    "adamw": OptimizerSpec("AdamW with float32 state, 8 bytes per parameter", exact=True,
-                           engine_class="adamw:AdamW", state=ADAMW_STATE),
+    "adamw": OptimizerSpec("AdamW with float32 state, 8 bytes per parameter", engine_class="adamw:AdamW",
+                           state=ADAMW_STATE),
     "adam8bit": OptimizerSpec(
-        "AdamW with 8-bit state, 2 bytes per parameter (lossy)", exact=False,
+        "AdamW with 8-bit state, 2 bytes per parameter (lossy)",
         engine_class="low_precision:LowPrecisionAdamW", state=INT8_MOMENTS, small_state=FLOAT32_MOMENTS,
         shared_bytes=12, state_bytes_moved=4.0, requires=(Requires("offload", ("none",)),)),
     "muon": OptimizerSpec(
-        "Muon for the weight matrices of the blocks, 4 bytes per parameter, and AdamW for the rest", exact=False,
+        "Muon for the weight matrices of the blocks, 4 bytes per parameter, and AdamW for the rest",
         engine_class="muon:Muon", state=ADAMW_STATE, block_matrix_state=MUON_MOMENTUM,
         matmul_flops=lambda n_embd: MUON_ROUNDS * 56 * n_embd**3,  # three matmuls per iteration for each matrix
         requires=(Requires("weights", ("float32",)), Requires("offload", ("none",)),
                   Requires("step_in_backward", (False,)))),
 }
 
-# Variants of an optimizer that another option selects.
+# Variants of an optimizer that another option selects. AdamW in low precision is for bfloat16 weights, or applied
+# during backward.
 BITSANDBYTES = OPTIMIZERS["adam8bit"]._replace(
-    summary="8-bit AdamW of bitsandbytes", engine_class="bitsandbytes:BitsandbytesAdamW", state=BITSANDBYTES_MOMENTS,
-    small_state=ADAMW_STATE, shared_bytes=2 * 4 * 2**8)  # two maps from a byte to a share of the group's largest
+    engine_class="bitsandbytes:BitsandbytesAdamW", state=BITSANDBYTES_MOMENTS, small_state=ADAMW_STATE,
+    shared_bytes=2 * 4 * 2**8)  # two maps from a byte to a share of the group's largest
 LOW_PRECISION_ADAMW = OPTIMIZERS["adamw"]._replace(
-    summary="AdamW for bfloat16 weights, or applied during backward", engine_class="low_precision:LowPrecisionAdamW",
-    state=FLOAT32_MOMENTS, shared_bytes=12)
-OFFLOADED_ADAMW = OPTIMIZERS["adamw"]._replace(
-    summary="AdamW with its state in CPU RAM", engine_class="offload:OffloadedAdamW")
+    engine_class="low_precision:LowPrecisionAdamW", state=FLOAT32_MOMENTS, shared_bytes=12)
+OFFLOADED_ADAMW = OPTIMIZERS["adamw"]._replace(engine_class="offload:OffloadedAdamW")
 
 
 def optimizer_of(config: RunConfig) -> OptimizerSpec:
@@ -120,3 +118,16 @@ def state_bytes(config: RunConfig) -> int:
         state = spec.state_of(prod(shape), block_matrix=".h." in name and len(shape) == 2)
         total += sum(tensor.nbytes(prod(shape)) for tensor in state)
     return total
+
+
+def host_bytes(config: RunConfig) -> int:
+    """In CPU RAM, with offload: AdamW's moments, master weights and the gradients it is given."""
+    return 0 if config.offload == "none" else 16 * config.gpt_config().count_params()
+
+
+def checkpoint_bytes(config: RunConfig) -> int:
+    """On disk: weights and the optimizer's state, as they are held; with offload also masters of rounded weights."""
+    matrix = BYTES[config.weights] + (4 if config.offload != "none" and config.weights != "float32" else 0)
+    shapes = parameter_shapes(config.gpt_config()).values()
+    weights = sum(prod(shape) * (matrix if len(shape) == 2 else 4) for shape in shapes)
+    return weights + state_bytes(config) - optimizer_of(config).shared_bytes

@@ -1,4 +1,5 @@
-"""RunConfig: every option of a training run, once, with its help and its attributes, and the rules between options.
+"""RunConfig: every option of a training run, once, with its help and its attributes, and the rules between options;
+ResolvedRun: the same with no `auto` left.
 
 Names and defaults are nanoGPT's, so that its config files and flags mean the same here.
 """
@@ -14,6 +15,7 @@ from typing import Any, ClassVar, Literal
 
 from ..core.errors import CheckpointError, UsageError
 from ..core.units import parse_bytes
+from ..memory.platform import Platform
 from .architectures import GPTConfig
 from .fields import (
     Assignment,
@@ -33,7 +35,7 @@ from .fields import (
     positive,
     shown,
 )
-from .memory_savers import LEVELS, SAVERS, parse_levels, with_new_names
+from .memory_savers import LEVELS, SAVERS, parse_levels
 from .optimizers import OPTIMIZERS
 
 GPT2_VOCAB = 50257
@@ -233,7 +235,6 @@ class RunConfig(Options):
     casts: str = _system(
         "transient", "half-precision copies of the weight matrices (mixed precision): each made for a matmul and then "
         "freed, or kept from step to step, for 2 bytes per element", choices=("transient", "kept"),
-        renamed={"brief": "transient"},
         affects_memory=True, affects_speed=True, nanogpt=False, page="less")
     gradients: str = _system(
         "freed", "gradients after a step: freed (zero_grad(set_to_none=True)), or zeroed and kept; with CUDA graphs "
@@ -272,8 +273,6 @@ class RunConfig(Options):
         super().__post_init__()
         if self.n_embd % self.n_head:
             raise _width_error(self.n_embd, self.n_head)
-        if (renamed := with_new_names(self.recompute)) != self.recompute:
-            raise UsageError(f"recompute={self.recompute} is now recompute={renamed}.", f"--recompute={renamed}")
         levels = parse_levels(self.recompute, self.n_layer)
         if isinstance(levels, str):
             raise UsageError(f"recompute={self.recompute!r} {levels}.", "--recompute=matmuls")
@@ -314,15 +313,18 @@ class RunConfig(Options):
         return (f"gradient_accumulation_steps={steps} cannot be divided over {ranks} ranks: it counts the "
                 "micro-batches of all of them, as in nanoGPT", fix)
 
-    @property
-    def cuda_graph_blockers(self) -> tuple[str, ...]:
-        """Settings that exclude CUDA graphs: a graph cannot restore the RNG state for recomputed dropout, nor talk to
-        the CPU while it runs."""
-        savers = [saver.setting for saver in SAVERS if saver.is_on(self)
-                  and any(each.option == "cuda_graphs" and True not in each.values for each in saver.requires)]
-        return (*([f"dropout={self.dropout:g}"] if self.dropout else []), *savers)
-
     # ---- derived values
+
+    @property
+    def uses_cuda_graphs(self) -> bool:
+        """Whether a GPU runs CUDA graphs, if `compile` is definite. By default not where a setting excludes them: a
+        graph cannot restore the RNG state for recomputed dropout, nor talk to the CPU while it runs."""
+        if self.cuda_graphs != "auto":
+            return self.cuda_graphs
+        excluded = self.dropout > 0 or any(
+            each.option == "cuda_graphs" and True not in each.values
+            for saver in SAVERS if saver.is_on(self) for each in saver.requires)
+        return bool(self.compile) and not excluded
 
     @property
     def levels(self) -> tuple[str, ...]:
@@ -396,14 +398,14 @@ def _width_error(width: int, heads: int) -> UsageError:
                       " or ".join([f"--n_head={n}" for n in counts] + [f"--n_embd={w}" for w in aligned or widths]))
 
 
-# ---- from assignments to a config
+# ---- assignments → RunConfig
 
 
 AS_RECORDED = {"dtype": "auto", "vocab_size": 0}  # values that leave the choice to a run: a resumed run has made it
 
 
-def resolve(assignments: Iterable[Assignment],
-            base: Mapping[str, Any] | None = None) -> tuple[RunConfig, list[str]]:
+def config_from(assignments: Iterable[Assignment],
+                base: Mapping[str, Any] | None = None) -> tuple[RunConfig, list[str]]:
     """Assignments → (config, notes). `base`: the recorded config of a resumed run, which the assignments change.
 
     init_from=gpt2 and the like set the model's shape. A note is a sentence on a setting that was given and is not used,
@@ -460,6 +462,33 @@ def _check_init_from(init_from: str, assignments: list[Assignment]) -> None:
         near = nearest(init_from, names)
         raise UsageError(f"init_from={init_from!r} is none of {', '.join(names)}, and there is no such folder or "
                          "ckpt.pt of nanoGPT.", f"--init_from={near[0] if near else 'scratch'}")
+
+
+# ---- RunConfig + Platform → ResolvedRun. Tapes, forecasts and speed estimates take one, so that none of them has to
+# resolve anything itself.
+
+
+@dataclass(frozen=True)
+class ResolvedRun(RunConfig):
+    """A run whose dtype, compile and vocab_size are definite. `dataclasses.replace` gives another ResolvedRun."""
+
+
+def resolve_run(config: RunConfig, platform: Platform, trainer: str = "fitgpt") -> ResolvedRun:
+    """What `auto` means on that platform, and GPT-2's padded vocabulary where none is given.
+
+    A GPU without bfloat16: torch does not compile it, warns and runs eagerly (compile_fx.py,
+    _check_triton_bf16_support). nanoGPT's runs do so; fitgpt refuses them.
+    """
+    dtype = config.dtype if config.dtype != "auto" else "bfloat16" if platform.has_bf16 else "float16"
+    compiled = config.compile if config.compile != "auto" else platform.compiles
+    if trainer == "nanogpt" and dtype == "bfloat16" and not platform.has_bf16:
+        compiled = False
+    given = {field.name: getattr(config, field.name) for field in fields(RunConfig)}
+    return ResolvedRun(**{**given, "dtype": dtype, "compile": compiled,
+                          "vocab_size": config.vocab_size or DEFAULT_VOCAB})
+
+
+# ---- two configs compared
 
 
 def diff(a: RunConfig, b: RunConfig) -> list[tuple[str, Any, Any]]:

@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from ..config.resolve import ResolvedRun, resolve_run
-from ..config.run_config import DEFAULT_VOCAB, GPT2_VOCAB, RunConfig
+from ..config.run_config import DEFAULT_VOCAB, GPT2_VOCAB, ResolvedRun, RunConfig, resolve_run
 from ..core.units import GiB, MiB, show_bytes
 from ..hardware.gpus import GpuModel, load
 from ..memory.allocator import LARGE_BUFFER, SMALL_BUFFER, allocation_size

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from ..core.errors import DeviceError, UsageError
 from ..core.units import GiB, MiB, show_bytes
 from ..hardware.gpus import GpuModel, find, match_device
-from ..hardware.nvidia import gpus
+from ..hardware.nvidia import survey
 from ..planning import budget
 from ..planning.forecast import nearest_recorded_run
 from ..runs.metrics import PHASES
@@ -62,7 +62,7 @@ def explain_figures(used: int | None, request: ExplainRequest) -> Diagnosis:
         card: GpuModel | None = find(request.gpu)
     else:
         try:
-            card = next((match_device(gpu.name, round((gpu.total_bytes or 0) / MiB)) for gpu in gpus()), None)
+            card = next((match_device(gpu.name, round((gpu.total_bytes or 0) / MiB)) for gpu in survey().gpus), None)
         except DeviceError:
             card = None
     return explain_reading(Reading(used, process), request.run_on(card), card, request.trainer)

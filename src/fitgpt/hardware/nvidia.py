@@ -76,11 +76,6 @@ class GpuState:
     programs: tuple[GpuProcess, ...] = ()
 
 
-def gpus(env: Mapping[str, str] | None = None) -> list[GpuReading]:
-    """The GPUs that this process may use; empty where there is no driver, for any reason (`survey` has it)."""
-    return list(survey(env).gpus)
-
-
 def survey(env: Mapping[str, str] | None = None) -> Survey:
     """The GPUs that NVML lists, divided by CUDA_VISIBLE_DEVICES; DeviceError where that names no GPU."""
     chosen = (os.environ if env is None else env).get("CUDA_VISIBLE_DEVICES")

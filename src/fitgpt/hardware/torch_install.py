@@ -49,9 +49,8 @@ class CudaDevice:
 
 @dataclass(frozen=True)
 class Mismatch:
-    """A GPU that the driver lists and this torch cannot use: why, and the fix."""
+    """Why this torch cannot use a GPU that the driver lists, and the fix."""
 
-    gpu: str
     why: str
     fix: str
 
@@ -83,7 +82,7 @@ def unusable_gpu_reason(build: TorchBuild, survey: nvidia.Survey, opened: Sequen
     if opened:
         return unsupported_arch(opened[0], build, branch, platform)
     if survey.faulty:
-        return Mismatch("a GPU", f"An NVIDIA driver is installed, but does not work: {survey.reason}.",
+        return Mismatch(f"An NVIDIA driver is installed, but does not work: {survey.reason}.",
                         "Restart the machine (or the container), until nvidia-smi shows the GPU.")
     if not survey.gpus:
         return None
@@ -93,13 +92,13 @@ def unusable_gpu_reason(build: TorchBuild, survey: nvidia.Survey, opened: Sequen
     seen = f"The driver lists {gpu.name}, but"
     if build.cuda is None:
         target = "AMD GPUs" if build.hip else "CPUs only"
-        return Mismatch(gpu.name, f"{seen} this torch ({build.version}) is a build for {target}.", fix)
+        return Mismatch(f"{seen} this torch ({build.version}) is a build for {target}.", fix)
     needed = _DRIVER_NEEDED.get(int(build.cuda.split(".")[0]), 0)
     if branch is not None and branch < needed:
-        return Mismatch(gpu.name, f"{seen} its driver {gpu.driver_version} is too old: this torch ({build.version}) is "
-                                  f"built for CUDA {build.cuda}, which needs driver {needed} or newer.", fix)
+        return Mismatch(f"{seen} its driver {gpu.driver_version} is too old: this torch ({build.version}) is built for "
+                        f"CUDA {build.cuda}, which needs driver {needed} or newer.", fix)
     error = cuda_error or "it gives no reason"
-    return Mismatch(gpu.name, f"{seen} this torch ({build.version}) cannot open it: {error}.",
+    return Mismatch(f"{seen} this torch ({build.version}) cannot open it: {error}.",
                     'To see torch\'s error: python -c "import torch; torch.cuda.init()"')
 
 
@@ -117,8 +116,8 @@ def runs_on(capability: Capability, archs: Sequence[str]) -> bool:
 
 def unsupported_arch(gpu: CudaDevice, build: TorchBuild, branch: int | None, platform: str) -> Mismatch:
     shown = "sm_{}{}".format(*gpu.capability)
-    return Mismatch(gpu.name, f"{gpu.name} is {shown}, and this torch ({build.version}) is built for "
-                              f"{', '.join(build.archs)}.", wheel_fix(build.version, gpu.capability, branch, platform))
+    return Mismatch(f"{gpu.name} is {shown}, and this torch ({build.version}) is built for {', '.join(build.archs)}.",
+                    wheel_fix(build.version, gpu.capability, branch, platform))
 
 
 def driver_branch(survey: nvidia.Survey) -> int | None:

@@ -148,8 +148,6 @@ class Platform:
             return self.kernel
         if self.recorded_attention and dtype != "float32" and head_size <= MAX_CUDNN_HEAD and head_size % 8 == 0:
             return self.recorded_attention
-        if self.capability < (5, 0) and dtype != "float32":
-            return "math"
         if dtype == "float32" or self.capability < (8, 0):
             return "efficient"  # flash attention needs Ampere and half precision
         if (self.capability in CUDNN_ATTENTION and head_size <= MAX_CUDNN_HEAD and head_size % 8 == 0

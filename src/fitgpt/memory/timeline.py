@@ -30,15 +30,12 @@ class Timeline:
     """A replayed tape: to its end, or to the allocation that failed."""
 
     tape: Tape
+    expandable: bool                 # whether segments are
     changes: list[int]               # by event: the change of the bytes allocated
     segments: list[tuple[int, int]]  # (event, bytes reserved from then on)
     failed: int | None = None        # the number of the event that ran out of memory
     largest_granted: int = 0         # the largest total that the limit allowed to reserve
     smallest_failed: int = NO_LIMIT  # the smallest total that it did not allow
-
-    def is_same_under(self, limit: int) -> bool:
-        """Whether a replay under this limit would be the same."""
-        return self.largest_granted <= limit < self.smallest_failed
 
     @cached_property
     def allocated(self) -> list[int]:
@@ -81,6 +78,52 @@ class Timeline:
         """Bytes per owner right after an event. Their sum is what is allocated then."""
         return owners_after(self.tape, self.changes, {event})[event]
 
+    # ---- the memory that the program needs. These answer for a replay without a limit.
+
+    def is_same_under(self, limit: int) -> bool:
+        """Whether a replay under this limit would be the same."""
+        return self.largest_granted <= limit < self.smallest_failed
+
+    def fits(self, limit: int) -> bool:
+        """Whether the tape completes under a limit. This replay often answers already."""
+        if limit >= self.largest_granted or limit < self.peak:
+            return limit >= self.largest_granted
+        return replay(self.tape, limit, expandable=self.expandable).failed is None
+
+    @cached_property
+    def needs(self) -> int:
+        """The memory limit, a multiple of 2 MiB, under which the tape completes while it fails with 2 MiB less. Never
+        below the peak: the tensors must lie somewhere.
+
+        The allocator releases cached blocks at other moments under another limit, so a few programs fail under a
+        slightly larger limit, or complete under a smaller one: `needs_under` answers for one given limit.
+        """
+        return self._needs_above(0)
+
+    def needs_under(self, limit: int) -> int:
+        """`needs`, corrected for one limit: at most that limit if and only if the tape completes under it."""
+        completes = self.fits(limit)
+        if completes == (self.needs <= limit):
+            return self.needs
+        return limit if completes else self._needs_above(limit)
+
+    def _needs_above(self, failing: int) -> int:
+        """By bisection above a limit that is known to fail, without a second replay where an earlier one was the same
+        under that limit."""
+        completed, failed = self, None
+        low = _round_down(max(self.peak - ROUND_LARGE, failing))  # too small
+        high = _round_up(self.largest_granted)                    # large enough
+        while high - low > ROUND_LARGE:
+            limit = _round_down((low + high) // 2)
+            if not completed.is_same_under(limit) and (failed is None or not failed.is_same_under(limit)):
+                tried = replay(self.tape, limit, expandable=self.expandable)
+                completed, failed = (tried, failed) if tried.failed is None else (completed, tried)
+            if completed.is_same_under(limit):
+                high = _round_up(completed.largest_granted)
+            else:
+                low = limit
+        return high
+
 
 def owners_after(tape: Tape, changes: Sequence[int], events: Iterable[int]) -> dict[int, dict[str, int]]:
     """Bytes per owner right after each of these events."""
@@ -93,7 +136,7 @@ def owners_after(tape: Tape, changes: Sequence[int], events: Iterable[int]) -> d
     return found
 
 
-# ---- replay and needs
+# ---- replay
 
 
 def replay(tape: Tape, limit: int | None = None, *, expandable: bool = False,
@@ -123,7 +166,7 @@ def replay(tape: Tape, limit: int | None = None, *, expandable: bool = False,
         if allocator.reserved != reserved:
             reserved = allocator.reserved
             segments.append((number, reserved))
-    return Timeline(tape, changes, segments, failed, allocator.largest_granted, allocator.smallest_failed)
+    return Timeline(tape, expandable, changes, segments, failed, allocator.largest_granted, allocator.smallest_failed)
 
 
 def reserved_in_other_orders(tape: Tape) -> tuple[int, ...]:
@@ -134,48 +177,6 @@ def reserved_in_other_orders(tape: Tape) -> tuple[int, ...]:
     """
     orders = MonotonicAddresses(descending_from=MIN_LARGE_ALLOC), MonotonicAddresses(descending_from=NO_LIMIT)
     return tuple(replay(tape, addresses=order).reserved for order in orders)
-
-
-def needs(tape: Tape, *, expandable: bool = False, unlimited: Timeline | None = None, above: int = 0) -> int:
-    """The memory limit, a multiple of 2 MiB, under which the tape completes while it fails with 2 MiB less.
-
-    `unlimited` is the replay without a limit, if there is one already; `above` is a limit that is known to fail. The
-    result is never below the peak: the tensors must lie somewhere.
-
-    Found by bisection, without a second replay where an earlier one was the same under that limit. The allocator
-    releases cached blocks at other moments under another limit, so a few programs fail under a slightly larger limit,
-    or complete under a smaller one: `needs_under` answers for one given limit.
-    """
-    unlimited = unlimited or replay(tape, expandable=expandable)
-    completed, failed = unlimited, None
-    low = _round_down(max(unlimited.peak - ROUND_LARGE, above))  # too small
-    high = _round_up(unlimited.largest_granted)                  # large enough
-    while high - low > ROUND_LARGE:
-        limit = _round_down((low + high) // 2)
-        if not completed.is_same_under(limit) and (failed is None or not failed.is_same_under(limit)):
-            tried = replay(tape, limit, expandable=expandable)
-            completed, failed = (tried, failed) if tried.failed is None else (completed, tried)
-        if completed.is_same_under(limit):
-            high = _round_up(completed.largest_granted)
-        else:
-            low = limit
-    return high
-
-
-def fits(limit: int, unlimited: Timeline, *, expandable: bool = False) -> bool:
-    """Whether the tape completes under a limit. `unlimited` is its replay without one, and often answers already."""
-    if limit >= unlimited.largest_granted or limit < unlimited.peak:
-        return limit >= unlimited.largest_granted
-    return replay(unlimited.tape, limit, expandable=expandable).failed is None
-
-
-def needs_under(limit: int, tape: Tape, usual: int, *, unlimited: Timeline, expandable: bool = False) -> int:
-    """What `needs` answered (`usual`), corrected for one limit: at most that limit if and only if the tape completes
-    under it."""
-    completes = fits(limit, unlimited, expandable=expandable)
-    if completes == (usual <= limit):
-        return usual
-    return limit if completes else needs(tape, expandable=expandable, unlimited=unlimited, above=limit)
 
 
 # Memory is reserved in multiples of 2 MiB, so limits between two of them are equal.

@@ -11,15 +11,13 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from math import isqrt
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from ..config.fields import shown
 from ..config.memory_savers import LEVELS, SAVERS, loss_chunk_tokens
-from ..config.resolve import ResolvedRun, resolve_run
-from ..config.run_config import DEFAULT_VOCAB, RunConfig
+from ..config.run_config import DEFAULT_VOCAB, ResolvedRun, RunConfig, resolve_run
 from ..core.errors import UsageError
 from ..memory.platform import Platform
-from ..memory.timeline import needs
 from .budget import Budget
 from .forecast import fits, replay_run
 
@@ -184,8 +182,7 @@ def repeatedly_divided(number: int) -> list[int]:
 
 def memory_use(run: ResolvedRun, platform: Platform, trainer: str = "fitgpt") -> MemoryUse:
     timeline = replay_run(run, platform, trainer)
-    return MemoryUse({phase: peak.allocated for phase, peak in timeline.peaks().items()},
-                     needs(timeline.tape, expandable=platform.uses_expandable_segments(trainer), unlimited=timeline))
+    return MemoryUse({phase: peak.allocated for phase, peak in timeline.peaks().items()}, timeline.needs)
 
 
 def priced(changed: ChangedRun, before: MemoryUse, platform: Platform, budget: Budget) -> PricedChange:
@@ -216,10 +213,7 @@ def by_family(changes: tuple[ChangedRun, ...]) -> dict[str, list[ChangedRun]]:
     return found
 
 
-Item = TypeVar("Item")
-
-
-def smallest(family: list[Item], enough: Callable[[Item], bool]) -> Item | None:
+def smallest(family: list[ChangedRun], enough: Callable[[ChangedRun], bool]) -> ChangedRun | None:
     """The first that is enough. If the last one is not, none is: each saves more than the one before it."""
     if not family:
         return None

@@ -12,14 +12,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ..config.resolve import resolve_run
-from ..config.run_config import RunConfig, diff
+from ..config.optimizers import host_bytes
+from ..config.run_config import RunConfig, diff, resolve_run
 from ..hardware.gpus import GpuModel
 from ..memory.platform import Platform
-from ..tapes import engine as engine_tape
 from .budget import Budget
 from .fit_search import OFFLOAD, Candidate, FitTarget, SaverSet, Search, place_permission, works_with
-from .forecast import needs_of
+from .forecast import replay_run
 from .plan_file import FallbackPlan
 
 MOST_PLANS = 6  # each takes a tenth of a second to forecast
@@ -63,8 +62,8 @@ class InRunSearch(Search):
         """`limit`: bytes that may be reserved; None: as many as the run needs. `spare_ram`: bytes of CPU RAM besides
         what the run uses already; None: no limit."""
         run = resolve_run(config, platform)
-        limit = needs_of(run, platform) if limit is None else limit
-        host_limit = None if spare_ram is None else spare_ram + engine_tape.host_bytes(run)
+        limit = replay_run(run, platform).needs if limit is None else limit
+        host_limit = None if spare_ram is None else spare_ram + host_bytes(run)
         super().__init__(run, FitTarget(platform, Budget("", limit, 0, limit, 0), card, run.batch_size, host_limit),
                          frozenset())
         self._same_batch = same_batch

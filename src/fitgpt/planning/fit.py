@@ -8,10 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from ..config.command_options import FitArguments, FitOptions, PlanOptions
+from ..config.command_options import FitArguments, FitOptions
 from ..config.fields import Assignment, build, option_specs, shown
-from ..config.resolve import resolve_run
-from ..config.run_config import RunConfig
+from ..config.run_config import RunConfig, resolve_run
 from ..core.errors import DeviceError, DoesNotFit, UsageError
 from ..core.units import GiB, show_bytes, show_count
 from ..hardware import nvidia
@@ -69,7 +68,6 @@ def fit_request(assignments: Sequence[Assignment]) -> FitRequest:
                          "`fitgpt plan` with the same options says whether the evaluation fits; or --eval_only=False")
     config, data, missing, more = with_data(given)
     check_vocab_matches_data(config, data)
-    length = PlanOptions(gpu=options.gpu, tokens=options.tokens, epochs=options.epochs, hours=options.hours)
     if options.measure and options.gpu:
         raise UsageError(f"--measure times candidates on the GPU of this machine, and --gpu {options.gpu} names a GPU "
                          "that may not be here.", "Leave out one of them.")
@@ -82,7 +80,7 @@ def fit_request(assignments: Sequence[Assignment]) -> FitRequest:
     config, target = tightest(options.gpu, config, others=options.others, budget=options.budget, torch=options.torch)
     given = replace(given, gpus=config.gpus)
     check_supported(config, target, "fitgpt")
-    config, length_notes = with_training_length(config, length, data, missing, target.card)
+    config, length_notes = with_training_length(config, options, data, missing, target.card)
     given = replace(given, max_iters=config.max_iters, lr_decay_iters=config.lr_decay_iters)
     on_gpu = fit_target(target, config, is_here=not options.gpu and "x" not in config.gpus)
     return FitRequest(options, given, config, on_gpu,

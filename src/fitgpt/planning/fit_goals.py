@@ -12,13 +12,11 @@ from typing import Any, NamedTuple
 
 from ..config.fields import shown
 from ..config.memory_savers import SAVERS, loss_chunk_tokens
-from ..config.resolve import resolve_run
-from ..config.run_config import RunConfig
+from ..config.optimizers import host_bytes
+from ..config.run_config import RunConfig, resolve_run
 from ..core.errors import UsageError
 from ..core.units import MiB, show_bytes, show_count
 from ..hardware import gpus
-from ..tapes.engine import host_bytes
-from . import nanogpt_speed, speed
 from .budget import Budget, budget_for
 from .fit_search import (
     Candidate,
@@ -31,7 +29,6 @@ from .fit_search import (
     permission_notes,
     permitted,
 )
-from .forecast import needs_of
 from .speed import likely_efficiency, modelled
 
 GIVEN_SHAPE_DOES_NOT_FIT = "nothing with the given shape fits"
@@ -93,19 +90,14 @@ class FitResult(NamedTuple):
 # ---- the fastest settings
 
 
-def find_fastest(config: RunConfig, target: FitTarget, allow: frozenset[str] = frozenset(), *,
-                 from_trainer: str = "fitgpt") -> FitResult:
-    """The fastest settings that fit; with a shorter block or a smaller model only if that is allowed and needed.
-    `from_trainer`: the trainer that the run was planned for; the answer is for fitgpt's."""
+def find_fastest(config: RunConfig, target: FitTarget, allow: frozenset[str] = frozenset()) -> FitResult:
+    """The fastest settings that fit; with a shorter block or a smaller model only if that is allowed and needed."""
     may = permitted(config, allow)
     search = target.search(config, may)
     found = _found(config, search, allow)
     if found is None and (smaller := largest_that_fits(smaller_shapes(config, may), target, may)):
         found = _found(config, smaller.search, allow, smaller.permission)
-    found = found or _nothing_fits(config, search, target, allow)
-    if from_trainer == "nanogpt" and found.chosen is not None:
-        found = found._replace(decisions=(_other_trainer(config, search), *found.decisions))
-    return found
+    return found or _nothing_fits(config, search, target, allow)
 
 
 def _found(given: RunConfig, search: Search, allow: frozenset[str], permission: str = "",
@@ -126,21 +118,6 @@ def _found(given: RunConfig, search: Search, allow: frozenset[str], permission: 
                      decisions(search, given, config, why_shape), tuple(map(scored, search.runners_up(chosen))),
                      scored(step_up) if step_up else None, search.error, search.frontier(),
                      considered=len(search.candidates), replayed=search.replays, notes=permission_notes(given, allow))
-
-
-def _other_trainer(config: RunConfig, search: Search) -> Decision:
-    """Why the run goes from nanoGPT's train.py to fitgpt: what that saves with the given settings."""
-    platform, card = search.platform, search.target.card
-    before = needs_of(resolve_run(config, platform, "nanogpt"), platform, "nanogpt")
-    now = search.needs(config)
-    speeds = [likely(config, card, platform) for likely in (nanogpt_speed.likely, speed.likely)] if card else []
-    faster = 100 * (speeds[1] / speeds[0] - 1) if speeds and speeds[0] and speeds[1] else 0.0
-    saved = (f"{show_bytes(before - now)} less with the given settings ({show_bytes(now)} instead of "
-             f"{show_bytes(before)})") if now < before else "no less memory with the given settings"
-    speed_text = f", and about {faster:.0f} % faster by the estimate" if faster >= 1 else ""
-    return Decision({"trainer": ("nanogpt", "fitgpt")},
-                    f"{saved}{speed_text}: fitgpt never holds all logits, and saves half as much of each layer for "
-                    "backward; the same model, precision and tokens per step, the data in another order")
 
 
 def decisions_for(given: RunConfig, chosen: RunConfig, target: FitTarget) -> tuple[Decision, ...]:

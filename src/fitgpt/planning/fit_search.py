@@ -23,15 +23,14 @@ from typing import Any, NamedTuple
 
 from ..config.fields import nearest, option_specs, shown
 from ..config.memory_savers import LEVELS, LOSSY_SAVERS, OTHER_RULES, SAVERS, loss_chunk_tokens
-from ..config.resolve import resolve_run
-from ..config.run_config import RunConfig, diff, gpt2_shapes
+from ..config.optimizers import host_bytes
+from ..config.run_config import RunConfig, diff, gpt2_shapes, resolve_run
 from ..core.errors import UsageError
 from ..hardware import gpus
 from ..hardware.gpus import GpuModel
 from ..memory.platform import Platform
-from ..tapes.engine import host_bytes, uses_cuda_graphs
 from .budget import Budget
-from .forecast import fits, needs_of
+from .forecast import fits, replay_run
 from .layer_costs import (
     PAGE,
     CostCache,
@@ -45,6 +44,7 @@ from .layer_costs import (
     with_usual_loss,
     within_usual_loss,
 )
+from .measured_speeds import measured_on
 from .speed import (
     MEASURED_ERROR,
     SpeedEstimate,
@@ -54,7 +54,6 @@ from .speed import (
     has_figures,
     likely_efficiency,
     modelled,
-    recorded,
     speed_key,
     step_cost,
 )
@@ -63,7 +62,6 @@ from .speed import (
 
 # What a change may take, from what nobody minds to what only the user may allow.
 PERMISSIONS = ("free", "places", "lossy", "rules", "context", "model")
-LOSSY = ("lossy", "rules")  # permissions of changes after which losses differ
 NAMED_SAVERS = {**LOSSY_SAVERS, **OTHER_RULES}
 ALLOWABLE = ("lossy", "context", "model", *NAMED_SAVERS)
 OFFLOAD = option_specs(RunConfig)["offload"].choices  # the fastest first
@@ -231,7 +229,7 @@ class Search:
         self.error = expected.error
         self.scale = expected.likely / modelled(config, card, self.platform, likely_efficiency(card))
         self.measured = {speed_key(resolve_run(each.config, self.platform)): each.tokens_per_s
-                         for each in reversed(recorded(card.name))} if target.card else {}
+                         for each in reversed(measured_on(card.name))} if target.card else {}
         self._fits: dict[RunConfig, bool] = {}
         self._needs: dict[RunConfig, int] = {}
 
@@ -275,7 +273,7 @@ class Search:
         for compiled in [given.compile] if given.compile or not self.platform.compiles else [False, True]:
             mode: dict[str, Any] = {"compile": compiled, "cuda_graphs": given.cuda_graphs}
             found.append(mode)
-            if uses_cuda_graphs(replace(given, **{**mode, **savers.options})):
+            if replace(given, **{**mode, **savers.options}).uses_cuda_graphs:
                 found.append({**mode, "cuda_graphs": False})
         return found
 
@@ -399,7 +397,7 @@ class Search:
 
     def needs(self, config: RunConfig) -> int:
         if config not in self._needs:
-            self._needs[config] = needs_of(resolve_run(config, self.platform), self.platform)
+            self._needs[config] = replay_run(resolve_run(config, self.platform), self.platform).needs
         return self._needs[config]
 
     def _refined(self, candidate: Candidate) -> Candidate | None:

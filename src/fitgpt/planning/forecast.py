@@ -14,8 +14,8 @@ from math import log2, prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..config.resolve import ResolvedRun
-from ..config.run_config import DEFAULT_VOCAB, RunConfig
+from ..config.optimizers import host_bytes
+from ..config.run_config import DEFAULT_VOCAB, ResolvedRun, RunConfig
 from ..core.units import MiB, show_bytes, show_count
 from ..memory.platform import EXPANDABLE, NATIVE, Platform
 from ..memory.tape import EMPTY_CACHE, Event, Span, Tape
@@ -25,8 +25,6 @@ from ..memory.timeline import (
     PhasePeak,
     Timeline,
     chart_points,
-    needs,
-    needs_under,
     replay,
     reserved_in_other_orders,
 )
@@ -100,11 +98,6 @@ def replay_run(run: ResolvedRun, platform: Platform, trainer: str = "fitgpt") ->
     return replay(write_tape(run, platform, trainer), expandable=platform.uses_expandable_segments(trainer))
 
 
-def needs_of(run: ResolvedRun, platform: Platform, trainer: str = "fitgpt") -> int:
-    """The smallest memory limit, in 2 MiB steps, under which the run completes."""
-    return needs(write_tape(run, platform, trainer), expandable=platform.uses_expandable_segments(trainer))
-
-
 def fits(run: ResolvedRun, platform: Platform, limit: int, trainer: str = "fitgpt") -> bool:
     """Whether the run completes under a memory limit: one replay, none where its tensors alone take more."""
     tape = write_tape(run, platform, trainer)
@@ -146,7 +139,7 @@ def forecast(run: ResolvedRun, platform: Platform, trainer: str = "fitgpt", limi
         needs=needed, reserved_range=reserved_range,
         assumes={"torch": platform.describe_torch(), "attention": attention,
                  "compile": compiled if run.compile else "eager", "allocator": EXPANDABLE if expandable else NATIVE},
-        host_bytes=0 if nanogpt else engine_tape.host_bytes(run))
+        host_bytes=0 if nanogpt else host_bytes(run))
 
 
 class Replayed(NamedTuple):
@@ -162,11 +155,9 @@ class Replayed(NamedTuple):
 def replayed(tape: Tape, limit: int | None, *, expandable: bool) -> Replayed:
     """What is reserved without a limit, what is needed, and what is reserved under the limit."""
     unlimited = timeline = replay(tape, expandable=expandable)
-    needed = needs(tape, expandable=expandable, unlimited=unlimited)
-    if limit is not None:
-        needed = needs_under(limit, tape, needed, unlimited=unlimited, expandable=expandable)
-        if needed <= limit < unlimited.reserved:
-            timeline = replay(tape, limit, expandable=expandable)
+    needed = unlimited.needs if limit is None else unlimited.needs_under(limit)
+    if limit is not None and needed <= limit < unlimited.reserved:
+        timeline = replay(tape, limit, expandable=expandable)
     reserved = unlimited.reserved, *(() if expandable else reserved_in_other_orders(tape))
     most = max(reserved) if timeline is unlimited else timeline.reserved
 

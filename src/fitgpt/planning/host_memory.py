@@ -9,12 +9,11 @@ from __future__ import annotations
 from dataclasses import replace
 from math import prod
 
-from ..config.architectures import parameter_shapes
-from ..config.optimizers import state_bytes
+from ..config.architectures import BYTES, parameter_shapes
+from ..config.optimizers import checkpoint_bytes, host_bytes, state_bytes
 from ..config.run_config import RunConfig
 from ..core.errors import SystemFault, UsageError
 from ..core.units import show_bytes
-from ..tapes.engine import BYTES, checkpoint_bytes, host_bytes
 from .changes import repeatedly_divided
 
 TOKEN = 8      # bytes: int64

@@ -1,9 +1,9 @@
-"""Per-layer memory cost: what would a run need with other recompute policies? Closed forms, equal to the tape.
+"""Per-layer memory cost: what would a run need with other recompute policies? Closed forms, read off tapes.
 
 A micro-step goes up the layers and down again, and layers of one recompute policy are alike: each leaves some bytes
 behind and reaches some bytes above its start. Both are read off an ordinary tape of one layer per policy, span by span.
-So the peak of any number of layers at any mix of policies is the highest of a few sums, equal to what the tape says, to
-the byte. Fragmentation is not known: a run that is to be chosen is replayed.
+So the peak of any number of layers at any mix of policies is the highest of a few sums, equal to what the tape says.
+Fragmentation is not known: a run that is to be chosen is replayed.
 """
 
 from __future__ import annotations
@@ -160,7 +160,6 @@ class EvalCost(NamedTuple):
     beside: int        # bytes in the default pool while it is captured
     leaves: int
     captured_again: int
-    leaves_again: int
     places: int        # bytes of the default pool that its CUDA graph reads
 
 
@@ -175,21 +174,13 @@ class RunCost:
     places: int        # bytes of the default pool that a captured micro-step reads
     expandable: bool   # the allocator's segments
 
-    def allocated(self, mix: RecomputeMix) -> int:
-        """The most that lies in blocks at any moment: what the tape says, to the byte."""
-        loaded, look = self.resident.loaded, self.evaluation
-        beside = [loaded + look.leaves + step.beside + (self.gradients if step.has_gradients else 0)
-                  for step in self.steps]
-        return max(self.resident.loading, loaded + look.peak, loaded + look.beside + look.captured_peak,
-                   self._later_evaluation, self._at_step + look.places + look.leaves_again + self._left,
-                   *(there + step.peak(mix) for there, step in zip(beside, self.steps, strict=True)))
-
     def may_fit(self, mix: RecomputeMix, limit: int) -> bool:
         """False only where a replay under that cap fails for certain."""
         return self.mapped(mix) - (PAGE if self.expandable else 0) <= limit
 
     def mapped(self, mix: RecomputeMix) -> int:
-        """What must be held from the driver if there is no fragmentation."""
+        """What must be held from the driver if there is no fragmentation. Without CUDA graphs that is the most that is
+        allocated, as the tape says; a graph's pool is held also while nothing is allocated in it."""
         return max(self.floor, *(beside + step.peak(mix) for beside, step in self._beside))
 
     @cached_property
@@ -243,7 +234,7 @@ class CostCache:
     def cost(self, config: RunConfig) -> RunCost:
         """Takes a resolved config. Its recompute policies do not matter."""
         optimizer = config.optimizer if config.step_in_backward else None  # else the passes do not depend on it
-        key = *_pass_options(config), engine_tape.uses_cuda_graphs(config), config.offload == "gradients", optimizer
+        key = *_pass_options(config), config.uses_cuda_graphs, config.offload == "gradients", optimizer
         accumulates = config.micro_batches > 1
         resident = self._once(_resident, config, key, config.n_layer, config.optimizer, config.adam8bit, config.offload)
         evaluation = self._once(_evaluation, config, key, config.eval_batch, config.eval_block, config.loss_chunk)
@@ -304,13 +295,12 @@ def _evaluation(config: RunConfig, platform: Platform) -> EvalCost:
     workspaces = sum(round_size(event.nbytes) for event in events if event.alloc and event.pool == GRAPH_POOL
                      and event.name in engine_tape.WORKSPACES)
     return EvalCost(ordinary.peak, captured.peak, beside, 0 if run.cuda_graphs else ordinary.net,
-                    captured.peak - workspaces, captured.net - workspaces,
-                    _places(config, config.eval_batch * config.eval_block))
+                    captured.peak - workspaces, _places(config, config.eval_batch * config.eval_block))
 
 
 def _places(config: RunConfig, tokens: int) -> int:
     """Bytes of the inputs and targets that a CUDA graph reads."""
-    return 2 * round_size(8 * tokens) if engine_tape.uses_cuda_graphs(config) else 0
+    return 2 * round_size(8 * tokens) if config.uses_cuda_graphs else 0
 
 
 def _heads(config: RunConfig, platform: Platform) -> tuple[NetAndPeak, ...]:

@@ -1,10 +1,10 @@
-"""The local store of measured speeds: tokens per second of runs on this user's GPUs, from `fit --measure` and from
-finished training runs. Later estimates use them.
+"""Runs whose tokens per second were measured: those that come with fitgpt, and those of this user's GPUs. Estimates are
+compared with them.
 
-One file of JSON lines, speeds.jsonl in FITGPT_HOME; by default in the user's data directory, ~/.local/share/fitgpt. A
-row has the GPU, the options that speed depends on, the torch version, the date and the tokens per second. The store is
-never a reason for a command to fail: a line that cannot be read is skipped, and a file that cannot be written stays as
-it is.
+The user's are in one file of JSON lines, speeds.jsonl in FITGPT_HOME; by default in the user's data directory,
+~/.local/share/fitgpt. `fit --measure`, `record` and finished training runs write it. A row has the GPU, the options
+that speed depends on, the torch version, the date and the tokens per second. The file is never a reason for a command
+to fail: a line that cannot be read is skipped, and a file that cannot be written stays as it is.
 """
 
 from __future__ import annotations
@@ -13,23 +13,41 @@ import json
 import math
 from contextlib import suppress
 from datetime import date
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..config.run_config import SPEED_OPTIONS, RunConfig
 from ..core.errors import FitError, SystemFault
 from ..core.files import MAX_JSON_BYTES, data_home, read_limited, write_atomically
+from ..core.units import show_count
 
 MOST_ROWS = 500  # the newest are kept
 
 
 class MeasuredSpeed(NamedTuple):
-    gpu: str
+    card: str
     config: RunConfig
     tokens_per_s: float
-    torch: str
-    date: str      # "2026-11-18"
-    command: str   # that measured it: "fit --measure" or "train"
+    source: str   # the benchmark, or the command: "fit --measure"
+    basis: str    # a phrase with the source, for an estimate
+
+
+def measured_on(gpu: str, trainer: str = "fitgpt") -> list[MeasuredSpeed]:
+    """Runs on this GPU: those in the user's file, the newest first, then those that come with fitgpt."""
+    return [*(load(gpu) if trainer == "fitgpt" else []), *(each for each in shipped(trainer) if each.card == gpu)]
+
+
+@cache
+def shipped(trainer: str = "fitgpt") -> tuple[MeasuredSpeed, ...]:
+    """From recorded.json, which tools/recorded.py writes."""
+    document = json.loads(Path(__file__).with_name("recorded.json").read_text(encoding="utf-8"))
+    return tuple(MeasuredSpeed(row["card"], RunConfig(**row["options"]), row["tokens_per_s"], row["source"],
+                               f"measured: {row['source']}")
+                 for row in document["nanogpt" if trainer == "nanogpt" else "runs"])
+
+
+# ---- the user's file
 
 
 def store_path() -> Path:
@@ -75,7 +93,9 @@ def _parse(row: dict[str, Any]) -> MeasuredSpeed | None:
         speed = float(row["tokens_per_s"])
         if not (math.isfinite(speed) and speed > 0):
             return None
-        return MeasuredSpeed(row["gpu"], RunConfig(**row["options"]), speed, str(row["torch"]), str(row["date"]),
-                             str(row["command"]))
+        command = str(row["command"])
+        return MeasuredSpeed(row["gpu"], RunConfig(**row["options"]), speed, command,
+                             f"measured here on {row['date']}: {show_count(round(speed))} tokens/s ({command}, torch "
+                             f"{row['torch']})")
     except (KeyError, TypeError, ValueError, FitError):
         return None

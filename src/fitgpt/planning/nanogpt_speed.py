@@ -9,11 +9,10 @@ are "counted" follow from what its kernels read and write. Efficiencies are thos
 
 from __future__ import annotations
 
-from ..config.resolve import ResolvedRun, resolve_run
-from ..config.run_config import RunConfig
+from ..config.architectures import BYTES
+from ..config.run_config import ResolvedRun, RunConfig, resolve_run
 from ..hardware.gpus import GpuModel
 from ..memory.platform import Platform
-from ..tapes.engine import BYTES
 from . import speed
 from .budget import platform_for
 from .speed import Efficiency, SpeedEstimate, estimate_by

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
-from ..config.command_options import PlanArguments, PlanOptions
+from ..config.command_options import FitOptions, PlanArguments, PlanOptions
 from ..config.fields import LARGEST_COUNT, option_specs
-from ..config.resolve import ResolvedRun, resolve_run
-from ..config.run_config import NOT_NANOGPTS, RunConfig, warmup_notes
+from ..config.optimizers import checkpoint_bytes
+from ..config.run_config import NOT_NANOGPTS, ResolvedRun, RunConfig, resolve_run, warmup_notes
 from ..core.errors import UsageError
 from ..core.units import MiB, parse_count, show_count, show_steps
 from ..data.shards import DataSummary
 from ..hardware import gpus
 from ..hardware.gpus import GpuModel
 from ..memory.platform import Platform
-from ..memory.timeline import Timeline, needs, needs_under
+from ..memory.timeline import Timeline
 from ..tapes.aten import round_up
-from ..tapes.engine import attention_kernel, checkpoint_bytes, platform_of, uses_cuda_graphs
+from ..tapes.engine import attention_kernel, platform_of
 from ..tapes.nanogpt_compiled import MULTIPLE, has_odd_sizes, splits_loss_rows
 from . import nanogpt_speed, speed
 from .budget import (
@@ -182,12 +182,12 @@ def plan_from(request: PlanRequest) -> Plan:
         check_supported(given, target, trainer)
     plans = {target: plan_for(given, target, trainer) for target in dict.fromkeys(targets)}
     target = min(targets, key=lambda each: plans[each].headroom)
-    config, length = with_training_length(given, options, request.data, request.missing, target.card)
+    config, length = with_training_length(given, options, request.data, request.missing, target.card, trainer)
     found = plans[target] if config == given else plan_for(config, target, trainer)
     if len(targets) > 1:
         found = replace(found, ranks=tuple(plans[each] for each in targets))
     notes = nanogpt_notes(config, target.platform) if trainer == "nanogpt" else []
-    if trainer == "fitgpt" and not config.eval_only and uses_cuda_graphs(found.run):
+    if trainer == "fitgpt" and not config.eval_only and found.run.uses_cuda_graphs:
         notes = ["The first step is captured into CUDA graphs. Later steps replay them in memory that stays reserved, "
                  "and allocate next to nothing."]
     return replace(found, data=request.data, with_options=options.options, vocab_assumed=request.vocab_assumed, notes=(
@@ -246,8 +246,8 @@ def expected_speed(config: RunConfig, card: GpuModel | None, trainer: str = "fit
     return estimate(config, card, platform)
 
 
-def with_training_length(config: RunConfig, options: PlanOptions, data: DataSummary | None, missing: str,
-                         card: GpuModel | None) -> tuple[RunConfig, list[str]]:
+def with_training_length(config: RunConfig, options: PlanOptions | FitOptions, data: DataSummary | None, missing: str,
+                         card: GpuModel | None, trainer: str = "fitgpt") -> tuple[RunConfig, list[str]]:
     """The config with as many steps as --tokens, --epochs or --hours require, and a note on it. `missing`: why there
     is no data to count epochs of."""
     given = {f"--{name}": value for name, value in (("tokens", options.tokens), ("epochs", options.epochs),
@@ -265,7 +265,7 @@ def with_training_length(config: RunConfig, options: PlanOptions, data: DataSumm
         tokens = options.epochs * data.train_tokens
         text = f"{options.epochs:g} × {show_count(data.train_tokens)} tokens"
     else:
-        expected = expected_speed(config, card, options.trainer)
+        expected = expected_speed(config, card, trainer)
         if expected is None:
             raise UsageError(f"--hours={options.hours:g}: there is no speed estimate for this GPU, so hours cannot be "
                              "turned into steps.", "--tokens 10B, or --max_iters=10000")
@@ -310,9 +310,8 @@ class GpuVerdict(NamedTuple):
         return not self.problem and self.headroom >= 0
 
 
-def verdicts(config: RunConfig, trainer: str = "fitgpt", others: int = 0, torch: str = "") -> list[GpuVerdict]:
-    """One verdict per GPU. GPUs on which the tape is the same are replayed once."""
-    known: dict[tuple[Any, ...], tuple[Timeline, int]] = {}  # the replay without a limit, and what it needs
+def every_gpu(needs_on: Callable[[Target], int], others: int = 0, torch: str = "") -> list[GpuVerdict]:
+    """One verdict per GPU. `needs_on`: what the run needs there; UsageError where it cannot run."""
     rows = []
     for card in gpus.load():
         usable = card.usable_mib * MiB if card.usable_mib else None
@@ -324,20 +323,27 @@ def verdicts(config: RunConfig, trainer: str = "fitgpt", others: int = 0, torch:
             continue
         target = on_card(card, others=others, torch=torch)
         try:
-            check_supported(config, target, trainer)
+            needs = needs_on(target)
         except UsageError as error:
             rows.append(GpuVerdict(card.name, usable, problem=f"needs {error.fix}"))
-            continue
-        platform, limit = target.platform, target.budget.reserve_limit
-        run, expandable = resolve_run(config, platform, trainer), platform.uses_expandable_segments(trainer)
-        kind = same_tape(run, platform)
-        if kind not in known:
-            unlimited = replay_run(run, platform, trainer)
-            known[kind] = unlimited, needs(unlimited.tape, expandable=expandable, unlimited=unlimited)
-        unlimited, usual = known[kind]
-        needed = needs_under(limit, unlimited.tape, usual, unlimited=unlimited, expandable=expandable)
-        rows.append(GpuVerdict(card.name, usable, needed, limit - needed))
+        else:
+            rows.append(GpuVerdict(card.name, usable, needs, target.budget.reserve_limit - needs))
     return rows
+
+
+def verdicts(config: RunConfig, trainer: str = "fitgpt", others: int = 0, torch: str = "") -> list[GpuVerdict]:
+    """One verdict per GPU. GPUs on which the tape is the same are replayed once."""
+    known: dict[tuple[Any, ...], Timeline] = {}
+
+    def needs_on(target: Target) -> int:
+        check_supported(config, target, trainer)
+        run = resolve_run(config, target.platform, trainer)
+        kind = same_tape(run, target.platform)
+        if kind not in known:
+            known[kind] = replay_run(run, target.platform, trainer)
+        return known[kind].needs_under(target.budget.reserve_limit)
+
+    return every_gpu(needs_on, others, torch)
 
 
 def same_tape(run: ResolvedRun, platform: Platform) -> tuple[Any, ...]:

@@ -10,14 +10,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from ..config.resolve import resolve_run
-from ..config.run_config import RunConfig
+from ..config.run_config import RunConfig, resolve_run
 from ..core.units import KiB, show_bytes
 from ..memory.platform import LARGE_WORKSPACE, SMALL_WORKSPACE, Platform
 from ..memory.timeline import PhasePeak, replay, reserved_in_other_orders
 from ..tapes import aten
 from ..tapes import engine as engine_tape
-from .forecast import needs_of
+from .forecast import replay_run
 from .gpu_record import SUM_COLUMNS, SUM_ROWS, GpuRecord, GpuRun
 from .speed import matmul_peak
 
@@ -65,7 +64,7 @@ def cases(platform: Platform) -> list[GpuRun]:
 def needed(run: GpuRun, platform: Platform) -> int:
     """Bytes that the allocator has to be able to reserve for a run."""
     on = replace(platform, expandable=platform.expandable and not run.native, kernel=run.kernel)
-    return needs_of(resolve_run(RunConfig(**run.config), on), on)
+    return replay_run(resolve_run(RunConfig(**run.config), on), on).needs
 
 
 # ---- a run replayed

@@ -16,7 +16,15 @@ from typing import Any, NamedTuple
 from ..config.argv import walk
 from ..config.command_options import PlanOptions
 from ..config.fields import Assignment, Options, build, nearest, option_specs
-from ..config.run_config import DEFAULT_VOCAB, GPT2_VOCAB, NOT_NANOGPTS, RunConfig, check_resume, gpt2_shapes, resolve
+from ..config.run_config import (
+    DEFAULT_VOCAB,
+    GPT2_VOCAB,
+    NOT_NANOGPTS,
+    RunConfig,
+    check_resume,
+    config_from,
+    gpt2_shapes,
+)
 from ..core.errors import CheckpointError, DataError, UsageError
 from ..data.shards import DataSummary, block_too_long, check_vocab, padded_vocab, summarise
 from ..runs.folder import can_resume, recorded_config, runs_near
@@ -111,7 +119,7 @@ def run_config_from(assignments: Sequence[Assignment]) -> tuple[RunConfig, list[
     """The config that `train` would have, and notes. Its data may not be here yet."""
     if {each.key: each.value for each in assignments}.get("init_from") == "resume":
         return training_config(assignments)
-    return resolve(with_plan(assignments))
+    return config_from(with_plan(assignments))
 
 
 def training_config(assignments: Sequence[Assignment]) -> tuple[RunConfig, list[str]]:
@@ -128,7 +136,7 @@ def training_config(assignments: Sequence[Assignment]) -> tuple[RunConfig, list[
             raise CheckpointError(f"There is nothing to resume in {out_dir}: {why}.",
                                   f"fitgpt train --resume {near[0]}" if near
                                   else "Start a run: leave out --resume. No run is in this folder or in runs/.")
-    config, notes = resolve(assignments, recorded)
+    config, notes = config_from(assignments, recorded)
     if recorded is not None:
         check_resume(recorded, config.to_dict(), given)
     try:

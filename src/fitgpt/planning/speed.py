@@ -8,26 +8,19 @@ the shares are assumed, so an estimate there is a range; it is good enough to ra
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
-from functools import cache
 from operator import attrgetter
-from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+from ..config.architectures import BYTES
 from ..config.memory_savers import KEEPS, LEVELS, loss_chunk_tokens
 from ..config.optimizers import optimizer_of
-from ..config.resolve import ResolvedRun, resolve_run
-from ..config.run_config import SPEED_OPTIONS, RunConfig
-from ..core.units import show_count
+from ..config.run_config import SPEED_OPTIONS, ResolvedRun, RunConfig, resolve_run
 from ..hardware.gpus import GpuModel
 from ..memory.platform import Platform
-from ..tapes import engine as engine_tape
-from . import measured_speeds
 from .budget import has_nvlink, platform_for
-
-BYTES = engine_tape.BYTES
+from .measured_speeds import MeasuredSpeed, measured_on
 
 TILE = 128                # rows and columns of a matmul's result that one multiprocessor computes at once …
 LAST_WAVE = 0.25          # … and the share of a wave of tiles that is lost at the end of a matmul
@@ -81,7 +74,7 @@ def step_cost(config: RunConfig, card: GpuModel, platform: Platform, efficiency:
     matmul_flops = matmul_rate(rate, efficiency, n * c, sms)
     attention = rate * efficiency.attention / head_cost(c // config.n_head)
 
-    cuda_graphs = engine_tape.uses_cuda_graphs(config)
+    cuda_graphs = config.uses_cuda_graphs
     gap = KERNEL_GAP_S if cuda_graphs else LAUNCH_GAP_S
     # Bytes read and written per element to cast a weight for one matmul.
     cast = 0 if config.weights == config.dtype or config.casts == "kept" else m + p
@@ -284,34 +277,6 @@ class SpeedEstimate(NamedTuple):
         return max((self.high - self.low) / (2 * self.likely), MEASURED_ERROR)
 
 
-class RecordedSpeed(NamedTuple):
-    """A run whose speed was measured."""
-
-    card: str
-    config: RunConfig
-    tokens_per_s: float
-    source: str
-    basis: str    # a phrase with the source, for an estimate
-
-
-@cache
-def shipped(trainer: str = "fitgpt") -> tuple[RecordedSpeed, ...]:
-    """From recorded.json, which tools/recorded.py writes."""
-    document = json.loads(Path(__file__).with_name("recorded.json").read_text(encoding="utf-8"))
-    return tuple(RecordedSpeed(row["card"], RunConfig(**row["options"]), row["tokens_per_s"], row["source"],
-                               f"measured: {row['source']}")
-                 for row in document["nanogpt" if trainer == "nanogpt" else "runs"])
-
-
-def recorded(gpu: str, trainer: str = "fitgpt") -> list[RecordedSpeed]:
-    """Runs on this GPU: those in the user's store, the newest first, then those that come with fitgpt."""
-    own = measured_speeds.load(gpu) if trainer == "fitgpt" else []
-    return [*(RecordedSpeed(gpu, each.config, each.tokens_per_s, each.command,
-                            f"measured here on {each.date}: {show_count(round(each.tokens_per_s))} tokens/s "
-                            f"({each.command}, torch {each.torch})") for each in own),
-            *(each for each in shipped(trainer) if each.card == gpu)]
-
-
 def modelled(config: RunConfig, card: GpuModel, platform: Platform, efficiency: Efficiency) -> float:
     """Tokens per second by the roofline alone."""
     cost = step_cost(config, card, platform, efficiency)
@@ -322,7 +287,7 @@ def modelled(config: RunConfig, card: GpuModel, platform: Platform, efficiency: 
 def communication(config: RunConfig, card: GpuModel) -> float:
     """Seconds per step in which the ranks add up their gradients, computed from the bandwidth of the links. In a ring
     each rank sends and receives 2 (n - 1) / n of the gradients' bytes (NVIDIA's nccl-tests, PERFORMANCE.md)."""
-    ranks, gradients = config.ranks, config.gpt_config().count_params() * engine_tape.BYTES[config.weights]
+    ranks, gradients = config.ranks, config.gpt_config().count_params() * BYTES[config.weights]
     link = NVLINK_BYTES_PER_S if has_nvlink(card.name) else PCIE_BYTES_PER_S
     return 2 * (ranks - 1) / ranks * gradients / link
 
@@ -354,7 +319,7 @@ def estimate_by(roofline: Roofline, key: Callable[[ResolvedRun], tuple[Any, ...]
     """A measured speed, if a run with the same key was recorded on this GPU. Else the roofline: scaled to the recorded
     runs of the same shape; or as wrong as it is for recorded runs of several other shapes; or within the assumed
     efficiencies."""
-    here = [(resolve_run(each.config, platform, trainer), each) for each in recorded(card.name, trainer)]
+    here = [(resolve_run(each.config, platform, trainer), each) for each in measured_on(card.name, trainer)]
     if key is not None:
         for other, measured in here:
             if key(other) == key(run):
@@ -362,7 +327,7 @@ def estimate_by(roofline: Roofline, key: Callable[[ResolvedRun], tuple[Any, ...]
     kind = gpu_class(card)
     expected = roofline(run, kind.likely, 1.0)
 
-    def ratios(runs: list[tuple[ResolvedRun, RecordedSpeed]]) -> list[float]:
+    def ratios(runs: list[tuple[ResolvedRun, MeasuredSpeed]]) -> list[float]:
         """Measured speeds relative to the roofline's."""
         return [measured.tokens_per_s / roofline(other, kind.likely, 1.0) for other, measured in runs]
 
@@ -392,7 +357,7 @@ def speed_key(config: RunConfig, levels: tuple[str, ...] = ()) -> tuple[Any, ...
     """What the speed of a resolved config depends on: configs with the same key are equally fast. `levels`: what each
     layer recomputes, if not as in the config."""
     effective = {
-        "compile": bool(config.compile), "cuda_graphs": engine_tape.uses_cuda_graphs(config),
+        "compile": bool(config.compile), "cuda_graphs": config.uses_cuda_graphs,
         "grad_clip": config.grad_clip > 0,
         "recompute": levels or config.levels, "grad_checkpoint": None,
         "loss_chunk": loss_chunk_tokens(config.batch_size * config.block_size, config.vocab_size, config.loss_chunk)}

@@ -131,7 +131,7 @@ def embedding_backward(w: Writer, name: str, gradient: str, indices: int, rows: 
 class AttentionTape:
     """F.scaled_dot_product_attention of queries, keys and values that are views of one tensor [B, T, 3C].
 
-    The math kernel, for GPUs older than Maxwell, is not modelled: those runs are written as if memory-efficient.
+    The math kernel is not modelled: its runs are written as if memory-efficient.
     """
 
     def __init__(self, config: RunConfig, writer: Writer, platform: Platform) -> None:

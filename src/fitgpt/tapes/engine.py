@@ -11,16 +11,13 @@ a last iteration shows what is then held.
 from __future__ import annotations
 
 from dataclasses import replace
-from math import prod
 
-from ..config.architectures import parameter_shapes
-from ..config.optimizers import optimizer_of, state_bytes
+from ..config.architectures import BYTES
 from ..config.run_config import RunConfig
 from ..memory.platform import Platform
 from ..memory.tape import DEFAULT_POOL, GRAPH_POOL, SIDE_STREAM, Tape, Writer
 from .shapes import Gpu, Shape, Storage, Tensor, engine_module, int64, norms_scratch, parameter_name
 
-BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 EVAL_BATCHES, ITERATIONS, MICRO_STEPS = 2, 2, 2  # written of each: more change nothing
 MOST_CHUNKS = 16  # of the loss, that are written one by one
 RNG_STATE = "RNG state of CUDA graphs"
@@ -54,13 +51,6 @@ def write_sampling(config: RunConfig, platform: Platform) -> Tape:
         for _ in range(SAMPLED_TOKENS + 1):
             next(tokens)
     return writer.tape()
-
-
-def uses_cuda_graphs(config: RunConfig) -> bool:
-    """Whether CUDA graphs are used: training/run.uses_cuda_graphs's rule."""
-    if config.cuda_graphs != "auto":
-        return config.cuda_graphs
-    return bool(config.compile) and not config.cuda_graph_blockers
 
 
 def attention_kernel(config: RunConfig, platform: Platform) -> str:
@@ -98,7 +88,7 @@ class Run:
     def __init__(self, config: RunConfig, platform: Platform) -> None:
         self.config, self.w = config, Writer()
         self.gpu = Gpu(self.w, platform_of(config, platform), attention_kernel(config, platform))
-        self.cuda_graphs = uses_cuda_graphs(config)
+        self.cuda_graphs = config.uses_cuda_graphs
         self.gradients_stay = self.cuda_graphs or config.gradients == "kept"
         self.has_states = config.eval_only  # whether the optimizer's are there, as far as they are needed
         self.eager: set[str] = set()        # kinds of work that have run eagerly
@@ -269,19 +259,3 @@ class Run:
         if not self.gradients_stay:
             with self.gpu.section():
                 self.model.zero_grad()
-
-
-# ---- bytes elsewhere
-
-
-def host_bytes(config: RunConfig) -> int:
-    """In CPU RAM, with offload: AdamW's moments, master weights and the gradients it is given."""
-    return 0 if config.offload == "none" else 16 * config.gpt_config().count_params()
-
-
-def checkpoint_bytes(config: RunConfig) -> int:
-    """On disk: weights and the optimizer's state, as they are held; with offload also masters of rounded weights."""
-    matrix = BYTES[config.weights] + (4 if config.offload != "none" and config.weights != "float32" else 0)
-    shapes = parameter_shapes(config.gpt_config()).values()
-    weights = sum(prod(shape) * (matrix if len(shape) == 2 else 4) for shape in shapes)
-    return weights + state_bytes(config) - optimizer_of(config).shared_bytes

@@ -14,13 +14,12 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from ..core.units import MiB, show_bytes
-from ..hardware import gpus
 from ..memory.platform import EXPANDABLE, NATIVE, Platform
 from ..memory.tape import Span, Tape
-from ..memory.timeline import Timeline, needs, needs_under, replay
-from ..planning.budget import Target, on_card
+from ..memory.timeline import Timeline, replay
+from ..planning.budget import Target
 from ..planning.forecast import Forecast, OwnerShare, TrackRecord, alive_after, replayed, track_record_of
-from ..planning.plan import GpuVerdict, PrintedPlan
+from ..planning.plan import GpuVerdict, PrintedPlan, every_gpu
 from ..planning.plan_file import document
 from .trace_file import Kind, Trace
 
@@ -123,7 +122,7 @@ class TracedPlan(PrintedPlan):
         expandable = self.target.platform.uses_expandable_segments(SCRIPT)
         found = []
         for change, what, size in possible_changes(self.trace):
-            needed = needs(self.trace.resized(size), expandable=expandable)
+            needed = replay(self.trace.resized(size), expandable=expandable).needs
             if needed < self.forecast.needs:
                 found.append(TracedChange(change, what, needed, self.budget.reserve_limit - needed))
         return tuple(sorted(found, key=lambda each: each.needs))
@@ -301,22 +300,12 @@ def saved_by_layers(trace: Trace, lives: dict[int, tuple[str, str]]) -> set[int]
 def verdicts(trace: Trace, others: int = 0, allocator: str = "") -> list[GpuVerdict]:
     """One verdict per GPU. GPUs with the same workspaces are replayed once."""
     expandable = trace.expandable if not allocator else allocator == "expandable"
-    known: dict[int, tuple[Timeline, int]] = {}
-    rows = []
-    for card in gpus.load():
-        usable = card.usable_mib * MiB if card.usable_mib else None
-        if card.vendor != "nvidia" or usable is None:
-            rows.append(GpuVerdict(card.name, usable, problem="not known"))
-            continue
-        if others >= usable:
-            rows.append(GpuVerdict(card.name, usable, problem="nothing left by others"))
-            continue
-        target = on_card(card, others=others)
-        platform, limit = replace(target.platform, torch=trace.platform.torch), target.budget.reserve_limit
+    known: dict[int, Timeline] = {}
+
+    def needs_on(target: Target) -> int:
+        platform = replace(target.platform, torch=trace.platform.torch)
         if platform.workspace not in known:
-            unlimited = replay(trace.on(platform).tape, expandable=expandable)
-            known[platform.workspace] = unlimited, needs(unlimited.tape, expandable=expandable, unlimited=unlimited)
-        unlimited, usual = known[platform.workspace]
-        needed = needs_under(limit, unlimited.tape, usual, unlimited=unlimited, expandable=expandable)
-        rows.append(GpuVerdict(card.name, usable, needed, limit - needed))
-    return rows
+            known[platform.workspace] = replay(trace.on(platform).tape, expandable=expandable)
+        return known[platform.workspace].needs_under(target.budget.reserve_limit)
+
+    return every_gpu(needs_on, others)

@@ -87,12 +87,10 @@ def build_training(config: RunConfig, choice: DeviceChoice, ranks: Ranks = ALONE
 
 def set_up_gradients(training: Training, config: RunConfig, choice: DeviceChoice) -> None:
     """Turns on CUDA graphs, or keeps gradients between steps, as the config says."""
-    on_cuda, cuda_graphs = choice.device.startswith("cuda"), config.cuda_graphs
-    if cuda_graphs == "auto":
-        cuda_graphs = choice.compile and on_cuda and not config.cuda_graph_blockers
-    if cuda_graphs and not on_cuda:
+    on_cuda = choice.device.startswith("cuda")
+    if config.cuda_graphs is True and not on_cuda:
         raise DeviceError(f"cuda_graphs=True does not work with device={choice.device}.", "--cuda_graphs=auto")
-    if cuda_graphs:
+    if on_cuda and replace(config, compile=choice.compile).uses_cuda_graphs:
         training.use_cuda_graphs(lambda sentence: say(f"fitgpt: {sentence}", warning=True), trains=not config.eval_only)
     elif config.gradients == "kept" and not config.eval_only:
         training.keep_gradients()

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from .. import __version__
+from ..config.optimizers import checkpoint_bytes
 from ..config.run_config import RunConfig
 from ..core.errors import DeviceError, DoesNotFit, Interrupted, SystemFault
 from ..core.files import write_over
@@ -33,7 +34,6 @@ from ..planning.plan_file import FallbackPlan, phases_to_json
 from ..runs.folder import RunFolder, can_resume, holds_run, need_disk, open_run
 from ..runs.metrics import RankFacts, RunFacts
 from ..show.progress import Display, closing, memory_plan, open_display, plan_vs_measured, say
-from ..tapes.engine import checkpoint_bytes
 from . import checkpoint
 from .build import build_training, check_data, find_source, start_from, take_shape
 from .device_memory import (

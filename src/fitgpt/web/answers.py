@@ -13,13 +13,12 @@ from functools import lru_cache
 from typing import Any
 
 from ..config.memory_savers import SAVER_LABELS
-from ..config.resolve import ResolvedRun, resolve_run
-from ..config.run_config import DEFAULT_VOCAB, RunConfig
+from ..config.run_config import DEFAULT_VOCAB, ResolvedRun, RunConfig, resolve_run
 from ..core.errors import UsageError
 from ..core.units import MiB, show_bytes, show_count, show_seconds
 from ..hardware import gpus
 from ..memory.platform import Platform
-from ..memory.timeline import Timeline, owners_after, replay
+from ..memory.timeline import Timeline, owners_after
 from ..planning.budget import Budget, Target, check_supported, on_card
 from ..planning.changes import FAMILIES, ChangedRun, single_changes, smallest
 from ..planning.fit import fit_target, shared_gpu_note
@@ -64,21 +63,6 @@ def replayed(config: ResolvedRun, platform: Platform, trainer: str) -> Timeline:
     return replay_run(config, platform, trainer)
 
 
-def fits(config: ResolvedRun, platform: Platform, trainer: str, limit: int) -> bool:
-    """Whether the run completes within `limit` reserved bytes. Replays with the limit only if it is unclear without.
-
-    An expandable segment maps whole pages beyond what a tensor needs, so the bytes reserved without a limit are enough
-    only with room for one more segment.
-    """
-    timeline, expandable = replayed(config, platform, trainer), platform.uses_expandable_segments(trainer)
-    if timeline.peak > limit:
-        return False
-    one_segment = max(event.nbytes for event in timeline.tape.events) + 20 * MiB if expandable else 0
-    if timeline.reserved + one_segment <= limit:
-        return True
-    return replay(timeline.tape, limit, expandable=expandable).failed is None
-
-
 def _resolved(query: PageQuery) -> tuple[ResolvedRun, Timeline]:
     config = resolve_run(query.config, query.target.platform, query.trainer)
     return config, replayed(config, query.target.platform, query.trainer)
@@ -91,7 +75,7 @@ def plan(query: PageQuery) -> Answer:
     """Verdict and bars from one replay. `exact` adds the headroom, which takes several more."""
     config, timeline = _resolved(query)
     budget, title = query.target.budget, _title(query, config)
-    fitting = fits(config, query.target.platform, query.trainer, budget.reserve_limit)
+    fitting = timeline.fits(budget.reserve_limit)
     summary = _summary(timeline, budget.reserve_limit, fitting)
     notes = nanogpt_notes(query.config, query.target.platform) if query.trainer == "nanogpt" else []
     return {
@@ -240,10 +224,11 @@ def all_gpus(query: PageQuery) -> Answer:
     for group in same.values():
         platform = max((target.platform for _, target in group), key=lambda platform: platform.sms)
         config = resolve_run(query.config, platform, query.trainer)
+        timeline = replayed(config, platform, query.trainer)
         for row, target in group:
-            row["outside"], row["peak"] = target.budget.outside, replayed(config, platform, query.trainer).peak
+            row["outside"], row["peak"] = target.budget.outside, timeline.peak
             row["speed"] = _tokens(expected_speed(config, target.card, query.trainer, target.platform))
-            row["fits"] = fits(config, platform, query.trainer, target.budget.reserve_limit)
+            row["fits"] = timeline.fits(target.budget.reserve_limit)
     return {"gpus": rows}
 
 
@@ -265,13 +250,13 @@ def fix(query: PageQuery, family: str) -> Answer:
     """The family's smallest change that makes the run fit, else its largest; None if it saves nothing."""
     platform, limit = query.target.platform, query.target.budget.reserve_limit
     config, timeline = _resolved(query)
-    before, fitting = timeline.peak, fits(config, platform, query.trainer, limit)
+    before, fitting = timeline.peak, timeline.fits(limit)
     options = [option for option in _options(query) if option.change.family == family]
     if not options:
         return {"fix": None}
 
     def fits_with(option: ChangedRun) -> bool:
-        return fits(option.resolved(platform), platform, option.change.trainer, limit)
+        return replayed(option.resolved(platform), platform, option.change.trainer).fits(limit)
 
     chosen = options[0] if fitting else smallest(options, fits_with) or options[-1]
     if family == "recompute":
@@ -369,7 +354,7 @@ def fitted(query: PageQuery, goal: str = "fastest", allow: str = "", within: str
 def _reasons(query: PageQuery, found: FitResult) -> list[str]:
     """A sentence per decision, the change of the trainer first."""
     decisions = list(found.decisions)
-    if query.trainer != "fitgpt" and not any("trainer" in each.changes for each in decisions):
+    if query.trainer != "fitgpt":
         decisions.insert(0, Decision({"trainer": ("nanoGPT", "fitgpt")}, "the search is over fitgpt's options, which "
                                      "nanoGPT does not have; fitgpt computes the loss in chunks, so that the logits of "
                                      "a micro-batch never exist all at once"))

@@ -23,9 +23,9 @@ from ..config.run_config import (
     NOT_NANOGPTS,
     PAGE_OPTIONS,
     RunConfig,
+    config_from,
     diff,
     gpt2_shapes,
-    resolve,
     shorter_warmup,
 )
 from ..core.errors import DeviceError, UsageError
@@ -66,7 +66,7 @@ DRIVER_SECONDS = 3                  # how long a reading of this machine's GPU i
 def form() -> dict[str, Any]:
     """GPUs, presets, and every option that affects memory, each with its help."""
     try:
-        here = max(nvidia.gpus(), key=lambda gpu: gpu.free_bytes or 0, default=None)
+        here = max(nvidia.survey().gpus, key=lambda gpu: gpu.free_bytes or 0, default=None)
     except DeviceError:
         here = None
     own = option_specs(PlanOptions)
@@ -88,7 +88,7 @@ def presets() -> list[dict[str, Any]]:
     own = []
     for file in sorted(CONFIGS.glob("*.py")):
         assignments = [each for each in walk([str(file)], RunConfig) if each.key in (*RUN_OPTIONS, *CARRIED)]
-        config, _ = resolve(assignments)
+        config, _ = config_from(assignments)
         own.append((config.gpt_config().count_params(), file.stem, config))
     own.sort(key=lambda each: each[0])
     named = [("config/", f"{name}: {show_count(params)}", config) for params, name, config in own]
@@ -154,7 +154,7 @@ def read(query: str) -> PageQuery:
         else:
             assignments.append(Assignment(key, parse_value(PlanArguments, key, text), f"--{key}={text}"))
     questions = build(PlanOptions, [each for each in assignments if each.key in QUESTIONS])
-    config, _ = resolve([each for each in assignments if each.key not in QUESTIONS])
+    config, _ = config_from([each for each in assignments if each.key not in QUESTIONS])
     _check_size(config, questions.trainer)
     moment = 0 if questions.gpu else int(time.monotonic() / DRIVER_SECONDS)
     target = _target(questions.gpu, questions.others, questions.budget, questions.torch, moment)

@@ -15,8 +15,7 @@ from ..config.argv import walk
 from ..config.command_options import PlanArguments
 from ..config.config_file import parse_config
 from ..config.fields import checked, option_specs
-from ..config.resolve import resolve_run
-from ..config.run_config import NOT_NANOGPTS, RunConfig, gpt2_shapes
+from ..config.run_config import NOT_NANOGPTS, RunConfig, gpt2_shapes, resolve_run
 from ..core.errors import UsageError
 from ..core.units import MiB, optional_bytes, show_bytes
 from ..diagnosis.case import card_with, usage_in

@@ -117,6 +117,8 @@ def test_train_and_load_are_library_functions(folder: Path) -> None:
     assert isinstance(fitgpt.load("runs/library", device="cpu").model, GPT)
     with pytest.raises(UsageError, match="'batchsize' is not an option"):
         fitgpt.train(batchsize=8)
+    with pytest.raises(UsageError, match="takes a config file, a dict of options or a RunConfig, and this is 8"):
+        fitgpt.train(8)  # type: ignore[arg-type]
     with pytest.raises(DataError, match="nowhere"):
         fitgpt.train(dataset="nowhere")
 

@@ -38,6 +38,7 @@ ROOM = 2 * 2**30    # bytes
 GRACE_S = 8.0       # for the cases that are running then
 SHOW_EVERY_S = 10.0
 STOPPED = 130       # a worker that was interrupted
+ENDS = (0, STOPPED, -signal.SIGTERM, -signal.SIGKILL)  # Python's own shutdown ignores our handler of SIGTERM
 SHOWN = 25          # failed cases
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONHASHSEED": "0"}
 
@@ -175,7 +176,7 @@ def run_campaigns(names: Sequence[str], jobs: int, seconds: float) -> int:
                   f"failed: python -m tests.campaign --list {name}")
             failures += 1
     for (name, _), worker in workers.items():
-        if worker.returncode not in (0, STOPPED, -signal.SIGKILL):
+        if worker.returncode not in ENDS:
             print(f"  {name}: a worker ended with {worker.returncode}")
             failures += 1
     return failures

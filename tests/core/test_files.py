@@ -19,6 +19,7 @@ import pytest
 from fitgpt.core import files
 from fitgpt.core.errors import SystemFault
 from fitgpt.core.files import (
+    data_home,
     disk_faults,
     folder_atomically,
     open_regular,
@@ -198,3 +199,15 @@ def test_an_exchange_that_fails_is_an_error_and_not_taken_for_one_that_is_unsupp
     (tmp_path / "new").mkdir()
     with pytest.raises(FileNotFoundError):
         files._exchange(tmp_path / "new", tmp_path / "missing")
+
+
+def test_a_user_without_a_home_directory_gets_no_folder_named_tilde(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HOME", "FITGPT_HOME", "XDG_DATA_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)  # as for a user that the system does not know
+    assert data_home() == Path("/.local/share/fitgpt")
+
+
+def test_a_home_of_an_unknown_user_is_taken_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FITGPT_HOME", "~no_such_user/x")
+    assert data_home() == Path("~no_such_user/x")

@@ -54,3 +54,8 @@ def test_a_failed_read_in_the_thread_is_raised_by_evaluate() -> None:
 
     with pytest.raises(OSError, match="the disk is gone"):
         evaluate(GPT(CONFIG), {"val": (read, 8)}, batch=4, block=16, step=0)
+
+
+def test_a_clock_that_stands_still_fails_no_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.perf_counter", lambda: 5.0)
+    assert loss_with(8).windows == 40

@@ -296,6 +296,19 @@ def test_damaged_and_missing_files_are_named(tmp_path: Path) -> None:
             read_folder(folder)
 
 
+def test_numbers_of_a_kind_that_no_gpt_has_are_named(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "x", SHAPE, random_model(SHAPE))
+    weights = folder / "model.safetensors"
+    whole = weights.read_bytes()
+    end = 8 + int.from_bytes(whole[:8], "little")
+    header = json.loads(whole[8:end])
+    header["transformer.ln_f.weight"].update(dtype="F4", shape=[64])  # 64 × 4 bits in place of 8 × 32
+    text = json.dumps(header).encode()
+    weights.write_bytes(len(text).to_bytes(8, "little") + text + whole[end:])
+    with pytest.raises(DataError, match=r"ln_f\.weight holds torch\.float4_e2m1fn_x2, and weights are one of"):
+        read_folder(folder)
+
+
 # ---- GPT-2 by name
 
 @pytest.fixture

@@ -241,6 +241,14 @@ def test_the_recorded_config_is_read_back_and_damage_is_an_error(tmp_path: Path)
         recorded_config(tmp_path)
 
 
+def test_without_run_json_the_config_is_that_of_the_last_checkpoint_that_can_be_read(tmp_path: Path) -> None:
+    for step, content in ((1, {"state": {"config": {"n_layer": 1}}}), (2, {"state": {"config": CONFIG}}), (3, {})):
+        folder = tmp_path / "checkpoints" / f"step-{step:08d}"
+        folder.mkdir(parents=True)
+        (folder / "state.json").write_text(seal_json(content))
+    assert recorded_config(tmp_path) == CONFIG
+
+
 # ---- disk
 
 def test_too_little_disk_space_is_an_error_with_figures(tmp_path: Path) -> None:

@@ -302,7 +302,8 @@ def test_a_checkpoint_with_impossible_values_is_not_used(tmp_path: Path, part: s
 
 @pytest.mark.parametrize("wrong", [
     {"step": "x"}, {"step": -1}, {"step": 2**70}, {"best": 5}, {"best": {"a": 1}}, {"gpt": None},
-    {"gpt": {"n_layer": 2**80}}, {"scaler": None}, {"scaler": {"scale": math.nan}}, {"config": []}, {"data": 7},
+    {"gpt": {"n_layer": 2**80}}, {"scaler": None}, {"scaler": {"scale": math.nan}},
+    {"scaler": {"scale": 1.0, "good_steps": 0, "skipped": 1e300, "skipped_in_a_row": 0}}, {"config": []}, {"data": 7},
     {"evaluated_at": 1.5}, {"evaluation_status": "fine"},
     {"last_good": {"split": "val", "mean": math.nan, "stderr": 0.0, "windows": 1, "block": 1}}])
 def test_a_checkpoint_with_a_state_that_no_run_has_is_not_used(tmp_path: Path, wrong: dict[str, Any]) -> None:

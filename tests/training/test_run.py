@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 import os
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 from fitgpt.config.optimizers import checkpoint_bytes
 from fitgpt.config.run_config import RunConfig
 from fitgpt.core.errors import CheckpointError, DataError, Interrupted, NumericsError, SystemFault, UsageError
+from fitgpt.core.files import seal_json, unseal_json
 from fitgpt.data.dataset import open_dataset
 from fitgpt.data.sample_order import positions_for
 from fitgpt.engine.device import DeviceChoice
@@ -29,6 +31,7 @@ from fitgpt.training import checkpoint
 from fitgpt.training.build import build_training
 from fitgpt.training.reporter import SPEED_REPORTS
 from fitgpt.training.run import run
+from fitgpt.training.trained_model import open_weights
 from tests.helpers import reference_loss, skip_without_library, tiny_config
 
 
@@ -243,6 +246,28 @@ def test_a_resume_may_split_steps_into_other_micro_batches(tmp_path: Path) -> No
     rows = train(replace(config, init_from="resume", max_iters=20, batch_size=2, gradient_accumulation_steps=4))
     whole = losses(train(tiny_config(tmp_path / "whole", max_iters=20)))
     assert losses(rows) == pytest.approx(whole, rel=1e-3)
+
+
+def test_the_checkpoints_of_another_run_are_not_resumed(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, max_iters=2)
+    train(config)
+    other = replace(config, n_embd=16, out_dir=str(tmp_path / "other"))
+    train(other)
+    shutil.rmtree(tmp_path / "out" / "checkpoints")
+    shutil.copytree(tmp_path / "other" / "checkpoints", tmp_path / "out" / "checkpoints")
+    with pytest.raises(CheckpointError, match=r"not a checkpoint of the run in .*run\.json.* n_embd=32 \(it was 16\)"):
+        train(replace(config, init_from="resume", max_iters=4))
+
+
+def test_a_shape_that_the_weights_do_not_have_is_an_error_before_a_model_is_made(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, max_iters=1, eval_interval=1)
+    train(config)
+    file = next((tmp_path / "out" / "checkpoints").glob("*/state.json"))
+    document = unseal_json(file.read_text())
+    document["state"]["gpt"]["n_layer"] = 2**30
+    file.write_text(seal_json(document))
+    with pytest.raises(CheckpointError, match="says n_layer=1073741824 and holds"):
+        open_weights(config.out_dir, "last")
 
 
 def test_a_folder_that_holds_a_run_is_not_started_over(tmp_path: Path) -> None:

@@ -50,10 +50,17 @@ _FIXES = {
 
 def data_home() -> Path:
     """The folder of what is measured on this machine."""
-    home = os.environ.get("FITGPT_HOME")
-    if home:
-        return Path(home).expanduser()
-    return Path(os.environ.get("XDG_DATA_HOME") or os.path.expanduser("~/.local/share")) / "fitgpt"
+    given = os.environ.get("FITGPT_HOME")
+    if given:
+        return Path(os.path.expanduser(given))  # where Path.expanduser raises, it leaves ~nobody as it is, like a shell
+    return Path(os.environ.get("XDG_DATA_HOME") or home() / ".local" / "share") / "fitgpt"
+
+
+def home() -> Path:
+    """The user's home directory. A user that the system does not know, as in some containers, has none: then /, as
+    Docker sets HOME, and not a folder called ~ in the current directory."""
+    found = os.path.expanduser("~")
+    return Path("/" if found == "~" else found)
 
 
 # ---- reading

@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..core.errors import DataError, SystemFault
-from ..core.files import open_regular, read_json_object, write_atomically
+from ..core.files import home, open_regular, read_json_object, write_atomically
 from ..core.units import GiB, MiB, show_bytes
 from .sample_order import I64, hash_of, window_of
 from .shards import PREPARE_AGAIN, SPLITS, DataSummary, ShardFile, block_too_long, list_shards
@@ -202,7 +202,7 @@ class ShardScans:
     def __init__(self, folder: str, notify: Notify, reading: Callable[[], None] = lambda: None, *,
                  fresh: bool = False) -> None:
         self._notify, self._reading = notify, reading
-        root = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
+        root = Path(os.environ.get("XDG_CACHE_HOME") or home() / ".cache")
         name = hashlib.sha256(os.fsencode(os.path.realpath(folder))).hexdigest()[:32]
         self._cache = root / "fitgpt" / "scanned" / f"{name}.json"
         self._known = {} if fresh else read_json_object(self._cache)

@@ -58,7 +58,7 @@ def evaluate(model: GPT, splits: Mapping[str, tuple[ReadWindows, int]], *, batch
             done += windows
     finally:
         model.train(was_training)
-    seconds, memory = time.perf_counter() - started, read_memory(str(device))
+    seconds, memory = max(time.perf_counter() - started, 1e-9), read_memory(str(device))
     reset_peaks(str(device))
     return Evaluation(step=step, losses=tuple(losses), tokens_per_s=total * block / seconds, memory=memory)
 

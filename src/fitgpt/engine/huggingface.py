@@ -17,7 +17,7 @@ from .. import __version__
 from ..config.architectures import NORM_EPSILON, GPTConfig
 from ..core.errors import DataError, UsageError
 from ..core.extras import install_command
-from ..core.files import disk_faults, folder_atomically, read_json_object, read_limited, recover_folder
+from ..core.files import disk_faults, folder_atomically, home, read_json_object, read_limited, recover_folder
 from ..data.tokenizers import (
     FILE_NAMES,
     TOKENIZER_KEY,
@@ -186,8 +186,8 @@ def _likely_places(name: str) -> Iterator[Path]:
     yield Path("models") / name
     # where huggingface_hub keeps its files, by its own variables
     given = os.environ.get
-    home = given("HF_HOME") or os.path.join(given("XDG_CACHE_HOME") or "~/.cache", "huggingface")
-    hub = Path(given("HF_HUB_CACHE") or given("HUGGINGFACE_HUB_CACHE") or os.path.join(home, "hub")).expanduser()
+    own = given("HF_HOME") or os.path.join(given("XDG_CACHE_HOME") or home() / ".cache", "huggingface")
+    hub = Path(os.path.expanduser(given("HF_HUB_CACHE") or given("HUGGINGFACE_HUB_CACHE") or os.path.join(own, "hub")))
     for repository in (f"models--openai-community--{name}", f"models--{name}"):
         commit = b""
         with suppress(OSError, ValueError):

@@ -170,8 +170,8 @@ def nonfinite(tensors: Mapping[str, Tensor]) -> str:
     """What is wrong with the values of weights or of an optimizer's state: the first that is NaN, infinite, or negative
     where that cannot be; empty if nothing is. Needs no memory."""
     for name, tensor in tensors.items():
-        if not tensor.is_floating_point() or not tensor.numel():
-            continue
+        if not tensor.is_floating_point() or not tensor.numel() or tensor.dtype not in _DTYPE_NAMES:
+            continue  # others, such as float4, no caller accepts
         values = tensor.float() if tensor.element_size() == 1 else tensor  # aminmax has no float8
         low, high = (bound.item() for bound in torch.aminmax(values))
         if not math.isfinite(low) or not math.isfinite(high):

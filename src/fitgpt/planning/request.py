@@ -36,8 +36,8 @@ TEXTS = ("gpu", "budget", "others", "leave", "tokens")  # options that take a nu
 
 
 def assignments_from(config: Any, options: Mapping[str, Any], command: type[Options],
-                     not_taken: Collection[str]) -> list[Assignment]:
-    """The arguments of `fitgpt.plan` or `fitgpt.fit` as assignments. `config`: a config file, a dict of options or a
+                     not_taken: Collection[str] = ()) -> list[Assignment]:
+    """The arguments of `fitgpt.plan`, `fit` or `train` as assignments. `config`: a config file, a dict of options or a
     RunConfig; `not_taken`: options of the command that the function does not take."""
     found: list[Assignment] = []
     given = dict(options)
@@ -50,7 +50,7 @@ def assignments_from(config: Any, options: Mapping[str, Any], command: type[Opti
         found = walk([path], command)
     else:
         raise UsageError(f"fitgpt.{command.command} takes a config file, a dict of options or a RunConfig, and this is "
-                         f"{config!r:.60}.", f'fitgpt.{command.command}("config/train_fineweb.py", gpu="4070")')
+                         f"{config!r:.60}.", f'fitgpt.{command.command}("config/train_fineweb.py", batch_size=8)')
     known = [name for name in option_specs(command) if name not in not_taken]
     for key, value in given.items():
         if key not in known:

@@ -43,6 +43,7 @@ from . import metrics
 
 SCHEMA = 1
 _RUN_FILES = ("metrics.jsonl", "lock", "run.json")
+STATE = "state.json"           # of a checkpoint: all but its tensors, among it the run's config
 _PROBE_BYTES = 64 * 1024       # a full disk may still accept fewer bytes, in its metadata
 _DIFFERENCES_SHOWN = 10
 _STEP_FOLDER = re.compile(r"step-(\d{8,})(?:-(\d+))?")
@@ -80,12 +81,12 @@ def can_resume(out_dir: Path | str) -> bool:
 
 
 def recorded_config(out_dir: Path | str) -> dict[str, Any] | None:
-    """The config in run.json; None where there is no such file."""
+    """The config in run.json; where there is no such file, in the last checkpoint; None where there is neither."""
     path = Path(out_dir) / "run.json"
     try:
         with disk_faults("read", path):
             if not path.exists():
-                return None
+                return _config_of_last_checkpoint(path.parent / "checkpoints")
             document = unseal_json(read_limited(path, MAX_JSON_BYTES))
     except (ValueError, RecursionError) as error:
         raise CheckpointError(
@@ -100,6 +101,15 @@ def recorded_config(out_dir: Path | str) -> dict[str, Any] | None:
         )
     config: dict[str, Any] = document["config"]
     return config
+
+
+def _config_of_last_checkpoint(checkpoints: Path) -> dict[str, Any] | None:
+    for slot in reversed(step_folders(checkpoints)):
+        with suppress(OSError, ValueError, RecursionError):  # damaged: `resume` does not use it either
+            state = unseal_json(read_limited(slot.path / STATE, MAX_JSON_BYTES)).get("state")
+            if isinstance(state, dict) and isinstance(config := state.get("config"), dict):
+                return config
+    return None
 
 
 def is_run(folder: Path) -> bool:

@@ -9,7 +9,7 @@ from ..config.architectures import NORM_EPSILON, GPTConfig
 from ..config.run_config import GPT2_VOCAB
 from ..core.errors import DataError
 from ..core.files import read_json_object
-from .folder import recorded_config, step_folders
+from .folder import STATE, recorded_config, step_folders
 
 _TANH_GELUS = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
 SHAPE = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size", "bias")
@@ -18,7 +18,7 @@ SHAPE = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size", "bias")
 def shape_in(folder: Path) -> dict[str, Any]:
     """Shape options of a run or a checkpoint of fitgpt, or of a folder in Hugging Face format. Empty where only torch
     can read it: a ckpt.pt of nanoGPT."""
-    run = folder.parent.parent if (folder / "state.json").is_file() else folder
+    run = folder.parent.parent if (folder / STATE).is_file() else folder
     recorded = recorded_config(run) if step_folders(run / "checkpoints") else None
     if recorded is not None:
         return {name: recorded[name] for name in SHAPE if name in recorded}

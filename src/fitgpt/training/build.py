@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from ..config.run_config import RunConfig, gpt2_shapes
+from ..config.run_config import RunConfig, check_resume, gpt2_shapes
 from ..core.errors import CheckpointError, DataError, DeviceError
 from ..data.dataset import Dataset
 from ..data.shards import check_vocab, padded_vocab
@@ -33,7 +34,9 @@ def find_source(config: RunConfig, folder: RunFolder) -> WeightSource | None:
         return None
     if config.init_from == "resume":
         if holds_run(folder.path):
-            return from_run(folder.path)
+            source = from_run(folder.path)
+            check_same_run(config, source, folder)
+            return source
         source = read_nanogpt(folder.path / "ckpt.pt")
         note = (f"Resuming nanoGPT's {source.place} at step {source.state['step']}. It stores no float16 loss scale, "
                 "so that starts anew; the data order is fitgpt's own.")
@@ -43,6 +46,16 @@ def find_source(config: RunConfig, folder: RunFolder) -> WeightSource | None:
     else:
         source = open_weights(config.init_from, "last")
     return cropped(source, config.block_size)
+
+
+def check_same_run(config: RunConfig, source: WeightSource, folder: RunFolder) -> None:
+    """CheckpointError if the checkpoint is not of the run in run.json: folders of two runs were mixed."""
+    try:
+        check_resume(source.config, config.to_dict())
+    except CheckpointError as error:
+        record = folder.path / "run.json"
+        raise CheckpointError(f"{source.place} is not a checkpoint of the run in {record}. {error.what}",
+                              f"rm {shlex.quote(str(record))}   resumes with the checkpoint's own config.") from error
 
 
 def take_shape(config: RunConfig, source: WeightSource | None, dataset: Dataset) -> tuple[RunConfig, list[str]]:

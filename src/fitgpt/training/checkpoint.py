@@ -27,6 +27,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -46,15 +47,16 @@ from ..core.files import (
 )
 from ..engine.optim.adamw import SCALER_STATE
 from ..engine.weights import MAX_STEP, FileSeal, nonfinite, write_safetensors
-from ..runs.folder import StepFolder, step_folder_name, step_folders
+from ..runs.folder import STATE, StepFolder, step_folder_name, step_folders
 from ..runs.metrics import SplitLoss
 
 SCHEMA = 1
-MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
+MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
 # The status of a checkpoint: see divergence.py.
 GOOD = "good"          # evaluated, with a plausible loss
 UNKNOWN = "unknown"    # not evaluated
 DIVERGED = "diverged"  # saved while steps were skipped, or after an evaluation that was not good
+_LARGEST_FLOAT = torch.finfo(torch.float32).max  # of the loss scale and its counters, on the device
 _STATE_KINDS = {"step": int, "best": bool, "files": dict, "state": dict}
 
 
@@ -75,7 +77,7 @@ def _is_loss(value: Any) -> bool:
 
 def _is_scaler(value: Any) -> bool:
     return isinstance(value, dict) and value.keys() == set(SCALER_STATE) and all(
-        _is_number(each) and 0 <= each < math.inf for each in value.values()) and value["scale"] > 0
+        _is_number(each) and 0 <= each <= _LARGEST_FLOAT for each in value.values()) and value["scale"] > 0
 
 
 def _is_shape(value: Any) -> bool:

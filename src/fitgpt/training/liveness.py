@@ -118,7 +118,8 @@ def register_stack_dump(path: Path) -> None:
     import signal
 
     if os.name == "posix":
-        faulthandler.register(signal.SIGUSR2, file=path.open("w"), all_threads=True)
+        # a descriptor and no file object, which Python would report as unclosed at its end
+        faulthandler.register(signal.SIGUSR2, os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), all_threads=True)
 
 
 def dump_stacks(pid: int, path: Path, *, wait_s: float = 3.0) -> str:

@@ -21,8 +21,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ..config.argv import walk
-from ..config.fields import Assignment, nearest, option_specs
+from ..config.fields import Assignment
 from ..config.run_config import RunConfig
 from ..core.errors import (
     STOPPED_AT_ONCE,
@@ -40,7 +39,7 @@ from ..core.files import temporary_folder
 from ..core.units import show_seconds
 from ..hardware.allocator_env import check_allocator_env, child_environment
 from ..planning import plan_file
-from ..planning.request import training_config
+from ..planning.request import NO_OPTIONS, assignments_from, training_config
 from ..runs.folder import can_resume
 from ..show.progress import say
 from ..show.terminal import can_redraw
@@ -71,33 +70,15 @@ class WorkerConfig:
     stuck_s: float = LEAST_S                              # seconds of silence that are never too long; tests give less
 
 
-def train(config: str | os.PathLike[str] | Mapping[str, Any] | RunConfig = "", **options: Any) -> Path:
+def train(config: str | os.PathLike[str] | Mapping[str, Any] | RunConfig = NO_OPTIONS, **options: Any) -> Path:
     """Trains as `fitgpt train` does, in a process of its own, and returns the run's folder; FitError if it fails.
 
-    `config`: a config file, a dict of options or a RunConfig. `options` such as batch_size=8 override it.
+    `config`: a config file, a dict of options, a RunConfig, or nothing. `options` such as batch_size=8 override it.
     """
-    given = assignments_from(config, options)
+    given = assignments_from(config, options, RunConfig)
     if supervise(given) == STOPPED_AT_ONCE:
         raise Interrupted("Stopped at once by a second Ctrl-C.")
     return Path(str({each.key: each.value for each in given}.get("out_dir", RunConfig.out_dir)))
-
-
-def assignments_from(config: Any, options: Mapping[str, Any]) -> list[Assignment]:
-    """The options that a config of any kind sets, then `options`."""
-    known, from_file, values = option_specs(RunConfig), list[Assignment](), dict[str, Any]()
-    if isinstance(config, RunConfig):
-        values = {key: value for key, value in config.to_dict().items() if value != known[key].default}
-    elif isinstance(config, Mapping):
-        values = dict(config)
-    elif config:
-        from_file = walk([os.fspath(config)], RunConfig)
-    values |= options
-    for key in values:
-        if key not in known:
-            near = nearest(str(key), known)
-            raise UsageError(f"{key!r} is not an option of `fitgpt train`.",
-                             f"Did you mean {' or '.join(near)}?" if near else "fitgpt train --help lists them all.")
-    return from_file + [Assignment(key, value, f"{key}={value!r}") for key, value in values.items()]
 
 
 def supervise(assignments: Sequence[Assignment]) -> int:

@@ -29,8 +29,8 @@ from ..engine.device import DeviceChoice, compiler_message, resolve_device
 from ..engine.evaluate import evaluate
 from ..engine.model import DTYPES, GPT, build_model
 from ..engine.sample import SamplingOptions, generate
-from ..engine.weights import WeightSource, fill, read_nanogpt
-from ..runs.folder import holds_run, recorded_config
+from ..engine.weights import WeightSource, checked_parameters, fill, read_nanogpt
+from ..runs.folder import STATE, holds_run, recorded_config
 from ..runs.metrics import Evaluation
 from . import checkpoint
 
@@ -49,8 +49,10 @@ def _from_checkpoint(loaded: checkpoint.Checkpoint) -> WeightSource:
     if missing:
         raise CheckpointError(f"{loaded.path} is not a checkpoint of `fitgpt train`: it lacks {', '.join(missing)}.",
                               "Use another checkpoint.")
-    return WeightSource(GPTConfig(**loaded.state["gpt"]), loaded.model, loaded.optimizer, loaded.state,
-                        loaded.state["config"], str(loaded.path), loaded.notes)
+    shape = GPTConfig(**loaded.state["gpt"])
+    weights = checked_parameters(shape, loaded.model, loaded.path, CheckpointError)  # before a model of it is made
+    return WeightSource(shape, weights, loaded.optimizer, loaded.state, loaded.state["config"], str(loaded.path),
+                        loaded.notes)
 
 
 def open_weights(place: str, which: str | int) -> WeightSource:
@@ -60,7 +62,7 @@ def open_weights(place: str, which: str | int) -> WeightSource:
     path = Path(place)
     if place in gpt2_shapes and not path.exists():
         return huggingface.read_folder(huggingface.find_gpt2(place))
-    if (path / checkpoint.STATE).is_file():
+    if (path / STATE).is_file():
         return _from_checkpoint(checkpoint.load_folder(path))
     if path.suffix == ".pt":
         return read_nanogpt(path)

@@ -54,7 +54,7 @@ KERNELS = (  # attention kernels that the H200 would not choose, but other GPUs 
     ("flash", dict(compile=False, n_head=6, n_embd=252, dtype="float16")), ("flash", dict(compile=False, dropout=0.1)),
     ("flash", dict(compile=False, block_size=500)),
     ("efficient", dict(compile=False)), ("efficient", dict(compile=True, dtype="float16", block_size=500)),
-    ("efficient", dict(compile=False, n_head=6, n_embd=252, recompute="input")),
+    ("efficient", dict(compile=False, n_head=6, n_embd=252, saved_activations="input")),
     ("math", dict(compile=False)), ("math", dict(compile=True, dtype="float32", block_size=256)),
     ("math", dict(compile=False, n_head=6, n_embd=252)))
 
@@ -157,7 +157,7 @@ def random_options(rng: random.Random) -> dict[str, Any]:
         "dtype": rng.choice(["bfloat16", "bfloat16", "float16", "float32"]),
         "compile": rng.random() < 0.6, "bias": rng.random() < 0.3, "dropout": rng.choice([0.0, 0.0, 0.0, 0.1])}
     if rng.random() < 0.6:
-        options["recompute"] = rng.choice([*LEVELS, by_layer(rng, layers)])
+        options["saved_activations"] = rng.choice([*LEVELS, by_layer(rng, layers)])
     if rng.random() < 0.3:
         options["weights"] = "bfloat16"
     if rng.random() < 0.3:

@@ -44,8 +44,8 @@ from fitgpt.planning.forecast import forecast  # noqa: E402
 SWEEPS, CELLS = 10, 12     # and the chosen one
 OF_A_BATCH = 4             # levels tried with a micro-batch before the next smaller one has its turn
 WARM_UP, SECONDS, LEAST_STEPS = 3, 0.7, 3
-SETTINGS = ("batch_size", "gradient_accumulation_steps", "recompute", "loss_chunk", "eval_batch_size", "optimizer",
-         "weights", "residual", "offload", "compile", "cuda_graphs")
+SETTINGS = ("batch_size", "gradient_accumulation_steps", "saved_activations", "loss_chunk", "eval_batch_size",
+            "optimizer", "weights", "residual", "offload", "compile", "cuda_graphs")
 
 
 def main() -> None:
@@ -118,8 +118,8 @@ def others(chosen: RunConfig) -> Iterator[RunConfig]:
     for batch in range(sequences, 0, -1):
         if sequences % batch == 0:
             for level in LEVELS:
-                yield replace(chosen, batch_size=batch, gradient_accumulation_steps=sequences // batch, recompute=level,
-                              eval_batch_size=min(chosen.eval_batch, batch))
+                yield replace(chosen, batch_size=batch, gradient_accumulation_steps=sequences // batch,
+                              saved_activations=level, eval_batch_size=min(chosen.eval_batch, batch))
 
 
 def spread(cells: Iterator[RunConfig], as_it_fits: Callable[[RunConfig], RunConfig | None]) -> list[RunConfig]:

@@ -51,22 +51,10 @@ def test_recompute_takes_one_level_or_counts_of_levels(text: str, levels: list[s
     ("x*input", "must be one of"), ("input,all", "must be one of"), ("-1*input,4*all", "must be one of"),
     ("2*input,2*all", "names 4 layers"), ("999999999*input", "names 999999999 layers"),
     ("9" * 5000 + "*input", "must be one of")])
-def test_an_invalid_recompute_is_an_error(text: str, says: str) -> None:
-    with pytest.raises(UsageError, match="recompute") as error:
-        RunConfig(n_layer=3, n_head=1, n_embd=8, recompute=text)
+def test_an_invalid_value_of_saved_activations_is_an_error(text: str, says: str) -> None:
+    with pytest.raises(UsageError, match="saved_activations") as error:
+        RunConfig(n_layer=3, n_head=1, n_embd=8, saved_activations=text)
     assert says in error.value.what
-
-
-@pytest.mark.parametrize(("settings", "what", "fix"), [
-    ({"recompute": "products"}, "recompute=products is now recompute=matmuls", "--recompute=matmuls"),
-    ({"recompute": "1*no_wide,11*products"}, "is now recompute=1*no_mlp_up,11*matmuls",
-     "--recompute=1*no_mlp_up,11*matmuls"),
-    ({"casts": "brief"}, "casts=brief is now casts=transient", "--casts=transient")])
-def test_a_value_of_an_earlier_version_gets_its_new_name_as_fix(settings: dict[str, Any], what: str, fix: str) -> None:
-    with pytest.raises(UsageError) as error:
-        RunConfig(**settings)
-    assert what in error.value.what
-    assert error.value.fix == fix
 
 
 def test_grad_checkpoint_means_recompute_input() -> None:
@@ -104,7 +92,7 @@ def _logits(config: RunConfig) -> int:
 
 
 def _block_inputs_only(config: RunConfig) -> int:
-    """What recompute=matmuls keeps, and the softmax statistics of attention: 4 bytes per token and head."""
+    """What saved_activations=matmuls keeps, and the softmax statistics of attention: 4 bytes per token and head."""
     return _per_layer(18)(config) + 4 * config.n_layer * config.batch_size * config.block_size * config.n_head
 
 
@@ -121,11 +109,11 @@ def _state_against_adamw(config: RunConfig) -> int:
 # config that uses it: what the text `saves` says, as a formula.
 SAVINGS: dict[str, tuple[Any, str, Callable[[RunConfig], int]]] = {
     "loss_chunk=1024": (0, "train", _logits),
-    "recompute=matmuls": ("all", "train", _per_layer(12)),
-    "recompute=no_mlp_up": ("matmuls", "train", _per_layer(8)),
-    "recompute=attention_projection": ("matmuls", "train", _per_layer(14)),
-    "recompute=attention": ("matmuls", "train", _per_layer(16)),
-    "recompute=input": ("matmuls", "train", _block_inputs_only),
+    "saved_activations=matmuls": ("all", "train", _per_layer(12)),
+    "saved_activations=no_mlp_up": ("matmuls", "train", _per_layer(8)),
+    "saved_activations=attention_projection": ("matmuls", "train", _per_layer(14)),
+    "saved_activations=attention": ("matmuls", "train", _per_layer(16)),
+    "saved_activations=input": ("matmuls", "train", _block_inputs_only),
     "offload=optimizer": ("none", "load", state_bytes),
     "offload=gradients": ("none", "step", lambda config: state_bytes(config) + 4 * _parameters(config)),
     "casts=transient": ("kept", "load", lambda config: 2 * _cast_parameters(config)),
@@ -164,7 +152,7 @@ def test_every_saver_is_an_option_of_train_with_texts(saver: Saver) -> None:
 
 
 def test_every_recompute_level_but_the_first_is_a_saver() -> None:
-    assert [saver.value for saver in SAVERS if saver.option == "recompute"] == list(LEVELS[1:])
+    assert [saver.value for saver in SAVERS if saver.option == "saved_activations"] == list(LEVELS[1:])
 
 
 def test_every_optimizer_but_adamw_is_a_saver_with_the_same_exactness() -> None:
@@ -173,7 +161,7 @@ def test_every_optimizer_but_adamw_is_a_saver_with_the_same_exactness() -> None:
 
 
 def test_every_saver_is_offered_as_a_change() -> None:
-    config = replace(SMALL, gradient_accumulation_steps=1, recompute="all", casts="kept", gradients="kept",
+    config = replace(SMALL, gradient_accumulation_steps=1, saved_activations="all", casts="kept", gradients="kept",
                      states="late")
     offered = {(option.change.family, getattr(option.config, saver.option))
                for option in single_changes(config) for saver in SAVERS if saver.family == option.change.family}

@@ -78,7 +78,7 @@ def test_with_full_recomputation_a_run_needs_little_more_than_its_weights_and_st
     results = recorded(f"engine_{case}_h200.json")
     shape = {key: value for key, value in results["case"].items() if key != "accumulation"}
     config = RunConfig(**shape, gradient_accumulation_steps=results["case"]["accumulation"], vocab_size=50304,
-                       recompute="input", compile=True)
+                       saved_activations="input", compile=True)
     rows, width, vocab = config.batch_size * config.block_size, config.n_embd, config.vocab_size
     piece = 2 * 2048 * vocab + 2 * rows * width + 4 * vocab * width
     least = (16 * config.gpt_config().count_params() + 2 * vocab * width + 4 * config.n_layer * rows * width

@@ -41,7 +41,7 @@ def random_run(rng: random.Random) -> tuple[RunConfig, Platform]:
     first = rng.randint(0, layers)
     levels = [f"{count}*{rng.choice(LEVELS)}" for count in (first, layers - first) if count]
     options: dict[str, Any] = dict(
-        n_layer=layers, n_head=heads, n_embd=heads * rng.choice((64, 48, 42, 32)), recompute=",".join(levels),
+        n_layer=layers, n_head=heads, n_embd=heads * rng.choice((64, 48, 42, 32)), saved_activations=",".join(levels),
         batch_size=rng.choice((1, 2, 3, 5, 8, 16)), block_size=rng.choice((64, 128, 256, 512)),
         gradient_accumulation_steps=rng.choice((1, 2, 5)), vocab_size=rng.choice((50304, 5000, 65)),
         bias=rng.random() < 0.3, dropout=rng.choice((0.0, 0.0, 0.1)), compile=rng.random() < 0.8,
@@ -141,5 +141,5 @@ def test_two_levels_per_candidate_are_as_fast_as_trying_every_mix() -> None:
 
 def test_a_described_mix_is_a_value_of_recompute() -> None:
     for text in ("matmuls", "3*input,9*matmuls", "1*input,10*no_mlp_up,1*all"):
-        config = RunConfig(recompute=text)
+        config = RunConfig(saved_activations=text)
         assert describe_mix(mix_of(config.levels)) == text

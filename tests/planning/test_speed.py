@@ -92,7 +92,7 @@ def test_a_gpu_without_figures_has_no_estimate() -> None:
 
 
 def test_each_recompute_level_that_keeps_less_is_slower() -> None:
-    speeds = [middle(replace(GPT2, recompute=level)) for level in LEVELS]
+    speeds = [middle(replace(GPT2, saved_activations=level)) for level in LEVELS]
     assert speeds == sorted(speeds, reverse=True)
 
 

@@ -51,8 +51,8 @@ def random_query(rng: Random) -> str:
         "block_size": rng.choice((64, 333, 1024)), "compile": rng.choice(("auto", "False")),
         "others": rng.choice(("", "2118MiB"))}
     if trainer == "fitgpt":
-        settings |= rng.choice(({}, {"offload": "optimizer"}, {"recompute": "input"}, {"grad_checkpoint": "True"},
-                                {"optimizer": "muon"}))
+        settings |= rng.choice(({}, {"offload": "optimizer"}, {"saved_activations": "input"},
+                                {"grad_checkpoint": "True"}, {"optimizer": "muon"}))
     return urlencode({name: value for name, value in settings.items() if value != ""})
 
 

@@ -66,7 +66,6 @@ class OptionSpec(NamedTuple):
     also: tuple[str, ...] = ()     # other names that are accepted
     synonyms: tuple[str, ...] = ()    # names in other programs: not accepted, but recognised in "Did you mean"
     also_values: Mapping[str, str] = {}  # other names of values that are accepted, each with the value it means
-    renamed: Mapping[str, str] = {}   # values of earlier versions, each with its name today
     meant: Mapping[str, str] = {}     # values that other programs have, each with the nearest choice
     # Facts about an option of a run. `options_with` lists the options that have one.
     affects_memory: bool = False   # changes how much GPU memory a run allocates
@@ -198,9 +197,6 @@ def checked(spec: OptionSpec, given: Any, where: str = "") -> Any:
         raise error(f"takes one of {', '.join(spec.choices)}" if spec.choices else f"takes {_WANTED[spec.kind]}")
     if spec.kind == "text":
         value = spec.also_values.get(value.lower(), value)
-    if value in spec.renamed:
-        raise UsageError(f"{place()}: {spec.name}={value} is now {spec.name}={spec.renamed[value]}.",
-                         f"--{spec.name}={spec.renamed[value]}")
     if spec.choices and value not in spec.choices:
         near = [spec.meant[value]] if value in spec.meant else nearest(str(value), spec.choices, cutoff=0.5)
         raise error(f"is one of {', '.join(spec.choices)}", near[0] if near else None)

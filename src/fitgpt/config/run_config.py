@@ -33,7 +33,7 @@ from .fields import (
     positive,
     shown,
 )
-from .memory_savers import LEVELS, SAVERS, parse_levels, with_new_names
+from .memory_savers import LEVELS, SAVERS, parse_levels
 from .optimizers import OPTIMIZERS
 
 GPT2_VOCAB = 50257
@@ -197,10 +197,11 @@ class RunConfig(Options):
         "auto", "capture the GPU work of a step in CUDA graphs and replay them, so that the CPU does not slow the GPU "
         "down; auto: with compile, if dropout is 0", affects_memory=True, affects_speed=True, fallback=True,
         nanogpt=False, page="more")
-    recompute: str = _system(
-        "matmuls", "what each layer keeps for the backward pass; the rest is recomputed (selective gradient "
+    saved_activations: str = _system(
+        "matmuls", "what each layer saves for the backward pass, which recomputes the rest (selective gradient "
         f"checkpointing, or activation recomputation): {', '.join(LEVELS)}; or by layer, from the first: "
-        "7*no_mlp_up,5*matmuls", affects_memory=True, affects_speed=True, fallback=True, nanogpt=False, page="less")
+        "7*no_mlp_up,5*matmuls", affects_memory=True, affects_speed=True, fallback=True, nanogpt=False, page="less",
+        synonyms=("recompute", "activation_checkpoint", "selective_checkpointing", "recompute_granularity"))
     grad_checkpoint: bool = _system(
         False, "gradient checkpointing (gradient_checkpointing_enable in transformers): keep only the inputs of the "
         "blocks for the backward pass and recompute the rest: less memory, a third more arithmetic",
@@ -233,7 +234,6 @@ class RunConfig(Options):
     casts: str = _system(
         "transient", "half-precision copies of the weight matrices (mixed precision): each made for a matmul and then "
         "freed, or kept from step to step, for 2 bytes per element", choices=("transient", "kept"),
-        renamed={"brief": "transient"},
         affects_memory=True, affects_speed=True, nanogpt=False, page="less")
     gradients: str = _system(
         "freed", "gradients after a step: freed (zero_grad(set_to_none=True)), or zeroed and kept; with CUDA graphs "
@@ -272,11 +272,9 @@ class RunConfig(Options):
         super().__post_init__()
         if self.n_embd % self.n_head:
             raise _width_error(self.n_embd, self.n_head)
-        if (renamed := with_new_names(self.recompute)) != self.recompute:
-            raise UsageError(f"recompute={self.recompute} is now recompute={renamed}.", f"--recompute={renamed}")
-        levels = parse_levels(self.recompute, self.n_layer)
+        levels = parse_levels(self.saved_activations, self.n_layer)
         if isinstance(levels, str):
-            raise UsageError(f"recompute={self.recompute!r} {levels}.", "--recompute=matmuls")
+            raise UsageError(f"saved_activations={self.saved_activations!r} {levels}.", "--saved_activations=matmuls")
         if self.eval_block_size > self.block_size:
             raise UsageError(f"eval_block_size={self.eval_block_size} is larger than block_size={self.block_size}: "
                              "the model has learned no positions beyond its block.",
@@ -288,9 +286,9 @@ class RunConfig(Options):
         problems = [(each.why or f"{setting} works only with {each}",
                      each.fix or f"--{each.option}={shown(each.values[0])}")
                     for setting, each in required if getattr(self, each.option) not in each.values]
-        if self.grad_checkpoint and self.recompute not in (RunConfig.recompute, "input"):
-            problems.append((f"grad_checkpoint keeps only the inputs, but recompute={self.recompute} keeps something "
-                             "else", "--grad_checkpoint=False"))
+        if self.grad_checkpoint and self.saved_activations not in (RunConfig.saved_activations, "input"):
+            problems.append((f"grad_checkpoint saves only the inputs, but saved_activations="
+                             f"{self.saved_activations} saves something else", "--grad_checkpoint=False"))
         if self.cuda_graphs is True and self.dropout:
             problems.append((f"cuda_graphs=True does not work with dropout={self.dropout:g}", "--cuda_graphs=auto"))
         if not problems and (problem := self._indivisible()):
@@ -327,7 +325,7 @@ class RunConfig(Options):
     @property
     def levels(self) -> tuple[str, ...]:
         """What each layer keeps for the backward pass: see memory_savers.KEEPS."""
-        return tuple(parse_levels("input" if self.grad_checkpoint else self.recompute, self.n_layer))
+        return tuple(parse_levels("input" if self.grad_checkpoint else self.saved_activations, self.n_layer))
 
     @property
     def ranks(self) -> int:

@@ -166,11 +166,11 @@ RUNNERS_UP = 3
 
 
 class Candidate(NamedTuple):
-    """Settings that may be chosen. `mix` says what each layer recomputes, whatever `config.recompute` says."""
+    """Settings that may be chosen. `mix` says what each layer recomputes, whatever `config.saved_activations` says."""
 
     config: RunConfig   # resolved; Search.config_of makes the config to choose
     savers: SaverSet
-    other_options: int         # options that differ from the given run, without recompute
+    other_options: int         # options that differ from the given run, without saved_activations
     memory: RunCost
     time: StepCost
     mix: RecomputeMix = ()
@@ -512,7 +512,7 @@ class Search:
         if chosen.batch_size != given.batch_size:  # the same windows are evaluated
             options["eval_iters"] = -(-given.eval_iters * given.batch_size // chosen.batch_size)
         if candidate.other_mix:
-            options |= {"recompute": describe_mix(candidate.mix), "grad_checkpoint": False}
+            options |= {"saved_activations": describe_mix(candidate.mix), "grad_checkpoint": False}
         return replace(given, **options)
 
     def scored(self, config: RunConfig, permission: str) -> ScoredConfig:
@@ -531,7 +531,7 @@ class Search:
         memory, higher = self.costs.cost(run), one_layer_up(mix_of(run.levels))
         may_fit = [mix for mix in higher if memory.may_fit(mix, self.limit)]
         return bool(higher) and not any(
-            self.fits(replace(config, recompute=describe_mix(mix), grad_checkpoint=False)) for mix in may_fit)
+            self.fits(replace(config, saved_activations=describe_mix(mix), grad_checkpoint=False)) for mix in may_fit)
 
 
 def simplest(candidates: Iterable[Candidate]) -> list[Candidate]:
@@ -573,7 +573,8 @@ def similar_gpu(platform: Platform) -> GpuModel:
     return min(known, key=distance)
 
 
-FLAGS_FIRST = ("n_layer", "n_head", "n_embd", "block_size", "batch_size", "gradient_accumulation_steps", "recompute")
+FLAGS_FIRST = ("n_layer", "n_head", "n_embd", "block_size", "batch_size", "gradient_accumulation_steps",
+               "saved_activations")
 
 
 def flags(given: RunConfig, config: RunConfig) -> tuple[str, ...]:

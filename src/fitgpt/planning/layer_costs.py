@@ -43,7 +43,7 @@ def levels_of(mix: RecomputeMix) -> tuple[str, ...]:
 
 
 def describe_mix(mix: RecomputeMix) -> str:
-    """As `recompute` takes it."""
+    """As `saved_activations` takes it."""
     return LEVELS[mix[0][0]] if len(mix) == 1 else ",".join(f"{layers}*{LEVELS[level]}" for level, layers in mix)
 
 
@@ -294,7 +294,7 @@ def _resident(config: RunConfig, platform: Platform) -> Resident:
 
 
 def _evaluation(config: RunConfig, platform: Platform) -> EvalCost:
-    run = _run_of(config, platform, n_layer=1, recompute="input")
+    run = _run_of(config, platform, n_layer=1, saved_activations="input")
     start = run.w.length
     run.evaluate()
     events = run.w.events_since(start)
@@ -321,7 +321,7 @@ def _heads(config: RunConfig, platform: Platform) -> tuple[NetAndPeak, ...]:
 def _micro_steps(config: RunConfig, platform: Platform, one_layer: bool = False) -> MicroSteps:
     """With one layer per recompute policy; or with one layer in all, which is enough for the heads."""
     layers = 1 if one_layer else len(LEVELS)
-    run = _run_of(config, platform, n_layer=layers, recompute="input" if one_layer else ONE_OF_EACH)
+    run = _run_of(config, platform, n_layer=layers, saved_activations="input" if one_layer else ONE_OF_EACH)
     w = run.w
     if not run.cuda_graphs:  # else graphs are dropped before training begins. One batch leaves behind what all do
         batch = run.fetch(config.eval_batch, config.eval_block)

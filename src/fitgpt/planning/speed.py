@@ -72,7 +72,7 @@ def has_figures(card: GpuModel | None) -> bool:
 
 
 def step_cost(config: RunConfig, card: GpuModel, platform: Platform, efficiency: Efficiency) -> StepCost:
-    """Takes a resolved config, and a GPU whose figures are known. `config.recompute` does not matter."""
+    """Takes a resolved config, and a GPU whose figures are known. `config.saved_activations` does not matter."""
     rate, bandwidth = matmul_peak(card, config.dtype), 1e9 * (card.bandwidth_gbs or 0) * efficiency.bytes
     n, c, t, v = config.batch_size * config.block_size, config.n_embd, config.block_size, config.vocab_size
     p, r, m = BYTES[config.dtype], BYTES[config.residual], BYTES[config.weights]
@@ -394,6 +394,6 @@ def speed_key(config: RunConfig, levels: tuple[str, ...] = ()) -> tuple[Any, ...
     effective = {
         "compile": bool(config.compile), "cuda_graphs": engine_tape.uses_cuda_graphs(config),
         "grad_clip": config.grad_clip > 0,
-        "recompute": levels or config.levels, "grad_checkpoint": None,
+        "saved_activations": levels or config.levels, "grad_checkpoint": None,
         "loss_chunk": loss_chunk_tokens(config.batch_size * config.block_size, config.vocab_size, config.loss_chunk)}
     return tuple(effective.get(name, getattr(config, name)) for name in SPEED_OPTIONS)

@@ -96,7 +96,7 @@ def presets() -> list[dict[str, Any]]:
 def _control(name: str) -> dict[str, Any]:
     """An option as its dataclass field declares it."""
     option = option_specs(RunConfig)[name]
-    choices = list(LEVELS if name == "recompute" else option.choices)
+    choices = list(LEVELS if name == "saved_activations" else option.choices)
     if option.kind == "auto":
         choices = ["auto", "True", "False"]
     kind = "switch" if option.kind == "bool" else "choice" if choices else "slider" if name in STOPS else "number"

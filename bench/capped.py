@@ -31,7 +31,7 @@ from fitgpt.hardware.allocator_env import child_environment  # noqa: E402
 from fitgpt.hardware.gpus import find  # noqa: E402
 
 SHORT = ["--max_iters=6", "--eval_interval=3", "--eval_iters=4", "--log_interval=1", "--gradient_accumulation_steps=4"]
-LOSSY = ["--weights=bfloat16", "--residual=bfloat16", "--optimizer=adam8bit", "--recompute=input"]
+LOSSY = ["--weights=bfloat16", "--residual=bfloat16", "--optimizer=adam8bit", "--saved_activations=input"]
 XL = ["--dtype=bfloat16", "--max_iters=3", "--eval_interval=3", "--eval_iters=1", "--eval_batch_size=1",
       "--log_interval=1", "--gradient_accumulation_steps=2"]
 CASES: dict[str, list[dict[str, Any]]] = {
@@ -41,7 +41,7 @@ CASES: dict[str, list[dict[str, Any]]] = {
     # each evaluates, trains, evaluates, saves, and resumes from what it saved: a second process goes on to step 4
     "xl": [dict(config="config/gpt2_1558m.py", flags=[*XL, *LOSSY, f"--batch_size={batch}"], resume=True)
            for batch in (2, 8)],
-    "xl-exact": [dict(config="config/gpt2_1558m.py", flags=[*XL, "--offload=gradients", "--recompute=input",
+    "xl-exact": [dict(config="config/gpt2_1558m.py", flags=[*XL, "--offload=gradients", "--saved_activations=input",
                                                             "--batch_size=2"], resume=True)],
 }
 

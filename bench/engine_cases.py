@@ -26,7 +26,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "src"))
 
-from fitgpt.config.memory_savers import LEVELS  # noqa: E402
+from fitgpt.config.memory_savers import POLICIES  # noqa: E402
 from fitgpt.config.run_config import RunConfig, resolve_run  # noqa: E402
 from fitgpt.core.errors import UsageError  # noqa: E402
 from fitgpt.core.units import GiB  # noqa: E402
@@ -52,7 +52,7 @@ KERNELS = (  # attention kernels that the H200 would not choose, but other GPUs 
     ("flash", dict(compile=False, n_head=6, n_embd=252, dtype="float16")), ("flash", dict(compile=False, dropout=0.1)),
     ("flash", dict(compile=False, block_size=500)),
     ("efficient", dict(compile=False)), ("efficient", dict(compile=True, dtype="float16", block_size=500)),
-    ("efficient", dict(compile=False, n_head=6, n_embd=252, recompute="input")),
+    ("efficient", dict(compile=False, n_head=6, n_embd=252, saved_activations="input")),
     ("math", dict(compile=False)), ("math", dict(compile=True, dtype="float32", block_size=256)),
     ("math", dict(compile=False, n_head=6, n_embd=252)))
 
@@ -155,7 +155,7 @@ def random_options(rng: random.Random) -> dict[str, Any]:
         "dtype": rng.choice(["bfloat16", "bfloat16", "float16", "float32"]),
         "compile": rng.random() < 0.6, "bias": rng.random() < 0.3, "dropout": rng.choice([0.0, 0.0, 0.0, 0.1])}
     if rng.random() < 0.6:
-        options["recompute"] = rng.choice([*LEVELS, by_layer(rng, layers)])
+        options["saved_activations"] = rng.choice([*POLICIES, by_layer(rng, layers)])
     if rng.random() < 0.3:
         options["weights"] = "bfloat16"
     if rng.random() < 0.3:
@@ -177,8 +177,8 @@ def random_options(rng: random.Random) -> dict[str, Any]:
 
 def by_layer(rng: random.Random, layers: int) -> str:
     first = rng.randint(1, layers - 1)
-    low, high = sorted(rng.sample(range(len(LEVELS)), 2))
-    return f"{first}*{LEVELS[high]},{layers - first}*{LEVELS[low]}"
+    low, high = sorted(rng.sample(range(len(POLICIES)), 2))
+    return f"{first}*{POLICIES[high]},{layers - first}*{POLICIES[low]}"
 
 
 def with_limits(drawn: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -1,5 +1,5 @@
 """How exact are the engine's gradients? Against float64, beside the error of the plain computation under autocast, at
-every recompute level, eager and compiled; and the fused loss kernel beside plain torch.
+every recompute policy, eager and compiled; and the fused loss kernel beside plain torch.
 
     python bench/gradients.py -o bench/results/gradients_h200.json
 
@@ -23,7 +23,7 @@ from torch import Tensor  # noqa: E402
 
 from fitgpt import __version__  # noqa: E402
 from fitgpt.config.architectures import GPTConfig  # noqa: E402
-from fitgpt.config.memory_savers import LEVELS  # noqa: E402
+from fitgpt.config.memory_savers import POLICIES  # noqa: E402
 from fitgpt.engine.model import GPT, build_model  # noqa: E402
 from fitgpt.engine.ops import IGNORE_INDEX, plain_cross_entropy_, triton_works  # noqa: E402
 from tests.helpers import reference_loss  # noqa: E402
@@ -72,17 +72,17 @@ def errors_in(dtype: str, config: GPTConfig, idx: Tensor, targets: Tensor, truth
     ours = {}
     for compiled in (False, True) if device.type == "cuda" else (False,):
         torch._dynamo.reset()
-        for level in LEVELS:
-            ours[f"{level}{', compiled' if compiled else ''}"] = relative_error(
-                our_gradients(config, kind, level, compiled, idx, targets, scale), truth, scale)
+        for policy in POLICIES:
+            ours[f"{policy}{', compiled' if compiled else ''}"] = relative_error(
+                our_gradients(config, kind, policy, compiled, idx, targets, scale), truth, scale)
     return {"plain": relative_error(list(plain), truth, scale), "ours": ours}
 
 
-def our_gradients(config: GPTConfig, dtype: torch.dtype, level: str, compiled: bool, idx: Tensor, targets: Tensor,
+def our_gradients(config: GPTConfig, dtype: torch.dtype, policy: str, compiled: bool, idx: Tensor, targets: Tensor,
                   scale: float) -> list[Tensor]:
     """Accumulated over two halves of the scale, so that adding to a gradient that exists is measured too."""
     model: GPT = build_model(config, idx.device, seed=0)
-    model.compute_dtype, model.recompute_policies = dtype, [level] * config.n_layer
+    model.compute_dtype, model.recompute_policies = dtype, [policy] * config.n_layer
     if compiled:
         model.compile()
     for _ in range(2):

@@ -159,7 +159,7 @@ def variants(device: str) -> Iterator[tuple[str, Row]]:
     yield "compiled float16 dropout", {**half, "dtype": "float16", "dropout": 0.1}
     yield "compiled bfloat16 batch 1", {**half, "batch_size": 1, "block_size": 1024}
     yield "eager bfloat16 recompute input, no accumulation", {
-        **half, "compile": False, "recompute": "input", "gradient_accumulation_steps": 1}
+        **half, "compile": False, "saved_activations": "input", "gradient_accumulation_steps": 1}
     yield "compiled bfloat16 padded heads, bias", {**half, "n_head": 9, "n_embd": 324, "bias": True}
     yield "compiled bfloat16 muon", {**half, "optimizer": "muon"}
     yield "compiled bfloat16 adam8bit, bfloat16 weights", {**half, "optimizer": "adam8bit", "weights": "bfloat16"}
@@ -499,8 +499,8 @@ def beside(campaign: Campaign) -> None:
                    "downs": [each["text"] for each in downs],
                    "outside": [each.get("outside_bytes") for each in metrics(out, "rehearsal")],
                    "plan": [(each["needs_bytes"], each["reserve_limit_bytes"]) for each in metrics(out, "plan")],
-                   "config": {key: config.get(key) for key in ("batch_size", "recompute", "offload", "loss_chunk",
-                                                               "compile", "cuda_graphs")}}
+                   "config": {key: config.get(key) for key in ("batch_size", "saved_activations", "offload",
+                                                               "loss_chunk", "compile", "cuda_graphs")}}
             if ended is not None or not rates or not alone:
                 return {**row, "passed": False, "said": said[-1200:]}
             free_rate = statistics.median(alone)

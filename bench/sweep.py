@@ -1,10 +1,10 @@
-"""Is what `fit` chooses really the fastest? Beside it, other micro-batches and recompute levels that fit, by the clock.
+"""Is what `fit` chooses really the fastest? Beside it, other micro-batches and recompute policies that fit, timed.
 
     python bench/sweep.py bench/triples.json --draw bench/sweeps.json       no GPU: which cells
     python bench/sweep.py bench/sweeps.json -o bench/results/sweeps_h200.json
 
 For the first of the accepted triples that leave a choice: the same sequences in a step, in other micro-batches, with
-other levels. Cells are made ready side by side and timed alone: who builds and compiles holds a lock that others may
+other policies. Cells are made ready side by side and timed alone: who builds and compiles holds a lock that others may
 share, who times holds it alone. Each cell has a process of its own, the chosen one two, the first and the last.
 """
 
@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "bench")]
 
 from fitgpt import __version__  # noqa: E402
-from fitgpt.config.memory_savers import LEVELS  # noqa: E402
+from fitgpt.config.memory_savers import POLICIES  # noqa: E402
 from fitgpt.config.run_config import RunConfig  # noqa: E402
 from fitgpt.core.units import GiB  # noqa: E402
 from fitgpt.hardware.allocator_env import child_environment  # noqa: E402
@@ -42,10 +42,10 @@ from fitgpt.planning.fit_search import FitTarget, parse_allow  # noqa: E402
 from fitgpt.planning.forecast import forecast  # noqa: E402
 
 SWEEPS, CELLS = 10, 12     # and the chosen one
-OF_A_BATCH = 4             # levels tried with a micro-batch before the next smaller one has its turn
+OF_A_BATCH = 4             # policies tried with a micro-batch before the next smaller one has its turn
 WARM_UP, SECONDS, LEAST_STEPS = 3, 0.7, 3
-SETTINGS = ("batch_size", "gradient_accumulation_steps", "recompute", "loss_chunk", "eval_batch_size", "optimizer",
-         "weights", "residual", "offload", "compile", "cuda_graphs")
+SETTINGS = ("batch_size", "gradient_accumulation_steps", "saved_activations", "loss_chunk", "eval_batch_size",
+            "optimizer", "weights", "residual", "offload", "compile", "cuda_graphs")
 
 
 def main() -> None:
@@ -113,13 +113,13 @@ def planned(triples: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def others(chosen: RunConfig) -> Iterator[RunConfig]:
-    """Micro-batches from large to small, each with levels from the one that keeps most to the one that keeps least."""
+    """Micro-batches from large to small, each with policies, the one that saves most first."""
     sequences = chosen.batch_size * chosen.gradient_accumulation_steps
     for batch in range(sequences, 0, -1):
         if sequences % batch == 0:
-            for level in LEVELS:
-                yield replace(chosen, batch_size=batch, gradient_accumulation_steps=sequences // batch, recompute=level,
-                              eval_batch_size=min(chosen.eval_batch, batch))
+            for policy in POLICIES:
+                yield replace(chosen, batch_size=batch, gradient_accumulation_steps=sequences // batch,
+                              saved_activations=policy, eval_batch_size=min(chosen.eval_batch, batch))
 
 
 def spread(cells: Iterator[RunConfig], as_it_fits: Callable[[RunConfig], RunConfig | None]) -> list[RunConfig]:

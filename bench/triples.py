@@ -172,8 +172,8 @@ def story(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """What fit chose, what was forecast and what was measured."""
     first = {kind: next((row for row in rows if row["kind"] == kind), {}) for kind in ("run", "plan", "plan_measured")}
     asked = first["run"].get("config", {})
-    settings = ("batch_size", "gradient_accumulation_steps", "recompute", "loss_chunk", "eval_batch_size", "optimizer",
-             "weights", "residual", "offload", "step_in_backward", "compile", "cuda_graphs")
+    settings = ("batch_size", "gradient_accumulation_steps", "saved_activations", "loss_chunk", "eval_batch_size",
+                "optimizer", "weights", "residual", "offload", "step_in_backward", "compile", "cuda_graphs")
     return {"chosen": {key: asked[key] for key in settings if key in asked}, "params": first["run"].get("params"),
             "device_name": first["run"].get("device_name"), "torch": first["run"].get("versions", {}).get("torch"),
             "needs": first["plan"].get("needs_bytes"), "cap": first["plan"].get("reserve_limit_bytes"),

@@ -20,8 +20,9 @@ SMALL: dict[str, Any] = dict(n_layer=1, n_embd=8, n_head=1, block_size=4, batch_
                              max_iters=2, eval_interval=2, eval_iters=1, save_interval=1)
 # One window at a time; then also recomputation, and the optimizer in CPU RAM.
 FALLBACKS = (FallbackPlan({"batch_size": 1, "gradient_accumulation_steps": 4}, 3 * GiB, "batch 1 × 4"),
-             FallbackPlan({"batch_size": 1, "gradient_accumulation_steps": 4, "recompute": "input", "loss_chunk": 3,
-                           "offload": "optimizer"}, 2 * GiB, "batch 1 × 4, recompute input, optimizer in CPU RAM"))
+             FallbackPlan({"batch_size": 1, "gradient_accumulation_steps": 4, "saved_activations": "input",
+                           "loss_chunk": 3, "offload": "optimizer"}, 2 * GiB,
+                          "batch 1 × 4, saved activations input, optimizer in CPU RAM"))
 
 
 class FailingAllocations(TorchDispatchMode):

@@ -50,10 +50,12 @@ def fitted_part() -> str:
         for at, row in enumerate(found):
             name = "**fitted**" if row["contender"] == "fitted" else "plain"
             rows.append([CASES[case].partition(",")[0] if not at else "", name,
-                         f"{row['accumulation']} × {row['batch_size']}", row.get("knobs", {}).get("recompute", ""),
+                         f"{row['accumulation']} × {row['batch_size']}",
+                         row.get("knobs", {}).get("saved_activations", ""),
                          f"{row['tokens_per_s']:,.0f}", f"{row['tokens_per_s'] / best:.2f}",
                          show_bytes(row["reserved_with_eval"])])
-    return markdown(["run", "trainer", "micro-batches", "recompute", "tokens/s", "× best plain", "reserved"], rows)
+    return markdown(["run", "trainer", "micro-batches", "saved activations", "tokens/s", "× best plain",
+                     "reserved"], rows)
 
 
 def sweeps_part() -> str:
@@ -72,7 +74,8 @@ def sweeps_part() -> str:
 
 
 def _cell(cell: dict[str, Any]) -> str:
-    return f"{cell['gradient_accumulation_steps']} × {cell['batch_size']}, {cell['recompute'].replace(',', ' ')}"
+    saved = cell["saved_activations"].replace(",", " ")
+    return f"{cell['gradient_accumulation_steps']} × {cell['batch_size']}, {saved}"
 
 
 def nanospeed_part() -> str:

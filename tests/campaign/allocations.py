@@ -33,7 +33,7 @@ VARIANTS: dict[str, Mapping[str, Any]] = {
     "adam8bit": dict(optimizer="adam8bit"), "bfloat16": dict(weights="bfloat16", dtype="bfloat16"),
     "offload_optimizer": dict(offload="optimizer"), "offload_gradients": dict(offload="gradients"),
     "step_in_backward": dict(step_in_backward=True, batch_size=4, gradient_accumulation_steps=1, grad_clip=0.0),
-    "recompute": dict(recompute="input"),
+    "saved_activations": dict(saved_activations="input"),
 }
 RESUMED = ("adamw", "dropout", "float16")  # also with a run of which half is done
 

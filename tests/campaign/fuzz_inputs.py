@@ -134,8 +134,8 @@ def config_file(chance: random.Random) -> str:
 
 def query_string(chance: random.Random) -> str:
     specs = option_specs(RunConfig)
-    names = ("block_size", "batch_size", "gradient_accumulation_steps", "dtype", "recompute", "optimizer", "offload",
-             "compile", "vocab_size", "loss_chunk", "weights")
+    names = ("block_size", "batch_size", "gradient_accumulation_steps", "dtype", "saved_activations", "optimizer",
+             "offload", "compile", "vocab_size", "loss_chunk", "weights")
     pairs = [chance.choice(("n_layer=4&n_head=4&n_embd=256", "n_layer=12&n_head=12&n_embd=768", "n_layer=2"))]
     pairs += [f"{name}={option_value(specs[name], chance)}" for name in chance.sample(names, chance.randint(0, 3))]
     pairs += chance.sample(("gpu=4070", "gpu=RTX+4070", "others=2118MiB", "trainer=nanogpt", "torch=2.11",

@@ -369,7 +369,7 @@ def test_a_plan_file_is_explained_by_its_config(tmp_path: Path, no_stdin: None,
 
 def test_a_plan_with_a_config_lists_changes_and_savings(
         tmp_path: Path, no_stdin: None, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["fit", *SHALLOW, "--gpu=4070", "--recompute=all", "--gradient_accumulation_steps=1",
+    assert main(["fit", *SHALLOW, "--gpu=4070", "--saved_activations=all", "--gradient_accumulation_steps=1",
                  "-o", str(tmp_path / "plan.json")]) == 0
     capsys.readouterr()
     assert main(["explain", str(tmp_path / "plan.json"), "--json"]) == 0

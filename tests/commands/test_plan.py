@@ -190,17 +190,17 @@ def test_the_fit_command_for_a_nanogpt_run_omits_the_trainer(run_plan: Any) -> N
 def test_options_price_every_change_exactly(run_plan: Any) -> None:
     document = run_plan(*SMALL, "--gpu=4070", "--options", "--json").json
     flags = {each["change"]["flags"][0]: each for each in document["options"]}
-    assert {"--batch_size=4", "--recompute=input", "--offload=optimizer", "--weights=bfloat16"} <= set(flags)
-    changed = run_plan(*SMALL, "--gpu=4070", "--recompute=input", "--json").json
-    assert flags["--recompute=input"]["needs"] == changed["needs_bytes"]
+    assert {"--batch_size=4", "--saved_activations=input", "--offload=optimizer", "--weights=bfloat16"} <= set(flags)
+    changed = run_plan(*SMALL, "--gpu=4070", "--saved_activations=input", "--json").json
+    assert flags["--saved_activations=input"]["needs"] == changed["needs_bytes"]
     shown = run_plan(*SMALL, "--gpu=4070", "--options").out
     assert all(flag in shown for flag in flags)
     for each in document["options"]:  # "--batch_size=4 …" with what has to be typed with it
         together = " ".join(each["change"]["flags"])
         assert together in " ".join(shown.split())
         assert (f"{each['change']['flags'][0]} …  " in shown) == (" " in together)
-    levels = ("no_mlp_up", "attention_projection", "attention", "input")
-    speeds = [flags[f"--recompute={level}"]["speed"] for level in levels]
+    policies = ("no_mlp_up", "attention_projection", "attention", "input")
+    speeds = [flags[f"--saved_activations={policy}"]["speed"] for policy in policies]
     assert 1 > speeds[0] > speeds[1] > speeds[2] > speeds[3] > 0.5
     assert f"{speeds[3]:.2f}  exact  ✓" in shown
 

@@ -63,10 +63,10 @@ def test_resumes_warnings_and_skipped_steps_are_events() -> None:
 
 def test_rows_of_unknown_kinds_are_events() -> None:
     html = page_of([FACTS, {"kind": "oom", "step": 7, "text": "Evaluation goes on with 4 windows at a time."},
-                    {"kind": "stepped_down", "step": 8, "plan": "recompute=input"}])
+                    {"kind": "stepped_down", "step": 8, "plan": "saved_activations=input"}])
     assert "Evaluation goes on with 4 windows at a time." in html
     assert "stepped_down" in html
-    assert "plan recompute=input" in html
+    assert "plan saved_activations=input" in html
 
 
 def test_samples_are_shown() -> None:

@@ -13,7 +13,7 @@ import pytest
 from fitgpt.config.architectures import POSITIONS, parameter_shapes
 from fitgpt.config.argv import walk
 from fitgpt.config.fields import Requires, option_specs
-from fitgpt.config.memory_savers import KEEPS, LEVELS, SAVERS, Saver, loss_chunk_tokens, parse_levels
+from fitgpt.config.memory_savers import POLICIES, SAVED_TENSORS, SAVERS, Saver, loss_chunk_tokens, parse_policies
 from fitgpt.config.optimizers import OPTIMIZERS, state_bytes
 from fitgpt.config.run_config import RunConfig, config_from
 from fitgpt.core.errors import UsageError
@@ -35,15 +35,15 @@ def with_saver(saver: Saver, config: RunConfig = SMALL) -> RunConfig:
 
 
 def test_each_recompute_level_keeps_a_subset_of_the_one_before() -> None:
-    for more, less in pairwise(LEVELS):
-        assert KEEPS[less] < KEEPS[more]
+    for more, less in pairwise(POLICIES):
+        assert SAVED_TENSORS[less] < SAVED_TENSORS[more]
 
 
-@pytest.mark.parametrize(("text", "levels"), [
+@pytest.mark.parametrize(("text", "policies"), [
     ("matmuls", ["matmuls"] * 3), (" input ", ["input"] * 3), ("1*input,2*all", ["input", "all", "all"]),
     ("2 * no_mlp_up, 1*attention", ["no_mlp_up", "no_mlp_up", "attention"]), ("3*all", ["all"] * 3)])
-def test_recompute_takes_one_level_or_counts_of_levels(text: str, levels: list[str]) -> None:
-    assert parse_levels(text, 3) == levels
+def test_recompute_takes_one_policy_or_counts_of_policies(text: str, policies: list[str]) -> None:
+    assert parse_policies(text, 3) == policies
 
 
 @pytest.mark.parametrize(("text", "says"), [
@@ -51,15 +51,15 @@ def test_recompute_takes_one_level_or_counts_of_levels(text: str, levels: list[s
     ("x*input", "must be one of"), ("input,all", "must be one of"), ("-1*input,4*all", "must be one of"),
     ("2*input,2*all", "names 4 layers"), ("999999999*input", "names 999999999 layers"),
     ("9" * 5000 + "*input", "must be one of")])
-def test_an_invalid_recompute_is_an_error(text: str, says: str) -> None:
-    with pytest.raises(UsageError, match="recompute") as error:
-        RunConfig(n_layer=3, n_head=1, n_embd=8, recompute=text)
+def test_an_invalid_value_of_saved_activations_is_an_error(text: str, says: str) -> None:
+    with pytest.raises(UsageError, match="saved_activations") as error:
+        RunConfig(n_layer=3, n_head=1, n_embd=8, saved_activations=text)
     assert says in error.value.what
 
 
 def test_grad_checkpoint_means_recompute_input() -> None:
-    assert RunConfig(grad_checkpoint=True).levels == ("input",) * 12
-    assert RunConfig().levels == ("matmuls",) * 12
+    assert RunConfig(grad_checkpoint=True).policies == ("input",) * 12
+    assert RunConfig().policies == ("matmuls",) * 12
 
 
 # ---- what each saves
@@ -92,7 +92,7 @@ def _logits(config: RunConfig) -> int:
 
 
 def _block_inputs_only(config: RunConfig) -> int:
-    """What recompute=matmuls keeps, and the softmax statistics of attention: 4 bytes per token and head."""
+    """What saved_activations=matmuls keeps, and the softmax statistics of attention: 4 bytes per token and head."""
     return _per_layer(18)(config) + 4 * config.n_layer * config.batch_size * config.block_size * config.n_head
 
 
@@ -109,11 +109,11 @@ def _state_against_adamw(config: RunConfig) -> int:
 # config that uses it: what the text `saves` says, as a formula.
 SAVINGS: dict[str, tuple[Any, str, Callable[[RunConfig], int]]] = {
     "loss_chunk=1024": (0, "train", _logits),
-    "recompute=matmuls": ("all", "train", _per_layer(12)),
-    "recompute=no_mlp_up": ("matmuls", "train", _per_layer(8)),
-    "recompute=attention_projection": ("matmuls", "train", _per_layer(14)),
-    "recompute=attention": ("matmuls", "train", _per_layer(16)),
-    "recompute=input": ("matmuls", "train", _block_inputs_only),
+    "saved_activations=matmuls": ("all", "train", _per_layer(12)),
+    "saved_activations=no_mlp_up": ("matmuls", "train", _per_layer(8)),
+    "saved_activations=attention_projection": ("matmuls", "train", _per_layer(14)),
+    "saved_activations=attention": ("matmuls", "train", _per_layer(16)),
+    "saved_activations=input": ("matmuls", "train", _block_inputs_only),
     "offload=optimizer": ("none", "load", state_bytes),
     "offload=gradients": ("none", "step", lambda config: state_bytes(config) + 4 * _parameters(config)),
     "casts=transient": ("kept", "load", lambda config: 2 * _cast_parameters(config)),
@@ -152,7 +152,7 @@ def test_every_saver_is_an_option_of_train_with_texts(saver: Saver) -> None:
 
 
 def test_every_recompute_level_but_the_first_is_a_saver() -> None:
-    assert [saver.value for saver in SAVERS if saver.option == "recompute"] == list(LEVELS[1:])
+    assert [saver.value for saver in SAVERS if saver.option == "saved_activations"] == list(POLICIES[1:])
 
 
 def test_every_optimizer_but_adamw_is_a_saver() -> None:
@@ -160,7 +160,7 @@ def test_every_optimizer_but_adamw_is_a_saver() -> None:
 
 
 def test_every_saver_is_offered_as_a_change() -> None:
-    config = replace(SMALL, gradient_accumulation_steps=1, recompute="all", casts="kept", gradients="kept",
+    config = replace(SMALL, gradient_accumulation_steps=1, saved_activations="all", casts="kept", gradients="kept",
                      states="late")
     offered = {(option.change.family, getattr(option.config, saver.option))
                for option in single_changes(config) for saver in SAVERS if saver.family == option.change.family}

@@ -256,7 +256,7 @@ def test_fallback_plans_never_change_what_a_resume_cannot() -> None:
 
 @pytest.mark.parametrize(("option", "term"), [
     ("grad_checkpoint", "gradient checkpointing"), ("grad_checkpoint", "gradient_checkpointing_enable"),
-    ("recompute", "gradient checkpointing"), ("dtype", "mixed precision"), ("dtype", "GradScaler"),
+    ("saved_activations", "gradient checkpointing"), ("dtype", "mixed precision"), ("dtype", "GradScaler"),
     ("cuda_graphs", "CUDA graphs"), ("offload", "CPU offload"), ("grad_clip", "gradient clipping"),
     ("gradient_accumulation_steps", "gradient accumulation")])
 def test_help_has_the_terms_that_people_search_for(option: str, term: str) -> None:

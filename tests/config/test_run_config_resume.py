@@ -16,7 +16,7 @@ def _other(key: str) -> Any:
     one = option_specs(RunConfig)[key]
     special = {"dtype": "float16", "n_head": 6, "n_embd": 1536, "device": "cpu", "backend": "gloo", "keep_last": 3,
                "block_size": 2048, "init_from": "resume", "min_lr": 1e-6, "learning_rate": 1e-3, "compile": False,
-               "cuda_graphs": False, "recompute": "input", "weights": "bfloat16", "residual": "bfloat16",
+               "cuda_graphs": False, "saved_activations": "input", "weights": "bfloat16", "residual": "bfloat16",
                "optimizer": "adam8bit", "adam8bit": "bitsandbytes", "offload": "optimizer", "casts": "kept",
                "gradients": "kept", "states": "late", "budget": "8GiB", "leave": "2GiB", "rehearse": False,
                "gpus": "0"}

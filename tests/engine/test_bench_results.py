@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fitgpt.config.memory_savers import LEVELS
+from fitgpt.config.memory_savers import POLICIES
 from fitgpt.config.run_config import RunConfig
 from fitgpt.core.units import GiB, MiB
 from fitgpt.memory.platform import Platform
@@ -27,9 +27,9 @@ def test_gradients_are_as_near_to_float64_as_plain_ones_in_every_dtype_and_recom
     rows = recorded("gradients_h200.json")["rows"]
     assert {row["dtype"] for row in rows} == {"bfloat16", "float16", "float32"}
     for row in rows:
-        assert set(row["ours"]) == {*LEVELS, *(f"{level}, compiled" for level in LEVELS)}
-        for level, error in row["ours"].items():
-            assert error <= 1.5 * row["plain"], (row["shape"], row["dtype"], level)
+        assert set(row["ours"]) == {*POLICIES, *(f"{policy}, compiled" for policy in POLICIES)}
+        for policy, error in row["ours"].items():
+            assert error <= 1.5 * row["plain"], (row["shape"], row["dtype"], policy)
 
 
 def test_triton_kernels_agree_with_plain_torch() -> None:
@@ -78,7 +78,7 @@ def test_with_full_recomputation_a_run_needs_little_more_than_its_weights_and_st
     results = recorded(f"engine_{case}_h200.json")
     shape = {key: value for key, value in results["case"].items() if key != "accumulation"}
     config = RunConfig(**shape, gradient_accumulation_steps=results["case"]["accumulation"], vocab_size=50304,
-                       recompute="input", compile=True)
+                       saved_activations="input", compile=True)
     rows, width, vocab = config.batch_size * config.block_size, config.n_embd, config.vocab_size
     piece = 2 * 2048 * vocab + 2 * rows * width + 4 * vocab * width
     least = (16 * config.gpt_config().count_params() + 2 * vocab * width + 4 * config.n_layer * rows * width

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fitgpt import GPT, GPTConfig
-from fitgpt.config.memory_savers import LEVELS
+from fitgpt.config.memory_savers import POLICIES
 from fitgpt.engine import block, ops
 from tests.helpers import reference_loss
 
@@ -73,11 +73,11 @@ def test_recomputing_blocks_gives_bit_identical_gradients_and_can_be_switched_mi
         assert torch.equal(a, c)
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("bias", [True, False])
-def test_every_recompute_policy_gives_gpt2s_gradients_in_float64(level: str, bias: bool) -> None:
+def test_every_recompute_policy_gives_gpt2s_gradients_in_float64(policy: str, bias: bool) -> None:
     model = build(replace(TINY, bias=bias), torch.float64).double()
-    model.recompute_policies = [level] * 3
+    model.recompute_policies = [policy] * 3
     idx, targets = batch()
     ours = torch.autograd.grad(model(idx, targets)[1], list(model.parameters()))
     theirs = torch.autograd.grad(reference_loss(model, idx, targets), list(model.parameters()))
@@ -86,8 +86,8 @@ def test_every_recompute_policy_gives_gpt2s_gradients_in_float64(level: str, bia
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("level", LEVELS)
-def test_in_half_precision_the_gradients_error_stays_within_that_of_autocast(level: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("policy", POLICIES)
+def test_in_half_precision_the_gradients_error_stays_within_that_of_autocast(policy: str, dtype: torch.dtype) -> None:
     """Against a float64 reference, beside the error of the plain computation: autocast over the written-out GPT-2."""
     model = build(replace(TINY, n_embd=64))
     idx, targets = batch()
@@ -96,7 +96,7 @@ def test_in_half_precision_the_gradients_error_stays_within_that_of_autocast(lev
         plain = torch.autograd.grad(reference_loss(model, idx, targets) * 64, parameters)
     exact = build(replace(TINY, n_embd=64)).double()
     truth = torch.autograd.grad(reference_loss(exact, idx, targets) * 64, list(exact.parameters()))
-    model.compute_dtype, model.recompute_policies = dtype, [level] * 3
+    model.compute_dtype, model.recompute_policies = dtype, [policy] * 3
     model.accumulate(idx, targets, torch.tensor(64.0))
 
     def error(gradients: list[Tensor]) -> float:
@@ -106,14 +106,14 @@ def test_in_half_precision_the_gradients_error_stays_within_that_of_autocast(lev
 
 
 def test_each_recompute_policy_saves_fewer_bytes_than_the_one_before() -> None:
-    def kept_bytes(level: str) -> int:
+    def kept_bytes(policy: str) -> int:
         model = build(dtype=torch.bfloat16)
         x = torch.randn(4, 16, 32)
-        _, kept = block.forward(x, next(model.blocks()).weights(), model._block_options(), level)
+        _, kept = block.forward(x, next(model.blocks()).weights(), model._block_options(), policy)
         return sum(t.nbytes for t in kept.tensors.values()) + (kept.attended.out.nbytes if kept.attended else 0)
 
     rows = 4 * 16 * 32
-    sizes = {level: kept_bytes(level) // rows for level in LEVELS}
+    sizes = {policy: kept_bytes(policy) // rows for policy in POLICIES}
     assert sizes == {"all": 30, "matmuls": 18, "no_mlp_up": 10, "attention_projection": 4, "attention": 2, "input": 0}
 
 

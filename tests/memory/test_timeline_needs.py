@@ -52,7 +52,7 @@ def replays_at_every_cap(tape: Tape, expandable: bool) -> dict[int, bool]:
 @pytest.mark.parametrize("trainer", ["fitgpt", "nanogpt"])
 @pytest.mark.parametrize("options", [
     dict(compile=True), dict(compile=False), dict(compile=False, dropout=0.1, n_layer=3),
-    dict(dtype="float32", recompute="input"), dict(batch_size=16, vocab_size=64)], ids=str)
+    dict(dtype="float32", saved_activations="input"), dict(batch_size=16, vocab_size=64)], ids=str)
 def test_the_needs_of_an_ordinary_run_are_the_smallest_limit_and_every_larger_one_is_enough(
         expandable: bool, trainer: str, options: dict[str, Any]) -> None:
     written = tape(trainer, **options)

@@ -44,7 +44,8 @@ def first_flags(config: RunConfig, trainer: str = "fitgpt") -> set[str]:
 
 @pytest.mark.parametrize("trainer", ["fitgpt", "nanogpt"])
 @pytest.mark.parametrize("config", [SMALL, replace(SMALL, compile=False, dropout=0.1, batch_size=7),
-                                    replace(SMALL, dtype="float16", recompute="1*all,2*input", eval_block_size=200)])
+                                    replace(SMALL, dtype="float16", saved_activations="1*all,2*input",
+                                            eval_block_size=200)])
 def test_the_flags_of_a_change_are_all_that_it_changes(trainer: str, config: RunConfig) -> None:
     config_flags = [f"--{key}={value}" for key, value in config.to_dict().items()]
     for change, changed in single_changes(config, trainer):
@@ -65,9 +66,10 @@ def test_the_cost_of_leaving_nanogpt_is_recomputation() -> None:
     def cost(config: RunConfig) -> str:
         return next(each.change.slower for each in single_changes(config, "nanogpt") if each.change.family == "trainer")
 
-    assert cost(SMALL) == "nothing"
-    for more in (dict(grad_checkpoint=True), dict(recompute="all")):
-        assert "recompute" in cost(replace(SMALL, **more))
+    for saved in (dict(), dict(saved_activations="all")):
+        assert cost(replace(SMALL, **saved)) == "nothing"
+    for less in (dict(grad_checkpoint=True), dict(saved_activations="1*all,2*attention")):
+        assert "recompute" in cost(replace(SMALL, **less))
 
 
 def test_a_smaller_batch_trains_on_the_same_tokens_and_evaluates_the_same_windows() -> None:
@@ -83,7 +85,7 @@ def test_dropout_draws_other_masks_for_other_batches() -> None:
 
 
 def test_every_saver_is_offered_where_it_applies() -> None:
-    config = replace(SMALL, gradient_accumulation_steps=1, batch_size=16, recompute="all", casts="kept",
+    config = replace(SMALL, gradient_accumulation_steps=1, batch_size=16, saved_activations="all", casts="kept",
                      gradients="kept", states="late")
     assert {f"--{saver.setting}".replace("--step_in_backward", "--step_in_backward=True") for saver in SAVERS} <= (
         first_flags(config) | {"--loss_chunk=1024", "--adam8bit=bitsandbytes"})
@@ -97,7 +99,7 @@ def test_changes_that_other_options_exclude_are_not_offered() -> None:
     offered = first_flags(replace(SMALL, dtype="float16"))
     assert "--step_in_backward=True" not in offered
     assert "--optimizer=adam8bit" not in first_flags(replace(SMALL, offload="optimizer"))
-    assert not family("recompute", replace(SMALL, recompute="input"))
+    assert not family("saved_activations", replace(SMALL, saved_activations="input"))
     assert not family("batch", replace(SMALL, batch_size=1))
 
 
@@ -117,7 +119,7 @@ def test_only_another_block_makes_losses_incomparable() -> None:
     assert {option.change.family for option in single_changes(SMALL) if not option.change.comparable} == {"block"}
 
 
-@pytest.mark.parametrize("name", ["batch", "recompute", "loss", "offload"])
+@pytest.mark.parametrize("name", ["batch", "saved_activations", "loss", "offload"])
 def test_a_family_saves_more_from_one_change_to_the_next(name: str) -> None:
     before = memory_use(SMALL, SETTING)
     saved = [priced(option, before, SETTING, budget_of(GiB)).saved_in_training for option in family(name)]
@@ -182,7 +184,8 @@ def test_only_scales_have_several_changes_in_a_family() -> None:
     sizes: dict[str, int] = {}
     for option in single_changes(replace(SMALL, gradient_accumulation_steps=1)):
         sizes[option.change.family] = sizes.get(option.change.family, 0) + 1
-    assert {name for name, size in sizes.items() if size > 1} == {"batch", "recompute", "evaluation", "loss", "offload"}
+    several = {name for name, size in sizes.items() if size > 1}
+    assert several == {"batch", "saved_activations", "evaluation", "loss", "offload"}
 
 
 def test_nothing_is_suggested_where_no_single_change_is_enough() -> None:

@@ -27,7 +27,7 @@ CASES: dict[str, dict[str, Any]] = {
     "124M": dict(),
     "77M eager": dict(n_embd=576, batch_size=16, gradient_accumulation_steps=32, dtype="float16", compile=False),
     "odd batch": dict(n_layer=4, batch_size=15, gradient_accumulation_steps=3),
-    "mixed levels": dict(n_layer=4, recompute="1*input,3*matmuls"),
+    "mixed policies": dict(n_layer=4, saved_activations="1*input,3*matmuls"),
     "large evaluation": dict(n_layer=4, batch_size=2, eval_batch_size=32),
     "lossy": dict(n_layer=4, optimizer="adam8bit", weights="bfloat16"),
     "at once": dict(n_layer=4, step_in_backward=True, grad_clip=0.0, gradient_accumulation_steps=1),
@@ -82,8 +82,8 @@ def test_a_plan_describes_its_changes() -> None:
     assert first.changes == {"batch_size": 5, "gradient_accumulation_steps": 96, "eval_batch_size": 12,
                              "loss_chunk": 4096}
     assert first.why == "batch 5 × 96, loss in chunks of 4096 tokens"
-    assert last.why == ("batch 1 × 480, recompute input, loss in chunks of 256 tokens, no CUDA graphs, gradients in "
-                        "CPU RAM")
+    assert last.why == ("batch 1 × 480, saved activations input, loss in chunks of 256 tokens, no CUDA graphs, "
+                        "gradients in CPU RAM")
 
 
 def test_lossy_optimizers_are_not_offloaded() -> None:
@@ -128,7 +128,7 @@ def test_a_run_that_lacks_some_mib_keeps_most_of_its_speed() -> None:
     here, card = Platform((9, 0), "2.11"), gpus.find("h200")
     config = resolve_run(RunConfig(
         n_layer=36, n_head=20, n_embd=1280, bias=True, block_size=512, batch_size=2, gradient_accumulation_steps=32,
-        recompute="32*input,2*attention_projection,1*matmuls,1*all", eval_batch_size=16, offload="optimizer",
+        saved_activations="32*input,2*attention_projection,1*matmuls,1*all", eval_batch_size=16, offload="optimizer",
         loss_chunk=256), here)
     limit = replay_run(config, here).needs - 64 * MiB
     found = fastest_within(config, here, card, limit)

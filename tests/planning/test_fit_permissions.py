@@ -56,7 +56,7 @@ def generated(number: int) -> Iterator[Case]:
     batch, accumulation = rng.choice(((4, 1), (2, 2), (1, 4), (3, 2)))
     config = replace(rng.choice(SHAPES), batch_size=batch, gradient_accumulation_steps=accumulation,
                      dtype="float16", compile=platform.compiles, eval_batch_size=rng.choice((0, 1)),
-                     recompute=rng.choice(("matmuls", "matmuls", "all", "input")))
+                     saved_activations=rng.choice(("matmuls", "matmuls", "all", "input")))
     costs, roomy = CostCache(platform), FitTarget(platform, Budget(card.name, 10**12, 0, 10**12, 0), card)
     search = roomy.search(config, parse_allow("lossy,muon"))
     search.costs = costs

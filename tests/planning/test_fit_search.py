@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fitgpt.config.memory_savers import LEVELS
+from fitgpt.config.memory_savers import POLICIES
 from fitgpt.config.run_config import RunConfig, diff, resolve_run
 from fitgpt.core.errors import UsageError
 from fitgpt.core.units import MiB, show_bytes
@@ -63,15 +63,15 @@ def test_the_chosen_settings_fit_train_the_same_and_use_the_memory(limit: int) -
     assert found.chosen.headroom == limit * MiB - found.chosen.needs
     assert chosen.batch_size * chosen.gradient_accumulation_steps == 16
     assert {option for option, _, _ in diff(SMALL, chosen)} & set(TRAINED) == set()
-    assert set(chosen.levels) != {"all"}
-    for level in set(chosen.levels):
-        for more in LEVELS[:LEVELS.index(level)]:
-            levels = list(chosen.levels)
-            levels.remove(level)
-            kept = sorted([*levels, more], key=LEVELS.index, reverse=True)  # those that keep least come first
-            less = replace(chosen, recompute=",".join(f"1*{each}" for each in kept), grad_checkpoint=False)
+    assert set(chosen.policies) != {"all"}
+    for policy in set(chosen.policies):
+        for more in POLICIES[:POLICIES.index(policy)]:
+            policies = list(chosen.policies)
+            policies.remove(policy)
+            kept = sorted([*policies, more], key=POLICIES.index, reverse=True)  # those that keep least come first
+            less = replace(chosen, saved_activations=",".join(f"1*{each}" for each in kept), grad_checkpoint=False)
             faster = estimate(less, CARD, SETTING).likely / found.chosen.speed.likely - 1  # type: ignore[union-attr]
-            assert faster < fit_search.TIE or not fits(less, SETTING, budget), (level, more)
+            assert faster < fit_search.TIE or not fits(less, SETTING, budget), (policy, more)
 
 
 def test_more_memory_is_never_slower_where_the_given_run_does_not_fit() -> None:
@@ -87,8 +87,8 @@ def test_no_other_micro_batch_is_more_than_1_percent_faster() -> None:
     assert found.chosen is not None
     assert found.chosen.speed is not None
     for batch in (1, 2, 4, 8, 16):
-        for level in LEVELS:
-            other = replace(SMALL, batch_size=batch, gradient_accumulation_steps=16 // batch, recompute=level,
+        for policy in POLICIES:
+            other = replace(SMALL, batch_size=batch, gradient_accumulation_steps=16 // batch, saved_activations=policy,
                             eval_batch_size=1)
             if fits(other, SETTING, limit):
                 expected = estimate(other, CARD, SETTING)
@@ -144,7 +144,7 @@ def test_a_run_that_does_not_fit_keeps_what_costs_no_time() -> None:
 
 
 def test_a_gain_beyond_the_error_is_taken_with_as_little_memory_as_gives_it() -> None:
-    slow = replace(SMALL, compile=False, recompute="input", batch_size=1, gradient_accumulation_steps=16)
+    slow = replace(SMALL, compile=False, saved_activations="input", batch_size=1, gradient_accumulation_steps=16)
     search = Search(slow, target_of(900 * MiB), frozenset())
     given, chosen = search.unchanged(), search.choose()
     assert given is not None
@@ -159,14 +159,14 @@ def test_a_gain_beyond_the_error_is_taken_with_as_little_memory_as_gives_it() ->
 def test_a_measured_gain_of_three_percent_is_taken_and_an_estimated_one_is_not(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FITGPT_HOME", str(tmp_path))
-    larger = replace(LARGE_BATCH, batch_size=32, gradient_accumulation_steps=1, eval_iters=2, recompute="all")
+    larger = replace(LARGE_BATCH, batch_size=32, gradient_accumulation_steps=1, eval_iters=2, saved_activations="all")
     assert fitted(900, LARGE_BATCH).chosen.flags == ()  # type: ignore[union-attr]
     for config, speed in ((LARGE_BATCH, 100_000.0), (larger, 103_000.0)):
         measured_speeds.add(CARD.name, resolve_run(config, SETTING), speed, "2.13", "fit --measure")
     found = find_fastest(LARGE_BATCH, target_of(900 * MiB))
     assert found.chosen is not None
     assert found.chosen.speed is not None
-    assert (found.chosen.config.batch_size, found.chosen.config.recompute) == (32, "all")
+    assert (found.chosen.config.batch_size, found.chosen.config.saved_activations) == (32, "all")
     assert found.chosen.speed.likely == 103_000
     assert "measured here on " in found.chosen.speed.basis
 
@@ -201,9 +201,10 @@ def test_the_reason_for_a_larger_micro_batch_depends_on_offload() -> None:
 
 
 def test_a_reason_says_as_little_recomputation_as_fits_only_where_layers_recompute() -> None:
-    why = next(decision.why for decision in fitted(81).decisions if "recompute" in decision.changes)
+    why = next(decision.why for decision in fitted(81).decisions if "saved_activations" in decision.changes)
     assert "as little recomputation as fits" in why
-    roomy, = decisions_for(replace(SMALL, recompute="input"), replace(SMALL, recompute="all"), target_of(900 * MiB))
+    roomy, = decisions_for(replace(SMALL, saved_activations="input"), replace(SMALL, saved_activations="all"),
+                           target_of(900 * MiB))
     assert "as little recomputation as fits" not in roomy.why
 
 
@@ -322,7 +323,7 @@ def test_among_tied_candidates_the_one_with_fewest_changes_wins_and_its_config_h
         assert one.seconds >= chosen.seconds / (1 + fit_search.TIE)
         if one.seconds <= chosen.seconds:
             assert one.changes >= chosen.changes
-    assert mix_of(search.config_of(chosen).levels) == chosen.mix
+    assert mix_of(search.config_of(chosen).policies) == chosen.mix
 
 
 def test_step_in_backward_keeps_tokens_per_step_and_the_batch_limit() -> None:
@@ -341,8 +342,9 @@ def test_step_in_backward_keeps_tokens_per_step_and_the_batch_limit() -> None:
 def test_the_smallest_memory_is_below_that_of_other_settings() -> None:
     found = fitted(42)
     assert found.least is not None
-    for changes in (dict(recompute="input"), dict(offload="gradients"), dict(offload="gradients", recompute="input"),
-                    dict(offload="gradients", recompute="input", loss_chunk=128)):
+    for changes in (dict(saved_activations="input"), dict(offload="gradients"),
+                    dict(offload="gradients", saved_activations="input"),
+                    dict(offload="gradients", saved_activations="input", loss_chunk=128)):
         other = replace(SMALL, batch_size=1, gradient_accumulation_steps=16, eval_batch_size=1, **changes)  # type: ignore[arg-type]
         assert found.least.needs <= memory_use(other, SETTING).needs
 

@@ -40,7 +40,8 @@ def worth(formula_text: str) -> float:
 @pytest.mark.parametrize("trainer", ["fitgpt", "nanogpt"])
 @pytest.mark.parametrize("options", [
     dict(compile=False), dict(compile=True), dict(compile=False, dropout=0.1, bias=True), dict(dtype="float32"),
-    dict(n_embd=120, n_head=5), dict(recompute="1*input,2*matmuls"), dict(weights="bfloat16", optimizer="adam8bit"),
+    dict(n_embd=120, n_head=5), dict(saved_activations="1*input,2*matmuls"),
+    dict(weights="bfloat16", optimizer="adam8bit"),
     dict(optimizer="adam8bit", adam8bit="bitsandbytes"), dict(optimizer="muon", block_size=64),
     dict(batch_size=1, eval_batch_size=64), dict(offload="optimizer"),
 ], ids=str)
@@ -68,7 +69,7 @@ def test_logits_of_a_chunk_show_its_tokens() -> None:
 
 
 def test_activations_are_grouped_by_layers_with_the_same_recompute_level() -> None:
-    _, shares = at_the_peak("fitgpt", recompute="1*input,2*matmuls", vocab_size=50304)
+    _, shares = at_the_peak("fitgpt", saved_activations="1*input,2*matmuls", vocab_size=50304)
     assert shares["activations"].formula.startswith("2 layers × 512 tokens × (128 × 22 + ")
     assert "+ 1 layer × 512 tokens × 128 × 4 bytes" in shares["activations"].formula
 

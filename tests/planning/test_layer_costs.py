@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fitgpt.config.memory_savers import LEVELS
+from fitgpt.config.memory_savers import POLICIES
 from fitgpt.config.run_config import RunConfig, resolve_run
 from fitgpt.core.errors import UsageError
 from fitgpt.core.units import MiB
@@ -34,13 +34,13 @@ SETTINGS = tuple(platform_for(gpus.find(name)) for name in ("4070", "h200", "t4"
 
 
 def random_run(rng: random.Random) -> tuple[RunConfig, Platform]:
-    """Any memory saver, any mix of recompute levels, up to a few hundred MiB."""
+    """Any memory saver, any mix of recompute policies, up to a few hundred MiB."""
     platform = rng.choice(SETTINGS)
     layers, heads = rng.randint(1, 5), rng.choice((2, 4, 6, 8))
     first = rng.randint(0, layers)
-    levels = [f"{count}*{rng.choice(LEVELS)}" for count in (first, layers - first) if count]
+    policies = [f"{count}*{rng.choice(POLICIES)}" for count in (first, layers - first) if count]
     options: dict[str, Any] = dict(
-        n_layer=layers, n_head=heads, n_embd=heads * rng.choice((64, 48, 42, 32)), recompute=",".join(levels),
+        n_layer=layers, n_head=heads, n_embd=heads * rng.choice((64, 48, 42, 32)), saved_activations=",".join(policies),
         batch_size=rng.choice((1, 2, 3, 5, 8, 16)), block_size=rng.choice((64, 128, 256, 512)),
         gradient_accumulation_steps=rng.choice((1, 2, 5)), vocab_size=rng.choice((50304, 5000, 65)),
         bias=rng.random() < 0.3, dropout=rng.choice((0.0, 0.0, 0.1)), compile=rng.random() < 0.8,
@@ -85,7 +85,7 @@ def most_held(tape: Tape) -> int:
 def test_mapped_bytes_are_the_most_that_the_tape_holds(runs: list[tuple[RunConfig, Platform, Tape]]) -> None:
     """To the byte. With CUDA graphs, in some runs, the peak comes when the next batch is fetched, which is left out."""
     for config, platform, tape in runs:
-        mapped = layer_costs.CostCache(platform).cost(config).mapped(mix_of(config.levels))
+        mapped = layer_costs.CostCache(platform).cost(config).mapped(mix_of(config.policies))
         batch = max(config.batch_size * (config.block_size + 1), config.eval_batch * (config.eval_block + 1))
         left_out = round_size(8 * batch) if config.uses_cuda_graphs else 0
         assert 0 <= most_held(tape) - mapped <= left_out, config
@@ -96,7 +96,7 @@ def test_a_replay_fails_under_less_than_the_mapped_bytes(
         runs: list[tuple[RunConfig, Platform, Tape]], expandable: bool) -> None:
     for config, platform, tape in runs[::2 if expandable else 5]:
         shape = layer_costs.CostCache(replace(platform, expandable=expandable)).cost(config)
-        mix = mix_of(config.levels)
+        mix = mix_of(config.policies)
         too_little = shape.mapped(mix) - (PAGE if expandable else 0) - 1
         assert not shape.may_fit(mix, too_little)
         assert replay(tape, too_little, expandable=expandable).failed is not None, config
@@ -104,7 +104,7 @@ def test_a_replay_fails_under_less_than_the_mapped_bytes(
 
 def test_the_usual_fragmentation_is_that_of_gpt2() -> None:
     config = resolve_run(RunConfig(n_layer=12, n_head=12, n_embd=768, batch_size=8, vocab_size=50304), SETTINGS[0])
-    mapped = layer_costs.CostCache(SETTINGS[0]).cost(config).mapped(mix_of(config.levels))
+    mapped = layer_costs.CostCache(SETTINGS[0]).cost(config).mapped(mix_of(config.policies))
     assert with_usual_loss(mapped, True) == pytest.approx(
         replay(engine_tape.write(config, SETTINGS[0]), expandable=True).needs, rel=0.02)
     assert within_usual_loss(with_usual_loss(mapped, True), True) == pytest.approx(mapped, abs=2)
@@ -128,11 +128,11 @@ def test_cached_costs_equal_fresh_ones_for_other_depths_chunks_and_savers(platfo
         assert shared.cost(config) == layer_costs.CostCache(platform).cost(config)
 
 
-def test_two_levels_per_candidate_are_as_fast_as_trying_every_mix() -> None:
+def test_two_policies_per_candidate_are_as_fast_as_trying_every_mix() -> None:
     config = resolve_run(RunConfig(n_layer=7, n_head=4, n_embd=256, vocab_size=5000, block_size=256, batch_size=8,
                                    gradient_accumulation_steps=4), SETTINGS[0])
-    mixes: list[RecomputeMix] = [((level, 7),) for level in range(len(LEVELS))]
-    mixes += [((few, k), (many, 7 - k)) for few in range(len(LEVELS)) for many in range(few) for k in range(1, 7)]
+    mixes: list[RecomputeMix] = [((policy, 7),) for policy in range(len(POLICIES))]
+    mixes += [((few, k), (many, 7 - k)) for few in range(len(POLICIES)) for many in range(few) for k in range(1, 7)]
     for limit in (150 * MiB, 180 * MiB, 260 * MiB):
         target = FitTarget(SETTINGS[0], Budget("RTX 4070", limit, 0, limit, 0), gpus.find("4070"))
         search = Search(config, target, frozenset())
@@ -151,5 +151,5 @@ def test_two_levels_per_candidate_are_as_fast_as_trying_every_mix() -> None:
 
 def test_a_described_mix_is_a_value_of_recompute() -> None:
     for text in ("matmuls", "3*input,9*matmuls", "1*input,10*no_mlp_up,1*all"):
-        config = RunConfig(recompute=text)
-        assert describe_mix(mix_of(config.levels)) == text
+        config = RunConfig(saved_activations=text)
+        assert describe_mix(mix_of(config.policies)) == text

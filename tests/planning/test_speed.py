@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from fitgpt.config.memory_savers import LEVELS
+from fitgpt.config.memory_savers import POLICIES
 from fitgpt.config.run_config import RunConfig, resolve_run
 from fitgpt.hardware import gpus
 from fitgpt.planning import plan, speed
@@ -44,7 +44,7 @@ def test_the_recorded_runs_are_those_of_the_results() -> None:
     assert json.loads(tool.TARGET.read_text()) == tool.document()
 
 
-def test_recompute_levels_rank_as_measured() -> None:
+def test_recompute_policies_rank_as_measured() -> None:
     runs = [run for run in shipped() if "engine_124m" in run.source]
     assert len(runs) >= 4
     by_measurement = sorted(runs, key=lambda run: run.tokens_per_s)
@@ -91,7 +91,7 @@ def test_a_gpu_without_figures_has_no_estimate() -> None:
 
 
 def test_each_recompute_level_that_keeps_less_is_slower() -> None:
-    speeds = [middle(replace(GPT2, recompute=level)) for level in LEVELS]
+    speeds = [middle(replace(GPT2, saved_activations=policy)) for policy in POLICIES]
     assert speeds == sorted(speeds, reverse=True)
 
 

@@ -70,7 +70,7 @@ def test_a_run_on_a_cpu_has_no_memory_figures_and_no_empty_box() -> None:
 
 def test_the_command_trains_the_same_config_in_another_folder() -> None:
     config = RunConfig(n_layer=3, n_head=3, n_embd=96, learning_rate=1e-3, min_lr=1e-3 / 10, dataset="my data",
-                       out_dir="runs/x", init_from="resume", compile=False, recompute="2*all,1*input")
+                       out_dir="runs/x", init_from="resume", compile=False, saved_activations="2*all,1*input")
     words = reproduce(record_of("x", [FACTS], config.to_dict()))
     typed = "\n".join(command_lines(words, 60)).replace("\\\n", "")  # as a shell joins the lines
     argv = shlex.split(typed)

@@ -35,7 +35,7 @@ SINGLE: dict[str, dict[str, Any]] = {
     "one sequence": {"batch_size": 1}, "one sequence evaluated": {"eval_batch_size": 1},
     "one head": {"n_head": 1, "n_embd": 128}, "one head, padded": {"n_head": 1, "n_embd": 42},
     "one sequence, one head, padded, dropout": {"batch_size": 1, "eval_batch_size": 1, "n_head": 1, "n_embd": 42,
-                                                "dropout": 0.1, "recompute": "input"}}
+                                                "dropout": 0.1, "saved_activations": "input"}}
 
 CASES: dict[str, tuple[Platform, dict[str, Any]]] = {
     "bfloat16": (H200, {}),
@@ -48,16 +48,17 @@ CASES: dict[str, tuple[Platform, dict[str, Any]]] = {
     "efficient, float16, padded": (TURING, {"dtype": "float16", **PADDED}),
     "by hand, padded": (BY_HAND, PADDED),
     "by hand, dropout": (BY_HAND, {"dropout": 0.1}),
-    "by hand, float32, dropout, recompute": (BY_HAND, {"dtype": "float32", "dropout": 0.1, "recompute": "input"}),
-    **{f"recompute {level}": (H200, {"recompute": level})
-       for level in ("all", "no_mlp_up", "attention_projection", "attention", "input", "1*all,1*attention")},
-    "recompute all, float32": (H200, {"recompute": "all", "dtype": "float32"}),
-    "recompute attention, dropout, padded": (H200, {"recompute": "attention", "dropout": 0.1, **PADDED}),
+    "by hand, float32, dropout, inputs saved": (BY_HAND, {"dtype": "float32", "dropout": 0.1,
+                                                          "saved_activations": "input"}),
+    **{f"recompute {policy}": (H200, {"saved_activations": policy})
+       for policy in ("all", "no_mlp_up", "attention_projection", "attention", "input", "1*all,1*attention")},
+    "recompute all, float32": (H200, {"saved_activations": "all", "dtype": "float32"}),
+    "recompute attention, dropout, padded": (H200, {"saved_activations": "attention", "dropout": 0.1, **PADDED}),
     "grad_checkpoint, dropout": (H200, {"grad_checkpoint": True, "dropout": 0.1}),
     "bfloat16 weights": (H200, {"weights": "bfloat16"}),
     "bfloat16 residual, dropout": (H200, {"residual": "bfloat16", "dropout": 0.1}),
     "bfloat16 weights and residual": (H200, {"weights": "bfloat16", "residual": "bfloat16"}),
-    "bfloat16 weights, float16": (H200, {"weights": "bfloat16", "dtype": "float16", "recompute": "input"}),
+    "bfloat16 weights, float16": (H200, {"weights": "bfloat16", "dtype": "float16", "saved_activations": "input"}),
     "bfloat16 weights and residual, float32": (H200, {"weights": "bfloat16", "residual": "bfloat16",
                                                       "dtype": "float32", "dropout": 0.1}),
     "bfloat16 weights, embedding's rows sorted": (H200, {"weights": "bfloat16", "batch_size": 13}),
@@ -94,7 +95,8 @@ CASES: dict[str, tuple[Platform, dict[str, Any]]] = {
     "no Triton, adam8bit": (WINDOWS, {"optimizer": "adam8bit", "weights": "bfloat16"}),
     # Where compiled functions allocate their results only, and recorded work what it allocates when it is recorded:
     "compiled": (H200, {"compile": True, "cuda_graphs": False}),
-    "compiled, dropout, recompute": (H200, {"compile": True, "dropout": 0.1, "recompute": "1*input,1*no_mlp_up"}),
+    "compiled, dropout, two policies": (H200, {"compile": True, "dropout": 0.1,
+                                               "saved_activations": "1*input,1*no_mlp_up"}),
     "compiled, no bias, bfloat16 all through": (H200, {"compile": True, "cuda_graphs": False, "bias": False,
                                                        "weights": "bfloat16", "residual": "bfloat16"}),
     "compiled, recorded": (H200, {"compile": True}),

@@ -21,14 +21,14 @@ from fitgpt.tracing.trace_file import EMPTIED, WORKSPACE, Kind, Trace, from_json
 
 WEIGHT = Kind(400 * MiB, "weights", "aten.empty", "model", "train.py:3", "float32", (100, 1024, 1024))
 STATE = Kind(800 * MiB, "optimizer", "aten.zeros_like", "", "train.py:9", "float32", (200, 1024, 1024))
-SAVED = [Kind(300 * MiB, "activations", "aten.mm", f"model.layers.{layer}.mlp", "model.py:7", "float32",
+SAVED_TENSORS = [Kind(300 * MiB, "activations", "aten.mm", f"model.layers.{layer}.mlp", "model.py:7", "float32",
               (75, 1024, 1024)) for layer in (0, 0, 1, 1)]
 CUBLAS = Kind(32 * MiB, "workspace", WORKSPACE, "model", "model.py:7")
 
 
 def small_trace() -> Trace:
     """Weights, a workspace, and two steps: two layers save two tensors each, the first step makes optimizer state."""
-    tensors = (WEIGHT, CUBLAS, *SAVED, STATE, *SAVED)
+    tensors = (WEIGHT, CUBLAS, *SAVED_TENSORS, STATE, *SAVED_TENSORS)
     events = (0, 0, 0, 0, 0, 0, 6, 5, 4, 3, 0, EMPTIED, 0, 0, 0, 0, 11, 10, 9, 8)
     phases = (("load", 0), ("forward", 1), ("backward", 6), ("optimizer", 10), ("forward", 11), ("backward", 16))
     return Trace(("train.py", "--lr", "1"), tensors, events, phases, (12, 20), 104_857_600, (9, 0), 132, "2.11.0+cu130",

@@ -94,7 +94,7 @@ def test_if_no_single_change_is_enough_several_are_named(cards: Callable[..., No
 def test_a_run_that_would_not_fit_an_empty_gpu_does_not_wait(cards: Callable[..., None]) -> None:
     cards((reading(),))
     with pytest.raises(DeviceError) as raised:
-        check(RunConfig(**{**NEEDS_5_3, "batch_size": 64, "recompute": "all"}, wait=True))
+        check(RunConfig(**{**NEEDS_5_3, "batch_size": 64, "saved_activations": "all"}, wait=True))
     assert "--wait" not in raised.value.fix
 
 
@@ -265,7 +265,8 @@ def test_a_config_given_as_plan_names_the_plan_json(tmp_path: Path) -> None:
     ({"batch_size": "two"}, "a fallback plan: batch_size='two': batch_size takes a whole number"),
     ({"batch_size": 0}, "batch_size"), ({"offload": "cloud"}, "offload is one of"),
     ({"n_layer": 1}, "a fallback plan changes n_layer"), ({"weights": "bfloat16"}, "a fallback plan changes weights"),
-    ({"recompute": "3*input"}, "recompute"), ({"offload": "gradients", "cuda_graphs": True}, "offload=gradients"),
+    ({"saved_activations": "3*input"}, "saved_activations"),
+    ({"offload": "gradients", "cuda_graphs": True}, "offload=gradients"),
     ({"batch_size": 2}, "64 tokens per step, and the run has 128"),
 ])
 def test_a_fallback_plan_that_cannot_work_is_an_error_before_the_run(

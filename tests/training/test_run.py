@@ -323,10 +323,10 @@ def test_half_precision_trains_and_resumes_exactly(tmp_path: Path, dtype: str) -
 
 
 SAVERS = {  # name → what it changes, and how far its last loss may lie from the exact one's
-    "no_mlp_up": (dict(recompute="no_mlp_up"), 1e-3),
+    "no_mlp_up": (dict(saved_activations="no_mlp_up"), 1e-3),
     "kept casts": (dict(casts="kept", dtype="bfloat16"), 0.05),
     "kept gradients, late states": (dict(gradients="kept", states="late"), 0.0),
-    "mixed levels": (dict(recompute="1*input,1*all"), 1e-3),
+    "mixed policies": (dict(saved_activations="1*input,1*all"), 1e-3),
     "offload": (dict(offload="optimizer"), 1e-3),
     "offloaded gradients": (dict(offload="gradients"), 1e-3),
     "offloaded masters": (dict(weights="bfloat16", dtype="bfloat16", offload="optimizer"), 0.05),

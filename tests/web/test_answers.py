@@ -50,7 +50,7 @@ def test_plan_and_exact_agree_around_the_limit(trainer: str, compiled: bool) -> 
 
 
 @pytest.mark.parametrize("options", [
-    dict(), dict(n_layer=24), dict(compile=False), dict(recompute="input"),
+    dict(), dict(n_layer=24), dict(compile=False), dict(saved_activations="input"),
     dict(trainer="nanogpt", n_layer=48, n_head=25, n_embd=1600, batch_size=1)], ids=str)
 def test_a_deep_run_gets_its_final_verdict_and_bars_in_the_first_answer(options: dict[str, Any]) -> None:
     plan, exact = answers.plan(page_query(**options)), answers.exact(page_query(**options))

@@ -31,13 +31,13 @@ def test_each_fix_has_the_effect_it_states(query: str) -> None:
 
 def test_gradient_checkpointing_uses_as_few_layers_as_make_it_fit() -> None:
     query = "gpu=RTX+4070&batch_size=48&budget=9GiB"
-    button = answers.fix(read(query), "recompute")["fix"]
+    button = answers.fix(read(query), "saved_activations")["fix"]
     count = int(re.fullmatch(r"gradient checkpointing: (\d+) layers?", button["label"])[1])  # type: ignore[index]
-    level = re.search(r"\*(\w+),", button["settings"]["recompute"])[1]  # type: ignore[index]
+    policy = re.search(r"\*(\w+),", button["settings"]["saved_activations"])[1]  # type: ignore[index]
     assert not answers.plan(read(query))["fits"]
     for layers, enough in ((count, True), (count - 1, False)):
-        fewer = f"{layers}*{level},{12 - layers}*matmuls" if layers else "matmuls"
-        assert answers.plan(read(f"{query}&recompute={fewer}"))["fits"] == enough
+        fewer = f"{layers}*{policy},{12 - layers}*matmuls" if layers else "matmuls"
+        assert answers.plan(read(f"{query}&saved_activations={fewer}"))["fits"] == enough
 
 
 def test_the_first_fix_for_nanogpt_is_fitgpt() -> None:

@@ -164,7 +164,7 @@ def test_a_long_address_is_a_414(port: int) -> None:
 
 @pytest.mark.parametrize("text", ["<script>alert(1)</script>", "\" onload=\"x", "%1b[31m", "\u202e", "${1+1}", "'--"])
 def test_hostile_text_comes_back_only_as_json(port: int, text: str) -> None:
-    for setting in ("gpu", "others", "recompute", "anything"):
+    for setting in ("gpu", "others", "saved_activations", "anything"):
         reply = get(port, f"/api/plan?gpu=4070&{setting}={quote(text)}")
         assert reply.headers["content-type"] == "application/json"
         assert reply.json["problem"]["what"] if setting != "anything" else reply.json["fits"]

@@ -31,7 +31,7 @@ def other_values(option: str) -> list[Any]:
     if one.choices:
         return [each for each in one.choices if each != one.default]
     special: dict[str, list[Any]] = {
-        "recompute": ["input"], "n_embd": [128], "n_head": [4], "dropout": [0.1], "grad_clip": [0.0],
+        "saved_activations": ["input"], "n_embd": [128], "n_head": [4], "dropout": [0.1], "grad_clip": [0.0],
         "init_from": ["gpt2"], "device": ["cpu"], "loss_chunk": [64], "eval_block_size": [32], "keep_last": [7],
         "out_dir": ["x"], "dataset": ["x"], "gradient_accumulation_steps": [1]}
     return special.get(option, [one.default * 3 if one.default else 3] if one.kind in ("int", "float") else ["x"])
@@ -79,7 +79,7 @@ def test_settings_that_name_a_file_are_ignored() -> None:
 @pytest.mark.parametrize(("fix", "settings"), [
     ("--dtype=float16, or nothing", [{"dtype": "float16"}]),
     ("--n_head=7 or --n_head=14", [{"n_head": "7"}, {"n_head": "14"}]),
-    ("--recompute='4*no_mlp_up,8*matmuls' …", [{"recompute": "4*no_mlp_up,8*matmuls"}]),
+    ("--saved_activations='4*no_mlp_up,8*matmuls' …", [{"saved_activations": "4*no_mlp_up,8*matmuls"}]),
     ("Give what it may use: --gpu 'RX 7900 XTX' --budget 22GiB.", [{"gpu": "RX 7900 XTX", "budget": "22GiB"}]),
     ("Did you mean --dtype=float16?", [{"dtype": "float16"}]),
     ("--others=… --gpu NAME, or --out_dir=/x", [])])
@@ -94,7 +94,8 @@ def test_sentences_name_settings_without_dashes() -> None:
 
 @pytest.mark.parametrize("settings", [
     {}, dict(max_iters=5000),
-    dict(recompute="4*no_mlp_up,8*matmuls", bias=True, dropout=0.1, others="2118MiB", budget="8GiB", torch="2.11")])
+    dict(saved_activations="4*no_mlp_up,8*matmuls", bias=True, dropout=0.1, others="2118MiB", budget="8GiB",
+         torch="2.11")])
 def test_command_and_config_file_reproduce_the_config(settings: dict[str, Any], tmp_path: Path) -> None:
     query = page_query(**settings)
     found = {each.key: each.value for each in walk(shlex.split(plan_command(query))[2:], PlanArguments)}
@@ -111,8 +112,8 @@ def test_command_and_config_file_reproduce_the_config(settings: dict[str, Any], 
 
 
 def test_nanogpt_gets_only_options_that_its_command_line_has() -> None:
-    query = page_query(trainer="nanogpt", eval_batch_size=2, vocab_size=65, cuda_graphs=False, recompute="input",
-                       n_layer=6)
+    query = page_query(trainer="nanogpt", eval_batch_size=2, vocab_size=65, cuda_graphs=False,
+                       saved_activations="input", n_layer=6)
     assert command(query) == "python train.py --n_layer=6"
     assert "--vocab_size=65" in plan_command(query)
     assert "meta.pkl: 65 in this plan" in config_file(query, "")

@@ -205,11 +205,11 @@ def test_bars_and_tables_show_the_same_figures_of_a_run_that_does_not_fit(shown:
         assert f"Does not fit: {page.inner_text('#headroom')}." in page.text_content("#config")
 
         page.click("#savers > summary")  # options that nanoGPT does not have
-        assert page.is_disabled("#k-recompute")
+        assert page.is_disabled("#k-saved_activations")
         assert page.is_disabled("#s-loss_chunk")
         assert page.is_visible("#savers .badge >> nth=0")
         page.check("#trainer-fitgpt")
-        assert page.is_enabled("#k-recompute")
+        assert page.is_enabled("#k-saved_activations")
         assert page.is_hidden("#savers .badge >> nth=0")
 
 
@@ -328,7 +328,7 @@ def test_a_fix_button_pressed_while_others_arrive_changes_the_run_in_dark_mode(
         page.route("**/api/fix?family=offload*", lambda route: waiting.append(route))
         page.reload()
         verdict(page, "full")
-        fix = page.wait_for_selector('#fix-buttons [data-family="recompute"].enough')
+        fix = page.wait_for_selector('#fix-buttons [data-family="saved_activations"].enough')
         label = fix.inner_text().split("\n")[0]
         assert re.fullmatch(r"gradient checkpointing: \d+ layers?", label)
         for _ in range(400):
@@ -343,7 +343,7 @@ def test_a_fix_button_pressed_while_others_arrive_changes_the_run_in_dark_mode(
         page.mouse.up()
         page.unroute("**/api/fix?family=offload*")
         verdict(page, "fits")
-        assert re.search(r"recompute=\d+\*\w+%2C\d+\*matmuls", page.url)
+        assert re.search(r"saved_activations=\d+\*\w+%2C\d+\*matmuls", page.url)
         assert label in page.inner_text("#difference")
         page.wait_for_selector('#fix-buttons [data-family="muon"]')
         page.wait_for_selector("#gpus button")
@@ -402,9 +402,9 @@ def test_everything_works_by_keyboard(shown: Callable[..., Any]) -> None:
         verdict(page, "full")
         tabbed_to(page, "#savers > summary")
         page.keyboard.press("Enter")
-        tabbed_to(page, "#k-recompute")
+        tabbed_to(page, "#k-saved_activations")
         page.keyboard.press("i")  # input
-        page.wait_for_selector("#command:has-text('--recompute=input')")
+        page.wait_for_selector("#command:has-text('--saved_activations=input')")
         page.wait_for_selector('#fix-buttons:not(.stale) [data-family="batch"]')
         tabbed_to(page, '[data-family="batch"]')
         page.keyboard.press("Enter")

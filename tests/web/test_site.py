@@ -51,8 +51,8 @@ def random_query(rng: Random) -> str:
         "block_size": rng.choice((64, 333, 1024)), "compile": rng.choice(("auto", "False")),
         "others": rng.choice(("", "2118MiB"))}
     if trainer == "fitgpt":
-        settings |= rng.choice(({}, {"offload": "optimizer"}, {"recompute": "input"}, {"grad_checkpoint": "True"},
-                                {"optimizer": "muon"}))
+        settings |= rng.choice(({}, {"offload": "optimizer"}, {"saved_activations": "input"},
+                                {"grad_checkpoint": "True"}, {"optimizer": "muon"}))
     return urlencode({name: value for name, value in settings.items() if value != ""})
 
 
@@ -66,7 +66,7 @@ def random_questions() -> list[ApiRequest]:
     while len(found) < ANSWERS:
         query = random_query(rng)
         found += [ApiRequest(name, query) for name in ("plan", "step", "exact", "fixes")]
-        found += [ApiRequest("fix", f"family={rng.choice(('batch', 'recompute', 'offload'))}&{query}")]
+        found += [ApiRequest("fix", f"family={rng.choice(('batch', 'saved_activations', 'offload'))}&{query}")]
     return found[:ANSWERS]
 
 

@@ -62,18 +62,19 @@ SAVERS = (
     Saver("loss_chunk", 1024, True, "free",
           "all logits but those of 1024 tokens; the default, 0, chooses the chunk",
           "smaller matmuls: not measured", "chunked loss: {loss_chunk} tokens"),
-    Saver("recompute", "matmuls", True, "free",
-          "12 bytes × tokens × C in each layer against --recompute=all: the results of the norms and GELU; the default",
+    Saver("saved_activations", "matmuls", True, "free",
+          "12 bytes × tokens × C in each layer against --saved_activations=all: the results of the norms and GELU; the "
+          "default",
           "norms and GELU again: not measured alone", _CHECKPOINTING),
-    Saver("recompute", "no_mlp_up", True, "free",
+    Saver("saved_activations", "no_mlp_up", True, "free",
           "8 bytes × tokens × C in each layer: the result of the MLP's first matmul",
           "one of a block's four matmuls again: 5 % of the speed (GPT-2 124M on an H200)", _CHECKPOINTING),
-    Saver("recompute", "attention_projection", True, "free",
+    Saver("saved_activations", "attention_projection", True, "free",
           "14 bytes × tokens × C in each layer: also q, k and v", "two of the four matmuls again", _CHECKPOINTING),
-    Saver("recompute", "attention", True, "free",
+    Saver("saved_activations", "attention", True, "free",
           "16 bytes × tokens × C in each layer: also the attention's output projection",
           "three of the four matmuls again", _CHECKPOINTING),
-    Saver("recompute", "input", True, "free",
+    Saver("saved_activations", "input", True, "free",
           "18 bytes × tokens × C in each layer: everything but the block's input (gradient checkpointing; the same as "
           "--grad_checkpoint)", "the whole forward pass again: a third more arithmetic", _CHECKPOINTING),
     Saver("offload", "optimizer", True, "places",
@@ -141,11 +142,11 @@ OTHER_RULES: dict[str, dict[str, Any]] = {
 SAVER_LABELS: dict[str, str] = {saver.family: saver.label for saver in SAVERS if saver.permission != "never"}
 
 
-# ---- recompute
+# ---- saved activations
 
-# The tensors that a block keeps between the forward and the backward pass, besides its input. Nested: each level keeps
-# less than the one before and recomputes more. The names are those of engine/block.py.
-KEEPS: dict[str, frozenset[str]] = {
+# The tensors that a block saves between the forward and the backward pass, besides its input. Nested: each recompute
+# policy saves less than the one before and recomputes more. The names are those of engine/block.py.
+SAVED_TENSORS: dict[str, frozenset[str]] = {
     "all": frozenset({"h1", "qkv", "att", "proj", "h2", "fc", "g"}),
     "matmuls": frozenset({"qkv", "att", "proj", "fc"}),    # results of matmuls and attention
     "no_mlp_up": frozenset({"qkv", "att", "proj"}),        # the same without the MLP's hidden layer, of width 4C
@@ -153,17 +154,17 @@ KEEPS: dict[str, frozenset[str]] = {
     "attention": frozenset({"att"}),
     "input": frozenset(),
 }
-LEVELS = tuple(KEEPS)
+POLICIES = tuple(SAVED_TENSORS)
 
 
-def parse_levels(text: str, layers: int) -> list[str] | str:
-    """'matmuls', or '7*no_mlp_up, 5*matmuls' from the first layer to the last → one level per layer, or what is wrong
+def parse_policies(text: str, layers: int) -> list[str] | str:
+    """'matmuls', or '7*no_mlp_up, 5*matmuls' from the first layer to the last → one policy per layer, or what is wrong
     with the text."""
     parts = [part.strip().rpartition("*")[::2] for part in text.split(",")]
-    unknown = [name for _, name in parts if name.strip() not in KEEPS]
+    unknown = [name for _, name in parts if name.strip() not in SAVED_TENSORS]
     if unknown or not all(re.fullmatch("[0-9]{1,9}", count.strip()) for count, _ in parts
                           if count.strip() or len(parts) > 1):
-        return f"must be one of {', '.join(LEVELS)}, or counts of them such as 7*no_mlp_up,5*matmuls"
+        return f"must be one of {', '.join(POLICIES)}, or counts of them such as 7*no_mlp_up,5*matmuls"
     if len(parts) == 1 and not parts[0][0].strip():
         return [parts[0][1].strip()] * layers
     named = sum(int(count) for count, _ in parts)

@@ -35,7 +35,7 @@ from .fields import (
     positive,
     shown,
 )
-from .memory_savers import LEVELS, SAVERS, parse_levels
+from .memory_savers import POLICIES, SAVERS, parse_policies
 from .optimizers import OPTIMIZERS
 
 GPT2_VOCAB = 50257
@@ -199,10 +199,11 @@ class RunConfig(Options):
         "auto", "capture the GPU work of a step in CUDA graphs and replay them, so that the CPU does not slow the GPU "
         "down; auto: with compile, if dropout is 0", affects_memory=True, affects_speed=True, fallback=True,
         nanogpt=False, page="more")
-    recompute: str = _system(
-        "matmuls", "what each layer keeps for the backward pass; the rest is recomputed (selective gradient "
-        f"checkpointing, or activation recomputation): {', '.join(LEVELS)}; or by layer, from the first: "
-        "7*no_mlp_up,5*matmuls", affects_memory=True, affects_speed=True, fallback=True, nanogpt=False, page="less")
+    saved_activations: str = _system(
+        "matmuls", "what each layer saves for the backward pass, which recomputes the rest (selective gradient "
+        f"checkpointing, or activation recomputation): {', '.join(POLICIES)}; or by layer, from the first: "
+        "7*no_mlp_up,5*matmuls", affects_memory=True, affects_speed=True, fallback=True, nanogpt=False, page="less",
+        synonyms=("recompute", "activation_checkpoint", "selective_checkpointing", "recompute_granularity"))
     grad_checkpoint: bool = _system(
         False, "gradient checkpointing (gradient_checkpointing_enable in transformers): keep only the inputs of the "
         "blocks for the backward pass and recompute the rest: less memory, a third more arithmetic",
@@ -273,9 +274,11 @@ class RunConfig(Options):
         super().__post_init__()
         if self.n_embd % self.n_head:
             raise _width_error(self.n_embd, self.n_head)
-        levels = parse_levels(self.recompute, self.n_layer)
-        if isinstance(levels, str):
-            raise UsageError(f"recompute={self.recompute!r} {levels}.", "--recompute=matmuls")
+        policies = parse_policies(self.saved_activations, self.n_layer)
+        if isinstance(policies, str):
+            near = nearest(self.saved_activations, POLICIES) or [RunConfig.saved_activations]
+            raise UsageError(f"saved_activations={self.saved_activations!r} {policies}.",
+                             f"--saved_activations={near[0]}")
         if self.eval_block_size > self.block_size:
             raise UsageError(f"eval_block_size={self.eval_block_size} is larger than block_size={self.block_size}: "
                              "the model has learned no positions beyond its block.",
@@ -287,9 +290,9 @@ class RunConfig(Options):
         problems = [(each.why or f"{setting} works only with {each}",
                      each.fix or f"--{each.option}={shown(each.values[0])}")
                     for setting, each in required if getattr(self, each.option) not in each.values]
-        if self.grad_checkpoint and self.recompute not in (RunConfig.recompute, "input"):
-            problems.append((f"grad_checkpoint keeps only the inputs, but recompute={self.recompute} keeps something "
-                             "else", "--grad_checkpoint=False"))
+        if self.grad_checkpoint and self.saved_activations not in (RunConfig.saved_activations, "input"):
+            problems.append((f"grad_checkpoint saves only the inputs, but saved_activations="
+                             f"{self.saved_activations} saves something else", "--grad_checkpoint=False"))
         if self.cuda_graphs is True and self.dropout:
             problems.append((f"cuda_graphs=True does not work with dropout={self.dropout:g}", "--cuda_graphs=auto"))
         if not problems and (problem := self._indivisible()):
@@ -327,9 +330,9 @@ class RunConfig(Options):
         return bool(self.compile) and not excluded
 
     @property
-    def levels(self) -> tuple[str, ...]:
-        """What each layer keeps for the backward pass: see memory_savers.KEEPS."""
-        return tuple(parse_levels("input" if self.grad_checkpoint else self.recompute, self.n_layer))
+    def policies(self) -> tuple[str, ...]:
+        """What each layer keeps for the backward pass: see memory_savers.SAVED_TENSORS."""
+        return tuple(parse_policies("input" if self.grad_checkpoint else self.saved_activations, self.n_layer))
 
     @property
     def ranks(self) -> int:

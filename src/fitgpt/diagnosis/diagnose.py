@@ -268,11 +268,11 @@ MIN_SAVING = 0.05  # of the peak; less is not worth listing
 EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 # Tried if no single change is enough: several together, with fitgpt, the exact ones first.
 COMBINATIONS: tuple[dict[str, Any], ...] = (
-    {"batch_size": 1, "recompute": "input"},
-    {"batch_size": 1, "recompute": "input", "offload": "optimizer"},
-    {"batch_size": 1, "recompute": "input", "offload": "gradients"},
+    {"batch_size": 1, "saved_activations": "input"},
+    {"batch_size": 1, "saved_activations": "input", "offload": "optimizer"},
+    {"batch_size": 1, "saved_activations": "input", "offload": "gradients"},
     {"weights": "bfloat16", "optimizer": "adam8bit"},
-    {"weights": "bfloat16", "optimizer": "adam8bit", "batch_size": 1, "recompute": "input"},
+    {"weights": "bfloat16", "optimizer": "adam8bit", "batch_size": 1, "saved_activations": "input"},
 )
 
 
@@ -336,7 +336,7 @@ def _combination(config: RunConfig, options: dict[str, Any]) -> ChangedRun | Non
         return None
     flags = tuple(f"--{key}={shown(now)}" for key, _, now in diff(config, changed))
     exact = "weights" not in options
-    slower = "slower" if {"recompute", "offload"} & options.keys() else "nothing measured"
+    slower = "slower" if {"saved_activations", "offload"} & options.keys() else "nothing measured"
     return ChangedRun(Change(flags, "", exact, True, slower, "together", "fitgpt"), changed) if flags else None
 
 

@@ -806,8 +806,8 @@ def _in_backward(case: Case) -> bool:
 
 @_rule("OOM-BACKWARD", "In the backward pass",
        pattern="the traceback passes through `.backward()`",
-       background="Gradient checkpointing (`--recompute`, `--grad_checkpoint`) reduces the activations that this pass "
-                  "starts with.",
+       background="Gradient checkpointing (`--saved_activations`, `--grad_checkpoint`) reduces the activations that "
+                  "this pass starts with.",
        advice_without_plan=SMALLER_BATCH)
 def _backward(case: Case) -> str | None:
     if not _in_backward(case):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..config.memory_savers import KEEPS
+from ..config.memory_savers import SAVED_TENSORS
 from .annotate import named
 from .attention import AttentionResult, attend, attend_backward, split_heads
 from .ops import EAGER, Gradients, Pointwise, column_sums
@@ -70,11 +70,11 @@ class LayerCache(NamedTuple):
 def forward(x: Tensor, w: BlockWeights, options: BlockOptions, policy: str | None = None,
             cache: LayerCache | None = None) -> tuple[Tensor, SavedForBackward | None]:
     """x [B, T, C] → the same shape. With a recompute policy, also what the backward pass needs under it."""
-    ops, dtype, keeps = options.ops, options.dtype, KEEPS[policy] if policy else frozenset()
+    ops, dtype, to_save = options.ops, options.dtype, SAVED_TENSORS[policy] if policy else frozenset()
     kept, rows = SavedForBackward(named("x", x)), x.flatten(0, 1)
 
     def keep(name: str, tensor: Tensor) -> Tensor:
-        if name in keeps:
+        if name in to_save:
             kept.tensors[name] = tensor
         return named(name, tensor)
 
@@ -90,7 +90,7 @@ def forward(x: Tensor, w: BlockWeights, options: BlockOptions, policy: str | Non
         kept.rng_state = current_rng_state(x.device)
     attended = attend(qkv.view(*x.shape[:2], -1), options.heads, options.dropout)
     del qkv
-    if "att" in keeps:
+    if "att" in to_save:
         kept.attended = attended
     proj = keep("proj", drop(linear(attended.out.flatten(0, 1), w.attn_proj, w.attn_proj_bias), "proj", options, kept))
     del attended

@@ -94,7 +94,7 @@ class GPT(nn.Module):
         self.ops = ops.EAGER
         self._casts: dict[int, Tensor] = {}  # weights cast to compute_dtype, by the parameter's id
         self._block_next = one_block.next_token
-        self.recompute_policies = ["matmuls"] * config.n_layer  # of each layer: see memory_savers.KEEPS
+        self.recompute_policies = ["matmuls"] * config.n_layer  # of each layer: see memory_savers.SAVED_TENSORS
         if config.grad_checkpoint:
             self.gradient_checkpointing_enable()
         self.transformer = Transformer(config)
@@ -316,7 +316,7 @@ def make_model(config: RunConfig, device: torch.device, *, dtype: str, compiled:
     """A newly initialised model with the precision, recompute policies and casts of a run."""
     model = build_model(config.gpt_config(), device, config.seed)
     model.compute_dtype, model.residual_dtype = DTYPES[dtype], DTYPES[config.residual]
-    model.loss_chunk, model.recompute_policies = config.loss_chunk, list(config.levels)
+    model.loss_chunk, model.recompute_policies = config.loss_chunk, list(config.policies)
     if compiled:
         model.compile()
     model.round_matrices(DTYPES[config.weights])

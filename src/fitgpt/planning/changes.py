@@ -14,7 +14,7 @@ from math import isqrt
 from typing import Any, NamedTuple
 
 from ..config.fields import shown
-from ..config.memory_savers import LEVELS, SAVERS, loss_chunk_tokens
+from ..config.memory_savers import POLICIES, SAVERS, loss_chunk_tokens
 from ..config.run_config import DEFAULT_VOCAB, ResolvedRun, RunConfig, resolve_run
 from ..core.errors import UsageError
 from ..memory.platform import Platform
@@ -28,7 +28,7 @@ KINDS = ("exact", "lossy", "batch", "other")
 FREE = ("trainer", "compile", "gradients", "states")  # families that cost no time
 # Families of changes: what costs nothing first, then what costs little time, then what changes what is trained.
 # Memory savers are in the order of the registry, except those that a run can use in several sizes.
-BY_SIZE = ("loss", "evaluation", "batch", "recompute")
+BY_SIZE = ("loss", "evaluation", "batch", "saved_activations")
 OF_SAVERS = {permission: tuple(dict.fromkeys(saver.family for saver in SAVERS if saver.permission == permission))
              for permission in ("free", "places", "lossy", "rules")}
 FAMILIES = ("trainer", "compile", *(family for family in reversed(OF_SAVERS["free"]) if family not in BY_SIZE),
@@ -129,7 +129,7 @@ def single_changes(config: RunConfig, trainer: str = "fitgpt", *, compiles: bool
         _add_savers(config, add)
     else:
         slower = "nothing"
-        if config.grad_checkpoint or config.recompute != RunConfig.recompute:
+        if set(config.policies) - {"all", "matmuls"}:  # norms and GELU take next to no time
             slower = "the time to recompute, which nanoGPT does not do"
         found.append(ChangedRun(Change(
             ("--trainer=fitgpt",), "all logits but those of a few tokens, and half of what each layer saves for "
@@ -146,10 +146,10 @@ def single_changes(config: RunConfig, trainer: str = "fitgpt", *, compiles: bool
 
 def _add_savers(config: RunConfig, add: Callable[..., None]) -> None:
     """The changes of memory savers that fitgpt has. Those that a run can use in several sizes come first."""
-    most_kept = min(LEVELS.index(level) for level in config.levels)
+    most_kept = min(POLICIES.index(policy) for policy in config.policies)
     for saver in SAVERS:
-        if saver.option == "recompute" and LEVELS.index(saver.value) > most_kept:
-            add("recompute", saver.saves, saver.costs, recompute=saver.value, grad_checkpoint=False)
+        if saver.option == "saved_activations" and POLICIES.index(saver.value) > most_kept:
+            add("saved_activations", saver.saves, saver.costs, saved_activations=saver.value, grad_checkpoint=False)
     for smaller in repeatedly_divided(config.eval_batch):
         add("evaluation", "what the other windows of an evaluation hold", "a slower evaluation",
             eval_batch_size=smaller)

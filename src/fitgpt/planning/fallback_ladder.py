@@ -100,11 +100,11 @@ def can_offload(config: RunConfig) -> bool:
 
 
 def describe(config: RunConfig, smaller: RunConfig, changes: Mapping[str, Any]) -> str:
-    """What changes: 'batch 4 × 160, recompute no_mlp_up'."""
+    """What changes: 'batch 4 × 160, saved activations no_mlp_up'."""
     texts = {
         "batch_size": f"batch {smaller.batch_size} × {smaller.gradient_accumulation_steps}",
         "eval_batch_size": f"evaluation batch {smaller.eval_batch}",
-        "recompute": f"recompute {smaller.recompute}",
+        "saved_activations": f"saved activations {smaller.saved_activations}",
         "loss_chunk": f"loss in chunks of {smaller.loss_chunk or 'the usual number of'} tokens",
         "cuda_graphs": "no CUDA graphs", "offload": f"{smaller.offload} in CPU RAM"}
     same_evaluation = smaller.eval_batch == config.eval_batch

@@ -343,7 +343,7 @@ def gpt2_sizes() -> list[ModelSize]:
 
 def with_size(config: RunConfig, size: ModelSize) -> RunConfig:
     """The run with another model; every layer keeps what it keeps by default."""
-    return replace(config, **size._asdict(), recompute=RunConfig.recompute, grad_checkpoint=False)
+    return replace(config, **size._asdict(), saved_activations=RunConfig.saved_activations, grad_checkpoint=False)
 
 
 def smaller_models(config: RunConfig) -> Iterator[RunConfig]:
@@ -380,7 +380,7 @@ GROUPS: dict[tuple[str, ...], str] = {
     SHAPE_OPTIONS: "another model: its loss does not compare with that of the given one",
     BLOCK_OPTIONS: "a shorter context: a loss at another block size does not compare",
     ("batch_size", "gradient_accumulation_steps", "eval_iters"): "the same sequences in every step, in the same order",
-    ("recompute", "grad_checkpoint"): "the same arithmetic",
+    ("saved_activations", "grad_checkpoint"): "the same arithmetic",
     ("loss_chunk",): "the same loss, in other chunks",
     ("eval_batch_size",): "the same loss, in other batches",
     ("compile",): "the same arithmetic in fewer kernels",
@@ -468,13 +468,13 @@ def _reason(search: Search, given: RunConfig, chosen: RunConfig, changes: dict[s
         mechanism = "CUDA graphs keep a memory pool of their own"
     elif option == "compile" and chosen.compile is True:
         mechanism = "fused kernels move fewer bytes"
-    elif option == "recompute" and set(chosen.levels) == {"all"}:
+    elif option == "saved_activations" and set(chosen.policies) == {"all"}:
         effect += ", and nothing is recomputed: there is enough memory"
     elif option == "offload" and chosen.offload != "none":
         effect += f", with {show_bytes(host_bytes(chosen))} of CPU RAM"
     why = why or _counterfactual(search, chosen, {name: old for name, (old, _) in changes.items()})
     why += f": {mechanism}" if mechanism else ""
-    if option == "recompute" and search.is_maximal(chosen):
+    if option == "saved_activations" and search.is_maximal(chosen):
         why += "; as little recomputation as fits: if any single layer kept more, it would not fit"
     return f"{why}; {effect}"
 

@@ -22,7 +22,7 @@ from math import isqrt
 from typing import Any, NamedTuple
 
 from ..config.fields import nearest, option_specs, shown
-from ..config.memory_savers import LEVELS, LOSSY_SAVERS, OTHER_RULES, SAVERS, loss_chunk_tokens
+from ..config.memory_savers import LOSSY_SAVERS, OTHER_RULES, POLICIES, SAVERS, loss_chunk_tokens
 from ..config.optimizers import host_bytes
 from ..config.run_config import RunConfig, diff, gpt2_shapes, resolve_run
 from ..core.errors import UsageError
@@ -37,10 +37,10 @@ from .layer_costs import (
     RecomputeMix,
     RunCost,
     describe_mix,
-    levels_of,
     lower_all,
     mix_of,
     one_layer_up,
+    policies_of,
     with_usual_loss,
     within_usual_loss,
 )
@@ -164,11 +164,11 @@ RUNNERS_UP = 3
 
 
 class Candidate(NamedTuple):
-    """Settings that may be chosen. `mix` says what each layer recomputes, whatever `config.recompute` says."""
+    """Settings that may be chosen. `mix` says what each layer recomputes, whatever `config.saved_activations` says."""
 
     config: RunConfig   # resolved; Search.config_of makes the config to choose
     savers: SaverSet
-    other_options: int         # options that differ from the given run, without recompute
+    other_options: int         # options that differ from the given run, without saved_activations
     memory: RunCost
     time: StepCost
     mix: RecomputeMix = ()
@@ -217,7 +217,7 @@ class Search:
     def __init__(self, given: RunConfig, target: FitTarget, allow: frozenset[str]) -> None:
         self.given, self.target, self.platform = given, target, target.platform
         self.config = config = resolve_run(given, self.platform)
-        self.mix = mix_of(config.levels)
+        self.mix = mix_of(config.policies)
         self.limit = target.budget.reserve_limit
         self.usual_limit = within_usual_loss(self.limit, self.platform.expandable)  # for closed forms
         self.ranked_on = card = target.card if target.card and has_figures(target.card) else similar_gpu(self.platform)
@@ -259,7 +259,7 @@ class Search:
                                                    "eval_batch_size": eval_batch})
                         yield config
                         memory = self.costs.cost(config)
-                        least = min(memory.mapped(((level, layers),)) for level in range(len(LEVELS)))
+                        least = min(memory.mapped(((policy, layers),)) for policy in range(len(POLICIES)))
                         larger_may_fit |= least <= self.limit
                         if least > memory.floor:
                             break  # training needs more than evaluation: a smaller evaluation batch saves nothing
@@ -309,14 +309,14 @@ class Search:
     # ---- 2. bound: memory and time by closed forms
 
     def with_mixes(self, config: RunConfig, savers: SaverSet) -> Iterator[Candidate]:
-        """The config with what the layers of the given run recompute, with all layers at one recompute level, for each
-        level; and with two levels, as many layers as may fit at the faster one. Layers that keep less come first: their
+        """The config with the recompute policies of the given run; with one policy for all layers, for each policy; and
+        with two policies, as many layers as may fit at the faster one. Layers that save less come first: their
         temporaries then meet fewer saved tensors."""
         settings, layers = self.settings(config, savers), config.n_layer
-        alike: list[RecomputeMix] = [((level, layers),) for level in range(len(LEVELS))]
+        alike: list[RecomputeMix] = [((policy, layers),) for policy in range(len(POLICIES))]
         mapped = [settings.memory.mapped(mix) for mix in alike]
         mixes = [*alike, *([self.mix] if self.mix not in alike else [])]
-        for more, less in combinations(range(len(LEVELS)), 2):
+        for more, less in combinations(range(len(POLICIES)), 2):
             if mapped[less] <= self.usual_limit < mapped[more]:
                 along: list[RecomputeMix] = [((less, few), (more, layers - few)) for few in range(1, layers)]
                 first = bisect_left(along, True, key=lambda mix: settings.memory.mapped(mix) <= self.usual_limit)
@@ -333,10 +333,10 @@ class Search:
     def with_mix(self, candidate: Candidate, mix: RecomputeMix) -> Candidate:
         """A candidate with another mix, and its bytes and seconds."""
         config, time = candidate.config, candidate.time
-        in_layers = sum(layers * time.layers[level] for level, layers in mix)
+        in_layers = sum(layers * time.layers[policy] for policy, layers in mix)
         seconds = time.seconds(config.micro_batches, in_layers) / self.scale + communication(config, self.ranked_on)
         is_known = self.measured and config.ranks == 1  # speeds were measured on one GPU
-        speed = self.measured.get(speed_key(config, levels_of(mix))) if is_known else None
+        speed = self.measured.get(speed_key(config, policies_of(mix))) if is_known else None
         return candidate._replace(
             mix=mix, other_mix=mix != self.mix, mapped=candidate.memory.mapped(mix),
             seconds=config.tokens_per_step / speed if speed else seconds, measured=speed is not None)
@@ -510,7 +510,7 @@ class Search:
         if chosen.batch_size != given.batch_size:  # the same windows are evaluated
             options["eval_iters"] = -(-given.eval_iters * given.batch_size // chosen.batch_size)
         if candidate.other_mix:
-            options |= {"recompute": describe_mix(candidate.mix), "grad_checkpoint": False}
+            options |= {"saved_activations": describe_mix(candidate.mix), "grad_checkpoint": False}
         return replace(given, **options)
 
     def scored(self, config: RunConfig, permission: str) -> ScoredConfig:
@@ -521,15 +521,15 @@ class Search:
     def estimated_needs(self, config: RunConfig) -> int:
         """By closed forms, with the usual fragmentation."""
         run = resolve_run(config, self.platform)
-        return with_usual_loss(self.costs.cost(run).mapped(mix_of(run.levels)), self.platform.expandable)
+        return with_usual_loss(self.costs.cost(run).mapped(mix_of(run.policies)), self.platform.expandable)
 
     def is_maximal(self, config: RunConfig) -> bool:
         """Whether some layers recompute, and the run would not fit if any single one of them kept more."""
         run = resolve_run(config, self.platform)
-        memory, higher = self.costs.cost(run), one_layer_up(mix_of(run.levels))
+        memory, higher = self.costs.cost(run), one_layer_up(mix_of(run.policies))
         may_fit = [mix for mix in higher if memory.may_fit(mix, self.limit)]
         return bool(higher) and not any(
-            self.fits(replace(config, recompute=describe_mix(mix), grad_checkpoint=False)) for mix in may_fit)
+            self.fits(replace(config, saved_activations=describe_mix(mix), grad_checkpoint=False)) for mix in may_fit)
 
 
 def simplest(candidates: Iterable[Candidate]) -> list[Candidate]:
@@ -571,7 +571,8 @@ def similar_gpu(platform: Platform) -> GpuModel:
     return min(known, key=distance)
 
 
-FLAGS_FIRST = ("n_layer", "n_head", "n_embd", "block_size", "batch_size", "gradient_accumulation_steps", "recompute")
+FLAGS_FIRST = ("n_layer", "n_head", "n_embd", "block_size", "batch_size", "gradient_accumulation_steps",
+               "saved_activations")
 
 
 def flags(given: RunConfig, config: RunConfig) -> tuple[str, ...]:

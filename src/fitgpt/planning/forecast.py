@@ -379,8 +379,8 @@ SHAPE = ("n_layer", "n_head", "n_embd", "block_size", "batch_size", "gradient_ac
          "dtype")
 COLUMNS = ("trainer", "gpu", "torch", "name", "params", *SHAPE, "mode", "options", "allocated_bytes",
            "reserved_bytes", "forecast_allocated_bytes", "forecast_reserved_bytes", "figures", "worst_percent")
-RECORDED_OPTIONS = ("bias", "dropout", "recompute", "weights", "residual", "casts", "gradients", "optimizer", "offload",
-                    "step_in_backward", "deterministic")  # further options that change the memory
+RECORDED_OPTIONS = ("bias", "dropout", "saved_activations", "weights", "residual", "casts", "gradients", "optimizer",
+                    "offload", "step_in_backward", "deterministic")  # further options that change the memory
 NANOGPT_OPTIONS = ("bias", "dropout")
 
 
@@ -432,7 +432,7 @@ class RecordedRun(NamedTuple):
     vocab_size: int
     dtype: str
     mode: str          # compiled or eager
-    options: str       # those that differ from the defaults: "recompute=input weights=bfloat16"
+    options: str       # those that differ from the defaults: "saved_activations=input weights=bfloat16"
     allocated_bytes: int
     reserved_bytes: int
     forecast_allocated_bytes: int
@@ -472,6 +472,6 @@ def nearest_recorded_run(run: ResolvedRun, forecast: Forecast, gpu: str) -> Reco
 def recorded_options(run: RunConfig, trainer: str) -> str:
     """The value of the column `options`."""
     if run.grad_checkpoint:  # the same recompute policy
-        run = replace(run, grad_checkpoint=False, recompute="input")
+        run = replace(run, grad_checkpoint=False, saved_activations="input")
     names = NANOGPT_OPTIONS if trainer == "nanogpt" else RECORDED_OPTIONS
     return " ".join(f"{name}={getattr(run, name)}" for name in names if getattr(run, name) != getattr(RunConfig, name))

@@ -15,7 +15,7 @@ from itertools import groupby
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
 
-from ..config.memory_savers import LEVELS
+from ..config.memory_savers import POLICIES
 from ..config.run_config import RunConfig
 from ..core.units import MiB
 from ..memory.allocator import LARGE_BUFFER
@@ -23,7 +23,7 @@ from ..memory.platform import Platform
 from ..memory.tape import EMPTY_CACHE, GRAPH_POOL, Event, round_size
 from ..tapes import engine as engine_tape
 
-RecomputeMix = tuple[tuple[int, int], ...]  # (index of a policy in LEVELS, layers), from the first layer to the last
+RecomputeMix = tuple[tuple[int, int], ...]  # (index of a policy in POLICIES, layers), from the first layer to the last
 
 # Memory limits are multiples of 2 MiB; whole pages of that size are mapped into an expandable segment.
 PAGE = LARGE_BUFFER
@@ -34,24 +34,24 @@ PAGE = LARGE_BUFFER
 USUALLY_LOST = {True: (20 * MiB, 0.01), False: (20 * MiB, 0.05)}
 
 
-def mix_of(levels: tuple[str, ...]) -> RecomputeMix:
-    return tuple((LEVELS.index(level), len(list(run))) for level, run in groupby(levels))
+def mix_of(policies: tuple[str, ...]) -> RecomputeMix:
+    return tuple((POLICIES.index(policy), len(list(run))) for policy, run in groupby(policies))
 
 
-def levels_of(mix: RecomputeMix) -> tuple[str, ...]:
-    return tuple(LEVELS[level] for level, layers in mix for _ in range(layers))
+def policies_of(mix: RecomputeMix) -> tuple[str, ...]:
+    return tuple(POLICIES[policy] for policy, layers in mix for _ in range(layers))
 
 
 def describe_mix(mix: RecomputeMix) -> str:
-    """As `recompute` takes it."""
-    return LEVELS[mix[0][0]] if len(mix) == 1 else ",".join(f"{layers}*{LEVELS[level]}" for level, layers in mix)
+    """As `saved_activations` takes it."""
+    return POLICIES[mix[0][0]] if len(mix) == 1 else ",".join(f"{layers}*{POLICIES[policy]}" for policy, layers in mix)
 
 
 def one_layer_up(mix: RecomputeMix) -> list[RecomputeMix]:
     """The mixes in which one layer keeps more."""
     counts = dict(mix)
-    return [_ordered({**counts, level: counts[level] - 1, more: counts.get(more, 0) + 1})
-            for level in counts for more in range(level)]
+    return [_ordered({**counts, policy: counts[policy] - 1, more: counts.get(more, 0) + 1})
+            for policy in counts for more in range(policy)]
 
 
 def one_layer_down(mix: RecomputeMix) -> RecomputeMix | None:
@@ -59,7 +59,7 @@ def one_layer_down(mix: RecomputeMix) -> RecomputeMix | None:
     counts = dict(mix)
     most, least = min(counts), max(counts)
     less = least if least > most else least + 1
-    if less == len(LEVELS):
+    if less == len(POLICIES):
         return None
     return _ordered({**counts, most: counts[most] - 1, less: counts.get(less, 0) + 1})
 
@@ -74,7 +74,7 @@ def lower_all(mix: RecomputeMix) -> list[RecomputeMix]:
 
 def _ordered(counts: dict[int, int]) -> RecomputeMix:
     """The layers that keep least come first."""
-    return tuple((level, layers) for level, layers in sorted(counts.items(), reverse=True) if layers)
+    return tuple((policy, layers) for policy, layers in sorted(counts.items(), reverse=True) if layers)
 
 
 def with_usual_loss(mapped: int, expandable: bool) -> int:
@@ -96,7 +96,7 @@ class NetAndPeak(NamedTuple):
 
 
 class MicroStepCost(NamedTuple):
-    """One micro-step, in parts; those of a layer in the order of LEVELS."""
+    """One micro-step, in parts; those of a layer in the order of POLICIES."""
 
     captured: bool                 # whether it lies in the private pool of CUDA graphs
     beside: int                    # bytes elsewhere when it begins, beyond what evaluation leaves, without gradients
@@ -115,8 +115,8 @@ class MicroStepCost(NamedTuple):
     def peak(self, mix: RecomputeMix) -> int:
         """The most it holds above its start. Along layers of one policy all is linear: its ends decide."""
         at, most = self.embedding
-        for level, layers in mix:
-            net, peak = self.forward[level]
+        for policy, layers in mix:
+            net, peak = self.forward[policy]
             at += layers * net
             if at - net + peak > most:
                 most = at - net + peak
@@ -124,8 +124,8 @@ class MicroStepCost(NamedTuple):
         if at + peak > most:
             most = at + peak
         at += net
-        for level, layers in reversed(mix):
-            net, peak = self.backward[level]
+        for policy, layers in reversed(mix):
+            net, peak = self.backward[policy]
             if at + peak > most:
                 most = at + peak
             at += layers * net
@@ -218,7 +218,7 @@ class RunCost:
 
 # ---- read off tapes of a few layers
 
-ONE_OF_EACH = ",".join(f"1*{level}" for level in LEVELS)
+ONE_OF_EACH = ",".join(f"1*{policy}" for policy in POLICIES)
 Found = TypeVar("Found")
 _pass_options = attrgetter("block_size", "n_head", "n_embd", "vocab_size", "bias", "dropout", "dtype", "compile",
                            "weights", "residual", "casts", "gradients")
@@ -285,7 +285,7 @@ def _resident(config: RunConfig, platform: Platform) -> Resident:
 
 
 def _evaluation(config: RunConfig, platform: Platform) -> EvalCost:
-    run = _run_of(config, platform, n_layer=1, recompute="input")
+    run = _run_of(config, platform, n_layer=1, saved_activations="input")
     start = run.w.length
     run.evaluate()
     events = run.w.events_since(start)
@@ -310,8 +310,8 @@ def _heads(config: RunConfig, platform: Platform) -> tuple[NetAndPeak, ...]:
 
 def _micro_steps(config: RunConfig, platform: Platform, one_layer: bool = False) -> MicroSteps:
     """With one layer per recompute policy; or with one layer in all, which is enough for the heads."""
-    layers = 1 if one_layer else len(LEVELS)
-    run = _run_of(config, platform, n_layer=layers, recompute="input" if one_layer else ONE_OF_EACH)
+    layers = 1 if one_layer else len(POLICIES)
+    run = _run_of(config, platform, n_layer=layers, saved_activations="input" if one_layer else ONE_OF_EACH)
     w = run.w
     if not run.cuda_graphs:  # else graphs are dropped before training begins. One batch leaves behind what all do
         batch = run.fetch(config.eval_batch, config.eval_block)

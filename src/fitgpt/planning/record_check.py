@@ -54,7 +54,7 @@ def cases(platform: Platform) -> list[GpuRun]:
                   GpuRun("compiled, native allocator", SHAPE | compiled, native=True),
                   GpuRun("compiled, biases", SMALL | compiled | {"bias": True}),
                   GpuRun("compiled, float16", SMALL | compiled | {"dtype": "float16"}),
-                  GpuRun("compiled, recomputed", SHAPE | compiled | {"recompute": "input"})]
+                  GpuRun("compiled, recomputed", SHAPE | compiled | {"saved_activations": "input"})]
     kernels = KERNELS if platform.has_bf16 else ("efficient", "math")
     found += [GpuRun(f"{kernel} attention", SHAPE | eager, kernel=kernel) for kernel in kernels]
     return found + [GpuRun(name, shape | (compiled if platform.compiles else eager))

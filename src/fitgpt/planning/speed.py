@@ -14,7 +14,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from ..config.architectures import BYTES
-from ..config.memory_savers import KEEPS, LEVELS, loss_chunk_tokens
+from ..config.memory_savers import POLICIES, SAVED_TENSORS, loss_chunk_tokens
 from ..config.optimizers import optimizer_of
 from ..config.run_config import SPEED_OPTIONS, ResolvedRun, RunConfig, resolve_run
 from ..hardware.gpus import GpuModel
@@ -47,7 +47,7 @@ class StepCost(NamedTuple):
     """Seconds. A step takes `micro_steps` × (`fixed` + all layers) + `step`."""
 
     fixed: float                 # per micro-step, without the layers
-    layers: tuple[float, ...]    # per layer, forward and backward, in the order of LEVELS
+    layers: tuple[float, ...]    # per layer, forward and backward, in the order of POLICIES
     host: float                  # the least a micro-step takes on the CPU, where it is not a CUDA graph
     step: float                  # the optimizer
 
@@ -65,7 +65,7 @@ def has_figures(card: GpuModel | None) -> bool:
 
 
 def step_cost(config: RunConfig, card: GpuModel, platform: Platform, efficiency: Efficiency) -> StepCost:
-    """Takes a resolved config, and a GPU whose figures are known. `config.recompute` does not matter."""
+    """Takes a resolved config, and a GPU whose figures are known. `config.saved_activations` does not matter."""
     rate, bandwidth = matmul_peak(card, config.dtype), 1e9 * (card.bandwidth_gbs or 0) * efficiency.bytes
     n, c, t, v = config.batch_size * config.block_size, config.n_embd, config.block_size, config.vocab_size
     p, r, m = BYTES[config.dtype], BYTES[config.residual], BYTES[config.weights]
@@ -103,9 +103,9 @@ def step_cost(config: RunConfig, card: GpuModel, platform: Platform, efficiency:
     recomputed = {"fc": biased * matmul(*up) + moved(1, 1), "proj": biased * matmul(*proj),
                   "qkv": biased * matmul(*qkv) + moved(1, 1), "att": 2 * n * t * c / attention}
     layers = []
-    for level in LEVELS:
-        extra = (sum(kept.get(name, 0.0) for name in KEEPS[level])
-                 + sum(recomputed[name] for name in recomputed if name not in KEEPS[level]))
+    for policy in POLICIES:
+        extra = (sum(kept.get(name, 0.0) for name in SAVED_TENSORS[policy])
+                 + sum(recomputed[name] for name in recomputed if name not in SAVED_TENSORS[policy]))
         layers.append(forward + backward + dropout + extra + gap * KERNELS_PER_LAYER)
 
     chunk = loss_chunk_tokens(n, v, config.loss_chunk)
@@ -280,7 +280,7 @@ class SpeedEstimate(NamedTuple):
 def modelled(config: RunConfig, card: GpuModel, platform: Platform, efficiency: Efficiency) -> float:
     """Tokens per second by the roofline alone."""
     cost = step_cost(config, card, platform, efficiency)
-    in_layers = sum(cost.layers[LEVELS.index(level)] for level in config.levels)
+    in_layers = sum(cost.layers[POLICIES.index(policy)] for policy in config.policies)
     return config.tokens_per_step / (cost.seconds(config.micro_batches, in_layers) + communication(config, card))
 
 
@@ -353,12 +353,12 @@ def _runs(found: Sequence[object]) -> str:
     return "1 run" if len(found) == 1 else f"{len(found)} runs"
 
 
-def speed_key(config: RunConfig, levels: tuple[str, ...] = ()) -> tuple[Any, ...]:
-    """What the speed of a resolved config depends on: configs with the same key are equally fast. `levels`: what each
+def speed_key(config: RunConfig, policies: tuple[str, ...] = ()) -> tuple[Any, ...]:
+    """What the speed of a resolved config depends on: configs with the same key are equally fast. `policies`: what each
     layer recomputes, if not as in the config."""
     effective = {
         "compile": bool(config.compile), "cuda_graphs": config.uses_cuda_graphs,
         "grad_clip": config.grad_clip > 0,
-        "recompute": levels or config.levels, "grad_checkpoint": None,
+        "saved_activations": policies or config.policies, "grad_checkpoint": None,
         "loss_chunk": loss_chunk_tokens(config.batch_size * config.block_size, config.vocab_size, config.loss_chunk)}
     return tuple(effective.get(name, getattr(config, name)) for name in SPEED_OPTIONS)

@@ -210,7 +210,7 @@ class Guard:
         """Makes the training compute as the config says. May be called again if it was out of memory itself."""
         training, config = self._training, self.config
         training.drop_cuda_graphs()
-        training.model.recompute_policies, training.model.loss_chunk = list(config.levels), config.loss_chunk
+        training.model.recompute_policies, training.model.loss_chunk = list(config.policies), config.loss_chunk
         if config.offload != self._adopted.offload:
             moved = make_optimizer(config, training.model)
             wrong = moved.load_tensors(training.optimizer.tensors())

@@ -259,7 +259,7 @@ def fix(query: PageQuery, family: str) -> Answer:
         return replayed(option.resolved(platform), platform, option.change.trainer).fits(limit)
 
     chosen = options[0] if fitting else smallest(options, fits_with) or options[-1]
-    if family == "recompute":
+    if family == "saved_activations":
         chosen = _of_some_layers(config, chosen, fitting, fits_with)
     change, enough = chosen.change, fits_with(chosen)
     after = replayed(chosen.resolved(platform), platform, change.trainer).peak
@@ -277,17 +277,17 @@ def fix(query: PageQuery, family: str) -> Answer:
 def _of_some_layers(config: RunConfig, all_layers: ChangedRun, fitting: bool,
                     fits_with: Callable[[ChangedRun], bool]) -> ChangedRun:
     """The same change in as few layers as make the run fit; in a third of them if it fits already."""
-    before, after = set(config.levels), set(all_layers.config.levels)
+    before, after = set(config.policies), set(all_layers.config.policies)
     if len(before) > 1 or len(after) > 1 or not (fitting or fits_with(all_layers)):
         return all_layers
 
     def of(layers: int) -> ChangedRun:
-        levels = f"{layers}*{next(iter(after))},{config.n_layer - layers}*{next(iter(before))}"
+        policies = f"{layers}*{next(iter(after))},{config.n_layer - layers}*{next(iter(before))}"
         try:
-            changed = replace(all_layers.config, recompute=levels)
+            changed = replace(all_layers.config, saved_activations=policies)
         except UsageError:
             return all_layers
-        return ChangedRun(all_layers.change._replace(flags=(f"--recompute={levels}",)), changed)
+        return ChangedRun(all_layers.change._replace(flags=(f"--saved_activations={policies}",)), changed)
 
     if fitting:
         return of(-(-config.n_layer // 3)) if config.n_layer > 1 else all_layers
@@ -300,7 +300,7 @@ def _of_some_layers(config: RunConfig, all_layers: ChangedRun, fitting: bool,
 
 def _label(option: ChangedRun) -> str:
     changed = option.config
-    counted = re.match(r"(\d+)\*", changed.recompute)
+    counted = re.match(r"(\d+)\*", changed.saved_activations)
     number = int(counted[1]) if counted else changed.n_layer
     words = {**changed.to_dict(), "layers": f"{number} layer{'s' if number > 1 else ''}"}
     if changed.offload == "gradients":

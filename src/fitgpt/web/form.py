@@ -17,7 +17,7 @@ from .. import __version__
 from ..config.argv import walk
 from ..config.command_options import PlanArguments, PlanOptions
 from ..config.fields import Assignment, build, option_specs, parse_value, shown
-from ..config.memory_savers import LEVELS, loss_chunk_tokens
+from ..config.memory_savers import POLICIES, loss_chunk_tokens
 from ..config.run_config import (
     DEFAULT_VOCAB,
     NOT_NANOGPTS,
@@ -105,7 +105,7 @@ def presets() -> list[dict[str, Any]]:
 def _control(name: str) -> dict[str, Any]:
     """An option as its dataclass field declares it."""
     option = option_specs(RunConfig)[name]
-    choices = list(LEVELS if name == "recompute" else option.choices)
+    choices = list(POLICIES if name == "saved_activations" else option.choices)
     if option.kind == "auto":
         choices = ["auto", "True", "False"]
     kind = "switch" if option.kind == "bool" else "choice" if choices else "slider" if name in STOPS else "number"

@@ -39,7 +39,7 @@ MASK_MULTIPLE = 8         # the memory-efficient kernel wants rows of a mask a m
 # cuDNN splits many keys into parts: none at 128 and 256 tokens, eight at 1024. Nothing between was recorded.
 KEYS_PER_PART, UNDIVIDED = 128, 256
 PARAMETER_OWNERS = {"weights", "casts"}
-SAVED_TENSORS = {"lse", "rng", "mask", "att.heads"}  # results that a layer saves for its backward pass: named by layer
+SAVED = {"lse", "rng", "mask", "att.heads"}  # results that a layer saves for its backward pass: named by layer
 OWNERS_BY_NAME = {"logits": "logits", "norm sums": "workspace", "norm gradients": "gradients"}
 
 
@@ -206,7 +206,7 @@ def new(shape: Shape, dtype: Dtype, name: str, owner: str = "", *, stride: Shape
         owner = "other" if len(shape) < 2 or (len(shape) == 2 and shape[1] == 1) else "activations"
     if gpu.backward:
         name = f"d_{name}"
-    elif name in SAVED_TENSORS:
+    elif name in SAVED:
         name = gpu.layer + name
     return Tensor(shape, dtype, Storage(prod(shape) * dtype.itemsize, name, owner, gpu), stride, gpu.device)
 

@@ -1,5 +1,6 @@
 """Weight files: written as safetensors, read as tensors only, and compared with the model they are for. nanoGPT's
-ckpt.pt is read here; folders of Hugging Face in huggingface.py, and fitgpt's own in training/checkpoint.py.
+ckpt.pt is read here, by torch's weights_only loader; folders of Hugging Face in huggingface.py, and fitgpt's own in
+training/checkpoint.py.
 """
 
 from __future__ import annotations

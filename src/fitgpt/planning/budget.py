@@ -1,4 +1,5 @@
-"""Which GPU, how much of it → Target: the platform a run is on, and the memory it may use there.
+"""Which GPU, how much of it → Target: the platform a run is on, and the memory it may use there: what the GPU offers,
+less other processes and what this process uses outside PyTorch's allocator (CUDA context, kernels, NCCL).
 
 A GPU is named with --gpu, or it is the one installed here; then the driver says who uses its memory now.
 """

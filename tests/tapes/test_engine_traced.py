@@ -18,7 +18,7 @@ from tests.helpers import skip_without_library
 from tests.tapes.engine_trace import trace, trace_sampling
 
 # No two sizes are alike by chance: the width is no power of two, the block no multiple of anything, and the last of the
-# loss's pieces is a short one.
+# loss's chunks is a short one.
 SHAPE: dict[str, Any] = {
     "n_layer": 2, "n_head": 5, "n_embd": 320, "vocab_size": 1013, "batch_size": 3, "block_size": 257, "loss_chunk": 300,
     "gradient_accumulation_steps": 2, "bias": True, "dtype": "bfloat16", "compile": False, "eval_batch_size": 2}
@@ -61,7 +61,7 @@ CASES: dict[str, tuple[Platform, dict[str, Any]]] = {
     "bfloat16 weights and residual, float32": (H200, {"weights": "bfloat16", "residual": "bfloat16",
                                                       "dtype": "float32", "dropout": 0.1}),
     "bfloat16 weights, embedding's rows sorted": (H200, {"weights": "bfloat16", "batch_size": 13}),
-    "one piece of loss, no accumulation": (H200, {"loss_chunk": 0, "gradient_accumulation_steps": 1}),
+    "one chunk of loss, no accumulation": (H200, {"loss_chunk": 0, "gradient_accumulation_steps": 1}),
     "a larger evaluation of shorter blocks": (H200, {"eval_batch_size": 7, "eval_block_size": 190}),
     "kept casts": (H200, {"casts": "kept"}),
     "kept casts, recorded, float16, bfloat16 weights": (H200, {"casts": "kept", "cuda_graphs": True, "dtype": "float16",

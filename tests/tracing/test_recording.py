@@ -140,7 +140,7 @@ def test_stops_at_the_forward_pass_after_the_last_step() -> None:
     assert len(recorder.steps) == 2
 
 
-def test_a_size_that_depends_on_unknown_values_is_refused() -> None:
+def test_a_size_that_depends_on_unknown_values_is_rejected() -> None:
     with recording(Recorder(), RTX):
         scores = torch.empty(100, device="cuda").softmax(0)
         with pytest.raises(Untraceable, match="nonzero"):
@@ -293,7 +293,7 @@ def test_a_thread_allocates_on_the_gpu() -> None:
         assert recorder.allocated == 4096
 
 
-def test_a_second_gpu_is_refused() -> None:
+def test_a_second_gpu_is_rejected() -> None:
     with recording(Recorder(), RTX):
         for make in (lambda: torch.ones(1).to("cuda:1"), lambda: torch.ones(1, device=torch.device("cuda", 1))):
             with pytest.raises(Untraceable, match="cuda:1"):

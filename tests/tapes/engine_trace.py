@@ -5,7 +5,7 @@ The engine runs on torch's `meta` device, where tensors have a size and no numbe
 device calls itself `cuda`, so that the engine takes the branches it takes on a card; the other notes each storage that
 comes and goes. Where the host asks for numbers it gets zeros.
 
-Not run for real: Triton's kernels, compiled functions and recorded work. The Python around a kernel's launch does run;
+Not run for real: Triton's kernels, compiled functions and captured work. The Python around a kernel's launch does run;
 a compiled function is taken to allocate its results and nothing else; a recording runs when it is made.
 """
 

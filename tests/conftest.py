@@ -117,7 +117,7 @@ def run_plan(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     return run_plan
 
 
-# Files whose tests start processes or a browser, train, or replay recorded runs: marked slow.
+# Files whose tests start processes or a browser, train, or replay recorded runs: marked slow, like those marked ci.
 SLOW = {
     "commands/test_demo", "commands/test_doctor", "commands/test_explain", "commands/test_fit",
     "commands/test_fit_configs", "commands/test_plan", "commands/test_plan_gpus", "commands/test_plan_runs",
@@ -140,6 +140,6 @@ SLOW = {
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Slow tests first: at the end every worker still has something to do."""
     for item in items:
-        if item.path.relative_to(TESTS).with_suffix("").as_posix() in SLOW:
+        if item.get_closest_marker("ci") or item.path.relative_to(TESTS).with_suffix("").as_posix() in SLOW:
             item.add_marker(pytest.mark.slow)
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)

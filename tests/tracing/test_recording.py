@@ -343,6 +343,7 @@ def test_a_script_that_asks_for_its_peak_gets_the_peak_in_the_allocators_units()
         del kept
 
 
+@pytest.mark.ci  # loads transformers and the compiler
 def test_a_compiled_model_that_returns_its_cache_is_planned_by_the_compiler() -> None:
     """As models of transformers do by default: a key-value cache, made of an empty tensor."""
     transformers = pytest.importorskip("transformers")

@@ -222,6 +222,7 @@ def test_help_config_and_data_headers_need_neither_torch_nor_numpy(tmp_path: Pat
     assert ended.returncode == 0, ended.stderr
 
 
+@pytest.mark.slow
 def test_importing_fitgpt_does_not_import_torch() -> None:
     script = ("import sys, fitgpt\nassert 'torch' not in sys.modules\nfitgpt.GPTConfig\n"
               "assert 'torch' not in sys.modules\nfitgpt.GPT\nassert 'torch' in sys.modules")

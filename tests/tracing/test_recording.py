@@ -227,6 +227,8 @@ class Activations(nn.Module):
         return self.outside(self.inside(x).exp().sin().cos().tanh()).sum()  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow
+@pytest.mark.xdist_group("compiler")
 def test_a_compiled_model_is_traced_as_its_compiler_plans_it() -> None:
     """Without a driver and without triton. Of `exp().sin().cos().tanh()`, eager code keeps three results for backward;
     compiled code keeps the product that they are computed from, and the last."""
@@ -343,7 +345,8 @@ def test_a_script_that_asks_for_its_peak_gets_the_peak_in_the_allocators_units()
         del kept
 
 
-@pytest.mark.ci  # loads transformers and the compiler
+@pytest.mark.ci
+@pytest.mark.xdist_group("compiler")
 def test_a_compiled_model_that_returns_its_cache_is_planned_by_the_compiler() -> None:
     """As models of transformers do by default: a key-value cache, made of an empty tensor."""
     transformers = pytest.importorskip("transformers")

@@ -134,6 +134,7 @@ def test_explain_names_the_tensor_of_a_message(saved: str, capsys: pytest.Captur
     assert "The run fits" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_options_of_the_script_are_left_to_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     script = tmp_path / "train.py"
     script.write_text("import sys\nprint(sys.argv[1:])\nraise SystemExit(3)\n", encoding="utf-8")

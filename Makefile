@@ -2,7 +2,7 @@
 # make test: what CI checks first (.ci/run has all).
 # make site: builds site/, the page as static files (docs/site.md); make test-site tests it.
 # make campaign: the campaigns of docs/reliability.md, in about half an hour; it resumes where it was interrupted.
-# make campaign-quick: a part of each, in at most 90 seconds.
+# make campaign-quick: a part of each, in about 90 seconds.
 # All but site build .venv from constraints.txt; PYTHON=… chooses the Python, and keeps a torch it already has.
 PYTHON ?= python3
 BIN := .venv/bin

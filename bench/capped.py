@@ -1,4 +1,4 @@
-"""Do the runs of the notes train and evaluate on a 12 GB card? Each runs in a process of its own, under an allocator
+"""Do the runs of the notes train and evaluate on a 12 GB GPU? Each runs in a process of its own, under an allocator
 cap that plays the card: what CUDA gives of it, less what a process holds outside the allocator.
 
     python bench/capped.py --gpu 4070 --dataset data/stdlib-gpt2 -o bench/results/capped_4070_on_h200.json
@@ -38,7 +38,7 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "notes": [dict(config=config, flags=[*SHORT, f"--dtype={dtype}", f"--compile={compiled}"])
               for config, dtype, compiled in product(("config/notes_77m.py", "config/notes_30m.py"),
                                                      ("float16", "bfloat16"), (False, True))],
-    # each evaluates, trains, evaluates, saves, and resumes from what it saved: a second process goes on to step 4
+    # each evaluates, trains, evaluates, saves, and resumes from what it saved: a second process continues to step 4
     "xl": [dict(config="config/gpt2_1558m.py", flags=[*XL, *LOSSY, f"--batch_size={batch}"], resume=True)
            for batch in (2, 8)],
     "xl-exact": [dict(config="config/gpt2_1558m.py", flags=[*XL, "--offload=gradients", "--saved_activations=input",
@@ -50,7 +50,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpu", default="4070")
     parser.add_argument("--cases", choices=CASES, default="notes")
-    parser.add_argument("--cap", default="", help="the allocator's, such as 11.3GiB; default: what the card leaves it")
+    parser.add_argument("--cap", default="", help="the allocator's, such as 11.3GiB; default: what the GPU leaves it")
     parser.add_argument("--dataset", required=True)
     parser.add_argument("--folder", help="where the runs' folders go, for a while: GPT-2 XL's checkpoints are large")
     parser.add_argument("-o", "--out", required=True)
@@ -72,7 +72,7 @@ def main() -> None:
          "card": card.name, "cap_bytes": cap, "fitgpt": __version__, "command": command(), "rows": rows},
         indent=1) + "\n")
     for row in rows:
-        print(f"{row['config']:24} {' '.join(row['flags'][-3:])}", row.get("error") or told(row, cap))
+        print(f"{row['config']:24} {' '.join(row['flags'][-3:])}", row.get("error") or as_text(row, cap))
 
 
 def command() -> str:
@@ -81,7 +81,7 @@ def command() -> str:
     return " ".join(["python", "bench/capped.py", *words])
 
 
-def told(row: dict[str, Any], cap: int) -> str:
+def as_text(row: dict[str, Any], cap: int) -> str:
     return (f"train {show_bytes(row['train_reserved'])} eval {show_bytes(row['eval_reserved'])} reserved, of "
             f"{show_bytes(cap)}; val loss {row['val_loss']:.3f}; steps {row['steps']}; "
             f"{row['tokens_per_s']:,.0f} tok/s; " + " + ".join(f"{each:.0f} s" for each in row["seconds"]))

@@ -38,7 +38,7 @@ CURVES: dict[str, dict[str, Any]] = {"plain": {}, "exact": {}, "lossy": LOSSY}
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dataset", required=True)
-    parser.add_argument("--set", nargs="*", default=[], metavar="KNOB=VALUE", help="other settings, to try it out")
+    parser.add_argument("--set", nargs="*", default=[], metavar="OPTION=VALUE", help="other settings, to try it out")
     parser.add_argument("--repeats", type=int, default=3, help="runs of each way")
     parser.add_argument("-o", "--out", required=True)
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
@@ -109,7 +109,7 @@ def train_plain(config: RunConfig) -> dict[str, Any]:
     from fitgpt.training.loop import learning_rate_at
 
     device = torch.device(resolve_device(config.device, config.dtype, config.compile).device)
-    dataset, pieces = open_dataset(config.dataset), config.gradient_accumulation_steps
+    dataset, micro_batches = open_dataset(config.dataset), config.gradient_accumulation_steps
     model = PlainGPT(config.gpt_config()).to(device)
     load_weights(model, build_model(config.gpt_config(), device, config.seed).weight_tensors())
     fast = torch.compile(model) if device.type == "cuda" else model
@@ -121,11 +121,11 @@ def train_plain(config: RunConfig) -> dict[str, Any]:
         for group in optimizer.param_groups:
             group["lr"] = learning_rate_at(step, config)
         total = torch.zeros((), device=device)
-        for micro in range(pieces):
+        for micro in range(micro_batches):
             with torch.autocast(device.type, torch.bfloat16):
-                _, loss = fast(*feed.get(step * pieces + micro))
-            (loss / pieces).backward()
-            total += loss.detach() / pieces
+                _, loss = fast(*feed.get(step * micro_batches + micro))
+            (loss / micro_batches).backward()
+            total += loss.detach() / micro_batches
         torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip)
         optimizer.step()
         optimizer.zero_grad()

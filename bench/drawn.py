@@ -124,7 +124,7 @@ def drawn_odd() -> list[dict[str, Any]]:
 
 
 def drawn_usual(name: str, seed: int) -> list[dict[str, Any]]:
-    """10M to 1B parameters, heads of 64, batches that fill a card of 8 to 24 GB or part of it."""
+    """10M to 1B parameters, heads of 64, batches that fill a GPU of 8 to 24 GB or part of it."""
     rng, found = random.Random(seed), list[dict[str, Any]]()
     while len(found) < DRAWN_USUAL:
         layers, heads = rng.choice([(4, 4), (6, 6), (8, 8), (8, 12), (10, 10), (12, 12), (12, 12), (16, 16), (24, 16),

@@ -1,11 +1,11 @@
-"""How fast and how small is the engine, beside a plain one? On one CUDA card, in one run, each contender in a process
+"""How fast and how small is the engine, beside a plain one? On one GPU, in one run, each contender in a process
 of its own with an empty compile cache of its own; all are started once, then take turns, round after round:
 
     python bench/engine.py --case 124m -o bench/results/engine_124m_h200.json
 
 `plain` is a baseline of ours that does what nanoGPT does (bench/plain.py); `transformers` runs where it is installed.
 A contender's settings are options of `fitgpt train`, so what is measured here can be run there. With `--cap 11.3GiB`
-every process may reserve so much and no more; `fitted` is then what `fitgpt fit` chooses for it, and `plain@13` plain
+every process can reserve that much; `fitted` is then what `fitgpt fit` chooses for it, and `plain@13` plain
 with another batch:
 
     python bench/engine.py --case 124m --cap 11.3GiB --contenders plain@14,plain@13,plain,fitted
@@ -138,7 +138,7 @@ def case_of(case: str, name: str, cap: int | None) -> dict[str, Any]:
 
 
 def fitted(base: dict[str, Any], cap: int) -> dict[str, Any]:
-    """What `fit` makes of the case under an allocator's cap, on this card."""
+    """What `fit` makes of the case under an allocator's cap, on this GPU."""
     asked = RunConfig(**{key: value for key, value in base.items() if key != "accumulation"}, vocab_size=50304,
                       gradient_accumulation_steps=base["accumulation"])
     place = on_card(find("H200"), torch="2.11")
@@ -236,7 +236,7 @@ def train_turn(trainer: Any, batches: list[Any], steps: int) -> dict[str, Any]:
     import torch
 
     seconds = []
-    trainer.step(batches)  # the card comes from another process
+    trainer.step(batches)  # the GPU comes from another process
     for _ in range(steps):
         torch.cuda.synchronize()
         begun = time.perf_counter()

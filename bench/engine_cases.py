@@ -6,7 +6,7 @@
     python bench/engine_cases.py held_out                a wider range, drawn after all corrections of the forecast
     python bench/engine_cases.py memory_limit_held_out   some of these under limits
     python bench/engine_cases.py attention_kernels       each attention kernel; chosen, not random
-    python bench/engine_cases.py memory_page             the runs of docs/memory.md, and their remedies
+    python bench/engine_cases.py memory_page             the runs of docs/memory.md, and the changes proposed there
     python bench/engine_cases.py bitsandbytes            8-bit optimizer state of bitsandbytes; chosen
     python bench/engine_cases.py ranks                   one rank of 2, 4 or 8, at random
 

@@ -26,7 +26,7 @@ SHAPES = {"qkv": (768, 2304), "projection": (768, 768), "up": (768, 3072), "down
 LAYERS = 12
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0  # of E4M3
-ROWS_OF_THE_HEAD = 4096  # the loss goes through the head in pieces of so many tokens
+ROWS_OF_THE_HEAD = 4096  # the loss goes through the head in chunks of this many tokens
 
 
 def main() -> None:

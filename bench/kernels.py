@@ -1,4 +1,4 @@
-"""Do the engine's Triton kernels compile for cards that are not here? Needs Triton, as every CUDA build of torch has
+"""Do the engine's Triton kernels compile for GPUs that are not here? Needs Triton, as every CUDA build of torch has
 it, and no GPU: each kernel becomes machine code for each architecture, in the shapes and types that models use.
 
     python bench/kernels.py
@@ -35,9 +35,9 @@ def main() -> int:
 
     failed = 0
     for case in cases():
-        told = {each: compiled(case, each) for each in ARCHITECTURES}
-        failed += sum(not words.endswith("KiB") for words in told.values())
-        print(case.words, ", ".join(f"{each // 10}.{each % 10}: {words}" for each, words in told.items()), flush=True)
+        found = {each: compiled(case, each) for each in ARCHITECTURES}
+        failed += sum(not words.endswith("KiB") for words in found.values())
+        print(case.words, ", ".join(f"{each // 10}.{each % 10}: {words}" for each, words in found.items()), flush=True)
     print(f"Triton {triton.__version__}: {failed} failed." if failed else f"Triton {triton.__version__}: all compiled.")
     return int(failed > 0)
 

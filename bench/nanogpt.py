@@ -6,7 +6,7 @@
 The cases are drawn by bench/drawn.py. `--nanogpt` is a checkout of it (the forecasts are of commit 3adf61e1). Each case
 runs in a process of its own, on random tokens: load, evaluation (4 batches of each split), 8 iterations, evaluation, 8
 iterations, evaluation. An evaluation begins and ends where the model's mode changes, an iteration ends where gradients
-are let go of. Nothing is timed, so the processes run side by side.
+are freed. Nothing is timed, so the processes run side by side.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ def in_own_process(case: dict[str, Any], nanogpt: str) -> dict[str, Any]:
             environment["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
         done = subprocess.run([sys.executable, __file__, json.dumps(case), "--one", "--nanogpt", nanogpt],
                               capture_output=True, text=True, env=environment, check=False)
-    told = done.stdout.strip().splitlines()
-    return {**case, **(json.loads(told[-1]) if done.returncode == 0 and told else {"error": done.stderr[-600:]})}
+    output = done.stdout.strip().splitlines()
+    return {**case, **(json.loads(output[-1]) if done.returncode == 0 and output else {"error": done.stderr[-600:]})}
 
 
 def one(case: dict[str, Any], nanogpt: Path) -> dict[str, Any]:
@@ -186,7 +186,7 @@ def take(readings: Readings) -> None:
 
 def write(path: Path, cases: str, rows: list[dict[str, Any]]) -> None:
     write_over(path, json.dumps(
-        {"what": "nanoGPT's own train.py (commit 3adf61e1), run as it is, on one card; bytes; order of a run: load, "
+        {"what": "nanoGPT's own train.py (commit 3adf61e1), run as it is, on one GPU; bytes; order of a run: load, "
          "evaluation (4 batches of each split), 8 iterations, evaluation, 8 iterations, evaluation",
          "date": time.strftime("%Y-%m-%d"), "torch": next((row["torch"] for row in rows if "torch" in row), None),
          "card": next((row["device"] for row in rows if "device" in row), None),

@@ -28,7 +28,7 @@ import nanogpt
 WARM, TIMED = 10, 14  # iterations
 SCHEDULE = ["--eval_iters=1", "--eval_interval=1000", f"--max_iters={WARM + TIMED}", "--log_interval=1",
             "--wandb_log=False"]
-TOGETHER = 100  # GiB, of those that share the card while they wait
+TOGETHER = 100  # GiB, of those that share the GPU while they wait
 GPT2 = dict(n_layer=12, n_head=12, n_embd=768, batch_size=12, block_size=1024, gradient_accumulation_steps=2,
             dtype="bfloat16", dropout=0.0, bias=False, compile=True, vocab_size=50304)
 MEDIUM = {**GPT2, "n_layer": 24, "n_head": 16, "n_embd": 1024, "batch_size": 4}
@@ -70,7 +70,7 @@ def main() -> int:
 
 
 def groups() -> list[list[str]]:
-    """Cases that fit on the card together, in order."""
+    """Cases that fit on the GPU together, in order."""
     found: list[list[str]] = []
     room = 0.0
     for name, config in CASES.items():
@@ -84,7 +84,7 @@ def groups() -> list[list[str]]:
 
 
 def together(names: list[str], folder: str) -> list[dict[str, Any]]:
-    """All warm up; then each is told to go on once the one before it has ended."""
+    """All warm up; then each continues once the one before it has ended."""
     with tempfile.TemporaryDirectory() as place:
         signs = [Path(place) / str(number) for number in range(len(names))]
         children = [subprocess.Popen([sys.executable, __file__, "--nanogpt", folder, "--one", json.dumps(CASES[name]),
@@ -97,10 +97,10 @@ def together(names: list[str], folder: str) -> list[dict[str, Any]]:
         rows = []
         for name, sign, child in zip(names, signs, children, strict=True):
             sign.with_suffix(".go").touch()
-            told, complaints = child.communicate()
+            output, errors = child.communicate()
             rows.append({"name": name, "config": CASES[name],
-                         **(json.loads(told.splitlines()[-1]) if child.returncode == 0 else
-                            {"error": complaints[-600:]})})
+                         **(json.loads(output.splitlines()[-1]) if child.returncode == 0 else
+                            {"error": errors[-600:]})})
         return rows
 
 
@@ -143,7 +143,7 @@ def wait_when_warm(sign: Path) -> None:
 
 def write(path: Path, rows: list[dict[str, Any]]) -> None:
     nanogpt.write_over(path, json.dumps(
-        {"what": "nanoGPT's own train.py (commit 3adf61e1), run as it is and alone on one card: tokens a second, from "
+        {"what": "nanoGPT's own train.py (commit 3adf61e1), run as it is and alone on one GPU: tokens per second, from "
          f"the median of the {TIMED - 2} last iterations that it prints",
          "date": time.strftime("%Y-%m-%d"), "torch": next((row["torch"] for row in rows if "torch" in row), None),
          "card": next((row["device"] for row in rows if "device" in row), None),

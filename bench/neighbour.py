@@ -1,9 +1,9 @@
-"""What happens to a run when another process really takes the card's memory in the middle of it?
+"""What happens to a run when another process takes the GPU's memory during it?
 
     python bench/neighbour.py -o bench/results/neighbour_h200.json
 
 The same short run of GPT-2 124M twice: alone, and beside a process that waits for some steps, then takes all that is
-free but for a little, and whatever the run gives back, for as long as it stays. A run that has all it will ever need
+free but for a little, and whatever the run releases, for as long as it stays. A run that has all it will ever need
 does not notice such a neighbour: PyTorch keeps what it once had. So this one has no rehearsal, and its evaluations need
 more than its training: the first of them after the neighbour came is recorded anew, asks for memory that is gone, and
 lets go of what training will want again.
@@ -35,7 +35,7 @@ RUN = ["--n_layer=12", "--n_head=12", "--n_embd=768", "--block_size=1024", "--ba
        "--gradient_accumulation_steps=2", "--eval_batch_size=384", "--eval_iters=24", "--eval_interval=40",
        "--log_interval=1", "--warmup_iters=10", "--lr_decay_iters=200", "--vocab_size=50304", "--rehearse=False",
        "--step_up"]
-LARGE, PIECE = 8 * GiB, 64 * MiB
+LARGE, CHUNK = 8 * GiB, 64 * MiB
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])}
 
 
@@ -56,7 +56,7 @@ def main() -> int:
         alone = run(Path(folder), "alone", options)
         beside = run(Path(folder), "beside", options, neighbour=True)
     verdict = judge(alone, beside, options.steps)
-    result = {"what": "GPT-2 124M, 2 × 16 × 1024, alone and beside a process that takes the card's memory",
+    result = {"what": "GPT-2 124M, 2 × 16 × 1024, alone and beside a process that takes the GPU's memory",
               "date": time.strftime("%Y-%m-%d"), "fitgpt": __version__,
               "command": "python bench/neighbour.py", "steps": options.steps, "leaves": options.leaves,
               **verdict, "alone": alone, "beside": beside}
@@ -88,13 +88,13 @@ def run(folder: Path, name: str, options: argparse.Namespace, *, neighbour: bool
         "steps_in_order": [row["step"] for row in rows if row["kind"] == "step"],
         "plan": next((row for row in rows if row["kind"] == "plan"), None)}
     if other is not None:
-        told, _ = other.communicate(timeout=120)
-        found["neighbour"] = json.loads(told.strip().splitlines()[-1]) if told.strip() else {}
+        output, _ = other.communicate(timeout=120)
+        found["neighbour"] = json.loads(output.strip().splitlines()[-1]) if output.strip() else {}
     return found
 
 
 def be_the_neighbour(metrics: Path, options: argparse.Namespace) -> None:
-    """Waits for the run, then takes what is free, piece by piece and again and again."""
+    """Waits for the run, then takes what is free, chunk by chunk."""
     import torch
 
     torch.empty(1, device="cuda")  # a context, before it counts
@@ -105,10 +105,10 @@ def be_the_neighbour(metrics: Path, options: argparse.Namespace) -> None:
     while time.monotonic() < end:
         free, _ = torch.cuda.mem_get_info()
         try:
-            if free > leaves + LARGE + PIECE:  # quickly at first, then carefully
+            if free > leaves + LARGE + CHUNK:  # quickly at first, then carefully
                 held.append(torch.empty(LARGE, dtype=torch.uint8, device="cuda"))
-            elif free > leaves + PIECE:
-                held.append(torch.empty(PIECE, dtype=torch.uint8, device="cuda"))
+            elif free > leaves + CHUNK:
+                held.append(torch.empty(CHUNK, dtype=torch.uint8, device="cuda"))
             else:
                 time.sleep(0.002)
         except torch.OutOfMemoryError:

@@ -1,4 +1,4 @@
-"""Where the card's time goes in a step: every kernel's share, and how long the card had nothing to do."""
+"""Where the GPU's time goes in a step: every kernel's share, and how long the GPU was idle."""
 
 from __future__ import annotations
 

@@ -4,8 +4,8 @@
 
     speed    GPT-2 124M: steps of one rank with an NCCL group of one, and without, in turn
     nccl-N   memory that NCCL allocates outside PyTorch's allocator, with N ranks on this GPU, and its own log of
-             allocations. NCCL refuses two ranks on one GPU; NCCL_HOSTID makes it take them for N machines, which talk
-             through sockets. Other connections (PCIe, NVLink) allocate other buffers.
+             allocations. NCCL does not allow two ranks on one GPU; with NCCL_HOSTID it treats them as N machines,
+             connected by sockets. Other connections (PCIe, NVLink) allocate other buffers.
     same-B   two ranks on this GPU with backend B: the weights of `fitgpt train` after some steps, against one rank
 
 Each case runs in processes of its own with a time limit; OUT/NAME.json is written after each. How the memory of a

@@ -351,7 +351,7 @@ def allocations(options: argparse.Namespace) -> None:
         counting = FailingAllocations()
 
         def failing(total: int) -> Callable[[Callable[[], None]], None]:
-            """One of so many allocations in the loop and the rehearsal; building the model is no part of it. The first
+            """One of all allocations in the loop and the rehearsal; building the model is no part of it. The first
             run of a process allocates more than later ones, so the number drawn may be too large: then another is
             drawn in the next run. 0: none fails."""
             def around(work: Callable[[], None]) -> None:
@@ -396,7 +396,7 @@ def allocations(options: argparse.Namespace) -> None:
 
 
 def limited(chance: random.Random, met: list[int]) -> Callable[[Callable[[], None]], None]:
-    """Before an eager pass or a capture, the allocator may reserve only a little more than it has; when it has raised
+    """Before an eager pass or a capture, the allocator can reserve only a little more than it has; when it has raised
     OutOfMemoryError, as much as before, and `met` gets an entry."""
     import torch
 

@@ -159,7 +159,7 @@ def said_by(process: subprocess.Popen[str], words: IO[str], until: float) -> str
 
 
 def time_cells(cells: list[dict[str, Any]], lock: Path) -> None:
-    """One line of JSON a cell. The parent loads torch and never touches the card: its children start at once."""
+    """One line of JSON per cell. The parent loads torch and never uses the GPU: its children start at once."""
     import contenders  # noqa: F401
 
     for cell in cells:

@@ -37,7 +37,7 @@ CASES = ROOT / "bench" / "trace_cases"
 TOKENS = 200_000       # of nanoGPT's data
 GPU = "h200"
 LARGEST_ARCHIVE = 15 * 2**20
-MOST_STEPS = 1000      # no case has so many: every step is traced
+MOST_STEPS = 1000      # more than any case has: every step is traced
 FIGURES = ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved")
 Row = dict[str, Any]
 

@@ -1,4 +1,4 @@
-"""Does what `fitgpt fit` accepts really train, and does what it refuses really fail? Models, batches and
+"""Does what `fitgpt fit` accepts really train, and does what it rejects really fail? Models, batches and
 budgets drawn at random.
 
     python bench/triples.py --draw bench/triples.json                       no GPU: draws them, and asks fit about each
@@ -6,7 +6,7 @@ budgets drawn at random.
 
 What is drawn is what is kept. An accepted one is run as a user would: `fitgpt fit … -o`, `fitgpt train --plan` with a
 rehearsal, evaluations and checkpoints, and `fitgpt train --resume` in another process, all under the budget. Of a
-refused one, the plan that would need least runs under the same cap, in bench/record.py's phases: it must run out.
+rejected one, the plan that would need least runs under the same cap, in bench/record.py's phases: it must run out.
 Nothing is timed, so they run side by side.
 """
 
@@ -56,7 +56,7 @@ def main() -> int:
     parser.add_argument("--draw", default="")
     parser.add_argument("--dataset", default="data/stdlib-gpt2")
     parser.add_argument("--at_once", type=int, default=10)
-    parser.add_argument("--first", type=int, default=ACCEPTED + REFUSED, help="only so many of them")
+    parser.add_argument("--first", type=int, default=ACCEPTED + REFUSED, help="only this many of them")
     parser.add_argument("--folders", default="", help="where runs are kept for a while, in turn: some, by commas")
     parser.add_argument("-o", "--out", default="")
     options = parser.parse_args()
@@ -98,8 +98,8 @@ def draw() -> list[dict[str, Any]]:
 
 
 def one(rng: random.Random, *, large: bool) -> tuple[dict[str, Any], int, str]:
-    """A model that is worth its budget: it has from 4 to 90 bytes a parameter; or, where a refusal is looked for, from
-    2 to 8. What does not train in a few seconds is drawn again."""
+    """A model that is worth its budget: from 4 to 90 bytes per parameter; or, for runs to be rejected, from 2 to 8.
+    What does not train in a few seconds is drawn again."""
     while True:
         heads, head = rng.choice([4, 6, 8, 9, 12, 16, 20]), rng.choice([48, 64, 64, 64, 80, 128])
         settings = {"n_layer": rng.choice([4, 6, 8, 10, 12, 16, 18, 24, 36]), "n_head": heads, "n_embd": heads * head,

@@ -117,29 +117,30 @@ def run_plan(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     return run_plan
 
 
-# Files whose tests start processes or a browser, train, or replay recorded runs: marked slow.
+# Files whose tests start processes or a browser, train, or replay recorded runs: marked slow, like those marked ci.
 SLOW = {
     "commands/test_demo", "commands/test_doctor", "commands/test_explain", "commands/test_fit",
     "commands/test_fit_configs", "commands/test_plan", "commands/test_plan_gpus", "commands/test_plan_runs",
-    "commands/test_report",
-    "commands/test_serve", "commands/test_watch_live", "config/test_memory_savers", "data/test_hub",
-    "data/test_pipeline_resume", "diagnosis/test_diagnose", "diagnosis/test_input", "engine/test_ops_compiled",
-    "engine/optim/test_bitsandbytes", "engine/test_device", "engine/test_huggingface", "planning/test_changes",
+    "commands/test_record", "commands/test_report", "commands/test_serve", "commands/test_watch_live",
+    "commands/test_without_posix", "config/test_memory_savers", "data/test_hub", "data/test_pipeline_resume",
+    "data/test_tokenizers_hugging_face", "diagnosis/test_diagnose", "diagnosis/test_input",
+    "engine/optim/test_bitsandbytes", "engine/test_device", "engine/test_huggingface", "engine/test_ops_compiled",
+    "hardware/test_failed_import", "memory/test_timeline_needs", "planning/test_changes",
     "planning/test_fallback_ladder", "planning/test_fit_goals", "planning/test_fit_permissions",
-    "planning/test_layer_costs", "planning/test_measure", "planning/test_plan_snapshot", "planning/test_fit_search",
-    "planning/test_track_record", "show/test_report_page",
-    "tapes/test_engine_recorded", "tapes/test_engine_traced", "tapes/test_engine_sampling",
-    "tapes/test_nanogpt_recorded", "tapes/test_any_config", "test_docs", "test_end_to_end",
-    "test_import_path", "training/test_checkpoint_crashes", "training/test_divergence",
-    "training/test_liveness", "training/test_memory_check", "training/test_oom_recovery", "training/test_rehearsal",
-    "training/test_run", "training/test_run_killed", "training/test_supervisor", "web/test_answers", "web/test_app",
-    "web/test_answers_fixes", "web/test_page", "web/test_site", "web/test_workers",
+    "planning/test_fit_search", "planning/test_layer_costs", "planning/test_measure", "planning/test_plan_snapshot",
+    "planning/test_record_check", "planning/test_track_record", "show/test_report_page", "tapes/test_any_config",
+    "tapes/test_engine_recorded", "tapes/test_engine_sampling", "tapes/test_engine_traced",
+    "tapes/test_nanogpt_recorded", "test_docs", "test_end_to_end", "test_import_path",
+    "training/test_checkpoint_crashes", "training/test_divergence", "training/test_liveness",
+    "training/test_memory_check", "training/test_oom_recovery", "training/test_rehearsal", "training/test_run",
+    "training/test_run_killed", "training/test_supervisor", "web/test_answers", "web/test_answers_fixes",
+    "web/test_app", "web/test_page", "web/test_site", "web/test_workers",
 }
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Slow tests first: at the end every worker still has something to do."""
     for item in items:
-        if item.path.relative_to(TESTS).with_suffix("").as_posix() in SLOW:
+        if item.get_closest_marker("ci") or item.path.relative_to(TESTS).with_suffix("").as_posix() in SLOW:
             item.add_marker(pytest.mark.slow)
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)

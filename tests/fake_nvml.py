@@ -1,4 +1,4 @@
-"""nvidia-ml-py as tests have it: two cards, whatever machine they run on."""
+"""nvidia-ml-py as tests have it: two GPUs, whatever machine they run on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ TWO = (GpuReading(0, "NVIDIA H200", uuid="GPU-aaaa-1"), GpuReading(1, "NVIDIA Ge
 
 
 class FakeNvml:
-    """nvidia-ml-py with two cards, of which the second answers few questions."""
+    """nvidia-ml-py with two GPUs, of which the second supports few queries."""
 
     NVML_ERROR_LIBRARY_NOT_FOUND, NVML_ERROR_DRIVER_NOT_LOADED = 12, 9
     nvmlMemory_v2 = 0x2000028
@@ -75,7 +75,7 @@ class FakeNvml:
 
 
 class CountingNvml(FakeNvml):
-    """The second card refuses every counter."""
+    """The second GPU supports no counter."""
 
     NVML_TEMPERATURE_GPU, NVML_CLOCK_SM = 0, 1
 

@@ -101,7 +101,7 @@ def main() -> int:
         lines = ",\n".join(json.dumps(row, separators=(",", ":")) for row in rows)
         SNAPSHOT.write_text(f'{{"command":"python tests/plan_snapshot.py --write","plans":[\n{lines}\n]}}\n')
     print(f"{len(rows)} plans, {sum(row['exit'] == 0 for row in rows)} fit, {sum(row['exit'] == 1 for row in rows)} "
-          f"do not, {sum(row['exit'] > 1 for row in rows)} refused" + ("" if write else f"; {changed} changed"))
+          f"do not, {sum(row['exit'] > 1 for row in rows)} rejected" + ("" if write else f"; {changed} changed"))
     return changed > 0
 
 

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -84,6 +85,11 @@ def module_name(file: Path) -> str:
 MODULES = {module_name(file) for file in FILES}
 
 
+@cache
+def parsed(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(encoding="utf-8"))
+
+
 def imports_of(file: Path) -> list[Import]:
     module = module_name(file)
     is_package = file.name == "__init__.py"
@@ -110,17 +116,25 @@ def imports_of(file: Path) -> list[Import]:
             else:
                 yield from walk(child, at_once and not later, typing)
 
-    return list(walk(ast.parse(file.read_text(encoding="utf-8")), True, False))
+    return list(walk(parsed(file), True, False))
 
 
 def is_for_types(node: ast.AST) -> bool:
     return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
 
 
-IMPORTS = [each for file in FILES for each in imports_of(file)]
-INNER = [each for each in IMPORTS if each.ours and "__init__" not in (each.module, each.target)]
-OUTER = [each for each in IMPORTS if not each.ours
-         and each.target.partition(".")[0] not in {*sys.stdlib_module_names, "__future__"}]
+@cache
+def imports() -> list[Import]:
+    return [each for file in FILES for each in imports_of(file)]
+
+
+def inner() -> list[Import]:
+    return [each for each in imports() if each.ours and "__init__" not in (each.module, each.target)]
+
+
+def outer() -> list[Import]:
+    return [each for each in imports() if not each.ours
+            and each.target.partition(".")[0] not in {*sys.stdlib_module_names, "__future__"}]
 
 
 def test_the_top_level_has_packages_only() -> None:
@@ -142,7 +156,7 @@ def test_the_docs_show_every_package_on_its_level() -> None:
 
 def test_every_form_of_import_is_seen() -> None:
     """Known imports of each form, so that the tests below cannot pass by seeing nothing."""
-    seen = {(each.module, each.target, each.at_once) for each in IMPORTS}
+    seen = {(each.module, each.target, each.at_once) for each in imports()}
     assert {("training.build", "engine.weights", True), ("training.run", "training.checkpoint", True),
             ("training.run", "torch", True), ("training.worker", "torch", False),
             ("planning.plan", "show.plan_text", False)} <= seen
@@ -155,17 +169,17 @@ def test_packages_import_only_packages_below_them() -> None:
             return False
         return LEVEL_OF[target] >= LEVEL_OF[each.part]
 
-    assert [str(each) for each in INNER if wrong(each)] == []
+    assert [str(each) for each in inner() if wrong(each)] == []
 
 
 def test_memory_imports_only_core() -> None:
-    assert {each.target.partition(".")[0] for each in INNER if each.part == "memory"} == {"memory", "core"}
+    assert {each.target.partition(".")[0] for each in inner() if each.part == "memory"} == {"memory", "core"}
 
 
 def test_no_class_name_is_used_twice() -> None:
     defined: dict[str, list[str]] = {}
     for file in FILES:
-        for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        for node in parsed(file).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 defined.setdefault(node.name, []).append(module_name(file))
     assert {name: modules for name, modules in defined.items() if len(modules) > 1} == {}
@@ -174,7 +188,7 @@ def test_no_class_name_is_used_twice() -> None:
 def test_imports_never_go_in_a_circle() -> None:
     """Nor do those inside functions hide one: they are there to load what is slow only where it is needed."""
     arrows: dict[str, set[str]] = {}
-    for each in INNER:
+    for each in inner():
         if not each.for_types:
             arrows.setdefault(each.module, set()).add(each.target)
     while leaves := set().union(*arrows.values()) - arrows.keys() if arrows else set():
@@ -189,8 +203,8 @@ def test_each_package_imports_only_the_dependencies_it_may() -> None:
         strict = each.at_once and each.module not in LATE
         return package not in (at_once if strict else at_once | WHEN_CALLED.get(each.part, set()))
 
-    assert [str(each) for each in OUTER if wrong(each)] == []
-    assert [str(each) for each in INNER if each.at_once and each.target in LATE] == []
+    assert [str(each) for each in outer() if wrong(each)] == []
+    assert [str(each) for each in inner() if each.at_once and each.target in LATE] == []
 
 
 @pytest.mark.parametrize("call", [
@@ -208,6 +222,7 @@ def test_help_config_and_data_headers_need_neither_torch_nor_numpy(tmp_path: Pat
     assert ended.returncode == 0, ended.stderr
 
 
+@pytest.mark.slow
 def test_importing_fitgpt_does_not_import_torch() -> None:
     script = ("import sys, fitgpt\nassert 'torch' not in sys.modules\nfitgpt.GPTConfig\n"
               "assert 'torch' not in sys.modules\nfitgpt.GPT\nassert 'torch' in sys.modules")

@@ -70,7 +70,8 @@ def parse_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.mark.ci
-@pytest.mark.xdist_group("recorded")  # replays every recorded run, once per process
+@pytest.mark.timeout(900)  # replays every recorded run: three minutes on a busy machine
+@pytest.mark.xdist_group("recorded")  # each run once per process
 def test_generated_parts_are_up_to_date() -> None:
     assert [str(path.relative_to(ROOT)) for path in tool.stale()] == []
 

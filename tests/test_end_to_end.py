@@ -384,7 +384,7 @@ def test_resuming_a_nanogpt_checkpoint_without_its_flags_names_them(
 
 def test_a_nanogpt_checkpoint_is_trained_further_with_its_own_optimizer_state(
         folder: Path, nanogpt: tuple[GPT, torch.optim.AdamW], capfd: pytest.CaptureFixture[str]) -> None:
-    """One step of ours against one step of torch's own AdamW, which goes on from the very state in the file."""
+    """One step of ours against one step of torch's own AdamW, which continues from the state in the file."""
     config = RunConfig(**{**SMALL, "dataset": "letters", "out_dir": "out", "max_iters": STEP + 1, "beta2": 0.95})
     assert main(["train", *flags(**config.to_dict() | {"init_from": "resume"})]) == 0
     assert f"from step {STEP} to {STEP + 1}" in capfd.readouterr().out

@@ -42,7 +42,7 @@ def _contenders(case: str, results: str) -> Iterator[list[str]]:
 
 
 def fitted_part() -> str:
-    """Under the cap of a 12 GB card: plain at the largest batches that fit, and what `fit` makes of the same run."""
+    """Under the cap of a 12 GB GPU: plain at the largest batches that fit, and what `fit` makes of the same run."""
     rows = []
     for case in ("124m", "77m"):
         found = read_rows(f"fitted_{case}_h200.json")

@@ -45,7 +45,7 @@ def markdown(head: list[str], rows: list[list[str]]) -> str:
 # ---- from recorded runs
 
 def memory_part() -> str:
-    """nanoGPT's runs and ours of the same shapes, under the cap that plays the card."""
+    """nanoGPT's runs and ours of the same shapes, under the cap of a 12 GB GPU."""
     theirs = {row["name"]: row for row in recorded_rows("nanogpt/models_30m_to_124m")}
     cap = json.loads((RESULTS / "capped_4070_on_h200.json").read_text(encoding="utf-8"))["cap_bytes"]
     rows = []
@@ -239,7 +239,7 @@ def ways_part(name: str) -> str:
 
 
 def needs_part(name: str) -> str:
-    """The least each trainer needs of the allocator, and what the card leaves it."""
+    """The least each trainer needs of the allocator, and what the GPU leaves it."""
     def row(trainer: str, found: Forecast) -> list[str]:
         limit = budget_for(CARD).reserve_limit
         beside = budget_for(CARD, others=2118 * MiB).reserve_limit

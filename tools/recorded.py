@@ -28,9 +28,9 @@ SHORT_RUNS = ("capped_xl_on_h200.json",)  # whose last steps are steady enough t
 
 
 def main() -> None:
-    told = document()
-    TARGET.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
-    print(f"wrote {TARGET.relative_to(ROOT)}: {len(told['runs'])} runs, {len(told['nanogpt'])} of nanoGPT")
+    found = document()
+    TARGET.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    print(f"wrote {TARGET.relative_to(ROOT)}: {len(found['runs'])} runs, {len(found['nanogpt'])} of nanoGPT")
 
 
 def document() -> dict[str, Any]:
@@ -59,11 +59,11 @@ def runs_of_nanogpt() -> list[dict[str, Any]]:
 
 
 def from_engine(path: Path) -> list[dict[str, Any]]:
-    told = json.loads(path.read_text(encoding="utf-8"))
-    case = dict(told["case"])
+    found = json.loads(path.read_text(encoding="utf-8"))
+    case = dict(found["case"])
     case["gradient_accumulation_steps"] = case.pop("accumulation")
     return [row_of({**case, "vocab_size": 50304, **OURS[row["contender"]]}, row["device"], row["tokens_per_s"],
-                   path, row["contender"]) for row in told["rows"] if row["contender"] in OURS and "error" not in row]
+                   path, row["contender"]) for row in found["rows"] if row["contender"] in OURS and "error" not in row]
 
 
 def from_short_runs(path: Path) -> list[dict[str, Any]]:

@@ -1,6 +1,7 @@
 """Every allocation of a run on the CPU fails once, in every phase: loading, evaluation, steps, saving, resuming.
 
-The run must go on to the same weights, bit for bit; or end with a clear error, and give them when it is started again.
+The run must continue to the same weights, bit for bit; or end with a clear error and reach them when it is
+started again.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Damage to every kind of file that fitgpt reads: a bit, a byte, a digit, a page of zeros, a cut, growth.
 
-Damage is *noticed* if the file is refused, or if another one is used and that is said; *harmless* if what is read is
+Damage is *noticed* if the file is rejected, or if another one is used and that is said; *harmless* if what is read is
 the same; *silent* if something else is read and nothing is said. A format without a checksum cannot be better than what
 it stores: for these (UNCHECKED) the campaign requires a result or a clear error. Silent damage is counted, not failed.
 """

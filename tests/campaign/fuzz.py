@@ -1,7 +1,7 @@
 """Every parser of what a user, a file or a request can hold, with inputs that are mostly valid.
 
-A case is a block of 100 inputs. An input must be accepted, or refused with one of fitgpt's own errors; anything else is
-a failure, and so is an input that takes more than 5 seconds of CPU time.
+A case is a block of 100 inputs. An input must be accepted, or rejected with one of fitgpt's own errors; anything else
+is a failure, and so is an input that takes more than 5 seconds of CPU time.
 """
 
 from __future__ import annotations

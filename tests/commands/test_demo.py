@@ -31,7 +31,7 @@ def test_the_demo_is_the_run_of_its_config_file() -> None:
 
 
 def test_the_demos_data_can_be_prepared_by_the_documented_command() -> None:
-    """The recipe in the config file and in the refusal where the data is missing: `prepare` would not mix two."""
+    """The recipe in the config file and in the error where the data is missing: `prepare` would not mix two."""
     with pytest.raises(DataError) as caught:
         find_dataset("nowhere/stdlib")
     for text in (CONFIG_FILE.read_text(encoding="utf-8"), caught.value.fix):
@@ -101,7 +101,7 @@ CANNOT_USE = DeviceError("The driver sees a GPU that this torch cannot use.", "p
 
 @pytest.fixture
 def trained(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> list[str]:
-    """The devices that the demo tries to train on: all but the CPU refuse, with the error that is asked for."""
+    """The devices that the demo tries to train on: all but the CPU fail, with the given error."""
     devices: list[str] = []
 
     def train(assignments: list[Assignment]) -> int:

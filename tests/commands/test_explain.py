@@ -273,7 +273,7 @@ def test_a_run_is_explained_by_its_recorded_plan(tmp_path: Path, no_stdin: None,
     folder = str(tmp_path / "run")
     assert main(["explain", folder, "--json"]) == 0
     answer = json_output(capsys)
-    assert "PyTorch needs 3.00 GiB of the 8.00 GiB it may reserve" in answer["title"]
+    assert "PyTorch needs 3.00 GiB of the 8.00 GiB available to it" in answer["title"]
     assert answer["shares"][0] == {"what": "weights", "nbytes": 2 * GiB, "note": "4 bytes a parameter"}
     for other in (["--batch_size=4"], ["--gpu=4070"]):  # what it would be, no longer what it was
         assert main(["explain", folder, "--json", *other]) == 0

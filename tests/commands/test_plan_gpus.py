@@ -240,7 +240,7 @@ def test_a_plan_exits_with_1_if_any_rank_does_not_fit(run_plan: Any, monkeypatch
     assert "does not fit" in table
 
 
-def test_gpus_that_cannot_be_planned_for_are_refused_with_a_fix(run_plan: Any) -> None:
+def test_gpus_that_cannot_be_planned_for_are_rejected_with_a_fix(run_plan: Any) -> None:
     for arguments, what in ((["--gpus=2x4070", "--gpu=4070"], "for several"), (["--gpus=2xcpu"], "NVIDIA GPUs"),
                             (["--gpus=2x4070", "--trainer=nanogpt"], "DDP"), (["--gpus=0,0"], "twice"),
                             (["--gpus=3x4070"], "--gradient_accumulation_steps=39")):

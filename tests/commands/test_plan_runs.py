@@ -176,7 +176,7 @@ def test_a_resume_is_planned_with_the_recorded_config(run_plan: Any, tmp_path: P
 
 
 def test_where_sampling_has_the_peak_the_owners_are_those_of_sampling(run_plan: Any) -> None:
-    """It takes float32 weights onto the card, which a run with rounded weights and all else on the host does not."""
+    """It takes float32 weights onto the GPU, which a run with rounded weights and all else on the host does not."""
     document = run_plan(*SMALL, "--vocab_size=65", "--n_layer=8", "--block_size=16", "--batch_size=1",
                         "--weights=bfloat16", "--offload=gradients", "--saved_activations=input", "--gpu=4070",
                         "--json").json

@@ -132,17 +132,17 @@ def test_the_error_of_an_invalid_value_names_the_flag_and_what_it_takes(key: str
 
 @pytest.mark.parametrize("cls", COMMANDS.values(), ids=COMMANDS)
 def test_the_fix_of_every_invalid_value_is_a_flag_that_works(cls: type[Options]) -> None:
-    """Each option is given values that most options refuse; what the error suggests must be accepted."""
-    refused = 0
+    """Each option is given values that most options reject; what the error suggests must be accepted."""
+    rejected = 0
     for one in option_specs(cls).values():
         for value in ("nan", "-1", "0", "1e30", "10 GB of it", "2118", "\n", ""):
             try:
                 walk([f"--{one.name}={value}"], cls, config_files=False)
             except UsageError as error:
-                refused += 1
+                rejected += 1
                 (flag,) = shlex.split(error.fix)
                 assert [each.key for each in walk([flag], cls, config_files=False)] == [one.name]
-    assert refused
+    assert rejected
 
 
 @pytest.mark.parametrize(("typed", "fix"), [

@@ -92,7 +92,7 @@ def test_a_folder_appears_only_when_it_is_complete(tmp_path: Path) -> None:
 @pytest.mark.parametrize("completed", range(4))
 def test_a_kill_while_a_folder_is_replaced_loses_neither(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                                          exchanges: bool, completed: int) -> None:
-    """Killed after so many changes of a name: the target, or what `recover_folder` brings back, is whole."""
+    """Killed after this many renames: the target, or what `recover_folder` brings back, is whole."""
     target, killed_pid = tmp_path / "t", 2**22 + 1  # above the highest pid of Linux
     target.mkdir()
     (target / "a").write_text("old")

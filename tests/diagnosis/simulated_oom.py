@@ -1,4 +1,4 @@
-"""What PyTorch would print: the message of a run that is refused by a cap, its figures taken from the replay."""
+"""What PyTorch would print: the message of a run that exceeds a cap, its figures taken from the replay."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Messages worked out from a replay: the diagnosis must find the allocation that was refused, and what would fit."""
+"""Messages computed from a replay: the diagnosis must find the allocation that failed, and what would fit."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_without_a_config_the_tensor_is_marked_as_a_guess() -> None:
     assert any("config" in each for each in diagnosis.needed)
 
 
-# ---- any run, any card
+# ---- any run, any GPU
 
 
 @pytest.mark.parametrize(("trainer", "shape", "gpu", "others"), [

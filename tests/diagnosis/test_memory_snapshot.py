@@ -1,4 +1,4 @@
-"""Memory snapshots of torch: the peak and who held it, found in the file alone; anything else in it is refused."""
+"""Memory snapshots of torch: the peak and who held it, found in the file alone; anything else in it is rejected."""
 
 from __future__ import annotations
 
@@ -217,7 +217,7 @@ for _ in range(40):
     (pickle.dumps({"segments": [{"blocks": [{"size": -1}]}]}), "no whole number"),
     (pickle.dumps({"segments": [{"blocks": [small_snapshot()] * 2100}] * 2100}), "more than 4,000,000 blocks"),
 ], ids=["reduce", "truncated", "claims 2**60 bytes", "nested", "another pickle", "negative size", "repeated lists"])
-def test_hostile_and_other_pickles_are_refused_with_one_sentence(
+def test_hostile_and_other_pickles_are_rejected_with_one_sentence(
         content: bytes, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
         capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)

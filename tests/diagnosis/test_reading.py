@@ -28,7 +28,7 @@ def notes_30m(trainer: str = "nanogpt", *flags: str) -> ExplainedRun:
     return ExplainedRun(config, trainer, platform_for(CARD), "config/notes_30m.py")
 
 
-# The shape of the screen as driver 550 prints it; the figures of the notes, on the card of the notes.
+# The shape of the screen as driver 550 prints it; the figures of the notes, on the GPU of the notes.
 SCREEN = """Sat Nov 15 10:00:00 2025
 +-----------------------------------------------------------------------------------------+
 | NVIDIA-SMI 550.163.01             Driver Version: 550.163.01     CUDA Version: 12.4     |
@@ -68,7 +68,7 @@ OLD_SCREEN = """+---------------------------------------------------------------
 """
 
 
-# ---- the notes: 30M, 6582 MiB on the card, 4464 by the process
+# ---- the notes: 30M, 6582 MiB on the GPU, 4464 by the process
 
 
 def test_a_reading_is_attributed_to_the_mib() -> None:
@@ -372,7 +372,7 @@ def test_other_text_is_not_nvidia_smi_output(text: str) -> None:
     assert parse_nvidia_smi(text) == ()
 
 
-# As driver 580 prints a card that MIG has cut: the card's own figure does not count what its parts hold.
+# As driver 580 prints a GPU divided by MIG: the GPU's own figure does not count what its instances hold.
 CUT = """|   0  NVIDIA A100-SXM4-40GB          On  |   00000000:00:04.0 Off |                   On |
 | N/A   30C    P0             45W /  400W |      87MiB /  40960MiB |     N/A      Default |
 |                                         |                        |              Enabled |

@@ -73,7 +73,7 @@ def test_the_engine_uses_less_memory_and_is_no_slower_than_plain_torch(case: str
 
 @pytest.mark.parametrize("case", ["124m", "77m", "30m"])
 def test_with_full_recomputation_a_run_needs_little_more_than_its_weights_and_states(case: str) -> None:
-    """16 bytes a parameter, the head's copy in half precision, each layer's input, the largest of what comes and goes,
+    """16 bytes per parameter, the head's copy in half precision, each layer's input, the largest transient tensors,
     and the products' workspaces; forecast for an H200, and measured where it was."""
     results = recorded(f"engine_{case}_h200.json")
     shape = {key: value for key, value in results["case"].items() if key != "accumulation"}

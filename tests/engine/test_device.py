@@ -133,7 +133,7 @@ def test_a_card_too_old_for_triton_runs_eager() -> None:
     build = replace(CUDA_BUILD, archs=("sm_50", "sm_60", "sm_70"))
     choice = choose("auto", "auto", "auto", machine(GTX_1060, build=build))
     assert choice.compile is False
-    assert any("this card has 6.1" in note for note in choice.notes)
+    assert any("this GPU has 6.1" in note for note in choice.notes)
 
 
 def test_compiling_on_a_cpu_is_honoured_where_there_is_a_compiler() -> None:
@@ -206,9 +206,9 @@ def test_reading_this_machine_never_fails_and_is_enough_to_train_on_its_cpu() ->
 
 
 def test_a_wrong_environment_does_not_stop_a_run_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse() -> Survey:
+    def fail() -> Survey:
         raise DeviceError("CUDA_VISIBLE_DEVICES='7' names no GPU")
-    monkeypatch.setattr("fitgpt.hardware.nvidia.survey", refuse)
+    monkeypatch.setattr("fitgpt.hardware.nvidia.survey", fail)
     assert device.resolve_device("cpu", "auto", False).device == "cpu"
     with pytest.raises(DeviceError):
         device.resolve_device("auto", "auto", False)

@@ -164,13 +164,13 @@ def test_an_export_that_fails_leaves_the_earlier_one(
     write_folder(tmp_path / "out", SHAPE, model)
     real = getattr(os, failing)
 
-    def refuse(*given: Any) -> None:
+    def fail(*given: Any) -> None:
         if failing == "replace" and not str(given[0]).endswith(str(os.getpid())):
             return real(*given)  # moving the earlier one out of the way and back works
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(os, failing, refuse)
+        patched.setattr(os, failing, fail)
         patched.setattr("fitgpt.core.files._exchange", lambda one, other: False)  # as on most other systems than Linux
         with pytest.raises(SystemFault, match="No space left"):
             write_folder(tmp_path / "out", SHAPE, {name: tensor + 1 for name, tensor in model.items()})

@@ -1,7 +1,7 @@
 """The tape of compiled runs against what torch's compiler generates: a compiled function allocates its results.
 
 What is generated is for the CPU, with no compiler of C++ needed: the kernels are left out. There a norm also writes its
-mean and its spread, a number a row each, which a kernel on a card keeps in registers.
+mean and rstd, one number per row each, which a kernel on a GPU keeps in registers.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fitgpt.engine import ops
 
+pytestmark = pytest.mark.xdist_group("compiler")  # one process loads it
 ROWS, WIDTH = 24, 40
 ALLOCATION = re.compile(r"= empty_strided_cpu\(\(([^)]*)\), \([^)]*\), torch\.(\w+)\)")
 

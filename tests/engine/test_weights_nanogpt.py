@@ -58,7 +58,7 @@ def groups_until_2023(named: dict[str, Any]) -> list[list[Any]]:
 
 def saved(path: Path, *, bias: bool = True, layers: int = 2, groups: Any = groups_of_today,
           prefix: str = "", **changes: Any) -> Any:
-    """Trains two steps, saves as train.py does, and gives back the module and its optimizer."""
+    """Trains two steps, saves as train.py does, and returns the module and its optimizer."""
     torch.manual_seed(0)
     model = tiny_gpt(bias, layers)
     decayed, others = groups(dict(model.named_parameters()))
@@ -142,7 +142,7 @@ def test_a_file_without_its_head_is_read_since_the_head_is_tied(tmp_path: Path) 
     assert len(read_nanogpt(tmp_path / "ckpt.pt").weights) == len(parameter_shapes(GPTConfig(**ARGS)))
 
 
-# ---- refusals
+# ---- rejected files
 
 class Bomb:
     def __init__(self, marker: Path) -> None:

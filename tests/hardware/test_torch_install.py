@@ -99,13 +99,13 @@ def test_a_driver_that_does_not_work_is_not_taken_for_no_gpu() -> None:
     ((8, 0), ("sm_86",), False),                # an earlier minor
     ((9, 0), ("sm_80", "sm_86"), False),        # another major
     ((9, 0), ("sm_80", "compute_80"), True),    # PTX is compiled by the driver
-    ((7, 5), ("compute_80",), False),           # PTX for newer cards
+    ((7, 5), ("compute_80",), False),           # PTX for newer GPUs
     ((9, 0), ("sm_90a",), True),
     ((10, 0), ("sm_90a",), False),
     ((12, 0), ("sm_100", "sm_120"), True),
     ((10, 3), ("sm_100f",), True),
     ((6, 1), ("sm_50", "sm_60"), True),
-    ((6, 1), (), True),                         # not known: not refused
+    ((6, 1), (), True),                         # not known: not rejected
 ])
 def test_compiled_code_runs_by_cudas_rules(capability: tuple[int, int], archs: tuple[str, ...], runs: bool) -> None:
     assert runs_on(capability, archs) is runs

@@ -10,7 +10,7 @@ from tests.memory.tape_script import tape
 
 
 def put(*sizes: int, large_weight: bool = True) -> list[int]:
-    """Addresses of segments of so many MiB each, in a run whose weights are loaded; from the first weight on."""
+    """Addresses of segments of these sizes in MiB, in a run whose weights are loaded; from the first weight on."""
     ranges = ObservedAddresses()
     weight = ranges.place((100 if large_weight else 50) * MiB, loading=True)
     return [weight, *(ranges.place(size * MiB, loading=False) for size in sizes)]

@@ -23,8 +23,8 @@ SMALL: dict[str, Any] = dict(n_layer=2, n_head=4, n_embd=128, batch_size=4, bloc
 SETTING = Platform((8, 9))
 # Runs of which a random search found that more memory can be worse, or less enough.
 UPSIDE_DOWN = {
-    "refused at 2 MiB more": dict(n_layer=2, n_head=8, n_embd=384, block_size=64, compile=True),
-    "refused at 6 and 8 MiB more": dict(n_layer=2, n_head=4, n_embd=512, batch_size=8, vocab_size=512, compile=True,
+    "fails at 2 MiB more": dict(n_layer=2, n_head=8, n_embd=384, block_size=64, compile=True),
+    "fails at 6 and 8 MiB more": dict(n_layer=2, n_head=4, n_embd=512, batch_size=8, vocab_size=512, compile=True,
                                         dtype="float32"),
     "enough with 14 MiB less": dict(n_layer=3, n_head=8, n_embd=512, batch_size=6, vocab_size=512, compile=True,
                                     dropout=0.1),

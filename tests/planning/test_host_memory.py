@@ -28,7 +28,7 @@ def test_batches_in_flight_are_those_of_the_prefetcher() -> None:
     (dict(batch_size=2_000_000), False),
     (dict(n_layer=48, n_embd=1600, n_head=25, offload="optimizer"), False),
 ], ids=["batch on a CPU", "pinned batch", "offload"])
-def test_a_run_that_needs_more_is_refused_with_its_figures_and_a_fix_that_works(options: dict[str, Any],
+def test_a_run_that_needs_more_is_rejected_with_its_figures_and_a_fix_that_works(options: dict[str, Any],
                                                                                 on_cpu: bool) -> None:
     config = RunConfig(**options)
     with pytest.raises(SystemFault, match=r"needs at least [\d.]+ [GT]iB of CPU RAM .*, and 8.00 GiB is") as raised:
@@ -45,7 +45,7 @@ def test_a_resumed_run_reads_its_checkpoint_into_cpu_ram() -> None:
     assert sum(needs(config, on_cpu=False).values()) >= 12 * config.gpt_config().count_params()
 
 
-def test_unknown_memory_refuses_nothing_and_train_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_memory_rejects_nothing_and_train_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     huge = RunConfig(batch_size=100_000_000, device="cpu")
     check(huge, None, on_cpu=True)
     monkeypatch.setattr(memory_check, "available_memory", lambda: GiB)

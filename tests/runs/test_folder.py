@@ -124,12 +124,12 @@ def test_a_path_that_cannot_be_a_folder_is_a_system_fault(tmp_path: Path, path_i
 def test_a_folder_without_permission_is_a_system_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real_open = os.open
 
-    def refuse(path: Any, flags: int, *rest: Any, **named: Any) -> int:
+    def fail(path: Any, flags: int, *rest: Any, **named: Any) -> int:
         if flags & os.O_CREAT:
             raise PermissionError(errno.EACCES, "Permission denied", path)
         return real_open(path, flags, *rest, **named)
 
-    monkeypatch.setattr(os, "open", refuse)
+    monkeypatch.setattr(os, "open", fail)
     with pytest.raises(SystemFault, match="Permission denied"):
         open_run(tmp_path / "out", CONFIG, resume=False)
 

@@ -109,7 +109,7 @@ def test_the_newest_run_that_is_running_is_found(tmp_path: Path, no_gpu: None, m
         time.sleep(0.02)
         write_run(tmp_path / "runs" / "newest", FACTS, step(999), evaluation(1000))
         assert watch.Watcher("").read().run.folder == "out"  # type: ignore[union-attr]
-    assert watch.Watcher("").read().run.folder == "runs/newest"  # type: ignore[union-attr]  # no card to look at instead
+    assert watch.Watcher("").read().run.folder == "runs/newest"  # type: ignore[union-attr]  # no GPU to look at instead
 
 
 def test_without_a_running_run_gpus_are_watched_until_one_starts(tmp_path: Path, nvml: CountingNvml,

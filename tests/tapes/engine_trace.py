@@ -5,7 +5,7 @@ The engine runs on torch's `meta` device, where tensors have a size and no numbe
 device calls itself `cuda`, so that the engine takes the branches it takes on a card; the other notes each storage that
 comes and goes. Where the host asks for numbers it gets zeros.
 
-Not run for real: Triton's kernels, compiled functions and recorded work. The Python around a kernel's launch does run;
+Not run for real: Triton's kernels, compiled functions and captured work. The Python around a kernel's launch does run;
 a compiled function is taken to allocate its results and nothing else; a recording runs when it is made.
 """
 
@@ -69,7 +69,7 @@ def trace(config: RunConfig, platform: Platform, monkeypatch: pytest.MonkeyPatch
 
 
 def trace_sampling(config: RunConfig, platform: Platform, tokens: int, monkeypatch: pytest.MonkeyPatch) -> list[Seen]:
-    """The run that engine.write_sampling writes: a model, a prompt and its first token, and so many tokens more."""
+    """The run that engine.write_sampling writes: a model, a prompt and its first token, and this many more tokens."""
     from fitgpt.engine.model import build_model
     from fitgpt.engine.sample import SamplingOptions, generate
 
@@ -89,7 +89,7 @@ def trace_sampling(config: RunConfig, platform: Platform, tokens: int, monkeypat
 
 
 def run(config: RunConfig, watch: Watch) -> None:
-    """As bench/record.py runs it on a card."""
+    """As bench/record.py runs it on a GPU."""
     from fitgpt.engine.batches import Prefetcher
     from fitgpt.engine.device import DeviceChoice
     from fitgpt.engine.evaluate import evaluate
@@ -135,7 +135,7 @@ def run(config: RunConfig, watch: Watch) -> None:
 # ---- the two modes
 
 class CallsItselfCuda(TorchFunctionMode):
-    """Tensors on the stand-in say that they are on the card, and what is asked for on the card is made there."""
+    """Tensors on the stand-in report the GPU as their device, and what is requested on the GPU is created there."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = {key: _stand_in(value) for key, value in (kwargs or {}).items() if key != "pin_memory"}
@@ -193,7 +193,7 @@ class Watch(TorchDispatchMode):
         self._alive[key] = weakref.ref(storage, goes)
 
     def _crosses_the_bus(self, to: Tensor, source: Tensor, non_blocking: bool = False) -> None:
-        """A copy that nobody waits for changes precision on the card, in a copy of the host's: ATen's Copy.cu."""
+        """A non-blocking copy changes precision on the GPU, in a copy of the CPU's tensor: ATen's Copy.cu."""
         if non_blocking and to.dtype != source.dtype:
             on_host = source if to.is_meta else to
             self.note(torch.empty(on_host.shape, dtype=on_host.dtype, device=STAND_IN), "copy_ in another precision")
@@ -275,7 +275,7 @@ def _made(shapes: Any) -> Any:
     return tuple(map(_made, shapes)) if isinstance(shapes, tuple) else shapes
 
 
-# ---- what a card would decide or do
+# ---- what a GPU would decide or do
 
 def steer(patch: pytest.MonkeyPatch, platform: Platform, config: RunConfig, watch: Watch) -> None:
     from fitgpt.engine import attention, ops
@@ -307,7 +307,7 @@ def steer(patch: pytest.MonkeyPatch, platform: Platform, config: RunConfig, watc
 
 
 def steer_sampling(patch: pytest.MonkeyPatch, platform: Platform, config: RunConfig) -> None:
-    """Attention with a mask, which would be by hand on the stand-in: as torch's attention.cpp has it on a card."""
+    """Attention with a mask, which would be by hand on the stand-in: as in torch's attention.cpp on a GPU."""
     kernel = masked_attention_kernel(config, platform)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor) -> Tensor:
@@ -330,7 +330,7 @@ def steer_sampling(patch: pytest.MonkeyPatch, platform: Platform, config: RunCon
 
 
 class HostsDice(torch.Generator):
-    """In place of the card's."""
+    """In place of the GPU's."""
 
     def __new__(cls, device: torch.device) -> HostsDice:
         return super().__new__(cls)

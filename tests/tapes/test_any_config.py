@@ -1,4 +1,4 @@
-"""Any config has a tape: of either trainer, on every kind of card, with sizes that are odd or that coincide."""
+"""Any config has a tape: of either trainer, on every kind of GPU, with sizes that are odd or that coincide."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def sizes(rng: Random) -> dict[str, int]:
 
 
 def config_of(rng: Random, card: GpuModel) -> RunConfig:
-    """One that the card can run."""
+    """One that the GPU can run."""
     platform = platform_for(card)
     return RunConfig(
         **sizes(rng), n_layer=rng.randint(1, 4), dropout=rng.choice((0.0, 0.1)), bias=rng.random() < 0.5,

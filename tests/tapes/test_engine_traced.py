@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from fitgpt.config.optimizers import OPTIMIZERS
 from fitgpt.config.run_config import RunConfig
 from fitgpt.engine import block
 from fitgpt.memory.platform import Platform
@@ -18,7 +19,7 @@ from tests.helpers import skip_without_library
 from tests.tapes.engine_trace import trace, trace_sampling
 
 # No two sizes are alike by chance: the width is no power of two, the block no multiple of anything, and the last of the
-# loss's pieces is a short one.
+# loss's chunks is a short one.
 SHAPE: dict[str, Any] = {
     "n_layer": 2, "n_head": 5, "n_embd": 320, "vocab_size": 1013, "batch_size": 3, "block_size": 257, "loss_chunk": 300,
     "gradient_accumulation_steps": 2, "bias": True, "dtype": "bfloat16", "compile": False, "eval_batch_size": 2}
@@ -62,23 +63,22 @@ CASES: dict[str, tuple[Platform, dict[str, Any]]] = {
     "bfloat16 weights and residual, float32": (H200, {"weights": "bfloat16", "residual": "bfloat16",
                                                       "dtype": "float32", "dropout": 0.1}),
     "bfloat16 weights, embedding's rows sorted": (H200, {"weights": "bfloat16", "batch_size": 13}),
-    "one piece of loss, no accumulation": (H200, {"loss_chunk": 0, "gradient_accumulation_steps": 1}),
+    "one chunk of loss, no accumulation": (H200, {"loss_chunk": 0, "gradient_accumulation_steps": 1}),
     "a larger evaluation of shorter blocks": (H200, {"eval_batch_size": 7, "eval_block_size": 190}),
     "kept casts": (H200, {"casts": "kept"}),
-    "kept casts, recorded, float16, bfloat16 weights": (H200, {"casts": "kept", "cuda_graphs": True, "dtype": "float16",
+    "kept casts, captured, float16, bfloat16 weights": (H200, {"casts": "kept", "cuda_graphs": True, "dtype": "float16",
                                                                "weights": "bfloat16"}),
     "kept casts, float32": (H200, {"casts": "kept", "dtype": "float32"}),
     "kept casts, only an evaluation": (H200, {"casts": "kept", "eval_only": True, "gradients": "kept"}),
     "kept gradients": (H200, {"gradients": "kept"}),
     "late states": (H200, {"states": "late"}),
-    "late states, recorded, adam8bit": (H200, {"states": "late", "cuda_graphs": True, "optimizer": "adam8bit"}),
+    "late states, captured, adam8bit": (H200, {"states": "late", "cuda_graphs": True, "optimizer": "adam8bit"}),
     "late states of muon, all kept": (H200, {"states": "late", "optimizer": "muon", "casts": "kept",
                                              "gradients": "kept"}),
-    "muon": (H200, {"optimizer": "muon"}),
+    **{name: (H200, {"optimizer": name}) for name in OPTIMIZERS if name != "adamw"},  # the other cases have AdamW
     "muon, float32, no bias": (H200, {"optimizer": "muon", "dtype": "float32", "bias": False}),
-    "adam8bit": (H200, {"optimizer": "adam8bit"}),
     "adam8bit by bitsandbytes": (H200, {"optimizer": "adam8bit", "adam8bit": "bitsandbytes"}),
-    "adam8bit by bitsandbytes, wide biases, float16, late, recorded": (H200, {
+    "adam8bit by bitsandbytes, wide biases, float16, late, captured": (H200, {
         "optimizer": "adam8bit", "adam8bit": "bitsandbytes", "dtype": "float16", "n_head": 4, "n_embd": 1032,
         "states": "late", "cuda_graphs": True}),
     "offload optimizer": (H200, {"offload": "optimizer"}),
@@ -93,18 +93,18 @@ CASES: dict[str, tuple[Platform, dict[str, Any]]] = {
     "no Triton, bfloat16 weights": (WINDOWS, {"weights": "bfloat16"}),
     "no Triton, step in backward": (WINDOWS, IN_BACKWARD),
     "no Triton, adam8bit": (WINDOWS, {"optimizer": "adam8bit", "weights": "bfloat16"}),
-    # Where compiled functions allocate their results only, and recorded work what it allocates when it is recorded:
+    # Compiled functions allocate their results only; CUDA graphs allocate when they are captured:
     "compiled": (H200, {"compile": True, "cuda_graphs": False}),
     "compiled, dropout, two policies": (H200, {"compile": True, "dropout": 0.1,
                                                "saved_activations": "1*input,1*no_mlp_up"}),
     "compiled, no bias, bfloat16 all through": (H200, {"compile": True, "cuda_graphs": False, "bias": False,
                                                        "weights": "bfloat16", "residual": "bfloat16"}),
-    "compiled, recorded": (H200, {"compile": True}),
-    "recorded": (H200, {"cuda_graphs": True}),
+    "compiled, captured": (H200, {"compile": True}),
+    "captured": (H200, {"cuda_graphs": True}),
     **{f"{name}, {kernel}": (platform, {"dtype": "float16", **options})
        for name, options in SINGLE.items() for kernel, platform in KERNELS.items()},
     "one sequence, float32": (H200, {"batch_size": 1, "eval_batch_size": 1, "dtype": "float32"}),
-    "one sequence, recorded": (H200, {"batch_size": 1, "eval_batch_size": 1, "cuda_graphs": True}),
+    "one sequence, captured": (H200, {"batch_size": 1, "eval_batch_size": 1, "cuda_graphs": True}),
     "one sequence, compiled, bfloat16 weights": (H200, {"batch_size": 1, "compile": True, "cuda_graphs": False,
                                                         "weights": "bfloat16", "residual": "bfloat16"}),
     "one sequence, one head, offload gradients": (H200, {"batch_size": 1, "n_head": 1, "n_embd": 42,
@@ -112,12 +112,12 @@ CASES: dict[str, tuple[Platform, dict[str, Any]]] = {
     "one sequence, step in backward": (H200, {"batch_size": 1, **IN_BACKWARD}),
     "deterministic": (H200, {"deterministic": True}),
     "deterministic, float32, rows sorted": (H200, {"deterministic": True, "dtype": "float32", "batch_size": 13}),
-    "deterministic, float16, compiled, recorded": (H200, {"deterministic": True, "dtype": "float16", "compile": True}),
+    "deterministic, float16, compiled, captured": (H200, {"deterministic": True, "dtype": "float16", "compile": True}),
     "deterministic, bfloat16 residual, dropout": (ADA, {"deterministic": True, "residual": "bfloat16", "dropout": 0.1}),
     "deterministic, step in backward": (H200, {"deterministic": True, **IN_BACKWARD}),
     "deterministic, offload gradients": (H200, {"deterministic": True, "offload": "gradients"}),
     "only an evaluation": (H200, {"eval_only": True}),
-    "only an evaluation, recorded, bfloat16 weights": (H200, {"eval_only": True, "compile": True,
+    "only an evaluation, captured, bfloat16 weights": (H200, {"eval_only": True, "compile": True,
                                                               "weights": "bfloat16"}),
 }
 

@@ -24,7 +24,7 @@ UNSEEN = "remedies_and_random"                      # recorded when the tape was
 RANDOM = ("common_shapes", "any_shape", "odd_vocabularies", "many_micro_batches", "common_shapes_second")
 pytestmark = pytest.mark.xdist_group("recorded")    # one process replays each recorded run once
 
-# All figures of the runs it was written from are forecast to the byte except these, by so many percent.
+# All figures of the runs it was written from are forecast to the byte except these, off by this many percent.
 OFF = {
     ("shakespeare eager", "eval_first_peak"): -0.022,
     ("124M bias batch 8 eager", "train_peak"): -0.007,

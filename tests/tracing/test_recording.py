@@ -140,7 +140,7 @@ def test_stops_at_the_forward_pass_after_the_last_step() -> None:
     assert len(recorder.steps) == 2
 
 
-def test_a_size_that_depends_on_unknown_values_is_refused() -> None:
+def test_a_size_that_depends_on_unknown_values_is_rejected() -> None:
     with recording(Recorder(), RTX):
         scores = torch.empty(100, device="cuda").softmax(0)
         with pytest.raises(Untraceable, match="nonzero"):
@@ -227,6 +227,8 @@ class Activations(nn.Module):
         return self.outside(self.inside(x).exp().sin().cos().tanh()).sum()  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow
+@pytest.mark.xdist_group("compiler")
 def test_a_compiled_model_is_traced_as_its_compiler_plans_it() -> None:
     """Without a driver and without triton. Of `exp().sin().cos().tanh()`, eager code keeps three results for backward;
     compiled code keeps the product that they are computed from, and the last."""
@@ -293,7 +295,7 @@ def test_a_thread_allocates_on_the_gpu() -> None:
         assert recorder.allocated == 4096
 
 
-def test_a_second_gpu_is_refused() -> None:
+def test_a_second_gpu_is_rejected() -> None:
     with recording(Recorder(), RTX):
         for make in (lambda: torch.ones(1).to("cuda:1"), lambda: torch.ones(1, device=torch.device("cuda", 1))):
             with pytest.raises(Untraceable, match="cuda:1"):
@@ -343,6 +345,8 @@ def test_a_script_that_asks_for_its_peak_gets_the_peak_in_the_allocators_units()
         del kept
 
 
+@pytest.mark.ci
+@pytest.mark.xdist_group("compiler")
 def test_a_compiled_model_that_returns_its_cache_is_planned_by_the_compiler() -> None:
     """As models of transformers do by default: a key-value cache, made of an empty tensor."""
     transformers = pytest.importorskip("transformers")

@@ -39,19 +39,19 @@ def test_a_trace_survives_the_file() -> None:
     assert from_json(to_json(small_trace())) == small_trace()
 
 
-def test_a_changed_file_is_refused(tmp_path: Path) -> None:
+def test_a_changed_file_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "my.trace.json"
     path.write_text(to_json(small_trace()).replace("1.0", "2.0").replace('"params":104857600', '"params":1'))
     with pytest.raises(UsageError, match=r"is not a saved trace: its content does not match its own checksum"):
         read(str(path))
 
 
-def test_a_trace_larger_than_the_limit_is_refused_with_fewer_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trace_larger_than_the_limit_is_an_error_that_names_fewer_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 5 * MiB >= trace_file.LARGEST
     monkeypatch.setattr(trace_file, "LARGEST", 500)
-    with pytest.raises(UsageError, match="a saved trace at most") as refused:
+    with pytest.raises(UsageError, match="a saved trace at most") as error:
         to_json(small_trace())
-    assert refused.value.fix == "--steps 1"
+    assert error.value.fix == "--steps 1"
 
 
 def test_its_tape_has_every_event() -> None:
@@ -134,6 +134,7 @@ def test_explain_names_the_tensor_of_a_message(saved: str, capsys: pytest.Captur
     assert "The run fits" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_options_of_the_script_are_left_to_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     script = tmp_path / "train.py"
     script.write_text("import sys\nprint(sys.argv[1:])\nraise SystemExit(3)\n", encoding="utf-8")

@@ -33,11 +33,11 @@ def test_a_failed_save_leaves_older_checkpoints_and_no_leftovers(
     for step in (1, 2, 3):
         save_step(tmp_path, step)
 
-    def refuse(*_: Any) -> None:
+    def fail(*_: Any) -> None:
         raise OSError(code, os.strerror(code))
 
     with monkeypatch.context() as patched:
-        patched.setattr(os, call, refuse)
+        patched.setattr(os, call, fail)
         with pytest.raises(SystemFault, match="step-00000004"):
             save_step(tmp_path, 4)
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"step-0000000{n}" for n in (1, 2, 3)]
@@ -65,10 +65,10 @@ def test_failing_to_tidy_up_is_a_note_not_a_failure(tmp_path: Path, monkeypatch:
     for step in (1, 2):
         save_step(tmp_path, step, keep_last=2)
 
-    def refuse(path: Path) -> None:
+    def fail(path: Path) -> None:
         raise OSError(errno.EACCES, "Permission denied")
 
-    monkeypatch.setattr(checkpoint, "_remove", refuse)
+    monkeypatch.setattr(checkpoint, "_remove", fail)
     saved = save_step(tmp_path, 3, keep_last=2)
     assert "Permission denied" in saved.notes[0]
     assert load(tmp_path).step == 3

@@ -49,7 +49,7 @@ def test_under_torchrun_each_process_starts_one_worker_on_the_gpu_of_its_local_r
     (dict(gpus="0,1"), TORCHRUN, "under torchrun, which has started 4 ranks already", "Leave out --gpus"),
     (dict(gradient_accumulation_steps=6), TORCHRUN, "cannot be divided over 4 ranks", "accumulation_steps=8"),
 ])
-def test_what_cannot_be_started_is_refused_with_a_fix(two_gpus: None, options: dict[str, object],
+def test_what_cannot_be_started_is_rejected_with_a_fix(two_gpus: None, options: dict[str, object],
                                                       environment: dict[str, str], what: str, fix: str) -> None:
     with pytest.raises(UsageError) as error:
         launch.with_ranks(RunConfig(**options), environment)

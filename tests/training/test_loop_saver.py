@@ -1,4 +1,4 @@
-"""Failed saves: a run goes on after a few, and stops when they last."""
+"""Failed saves: a run continues after a few, and stops when they last."""
 
 from __future__ import annotations
 

@@ -293,7 +293,7 @@ def test_memory_check_supervisor_and_rehearse_do_not_import_torch() -> None:
     assert subprocess.run([sys.executable, "-c", script], timeout=60).returncode == 0
 
 
-# ---- in the process that trains: the card as torch sees it
+# ---- in the process that trains: the GPU as torch sees it
 
 
 @pytest.fixture
@@ -346,4 +346,4 @@ def test_fallback_plans_offload_only_if_there_is_cpu_ram(
         planned: Callable[..., tuple[DeviceMemoryPlan, list[int]]], monkeypatch: pytest.MonkeyPatch, there: int | None,
         offloads: bool) -> None:
     monkeypatch.setattr(host, "available_memory", lambda: there)
-    assert any("offload" in rung.changes for rung in planned()[0].ladder()) is offloads
+    assert any("offload" in plan.changes for plan in planned()[0].ladder()) is offloads

@@ -359,10 +359,10 @@ def test_a_phase_that_exceeds_its_forecast_fails_the_rehearsal(tmp_path: Path, c
 
 
 def test_out_of_memory_fails_the_rehearsal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuses(*batch: Any) -> Any:
+    def fails(*batch: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has …")
 
-    monkeypatch.setattr(GPT, "accumulate", refuses)
+    monkeypatch.setattr(GPT, "accumulate", fails)
     with pytest.raises(DoesNotFit, match=r"Tried to allocate 2.00 GiB") as raised:
         rehearse_only(tiny_config(tmp_path).to_dict(), [], {}, str(tmp_path / "r.json"))
     assert "--options" in raised.value.fix

@@ -17,7 +17,7 @@ from ..config.command_options import FitOptions
 from ..config.fields import Assignment, shown
 from ..config.optimizers import host_bytes
 from ..core.errors import SystemFault, UsageError
-from ..core.files import disk_faults, is_own_page, refuse_foreign, write_over
+from ..core.files import check_overwrite, disk_faults, is_own_page, write_over
 from ..planning import plan_file
 from ..planning.budget import Target
 from ..planning.fallback_ladder import fallback_plans
@@ -78,11 +78,11 @@ def check_files(options: FitOptions) -> None:
     if page is not None and page.absolute() in {each.absolute() for each in (config, plan) if each is not None}:
         raise UsageError(f"-o and --html both write {page}.", "--html page.html")
     if config:
-        refuse_foreign(config, is_own_config, "fit", "-o")
+        check_overwrite(config, is_own_config, "fit", "-o")
     if plan:
-        refuse_foreign(plan, plan_file.is_of_fit, "fit", "-o", config)
+        check_overwrite(plan, plan_file.is_of_fit, "fit", "-o", config)
     if page:
-        refuse_foreign(page, is_own_page, "fit", "--html")
+        check_overwrite(page, is_own_page, "fit", "--html")
 
 
 def write_files(fitted: FitResult, request: FitRequest, run: str) -> list[str]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ..config.fields import Assignment
 from ..core.errors import UsageError
-from ..core.files import is_own_page, refuse_foreign, write_over
+from ..core.files import check_overwrite, is_own_page, write_over
 from ..core.units import optional_bytes
 from ..hardware import gpus
 from ..planning.forecast import one_step, replay_run
@@ -33,7 +33,7 @@ def plan(assignments: Sequence[Assignment]) -> int:
         raise UsageError(f"--timeline {timeline}: there is no folder {timeline.parent}.",
                          f"--timeline {shlex.quote(timeline.name)}")
     if timeline:
-        refuse_foreign(timeline, is_own_page, "plan", "--timeline")
+        check_overwrite(timeline, is_own_page, "plan", "--timeline")
     found = plan_from(request)
     if options.json:
         print(json.dumps(found.to_dict(), indent=1, ensure_ascii=False))

@@ -17,7 +17,7 @@ from .. import __version__
 from ..config.command_options import RecordOptions
 from ..config.run_config import RunConfig, resolve_run
 from ..core.errors import DataError, DeviceError, Interrupted, SystemFault, UsageError
-from ..core.files import disk_faults, is_own_json, refuse_foreign, write_atomically
+from ..core.files import check_overwrite, disk_faults, is_own_json, write_atomically
 from ..core.units import MiB, parse_bytes, show_bytes, show_seconds
 from ..hardware import nvidia
 from ..hardware.allocator_env import ALLOCATOR_VARIABLES, child_environment
@@ -40,7 +40,7 @@ def record(options: RecordOptions) -> int:
                          "Run it on Linux; fitgpt rehearse compares one run with its forecast.")
     require_packages()
     out = Path(options.out)
-    refuse_foreign(out, lambda text: is_own_json(text, "schema", "gpu", "runs"), "record", "-o")
+    check_overwrite(out, lambda text: is_own_json(text, "schema", "gpu", "runs"), "record", "-o")
     seen = nvidia.survey()
     if not seen.gpus:
         raise DeviceError(f"There is no NVIDIA GPU here to record: {seen.reason or 'all of them are hidden'}.",

@@ -11,7 +11,7 @@ from ..config.command_options import RehearseOptions
 from ..config.fields import Assignment, option_specs
 from ..config.run_config import RunConfig
 from ..core.errors import UsageError
-from ..core.files import disk_faults, is_own_json, refuse_foreign
+from ..core.files import check_overwrite, disk_faults, is_own_json
 from ..hardware.allocator_env import check_allocator_env
 from ..planning.request import training_config, with_data
 from ..training import memory_check
@@ -27,7 +27,7 @@ def rehearse(assignments: Sequence[Assignment]) -> int:
         raise UsageError(f"--gpus={config.gpus}: `fitgpt rehearse` rehearses on one GPU. On several, `train` rehearses "
                          "before its first step.", "fitgpt train --gpus=all --rehearse=True …")
     out = Path(str({each.key: each.value for each in assignments}.get("out", RehearseOptions.out)))
-    refuse_foreign(out, lambda text: is_own_json(text, "forecast", "measured"), "rehearse", "-o")
+    check_overwrite(out, lambda text: is_own_json(text, "forecast", "measured"), "rehearse", "-o")
     with disk_faults("make the folder of", out):  # before minutes of work whose result could not be written
         out.parent.mkdir(parents=True, exist_ok=True)
     others = memory_check.check(config)

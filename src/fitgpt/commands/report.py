@@ -13,7 +13,7 @@ from ..config.command_options import ReportOptions
 from ..config.fields import option_specs
 from ..config.run_config import RunConfig, resolve_run
 from ..core.errors import FitError, UsageError
-from ..core.files import disk_faults, is_own_page, refuse_foreign, write_atomically
+from ..core.files import check_overwrite, disk_faults, is_own_page, write_atomically
 from ..core.units import show_bytes
 from ..hardware import gpus
 from ..memory.platform import DEFAULT_TORCH
@@ -35,7 +35,7 @@ def report(options: ReportOptions) -> int:
     with disk_faults("look at", target):
         if not target.parent.is_dir():
             raise UsageError(f"-o {target}: the folder {target.parent} does not exist.", "-o report.html")
-    refuse_foreign(target, is_own_page, "report", "-o")
+    check_overwrite(target, is_own_page, "report", "-o")
     records = [with_timeline(read_run(folder, name))
                for folder, name in zip(options.runs, run_names(options.runs), strict=True)]
     page = report_page(records, f"fitgpt {__version__}")

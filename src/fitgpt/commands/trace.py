@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ..config.command_options import TraceOptions
 from ..core.errors import UsageError
-from ..core.files import is_own_page, refuse_foreign, write_over
+from ..core.files import check_overwrite, is_own_page, write_over
 from ..core.units import optional_bytes
 from ..planning.budget import target_for
 from ..planning.forecast import one_step
@@ -29,7 +29,7 @@ def trace(options: TraceOptions) -> int:
         if path and not path.parent.is_dir():
             raise UsageError(f"{flag} {path}: there is no folder {path.parent}.", f"{flag} {shlex.quote(path.name)}")
         if path:
-            refuse_foreign(path, is_ours, "trace", flag)
+            check_overwrite(path, is_ours, "trace", flag)
     if options.all_cards and (options.gpu or options.budget or timeline):
         raise UsageError("--all-cards plans for every GPU, and --gpu, --budget and --timeline for one.", "--all-cards")
     allocator = "" if options.allocator == "auto" else options.allocator

@@ -1,4 +1,4 @@
-"""Every command: its options, usage and examples. The options of `train` are RunConfig.
+"""Every command: its options, usage and examples. The options of `train` are those of run_config.py.
 
 Some commands take the options of a run besides their own: FitOptions has fit's own, FitArguments all that fit takes.
 The function of a command is in commands/NAME.py.

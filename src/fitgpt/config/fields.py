@@ -70,7 +70,7 @@ class OptionSpec(NamedTuple):
     # Facts about an option of a run. `options_with` lists the options that have one.
     affects_memory: bool = False   # changes how much GPU memory a run allocates
     affects_speed: bool = False    # changes the tokens per second of training
-    fixed_by_plan: bool = False    # `train --plan` refuses another value than the plan's; default: affects_memory
+    fixed_by_plan: bool = False    # `train --plan` rejects a value other than the plan's; default: affects_memory
     fallback: bool = False         # a fallback plan (after out of memory) may change it
     frozen_on_resume: bool = False  # a resumed run cannot change it
     nanogpt: bool = True           # nanoGPT's train.py has it

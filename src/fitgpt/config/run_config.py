@@ -480,7 +480,7 @@ def resolve_run(config: RunConfig, platform: Platform, trainer: str = "fitgpt") 
     """What `auto` means on that platform, and GPT-2's padded vocabulary where none is given.
 
     A GPU without bfloat16: torch does not compile it, warns and runs eagerly (compile_fx.py,
-    _check_triton_bf16_support). nanoGPT's runs do so; fitgpt refuses them.
+    _check_triton_bf16_support). nanoGPT's runs do so; fitgpt rejects them.
     """
     dtype = config.dtype if config.dtype != "auto" else "bfloat16" if platform.has_bf16 else "float16"
     compiled = config.compile if config.compile != "auto" else platform.compiles

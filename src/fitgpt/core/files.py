@@ -118,13 +118,14 @@ def write_atomically(path: Path, content: bytes | str) -> None:
 
 
 def write_over(path: Path, content: str) -> str:
-    """Writes the file. → its name, with a remark if it replaced one. Call `refuse_foreign` first."""
+    """Writes the file. → its name, with a remark if it replaced one. Call `check_overwrite` first."""
     replaced = path.exists()
     write_atomically(path, content)
     return f"{path} (it replaced the one that was there)" if replaced else str(path)
 
 
-def refuse_foreign(path: Path, is_ours: Callable[[str], bool], verb: str, flag: str, given: Path | None = None) -> None:
+def check_overwrite(path: Path, is_ours: Callable[[str], bool], verb: str, flag: str,
+                    given: Path | None = None) -> None:
     """UsageError if the file exists and fitgpt did not write it. `given`: the name after the flag, if it differs."""
     with disk_faults("look at", path):
         if not path.exists():

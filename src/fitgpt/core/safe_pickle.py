@@ -4,6 +4,8 @@ import or run anything.
 A pickle is a program for a stack machine. `parse` executes only the opcodes that build plain values and rejects the
 pickle at the first other opcode. A restricted `pickle.Unpickler` is no substitute: it allocates what the file claims,
 and took 8 GiB for a file of 10 bytes.
+
+Used for nanoGPT's meta.pkl and torch's memory snapshots. Weights are read by torch's own loader (engine/weights.py).
 """
 
 from __future__ import annotations

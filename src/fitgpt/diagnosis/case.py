@@ -81,7 +81,7 @@ class ExplainRequest:
     trace: Trace | None = None     # of the script
 
     def run_on(self, card: GpuModel | None) -> ExplainedRun | None:
-        """The run on that card, or on one of compute capability 8.6; None without a config."""
+        """The run on that GPU, or on one of compute capability 8.6; None without a config."""
         return self.run_with(platform_for(card) if card else Platform((8, 6))) if self.config is not None else None
 
     def run_with(self, platform: Platform) -> ExplainedRun:
@@ -190,7 +190,7 @@ def describe_rank_contexts(contexts: Sequence[tuple[int, int]]) -> str:
 
 
 def budget_at_failure(message: OomMessage, usage: GpuUsage | None, card: GpuModel | None, others: int) -> Budget | None:
-    """What the run could have reserved, by the message's figures or else by the card's; None if neither is known.
+    """What the run could have reserved, by the message's figures or else by the GPU's; None if neither is known.
 
     `others`: bytes of other processes, for a message that does not contain them.
     """
@@ -396,7 +396,7 @@ class Case:
     usage: GpuUsage | None = None
     match: TensorMatch | None = None  # the allocation of the run's tape that failed
     run: ExplainedRun | None = None
-    plan: MemoryPlan | None = None  # the run under the budget of the message, or else of its card
+    plan: MemoryPlan | None = None  # the run under the budget of the message, or else of its GPU
     hypotheses: tuple[Hypothesis, ...] = ()  # `run` and `match` are the best of them
 
     @property
@@ -419,7 +419,7 @@ class Case:
 
     @property
     def budget_from_card(self) -> bool:
-        """Whether the plan uses the card's figures, because the message does not say how much PyTorch could reserve."""
+        """Whether the plan uses the GPU's figures, because the message does not say how much PyTorch could reserve."""
         return self.usage is None or self.usage.limit is None
 
     @property

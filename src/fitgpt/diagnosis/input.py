@@ -172,7 +172,7 @@ def _explain_text(given: InputText, request: ExplainRequest) -> Diagnosis | None
 def _explain_message(message: OomMessage, request: ExplainRequest) -> Diagnosis:
     card, others = find(request.gpu) if request.gpu else None, request.others
     if card is not None and card.vendor == "nvidia":
-        budget.on_card(card, others=others or 0)  # raises an error if the card has less than `others`
+        budget.on_card(card, others=others or 0)  # raises an error if the GPU has less than `others`
     unknown = message.process is None and not message.others
     if others is not None and unknown and message.total is not None and message.free is not None:
         message = replace(message, process=max(message.total - message.free - others, 0))

@@ -48,7 +48,7 @@ class SnapshotBlock:
 
 @dataclass(frozen=True)
 class Segment:
-    """Memory that the caching allocator got from the driver in one piece."""
+    """Memory that the caching allocator got from the driver in one call."""
 
     device: int
     address: int

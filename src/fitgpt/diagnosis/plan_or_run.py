@@ -102,8 +102,8 @@ def explain_plan(plan: MemoryPlan, run: ExplainedRun | None = None, rows: Sequen
     forecast, budget = plan.forecast, plan.budget
     needs, limit = show_bytes(forecast.needs), show_bytes(budget.reserve_limit)
     difference = show_bytes(abs(plan.headroom))
-    title = (f"The run fits: PyTorch needs {needs} of the {limit} it may reserve, {difference} to spare." if plan.fits
-             else f"The run does not fit: PyTorch needs {needs} and may reserve {limit}, {difference} short.")
+    title = (f"The run fits: PyTorch needs {needs} of the {limit} available to it: headroom {difference}." if plan.fits
+             else f"The run does not fit: PyTorch needs {needs}, {limit} is available: {difference} short.")
     what = (f"The peak is in the {PHASES.get(forecast.peak_phase, forecast.peak_phase)} phase: "
             f"{show_bytes(forecast.allocated)} allocated, for {show_count(forecast.params)} parameters.")
     largest = max(forecast.owners_at_peak, key=lambda share: share.nbytes, default=None)

@@ -87,7 +87,7 @@ def card_of(gpu: SmiGpu) -> GpuModel | None:
 
 
 def outside_on(card: GpuModel | None) -> OutsideMemory | None:
-    """The figure of the card; None if it has none."""
+    """The figure of the GPU; None if it has none."""
     if card is None or not card.outside_mib:
         return None
     source = {"seen": "as measured on such a GPU", "formula": "by the number of its multiprocessors"}

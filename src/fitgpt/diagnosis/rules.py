@@ -263,7 +263,7 @@ _rule_of_kind(
 
 _rule_of_kind(
     "two ranks on one gpu", "RANKS-ONE-GPU", "Two ranks on one GPU",
-    "NCCL refuses it: every rank needs a GPU of its own, and two of them use the same one.",
+    "NCCL does not allow it: every rank needs a GPU of its own, and two of them use the same one.",
     pattern="NCCL's `Duplicate GPU detected : rank … and rank … both on CUDA device …`",
     background="Ranks that do not call set_device all use GPU 0. More ranks than GPUs, or CUDA_VISIBLE_DEVICES with a "
                "single GPU for all ranks, have the same effect. `fitgpt train` chooses the GPU by LOCAL_RANK.",

@@ -178,7 +178,7 @@ def _compile(requested: bool | str, kind: str, capability: Capability | None, to
     lacks = ""
     headers = "Python.h, which is not installed (Debian, Ubuntu: apt install python3-dev)"
     if kind == "cuda" and capability is not None and capability < TRITON_FROM:
-        lacks = "triton needs compute capability 7.0 or higher, and this card has {}.{}".format(*capability)
+        lacks = "triton needs compute capability 7.0 or higher, and this GPU has {}.{}".format(*capability)
     elif kind == "cuda" and not tools.triton:
         lacks = "triton is not installed"
     elif kind == "cuda" and not tools.c_compiler:

@@ -31,8 +31,8 @@ from .weights import (
     TIED_HEAD,
     TIED_TO,
     WeightSource,
+    check_finite,
     checked_parameters,
-    refuse_nonfinite,
     unpickle_tensors,
     write_safetensors,
 )
@@ -54,7 +54,7 @@ def write_folder(out: Path | str, config: GPTConfig, model: Mapping[str, Tensor]
 
     The tensors have GPT-2's names and layout; where the model has no biases they are zero.
     """
-    _refuse_to_overwrite(Path(out))
+    _check_overwrite(Path(out))
     out = Path(os.path.abspath(out))  # so that '.' has a name too
     with disk_faults("look at", out):
         recover_folder(out)
@@ -90,7 +90,7 @@ def write_folder(out: Path | str, config: GPTConfig, model: Mapping[str, Tensor]
     return out
 
 
-def _refuse_to_overwrite(out: Path) -> None:
+def _check_overwrite(out: Path) -> None:
     """Only nothing, an empty folder and an export of ours may be written over."""
     with disk_faults("look at", out):
         try:
@@ -120,7 +120,7 @@ def read_folder(path: Path) -> WeightSource:
             name = f"transformer.{name}"
         if not name.endswith(_MASK_BUFFERS):
             model[name] = tensor.t() if name.endswith(_TRANSPOSED) and tensor.dim() == 2 else tensor
-    refuse_nonfinite(model, path)
+    check_finite(model, path)
     weights = {name: each.contiguous() for name, each in checked_parameters(config, model, path, DataError).items()}
     return WeightSource(config, weights, state=tokenizer_of_export(path), place=str(path), notes=notes)
 

@@ -1,5 +1,6 @@
 """Weight files: written as safetensors, read as tensors only, and compared with the model they are for. nanoGPT's
-ckpt.pt is read here; folders of Hugging Face in huggingface.py, and fitgpt's own in training/checkpoint.py.
+ckpt.pt is read here, by torch's weights_only loader; folders of Hugging Face in huggingface.py, and fitgpt's own in
+training/checkpoint.py.
 """
 
 from __future__ import annotations
@@ -181,7 +182,7 @@ def nonfinite(tensors: Mapping[str, Tensor]) -> str:
     return ""
 
 
-def refuse_nonfinite(tensors: Mapping[str, Tensor], where: object) -> None:
+def check_finite(tensors: Mapping[str, Tensor], where: object) -> None:
     if wrong := nonfinite(tensors):
         raise CheckpointError(f"{where} cannot be used: {wrong}.",
                               "Use an earlier checkpoint, or a copy from its source: the run it is of has diverged, or "
@@ -251,10 +252,10 @@ def read_nanogpt(path: Path) -> WeightSource:
         if not name.endswith(_MASK_BUFFER):
             found[name] = tensor
     config = _nanogpt_shape(ckpt["model_args"], "transformer.ln_f.bias" in found, path)
-    refuse_nonfinite(found, path)
+    check_finite(found, path)
     weights = checked_parameters(config, found, path, CheckpointError)
     optimizer = _nanogpt_optimizer(ckpt["optimizer"], config, path)
-    refuse_nonfinite(optimizer, path)
+    check_finite(optimizer, path)
     state = {"step": ckpt["iter_num"], "best": asdict(SplitLoss("val", best, math.inf, 0, config.block_size))
              if math.isfinite(best) else None}
     return WeightSource(config, weights, optimizer, state, ckpt["config"], str(path))

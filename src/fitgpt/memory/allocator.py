@@ -111,7 +111,7 @@ class CachingAllocator:
         self.limit = NO_LIMIT if limit is None else limit
         self.reserved = 0
         # All that the limit is ever asked is whether a total may be reserved. So everything happens in the same way
-        # under every limit from the largest total granted up to, but not including, the smallest one refused.
+        # under every limit from the largest total granted up to, but not including, the smallest one that failed.
         self.largest_granted, self.smallest_failed = 0, NO_LIMIT
         self._graph_blocks = 0  # in use
         self._addresses, self._loading = addresses or ObservedAddresses(), True

@@ -1,4 +1,5 @@
-"""Which GPU, how much of it → Target: the platform a run is on, and the memory it may use there.
+"""Which GPU, how much of it → Target: the platform a run is on, and the memory it may use there: what the GPU offers,
+less other processes and what this process uses outside PyTorch's allocator (CUDA context, kernels, NCCL).
 
 A GPU is named with --gpu, or it is the one installed here; then the driver says who uses its memory now.
 """
@@ -43,7 +44,7 @@ class Budget(NamedTuple):
 
     @property
     def reserve_limit(self) -> int:
-        """The most the allocator may reserve; negative where not even `outside` has room."""
+        """The most that the allocator can reserve; negative where not even `outside` has room."""
         return self.budget - self.outside - self.margin
 
 
@@ -297,7 +298,7 @@ def _check_sizes(allowed: Budget, others: int | None, budget: int | None) -> Non
 
 
 def check_supported(config: RunConfig, target: Target, trainer: str) -> None:
-    """UsageError for what `train` would refuse on that GPU."""
+    """UsageError for a run that `train` would reject on that GPU."""
     name, (major, minor) = target.budget.card or "the GPU", target.platform.capability
     if trainer == "fitgpt" and config.dtype == "bfloat16" and not target.platform.has_bf16:
         raise UsageError(f"dtype=bfloat16 needs compute capability 8.0 or higher; {name} has {major}.{minor}.",

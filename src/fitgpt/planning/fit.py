@@ -212,7 +212,7 @@ def config_text(fitted: FitResult, run: str) -> str:
 
     card = f" for {one_line(budget.card)}" if budget.card else ""
     lines = [f"{MARK}{card}, from {one_line(run)}.",
-             f"# Needs {show_bytes(chosen.needs)} of the {show_bytes(budget.reserve_limit)} that PyTorch may reserve"
+             f"# Needs {show_bytes(chosen.needs)} of the {show_bytes(budget.reserve_limit)} available to PyTorch"
              f"{speed}.", ""]
     changed = {option for decision in fitted.decisions for option in decision.changes}
     lines += [f"{name} = {value!r}" for name, value in options.items() if name not in changed]

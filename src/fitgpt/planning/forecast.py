@@ -106,7 +106,7 @@ def fits(run: ResolvedRun, platform: Platform, limit: int, trainer: str = "fitgp
 
 
 def forecast(run: ResolvedRun, platform: Platform, trainer: str = "fitgpt", limit: int | None = None) -> Forecast:
-    """`limit`: what the allocator may reserve, if that is known. A run that would reserve more and completes with
+    """`limit`: what the allocator can reserve, if that is known. A run that would reserve more and completes with
     less is then forecast as it completes."""
     nanogpt, expandable = trainer == "nanogpt", platform.uses_expandable_segments(trainer)
     params = run.gpt_config().count_params()

@@ -133,15 +133,15 @@ class PlanFile:
     needs: int | None = None
     fallback_plans: tuple[FallbackPlan, ...] | None = None
 
-    def refuse(self, differences: Sequence[str]) -> None:
+    def check_same(self, differences: Sequence[str]) -> None:
         """DeviceError naming what differs from the plan, if anything does."""
         if differences:
             raise DeviceError(f"{self.path} is the plan of another run: {'; '.join(differences)}.",
                               "Plan again for what you have: fitgpt fit; or train without --plan.")
 
-    def refuse_elsewhere(self) -> None:
+    def check_nvidia(self) -> None:
         if self.card:
-            self.refuse([f"it was made for {with_article(self.card)}, and the run is not on an NVIDIA GPU"])
+            self.check_same([f"it was made for {with_article(self.card)}, and the run is not on an NVIDIA GPU"])
 
     def compare(self, plan: MemoryPlan) -> None:
         """DeviceError naming what differs here from the plan."""
@@ -151,7 +151,7 @@ class PlanFile:
         if self.needs is not None and abs(plan.forecast.needs - self.needs) > SAME * self.needs:
             differences.append(f"it says the run needs {show_bytes(self.needs)}, and here, with torch "
                                f"{plan.forecast.assumes['torch']}, {show_bytes(plan.forecast.needs)}")
-        self.refuse(differences)
+        self.check_same(differences)
 
     def fallback_plans_of(self, config: RunConfig) -> tuple[FallbackPlan, ...]:
         """The fallback plans of this run; UsageError where one could not be used when memory runs out."""
@@ -177,7 +177,7 @@ def with_plan(assignments: Sequence[Assignment]) -> list[Assignment]:
         return list(assignments)
     planned = read(str(path))
     given = {each.key: each for each in assignments if each.key in FIXED_BY_PLAN and each.key in planned.options}
-    planned.refuse([f"it has {key}={shown(planned.options[key])}, and {each.source} says {shown(each.value)}"
+    planned.check_same([f"it has {key}={shown(planned.options[key])}, and {each.source} says {shown(each.value)}"
                     for key, each in given.items() if each.value != planned.options[key]])
     return [*(Assignment(key, value, f"{path}: {key}") for key, value in planned.options.items()), *assignments]
 

@@ -160,7 +160,7 @@ def with_data(config: RunConfig) -> tuple[RunConfig, DataSummary | None, str, li
             missing = error.what
     if config.init_from not in ("scratch", "resume", *gpt2_shapes):
         config, notes = _with_shape_of(Path(config.init_from), config)
-    if data:  # what `train` will refuse, as far as headers tell: of a split in several shards the longest counts
+    if data:  # what `train` will reject, as far as headers tell: of a split in several shards the longest counts
         notes += [f"{block_too_long(block, split, tokens)} The run would not start: --block_size={max(tokens - 1, 1)}"
                   for block, split, tokens in ((config.block_size, "train", data.train_tokens),
                                                (config.eval_block, "val", data.val_tokens)) if tokens <= block]

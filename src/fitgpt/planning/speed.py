@@ -55,7 +55,7 @@ class StepCost(NamedTuple):
         return micro_steps * max(self.fixed + in_layers, self.host) + self.step
 
 
-# Between two GPUs, per direction. PCIe 4.0 x16 has 31.5 GB/s; without peer access, as between GeForce cards, the data
+# Between two GPUs, per direction. PCIe 4.0 x16 has 31.5 GB/s; without peer access, as between GeForce GPUs, the data
 # crosses it twice, through CPU RAM. NVLink of an A100 has 300 GB/s, and collectives reach about half of it.
 PCIE_BYTES_PER_S, NVLINK_BYTES_PER_S = 10e9, 150e9
 

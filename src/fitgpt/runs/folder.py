@@ -328,7 +328,7 @@ def open_run(out_dir: Path | str, config: Mapping[str, Any], *, resume: bool) ->
     notes = [note] if note else []
     try:
         if not resume:
-            _refuse_another_run(path, config)
+            _check_same_run(path, config)
         for leftover in path.glob(".tmp-*"):  # of a process that was killed as it started
             with suppress(OSError):
                 leftover.unlink()
@@ -388,7 +388,7 @@ def _probe_disk(path: Path) -> None:
             probe.unlink(missing_ok=True)
 
 
-def _refuse_another_run(path: Path, config: Mapping[str, Any]) -> None:
+def _check_same_run(path: Path, config: Mapping[str, Any]) -> None:
     found = step_folders(path / "checkpoints")
     if not found:
         return

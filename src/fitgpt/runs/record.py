@@ -68,7 +68,7 @@ class RunRecord:
     planned: dict[str, PhaseMemory]            # by phase; empty: no plan was made
     measured: dict[str, PhaseMemory]
     owners_at_peak: dict[str, int]             # of the plan
-    reserve_limit: int | None                  # the most that the allocator may reserve
+    reserve_limit: int | None                  # the most that the allocator can reserve
     unreadable: tuple[str, ...]                # what of the folder could not be read, each a sentence
     running: bool = False                      # a process on this machine trains in the folder now
     timeline: OwnerTimeline | None = None      # one step of the planned tape; commands.report adds it

@@ -139,12 +139,12 @@ def one_unit(sizes: Iterable[int]) -> tuple[str, Callable[[int], str]]:
 
 
 def rank_table(ranks: Sequence[MemoryPlan], width: int) -> str:
-    """Each rank with its GPU, what it needs and what it may reserve. Ranks that are alike share a row."""
+    """Each rank with its GPU, what it needs and what is available to it. Ranks that are alike share a row."""
     alike: dict[int, list[int]] = {}  # ranks on GPUs that are alike have one plan
     for number, plan in enumerate(ranks):
         alike.setdefault(id(plan), []).append(number)
     unit, size = one_unit(max(plan.forecast.needs, plan.budget.reserve_limit) for plan in ranks)
-    rows = [(f"{len(ranks)} ranks", "GPU", f"needs, {unit}", "may reserve", "process", "")]
+    rows = [(f"{len(ranks)} ranks", "GPU", f"needs, {unit}", "available", "process", "")]
     for numbers in alike.values():
         plan = ranks[numbers[0]]
         label = f"{numbers[0]}" if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"

@@ -57,7 +57,7 @@ DATA_DEPENDENT = {
 
 
 def first_gpu(device: torch.device) -> bool:
-    """True; a GPU that is not the first is refused."""
+    """True; a GPU that is not the first is an error."""
     if device.type == "cuda" and device.index:
         raise Untraceable(f"the script uses {device}, and a trace is of one GPU, cuda:0; trace it on one GPU")
     return True

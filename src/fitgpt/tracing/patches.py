@@ -352,12 +352,12 @@ def _threads_and_processes(patches: Patches, device: TracedGpu) -> None:
         finally:
             torch._C._pop_torch_dispatch_stack(None)
 
-    def refuse(*_: Any, **__: Any) -> None:
+    def unsupported(*_: Any, **__: Any) -> None:
         raise Untraceable("torch.multiprocessing.spawn starts processes, which are not traced; call the function "
                           "itself, as rank 0 of 1")
 
     patches.set(threading.Thread, "run", traced)
-    patches.set(torch.multiprocessing, "spawn", refuse)
+    patches.set(torch.multiprocessing, "spawn", unsupported)
 
 
 class InferenceMode(torch.no_grad):

@@ -62,7 +62,7 @@ class Recorder:
     unplanned: str = ""      # why some of it ran eager: the compiler's error
 
     def enter(self, phase: str) -> None:
-        """The program goes on in another phase."""
+        """The program enters another phase."""
         if phase != self.phase:
             self.phase = phase
             if self.phases[-1][1] == len(self.events):

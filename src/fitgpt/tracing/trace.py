@@ -20,7 +20,7 @@ from .recorder import Recorder
 def recording(recorder: Recorder, target: Target, stop_after: int | None = None) -> Iterator[TracedGpu]:
     """CUDA tensors made in the `with` block have shapes and no storage; the recorder gets their memory on the target.
 
-    `stop_after`: StepsDone is raised at the first forward pass after so many optimizer steps.
+    `stop_after`: StepsDone is raised at the first forward pass after that many optimizer steps.
     """
     device, replaced = TracedGpu(target.platform, Recorder()), Patches()
     with device:

@@ -1,4 +1,8 @@
-"""What a run starts from: its weights, shape and data, the model, the optimizer and their state."""
+"""What a run starts from: its weights, shape and data, the model, the optimizer and their state.
+
+On a resume `restore` loads all that makes it exact: weights, optimizer state, loss scale, step. The samples and the
+dropout masks follow from the step (data/sample_order.py), so there is no other state.
+"""
 
 from __future__ import annotations
 

@@ -217,9 +217,9 @@ def _inspect(path: Path) -> Checkpoint | None:
 
 def _remove(path: Path) -> None:
     """Renames first: a kill in between leaves a leftover, not a checkpoint with files missing."""
-    doomed = path.with_name(f".tmp-{path.name}-{os.getpid()}")
-    rename_with_retry(path, doomed)
-    shutil.rmtree(doomed, ignore_errors=True)
+    removed = path.with_name(f".tmp-{path.name}-{os.getpid()}")
+    rename_with_retry(path, removed)
+    shutil.rmtree(removed, ignore_errors=True)
 
 
 def clean_leftovers(folder: Path) -> list[str]:

@@ -49,7 +49,7 @@ class Heartbeat:
         self._write(PATIENT * self._least, self._now.step, doing)
 
     def beat(self) -> None:
-        """What has begun goes on."""
+        """What has begun continues."""
         self._write(self._now.limit, self._now.step, self._now.doing)
 
     def advanced(self, steps: float) -> None:

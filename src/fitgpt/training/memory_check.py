@@ -43,7 +43,7 @@ def check(config: RunConfig, planned: PlanFile | None = None, *, sleep: Callable
         found = _target(config, seen)
         if found is None:
             if planned is not None:
-                planned.refuse_elsewhere()
+                planned.check_nvidia()
             return {}
         others = {gpu.uuid: gpu.used_bytes for gpu in seen.gpus if gpu.uuid and gpu.used_bytes is not None}
         if config.eval_only:
@@ -93,8 +93,9 @@ def does_not_fit(config: RunConfig, plan: Plan, *, could_wait: bool) -> DeviceEr
     fixes += ["Add --wait to start as soon as others have freed enough."] if could_wait and not config.wait else []
     fixes += [] if changes else [_several_changes(with_data(config)[0], found)]
     return DeviceError(
-        f"The run does not fit {_card(found)}: it needs {show_bytes(plan.forecast.needs)}, and may reserve "
-        f"{show_bytes(budget.reserve_limit)} ({', '.join(parts)}). {found.neighbours}".rstrip(), "\n".join(fixes))
+        f"The run does not fit {_card(found)}: it needs {show_bytes(plan.forecast.needs)}, and "
+        f"{show_bytes(budget.reserve_limit)} is available ({', '.join(parts)}). {found.neighbours}".rstrip(),
+        "\n".join(fixes))
 
 
 def _several_changes(config: RunConfig, found: Target) -> str:

@@ -39,7 +39,7 @@ from .loop import RolledBack, StepResult, Training, train_step
 from .reporter import TrainingReporter
 from .trained_model import from_run
 
-STABLE_STEPS = 10  # after so many steps a new OOM is a new case, and the same plan is retried once more
+STABLE_STEPS = 10  # after this many steps a new OOM is a new case, and the same plan is retried once more
 CHECK_EVERY = 50   # steps between two checks whether a larger plan fits again
 MARGIN = 1.05      # a larger plan is taken again when this times its needs is free
 SLACK = 32 * MiB   # of what is free, left for kernels that only the next plan loads

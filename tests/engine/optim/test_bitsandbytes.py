@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -15,7 +16,9 @@ from fitgpt.engine.optim import bitsandbytes as ours
 from fitgpt.engine.optim.adamw import AdamW, AdamWSettings, Optimizer, Scaler, apply_gradients
 from fitgpt.engine.optim.bitsandbytes import BitsandbytesAdamW
 
-pytest.importorskip("bitsandbytes")
+# Not importorskip: importing it takes seconds, since it loads torch's compiler, and collection would wait for that.
+pytestmark = [pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed"),
+              pytest.mark.xdist_group("compiler")]
 
 SETTINGS = AdamWSettings(beta1=0.9, beta2=0.95, weight_decay=0.1)
 ONE, ZERO = torch.tensor(1.0), torch.tensor(0.0)

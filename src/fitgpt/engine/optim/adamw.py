@@ -1,7 +1,8 @@
-"""The optimizer step: clips, unscales, skips and updates in one fused pass, without synchronizing with the CPU.
+"""The optimizer step: gradient clipping, float16's loss scaling, AdamW and the base class of all optimizers.
 
-The fused AdamW kernel divides gradients by `grad_scale` and does nothing if `found_inf` is set; it reads both on the
-device. Clipping is a division too, so it is part of `grad_scale`: after the norm, one pass over the gradients does all.
+Clips, unscales, skips and updates in one fused pass, without synchronizing with the CPU: the fused AdamW kernel
+divides gradients by `grad_scale` and does nothing if `found_inf` is set; it reads both on the device. Clipping is a
+division too, so it is part of `grad_scale`: after the norm, one pass over the gradients does all.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import os
+import shutil
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +25,7 @@ from fitgpt.tracing.errors import Untraceable
 from fitgpt.tracing.modules import NO_OPTIMIZER, StepsDone
 from fitgpt.tracing.patches import NO_FAST_PATH
 from fitgpt.tracing.recorder import Recorder
+from fitgpt.tracing.saving import saving_nothing
 from fitgpt.tracing.script import run
 from fitgpt.tracing.trace import recording
 from tests.tracing import gpt_script
@@ -362,6 +365,26 @@ def test_a_compiled_model_that_returns_its_cache_is_planned_by_the_compiler() ->
         compiled(tokens, labels=tokens).loss.backward()
     assert recorder.compiled
     assert recorder.unplanned == ""
+
+
+def test_checkpoints_are_not_written_and_the_script_goes_on(tmp_path: Path) -> None:
+    """It saves to a temporary name and renames, copies the best one, deletes an old one, prints a size."""
+    name = str(tmp_path / "model.pt")
+    (tmp_path / "kept.txt").write_text("the script's own", encoding="utf-8")
+    with saving_nothing():
+        torch.save({"weight": torch.ones(3)}, f"{name}.tmp")
+        os.replace(f"{name}.tmp", name)
+        shutil.copyfile(name, f"{name}.best")
+        assert os.path.getsize(f"{name}.best") == 0
+        Path(f"{name}.best").unlink()
+        os.replace(tmp_path / "kept.txt", tmp_path / "renamed.txt")
+        with pytest.raises(Untraceable, match="which it saved before, and a trace saves nothing"):
+            torch.load(name)
+        with pytest.raises(FileNotFoundError):
+            os.remove(f"{name}.best")
+    assert [each.name for each in tmp_path.iterdir()] == ["renamed.txt"]
+    torch.save({}, name)
+    assert torch.load(name) == {}
 
 
 def test_a_large_tensor_on_the_cpu_has_values_that_are_made_up() -> None:

@@ -16,17 +16,13 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Sequence
-from contextlib import redirect_stdout, suppress
+from contextlib import redirect_stdout
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
 
 from ..core.errors import CannotTrace, ScriptFailed, UsageError
 from ..planning.budget import target_for
 from .trace_file import Trace, from_json, to_json, trace_of
-
-if TYPE_CHECKING:
-    from .monkeypatch import Patches
 
 UNTRACEABLE, FAILED, USAGE = "untraceable", "failed", "usage"  # kinds of error
 WORKAROUND = "Trace the script without that part."
@@ -91,18 +87,17 @@ def run(command: list[str], gpu: str, others: str, budget: str, steps: int, vers
 
     from .errors import PROCESSES, Untraceable
     from .modules import StepsDone
-    from .monkeypatch import Patches
     from .recorder import Recorder
+    from .saving import saving_nothing
     from .trace import recording
 
     target = target_for(gpu, "auto", others=others, budget=budget, torch=version or torch.__version__)
-    recorder, replaced, module = Recorder(), Patches(), command[0] == "-m"
+    recorder, module = Recorder(), command[0] == "-m"
     script = command[1] if module else command[0]
     sys.argv = [script, *command[2 if module else 1:]]
     sys.path.insert(0, os.getcwd() if module else str(Path(script).resolve().parent))
     try:
-        with redirect_stdout(sys.stderr), recording(recorder, target, steps):
-            write_no_weights(replaced)
+        with redirect_stdout(sys.stderr), recording(recorder, target, steps), saving_nothing():
             if module:
                 runpy.run_module(script, run_name="__main__", alter_sys=True)
             else:
@@ -126,26 +121,12 @@ def run(command: list[str], gpu: str, others: str, budget: str, steps: int, vers
                               f"{type(error).__name__}: {error}",
                               ONE_PROCESS if "NCCL" in str(error) else WORKAROUND) from None
         raise ScriptFailed(f"{script} failed, as it would without fitgpt.", shown(error, script)) from None
-    finally:
-        replaced.undo()
     recorder.notes[NO_VALUES] = None
     if not recorder.tensors and recorder.processes:
         raise CannotTrace(f"{', line '.join(recorder.processes.rsplit(':', 1))}: {PROCESSES[0]}", PROCESSES[1])
     if not recorder.tensors:
         raise CannotTrace(NOTHING[0].format(script=script), NOTHING[1])
     return trace_of(recorder, tuple(command), target.platform, version or torch.__version__)
-
-
-def write_no_weights(patches: Patches) -> None:
-    """torch.save and safetensors, which save_pretrained uses, write nothing. Other files are the script's own."""
-    import torch
-
-    patches.set(torch, "save", lambda *args, **kwargs: None)
-    with suppress(ImportError):
-        import safetensors.torch as safetensors
-
-        for name in ("save_file", "save_model"):
-            patches.set(safetensors, name, lambda *args, **kwargs: None)
 
 
 def causes(error: BaseException | None) -> list[BaseException]:

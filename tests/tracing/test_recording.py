@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import os
+import shutil
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 from pathlib import Path
@@ -19,8 +22,10 @@ from fitgpt.memory.timeline import replay
 from fitgpt.planning.budget import Target, target_for
 from fitgpt.tapes import nanogpt
 from fitgpt.tracing.errors import Untraceable
-from fitgpt.tracing.modules import StepsDone
+from fitgpt.tracing.modules import NO_OPTIMIZER, StepsDone
+from fitgpt.tracing.patches import NO_FAST_PATH
 from fitgpt.tracing.recorder import Recorder
+from fitgpt.tracing.saving import saving_nothing
 from fitgpt.tracing.script import run
 from fitgpt.tracing.trace import recording
 from tests.tracing import gpt_script
@@ -320,6 +325,12 @@ def test_inference_mode_casts_weights_at_each_use() -> None:
 @pytest.mark.parametrize(("code", "error", "says"), [
     ("torch.cuda.CUDAGraph()", CannotTrace, "train.py, line 2: a trace cannot do this without a GPU"),
     ("raise SystemExit('no data')", ScriptFailed, "train.py ended: no data"),
+    ("raise ModuleNotFoundError(\"No module named 'triton'\")", CannotTrace, "line 2: a trace cannot do this"),
+    ("from torch.utils import cpp_extension as c\nc.CUDA_HOME = None\nc._join_cuda_home('lib')", CannotTrace,
+     "train.py, line 4: a trace cannot do this without a GPU"),
+    ("from multiprocessing import Process\np = Process(target=print)\np.start()\np.join()", CannotTrace,
+     "train.py, line 4: the script starts processes, which are not traced."),
+    ("torch.multiprocessing.spawn(print)", CannotTrace, "line 2: the script starts processes"),
     ("for", ScriptFailed, "SyntaxError"),
 ])
 def test_what_only_a_trace_cannot_do_is_told_from_what_the_script_does_wrong(
@@ -358,3 +369,192 @@ def test_a_compiled_model_that_returns_its_cache_is_planned_by_the_compiler() ->
         compiled(tokens, labels=tokens).loss.backward()
     assert recorder.compiled
     assert recorder.unplanned == ""
+
+
+def test_checkpoints_are_not_written_and_the_script_goes_on(tmp_path: Path) -> None:
+    """It saves to a temporary name and renames, copies the best one, deletes an old one, prints a size."""
+    name = str(tmp_path / "model.pt")
+    (tmp_path / "kept.txt").write_text("the script's own", encoding="utf-8")
+    with saving_nothing():
+        torch.save({"weight": torch.ones(3)}, f"{name}.tmp")
+        os.replace(f"{name}.tmp", name)
+        shutil.copyfile(name, f"{name}.best")
+        assert os.path.getsize(f"{name}.best") == 0
+        Path(f"{name}.best").unlink()
+        os.replace(tmp_path / "kept.txt", tmp_path / "renamed.txt")
+        with pytest.raises(Untraceable, match="which it saved before, and a trace saves nothing"):
+            torch.load(name)
+        with pytest.raises(FileNotFoundError):
+            os.remove(f"{name}.best")
+    assert [each.name for each in tmp_path.iterdir()] == ["renamed.txt"]
+    torch.save({}, name)
+    assert torch.load(name) == {}
+
+
+def test_a_large_tensor_on_the_cpu_has_values_that_are_made_up() -> None:
+    """An image grid, a histogram of weights, predictions: code that reads them goes on."""
+    recorder = Recorder()
+    with recording(recorder, RTX):
+        image = torch.rand(3, 400, 400, device="cuda")
+        before = recorder.allocated
+        on_cpu = image.cpu()
+        assert on_cpu.numpy().shape == (3, 400, 400)
+        assert len(image.tolist()) == 3
+        assert on_cpu.cpu() is on_cpu
+        assert recorder.allocated == before
+        with pytest.raises(TypeError, match="can't convert cuda:0 device type tensor to numpy"):
+            image.numpy()
+
+
+@pytest.mark.parametrize(("use", "says"), [
+    (lambda: nn.Linear(4, 4).cuda()(torch.ones(2, 4)), "found at least two devices"),
+    (lambda: nn.Linear(1024, 1024)(torch.ones(2, 1024, device="cuda")), "found at least two devices"),
+    (lambda: nn.Embedding(9, 4).cuda()(torch.ones(2, dtype=torch.int64)), "found at least two devices"),
+    (lambda: nn.Embedding(9, 4).cuda()(torch.tensor([9]).cuda()), "index out of range"),
+    (lambda: nn.Linear(4, 4).cuda().half()(torch.ones(2, 4).cuda()), "must have the same dtype"),
+    (lambda: nn.Conv2d(3, 4, 3).cuda().half()(torch.ones(1, 3, 8, 8).cuda()), "should be the same"),
+])
+def test_what_a_gpu_refuses_is_refused(use: Callable[[], object], says: str) -> None:
+    with recording(Recorder(), RTX), pytest.raises((RuntimeError, IndexError), match=says):
+        use()
+
+
+def test_cpu_tensors_may_index_and_scale_tensors_of_the_gpu() -> None:
+    with recording(Recorder(), RTX):
+        x = torch.ones(10, 4, device="cuda") * torch.tensor(2.0)
+        assert x[torch.randperm(10)[:3]].shape == (3, 4)
+        x[torch.tensor([0, 1])] = 0.0
+        assert torch.empty(3, pin_memory=True).to("cuda").is_cuda
+
+
+def test_packed_sequences_have_the_sizes_of_their_lengths() -> None:
+    with recording(Recorder(), RTX):
+        rnn = nn.GRU(4, 8, batch_first=True).to("cuda")
+        for lengths in ([5, 2], [3, 3]):  # of batches of the same shape
+            packed = nn.utils.rnn.pack_padded_sequence(torch.ones(2, 5, 4, device="cuda"), torch.tensor(lengths),
+                                                       batch_first=True)
+            out, _ = nn.utils.rnn.pad_packed_sequence(rnn(packed)[0], batch_first=True)
+            assert out.shape == (2, max(lengths), 8)
+
+
+def test_the_table_of_ctc_loss_is_as_long_as_the_longest_target() -> None:
+    recorder = Recorder()
+    with recording(recorder, RTX):
+        scores = torch.ones(50, 4, 20, device="cuda", requires_grad=True)
+        lengths = torch.tensor([7, 3, 5, 1]).cuda()
+        loss = nn.functional.ctc_loss(scores.log_softmax(-1), torch.ones(4, 9, dtype=torch.int64, device="cuda"),
+                                      torch.full((4,), 50).cuda(), lengths)
+        loss.backward()
+    assert [tensor.shape for tensor in recorder.tensors if tensor.op == "aten._ctc_loss.Tensor"] == [(4, 50, 15), (4,)]
+
+
+def test_a_script_without_an_optimizer_stops_after_as_many_backward_passes() -> None:
+    def train() -> None:
+        model = nn.Linear(8, 8).to("cuda")
+        for _ in range(10):
+            model(torch.ones(2, 8).to("cuda")).sum().backward()
+            for each in model.parameters():
+                each.data.add_(each.grad, alpha=-0.1)  # type: ignore[arg-type]
+
+    recorder = Recorder()
+    with recording(recorder, RTX, 3), pytest.raises(StepsDone):
+        train()
+    assert len(recorder.steps) == 3
+    assert NO_OPTIMIZER in recorder.notes
+
+
+def test_parameters_of_all_optimizers_are_counted_and_their_states_belong_to_them() -> None:
+    recorder = Recorder()
+    with recording(recorder, RTX):
+        models = [nn.Linear(300, 300, bias=False).to("cuda") for _ in range(2)]
+        optimizers = [torch.optim.Adagrad(each.parameters()) for each in models]  # makes its state at once
+        for model, optimizer in zip(models, optimizers, strict=True):
+            model(torch.ones(2, 300, device="cuda")).sum().backward()
+            optimizer.step()
+    assert recorder.params == 2 * 90_000
+    assert [each.owner for each in recorder.tensors if each.op == "aten.full_like.default"] == ["optimizer"] * 2
+
+
+def test_attention_of_a_model_of_characters_is_not_taken_for_logits() -> None:
+    """It has more positions than characters."""
+    class Small(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.characters, self.positions, self.head = nn.Embedding(65, 32), nn.Embedding(128, 32), nn.Linear(32, 65)
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            x = self.characters(tokens) + self.positions.weight
+            return self.head((x @ x.transpose(1, 2)).softmax(-1) @ x)  # type: ignore[no-any-return]
+
+    recorder = Recorder()
+    with recording(recorder, RTX):
+        model, tokens = Small().to("cuda"), torch.ones(2, 128, dtype=torch.int64).to("cuda")
+        for _ in range(2):
+            nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
+    owners = {tensor.shape: tensor.owner for tensor in recorder.tensors if tensor.phase == "forward"}
+    assert owners[2, 128, 128] == "attention"
+    assert owners[256, 65] == "logits"
+
+
+def test_a_part_of_the_forward_pass_without_gradients_is_no_evaluation() -> None:
+    class Part(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                return x + 1
+
+    recorder = Recorder()
+    with recording(recorder, RTX):
+        nn.Sequential(nn.Linear(4, 4), Part()).to("cuda")(torch.ones(2, 4, device="cuda"))
+    assert {name for name, _ in recorder.phases} == {"load", "forward"}
+
+
+def test_names_of_cuda_tensor_types_work() -> None:
+    with recording(Recorder(), RTX):
+        x = torch.cuda.FloatTensor(2, 3).normal_()
+        assert isinstance(x, torch.cuda.FloatTensor)
+        assert not isinstance(x.long(), torch.cuda.FloatTensor)
+        assert torch.ones(2).type(torch.cuda.HalfTensor).dtype == torch.float16
+        assert torch.ones(2).type("torch.cuda.LongTensor").is_cuda
+        assert torch.cuda.LongTensor([1, 2]).tolist() == [1, 2]
+
+
+def test_optimizers_that_keep_numbers_on_the_gpu_read_them() -> None:
+    with recording(Recorder(), RTX), torch.device("cuda"):
+        model = nn.Linear(4, 4)
+        optimizer = torch.optim.NAdam(model.parameters())
+        for _ in range(2):
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+        assert optimizer.state[model.weight]["mu_product"].item() < 1
+
+
+def test_distributions_accept_what_they_sample() -> None:
+    with recording(Recorder(), RTX):
+        choice = torch.distributions.Categorical(logits=torch.randn(4, 10, device="cuda"))
+        assert choice.log_prob(choice.sample()).shape == (4,)
+        assert torch.distributions.Beta(torch.ones(1, device="cuda"), torch.ones(1, device="cuda")).sample().is_cuda
+
+
+def test_a_padded_transformer_encoder_can_be_evaluated() -> None:
+    recorder = Recorder()
+    with recording(recorder, RTX), torch.no_grad():
+        encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, batch_first=True), 1).to("cuda").eval()
+        padding = torch.zeros(2, 5, dtype=torch.bool, device="cuda")
+        assert encoder(torch.ones(2, 5, 16, device="cuda"), src_key_padding_mask=padding).shape == (2, 5, 16)
+    assert NO_FAST_PATH in recorder.notes
+
+
+def test_the_profiler_asks_no_gpu(capfd: pytest.CaptureFixture[str]) -> None:
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with recording(Recorder(), RTX), torch.profiler.profile(activities=activities):
+        torch.ones(2, device="cuda").sum()
+    assert "CUDA" not in capfd.readouterr().err
+
+
+def test_memory_statistics_are_those_of_the_trace() -> None:
+    with recording(Recorder(), RTX):
+        torch.cuda.memory._record_memory_history()
+        kept = torch.empty(100, device="cuda")
+        assert torch.cuda.memory_stats()["allocated_bytes.all.current"] == 512
+        assert torch.cuda.memory_stats()["num_ooms"] == 0
+        del kept

@@ -17,7 +17,7 @@ from fitgpt.memory.tape import Event
 from fitgpt.planning.budget import target_for
 from fitgpt.tracing import trace_file
 from fitgpt.tracing.plan import plan_trace, possible_changes
-from fitgpt.tracing.trace_file import EMPTIED, WORKSPACE, Kind, Trace, from_json, read, to_json
+from fitgpt.tracing.trace_file import EMPTIED, WORKSPACE, Kind, Trace, from_json, read, to_json, to_save
 
 WEIGHT = Kind(400 * MiB, "weights", "aten.empty", "model", "train.py:3", "float32", (100, 1024, 1024))
 STATE = Kind(800 * MiB, "optimizer", "aten.zeros_like", "", "train.py:9", "float32", (200, 1024, 1024))
@@ -50,8 +50,9 @@ def test_a_trace_larger_than_the_limit_is_an_error_that_names_fewer_steps(monkey
     assert 5 * MiB >= trace_file.LARGEST
     monkeypatch.setattr(trace_file, "LARGEST", 500)
     with pytest.raises(UsageError, match="a saved trace at most") as error:
-        to_json(small_trace())
-    assert error.value.fix == "--steps 1"
+        to_save(small_trace())
+    assert error.value.fix.startswith("--steps 1")
+    assert from_json(to_json(small_trace())) == small_trace()  # as the traced process hands it over
 
 
 def test_its_tape_has_every_event() -> None:

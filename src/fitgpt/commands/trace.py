@@ -18,7 +18,7 @@ from ..show import plan_text as show
 from ..show.terminal import can_redraw, columns, paragraph
 from ..tracing.plan import SCRIPT, plan_trace, verdicts
 from ..tracing.script import trace_script
-from ..tracing.trace_file import Trace, is_trace, read, to_json
+from ..tracing.trace_file import Trace, is_trace, read, to_save
 
 SCHEMA = 1  # of the list of GPUs
 
@@ -38,7 +38,7 @@ def trace(options: TraceOptions) -> int:
     traced = _trace_of(options)
     notes = sys.stderr if options.json else sys.stdout
     if save:
-        print(f"The trace is saved in {write_over(save, to_json(traced))}.", file=notes)
+        print(f"The trace is saved in {write_over(save, to_save(traced))}.", file=notes)
     if target is None:
         return _every_gpu(traced, options, allocator)
     found = plan_trace(traced, target, allocator)

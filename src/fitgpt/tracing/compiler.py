@@ -125,14 +125,13 @@ class Compiler:
 
         def run(args: list[Any]) -> Any:
             depth, _inside.depth = getattr(_inside, "depth", 0), 0
-            self.device.in_compiled_forward = kind == "forward"
             try:
                 if TracedGpu.active is not None and not _is_on(self.device):
                     with self.device:
                         return code(args)
                 return code(args)
             finally:
-                _inside.depth, self.device.in_compiled_forward = depth, False
+                _inside.depth = depth
 
         run._boxed_call = True  # type: ignore[attr-defined]
         return run

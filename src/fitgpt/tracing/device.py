@@ -50,6 +50,15 @@ IN_PLACE_IN_BACKWARD = {
 SETS_STORAGE = {ops.set_.source_Storage_storage_offset, ops.set_.source_Storage}  # copy.deepcopy() of a buffer
 SOFTMAX = {ops._softmax.default, ops._safe_softmax.default}
 GROUPED_MM = getattr(getattr(ops, "_grouped_mm", None), "default", None)
+# Operations that take tensors of the host, too, besides those of the GPU.
+MIXES_DEVICES = {
+    ops.copy_.default, ops.copy.default, ops._to_copy.default, ops.index.Tensor, ops.index_put.default,
+    ops.index_put_.default, ops._index_put_impl_.default, ops._pack_padded_sequence.default, ops._ctc_loss.Tensor,
+    ops._ctc_loss_backward.Tensor, ops._pack_padded_sequence_backward.default, ops._pad_packed_sequence.default,
+    *SETS_STORAGE,
+}
+# Operations without a shape function in torch, and the argument that their result is like.
+RESULT_IS_LIKE = {ops._sample_dirichlet.default: 0, ops.binomial.default: 0, ops._ctc_loss_backward.Tensor: 1}
 DATA_DEPENDENT = {
     ops.nonzero.default, ops.masked_select.default, ops._unique2.default, ops.unique_dim.default,
     ops.unique_consecutive.default, ops.repeat_interleave.Tensor, ops.bincount.default,
@@ -59,7 +68,7 @@ DATA_DEPENDENT = {
 def first_gpu(device: torch.device) -> bool:
     """True; a GPU that is not the first is an error."""
     if device.type == "cuda" and device.index:
-        raise Untraceable(f"the script uses {device}, and a trace is of one GPU, cuda:0; trace it on one GPU")
+        raise Untraceable(f"the script uses {device}, and a trace is of one GPU, cuda:0.", "Trace it on one GPU.")
     return True
 
 
@@ -81,7 +90,6 @@ class TracedGpu(TorchDispatchMode):
         self.values = Values()
         self.autocast = Autocast(platform.torch, self._is_cast)
         self.in_optimizer = False
-        self.in_compiled_forward = False  # of a training step; torch runs it without gradients
         # By address of a storage: its block, or where it is if it is not on the GPU. A storage without an entry has no
         # bytes.
         self._places: dict[int, TracedTensor | torch.device] = {}
@@ -94,7 +102,7 @@ class TracedGpu(TorchDispatchMode):
     def use(self, recorder: Recorder) -> None:
         """Records there from now on, as of the beginning of a process."""
         self.recorder = recorder
-        self._workspaces: set[str] = set()
+        self._workspaces: set[tuple[str, str]] = set()
         recorder.enter(LOAD)
 
     @classmethod
@@ -117,9 +125,9 @@ class TracedGpu(TorchDispatchMode):
         return isinstance(given, Tensor) and is_stand_in(given) and self.place_of(given) is CARD
 
     def keep(self, tensor: Tensor, owner: str = "", op: str = "") -> None:
-        """Records the allocation of a result's storage, unless it is known already."""
+        """Records the allocation of a result's storage, unless it is known already or on the host."""
         storage = tensor.untyped_storage()
-        if storage._cdata in self._places or not storage.nbytes():
+        if storage._cdata in self._places or not storage.nbytes() or not is_stand_in(tensor):
             return
         block = self.recorder.alloc(storage.nbytes(), op, owner, tuple(tensor.shape), str(tensor.dtype)[6:])
         self._follow(storage, block)
@@ -157,7 +165,7 @@ class TracedGpu(TorchDispatchMode):
             _inside.depth -= 1
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        given = list(tensors_in((args, tuple(kwargs.values()))))
+        given = tensors_in((args, tuple(kwargs.values())))
         here = [each for each in given if is_stand_in(each)]
         device = kwargs.get("device")
         if not here and (device is None or device.type == "cpu"):
@@ -166,7 +174,10 @@ class TracedGpu(TorchDispatchMode):
             return func(*args, **kwargs)
         if device is not None:
             first_gpu(device)
-        place = self._place_of_result(given, here, device)
+        places = [self.place_of(each) for each in here]
+        place = self._place_of_result(places, device)
+        if device is None and place is CARD and (HOST in places or len(here) < len(given)):
+            self._refuse_mixed_devices(func, given)
         if place is not CARD:
             return self._off_card(func, args, kwargs, place)
         kwargs.pop("pin_memory", None)
@@ -177,16 +188,25 @@ class TracedGpu(TorchDispatchMode):
         self._find_phase(func, given, here)
         return self._on_card(func, args, kwargs, given, here)
 
-    def _place_of_result(self, given: list[Tensor], here: list[Tensor], device: torch.device | None) -> torch.device:
+    def _place_of_result(self, places: list[torch.device], device: torch.device | None) -> torch.device:
+        """`places`: of the arguments without storage."""
         if device is not None and device.type in ("cuda", "cpu"):
-            return CARD if device.type == "cuda" or any(self.place_of(each) is CARD for each in here) else HOST
-        if here and not getattr(_inside, "wants_meta", 0):
-            places = [self.place_of(each) for each in here]
+            return CARD if device.type == "cuda" or CARD in places else HOST
+        if places and not getattr(_inside, "wants_meta", 0):
             return CARD if CARD in places else places[0]
         return META if getattr(_inside, "wants_meta", 0) else CARD
 
+    def _refuse_mixed_devices(self, func: Any, given: list[Tensor]) -> None:
+        """As CUDA's kernels do: a model or a batch was not moved to the GPU. Single numbers may be on the host."""
+        if func.namespace != "aten" or func in MIXES_DEVICES or func._schema.name.startswith("aten::_foreach"):
+            return
+        if any(each.dim() and (not is_stand_in(each) or self.place_of(each) == HOST) for each in given):
+            raise RuntimeError("Expected all tensors to be on the same device, but found at least two devices, cuda:0 "
+                               "and cpu!")
+
     def _on_host(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Uninitialised tensors of the host that are large have no storage: weights before they move to the GPU."""
+        kwargs.pop("pin_memory", None)  # needs a driver
         if func is ops.empty.memory_format:
             dtype = kwargs.get("dtype") or torch.get_default_dtype()
             numel = 1
@@ -194,7 +214,6 @@ class TracedGpu(TorchDispatchMode):
                 numel *= each
             if numel * dtype.itemsize >= LARGE_HOST:
                 kwargs["device"] = META
-                kwargs.pop("pin_memory", None)
                 result = func(*args, **kwargs)
                 self.put(result, HOST)
                 return result
@@ -234,6 +253,8 @@ class TracedGpu(TorchDispatchMode):
             return self._copy(*args, **kwargs)
         if func is ops.embedding.default:  # on CUDA, rows selected by flat indices: ATen's Embedding.cpp
             return self._embedding(*args[:2])
+        if func is ops._ctc_loss.Tensor:
+            return self._ctc_loss(*args[:4])
         if func in DATA_DEPENDENT:
             return self._data_dependent(func, args, kwargs)
         if func is ops.index.Tensor and any(isinstance(each, Tensor) and each.dtype == torch.bool for each in args[1]):
@@ -266,6 +287,8 @@ class TracedGpu(TorchDispatchMode):
         name = str(func)
         if func in SOFTMAX and results[0].dim() > 2 and results[0].shape[-1] != self.recorder.vocabulary:
             self.recorder.has_scores(tuple(results[0].shape))
+        if func is ops._log_softmax.default:
+            self.recorder.has_loss_over(results[0].shape[-1])
         if "_scaled_dot_product" in name:
             owner = "attention"
         call = Call(func, args, kwargs, results, self.platform, self.recorder, self._workspaces, thread, owner,
@@ -287,7 +310,7 @@ class TracedGpu(TorchDispatchMode):
             result = torch.empty(tensor.shape, dtype=dtype, device=META)
             self.put(result, HOST)
             return result
-        return torch.full(tensor.shape, _any_value(dtype), dtype=dtype)
+        return made_up(tensor.shape, dtype)
 
     def _copy(self, to: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         if not is_stand_in(to):
@@ -304,6 +327,10 @@ class TracedGpu(TorchDispatchMode):
         return to
 
     def _embedding(self, weight: Tensor, indices: Tensor) -> Tensor:
+        known = self.values.of(indices)
+        if known is not None and known.numel() and int(known.max()) >= weight.shape[0]:
+            raise IndexError(f"index out of range in self: {int(known.max())}, in an embedding of {weight.shape[0]} "
+                             "rows")
         result = torch.empty((*indices.shape, weight.shape[1]), dtype=weight.dtype, device=META)
         flat = None
         if not indices.is_contiguous():
@@ -313,11 +340,26 @@ class TracedGpu(TorchDispatchMode):
             self.recorder.free(flat)
         return result
 
+    def _ctc_loss(self, scores: Tensor, targets: Tensor, _: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        """The loss of each sequence, and a table of every step and target, in which targets alternate with blanks:
+        ctc_loss_gpu_template() in LossCTC.cu."""
+        known = self.values.of(lengths) if is_stand_in(lengths) else lengths
+        if known is None and targets.dim() < 2:
+            raise Untraceable("the lengths of CTC's targets are not known, which a trace does not compute.",
+                              "Trace the script with padded targets, or with lengths that are made on the CPU.")
+        longest = targets.shape[1] if known is None else int(known.max())
+        batch = scores.shape[1:2] if scores.dim() == 3 else ()
+        table = torch.empty((*batch, scores.shape[0], 2 * longest + 1), dtype=scores.dtype, device=META)
+        losses = torch.empty(batch, dtype=scores.dtype, device=META)
+        for each in (table, losses):
+            self.keep(each, "", "aten._ctc_loss.Tensor")
+        return losses, table
+
     def _data_dependent(self, func: Any, args: Any, kwargs: Any) -> Any:
         result = self.values.evaluate(func, args, kwargs, assume=False)
         if result is None:
-            raise Untraceable(f"{func} gives a result whose size depends on values, which a trace does not have; trace "
-                              "the script with a fixed size there, as large as it gets, or with torch.where")
+            raise Untraceable(f"{func} gives a result whose size depends on values, which a trace does not have.",
+                              "Trace the script with a fixed size there, as large as it gets, or with torch.where.")
         made = []
         for each in result if isinstance(result, tuple | list) else (result,):
             tensor = torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device=META)
@@ -371,7 +413,8 @@ class TracedGpu(TorchDispatchMode):
         if known is None:
             result = self._ask(func, args, kwargs)
             known = self._shapes[key] = _describe(result)
-            if any(_aliases(each, args) for each in tensors_in((result,))):
+            # A result on the host has values, and sizes may depend on them: those of pack_padded_sequence do.
+            if any(_aliases(each, args) or not is_stand_in(each) for each in tensors_in((result,))):
                 self._shapes[key] = Ellipsis
             return result
         if known is Ellipsis:
@@ -384,6 +427,8 @@ class TracedGpu(TorchDispatchMode):
             experts = [] if args[1].dim() == 3 else [kwargs["offs"] if "offs" in kwargs else args[2]]
             return args[0].new_empty((*(each.shape[0] for each in experts), args[0].shape[0], args[1].shape[-1]),
                                      dtype=kwargs.get("out_dtype"))
+        if func in RESULT_IS_LIKE:
+            return torch.empty_like(args[RESULT_IS_LIKE[func]])
         try:
             result = func(*args, **kwargs)
             if func is ops.convolution_backward.default and isinstance(result[1], Tensor) and args[2].dim() == 4 and \
@@ -393,8 +438,8 @@ class TracedGpu(TorchDispatchMode):
         except NotImplementedError as error:
             if func._can_decompose():
                 return func.decompose(*args, **kwargs)
-            raise Untraceable(f"{func} has no kernel for tensors without storage; register one with "
-                              "torch.library.register_fake, or trace the script without this operation") from error
+            raise Untraceable(f"{func} has no kernel for tensors without storage.", "Register one with "
+                              "torch.library.register_fake, or trace the script without this operation.") from error
 
     # ---- phases
 
@@ -407,7 +452,7 @@ class TracedGpu(TorchDispatchMode):
         elif self.in_optimizer:
             recorder.enter(OPTIMIZER)
         elif recorder.modules:
-            recorder.enter(FORWARD if torch.is_grad_enabled() or self.in_compiled_forward else EVALUATION)
+            recorder.enter(EVALUATION if recorder.evaluates else FORWARD)
             self._origins[sequence - 1] = recorder.modules[-1]  # of the node that autograd has just made
         elif given and not here and recorder.phase not in (LOAD, EVALUATION):
             recorder.enter(FORWARD)  # the next batch
@@ -484,7 +529,12 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
         _written_places[func] = [(place, each.name) for place, each in enumerate(func._schema.arguments)
                                  if each.alias_info is not None and each.alias_info.is_write]
     given = [args[place] if place < len(args) else kwargs.get(name) for place, name in _written_places[func]]
-    return list(tensors_in(given))
+    return tensors_in(given)
+
+
+def made_up(shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """A tensor of the host in place of one that was never computed."""
+    return torch.full(shape, _any_value(dtype), dtype=dtype)
 
 
 def _any_value(dtype: torch.dtype) -> Any:

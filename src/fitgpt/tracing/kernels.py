@@ -23,6 +23,8 @@ ops = torch.ops.aten
 CUDNN_ALIGNMENT = 512
 LEAST_WEIGHT_SCRATCH = 16 * MiB  # of a convolution's weight gradient, which is summed in parts
 FEW_ROWS = 32  # of an embedding whose gradients are not summed in parts: recorded with 2 and 32 rows, not with 514
+WORKSPACES: dict[str, Callable[[Platform], int]] = {
+    "cublas workspace": lambda platform: platform.workspace, "cublaslt workspace": lambda _: scratch.CUBLASLT}
 MANY_ROWS = 64 * 1024  # of a layer norm, from which on its backward pass sums in two steps
 
 
@@ -30,7 +32,7 @@ class Call:
     """One call of an operation on the GPU, while its memory is recorded."""
 
     def __init__(self, op: Any, args: Any, kwargs: Any, results: list[Any], platform: Platform, recorder: Recorder,
-                 workspaces: set[str], thread: str, owner: str, keep: Callable[[Tensor, str], None],
+                 workspaces: set[tuple[str, str]], thread: str, owner: str, keep: Callable[[Tensor, str], None],
                  host: Callable[[Tensor], None]) -> None:
         self.op, self.args, self.kwargs, self.results = op, args, kwargs, results
         self.platform, self._recorder, self._workspaces, self._thread = platform, recorder, workspaces, thread
@@ -60,11 +62,11 @@ class Call:
             self._scratch.remove(each)
             self._recorder.free(each)
 
-    def workspace(self, name: str, nbytes: int) -> None:
+    def workspace(self, name: str) -> None:
         """Memory that the first use on a thread allocates, and that stays: forward and backward have a thread each."""
-        if (key := f"{name} of the {self._thread} thread") not in self._workspaces:
+        if (key := (name, self._thread)) not in self._workspaces:
             self._workspaces.add(key)
-            self._recorder.alloc(nbytes, name, "workspace")
+            self._recorder.alloc(WORKSPACES[name](self.platform), name, "workspace")
 
     def finish(self) -> None:
         for result in self.results:
@@ -77,9 +79,12 @@ class Call:
 
 
 def matmul(call: Call) -> None:
+    *_, first, second = (each.dtype for each in call.args if isinstance(each, Tensor))
+    if first != second:  # CUDA refuses, `meta` does not: a batch that was not converted to the model's dtype
+        raise RuntimeError(f"mat1 and mat2 must have the same dtype, but got {first} and {second}")
     if call.results:  # none, where it writes into a tensor that is there: compiled code does
         call.output(0)
-    call.workspace("cublas workspace", call.platform.workspace)
+    call.workspace("cublas workspace")
 
 
 def matmul_with_bias(call: Call) -> None:
@@ -88,7 +93,7 @@ def matmul_with_bias(call: Call) -> None:
     bias, _, mat2 = call.args[:3]
     if bias.dim() == 1 and bias.is_contiguous() and bias.shape[0] == mat2.shape[1] and min(mat2.shape) > 1 \
             and call.kwargs.get("beta", 1) == 1:
-        call.workspace("cublaslt workspace", scratch.CUBLASLT)
+        call.workspace("cublaslt workspace")
 
 
 # ---- reductions: setReduceConfig() in ATen/native/cuda/Reduce.cuh
@@ -250,6 +255,8 @@ def index(call: Call) -> None:
 
 def convolution(call: Call) -> None:
     source, weight, result = call.args[0], call.args[1], call.results[0]
+    if source.dtype != weight.dtype:
+        raise RuntimeError(f"Input type ({source.dtype}) and weight type ({weight.dtype}) should be the same")
     call.output(0)
     if is_depthwise(source, call.args[8]):
         return
@@ -402,6 +409,12 @@ def isinf(call: Call) -> None:
     call.scratch(call.args[0].nbytes)
 
 
+def ctc_backward(call: Call) -> None:
+    """A table like the one of the forward pass, from the end: LossCTC.cu."""
+    call.output(0)
+    call.scratch(call.args[6].nbytes)
+
+
 def log_sigmoid(call: Call) -> None:
     """(out, buffer): only the host's kernel has a buffer. Activation.cpp."""
     call.host(1)
@@ -439,6 +452,7 @@ KERNELS: dict[Any, Callable[[Call], None]] = {
     ops._log_softmax.default: softmax,
     ops._log_softmax_backward_data.default: softmax,
     ops._softmax_backward_data.default: softmax_backward,
+    ops._ctc_loss_backward.Tensor: ctc_backward,
     ops.log_sigmoid_forward.default: log_sigmoid,
     ops.isinf.default: isinf,
     ops._foreach_norm.Scalar: foreach_norm,

@@ -8,11 +8,13 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from .device import TracedGpu
 from .monkeypatch import Patches
-from .recorder import SETTLED
+from .recorder import BACKWARD, SETTLED
 
+NO_OPTIMIZER = "The script has no optimizer of torch: each of its backward passes counts as an optimizer step."
 UNKNOWN_RNNS = "On a GPU, cuDNN runs recurrent layers (LSTM, GRU) in kernels of its own, whose memory is not known."
 
 
@@ -28,6 +30,8 @@ class ModuleCalls:
         self._names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
         self._stepped: set[int] = set()  # optimizers that have stepped since the last forward pass
         self._last = 0                   # the number of events after the last of these steps
+        self._has_optimizer, self._passes = False, 0  # and the number of backward passes that count as steps
+        self._trained: dict[int, int] = {}  # elements of the parameters of all optimizers, by address
 
     def install(self, patches: Patches) -> None:
         original: Callable[..., Any] = nn.Module.__call__
@@ -35,6 +39,7 @@ class ModuleCalls:
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             stack = self.recorder.modules
             if not stack:
+                self.recorder.evaluates = not torch.is_grad_enabled()
                 self._begin(module)
             stack.append(self._names.get(module, type(module).__name__))
             try:
@@ -42,22 +47,38 @@ class ModuleCalls:
             finally:
                 stack.pop()
 
+        init = Optimizer.__init__
+
+        def made(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+            self._has_optimizer = True
+            init(optimizer, *args, **kwargs)
+
         patches.set(nn.Module, "__call__", call)
+        patches.set(Optimizer, "__init__", made)
 
     def _begin(self, module: nn.Module) -> None:
         """A call that no other module makes: of the whole model, or of a part that the program calls itself."""
         if torch._C._current_graph_task_id() == -1 and not self.device.in_optimizer:
+            if self.stop_after is not None and not self._has_optimizer:
+                self._step_without_optimizer()
             self._finish_step()
         if module not in self._names:
             for name, each in module.named_modules():
                 self._names[each] = name or type(each).__name__
                 if isinstance(each, nn.Embedding):
-                    self.recorder.vocabulary = max(self.recorder.vocabulary, each.num_embeddings)
+                    self.recorder.has_embedding(each.num_embeddings)
                 if isinstance(each, nn.RNNBase):
                     self.recorder.notes[UNKNOWN_RNNS] = None
             parameters = list(module.parameters())
             self.recorder.params = max(self.recorder.params, sum(each.numel() for each in parameters))
             self._own([*parameters, *module.buffers()], "weights")
+
+    def _step_without_optimizer(self) -> None:
+        passes = sum(phase == BACKWARD for phase, _ in self.recorder.phases)
+        if passes > self._passes:
+            self._passes, self._last = passes, self.recorder.length
+            self._stepped.add(0)
+            self.recorder.notes[NO_OPTIMIZER] = None
 
     def _own(self, tensors: list[Tensor], owner: str) -> None:
         for each in tensors:
@@ -70,9 +91,13 @@ class ModuleCalls:
         params = [each for group in optimizer.param_groups for each in group["params"]]
         self._own(params, "weights")
         self._own([each.grad for each in params if each.grad is not None], "gradients")
+        self._trained |= {id(each): each.numel() for each in params}
+        self.recorder.params = max(self.recorder.params, sum(self._trained.values()))
 
     def after_step(self, optimizer: Any, *_: Any) -> None:
         self.device.in_optimizer = False
+        self._own([each for state in optimizer.state.values() if isinstance(state, dict) for each in state.values()
+                   if isinstance(each, Tensor)], "optimizer")  # of some, made before the first step
         if id(optimizer) in self._stepped:
             self._finish_step()
         self._stepped.add(id(optimizer))

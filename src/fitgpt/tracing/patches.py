@@ -7,6 +7,7 @@ imported earlier.
 from __future__ import annotations
 
 import functools
+import multiprocessing.process
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,12 +19,14 @@ from torch import Tensor
 
 from ..hardware.gpus import GpuModel
 from ..memory.platform import Platform
-from .device import CARD, HOST, META, TracedGpu, _inside, device_of, first_gpu
-from .errors import Untraceable
+from .device import CARD, HOST, META, TracedGpu, _inside, device_of, first_gpu, made_up
+from .errors import PROCESSES, Untraceable
 from .monkeypatch import Patches
+from .recorder import source_line
 from .values import is_stand_in
 
 real_device = torch.device
+NO_FAST_PATH = "nn.TransformerEncoder is evaluated in the kernels of training: on a GPU it may need less memory."
 
 
 class TorchDevice(type):
@@ -36,16 +39,43 @@ class TorchDevice(type):
         return isinstance(instance, real_device)
 
 
+class CudaType(type):
+    """torch.cuda.FloatTensor and its relatives: sizes, or data, → a tensor; and what `Tensor.type` takes."""
+
+    dtype: torch.dtype
+
+    def __call__(cls, *given: Any) -> Tensor:
+        if len(given) == 1 and not isinstance(given[0], int | torch.Size):
+            return torch.as_tensor(given[0], dtype=cls.dtype, device=CARD)
+        return torch.empty(*given, dtype=cls.dtype, device=CARD)
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, Tensor) and instance.is_cuda and instance.dtype == cls.dtype
+
+
+def cuda_type(given: Any) -> Any:
+    """"torch.cuda.FloatTensor" → torch.cuda.FloatTensor; anything else as it is."""
+    is_name = isinstance(given, str) and given.startswith("torch.cuda.")
+    return getattr(torch.cuda, given.rpartition(".")[2]) if is_name else given
+
+
+CUDA_TYPES = {"Float": torch.float32, "Half": torch.float16, "BFloat16": torch.bfloat16, "Double": torch.float64,
+              "Long": torch.int64, "Int": torch.int32, "Short": torch.int16, "Char": torch.int8, "Byte": torch.uint8,
+              "Bool": torch.bool}
+
+
 def install(patches: Patches, device: TracedGpu, platform: Platform, card: GpuModel | None, memory: int) -> None:
     """`memory`: what the GPU offers, in bytes."""
     _tensors(patches)
     _texts(patches, device)
+    _types(patches)
     _constructors(patches)
     _files(patches)
     _autocast(patches, device)
     _compilers(patches, device)
     _modules(patches)
     _threads_and_processes(patches, device)
+    _profiler(patches)
     _cuda(patches, device, platform, card, memory)
 
 
@@ -94,6 +124,23 @@ def _tensors(patches: Patches) -> None:
                 lambda storage: storage._cdata if storage.device.type == "meta" else real_ptr(storage))
     patches.set(Tensor, "data_ptr", lambda tensor: tensor.untyped_storage().data_ptr()
                 + tensor.storage_offset() * tensor.element_size())
+    # Values of a large tensor of the host, which has no storage: an image, predictions.
+    real_numpy, real_list = Tensor.numpy, Tensor.tolist
+
+    def numpy(tensor: Tensor, *, force: bool = False) -> Any:
+        if not is_stand_in(tensor):
+            return real_numpy(tensor, force=force)
+        if not force and tensor.is_cuda:
+            raise TypeError(f"can't convert {tensor.device} device type tensor to numpy. Use Tensor.cpu() to copy the "
+                            "tensor to host memory first.")
+        return real_numpy(made_up(tensor.shape, tensor.dtype).requires_grad_(tensor.requires_grad), force=force)
+
+    def tolist(tensor: Tensor) -> Any:
+        tensor = tensor.detach().cpu()
+        return real_list(made_up(tensor.shape, tensor.dtype) if is_stand_in(tensor) else tensor)
+
+    patches.set(Tensor, "numpy", numpy)
+    patches.set(Tensor, "tolist", tolist)
     real_to = torch._C.TensorBase.to
 
     def to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -108,7 +155,7 @@ def _tensors(patches: Patches) -> None:
         on_stand_in = is_stand_in(tensor)
         if is_cuda(wanted) or (on_stand_in and isinstance(wanted, str | torch.device) and \
                 torch.device(wanted) == device_of(tensor)):
-            if on_stand_in and device_of(tensor).type == "cpu":  # a large tensor of the host
+            if is_cuda(wanted) and on_stand_in and device_of(tensor).type == "cpu":  # a large tensor of the host
                 return _upload(tensor, args, kwargs)
             if "device" in kwargs:
                 kwargs["device"] = META
@@ -149,11 +196,30 @@ def _texts(patches: Patches, device: TracedGpu) -> None:
         return f"tensor(..., device='{device_of(tensor)}', size={tuple(tensor.shape)}, dtype={tensor.dtype})"
 
     def kind(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        wanted = cuda_type(kwargs.get("dtype", args[0] if args else None))
+        if isinstance(wanted, CudaType):
+            return tensor.to(CARD, wanted.dtype)
         found = real_type(tensor, *args, **kwargs)
         return found.replace("torch.meta.", "torch.cuda.") if isinstance(found, str) else found
 
     patches.set(Tensor, "__repr__", text)
     patches.set(Tensor, "type", kind)
+
+
+def _types(patches: Patches) -> None:
+    for name, dtype in CUDA_TYPES.items():
+        patches.set(torch.cuda, f"{name}Tensor", CudaType(f"{name}Tensor", (), {"dtype": dtype}))
+    real_default = torch.set_default_tensor_type
+
+    def set_default(wanted: Any) -> None:
+        wanted = cuda_type(wanted)
+        if isinstance(wanted, CudaType):
+            torch.set_default_device(CARD)
+            torch.set_default_dtype(wanted.dtype)
+        else:
+            real_default(wanted)
+
+    patches.set(torch, "set_default_tensor_type", set_default)
 
 
 def _files(patches: Patches) -> None:
@@ -353,11 +419,28 @@ def _threads_and_processes(patches: Patches, device: TracedGpu) -> None:
             torch._C._pop_torch_dispatch_stack(None)
 
     def unsupported(*_: Any, **__: Any) -> None:
-        raise Untraceable("torch.multiprocessing.spawn starts processes, which are not traced; call the function "
-                          "itself, as rank 0 of 1")
+        raise Untraceable(*PROCESSES)
+
+    start = multiprocessing.process.BaseProcess.start
+
+    def started(process: Any) -> None:
+        if not getattr(process, "_target", start).__module__.startswith("torch.utils.data"):
+            device.recorder.processes = device.recorder.processes or source_line()
+        start(process)
 
     patches.set(threading.Thread, "run", traced)
+    patches.set(multiprocessing.process.BaseProcess, "start", started)
     patches.set(torch.multiprocessing, "spawn", unsupported)
+
+
+def _profiler(patches: Patches) -> None:
+    """torch.profiler without the GPU's events: each would print an error of CUDA."""
+    init = torch.autograd.profiler.profile.__init__
+
+    def on_host(profile: Any, *args: Any, **kwargs: Any) -> None:
+        init(profile, *args, **{**kwargs, "use_device": None, "use_cuda": False})
+
+    patches.set(torch.autograd.profiler.profile, "__init__", on_host)
 
 
 class InferenceMode(torch.no_grad):
@@ -443,7 +526,7 @@ def _cuda(patches: Patches, device: TracedGpu, platform: Platform, card: GpuMode
         "mem_get_info": lambda *_: (max(memory - allocated(), 0), memory),
         "reset_peak_memory_stats": reset_peak, "reset_max_memory_allocated": reset_peak,
         "reset_max_memory_cached": lambda *_: None, "reset_accumulated_memory_stats": lambda *_: None,
-        "memory_stats": lambda *_, **__: _Zeros(), "memory_summary": lambda *_, **__: "",
+        "memory_stats": lambda *_, **__: _Statistics(allocated(), peak()), "memory_summary": lambda *_, **__: "",
         "memory_snapshot": lambda *_, **__: [],
         "set_per_process_memory_fraction": lambda *_: None, "manual_seed": lambda *_: None,
         "manual_seed_all": lambda *_: None, "seed": lambda: None, "seed_all": lambda: None, "initial_seed": lambda: 0,
@@ -480,12 +563,30 @@ def _cuda(patches: Patches, device: TracedGpu, platform: Platform, card: GpuMode
     patches.set(torch, "device", TorchDevice("device", (), {}))
     patches.set(torch._C, "_scatter", lambda tensor, *_: [tensor.to(CARD)])  # nn.DataParallel on one GPU
     patches.set(torch._C, "_cuda_getCurrentRawStream", lambda *_: 0)
+    patches.set(cuda.nccl, "version", lambda: (2, 28, 9))
+    patches.set(torch.backends.mha, "get_fastpath_enabled", functools.partial(_no_fast_path, device))
+    patches.set(torch.backends.cudnn, "is_acceptable", lambda *_: False)  # warns where torch was built without cuDNN
+    for attribute in ("_record_memory_history", "_dump_snapshot"):
+        patches.set(cuda.memory, attribute, lambda *_, **__: None)
     patches.set(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)
     if not torch.version.cuda:
         patches.set(torch.version, "cuda", "13.0")
 
 
-class _Zeros(dict[str, int]):
+def _no_fast_path(device: TracedGpu) -> bool:
+    """nn.TransformerEncoder evaluates in kernels of its own, on nested tensors: their sizes are values."""
+    if not torch.is_grad_enabled():
+        device.recorder.notes[NO_FAST_PATH] = None
+    return False
+
+
+class _Statistics(dict[str, int]):
+    """torch.cuda.memory_stats(): bytes, in the blocks of all sizes; everything else is 0."""
+
+    def __init__(self, allocated: int, peak: int) -> None:
+        super().__init__({f"{what}_bytes.all.{when}": nbytes for what in ("allocated", "active", "reserved")
+                          for when, nbytes in (("current", allocated), ("peak", peak))})
+
     def __missing__(self, key: str) -> int:
         return 0
 

@@ -48,6 +48,7 @@ class Recorder:
     phase: str = LOAD
     tensors: list[TracedTensor] = field(default_factory=list)
     modules: list[str] = field(default_factory=list)     # paths of the modules whose forward is running
+    evaluates: bool = False                              # whether the first of them was called without gradients
     steps: list[int] = field(default_factory=list)       # the number of events after each optimizer step
     notes: dict[str, None] = field(default_factory=dict) # what the trace cannot know, one sentence each, in order
     allocated: int = 0                                   # bytes alive, as the allocator rounds them
@@ -55,8 +56,10 @@ class Recorder:
     events: list[tuple[bool, TracedTensor | None]] = field(default_factory=list)
     phases: list[tuple[str, int]] = field(default_factory=lambda: [(LOAD, 0)])  # and the event each begins with
     params: int = 0          # of the model
-    vocabulary: int = 0      # rows of the model's largest embedding
+    vocabulary: int = 0      # tokens that logits are over: rows of an embedding
+    embeddings: set[int] = field(default_factory=set)  # rows of each, positions' among them
     scores: set[tuple[int, ...]] = field(default_factory=set)  # shapes of attention's score matrices: see `has_scores`
+    processes: str = ""      # the line that started the first process, other than a DataLoader's
     origin: str = ""         # the module whose gradients a backward pass computes now
     compiled: bool = False   # whether something ran that torch.compile was given
     unplanned: str = ""      # why some of it ran eager: the compiler's error
@@ -104,6 +107,19 @@ class Recorder:
         if len(shape) > 1 and shape[-1] == self.vocabulary:
             return "logits"
         return "attention" if as_matrices(shape) in self.scores else "activations"
+
+    def has_embedding(self, rows: int) -> None:
+        """The vocabulary is the largest embedding's, until the loss says which."""
+        self.embeddings.add(rows)
+        self.vocabulary = max(self.vocabulary, rows)
+
+    def has_loss_over(self, classes: int) -> None:
+        """A model of characters has more positions than characters: its vocabulary is what the loss is over."""
+        if classes in self.embeddings and classes != self.vocabulary:
+            self.vocabulary, self.embeddings = classes, {classes}
+            for tensor in self.tensors:
+                if tensor.owner in ("activations", "logits") and len(tensor.shape) > 1:
+                    tensor.owner = "logits" if tensor.shape[-1] == classes else "activations"
 
     def has_scores(self, shape: tuple[int, ...]) -> None:
         """Attention weights have this shape. So have the scores that they are computed from, their dropout and their

@@ -16,23 +16,22 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Sequence
-from contextlib import redirect_stdout, suppress
+from contextlib import redirect_stdout
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
 
 from ..core.errors import CannotTrace, ScriptFailed, UsageError
 from ..planning.budget import target_for
 from .trace_file import Trace, from_json, to_json, trace_of
 
-if TYPE_CHECKING:
-    from .monkeypatch import Patches
-
 UNTRACEABLE, FAILED, USAGE = "untraceable", "failed", "usage"  # kinds of error
 WORKAROUND = "Trace the script without that part."
+ONE_PROCESS = "Trace the script as one process without torch.distributed: many do that where RANK is not set."
 # Errors of torch where it looks for CUDA and the trace has no answer, by a part of their text.
 NEEDS_CUDA = ("not compiled with CUDA", "dummy base class", "NCCL built in", "CUDA build", "no NVIDIA driver",
-              "CUDA GPUs are available", "accelerator device when none", "has no attribute '_cuda")
+              "CUDA GPUs are available", "accelerator device when none", "has no attribute '_cuda", "CUDA_HOME",
+              "must be a CUDA tensor", "CUDA error", "CUDA driver", "active drivers", "No module named 'triton")
+OURS = str(Path(__file__).resolve().parents[1]) + os.sep
 NO_VALUES = "Values are not computed: losses and other numbers that the script printed are made up."
 NOTHING = ("{script} allocated no GPU memory: it ran to its end without a tensor on `cuda`.",
            "Trace a script that trains on a GPU, with the arguments that you train with.")
@@ -69,7 +68,10 @@ def trace_script(command: Sequence[str], *, gpu: str, others: str = "", budget: 
 
 
 def main(request: str) -> None:
+    import torch
+
     wanted = json.loads(request)
+    torch.set_num_threads(1)  # what a trace computes is small: several threads would spend more time on waiting
     try:
         text = to_json(run(wanted["command"], wanted["gpu"], wanted["others"], wanted["budget"], wanted["steps"],
                            wanted["torch"]))
@@ -83,20 +85,19 @@ def run(command: list[str], gpu: str, others: str, budget: str, steps: int, vers
     """Runs the script until it has taken `steps` optimizer steps, or to its end. `version`: of torch, for its rules."""
     import torch
 
-    from .errors import Untraceable
+    from .errors import PROCESSES, Untraceable
     from .modules import StepsDone
-    from .monkeypatch import Patches
     from .recorder import Recorder
+    from .saving import saving_nothing
     from .trace import recording
 
     target = target_for(gpu, "auto", others=others, budget=budget, torch=version or torch.__version__)
-    recorder, replaced, module = Recorder(), Patches(), command[0] == "-m"
+    recorder, module = Recorder(), command[0] == "-m"
     script = command[1] if module else command[0]
     sys.argv = [script, *command[2 if module else 1:]]
     sys.path.insert(0, os.getcwd() if module else str(Path(script).resolve().parent))
     try:
-        with redirect_stdout(sys.stderr), recording(recorder, target, steps):
-            write_no_weights(replaced)
+        with redirect_stdout(sys.stderr), recording(recorder, target, steps), saving_nothing():
             if module:
                 runpy.run_module(script, run_name="__main__", alter_sys=True)
             else:
@@ -114,29 +115,18 @@ def run(command: list[str], gpu: str, others: str, budget: str, steps: int, vers
             raise
         for each in causes(error):
             if isinstance(each, Untraceable):
-                raise CannotTrace(f"{place(each.__traceback__)}: {each}", WORKAROUND) from None
+                raise CannotTrace(f"{place(each.__traceback__)}: {each.what}", each.fix) from None
         if is_ours(error):
             raise CannotTrace(f"{place(error.__traceback__)}: a trace cannot do this without a GPU: "
-                              f"{type(error).__name__}: {error}", WORKAROUND) from None
+                              f"{type(error).__name__}: {error}",
+                              ONE_PROCESS if "NCCL" in str(error) else WORKAROUND) from None
         raise ScriptFailed(f"{script} failed, as it would without fitgpt.", shown(error, script)) from None
-    finally:
-        replaced.undo()
     recorder.notes[NO_VALUES] = None
+    if not recorder.tensors and recorder.processes:
+        raise CannotTrace(f"{', line '.join(recorder.processes.rsplit(':', 1))}: {PROCESSES[0]}", PROCESSES[1])
     if not recorder.tensors:
         raise CannotTrace(NOTHING[0].format(script=script), NOTHING[1])
     return trace_of(recorder, tuple(command), target.platform, version or torch.__version__)
-
-
-def write_no_weights(patches: Patches) -> None:
-    """torch.save and safetensors, which save_pretrained uses, write nothing. Other files are the script's own."""
-    import torch
-
-    patches.set(torch, "save", lambda *args, **kwargs: None)
-    with suppress(ImportError):
-        import safetensors.torch as safetensors
-
-        for name in ("save_file", "save_model"):
-            patches.set(safetensors, name, lambda *args, **kwargs: None)
 
 
 def causes(error: BaseException | None) -> list[BaseException]:
@@ -150,9 +140,8 @@ def causes(error: BaseException | None) -> list[BaseException]:
 
 def place(frames: TracebackType | None) -> str:
     """"train.py, line 42": the innermost line that is neither torch's nor ours."""
-    ours = str(Path(__file__).resolve().parents[1])
     for frame in reversed(traceback.extract_tb(frames)):
-        if "site-packages" not in frame.filename and not frame.filename.startswith((ours, "<", os.path.dirname(
+        if "site-packages" not in frame.filename and not frame.filename.startswith((OURS, "<", os.path.dirname(
                 os.__file__))):
             return f"{frame.filename}, line {frame.lineno}"
     return "The script"
@@ -167,14 +156,20 @@ def is_ours(error: BaseException) -> bool:
 
 
 def shown(error: BaseException, script: str) -> str:
-    """The traceback, from the script's first line on."""
+    """The traceback, as Python would print it: from the script's first line on, and without what stands in for CUDA."""
     if isinstance(error, SyntaxError):
         return "".join(traceback.format_exception_only(error)).rstrip()
-    frames = error.__traceback__
-    start = frames
-    while start is not None and not start.tb_frame.f_code.co_filename.endswith(os.path.basename(script)):
-        start = start.tb_next
-    return "".join(traceback.format_exception(type(error), error, start or frames)).rstrip()
+    report = traceback.TracebackException.from_exception(error)
+    each: traceback.TracebackException | None = report
+    while each is not None:
+        frames = list(each.stack)
+        start = next((number for number, frame in enumerate(frames)
+                      if frame.filename.endswith(os.path.basename(script))), 0)
+        end = next((number for number, frame in enumerate(frames) if frame.name == "__torch_dispatch__"), len(frames))
+        each.stack = traceback.StackSummary.from_list([frame for frame in frames[start:end]
+                                                       if not frame.filename.startswith(OURS)])
+        each = each.__cause__ or each.__context__
+    return "".join(report.format()).rstrip()
 
 
 if __name__ == "__main__":

@@ -132,24 +132,29 @@ def trace_of(recorder: Recorder, command: tuple[str, ...], platform: Platform, t
 # ---- written
 
 
+def to_save(trace: Trace) -> str:
+    """The text of a file for --save; UsageError where it would be larger than LARGEST."""
+    text = to_json(trace)
+    if len(text) > LARGEST:
+        raise UsageError(f"The trace of {len(trace.steps)} optimizer steps takes {len(text):,} bytes, and a saved "
+                         f"trace at most {LARGEST:,}.", f"--steps {max(len(trace.steps) // 2, 1)}, or let the script "
+                         "evaluate on fewer batches")
+    return text
+
+
 def to_json(trace: Trace) -> str:
-    """UsageError where the file would be larger than LARGEST."""
     kinds = {kind: number for number, kind in enumerate(dict.fromkeys(trace.tensors))}
     strings = {text: number for number, text in enumerate(dict.fromkeys(
         text for kind in kinds for text in (kind.owner, kind.op, kind.module, kind.source, kind.dtype)))}
     rows = [[kind.nbytes, *(strings[text] for text in (kind.owner, kind.op, kind.module, kind.source, kind.dtype)),
              *kind.shape] for kind in kinds]
-    text = seal_json({
+    return seal_json({
         "schema": SCHEMA, "command": list(trace.command), "params": trace.params,
         "capability": list(trace.capability), "sms": trace.sms, "torch": trace.torch, "expandable": trace.expandable,
         "compiled": trace.compiled, "planned": trace.planned, "notes": list(trace.notes),
         "phases": [list(each) for each in trace.phases],
         "steps": list(trace.steps), "strings": list(strings), "kinds": rows,
         "tensors": [kinds[kind] for kind in trace.tensors], "events": list(_distances(trace.events))}, indent=None)
-    if len(text) > LARGEST:
-        raise UsageError(f"The trace of {len(trace.steps)} optimizer steps takes {len(text):,} bytes, and a saved "
-                         f"trace at most {LARGEST:,}.", f"--steps {max(len(trace.steps) // 2, 1)}")
-    return text
 
 
 def _distances(events: Iterable[int]) -> Iterator[int]:

@@ -7,7 +7,6 @@ host, by storage. All other values are unknown.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,7 +14,9 @@ from torch import Tensor
 
 MOST_BYTES = 4 * 1024 * 1024  # of integers and flags
 MOST_FLOAT_BYTES = 64 * 1024  # of floating-point numbers: weights are not worth it
+NESTED = (tuple, list)  # a union made at each call would be slower
 UNDEFINED = ("empty", "rand", "normal", "bernoulli", "dropout", "multinomial", "uniform", "exponential")
+TRUE = ("aten::all", "aten::isfinite", "aten::_is_all_true")  # the last: torch.distributions checks its arguments
 # GradScaler's check for overflow: its flag stays 0.0, since gradients are taken to be finite.
 UNCHANGED = ("aten::_amp_foreach_non_finite_check_and_unscale_", "aten::_amp_update_scale_")
 
@@ -66,7 +67,7 @@ class Values:
         tensors = [each for each in results if isinstance(each, Tensor)]
         if not tensors or not all(map(_few, tensors)):
             return
-        found = self.evaluate(func, args, kwargs)
+        found = self.evaluate(func, args, kwargs, assume=func is not torch.ops.aten._is_all_true.default)
         if found is not None:
             assumed = self._any_assumed(args, kwargs)
             for tensor, value in zip(results, found if isinstance(found, tuple | list) else [found], strict=False):
@@ -75,7 +76,7 @@ class Values:
             return
         for tensor in tensors:
             if tensor.dtype == torch.bool:
-                self._know(tensor, torch.tensor(func._schema.name in ("aten::all", "aten::isfinite")), True)
+                self._know(tensor, torch.tensor(func._schema.name in TRUE), True)
             elif tensor.numel() == 1 and tensor.is_floating_point():
                 self._know(tensor, torch.ones(()), True)
 
@@ -88,7 +89,8 @@ class Values:
             kwargs = {name: self._on_host(value, assume) for name, value in kwargs.items()}
             if kwargs.get("device") is not None:
                 kwargs["device"] = torch.device("cpu")
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            return () if result is None else result  # of an operation that only writes
         except (_Unknown, RuntimeError, NotImplementedError):
             return None
 
@@ -128,13 +130,15 @@ class Values:
         return given
 
 
-def tensors_in(given: Any) -> Iterator[Tensor]:
+def tensors_in(given: Any) -> list[Tensor]:
     """The tensors of nested lists and tuples, in order."""
+    found = list[Tensor]()
     for each in given:
         if isinstance(each, Tensor):
-            yield each
-        elif isinstance(each, tuple | list):
-            yield from tensors_in(each)
+            found.append(each)
+        elif isinstance(each, NESTED):
+            found += tensors_in(each)
+    return found
 
 
 def _is_whole(tensor: Tensor) -> bool:

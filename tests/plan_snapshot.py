@@ -45,7 +45,7 @@ def generate() -> list[list[str]]:
                 "dropout": rng.choice([0.0, 0.0, 0.1])}
             if trainer == "fitgpt":
                 options |= {key: value for key, value in (
-                    ("saved_activations", rng.choice(["all", "no_mlp_up", "attention_projection", "attention",
+                    ("saved_activations", rng.choice(["all", "no_mlp_up", "attention_proj", "attention",
                                               "input"])),
                     ("weights", "bfloat16"), ("residual", "bfloat16"), ("optimizer", rng.choice(["adam8bit", "muon"])),
                     ("offload", rng.choice(["optimizer", "gradients"])), ("loss_chunk", rng.choice([256, 1024, 4096])),

@@ -199,7 +199,7 @@ def test_options_price_every_change_exactly(run_plan: Any) -> None:
         together = " ".join(each["change"]["flags"])
         assert together in " ".join(shown.split())
         assert (f"{each['change']['flags'][0]} …  " in shown) == (" " in together)
-    policies = ("no_mlp_up", "attention_projection", "attention", "input")
+    policies = ("no_mlp_up", "attention_proj", "attention", "input")
     speeds = [flags[f"--saved_activations={policy}"]["speed"] for policy in policies]
     assert 1 > speeds[0] > speeds[1] > speeds[2] > speeds[3] > 0.5
     assert f"{speeds[3]:.2f}  exact  ✓" in shown

@@ -114,7 +114,7 @@ def test_each_recompute_policy_saves_fewer_bytes_than_the_one_before() -> None:
 
     rows = 4 * 16 * 32
     sizes = {policy: kept_bytes(policy) // rows for policy in POLICIES}
-    assert sizes == {"all": 30, "matmuls": 18, "no_mlp_up": 10, "attention_projection": 4, "attention": 2, "input": 0}
+    assert sizes == {"all": 30, "matmuls": 18, "no_mlp_up": 10, "attention_proj": 4, "attention": 2, "input": 0}
 
 
 def test_accumulating_twice_adds_up() -> None:

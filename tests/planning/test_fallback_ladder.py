@@ -128,7 +128,7 @@ def test_a_run_that_lacks_some_mib_keeps_most_of_its_speed() -> None:
     here, card = Platform((9, 0), "2.11"), gpus.find("h200")
     config = resolve_run(RunConfig(
         n_layer=36, n_head=20, n_embd=1280, bias=True, block_size=512, batch_size=2, gradient_accumulation_steps=32,
-        saved_activations="32*input,2*attention_projection,1*matmuls,1*all", eval_batch_size=16, offload="optimizer",
+        saved_activations="32*input,2*attention_proj,1*matmuls,1*all", eval_batch_size=16, offload="optimizer",
         loss_chunk=256), here)
     limit = replay_run(config, here).needs - 64 * MiB
     found = fastest_within(config, here, card, limit)

@@ -392,6 +392,6 @@ def test_a_page_loads_nothing_and_allows_only_our_script() -> None:
 
 def test_long_flags_may_wrap_where_words_join_but_not_after_leading_dashes() -> None:
     assert breakable("--saved_activations=1*no_mlp_up,2*all x-y a_b") == (
-        "--saved_activations=<wbr>1*no_<wbr>mlp_<wbr>up,<wbr>2*all x-<wbr>y a_<wbr>b")
+        "--saved_<wbr>activations=<wbr>1*no_<wbr>mlp_<wbr>up,<wbr>2*all x-<wbr>y a_<wbr>b")
     assert breakable("<a=b>") == "&lt;a=<wbr>b&gt;"
     assert breakable("517,248 of 1,234,567") == "517,248 of 1,234,567"

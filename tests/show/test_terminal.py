@@ -7,7 +7,7 @@ import pytest
 from fitgpt.show.terminal import columns, labelled, labelled_rows, printable, table, wrap
 
 ROWS = [("", "needs", "speed", "kind"), ("--batch_size=1", "2.27 GiB", "0.75", "exact"),
-        ("--saved_activations=input", "2.72 GiB", "0.87", "exact")]
+        ("--weights=float32", "2.72 GiB", "0.87", "exact")]
 
 
 def test_wrapped_lines_are_indented_as_far_as_their_start() -> None:
@@ -41,7 +41,7 @@ def test_table_aligns_columns() -> None:
     assert table(ROWS, left=(0, 3)).splitlines() == [
         "                      needs  speed  kind",
         "--batch_size=1     2.27 GiB   0.75  exact",
-        "--saved_activations=input  2.72 GiB   0.87  exact"]
+        "--weights=float32  2.72 GiB   0.87  exact"]
 
 
 def test_a_narrow_table_drops_optional_columns_in_order() -> None:
@@ -51,7 +51,7 @@ def test_a_narrow_table_drops_optional_columns_in_order() -> None:
 
 def test_a_table_too_narrow_for_its_first_column_puts_figures_below_it() -> None:
     assert table(ROWS, left=(0, 3), width=20, optional=(2,)).splitlines() == [
-        "     needs  kind", "--batch_size=1", "  2.27 GiB  exact", "--saved_activations=input", "  2.72 GiB  exact"]
+        "     needs  kind", "--batch_size=1", "  2.27 GiB  exact", "--weights=float32", "  2.72 GiB  exact"]
 
 
 @pytest.mark.parametrize(("terminal", "expected"), [(20, 40), (80, 80), (300, 100)])

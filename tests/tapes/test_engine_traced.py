@@ -52,7 +52,7 @@ CASES: dict[str, tuple[Platform, dict[str, Any]]] = {
     "by hand, float32, dropout, inputs saved": (BY_HAND, {"dtype": "float32", "dropout": 0.1,
                                                           "saved_activations": "input"}),
     **{f"recompute {policy}": (H200, {"saved_activations": policy})
-       for policy in ("all", "no_mlp_up", "attention_projection", "attention", "input", "1*all,1*attention")},
+       for policy in ("all", "no_mlp_up", "attention_proj", "attention", "input", "1*all,1*attention")},
     "recompute all, float32": (H200, {"saved_activations": "all", "dtype": "float32"}),
     "recompute attention, dropout, padded": (H200, {"saved_activations": "attention", "dropout": 0.1, **PADDED}),
     "grad_checkpoint, dropout": (H200, {"grad_checkpoint": True, "dropout": 0.1}),

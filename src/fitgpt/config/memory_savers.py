@@ -69,7 +69,7 @@ SAVERS = (
     Saver("saved_activations", "no_mlp_up", True, "free",
           "8 bytes × tokens × C in each layer: the result of the MLP's first matmul",
           "one of a block's four matmuls again: 5 % of the speed (GPT-2 124M on an H200)", _CHECKPOINTING),
-    Saver("saved_activations", "attention_projection", True, "free",
+    Saver("saved_activations", "attention_proj", True, "free",
           "14 bytes × tokens × C in each layer: also q, k and v", "two of the four matmuls again", _CHECKPOINTING),
     Saver("saved_activations", "attention", True, "free",
           "16 bytes × tokens × C in each layer: also the attention's output projection",
@@ -150,7 +150,7 @@ SAVED_TENSORS: dict[str, frozenset[str]] = {
     "all": frozenset({"h1", "qkv", "att", "proj", "h2", "fc", "g"}),
     "matmuls": frozenset({"qkv", "att", "proj", "fc"}),    # results of matmuls and attention
     "no_mlp_up": frozenset({"qkv", "att", "proj"}),        # the same without the MLP's hidden layer, of width 4C
-    "attention_projection": frozenset({"att", "proj"}),
+    "attention_proj": frozenset({"att", "proj"}),
     "attention": frozenset({"att"}),
     "input": frozenset(),
 }

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -61,12 +61,13 @@ def trace(gpu: str = "", *, others: str = "", budget: str = "", allocator: str =
 
 def estimate(model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer | Callable[[Any], Any] | None = None, *,
              gpu: str = "", others: str = "", budget: str = "", allocator: str = "", steps: int = STEPS,
-             loss: Callable[[Any], torch.Tensor] | None = None) -> TracedPlan:
+             loss: Callable[[Any], torch.Tensor] | None = None, autocast: torch.dtype | None = None) -> TracedPlan:
     """What training a model on batches like `batch` needs. Neither the model nor the optimizer is changed.
 
     `batch`: a dict of keyword arguments, a tuple of arguments, or one argument. `optimizer`: an optimizer of the model,
     or a function that makes one of parameters; by default AdamW. `loss`: the model's output → the loss; by default its
-    attribute `loss`, or the output itself. For mixed precision call it inside torch.autocast("cuda", …).
+    attribute `loss`, or the output itself. `autocast`: torch.bfloat16 or torch.float16 for mixed precision. Without a
+    GPU, torch disables an autocast that is entered outside.
     """
     target, recorder = _target(gpu, others, budget), Recorder()
     with recording(recorder, target):
@@ -76,9 +77,10 @@ def estimate(model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer | Ca
         used = _same_optimizer(optimizer, moved, trained)
         for _ in range(steps):
             inputs = _on_gpu(batch)
-            output = (trained(**inputs) if isinstance(inputs, Mapping) else
-                      trained(*inputs) if isinstance(inputs, list | tuple) else trained(inputs))
-            value = loss(output) if loss else getattr(output, "loss", output)
+            with torch.autocast("cuda", autocast) if autocast else nullcontext():
+                output = (trained(**inputs) if isinstance(inputs, Mapping) else
+                          trained(*inputs) if isinstance(inputs, list | tuple) else trained(inputs))
+                value = loss(output) if loss else getattr(output, "loss", output)
             value.backward()
             used.step()
             used.zero_grad()

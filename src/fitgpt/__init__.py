@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from .engine.model import GPT
     from .planning.fit import fit
     from .planning.plan import plan
-    from .tracing.inline import estimate, trace
+    from .tracing.trace import estimate, trace
     from .training.supervisor import train
     from .training.trained_model import load
 
@@ -20,12 +20,12 @@ __all__ = ["GPT", "GPTConfig", "__version__", "estimate", "explain", "fit", "loa
 _MODULES = {
     "GPT": "engine.model",
     "GPTConfig": "config.architectures",
-    "estimate": "tracing.inline",
+    "estimate": "tracing.trace",
     "explain": "diagnosis",
     "fit": "planning.fit",
     "load": "training.trained_model",
     "plan": "planning.plan",
-    "trace": "tracing.inline",
+    "trace": "tracing.trace",
     "train": "training.supervisor",
 }
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 
+import fitgpt
 from fitgpt.config.run_config import RunConfig
 from fitgpt.core.errors import CannotTrace, FitError, ScriptFailed
 from fitgpt.memory.tape import Tape
@@ -558,3 +559,15 @@ def test_memory_statistics_are_those_of_the_trace() -> None:
         assert torch.cuda.memory_stats()["allocated_bytes.all.current"] == 512
         assert torch.cuda.memory_stats()["num_ooms"] == 0
         del kept
+
+
+def test_estimate_changes_neither_model_nor_optimizer_and_knows_autocast() -> None:
+    model = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256))
+    before, optimizer = copy.deepcopy(model.state_dict()), torch.optim.AdamW(model.parameters())
+    plans = [fitgpt.estimate(model, torch.ones(4096, 256), optimizer, gpu="4070", loss=torch.sum, autocast=dtype)
+             for dtype in (None, torch.bfloat16)]
+    assert not optimizer.state
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert [len(plan.steps) for plan in plans] == [4, 4]
+    casts = [share.nbytes for plan in plans for share in plan.forecast.owners_at_peak if share.owner == "casts"]
+    assert casts == [2 * 256 * 256]  # the second weight, which the backward pass needs, in bfloat16

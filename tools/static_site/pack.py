@@ -17,7 +17,7 @@ from urllib.parse import urlencode
 
 SOURCE, OUT, ANSWERS = map(Path, sys.argv[1:])  # the folder of fitgpt, a folder for packed modules, and a file
 FITGPT = SOURCE / "fitgpt"
-NEED_TORCH = ["fitgpt.tracing.inline", "fitgpt.training"]  # named in __init__.py for type checkers
+NEED_TORCH = ["fitgpt.tracing.trace", "fitgpt.training"]  # named in __init__.py for type checkers
 STDLIB = Path("/stdlib")
 PASTED = ("CUDA out of memory. Tried to allocate 3.07 GiB. GPU 0 has a total capacity of 11.65 GiB of which 1.10 GiB "
           "is free.", "n_layer = 2\n", "python train.py --n_layer=2", "| 0  NVIDIA GeForce RTX 4070  Off |", "other")

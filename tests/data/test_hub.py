@@ -17,8 +17,8 @@ from fitgpt.commands.main import main
 from fitgpt.core.errors import DataError
 from tests.data.hub_server import HubServer
 
-pytestmark = pytest.mark.skipif(find_spec("datasets") is None,
-                                reason="needs the package datasets: pip install -e '.[datasets]'")
+pytestmark = [pytest.mark.ci, pytest.mark.skipif(find_spec("datasets") is None, reason=(
+    "needs the package datasets: pip install -e '.[datasets]'"))]
 SRC = Path(__file__).parents[2] / "src"
 NAME, CONFIG, FILES, ROWS = "HuggingFaceFW/fineweb", "sample-10BT", 3, 400
 SETTINGS = ("--tokenizer=bytes", "--val_fraction=0.02", "--shard_tokens=100k")

@@ -16,7 +16,7 @@ from fitgpt.planning.budget import Budget, platform_for
 from fitgpt.planning.fit_search import Candidate, FitTarget, SaverSet, Search, parse_allow
 from fitgpt.planning.layer_costs import CostCache
 
-pytestmark = pytest.mark.xdist_group("fit permissions")  # one process makes the cases
+pytestmark = [pytest.mark.ci, pytest.mark.xdist_group("fit permissions")]  # one process makes the cases
 
 GPUS = ("4070", "3060", "h200", "2080ti")
 # Of what the given run needs, the share that the GPU offers.

@@ -1,7 +1,8 @@
-"""Which GPU, how much of it → Target: the platform a run is on, and the memory it may use there: what the GPU offers,
-less other processes and what this process uses outside PyTorch's allocator (CUDA context, kernels, NCCL).
+"""Which GPU, how much of it → Target: the platform a run is on, and the memory it may use there.
 
-A GPU is named with --gpu, or it is the one installed here; then the driver says who uses its memory now.
+That memory is what the GPU offers, less other processes and what this process uses outside PyTorch's allocator (CUDA
+context, kernels, NCCL). A GPU is named with --gpu, or it is the one installed here; then the driver says who uses its
+memory now.
 """
 
 from __future__ import annotations

@@ -71,7 +71,8 @@ def test_an_unknown_name_is_an_error_with_the_nearest_names(requested: str) -> N
     ("7900", ["RX 7900 XTX"]),
     ("h1", ["H100 SXM", "H100 PCIe"]),
     ("a1", ["A10", "A10G", "A100 40GB", "A100 SXM 80GB", "A100 PCIe 80GB"]),
-    ("laptop 30", ["RTX 3060 Laptop", "RTX 3070 Laptop"]),
+    ("laptop 30", ["RTX 3060 Laptop", "RTX 3070 Laptop", "RTX 3080 Laptop 8GB", "RTX 3080 Laptop 16GB",
+                   "RTX 3080 Ti Laptop"]),
 ])
 def test_an_ambiguous_name_is_an_error_with_the_models_it_may_mean(name: str, may_be: list[str]) -> None:
     with pytest.raises(UsageError) as raised:

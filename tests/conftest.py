@@ -120,10 +120,10 @@ def run_plan(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 # Files whose tests start processes or a browser, train, or replay recorded runs: marked slow, like those marked ci.
 SLOW = {
     "commands/test_demo", "commands/test_doctor", "commands/test_explain", "commands/test_fit",
-    "commands/test_fit_configs", "commands/test_plan", "commands/test_plan_gpus", "commands/test_plan_runs",
-    "commands/test_record", "commands/test_report", "commands/test_serve", "commands/test_watch_live",
-    "commands/test_without_posix", "config/test_memory_savers", "data/test_hub", "data/test_pipeline_resume",
-    "data/test_tokenizers_hugging_face", "diagnosis/test_diagnose", "diagnosis/test_input",
+    "commands/test_fit_configs", "commands/test_plan", "commands/test_plan_errors", "commands/test_plan_gpus",
+    "commands/test_plan_runs", "commands/test_record", "commands/test_report", "commands/test_serve",
+    "commands/test_watch_live", "commands/test_without_posix", "config/test_memory_savers", "data/test_hub",
+    "data/test_pipeline_resume", "data/test_tokenizers_hugging_face", "diagnosis/test_diagnose", "diagnosis/test_input",
     "engine/optim/test_bitsandbytes", "engine/test_device", "engine/test_huggingface", "engine/test_ops_compiled",
     "hardware/test_failed_import", "memory/test_timeline_needs", "planning/test_changes",
     "planning/test_fallback_ladder", "planning/test_fit_goals", "planning/test_fit_permissions",

@@ -360,10 +360,12 @@ def test_a_script_that_asks_for_its_peak_gets_the_peak_in_the_allocators_units()
 @pytest.mark.ci
 @pytest.mark.xdist_group("compiler")
 def test_a_compiled_model_that_returns_its_cache_is_planned_by_the_compiler() -> None:
-    """As models of transformers do by default: a key-value cache, made of an empty tensor."""
+    """As models of transformers do by default: a key-value cache, made of an empty tensor. Something else is compiled
+    first, before transformers has loaded what models return."""
     transformers = pytest.importorskip("transformers")
     recorder = Recorder()
     with recording(recorder, RTX):
+        torch.compile(nn.Linear(4, 4).to("cuda"))(torch.ones(2, 4, device="cuda"))
         model = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=1, n_embd=64, n_head=2, vocab_size=512))
         compiled = torch.compile(model.to("cuda"))
         tokens = torch.randint(0, 512, (2, 16), device="cuda")

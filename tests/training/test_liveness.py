@@ -88,7 +88,7 @@ def test_a_stopped_worker_is_ended_with_its_stacks_and_the_run_can_be_resumed(
 
     stopper = threading.Thread(target=stop_it)
     stopper.start()
-    code, report = run_worker(WorkerConfig(config.to_dict(), [], stuck_s=2.0))
+    code, report = run_worker(WorkerConfig(config.to_dict(), [], stuck_s=5.0))
     stopper.join()
     assert code == report["code"] == 75
     assert "no progress for" in report["what"]

@@ -50,6 +50,7 @@ class Compiler:
                 from torch._guards import TracingContext, tracing
                 from torch._subclasses.fake_tensor import FakeTensorMode
 
+                _register_caches()
                 try:
                     # The context tells Inductor which saved tensors the backward pass may overwrite.
                     with self._compilation(), tracing(TracingContext(FakeTensorMode())):
@@ -89,12 +90,6 @@ class Compiler:
         from torch._functorch.aot_autograd import aot_function
         from torch._inductor import lowering  # noqa: F401 - decompositions look for it there
         from torch._inductor.decomposition import select_decomp_table
-
-        if "transformers" in sys.modules:  # models return their key-value cache, also in training
-            with suppress(ImportError):
-                from transformers.integrations.executorch import register_dynamic_cache_export_support
-
-                register_dynamic_cache_export_support()
 
         def held() -> dict[str, Tensor]:
             """Parameters and buffers, which are inputs of the graphs."""
@@ -188,6 +183,16 @@ class Compiler:
             self._timed.add(kernel)
             for _ in range(TIMED_VARIANTS):
                 self.device.recorder.scratch([self.device.platform.cache], "timing of a compiled kernel")
+
+
+def _register_caches() -> None:
+    """Models of transformers return their key-value cache, also in training. Called before a compilation: what
+    transformers imports during one, it does not register as outputs of a model."""
+    if "transformers" in sys.modules:
+        with suppress(ImportError):
+            from transformers.integrations.executorch import register_dynamic_cache_export_support
+
+            register_dynamic_cache_export_support()
 
 
 class _Kernels:

@@ -37,19 +37,21 @@ def trace(options: TraceOptions) -> int:
                                                        budget=options.budget)
     traced = _trace_of(options)
     notes = sys.stderr if options.json else sys.stdout
-    if save:
-        print(f"The trace is saved in {write_over(save, to_save(traced))}.", file=notes)
     if target is None:
-        return _every_gpu(traced, options, allocator)
-    found = plan_trace(traced, target, allocator)
-    if options.json:
-        print(json.dumps(found.to_dict(), indent=1, ensure_ascii=False))
+        fits = _every_gpu(traced, options, allocator)
     else:
-        print(show.traced_text(found, columns(), colour=can_redraw() and not os.environ.get("NO_COLOR")), end="")
-    if timeline:
-        wrote = write_over(timeline, show.timeline_page(found, one_step(found.timeline)))
-        print(f"One step is drawn in {wrote}.", file=notes)
-    return 0 if found.fits else 1
+        found = plan_trace(traced, target, allocator)
+        fits = found.fits
+        if options.json:
+            print(json.dumps(found.to_dict(), indent=1, ensure_ascii=False))
+        else:
+            print(show.traced_text(found, columns(), colour=can_redraw() and not os.environ.get("NO_COLOR")), end="")
+        if timeline:
+            wrote = write_over(timeline, show.timeline_page(found, one_step(found.timeline)))
+            print(f"One step is drawn in {wrote}.", file=notes)
+    if save:  # last: a trace may be too large for a file
+        print(f"The trace is saved in {write_over(save, to_save(traced))}.", file=notes)
+    return 0 if fits else 1
 
 
 def _trace_of(options: TraceOptions) -> Trace:
@@ -64,7 +66,7 @@ def _trace_of(options: TraceOptions) -> Trace:
                         others=options.others, budget=options.budget, steps=options.steps, torch=options.torch)
 
 
-def _every_gpu(traced: Trace, options: TraceOptions, allocator: str) -> int:
+def _every_gpu(traced: Trace, options: TraceOptions, allocator: str) -> bool:
     rows = verdicts(traced, optional_bytes(options.others, "MiB") or 0, allocator)
     if options.json:
         print(json.dumps({"schema": SCHEMA, "trainer": SCRIPT, "command": list(traced.command), "cards": [
@@ -74,4 +76,4 @@ def _every_gpu(traced: Trace, options: TraceOptions, allocator: str) -> int:
     else:
         print(paragraph(show.traced_title(traced, ""), columns()), show.all_cards_table(rows, {}, 0, columns()),
               sep="\n\n", end="")
-    return 0 if any(each.fits for each in rows) else 1
+    return any(each.fits for each in rows)

@@ -11,7 +11,7 @@ from torch import Tensor
 from fitgpt.config.architectures import GPTConfig
 from fitgpt.config.run_config import RunConfig
 from fitgpt.engine.device import resolve_device
-from fitgpt.engine.optim.adamw import apply_gradients
+from fitgpt.engine.optim.grad_scaler import apply_gradients
 from fitgpt.training.build import build_training
 
 

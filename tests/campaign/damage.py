@@ -32,7 +32,8 @@ from fitgpt.data.dataset import open_dataset
 from fitgpt.data.shards import read_meta
 from fitgpt.diagnosis.memory_snapshot import explain_snapshot, read_snapshot
 from fitgpt.engine import huggingface
-from fitgpt.engine.weights import WeightSource, read_nanogpt
+from fitgpt.engine.nanogpt_checkpoint import read_nanogpt
+from fitgpt.engine.weights import WeightSource
 from fitgpt.planning import measured_speeds, plan_file
 from fitgpt.runs.folder import recorded_config
 from fitgpt.runs.metrics import read_metrics

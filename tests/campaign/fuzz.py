@@ -39,7 +39,7 @@ from fitgpt.data.sources import open_source
 from fitgpt.diagnosis.input import explain
 from fitgpt.diagnosis.memory_snapshot import explain_snapshot, read_snapshot
 from fitgpt.engine import huggingface
-from fitgpt.engine.weights import read_nanogpt
+from fitgpt.engine.nanogpt_checkpoint import read_nanogpt
 from fitgpt.hardware.allocator_env import check_allocator_env
 from fitgpt.planning import measured_speeds, plan_file
 from fitgpt.planning.request import run_config_from, training_config
@@ -230,7 +230,7 @@ PARSERS = {
     "run.json": Parser(recorded, written("out/run.json", lambda: training_config(
         walk(["--resume", "--out_dir=out"], RunConfig))), 40, ("runs/folder.py",)),
     "state.json": Parser(state, written(STATE, resume), 12, ("training/checkpoint.py", "training/build.py")),
-    "ckpt.pt": Parser(ckpt, parse_ckpt, 30, ("engine/weights.py",)),
+    "ckpt.pt": Parser(ckpt, parse_ckpt, 30, ("engine/weights.py", "engine/nanogpt_checkpoint.py")),
     "config.json": Parser(inputs.json_of(lambda: document("original_config.json")),
                           written("hf/config.json", lambda: huggingface.read_folder(Path("hf"))), 40,
                           ("runs/model_shape.py", "engine/huggingface.py")),

@@ -247,7 +247,7 @@ class Run:
         self.w.free(self.batch_name)
 
     def apply_gradients(self) -> None:
-        """As engine/optim/adamw.py's function; the scalars of clipping and of the loss scale are left out."""
+        """As in engine/optim/grad_scaler.py; the scalars of clipping and of the loss scale are left out."""
         gradients = {p.grad.storage: p.grad for p in self.model.parameters() if p.grad is not None}
         if gradients:
             with self.gpu.section():

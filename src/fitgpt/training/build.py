@@ -20,9 +20,11 @@ from ..data.shards import check_vocab, padded_vocab
 from ..engine import huggingface
 from ..engine.device import DeviceChoice, set_deterministic
 from ..engine.model import DTYPES, make_model
-from ..engine.optim.adamw import NoOptimizer, Scaler, make_optimizer
+from ..engine.nanogpt_checkpoint import read_nanogpt
+from ..engine.optim.adamw import NoOptimizer, make_optimizer
+from ..engine.optim.grad_scaler import Scaler
 from ..engine.ranks import ALONE, Ranks
-from ..engine.weights import WeightSource, fill, read_nanogpt
+from ..engine.weights import WeightSource, fill
 from ..runs.folder import RunFolder, holds_run
 from ..runs.metrics import SplitLoss
 from ..runs.model_shape import SHAPE

@@ -45,7 +45,7 @@ from ..core.files import (
     sync_folder,
     unseal_json,
 )
-from ..engine.optim.adamw import SCALER_STATE
+from ..engine.optim.grad_scaler import SCALER_STATE
 from ..engine.weights import MAX_STEP, FileSeal, nonfinite, write_safetensors
 from ..runs.folder import STATE, StepFolder, step_folder_name, step_folders
 from ..runs.metrics import SplitLoss

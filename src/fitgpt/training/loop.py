@@ -20,7 +20,8 @@ from ..engine.cuda_graphs import GraphCapturer
 from ..engine.device import read_memory, synchronize
 from ..engine.model import GPT
 from ..engine.oom import OutOfMemory, attempt, release
-from ..engine.optim.adamw import Optimizer, Scaler, apply_gradients
+from ..engine.optim.adamw import Optimizer
+from ..engine.optim.grad_scaler import Scaler, apply_gradients
 from ..engine.ranks import ALONE, Ranks
 from ..runs.metrics import MemoryReading, RunFacts, SplitLoss, StepReport
 from .checkpoint import GOOD, UNKNOWN

@@ -29,7 +29,8 @@ from ..data.dataset import Dataset
 from ..engine.batches import Prefetcher, training_batches
 from ..engine.device import DeviceChoice
 from ..engine.oom import OutOfMemory, RngState, attempt, fragmentation_hint, release
-from ..engine.optim.adamw import FIRST_SCALE, make_optimizer
+from ..engine.optim.adamw import make_optimizer
+from ..engine.optim.grad_scaler import FIRST_SCALE
 from ..planning.plan_file import FallbackPlan
 from ..runs.folder import RunFolder, holds_run
 from .build import find_source, reinitialise, set_up_gradients, start_from

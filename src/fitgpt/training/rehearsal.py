@@ -19,7 +19,8 @@ from ..config.run_config import RunConfig
 from ..engine.batches import Prefetcher
 from ..engine.device import reset_peaks
 from ..engine.oom import RngState, release
-from ..engine.optim.adamw import Optimizer, Scaler
+from ..engine.optim.adamw import Optimizer
+from ..engine.optim.grad_scaler import Scaler
 from ..runs.metrics import Evaluation
 from .device_memory import Peaks
 from .loop import Training, drop_gradients, learning_rate_at, train_step

@@ -28,8 +28,9 @@ from ..engine.batches import evaluation_splits
 from ..engine.device import DeviceChoice, compiler_message, resolve_device
 from ..engine.evaluate import evaluate
 from ..engine.model import DTYPES, GPT, build_model
+from ..engine.nanogpt_checkpoint import read_nanogpt
 from ..engine.sample import SamplingOptions, generate
-from ..engine.weights import WeightSource, checked_parameters, fill, read_nanogpt
+from ..engine.weights import WeightSource, checked_parameters, fill
 from ..runs.folder import STATE, holds_run, recorded_config
 from ..runs.metrics import Evaluation
 from . import checkpoint

@@ -7,7 +7,8 @@ import math
 import torch
 from torch import Tensor, nn
 
-from fitgpt.engine.optim.adamw import FIRST_SCALE, GROWTH_INTERVAL, AdamW, AdamWSettings, Scaler, apply_gradients
+from fitgpt.engine.optim.adamw import AdamW, AdamWSettings
+from fitgpt.engine.optim.grad_scaler import FIRST_SCALE, GROWTH_INTERVAL, Scaler, apply_gradients
 
 SETTINGS = AdamWSettings(beta1=0.9, beta2=0.95, weight_decay=0.1)
 CPU = torch.device("cpu")

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from fitgpt.config.optimizers import GROUP
 from fitgpt.core.errors import DeviceError
 from fitgpt.engine.optim import bitsandbytes as ours
-from fitgpt.engine.optim.adamw import AdamW, AdamWSettings, Optimizer, Scaler, apply_gradients
+from fitgpt.engine.optim.adamw import AdamW, AdamWSettings, Optimizer
 from fitgpt.engine.optim.bitsandbytes import BitsandbytesAdamW
+from fitgpt.engine.optim.grad_scaler import Scaler, apply_gradients
 
 # Not importorskip: importing it takes seconds, since it loads torch's compiler, and collection would wait for that.
 pytestmark = [pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed"),

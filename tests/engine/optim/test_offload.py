@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fitgpt.engine.optim.adamw import AdamW, Scaler, apply_gradients
+from fitgpt.engine.optim.adamw import AdamW
+from fitgpt.engine.optim.grad_scaler import Scaler, apply_gradients
 from fitgpt.engine.optim.muon import Muon
 from fitgpt.engine.optim.offload import OffloadedAdamW
 from tests.engine.optim.tiny_gpt import ONE, SETTINGS, batch, model

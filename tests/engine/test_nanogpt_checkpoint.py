@@ -15,7 +15,8 @@ from torch import nn
 
 from fitgpt.config.architectures import GPTConfig, parameter_shapes
 from fitgpt.core.errors import CheckpointError
-from fitgpt.engine.weights import MAX_PICKLE_BYTES, read_nanogpt
+from fitgpt.engine.nanogpt_checkpoint import read_nanogpt
+from fitgpt.engine.weights import MAX_PICKLE_BYTES
 
 ARGS = {"n_layer": 2, "n_head": 2, "n_embd": 4, "block_size": 6, "bias": True, "vocab_size": 10, "dropout": 0.1}
 

@@ -15,6 +15,7 @@ import pytest
 
 from fitgpt.config.command_options import PrepareOptions
 from fitgpt.core.errors import DataError
+from fitgpt.core.extras import install_command
 from fitgpt.data import sources
 from fitgpt.data.sources import TextSource, open_source
 from tests.data.read_documents import counts, documents, files, reject, write
@@ -186,4 +187,4 @@ def test_hub_errors_are_data_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(DataError) as raised:
         list(open_source(PrepareOptions(hub="some/dataset")).chunks(0))
-    assert ".[datasets]" in raised.value.fix
+    assert install_command("datasets") in raised.value.fix

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from fitgpt.config.architectures import GPTConfig, parameter_shapes
 from fitgpt.core.errors import DataError, SystemFault, UsageError
+from fitgpt.core.extras import install_command
 from fitgpt.engine.huggingface import find_gpt2, read_folder, write_folder
 from fitgpt.engine.model import build_model
 from fitgpt.engine.weights import fill
@@ -366,7 +367,7 @@ def test_the_current_snapshot_is_preferred_and_an_incomplete_one_skipped(bare_ma
 def test_without_weights_and_hub_library_the_error_names_the_pip_command(bare_machine: Path) -> None:
     with pytest.raises(DataError, match="gpt2-medium are not on this machine") as caught:
         find_gpt2("gpt2-medium")
-    assert "pip install -e '.[hub]'" in caught.value.fix
+    assert f"{install_command('hub')} and run this again" in caught.value.fix
     assert "hf download openai-community/gpt2-medium config.json model.safetensors" in caught.value.fix
 
 

@@ -19,6 +19,7 @@ from fitgpt.config.command_options import PlanArguments
 from fitgpt.config.fields import Assignment
 from fitgpt.config.run_config import RunConfig, check_resume, resolve_run
 from fitgpt.core.errors import DeviceError, UsageError
+from fitgpt.core.extras import install_command
 from fitgpt.core.units import GiB, MiB, parse_bytes
 from fitgpt.engine import oom
 from fitgpt.engine.device import DeviceChoice
@@ -146,7 +147,7 @@ def test_a_missing_bitsandbytes_is_reported_before_the_run(monkeypatch: pytest.M
     monkeypatch.setattr(memory_check, "find_spec", {"bitsandbytes": None}.__getitem__)
     with pytest.raises(UsageError, match="bitsandbytes, which is not installed") as caught:
         check(config)
-    assert caught.value.fix == "pip install -e '.[bitsandbytes]', or --adam8bit=own"
+    assert caught.value.fix == f"{install_command('bitsandbytes')}, or --adam8bit=own"
     check(replace(config, adam8bit="own"))
     check(replace(config, eval_only=True))  # which has no optimizer
 

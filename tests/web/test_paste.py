@@ -40,7 +40,7 @@ def test_a_config_file_becomes_settings_and_lists_what_it_does_not_use() -> None
 
 
 def test_options_that_only_fitgpt_has_choose_the_trainer() -> None:
-    assert paste("batch_size = 8\nrecompute = 'input'\n", None)["settings"]["trainer"] == "fitgpt"
+    assert paste("batch_size = 8\nsaved_activations = 'input'\n", None)["settings"]["trainer"] == "fitgpt"
     assert "trainer" not in paste("batch_size = 8\n", None)["settings"]
 
 

@@ -16,8 +16,8 @@ ROOT = Path(__file__).parents[3]  # of the repository, if this is one
 def install_command(extra: str) -> str:
     """For the Python that runs: `pip` alone where that is its own."""
     own = os.path.dirname(shutil.which("pip") or "") == os.path.dirname(sys.executable)
-    pip = ["pip"] if own else [sys.executable, "-m", "pip"]
-    return f"{shlex.join(pip)} install {packages(extra)}"
+    pip = "pip" if own else f"{shlex.quote(sys.executable)} -m pip"
+    return f"{pip} install {packages(extra)}"
 
 
 def packages(extra: str) -> str:

@@ -122,14 +122,14 @@ class Run:
     # ---- load: training/build.build_training
 
     def load(self) -> None:
-        config, model, optim = self.config, engine_module("model"), engine_module("optim.adamw")
+        config, model = self.config, engine_module("model")
         engine_module("ops").chunk_slices = few_chunks
         with self.gpu.section():
             self.model = model.make_model(config, self.gpu.device, dtype=config.dtype, compiled=bool(config.compile))
         if config.states == "early" or config.init_from == "resume":  # a checkpoint is read into existing tensors
             self.make_states()
         with self.gpu.section():
-            self.scaler = optim.Scaler(self.gpu.device, scaling=config.dtype == "float16")
+            self.scaler = engine_module("optim.grad_scaler").Scaler(self.gpu.device, scaling=config.dtype == "float16")
             if self.gradients_stay and not config.eval_only:
                 self.make_gradients()
 

@@ -142,11 +142,23 @@ def test_trainer_and_compile_mode_are_inferred(trainer: str, compiled: bool, tmp
     assert any(f"(--trainer={trainer} --compile={compiled}) explains the message" in note for note in found["notes"])
 
 
-def test_given_trainer_and_compile_mode_are_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str],
-                                                 eager_message: str) -> None:
+def test_a_given_compile_mode_that_the_message_contradicts_is_named(
+        tmp_path: Path, capsys: pytest.CaptureFixture[str], eager_message: str) -> None:
+    """A config file says compile=True, and the run was started with --compile=False."""
     (tmp_path / "oom.txt").write_text(eager_message)
-    assert main(["explain", str(tmp_path / "oom.txt"), *SHALLOW, "--compile=True", "--gpu=4070", "--json"]) == 0
+    argv = ["explain", str(tmp_path / "oom.txt"), *SHALLOW, "--compile=True", "--gpu=4070", "--json"]
+    assert main(argv) == 0
+    found = json_output(capsys)
+    assert "16 × 1,024 × 50,304 × 4 bytes" in found["what"]
+    assert ("With --compile=True, as given, no allocation has this size: eager nanoGPT (--compile=False) explains the "
+            "message.") in found["notes"]
+    (tmp_path / "oom.txt").write_text(eager_message.replace("3.07 GiB", "3.05 GiB"))
+    assert main(argv) == 0
     assert "with compiled fitgpt or compiled nanoGPT has this size" in json_output(capsys)["what"]
+
+
+def test_a_given_trainer_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str], eager_message: str) -> None:
+    (tmp_path / "oom.txt").write_text(eager_message)
     assert main(["explain", str(tmp_path / "oom.txt"), *SHALLOW, "--trainer=fitgpt", "--gpu=4070", "--json"]) == 0
     assert "with compiled fitgpt or eager fitgpt has this size" in json_output(capsys)["what"]
 

@@ -86,6 +86,9 @@ def test_the_config_of_the_notes_is_planned_as_pasted(run_plan: Any, tmp_path: P
     assert int(said[4].partition("=")[2]) * 10 < int(said[2].partition("=")[2])
     assert "This run takes" not in shorter.out
     assert "20 per parameter" in " ".join(shorter.out.split())
+    for steps, is_named in ((600_000, True), (599_999, False)):  # on a fast GPU days, if nobody chose them
+        days = run_plan("train_fineweb.py", "--gpu=h200", f"--max_iters={steps}", f"--lr_decay_iters={steps}")
+        assert ("This run takes" in days.out) == is_named
     assert run_plan("train_fineweb.py", "--gpu=4070", command="fit").code == 0
 
 

@@ -42,7 +42,7 @@ class ExplainedRun:
     trainer: str
     platform: Platform
     name: str = ""          # the arguments of `fitgpt train` that start it: a config file and flags
-    inferred: bool = False  # `compile` was not given, and the message shows another value than the default
+    inferred: bool = False  # the message shows another value of `compile` than the one given, or than the default
 
     @property
     def expandable(self) -> bool:
@@ -66,6 +66,9 @@ class ExplainedRun:
 
     def with_other_trainer(self) -> ExplainedRun:
         return replace(self, trainer="fitgpt" if self.trainer == "nanogpt" else "nanogpt")
+
+    def with_other_compile_mode(self) -> ExplainedRun:
+        return replace(self, config=replace(self.config, compile=not self.resolved.compile), inferred=True)
 
 
 @dataclass(frozen=True)
@@ -359,6 +362,9 @@ def possible_runs(message: OomMessage, run: ExplainedRun, trainer: str) -> list[
             for each in trainers for compiled in compile_modes]
 
 
+SURELY = (2, 0.0)  # less than this distance: it fails there, or has a similar amount allocated
+
+
 def describe_choice(chosen: Hypothesis, hypotheses: Sequence[Hypothesis]) -> str:
     """How trainer and compile mode were inferred; empty if both were given."""
     compiled = bool(chosen.run.resolved.compile)
@@ -366,6 +372,10 @@ def describe_choice(chosen: Hypothesis, hypotheses: Sequence[Hypothesis]) -> str
         return f"The traceback shows that it ran {'compiled' if compiled else 'eager'}: --compile={compiled}."
     if len(hypotheses) < 2 or chosen.match is None:
         return ""
+    given = hypotheses[0].run
+    if given.config.compile != "auto" and chosen.run.inferred:
+        return (f"With --compile={given.config.compile}, as given, no allocation has this size: {chosen.describe()} "
+                f"(--compile={compiled}) explains the message.")
 
     def join(names: list[str]) -> str:
         return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
@@ -442,8 +452,16 @@ def build_case(message: OomMessage, run: ExplainedRun | None = None, card: GpuMo
         return Case(message, phase, usage, run=run)
     budget = budget_at_failure(message, usage, card or (card_with(usage.total) if usage else None), others)
     limit = budget.reserve_limit if budget else None
-    hypotheses = tuple(Hypothesis(each, match_tensor(message, phase, each, limit))
-                       for each in possible_runs(message, run, trainer or run.trainer))
+
+
+    def tried(run: ExplainedRun) -> tuple[Hypothesis, ...]:
+        return tuple(Hypothesis(each, match_tensor(message, phase, each, limit))
+                     for each in possible_runs(message, run, trainer or run.trainer))
+
+    hypotheses = tried(run)
+    if run.config.compile != "auto" and all(each.match is None for each in hypotheses):
+        other_mode = tried(run.with_other_compile_mode())  # the config file says compile=True, and a flag said False
+        hypotheses += tuple(each for each in other_mode if each.distance(message) < SURELY)
     best = min(hypotheses, key=lambda each: each.distance(message))
     plan = MemoryPlan(best.run.forecast, budget) if budget else None
     return Case(message, phase, usage, best.match, best.run, plan, hypotheses)

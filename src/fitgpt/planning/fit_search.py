@@ -439,10 +439,13 @@ class Search:
 
     def _winner(self, group: list[Candidate], chosen: Candidate | None, *, lean: bool) -> Candidate | None:
         """The best of a group that gains over the choice so far. `lean`: of those over which the fastest does not gain,
-        the one that needs least memory; else the fastest."""
+        the one that needs least memory; else the fastest. CUDA graphs stay where they can: a few MiB of their pool are
+        no reason to launch kernels one by one, whose time the estimate does not count."""
         better = [one for one in self.expected_to_fit(group) if chosen is None or self.gains(one, chosen)]
-        if lean:
-            return self.leanest(one for one in better if not self.gains(better[0], one))
+        if lean and chosen is not None:
+            alike = [one for one in better if not self.gains(better[0], one)]
+            with_graphs = [one for one in alike if one.config.cuda_graphs == chosen.config.cuda_graphs]
+            return self.leanest(with_graphs or alike)
         winner = self.fastest(better)
         if winner is None and chosen is None:  # with less fragmentation than usual the smallest may fit
             least = self.leanest(group)

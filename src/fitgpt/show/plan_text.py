@@ -25,6 +25,7 @@ RESULTS = {"exact": "same result", "lossy": "changes the result", "other": "loss
 KERNELS = {"flash": "flash attention", "cudnn": "cuDNN's flash attention", "efficient": "memory-efficient attention"}
 SMALLEST_SHARE = 0.0005    # of the allocated memory: a smaller one would show as 0.0 %
 LONG_RUN_HOURS = 30 * 24
+LONG_BY_DEFAULT_HOURS = 48  # of a run whose length nobody chose
 TOKENS_PER_PARAMETER = 20  # of a compute-optimal run (Hoffmann and others, 2022)
 GPUS_NOTE = ("Usable is the memory that CUDA can allocate; TFLOP/s are dense, half precision. Where each of the two "
              "comes from: seen on such a GPU, printed by the vendor, worked out by a formula, or recalled and to be "
@@ -230,10 +231,12 @@ def suggestion_text(suggestions: Sequence[Change], trainer: str, width: int, *, 
 
 
 def long_run_text(outlook: Duration, warmup_iters: int) -> str:
-    """A sentence on a run that takes more than a month, with a length to type instead; empty for a shorter run."""
-    if outlook.hours is None or outlook.hours[0] < LONG_RUN_HOURS:
+    """A sentence on a run that takes more than a month, or days by default, with a length to type instead; empty for a
+    shorter run."""
+    by_default = outlook.steps == RunConfig.max_iters
+    if outlook.hours is None or outlook.hours[0] < (LONG_BY_DEFAULT_HOURS if by_default else LONG_RUN_HOURS):
         return ""
-    usual = " (nanoGPT's default)" if outlook.steps == RunConfig.max_iters else ""
+    usual = " (nanoGPT's default)" if by_default else ""
     steps = max(round(TOKENS_PER_PARAMETER * outlook.params / outlook.tokens_per_step), 1)
     shorter = [hours * steps / outlook.steps for hours in outlook.hours]
     warmup = shorter_warmup(steps, warmup_iters)

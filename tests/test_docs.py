@@ -238,7 +238,7 @@ def test_config_lines_shown_as_errors_are_errors(tmp_path: Path) -> None:
 
 
 NOTEBOOKS = {
-    "quickstart": ("Fits: needs", "fits: True", "nanoGPT's train.py: False", "OOM-FULL", "the run is in runs/fox",
+    "quickstart": ("Fits: needs", "fits: True", "nanoGPT's train.py: False", "OOM-LOGITS", "the run is in runs/fox",
                    "the quick brown fox", "as nanoGPT counts, loss 5."),
     "colab": ("GPU: none; planned for a T4", "fitgpt on a T4", "Fits: needs", "float16", "def ", "model.safetensors"),
 }

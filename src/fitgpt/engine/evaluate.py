@@ -109,7 +109,7 @@ def _split_loss(split: str, token_losses: TokenLosses, device: torch.device, rea
         why = computed.short if isinstance(computed, OutOfMemory) else f"rank {rank} has too little"
         raise EvaluationDoesNotFit(f"Out of memory even with a single window of {block} tokens: {why}.",
                                    "Close other programs on the GPU, or try a smaller --eval_block_size.")
-    losses = [loss for part in ranks.exchange(computed) for loss in part]
+    losses = [loss for part in ranks.all_gather_object(computed) for loss in part]
     mean = sum(losses) / windows
     deviation = sum((loss - mean) ** 2 for loss in losses)
     stderr = math.sqrt(deviation / (windows - 1) / windows) if windows > 1 else math.inf

@@ -1,7 +1,7 @@
 """Ranks: processes that train one model together (replicated, data parallel), one per GPU, in a process group.
 
-Each step's micro-batches are divided over the ranks, and their gradients are added up in place, once per step. All
-ranks hold the same weights and optimizer state and take the same decisions. Rank 0 alone writes files.
+Each step's micro-batches are divided over the ranks, and their gradients are added up (all-reduced) in place, once per
+step. All ranks hold the same weights and optimizer state and take the same decisions. Rank 0 alone writes files.
 
 Out of memory on one rank must not leave the others waiting. So the ranks exchange a status, and this rule holds:
 gradients are added up, or values exchanged, only right after a round of `worst` in which every rank was FINE, and
@@ -10,8 +10,8 @@ nothing between the two can run out of memory. A rank that failed says so in the
 Statuses and values go through CPU RAM (gloo): no rank allocates GPU memory to communicate, except what NCCL allocates
 outside PyTorch's allocator. Gradients on a GPU go through NCCL, in the tensors in which they were accumulated.
 
-Later, sharded optimizer state would replace `add_up` by reduce_scatter into a rank's slice, and all_gather the weights
-after the step.
+Later, sharded optimizer state would replace `all_reduce` by reduce_scatter into a rank's slice, and all_gather the
+weights after the step.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class Ranks:
         status, rank = failed
         if status < Status.OUT_OF_MEMORY:
             return done, half_done
-        message = self.exchange(done.message if isinstance(done, OutOfMemory) else "")[rank]
+        message = self.all_gather_object(done.message if isinstance(done, OutOfMemory) else "")[rank]
         return OutOfMemory(message, rank), status == Status.HALF_DONE
 
     def must_stop(self) -> bool:
@@ -127,7 +127,7 @@ class Ranks:
 
     # ---- values, through CPU RAM
 
-    def exchange(self, value: Any) -> list[Any]:
+    def all_gather_object(self, value: Any) -> list[Any]:
         """The value of each rank, as JSON returns it."""
         if not self.joined:
             return [value]
@@ -140,13 +140,13 @@ class Ranks:
             dist.all_gather(texts, torch.nn.functional.pad(text, (0, longest - text.numel())))
         return [json.loads(bytes(each[:int(size)].tolist())) for each, size in zip(texts, sizes, strict=True)]
 
-    def from_first(self, value: Any) -> Any:
+    def broadcast_object(self, value: Any) -> Any:
         """Rank 0's value."""
-        return self.exchange(value if self.is_first else None)[0]
+        return self.all_gather_object(value if self.is_first else None)[0]
 
     # ---- tensors, in place
 
-    def add_up(self, tensors: Iterable[Tensor]) -> None:
+    def all_reduce(self, tensors: Iterable[Tensor]) -> None:
         """Each tensor becomes the sum over all ranks. Allocates nothing in PyTorch's allocator."""
         if not self.joined:
             return
@@ -164,7 +164,7 @@ class Ranks:
                         dist.all_reduce(tensor)
 
     @torch.no_grad()
-    def copy_from_first(self, tensors: Iterable[Tensor]) -> None:
+    def broadcast(self, tensors: Iterable[Tensor]) -> None:
         """Each tensor becomes rank 0's."""
         if not self.joined:
             return
@@ -245,7 +245,7 @@ def store_of_this_start(rank: int, environment: Mapping[str, str]) -> Store:
 
 def is_restarted(ranks: Ranks, environment: Mapping[str, str] = os.environ) -> bool:
     """Whether torchrun (--max-restarts) has restarted the ranks. Only the machine on which one failed counts it."""
-    return any(ranks.exchange(environment.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"))
+    return any(ranks.all_gather_object(environment.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"))
 
 
 def device_of(config: RunConfig, local_rank: int) -> str:
@@ -287,7 +287,7 @@ def check_alike(ranks: Ranks, config: RunConfig, device: str, dtype: str, data: 
         gpu = f"{os.environ.get('NCCL_HOSTID') or node()} {torch.cuda.get_device_properties(device).uuid}"
     alike = {"version of fitgpt": __version__, "version of torch": torch.__version__, "dtype": dtype,
              "data": data[:12], "config": sha256(json.dumps(shared, sort_keys=True).encode()).hexdigest()[:12]}
-    of_ranks = ranks.exchange({"alike": alike, "config": shared, "gpu": gpu})
+    of_ranks = ranks.all_gather_object({"alike": alike, "config": shared, "gpu": gpu})
     for rank, other in enumerate(of_ranks):
         for what, first in of_ranks[0]["alike"].items():
             if other["alike"][what] != first:

@@ -147,11 +147,11 @@ def start_from(training: Training, source: WeightSource | None, *, everything: b
     ranks, optimizer = training.ranks, training.optimizer
     if source is not None:
         restore(training, source, everything=everything)
-    ranks.copy_from_first(training.model.parameters())
+    ranks.broadcast(training.model.parameters())
     if everything and ranks.world > 1:
         tensors = optimizer.tensors()
-        ranks.copy_from_first(tensors.values())
-        state = ranks.from_first(source.state if source else None)
+        ranks.broadcast(tensors.values())
+        state = ranks.broadcast_object(source.state if source else None)
         if not ranks.is_first:
             optimizer.load_tensors(tensors)
             restore_state(training, state)

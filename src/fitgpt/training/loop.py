@@ -176,7 +176,7 @@ def train_step(training: Training, config: RunConfig, feed: Prefetcher, learning
     if not ranks.agree(stop=stopped):
         drop_gradients(training)
         return None
-    ranks.add_up(training.gradients())
+    ranks.all_reduce(training.gradients())
 
     def step_begins() -> None:
         training.half_done = True
@@ -229,7 +229,7 @@ def make_report(training: Training, config: RunConfig, facts: RunFacts, meter: M
                 result: tuple[Tensor, Tensor], learning_rate: float) -> StepReport:
     """Reads the step's loss and norm from the device: the only place where the CPU waits for it."""
     loss, norm = (value.item() for value in result)
-    of_ranks = training.ranks.exchange((loss, astuple(memory := read_memory(facts.device))))
+    of_ranks = training.ranks.all_gather_object((loss, astuple(memory := read_memory(facts.device))))
     loss = sum(part for part, _ in of_ranks)
     seconds, tokens_per_s = meter.lap()
     flops = flops_per_token(training.model.config, config.block_size)
@@ -260,7 +260,7 @@ class CheckpointSaver:
         if not self._enabled or self._training.saved_at == self._training.step:
             return
         self._save(is_best, may_fail)
-        self._training.saved_at = self._training.ranks.from_first(self._training.saved_at)
+        self._training.saved_at = self._training.ranks.broadcast_object(self._training.saved_at)
 
     def _save(self, is_best: bool, may_fail: bool) -> None:
         try:

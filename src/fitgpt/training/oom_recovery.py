@@ -131,7 +131,7 @@ class Guard:
     def fit_free_memory(self) -> None:
         """Before the first step: takes a smaller plan if less memory is free than was planned with."""
         room = self._least(self._memory.expected_room())
-        if room is not None and room < (self._training.ranks.from_first(self._memory.needs) or 0):
+        if room is not None and room < (self._training.ranks.broadcast_object(self._memory.needs) or 0):
             smaller = self._smaller_plan(room)
             if smaller is not None:
                 self._free_all()
@@ -164,12 +164,12 @@ class Guard:
 
     def _least(self, room: int | None) -> int | None:
         """The room of the rank that has least; None: not known."""
-        return min((each for each in self._training.ranks.exchange(room) if each is not None), default=None)
+        return min((each for each in self._training.ranks.all_gather_object(room) if each is not None), default=None)
 
     def _from_first(self, choose: Callable[[], FallbackPlan | None]) -> FallbackPlan | None:
         """What rank 0 chooses, for all ranks: which plans there are depends on the CPU RAM that is free."""
         ranks = self._training.ranks
-        chosen = ranks.from_first(choose() if ranks.is_first else None)
+        chosen = ranks.broadcast_object(choose() if ranks.is_first else None)
         return FallbackPlan(*chosen) if chosen else None
 
     def _change_plan(self, plan: FallbackPlan, kind: str, why: str) -> None:
@@ -229,7 +229,7 @@ class Guard:
     def _roll_back(self) -> None:
         """Restores the last checkpoint, or the start of the run."""
         training = self._training
-        saved = training.ranks.from_first(holds_run(self._folder.path))
+        saved = training.ranks.broadcast_object(holds_run(self._folder.path))
         has_state = saved or self._requested.init_from == "resume"
         source = None
         if training.ranks.is_first:

@@ -68,7 +68,7 @@ def run(config_dict: Mapping[str, Any], notes: Sequence[str], stop_requested: Ca
     choice = resolve_device(device, config.dtype, config.compile)
     check_alike(ranks, config, choice.device, choice.dtype, dataset.summary.fingerprint)
     connect_gpus(ranks, config, choice.device)
-    if is_restarted(ranks) and ranks.from_first(can_resume(config.out_dir)):
+    if is_restarted(ranks) and ranks.broadcast_object(can_resume(config.out_dir)):
         config = replace(config, init_from="resume")
     resuming = config.init_from == "resume"
     with (open_run(config.out_dir, config.to_dict(), resume=resuming) if ranks.is_first
@@ -79,7 +79,7 @@ def run(config_dict: Mapping[str, Any], notes: Sequence[str], stop_requested: Ca
             source = find_source(config, folder)
             config, shape_notes = take_shape(config, source, dataset)
             need_disk(config.out_dir, checkpoint_bytes(config) * 2)
-        config = replace(RunConfig.from_dict(ranks.from_first(config.to_dict())), dtype=choice.dtype)
+        config = replace(RunConfig.from_dict(ranks.broadcast_object(config.to_dict())), dtype=choice.dtype)
         check_data(config, dataset, source, partial(_verifying, stop_requested, heartbeat or Heartbeat()))
         device_memory = plan_on_device(config, choice, others, fallbacks)
         if not (resuming and config.eval_only):  # else a later resume would only evaluate
@@ -237,7 +237,7 @@ def rehearse_only(config_dict: Mapping[str, Any], notes: Sequence[str], others: 
 def gather_facts(config: RunConfig, choice: DeviceChoice, dataset: Dataset, start_step: int, ranks: Ranks,
                  notes: Sequence[str]) -> RunFacts:
     flops, source = peak_flops(choice.card, choice.dtype)
-    of_ranks = ranks.exchange({"host": platform.node(), "pid": os.getpid(), "device": choice.device,
+    of_ranks = ranks.all_gather_object({"host": platform.node(), "pid": os.getpid(), "device": choice.device,
                                "device_name": choice.name})
     return RunFacts(
         config=config.to_dict(), params=config.gpt_config().count_params(), device=choice.device,

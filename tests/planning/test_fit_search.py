@@ -52,6 +52,16 @@ def fits(config: RunConfig, platform: Platform, budget: Budget) -> bool:
     return run_fits(resolve_run(config, platform), platform, budget.reserve_limit)
 
 
+def test_a_run_that_fits_keeps_cuda_graphs_for_a_few_mib_of_their_pool() -> None:
+    notes = RunConfig(n_layer=12, n_head=12, n_embd=576, batch_size=16, block_size=1024, vocab_size=50304,
+                      gradient_accumulation_steps=8, eval_batch_size=4, eval_block_size=512, eval_iters=50,
+                      grad_checkpoint=True, dtype="float16", compile=True)
+    chosen = fitted(11_000, notes, "lossy").chosen
+    assert chosen is not None
+    assert not chosen.config.grad_checkpoint  # it is another than the given run
+    assert resolve_run(chosen.config, SETTING).uses_cuda_graphs
+
+
 @pytest.mark.parametrize("limit", [70, 81])
 def test_the_chosen_settings_fit_train_the_same_and_use_the_memory(limit: int) -> None:
     """If any single layer kept more, the run would not fit, or be faster by less than the roofline can tell."""

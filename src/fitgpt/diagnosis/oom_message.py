@@ -267,7 +267,7 @@ def parse_oom_message(text: str) -> OomMessage | None:
     frames = parse_frames(text[:start])
     if not frames and (below := _TRACEBACK_BELOW.match(text, after)):  # as `logging.exception` prints it
         frames = parse_frames(below[1])
-    if kind == "killed":  # its line says who was killed, and by whom
+    if kind == "killed":  # its line names the process and what ended it
         start = max(text.rfind("\n", 0, start) + 1, start - _MAX_LINE)
         after += len(text[after:after + _MAX_LINE].partition("\n")[0])
     compiled = next((found for frame in reversed(frames) if (found := _COMPILED_ALLOCATION.search(frame.code))), None)

@@ -119,14 +119,8 @@ class Compiler:
                 code = functools.partial(_run_graph, graph)
 
         def run(args: list[Any]) -> Any:
-            depth, _inside.depth = getattr(_inside, "depth", 0), 0
-            try:
-                if TracedGpu.active is not None and not _is_on(self.device):
-                    with self.device:
-                        return code(args)
+            with self.device.program():
                 return code(args)
-            finally:
-                _inside.depth = depth
 
         run._boxed_call = True  # type: ignore[attr-defined]
         return run
@@ -220,12 +214,6 @@ def _run_graph(graph: Any, args: list[Any]) -> Any:
     given = list(args)
     args.clear()
     return torch.fx.Interpreter(graph).run(*given)
-
-
-def _is_on(mode: TracedGpu) -> bool:
-    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-
-    return mode in _get_current_dispatch_mode_stack()
 
 
 def _key(given: Any) -> Any:

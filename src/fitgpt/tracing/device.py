@@ -18,11 +18,13 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from ..memory.platform import Platform
 from .autocast import Autocast
@@ -33,8 +35,7 @@ from .values import Values, is_stand_in, tensors_in
 
 UNKNOWN_CONVOLUTIONS = ("cuDNN chooses the kernels of convolutions on the GPU: their workspaces, up to a few percent "
                         "of the memory, are estimated.")
-UNRECORDED_BITSANDBYTES = ("The shapes of bitsandbytes' results are known, what its kernels need besides is not; no "
-                           "run of it was recorded.")
+UNMEASURED_BITSANDBYTES = "bitsandbytes: its Python code was traced; no run of it was measured."
 CARD, META, HOST = torch.device("cuda", 0), torch.device("meta"), torch.device("cpu")
 LARGE_HOST = 256 * 1024   # bytes: an uninitialised tensor of the host from here on has no storage either
 ops = torch.ops.aten
@@ -97,6 +98,7 @@ class TracedGpu(TorchDispatchMode):
         self.use(recorder)
         self._shapes: dict[Any, Any] = {}
         self._sole: tuple[int, int] | None = None
+        self._keys_off = torch._C._dispatch_tls_local_exclude_set()  # of the program, without autocast
         self._origins: dict[int, str] = {}  # by sequence number of an autograd node: the module that called it
 
     def use(self, recorder: Recorder) -> None:
@@ -156,6 +158,17 @@ class TracedGpu(TorchDispatchMode):
             block.owner = "casts"
 
     # ---- operations
+
+    @contextmanager
+    def program(self) -> Iterator[None]:
+        """Inside, code that an operation calls runs as the program's own: what it allocates is recorded."""
+        depth, _inside.depth = getattr(_inside, "depth", 0), 0
+        try:
+            is_on = self in _get_current_dispatch_mode_stack()
+            with nullcontext() if is_on or TracedGpu.active is None else self:
+                yield
+        finally:
+            _inside.depth = depth
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         _inside.depth = getattr(_inside, "depth", 0) + 1
@@ -239,8 +252,9 @@ class TracedGpu(TorchDispatchMode):
         return result
 
     def _on_card(self, func: Any, args: Any, kwargs: Any, given: list[Tensor], here: list[Tensor]) -> Any:
-        if func.namespace == "bitsandbytes":
-            self.recorder.notes[UNRECORDED_BITSANDBYTES] = None
+        if func.namespace == "bitsandbytes":  # its kernels for CUDA are Python code: see bitsandbytes.py
+            self.recorder.notes[UNMEASURED_BITSANDBYTES] = None
+            return self._run_kernel(func, args, kwargs)
         if func is ops._local_scalar_dense.default:
             known = self.values.of(args[0])
             return known.item() if known is not None else _any_value(args[0].dtype)
@@ -298,6 +312,18 @@ class TracedGpu(TorchDispatchMode):
             if func is ops.convolution.default:
                 self.recorder.notes[UNKNOWN_CONVOLUTIONS] = None
         call.finish()
+
+    def _run_kernel(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A kernel for CUDA that is Python code: what it calls is recorded. As on a GPU, autocast casts for what it
+        calls, and autograd does not see that. Below a dispatch mode both are off, and so are kernels on their keys.
+        """
+        keys = torch._C.DispatchKey
+        with self.program():
+            on, off = torch._C._dispatch_tls_local_include_set(), self._keys_off
+            if on.has(keys.AutocastCUDA):
+                off = off.remove(keys.AutocastCUDA)
+            with torch._C._ForceDispatchKeyGuard(on, off), torch.no_grad():
+                return func.redispatch(torch._C.DispatchKeySet(keys.CUDA), *args, **kwargs)
 
     # ---- particular operations
 

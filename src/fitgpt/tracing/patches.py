@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ..hardware.gpus import GpuModel
 from ..memory.platform import Platform
+from . import bitsandbytes
 from .device import CARD, HOST, META, TracedGpu, _inside, device_of, first_gpu, made_up
 from .errors import PROCESSES, Untraceable
 from .monkeypatch import Patches
@@ -77,6 +78,7 @@ def install(patches: Patches, device: TracedGpu, platform: Platform, card: GpuMo
     _threads_and_processes(patches, device)
     _profiler(patches)
     _cuda(patches, device, platform, card, memory)
+    bitsandbytes.install(patches, device)
 
 
 def is_cuda(device: Any) -> bool:

@@ -99,7 +99,8 @@ def test_owners_modules_phases_and_lines_of_tensors() -> None:
     assert by_owner["logits"][0].module == "1"
     assert by_owner["logits"][0].shape == (128, 5000)
     assert by_owner["logits"][0].source.startswith(__file__)
-    assert {tensor.module for tensor in by_owner["gradients"]} >= {"0"}  # a backward pass knows the module, too
+    for owner in ("weights", "gradients", "optimizer"):
+        assert {tensor.module for tensor in by_owner[owner]} == {"0.weight", "1.weight", "1.bias"}
     assert [name for name, _ in recorder.phases] == ["load", *2 * ["forward", "backward", "optimizer"]]
     assert len(recorder.steps) == 2
     assert recorder.params == 645_000

@@ -16,7 +16,7 @@ from fitgpt.memory.platform import Platform
 from fitgpt.memory.tape import Event
 from fitgpt.planning.budget import target_for
 from fitgpt.tracing import trace_file
-from fitgpt.tracing.plan import plan_trace, possible_changes
+from fitgpt.tracing.plan import PLANNED, plan_trace, possible_changes
 from fitgpt.tracing.trace_file import EMPTIED, WORKSPACE, Kind, Trace, from_json, read, to_json, to_save
 
 WEIGHT = Kind(400 * MiB, "weights", "aten.empty", "model", "train.py:3", "float32", (100, 1024, 1024))
@@ -99,6 +99,26 @@ def test_changes_are_arithmetic_on_the_trace() -> None:
     assert peaks == {"half the batch size": 32 + 400 + 800 + 600,
                      "gradient checkpointing": 32 + 400 + 800 + 900,
                      "an 8-bit optimizer": 32 + 400 + 203 + 1200}
+
+
+def fragmented() -> Trace:
+    """The second tensor takes 60 of the 100 MiB that the first one leaves; the third one has no use for the rest."""
+    tensors = tuple(SAVED_TENSORS[0]._replace(nbytes=size * MiB) for size in (100, 60, 150))
+    return replace(small_trace(), tensors=tensors, events=(0, 1, 0, 0), phases=(("forward", 0),), steps=(4,))
+
+
+def test_expandable_segments_are_a_change_where_the_memory_is_fragmented() -> None:
+    found = {each.change: each.needs // MiB for each in plan_trace(fragmented(), target_for("4070", "auto")).changes}
+    assert found["PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"] == 210
+    expandable = plan_trace(fragmented(), target_for("4070", "auto"), "expandable")
+    assert not any("expandable" in each.change for each in expandable.changes)
+
+
+def test_changes_of_a_compiled_script_are_stated_for_the_upper_end_of_the_range() -> None:
+    eager, compiled = (plan_trace(replace(small_trace(), compiled=compiled, planned=compiled),
+                                  target_for("h200", "auto")) for compiled in (False, True))
+    needs = [{each.change: each.needs for each in plan.changes} for plan in (eager, compiled)]
+    assert needs[1] == {change: int(PLANNED[1] * nbytes) for change, nbytes in needs[0].items()}
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from ..config.fields import shown
 from ..config.run_config import RunConfig, diff
 from ..core.errors import UsageError
 from ..core.units import MiB, show_bytes, show_count
+from ..hardware.allocator_env import USE_EXPANDABLE_SEGMENTS
 from ..hardware.gpus import GpuModel
 from ..memory.timeline import replay
 from ..planning.changes import RANKS, Change, ChangedRun, by_family, single_changes, smallest
@@ -265,7 +266,6 @@ def _forecast_note(case: Case, run: ExplainedRun, plan: MemoryPlan) -> str:
 
 MAX_REMEDIES = 4
 MIN_SAVING = 0.05  # of the peak; less is not worth listing
-EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 # Tried if no single change is enough: several together, with fitgpt, the exact ones first.
 COMBINATIONS: tuple[dict[str, Any], ...] = (
     {"batch_size": 1, "saved_activations": "input"},
@@ -321,7 +321,7 @@ def remedies_for(run: ExplainedRun, plan: MemoryPlan) -> tuple[Remedy, ...]:
     if run.trainer == "nanogpt":
         after = replay(run.tape, plan.budget.reserve_limit, expandable=True)
         if after.failed is None:
-            remedies.insert(0, Remedy(EXPANDABLE, f"reserves {show_bytes(after.reserved)} instead of "
+            remedies.insert(0, Remedy(USE_EXPANDABLE_SEGMENTS, f"reserves {show_bytes(after.reserved)} instead of "
                                       f"{show_bytes(run.timeline.reserved)} for the same tensors", True,
                                       "nothing; not on Windows"))
     return tuple(remedies)

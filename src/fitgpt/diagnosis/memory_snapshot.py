@@ -17,9 +17,10 @@ from typing import Any, BinaryIO
 from ..core import safe_pickle
 from ..core.errors import UsageError
 from ..core.units import MiB, show_bytes
+from ..hardware.allocator_env import USE_EXPANDABLE_SEGMENTS
 from ..memory.allocator import LARGE_BUFFER, SMALL_SIZE
 from ..memory.tape import round_size
-from .diagnose import EXPANDABLE, Diagnosis, MemoryShare, Remedy
+from .diagnose import Diagnosis, MemoryShare, Remedy
 from .rules import FRAGMENTED_SHARE
 
 MAX_FILE = 256 * MiB      # parsing takes about 5 s per 10 MiB
@@ -381,8 +382,8 @@ def _blocks(count: int) -> str:
 def _remedies(holders: Sequence[tuple[str, list[int]]], peak: MemoryState) -> tuple[Remedy, ...]:
     remedies, unallocated = [], peak.reserved - peak.allocated
     if unallocated > max(FRAGMENTED_SHARE * peak.reserved, LARGE_BUFFER) and not peak.expandable:
-        remedies.append(Remedy(EXPANDABLE, f"{show_bytes(unallocated)} of {show_bytes(peak.reserved)} are reserved but "
-                               "unallocated at the peak; segments that grow as needed usually avoid that",
+        remedies.append(Remedy(USE_EXPANDABLE_SEGMENTS, f"{show_bytes(unallocated)} of {show_bytes(peak.reserved)} are "
+                               "reserved but unallocated at the peak; segments that grow as needed usually avoid that",
                                costs="nothing; not on Windows"))
     first = next((each for each in holders if each[0] not in (NO_STACK, NOT_RECORDED)), None)
     if first is not None:

@@ -36,7 +36,9 @@ def explain_traced_message(message: OomMessage, trace: Trace, card: GpuModel | N
     if budget is None or not what:
         return replace(found, what=" ".join(filter(None, (what or NOT_FOUND, found.what))))
     plan = plan_trace(trace, budgets.Target(platform, budget, card))
-    return replace(found, what=what, needed=(), remedies=(*remedies_of(plan), *found.remedies))
+    changes = remedies_of(plan)
+    others_found = (each for each in found.remedies if each.todo not in [change.todo for change in changes])
+    return replace(found, what=what, needed=(), remedies=(*changes, *others_found))
 
 
 NOT_FOUND = "No allocation of the trace has this size: the message comes from another run, or from a later step."

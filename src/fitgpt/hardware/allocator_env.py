@@ -13,6 +13,7 @@ from .host import or_none
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch 2.9 reads only the second
 ALLOCATOR_DEFAULT = "expandable_segments:True"  # one growing segment per pool: far less fragmentation
+USE_EXPANDABLE_SEGMENTS = f"{ALLOCATOR_VARIABLES[1]}={ALLOCATOR_DEFAULT}"  # as typed before a command
 _BOOLEAN = ("expandable_segments", "pinned_use_background_threads", "pinned_use_cuda_host_register",
             "pinned_use_hip_host_register", "release_lock_on_cudamalloc", "release_lock_on_hipmalloc",
             "graph_capture_record_stream_reuse", "throw_on_cudamalloc_oom")

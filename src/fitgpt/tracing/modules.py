@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from .device import TracedGpu
 from .monkeypatch import Patches
@@ -28,6 +29,7 @@ class ModuleCalls:
     def __init__(self, device: TracedGpu, stop_after: int | None) -> None:
         self.device, self.recorder, self.stop_after = device, device.recorder, stop_after
         self._names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+        self._parameters = WeakTensorKeyDictionary()  # names of parameters
         self._stepped: set[int] = set()  # optimizers that have stepped since the last forward pass
         self._last = 0                   # the number of events after the last of these steps
         self._has_optimizer, self._passes = False, 0  # and the number of backward passes that count as steps
@@ -69,9 +71,10 @@ class ModuleCalls:
                     self.recorder.has_embedding(each.num_embeddings)
                 if isinstance(each, nn.RNNBase):
                     self.recorder.notes[UNKNOWN_RNNS] = None
-            parameters = list(module.parameters())
-            self.recorder.params = max(self.recorder.params, sum(each.numel() for each in parameters))
-            self._own([*parameters, *module.buffers()], "weights")
+            self._parameters.update({each: name for name, each in module.named_parameters()})
+            self.recorder.params = max(self.recorder.params, sum(each.numel() for each in module.parameters()))
+            for name, each in (*module.named_parameters(), *module.named_buffers()):
+                self._own(each, "weights", name)
 
     def _step_without_optimizer(self) -> None:
         passes = sum(phase == BACKWARD for phase, _ in self.recorder.phases)
@@ -80,24 +83,29 @@ class ModuleCalls:
             self._stepped.add(0)
             self.recorder.notes[NO_OPTIMIZER] = None
 
-    def _own(self, tensors: list[Tensor], owner: str) -> None:
-        for each in tensors:
-            block = self.device.block_of(each)
-            if block is not None and block.owner not in SETTLED:
-                block.owner = owner
+    def _own(self, tensor: Tensor, owner: str, name: str) -> None:
+        """`name`: of the parameter that it is, or belongs to."""
+        block = self.device.block_of(tensor)
+        if block is not None and block.owner not in SETTLED:
+            block.owner, block.module = owner, name or block.module
 
     def before_step(self, optimizer: Any, *_: Any) -> None:
         self.device.in_optimizer = True
         params = [each for group in optimizer.param_groups for each in group["params"]]
-        self._own(params, "weights")
-        self._own([each.grad for each in params if each.grad is not None], "gradients")
+        for each in params:
+            name = self._parameters.get(each, "")
+            self._own(each, "weights", name)
+            if each.grad is not None:
+                self._own(each.grad, "gradients", name)
         self._trained |= {id(each): each.numel() for each in params}
         self.recorder.params = max(self.recorder.params, sum(self._trained.values()))
 
     def after_step(self, optimizer: Any, *_: Any) -> None:
         self.device.in_optimizer = False
-        self._own([each for state in optimizer.state.values() if isinstance(state, dict) for each in state.values()
-                   if isinstance(each, Tensor)], "optimizer")  # of some, made before the first step
+        for parameter, state in optimizer.state.items():
+            for each in state.values() if isinstance(state, dict) else ():
+                if isinstance(each, Tensor):
+                    self._own(each, "optimizer", self._parameters.get(parameter, ""))
         if id(optimizer) in self._stepped:
             self._finish_step()
         self._stepped.add(id(optimizer))

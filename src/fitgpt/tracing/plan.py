@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from ..core.units import MiB, show_bytes
+from ..hardware.allocator_env import USE_EXPANDABLE_SEGMENTS
 from ..memory.platform import EXPANDABLE, NATIVE, Platform
 from ..memory.tape import Span, Tape
 from ..memory.timeline import Timeline, replay
@@ -120,12 +121,15 @@ class TracedPlan(PrintedPlan):
     def changes(self) -> tuple[TracedChange, ...]:
         """Those that save memory, the largest saving first."""
         expandable = self.target.platform.uses_expandable_segments(SCRIPT)
-        found = []
-        for change, what, size in possible_changes(self.trace):
-            needed = replay(self.trace.resized(size), expandable=expandable).needs
-            if needed < self.forecast.needs:
-                found.append(TracedChange(change, what, needed, self.budget.reserve_limit - needed))
-        return tuple(sorted(found, key=lambda each: each.needs))
+        tried = [(change, what, replay(self.trace.resized(size), expandable=expandable))
+                 for change, what, size in possible_changes(self.trace)]
+        if not expandable:
+            tried.append((USE_EXPANDABLE_SEGMENTS, "memory lost to fragmentation; not on Windows",
+                          replay(self.trace.tape, expandable=True)))
+        found = [(change, what, needed_for(self.trace, timeline)) for change, what, timeline in tried]
+        return tuple(sorted((TracedChange(change, what, needed, self.budget.reserve_limit - needed)
+                             for change, what, needed in found if needed < self.forecast.needs),
+                            key=lambda each: each.needs))
 
     @cached_property
     def track_record(self) -> TrackRecord:
@@ -172,8 +176,8 @@ def plan_trace(trace: Trace, target: Target, allocator: str = "") -> TracedPlan:
     timeline, needed, reserved_range, phases, highest = replayed(
         with_phases(traced.tape, traced.phases, traced.steps), limit, expandable=expandable)
     if trace.compiled:
-        low, high = (int(share * timeline.reserved) for share in (PLANNED if trace.planned else UNPLANNED))
-        needed, reserved_range = high, (low, high)
+        needed = needed_for(trace, timeline)
+        reserved_range = int(range_of(trace)[0] * timeline.reserved), needed
     forecast = Forecast(
         trainer=SCRIPT, params=trace.params, phases=phases, peak_phase=highest.phase,
         owners_at_peak=owners_of(traced, timeline, highest.event), needs=needed, reserved_range=reserved_range,
@@ -184,6 +188,16 @@ def plan_trace(trace: Trace, target: Target, allocator: str = "") -> TracedPlan:
     of_compiler = [PLANNED_NOTE if trace.planned else UNPLANNED_NOTE] if trace.compiled else []
     notes = (*target.notes, *of_compiler, *notes_on(trace, platform))
     return TracedPlan(forecast, target.budget, traced, target, timeline, notes)
+
+
+def range_of(trace: Trace) -> tuple[float, float]:
+    """What a compiled script may reserve, as a share of its trace."""
+    return PLANNED if trace.planned else UNPLANNED
+
+
+def needed_for(trace: Trace, timeline: Timeline) -> int:
+    """What a trace needs that was replayed without a limit: of a compiled script the upper end of its range."""
+    return int(range_of(trace)[1] * timeline.reserved) if trace.compiled else timeline.needs
 
 
 def notes_on(trace: Trace, platform: Platform) -> list[str]:

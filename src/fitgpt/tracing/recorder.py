@@ -30,7 +30,7 @@ class TracedTensor:
     op: str               # "aten.addmm.default"
     phase: str
     owner: str
-    module: str = ""      # "transformer.h.0.attn.c_attn"
+    module: str = ""      # "transformer.h.0.attn.c_attn", or the parameter that it is, or belongs to
     source: str = ""      # "train.py:42"
     shape: tuple[int, ...] = ()
     dtype: str = ""

@@ -34,7 +34,7 @@ class Kind(NamedTuple):
     nbytes: int
     owner: str        # of memory.tape.OWNERS
     op: str           # "aten.addmm.default"
-    module: str       # "model.layers.3.mlp"; "" outside a module
+    module: str       # "model.layers.3.mlp", or a parameter; "" outside a module
     source: str       # "train.py:42"
     dtype: str = ""
     shape: tuple[int, ...] = ()

@@ -59,7 +59,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--precision", default="bf16-autocast", choices=["fp32", *WEIGHTS, *AUTOCAST])
-    parser.add_argument("--optimizer", default="adamw", help="adamw, adamw-fused, adamw-loop, adam, sgd, adafactor ...")
+    parser.add_argument("--optimizer", default="adamw", help="adamw, adamw-fused, adamw-loop, adam, sgd, bnb.AdamW8bit …")
     parser.add_argument("--attention", default="sdpa", choices=["sdpa", "eager"])
     parser.add_argument("--checkpoint", default="", choices=["", "reentrant", "non-reentrant"])
     parser.add_argument("--clip", type=float, default=0.0)
@@ -117,6 +117,10 @@ def build_optimizer(model: torch.nn.Module, name: str) -> torch.optim.Optimizer:
         return Adafactor(model.parameters(), lr=1e-3, relative_step=False, scale_parameter=False)
     if name == "rmsprop":
         return torch.optim.RMSprop(model.parameters(), lr=1e-4)
+    if name.startswith("bnb."):
+        import bitsandbytes
+
+        return getattr(bitsandbytes.optim, name[4:])(groups, lr=1e-4)  # type: ignore[no-any-return]
     raise SystemExit(f"unknown optimizer {name}")
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fitgpt.planning.budget import target_for
-from fitgpt.tracing.bitsandbytes import PAGED
+from fitgpt.tracing.bitsandbytes import OUTLIERS, PAGED
 from fitgpt.tracing.recorder import Recorder
 from fitgpt.tracing.script import trace_script
 from fitgpt.tracing.trace import recording
@@ -112,6 +112,7 @@ def test_an_8_bit_layer_quantizes_its_input_and_multiplies_into_32_bits() -> Non
     assert ((512, NARROW), "int8") in made
     assert ((512, WIDE), "int32") in made
     assert ((WIDE, NARROW), "float16") in made  # unpacked for the gradient of the input
+    assert OUTLIERS in recorder.notes
 
 
 def test_after_a_trace_the_library_is_as_before() -> None:

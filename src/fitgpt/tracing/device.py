@@ -35,7 +35,6 @@ from .values import Values, is_stand_in, tensors_in
 
 UNKNOWN_CONVOLUTIONS = ("cuDNN chooses the kernels of convolutions on the GPU: their workspaces, up to a few percent "
                         "of the memory, are estimated.")
-UNMEASURED_BITSANDBYTES = "bitsandbytes: its Python code was traced; no run of it was measured."
 CARD, META, HOST = torch.device("cuda", 0), torch.device("meta"), torch.device("cpu")
 LARGE_HOST = 256 * 1024   # bytes: an uninitialised tensor of the host from here on has no storage either
 ops = torch.ops.aten
@@ -253,7 +252,6 @@ class TracedGpu(TorchDispatchMode):
 
     def _on_card(self, func: Any, args: Any, kwargs: Any, given: list[Tensor], here: list[Tensor]) -> Any:
         if func.namespace == "bitsandbytes":  # its kernels for CUDA are Python code: see bitsandbytes.py
-            self.recorder.notes[UNMEASURED_BITSANDBYTES] = None
             return self._run_kernel(func, args, kwargs)
         if func is ops._local_scalar_dense.default:
             known = self.values.of(args[0])

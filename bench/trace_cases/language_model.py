@@ -59,7 +59,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--precision", default="bf16-autocast", choices=["fp32", *WEIGHTS, *AUTOCAST])
-    parser.add_argument("--optimizer", default="adamw", help="adamw, adamw-fused, adamw-loop, adam, sgd, bnb.AdamW8bit …")
+    parser.add_argument("--optimizer", default="adamw", help="adamw, adamw-fused, adam, sgd, bnb.AdamW8bit …")
     parser.add_argument("--attention", default="sdpa", choices=["sdpa", "eager"])
     parser.add_argument("--checkpoint", default="", choices=["", "reentrant", "non-reentrant"])
     parser.add_argument("--clip", type=float, default=0.0)

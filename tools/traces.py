@@ -30,6 +30,7 @@ from memory_page import markdown  # noqa: E402
 RECORDED = ROOT / "tests" / "recorded" / "traces"
 HELD_OUT = RECORDED / "held_out"
 LANGUAGE, CONVOLUTION, COMPILED_GROUP = "language", "convolution", "compiled"
+BITSANDBYTES, INT8_LAYERS = "bitsandbytes", "int8"  # the latter's memory depends on values, too
 Row = dict[str, Any]
 
 
@@ -146,7 +147,7 @@ def traced(group: str) -> list[TracedRun]:
 def basis(gpu: str, torch: str) -> list[Row]:
     """Rows of src/fitgpt/planning/track_record.csv, by its COLUMNS: a script has no shape that fitgpt knows."""
     found = []
-    for group, trainer in ((LANGUAGE, SCRIPT), (CONVOLUTION, CONVOLUTIONS)):
+    for group, trainer in ((LANGUAGE, SCRIPT), (BITSANDBYTES, SCRIPT), (CONVOLUTION, CONVOLUTIONS)):
         for run in traced(group):
             real, said = run.measured[-1], run.forecast[-1]
             found.append({**dict.fromkeys(COLUMNS, ""), "trainer": trainer, "gpu": gpu, "torch": torch,
@@ -174,7 +175,7 @@ def table_part(group: str) -> str:
 
 def summary_part() -> str:
     rows = []
-    for group in (LANGUAGE, CONVOLUTION):
+    for group in (LANGUAGE, BITSANDBYTES, INT8_LAYERS, CONVOLUTION):
         found = traced(group)
         reserved, allocated = ([each.percents()[kind] for each in found] for kind in (0, 1))
         exact = [sum(not each.errors()[kind] for each in found) for kind in (0, 1)]

@@ -8,10 +8,11 @@ from statistics import median
 
 import pytest
 
+from fitgpt.tracing.bitsandbytes import OUTLIERS
 from fitgpt.tracing.plan import PLANNED, UNPLANNED
 from fitgpt.tracing.script import trace_script
 from real_messages import trace_path, traced_now
-from traces import CONVOLUTION, LANGUAGE, TracedRun, allocations, held_out_runs, runs, stored, traced
+from traces import BITSANDBYTES, CONVOLUTION, INT8_LAYERS, LANGUAGE, TracedRun, allocations, held_out_runs, runs, stored, traced
 
 CASES = Path(__file__).parents[2] / "bench" / "trace_cases"
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("recorded")]  # one process replays each trace once
@@ -45,6 +46,19 @@ def test_reserved_memory_of_most_language_models_is_exact() -> None:
 def test_allocated_memory_of_language_models_is_within_a_fifth_of_a_percent() -> None:
     errors = {run.name: run.percents()[1] for run in traced(LANGUAGE)}
     assert {name: error for name, error in errors.items() if abs(error) > 0.2} == {}
+
+
+def test_bitsandbytes_optimizers_and_4_bit_layers_are_within_the_same_bounds() -> None:
+    errors = {run.name: run.percents() for run in traced(BITSANDBYTES)}
+    assert len(errors) == 11
+    assert {name: error for name, error in errors.items() if not -0.5 <= error[0] <= 1 or abs(error[1]) > 0.2} == {}
+
+
+def test_8_bit_layers_are_within_2_percent_and_say_what_is_not_in_the_plan() -> None:
+    found = traced(INT8_LAYERS)
+    assert found
+    assert {run.name: run.percents() for run in found if max(map(abs, run.percents())) > 2} == {}
+    assert all(OUTLIERS in run.trace.notes for run in found if run.trace)
 
 
 def test_held_out_language_models_are_within_the_same_bounds() -> None:

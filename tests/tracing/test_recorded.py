@@ -12,7 +12,18 @@ from fitgpt.tracing.bitsandbytes import OUTLIERS
 from fitgpt.tracing.plan import PLANNED, UNPLANNED
 from fitgpt.tracing.script import trace_script
 from real_messages import trace_path, traced_now
-from traces import BITSANDBYTES, CONVOLUTION, INT8_LAYERS, LANGUAGE, TracedRun, allocations, held_out_runs, runs, stored, traced
+from traces import (
+    BITSANDBYTES,
+    CONVOLUTION,
+    INT8_LAYERS,
+    LANGUAGE,
+    TracedRun,
+    allocations,
+    held_out_runs,
+    runs,
+    stored,
+    traced,
+)
 
 CASES = Path(__file__).parents[2] / "bench" / "trace_cases"
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("recorded")]  # one process replays each trace once
